@@ -11,15 +11,15 @@ from labkit import Done, in_image
 pytestmark = pytest.mark.docker
 
 
-def command(standin: str, *words: str) -> Done:
-    return in_image(standin, "python3", "-I", "-m", "imgkit_entrypoints", *words)
+def command(standin: str, *args: str) -> Done:
+    return in_image(standin, "python3", "-I", "-m", "imgkit_entrypoints", *args)
 
 
 def test_rank_0_talks_with_every_rank(standin: str) -> None:
-    done = command(standin, "dist-hello", "--nproc", "3")
-    assert done.returncode == 0, done.stderr
-    assert "all_reduce of ones: 3" in done.stdout
-    assert re.findall(r" (\d)  \S+  cpu, 1 threads +(?:-|[\d.]+ us)$", done.stdout, re.MULTILINE) == [
+    result = command(standin, "dist-hello", "--nproc", "3")
+    assert result.returncode == 0, result.stderr
+    assert "all_reduce of ones: 3" in result.stdout
+    assert re.findall(r" (\d)  \S+  cpu, 1 threads +(?:-|[\d.]+ us)$", result.stdout, re.MULTILINE) == [
         "0",
         "1",
         "2",
@@ -39,20 +39,20 @@ run_worker(main)
 
 @pytest.mark.parametrize(("code", "exit_code"), [("None", 0), ("85", 85), ("'lost'", 1)])
 def test_worker_leaves_without_finalizing(standin: str, code: str, exit_code: int) -> None:
-    done = in_image(standin, "python3", "-c", WORKER.format(code=code))
-    assert (done.returncode, done.stdout) == (exit_code, "worked\n"), done.stderr
-    assert ("lost" in done.stderr) == (exit_code == 1)
+    result = in_image(standin, "python3", "-c", WORKER.format(code=code))
+    assert (result.returncode, result.stdout) == (exit_code, "worked\n"), result.stderr
+    assert ("lost" in result.stderr) == (exit_code == 1)
 
 
 def test_pi_is_right_to_the_last_digits(standin: str) -> None:
-    done = command(standin, "dist-pi", "--nproc", "2")
-    assert done.returncode == 0, done.stderr
-    error = re.search(r"error (\S+), 100000000 intervals, 2 ranks", done.stdout)
-    assert error is not None, done.stdout
+    result = command(standin, "dist-pi", "--nproc", "2")
+    assert result.returncode == 0, result.stderr
+    error = re.search(r"error (\S+), 100000000 intervals, 2 ranks", result.stdout)
+    assert error is not None, result.stdout
     assert float(error[1]) <= 1e-12
-    terms = re.findall(r"rank \d on \S+: (\d+) terms", done.stdout)
+    terms = re.findall(r"rank \d on \S+: (\d+) terms", result.stdout)
     assert sum(map(int, terms)) == 100_000_001
-    assert "parallel efficiency" in done.stdout
+    assert "parallel efficiency" in result.stdout
 
 
 WORLD_SIZES = """
@@ -71,8 +71,8 @@ print("all right")
 
 
 def test_every_world_size_gives_the_same_pi(standin: str) -> None:
-    done = in_image(standin, "python3", "-I", "-c", WORLD_SIZES)
-    assert "all right" in done.stdout, done.stderr
+    result = in_image(standin, "python3", "-I", "-c", WORLD_SIZES)
+    assert "all right" in result.stdout, result.stderr
 
 
 SPOILED = """
@@ -113,21 +113,21 @@ agent 1 "$@" & agent 0 "$@"; code=$?; wait $! && exit $code
 
 
 def test_two_nodes_verify_their_sum(standin: str) -> None:
-    words = ("-m", "imgkit_entrypoints.apps.doctor", "--json")
-    done = in_image(standin, "sh", "-c", TWO_AGENTS, "sh", *words)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout[done.stdout.index("{") :])
-    assert (found["schema"], found["passed"], found["world_size"]) == (1, True, 2)
-    assert [node["ranks"] for node in found["nodes"]] == [[0], [1]]
-    assert [node["reasons"] for node in found["nodes"]] == [[], []]
-    assert all(node["host"].endswith(f"(node {rank})") for rank, node in enumerate(found["nodes"]))
+    args = ("-m", "imgkit_entrypoints.apps.doctor", "--json")
+    result = in_image(standin, "sh", "-c", TWO_AGENTS, "sh", *args)
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout[result.stdout.index("{") :])
+    assert (report["schema"], report["passed"], report["world_size"]) == (1, True, 2)
+    assert [node["ranks"] for node in report["nodes"]] == [[0], [1]]
+    assert [node["reasons"] for node in report["nodes"]] == [[], []]
+    assert all(node["host"].endswith(f"(node {rank})") for rank, node in enumerate(report["nodes"]))
 
 
 def test_rank_that_computes_wrongly_is_named(standin: str) -> None:
-    done = spoiled(standin)
-    assert done.returncode == 1
-    assert "the values of rank 1 arrived corrupted at 2 of 2 ranks" in done.stdout
-    assert "FAILED on" in done.stdout
+    result = spoiled(standin)
+    assert result.returncode == 1
+    assert "the values of rank 1 arrived corrupted at 2 of 2 ranks" in result.stdout
+    assert "FAILED on" in result.stdout
 
 
 GPUS = """
@@ -146,13 +146,13 @@ IMGKIT_GPUS=4 IMGKIT_DEVICE=cpu plan
 
 
 def test_gpus_that_cannot_be_used_do_not_count(standin: str) -> None:
-    done = in_image(standin, "bash", "-uc", GPUS)
+    result = in_image(standin, "bash", "-uc", GPUS)
     none = "no GPU is visible here, but IMGKIT_GPUS says 4 per node (/dev: "
-    said = [line.strip() for line in done.stdout.splitlines() if line.startswith(" ")]
-    assert said == [
+    lines = [line.strip() for line in result.stdout.splitlines() if line.startswith(" ")]
+    assert lines == [
         f'"what": "{none}no nvidia device)",',
         f'"what": "{none}nvidia0, but no libcuda.so.1, which --nv adds)",',
         f'"what": "{none}nvidia0, but not accessible to this process)",',
         '"nproc": 1,',
         '"nproc": 1,',
-    ], done.stdout + done.stderr
+    ], result.stdout + result.stderr

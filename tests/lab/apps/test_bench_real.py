@@ -39,20 +39,20 @@ def figures(result: Saved) -> Saved:
     return figures
 
 
-def inside(standin: str, folder: Path, *words: str, given: str = "") -> Done:
-    """Run `words` in the image, in `folder`; ``/given.py`` there holds `given`."""
-    here = ("--volume", f"{folder}:/here", "--workdir", "/here")
+def inside(standin: str, folder: Path, *args: str, script: str = "") -> Done:
+    """Run `args` in the image, in `folder`; ``/given.py`` there holds `script`."""
+    mounted = ("--volume", f"{folder}:/here", "--workdir", "/here")
     shell = ("sh", "-c", 'cat > /given.py && exec "$@"', "sh")
-    return in_image(standin, *shell, *words, options=here, stdin=given)
+    return in_image(standin, *shell, *args, options=mounted, stdin=script)
 
 
 @pytest.mark.docker
 def test_every_collective_is_measured_and_right(standin: str, tmp_path: Path) -> None:
-    words = ("all", "--min", "8", "--max", "64K", "--factor", "128", "--dtype", "bf16", "--csv", "run.csv")
+    args = ("all", "--min", "8", "--max", "64K", "--factor", "128", "--dtype", "bf16", "--csv", "run.csv")
     short = ("--nproc", "3", "--iters", "2", "--warmup-iters", "1", "--save", "run.json", "--plot", "run.svg")
-    done = inside(standin, tmp_path, *BENCH, *words, *short)
-    assert done.returncode == 0, done.stderr
-    assert "# Out of bounds values : 0 OK" in done.stdout
+    completed = inside(standin, tmp_path, *BENCH, *args, *short)
+    assert completed.returncode == 0, completed.stderr
+    assert "# Out of bounds values : 0 OK" in completed.stdout
     saved = loaded(tmp_path / "run.json")
     assert saved["complete"]
     results = saved["results"]
@@ -82,11 +82,11 @@ cat /tmp/0
 @pytest.mark.docker
 @pytest.mark.soak
 def test_nodes_with_different_numbers_of_ranks_are_refused(standin: str, tmp_path: Path) -> None:
-    told = inside(standin, tmp_path, "bash", "-c", TWO_NODES, "bash", *BENCH, "--max", "1K").stdout
+    stdout = inside(standin, tmp_path, "bash", "-c", TWO_NODES, "bash", *BENCH, "--max", "1K").stdout
     assert re.search(
-        r"the nodes have different numbers of ranks: 1 on \S+ \(node 0\), 2 on \S+ \(node 1\)", told
-    ), told
-    assert "--nproc 1 starts the same number on each node" in told
+        r"the nodes have different numbers of ranks: 1 on \S+ \(node 0\), 2 on \S+ \(node 1\)", stdout
+    ), stdout
+    assert "--nproc 1 starts the same number on each node" in stdout
 
 
 # One rank needs no launcher. The collective says which memory it was given, and what was in it.
@@ -113,9 +113,9 @@ print(len(batches), len(set(place for place, _ in batches)), min(kinds for _, ki
 
 @pytest.mark.docker
 def test_batches_rotate_through_random_data(standin: str, tmp_path: Path) -> None:
-    done = inside(standin, tmp_path, "python3", "-I", "/given.py", given=ROTATED)
-    launches, buffers, kinds = map(int, done.stdout.split()) if not done.returncode else (0, 0, 0)
-    assert (launches, buffers) == (50, 10), done.stderr  # 5 batches of 10
+    result = inside(standin, tmp_path, "python3", "-I", "/given.py", script=ROTATED)
+    launches, buffers, kinds = map(int, result.stdout.split()) if not result.returncode else (0, 0, 0)
+    assert (launches, buffers) == (50, 10), result.stderr  # 5 batches of 10
     assert kinds > 1000, "few of 1024 random numbers are equal"
 
 
@@ -142,18 +142,18 @@ main()
 
 @pytest.mark.docker
 def test_swap_shift_and_flipped_bit_are_found(standin: str, tmp_path: Path) -> None:
-    words = ("all_gather", "--min", "4K", "--max", "1M", "--factor", "16", "--iters", "2")
-    done = inside(standin, tmp_path, *TORCHRUN, "/given.py", *words, "--save", "run.json", given=INJURED)
-    assert done.returncode == 1
-    assert "elements were wrong" in done.stdout
-    found = re.findall(
+    args = ("all_gather", "--min", "4K", "--max", "1M", "--factor", "16", "--iters", "2")
+    completed = inside(standin, tmp_path, *TORCHRUN, "/given.py", *args, "--save", "run.json", script=INJURED)
+    assert completed.returncode == 1
+    assert "elements were wrong" in completed.stdout
+    mismatches = re.findall(
         r"WRONG: all_gather of (\d+) bytes, iteration (\d+), rank (\d+), element (\d+): \S+, expected \S+",
-        done.stdout,
+        completed.stdout,
     )
-    assert [(size, turn, rank) for size, turn, rank, _ in found] == [
+    assert [(size, turn, rank) for size, turn, rank, _ in mismatches] == [
         (size, "7", "1") for size in ("4096", "65536", "1048576")
     ]
-    assert found[2][3] == str(262144 - 3)
+    assert mismatches[2][3] == str(262144 - 3)
     wrong = [figures(result)["nwrong"] for result in loaded(tmp_path / "run.json")["results"]]
     assert wrong[0] > 900  # of 1024: few places hold the same number by chance
     assert wrong[2] == 1
@@ -161,10 +161,10 @@ def test_swap_shift_and_flipped_bit_are_found(standin: str, tmp_path: Path) -> N
 
 @pytest.mark.docker
 def test_one_rank_and_too_little_memory_are_told(standin: str, tmp_path: Path) -> None:
-    words = ("--nproc", "1", "--min", "4K", "--max", "8T", "--factor", str(1 << 31), "--save", "run.json")
-    done = inside(standin, tmp_path, *BENCH, *words, "--iters", "2")
-    assert done.returncode == 1
-    assert "OUT OF MEMORY: all_reduce of 8TiB" in done.stdout
+    args = ("--nproc", "1", "--min", "4K", "--max", "8T", "--factor", str(1 << 31), "--save", "run.json")
+    completed = inside(standin, tmp_path, *BENCH, *args, "--iters", "2")
+    assert completed.returncode == 1
+    assert "OUT OF MEMORY: all_reduce of 8TiB" in completed.stdout
     saved = loaded(tmp_path / "run.json")
     assert not saved["complete"]
     assert [result["size"] for result in saved["results"]] == [4096]
@@ -181,22 +181,22 @@ wait $pid
 
 @pytest.mark.docker
 def test_stop_request_leaves_whole_sizes(standin: str, tmp_path: Path) -> None:
-    words = ("--nproc", "2", "--seconds", "5", "--save", "run.json")
-    done = inside(standin, tmp_path, "sh", "-c", STOPPED, "sh", *BENCH, *words)
-    assert done.returncode == 1, done.stderr
+    args = ("--nproc", "2", "--seconds", "5", "--save", "run.json")
+    result = inside(standin, tmp_path, "sh", "-c", STOPPED, "sh", *BENCH, *args)
+    assert result.returncode == 1, result.stderr
     saved = loaded(tmp_path / "run.json")
     assert not saved["complete"]
     assert saved["results"]
     assert any("stopped on request" in text for text in saved["verdict"]["sentences"])
-    assert "ChildFailedError" not in done.stderr, "torchrun says nothing more"
+    assert "ChildFailedError" not in result.stderr, "torchrun says nothing more"
 
 
 @pytest.mark.docker
 def test_unwritable_file_is_refused_with_the_usage_code(standin: str, tmp_path: Path) -> None:
-    done = inside(standin, tmp_path, *BENCH, "--nproc", "2", "--size", "4K", "--save", "/absent/run.json")
-    assert done.returncode == 2
-    assert "/absent/run.json: cannot be written" in done.stderr
-    assert "Traceback" not in done.stderr
+    result = inside(standin, tmp_path, *BENCH, "--nproc", "2", "--size", "4K", "--save", "/absent/run.json")
+    assert result.returncode == 2
+    assert "/absent/run.json: cannot be written" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def on_wires(test: Any) -> Any:
@@ -212,23 +212,23 @@ class Site(Cluster):
 
     sif: Path
 
-    def told(self, *words: object) -> str:
+    def output_of(self, *args: object) -> str:
         """What a command of the cluster prints."""
-        done = self(*words)
-        return done.stdout + done.stderr
+        result = self(*args)
+        return result.stdout + result.stderr
 
-    def start(self, nodes: int, *words: str, mpi: bool = False) -> tuple[str, ...]:
+    def start(self, nodes: int, *args: str, mpi: bool = False) -> tuple[str, ...]:
         image = ("singularity", "exec", str(self.sif), "dist-bench", "--device", "cpu", "--warmup-iters", "2")
         if not mpi:
-            return ("srun", f"-N{nodes}", f"--chdir={self.state}", *image, *words)
+            return ("srun", f"-N{nodes}", f"--chdir={self.state}", *image, *args)
         hosts = ",".join(f"node{number}" for number in range(1, nodes + 1))
         mpirun = ("mpirun", "--host", hosts, "--map-by", "ppr:1:node", "--bind-to", "none")
-        meant = [f"{name}={value}" for name, value in AS_ROOT.items()]
-        return ("exec", "node1", "--", "env", *meant, *mpirun, "-x", "IMGKIT_HEAD=node1", *image, *words)
+        assignments = [f"{name}={value}" for name, value in AS_ROOT.items()]
+        return ("exec", "node1", "--", "env", *assignments, *mpirun, "-x", "IMGKIT_HEAD=node1", *image, *args)
 
-    def bench(self, nodes: int, *words: str, mpi: bool = False) -> Saved:
+    def bench(self, nodes: int, *args: str, mpi: bool = False) -> Saved:
         """What a run saved."""
-        output = self.told(*self.start(nodes, *words, "--save", f"{self.state}/run.json", mpi=mpi))
+        output = self.output_of(*self.start(nodes, *args, "--save", f"{self.state}/run.json", mpi=mpi))
         assert "INCOMPLETE" not in output, output
         return loaded(self.state / "run.json")
 
@@ -240,13 +240,13 @@ class Site(Cluster):
 
 @pytest.fixture(scope="module")
 def site(mn5_sif: Path) -> Iterator[Site]:
-    made = Site(state=Path(f"/tmp/imgkit-bench-{os.getpid()}"), sif=mn5_sif)
-    made.up(3)
+    cluster = Site(state=Path(f"/tmp/imgkit-bench-{os.getpid()}"), sif=mn5_sif)
+    cluster.up(3)
     try:
-        made.rate(50_000)
-        yield made
+        cluster.rate(50_000)
+        yield cluster
     finally:
-        made.down()
+        cluster.down()
 
 
 # One case with several nodes and ranks; ci/soak runs the others.
@@ -263,9 +263,9 @@ HERE = (3, "2", 200)
 )
 def test_verdict_gives_the_share_of_the_wire(site: Site, nodes: int, ranks: str, rate_Mbps: int) -> None:
     # The root's link always has work; a ring of so few bytes would measure the nodes' processors instead.
-    words = ("gather", "--size", f"{rate_Mbps // 50}M", "--iters", "3", "--no-verify", "--nproc", ranks)
+    args = ("gather", "--size", f"{rate_Mbps // 50}M", "--iters", "3", "--no-verify", "--nproc", ranks)
     site.rate(1000 * rate_Mbps)
-    saved = site.bench(nodes, *words, "--line-rate", str(rate_Mbps / 1000), mpi=rate_Mbps == 50)
+    saved = site.bench(nodes, *args, "--line-rate", str(rate_Mbps / 1000), mpi=rate_Mbps == 50)
     (busbw,) = saved["verdict"]["busbw"]
     assert 75 <= busbw["percent"] <= 105  # frames are up to a tenth more than what is sent
     assert (saved["world"]["nodes"], saved["world"]["ranks"]) == (nodes, nodes * int(ranks))
@@ -288,8 +288,8 @@ def test_both_directions_of_a_wire_work_at_once(site: Site) -> None:
 )
 def test_what_was_finished_stays(site: Site, fault: tuple[str, ...]) -> None:
     saved = site.state / f"{fault[0]}.json"
-    words = ("--min", "64K", "--max", "64M", "--no-verify", "--save", str(saved))
-    argv = site.argv(*site.start(2, *words))
+    args = ("--min", "64K", "--max", "64M", "--no-verify", "--save", str(saved))
+    argv = site.argv(*site.start(2, *args))
     with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None
         while not saved.exists():

@@ -44,9 +44,9 @@ start(3, main)
 
 
 def test_every_rank_gets_every_value(standin: str) -> None:
-    done = in_image(standin, "python3", "-", stdin=RANKS + GATHERED)
-    told = done.stdout.splitlines()
-    assert told == ["3 ranks ended with [0, 0, 0]"], done.stderr
+    result = in_image(standin, "python3", "-", stdin=RANKS + GATHERED)
+    lines = result.stdout.splitlines()
+    assert lines == ["3 ranks ended with [0, 0, 0]"], result.stderr
 
 
 UNLIKE = """
@@ -60,9 +60,9 @@ start(2, main)
 
 
 def test_ranks_at_different_calls_are_named(standin: str) -> None:
-    done = in_image(standin, "python3", "-", stdin=RANKS + UNLIKE)
+    result = in_image(standin, "python3", "-", stdin=RANKS + UNLIKE)
     message = "the ranks are at different calls: rank 1: run.save, rank 0: run.steps"
-    assert done.stdout.splitlines().count(message) == 2, done.stderr
+    assert result.stdout.splitlines().count(message) == 2, result.stderr
 
 
 DRAWN = """
@@ -94,5 +94,7 @@ print(found)
 
 
 def test_random_state_is_kept_bitwise(standin: str) -> None:
-    done = in_image(standin, "python3", "-", stdin=RANKS + DRAWN)
-    assert done.stdout.splitlines() == ["['python', 'torch']", "['numpy', 'python', 'torch']"], done.stderr
+    result = in_image(standin, "python3", "-", stdin=RANKS + DRAWN)
+    assert result.stdout.splitlines() == ["['python', 'torch']", "['numpy', 'python', 'torch']"], (
+        result.stderr
+    )

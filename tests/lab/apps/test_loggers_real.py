@@ -39,10 +39,12 @@ def test_curves_go_on_after_a_kill(standin: str, tmp_path: Path) -> None:
     ]
     abis = [f"--abi={name}" for name in ("cp311", "abi3", "none")]
     fetch = [sys.executable, "-m", "pip", "download", "-q", "--only-binary=:all:", "--python-version=3.11"]
-    done = run(*fetch, "--implementation=cp", *abis, *platforms, "-d", tmp_path, "tensorboard", "wandb")
-    assert done.returncode == 0, done.stderr
-    done = in_image(standin, "bash", "-c", KILLED_AND_RESUMED, options=("--volume", f"{tmp_path}:/wheels:ro"))
-    assert "resumes after step" in done.stderr + done.stdout
-    assert "steps once, in order: True True" in done.stdout
-    assert "held out: True" in done.stdout
-    assert done.stdout.count("/run-") == 2  # one file for each start
+    result = run(*fetch, "--implementation=cp", *abis, *platforms, "-d", tmp_path, "tensorboard", "wandb")
+    assert result.returncode == 0, result.stderr
+    result = in_image(
+        standin, "bash", "-c", KILLED_AND_RESUMED, options=("--volume", f"{tmp_path}:/wheels:ro")
+    )
+    assert "resumes after step" in result.stderr + result.stdout
+    assert "steps once, in order: True True" in result.stdout
+    assert "held out: True" in result.stdout
+    assert result.stdout.count("/run-") == 2  # one file for each start

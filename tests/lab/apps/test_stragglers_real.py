@@ -69,15 +69,15 @@ print(found)
 
 @pytest.fixture(scope="module")
 def runs(standin: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of all runs, with what they said in ``told``."""
+    """The folder of all runs, with their output in ``output``."""
     folder = tmp_path_factory.mktemp("runs")
     shutil.copy(Path(__file__).with_name("train_plugins.py"), folder / "own.py")
     shutil.copy(Path(__file__).with_name("train_many.py"), folder)
     shutil.copy(ROOT / "tests/lab/saved_states.py", folder)
-    here = ("--volume", f"{folder}:/runs", "--workdir", "/runs", "--hostname", "n7")
-    done = in_image(standin, "python3", "train_many.py", options=here, stdin=SCRIPT)
-    (folder / "told").write_text(done.stdout + done.stderr)
-    assert done.stdout.splitlines().count("0") == 5, done.stdout + done.stderr
+    options = ("--volume", f"{folder}:/runs", "--workdir", "/runs", "--hostname", "n7")
+    result = in_image(standin, "python3", "train_many.py", options=options, stdin=SCRIPT)
+    (folder / "output").write_text(result.stdout + result.stderr)
+    assert result.stdout.splitlines().count("0") == 5, result.stdout + result.stderr
     return folder
 
 
@@ -88,13 +88,13 @@ def summary(run: Path) -> list[dict[str, Any]]:
 
 def test_slow_rank_is_named_with_its_node(runs: Path) -> None:
     rows = [json.loads(text) for text in (runs / "slow/metrics.jsonl").read_text().splitlines()]
-    (found,) = summary(runs / "slow")
-    assert (found["rank"], found["node"], found["local_rank"]) == (1, "n7", 1)
-    assert found["own_work_s"] > 1.2 * found["usual_s"]  # the limit of the rule
-    assert rows[-1]["slow"] == [found]
+    (straggler,) = summary(runs / "slow")
+    assert (straggler["rank"], straggler["node"], straggler["local_rank"]) == (1, "n7", 1)
+    assert straggler["own_work_s"] > 1.2 * straggler["usual_s"]  # the limit of the rule
+    assert rows[-1]["slow"] == [straggler]
     assert (
         "dist-train: rank 1 on n7 (local rank 1) is a straggler: its own work takes "
-        in (runs / "told").read_text()
+        in (runs / "output").read_text()
     )
     assert rows[-1]["wait_s"] > 0
 
@@ -117,7 +117,7 @@ def test_clock_leaves_every_bit_of_the_weights(standin: str, runs: Path) -> None
 
 
 def test_events_of_a_gpu_are_read_one_look_later(standin: str) -> None:
-    done = in_image(standin, "python3", "-c", FAKE_GPU)
-    assert done.returncode == 0, done.stderr
+    result = in_image(standin, "python3", "-c", FAKE_GPU)
+    assert result.returncode == 0, result.stderr
     # From the first mark to that of the third gradient, and one to the end; nothing at the first look.
-    assert done.stdout.splitlines()[-1] == f"{[(0.0, 0.0), *[(3.0, 1.0)] * 4]}"
+    assert result.stdout.splitlines()[-1] == f"{[(0.0, 0.0), *[(3.0, 1.0)] * 4]}"

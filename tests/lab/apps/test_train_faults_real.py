@@ -34,7 +34,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(standin: str, runs: Path) -> Path:
+def undisturbed(standin: str, runs: Path) -> Path:
     """The folder of a run that nothing disturbed."""
     folder = shared_folder() / "faults"
     with locked("faults"):
@@ -44,29 +44,29 @@ def whole(standin: str, runs: Path) -> Path:
     return folder / "whole"
 
 
-def inside(standin: str, runs: Path, script: str, *words: str, timeout_s: float = 600) -> str:
+def inside(standin: str, runs: Path, script: str, *, timeout_s: float = 600) -> str:
     """Run the shell `script` in the image; ``train`` in it becomes the whole command."""
     shell = ("bash", "-euc", TRAIN.replace("STEPS", str(STEPS)) + script)
-    here = ("--volume", f"{runs}:/runs", "--workdir", "/runs", *words)
-    done = in_image(standin, *shell, options=here, timeout_s=timeout_s)
-    told = done.stdout + done.stderr
-    assert done.returncode == 0, told
-    return told
+    mounted = ("--volume", f"{runs}:/runs", "--workdir", "/runs")
+    result = in_image(standin, *shell, options=mounted, timeout_s=timeout_s)
+    output = result.stdout + result.stderr
+    assert result.returncode == 0, output
+    return output
 
 
-def assert_ended_as(standin: str, whole: Path, run: Path) -> None:
+def assert_ended_as(standin: str, undisturbed: Path, run: Path) -> None:
     """Fail unless a run has ended with the state of the undisturbed one."""
-    assert_same_state(standin, whole, run, "weights", "optimizer", "ranks")
+    assert_same_state(standin, undisturbed, run, "weights", "optimizer", "ranks")
 
 
-def test_killed_worker_is_started_again_and_goes_on(standin: str, runs: Path, whole: Path) -> None:
-    told = inside(standin, runs, "FAULT='once kill 1 33' train --max-failures 1 --run-dir killed")
-    assert re.search(r"resumes after step (25|30) of 60: killed/checkpoints", told), told
-    assert_ended_as(standin, whole, runs / "killed")
+def test_killed_worker_is_started_again_and_goes_on(standin: str, runs: Path, undisturbed: Path) -> None:
+    output = inside(standin, runs, "FAULT='once kill 1 33' train --max-failures 1 --run-dir killed")
+    assert re.search(r"resumes after step (25|30) of 60: killed/checkpoints", output), output
+    assert_ended_as(standin, undisturbed, runs / "killed")
 
 
 @pytest.mark.soak  # tests/lab/job has spares with stubs
-def test_spare_takes_over_from_a_killed_node(standin: str, runs: Path, whole: Path) -> None:
+def test_spare_takes_over_from_a_killed_node(standin: str, runs: Path, undisturbed: Path) -> None:
     script = """
 export PAUSE=0.05 IMGKIT_RUN_DIR=spare
 words="--nproc 1 --nnodes 2+1 --head 127.0.0.1"
@@ -78,42 +78,42 @@ kill -KILL $victim
 wait $head
 wait $spare
 """
-    told = inside(standin, runs, script)
-    assert "attempt 2 starts with 2 nodes; node 3 of 3" in told
-    assert re.search(r"torchrun starts again \d+\.\d s after the failure was noticed", told)
-    assert re.search(r"resumes after step (10|15|20) of 60: spare/checkpoints", told)
+    output = inside(standin, runs, script)
+    assert "attempt 2 starts with 2 nodes; node 3 of 3" in output
+    assert re.search(r"torchrun starts again \d+\.\d s after the failure was noticed", output)
+    assert re.search(r"resumes after step (10|15|20) of 60: spare/checkpoints", output)
     assert (runs / "spare/result").read_text() == "local 0\n"
-    assert_ended_as(standin, whole, runs / "spare")
+    assert_ended_as(standin, undisturbed, runs / "spare")
 
 
 @pytest.mark.soak  # half an hour
-def test_random_faults_of_three_nodes_cost_nothing(standin: str, runs: Path, whole: Path) -> None:
+def test_random_faults_of_three_nodes_cost_nothing(standin: str, runs: Path, undisturbed: Path) -> None:
     seed = time.time_ns() % 10**6
     # train_schedules.py waits a minute for a node, whose head may be killed before they have met.
     limits = "--lost-after 4 --rollcall-timeout 45"
-    words = f"--nproc 1 --nnodes 2+1 --head 127.0.0.1 {limits} --no-network-test"
-    shot = f'bash -c "$(declare -f train); train {words} \\"\\$@\\"" train'
+    args = f"--nproc 1 --nnodes 2+1 --head 127.0.0.1 {limits} --no-network-test"
+    shot = f'bash -c "$(declare -f train); train {args} \\"\\$@\\"" train'
     schedules = f"export PAUSE=0.08; python3 train_schedules.py {seed} 30 {shot}"
-    told = inside(standin, runs, schedules, timeout_s=3600)
-    print(told)
+    output = inside(standin, runs, schedules, timeout_s=3600)
+    print(output)
     for number in range(seed, seed + 30):
-        assert_ended_as(standin, whole, runs / f"schedule{number}")
+        assert_ended_as(standin, undisturbed, runs / f"schedule{number}")
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(6, marks=pytest.mark.soak)])
 def test_any_process_killed_at_any_time_costs_nothing(
-    standin: str, runs: Path, whole: Path, kills: int
+    standin: str, runs: Path, undisturbed: Path, kills: int
 ) -> None:
     shot = f'bash -c "$(declare -f train); train --run-dir shot{kills}"'
-    told = inside(standin, runs, f"export PAUSE=0.05; python3 train_kills.py {kills} {shot}")
-    killed = re.findall(r"^killed (?:a worker|torchrun|the guard|the launcher) after step", told, re.M)
+    output = inside(standin, runs, f"export PAUSE=0.05; python3 train_kills.py {kills} {shot}")
+    killed = re.findall(r"^killed (?:a worker|torchrun|the guard|the launcher) after step", output, re.M)
     assert len(killed) == kills
-    assert "resumes after step" in told
-    assert "skipped" not in told  # whatever was being written does not look like a checkpoint
-    assert_ended_as(standin, whole, runs / f"shot{kills}")
+    assert "resumes after step" in output
+    assert "skipped" not in output  # whatever was being written does not look like a checkpoint
+    assert_ended_as(standin, undisturbed, runs / f"shot{kills}")
 
 
-def test_stopped_worker_is_told_and_goes_on(standin: str, runs: Path, whole: Path) -> None:
+def test_stopped_worker_is_told_and_goes_on(standin: str, runs: Path, undisturbed: Path) -> None:
     script = """
 export PAUSE=0.08
 FAULT='once stop 1 33' train --hang-after 3 --run-dir stopped 2> >(tee err >&2) & pid=$!
@@ -121,16 +121,16 @@ until grep -q 'kill -CONT' err; do sleep 0.2; kill -0 $pid; done
 eval "$(grep -o 'kill -CONT [0-9]*' err)"
 wait $pid
 """
-    told = inside(standin, runs, script)
+    output = inside(standin, runs, script)
     assert re.search(
-        r"rank 1 on \w+ did not move from the end of step 3\d for \d+ s \(others: step 3\d\)", told
+        r"rank 1 on \w+ did not move from the end of step 3\d for \d+ s \(others: step 3\d\)", output
     )
-    assert re.search(r"rank 1 on \w+ moved again after \d+ s", told)
-    assert_ended_as(standin, whole, runs / "stopped")
+    assert re.search(r"rank 1 on \w+ moved again after \d+ s", output)
+    assert_ended_as(standin, undisturbed, runs / "stopped")
 
 
 def test_node_without_the_checkpoint_gets_it_or_the_run_is_refused(
-    standin: str, runs: Path, whole: Path
+    standin: str, runs: Path, undisturbed: Path
 ) -> None:
     # Two nodes with a run folder of their own each.
     script = """
@@ -146,7 +146,7 @@ END
     output = inside(standin, runs, script)
     assert "has step-0000000012, and the newest checkpoint of rank 0 on " in output
     assert "resumes after step 12 of 60: host-a/checkpoints/step-0000000012" in output
-    assert_ended_as(standin, whole, runs / "host-a")
+    assert_ended_as(standin, undisturbed, runs / "host-a")
 
 
 @pytest.mark.soak

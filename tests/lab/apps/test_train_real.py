@@ -24,18 +24,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def inside(standin: str, runs: Path, *words: str, given: str = "") -> str:
+def inside(standin: str, runs: Path, *args: str, stdin: str = "") -> str:
     """What a command printed in the image, without a network; it must not fail."""
     options = ("--volume", f"{runs}:/runs", "--workdir", "/runs")
-    done = in_image(standin, *words, options=options, stdin=given)
-    told = done.stdout + done.stderr
-    assert done.returncode == 0, told
-    return told
+    result = in_image(standin, *args, options=options, stdin=stdin)
+    output = result.stdout + result.stderr
+    assert result.returncode == 0, output
+    return output
 
 
 def many(standin: str, runs: Path, script: str) -> str:
-    """Run the Python `script`, in which ``train(RANKS, "WORDS")`` is a run without a launcher."""
-    return inside(standin, runs, "python3", "train_many.py", given=script)
+    """Run the Python `script`, in which ``train(RANKS, "ARGS")`` is a run without a launcher."""
+    return inside(standin, runs, "python3", "train_many.py", stdin=script)
 
 
 LAUNCHED = """
@@ -63,8 +63,8 @@ for n in WORLD_SIZES:
     assert len(drawn) == n
     assert not torch.equal(drawn[0], drawn[-1]) or n == 1
 """
-    told = many(standin, runs, script.replace("WORLD_SIZES", str(world_sizes)))
-    assert told.count("resumes after step 4 of 7") == len(world_sizes)
+    output = many(standin, runs, script.replace("WORLD_SIZES", str(world_sizes)))
+    assert output.count("resumes after step 4 of 7") == len(world_sizes)
 
 
 def test_data_workers_change_nothing(standin: str, runs: Path) -> None:
@@ -126,10 +126,10 @@ assert largest_difference("idle", "busy") < 1e-10
 assert largest_difference("four", "idle") > 1e-3
 assert train(5, f"{words} --steps 9 --run-dir changing") == 2
 """
-    told = many(standin, runs, script)
-    assert "resumes after step 3 of 5" in told
-    assert "5 ranks cannot share a global batch of 12 samples equally" in told
-    assert "use 4 or 6 ranks" in told
+    output = many(standin, runs, script)
+    assert "resumes after step 3 of 5" in output
+    assert "5 ranks cannot share a global batch of 12 samples equally" in output
+    assert "use 4 or 6 ranks" in output
 
 
 def test_damaged_checkpoint_is_skipped_and_replaced(standin: str, runs: Path) -> None:
@@ -154,14 +154,14 @@ assert train(2, "--steps 8 --save-every 4 --run-dir damaged --ignore-checkpoints
 names = sorted(name.partition("-0")[0] for name in os.listdir("damaged/checkpoints"))
 assert names == ["skipped-step", "skipped-step", "skipped-step", "step", "step"], names
 """
-    told = many(standin, runs, script)
-    assert "damaged: none of the checkpoints can be read: damaged/checkpoints/step-0000000006/__0_0" in told
-    assert "checkpoint skipped: damaged/checkpoints/step-0000000006/__0_0.distcp has" in told
-    assert "resumes after step 4 of 6" in told
-    assert "resumes after step 6 of 6" in told
-    assert "model is 'mlp', the checkpoint has 'linear'" in told
-    assert "nowhere: no valid checkpoint found" in told
-    assert "replace the checkpoints of another run" in told
+    output = many(standin, runs, script)
+    assert "damaged: none of the checkpoints can be read: damaged/checkpoints/step-0000000006/__0_0" in output
+    assert "checkpoint skipped: damaged/checkpoints/step-0000000006/__0_0.distcp has" in output
+    assert "resumes after step 4 of 6" in output
+    assert "resumes after step 6 of 6" in output
+    assert "model is 'mlp', the checkpoint has 'linear'" in output
+    assert "nowhere: no valid checkpoint found" in output
+    assert "replace the checkpoints of another run" in output
 
 
 @pytest.mark.soak
@@ -188,19 +188,19 @@ assert train(1, f"{words} --steps 2") == 0
 open("grown.py", "w").write(text.replace("64", "65") + " ")  # another size, else old byte code counts
 assert train(1, f"{words} --steps 4") == 2
 """
-    told = many(standin, runs, script)
-    assert "0.weight is (64, 6) in the checkpoint and (65, 6) in the model" in told
+    output = many(standin, runs, script)
+    assert "0.weight is (64, 6) in the checkpoint and (65, 6) in the model" in output
 
 
 def test_ranks_with_different_options_are_refused_by_name(standin: str, runs: Path) -> None:
     script = """
 import os
-assert train(2, "--steps 3", folders="unlike0 unlike1", own=("--lr 0.1", "--lr 0.2 --seed 3")) == 2
+assert train(2, "--steps 3", folders="unlike0 unlike1", rank_args=("--lr 0.1", "--lr 0.2 --seed 3")) == 2
 assert not os.path.exists("unlike0/checkpoints")
 """
-    told = many(standin, runs, script)
+    output = many(standin, runs, script)
     assert (
-        "the ranks have different options; seed: rank 0: 0, rank 1: 3; lr: rank 0: 0.1, rank 1: 0.2" in told
+        "the ranks have different options; seed: rank 0: 0, rank 1: 3; lr: rank 0: 0.1, rank 1: 0.2" in output
     )
 
 
@@ -211,8 +211,8 @@ assert train(2, f"{words} --save-every 2 --keep 9 --run-dir broken") == 1
 assert train(2, f"{words} --on-nan skip --run-dir skipping") == 0
 assert train(2, f"{words} --on-nan skip --amp fp16 --run-dir scaled") == 0
 """
-    told = many(standin, runs, script)
-    assert "a loss is not a number; the state of step 4 is saved" in told
+    output = many(standin, runs, script)
+    assert "a loss is not a number; the state of step 4 is saved" in output
     assert sorted(path.name[-2:] for path in (runs / "broken/checkpoints").iterdir()) == ["02", "04"]
     skipped = [
         json.loads((runs / f"{name}/summary.json").read_text())["skipped"] for name in ("skipping", "scaled")
@@ -231,10 +231,10 @@ assert train(2, f"{words} --steps 2") == 0
 assert train(4, f"{words} --steps 4") == 0
 assert states("fresh")["step"] == 2
 """
-    told = many(standin, runs, script)
-    assert "this data gives whole batches, not single samples" in told
-    assert "--profile 9:1 would trace nothing: the run has 2 steps" in told
-    assert "resumes after step 2 of 4" in told
+    output = many(standin, runs, script)
+    assert "this data gives whole batches, not single samples" in output
+    assert "--profile 9:1 would trace nothing: the run has 2 steps" in output
+    assert "resumes after step 2 of 4" in output
 
 
 def test_numbers_of_a_step_are_averaged(standin: str, runs: Path) -> None:
@@ -244,14 +244,14 @@ assert train(2, own + "numbers --run-dir numbered --schedule linear") == 0
 assert train(1, own + "renamed") == 2
 assert train(1, own + "wide") == 2
 """
-    told = many(standin, runs, script)
-    kept = [json.loads(line) for line in (runs / "numbered/metrics.jsonl").read_text().splitlines()]
-    assert [one["numbers"]["rank"] for one in kept] == [0.5] * len(kept)
-    assert all(abs(one["numbers"]["half"] - one["loss"] / 2) < 1e-6 for one in kept)
-    assert all(one["grad_norm"] > 0 for one in kept)
-    assert kept[-1]["lr"] == pytest.approx(0.05 / 6)
-    assert "the step returned the numbers number1, but number0 at first" in told
-    assert "all must be a tensor with one number, but it is a Tensor of shape" in told
+    output = many(standin, runs, script)
+    rows = [json.loads(line) for line in (runs / "numbered/metrics.jsonl").read_text().splitlines()]
+    assert [row["numbers"]["rank"] for row in rows] == [0.5] * len(rows)
+    assert all(abs(row["numbers"]["half"] - row["loss"] / 2) < 1e-6 for row in rows)
+    assert all(row["grad_norm"] > 0 for row in rows)
+    assert rows[-1]["lr"] == pytest.approx(0.05 / 6)
+    assert "the step returned the numbers number1, but number0 at first" in output
+    assert "all must be a tensor with one number, but it is a Tensor of shape" in output
 
 
 @pytest.mark.soak
@@ -269,14 +269,14 @@ assert train(1, "--model gpt --data short.txt --batch-size 2 --steps 1") == 0
 assert train(1, "--model gpt --data short.txt --batch-size 2 --steps 1 --eval-every 1") == 2
 assert train(1, "--model mlp --data text.txt --steps 4") == 2
 """
-    told = many(standin, runs, script)
-    ends = [line.split() for line in told.splitlines() if line.startswith("loss ")]
-    assert len(ends) == 7, told
+    output = many(standin, runs, script)
+    ends = [line.split() for line in output.splitlines() if line.startswith("loss ")]
+    assert len(ends) == 7, output
     assert [end for end in ends[:6] if float(end[3].rstrip(",")) >= float(end[1])] == []
-    assert "mlp cannot read a text file" in told
-    assert "step 4/4  held out: loss " in told
-    assert "short.txt: 200 bytes are too few" in told
-    assert "eval needs at least 641 bytes" in told
+    assert "mlp cannot read a text file" in output
+    assert "step 4/4  held out: loss " in output
+    assert "short.txt: 200 bytes are too few" in output
+    assert "eval needs at least 641 bytes" in output
 
 
 def test_looking_at_held_out_data_changes_nothing(standin: str, runs: Path) -> None:
@@ -293,10 +293,12 @@ for count in (1, 3):
     assert train(count, f"{words} --run-dir held{count} --global-batch 12 --batch-size {5 - count}") == 0
 """
     many(standin, runs, script)
-    told = [json.loads(line) for line in (runs / "looking/metrics.jsonl").read_text().splitlines()]
-    assert [one["step"] for one in told if "eval_loss" in one] == [2, 4, 5, 6, 8, 9]
-    one, other = (json.loads((runs / f"held{ranks}/summary.json").read_text()) for ranks in (1, 3))
-    assert one["eval_loss"] == pytest.approx(other["eval_loss"], rel=1e-12)
+    rows = [json.loads(line) for line in (runs / "looking/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "eval_loss" in row] == [2, 4, 5, 6, 8, 9]
+    on_one_rank, on_three_ranks = (
+        json.loads((runs / f"held{ranks}/summary.json").read_text()) for ranks in (1, 3)
+    )
+    assert on_one_rank["eval_loss"] == pytest.approx(on_three_ranks["eval_loss"], rel=1e-12)
     assert "held out" in (runs / "looking/curves.svg").read_text()
 
 
@@ -310,10 +312,10 @@ for rank in (0, 1):
     print(f"rank {rank} steps:", sum("Optimizer.step#SGD.step" in name for name in names))
     print("reduced:", any("all_reduce" in name or "allreduce" in name for name in names))
 """
-    told = many(standin, runs, script)
-    assert "rank 0 steps: 2\n" in told
-    assert "rank 1 steps: 2\n" in told
-    assert told.count("reduced: True") == 2
+    output = many(standin, runs, script)
+    assert "rank 0 steps: 2\n" in output
+    assert "rank 1 steps: 2\n" in output
+    assert output.count("reduced: True") == 2
 
 
 def test_compiled_model_learns_or_is_refused(standin: str, runs: Path) -> None:
@@ -327,8 +329,10 @@ if shutil.which("g++") or shutil.which("clang++"):
 else:
     assert train(2, words) == 2
 """
-    told = many(standin, runs, script)
-    assert "compiled\n" in told or "--compile needs a compiler (g++ or clang++), but PATH has none" in told
+    output = many(standin, runs, script)
+    assert (
+        "compiled\n" in output or "--compile needs a compiler (g++ or clang++), but PATH has none" in output
+    )
 
 
 @pytest.mark.soak
@@ -352,10 +356,10 @@ assert train(1, "--model resnet18 --data pictures/train --eval-every 1") == 2
 open("pictures/train/cat/3.png", "w").write("nothing")
 assert train(1, f"{words} --batch-size 16 --steps 1") == 1
 """
-    told = many(standin, runs, script)
-    assert "pictures/train/cat: 0 classes" in told
-    assert "pictures/train: no images are held out" in told
-    assert "sample 3 of the data: UnidentifiedImageError" in told
+    output = many(standin, runs, script)
+    assert "pictures/train/cat: 0 classes" in output
+    assert "pictures/train: no images are held out" in output
+    assert "sample 3 of the data: UnidentifiedImageError" in output
     summary = json.loads((runs / "pictured/summary.json").read_text())
     assert summary["last_loss"] < summary["first_loss"]
 
@@ -374,8 +378,8 @@ until [ -s shared/metrics.jsonl ]; do kill -0 $pid; sleep 0.1; done
 touch shared/stop; wait $pid; echo "shared: $?"
 code train $words
 """
-    told = launched(standin, runs, script)
-    told += many(
+    output = launched(standin, runs, script)
+    output += many(
         standin,
         runs,
         """
@@ -385,18 +389,18 @@ assert train(1, f"{words} --run-dir filed") == 2
 assert train(2, f"{words} --stop-after 0") == 1
 """,
     )
-    assert "--stop-after; the state of step 2 is saved" in told
-    assert "flagged: 85" in told
-    assert "a stop request from the node agent; the state of step" in told
-    assert "filed: 0" in told
-    assert "filed/stop: this file prevents the run from starting" in told
-    assert "rm filed/stop" in told
-    assert "this start saved no state\n" in told
-    assert told.count("dist-train: nothing is saved without a run folder: --run-dir DIR\n") == 1
-    assert "shared/stop: asked the program to save" in told
-    assert "shared: 0" in told
-    assert "shared/stop: this file prevents the run from starting" in told
-    assert told.count("exit code 2\n") == 1
+    assert "--stop-after; the state of step 2 is saved" in output
+    assert "flagged: 85" in output
+    assert "a stop request from the node agent; the state of step" in output
+    assert "filed: 0" in output
+    assert "filed/stop: this file prevents the run from starting" in output
+    assert "rm filed/stop" in output
+    assert "this start saved no state\n" in output
+    assert output.count("dist-train: nothing is saved without a run folder: --run-dir DIR\n") == 1
+    assert "shared/stop: asked the program to save" in output
+    assert "shared: 0" in output
+    assert "shared/stop: this file prevents the run from starting" in output
+    assert output.count("exit code 2\n") == 1
     for name in ("timed", "flagged", "filed", "shared"):
         summary = json.loads((runs / name / "summary.json").read_text())
         assert summary["saved_step"] == summary["step"] < summary["steps"]
@@ -409,10 +413,10 @@ def test_refusal_is_told_though_another_worker_ends_first(standin: str, runs: Pa
         "print('collects garbage:', gc.isenabled(), 'passed by:', gc.get_freeze_count() > 100_000)\n"
         "def model(config):\n    return None\nmodel = 3\n"
     )
-    told = launched(standin, runs, "code train --nproc 2 --model late.py:model --steps 2")
-    assert told.count("collects garbage: True passed by: True") == 2, told
-    assert told.count("model is not a function") == 1, told
-    assert "exit code 2\n" in told
+    output = launched(standin, runs, "code train --nproc 2 --model late.py:model --steps 2")
+    assert output.count("collects garbage: True passed by: True") == 2, output
+    assert output.count("model is not a function") == 1, output
+    assert "exit code 2\n" in output
 
 
 def test_failing_samples_and_functions_are_named(standin: str, runs: Path) -> None:
@@ -422,8 +426,8 @@ code train $own --nproc 1 --data own.py:dies --workers 1
 code train --model own.py:modell --nproc 1
 code train --model own.py:vector --nproc 1
 """
-    told = launched(standin, runs, script)
-    told += many(
+    output = launched(standin, runs, script)
+    output += many(
         standin,
         runs,
         """
@@ -432,10 +436,10 @@ assert train(1, f"{own} --data own.py:raises --workers 1") == 1
 assert train(1, f"{own} --data own.py:data --step own.py:vector") == 2
 """,
     )
-    assert "sample 17 of the data: ValueError: spoiled" in told
-    assert "a data worker died at sample 17 of the data" in told
-    assert "the loss must be a tensor with one number, but it is a Tensor of shape (4, 1)" in told
-    assert "has no function modell" in told
-    assert "vector does not take 1 positional arguments" in told
-    assert "def FN(config) -> torch.nn.Module" in told
-    assert re.findall(r"(?m)^exit code (\d+)$", told) == ["1", "2", "2"]
+    assert "sample 17 of the data: ValueError: spoiled" in output
+    assert "a data worker died at sample 17 of the data" in output
+    assert "the loss must be a tensor with one number, but it is a Tensor of shape (4, 1)" in output
+    assert "has no function modell" in output
+    assert "vector does not take 1 positional arguments" in output
+    assert "def FN(config) -> torch.nn.Module" in output
+    assert re.findall(r"(?m)^exit code (\d+)$", output) == ["1", "2", "2"]

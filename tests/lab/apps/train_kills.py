@@ -21,7 +21,7 @@ LATEST_S = 0.6
 
 def processes() -> dict[int, str]:
     """The live processes of the command, each with its role."""
-    found = {}
+    roles = {}
     for folder in Path("/proc").iterdir():
         try:
             if not folder.name.isdigit() or int(folder.name) in (1, os.getpid(), os.getppid()):
@@ -30,10 +30,10 @@ def processes() -> dict[int, str]:
             if state not in "ZX":
                 line = (folder / "cmdline").read_bytes()
                 forked = line == Path(f"/proc/{parent}/cmdline").read_bytes()
-                found[int(folder.name)] = "fork" if forked else line.replace(b"\0", b" ").decode()
+                roles[int(folder.name)] = "fork" if forked else line.replace(b"\0", b" ").decode()
         except OSError:
             continue
-    return found
+    return roles
 
 
 def kind(line: str) -> str:
@@ -67,8 +67,8 @@ def main() -> None:
     for number in range(count):
         run, log = start(command, number)
         # The first start saves once, so that there is something to resume from.
-        shown = r"step +\d.*loss" if number else r"step +\d\d.*loss"
-        until(lambda log=log, shown=shown: re.search(shown, log.read_text()), 300)
+        progress = r"step +\d.*loss" if number else r"step +\d\d.*loss"
+        until(lambda log=log, progress=progress: re.search(progress, log.read_text()), 300)
         time.sleep(draw.uniform(0, LATEST_S))
         victim, line = draw.choice(sorted(processes().items()))
         os.kill(victim, signal.SIGKILL)

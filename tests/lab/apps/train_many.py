@@ -1,7 +1,7 @@
 """Many runs of dist-train from one process that has imported torch; runs in the image.
 
 Ranks are forked, with the environment that torchrun would give them: a run takes half a second instead of
-five. Reads Python code in which ``train(RANKS, "WORDS")`` is such a run and returns its exit code.
+five. Reads Python code in which ``train(RANKS, "ARGS")`` is such a run and returns its exit code.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ torch.set_num_threads(1)
 __all__ = ["same", "states"]
 
 
-def train(count: int, words: str, folders: str = "", own: tuple[str, ...] = ()) -> int:
+def train(count: int, args: str, folders: str = "", rank_args: tuple[str, ...] = ()) -> int:
     """Train on `count` ranks of one node; with a run folder for each rank in `folders`, each is a node.
 
-    `own` has more words for each rank.
+    `rank_args` has more arguments for each rank.
     """
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    print(f"+ {count} {words}", flush=True)
-    sys.argv = ["dist-train", "--log-every", "2", *shlex.split(words)]
+    print(f"+ {count} {args}", flush=True)
+    sys.argv = ["dist-train", "--log-every", "2", *shlex.split(args)]
     children = []
     for rank in range(count):
         child = os.fork()
         if child == 0:
-            sys.argv += shlex.split(own[rank]) if own else []
+            sys.argv += shlex.split(rank_args[rank]) if rank_args else []
             if folders:
                 sys.argv += ["--run-dir", folders.split()[rank]]
             local_rank = 0 if folders else rank
-            place = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": count, "MASTER_PORT": port}
-            os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
+            env = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": count, "MASTER_PORT": port}
+            os.environ.update({name: str(value) for name, value in env.items()}, MASTER_ADDR="127.0.0.1")
             ranks.run_worker(app.main)
         children.append(child)
     return max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children)

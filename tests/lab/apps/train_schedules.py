@@ -25,11 +25,11 @@ def started(command: list[str], run: str, log: Path) -> list[subprocess.Popen[by
     """Three launchers, the head first."""
     nodes = []
     for rank in range(3):
-        words = [*command, "--run-dir", run, "--node-rank", str(rank)]
+        argv = [*command, "--run-dir", run, "--node-rank", str(rank)]
         with log.open("ab") as file:
             nodes.append(
                 subprocess.Popen(
-                    words,
+                    argv,
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=file,
@@ -41,43 +41,43 @@ def started(command: list[str], run: str, log: Path) -> list[subprocess.Popen[by
 
 
 def strike(draw: random.Random, nodes: list[subprocess.Popen[bytes]]) -> str:
-    """Do one random thing to one random process; return what."""
-    found = sorted(processes().items())
-    what = draw.choice(("a worker", "torchrun", "the guard", "the launcher", "stop", "freeze"))
-    if what in ("stop", "freeze"):
-        node = draw.randrange(what == "freeze", len(nodes))  # a frozen head would only end the run
+    """Do one random action to one random process, and return its description."""
+    roles = sorted(processes().items())
+    action = draw.choice(("a worker", "torchrun", "the guard", "the launcher", "stop", "freeze"))
+    if action in ("stop", "freeze"):
+        node = draw.randrange(action == "freeze", len(nodes))  # a frozen head would only end the run
         if nodes[node].poll() is None:
-            nodes[node].send_signal(signal.SIGTERM if what == "stop" else signal.SIGSTOP)
-        return f"{what} the launcher of node {node}"
-    victims = [pid for pid, line in found if kind(line) == what]
+            nodes[node].send_signal(signal.SIGTERM if action == "stop" else signal.SIGSTOP)
+        return f"{action} the launcher of node {node}"
+    victims = [pid for pid, line in roles if kind(line) == action]
     if victims:
         os.kill(draw.choice(victims), signal.SIGKILL)
-    return f"kill {what}"
+    return f"kill {action}"
 
 
 def play(seed: int, command: list[str], run: str) -> list[str]:
     """One run under random faults, until it is done; return what happened."""
-    draw, log, told = random.Random(seed), Path(f"{run}.log"), []  # noqa: S311
+    draw, log, events = random.Random(seed), Path(f"{run}.log"), []  # noqa: S311
     for number in range(STARTS):
-        began = time.monotonic()
+        start_s = time.monotonic()
         nodes = started(command, run, log)
         moments = sorted(
             draw.uniform(1, LATEST_S) for _ in range(draw.choice((1, 2, 3)) if number < 3 else 0)
         )
         for moment in moments:
-            time.sleep(max(0.0, began + moment - time.monotonic()))
+            time.sleep(max(0.0, start_s + moment - time.monotonic()))
             if nodes[0].poll() is None:
-                told.append(f"{moment:.1f} s: {strike(draw, nodes)}")
+                events.append(f"{moment:.1f} s: {strike(draw, nodes)}")
         nodes[0].wait(timeout=300)
         for node in nodes:
             if node.poll() is None:
                 node.send_signal(signal.SIGCONT)
         codes = [node.wait(timeout=60) for node in nodes]
         until(lambda: not processes(), 60)
-        told.append(f"ended with {codes}")
+        events.append(f"ended with {codes}")
         if codes[0] == 0:
             break
-    return told
+    return events
 
 
 def main() -> None:
