@@ -21,10 +21,10 @@ pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("probe")]
 @pytest.fixture(scope="module")
 def bare() -> Iterator[Cluster]:
     """Two nodes without services."""
-    made = Cluster(state=Path(f"/tmp/imgkit-test-probe-{os.getpid()}"))
-    made.up(2, "--no-slurm", "--no-ssh")
-    yield made
-    made.down()
+    cluster = Cluster(state=Path(f"/tmp/imgkit-test-probe-{os.getpid()}"))
+    cluster.up(2, "--no-slurm", "--no-ssh")
+    yield cluster
+    cluster.down()
 
 
 @pytest.fixture
@@ -64,13 +64,13 @@ def test_path_mtu_black_hole_is_refused(nodes: Cluster) -> None:
         assert "ping -c 3 -M do -s 1424 10.42.0.1" in text
 
 
-@pytest.mark.parametrize(("fault", "why"), [("block", "no answer within 0.8 s"), ("refuse", "refused")])
-def test_firewalled_ports_are_refused(nodes: Cluster, fault: str, why: str) -> None:
+@pytest.mark.parametrize(("fault", "reason"), [("block", "no answer within 0.8 s"), ("refuse", "refused")])
+def test_firewalled_ports_are_refused(nodes: Cluster, fault: str, reason: str) -> None:
     assert nodes("fault", fault, "node2", "32768-60999").returncode == 0
     for code, text in meet(nodes):
         assert code == 5, text
         assert "node 1 of 2 (host0) cannot connect to node 2 of 2 (host1) on port " in text
-        assert why in text
+        assert reason in text
         assert f"sudo ufw allow from {FIRST}" in text
 
 

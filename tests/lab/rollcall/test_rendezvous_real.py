@@ -80,11 +80,11 @@ ALONE = "start --nproc 2 &"
     "ways", [TWO, pytest.param(ALONE, marks=pytest.mark.soak)], ids=["two nodes", "one node"]
 )
 def test_forged_state_of_the_rendezvous_runs_no_code(standin: str, ways: str) -> None:
-    done = in_image(standin, "bash", "-s", stdin=ATTACKED.replace("WAYS", ways))
-    told = done.stdout
-    assert "code of the stranger ran as: sort: cannot read: /tmp/ran" in told, told + done.stderr
-    assert {f"rank {rank} of 2" in told for rank in (0, 1)} == {True}, told + done.stderr
-    assert told.count("ended with 0") == (2 if ways == TWO else 1)
+    result = in_image(standin, "bash", "-s", stdin=ATTACKED.replace("WAYS", ways))
+    output = result.stdout
+    assert "code of the stranger ran as: sort: cannot read: /tmp/ran" in output, output + result.stderr
+    assert {f"rank {rank} of 2" in output for rank in (0, 1)} == {True}, output + result.stderr
+    assert output.count("ended with 0") == (2 if ways == TWO else 1)
 
 
 # Of three nodes, torchrun of the last one to come waits for all, and reads the keys of the others after that.
@@ -129,20 +129,20 @@ touch /tmp/over
 @pytest.mark.soak
 def test_start_that_a_stranger_stalls_ends_in_time(standin: str) -> None:
     attacked = STALLED.replace("ATTACK", "python3 /stranger.py &").replace("SLOW", "0")
-    done = in_image(standin, "bash", "-s", stdin=attacked, timeout_s=120)
-    told = done.stdout + done.stderr
-    assert "the stranger deleted a key" in told
+    result = in_image(standin, "bash", "-s", stdin=attacked, timeout_s=120)
+    output = result.stdout + result.stderr
+    assert "the stranger deleted a key" in output
     assert (
-        "rendezvous did not complete within 10 s (--rollcall-timeout); without workers: node 1 of 3" in told
-    ), told
-    assert "node 0 ended with 4" in told
-    assert {f"node {rank} ended with 0" in told for rank in (1, 2)} == {False}
+        "rendezvous did not complete within 10 s (--rollcall-timeout); without workers: node 1 of 3" in output
+    ), output
+    assert "node 0 ended with 4" in output
+    assert {f"node {rank} ended with 0" in output for rank in (1, 2)} == {False}
 
 
 @pytest.mark.soak
 def test_slow_file_system_of_a_node_ends_no_start(standin: str) -> None:
     """Torchrun of node 2 is read for 16 s, longer than the limit of the rendezvous."""
-    done = in_image(standin, "bash", "-s", stdin=STALLED.replace("ATTACK", "").replace("SLOW", "8"))
-    assert {f"node {rank} ended with 0" in done.stdout for rank in range(3)} == {True}, (
-        done.stdout + done.stderr
+    result = in_image(standin, "bash", "-s", stdin=STALLED.replace("ATTACK", "").replace("SLOW", "8"))
+    assert {f"node {rank} ended with 0" in result.stdout for rank in range(3)} == {True}, (
+        result.stdout + result.stderr
     )
