@@ -34,14 +34,14 @@ def accuracies(text: str) -> dict[str, str]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    made = tmp_path / "my work"
-    done = imgkit("init", "--recipe", "cpu", made, env={"XDG_STATE_HOME": str(tmp_path / "state")})
-    assert done.returncode == 0, done.stderr
-    yield made
+    folder = tmp_path / "my work"
+    result = imgkit("init", "--recipe", "cpu", folder, env={"XDG_STATE_HOME": str(tmp_path / "state")})
+    assert result.returncode == 0, result.stderr
+    yield folder
     run("docker", "rm", "--force", f"imgkit-init-{os.getpid()}")
 
 
-def words(folder: Path, image: str, name: str) -> list[str]:
+def train_argv(folder: Path, image: str, name: str) -> list[str]:
     """The command that trains in `folder`, as its owner, in the run folder `name`."""
     start = ["docker", "run", "--rm", "--init", "--network", "none", "--name", f"imgkit-init-{os.getpid()}"]
     mounted = ["--volume", f"{PACKAGE}:{PLACE}:ro", "--volume", f"{folder}:/workspace", *QUIET]
@@ -53,12 +53,12 @@ def words(folder: Path, image: str, name: str) -> list[str]:
 
 
 def test_killed_and_stopped_training_ends_as_an_undisturbed_one(folder: Path, standin: str) -> None:
-    whole = run(*words(folder, standin, "whole"))
-    assert whole.returncode == 0, whole.stderr
-    train, own = words(folder, standin, "cut"), folder / "runs/cut"
+    undisturbed = run(*train_argv(folder, standin, "whole"))
+    assert undisturbed.returncode == 0, undisturbed.stderr
+    train, run_folder = train_argv(folder, standin, "cut"), folder / "runs/cut"
 
     def checkpoints(after: int = 0) -> bool:
-        steps = [int(path.name[5:]) for path in own.glob("checkpoints/step-*")]
+        steps = [int(path.name[5:]) for path in run_folder.glob("checkpoints/step-*")]
         return max(steps, default=0) > after
 
     with subprocess.Popen(train, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as killed:
@@ -68,29 +68,29 @@ def test_killed_and_stopped_training_ends_as_an_undisturbed_one(folder: Path, st
     until(lambda: not run("docker", "ps", "--quiet", "--filter", f"name=imgkit-init-{os.getpid()}").stdout)
     with subprocess.Popen(train, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as stopped:
         until(lambda: checkpoints(after=1000))
-        (own / "stop").touch()
-        said, _ = stopped.communicate(timeout=120)
-    assert stopped.returncode == 0, said
-    (resumed,) = re.findall(r"resumes after step (\d+)", said)
+        (run_folder / "stop").touch()
+        output, _ = stopped.communicate(timeout=120)
+    assert stopped.returncode == 0, output
+    (resumed,) = re.findall(r"resumes after step (\d+)", output)
     assert int(resumed) % 50 == 0
-    (saved,) = re.findall(r"the state of step (\d+) is saved", said)
-    (own / "stop").unlink()
-    done = run(*train)
-    assert done.returncode == 0, done.stderr
-    assert f"resumes after step {saved}: " in done.stdout + done.stderr
-    assert_same_state(standin, own, folder / "runs/whole")
-    assert (own / "weights.pt").read_bytes() == (folder / "runs/whole/weights.pt").read_bytes()
-    assert accuracies(said + done.stdout).items() <= accuracies(whole.stdout).items()
+    (saved,) = re.findall(r"the state of step (\d+) is saved", output)
+    (run_folder / "stop").unlink()
+    resumed_run = run(*train)
+    assert resumed_run.returncode == 0, resumed_run.stderr
+    assert f"resumes after step {saved}: " in resumed_run.stdout + resumed_run.stderr
+    assert_same_state(standin, run_folder, folder / "runs/whole")
+    assert (run_folder / "weights.pt").read_bytes() == (folder / "runs/whole/weights.pt").read_bytes()
+    assert accuracies(output + resumed_run.stdout).items() <= accuracies(undisturbed.stdout).items()
 
 
 class FollowedJob:
     """``imgkit run`` in a folder, which follows the job that it submitted."""
 
-    def __init__(self, far: FarHost, folder: Path, *words: str) -> None:
-        self.output, self.errors = folder.parent / "told", folder.parent / "said"
+    def __init__(self, far: FarHost, folder: Path, *args: str) -> None:
+        self.output, self.errors = folder.parent / "output", folder.parent / "errors"
         with self.output.open("wb") as output, self.errors.open("wb") as errors:
             self.process = subprocess.Popen(
-                [*IMGKIT, "run", *words],
+                [*IMGKIT, "run", *args],
                 cwd=folder,
                 env={**os.environ, **far.env},
                 stdin=subprocess.DEVNULL,
@@ -99,53 +99,53 @@ class FollowedJob:
                 start_new_session=True,
             )
 
-    def told(self) -> str:
+    def text(self) -> str:
         return self.output.read_text() + self.errors.read_text()
 
     def wait(self, condition: Callable[[str], object]) -> None:
-        until(lambda: self.process.poll() is not None or condition(self.told()), describe=self.told)
-        assert self.process.poll() is None, self.told()
+        until(lambda: self.process.poll() is not None or condition(self.text()), describe=self.text)
+        assert self.process.poll() is None, self.text()
 
 
 def kill(cluster: Cluster, node: str, program: str) -> None:
-    """Kill the newest process of `node` whose words match `program`."""
-    found = [line.split()[0] for line in cluster.ps("pid=,args=", node) if re.search(program, line)]
-    assert found
-    assert cluster("exec", node, "--", "kill", "-KILL", found[-1]).returncode == 0
+    """Kill the newest process of `node` whose arguments match `program`."""
+    pids = [line.split()[0] for line in cluster.ps("pid=,args=", node) if re.search(program, line)]
+    assert pids
+    assert cluster("exec", node, "--", "kill", "-KILL", pids[-1]).returncode == 0
 
 
 def test_job_on_two_nodes_ends_as_an_undisturbed_one(standin: str) -> None:
     """The weights are the same after a stop, a killed worker, a requeue by hand, and a killed launcher."""
-    place, name = Path(f"/tmp/imgkit-new-{os.getpid()}"), f"new{os.getpid()}"
-    cluster = Cluster(state=place / "c")
+    root, name = Path(f"/tmp/imgkit-new-{os.getpid()}"), f"new{os.getpid()}"
+    cluster = Cluster(state=root / "c")
     launch = ("dist-run", "--nproc", "2", "--max-failures", "1")
     train = ("/workspace/train.py", "--samples", "120000", "--epochs", "4", "--save-every", "50")
     command = ("--base", standin, "--nodes", "2", "--", *launch, *train)  # a stand-in has to be named
     with ExitStack() as stack:
-        far = stack.enter_context(far_host(place))
+        far = stack.enter_context(far_host(root))
         stack.callback(cluster.down)
         stack.callback(run, "docker", "rmi", "--force", f"{name}:latest")
         cluster.up(2)
         login_node(far, cluster)
-        (place / "system.yaml").write_text(SYSTEM)
-        far.imgkit("remote", "add", "far", f"far:{place}/store", "--recipe", place / "system.yaml")
-        made = far.imgkit("init", place / name)
-        assert made.returncode == 0, made.stderr
+        (root / "system.yaml").write_text(SYSTEM)
+        far.imgkit("remote", "add", "far", f"far:{root}/store", "--recipe", root / "system.yaml")
+        result = far.imgkit("init", root / name)
+        assert result.returncode == 0, result.stderr
 
-        whole = far.imgkit("run", *command, folder=place / name)
-        assert whole.returncode == 0, whole.stderr + whole.stdout
-        (undisturbed,) = (place / "store/runs").iterdir()
+        undisturbed_run = far.imgkit("run", *command, folder=root / name)
+        assert undisturbed_run.returncode == 0, undisturbed_run.stderr + undisturbed_run.stdout
+        (undisturbed,) = (root / "store/runs").iterdir()
 
-        cut = FollowedJob(far, place / name, *command)
+        cut = FollowedJob(far, root / name, *command)
         stack.callback(cut.process.wait)
         stack.callback(cut.process.kill)
         cut.wait(lambda text: " loss " in text)
-        (folder,) = set((place / "store/runs").iterdir()) - {undisturbed}
+        (folder,) = set((root / "store/runs").iterdir()) - {undisturbed}
         job = folder.name.rpartition("-")[2]
 
-        def resumed(times: int) -> Callable[[str], object]:
+        def resumed(count: int) -> Callable[[str], object]:
             return lambda text: (
-                text.count("resumes after step ") == times
+                text.count("resumes after step ") == count
                 and " loss " in text.rpartition("resumes after step ")[2]
             )
 
@@ -159,12 +159,12 @@ def test_job_on_two_nodes_ends_as_an_undisturbed_one(standin: str) -> None:
         cluster.start_again(job)
         cut.wait(resumed(3))
         kill(cluster, "node2", "python3 -I -m imgkit_entrypoints dist-run")
-        assert cut.process.wait(timeout=240) == 1, cut.told()
-        assert "resumes after step " in cut.told()
+        assert cut.process.wait(timeout=240) == 1, cut.text()
+        assert "resumes after step " in cut.text()
         cluster("scontrol", "requeue", job)
         cluster.start_again(job)
         until(lambda: not cluster("squeue", "--noheader", f"--jobs={job}").stdout.strip(), within_s=600)
-        text = (place / f"store/{name}-{job}.out").read_text()
+        text = (root / f"store/{name}-{job}.out").read_text()
         starts = [int(step) for step in re.findall(r"resumes after step (\d+)", text)]
         assert starts == sorted(set(starts)), text
         assert len(starts) == 4, text
@@ -173,4 +173,4 @@ def test_job_on_two_nodes_ends_as_an_undisturbed_one(standin: str) -> None:
         assert "attempt 2 starts" in text
         assert_same_state("imgkit.local/standin:24.03", folder, undisturbed)
         assert (folder / "weights.pt").read_bytes() == (undisturbed / "weights.pt").read_bytes()
-        assert accuracies(text) == accuracies(whole.stdout)
+        assert accuracies(text) == accuracies(undisturbed_run.stdout)
