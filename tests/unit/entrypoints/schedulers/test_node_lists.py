@@ -68,9 +68,9 @@ def test_malformed_lists_are_pointed_at(text: str) -> None:
     column, reason = MALFORMED[text]
     with pytest.raises(NoPlan) as caught:
         expand_nodelist(text, where="SLURM_STEP_NODELIST")
-    _, shown, caret = str(caught.value.hint).split("\n")
+    _, line, caret = str(caught.value.hint).split("\n")
     assert reason in caught.value.what
-    assert (shown, caret) == (text, " " * column + "^")
+    assert (line, caret) == (text, " " * column + "^")
     assert caught.value.where == "SLURM_STEP_NODELIST"
 
 
@@ -84,9 +84,9 @@ def test_caret_of_long_list_stays_in_view() -> None:
     text = ",".join(f"host{number}" for number in range(500)) + ",bad[3-1]"
     with pytest.raises(NoPlan) as caught:
         expand_nodelist(text)
-    _, shown, caret = str(caught.value.hint).split("\n")
-    assert len(shown) < 110
-    assert shown[caret.index("^") :].startswith("3-1]")
+    _, line, caret = str(caught.value.hint).split("\n")
+    assert len(line) < 110
+    assert line[caret.index("^") :].startswith("3-1]")
 
 
 def split(text: str) -> list[str]:
@@ -102,11 +102,11 @@ def split(text: str) -> list[str]:
 
 
 def numbers(inside: str) -> list[str]:
-    found = []
+    texts = []
     for part in inside.split(","):
         low, _, high = part.partition("-")
-        found += [str(value).zfill(len(low)) for value in range(int(low), int(high or low) + 1)]
-    return found
+        texts += [str(value).zfill(len(low)) for value in range(int(low), int(high or low) + 1)]
+    return texts
 
 
 def rewritten(text: str) -> list[str]:
@@ -168,8 +168,8 @@ def test_any_text_expands_or_is_refused(text: str) -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 300), st.integers(1, 20)), min_size=1, max_size=5))
 def test_counts_of_tasks_expand(runs: list[tuple[int, int]]) -> None:
-    text = ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in runs)
-    assert expand_counts(text) == tuple(count for count, times in runs for _ in range(times))
+    text = ",".join(f"{count}(x{repeats})" if repeats > 1 else str(count) for count, repeats in runs)
+    assert expand_counts(text) == tuple(count for count, repeats in runs for _ in range(repeats))
 
 
 @pytest.mark.parametrize(

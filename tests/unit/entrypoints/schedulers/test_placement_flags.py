@@ -35,18 +35,18 @@ BATCH = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": 
 HAND: dict[str, Any] = {"nnodes": 2, "node_rank": 0, "head": "n1"}
 
 
-def wanted(nnodes: object = None, **flags: Any) -> PlacementRequest:
+def request_of(nnodes: object = None, **flags: Any) -> PlacementRequest:
     return PlacementRequest(size=None if nnodes is None else Size.parse(str(nnodes)), **flags)
 
 
-def place(env: dict[str, str], host: str = "", **flags: Any) -> Placement:
-    return resolve.find_placement(wanted(**flags), env, {"/proc/sys/kernel/hostname": host or None}.get)
+def placement_of(env: dict[str, str], host: str = "", **flags: Any) -> Placement:
+    return resolve.find_placement(request_of(**flags), env, {"/proc/sys/kernel/hostname": host or None}.get)
 
 
 def test_head_and_port_of_the_user_win() -> None:
-    found = place(STEP, head="10.1.0.1", port=1234)
-    assert (found.head, found.base_port) == ("10.1.0.1", 1234)
-    assert (found.source["head"], found.source["port"]) == ("--head", "--port")
+    placement = placement_of(STEP, head="10.1.0.1", port=1234)
+    assert (placement.head, placement.base_port) == ("10.1.0.1", 1234)
+    assert (placement.source["head"], placement.source["port"]) == ("--head", "--port")
 
 
 def of_command(env: dict[str, str]) -> PlacementRequest:
@@ -57,14 +57,14 @@ def of_command(env: dict[str, str]) -> PlacementRequest:
 
 def test_imgkit_variables_stand_for_flags() -> None:
     env = {**STEP, "IMGKIT_HEAD": "n1i", "IMGKIT_PORT": "1234", "IMGKIT_NNODES": "2"}
-    found = resolve.find_placement(of_command(env), env, lambda _: None)
-    assert (found.head, found.port, found.nnodes) == ("n1i", 1234, 2)
-    assert (found.source["head"], found.source["port"]) == ("IMGKIT_HEAD", "IMGKIT_PORT")
+    placement = resolve.find_placement(of_command(env), env, lambda _: None)
+    assert (placement.head, placement.port, placement.nnodes) == ("n1i", 1234, 2)
+    assert (placement.source["head"], placement.source["port"]) == ("IMGKIT_HEAD", "IMGKIT_PORT")
     assert of_command({"IMGKIT_SCHEDULER": "openmpi"}).scheduler == "openmpi"
 
 
 def test_flag_beats_its_variable() -> None:
-    assert place({**STEP, "IMGKIT_HEAD": "wrong"}, head="n1i").head == "n1i"
+    assert placement_of({**STEP, "IMGKIT_HEAD": "wrong"}, head="n1i").head == "n1i"
 
 
 PBS_SCRIPT = {
@@ -92,14 +92,14 @@ POD = {"RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "job-master-0", "MASTER_PO
 def test_flags_complete_what_the_launcher_says(
     env: dict[str, str], flags: dict[str, Any], expected: tuple[str, int, int, str]
 ) -> None:
-    found = place(env, **flags)
-    assert (found.scheduler, found.nnodes, found.node_rank, found.head) == expected
-    if found.scheduler == "manual" and flags:
-        assert found.source == {"nnodes": "--nnodes", "node_rank": "--node-rank", "head": "--head"}
+    placement = placement_of(env, **flags)
+    assert (placement.scheduler, placement.nnodes, placement.node_rank, placement.head) == expected
+    if placement.scheduler == "manual" and flags:
+        assert placement.source == {"nnodes": "--nnodes", "node_rank": "--node-rank", "head": "--head"}
 
 
 def odd(env: dict[str, str], recipe: str = "slurm", **flags: Any) -> tuple[str, ...]:
-    return resolve.warnings(place(env, **flags), wanted(**flags), env, recipe=recipe)
+    return resolve.warnings(placement_of(env, **flags), request_of(**flags), env, recipe=recipe)
 
 
 @pytest.mark.parametrize("recipe", ["slurm", "pbs"])
@@ -125,15 +125,17 @@ def test_shown_job_is_no_warning() -> None:
 
 
 def test_direct_makes_a_node_a_rank() -> None:
-    assert place(STEP, direct=True).direct == Direct(rank=1, local_rank=0, world_size=2, local_world_size=1)
-    assert place(STEP).direct is None
+    assert placement_of(STEP, direct=True).direct == Direct(
+        rank=1, local_rank=0, world_size=2, local_world_size=1
+    )
+    assert placement_of(STEP).direct is None
 
 
 def test_direct_takes_over_a_foreign_rank() -> None:
     worker = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "n1"}
-    found = place(worker, direct=True)
-    assert (found.nnodes, found.node_rank, found.head) == (2, 1, "n1")
-    assert found.direct == Direct(rank=5, local_rank=1, world_size=8, local_world_size=4)
+    placement = placement_of(worker, direct=True)
+    assert (placement.nnodes, placement.node_rank, placement.head) == (2, 1, "n1")
+    assert placement.direct == Direct(rank=5, local_rank=1, world_size=8, local_world_size=4)
 
 
 @given(st.text(max_size=40))
@@ -157,10 +159,10 @@ def test_port_is_the_same_in_another_process() -> None:
 
 
 def test_nodes_of_a_step_agree_on_the_port() -> None:
-    first, second = (place({**STEP, "SLURM_NODEID": node}) for node in "01")
-    other = place({**STEP, "SLURM_STEP_ID": "1"})
+    first, second = (placement_of({**STEP, "SLURM_NODEID": node}) for node in "01")
+    next_step = placement_of({**STEP, "SLURM_STEP_ID": "1"})
     assert first.base_port == second.base_port
-    assert first.base_port != other.base_port
+    assert first.base_port != next_step.base_port
 
 
 @pytest.mark.parametrize(
@@ -176,5 +178,5 @@ def test_size_of_a_run_is_read(text: str, size: Size) -> None:
 
 
 def test_spares_are_nodes_of_the_launcher() -> None:
-    found = place(STEP, nnodes="1+1")
-    assert (found.nnodes, found.size) == (2, Size(training=1, spares=1))
+    placement = placement_of(STEP, nnodes="1+1")
+    assert (placement.nnodes, placement.size) == (2, Size(training=1, spares=1))

@@ -27,7 +27,7 @@ def files(**content: str) -> Callable[[str], str | None]:
 NOTHING = files()
 
 
-def place(
+def placement_of(
     env: Env, read: Callable[[str], str | None] = NOTHING, flags: Mapping[str, Any] | None = None
 ) -> Placement:
     return resolve.find_placement(PlacementRequest(**(flags or {})), env, read)
@@ -35,25 +35,25 @@ def place(
 
 def test_suffix_is_for_the_head_of_slurms_list():
     env = slurm_step("jwb[0001-0002].juwels", 1, 2)
-    found = resolve.find_placement(PlacementRequest(), env, NOTHING, head_suffix="i")
-    assert (found.head, found.hosts[0]) == ("jwb0001i.juwels", "jwb0001.juwels")
-    assert found.source["head"] == "SLURM_STEP_NODELIST, with the system's fabric.head_suffix 'i'"
+    placement = resolve.find_placement(PlacementRequest(), env, NOTHING, head_suffix="i")
+    assert (placement.head, placement.hosts[0]) == ("jwb0001i.juwels", "jwb0001.juwels")
+    assert placement.source["head"] == "SLURM_STEP_NODELIST, with the system's fabric.head_suffix 'i'"
 
 
 @pytest.mark.parametrize(
-    ("more", "nodes", "head"),
+    ("extra", "nodes", "head"),
     [
         ({"IMGKIT_HEAD": "x"}, 2, "x"),  # a name that the user has given
         ({"IMGKIT_NODES": "a,b"}, 2, "a"),
         ({}, 1, ""),
     ],
 )
-def test_suffix_changes_no_name_of_the_user(more: Env, nodes: int, head: str):
-    env = slurm_step("n[1-2]" if nodes > 1 else "n1", 0, nodes) | more
+def test_suffix_changes_no_name_of_the_user(extra: Env, nodes: int, head: str):
+    env = slurm_step("n[1-2]" if nodes > 1 else "n1", 0, nodes) | extra
     assert resolve.find_placement(PlacementRequest(), env, NOTHING, head_suffix="i").head == head
 
 
-def slurm_job(nodes: int, nodelist: str, **more: str) -> Env:
+def slurm_job(nodes: int, nodelist: str, **extra: str) -> Env:
     """Variables that every process of a job has, in the batch script and in steps."""
     return {
         "SLURM_JOB_ID": "7",
@@ -63,15 +63,15 @@ def slurm_job(nodes: int, nodelist: str, **more: str) -> Env:
         "SLURM_JOB_NODELIST": nodelist,
         "SLURM_JOB_CPUS_PER_NODE": f"80(x{nodes})" if nodes > 1 else "80",
         "SLURM_TASKS_PER_NODE": f"1(x{nodes})" if nodes > 1 else "1",
-        **more,
+        **extra,
     }
 
 
-def slurm_batch(nodes: int, nodelist: str, **more: str) -> Env:
-    return slurm_job(nodes, nodelist, SLURM_PROCID="0", SLURM_NODEID="0", SLURM_LOCALID="0", **more)
+def slurm_batch(nodes: int, nodelist: str, **extra: str) -> Env:
+    return slurm_job(nodes, nodelist, SLURM_PROCID="0", SLURM_NODEID="0", SLURM_LOCALID="0", **extra)
 
 
-def slurm_step(nodelist: str, node: int, nodes: int, per_node: str = "", **more: str) -> Env:
+def slurm_step(nodelist: str, node: int, nodes: int, per_node: str = "", **extra: str) -> Env:
     return {
         **slurm_job(nodes, nodelist),
         "SLURM_STEP_ID": "3",
@@ -84,13 +84,13 @@ def slurm_step(nodelist: str, node: int, nodes: int, per_node: str = "", **more:
         "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
         # 22.05 sets it in every step of a batch script; it is no sign of a heterogeneous job.
         "SLURM_JOB_CPUS_PER_NODE_PACK_GROUP_0": "80",
-        **more,
+        **extra,
     }
 
 
-def pbs_task(node: int, **more: str) -> Env:
+def pbs_task(node: int, **extra: str) -> Env:
     """A process that pbsdsh started, which has none of the script's exports."""
-    return {"PBS_JOBID": "7.head", "PBS_NODENUM": str(node), "PBS_TASKNUM": f"{node + 2:08X}", **more}
+    return {"PBS_JOBID": "7.head", "PBS_NODENUM": str(node), "PBS_TASKNUM": f"{node + 2:08X}", **extra}
 
 
 PBS_SCRIPT: Env = {
@@ -104,7 +104,7 @@ PBS_SCRIPT: Env = {
 NODEFILE = files(nodefile="x9.cl\nx9.cl\nx10.cl\nx10.cl\n")
 
 
-def pals(rank: int, size: int, local: int = 1, **more: str) -> Env:
+def pals(rank: int, size: int, local: int = 1, **extra: str) -> Env:
     """PALS passes the script's environment on."""
     return {
         **PBS_SCRIPT,
@@ -115,11 +115,11 @@ def pals(rank: int, size: int, local: int = 1, **more: str) -> Env:
         "PALS_APID": "c0de",
         "PMI_RANK": str(rank),
         "PMI_SIZE": str(size),
-        **more,
+        **extra,
     }
 
 
-def openmpi(rank: int, size: int, local: int = 1, **more: str) -> Env:
+def openmpi(rank: int, size: int, local: int = 1, **extra: str) -> Env:
     return {
         "OMPI_COMM_WORLD_RANK": str(rank),
         "OMPI_COMM_WORLD_SIZE": str(size),
@@ -128,21 +128,21 @@ def openmpi(rank: int, size: int, local: int = 1, **more: str) -> Env:
         "OMPI_COMM_WORLD_NODE_RANK": "0",
         "PMIX_RANK": str(rank),
         "PMIX_NAMESPACE": "prterun-x9-77@1",
-        **more,
+        **extra,
     }
 
 
-def hydra(rank: int, size: int, local: int = 1, **more: str) -> Env:
+def hydra(rank: int, size: int, local: int = 1, **extra: str) -> Env:
     return {
         "PMI_RANK": str(rank),
         "PMI_SIZE": str(size),
         "MPI_LOCALRANKID": str(rank % local),
         "MPI_LOCALNRANKS": str(local),
-        **more,
+        **extra,
     }
 
 
-def pod(rank: int, world: int, **more: str) -> Env:
+def pod(rank: int, world: int, **extra: str) -> Env:
     """The environment of the first operators, which count pods."""
     return {
         "RANK": str(rank),
@@ -150,7 +150,7 @@ def pod(rank: int, world: int, **more: str) -> Env:
         "MASTER_ADDR": "job-master-0",
         "MASTER_PORT": "23456",
         "KUBERNETES_SERVICE_HOST": "10.96.0.1",
-        **more,
+        **extra,
     }
 
 
@@ -301,23 +301,23 @@ RIGHT: dict[str, tuple[Env, Callable[[str], str | None], tuple[Any, ...]]] = {
 @pytest.mark.parametrize("name", RIGHT)
 def test_environment_yields_placement(name: str) -> None:
     env, read, expected = RIGHT[name]
-    found = place(env, read)
+    placement = placement_of(env, read)
     assert (
-        found.scheduler,
-        found.nnodes,
-        found.node_rank,
-        found.hosts,
-        found.head,
-        found.port,
-        found.job_id,
+        placement.scheduler,
+        placement.nnodes,
+        placement.node_rank,
+        placement.hosts,
+        placement.head,
+        placement.port,
+        placement.job_id,
     ) == expected
-    assert found.direct is None
+    assert placement.direct is None
 
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_every_source_is_a_variable_that_was_set(name: str) -> None:
     env, read, _ = RIGHT[name]
-    for sources in place(env, read).source.values():
+    for sources in placement_of(env, read).source.values():
         for source in sources.split(", "):
             assert source == "hostname" or env.get(source), source
 
@@ -365,9 +365,9 @@ DIRECT: dict[str, tuple[Env, tuple[str, int, int], Direct]] = {
 @pytest.mark.parametrize("name", DIRECT)
 def test_several_ranks_a_node_are_direct(name: str) -> None:
     env, where, expected = DIRECT[name]
-    found = place(env)
-    assert (found.scheduler, found.nnodes, found.node_rank) == where
-    assert found.direct == expected
+    placement = placement_of(env)
+    assert (placement.scheduler, placement.nnodes, placement.node_rank) == where
+    assert placement.direct == expected
 
 
 # environment, files -> words of the message, words of the command in the hint
@@ -593,6 +593,6 @@ WRONG: dict[str, tuple[Env, Callable[[str], str | None], str, str]] = {
 def test_wrong_start_is_refused_with_the_way_out(name: str) -> None:
     env, read, message, hint = WRONG[name]
     with pytest.raises(NoPlan, match=message) as caught:
-        place(env, read)
+        placement_of(env, read)
     assert caught.value.exit_code == 5
     assert re.search(hint, caught.value.hint or ""), caught.value.hint

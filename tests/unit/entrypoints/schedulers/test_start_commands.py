@@ -72,8 +72,8 @@ BATCH = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": 
 def test_printed_command_starts_this_container() -> None:
     container = {"APPTAINER_CONTAINER": "/my images/a.sif", "APPTAINER_BIND": "/data:/in"}
     driver = {"/proc/driver/nvidia/version": "NVRM"}
-    words = "apptainer exec --nv --bind /data:/in '/my images/a.sif' dist-train"
-    assert f"--kill-on-bad-exit=1 {words}\n" in refusal({**BATCH, **container}, ("dist-train",), driver)
+    command = "apptainer exec --nv --bind /data:/in '/my images/a.sif' dist-train"
+    assert f"--kill-on-bad-exit=1 {command}\n" in refusal({**BATCH, **container}, ("dist-train",), driver)
     older = {"SINGULARITY_CONTAINER": "/a.sif"}
     assert "exit=1 singularity exec /a.sif dist-train\n" in refusal({**BATCH, **older}, ("dist-train",), {})
 
@@ -115,7 +115,7 @@ def test_printed_pbs_lines_run_as_they_stand(tools: Path) -> None:
     }
     hint = refusal(env, COMMAND, {str(nodefile): nodefile.read_text()})
     script = "\n".join(line for line in hint.splitlines()[1:-1] if not line.strip().startswith("or, "))
-    done = subprocess.run(
+    result = subprocess.run(
         ["bash", "-euc", script],
         env={**env, "PBS_O_WORKDIR": str(work), "PATH": f"{tools}:{os.environ['PATH']}"},
         cwd=tools,
@@ -123,11 +123,11 @@ def test_printed_pbs_lines_run_as_they_stand(tools: Path) -> None:
         text=True,
         check=False,
     )
-    assert (done.returncode, done.stderr) == (0, "")
-    words = "|".join(COMMAND[1:])
+    assert (result.returncode, result.stderr) == (0, "")
+    args = "|".join(COMMAND[1:])
     assert (tools / "mpiexec.log").read_text() == (
-        f"{tools}|x9,x10|-n|2|--ppn|1|--cpu-bind|none|singularity|{words}|\n"
+        f"{tools}|x9,x10|-n|2|--ppn|1|--cpu-bind|none|singularity|{args}|\n"
     )
     calls = sorted((tools / "pbsdsh.log").read_text().splitlines())
     assert [call.split("|")[2:5] for call in calls] == [["-n", "0", "--"], ["-n", "2", "--"]]
-    assert (tools / "singularity.log").read_text() == f"{work}|x9,x10|{words}|\n" * 2
+    assert (tools / "singularity.log").read_text() == f"{work}|x9,x10|{args}|\n" * 2
