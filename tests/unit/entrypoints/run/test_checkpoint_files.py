@@ -92,12 +92,12 @@ def test_killed_writer_leaves_old_or_new(tmp_path: Path, *, after: bool, again: 
         write(folder, 2)
         step = 2 if again else 3
         killed = killed_at(folder, step, call, after=after)
-        said: list[str] = []
-        found = valid_steps(folder, said)
-        assert said == []  # a half-written checkpoint does not look like one
-        assert found[0] in (1, 2, 3)
-        assert again or found[0] >= 2
-        outcomes.append(found)
+        messages: list[str] = []
+        steps = valid_steps(folder, messages)
+        assert messages == []  # a half-written checkpoint does not look like one
+        assert steps[0] in (1, 2, 3)
+        assert again or steps[0] >= 2
+        outcomes.append(steps)
         write(folder, 4)  # the next writer copes with the leftovers
         assert valid_steps(folder)[0] == 4
         assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
@@ -152,7 +152,7 @@ def test_course_that_was_given_up_goes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "why"),
+    ("spoil", "reason"),
     [
         (lambda path: (path / "__0_0.distcp").write_bytes(b"v" * 150), "its sha256 differs"),
         (lambda path: (path / "__0_0.distcp").write_bytes(b"w" * 10), "has 10 bytes, not 150"),
@@ -170,15 +170,15 @@ def test_course_that_was_given_up_goes(tmp_path: Path) -> None:
     ],
 )
 def test_damaged_checkpoint_is_named_and_skipped(
-    tmp_path: Path, spoil: Callable[[Path], None], why: str
+    tmp_path: Path, spoil: Callable[[Path], None], reason: str
 ) -> None:
     write(tmp_path, 1)
     spoil(write(tmp_path, 2))
-    said: list[str] = []
-    assert valid_steps(tmp_path, said) == [1]
-    assert len(said) == 1
-    assert why in said[0]
-    assert "step-0000000002" in said[0]
+    messages: list[str] = []
+    assert valid_steps(tmp_path, messages) == [1]
+    assert len(messages) == 1
+    assert reason in messages[0]
+    assert "step-0000000002" in messages[0]
 
 
 def test_run_and_checkpoint_are_places_too(tmp_path: Path) -> None:
@@ -209,12 +209,12 @@ def test_file_that_cannot_be_removed_fails_no_save(tmp_path: Path, monkeypatch: 
         unlink(path, **named)
 
     monkeypatch.setattr(os, "unlink", busy)
-    said: list[str] = []
+    messages: list[str] = []
     for step in (2, 3, 4, 2, 3):
-        write(tmp_path, step, keep=1, warn=said.append)
+        write(tmp_path, step, keep=1, warn=messages.append)
         assert valid_steps(tmp_path) == [step]
-    assert len(said) == 5
-    assert ".nfs0000001 cannot be removed: Device or resource busy" in said[-1]
+    assert len(messages) == 5
+    assert ".nfs0000001 cannot be removed: Device or resource busy" in messages[-1]
 
 
 def test_planted_links_cost_nobody_a_file(tmp_path: Path) -> None:

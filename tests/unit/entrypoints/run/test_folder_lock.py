@@ -26,11 +26,11 @@ LOCAL = {"IMGKIT_JOB_ID": "local", "IMGKIT_ATTEMPT": "1", "IMGKIT_FENCE": "word"
 
 
 @pytest.fixture(params=[FIRST, LOCAL, {}], ids=["job", "start", "nobody"])
-def held(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, str]]:
+def holder_env(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, str]]:
     """Locks tmp_path as a worker with these variables does, and gives them."""
     env = {**os.environ, **request.param}
-    words = (sys.executable, "-c", HOLD, tmp_path)
-    with subprocess.Popen(words, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+    argv = (sys.executable, "-c", HOLD, tmp_path)
+    with subprocess.Popen(argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         yield request.param
@@ -65,18 +65,18 @@ def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "PATIENCE_S", 0.0)
 
 
-@pytest.mark.parametrize("held", [FIRST, LOCAL], ids=["job", "start"], indirect=True)
-def test_later_attempt_goes_on_and_says_who_has_the_lock(held: dict[str, str], tmp_path: Path) -> None:
-    said: list[str] = []
-    disk.lock(tmp_path, said.append, {**held, "IMGKIT_ATTEMPT": "2"}).close()
-    assert len(said) == 1
-    assert "an earlier attempt still has the lock (process " in said[0]
+@pytest.mark.parametrize("holder_env", [FIRST, LOCAL], ids=["job", "start"], indirect=True)
+def test_later_attempt_goes_on_and_says_who_has_the_lock(holder_env: dict[str, str], tmp_path: Path) -> None:
+    messages: list[str] = []
+    disk.lock(tmp_path, messages.append, {**holder_env, "IMGKIT_ATTEMPT": "2"}).close()
+    assert len(messages) == 1
+    assert "an earlier attempt still has the lock (process " in messages[0]
 
 
 @pytest.mark.parametrize(
-    "mine", [{}, {**FIRST, "IMGKIT_JOB_ID": "711"}, {**LOCAL, "IMGKIT_FENCE": "other"}], ids=str
+    "env", [{}, {**FIRST, "IMGKIT_JOB_ID": "711"}, {**LOCAL, "IMGKIT_FENCE": "other"}], ids=str
 )
-def test_other_run_is_refused(held: dict[str, str], mine: dict[str, str], tmp_path: Path) -> None:
+def test_other_run_is_refused(holder_env: dict[str, str], env: dict[str, str], tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="another run writes into this folder") as caught:
-        disk.lock(tmp_path, print, mine)
+        disk.lock(tmp_path, print, env)
     assert caught.value.where == str(tmp_path)

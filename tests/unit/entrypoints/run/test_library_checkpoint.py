@@ -24,20 +24,20 @@ class FakeRun:
 def checkpoint(folder: Path, step: int = 0) -> LibraryCheckpoint:
     run = FakeRun(folder)
     run.step = step
-    made = LibraryCheckpoint(cast("Any", run))
-    assert run.tracked == {"library_checkpoint": made}
-    return made
+    library_checkpoint = LibraryCheckpoint(cast("Any", run))
+    assert run.tracked == {"library_checkpoint": library_checkpoint}
+    return library_checkpoint
 
 
 def restored(folder: Path, state: dict[str, Any]) -> LibraryCheckpoint:
-    made = checkpoint(folder)
-    made.load_state_dict(state)
-    return made
+    library_checkpoint = checkpoint(folder)
+    library_checkpoint.load_state_dict(state)
+    return library_checkpoint
 
 
 def test_newest_and_the_one_before_stay_while_another_is_written(tmp_path: Path) -> None:
-    one = checkpoint(tmp_path)
-    paths = [one.next_path() for _ in range(7)]
+    library_checkpoint = checkpoint(tmp_path)
+    paths = [library_checkpoint.next_path() for _ in range(7)]
     for number in range(2, 7):
         assert len(set(paths[number - 2 : number + 1])) == 3
     assert len(set(paths)) == 3
@@ -45,20 +45,20 @@ def test_newest_and_the_one_before_stay_while_another_is_written(tmp_path: Path)
 
 def test_next_start_finds_path_and_step_also_in_a_moved_folder(tmp_path: Path) -> None:
     before, after = tmp_path / "before", tmp_path / "after"
-    one = checkpoint(before, step=40)
-    one.next_path().mkdir(parents=True)
+    saved = checkpoint(before, step=40)
+    saved.next_path().mkdir(parents=True)
     before.rename(after)
-    found = restored(after, one.state_dict())
-    assert found.path == after / "library-checkpoint-1"
-    assert found.step == 40
-    assert found.next_path() == after / "library-checkpoint-2"
+    loaded = restored(after, saved.state_dict())
+    assert loaded.path == after / "library-checkpoint-1"
+    assert loaded.step == 40
+    assert loaded.next_path() == after / "library-checkpoint-2"
 
 
 def test_library_may_name_its_checkpoints_itself(tmp_path: Path) -> None:
-    one = checkpoint(tmp_path)
+    saved = checkpoint(tmp_path)
     (tmp_path / "trainer/checkpoint-20").mkdir(parents=True)
-    one.next_path(f"{tmp_path}/trainer/checkpoint-20")
-    assert restored(tmp_path, one.state_dict()).path == tmp_path / "trainer/checkpoint-20"
+    saved.next_path(f"{tmp_path}/trainer/checkpoint-20")
+    assert restored(tmp_path, saved.state_dict()).path == tmp_path / "trainer/checkpoint-20"
 
 
 def test_run_without_a_checkpoint_restores_none(tmp_path: Path) -> None:
@@ -66,10 +66,10 @@ def test_run_without_a_checkpoint_restores_none(tmp_path: Path) -> None:
 
 
 def test_removed_checkpoint_is_refused(tmp_path: Path) -> None:
-    one = checkpoint(tmp_path)
-    one.next_path()
+    saved = checkpoint(tmp_path)
+    saved.next_path()
     with pytest.raises(ValueError, match=r"there is no .*/library-checkpoint-1"):
-        restored(tmp_path, one.state_dict())
+        restored(tmp_path, saved.state_dict())
 
 
 @pytest.mark.parametrize("path", ["../elsewhere", "/etc", "link/inner"])
