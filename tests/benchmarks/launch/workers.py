@@ -118,9 +118,9 @@ def sides(folder: Path, nproc: int, nodes: int) -> list[Side]:
     for name, how in itertools.product(("dist-run", "dist-train"), STARTS):
         start = (sys.executable, "-I", "-m", "imgkit_entrypoints", name, *launch, "--start", how)
         train = ("--steps", "20", "--run-dir", f"{folder}/{how}")
-        args, shown = (program, " ddp.py") if name == "dist-run" else (train, "")
+        args, suffix = (program, " ddp.py") if name == "dist-run" else (train, "")
         new = functools.partial(new_run, folder / how)
-        ways.append(side(f"{name} --start {how}{shown}", "IMGKIT_NODE_RANK", (*start, *args), new))
+        ways.append(side(f"{name} --start {how}{suffix}", "IMGKIT_NODE_RANK", (*start, *args), new))
     return ways
 
 

@@ -116,7 +116,7 @@ def versions(old: Path, turns: int, nproc: int) -> None:
             os.write(first, b".")
             outputs = [process.communicate()[0] for process in running]
         before, after = (json.loads(text.splitlines()[-1])["spent"] for text in outputs)
-        wall = statistics.median(times[1] for times in before) / count
+        wall = statistics.median(pair[1] for pair in before) / count
         print(f"* {model}, batch {size}: a step of the old version takes {1e3 * wall:.3f} ms")
         for column, quantity in ((1, "wall time"), (0, "CPU time of rank 0")):
             changes = [100 * (new[column] / old[column] - 1) for new, old in zip(after, before, strict=True)]

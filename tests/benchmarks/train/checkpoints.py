@@ -158,16 +158,16 @@ def anonymous() -> float:
 @contextmanager
 def peak() -> Iterator[list[float]]:
     """Yield a list whose one number is the most anonymous memory up to the end, every 2 ms."""
-    maximum, ended = [anonymous()], threading.Event()
+    maximum, stop = [anonymous()], threading.Event()
 
     def look() -> None:
-        while not ended.wait(0.002):
+        while not stop.wait(0.002):
             maximum[0] = max(maximum[0], anonymous())
 
     thread = threading.Thread(target=look)
     thread.start()
     yield maximum
-    ended.set()
+    stop.set()
     thread.join()
 
 
