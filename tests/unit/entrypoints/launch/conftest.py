@@ -70,36 +70,38 @@ class Nodes:
         """Return the output of all nodes."""
         return "".join(path.read_text() for path in sorted(self.folder.glob("node*.log")))
 
-    def said(self, text: str, times: int = 1, within_s: float = 20.0) -> None:
+    def said(self, text: str, count: int = 1, within_s: float = 20.0) -> None:
         """Wait until `text` is in the output."""
-        assert until(lambda: self.output().count(text) >= times, within_s=within_s), self.output()
+        assert until(lambda: self.output().count(text) >= count, within_s=within_s), self.output()
 
-    def left(self) -> dict[int, str]:
+    def live_processes(self) -> dict[int, str]:
         """Every process that carries the mark, but zombies."""
-        found = {}
+        command_lines = {}
         for folder in Path("/proc").iterdir():
             try:
                 if folder.name.isdigit() and self.mark.encode() in (folder / "environ").read_bytes().split(
                     b"\0"
                 ):
-                    found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    command_lines[int(folder.name)] = (
+                        (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    )
             except OSError:
                 continue
-        return found
+        return command_lines
 
     def codes(self, within_s: float = 20.0) -> list[int]:
         """Exit codes of all nodes, in order of their start; nothing of theirs is left."""
         codes = [process.wait(timeout=within_s) for process in self.processes]
-        assert until(lambda: not self.left(), within_s=10), self.left()
+        assert until(lambda: not self.live_processes(), within_s=10), self.live_processes()
         return codes
 
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[Nodes]:
-    made = Nodes(tmp_path)
-    yield made
-    for pid in made.left():
+    nodes = Nodes(tmp_path)
+    yield nodes
+    for pid in nodes.live_processes():
         with contextlib.suppress(ProcessLookupError):  # it may end by itself meanwhile
             os.kill(pid, signal.SIGKILL)
-    for process in made.processes:
+    for process in nodes.processes:
         process.wait()

@@ -36,7 +36,7 @@ def pack() -> None:
     say("packed")
 
 
-place = Placement(
+placement = Placement(
     scheduler="manual",
     nnodes=options.get("nnodes", 1),
     node_rank=rank,
@@ -57,7 +57,7 @@ me = NodeInfo(
 config = NodeConfig(
     argv=sys.argv[2:],
     env={**os.environ, **options.get("env", {})},
-    placement=place,
+    placement=placement,
     node=me,
     log=say,
     max_failures=options.get("max_failures", 0),

@@ -20,14 +20,14 @@ def main() -> None:
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("training_script")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER)
-    given = parser.parse_args()
-    nproc, node = int(given.nproc_per_node), int(given.node_rank or 0)
-    world = nproc * int(given.nnodes or "1")
+    args = parser.parse_args()
+    nproc, node = int(args.nproc_per_node), int(args.node_rank or 0)
+    world = nproc * int(args.nnodes or "1")
     workers = []
     for local in range(nproc):
         ranks = {"RANK": node * nproc + local, "LOCAL_RANK": local, "WORLD_SIZE": world}
         env = os.environ | {name: str(value) for name, value in ranks.items()}
-        command = [given.training_script, *given.training_script_args]
+        command = [args.training_script, *args.training_script_args]
         workers.append(subprocess.Popen(command, env=env, start_new_session=True))
     codes = [worker.wait() for worker in workers]
     sys.exit(1 if any(codes) else 0)

@@ -43,17 +43,17 @@ open(stop + "/state-saved", "w").write(os.environ["IMGKIT_JOB_ID"] + " 7")
 
 def start(nodes: Any, code: str, size: str = "2+1", **options: Any) -> list[subprocess.Popen[bytes]]:
     """Three nodes; those that train run the Python text `code`."""
-    words = [sys.executable, "-c", code, *MARKERS]
+    argv = [sys.executable, "-c", code, *MARKERS]
     both = {"nnodes": 3, "size": size, "max_failures": 3, "hosts": ["host0", "host1", "host2"], **options}
-    return [nodes.start(words, rank=rank, **both) for rank in range(3)]
+    return [nodes.start(argv, rank=rank, **both) for rank in range(3)]
 
 
 def worker(nodes: Any, rank: int) -> int:
     """The worker of the node that started with `rank`."""
-    guards = {pid: line for pid, line in nodes.left().items() if "/guard.py" in line}
+    guards = {pid: line for pid, line in nodes.live_processes().items() if "/guard.py" in line}
     (guard,) = (pid for pid in guards if parent(pid) == nodes.processes[rank].pid)
-    (found,) = (pid for pid in nodes.left() if parent(pid) == guard)
-    return found
+    (worker_pid,) = (pid for pid in nodes.live_processes() if parent(pid) == guard)
+    return worker_pid
 
 
 def parent(pid: int) -> int:
@@ -77,9 +77,9 @@ def test_spare_takes_the_rank_of_a_killed_node(nodes: Any) -> None:
     assert "attempt 1 rank 0 of 2" in nodes.output()
     three[1].kill()
     assert nodes.codes() == [0, -9, 0]
-    said = nodes.output()
-    assert "lost node 2 of 3 (host1): " in said  # closed, or reset if it had not read everything
-    assert "attempt 2 starts with 2 nodes; node 3 of 3 (host2) takes rank 1" in said
+    output = nodes.output()
+    assert "lost node 2 of 3 (host1): " in output  # closed, or reset if it had not read everything
+    assert "attempt 2 starts with 2 nodes; node 3 of 3 (host2) takes rank 1" in output
     assert "attempt 2 rank 1 of 2" in (nodes.folder / "node2-2.log").read_text()
     first, again = first_attempts((nodes.folder / "node0-0.log").read_text())
     assert first == again
@@ -101,7 +101,7 @@ def test_node_that_is_done_may_be_lost(nodes: Any) -> None:
     go = "os.path.exists(os.environ['IMGKIT_RUN_DIR'] + '/go')"
     three = start(nodes, WORK + f"while rank == '0' and not {go}: time.sleep(0.02)")
     nodes.said("works;", 2)
-    assert until(lambda: all(parent(pid) != three[1].pid for pid in nodes.left()))
+    assert until(lambda: all(parent(pid) != three[1].pid for pid in nodes.live_processes()))
     time.sleep(0.5)  # it reports the end of its part meanwhile
     three[1].kill()
     nodes.said("lost node 2 of 3")
@@ -117,10 +117,10 @@ def test_killed_process_of_a_node_is_a_new_attempt_with_the_same_nodes(nodes: An
     pid = worker(nodes, 1)
     os.kill(pid if victim == "worker" else parent(pid), signal.SIGKILL)
     assert nodes.codes() == [0, 0, 0]
-    said = nodes.output()
-    assert "attempt 2 starts with 2 nodes\n" in said.replace(">", "")
+    output = nodes.output()
+    assert "attempt 2 starts with 2 nodes\n" in output.replace(">", "")
     assert "attempt 2 rank 1 of 2" in (nodes.folder / "node1-1.log").read_text()
-    assert len(set(re.findall(r"attempt (\d) rank \d of 2 port (\d+)", said))) == 2, "a new port"
+    assert len(set(re.findall(r"attempt (\d) rank \d of 2 port (\d+)", output))) == 2, "a new port"
 
 
 def test_stopped_launcher_is_replaced_and_ends_when_it_goes_on(nodes: Any) -> None:
@@ -156,9 +156,9 @@ def test_run_ends_when_more_nodes_are_lost_than_it_has_spares(nodes: Any) -> Non
 def test_program_that_always_fails_ends_the_run_with_its_code(nodes: Any) -> None:
     start(nodes, WORK + "sys.exit(7 if rank == '1' else time.sleep(100))")
     assert nodes.codes() == [7, 7, 7]
-    said = nodes.output()
-    assert "no further attempt: two failures in a row before the first step" in said
-    assert "(node 2 of 3 (host1) ended with exit code 7; before that: node 2 of 3 (host1)" in said
+    output = nodes.output()
+    assert "no further attempt: two failures in a row before the first step" in output
+    assert "(node 2 of 3 (host1) ended with exit code 7; before that: node 2 of 3 (host1)" in output
     assert result(nodes) == "7"
 
 
@@ -178,18 +178,18 @@ def test_failures_are_counted(nodes: Any) -> None:
 
 def first_attempts(text: str) -> list[float]:
     """When the first attempt began, as the workers were told."""
-    return [float(found) for found in re.findall(r"first at ([\d.]+)", text)]
+    return [float(seconds) for seconds in re.findall(r"first at ([\d.]+)", text)]
 
 
 def test_one_node_starts_anew_too(nodes: Any) -> None:
-    words = [sys.executable, "-c", WORK + "sys.exit(attempt == 1)", "1", "0", MARKERS[2]]
-    began = time.monotonic()
-    nodes.start(words, max_failures=1)
+    argv = [sys.executable, "-c", WORK + "sys.exit(attempt == 1)", "1", "0", MARKERS[2]]
+    start_s = time.monotonic()
+    nodes.start(argv, max_failures=1)
     assert nodes.codes() == [0]
     assert "attempt 2 rank 0 of 1" in nodes.output()
     first, again = first_attempts(nodes.output())
-    assert began < first == again
-    nodes.start(words, max_failures=1)  # a requeued job
+    assert start_s < first == again
+    nodes.start(argv, max_failures=1)  # a requeued job
     assert nodes.codes() == [0, 0]
     assert len(set(first_attempts(nodes.output()))) == 2
     assert result(nodes) == "0"

@@ -82,10 +82,10 @@ SEEN = [
 
 @pytest.mark.parametrize(("text", "cause"), SEEN)
 def test_known_text_is_explained(text: str, cause: str) -> None:
-    found = explain(f"line before\n{text}\nline after\n")
-    assert cause in found[0].cause
-    assert found[0].text == text.strip().partition("\n")[0]
-    assert found[0].remedy
+    explanations = explain(f"line before\n{text}\nline after\n")
+    assert cause in explanations[0].cause
+    assert explanations[0].text == text.strip().partition("\n")[0]
+    assert explanations[0].remedy
 
 
 def test_unknown_text_stays_unexplained() -> None:
@@ -94,7 +94,7 @@ def test_unknown_text_stays_unexplained() -> None:
 
 def test_only_the_root_of_a_rendezvous_failure_is_told() -> None:
     text = "\n".join(text for text, _ in SEEN[:4]) + "\nConnection reset by peer"
-    assert [found.cause for found in explain(text)] == ["only 1 of 2 nodes started torchrun"]
+    assert [explanation.cause for explanation in explain(text)] == ["only 1 of 2 nodes started torchrun"]
 
 
 def test_closed_connection_alone_points_to_other_ranks() -> None:
@@ -105,11 +105,11 @@ def test_closed_connection_alone_points_to_other_ranks() -> None:
 
 def test_closed_store_does_not_hide_the_lost_packets() -> None:
     text = "\n".join(text for text, _ in SEEN if "recv" in text)
-    assert [found.cause[:14] for found in explain(text)] == ["a rank waited "]
+    assert [explanation.cause[:14] for explanation in explain(text)] == ["a rank waited "]
 
 
 def test_every_entry_formats_without_its_groups_missing() -> None:
-    assert all(known.cause and known.remedy for known in KNOWN)
+    assert all(entry.cause and entry.remedy for entry in KNOWN)
 
 
 def test_closed_connection_needs_no_explanation_beside_a_cause() -> None:
@@ -117,4 +117,4 @@ def test_closed_connection_needs_no_explanation_beside_a_cause() -> None:
     assert explain(reset)
     assert explain(reset, has_cause=True) == ()
     full = f"torch.OutOfMemoryError: CUDA out of memory\n{reset}"
-    assert [found.cause for found in explain(full, has_cause=True)] == ["a GPU's memory is full"]
+    assert [explanation.cause for explanation in explain(full, has_cause=True)] == ["a GPU's memory is full"]

@@ -40,23 +40,24 @@ def record(folder: Path, rank: int | str, text: str, *, at: float = 0.0) -> None
     (folder / f"failed-{rank}").write_text(f"{at}\n{text}")
 
 
-def codes(folder: Path, *, own: bool = False, **by_rank: int) -> None:
-    found = {int(name[1:]): code for name, code in by_rank.items()}
-    failures.note_codes({"IMGKIT_STOP_DIR": str(folder)}, found, is_imgkits=own)
+def codes(folder: Path, *, is_imgkits: bool = False, **by_rank: int) -> None:
+    exit_codes = {int(name[1:]): code for name, code in by_rank.items()}
+    failures.note_codes({"IMGKIT_STOP_DIR": str(folder)}, exit_codes, is_imgkits=is_imgkits)
 
 
 def first(folder: Path, killed_by: int = 0) -> RankFailure:
-    found = failures.of_node(folder, killed_by)
-    assert found is not None
-    return found
+    failure = failures.of_node(folder, killed_by)
+    assert failure is not None
+    return failure
 
 
 def test_first_exception_counts(tmp_path: Path) -> None:
     record(tmp_path, 0, "ValueError: second", at=2.0)
     record(tmp_path, 1, BAD, at=1.0)
     codes(tmp_path, r0=1, r1=1)
-    found = first(tmp_path)
-    assert (found.rank, found.code, found.after_peer, found.lines) == (1, 1, False, tuple(BAD.split("\n")))
+    failure = first(tmp_path)
+    assert (failure.rank, failure.code, failure.after_peer) == (1, 1, False)
+    assert failure.lines == tuple(BAD.split("\n"))
 
 
 def test_exception_ends_with_one_where_torchrun_was_killed(tmp_path: Path) -> None:
@@ -71,15 +72,15 @@ def test_closed_connection_is_no_cause(tmp_path: Path) -> None:
     (tmp_path / "failed-1").unlink()
     assert first(tmp_path).after_peer
     codes(tmp_path, r0=1, r2=-9, r3=-1)  # torchrun has ended rank 3
-    found = first(tmp_path)
-    assert (found.rank, found.code, found.lines, found.after_peer) == (2, -9, (), False)
+    failure = first(tmp_path)
+    assert (failure.rank, failure.code, failure.lines, failure.after_peer) == (2, -9, (), False)
 
 
 def test_killed_torchrun_is_the_cause(tmp_path: Path) -> None:
     record(tmp_path, 0, CLOSED)
-    found = first(tmp_path, killed_by=signal.SIGKILL)
-    assert (found.rank, found.code) == (None, -9)
-    assert failures.block(NodeFailure(at=0.0, node="node 1 of 1", failure=found))[0].startswith(
+    rank_failure = first(tmp_path, killed_by=signal.SIGKILL)
+    assert (rank_failure.rank, rank_failure.code) == (None, -9)
+    assert failures.block(NodeFailure(at=0.0, node="node 1 of 1", failure=rank_failure))[0].startswith(
         "torchrun on node 1"
     )
 
@@ -90,16 +91,16 @@ def test_error_of_torchrun_has_no_stack_in_cpp(tmp_path: Path) -> None:
         f'Traceback (most recent call last):\n  File "run.py"\ntorch.distributed.DistNetworkError: no\n{cpp}'
     )
     assert failures.note_torchrun({"IMGKIT_STOP_DIR": str(tmp_path)}, text)
-    found = first(tmp_path)
-    assert (found.rank, found.code, found.after_peer) == (None, 1, True)
-    assert found.lines[0] == "torch.distributed.DistNetworkError: no"
-    assert not any(line.startswith("frame #") for line in found.lines)
+    failure = first(tmp_path)
+    assert (failure.rank, failure.code, failure.after_peer) == (None, 1, True)
+    assert failure.lines[0] == "torch.distributed.DistNetworkError: no"
+    assert not any(line.startswith("frame #") for line in failure.lines)
 
 
 def test_own_program_that_printed_its_reason_has_no_block(tmp_path: Path) -> None:
-    codes(tmp_path, own=True, r0=2)
+    codes(tmp_path, is_imgkits=True, r0=2)
     assert failures.of_node(tmp_path) is None
-    codes(tmp_path, own=True, r0=2, r1=-9)
+    codes(tmp_path, is_imgkits=True, r0=2, r1=-9)
     assert first(tmp_path).rank == 1
 
 
@@ -108,16 +109,16 @@ def test_record_that_cannot_be_read_is_ignored(tmp_path: Path, text: str) -> Non
     (tmp_path / "failed-x").write_text("1.0\nValueError: not a rank")
     (tmp_path / "failed-0").write_text(text)
     (tmp_path / failures.CODES).write_text(text or "[1]")
-    found = failures.of_node(tmp_path)
-    assert found is None or found.lines == ("",)
+    failure = failures.of_node(tmp_path)
+    assert failure is None or failure.lines == ("",)
 
 
 def test_cause_on_any_node_comes_first() -> None:
-    def told(at: float, rank: int, *, after_peer: bool) -> NodeFailure:
+    def node_failure(at: float, rank: int, *, after_peer: bool) -> NodeFailure:
         failure = RankFailure(rank=rank, code=1, age_ms=0, after_peer=after_peer, log="")
         return NodeFailure(at=at, node=f"node {rank}", failure=failure)
 
-    early, late = told(1.0, 0, after_peer=True), told(2.0, 1, after_peer=False)
+    early, late = node_failure(1.0, 0, after_peer=True), node_failure(2.0, 1, after_peer=False)
     assert failures.first([early, late]) is late
     assert failures.first([early]) is early
     assert failures.first([]) is None
@@ -128,13 +129,13 @@ def test_cause_on_any_node_comes_first() -> None:
 
 def test_long_text_keeps_both_ends_and_fits_a_message(tmp_path: Path) -> None:
     record(tmp_path, 0, "\n".join(f"line {number} \U0001f525" + "é" * 2000 for number in range(1000)))
-    found = first(tmp_path)
-    assert found.lines[0].startswith("line 0 ")
-    assert found.lines[-1].startswith("line 999 ")
-    assert sum("more lines in the full log" in line for line in found.lines) == 1
-    line = messages.encode(AttemptEnded(code=1, failure=found))
+    failure = first(tmp_path)
+    assert failure.lines[0].startswith("line 0 ")
+    assert failure.lines[-1].startswith("line 999 ")
+    assert sum("more lines in the full log" in line for line in failure.lines) == 1
+    line = messages.encode(AttemptEnded(code=1, failure=failure))
     assert len(line) < MAX_LINE_BYTES
-    assert messages.decode(line) == AttemptEnded(code=1, failure=found)
+    assert messages.decode(line) == AttemptEnded(code=1, failure=failure)
 
 
 @pytest.mark.parametrize(
@@ -197,8 +198,8 @@ def copied(*parts: bytes) -> tuple[str, str]:
         "while select.select([child], [], []) and child.read(): pass\n"
         "child.wait()\nprint(repr(child.tail()))\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
-    return done.stderr.decode(), ast.literal_eval(done.stdout.decode())
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
+    return result.stderr.decode(), ast.literal_eval(result.stdout.decode())
 
 
 def test_marked_lines_and_stacks_go_to_the_log_alone() -> None:
@@ -229,14 +230,14 @@ def program(folder: Path, code: str, **env: str) -> subprocess.CompletedProcess[
 
 
 def test_exception_leaves_the_users_own_frames(tmp_path: Path) -> None:
-    done = program(tmp_path, "def inner():\n    raise ValueError('bad')\ninner()\n")
-    assert done.returncode == 1
-    (one,) = failures.records(tmp_path)
-    lines = one.text.split("\n")
-    assert (one.rank, lines[0], lines[-1]) == (2, "Traceback (most recent call last):", "ValueError: bad")
+    result = program(tmp_path, "def inner():\n    raise ValueError('bad')\ninner()\n")
+    assert result.returncode == 1
+    (entry,) = failures.records(tmp_path)
+    lines = entry.text.split("\n")
+    assert (entry.rank, lines[0], lines[-1]) == (2, "Traceback (most recent call last):", "ValueError: bad")
     assert lines[1].endswith('own.py", line 3, in <module>')
-    assert "runpy" not in one.text
-    assert done.stderr == "".join(f"\x1f{line}\n" for line in lines)
+    assert "runpy" not in entry.text
+    assert result.stderr == "".join(f"\x1f{line}\n" for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -249,34 +250,34 @@ def test_exception_leaves_the_users_own_frames(tmp_path: Path) -> None:
 )
 def test_other_ends_leave_their_message(tmp_path: Path, code: str, last: str) -> None:
     assert program(tmp_path, code).returncode == 1
-    (one,) = failures.records(tmp_path)
-    assert one.text.split("\n")[-1] == last
-    assert "user_program" not in one.text
+    (entry,) = failures.records(tmp_path)
+    assert entry.text.split("\n")[-1] == last
+    assert "user_program" not in entry.text
 
 
 def test_missing_script_has_no_frames_of_the_launcher(tmp_path: Path) -> None:
-    done = program(tmp_path, "import runpy; runpy.run_path('nosuch.py')")
-    assert done.returncode == 1
+    result = program(tmp_path, "import runpy; runpy.run_path('nosuch.py')")
+    assert result.returncode == 1
     (tmp_path / "failed-2").unlink()
     (tmp_path / "own.py").unlink()
     env = {**os.environ, "IMGKIT_STOP_DIR": str(tmp_path), "IMGKIT_ATTEMPT": "1", "RANK": "2"}
-    words = [sys.executable, user_program.__file__, str(tmp_path / "own.py")]
-    assert subprocess.run(words, env=env, capture_output=True, check=False).returncode == 1
-    (one,) = failures.records(tmp_path)
-    assert one.text.startswith("FileNotFoundError:")
+    argv = [sys.executable, user_program.__file__, str(tmp_path / "own.py")]
+    assert subprocess.run(argv, env=env, capture_output=True, check=False).returncode == 1
+    (entry,) = failures.records(tmp_path)
+    assert entry.text.startswith("FileNotFoundError:")
 
 
 @pytest.mark.parametrize("env", [{"IMGKIT_ATTEMPT": ""}, {"RANK": ""}, {"IMGKIT_STOP_DIR": "/proc/nowhere"}])
 def test_without_a_node_agent_python_prints_it(tmp_path: Path, env: dict[str, str]) -> None:
-    done = program(tmp_path, "raise ValueError('bad')", **env)
-    assert done.returncode == 1
-    assert done.stderr.endswith("\nValueError: bad\n")
+    result = program(tmp_path, "raise ValueError('bad')", **env)
+    assert result.returncode == 1
+    assert result.stderr.endswith("\nValueError: bad\n")
     assert failures.records(tmp_path) == []
 
 
 def test_programs_own_excepthook_prints_it(tmp_path: Path) -> None:
-    done = program(tmp_path, "import sys\nsys.excepthook = lambda *_: print('mine')\nraise ValueError")
-    assert done.stdout == "mine\n"
+    result = program(tmp_path, "import sys\nsys.excepthook = lambda *_: print('mine')\nraise ValueError")
+    assert result.stdout == "mine\n"
     assert failures.records(tmp_path) == []
 
 
@@ -305,7 +306,7 @@ scope["fetch"](data, range(9))
 
 
 def test_bad_sample_names_its_index(tmp_path: Path) -> None:
-    done = program(tmp_path, STUB_OF_TORCHS_LOADER)
-    assert done.stdout == "in DataLoader worker process 0, at sample 7 of the data set\n"
-    (one,) = failures.records(tmp_path)
-    assert one.text.startswith("sample 7 of the data set\nTraceback")
+    result = program(tmp_path, STUB_OF_TORCHS_LOADER)
+    assert result.stdout == "in DataLoader worker process 0, at sample 7 of the data set\n"
+    (entry,) = failures.records(tmp_path)
+    assert entry.text.startswith("sample 7 of the data set\nTraceback")

@@ -30,9 +30,9 @@ def test_dumps_are_named_after_a_failure(nodes: Any, monkeypatch: pytest.MonkeyP
     (nodes.folder / "run").mkdir()
     nodes.start([sys.executable, STUB, "2", FAKE], job="4711.head/x")
     assert nodes.codes() == [1]
-    place = nodes.folder / "run/nccl-4711.head_x-rank-"
-    assert f"NCCL's flight recorder has written {place}N for rank 0, 1, with" in nodes.output()
-    assert f"torchfrtrace --prefix {place.name} {place.parent}" in nodes.output()
+    prefix = nodes.folder / "run/nccl-4711.head_x-rank-"
+    assert f"NCCL's flight recorder has written {prefix}N for rank 0, 1, with" in nodes.output()
+    assert f"torchfrtrace --prefix {prefix.name} {prefix.parent}" in nodes.output()
 
 
 @pytest.mark.parametrize(("device", "fake"), [("cpu", FAKE), ("cuda", FAKE.replace('"leaves"', "False"))])
@@ -60,10 +60,10 @@ def test_older_torch_has_the_older_names() -> None:
 
 def test_what_the_user_has_set_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    own = {
+    env = {
         "IMGKIT_DEVICE": "cuda",
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/mine/",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
-    assert nccl.recorder_variables(own, "2.13", "7") == {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    assert nccl.recorder_variables(env, "2.13", "7") == {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
     assert list(tmp_path.iterdir()) == []  # no folder is made for files that go elsewhere

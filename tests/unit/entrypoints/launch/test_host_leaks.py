@@ -135,9 +135,9 @@ def test_core_dumps_are_off_unless_they_are_kept(keep: str, limit: str) -> None:
         f"clean = host_leaks.clean({{}}, {{}}, keep=[{keep!r}], prefix='/usr'); clean.apply();"
         "print(clean.text); print(resource.getrlimit(resource.RLIMIT_CORE)[0])"
     )
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env=dict(os.environ), timeout=60
     )
-    text, seen = done.stdout.splitlines()
-    assert seen == limit, done.stderr
+    text, seen = result.stdout.splitlines()
+    assert seen == limit, result.stderr
     assert ("core dumps" in text) == (not keep)

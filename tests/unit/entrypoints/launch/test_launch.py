@@ -38,7 +38,7 @@ def free_port() -> int:
 
 
 def guard_of(nodes: Any) -> int:
-    return next(pid for pid, line in nodes.left().items() if "/guard.py" in line)
+    return next(pid for pid, line in nodes.live_processes().items() if "/guard.py" in line)
 
 
 def test_success_is_zero(nodes: Any) -> None:
@@ -62,9 +62,9 @@ def test_warning_of_every_process_prints_once(nodes: Any) -> None:
     lines = [f"[host:0]: {NAMELESS}", "before", NAMELESS, NAMELESS.replace("hostname", "name"), "after"]
     nodes.two(f"import sys; sys.stderr.write({chr(10).join((*lines, ''))!r})", workers=1)
     assert nodes.codes() == [0, 0]
-    said = nodes.output()
-    assert said.count("The hostname of the client socket cannot be retrieved") == 1
-    assert [said.count(line + "\n") for line in ("before", lines[3], "after")] == [2, 2, 2]
+    output = nodes.output()
+    assert output.count("The hostname of the client socket cannot be retrieved") == 1
+    assert [output.count(line + "\n") for line in ("before", lines[3], "after")] == [2, 2, 2]
 
 
 def test_program_keeps_the_limit_that_the_head_raises(nodes: Any) -> None:
@@ -94,7 +94,7 @@ def test_stop_signal_saves_and_requeues(nodes: Any, number: signal.Signals) -> N
 def test_signal_to_every_process_saves_too(nodes: Any, number: signal.Signals) -> None:
     nodes.start(stub(SAVE))
     nodes.said("ready", 2)
-    for pid in nodes.left():
+    for pid in nodes.live_processes():
         with contextlib.suppress(ProcessLookupError):  # the first ones' end may have ended it
             os.kill(pid, number)
     assert nodes.codes() == [85]
@@ -181,7 +181,8 @@ def test_killed_torchrun_leaves_nothing(nodes: Any) -> None:
     nodes.start(stub(HANG))
     nodes.said("ready", 2)
     started = f"{sys.executable} {STUB} "
-    os.kill(next(pid for pid, line in nodes.left().items() if line.startswith(started)), signal.SIGKILL)
+    torchrun = next(pid for pid, line in nodes.live_processes().items() if line.startswith(started))
+    os.kill(torchrun, signal.SIGKILL)
     assert nodes.codes() == [137]
     assert "memory ran out" in nodes.output()
 
@@ -204,14 +205,14 @@ def test_hidden_grandchild_is_ended(nodes: Any) -> None:
     nodes.said("ready")
 
     def hidden_ones() -> list[Path]:
-        found = []
+        folders = []
         for folder in Path("/proc").iterdir():
             try:
                 if folder.name.isdigit() and b"imgkit-hidden-sleep" in (folder / "cmdline").read_bytes():
-                    found.append(folder)
+                    folders.append(folder)
             except OSError:
                 continue
-        return found
+        return folders
 
     assert hidden_ones()
     launcher.kill()
@@ -242,9 +243,9 @@ def test_both_nodes_run_with_one_port(nodes: Any) -> None:
 
 
 def test_signal_to_one_node_stops_both(nodes: Any) -> None:
-    _, other = nodes.two(SAVE)
+    _, second = nodes.two(SAVE)
     nodes.said("ready", 4)
-    other.send_signal(signal.SIGUSR1)
+    second.send_signal(signal.SIGUSR1)
     assert nodes.codes() == [85, 85]
     assert "SIGUSR1 on node 2 of 2 (host1): asked the program to save" in nodes.output()
 
@@ -253,12 +254,12 @@ def test_nobody_leaves_before_all_have_saved(nodes: Any) -> None:
     slow = SAVE.replace(
         "open(", "time.sleep(2 * ('host1' in os.environ['TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE'])); open("
     )
-    head, other = nodes.two(slow)
+    head, second = nodes.two(slow)
     nodes.said("ready", 4)
     head.terminate()
     nodes.said("state saved at step 7")
     assert head.poll() is None
-    assert other.poll() is None
+    assert second.poll() is None
     assert nodes.codes() == [85, 85]
 
 
@@ -342,12 +343,12 @@ def test_stalled_rendezvous_ends_with_the_nodes_named(nodes: Any) -> None:
     nodes.start(stub(READY + note.format(phase="workers") + "time.sleep(100)"), **TWO, rank=0)
     nodes.start(stub(READY + note.format(phase="rendezvous") + "time.sleep(100)"), **TWO, rank=1)
     assert nodes.codes(within_s=40) == [4, 4]
-    said = nodes.output()
+    output = nodes.output()
     assert (
         "rendezvous did not complete within 3 s (--rollcall-timeout); without workers: node 2 of 2 (host1)."
-        in said
+        in output
     )
-    assert "node 1 of 2 (host0) ended with exit code 4" in said
+    assert "node 1 of 2 (host0) ended with exit code 4" in output
 
 
 def test_stop_during_the_roll_call(nodes: Any) -> None:

@@ -59,9 +59,9 @@ def test_more_failures_than_allowed_end_the_run() -> None:
     assert end_reason([failed(65)], 0) == "--max-failures 0"
 
 
-@pytest.mark.parametrize("places", [(65, 65), (65, 66), (66, 65), (66, 66)], ids=str)
-def test_same_step_twice_in_a_row_ends_the_run(places: tuple[int, int]) -> None:
-    assert "at step 33" in end_reason([failed(9), *map(failed, places)], 9)
+@pytest.mark.parametrize("positions", [(65, 65), (65, 66), (66, 65), (66, 66)], ids=str)
+def test_same_step_twice_in_a_row_ends_the_run(positions: tuple[int, int]) -> None:
+    assert "at step 33" in end_reason([failed(9), *map(failed, positions)], 9)
 
 
 def test_same_step_after_another_one_is_survived() -> None:

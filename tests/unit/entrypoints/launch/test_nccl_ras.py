@@ -100,7 +100,7 @@ class FakeRas(threading.Thread):
         self.port = self.listening.getsockname()[1]
         self.answer, self.greets, self.mute, self.ends = answer, greets, mute, ends
         self.heard = b""
-        self.kept: list[socket.socket] = []
+        self.links: list[socket.socket] = []
 
     def run(self) -> None:
         while True:
@@ -108,8 +108,8 @@ class FakeRas(threading.Thread):
                 link, _ = self.listening.accept()
             except OSError:
                 return
-            self.kept.append(link)
-            if len(self.kept) <= self.mute:
+            self.links.append(link)
+            if len(self.links) <= self.mute:
                 continue
             try:
                 self.heard += link.recv(100)
@@ -127,31 +127,31 @@ class FakeRas(threading.Thread):
 
 @contextmanager
 def fake_ras(answer: str | bytes, **how: Any) -> Iterator[FakeRas]:
-    made = FakeRas(answer.encode() if isinstance(answer, str) else answer, **how)
-    made.start()
+    ras = FakeRas(answer.encode() if isinstance(answer, str) else answer, **how)
+    ras.start()
     try:
-        yield made
+        yield ras
     finally:
-        made.listening.shutdown(socket.SHUT_RDWR)  # or the thread would accept one more
-        made.listening.close()
-        for link in made.kept:
+        ras.listening.shutdown(socket.SHUT_RDWR)  # or the thread would accept one more
+        ras.listening.close()
+        for link in ras.links:
             link.close()
 
 
-def told(env: dict[str, str]) -> str:
+def report(env: dict[str, str]) -> str:
     """What the report says."""
-    asked = nccl.question(env)
-    if asked is None:
+    question = nccl.question(env)
+    if question is None:
         return "not asked"
     end = time.monotonic() + 60
-    while asked.is_open and time.monotonic() < end:
+    while question.is_open and time.monotonic() < end:
         time.sleep(0.01)
-    return "\n".join(asked.lines)
+    return "\n".join(question.lines)
 
 
 def test_ranks_with_fewer_collectives_are_told() -> None:
     with fake_ras(HEAD + BEHIND) as ras:
-        assert told(ras.env()) == (
+        assert report(ras.env()) == (
             f"  NCCL's RAS (127.0.0.1:{ras.port}):\n"
             "    #0-0 (27a079b828ff1a75) MISMATCH\n"
             "      Communicator ranks have different AllReduce operation counts\n"
@@ -165,7 +165,7 @@ def test_ranks_with_fewer_collectives_are_told() -> None:
 
 def test_missing_ranks_of_several_communicators_are_told() -> None:
     with fake_ras(HEAD + MISSING) as ras:
-        text = told(ras.env())
+        text = report(ras.env())
     assert "    INCOMPLETE\n      Missing communicator data from 1 job process\n" in text
     assert "    #0-0 (27a079b828ff1a75) INCOMPLETE\n" in text
     assert "      The missing rank: 2\n" in text
@@ -175,7 +175,7 @@ def test_missing_ranks_of_several_communicators_are_told() -> None:
 
 def test_ranks_that_all_agree_are_told() -> None:
     with fake_ras(HEAD + CALM) as ras:
-        assert told(ras.env()).endswith(
+        assert report(ras.env()).endswith(
             "    all ranks of all communicators answer, and have launched the same number of collectives"
         )
 
@@ -183,21 +183,21 @@ def test_ranks_that_all_agree_are_told() -> None:
 def test_stopped_process_that_shares_the_port_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl, "_GREETING_S", 0.2)
     with fake_ras(HEAD + BEHIND, mute=2) as ras:
-        assert "MISMATCH" in told(ras.env())
+        assert "MISMATCH" in report(ras.env())
     with fake_ras(HEAD + BEHIND, mute=9) as ras:
-        assert told(ras.env()) == f"  NCCL's RAS (127.0.0.1:{ras.port}) does not answer"
+        assert report(ras.env()) == f"  NCCL's RAS (127.0.0.1:{ras.port}) does not answer"
 
 
 def test_answer_that_never_ends_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl, "LIMIT_S", 0.5)
     with fake_ras(HEAD, ends=False) as ras:
-        assert told(ras.env()) in ("", f"  NCCL's RAS (127.0.0.1:{ras.port}) does not answer")
+        assert report(ras.env()) in ("", f"  NCCL's RAS (127.0.0.1:{ras.port}) does not answer")
 
 
 @pytest.mark.parametrize("answer", [b"", b"\xff\x00\x1b[2J" * 50, b"x" * (10 << 20), HEAD.encode()])
 def test_other_answers_are_one_clause(answer: bytes) -> None:
     with fake_ras(answer) as ras:
-        text = told(ras.env())
+        text = report(ras.env())
     assert text == (
         f"  NCCL's RAS (127.0.0.1:{ras.port}) sent an unreadable answer: it contains no list of errors"
     )
@@ -205,13 +205,13 @@ def test_other_answers_are_one_clause(answer: bytes) -> None:
 
 def test_another_program_is_asked_nothing() -> None:
     with fake_ras("", greets=b"SSH-2.0-x\r\n") as ras:
-        assert told(ras.env()).endswith("unreadable answer: another program listens there")
+        assert report(ras.env()).endswith("unreadable answer: another program listens there")
     assert ras.heard == b"CLIENT PROTOCOL 2\n"
 
 
 def test_characters_that_move_the_cursor_are_not_told() -> None:
     with fake_ras(HEAD + CALM + "\x1b[2Jx\r\n" + "y" * 5000 + "\n" + "z\n" * 100) as ras:
-        text = told(ras.env())
+        text = report(ras.env())
     assert text.replace("\n", "").isprintable()
     assert max(map(len, text.splitlines())) < 200
     assert len(text.splitlines()) == nccl.SHOWN + 2
@@ -221,11 +221,11 @@ def test_characters_that_move_the_cursor_are_not_told() -> None:
 def test_nothing_listens_says_nothing() -> None:
     with fake_ras("") as ras:
         pass
-    assert told(ras.env()) == ""  # as with a NCCL before 2.24
+    assert report(ras.env()) == ""  # as with a NCCL before 2.24
 
 
 @pytest.mark.parametrize(
-    ("changed", "place"),
+    ("changed", "address"),
     [
         ({}, ("localhost", 28028)),
         ({"NCCL_RAS_ENABLE": "1"}, ("localhost", 28028)),
@@ -238,8 +238,8 @@ def test_nothing_listens_says_nothing() -> None:
         ({"NCCL_RAS_ADDR": ""}, None),
     ],
 )
-def test_address_is_the_one_of_nccl(changed: dict[str, str], place: object) -> None:
-    assert nccl.ras_address({"IMGKIT_DEVICE": "cuda", **changed}) == place
+def test_address_is_the_one_of_nccl(changed: dict[str, str], address: object) -> None:
+    assert nccl.ras_address({"IMGKIT_DEVICE": "cuda", **changed}) == address
 
 
 def test_answer_stands_below_the_stacks(nodes: Any) -> None:
@@ -254,10 +254,10 @@ def test_answer_stands_below_the_stacks(nodes: Any) -> None:
 def test_one_node_asks_where_all_ranks_wait(nodes: Any) -> None:
     with fake_ras(HEAD + BEHIND) as ras:
         nodes.two(worker(within="if step == 8: time.sleep(1000)"), **SOON, env=ras.env())
-        nodes.said("no rank has moved", times=2)
+        nodes.said("no rank has moved", count=2)
         nodes.said("NCCL's RAS (")
     assert nodes.output().count("NCCL's RAS (") == 1
-    assert len(ras.kept) == 1
+    assert len(ras.links) == 1
 
 
 def test_mute_answer_does_not_stop_the_heartbeat(nodes: Any, tmp_path: Path) -> None:

@@ -76,10 +76,10 @@ def note(phase: str) -> str:
 def test_head_leaves_after_the_other_nodes(nodes: Any, tmp_path: Path) -> None:
     """Torchrun of the head serves the store, and ends when the node agent has heard of all nodes."""
     head = "while not os.path.exists(os.path.dirname(stop) + '/others-have-ended'): time.sleep(0.02)\n"
-    other = "while not os.path.exists(os.environ['IMGKIT_RUN_DIR'] + '/go'): time.sleep(0.02)\n"
+    member_code = "while not os.path.exists(os.environ['IMGKIT_RUN_DIR'] + '/go'): time.sleep(0.02)\n"
     both = {"nnodes": 2, "hosts": ["host0", "host1"], **SOON}
     launchers = []
-    for node, code in enumerate((head, other)):
+    for node, code in enumerate((head, member_code)):
         folder = tmp_path / f"program{node}"
         folder.mkdir()
         launchers.append(nodes.start(launch(folder, code, node), rank=node, **both))

@@ -45,7 +45,7 @@ def make(
     *,
     gpus: int = 0,
     system: SystemFacts | None = None,
-    place: Placement | None = None,
+    placement: Placement | None = None,
     torch: str = "",
     **request: object,
 ) -> plan.LaunchPlan:
@@ -53,14 +53,14 @@ def make(
         Request(**request),  # type: ignore[arg-type]
         WORKER,
         torchrun=TORCHRUN,
-        placement=place or node(),
+        placement=placement or node(),
         host=host(gpus, torch=torch),
         system=system,
         env=env or {},
     )
 
 
-def node(nnodes: int = 1, node_rank: int = 0, **more: object) -> Placement:
+def node(nnodes: int = 1, node_rank: int = 0, **changes: object) -> Placement:
     values: dict[str, object] = {
         "scheduler": "slurm" if nnodes > 1 else "standalone",
         "hosts": tuple(f"n{rank}" for rank in range(nnodes)),
@@ -68,25 +68,25 @@ def node(nnodes: int = 1, node_rank: int = 0, **more: object) -> Placement:
         "port": None,
         "job_id": "7",
         "source": {},
-        **more,
+        **changes,
     }
     return Placement(nnodes=nnodes, node_rank=node_rank, **values)  # type: ignore[arg-type]
 
 
-def flag(made: plan.LaunchPlan, name: str) -> str:
-    return made.argv[made.argv.index(name) + 1]
+def flag(launch_plan: plan.LaunchPlan, name: str) -> str:
+    return launch_plan.argv[launch_plan.argv.index(name) + 1]
 
 
 def test_gpus_decide_number_of_workers():
-    made = make(gpus=4, system=SystemFacts(node=Node(gpus=4)))
-    assert flag(made, "--nproc-per-node") == "4"
-    assert made.env["IMGKIT_DEVICE"] == "cuda"
+    launch_plan = make(gpus=4, system=SystemFacts(node=Node(gpus=4)))
+    assert flag(launch_plan, "--nproc-per-node") == "4"
+    assert launch_plan.env["IMGKIT_DEVICE"] == "cuda"
 
 
 def test_cpu_machine_starts_one_worker():
-    made = make()
-    assert flag(made, "--nproc-per-node") == "1"
-    assert made.env["IMGKIT_DEVICE"] == "cpu"
+    launch_plan = make()
+    assert flag(launch_plan, "--nproc-per-node") == "1"
+    assert launch_plan.env["IMGKIT_DEVICE"] == "cpu"
 
 
 def test_worker_words_come_last_unchanged():
@@ -117,11 +117,12 @@ def test_threads_that_pbs_set_are_divided(env):
 
 def test_recipe_environment_fills_gaps_only():
     system = SystemFacts(env={"NCCL_CROSS_NIC": "1", "MY_SETTING": "PHB"})
-    made = make({"NCCL_CROSS_NIC": "0"}, system=system)
-    assert made.env["MY_SETTING"] == "PHB"
-    assert "NCCL_CROSS_NIC" not in made.env
+    launch_plan = make({"NCCL_CROSS_NIC": "0"}, system=system)
+    assert launch_plan.env["MY_SETTING"] == "PHB"
+    assert "NCCL_CROSS_NIC" not in launch_plan.env
     assert any(
-        said.variable == "NCCL_CROSS_NIC" and "set by the user" in said.reason for said in made.decisions
+        decision.variable == "NCCL_CROSS_NIC" and "set by the user" in decision.reason
+        for decision in launch_plan.decisions
     )
 
 
@@ -134,71 +135,72 @@ def with_image(env, image, **request):
 
 def test_threads_of_the_image_are_replaced():
     env = {"OMP_NUM_THREADS": "1"}
-    made = with_image(env, env, system=None)
-    assert made.env["OMP_NUM_THREADS"] == "2"
-    (said,) = (item for item in made.decisions if item.variable == "OMP_NUM_THREADS")
-    assert said.reason == "8 processors allowed / 4 processes; replaces the image's '1'"
+    launch_plan = with_image(env, env, system=None)
+    assert launch_plan.env["OMP_NUM_THREADS"] == "2"
+    (decision,) = (item for item in launch_plan.decisions if item.variable == "OMP_NUM_THREADS")
+    assert decision.reason == "8 processors allowed / 4 processes; replaces the image's '1'"
     assert "OMP_NUM_THREADS" not in with_image(env, {"PATH": "/bin"}, system=None).env
 
 
 @pytest.mark.parametrize("env", [{}, {"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "5"}])
 def test_threads_of_the_recipe_are_kept(env):
-    made = with_image(env, {"OMP_NUM_THREADS": "1"}, system=SystemFacts(env={"OMP_NUM_THREADS": "5"}))
-    assert made.env["OMP_NUM_THREADS"] == "5"
-    assert [item.origin for item in made.decisions if item.variable == "OMP_NUM_THREADS"] == ["recipe"]
+    launch_plan = with_image(env, {"OMP_NUM_THREADS": "1"}, system=SystemFacts(env={"OMP_NUM_THREADS": "5"}))
+    assert launch_plan.env["OMP_NUM_THREADS"] == "5"
+    assert [item.origin for item in launch_plan.decisions if item.variable == "OMP_NUM_THREADS"] == ["recipe"]
 
 
 def test_unknown_image_is_in_the_plan_where_it_matters():
-    mine = {"OMP_NUM_THREADS": "1"}
-    (row,) = (line for line in with_image(mine, None, system=None).lines() if line.startswith("image "))
+    env = {"OMP_NUM_THREADS": "1"}
+    (row,) = (line for line in with_image(env, None, system=None).lines() if line.startswith("image "))
     assert row.split()[1] == "unknown"
     assert "they count as set by the user" in row
     assert not any(line.startswith("image ") for line in with_image({}, None, system=None).lines())
-    known = with_image(mine, {"PATH": "/bin"}, system=None)
-    assert not any(line.startswith("image ") for line in known.lines())
-    assert known.to_dict()["image"] == ""
+    launch_plan = with_image(env, {"PATH": "/bin"}, system=None)
+    assert not any(line.startswith("image ") for line in launch_plan.lines())
+    assert launch_plan.to_dict()["image"] == ""
 
 
 def test_fixed_nodes_use_static_rendezvous():
-    made = make(place=node(2, 1))
-    assert flag(made, "--rdzv-backend") == "static"
-    assert (flag(made, "--nnodes"), flag(made, "--node-rank")) == ("2", "1")
-    assert flag(made, "--master-addr") == "n0"
-    assert flag(made, "--master-port") == PORT_PENDING
+    launch_plan = make(placement=node(2, 1))
+    assert flag(launch_plan, "--rdzv-backend") == "static"
+    assert (flag(launch_plan, "--nnodes"), flag(launch_plan, "--node-rank")) == ("2", "1")
+    assert flag(launch_plan, "--master-addr") == "n0"
+    assert flag(launch_plan, "--master-port") == PORT_PENDING
 
 
 def test_run_with_spares_is_numbered_in_the_roll_call():
-    made = make(place=node(4, 3, size=Size(training=2, spares=2)))
-    assert flag(made, "--rdzv-backend") == "static"
-    assert flag(made, "--nnodes") == NNODES_PENDING
-    assert flag(made, "--node-rank") == NODE_RANK_PENDING
-    assert flag(made, "--master-addr") == "n0"
-    assert flag(made, "--max-restarts") == "0"
+    launch_plan = make(placement=node(4, 3, size=Size(training=2, spares=2)))
+    assert flag(launch_plan, "--rdzv-backend") == "static"
+    assert flag(launch_plan, "--nnodes") == NNODES_PENDING
+    assert flag(launch_plan, "--node-rank") == NODE_RANK_PENDING
+    assert flag(launch_plan, "--master-addr") == "n0"
+    assert flag(launch_plan, "--max-restarts") == "0"
 
 
 def test_run_whose_spares_did_not_come_is_one_node():
-    made = make(place=node(size=Size(training=1, spares=3)))
-    assert (flag(made, "--nnodes"), flag(made, "--node-rank")) == ("1", "0")
+    launch_plan = make(placement=node(size=Size(training=1, spares=3)))
+    assert (flag(launch_plan, "--nnodes"), flag(launch_plan, "--node-rank")) == ("1", "0")
 
 
 def test_no_start_uses_a_rendezvous_that_unpickles():
-    for place in (node(), node(2, 1), node(3, size=Size(training=2, spares=1))):
-        made = make(place=place)
-        assert flag(made, "--rdzv-backend") == "static"
-        assert "--standalone" not in made.argv
+    for placement in (node(), node(2, 1), node(3, size=Size(training=2, spares=1))):
+        launch_plan = make(placement=placement)
+        assert flag(launch_plan, "--rdzv-backend") == "static"
+        assert "--standalone" not in launch_plan.argv
 
 
 def test_logs_of_nodes_do_not_mix():
-    assert flag(make(place=node(2, 1), log_dir="/logs"), "--log-dir") == "/logs/n1"
+    assert flag(make(placement=node(2, 1), log_dir="/logs"), "--log-dir") == "/logs/n1"
 
 
 def test_ranks_of_an_mpi_start_need_no_torchrun():
     direct = Direct(rank=5, local_rank=1, world_size=8, local_world_size=4)
-    made = make(place=node(2, 1, direct=direct))
-    assert made.mode == "direct"
-    assert made.argv == WORKER
-    assert (made.env["RANK"], made.env["LOCAL_RANK"], made.env["WORLD_SIZE"]) == ("5", "1", "8")
-    assert made.env["MASTER_ADDR"] == "n0"
+    launch_plan = make(placement=node(2, 1, direct=direct))
+    assert launch_plan.mode == "direct"
+    assert launch_plan.argv == WORKER
+    env = launch_plan.env
+    assert (env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"]) == ("5", "1", "8")
+    assert env["MASTER_ADDR"] == "n0"
 
 
 @pytest.mark.parametrize(
@@ -210,8 +212,8 @@ def test_flags_follow_the_version_of_torch(torch: str, has: bool):
 
 
 def test_operator_variables_are_kept_from_torchrun():
-    made = make({"PET_STANDALONE": "", "PET_NNODES": "1"})
-    assert made.unset == ("PET_NNODES", "PET_STANDALONE")
+    launch_plan = make({"PET_STANDALONE": "", "PET_NNODES": "1"})
+    assert launch_plan.unset == ("PET_NNODES", "PET_STANDALONE")
 
 
 @pytest.mark.parametrize(
@@ -227,22 +229,23 @@ def test_operator_variables_are_kept_from_torchrun():
     ],
 )
 def test_operator_s_number_of_processes_counts(text: str, gpus: int, nproc: int, reason: str) -> None:
-    made = make({"PET_NPROC_PER_NODE": text}, gpus=gpus)
-    assert flag(made, "--nproc-per-node") == str(nproc)
-    assert [reason in one.reason for one in made.decisions if one.variable == "nproc"] == [True]
-    assert made.warnings == ()
+    launch_plan = make({"PET_NPROC_PER_NODE": text}, gpus=gpus)
+    assert flag(launch_plan, "--nproc-per-node") == str(nproc)
+    (decision,) = (item for item in launch_plan.decisions if item.variable == "nproc")
+    assert reason in decision.reason
+    assert launch_plan.warnings == ()
 
 
 def test_operator_s_number_that_is_not_used_is_told() -> None:
     env = {"PET_NPROC_PER_NODE": "4"}
-    made = make(env, nproc="2")
-    assert (made.nproc, made.warnings) == (
+    launch_plan = make(env, nproc="2")
+    assert (launch_plan.nproc, launch_plan.warnings) == (
         2,
         ("PET_NPROC_PER_NODE=4 is not used: --nproc takes precedence, 2 on this node",),
     )
     direct = Direct(rank=0, local_rank=0, world_size=1, local_world_size=1)
     assert (
-        make(env, place=node(direct=direct))
+        make(env, placement=node(direct=direct))
         .warnings[0]
         .startswith("PET_NPROC_PER_NODE=4 is not used: standalone")
     )
@@ -256,8 +259,8 @@ def test_plan_is_json():
 
 def test_processors_can_be_chosen_where_the_system_has_gpus():
     system = SystemFacts(node=Node(gpus=4, gpu_model="NVIDIA H100"))
-    made = make(system=system, nproc="2", device="cpu")
-    assert (made.nproc, made.env["IMGKIT_DEVICE"]) == (2, "cpu")
+    launch_plan = make(system=system, nproc="2", device="cpu")
+    assert (launch_plan.nproc, launch_plan.env["IMGKIT_DEVICE"]) == (2, "cpu")
 
 
 @pytest.mark.parametrize("name", ["IMGKIT_GPUS", "SLURM_GPUS_ON_NODE"])
@@ -285,7 +288,7 @@ def test_gpus_of_another_maker_are_named_with_what_helps() -> None:
 
 def test_processors_need_no_network_of_the_system():
     system = SystemFacts(node=Node(gpus=1), fabric=Fabric(kind="infiniband"))
-    assert make(device="cpu", place=node(2), system=system).env["IMGKIT_DEVICE"] == "cpu"
+    assert make(device="cpu", placement=node(2), system=system).env["IMGKIT_DEVICE"] == "cpu"
 
 
 def test_network_is_announced_only_where_it_is_used():
@@ -293,7 +296,7 @@ def test_network_is_announced_only_where_it_is_used():
     laptop = make(system=system)
     assert laptop.env["NCCL_IB_DISABLE"] == "1"
     assert list(laptop.announcements(verbose=False)) == ["1 node, 1 process, cpu (to see why: -v)"]
-    for plan_with_network in (make(place=node(2), system=system), make(gpus=1, system=system)):
+    for plan_with_network in (make(placement=node(2), system=system), make(gpus=1, system=system)):
         _, warning = plan_with_network.announcements(verbose=False)
         assert "the recipe says infiniband" in warning
         reasons = list(plan_with_network.announcements(verbose=True))
@@ -301,7 +304,7 @@ def test_network_is_announced_only_where_it_is_used():
 
 
 def test_at_most_three_lines_are_announced():
-    launch_plan = replace(make(place=node(2), nproc="4"), warnings=("a", "b", "c"))
+    launch_plan = replace(make(placement=node(2), nproc="4"), warnings=("a", "b", "c"))
     assert list(launch_plan.announcements(verbose=False)) == [
         "2 nodes, 4 processes on each, cpu (to see why: -v)",
         "warning: a",
@@ -318,18 +321,18 @@ def test_hidden_note_is_shown_on_request():
 
 
 def test_spares_and_failures_are_in_the_plan():
-    made = make(place=node(3, size=Size.parse("2+1")))
-    shown = json.loads(json.dumps(made.to_dict()))
-    assert shown["placement"]["size"] == {"training": 2, "spares": 1}
-    assert shown["max_failures"] == 3
-    assert make(place=node(3)).max_failures == 0
-    assert make(place=node(3), max_failures=2).max_failures == 2
-    assert made.warnings == ()
+    launch_plan = make(placement=node(3, size=Size.parse("2+1")))
+    document = json.loads(json.dumps(launch_plan.to_dict()))
+    assert document["placement"]["size"] == {"training": 2, "spares": 1}
+    assert document["max_failures"] == 3
+    assert make(placement=node(3)).max_failures == 0
+    assert make(placement=node(3), max_failures=2).max_failures == 2
+    assert launch_plan.warnings == ()
 
 
 @pytest.mark.parametrize("scheduler", ["pbs", "pals", "openmpi", "hydra"])
 def test_spare_that_waits_in_vain_is_a_warning(scheduler):
-    (warning,) = make(place=node(3, size=Size.parse("2+1"), scheduler=scheduler)).warnings
+    (warning,) = make(placement=node(3, size=Size.parse("2+1"), scheduler=scheduler)).warnings
     assert warning.startswith(f"{scheduler} ends all processes when one node is lost")
 
 
@@ -342,11 +345,11 @@ def test_host_name_cannot_lead_out_of_the_log_folder(host: str, label: str):
 
 def test_attempts_have_log_folders_of_their_own():
     assert flag(make(log_dir="/logs"), "--log-dir") == "/logs/n1"
-    made = make(log_dir="/logs", max_failures=1)
-    argv = plan.fill(made.argv, attempt=2, port=1, nnodes=1, node_rank=0, logs=Path("/tmp"))
+    launch_plan = make(log_dir="/logs", max_failures=1)
+    argv = plan.fill(launch_plan.argv, attempt=2, port=1, nnodes=1, node_rank=0, logs=Path("/tmp"))
     assert argv[argv.index("--log-dir") + 1] == "/logs/n1/attempt2"
 
 
 @pytest.mark.parametrize("nnodes", [1, 2])
 def test_known_issue_that_refuses_lets_processors_start(nnodes: int) -> None:
-    assert make(gpus=4, system=REFUSED, place=node(nnodes), device="cpu").argv
+    assert make(gpus=4, system=REFUSED, placement=node(nnodes), device="cpu").argv

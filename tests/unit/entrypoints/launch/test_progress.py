@@ -93,8 +93,8 @@ def test_no_notes_make_a_part_negative_or_too_long(
     tmp_path: Path, clock: Clock, notes: list[tuple[float, float, float]]
 ) -> None:
     timer = StepTimer(0)
-    for number, one in enumerate(notes):
-        clock.attempt(timer, tmp_path, 10 + 50 * number, 50 + 50 * number, *one)
+    for number, note_times in enumerate(notes):
+        clock.attempt(timer, tmp_path, 10 + 50 * number, 50 + 50 * number, *note_times)
     parts = timer._parts.values()
     assert min(parts) >= 0
     assert sum(parts) <= clock.now_s + 1e-6
@@ -112,11 +112,11 @@ def age_s(folder: RunFolder | None, **env: str) -> float:
 
 
 def test_time_counts_from_the_start_of_the_job_in_a_run_folder(tmp_path: Path) -> None:
-    began = str(int(time.time()) - 100000)
-    own = time.monotonic() - start_up.process_began_s()
-    assert 100000 <= age_s(RunFolder(path=tmp_path), SLURM_JOB_START_TIME=began) < 100100
-    assert age_s(None, SLURM_JOB_START_TIME=began) == pytest.approx(own, abs=5)
-    assert age_s(RunFolder(path=tmp_path)) == pytest.approx(own, abs=5)
+    job_start = str(int(time.time()) - 100000)
+    process_age_s = time.monotonic() - start_up.process_began_s()
+    assert 100000 <= age_s(RunFolder(path=tmp_path), SLURM_JOB_START_TIME=job_start) < 100100
+    assert age_s(None, SLURM_JOB_START_TIME=job_start) == pytest.approx(process_age_s, abs=5)
+    assert age_s(RunFolder(path=tmp_path)) == pytest.approx(process_age_s, abs=5)
 
 
 @pytest.mark.parametrize("name", [RESULT, fence.FILE])
@@ -129,8 +129,8 @@ def test_later_start_of_a_job_begins_where_the_earlier_one_ended(tmp_path: Path,
 
 @pytest.mark.parametrize("wrong", ["", "x", "0", "-5", "99999999999", "1" * 30])
 def test_wrong_start_of_the_job_does_not_count(tmp_path: Path, wrong: str) -> None:
-    own = time.monotonic() - start_up.process_began_s()
-    assert age_s(RunFolder(path=tmp_path), SLURM_JOB_START_TIME=wrong) == pytest.approx(own, abs=5)
+    process_age_s = time.monotonic() - start_up.process_began_s()
+    assert age_s(RunFolder(path=tmp_path), SLURM_JOB_START_TIME=wrong) == pytest.approx(process_age_s, abs=5)
 
 
 # ---- the node agent

@@ -34,7 +34,7 @@ def test_damaged_variable_is_ignored(value: str) -> None:
 
 
 def test_time_never_runs_backwards() -> None:
-    one = StartUp(10.0)
-    one.ends("container", 9.0)
-    one.ends("node_agent", 11.0)
-    assert one.parts == {"container": 0.0, "node_agent": 1.0}
+    timings = StartUp(10.0)
+    timings.ends("container", 9.0)
+    timings.ends("node_agent", 11.0)
+    assert timings.parts == {"container": 0.0, "node_agent": 1.0}

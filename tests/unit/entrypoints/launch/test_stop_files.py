@@ -56,7 +56,7 @@ def test_next_start_removes_the_folder_of_a_killed_job(nodes: Any) -> None:
     assert nodes.codes() == [-9, 85, 0]
 
 
-def left(folder: Path) -> list[str]:
+def file_names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
@@ -66,7 +66,7 @@ def test_file_of_a_person_ends_both_nodes_for_good(nodes: Any, run_dir: Path) ->
     (run_dir / "stop").touch()
     assert nodes.codes() == [0, 0]
     assert nodes.output().count("state saved at step 7") == 2
-    assert left(run_dir) == ["result", "stop"]  # no mark: nobody is to requeue the job
+    assert file_names(run_dir) == ["result", "stop"]  # no mark: nobody is to requeue the job
 
 
 def test_file_of_a_script_asks_for_a_requeue(nodes: Any, run_dir: Path) -> None:
@@ -74,7 +74,7 @@ def test_file_of_a_script_asks_for_a_requeue(nodes: Any, run_dir: Path) -> None:
     nodes.said("ready")
     (run_dir / "stop-for-requeue").touch()
     assert nodes.codes() == [85]
-    assert left(run_dir) == ["result", "state-saved", "stop-for-requeue"]
+    assert file_names(run_dir) == ["result", "state-saved", "stop-for-requeue"]
 
 
 def test_of_two_files_the_one_of_a_person_counts(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_start_is_refused_while_the_file_is_there(nodes: Any, run_dir: Path, nno
     assert f"{run_dir}/stop: this file prevents the run from starting" in nodes.output()
     assert f"rm {run_dir}/stop" in nodes.output()
     assert "started" not in nodes.output()
-    assert left(run_dir) == ["result", "stop"]
+    assert file_names(run_dir) == ["result", "stop"]
 
 
 def test_run_folder_that_is_a_file_is_refused_before_the_start(nodes: Any) -> None:

@@ -106,12 +106,14 @@ def test_nodes_and_a_spare(python: str, tmp_path: Path) -> None:
 
 
 def test_all_options_of_the_launch(python: str, tmp_path: Path) -> None:
-    more = ("--max-restarts", "2", "--log-dir", str(tmp_path / "logs"), "--pass-local-rank", "--nproc", "2")
+    args = ("--max-restarts", "2", "--log-dir", str(tmp_path / "logs"), "--pass-local-rank", "--nproc", "2")
     lines = ["0 0 2 --local_rank=0 --lr a b", "1 1 2 --local_rank=1 --lr a b"]
-    assert ended(start(python, tmp_path, *more)) == lines
+    assert ended(start(python, tmp_path, *args)) == lines
 
 
 def test_stub_refuses_a_later_flag(python: str) -> None:
     code = "from torch.distributed.run import main; main()"
-    done = subprocess.run([python, "-I", "-c", code, "--shutdown-timeout", "3", "x.py"], capture_output=True)
-    assert done.returncode == 2
+    result = subprocess.run(
+        [python, "-I", "-c", code, "--shutdown-timeout", "3", "x.py"], capture_output=True
+    )
+    assert result.returncode == 2

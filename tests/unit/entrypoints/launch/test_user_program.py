@@ -29,7 +29,7 @@ def run(tmp_path: Path) -> Run:
 
     def started(
         code: str,
-        *words: str,
+        *args: str,
         before: tuple[str, ...] = (),
         blocked: bool = True,
         env: Mapping[str, str] | None = None,
@@ -45,7 +45,7 @@ def run(tmp_path: Path) -> Run:
                     user_program.__file__,
                     *before,
                     *([] if "-m" in before else [str(script)]),
-                    *words,
+                    *args,
                 ],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -68,19 +68,21 @@ def run(tmp_path: Path) -> Run:
 
 @pytest.mark.parametrize("number", STOPS)
 def test_stop_signal_does_not_end_the_program(run: Run, number: signal.Signals) -> None:
-    done = run(f"import os; os.kill(os.getpid(), {int(number)}); print('alive')")
-    assert (done.returncode, done.stdout) == (0, "alive\n")
+    result = run(f"import os; os.kill(os.getpid(), {int(number)}); print('alive')")
+    assert (result.returncode, result.stdout) == (0, "alive\n")
 
 
 def test_programs_own_handler_is_called(run: Run) -> None:
-    done = run("import os, signal; signal.signal(10, lambda *_: print('mine')); os.kill(os.getpid(), 10)")
-    assert done.stdout == "mine\n"
+    result = run("import os, signal; signal.signal(10, lambda *_: print('mine')); os.kill(os.getpid(), 10)")
+    assert result.stdout == "mine\n"
 
 
 def test_forked_child_outlives_a_stop_signal(run: Run) -> None:
     # From a third process, as a scheduler's.
-    others = "subprocess.run(['kill', '-TERM', str(child.pid)]); time.sleep(0.3); print(child.is_alive())"
-    assert run(CHILD + others).stdout == "True\n"
+    third_process = (
+        "subprocess.run(['kill', '-TERM', str(child.pid)]); time.sleep(0.3); print(child.is_alive())"
+    )
+    assert run(CHILD + third_process).stdout == "True\n"
 
 
 def test_forked_child_can_be_terminated(run: Run) -> None:
@@ -92,8 +94,8 @@ def test_abandoned_child_does_not_hold_the_end(run: Run) -> None:
 
 
 def test_started_command_has_the_usual_signals(run: Run) -> None:
-    done = run(FORK + "p = subprocess.Popen(['sleep', '100']); p.terminate(); print(p.wait())")
-    assert done.stdout == "-15\n"
+    result = run(FORK + "p = subprocess.Popen(['sleep', '100']); p.terminate(); print(p.wait())")
+    assert result.stdout == "-15\n"
 
 
 def test_signals_are_left_alone_without_a_launcher(run: Run) -> None:
@@ -101,8 +103,8 @@ def test_signals_are_left_alone_without_a_launcher(run: Run) -> None:
 
 
 def test_local_rank_comes_before_the_arguments(run: Run) -> None:
-    done = run("import sys; print(sys.argv[1:])", "--lr", "1", before=("--pass-local-rank",))
-    assert done.stdout == "['--local_rank=3', '--lr', '1']\n"
+    result = run("import sys; print(sys.argv[1:])", "--lr", "1", before=("--pass-local-rank",))
+    assert result.stdout == "['--local_rank=3', '--lr', '1']\n"
 
 
 def test_old_script_reads_its_local_rank(run: Run) -> None:
@@ -110,15 +112,15 @@ def test_old_script_reads_its_local_rank(run: Run) -> None:
         "import argparse\np = argparse.ArgumentParser()\np.add_argument('--local_rank', type=int)\n"
         "s = p.add_subparsers().add_parser('train')\ns.add_argument('--lr')\nprint(p.parse_args())"
     )
-    done = run(old, "train", "--lr", "1", before=("--pass-local-rank",))
-    assert done.stdout == "Namespace(local_rank=3, lr='1')\n"
+    result = run(old, "train", "--lr", "1", before=("--pass-local-rank",))
+    assert result.stdout == "Namespace(local_rank=3, lr='1')\n"
 
 
 def test_path_and_name_are_a_scripts(run: Run, tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("")
-    done = run("import beside, sys; print(__name__, sys.argv, sys.path[0])")
+    result = run("import beside, sys; print(__name__, sys.argv, sys.path[0])")
     script = tmp_path / "script.py"
-    assert done.stdout == f"__main__ {[str(script)]} {tmp_path}\n"
+    assert result.stdout == f"__main__ {[str(script)]} {tmp_path}\n"
 
 
 def test_module_is_found_in_the_current_folder(run: Run, tmp_path: Path) -> None:
@@ -127,9 +129,9 @@ def test_module_is_found_in_the_current_folder(run: Run, tmp_path: Path) -> None
 
 
 def test_missing_script_is_named(run: Run) -> None:
-    done = run("", before=("/no/such.py",))
-    assert done.returncode == 1
-    assert "/no/such.py" in done.stdout
+    result = run("", before=("/no/such.py",))
+    assert result.returncode == 1
+    assert "/no/such.py" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -145,11 +147,11 @@ def test_failed_connection_names_its_host_and_port(run: Run, tmp_path: Path, con
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     code = f"import socket, urllib.request\nPORT = {port}\ntry:\n    {connect}\nexcept OSError as error:\n"
-    done = run(code + "    raise RuntimeError('no data') from error\n", env=agent_env(tmp_path))
+    result = run(code + "    raise RuntimeError('no data') from error\n", env=agent_env(tmp_path))
     host = "hub.invalid" if "invalid" in connect else "127.0.0.1"
     record = (tmp_path / "failed-3").read_text().splitlines()
     assert record[1] == f"this node cannot reach {host}:{port} (is there a route to the internet?)", (
-        done.stdout
+        result.stdout
     )
     assert record[-1] == "RuntimeError: no data"
 

@@ -75,7 +75,7 @@ def test_busy_start_is_not_told(nodes: Any) -> None:
         alone(worker().replace("for step in", "time.sleep(2)\nprint('busy', flush=True)\nfor step in")),
         **SOON,
     )
-    nodes.said("busy", times=2)
+    nodes.said("busy", count=2)
     nodes.processes[0].terminate()
     assert nodes.codes() == [0]
     assert " on host0" not in nodes.output()
@@ -92,13 +92,15 @@ def test_every_way_to_hang_is_told(nodes: Any) -> None:
     hang = f"if step == 8 and rank: ({', '.join(f'lambda: {way}' for way in ways)})[rank - 1]()"
     launcher = nodes.start(alone(worker(hang, WAITS), len(ways) + 1), **SOON)
     nodes.said("did not move")
-    told = nodes.output()
+    output = nodes.output()
     late = r"<ranks 1, 2, 3, 4, 5 on host0 did not move from the end of step 7 for \d s \(others: step 8\)\n"
-    assert re.search(late, told), told
+    assert re.search(late, output), output
     stack = r"stack, innermost first:\n    <string>:\d+ <lambda>\n    <string>:\d+ <module>"
-    assert re.search(rf"  ranks 1, 2 on host0 \(process \d+, \d+\): {stack}", told), told
-    assert re.search(r"  rank 3 .*: it is stopped \(SIGSTOP\); to continue it: kill -CONT \d+\n", told), told
-    assert re.search(r"  ranks 4, 5 .*: no stack: it did not answer signal 40 in 2 s\n", told), told
+    assert re.search(rf"  ranks 1, 2 on host0 \(process \d+, \d+\): {stack}", output), output
+    assert re.search(r"  rank 3 .*: it is stopped \(SIGSTOP\); to continue it: kill -CONT \d+\n", output), (
+        output
+    )
+    assert re.search(r"  ranks 4, 5 .*: no stack: it did not answer signal 40 in 2 s\n", output), output
     assert launcher.poll() is None
 
 
@@ -116,13 +118,13 @@ def test_all_that_stand_in_one_step_are_told(nodes: Any) -> None:
     nodes.start(alone(worker(within=hang)), **SOON)
     nodes.said("no rank has moved from step 8 for ")
     nodes.said(" waits_for_the_others\n")
-    told = nodes.output()  # in either order
+    output = nodes.output()  # in either order
     for rank, frames in (
         (0, r"<string>:\d+ waits_for_the_others\n    <string>:\d+ <mod"),
         (1, r"<string>:\d+ <mod"),
     ):
         stack = rf"  rank {rank} on host0 \(process \d+\): stack, innermost first:\n    {frames}"
-        assert re.search(stack, told), told
+        assert re.search(stack, output), output
 
 
 def test_worker_that_goes_on_is_told(nodes: Any) -> None:
@@ -136,7 +138,7 @@ def test_worker_that_goes_on_is_told(nodes: Any) -> None:
 def test_steps_that_take_long_are_not_told(nodes: Any) -> None:
     slow = "time.sleep(0.7 if step < 5 else 1.5 if step == 5 else 0); step == 6 and print('past it')"
     launcher = nodes.start(alone(worker(within=slow)), **{**SOON, "hang_after_s": 1.0})
-    nodes.said("past it", times=2)
+    nodes.said("past it", count=2)
     launcher.terminate()
     assert nodes.codes() == [0]
     assert "move" not in nodes.output()
@@ -149,7 +151,7 @@ def test_steps_that_take_long_are_not_told(nodes: Any) -> None:
 def test_sign_of_life_or_zero_keeps_it_quiet(nodes: Any, busy: str, after_s: float) -> None:
     busy = f"if step == 8: {busy}\n    step == 9 and print('past it')"
     launcher = nodes.start(alone(worker(busy)), **{**SOON, "hang_after_s": after_s})
-    nodes.said("past it", times=2)
+    nodes.said("past it", count=2)
     launcher.terminate()
     assert nodes.codes() == [0]
     assert "move" not in nodes.output()

@@ -42,22 +42,22 @@ class StubProcess:
     def __init__(self, _: object, env: Mapping[str, str], arguments: tuple[str, ...] = ()) -> None:
         self.rank, self.serves = int(env.get("GROUP_RANK", -1)), STORE in arguments
         self.sources: list[Any] = [self] if self.serves else []
-        self._found: MeasureResult | None = None
+        self._result: MeasureResult | None = None
 
     def fileno(self) -> int:
         return -1
 
     def start(self) -> None:
         if self.serves:
-            self._found = MeasureResult(stage=0, figures=((STORE, 40001.0),))
+            self._result = MeasureResult(stage=0, figures=((STORE, 40001.0),))
 
     def request(self, order: MeasureRequest) -> None:
         self.orders.append((self.rank, order))
-        self._found = self.answers(self.rank, order)
+        self._result = self.answers(self.rank, order)
 
     def answer(self) -> MeasureResult | None:
-        found, self._found = self._found, None
-        return found
+        result, self._result = self._result, None
+        return result
 
     def close(self) -> None:
         pass
@@ -74,8 +74,8 @@ def _stubbed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def signals() -> Iterator[CollectedSignals]:
     handlers = {number: signal.getsignal(number) for number in user_program.STOP_SIGNALS}
-    with CollectedSignals().collecting() as found:
-        yield found
+    with CollectedSignals().collecting() as collected:
+        yield collected
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
@@ -85,7 +85,7 @@ class NodeThread(threading.Thread):
 
     def __init__(self, roll: Session, signals: CollectedSignals, spares: int, folder: Path | None) -> None:
         super().__init__(daemon=True)
-        self.roll, self.said = roll, ""
+        self.roll, self.output = roll, ""
         self.config = PreflightConfig(
             module=PREFLIGHT,
             env={},
@@ -100,7 +100,7 @@ class NodeThread(threading.Thread):
         self.start()
 
     def say(self, *lines: str) -> None:
-        self.said += "".join(f"{line}\n" for line in lines)
+        self.output += "".join(f"{line}\n" for line in lines)
 
     def run(self) -> None:
         try:
@@ -122,13 +122,13 @@ def preflight(
     StubProcess.answers = staticmethod(answers)  # type: ignore[method-assign]
     hosts = tuple(f"n{rank}" for rank in range(nodes))
     rolls = meet(replace(head_placement(nodes), hosts=hosts))
-    found = [
+    threads = [
         NodeThread(roll, signals, spares, folder) for roll in rolls if roll.placement.node_rank not in absent
     ]
-    for one in found:
-        one.join(timeout=30)
+    for thread in threads:
+        thread.join(timeout=30)
     close(rolls)
-    return found
+    return threads
 
 
 def hangs(rank: int, order: MeasureRequest) -> MeasureResult:
@@ -136,8 +136,8 @@ def hangs(rank: int, order: MeasureRequest) -> MeasureResult:
 
 
 def test_good_nodes_all_start(signals: CollectedSignals, tmp_path: Path) -> None:
-    found = preflight(3, signals, folder=tmp_path)
-    assert [(one.left_out, one.error) for one in found] == [((), None)] * 3
+    threads = preflight(3, signals, folder=tmp_path)
+    assert [(thread.left_out, thread.error) for thread in threads] == [((), None)] * 3
     saved = json_text.load(tmp_path / run.FILE)
     assert (saved["passed"], len(saved["nodes"]), len(saved["links"])) == (True, 3, 3)
     stores = {order.store for _, order in StubProcess.orders if len(order.group) > 1}
@@ -145,27 +145,27 @@ def test_good_nodes_all_start(signals: CollectedSignals, tmp_path: Path) -> None
 
 
 def test_single_node_is_measured_alone(signals: CollectedSignals) -> None:
-    found = NodeThread(HeadSession(head_placement(1), 1), signals, 0, None)
-    found.join(timeout=30)
-    assert found.left_out == ()
+    thread = NodeThread(HeadSession(head_placement(1), 1), signals, 0, None)
+    thread.join(timeout=30)
+    assert thread.left_out == ()
     assert [order.group for _, order in StubProcess.orders] == [(0,)]
 
 
 def test_spare_replaces_a_node_that_hangs(signals: CollectedSignals) -> None:
-    found = preflight(4, signals, hangs, spares=1)
-    assert [one.left_out for one in found] == [(2,)] * 4
-    assert "OUTLIER n2: it hangs" in found[0].said
+    threads = preflight(4, signals, hangs, spares=1)
+    assert [thread.left_out for thread in threads] == [(2,)] * 4
+    assert "OUTLIER n2: it hangs" in threads[0].output
     later = [order for _, order in StubProcess.orders if len(order.group) > 1]
     assert later
     assert not [order for order in later if 2 in order.group], "nobody waits for it again"
 
 
 def test_without_spare_all_nodes_refuse(signals: CollectedSignals, tmp_path: Path) -> None:
-    found = preflight(4, signals, hangs, folder=tmp_path)
-    for one in found:
-        assert isinstance(one.error, CheckFailed)
-        assert one.error.what == "n2 is an outlier: it hangs"
-        assert "start again with other hosts than n2, " in str(one.error)
+    threads = preflight(4, signals, hangs, folder=tmp_path)
+    for thread in threads:
+        assert isinstance(thread.error, CheckFailed)
+        assert thread.error.what == "n2 is an outlier: it hangs"
+        assert "start again with other hosts than n2, " in str(thread.error)
     assert json_text.load(tmp_path / run.FILE)["passed"] is False
 
 
@@ -174,9 +174,9 @@ def test_frozen_launcher_does_not_end_the_preflight(
 ) -> None:
     monkeypatch.setattr(run, "ALONE_S", 1)
     monkeypatch.setattr(run, "ANSWER_S", 0.0)
-    found = preflight(4, signals, spares=1, absent=(3,))
-    assert [one.left_out for one in found] == [(3,)] * 3
-    assert "OUTLIER n3: its node agent hangs: no answer within 1 s" in found[0].said
+    threads = preflight(4, signals, spares=1, absent=(3,))
+    assert [thread.left_out for thread in threads] == [(3,)] * 3
+    assert "OUTLIER n3: its node agent hangs: no answer within 1 s" in threads[0].output
 
 
 def test_head_that_is_slow_stops_the_job_even_with_a_spare(signals: CollectedSignals) -> None:
@@ -184,10 +184,10 @@ def test_head_that_is_slow_stops_the_job_even_with_a_spare(signals: CollectedSig
         figures = (("matmul", 0.5),) if rank == 0 and len(order.group) == 1 else GOOD[len(order.group)]
         return MeasureResult(stage=order.stage, figures=figures)
 
-    found = preflight(5, signals, slow_head, spares=1)
-    for one in found:
-        assert isinstance(one.error, CheckFailed)
-        assert one.error.what.startswith("n0 is an outlier: matmul 0.5 TFLOP/s, 75 % below")
+    threads = preflight(5, signals, slow_head, spares=1)
+    for thread in threads:
+        assert isinstance(thread.error, CheckFailed)
+        assert thread.error.what.startswith("n0 is an outlier: matmul 0.5 TFLOP/s, 75 % below")
 
 
 def test_partner_of_a_node_that_hangs_is_not_blamed(signals: CollectedSignals) -> None:
@@ -196,9 +196,9 @@ def test_partner_of_a_node_that_hangs_is_not_blamed(signals: CollectedSignals) -
             return MeasureResult(stage=order.stage, error="no partner", mute=rank == 2)
         return good(rank, order)
 
-    found = preflight(4, signals, hangs_in_pairs, spares=1)
-    assert [one.left_out for one in found] == [(2,)] * 4
-    assert "SLOW LINK" not in found[0].said
+    threads = preflight(4, signals, hangs_in_pairs, spares=1)
+    assert [thread.left_out for thread in threads] == [(2,)] * 4
+    assert "SLOW LINK" not in threads[0].output
 
 
 def test_nodes_that_hang_leave_their_partners_a_clean_record(signals: CollectedSignals) -> None:
@@ -208,9 +208,9 @@ def test_nodes_that_hang_leave_their_partners_a_clean_record(signals: CollectedS
             return good(rank, order)
         return MeasureResult(stage=order.stage, error="no partner", mute=rank == hanging)
 
-    found = preflight(4, signals, fails, spares=2)
-    assert [one.left_out for one in found] == [(2, 3)] * 4
-    assert "SLOW LINK n0 - n1: no partner" in found[0].said, "node 0 has failed with one partner only"
+    threads = preflight(4, signals, fails, spares=2)
+    assert [thread.left_out for thread in threads] == [(2, 3)] * 4
+    assert "SLOW LINK n0 - n1: no partner" in threads[0].output, "node 0 has failed with one partner only"
 
 
 def test_signal_ends_the_preflight_everywhere(signals: CollectedSignals) -> None:
@@ -220,7 +220,7 @@ def test_signal_ends_the_preflight_everywhere(signals: CollectedSignals) -> None
             os.write(signals._writer, b"x")
         return good(rank, order)
 
-    found = preflight(2, signals, stopped)
-    for one in found:
-        assert isinstance(one.error, NoPlan)
-        assert "stopped during the preflight" in one.error.what
+    threads = preflight(2, signals, stopped)
+    for thread in threads:
+        assert isinstance(thread.error, NoPlan)
+        assert "stopped during the preflight" in thread.error.what

@@ -21,7 +21,7 @@ from imgkit_entrypoints.launch.preflight.verdict import (
 
 
 def verdict_on(
-    rates: Sequence[float | None], links: Sequence[LinkResult] = (), **more: Mapping[int, object]
+    rates: Sequence[float | None], links: Sequence[LinkResult] = (), **fields: Mapping[int, object]
 ) -> Verdict:
     """Nodes with these matmul rates; ``error={2: "it hangs"}`` and the like for single nodes."""
     nodes = [
@@ -29,7 +29,7 @@ def verdict_on(
             rank=rank,
             host=f"n{rank}",
             matmul_TFLOPs=rate,
-            **{name: values[rank] for name, values in more.items() if rank in values},  # type: ignore[arg-type]
+            **{name: values[rank] for name, values in fields.items() if rank in values},  # type: ignore[arg-type]
         )
         for rank, rate in enumerate(rates)
     ]
