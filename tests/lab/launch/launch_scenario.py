@@ -43,14 +43,16 @@ os._exit(0)  # gloo's threads can abort an interpreter that is being finalized
 
 
 def processes(mark: str) -> dict[int, str]:
-    found = {}
+    command_lines = {}
     for folder in Path("/proc").iterdir():
         try:
             if folder.name.isdigit() and mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
-                found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                command_lines[int(folder.name)] = (
+                    (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                )
         except OSError:
             continue
-    return found
+    return command_lines
 
 
 def workers(scenario: str) -> int:
@@ -118,15 +120,15 @@ def main() -> None:
             os.kill(pid, getattr(signal, scenario.split()[0]))
     elif scenario == "kill the head's launcher":
         launchers[0].kill()
-    began = time.monotonic()
+    start_s = time.monotonic()
     codes = [launcher.wait(timeout=120) for launcher in launchers]
-    ended_s = time.monotonic() - began
-    while processes(mark) and time.monotonic() - began < ended_s + 10:
+    ended_s = time.monotonic() - start_s
+    while processes(mark) and time.monotonic() - start_s < ended_s + 10:
         time.sleep(0.1)
-    left = list(processes(mark).values())
+    remaining = list(processes(mark).values())
     logs = "".join(path.read_text() for path in sorted(folder.glob("run/errors-*.log")))
-    found = {"codes": codes, "ended_s": ended_s, "left": left, "output": output(), "logs": logs}
-    print(json.dumps(found))
+    result = {"codes": codes, "ended_s": ended_s, "left": remaining, "output": output(), "logs": logs}
+    print(json.dumps(result))
 
 
 main()

@@ -108,10 +108,10 @@ class End:
         return run("bash", "-c", script, stdin=PROGRAM, env={**os.environ, "PYTHON": PYTHON, "HOW": how})
 
 
-def log_of(said: str) -> str:
-    found = re.search(r"full log on that node: (\S+)", said)
-    assert found, said
-    return found[1]
+def log_of(stderr: str) -> str:
+    match = re.search(r"full log on that node: (\S+)", stderr)
+    assert match, stderr
+    return match[1]
 
 
 @pytest.mark.parametrize("start", ["exec", "fork"])
@@ -157,42 +157,44 @@ def test_lost_output_is_reported_once_and_ends_with_one(end: End, output: str) -
 
 @pytest.mark.parametrize("workers", [pytest.param("0", marks=pytest.mark.soak), "2"])
 def test_bad_sample_of_own_loader_names_its_index(end: End, workers: str) -> None:
-    said = end(f"dist dist-run --start fork --nproc 2 program.py {workers}").stderr
-    assert "sample 7 of the data set" in said
-    assert said.splitlines()[-1] == "ValueError: the file of this sample is cut"
+    stderr = end(f"dist dist-run --start fork --nproc 2 program.py {workers}").stderr
+    assert "sample 7 of the data set" in stderr
+    assert stderr.splitlines()[-1] == "ValueError: the file of this sample is cut"
 
 
 def test_bad_sample_of_a_plug_in_names_index_and_line(end: End) -> None:
     run_it = "dist dist-train --nproc 2 --device cpu --data own.py:data --workers 2 --batch-size 8"
-    done = end(f"{run_it} --steps 40")
-    assert done.returncode == 1
+    result = end(f"{run_it} --steps 40")
+    assert result.returncode == 1
     assert re.search(
         r"dist-train: rank \d: sample 7 of the data: ValueError: the file of this sample is cut "
         r"\(.*own.py:10\)\nTraceback \(most recent call last\):\n"
         r"  File \".*own.py\", line 10, in __getitem__\n.*\n"
         r"ValueError: the file of this sample is cut\n$",
-        done.stderr,
-    ), done.stderr
+        result.stderr,
+    ), result.stderr
 
 
 @pytest.mark.parametrize("how", ["raises", pytest.param("is killed", marks=pytest.mark.soak)])
 def test_head_prints_the_cause_of_another_node(end: End, how: str) -> None:
-    done = end(TWO_NODES, how)
-    other, _, head = done.stdout.partition("-- head\n")
-    assert "node 0: 1\nnode 1: 1\n" in other
+    result = end(TWO_NODES, how)
+    other_output, _, head = result.stdout.partition("-- head\n")
+    assert "node 0: 1\nnode 1: 1\n" in other_output
     ending = "exit code 1" if how == "raises" else "killed by SIGKILL"
     assert re.search(rf"imgkit: rank 1 on node 2 of 2 \(.+\) failed first: {ending}\n", head), head
-    assert "Traceback" not in other
-    assert re.search(rf"imgkit: rank 1 on node 2 of 2 \(.+\) failed, {ending}.*\n$", other), other
+    assert "Traceback" not in other_output
+    assert re.search(rf"imgkit: rank 1 on node 2 of 2 \(.+\) failed, {ending}.*\n$", other_output), (
+        other_output
+    )
     last = "ValueError: bad value at step 3" if how == "raises" else "it left no traceback"
     assert head.splitlines()[-1].startswith(last)
-    assert not [word for word in NOISE if word in head + other]
+    assert not [noise for noise in NOISE if noise in head + other_output]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a mount over /proc needs root")
 def test_guard_ends_all_where_no_path_leads_to_proc() -> None:
     """So it is in a container whose files another process serves, when Slurm has ended that one first."""
-    (control, agent), (told, status) = os.pipe(), os.pipe()
+    (control, agent), (status_reader, status) = os.pipe(), os.pipe()
     program = "setsid sleep 500 & mount -t tmpfs none /proc && echo $! && wait"
     guard = (sys.executable, "-I", "-S", PACKAGE / "launch/guard.py", str(control), str(status), "1024")
     with subprocess.Popen(
@@ -208,7 +210,7 @@ def test_guard_ends_all_where_no_path_leads_to_proc() -> None:
         os.kill(worker, 0)
         os.close(agent)
         child.wait()
-    assert os.read(told, 4096).decode().splitlines()[-1].startswith("clean ")
-    os.close(told)
+    assert os.read(status_reader, 4096).decode().splitlines()[-1].startswith("clean ")
+    os.close(status_reader)
     with pytest.raises(ProcessLookupError):
         os.kill(worker, 0)

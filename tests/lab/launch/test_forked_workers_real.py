@@ -42,14 +42,14 @@ done
 
 @pytest.mark.soak
 def test_other_program_ends_as_under_torchrun(standin: str) -> None:
-    done = in_image(standin, "bash", "-c", RUN, "run", "ends", "raises", "exits", stdin=PROGRAM)
-    assert done.stdout.count("of __main__: ['ends']") == 2
-    assert "ends: 0\n" in done.stdout
-    assert "raises: 1\n" in done.stdout  # 124: the other worker was not ended
-    assert "RuntimeError: this rank is broken" in done.stderr
-    assert "exits: 1\n" in done.stdout
-    assert done.stderr.endswith("\nno more\n")
-    assert done.stdout.count("]: the thread ended\n") == done.stdout.count("]: atexit was called\n") == 1
+    result = in_image(standin, "bash", "-c", RUN, "run", "ends", "raises", "exits", stdin=PROGRAM)
+    assert result.stdout.count("of __main__: ['ends']") == 2
+    assert "ends: 0\n" in result.stdout
+    assert "raises: 1\n" in result.stdout  # 124: the other worker was not ended
+    assert "RuntimeError: this rank is broken" in result.stderr
+    assert "exits: 1\n" in result.stdout
+    assert result.stderr.endswith("\nno more\n")
+    assert result.stdout.count("]: the thread ended\n") == result.stdout.count("]: atexit was called\n") == 1
 
 
 TRAINS = """
@@ -110,17 +110,17 @@ def test_forks_train_with_gloo_data_workers_and_numba(standin: str, tmp_path: Pa
     fetched = run(*fetch, *abis, *platforms, "-d", tmp_path, "numba", "numpy==2.3.5")
     assert fetched.returncode == 0, fetched.stderr
     mounted = ("--volume", f"{tmp_path}:/wheels:ro")
-    done = in_image(standin, "bash", "-c", BOTH, options=mounted, stdin=TRAINS)
-    assert done.returncode == 0, done.stderr
-    weights = [line.partition("weights ")[2] for line in done.stdout.splitlines() if "weights 9.0 " in line]
+    result = in_image(standin, "bash", "-c", BOTH, options=mounted, stdin=TRAINS)
+    assert result.returncode == 0, result.stderr
+    weights = [line.partition("weights ")[2] for line in result.stdout.splitlines() if "weights 9.0 " in line]
     assert len(weights) == 4  # two ranks by each way to start
     assert len(set(weights)) == 1
-    assert "leaked" not in done.stderr
+    assert "leaked" not in result.stderr
 
 
 def test_unknown_way_to_start_is_refused(standin_notorch: str) -> None:
-    done = in_image(
+    result = in_image(
         standin_notorch, "python3", "-I", "-m", "imgkit_entrypoints", "dist-hello", "--start", "spawn"
     )
-    assert done.returncode == 2
-    assert "'spawn' is none of auto, fork, exec" in done.stderr
+    assert result.returncode == 2
+    assert "'spawn' is none of auto, fork, exec" in result.stderr

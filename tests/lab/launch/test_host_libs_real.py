@@ -49,16 +49,16 @@ class Node:
     version: str
     """Version of glibc that the newer libcxi needs."""
 
-    def inside(self, sif: Path, host: str, *words: str | Path, env: Sequence[str] = ()) -> Done:
-        """Run `words` as the container of a job does, with the tree `host` as the node's own."""
+    def inside(self, sif: Path, host: str, *args: str | Path, env: Sequence[str] = ()) -> Done:
+        """Run `args` as the container of a job does, with the tree `host` as the node's own."""
         bound = (
             f"{self.folder}/{host}/usr:/run/imgkit/host/usr:ro",
             f"{self.folder}/sys:/sys",
             str(self.folder),
         )
-        binds = (word for bind in bound for word in ("--bind", bind))
-        given = (word for text in ("IMGKIT_HOST_LIBS=auto", *env) for word in ("--env", text))
-        return run("singularity", "exec", "--no-mount", "sys", *binds, *given, sif, *words, folder="/")
+        binds = (option for bind in bound for option in ("--bind", bind))
+        env_options = (option for text in ("IMGKIT_HOST_LIBS=auto", *env) for option in ("--env", text))
+        return run("singularity", "exec", "--no-mount", "sys", *binds, *env_options, sif, *args, folder="/")
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +69,8 @@ def node() -> Iterator[Node]:
             (folder / f"{name}.c").write_text(text)
         (folder / "load.py").write_text(LOADS)
         for number in range(2):
-            place = folder / f"sys/class/cxi/cxi{number}"
-            place.mkdir(parents=True)
+            nic = folder / f"sys/class/cxi/cxi{number}"
+            nic.mkdir(parents=True)
         older, newer = folder / "older/usr/lib64", folder / "newer/usr/lib64"
         needs = library(older, "libcxi.so.1", folder / "cxi.c")
         assert "GLIBC_" in needs
@@ -81,26 +81,26 @@ def node() -> Iterator[Node]:
             version = "2.99"
             (folder / "map").write_text("GLIBC_2.99 { newer_strtol; };")
             library(folder, "libc.so.6", folder / "libc.c", f"-Wl,--version-script={folder}/map", "-nostdlib")
-            words = ("-DNEWER=newer_strtol", "-nostdlib", folder / "libc.so.6")
-            library(newer, "libcxi.so.1", folder / "newer.c", *words)
-        for place in (older, newer):
-            library(place, "libfabric.so.1", folder / "fabric.c", place / "libcxi.so.1")
-            library(place, "libnccl-net-ofi.so", folder / "plugin.c", place / "libfabric.so.1")
-            (place / "libnccl-net.so").symlink_to("libnccl-net-ofi.so")
+            options = ("-DNEWER=newer_strtol", "-nostdlib", folder / "libc.so.6")
+            library(newer, "libcxi.so.1", folder / "newer.c", *options)
+        for lib64 in (older, newer):
+            library(lib64, "libfabric.so.1", folder / "fabric.c", lib64 / "libcxi.so.1")
+            library(lib64, "libnccl-net-ofi.so", folder / "plugin.c", lib64 / "libfabric.so.1")
+            (lib64 / "libnccl-net.so").symlink_to("libnccl-net-ofi.so")
         yield Node(folder=folder, version=version)
     finally:
         shutil.rmtree(folder)
-        for made in Path("/tmp").glob(f"imgkit-host-libs-{os.getuid()}-*"):
-            shutil.rmtree(made)
+        for links_folder in Path("/tmp").glob(f"imgkit-host-libs-{os.getuid()}-*"):
+            shutil.rmtree(links_folder)
 
 
-def library(place: Path, name: str, source: Path, *words: str | Path) -> str:
+def library(folder: Path, name: str, source: Path, *args: str | Path) -> str:
     """Compile a library; what readelf prints of its versions."""
-    place.mkdir(parents=True, exist_ok=True)
-    made = place / name
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / name
     options = ("-shared", "-fPIC", f"-Wl,-soname,{name}", "-Wl,--allow-shlib-undefined", "-Wl,--no-as-needed")
-    subprocess.run(["cc", *options, "-o", made, source, *words], check=True)
-    return subprocess.run(["readelf", "-VW", made], check=True, capture_output=True, text=True).stdout
+    subprocess.run(["cc", *options, "-o", file, source, *args], check=True)
+    return subprocess.run(["readelf", "-VW", file], check=True, capture_output=True, text=True).stdout
 
 
 RECIPE = """
@@ -119,63 +119,67 @@ system:
 def test_job_loads_what_fits_of_its_host(mn5_sif: Path, node: Node) -> None:
     recipe = node.folder / "mine.yaml"
     recipe.write_text(RECIPE.replace("FOLDER", str(node.folder)))
-    words = ("dist-run", "--device", "cpu", "--nproc", "1", node.folder / "load.py")
-    job = ("run", recipe, "--image", mn5_sif, "--gpus", "0", "--no-code", "--", *words)
-    done = run(*IMGKIT, *job, folder=node.folder)
-    assert done.returncode == 0, done.stderr
-    assert "NCCL would get 42" in done.stdout
+    command = ("dist-run", "--device", "cpu", "--nproc", "1", node.folder / "load.py")
+    job = ("run", recipe, "--image", mn5_sif, "--gpus", "0", "--no-code", "--", *command)
+    result = run(*IMGKIT, *job, folder=node.folder)
+    assert result.returncode == 0, result.stderr
+    assert "NCCL would get 42" in result.stdout
     # One node without GPUs uses no network, so its start announces no library.
-    assert "libcxi" not in done.stderr
+    assert "libcxi" not in result.stderr
 
 
 def test_dry_run_names_the_library_that_fits(mn5_sif: Path, node: Node) -> None:
-    done = node.inside(mn5_sif, "older", "dist-env", "--dry-run", "--device", "cpu")
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"libcxi\.so\.1 +\S+/libcxi\.so\.1 +the host's; it needs GLIBC_2", done.stdout), (
-        done.stdout
+    result = node.inside(mn5_sif, "older", "dist-env", "--dry-run", "--device", "cpu")
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"libcxi\.so\.1 +\S+/libcxi\.so\.1 +the host's; it needs GLIBC_2", result.stdout), (
+        result.stdout
     )
 
 
 def test_doctor_loads_what_fits(mn5_sif: Path, node: Node) -> None:
-    done = node.inside(mn5_sif, "older", "dist-doctor", "--json")
-    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
-    assert (checks["host libraries"]["verdict"], checks["libfabric"]["verdict"]) == ("ok", "ok"), done.stdout
+    result = node.inside(mn5_sif, "older", "dist-doctor", "--json")
+    checks = {check["name"]: check for check in json.loads(result.stdout)["checks"]}
+    assert (checks["host libraries"]["verdict"], checks["libfabric"]["verdict"]) == ("ok", "ok"), (
+        result.stdout
+    )
 
 
 def test_newer_glibc_is_refused_as_the_linker_would(mn5_sif: Path, node: Node) -> None:
-    done = node.inside(mn5_sif, "newer", "dist-env", "--dry-run", "--device", "cpu")
-    assert done.returncode == 0, done.stderr
-    own = re.search(r"libcxi.so.1 needs GLIBC_(\S+), the image has (2\.\d+) \(/\S*libc.so.6\)", done.stdout)
-    assert own, done.stdout
-    assert own[1] == node.version
-    assert "LD_LIBRARY_PATH " not in done.stdout
-    assert "libfabric.so.1 needs libcxi.so.1, which is not used" in done.stdout
+    result = node.inside(mn5_sif, "newer", "dist-env", "--dry-run", "--device", "cpu")
+    assert result.returncode == 0, result.stderr
+    refusal = re.search(
+        r"libcxi.so.1 needs GLIBC_(\S+), the image has (2\.\d+) \(/\S*libc.so.6\)", result.stdout
+    )
+    assert refusal, result.stdout
+    assert refusal[1] == node.version
+    assert "LD_LIBRARY_PATH " not in result.stdout
+    assert "libfabric.so.1 needs libcxi.so.1, which is not used" in result.stdout
     # What happens without the rule: the dynamic linker says the same, when the run has begun.
     forced = "LD_LIBRARY_PATH=/run/imgkit/host/usr/lib64"
-    done = node.inside(mn5_sif, "newer", "env", forced, "python3", "-I", node.folder / "load.py")
-    assert done.returncode != 0
-    assert f"version `GLIBC_{node.version}' not found" in done.stderr
+    result = node.inside(mn5_sif, "newer", "env", forced, "python3", "-I", node.folder / "load.py")
+    assert result.returncode != 0
+    assert f"version `GLIBC_{node.version}' not found" in result.stderr
 
 
 def test_user_declines_the_hosts_libraries(mn5_sif: Path, node: Node) -> None:
     env = ["IMGKIT_HOST_LIBS=none"]
-    done = node.inside(mn5_sif, "older", "dist-env", "--dry-run", "--device", "cpu", env=env)
-    assert done.returncode == 0, done.stderr
-    assert "libcxi" not in done.stdout
+    result = node.inside(mn5_sif, "older", "dist-env", "--dry-run", "--device", "cpu", env=env)
+    assert result.returncode == 0, result.stderr
+    assert "libcxi" not in result.stdout
 
 
 def test_folder_of_somebody_else_is_not_used(mn5_sif: Path, node: Node) -> None:
-    done = node.inside(mn5_sif, "older", "dist-env", "--dry-run", "--json", "--device", "cpu")
-    folder = Path(json.loads(done.stdout)["env"]["LD_LIBRARY_PATH"].split(":")[0])
+    result = node.inside(mn5_sif, "older", "dist-env", "--dry-run", "--json", "--device", "cpu")
+    folder = Path(json.loads(result.stdout)["env"]["LD_LIBRARY_PATH"].split(":")[0])
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     (folder / "libcxi.so.1").symlink_to("/home/stranger/libcxi.so.1")
     try:
-        words = ("dist-run", "--device", "cpu", "--nproc", "1", node.folder / "load.py")
-        done = node.inside(mn5_sif, "older", *words)
-        assert done.returncode == 2, done.stdout + done.stderr
-        assert f"{folder}: cannot be used: it holds something else" in done.stderr
-        assert f"rm -r {folder}" in done.stderr
+        command = ("dist-run", "--device", "cpu", "--nproc", "1", node.folder / "load.py")
+        result = node.inside(mn5_sif, "older", *command)
+        assert result.returncode == 2, result.stdout + result.stderr
+        assert f"{folder}: cannot be used: it holds something else" in result.stderr
+        assert f"rm -r {folder}" in result.stderr
     finally:
         shutil.rmtree(folder)
 
@@ -203,20 +207,20 @@ def test_newer_image_loads_both(node: Node, tmp_path: Path, host: str) -> None:
     # The root has no Python. This one's runs there: glibc serves programs of older versions.
     modules = Path(sys.base_prefix).glob("lib/python3*/lib-dynload/*.so")
     text = subprocess.run(["ldd", *modules], check=True, capture_output=True, text=True).stdout
-    for found in set(re.findall(r"=> (/\S+)", text)):
-        if Path(found).name not in host_libs.OF_IMAGE and "libcrypt.so" not in found:
-            shutil.copy(found, tmp_path)
+    for dependency in set(re.findall(r"=> (/\S+)", text)):
+        if Path(dependency).name not in host_libs.OF_IMAGE and "libcrypt.so" not in dependency:
+            shutil.copy(dependency, tmp_path)
     entrypoints = ROOT / "entrypoints"
     binds = (sys.base_prefix, entrypoints, tmp_path, node.folder, f"{node.folder}/sys:/sys")
     bound = (*binds, f"{node.folder}/{host}/usr:/run/imgkit/host/usr:ro")
     env = ("--env", f"IMGKIT_HOST_LIBS=auto,LD_LIBRARY_PATH={tmp_path}", "--no-mount", "sys,home")
     root = SID.parents[3]
     python = Path(sys.executable).resolve()
-    words = (python, "-c", DECIDES, entrypoints, node.folder / "load.py")
-    mounts = (word for bind in bound for word in ("--bind", bind))
-    done = run("apptainer", "--quiet", "exec", *env, *mounts, root, *words, folder="/")
-    assert done.returncode == 0, done.stderr
-    assert re.match(r"the host's; it needs GLIBC_2\S+, the image has 2\.\d+ \(/\S*libc", done.stdout), (
-        done.stdout
+    argv = (python, "-c", DECIDES, entrypoints, node.folder / "load.py")
+    mounts = (option for bind in bound for option in ("--bind", bind))
+    result = run("apptainer", "--quiet", "exec", *env, *mounts, root, *argv, folder="/")
+    assert result.returncode == 0, result.stderr
+    assert re.match(r"the host's; it needs GLIBC_2\S+, the image has 2\.\d+ \(/\S*libc", result.stdout), (
+        result.stdout
     )
-    assert "NCCL would get 42" in done.stdout
+    assert "NCCL would get 42" in result.stdout

@@ -29,8 +29,8 @@ def hostile() -> Iterator[Path]:
 
 
 @pytest.fixture(params=["root", "user"])
-def who(request: pytest.FixtureRequest) -> tuple[str, ...]:
-    """Words in front of a command that choose the user of the host."""
+def as_user(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """Return the start of a command that chooses the user of the host."""
     if request.param == "user" and os.geteuid() == 0:
         return ("runuser", "-u", request.getfixturevalue("user"), "--")
     if request.param == "root" and os.geteuid() != 0:
@@ -39,74 +39,76 @@ def who(request: pytest.FixtureRequest) -> tuple[str, ...]:
 
 
 def inside(
-    sif: Path, path: Path, *words: str, who: tuple[str, ...] = (), options: tuple[str, ...] = ()
+    sif: Path, path: Path, *args: str, as_user: tuple[str, ...] = (), options: tuple[str, ...] = ()
 ) -> Done:
-    """Run `words` in `sif` without HOME, in the folder `path`, which is on PYTHONPATH."""
+    """Run `args` in `sif` without HOME, in the folder `path`, which is on PYTHONPATH."""
     # HOME is unset inside: the runtime sets it by itself.
     shell = ("sh", "-c", 'unset HOME; cd "$PYTHONPATH"; exec "$@"', "sh")
-    given = ("--bind", str(path), "--env", f"PYTHONPATH={path}", *options)
-    command = (*who, "singularity", "exec", *given, sif, *shell, *words)
+    mounted = ("--bind", str(path), "--env", f"PYTHONPATH={path}", *options)
+    command = (*as_user, "singularity", "exec", *mounted, sif, *shell, *args)
     return run(*command, folder="/")
 
 
 def test_hello_connects_all_ranks(mn5_sif: Path, hostile: Path) -> None:
-    done = inside(mn5_sif, hostile, "dist-hello", "--device", "cpu", "--nproc", "2")
-    assert done.returncode == 0, done.stderr
-    assert "all_reduce of ones: 2" in done.stdout
-    assert len(re.findall(r": +\d  \S+ +cpu, 1 threads ", done.stdout)) == 2, done.stdout
+    result = inside(mn5_sif, hostile, "dist-hello", "--device", "cpu", "--nproc", "2")
+    assert result.returncode == 0, result.stderr
+    assert "all_reduce of ones: 2" in result.stdout
+    assert len(re.findall(r": +\d  \S+ +cpu, 1 threads ", result.stdout)) == 2, result.stdout
 
 
 def test_nothing_of_the_host_is_needed(mn5_sif: Path, hostile: Path, user: str) -> None:
     # Neither the host's environment and folders nor a /tmp: only /dev/shm can be written to.
     options = ("--containall", "--no-mount", "tmp")
-    who = ("runuser", "-u", user, "--") if os.geteuid() == 0 else ()
-    words = ("dist-hello", "--device", "cpu", "--nproc", "2")
-    assert inside(mn5_sif, hostile, "touch", "/tmp/x", who=who, options=options).returncode == 1
-    done = inside(mn5_sif, hostile, *words, who=who, options=options)
-    assert done.returncode == 0, done.stderr
-    assert "all_reduce of ones: 2" in done.stdout
+    as_user = ("runuser", "-u", user, "--") if os.geteuid() == 0 else ()
+    command = ("dist-hello", "--device", "cpu", "--nproc", "2")
+    assert inside(mn5_sif, hostile, "touch", "/tmp/x", as_user=as_user, options=options).returncode == 1
+    result = inside(mn5_sif, hostile, *command, as_user=as_user, options=options)
+    assert result.returncode == 0, result.stderr
+    assert "all_reduce of ones: 2" in result.stdout
 
 
-def test_found_facts_are_json(mn5_sif: Path, hostile: Path, who: tuple[str, ...]) -> None:
-    done = inside(mn5_sif, hostile, "dist-env", "--json", who=who)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["host"]["arch"] == os.uname().machine
-    assert found["host"]["cpus"] == len(os.sched_getaffinity(0))
-    assert (found["system"]["scheduler"], found["system"]["node"]["gpus"]) == ("slurm", 4)
-    assert (found["placement"]["scheduler"], found["placement"]["nnodes"]) == ("standalone", 1)
+def test_found_facts_are_json(mn5_sif: Path, hostile: Path, as_user: tuple[str, ...]) -> None:
+    result = inside(mn5_sif, hostile, "dist-env", "--json", as_user=as_user)
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert report["host"]["arch"] == os.uname().machine
+    assert report["host"]["cpus"] == len(os.sched_getaffinity(0))
+    assert (report["system"]["scheduler"], report["system"]["node"]["gpus"]) == ("slurm", 4)
+    assert (report["placement"]["scheduler"], report["placement"]["nnodes"]) == ("standalone", 1)
 
 
-def test_doctor_examines_the_node(mn5_sif: Path, hostile: Path, who: tuple[str, ...]) -> None:
-    done = inside(mn5_sif, hostile, "dist-doctor", "--json", "--device", "cpu", who=who)
-    found = json.loads(done.stdout)
-    verdicts = {check["name"]: check["verdict"] for check in found["checks"]}
-    assert verdicts["image"] == "ok", done.stdout
+def test_doctor_examines_the_node(mn5_sif: Path, hostile: Path, as_user: tuple[str, ...]) -> None:
+    result = inside(mn5_sif, hostile, "dist-doctor", "--json", "--device", "cpu", as_user=as_user)
+    report = json.loads(result.stdout)
+    verdicts = {check["name"]: check["verdict"] for check in report["checks"]}
+    assert verdicts["image"] == "ok", result.stdout
     assert {"/dev/shm", "processors", "stack", "network"} <= verdicts.keys()
     failed = [name for name, verdict in verdicts.items() if verdict == "fail"]
-    assert (found["passed"], done.returncode) == (not failed, 1 if failed else 0)
+    assert (report["passed"], result.returncode) == (not failed, 1 if failed else 0)
     assert "gpus" not in failed  # none was asked for
 
 
 def test_doctor_runs_a_collective(mn5_sif: Path, hostile: Path) -> None:
-    done = inside(mn5_sif, hostile, "dist-doctor", "--device", "cpu", "--nproc", "2")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "verified on 1 node, 2 ranks" in done.stdout
+    result = inside(mn5_sif, hostile, "dist-doctor", "--device", "cpu", "--nproc", "2")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "verified on 1 node, 2 ranks" in result.stdout
 
 
 def test_own_program_keeps_its_modules(mn5_sif: Path, tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "helper.py").write_text("said = 'mine'")
     (tmp_path / "main.py").write_text("import helper; print(helper.said)")
-    done = inside(mn5_sif, tmp_path, "dist-run", "--device", "cpu", "--nproc", "1", str(tmp_path / "main.py"))
-    assert done.returncode == 0, done.stderr
-    assert "]: mine" in done.stdout
-    assert f"PYTHONPATH: {tmp_path} contains another torch, which shadows that of the image" in done.stderr
+    result = inside(
+        mn5_sif, tmp_path, "dist-run", "--device", "cpu", "--nproc", "1", str(tmp_path / "main.py")
+    )
+    assert result.returncode == 0, result.stderr
+    assert "]: mine" in result.stdout
+    assert f"PYTHONPATH: {tmp_path} contains another torch, which shadows that of the image" in result.stderr
 
 
 def test_missing_gpus_are_named_by_the_doctor(mn5_sif: Path, hostile: Path) -> None:
     if any(Path("/dev").glob("nvidia[0-9]*")):
         pytest.skip("this machine has GPUs")
-    done = inside(mn5_sif, hostile, "dist-doctor")
-    assert done.returncode == 1
-    assert re.search(r"^fail +gpus +0 visible .*the recipe says 4 per node\n +-> .*--nv", done.stdout, re.M)
+    result = inside(mn5_sif, hostile, "dist-doctor")
+    assert result.returncode == 1
+    assert re.search(r"^fail +gpus +0 visible .*the recipe says 4 per node\n +-> .*--nv", result.stdout, re.M)

@@ -39,18 +39,18 @@ def play(request: pytest.FixtureRequest) -> Play:
         image = request.getfixturevalue("standin")
         mounts = (f"{PACKAGE}:{PLACE}:ro", f"{NODE}:/node.py:ro", f"{SCENARIO}:/scenario.py:ro")
         argv = ["docker", "run", "--rm", "--network", "none"]
-        argv += [word for mount in mounts for word in ("--volume", mount)]
+        argv += [option for mount in mounts for option in ("--volume", mount)]
         argv += [image, "python3", "/scenario.py", "/node.py"]
         env = dict(os.environ)
 
     def run(scenario: str) -> dict[str, Any]:
-        done = subprocess.run(
+        completed = subprocess.run(
             [*argv, scenario], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, env=env
         )
-        assert done.returncode == 0, done.stdout + done.stderr
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        assert found["left"] == []
-        return found
+        assert completed.returncode == 0, completed.stdout + completed.stderr
+        result: dict[str, Any] = json.loads(completed.stdout.splitlines()[-1])
+        assert result["left"] == []
+        return result
 
     return run
 
@@ -59,11 +59,11 @@ pytestmark = [] if PYTHON else [pytest.mark.docker]
 
 
 def test_two_nodes_make_one_run(play: Play) -> None:
-    found = play("finish")
-    assert found["codes"] == [0, 0]
+    result = play("finish")
+    assert result["codes"] == [0, 0]
     for rank in range(4):
-        assert f"[host{rank // 2}:{rank}]: rank {rank} of 4 works, past the rendezvous" in found["output"]
-    assert found["output"].count("hostname of the client socket cannot be retrieved") <= 1
+        assert f"[host{rank // 2}:{rank}]: rank {rank} of 4 works, past the rendezvous" in result["output"]
+    assert result["output"].count("hostname of the client socket cannot be retrieved") <= 1
 
 
 @pytest.mark.parametrize(
@@ -76,35 +76,35 @@ def test_two_nodes_make_one_run(play: Play) -> None:
     ],
 )
 def test_stop_request_saves_on_all_nodes(play: Play, scenario: str) -> None:
-    found = play(scenario)
-    assert found["codes"] == [85, 85]
-    assert found["output"].count("state saved at step") == 2
+    result = play(scenario)
+    assert result["codes"] == [85, 85]
+    assert result["output"].count("state saved at step") == 2
 
 
 def test_deaf_program_is_ended_on_all_nodes(play: Play) -> None:
-    found = play("deaf")
-    assert found["codes"] == [143, 143]
-    assert found["output"].count("ending the program: the grace time is over") == 2
-    assert "Traceback" not in found["output"]
-    assert "Sending process" not in found["output"]
+    result = play("deaf")
+    assert result["codes"] == [143, 143]
+    assert result["output"].count("ending the program: the grace time is over") == 2
+    assert "Traceback" not in result["output"]
+    assert "Sending process" not in result["output"]
 
 
 def test_failed_worker_ends_all_nodes(play: Play) -> None:
-    found = play("worker fails")
-    assert found["codes"] == [1, 1]
-    assert found["output"].count("\nRuntimeError: this rank is broken") == 1
+    result = play("worker fails")
+    assert result["codes"] == [1, 1]
+    assert result["output"].count("\nRuntimeError: this rank is broken") == 1
 
 
 def test_hanging_worker_ends_with_its_node(play: Play) -> None:
-    found = play("worker fails, others hang")
-    assert found["codes"] == [1, 1]
-    assert "Signal 1 (SIGHUP)" in found["logs"]  # not KILL, half a minute later
-    assert "SIGHUP" not in found["output"]
-    assert "memory ran out" not in found["output"]
+    result = play("worker fails, others hang")
+    assert result["codes"] == [1, 1]
+    assert "Signal 1 (SIGHUP)" in result["logs"]  # not KILL, half a minute later
+    assert "SIGHUP" not in result["output"]
+    assert "memory ran out" not in result["output"]
 
 
 def test_killed_launcher_leaves_no_process(play: Play) -> None:
-    found = play("kill the head's launcher")
-    assert found["codes"] == [-9, 4]
-    assert found["output"].count("ending the program: lost node") == 1
-    assert "Traceback" not in found["output"]
+    result = play("kill the head's launcher")
+    assert result["codes"] == [-9, 4]
+    assert result["output"].count("ending the program: lost node") == 1
+    assert "Traceback" not in result["output"]

@@ -137,9 +137,9 @@ def test_mpi_of_a_worker_does_not_meet_the_launcher_of_its_node(
     dist_run: DistRun, keep: tuple[str, ...], works: bool
 ) -> None:
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    done = dist_run(USES_MPI, "--nproc", "2", *keep, before=("mpirun", "-np", "1"), **root)
-    assert (done.stdout.count("MPI starts") == 2) == works, done.stdout + done.stderr
-    assert ("workers start without OMPI_* (" in done.stderr) == works
+    result = dist_run(USES_MPI, "--nproc", "2", *keep, before=("mpirun", "-np", "1"), **root)
+    assert (result.stdout.count("MPI starts") == 2) == works, result.stdout + result.stderr
+    assert ("workers start without OMPI_* (" in result.stderr) == works
 
 
 DOWNLOADS = "import urllib.request; urllib.request.urlopen('http://192.0.2.1:8080/model')"
@@ -149,9 +149,9 @@ NO_NETWORK = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', 
 @pytest.mark.programs("unshare", "ip")
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 def test_download_without_a_route_names_the_host(dist_run: DistRun) -> None:
-    done = dist_run(DOWNLOADS, before=NO_NETWORK)
-    assert "this node has no route to the internet" in done.stderr
-    assert "this node cannot reach 192.0.2.1:8080" in done.stderr.partition("failed first")[2]
+    result = dist_run(DOWNLOADS, before=NO_NETWORK)
+    assert "this node has no route to the internet" in result.stderr
+    assert "this node cannot reach 192.0.2.1:8080" in result.stderr.partition("failed first")[2]
     quiet = dist_run("print('offline')", before=NO_NETWORK, HF_HUB_OFFLINE="1")
     assert "no route" not in quiet.stderr
     assert "offline" in quiet.stdout

@@ -42,17 +42,17 @@ else:
 
 @pytest.fixture(scope="module", params=SLURMS)
 def state(request: pytest.FixtureRequest) -> Iterator[Path]:
-    made = Cluster(state=Path(f"/tmp/imgkit-test-placement-{os.getpid()}"))
-    made.up(2, release=request.param)
-    shown = f"import sys\nsys.path.insert(0, {str(ROOT / 'entrypoints')!r})\n{SHOW}"
-    (made.state / "show.py").write_text(shown)
-    yield made.state
-    made.down()
+    cluster = Cluster(state=Path(f"/tmp/imgkit-test-placement-{os.getpid()}"))
+    cluster.up(2, release=request.param)
+    script = f"import sys\nsys.path.insert(0, {str(ROOT / 'entrypoints')!r})\n{SHOW}"
+    (cluster.state / "show.py").write_text(script)
+    yield cluster.state
+    cluster.down()
 
 
-def cluster(state: Path, *words: object) -> list[str]:
+def cluster(state: Path, *args: object) -> list[str]:
     """The lines that a command of the cluster printed."""
-    return Cluster(state=state)(*words).stdout.splitlines()
+    return Cluster(state=state)(*args).stdout.splitlines()
 
 
 def batch(state: Path, *lines: str, nodes: int = 2) -> list[str]:
@@ -103,7 +103,7 @@ def test_batch_script_on_one_node_is_placed(state: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("options", "message"),
     [
         (("-N2",), "salloc, outside the job of 2 nodes"),
         (("-N1",), "runs on login, but the job's node is node1"),
@@ -111,8 +111,8 @@ def test_batch_script_on_one_node_is_placed(state: Path) -> None:
     ],
     ids=" ".join,
 )
-def test_shell_of_salloc_is_refused(state: Path, words: tuple[str, ...], message: str) -> None:
-    lines = cluster(state, "salloc", *words, *show(state))
+def test_shell_of_salloc_is_refused(state: Path, options: tuple[str, ...], message: str) -> None:
+    lines = cluster(state, "salloc", *options, *show(state))
     assert lines[0].startswith("5 ")
     assert message in lines[0]
 

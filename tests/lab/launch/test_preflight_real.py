@@ -29,16 +29,16 @@ cat /run/shared/preflight.json >&3
 @pytest.mark.docker
 @pytest.mark.quiet
 def test_two_nodes_are_measured_and_start(standin: str) -> None:
-    done = in_image(standin, "bash", "-c", f"exec 3>&1 >&2\n{TWO}")
-    assert done.returncode == 0, done.stderr
-    assert "rank 0 runs" in done.stderr
-    assert "rank 1 runs" in done.stderr
-    found = json.loads(done.stdout)
-    assert found["passed"], found
-    (link,) = found["links"]
-    assert (link["GBps"] or 0) > 0, found
-    for node in found["nodes"]:
-        assert (node["matmul_TFLOPs"] or 0) > 0, found
+    result = in_image(standin, "bash", "-c", f"exec 3>&1 >&2\n{TWO}")
+    assert result.returncode == 0, result.stderr
+    assert "rank 0 runs" in result.stderr
+    assert "rank 1 runs" in result.stderr
+    report = json.loads(result.stdout)
+    assert report["passed"], report
+    (link,) = report["links"]
+    assert (link["GBps"] or 0) > 0, report
+    for node in report["nodes"]:
+        assert (node["matmul_TFLOPs"] or 0) > 0, report
         assert not node["left_out"]
 
 
@@ -48,9 +48,9 @@ class Site(Cluster):
 
     sif: Path
 
-    def start(self, *words: str) -> subprocess.Popen[str]:
+    def start(self, *options: str) -> subprocess.Popen[str]:
         image = ("singularity", "exec", "--bind", f"{PACKAGE}:{PLACE}:ro", str(self.sif))
-        program = ("dist-run", "--device", "cpu", "--preflight", *words, "-m", "platform")
+        program = ("dist-run", "--device", "cpu", "--preflight", *options, "-m", "platform")
         variables = ("env", f"IMGKIT_RUN_DIR={self.state}/run")
         argv = self.argv("srun", "-N4", f"--chdir={self.state}", *variables, *image, *program)
         return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -71,13 +71,13 @@ class Site(Cluster):
 
 @pytest.fixture(scope="module")
 def site(mn5_sif: Path) -> Iterator[Site]:
-    made = Site(state=Path(f"/tmp/imgkit-preflight-{os.getpid()}"), sif=mn5_sif)
-    made.up(4)
-    (made.state / "run").mkdir()
+    cluster = Site(state=Path(f"/tmp/imgkit-preflight-{os.getpid()}"), sif=mn5_sif)
+    cluster.up(4)
+    (cluster.state / "run").mkdir()
     try:
-        yield made
+        yield cluster
     finally:
-        made.down()
+        cluster.down()
 
 
 def on_nodes(test: Any) -> Any:

@@ -39,21 +39,21 @@ class Slurm(Cluster):
 
     def run(self, *lines: str) -> str:
         """What a job script of `lines` printed. Not by sbatch -W, which looks after 2, 10, 42 s only."""
-        self.ended(self.submit(*lines))
+        self.wait_for_end(self.submit(*lines))
         return self.output.read_text()
 
-    def ended(self, job: str) -> None:
+    def wait_for_end(self, job: str) -> None:
         self.until(lambda: not self("squeue", "-h", "-j", job).stdout)
 
     def until(self, condition: Callable[[], bool]) -> None:
-        def told() -> str:
+        def describe() -> str:
             text = self.output.read_text() if self.output.exists() else ""
             return "\n".join((text, *self.processes()))
 
-        until(condition, describe=told)
+        until(condition, describe=describe)
 
-    def exec(self, *words: str | Path) -> str:
-        return " ".join(map(str, ("singularity", "exec", "--bind", self.state, self.sif, *words)))
+    def exec(self, *args: str | Path) -> str:
+        return " ".join(map(str, ("singularity", "exec", "--bind", self.state, self.sif, *args)))
 
     def processes(self) -> list[str]:
         """Processes of a job, on all nodes."""
@@ -63,21 +63,21 @@ class Slurm(Cluster):
 
 @pytest.fixture(scope="module", params=SLURMS)
 def slurm(mn5_sif: Path, request: pytest.FixtureRequest) -> Iterator[Slurm]:
-    made = Slurm(state=Path(f"/tmp/imgkit-test-slurm-sif-{os.getpid()}"), sif=mn5_sif)
-    made.up(2, release=request.param)
-    made.output.parent.mkdir()
-    made.output.parent.chmod(0o1777)
-    yield made
-    made.down()
+    cluster = Slurm(state=Path(f"/tmp/imgkit-test-slurm-sif-{os.getpid()}"), sif=mn5_sif)
+    cluster.up(2, release=request.param)
+    cluster.output.parent.mkdir()
+    cluster.output.parent.chmod(0o1777)
+    yield cluster
+    cluster.down()
 
 
 def test_one_command_a_node_computes_pi(slurm: Slurm) -> None:
-    told = slurm.run(" ".join((*PER_NODE, slurm.exec("dist-pi", *TWO))), "echo code=$?")
-    error = re.search(r"error (\S+), 100000000 intervals, 4 ranks", told)
-    assert error is not None, told
+    output = slurm.run(" ".join((*PER_NODE, slurm.exec("dist-pi", *TWO))), "echo code=$?")
+    error = re.search(r"error (\S+), 100000000 intervals, 4 ranks", output)
+    assert error is not None, output
     assert float(error[1]) <= 1e-12
-    assert re.findall(r"rank (\d) on (\w+):", told) == PLACES
-    assert told.endswith("code=0\n")
+    assert re.findall(r"rank (\d) on (\w+):", output) == PLACES
+    assert output.endswith("code=0\n")
 
 
 def test_start_without_srun_prints_what_works(slurm: Slurm) -> None:
@@ -85,32 +85,32 @@ def test_start_without_srun_prints_what_works(slurm: Slurm) -> None:
     assert refused.endswith("code=5\n")
     assert "srun has started nothing on the others" in refused
     typed = next(line.strip() for line in refused.splitlines() if line.strip().startswith("srun "))
-    told = slurm.run(typed, "echo code=$?")
-    assert "all_reduce of ones: 4" in told, told
-    assert re.findall(r": +(\d)  (node\d)  cpu", told) == PLACES
-    assert told.endswith("code=0\n")
+    output = slurm.run(typed, "echo code=$?")
+    assert "all_reduce of ones: 4" in output, output
+    assert re.findall(r": +(\d)  (node\d)  cpu", output) == PLACES
+    assert output.endswith("code=0\n")
 
 
 def test_node_that_never_calls_is_named(slurm: Slurm) -> None:
     # srun starts both tasks; one of them never reaches the container.
     start = slurm.exec("dist-hello", *TWO, "--rollcall-timeout", "3")
-    told = slurm.run(f"srun -N2 -n2 sh -c 'test $SLURM_NODEID = 1 || {start}'", "echo code=$?")
-    assert "node 2 of 2 (node2) did not join; 1/2 present after 3 s" in told, told
-    assert told.endswith("code=5\n")
+    output = slurm.run(f"srun -N2 -n2 sh -c 'test $SLURM_NODEID = 1 || {start}'", "echo code=$?")
+    assert "node 2 of 2 (node2) did not join; 1/2 present after 3 s" in output, output
+    assert output.endswith("code=5\n")
 
 
 def test_busy_port_is_refused(slurm: Slurm) -> None:
     code = "import socket, time; held = socket.create_server(('', 29501)); time.sleep(60)"
     start = slurm.exec("dist-hello", *TWO, "--port", "29500")
-    told = slurm.run(f'python3 -c "{code}" & sleep 1', " ".join((*PER_NODE, start)), "kill %1")
-    assert "port 29501, where the nodes of this run meet, is busy on the head" in told, told
-    assert "node1: task 0: Exited with exit code 5" in told
+    output = slurm.run(f'python3 -c "{code}" & sleep 1', " ".join((*PER_NODE, start)), "kill %1")
+    assert "port 29501, where the nodes of this run meet, is busy on the head" in output, output
+    assert "node1: task 0: Exited with exit code 5" in output
 
 
 def test_hidden_job_is_told(slurm: Slurm) -> None:
     command = slurm.exec("dist-hello", *TWO, "--dry-run").replace("exec", "exec --cleanenv", 1)
-    told = slurm.run(f"srun -N2 {command}")
-    assert len(re.findall("no scheduler variable is set here.*--cleanenv", told)) == 2, told
+    output = slurm.run(f"srun -N2 {command}")
+    assert len(re.findall("no scheduler variable is set here.*--cleanenv", output)) == 2, output
 
 
 def waiting(slurm: Slurm) -> tuple[str, list[str]]:
@@ -128,20 +128,22 @@ def waiting(slurm: Slurm) -> tuple[str, list[str]]:
 def test_cancelled_job_leaves_no_process(slurm: Slurm, how: tuple[str, ...]) -> None:
     job, _ = waiting(slurm)
     slurm("scancel", *how, job)
-    slurm.ended(job)
+    slurm.wait_for_end(job)
     slurm.until(lambda: not slurm.processes())
 
 
 def test_killed_worker_ends_the_job(slurm: Slurm) -> None:
     job, workers = waiting(slurm)
     slurm("exec", "node2", "--", "kill", "-KILL", workers[0])
-    slurm.ended(job)
+    slurm.wait_for_end(job)
     slurm.until(lambda: not slurm.processes())
-    told = slurm.output.read_text()
+    output = slurm.output.read_text()
     # From Slurm 24.11 on, srun may end node 0 before its last lines.
-    assert re.search(r"rank [23] on node 2 of 2 \(node2\) failed(?: first:|,) killed by SIGKILL", told), told
-    assert re.search(r"node 2 of 2 \(node2\) ended with exit code \d+", told), told
-    assert not told.endswith("code=0\n")
+    assert re.search(r"rank [23] on node 2 of 2 \(node2\) failed(?: first:|,) killed by SIGKILL", output), (
+        output
+    )
+    assert re.search(r"node 2 of 2 \(node2\) ended with exit code \d+", output), output
+    assert not output.endswith("code=0\n")
 
 
 def sharded(slurm: Slurm, name: str, *options: str) -> list[str]:
@@ -165,12 +167,12 @@ def test_sharded_run_on_two_nodes_resumes_bitwise(slurm: Slurm) -> None:
     job = slurm.submit(*sharded(slurm, "cut"))
     slurm.until(lambda: (slurm.output.parent / "cut/checkpoints/step-0000000100").exists())
     slurm("exec", "node2", "--", "pkill", "-KILL", "--newest", "-f", "fsdp2.py")
-    slurm.ended(job)
+    slurm.wait_for_end(job)
     slurm.until(lambda: not slurm.processes())
     assert shards(slurm, "cut")[0] == "step-0000000100"
-    told = slurm.run(*sharded(slurm, "cut"))
-    assert "run: resumes after step 100: " in told
-    assert told.endswith("code=0\n"), told
+    output = slurm.run(*sharded(slurm, "cut"))
+    assert "run: resumes after step 100: " in output
+    assert output.endswith("code=0\n"), output
     assert shards(slurm, "whole") == shards(slurm, "cut")
     assert len(shards(slurm, "cut")[1]) == 2
 
@@ -182,12 +184,12 @@ def test_run_folder_of_one_node_alone_is_refused(slurm: Slurm) -> None:
     folder.chmod(0o1777)
     slurm("exec", "node2", "--", "mount", "-t", "tmpfs", "-o", "mode=1777", "tmpfs", folder)
     try:
-        told = slurm.run(*sharded(slurm, "unshared"))
+        output = slurm.run(*sharded(slurm, "unshared"))
     finally:
         slurm("exec", "node2", "--", "umount", folder)
-    said = (
+    refusal = (
         "sharded state needs a folder that all ranks see and write, and rank 0 on node1 shares this one not "
     )
-    assert f"{said}with node2 (No such file or directory)" in told, told
-    assert "code=0" not in told
+    assert f"{refusal}with node2 (No such file or directory)" in output, output
+    assert "code=0" not in output
     assert not list(folder.glob("checkpoints/*"))
