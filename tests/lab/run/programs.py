@@ -309,7 +309,7 @@ def ppo(run):
                 logits = model.module(seen[-1])[:2]
                 actions.append(torch.distributions.Categorical(logits=logits).sample())
                 rewards.append(cart.step(int(actions[-1])))
-        observed, taken = torch.stack(seen), torch.stack(actions)
+        observed, actions_taken = torch.stack(seen), torch.stack(actions)
         returns = torch.tensor(numpy.cumsum(rewards[::-1])[::-1].copy(), dtype=torch.float32)
         indices = numpy.arange(8)
         for _ in range(2):
@@ -318,7 +318,7 @@ def ppo(run):
                 batch = torch.from_numpy(indices[start : start + 4])
                 out = model(observed[batch])
                 advantage = returns[batch] - out[:, 2]
-                policy = torch.distributions.Categorical(logits=out[:, :2]).log_prob(taken[batch])
+                policy = torch.distributions.Categorical(logits=out[:, :2]).log_prob(actions_taken[batch])
                 loss = (-policy * advantage.detach()).mean() + advantage.square().mean()
                 optimizer.zero_grad()
                 loss.backward()
@@ -340,9 +340,9 @@ def ddpm(run):
     run.restore()
     while run.step < 20:
         for step, (x, _) in run.steps(loader, save_every=SAVE_EVERY):
-            times, noise = torch.rand(len(x), 1), torch.randn(x.shape)
-            noisy = x * (1 - times) + noise * times
-            functional.mse_loss(model(torch.cat([noisy, times], 1)), noise).backward()
+            levels, noise = torch.rand(len(x), 1), torch.randn(x.shape)
+            noisy = x * (1 - levels) + noise * levels
+            functional.mse_loss(model(torch.cat([noisy, levels], 1)), noise).backward()
             optimizer.step()
             optimizer.zero_grad()
             with torch.no_grad():

@@ -28,32 +28,31 @@ torch.set_num_threads(1)
 __all__ = ["DataLoader", "IterableDataset", "Path", "TensorDataset", "dist", "same", "states"]
 
 
-def start(count, program, folder, *, at=0, how=signal.SIGKILL, rank=0, pause=0.0, words=(), told=None, **env):
-    """Start `count` ranks of a file or a function; `rank` gets the signal `how` at the end of step `at`.
-
-    What they print goes to the file `told`; a rank alone has no process group then.
-    """
+def start(count, program, folder, *, at=0, how=signal.SIGKILL, rank=0, pause=0.0, args=(), **env):
+    """Start `count` ranks of a file or a function; `rank` gets the signal `how` at the end of step `at`."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     children = []
-    for own in range(count):
+    for local_rank in range(count):
         child = os.fork()
         if child == 0:
-            place = {"RANK": own, "LOCAL_RANK": own, "WORLD_SIZE": count, "MASTER_PORT": port}
-            os.environ.update({name: str(value) for name, value in {**place, **env}.items()})
+            worker_env = {
+                "RANK": local_rank,
+                "LOCAL_RANK": local_rank,
+                "WORLD_SIZE": count,
+                "MASTER_PORT": port,
+            }
+            os.environ.update({name: str(value) for name, value in {**worker_env, **env}.items()})
             os.environ.update(MASTER_ADDR="127.0.0.1", IMGKIT_RUN_DIR=folder)
-            if told:
-                os.dup2(told.fileno(), 1), os.dup2(told.fileno(), 2)
-            if own == rank and at:
+            if local_rank == rank and at:
                 signal_at(at, how)
             if pause:
                 slowly(pause)
-            leave(program, words, grouped=count > 1 or not told)
+            leave(program, args)
         children.append(child)
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    if not told:
-        print(count, "ranks ended with", codes, flush=True)
+    print(count, "ranks ended with", codes, flush=True)
     return codes
 
 
@@ -78,16 +77,15 @@ def slowly(pause):
     Run._count = count
 
 
-def leave(program, words, grouped=True):
+def leave(program, args):
     """Run the program, and end like an interpreter: with its code, or 1 after a traceback."""
     code = 0
     try:
         if callable(program):
-            if grouped:
-                dist.init_process_group("gloo")
+            dist.init_process_group("gloo")
             program()
         else:
-            sys.argv = [program, *words]
+            sys.argv = [program, *args]
             runpy.run_path(program, run_name="__main__")
     except SystemExit as end:
         code = end.code or 0

@@ -87,12 +87,12 @@ def trainers(standin: str) -> str:
     return IMAGE
 
 
-def told(trainers: str, runs: Path, name: str, script: str) -> str:
+def run_program(trainers: str, runs: Path, name: str, script: str) -> str:
     mounted = ("--volume", f"{HERE.parent}:/lab:ro", "--volume", f"{ROOT}/examples:/examples:ro")
     folder = ("--volume", f"{runs}:/runs", "--workdir", "/runs")
     options = (*mounted, *folder, "--env", "HOME=/tmp", "--env", "PYTHONPATH=/lab")
-    done = in_image(trainers, "bash", "-c", STARTS + script, "bash", name, options=options, timeout_s=1800)
-    return done.stdout + done.stderr
+    result = in_image(trainers, "bash", "-c", STARTS + script, "bash", name, options=options, timeout_s=1800)
+    return result.stdout + result.stderr
 
 
 LAST_STEP = """
@@ -156,7 +156,7 @@ def test_loader_of_real_accelerate_is_refused(trainers: str, tmp_path: Path) -> 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_killed_and_stopped_program_resumes_bitwise(trainers: str, tmp_path: Path, name: str) -> None:
-    found = told(trainers, tmp_path, name, UNDER_DIST_RUN)
+    output = run_program(trainers, tmp_path, name, UNDER_DIST_RUN)
     for text in (
         "whole: 0",
         "killed: 1",
@@ -165,20 +165,20 @@ def test_killed_and_stopped_program_resumes_bitwise(trainers: str, tmp_path: Pat
         "resumed: 0",
         "steps, weights and optimizer are equal: True True True",
     ):
-        assert f"\n{text}\n" in f"\n{found}", (text, found)
-    assert found.count("run: resumes after step ") == 2
-    assert found.count("run: stopped after step ") == 1
+        assert f"\n{text}\n" in f"\n{output}", (text, output)
+    assert output.count("run: resumes after step ") == 2
+    assert output.count("run: stopped after step ") == 1
 
 
 @pytest.mark.docker
 @pytest.mark.soak
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_program_stops_without_imgkits_launcher(trainers: str, tmp_path: Path, name: str) -> None:
-    found = told(trainers, tmp_path, name, WITHOUT_LAUNCHER)
+    output = run_program(trainers, tmp_path, name, WITHOUT_LAUNCHER)
     for text in ("resumed: 0", "whole: 0", "stopped: 85"):
-        assert f"\n{text}\n" in f"\n{found}", (text, found)
-    assert f"\n{found}".count("\n/runs/torchrun/state-saved\n") == 1, (
-        found
+        assert f"\n{text}\n" in f"\n{output}", (text, output)
+    assert f"\n{output}".count("\n/runs/torchrun/state-saved\n") == 1, (
+        output
     )  # the start that follows removes it
-    assert found.count("run: stopped after step ") == 2
-    assert found.count("run: resumes after step ") == 1
+    assert output.count("run: stopped after step ") == 2
+    assert output.count("run: resumes after step ") == 1

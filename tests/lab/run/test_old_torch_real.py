@@ -25,11 +25,11 @@ def old(standin: str, request: pytest.FixtureRequest) -> Iterator[str]:
     name = f"imgkit-test-torch-{request.param}-{os.getpid()}"
     install = 'exec python3 -m pip install -q --no-compile --root-user-action ignore "torch==$0" "numpy<2"'
     free = ("--env", "PIP_CONSTRAINT=")  # which holds the stand-in's own torch
-    words = ("docker", "run", "--name", name, *free, standin, "sh", "-c", install, request.param)
+    argv = ("docker", "run", "--name", name, *free, standin, "sh", "-c", install, request.param)
     try:
-        done = run(*words, timeout_s=1200)
-        if done.returncode:
-            pytest.skip(f"pip cannot install torch {request.param}: {done.stderr.strip()[-300:]}")
+        result = run(*argv, timeout_s=1200)
+        if result.returncode:
+            pytest.skip(f"pip cannot install torch {request.param}: {result.stderr.strip()[-300:]}")
         docker("commit", name, name)
     finally:
         run("docker", "rm", "--force", name)
@@ -58,11 +58,11 @@ for hybrid in (False, True):
 
 
 def test_old_torch_refuses_sharded_state_by_name(old: str, tmp_path: Path) -> None:
-    told = many(old, tmp_path, REFUSED)
+    output = many(old, tmp_path, REFUSED)
     version = old.split("-")[3]
     for name in ("model", "optimizer"):
-        assert told.count(f"run.track: {name} is sharded, and this is torch {version}") == 4, told
-    assert "-> use an image with torch 2.6 or newer (NGC 25.01), or wrap the model in DDP" in told
+        assert output.count(f"run.track: {name} is sharded, and this is torch {version}") == 4, output
+    assert "-> use an image with torch 2.6 or newer (NGC 25.01), or wrap the model in DDP" in output
 
 
 ENDING = """
@@ -97,8 +97,8 @@ assert both(20) == [1, 1]
 
 
 def test_worker_ends_right_after_an_exchange(old: str, tmp_path: Path) -> None:
-    told = many(old, tmp_path, ENDING)
-    assert told.count("KeyError: 'mine'") == 2, told
+    output = many(old, tmp_path, ENDING)
+    assert output.count("KeyError: 'mine'") == 2, output
 
 
 @pytest.mark.parametrize(
@@ -124,17 +124,17 @@ def test_everything_else_works_with_old_torch(
     test(old, tmp_path)
 
 
-@pytest.mark.parametrize("optimizer", [("sgd", "--momentum", "0.9"), ("adamw",)], ids=lambda words: words[0])
+@pytest.mark.parametrize("optimizer", [("sgd", "--momentum", "0.9"), ("adamw",)], ids=lambda args: args[0])
 def test_dist_train_saves_and_exports_with_old_torch(
     old: str, tmp_path: Path, optimizer: tuple[str, ...]
 ) -> None:
-    here = ("--volume", f"{tmp_path}:/runs", "--workdir", "/runs")
+    mounted = ("--volume", f"{tmp_path}:/runs", "--workdir", "/runs")
     app = ("python3", "-I", "-m", "imgkit_entrypoints", "dist-train")
     steps = ("--nproc", "2", "--steps", "4", "--run-dir", "own", "--optimizer", *optimizer)
-    for words in (steps, steps, ("export", "own", "weights.safetensors")):
-        done = in_image(old, *app, *words, options=here)
-        assert done.returncode == 0, done.stdout + done.stderr
-    assert "tensors of step 4" in done.stdout
+    for args in (steps, steps, ("export", "own", "weights.safetensors")):
+        result = in_image(old, *app, *args, options=mounted)
+        assert result.returncode == 0, result.stdout + result.stderr
+    assert "tensors of step 4" in result.stdout
 
 
 def test_killed_loop_resumes_bitwise_with_old_torch(old: str, tmp_path: Path) -> None:

@@ -80,17 +80,22 @@ with open("weights.raw", "wb") as file:
 
 
 def test_tied_weights_are_stored_once_and_exported(standin: str, tmp_path: Path) -> None:
-    told = many(standin, tmp_path, LOOP + EXPORTED)
+    output = many(standin, tmp_path, LOOP + EXPORTED)
     content = (tmp_path / "weights.safetensors").read_bytes()
     (size,) = struct.unpack("<Q", content[:8])
     header = json.loads(content[8 : 8 + size])
-    about = header.pop("__metadata__")
-    assert about == {"format": "pt", "step": "4", "other.weight": "layer.weight", "other.bias": "layer.bias"}
+    metadata = header.pop("__metadata__")
+    assert metadata == {
+        "format": "pt",
+        "step": "4",
+        "other.weight": "layer.weight",
+        "other.bias": "layer.bias",
+    }
     assert sorted(header) == ["layer.bias", "layer.weight"]
     assert header["layer.weight"] == {"dtype": "F32", "shape": [2, 2], "data_offsets": [8, 24]}
     assert content[8 + size :] == (tmp_path / "weights.raw").read_bytes()
-    assert "no valid checkpoint found" in told
-    assert "cannot write the weights: No such file or directory" in told
+    assert "no valid checkpoint found" in output
+    assert "cannot write the weights: No such file or directory" in output
 
 
 FORMATS = """

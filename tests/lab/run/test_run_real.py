@@ -66,7 +66,7 @@ def test_program_to_copy_resumes_with_its_evaluation(standin: str, tmp_path: Pat
     script = """
 def own(folder, **more):
     words = "--samples 600 --batch-size 20 --epochs 3 --save-every 5".split()
-    return start(2, "/examples/train.py", folder, words=words, **more)
+    return start(2, "/examples/train.py", folder, args=words, **more)
 assert own("whole") == [0, 0]
 assert -9 in own("cut", at=15, pause=0.05)
 assert own("cut", at=20, how=signal.SIGTERM, pause=0.05) == [85, 85]

@@ -119,7 +119,7 @@ assert start(2, each, "run") == [0, 0]
 
 
 def test_unfit_sharded_state_is_refused_by_name(standin: str, tmp_path: Path) -> None:
-    told = many(standin, tmp_path, PROGRAM + REFUSED)
+    output = many(standin, tmp_path, PROGRAM + REFUSED)
     for text in (
         "the checkpoint contains model, optimizer, scheduler, and this program tracks net, optimizer",
         "a different model: 0.weight is (30, 20) in the checkpoint and (31, 20) in the model",
@@ -129,7 +129,7 @@ def test_unfit_sharded_state_is_refused_by_name(standin: str, tmp_path: Path) ->
         "run.track: model.weight is on the meta device",
         "sharded state needs a folder that all ranks see, and rank 0 on ",
     ):
-        assert told.count(text) == 2, (text, told)
+        assert output.count(text) == 2, (text, output)
 
 
 FLIPS = """
@@ -202,12 +202,12 @@ whole, spare = torch.load("whole-end.pt"), torch.load("spare-end.pt")
 assert whole.keys() == spare.keys() and all(torch.equal(whole[key], spare[key]) for key in whole)
 END
 """
-    here = ("--volume", f"{tmp_path}:/runs", "--workdir", "/runs")
-    done = in_image(standin, "bash", "-euc", script, options=here)
-    told = done.stdout + done.stderr
-    assert done.returncode == 0, told
-    assert "attempt 2 starts with 2 nodes; node 3 of 3" in told
-    assert "run: resumes after step " in told
+    mounted = ("--volume", f"{tmp_path}:/runs", "--workdir", "/runs")
+    result = in_image(standin, "bash", "-euc", script, options=mounted)
+    output = result.stdout + result.stderr
+    assert result.returncode == 0, output
+    assert "attempt 2 starts with 2 nodes; node 3 of 3" in output
+    assert "run: resumes after step " in output
 
 
 def test_four_two_three_four_ranks_have_equal_tensors(standin: str, tmp_path: Path) -> None:

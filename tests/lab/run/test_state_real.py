@@ -113,8 +113,8 @@ for number, (wrap, how) in enumerate(cases):
     cut(f"cut{number}", wrap, wrap, **how)
     same_model(f"whole{number}", f"cut{number}")
 """
-    told = many(standin, tmp_path, WRAPPED + script)
-    assert told.count("run: resumes after step 3: ") == 10, told
+    output = many(standin, tmp_path, WRAPPED + script)
+    assert output.count("run: resumes after step 3: ") == 10, output
 
 
 CURSOR = """
@@ -163,7 +163,7 @@ assert start(2, lambda: reading(Cursor(), "track"), "moves") == [2, 2]
 assert start(2, lambda: reading(Cursor(), "track", ahead=0), "together") == [0, 0]
 assert start(2, lambda: reading(Cursor(), "track", ahead=0, until=12), "together") == [0, 0]
 """
-    told = many(standin, tmp_path, CURSOR + script)
+    output = many(standin, tmp_path, CURSOR + script)
     for text in (
         "cursor has a state for each of 2 ranks, but there are 1",
         "contains cursor of each rank, model, and this program tracks cursor, model",
@@ -174,7 +174,7 @@ assert start(2, lambda: reading(Cursor(), "track", ahead=0, until=12), "together
         "-> run.track_per_rank(cursor=cursor) in place of run.track: one for each rank",
         "run: resumes after step 8: together",
     ):
-        assert text in told, (text, told)
+        assert text in output, (text, output)
 
 
 UNLIKE = """
@@ -228,13 +228,13 @@ assert start(2, lambda: large(4), "large") == [0, 0]
 assert start(2, lambda: averaged("apart"), "apart") == [2, 2]
 assert start(2, lambda: averaged("together"), "together") == [0, 0]  # rank 0 alone keeps the average
 """
-    told = many(standin, tmp_path, UNLIKE + script)
-    assert "run: resumes after step 2: large" in told
+    output = many(standin, tmp_path, UNLIKE + script)
+    assert "run: resumes after step 2: large" in output
     assert (
-        told.count("run.save: model.bias differs between the ranks, and a resume would give that of rank 0")
+        output.count("run.save: model.bias differs between the ranks, and a resume would give that of rank 0")
         == 2
     )
-    assert "-> wrap the model in DDP; or run.track_per_rank(model=model) in place of run.track" in told
+    assert "-> wrap the model in DDP; or run.track_per_rank(model=model) in place of run.track" in output
 
 
 UNLOADABLE = """

@@ -32,10 +32,10 @@ def with_dropout():
     """Add random numbers to the model of Lightning's example."""
     from lightning.pytorch.demos.boring_classes import BoringModel
 
-    made = BoringModel.__init__
+    init = BoringModel.__init__
 
     def make(model):
-        made(model)
+        init(model)
         model.layer = torch.nn.Sequential(torch.nn.Dropout(0.1), model.layer)
 
     BoringModel.__init__ = make
