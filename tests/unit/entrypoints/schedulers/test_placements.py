@@ -325,7 +325,7 @@ def test_every_source_is_a_variable_that_was_set(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name, row in RIGHT.items() if row[2][0] == "kubeflow"])
 def test_local_rank_of_a_pod_changes_nothing(name: str) -> None:
     env, read, _ = RIGHT[name]
-    assert place({**env, "LOCAL_RANK": "0"}, read) == place(env, read)
+    assert placement_of({**env, "LOCAL_RANK": "0"}, read) == placement_of(env, read)
 
 
 DIRECT: dict[str, tuple[Env, tuple[str, int, int], Direct]] = {
