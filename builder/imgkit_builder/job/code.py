@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import posixpath
 import stat
@@ -22,7 +23,8 @@ from imgkit_builder.oci.manifest import InstalledProject
 from imgkit_builder.recipe import sources
 from imgkit_builder.recipe.requirements import PYPROJECT, project_name
 from imgkit_builder.recipe.targets import Target
-from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
+from imgkit_builder.sif import unsquash
+from imgkit_entrypoints.errors import CheckFailed, ToolFailed, ToolMissing, UsageError
 
 LARGE_BYTES = 100 * 10**6
 """More code goes only where the user agrees: often it is data that was not meant."""
@@ -37,6 +39,8 @@ class CodeFolder:
     record: CodeRecord
     projects: tuple[InstalledProject, ...]
     """The Python projects in it, with their folders in the job; of one without a folder it is only a part."""
+    left_out: tuple[str, ...] = ()
+    """Names that stay out, since git or Docker ignores them or imgkit made them."""
 
 
 def read(request: Request, *, large: bool, report: Reporter) -> CodeFolder:
@@ -54,7 +58,8 @@ def read(request: Request, *, large: bool, report: Reporter) -> CodeFolder:
         raise UsageError(
             message, where=f"--code {folder}", hint="the folder of your code, for example: --code ."
         )
-    entries = tuple(_entries(folder, request.allow))
+    left_out: list[str] = []
+    entries = tuple(_entries(folder, request.allow, left_out))
     if not any(entry.kind != "dir" for entry in entries):
         raise UsageError(
             "nothing to ship: every file is ignored",
@@ -69,7 +74,7 @@ def read(request: Request, *, large: bool, report: Reporter) -> CodeFolder:
     described, clean = _git_state(folder)
     record = CodeRecord(sha256=layer.sha256, git=described, uncommitted=not clean)
     projects = tuple(_projects(folder, entries))
-    return CodeFolder(folder=folder, tree=layer, record=record, projects=projects)
+    return CodeFolder(folder=folder, tree=layer, record=record, projects=projects, left_out=tuple(left_out))
 
 
 def _projects(folder: Path, entries: Iterable[CodeFile]) -> Iterator[InstalledProject]:
@@ -163,11 +168,30 @@ def refuse_shadowed(code: CodeFolder, job: Job) -> None:
                     )
 
 
-def _entries(folder: Path, allow: Sequence[str]) -> Iterator[CodeFile]:
+def hidden_file_warnings(code: CodeFolder, image: Path) -> Iterator[str]:
+    """Yield a warning about files that stay out of the code, and that `image`, a .sif or .sqsh, has there.
+
+    The code lies over them. Nothing where no program of this machine reads the image.
+    """
+    names: set[str] = set()
+    if code.left_out:
+        with contextlib.suppress(CheckFailed, ToolFailed, ToolMissing, UsageError):
+            for squashfs in unsquash.opened(image):
+                names.update(file.path.partition(" -> ")[0] for file in squashfs.listed(CODE_PLACE))
+    hidden = [name for name in code.left_out if f"{CODE_PLACE}/{name.rstrip('/')}" in names]
+    if hidden:
+        yield (
+            f"not in the job: {sources.left_out_text(hidden)}; the image has it in /{CODE_PLACE}, over which "
+            "--code lies"
+        )
+
+
+def _entries(folder: Path, allow: Sequence[str], left_out: list[str]) -> Iterator[CodeFile]:
     secret: list[str] = []
     bring_back = [f"!{name}" for name in allow]
     try:
-        for entry in sources.walk(folder, bring_back, listed=_listed_by_git(folder), secret=secret):
+        listed = _listed_by_git(folder)
+        for entry in sources.walk(folder, bring_back, listed=listed, left_out=left_out, secret=secret):
             yield _file(entry)
     except FileNotFoundError as error:
         raise UsageError(

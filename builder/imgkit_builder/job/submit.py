@@ -122,6 +122,8 @@ def prepare(recipe: str | Path, request: Request, code: CodeFolder | None = None
         code_of.refuse_unused(code, target, sif, job.overlay)
         code_of.refuse_shadowed(code, job)
         job = container.with_code(job, code.record, str(job.directory / CODE_FOLDER / code.record.sha256))
+        warnings = code_of.hidden_file_warnings(code, Path(job.image))
+        job = dataclasses.replace(job, warnings=(*job.warnings, *warnings))
     return _with_script(job, code)
 
 

@@ -183,6 +183,12 @@ class _Walker:
         return any(entry.name == path.name and Path(entry.path).resolve() == path for path in self.hidden)
 
 
+def left_out_text(names: Sequence[str]) -> str:
+    """Return names that `walk` leaves out for a message: ``a, b (git, Docker or imgkit ignores it)``."""
+    rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"{', '.join(names[:5])}{rest} (git, Docker or imgkit ignores it)"
+
+
 def _with_folders(listed: Iterable[str]) -> frozenset[str]:
     names: set[str] = set()
     for name in listed:

@@ -471,15 +471,13 @@ def warning_lines(problems: Iterable[Problem]) -> tuple[str, ...]:
 
 def _note_left_out(code: Packed, report: Reporter) -> None:
     """Name the files of the recipe's code that stay out of the image."""
+    from imgkit_builder.recipe import sources
+
     if code.secret:
         report.note(
             f"not in the image, as they usually hold secrets: {', '.join(code.secret)}; a step can use "
             'one as a build secret (image.secrets); to bring one back: ignore: ["!NAME"]'
         )
-    names = code.left_out
-    if names:
-        rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        report.note(
-            f"not in the image: {', '.join(names[:5])}{rest} (git, Docker or imgkit ignores "
-            'it); to bring one back: ignore: ["!NAME"]'
-        )
+    if code.left_out:
+        names = sources.left_out_text(code.left_out)
+        report.note(f'not in the image: {names}; to bring one back: ignore: ["!NAME"]')

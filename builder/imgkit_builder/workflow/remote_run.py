@@ -265,6 +265,10 @@ def run(
     if image.delta:
         job = container.laid_over(job, f"{store.home}/{image.overlay}", image.delta)
     if code:
+        # The .sif of a recipe that lies here may be that of an earlier build.
+        if planned.is_foreign or _store_name(planned.sif) == Path(image.path).name:
+            for warning in code_of.hidden_file_warnings(code, planned.sif):
+                report.note(warning)
         folder = upload(connection, code, store, report)
         job = container.with_code(job, code.record, f"{store.home}/{folder}")
     report.stage(f"submit to {connection.remote.name}")
@@ -273,6 +277,17 @@ def run(
         jobs.send_entry_points(connection, job, report)
     record = jobs.submit(connection, job, systems.named(job.system).script(job))
     return dataclasses.replace(record, image_id="" if planned.is_foreign else image.image_id), job
+
+
+def _store_name(sif: Path) -> str:
+    """Return the name of the local .sif in a store; empty if there is none that imgkit made."""
+    from imgkit_builder.sif import image
+
+    try:
+        record = image.read(sif).record
+    except (CheckFailed, UsageError):
+        return ""
+    return image.store_name(record) if record else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -448,13 +463,9 @@ class _Delivery:
     def _manifest_of(self, base: SifImage) -> bytes | None:
         """Return the file manifest of a .sif there; from the local one if that is the same."""
         from imgkit_builder.remote.store import read_manifest
-        from imgkit_builder.sif import file_manifest, image
+        from imgkit_builder.sif import file_manifest
 
-        try:
-            record = image.read(self.planned.sif).record
-            if record and image.store_name(record) == base.path.name:
-                return file_manifest.read(self.planned.sif)
-        except (CheckFailed, UsageError):
-            pass
+        if _store_name(self.planned.sif) == base.path.name:
+            return file_manifest.read(self.planned.sif)
         self.report.stage(f"read the file manifest of {base.path} on {self.connection.remote.name}")
         return read_manifest(self.connection, base)

@@ -9,6 +9,7 @@ import subprocess
 import tarfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from stored_images import archive
@@ -102,6 +103,29 @@ def test_ignored_files_stay_here(folder: Path, with_git: bool) -> None:
     if with_git:
         git(folder, "init", "--quiet")
     assert names(read(folder).tree) == [".dockerignore", ".gitignore", "a b", "a b/run", "new.py", "train.py"]
+
+
+@pytest.mark.programs("mksquashfs", "unsquashfs")
+def test_ignored_files_that_the_image_has_are_named(call: Any, folder: Path, tmp_path: Path) -> None:
+    (folder / ".gitignore").write_text("*.so\nweights/\ndata/\n")
+    git(folder, "init", "--quiet")
+    image, sqsh = tmp_path / "image", tmp_path / "x.sqsh"
+    for root in (folder, image / "workspace"):
+        (root / "weights").mkdir(parents=True)
+        (root / "_c.so").touch()
+    (folder / "data").mkdir()
+    (folder / "away.so").symlink_to("_c.so")
+    (image / "workspace/away.so").symlink_to("_c.so")
+    (image / "other.so").touch()
+    subprocess.run(["mksquashfs", image, sqsh, "-quiet", "-no-progress"], check=True)
+    site = ("-A", "bsc98", "--qos", "acc_debug", "--time", "10m", "--dry-run")
+    code, _, err = call("run", "mn5", "--image", sqsh, "--code", folder, *site, "--", "true")
+    assert code == 0, err
+    named = [row for row in err.splitlines() if "not in the job" in row]
+    ignored = "_c.so, away.so, weights/ (git, Docker or imgkit ignores it)"
+    assert named == [
+        f"imgkit: not in the job: {ignored}; the image has it in /workspace, over which --code lies"
+    ]
 
 
 def test_git_itself_says_what_it_ignores(folder: Path) -> None:

@@ -5,10 +5,12 @@ The ``ssh`` here is a fake: it runs the script on this machine, which has a fake
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+import small_sif
 
 import imgkit_builder as imgkit
 from imgkit_builder.base.progress import Silent
@@ -102,3 +104,19 @@ def test_api_sends_the_code_of_the_project_file(far_image: str, sbatch: Path, tm
     [sent] = (tmp_path / "store/code").glob("*/workspace")
     assert (sent / "mine.yaml").exists()
     assert f"{sent}:/workspace:ro" in (sbatch / "1").read_text()
+
+
+@pytest.mark.usefixtures("far_image")
+@pytest.mark.programs("mksquashfs", "unsquashfs")
+def test_ignored_files_that_the_sent_image_has_are_named(call: Any, tmp_path: Path) -> None:
+    root, squashfs = tmp_path / "root", tmp_path / "squashfs"
+    code = tmp_path / "code"
+    for folder in (root / "workspace", code):
+        folder.mkdir(parents=True)
+        (folder / "_c.so").touch()
+    (code / ".gitignore").write_text("*.so\n")
+    subprocess.run(["mksquashfs", root, squashfs, "-quiet", "-no-progress"], check=True)
+    small_sif.write(tmp_path / "site.sif", squashfs, recorded=False)
+    words = ("run", str(tmp_path / "site.sif"), "--on", "far", "--code", str(code), "--detach", "--", "true")
+    status, _, err = call(*words)
+    assert (status, "not in the job: _c.so (git" in err) == (0, True), err
