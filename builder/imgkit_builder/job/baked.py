@@ -9,13 +9,14 @@ from pathlib import Path
 
 from imgkit_builder.delta import descriptor
 from imgkit_builder.oci import manifest
-from imgkit_builder.oci.manifest import InstalledProject
+from imgkit_builder.oci.manifest import InstalledProject, Manifest
 from imgkit_builder.recipe.requirements import canonical
 from imgkit_builder.recipe.targets import Target, checked
 from imgkit_builder.sif import image, runtime_files, sqsh, unsquash
 from imgkit_builder.sif.file_manifest import BakedFactsCollector, Distribution, library_folders
 from imgkit_entrypoints import system
 from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
+from imgkit_entrypoints.system import SystemFacts
 
 
 def target(path: Path) -> Target:
@@ -34,13 +35,23 @@ def target(path: Path) -> Target:
             where=str(path),
             hint=f"name the recipe: imgkit run RECIPE --image {path} ...",
         )
-    image_manifest = manifest.from_json(facts.manifest)
+    platform = f"linux/{_recorded_arch(path)}"
+    return target_of(manifest.from_json(facts.manifest), system.from_json(facts.system), platform, path)
+
+
+def target_of(image_manifest: Manifest, facts: SystemFacts, platform: str, file: Path) -> Target:
+    """Return the recipe's name and system of the image in `file`, from what imgkit wrote into or beside it.
+
+    Raises
+    ------
+    UsageError : its system holds a value that no recipe may have.
+    """
     return checked(
         Target(
             name=image_manifest.recipe,
-            system=system.from_json(facts.system),
-            platforms=(f"linux/{_recorded_arch(path)}",),
-            file=path,
+            system=facts,
+            platforms=(platform,),
+            file=file,
             projects=image_manifest.projects,
             workdir=image_manifest.workdir,
             base=image_manifest.base.name,

@@ -48,7 +48,7 @@ def is_foreign(job: Job) -> bool:
     UsageError : the image cannot be used, or the flags for such an image mean nothing in this job.
     """
     chosen = _chosen(job)
-    if not _needs_entry_points(job):
+    if not job.runs_entry_point:
         return False
     if job.run_by == "docker":
         return bool(chosen or job.request.image)
@@ -84,7 +84,7 @@ def bind(job: Job, run: Runner | None = None) -> Job:
     ToolMissing : the runtime is not here.
     """
     ask, chosen = run or _run_here, _chosen(job)
-    if not (_needs_entry_points(job) if run else is_foreign(job)):
+    if not (job.runs_entry_point if run else is_foreign(job)):
         return job
     digest = _digest(job, ask)
     if not digest:
@@ -165,11 +165,6 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _needs_entry_points(job: Job) -> bool:
-    """Whether the job's command is one of imgkit; any other runs in any image."""
-    return bool(job.command) and job.command[0].startswith("dist-")
-
-
 def _chosen(job: Job) -> str:
     """The flag that chooses the Python; empty if there is none."""
     chosen = next((f"--{name}" for name in ("python", "activate") if getattr(job.request, name)), "")
@@ -179,7 +174,7 @@ def _chosen(job: Job) -> str:
     if chosen and job.run_by in ("host", "kubernetes"):
         hint = "leave it out" if job.run_by == "host" else "build an image with that one as its base"
         raise UsageError(f"{job.run_by} binds nothing into an image", where=chosen, hint=hint)
-    if job.request.python and not _needs_entry_points(job):
+    if job.request.python and not job.runs_entry_point:
         message = "--python chooses the Python of the dist-* commands, and the job runs none"
         raise UsageError(message, where="--python", hint="-- dist-run SCRIPT, or --activate")
     for flag, value in (("--python", job.request.python), ("--activate", job.request.activate)):

@@ -123,7 +123,7 @@ def system_variables(job: Job) -> Mapping[str, str]:
     ``dist-*`` get none: they read them in the image, and leave out what does not fit the node. Without an
     image, they get all of them, too.
     """
-    if job.run_by != "host" and job.command and job.command[0].startswith("dist-"):
+    if job.run_by != "host" and job.runs_entry_point:
         return {}
     system = job.recipe.system
     users = {*job.env, *job.names}

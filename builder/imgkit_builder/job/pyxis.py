@@ -88,7 +88,7 @@ def start(
     libraries : folders of the container that are searched for libraries before those of the image.
     """
     text = _START
-    if not is_file(job.image) and job.command and job.command[0].startswith("dist-"):
+    if not is_file(job.image) and job.runs_entry_point:
         text += _HAS_ENTRY_POINTS
     if libraries:
         text += f"{quoting.search_first(libraries)}; "

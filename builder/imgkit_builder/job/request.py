@@ -377,6 +377,11 @@ class Job(Container, Grant):
         return bool(self.request.image_flag)
 
     @property
+    def runs_entry_point(self) -> bool:
+        """Whether `command` is one of imgkit, ``dist-...``; any other runs in any image."""
+        return bool(self.command) and self.command[0].startswith("dist-")
+
+    @property
     def title(self) -> str:
         """The job's name in the queue and in the name of its output."""
         return f"{self.name}-sif" if self.makes_image else self.name

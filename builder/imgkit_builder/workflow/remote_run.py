@@ -154,24 +154,12 @@ def _plan_remote_image(source: str, request: Request) -> RunPlan:
 def _archive_target(archive: Path, default: str) -> Target:
     """Return the recipe's name and system that imgkit wrote beside the archive, or the remote's `default`."""
     from imgkit_builder.archive import sidecar
-    from imgkit_builder.recipe import targets
+    from imgkit_builder.job import baked
 
     description = None if archive.is_dir() else sidecar.read(archive)
     if description is None or description.system is None or description.manifest is None:
         return _default_target(archive, default)
-    manifest = description.manifest
-    return targets.checked(
-        targets.Target(
-            name=manifest.recipe,
-            system=description.system,
-            platforms=(description.image.platform,),
-            file=archive,
-            projects=manifest.projects,
-            workdir=manifest.workdir,
-            base=manifest.base.name,
-            base_env=tuple(manifest.base.env),
-        )
-    )
+    return baked.target_of(description.manifest, description.system, description.image.platform, archive)
 
 
 def _default_target(file: Path, default: str) -> Target:
