@@ -96,11 +96,11 @@ def check(
     env |= {name: _with_folder(value, folder) for name, value in case.env.items()}
     monkeypatch.chdir(folder)
     monkeypatch.setattr("sys.argv", shlex.split(_with_folder(case.run, folder)))
-    with mock.patch.dict(os.environ, env, clear=True), pytest.raises(SystemExit) as ended:
+    with mock.patch.dict(os.environ, env, clear=True), pytest.raises(SystemExit) as exited:
         main()
     stdout, stderr = (text.replace(str(folder), "TMP") for text in capsys.readouterr())
     expected = _as_text(case.exit, case.stdout, case.stderr)
-    actual = _as_text(ended.value.code, stdout, stderr)
+    actual = _as_text(exited.value.code, stdout, stderr)
     if actual != expected:
         difference = difflib.unified_diff(
             expected.split("\n"), actual.split("\n"), "case", "now", lineterm=""
