@@ -40,7 +40,8 @@ def verb_shell(
     image: str = name_argument("[IMAGE|SIF|RECIPE]", "A local image, a .sif file or a recipe.", ""),
     host: bool = flag_option(
         "--host",
-        "Share this machine's home folder, network and the recipe's binds and variables, as in a job.",
+        "Share this machine's home folder and network, and the binds and variables of a .sif's recipe, as in "
+        "a job.",
     ),
     job: str = typer.Option("", "--job", metavar="ID", help="Open the shell in this running job."),
     node: str = typer.Option(

@@ -8,7 +8,7 @@ import secrets
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from imgkit_builder.archive import tar_read
 from imgkit_builder.base.process import Finished
@@ -166,18 +166,10 @@ _SHM_SIZE = "8g"
 """Shared memory is taken only where it is used; 8 GiB is enough for eight GPUs' NCCL and loaders."""
 
 
-def shell_argv(
-    image: str,
-    *,
-    gpus: bool,
-    host: bool,
-    place: Endpoint,
-    workdir: str = "",
-    variables: Iterable[str] = (),
-) -> list[str]:
+def shell_argv(image: str, *, gpus: bool, host: bool, place: Endpoint, workdir: str = "") -> list[str]:
     """Return the command that opens bash in `image` of the engine at `place`; `host` shares network and IPC.
 
-    It starts in `workdir`, or in the image's own folder, with `variables`: ``NAME=VALUE`` each.
+    It starts in `workdir`, or in the image's own folder.
 
     NCCL and data loader workers use shared memory, and Docker's default of 64 MB is too small. RDMA needs
     unlimited locked memory (NVIDIA's advice for its PyTorch containers). Docker 29 lowers open files to
@@ -193,6 +185,4 @@ def shell_argv(
     for limit in ("memlock=-1", "stack=67108864", "nofile=16384"):
         argv += ["--ulimit", limit]
     argv += ["--workdir", workdir] if workdir else []
-    for variable in variables:
-        argv += ["--env", variable]
     return [*argv, "-it", "--rm", *(["--gpus", "all"] if gpus else []), image, "bash"]

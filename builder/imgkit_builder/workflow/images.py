@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from imgkit_builder.base.progress import SILENT, Reporter
-from imgkit_builder.workflow.names import RECIPE_SUFFIXES, image_name, module_line, system_of
+from imgkit_builder.workflow.names import RECIPE_SUFFIXES, image_name, module_line
 from imgkit_entrypoints.errors import ImgkitError, ToolMissing, UsageError
 from imgkit_entrypoints.rules import expand
 
@@ -90,7 +90,7 @@ def shell_command(image: str, *, host: bool = False, workdir: str = "") -> Shell
 
     Parameters
     ----------
-    host : share this machine's home folder, network and the recipe's binds and variables, as in a job.
+    host : share this machine's home folder and network, and for a .sif its recipe's binds and variables.
     workdir : the folder in which the shell starts; empty: the one that the recipe states.
 
     Raises
@@ -119,16 +119,7 @@ def _docker_shell(target: str, *, host: bool, workdir: str) -> ShellCommand:
     name = image_name(target)
     with engines.connect() as engine:
         engines.inspect(engine, name)
-    system = system_of(target) if host else None
-    values = system.on_node(os.environ).env if system else {}
-    argv = engines.shell_argv(
-        name,
-        gpus=engine.has_nvidia,
-        host=host,
-        place=engine.endpoint,
-        workdir=workdir,
-        variables=[f"{name}={value}" for name, value in values.items()],
-    )
+    argv = engines.shell_argv(name, gpus=engine.has_nvidia, host=host, place=engine.endpoint, workdir=workdir)
     reach = _SHARED if host else f"a shell runs in the image: {_NOTHING_SHARED}"
     return ShellCommand(argv=tuple(argv), reach=reach, image=name)
 

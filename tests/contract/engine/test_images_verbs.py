@@ -112,14 +112,6 @@ def test_shell_gives_gpus_where_both_have_them(
     assert ("--gpus all" in result.stdout) is gpus
 
 
-def test_shell_of_a_job_has_the_systems_variables(fake: Any, recipe: Recipe) -> None:
-    recipe.file.write_text(recipe.file.read_text() + "system:\n  env: {HF_HOME: /scratch/hf}\n")
-    fake.on_image("small:latest", fake.image(tags=["small:latest"]))
-    shared = imgkit("shell", str(recipe.file), "--host", "--dry-run").stdout
-    assert " --env HF_HOME=/scratch/hf -it --rm " in shared
-    assert "HF_HOME" not in imgkit("shell", str(recipe.file), "--dry-run").stdout
-
-
 def test_shell_without_docker_program(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fake.on_image("small", fake.image(tags=["small:latest"]))
     monkeypatch.setenv("PATH", os.devnull)

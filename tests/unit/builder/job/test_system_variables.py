@@ -6,17 +6,27 @@ import json
 import os
 import shlex
 import subprocess
+import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import stored_images
 import yaml
 
+from imgkit_builder.base.progress import Silent
 from imgkit_builder.job import container, systems
 from imgkit_builder.job.request import Job, Request
 from imgkit_builder.job.resolve import resolve
+from imgkit_builder.oci import manifest
+from imgkit_builder.oci.manifest import MANIFEST_JSON, BaseImage, Manifest
 from imgkit_builder.recipe import targets
+from imgkit_builder.sif import convert
+from imgkit_builder.sif.conversion import Options
+from imgkit_builder.sif.entries import Archive
+from imgkit_entrypoints import system
 from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.system import SYSTEM_JSON, SystemFacts
 
 TEXT = """it's "one" } \\ word ` of a recipe"""
 SHOW = ("sh", "-c", 'printf "%s\\n" "$TEXT" "$FLAG" "$USERS" "$HF_HOME"')
@@ -34,11 +44,11 @@ def make_job(folder: Path, scheduler: str, **fields: Any) -> Job:
     """Return a job on a site with variables; an item of `fields` is a field of the request."""
     values = {"TEXT": TEXT, "FLAG": "recipe", "USERS": "recipe", "HF_HOME": "$IMGKIT_JOB_DIR/hf"}
     values["NCCL_SOCKET_IFNAME"] = "hsn0"
-    system: dict[str, Any] = {"scheduler": scheduler, "env": values}
+    site: dict[str, Any] = {"scheduler": scheduler, "env": values}
     if scheduler == "slurm":
-        system["partitions"] = {"other": {"interfaces": ["eth1"]}}
+        site["partitions"] = {"other": {"interfaces": ["eth1"]}}
     recipe = folder / "site.yaml"
-    recipe.write_text(json.dumps({"image": {"base": "ubuntu:24.04", "platform": "amd64"}, "system": system}))
+    recipe.write_text(json.dumps({"image": {"base": "ubuntu:24.04", "platform": "amd64"}, "system": site}))
     request = {"directory": folder, "command": SHOW, "env": ("FLAG=flag",), **fields}
     return resolve(targets.find(recipe), Request(**request))
 
@@ -83,6 +93,32 @@ def test_shell_of_a_job_gets_the_variables(tmp_path: Path) -> None:
     assert f"export IMGKIT_JOB_DIR={shlex.quote(str(tmp_path))} && " in line
     assert 'then export HF_HOME="$IMGKIT_JOB_DIR/hf"; fi && ' in line
     assert '"HF_HOME=$HF_HOME"' in line
+
+
+@pytest.mark.programs("mksquashfs")
+def test_shell_on_this_machine_can_have_them(
+    call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = BaseImage(name="b:1", platform="linux/amd64")
+    about = Manifest(
+        imgkit="1", recipe="r", recipe_sha256="0", base=base, platform="linux/amd64", wheel_sha256="0"
+    )
+    facts = SystemFacts(env={"HF_HOME": "/recipe", "USERS": "recipe"})
+    texts = {MANIFEST_JSON: manifest.to_json(about), str(SYSTEM_JSON): system.to_json(facts)}
+    files = []
+    for name, text in texts.items():
+        files.append((tarfile.TarInfo(name.lstrip("/")), text.encode()))
+        files[-1][0].size = len(text)
+    archive, sif = tmp_path / "x.tar", tmp_path / "x.sif"
+    archive.write_bytes(stored_images.archive([files]))
+    convert.convert(Archive(path=archive), sif, Options(test=False), Silent())
+    (tmp_path / "singularity").write_text("#!/bin/sh\necho singularity-ce version 4.1.0\n")
+    (tmp_path / "singularity").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("USERS", "mine")
+    shared = call("shell", str(sif), "--host", "--dry-run")[1]
+    assert shared == f"{tmp_path}/singularity exec --nv {sif} env HF_HOME=/recipe bash\n"
+    assert "HF_HOME" not in call("shell", str(sif), "--dry-run")[1]
 
 
 def test_interfaces_of_other_nodes_are_left_out(tmp_path: Path) -> None:
