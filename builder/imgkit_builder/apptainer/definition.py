@@ -1,28 +1,22 @@
-"""The definition that the runtime builds: its base, its steps with marks between them, and its output.
+"""The definition that the runtime builds, and its base: an archive, an OCI folder, a .sif or an image in a
+registry.
 
-The base is an archive, an OCI folder, a .sif or an image in a registry. Before each step it prints a line, by
-which `Follower` knows the recipe's line. Its first step looks into the base, and it has the labels
-that only a build knows.
+Its first step looks into the base, and it has the labels that only a build knows.
 """
 
 from __future__ import annotations
 
-import collections
-import contextlib
-import dataclasses
-import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from imgkit_builder.archive import oci_folder, stored
-from imgkit_builder.base import process
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.image import inside, render
-from imgkit_builder.image.instructions import INSIDE, Additions, ContextFile, Definition, Step
+from imgkit_builder.image.instructions import INSIDE, Additions, ContextFile, Step
 from imgkit_builder.oci.config import ImageConfig
-from imgkit_builder.oci.manifest import CREATED_LABEL, STANDIN_LABEL, BaseImage, Probe
+from imgkit_builder.oci.manifest import STANDIN_LABEL, BaseImage
 from imgkit_builder.oci.platform import host_platform
 from imgkit_builder.recipe.model import Recipe
 from imgkit_builder.sif import check, entries
@@ -30,19 +24,15 @@ from imgkit_builder.sif import image as sif_image
 from imgkit_builder.sif.convert import RUNTIME_DISK_SHARE
 from imgkit_builder.sif.entries import Archive, OciFolder
 from imgkit_builder.sif.workspace import check_space as require_space
-from imgkit_entrypoints import json_text, secret_patterns
-from imgkit_entrypoints.errors import CheckFailed, ToolFailed, UsageError
-from imgkit_entrypoints.terminal import unstyled
+from imgkit_entrypoints.errors import CheckFailed, UsageError
 
 LOOK = "imgkit/look.py"
 LINKS = "imgkit/links.sh"
 """Files beside the build context that only a build has."""
-MARK = "imgkit: begin step"
 
 RUNTIME = "/.singularity.d"
 """Folder in which the runtime keeps what a base states."""
 _ENVIRONMENT = ("10-docker2singularity.sh", "90-environment.sh", "91-environment.sh")
-_VARIABLES = "IMGKIT-BASE-VARIABLES "
 
 _FILL = """
 path = "{manifest}"
@@ -58,19 +48,17 @@ if not manifest["base"]["env"]:
                              stderr=subprocess.DEVNULL)
     pairs = [pair.split("=", 1) for pair in shell.communicate()[0].decode("utf-8", "replace").split("\\0")]
     manifest["base"]["env"] = dict(pair for pair in pairs if len(pair) == 2 and pair[0] not in {own})
-    print("{mark}" + json.dumps(manifest["base"]["env"], sort_keys=True))
 with open(path, "w", encoding="utf-8") as stream:
     stream.write(json.dumps(manifest, indent=2, sort_keys=True) + "\\n")
 """
 
 
 def look_program() -> str:
-    """Return a program that reports what the base has, and writes it into the manifest of the image."""
+    """Return a program that writes what the base has into the manifest of the image."""
     return inside.argv()[-1] + _FILL.format(
         manifest=f"{INSIDE}/manifest.json",
         files=" ".join(f"{RUNTIME}/env/{name}" for name in _ENVIRONMENT),
         own=("OLDPWD", "PWD", "SHLVL", "_"),
-        mark=_VARIABLES,
     )
 
 
@@ -80,7 +68,7 @@ def links_script(links: Mapping[str, str]) -> str:
     return "\n".join(("set -e", *commands, ""))
 
 
-def definition(recipe: Recipe, start: Start, labels: Mapping[str, str]) -> Definition:
+def definition(recipe: Recipe, start: Start, labels: Mapping[str, str]) -> str:
     """Return the definition that builds `recipe` on `start`, with the further `labels`.
 
     Raises
@@ -97,20 +85,14 @@ def definition(recipe: Recipe, start: Start, labels: Mapping[str, str]) -> Defin
     steps = tuple(Step(origin=f"imgkit: {purpose}", command=text) for purpose, text in commands.items())
     # A line of %labels is a name and a value, which has no line ends.
     rows = {key: " ".join(value.split()) for key, value in labels.items()}
-    return render.marked_definition(
+    return render.built_definition(
         recipe,
-        Additions(mark=MARK, files=(look, links), steps=steps, labels=rows),
+        Additions(files=(look, links), steps=steps, labels=rows),
         base=start.image.name,
         platform=start.image.platform,
         bootstrap=start.bootstrap,
         source=start.location,
     )
-
-
-def created(text: str) -> str:
-    """Return the time of the build that an older definition states; empty where it states none."""
-    match = re.search(rf"^    {re.escape(CREATED_LABEL)} (\S+)$", text, re.MULTILINE)
-    return match[1] if match else ""
 
 
 REGISTRY = "registry"
@@ -126,8 +108,7 @@ class Start:
     source: Archive | OciFolder | Path | None
     """An archive, an OCI folder or a .sif on this machine; None: the runtime pulls the image by its name."""
     image: BaseImage
-    is_identified: bool = True
-    """False as long as a compressed archive has not been read, which hides its identity."""
+    """Of a compressed archive, only the name is known before it has been read."""
 
     @property
     def bootstrap(self) -> str:
@@ -170,14 +151,14 @@ def find_base(recipe: Recipe, *, name: str | None, base_from: str | None, report
             hint="an archive (imgkit save, docker save), an OCI folder, a .sif, or the word registry",
         )
     _refuse_platform(start)
-    if start.is_identified and start.image.name != name:
+    if start.image.id and start.image.name != name:
         report.note(f"the base is {start.image.name}, but the recipe names {name}")
     return start
 
 
-def identified(start: Start, archive: Archive, config: ImageConfig, names: tuple[str, ...]) -> Start:
-    """Return `start` once its `archive` has been read."""
-    start = dataclasses.replace(start, image=_of_config(config, names, archive.path), is_identified=True)
+def identified(archive: Archive, config: ImageConfig, names: tuple[str, ...]) -> Start:
+    """Return the base in an `archive` that has been read."""
+    start = Start(source=archive, image=_of_config(config, names, archive.path))
     _refuse_platform(start)
     return start
 
@@ -200,11 +181,11 @@ def check_space(start: Start, target: Path, temporary: Path) -> None:
 
 
 def _of_archive(path: Path) -> Start:
-    config, archive = oci_folder.peek(path), Archive(path=path.absolute())
-    image = BaseImage(name=path.name, platform=host_platform())
-    start = Start(source=archive, image=image, is_identified=False)
-    # What `peek` cannot read is compressed, or damaged: reading all of it tells.
-    return identified(start, archive, config, stored.open_image(path).selected.names) if config else start
+    archive, config = Archive(path=path.absolute()), oci_folder.peek(path)
+    if config is None:
+        # It is compressed, or damaged: reading all of it tells.
+        return Start(source=archive, image=BaseImage(name=path.name, platform=host_platform()))
+    return identified(archive, config, stored.open_image(path).selected.names)
 
 
 def _of_config(config: ImageConfig, names: tuple[str, ...], path: Path) -> BaseImage:
@@ -220,12 +201,6 @@ def _of_config(config: ImageConfig, names: tuple[str, ...], path: Path) -> BaseI
 def _of_sif(path: Path) -> Start:
     sif = sif_image.read(path)
     record = sif.record
-    if record and record.delta_sha256:
-        raise UsageError(
-            "a .sif with a delta cannot be a base: the runtime copies its root partition only",
-            where=str(path),
-            hint="convert the image itself: imgkit sif IMAGE -o base.sif",
-        )
     # A .sif of another tool states no image: its root partition is what can be named.
     identity = record.image_id if record else ""
     image = BaseImage(
@@ -244,84 +219,9 @@ def labels(sif: sif_image.SifImage) -> Mapping[str, str]:
 
 def _refuse_platform(start: Start) -> None:
     platform, host = start.image.platform, host_platform()
-    if start.is_identified and platform != host:
+    if platform != host:
         raise CheckFailed(
             f"the base is for {platform}, and a definition builds for {host}, this machine's platform",
             where=start.image.name,
             hint=f"build on a machine of that kind, or with Docker: imgkit build --platform {platform}",
         )
-
-
-_BEGIN = re.compile(rf"{MARK} (\d+)/\d+")
-_TRACE = re.compile(r"\++ ")
-"""The shell's own trace of what it runs."""
-_RUNTIME = re.compile(r"(?:INFO|WARNING|FATAL|ERROR|DEBUG|VERBOSE):\s+(.*)")
-_STEPS, _SQUASH = "Running post scriptlet", "Creating SIF file"
-_WIDTH = 72
-
-
-class Follower:
-    """Follows the output of one build: reports its steps, and finds the one that failed."""
-
-    def __init__(self, definition: Definition, *, base_line: str, report: Reporter) -> None:
-        self._steps, self._base_line, self._report = definition.steps, base_line, report
-        self._tail: collections.deque[str] = collections.deque(maxlen=process.KEPT_LINES)
-        self._step = 0
-        """Number of the step that runs, from 1."""
-        self._failure, self._is_squashing = "the base cannot be fetched", False
-        self.probe = Probe(skipped="the base has no python3")
-        self.env: Mapping[str, str] = {}
-        """The base's variables, if the runtime alone knows them."""
-
-    def line(self, raw: str) -> None:
-        """Process one line of output."""
-        # A progress bar rewrites its line; only the last text counts.
-        text = unstyled(raw).rstrip("\r").rpartition("\r")[2]
-        masked = secret_patterns.masked(text)
-        mark, message, seen = _BEGIN.fullmatch(text), _RUNTIME.match(text), inside.parse(text)
-        # Only the next number counts: a program may print a mark of any other step.
-        if mark and int(mark[1]) == self._step + 1:
-            self._step += 1
-            self._tail.clear()
-            self._report.stage(self._step_text())
-        elif seen is not None and self._step == 1:
-            self.probe = Probe(
-                python=seen.python,
-                torch=seen.torch,
-                cuda=seen.cuda,
-                nccl=seen.nccl,
-                pip_conflicts=seen.pip_conflicts or (),
-            )
-        elif self._step == 1 and text.startswith(_VARIABLES):
-            with contextlib.suppress(ValueError):
-                variables = json_text.parse(text.removeprefix(_VARIABLES))
-                self.env = json_text.read(Mapping[str, str], variables, "variables")
-        elif message and message[1].startswith(_STEPS):
-            self._failure = "the build steps cannot start"
-        elif message and message[1].startswith(_SQUASH):
-            self._failure, self._is_squashing = "the files cannot be squashed", True
-            self._tail.clear()
-            self._report.stage("squash")
-        elif text.strip() and not _TRACE.match(text):
-            self._tail.append(masked)
-        self._report.line(masked)
-
-    def failed(self, error: ToolFailed) -> ToolFailed:
-        """Return the error of a build whose program ended with `error`, with the step and its last lines."""
-        lines = "\n".join(process.last_lines("\n".join(self._tail))) or "(no output)"
-        log = (error.hint or "").rpartition("the full log: ")[2]
-        hint = f"its last lines:\n{lines}\nfull log: {log} (with the definition)"
-        if not self._step or self._is_squashing:
-            where = self._base_line if not self._step else None
-            return ToolFailed(f"{self._failure}: {error.what}", where=where, hint=hint)
-        codes = re.findall(r"exit status (\d+)", lines)
-        number, _, text = self._step_text().partition(": ")
-        ending = f"failed with exit code {codes[-1]}" if codes else "failed"
-        where = self._steps[self._step - 1].origin
-        return ToolFailed(f"{number} ({text}) {ending}", where=where, hint=hint)
-
-    def _step_text(self) -> str:
-        """Return ``step 3/9: COMMAND`` for the step that runs."""
-        text = secret_patterns.masked(self._steps[self._step - 1].text)
-        short = text if len(text) <= _WIDTH else text[: _WIDTH - 3] + "..."
-        return f"step {self._step}/{len(self._steps)}: {short}"

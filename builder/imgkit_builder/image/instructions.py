@@ -117,17 +117,7 @@ class Layers:
 class Additions:
     """What a definition has only while imgkit builds it."""
 
-    mark: str = ""
-    """Begins the line that each step prints first; ``3/9`` follows. Empty in a text for people."""
     files: tuple[ContextFile, ...] = ()
     steps: tuple[Step, ...] = ()
     """Steps before those of the recipe."""
     labels: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Definition:
-    """A definition and its steps, in their order."""
-
-    text: str
-    steps: tuple[Step, ...]

@@ -29,7 +29,6 @@ from imgkit_builder.image.instructions import (
     Additions,
     Block,
     ContextFile,
-    Definition,
     Early,
     Layers,
     Step,
@@ -79,10 +78,10 @@ def definition(recipe: Recipe, *, base: str | None = None, platform: str | None 
     ------
     UsageError : a definition file cannot express a value; a Dockerfile can express most of them.
     """
-    return marked_definition(recipe, Additions(), base=base, platform=platform).text
+    return built_definition(recipe, Additions(), base=base, platform=platform)
 
 
-def marked_definition(
+def built_definition(
     recipe: Recipe,
     additions: Additions,
     *,
@@ -90,7 +89,7 @@ def marked_definition(
     platform: str | None = None,
     bootstrap: str = "docker",
     source: str = "",
-) -> Definition:
+) -> str:
     """Return the same with `additions`, as imgkit builds it.
 
     Parameters
@@ -118,7 +117,7 @@ def marked_definition(
         # Apptainer >= 1.2 replaces {{ word }} by a build argument, and fails if there is no such argument.
         if match := re.search(r"\{\{\s*\w+\s*\}\}", line):
             refuse(match.group(), "a definition file", origin(text, number), "use --format dockerfile")
-    return Definition(text=text, steps=steps)
+    return text
 
 
 def origin(text: str, line: int) -> str:
@@ -256,9 +255,8 @@ def _copy_file(file: ContextFile) -> str:
 
 
 # Byte code of the entry points: a read-only image would compile them at every start. What pip writes holds
-# the time of the installation, and a delta would have all of it after each change. The hash of a source
-# stays, and under one seed the order of sets does. Columns for tracebacks are a quarter of it when
-# compressed.
+# the time of the installation, so all of it would be sent after each build. The hash of a source stays, and
+# under one seed the order of sets does. Columns for tracebacks are a quarter of it when compressed.
 COMPILE = (
     "PYTHONHASHSEED=0 python3 -s -X no_debug_ranges -m compileall -q --invalidation-mode checked-hash"
     f"{NEXT}    \"$(python3 -IBc 'import {wheel.PACKAGE} as it; print(it.__path__[0])')\""

@@ -149,14 +149,6 @@ def test_ordinary_user_gets_a_tested_file(lab: Lab) -> None:
     assert not [one.name for one in lab.folder.iterdir() if one.name.startswith(".")]
 
 
-def test_unchanged_recipe_is_up_to_date(lab: Lab) -> None:
-    path = lab.folder / "mine.sif"
-    before = path.stat().st_mtime_ns
-    words = ("build", "mine.yaml", "--with", "apptainer", "--base-from", "base.tar", "--json")
-    assert json.loads(output(*lab.start, *words, folder=lab.folder))["up_to_date"]
-    assert path.stat().st_mtime_ns == before
-
-
 @pytest.mark.soak
 def test_variables_of_a_sif_base_are_known(lab: Lab, standin_notorch: str) -> None:
     text = f"image: {{base: '{standin_notorch}', env: {{OWN: own}}}}\nsystem: {{scheduler: standalone}}\n"
@@ -191,16 +183,14 @@ def left(folder: Path) -> list[str]:
     return sorted(one.name for one in folder.iterdir() if one.name.startswith("."))
 
 
-def test_failed_step_names_the_line(tiny: Path) -> None:
+def test_failed_step_shows_its_last_lines(tiny: Path) -> None:
     done = build(tiny, "echo https://ana:hunter2pw@x/; echo before; exit 7", "-v")
     assert done.returncode == 4
     assert "hunter2pw" not in done.stderr
-    assert "small.yaml:4: step " in done.stderr
-    assert (
-        "failed with exit code 7\n  -> its last lines:\n     https://*************@x/\n     before\n"
-        in done.stderr
-    )
-    log = Path(done.stderr.split("full log: ")[1].split(" (with the definition)")[0])
+    shown = done.stderr.partition("failed with exit code")[2]
+    assert "https://*************@x/\n" in shown
+    assert "before\n" in shown
+    log = Path(done.stderr.split("the full log: ")[1].strip())
     assert "Bootstrap: oci" in log.read_text()
     assert "hunter2pw" not in log.read_text()
     log.unlink()
@@ -221,7 +211,6 @@ def test_oci_folder_with_a_blank_is_a_base(tiny: Path) -> None:
     with tarfile.open(tiny / "tiny.tar") as archive:
         archive.extractall(tiny / "an image", filter="data")
     assert build(tiny, "true", base="an image").returncode == 0
-    assert "up to date" in build(tiny, "true", base="an image").stdout
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
