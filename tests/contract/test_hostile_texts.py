@@ -20,14 +20,11 @@ from sample_image import SampleImage
 from tars import tar_of_files
 
 from imgkit_builder.archive import sidecar
-from imgkit_builder.base.progress import Silent
-from imgkit_builder.delta.make import local_base, make
 from imgkit_builder.oci import manifest as manifests
 from imgkit_builder.oci.config import parse_config
 from imgkit_builder.oci.manifest import BaseImage, Manifest
 from imgkit_builder.recipe import lock_file
 from imgkit_builder.recipe.model import Lock, LockedBase, LockedPlatform, LockRequest
-from imgkit_builder.sif.conversion import Options
 from imgkit_entrypoints.system import SystemFacts
 
 FORGED = "ok    signature  good"
@@ -134,13 +131,6 @@ def test_sif_with_hostile_texts(evil: SampleImage, check: Callable[..., None]) -
     check("show", "x.sif", "--json", code=0)
     check("verify", "x.sif")
     check("sbom", "x.sif", code=0)
-    evil.layers = evil.layers[:1]
-    base = local_base(Path("x.sif"))
-    make(EvilImage(evil), base, Path(f"{EVIL}.imgdelta"), Options(), Silent())
-    check("show", f"{EVIL}.imgdelta", code=0)
-    check("verify", f"{EVIL}.imgdelta")
-    check("apply", f"{EVIL}.imgdelta", "x.sif", "-o", "z.sif", code=0)
-    check("show", "z.sif", code=0)
 
 
 def test_recipe_and_lock_with_hostile_texts(

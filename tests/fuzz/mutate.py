@@ -131,8 +131,8 @@ def in_sealed(data: bytes, change: Change) -> bytes:
         return changed
 
 
-def in_delta(data: bytes, change: Change) -> bytes:
-    """Change the description at the end of a delta, or the bytes."""
+def in_record(data: bytes, change: Change) -> bytes:
+    """Change the record at the end of a .sqsh, or the bytes."""
     if change.kind % 4 == 0 or len(data) < 16:
         return in_bytes(data, change._replace(kind=change.kind // 4))
     start = max(len(data) - 16 - int.from_bytes(data[-16:-8], "little"), 0)

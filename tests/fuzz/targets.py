@@ -28,7 +28,6 @@ from imgkit_builder.archive import compressed, oci_folder, read, sidecar, stored
 from imgkit_builder.archive.tar_read import TarStream
 from imgkit_builder.base import files
 from imgkit_builder.base.progress import Silent
-from imgkit_builder.delta import descriptor
 from imgkit_builder.image import inside
 from imgkit_builder.job import quoting as job_fields
 from imgkit_builder.job import submit
@@ -52,11 +51,13 @@ from imgkit_builder.remote import check as far_check
 from imgkit_builder.remote import gc, store
 from imgkit_builder.remote.config import Remote
 from imgkit_builder.remote.connection import Connection
-from imgkit_builder.sif import file_manifest, image, runtime_build, sqsh
+from imgkit_builder.remote.store import RemoteImage
+from imgkit_builder.sif import image, runtime_build, sqsh
+from imgkit_builder.sif.baked_facts import BakedFacts, Distribution
 from imgkit_entrypoints import fabric, facts, json_text, known_issues, system
 from imgkit_entrypoints.apps.train.options import file_arguments
 from imgkit_entrypoints.doctor import node
-from imgkit_entrypoints.errors import CheckFailed, ImgkitError
+from imgkit_entrypoints.errors import ImgkitError
 from imgkit_entrypoints.facts import elf
 from imgkit_entrypoints.launch import nccl, stop_protocol
 from imgkit_entrypoints.rules import Unfit
@@ -176,51 +177,20 @@ SUPERBLOCK = image.SUPERBLOCK.pack(image.SQUASHFS_MAGIC, 1, 0, 4096, 0, 1, 0, 96
 """The beginning of a squashfs: imgkit reads no more of one that another program wrote."""
 
 
-def _manifests() -> list[bytes]:
-    """The plain text of a file manifest."""
-    lines = [
-        {"schema": 1, "manifest": "{}", "system": "{}", "distributions": [{"name": "a", "folder": "/b"}]},
-        ["a", "f", 0o644, 0, 0, 1, "0" * 64, "01"],
-        ["b", "h", 0, 0, 0, 0, "a", ""],
-        ["c", "l", 0o777, 0, 0, 0, "../a", ""],
-        ["d", "c", 0o666, 0, 0, 0, "1,3", ""],
-    ]
-    return ["".join(json.dumps(line) + "\n" for line in lines).encode()]
-
-
-def _read_manifest(data: bytes, _: Path) -> None:
-    packed = gzip.compress(data, 1)
-    with contextlib.suppress(CheckFailed):
-        file_manifest.parse_facts(packed, where="x")
-    file_manifest.parse_records(packed, where="x")
-
-
-def _deltas() -> list[bytes]:
-    value = descriptor.Delta(
-        image_id="sha256:" + "0" * 64,
-        diff_ids=("sha256:" + "1" * 64,),
-        arch="amd64",
-        created="",
-        source="made",
-        base=descriptor.BaseSif(image_id="sha256:" + "2" * 64, root_sha256="3" * 64),
-        sha256="4" * 64,
-        size_bytes=100,
-        manifest_sha256="5" * 64,
-        manifest_bytes=50,
-        imgkit="0",
-    )
-    text = json.dumps({"schema": 1, **dataclasses.asdict(value)}).encode()
-    return [bytes(150) + text + len(text).to_bytes(8, "little") + b"IMGDELTA"]
-
-
 def _sifs() -> list[bytes]:
     """A .sif with a record and a root partition, made from its structs."""
-    record = json.dumps(
-        {
-            **{"schema": 1, "image_id": "sha256:" + "0" * 64, "diff_ids": [], "root_sha256": "0" * 64},
-            **{"runtime": "r", "compression": "c", "route": "layers", "imgkit": "0"},
-        }
-    ).encode()
+    record = image.record_text(
+        image.ImgkitRecord(
+            image_id="sha256:" + "0" * 64,
+            diff_ids=(),
+            root_sha256="0" * 64,
+            runtime="r",
+            compression="c",
+            route="stream",
+            imgkit="0",
+            facts=BakedFacts(manifest="{}", distributions=(Distribution(name="a", folder="/b"),)),
+        )
+    )
     squashfs = SUPERBLOCK
     rows, at = b"", 128 + 3 * 585
     bodies = ((image.DataType.PARTITION, squashfs, b"root"), (image.DataType.JSON, record, b"imgkit"))
@@ -241,8 +211,6 @@ def _read_sif(path: Path) -> None:
     image.squashfs(sif)
     for entry in sif.descriptors:
         image.data(sif, entry)
-    descriptor.applied(sif)
-    file_manifest.read(path)
 
 
 def _sqshs() -> list[bytes]:
@@ -265,7 +233,6 @@ def _read_sqsh(path: Path) -> None:
     sqsh.structure(path)
     sqsh.record(path)
     sqsh.digests(path)
-    file_manifest.read(path)
 
 
 # ---- JSON
@@ -434,12 +401,20 @@ FAR = Remote(name="far", address="far", folder="/x")
 
 
 def _store_answers() -> list[bytes]:
-    """Answers of a remote with the files that imgkit looks into."""
-    rows = b"home /scratch/me\ndisk /dev/a 100 40 60 40% /\nprogram there\nname a.sif\n"
-    edge = store.EDGE_BYTES
-    files = [(b"images/a.sif", sif) for sif in _sifs()] + [(b"a.imgdelta", delta) for delta in _deltas()]
-    bodies = [b"file %d %s\n%s%s" % (len(data), name, data[:edge], data[-edge:]) for name, data in files]
-    return [rows + body + b"end\n" for body in (b"", *bodies)]
+    """Answers of a remote without an image, and with one."""
+    rows = b"home /scratch/me\nprogram there\ncode " + b"c" * 64 + b"\n"
+    note = RemoteImage(
+        image_id="sha256:" + "0" * 64,
+        root_sha256="1" * 64,
+        root_offset=4096,
+        root_bytes=5,
+        sif_bytes=5000,
+        arch="amd64",
+        diff_ids=("sha256:" + "2" * 64,),
+    )
+    text = note.to_json()
+    image_row = b"image %d %s\n%s" % (len(text), note.name.encode(), text)
+    return [rows + b"end\n", rows + image_row + b"end\n"]
 
 
 def _far_check(data: bytes, _: Path) -> None:
@@ -505,10 +480,8 @@ TARGETS = (
         change=mutate.in_gzip(mutate.in_tar),
     ),
     Target(name="gzip", run=_gunzip, seeds=lambda: [gzip.compress(layer(), mtime=0)], change=mutate.in_bytes),
-    Target(name="file-manifest", run=_read_manifest, seeds=_manifests, change=mutate.in_bytes),
     Target(name="sif", run=_file(_read_sif), seeds=_sifs),
-    Target(name="sqsh", run=_file(_read_sqsh), seeds=_sqshs, change=mutate.in_delta),
-    Target(name="delta", run=_file(descriptor.read), seeds=_deltas, change=mutate.in_delta),
+    Target(name="sqsh", run=_file(_read_sqsh), seeds=_sqshs, change=mutate.in_record),
     Target(
         name="json",
         run=lambda data, _: json_text.parse(data),

@@ -23,10 +23,13 @@ from labkit import (
 )
 
 LONGEST_FIRST = (
+    "test_start_pages_real",
+    "test_action_real",
     "test_spare_pod",
     "test_training_survives",
     "test_submit_slurm_real",
-    "test_delta_real",
+    "test_transfer_real",
+    "test_run_real",
     "test_mpi_job_real",
     "test_pods_real",
     "test_line_real",

@@ -1,6 +1,6 @@
 """Faults in single calls of libc: ``python faults.py JOB FOLDER HOW ERRNO first|again``, under faults.c.
 
-JOB is save, sif, delta or apply.
+JOB is save or sif.
 
 A child of its own for each function of libc and each number of its calls does the job once, over an older
 file or not, so a sweep of many faults starts one interpreter. Prints one line of JSON for each fault.
@@ -31,7 +31,6 @@ from imgkit_builder.archive import oci_folder, sidecar, write
 from imgkit_builder.archive.sidecar import SavedArchive, SavedImage, Sidecar
 from imgkit_builder.archive.write import Saved
 from imgkit_builder.base.progress import Silent
-from imgkit_builder.delta import apply, make
 from imgkit_builder.examine import verify
 from imgkit_builder.oci.config import ImageConfig
 from imgkit_builder.sif import convert
@@ -117,41 +116,31 @@ class StoredImage:
         yield iter([exported.getvalue()])
 
 
-class Write:
-    """A verb that writes a .sif or a delta; the same input gives the same bytes."""
+class WriteSif:
+    """The verb that writes a .sif; the same input gives the same bytes."""
 
-    def __init__(self, verb: str, inputs: Path) -> None:
-        self.verb, self.inputs = verb, inputs
-        self.target = "x.imgdelta" if verb == "delta" else "x.sif"
+    target = "x.sif"
+
+    def __init__(self, inputs: Path) -> None:
+        self.inputs = inputs
         drawn = random.Random(1)  # noqa: S311 - no secret
         layers = [
             [tar_entry(f"{kind}/{count}", drawn.randbytes(20_000)) for count in range(3)] for kind in "abc"
         ]
         for count, name in enumerate(("one", "two", "three"), 1):
             (self.inputs / f"{name}.tar").write_bytes(stored_images.archive(layers[:count]))
-            self._convert(name, self.inputs / f"{name}.sif")
-        delta = self.inputs / "two.imgdelta"
-        base = make.local_base(self.inputs / "one.sif")
-        make.make(StoredImage(self.inputs / "two.tar"), base, delta, Options(), Silent())
+        self._convert("one", self.inputs / "one.sif")
+        self.old = (self.inputs / "one.sif").read_bytes()
         (self.inputs / "new").mkdir()
         self.act(self.inputs / "new")
         self.new = (self.inputs / "new" / self.target).read_bytes()
-        older = delta if verb == "delta" else self.inputs / "one.sif"
-        self.old = older.read_bytes()
 
     def prepare(self, folder: Path, *, first: bool) -> None:
         if not first:
             (folder / self.target).write_bytes(self.old)
 
     def act(self, folder: Path) -> None:
-        target, base = folder / self.target, self.inputs / "one.sif"
-        if self.verb == "sif":
-            self._convert("three", target)
-        elif self.verb == "delta":
-            image = StoredImage(self.inputs / "three.tar")
-            make.make(image, make.local_base(base), target, Options(), Silent())
-        else:
-            apply.apply(self.inputs / "two.imgdelta", base, target, Options(), Silent())
+        self._convert("three", folder / self.target)
 
     def state(self, folder: Path) -> str:
         target = folder / self.target
@@ -221,7 +210,7 @@ def main() -> None:
     name, root, how, code, before = sys.argv[1:]
     write._FLUSH_BYTES = 40_000
     with tempfile.TemporaryDirectory() as inputs:
-        job = Save() if name == "save" else Write(name, Path(inputs))
+        job = Save() if name == "save" else WriteSif(Path(inputs))
         for row in sweep(job, Path(root), how, int(code), first=before == "first"):
             print(json.dumps(row), flush=True)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from imgkit_entrypoints.errors import EXIT_NO, EXIT_TOOL_MISSING
+from imgkit_entrypoints.errors import EXIT_TOOL_MISSING
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("docker", "spython", "jinja2", "torch", "pydantic", "requests", "numpy")
@@ -158,7 +158,8 @@ def exit_code_and_compiled(folder: Path, arguments: str) -> str:
         ("sif - --no-test -o new.sif", 0),
         (f"verify {WRITTEN}/small.tar.gz", 0),
         (f"verify {WRITTEN}/small.sif", 0),
-        (f"apply {WRITTEN}/small.imgdelta foreign.tar -o new.sif", EXIT_NO),
+        (f"sif {WRITTEN}/small.tar.gz --no-test -o new.sif", 0),
+        (f"sif {WRITTEN}/small.tar.gz --format sqsh -o new.sqsh", 0),
     ],
 )
 def test_command_loads_nothing_compiled(tmp_path: Path, arguments: str, code: int) -> None:

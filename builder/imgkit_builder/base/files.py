@@ -8,7 +8,8 @@ import os
 import shutil
 import struct
 import tempfile
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -38,6 +39,7 @@ from imgkit_entrypoints.files import (
 # isort: on
 
 CHUNK_BYTES = 1 << 20
+_FLUSH_EVERY_S = 1.0
 
 # 1980-01-01: zip files and wheels, which a user may make inside the image, hold no earlier time.
 MTIME_S = 315532800
@@ -138,3 +140,38 @@ def write_cache(target: Path, text: str) -> None:
         make_own_folder(cache_dir())
         target.parent.mkdir(parents=True, exist_ok=True)
         put(target, text)
+
+
+@contextlib.contextmanager
+def flushing(path: Path) -> Iterator[None]:
+    """Write `path` to the disk while the block adds to it, so that little is left for the last fsync.
+
+    Linux begins to write a file of gigabytes only when a tenth of the memory is waiting. By then the program
+    that makes the file has often ended, and the processors would idle until the disk is done.
+
+    Raises
+    ------
+    OSError : the disk did not take all of it. A later fsync would not say so again.
+    """
+    ended = threading.Event()
+    errors: list[OSError] = []
+
+    def flush() -> None:
+        while not ended.wait(_FLUSH_EVERY_S) and not errors:
+            try:
+                with open_regular(path) as stream:
+                    os.fsync(stream.fileno())
+            except FileNotFoundError:
+                continue  # it is not there yet
+            except OSError as error:
+                errors.append(error)
+
+    thread = threading.Thread(target=flush, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+    if errors:
+        raise errors[0]

@@ -29,8 +29,6 @@ VERB_GROUPS: dict[str, dict[str, str]] = {
         "test": "images",
         "shell": "images",
         "push": "images",
-        "delta": "delta",
-        "apply": "delta",
         "lock": "lock",
     },
     "Jobs": {

@@ -157,30 +157,25 @@ def _commands(path: Path, system: SystemFacts | None) -> dict[str, str]:
 
 
 def verb_verify(
-    file: Path = typer.Argument(
-        metavar="FILE", help="An archive (.tar, .tar.gz, .tar.zst), .sif, .sqsh or delta."
-    ),
-    each_file: bool = typer.Option(
-        False, "--files", help="Unpack a .sif or .sqsh, and compare each file with its file manifest."
-    ),
+    file: Path = typer.Argument(metavar="FILE", help="An archive (.tar, .tar.gz, .tar.zst), .sif or .sqsh."),
     unpack_limit: float | None = UNPACK_LIMIT,
     as_json: bool = JSON,
     verbose: bool = VERBOSE,
 ) -> None:
-    """Check an archive, .sif, .sqsh or delta against its recorded digests.
+    """Check an archive, .sif or .sqsh against its recorded digests.
 
     Needs no Docker engine. Of an archive it checks the checksum, the one image and
-    every layer's digest; of a .sif the root partition and the delta; of a .sqsh the
+    every layer's digest; of a .sif the root partition and its record; of a .sqsh the
     checksum and its record. Exit code 1 if a check fails.
 
     \b
     Examples:
       imgkit verify mn5.tar
-      imgkit verify mn5.sif --files
+      imgkit verify mn5.sif --json
     """
     from imgkit_builder.examine import verify
 
     with reporter(as_json=as_json, verbose=verbose) as report:
         limit = gigabytes(unpack_limit)
-        results = verify.verify(file, each_file=each_file, report=report, unpack_limit_bytes=limit)
+        results = verify.verify(file, report=report, unpack_limit_bytes=limit)
     show_checks(results, as_json=as_json, file=str(file))

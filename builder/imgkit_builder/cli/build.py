@@ -155,6 +155,7 @@ def _show_image(built: BuiltImage, following: str, *, as_json: bool) -> None:
 def _show_sif(built: BuiltSif, target: Path, *, as_json: bool) -> None:
     base, following = built.base, next_line(target, "dist-train")
     data = dataclasses.asdict(built)
+    del data["record"]["facts"]
     data |= {
         "sif": data.pop("path"),
         "id": built.record.image_id,

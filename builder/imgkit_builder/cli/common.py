@@ -35,7 +35,7 @@ def complete_names(incomplete: str) -> list[str]:
     from imgkit_recipes import recipe_names
 
     names = [name for name in recipe_names() if name.startswith(incomplete)]
-    suffixes = (*RECIPE_SUFFIXES, *ARCHIVE_SUFFIXES, ".sif", ".imgdelta")
+    suffixes = (*RECIPE_SUFFIXES, *ARCHIVE_SUFFIXES, ".sif")
     folder, _, start = incomplete.rpartition("/")
     directory = Path(f"{folder}/") if "/" in incomplete else Path()
     paths = sorted(path for path in directory.glob("*") if path.name.startswith(start))
@@ -179,22 +179,24 @@ def terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def next_line(sif: Path, command: str, *, overlay: str = "") -> str:
+def next_line(sif: Path, command: str) -> str:
     """Return the command that runs `command` in `sif` with the options of the system that its image is for.
 
     An image that imgkit did not build names no system and has no ``dist-*`` commands: then it opens a shell.
     """
     from imgkit_builder.job import baked, quoting
 
-    layer = ("--overlay", overlay) if overlay else ()
     try:
-        runtime = baked.target(sif).system.runtime
+        system = baked.system_facts(sif)
     except (ImgkitError, OSError):
-        return shlex.join(("singularity", "shell", *layer, str(sif)))
+        system = None
+    if system is None:
+        return shlex.join(("singularity", "shell", str(sif)))
+    runtime = system.runtime
     on_singularity = runtime.kind == "singularity"
     program, options = (runtime.command, runtime.options) if on_singularity else ("singularity", ())
     mounts = (part for bind in runtime.binds for part in ("--bind", quoting.expanding(bind)))
-    return " ".join(map(quoting.quote, (program, "exec", *options, *mounts, *layer, str(sif), command)))
+    return " ".join(map(quoting.quote, (program, "exec", *options, *mounts, str(sif), command)))
 
 
 def show_stages(data: Mapping[str, Any], stages: Sequence[Stage], *lines: str, as_json: bool) -> None:
@@ -207,12 +209,14 @@ def show_stages(data: Mapping[str, Any], stages: Sequence[Stage], *lines: str, a
     show({**data, "seconds": seconds}, *rows, *lines, as_json=as_json)
 
 
-def result_lines(result: Converted | BuiltSif, target: Path, following: str) -> list[str]:
+def result_lines(
+    result: Converted | BuiltSif, target: Path, following: str, *, up_to_date: bool = False
+) -> list[str]:
     """Return what people read about the file that a conversion or a build has written to `target`."""
     record = result.record
     summary = f"{result.size_bytes / MB:.1f} MB  {result.arch}  {record.compression}, {record.runtime}"
     return [
-        f"{target}  {summary}{'  up to date' if result.up_to_date else ''}",
+        f"{target}  {summary}{'  up to date' if up_to_date else ''}",
         *([f"image  {record.image_id}"] if record.image_id else []),
         f"root   sha256:{record.root_sha256}",
         f"next:  {following}",

@@ -60,7 +60,7 @@ def verb_shell(
     """Open a shell in an image or .sif, without this machine's home folder and network.
 
     With --job, open it within a running job: under Slurm in a new container on a node
-    of the job, with its image, deltas, folders and variables; in a pod in the job's
+    of the job, with its image, folders and variables; in a pod in the job's
     own container.
 
     \b

@@ -27,8 +27,8 @@ from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import EXIT_NO, EXIT_USAGE, UsageError
 
 if TYPE_CHECKING:
-    from imgkit_builder.delta.descriptor import FileFacts
     from imgkit_builder.engine.images import ImageFacts
+    from imgkit_builder.examine.file_facts import FileFacts
     from imgkit_builder.recipe.model import Recipe
     from imgkit_builder.recipe.problems import Problem
 
@@ -122,10 +122,10 @@ def _list_systems(*, as_json: bool) -> None:
 
 
 def verb_show(
-    recipe: str = name_argument("RECIPE|IMAGE|FILE", "A recipe, an image, or a .sif or delta file."),
+    recipe: str = name_argument("RECIPE|IMAGE|FILE", "A recipe, an image, or a .sif or .sqsh file."),
     as_json: bool = JSON,
 ) -> None:
-    """Show a recipe, an image, a .sif or a delta.
+    """Show a recipe, an image, a .sif or a .sqsh.
 
     For a recipe, show each value and the file and line that it comes from. A name
     without a colon or slash is a recipe; write NAME:TAG for an image.
@@ -137,11 +137,11 @@ def verb_show(
       imgkit show mn5:latest
       imgkit show mn5.sif
     """
-    from imgkit_builder.delta import descriptor
+    from imgkit_builder.examine import file_facts
 
     facts: FileFacts | ImageFacts | None = None
-    if descriptor.is_file(recipe):
-        facts = descriptor.file_facts(recipe)
+    if file_facts.is_image_file(recipe):
+        facts = file_facts.read_file_facts(recipe)
     elif _is_image(recipe):
         from imgkit_builder.engine.images import image_facts
 

@@ -128,51 +128,53 @@ def check(name: str = NAME, as_json: bool = JSON) -> None:
 @_group.command("gc")
 def gc(
     name: str = NAME,
-    days: int = typer.Option(30, metavar="N", min=1, max=36500, help="Keep files used in the last N days."),
-    delete: bool = typer.Option(False, "--delete", help="Remove the unused files instead of listing them."),
+    days: int = typer.Option(
+        30, metavar="N", min=1, max=36500, help="Keep what was used in the last N days."
+    ),
+    delete: bool = typer.Option(False, "--delete", help="Remove what is unused instead of listing it."),
     as_json: bool = JSON,
 ) -> None:
-    """List unused images and deltas on a remote; --delete removes them.
+    """List unused images and code on a remote; --delete removes them.
 
-    A file is in use if it was sent or chosen in the last N days, if a run of that
-    time used it, or if a pending or running job names it. Runs, and files that imgkit
-    did not create, are never touched.
+    An image or folder of code is in use if it was sent or chosen in the last N days,
+    if a run of that time used it, or if a pending or running job names it. Runs, and
+    files that imgkit did not create, are never touched.
 
     \b
     Examples:
       imgkit remote gc mn5
       imgkit remote gc mn5 --days 7 --delete
     """
-    from imgkit_builder.remote import gc as unused_files
+    from imgkit_builder.remote import gc as collector
 
     far = connected(name)
-    unused = unused_files.find_unused(far, days)
-    removed = set(unused_files.remove(far, unused)) if delete else set()
+    unused = collector.find_unused(far, days)
+    removed = set(collector.remove(far, unused)) if delete else set()
     if unused.unknown:
-        terminal.err(f"imgkit: the files of all jobs there count as in use: {'; '.join(unused.unknown)}")
+        terminal.err(f"imgkit: what any job there names counts as in use: {'; '.join(unused.unknown)}")
     rows, lines = [], []
-    for file in unused.files:
-        is_removed = file.path in removed
+    for folder in unused.folders:
+        is_removed = folder.path in removed
         rows.append(
             {
-                "path": file.path,
-                "bytes": file.size_bytes,
-                "last_used": int(file.used_s),
+                "path": folder.path,
+                "bytes": folder.size_bytes,
+                "last_used": int(folder.used_s),
                 "removed": is_removed,
             }
         )
-        day = time.strftime("%Y-%m-%d", time.localtime(file.used_s))
+        day = time.strftime("%Y-%m-%d", time.localtime(folder.used_s))
         verdict = "" if not delete else "removed  " if is_removed else "in use   "
-        lines.append(f"{verdict}{size_text(file.size_bytes):>10}  last used {day}  {file.path}")
-    chosen = [file for file in unused.files if file.path in removed or not delete]
-    size = size_text(sum(file.size_bytes for file in chosen))
+        lines.append(f"{verdict}{size_text(folder.size_bytes):>10}  last used {day}  {folder.path}")
+    chosen = [folder for folder in unused.folders if folder.path in removed or not delete]
+    size = size_text(sum(folder.size_bytes for folder in chosen))
     if not rows:
-        lines.append(f"nothing is unused; {unused.used} files are in use")
+        lines.append(f"nothing is unused; {unused.used} in use")
     elif delete:
         rest = unused.used + len(rows) - len(chosen)
-        lines.append(f"{len(chosen)} files removed, {size}; {rest} stay")
+        lines.append(f"{len(chosen)} removed, {size}; {rest} stay")
     else:
-        lines.append(f"{len(rows)} files are unused, {size}; {unused.used} are in use")
+        lines.append(f"{len(rows)} unused, {size}; {unused.used} in use")
         lines.append(f"next: imgkit remote gc {name} --days {days} --delete")
     data = {
         "remote": name,

@@ -49,7 +49,7 @@ _UNKNOWN_HERE = ("image", "directory")
 """Values that are known only after a look at the remote."""
 _NOT_SCALED = ("--nodes", "--interactive", "--sif", "--build", "--base-from")
 """Flags of another kind of job, and the one that ``--scaling`` replaces."""
-_NOT_ON_REMOTES = ("--interactive", "--delta", "--directory", "--sif", "--build", "--base-from")
+_NOT_ON_REMOTES = ("--interactive", "--directory", "--sif", "--build", "--base-from")
 """Flags for jobs of this machine: on a remote, imgkit chooses the folder and sends the image itself."""
 
 
@@ -68,6 +68,9 @@ def verb_run(
         help="The remote (imgkit remote add; default: that of imgkit.toml), or here: this machine.",
     ),
     base: str | None = typer.Option(None, metavar="REF", help=f"With --on: {BASE_HELP}"),
+    rebuild: bool = flag_option(
+        "--rebuild", "With --on: build again, which looks up moved tags and packages without a version."
+    ),
     detach: bool = flag_option("--detach", "Submit, print the job's id, and do not follow its output."),
     bwlimit: float | None = typer.Option(
         None, metavar="MB/s", min=0.01, help="With --on: upload bandwidth limit in MB/s."
@@ -125,6 +128,7 @@ def verb_run(
         recipe=recipe,
         on=on,
         base=base,
+        rebuild=rebuild,
         detach=detach,
         bwlimit=bwlimit,
         dry_run=dry_run,
@@ -152,6 +156,7 @@ class _Options:
     recipe: str
     on: str
     base: str | None
+    rebuild: bool
     detach: bool
     bwlimit: float | None
     dry_run: bool
@@ -196,6 +201,7 @@ def _run_there(options: _Options, remote: Remote, run: Request, project: Project
             base=options.base,
             code=code,
             report=report,
+            rebuild=options.rebuild,
         )
     followed = not (options.as_json or options.detach or record.array)
     _submitted(
@@ -203,7 +209,6 @@ def _run_there(options: _Options, remote: Remote, run: Request, project: Project
         {
             "id": record.handle,
             "image": job.image,
-            "delta": job.overlay or None,
             "code": dataclasses.asdict(job.code) if job.code else None,
             "folder": str(job.directory),
             "name": job.name,
@@ -225,6 +230,7 @@ def _run_sizes(options: _Options, remote: str, run: Request, project: ProjectFil
     is_report = folder.is_dir()
     excess = [name for name in flags_in(run) if is_report or name in _NOT_SCALED]
     used: dict[str, object] = {"--bwlimit": options.bwlimit, "--verbose": options.verbose}
+    used["--rebuild"] = options.rebuild
     if is_report:
         used |= {"RECIPE": options.recipe, "COMMAND": run.command}
         used |= {"--detach": options.detach, "--dry-run": options.dry_run}
@@ -332,7 +338,11 @@ def _run_here(options: _Options, run: Request, project: ProjectFile | None) -> N
     from imgkit_builder.job import submit
     from imgkit_builder.project import origins
 
-    for name, value in (("--base", options.base), ("--bwlimit", options.bwlimit)):
+    for name, value in (
+        ("--base", options.base),
+        ("--rebuild", options.rebuild),
+        ("--bwlimit", options.bwlimit),
+    ):
         if value:
             raise UsageError(f"{name} is for a remote", where=name, hint=f"imgkit run --on NAME {name} ...")
     recipe = options.recipe or (project.recipe if project else "")

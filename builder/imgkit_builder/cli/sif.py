@@ -101,8 +101,10 @@ def verb_sif(
     target = output or Path(converted.path.name)
     following = next_line(target, "dist-train") if converted.format == "sif" else _start(converted.path)
     data = dataclasses.asdict(converted)
+    del data["record"]["facts"]  # long, and `imgkit sbom` lists the packages
     data = {"file": data.pop("path"), **data, "next": following}
-    show_stages(data, converted.stages, *result_lines(converted, target, following), as_json=as_json)
+    lines = result_lines(converted, target, following, up_to_date=converted.up_to_date)
+    show_stages(data, converted.stages, *lines, as_json=as_json)
 
 
 def _start(sqsh: Path) -> str:
@@ -110,9 +112,8 @@ def _start(sqsh: Path) -> str:
     from imgkit_builder.job import baked
 
     try:
-        baked.target(sqsh)
+        has_commands = baked.system_facts(sqsh) is not None
     except (ImgkitError, OSError):
-        command = ["--pty", "/bin/sh"]
-    else:
-        command = ["dist-train"]
+        has_commands = False
+    command = ["dist-train"] if has_commands else ["--pty", "/bin/sh"]
     return shlex.join(["srun", f"--container-image={sqsh}", *command])

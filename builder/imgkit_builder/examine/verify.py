@@ -1,4 +1,4 @@
-"""Compare an archive, .sif, .sqsh or delta with its sidecars and records. Standard library only."""
+"""Compare an archive, .sif or .sqsh with its sidecars and records. Standard library only."""
 
 from __future__ import annotations
 
@@ -11,37 +11,27 @@ from imgkit_builder.archive.sidecar import Sidecar
 from imgkit_builder.base import files
 from imgkit_builder.base.checks import Check
 from imgkit_builder.base.progress import Reporter, Silent
-from imgkit_builder.delta import descriptor
-from imgkit_builder.delta.descriptor import Delta
-from imgkit_builder.examine import unpacked
 from imgkit_builder.oci import manifest
-from imgkit_builder.sif import file_manifest, sqsh
 from imgkit_builder.sif import image as sif
-from imgkit_builder.sif.image import ImgkitRecord, SifImage
-from imgkit_builder.sif.unsquash import Squashfs
-from imgkit_entrypoints.errors import CheckFailed, ImgkitError, ToolFailed, ToolMissing, UsageError
+from imgkit_builder.sif import sqsh, unsquash
+from imgkit_builder.sif.image import ImgkitRecord
+from imgkit_entrypoints.errors import CheckFailed, ImgkitError, ToolMissing, UsageError
 
 _AGAIN = "copy it again (rsync -P resumes), or save it again"
 
 
 def verify(
-    path: Path,
-    *,
-    each_file: bool = False,
-    report: Reporter | None = None,
-    unpack_limit_bytes: int | None = None,
+    path: Path, *, report: Reporter | None = None, unpack_limit_bytes: int | None = None
 ) -> tuple[Check, ...]:
-    """Check the archive, .sif, .sqsh or delta at `path`; changes nothing.
+    """Check the archive, .sif or .sqsh at `path`; changes nothing.
 
     Parameters
     ----------
-    each_file : unpack a .sif or .sqsh to a temporary folder, and compare each file with the file manifest.
     unpack_limit_bytes : an archive that unpacks to more fails (default: `compressed.Allowance`).
 
     Raises
     ------
-    UsageError : the file is missing, or is neither an image archive, a .sif, a .sqsh nor a delta; or
-        `each_file` of something else than a .sif or .sqsh, or without room for its files.
+    UsageError : the file is missing, or is neither an image archive, a .sif nor a .sqsh.
     ToolMissing : a zstd archive needs the ``zstd`` program.
     """
     report = report or Silent()
@@ -51,18 +41,13 @@ def verify(
     except OSError as error:
         raise UsageError(f"cannot be read: {error.strerror}", where=str(path)) from error
     if sif.is_sif(path):
-        return tuple(_sif(path, report, each_file=each_file))
+        return tuple(_sif(path, report))
     if sqsh.is_sqsh(path):
-        return tuple(_sqsh(path, report, each_file=each_file))
-    if each_file:
-        message = "only a .sif or .sqsh has a file manifest to compare with"
-        raise UsageError(message, where=str(path), hint="leave out --files")
-    if descriptor.is_delta(path):
-        return tuple(_delta(path, report))
+        return tuple(_sqsh(path, report))
     compress = read.archive_compression(path)
     if compress is None:
         raise UsageError(
-            "neither an image archive (.tar, .tar.gz, .tar.zst) nor a .sif, .sqsh or delta",
+            "neither an image archive (.tar, .tar.gz, .tar.zst) nor a .sif or .sqsh",
             where=str(path),
             hint=f"it begins with {start[:16]!r}" if start else "it is empty: copy it again",
         )
@@ -157,7 +142,7 @@ def _platform(image: SelectedImage[HashedFile]) -> str:
     return f"{image.config.os}/{image.config.arch}"
 
 
-def _sif(path: Path, report: Reporter, *, each_file: bool) -> Iterator[Check]:
+def _sif(path: Path, report: Reporter) -> Iterator[Check]:
     if sidecar.sha256_path(path).exists():
         report.stage(f"read {path.name}")
         yield checksum(path, read.sha256(path, report=report), path.stat().st_size)
@@ -175,15 +160,16 @@ def _sif(path: Path, report: Reporter, *, each_file: bool) -> Iterator[Check]:
     report.stage(f"read {path.name}")
     root = _content("root partition", image.record, sif.root_sha256(path, advance=report.advance))
     yield root
-    yield from _applied_delta(image, report)
+    if image.record is not None and image.overlays:
+        text = f"{len(image.overlays)} partitions that a runtime lays over the image, and imgkit writes none"
+        yield Check("overlays", "fail", text, "convert the image again: imgkit sif")
     if root.verdict == "fail":
         yield Check("manifest", "skip", "not checked: the root partition is damaged")
         return
     yield _build_manifest(path, image.arch)
-    yield from _files(Squashfs(path=path, offset=image.root.offset), report, each_file=each_file)
 
 
-def _sqsh(path: Path, report: Reporter, *, each_file: bool) -> Iterator[Check]:
+def _sqsh(path: Path, report: Reporter) -> Iterator[Check]:
     report.stage(f"read {path.name}")
     try:
         squashed, record = sqsh.structure(path), sqsh.record(path)
@@ -200,38 +186,6 @@ def _sqsh(path: Path, report: Reporter, *, each_file: bool) -> Iterator[Check]:
         yield Check("manifest", "skip", "not checked: the squashfs is damaged")
         return
     yield _build_manifest(path, record.arch if record else "unknown")
-    yield from _files(Squashfs(path=path), report, each_file=each_file)
-
-
-def _delta(path: Path, report: Reporter) -> Iterator[Check]:
-    try:
-        delta = descriptor.read(path)
-        descriptor.manifest(path, delta)
-    except CheckFailed as error:
-        yield Check("delta", "fail", error.what, error.hint or _AGAIN)
-        return
-    report.stage(f"read {path.name}")
-    yield _delta_digest(delta, descriptor.sha256(path, delta, advance=report.advance))
-
-
-def _applied_delta(image: SifImage, report: Reporter) -> Iterator[Check]:
-    """Compare the delta in a .sif with its recorded digest."""
-    if image.record is None or not (image.record.delta_sha256 or image.overlays):
-        return
-    try:
-        delta = descriptor.applied(image)
-    except CheckFailed as error:
-        yield Check("delta", "fail", error.what, error.hint or _AGAIN)
-        return
-    if delta is not None:
-        start = image.overlays[0].offset
-        yield _delta_digest(delta, descriptor.sha256(image.path, delta, start=start, advance=report.advance))
-
-
-def _delta_digest(delta: Delta, actual: str) -> Check:
-    difference = f"its squashfs has sha256 {actual}, the record says {delta.sha256}"
-    text = f"sha256 {actual}, as recorded; {delta.source}, {delta.image_id}, over {delta.base}"
-    return _checked("delta", difference if actual != delta.sha256 else "", text)
 
 
 def _content(name: str, record: ImgkitRecord | None, actual: str) -> Check:
@@ -246,38 +200,11 @@ def _content(name: str, record: ImgkitRecord | None, actual: str) -> Check:
     return Check(name, "ok", f"sha256 {actual}, as recorded; from {source}, by {record.runtime}")
 
 
-def _files(squashfs: Squashfs, report: Reporter, *, each_file: bool) -> Iterator[Check]:
-    """Compare the file manifest with its recorded digest, and with `each_file` each file with it."""
-    name, path = "files", squashfs.path
-    try:
-        data = file_manifest.read(path)
-        if data is None:
-            if each_file:
-                yield Check(name, "skip", "it has no file manifest: imgkit did not write its files")
-            return
-        records = file_manifest.parse_records(data, where=str(path))
-        if not each_file:
-            yield Check(name, "ok", f"{len(records)} in the file manifest; --files compares each")
-            return
-        report.stage(f"unpack {path.name}")
-        different = sorted(unpacked.differences(squashfs, records))
-    except (CheckFailed, ToolFailed) as error:
-        yield Check(name, "fail", error.what, error.hint or _AGAIN)
-    except ToolMissing as error:
-        yield Check(name, "skip", f"not read: {error.what}", error.hint or "")
-    else:
-        fault = (
-            f"{len(different)} of {len(records)} differ from the file manifest: {', '.join(different[:5])}"
-        )
-        text = f"{len(records)}, each as the file manifest says"
-        yield Check(name, "fail", fault, "convert the image again") if different else Check(name, "ok", text)
-
-
 def _build_manifest(path: Path, arch: str) -> Check:
     """Read the manifest of the build, and compare it with the file."""
     name = "manifest"
     try:
-        facts = descriptor.baked_facts(path)
+        facts = unsquash.baked_facts(path)
         if not facts.manifest:
             return Check(name, "warn", f"no {manifest.MANIFEST_JSON}: imgkit did not build this image")
         built = manifest.from_json(facts.manifest)

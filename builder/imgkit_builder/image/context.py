@@ -235,6 +235,17 @@ def _refuse_large(packed: Packed) -> None:
     )
 
 
+def code_revision(recipe: Recipe) -> str:
+    """Return the revision of the recipe's folder if the image holds files of it, and "" otherwise.
+
+    An image without them does not change with an edit of that folder, and must not name its commit.
+    """
+    folder = recipe.file.parent.absolute()
+    if any(code.source.absolute().is_relative_to(folder) for code in _code(recipe)):
+        return revision(folder)
+    return ""
+
+
 def revision(folder: Path) -> str:
     """Return the git commit of `folder`, with ``-dirty`` after changes; empty where git does not track it."""
     git = (*process.GIT, "-C", folder)

@@ -1,19 +1,18 @@
-"""The system that a .sif is for, its projects and its architecture, read from its file manifest.
+"""The system that a .sif is for, its projects and its architecture, read from its record.
 
-No runtime is needed. A file that imgkit did not write has no manifest: unsquashfs reads what is needed.
+No runtime is needed. A file that imgkit did not write has no record: unsquashfs reads what is needed.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from imgkit_builder.delta import descriptor
 from imgkit_builder.oci import manifest
 from imgkit_builder.oci.manifest import InstalledProject, Manifest
 from imgkit_builder.recipe.requirements import canonical
 from imgkit_builder.recipe.targets import Target, checked
 from imgkit_builder.sif import image, runtime_files, sqsh, unsquash
-from imgkit_builder.sif.file_manifest import BakedFactsCollector, Distribution, library_folders
+from imgkit_builder.sif.baked_facts import BakedFactsCollector, Distribution, library_folders
 from imgkit_entrypoints import system
 from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
 from imgkit_entrypoints.system import SystemFacts
@@ -25,10 +24,10 @@ def target(path: Path) -> Target:
     Raises
     ------
     CheckFailed : it is damaged, or imgkit did not build its image.
-    ToolMissing : it has no file manifest, and there is no unsquashfs for its compression.
+    ToolMissing : another program wrote it, and there is no unsquashfs for its compression.
     UsageError : its system holds a value that no recipe may have.
     """
-    facts = descriptor.baked_facts(path)
+    facts = unsquash.baked_facts(path)
     if not facts.manifest or not facts.system:
         raise CheckFailed(
             "it does not name its system: imgkit did not build this image",
@@ -60,12 +59,29 @@ def target_of(image_manifest: Manifest, facts: SystemFacts, platform: str, file:
     )
 
 
-def projects(path: Path, overlay: str, name: str) -> tuple[InstalledProject, ...]:
-    """Return the projects that the .sif `path`, with the delta `overlay` over it, has by its recipe.
+def system_facts(path: Path) -> SystemFacts | None:
+    """Return the system that the .sif or .sqsh `path` names, as it stands there; None if it names none.
+
+    `target` checks the values as those of a recipe. That needs a compiled package, and one environment may
+    serve machines of several architectures.
+
+    Raises
+    ------
+    CheckFailed, ToolMissing : as of `target`.
+    """
+    text = unsquash.baked_facts(path).system
+    try:
+        return system.from_json(text) if text else None
+    except ValueError as error:
+        raise CheckFailed(f"its system cannot be read: {error}", where=str(path)) from error
+
+
+def projects(path: Path, name: str) -> tuple[InstalledProject, ...]:
+    """Return the projects that the .sif `path` has by its recipe.
 
     The project `name` is among them also if another command installed it. Raises as `target` does.
     """
-    facts = descriptor.baked_facts(path, Path(overlay) if overlay else None)
+    facts = unsquash.baked_facts(path)
     installed = manifest.from_json(facts.manifest).projects if facts.manifest else ()
     if any(project.name == name for project in installed):
         return installed
@@ -75,7 +91,7 @@ def projects(path: Path, overlay: str, name: str) -> tuple[InstalledProject, ...
 
 
 def _distributions(path: Path) -> tuple[Distribution, ...]:
-    """Return the Python packages of a .sif without a file manifest."""
+    """Return the Python packages of a .sif that another program wrote."""
     script = unsquash.read(path, [runtime_files.ENVIRONMENT]).get(runtime_files.ENVIRONMENT, b"")
     search_path = runtime_files.variables(script.decode(errors="replace")).get("PATH", "")
     patterns = [f"{lib}/python3*/*-packages/*.dist-info" for lib in library_folders(search_path)]
@@ -92,7 +108,7 @@ def _distributions(path: Path) -> tuple[Distribution, ...]:
 def has_manifest(path: Path) -> bool:
     """Return whether imgkit built the image of a .sif or .sqsh; True where this machine cannot read it."""
     try:
-        return bool(descriptor.baked_facts(path).manifest)
+        return bool(unsquash.baked_facts(path).manifest)
     except (CheckFailed, ToolMissing, UsageError):
         return True
 

@@ -34,6 +34,8 @@ from imgkit_entrypoints.errors import ToolMissing, UsageError
 from imgkit_entrypoints.system import Runtime
 
 Runner = Callable[[Sequence[str]], Finished]
+FOLDER = "imgkit-entrypoints"
+"""Folder of a job's folder with one folder of entry points for each version of their content."""
 """Runs a command where the job is submitted, to its end; exit code 127 where a program is missing."""
 
 _CHOOSE = "choose one: --python PATH of the image, or --activate 'COMMAND' that puts one on PATH"
@@ -101,7 +103,7 @@ def bind(job: Job, run: Runner | None = None) -> Job:
     if seen.built and seen.entry_points and not chosen:
         return job
     _refuse(job, seen)
-    folder = f"{job.directory}/deltas/{name_of(job)}"
+    folder = f"{job.directory}/{FOLDER}/{name_of(job)}"
     entry_points = BoundEntryPoints(
         version=__version__,
         folder=quoting.check("--directory", folder),
@@ -124,7 +126,7 @@ def name_of(job: Job) -> str:
     digest = hashlib.sha256()
     for name, data in members(job):
         digest.update(f"{name} {len(data)}\n".encode() + data)
-    return f"entrypoints-{__version__}-{digest.hexdigest()[:12]}"
+    return f"{__version__}-{digest.hexdigest()[:12]}"
 
 
 def write(job: Job) -> None:

@@ -14,10 +14,9 @@ from pathlib import Path
 from imgkit_builder.base import process
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.base.sizes import size_text
-from imgkit_builder.delta.code import CodeFile, CodeTree
-from imgkit_builder.delta.descriptor import CODE_PLACE
 from imgkit_builder.image.context import LargeContext
 from imgkit_builder.job import baked
+from imgkit_builder.job.code_tree import CODE_PLACE, CodeFile, CodeTree
 from imgkit_builder.job.request import CodeRecord, Job, Request
 from imgkit_builder.oci.manifest import InstalledProject
 from imgkit_builder.recipe import sources
@@ -90,7 +89,7 @@ def _projects(folder: Path, entries: Iterable[CodeFile]) -> Iterator[InstalledPr
         yield from (InstalledProject(name=project_name(file)) for file in nearest)
 
 
-def refuse_unused(code: CodeFolder, recipe: Target, sif: Path | None, overlay: str = "") -> None:
+def refuse_unused(code: CodeFolder, recipe: Target, sif: Path | None) -> None:
     """Refuse code with a project that Python finds elsewhere in the image: that would run, and not the code.
 
     Parameters
@@ -101,7 +100,7 @@ def refuse_unused(code: CodeFolder, recipe: Target, sif: Path | None, overlay: s
     ------
     UsageError : names the recipe's line where it is known, and what to write there.
     """
-    _refuse_unused(code.projects, f"--code {code.folder}", recipe, sif, overlay)
+    _refuse_unused(code.projects, f"--code {code.folder}", recipe, sif)
 
 
 def refuse_unused_bind(job: Job, sif: Path | None) -> None:
@@ -111,14 +110,12 @@ def refuse_unused_bind(job: Job, sif: Path | None) -> None:
         file = Path(source, PYPROJECT)
         if f"{target or source}/".startswith(f"/{CODE_PLACE}/") and file.is_file():
             sent = InstalledProject(name=project_name(file), folder=posixpath.normpath(target or source))
-            _refuse_unused([sent], f"--bind {text}", job.recipe, sif, job.overlay)
+            _refuse_unused([sent], f"--bind {text}", job.recipe, sif)
 
 
-def _refuse_unused(
-    projects: Sequence[InstalledProject], flag: str, recipe: Target, sif: Path | None, overlay: str
-) -> None:
+def _refuse_unused(projects: Sequence[InstalledProject], flag: str, recipe: Target, sif: Path | None) -> None:
     own_name = next((project.name for project in projects if project.folder in ("", f"/{CODE_PLACE}")), "")
-    installed = recipe.projects if sif is None else baked.projects(sif, overlay, own_name)
+    installed = recipe.projects if sif is None else baked.projects(sif, own_name)
     for sent in projects:
         for project in installed:
             if project.name == sent.name and (not project.folder or project.folder != sent.folder):

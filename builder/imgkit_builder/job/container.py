@@ -11,13 +11,13 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from imgkit_builder.base import files
-from imgkit_builder.delta.descriptor import CODE_PLACE, Delta
 from imgkit_builder.image.wheel import PACKAGE
 from imgkit_builder.job import pyxis, quoting
+from imgkit_builder.job.code_tree import CODE_PLACE
 from imgkit_builder.job.request import CodeRecord, Job
 from imgkit_builder.sif import sqsh
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.launch import delta_check
+from imgkit_entrypoints.launch import mounted_code
 from imgkit_entrypoints.rules import SITE_VARIABLE, site_variables
 from imgkit_entrypoints.system import HOST, HOST_FOLDERS, JOB_FOLDER, SYSTEM_JSON, Partition
 
@@ -89,10 +89,9 @@ def start(job: Job, command: Sequence[str], *, forward: Sequence[str] = ()) -> t
 
 def _singularity(job: Job, verb: str) -> tuple[str, ...]:
     """The command of singularity up to the image."""
-    overlay = ("--overlay", f"{job.overlay}:ro") if job.overlay else ()
     binds = (argument for bind in _mounts(job) for argument in ("--bind", quoting.expanding(bind)))
     pwd = ("--pwd", job.workdir) if job.workdir else ()  # apptainer's --cwd is newer
-    return (program(job), QUIET, verb, *options(job), *overlay, *binds, *pwd, job.image)
+    return (program(job), QUIET, verb, *options(job), *binds, *pwd, job.image)
 
 
 _ACTIVATE = """\
@@ -247,7 +246,7 @@ def _listed_libraries(job: Job) -> tuple[str, ...]:
 
 def _mounts(job: Job) -> tuple[str, ...]:
     """What the container mounts of the host, ``SRC[:DEST[:ro]]``: code, libraries, folders, entry points."""
-    code = (f"/{CODE_PLACE}", delta_check.CODE_JSON) if job.code else ()
+    code = (f"/{CODE_PLACE}", mounted_code.CODE_JSON) if job.code else ()
     entry_points: tuple[str, ...] = ()
     if job.bound:
         folder, site = job.bound.folder, job.bound.site
@@ -299,15 +298,9 @@ def _docker_options(job: Job, forward: Sequence[str]) -> tuple[str, ...]:
     )
 
 
-def laid_over(job: Job, overlay: str, delta: Delta) -> Job:
-    """`job`, which was resolved with its .sif alone, with `delta` over it, at the nodes' path `overlay`."""
-    env = {delta_check.VARIABLE: delta.image_id, **job.env}
-    return dataclasses.replace(job, overlay=quoting.check("--delta", overlay), delta=delta, env=env)
-
-
 def with_code(job: Job, code: CodeRecord, folder: str) -> Job:
     """Return `job` with the code over its image; `folder` is its path on the nodes."""
-    env = {delta_check.CODE_VARIABLE: code.sha256, **job.env}
+    env = {mounted_code.CODE_VARIABLE: code.sha256, **job.env}
     return dataclasses.replace(job, code=code, code_folder=quoting.check("--code", folder), env=env)
 
 

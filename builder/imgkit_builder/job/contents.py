@@ -1,6 +1,5 @@
-"""What a job's container holds: the image, the delta over it, folders and variables, as the recipe and the
-request say. A value that its runtime cannot use, or that others could read, is refused.
-"""
+"""What a job's container holds: the image, folders and variables, as the recipe and the request say. A value
+that its runtime cannot use, or that others could read, is refused."""
 
 from __future__ import annotations
 
@@ -9,14 +8,12 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from imgkit_builder.delta import descriptor
-from imgkit_builder.delta.descriptor import CODE_PLACE, Delta
 from imgkit_builder.job import pyxis, quoting
+from imgkit_builder.job.code_tree import CODE_PLACE
 from imgkit_builder.job.request import Job, Request, RunBy, declared
 from imgkit_builder.recipe.targets import Target
 from imgkit_entrypoints import secret_patterns
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.launch import delta_check
 from imgkit_entrypoints.rollcall.secret import VARIABLE
 
 
@@ -78,7 +75,6 @@ def filled(job: Job, *, passes_names: bool) -> Job:
     """
     request, run_by, directory = job.request, job.run_by, job.directory
     _refuse_code(request, run_by)
-    path, delta = _overlay(request, run_by, directory)
     folder = _workdir(job.recipe, request, run_by)
     secret_file = _secret_file(request, directory)
     settings = {
@@ -88,29 +84,13 @@ def filled(job: Job, *, passes_names: bool) -> Job:
     }
     return dataclasses.replace(
         job,
-        overlay=path,
-        delta=delta,
         binds=_binds(job.recipe, request, run_by, directory),
         workdir=folder,
-        env=_environment(request, run_by, Path(job.image), delta),
+        env=_environment(request),
         names=_names(request, passes_names),
         env_file=_env_file(request, run_by, directory),
         settings={**job.settings, **{name: value for name, value in settings.items() if value}},
     )
-
-
-def _overlay(request: Request, run_by: RunBy, directory: Path) -> tuple[str, Delta | None]:
-    """Path of the delta and its descriptor, which is read here or in the folder of the job."""
-    if request.delta is None:
-        return "", None
-    delta = descriptor.read(request.delta if request.delta.exists() else directory / request.delta)
-    if run_by != "singularity":
-        raise UsageError(
-            f"a delta is mounted over a .sif, but {run_by} does not run a .sif",
-            where="--delta",
-            hint="leave it out",
-        )
-    return quoting.check("--delta", str(directory / request.delta)), delta
 
 
 def _refuse_code(request: Request, run_by: RunBy) -> None:
@@ -126,7 +106,7 @@ def _refuse_code(request: Request, run_by: RunBy) -> None:
         raise UsageError(
             f"the code is mounted over a .sif, but {run_by} does not run one",
             where="--code",
-            hint=f"leave it out; a folder that all nodes see: --bind DIR:/{descriptor.CODE_PLACE}",
+            hint=f"leave it out; a folder that all nodes see: --bind DIR:/{CODE_PLACE}",
         )
 
 
@@ -162,19 +142,9 @@ def doubts(job: Job) -> Iterator[str]:
         yield from pyxis.doubts(job)
 
 
-def _environment(request: Request, run_by: RunBy, path: Path, delta: Delta | None) -> Mapping[str, str]:
-    """Variables that are set inside the container; the user's own win.
-
-    One is the image id that the container's commands must find, if there is a delta: given, or in the .sif
-    here. It is set inside, because ``--cleanenv`` of a runtime must not switch the check off.
-    """
-    from imgkit_builder.sif import image as sif
-
-    if delta is None and run_by == "singularity" and sif.is_sif(path):
-        header = sif.read(path)
-        delta = descriptor.applied(header) if header.record and header.record.delta_sha256 else None
-    values = {delta_check.VARIABLE: delta.image_id} if delta else {}
-    return {**values, **dict(variable(text) for text in request.env if "=" in text)}
+def _environment(request: Request) -> Mapping[str, str]:
+    """Return the variables that the user sets inside the container by ``--env NAME=VALUE``."""
+    return dict(variable(text) for text in request.env if "=" in text)
 
 
 def refuse_secrets(recipe: Target, request: Request) -> None:

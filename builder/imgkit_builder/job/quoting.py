@@ -38,7 +38,6 @@ FIELDS: Mapping[str, Field] = {
     "--queue": _WORD,
     "--qos": _WORD,
     "--directory": _PATH,
-    "--delta": _PATH,
     "--code": _PATH,
     "--secret-file": _PATH,
     "--env-file": _PATH,

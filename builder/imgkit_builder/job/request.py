@@ -19,7 +19,6 @@ from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.schedulers.placement import Size
 
 if TYPE_CHECKING:
-    from imgkit_builder.delta.descriptor import Delta
     from imgkit_builder.recipe.targets import Target
 
 
@@ -169,9 +168,6 @@ class NodeRequest:
 class ContainerRequest:
     """What the command finds in its container."""
 
-    delta: Path | None = flag(
-        None, metavar="X.imgdelta", help="Delta to mount over the .sif, which stays as it is (imgkit delta)."
-    )
     code: Path | None = flag(
         None, metavar="DIR", help="Folder of code to mount over /workspace of the image, without a build."
     )
@@ -334,21 +330,17 @@ class Container:
     image: str
     """Path of a .sif, an image reference, or without a container the virtual environment, if any."""
     run_by: RunBy
-    overlay: str = ""
-    """Path of a delta over `image`; empty if there is none."""
-    delta: Delta | None = None
-    """The descriptor of `overlay`."""
     binds: tuple[str, ...] = ()
     workdir: str = ""
     """Folder of the container in which the command starts; empty: that of the job."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Variables that are set inside the container: the user's own, and the delta's id."""
+    """Variables that are set inside the container: the user's own, and the digest of the code."""
     names: tuple[str, ...] = ()
     """Further variables of the user: their values are in no text, but where the job is submitted."""
     env_file: str = ""
     """Path of a file with more of them; empty if there is none."""
     code: CodeRecord | None = None
-    """The code over the image and its delta; None if there is none."""
+    """The code over the image; None if there is none."""
     code_folder: str = ""
     """Path on the nodes of the folder that holds it."""
     bound: BoundEntryPoints | None = None
@@ -483,7 +475,7 @@ class SubmittedJob(QueuedJob):
     """When, UTC."""
     command: tuple[str, ...] = ()
     image_id: str = ""
-    """The image with its delta; empty where that is not known."""
+    """The image; empty where that is not known."""
     state: JobState = ""
     """What imgkit last knew."""
     cancelled: bool = False

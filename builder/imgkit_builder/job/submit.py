@@ -20,7 +20,6 @@ from pathlib import Path
 
 from imgkit_builder.base import files, process
 from imgkit_builder.base.progress import Reporter, Silent
-from imgkit_builder.delta import descriptor
 from imgkit_builder.job import baked, bound, container, pyxis, quoting, systems
 from imgkit_builder.job import code as code_of
 from imgkit_builder.job.code import CodeFolder
@@ -119,7 +118,7 @@ def prepare(recipe: str | Path, request: Request, code: CodeFolder | None = None
     sif = Path(job.image) if image.is_sif(Path(job.image)) else None
     code_of.refuse_unused_bind(job, sif)
     if code is not None:
-        code_of.refuse_unused(code, target, sif, job.overlay)
+        code_of.refuse_unused(code, target, sif)
         code_of.refuse_shadowed(code, job)
         job = container.with_code(job, code.record, str(job.directory / CODE_FOLDER / code.record.sha256))
         warnings = code_of.hidden_file_warnings(code, Path(job.image))
@@ -207,25 +206,13 @@ def _check_source(request: Request) -> None:
 
 
 def _check_sif(job: Job) -> None:
-    path, delta = Path(job.image), job.delta
+    path = Path(job.image)
     if not path.exists():
         raise UsageError(
             f"no image {path}", where="--image", hint=f"imgkit sif {job.recipe.name}, or --image PATH"
         )
     if path.is_dir():
         return  # a sandbox: singularity runs it too
-    if delta is not None:
-        if sqsh.is_sqsh(path):
-            message = f"a delta lies over a .sif, and {path} is a .sqsh"
-            raise UsageError(message, where="--delta", hint="leave it out, or name the .sif: --image PATH")
-        if not Path(job.overlay).is_file():
-            message, hint = f"no file {job.overlay}", "copy it there, next to the .sif"
-            raise UsageError(message, where="--delta", hint=hint)
-        base = descriptor.base_of(image.read(path))
-        if base != delta.base:
-            message = f"{job.overlay} lies over {delta.base}, but {path} is {base}"
-            hint = f"imgkit delta {job.recipe.name} --against {path.name}, for this .sif"
-            raise UsageError(message, where="--delta", hint=hint)
     if foreign := foreign_image(job):
         raise foreign
 
@@ -354,8 +341,8 @@ def need_id(record: SubmittedJob) -> SubmittedJob:
 def _image_id(job: Job) -> str:
     if job.makes_image:
         return ""  # the image is still to be made
-    if job.delta is not None or not image.is_sif(Path(job.image)):
-        return job.delta.image_id if job.delta else ""
+    if not image.is_sif(Path(job.image)):
+        return ""
     record = image.read(Path(job.image)).record
     return record.image_id if record else ""
 

@@ -81,7 +81,8 @@ class Manifest:
     wheel_sha256: str
     """Digest of the imgkit_entrypoints wheel in the image."""
     revision: str = ""
-    """git commit of the recipe's folder, with ``-dirty`` after changes; empty outside git."""
+    """git commit of the recipe's folder, with ``-dirty`` after changes; empty outside git, and where the
+    image has no files of that folder."""
     projects: tuple[InstalledProject, ...] = ()
     """What the recipe's pip steps install of the user's own."""
     workdir: str = ""

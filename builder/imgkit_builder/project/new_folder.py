@@ -20,7 +20,7 @@ from imgkit_entrypoints.errors import UsageError
 PROGRAM = "train.py"
 GITIGNORE = ".gitignore"
 _TIME = "30m"
-_OUTPUTS = ("runs/", "*.sif", "*.imgdelta")
+_OUTPUTS = ("runs/", "*.sif")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

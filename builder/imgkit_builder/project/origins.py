@@ -90,7 +90,7 @@ def of_job(job: Job, flags: Request, project: ProjectFile | None) -> Iterator[Va
     # Every field has the name of its flag, so that one table serves flags, file and recipe.
     for name, (value, *keys) in _single_values(job).items():
         flag = flag_of.get(name, "")
-        if value or flag or name not in ("delta", "code"):
+        if value or flag or name != "code":
             # The first key that the recipe states counts: cpus_per_gpu before cpus.
             paths = [tuple(key.split(".")) for key in keys]
             default = next((positions[path] for path in paths if path in positions), None)
@@ -131,7 +131,6 @@ def _single_values(job: Job) -> dict[str, tuple[Any, ...]]:
         **allocation,
         "qos": (job.qos, "system.queue.qos"),
         **image,
-        "delta": (job.overlay,),
         "code": (job.request.code,),
         "runtime": (job.run_by, "system.runtime.kind"),
         "stop-before": (job.stop_before_s,),

@@ -13,7 +13,6 @@ from imgkit_builder.job.code import CodeFolder
 from imgkit_builder.remote import transfer
 from imgkit_builder.remote.connection import Connection
 from imgkit_builder.remote.store import Store
-from imgkit_builder.remote.transfer import Source
 
 _SIMILAR = 3
 """Number of folders on the remote in which rsync looks for equal files."""
@@ -35,9 +34,15 @@ def upload(connection: Connection, code: CodeFolder, store: Store, report: Repor
         # A copy: what rsync reads is what the digest names, even if somebody edits a file meanwhile.
         copy = Path(work, "code")
         code.tree.write(copy)
-        source = Source(
-            path=copy, label="code", size_bytes=code.tree.size_bytes, similar=store.code[:_SIMILAR]
+        sent = transfer.send_folder(
+            connection,
+            copy,
+            label="code",
+            size_bytes=code.tree.size_bytes,
+            home=store.home,
+            target=target,
+            similar=store.code[:_SIMILAR],
+            report=report,
         )
-        sent = transfer.upload(connection, source, home=store.home, target=target, report=report)
     report.note(f"sent: code{f': {sent}' if sent else ''}")
     return target

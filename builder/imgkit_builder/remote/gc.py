@@ -1,62 +1,65 @@
 """Find what nothing uses any more in a store, and remove it; whatever imgkit has not named stays.
 
-A file is in use if it was written or chosen lately, if a job that has not ended names it, or if a run of late
-used it. ``jobs/ID`` in the store, which the submission writes, says what a job names.
+An image or a folder of code is in use if it was sent or chosen lately, if a job that has not ended names it,
+or if a run of late used it. ``jobs/ID`` in the store, which the submission writes, says what a job names.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from imgkit_builder.job import systems
 from imgkit_builder.job.quoting import is_job_id
 from imgkit_builder.remote import jobs
 from imgkit_builder.remote.connection import Connection, unreadable
+from imgkit_builder.remote.store import IMAGE_NAME, SIF, RemoteImage
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 
 DAY_S = 86400
-_FILE = r"[0-9a-f]{64}-[0-9a-f]{12}\.(sif|imgdelta)"
-_FOLDER = r"[0-9a-f]{64}"
-# A complete file, one that a removal has put aside, and what rsync makes of an incoming one.
-_PATH = re.compile(
-    rf"(images|deltas)/({_FILE}|\.{_FILE}\.gone|\.incoming/(\.imgkit-part/)?\.?{_FILE}(\.\w+)*)"
-    rf"|code/(\.incoming/)?({_FOLDER}|\.{_FOLDER}\.gone)"
-)
-"""Names that imgkit gives."""
+_NAME = rf"(?:{IMAGE_NAME.pattern}|[0-9a-f]{{64}})"
+# A complete folder, one that a removal has put aside, and one that arrives.
+_PATH = re.compile(rf"(images|code)/(\.incoming/)?({_NAME}|\.{_NAME}\.gone)")
+"""Names that imgkit gives to folders in a store."""
 
-_LIST = """\
-cd -- "$folder" 2> /dev/null || { echo "clock $(date +%s)"; echo end; exit 0; }
+# The time of an image's .sif counts as well as that of its folder: a submission renews it.
+_LIST = f"""\
+cd -- "$folder" 2> /dev/null || {{ echo "clock $(date +%s)"; echo end; exit 0; }}
 echo "clock $(date +%s)"
-for place in images deltas; do
-    if [ -d "$place" ]; then find "$place/" -maxdepth 3 -type f -printf 'file %T@ %s %p\\n'; fi
-done
-for path in code/* code/.*.gone code/.incoming/* code/.incoming/.*.gone; do
+for path in images/* images/.*.gone images/.incoming/* images/.incoming/.*.gone \\
+    code/* code/.*.gone code/.incoming/* code/.incoming/.*.gone; do
     if [ -d "$path" ] && [ ! -L "$path" ]; then
-        find "$path" -maxdepth 0 -printf 'file %T@ '
-        echo "$(($(du -sk "$path" | cut -f 1) * 1024)) $path"
+        times=$(find "$path" -maxdepth 1 \\( -path "$path" -o -name {SIF} \\) -printf '%T@\\n')
+        time=$(printf '%s\\n' "$times" | sort -n | tail -n 1)
+        links=$(find "$path" -maxdepth 1 -name {SIF} -printf %n)
+        echo "folder ${{time%%.*}} $(($(du -sk "$path" | cut -f 1) * 1024)) ${{links:-1}} $path"
     fi
 done
-if [ -d runs ]; then find runs/ -mindepth 1 -maxdepth 1 -printf 'run %T@ %f\\n'; fi
+if [ -d runs ]; then
+    find runs/ -mindepth 1 -maxdepth 1 -printf 'run %T@ %f\\n'
+    for file in runs/*/result; do
+        if [ -f "$file" ]; then echo "result $(tail -n 1 "$file" | head -c 200) $file"; fi
+    done
+fi
 if [ -d jobs ]; then
     find jobs/ -maxdepth 1 -type f -printf 'job %T@ %f\\n'
-    find jobs/ -maxdepth 1 -type f -exec grep '' /dev/null {} + | sed 's/^/note /'
+    find jobs/ -maxdepth 1 -type f -exec grep '' /dev/null {{}} + | sed 's/^/note /'
 fi
 echo end
 """
-# A file is put aside first: a submission that chooses it meanwhile either renews its time, or misses it and
+# A folder is put aside first: a submission that chooses it meanwhile either renews its time, or misses it and
 # says so. In both cases no job waits for a file that is gone.
-_REMOVE = """\
+_REMOVE = f"""\
 cd -- "$folder" || exit 1
-while IFS= read -r file; do
-    name=${file##*/}
-    case $name in .*.gone) aside=$file ;; *) aside=${file%/*}/.${name#.}.gone ;; esac
-    if [ "$aside" != "$file" ]; then mv -T -f -- "$file" "$aside" 2> /dev/null || continue; fi
-    if [ -n "$(find "$aside" -maxdepth 0 -newermt "@$before")" ]; then
-        mv -T -f -- "$aside" "$file"
+while IFS= read -r path; do
+    name=${{path##*/}}
+    case $name in .*.gone) aside=$path ;; *) aside=${{path%/*}}/.$name.gone ;; esac
+    if [ "$aside" != "$path" ]; then mv -T -f -- "$path" "$aside" 2> /dev/null || continue; fi
+    if [ -n "$(find "$aside" -maxdepth 1 \\( -path "$aside" -o -name {SIF} \\) -newermt "@$before")" ]; then
+        mv -T -f -- "$aside" "$path"
     elif rm -rf -- "$aside"; then
-        echo "removed $file"
+        echo "removed $path"
     fi
 done
 for id; do rm -f -- "jobs/$id"; done
@@ -64,14 +67,16 @@ for id; do rm -f -- "jobs/$id"; done
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredFile:
-    """A file of imgkit's in a store, or a folder of code."""
+class StoredFolder:
+    """An image or a folder of code in a store."""
 
     path: str
     """Relative to the remote's folder."""
     size_bytes: int
     used_s: float
     """Time at which it was last used, by the remote's clock."""
+    is_linked: bool = False
+    """Whether the image's file has another name, which somebody gave it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,25 +86,38 @@ class JobNote:
     id: str
     system: str
     """The system, or ``SYSTEM;CLUSTER``."""
-    files: tuple[str, ...]
+    folders: tuple[str, ...]
+    """Paths of the image and of the code that the job uses, as in `StoredFolder`."""
     used_s: float
     """Time of its submission, or of the last change in its run folder."""
+    is_resumable: bool = False
+    """Whether it has a run folder, and no word in it that the program ended well."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreListing:
+    """All that is in a store."""
+
+    folders: tuple[StoredFolder, ...]
+    notes: tuple[JobNote, ...]
+    clock_s: float
+    """The time there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unused:
     """What a store could lose."""
 
-    files: tuple[StoredFile, ...]
+    folders: tuple[StoredFolder, ...]
     """Oldest first."""
     used: int
-    """Number of files in use."""
+    """Number of folders in use."""
     ended_jobs: tuple[str, ...]
     """Ids of old jobs whose notes are needed no more."""
     before_s: float
     """What was used since then is in use."""
     unknown: tuple[str, ...]
-    """Why the files of some jobs all count as in use; empty where the scheduler has answered."""
+    """Why the folders of some jobs all count as in use; empty where the scheduler has answered."""
 
 
 def find_unused(connection: Connection, days: int) -> Unused:
@@ -110,22 +128,62 @@ def find_unused(connection: Connection, days: int) -> Unused:
     Cut, ScriptFailed : the remote cannot be reached, or cannot list its files.
     ToolFailed : its answer is cut short.
     """
-    output = connection.run(_LIST, {"folder": connection.remote.folder})
-    files, notes, clock_s = parse(output, connection.remote.name)
-    waiting = {name: unfinished(connection, name) for name in dict.fromkeys(note.system for note in notes)}
-    return choose(files, notes, waiting, clock_s - days * DAY_S)
+    listing = _list(connection)
+    return choose(listing, _waiting_jobs(connection, listing), listing.clock_s - days * DAY_S)
+
+
+def find_superseded(
+    connection: Connection, images: Sequence[RemoteImage], current: RemoteImage
+) -> tuple[Unused, Mapping[str, RemoteImage]]:
+    """Return the older images of the project of `current` that nobody needs, and all older ones by their
+    paths.
+
+    The newest of them stays, so that a step back sends nothing. An image stays as well if a job that has not
+    ended or a run that can be resumed uses it, or if its file has another name.
+
+    Parameters
+    ----------
+    images : those in the store, the newest first.
+
+    Raises
+    ------
+    As of `find_unused`.
+    """
+    older = [image for image in images if image.project == current.project and image.name != current.name]
+    by_path = {f"images/{image.name}": image for image in older[1:]}
+    if not by_path:
+        return Unused(folders=(), used=0, ended_jobs=(), before_s=0, unknown=()), {}
+    listing = _list(connection)
+    waiting = _waiting_jobs(connection, listing)
+    needed: set[str] = set()
+    for note in listing.notes:
+        if note.is_resumable or _may_run(note, waiting):
+            needed.update(note.folders)
+    folders = tuple(
+        folder
+        for folder in listing.folders
+        if folder.path in by_path and folder.path not in needed and not folder.is_linked
+    )
+    unused = Unused(
+        folders=folders,
+        used=len(by_path) - len(folders),
+        ended_jobs=(),
+        before_s=listing.clock_s,
+        unknown=_reasons(waiting),
+    )
+    return unused, by_path
 
 
 def remove(connection: Connection, unused: Unused) -> tuple[str, ...]:
-    """Remove these files; return the paths of those that nothing has used meanwhile.
+    """Remove these folders; return the paths of those that nothing has used meanwhile.
 
     Raises
     ------
     Cut, ScriptFailed : the remote cannot be reached; the same call resumes.
     """
-    if not unused.files and not unused.ended_jobs:
+    if not unused.folders and not unused.ended_jobs:
         return ()
-    names = "".join(f"{file.path}\n" for file in unused.files)
+    names = "".join(f"{folder.path}\n" for folder in unused.folders)
     values = {"folder": connection.remote.folder, "before": str(int(unused.before_s))}
     output = connection.answer(
         connection.stream(_REMOVE, values, args=unused.ended_jobs, data=[names.encode()])
@@ -134,10 +192,12 @@ def remove(connection: Connection, unused: Unused) -> tuple[str, ...]:
     return tuple(row.removeprefix("removed ") for row in rows if row.startswith("removed "))
 
 
-def parse(output: bytes, remote: str) -> tuple[tuple[StoredFile, ...], tuple[JobNote, ...], float]:
-    """Return the files, notes of jobs and the clock of `remote` in its answer.
+def _list(connection: Connection) -> StoreListing:
+    return parse(connection.run(_LIST, {"folder": connection.remote.folder}), connection.remote.name)
 
-    Lines that imgkit does not know are left out.
+
+def parse(output: bytes, remote: str) -> StoreListing:
+    """Return what the answer of `remote` says about its store; lines that imgkit does not know are left out.
 
     Raises
     ------
@@ -147,15 +207,24 @@ def parse(output: bytes, remote: str) -> tuple[tuple[StoredFile, ...], tuple[Job
     clock = re.fullmatch(r"clock (\d{1,12})", rows[0]) if rows else None
     if clock is None or rows[-1] != "end":
         raise unreadable(remote, output)
-    files: list[StoredFile] = []
+    folders: list[StoredFolder] = []
     changed_s: dict[str, dict[str, float]] = {"run": {}, "job": {}}
     lines: dict[str, list[str]] = {}
+    ended_well: set[str] = set()
     for row in rows[1:-1]:
-        if match := re.fullmatch(r"file (\d{1,12})(?:\.\d*)? (\d{1,18}) (.+)", row):
-            if _PATH.fullmatch(match[3]):
-                files.append(StoredFile(path=match[3], size_bytes=int(match[2]), used_s=int(match[1])))
+        if match := re.fullmatch(r"folder (\d{1,12}) (\d{1,18}) (\d{1,9}) (.+)", row):
+            if _PATH.fullmatch(match[4]):
+                folder = StoredFolder(
+                    path=match[4],
+                    size_bytes=int(match[2]),
+                    used_s=int(match[1]),
+                    is_linked=int(match[3]) > 1,
+                )
+                folders.append(folder)
         elif match := re.fullmatch(r"(run|job) (\d{1,12})(?:\.\d*)? (.+)", row):
             changed_s[match[1]][match[3]] = int(match[2])
+        elif match := re.fullmatch(r"result \S+ 0 runs/(.+)/result", row):
+            ended_well.add(match[1])
         elif match := re.fullmatch(r"note jobs/([^:]+):(.*)", row):
             lines.setdefault(match[1], []).append(match[2])
     notes = []
@@ -163,17 +232,19 @@ def parse(output: bytes, remote: str) -> tuple[tuple[StoredFile, ...], tuple[Job
         if not is_job_id(name):
             continue
         system, job, *paths = [*lines.get(name, []), "", ""]
-        used_s = max(time_s, changed_s["run"].get(f"{job}-{name}", 0))
-        notes.append(JobNote(id=name, system=system, files=tuple(filter(None, paths)), used_s=used_s))
-    return tuple(files), tuple(notes), float(clock[1])
+        run = f"{job}-{name}"
+        note = JobNote(
+            id=name,
+            system=system,
+            folders=tuple(path.removesuffix(f"/{SIF}") for path in paths if path),
+            used_s=max(time_s, changed_s["run"].get(run, 0)),
+            is_resumable=run in changed_s["run"] and run not in ended_well,
+        )
+        notes.append(note)
+    return StoreListing(folders=tuple(folders), notes=tuple(notes), clock_s=float(clock[1]))
 
 
-def choose(
-    files: Iterable[StoredFile],
-    notes: Sequence[JobNote],
-    waiting: Mapping[str, Collection[str] | str],
-    before_s: float,
-) -> Unused:
+def choose(listing: StoreListing, waiting: Mapping[str, Collection[str] | str], before_s: float) -> Unused:
     """Return what nothing uses.
 
     Parameters
@@ -183,22 +254,37 @@ def choose(
     """
     used: set[str] = set()
     ended_jobs = []
-    for note in notes:
-        ids = waiting[note.system]
-        if isinstance(ids, str) or note.id in ids or note.used_s >= before_s:
-            used.update(note.files)
+    for note in listing.notes:
+        if _may_run(note, waiting) or note.used_s >= before_s:
+            used.update(note.folders)
         else:
             ended_jobs.append(note.id)
-    all_files = tuple(files)
-    unused = [file for file in all_files if file.path not in used and file.used_s < before_s]
-    unused.sort(key=lambda file: (file.used_s, file.path))
+    unused = [folder for folder in listing.folders if folder.path not in used and folder.used_s < before_s]
+    unused.sort(key=lambda folder: (folder.used_s, folder.path))
     return Unused(
-        files=tuple(unused),
-        used=len(all_files) - len(unused),
+        folders=tuple(unused),
+        used=len(listing.folders) - len(unused),
         ended_jobs=tuple(ended_jobs),
         before_s=before_s,
-        unknown=tuple(reason for reason in waiting.values() if isinstance(reason, str)),
+        unknown=_reasons(waiting),
     )
+
+
+def _may_run(note: JobNote, waiting: Mapping[str, Collection[str] | str]) -> bool:
+    """Return whether the job has not ended, or nobody knows."""
+    ids = waiting[note.system]
+    return isinstance(ids, str) or note.id in ids
+
+
+def _reasons(waiting: Mapping[str, Collection[str] | str]) -> tuple[str, ...]:
+    """Return why nobody knows the waiting jobs of some systems."""
+    return tuple(reason for reason in waiting.values() if isinstance(reason, str))
+
+
+def _waiting_jobs(connection: Connection, listing: StoreListing) -> Mapping[str, Collection[str] | str]:
+    """Return `unfinished` of each system that a job of the listing names."""
+    names = dict.fromkeys(note.system for note in listing.notes)
+    return {name: unfinished(connection, name) for name in names}
 
 
 def unfinished(connection: Connection, name: str) -> Collection[str] | str:

@@ -18,21 +18,20 @@ from imgkit_builder.job.submit import submitted
 from imgkit_builder.recipe.targets import Target
 from imgkit_builder.remote import transfer
 from imgkit_builder.remote.connection import FIND_PROGRAM, Connection, Cut, ScriptFailed
-from imgkit_builder.remote.transfer import Source
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 
 ATTEMPTS = 5
 """Connections in a row that show nothing before following gives up."""
 
-# Its first arguments are the system, the job's name, its .sif, its delta and its code: the note in jobs/
-# tells `imgkit remote gc` what the job uses. No variable holds them before the submission, since the user's
+# Its first arguments are the system, the job's name, its .sif and its code: the note in jobs/ tells
+# `imgkit remote gc` what the job uses. No variable holds them before the submission, since the user's
 # variables have any name.
 _SUBMIT = (
     FIND_PROGRAM
     + """\
 cd -- "$folder" || exit 1
 (
-    for file in "$3" ${4:+"$4"} ${5:+"$5"}; do
+    for file in "$3" ${4:+"$4"}; do
         touch -c -- "$file" 2> /dev/null
         if [ ! -e "$file" ]; then
             echo "$file has been removed meanwhile; run the command again to send it" >&2
@@ -40,13 +39,13 @@ cd -- "$folder" || exit 1
         fi
     done
 ) || exit 1
-answer=$(shift 5 && exec "$@") || exit
+answer=$(shift 4 && exec "$@") || exit
 printf '%s\\n' "$answer"
 answer=$(printf '%s\\n' "$answer" | tail -n 1)
 id=${answer%%;*}
 case $id in
     '' | [!A-Za-z0-9]* | *..* | *[!]A-Za-z0-9_.[+-]*) ;;
-    *) printf '%s\\n' "$1${answer#"$id"}" "$2" "$3" ${4:+"$4"} ${5:+"$5"} > "jobs/$id" ;;
+    *) printf '%s\\n' "$1${answer#"$id"}" "$2" "$3" ${4:+"$4"} > "jobs/$id" ;;
 esac 2> /dev/null
 exit 0
 """
@@ -102,8 +101,15 @@ def send_entry_points(connection: Connection, job: Job, report: Reporter) -> Non
         path = Path(work, name)
         bound.write(dataclasses.replace(job, bound=dataclasses.replace(job.bound, folder=str(path))))
         size_bytes = sum(len(data) for _, data in bound.members(job))
-        source = Source(path=path, label="entry points", size_bytes=size_bytes)
-        transfer.upload(connection, source, home=home, target=f"./{name}", report=report)
+        transfer.send_folder(
+            connection,
+            path,
+            label="entry points",
+            size_bytes=size_bytes,
+            home=home,
+            target=f"./{name}",
+            report=report,
+        )
 
 
 def submit(connection: Connection, job: Job, script: Script) -> SubmittedJob:
@@ -114,7 +120,7 @@ def submit(connection: Connection, job: Job, script: Script) -> SubmittedJob:
     ToolFailed : the scheduler refused; quotes its message. Or the connection was lost, and the job may wait.
     """
     remote = connection.remote
-    folder, used = str(job.directory), (job.image, job.overlay, job.code_folder)
+    folder, used = str(job.directory), (job.image, job.code_folder)
     # In the script, which goes through standard input: no argument list holds a value.
     values = {name: os.environ[name] for name in job.names}
     export = f"export {' '.join(job.names)}\n" if job.names else ""

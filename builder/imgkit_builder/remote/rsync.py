@@ -15,6 +15,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from imgkit_builder.base import files, process
@@ -43,13 +44,31 @@ _CONNECTION_LOST = (10, 12, 30, 35, SSH_FAILED)
 _OPTIONS = (f"--partial-dir={PARTIAL}", "--timeout=60", "--progress", "--stats")
 _SERVER = FIND_PROGRAM + f'umask 077\ncd -- "$folder" || exit {NO_FOLDER}\nexec "$@"\n'
 _POSITION = re.compile(rb"\r\s*([\d,.']+)\s+(\d+)%")
-_STATISTICS = re.compile(r"files transferred: ([\d,.']+)\s.*file size: ([\d,.']+)", re.DOTALL)
+_STATISTICS = re.compile(
+    r"files transferred: ([\d,.']+)\s.*file size: ([\d,.']+)(?:.*Literal data: ([\d,.']+))?", re.DOTALL
+)
+"""``Number of regular files transferred: 2 ... Total transferred file size: 4,096 bytes``, and what of it was
+new."""
 _TAIL_BYTES = 1 << 14
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transferred:
+    """What one run of rsync has done."""
+
+    files: int
+    size_bytes: int
+    """Size of these files."""
+    new_bytes: int
+    """What of it the other side did not have."""
+
+    def __str__(self) -> str:
+        return f"{self.files} file{'' if self.files == 1 else 's'}, {size_text(self.size_bytes)}"
 
 
 def run(
     connection: Connection, folder: str, args: Sequence[str], report: Reporter, size_bytes: int | None = None
-) -> str:
+) -> Transferred | None:
     """Run rsync with `args`, where ``remote:PATH`` is below the `folder` of the remote.
 
     Parameters
@@ -58,7 +77,7 @@ def run(
 
     Returns
     -------
-    What was transferred, for a message: ``2 files, 4.1 kB``. Empty if rsync does not say it.
+    What was transferred; None if rsync does not say it.
 
     Raises
     ------
@@ -99,7 +118,7 @@ def run(
             raise connection.explained(code, error.errors, host) from error
 
 
-def _follow(argv: Sequence[str], report: Reporter, size_bytes: int | None) -> str:
+def _follow(argv: Sequence[str], report: Reporter, size_bytes: int | None) -> Transferred | None:
     """Run rsync, and report the bytes of finished files and of the current one."""
     finished_bytes, tail = 0, b""
     for chunk in process.through(argv, ()):
@@ -110,9 +129,12 @@ def _follow(argv: Sequence[str], report: Reporter, size_bytes: int | None) -> st
             finished_bytes = position if match[2] == b"100" else finished_bytes
     statistics = _STATISTICS.search(tail.decode(errors="replace"))
     if statistics is None:
-        return ""
-    number = _number(statistics[1])
-    return f"{number} file{'' if number == 1 else 's'}, {size_text(_number(statistics[2]))}"
+        return None
+    return Transferred(
+        files=_number(statistics[1]),
+        size_bytes=_number(statistics[2]),
+        new_bytes=_number(statistics[3] or statistics[2]),
+    )
 
 
 def _number(text: str) -> int:

@@ -1,30 +1,42 @@
-"""imgkit's folder on a remote: its `FOLDERS`, ``runs`` and ``jobs``; and which image a job can use."""
+"""imgkit's folder on a remote, and what is in it.
+
+::
+
+    images/IMAGE-ROOT/image.sif     a whole .sif: the image's id, and the start of its content's digest
+    images/IMAGE-ROOT/image.json    `RemoteImage`
+    code/DIGEST/                    a folder of code that jobs bind
+    runs/NAME-ID/                   the files of a job
+    jobs/ID                         what a job uses, for `gc`
+
+Each image has a folder of its own because rsync finds an older version of a file only under the same name. A
+folder without a leading dot is complete: it got its name by one rename.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import json
 import re
-import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from imgkit_builder.base import files
-from imgkit_builder.delta import descriptor
-from imgkit_builder.delta.descriptor import Delta
 from imgkit_builder.job import quoting
 from imgkit_builder.remote.config import Remote
 from imgkit_builder.remote.connection import FIND_PROGRAM, Connection, unreadable
-from imgkit_builder.sif import file_manifest, image
-from imgkit_builder.sif.image import SifImage
-from imgkit_entrypoints.errors import CheckFailed, UsageError
+from imgkit_builder.sif import image
+from imgkit_entrypoints import json_text
+from imgkit_entrypoints.errors import UsageError
 
-EDGE_BYTES = 32768
-"""What is read from each end of a .sif: the table is in the first, imgkit's record in the last."""
-
-FOLDERS = ("images", "deltas", "code")
+FOLDERS = ("images", "code")
 """Folders of what imgkit sends."""
+SIF = "image.sif"
+NOTE = "image.json"
+IMAGE_NAME = re.compile(r"[0-9a-f]{64}-[0-9a-f]{12}")
+"""The name of an image's folder."""
+_NOTE_SCHEMA = 1
+_MOST_NOTE_BYTES = 1 << 16
+"""A note with 500 layers has 40 kB."""
 
 FIND_OWNER = """\
 owner=
@@ -34,102 +46,141 @@ fi
 """
 """Names the folder's owner if that is another user, who could exchange what this user's jobs start."""
 
-_SHOW = """\
-show() {
-    if [ -f "$1" ] && size=$(wc -c < "$1"); then
-        echo "file $((size)) ${1##*/}"
-        head -c "$edge" "$1"
-        tail -c "$edge" "$1"
-    fi
-}
-"""
-"""Prints a file's size, name and both ends."""
-
-# Code and output of a run may be private, and a umask may be wide: what imgkit makes is closed.
-# imgkit remote gc spares what was chosen lately, by its time.
+# Code and output of a run may be private, and a umask may be wide: what imgkit makes is closed. `imgkit
+# remote gc` spares code that was chosen lately, by its time.
 _LOOK = (
     FIND_PROGRAM
-    + _SHOW
     + """\
 umask 077
 mkdir -p -- "$folder" || exit 1
 """
     + FIND_OWNER
-    + """\
+    + f"""\
 if [ -n "$owner" ]; then echo end; exit 0; fi
-cd -- "$folder" && mkdir -p {folders} runs jobs || exit 1
+cd -- "$folder" && mkdir -p {" ".join(FOLDERS)} runs jobs || exit 1
 echo "home $(pwd -P)"
 if command -v "$program" > /dev/null 2>&1; then echo "program there"; fi
-for file in images/*.sif; do echo "name ${file#images/}"; done
 ls -t code | sed 's/^/code /'
 touch -c -- "code/$code" 2> /dev/null
-for file in images/"$image"-*.sif deltas/"$image"-*.imgdelta; do
-    show "$file"
-    touch -c -- "$file" 2> /dev/null
+ls -t images | while IFS= read -r name; do
+    note=images/$name/{NOTE}
+    if [ -f "images/$name/{SIF}" ] && size=$(wc -c < "$note"); then
+        echo "image $((size)) $name"
+        cat "$note"
+    fi
 done
 echo end
-""".replace("{folders}", " ".join(FOLDERS))
-)
-
-
-_MOST_BASES = 8
-_BASES = (
-    _SHOW
-    + """\
-cd -- "$folder/images" || exit 1
-ls -t | head -n "$most" | while IFS= read -r file; do show "./$file"; done
-echo end
 """
 )
-_READ_MANIFEST = """\
-tail -c "+$start" -- "$folder/images/$name" | head -c "$size"
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredDelta:
-    """A delta that the remote has, over a .sif that it has."""
+class RemoteImage:
+    """An image in a store: the content of the file `NOTE` beside its .sif."""
 
-    name: str
-    base: str
-    """Name of the .sif."""
-    delta: Delta
+    image_id: str
+    """``sha256:...`` of the image's configuration; of an image that imgkit did not build, of its content."""
+    root_sha256: str
+    """Hex digest of the root partition."""
+    root_offset: int
+    """Byte of the .sif at which the root partition begins."""
+    root_bytes: int
+    sif_bytes: int
+    arch: str
+    diff_ids: tuple[str, ...] = ()
+    """``sha256:...`` of each layer, lowest first; empty for an image that imgkit did not build."""
+    title: str = ""
+    """The .sif's name where it was sent from, for people: ``letters.sif``."""
+    context_sha256: str = ""
+    """Digest of the build context of an image that `imgkit run` built; empty for a file that was named."""
+    project: str = ""
+    """The project whose run sent the image: host and folder."""
+
+    @property
+    def name(self) -> str:
+        """Return the name of the image's folder in ``images``."""
+        return f"{self.image_id.removeprefix('sha256:')}-{self.root_sha256[:12]}"
+
+    @property
+    def path(self) -> str:
+        """Return the path of the .sif below the remote's folder."""
+        return f"images/{self.name}/{SIF}"
+
+    def to_json(self) -> bytes:
+        """Return the text of the note."""
+        return json.dumps({"schema": _NOTE_SCHEMA, **dataclasses.asdict(self)}).encode() + b"\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Store:
-    """What a remote has for one image."""
+    """What a remote has."""
 
     home: str
     """Absolute path of imgkit's folder there."""
     has_program: bool
     """Whether the scheduler's program is there."""
-    images: tuple[str, ...]
-    """Names in ``images`` of complete .sif files of the image, by their own records."""
-    deltas: tuple[StoredDelta, ...]
-    """Deltas that make the image."""
-    names: tuple[str, ...]
-    """All names in ``images``; a file is renamed into place when it is complete."""
+    images: tuple[RemoteImage, ...]
+    """The image that changed last comes first."""
     code: tuple[str, ...]
     """Digests of the folders of code, the last used first."""
 
+    def find_image(self, image_id: str, root_sha256: str = "") -> RemoteImage | None:
+        """Return an image with this id, and with this content if `root_sha256` is not empty."""
+        for stored in self.images:
+            if stored.image_id == image_id and root_sha256 in ("", stored.root_sha256):
+                return stored
+        return None
 
-def delta_name(delta: Delta) -> str:
-    """Return the name of a delta in the store."""
-    return image.name_in_store(delta.image_id, delta.sha256, ".imgdelta")
+    def find_built(self, context_sha256: str) -> RemoteImage | None:
+        """Return the image that was built from a build context."""
+        for stored in self.images:
+            if context_sha256 and stored.context_sha256 == context_sha256:
+                return stored
+        return None
+
+    def closest_image(self, new: RemoteImage) -> RemoteImage | None:
+        """Return the image that has most layers of `new`, or else its title. Return None if there is none."""
+        closest = None
+        best = (0, False)
+        for stored in self.images:
+            if stored.arch != new.arch:
+                continue
+            likeness = (len({*stored.diff_ids} & {*new.diff_ids}), stored.title == new.title)
+            if likeness > best:
+                closest, best = stored, likeness
+        return closest
 
 
-def look(
-    connection: Connection, *, image_id: str, program: str, file_name: str = "", code: str = ""
-) -> Store:
+def describe_sif(path: Path, *, context_sha256: str = "", project: str = "") -> RemoteImage:
+    """Return the note about a .sif that is here. The digest of an image of others stands for its id.
+
+    Raises
+    ------
+    CheckFailed : it is no .sif, or has no root partition.
+    """
+    sif = image.read(path)
+    root, record = sif.require_root(), sif.record
+    root_sha256 = record.root_sha256 if record else image.root_sha256(path)
+    return RemoteImage(
+        image_id=(record.image_id if record else "") or f"sha256:{root_sha256}",
+        root_sha256=root_sha256,
+        root_offset=root.offset,
+        root_bytes=root.size_bytes,
+        sif_bytes=sif.size_bytes,
+        arch=sif.arch,
+        diff_ids=record.diff_ids if record else (),
+        title=path.name,
+        context_sha256=context_sha256,
+        project=project,
+    )
+
+
+def look(connection: Connection, *, program: str, code: str = "") -> Store:
     """Make the store where it is absent, and see what it has: one round trip.
 
     Parameters
     ----------
-    image_id : ``sha256:...`` of the image's configuration; at most 64 KiB of each .sif of it are read. Empty:
-        the store has no part in the image.
     program : the scheduler's program.
-    file_name : the one name that counts; default: any .sif of the image alone, without a delta.
     code : digest of the code that the job uses.
 
     Raises
@@ -137,67 +188,12 @@ def look(
     Cut, ScriptFailed : the remote cannot be reached, or the folder cannot be made.
     ToolFailed, UsageError : as of `read`.
     """
-    digest = image_id.removeprefix("sha256:")
-    if image_id and not re.fullmatch(r"[0-9a-f]{64}", digest):
-        raise UsageError(f"{image_id!r} is not an image id", hint="imgkit build, or imgkit sif, makes one")
-    values = {"folder": connection.remote.folder, "program": program, "image": digest, "code": code}
-    output = connection.run(_LOOK, {**values, "edge": str(EDGE_BYTES)})
-    return read(output, connection.remote, file_name=file_name)
+    values = {"folder": connection.remote.folder, "program": program, "code": code}
+    return read(connection.run(_LOOK, values), connection.remote)
 
 
-def closest_base(connection: Connection, diff_ids: Collection[str], arch: str) -> SifImage | None:
-    """Return the .sif with a file manifest there that shares most layers; None if there is none.
-
-    Only the `_MOST_BASES` last used ones are looked at, at 64 KiB each.
-
-    Parameters
-    ----------
-    diff_ids : layers of the image that is to lie over it.
-
-    Raises
-    ------
-    As `look`.
-    """
-    values = {"folder": connection.remote.folder, "edge": str(EDGE_BYTES), "most": str(_MOST_BASES)}
-    closest, most_shared = None, 0
-    for key, value, body in _rows(connection.run(_BASES, values), connection.remote):
-        size, _, name = value.partition(" ")
-        if key != "file":
-            continue
-        with _sparse_copy(int(size), body) as path:
-            sif = _read_sif(path, name)
-        record = sif.record if sif else None
-        if sif and record and record.manifest_sha256 and not record.delta_sha256 and sif.arch == arch:
-            shared = len({*record.diff_ids} & {*diff_ids})
-            if shared > most_shared:
-                closest, most_shared = dataclasses.replace(sif, path=Path(name)), shared
-    return closest
-
-
-def read_manifest(connection: Connection, sif: SifImage) -> bytes:
-    """Return the file manifest of a .sif there, which `closest_base` has found.
-
-    Raises
-    ------
-    CheckFailed : it is not the one that the record of the .sif names.
-    Cut, ScriptFailed : the remote cannot be reached, or the .sif cannot be read.
-    """
-    assert sif.record is not None  # noqa: S101 - the caller has looked
-    size_bytes = sif.record.manifest_bytes
-    values = {"folder": connection.remote.folder, "name": sif.path.name}
-    values |= {"start": str(sif.manifest_offset + 1), "size": str(size_bytes)}
-    data = bytearray()
-    with contextlib.closing(connection.stream(_READ_MANIFEST, values)) as chunks:
-        for chunk in chunks:
-            data += chunk
-            if len(data) > size_bytes:
-                break
-    file_manifest.refuse_other(bytes(data), sif.record.manifest_sha256, where=sif.path.name)
-    return bytes(data)
-
-
-def read(output: bytes, remote: Remote, *, file_name: str = "") -> Store:
-    """Return what the answer `output` says about the store of `remote`; `file_name` is as of `look`.
+def read(output: bytes, remote: Remote) -> Store:
+    """Return what the answer `output` says about the store of `remote`.
 
     Raises
     ------
@@ -205,34 +201,23 @@ def read(output: bytes, remote: Remote, *, file_name: str = "") -> Store:
     UsageError : the folder belongs to another user, or its path cannot be used in a job.
     """
     values = {"home": "", "owner": "", "program": ""}
-    names, code, images, deltas = list[str](), list[str](), list[str](), list[StoredDelta]()
-    for key, value, body in _rows(output, remote):
+    code: list[str] = []
+    images: list[RemoteImage] = []
+    for key, value, note in _rows(output, remote):
         if key in values:
             values[key] = value
-        elif key == "name":
-            names.append(value)
         elif key == "code" and re.fullmatch(r"[0-9a-f]{64}", value):
             code.append(value)
-        elif key == "file":
-            size, _, name = value.partition(" ")
-            with _sparse_copy(int(size), body) as path:  # a size that `_rows` has read
-                if name.endswith(".imgdelta"):
-                    deltas += _read_delta(path, name, names)
-                elif sif := _read_sif(path, name):
-                    is_alone = sif.record is not None and not sif.record.delta_sha256
-                    if name == file_name if file_name else is_alone:
-                        images.append(name)
+        elif key == "image":
+            stored = _parse_note(note)
+            if stored is not None and stored.name == value and IMAGE_NAME.fullmatch(value):
+                images.append(stored)
     if not values["home"] and not values["owner"]:
         raise unreadable(remote.name, output)
     if error := home_error(values["home"], values["owner"], remote):
         raise error
     return Store(
-        home=values["home"],
-        has_program=bool(values["program"]),
-        images=tuple(images),
-        deltas=tuple(deltas),
-        names=tuple(names),
-        code=tuple(code),
+        home=values["home"], has_program=bool(values["program"]), images=tuple(images), code=tuple(code)
     )
 
 
@@ -268,7 +253,7 @@ def free_bytes(row: str) -> int | None:
 
 
 def _rows(output: bytes, remote: Remote) -> Iterator[tuple[str, str, bytes]]:
-    """Yield the lines of the answer: a key, its value, and both ends of a file behind its line.
+    """Yield the lines of the answer: a key, its value, and the note that follows the line of an image.
 
     Raises
     ------
@@ -280,50 +265,24 @@ def _rows(output: bytes, remote: Remote) -> Iterator[tuple[str, str, bytes]]:
         position = end + 1
         if key == "end":
             return
-        body = b""
-        if key == "file":
-            size = re.match(r"\d{1,13} ", value, re.ASCII)  # file systems take a hole of 9 TB
-            if size is None:
+        note = b""
+        if key == "image":
+            size, _, value = value.partition(" ")
+            if not re.fullmatch(r"\d{1,9}", size, re.ASCII):
                 break
-            length = 2 * min(int(size[0]), EDGE_BYTES)
-            body = output[position : position + length]
-            position += length
-        yield key, value, body
+            note = output[position : position + int(size)]
+            position += int(size)
+        yield key, value, note
     raise unreadable(remote.name, output)
 
 
-@contextlib.contextmanager
-def _sparse_copy(size: int, body: bytes) -> Iterator[Path]:
-    """Yield a file of that size with both ends of it in `body`, and a hole between them.
-
-    The readers of .sif files and deltas need no more.
-    """
-    edge = len(body) // 2
-    with tempfile.TemporaryDirectory(prefix="imgkit-") as folder:
-        path = Path(folder, "copy")
-        with files.create(path) as stream:
-            stream.write(body[:edge])
-            stream.truncate(size)
-            stream.seek(max(0, size - edge))
-            stream.write(body[edge:])
-        yield path
-
-
-def _read_sif(path: Path, name: str) -> SifImage | None:
-    """Return the .sif, if it is complete, and has the name that its record gives it, or no record."""
+def _parse_note(note: bytes) -> RemoteImage | None:
+    """Return the image that a note describes. Return None if the note is damaged or of another version."""
     try:
-        sif = image.read(path)
-        return sif if sif.record is None or name == image.store_name(sif.record) else None
-    except (CheckFailed, UsageError):
+        values = json_text.parse(note, most_bytes=_MOST_NOTE_BYTES)
+        if values.pop("schema") != _NOTE_SCHEMA:
+            return None
+        stored: RemoteImage = json_text.read(RemoteImage, values, "it", closed=True)
+    except (ValueError, TypeError, KeyError, AttributeError):
         return None
-
-
-def _read_delta(path: Path, name: str, images: list[str]) -> Iterator[StoredDelta]:
-    """Yield the delta, if it is complete, has the name that it gives itself, and its base is in `images`."""
-    try:
-        delta = descriptor.read(path)
-    except (CheckFailed, UsageError):
-        return
-    base = image.name_in_store(delta.base.image_id, delta.base.root_sha256)
-    if name == delta_name(delta) and base in images:
-        yield StoredDelta(name=name, base=base, delta=delta)
+    return stored

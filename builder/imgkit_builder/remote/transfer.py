@@ -1,16 +1,26 @@
-"""Send a file or a folder into the store with rsync, complete or not at all, through connections that break.
+"""Send a folder into the store with rsync, complete or not at all, through connections that break.
 
 It arrives in ``.incoming`` beside its target, where a later attempt goes on with what is there, and gets its
-name by one rename: a file when its sha256 is that of the local file, a folder when rsync has compared all of
-it. Two attempts at once write the same bytes to the same places, so neither harms the other.
+name by one rename when all of it has been compared. Two attempts at once write the same bytes to the same
+places, so neither harms the other.
+
+An older image on the remote is the basis of a new one: rsync sends only the blocks that the basis lacks.
+Tried with rsync 3.2.7:
+
+* It looks for the basis under the same file name, in the folder that ``--copy-dest`` names.
+* That folder must be an absolute path. 3.2.7 and 3.4.3 of Debian fail with a relative one that holds ``..``.
+* What arrived of a file before the connection broke replaces the basis, and all the rest would be sent. So
+  the rest of the basis is put behind it before the next attempt.
+* Without ``--ignore-times``, a basis of the same size and time would be taken for the file itself.
 """
 
 from __future__ import annotations
 
 import re
+import shlex
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +29,8 @@ from imgkit_builder.base.progress import Reporter
 from imgkit_builder.base.sizes import size_text
 from imgkit_builder.remote import rsync
 from imgkit_builder.remote.connection import Connection, Cut, ScriptFailed, unreadable
-from imgkit_builder.remote.store import free_bytes
+from imgkit_builder.remote.rsync import Transferred
+from imgkit_builder.remote.store import NOTE, SIF, RemoteImage, free_bytes
 from imgkit_entrypoints.errors import CheckFailed
 
 ATTEMPTS = 4
@@ -30,54 +41,92 @@ _FULL_DISK = re.compile(r"(No space left on device|Disk quota exceeded) \(\d+\)"
 """The text and number of the system's error, as rsync prints them: ``mkstemp "..." failed: TEXT (28)``."""
 
 # When a connection is lost, rsync there moves what it has into the folder for partial files: at once, or at
-# its time limit.
-_PREPARE = """\
+# its time limit. Where it was killed, its temporary file stays beside that folder. The file `joined` holds
+# the size of a partial image before the rest of the basis was put behind it, and after.
+_PREPARE = f"""\
 umask 077
-cd -- "$home" && mkdir -p -- "$folder/.incoming" || exit 1
+cd -- "$home" || exit 1
+arrived=0
+if [ -d "$folder/.incoming/$name" ]; then
+    arrived=$(($(du -sk "$folder/.incoming/$name" | cut -f 1) * 1024))
+fi
+mkdir -p -- "$folder/.incoming/$name" && cd -- "$folder/.incoming/$name" || exit 1
 for second in $wait; do
-    [ -n "$(find "$folder/.incoming" -maxdepth 1 -name ".$name.*" -mmin -1)" ] || break
+    [ -n "$(find . -maxdepth 1 -name ".{SIF}.*" -mmin -1)" ] || break
     sleep 1
 done
 # rsync goes on in the part of a file, which its mode may forbid: code is read-only.
-find "$folder/.incoming/$name" "$folder/.incoming/$partial/$name" -type f -path "*/$partial/*" \
-    -exec chmod u+w {} + 2> /dev/null
-echo "disk $(df -Pk "$folder" | tail -n 1)"
-kib=0
-for path in "$folder/.incoming/$name" "$folder/.incoming/$partial/$name"; do
-    set -- $(du -sk "$path" 2> /dev/null)
-    kib=$((kib + ${1:-0}))
+find . -type f -path "*/$partial/*" -exec chmod u+w {{}} + 2> /dev/null
+for file in .{SIF}.*; do
+    if [ -f "$file" ]; then mkdir -p "$partial" && mv -f -- "$file" "$partial/{SIF}"; fi
 done
-echo "arrived $((kib * 1024))"
+echo "disk $(df -Pk . | tail -n 1)"
+if [ -f "$partial/{SIF}" ]; then
+    arrived=$(wc -c < "$partial/{SIF}")
+    read -r before after 2> /dev/null < "$partial/joined"
+    if [ "$after" = "$((arrived))" ]; then arrived=$before; fi
+fi
+echo "arrived $((arrived))"
+"""
+_JOIN = f"""\
+cd -- "$home/$folder/.incoming/$name/$partial" 2> /dev/null && [ -f {SIF} ] || exit 0
+basis_file=$home/$folder/$basis/{SIF}
+before=$(wc -c < {SIF}) && after=$(wc -c < "$basis_file") || exit 1
+if [ "$before" -lt "$after" ]; then
+    tail -c "+$((before + 1))" -- "$basis_file" >> {SIF} && echo "$((before)) $((after))" > joined
+fi
 """
 # Another transfer of the same content may do the rename at any moment.
-_PUBLISH = """\
+_PUBLISH = f"""\
 cd -- "$home/$folder" || exit 1
 if [ -d ".incoming/$name" ]; then
-    find ".incoming/$name" -name "$partial" -prune -exec rm -rf {} +
-elif [ -f ".incoming/$name" ]; then
-    set -- $(sha256sum < ".incoming/$name")
-    if [ "$1" != "$sum" ]; then rm -f -- ".incoming/$name" && echo different; exit; fi
+    find ".incoming/$name" -name "$partial" -prune -exec rm -rf {{}} +
+    if [ -n "$sum" ]; then
+        set -- $(tail -c "+$start" ".incoming/$name/{SIF}" | head -c "$length" | sha256sum)
+        if [ "$1" != "$sum" ]; then rm -rf -- ".incoming/$name" && echo different; exit; fi
+        touch -c -- ".incoming/$name/{SIF}"
+        sync -- ".incoming/$name/{SIF}" 2> /dev/null
+    fi
+    touch -c -- ".incoming/$name"
+    mv -T -f -- ".incoming/$name" "$name" 2> /dev/null || rm -rf -- ".incoming/$name"
 fi
-touch -c -- ".incoming/$name"
-mv -T -f -- ".incoming/$name" "$name" 2> /dev/null
 if [ -e "$name" ]; then echo published; else echo "$name cannot be made" >&2; exit 1; fi
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A file or a folder to send."""
+    """A folder to send."""
 
     path: Path
     label: str
     """What messages call it."""
     size_bytes: int
-    similar: Sequence[str] = ()
-    """Names of folders beside the target, whose equal files are linked there and not sent."""
+    options: tuple[str, ...]
+    """Options of rsync for this kind of content."""
+    image: RemoteImage | None = None
+    """The image whose .sif is in the folder; None for a folder of something else."""
+    basis: str = ""
+    """Name of an older image on the remote; empty if there is none."""
 
 
-def upload(connection: Connection, source: Source, *, home: str, target: str, report: Reporter) -> str:
-    """Make `source` appear as `target`, ``FOLDER/NAME``, in the folder `home` of the remote.
+def send_folder(
+    connection: Connection,
+    path: Path,
+    *,
+    label: str,
+    size_bytes: int,
+    home: str,
+    target: str,
+    similar: tuple[str, ...] = (),
+    report: Reporter,
+) -> Transferred | None:
+    """Make the folder `path` appear as `target`, ``FOLDER/NAME``, in the folder `home` of the remote.
+
+    Parameters
+    ----------
+    label : what messages call it.
+    similar : names of folders beside the target, whose equal files are linked there and not sent.
 
     Returns
     -------
@@ -87,9 +136,55 @@ def upload(connection: Connection, source: Source, *, home: str, target: str, re
     ------
     Cut : the connection was lost too often; the same call resumes later.
     ToolMissing : there is no rsync, here or there.
-    CheckFailed : the disk there is too full, or the file changed while it was sent.
+    CheckFailed : the disk there is too full.
     ScriptFailed : a command there failed.
     """
+    links = tuple(f"--link-dest={rsync.FOLDER}/{name}" for name in similar)
+    options = ("--links", "--checksum", *links)
+    source = Source(path=path, label=label, size_bytes=size_bytes, options=options)
+    return _upload(connection, source, home=home, target=target, report=report)
+
+
+def send_image(
+    connection: Connection,
+    sif: Path,
+    image: RemoteImage,
+    *,
+    home: str,
+    basis: RemoteImage | None,
+    report: Reporter,
+) -> Transferred | None:
+    """Make the .sif appear as `image` in the folder `home` of the remote.
+
+    Parameters
+    ----------
+    basis : an older image there, whose blocks need not be sent.
+
+    Returns, raises
+    ---------------
+    As `send_folder`; CheckFailed also if the file changed while it was sent.
+    """
+    copies = (f"--copy-dest={rsync.FOLDER}/{basis.name}",) if basis else ()
+    with tempfile.TemporaryDirectory(prefix="imgkit-") as work:
+        folder = Path(work, image.name)
+        folder.mkdir()
+        (folder / SIF).symlink_to(sif.absolute())
+        files.put(folder / NOTE, image.to_json().decode())
+        source = Source(
+            path=folder,
+            label="image",
+            size_bytes=image.sif_bytes,
+            options=("--copy-links", "--ignore-times", *copies),
+            image=image,
+            basis=basis.name if basis else "",
+        )
+        return _upload(connection, source, home=home, target=f"images/{image.name}", report=report)
+
+
+def _upload(
+    connection: Connection, source: Source, *, home: str, target: str, report: Reporter
+) -> Transferred | None:
+    """Send `source` until it has arrived, connecting again where the connection is lost."""
     folder, _, name = target.rpartition("/")
     values = {"home": home, "folder": folder, "name": name, "partial": rsync.PARTIAL}
     remote = connection.remote.name
@@ -104,8 +199,7 @@ def upload(connection: Connection, source: Source, *, home: str, target: str, re
             report.stage(f"send the {source.label} to {remote}")
             sent = _send(connection, values, source, report)
             report.stage(f"check the {source.label} on {remote}")
-            digest = _sha256(source) if source.path.is_file() else ""
-            answer = connection.run(_PUBLISH, {**values, "sum": digest}, by_transfer=True)
+            answer = connection.run(_PUBLISH, {**values, **_root_values(source.image)}, by_transfer=True)
         except Cut as error:
             failures += 1
             if reached_bytes < 0 or failures >= ATTEMPTS:
@@ -118,20 +212,31 @@ def upload(connection: Connection, source: Source, *, home: str, target: str, re
             return sent
         if answer != b"different\n":
             raise unreadable(remote, answer)
+        path = (source.path / SIF).resolve()
         raise CheckFailed(
             f"what arrived on {remote} differs from the {source.label} here",
-            where=str(source.path),
-            hint=f"if no program writes to it: imgkit verify {source.path}",
+            where=str(path),
+            hint=f"if no program writes to it: imgkit verify {shlex.quote(str(path))}",
         )
 
 
-def _sha256(source: Source) -> str:
-    with files.open_regular(source.path, buffering=0) as stream:
-        return files.sha256(stream, 0, source.path.stat().st_size)
+def _root_values(image: RemoteImage | None) -> dict[str, str]:
+    """Return the variables of `_PUBLISH` that say what is compared: the root partition, with its digest."""
+    if image is None:
+        return {"sum": "", "start": "", "length": ""}
+    # `tail` counts from 1.
+    return {
+        "sum": image.root_sha256,
+        "start": str(image.root_offset + 1),
+        "length": str(image.root_bytes),
+    }
 
 
 def _prepare(connection: Connection, values: Mapping[str, str], source: Source, *, is_retry: bool) -> int:
-    """Return how many bytes have arrived there, if the rest fits."""
+    """Return how many bytes of an image have arrived there, if all of it fits beside them.
+
+    rsync makes the new file beside what has arrived of it, so that needs room of its own.
+    """
     wait = " ".join(map(str, range(_WAIT_S))) if is_retry else ""
     output = connection.run(_PREPARE, {**values, "wait": wait}, by_transfer=True)
     answer = re.fullmatch(rb"disk (.*)\narrived (\d{1,15})\n", output)
@@ -139,37 +244,44 @@ def _prepare(connection: Connection, values: Mapping[str, str], source: Source, 
         raise unreadable(connection.remote.name, output)
     arrived_bytes = min(int(answer[2]), source.size_bytes)
     free = free_bytes(answer[1].decode(errors="replace"))
-    if free is not None and free < source.size_bytes - arrived_bytes:
+    if free is not None and free < source.size_bytes:
         raise CheckFailed(
             f"{size_text(source.size_bytes)} to send to {connection.remote.name}, but {size_text(free)} free",
             where=values["home"],
-            hint="remove what you do not need there, or choose another folder: imgkit remote add NAME "
-            f"USER@HOST:/PATH --replace (to send: {source.path})",
+            hint=_room_hint(connection),
         )
+    # The joined file takes at most the room of the basis.
+    if arrived_bytes and source.basis and (free is None or free > 2 * source.size_bytes):
+        connection.run(_JOIN, {**values, "basis": source.basis}, by_transfer=True)
     return arrived_bytes
 
 
-def _send(connection: Connection, values: Mapping[str, str], source: Source, report: Reporter) -> str:
-    folder, name = f"{values['home']}/{values['folder']}", values["name"]
+def _room_hint(connection: Connection) -> str:
+    """Return the lines that make room on a remote."""
+    name = connection.remote.name
+    another = f"imgkit remote add {name} {connection.remote.address}:/PATH --replace"
+    return f"what no job uses: imgkit remote gc {name} --delete; or another folder: {another}"
+
+
+def _send(
+    connection: Connection, values: Mapping[str, str], source: Source, report: Reporter
+) -> Transferred | None:
+    folder = f"{values['home']}/{values['folder']}"
     # Not -a: as root it would give the files to a user id of this machine.
     bytes_per_s = connection.max_bytes_per_s
     limit = (f"--bwlimit={max(1, round(bytes_per_s / 1024))}",) if bytes_per_s else ()
-    with tempfile.TemporaryDirectory(prefix="imgkit-") as work:
-        if source.path.is_dir():
-            # Absolute: with ".." in the path, rsync 3.2.7-1+deb12u5 and 3.4.3 cannot open a file there as the
-            # basis of an edited one (github.com/RsyncProject/rsync/issues/928).
-            links = (f"--link-dest={rsync.FOLDER}/{similar}" for similar in source.similar)
-            target = f"remote:.incoming/{name}/"
-            args = ("--links", "--checksum", *links, f"{source.path.absolute()}/", target)
-        else:
-            # Old versions take only a folder as their destination: here the file has its name there. What an
-            # earlier attempt left is compared, whatever its time.
-            Path(work, name).symlink_to(source.path.absolute())
-            args = ("--copy-links", "--ignore-times", f"{work}/{name}", "remote:.incoming/")
-        try:
-            return rsync.run(connection, folder, ("-rpt", *limit, *args), report, source.size_bytes)
-        except ScriptFailed as error:
-            if _FULL_DISK.search(error.output):
-                message = f"the disk of {connection.remote.name} is full"
-                raise CheckFailed(message, where=folder, hint=error.hint) from error
-            raise
+    args = (
+        "-rpt",
+        *limit,
+        *source.options,
+        f"{source.path.absolute()}/",
+        f"remote:.incoming/{values['name']}/",
+    )
+    try:
+        return rsync.run(connection, folder, args, report, source.size_bytes)
+    except ScriptFailed as error:
+        if _FULL_DISK.search(error.output):
+            message = f"the disk of {connection.remote.name} is full"
+            hint = f"{error.hint}\n{_room_hint(connection)}"
+            raise CheckFailed(message, where=folder, hint=hint) from error
+        raise

@@ -92,10 +92,8 @@ class Format(abc.ABC):
         """
 
     @abc.abstractmethod
-    def put_record(
-        self, part: Path, record: ImgkitRecord, manifest: bytes, advance: Advance
-    ) -> tuple[ImgkitRecord, str]:
-        """Write `manifest`, if any, and `record` with the digest of the squashfs.
+    def put_record(self, part: Path, record: ImgkitRecord, advance: Advance) -> tuple[ImgkitRecord, str]:
+        """Write `record` with the digest of the squashfs.
 
         Returns
         -------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from imgkit_builder.base.progress import Reporter
 from imgkit_builder.oci.config import ImageConfig
 from imgkit_builder.oci.platform import host_arch, runs_here
 from imgkit_builder.sif import check, entries, mksquashfs, runtime_build, squash
+from imgkit_builder.sif.baked_facts import BakedFacts, BakedFactsCollector
 from imgkit_builder.sif.conversion import (
     Clock,
     Compression,
@@ -29,7 +29,6 @@ from imgkit_builder.sif.conversion import (
     choose_compression,
 )
 from imgkit_builder.sif.entries import EngineImage, ImageEntry, OpenImage, Source
-from imgkit_builder.sif.file_manifest import BakedFactsCollector, ManifestWriter
 from imgkit_builder.sif.frame import Sif
 from imgkit_builder.sif.image import ImgkitRecord
 from imgkit_builder.sif.runtime import RuntimeTool, find_runtime, log_file, runtime_if_any
@@ -69,8 +68,6 @@ class ConversionPlan:
             return False
         if options.writer == "imgkit" and record.route == "layers":
             return False
-        if record.route != "layers" and not record.manifest_sha256:
-            return False
         if record.compression == str(self.compression):
             return True
         # Where the user leaves it open, gzip will do: it mounts everywhere.
@@ -107,36 +104,43 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
             tool=plan.tool, options=options, compression=plan.compression, work=work, clock=clock, log=log
         )
         limit, exports = options.unpack_limit_bytes, plan.method == "export"
-        with entries.opened(source, work.folder, clock, exports=exports, unpack_limit_bytes=limit) as image:
-            # Only now is it known which image a spooled source holds.
-            if config is None and (existing := _up_to_date(target, image.config, plan, options)):
-                return existing
-            if image.config.arch != host_arch():
-                clock.note(
-                    f"the image is {image.config.arch}, this machine {host_arch()}: the .{format.name} runs "
-                    f"on {image.config.arch} only"
-                )
-            # The plain archive of a spooled source goes when this block ends: a runtime needs the room for
-            # its own copies.
-            manifest, layer_bytes = b"", 0
+        with files.flushing(work.part):
+            with entries.opened(
+                source, work.folder, clock, exports=exports, unpack_limit_bytes=limit
+            ) as image:
+                # Only now is it known which image a spooled source holds.
+                if config is None and (existing := _up_to_date(target, image.config, plan, options)):
+                    return existing
+                _note_foreign_arch(image.config.arch, job)
+                # The plain archive of a spooled source goes when this block ends: a runtime needs the room
+                # for its own copies.
+                facts, layer_bytes = None, 0
+                if plan.squasher:
+                    facts = _squash(image, target, job, plan)
+                else:
+                    layer_bytes = runtime_build.lay_out(image, job).layer_bytes
             if plan.squasher:
-                manifest = _squash(image, target, job, plan)
+                format.complete(work.part, image.config)
             else:
-                layer_bytes = runtime_build.lay_out(image, job).layer_bytes
-        if plan.squasher:
-            format.complete(work.part, image.config)
-        else:
-            assert plan.tool is not None  # noqa: S101 - for the type checker: this method has one
-            runtime_build.build(job, plan.tool, image.name)
-        clock.stage("check")
-        # Before the test run: what is tested is the file that the user gets.
-        record = _record(image, plan, manifest)
-        record, checksum = format.put_record(work.part, record, manifest, clock.advance)
+                assert plan.tool is not None  # noqa: S101 - for the type checker: this method has one
+                runtime_build.build(job, plan.tool, image.name)
+            clock.stage("check")
+            # Before the test run: what is tested is the file that the user gets. The disk takes the rest of
+            # it while its digest is computed.
+            record = _record(image, plan, facts)
+            record, checksum = format.put_record(work.part, record, clock.advance)
         _check(image.config, layer_bytes, job, plan)
         clock.stage("make durable")
         _publish(work.part, target, checksum)
         clock.finish()
     return _converted(target, options, image.config, record, tuple(clock.stages), Path(log.name))
+
+
+def _note_foreign_arch(arch: str, job: ConversionJob) -> None:
+    if arch != host_arch():
+        job.clock.note(
+            f"the image is {arch}, this machine {host_arch()}: the .{job.options.format} runs on {arch} only"
+        )
 
 
 def _converted(
@@ -170,21 +174,21 @@ def _publish(part: Path, target: Path, checksum: str) -> None:
         files.put(sidecar.sha256_path(target), f"{checksum}  {target.name}\n")
 
 
-def _squash(image: OpenImage, target: Path, job: ConversionJob, plan: ConversionPlan) -> bytes:
+def _squash(image: OpenImage, target: Path, job: ConversionJob, plan: ConversionPlan) -> BakedFacts:
     """Write the squashfs of `image` into the part file, behind the room for the header of its format.
 
     Returns
     -------
-    The file manifest.
+    What imgkit and pip noted in the image.
     """
     format, work, config = FORMATS[job.options.format], job.work, image.config
     offset = format.squashfs_offset(config)
-    facts, manifest = BakedFactsCollector(), ManifestWriter(work.folder / "manifest")
+    collector = BakedFactsCollector()
     spool_bytes = _spool_bytes(image, target, work.folder.parent, plan)
     with file_entries(image, job, spool_bytes=spool_bytes) as stream:
-        stream = manifest.recorded(facts.observed(stream))
+        stream = collector.observed(stream)
         squash.write(stream, job, work.part, created=config.created, offset=offset, squasher=plan.squasher)
-    return manifest.finish(facts.facts(config.search_path))
+    return collector.facts(config.search_path)
 
 
 @contextlib.contextmanager
@@ -212,7 +216,7 @@ def file_entries(
         yield entries.with_document(format.filtered(stream, clock.note), image.config)
 
 
-def _record(image: OpenImage, plan: ConversionPlan, manifest: bytes) -> ImgkitRecord:
+def _record(image: OpenImage, plan: ConversionPlan, facts: BakedFacts | None) -> ImgkitRecord:
     return ImgkitRecord(
         image_id=image.config.image_id,
         diff_ids=image.config.diff_ids,
@@ -223,8 +227,7 @@ def _record(image: OpenImage, plan: ConversionPlan, manifest: bytes) -> ImgkitRe
         imgkit=__version__,
         arch=image.config.arch,
         source=image.name,
-        manifest_sha256=hashlib.sha256(manifest).hexdigest() if manifest else "",
-        manifest_bytes=len(manifest),
+        facts=facts,
     )
 
 

@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from imgkit_builder.base import files
 from imgkit_builder.oci.config import ImageConfig, epoch
-from imgkit_builder.sif import file_manifest, image, runtime_files
+from imgkit_builder.sif import image, runtime_files
 from imgkit_builder.sif.conversion import AddedFiles, Format
 from imgkit_builder.sif.image import DESCRIPTOR, HEADER, Advance, DataType, Descriptor, Header
 from imgkit_entrypoints import json_text
@@ -284,15 +284,11 @@ class Sif(Format):
         image.structure(part)
 
     def put_record(
-        self, part: Path, record: image.ImgkitRecord, manifest: bytes, advance: Advance
+        self, part: Path, record: image.ImgkitRecord, advance: Advance
     ) -> tuple[image.ImgkitRecord, str]:
-        """Add manifest and record; a .sif has no checksum of the whole file."""
+        """Add the record; a .sif has no checksum of the whole file."""
         # The header states the architecture.
         record = replace(record, root_sha256=image.root_sha256(part, advance=advance), arch="")
-        if manifest:
-            group = image.read(part).require_root().group
-            name = image.MANIFEST_OBJECT
-            add(part, NewObject(datatype=DataType.GENERIC, name=name, group=group, data=manifest))
         put_record(part, record)
         return record, ""
 
@@ -306,9 +302,4 @@ class Sif(Format):
             return accepts(record) and (record.route == "layers" or has_frame(sif, frame(config)))
 
         sif = image.intact(path, is_same)
-        try:
-            if sif:
-                file_manifest.read(path)
-        except CheckFailed:
-            return None
         return sif.record if sif else None

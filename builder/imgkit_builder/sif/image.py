@@ -10,8 +10,6 @@ The format is that of https://github.com/apptainer/sif (pkg/sif/sif.go). All int
     +-----------------------------+
     | definition file, JSON, ...  |
     | root partition (squashfs)   |
-    | "imgkit-files", gzip        |  `file_manifest`
-    | overlay partition (a delta) |
     | JSON object "imgkit"        |  `ImgkitRecord`
     | signatures                  |  those that a runtime added
     +-----------------------------+
@@ -23,10 +21,8 @@ which the runtimes accept (``apptainer build --reproducible`` writes such files 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
-import re
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,14 +31,14 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from imgkit_builder.base import files
+from imgkit_builder.sif.baked_facts import BakedFacts
 from imgkit_entrypoints import json_text
-from imgkit_entrypoints.errors import CheckFailed, UsageError
+from imgkit_entrypoints.errors import CheckFailed
 
 IMGKIT_OBJECT = "imgkit"
 """Name of the JSON object that imgkit adds."""
-MANIFEST_OBJECT = "imgkit-files"
-"""Name of the object with the file manifest."""
-MOST_MANIFEST_BYTES = 256 << 20
+RECORD_SCHEMA = 2
+"""Version of the form of that object. Version 1 had no facts."""
 MAGIC = b"SIF_MAGIC\0"
 MAGIC_OFFSET = 32
 """The launch script line comes first."""
@@ -55,8 +51,6 @@ _FS_SQUASHFS = 1
 _FS_ENCRYPTED = 5
 SUPERBLOCK = struct.Struct("<4sIIIIH10xQQQ8xQQQQ")
 SQUASHFS_MAGIC = b"hsqs"
-DELTA_MARK = b"IMGDELTA"
-"""Ends a delta, which begins as a squashfs does."""
 _MAX_DESCRIPTORS = 4096
 _MAX_JSON_BYTES = 4 << 20
 
@@ -80,7 +74,6 @@ class DataType(IntEnum):
     PARTITION = 0x4004
     SIGNATURE = 0x4005
     JSON = 0x4006
-    GENERIC = 0x4007
 
 
 class PartitionType(IntEnum):
@@ -207,12 +200,8 @@ class ImgkitRecord:
     """Version of imgkit."""
     source: str = ""
     """Name of the image, for people."""
-    manifest_sha256: str = ""
-    """Hex digest of the file manifest; empty where a runtime wrote the files."""
-    manifest_bytes: int = 0
-    """Size of the file manifest."""
-    delta_sha256: str = ""
-    """Hex digest of the delta on the root partition; empty if there is none."""
+    facts: BakedFacts | None = None
+    """What imgkit and pip noted in the image; None where a runtime wrote the files."""
     arch: str = ""
     """Architecture, in the record of a .sqsh; the header of a .sif has it."""
 
@@ -251,14 +240,6 @@ class SifImage:
                 return descriptor
         return None
 
-    @property
-    def manifest_offset(self) -> int:
-        """Byte at which the file manifest begins; 0 if there is none."""
-        for descriptor in self.descriptors:
-            if descriptor.datatype == DataType.GENERIC and descriptor.name == MANIFEST_OBJECT:
-                return descriptor.offset
-        return 0
-
     def require_root(self) -> Descriptor:
         """Return the root partition; raise CheckFailed if there is none."""
         if self.root is None:
@@ -287,26 +268,6 @@ class SifImage:
     def signatures(self) -> tuple[Descriptor, ...]:
         """The signature objects; each covers one group."""
         return tuple(d for d in self.descriptors if d.datatype == DataType.SIGNATURE)
-
-
-def store_name(record: ImgkitRecord) -> str:
-    """Return the name that the .sif with `record` has in the store of a remote.
-
-    Raises
-    ------
-    UsageError : the record does not say which image it is.
-    """
-    if not re.fullmatch(r"sha256:[0-9a-f]{64}", record.image_id):
-        raise UsageError("the .sif does not say which image it holds", hint="convert it again by imgkit sif")
-    content = record.root_sha256
-    if record.delta_sha256:
-        content = hashlib.sha256(f"{content} {record.delta_sha256}".encode()).hexdigest()
-    return name_in_store(record.image_id, content)
-
-
-def name_in_store(image_id: str, content_sha256: str, suffix: str = ".sif") -> str:
-    """Return the name of a file with this content that holds, or makes, the image."""
-    return f"{image_id.removeprefix('sha256:')}-{content_sha256[:12]}{suffix}"
 
 
 def is_sif(path: Path) -> bool:
@@ -405,7 +366,8 @@ def record_text(record: ImgkitRecord) -> bytes:
     values = dataclasses.asdict(record)
     if not record.arch:
         del values["arch"]
-    return json.dumps({"schema": 1, **values}, indent=1, sort_keys=True).encode()
+    values = json_text.sealed({"schema": RECORD_SCHEMA, **values})
+    return json.dumps(values, indent=1, sort_keys=True).encode()
 
 
 def parse_record(path: Path, raw: bytes) -> ImgkitRecord:
@@ -413,17 +375,19 @@ def parse_record(path: Path, raw: bytes) -> ImgkitRecord:
 
     Raises
     ------
-    CheckFailed : it is not the record of an image, or of a later version.
+    CheckFailed : it is damaged, not the record of an image, or of another version.
     """
     try:
         values = json_text.parse(raw)
-        if values.pop("schema") != 1:
+        if values["schema"] != RECORD_SCHEMA:
             raise CheckFailed(
-                "a later version of imgkit wrote its imgkit object", where=str(path), hint="update imgkit"
+                f"its imgkit object has the form {values['schema']}, and this imgkit reads {RECORD_SCHEMA}",
+                where=str(path),
+                hint="convert the image again with this version: imgkit sif; or update imgkit",
             )
+        json_text.unseal(values)
+        del values["schema"]
         record: ImgkitRecord = json_text.read(ImgkitRecord, values, "it", closed=True)
-        if not 0 <= record.manifest_bytes <= MOST_MANIFEST_BYTES:
-            raise ValueError(f"a file manifest of {record.manifest_bytes} bytes")
         return record
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckFailed(f"its imgkit object cannot be read: {error}", where=str(path)) from error

@@ -39,6 +39,7 @@ from imgkit_builder.base import files
 from imgkit_builder.base.process import Finished
 from imgkit_entrypoints import secret_patterns
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing
+from imgkit_entrypoints.terminal import unstyled
 
 COMMANDS = ("singularity", "apptainer")
 """Tried in this order; an Apptainer installs both names."""
@@ -190,7 +191,7 @@ def run(
         if log:
             log.write(line)
         if on_line:
-            on_line(line.rstrip("\n"))
+            on_line(secret_patterns.masked(line.rstrip("\n")))
 
     argv = (str(tool.path), *arguments)
     entry = (sys.executable, "-I", "-S", "-c", _source("namespace.py")) if namespace else ()
@@ -200,9 +201,10 @@ def run(
         if log:
             log.flush()
         full = f"\nthe full log: {log.name}" if log else ""
+        tail = secret_patterns.masked(unstyled(finished.tail())) or "(no output)"
         raise ToolFailed(
             f"{tool} failed with exit code {code}: {' '.join(argv[:2])}",
-            hint=f"its last lines:\n{finished.tail() or '(no output)'}{full}",
+            hint=f"its last lines:\n{tail}{full}",
         )
     return finished
 

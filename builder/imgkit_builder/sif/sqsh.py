@@ -3,8 +3,7 @@
     +---------------------+  byte 0
     | squashfs            |  the image's files; those of `own_files` replace the image's own
     +---------------------+
-    | gzip                |  `file_manifest`; a mount ignores what follows the squashfs
-    | JSON object         |  `ImgkitRecord`
+    | JSON object         |  `ImgkitRecord`; a mount ignores what follows the squashfs
     | its length, 8 bytes |
     | mark ``IMGKSQSH``   |
     +---------------------+
@@ -229,10 +228,10 @@ _PADDING_BYTES = 1 << 20
 
 
 def is_sqsh(path: Path) -> bool:
-    """Return whether the file is a squashfs, by whatever program, and no delta; False if it is unreadable."""
+    """Return whether the file is a squashfs, by whatever program; False if it is unreadable."""
     try:
         with files.open_regular(path) as stream:
-            return stream.read(4) == image.SQUASHFS_MAGIC and not files.ends_with(stream, image.DELTA_MARK)
+            return stream.read(4) == image.SQUASHFS_MAGIC
     except OSError:
         return False
 
@@ -242,7 +241,7 @@ def structure(path: Path) -> Superblock:
 
     Raises
     ------
-    CheckFailed : it is no squashfs, or cut short, or the end of a record or of a delta is missing.
+    CheckFailed : it is no squashfs, or cut short, or the end of a record is missing.
     """
     superblock = image.superblock(path)
     if superblock is None:
@@ -287,22 +286,6 @@ def _record_text(path: Path) -> bytes | None:
     return text
 
 
-def manifest_offset(path: Path) -> int:
-    """Return the byte of a .sqsh at which its file manifest begins; behind the squashfs, if there is none.
-
-    Raises
-    ------
-    CheckFailed : its record is damaged.
-    """
-    text, size = _record_text(path), path.stat().st_size
-    if text is None:
-        return size
-    offset = size - len(files.description(text, MARK)) - image.parse_record(path, text).manifest_bytes
-    if offset < 0:
-        raise CheckFailed("it is shorter than its file manifest", where=str(path), hint="copy it again")
-    return offset
-
-
 def digests(path: Path, *, advance: Advance | None = None) -> tuple[str, str]:
     """Return the hex digests of the squashfs and of the whole file; reads it once.
 
@@ -310,7 +293,9 @@ def digests(path: Path, *, advance: Advance | None = None) -> tuple[str, str]:
     ------
     CheckFailed : its record is damaged.
     """
-    end = manifest_offset(path)
+    text, end = _record_text(path), path.stat().st_size
+    if text is not None:
+        end -= len(files.description(text, MARK))
     with files.open_regular(path) as stream:
         digest = files.sha256_begun(stream, 0, end, advance=advance)
         squashfs_sha256 = digest.hexdigest()
@@ -346,14 +331,12 @@ class Sqsh(Format):
         """Check the squashfs: nothing is around it."""
         structure(part)
 
-    def put_record(
-        self, part: Path, record: ImgkitRecord, manifest: bytes, advance: Advance
-    ) -> tuple[ImgkitRecord, str]:
-        """Append manifest and record, and return the checksum of the whole file with them."""
+    def put_record(self, part: Path, record: ImgkitRecord, advance: Advance) -> tuple[ImgkitRecord, str]:
+        """Append the record, and return the checksum of the whole file with it."""
         with files.open_regular(part) as stream:
             digest = files.sha256_begun(stream, 0, part.stat().st_size, advance=advance)
         record = dataclasses.replace(record, root_sha256=digest.hexdigest())
-        tail = manifest + files.description(image.record_text(record), MARK)
+        tail = files.description(image.record_text(record), MARK)
         files.append(part, tail)
         digest.update(tail)
         return record, digest.hexdigest()

@@ -1,7 +1,8 @@
-"""Read a squashfs with unsquashfs: the files of a .sif or .sqsh that has no file manifest, or all of them."""
+"""Read files of a .sif or .sqsh with unsquashfs."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from imgkit_builder.base import process
 from imgkit_builder.sif import image, mksquashfs, sqsh, squash
+from imgkit_builder.sif.baked_facts import BAKED_FILES, BakedFacts, BakedFactsCollector
 from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import CheckFailed, ToolMissing
 
@@ -141,3 +143,23 @@ def read(path: Path, names: Iterable[str]) -> dict[str, bytes]:
     for squashfs in reversed(opened(path)):
         contents |= squashfs.read(names)
     return contents
+
+
+def baked_facts(path: Path) -> BakedFacts:
+    """Return what imgkit and pip noted in the image of a .sif or .sqsh.
+
+    The record has it if imgkit wrote the file. Otherwise the files of imgkit are read with unsquashfs, and
+    the distributions stay unknown.
+
+    Raises
+    ------
+    CheckFailed : the record or the squashfs is damaged.
+    ToolMissing : another program wrote the file, and there is no unsquashfs for its compression.
+    """
+    record = image.read(path).record if image.is_sif(path) else sqsh.record(path)
+    if record is not None and record.facts is not None:
+        return record.facts
+    collector = BakedFactsCollector()
+    for name, text in read(path, BAKED_FILES).items():
+        collector.add(name, text)
+    return dataclasses.replace(collector.facts(""), distributions=None)

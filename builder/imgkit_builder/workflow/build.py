@@ -132,6 +132,8 @@ class ImagePlan:
     platform: str
     tag: str
     context_bytes: int
+    context_sha256: str
+    """Digest of the context, with the base by its name: equal where a build would use the same input."""
     dockerfile: str
 
 
@@ -169,7 +171,9 @@ def build(
     from imgkit_builder import engine as engines
     from imgkit_builder.image import secret_values
     from imgkit_builder.recipe import bases
+    from imgkit_builder.workflow.build_record import record_build
 
+    context_sha256 = plan(recipe, request).context_sha256
     loaded = _load(recipe, request, report)
     values = secret_values.read(loaded)
     secrets_at = loaded.where("image", "secrets") if values.options else ""
@@ -211,6 +215,7 @@ def build(
             no_cache=request.no_cache,
             accept=accept,
         )
+    record_build(context_sha256, built.image.id)
     if built.up_to_date:
         report.note(f"{built.tag} is up to date: the engine's cache has every step (to run them: --no-cache)")
     return BuiltImage(
@@ -257,6 +262,7 @@ def plan(
         platform=target,
         tag=tag,
         context_bytes=context.size_bytes,
+        context_sha256=context.sha256,
         dockerfile=context.dockerfile,
     )
 
@@ -316,7 +322,7 @@ def plan_sif(
     from imgkit_builder.apptainer import build as builds
 
     sif_request, pack = _sif_request(recipe, request, report)
-    planned = builds.plan(sif_request, pack, report)
+    planned, command = builds.plan(sif_request, pack, report)
     base = planned.context.manifest.base
     return SifPlan(
         recipe=sif_request.recipe.name,
@@ -326,8 +332,8 @@ def plan_sif(
         platform=base.platform,
         sif=sif_request.target,
         context_bytes=planned.context.size_bytes,
-        command=planned.command,
-        definition=planned.definition.text,
+        command=command,
+        definition=planned.definition,
     )
 
 
@@ -403,13 +409,13 @@ def _load(recipe: str | Path, request: _Build, report: Reporter) -> Recipe:
 
 def _pack(recipe: Recipe, base: BaseImage, request: _Build, report: Reporter) -> BuildContext:
     """Pack the build context, and report the files that stay out of it."""
-    from imgkit_builder.image.context import pack, revision
+    from imgkit_builder.image.context import code_revision, pack
 
     context = pack(
         recipe,
         base=base,
         platform=base.platform,
-        revision=revision(recipe.file.parent),
+        revision=code_revision(recipe),
         large=request.large,
         report=report,
     )

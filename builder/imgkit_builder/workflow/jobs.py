@@ -107,6 +107,7 @@ def run(
     *,
     on: str = "",
     base: str = "",
+    rebuild: bool = False,
     project: ProjectFile | None = None,
     report: Reporter | None = None,
 ) -> JobHandle:
@@ -117,6 +118,7 @@ def run(
     recipe : a shipped name, a recipe's file, or a .sif; for a remote also an archive.
     on : a remote, to which the image is built and sent first; empty: the scheduler of this machine.
     base : with `on`, another base image than the recipe's.
+    rebuild : with `on`, build again even if nothing that goes into the image has changed.
     report : receives progress and warnings.
 
     Raises
@@ -146,7 +148,7 @@ def run(
     code = None
     if plan.request.code is not None:  # the folder of imgkit.toml, too
         code = code_of.read(plan.request, large=request.yes, report=report)
-    record, _ = remote_run.run(plan, far, base=base or None, code=code, report=report)
+    record, _ = remote_run.run(plan, far, base=base or None, code=code, report=report, rebuild=rebuild)
     submit.keep(record)
     return JobHandle(record=submit.need_id(record))
 

@@ -1,10 +1,11 @@
-"""Run an image on a remote: build if needed, upload the minimum and submit."""
+"""Run an image on a remote: build it if what goes into it has changed, send what is missing, and submit."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 import shlex
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,22 +13,16 @@ from typing import TYPE_CHECKING
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.base.sizes import size_text
 from imgkit_builder.workflow.names import RECIPE_SUFFIXES, stem
-from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
+from imgkit_entrypoints.errors import CheckFailed, ToolFailed, ToolMissing, UsageError
 
 if TYPE_CHECKING:
-    from imgkit_builder.delta.descriptor import Delta
     from imgkit_builder.job.code import CodeFolder
     from imgkit_builder.job.request import Job, Request, Script, SubmittedJob
     from imgkit_builder.project.toml_file import ProjectFile
     from imgkit_builder.recipe.targets import Target
     from imgkit_builder.remote.config import Remote
     from imgkit_builder.remote.connection import Connection
-    from imgkit_builder.remote.store import Store
-    from imgkit_builder.sif.entries import EngineImage
-    from imgkit_builder.sif.image import SifImage
-
-_MAX_DELTA_SHARE = 0.5
-"""A delta of more than this share of the .sif below it is not worth two files at every start."""
+    from imgkit_builder.remote.store import RemoteImage, Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +43,8 @@ class RunPlan:
     """Path of an image that is on the remote already; then nothing is built or sent."""
     is_foreign: bool = False
     """Whether imgkit did not build the image of `sif`."""
+    project_folder: Path = Path()
+    """Folder of imgkit.toml, or the current one: older images that its runs sent are removed."""
 
     home: str = "/imgkit"
     """The folder on the remote, or what stands for it before imgkit has looked there."""
@@ -83,6 +80,8 @@ def plan(recipe: str, request: Request, project: ProjectFile | None, default: st
     from imgkit_builder.remote import jobs
 
     planned = _plan(recipe, request, project, default)
+    if project is not None:
+        planned = dataclasses.replace(planned, project_folder=project.file.parent)
     jobs.refuse_runtime(planned.target, planned.request)
     return planned
 
@@ -218,6 +217,7 @@ def run(
     base: str | None,
     code: CodeFolder | None,
     report: Reporter,
+    rebuild: bool = False,
 ) -> tuple[SubmittedJob, Job]:
     """Bring the image to the remote, and submit the job; return its record, and the job as it was resolved.
 
@@ -225,6 +225,7 @@ def run(
     ----------
     base : another base than the recipe's.
     code : a folder to mount over the image.
+    rebuild : ask the engine for the image, even if nothing that goes into the build has changed.
 
     Raises
     ------
@@ -247,14 +248,11 @@ def run(
     for warning in planned.early.warnings:
         report.note(warning)
     connection.login()  # before the first stage, whose progress bar would hide a question of ssh
-    delivery = _Delivery(planned=planned, connection=connection, base=base, report=report)
+    delivery = _Delivery(planned=planned, connection=connection, base=base, rebuild=rebuild, report=report)
     store, image = delivery.bring(check(planned).submit[0], code.record.sha256 if code else "")
-    job = planned.resolved(store.home, image.path)
-    if image.delta:
-        job = container.laid_over(job, f"{store.home}/{image.overlay}", image.delta)
+    job = planned.resolved(store.home, image.path if image else planned.remote_image)
     if code:
-        # The .sif of a recipe that lies here may be that of an earlier build.
-        if planned.is_foreign or _store_name(planned.sif) == Path(image.path).name:
+        if image and _has_content(planned.sif, image):
             for warning in code_of.hidden_file_warnings(code, planned.sif):
                 report.note(warning)
         folder = upload(connection, code, store, report)
@@ -264,49 +262,32 @@ def run(
         job = bound.bind(job, lambda argv: jobs.finished(connection, argv))
         jobs.send_entry_points(connection, job, report)
     record = jobs.submit(connection, job, systems.named(job.system).script(job))
-    return dataclasses.replace(record, image_id="" if planned.is_foreign else image.image_id), job
+    image_id = image.image_id if image and not planned.is_foreign else ""
+    return dataclasses.replace(record, image_id=image_id), job
 
 
-def _store_name(sif: Path) -> str:
-    """Return the name of the local .sif in a store; empty if there is none that imgkit made."""
-    from imgkit_builder.sif import image
+def _has_content(sif: Path, image: RemoteImage) -> bool:
+    """Return whether the local .sif is the image there; that of a recipe may be of an earlier build."""
+    from imgkit_builder.remote import store
 
     try:
-        record = image.read(sif).record
-    except (CheckFailed, UsageError):
-        return ""
-    return image.store_name(record) if record else ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _RemoteImage:
-    """The image on the remote."""
-
-    path: str
-    """Path of the .sif in imgkit's folder there, or of an image elsewhere."""
-    overlay: str = ""
-    """Path of the delta over it; empty if there is none."""
-    delta: Delta | None = None
-
-    @property
-    def image_id(self) -> str:
-        """The id of the image with its delta, which is in the name of its file; empty for others."""
-        if Path(self.path).is_absolute():
-            return ""
-        return self.delta.image_id if self.delta else f"sha256:{Path(self.path).name.partition('-')[0]}"
+        return store.describe_sif(sif).root_sha256 == image.root_sha256
+    except CheckFailed:
+        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Delivery:
-    """Make the image available on the remote: send nothing, a delta or the whole .sif."""
+    """Make the image available on the remote. An image that is there is not sent again."""
 
     planned: RunPlan
     connection: Connection
     base: str | None
+    rebuild: bool
     report: Reporter
 
-    def bring(self, program: str, code: str) -> tuple[Store, _RemoteImage]:
-        """Return the store, and the image in it.
+    def bring(self, program: str, code: str) -> tuple[Store, RemoteImage | None]:
+        """Return the store, and the image in it. Return no image if the run names one that lies elsewhere.
 
         Parameters
         ----------
@@ -315,145 +296,113 @@ class _Delivery:
 
         Raises
         ------
-        UsageError : the remote has no such program, or imgkit did not make the .sif.
+        UsageError : the remote has no such program.
         ImgkitError : as of the build, the conversion and the transfer.
         """
         from imgkit_builder.remote import store
 
-        image_id, name = self._identify()
         remote = self.connection.remote
         self.report.stage(f"look at {remote.name}")
-        contents = store.look(self.connection, image_id=image_id, program=program, file_name=name, code=code)
+        contents = store.look(self.connection, program=program, code=code)
         if not contents.has_program:
             raise UsageError(
                 f"{remote.address} has no {program}",
                 where="--on",
                 hint=f"imgkit remote check {remote.name}",
             )
-        if self.planned.remote_image:
-            return contents, _RemoteImage(path=self.planned.remote_image)
-        return contents, self._send_image(contents, image_id, name)
-
-    def _identify(self) -> tuple[str, str]:
-        """Return the image's id, and the name of its .sif in the store where that is known already."""
-        from imgkit_builder.sif import image
-
         planned = self.planned
         if planned.remote_image:
-            return "", ""
+            return contents, None
         if planned.recipe:
-            from imgkit_builder.workflow.build import BuildRequest, build
-
-            return build(planned.recipe, BuildRequest(base=self.base), report=self.report).id, ""
+            return contents, self._bring_recipe(contents)
         if planned.archive:
-            name = self._convert_archive(planned.archive)
-            return f"sha256:{name.partition('-')[0]}", name
-        record = image.read(planned.sif).record
-        if record is not None:
-            return record.image_id, image.store_name(record)
-        # An image of others has no record: its digest stands for both.
-        digest = image.root_sha256(planned.sif)
-        return f"sha256:{digest}", image.name_in_store(digest, digest)
+            self._convert_archive(planned.archive)
+        return contents, self._send_unless_present(contents, self._describe_sif())
 
-    def _send_image(self, store: Store, image_id: str, name: str) -> _RemoteImage:
-        """Send the image if the remote lacks it; `name` is empty where the .sif has to be made first."""
-        # Somebody whose cluster cannot mount a delta names the .sif.
-        deltas = () if name else store.deltas
-        if store.images or deltas:
-            self.report.note(f"to send: nothing; {self.connection.remote.name} has the image")
-            if store.images:
-                return _RemoteImage(path=f"images/{store.images[0]}")
-            stored = deltas[0]
-            return _RemoteImage(
-                path=f"images/{stored.base}", overlay=f"deltas/{stored.name}", delta=stored.delta
-            )
-        if not name and (image := self._send_delta(store, image_id)):
+    def _bring_recipe(self, store: Store) -> RemoteImage:
+        """Return the image of the recipe; build and send it if its build context has changed."""
+        from imgkit_builder.workflow.build import BuildRequest, build, plan
+        from imgkit_builder.workflow.build_record import built_image_id
+
+        request = BuildRequest(base=self.base)
+        context_sha256 = plan(self.planned.recipe, request).context_sha256
+        if not self.rebuild:
+            built_id = built_image_id(context_sha256)
+            image = store.find_image(built_id) if built_id else store.find_built(context_sha256)
+            if image is not None:
+                self._report_present()
+                return image
+        image = store.find_image(build(self.planned.recipe, request, report=self.report).id)
+        if image is not None:
+            self._report_present()
             return image
-        path = f"images/{name or self._convert_recipe()}"
-        self._upload(store, self.planned.sif, "image", path)
-        return _RemoteImage(path=path)
+        self._convert_recipe()
+        return self._send(store, self._describe_sif(context_sha256))
 
-    def _upload(self, store: Store, file: Path, label: str, target: str) -> None:
+    def _send_unless_present(self, store: Store, image: RemoteImage) -> RemoteImage:
+        present = store.find_image(image.image_id, image.root_sha256)
+        if present is None:
+            return self._send(store, image)
+        self._report_present()
+        return present
+
+    def _report_present(self) -> None:
+        self.report.note(f"to send: nothing; {self.connection.remote.name} has the image")
+
+    def _describe_sif(self, context_sha256: str = "") -> RemoteImage:
+        from imgkit_builder.remote import store
+
+        project = f"{socket.gethostname()}:{self.planned.project_folder.absolute()}"
+        return store.describe_sif(self.planned.sif, context_sha256=context_sha256, project=project)
+
+    def _send(self, store: Store, image: RemoteImage) -> RemoteImage:
+        """Send the local .sif, and remove older images of the project that nothing needs."""
         from imgkit_builder.remote import transfer
 
-        source = transfer.Source(path=file, label=label, size_bytes=file.stat().st_size)
-        self.report.note(f"to send: {label}: {file}, {size_text(source.size_bytes)}")
-        transfer.upload(self.connection, source, home=store.home, target=target, report=self.report)
+        basis = store.closest_image(image)
+        similar = f"; {self.connection.remote.name} has most of {basis.title}" if basis else ""
+        self.report.note(f"to send: image: {self.planned.sif}, {size_text(image.sif_bytes)}{similar}")
+        sent = transfer.send_image(
+            self.connection, self.planned.sif, image, home=store.home, basis=basis, report=self.report
+        )
+        if sent:
+            self.report.note(f"sent: {size_text(sent.new_bytes)} of {size_text(image.sif_bytes)}")
+        self._remove_superseded(store, image)
+        return image
 
-    def _convert_recipe(self) -> str:
-        """Make the local .sif; return its name in the store."""
-        from imgkit_builder.sif import convert, image
+    def _remove_superseded(self, store: Store, image: RemoteImage) -> None:
+        """Remove older images of the project that nothing needs; a failure does not keep the job back."""
+        from imgkit_builder.remote import gc
+
+        try:
+            unused, images = gc.find_superseded(self.connection, store.images, image)
+            removed = gc.remove(self.connection, unused)
+        except ToolFailed as error:
+            self.report.note(f"older images were not removed: {error.what}")
+            return
+        for path in removed:
+            older = images[path]
+            title = f"{stem(older.title)}-{older.image_id.removeprefix('sha256:')[:4]}.sif"
+            self.report.note(f"removed {title}, {size_text(older.sif_bytes)}")
+
+    def _convert_recipe(self) -> None:
+        """Make the local .sif of the recipe's image."""
+        from imgkit_builder.sif import convert
         from imgkit_builder.sif.conversion import Options
         from imgkit_builder.workflow.convert import compression_for, engine_image
         from imgkit_builder.workflow.names import system_of
 
         with engine_image(self.planned.recipe) as source:
             options = Options(compression=compression_for(system_of(self.planned.recipe)))
-            return image.store_name(convert.convert(source, self.planned.sif, options, self.report).record)
+            convert.convert(source, self.planned.sif, options, self.report)
 
-    def _convert_archive(self, archive: Path) -> str:
-        """Make the local .sif of the archive; return its name in the store."""
-        from imgkit_builder.sif import image
+    def _convert_archive(self, archive: Path) -> None:
+        """Make the local .sif of the archive."""
         from imgkit_builder.workflow.convert import convert
 
         try:
-            return image.store_name(convert(archive, self.planned.sif, report=self.report).record)
+            convert(archive, self.planned.sif, report=self.report)
         except ToolMissing as error:
             command = f"imgkit run RECIPE --sif {shlex.quote(archive.name)}, then imgkit run RECIPE"
             hint = f"{error.hint}\nor copy it to {self.connection.remote.name}, and there: {command}"
             raise ToolMissing(error.what, where=str(archive), hint=hint) from error
-
-    def _send_delta(self, store: Store, image_id: str) -> _RemoteImage | None:
-        """Send a delta over the closest .sif there; None if there is none, or the delta is large."""
-        from imgkit_builder.delta import descriptor
-        from imgkit_builder.delta.descriptor import CODE_PLACE
-        from imgkit_builder.remote import store as remote_store
-        from imgkit_builder.workflow.convert import engine_image
-
-        if not store.names:
-            return None
-        with engine_image(self.planned.recipe) as new:
-            config = new.config
-            base = remote_store.closest_base(self.connection, config.diff_ids, config.arch)
-            if base is None or base.record is None or base.record.image_id == image_id:
-                return None
-            try:
-                file, delta = self._make_delta(new, base)
-            except CheckFailed as error:
-                self.report.note(f"no delta over {base.path}: {error.what}")
-                return None
-        size_bytes = file.stat().st_size
-        if size_bytes > _MAX_DELTA_SHARE * base.size_bytes:
-            size = size_text(size_bytes)
-            self.report.note(f"the delta over {base.path} has {size}: a new .sif goes instead")
-            return None
-        overlay = f"deltas/{remote_store.delta_name(delta)}"
-        self._upload(store, file, "delta", overlay)
-        if descriptor.is_code(file, delta):
-            sif, remote = shlex.quote(self.planned.sif.name), self.connection.remote.name
-            command = f"imgkit run {sif} --on {remote} --code DIR"
-            self.report.note(f"only files in /{CODE_PLACE} differ: {command} sends them without a build")
-        return _RemoteImage(path=f"images/{base.path}", overlay=overlay, delta=delta)
-
-    def _make_delta(self, new: EngineImage, base: SifImage) -> tuple[Path, Delta]:
-        """Return the delta of the image over a .sif there, if possible that of an earlier run."""
-        from imgkit_builder.delta import descriptor
-        from imgkit_builder.delta.make import base_from, make
-        from imgkit_builder.sif.conversion import Options
-
-        file = self.planned.sif.with_suffix(".imgdelta")
-        if descriptor.is_delta(file):
-            delta = descriptor.read(file)
-            if delta.image_id == new.config.image_id and delta.base == descriptor.base_of(base):
-                return file, delta
-        return file, make(new, base_from(base, self._manifest_of(base)), file, Options(), self.report).delta
-
-    def _manifest_of(self, base: SifImage) -> bytes | None:
-        """Return the file manifest of a .sif there; from the local one if that is the same."""
-        from imgkit_builder.remote.store import read_manifest
-        from imgkit_builder.sif import file_manifest
-
-        if _store_name(self.planned.sif) == base.path.name:
-            return file_manifest.read(self.planned.sif)
-        self.report.stage(f"read the file manifest of {base.path} on {self.connection.remote.name}")
-        return read_manifest(self.connection, base)

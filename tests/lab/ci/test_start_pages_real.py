@@ -82,28 +82,6 @@ def test_laptop_page_trains_and_resumes(folder: Path, standin: str) -> None:
     assert lines == []
 
 
-@pytest.mark.soak  # tests/lab/delta builds and runs the same kind of delta
-def test_edit_page_shows_the_edited_line(folder: Path, standin: str) -> None:
-    lines = commands("docs/guides/edit.md")
-    lines = lines[lines.index("imgkit build ./mine.yaml") :]
-    page = (ROOT / "docs/guides/edit.md").read_text(encoding="utf-8")
-    (recipe,) = re.findall(r"^```yaml\n(# mine.yaml\n.*?)^```", page, re.MULTILINE | re.DOTALL)
-    (folder / "mine.yaml").write_text(recipe)
-    (folder / "src").mkdir()
-    (folder / "src/train.py").write_text('print("lr 1e-2")\n')
-    shell(take(lines, "imgkit build ./mine.yaml"), folder, "--base", standin)
-    # The fast way of the same verb: a conversion by the default way is in the test below.
-    shell(take(lines, "imgkit sif ./mine.yaml"), folder)
-    shell(take(lines, "echo"), folder)
-    shell(take(lines, "imgkit build ./mine.yaml"), folder, "--base", standin)
-    shell(take(lines, "imgkit delta"), folder)
-    assert (folder / "mine.imgdelta").stat().st_size < 64 * 1024
-    assert "lr 1e-3" in shell(take(lines, "singularity exec --overlay"), folder)
-    job = shell(take(lines, "imgkit run").replace("imgkit run", "imgkit run --dry-run"), folder)
-    assert "mine.imgdelta:ro" in job
-    assert lines == []
-
-
 CLUSTER_PAGE = "docs/start/cluster.md"
 BY_HAND = "imgkit build mn5"
 """The first command of the part of the page about a cluster that is for work by hand."""
@@ -279,7 +257,7 @@ def test_start_page_takes_a_program_to_two_nodes(folder: Path, standin: str) -> 
         assert "trained 40 steps in /workspace\n" in text
         typed(take(lines, "imgkit fetch").replace("4711@mn5", job))
         assert [*clone.glob("runs/*/out/model.pt")]
-        for _ in ("delta", "code"):
+        for _ in ("image", "code"):
             assert "trained 20 steps in /workspace\n" in run_line()[0]
         assert lines == []
         # What the page says of a read-only image, and the other folder where a program can start.

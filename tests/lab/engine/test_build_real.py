@@ -98,7 +98,7 @@ def test_build_is_tested_labelled_and_repeatable(
     before = installed(first["id"])
     fresh = build(file, standin_notorch, "--no-cache", "--no-test")
     assert (fresh["id"] != first["id"], fresh["up_to_date"]) == (True, False)
-    # What an edit of the entry points sends to a registry, and a delta after it: the files that changed.
+    # What an edit of the entry points sends to a registry and to a remote: the files that changed.
     assert installed(fresh["id"]) == before
     assert before["packed"] < 1.45e6
     assert sum(name.endswith(".pyc") for name in before["digests"]) > 100

@@ -40,11 +40,10 @@ JOB = ("-A", "x", "--qos", "acc_debug", "--time", "10m", "--", "dist-train")
 
 @dataclass(frozen=True, kw_only=True)
 class Lab:
-    """The image as a .sif and in the engine, and a second image over it with its delta."""
+    """The image as a .sif and in the engine."""
 
     folder: Path
     name: str
-    newer: str
     sif: Path
     marks: Path
     """This machine's folder for marks: home and current folder of every command."""
@@ -117,7 +116,6 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     lab = Lab(
         folder=folder,
         name=name,
-        newer=f"{name}-newer",
         sif=folder / "canary.sif",
         marks=folder / "marks",
         calls=calls,
@@ -128,18 +126,15 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         "Labels": {"imgkit.version": "0.3.0", "imgkit.recipe": "mn5", "canary": folder.name},
     }
     first = tar_of_files({**programs(folder.name), **baked()}, mode=0o755)
-    second = tar_of_files({"code/new": b"new\n"})
     (folder / "one.tar").write_bytes(archive([], name=lab.name, raw=[first], config=config))
-    (folder / "two.tar").write_bytes(archive([], name=lab.newer, raw=[first, second], config=config))
     try:
-        for file in ("one.tar", "two.tar"):
-            docker("load", "--input", folder / file)
+        docker("load", "--input", folder / "one.tar")
         result = lab("sif", folder / "one.tar", "-o", lab.sif, "--no-test")
         assert result.returncode == 0, result.stderr
         assert lab.executed() == []
         yield lab
     finally:
-        docker("rmi", "--force", lab.name, lab.newer)
+        docker("rmi", "--force", lab.name)
         lab.executed()
 
 
@@ -173,22 +168,6 @@ def test_looking_runs_nothing_of_the_image(lab: Lab, line: str) -> None:
     result = lab(*(lab.name if argument == "NAME" else argument for argument in args))
     assert result.returncode == 0, result.stderr
     assert lab.executed() == []
-    assert started(lab, since) == ""
-
-
-def test_deltas_run_nothing_of_the_image(lab: Lab) -> None:
-    delta, applied = lab.folder / "c.imgdelta", lab.folder / "applied.sif"
-    since = docker("info", "--format", "{{.SystemTime}}")
-    for args in (
-        ("delta", lab.newer, "--against", lab.sif, "-o", delta),
-        ("show", delta),
-        ("verify", delta),
-        ("apply", delta, lab.sif, "-o", applied),
-        ("verify", applied, "--files"),
-    ):
-        result = lab(*args)
-        assert result.returncode == 0, (args, result.stderr)
-        assert lab.executed() == [], args
     assert started(lab, since) == ""
 
 

@@ -18,7 +18,7 @@ from imgkit_builder.remote import connection, gc
 from imgkit_builder.remote import store as far_store
 from imgkit_builder.remote.config import Remote
 
-SIF = f"{'a' * 64}-{'b' * 12}.sif"
+IMAGE = f"{'a' * 64}-{'b' * 12}"
 OLD_S = 40 * 86400
 
 pytestmark = [pytest.mark.sshd, pytest.mark.xdist_group("far-move")]
@@ -35,16 +35,23 @@ def store(far: FarHost, tmp_path: Path) -> Path:
     folder = tmp_path / "my store"
     for name in (*far_store.FOLDERS, "runs", "jobs"):
         (folder / name).mkdir(parents=True)
-    (folder / "images/.incoming/.imgkit-part").mkdir(parents=True)
     done = far.imgkit("remote", "add", "mine", f"far:{folder}", "--replace")
     assert done.returncode == 0, done.stderr
     return folder
 
 
-def old(path: Path, text: str = "x") -> Path:
+def put_file(path: Path, text: str = "x", age_s: float = OLD_S) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
-    os.utime(path, (time.time() - OLD_S,) * 2)
+    os.utime(path, (time.time() - age_s,) * 2)
     return path
+
+
+def put_image(folder: Path, file: str = "image.sif", age_s: float = OLD_S) -> Path:
+    """Make the folder of an image with one file, both of that age."""
+    put_file(folder / file, age_s=age_s)
+    os.utime(folder, (time.time() - age_s,) * 2)
+    return folder
 
 
 def collected(far: FarHost, *words: object) -> Done:
@@ -59,86 +66,117 @@ def reach(far: FarHost, store: Path, monkeypatch: pytest.MonkeyPatch) -> connect
     return connection.connect(Remote(name="mine", address="far", folder=str(store)))
 
 
-def test_only_old_files_of_imgkit_go(far: FarHost, store: Path) -> None:
-    gone = [
-        old(store / "images" / SIF),
-        old(store / "images/.incoming" / f".{SIF}.AbCdEf"),
-        old(store / "images/.incoming/.imgkit-part" / SIF),
-        old(store / "deltas" / SIF.replace(".sif", ".imgdelta")),
+def test_only_old_images_and_code_of_imgkit_go(far: FarHost, store: Path) -> None:
+    removed = [
+        put_image(store / "images" / IMAGE),
+        put_image(store / "images/.incoming" / IMAGE, ".image.sif.AbCdEf"),
+        put_image(store / "code" / ("c" * 64), "train.py"),
     ]
-    fresh = store / "images" / SIF.replace("a", "d")
-    fresh.write_text("x")
-    link = store / "images" / SIF.replace("a", "e")
-    link.symlink_to(gone[0])
+    fresh = put_image(store / "images" / IMAGE.replace("a", "d"), age_s=0)
+    link = store / "images" / IMAGE.replace("a", "e")
+    link.symlink_to(removed[0])
     (store / "runs/x-7").mkdir()
-    stays = [
-        old(store / "images/mine.sif"),
-        old(store / "x.out"),
-        old(store / "runs/x-7/metrics"),
+    kept = [
+        put_file(store / "images/mine.sif"),
+        put_file(store / "x.out"),
+        put_file(store / "runs/x-7/metrics"),
         fresh,
         link,
     ]
-    listed = collected(far)
-    assert "4 files are unused" in listed.stdout
-    assert listed.stdout.endswith("next: imgkit remote gc mine --days 30 --delete\n")
-    assert all(path.exists() for path in gone)
-    done = json.loads(collected(far, "--delete", "--json").stdout)
-    assert sorted(row["path"] for row in done["unused"]) == sorted(
-        str(path.relative_to(store)) for path in gone
+    output = collected(far).stdout
+    assert "3 unused" in output
+    assert output.endswith("next: imgkit remote gc mine --days 30 --delete\n")
+    assert all(path.exists() for path in removed)
+    report = json.loads(collected(far, "--delete", "--json").stdout)
+    assert sorted(row["path"] for row in report["unused"]) == sorted(
+        str(path.relative_to(store)) for path in removed
     )
-    assert all(row["removed"] for row in done["unused"])
-    assert not any(path.exists() for path in gone)
-    assert all(path.is_symlink() or path.exists() for path in stays)
-    assert collected(far, "--delete").stdout == "nothing is unused; 1 files are in use\n"
+    assert all(row["removed"] for row in report["unused"])
+    assert not any(path.exists() for path in removed)
+    assert all(path.is_symlink() or path.exists() for path in kept)
+    assert collected(far, "--delete").stdout == "nothing is unused; 1 in use\n"
 
 
-def test_file_that_is_chosen_meanwhile_stays(
+def test_image_that_is_chosen_meanwhile_stays(
     far: FarHost, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = old(store / "images" / SIF)
-    reached = reach(far, store, monkeypatch)
-    found = gc.find_unused(reached, 30)
-    assert [file.path for file in found.files] == [f"images/{SIF}"]
-    kept.touch()
-    assert gc.remove(reached, found) == ()
-    assert [path.name for path in kept.parent.iterdir() if path.is_file()] == [SIF]
+    image = put_image(store / "images" / IMAGE)
+    connected = reach(far, store, monkeypatch)
+    unused = gc.find_unused(connected, 30)
+    assert [folder.path for folder in unused.folders] == [f"images/{IMAGE}"]
+    (image / "image.sif").touch()
+    assert gc.remove(connected, unused) == ()
+    assert [path.name for path in image.parent.iterdir()] == [IMAGE]
 
 
 def test_two_removals_at_once_do_not_collide(
     far: FarHost, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for letter in "0123456789abcdef":
-        old(store / "images" / (letter * 64 + SIF[64:]))
-    reached = reach(far, store, monkeypatch)
-    found = gc.find_unused(reached, 30)
-    assert len(found.files) == 16
+        put_image(store / "images" / (letter * 64 + IMAGE[64:]))
+    connected = reach(far, store, monkeypatch)
+    unused = gc.find_unused(connected, 30)
+    assert len(unused.folders) == 16
     removed: list[str] = []
-    threads = [threading.Thread(target=lambda: removed.extend(gc.remove(reached, found))) for _ in range(3)]
+    threads = [
+        threading.Thread(target=lambda: removed.extend(gc.remove(connected, unused))) for _ in range(3)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(removed) == sorted(file.path for file in found.files)
+    assert sorted(removed) == sorted(folder.path for folder in unused.folders)
     assert [path for path in store.rglob("*") if path.is_file()] == []
 
 
 def test_what_a_killed_removal_put_aside_goes_later(far: FarHost, store: Path) -> None:
-    left = old(store / "images" / f".{SIF}.gone")
-    assert "1 files removed" in collected(far, "--delete").stdout
-    assert not left.exists()
+    aside = put_image(store / "images" / f".{IMAGE}.gone")
+    assert "1 removed" in collected(far, "--delete").stdout
+    assert not aside.exists()
 
 
-def test_jobs_of_a_silent_scheduler_keep_their_files(far: FarHost, store: Path) -> None:
-    kept = old(store / "images" / SIF)
-    old(store / "jobs/7", f"slurm\nx\nimages/{SIF}\n")
-    done = collected(far, "--delete")
-    assert kept.exists()
-    assert "the files of all jobs there count as in use: squeue failed with exit code" in done.stderr
+def test_jobs_of_a_silent_scheduler_keep_their_images(far: FarHost, store: Path) -> None:
+    image = put_image(store / "images" / IMAGE)
+    put_file(store / "jobs/7", f"slurm\nx\nimages/{IMAGE}/image.sif\n")
+    result = collected(far, "--delete")
+    assert image.exists()
+    assert "what any job there names counts as in use: squeue failed with exit code" in result.stderr
+
+
+def test_new_image_of_a_project_replaces_older_ones(
+    far: FarHost, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = [stored_image(letter) for letter in "edcb"]
+    for image in images:
+        put_image(store / "images" / image.name)
+    put_file(store / "jobs/7", f"standalone\nx\n{images[3].path}\n")
+    put_file(store / "runs/x-7/result", "7 85\n")
+    os.link(store / images[2].path, store / "mine.sif")
+    connected = reach(far, store, monkeypatch)
+    unused, by_path = gc.find_superseded(connected, images, stored_image("f"))
+    # The newest older one stays, one has another name, and one belongs to a run that can be resumed.
+    assert gc.remove(connected, unused) == (f"images/{images[1].name}",)
+    assert by_path[f"images/{images[1].name}"] == images[1]
+    assert sorted(path.name for path in (store / "images").iterdir()) == sorted(
+        images[number].name for number in (0, 2, 3)
+    )
+
+
+def stored_image(letter: str) -> far_store.RemoteImage:
+    return far_store.RemoteImage(
+        image_id=f"sha256:{letter * 64}",
+        root_sha256=letter * 64,
+        root_offset=4096,
+        root_bytes=1,
+        sif_bytes=1,
+        arch="amd64",
+        project="here:/project",
+    )
 
 
 def test_store_that_is_not_there_is_empty(far: FarHost, store: Path) -> None:
     subprocess.run(["rm", "-rf", store], check=True)
-    assert collected(far, "--delete").stdout == "nothing is unused; 0 files are in use\n"
+    assert collected(far, "--delete").stdout == "nothing is unused; 0 in use\n"
     assert not store.exists()
 
 

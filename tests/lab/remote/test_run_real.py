@@ -56,8 +56,8 @@ class Site(FarSite):
         """Run the image of the .sif, which is on both sides."""
         return self.imgkit("run", self.sif.name, "--on", "far", "--time", "5m", *words, **env)
 
-    def from_recipe(self, *words: object) -> Done:
-        return self.imgkit("run", "--on", "far", "--base", BASE, "--time", "5m", *words)
+    def from_recipe(self, *words: object, **env: str) -> Done:
+        return self.imgkit("run", "--on", "far", "--base", BASE, "--time", "5m", *words, **env)
 
     def running(self, job: str) -> bool:
         return bool(self.cluster("squeue", "--noheader", f"--jobs={job}").stdout.strip())
@@ -103,10 +103,9 @@ def test_one_command_builds_sends_submits_and_follows(site: Site) -> None:
     assert sorted(told.splitlines()) == ["node1 has [a  b'c]", "node2 has [a  b'c]"]
     assert "imgkit: to send: " in said
     assert re.search(r"(\d+@far) completed; imgkit fetch \1\n", said)
-    there = [
-        path for path in (site.store / "images").glob("*.sif") if path.read_bytes() == site.sif.read_bytes()
-    ]
-    assert [bool(re.fullmatch(r"[0-9a-f]{64}-[0-9a-f]{12}\.sif", path.name)) for path in there] == [True]
+    (stored,) = (site.store / "images").glob("*/image.sif")
+    assert stored.read_bytes() == site.sif.read_bytes()
+    assert re.fullmatch(r"[0-9a-f]{64}-[0-9a-f]{12}", stored.parent.name)
 
 
 RATES = (
@@ -135,45 +134,98 @@ def test_run_without_a_change_sends_nothing(site: Site) -> None:
     assert len(site.far.calls()) - before == 2  # look, submit
 
 
-def test_edit_sends_a_delta_of_some_kilobytes(site: Site) -> None:
+NO_ENGINE = {"DOCKER_HOST": "unix:///nonexistent/docker.sock"}
+
+
+def test_unchanged_recipe_needs_no_engine(site: Site) -> None:
+    result = site.from_recipe("--detach", "--", "true", **NO_ENGINE)
+    assert result.returncode == 0, result.stderr
+    assert "imgkit: to send: nothing; far has the image" in result.stderr
+
+
+def test_unchanged_recipe_needs_no_engine_on_another_machine(site: Site) -> None:
+    result = site.from_recipe("--detach", "--", "true", **NO_ENGINE, XDG_CACHE_HOME=f"{site.here}/no")
+    assert result.returncode == 0, result.stderr
+    assert "imgkit: to send: nothing; far has the image" in result.stderr
+
+
+def test_rebuild_asks_the_engine(site: Site) -> None:
+    result = site.from_recipe("--rebuild", "--detach", "--", "true", **NO_ENGINE)
+    assert result.returncode == 3
+    assert "no Docker engine" in result.stderr or "cannot be reached" in result.stderr
+
+
+def sent_MB(stderr: str) -> float:
+    match = re.search(r"imgkit: sent: ([0-9.]+) (bytes|kB|MB) of ", stderr)
+    assert match, stderr
+    return float(match[1]) * {"bytes": 1e-6, "kB": 1e-3, "MB": 1}[match[2]]
+
+
+def test_edit_sends_the_changed_blocks(site: Site) -> None:
     recipe = next(site.here.glob("line*.yaml"))
-    kept = site.sif.read_bytes()
+    before = site.sif.read_bytes()
     (site.here / "note.txt").write_text("the edit\n")
     recipe.write_text(
         RECIPE.replace("system:", "  copy: [{source: note.txt, target: /workspace/}]\nsystem:", 1)
     )
     try:
-        done = site.from_recipe("--", "cat", "/workspace/note.txt")
-        assert done.returncode == 0, done.stderr
-        assert done.stdout == "the edit\n"
-        sent = re.search(r"to send: delta: \S+\.imgdelta, ([0-9.]+) kB", done.stderr)
-        assert sent, done.stderr
-        assert float(sent[1]) < 100
-        site.sif.rename(site.sif.with_suffix(".away"))
-        done = site.from_recipe("--detach", "--", "cat", "/workspace/note.txt")
-        site.sif.with_suffix(".away").rename(site.sif)
-        assert done.returncode == 0, done.stderr
-        assert "to send: nothing; far has the image" in done.stderr
+        result = site.from_recipe("--", "cat", "/workspace/note.txt")
+        assert (result.returncode, result.stdout) == (0, "the edit\n"), result.stderr
+        assert f"; far has most of {site.sif.name}\n" in result.stderr
+        assert sent_MB(result.stderr) < 3
+        again = site.from_recipe("--detach", "--", "true", **NO_ENGINE)
+        assert "to send: nothing; far has the image" in again.stderr
+        # What a build by hand has made last is what the next run sends.
+        assert site.imgkit("build", f"./{recipe.name}", "--base", BASE, "--no-cache").returncode == 0
+        rebuilt = site.from_recipe("--detach", "--", "true")
+        assert "imgkit: to send: image: " in rebuilt.stderr
     finally:
         recipe.write_text(RECIPE)
-    assert site.sif.read_bytes() == kept
-    assert len([*(site.store / "deltas").glob("*.imgdelta")]) == 1
+        site.sif.write_bytes(before)
+    assert len([*(site.store / "images").glob("*/image.sif")]) == 3
 
 
-def test_first_run_of_another_project_sends_a_delta(site: Site) -> None:
-    """Over the .sif of the first one, whose layers it shares; there is no .sif of its own, here or there."""
+def test_first_run_of_another_project_sends_little(site: Site) -> None:
+    folder = site.here / "other project"
+    folder.mkdir()
     name = f"other{os.getpid()}"
-    recipe = site.here / f"{name}.yaml"
-    recipe.write_text(RECIPE.replace("system:", '  run: ["echo other > /opt/other"]\nsystem:', 1))
+    (folder / f"{name}.yaml").write_text(
+        RECIPE.replace("system:", '  run: ["echo other > /opt/other"]\nsystem:', 1)
+    )
     words = ("--on", "far", "--base", BASE, "--time", "5m", "--", "cat", "/opt/other")
     try:
-        done = site.imgkit("run", f"./{name}.yaml", *words)
-        assert (done.returncode, done.stdout) == (0, "other\n"), done.stderr
-        assert re.search(rf"to send: delta: {name}\.imgdelta, [0-9.]+ kB", done.stderr), done.stderr
-        assert "read the file manifest of" in done.stderr
-        assert not (site.here / f"{name}.sif").exists()
+        result = site.far.imgkit("run", f"./{name}.yaml", *words, folder=folder)
+        assert (result.returncode, result.stdout) == (0, "other\n"), result.stderr
+        size = (folder / f"{name}.sif").stat().st_size
+        assert sent_MB(result.stderr) < 0.05 * size / 1e6
     finally:
         run("docker", "rmi", "--force", f"{name}:latest")
+        shutil.rmtree(folder)
+
+
+def test_edit_and_commit_of_the_folder_change_no_image(site: Site) -> None:
+    folder = site.here / "in git"
+    folder.mkdir()
+    name = f"git{os.getpid()}"
+    (folder / f"{name}.yaml").write_text(RECIPE)
+    commit = ("git", "-C", folder, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qam")
+    words = ("run", f"./{name}.yaml", "--on", "far", "--base", BASE, "--time", "5m", "--detach", "--", "true")
+    try:
+        output("git", "-C", folder, "init", "-q")
+        (folder / "train.py").write_text("1\n")
+        output("git", "-C", folder, "add", ".")
+        output(*commit, "first")
+        assert site.far.imgkit(*words, folder=folder).returncode == 0
+        image_id = output("docker", "image", "inspect", "--format", "{{.Id}}", f"{name}:latest")
+        (folder / "train.py").write_text("2\n")
+        edited = site.far.imgkit(*words, folder=folder, env=NO_ENGINE)
+        assert "to send: nothing" in edited.stderr
+        output(*commit, "second")
+        assert site.far.imgkit("build", f"./{name}.yaml", "--base", BASE, folder=folder).returncode == 0
+        assert output("docker", "image", "inspect", "--format", "{{.Id}}", f"{name}:latest") == image_id
+    finally:
+        run("docker", "rmi", "--force", f"{name}:latest")
+        shutil.rmtree(folder)
 
 
 def test_waiting_job_keeps_its_image(site: Site) -> None:
@@ -187,12 +239,12 @@ def test_waiting_job_keeps_its_image(site: Site) -> None:
         return [row["path"] for row in json.loads(done.stdout)["unused"]]
 
     try:
-        for path in (image, *(site.store / "jobs").iterdir(), *(site.store / "runs").iterdir()):
+        for path in (image, image.parent, *(site.store / "jobs").iterdir(), *(site.store / "runs").iterdir()):
             os.utime(path, (1e9, 1e9))
-        assert f"images/{image.name}" not in unused()
+        assert f"images/{image.parent.name}" not in unused()
         assert site.imgkit("cancel", number).returncode == 0
         until(lambda: not site.running(number))
-        assert f"images/{image.name}" in unused()
+        assert f"images/{image.parent.name}" in unused()
     finally:
         image.touch()
 
@@ -283,7 +335,7 @@ def test_edited_line_of_code_is_what_the_job_runs(site: Site, code: Path) -> Non
     assert "to send: nothing of the code; far has that of " in again.stderr
 
 
-def test_code_lies_over_the_delta_of_the_image(site: Site, code: Path) -> None:
+def test_code_lies_over_that_of_the_image(site: Site, code: Path) -> None:
     recipe = next(site.here.glob("line*.yaml"))
     (site.here / "train.py").write_text("print('of the image')\n")
     copied = (
@@ -441,8 +493,8 @@ def python(site: Site, request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def test_login_node_without_a_usable_python_runs_jobs(site: Site, python: str) -> None:
-    for path in (site.store / "images").glob("*.sif"):
-        path.unlink()
+    for path in (site.store / "images").iterdir():
+        shutil.rmtree(path)
     done = site.run("--", "sh", "-c", "dist-env > /dev/null; echo 1 > $IMGKIT_RUN_DIR/metrics; echo told")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "told\n"

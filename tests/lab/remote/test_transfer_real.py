@@ -22,8 +22,7 @@ from imgkit_builder.base.progress import Silent
 from imgkit_builder.remote import connection, store, transfer
 from imgkit_builder.remote.config import Remote
 from imgkit_builder.remote.connection import Connection, Cut
-from imgkit_builder.remote.transfer import Source
-from imgkit_builder.sif import image
+from imgkit_builder.remote.store import SIF, RemoteImage
 from imgkit_entrypoints.errors import CheckFailed
 
 PROXY = Path(__file__).with_name("cut_proxy.py")
@@ -60,25 +59,32 @@ def reach(folder: Path, *, keep_s: int = 600) -> Connection:
     return connection.connect(Remote(name="far", address="far", folder=str(folder), keep_s=keep_s))
 
 
-def looked(folder: Path, sif: Path) -> store.Store:
-    record = image.read(sif).record
-    assert record is not None
-    return store.look(reach(folder), image_id=record.image_id, program="sh")
+def look(folder: Path) -> store.Store:
+    return store.look(reach(folder), program="sh")
 
 
-def upload(connection: Connection, file: Path, home: Path, target: str, report: Notes | None = None) -> str:
-    source = Source(path=file, label="image", size_bytes=file.stat().st_size)
-    return transfer.upload(connection, source, home=str(home), target=target, report=report or Notes())
-
-
-def sent(folder: Path, sif: Path, report: Notes | None = None) -> Path:
+def send(folder: Path, sif: Path, report: Notes | None = None, *, basis: RemoteImage | None = None) -> Path:
     """Send `sif`, and return its path on the remote, which is this machine."""
-    record = image.read(sif).record
-    assert record is not None
-    name = f"images/{image.store_name(record)}"
     (folder / "images").mkdir(parents=True, exist_ok=True)
-    upload(reach(folder), sif, folder, name, report)
-    return folder / name
+    return send_over(reach(folder), folder, sif, report, basis=basis)
+
+
+def send_over(
+    connection: Connection,
+    home: Path,
+    sif: Path,
+    report: Notes | None = None,
+    *,
+    basis: RemoteImage | None = None,
+) -> Path:
+    image = store.describe_sif(sif)
+    transfer.send_image(connection, sif, image, home=str(home), basis=basis, report=report or Notes())
+    return home / image.path
+
+
+def assert_only(folder: Path, sif: Path) -> None:
+    """Fail if the store has anything but one whole image."""
+    assert stored(folder) == [sif.with_name("image.json"), sif]
 
 
 def stored(folder: Path) -> list[Path]:
@@ -92,37 +98,86 @@ def sif(tmp_path: Path) -> Path:
     return small_sif.write(tmp_path / "x.sif", small_sif.ROOT + random.Random(7).randbytes(6 * MB + 123))  # noqa: S311
 
 
-def test_store_finds_the_image_that_it_was_sent(far: FarHost, tmp_path: Path, sif: Path) -> None:
+def test_store_finds_the_image_that_it_was_send(far: FarHost, tmp_path: Path, sif: Path) -> None:
     folder = tmp_path / "my store"
-    before = looked(folder, sif)
+    before = look(folder)
     assert (before.home, before.images, before.has_program) == (str(folder), (), True)
-    place = sent(folder, sif)
+    place = send(folder, sif)
     assert place.read_bytes() == sif.read_bytes()
     calls = len(far.calls())
-    assert looked(folder, sif).images == (place.name,)
+    assert look(folder).images == (store.describe_sif(sif),)
     assert len(far.calls()) == calls + 1
-    assert stored(folder) == [place]
+    assert_only(folder, place)
 
 
-def test_look_reads_the_ends_of_a_file_only(far: FarHost, tmp_path: Path, sif: Path) -> None:
-    place = sent(tmp_path / "s", sif)
-    with place.open("r+b") as stream:  # a change in the middle is not seen, and costs nothing
-        stream.seek(3 * MB)
-        stream.write(b"x")
-    assert looked(tmp_path / "s", sif).images == (place.name,)
-
-
-@pytest.mark.parametrize("damage", ["cut", "renamed", "empty", "text"])
-def test_damaged_image_does_not_count(far: FarHost, tmp_path: Path, sif: Path, damage: str) -> None:
+@pytest.mark.parametrize("damage", ["cut", "text", "renamed", "no sif", "another version"])
+def test_damaged_note_does_not_count(far: FarHost, tmp_path: Path, sif: Path, damage: str) -> None:
     folder = tmp_path / "s"
-    place = sent(folder, sif)
+    place = send(folder, sif)
+    note = place.with_name("image.json")
     if damage == "cut":
-        os.truncate(place, 5 * MB)
+        os.truncate(note, 100)
+    elif damage == "text":
+        note.write_bytes(b"image 12 x\nend\n" * 1000)
     elif damage == "renamed":
-        place.rename(place.with_name(place.name.replace(place.name[-16:-4], "0" * 12)))
+        place.parent.rename(place.parent.with_name("0" * 64 + place.parent.name[64:]))
+    elif damage == "no sif":
+        place.unlink()
     else:
-        place.write_bytes(b"" if damage == "empty" else b"sif 12 x\nend\n" * 10000)
-    assert looked(folder, sif).images == ()
+        note.write_text(note.read_text().replace('"schema": 1', '"schema": 99'))
+    assert look(folder).images == ()
+
+
+def edited(sif: Path) -> Path:
+    """Return the next version of a .sif: some bytes are new, and the rest has moved."""
+    root = small_sif.ROOT + random.Random(8).randbytes(5000) + random.Random(7).randbytes(6 * MB + 123)  # noqa: S311
+    return small_sif.write(sif.with_name("next.sif"), root)
+
+
+def test_next_version_sends_what_changed(far: FarHost, tmp_path: Path, sif: Path) -> None:
+    folder = tmp_path / "my store"
+    older = send(folder, sif)
+    (far.folder / "limits").write_text("")
+    (far.folder / "limits.passed").unlink(missing_ok=True)
+    far.through(sys.executable, PROXY, "%p", far.folder / "limits")
+    place = send(folder, edited(sif), basis=store.describe_sif(sif))
+    far.disconnect()
+    until(lambda: (far.folder / "limits.passed").exists())
+    assert place.read_bytes() == edited(sif).read_bytes()
+    assert older.read_bytes() == sif.read_bytes()
+    assert sent_bytes(far) < MB // 2
+
+
+def test_basis_of_the_same_size_and_time_is_not_the_file(far: FarHost, tmp_path: Path, sif: Path) -> None:
+    folder = tmp_path / "s"
+    other = small_sif.write(
+        tmp_path / "y.sif",
+        small_sif.ROOT + random.Random(9).randbytes(6 * MB + 123),  # noqa: S311
+    )
+    os.utime(other, ns=(sif.stat().st_mtime_ns, sif.stat().st_mtime_ns))
+    older = send(folder, sif)
+    shutil.copystat(sif, older)
+    place = send(folder, other, basis=store.describe_sif(sif))
+    assert place.read_bytes() == other.read_bytes()
+
+
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 26))])
+def test_cut_of_a_next_version_does_not_lose_the_basis(far: FarHost, tmp_path: Path, seed: int) -> None:
+    chosen = random.Random(seed)  # noqa: S311
+    rest = chosen.randbytes(12 * MB)
+    sif = small_sif.write(tmp_path / "x.sif", small_sif.ROOT + chosen.randbytes(6 * MB) + rest)
+    new = small_sif.write(tmp_path / "y.sif", small_sif.ROOT + chosen.randbytes(6 * MB) + rest)
+    folder = tmp_path / "s"
+    send(folder, sif)
+    cuts(far, seed, 1, LOST_BYTES + MB // 2)  # within the new 6 MB
+    report = Notes()
+    place = send(folder, new, report, basis=store.describe_sif(sif))
+    far.disconnect()
+    assert place.read_bytes() == new.read_bytes()
+    assert any("the connection was lost" in text for text in report.texts)
+    until(lambda: len((far.folder / "limits.passed").read_text().split()) >= 2)
+    assert sent_bytes(far) < 6 * MB + LOST_BYTES + MB
+    assert len(stored(folder)) == 4
 
 
 LOST_BYTES = 2 * MB
@@ -158,16 +213,16 @@ def test_cut_transfer_goes_on_where_it_ended(
 ) -> None:
     cuts(far, seed, 3, LOST_BYTES + MB // 2)
     report = Notes()
-    place = sent(tmp_path / "s", large_sif, report)
+    place = send(tmp_path / "s", large_sif, report)
     assert place.read_bytes() == large_sif.read_bytes()
     assert sum("the connection was lost" in text for text in report.texts) >= 2
     assert any(text.endswith("MB were sent before") for text in report.texts)
-    assert stored(tmp_path / "s") == [place]
+    assert_only(tmp_path / "s", place)
 
 
 def test_resumed_transfer_sends_only_the_rest(far: FarHost, tmp_path: Path, large_sif: Path) -> None:
     cuts(far, 1, 1, 9 * MB)
-    place = sent(tmp_path / "s", large_sif)
+    place = send(tmp_path / "s", large_sif)
     assert place.read_bytes() == large_sif.read_bytes()
     assert 12 * MB < sent_bytes(far) < 12 * MB + LOST_BYTES + MB
 
@@ -178,19 +233,19 @@ def test_cut_at_any_moment_leaves_a_whole_file_or_none(
     far: FarHost, tmp_path: Path, sif: Path, seed: int
 ) -> None:
     cuts(far, seed, 6, 1000)
-    place = tmp_path / "s/images" / image.store_name(small_record(sif))
+    place = tmp_path / "s" / store.describe_sif(sif).path
     for _ in range(7):
         try:
-            sent(tmp_path / "s", sif)
+            send(tmp_path / "s", sif)
             break
         except Cut:
             assert not place.exists()
     assert place.read_bytes() == sif.read_bytes()
-    assert stored(tmp_path / "s") == [place]
+    assert_only(tmp_path / "s", place)
 
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 6))])
-def test_cut_folder_is_complete_or_absent(far: FarHost, tmp_path: Path, seed: int) -> None:
+def test_cut_folder_is_complete_or_absend(far: FarHost, tmp_path: Path, seed: int) -> None:
     folder, home = tmp_path / "my code", tmp_path / "s"
     (folder / "a\nb").mkdir(parents=True)
     (home / "code").mkdir(parents=True)
@@ -198,10 +253,17 @@ def test_cut_folder_is_complete_or_absent(far: FarHost, tmp_path: Path, seed: in
         (folder / "a\nb" / f"{number} $(x)").write_bytes(random.Random(number).randbytes(MB))  # noqa: S311
     cuts(far, seed, 6, 1000)
     target = home / "code/digest"
-    source = Source(path=folder, label="code", size_bytes=8 * MB)
     for _ in range(7):
         try:
-            transfer.upload(reach(home), source, home=str(home), target="code/digest", report=Notes())
+            transfer.send_folder(
+                reach(home),
+                folder,
+                label="code",
+                size_bytes=8 * MB,
+                home=str(home),
+                target="code/digest",
+                report=Notes(),
+            )
             break
         except Cut:
             assert not target.exists()
@@ -216,8 +278,7 @@ def test_file_goes_through_the_host_for_transfers(far: FarHost, tmp_path: Path, 
     reached = connection.connect(
         Remote(name="far", address="far", folder=str(tmp_path / "s"), transfer="far2")
     )
-    upload(reached, sif, tmp_path / "s", "images/x.sif")
-    assert (tmp_path / "s/images/x.sif").read_bytes() == sif.read_bytes()
+    assert send_over(reached, tmp_path / "s", sif).read_bytes() == sif.read_bytes()
     calls = far.calls()[before:]
     assert len(calls) == 3
     assert all(" -- far2 exec " in call for call in calls)
@@ -231,18 +292,17 @@ def test_limited_transfer_takes_its_time(far: FarHost, tmp_path: Path, sif: Path
     (tmp_path / "images").mkdir()
     began = time.monotonic()
     limited = dataclasses.replace(reach(tmp_path), max_bytes_per_s=3 * MB)
-    upload(limited, sif, tmp_path, "images/x.sif")
+    assert send_over(limited, tmp_path, sif).read_bytes() == sif.read_bytes()
     assert time.monotonic() - began >= 2
-    assert (tmp_path / "images/x.sif").read_bytes() == sif.read_bytes()
 
 
 def test_transfer_that_gets_nowhere_gives_up(far: FarHost, tmp_path: Path, sif: Path) -> None:
     (far.folder / "limits").write_text("20000 " * 50)
     far.through(sys.executable, PROXY, "%p", far.folder / "limits")
     with pytest.raises(Cut):
-        sent(tmp_path / "s", sif)
+        send(tmp_path / "s", sif)
     far.direct()
-    assert sent(tmp_path / "s", sif).read_bytes() == sif.read_bytes()
+    assert send(tmp_path / "s", sif).read_bytes() == sif.read_bytes()
 
 
 def test_killed_transfer_is_finished_by_the_next(far: FarHost, tmp_path: Path, sif: Path) -> None:
@@ -250,9 +310,8 @@ def test_killed_transfer_is_finished_by_the_next(far: FarHost, tmp_path: Path, s
     slow = (
         "import sys; from pathlib import Path; sys.path[:0] = sys.argv[3:]\n"
         "import test_transfer_real as t; sif = Path(sys.argv[2])\n"
-        "name = f'images/{t.image.store_name(t.small_record(sif))}'\n"
         "limited = t.dataclasses.replace(t.reach(Path()), max_bytes_per_s=2 * t.MB)\n"
-        "t.upload(limited, sif, Path(sys.argv[1]), name)"
+        "t.send_over(limited, Path(sys.argv[1]), sif)"
     )
     (folder / "images").mkdir(parents=True)
     paths = (str(Path(__file__).parent), str(Path(__file__).parents[1]))
@@ -265,42 +324,49 @@ def test_killed_transfer_is_finished_by_the_next(far: FarHost, tmp_path: Path, s
     for shell in Path("/tmp").glob("imgkit-*/shell"):  # it had no time to remove this
         if str(folder) in shell.read_text():
             shutil.rmtree(shell.parent)
-    until(lambda: all(path.parent.name == ".imgkit-part" for path in stored(folder)))
+    until(
+        lambda: all(
+            path.parent.name == ".imgkit-part" or path.name == "image.json" for path in stored(folder)
+        )
+    )
     report = Notes()
-    assert sent(folder, sif, report).read_bytes() == sif.read_bytes()
+    assert send(folder, sif, report).read_bytes() == sif.read_bytes()
     assert report.texts[0].endswith("MB were sent before")
 
 
 def test_two_transfers_at_once_do_not_collide(far: FarHost, tmp_path: Path, sif: Path) -> None:
     folder = tmp_path / "s"
     places: list[Path] = []
-    threads = [threading.Thread(target=lambda: places.append(sent(folder, sif))) for _ in range(3)]
+    threads = [threading.Thread(target=lambda: places.append(send(folder, sif))) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert len(places) == 3
     assert places[0].read_bytes() == sif.read_bytes()
-    assert stored(folder) == [places[0]]
+    assert_only(folder, places[0])
 
 
-@pytest.mark.parametrize("at", [".incoming/.imgkit-part", ".incoming"])
+@pytest.mark.parametrize("at", [".imgkit-part", "."])
 def test_damaged_part_is_corrected(far: FarHost, tmp_path: Path, sif: Path, at: str) -> None:
     """An edited file has the size and the time of the one here."""
-    name = image.store_name(small_record(sif))
-    part = tmp_path / "s/images" / at / name
+    part = tmp_path / "s/images/.incoming" / store.describe_sif(sif).name / at / SIF
     part.parent.mkdir(parents=True)
     part.write_bytes(b"rubbish" + sif.read_bytes()[7:])
     shutil.copystat(sif, part)
-    place = sent(tmp_path / "s", sif)
+    place = send(tmp_path / "s", sif)
     assert place.read_bytes() == sif.read_bytes()
-    assert stored(tmp_path / "s") == [place]
+    assert_only(tmp_path / "s", place)
 
 
-def small_record(sif: Path) -> image.ImgkitRecord:
-    record = image.read(sif).record
-    assert record is not None
-    return record
+def test_temporary_file_of_a_killed_rsync_is_used(far: FarHost, tmp_path: Path, sif: Path) -> None:
+    folder = tmp_path / "s/images/.incoming" / store.describe_sif(sif).name
+    folder.mkdir(parents=True)
+    (folder / f".{SIF}.AbCdEf").write_bytes(sif.read_bytes()[: 4 * MB])
+    report = Notes()
+    place = send(tmp_path / "s", sif, report)
+    assert report.texts == ["4.2 MB of 6.3 MB were sent before"]
+    assert_only(tmp_path / "s", place)
 
 
 @pytest.fixture
@@ -316,7 +382,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_disk_without_room_is_refused_before_the_start(far: FarHost, small_disk: Path, sif: Path) -> None:
     with pytest.raises(CheckFailed, match=r"but 4\.2 MB free"):
-        sent(small_disk, sif)
+        send(small_disk, sif)
     assert stored(small_disk) == []
 
 
@@ -325,15 +391,16 @@ def test_disk_that_fills_up_is_named(
 ) -> None:
     monkeypatch.setattr(transfer, "free_bytes", lambda _: None)  # somebody else takes the room later
     with pytest.raises(CheckFailed, match="the disk of far is full") as caught:
-        sent(small_disk, sif)
+        send(small_disk, sif)
     assert "No space left" in str(caught.value.hint)
-    assert not [path for path in (small_disk / "images").iterdir() if path.suffix == ".sif"]
+    assert "imgkit remote gc far --delete" in str(caught.value.hint)
+    assert [path.name for path in (small_disk / "images").iterdir()] == [".incoming"]
 
 
-def test_changed_file_is_not_published(
-    far: FarHost, tmp_path: Path, sif: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(transfer, "_sha256", lambda _: "0" * 64)
+def test_changed_file_is_not_published(far: FarHost, tmp_path: Path, sif: Path) -> None:
+    with sif.open("r+b") as stream:
+        stream.seek(3 * MB)
+        stream.write(b"x")
     with pytest.raises(CheckFailed, match="differs from the image here"):
-        sent(tmp_path / "s", sif)
+        send(tmp_path / "s", sif)
     assert stored(tmp_path / "s") == []

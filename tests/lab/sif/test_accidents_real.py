@@ -17,7 +17,7 @@ from pathlib import Path
 import bit_flips
 import pytest
 from file_tree import write_program
-from labkit import IMGKIT, imgkit, imgkit_json, output, small_disk, until
+from labkit import IMGKIT, imgkit, imgkit_json, small_disk, until
 from stored_images import Way, archive, busybox_layer, convert_as, only
 from tars import TarEntry, tar_entry
 from tiny_image import BUSYBOX
@@ -296,24 +296,3 @@ def test_sif_that_a_runtime_built_is_not_converted_again(tmp_path: Path) -> None
     assert path.read_bytes() == before
     assert convert_as(0, tmp_path / "old.tar", path, compression="zstd") == ""
     assert path.read_bytes() != before
-
-
-@pytest.mark.docker
-@pytest.mark.singularity
-@pytest.mark.soak
-def test_sif_that_a_runtime_built_takes_no_delta(tmp_path: Path) -> None:
-    """Nothing lists its files."""
-    name, config = f"imgkit-test-accidents:{os.getpid()}", {"Env": ["PATH=/bin"]}
-    built_by_runtime(tmp_path, [busybox_layer("sh", "cat", "true")])
-    layers = [busybox_layer("sh", "cat", "true"), [tar_entry("etc/new", b"new\n")]]
-    (tmp_path / "new.tar").write_bytes(archive(layers, config=config))
-    output("docker", "load", "-i", tmp_path / "new.tar")
-    output("docker", "tag", "made:latest", name)
-    output("docker", "rmi", "made:latest")
-    try:
-        result = imgkit("delta", name, "--against", "old.sif", "-o", "x.imgdelta", folder=tmp_path)
-    finally:
-        output("docker", "rmi", name)
-    assert (result.returncode, "it has no file manifest" in result.stderr) == (1, True)
-    assert "--writer imgkit" in result.stderr
-    assert not (tmp_path / "x.imgdelta").exists()

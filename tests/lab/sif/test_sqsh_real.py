@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sample_delta
 from file_tree import write_program
 from labkit import PYXIS, imgkit, imgkit_json, output, public_folder, small_disk
 from sample_image import verdicts
@@ -191,7 +190,7 @@ def copy(sqsh: Path, tmp_path: Path) -> Path:
 
 def test_verify_notices_each_kind_of_damage(copy: Path) -> None:
     content = copy.read_bytes()
-    fine = {"sha256": "ok", "squashfs": "ok", "content": "ok", "manifest": "warn", "files": "ok"}
+    fine = {"sha256": "ok", "squashfs": "ok", "content": "ok", "manifest": "warn"}
     assert verdicts(copy) == fine
     copy.write_bytes(content[:5000] + bytes([content[5000] ^ 1]) + content[5001:])
     damaged = {"sha256": "fail", "squashfs": "ok", "content": "fail", "manifest": "skip"}
@@ -288,14 +287,6 @@ def test_runtimes_that_start_no_sqsh_refuse_it(refused: Callable[..., str], fold
 def test_a_sqsh_is_not_sent_to_a_remote(sqsh: Path) -> None:
     with pytest.raises(UsageError, match=r"imgkit run sends a \.sif, and this is a \.sqsh"):
         remote_run.plan(str(sqsh), Request(), None, "cpu")
-
-
-def test_a_sqsh_is_no_base_of_deltas(refused: Callable[..., str], folder: Path, sqsh: Path) -> None:
-    delta = sample_delta.put(folder / "x.imgdelta")
-    try:
-        assert "not a .sif" in refused(folder, "apply", delta, sqsh, "-o", "new.sif", code=1)
-    finally:
-        delta.unlink()
 
 
 def test_a_value_that_no_line_holds_leaves_no_file(refused: Callable[..., str], tmp_path: Path) -> None:

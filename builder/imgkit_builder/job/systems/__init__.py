@@ -44,7 +44,7 @@ MODULES: Mapping[str, str] = {
 
 
 NEW_CONTAINER = (
-    "a new container on a node of the job, with the job's image, deltas, folders and variables; it is not "
+    "a new container on a node of the job, with the job's image, folders and variables; it is not "
     "the one in which the job's program runs"
 )
 

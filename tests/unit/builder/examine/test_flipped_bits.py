@@ -1,4 +1,4 @@
-"""A flipped bit in a delta's description, in an archive or its sidecars, or in a checkpoint is noticed."""
+"""A flipped bit in an archive or its sidecars, or in a checkpoint is noticed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 
 import bit_flips
 import pytest
-import sample_delta
 import stored_images
 
 from imgkit_builder.archive import read, sidecar
@@ -29,11 +28,6 @@ def refused(path: Path) -> bool:
         return not checks.passed(verify(path))
     except ImgkitError:
         return True
-
-
-def delta(folder: Path) -> Kind:
-    path = sample_delta.put(folder / "x.imgdelta")
-    return path, lambda: refused(path)
 
 
 def archive(folder: Path) -> Path:
@@ -97,7 +91,7 @@ def checkpoint_part(folder: Path) -> Kind:
     return path / "__0_0.distcp", lambda: is_damaged(path)
 
 
-KINDS = (delta, archive_itself, archive_manifest, archive_checksum, checkpoint_manifest, checkpoint_part)
+KINDS = (archive_itself, archive_manifest, archive_checksum, checkpoint_manifest, checkpoint_part)
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_entry_points_are_bound_and_started_by_the_image_s_python(tmp_path: Path) -> None:
     made = bind(tmp_path, fake(), env=("A=b",))
-    folder = f"{tmp_path}/deltas/{bound.name_of(made)}"
+    folder = f"{tmp_path}/imgkit-entrypoints/{bound.name_of(made)}"
     words = container.start(made, made.command)
     assert f"{folder}/imgkit_entrypoints:{SEEN['site']}/imgkit_entrypoints:ro" in words
     assert f"{folder}/system.json:/opt/imgkit/system.json:ro" in words
@@ -253,7 +253,7 @@ def test_image_of_podman_is_known_by_its_id(tmp_path: Path, text: str) -> None:
     made = bound.bind(resolve(find(file), request), run)
     lines = systems.named("slurm").script(made).text
     assert f"""podman image inspect --format '{{{{.Id}}}}' "$image")" != "sha256:{DIGEST}" ]""" in lines
-    assert f"--volume {tmp_path}/deltas/" in lines.replace(" \\\n    ", " ")
+    assert f"--volume {tmp_path}/imgkit-entrypoints/" in lines.replace(" \\\n    ", " ")
     checked(lines)
 
 

@@ -15,9 +15,9 @@ import pytest
 from stored_images import archive
 
 from imgkit_builder.base.progress import Silent
-from imgkit_builder.delta.code import CodeTree
 from imgkit_builder.image.context import LargeContext
 from imgkit_builder.job import baked, code, container
+from imgkit_builder.job.code_tree import CodeTree
 from imgkit_builder.job.request import CodeRecord, Request
 from imgkit_builder.job.resolve import resolve
 from imgkit_builder.oci.manifest import InstalledProject
@@ -174,8 +174,7 @@ def test_record_says_what_is_committed(folder: Path) -> None:
     git(folder, "tag", "-a", "v1", "-m", "1")
     clean = read(folder).record
     assert (clean.git, clean.uncommitted) == ("v1", False)
-    (folder / "deltas").mkdir()
-    for name in ("deltas/code-0a.imgdelta", ".imgkit-lock.x.imgdelta", "a b/.imgkit-0a1b2c3d.x.part"):
+    for name in ("mine.sif", ".imgkit-lock.x.sif", "a b/.imgkit-0a1b2c3d.x.part"):
         (folder / name).touch()
     assert read(folder).record == clean  # what a submission leaves there is no code
     (folder / "new.py").touch()
@@ -250,14 +249,12 @@ def test_code_that_means_nothing_is_refused(flags: dict[str, object], message: s
         resolve(find("cpu"), request)
 
 
-def test_code_lies_over_the_delta(folder: Path) -> None:
+def test_code_is_bound_over_the_image(folder: Path) -> None:
 
     request = Request(command=("dist-hello",), runtime="singularity", code=folder)
-    job = replace(resolve(find("cpu"), request), overlay="/d/x.imgdelta")
+    job = resolve(find("cpu"), request)
     record = CodeRecord(sha256="ab", git="", uncommitted=True)
     words = container.start(container.with_code(job, record, "/d/code"), ("true",))
-    overlays = [word for before, word in itertools.pairwise(words) if before == "--overlay"]
-    assert overlays == ["/d/x.imgdelta:ro"]
     binds = [word for before, word in itertools.pairwise(words) if before == "--bind"]
     assert binds[:2] == [
         "/d/code/workspace:/workspace:ro",
@@ -348,10 +345,8 @@ def test_project_that_any_command_installed_is_found(tmp_path: Path, direct_url:
         files[-1][0].size = len(direct_url)
     (tmp_path / "x.tar").write_bytes(archive([files], config={"Env": ["PATH=/x/bin:/usr/bin"]}))
     convert.convert(Archive(path=tmp_path / "x.tar"), tmp_path / "x.sif", Options(test=False), Silent())
-    assert baked.projects(tmp_path / "x.sif", "", "my-proj") == (
-        InstalledProject(name="my-proj", folder=folder),
-    )
-    assert baked.projects(tmp_path / "x.sif", "", "proj") == ()
+    assert baked.projects(tmp_path / "x.sif", "my-proj") == (InstalledProject(name="my-proj", folder=folder),)
+    assert baked.projects(tmp_path / "x.sif", "proj") == ()
 
 
 @pytest.mark.parametrize(

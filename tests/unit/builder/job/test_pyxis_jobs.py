@@ -10,7 +10,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import small_sif
@@ -82,7 +82,7 @@ def squashed(path: Path, *, manifest: bool = True, arch: str = "amd64", compress
     )
     if manifest:
         made = dataclasses.replace(small_sif.record(), arch=arch)
-        sqsh.Sqsh().put_record(path, made, b"", lambda *_: None)
+        sqsh.Sqsh().put_record(path, made, lambda *_: None)
     return path
 
 
@@ -252,12 +252,6 @@ def test_image_that_is_cut_short_is_refused(tmp_path: Path) -> None:
         submit.before_submission(job(directory=tmp_path))
 
 
-def test_delta_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("imgkit_builder.delta.descriptor.read", lambda path: None)
-    with pytest.raises(UsageError, match=r"a delta is mounted over a .sif, but pyxis does not run a .sif"):
-        job(delta=tmp_path / "a.imgdelta")
-
-
 @pytest.mark.parametrize("flag", ["python", "activate"])
 def test_image_of_a_registry_is_not_looked_into(flag: str) -> None:
     with pytest.raises(
@@ -351,14 +345,6 @@ def test_libraries_of_the_host_and_of_the_gpu_are_found(tmp_path: Path, librarie
 
 
 @needs_squasher
-def test_delta_over_a_sqsh_is_refused(tmp_path: Path) -> None:
-    image = squashed(tmp_path / "a.sqsh")
-    made = job(runtime="singularity", image=str(image), directory=tmp_path)
-    with pytest.raises(UsageError, match=r"a delta lies over a .sif, and .*a.sqsh is a .sqsh"):
-        submit.before_submission(dataclasses.replace(made, delta=cast("Any", object())))
-
-
-@needs_squasher
 def test_sqsh_for_other_nodes_is_refused(tmp_path: Path) -> None:
     made = job(dataclasses.replace(recipe(), platforms=("linux/arm64",)), directory=tmp_path)
     squashed(tmp_path / "cpu.sqsh")
@@ -414,7 +400,7 @@ def test_sqsh_of_another_program_is_looked_into_by(
     assert {str(image), "A=1"} <= {*said}
     assert f"{tmp_path}:/data" in " ".join(said)
     mounts = option("mounts", found)
-    folder = f"{tmp_path}/deltas/{bound.name_of(found)}"
+    folder = f"{tmp_path}/imgkit-entrypoints/{bound.name_of(found)}"
     assert f"{folder}/imgkit_entrypoints:/opt/x/site-packages/imgkit_entrypoints:ro" in mounts
     assert f"{folder}/system.json:/opt/imgkit/system.json:ro" in mounts
     started = ("bash", "A=1", "/opt/x/bin/python", "-I", "-m", "imgkit_entrypoints", "dist-hello")
@@ -496,7 +482,7 @@ def test_changed_code_leaves_no_folder(tmp_path: Path) -> None:
     request = dataclasses.replace(HELLO, code=tmp_path / "code")
     read = code.read(request, large=False, report=Silent())
     (tmp_path / "code/a.py").write_text("22")
-    target = tmp_path / "deltas/x"
+    target = tmp_path / "imgkit-entrypoints/x"
     with pytest.raises(UsageError, match="it changed while imgkit read it"):
         bound.write_folder(target, read.tree.write)
     assert not list(target.parent.iterdir())

@@ -53,7 +53,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_line_of_the_readme_renders(line: str, folder: Path) -> None:
     words = shlex.split(line)[2:]
     # Files of the example: tests/lab makes real ones, and looks into real images.
-    for option in ("--delta", "--python", "--activate"):
+    for option in ("--python", "--activate"):
         if option in words:
             del words[words.index(option) : words.index(option) + 2]
     if words[0].startswith("-") or "--on" in words:  # the line belongs into a folder of `imgkit init`

@@ -95,7 +95,7 @@ def test_job_without_its_image_is_refused(folder: Path) -> None:
     assert not (folder / "script").exists()
 
 
-@pytest.mark.parametrize("flag", ["--sif", "--delta", "--build", "--directory", "--interactive"])
+@pytest.mark.parametrize("flag", ["--sif", "--build", "--directory", "--interactive"])
 def test_flag_for_this_machine_is_refused_for_a_remote(call: Any, folder: Path, flag: str) -> None:
     call("remote", "add", "x", "me@x")
     value = () if flag == "--interactive" else ("y",)

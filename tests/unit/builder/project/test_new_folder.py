@@ -62,9 +62,9 @@ def test_existing_files_are_kept(call: Any) -> None:
     assert code == 0
     assert Path("train.py").read_text() == "mine"
     assert "kept   .gitignore" in out
-    assert "added  runs/ *.imgdelta to .gitignore" in out
+    assert "added  runs/ to .gitignore" in out
     assert command_here() == ("dist-run", "/workspace/train.py")
-    assert Path(".gitignore").read_text() == "*.pyc\n*.sif\nruns/\n*.imgdelta\n"
+    assert Path(".gitignore").read_text() == "*.pyc\n*.sif\nruns/\n"
     Path("imgkit.toml").unlink()
     code, out, _ = call("init", "--recipe", "mn5", "--json")
     assert json.loads(out)["files"] == ["imgkit.toml"]

@@ -82,11 +82,10 @@ def test_everything_but_one_folder(tree: Tree) -> None:
 def test_own_outputs_and_caches_stay_out(tree: Tree) -> None:
     root = tree(
         "mn5.sif",
-        "mn5.imgdelta",
         "mn5.tar.zst",
         "mn5.tar.zst.sha256",
         "mn5.tar.zst.manifest.json",
-        "deltas/code-0a1b.imgdelta",
+        "old/code-0a1b.sif",
         ".git/HEAD",
         "pkg/__pycache__/a.pyc",
         ".venv/pyvenv.cfg",
@@ -98,8 +97,8 @@ def test_own_outputs_and_caches_stay_out(tree: Tree) -> None:
         "box.sif/bin/sh",
     )
     assert listed_files(root) == ["box.sif/bin/sh", "data.tar", "data.tar.sha256", "run.manifest.json"]
-    assert "deltas" not in [file.name for file in sources.walk(root)]
-    assert "deltas/code-0a1b.imgdelta" in listed_files(root, "!*.imgdelta")
+    assert "old" not in [file.name for file in sources.walk(root)]
+    assert "old/code-0a1b.sif" in listed_files(root, "!*.sif")
 
 
 def test_temporary_names_never_count(tree: Tree) -> None:

@@ -14,10 +14,9 @@ from imgkit_builder.base.progress import Silent
 from imgkit_builder.job import code
 from imgkit_builder.job.request import Request
 from imgkit_builder.remote import code as far_code
-from imgkit_builder.remote import connection, store, transfer
+from imgkit_builder.remote import connection, store
 from imgkit_builder.remote.config import Remote
 from imgkit_builder.remote.connection import ScriptFailed
-from imgkit_builder.remote.transfer import Source
 from imgkit_entrypoints.errors import CheckFailed
 
 pytestmark = pytest.mark.programs("rsync")
@@ -51,7 +50,7 @@ def send(folder: Path, home: Path) -> tuple[Path, str]:
     far = connection.connect(Remote(name="far", address="far", folder=str(home), keep_s=0))
     notes = Notes()
     read = code.read(Request(code=folder), large=False, report=notes)
-    there = store.look(far, image_id="", program="sh", code=read.record.sha256)
+    there = store.look(far, program="sh", code=read.record.sha256)
     path = far_code.upload(far, read, there, report=notes)
     return home / path, "\n".join(notes.texts)
 
@@ -109,14 +108,6 @@ def test_read_only_part_of_a_failed_try_is_used(folder: Path, tmp_path: Path) ->
     target, text = send(folder, tmp_path / "far")
     assert " of 200.0 kB were sent before\n" in text
     assert contents(target / "workspace") == contents(folder)
-
-
-def test_read_only_part_of_an_image_is_used(folder: Path, tmp_path: Path) -> None:
-    leave_part(tmp_path / "far/images/.incoming/.imgkit-part/x.sif", folder / "table")
-    far = connection.connect(Remote(name="far", address="far", keep_s=0))
-    source = Source(path=folder / "table", label="image", size_bytes=200_000)
-    transfer.upload(far, source, home=str(tmp_path / "far"), target="images/x.sif", report=Silent())
-    assert (tmp_path / "far/images/x.sif").read_bytes() == (folder / "table").read_bytes()
 
 
 def test_file_that_somebody_edited_there_is_sent_again(folder: Path, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
 
 ANSWERS = '#!/bin/sh\n# A fake ssh.\nread -r echo token\necho "$token"\ncat answer\n'
 DIGITS = "7" * 5000
-SOURCE = transfer.Source(path=Path("x"), label="image", size_bytes=5)
+SOURCE = transfer.Source(path=Path("x"), label="image", size_bytes=5, options=())
 FAR = Remote(name="far", address="me@far", folder="/x", keep_s=0)
 
 
@@ -52,7 +52,7 @@ def far(local: Connection) -> Connection:
 
 
 def look(far: Connection) -> object:
-    return store.look(far, image_id=f"sha256:{'0' * 64}", program="sbatch")
+    return store.look(far, program="sbatch")
 
 
 def prepare(far: Connection) -> object:
@@ -66,11 +66,11 @@ READERS: dict[str, tuple[Callable[[Connection], object], tuple[str, ...]]] = {
             "",
             "end\n",
             "home /x\n",
-            "home /x\nfile x y.sif\nend\n",
-            "home /x\nfile -5 y.sif\nend\n",
-            f"home /x\nfile {DIGITS} y.sif\nend\n",
-            f"home /x\nfile 999999999999999 y.sif\n{'x' * 65536}end\n",
-            "home /x\nfile 500 y.sif\nend\n",
+            "home /x\nimage x y\nend\n",
+            "home /x\nimage -5 y\nend\n",
+            f"home /x\nimage {DIGITS} y\nend\n",
+            f"home /x\nimage 999999999999999 y\n{'x' * 65536}end\n",
+            "home /x\nimage 500 y\nend\n",
             "home \nend\n",
         ),
     ),
@@ -264,13 +264,13 @@ def test_submission_there_notes_what_the_job_uses(
     text = Path("jobs", job_id).read_text()
     assert text == f"{note}\nmn5\nimages/x.sif\n"
     rows = "".join(f"note jobs/{job_id}:{line}\n" for line in text.splitlines())
-    _, notes, _ = gc.parse(f"clock 5\njob 1 {job_id}\n{rows}end\n".encode(), "far")
-    assert [(one.id, one.system, one.files) for one in notes] == [(job_id, note, ("images/x.sif",))]
+    (job_note,) = gc.parse(f"clock 5\njob 1 {job_id}\n{rows}end\n".encode(), "far").notes
+    assert (job_note.id, job_note.system, job_note.folders) == (job_id, note, ("images/x.sif",))
 
 
 def test_note_of_a_file_that_is_no_id_is_left_out() -> None:
     rows = "".join(f"job 1 {name}\n" for name in ("../x", "-x", "a b", "7"))
-    assert [one.id for one in gc.parse(f"clock 5\n{rows}end\n".encode(), "far")[1]] == ["7"]
+    assert [note.id for note in gc.parse(f"clock 5\n{rows}end\n".encode(), "far").notes] == ["7"]
 
 
 def test_waiting_jobs_of_a_cluster_are_asked_for_there(local: Connection) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +10,11 @@ import bit_flips
 import pytest
 import small_sif
 
+from imgkit_builder.base import checks
+from imgkit_builder.examine.verify import verify
 from imgkit_builder.oci.config import ImageConfig, parse_config
 from imgkit_builder.sif import frame, image
+from imgkit_builder.sif.baked_facts import BakedFacts, Distribution
 from imgkit_builder.sif.conversion import Format
 from imgkit_builder.sif.frame import NewObject, Sif
 from imgkit_builder.sif.image import DataType, ImgkitRecord, PartitionType
@@ -28,8 +30,7 @@ SQUASHFS = struct.pack("<4sIIIIHHHHHHQQ", b"hsqs", 1, 0, 1 << 20, 0, 6, 20, 0, 1
 )
 
 
-MANIFEST = bytes(range(200))
-"""Of any content: only its digest counts here."""
+FACTS = BakedFacts(manifest="{}", distributions=(Distribution(name="torch"),))
 
 
 def write(path: Path, format: Format, *, route: str = "stream") -> ImgkitRecord:
@@ -45,10 +46,9 @@ def write(path: Path, format: Format, *, route: str = "stream") -> ImgkitRecord:
         compression="zstd 3",
         route=route,
         imgkit="0",
-        manifest_sha256=hashlib.sha256(MANIFEST).hexdigest(),
-        manifest_bytes=len(MANIFEST),
+        facts=FACTS,
     )
-    record, checksum = format.put_record(path, record, MANIFEST, lambda *_: None)
+    record, checksum = format.put_record(path, record, lambda *_: None)
     if checksum:
         Path(f"{path}.sha256").write_text(f"{checksum}  {path.name}\n")
     return record
@@ -69,7 +69,7 @@ def sif(tmp_path: Path) -> Path:
 
 
 def extents(path: Path) -> list[range]:
-    """Where header, descriptors and objects are, without the record, and the place of the manifest."""
+    """Where header, descriptors and objects are, without the record."""
     sif = image.read(path)
     objects = [
         range(descriptor.offset, descriptor.end)
@@ -88,6 +88,16 @@ def test_flipped_bit_in_what_imgkit_wrote_is_noticed(sif: Path) -> None:
             bit_flips.flip(sif, byte * 8 + byte % 8)
             assert is_intact(sif) is False or byte in counts, byte
             bit_flips.flip(sif, byte * 8 + byte % 8)
+    assert is_intact(sif)
+
+
+def test_flipped_bit_in_the_record_is_noticed(sif: Path) -> None:
+    (record,) = (item for item in image.read(sif).descriptors if image.is_record(item))
+    for byte in range(record.offset, record.end):
+        bit_flips.flip(sif, byte * 8 + byte % 8)
+        assert not is_intact(sif), byte
+        assert not checks.passed(verify(sif)), byte
+        bit_flips.flip(sif, byte * 8 + byte % 8)
     assert is_intact(sif)
 
 

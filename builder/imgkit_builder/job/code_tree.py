@@ -16,11 +16,12 @@ from typing import Literal
 
 from imgkit_builder.base import files
 from imgkit_builder.base.progress import Reporter
-from imgkit_builder.delta.descriptor import CODE_PLACE
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.launch import delta_check
+from imgkit_entrypoints.launch import mounted_code
 
 SCHEMA = 1
+CODE_PLACE = "workspace"
+"""Folder of an image over which the code of a run lies."""
 _TIMES = 1 << 29
 
 
@@ -70,7 +71,7 @@ class CodeTree:
         ------
         UsageError : the folder of the code changes while it is read.
         """
-        mark = folder / delta_check.CODE_JSON.lstrip("/")
+        mark = folder / mounted_code.CODE_JSON.lstrip("/")
         mark.parent.mkdir(parents=True)
         text = json.dumps({"schema": SCHEMA, "sha256": self.sha256}, indent=1) + "\n"
         _put(mark, [text.encode()], mtime_s=files.MTIME_S)

@@ -1,0 +1,85 @@
+"""What `imgkit show` prints of a .sif or .sqsh."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from imgkit_builder.sif import image, sqsh
+from imgkit_builder.sif.image import ImgkitRecord
+from imgkit_entrypoints.errors import CheckFailed
+
+_SCHEMA = 2
+_MB = 1e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileFacts:
+    """The record of a .sif or .sqsh that imgkit wrote, with what the file itself says."""
+
+    kind: Literal["sif", "sqsh"]
+    path: str
+    size_bytes: int
+    arch: str
+    record: ImgkitRecord
+
+    def lines(self) -> tuple[str, ...]:
+        """Return aligned lines for people."""
+        rows = list(self._rows())
+        width = max(len(key) for key, _ in rows)
+        return tuple(f"{key:{width}}  {value}".rstrip() for key, value in rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form, with its schema number, without the facts about packages."""
+        record = dataclasses.asdict(self.record)
+        del record["facts"]
+        return {
+            "schema": _SCHEMA,
+            "kind": self.kind,
+            "path": self.path,
+            "size_bytes": self.size_bytes,
+            "arch": self.arch,
+            "record": record,
+        }
+
+    def _rows(self) -> Iterator[tuple[str, str]]:
+        record = self.record
+        yield self.kind, f"{self.path}  {self.size_bytes / _MB:.1f} MB  {self.arch}"
+        yield "image", f"{record.source}  {record.image_id}"
+        root = "squashfs" if self.kind == "sqsh" else "root partition"
+        yield "", f"{root} sha256:{record.root_sha256}, {len(record.diff_ids)} layers"
+        yield "", f"{record.compression}, by {record.runtime}"
+
+
+def is_image_file(name: str) -> bool:
+    """Return whether the file `name` exists and is a .sif or .sqsh."""
+    path = Path(name)
+    return image.is_sif(path) or sqsh.is_sqsh(path)
+
+
+def read_file_facts(name: str) -> FileFacts:
+    """Return the facts of the .sif or .sqsh `name`.
+
+    Raises
+    ------
+    CheckFailed : the file has no record, or is damaged.
+    """
+    path = Path(name)
+    if image.is_sif(path):
+        sif = image.read(path)
+        kind: Literal["sif", "sqsh"] = "sif"
+        record, arch = sif.record, sif.arch
+    else:
+        kind = "sqsh"
+        record = sqsh.record(path)
+        arch = record.arch if record else ""
+    if record is None or not record.image_id:
+        raise CheckFailed(
+            f"it has no record of imgkit: another program made this .{kind}",
+            where=name,
+            hint=f"imgkit verify {name}",
+        )
+    return FileFacts(kind=kind, path=name, size_bytes=path.stat().st_size, arch=arch, record=record)

@@ -1,0 +1,124 @@
+"""What imgkit and pip noted in an image, collected while its files pass by.
+
+The record of a .sif or .sqsh that imgkit wrote holds these facts, so that nobody has to read the squashfs for
+them.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
+
+from imgkit_builder.archive.tar_read import REGULAR
+from imgkit_builder.oci import manifest
+from imgkit_entrypoints import json_text, system
+
+if TYPE_CHECKING:
+    from imgkit_builder.sif.entries import ImageEntry
+
+_MANIFEST, _SYSTEM, _LOCK = (
+    path.lstrip("/") for path in (manifest.MANIFEST_JSON, str(system.SYSTEM_JSON), manifest.LOCK_TOML)
+)
+BAKED_FILES = (_MANIFEST, _SYSTEM)
+"""Files of imgkit in an image whose text is a part of the facts."""
+_DISTRIBUTION = re.compile(r"(.*)/python3[^/]*/(?:site|dist)-packages/([^/]+)-[^/-]+\.dist-info")
+_ORIGIN = ".dist-info/direct_url.json"
+_MOST_FILE_BYTES = 1 << 20
+"""A larger file is not one of imgkit's or pip's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distribution:
+    """A Python package that a Python on the image's PATH finds."""
+
+    name: str
+    """As its .dist-info spells it."""
+    folder: str = ""
+    """Where an editable installation leads (PEP 610); empty for any other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BakedFacts:
+    """What imgkit and pip noted in an image."""
+
+    manifest: str = ""
+    """Text of `manifest.MANIFEST_JSON`; empty where imgkit did not build the image."""
+    system: str = ""
+    """Text of system.json."""
+    distributions: tuple[Distribution, ...] | None = None
+    """Sorted by name; None: unknown. An image that a lock built has only those whose origin pip noted."""
+
+
+class BakedFactsCollector:
+    """Collect `BakedFacts` from the names and the small files of an image, in any order."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, bytes] = {}
+        self._names: set[str] = set()
+
+    def observed(self, entries: Iterable[ImageEntry]) -> Iterator[ImageEntry]:
+        """Yield `entries` as they are; keep a copy of what counts."""
+        for entry in entries:
+            for name in entry.names:
+                self.add_name(name)
+            if entry.kind == REGULAR and self.wants(entry.name) and entry.size_bytes <= _MOST_FILE_BYTES:
+                data = entry.read()
+                self.add(entry.name, data)
+                entry = entry.passed_on((data,))
+            yield entry
+
+    def wants(self, name: str) -> bool:
+        """Return whether the content of the file `name` counts."""
+        return name in BAKED_FILES or name.endswith(_ORIGIN)
+
+    def add(self, name: str, data: bytes) -> None:
+        """Take the content of a file for which `wants` is true."""
+        self._texts[name] = data
+
+    def add_name(self, name: str) -> None:
+        """Take the name of a file."""
+        if name == _LOCK or name.endswith(".dist-info/METADATA"):
+            self._names.add(name)
+
+    def facts(self, path: str) -> BakedFacts:
+        """Return the facts of an image whose variable PATH is `path`."""
+        return BakedFacts(
+            manifest=self._text(_MANIFEST),
+            system=self._text(_SYSTEM),
+            distributions=tuple(sorted(self._distributions(path), key=attrgetter("name", "folder"))),
+        )
+
+    def _text(self, name: str) -> str:
+        return self._texts.get(name, b"").decode("utf-8", "replace")
+
+    def _distributions(self, path: str) -> Iterator[Distribution]:
+        libs = library_folders(path)
+        folders = {name.removesuffix("/direct_url.json") for name in self._texts if name.endswith(_ORIGIN)}
+        # An image that was built by a lock has no origin of what the lock names, whatever pip wrote.
+        if _LOCK not in self._names:
+            folders |= {name.removesuffix("/METADATA") for name in self._names}
+        for folder in folders:
+            match = _DISTRIBUTION.fullmatch(folder)
+            if match and match[1] in libs:
+                origin = self._texts.get(f"{folder}/direct_url.json", b"")
+                yield Distribution(name=match[2], folder=_editable_folder(origin))
+
+
+def library_folders(path: str) -> list[str]:
+    """Return the ``lib`` folders of the prefixes on `path`, a variable PATH; relative, each once."""
+    prefixes = dict.fromkeys(posixpath.dirname(folder).strip("/") for folder in path.split(":"))
+    return [f"{prefix}/{lib}".lstrip("/") for prefix in prefixes for lib in ("lib", "local/lib")]
+
+
+def _editable_folder(direct_url: bytes) -> str:
+    """Return the folder of an editable installation (PEP 610); empty for any other."""
+    try:
+        origin = json_text.parse(direct_url)
+        return unquote(urlsplit(origin["url"]).path) if origin["dir_info"].get("editable") else ""
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return ""
