@@ -127,6 +127,7 @@ WRITERS = {
     "entrypoints/imgkit_entrypoints/launch/compile_cache.py": OWN_FOLDER,
     "entrypoints/imgkit_entrypoints/launch/user_program.py": "it runs by path; O_EXCL, and a rename",
     "entrypoints/imgkit_entrypoints/run/disk.py": "renames within a run folder",
+    "entrypoints/imgkit_entrypoints/terminal.py": "opens descriptors 1 and 2, and no path",
 }
 """Module -> why it may make or rename a file without `files`."""
 READERS = {

@@ -324,10 +324,14 @@ def test_failed_node_ends_the_other(nodes: Any) -> None:
 
 
 def test_logs_of_two_nodes_on_one_host_have_two_names(nodes: Any) -> None:
+    # Neither node ends before both have reported: the first end would stop the other.
     fails = (
-        "import os; os.environ['RANK'] = '0'\n"
+        "import os, pathlib, time; os.environ['RANK'] = '0'\n"
         "from imgkit_entrypoints.launch import user_program\n"
-        "user_program.report('ValueError: bad'); raise SystemExit(1)"
+        "user_program.report('ValueError: bad')\n"
+        f"folder = pathlib.Path({str(nodes.folder)!r}); (folder / f'{{os.getpid()}}.reported').touch()\n"
+        "while len(list(folder.glob('*.reported'))) < 2: time.sleep(0.05)\n"
+        "raise SystemExit(1)"
     )
     nodes.two(fails, workers=1, host="a/b")
     assert nodes.codes() == [1, 1]
