@@ -130,8 +130,9 @@ def last_lines(output: str, most: int = TAIL_LINES) -> list[str]:
     texts = (line.rstrip().rpartition("\r")[2] for line in output.split("\n"))
     lines = [text for text in texts if text and not _is_progress(text)]
     errors = [number for number, line in enumerate(lines) if _ERROR.search(line)][-(most // 2) :]
-    others = [number for number in range(len(lines)) if number not in errors]
-    return [lines[number] for number in sorted((*errors, *others[len(errors) - most :]))]
+    remaining = [number for number in range(len(lines)) if number not in errors]
+    end = remaining[len(errors) - most :]
+    return [lines[number] for number in sorted((*errors, *end))]
 
 
 def _is_progress(line: str) -> bool:

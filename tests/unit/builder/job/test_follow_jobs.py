@@ -240,9 +240,9 @@ def test_shell_in_a_job_shows_its_command_on_request(tmp_path: Path, options: tu
     program("squeue", "echo '7  p RUNNING,'")
     program("srun", "echo inside; exit 5")
     argv = (sys.executable, "-m", "imgkit_builder", "shell", "--job", "7", *options)
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (5, "inside\n"), done.stderr
-    described, *command = done.stderr.splitlines()
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout) == (5, "inside\n"), result.stderr
+    described, *command = result.stderr.splitlines()
     assert described == f"imgkit: {systems.NEW_CONTAINER}"
     assert [row.startswith("imgkit: srun --jobid=7 ") for row in command] == [True] * len(options)
 

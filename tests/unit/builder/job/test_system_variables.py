@@ -62,10 +62,10 @@ def test_script_sets_what_the_user_does_not(tmp_path: Path, runtime: str) -> Non
     (tmp_path / "site.sqsh").touch()
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "USERS": "mine"}
     script = systems.named("slurm").script(job).text
-    done = subprocess.run(
+    result = subprocess.run(
         ["bash"], input=script, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
-    assert done.stdout.splitlines() == [TEXT, "flag", "mine", f"{tmp_path}/hf"], done.stderr
+    assert result.stdout.splitlines() == [TEXT, "flag", "mine", f"{tmp_path}/hf"], result.stderr
 
 
 def test_docker_gets_what_the_user_does_not_set(tmp_path: Path) -> None:
@@ -76,8 +76,8 @@ def test_docker_gets_what_the_user_does_not_set(tmp_path: Path) -> None:
     (tmp_path / "docker").chmod(0o755)
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     argv = systems.named("standalone").script(job).submit
-    words = subprocess.run(argv, env=env, stdout=subprocess.PIPE, text=True, check=True, timeout=60).stdout
-    rows = words.splitlines()
+    output = subprocess.run(argv, env=env, stdout=subprocess.PIPE, text=True, check=True, timeout=60).stdout
+    rows = output.splitlines()
     values = {rows[number + 1] for number, row in enumerate(rows) if row == "--env"}
     assert values == {f"TEXT={TEXT}", "FLAG=flag", f"HF_HOME={tmp_path}/hf", "NCCL_SOCKET_IFNAME=hsn0"}
 
@@ -100,11 +100,11 @@ def test_shell_on_this_machine_can_have_them(
     call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = BaseImage(name="b:1", platform="linux/amd64")
-    about = Manifest(
+    provenance = Manifest(
         imgkit="1", recipe="r", recipe_sha256="0", base=base, platform="linux/amd64", wheel_sha256="0"
     )
     facts = SystemFacts(env={"HF_HOME": "/recipe", "USERS": "recipe"})
-    texts = {MANIFEST_JSON: manifest.to_json(about), str(SYSTEM_JSON): system.to_json(facts)}
+    texts = {MANIFEST_JSON: manifest.to_json(provenance), str(SYSTEM_JSON): system.to_json(facts)}
     files = []
     for name, text in texts.items():
         files.append((tarfile.TarInfo(name.lstrip("/")), text.encode()))
