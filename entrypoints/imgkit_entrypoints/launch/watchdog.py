@@ -78,6 +78,11 @@ class Pulse:
         self._notes[1] = BEFORE
         self._notes[0] = os.getpid()  # last: from now on it counts
 
+    @property
+    def progress(self) -> tuple[int, int]:
+        """The position of this worker, and its signs of life there."""
+        return self._notes[1], self._notes[2]
+
     def begins(self, step: int) -> None:
         """Note that this worker is in `step`."""
         self._notes[1] = 2 * step - 1

@@ -22,13 +22,15 @@ from torch import Tensor
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import CheckFailed, UsageError
 from imgkit_entrypoints.run.metrics import MetricsFile, now
-from imgkit_entrypoints.run.ranks import Ranks, ranks_by_value
+from imgkit_entrypoints.run.ranks import Ranks, ranks_by_value, refuse_different_calls
 from imgkit_entrypoints.run.stop_requests import REASONS, reason_of
 
 LATENCY_S = 0.5
 """Approximate time between two looks if steps are slow; with fast steps, a look comes every `most` steps."""
+IN_LOOPS = ("the end of a step", "the end of a pass")
+"""Calls at which ranks differ if they have taken different numbers of steps."""
 _CYCLE = 4096
-"""Steps are compared modulo this, so that the sum of their squares over a million ranks is exact."""
+"""Steps and calls are compared modulo this, so that the sum of the squares over a million ranks is exact."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +67,8 @@ class Agreement:
 
     def __init__(self, ranks: Ranks, answers: Callable[[], Sequence[bool]], numbers: AddedNumbers) -> None:
         self._ranks, self._answers, self.numbers = ranks, answers, numbers
-        self._sent: tuple[Agreed, Any, Tensor] | None = None
-        """What is under way: the look without its sums, the collective call, and the numbers."""
+        self._sent: tuple[Agreed, str, Any, Tensor] | None = None
+        """What is under way: the look without its sums, the program's call, torch's call, and the numbers."""
         self._interval = self._most = 1
         self._sent_step, self._sent_time = 0, time.perf_counter()
         """Step and time of the last look, or of `start`."""
@@ -90,39 +92,47 @@ class Agreement:
         CheckFailed : on every rank, if the ranks have taken different numbers of steps; names them.
         """
         if self.looks(step):
-            self._exchange(step)
+            self._exchange(step, IN_LOOPS[0])
             if self.stop:  # the ranks will save, and all numbers belong to that
                 self._receive()
 
-    def meet(self, step: int) -> None:
-        """Wait for the numbers of all steps up to `step`; a collective call, as is `after`."""
-        self._exchange(step)
+    def meet(self, step: int, call: str) -> None:
+        """Wait for the numbers of all steps up to `step`, in the program's `call`; a collective call.
+
+        Raises
+        ------
+        CheckFailed : on every rank, if they have taken different numbers of steps, or are at different calls.
+        """
+        self._exchange(step, call)
         self._receive()
 
-    def _exchange(self, step: int) -> None:
+    def _exchange(self, step: int, call: str) -> None:
         self._receive()
         numbers = self.numbers.take().to(self._ranks.device)
         seconds, steps = time.perf_counter() - self._sent_time, step - self._sent_step
         self.start(step)
-        turn = step % _CYCLE
+        turn = (step + zlib.crc32(call.encode())) % _CYCLE
         values = [seconds / max(1, steps), turn, turn * turn, *map(float, self._answers())]
         answers = torch.tensor(values, dtype=numbers.dtype).to(numbers.device, non_blocking=True)
         sent, work = torch.cat([answers, numbers]), None
         if self._ranks.world_size > 1:
             work = dist.all_reduce(sent, async_op=True, group=self._ranks.group)
-        self._sent = Agreed(step=step, steps=steps, seconds=seconds, sums=()), work, sent
+        self._sent = Agreed(step=step, steps=steps, seconds=seconds, sums=()), call, work, sent
 
     def _receive(self) -> None:
         """Wait for the sums that are under way, if there are any."""
         if self._sent is None:
             return
-        (look, work, numbers), self._sent = self._sent, None
+        (look, call, work, numbers), self._sent = self._sent, None
         if work is not None:
             work.wait()
         seconds_a_step, total, squares, *sums = numbers.tolist()
         world_size = self._ranks.world_size
         if int(squares) * world_size != int(total) ** 2:
-            steps = self._ranks.gather(look.step, call="a loop")
+            name = "a loop" if call in IN_LOOPS else call
+            steps, calls = zip(*self._ranks.gather((look.step, call), call=name), strict=True)
+            if len(set(steps)) == 1:
+                refuse_different_calls(calls)
             raise CheckFailed(
                 f"the ranks have taken different numbers of steps: {ranks_by_value(steps)}",
                 hint="give every rank the same number of batches, for example by DistributedSampler",

@@ -301,8 +301,10 @@ class DataPosition:
             random_state.restore(random)
             restore_generators(live, states)
 
-        begin = iterate_stateful if has_state(loader) else iterate
-        return begin(loader, self._batch, keeps_workers=loop.passes > 0, rewind=rewind, forward=forward)
+        iterate_rest = iterate_stateful if has_state(loader) else iterate
+        return iterate_rest(
+            loader, self._batch, keeps_workers=loop.passes > 0, rewind=rewind, forward=forward
+        )
 
     def close(self) -> None:
         """Note that the pass is finished."""

@@ -47,13 +47,7 @@ class Ranks:
             return [value]
         rows: list[Any] = [None] * self.world_size
         dist.all_gather_object(rows, (call, value), group=self.group)
-        calls = [row[0] for row in rows]
-        if len(set(calls)) > 1:
-            raise CheckFailed(
-                f"the ranks are at different calls: {ranks_by_value(calls)}",
-                hint="let all ranks take the same number of steps, and call run.restore, run.steps and "
-                "run.save equally often",
-            )
+        refuse_different_calls([row[0] for row in rows])
         return [row[1] for row in rows]
 
     def collect(self, value: Any) -> list[Any]:
@@ -85,6 +79,16 @@ class Ranks:
         if self.world_size > 1 and tensor.numel():
             # As bytes: gloo does not know every type.
             dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=0, group=self.group)
+
+
+def refuse_different_calls(calls: Sequence[str]) -> None:
+    """Raise CheckFailed if the ranks are not all at the same call of the program."""
+    if len(set(calls)) > 1:
+        raise CheckFailed(
+            f"the ranks are at different calls: {ranks_by_value(calls)}",
+            hint="let all ranks take the same number of steps, and call run.restore, run.steps, run.pause "
+            "and run.save equally often",
+        )
 
 
 def connect(env: Mapping[str, str], expected_rank: int) -> Ranks:

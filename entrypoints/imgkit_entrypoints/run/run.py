@@ -26,6 +26,7 @@ from imgkit_entrypoints.launch.start_up import first_attempt_s
 from imgkit_entrypoints.launch.watchdog import Pulse
 from imgkit_entrypoints.run import checkpoint, disk, random_state, stop_requests
 from imgkit_entrypoints.run.agreement import AddedNumbers, Agreement, NumberLog
+from imgkit_entrypoints.run.call_watch import CallWatch
 from imgkit_entrypoints.run.checkpoint import Checkpoint, CheckpointWriter
 from imgkit_entrypoints.run.gradients import PendingGradients
 from imgkit_entrypoints.run.lr_schedulers import refuse_untracked_schedulers
@@ -95,6 +96,7 @@ class Run:
         self._max_interval = 0
         """Most steps between two looks at the program's own numbers; 0: it has none."""
         self._connection: ConnectedRanks | None = None
+        self._call_watch: CallWatch | None = None
         self._own_group: Any = None
         """The process group that the run has opened, and closes."""
         self._writer: CheckpointWriter | None = None
@@ -184,6 +186,8 @@ class Run:
         finally:
             self._requests.stop_listening()
             self._gradients.close()
+            if self._call_watch is not None:
+                self._call_watch.close()
             if kind is None or self.stopping:  # after an error, other ranks may still use the groups
                 self._close_groups()
             if self._lock is not None:
@@ -233,6 +237,8 @@ class Run:
         host_ranks = ranks if ranks.device.type == "cpu" else with_new_group(ranks)
         agreement = Agreement(ranks, self._requests.answers, self._log)
         self._connection = ConnectedRanks(host_ranks, agreement)
+        if ranks.world_size > 1:
+            self._call_watch = CallWatch(ranks, self._pulse, self._report)
 
     def _connect(self) -> ConnectedRanks:
         """Meet the other ranks, once the program has opened its process group."""
@@ -379,7 +385,7 @@ class Run:
         ranks, agreement = self._connect()
         position = self._position
         if self._is_started:  # as at the end of the run, where another rank may be
-            agreement.meet(position.step)
+            agreement.meet(position.step, "run.steps")
         self._refuse_unlike_passes(loader, name, save_every, ranks)
         if not position.should_begin(name, loader):
             return
@@ -410,7 +416,7 @@ class Run:
                 self._end_step()
                 if self._is_due(save_every):
                     self._save()
-            agreement.meet(position.step)
+            agreement.meet(position.step, "the end of a pass")
             if self.stopping and not has_state(loader) and not self._must_wait():
                 self._save()  # else in the next pass: the state of a loader could not end this one again
             position.close()
@@ -516,7 +522,7 @@ class Run:
         is_due = self._keep and save_every and step // save_every > self._saved_step // save_every
         if not (is_due or agreement.stop or self._should_save) or self._must_wait():
             return False
-        agreement.meet(step)
+        agreement.meet(step, "run.save")
         self._saved_step = step
         return True
 
@@ -583,7 +589,7 @@ class Run:
         All numbers of the steps before have arrived, the time in it counts for no step, and the training
         does not see the random numbers that it draws.
         """
-        self._connect().agreement.meet(self._position.step)
+        self._connect().agreement.meet(self._position.step, "run.pause")
         state = random_state.capture()
         yield
         random_state.restore(state)
@@ -687,7 +693,7 @@ class Run:
 
     def _end(self) -> None:
         """Wait for the last numbers of ranks that may have taken different numbers of steps."""
-        self._connect().agreement.meet(self._position.step)
+        self._connect().agreement.meet(self._position.step, "the end of the run")
         self._log.write(self._position.step)
 
     def _leave(self) -> None:
