@@ -86,8 +86,18 @@ class _UnnamedPass:
 
     line: str
     """Where the program calls `Run.steps`, as FILE:LINE."""
+    loop: Loop
     loader: Callable[[], Any]
     """Returns its loader; None: the program has dropped it, or it is a list or the like."""
+
+    def is_over(self, loader: Any, loop: Loop) -> bool:
+        """Return whether its loader may be `loader`."""
+        has_length = -1 not in (self.loop.batches, loop.batches)
+        sizes = (self.loop.batches, self.loop.batch_size), (loop.batches, loop.batch_size)
+        if has_length and sizes[0] != sizes[1]:
+            return False
+        last_loader = self.loader()
+        return last_loader is None or last_loader is loader
 
 
 @dataclass(slots=True, kw_only=True)
@@ -115,8 +125,10 @@ class DataPosition:
         """Whether the program has left the latest pass by a ``break``."""
         self.loops: dict[str, Loop] = {}
         """The loops of an epoch by name; a loop that has no name is alone."""
-        self._name, self._batch, self._length = "", 0, -1
-        """Loop, batches so far and length of the latest pass; 0 batches: it is finished."""
+        self.batch = 0
+        """Batches of the latest pass that are done; 0: it is finished."""
+        self._name, self._length = "", -1
+        """Loop and length of the latest pass."""
         self._generators: dict[str, _LoopGenerators] = {}
         self._pass_random: Mapping[str, Any] = {}
         self._unnamed_pass: _UnnamedPass | None = None
@@ -128,11 +140,6 @@ class DataPosition:
         return min((loop.passes for loop in self.loops.values()), default=0)
 
     @property
-    def batch(self) -> int:
-        """Batches of the latest pass that are done; 0: it is finished."""
-        return self._batch
-
-    @property
     def repeats(self) -> bool:
         """Whether the program does again what it had done in this epoch before the checkpoint."""
         return self._resume is not None and self._resume.repeats
@@ -140,7 +147,7 @@ class DataPosition:
     @property
     def passes(self) -> float:
         """Epochs so far, with the part of the one that is under way."""
-        part = self._batch / self._length if self._length > 0 else 0.0
+        part = self.batch / self._length if self._length > 0 else 0.0
         return (sum(loop.passes for loop in self.loops.values()) + part) / max(1, len(self.loops))
 
     def remaining(self, name: str, length: int) -> int:
@@ -149,21 +156,21 @@ class DataPosition:
             return length
         if self.loops[name].passes > self.epoch:
             return 0
-        return max(0, length - (self._batch if name == self._name else 0))
+        return max(0, length - (self.batch if name == self._name else 0))
 
     def count(self) -> None:
         """Note that a step is done."""
-        self.step, self._batch = self.step + 1, self._batch + self.is_open
+        self.step, self.batch = self.step + 1, self.batch + self.is_open
 
     def values(self, *, at_start: bool = False) -> dict[str, Any]:
         """Return the position as a checkpoint has it; `at_start`: a pass begins now."""
         loops = {name: dataclasses.asdict(loop) for name, loop in self.loops.items()}
-        numbers = {"step": self.step, "name": self._name, "batch": self._batch}
+        numbers = {"step": self.step, "name": self._name, "batch": self.batch}
         return {**numbers, "loops": loops, "at_start": at_start, "was_left": self.was_left}
 
     def rank_values(self) -> dict[str, Any]:
         """Return the random states of this rank as a checkpoint has them."""
-        is_pending = self._resume is not None and self._batch > 0
+        is_pending = self._resume is not None and self.batch > 0
         return {
             "now": self._resume.random if self._resume and is_pending else random_state.capture(),
             "pass": self._pass_random,
@@ -177,14 +184,14 @@ class DataPosition:
 
         Returns a warning if some samples of the epoch come again; empty: none does.
         """
-        self.step, self._batch, self._name = values["step"], values["batch"], values["name"]
+        self.step, self.batch, self._name = values["step"], values["batch"], values["name"]
         self.loops = {name: Loop(**loop) for name, loop in values["loops"].items()}
         self._pass_random = random["pass"]
         self._generators = {name: _LoopGenerators(*states) for name, states in random["loops"].items()}
         random_state.restore(random["now"])
-        has_same_ranks, batches = world_size == ranks.world_size, self._batch * world_size
+        has_same_ranks, batches = world_size == ranks.world_size, self.batch * world_size
         if not has_same_ranks:
-            self._batch = batches // ranks.world_size
+            self.batch = batches // ranks.world_size
             random_state.seed_everything(int(torch.randint(1 << 62, ()).item()) + ranks.rank)
         self._resume = _Resume(
             random=random_state.capture(), has_same_ranks=has_same_ranks, repeats=values["at_start"]
@@ -193,7 +200,7 @@ class DataPosition:
             return ""
         return f"{ranks.world_size} ranks instead of {world_size}: some samples of this epoch come again"
 
-    def should_begin(self, name: str, loader: Any) -> bool:
+    def should_begin(self, name: str) -> bool:
         """Return whether a pass of the loop `name` begins now; False: it was finished before the checkpoint.
 
         Raises
@@ -206,8 +213,6 @@ class DataPosition:
         is_first_epoch = not self._resume and all(loop.passes == 1 for loop in self.loops.values())
         if name == expected or (is_new and is_first_epoch):
             self.loops.setdefault(name, Loop())
-            if not name and not self._resume:
-                _refuse_unlike(self.loops[""], Loop.over(loader))
             return True
         if self._resume and not is_new and self.loops[name].passes > self.epoch:
             self._resume.repeats = True
@@ -227,16 +232,16 @@ class DataPosition:
         is_next_epoch : the program has read the epoch since the latest pass, so that another line may be the
             next part of the training.
         """
-        last = self._unnamed_pass
-        self._unnamed_pass = _UnnamedPass(line=line, loader=_weak_reference(loader))
+        last, loop = self._unnamed_pass, Loop.over(loader)
+        self._unnamed_pass = _UnnamedPass(line=line, loop=loop, loader=_weak_reference(loader))
         if last is None:
             return
-        if last.loader() not in (None, loader):
-            gc.collect()  # it may be part of a cycle that the program has dropped
-        has_other_loader = last.loader() not in (None, loader)
-        if line != last.line and (has_other_loader or not is_next_epoch):
+        if not last.is_over(loader, loop):
+            gc.collect()  # the last loader may be part of a cycle that the program has dropped
+        has_same_loader = last.is_over(loader, loop)
+        if line != last.line and not (has_same_loader and is_next_epoch):
             problem = f"the loops at {last.line} and {line} have no names"
-        elif has_other_loader:
+        elif not has_same_loader:
             problem = f"the loop at {line} has no name, and goes over several loaders"
         else:
             return
@@ -253,12 +258,12 @@ class DataPosition:
                 "let one loader give the batches of both, for example over a StackDataset; an evaluation "
                 "iterates over its loader without run.steps",
             )
-        if self._batch and self._batch == self._length and not self._resume:
+        if self.batch and self.batch == self._length and not self._resume:
             self.close()  # left by a `break` at its last batch
-        if self._batch and not self._resume:
+        if self.batch and not self._resume:
             size = f" of {self._length}" if self._length > 0 else ""
             raise _refusal(
-                f"the pass of the loop {last_name} was left after {self._batch}{size} batches, and another "
+                f"the pass of the loop {last_name} was left after {self.batch}{size} batches, and another "
                 "one begins: a resume would go on with the first",
                 "let each pass come to its end, for example over fewer samples or range(STEPS); a break may "
                 "only end the program",
@@ -273,11 +278,11 @@ class DataPosition:
         """
         resume, self._resume = self._resume, None
         last, loop = self.loops[name], Loop.over(loader, self.loops[name].passes)
-        is_within = resume is not None and self._batch > 0
+        is_within = resume is not None and self.batch > 0
         if resume and is_within:
-            _refuse_other_loader(name, last, loop, self._batch, has_same_ranks=resume.has_same_ranks)
+            _refuse_other_loader(name, last, loop, self.batch, has_same_ranks=resume.has_same_ranks)
             if last.batch_size and loop.batch_size:
-                self._batch = self._batch * last.batch_size // loop.batch_size
+                self.batch = self.batch * last.batch_size // loop.batch_size
         elif resume and resume.repeats:
             random_state.restore(resume.random)
         self.loops[name] = loop
@@ -302,15 +307,13 @@ class DataPosition:
             restore_generators(live, states)
 
         iterate_rest = iterate_stateful if has_state(loader) else iterate
-        return iterate_rest(
-            loader, self._batch, keeps_workers=loop.passes > 0, rewind=rewind, forward=forward
-        )
+        return iterate_rest(loader, self.batch, keeps_workers=loop.passes > 0, rewind=rewind, forward=forward)
 
     def close(self) -> None:
         """Note that the pass is finished."""
         loop = self.loops[self._name]
         self.loops[self._name] = dataclasses.replace(loop, passes=loop.passes + 1)
-        self._batch, self.is_open = 0, False
+        self.batch, self.is_open = 0, False
 
 
 def _refusal(problem: str, hint: str) -> UsageError:
@@ -330,17 +333,6 @@ def _weak_reference(loader: Any) -> Callable[[], Any]:
 
 def _are_equal(states: GeneratorStates, saved: GeneratorStates) -> bool:
     return len(states) == len(saved) and all(map(torch.equal, states, saved))
-
-
-def _refuse_unlike(last: Loop, loop: Loop) -> None:
-    """Raise UsageError if two loops without a name are over unlike loaders."""
-    sizes, last_sizes = (loop.batches, loop.batch_size), (last.batches, last.batch_size)
-    if last.passes and -1 not in (last.batches, loop.batches) and sizes != last_sizes:
-        raise _refusal(
-            f"a loop without a name was over {last.batches} batches of {last.batch_size}, and is over "
-            f"{loop.batches} of {loop.batch_size} now: a resume could not tell two loops from each other",
-            "where an epoch has several, name each: run.steps(loader, name=...); an evaluation needs none",
-        )
 
 
 def _refuse_other_loader(name: str, last: Loop, loop: Loop, batch: int, *, has_same_ranks: bool) -> None:

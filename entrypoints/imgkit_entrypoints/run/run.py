@@ -387,7 +387,7 @@ class Run:
         if self._is_started:  # as at the end of the run, where another rank may be
             agreement.meet(position.step, "run.steps")
         self._refuse_unlike_passes(loader, name, save_every, ranks)
-        if not position.should_begin(name, loader):
+        if not position.should_begin(name):
             return
         if not any(position.loops):
             position.refuse_second_loop(loader, line, is_next_epoch=self._has_read_epoch)

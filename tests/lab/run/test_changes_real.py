@@ -246,6 +246,9 @@ def tutorial(run, epoch):
     for phase in (first, second):
         for _ in run.steps(phase): pass
 
+def tensors(run, epoch):
+    for _ in run.steps(values[epoch]): pass
+
 def parts(run, epoch):
     if run.epoch < 2:
         for _ in run.steps(first): pass
@@ -269,8 +272,9 @@ def train(body):
             print(body.__name__, "has done epoch", epoch, flush=True)
 
 first, second = (DataLoader(data, batch_size=4) for _ in range(2))
+values = torch.zeros(3, 4).unbind()
 EPOCHS = 3
-for body, code in ((lines, 2), (tutorial, 2), (parts, 0)):
+for body, code in ((lines, 2), (tutorial, 2), (tensors, 2), (parts, 0)):
     assert start(1, lambda: train(body), body.__name__) == [code]
 EPOCHS = 1
 assert start(1, lambda: train(new_loaders), "new_loaders") == [0]
@@ -283,8 +287,8 @@ assert start(1, lambda: train(new_loaders), "new_loaders") == [0]
 def test_second_loop_without_a_name_is_refused(standin: str, tmp_path: Path) -> None:
     output = many(standin, tmp_path, TRAINING + SEVERAL_LOOPS)
     names = "the loops at <string>:17 and <string>:18 have no names"
-    loaders = "the loop at <string>:22 has no name, and goes over several loaders"
-    for problem in (names, loaders):
+    loaders = ["the loop at <string>:22 has no name", "the loop at <string>:25 has no name"]
+    for problem in (names, *(f"{loop}, and goes over several loaders" for loop in loaders)):
         assert (
             f"run.steps: {problem}: a resume could not tell their passes from each other\n"
             "  -> give each a name: run.steps(loader, name=...); one loop at two lines has the same name at "
