@@ -41,6 +41,9 @@ if [ -d runs ]; then
     for file in runs/*/result; do
         if [ -f "$file" ]; then echo "result $(tail -n 1 "$file" | head -c 200) $file"; fi
     done
+    for checkpoint in runs/*/checkpoints/step-*; do
+        if [ -d "$checkpoint" ]; then echo "checkpoint $checkpoint"; fi
+    done
 fi
 if [ -d jobs ]; then
     find jobs/ -maxdepth 1 -type f -printf 'job %T@ %f\\n'
@@ -91,7 +94,7 @@ class JobNote:
     used_s: float
     """Time of its submission, or of the last change in its run folder."""
     is_resumable: bool = False
-    """Whether it has a run folder, and no word in it that the program ended well."""
+    """Whether its run folder has a checkpoint, and no word that the program ended well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,6 +214,7 @@ def parse(output: bytes, remote: str) -> StoreListing:
     changed_s: dict[str, dict[str, float]] = {"run": {}, "job": {}}
     lines: dict[str, list[str]] = {}
     ended_well: set[str] = set()
+    saved: set[str] = set()
     for row in rows[1:-1]:
         if match := re.fullmatch(r"folder (\d{1,12}) (\d{1,18}) (\d{1,9}) (.+)", row):
             if _PATH.fullmatch(match[4]):
@@ -225,6 +229,8 @@ def parse(output: bytes, remote: str) -> StoreListing:
             changed_s[match[1]][match[3]] = int(match[2])
         elif match := re.fullmatch(r"result \S+ 0 runs/(.+)/result", row):
             ended_well.add(match[1])
+        elif match := re.fullmatch(r"checkpoint runs/(.+)/checkpoints/step-\d+", row):
+            saved.add(match[1])
         elif match := re.fullmatch(r"note jobs/([^:]+):(.*)", row):
             lines.setdefault(match[1], []).append(match[2])
     notes = []
@@ -238,7 +244,7 @@ def parse(output: bytes, remote: str) -> StoreListing:
             system=system,
             folders=tuple(path.removesuffix(f"/{SIF}") for path in paths if path),
             used_s=max(time_s, changed_s["run"].get(run, 0)),
-            is_resumable=run in changed_s["run"] and run not in ended_well,
+            is_resumable=run in saved and run not in ended_well,
         )
         notes.append(note)
     return StoreListing(folders=tuple(folders), notes=tuple(notes), clock_s=float(clock[1]))

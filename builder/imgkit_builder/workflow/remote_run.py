@@ -382,7 +382,7 @@ class _Delivery:
             return
         for path in removed:
             older = images[path]
-            title = f"{stem(older.title)}-{older.image_id.removeprefix('sha256:')[:4]}.sif"
+            title = f"{older.title.removesuffix('.sif')}-{older.image_id.removeprefix('sha256:')[:4]}.sif"
             self.report.note(f"removed {title}, {size_text(older.sif_bytes)}")
 
     def _convert_recipe(self) -> None:

@@ -182,7 +182,8 @@ def test_edit_sends_the_changed_blocks(site: Site) -> None:
     finally:
         recipe.write_text(RECIPE)
         site.sif.write_bytes(before)
-    assert len([*(site.store / "images").glob("*/image.sif")]) == 3
+    # The newest, and the one before it.
+    assert len([*(site.store / "images").glob("*/image.sif")]) == 2
 
 
 def test_first_run_of_another_project_sends_little(site: Site) -> None:
@@ -200,6 +201,24 @@ def test_first_run_of_another_project_sends_little(site: Site) -> None:
         assert sent_MB(result.stderr) < 0.05 * size / 1e6
     finally:
         run("docker", "rmi", "--force", f"{name}:latest")
+        shutil.rmtree(folder)
+
+
+def test_third_image_of_a_project_replaces_the_first(site: Site) -> None:
+    folder = site.here / "three images"
+    folder.mkdir()
+    recipe = folder / f"three{os.getpid()}.yaml"
+    words = ("--on", "far", "--base", BASE, "--time", "5m", "--", "cat", "/opt/count")
+    notes = []
+    try:
+        for count in range(3):
+            recipe.write_text(RECIPE.replace("system:", f'  run: ["echo {count} > /opt/count"]\nsystem:', 1))
+            result = site.far.imgkit("run", f"./{recipe.name}", *words, folder=folder)
+            assert (result.returncode, result.stdout) == (0, f"{count}\n"), result.stderr
+            notes.append(re.findall(r"imgkit: removed (three\d+)-[0-9a-f]{4}\.sif, ", result.stderr))
+        assert notes == [[], [], [recipe.stem]]
+    finally:
+        run("docker", "rmi", "--force", f"{recipe.stem}:latest")
         shutil.rmtree(folder)
 
 

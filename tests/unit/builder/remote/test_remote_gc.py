@@ -102,17 +102,22 @@ def test_run_folder_tells_when_a_job_used_its_image() -> None:
     assert (job.folders, job.used_s) == ((IMAGE,), 300)
 
 
+SAVED = "checkpoint runs/x-7/checkpoints/step-0000000005"
+
+
 @pytest.mark.parametrize(
     ("rows", "is_resumable"),
     [
         ([], False),
-        (["run 300.1 x-7"], True),
-        (["run 300.1 x-7", "result 7 85 runs/x-7/result"], True),
-        (["run 300.1 x-7", "result 7 0 runs/x-7/result"], False),
-        (["run 300.1 x-7", "result 8 0 runs/x-8/result"], True),
+        (["run 300.1 x-7"], False),
+        (["run 300.1 x-7", SAVED], True),
+        (["run 300.1 x-7", SAVED, "result 7 85 runs/x-7/result"], True),
+        (["run 300.1 x-7", SAVED, "result 7 0 runs/x-7/result"], False),
+        (["run 300.1 x-7", SAVED, "result 8 0 runs/x-8/result"], True),
+        (["run 300.1 x-7", "checkpoint runs/x-8/checkpoints/step-0000000005"], False),
     ],
 )
-def test_run_that_did_not_end_well_can_be_resumed(rows: list[str], is_resumable: bool) -> None:
+def test_saved_run_that_did_not_end_well_can_be_resumed(rows: list[str], is_resumable: bool) -> None:
     (job,) = parse("job 100 7", "note jobs/7:slurm", "note jobs/7:x", *rows).notes
     assert job.is_resumable == is_resumable
 
