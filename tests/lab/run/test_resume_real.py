@@ -32,6 +32,7 @@ def loop(until=4, tied=False, rows=2):
         except ImgkitError:
             print("nothing loaded:", torch.equal(before, model.layer.weight), flush=True)
             raise
+        assert run.step < until
         for step, (x,) in run.steps(DataLoader(own, batch_size=1), save_every=1):
             optimizer.zero_grad()
             model.layer(x).sum().backward()
