@@ -86,7 +86,7 @@ class CallWatch:
                     self._end_if_stuck()
 
     def _look(self) -> RankState:
-        frame: FrameType | None = sys._current_frames()[self._thread_id]
+        frame: FrameType | None = sys._current_frames().get(self._thread_id)
         while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
             frame = frame.f_back
         is_waiting = frame is not None and frame.f_code.co_filename in _WAITING
@@ -101,7 +101,10 @@ class CallWatch:
 
     def _end_if_stuck(self) -> None:
         if self._ranks.rank == 0:
-            rows = [self._store.get(str(rank)) for rank in range(self._ranks.world_size)]
+            keys = [str(rank) for rank in range(self._ranks.world_size)]
+            if not self._store.check(keys):  # to get one that is missing would block the store
+                return
+            rows = [self._store.get(key) for key in keys]
             states = [RankState(*json_text.parse(row)) for row in rows if row]
             if len(states) == len(rows) and are_stuck(states):
                 self._store.set(_VERDICT, ranks_by_value(list(map(str, states))))
