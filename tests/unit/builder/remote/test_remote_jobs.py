@@ -95,6 +95,7 @@ def test_scaling_reports_the_warnings_of_its_jobs_once(call: Any, far_image: str
     assert (code, err.count("true starts once per node")) == (0, 1), err
 
 
+@pytest.mark.programs("rsync")
 def test_api_sends_the_code_of_the_project_file(far_image: str, sbatch: Path, tmp_path: Path) -> None:
     Path("imgkit.toml").write_text('code = "."\n')
     Path("mine.yaml").write_text(RECIPE.replace("project: .", "project: ., editable: /workspace"))
