@@ -212,7 +212,7 @@ def test_bench_waits_for_the_head_s_name_and_is_kept_on_the_volume(
     assert "sum, 4 ranks, gloo" in pods.output()
     assert ("no secret is set: any program" in pods.output()) == (vintage[0].startswith("runai"))
     logs = pods.volume / "runs" / name / "logs"
-    assert {path.name for path in logs.iterdir()} == {"node0", "node1"}
+    assert {path.name for path in logs.iterdir()} == {"node1", "node2"}
     kept = "".join(path.read_text() for path in logs.rglob("stdout.log"))
     table = [line for line in kept.splitlines() if "all_reduce" in line]
     assert table, kept
