@@ -198,7 +198,7 @@ def test_verify_notices_each_kind_of_damage(copy: Path) -> None:
     copy.write_bytes(content[: len(content) // 2])
     assert verdicts(copy) == {"squashfs": "fail"}
     copy.write_bytes(content.replace(b'"amd64"', b'"arm64"'))
-    assert verdicts(copy)["sha256"] == "fail"
+    assert verdicts(copy) == {"squashfs": "fail"}  # the record does not fit its own digest
     copy.write_bytes(content)
     Path(f"{copy}.sha256").unlink()
     assert verdicts(copy) == {**fine, "sha256": "warn"}
