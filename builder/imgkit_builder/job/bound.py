@@ -34,9 +34,9 @@ from imgkit_entrypoints.errors import ToolMissing, UsageError
 from imgkit_entrypoints.system import Runtime
 
 Runner = Callable[[Sequence[str]], Finished]
+"""Runs a command where the job is submitted, to its end; exit code 127 where a program is missing."""
 FOLDER = "imgkit-entrypoints"
 """Folder of a job's folder with one folder of entry points for each version of their content."""
-"""Runs a command where the job is submitted, to its end; exit code 127 where a program is missing."""
 
 _CHOOSE = "choose one: --python PATH of the image, or --activate 'COMMAND' that puts one on PATH"
 _CHOOSE_OTHER = _CHOOSE.replace("one", "another", 1)
