@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,13 +21,15 @@ MAX_MEMBERS = 100
 
 def refuse_untracked_schedulers(objects: Mapping[str, Any]) -> None:
     """Raise UsageError if a tracked optimizer has a scheduler that no tracked object has in its state."""
-    for name, value in objects.items():
-        if not isinstance(value, Optimizer):
-            continue
-        scheduler = _find_untracked_scheduler(value, objects)
-        if scheduler is not None:
+    optimizers = {name: value for name, value in objects.items() if isinstance(value, Optimizer)}
+    tracked = {id(value) for value in objects.values()}
+    if _find_untracked_schedulers(optimizers, tracked):
+        tracked = {id(part) for value in objects.values() for part in _parts(value, MAX_DEPTH)}
+        gc.collect()  # the program may have dropped a scheduler that is part of a cycle
+        for name, scheduler in _find_untracked_schedulers(optimizers, tracked):
             raise _refusal(f"{name} has a {type(scheduler).__name__} that is not tracked")
-        if _has_unknown_scheduler(value, objects):
+    for name, optimizer in optimizers.items():
+        if _has_unknown_scheduler(optimizer, objects):
             raise _refusal(f"{name} has a learning rate scheduler that is not tracked")
 
 
@@ -39,22 +41,20 @@ def _refusal(problem: str) -> UsageError:
     )
 
 
-def _find_untracked_scheduler(optimizer: Optimizer, objects: Mapping[str, Any]) -> LRScheduler | None:
-    tracked = {id(value) for value in objects.values()}
-    if all(id(scheduler) in tracked for scheduler in _schedulers_of(optimizer)):
-        return None
-    tracked = {id(part) for value in objects.values() for part in _parts(value, MAX_DEPTH)}
-    gc.collect()  # the program may have dropped a scheduler that is part of a cycle
-    for scheduler in _schedulers_of(optimizer):
-        if id(scheduler) not in tracked:
-            return scheduler
-    return None
+def _find_untracked_schedulers(
+    optimizers: Mapping[str, Optimizer], tracked: Container[int]
+) -> list[tuple[str, LRScheduler]]:
+    """Return the schedulers whose ids are not `tracked`, with the names of their optimizers.
 
-
-def _schedulers_of(optimizer: Optimizer) -> list[LRScheduler]:
-    """Return all schedulers of an optimizer in this process; the optimizer itself has no list of them."""
-    schedulers = [value for value in gc.get_objects() if issubclass(type(value), LRScheduler)]
-    return [scheduler for scheduler in schedulers if _has_optimizer(scheduler, optimizer)]
+    An optimizer has no list of its schedulers, so all objects of this process are looked at, once for all.
+    """
+    return [
+        (name, value)
+        for value in gc.get_objects()
+        if issubclass(type(value), LRScheduler) and id(value) not in tracked
+        for name, optimizer in optimizers.items()
+        if _has_optimizer(value, optimizer)
+    ]
 
 
 def _has_unknown_scheduler(optimizer: Optimizer, objects: Mapping[str, Any]) -> bool:
