@@ -27,7 +27,7 @@ from imgkit_entrypoints.run.stop_requests import REASONS, reason_of
 
 LATENCY_S = 0.5
 """Approximate time between two looks if steps are slow; with fast steps, a look comes every `most` steps."""
-IN_LOOPS = ("the end of a step", "the end of a pass")
+STEP_END, PASS_END = "the end of a step", "the end of a pass"
 """Calls at which ranks differ if they have taken different numbers of steps."""
 _CYCLE = 4096
 """Steps and calls are compared modulo this, so that the sum of the squares over a million ranks is exact."""
@@ -92,7 +92,7 @@ class Agreement:
         CheckFailed : on every rank, if the ranks have taken different numbers of steps; names them.
         """
         if self.looks(step):
-            self._exchange(step, IN_LOOPS[0])
+            self._exchange(step, STEP_END)
             if self.stop:  # the ranks will save, and all numbers belong to that
                 self._receive()
 
@@ -129,7 +129,7 @@ class Agreement:
         seconds_a_step, total, squares, *sums = numbers.tolist()
         world_size = self._ranks.world_size
         if int(squares) * world_size != int(total) ** 2:
-            name = "a loop" if call in IN_LOOPS else call
+            name = "a loop" if call in (STEP_END, PASS_END) else call
             steps, calls = zip(*self._ranks.gather((look.step, call), call=name), strict=True)
             if len(set(steps)) == 1:
                 refuse_different_calls(calls)

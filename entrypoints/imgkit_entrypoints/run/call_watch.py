@@ -96,8 +96,7 @@ class CallWatch:
             if is_waiting and frame.f_code.co_filename == str(_FOLDER / "run.py"):
                 call = _CALLS.get(name, f"run.{name}")
             frame = frame.f_back
-        line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else ""
-        return RankState(call, line, *self._pulse.progress)
+        return RankState(call, line_of(frame) if frame else "", *self._pulse.progress)
 
     def _end_if_stuck(self) -> None:
         if self._ranks.rank == 0:
@@ -120,6 +119,11 @@ class CallWatch:
                 self._say(line)
         sys.stdout.flush()
         os._exit(EXIT_NO)
+
+
+def line_of(frame: FrameType) -> str:
+    """Return where a frame is, as FILE:LINE."""
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def are_stuck(states: Sequence[RankState]) -> bool:

@@ -9,7 +9,6 @@ import math
 import os
 import pickle
 import sys
-import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -25,8 +24,8 @@ from imgkit_entrypoints.launch.progress import ProgressNotes
 from imgkit_entrypoints.launch.start_up import first_attempt_s
 from imgkit_entrypoints.launch.watchdog import Pulse
 from imgkit_entrypoints.run import checkpoint, disk, random_state, stop_requests
-from imgkit_entrypoints.run.agreement import AddedNumbers, Agreement, NumberLog
-from imgkit_entrypoints.run.call_watch import CallWatch
+from imgkit_entrypoints.run.agreement import PASS_END, STEP_END, AddedNumbers, Agreement, NumberLog
+from imgkit_entrypoints.run.call_watch import CallWatch, line_of
 from imgkit_entrypoints.run.checkpoint import Checkpoint, CheckpointWriter
 from imgkit_entrypoints.run.gradients import PendingGradients
 from imgkit_entrypoints.run.lr_schedulers import refuse_untracked_schedulers
@@ -378,8 +377,7 @@ class Run:
                 where="run.steps",
                 hint="run.track(loader=loader, ...)",
             )
-        caller = traceback.extract_stack(limit=2)[0]
-        return Steps(self, loader, name, save_every, line=f"{Path(caller.filename).name}:{caller.lineno}")
+        return Steps(self, loader, name, save_every, line=line_of(sys._getframe(1)))
 
     def _steps(self, loader: Any, name: str, save_every: int, line: str) -> Iterator[tuple[int, Any]]:
         ranks, agreement = self._connect()
@@ -416,7 +414,7 @@ class Run:
                 self._end_step()
                 if self._is_due(save_every):
                     self._save()
-            agreement.meet(position.step, "the end of a pass")
+            agreement.meet(position.step, PASS_END)
             if self.stopping and not has_state(loader) and not self._must_wait():
                 self._save()  # else in the next pass: the state of a loader could not end this one again
             position.close()
@@ -534,7 +532,7 @@ class Run:
         waits = self._gradients.are_pending()
         if self._position.is_open and self._loader is not None:
             waits = waits or has_unclear_state(self._loader)
-        return any(self._connect().ranks.gather(waits, call="the end of a step"))
+        return any(self._connect().ranks.gather(waits, call=STEP_END))
 
     def log(self, **numbers: Any) -> None:
         """Note numbers of this step, such as the loss; no call waits for a device or another rank.
@@ -747,13 +745,8 @@ class Steps:
     """One pass over a loader, as `Run.steps` returns it."""
 
     def __init__(self, run: Run, loader: Any, name: str, save_every: int, *, line: str) -> None:
-        self._run, self._loader, self._name, self._save_every, self._line = (
-            run,
-            loader,
-            name,
-            save_every,
-            line,
-        )
+        self._run, self._loader, self._name = run, loader, name
+        self._save_every, self._line = save_every, line
 
     def __len__(self) -> int:
         return self._run._position.remaining(self._name, len(self._loader))
