@@ -298,7 +298,7 @@ def _write_context(
 ) -> None:
     """Write the build context of the recipe as a tar."""
     from imgkit_builder.base import files
-    from imgkit_builder.image.context import BuildContext, pack, revision
+    from imgkit_builder.image.context import BuildContext, code_revision, pack
     from imgkit_builder.oci.manifest import BaseImage
 
     def attempt(large: bool) -> BuildContext:
@@ -306,7 +306,7 @@ def _write_context(
             recipe,
             base=BaseImage(name=base or recipe.image.base),
             platform=platform or recipe.image.platforms[0],
-            revision=revision(recipe.file.parent),
+            revision=code_revision(recipe),
             large=large,
         )
 

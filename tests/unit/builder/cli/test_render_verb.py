@@ -52,6 +52,17 @@ def test_definition_with_its_context(folder: Path) -> None:
         assert set(members) <= set(archive.getnames())
 
 
+def test_context_without_files_of_the_folder_names_no_commit(folder: Path) -> None:
+    git = ("git", "-C", folder, "-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+    contexts = []
+    for message in ("first", "second"):
+        for words in (("init", "-q"), ("add", "mine.yaml"), ("commit", "-qm", message, "--allow-empty")):
+            subprocess.run([*git, *words], check=True)
+        assert imgkit(folder, "render", "./mine.yaml", "--context", "c.tar").returncode == 0
+        contexts.append((folder / "c.tar").read_bytes())
+    assert contexts[0] == contexts[1]
+
+
 def test_rendering_imports_no_engine(folder: Path) -> None:
     code = (
         "import sys; from imgkit_builder.cli.recipes import verb_render; "
