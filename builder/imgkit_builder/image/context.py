@@ -34,6 +34,8 @@ from imgkit_entrypoints import __version__, system
 from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
 from imgkit_recipes import FOLDER
 
+_DOCKERFILE, _MANIFEST = "Dockerfile", "imgkit/manifest.json"
+"""Members of the tar that depend on the base."""
 LARGE_BYTES = 10**9
 """Code that is larger is packed only where the user agrees: often it is data that was not meant."""
 
@@ -48,6 +50,8 @@ class BuildContext:
     sha256: str
     """Digest of the whole tar."""
     size_bytes: int
+    files_sha256: str = ""
+    """Digest of the tar without the two members that depend on the base: Dockerfile and manifest."""
     code: Packed = field(default_factory=Packed)
     """The user's code among `members`."""
     is_locked: bool = False
@@ -124,7 +128,7 @@ def pack(
     packed = [
         members.file(f"imgkit/{wheel.file_name()}", wheel_data),
         members.file("imgkit/system.json", system.to_json(recipe.system).encode()),
-        members.file("imgkit/manifest.json", manifests.to_json(manifest).encode()),
+        members.file(_MANIFEST, manifests.to_json(manifest).encode()),
         *package_files(recipe),
     ]
     code = members.pack(_code(recipe), _secret_files(recipe))
@@ -143,14 +147,23 @@ def sealed(
     report: Reporter | None = None,
 ) -> BuildContext:
     """Return the context of `packed` and of `code`, the user's, whose files are read once."""
-    contents = [members.file("Dockerfile", dockerfile.encode()), members.folder("imgkit"), *packed]
+    contents = [members.file(_DOCKERFILE, dockerfile.encode()), members.folder("imgkit"), *packed]
     contents += [members.folder(name) for name in {posixpath.dirname(folder.member) for folder in code.parts}]
     contents += [member for part in code.parts.values() for member in part]
     # By bytes: the order of text depends on how a name outside UTF-8 was decoded.
     contents.sort(key=lambda member: os.fsencode(member.name))
-    digest, size_bytes = hashlib.sha256(), 0
+    digest, files_digest, size_bytes = hashlib.sha256(), hashlib.sha256(), 0
     total_bytes = sum(member.size_bytes for member in contents)
-    for chunk in _reported(members.tar(contents), report or Silent(), total_bytes):
+
+    def chunks() -> Iterator[bytes]:
+        for member in contents:
+            for chunk in members.part(member):
+                if member.name not in (_DOCKERFILE, _MANIFEST):
+                    files_digest.update(chunk)
+                yield chunk
+        yield members.END
+
+    for chunk in _reported(chunks(), report or Silent(), total_bytes):
         digest.update(chunk)
         size_bytes += len(chunk)
     return BuildContext(
@@ -159,9 +172,25 @@ def sealed(
         members=tuple(contents),
         sha256=digest.hexdigest(),
         size_bytes=size_bytes,
+        files_sha256=files_digest.hexdigest(),
         code=code,
         is_locked=is_locked,
     )
+
+
+def input_sha256(recipe: Recipe, context: BuildContext, base: str) -> str:
+    """Return the digest of what `pack` has read, and of the base by its name alone.
+
+    Without an engine, nobody knows more of the base. Two builds with the same digest have the same input,
+    unless the name leads to another base by now.
+    """
+    named = BaseImage(name=base, platform=context.manifest.platform)
+    if recipe.lock:
+        named = _locked_base(named, recipe.lock.base)
+    manifest = dataclasses.replace(context.manifest, base=named)
+    dockerfile = render.dockerfile(recipe, base=base, platform=manifest.platform)
+    texts = (context.files_sha256, dockerfile, manifests.to_json(manifest))
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()
 
 
 def _locked_base(base: BaseImage, lock: LockedBase) -> BaseImage:

@@ -147,10 +147,15 @@ def _ignore_hint(path: Path) -> str:
 def tar(members: list[TarMember] | tuple[TarMember, ...]) -> Iterator[bytes]:
     """Yield the archive in chunks; the last chunk is the object `END`."""
     for member in members:
-        yield _header(member)
-        yield from _content(member)
-        yield bytes(-member.size_bytes % tarfile.BLOCKSIZE)
+        yield from part(member)
     yield END
+
+
+def part(member: TarMember) -> Iterator[bytes]:
+    """Yield the part of the archive that holds `member`."""
+    yield _header(member)
+    yield from _content(member)
+    yield bytes(-member.size_bytes % tarfile.BLOCKSIZE)
 
 
 END = bytes(2 * tarfile.BLOCKSIZE)

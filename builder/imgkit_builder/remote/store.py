@@ -91,8 +91,8 @@ class RemoteImage:
     """``sha256:...`` of each layer, lowest first; empty for an image that imgkit did not build."""
     title: str = ""
     """The .sif's name where it was sent from, for people: ``letters.sif``."""
-    context_sha256: str = ""
-    """Digest of the build context of an image that `imgkit run` built; empty for a file that was named."""
+    input_sha256: str = ""
+    """Digest of the build's input, if `imgkit run` built the image; empty for a file that was named."""
     project: str = ""
     """The project whose run sent the image: host and folder."""
 
@@ -131,10 +131,10 @@ class Store:
                 return stored
         return None
 
-    def find_built(self, context_sha256: str) -> RemoteImage | None:
-        """Return the image that was built from a build context."""
+    def find_built(self, input_sha256: str) -> RemoteImage | None:
+        """Return the image that was built from this input."""
         for stored in self.images:
-            if context_sha256 and stored.context_sha256 == context_sha256:
+            if input_sha256 and stored.input_sha256 == input_sha256:
                 return stored
         return None
 
@@ -151,7 +151,7 @@ class Store:
         return closest
 
 
-def describe_sif(path: Path, *, context_sha256: str = "", project: str = "") -> RemoteImage:
+def describe_sif(path: Path, *, input_sha256: str = "", project: str = "") -> RemoteImage:
     """Return the note about a .sif that is here. The digest of an image of others stands for its id.
 
     Raises
@@ -170,7 +170,7 @@ def describe_sif(path: Path, *, context_sha256: str = "", project: str = "") -> 
         arch=sif.arch,
         diff_ids=record.diff_ids if record else (),
         title=path.name,
-        context_sha256=context_sha256,
+        input_sha256=input_sha256,
         project=project,
     )
 

@@ -117,6 +117,8 @@ class BuiltImage:
     runtime: str
     """The kind of runtime of the recipe's system: ``singularity``, ``docker`` or ``kubernetes``."""
     log: Path
+    input_sha256: str
+    """As in `ImagePlan`."""
     labels: Mapping[str, str]
     checks: tuple[Check, ...] = ()
     """The smoke test; empty if it was skipped, or passed before."""
@@ -132,7 +134,7 @@ class ImagePlan:
     platform: str
     tag: str
     context_bytes: int
-    context_sha256: str
+    input_sha256: str
     """Digest of the context, with the base by its name: equal where a build would use the same input."""
     dockerfile: str
 
@@ -170,10 +172,10 @@ def build(
     """
     from imgkit_builder import engine as engines
     from imgkit_builder.image import secret_values
+    from imgkit_builder.image.context import input_sha256
     from imgkit_builder.recipe import bases
     from imgkit_builder.workflow.build_record import record_build
 
-    context_sha256 = plan(recipe, request).context_sha256
     loaded = _load(recipe, request, report)
     values = secret_values.read(loaded)
     secrets_at = loaded.where("image", "secrets") if values.options else ""
@@ -215,7 +217,8 @@ def build(
             no_cache=request.no_cache,
             accept=accept,
         )
-    record_build(context_sha256, built.image.id)
+    build_input_sha256 = input_sha256(loaded, context, name)
+    record_build(build_input_sha256, built.image.id)
     if built.up_to_date:
         report.note(f"{built.tag} is up to date: the engine's cache has every step (to run them: --no-cache)")
     return BuiltImage(
@@ -229,6 +232,7 @@ def build(
         locked=loaded.lock is not None,
         runtime=loaded.system.runtime.kind,
         log=built.log,
+        input_sha256=build_input_sha256,
         labels=dict(built.image.labels),
         checks=tuple(tested),
     )
@@ -244,6 +248,7 @@ def plan(
     UsageError, LargeContext : as `build`.
     """
     from imgkit_builder.engine import check_name, choose_platform, default_tag
+    from imgkit_builder.image.context import input_sha256
     from imgkit_builder.oci.manifest import BaseImage
     from imgkit_builder.oci.platform import host_platform
 
@@ -262,7 +267,7 @@ def plan(
         platform=target,
         tag=tag,
         context_bytes=context.size_bytes,
-        context_sha256=context.sha256,
+        input_sha256=input_sha256(loaded, context, base),
         dockerfile=context.dockerfile,
     )
 

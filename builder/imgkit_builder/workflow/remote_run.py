@@ -320,24 +320,25 @@ class _Delivery:
         return contents, self._send_unless_present(contents, self._describe_sif())
 
     def _bring_recipe(self, store: Store) -> RemoteImage:
-        """Return the image of the recipe; build and send it if its build context has changed."""
+        """Return the image of the recipe; build and send it if the build's input has changed."""
         from imgkit_builder.workflow.build import BuildRequest, build, plan
         from imgkit_builder.workflow.build_record import built_image_id
 
         request = BuildRequest(base=self.base)
-        context_sha256 = plan(self.planned.recipe, request).context_sha256
         if not self.rebuild:
-            built_id = built_image_id(context_sha256)
-            image = store.find_image(built_id) if built_id else store.find_built(context_sha256)
+            input_sha256 = plan(self.planned.recipe, request).input_sha256
+            built_id = built_image_id(input_sha256)
+            image = store.find_image(built_id) if built_id else store.find_built(input_sha256)
             if image is not None:
                 self._report_present()
                 return image
-        image = store.find_image(build(self.planned.recipe, request, report=self.report).id)
+        built = build(self.planned.recipe, request, report=self.report)
+        image = store.find_image(built.id)
         if image is not None:
             self._report_present()
             return image
         self._convert_recipe()
-        return self._send(store, self._describe_sif(context_sha256))
+        return self._send(store, self._describe_sif(built.input_sha256))
 
     def _send_unless_present(self, store: Store, image: RemoteImage) -> RemoteImage:
         present = store.find_image(image.image_id, image.root_sha256)
@@ -349,11 +350,11 @@ class _Delivery:
     def _report_present(self) -> None:
         self.report.note(f"to send: nothing; {self.connection.remote.name} has the image")
 
-    def _describe_sif(self, context_sha256: str = "") -> RemoteImage:
+    def _describe_sif(self, input_sha256: str = "") -> RemoteImage:
         from imgkit_builder.remote import store
 
         project = f"{socket.gethostname()}:{self.planned.project_folder.absolute()}"
-        return store.describe_sif(self.planned.sif, context_sha256=context_sha256, project=project)
+        return store.describe_sif(self.planned.sif, input_sha256=input_sha256, project=project)
 
     def _send(self, store: Store, image: RemoteImage) -> RemoteImage:
         """Send the local .sif, and remove older images of the project that nothing needs."""

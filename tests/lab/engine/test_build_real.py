@@ -20,6 +20,9 @@ from labkit import IMGKIT, docker, imgkit, imgkit_json, until
 from imgkit_builder import engine as engines
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.engine import image_source
+from imgkit_builder.oci.manifest import Probe
+from imgkit_builder.workflow import build as workflow
+from imgkit_builder.workflow import build_record
 from imgkit_entrypoints.errors import UsageError
 
 pytestmark = pytest.mark.docker
@@ -68,6 +71,26 @@ def installed(image: str) -> dict[str, Any]:
 
 def build(file: Path, base: str, *options: str) -> dict[str, Any]:
     return imgkit_json("build", file, "--base", base, *options)
+
+
+def test_edit_during_a_build_belongs_to_the_image(
+    write: Callable[..., Path], standin_notorch: str, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note = home / "note.txt"
+    note.write_text("before\n")
+    file = write("edited", extra="  copy: [{source: note.txt, target: /opt/}]\n")
+    request = workflow.BuildRequest(base=standin_notorch, no_test=True)
+    before = workflow.plan(file, request).input_sha256
+    probe = engines.probe
+
+    def probe_during_edit(*args: Any) -> Probe:
+        note.write_text("after\n")
+        return probe(*args)
+
+    monkeypatch.setattr(engines, "probe", probe_during_edit)
+    built = workflow.build(file, request)
+    assert build_record.built_image_id(before) == ""
+    assert build_record.built_image_id(workflow.plan(file, request).input_sha256) == built.id
 
 
 def test_build_is_tested_labelled_and_repeatable(

@@ -104,6 +104,22 @@ def test_content_and_executable_bit_show(pack: Pack, code: Path) -> None:
     assert len(set(shas)) == 3
 
 
+def test_input_has_files_and_the_name_of_the_base(make_recipe: MakeRecipe, code: Path) -> None:
+    recipe = make_recipe(copy=(CopyStep(source=code),))
+
+    def digest(name: str, **known: Any) -> str:
+        base = BaseImage(name=name, platform="linux/amd64", **known)
+        packed = context.pack(recipe, base=base, platform="linux/amd64", revision="")
+        return context.input_sha256(recipe, packed, "b:1")
+
+    by_name = digest("b:1")
+    # What an engine knows: the platform's own name, id, variables and user.
+    assert digest("b@sha256:1", id="sha256:1", env={"A": "1"}, user="ana") == by_name
+    assert context.input_sha256(recipe, pack_recipe(recipe), "b:2") != by_name
+    (code / "run.sh").write_text("#!/bin/ash")
+    assert digest("b:1") != by_name
+
+
 def test_baked_facts_read_back(make_recipe: MakeRecipe) -> None:
     recipe = make_recipe()
     base = BaseImage(name="base:1", id="sha256:1", platform="linux/arm64")
