@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from imgkit_builder.base.checks import Check
     from imgkit_builder.recipe.problems import Problem
     from imgkit_builder.sif.conversion import Converted, Stage
+    from imgkit_entrypoints.system import SystemFacts
 
 Result = TypeVar("Result")
 SCHEMA = 1
@@ -179,17 +180,24 @@ def terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def named_system(file: Path) -> SystemFacts | None:
+    """Return the system that a .sif or .sqsh names. Return None if it names none, or cannot be read."""
+    from imgkit_builder.job import baked
+
+    try:
+        return baked.system_facts(file)
+    except (ImgkitError, OSError):
+        return None
+
+
 def next_line(sif: Path, command: str) -> str:
     """Return the command that runs `command` in `sif` with the options of the system that its image is for.
 
     An image that imgkit did not build names no system and has no ``dist-*`` commands: then it opens a shell.
     """
-    from imgkit_builder.job import baked, quoting
+    from imgkit_builder.job import quoting
 
-    try:
-        system = baked.system_facts(sif)
-    except (ImgkitError, OSError):
-        system = None
+    system = named_system(sif)
     if system is None:
         return shlex.join(("singularity", "shell", str(sif)))
     runtime = system.runtime

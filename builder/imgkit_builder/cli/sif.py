@@ -18,6 +18,7 @@ from imgkit_builder.cli.common import (
     flag_option,
     gigabytes,
     name_argument,
+    named_system,
     next_line,
     output_option,
     result_lines,
@@ -28,7 +29,6 @@ from imgkit_builder.cli.common import (
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.sif.conversion import FormatName, Options
 from imgkit_builder.workflow.convert import convert, plan_conversion
-from imgkit_entrypoints.errors import ImgkitError
 from imgkit_entrypoints.system import CompressionChoice
 
 
@@ -109,11 +109,5 @@ def verb_sif(
 
 def _start(sqsh: Path) -> str:
     """Return the command that starts a .sqsh by pyxis: training, or a shell in an image of others."""
-    from imgkit_builder.job import baked
-
-    try:
-        has_commands = baked.system_facts(sqsh) is not None
-    except (ImgkitError, OSError):
-        has_commands = False
-    command = ["dist-train"] if has_commands else ["--pty", "/bin/sh"]
+    command = ["dist-train"] if named_system(sqsh) else ["--pty", "/bin/sh"]
     return shlex.join(["srun", f"--container-image={sqsh}", *command])
