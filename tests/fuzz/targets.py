@@ -172,25 +172,28 @@ def _verify_archive(path: Path) -> None:
     assert contents.size_bytes == path.stat().st_size
 
 
-# ---- squashfs, .sif and delta
+# ---- squashfs and .sif
 SUPERBLOCK = image.SUPERBLOCK.pack(image.SQUASHFS_MAGIC, 1, 0, 4096, 0, 1, 0, 96, *(0,) * 5).ljust(200, b"\0")
 """The beginning of a squashfs: imgkit reads no more of one that another program wrote."""
 
 
+def _record(**values: Any) -> image.ImgkitRecord:
+    return image.ImgkitRecord(
+        image_id="sha256:" + "0" * 64,
+        diff_ids=(),
+        root_sha256="0" * 64,
+        runtime="r",
+        compression="c",
+        route="stream",
+        imgkit="0",
+        **values,
+    )
+
+
 def _sifs() -> list[bytes]:
     """A .sif with a record and a root partition, made from its structs."""
-    record = image.record_text(
-        image.ImgkitRecord(
-            image_id="sha256:" + "0" * 64,
-            diff_ids=(),
-            root_sha256="0" * 64,
-            runtime="r",
-            compression="c",
-            route="stream",
-            imgkit="0",
-            facts=BakedFacts(manifest="{}", distributions=(Distribution(name="a", folder="/b"),)),
-        )
-    )
+    facts = BakedFacts(manifest="{}", distributions=(Distribution(name="a", folder="/b"),))
+    record = image.record_text(_record(facts=facts))
     squashfs = SUPERBLOCK
     rows, at = b"", 128 + 3 * 585
     bodies = ((image.DataType.PARTITION, squashfs, b"root"), (image.DataType.JSON, record, b"imgkit"))
@@ -215,17 +218,7 @@ def _read_sif(path: Path) -> None:
 
 def _sqshs() -> list[bytes]:
     """A .sqsh with its record."""
-    record = image.ImgkitRecord(
-        image_id="sha256:" + "0" * 64,
-        diff_ids=(),
-        root_sha256="0" * 64,
-        runtime="r",
-        compression="c",
-        route="stream",
-        imgkit="0",
-        arch="amd64",
-    )
-    tail = files.description(image.record_text(record), sqsh.MARK)
+    tail = files.description(image.record_text(_record(arch="amd64")), sqsh.MARK)
     return [SUPERBLOCK + tail]
 
 

@@ -20,6 +20,7 @@ from imgkit_builder.base.progress import Silent
 from imgkit_builder.job.request import SubmittedJob
 from imgkit_builder.remote import check, connection, fetch, gc, jobs, store, transfer
 from imgkit_builder.remote.config import Remote
+from imgkit_builder.remote.connection import Connection
 from imgkit_entrypoints.errors import CheckFailed
 
 pytestmark = [pytest.mark.sshd, pytest.mark.programs("rsync"), pytest.mark.xdist_group("far")]
@@ -34,6 +35,15 @@ def far() -> Iterator[FarHost]:
 def add(far: FarHost, folder: Path, *options: str) -> None:
     done = far.imgkit("remote", "add", "mine", f"far:{folder}", *options)
     assert done.returncode == 0, done.stderr
+
+
+def send_code(reached: Connection, folder: Path, home: str) -> None:
+    """Send a new folder with one file to ``code/x``."""
+    folder.mkdir()
+    (folder / "a b.py").write_text("1\n")
+    transfer.send_folder(
+        reached, folder, label="code", size_bytes=2, home=home, target="code/x", report=Silent()
+    )
 
 
 def rows(far: FarHost) -> dict[str, dict[str, str]]:
@@ -106,9 +116,8 @@ def test_files_come_and_go_behind_a_banner(
     Path(jobs.log_file(record)).write_text("told\n")
     with sshd(far, forced=[str(banner)]):
         reached = connection.connect(Remote(name="mine", address="far", folder=str(home)))
-        small = transfer.Source(path=run / "metrics.jsonl", label="image", size_bytes=2)
-        transfer.upload(reached, small, home=str(home), target="images/x.sif", report=Silent())
-        assert (home / "images/x.sif").read_text() == "1\n"
+        send_code(reached, tmp_path / "my code", str(home))
+        assert (home / "code/x/a b.py").read_text() == "1\n"
         done = fetch.fetch(reached, record, here, checkpoints=False, report=Silent())
         log = Path(jobs.log_file(record)).name
         wanted = {"metrics.jsonl", "a\nb/$(touch x) 'y'", log}
@@ -285,13 +294,10 @@ def test_login_node_needs_no_python(far: FarHost, tmp_path: Path, monkeypatch: p
         for name, value in far.env.items():
             monkeypatch.setenv(name, value)
         reached = connection.connect(Remote(name="mine", address="far", folder=f"{tmp_path}/a b"))
-        there = store.look(reached, image_id=f"sha256:{'0' * 64}", program="sh")
-        source = tmp_path / "x"
-        source.write_bytes(b"x" * 100_000)
-        small = transfer.Source(path=source, label="image", size_bytes=100_000)
-        transfer.upload(reached, small, home=there.home, target="images/x.sif", report=Silent())
-        assert (tmp_path / "a b/images/x.sif").read_bytes() == source.read_bytes()
-        assert gc.find_unused(reached, 30).files == ()
+        there = store.look(reached, program="sh")
+        send_code(reached, tmp_path / "my code", there.home)
+        assert (tmp_path / "a b/code/x/a b.py").read_text() == "1\n"
+        assert gc.find_unused(reached, 30).folders == ()
 
 
 def test_archive_that_nothing_here_converts_names_the_way_there(far: FarHost, tmp_path: Path) -> None:
@@ -299,14 +305,14 @@ def test_archive_that_nothing_here_converts_names_the_way_there(far: FarHost, tm
     here = {"PATH": f"{far.folder}/bin", "DOCKER_HOST": f"unix://{tmp_path}/no.sock"}
     for name in ("setsid", "sh"):
         (far.folder / "bin" / name).symlink_to(str(shutil.which(name)))
-    with sshd(far):
+    with sshd(far, forced=login_shell(far, sbatch="echo slurm 23.02.7")):
         add(far, tmp_path / "a b", "--recipe", "mn5")
         words = ("-A", "p1", "--qos", "acc_debug", "--time", "5m", "--", "true")
         done = far.imgkit("run", "my tiny.tar", "--on", "mine", *words, folder=tmp_path, env=here)
     assert done.returncode == 3, done.stderr
     assert "apt install squashfs-tools" in done.stderr
     assert "or copy it to mine, and there: imgkit run RECIPE --sif 'my tiny.tar', then" in done.stderr
-    assert not (tmp_path / "a b/images").exists()
+    assert not list((tmp_path / "a b/images").iterdir())
 
 
 def test_missing_tool_is_named(far: FarHost, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from labkit import Done
+from remote_image import remote_image
 from remotekit import FarHost, far_host, sshd
 
 from imgkit_builder.remote import connection, gc
@@ -146,7 +147,7 @@ def test_jobs_of_a_silent_scheduler_keep_their_images(far: FarHost, store: Path)
 def test_new_image_of_a_project_replaces_older_ones(
     far: FarHost, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    images = [stored_image(letter) for letter in "edcb"]
+    images = [remote_image(letter) for letter in "edcb"]
     for image in images:
         put_image(store / "images" / image.name)
     put_file(store / "jobs/7", f"standalone\nx\n{images[3].path}\n")
@@ -155,24 +156,12 @@ def test_new_image_of_a_project_replaces_older_ones(
     monkeypatch.setattr(gc, "unfinished", lambda connection, system: frozenset())
     os.link(store / images[2].path, store / "mine.sif")
     connected = reach(far, store, monkeypatch)
-    unused, by_path = gc.find_superseded(connected, images, stored_image("f"))
+    unused, by_path = gc.find_superseded(connected, images, remote_image("f"))
     # The newest older one stays, one has another name, and one belongs to a run that can be resumed.
     assert gc.remove(connected, unused) == (f"images/{images[1].name}",)
     assert by_path[f"images/{images[1].name}"] == images[1]
     assert sorted(path.name for path in (store / "images").iterdir()) == sorted(
         images[number].name for number in (0, 2, 3)
-    )
-
-
-def stored_image(letter: str) -> far_store.RemoteImage:
-    return far_store.RemoteImage(
-        image_id=f"sha256:{letter * 64}",
-        root_sha256=letter * 64,
-        root_offset=4096,
-        root_bytes=1,
-        sif_bytes=1,
-        arch="amd64",
-        project="here:/project",
     )
 
 

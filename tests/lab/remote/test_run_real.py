@@ -11,6 +11,7 @@ import signal
 import subprocess
 import tarfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -186,65 +187,66 @@ def test_edit_sends_the_changed_blocks(site: Site) -> None:
     assert len([*(site.store / "images").glob("*/image.sif")]) == 2
 
 
-def test_first_run_of_another_project_sends_little(site: Site) -> None:
-    folder = site.here / "other project"
+@contextmanager
+def project(site: Site, name: str) -> Iterator[Path]:
+    """A recipe in a folder of its own; both go at the end, as does the image."""
+    folder = site.here / f"project {name}"
     folder.mkdir()
-    name = f"other{os.getpid()}"
-    (folder / f"{name}.yaml").write_text(
-        RECIPE.replace("system:", '  run: ["echo other > /opt/other"]\nsystem:', 1)
-    )
-    words = ("--on", "far", "--base", BASE, "--time", "5m", "--", "cat", "/opt/other")
+    recipe = folder / f"{name}{os.getpid()}.yaml"
+    recipe.write_text(RECIPE)
     try:
-        result = site.far.imgkit("run", f"./{name}.yaml", *words, folder=folder)
-        assert (result.returncode, result.stdout) == (0, "other\n"), result.stderr
-        size = (folder / f"{name}.sif").stat().st_size
-        assert sent_MB(result.stderr) < 0.05 * size / 1e6
-    finally:
-        run("docker", "rmi", "--force", f"{name}:latest")
-        shutil.rmtree(folder)
-
-
-def test_third_image_of_a_project_replaces_the_first(site: Site) -> None:
-    folder = site.here / "three images"
-    folder.mkdir()
-    recipe = folder / f"three{os.getpid()}.yaml"
-    words = ("--on", "far", "--base", BASE, "--time", "5m", "--", "cat", "/opt/count")
-    notes = []
-    try:
-        for count in range(3):
-            recipe.write_text(RECIPE.replace("system:", f'  run: ["echo {count} > /opt/count"]\nsystem:', 1))
-            result = site.far.imgkit("run", f"./{recipe.name}", *words, folder=folder)
-            assert (result.returncode, result.stdout) == (0, f"{count}\n"), result.stderr
-            notes.append(re.findall(r"imgkit: removed (three\d+)-[0-9a-f]{4}\.sif, ", result.stderr))
-        assert notes == [[], [], [recipe.stem]]
+        yield recipe
     finally:
         run("docker", "rmi", "--force", f"{recipe.stem}:latest")
         shutil.rmtree(folder)
 
 
+def run_project(site: Site, recipe: Path, *words: str, **env: str) -> Done:
+    options = ("--on", "far", "--base", BASE, "--time", "5m")
+    return site.far.imgkit("run", f"./{recipe.name}", *options, *words, folder=recipe.parent, env=env)
+
+
+def write_step(recipe: Path, command: str) -> None:
+    recipe.write_text(RECIPE.replace("system:", f"  run: [{json.dumps(command)}]\nsystem:", 1))
+
+
+def test_first_run_of_another_project_sends_little(site: Site) -> None:
+    with project(site, "other") as recipe:
+        write_step(recipe, "echo other > /opt/other")
+        result = run_project(site, recipe, "--", "cat", "/opt/other")
+        assert (result.returncode, result.stdout) == (0, "other\n"), result.stderr
+        size = recipe.with_suffix(".sif").stat().st_size
+        assert sent_MB(result.stderr) < 0.05 * size / 1e6
+
+
+def test_third_image_of_a_project_replaces_the_first(site: Site) -> None:
+    notes = []
+    with project(site, "three") as recipe:
+        for count in range(3):
+            write_step(recipe, f"echo {count} > /opt/count")
+            result = run_project(site, recipe, "--", "cat", "/opt/count")
+            assert (result.returncode, result.stdout) == (0, f"{count}\n"), result.stderr
+            notes.append(re.findall(r"imgkit: removed (three\d+)-[0-9a-f]{4}\.sif, ", result.stderr))
+        assert notes == [[], [], [recipe.stem]]
+
+
 def test_edit_and_commit_of_the_folder_change_no_image(site: Site) -> None:
-    folder = site.here / "in git"
-    folder.mkdir()
-    name = f"git{os.getpid()}"
-    (folder / f"{name}.yaml").write_text(RECIPE)
-    commit = ("git", "-C", folder, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qam")
-    words = ("run", f"./{name}.yaml", "--on", "far", "--base", BASE, "--time", "5m", "--detach", "--", "true")
-    try:
+    with project(site, "git") as recipe:
+        folder = recipe.parent
+        commit = ("git", "-C", folder, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qam")
+        inspect = ("docker", "image", "inspect", "--format", "{{.Id}}", f"{recipe.stem}:latest")
         output("git", "-C", folder, "init", "-q")
         (folder / "train.py").write_text("1\n")
         output("git", "-C", folder, "add", ".")
         output(*commit, "first")
-        assert site.far.imgkit(*words, folder=folder).returncode == 0
-        image_id = output("docker", "image", "inspect", "--format", "{{.Id}}", f"{name}:latest")
+        assert run_project(site, recipe, "--detach", "--", "true").returncode == 0
+        image_id = output(*inspect)
         (folder / "train.py").write_text("2\n")
-        edited = site.far.imgkit(*words, folder=folder, env=NO_ENGINE)
+        edited = run_project(site, recipe, "--detach", "--", "true", **NO_ENGINE)
         assert "to send: nothing" in edited.stderr
         output(*commit, "second")
-        assert site.far.imgkit("build", f"./{name}.yaml", "--base", BASE, folder=folder).returncode == 0
-        assert output("docker", "image", "inspect", "--format", "{{.Id}}", f"{name}:latest") == image_id
-    finally:
-        run("docker", "rmi", "--force", f"{name}:latest")
-        shutil.rmtree(folder)
+        assert site.far.imgkit("build", f"./{recipe.name}", "--base", BASE, folder=folder).returncode == 0
+        assert output(*inspect) == image_id
 
 
 def test_waiting_job_keeps_its_image(site: Site) -> None:

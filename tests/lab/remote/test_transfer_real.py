@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import small_sif
 from labkit import output, until
+from notes import Notes
 from remotekit import FarHost, far_host, sshd
 
-from imgkit_builder.base.progress import Silent
 from imgkit_builder.remote import connection, store, transfer
 from imgkit_builder.remote.config import Remote
 from imgkit_builder.remote.connection import Connection, Cut
@@ -29,16 +29,6 @@ PROXY = Path(__file__).with_name("cut_proxy.py")
 MB = 1 << 20
 
 pytestmark = [pytest.mark.sshd, pytest.mark.programs("rsync"), pytest.mark.xdist_group("far-move")]
-
-
-class Notes(Silent):
-    """What the user would always see."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.texts.append(text)
 
 
 @pytest.fixture(scope="module")
@@ -314,7 +304,8 @@ def test_killed_transfer_is_finished_by_the_next(far: FarHost, tmp_path: Path, s
         "t.send_over(limited, Path(sys.argv[1]), sif)"
     )
     (folder / "images").mkdir(parents=True)
-    paths = (str(Path(__file__).parent), str(Path(__file__).parents[1]))
+    tests = Path(__file__).parents[2]
+    paths = (str(Path(__file__).parent), str(tests / "lab"), str(tests / "kit"))
     argv = [sys.executable, "-c", slow, str(folder), str(sif), *paths]
     first = subprocess.Popen(argv, env={**os.environ, "TMPDIR": str(tmp_path)})
     while not any(path.stat().st_size > 2 * MB for path in stored(folder)):

@@ -7,25 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from notes import Notes
 
 import imgkit_builder as imgkit
-from imgkit_builder.base.progress import Silent
 from imgkit_builder.job import submit
 from imgkit_builder.job.request import Request
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 
 SBATCH = "#!/bin/sh\n# A fake sbatch.\ncat > script\n{}\n"
 REQUEST = Request(command=("dist-hello",), account="a", qos="acc_debug", time="10m", nodes="2")
-
-
-class Notes(Silent):
-    """Keeps the notes."""
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
 
 
 @pytest.fixture
@@ -68,8 +58,8 @@ def test_warnings_and_a_full_disk_are_notes(folder: Path, monkeypatch: pytest.Mo
     report = Notes()
     record = submit.submit("mn5", Request(**{**as_dict(REQUEST), "command": ("hostname",)}), report=report)
     assert record.id == "4711"
-    assert "hostname starts once per node" in report.notes[0]
-    assert "the record of the job 4711 cannot be saved" in report.notes[1]
+    assert "hostname starts once per node" in report.texts[0]
+    assert "the record of the job 4711 cannot be saved" in report.texts[1]
 
 
 def as_dict(request: Request) -> dict[str, Any]:

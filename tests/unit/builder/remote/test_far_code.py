@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 import pytest
+from notes import Notes
 
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.job import code
@@ -20,16 +21,6 @@ from imgkit_builder.remote.connection import ScriptFailed
 from imgkit_entrypoints.errors import CheckFailed
 
 pytestmark = pytest.mark.programs("rsync")
-
-
-class Notes(Silent):
-    """What the user would always see."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.texts.append(text)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from remote_image import remote_image
 
 from imgkit_builder.remote import gc
 from imgkit_builder.remote.connection import Connection
@@ -132,19 +133,8 @@ def test_answer_that_is_cut_short_is_refused(text: str) -> None:
         gc.parse(text.encode(), "far")
 
 
-def image(letter: str, project: str = "here:/p") -> RemoteImage:
-    return RemoteImage(
-        image_id=f"sha256:{letter * 64}",
-        root_sha256=letter * 64,
-        root_offset=4096,
-        root_bytes=1,
-        sif_bytes=1,
-        arch="amd64",
-        project=project,
-    )
-
-
-NEWEST_FIRST = [image(letter) for letter in "edcb"]
+NEEDED = f"images/{remote_image('c').name}"
+NEWEST_FIRST = [remote_image(letter) for letter in "edcb"]
 
 
 def superseded(
@@ -154,12 +144,12 @@ def superseded(
     monkeypatch.setattr(gc, "_list", lambda connection: store)
     monkeypatch.setattr(gc, "unfinished", lambda connection, name: {"7"})
     far: Connection = object()  # type: ignore[assignment]
-    unused, by_path = gc.find_superseded(far, images, image("f"))
+    unused, by_path = gc.find_superseded(far, images, remote_image("f"))
     return [by_path[folder.path].root_sha256[0] for folder in unused.folders]
 
 
 def folders(letters: str) -> list[StoredFolder]:
-    return [folder(f"images/{image(letter).name}") for letter in letters]
+    return [folder(f"images/{remote_image(letter).name}") for letter in letters]
 
 
 def test_older_images_of_the_project_go_but_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,16 +157,20 @@ def test_older_images_of_the_project_go_but_for_one(monkeypatch: pytest.MonkeyPa
 
 
 def test_images_of_other_projects_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    others = [image(letter, "here:/other") for letter in "dcb"]
-    assert superseded(monkeypatch, listing(*folders("edcb")), [image("e"), *others]) == []
+    others = [remote_image(letter, "here:/other") for letter in "dcb"]
+    assert superseded(monkeypatch, listing(*folders("edcb")), [remote_image("e"), *others]) == []
 
 
 @pytest.mark.parametrize(
     "job",
     [
-        JobNote(id="7", system="slurm", folders=(f"images/{image('c').name}",), used_s=OLD),
+        JobNote(id="7", system="slurm", folders=(NEEDED,), used_s=OLD),
         JobNote(
-            id="1", system="slurm", folders=(f"images/{image('c').name}",), used_s=OLD, is_resumable=True
+            id="1",
+            system="slurm",
+            folders=(NEEDED,),
+            used_s=OLD,
+            is_resumable=True,
         ),
     ],
     ids=["has not ended", "can be resumed"],
@@ -186,5 +180,5 @@ def test_image_that_a_job_needs_stays(monkeypatch: pytest.MonkeyPatch, job: JobN
 
 
 def test_image_with_another_name_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    linked = StoredFolder(path=f"images/{image('c').name}", size_bytes=1, used_s=OLD, is_linked=True)
+    linked = StoredFolder(path=f"images/{remote_image('c').name}", size_bytes=1, used_s=OLD, is_linked=True)
     assert superseded(monkeypatch, listing(linked, *folders("db"))) == ["d", "b"]

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import small_sif
+from notes import Notes
 
 import imgkit_builder as imgkit
-from imgkit_builder.base.progress import Silent
 from imgkit_builder.project import toml_file
 
 RECIPE = """\
@@ -26,16 +26,6 @@ system:
   node: {gpus: 0, cpus: 2}
 """
 REFUSAL = "the code has the project mine in /workspace, but the image runs its copy in site-packages"
-
-
-class Notes(Silent):
-    """What the user would always see."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.texts.append(text)
 
 
 @pytest.fixture
