@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from imgkit_builder.apptainer.build import BuiltSif
     from imgkit_builder.base.checks import Check
     from imgkit_builder.base.progress import Reporter
-    from imgkit_builder.job.request import JobState, SubmittedJob
-    from imgkit_builder.job.request import Request as JobRequest
-    from imgkit_builder.job.submit import PreparedJob, prepare
+    from imgkit_builder.jobs.handle import JobHandle, find_job, run
+    from imgkit_builder.jobs.records import JobState, SubmittedJob
+    from imgkit_builder.jobs.request import JobRequest
+    from imgkit_builder.jobs.submit import PreparedJob, prepare
     from imgkit_builder.recipe.load import load
     from imgkit_builder.recipe.model import Recipe
     from imgkit_builder.sif.conversion import Converted
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     )
     from imgkit_builder.workflow.convert import convert
     from imgkit_builder.workflow.images import smoke_test
-    from imgkit_builder.workflow.jobs import JobHandle, find_job, run
     from imgkit_entrypoints.errors import ImgkitError
 
 __all__ = [
@@ -70,8 +70,9 @@ _MODULES = {
     "imgkit_builder.apptainer.build": ("BuiltSif",),
     "imgkit_builder.base.checks": ("Check",),
     "imgkit_builder.base.progress": ("Reporter",),
-    "imgkit_builder.job.request": ("JobState", "Request", "SubmittedJob"),
-    "imgkit_builder.job.submit": ("PreparedJob", "prepare"),
+    "imgkit_builder.jobs.records": ("JobState", "SubmittedJob"),
+    "imgkit_builder.jobs.request": ("JobRequest",),
+    "imgkit_builder.jobs.submit": ("PreparedJob", "prepare"),
     "imgkit_builder.recipe.load": ("load",),
     "imgkit_builder.recipe.model": ("Recipe",),
     "imgkit_builder.sif.conversion": ("Converted", "Options"),
@@ -86,10 +87,10 @@ _MODULES = {
     ),
     "imgkit_builder.workflow.convert": ("convert",),
     "imgkit_builder.workflow.images": ("smoke_test",),
-    "imgkit_builder.workflow.jobs": ("JobHandle", "find_job", "run"),
+    "imgkit_builder.jobs.handle": ("JobHandle", "find_job", "run"),
     "imgkit_entrypoints.errors": ("ImgkitError",),
 }
-_HERE = {"Request": "JobRequest", "Options": "ConversionRequest"}
+_HERE = {"Options": "ConversionRequest"}
 """Names that are clear in their own module only, and their names here."""
 _MODULE_OF = {_HERE.get(name, name): (module, name) for module, names in _MODULES.items() for name in names}
 

@@ -11,10 +11,11 @@ import pytest
 
 from imgkit_builder.archive import sidecar
 from imgkit_builder.examine.verify import verify
-from imgkit_builder.job import baked, submit
-from imgkit_builder.job.request import CodeRecord, SubmittedJob
-from imgkit_builder.project import measured
+from imgkit_builder.jobs import measured, submit
+from imgkit_builder.jobs.job import CodeRecord
+from imgkit_builder.jobs.records import SubmittedJob
 from imgkit_builder.sif import image
+from imgkit_builder.workflow import baked
 
 WRITTEN = Path(__file__).parents[1] / "written"
 VERSIONS = sorted(path.parent.name for path in WRITTEN.glob("*/small.sif"))

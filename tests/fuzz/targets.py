@@ -29,14 +29,19 @@ from imgkit_builder.archive.tar_read import TarStream
 from imgkit_builder.base import files
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.image import inside
-from imgkit_builder.job import quoting as job_fields
-from imgkit_builder.job import submit
-from imgkit_builder.job import systems as job_systems
-from imgkit_builder.job.ssh import fanout as ssh_hosts
+from imgkit_builder.jobs import measured, submit
+from imgkit_builder.jobs import quoting as job_fields
+from imgkit_builder.jobs import systems as job_systems
+from imgkit_builder.jobs.remote import check as far_check
+from imgkit_builder.jobs.remote import gc, store
+from imgkit_builder.jobs.remote.config import Remote
+from imgkit_builder.jobs.remote.connection import Connection
+from imgkit_builder.jobs.remote.store import RemoteImage
+from imgkit_builder.jobs.systems import fanout as ssh_hosts
 from imgkit_builder.lock import answers
 from imgkit_builder.oci import config, manifest
 from imgkit_builder.oci.manifest import BaseImage, Manifest
-from imgkit_builder.project import measured, toml_file
+from imgkit_builder.project import toml_file
 from imgkit_builder.recipe import (
     lock_file,
     problems,
@@ -47,11 +52,6 @@ from imgkit_builder.recipe import (
 )
 from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.targets import described_json as recipe_json
-from imgkit_builder.remote import check as far_check
-from imgkit_builder.remote import gc, store
-from imgkit_builder.remote.config import Remote
-from imgkit_builder.remote.connection import Connection
-from imgkit_builder.remote.store import RemoteImage
 from imgkit_builder.sif import image, runtime_build, sqsh
 from imgkit_builder.sif.baked_facts import BakedFacts, Distribution
 from imgkit_entrypoints import fabric, facts, json_text, known_issues, system

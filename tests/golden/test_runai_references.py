@@ -14,10 +14,11 @@ from typing import Literal
 
 import pytest
 
-from imgkit_builder.job.request import Request, SubmittedJob
-from imgkit_builder.job.resolve import resolve
-from imgkit_builder.job.systems import pods
-from imgkit_builder.job.systems.runai import SYSTEM as runai
+from imgkit_builder.jobs.records import SubmittedJob
+from imgkit_builder.jobs.request import JobRequest
+from imgkit_builder.jobs.resolve import resolve
+from imgkit_builder.jobs.systems import pods
+from imgkit_builder.jobs.systems.runai import SYSTEM as runai
 from imgkit_builder.recipe.targets import find
 
 HERE = Path(__file__).parent
@@ -78,7 +79,7 @@ def test_submission_has_options_of_the_reference_alone(case: str, name: str) -> 
 def test_job_is_followed_by_commands_of_the_reference(
     client: Literal["v1", "v2"], name: str, nodes: str
 ) -> None:
-    request = Request(
+    request = JobRequest.of(
         command=("dist-pi",), nodes=nodes, image="r/x:1", system_flags=(pods.PodFlags(client=client),)
     )
     job = resolve(find("rcp"), request)

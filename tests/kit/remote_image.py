@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from imgkit_builder.remote.store import RemoteImage
+from imgkit_builder.jobs.remote.store import RemoteImage
 
 
 def remote_image(letter: str, project: str = "here:/project") -> RemoteImage:

@@ -17,8 +17,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from imgkit_builder.job import submit
-from imgkit_builder.job.request import CodeRecord, SubmittedJob
+from imgkit_builder.jobs import submit
+from imgkit_builder.jobs.job import CodeRecord
+from imgkit_builder.jobs.records import SubmittedJob
 from imgkit_builder.oci import manifest
 from imgkit_builder.oci.manifest import BaseImage, Manifest, Probe
 from imgkit_builder.recipe import load

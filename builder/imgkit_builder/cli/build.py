@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
+from imgkit_builder.base.flags import flag, flags_in
 from imgkit_builder.cli.common import (
     JSON,
     MB,
@@ -26,7 +27,6 @@ from imgkit_builder.cli.common import (
 )
 from imgkit_builder.cli.job_flags import OptionsCommand
 from imgkit_builder.cli.progress import reporter
-from imgkit_builder.job.request import flag, flags_in
 from imgkit_builder.workflow import build
 from imgkit_builder.workflow.build import BuildRequest, SifBuildRequest
 from imgkit_entrypoints import terminal

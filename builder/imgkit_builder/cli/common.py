@@ -182,7 +182,7 @@ def terminable() -> Iterator[None]:
 
 def named_system(file: Path) -> SystemFacts | None:
     """Return the system that a .sif or .sqsh names. Return None if it names none, or cannot be read."""
-    from imgkit_builder.job import baked
+    from imgkit_builder.workflow import baked
 
     try:
         return baked.system_facts(file)
@@ -195,7 +195,7 @@ def next_line(sif: Path, command: str) -> str:
 
     An image that imgkit did not build names no system and has no ``dist-*`` commands: then it opens a shell.
     """
-    from imgkit_builder.job import quoting
+    from imgkit_builder.jobs import quoting
 
     system = named_system(sif)
     if system is None:

@@ -113,9 +113,8 @@ def _into_job(job_id: str, node: str, *, look: bool) -> tuple[tuple[str, ...], s
     look : ask the scheduler first whether the job runs.
     """
     from imgkit_builder.cli.jobs import connected, runner
-    from imgkit_builder.job import quoting, submit, systems
-    from imgkit_builder.job.request import FINAL_STATES
-    from imgkit_builder.project import history
+    from imgkit_builder.jobs import history, quoting, submit, systems
+    from imgkit_builder.jobs.records import FINAL_STATES
 
     if node and not quoting.is_job_id(node):
         raise UsageError(f"{node!r} cannot be the name of a node or pod", where="--node")

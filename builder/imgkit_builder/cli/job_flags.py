@@ -12,8 +12,9 @@ from typer.core import TyperCommand
 from imgkit_entrypoints import terminal
 
 if TYPE_CHECKING:
-    from imgkit_builder.job.code import CodeFolder
-    from imgkit_builder.job.request import Flag, Request
+    from imgkit_builder.base.flags import Flag
+    from imgkit_builder.jobs.code import CodeFolder
+    from imgkit_builder.jobs.request import JobRequest
 
 
 USUAL = ("on", "nodes", "time", "account", "queue", "qos", "code", "env", "detach", "dry_run")
@@ -43,7 +44,7 @@ class OptionsCommand(TyperCommand):
     def get_params(self, ctx: Any) -> Any:
         """The verb's own parameters, with the flags after its arguments."""
         if not self._options:
-            from imgkit_builder.job.request import declared
+            from imgkit_builder.base.flags import declared
 
             owners = dict.fromkeys(self.owners(quiet=ctx.resilient_parsing))
             self._options = tuple(
@@ -90,39 +91,39 @@ class JobCommand(OptionsCommand):
                     formatter.write_dl(records)
 
     def owners(self, *, quiet: bool) -> list[type[Any]]:
-        """`Request`, then the flags of each system; reports plug-ins that cannot be used."""
-        from imgkit_builder.job import systems
-        from imgkit_builder.job.request import Request
+        """`JobRequest`, then the flags of each system; reports plug-ins that cannot be used."""
+        from imgkit_builder.jobs import systems
+        from imgkit_builder.jobs.request import JobRequest
 
         installed = systems.installed()
         if not quiet:
             for error in installed.errors:
                 terminal.err(*f"imgkit: {error}".split("\n"))
-        return [Request, *(system.flags for system in installed.systems.values())]
+        return [JobRequest, *(system.flags for system in installed.systems.values())]
 
     def build(self, values: dict[type[Any], dict[str, Any]]) -> Any:
         """The request, with what was given for systems."""
-        from imgkit_builder.job.request import Request
+        from imgkit_builder.jobs.request import JobRequest
 
-        common = values.pop(Request)
+        common = values.pop(JobRequest)
         all_flags = (owner(**fields) for owner, fields in values.items())
         chosen = tuple(flags for flags in all_flags if flags != type(flags)())
-        return Request(**common, system_flags=chosen)
+        return JobRequest.of(**common, system_flags=chosen)
 
 
-def read_code(request: Request, *, as_json: bool) -> CodeFolder | None:
+def read_code(request: JobRequest, *, as_json: bool) -> CodeFolder | None:
     """The code of ``--code``, if it is given; asks a person about large code, unless the answer is JSON."""
-    if request.code is None:
+    if request.container.code is None:
         return None
     from imgkit_builder.cli.common import with_leave
     from imgkit_builder.cli.progress import reporter
-    from imgkit_builder.job import code
+    from imgkit_builder.jobs import code
 
     def read(large: bool) -> CodeFolder:
         with reporter(as_json=as_json) as report:
             return code.read(request, large=large, report=report)
 
-    return with_leave(read, large=request.yes, may_ask=not as_json)
+    return with_leave(read, large=request.container.yes, may_ask=not as_json)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

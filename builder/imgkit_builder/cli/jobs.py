@@ -22,9 +22,9 @@ from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
 
 if TYPE_CHECKING:
     from imgkit_builder.base.process import Finished
-    from imgkit_builder.job.request import SubmittedJob
-    from imgkit_builder.project.history import JobReport
-    from imgkit_builder.remote.connection import Connection
+    from imgkit_builder.jobs.history import JobReport
+    from imgkit_builder.jobs.records import SubmittedJob
+    from imgkit_builder.jobs.remote.connection import Connection
 
 
 def verb_status(
@@ -44,8 +44,7 @@ def verb_status(
       imgkit status 4711
       imgkit status 4711_3@mn5
     """
-    from imgkit_builder.job import submit
-    from imgkit_builder.project import history
+    from imgkit_builder.jobs import history, submit
 
     if not job_id:
         _own_jobs(as_json=as_json)
@@ -68,9 +67,8 @@ def _own_jobs(*, as_json: bool) -> None:
 
     A remote that cannot be reached is reported once, and is not asked again.
     """
-    from imgkit_builder.job import submit
-    from imgkit_builder.project import history
-    from imgkit_builder.remote.connection import Cut
+    from imgkit_builder.jobs import history, submit
+    from imgkit_builder.jobs.remote.connection import Cut
 
     jobs, silent, complete = [], set(), True
     for record in filter(_may_run, submit.records()):
@@ -98,8 +96,8 @@ def _remote_prefix(record: SubmittedJob) -> str:
 
 def _may_run(record: SubmittedJob) -> bool:
     """Return whether the job had not ended when imgkit last looked; for a week where nobody can know."""
-    from imgkit_builder.job import systems
-    from imgkit_builder.job.request import FINAL_STATES
+    from imgkit_builder.jobs import systems
+    from imgkit_builder.jobs.records import FINAL_STATES
 
     if record.state in FINAL_STATES:
         return False
@@ -113,7 +111,7 @@ def _may_run(record: SubmittedJob) -> bool:
 
 def _reported(report: JobReport) -> dict[str, Any]:
     """Return what ``imgkit status ID --json`` prints."""
-    from imgkit_builder.project import history
+    from imgkit_builder.jobs import history
 
     record = report.record
     data: dict[str, Any] = {
@@ -131,7 +129,7 @@ def _reported(report: JobReport) -> dict[str, Any]:
 
 def keep_state(record: SubmittedJob, now: SubmittedJob) -> None:
     """Save the state of `record` for ``imgkit runs`` if it has changed."""
-    from imgkit_builder.job import submit
+    from imgkit_builder.jobs import submit
 
     # The record of a task is derived from that of an array job, which alone is kept.
     is_task = record.handle not in (saved.handle for saved in submit.records())
@@ -148,21 +146,21 @@ def may_ask() -> bool:
 
 def connected(name: str) -> Connection:
     """Return how to reach the remote `name`."""
-    from imgkit_builder.remote import config, connection
+    from imgkit_builder.jobs.remote import config, connection
 
     return connection.connect(config.find(name), ask=may_ask())
 
 
 def runner(record: SubmittedJob) -> Callable[[Sequence[str]], Finished]:
     """Return what runs a command where the job is."""
-    from imgkit_builder.workflow import jobs
+    from imgkit_builder.jobs import handle as jobs
 
     return jobs.runner(record, may_ask=may_ask())
 
 
 def can_follow(record: SubmittedJob) -> bool:
     """Return whether `follow` can; a job in pods has no output until a node has pulled the image."""
-    from imgkit_builder.job import systems
+    from imgkit_builder.jobs import systems
 
     system = systems.named(record.system)
     return bool(record.remote) or (system.reports_state and system.log_source(record)[0] == "tail")
@@ -170,9 +168,9 @@ def can_follow(record: SubmittedJob) -> bool:
 
 def follow(record: SubmittedJob) -> int:
     """Show the job's output, here or on its remote, until it ends; return imgkit's exit code."""
-    from imgkit_builder.project import history
-    from imgkit_builder.remote import jobs
-    from imgkit_builder.remote.connection import Cut
+    from imgkit_builder.jobs import history
+    from imgkit_builder.jobs.remote import jobs
+    from imgkit_builder.jobs.remote.connection import Cut
 
     def say(text: str) -> None:
         terminal.err(f"imgkit: {text}")
@@ -204,8 +202,7 @@ def follow(record: SubmittedJob) -> int:
 def _attach(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> None:
     """Show the output of a job of this machine until it ends."""
     from imgkit_builder.base import process
-    from imgkit_builder.job import systems
-    from imgkit_builder.project import history
+    from imgkit_builder.jobs import history, systems
 
     def has_ended() -> bool:
         return history.report(record, run).has_ended
@@ -234,7 +231,7 @@ def verb_logs(
       imgkit logs 4711_3@mn5
     """
     from imgkit_builder.base import process
-    from imgkit_builder.job import submit, systems
+    from imgkit_builder.jobs import submit, systems
 
     if not job_id:
         records = [record for record in submit.records() if record.answer is None]
@@ -268,8 +265,7 @@ def verb_wait(
       imgkit wait 4711
       imgkit wait 4711@mn5 --timeout 2h --json
     """
-    from imgkit_builder.job import quoting, submit
-    from imgkit_builder.project import history
+    from imgkit_builder.jobs import history, quoting, submit
 
     limit_s = quoting.seconds(timeout, where="--timeout") if timeout else None
     record = submit.record_of(job_id)
@@ -300,8 +296,7 @@ def verb_cancel(
     Examples:
       imgkit cancel 4711
     """
-    from imgkit_builder.job import submit, systems
-    from imgkit_builder.project import history
+    from imgkit_builder.jobs import history, submit, systems
 
     record = submit.record_of(job_id)
     argv = systems.named(record.system).cancel_command(record)

@@ -125,7 +125,7 @@ def verb_init(
 
 def _chosen(on: str, recipe: str) -> tuple[str, str]:
     """Return the remote, empty if there is none, and the recipe."""
-    from imgkit_builder.remote import config
+    from imgkit_builder.jobs.remote import config
 
     configured = list(config.remotes().values())
     if on:

@@ -58,8 +58,8 @@ def add(
       imgkit remote add mn5 me@glogin1.bsc.es:/gpfs/scratch/bsc98/me --recipe mn5
       imgkit remote add mn5 mn5-login --recipe mn5 --transfer me@transfer1.bsc.es
     """
-    from imgkit_builder.job import quoting
-    from imgkit_builder.remote import config
+    from imgkit_builder.jobs import quoting
+    from imgkit_builder.jobs.remote import config
 
     if name == HERE:
         hint = "choose another name, for example that of the cluster"
@@ -87,7 +87,7 @@ def add(
 @_group.command("list")
 def list_remotes(as_json: bool = JSON) -> None:
     """List the remotes."""
-    from imgkit_builder.remote import config
+    from imgkit_builder.jobs.remote import config
 
     remotes = tuple(config.remotes().values())
     table = [(remote.name, f"{remote.address}:{remote.folder}", remote.recipe) for remote in remotes]
@@ -98,7 +98,7 @@ def list_remotes(as_json: bool = JSON) -> None:
 @_group.command("remove")
 def remove(name: str = NAME, as_json: bool = JSON) -> None:
     """Remove a remote from the list; its files and jobs stay."""
-    from imgkit_builder.remote import config, connection
+    from imgkit_builder.jobs.remote import config, connection
 
     remote = config.remove(name)
     connection.connect(remote).close()
@@ -116,8 +116,8 @@ def check(name: str = NAME, as_json: bool = JSON) -> None:
     Examples:
       imgkit remote check mn5
     """
-    from imgkit_builder.remote import check as examined
-    from imgkit_builder.remote import config, connection
+    from imgkit_builder.jobs.remote import check as examined
+    from imgkit_builder.jobs.remote import config, connection
 
     remote = config.find(name)
     target = _target(remote.recipe) if remote.recipe else None
@@ -145,7 +145,7 @@ def gc(
       imgkit remote gc mn5
       imgkit remote gc mn5 --days 7 --delete
     """
-    from imgkit_builder.remote import gc as collector
+    from imgkit_builder.jobs.remote import gc as collector
 
     far = connected(name)
     unused = collector.find_unused(far, days)
@@ -189,7 +189,7 @@ def gc(
 @_group.command("disconnect")
 def disconnect(name: str = NAME, as_json: bool = JSON) -> None:
     """Close the shared connection; the next command logs in again."""
-    from imgkit_builder.remote import config, connection
+    from imgkit_builder.jobs.remote import config, connection
 
     was_open = connection.connect(config.find(name)).close()
     text = f"the connection to {name} has ended" if was_open else f"no connection to {name} was open"

@@ -35,13 +35,15 @@ from imgkit_entrypoints.errors import EXIT_NO, UsageError
 if TYPE_CHECKING:
     from imgkit_builder.base.process import Finished
     from imgkit_builder.base.progress import Reporter
-    from imgkit_builder.job.request import Job, Request, Script, SubmittedJob
+    from imgkit_builder.jobs.handle import JobHandle
+    from imgkit_builder.jobs.job import Job, Script
+    from imgkit_builder.jobs.records import SubmittedJob
+    from imgkit_builder.jobs.remote.config import Remote
+    from imgkit_builder.jobs.remote_run import RunPlan
+    from imgkit_builder.jobs.request import JobRequest
+    from imgkit_builder.jobs.scaling import ScalingRun
     from imgkit_builder.project.origins import ValueSource
     from imgkit_builder.project.toml_file import ProjectFile
-    from imgkit_builder.remote.config import Remote
-    from imgkit_builder.workflow.jobs import JobHandle
-    from imgkit_builder.workflow.remote_run import RunPlan
-    from imgkit_builder.workflow.scaling import ScalingRun
 
 COMMAND_CLASSES = {"run": JobCommand}
 """The verb whose flags are not all in its signature."""
@@ -116,7 +118,7 @@ def verb_run(
       imgkit run cpu --nproc 2 -- dist-train --steps 100
       imgkit run --on mn5 --time 10m --scaling 1,2,4,8 -- dist-train --steps 500
     """
-    from imgkit_builder.remote import config
+    from imgkit_builder.jobs.remote import config
 
     if verbose and not dry_run:
         raise UsageError("--verbose needs --dry-run", where="--verbose", hint="imgkit run --dry-run -v ...")
@@ -136,8 +138,8 @@ def verb_run(
         as_json=as_json,
         scaling=scaling,
     )
-    run: Request = dataclasses.replace(flags.obj, command=flags.meta[COMMAND])
-    if not run.command and re.fullmatch(r"dist-\w+|.+\.py", recipe):
+    run: JobRequest = flags.obj.changed(command=flags.meta[COMMAND])
+    if not run.launch.command and re.fullmatch(r"dist-\w+|.+\.py", recipe):
         start = f"dist-run {recipe}" if recipe.endswith(".py") else recipe
         hint = f"a command follows --: imgkit run -- {start}"
         raise UsageError(f"{recipe} is a command, not a recipe", where="RECIPE", hint=hint)
@@ -165,11 +167,12 @@ class _Options:
     scaling: str
 
 
-def _run_there(options: _Options, remote: Remote, run: Request, project: ProjectFile | None) -> None:
+def _run_there(options: _Options, remote: Remote, run: JobRequest, project: ProjectFile | None) -> None:
     """Build, send what `remote` lacks, submit there, and follow."""
-    from imgkit_builder.job.request import flags_in
-    from imgkit_builder.remote import connection
-    from imgkit_builder.workflow import remote_run
+    from imgkit_builder.base.flags import flags_in
+    from imgkit_builder.jobs import remote_run
+    from imgkit_builder.jobs.remote import connection
+    from imgkit_builder.project import origins
 
     excess = [name for name in flags_in(run) if name in _NOT_ON_REMOTES]
     if excess:
@@ -178,7 +181,7 @@ def _run_there(options: _Options, remote: Remote, run: Request, project: Project
             where=excess[0],
             hint=f"leave it out; or, on the cluster itself, imgkit run --on {HERE} ...",
         )
-    plan = remote_run.plan(options.recipe, run, project, remote.recipe)
+    plan = remote_run.plan(options.recipe, origins.under(run, project), remote.recipe)
     script = remote_run.check(plan) if not options.dry_run else None
     if script is None:
         _show_early(options, remote, plan, run, project)
@@ -208,8 +211,8 @@ def _run_there(options: _Options, remote: Remote, run: Request, project: Project
         record,
         {
             "id": record.handle,
-            "image": job.image,
-            "code": dataclasses.asdict(job.code) if job.code else None,
+            "image": job.container.image,
+            "code": dataclasses.asdict(job.container.code) if job.container.code else None,
             "folder": str(job.directory),
             "name": job.name,
         },
@@ -220,11 +223,11 @@ def _run_there(options: _Options, remote: Remote, run: Request, project: Project
         raise typer.Exit(follow(record))
 
 
-def _run_sizes(options: _Options, remote: str, run: Request, project: ProjectFile | None) -> int:
+def _run_sizes(options: _Options, remote: str, run: JobRequest, project: ProjectFile | None) -> int:
     """Submit the jobs of ``--scaling``, or find those of the folder that it names; return the exit code."""
+    from imgkit_builder.base.flags import flags_in
     from imgkit_builder.base.process import INTERRUPTED
-    from imgkit_builder.job.request import flags_in
-    from imgkit_builder.workflow import scaling
+    from imgkit_builder.jobs import scaling
 
     folder = Path(options.scaling)
     is_report = folder.is_dir()
@@ -232,7 +235,7 @@ def _run_sizes(options: _Options, remote: str, run: Request, project: ProjectFil
     used: dict[str, object] = {"--bwlimit": options.bwlimit, "--verbose": options.verbose}
     used["--rebuild"] = options.rebuild
     if is_report:
-        used |= {"RECIPE": options.recipe, "COMMAND": run.command}
+        used |= {"RECIPE": options.recipe, "COMMAND": run.launch.command}
         used |= {"--detach": options.detach, "--dry-run": options.dry_run}
     excess += [name for name, value in used.items() if value]
     if excess:
@@ -268,22 +271,22 @@ def _run_sizes(options: _Options, remote: str, run: Request, project: ProjectFil
 
 
 def _submit_sizes(
-    options: _Options, remote: str, run: Request, project: ProjectFile | None, report: Reporter
+    options: _Options, remote: str, run: JobRequest, project: ProjectFile | None, report: Reporter
 ) -> Iterator[tuple[Path, ScalingRun]]:
     """Check the jobs of all sizes, then submit them; a dry run prints their scripts."""
     from imgkit_builder.base import process
+    from imgkit_builder.jobs import handle as jobs
+    from imgkit_builder.jobs import scaling
+    from imgkit_builder.jobs.remote import jobs as remote_jobs
     from imgkit_builder.project import origins
-    from imgkit_builder.remote import jobs as remote_jobs
-    from imgkit_builder.workflow import jobs, scaling
 
     recipe = options.recipe or (project.recipe if project and not remote else "")
     if not recipe and not remote:
         raise UsageError("no recipe given", where="RECIPE", hint="imgkit run RECIPE --scaling 1,2 -- COMMAND")
-    # On a remote, the plan of each job reads imgkit.toml itself, since it may name the recipe.
-    request = run if remote else origins.under(run, project)
-    code = read_code(origins.under(run, project), as_json=options.as_json)
+    request = origins.under(run, project)
+    code = read_code(request, as_json=options.as_json)
     sizes = scaling.parse_sizes(options.scaling)
-    planned = scaling.plan(recipe, request, sizes, on=remote, project=project, code=code)
+    planned = scaling.plan(recipe, request, sizes, on=remote, code=code)
     largest = planned[-1][0]
     for warning in largest.warnings if options.dry_run or not remote else ():
         report.note(warning)
@@ -292,7 +295,7 @@ def _submit_sizes(
             show({"jobs": [_described(job, script) for job, script in planned]}, as_json=True)
             return
         for job, script in planned:
-            terminal.err(f"imgkit: {scaling.nodes_text(job.nodes)}, in {job.directory}:")
+            terminal.err(f"imgkit: {scaling.nodes_text(job.allocation.nodes)}, in {job.directory}:")
             terminal.document(script.text)
         return
     run_there: Callable[[Sequence[str]], Finished] = functools.partial(process.run, check=False)
@@ -303,20 +306,20 @@ def _submit_sizes(
     scaling.refuse_unstartable(*planned[-1], run_there)
 
     def start(nodes: int) -> JobHandle:
-        sized = dataclasses.replace(request, nodes=str(nodes), yes=True)  # a person has agreed to the code
+        sized = request.changed(nodes=str(nodes), yes=True)  # a person has agreed to the code
         # The largest job is the first: on a remote it reports the warnings, and what is sent for all.
-        stages = report if remote and nodes == largest.nodes else None
+        stages = report if remote and nodes == largest.allocation.nodes else None
         base = options.base or ""
-        return jobs.run(recipe, sized, on=remote, base=base, project=project, report=stages)
+        return jobs.run(recipe, sized, on=remote, base=base, report=stages)
 
     yield from scaling.submit(planned, start)
 
 
 def _show_early(
-    options: _Options, remote: Remote, plan: RunPlan, run: Request, project: ProjectFile | None
+    options: _Options, remote: Remote, plan: RunPlan, run: JobRequest, project: ProjectFile | None
 ) -> None:
     """Print the script of a job on a remote, as far as it is known before a look there."""
-    from imgkit_builder.job import systems
+    from imgkit_builder.jobs import systems
     from imgkit_builder.project import origins
 
     job = plan.early
@@ -332,10 +335,10 @@ def _show_early(
     _show(job, script, rows if options.verbose else (), as_json=options.as_json)
 
 
-def _run_here(options: _Options, run: Request, project: ProjectFile | None) -> None:
+def _run_here(options: _Options, run: JobRequest, project: ProjectFile | None) -> None:
     """Submit the job to the scheduler of this machine, or start it here where there is none."""
     from imgkit_builder.base import process
-    from imgkit_builder.job import submit
+    from imgkit_builder.jobs import submit
     from imgkit_builder.project import origins
 
     for name, value in (
@@ -357,7 +360,7 @@ def _run_here(options: _Options, run: Request, project: ProjectFile | None) -> N
     prepared = submit.prepare(recipe, request, code)
     job, script = prepared.job, prepared.script
     if options.dry_run and (foreign := submit.foreign_image(job)):  # the submission refuses it
-        job = dataclasses.replace(job, warnings=(*job.warnings, f"{job.image}: {foreign.what}"))
+        job = dataclasses.replace(job, warnings=(*job.warnings, f"{job.container.image}: {foreign.what}"))
     for warning in job.warnings:
         terminal.err(f"imgkit: {warning}")
     if options.dry_run:
@@ -384,7 +387,7 @@ def _run_here(options: _Options, run: Request, project: ProjectFile | None) -> N
         terminal.err(f"imgkit: {shlex.join(script.submit)}")
         process.become(script.submit, cwd=job.directory)
     record = submit.send(job, script)
-    interactive = job.request.interactive
+    interactive = job.request.launch.interactive
     follows = not (options.as_json or options.detach or record.array or interactive)
     followed = follows and record.answer is None and can_follow(record)
     _submitted(record, {**_described(job, script), "id": record.id}, options, followed=followed)
@@ -397,7 +400,7 @@ def _run_here(options: _Options, run: Request, project: ProjectFile | None) -> N
 
 def _without_scheduler(recipe: str) -> str:
     """Return what to type where the recipe's scheduler is not on PATH."""
-    from imgkit_builder.remote import config
+    from imgkit_builder.jobs.remote import config
 
     names = config.remotes()
     fitting = [name for name, remote in names.items() if remote.recipe == recipe] or list(names)
@@ -414,7 +417,7 @@ def _submitted(record: SubmittedJob, data: dict[str, Any], options: _Options, *,
 
     Where the job's output is followed, that output has stdout to itself, so the id is on stderr alone.
     """
-    from imgkit_builder.job import submit
+    from imgkit_builder.jobs import submit
 
     # Printed before anything else can fail.
     if record.answer is None and not followed:
@@ -449,19 +452,19 @@ def _described(job: Job, script: Script) -> dict[str, Any]:
     run: dict[str, Any] = {}
     if not job.makes_image:
         run = {
-            "nodes": job.size.training,
-            "spares": job.size.spares,
-            "gpus": job.gpus,
-            "cpus": job.cpus,
-            "code": dataclasses.asdict(job.code) if job.code else None,
+            "nodes": job.allocation.size.training,
+            "spares": job.allocation.size.spares,
+            "gpus": job.allocation.gpus,
+            "cpus": job.allocation.cpus,
+            "code": dataclasses.asdict(job.container.code) if job.container.code else None,
         }
     return {
         "recipe": job.recipe.name,
         "scheduler": job.recipe.system.scheduler,
         "name": job.name,
         **run,
-        "time": job.time,
-        "image": job.image,
+        "time": job.allocation.time,
+        "image": job.container.image,
         "submit": list(script.submit),
         "script": script.text,
         "warnings": list(job.warnings),
@@ -471,7 +474,7 @@ def _described(job: Job, script: Script) -> dict[str, Any]:
 def _fanned_out(script: Script) -> int:
     """Run the lines of all hosts; each line of output begins with the host's name."""
     from imgkit_builder.base import process
-    from imgkit_builder.job.ssh import fanout
+    from imgkit_builder.jobs.systems import fanout
 
     process.need("ssh", "apt-get install openssh-client")
 
@@ -501,8 +504,8 @@ def verb_fetch(
     Examples:
       imgkit fetch 4711@mn5
     """
-    from imgkit_builder.job import submit
-    from imgkit_builder.remote import fetch
+    from imgkit_builder.jobs import submit
+    from imgkit_builder.jobs.remote import fetch
 
     record = submit.record_of(job_id)
     if not record.remote:

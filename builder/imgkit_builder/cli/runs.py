@@ -12,7 +12,7 @@ import typer
 from imgkit_builder.cli.common import JSON, columns, show
 
 if TYPE_CHECKING:
-    from imgkit_builder.job.request import SubmittedJob
+    from imgkit_builder.jobs.records import SubmittedJob
 
 
 def verb_runs(
@@ -29,7 +29,7 @@ def verb_runs(
       imgkit runs
       imgkit runs -n 100 --json
     """
-    from imgkit_builder.job import submit
+    from imgkit_builder.jobs import submit
 
     records = submit.records()[:most]
     data = {"runs": [job_data(record) for record in records]}
@@ -39,7 +39,7 @@ def verb_runs(
 
 def jobs_table(records: Sequence[SubmittedJob]) -> Iterator[str]:
     """Yield a line for each of `records`, below a line of titles."""
-    from imgkit_builder.project import history
+    from imgkit_builder.jobs import history
 
     table = [("JOB", "NAME", "SUBMITTED", "STATE", "STEP", "LOSS", "IMAGE", "CODE", "COMMAND")]
     for record in records:
@@ -62,7 +62,7 @@ def jobs_table(records: Sequence[SubmittedJob]) -> Iterator[str]:
 
 def job_data(record: SubmittedJob) -> dict[str, Any]:
     """Return the JSON form of `record`, with the last numbers of its run."""
-    from imgkit_builder.project import history
+    from imgkit_builder.jobs import history
 
     folder = history.folder_of(record)
     return {

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from imgkit_builder.base import files
-from imgkit_builder.job import systems
+from imgkit_builder.jobs import systems
 from imgkit_builder.project import program, toml_file
 from imgkit_builder.recipe import rules
 from imgkit_builder.recipe.system_files import is_path

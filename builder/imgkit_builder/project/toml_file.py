@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from imgkit_builder.job import contents, quoting, resolve
+from imgkit_builder.jobs import contents, quoting, resolve
 from imgkit_builder.recipe.model import KEYS, Short
 from imgkit_builder.recipe.problems import Collector, Position, RecipeErrors, parse_toml_file
 from imgkit_builder.recipe.system_files import is_path

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from imgkit_builder.base.checks import Check
+from imgkit_builder.base.flags import flag
 from imgkit_builder.base.progress import SILENT, Reporter
-from imgkit_builder.job.request import flag
 from imgkit_entrypoints.errors import CheckFailed, UsageError
 
 if TYPE_CHECKING:

@@ -161,7 +161,7 @@ def _sif_shell(path: str, *, host: bool, workdir: str) -> ShellCommand:
 
 def _target_of(path: Path) -> Target | None:
     """Return the recipe's name and system inside a .sif; None if imgkit did not build its image."""
-    from imgkit_builder.job import baked
+    from imgkit_builder.workflow import baked
 
     try:
         return baked.target(path)

@@ -17,10 +17,10 @@ from labkit import IMGKIT, ordinary_user, output, public_folder
 from remotekit import FarHost, far_host, sshd
 
 from imgkit_builder.base.progress import Silent
-from imgkit_builder.job.request import SubmittedJob
-from imgkit_builder.remote import check, connection, fetch, gc, jobs, store, transfer
-from imgkit_builder.remote.config import Remote
-from imgkit_builder.remote.connection import Connection
+from imgkit_builder.jobs.records import SubmittedJob
+from imgkit_builder.jobs.remote import check, connection, fetch, gc, jobs, store, transfer
+from imgkit_builder.jobs.remote.config import Remote
+from imgkit_builder.jobs.remote.connection import Connection
 from imgkit_entrypoints.errors import CheckFailed
 
 pytestmark = [pytest.mark.sshd, pytest.mark.programs("rsync"), pytest.mark.xdist_group("far")]

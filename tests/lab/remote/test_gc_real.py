@@ -15,9 +15,9 @@ from labkit import Done
 from remote_image import remote_image
 from remotekit import FarHost, far_host, sshd
 
-from imgkit_builder.remote import connection, gc
-from imgkit_builder.remote import store as far_store
-from imgkit_builder.remote.config import Remote
+from imgkit_builder.jobs.remote import connection, gc
+from imgkit_builder.jobs.remote import store as far_store
+from imgkit_builder.jobs.remote.config import Remote
 
 IMAGE = f"{'a' * 64}-{'b' * 12}"
 OLD_S = 40 * 86400

@@ -19,10 +19,10 @@ from labkit import output, until
 from notes import Notes
 from remotekit import FarHost, far_host, sshd
 
-from imgkit_builder.remote import connection, store, transfer
-from imgkit_builder.remote.config import Remote
-from imgkit_builder.remote.connection import Connection, Cut
-from imgkit_builder.remote.store import SIF, RemoteImage
+from imgkit_builder.jobs.remote import connection, store, transfer
+from imgkit_builder.jobs.remote.config import Remote
+from imgkit_builder.jobs.remote.connection import Connection, Cut
+from imgkit_builder.jobs.remote.store import SIF, RemoteImage
 from imgkit_entrypoints.errors import CheckFailed
 
 PROXY = Path(__file__).with_name("cut_proxy.py")

@@ -23,13 +23,12 @@ from tars import TarEntry, tar_entry
 
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.inventory.collector import DOCUMENT
-from imgkit_builder.job import submit
-from imgkit_builder.job.request import Request
+from imgkit_builder.jobs import remote_run, submit
+from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.sif import convert
 from imgkit_builder.sif import sqsh as sqsh_files
 from imgkit_builder.sif.conversion import Options
 from imgkit_builder.sif.entries import Archive
-from imgkit_builder.workflow import remote_run
 from imgkit_entrypoints.errors import UsageError
 
 RUNTIME_FILES = {
@@ -260,7 +259,7 @@ def test_singularity_starts_it_with_its_variables(
 ) -> None:
     plain = folder / "plain.sqsh"
     plain.symlink_to(sqsh)
-    request = Request(
+    request = JobRequest.of(
         image=str(plain), command=("env",), runtime="singularity", env=("MINE=1",), directory=folder
     )
     text = submit.prepare("cpu", request).script.text.replace("singularity", runtime, 1)
@@ -286,7 +285,7 @@ def test_runtimes_that_start_no_sqsh_refuse_it(refused: Callable[..., str], fold
 
 def test_a_sqsh_is_not_sent_to_a_remote(sqsh: Path) -> None:
     with pytest.raises(UsageError, match=r"imgkit run sends a \.sif, and this is a \.sqsh"):
-        remote_run.plan(str(sqsh), Request(), None, "cpu")
+        remote_run.plan(str(sqsh), JobRequest.of(), None, "cpu")
 
 
 def test_a_value_that_no_line_holds_leaves_no_file(refused: Callable[..., str], tmp_path: Path) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from imgkit_builder.job import systems
-from imgkit_builder.job.request import Request
+from imgkit_builder.jobs import systems
+from imgkit_builder.jobs.remote_run import RunPlan
+from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.project import toml_file
 from imgkit_builder.project.toml_file import ProjectValues
 from imgkit_builder.recipe import targets
-from imgkit_builder.workflow.remote_run import RunPlan
 from imgkit_entrypoints.errors import UsageError
 
 WHOLE = """\
@@ -28,7 +28,7 @@ binds = [
 env = ["A=1", "HOME"]
 command = ["dist-hello"]
 """
-PLAN = Request(command=("dist-hello",), account="a", time="1h")
+PLAN = JobRequest.of(command=("dist-hello",), account="a", time="1h")
 RECIPE = "extends: mn5\nsystem:\n  queue: {qos: acc_debug}\n"
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from imgkit_builder.base.process import Finished
-from imgkit_builder.job import submit
-from imgkit_builder.job.request import FINAL_STATES, CodeRecord, SubmittedJob
-from imgkit_builder.project import history, measured
-from imgkit_builder.project.measured import LastNumbers
+from imgkit_builder.jobs import history, measured, submit
+from imgkit_builder.jobs.job import CodeRecord
+from imgkit_builder.jobs.measured import LastNumbers
+from imgkit_builder.jobs.records import FINAL_STATES, SubmittedJob
 from imgkit_entrypoints.errors import ToolFailed
 
 

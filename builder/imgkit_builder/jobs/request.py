@@ -1,0 +1,235 @@
+"""What a user asks for: an allocation, a launch and a container, composed to the request for one job.
+
+The fields declare the flags of ``imgkit run`` (`base.flags`); a system declares its own in a class of the
+same kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from imgkit_builder.base import flags
+from imgkit_builder.base.flags import declared, flag, flags_in, part
+from imgkit_entrypoints.errors import UsageError
+
+RuntimeName = Literal["singularity", "docker", "pyxis", "host"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SystemFlags:
+    """Base of the flags that only one system has; by itself, the flags of a system without any."""
+
+    @property
+    def default_nodes(self) -> int:
+        """Number of nodes of a job without ``--nodes``."""
+        return 1
+
+    @property
+    def system(self) -> str:
+        """Name of another system that takes the job because of a flag; empty: none does."""
+        return ""
+
+
+Flags = TypeVar("Flags", bound=SystemFlags)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllocationRequest:
+    """What the scheduler is asked for; None and empty mean "as in the recipe"."""
+
+    nodes: str = flag(
+        "",
+        metavar="N|N+S",
+        help="Number of nodes (default: 1, or all --hosts). 16+1 takes 17 nodes, one as a spare for a node "
+        "that is lost.",
+    )
+    gpus: int | None = flag(None, metavar="G", help="GPUs per node (default: all).")
+    cpus: int | None = flag(None, metavar="C", help="CPUs per node.")
+    time: str = flag("", metavar="HH:MM:SS", help="Time limit, for example 00:30:00, 90m or 2h.")
+    account: str = flag("", "--account", "-A", help="Account or project to charge.")
+    queue: str = flag("", "--queue", "-q", help="Queue, partition or RunAI project.")
+    qos: str = flag("", help="Quality of service (Slurm).")
+    options: tuple[str, ...] = flag(
+        (), "--option", metavar="WORD", help="Additional scheduler option, passed through unchanged."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchRequest:
+    """What runs on each node, and how it starts and stops."""
+
+    command: tuple[str, ...] = ()
+    """``dist-...`` with its arguments, or any other program; empty for a shell."""
+    nproc: int | None = flag(None, metavar="N", help="Processes per node (default: one per GPU).")
+    max_failures: int | None = flag(
+        None,
+        metavar="K",
+        help="Failures (lost nodes or workers) to survive before the run is aborted (default: 3 with spares, "
+        "else 0).",
+    )
+    preflight: bool = flag(
+        False, help="Measure all nodes first, for a minute at most, and start without outliers or not at all."
+    )
+    stop_before_s: int | None = flag(
+        None,
+        "--stop-before",
+        metavar="SECONDS",
+        help="Ask the program to save this long before the time limit (Slurm); 0: never.",
+    )
+    interactive: bool = flag(False, "--interactive", "-i", help="Allocate nodes for interactive work.")
+    secret_file: Path | None = flag(
+        None,
+        metavar="FILE",
+        help="Shared secret by which nodes authenticate each other, at this path on all of them (default: "
+        "the job creates a new one at each start).",
+    )
+    require_secret: bool = flag(False, help="Refuse multi-node runs without a shared secret.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContainerRequest:
+    """The container, and what the command finds in it."""
+
+    image: str = flag(
+        "",
+        metavar="PATH|REF",
+        help="Image to run, also one that imgkit did not build (default: RECIPE.sif here, or RECIPE:latest); "
+        "for imgkit run, its path on the remote.",
+    )
+    code: Path | None = flag(
+        None, metavar="DIR", help="Folder of code to mount over /workspace of the image, without a build."
+    )
+    no_code: bool = flag(False, help="Do not mount code, even if imgkit.toml sets it.")
+    allow: tuple[str, ...] = flag(
+        (), metavar="NAME", help="With --code: ship this file even though its name looks like a secret."
+    )
+    yes: bool = flag(False, help="With --code: do not ask for confirmation above 100 MB.")
+    workdir: str = flag(
+        "",
+        metavar="/DIR",
+        help="Folder of the container in which the command starts (default: the recipe's image.workdir, or "
+        "/workspace with --code, else the job's folder); .: the job's folder.",
+    )
+    binds: tuple[str, ...] = flag(
+        (), "--bind", metavar="/SRC[:/DEST[:ro]]", help="Folder to mount into the container."
+    )
+    env: tuple[str, ...] = flag(
+        (),
+        metavar="NAME[=VALUE]",
+        help="Environment variable for the program. NAME alone takes the value from here "
+        "and shows it nowhere.",
+    )
+    env_file: Path | None = flag(
+        None,
+        metavar="FILE",
+        help="Private file with lines NAME=VALUE, at this path on all nodes, which read it at the start.",
+    )
+    runtime: RuntimeName | None = flag(
+        None, help="What starts the program (default: the recipe's runtime); host: no container."
+    )
+    python: str = flag(
+        "",
+        metavar="PATH",
+        help="Python of an image that imgkit did not build (default: its python3); imgkit binds its entry "
+        "points there.",
+    )
+    activate: str = flag(
+        "",
+        metavar="COMMAND",
+        help="Command of bash that activates an environment of such an image first, for example "
+        "'source /opt/venv/bin/activate' or '$WITH_CONDA'.",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProjectSource:
+    """The imgkit.toml of a request, for messages and for what it names beside values of flags."""
+
+    file: Path
+    recipe: str
+    """The recipe that it names; empty: none."""
+    lines: Mapping[str, str]
+    """Where it states each key: ``imgkit.toml:4``."""
+    sets_directory: bool
+    """Whether the job runs in the file's folder, because no flag names another one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRequest:
+    """A job that runs a command on its nodes, or makes a .sif."""
+
+    allocation: AllocationRequest = part(AllocationRequest)
+    launch: LaunchRequest = part(LaunchRequest)
+    container: ContainerRequest = part(ContainerRequest)
+    name: str = flag("", help="Job name (default: the recipe's name).")
+    directory: Path = flag(Path(), metavar="DIR", help="Folder in which the job runs.")
+    templates: Path | None = flag(
+        None, metavar="DIR", help="Folder of custom templates; they replace the shipped ones."
+    )
+    archive: Path | None = flag(
+        None, "--sif", metavar="ARCHIVE", help="Submit a job that converts ARCHIVE to a .sif."
+    )
+    build: str = flag(
+        "",
+        metavar="RECIPE|FILE",
+        help="Submit a job that builds a recipe's .sif without Docker (imgkit build --with apptainer).",
+    )
+    base_from: Path | None = flag(
+        None,
+        metavar="PATH",
+        help="With --build: an archive, an OCI folder or a .sif of the base (default: its registry).",
+    )
+    system_flags: tuple[SystemFlags, ...] = ()
+    """Flags of single systems that were given: a value of each system's `flags` class."""
+    project: ProjectSource | None = None
+    """The imgkit.toml whose values are below the flags; None without such a file."""
+
+    @classmethod
+    def of(cls, **values: Any) -> JobRequest:
+        """Return the request with these values: the names are those of the flags, with _ for -.
+
+        Raises
+        ------
+        TypeError : there is no such field.
+        """
+        return flags.changed(cls(), values)
+
+    def changed(self, **values: Any) -> JobRequest:
+        """Return this request with other values, by the names that `of` takes."""
+        return flags.changed(self, values)
+
+    @property
+    def image_flag(self) -> str:
+        """The flag by which the job makes a .sif; empty: it runs a command."""
+        if self.archive is not None:
+            return "--sif"
+        return "--build" if self.build else ""
+
+    def flags(self, kind: type[Flags]) -> Flags:
+        """Return the flags that only one system has; `kind` is the class that declares them."""
+        return next((given for given in self.system_flags if isinstance(given, kind)), kind())
+
+
+_OF_IMAGE_JOBS = (
+    *("time", "account", "queue", "qos", "options"),
+    *("image", "name", "directory", "templates", "base_from"),
+)
+"""Fields that mean something for a job that makes a .sif."""
+
+
+def refuse_mixed(request: JobRequest) -> None:
+    """Raise UsageError for a flag of another kind of job than the one that `request` asks for."""
+    where = request.image_flag
+    if request.base_from is not None and where != "--build":
+        raise UsageError("--base-from without --build", where="--base-from", hint="--build RECIPE")
+    if not where:
+        return
+    shared = {each.names[0] for each in declared(JobRequest) if each.field in _OF_IMAGE_JOBS}
+    excess = [name for name in flags_in(request) if name not in {where, *shared}]
+    excess += [f"the command {program}" for program in request.launch.command[:1]]
+    if excess:
+        message, hint = f"{where} cannot be combined with {excess[0]}", "use only one of them"
+        raise UsageError(message, where=where, hint=hint)

@@ -1,0 +1,353 @@
+"""One ssh command per host, all at once: output by host, one exit code, and nothing left on the hosts.
+
+ssh does not end what it started: without a terminal, the other host never notices a lost connection. So a
+guard runs there, between the connection and the command, and reads its standard input. A line asks the
+command to end. The end of the input forces it to end; that also happens when this process is killed.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ipaddress
+import math
+import os
+import re
+import secrets
+import shlex
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from imgkit_builder.jobs.job import SentInput
+from imgkit_entrypoints import files
+from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.rollcall.secret import VARIABLE
+
+SSH = (
+    *("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
+    # A separate connection: a shared one would outlive this process.
+    *("-o", "ControlPath=none"),
+    # A lost host is noticed within a minute.
+    *("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=3"),
+)
+"""ssh never asks for anything, neither a password nor about an unknown host key."""
+SSH_FAILED = 255
+PEERS_S = 20.0
+"""Time for the other hosts to end with their own message after a command has failed."""
+KILL_S = 5
+"""Time from TERM to KILL after the input of a guard has ended."""
+END_S = KILL_S + 3.0
+"""Time for all guards to finish then."""
+LINE_BYTES = 1 << 16
+"""Longer lines are shown in parts."""
+
+POLL_S = 0.1
+
+Show = Callable[[str, bytes, bool], None]
+"""A function of the host, a line of its output, and whether that came from standard error."""
+
+# KILL goes to the whole group, even after the command has ended: a process that it left would hold the
+# connection.
+# The shell's own output is dropped: it reports every process that a signal ended.
+_GUARD = """\
+exec 3<&0 </dev/null
+{start}
+run=$!
+exec >/dev/null 2>&1
+end() {{ kill "-$1" "-$run"; }}
+trap "end TERM" TERM INT HUP
+( while read -r word <&3; do end TERM; done; end TERM; sleep {kill_s}; end KILL ) &
+watch=$!
+wait "$run"
+code=$?
+while [ "$code" -gt 128 ] && kill -0 "$run"; do wait "$run"; code=$?; done
+kill "$watch"
+end KILL
+exit "$code"
+"""
+
+
+def _first_lines(sent: SentInput) -> bytes:
+    """Return the lines that each guard reads first: the secret, the variables and an empty line."""
+    if sent == SentInput():
+        return b""
+    lines = [
+        secrets.token_hex(32) if sent.secret else "",
+        *(f"{name}={os.environ[name]}" for name in sent.names),
+    ]
+    return b"".join(os.fsencode(text) + b"\n" for text in (*lines, ""))
+
+
+_START = 'setsid "$@" 3<&- &'
+# `unset`, because a variable of that name may be exported. The value is in no argument and no variable of the
+# command, which reads it from its input.
+_READ = """\
+unset imgkit_secret
+IFS= read -r imgkit_secret <&3
+while IFS= read -r text <&3 && [ "$text" ]; do export "$text"; done
+"""
+_START_FED = """\
+{variable}=- setsid "$@" 3<&- <<END &
+$imgkit_secret
+END"""
+
+
+def guarded(command: Sequence[str], sent: SentInput = SentInput()) -> tuple[str, ...]:
+    """`command` under a guard that ends it when standard input ends; needs a POSIX shell and ``setsid``."""
+    start = _START_FED.format(variable=VARIABLE) if sent.secret else _START
+    start = start if sent == SentInput() else _READ + start
+    return ("sh", "-c", _GUARD.format(kill_s=KILL_S, start=start), "imgkit", *command)
+
+
+class _Host:
+    """The ssh of one host, and the threads that show its output."""
+
+    def __init__(self, name: str, line: str, data: bytes, show: Show) -> None:
+        self.name = name
+        # The terminal's Ctrl-C must not end it; `run` passes it on.
+        self.process = subprocess.Popen(
+            [*SSH, name, line],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        streams = ((self.process.stdout, False), (self.process.stderr, True))
+        self.readers = [
+            threading.Thread(target=self._show, args=(stream, is_error, show), daemon=True)
+            for stream, is_error in streams
+        ]
+        for reader in self.readers:
+            reader.start()
+        self.send(data)
+
+    def _show(self, stream: BinaryIO, is_error: bool, show: Show) -> None:
+        while line := stream.readline(LINE_BYTES):
+            show(self.name, line.removesuffix(b"\n"), is_error)
+
+    def send(self, data: bytes) -> None:
+        """Write to the guard; an ssh that has ended says itself why."""
+        assert self.process.stdin is not None  # noqa: S101 - for the type checker: it is a pipe
+        with contextlib.suppress(OSError, ValueError):
+            self.process.stdin.write(data)
+            self.process.stdin.flush()
+
+    def end(self) -> None:
+        """End the input of the guard, which then ends the command."""
+        assert self.process.stdin is not None  # noqa: S101 - as above
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+
+    def exit_code(self) -> int | None:
+        """Return the exit code, once all output is shown; None before."""
+        code = self.process.poll()
+        if code is None or any(reader.is_alive() for reader in self.readers):
+            return None
+        return code if code >= 0 else 128 - code
+
+
+def run(
+    remote: Sequence[tuple[str, str]],
+    *,
+    show: Show,
+    say: Callable[[str], None],
+    sent: SentInput = SentInput(),
+    head_decides: bool = False,
+) -> int:
+    """Run each host's line in its shell; returns the first exit code that was not 0.
+
+    When one host has failed, the others have `PEERS_S` to end.
+
+    The first Ctrl-C or TERM asks all commands to end. The second one forces them to, within seconds.
+
+    Parameters
+    ----------
+    show : called by several threads, one at a time.
+    sent : what the guards of the lines read first.
+    head_decides : only the first host counts. The others go on without a host that has failed.
+    """
+    lock, data = threading.Lock(), _first_lines(sent)
+
+    def show_line(host: str, text: bytes, is_error: bool) -> None:
+        with lock:
+            show(host, text, is_error)
+
+    first_code, handled, peers_end_s, give_up_s = 0, 0, math.inf, math.inf
+    with _signals() as signals, _closing([]) as hosts:
+        hosts += (_Host(name, line, data, show_line) for name, line in remote)
+        running = list(hosts)
+        # A host that is cut off never answers.
+        while running and time.monotonic() < give_up_s:
+            time.sleep(POLL_S)
+            for host in tuple(running):
+                code = host.exit_code()
+                if code is None:
+                    continue
+                running.remove(host)
+                if code and not signals:
+                    subject = "could not be reached, or ssh" if code == SSH_FAILED else "its command"
+                    say(f"{host.name}: {subject} ended with exit code {code}")
+                decides = host is hosts[0] if head_decides else code != 0
+                if decides and first_code == 0:
+                    first_code, peers_end_s = code, time.monotonic() + PEERS_S
+            if len(signals) > handled == 0:
+                say("asking all hosts to end; Ctrl-C again forces them to")
+                _ask(hosts)
+            elif len(signals) > handled:
+                for host in hosts:
+                    host.end()
+                give_up_s = min(give_up_s, time.monotonic() + END_S)
+            handled = len(signals)
+            if running and time.monotonic() > peers_end_s:
+                peers_end_s = math.inf
+                say(f"asking {', '.join(host.name for host in running)} to end as well")
+                _ask(hosts)
+        return first_code or (128 + signals[0] if signals else 0)
+
+
+def _ask(hosts: Sequence[_Host]) -> None:
+    for host in hosts:
+        host.send(b"end\n")
+
+
+@contextlib.contextmanager
+def _closing(hosts: list[_Host]) -> Iterator[list[_Host]]:
+    """On exit, end the ssh of all `hosts` and everything that they started."""
+    try:
+        yield hosts
+    finally:
+        for host in hosts:
+            host.end()
+        end_s = time.monotonic() + END_S
+        for host in hosts:
+            try:
+                host.process.wait(max(0.0, end_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                host.process.kill()
+                host.process.wait()
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[list[int]]:
+    """The stop signals that have arrived."""
+    received: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = {
+        number: signal.signal(number, lambda number, _: received.append(number)) for number in numbers
+    }
+    try:
+        yield received
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+SECOND_FACTOR = "Permission denied (keyboard-interactive)"
+"""What ssh says where the key was accepted, and only the answer to a question is missing or wrong."""
+
+
+def after(message: str, host: str) -> str:
+    """Return the command that helps where ssh to `host` has ended with `message`."""
+    name = shlex.quote(host)
+    if "IDENTIFICATION HAS CHANGED" in message:
+        bare = shlex.quote(host.rpartition("@")[2])
+        return (
+            "its key is not the one that this machine knows: ask the site whether it has changed, and only "
+            f"then: ssh-keygen -R {bare}"
+        )
+    if "Host key verification failed" in message:
+        return f"ssh {name} true, and check the key that it shows before you accept it"
+    if SECOND_FACTOR in message:
+        return f"the key was accepted, the second factor was not: ssh {name} true"
+    if "Permission denied" in message:
+        return f"ssh-keygen -t ed25519 (once), then ssh-copy-id {name}"
+    if "resolve hostname" in message:
+        return f"correct the name, or add a Host block for {name} to ~/.ssh/config"
+    return f"ssh -v {name} true"
+
+
+# No word can begin with "-": ssh and mpirun would read it as an option.
+_USER = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
+_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+
+
+_MOST_BYTES = 4 << 20
+
+
+def read(text: str) -> tuple[str, ...]:
+    """Return the hosts in order, the head first.
+
+    `text` is ``a,b``, or the path of a file with one host per line (``#`` begins a comment). A path has a
+    slash, a host has none.
+
+    Raises
+    ------
+    UsageError : the file cannot be read, or a word is not a host or occurs twice.
+    """
+    if "/" in text:
+        sources = _in_file(Path(text))
+    else:
+        sources = [("--hosts", part.strip()) for part in text.split(",")] if text else []
+    hosts = tuple(host for _, host in sources)
+    counts = collections.Counter(hosts)
+    for where, host in sources:
+        if not is_host(host):
+            raise UsageError(
+                f"{host!r} is not a host",
+                where=where,
+                hint="a name or an address, for ssh also USER@HOST; or a file: ./FILE",
+            )
+        if counts[host] > 1:
+            raise UsageError(f"{host} occurs twice", where=where, hint="name each node once")
+    return hosts
+
+
+def is_here(host: str) -> bool:
+    """Whether `host` is this machine: one of its addresses can be bound here."""
+    try:
+        addresses = socket.getaddrinfo(host.rpartition("@")[2], 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    for family, kind, protocol, _, address in addresses:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+        except OSError:
+            continue
+        return True
+    return False
+
+
+def _in_file(file: Path) -> list[tuple[str, str]]:
+    try:
+        lines = files.read_text(file, most_bytes=_MOST_BYTES).splitlines()
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"cannot be read: {error}", where=str(file), hint="name a file with one host per line"
+        ) from None
+    # Files for Open MPI have "slots=N" after the name.
+    rows = ((number, text.partition("#")[0].split()) for number, text in enumerate(lines, 1))
+    sources = [(f"{file}:{number}", row[0]) for number, row in rows if row]
+    if not sources:
+        raise UsageError("the file has no hosts", where=str(file), hint="write one host per line")
+    return sources
+
+
+def is_host(text: str) -> bool:
+    """Whether `text` is a name or an address, also with ``USER@``, that no program takes for an option."""
+    user, at, name = text.rpartition("@")
+    if at and not re.fullmatch(_USER, user):
+        return False
+    if ":" not in name:
+        return re.fullmatch(_NAME, name) is not None
+    try:
+        ipaddress.IPv6Address(name)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,220 @@
+"""PBS: a batch script, or the line that allocates nodes for interactive work.
+
+The default start is the mpiexec of PALS: it passes the environment on and returns the exit code. On Slingshot
+it sets the SLINGSHOT_* variables that libfabric's cxi provider needs. pbsdsh and ssh are for systems without
+it.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NoReturn
+
+from imgkit_builder.base.flags import flag
+from imgkit_builder.jobs import container, quoting
+from imgkit_builder.jobs.container import fill
+from imgkit_builder.jobs.job import Job, Script
+from imgkit_builder.jobs.quoting import Shell, line
+from imgkit_builder.jobs.records import JobState, JobStatus, SubmittedJob
+from imgkit_builder.jobs.request import SystemFlags
+from imgkit_builder.jobs.systems import NEW_CONTAINER, System, last_line, need_task, options_of, with_folders
+from imgkit_builder.recipe.systems import SHIPPED
+from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.rollcall.secret import VARIABLE
+from imgkit_entrypoints.schedulers import pbs
+from imgkit_entrypoints.schedulers.mpi import PALS
+
+RUN_DIR = "IMGKIT_RUN_DIR"
+PATIENCE_S = 30
+"""Time for node agents on the other hosts to end after one has failed: they learn of it within seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PbsFlags(SystemFlags):
+    """Flags that only PBS has."""
+
+    pbs_start: Literal["pals", "pbsdsh", "ssh"] = flag("pals", help="PBS: what starts one process per node.")
+
+
+STATES: Mapping[str, JobState] = {
+    **dict.fromkeys("QHWTSM", "waiting"),
+    **dict.fromkeys("RBEU", "running"),
+}
+"""States of a job in the queue (qstat(1)): B is an array that has started, E a job that exits."""
+_SHOWN = frozenset(
+    (
+        *("Job Id", "Job_Name", "job_state", "array_state_count", "comment", "estimated.start_time", "stime"),
+        *("resources_used.walltime", "exec_host", "obittime", "Exit_status"),
+    )
+)
+"""Attributes of a job that people read."""
+
+
+class Pbs(System):
+    """PBS Professional and OpenPBS: qsub."""
+
+    registration = SHIPPED["pbs"]
+    flags = PbsFlags
+    uses = ("account", "queue", "time", "cpus")
+    unknown_job = "[Uu]nknown [Jj]ob|has finished"
+    own_jobs = ("qstat",)  # the option for one user needs a name
+    unfinished_ids = ("qselect",)
+
+    def script(self, job: Job) -> Script:
+        """Return the script for ``qsub``, or the ``qsub -I`` line of an interactive job."""
+        if job.makes_image:
+            return _image_script(job)
+        if job.request.launch.interactive:
+            return _interactive(job)
+        start = job.flags(PbsFlags).pbs_start
+        by_task = start if job.allocation.nodes > 1 and start != "pals" else ""
+        rdzv = job.allocation.nodes > 1 and job.recipe.system.env.get("FI_CXI_RDZV_PROTO") == "alt_read"
+        text = fill(
+            job,
+            "pbs.sh.j2",
+            directives=_lines(("-S", "/bin/bash", "-j", "oe", *_resource_options(job))),
+            by_task=by_task,
+            patience_s=PATIENCE_S,
+            rdzv=rdzv and not by_task,
+            node=line(_node(job, rdzv=rdzv)),
+            words=line(_remote(by_task)) if by_task else "",
+        )
+        is_array = any(option.startswith("-J") for option in options_of(job))
+        return Script(text=text, submit=("qsub",), on_stdin=True, is_array=is_array)
+
+    def parse_job_id(self, output: str, name: str) -> str:
+        """Return the id that ``qsub`` prints: ``SEQUENCE.SERVER``, or ``SEQUENCE[].SERVER`` of an array."""
+        return last_line(output, r"[0-9]+(\[[0-9]*\])?(\..+)?")
+
+    def status_commands(self, record: SubmittedJob) -> tuple[tuple[str, ...], ...]:
+        """Return the commands for a job in the queue, and for one in the history that a server may keep."""
+        return (("qstat", "-f", record.id), ("qstat", "-x", "-f", record.id))
+
+    def parse_status(self, output: str) -> JobStatus:
+        """Return the state and the attributes that people read; a finished job's is in its exit status."""
+        rows = [row for row in output.splitlines() if re.split(r" = |: ", row.strip())[0] in _SHOWN]
+        state = re.search(r"^\s*job_state = (\w)$", output, re.MULTILINE)
+        code = re.search(r"^\s*Exit_status = (-?[0-9]{1,9})\s*$", output, re.MULTILINE)
+        job_state: JobState = STATES.get(state[1], "") if state else ""
+        if code and not job_state:
+            job_state = "succeeded" if int(code[1]) == 0 else "failed"
+        text = "".join(f"{row}\n" for row in rows)
+        return JobStatus(state=job_state, text=text, code=int(code[1]) if code else None)
+
+    def log_source(self, record: SubmittedJob) -> tuple[str, ...]:
+        """Return the command that follows the output by name: most systems copy it when the job ends."""
+        number = record.id.partition(".")[0]
+        need_task(record, number.replace("[]", "[0]"))
+        number = re.sub(r"\[([0-9]+)\]", r".\1", number)  # of a task: NAME.oSEQUENCE.INDEX
+        path = record.directory / f"{record.name}.o{number}"
+        return ("tail", "-n", "+1", "-F", str(path))
+
+    def cancel_command(self, record: SubmittedJob) -> tuple[str, ...]:
+        """Return the command that ends the job."""
+        return ("qdel", record.id)
+
+    def shell_command(self, record: SubmittedJob, line: str, node: str) -> NoReturn:
+        """Raise UsageError: PBS starts tasks only from within a job."""
+        raise UsageError(
+            "PBS starts no shell in a running job from outside",
+            where="--job",
+            hint=f"where ssh may enter the nodes of your jobs (qstat -n1 {record.id} names them): "
+            f"ssh -t {node or 'NODE'} {shlex.quote('bash -lc ' + shlex.quote(line))}; it is {NEW_CONTAINER}",
+        )
+
+
+SYSTEM = Pbs()
+
+
+def _image_script(job: Job) -> Script:
+    """Return the script of a job that makes a .sif."""
+    queue = job.recipe.system.queue
+    if not queue.sif:
+        raise UsageError(
+            f"the recipe {job.recipe.name} does not name the nodes that make a .sif",
+            where=job.recipe.where("system", "queue"),
+            hint=f"{line(job.command)} on a node; or queue.sif: [-l, select=1:ncpus=8] in a "
+            f"recipe that extends {job.recipe.name}",
+        )
+    options = (*_common(job), *map(quoting.option, (*queue.sif, *job.request.allocation.options)))
+    directives = _lines(("-S", "/bin/bash", "-j", "oe", *options))
+    text = fill(job, "pbs-sif.sh.j2", directives=directives, make=line(job.command))
+    return Script(text=text, submit=("qsub",), on_stdin=True)
+
+
+def _resource_options(job: Job) -> tuple[str, ...]:
+    """The resources to request; directives and ``qsub -I`` take the same words."""
+    queue = job.recipe.system.queue
+    chunk = (
+        *((f"ncpus={job.allocation.cpus}",) if job.allocation.cpus else ()),
+        *((f"ngpus={job.allocation.gpus}",) if job.allocation.gpus else ()),
+        # One line per chunk in the node file, and one process per chunk: it starts the others.
+        "mpiprocs=1",
+        *map(quoting.option, queue.chunk),
+    )
+    return (
+        *_common(job),
+        *("-l", ":".join((f"select={job.allocation.nodes}", *chunk))),
+        *map(quoting.option, (*queue.options, *job.request.allocation.options)),
+    )
+
+
+def _common(job: Job) -> tuple[str, ...]:
+    return (
+        *("-N", job.title),
+        *(("-q", job.allocation.queue) if job.allocation.queue else ()),
+        *(("-A", job.allocation.account) if job.allocation.account else ()),
+        *(("-l", f"walltime={job.allocation.time}") if job.allocation.time else ()),
+    )
+
+
+def _lines(options: Sequence[str]) -> list[str]:
+    """Words as directives: one for each option with its value."""
+    rows: list[str] = []
+    for option in options:
+        if option.startswith("-") or not rows:
+            rows.append(option)
+        else:
+            rows[-1] += f" {option}"
+    return rows
+
+
+def _node(job: Job, *, rdzv: bool) -> tuple[str, ...]:
+    """The words that run the command on this node, or by mpiexec on all nodes."""
+    by_pals = job.allocation.nodes > 1 and job.flags(PbsFlags).pbs_start == "pals"
+    variables = PALS.fields.variables if by_pals else ("PBS_JOBID", "PBS_NODENUM", "PBS_TASKNUM")
+    secret = (VARIABLE,) if job.makes_secret else ()
+    start = container.start(job, job.command, forward=(*variables, *pbs.FORWARD, RUN_DIR, *secret))
+    argv = with_folders(job, start)
+    if not by_pals:
+        return argv
+    network = (Shell('"${network[@]}"'),) if rdzv else ()
+    return PALS.start_argv(argv, nnodes=job.allocation.nodes, options=network)
+
+
+def _remote(by_task: str) -> tuple[str, ...]:
+    """The words that run ``$task`` on a host."""
+    if by_task == "pbsdsh":
+        return pbs.start_argv(("/bin/bash", "-lc", Shell('"$task; node"')), line=Shell('"${lines[rank]}"'))
+    return ("ssh", "-o", "BatchMode=yes", Shell('"${hosts[rank]}"'), "/bin/bash", "-l", "-s")
+
+
+def _interactive(job: Job) -> Script:
+    if job.command:
+        raise UsageError(
+            f"PBS takes no command for an interactive job, but {job.command[0]} was given",
+            where="--interactive",
+            hint="imgkit run --dry-run ... > job.sh without --interactive; bash job.sh in the job's shell",
+        )
+    argv = ("qsub", "-I", *_resource_options(job))
+    comments = (
+        "# In the shell that it gives, on one of the nodes:",
+        *(f"#   module load {name}" for name in container.modules(job)),
+        *(f"#   {text}" for text in container.exports(job)),
+        *(f"#   {text}" for text in line(with_folders(job, container.shell(job))).split("\n")),
+        "# On all nodes: imgkit run --dry-run ... > job.sh, without --interactive; here: bash job.sh",
+    )
+    return Script(text="\n".join((*comments, line(argv), "")), submit=argv, foreground=True)

@@ -1,0 +1,155 @@
+"""Code on a remote: one folder per digest, whose equal files of earlier ones are linked and not sent.
+
+The ``ssh`` here is a fake: it runs the script on this machine. rsync is real.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from notes import Notes
+
+from imgkit_builder.base.progress import Silent
+from imgkit_builder.jobs import code
+from imgkit_builder.jobs.remote import code as far_code
+from imgkit_builder.jobs.remote import connection, store
+from imgkit_builder.jobs.remote.config import Remote
+from imgkit_builder.jobs.remote.connection import ScriptFailed
+from imgkit_builder.jobs.request import JobRequest
+from imgkit_entrypoints.errors import CheckFailed
+
+pytestmark = pytest.mark.programs("rsync")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, ssh: Path) -> Path:
+    folder = tmp_path / "my code"
+    (folder / "a\nb").mkdir(parents=True)
+    (folder / "a\nb/$(touch x) 'y'").write_text("odd\n")
+    (folder / "-rf").write_text("odd\n")
+    (folder / "away").symlink_to("/nowhere/else")
+    (folder / "run").write_text("1\n")
+    (folder / "run").chmod(0o755)
+    (folder / "table").write_bytes(os.urandom(200_000))
+    return folder
+
+
+def send(folder: Path, home: Path) -> tuple[Path, str]:
+    """Return the folder on the remote, which is this machine, and what the user saw."""
+    far = connection.connect(Remote(name="far", address="far", folder=str(home), keep_s=0))
+    notes = Notes()
+    read = code.read(JobRequest.of(code=folder), large=False, report=notes)
+    there = store.look(far, program="sh", code=read.record.sha256)
+    path = far_code.upload(far, read, there, report=notes)
+    return home / path, "\n".join(notes.texts)
+
+
+def leave_part(part: Path, file: Path) -> None:
+    """Write what rsync leaves of a read-only file when the connection is lost."""
+    part.parent.mkdir(parents=True)
+    part.write_bytes(file.read_bytes()[:150_000])
+    part.chmod(0o444)
+
+
+def contents(folder: Path) -> dict[str, object]:
+    return {
+        str(path.relative_to(folder)): os.readlink(path) if path.is_symlink() else path.read_bytes()  # noqa: PTH115
+        for path in folder.rglob("*")
+        if path.is_symlink() or path.is_file()
+    }
+
+
+def test_folder_arrives_with_any_name_in_it(folder: Path, tmp_path: Path) -> None:
+    target, text = send(folder, tmp_path / "my store")
+    assert contents(target / "workspace") == contents(folder)
+    assert (target / "workspace/run").stat().st_mode & 0o777 == 0o555
+    assert text.startswith("sent: code: 5 files, 200.")  # the mark of the code is one of them
+    assert send(folder, tmp_path / "my store") == (
+        target,
+        f"to send: nothing of the code; far has that of {folder}",
+    )
+
+
+def test_edit_sends_its_file_alone_into_another_folder(folder: Path, tmp_path: Path) -> None:
+    first, _ = send(folder, tmp_path / "far")
+    before = contents(first)
+    (folder / "run").write_text("2\n")
+    os.utime(folder / "run", (first / "workspace/run").stat()[7:9])  # as long and as old as before
+    second, text = send(folder, tmp_path / "far")
+    assert text.startswith("sent: code: 2 files, ")
+    assert (contents(first), contents(second / "workspace")) == (before, contents(folder))
+    inodes = [(path / "workspace/table").stat().st_ino for path in (first, second)]
+    assert inodes[0] == inodes[1]
+
+
+def test_edit_in_a_file_sends_it_once(folder: Path, tmp_path: Path) -> None:
+    send(folder, tmp_path / "my store")
+    with (folder / "table").open("ab") as stream:
+        stream.write(b"one more line\n")
+    target, text = send(folder, tmp_path / "my store")
+    assert text.startswith("sent: code: 2 files, 200.1 kB")  # rsync counts a file again that it sends again
+    assert contents(target / "workspace") == contents(folder)
+
+
+def test_read_only_part_of_a_failed_try_is_used(folder: Path, tmp_path: Path) -> None:
+    digest = code.read(JobRequest.of(code=folder), large=False, report=Silent()).record.sha256
+    leave_part(tmp_path / "far/code/.incoming" / digest / "workspace/.imgkit-part/table", folder / "table")
+    target, text = send(folder, tmp_path / "far")
+    assert " of 200.0 kB were sent before\n" in text
+    assert contents(target / "workspace") == contents(folder)
+
+
+def test_file_that_somebody_edited_there_is_sent_again(folder: Path, tmp_path: Path) -> None:
+    first, _ = send(folder, tmp_path / "far")
+    table = first / "workspace/table"
+    status = table.stat()
+    table.chmod(0o644)
+    table.write_bytes(b"x" * status.st_size)
+    table.chmod(0o444)
+    os.utime(table, (status.st_atime, status.st_mtime))
+    (folder / "run").write_text("2\n")
+    second, _ = send(folder, tmp_path / "far")
+    assert contents(second / "workspace") == contents(folder)
+
+
+def test_removed_file_is_gone(folder: Path, tmp_path: Path) -> None:
+    send(folder, tmp_path / "far")
+    (folder / "run").unlink()
+    assert contents(send(folder, tmp_path / "far")[0] / "workspace") == contents(folder)
+    assert list((tmp_path / "far/code/.incoming").iterdir()) == []
+
+
+def test_file_that_cannot_be_written_is_no_full_disk(folder: Path, tmp_path: Path) -> None:
+    digest = code.read(JobRequest.of(code=folder), large=False, report=Silent()).record.sha256
+    (tmp_path / "far/code/.incoming" / digest / "workspace/table/obstacle").mkdir(parents=True)
+    with pytest.raises(ScriptFailed, match=r"a command on far failed with exit code 23\n") as caught:
+        send(folder, tmp_path / "far")
+    assert "could not make way for new regular file: workspace/table" in caught.value.output
+
+
+def test_exceeded_quota_is_a_full_disk(folder: Path, tmp_path: Path, ssh: Path) -> None:
+    """No quota is set on this machine: a program with rsync's message takes its place there."""
+    rsync = ssh.parent / "there/rsync"
+    rsync.parent.mkdir()
+    message = 'rsync: [receiver] mkstemp "/x/.table.a1" failed: Disk quota exceeded (122)'
+    rsync.write_text(f"#!/bin/sh\necho '{message}' >&2\nexit 23\n")
+    rsync.chmod(0o755)
+    ssh.write_text(ssh.read_text().replace("exec ", f"PATH={rsync.parent}:$PATH exec ", 1))
+    with pytest.raises(CheckFailed, match="code: the disk of far is full\n") as caught:
+        send(folder, tmp_path / "far")
+    assert message in str(caught.value.hint)
+
+
+def test_missing_rsync_here_names_what_installs_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from imgkit_builder.jobs.remote import rsync
+    from imgkit_entrypoints.errors import ToolMissing
+
+    far = connection.connect(Remote(name="far", address="far", keep_s=0))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    with pytest.raises(ToolMissing, match="rsync") as caught:
+        rsync.run(far, "/x", (), Notes())
+    assert "apt-get install rsync" in str(caught.value.hint)

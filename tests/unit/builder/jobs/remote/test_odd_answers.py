@@ -1,0 +1,280 @@
+"""Answers of a remote that imgkit's scripts did not print: errors that name it, in little memory.
+
+The ``ssh`` here is a fake. It prints the token that imgkit's script begins with, and then the file
+``answer``; or it runs the script on this machine.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from imgkit_builder.base.process import MOST_BYTES, TooLong
+from imgkit_builder.base.progress import SILENT
+from imgkit_builder.jobs.remote import check, connection, gc, jobs, rsync, store, transfer
+from imgkit_builder.jobs.remote.config import Remote
+from imgkit_builder.jobs.remote.connection import Connection
+from imgkit_builder.jobs.request import JobRequest
+from imgkit_builder.jobs.resolve import resolve
+from imgkit_builder.jobs.systems import named
+from imgkit_builder.recipe import targets
+from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
+
+ANSWERS = '#!/bin/sh\n# A fake ssh.\nread -r echo token\necho "$token"\ncat answer\n'
+DIGITS = "7" * 5000
+SOURCE = transfer.Source(path=Path("x"), label="image", size_bytes=5, options=())
+FAR = Remote(name="far", address="me@far", folder="/x", keep_s=0)
+
+
+def put_ssh(text: str) -> None:
+    Path("bin/ssh").write_text(text)
+    Path("bin/ssh").chmod(0o755)
+
+
+@pytest.fixture
+def local(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ssh: Path) -> Connection:
+    """A remote that is this machine."""
+    monkeypatch.chdir(tmp_path)
+    return connection.connect(FAR)
+
+
+@pytest.fixture
+def far(local: Connection) -> Connection:
+    """A remote whose answer is the file ``answer``."""
+    put_ssh(ANSWERS)
+    return local
+
+
+def look(far: Connection) -> object:
+    return store.look(far, program="sbatch")
+
+
+def prepare(far: Connection) -> object:
+    return transfer._prepare(far, {}, SOURCE, is_retry=False)
+
+
+READERS: dict[str, tuple[Callable[[Connection], object], tuple[str, ...]]] = {
+    "look": (
+        look,
+        (
+            "",
+            "end\n",
+            "home /x\n",
+            "home /x\nimage x y\nend\n",
+            "home /x\nimage -5 y\nend\n",
+            f"home /x\nimage {DIGITS} y\nend\n",
+            f"home /x\nimage 999999999999999 y\n{'x' * 65536}end\n",
+            "home /x\nimage 500 y\nend\n",
+            "home \nend\n",
+        ),
+    ),
+    "prepare": (
+        prepare,
+        ("", "arrived 5\n", "disk x\narrived x\n", "disk x\narrived -5\n", f"disk x\narrived {DIGITS}\n"),
+    ),
+    "gc": (
+        lambda far: gc.find_unused(far, 30),
+        ("", "clock 5\n", f"clock {DIGITS}\nend\n", "Welcome\nend\n"),
+    ),
+    "check": (lambda far: check.examine(far, None), ("", "clock 5\nhome /x\n")),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_answer_that_is_cut_short_or_strange_is_named(far: Connection, name: str) -> None:
+    read, answers = READERS[name]
+    for answer in (*answers, "\n", "\xff\xfe", "x" * 1_000_000):
+        Path("answer").write_bytes(answer.encode("latin-1"))
+        with pytest.raises(ToolFailed, match="cannot be read, or is cut short") as caught:
+            read(far)
+        assert caught.value.where == "far"
+        first = (answer.strip() or "(nothing)").split("\n", 1)[0][:100].strip()
+        assert first in caught.value.what or "\xff" in first
+        assert len(caught.value.what) < 400
+
+
+@pytest.mark.parametrize("home", ["relative", "/a'b", "/a\nhome ", "/x\xff"])
+def test_home_that_no_job_can_have_is_refused(far: Connection, home: str) -> None:
+    Path("answer").write_bytes(f"home {home}\nend\n".encode("latin-1"))
+    with pytest.raises((UsageError, ToolFailed)):
+        look(far)
+
+
+def test_odd_values_of_a_check_are_verdicts(far: Connection) -> None:
+    rows = (
+        f"disk x 1 2 {DIGITS} 4% /",
+        "quota 1 2 3",
+        "sbatch",
+        "python",
+        "modules",
+        "owner",
+    )
+    Path("answer").write_bytes("\n".join((*rows, "\xff", "end", "")).encode("latin-1"))
+    found = {one.name: one.verdict for one in check.examine(far, targets.find("mn5"))}
+    assert (found["runtime"], found["folder"]) == ("fail", "fail")
+
+
+@pytest.mark.parametrize("name", [*READERS, "scheduler"])
+def test_answer_without_end_is_refused(far: Connection, name: str) -> None:
+    put_ssh(ANSWERS.replace("cat answer", "yes"))
+    read = READERS[name][0] if name in READERS else lambda far: jobs.finished(far, ("squeue",))
+    with pytest.raises(TooLong, match=r"a command on far printed more than 8 MB.*first line: y$"):
+        read(far)
+
+
+@pytest.mark.parametrize("floods", ["before", "behind"])
+@pytest.mark.parametrize("name", [*READERS, "scheduler"])
+def test_errors_without_end_are_refused(far: Connection, name: str, floods: str) -> None:
+    endless = "yes 'no space left' >&2"
+    begins = "#!/bin/sh\n# A fake ssh that writes to stderr without end.\n"
+    put_ssh(begins + (endless if floods == "before" else f'read -r echo token\necho "$token"\n{endless}\n'))
+    read = READERS[name][0] if name in READERS else lambda far: jobs.finished(far, ("squeue",))
+    what = "a command on me@far printed more than 8 MB of error messages; their first line: no space left"
+    with pytest.raises(ToolFailed) as caught:
+        read(far)
+    assert (caught.value.what, caught.value.where) == (what, "far")
+    assert "ssh me@far echo works" in (caught.value.hint or "")
+
+
+ENDLESS = {
+    "banner": "yes Welcome",
+    "banner on stderr": "yes Welcome >&2",
+    "stdout": 'read -r echo token\necho "$token"\nyes',
+    "stderr": 'read -r echo token\necho "$token"\nyes >&2',
+}
+
+
+@pytest.mark.programs("rsync")
+def test_missing_rsync_there_names_what_installs_it(far: Connection, tmp_path: Path) -> None:
+    put_ssh('#!/bin/sh\n# A fake ssh.\nread -r echo token\necho "$token"\nexit 127\n')
+    Path("image").touch()
+    with pytest.raises(ToolMissing, match="there is no rsync on me@far") as caught:
+        rsync.run(far, "/x", ("-t", f"{tmp_path}/image", "remote:./"), SILENT)
+    assert "dnf install rsync" in str(caught.value.hint)
+
+
+@pytest.mark.programs("rsync")
+@pytest.mark.parametrize("kind", ENDLESS)
+def test_rsync_ends_where_the_remote_prints_without_end(far: Connection, tmp_path: Path, kind: str) -> None:
+    put_ssh(f"#!/bin/sh\n# A fake ssh that prints without end.\necho $$ > pid\n{ENDLESS[kind]}\n")
+    Path("image").write_bytes(b"x" * 1000)
+    began = time.monotonic()
+    with pytest.raises(ToolFailed):
+        rsync.run(far, "/x", ("-t", f"{tmp_path}/image", "remote:./"), SILENT)
+    assert time.monotonic() - began < 50
+    ssh = Path("/proc", Path("pid").read_text().strip(), "cmdline")
+    while (
+        ssh.exists() and ssh.read_bytes()
+    ):  # without a file of that name: only its parent has to take its code
+        assert time.monotonic() - began < 60
+        time.sleep(0.05)
+
+
+def test_many_warnings_do_not_end_a_transfer_that_gets_on(far: Connection) -> None:
+    # tar prints a line for each file with a time in the future.
+    warns = "head -c 5000000 /dev/zero >&2; echo got on"
+    put_ssh(ANSWERS.replace("cat answer", f"{warns}; {warns}; {warns}"))
+    assert far.run("") == b"got on\n" * 3
+
+
+FLOOD = """
+from imgkit_builder.jobs.remote import connection, gc
+from imgkit_builder.jobs.remote.config import Remote
+from imgkit_entrypoints.errors import ToolFailed
+from imgkit_builder.base import process
+from pathlib import Path
+try:
+    gc.find_unused(connection.connect(Remote(name="far", address="far", keep_s=0)), 30)
+except ToolFailed as error:
+    print(str(error)[:100])
+print(len(process.run(["head", "-c", "100000000", "/dev/zero"]).output))
+print(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
+"""
+
+
+@pytest.mark.parametrize(
+    ("flood", "found"),
+    [
+        ("head -c 100000000 /dev/zero", "printed more than 8 MB"),
+        ("head -c 100000000 /dev/zero >&2; exit 3", "printed more than 8 MB"),
+    ],
+    ids=["output", "errors"],
+)
+def test_memory_does_not_grow_with_what_programs_print(far: Connection, flood: str, found: str) -> None:
+    put_ssh(ANSWERS.replace("cat answer", flood))
+    done = subprocess.run([sys.executable, "-c", FLOOD], capture_output=True, text=True, check=True)
+    said, kept, most_kib = done.stdout.rsplit("\n", 3)[:3]
+    assert found in said
+    assert int(kept) <= MOST_BYTES
+    assert int(most_kib) < 120 * 1024
+
+
+def test_last_words_of_a_program_are_quoted_where_its_child_stays(far: Connection) -> None:
+    # As a shared connection of ssh does, the child holds standard error open.
+    put_ssh("#!/bin/sh\nsleep 60 > /dev/null &\necho $! > child\nexec >&-\necho late words >&2\nexit 3\n")
+    try:
+        with pytest.raises(ToolFailed, match="exit code 3") as caught:
+            far.run(":")
+        assert "late words" in (caught.value.hint or "")
+    finally:
+        os.kill(int(Path("child").read_text()), 9)
+
+
+@pytest.mark.parametrize(
+    ("answer", "job_id", "cluster", "note"),
+    [
+        ("4711", "4711", "", "slurm"),
+        ("Welcome\n\n4711;two", "4711", "two", "slurm;two"),
+        ("4711\nThank you", "", "", None),
+        ("../../x", "", "", None),
+        ("-x", "", "", None),
+        ("", "", "", None),
+    ],
+)
+def test_submission_there_notes_what_the_job_uses(
+    local: Connection, tmp_path: Path, answer: str, job_id: str, cluster: str, note: str | None
+) -> None:
+    Path("answer").write_text(f"{answer}\n")
+    Path("bin/sbatch").write_text("#!/bin/sh\n# A fake sbatch.\ncat > /dev/null\ncat answer\n")
+    Path("bin/sbatch").chmod(0o755)
+    for folder in ("jobs", "images"):
+        Path(folder).mkdir()
+    Path("images/x.sif").touch()
+    request = JobRequest.of(
+        command=("dist-run",),
+        account="a",
+        qos="q",
+        time="10m",
+        directory=tmp_path,
+        image=f"{tmp_path}/images/x.sif",
+    )
+    job = resolve(targets.find("mn5"), request)
+    record = jobs.submit(local, job, named("slurm").script(job))
+    assert (record.answer is None, record.cluster, record.remote) == (bool(job_id), cluster, "far")
+    if note is None:
+        assert list(Path("jobs").iterdir()) == []
+        return
+    assert record.id == job_id
+    text = Path("jobs", job_id).read_text()
+    assert text == f"{note}\nmn5\nimages/x.sif\n"
+    rows = "".join(f"note jobs/{job_id}:{line}\n" for line in text.splitlines())
+    (job_note,) = gc.parse(f"clock 5\njob 1 {job_id}\n{rows}end\n".encode(), "far").notes
+    assert (job_note.id, job_note.system, job_note.folders) == (job_id, note, ("images/x.sif",))
+
+
+def test_note_of_a_file_that_is_no_id_is_left_out() -> None:
+    rows = "".join(f"job 1 {name}\n" for name in ("../x", "-x", "a b", "7"))
+    assert [note.id for note in gc.parse(f"clock 5\n{rows}end\n".encode(), "far").notes] == ["7"]
+
+
+def test_waiting_jobs_of_a_cluster_are_asked_for_there(local: Connection) -> None:
+    Path("bin/squeue").write_text('#!/bin/sh\n# A fake squeue.\necho "$*" > words\necho 4711\n')
+    Path("bin/squeue").chmod(0o755)
+    assert gc.unfinished(local, "slurm;two") == {"4711"}
+    assert Path("words").read_text() == "--noheader --format=%A --clusters=two\n"

@@ -1,0 +1,92 @@
+"""The list of remotes: addresses, and the file that a person may edit; cli/refusals has its faults."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from imgkit_builder.jobs.remote import config
+from imgkit_builder.jobs.remote.config import Remote
+from imgkit_builder.jobs.remote_run import RunPlan, with_transfer_host
+from imgkit_builder.jobs.request import JobRequest
+from imgkit_builder.recipe import targets
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    return tmp_path / "imgkit/remotes.toml"
+
+
+@pytest.mark.parametrize(
+    ("text", "address", "folder"),
+    [
+        ("me@host", "me@host", "imgkit"),
+        ("alias", "alias", "imgkit"),
+        ("me@host:", "me@host", "imgkit"),
+        ("me@host:/scratch/a b", "me@host", "/scratch/a b"),
+        ("me@host:~/runs", "me@host", "runs"),
+        ("me@[2001:db8::1]:/x", "me@2001:db8::1", "/x"),
+    ],
+)
+def test_address_has_a_host_and_a_folder(text: str, address: str, folder: str) -> None:
+    assert config.parse(text) == (address, folder)
+
+
+def test_remote_comes_back_as_it_was_added(home: Path) -> None:
+    one = Remote(name="mn5", address="me@host", folder="/a b/ü", recipe="mn5", transfer="me@t", keep_s=60)
+    config.add(one)
+    config.add(Remote(name="two", address="other"))
+    assert config.remotes() == {"mn5": one, "two": Remote(name="two", address="other")}
+    assert stat.S_IMODE(home.stat().st_mode) == 0o600
+
+
+def test_other_lines_of_the_file_stay(home: Path) -> None:
+    home.parent.mkdir()
+    home.write_text(
+        "# mine\n[a]\naddress = 'x' # why\n\n[ \"b\" ]\naddress = 'y'\n# of b\n[c]\naddress='z'\n"
+    )
+    config.remove("b")
+    assert home.read_text() == "# mine\n[a]\naddress = 'x' # why\n\n[c]\naddress='z'\n"
+    config.add(Remote(name="c", address="new"), replace=True)
+    assert config.find("c").address == "new"
+    assert "# why" in home.read_text()
+
+
+@pytest.mark.parametrize(
+    ("host", "transfer", "login", "expected"),
+    [
+        ("transfer1.bsc.es", "", "glogin1.bsc.es", "me@transfer1.bsc.es"),
+        ("you@transfer1.bsc.es", "", "glogin1.bsc.es", "you@transfer1.bsc.es"),
+        ("transfer1.bsc.es", "me@glogin1.bsc.es", "glogin1.bsc.es", "me@glogin1.bsc.es"),
+        ("transfer1.bsc.es", "", "transfer1.bsc.es", ""),
+        ("", "", "glogin1.bsc.es", ""),
+        ("-oProxyCommand=x", "", "glogin1.bsc.es", ""),
+    ],
+    ids=["of the system", "with a user", "of the user", "login host", "none", "an option"],
+)
+def test_files_go_through_the_host_of_the_system(
+    home: Path, monkeypatch: pytest.MonkeyPatch, host: str, transfer: str, login: str, expected: str
+) -> None:
+    programs = home.parent
+    programs.mkdir()
+    (programs / "ssh").write_text(f"#!/bin/sh\n# A fake ssh -G.\necho user me\necho hostname {login}\n")
+    (programs / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    target = targets.find("mn5")
+    system = dataclasses.replace(
+        target.system, transfer=dataclasses.replace(target.system.transfer, host=host)
+    )
+    plan = RunPlan(
+        source="mn5",
+        target=dataclasses.replace(target, system=system),
+        recipe="mn5",
+        sif=Path(),
+        request=JobRequest.of(),
+    )
+    remote = Remote(name="mn5", address="mn5-login", transfer=transfer)
+    assert with_transfer_host(remote, plan).transfer == expected

@@ -1,0 +1,184 @@
+"""What ``imgkit remote gc`` takes for unused, and which images a run removes after it has sent a new one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from remote_image import remote_image
+
+from imgkit_builder.jobs.remote import gc
+from imgkit_builder.jobs.remote.connection import Connection
+from imgkit_builder.jobs.remote.gc import JobNote, StoredFolder, StoreListing
+from imgkit_builder.jobs.remote.store import RemoteImage
+from imgkit_entrypoints.errors import ToolFailed
+
+IMAGE = f"images/{'a' * 64}-{'b' * 12}"
+CODE = f"code/{'c' * 64}"
+OLD, LIMIT, NEW = 100.0, 500.0, 900.0
+
+
+def folder(path: str, used_s: float = OLD) -> StoredFolder:
+    return StoredFolder(path=path, size_bytes=1, used_s=used_s)
+
+
+def note(*folders: str, used_s: float = OLD) -> JobNote:
+    return JobNote(id="7", system="slurm", folders=folders, used_s=used_s)
+
+
+def listing(*folders: StoredFolder, notes: Sequence[JobNote] = ()) -> StoreListing:
+    return StoreListing(folders=folders, notes=tuple(notes), clock_s=1000)
+
+
+def test_old_image_without_a_job_is_unused() -> None:
+    unused = gc.choose(listing(folder(IMAGE), folder(CODE, NEW)), {}, LIMIT)
+    assert [folder.path for folder in unused.folders] == [IMAGE]
+    assert unused.used == 1
+
+
+def test_image_and_code_of_a_waiting_job_stay() -> None:
+    store = listing(folder(IMAGE), folder(CODE), notes=[note(IMAGE, CODE)])
+    unused = gc.choose(store, {"slurm": {"7"}}, LIMIT)
+    assert (unused.folders, unused.used, unused.ended_jobs) == ((), 2, ())
+
+
+def test_run_of_late_keeps_its_image() -> None:
+    store = listing(folder(IMAGE), notes=[note(IMAGE, used_s=NEW)])
+    assert gc.choose(store, {"slurm": ()}, LIMIT).folders == ()
+
+
+def test_ended_job_keeps_nothing() -> None:
+    unused = gc.choose(listing(folder(IMAGE), notes=[note(IMAGE)]), {"slurm": {"77"}}, LIMIT)
+    assert [folder.path for folder in unused.folders] == [IMAGE]
+    assert unused.ended_jobs == ("7",)
+
+
+def test_silent_scheduler_keeps_all_images_of_jobs() -> None:
+    unused = gc.choose(listing(folder(IMAGE), notes=[note(IMAGE)]), {"slurm": "squeue failed"}, LIMIT)
+    assert (unused.folders, unused.unknown) == ((), ("squeue failed",))
+
+
+def parse(*rows: str) -> StoreListing:
+    return gc.parse("\n".join(("clock 1000", *rows, "end", "")).encode(), "far")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        f"{IMAGE}.AbCdEf",
+        f"images/.imgkit-part/{IMAGE[7:]}",
+        f"code/.incoming/x/{'a' * 64}",
+        f"code/{'a' * 63}",
+        "images/mine",
+        "images/../x",
+        f"runs/{IMAGE[7:]}",
+        f"images/.{IMAGE[7:]}",
+        f"images/{IMAGE[7:].upper()}",
+        f"images/deep/{IMAGE[7:]}",
+    ],
+)
+def test_name_that_imgkit_did_not_give_is_left_out(path: str) -> None:
+    assert parse(f"folder 1 2 1 {path}").folders == ()
+
+
+@pytest.mark.parametrize("form", ["{}", ".{}.gone", ".incoming/{}", ".incoming/.{}.gone"])
+@pytest.mark.parametrize("path", [IMAGE, CODE])
+def test_names_of_imgkit_are_read(path: str, form: str) -> None:
+    kind, _, name = path.partition("/")
+    path = f"{kind}/{form.format(name)}"
+    store = parse(f"folder 17 2 1 {path}")
+    assert store.folders == (StoredFolder(path=path, size_bytes=2, used_s=17),)
+    assert store.clock_s == 1000
+
+
+def test_run_folder_tells_when_a_job_used_its_image() -> None:
+    rows = (
+        "run 300.1 x-7",
+        "job 100.0 7",
+        "note jobs/7:slurm",
+        "note jobs/7:x",
+        f"note jobs/7:{IMAGE}/image.sif",
+    )
+    (job,) = parse(*rows).notes
+    assert (job.folders, job.used_s) == ((IMAGE,), 300)
+
+
+SAVED = "checkpoint runs/x-7/checkpoints/step-0000000005"
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_resumable"),
+    [
+        ([], False),
+        (["run 300.1 x-7"], False),
+        (["run 300.1 x-7", SAVED], True),
+        (["run 300.1 x-7", SAVED, "result 7 85 runs/x-7/result"], True),
+        (["run 300.1 x-7", SAVED, "result 7 0 runs/x-7/result"], False),
+        (["run 300.1 x-7", SAVED, "result 8 0 runs/x-8/result"], True),
+        (["run 300.1 x-7", "checkpoint runs/x-8/checkpoints/step-0000000005"], False),
+    ],
+)
+def test_saved_run_that_did_not_end_well_can_be_resumed(rows: list[str], is_resumable: bool) -> None:
+    (job,) = parse("job 100 7", "note jobs/7:slurm", "note jobs/7:x", *rows).notes
+    assert job.is_resumable == is_resumable
+
+
+def test_empty_note_names_no_folder() -> None:
+    assert parse("job 100 7").notes == (JobNote(id="7", system="", folders=(), used_s=100),)
+
+
+@pytest.mark.parametrize("text", ["", "clock 1\n", "clock x\nend\n", "end\n"])
+def test_answer_that_is_cut_short_is_refused(text: str) -> None:
+    with pytest.raises(ToolFailed, match="cut short"):
+        gc.parse(text.encode(), "far")
+
+
+NEEDED = f"images/{remote_image('c').name}"
+NEWEST_FIRST = [remote_image(letter) for letter in "edcb"]
+
+
+def superseded(
+    monkeypatch: pytest.MonkeyPatch, store: StoreListing, images: Sequence[RemoteImage] = NEWEST_FIRST
+) -> list[str]:
+    """Return the letters of the images that a run of the image ``f`` would remove."""
+    monkeypatch.setattr(gc, "_list", lambda connection: store)
+    monkeypatch.setattr(gc, "unfinished", lambda connection, name: {"7"})
+    far: Connection = object()  # type: ignore[assignment]
+    unused, by_path = gc.find_superseded(far, images, remote_image("f"))
+    return [by_path[folder.path].root_sha256[0] for folder in unused.folders]
+
+
+def folders(letters: str) -> list[StoredFolder]:
+    return [folder(f"images/{remote_image(letter).name}") for letter in letters]
+
+
+def test_older_images_of_the_project_go_but_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert superseded(monkeypatch, listing(*folders("fedcb"))) == ["d", "c", "b"]
+
+
+def test_images_of_other_projects_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = [remote_image(letter, "here:/other") for letter in "dcb"]
+    assert superseded(monkeypatch, listing(*folders("edcb")), [remote_image("e"), *others]) == []
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        JobNote(id="7", system="slurm", folders=(NEEDED,), used_s=OLD),
+        JobNote(
+            id="1",
+            system="slurm",
+            folders=(NEEDED,),
+            used_s=OLD,
+            is_resumable=True,
+        ),
+    ],
+    ids=["has not ended", "can be resumed"],
+)
+def test_image_that_a_job_needs_stays(monkeypatch: pytest.MonkeyPatch, job: JobNote) -> None:
+    assert superseded(monkeypatch, listing(*folders("fedcb"), notes=[job])) == ["d", "b"]
+
+
+def test_image_with_another_name_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    linked = StoredFolder(path=f"images/{remote_image('c').name}", size_bytes=1, used_s=OLD, is_linked=True)
+    assert superseded(monkeypatch, listing(linked, *folders("db"))) == ["d", "b"]

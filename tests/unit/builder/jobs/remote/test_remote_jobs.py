@@ -1,0 +1,113 @@
+"""Jobs on a remote from the Python API and of ``--scaling``: they are checked as all others.
+
+The ``ssh`` here is a fake: it runs the script on this machine, which has a fake ``sbatch``.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_sif
+from notes import Notes
+
+import imgkit_builder as imgkit
+from imgkit_builder.project import origins, toml_file
+
+RECIPE = """\
+image:
+  base: example.org/base:1
+  pip: [{project: .}]
+system:
+  scheduler: slurm
+  runtime: {kind: singularity, command: singularity}
+  node: {gpus: 0, cpus: 2}
+"""
+REFUSAL = "the code has the project mine in /workspace, but the image runs its copy in site-packages"
+
+
+@pytest.fixture
+def sbatch(tmp_path: Path, ssh: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the scripts that were submitted; the current folder has a recipe and a project."""
+    scripts = tmp_path / "scripts"
+    scripts.mkdir()
+    program = ssh.parent / "sbatch"
+    program.write_text(
+        f'#!/bin/sh\ncase "$*" in *--test-only*) exit ;; esac\nid=$(($(ls {scripts} | wc -l) + 1))\n'
+        f"cat > {scripts}/$id\necho $id\n"
+    )
+    program.chmod(0o755)
+    for name in ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_RUNTIME_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    (tmp_path / "project").mkdir()
+    monkeypatch.chdir(tmp_path / "project")
+    Path("mine.yaml").write_text(RECIPE)
+    Path("pyproject.toml").write_text('[project]\nname = "mine"\nversion = "1"\n')
+    return scripts
+
+
+@pytest.fixture
+def far_image(call: Any, tmp_path: Path, sbatch: Path) -> str:
+    """An image on the remote ``far``, whose folder is on this machine."""
+    assert call("remote", "add", "far", f"far:{tmp_path}/store", "--recipe", "./mine.yaml")[0] == 0
+    image = tmp_path / "x.sif"
+    image.touch()
+    return str(image)
+
+
+@pytest.mark.usefixtures("far_image")
+def test_api_refuses_code_that_the_image_would_not_run(sbatch: Path) -> None:
+    request = imgkit.JobRequest.of(command=("true",), code=Path())
+    with pytest.raises(imgkit.ImgkitError, match=REFUSAL):
+        imgkit.run("mine.yaml", request, on="far")
+    assert list(sbatch.iterdir()) == []
+
+
+@pytest.mark.usefixtures("far_image")
+def test_scaling_refuses_code_that_the_image_would_not_run(call: Any, sbatch: Path) -> None:
+    code, _, err = call("run", "--on", "far", "--scaling", "1,2", "--code", ".", "--", "true")
+    assert (code, REFUSAL in err) == (2, True), err
+    assert list(sbatch.iterdir()) == []
+
+
+def test_api_reports_the_warnings_of_a_remote_job(far_image: str) -> None:
+    notes = Notes()
+    request = imgkit.JobRequest.of(command=("true",), image=far_image)
+    imgkit.run("mine.yaml", request, on="far", report=notes)
+    assert notes.texts == ["true starts once per node; `dist-run true ...` starts one process per GPU"]
+
+
+def test_scaling_reports_the_warnings_of_its_jobs_once(call: Any, far_image: str) -> None:
+    options = ("--on", "far", "--image", far_image, "--scaling", "1,2", "--detach")
+    code, _, err = call("run", "./mine.yaml", *options, "--", "true")
+    assert (code, err.count("true starts once per node")) == (0, 1), err
+
+
+@pytest.mark.programs("rsync")
+def test_api_sends_the_code_of_the_project_file(far_image: str, sbatch: Path, tmp_path: Path) -> None:
+    Path("imgkit.toml").write_text('code = "."\n')
+    Path("mine.yaml").write_text(RECIPE.replace("project: .", "project: ., editable: /workspace"))
+    project = toml_file.read(Path("imgkit.toml").absolute())
+    request = imgkit.JobRequest.of(command=("true",), image=far_image)
+    imgkit.run("mine.yaml", origins.under(request, project), on="far")
+    [sent] = (tmp_path / "store/code").glob("*/workspace")
+    assert (sent / "mine.yaml").exists()
+    assert f"{sent}:/workspace:ro" in (sbatch / "1").read_text()
+
+
+@pytest.mark.usefixtures("far_image")
+@pytest.mark.programs("mksquashfs", "unsquashfs")
+def test_ignored_files_that_the_sent_image_has_are_named(call: Any, tmp_path: Path) -> None:
+    root, squashfs = tmp_path / "root", tmp_path / "squashfs"
+    code = tmp_path / "code"
+    for folder in (root / "workspace", code):
+        folder.mkdir(parents=True)
+        (folder / "_c.so").touch()
+    (code / ".gitignore").write_text("*.so\n")
+    subprocess.run(["mksquashfs", root, squashfs, "-quiet", "-no-progress"], check=True)
+    small_sif.write(tmp_path / "site.sif", squashfs, recorded=False)
+    argv = ("run", str(tmp_path / "site.sif"), "--on", "far", "--code", str(code), "--detach", "--", "true")
+    status, _, err = call(*argv)
+    assert (status, "not in the job: _c.so (git" in err) == (0, True), err

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from imgkit_builder.jobs.systems import fanout
+from imgkit_entrypoints.errors import UsageError
+
+
+def test_flag_keeps_its_order() -> None:
+    assert fanout.read("node10, node2,me@10.0.0.1") == ("node10", "node2", "me@10.0.0.1")
+
+
+def test_no_text_is_no_host() -> None:
+    assert fanout.read("") == ()
+
+
+def test_file_of_open_mpi_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("# head\nnode2 slots=2\n\nnode1 slots=2 max_slots=4 # second\nfd00::7\n")
+    assert fanout.read(str(file)) == ("node2", "node1", "fd00::7")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "-oProxyCommand=reboot",
+        "-l@node1",
+        "a;reboot",
+        "a b",
+        "a,,b",
+        "node1:2",
+        "$(reboot)",
+        "a\nb",
+        "@a",
+        "é",
+    ],
+)
+def test_what_is_no_host_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="is not a host"):
+        fanout.read(text)
+
+
+def test_repeated_host_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("a\nb\na\n")
+    with pytest.raises(UsageError, match="a occurs twice") as caught:
+        fanout.read(str(file))
+    assert caught.value.where == f"{file}:1"
+
+
+@pytest.mark.parametrize("content", [None, b"", b"# nobody\n", b"\xff\xfe"])
+def test_useless_file_is_refused(tmp_path: Path, content: bytes | None) -> None:
+    file = tmp_path / "hosts"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(UsageError) as caught:
+        fanout.read(str(file))
+    assert caught.value.where == str(file)
+
+
+def test_this_machine_is_known() -> None:
+    assert fanout.is_here("127.0.0.1")
+    assert fanout.is_here("me@localhost")
+    assert not fanout.is_here("192.0.2.1")  # of a network that is nobody's: RFC 5737

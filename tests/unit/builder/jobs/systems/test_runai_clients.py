@@ -1,0 +1,187 @@
+"""Which client of RunAI a command is written for, and what later clients are given. The clients are fakes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from imgkit_builder.cli.app import build_app
+from imgkit_builder.jobs import submit
+from imgkit_builder.jobs.job import Job
+from imgkit_builder.jobs.records import SubmittedJob
+from imgkit_builder.jobs.request import JobRequest
+from imgkit_builder.jobs.resolve import resolve
+from imgkit_builder.jobs.systems import pods, runai_client
+from imgkit_builder.jobs.systems.runai import SYSTEM as runai
+from imgkit_builder.recipe import targets
+from imgkit_entrypoints.errors import UsageError
+
+RCP = JobRequest.of(command=("dist-pi",), nodes="2", image="r.example/me/rcp:1")
+SHARED = (
+    "--project --image --gpu-devices-request --cpu-core-request --existing-pvc --working-dir -e --annotation "
+    "--extended-resource --large-shm"
+)
+EARLY = {"training submit": SHARED, "training pytorch submit": f"{SHARED} --workers --min-replicas"}
+LATE = {
+    "training submit": f"{SHARED} --env-secret",
+    "training pytorch submit": f"{SHARED} --env-secret --workers",
+}
+FakeRunAI = Callable[[Mapping[str, str]], Path]
+
+
+@pytest.fixture(autouse=True)
+def no_client(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No ``runai`` of this machine, and records of our own."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    if found := shutil.which("runai"):
+        monkeypatch.setenv("PATH", "/usr/bin:/bin")
+        assert not shutil.which("runai"), f"{found} is a runai of this machine"
+
+
+def job(
+    recipe: str | Path = "rcp",
+    *,
+    client: runai_client.Client | None = None,
+    pvcs: tuple[str, ...] = ("home:/w",),
+    **given: Any,
+) -> Job:
+    own = pods.PodFlags(pvcs=pvcs, client=client)
+    return resolve(targets.find(recipe), RCP.changed(system_flags=(own,), **given))
+
+
+def decided(found: Job) -> str:
+    return pods.client_of(found)
+
+
+def stated(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"extends: rcp\nsystem:\n  queue:\n    {text}\n")
+    return file
+
+
+@pytest.mark.parametrize("commands", [EARLY, LATE])
+def test_client_on_path_decides(fake_runai: FakeRunAI, commands: Mapping[str, str]) -> None:
+    fake_runai(commands)
+    assert decided(job()) == "v2"
+    assert job().warnings == ()
+
+
+def test_first_client_on_path_decides(first_runai: Path) -> None:
+    assert decided(job()) == "v1"
+    assert runai.script(job()).submit[:3] == ("runai", "submit-dist", "pytorch")
+    assert not first_runai.exists(), "only its help was asked for"
+
+
+def test_flag_wins_over_recipe_and_recipe_over_path(fake_runai: FakeRunAI, tmp_path: Path) -> None:
+    fake_runai(EARLY)
+    file = stated(tmp_path, "client: v1")
+    assert decided(job(file)) == "v1"
+    assert decided(job(file, client="v2")) == "v2"
+
+
+def test_without_a_client_the_later_one_is_assumed_with_a_warning() -> None:
+    found = job()
+    assert decided(found) == "v2"
+    (warning,) = found.warnings
+    assert warning == "no runai on PATH: the command is for the later client; --client v1 names the first one"
+
+
+def test_unknown_client_on_path_is_refused_by_name(fake_runai: FakeRunAI) -> None:
+    fake_runai({"submit-mpi": "--name"})
+    with pytest.raises(UsageError, match=r"runai-bin/runai is no runai client that imgkit knows"):
+        job()
+    assert decided(job(client="v2")) == "v2"
+
+
+def test_unknown_client_in_a_recipe_is_refused_with_its_line(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        job(stated(tmp_path, "client: '2.24'"))
+    assert "mine.yaml:4" in str(caught.value)
+    assert "system.queue.client" in str(caught.value)
+
+
+def test_read_only_volume_is_refused_for_the_later_client() -> None:
+    read_only = ("data:/data:ro",)
+    with pytest.raises(UsageError) as caught:
+        runai.script(job(client="v2", pvcs=read_only))
+    assert caught.value.where == "--pvc"
+    assert "has no option for a read-only volume" in caught.value.what
+    assert "--client v1" in str(caught.value.hint)
+    assert runai.script(job(client="v1", pvcs=read_only)).submit
+
+
+def test_key_of_a_secret_is_refused_where_the_client_on_path_has_no_option(fake_runai: FakeRunAI) -> None:
+    fake_runai(EARLY)
+    with pytest.raises(UsageError) as caught:
+        submit.before_submission(job(env=("WANDB_API_KEY",)))
+    assert caught.value.what.endswith("training pytorch submit has no option --env-secret")
+
+
+def test_words_of_a_program_are_not_split_again_by_later_clients() -> None:
+    assert job(client="v2", command=("dist-run", "$HOME", "a b")).warnings == ()
+
+
+def test_option_that_the_client_on_path_lacks_is_refused_before_submission(fake_runai: FakeRunAI) -> None:
+    fake_runai(
+        {**LATE, "training pytorch submit": LATE["training pytorch submit"].replace("--large-shm", "")}
+    )
+    with pytest.raises(UsageError) as caught:
+        submit.before_submission(job())
+    assert caught.value.what.endswith("runai: training pytorch submit has no option --large-shm")
+    submit.before_submission(job(nodes="1"))
+    submit.before_submission(job(client="v1"))
+
+
+def test_command_that_the_client_on_path_lacks_is_refused_before_submission(first_runai: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        submit.before_submission(job(client="v2"))
+    assert "has no command training pytorch submit" in caught.value.what
+    assert caught.value.hint == "--client v1, the one that is on PATH"
+
+
+def test_options_of_the_user_reach_the_client(fake_runai: FakeRunAI) -> None:
+    """The client refuses them itself, by name, and may have hidden ones."""
+    fake_runai(LATE)
+    submit.before_submission(job(options=("--hidden=1",)))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "commands"), [("1", ["training"]), ("2", ["training", "pytorch"])], ids=["one pod", "two pods"]
+)
+def test_submitted_job_is_followed_by_its_commands(
+    fake_runai: FakeRunAI, nodes: str, commands: list[str]
+) -> None:
+    called = fake_runai(LATE)
+    argv = f"run --detach rcp --nodes {nodes} --image r/x:1 --pvc home:/w -q me -- dist-pi".split()
+    app = build_app(("run", "status", "cancel", "logs"))
+    done = CliRunner().invoke(app, argv)
+    assert (done.exit_code, done.stdout) == (0, "rcp\n"), done.output
+    assert called.read_text().split()[: len(commands) + 2] == [*commands, "submit", "rcp"]
+    assert submit.record_of("rcp").kind == " ".join(commands)
+    done = CliRunner().invoke(app, ["status", "rcp", "--json"])
+    assert json.loads(done.stdout)["output"].split() == [*commands, "describe", "rcp", "--project", "me"]
+    done = CliRunner().invoke(app, ["cancel", "rcp"])
+    assert called.read_text().split() == [*commands, "delete", "rcp", "--project", "me"]
+    done = CliRunner().invoke(app, ["logs", "rcp", "--json"])
+    words = ["runai", *commands, "logs", "rcp", "--follow", "--project", "me"]
+    assert json.loads(done.stdout)["command"] == words
+
+
+def test_record_with_another_kind_starts_nothing() -> None:
+    record = SubmittedJob(
+        id="rcp", system="runai", name="rcp", recipe="rcp", directory=Path("/w"), kind="upgrade --force"
+    )
+    with pytest.raises(UsageError, match="upgrade --force"):
+        runai.cancel_command(record)
+
+
+def test_client_without_effect_is_a_warning() -> None:
+    flags = pods.PodFlags(pvcs=("home:/w",), format="pytorchjob", client="v1")
+    found = resolve(targets.find("rcp"), RCP.changed(system_flags=(flags,)))
+    assert found.warnings == ("--client is not used with --format pytorchjob",)

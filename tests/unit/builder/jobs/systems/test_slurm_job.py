@@ -1,0 +1,140 @@
+"""The Slurm script: words of the user stay words, directives stay lines."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from imgkit_builder.jobs import systems
+from imgkit_builder.jobs.records import SubmittedJob
+from imgkit_builder.jobs.request import JobRequest
+from imgkit_builder.jobs.resolve import resolve
+from imgkit_builder.jobs.systems.slurm import SYSTEM as slurm
+from imgkit_builder.recipe.targets import find
+from imgkit_entrypoints.errors import UsageError
+
+RECIPE = find("mn5")
+REQUEST = JobRequest.of(
+    command=("dist-run",), account="a1", qos="q", time="10m", directory=Path("/w"), nodes="2"
+)
+
+
+def text(**given: Any) -> str:
+    return slurm.script(resolve(RECIPE, REQUEST.changed(**given))).text
+
+
+def srun(script: str) -> list[str]:
+    """The words of the one command that starts the run, as bash reads them."""
+    joined = script.replace(" \\\n", " ")
+    (line,) = [line for line in joined.split("\n") if line.startswith("srun ")]
+    return shlex.split(line)
+
+
+WORDS = st.text(st.characters(exclude_characters="\n\0\r", exclude_categories=("Cs",)), max_size=12)
+
+
+@settings(deadline=None)
+@given(st.lists(WORDS, max_size=4))
+def test_command_reaches_the_program_word_for_word(words: list[str]) -> None:
+    command = srun(text(command=("dist-run", *words)))
+    at = command.index("dist-run")
+    assert command[at : at + 1 + len(words)] == ["dist-run", *words]
+    assert command[at + 1 + len(words) :] == ["&"]
+
+
+def test_job_that_survives_no_failure_is_a_plain_one() -> None:
+    plain, spared = text(nodes="3"), text(nodes="2+1", max_failures=0)
+    settings = "export IMGKIT_NNODES=2+1\nexport IMGKIT_MAX_FAILURES=0\n"
+    assert spared.replace(settings, "") == plain
+
+
+def test_spares_start_in_a_template_of_a_user(tmp_path: Path) -> None:
+    (tmp_path / "slurm.sh.j2").write_text("{{ start }}\n")
+    command = srun(text(templates=tmp_path, nodes="2+1"))
+    assert command[command.index("--wait=0") + 2] == "singularity"  # and not in a shell function of ours
+
+
+def test_interactive_job_with_a_spare_outlives_a_node() -> None:
+    line = text(interactive=True, nodes="2+1")
+    assert line.count("--no-kill") == 2  # of the allocation and of the step
+
+
+@pytest.mark.parametrize("word", ["--x y", "--x='y'", "--x\n#SBATCH --y", "", "--x=$HOME", "--x\\"])
+def test_option_that_is_no_word_is_refused(word: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        text(options=(word,))
+    assert caught.value.where == "--option"
+
+
+@pytest.mark.parametrize("body", ["{{ nothing }}", "{% if %}", "{{ job.nothing.more }}"])
+def test_faulty_template_is_named(tmp_path: Path, body: str) -> None:
+    (tmp_path / "slurm.sh.j2").write_text(body)
+    with pytest.raises(UsageError) as caught:
+        text(templates=tmp_path)
+    assert "slurm.sh.j2" in (caught.value.where or "")
+
+
+def test_commands_name_the_cluster_that_sbatch_named() -> None:
+    record = SubmittedJob(
+        id="7", system="slurm", name="mn5", recipe="mn5", directory=Path("/w"), cluster="two"
+    )
+    for known in (record, dataclasses.replace(record, cluster="")):
+        shell = slurm.shell_command(known, "", "").argv
+        calls = (*slurm.status_commands(known), slurm.cancel_command(known), shell)
+        assert [("--clusters=two" in words) for words in calls] == [bool(known.cluster)] * 5
+
+
+def test_task_of_an_array_has_its_own_folder_and_output() -> None:
+    array = text(options=("--array=0-3%2",))
+    assert "#SBATCH --output=%x-%A_%a.out\n" in array
+    assert 'runs/mn5-${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"\n' in array
+    record = SubmittedJob(id="7", system="slurm", name="mn5", recipe="mn5", directory=Path("/w"), array=True)
+    assert [systems.task_id(record, word) for word in ("7_3", "7_", "7_x", "70_3", "7_[1-2]")] == [
+        "7_3",
+        *[""] * 4,
+    ]
+    with pytest.raises(UsageError, match="7 is an array job") as caught:
+        slurm.log_source(record)
+    assert "7_0" in str(caught.value.hint)
+    task = dataclasses.replace(record, id="7_3", array=False)
+    assert slurm.log_source(task)[-1] == "/w/mn5-7_3.out"
+    assert "squeue --noheader --jobs=7_3 --format=%A" in slurm.shell_command(task, "", "").argv[2]
+
+
+SACCT = """\
+JobID                State                ExitCode    Elapsed               Start                 End NodeList
+-------------------- -------------------- -------- ---------- ------------------- ------------------- --------
+7_0                  COMPLETED                 0:0   00:00:05 2026-11-24T17:16:39 2026-11-24T17:16:44 node1
+7_1                  {} 1:0   00:00:05 2026-11-24T17:16:39 2026-11-24T17:16:44 node2
+"""
+"""Written after the manual of sacct: no accounting ran here."""
+
+
+@pytest.mark.parametrize(
+    ("output", "state"),
+    [
+        (SACCT.format("COMPLETED"), "succeeded"),
+        (SACCT.format("CANCELLED by 1000"), "cancelled"),
+        (SACCT.format("RUNNING"), "running"),
+        ("\n".join(SACCT.splitlines()[:2]), ""),
+        ("Slurm accounting storage is disabled\n", ""),
+        ("JobId=8 JobState=COMPLETED x\nJobId=9 JobState=FAILED x\n", "failed"),
+        ("JobId=8 JobState=COMPLETING x\n", "running"),
+        ("slurm_load_jobs error: Invalid job id specified\n", ""),
+    ],
+)
+def test_state_of_a_job_is_read(output: str, state: str) -> None:
+    assert slurm.parse_status(output).state == state
+
+
+def test_logs_are_where_the_script_writes_them() -> None:
+    record = SubmittedJob(id="7", system="slurm", name="mn5", recipe="mn5", directory=Path("/w"))
+    assert slurm.log_source(record)[-1] == "/w/mn5-7.out"
+    assert "#SBATCH --output=%x-%j.out\n" in text()
+    assert "#SBATCH --chdir=/w\n" in text()

@@ -1,0 +1,295 @@
+"""Images that imgkit did not build: what a look decides, with a fake runtime that answers in its place."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_sif
+
+from imgkit_builder.base.process import Finished
+from imgkit_builder.image import inside
+from imgkit_builder.jobs import bound, container, submit, systems
+from imgkit_builder.jobs.job import Job
+from imgkit_builder.jobs.request import JobRequest
+from imgkit_builder.jobs.resolve import resolve
+from imgkit_builder.recipe.targets import find
+from imgkit_entrypoints import __version__, system
+from imgkit_entrypoints.errors import ToolMissing, UsageError
+
+DIGEST = "0123456789abcdef" * 4
+SEEN = {
+    "version": "3.11.2",
+    "path": "/opt/venv/bin/python",
+    "machine": "x86_64",
+    "site": "/opt/venv/lib/python3.11/site-packages",
+    "torch": "2.5.1",
+    "entry_points": "",
+    "built": False,
+}
+HELLO = JobRequest.of(command=("dist-hello",), image="/site.sif", account="a", qos="acc_debug", time="5m")
+
+
+def job(folder: Path, **given: Any) -> Job:
+    return resolve(find("mn5"), HELLO.changed(directory=folder, **given))
+
+
+def fake(text: str = "", code: int = 0, *, digest: str = DIGEST, **seen: Any) -> bound.Runner:
+    """A fake of the shell and the runtime: the image has `digest`, and its Python sees `seen`."""
+
+    def run(argv: Sequence[str]) -> Finished:
+        if argv[0] == "sh":
+            return Finished(argv=tuple(argv), returncode=0, output=f"{digest}  -\n" if digest else "")
+        said = f"IMGKIT-PYTHON {json.dumps({**SEEN, **seen})}\n"
+        return Finished(argv=tuple(argv), returncode=code, output=text or f"INFO: hello\n{said}bye\n")
+
+    return run
+
+
+def bind(folder: Path, run: bound.Runner, **given: Any) -> Job:
+    return bound.bind(job(folder, **given), run)
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_entry_points_are_bound_and_started_by_the_image_s_python(tmp_path: Path) -> None:
+    made = bind(tmp_path, fake(), env=("A=b",))
+    folder = f"{tmp_path}/imgkit-entrypoints/{bound.name_of(made)}"
+    words = container.start(made, made.command)
+    assert f"{folder}/imgkit_entrypoints:{SEEN['site']}/imgkit_entrypoints:ro" in words
+    assert f"{folder}/system.json:/opt/imgkit/system.json:ro" in words
+    assert words[-8:] == (
+        *("/site.sif", "env", "A=b", SEEN["path"], "-I", "-m", "imgkit_entrypoints", "dist-hello"),
+    )
+    assert made.container.bound
+    assert made.container.bound.version == __version__
+
+
+def test_folder_holds_the_package_and_the_system(tmp_path: Path) -> None:
+    made = bind(tmp_path, fake())
+    bound.write(made)
+    assert made.container.bound
+    folder = Path(made.container.bound.folder)
+    assert system.from_json((folder / "system.json").read_text()) == made.recipe.system
+    assert (folder / "imgkit_entrypoints/__main__.py").is_file()
+    assert (folder / ".gitignore").read_text() == "*\n"  # neither git nor --code takes it for the user's code
+    before = folder.stat().st_mtime_ns
+    bound.write(made)
+    assert folder.stat().st_mtime_ns == before
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_any_other_command_runs_in_any_image(tmp_path: Path) -> None:
+    made = bind(tmp_path, fake(torch=""), command=("sh", "-c", "date"), activate="A=1")
+    assert made.container.bound is None
+    words = container.start(made, made.command)
+    assert words[-5:] == ("bash", "A=1", "sh", "-c", "date")
+
+
+def test_folder_that_another_could_change_is_refused(tmp_path: Path) -> None:
+    made = bind(tmp_path, fake())
+    assert made.container.bound
+    place = Path(made.container.bound.folder)
+    place.parent.mkdir()
+    place.symlink_to(tmp_path)
+    with pytest.raises(UsageError, match="the job would execute what is in it"):
+        bound.write(made)
+
+
+def test_image_is_looked_at_once(tmp_path: Path) -> None:
+    bind(tmp_path, fake())
+    assert bind(tmp_path, fake("no answer any more")).container.bound
+    with pytest.raises(UsageError, match="no answer any more"):
+        bind(tmp_path, fake("no answer any more", digest="f" * 64))
+
+
+def test_image_that_has_entry_points_is_left_alone(tmp_path: Path) -> None:
+    assert (
+        bind(tmp_path, fake(built=True, entry_points="/usr/lib/python3/dist-packages")).container.bound
+        is None
+    )
+
+
+def test_chosen_python_of_imgkit_s_own_image_is_bound_over_it(tmp_path: Path) -> None:
+    made = bind(tmp_path, fake(built=True, entry_points="/opt/x"), python="/opt/x/bin/python")
+    assert made.container.bound
+    assert made.container.bound.site == "/opt/x"
+
+
+@pytest.mark.parametrize(
+    ("run", "given", "what"),
+    [
+        (fake(version="3.9.18"), {}, "/opt/venv/bin/python, is 3.9.18; the entry points need Python 3.10"),
+        (fake(version="2.7.5", site=""), {}, "is 2.7.5; the entry points need"),
+        (fake(torch=""), {}, "is 3.11.2 and has no torch"),
+        (fake(machine="aarch64"), {}, "is 3.11.2 and for aarch64, but the nodes are amd64"),
+        (fake(torch="2.5.1+rocm6.2"), {}, "torch 2.5.1+rocm6.2 of this image is for AMD GPUs"),
+        (fake(site=""), {}, "has no folder of packages"),
+        (fake(site="/opt/a:b"), {}, "has no folder of packages"),
+        (fake("no program python3\n", 127), {}, "found no Python in it: no program python3"),
+        (fake("FATAL: no such option\n", 255), {}, "found no Python in it: FATAL: no such option"),
+        (
+            fake("a\nno such env\n", 3),
+            {"activate": "source x"},
+            "the command fails in /site.sif: no such env",
+        ),
+        (fake(digest=""), {}, "/site.sif does not exist or cannot be read on the remote"),
+        (fake(), {"python": "bin/python"}, "'bin/python' is not a Python of the image"),
+        (fake(), {"python": "/x", "command": ("sh",)}, "the job runs none"),
+        (fake(), {"python": "/a:b"}, "is not a Python of the image"),
+        (fake(), {"activate": "a\nb"}, "holds a control character"),
+        (fake(), {"python": "/x", "runtime": "host", "image": ""}, "host binds nothing into an image"),
+    ],
+)
+def test_image_that_cannot_run_the_entry_points_is_refused(
+    tmp_path: Path, run: bound.Runner, given: dict[str, Any], what: str
+) -> None:
+    with pytest.raises(UsageError, match=re.escape(what)):
+        bind(tmp_path, run, **given)
+
+
+def test_missing_runtime_names_its_module(tmp_path: Path) -> None:
+    with pytest.raises(ToolMissing, match="'module load singularity' fails here: bash: singularity: command"):
+        bind(tmp_path, fake("bash: singularity: command not found\n", 127))
+
+
+def test_encrypted_sif_is_refused(tmp_path: Path) -> None:
+    path = small_sif.write(tmp_path / "secret.sif", recorded=False)
+    data = path.read_bytes()
+    plain, encrypted = (kind.to_bytes(4, "little") + (2).to_bytes(4, "little") for kind in (1, 5))
+    assert data.count(plain + b"02") == 1
+    path.write_bytes(data.replace(plain + b"02", encrypted + b"02"))
+    with pytest.raises(UsageError, match="the \\.sif is encrypted"):
+        bound.bind(job(tmp_path, image=str(path)))
+
+
+def test_foreign_architecture_is_named_before_a_look(tmp_path: Path) -> None:
+    path = small_sif.write(tmp_path / "arm.sif", recorded=False, arch="arm64")
+    prepared = submit.prepare("mn5", HELLO.changed(image=str(path), directory=tmp_path))
+    assert submit.look_into(prepared) is prepared
+    assert isinstance(prepared.job, Job)
+    with pytest.raises(UsageError, match="the image is for arm64, but the nodes are amd64"):
+        submit.before_submission(prepared.job)
+
+
+def test_sif_of_imgkit_is_not_looked_at(tmp_path: Path) -> None:
+    assert not bound.is_foreign(job(tmp_path, image=str(small_sif.write(tmp_path / "own.sif"))))
+    assert bound.is_foreign(job(tmp_path, image=str(small_sif.write(tmp_path / "b.sif", recorded=False))))
+
+
+def test_digest_of_the_job_is_the_one_that_was_looked_at(tmp_path: Path) -> None:
+    image = tmp_path / "an image"
+    image.write_bytes(bytes(200_000))
+    digests: list[str] = []
+
+    def run(argv: Sequence[str]) -> Finished:
+        if argv[0] != "sh":
+            return fake()(argv)
+        done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=True)
+        digests.append(done.stdout)
+        return Finished(argv=tuple(argv), returncode=0, output=done.stdout)
+
+    made = bind(tmp_path, run, image=str(image))
+    line = container.exports(made)[-1]
+    shell = ("bash", "-c", f"{line}\necho starts")
+    assert subprocess.run(shell, stdout=subprocess.PIPE, check=True).stdout == b"starts\n"
+    for change in (lambda: image.write_bytes(bytes(199_999) + b"x"), image.unlink):
+        change()
+        done = subprocess.run(shell, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert (
+            f"imgkit: {image} has changed since its job was submitted, or this node lacks it" in done.stderr
+        )
+
+
+@pytest.mark.parametrize(
+    ("activate", "output", "code"),
+    [
+        ("PATH=/x:$PATH; A=1", "1 a b\n", 0),
+        ("$WITH_CONDA", "2 a b\n", 0),
+        ("${WITH_CONDA}", "2 a b\n", 0),
+        ("echo noise; A=3", "3 a b\n", 0),
+        ("false", "", 3),
+        ("exit 7", "", 7),
+    ],
+)
+def test_activation_runs_before_the_command(
+    tmp_path: Path, activate: str, output: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = bind(tmp_path, fake(), activate=activate)
+    words = container.start(made, ("sh", "-c", 'echo "$A $1 $2"', "sh", "a", "b"))
+    monkeypatch.setenv("WITH_CONDA", "true && export A=2")
+    monkeypatch.setenv("A", "0")
+    done = subprocess.run(words[words.index("/site.sif") + 1 :], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == (output, code)
+    assert ("--activate failed with exit code 1: false" in done.stderr) == (activate == "false")
+
+
+PODMAN = """\
+extends: mn5
+system: {runtime: {kind: docker, command: podman, options: [--gpu]}}
+"""
+
+
+@pytest.mark.parametrize("text", ["", "WARN: no network\n"])
+def test_image_of_podman_is_known_by_its_id(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "pod.yaml"
+    file.write_text(PODMAN)
+
+    def run(argv: Sequence[str]) -> Finished:
+        if argv[1:3] == ("image", "inspect"):
+            return Finished(argv=tuple(argv), returncode=0, output=f"{text}sha256:{DIGEST}\n")
+        return fake()(argv)
+
+    request = HELLO.changed(image="docker.io/site/torch:1", directory=tmp_path, nodes="2")
+    made = bound.bind(resolve(find(file), request), run)
+    lines = systems.named("slurm").script(made).text
+    assert f"""podman image inspect --format '{{{{.Id}}}}' "$image")" != "sha256:{DIGEST}" ]""" in lines
+    assert f"--volume {tmp_path}/imgkit-entrypoints/" in lines.replace(" \\\n    ", " ")
+    checked(lines)
+
+
+def checked(script: str) -> None:
+    """Fail where shellcheck finds something in `script`."""
+    name = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
+    assert name, "shellcheck is not installed; pip install -e '.[dev]'"
+    argv = (name, "--shell=bash", "--severity=style", "--exclude=SC2016", "-")
+    done = subprocess.run(argv, input=script, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{script}\n{done.stdout}"
+
+
+@pytest.mark.parametrize("noise", ["", "print('welcome')", "import sys; sys.stdout.write('no line end')"])
+def test_python_that_prints_at_its_start_is_understood(
+    tmp_path: Path, noise: str, run_python: Callable[[str], str]
+) -> None:
+    seen = inside.parse_python(run_python(noise))
+    assert seen
+    assert seen.path.startswith("/")
+    assert tuple(map(int, seen.version.split(".")[:2])) >= (3, 10)
+    assert not seen.built
+
+
+@pytest.fixture
+def run_python(tmp_path: Path) -> Callable[[str], str]:
+    def run(noise: str) -> str:
+        argv = inside.python_argv()
+        argv[4] = f"{noise}\n{argv[4]}"
+        return subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+    return run
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"version": 3}', "[" * 100, "null"])
+def test_answer_in_another_form_is_none(text: str) -> None:
+    assert inside.parse_python(f"IMGKIT-PYTHON {text}\n") is None

@@ -1,0 +1,412 @@
+"""Which files of ``--code DIR`` go to the nodes, what is refused, and that equal folders give equal bytes."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+import tarfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stored_images import archive
+
+from imgkit_builder.base.progress import Silent
+from imgkit_builder.image.context import LargeContext
+from imgkit_builder.jobs import code, container
+from imgkit_builder.jobs.code_tree import CodeTree
+from imgkit_builder.jobs.job import CodeRecord
+from imgkit_builder.jobs.request import JobRequest
+from imgkit_builder.jobs.resolve import resolve
+from imgkit_builder.oci.manifest import InstalledProject
+from imgkit_builder.recipe.targets import find
+from imgkit_builder.sif import convert
+from imgkit_builder.sif.conversion import Options
+from imgkit_builder.sif.entries import Archive
+from imgkit_builder.workflow import baked
+from imgkit_entrypoints.errors import UsageError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "it's my code"
+    (made / "a b").mkdir(parents=True)
+    (made / "train.py").write_text("print(1)\n")
+    (made / "a b/run").write_text("#!/bin/sh\n")
+    (made / "a b/run").chmod(0o700)
+    return made
+
+
+def read(folder: Path, *, large: bool = False, **flags: object) -> code.CodeFolder:
+    return code.read(JobRequest.of(code=folder).changed(**flags), large=large, report=Silent())
+
+
+def names(found: CodeTree) -> list[str]:
+    return list(found.files)
+
+
+def git(folder: Path, *words: str) -> None:
+    own = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+    subprocess.run(["git", "-C", folder, *own, *words], check=True, capture_output=True)
+
+
+def write(found: code.CodeFolder, target: Path) -> dict[str, tuple[int, int, bytes]]:
+    """Write the folder of the code; the result has mode, time and content of each file."""
+    found.tree.write(target)
+    files = [path for path in target.rglob("*") if path.is_file() and not path.is_symlink()]
+    return {
+        str(path.relative_to(target)): (path.stat().st_mode, int(path.stat().st_mtime), path.read_bytes())
+        for path in files
+    }
+
+
+def test_same_folder_gives_the_same_files(folder: Path, tmp_path: Path) -> None:
+    first = read(folder)
+    data = write(first, tmp_path / "1")
+    assert {mode & 0o777 for mode, _, _ in data.values()} == {0o444, 0o555}  # what waits is not edited
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    (other / "train.py").chmod(0o600)
+    (other / "a b/run").chmod(0o755)
+    os.utime(other / "train.py", (5, 5))
+    second = read(other)
+    assert second.record.sha256 == first.record.sha256
+    assert write(second, tmp_path / "2") == data
+
+
+def test_edit_of_the_same_size_changes_the_time(folder: Path, tmp_path: Path) -> None:
+    """Python would else take bytecode of the old version for current."""
+    _, before_s, before = write(read(folder), tmp_path / "1")["workspace/train.py"]
+    (folder / "train.py").write_text("print(2)\n")
+    _, after_s, after = write(read(folder), tmp_path / "2")["workspace/train.py"]
+    assert len(before) == len(after)
+    assert before_s != after_s
+
+
+def test_links_are_stored_and_never_followed(folder: Path, tmp_path: Path) -> None:
+    (folder / "away").symlink_to("/etc/hostname")
+    (folder / "gone").symlink_to(".//nowhere")
+    (folder / "back").symlink_to("..")
+    write(read(folder), tmp_path / "x")
+    links = [path for path in (tmp_path / "x/workspace").iterdir() if path.is_symlink()]
+    found = {path.name: os.readlink(path) for path in links}  # noqa: PTH115 - Path.readlink loses ./ and //
+    assert found == {"away": "/etc/hostname", "gone": ".//nowhere", "back": ".."}
+
+
+@pytest.mark.parametrize("with_git", [True, False], ids=["git", "no git"])
+def test_ignored_files_stay_here(folder: Path, with_git: bool) -> None:
+    for name, text in ((".gitignore", "*.log\n"), (".dockerignore", "data\n"), ("x.log", ""), ("new.py", "")):
+        (folder / name).write_text(text)
+    (folder / "data").mkdir()
+    (folder / "data/big").touch()
+    if with_git:
+        git(folder, "init", "--quiet")
+    assert names(read(folder).tree) == [".dockerignore", ".gitignore", "a b", "a b/run", "new.py", "train.py"]
+
+
+@pytest.mark.programs("mksquashfs", "unsquashfs")
+def test_ignored_files_that_the_image_has_are_named(call: Any, folder: Path, tmp_path: Path) -> None:
+    (folder / ".gitignore").write_text("*.so\nweights/\ndata/\n")
+    git(folder, "init", "--quiet")
+    image, sqsh = tmp_path / "image", tmp_path / "x.sqsh"
+    for root in (folder, image / "workspace"):
+        (root / "weights").mkdir(parents=True)
+        (root / "_c.so").touch()
+    (folder / "data").mkdir()
+    (folder / "away.so").symlink_to("_c.so")
+    (image / "workspace/away.so").symlink_to("_c.so")
+    (image / "other.so").touch()
+    subprocess.run(["mksquashfs", image, sqsh, "-quiet", "-no-progress"], check=True)
+    site = ("-A", "bsc98", "--qos", "acc_debug", "--time", "10m", "--dry-run")
+    code, _, err = call("run", "mn5", "--image", sqsh, "--code", folder, *site, "--", "true")
+    assert code == 0, err
+    named = [row for row in err.splitlines() if "not in the job" in row]
+    ignored = "_c.so, away.so, weights/ (git, Docker or imgkit ignores it)"
+    assert named == [
+        f"imgkit: not in the job: {ignored}; the image has it in /workspace, over which --code lies"
+    ]
+
+
+def test_git_itself_says_what_it_ignores(folder: Path) -> None:
+    git(folder, "init", "--quiet")
+    (folder / ".git/info/exclude").write_text("*.tmp\n")
+    (folder / ".gitignore").write_text("kept.log\n")
+    for name in ("x.tmp", "kept.log"):
+        (folder / name).touch()
+    git(folder, "add", "--force", "kept.log")
+    inside = folder / "a b/inside"
+    inside.mkdir()
+    for name in ("one", "two.o"):
+        (inside / name).touch()
+    git(inside, "init", "--quiet")
+    (inside / ".git/info/exclude").write_text("*.o\n")
+    wanted = [".gitignore", "a b", "a b/inside", "a b/inside/one", "a b/run", "kept.log", "train.py"]
+    assert names(read(folder).tree) == wanted
+
+
+def test_program_that_a_folder_names_does_not_run(folder: Path, tmp_path: Path) -> None:
+    git(folder, "init", "--quiet")
+    git(folder, "add", ".")
+    git(folder, "commit", "--quiet", "-m", "1")
+    ran = tmp_path / "ran"
+    hook = tmp_path / "hook"
+    hook.write_text(f"#!/bin/sh\ntouch '{ran}'\n")
+    hook.chmod(0o755)
+    git(folder, "config", "core.fsmonitor", str(hook))
+    read(folder)
+    assert not ran.exists()
+    git(folder, "status")
+    assert ran.exists()  # git alone would have run it
+
+
+def test_folder_that_git_ignores_counts_when_named(folder: Path) -> None:
+    git(folder, "init", "--quiet")
+    (folder / ".gitignore").write_text("a b/\n")
+    assert names(read(folder / "a b").tree) == ["run"]
+
+
+def test_record_says_what_is_committed(folder: Path) -> None:
+    assert read(folder).record.git == ""
+    git(folder, "init", "--quiet")
+    git(folder, "add", ".")
+    git(folder, "commit", "--quiet", "-m", "1")
+    git(folder, "tag", "-a", "v1", "-m", "1")
+    clean = read(folder).record
+    assert (clean.git, clean.uncommitted) == ("v1", False)
+    for name in ("mine.sif", ".imgkit-lock.x.sif", "a b/.imgkit-0a1b2c3d.x.part"):
+        (folder / name).touch()
+    assert read(folder).record == clean  # what a submission leaves there is no code
+    (folder / "new.py").touch()
+    assert read(folder).record.uncommitted
+    (folder / "train.py").write_text("print(3)\n")
+    assert read(folder).record.git == "v1-dirty"
+
+
+@pytest.mark.parametrize("name", [".env", "server.pem", "id_rsa", "conf/.env"])
+def test_secret_names_are_refused_until_allowed(folder: Path, name: str) -> None:
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text("x")
+    with pytest.raises(UsageError, match="usually hold secrets") as caught:
+        read(folder)
+    assert "--allow " in str(caught.value.hint)
+    (folder / ".dockerignore").write_text(f"{name}\n")
+    assert name not in names(read(folder).tree)
+    assert name in names(read(folder, allow=(name,)).tree)
+
+
+def test_folder_that_is_none_is_refused(folder: Path) -> None:
+    (folder / "empty").mkdir()
+    for name, message in (
+        ("train.py", "not a directory"),
+        ("gone", "no such directory"),
+        ("empty", "every file is ignored"),
+    ):
+        with pytest.raises(UsageError, match=message) as caught:
+            read(folder / name)
+        assert name in str(caught.value.where)
+
+
+def test_fifo_in_the_folder_is_refused(folder: Path) -> None:
+    os.mkfifo(folder / "pipe")
+    with pytest.raises(UsageError, match="only files, folders and links"):
+        read(folder)
+
+
+def test_large_code_needs_a_leave(folder: Path) -> None:
+    with (folder / "data.bin").open("wb") as file:
+        file.truncate(code.LARGE_BYTES)
+    with pytest.raises(LargeContext, match=r"data\.bin 100\.0 MB") as caught:
+        read(folder)
+    assert "--yes" in str(caught.value.hint)
+    assert read(folder, large=True).tree.size_bytes > code.LARGE_BYTES
+
+
+@pytest.mark.parametrize(
+    "text", ["print(2)\n", "print(10)\n", "", None], ids=["other", "more", "less", "gone"]
+)
+def test_change_while_it_is_read_is_refused(folder: Path, tmp_path: Path, text: str | None) -> None:
+    found = read(folder)
+    if text is None:
+        (folder / "train.py").unlink()
+    else:
+        (folder / "train.py").write_text(text)
+    with pytest.raises(UsageError, match="changed while imgkit read it"):
+        write(found, tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"code": Path(), "runtime": "docker"}, "docker does not run one"),
+        ({"allow": ("x",)}, "--allow without --code"),
+    ],
+    ids=lambda part: "" if isinstance(part, dict) else part,
+)
+def test_code_that_means_nothing_is_refused(flags: dict[str, object], message: str) -> None:
+    request = JobRequest.of(**{"command": ("dist-hello",), "runtime": "singularity", **flags})  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=message):
+        resolve(find("cpu"), request)
+
+
+def test_code_is_bound_over_the_image(folder: Path) -> None:
+
+    request = JobRequest.of(command=("dist-hello",), runtime="singularity", code=folder)
+    job = resolve(find("cpu"), request)
+    record = CodeRecord(sha256="ab", git="", uncommitted=True)
+    words = container.start(container.with_code(job, record, "/d/code"), ("true",))
+    binds = [word for before, word in itertools.pairwise(words) if before == "--bind"]
+    assert binds[:2] == [
+        "/d/code/workspace:/workspace:ro",
+        "/d/code/opt/imgkit/code.json:/opt/imgkit/code.json:ro",
+    ]
+    assert "IMGKIT_CODE=ab" in words
+    with pytest.raises(UsageError, match="cannot be used in a job"):
+        container.with_code(job, record, "/d/a,b")
+
+
+PYPROJECT = '[tool.x]\nname = "no"\n[project]  # mine\nname = "My_Proj"\n'
+MINE = InstalledProject(name="my-proj", step=0)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A recipe beside a project in the folder src/, whose distribution has another name than its package."""
+    folder = tmp_path / "p"
+    for name, text in {
+        "pyproject.toml": PYPROJECT,
+        "src/mypkg/__init__.py": "",
+        "scripts/run.py": "",
+        "lib/namespace/group/mypkg/__init__.py": "",
+        "modules/src/module.py": "",
+        "train.py": "",
+        "mine.yaml": "image:\n  base: a:1\n  pip:\n    - packages: [x]\n    - project: .\n",
+    }.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("sent", "installed", "message", "hint"),
+    [
+        (".", MINE, "but the image runs its copy in site-packages", "`editable: /workspace`"),
+        ("..", MINE, "has the project my-proj in /workspace/p,", "`editable: /workspace/p`"),
+        ("src", MINE, "is only a part of the project my-proj", "the whole folder"),
+        ("src/mypkg", replace(MINE, folder="/workspace"), "is only a part", "the whole folder"),
+        (
+            ".",
+            replace(MINE, folder="/workspace/p"),
+            "the image runs that in /workspace/p",
+            "`editable: /work",
+        ),
+        (".", replace(MINE, folder="/workspace"), "", ""),
+        ("..", replace(MINE, folder="/workspace/p"), "", ""),
+        (".", replace(MINE, name="other"), "", ""),
+        ("scripts", MINE, "", ""),
+        ("lib", MINE, "is only a part of the project my-proj", "the whole folder"),
+        ("modules/src", MINE, "is only a part of the project my-proj", "the whole folder"),
+    ],
+)
+def test_project_that_the_image_has_elsewhere_is_refused(
+    project: Path, sent: str, installed: InstalledProject, message: str, hint: str
+) -> None:
+    found, image = read(project / sent), replace(find("cpu"), projects=(installed,), positions={})
+    if not message:
+        code.refuse_unused(found, image, None)
+        return
+    with pytest.raises(UsageError, match=message) as caught:
+        code.refuse_unused(found, image, None)
+    assert hint in str(caught.value.hint)
+
+
+def test_refused_project_names_the_recipes_line(project: Path) -> None:
+    with pytest.raises(UsageError, match="the project my-proj") as caught:
+        code.refuse_unused(read(project), find(project / "mine.yaml"), None)
+    assert caught.value.where == "mine.yaml:5"
+    assert "`editable: /workspace` in image.pip[1] of the recipe mine" in str(caught.value.hint)
+    (project / "mine.yaml").write_text((project / "mine.yaml").read_text() + "      editable: /workspace/\n")
+    code.refuse_unused(read(project), find(project / "mine.yaml"), None)
+
+
+DIRECT = '{"dir_info": {"editable": %s}, "url": "file:///workspace%%20a"}'
+
+
+@pytest.mark.programs("mksquashfs")
+@pytest.mark.parametrize(
+    ("direct_url", "folder"),
+    [(DIRECT % "true", "/workspace a"), (DIRECT % "false", ""), ("{}", ""), ("", ""), ("[", "")],
+)
+def test_project_that_any_command_installed_is_found(tmp_path: Path, direct_url: str, folder: str) -> None:
+    info = "usr/lib/python3/dist-packages/My_Proj-1.dist-info"
+    files = [(tarfile.TarInfo(f"{info}/METADATA"), b"")]
+    if direct_url:
+        files.append((tarfile.TarInfo(f"{info}/direct_url.json"), direct_url.encode()))
+        files[-1][0].size = len(direct_url)
+    (tmp_path / "x.tar").write_bytes(archive([files], config={"Env": ["PATH=/x/bin:/usr/bin"]}))
+    convert.convert(Archive(path=tmp_path / "x.tar"), tmp_path / "x.sif", Options(test=False), Silent())
+    assert baked.projects(tmp_path / "x.sif", "my-proj") == (InstalledProject(name="my-proj", folder=folder),)
+    assert baked.projects(tmp_path / "x.sif", "proj") == ()
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("dist-run train.py", "/p/train.py"),
+        ("dist-run ./train.py", "/p/train.py"),
+        ("python3 {p}/train.py", "/p/train.py"),
+        ("python3 scripts/../train.py", "/p/train.py"),
+        ("dist-run x --config=1 -- train.py", "/p/train.py"),
+        ("dist-run -m train", "/p/train.py"),
+        ("dist-run -m scripts.run", "/p/scripts"),
+        ("dist-run -m mypkg", ""),
+        ("dist-run /workspace/train.py scripts", ""),
+    ],
+)
+def test_file_of_the_jobs_folder_is_refused(project: Path, command: str, message: str) -> None:
+    words = tuple(command.format(p=project).split())
+    job = resolve(find("cpu"), JobRequest.of(command=words, runtime="singularity", directory=project))
+    if not message:
+        code.refuse_shadowed(read(project), job)
+        return
+    with pytest.raises(UsageError, match=message):
+        code.refuse_shadowed(read(project), job)
+    if "{p}" not in command:
+        code.refuse_shadowed(read(project), replace(job, directory=project / "src"))
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("dist-run train.py", ""),
+        ("dist-run -m scripts.run", ""),
+        ("dist-run {p}/train.py", "/p/train.py"),
+        ("python3 ../{p}/train.py", "/p/train.py"),
+    ],
+)
+def test_command_that_starts_in_the_code_reads_it(
+    project: Path, command: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where this machine has a folder /workspace of its own."""
+    monkeypatch.setattr("os.path.lexists", lambda _: True)
+    words = tuple(command.format(p=project).split())
+    request = JobRequest.of(command=words, runtime="singularity", directory=project, code=project)
+    job = resolve(find("cpu"), request)
+    if not message:
+        code.refuse_shadowed(read(project), job)
+        return
+    with pytest.raises(UsageError, match=message):
+        code.refuse_shadowed(read(project), job)
+
+
+def test_folder_bound_over_the_code_is_refused(project: Path) -> None:
+    for target, fine in (("/workspace", False), ("/workspace/p", False), ("/data", True)):
+        request = JobRequest.of(command=("true",), binds=(f"{project}:{target}:ro",), runtime="singularity")
+        job = replace(resolve(find("cpu"), request), recipe=replace(find("cpu"), projects=(MINE,)))
+        if fine:
+            code.refuse_unused_bind(job, None)
+            continue
+        with pytest.raises(UsageError, match=f"has the project my-proj in {target}, but"):
+            code.refuse_unused_bind(job, None)

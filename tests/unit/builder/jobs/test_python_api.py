@@ -1,0 +1,73 @@
+"""The Python API: the example of its page runs, it prints nothing by itself, and its names are there."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import imgkit_builder as imgkit
+
+PAGE = Path(__file__).parents[4] / "docs/reference/api.md"
+
+
+def blocks() -> list[str]:
+    """The Python examples of the page."""
+    return re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def test_example_of_the_page_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(compile(blocks()[0], str(PAGE), "exec"), {})  # noqa: S102 - a page of this checkout
+    shown = capsys.readouterr()
+    assert "cpu:latest" in shown.out
+    assert "#SBATCH --qos=acc_debug" in shown.out
+    assert "no recipe" in shown.out
+    assert shown.err == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_name_is_there_and_listed() -> None:
+    assert sorted(imgkit.__all__) == [name for name in dir(imgkit) if name in imgkit.__all__]
+    for name in imgkit.__all__:
+        assert getattr(imgkit, name) is not None
+
+
+def test_unknown_name_is_refused() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'biuld'"):
+        imgkit.biuld  # noqa: B018
+
+
+def test_functions_are_silent_by_default(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("build", "plan", "build_sif", "convert", "smoke_test", "run"):
+        default = inspect.signature(getattr(imgkit, name)).parameters["report"].default
+        assert default is None or type(default).__name__ == "Silent"
+    imgkit.plan("cpu")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_values_cannot_be_changed() -> None:
+    plan = imgkit.plan("cpu")
+    with pytest.raises(AttributeError):
+        plan.tag = "other"  # type: ignore[misc]
+
+
+def test_both_kinds_of_lock_are_refused() -> None:
+    request = imgkit.BuildRequest(locked=True, no_lock=True)
+    with pytest.raises(imgkit.ImgkitError, match="--locked cannot be combined with --no-lock"):
+        imgkit.build("cpu", request)
+
+
+def test_standard_input_needs_a_name() -> None:
+    with pytest.raises(imgkit.ImgkitError, match="no name yet"):
+        imgkit.convert("-")
+
+
+def test_job_that_makes_a_sif_is_for_this_machine() -> None:
+    request = imgkit.JobRequest.of(archive=Path("mn5.tar"))
+    with pytest.raises(imgkit.ImgkitError, match=r"makes its \.sif where it is submitted"):
+        imgkit.run("mn5", request, on="far")

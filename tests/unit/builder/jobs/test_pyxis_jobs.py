@@ -1,0 +1,489 @@
+"""Jobs that pyxis starts. pyxis and enroot are not here; tests/lab/job/test_pyxis_real.py starts them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import posixpath
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_sif
+
+from imgkit_builder.base.progress import Silent
+from imgkit_builder.jobs import bound, code, container, pyxis, submit
+from imgkit_builder.jobs.job import Job
+from imgkit_builder.jobs.request import JobRequest
+from imgkit_builder.jobs.resolve import resolve
+from imgkit_builder.oci import manifest as manifest_of
+from imgkit_builder.oci.manifest import MANIFEST_JSON, BaseImage, Manifest
+from imgkit_builder.recipe.targets import Target, find
+from imgkit_builder.sif import sqsh
+from imgkit_entrypoints import system
+from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
+from imgkit_entrypoints.system import Fabric, Runtime
+
+MANIFEST = Manifest(
+    imgkit="0.3.0",
+    recipe="cpu",
+    recipe_sha256="ab",
+    base=BaseImage(name="example.org/base:1"),
+    platform="linux/amd64",
+    wheel_sha256="cd",
+)
+needs_squasher = pytest.mark.programs("mksquashfs", "unsquashfs")
+HELLO = JobRequest.of(command=("dist-hello",), nodes="2", time="1h", directory=Path("/home/me/run"))
+
+
+def recipe(**runtime: Any) -> Target:
+    found = find("cpu")
+    facts = dataclasses.replace(
+        found.system, scheduler="slurm", runtime=Runtime(kind="pyxis", **runtime), fabric=Fabric()
+    )
+    return dataclasses.replace(found, system=facts)
+
+
+def job(of: Target | None = None, **given: Any) -> Job:
+    return resolve(of or recipe(), HELLO.changed(**given))
+
+
+def words(of: Job) -> tuple[str, ...]:
+    return container.start(of, of.command)
+
+
+def option(name: str, of: Job) -> str:
+    (found,) = [word.partition("=")[2] for word in words(of) if word.startswith(f"--container-{name}=")]
+    return found
+
+
+def started(of: Job, environment: Path, *command: str) -> str:
+    """What the command prints, started as in the container whose /etc/environment is `environment`."""
+    argv = container.start(of, command)
+    argv = tuple(word.replace("/etc/environment", str(environment)) for word in argv[argv.index("sh") :])
+    env = {**os.environ, "PATH": "/usr/bin:/bin", "LD_LIBRARY_PATH": "/own"}
+    return subprocess.run(argv, env=env, capture_output=True, text=True, check=True).stdout
+
+
+def squashed(path: Path, *, manifest: bool = True, arch: str = "amd64", compression: str = "gzip") -> Path:
+    """A .sqsh with the system of `recipe`; without a manifest, as another program writes it."""
+    folder = path.parent / f"{path.name}.folder"
+    (folder / "opt/imgkit").mkdir(parents=True, exist_ok=True)
+    (folder / system.SYSTEM_JSON.relative_to("/")).write_text(system.to_json(recipe().system))
+    if manifest:
+        (folder / MANIFEST_JSON.lstrip("/")).write_text(manifest_of.to_json(MANIFEST))
+    subprocess.run(
+        ["mksquashfs", folder, path, "-comp", compression, "-quiet", "-no-progress"],
+        check=True,
+        capture_output=True,
+    )
+    if manifest:
+        made = dataclasses.replace(small_sif.record(), arch=arch)
+        sqsh.Sqsh().put_record(path, made, lambda *_: None)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("given", "image"),
+    [
+        ("", "/home/me/run/cpu.sqsh"),
+        ("/images/a.sqsh", "/images/a.sqsh"),
+        ("images/a.sqsh", "/home/me/run/images/a.sqsh"),
+        ("./a", "/home/me/run/a"),
+        ("nvcr.io#nvidia/pytorch:24.03-py3", "nvcr.io#nvidia/pytorch:24.03-py3"),
+        ("me@nvcr.io#nvidia/pytorch", "me@nvcr.io#nvidia/pytorch"),
+        ("pytorch/pytorch:2.5.1", "pytorch/pytorch:2.5.1"),
+        ("ubuntu", "ubuntu"),
+    ],
+)
+def test_image_is_a_file_or_a_name(given: str, image: str) -> None:
+    assert option("image", job(image=given)) == image
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ("nvcr.io/nvidia/pytorch:24.03-py3", "--image nvcr.io#nvidia/pytorch:24.03-py3"),
+        ("docker://nvcr.io/nvidia/pytorch", "--image nvcr.io#nvidia/pytorch"),
+        ("localhost/a", "--image localhost#a"),
+        ("host:5000/a:1", "--image host:5000#a:1"),
+        ("a.sif", "imgkit sif IMAGE -o NAME.sqsh"),
+        ("-x", "REGISTRY#NAME:TAG, or a .sqsh"),
+        ("a b", "REGISTRY#NAME:TAG, or a .sqsh"),
+    ],
+)
+def test_other_images_are_refused(given: str, hint: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        job(image=given)
+    assert caught.value.hint == hint
+
+
+def test_mounts_and_folder_are_options_of_srun() -> None:
+    made = job(recipe(binds=("/scratch",)), binds=("/data/v1:/data:ro",), secret_file=Path("/home/me/secret"))
+    assert option("mounts", made) == (
+        "/scratch:/scratch,/data/v1:/data:ro,/home/me/secret:/home/me/secret:ro,/home/me/run:/home/me/run"
+    )
+    assert option("workdir", made) == "/home/me/run"
+    assert "--no-container-mount-home" in words(made)
+    assert option("workdir", job(workdir="/opt/a")) == "/opt/a"
+
+
+def test_home_is_mounted_where_the_recipe_says_so() -> None:
+    made = words(job(recipe(options=("--container-mount-home",))))
+    assert "--container-mount-home" in made
+    assert "--no-container-mount-home" not in made
+
+
+def test_path_is_that_of_the_image(tmp_path: Path) -> None:
+    file = tmp_path / "environment"
+    file.write_text("A=$(touch x)\nPATH=/opt/a b/bin:/usr/bin\nPATHS=/no\nLD_LIBRARY_PATH=/no")
+    assert started(job(), file, "printenv", "PATH") == "/opt/a b/bin:/usr/bin\n"
+    assert started(job(env=("PATH=/bin",)), file, "printenv", "PATH") == "/bin\n"
+    file.write_text('PATH="/usr/bin:/quoted"\n')
+    assert started(job(), file, "printenv", "PATH") == "/usr/bin:/bin\n"
+    assert started(job(), tmp_path / "none", "printenv", "PATH") == "/usr/bin:/bin\n"
+
+
+def test_libraries_of_the_host_come_first(tmp_path: Path) -> None:
+    made = job(recipe(host_libs=("/opt/aws",)))
+    assert "/opt/aws:/opt/aws:ro," in option("mounts", made)
+    assert started(made, tmp_path / "none", "printenv", "LD_LIBRARY_PATH") == "/opt/aws:/own\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({"nodes": "4+1"}, "--nodes 4+1: with pyxis the whole step is in the container"),
+        ({"binds": ("/a b",)}, "pyxis cannot mount '/a b'"),
+        ({"binds": ("/a#b:/b",)}, "pyxis cannot mount '/a#b:/b'"),
+        ({"directory": Path("/home/me/my run")}, "pyxis cannot mount '/home/me/my run'"),
+    ],
+)
+def test_what_pyxis_cannot_do_is_refused(given: dict[str, Any], what: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        job(**given)
+    assert caught.value.what.startswith(what)
+
+
+SHELL = {
+    "PYXIS_CONTAINER_NAME": "other",
+    "PYXIS_CONTAINER_UNSHARE": "net",
+    "ENROOT_UNSHARE_NET": "yes",
+    "ENROOT_REMAP_ROOT": "yes",
+    "ENROOT_CACHE_PATH": "/cache",
+}
+
+
+def test_variables_of_the_shell_do_not_reach_pyxis() -> None:
+    script = "\n".join(("set -eu", *container.exports(job()), "env"))
+    env = {**SHELL, "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, check=True)
+    found = [line for line in done.stdout.splitlines() if line.startswith(("PYXIS", "ENROOT", "NVIDIA"))]
+    assert sorted(found) == ["ENROOT_CACHE_PATH=/cache", "NVIDIA_VISIBLE_DEVICES=void"]
+    assert not any("NVIDIA" in line for line in container.exports(job(of_gpus())))
+
+
+def of_gpus() -> Target:
+    made = recipe()
+    facts = dataclasses.replace(made.system, node=dataclasses.replace(made.system.node, gpus=4))
+    return dataclasses.replace(made, system=facts)
+
+
+@pytest.mark.parametrize("name", ["PYXIS_CONTAINER_IMAGE", "PYXIS_CONTAINER_NAME"])
+def test_variable_that_moves_the_script_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "")
+    with pytest.raises(UsageError, match="would start the job's script itself in a container") as caught:
+        submit.check_environment(job())
+    assert caught.value.where == name
+    submit.check_environment(job().with_container(runtime="singularity"))
+
+
+def looked(of: Job, *, path: str = "/usr/bin:/bin") -> tuple[int, str]:
+    """Exit code and messages of the look on a node."""
+    done = subprocess.run(pyxis.look(of), env={"PATH": path}, capture_output=True, text=True, check=False)
+    return done.returncode, done.stderr
+
+
+def test_node_without_the_image_is_named(tmp_path: Path) -> None:
+    code, said = looked(job(image="a.sqsh", directory=tmp_path))
+    assert code == 2
+    assert said == f"imgkit: node {os.uname().nodename} has no {tmp_path}/a.sqsh, or may not read it\n"
+    assert looked(job(image="ubuntu")) == (0, "")
+
+
+def test_requeued_job_removes_what_its_start_has_left(tmp_path: Path) -> None:
+    tool = tmp_path / "enroot"  # a stand-in that lists three containers, and tells what it removes
+    names = "pyxis_12.1 pyxis_12_12.1 pyxis_123.1"
+    tool.write_text(
+        f'#!/bin/sh\ncase $1 in list) echo {names} ;; *) echo "$ENROOT_DATA_PATH$*" >&2 ;; esac\n'
+    )
+    tool.chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "12", "ENROOT_DATA_PATH": "/mine"}
+    for more, said in (
+        ({}, ""),
+        ({"SLURM_RESTART_COUNT": "1"}, "remove -f pyxis_12.1\nremove -f pyxis_12_12.1\n"),
+    ):
+        words = pyxis.look(job(image="ubuntu"))
+        done = subprocess.run(words, env={**env, **more}, capture_output=True, text=True, check=True)
+        assert done.stderr == said
+
+
+@needs_squasher
+def test_node_that_cannot_unpack_the_image_is_named(tmp_path: Path) -> None:
+    made = job(image=str(squashed(tmp_path / "it's.sqsh", compression="xz")), directory=tmp_path)
+    assert looked(made) == (0, "")
+    tool = tmp_path / "bin/unsquashfs"  # a stand-in for one without xz
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\necho Filesystem uses xz compression, this is unsupported\nexit 1\n")
+    tool.chmod(0o755)
+    code, said = looked(made, path=f"{tool.parent}:/usr/bin:/bin")
+    assert code == 0
+    assert f"{tmp_path}/it's.sqsh (compressed with xz): Filesystem uses xz compression" in said
+
+
+@needs_squasher
+def test_image_that_is_cut_short_is_refused(tmp_path: Path) -> None:
+    whole = squashed(tmp_path / "cpu.sqsh").read_bytes()
+    (tmp_path / "cpu.sqsh").write_bytes(whole[:200])
+    with pytest.raises(CheckFailed, match="cut short"):
+        submit.before_submission(job(directory=tmp_path))
+
+
+@pytest.mark.parametrize("flag", ["python", "activate"])
+def test_image_of_a_registry_is_not_looked_into(flag: str) -> None:
+    with pytest.raises(
+        UsageError, match="imgkit does not look into me/x:1, an image of a registry"
+    ) as caught:
+        bound.is_foreign(job(image="me/x:1", **{flag: "/opt/venv/bin/python"}))
+    assert caught.value.where == f"--{flag}"
+    assert str(caught.value.hint).endswith("then --image NAME.sqsh")
+
+
+def test_image_of_a_registry_without_entry_points_ends_with_the_way(tmp_path: Path) -> None:
+    argv = words(job(image="me/x:1"))
+    env = {**os.environ, "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(argv[argv.index("sh") :], env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "the image has no dist-run, so imgkit did not build it" in done.stderr
+    assert "enroot import -o NAME.sqsh docker://" in done.stderr
+    (tmp_path / "dist-run").symlink_to("/bin/true")
+    (tmp_path / "dist-hello").symlink_to("/bin/true")
+    env["PATH"] += f":{tmp_path}"
+    subprocess.run(argv[argv.index("sh") :], env=env, check=True)
+    assert "has no dist-run" not in str(words(job(image="me/x:1", command=("true",))))
+
+
+@pytest.mark.parametrize(("stated", "words"), [("auto", ()), ("zstd", ("--compression", "zstd"))])
+def test_job_that_writes_the_sqsh_compresses_as_the_system_states(
+    stated: Any, words: tuple[str, ...]
+) -> None:
+    request = JobRequest.of(archive=Path("/a.tar"), directory=Path("/home/me/run"), time="1h")
+    made = resolve(recipe(compression=stated), request)
+    assert made.command[-2 - len(words) :] == ("-o", "/home/me/run/cpu.sqsh", *words)
+
+
+def test_build_of_a_sif_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"the job builds a .sif, and pyxis starts none"):
+        resolve(recipe(), JobRequest.of(build="cpu", directory=Path("/home/me/run"), time="1h"))
+
+
+@pytest.mark.parametrize("scheduler", ["pbs", "mpi", "standalone"])
+def test_only_slurm_has_pyxis(scheduler: str) -> None:
+    other = dataclasses.replace(recipe(), system=dataclasses.replace(recipe().system, scheduler=scheduler))
+    with pytest.raises(UsageError, match=r"^\S*:?.*pyxis cannot be used on"):
+        job(other)
+
+
+@needs_squasher
+def test_sqsh_runs_on_its_own_system(tmp_path: Path) -> None:
+    image = squashed(tmp_path / "a.sqsh")
+    prepared = submit.prepare(image, HELLO.changed(directory=tmp_path))
+    submit.before_submission(prepared.job)
+    assert f"--container-image={image}" in prepared.script.text
+    assert prepared.job.warnings == ()
+
+
+@needs_squasher
+def test_runtimes_that_start_no_sqsh_refuse_it(tmp_path: Path) -> None:
+    image = squashed(tmp_path / "a.sqsh")
+    with pytest.raises(UsageError) as caught:
+        submit.prepare(image, HELLO.changed(directory=tmp_path, runtime="host"))
+    assert (caught.value.what, caught.value.where) == ("host does not start a .sqsh", str(image))
+    assert "--runtime singularity" in str(caught.value.hint)
+
+
+@needs_squasher
+def test_singularity_gets_the_variables_of_a_sqsh(tmp_path: Path) -> None:
+    image = squashed(tmp_path / "a.sqsh")
+    request = HELLO.changed(directory=tmp_path, runtime="singularity", env=("B=job",))
+    made = submit.prepare(image, request).job
+    assert isinstance(made, Job)
+    submit.before_submission(made)
+    file = tmp_path / "environment"
+    file.write_text("PATH=/usr/bin:/bin\nA='$(date)'\nB=image\nQ=  a \nENROOT_X=1\n1X=1\nno\nE=")
+    argv = container.start(made, ("printenv", "A", "B", "Q", "E"))
+    inside = [word.replace("/etc/environment", str(file)) for word in argv[argv.index(str(image)) + 1 :]]
+    assert subprocess.check_output(inside, text=True) == "$(date)\njob\n  a \n\n"
+    names = subprocess.check_output([*inside[: inside.index("printenv")], "env"], text=True)
+    assert "ENROOT_X" not in names
+    assert "1X" not in names
+
+
+@pytest.mark.parametrize("libraries", ["", "/own", "/own:/.singularity.d/libs"])
+def test_libraries_of_the_host_and_of_the_gpu_are_found(tmp_path: Path, libraries: str) -> None:
+    of = recipe(host_libs=("/opt/aws",))
+    made = job(of, runtime="singularity", image="/far/a.sqsh", directory=tmp_path)
+    argv = [word.replace("libs=/.singularity.d/libs", "libs=/usr/bin") for word in words(made)]
+    argv = argv[argv.index("/far/a.sqsh") + 1 : argv.index("dist-hello")]
+    env = {"PATH": "/usr/bin:/bin", "LD_LIBRARY_PATH": libraries.replace("/.singularity.d/libs", "/usr/bin")}
+    found = subprocess.check_output([*argv, "printenv", "LD_LIBRARY_PATH"], env=env, text=True)
+    assert found == {"": "/opt/aws:/usr/bin\n"}.get(libraries, "/opt/aws:/own:/usr/bin\n")
+    assert not [line for line in container.exports(made) if "LD_LIBRARY_PATH" in line]
+
+
+@needs_squasher
+def test_sqsh_for_other_nodes_is_refused(tmp_path: Path) -> None:
+    made = job(dataclasses.replace(recipe(), platforms=("linux/arm64",)), directory=tmp_path)
+    squashed(tmp_path / "cpu.sqsh")
+    with pytest.raises(UsageError, match="the image is for amd64, but the nodes are arm64"):
+        submit.before_submission(made)
+
+
+@pytest.mark.parametrize(("text", "what"), [(None, "does not exist"), ("hsif", "is not a .sqsh")])
+def test_missing_sqsh_is_refused_before_the_queue(tmp_path: Path, text: str | None, what: str) -> None:
+    if text:
+        (tmp_path / "cpu.sqsh").write_text(text)
+    with pytest.raises(UsageError, match=f"the image {what}"):
+        submit.before_submission(job(directory=tmp_path))
+
+
+SEEN = {"version": "3.11.2", "path": "/opt/x/bin/python", "machine": "x86_64", "site": "/opt/x/site-packages"}
+STARTERS = ("apptainer", "singularity", "enroot")
+
+
+@pytest.fixture
+def starter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Fakes of programs that start a .sqsh: each notes its arguments, and its image's Python answers."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    for name in ("sh", "head", "tail", "stat", "sha256sum", "mksquashfs", "unsquashfs", "env"):
+        (folder / name).symlink_to(str(shutil.which(name)))
+    monkeypatch.setenv("PATH", str(folder))
+
+    def write(name: str, code: int = 0, **seen: str) -> Path:
+        noted = tmp_path / f"{name}.words"
+        found = {**SEEN, "torch": "2.5.1", "entry_points": "", "built": False, **seen}
+        said = "FATAL: it is broken" if code else f"IMGKIT-PYTHON {json.dumps(found)}"
+        note = f"printf '%s\\n' \"$@\" >> {noted}\necho 'hello of a sitecustomize'"
+        (folder / name).write_text(f"#!/bin/sh\n{note}\necho '{said}'\nexit {code}\n")
+        (folder / name).chmod(0o755)
+        return noted
+
+    return write
+
+
+@needs_squasher
+@pytest.mark.parametrize("program", STARTERS)
+def test_sqsh_of_another_program_is_looked_into_by(
+    tmp_path: Path, program: str, starter: Callable[..., Path]
+) -> None:
+    image = squashed(tmp_path / "a.sqsh", manifest=False)
+    noted = starter(program)
+    made = job(image=str(image), directory=tmp_path, binds=(f"{tmp_path}:/data:ro",), activate="A=1")
+    submit.before_submission(made)
+    found = bound.bind(made)
+    said = noted.read_text().splitlines()
+    assert {str(image), "A=1"} <= {*said}
+    assert f"{tmp_path}:/data" in " ".join(said)
+    mounts = option("mounts", found)
+    folder = f"{tmp_path}/imgkit-entrypoints/{bound.name_of(found)}"
+    assert f"{folder}/imgkit_entrypoints:/opt/x/site-packages/imgkit_entrypoints:ro" in mounts
+    assert f"{folder}/system.json:/opt/imgkit/system.json:ro" in mounts
+    started = ("bash", "A=1", "/opt/x/bin/python", "-I", "-m", "imgkit_entrypoints", "dist-hello")
+    assert words(found)[-7:] == started
+    before = noted.read_text()
+    assert bound.bind(made) == found
+    assert noted.read_text() == before  # the second job does not look
+
+
+@needs_squasher
+@pytest.mark.parametrize(
+    ("fake", "given", "what"),
+    [
+        ({}, {}, "nothing here starts a .sqsh"),
+        ({"version": "3.9.1"}, {}, "is 3.9.1; the entry points need Python 3.10"),
+        ({"site": "/opt/a b"}, {}, "has no folder of packages"),
+        ({"code": 255}, {}, "found no Python in it: FATAL: it is broken"),
+        ({"code": 3}, {"activate": "x"}, "the command fails in"),
+    ],
+)
+def test_sqsh_that_cannot_run_the_entry_points_is_refused(
+    tmp_path: Path, starter: Callable[..., Path], fake: dict[str, Any], given: dict[str, Any], what: str
+) -> None:
+    image = squashed(tmp_path / "a.sqsh", manifest=False)
+    if fake:
+        starter("apptainer", **fake)
+    with pytest.raises((ToolMissing, UsageError), match=what) as caught:
+        bound.bind(job(image=str(image), directory=tmp_path, **given))
+    if not fake:
+        assert all(name in str(caught.value.hint) for name in STARTERS)
+
+
+@needs_squasher
+def test_compression_that_old_nodes_lack_is_named(tmp_path: Path) -> None:
+    image = squashed(tmp_path / "a.sqsh", compression="zstd")
+    (warning,) = job(image=str(image)).warnings
+    assert warning.startswith("a.sqsh is compressed with zstd: unsquashfs of RHEL 8 cannot read that")
+    assert job(recipe(compression="zstd"), image=str(image)).warnings == ()
+
+
+@needs_squasher
+@pytest.mark.parametrize("program", [b"", b"\x7fELF", b"#!/bin/sh\n", b"\x7fELF\x02\x02" + bytes(20)])
+def test_shell_that_tells_no_architecture_is_not_judged(tmp_path: Path, program: bytes) -> None:
+    (tmp_path / "a.sqsh.folder/bin").mkdir(parents=True)
+    (tmp_path / "a.sqsh.folder/bin/sh").write_bytes(program)
+    image = squashed(tmp_path / "a.sqsh", manifest=False)
+    assert submit.foreign_image(job(image=str(image), directory=tmp_path)) is None
+
+
+@needs_squasher
+@pytest.mark.parametrize("runtime", ["pyxis", "singularity"])
+@pytest.mark.parametrize("link", ["", "busybox", "/usr/bin/../bin/busybox", "sh"])
+def test_architecture_of_another_program_s_sqsh_is_that_of_its_shell(
+    tmp_path: Path, link: str, runtime: Any
+) -> None:
+    programs = tmp_path / "a.sqsh.folder/usr/bin"
+    programs.mkdir(parents=True)
+    (tmp_path / "a.sqsh.folder/bin").symlink_to("usr/bin")
+    program = b"\x7fELF\x02\x01".ljust(18, b"\0") + (0xB7).to_bytes(2, "little") + bytes(100)
+    (programs / (posixpath.basename(link) if link != "sh" and link else "sh")).write_bytes(program)
+    if link and link != "sh":
+        (programs / "sh").symlink_to(link)
+    elif link:
+        (programs / "sh").unlink()
+        (programs / "sh").symlink_to("sh")  # a link to itself leads nowhere
+    image = squashed(tmp_path / "a.sqsh", manifest=False)
+    amd = dataclasses.replace(recipe(), platforms=("linux/amd64",))
+    made = job(amd, image=str(image), directory=tmp_path, runtime=runtime)
+    if link == "sh":
+        assert submit.foreign_image(made) is None
+        return
+    with pytest.raises(UsageError, match="the image is for arm64, but the nodes are amd64"):
+        submit.before_submission(made)
+
+
+def test_changed_code_leaves_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code/a.py").write_text("1")
+    request = HELLO.changed(code=tmp_path / "code")
+    read = code.read(request, large=False, report=Silent())
+    (tmp_path / "code/a.py").write_text("22")
+    target = tmp_path / "imgkit-entrypoints/x"
+    with pytest.raises(UsageError, match="it changed while imgkit read it"):
+        bound.write_folder(target, read.tree.write)
+    assert not list(target.parent.iterdir())

@@ -1,0 +1,200 @@
+"""``imgkit run --scaling``: what is refused, what is measured, and what the report says."""
+
+from __future__ import annotations
+
+import json
+import os
+import xml.dom.minidom
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from imgkit_builder.jobs import scaling
+from imgkit_builder.jobs.scaling import ScalingRun, ScalingSize
+from imgkit_entrypoints.errors import ToolFailed, UsageError
+
+SITE = ("-A", "bsc98", "--qos", "acc_debug", "--time", "10m")
+
+
+def report(*sizes: ScalingSize) -> ScalingRun:
+    return scaling.compare(ScalingRun(name="mn5", facts={}, script="#SBATCH\n", sizes=sizes))
+
+
+def size(nodes: int, state: str = "succeeded", **figures: float) -> ScalingSize:
+    return ScalingSize(nodes=nodes, job=f"47{nodes}", state=state, figures=figures)
+
+
+@pytest.mark.parametrize("text", ["4", "1,2,2", "4,2", "0,1", "1,2+1", "1,,2", "1, 2", "-1,2", "x", ""])
+def test_sizes_that_do_not_ascend_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="ascending"):
+        scaling.parse_sizes(text)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("mn5", *SITE, "--scaling", "1,2", "--nodes", "2"), "--nodes cannot be combined"),
+        (("mn5", *SITE, "--scaling", "1,2", "--interactive"), "--interactive cannot be combined"),
+        (("mn5", *SITE, "--scaling", "1,2", "--sif", "a.tar"), "--sif cannot be combined"),
+        (("mn5", *SITE, "--scaling", "1,2", "--dry-run", "-v"), "--verbose cannot be combined"),
+        (("mn5", *SITE, "--scaling", "1,2", "--bwlimit", "3"), "--bwlimit cannot be combined"),
+        (("mn5", *SITE, "--scaling", "1,2", "--option=--array=1-3"), "needs batch jobs"),
+        (("mn5", "--scaling", "1,2"), "needs --account"),
+        (("cpu", "--scaling", "1,2"), "needs batch jobs"),
+        (("rcp", "--queue", "q", "--image", "a.b/c:1", "--scaling", "1,2"), "needs batch jobs"),
+        (("--scaling", "1,2"), "no recipe given"),
+    ],
+)
+def test_jobs_without_a_report_are_refused(call: Any, words: tuple[str, ...], reason: str) -> None:
+    code, out, err = call("run", *words, "--", "dist-train")
+    assert (code, out) == (2, "")
+    assert reason in err
+
+
+def test_folder_without_a_report_is_refused(
+    call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("other").mkdir()
+    assert "is not the folder of a report" in call("run", "--scaling", "other")[2]
+    for option in ("--detach", "--dry-run"):
+        assert f"{option} cannot be combined" in call("run", "--scaling", "other", option)[2]
+
+
+def test_dry_run_shows_the_script_of_each_size(call: Any) -> None:
+    code, out, _ = call("run", "mn5", *SITE, "--scaling", "1,3", "--dry-run", "--json", "--", "dist-train")
+    assert code == 0
+    for nodes, job in zip((1, 3), json.loads(out)["jobs"], strict=True):
+        assert job["nodes"] == nodes
+        assert f"#SBATCH --nodes={nodes}\n" in job["script"]
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Slurm that counts its jobs, takes none of 2 nodes, and ends none; the jobs' folder."""
+    (tmp_path / "bin").mkdir()
+    programs = {
+        "sbatch": 'case "$*" in *--nodes=9*) echo "no nodes"; exit 1;; *--test-only*) exit;; esac\n'
+        f"grep -q -- --nodes=2$ && {{ echo no >&2; exit 1; }}; echo x >> {tmp_path}/ids\n"
+        f"wc -l < {tmp_path}/ids\n",
+        "squeue": 'echo "1  acc RUNNING, 1 nodes"\n',
+    }
+    for name, text in programs.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}")
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_interrupt_leaves_the_jobs_and_names_them(
+    call: Any, slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("imgkit_builder.jobs.history.time.sleep", interrupt)
+    words = ("run", "mn5", *SITE, "--runtime", "host", "--scaling", "1,2,4", "--", "dist-train")
+    code, out, err = call(*words)
+    assert (code, out) == (130, "")
+    assert "the jobs continue: 2 1" in err  # the largest was submitted first
+    assert "imgkit run --scaling mn5-scaling-1 goes on" in err
+    sizes = json.loads((slurm / "mn5-scaling-1/scaling.json").read_text())["sizes"]
+    assert [(row["nodes"], row["job"]) for row in sizes] == [(1, "2"), (2, ""), (4, "1")]
+    assert "sbatch" in sizes[1]["state"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "code", "reason"),
+    [
+        ("1,9", UsageError.exit_code, "no job starts on 9 nodes: no nodes"),
+        ("1,2", ToolFailed.exit_code, "no"),
+    ],
+)
+def test_refused_largest_size_leaves_no_job(
+    call: Any, slurm: Path, sizes: str, code: int, reason: str
+) -> None:
+    words = ("run", "mn5", *SITE, "--runtime", "host", "--scaling", sizes, "--", "dist-train")
+    actual, _, err = call(*words)
+    assert actual == code
+    assert reason in err
+    assert not (slurm / "ids").exists()
+
+
+def test_figures_come_from_the_files_of_the_run(tmp_path: Path) -> None:
+    for name, text, time_s in (("launch.txt", "nproc               4    x\n", 100), ("result", "7 0\n", 160)):
+        (tmp_path / name).write_text(text)
+        os.utime(tmp_path / name, (time_s, time_s))
+    assert scaling.measure(tmp_path, 2) == {"ranks": 8, "wall_s": 60}
+    lines: list[Any] = [
+        {"step": 1, "samples_per_s": 10, "memory_MiB": 90, "mfu": 0.2},
+        {"step": 1, "eval_loss": 1.0},
+        {"step": 11, "samples_per_s": 100, "memory_MiB": 70, "mfu": 0.4},
+        {"step": 3, "samples_per_s": True, "mfu": None},
+        {"step": 41, "samples_per_s": 300, "memory_MiB": 80},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"st')
+    figures = scaling.measure(tmp_path, 2)
+    # 10 steps at 100 and 30 steps at 300 take the same time.
+    assert figures["samples_per_s"] == pytest.approx(200)
+    assert figures["memory_MiB"] == 90
+    assert figures["mfu"] == pytest.approx(0.3)
+
+
+def test_run_without_files_has_no_figures(tmp_path: Path) -> None:
+    assert scaling.measure(tmp_path, 2) == {}
+
+
+def test_one_line_is_better_than_no_rate() -> None:
+    assert scaling.mean_rate([{"step": 1, "samples_per_s": 5.0}]) == 5.0
+    assert scaling.mean_rate([{"step": 1}]) is None
+
+
+def test_efficiency_is_relative_to_the_smallest_complete_size() -> None:
+    run = report(
+        size(1, "failed", samples_per_s=99), size(2, samples_per_s=100), size(8, samples_per_s=280, wall_s=1)
+    )
+    assert [row.figures.get("efficiency") for row in run.sizes] == [None, 1.0, pytest.approx(0.7)]
+    assert run.sizes[2].figures["speedup"] == pytest.approx(2.8)
+    assert scaling.verdict(run) == [
+        "1 node: failed",
+        "Speed-up and efficiency are relative to 2 nodes, by samples/s.",
+        "The parallel efficiency is at least 75% on up to 2 nodes.",
+        "CSC asks for at least 3 numbers of nodes; here are 2.",
+    ]
+
+
+def test_one_size_without_a_rate_makes_all_compare_by_time() -> None:
+    run = report(size(1, samples_per_s=1, wall_s=90), size(2, wall_s=50), size(4, samples_per_s=1, wall_s=30))
+    assert [row.figures["efficiency"] for row in run.sizes] == [1.0, pytest.approx(0.9), pytest.approx(0.75)]
+    assert "by wall time: right if every size does the same work" in " ".join(scaling.verdict(run))
+
+
+def test_table_has_what_was_measured() -> None:
+    run = report(size(1, samples_per_s=100, memory_MiB=7), size(2, "failed"))
+    assert scaling.table(run) == [
+        ["nodes", "job", "samples/s", "speed-up", "efficiency", "memory (MiB)", "state"],
+        ["1", "471", "100", "1.00", "100.0%", "7", "succeeded"],
+        ["2", "472", "-", "-", "-", "-", "failed"],
+    ]
+
+
+def test_page_quotes_what_it_holds() -> None:
+    script = "a=`b`\n```\n"
+    sizes = (ScalingSize(nodes=1, state="no | such"), size(2))
+    run = scaling.compare(ScalingRun(name="x", facts={"command": "echo `a`"}, script=script, sizes=sizes))
+    page = scaling.page(run)
+    assert "* command: `` echo `a` ``" in page
+    assert f"\n````bash\n{script}````\n" in page
+    assert "no \\| such" in page
+    assert "look at the output of the jobs" in page
+
+
+@pytest.mark.parametrize(
+    "sizes", [(size(1, "failed"), size(2, "failed")), (size(1, wall_s=4), size(2, wall_s=9))]
+)
+def test_chart_is_a_drawing_whatever_was_measured(sizes: tuple[ScalingSize, ...]) -> None:
+    drawing = xml.dom.minidom.parseString(scaling.chart(report(*sizes)))  # noqa: S318 - made here
+    assert len(drawing.getElementsByTagName("circle")) == sum("wall_s" in row.figures for row in sizes)

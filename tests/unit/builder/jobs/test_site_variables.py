@@ -1,0 +1,193 @@
+"""Variables that modules of the site set: in mounts, libraries and variables of a system's file."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from imgkit_builder.jobs import systems
+from imgkit_builder.jobs.quoting import expanding, quote
+from imgkit_builder.jobs.request import JobRequest
+from imgkit_builder.jobs.resolve import resolve
+from imgkit_builder.recipe import targets
+from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.system import SystemFacts
+
+NCCL = "NCCL/2.26.6-GCCcore-14.2.0-CUDA-12.8.0"
+ROOTS = ("EBROOTLIBFABRIC", "EBROOTNCCL", "EBROOTAWSMINOFIMINNCCL")
+DOCUMENTED_ENV = {
+    "FI_PROVIDER": "cxi",
+    "FI_CXI_RX_MATCH_MODE": "hybrid",
+    "NCCL_PROTO": "^LL128",
+    "HF_HOME": "{folder}/hf_cache",
+    "HF_HUB_CACHE": "{folder}/hf_cache/hub",
+    "HF_DATASETS_CACHE": "{folder}/hf_cache/datasets",
+    "TORCH_HOME": "{folder}/hf_cache/torch",
+}
+"""Variables of the container in Sigma2's script for Olivia, without those of its own torchrun command."""
+TOOL = """\
+#!{python}
+import json, os, sys
+argv = sys.argv[1:]
+if os.path.basename(sys.argv[0]) == "srun":
+    while argv[0].startswith("-"):
+        del argv[0]
+    os.execvp(argv[0], argv)
+with open({record!r}, "w") as file:
+    json.dump([argv, dict(os.environ)], file)
+"""
+"""A stand-in for srun, which starts the command on one node, and for apptainer, which records its own."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """A folder with the tools of a node."""
+
+    folder: Path
+
+    def run(self, system: str, loaded: Mapping[str, Mapping[str, str]], *binds: str) -> tuple[int, str]:
+        """Run a batch script, where each module of `loaded` sets its variables; return code and errors."""
+        recipe = self.folder / "site.yaml"
+        recipe.write_text(f"image: {{base: 'ubuntu:24.04', platform: arm64}}\nsystem: {system}\n")
+        request = JobRequest.of(
+            directory=self.folder, command=("dist-run", "train.py"), account="nn1", time="1h", binds=binds
+        )
+        job = resolve(targets.find(recipe), request)
+        for name in ("srun", "apptainer"):
+            (self.folder / name).write_text(TOOL.format(python=sys.executable, record=str(self.record)))
+            (self.folder / name).chmod(0o755)
+        cases = ""
+        for name, variables in loaded.items():
+            exports = "".join(f" export {key}={quote(value)};" for key, value in variables.items())
+            cases += f"{shlex.quote(name)}) :;{exports};"
+        env = {
+            "PATH": f"{self.folder}:{os.environ['PATH']}",
+            "SLURM_JOB_ID": "7",
+            "SLURM_CPUS_PER_TASK": "1",
+            "BASH_FUNC_module%%": f'() {{ case $2 in {cases} *) echo "no module $2" >&2; return 1;; esac\n}}',
+        }
+        script = systems.named(job.recipe.system.scheduler).script(job).text
+        done = subprocess.run(
+            ["bash"], input=script, env=env, cwd=self.folder, capture_output=True, text=True, timeout=60
+        )
+        return done.returncode, done.stderr
+
+    @property
+    def record(self) -> Path:
+        return self.folder / "record.json"
+
+    def started(self) -> tuple[list[str], dict[str, str]]:
+        """Return what apptainer was started with: its arguments and its environment."""
+        argv, env = json.loads(self.record.read_text())
+        return argv, env
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node(tmp_path)
+
+
+def roots(folder: Path) -> dict[str, str]:
+    """Make the folders of the modules, with a blank in one's name."""
+    names = dict(zip(ROOTS, ("libfabric", "NCCL 2.26.6", "aws-ofi-nccl"), strict=True))
+    for name in names.values():
+        for part in ("lib", "include"):
+            (folder / name / part).mkdir(parents=True)
+    return {variable: str(folder / name) for variable, name in names.items()}
+
+
+def mounts(argv: list[str]) -> list[str]:
+    return [argv[number + 1] for number, argument in enumerate(argv) if argument == "--bind"]
+
+
+def test_olivia_by_module_starts_what_sigma2_documents(node: Node) -> None:
+    variables = roots(node.folder)
+    code, errors = node.run("olivia-modules", {"NRIS/GPU": {}, NCCL: variables})
+    assert code == 0, errors
+    argv, env = node.started()
+    libfabric, nccl, plugin = (variables[name] for name in ROOTS)
+    assert argv[:3] == ["--quiet", "exec", "--nv"]
+    assert argv[-3:] == [str(node.folder / "site.sif"), "dist-run", "train.py"]
+    mounted = {mount.partition(":")[0] for mount in mounts(argv)}
+    documented = {f"{libfabric}/lib", f"{libfabric}/include", nccl, f"{plugin}/lib", "/usr/lib64"}
+    assert documented <= mounted
+    first = [f"{libfabric}/lib", f"{nccl}/lib", f"{plugin}/lib", "/usr/lib64"]
+    inherited = "${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"  # replaced in the container
+    assert env["APPTAINERENV_LD_LIBRARY_PATH"] == ":".join(first) + inherited
+    facts = targets.find(node.folder / "site.yaml").system.on_node({**env, "PWD": str(node.folder)})
+    wanted = {name: value.format(folder=node.folder) for name, value in DOCUMENTED_ENV.items()}
+    wanted |= {"LIBFABRIC_HOME": libfabric, "NCCL_HOME": nccl, "AWS_OFI_NCCL_HOME": plugin}
+    assert {name: facts.env.get(name) for name in wanted} == wanted
+
+
+@pytest.mark.parametrize("missing", ROOTS)
+def test_job_without_the_module_ends_by_the_name_of_its_variable(node: Node, missing: str) -> None:
+    variables = roots(node.folder)
+    del variables[missing]
+    code, errors = node.run("olivia-modules", {"NRIS/GPU": {}, NCCL: variables})
+    assert code != 0
+    assert f"{missing}: imgkit: the job needs it, and no module has set it on this node" in errors
+    assert not node.record.exists()
+
+
+def test_value_of_a_module_is_one_word_and_no_command(node: Node) -> None:
+    variables = roots(node.folder)
+    hostile = node.folder / "a $(touch stolen) `touch stolen`"
+    (hostile / "data").mkdir(parents=True)
+    loaded = {"NRIS/GPU": {}, NCCL: {**variables, "DATA": str(hostile)}}
+    code, errors = node.run("olivia-modules", loaded, "${DATA}/data:/data:ro")
+    assert code == 0, errors
+    assert f"{hostile}/data:/data:ro" in mounts(node.started()[0])
+    assert not (node.folder / "stolen").exists()
+
+
+def test_variables_that_the_user_names_are_none_of_the_host(tmp_path: Path) -> None:
+    env = ("PYTHONPATH=/pkgs/site-packages", "PMIX_MCA_gds=hash", "EPOCHS=3")
+    request = JobRequest.of(
+        directory=tmp_path, command=("dist-run", "train.py"), account="n", time="1h", env=env
+    )
+    assert resolve(targets.find("olivia"), request).settings["IMGKIT_KEEP_ENV"] == "PYTHONPATH,PMIX_MCA_gds"
+
+
+@pytest.mark.parametrize("text", ["$5", "$(id)", "`id`", "${X:-y}", '"; id; "', "\\"])
+def test_text_around_a_variable_stays_text(text: str) -> None:
+    words = quote(expanding(f"$ROOT/{text}"))
+    done = subprocess.run(
+        ["bash", "-c", f"printf %s {words}"], env={"ROOT": "/a b"}, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == f"/a b/{text}"
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        "runtime: {binds: ['/a$(id):/b']}",
+        "runtime: {binds: ['$ROOT/a$:/b']}",
+        "runtime: {binds: ['${ROOT:-/x}/a']}",
+        "runtime: {host_libs: ['$ROOT/$(id)']}",
+        "runtime: {host_libs: ['lib/$ROOT']}",
+        "env: {HF_HOME: '$5/x'}",
+    ],
+)
+def test_only_names_of_variables_are_allowed(tmp_path: Path, section: str) -> None:
+    recipe = tmp_path / "site.yaml"
+    recipe.write_text(f"image: {{base: 'ubuntu:24.04'}}\nsystem: {{{section}}}\n")
+    with pytest.raises(UsageError, match=r"site\.yaml:2"):
+        targets.find(recipe)
+
+
+def test_node_replaces_variables_of_system_env() -> None:
+    facts = SystemFacts(env={"HF_HOME": "$SCRATCH/hf", "TORCH_HOME": "$IMGKIT_JOB_DIR/th", "A": "plain"})
+    env = {"SCRATCH": "/scratch/me", "PWD": "/job"}
+    assert facts.on_node(env).env == {"HF_HOME": "/scratch/me/hf", "TORCH_HOME": "/job/th", "A": "plain"}
+    assert facts.on_node({"HF_HOME": "/mine", "PWD": "/job"}).env["TORCH_HOME"] == "/job/th"
+    with pytest.raises(UsageError, match=r"HF_HOME=\$SCRATCH/hf, but \$SCRATCH is not set on this node"):
+        facts.on_node({"PWD": "/job"})

@@ -1,0 +1,155 @@
+"""Variables of ``system.env``: each command of a job gets them, and the user's own win."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stored_images
+import yaml
+
+from imgkit_builder.base.progress import Silent
+from imgkit_builder.jobs import container, systems
+from imgkit_builder.jobs.job import Job
+from imgkit_builder.jobs.request import JobRequest
+from imgkit_builder.jobs.resolve import resolve
+from imgkit_builder.oci import manifest
+from imgkit_builder.oci.manifest import MANIFEST_JSON, BaseImage, Manifest
+from imgkit_builder.recipe import targets
+from imgkit_builder.sif import convert
+from imgkit_builder.sif.conversion import Options
+from imgkit_builder.sif.entries import Archive
+from imgkit_entrypoints import system
+from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.system import SYSTEM_JSON, SystemFacts
+
+TEXT = """it's "one" } \\ word ` of a recipe"""
+SHOW = ("sh", "-c", 'printf "%s\\n" "$TEXT" "$FLAG" "$USERS" "$HF_HOME"')
+SRUN = '#!/bin/sh\nwhile [ "${1#-}" != "$1" ]; do shift; done\nexec "$@"\n'
+SINGULARITY = """\
+#!/bin/sh
+# A container that is none: as in a real one, the image's variables win over exported ones.
+while [ "${1%.sif}" = "$1" ]; do shift; done
+shift
+TEXT='of the image' exec "$@"
+"""
+
+
+def make_job(folder: Path, scheduler: str, **fields: Any) -> Job:
+    """Return a job on a site with variables; an item of `fields` is a field of the request."""
+    values = {"TEXT": TEXT, "FLAG": "recipe", "USERS": "recipe", "HF_HOME": "$IMGKIT_JOB_DIR/hf"}
+    values["NCCL_SOCKET_IFNAME"] = "hsn0"
+    site: dict[str, Any] = {"scheduler": scheduler, "env": values}
+    if scheduler == "slurm":
+        site["partitions"] = {"other": {"interfaces": ["eth1"]}}
+    recipe = folder / "site.yaml"
+    recipe.write_text(json.dumps({"image": {"base": "ubuntu:24.04", "platform": "amd64"}, "system": site}))
+    request = {"directory": folder, "command": SHOW, "env": ("FLAG=flag",), **fields}
+    return resolve(targets.find(recipe), JobRequest.of(**request))
+
+
+@pytest.mark.parametrize("runtime", ["singularity", "pyxis", "host"])
+def test_script_sets_what_the_user_does_not(tmp_path: Path, runtime: str) -> None:
+    job = make_job(tmp_path, "slurm", runtime=runtime)
+    for name, text in (("srun", SRUN), ("singularity", SINGULARITY)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "site.sqsh").touch()
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "USERS": "mine"}
+    script = systems.named("slurm").script(job).text
+    result = subprocess.run(
+        ["bash"], input=script, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert result.stdout.splitlines() == [TEXT, "flag", "mine", f"{tmp_path}/hf"], result.stderr
+
+
+def test_docker_gets_what_the_user_does_not_set(tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    file.write_text("USERS=mine\n")
+    job = make_job(tmp_path, "standalone", runtime="docker", image="a:1", env_file=file)
+    (tmp_path / "docker").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "docker").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    argv = systems.named("standalone").script(job).submit
+    output = subprocess.run(argv, env=env, stdout=subprocess.PIPE, text=True, check=True, timeout=60).stdout
+    rows = output.splitlines()
+    values = {rows[number + 1] for number, row in enumerate(rows) if row == "--env"}
+    assert values == {f"TEXT={TEXT}", "FLAG=flag", f"HF_HOME={tmp_path}/hf", "NCCL_SOCKET_IFNAME=hsn0"}
+
+
+def test_dist_commands_read_the_variables_in_the_image(tmp_path: Path) -> None:
+    script = systems.named("slurm").script(make_job(tmp_path, "slurm", command=("dist-run", "a.py"))).text
+    assert "TEXT" not in script
+    assert "HF_HOME" not in script
+
+
+def test_shell_of_a_job_gets_the_variables(tmp_path: Path) -> None:
+    line = container.shell_line(make_job(tmp_path, "slurm", command=("dist-run", "a.py")))
+    assert f"export IMGKIT_JOB_DIR={shlex.quote(str(tmp_path))} && " in line
+    assert 'then export HF_HOME="$IMGKIT_JOB_DIR/hf"; fi && ' in line
+    assert '"HF_HOME=$HF_HOME"' in line
+
+
+@pytest.mark.programs("mksquashfs")
+def test_shell_on_this_machine_can_have_them(
+    call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = BaseImage(name="b:1", platform="linux/amd64")
+    provenance = Manifest(
+        imgkit="1", recipe="r", recipe_sha256="0", base=base, platform="linux/amd64", wheel_sha256="0"
+    )
+    facts = SystemFacts(env={"HF_HOME": "/recipe", "USERS": "recipe"})
+    texts = {MANIFEST_JSON: manifest.to_json(provenance), str(SYSTEM_JSON): system.to_json(facts)}
+    files = []
+    for name, text in texts.items():
+        files.append((tarfile.TarInfo(name.lstrip("/")), text.encode()))
+        files[-1][0].size = len(text)
+    archive, sif = tmp_path / "x.tar", tmp_path / "x.sif"
+    archive.write_bytes(stored_images.archive([files]))
+    convert.convert(Archive(path=archive), sif, Options(test=False), Silent())
+    (tmp_path / "singularity").write_text("#!/bin/sh\necho singularity-ce version 4.1.0\n")
+    (tmp_path / "singularity").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("USERS", "mine")
+    shared = call("shell", str(sif), "--host", "--dry-run")[1]
+    assert shared == f"{tmp_path}/singularity exec --nv {sif} env HF_HOME=/recipe bash\n"
+    assert "HF_HOME" not in call("shell", str(sif), "--dry-run")[1]
+
+
+def test_interfaces_of_other_nodes_are_left_out(tmp_path: Path) -> None:
+    assert "NCCL_SOCKET_IFNAME" in container.system_variables(make_job(tmp_path, "slurm"))
+    assert "NCCL_SOCKET_IFNAME" not in container.system_variables(make_job(tmp_path, "slurm", queue="other"))
+
+
+@pytest.fixture
+def rcp(tmp_path: Path) -> Path:
+    """A recipe whose pods have a variable that names another one."""
+    file = tmp_path / "pods.yaml"
+    file.write_text("extends: rcp\nsystem:\n  env:\n    HF_HOME: $SCRATCH/hf\n")
+    return file
+
+
+def test_pods_get_the_variables_of_their_system(rcp: Path) -> None:
+    request = JobRequest.of(command=("python", "a.py"), image="r/i:1", queue="q", env=("HF_HOME=/mine",))
+    job = resolve(targets.find(rcp), request)
+    assert "-e NCCL_NSOCKS_PERTHREAD=8 " in systems.named("runai").script(job).text
+    document = yaml.safe_load(systems.named("kubeflow").script(job).text)
+    text = json.dumps(document)
+    assert '{"name": "NCCL_NSOCKS_PERTHREAD", "value": "8"}' in text
+    assert '{"name": "HF_HOME", "value": "/mine"}' in text
+
+
+def test_pods_refuse_a_value_that_only_a_shell_replaces(rcp: Path) -> None:
+    job = resolve(targets.find(rcp), JobRequest.of(command=("python", "a.py"), image="r/i:1", queue="q"))
+    with pytest.raises(UsageError) as caught:
+        systems.named("runai").script(job)
+    assert str(caught.value) == (
+        "pods.yaml:4: system.env sets HF_HOME=$SCRATCH/hf, and a pod replaces no variable in it\n"
+        "  -> --env HF_HOME=VALUE"
+    )
