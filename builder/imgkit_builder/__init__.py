@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from imgkit_builder.base.checks import Check
     from imgkit_builder.base.progress import Reporter
     from imgkit_builder.jobs.handle import JobHandle, find_job, run
-    from imgkit_builder.jobs.records import JobState, SubmittedJob
+    from imgkit_builder.jobs.prepared import PreparedJob
     from imgkit_builder.jobs.request import JobRequest
-    from imgkit_builder.jobs.submit import PreparedJob, prepare
+    from imgkit_builder.jobs.submit import prepare
+    from imgkit_builder.jobs.submitted import JobState, SubmittedJob
     from imgkit_builder.recipe.load import load
     from imgkit_builder.recipe.model import Recipe
     from imgkit_builder.sif.conversion import Converted
@@ -70,9 +71,10 @@ _MODULES = {
     "imgkit_builder.apptainer.build": ("BuiltSif",),
     "imgkit_builder.base.checks": ("Check",),
     "imgkit_builder.base.progress": ("Reporter",),
-    "imgkit_builder.jobs.records": ("JobState", "SubmittedJob"),
+    "imgkit_builder.jobs.submitted": ("JobState", "SubmittedJob"),
     "imgkit_builder.jobs.request": ("JobRequest",),
-    "imgkit_builder.jobs.submit": ("PreparedJob", "prepare"),
+    "imgkit_builder.jobs.prepared": ("PreparedJob",),
+    "imgkit_builder.jobs.submit": ("prepare",),
     "imgkit_builder.recipe.load": ("load",),
     "imgkit_builder.recipe.model": ("Recipe",),
     "imgkit_builder.sif.conversion": ("Converted", "Options"),

@@ -11,9 +11,9 @@ import pytest
 
 from imgkit_builder.archive import sidecar
 from imgkit_builder.examine.verify import verify
-from imgkit_builder.jobs import measured, submit
+from imgkit_builder.jobs import measured, records
 from imgkit_builder.jobs.job import CodeRecord
-from imgkit_builder.jobs.records import SubmittedJob
+from imgkit_builder.jobs.submitted import QueuedJob, SubmittedJob
 from imgkit_builder.sif import image
 from imgkit_builder.workflow import baked
 
@@ -67,15 +67,17 @@ def test_system_in_a_sif_is_read(written: Path) -> None:
 
 def test_record_of_a_job_has_every_field(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(written / "state"))
-    assert submit.record_of("4711@far") == SubmittedJob(
-        id="4711",
-        system="slurm",
-        name="mine",
+    assert records.find("4711@far") == SubmittedJob(
+        job=QueuedJob(
+            id="4711",
+            system="slurm",
+            name="mine",
+            directory=Path("/home/me/work"),
+            queue="acc",
+            cluster="mn5",
+            remote="far",
+        ),
         recipe="mn5",
-        directory=Path("/home/me/work"),
-        queue="acc",
-        cluster="mn5",
-        remote="far",
         code=CodeRecord(sha256="c" * 64, git="v1", uncommitted=True),
         submitted="2026-01-01T00:00:00+00:00",
         command=("dist-run", "train.py", "--lr", "0.1"),

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from job_records import queued_job
 
-from imgkit_builder.jobs.records import SubmittedJob
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.resolve import resolve
 from imgkit_builder.jobs.systems import pods
@@ -83,15 +83,7 @@ def test_job_is_followed_by_commands_of_the_reference(
         command=("dist-pi",), nodes=nodes, image="r/x:1", system_flags=(pods.PodFlags(client=client),)
     )
     job = resolve(find("rcp"), request)
-    record = SubmittedJob(
-        id="rcp",
-        system="runai",
-        name="rcp",
-        recipe="rcp",
-        directory=Path("/w"),
-        queue="me",
-        kind=runai.script(job).kind,
-    )
+    record = queued_job(id="rcp", system="runai", name="rcp", queue="me", kind=runai.script(job).kind)
     (status,) = runai.status_commands(record)
     for argv in (status, runai.log_source(record), runai.cancel_command(record)):
         assert not list(unknown(argv, name)), argv

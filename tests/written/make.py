@@ -17,9 +17,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from imgkit_builder.jobs import submit
+from imgkit_builder.jobs import records
 from imgkit_builder.jobs.job import CodeRecord
-from imgkit_builder.jobs.records import SubmittedJob
+from imgkit_builder.jobs.submitted import QueuedJob, SubmittedJob
 from imgkit_builder.oci import manifest
 from imgkit_builder.oci.manifest import BaseImage, Manifest, Probe
 from imgkit_builder.recipe import load
@@ -96,16 +96,18 @@ def runs(target: Path) -> None:
 def job(target: Path) -> None:
     """The record of a job with every field, as `imgkit run` keeps it."""
     os.environ["XDG_STATE_HOME"] = str(target / "state")
-    submit.keep(
+    records.keep(
         SubmittedJob(
-            id="4711",
-            system="slurm",
-            name="mine",
+            job=QueuedJob(
+                id="4711",
+                system="slurm",
+                name="mine",
+                directory=Path("/home/me/work"),
+                queue="acc",
+                cluster="mn5",
+                remote="far",
+            ),
             recipe="mn5",
-            directory=Path("/home/me/work"),
-            queue="acc",
-            cluster="mn5",
-            remote="far",
             code=CodeRecord(sha256="c" * 64, git="v1", uncommitted=True),
             submitted="2026-01-01T00:00:00+00:00",
             command=("dist-run", "train.py", "--lr", "0.1"),

@@ -113,31 +113,31 @@ def _into_job(job_id: str, node: str, *, look: bool) -> tuple[tuple[str, ...], s
     look : ask the scheduler first whether the job runs.
     """
     from imgkit_builder.cli.jobs import connected, runner
-    from imgkit_builder.jobs import history, quoting, submit, systems
-    from imgkit_builder.jobs.records import FINAL_STATES
+    from imgkit_builder.jobs import history, quoting, records, systems
+    from imgkit_builder.jobs.submitted import FINAL_STATES
 
     if node and not quoting.is_job_id(node):
         raise UsageError(f"{node!r} cannot be the name of a node or pod", where="--node")
-    record = submit.record_of(job_id)
-    line = f"export IMGKIT_RUN_DIR={shlex.quote(str(history.run_of(record)))}; {record.shell_line}"
-    entry = systems.named(record.system).shell_command(record, line, node)
+    record = records.find(job_id)
+    line = f"export IMGKIT_RUN_DIR={shlex.quote(str(record.job.run_folder))}; {record.job.shell_line}"
+    entry = systems.named(record.job.system).shell_command(record.job, line, node)
     state = history.refresh_state(record, runner(record)).state if look else ""
     if state in (*FINAL_STATES, "waiting"):
         raise UsageError(
-            f"the job {record.handle} {'waits' if state == 'waiting' else 'has ended'}",
+            f"the job {record.job.handle} {'waits' if state == 'waiting' else 'has ended'}",
             where="--job",
-            hint=f"imgkit status {record.handle}",
+            hint=f"imgkit status {record.job.handle}",
         )
-    if not record.shell_line and entry.description == systems.NEW_CONTAINER:
+    if not record.job.shell_line and entry.description == systems.NEW_CONTAINER:
         raise UsageError(
-            f"no shell opens in {record.handle}: imgkit starts a second container in a job only by "
+            f"no shell opens in {record.job.handle}: imgkit starts a second container in a job only by "
             "Singularity and Apptainer",
             where="--job",
             hint="imgkit run --interactive opens one in a job of its own",
         )
-    if not record.remote:
+    if not record.job.remote:
         return entry.argv, entry.description
-    return connected(record.remote).interactive(entry.argv), entry.description
+    return connected(record.job.remote).interactive(entry.argv), entry.description
 
 
 def verb_push(

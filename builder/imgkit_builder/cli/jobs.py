@@ -23,8 +23,8 @@ from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
 if TYPE_CHECKING:
     from imgkit_builder.base.process import Finished
     from imgkit_builder.jobs.history import JobReport
-    from imgkit_builder.jobs.records import SubmittedJob
     from imgkit_builder.jobs.remote.connection import Connection
+    from imgkit_builder.jobs.submitted import SubmittedJob
 
 
 def verb_status(
@@ -44,12 +44,12 @@ def verb_status(
       imgkit status 4711
       imgkit status 4711_3@mn5
     """
-    from imgkit_builder.jobs import history, submit
+    from imgkit_builder.jobs import history, records
 
     if not job_id:
         _own_jobs(as_json=as_json)
         return
-    record = submit.record_of(job_id)
+    record = records.find(job_id)
     report = history.report(record, runner(record))
     keep_state(record, report.record)
     if as_json:
@@ -67,20 +67,20 @@ def _own_jobs(*, as_json: bool) -> None:
 
     A remote that cannot be reached is reported once, and is not asked again.
     """
-    from imgkit_builder.jobs import history, submit
+    from imgkit_builder.jobs import history, records
     from imgkit_builder.jobs.remote.connection import Cut
 
     jobs, silent, complete = [], set(), True
-    for record in filter(_may_run, submit.records()):
+    for record in filter(_may_run, records.newest_first()):
         now = record
         try:
-            if record.remote not in silent:
+            if record.job.remote not in silent:
                 now = history.refresh_state(record, runner(record))
         except ImgkitError as error:
-            terminal.err(f"imgkit: {record.handle}: {error.what}")
+            terminal.err(f"imgkit: {record.job.handle}: {error.what}")
             complete = False
             if isinstance(error, Cut):
-                silent.add(record.remote)
+                silent.add(record.job.remote)
         keep_state(record, now)
         jobs.append(now)
     nothing = "no job waits or runs; imgkit runs lists those that have ended"
@@ -91,18 +91,18 @@ def _own_jobs(*, as_json: bool) -> None:
 
 
 def _remote_prefix(record: SubmittedJob) -> str:
-    return f"on {record.remote}: " if record.remote else ""
+    return f"on {record.job.remote}: " if record.job.remote else ""
 
 
 def _may_run(record: SubmittedJob) -> bool:
     """Return whether the job had not ended when imgkit last looked; for a week where nobody can know."""
     from imgkit_builder.jobs import systems
-    from imgkit_builder.jobs.records import FINAL_STATES
+    from imgkit_builder.jobs.submitted import FINAL_STATES
 
     if record.state in FINAL_STATES:
         return False
     try:
-        reports_state = record.answer is None and systems.named(record.system).reports_state
+        reports_state = record.answer is None and systems.named(record.job.system).reports_state
     except ImgkitError:  # its plug-in is gone
         reports_state = False
     week_ago = datetime.now(timezone.utc) - timedelta(days=7)
@@ -111,16 +111,15 @@ def _may_run(record: SubmittedJob) -> bool:
 
 def _reported(report: JobReport) -> dict[str, Any]:
     """Return what ``imgkit status ID --json`` prints."""
-    from imgkit_builder.jobs import history
 
     record = report.record
     data: dict[str, Any] = {
-        "id": record.handle,
+        "id": record.job.handle,
         "state": record.state,
         "exit_code": report.code if report.has_ended else None,
         "command": list(report.argv),
         "output": report.text,
-        "folder": None if record.array else str(history.run_of(record)),
+        "folder": None if record.job.array else str(record.job.run_folder),
     }
     if record.code is not None:
         data["code"] = dataclasses.asdict(record.code)
@@ -129,14 +128,13 @@ def _reported(report: JobReport) -> dict[str, Any]:
 
 def keep_state(record: SubmittedJob, now: SubmittedJob) -> None:
     """Save the state of `record` for ``imgkit runs`` if it has changed."""
-    from imgkit_builder.jobs import submit
+    from imgkit_builder.jobs import records
 
     # The record of a task is derived from that of an array job, which alone is kept.
-    is_task = record.handle not in (saved.handle for saved in submit.records())
-    if now.state != record.state and not is_task:
+    if now.state != record.state and records.is_kept(record):
         # A folder that cannot be written loses only that.
         with contextlib.suppress(OSError):
-            submit.keep(now)
+            records.keep(now)
 
 
 def may_ask() -> bool:
@@ -153,17 +151,17 @@ def connected(name: str) -> Connection:
 
 def runner(record: SubmittedJob) -> Callable[[Sequence[str]], Finished]:
     """Return what runs a command where the job is."""
-    from imgkit_builder.jobs import handle as jobs
+    from imgkit_builder.jobs import handle
 
-    return jobs.runner(record, may_ask=may_ask())
+    return handle.transport_of(record, may_ask=may_ask()).run
 
 
 def can_follow(record: SubmittedJob) -> bool:
     """Return whether `follow` can; a job in pods has no output until a node has pulled the image."""
     from imgkit_builder.jobs import systems
 
-    system = systems.named(record.system)
-    return bool(record.remote) or (system.reports_state and system.log_source(record)[0] == "tail")
+    system = systems.named(record.job.system)
+    return bool(record.job.remote) or (system.reports_state and system.log_source(record.job)[0] == "tail")
 
 
 def follow(record: SubmittedJob) -> int:
@@ -175,13 +173,13 @@ def follow(record: SubmittedJob) -> int:
     def say(text: str) -> None:
         terminal.err(f"imgkit: {text}")
 
-    verbs = "logs|status|cancel|fetch" if record.remote else "logs|status|cancel"
-    back = f"the job continues; imgkit {verbs} {record.handle}"
-    say(f"job {record.handle}; Ctrl-C stops following; the job continues")
+    verbs = "logs|status|cancel|fetch" if record.job.remote else "logs|status|cancel"
+    back = f"the job continues; imgkit {verbs} {record.job.handle}"
+    say(f"job {record.job.handle}; Ctrl-C stops following; the job continues")
     run = runner(record)
     try:
-        if record.remote:
-            jobs.follow(connected(record.remote), record, terminal.passing(), say)
+        if record.job.remote:
+            jobs.follow(connected(record.job.remote), record, terminal.passing(), say)
             report = history.report(record, run)
         else:
             _attach(record, run)
@@ -207,7 +205,7 @@ def _attach(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> N
     def has_ended() -> bool:
         return history.report(record, run).has_ended
 
-    argv, is_over = systems.named(record.system).log_source(record), False
+    argv, is_over = systems.named(record.job.system).log_source(record.job), False
     for pause_s in history.poll_pauses():
         is_over = has_ended()
         if is_over or Path(argv[-1]).exists():
@@ -231,18 +229,18 @@ def verb_logs(
       imgkit logs 4711_3@mn5
     """
     from imgkit_builder.base import process
-    from imgkit_builder.jobs import submit, systems
+    from imgkit_builder.jobs import records, systems
 
     if not job_id:
-        records = [record for record in submit.records() if record.answer is None]
-        if not records:
+        with_id = [record for record in records.newest_first() if record.answer is None]
+        if not with_id:
             raise UsageError("no job was submitted from here", where="ID", hint="imgkit run prints the id")
-        job_id = records[0].handle
+        job_id = with_id[0].job.handle
         terminal.err(f"imgkit: job {job_id}, the last one")
-    record = submit.record_of(job_id)
-    argv = systems.named(record.system).log_source(record)
+    record = records.find(job_id)
+    argv = systems.named(record.job.system).log_source(record.job)
     if as_json:
-        show({"id": record.handle, "command": argv}, as_json=True)
+        show({"id": record.job.handle, "command": argv}, as_json=True)
         return
     if can_follow(record):
         raise typer.Exit(follow(record))
@@ -265,19 +263,19 @@ def verb_wait(
       imgkit wait 4711
       imgkit wait 4711@mn5 --timeout 2h --json
     """
-    from imgkit_builder.jobs import history, quoting, submit
+    from imgkit_builder.jobs import history, quoting, records
 
     limit_s = quoting.seconds(timeout, where="--timeout") if timeout else None
-    record = submit.record_of(job_id)
+    record = records.find(job_id)
     try:
         report = history.wait(record, runner(record), limit_s=limit_s)
     except KeyboardInterrupt:
-        terminal.err(f"imgkit: {record.handle} continues; imgkit wait {record.handle}")
+        terminal.err(f"imgkit: {record.job.handle} continues; imgkit wait {record.job.handle}")
         raise typer.Exit(INTERRUPTED) from None
     keep_state(record, report.record)
     if not report.has_ended:
         raise ToolFailed(
-            f"{record.handle} has not ended after {timeout}", hint=f"imgkit wait {record.handle}"
+            f"{record.job.handle} has not ended after {timeout}", hint=f"imgkit wait {record.job.handle}"
         )
     if as_json:
         show(_reported(report), as_json=True)
@@ -296,10 +294,10 @@ def verb_cancel(
     Examples:
       imgkit cancel 4711
     """
-    from imgkit_builder.jobs import history, submit, systems
+    from imgkit_builder.jobs import history, records, systems
 
-    record = submit.record_of(job_id)
-    argv = systems.named(record.system).cancel_command(record)
+    record = records.find(job_id)
+    argv = systems.named(record.job.system).cancel_command(record.job)
     if not as_json:
         terminal.err(f"imgkit: {_remote_prefix(record)}{shlex.join(argv)}")
     answer = history.cancel(record, runner(record))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,26 +32,21 @@ from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import EXIT_NO, UsageError
 
 if TYPE_CHECKING:
-    from imgkit_builder.base.process import Finished
     from imgkit_builder.base.progress import Reporter
-    from imgkit_builder.jobs.handle import JobHandle
     from imgkit_builder.jobs.job import Job, Script
-    from imgkit_builder.jobs.records import SubmittedJob
+    from imgkit_builder.jobs.prepared import PreparedJob
     from imgkit_builder.jobs.remote.config import Remote
-    from imgkit_builder.jobs.remote_run import RunPlan
     from imgkit_builder.jobs.request import JobRequest
     from imgkit_builder.jobs.scaling import ScalingRun
+    from imgkit_builder.jobs.submitted import SubmittedJob
+    from imgkit_builder.jobs.transport import Transport
     from imgkit_builder.project.origins import ValueSource
     from imgkit_builder.project.toml_file import ProjectFile
 
 COMMAND_CLASSES = {"run": JobCommand}
 """The verb whose flags are not all in its signature."""
-_UNKNOWN_HERE = ("image", "directory")
-"""Values that are known only after a look at the remote."""
 _NOT_SCALED = ("--nodes", "--interactive", "--sif", "--build", "--base-from")
 """Flags of another kind of job, and the one that ``--scaling`` replaces."""
-_NOT_ON_REMOTES = ("--interactive", "--directory", "--sif", "--build", "--base-from")
-"""Flags for jobs of this machine: on a remote, imgkit chooses the folder and sends the image itself."""
 
 
 def verb_run(
@@ -143,12 +137,10 @@ def verb_run(
         start = f"dist-run {recipe}" if recipe.endswith(".py") else recipe
         hint = f"a command follows --: imgkit run -- {start}"
         raise UsageError(f"{recipe} is a command, not a recipe", where="RECIPE", hint=hint)
+    remote = config.find(name) if name and name != HERE else None
     if scaling:
-        raise typer.Exit(_run_sizes(options, "" if name == HERE else name, run, project))
-    if name and name != HERE:
-        _run_there(options, config.find(name), run, project)
-    else:
-        _run_here(options, run, project)
+        raise typer.Exit(_run_sizes(options, remote, run, project))
+    _run_job(options, remote, run, project)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,63 +159,125 @@ class _Options:
     scaling: str
 
 
-def _run_there(options: _Options, remote: Remote, run: JobRequest, project: ProjectFile | None) -> None:
-    """Build, send what `remote` lacks, submit there, and follow."""
-    from imgkit_builder.base.flags import flags_in
-    from imgkit_builder.jobs import remote_run
-    from imgkit_builder.jobs.remote import connection
+def _run_job(
+    options: _Options, remote: Remote | None, flags: JobRequest, project: ProjectFile | None
+) -> None:
+    """Submit the job to the scheduler of the remote or of this machine, or start it here without one."""
+    from imgkit_builder.base import process
+    from imgkit_builder.jobs import handle, submit
     from imgkit_builder.project import origins
 
-    excess = [name for name in flags_in(run) if name in _NOT_ON_REMOTES]
-    if excess:
-        raise UsageError(
-            f"{excess[0]} cannot be combined with a remote",
-            where=excess[0],
-            hint=f"leave it out; or, on the cluster itself, imgkit run --on {HERE} ...",
-        )
-    plan = remote_run.plan(options.recipe, origins.under(run, project), remote.recipe)
-    script = remote_run.check(plan) if not options.dry_run else None
-    if script is None:
-        _show_early(options, remote, plan, run, project)
-        return
-    code = read_code(plan.request, as_json=options.as_json)
-    source = "--on" if options.on else "imgkit.toml"
-    terminal.err(
-        f"imgkit: {plan.source} on {remote.name} ({source}), submitted there with {script.submit[0]}"
+    request = origins.under(flags, project)
+    recipe = options.recipe if remote else _recipe_here(options, project)
+    code = read_code(request, as_json=options.as_json)
+    prepared = submit.prepare(
+        recipe, request, code, remote=remote, base=options.base or "", rebuild=options.rebuild
     )
     limit = None if options.bwlimit is None else options.bwlimit * MB
-    far = connection.connect(
-        remote_run.with_transfer_host(remote, plan), ask=may_ask(), max_bytes_per_s=limit
-    )
-    if far.unshared_reason:
-        terminal.err(f"imgkit: every ssh command opens its own connection: {far.unshared_reason}")
+    transport = handle.transport_to(remote, prepared, may_ask=may_ask(), max_bytes_per_s=limit)
+    if options.dry_run:
+        _show_dry_run(options, prepared, transport, flags, project)
+        return
+    _announce(options, prepared, transport, recipe)
     with terminable(), reporter(as_json=options.as_json) as report:
-        record, job = remote_run.run(
-            plan,
-            far,
-            base=options.base,
-            code=code,
-            report=report,
-            rebuild=options.rebuild,
+        ready = submit.make_ready(prepared, transport, report)
+        script = ready.script
+        record = None if script.foreground else submit.start(ready, transport, report)
+    if script.remote:
+        raise typer.Exit(_fanned_out(script))
+    if record is None:
+        terminal.err(f"imgkit: {shlex.join(script.submit)}")
+        process.become(script.submit, cwd=ready.job.directory)
+    _show_submitted(record, ready, options)
+
+
+def _recipe_here(options: _Options, project: ProjectFile | None) -> str:
+    """Return the recipe of a job on this machine.
+
+    Raises
+    ------
+    UsageError : neither the command line nor imgkit.toml names one, or an option is for remotes only.
+    """
+    for name, value in (
+        ("--base", options.base),
+        ("--rebuild", options.rebuild),
+        ("--bwlimit", options.bwlimit),
+    ):
+        if value:
+            raise UsageError(f"{name} is for a remote", where=name, hint=f"imgkit run --on NAME {name} ...")
+    recipe = options.recipe or (project.recipe if project else "")
+    if not recipe:
+        raise UsageError(
+            "no recipe given, and none set by an imgkit.toml here",
+            where="RECIPE",
+            hint="name one (imgkit list), or write the file (imgkit init --recipe RECIPE)",
         )
-    followed = not (options.as_json or options.detach or record.array)
-    _submitted(
-        record,
-        {
-            "id": record.handle,
-            "image": job.container.image,
-            "code": dataclasses.asdict(job.container.code) if job.container.code else None,
-            "folder": str(job.directory),
-            "name": job.name,
-        },
-        options,
-        followed=followed,
-    )
-    if followed:
-        raise typer.Exit(follow(record))
+    return recipe
 
 
-def _run_sizes(options: _Options, remote: str, run: JobRequest, project: ProjectFile | None) -> int:
+def _announce(options: _Options, prepared: PreparedJob, transport: Transport, recipe: str) -> None:
+    """Say on stderr what runs where.
+
+    Raises
+    ------
+    ToolMissing : the scheduler's command is not on PATH.
+    """
+    from imgkit_builder.base import process
+    from imgkit_builder.jobs.transport import Ssh
+
+    job, script = prepared.job, prepared.script
+    if isinstance(transport, Ssh):
+        assert prepared.source is not None  # noqa: S101 - the job of a remote has one
+        stated_by = "--on" if options.on else "imgkit.toml"
+        terminal.err(
+            f"imgkit: {prepared.source.title} on {transport.name} ({stated_by}), submitted there with "
+            f"{script.submit[0]}"
+        )
+        if reason := transport.connection.unshared_reason:
+            terminal.err(f"imgkit: every ssh command opens its own connection: {reason}")
+    elif not script.foreground:
+        process.need(script.submit[0], _without_scheduler(recipe))
+        terminal.err(
+            f"imgkit: {recipe} on this machine, submitted with {script.submit[0]} "
+            f"(its scheduler is {job.recipe.system.scheduler})"
+        )
+    elif options.detach:
+        terminal.err("imgkit: --detach is not used: the command runs here, and imgkit ends with it")
+
+
+def _show_dry_run(
+    options: _Options,
+    prepared: PreparedJob,
+    transport: Transport,
+    flags: JobRequest,
+    project: ProjectFile | None,
+) -> None:
+    """Print the script, for a remote as far as it is known before a look there; -v adds all values."""
+    from imgkit_builder.jobs import checks, image_source, submit
+    from imgkit_builder.project import origins
+
+    source = prepared.source
+    if source is None:
+        if foreign := checks.foreign_image(prepared.job):  # the submission refuses it
+            warning = f"{prepared.job.container.image}: {foreign.what}"
+            job = dataclasses.replace(prepared.job, warnings=(*prepared.job.warnings, warning))
+            prepared = dataclasses.replace(prepared, job=job)
+        prepared = submit.look_into(prepared, transport)
+    for warning in prepared.job.warnings:
+        terminal.err(f"imgkit: {warning}")
+    values = list(origins.of_job(prepared.job, flags, project))
+    if source is not None:
+        unknown = ("directory",) if source.remote_image else ("image", "directory")
+        values = [
+            origins.of_word("remote", transport.name, flag="--on" if options.on else "", project=project),
+            origins.of_word("recipe", source.title, flag="RECIPE" if options.recipe else "", project=project),
+            *(row for row in values if row.name not in unknown),
+        ]
+        terminal.err(f"imgkit: {image_source.UNKNOWN_HOME} stands for the folder on {transport.name}")
+    _show(prepared.job, prepared.script, values if options.verbose else (), as_json=options.as_json)
+
+
+def _run_sizes(options: _Options, remote: Remote | None, run: JobRequest, project: ProjectFile | None) -> int:
     """Submit the jobs of ``--scaling``, or find those of the folder that it names; return the exit code."""
     from imgkit_builder.base.flags import flags_in
     from imgkit_builder.base.process import INTERRUPTED
@@ -271,131 +325,33 @@ def _run_sizes(options: _Options, remote: str, run: JobRequest, project: Project
 
 
 def _submit_sizes(
-    options: _Options, remote: str, run: JobRequest, project: ProjectFile | None, report: Reporter
+    options: _Options, remote: Remote | None, flags: JobRequest, project: ProjectFile | None, report: Reporter
 ) -> Iterator[tuple[Path, ScalingRun]]:
     """Check the jobs of all sizes, then submit them; a dry run prints their scripts."""
-    from imgkit_builder.base import process
-    from imgkit_builder.jobs import handle as jobs
-    from imgkit_builder.jobs import scaling
-    from imgkit_builder.jobs.remote import jobs as remote_jobs
+    from imgkit_builder.jobs import handle, scaling
     from imgkit_builder.project import origins
 
     recipe = options.recipe or (project.recipe if project and not remote else "")
     if not recipe and not remote:
         raise UsageError("no recipe given", where="RECIPE", hint="imgkit run RECIPE --scaling 1,2 -- COMMAND")
-    request = origins.under(run, project)
+    request = origins.under(flags, project)
     code = read_code(request, as_json=options.as_json)
     sizes = scaling.parse_sizes(options.scaling)
-    planned = scaling.plan(recipe, request, sizes, on=remote, code=code)
-    largest = planned[-1][0]
-    for warning in largest.warnings if options.dry_run or not remote else ():
-        report.note(warning)
+    planned = scaling.plan(recipe, request, sizes, code=code, remote=remote, base=options.base or "")
     if options.dry_run:
+        for warning in planned[-1].job.warnings:
+            report.note(warning)
         if options.as_json:
-            show({"jobs": [_described(job, script) for job, script in planned]}, as_json=True)
+            show({"jobs": [_described(each.job, each.script) for each in planned]}, as_json=True)
             return
-        for job, script in planned:
-            terminal.err(f"imgkit: {scaling.nodes_text(job.allocation.nodes)}, in {job.directory}:")
-            terminal.document(script.text)
+        for each in planned:
+            nodes = scaling.nodes_text(each.job.allocation.nodes)
+            terminal.err(f"imgkit: {nodes}, in {each.job.directory}:")
+            terminal.document(each.script.text)
         return
-    run_there: Callable[[Sequence[str]], Finished] = functools.partial(process.run, check=False)
-    if remote:
-        far = connected(remote)
-        far.login()  # may ask for a second factor, once
-        run_there = functools.partial(remote_jobs.finished, far)
-    scaling.refuse_unstartable(*planned[-1], run_there)
-
-    def start(nodes: int) -> JobHandle:
-        sized = request.changed(nodes=str(nodes), yes=True)  # a person has agreed to the code
-        # The largest job is the first: on a remote it reports the warnings, and what is sent for all.
-        stages = report if remote and nodes == largest.allocation.nodes else None
-        base = options.base or ""
-        return jobs.run(recipe, sized, on=remote, base=base, report=stages)
-
-    yield from scaling.submit(planned, start)
-
-
-def _show_early(
-    options: _Options, remote: Remote, plan: RunPlan, run: JobRequest, project: ProjectFile | None
-) -> None:
-    """Print the script of a job on a remote, as far as it is known before a look there."""
-    from imgkit_builder.jobs import systems
-    from imgkit_builder.project import origins
-
-    job = plan.early
-    first = (
-        origins.of_word("remote", remote.name, flag="--on" if options.on else "", project=project),
-        origins.of_word("recipe", plan.source, flag="RECIPE" if options.recipe else "", project=project),
-    )
-    values = origins.of_job(job, run, project)
-    resolved = {"image"} if plan.remote_image else set()
-    rows = (*first, *(row for row in values if row.name not in {*_UNKNOWN_HERE} - resolved))
-    script = systems.named(job.system).script(job)
-    terminal.err(f"imgkit: {plan.home} stands for the folder on {remote.name}")
-    _show(job, script, rows if options.verbose else (), as_json=options.as_json)
-
-
-def _run_here(options: _Options, run: JobRequest, project: ProjectFile | None) -> None:
-    """Submit the job to the scheduler of this machine, or start it here where there is none."""
-    from imgkit_builder.base import process
-    from imgkit_builder.jobs import submit
-    from imgkit_builder.project import origins
-
-    for name, value in (
-        ("--base", options.base),
-        ("--rebuild", options.rebuild),
-        ("--bwlimit", options.bwlimit),
-    ):
-        if value:
-            raise UsageError(f"{name} is for a remote", where=name, hint=f"imgkit run --on NAME {name} ...")
-    recipe = options.recipe or (project.recipe if project else "")
-    if not recipe:
-        raise UsageError(
-            "no recipe given, and none set by an imgkit.toml here",
-            where="RECIPE",
-            hint="name one (imgkit list), or write the file (imgkit init --recipe RECIPE)",
-        )
-    request = origins.under(run, project)
-    code = None if request.image_flag else read_code(request, as_json=options.as_json)
-    prepared = submit.prepare(recipe, request, code)
-    job, script = prepared.job, prepared.script
-    if options.dry_run and (foreign := submit.foreign_image(job)):  # the submission refuses it
-        job = dataclasses.replace(job, warnings=(*job.warnings, f"{job.container.image}: {foreign.what}"))
-    for warning in job.warnings:
-        terminal.err(f"imgkit: {warning}")
-    if options.dry_run:
-        prepared = submit.look_into(dataclasses.replace(prepared, job=job))
-        rows = tuple(origins.of_job(job, run, project)) if options.verbose else ()
-        _show(prepared.job, prepared.script, rows, as_json=options.as_json)
-        return
-    if not (script.foreground or script.remote):
-        process.need(script.submit[0], _without_scheduler(recipe))
-        terminal.err(
-            f"imgkit: {recipe} on this machine, submitted with {script.submit[0]} "
-            f"(its scheduler is {job.recipe.system.scheduler})"
-        )
-    elif options.detach:
-        terminal.err("imgkit: --detach is not used: the command runs here, and imgkit ends with it")
-    submit.before_submission(job)
-    prepared = submit.look_into(prepared)
-    job, script = prepared.job, prepared.script
-    with terminable():
-        submit.write_files(prepared)
-    if script.remote:
-        raise typer.Exit(_fanned_out(script))
-    if script.foreground:
-        terminal.err(f"imgkit: {shlex.join(script.submit)}")
-        process.become(script.submit, cwd=job.directory)
-    record = submit.send(job, script)
-    interactive = job.request.launch.interactive
-    follows = not (options.as_json or options.detach or record.array or interactive)
-    followed = follows and record.answer is None and can_follow(record)
-    _submitted(record, {**_described(job, script), "id": record.id}, options, followed=followed)
-    if followed:
-        raise typer.Exit(follow(record))
-    if interactive and not options.as_json:
-        # The comments above the command explain how to get in.
-        terminal.err(*(text for text in script.text.splitlines() if text.startswith("#")))
+    transport = handle.transport_to(remote, planned[-1], may_ask=may_ask())
+    transport.login()
+    yield from scaling.submit(planned, transport, report)
 
 
 def _without_scheduler(recipe: str) -> str:
@@ -412,33 +368,32 @@ def _without_scheduler(recipe: str) -> str:
     )
 
 
-def _submitted(record: SubmittedJob, data: dict[str, Any], options: _Options, *, followed: bool) -> None:
-    """Print the id of a job that exists now, and save its record.
+def _show_submitted(record: SubmittedJob, ready: PreparedJob, options: _Options) -> None:
+    """Print the id of a job that exists now, and follow it if that is wanted and possible.
 
     Where the job's output is followed, that output has stdout to itself, so the id is on stderr alone.
     """
-    from imgkit_builder.jobs import submit
+    from imgkit_builder.jobs import records
 
-    # Printed before anything else can fail.
+    interactive = ready.job.request.launch.interactive
+    follows = not (options.as_json or options.detach or record.job.array or interactive)
+    followed = follows and record.answer is None and can_follow(record)
     if record.answer is None and not followed:
-        show(data, record.handle, as_json=options.as_json)
-    try:
-        submit.keep(record)
-    except OSError as error:
-        # The job runs all the same, so its own system answers.
-        terminal.err(
-            f"imgkit: the job {record.handle} is submitted, but its record cannot be saved "
-            f"({error.filename}: {error.strerror}): imgkit status, logs and cancel will not know it",
-            "  -> next time: export XDG_STATE_HOME=FOLDER",
-        )
-    submit.need_id(record)
+        data = {**_described(ready.job, ready.script), "id": record.job.handle}
+        show({**data, "folder": str(ready.job.directory)}, record.job.handle, as_json=options.as_json)
+    records.need_id(record)
     if not options.as_json:
         # The tasks of an array have an output each.
-        verbs = ("status", "cancel") if record.array else ("status", "logs", "cancel")
-        terminal.err("imgkit: " + "; ".join(f"imgkit {verb} {record.handle}" for verb in verbs))
+        verbs = ("status", "cancel") if record.job.array else ("status", "logs", "cancel")
+        terminal.err("imgkit: " + "; ".join(f"imgkit {verb} {record.job.handle}" for verb in verbs))
+    if followed:
+        raise typer.Exit(follow(record))
+    if interactive and not options.as_json:
+        # The comments above the command explain how to get in.
+        terminal.err(*(text for text in ready.script.text.splitlines() if text.startswith("#")))
 
 
-def _show(job: Job, script: Script, rows: tuple[ValueSource, ...], *, as_json: bool) -> None:
+def _show(job: Job, script: Script, rows: Sequence[ValueSource], *, as_json: bool) -> None:
     """Print `script` on stdout; `rows` are its values and their sources, on stderr or in the JSON object."""
     if as_json:
         data = _described(job, script)
@@ -504,19 +459,21 @@ def verb_fetch(
     Examples:
       imgkit fetch 4711@mn5
     """
-    from imgkit_builder.jobs import submit
+    from imgkit_builder.jobs import records
     from imgkit_builder.jobs.remote import fetch
 
-    record = submit.record_of(job_id)
-    if not record.remote:
-        raise UsageError(f"the job {job_id} ran here", where="ID", hint=f"its files: {record.directory}/runs")
-    folder = output or Path("runs", f"{record.name}-{record.id}")
-    far = connected(record.remote)
+    record = records.find(job_id)
+    if not record.job.remote:
+        raise UsageError(
+            f"the job {job_id} ran here", where="ID", hint=f"its files: {record.job.directory}/runs"
+        )
+    folder = output or Path("runs", f"{record.job.name}-{record.job.id}")
+    far = connected(record.job.remote)
     far.login()
     record = dataclasses.replace(record, fetched=str(folder.absolute()))
     with reporter(as_json=as_json) as report:
         fetched = fetch.fetch(far, record, folder, checkpoints=checkpoints, report=report)
-    submit.keep(record)  # imgkit runs finds the folder
+    records.keep(record)  # imgkit runs finds the folder
     text = f"{folder}  {len(fetched.new)} of {fetched.files} files were new, {fetched.bytes / 1e6:.1f} MB"
     data = {
         "folder": str(folder),

@@ -12,7 +12,7 @@ import typer
 from imgkit_builder.cli.common import JSON, columns, show
 
 if TYPE_CHECKING:
-    from imgkit_builder.jobs.records import SubmittedJob
+    from imgkit_builder.jobs.submitted import SubmittedJob
 
 
 def verb_runs(
@@ -29,11 +29,11 @@ def verb_runs(
       imgkit runs
       imgkit runs -n 100 --json
     """
-    from imgkit_builder.jobs import submit
+    from imgkit_builder.jobs import records
 
-    records = submit.records()[:most]
-    data = {"runs": [job_data(record) for record in records]}
-    lines = jobs_table(records) if records else ("no runs yet; imgkit run starts one",)
+    newest = records.newest_first()[:most]
+    data = {"runs": [job_data(record) for record in newest]}
+    lines = jobs_table(newest) if newest else ("no runs yet; imgkit run starts one",)
     show(data, *lines, as_json=as_json)
 
 
@@ -46,8 +46,8 @@ def jobs_table(records: Sequence[SubmittedJob]) -> Iterator[str]:
         numbers = history.numbers(record)
         table.append(
             (
-                record.handle,
-                record.name,
+                record.job.handle,
+                record.job.name,
                 record.submitted[:16].replace("T", " ") or "-",
                 _state(record),
                 "-" if numbers.step is None else str(numbers.step),
@@ -66,10 +66,10 @@ def job_data(record: SubmittedJob) -> dict[str, Any]:
 
     folder = history.folder_of(record)
     return {
-        "id": record.handle,
-        "name": record.name,
+        "id": record.job.handle,
+        "name": record.job.name,
         "recipe": record.recipe,
-        "remote": record.remote or None,
+        "remote": record.job.remote or None,
         "image": record.image_id or None,
         "code": dataclasses.asdict(record.code) if record.code else None,
         "command": list(record.command),

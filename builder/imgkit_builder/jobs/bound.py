@@ -132,27 +132,21 @@ def name_of(job: Job) -> str:
     return f"{__version__}-{digest.hexdigest()[:12]}"
 
 
-def write(job: Job) -> None:
-    """Write the folder where the job looks for it, unless an earlier job has done so.
+def write(job: Job, folder: Path) -> None:
+    """Write the folder that is bound to `folder`, which does not exist."""
+    for name, data in members(job):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        with files.create(folder / name) as stream:
+            stream.write(data)
+
+
+def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
+    """Put the folder `target` in place, which `fill` writes, unless it is there.
 
     Raises
     ------
     UsageError : another user has made a folder of that name, which the job would execute.
     """
-    if job.container.bound is None:
-        return
-
-    def fill(folder: Path) -> None:
-        for name, data in members(job):
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            with files.create(folder / name) as stream:
-                stream.write(data)
-
-    write_folder(Path(job.container.bound.folder), fill)
-
-
-def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
-    """Put the folder `target` in place, which `fill` writes, unless it is there. Raises as `write` does."""
     if os.path.lexists(target):
         if target.is_symlink() or files.foreign_folder(target):
             message = "it is a link or belongs to another user, and the job would execute what is in it"

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from imgkit_builder.base.progress import Reporter, Silent
-from imgkit_builder.jobs.records import JobState, SubmittedJob
+from imgkit_builder.jobs import code as code_of
+from imgkit_builder.jobs import history, image_source, records, submit, systems
+from imgkit_builder.jobs.prepared import PreparedJob
+from imgkit_builder.jobs.remote import config, connection, fetch
+from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.request import JobRequest
+from imgkit_builder.jobs.submitted import JobState, SubmittedJob
+from imgkit_builder.jobs.transport import Local, Ssh, Transport
 from imgkit_entrypoints.errors import UsageError
-
-if TYPE_CHECKING:
-    from imgkit_builder.base.process import Finished
-    from imgkit_builder.jobs.remote.connection import Connection
 
 _MOST_LOG_BYTES = 16 << 20
 
@@ -28,7 +28,7 @@ class JobHandle:
     @property
     def id(self) -> str:
         """Its id, with ``@REMOTE`` if it is on one."""
-        return self.record.handle
+        return self.record.job.handle
 
     def status(self) -> JobState:
         """Return the state that the scheduler reports now, or else the run folder.
@@ -37,9 +37,7 @@ class JobHandle:
         ------
         ToolFailed : the scheduler did not answer; the job may run.
         """
-        from imgkit_builder.jobs import history
-
-        return history.report(self.record, runner(self.record)).record.state
+        return history.report(self.record, transport_of(self.record).run).record.state
 
     def wait(self, timeout_s: float | None = None) -> JobState:
         """Wait until the job has ended, or for `timeout_s` seconds, and return its state then.
@@ -49,9 +47,7 @@ class JobHandle:
         UsageError : nobody can know when a job of this system has ended.
         ToolFailed : the scheduler has not answered even once.
         """
-        from imgkit_builder.jobs import history
-
-        return history.wait(self.record, runner(self.record), limit_s=timeout_s).record.state
+        return history.wait(self.record, transport_of(self.record).run, limit_s=timeout_s).record.state
 
     def logs(self) -> str:
         """Return the output so far; empty before there is any.
@@ -60,14 +56,12 @@ class JobHandle:
         ------
         UsageError : the job is an array, whose tasks have an output each.
         """
-        from imgkit_builder.jobs import systems
-
-        argv = systems.named(self.record.system).log_source(self.record)
+        argv = systems.named(self.record.job.system).log_source(self.record.job)
         if argv[0] == "tail":
             argv = ("tail", "-c", str(_MOST_LOG_BYTES), "--", argv[-1])
         else:
             argv = tuple(argument for argument in argv if argument != "--follow")
-        answer = runner(self.record)(argv)
+        answer = transport_of(self.record).run(argv)
         return answer.output if answer.returncode == 0 else ""
 
     def fetch(self, folder: str | Path | None = None, *, checkpoints: bool = False) -> Path:
@@ -77,14 +71,11 @@ class JobHandle:
         ----------
         folder : default: ``runs/NAME-ID`` in the current folder.
         """
-        from imgkit_builder.jobs import history
-        from imgkit_builder.jobs.remote import fetch
-
         record = self.record
-        if not record.remote:
-            return history.run_of(record)
-        target = Path(folder or Path("runs", f"{record.name}-{record.id}"))
-        fetch.fetch(_connected(record.remote), record, target, checkpoints=checkpoints, report=Silent())
+        if not record.job.remote:
+            return record.job.run_folder
+        target = Path(folder or Path("runs", f"{record.job.name}-{record.job.id}"))
+        fetch.fetch(_connection(record), record, target, checkpoints=checkpoints, report=Silent())
         return target
 
     def cancel(self) -> None:
@@ -94,9 +85,7 @@ class JobHandle:
         ------
         ToolFailed : the scheduler refused; quotes its message.
         """
-        from imgkit_builder.jobs import history
-
-        answer = history.cancel(self.record, runner(self.record))
+        answer = history.cancel(self.record, transport_of(self.record).run)
         if answer.returncode != 0:
             raise history.command_failed(self.record, answer.argv, answer)
 
@@ -125,31 +114,43 @@ def run(
     UsageError : the system cannot satisfy the request, or has no scheduler.
     ImgkitError : as of the build, the transfer and the submission.
     """
-    from imgkit_builder.jobs import submit
-
-    if not on:
-        if base:
-            raise UsageError("a base is for a remote", where="base", hint="name a remote: on=NAME")
-        return JobHandle(record=submit.submit(recipe, request, report=report))
-    from imgkit_builder.jobs import code as code_of
-    from imgkit_builder.jobs import remote_run
-    from imgkit_builder.jobs.remote import config, connection
-
-    if request.image_flag:
-        raise UsageError(
-            f"a job of {request.image_flag} makes its .sif where it is submitted",
-            where="on",
-            hint="leave it out",
-        )
-    report, remote = report or Silent(), config.find(on)
-    plan = remote_run.plan(str(recipe), request, remote.recipe)
-    far = connection.connect(remote_run.with_transfer_host(remote, plan))
+    if base and not on:
+        raise UsageError("a base is for a remote", where="base", hint="name a remote: on=NAME")
+    report = report or Silent()
+    remote = config.find(on) if on else None
     code = None
-    if plan.request.container.code is not None:  # the folder of imgkit.toml, too
-        code = code_of.read(plan.request, large=request.container.yes, report=report)
-    record, _ = remote_run.run(plan, far, base=base or None, code=code, report=report, rebuild=rebuild)
-    submit.keep(record)
-    return JobHandle(record=submit.need_id(record))
+    if request.container.code is not None:
+        code = code_of.read(request, large=request.container.yes, report=report)
+    prepared = submit.prepare(recipe, request, code, remote=remote, base=base, rebuild=rebuild)
+    record = submit.submit(prepared, transport_to(remote, prepared), report)
+    return JobHandle(record=records.need_id(record))
+
+
+def transport_to(
+    remote: Remote | None,
+    prepared: PreparedJob,
+    *,
+    may_ask: bool = False,
+    max_bytes_per_s: float | None = None,
+) -> Transport:
+    """Return the way to where the job is submitted: to `remote`, or to this machine.
+
+    Parameters
+    ----------
+    may_ask : whether ssh may ask a person for a password or a second factor.
+    max_bytes_per_s : limit for what is sent to the remote.
+    """
+    if remote is None or prepared.source is None:
+        return Local()
+    reached = image_source.with_transfer_host(remote, prepared.source)
+    return Ssh(connection.connect(reached, ask=may_ask, max_bytes_per_s=max_bytes_per_s))
+
+
+def transport_of(record: SubmittedJob, *, may_ask: bool = False) -> Transport:
+    """Return the way to where the job is. The parameters are those of `transport_to`."""
+    if not record.job.remote:
+        return Local()
+    return Ssh(connection.connect(config.find(record.job.remote), ask=may_ask))
 
 
 def find_job(job_id: str) -> JobHandle:
@@ -159,29 +160,8 @@ def find_job(job_id: str) -> JobHandle:
     ------
     UsageError : no such job was submitted from here.
     """
-    from imgkit_builder.jobs import submit
-
-    return JobHandle(record=submit.record_of(job_id))
+    return JobHandle(record=records.find(job_id))
 
 
-def runner(record: SubmittedJob, *, may_ask: bool = False) -> Callable[[Sequence[str]], Finished]:
-    """Return a function that runs a command where the job is.
-
-    Parameters
-    ----------
-    may_ask : whether ssh may ask a person for a password or a second factor.
-    """
-    from imgkit_builder.base import process
-
-    if not record.remote:
-        return lambda argv: process.run(argv, check=False)
-    from imgkit_builder.jobs.remote import jobs
-
-    far = _connected(record.remote, may_ask=may_ask)
-    return lambda argv: jobs.finished(far, argv)
-
-
-def _connected(name: str, *, may_ask: bool = False) -> Connection:
-    from imgkit_builder.jobs.remote import config, connection
-
-    return connection.connect(config.find(name), ask=may_ask)
+def _connection(record: SubmittedJob) -> connection.Connection:
+    return connection.connect(config.find(record.job.remote))

@@ -14,23 +14,18 @@ from pathlib import Path
 
 from imgkit_builder.base import process
 from imgkit_builder.base.process import Finished
-from imgkit_builder.jobs import measured, submit, systems
+from imgkit_builder.jobs import measured, records, systems
 from imgkit_builder.jobs.measured import LastNumbers
-from imgkit_builder.jobs.records import FINAL_STATES, JobState, SubmittedJob
+from imgkit_builder.jobs.submitted import FINAL_STATES, JobState, SubmittedJob
 from imgkit_entrypoints.errors import EXIT_SAVED, ToolFailed, ToolMissing, UsageError
 from imgkit_entrypoints.launch import stop_protocol
 
 
-def run_of(record: SubmittedJob) -> Path:
-    """Return the folder in which the job itself writes, on its own machine."""
-    return record.directory / "runs" / f"{record.name}-{record.id}"
-
-
 def folder_of(record: SubmittedJob) -> Path | None:
     """Return the folder on this machine with the run's files; None before the first fetch."""
-    if record.remote:
+    if record.job.remote:
         return Path(record.fetched) if record.fetched else None
-    return run_of(record)
+    return record.job.run_folder
 
 
 def numbers(record: SubmittedJob) -> LastNumbers:
@@ -70,7 +65,7 @@ def report(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> Jo
     ToolFailed : the scheduler did not answer; the job may run.
     """
     latest = _report(record, run)
-    if latest.record.state in ("failed", "ended") and submit.is_cancelled(record):
+    if latest.record.state in ("failed", "ended") and records.is_cancelled(record):
         return dataclasses.replace(latest, record=dataclasses.replace(latest.record, state="cancelled"))
     return latest
 
@@ -78,8 +73,8 @@ def report(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> Jo
 def _report(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> JobReport:
     if record.answer is not None:
         return JobReport(record=record)
-    system = systems.named(record.system)
-    for number, argv in enumerate(system.status_commands(record)):
+    system = systems.named(record.job.system)
+    for number, argv in enumerate(system.status_commands(record.job)):
         try:
             answer = run(argv)
         except ToolMissing:
@@ -111,19 +106,19 @@ def _report(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> J
 def _code_in_run_folder(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> int | None:
     """Return the exit code that the node agent of the head has written; None where there is none."""
     # The tasks of an array have run folders of their own, so there is no single exit code.
-    if record.array:
+    if record.job.array:
         return None
-    answer = run(("cat", "--", str(run_of(record) / stop_protocol.RESULT)))
+    answer = run(("cat", "--", str(record.job.run_folder / stop_protocol.RESULT)))
     return stop_protocol.result_code(answer.output)
 
 
 def cancel(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> Finished:
     """Run the scheduler's command that ends the job; if it succeeds, note that in the job's record."""
-    answer = run(systems.named(record.system).cancel_command(record))
+    answer = run(systems.named(record.job.system).cancel_command(record.job))
     # A task of an array has no record of its own.
-    if answer.returncode == 0 and record.handle in (saved.handle for saved in submit.records()):
+    if answer.returncode == 0 and records.is_kept(record):
         with contextlib.suppress(OSError):  # the job is cancelled all the same
-            submit.keep(dataclasses.replace(record, cancelled=True))
+            records.keep(dataclasses.replace(record, cancelled=True))
     return answer
 
 
@@ -132,7 +127,7 @@ def command_failed(record: SubmittedJob, argv: Sequence[str], answer: Finished) 
     message, hint = process.quoted(
         f"{argv[0]} failed with exit code {answer.returncode}", answer.output.strip()
     )
-    return ToolFailed(message, where=record.handle, hint=hint or None)
+    return ToolFailed(message, where=record.job.handle, hint=hint or None)
 
 
 _NO_RANK = re.compile(r"environment variable \w+ expected, but not set")
@@ -142,10 +137,10 @@ _TAIL_BYTES = 64 << 10
 
 def failure_hints(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> tuple[str, ...]:
     """Return the warnings of the start that explain why the job has failed, by the end of its output."""
-    hints = systems.program_starts_once(record)
+    hints = systems.program_starts_once(record.command)
     if not hints:
         return ()
-    log_argv = systems.named(record.system).log_source(record)
+    log_argv = systems.named(record.job.system).log_source(record.job)
     files = [argument for argument in log_argv if argument.startswith("/")]
     output = run(("tail", "-c", str(_TAIL_BYTES), "--", *files)).output
     return hints if _NO_RANK.search(output) else ()
@@ -164,8 +159,12 @@ def ending_text(report: JobReport) -> str:
     }.get(record.state, failure)
     by_folder = not report.argv and report.code is not None and record.state != "cancelled"
     source = ", by its run folder" if by_folder else ""
-    files = f"; imgkit fetch {record.handle}" if record.remote else f"; run folder: {run_of(record)}"
-    return f"{record.handle} {text}{source}{'' if record.array else files}"
+    files = (
+        f"; imgkit fetch {record.job.handle}"
+        if record.job.remote
+        else f"; run folder: {record.job.run_folder}"
+    )
+    return f"{record.job.handle} {text}{source}{'' if record.job.array else files}"
 
 
 POLL_S = (1.0, 1.0, 2.0, 3.0, 5.0, 10.0, 10.0, 30.0)
@@ -188,11 +187,11 @@ def wait(
     UsageError : nobody can know when a job of this system has ended.
     ToolFailed : the scheduler has not answered even once.
     """
-    if not systems.named(record.system).reports_state:
+    if not systems.named(record.job.system).reports_state:
         raise UsageError(
-            f"imgkit cannot ask {record.system} whether a job has ended",
-            where=record.handle,
-            hint=f"imgkit logs {record.handle} ends with the job",
+            f"imgkit cannot ask {record.job.system} whether a job has ended",
+            where=record.job.handle,
+            hint=f"imgkit logs {record.job.handle} ends with the job",
         )
     end_s = math.inf if limit_s is None else time.monotonic() + limit_s
     latest = None
@@ -217,6 +216,6 @@ def refresh_state(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]
     ------
     ToolFailed : as `report`.
     """
-    if record.state in FINAL_STATES or not systems.named(record.system).reports_state:
+    if record.state in FINAL_STATES or not systems.named(record.job.system).reports_state:
         return record
     return report(record, run).record

@@ -23,21 +23,25 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from imgkit_builder.base import files, process
-from imgkit_builder.base.progress import Reporter
-from imgkit_builder.jobs import handle as jobs
+from imgkit_builder.base.process import Finished
+from imgkit_builder.base.progress import Reporter, Silent
+from imgkit_builder.jobs import measured, records, systems
+from imgkit_builder.jobs import submit as submission
+from imgkit_builder.jobs.code import CodeFolder
+from imgkit_builder.jobs.handle import find_job
+from imgkit_builder.jobs.job import Job, Script
+from imgkit_builder.jobs.prepared import PreparedJob
+from imgkit_builder.jobs.remote.config import Remote
+from imgkit_builder.jobs.request import JobRequest
+from imgkit_builder.jobs.submitted import SubmittedJob
+from imgkit_builder.jobs.transport import Transport
 from imgkit_entrypoints import __version__, json_text
 from imgkit_entrypoints.apps import drawing
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed, UsageError
-
-if TYPE_CHECKING:
-    from imgkit_builder.base.process import Finished
-    from imgkit_builder.jobs.code import CodeFolder
-    from imgkit_builder.jobs.job import Job, Script
-    from imgkit_builder.jobs.records import SubmittedJob
-    from imgkit_builder.jobs.request import JobRequest
+from imgkit_entrypoints.launch.agent import PLAN_FILE
+from imgkit_entrypoints.launch.stop_protocol import RESULT
 
 DATA_FILE, PAGE_FILE, CHART_FILE = "scaling.json", "scaling.md", "scaling.svg"
 NEEDED_EFFICIENCY, NEEDED_SIZES = 0.75, 3
@@ -112,36 +116,29 @@ def plan(
     request: JobRequest,
     sizes: Sequence[int],
     *,
-    on: str = "",
     code: CodeFolder | None = None,
-) -> list[tuple[Job, Script]]:
-    """Return the job and the script of each size; nothing is written or submitted.
+    remote: Remote | None = None,
+    base: str = "",
+) -> list[PreparedJob]:
+    """Return the job of each size; nothing is written or submitted.
+
+    The parameters are those of `submit.prepare`.
 
     Raises
     ------
     UsageError : a size that the system cannot satisfy, or jobs whose end and files imgkit cannot see.
     """
-    from imgkit_builder.jobs import remote_run, submit, systems
-    from imgkit_builder.jobs.remote import config
-
     planned = []
     for nodes in sizes:
         sized = request.changed(nodes=str(nodes))
-        if on:
-            remote_plan = remote_run.plan(recipe, sized, config.find(on).recipe)
-            job, script = remote_plan.early, remote_run.check(remote_plan)
-        else:
-            prepared = submit.prepare(recipe, sized, code)
-            job, script = prepared.job, prepared.script
+        prepared = submission.prepare(recipe, sized, code, remote=remote, base=base)
+        job, script = prepared.job, prepared.script
         is_batch = not (script.foreground or script.remote or script.is_array)
-        if (
-            not is_batch
-            or job.container.runtime == "kubernetes"
-            or not systems.named(job.system).reports_state
-        ):
+        has_run_folder = is_batch and job.container.runtime != "kubernetes"
+        if not has_run_folder or not systems.named(job.system).reports_state:
             message = f"--scaling needs batch jobs with a run folder, which {job.system} does not start here"
             raise UsageError(message, where="--scaling", hint="a recipe for Slurm or PBS, without job arrays")
-        planned.append((job, script))
+        planned.append(prepared)
     return planned
 
 
@@ -163,34 +160,33 @@ def refuse_unstartable(job: Job, script: Script, run: Callable[[Sequence[str]], 
 
 
 def submit(
-    planned: Sequence[tuple[Job, Script]], start: Callable[[int], jobs.JobHandle]
+    planned: Sequence[PreparedJob], transport: Transport, report: Reporter
 ) -> Iterator[tuple[Path, ScalingRun]]:
     """Submit the jobs of `plan`; yield the report's folder and its content after each of them.
 
-    The largest job goes first: if the scheduler refuses it, nothing else waits in the queue.
-
-    Parameters
-    ----------
-    start : submits the job on so many nodes, as `jobs.run`.
+    The largest job goes first: if the scheduler refuses it, nothing else waits in the queue. It alone reports
+    warnings, and what is sent for all.
 
     Raises
     ------
-    ImgkitError : as `start`, for the largest job. A smaller one that is refused is a failed size.
+    ImgkitError : as `submit.submit`, for the largest job. A smaller one that is refused is a failed size.
     """
+    refuse_unstartable(planned[-1].job, planned[-1].script, transport.run)
     run, folder = None, Path()
-    for job, script in reversed(planned):
+    for prepared in reversed(planned):
+        job = prepared.job
         size = ScalingSize(nodes=job.allocation.nodes)
         try:
-            handle = start(size.nodes)
-            size = dataclasses.replace(size, job=handle.id)
+            record = submission.submit(prepared, transport, report if run is None else Silent())
+            size = dataclasses.replace(size, job=records.need_id(record).job.handle)
         except ToolFailed as error:
             if run is None:
                 raise
             size = dataclasses.replace(size, state=error.what)
         if run is None:
-            folder = Path(f"{job.name}-scaling-{handle.record.id}")
+            folder = Path(f"{job.name}-scaling-{record.job.id}")
             folder.mkdir(exist_ok=True)
-            run = ScalingRun(name=job.name, facts=_facts(job, handle.record), script=script.text)
+            run = ScalingRun(name=job.name, facts=_facts(job, record), script=prepared.script.text)
         run = dataclasses.replace(run, sizes=(size, *run.sizes))
         _save(folder, run)
         yield folder, run
@@ -224,7 +220,7 @@ def finish(folder: Path, report: Reporter) -> ScalingRun:
     for number, size in enumerate(sizes):
         if not size.state:
             report.stage(f"wait for {size.job}, {nodes_text(size.nodes)}")
-            handle = jobs.find_job(size.job)
+            handle = find_job(size.job)
             state, figures = handle.wait(), {}
             with contextlib.suppress(CheckFailed):  # it has no run folder
                 figures = measure(handle.fetch(folder / f"{size.nodes}-nodes"), size.nodes)
@@ -243,10 +239,6 @@ def _save(folder: Path, run: ScalingRun) -> None:
 
 def measure(run_folder: Path, nodes: int) -> dict[str, float]:
     """Return the figures of a run on `nodes` nodes, as far as its files hold them."""
-    from imgkit_builder.jobs import measured
-    from imgkit_entrypoints.launch.agent import PLAN_FILE
-    from imgkit_entrypoints.launch.stop_protocol import RESULT
-
     figures: dict[str, float] = {}
     with contextlib.suppress(OSError):  # no node agent has started the command
         launch = files.read_text(run_folder / PLAN_FILE, errors="replace")

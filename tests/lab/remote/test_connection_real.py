@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import pty
@@ -13,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import tiny_image
+from job_records import submitted_job
 from labkit import IMGKIT, ordinary_user, output, public_folder
 from remotekit import FarHost, far_host, sshd
 
 from imgkit_builder.base.progress import Silent
-from imgkit_builder.jobs.records import SubmittedJob
 from imgkit_builder.jobs.remote import check, connection, fetch, gc, jobs, store, transfer
 from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.remote.connection import Connection
@@ -110,9 +109,7 @@ def test_files_come_and_go_behind_a_banner(
         (run / name).write_text(text)
     (run / "link").symlink_to("/etc/passwd")
     os.mkfifo(run / "pipe")
-    record = SubmittedJob(
-        id="7", system="slurm", name="mn5", recipe="mn5", directory=home, remote="mine", command=("x",)
-    )
+    record = submitted_job(directory=home, remote="mine", command=("x",))
     Path(jobs.log_file(record)).write_text("told\n")
     with sshd(far, forced=[str(banner)]):
         reached = connection.connect(Remote(name="mine", address="far", folder=str(home)))
@@ -128,7 +125,7 @@ def test_files_come_and_go_behind_a_banner(
         done = fetch.fetch(reached, record, here, checkpoints=True, report=Silent())
         assert {path.name for path in done.new} == {"metrics.jsonl", "w"}
         assert (here / "metrics.jsonl").read_text() == "1\n"
-        other = dataclasses.replace(record, id="8")
+        other = submitted_job(id="8", directory=home, remote="mine")
         with pytest.raises(CheckFailed, match=r"there is no .*/runs/mn5-8 on mine yet"):
             fetch.fetch(reached, other, tmp_path / "none", checkpoints=False, report=Silent())
     assert "store" not in "".join(far.calls())

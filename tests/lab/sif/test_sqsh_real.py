@@ -23,7 +23,7 @@ from tars import TarEntry, tar_entry
 
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.inventory.collector import DOCUMENT
-from imgkit_builder.jobs import remote_run, submit
+from imgkit_builder.jobs import image_source, submit
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.sif import convert
 from imgkit_builder.sif import sqsh as sqsh_files
@@ -285,7 +285,7 @@ def test_runtimes_that_start_no_sqsh_refuse_it(refused: Callable[..., str], fold
 
 def test_a_sqsh_is_not_sent_to_a_remote(sqsh: Path) -> None:
     with pytest.raises(UsageError, match=r"imgkit run sends a \.sif, and this is a \.sqsh"):
-        remote_run.plan(str(sqsh), JobRequest.of(), None, "cpu")
+        image_source.find(str(sqsh), JobRequest.of(), "cpu")
 
 
 def test_a_value_that_no_line_holds_leaves_no_file(refused: Callable[..., str], tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from imgkit_builder.base.progress import Reporter
-from imgkit_builder.jobs.records import SubmittedJob
 from imgkit_builder.jobs.remote import jobs, rsync
 from imgkit_builder.jobs.remote.connection import Connection, ScriptFailed
+from imgkit_builder.jobs.submitted import SubmittedJob
 from imgkit_entrypoints.errors import CheckFailed
 
 # Files alone, with the permissions that new files have here; a run's secret stays there.
@@ -46,7 +46,7 @@ def fetch(
     Cut : the connection was lost; files that have arrived stay, and the next call resumes.
     CheckFailed : there is no such run yet.
     """
-    report.stage(f"fetch {record.handle}")
+    report.stage(f"fetch {record.job.handle}")
     folder.mkdir(parents=True, exist_ok=True)
     before = _files(folder)
     log = jobs.log_file(record)
@@ -56,7 +56,7 @@ def fetch(
     output = ("-rt", f"--include=/{name}", "--exclude=*", "remote:./", target)
     rsync.run(connection, str(log.parent), output, report)
     left_out = () if checkpoints else ("--exclude=checkpoints/",)
-    run_folder = f"{record.directory}/runs/{record.name}-{record.id}"
+    run_folder = f"{record.job.directory}/runs/{record.job.name}-{record.job.id}"
     try:
         rsync.run(connection, run_folder, (*_OPTIONS, *left_out, "remote:./", target), report)
     except ScriptFailed as error:
@@ -64,8 +64,8 @@ def fetch(
             raise
     after = _files(folder)
     if not after:
-        message = f"there is no {run_folder} on {record.remote} yet"
-        raise CheckFailed(message, where=record.handle, hint=f"imgkit status {record.handle}")
+        message = f"there is no {run_folder} on {record.job.remote} yet"
+        raise CheckFailed(message, where=record.job.handle, hint=f"imgkit status {record.job.handle}")
     new = tuple(path for path, status in after.items() if before.get(path) != status)
     return Fetched(folder=folder, new=new, files=len(after), bytes=sum(after[path][0] for path in new))
 

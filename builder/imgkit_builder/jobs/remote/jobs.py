@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import tempfile
 import time
 from collections.abc import Callable, Generator, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from imgkit_builder.base import process
 from imgkit_builder.base.process import Finished
-from imgkit_builder.base.progress import Reporter
-from imgkit_builder.jobs import bound, systems
+from imgkit_builder.jobs import systems
 from imgkit_builder.jobs.job import Job, Script
-from imgkit_builder.jobs.records import SubmittedJob
-from imgkit_builder.jobs.remote import transfer
 from imgkit_builder.jobs.remote.connection import FIND_PROGRAM, Connection, Cut, ScriptFailed
-from imgkit_builder.jobs.request import JobRequest
-from imgkit_builder.jobs.submit import submitted
-from imgkit_builder.recipe.targets import Target
-from imgkit_entrypoints.errors import ToolFailed, UsageError
+from imgkit_builder.jobs.submitted import SubmittedJob
+from imgkit_entrypoints.errors import ToolFailed
 
 ATTEMPTS = 5
 """Connections in a row that show nothing before following gives up."""
@@ -86,38 +79,8 @@ exit 0
 _REST = 'if [ -e "$log" ]; then exec tail -c "+$from" -- "$log"; fi\n'
 
 
-def send_entry_points(connection: Connection, job: Job, report: Reporter) -> None:
-    """Write the folder that `job` binds into its image, unless it is there.
-
-    Raises
-    ------
-    ToolMissing, ToolFailed, CheckFailed : as of the transfer.
-    """
-    if job.container.bound is None:
-        return
-    answer = connection.run(
-        'if [ -d "$folder" ]; then echo exists; fi\n', {"folder": job.container.bound.folder}
-    )
-    if answer == b"exists\n":
-        return
-    home, _, name = job.container.bound.folder.rpartition("/")
-    with tempfile.TemporaryDirectory(prefix="imgkit-") as work:
-        path = Path(work, name)
-        bound.write(job.with_container(bound=dataclasses.replace(job.container.bound, folder=str(path))))
-        size_bytes = sum(len(data) for _, data in bound.members(job))
-        transfer.send_folder(
-            connection,
-            path,
-            label="entry points",
-            size_bytes=size_bytes,
-            home=home,
-            target=f"./{name}",
-            report=report,
-        )
-
-
-def submit(connection: Connection, job: Job, script: Script) -> SubmittedJob:
-    """Submit `script` in the job's folder on the remote; return the record to follow it by.
+def start(connection: Connection, job: Job, script: Script) -> Generator[bytes, None, None]:
+    """Submit `script` in the job's folder on the remote; yield what the scheduler prints.
 
     Raises
     ------
@@ -140,7 +103,7 @@ def submit(connection: Connection, job: Job, script: Script) -> SubmittedJob:
         data=[script.text.encode()] if script.on_stdin else [],
     )
     try:
-        return submitted(job, script, output, remote=remote.name)
+        yield from output
     except ScriptFailed as error:
         message = f"{script.submit[0]} on {remote.name} failed with exit code {error.code}"
         message, hint = process.quoted(message, error.output)
@@ -151,28 +114,6 @@ def submit(connection: Connection, job: Job, script: Script) -> SubmittedJob:
             where=remote.name,
             hint=f"it may be in the queue; look before you submit it again: ssh {remote.address}",
         ) from error
-
-
-def refuse_runtime(target: Target, request: JobRequest) -> None:
-    """Raise UsageError for a system on which no .sif runs."""
-    if (request.container.runtime or target.system.runtime.kind) != "singularity":
-        raise _no_queue(target)
-
-
-def refuse_script(job: Job, script: Script) -> None:
-    """Raise UsageError for a job that waits in no queue."""
-    if script.foreground or script.remote or not script.on_stdin:
-        raise _no_queue(job.recipe)
-
-
-def _no_queue(target: Target) -> UsageError:
-    system = target.system
-    return UsageError(
-        f"{system.title or target.name} ({system.scheduler}, {system.runtime.kind}) has no queue that takes "
-        "a .sif over ssh",
-        where="--on",
-        hint="a recipe with scheduler: slurm or pbs and runtime: singularity; or submit it there",
-    )
 
 
 def finished(connection: Connection, argv: Sequence[str]) -> Finished:
@@ -205,8 +146,8 @@ def follow(
     ------
     Cut : the remote cannot be reached for some minutes.
     """
-    system = systems.named(record.system)
-    argv = system.status_commands(record)[0] if system.reports_state else ()
+    system = systems.named(record.job.system)
+    argv = system.status_commands(record.job)[0] if system.reports_state else ()
     values = {"program": argv[0] if argv else "tail", "log": str(log_file(record))}
     shown_bytes, failures = 0, 0
     while True:
@@ -229,4 +170,4 @@ def follow(
 
 def log_file(record: SubmittedJob) -> PurePosixPath:
     """Return the file of the job's output: the last argument of what follows it."""
-    return PurePosixPath(systems.named(record.system).log_source(record)[-1])
+    return PurePosixPath(systems.named(record.job.system).log_source(record.job)[-1])

@@ -18,8 +18,8 @@ from typing import Any
 from imgkit_builder.base.flags import declared
 from imgkit_builder.jobs import quoting
 from imgkit_builder.jobs.job import Job, Script
-from imgkit_builder.jobs.records import JobState, JobStatus, SubmittedJob
 from imgkit_builder.jobs.request import JobRequest, SystemFlags
+from imgkit_builder.jobs.submitted import JobState, JobStatus, QueuedJob
 from imgkit_builder.recipe import systems as registry
 from imgkit_builder.recipe.systems import Registration, SystemFault
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
@@ -101,7 +101,7 @@ class System(abc.ABC):
         UsageError : if `is_submitted`, what can only be known on the machine that submits the job now.
         """
         spares = () if self.spares_take_over else spare_waits_for_nothing(job)
-        return (*program_starts_once(job), *part_of_nodes(job), *spares)
+        return (*program_starts_once(job.command), *part_of_nodes(job), *spares)
 
     def parse_job_id(self, output: str, name: str) -> str:
         """Return ``ID`` or ``ID;CLUSTER`` from the output of the submission of the job `name`; empty if none.
@@ -111,7 +111,7 @@ class System(abc.ABC):
         return (output.strip().splitlines() or [""])[-1]
 
     @abc.abstractmethod
-    def status_commands(self, record: SubmittedJob) -> tuple[tuple[str, ...], ...]:
+    def status_commands(self, record: QueuedJob) -> tuple[tuple[str, ...], ...]:
         """Return commands to run in turn until one knows the job.
 
         The first one prints nothing, or fails, once the job has left the queue.
@@ -122,14 +122,14 @@ class System(abc.ABC):
         return JobStatus(state="", text=output)
 
     @abc.abstractmethod
-    def log_source(self, record: SubmittedJob) -> tuple[str, ...]:
+    def log_source(self, record: QueuedJob) -> tuple[str, ...]:
         """Return the command that follows the job's output; for ``tail``, the file is the last word."""
 
     @abc.abstractmethod
-    def cancel_command(self, record: SubmittedJob) -> tuple[str, ...]:
+    def cancel_command(self, record: QueuedJob) -> tuple[str, ...]:
         """Return the command that ends the job."""
 
-    def shell_command(self, record: SubmittedJob, line: str, node: str) -> JobShell:
+    def shell_command(self, record: QueuedJob, line: str, node: str) -> JobShell:
         """Return the command that opens a shell in the running job.
 
         Parameters
@@ -165,7 +165,7 @@ def worst(states: Iterable[JobState]) -> JobState:
     return min(states, key=order.index, default="")
 
 
-def task_id(record: SubmittedJob, job_id: str) -> str:
+def task_id(record: QueuedJob, job_id: str) -> str:
     """Return the whole id of the task `job_id` of the array `record`; empty if it is none of its tasks.
 
     Slurm writes ``ARRAY_INDEX``, PBS ``SEQUENCE[INDEX].SERVER``, where the server may be left out.
@@ -177,7 +177,7 @@ def task_id(record: SubmittedJob, job_id: str) -> str:
     return f"{match[1]}{server}" if match else ""
 
 
-def need_task(record: SubmittedJob, example: str) -> None:
+def need_task(record: QueuedJob, example: str) -> None:
     """Raise UsageError for an array job as a whole, which has no output and no run folder."""
     if record.array:
         raise UsageError(
@@ -216,11 +216,11 @@ def with_folders(job: Job, argv: Sequence[str]) -> tuple[str, ...]:
     return ("sh", "-c", _HAS_FOLDERS, "sh", *map(quoting.expanding, sources), "--", *argv)
 
 
-def program_starts_once(job: Job | SubmittedJob) -> tuple[str, ...]:
-    """Return a warning if the command is no ``dist-...`` of the image, nor a shell that starts one."""
-    if not job.command or any(re.search(r"\bdist-[a-z]", argument) for argument in job.command):
+def program_starts_once(command: Sequence[str]) -> tuple[str, ...]:
+    """Return a warning if `command` is no ``dist-...`` of the image, nor a shell that starts one."""
+    if not command or any(re.search(r"\bdist-[a-z]", argument) for argument in command):
         return ()
-    name, program = job.command[0], job.command[:2]
+    name, program = command[0], tuple(command[:2])
     if re.fullmatch(r"python[0-9.]*", PurePath(name).name) and len(program) == 2:
         program = program[1:]  # torchrun starts Python itself
     return (

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from imgkit_builder.jobs.job import Job, Script
-from imgkit_builder.jobs.records import JobState, JobStatus, SubmittedJob
+from imgkit_builder.jobs.submitted import JobState, JobStatus, QueuedJob
 from imgkit_builder.jobs.systems import JobShell, need_program, pods
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.rollcall.secret import MOUNTED
@@ -63,7 +63,7 @@ class Kubeflow(pods.Pods):
         match = re.search(r"^(\w+)\.\S*/(\S+) created", output, re.MULTILINE)
         return f"{match[1]}.{match[2]}" if match else ""
 
-    def status_commands(self, record: SubmittedJob) -> tuple[tuple[str, ...], ...]:
+    def status_commands(self, record: QueuedJob) -> tuple[tuple[str, ...], ...]:
         """Return the command that shows the job and its events."""
         return (("kubectl", "describe", *_object(record), *_in_namespace(record)),)
 
@@ -73,7 +73,7 @@ class Kubeflow(pods.Pods):
         state: JobState = STATES.get(conditions[-1], "") if conditions else ""
         return JobStatus(state=state, text=output)
 
-    def log_source(self, record: SubmittedJob) -> tuple[str, ...]:
+    def log_source(self, record: QueuedJob) -> tuple[str, ...]:
         """Return the command that follows the output of all pods."""
         kind, name = _object(record)
         selector = f"--selector={_SELECTORS[kind]}={name}"
@@ -82,7 +82,7 @@ class Kubeflow(pods.Pods):
             *_in_namespace(record),
         )
 
-    def shell_command(self, record: SubmittedJob, line: str, node: str) -> JobShell:
+    def shell_command(self, record: QueuedJob, line: str, node: str) -> JobShell:
         """Return the command of a further process in a pod's container."""
         kind, name = _object(record)
         # JobSet's Jobs have names that are known; the pods of a Job have not.
@@ -90,7 +90,7 @@ class Kubeflow(pods.Pods):
         argv = ("kubectl", "exec", *_in_namespace(record), "--stdin", "--tty", node or first, "--", "bash")
         return JobShell(argv=argv, description=pods.SAME_CONTAINER)
 
-    def cancel_command(self, record: SubmittedJob) -> tuple[str, ...]:
+    def cancel_command(self, record: QueuedJob) -> tuple[str, ...]:
         """Return the command that deletes the job and its pods."""
         return ("kubectl", "delete", *_object(record), *_in_namespace(record))
 
@@ -271,10 +271,10 @@ def _resources(job: Job) -> dict[str, Any]:
     }
 
 
-def _object(record: SubmittedJob) -> tuple[str, str]:
+def _object(record: QueuedJob) -> tuple[str, str]:
     kind, _, name = record.id.partition(".")
     return kind, name
 
 
-def _in_namespace(record: SubmittedJob) -> tuple[str, ...]:
+def _in_namespace(record: QueuedJob) -> tuple[str, ...]:
     return (f"--namespace={_namespace(record.queue)}",) if record.queue else ()

@@ -7,7 +7,7 @@ from typing import NoReturn
 from imgkit_builder.jobs import container, quoting
 from imgkit_builder.jobs.job import Job, Script
 from imgkit_builder.jobs.quoting import line
-from imgkit_builder.jobs.records import SubmittedJob
+from imgkit_builder.jobs.submitted import QueuedJob
 from imgkit_builder.jobs.systems import System, need_program, with_folders
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.errors import UsageError
@@ -22,7 +22,7 @@ class ForegroundSystem(System):
 
     reports_state = False
 
-    def status_commands(self, record: SubmittedJob) -> NoReturn:
+    def status_commands(self, record: QueuedJob) -> NoReturn:
         """Raise UsageError: there is no queue."""
         raise UsageError(f"a run {self.where} has no job id", hint="it ends with its command")
 

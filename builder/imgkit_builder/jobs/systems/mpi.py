@@ -79,7 +79,7 @@ class Mpi(local.ForegroundSystem):
         if is_submitted and not job.flags(MpiFlags).ssh:
             _check_order(_hosts(job))
         if not job.flags(MpiFlags).direct:
-            yield from program_starts_once(job)
+            yield from program_starts_once(job.command)
         yield from part_of_nodes(job)
         if not job.flags(MpiFlags).ssh:
             yield from spare_waits_for_nothing(job)

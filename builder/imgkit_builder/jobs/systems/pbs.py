@@ -18,8 +18,8 @@ from imgkit_builder.jobs import container, quoting
 from imgkit_builder.jobs.container import fill
 from imgkit_builder.jobs.job import Job, Script
 from imgkit_builder.jobs.quoting import Shell, line
-from imgkit_builder.jobs.records import JobState, JobStatus, SubmittedJob
 from imgkit_builder.jobs.request import SystemFlags
+from imgkit_builder.jobs.submitted import JobState, JobStatus, QueuedJob
 from imgkit_builder.jobs.systems import NEW_CONTAINER, System, last_line, need_task, options_of, with_folders
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.errors import UsageError
@@ -89,7 +89,7 @@ class Pbs(System):
         """Return the id that ``qsub`` prints: ``SEQUENCE.SERVER``, or ``SEQUENCE[].SERVER`` of an array."""
         return last_line(output, r"[0-9]+(\[[0-9]*\])?(\..+)?")
 
-    def status_commands(self, record: SubmittedJob) -> tuple[tuple[str, ...], ...]:
+    def status_commands(self, record: QueuedJob) -> tuple[tuple[str, ...], ...]:
         """Return the commands for a job in the queue, and for one in the history that a server may keep."""
         return (("qstat", "-f", record.id), ("qstat", "-x", "-f", record.id))
 
@@ -104,7 +104,7 @@ class Pbs(System):
         text = "".join(f"{row}\n" for row in rows)
         return JobStatus(state=job_state, text=text, code=int(code[1]) if code else None)
 
-    def log_source(self, record: SubmittedJob) -> tuple[str, ...]:
+    def log_source(self, record: QueuedJob) -> tuple[str, ...]:
         """Return the command that follows the output by name: most systems copy it when the job ends."""
         number = record.id.partition(".")[0]
         need_task(record, number.replace("[]", "[0]"))
@@ -112,11 +112,11 @@ class Pbs(System):
         path = record.directory / f"{record.name}.o{number}"
         return ("tail", "-n", "+1", "-F", str(path))
 
-    def cancel_command(self, record: SubmittedJob) -> tuple[str, ...]:
+    def cancel_command(self, record: QueuedJob) -> tuple[str, ...]:
         """Return the command that ends the job."""
         return ("qdel", record.id)
 
-    def shell_command(self, record: SubmittedJob, line: str, node: str) -> NoReturn:
+    def shell_command(self, record: QueuedJob, line: str, node: str) -> NoReturn:
         """Raise UsageError: PBS starts tasks only from within a job."""
         raise UsageError(
             "PBS starts no shell in a running job from outside",

@@ -63,7 +63,7 @@ class Pods(System):
     def check(self, job: Job, *, is_submitted: bool = False) -> Iterator[str]:
         """Yield warnings about requests that the user may not have meant."""
         request = job.request
-        yield from program_starts_once(job)
+        yield from program_starts_once(job.command)
         yield from part_of_nodes(job, ": pods may share a node")
         if request.container.binds:
             yield "--bind is not used: pods get their folders from volumes, --pvc CLAIM:/PATH"

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from imgkit_builder.jobs import quoting
 from imgkit_builder.jobs.job import Job, Script
 from imgkit_builder.jobs.quoting import quote
-from imgkit_builder.jobs.records import SubmittedJob
+from imgkit_builder.jobs.submitted import QueuedJob
 from imgkit_builder.jobs.systems import JobShell, need_program, pods, runai_client
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.schedulers import kubernetes
@@ -59,21 +59,21 @@ class RunAI(pods.Pods):
         """Return the job's name, which is its id."""
         return name
 
-    def status_commands(self, record: SubmittedJob) -> tuple[tuple[str, ...], ...]:
+    def status_commands(self, record: QueuedJob) -> tuple[tuple[str, ...], ...]:
         """Return the command that shows the job, its pods and its events."""
         return (_job_command(record.kind, "describe", record.name, _project(record.queue)),)
 
-    def log_source(self, record: SubmittedJob) -> tuple[str, ...]:
+    def log_source(self, record: QueuedJob) -> tuple[str, ...]:
         """Return the command that follows the output of the first pod; the volume has that of all pods."""
         project = _project(record.queue)
         return (runai_client.PROGRAM, *_commands(record.kind), "logs", record.name, "--follow", *project)
 
-    def shell_command(self, record: SubmittedJob, line: str, node: str) -> JobShell:
+    def shell_command(self, record: QueuedJob, line: str, node: str) -> JobShell:
         """Return the command of a further process in a pod's container."""
         argv = (runai_client.PROGRAM, *_commands(record.kind), "bash", record.name, *_project(record.queue))
         return JobShell(argv=(*argv, *(("--pod", node) if node else ())), description=pods.SAME_CONTAINER)
 
-    def cancel_command(self, record: SubmittedJob) -> tuple[str, ...]:
+    def cancel_command(self, record: QueuedJob) -> tuple[str, ...]:
         """Return the command that ends the job and deletes its pods."""
         return _job_command(record.kind, "delete", record.name, _project(record.queue))
 

@@ -10,7 +10,7 @@ from imgkit_builder.jobs import container, pyxis, quoting
 from imgkit_builder.jobs.container import fill
 from imgkit_builder.jobs.job import Job, Script
 from imgkit_builder.jobs.quoting import Shell, line, quote
-from imgkit_builder.jobs.records import JobState, JobStatus, SubmittedJob
+from imgkit_builder.jobs.submitted import JobState, JobStatus, QueuedJob
 from imgkit_builder.jobs.systems import (
     NEW_CONTAINER,
     JobShell,
@@ -114,7 +114,7 @@ class Slurm(System):
         """Return what ``sbatch --parsable`` prints: ``ID``, or ``ID;CLUSTER`` of one of several clusters."""
         return last_line(output, r"[0-9]+(;.+)?")
 
-    def status_commands(self, record: SubmittedJob) -> tuple[tuple[str, ...], ...]:
+    def status_commands(self, record: QueuedJob) -> tuple[tuple[str, ...], ...]:
         """Return the commands of the queue, of the accounting, and of Slurm's memory of some minutes."""
         at = _at(record.cluster)
         # %S is the start, or the expected start of a job that waits. From 20.02 on, --noheader leaves out the
@@ -141,7 +141,7 @@ class Slurm(System):
         text = "".join(" ".join(row) + "\n" for row in rows if row)
         return JobStatus(state=state, text=text, code=code)
 
-    def log_source(self, record: SubmittedJob) -> tuple[str, ...]:
+    def log_source(self, record: QueuedJob) -> tuple[str, ...]:
         """Return the command that follows the job's output."""
         need_task(record, f"{record.id}_0")
         output = record.directory / f"{record.name}-{record.id}.out"
@@ -149,11 +149,11 @@ class Slurm(System):
         # On a remote there is none, and nothing here has its name.
         return ("tail", "-n", "+1", "-f", *((str(errors),) if errors.is_file() else ()), str(output))
 
-    def cancel_command(self, record: SubmittedJob) -> tuple[str, ...]:
+    def cancel_command(self, record: QueuedJob) -> tuple[str, ...]:
         """Return the command that ends the job and all tasks of its array."""
         return ("scancel", *_at(record.cluster), record.id)
 
-    def shell_command(self, record: SubmittedJob, line: str, node: str) -> JobShell:
+    def shell_command(self, record: QueuedJob, line: str, node: str) -> JobShell:
         """Return the command of a separate step, which shares the nodes with the job's."""
         need_task(record, f"{record.id}_0")
         at, on = _at(record.cluster), (f"--nodelist={node}",) if node else ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -17,10 +18,11 @@ import small_sif
 
 from imgkit_builder.base.process import Finished
 from imgkit_builder.image import inside
-from imgkit_builder.jobs import bound, container, submit, systems
+from imgkit_builder.jobs import bound, checks, container, submit, systems
 from imgkit_builder.jobs.job import Job
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.resolve import resolve
+from imgkit_builder.jobs.transport import Local
 from imgkit_builder.recipe.targets import find
 from imgkit_entrypoints import __version__, system
 from imgkit_entrypoints.errors import ToolMissing, UsageError
@@ -76,16 +78,22 @@ def test_entry_points_are_bound_and_started_by_the_image_s_python(tmp_path: Path
     assert made.container.bound.version == __version__
 
 
+def put(job: Job) -> None:
+    """Write the folder that is bound where the job looks for it."""
+    assert job.container.bound
+    bound.write_folder(Path(job.container.bound.folder), functools.partial(bound.write, job))
+
+
 def test_folder_holds_the_package_and_the_system(tmp_path: Path) -> None:
     made = bind(tmp_path, fake())
-    bound.write(made)
     assert made.container.bound
     folder = Path(made.container.bound.folder)
+    put(made)
     assert system.from_json((folder / "system.json").read_text()) == made.recipe.system
     assert (folder / "imgkit_entrypoints/__main__.py").is_file()
     assert (folder / ".gitignore").read_text() == "*\n"  # neither git nor --code takes it for the user's code
     before = folder.stat().st_mtime_ns
-    bound.write(made)
+    put(made)
     assert folder.stat().st_mtime_ns == before
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
@@ -104,7 +112,7 @@ def test_folder_that_another_could_change_is_refused(tmp_path: Path) -> None:
     place.parent.mkdir()
     place.symlink_to(tmp_path)
     with pytest.raises(UsageError, match="the job would execute what is in it"):
-        bound.write(made)
+        put(made)
 
 
 def test_image_is_looked_at_once(tmp_path: Path) -> None:
@@ -177,10 +185,10 @@ def test_encrypted_sif_is_refused(tmp_path: Path) -> None:
 def test_foreign_architecture_is_named_before_a_look(tmp_path: Path) -> None:
     path = small_sif.write(tmp_path / "arm.sif", recorded=False, arch="arm64")
     prepared = submit.prepare("mn5", HELLO.changed(image=str(path), directory=tmp_path))
-    assert submit.look_into(prepared) is prepared
+    assert submit.look_into(prepared, Local()).job is prepared.job
     assert isinstance(prepared.job, Job)
     with pytest.raises(UsageError, match="the image is for arm64, but the nodes are amd64"):
-        submit.before_submission(prepared.job)
+        checks.before_submission(prepared.job)
 
 
 def test_sif_of_imgkit_is_not_looked_at(tmp_path: Path) -> None:

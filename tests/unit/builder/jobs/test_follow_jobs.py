@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from job_records import queued_job, submitted_job
 
-from imgkit_builder.jobs import submit, systems
+from imgkit_builder.jobs import records, submit, systems
 from imgkit_builder.jobs.handle import find_job
-from imgkit_builder.jobs.records import SubmittedJob
 from imgkit_builder.jobs.request import JobRequest
+from imgkit_builder.jobs.submitted import SubmittedJob
+from imgkit_builder.jobs.transport import Local
 from imgkit_entrypoints.errors import UsageError
 
 FORGOTTEN = "slurm_load_jobs error: Invalid job id specified"
@@ -60,8 +62,8 @@ def job(number: int = 1, **more: Any) -> SubmittedJob:
         "directory": Path.cwd(),
         **more,
     }
-    record = SubmittedJob(submitted=f"2026-01-0{number}T00:00:00+00:00", command=("dist-hello",), **values)
-    submit.keep(record)
+    record = submitted_job(submitted=f"2026-01-0{number}T00:00:00+00:00", command=("dist-hello",), **values)
+    records.keep(record)
     return record
 
 
@@ -74,7 +76,7 @@ def test_ended_job_is_shown_by_the_accounting(call: Any) -> None:
     assert "1     TIMEOUT  0:0" in out
     assert f"1 failed; run folder: {Path.cwd()}/runs/a-1\n" in out
     assert "imgkit: sacct --allocations --jobs=1" in err
-    assert submit.record_of("1").state == "failed"
+    assert records.find("1").state == "failed"
 
 
 def test_forgotten_job_is_shown_by_its_run_folder(call: Any) -> None:
@@ -177,7 +179,7 @@ def test_jobs_that_nobody_can_ask_about_are_listed_for_a_week(call: Any) -> None
     for name in ("new", "unknown-2"):
         answer = "Thank you" if name == "unknown-2" else None
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        submit.keep(dataclasses.replace(job(3, system="runai", id=name, answer=answer), submitted=now))
+        records.keep(dataclasses.replace(job(3, system="runai", id=name, answer=answer), submitted=now))
     found = json.loads(call("status", "--json")[1])["jobs"]
     assert {row["id"]: row["state"] for row in found} == {"new": "submitted", "unknown-2": "unknown"}
 
@@ -208,12 +210,12 @@ def test_task_of_an_array_is_found_by_its_id(call: Any) -> None:
     job(1, array=True)
     job(2, id="2[].s", system="pbs", array=True)
     job(3, array=True, remote="far")
-    assert submit.record_of("1_4").id == "1_4"
-    assert {submit.record_of(word).id for word in ("2[4]", "2[4].s")} == {"2[4].s"}
-    assert submit.record_of("3_0@far").handle == "3_0@far"
+    assert records.find("1_4").job.id == "1_4"
+    assert {records.find(word).job.id for word in ("2[4]", "2[4].s")} == {"2[4].s"}
+    assert records.find("3_0@far").job.handle == "3_0@far"
     for word in ("1_", "1[4]", "2_4", "2[4].t", "2[x]", "3_0@near", "10_1"):
         with pytest.raises(UsageError, match="no record of a job"):
-            submit.record_of(word)
+            records.find(word)
     assert call("logs", "1_4", "--json")[0] == 0
     assert "1 is an array job" in call("logs", "1")[2]
     assert "a.o2.4" in call("logs", "2[4]", "--json")[1]
@@ -223,7 +225,7 @@ def test_shell_in_a_job_has_its_container(call: Any) -> None:
     Path("mn5.sif").mkdir()  # a sandbox: imgkit does not look inside
     program("sbatch", "cat > script; echo 7")
     request = JobRequest.of(command=("dist-hello",), account="a", qos="acc_debug", time="10m", env=("A=b c",))
-    submit.submit("mn5", request)
+    submit.submit(submit.prepare("mn5", request), Local())
     code, out, _ = call("shell", "--job", "7", "--dry-run")
     assert code == 0
     assert out.startswith("srun --jobid=7 --overlap --nodes=1 --ntasks=1 ")
@@ -250,8 +252,8 @@ def test_shell_in_a_job_shows_its_command_on_request(tmp_path: Path, options: tu
 
 def test_shell_in_a_pod_is_in_the_job_s_container() -> None:
     def words(node: str = "", **more: Any) -> str:
-        record = job(**more)
-        return " ".join(systems.named(record.system).shell_command(record, "", node).argv)
+        queued = queued_job(name="a", **more)
+        return " ".join(systems.named(queued.system).shell_command(queued, "", node).argv)
 
     assert words(system="runai", id="a", queue="p") == "runai bash a --project p"
     assert words("a-worker-0", system="runai", id="a") == "runai bash a --pod a-worker-0"
@@ -311,7 +313,7 @@ def test_wait_ends_with_the_job(
     program("sacct", f"echo 'JobID State ExitCode'; echo '1     {history}'")
     found, out, _ = call("wait", "1", "--json")
     assert (found, data.items() <= json.loads(out).items()) == (code, True)
-    assert submit.record_of("1").state == data["state"]
+    assert records.find("1").state == data["state"]
     assert call("wait", "1")[0] == code
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from imgkit_builder.jobs import quoting, submit
+from imgkit_builder.jobs import quoting, records
 
 PROGRAMS = ("sbatch", "squeue", "scancel", "qsub", "qstat", "runai", "kubectl")
 FAKE = """#!/bin/sh
@@ -67,8 +67,8 @@ def submitted(call: Any, system: str, answer: bytes, *words: str) -> tuple[objec
 def test_id_in_the_answer_is_kept(call: Any, system: str, answer: bytes, found: tuple[str, str]) -> None:
     code, out, err = submitted(call, system, answer)
     assert (code, out) == (0, f"{found[0]}\n"), err
-    record = submit.record_of(found[0])
-    assert (record.id, record.cluster, record.answer) == (*found, None)
+    record = records.find(found[0])
+    assert (record.job.id, record.job.cluster, record.answer) == (*found, None)
 
 
 ODD = (

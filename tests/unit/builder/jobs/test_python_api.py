@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 import imgkit_builder as imgkit
+from imgkit_builder.jobs import submit
+from imgkit_builder.jobs.remote.config import Remote
 
 PAGE = Path(__file__).parents[4] / "docs/reference/api.md"
 
@@ -69,5 +71,5 @@ def test_standard_input_needs_a_name() -> None:
 
 def test_job_that_makes_a_sif_is_for_this_machine() -> None:
     request = imgkit.JobRequest.of(archive=Path("mn5.tar"))
-    with pytest.raises(imgkit.ImgkitError, match=r"makes its \.sif where it is submitted"):
-        imgkit.run("mn5", request, on="far")
+    with pytest.raises(imgkit.ImgkitError, match="--sif cannot be combined with a remote"):
+        submit.prepare("mn5", request, remote=Remote(name="far", address="far"))

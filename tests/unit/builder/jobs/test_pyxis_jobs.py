@@ -16,7 +16,7 @@ import pytest
 import small_sif
 
 from imgkit_builder.base.progress import Silent
-from imgkit_builder.jobs import bound, code, container, pyxis, submit
+from imgkit_builder.jobs import bound, checks, code, container, pyxis, submit
 from imgkit_builder.jobs.job import Job
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.resolve import resolve
@@ -197,9 +197,9 @@ def of_gpus() -> Target:
 def test_variable_that_moves_the_script_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "")
     with pytest.raises(UsageError, match="would start the job's script itself in a container") as caught:
-        submit.check_environment(job())
+        checks.check_environment(job())
     assert caught.value.where == name
-    submit.check_environment(job().with_container(runtime="singularity"))
+    checks.check_environment(job().with_container(runtime="singularity"))
 
 
 def looked(of: Job, *, path: str = "/usr/bin:/bin") -> tuple[int, str]:
@@ -250,7 +250,7 @@ def test_image_that_is_cut_short_is_refused(tmp_path: Path) -> None:
     whole = squashed(tmp_path / "cpu.sqsh").read_bytes()
     (tmp_path / "cpu.sqsh").write_bytes(whole[:200])
     with pytest.raises(CheckFailed, match="cut short"):
-        submit.before_submission(job(directory=tmp_path))
+        checks.before_submission(job(directory=tmp_path))
 
 
 @pytest.mark.parametrize("flag", ["python", "activate"])
@@ -302,7 +302,7 @@ def test_only_slurm_has_pyxis(scheduler: str) -> None:
 def test_sqsh_runs_on_its_own_system(tmp_path: Path) -> None:
     image = squashed(tmp_path / "a.sqsh")
     prepared = submit.prepare(image, HELLO.changed(directory=tmp_path))
-    submit.before_submission(prepared.job)
+    checks.before_submission(prepared.job)
     assert f"--container-image={image}" in prepared.script.text
     assert prepared.job.warnings == ()
 
@@ -322,7 +322,7 @@ def test_singularity_gets_the_variables_of_a_sqsh(tmp_path: Path) -> None:
     request = HELLO.changed(directory=tmp_path, runtime="singularity", env=("B=job",))
     made = submit.prepare(image, request).job
     assert isinstance(made, Job)
-    submit.before_submission(made)
+    checks.before_submission(made)
     file = tmp_path / "environment"
     file.write_text("PATH=/usr/bin:/bin\nA='$(date)'\nB=image\nQ=  a \nENROOT_X=1\n1X=1\nno\nE=")
     argv = container.start(made, ("printenv", "A", "B", "Q", "E"))
@@ -350,7 +350,7 @@ def test_sqsh_for_other_nodes_is_refused(tmp_path: Path) -> None:
     made = job(dataclasses.replace(recipe(), platforms=("linux/arm64",)), directory=tmp_path)
     squashed(tmp_path / "cpu.sqsh")
     with pytest.raises(UsageError, match="the image is for amd64, but the nodes are arm64"):
-        submit.before_submission(made)
+        checks.before_submission(made)
 
 
 @pytest.mark.parametrize(("text", "what"), [(None, "does not exist"), ("hsif", "is not a .sqsh")])
@@ -358,7 +358,7 @@ def test_missing_sqsh_is_refused_before_the_queue(tmp_path: Path, text: str | No
     if text:
         (tmp_path / "cpu.sqsh").write_text(text)
     with pytest.raises(UsageError, match=f"the image {what}"):
-        submit.before_submission(job(directory=tmp_path))
+        checks.before_submission(job(directory=tmp_path))
 
 
 SEEN = {"version": "3.11.2", "path": "/opt/x/bin/python", "machine": "x86_64", "site": "/opt/x/site-packages"}
@@ -395,7 +395,7 @@ def test_sqsh_of_another_program_is_looked_into_by(
     image = squashed(tmp_path / "a.sqsh", manifest=False)
     noted = starter(program)
     made = job(image=str(image), directory=tmp_path, binds=(f"{tmp_path}:/data:ro",), activate="A=1")
-    submit.before_submission(made)
+    checks.before_submission(made)
     found = bound.bind(made)
     said = noted.read_text().splitlines()
     assert {str(image), "A=1"} <= {*said}
@@ -448,7 +448,7 @@ def test_shell_that_tells_no_architecture_is_not_judged(tmp_path: Path, program:
     (tmp_path / "a.sqsh.folder/bin").mkdir(parents=True)
     (tmp_path / "a.sqsh.folder/bin/sh").write_bytes(program)
     image = squashed(tmp_path / "a.sqsh", manifest=False)
-    assert submit.foreign_image(job(image=str(image), directory=tmp_path)) is None
+    assert checks.foreign_image(job(image=str(image), directory=tmp_path)) is None
 
 
 @needs_squasher
@@ -471,10 +471,10 @@ def test_architecture_of_another_program_s_sqsh_is_that_of_its_shell(
     amd = dataclasses.replace(recipe(), platforms=("linux/amd64",))
     made = job(amd, image=str(image), directory=tmp_path, runtime=runtime)
     if link == "sh":
-        assert submit.foreign_image(made) is None
+        assert checks.foreign_image(made) is None
         return
     with pytest.raises(UsageError, match="the image is for arm64, but the nodes are amd64"):
-        submit.before_submission(made)
+        checks.before_submission(made)
 
 
 def test_changed_code_leaves_no_folder(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from imgkit_builder.jobs import submit
+from imgkit_builder.jobs import checks, submit
 from imgkit_builder.jobs.request import JobRequest, refuse_mixed
 from imgkit_builder.jobs.systems.pods import PodFlags
 from imgkit_entrypoints.errors import UsageError
@@ -60,13 +60,13 @@ def test_image_job_names_its_file_and_follows_no_run() -> None:
     prepared = submit.prepare("mn5", JobRequest.of(archive=ARCHIVE, **MN5))
     assert (prepared.job.title, prepared.job.container.image) == ("mn5-sif", "/w/mn5.sif")
     record = submit.submitted(prepared.job, prepared.script, (line for line in [b"7\n"]))
-    assert (record.id, record.name, record.command, record.code) == ("7", "mn5-sif", (), None)
+    assert (record.job.id, record.job.name, record.command, record.code) == ("7", "mn5-sif", (), None)
 
 
 def test_missing_archive_is_refused_before_the_queue(tmp_path: Path) -> None:
     asked = JobRequest.of(archive=tmp_path / "none.tar", **{**MN5, "directory": tmp_path})
     with pytest.raises(UsageError, match=r"no file .*none\.tar"):
-        submit.before_submission(submit.prepare("mn5", asked).job)
+        checks.before_submission(submit.prepare("mn5", asked).job)
 
 
 def test_dry_run_shows_an_image_job(call: Callable[..., tuple[int, str, str]]) -> None:

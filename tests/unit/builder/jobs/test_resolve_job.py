@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from imgkit_builder.jobs import container, quoting, submit, systems
+from imgkit_builder.jobs import checks, container, quoting, systems
 from imgkit_builder.jobs.job import Job
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.resolve import resolve
@@ -407,14 +407,14 @@ def test_submission_without_the_variable_or_with_an_open_file_is_refused(
 ) -> None:
     here = {"directory": tmp_path, "qos": "acc_debug" if recipe == "mn5" else ""}
     with pytest.raises(UsageError, match="HF_TOKEN is not set here"):
-        submit.before_submission(job(recipe, env=("HF_TOKEN",), **here))
+        checks.before_submission(job(recipe, env=("HF_TOKEN",), **here))
     monkeypatch.setenv("HF_TOKEN", "a\nb")
     with pytest.raises(UsageError, match="holds a line break"):
-        submit.before_submission(job(recipe, env=("HF_TOKEN",), **here))
+        checks.before_submission(job(recipe, env=("HF_TOKEN",), **here))
     (tmp_path / "tokens").write_text("HF_TOKEN=x")
     (tmp_path / "tokens").chmod(0o644)
     with pytest.raises(UsageError, match="other users have access") as caught:
-        submit.before_submission(job(recipe, env_file=Path("tokens"), **here))
+        checks.before_submission(job(recipe, env_file=Path("tokens"), **here))
     assert str(caught.value.hint) == f"chmod 600 {tmp_path}/tokens"
 
 

@@ -10,8 +10,9 @@ import pytest
 from notes import Notes
 
 import imgkit_builder as imgkit
-from imgkit_builder.jobs import submit
+from imgkit_builder.jobs import records, submit
 from imgkit_builder.jobs.request import JobRequest
+from imgkit_builder.jobs.transport import Local
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 
 SBATCH = "#!/bin/sh\n# A fake sbatch.\ncat > script\n{}\n"
@@ -37,9 +38,9 @@ def answering(folder: Path, command: str) -> None:
 
 
 def test_submitted_job_is_known_by_its_id(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    record = submit.submit("mn5", REQUEST)
-    assert (record.id, record.recipe, record.command) == ("4711", "mn5", ("dist-hello",))
-    assert submit.record_of("4711") == record
+    record = submit.submit(submit.prepare("mn5", REQUEST), Local())
+    assert (record.job.id, record.recipe, record.command) == ("4711", "mn5", ("dist-hello",))
+    assert records.find("4711") == record
     assert (folder / "script").read_text() == submit.prepare("mn5", REQUEST).script.text
     assert capfd.readouterr() == ("", "")
 
@@ -56,10 +57,10 @@ def test_dry_run_prints_the_bytes_that_are_submitted(folder: Path, call: Any) ->
 def test_warnings_and_a_full_disk_are_notes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "state").write_text("a file where the records would lie")
     report = Notes()
-    record = submit.submit("mn5", REQUEST.changed(command=("hostname",)), report=report)
-    assert record.id == "4711"
+    record = submit.submit(submit.prepare("mn5", REQUEST.changed(command=("hostname",))), Local(), report)
+    assert record.job.id == "4711"
     assert "hostname starts once per node" in report.texts[0]
-    assert "the record of the job 4711 cannot be saved" in report.texts[1]
+    assert "the job 4711 is submitted, but its record cannot be saved" in report.texts[1]
 
 
 def test_values_without_a_dry_run_are_refused(folder: Path, call: Any) -> None:
@@ -70,14 +71,14 @@ def test_values_without_a_dry_run_are_refused(folder: Path, call: Any) -> None:
 
 def test_job_without_a_scheduler_is_refused(folder: Path) -> None:
     with pytest.raises(UsageError, match="cpu has no scheduler") as caught:
-        submit.submit("cpu", JobRequest.of(command=("dist-hello",)))
+        submit.submit(submit.prepare("cpu", JobRequest.of(command=("dist-hello",))), Local())
     assert caught.value.where == "system.scheduler"
 
 
 def test_job_without_its_image_is_refused(folder: Path) -> None:
     (folder / "mn5.sif").rmdir()
     with pytest.raises(UsageError, match="no image"):
-        submit.submit("mn5", REQUEST)
+        submit.submit(submit.prepare("mn5", REQUEST), Local())
     assert not (folder / "script").exists()
 
 
@@ -141,7 +142,7 @@ def test_output_is_followed_until_the_job_ends(folder: Path, call: Any) -> None:
     assert (code, out) == (1, "")
     assert "imgkit logs 4711" in err
     assert "4711 failed with exit code 3; run folder: " in err
-    assert submit.record_of("4711").state == "failed"
+    assert records.find("4711").state == "failed"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from imgkit_builder.jobs import systems
-from imgkit_builder.jobs.remote_run import RunPlan
+from imgkit_builder.jobs.image_source import ImageSource
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.project import toml_file
 from imgkit_builder.project.toml_file import ProjectValues
@@ -165,15 +165,15 @@ def test_plan_of_a_run_says_what_decides(call: Any) -> None:
 def test_run_on_a_remote_keeps_one_file_of_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine.yaml").write_text(RECIPE.replace("queue: {", "queue: {output: separate, "))
-    plan = RunPlan(
-        source="mine",
+    source = ImageSource(
+        title="mine",
         target=targets.find("./mine.yaml"),
         recipe="./mine.yaml",
         sif=Path("mine.sif"),
         request=PLAN,
     )
-    (warning,) = plan.early.warnings
+    (warning,) = source.early.warnings
     assert warning == "mine.yaml:3: imgkit follows one file of a remote job: joined"
-    script = systems.named("slurm").script(plan.early).text
+    script = systems.named("slurm").script(source.early).text
     assert "#SBATCH --output=" in script
     assert "--error" not in script

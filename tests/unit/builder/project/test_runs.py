@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from job_records import submitted_job
 
 from imgkit_builder.base.process import Finished
-from imgkit_builder.jobs import history, measured, submit
+from imgkit_builder.jobs import history, measured, records
 from imgkit_builder.jobs.job import CodeRecord
 from imgkit_builder.jobs.measured import LastNumbers
-from imgkit_builder.jobs.records import FINAL_STATES, SubmittedJob
+from imgkit_builder.jobs.submitted import FINAL_STATES, SubmittedJob
 from imgkit_entrypoints.errors import ToolFailed
 
 
@@ -36,8 +37,8 @@ def job(number: int, **fields: Any) -> SubmittedJob:
         "command": ("dist-run", "a b"),
         **fields,
     }
-    record = SubmittedJob(**values)
-    submit.keep(record)
+    record = submitted_job(**values)
+    records.keep(record)
     return record
 
 

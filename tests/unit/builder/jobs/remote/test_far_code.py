@@ -13,11 +13,11 @@ from notes import Notes
 
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.jobs import code
-from imgkit_builder.jobs.remote import code as far_code
 from imgkit_builder.jobs.remote import connection, store
 from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.remote.connection import ScriptFailed
 from imgkit_builder.jobs.request import JobRequest
+from imgkit_builder.jobs.transport import Folder, Ssh
 from imgkit_entrypoints.errors import CheckFailed
 
 pytestmark = pytest.mark.programs("rsync")
@@ -41,9 +41,18 @@ def send(folder: Path, home: Path) -> tuple[Path, str]:
     far = connection.connect(Remote(name="far", address="far", folder=str(home), keep_s=0))
     notes = Notes()
     read = code.read(JobRequest.of(code=folder), large=False, report=notes)
-    there = store.look(far, program="sh", code=read.record.sha256)
-    path = far_code.upload(far, read, there, report=notes)
-    return home / path, "\n".join(notes.texts)
+    transport = Ssh(far)
+    transport.store = store.look(far, program="sh", code=read.record.sha256)
+    path = home / "code" / read.record.sha256
+    sent = Folder(
+        path=str(path),
+        label="code",
+        source=str(folder),
+        size_bytes=read.tree.size_bytes,
+        write=read.tree.write,
+    )
+    transport.put(sent, notes)
+    return path, "\n".join(notes.texts)
 
 
 def leave_part(part: Path, file: Path) -> None:

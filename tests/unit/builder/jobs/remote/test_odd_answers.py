@@ -16,13 +16,16 @@ from pathlib import Path
 import pytest
 
 from imgkit_builder.base.process import MOST_BYTES, TooLong
-from imgkit_builder.base.progress import SILENT
+from imgkit_builder.base.progress import SILENT, Silent
+from imgkit_builder.jobs import submit
+from imgkit_builder.jobs.prepared import PreparedJob
 from imgkit_builder.jobs.remote import check, connection, gc, jobs, rsync, store, transfer
 from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.remote.connection import Connection
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.resolve import resolve
 from imgkit_builder.jobs.systems import named
+from imgkit_builder.jobs.transport import Ssh
 from imgkit_builder.recipe import targets
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
 
@@ -255,12 +258,13 @@ def test_submission_there_notes_what_the_job_uses(
         image=f"{tmp_path}/images/x.sif",
     )
     job = resolve(targets.find("mn5"), request)
-    record = jobs.submit(local, job, named("slurm").script(job))
-    assert (record.answer is None, record.cluster, record.remote) == (bool(job_id), cluster, "far")
+    prepared = PreparedJob(job=job, script=named("slurm").script(job))
+    record = submit.start(prepared, Ssh(local), Silent())
+    assert (record.answer is None, record.job.cluster, record.job.remote) == (bool(job_id), cluster, "far")
     if note is None:
         assert list(Path("jobs").iterdir()) == []
         return
-    assert record.id == job_id
+    assert record.job.id == job_id
     text = Path("jobs", job_id).read_text()
     assert text == f"{note}\nmn5\nimages/x.sif\n"
     rows = "".join(f"note jobs/{job_id}:{line}\n" for line in text.splitlines())

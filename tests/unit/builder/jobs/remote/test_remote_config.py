@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from imgkit_builder.jobs.image_source import ImageSource, with_transfer_host
 from imgkit_builder.jobs.remote import config
 from imgkit_builder.jobs.remote.config import Remote
-from imgkit_builder.jobs.remote_run import RunPlan, with_transfer_host
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.recipe import targets
 
@@ -81,12 +81,12 @@ def test_files_go_through_the_host_of_the_system(
     system = dataclasses.replace(
         target.system, transfer=dataclasses.replace(target.system.transfer, host=host)
     )
-    plan = RunPlan(
-        source="mn5",
+    source = ImageSource(
+        title="mn5",
         target=dataclasses.replace(target, system=system),
         recipe="mn5",
         sif=Path(),
         request=JobRequest.of(),
     )
     remote = Remote(name="mn5", address="mn5-login", transfer=transfer)
-    assert with_transfer_host(remote, plan).transfer == expected
+    assert with_transfer_host(remote, source).transfer == expected

@@ -11,14 +11,17 @@ from typing import Any
 
 import pytest
 import yaml
+from job_records import queued_job
 
+from imgkit_builder.base.progress import Silent
 from imgkit_builder.jobs import submit
 from imgkit_builder.jobs.job import Job, Script
-from imgkit_builder.jobs.records import SubmittedJob
+from imgkit_builder.jobs.prepared import PreparedJob
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.resolve import resolve
 from imgkit_builder.jobs.systems.kubeflow import SYSTEM as kubeflow
 from imgkit_builder.jobs.systems.pods import KubernetesFormat, PodFlags
+from imgkit_builder.jobs.transport import Local
 from imgkit_builder.recipe.targets import find
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 
@@ -170,8 +173,9 @@ def test_name_that_exists_starts_nothing(monkeypatch: pytest.MonkeyPatch, tmp_pa
     (tmp_path / "kubectl").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     existing = job("pytorchjob")
+    prepared = PreparedJob(job=existing, script=kubeflow.script(existing))
     with pytest.raises(ToolFailed) as caught:
-        submit.send(existing, kubeflow.script(existing))
+        submit.start(prepared, Local(), Silent())
     assert str(caught.value.hint).startswith("nothing was started: a job named rcp exists")
 
 
@@ -215,9 +219,7 @@ def test_newest_condition_is_the_state(conditions: tuple[tuple[str, str], ...], 
 
 
 def test_submitted_job_is_found_again() -> None:
-    record = SubmittedJob(
-        id="trainjob.rcp", system="kubeflow", name="rcp", recipe="rcp", directory=Path("/w"), queue="me"
-    )
+    record = queued_job(id="trainjob.rcp", system="kubeflow", name="rcp", queue="me")
     assert kubeflow.status_commands(record) == (
         ("kubectl", "describe", "trainjob", "rcp", "--namespace=runai-me"),
     )

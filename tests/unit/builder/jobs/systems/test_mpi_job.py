@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from imgkit_builder.jobs import submit
+from imgkit_builder.jobs import checks
 from imgkit_builder.jobs.job import Job, Script
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.resolve import resolve
@@ -146,7 +146,7 @@ def test_what_mpirun_cannot_do_is_refused(change: dict[str, Any], what: str) -> 
 def test_own_host_must_be_the_first(tmp_path: Path) -> None:
     here = changed(HELLO, hosts=("192.0.2.1", "127.0.0.1"), directory=tmp_path)
     with pytest.raises(UsageError, match=r"mpirun gives rank 0 to its own host") as caught:
-        submit.before_submission(job(here))
+        checks.before_submission(job(here))
     assert "--hosts 127.0.0.1,192.0.2.1" in (caught.value.hint or "")
-    submit.before_submission(job(changed(here, ssh=True)))
-    submit.before_submission(job(changed(here, hosts=("127.0.0.1", "192.0.2.1"))))
+    checks.before_submission(job(changed(here, ssh=True)))
+    checks.before_submission(job(changed(here, hosts=("127.0.0.1", "192.0.2.1"))))

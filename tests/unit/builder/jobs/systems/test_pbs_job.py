@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from job_records import queued_job
 
-from imgkit_builder.jobs import submit
+from imgkit_builder.jobs import checks
 from imgkit_builder.jobs.job import Job
-from imgkit_builder.jobs.records import SubmittedJob
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.resolve import resolve
 from imgkit_builder.jobs.systems.pbs import SYSTEM as pbs
@@ -178,7 +178,7 @@ def test_environment_stands_in_for_the_image(tmp_path: Path) -> None:
     assert "module load cuda/12.6\n" in script
     assert "export FI_CXI_RDZV_EAGER_SIZE=0; fi\n" in script
     with pytest.raises(UsageError, match="no virtual environment"):
-        submit.before_submission(job(directory=tmp_path, **request))
+        checks.before_submission(job(directory=tmp_path, **request))
 
 
 def test_conversion_runs_where_the_recipe_says(tmp_path: Path) -> None:
@@ -243,8 +243,6 @@ def test_library_folder_that_no_bind_takes_is_refused(tmp_path: Path, folder: st
 def test_id_and_output_are_those_of_pbs() -> None:
     assert pbs.parse_job_id("a notice\n15422.redoak-login2\n", "ddp") == "15422.redoak-login2"
     assert pbs.parse_job_id("12[].redoak-login2\n", "ddp") == "12[].redoak-login2"
-    record = SubmittedJob(
-        id="15422.redoak-login2", system="pbs", name="ddp", recipe="r", directory=Path("/w")
-    )
+    record = queued_job(id="15422.redoak-login2", system="pbs", name="ddp")
     assert pbs.log_source(record)[-1] == "/w/ddp.o15422"
     assert pbs.cancel_command(record) == ("qdel", "15422.redoak-login2")

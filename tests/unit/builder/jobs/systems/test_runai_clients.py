@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from job_records import queued_job
 from typer.testing import CliRunner
 
 from imgkit_builder.cli.app import build_app
-from imgkit_builder.jobs import submit
+from imgkit_builder.jobs import checks, records
 from imgkit_builder.jobs.job import Job
-from imgkit_builder.jobs.records import SubmittedJob
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.resolve import resolve
 from imgkit_builder.jobs.systems import pods, runai_client
@@ -119,7 +119,7 @@ def test_read_only_volume_is_refused_for_the_later_client() -> None:
 def test_key_of_a_secret_is_refused_where_the_client_on_path_has_no_option(fake_runai: FakeRunAI) -> None:
     fake_runai(EARLY)
     with pytest.raises(UsageError) as caught:
-        submit.before_submission(job(env=("WANDB_API_KEY",)))
+        checks.before_submission(job(env=("WANDB_API_KEY",)))
     assert caught.value.what.endswith("training pytorch submit has no option --env-secret")
 
 
@@ -132,15 +132,15 @@ def test_option_that_the_client_on_path_lacks_is_refused_before_submission(fake_
         {**LATE, "training pytorch submit": LATE["training pytorch submit"].replace("--large-shm", "")}
     )
     with pytest.raises(UsageError) as caught:
-        submit.before_submission(job())
+        checks.before_submission(job())
     assert caught.value.what.endswith("runai: training pytorch submit has no option --large-shm")
-    submit.before_submission(job(nodes="1"))
-    submit.before_submission(job(client="v1"))
+    checks.before_submission(job(nodes="1"))
+    checks.before_submission(job(client="v1"))
 
 
 def test_command_that_the_client_on_path_lacks_is_refused_before_submission(first_runai: Path) -> None:
     with pytest.raises(UsageError) as caught:
-        submit.before_submission(job(client="v2"))
+        checks.before_submission(job(client="v2"))
     assert "has no command training pytorch submit" in caught.value.what
     assert caught.value.hint == "--client v1, the one that is on PATH"
 
@@ -148,7 +148,7 @@ def test_command_that_the_client_on_path_lacks_is_refused_before_submission(firs
 def test_options_of_the_user_reach_the_client(fake_runai: FakeRunAI) -> None:
     """The client refuses them itself, by name, and may have hidden ones."""
     fake_runai(LATE)
-    submit.before_submission(job(options=("--hidden=1",)))
+    checks.before_submission(job(options=("--hidden=1",)))
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_submitted_job_is_followed_by_its_commands(
     done = CliRunner().invoke(app, argv)
     assert (done.exit_code, done.stdout) == (0, "rcp\n"), done.output
     assert called.read_text().split()[: len(commands) + 2] == [*commands, "submit", "rcp"]
-    assert submit.record_of("rcp").kind == " ".join(commands)
+    assert records.find("rcp").job.kind == " ".join(commands)
     done = CliRunner().invoke(app, ["status", "rcp", "--json"])
     assert json.loads(done.stdout)["output"].split() == [*commands, "describe", "rcp", "--project", "me"]
     done = CliRunner().invoke(app, ["cancel", "rcp"])
@@ -174,9 +174,7 @@ def test_submitted_job_is_followed_by_its_commands(
 
 
 def test_record_with_another_kind_starts_nothing() -> None:
-    record = SubmittedJob(
-        id="rcp", system="runai", name="rcp", recipe="rcp", directory=Path("/w"), kind="upgrade --force"
-    )
+    record = queued_job(id="rcp", system="runai", name="rcp", kind="upgrade --force")
     with pytest.raises(UsageError, match="upgrade --force"):
         runai.cancel_command(record)
 

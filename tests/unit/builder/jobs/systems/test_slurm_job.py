@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from job_records import queued_job
 
 from imgkit_builder.jobs import systems
-from imgkit_builder.jobs.records import SubmittedJob
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.resolve import resolve
 from imgkit_builder.jobs.systems.slurm import SYSTEM as slurm
@@ -81,9 +81,7 @@ def test_faulty_template_is_named(tmp_path: Path, body: str) -> None:
 
 
 def test_commands_name_the_cluster_that_sbatch_named() -> None:
-    record = SubmittedJob(
-        id="7", system="slurm", name="mn5", recipe="mn5", directory=Path("/w"), cluster="two"
-    )
+    record = queued_job(cluster="two")
     for known in (record, dataclasses.replace(record, cluster="")):
         shell = slurm.shell_command(known, "", "").argv
         calls = (*slurm.status_commands(known), slurm.cancel_command(known), shell)
@@ -94,7 +92,7 @@ def test_task_of_an_array_has_its_own_folder_and_output() -> None:
     array = text(options=("--array=0-3%2",))
     assert "#SBATCH --output=%x-%A_%a.out\n" in array
     assert 'runs/mn5-${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"\n' in array
-    record = SubmittedJob(id="7", system="slurm", name="mn5", recipe="mn5", directory=Path("/w"), array=True)
+    record = queued_job(array=True)
     assert [systems.task_id(record, word) for word in ("7_3", "7_", "7_x", "70_3", "7_[1-2]")] == [
         "7_3",
         *[""] * 4,
@@ -134,7 +132,7 @@ def test_state_of_a_job_is_read(output: str, state: str) -> None:
 
 
 def test_logs_are_where_the_script_writes_them() -> None:
-    record = SubmittedJob(id="7", system="slurm", name="mn5", recipe="mn5", directory=Path("/w"))
+    record = queued_job()
     assert slurm.log_source(record)[-1] == "/w/mn5-7.out"
     assert "#SBATCH --output=%x-%j.out\n" in text()
     assert "#SBATCH --chdir=/w\n" in text()

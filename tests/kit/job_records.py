@@ -1,0 +1,22 @@
+"""Submitted jobs for tests, of fields of the record and of how the scheduler finds the job."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from imgkit_builder.jobs.submitted import QueuedJob, SubmittedJob
+
+_OF_THE_QUEUE = {field.name for field in dataclasses.fields(QueuedJob)}
+
+
+def queued_job(**fields: Any) -> QueuedJob:
+    """Return job 7 of the recipe mn5 in the folder /w, with other `fields`."""
+    return QueuedJob(**{"id": "7", "system": "slurm", "name": "mn5", "directory": Path("/w"), **fields})
+
+
+def submitted_job(**fields: Any) -> SubmittedJob:
+    """Return the record of `queued_job`; each of `fields` goes where it belongs."""
+    of_the_queue = {name: fields.pop(name) for name in _OF_THE_QUEUE & fields.keys()}
+    return SubmittedJob(**{"job": queued_job(**of_the_queue), "recipe": "mn5", **fields})
