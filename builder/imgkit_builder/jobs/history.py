@@ -91,7 +91,7 @@ def _report(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> J
                 # Where one task fails, srun ends the others by SIGTERM, and their code is the higher one.
                 code = _code_in_run_folder(record, run) or code
             return JobReport(record=now, argv=argv, text=status.text, code=code)
-        is_unknown = system.reports_state and re.search(system.unknown_job, answer.output)
+        is_unknown = system.reports_state and re.search(system.queue.unknown_job, answer.output)
         may_run = number == 0 and record.state not in FINAL_STATES
         if may_run and answer.returncode != 0 and not is_unknown:
             raise command_failed(record, argv, answer)

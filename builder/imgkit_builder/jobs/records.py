@@ -63,7 +63,7 @@ def need_id(record: SubmittedJob) -> SubmittedJob:
     if record.answer is None:
         return record
     job = record.job
-    argv = systems.named(job.system).own_jobs
+    argv = systems.named(job.system).queue.own_jobs
     suffix = f" on {job.remote}" if job.remote else ""
     look = f"{shlex.join(argv)}{suffix}" if argv else f"the commands of {job.system}{suffix}"
     printed = repr(record.answer.strip()) if record.answer.strip() else "nothing"

@@ -6,16 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from imgkit_builder.base.checks import Check
+from imgkit_builder.jobs import systems
 from imgkit_builder.jobs.remote import store
 from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.remote.connection import FIND_PROGRAM, Connection, unreadable
+from imgkit_builder.recipe.systems import SHIPPED
 
 if TYPE_CHECKING:
     from imgkit_builder.recipe.targets import Target
 
 _LOW_SPACE_BYTES = 20e9
 """Free space below which a warning comes: an image of a few GB, its part file and the runs."""
-_SUBMITS: Mapping[str, str] = {"slurm": "sbatch", "pbs": "qsub"}
 Answer = Mapping[str, Sequence[str]]
 """Values of the remote's answer by their key."""
 
@@ -30,7 +31,7 @@ done
 """
     + FIND_PROGRAM
     + """\
-for tool in sbatch qsub; do
+for tool in $schedulers; do
     if command -v "$tool" > /dev/null 2>&1; then
         if version=$("$tool" --version 2>&1 < /dev/null); then key=$tool; else key=broken; fi
         echo "$key $(echo "$version" | head -n 1)"
@@ -90,7 +91,12 @@ def examine(connection: Connection, target: Target | None) -> tuple[Check, ...]:
     ToolFailed : the answer is cut short, or not that of imgkit's script.
     """
     modules = target.system.runtime.modules if target else ()
-    values = {"folder": connection.remote.folder, "program": _needed_program(target) or "sbatch"}
+    programs = list(_submit_programs().values())
+    values = {
+        "folder": connection.remote.folder,
+        "program": _needed_program(target) or programs[0],
+        "schedulers": " ".join(programs),
+    }
     output = connection.answer(connection.stream(_PROBE, values, args=modules))
     return read(output, connection, target)
 
@@ -119,7 +125,13 @@ def read(output: bytes, connection: Connection, target: Target | None) -> tuple[
 
 def _needed_program(target: Target | None) -> str:
     """Return the program that submits jobs of the recipe; empty where no remote has it."""
-    return _SUBMITS.get(target.system.scheduler, "") if target else ""
+    return _submit_programs().get(target.system.scheduler, "") if target else ""
+
+
+def _submit_programs() -> Mapping[str, str]:
+    """Return the program of each system that queues scripts on a login node, by the system's name."""
+    names = (name for name in SHIPPED if systems.named(name).queue.submit)
+    return {name: systems.named(name).queue.submit for name in names}
 
 
 def _login(answer: Answer, connection: Connection) -> Iterator[Check]:
@@ -138,17 +150,19 @@ def _login(answer: Answer, connection: Connection) -> Iterator[Check]:
 
 def _scheduler(answer: Answer, target: Target | None) -> Check:
     name, program = "scheduler", _needed_program(target)
-    versions = {system: answer[tool][0] for system, tool in _SUBMITS.items() if tool in answer}
+    versions = {system: answer[tool][0] for system, tool in _submit_programs().items() if tool in answer}
     system = target.system.scheduler if target else next(iter(versions), "")
     if target and not program:
         value = f"the recipe {target.name} runs by {system}, which imgkit run does not support"
-        return Check(name, "fail", value, "a recipe with scheduler: slurm or pbs; imgkit list")
+        return Check(
+            name, "fail", value, f"a recipe with scheduler: {' or '.join(_submit_programs())}; imgkit list"
+        )
     if system in versions:
         return Check(name, "ok", f"{system}: {versions[system]}")
     hint = "name a login node of the cluster: imgkit remote add NAME USER@HOST --replace"
     if errors := answer.get("broken"):
         return Check(name, "fail", f"it does not answer: {errors[0]}", hint)
-    value = f"{program} is not on the PATH" if program else "neither sbatch nor qsub is on the PATH"
+    value = f"{program or ' or '.join(_submit_programs().values())} is not on the PATH"
     if versions:
         value += f", but {', '.join(versions)} is there"
     return Check(name, "fail", value, hint)

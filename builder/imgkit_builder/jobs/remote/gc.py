@@ -305,9 +305,11 @@ def unfinished(connection: Connection, name: str) -> Collection[str] | str:
         system = systems.named(name)
     except (UsageError, ToolFailed) as error:
         return error.what
-    if not system.unfinished_ids:
+    if not system.queue.unfinished_ids:
         return f"{name} lists no jobs"
-    argv = [word.format(cluster=cluster) for word in system.unfinished_ids if cluster or "{" not in word]
+    argv = [
+        word.format(cluster=cluster) for word in system.queue.unfinished_ids if cluster or "{" not in word
+    ]
     result = jobs.finished(connection, argv)
     if result.returncode != 0:
         return f"{argv[0]} failed with exit code {result.returncode}: {result.tail()}"

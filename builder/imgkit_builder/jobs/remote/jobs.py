@@ -59,8 +59,8 @@ polls=0
 while [ $# -gt 0 ] && kill -0 "$tail" 2> /dev/null; do
     if state=$("$@" 2>&1); then
         if [ -z "$state" ]; then break; fi
-    else
-        case $state in *[Ii]nvalid\\ job*|*[Uu]nknown\\ [Jj]ob*|*has\\ finished*) break ;; esac
+    elif echo "$state" | grep -qE -- "$unknown_job"; then
+        break
     fi
     polls=$((polls + 1)) # often at first, for short jobs
     if [ "$polls" -le 8 ]; then sleep 1; elif [ "$polls" -le 20 ]; then sleep 3; else sleep 10; fi
@@ -148,7 +148,11 @@ def follow(
     """
     system = systems.named(record.job.system)
     argv = system.status_commands(record.job)[0] if system.reports_state else ()
-    values = {"program": argv[0] if argv else "tail", "log": str(log_file(record))}
+    values = {
+        "program": argv[0] if argv else "tail",
+        "log": str(log_file(record)),
+        "unknown_job": system.queue.unknown_job,
+    }
     shown_bytes, failures = 0, 0
     while True:
         before = shown_bytes

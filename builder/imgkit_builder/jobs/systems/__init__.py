@@ -52,6 +52,24 @@ class JobShell:
     """What the shell runs in, for people."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueCommands:
+    """Commands of a scheduler, and what one of its messages means."""
+
+    submit: str = ""
+    """The program that queues scripts on a login node; empty: then no remote takes such jobs."""
+    own_jobs: tuple[str, ...] = ()
+    """Lists this user's jobs, for one whose id is unknown."""
+    unfinished_ids: tuple[str, ...] = ()
+    """Prints the ids of all jobs that wait or run. A word with ``{cluster}`` is left out unless the scheduler
+    named a cluster.
+    """
+    unknown_job: str = ""
+    """Pattern of Python and ``grep -E`` in the output of a failed status command: there is no such job (any
+    more).
+    """
+
+
 class System(abc.ABC):
     """A scheduler, or the lack of one: it writes jobs and the commands about them, and runs nothing."""
 
@@ -75,14 +93,8 @@ class System(abc.ABC):
     """Whether an interactive job must have the fields that ``system.queue.required`` names."""
     reports_state: bool = True
     """Whether `parse_status` can tell a job that runs from one that has ended."""
-    unknown_job: str = ""
-    """Pattern in the output of a failed status command that means: there is no such job (any more)."""
-    own_jobs: tuple[str, ...] = ()
-    """The command that lists this user's jobs, for one whose id is unknown."""
-    unfinished_ids: tuple[str, ...] = ()
-    """The command that prints the ids of all jobs that wait or run. A word with ``{cluster}`` is left out
-    unless the scheduler named a cluster.
-    """
+    queue: QueueCommands = QueueCommands()
+    """The scheduler's own commands, beside those about one job."""
 
     @abc.abstractmethod
     def script(self, job: Job) -> Script:

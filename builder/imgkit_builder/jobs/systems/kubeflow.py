@@ -12,7 +12,7 @@ from typing import Any
 
 from imgkit_builder.jobs.job import Job, Script
 from imgkit_builder.jobs.submitted import JobState, JobStatus, QueuedJob
-from imgkit_builder.jobs.systems import JobShell, need_program, pods
+from imgkit_builder.jobs.systems import JobShell, QueueCommands, need_program, pods
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.rollcall.secret import MOUNTED
 
@@ -38,8 +38,10 @@ _SELECTORS = {
 class Kubeflow(pods.Pods):
     """Kubeflow: documents that kubectl creates. RunAI hands jobs to it; no recipe names it."""
 
-    unknown_job = "NotFound"
-    own_jobs = ("kubectl", "get", "pods", "--namespace=runai-PROJECT")  # their names begin with the job's
+    queue = QueueCommands(
+        own_jobs=("kubectl", "get", "pods", "--namespace=runai-PROJECT"),  # their names begin with the job's
+        unknown_job="NotFound",
+    )
 
     def script(self, job: Job) -> Script:
         """Return the document for ``kubectl create``."""

@@ -20,7 +20,15 @@ from imgkit_builder.jobs.job import Job, Script
 from imgkit_builder.jobs.quoting import Shell, line
 from imgkit_builder.jobs.request import SystemFlags
 from imgkit_builder.jobs.submitted import JobState, JobStatus, QueuedJob
-from imgkit_builder.jobs.systems import NEW_CONTAINER, System, last_line, need_task, options_of, with_folders
+from imgkit_builder.jobs.systems import (
+    NEW_CONTAINER,
+    QueueCommands,
+    System,
+    last_line,
+    need_task,
+    options_of,
+    with_folders,
+)
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.rollcall.secret import VARIABLE
@@ -59,9 +67,12 @@ class Pbs(System):
     registration = SHIPPED["pbs"]
     flags = PbsFlags
     uses = ("account", "queue", "time", "cpus")
-    unknown_job = "[Uu]nknown [Jj]ob|has finished"
-    own_jobs = ("qstat",)  # the option for one user needs a name
-    unfinished_ids = ("qselect",)
+    queue = QueueCommands(
+        submit="qsub",
+        own_jobs=("qstat",),  # the option for one user needs a name
+        unfinished_ids=("qselect",),
+        unknown_job="[Uu]nknown [Jj]ob|has finished",
+    )
 
     def script(self, job: Job) -> Script:
         """Return the script for ``qsub``, or the ``qsub -I`` line of an interactive job."""

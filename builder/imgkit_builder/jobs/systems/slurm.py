@@ -14,6 +14,7 @@ from imgkit_builder.jobs.submitted import JobState, JobStatus, QueuedJob
 from imgkit_builder.jobs.systems import (
     NEW_CONTAINER,
     JobShell,
+    QueueCommands,
     System,
     last_line,
     need_task,
@@ -72,9 +73,12 @@ class Slurm(System):
     passes_names = True  # sbatch and salloc hand their environment on
     uses = ("account", "queue", "qos", "time", "cpus", "stop-before")
     spares_take_over = True
-    unknown_job = "[Ii]nvalid job"
-    own_jobs = ("squeue", "--me")
-    unfinished_ids = ("squeue", "--noheader", "--format=%A", "--clusters={cluster}")
+    queue = QueueCommands(
+        submit="sbatch",
+        own_jobs=("squeue", "--me"),
+        unfinished_ids=("squeue", "--noheader", "--format=%A", "--clusters={cluster}"),
+        unknown_job="[Ii]nvalid job",
+    )
 
     def script(self, job: Job) -> Script:
         """Return the script for ``sbatch``, or the ``salloc`` line of an interactive job."""

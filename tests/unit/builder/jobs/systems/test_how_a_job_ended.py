@@ -34,7 +34,7 @@ def test_answer_says_the_state(system: str, output: str, state: str) -> None:
 
 @pytest.mark.parametrize("system", ["slurm", "pbs"])
 def test_system_with_a_queue_lists_its_jobs(system: str) -> None:
-    assert systems.named(system).unfinished_ids
+    assert systems.named(system).queue.unfinished_ids
 
 
 @pytest.mark.parametrize("name", systems.MODULES)
