@@ -287,12 +287,15 @@ def test_limited_transfer_takes_its_time(far: FarHost, tmp_path: Path, sif: Path
 
 
 def test_transfer_that_gets_nowhere_gives_up(far: FarHost, tmp_path: Path, sif: Path) -> None:
-    (far.folder / "limits").write_text("20000 " * 50)
+    folder = tmp_path / "s"
+    (folder / "images").mkdir(parents=True)
+    # By turns the script that looks how much has arrived, and rsync, which gets no connection.
+    (far.folder / "limits").write_text("20000 3000 " * 25)
     far.through(sys.executable, PROXY, "%p", far.folder / "limits")
     with pytest.raises(Cut):
-        send(tmp_path / "s", sif)
+        send_over(reach(folder, keep_s=0), folder, sif)
     far.direct()
-    assert send(tmp_path / "s", sif).read_bytes() == sif.read_bytes()
+    assert send(folder, sif).read_bytes() == sif.read_bytes()
 
 
 def test_killed_transfer_is_finished_by_the_next(far: FarHost, tmp_path: Path, sif: Path) -> None:

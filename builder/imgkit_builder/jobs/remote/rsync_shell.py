@@ -19,6 +19,8 @@ from typing import IO
 CHUNK_BYTES = 1 << 20
 _END_S = 10.0
 """Time for the remote to end after rsync has ended."""
+_CONNECTION_LOST = 255
+"""ssh's own exit status, also where it could not connect."""
 
 
 def main(config_json: str, _host: str, *args: str) -> int:
@@ -37,8 +39,7 @@ def main(config_json: str, _host: str, *args: str) -> int:
         output = ssh.stdout.fileno()
         data = _skip_banner(output, config["token"].encode() + b"\n")
         if data is None:
-            ssh.kill()
-            code = 1
+            code = _end_without_command(ssh)
         else:
             _copy(data, output, 1)
             code = ssh.wait()
@@ -46,6 +47,16 @@ def main(config_json: str, _host: str, *args: str) -> int:
     with contextlib.suppress(FileNotFoundError), Path(config["status"]).open("r+b") as stream:
         stream.write(str(code).encode())
     return code
+
+
+def _end_without_command(ssh: subprocess.Popen[bytes]) -> int:
+    """Return ssh's exit status if the connection was lost, and 1 if the login shell ran no command."""
+    try:
+        code = ssh.wait(_END_S)
+    except subprocess.TimeoutExpired:  # it prints without end
+        ssh.kill()
+        return 1
+    return code if code == _CONNECTION_LOST else 1
 
 
 def _send(ssh: subprocess.Popen[bytes], sink: IO[bytes], script: bytes) -> None:
