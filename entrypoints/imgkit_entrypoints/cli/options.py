@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from imgkit_entrypoints import __version__
 from imgkit_entrypoints.arguments import Option, Parser, add_options, natural, positive
@@ -169,6 +170,27 @@ ENV_OPTIONS = (Option("--shell", 'print export lines: eval "$(dist-env --shell)"
 """The options that dist-env alone has."""
 
 
+class _VariableValue(NamedTuple):
+    """The text of a variable that stands in for an option."""
+
+    option: Option
+    text: str
+
+    def parse(self, help_command: str) -> object:
+        """Return the value; raise UsageError, which names the variable, if there is none."""
+        flag = self.option.names
+        name = variable(flag)
+        assert callable(self.option.type)  # noqa: S101 - argparse does not apply a list of values to defaults
+        try:
+            return self.option.type(self.text)
+        except argparse.ArgumentTypeError as error:
+            hint = f"its values are those of {flag}: {help_command}"
+            raise UsageError(str(error), where=name, hint=hint) from None
+        except UsageError as error:
+            hint = (error.hint or "").replace(f"{flag} ", f"{name}=")
+            raise UsageError(error.what, where=name, hint=hint) from None
+
+
 def launch_parser(command: Command, env: Mapping[str, str], options: Sequence[Option] = ()) -> Parser:
     """Return a parser with the launch's options, and with the `options` that only this command has."""
     parser = Parser(prog=command.name, description=command.summary, allow_abbrev=False)
@@ -193,7 +215,7 @@ def launch_parser(command: Command, env: Mapping[str, str], options: Sequence[Op
 def _values_of_variables(options: Iterable[Option], env: Mapping[str, str]) -> dict[str, object]:
     """Return the values of the ``IMGKIT_*`` variables that stand in for `options`, as new defaults.
 
-    The parser checks a text as if it were on the command line, and its errors name the option.
+    A text is parsed by `read_options`, and only if the option is not on the command line.
     """
     values: dict[str, object] = {}
     for option in options:
@@ -205,7 +227,7 @@ def _values_of_variables(options: Iterable[Option], env: Mapping[str, str]) -> d
         elif option.action == "append":
             values[name] = [part for part in text.split(",") if part]
         elif text:
-            values[name] = text
+            values[name] = _VariableValue(option, text)
     return values
 
 
@@ -214,8 +236,11 @@ def read_options(parsed: argparse.Namespace, command: Command, argv: Sequence[st
 
     Raises
     ------
-    UsageError : ``--json`` is given where only a dry run prints JSON.
+    UsageError : a variable has a wrong value, or ``--json`` is given where only a dry run prints JSON.
     """
+    for name, value in vars(parsed).items():
+        if isinstance(value, _VariableValue):
+            setattr(parsed, name, value.parse(f"{command.name} --help"))
     if parsed.json and not parsed.dry_run and not command.prints_json:
         raise UsageError("--json needs --dry-run", hint="add --dry-run, or leave --json out")
     placement = PlacementRequest(
@@ -264,5 +289,9 @@ def variable(flag: str) -> str:
 def _is_on(flag: str, env: Mapping[str, str]) -> bool:
     value = env.get(variable(flag), "")
     if value not in ("", "0", "1"):
-        raise UsageError(f"{value!r} is neither 0 nor 1", where=variable(flag), hint=f"1 means {flag}")
+        raise UsageError(
+            f"{value!r} is neither 0 nor 1",
+            where=variable(flag),
+            hint=f"{variable(flag)}=1 for {flag}, else 0",
+        )
     return value == "1"

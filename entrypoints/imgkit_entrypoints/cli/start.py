@@ -155,7 +155,6 @@ def launch(options: LaunchOptions, worker: Worker, env: Mapping[str, str]) -> in
         if launch_plan.mode == "direct" and is_given:
             raise NoPlan(
                 f"{flag} needs a node agent, and ranks that start without torchrun have none",
-                where=flag,
                 hint="leave out --direct, or start one process per node",
             )
     if options.compile_cache is not None and launch_plan.cache is None:
