@@ -1,16 +1,94 @@
-"""Command lines: a parser that raises, and numbers with clear errors."""
+"""Command lines: how an option is declared, a parser that raises, and numbers with clear errors."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import difflib
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from imgkit_entrypoints.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An option or a positional argument of a ``dist-*`` command, for argparse.
+
+    ``Option("--port", "torchrun's port on the head", port, "PORT", unset="from the job id")``
+    """
+
+    names: str
+    """The spellings in the help, ``--verbose -v``, or the name of a positional argument."""
+    help: str
+    """The default is added to it."""
+    type: Callable[[str], object] | tuple[str, ...] = str
+    """Parses the value, or lists all values."""
+    metavar: str | None = None
+    _: dataclasses.KW_ONLY
+    default: object = None
+    unset: str = ""
+    """What the help calls the default; empty: `default` itself."""
+    action: Any = "store"
+    """As of argparse: ``store_true`` makes a switch."""
+    nargs: str | None = None
+    dest: str | None = None
+    """Name of the parsed value; None: derived from the option's name."""
+    aliases: tuple[str, ...] = ()
+    """More spellings, which the help does not show."""
+    heading: str = ""
+    """Title of a new group in the help, which this option and those after it belong to."""
+    one_of: str = ""
+    """Only one option with the same text here may be given."""
+
+    def keywords(self) -> dict[str, Any]:
+        """Return the keywords of argparse's ``add_argument``."""
+        keywords = {
+            name: getattr(self, name)
+            for name in ("help", "metavar", "default", "action", "nargs", "dest")
+            if getattr(self, name) is not None
+        }
+        if self.action in ("store", "append"):
+            keywords["choices" if isinstance(self.type, tuple) else "type"] = self.type
+        default = self.unset or self.default
+        if self.action == "store" and default is not None:
+            keywords["help"] = f"{self.help} (default: {default})"
+        return keywords
+
+
+def add_options(parser: argparse.ArgumentParser, options: Iterable[Option]) -> None:
+    """Add the options to a parser, below their headings in its help."""
+    group: argparse._ActionsContainer = parser
+    exclusive: dict[str, argparse._ActionsContainer] = {}
+    for option in options:
+        if option.heading:
+            group = parser.add_argument_group(option.heading)
+        target = group
+        if option.one_of:
+            if option.one_of not in exclusive:
+                exclusive[option.one_of] = group.add_mutually_exclusive_group()
+            target = exclusive[option.one_of]
+        action = target.add_argument(*option.names.split(), **option.keywords())
+        if option.aliases:
+            hidden = {"dest": action.dest, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+            target.add_argument(*option.aliases, **option.keywords() | hidden)
+
+
+def option(*args: Any, **keywords: Any) -> Any:
+    """Return a dataclass field for the value of an `Option` with these arguments."""
+    return dataclasses.field(metadata={"option": Option(*args, **keywords)})
+
+
+def declared_options(kind: Any) -> Iterator[Option]:
+    """Yield the options of the fields of dataclass `kind`; the parsed values have the names of the fields."""
+    for field in dataclasses.fields(kind):
+        declaration: Option = field.metadata["option"]
+        if declaration.names.startswith("-"):  # argparse refuses a name for a positional argument
+            declaration = dataclasses.replace(declaration, dest=field.name)
+        yield declaration
 
 
 class Parser(argparse.ArgumentParser):

@@ -6,7 +6,6 @@ answers arrive even where NCCL hangs or gives wrong values.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import datetime
 import json
@@ -24,13 +23,11 @@ from typing import TYPE_CHECKING, Any
 from imgkit_entrypoints import __version__, facts, json_text, terminal
 from imgkit_entrypoints.doctor.checks import Check, Verdict
 from imgkit_entrypoints.doctor.checks.machine import SHM
-from imgkit_entrypoints.doctor.node import SCHEMA, add_arguments, clock_remark, examine, passed
+from imgkit_entrypoints.doctor.node import SCHEMA, clock_remark, examine, parse_options, passed
 from imgkit_entrypoints.errors import ImgkitError
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["add_arguments", "judge", "main"]
 
 ELEMENTS = 1 << 18
 """1 MiB of float32: most wrong results on GH200 with Slingshot had this size (NVIDIA/nccl issue 2001)."""
@@ -192,10 +189,7 @@ def main() -> None:
     """Run one worker; all workers exit with the common verdict."""
     import torch.distributed as dist
 
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    options = parse_options()
     # If any library hangs, the kernel ends this process.
     signal.alarm(5 * (options.timeout + LATE_S))
     store, rank, world_size = next(

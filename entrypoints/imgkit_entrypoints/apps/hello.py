@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import platform
 import statistics
 import sys
@@ -18,10 +17,8 @@ if TYPE_CHECKING:
 
 WARM_UP, ROUND_TRIPS = 3, 20
 """Round trips to each rank that do not count, and those that do."""
-
-
-def add_arguments(parser: argparse._ActionsContainer) -> None:
-    """Add nothing: dist-hello has the options of the launch alone."""
+OPTIONS = ()
+"""dist-hello has the options of the launch alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.apps.share import share
-from imgkit_entrypoints.arguments import positive
+from imgkit_entrypoints.arguments import Option, add_options, positive
 from imgkit_entrypoints.errors import EXIT_NO
 
 if TYPE_CHECKING:
@@ -30,17 +30,7 @@ ALONE = 50_000_000
 ROUNDING = 1e-12
 SHOWN = 16
 """Most processes that are listed one by one; a larger run lists the slowest, the median and the fastest."""
-
-
-def add_arguments(parser: argparse._ActionsContainer) -> None:
-    """Options of dist-pi."""
-    parser.add_argument(
-        "--intervals",
-        type=positive,
-        default=100_000_000,
-        metavar="N",
-        help="number of intervals (default: %(default)s)",
-    )
+OPTIONS = (Option("--intervals", "number of intervals", positive, "N", default=100_000_000),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +128,7 @@ def main() -> None:
     from imgkit_entrypoints.apps import ranks as workers
 
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
+    add_options(parser, OPTIONS)
     intervals: int = parser.parse_args().intervals
     with workers.opened() as ranks:
         first, end = share(intervals + 1, ranks.rank, ranks.world_size)

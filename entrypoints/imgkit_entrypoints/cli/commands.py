@@ -23,7 +23,7 @@ class Command:
     app: str | None = None
     """Module that each worker runs; None for a command without workers of its own."""
     options: str | None = None
-    """Module whose ``add_arguments`` adds the options, if it is not `app`; it imports no torch."""
+    """Module whose ``OPTIONS`` are the command's own, if it is not `app`; it imports no torch."""
     device: str = "auto"
     """Default of ``--device``."""
     prints_json: bool = False

@@ -16,7 +16,7 @@ from pathlib import Path
 from imgkit_entrypoints import __version__, fabric, facts, json_text, terminal
 from imgkit_entrypoints.cli import start
 from imgkit_entrypoints.cli.commands import COMMANDS, Command
-from imgkit_entrypoints.cli.options import launch_parser, read_options, variable
+from imgkit_entrypoints.cli.options import ENV_OPTIONS, launch_parser, read_options, variable
 from imgkit_entrypoints.cli.start import Worker
 from imgkit_entrypoints.errors import EXIT_NO, ImgkitError, NoPlan, UsageError
 from imgkit_entrypoints.launch import mounted_code, plan
@@ -100,9 +100,7 @@ def _error_dict(error: ImgkitError) -> dict[str, str | None]:
 
 def _dist_env(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Print the settings of a launch as text, as JSON or as export lines; return the exit code."""
-    parser = launch_parser(command, env)
-    parser.add_argument("--shell", action="store_true", help='print export lines: eval "$(dist-env --shell)"')
-    parsed = parser.parse_args(argv[1:])
+    parsed = launch_parser(command, env, ENV_OPTIONS).parse_args(argv[1:])
     options = read_options(parsed, command, argv)
     if parsed.shell and (other_form := "--json" if options.json else "--dry-run" if options.dry_run else ""):
         raise UsageError(f"--shell cannot be combined with {other_form}", hint="dist-env --help")

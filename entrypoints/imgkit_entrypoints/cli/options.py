@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from imgkit_entrypoints import __version__
-from imgkit_entrypoints.arguments import Parser, natural, positive
+from imgkit_entrypoints.arguments import Option, Parser, add_options, natural, positive
 from imgkit_entrypoints.cli.commands import Command
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch.plan import DEFAULT_FAILURES, LaunchOptions, Request, Timeouts
 from imgkit_entrypoints.schedulers.placement import PlacementRequest, Size, size_examples
 from imgkit_entrypoints.schedulers.resolve import NAMES
-
-DEVICES = ("auto", "cuda", "cpu")
-ROLLCALL_HELP = "time for all nodes to join, and then for all ranks to connect (default: 120 s)"
-HANG_HELP = (
-    "report a rank as stuck after S seconds without progress, or three times its longest step if that is "
-    "longer; 0: never (default: 60)"
-)
-KEY_FILE_HELP = (
-    "shared secret by which nodes authenticate each other: a private file of at least 32 bytes, the same on "
-    "all nodes, or - for a line on standard input (default: the job script's, else ~/.config/imgkit/secret)"
-)
 
 
 def choice(*allowed: str) -> Callable[[str], str]:
@@ -60,102 +49,186 @@ def size(text: str) -> Size:
         raise UsageError(str(error), where="--nnodes", hint=size_examples(text, "--nnodes ")) from None
 
 
-class Option(NamedTuple):
-    """One option that takes a value."""
-
-    flag: str
-    type: Callable[[str], object]
-    default: object
-    metavar: str
-    help: str
-
-
 OPTIONS = (
-    Option("--device", choice(*DEVICES), "auto", "|".join(DEVICES), "device to run on (default: {device})"),
-    Option("--nproc", processes, "auto", "N|auto", "processes on this node (default: auto, one per GPU)"),
-    Option("--scheduler", choice(*NAMES), None, "NAME", f"launcher: {', '.join(NAMES)} (default: detected)"),
-    Option("--nnodes", size, None, "N|N+S", "nodes, or nodes and spares (default: the scheduler's number)"),
     Option(
-        "--node-rank", natural, None, "RANK", "rank of this node; the head is 0 (default: the scheduler's)"
+        "--nproc",
+        "processes on this node",
+        processes,
+        "N|auto",
+        default="auto",
+        unset="auto, one per GPU",
+        aliases=("--nproc-per-node", "--nproc_per_node"),
     ),
-    Option("--head", str, None, "HOST", "name or address by which the other nodes reach the head"),
-    Option("--port", port, None, "PORT", "torchrun's port on the head (default: from the job id)"),
+    Option("--scheduler", f"launcher: {', '.join(NAMES)}", choice(*NAMES), "NAME", unset="detected"),
+    Option("--nnodes", "nodes, or nodes and spares", size, "N|N+S", unset="the scheduler's number"),
+    Option(
+        "--node-rank",
+        "rank of this node; the head is 0",
+        natural,
+        "RANK",
+        unset="the scheduler's",
+        aliases=("--node_rank",),
+    ),
+    Option(
+        "--head",
+        "name or address by which the other nodes reach the head",
+        metavar="HOST",
+        aliases=("--master-addr", "--master_addr"),
+    ),
+    Option(
+        "--port",
+        "torchrun's port on the head",
+        port,
+        "PORT",
+        unset="from the job id",
+        aliases=("--master-port", "--master_port"),
+    ),
     Option(
         "--max-failures",
+        "lost nodes and failed workers to survive",
         natural,
-        None,
         "K",
-        f"lost nodes and failed workers to survive (default: {DEFAULT_FAILURES} with spares, else 0)",
+        unset=f"{DEFAULT_FAILURES} with spares, else 0",
+        aliases=("--max-restarts", "--max_restarts"),
     ),
-    Option("--lost-after", positive, 30, "S", "silence after which a node counts as lost (default: 30 s)"),
+    Option(
+        "--lost-after", "silence after which a node counts as lost", positive, "S", default=30, unset="30 s"
+    ),
     Option(
         "--start",
-        choice("auto", "fork", "exec"),
-        "auto",
-        "METHOD",
         "start method of the workers. fork: torchrun imports torch once for all of them; exec: each is a "
-        "separate interpreter (default: fork for imgkit's programs on CPUs, else exec)",
+        "separate interpreter",
+        choice("auto", "fork", "exec"),
+        "METHOD",
+        default="auto",
+        unset="fork for imgkit's programs on CPUs, else exec",
     ),
-    Option("--log-dir", str, None, "DIR", "save the output of each process in DIR, one folder per node"),
-    Option("--rollcall-timeout", positive, 120, "S", ROLLCALL_HELP),
-    Option("--grace", positive, 60, "S", "time to save in after a stop request (default: 60 s)"),
-    Option("--hang-after", natural, 60, "S", HANG_HELP),
-    Option("--secret-file", str, None, "FILE", KEY_FILE_HELP),
+    Option("--log-dir", "save the output of each process in DIR, one folder per node", metavar="DIR"),
+    Option(
+        "--rollcall-timeout",
+        "time for all nodes to join, and then for all ranks to connect",
+        positive,
+        "S",
+        default=120,
+        unset="120 s",
+    ),
+    Option("--grace", "time to save in after a stop request", positive, "S", default=60, unset="60 s"),
+    Option(
+        "--hang-after",
+        "report a rank as stuck after S seconds without progress, or three times its longest step if that is "
+        "longer; 0: never",
+        natural,
+        "S",
+        default=60,
+    ),
+    Option(
+        "--secret-file",
+        "shared secret by which nodes authenticate each other: a private file of at least 32 bytes, the same "
+        "on all nodes, or - for a line on standard input",
+        metavar="FILE",
+        unset="the job script's, else ~/.config/imgkit/secret",
+    ),
     Option(
         "--compile-cache",
-        str,
-        None,
-        "FILE",
         "start with the compiled code of FILE, and pack what is compiled into it at the end",
+        metavar="FILE",
     ),
+    Option(
+        "--keep-env",
+        "keep this variable of the host for the workers, which start without those of MPI, XALT and the "
+        "host's Python; PMIX_*: all that begin so; core: core dumps (repeatable)",
+        metavar="NAME",
+        action="append",
+        default=[],
+    ),
+    Option("--require-secret", "refuse multi-node runs without a shared secret", action="store_true"),
+    Option(
+        "--preflight",
+        "measure all nodes first, for a minute at most, and leave slow ones out",
+        action="store_true",
+    ),
+    Option("--no-network-test", "skip the test of the network between the nodes", action="store_true"),
+    Option("--direct", "run this process as one rank, without torchrun", action="store_true"),
+    Option("--dry-run", "show every resolved value and its source, then exit", action="store_true"),
+    Option("--verbose -v", "print the reasons for all settings at the start, too (-v)", action="store_true"),
 )
-ALIASES = {
-    "--nproc": ("--nproc-per-node", "--nproc_per_node"),
-    "--node-rank": ("--node_rank",),
-    "--head": ("--master-addr", "--master_addr"),
-    "--port": ("--master-port", "--master_port"),
-    "--max-failures": ("--max-restarts", "--max_restarts"),
-}
-"""Spellings of torchrun and torch.distributed.launch, for existing command lines; the help hides them."""
-SWITCHES = {
-    "--require-secret": "refuse multi-node runs without a shared secret",
-    "--preflight": "measure all nodes first, for a minute at most, and leave slow ones out",
-    "--no-network-test": "skip the test of the network between the nodes",
-    "--direct": "run this process as one rank, without torchrun",
-    "--dry-run": "show every resolved value and its source, then exit",
-    "--verbose": "print the reasons for all settings at the start, too (-v)",
-}
+"""The options of every launch; ``IMGKIT_*`` variables stand in for them.
+
+The aliases are spellings of torchrun and torch.distributed.launch, for existing command lines.
+"""
+RUN_OPTIONS = (
+    Option("-m", "run a module instead of a script", action="store_true", dest="module"),
+    Option(
+        "--pass-local-rank",
+        "pass --local_rank=N to the program, as torch.distributed.launch did",
+        action="store_true",
+    ),
+    Option("program", "your script or module and its arguments", nargs=argparse.REMAINDER),
+)
+"""The options that dist-run alone has."""
+ENV_OPTIONS = (Option("--shell", 'print export lines: eval "$(dist-env --shell)"', action="store_true"),)
+"""The options that dist-env alone has."""
 
 
-def launch_parser(command: Command, env: Mapping[str, str], usage: str | None = None) -> Parser:
-    """Return a parser with the launch's options; the app adds its own. Its errors are UsageError."""
-    parser = Parser(prog=command.name, description=command.summary, usage=usage, allow_abbrev=False)
+class _VariableValue(NamedTuple):
+    """The text of a variable that stands in for an option."""
+
+    option: Option
+    text: str
+
+    def parse(self, help_command: str) -> object:
+        """Return the value; raise UsageError, which names the variable, if there is none."""
+        flag = self.option.names
+        name = variable(flag)
+        assert callable(self.option.type)  # noqa: S101 - argparse does not apply a list of values to defaults
+        try:
+            return self.option.type(self.text)
+        except argparse.ArgumentTypeError as error:
+            hint = f"its values are those of {flag}: {help_command}"
+            raise UsageError(str(error), where=name, hint=hint) from None
+        except UsageError as error:
+            hint = (error.hint or "").replace(f"{flag} ", f"{name}=")
+            raise UsageError(error.what, where=name, hint=hint) from None
+
+
+def launch_parser(command: Command, env: Mapping[str, str], options: Sequence[Option] = ()) -> Parser:
+    """Return a parser with the launch's options, and with the `options` that only this command has."""
+    parser = Parser(prog=command.name, description=command.summary, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"imgkit {__version__}")
     json_help = "print one JSON object" if command.prints_json else "with --dry-run: print one JSON object"
-    parser.add_argument("--json", action="store_true", help=json_help)
-    group = parser.add_argument_group("launch options (--nproc is also read from IMGKIT_NPROC, and so on)")
-    for option in OPTIONS:
-        default = command.device if option.flag == "--device" else option.default
-        device = "cuda where GPUs are visible" if command.device == "auto" else command.device
-        text = option.help.format(device=device)
-        # A string default goes through `type` and its errors like a value on the command line.
-        default = env.get(variable(option.flag)) or default
-        group.add_argument(option.flag, type=option.type, default=default, metavar=option.metavar, help=text)
-        if aliases := ALIASES.get(option.flag):
-            dest, hidden = option.flag.strip("-").replace("-", "_"), argparse.SUPPRESS
-            group.add_argument(*aliases, dest=dest, type=option.type, default=hidden, help=hidden)
-    group.add_argument(
-        "--keep-env",
-        action="append",
-        default=[name for name in env.get(variable("--keep-env"), "").split(",") if name],
-        metavar="NAME",
-        help="keep this variable of the host for the workers, which start without those of MPI, XALT and the "
-        "host's Python; PMIX_*: all that begin so; core: core dumps (repeatable)",
+    device = Option(
+        "--device",
+        "device to run on",
+        choice("auto", "cuda", "cpu"),
+        "auto|cuda|cpu",
+        default=command.device,
+        unset="cuda where GPUs are visible" if command.device == "auto" else command.device,
+        heading="launch options (--nproc is also read from IMGKIT_NPROC, and so on)",
     )
-    for flag, text in SWITCHES.items():
-        names = (flag, "-v") if flag == "--verbose" else (flag,)
-        group.add_argument(*names, action="store_true", default=_is_on(flag, env), help=text)
+    launch_options = (device, *OPTIONS)
+    add_options(parser, (Option("--json", json_help, action="store_true"), *launch_options))
+    add_options(parser, options)
+    parser.set_defaults(**_values_of_variables(launch_options, env))
     return parser
+
+
+def _values_of_variables(options: Iterable[Option], env: Mapping[str, str]) -> dict[str, object]:
+    """Return the values of the ``IMGKIT_*`` variables that stand in for `options`, as new defaults.
+
+    A text is parsed by `read_options`, and only if the option is not on the command line.
+    """
+    values: dict[str, object] = {}
+    for option in options:
+        flag = option.names.split()[0]
+        name = flag.strip("-").replace("-", "_")
+        text = env.get(variable(flag), "")
+        if option.action == "store_true":
+            values[name] = _is_on(flag, env)
+        elif option.action == "append":
+            values[name] = [part for part in text.split(",") if part]
+        elif text:
+            values[name] = _VariableValue(option, text)
+    return values
 
 
 def read_options(parsed: argparse.Namespace, command: Command, argv: Sequence[str]) -> LaunchOptions:
@@ -163,8 +236,11 @@ def read_options(parsed: argparse.Namespace, command: Command, argv: Sequence[st
 
     Raises
     ------
-    UsageError : ``--json`` is given where only a dry run prints JSON.
+    UsageError : a variable has a wrong value, or ``--json`` is given where only a dry run prints JSON.
     """
+    for name, value in vars(parsed).items():
+        if isinstance(value, _VariableValue):
+            setattr(parsed, name, value.parse(f"{command.name} --help"))
     if parsed.json and not parsed.dry_run and not command.prints_json:
         raise UsageError("--json needs --dry-run", hint="add --dry-run, or leave --json out")
     placement = PlacementRequest(
@@ -213,5 +289,9 @@ def variable(flag: str) -> str:
 def _is_on(flag: str, env: Mapping[str, str]) -> bool:
     value = env.get(variable(flag), "")
     if value not in ("", "0", "1"):
-        raise UsageError(f"{value!r} is neither 0 nor 1", where=variable(flag), hint=f"1 means {flag}")
+        raise UsageError(
+            f"{value!r} is neither 0 nor 1",
+            where=variable(flag),
+            hint=f"{variable(flag)}=1 for {flag}, else 0",
+        )
     return value == "1"

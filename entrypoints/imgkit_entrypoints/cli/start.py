@@ -18,7 +18,7 @@ from pathlib import Path, PurePath
 
 from imgkit_entrypoints import fabric, facts, files, terminal
 from imgkit_entrypoints.cli.commands import PREFLIGHT, TORCHRUN, Command
-from imgkit_entrypoints.cli.options import launch_parser, read_options
+from imgkit_entrypoints.cli.options import RUN_OPTIONS, launch_parser, read_options
 from imgkit_entrypoints.errors import NoPlan, UsageError
 from imgkit_entrypoints.fabric import library_path, sockets
 from imgkit_entrypoints.facts import HostFacts, storage
@@ -52,8 +52,7 @@ def parse_app(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> 
     """
     assert command.app is not None  # noqa: S101 - the caller branches on it
     app = importlib.import_module(command.options or command.app)
-    full_parser = launch_parser(command, env)
-    app.add_arguments(full_parser)
+    full_parser = launch_parser(command, env, app.OPTIONS)
     full_parser.formatter_class = argparse.RawDescriptionHelpFormatter
     full_parser.epilog = getattr(app, "EXAMPLES", None)
     full_parser.parse_args(argv[1:])  # one check of everything, and --help with all groups
@@ -75,14 +74,8 @@ def parse_user_program(
     ------
     UsageError : an option is unknown or has a wrong value, or there is no program.
     """
-    parser = launch_parser(command, env, _USAGE.replace(command.name, "%(prog)s"))
-    parser.add_argument("-m", dest="module", action="store_true", help="run a module instead of a script")
-    parser.add_argument(
-        "--pass-local-rank",
-        action="store_true",
-        help="pass --local_rank=N to the program, as torch.distributed.launch did",
-    )
-    parser.add_argument("program", nargs=argparse.REMAINDER, help="your script or module and its arguments")
+    parser = launch_parser(command, env, RUN_OPTIONS)
+    parser.usage = _USAGE
     try:
         parsed = parser.parse_args(argv[1:])
     except UsageError as error:
@@ -162,7 +155,6 @@ def launch(options: LaunchOptions, worker: Worker, env: Mapping[str, str]) -> in
         if launch_plan.mode == "direct" and is_given:
             raise NoPlan(
                 f"{flag} needs a node agent, and ranks that start without torchrun have none",
-                where=flag,
                 hint="leave out --direct, or start one process per node",
             )
     if options.compile_cache is not None and launch_plan.cache is None:

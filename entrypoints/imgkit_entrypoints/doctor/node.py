@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 from imgkit_entrypoints import __version__, fabric, facts, terminal
-from imgkit_entrypoints.arguments import positive
+from imgkit_entrypoints.arguments import Option, add_options, positive
 from imgkit_entrypoints.doctor.checks import CHECKS, Check, Subject, Verdict
 from imgkit_entrypoints.errors import EXIT_NO
 from imgkit_entrypoints.fabric import FabricPlan, library_path
@@ -20,26 +20,24 @@ from imgkit_entrypoints.known_issues import IssueResult
 from imgkit_entrypoints.system import SystemFacts
 
 SCHEMA = 1
-TIMEOUT_S = 60
 DECIDED = "IMGKIT_DECIDED"
 """Variable with the comma-separated names that the node agent itself set for a worker, and not the user."""
-
-
-def add_arguments(parser: argparse._ActionsContainer) -> None:
-    """Add the options of dist-doctor, except ``--json``, which every command has."""
-    parser.add_argument("--strict", action="store_true", help="treat warnings as errors")
-    parser.add_argument(
+OPTIONS = (
+    Option("--strict", "treat warnings as errors", action="store_true"),
+    Option(
         "--known-issues",
+        "list every known issue with the values that match on this node, or the condition that does not",
         action="store_true",
-        help="list every known issue with the values that match on this node, or the condition that does not",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=positive,
-        default=TIMEOUT_S,
-        metavar="S",
-        help="time limit of a collective in seconds (default: %(default)s)",
-    )
+    ),
+    Option("--timeout", "time limit of a collective in seconds", positive, "S", default=60),
+)
+
+
+def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the options of dist-doctor and ``--json``, from `argv` or this process' command line."""
+    parser = argparse.ArgumentParser(prog="dist-doctor", allow_abbrev=False)
+    add_options(parser, (*OPTIONS, Option("--json", "print one JSON object", action="store_true")))
+    return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str], env: Mapping[str, str], *, nnodes: int = 1) -> int:
@@ -49,12 +47,7 @@ def main(argv: Sequence[str], env: Mapping[str, str], *, nnodes: int = 1) -> int
     ------
     UsageError : ``IMGKIT_ROOT``, ``IMGKIT_NCCL_VERSION`` or the image's system facts cannot be read.
     """
-    parser = argparse.ArgumentParser(
-        prog="dist-doctor", description="Check this node for distributed runs.", allow_abbrev=False
-    )
-    add_arguments(parser)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args(argv)
+    options = parse_options(argv)
     host, system, reader = facts.gather(env=env), facts.system_facts(env=env), Reader(root=facts.root_of(env))
     if options.known_issues:
         results = _plan(host, system, env, nnodes).issues

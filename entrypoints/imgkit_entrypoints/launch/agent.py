@@ -18,14 +18,15 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from imgkit_entrypoints import fence
 from imgkit_entrypoints.errors import EXIT_NO, EXIT_SAVED, EXIT_TOOL_FAILED, ImgkitError, NoPlan
-from imgkit_entrypoints.launch import failures, guard, guarded, nccl, plan, start_up, stop_protocol
+from imgkit_entrypoints.launch import explain, failures, guard, guarded, nccl, plan, start_up, stop_protocol
 from imgkit_entrypoints.launch.attempts import Attempts, StartWatch
 from imgkit_entrypoints.launch.failures import LateRecords, NodeFailure
 from imgkit_entrypoints.launch.guarded import Deadline, GuardedCommand
+from imgkit_entrypoints.launch.plan import Timeouts
+from imgkit_entrypoints.launch.preflight.run import PreflightConfig, run_preflight
 from imgkit_entrypoints.launch.progress import StepTimer
 from imgkit_entrypoints.launch.start_up import StartUp, process_began_s, start_began_s
 from imgkit_entrypoints.launch.stop_protocol import RESULT, SAVED, CollectedSignals, RunFolder, StopRequest
@@ -41,15 +42,12 @@ from imgkit_entrypoints.rollcall.messages import (
     EndRun,
     Event,
     HeadLost,
+    NodeInfo,
+    RankFailure,
     StopOrder,
 )
 from imgkit_entrypoints.rollcall.session import HeadSession, Readable, Session
-from imgkit_entrypoints.schedulers.placement import Size
-
-if TYPE_CHECKING:
-    from imgkit_entrypoints.launch.plan import Timeouts
-    from imgkit_entrypoints.rollcall.messages import NodeInfo, RankFailure
-    from imgkit_entrypoints.schedulers.placement import Placement
+from imgkit_entrypoints.schedulers.placement import Placement, Size
 
 TICK_S = 1.0
 """Longest time between two looks at the other nodes, the stop file and the workers."""
@@ -281,8 +279,6 @@ class NodeAgent:
 
     def _preflight(self) -> State:
         """Measure all nodes; the run goes on without those that are left out."""
-        from imgkit_entrypoints.launch.preflight.run import PreflightConfig, run_preflight
-
         assert self.config.preflight  # noqa: S101 - else this state is skipped
         size, nnodes = self.session.placement.size, self.session.placement.nnodes
         needs = PreflightConfig(
@@ -497,8 +493,6 @@ class NodeAgent:
         # What is known of a killed rank is in the final message.
         is_silent = of_rank and self._failure is not None and not self._failure.lines
         if not self.stop and not self._deadline.is_forced and not is_silent:
-            from imgkit_entrypoints.launch import explain
-
             is_alone = self.session.placement.nnodes == 1
             has_cause = of_rank and not (self._failure and self._failure.after_peer and is_alone)
             output = command.tail()[-EXPLAINED_CHARACTERS:]

@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING
 
 from imgkit_entrypoints import files, json_text, terminal
 from imgkit_entrypoints.errors import EXIT_NO, shortened
+from imgkit_entrypoints.launch import explain
 from imgkit_entrypoints.launch.user_program import RECORD
+from imgkit_entrypoints.rollcall.messages import LINE, LINES, RankFailure
 
 if TYPE_CHECKING:
-    from imgkit_entrypoints.rollcall.messages import RankFailure
     from imgkit_entrypoints.rollcall.session import HeadSession
 
 CODES = "torchrun-failed"
@@ -130,8 +131,6 @@ def of_node(stop_folder: Path, killed_by: int = 0) -> RankFailure | None:
 
     `killed_by` is the signal that ended torchrun itself, not sent by its node agent; 0: none.
     """
-    from imgkit_entrypoints.rollcall.messages import RankFailure
-
     (codes, is_imgkits), entries = _read_codes(stop_folder), records(stop_folder)
     causes = [record for record in entries if not record.after_peer]
     recorded = {record.rank for record in entries}
@@ -161,8 +160,6 @@ def of_node(stop_folder: Path, killed_by: int = 0) -> RankFailure | None:
 
 def limit_lines(text: str) -> tuple[str, ...]:
     """Return the lines of `text` as a message between nodes can carry them: the first ones and the last."""
-    from imgkit_entrypoints.rollcall.messages import LINE, LINES
-
     lines = [shortened(line.expandtabs())[:LINE] for line in text.split("\n")]
     result, size = list[str](), 0
     for position in (*range(min(HEAD_LINES, len(lines))), *range(len(lines) - 1, HEAD_LINES - 1, -1)):
@@ -228,8 +225,6 @@ def of_run(
     if (
         cause.failure.after_peer and session.placement.nnodes > 1
     ):  # each node has left the explanation to the head
-        from imgkit_entrypoints.launch import explain
-
         for explanation in explain.explain("\n".join(cause.failure.lines)):
             log(*explanation.lines)
     return block(cause, reported)

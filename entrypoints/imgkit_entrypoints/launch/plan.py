@@ -388,9 +388,10 @@ def _operators_nproc(text: str, host: HostFacts) -> tuple[int, str]:
     counts = {"auto": host.gpus or host.cpus, "gpu": host.gpus, "cpu": host.cpus}
     number = counts.get(text) or digits(text)
     if not number or number >= 10**6:
+        reason = f" ({host.gpus_source})" if text == "gpu" else ""
         raise NoPlan(
-            f"{_PET_NPROC}={text[:200]} is not a number of processes on this node",
-            where=host.gpus_source if text == "gpu" else _PET_NPROC,
+            f"{text[:200]!r} is not a number of processes on this node{reason}",
+            where=_PET_NPROC,
             hint="a number from 1, auto, cpu, or gpu where GPUs are visible; or give --nproc N",
         )
     if text not in counts:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from imgkit_entrypoints import files, terminal
+from imgkit_entrypoints.arguments import Option, add_options
 from imgkit_entrypoints.errors import UsageError
 
 if TYPE_CHECKING:
@@ -38,6 +39,11 @@ TYPES = {
 """torch's types, and their names in the format."""
 MODELS = ("weights", "model")
 """Names of the objects that are taken without ``--part``: those of dist-train and of most programs."""
+OPTIONS = (
+    Option("checkpoint", "a checkpoint, a folder of them, or a run folder", Path),
+    Option("file", "the file to write; it must not exist", Path),
+    Option("--part", "name of the tracked model", metavar="NAME", unset=" or ".join(MODELS)),
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -53,10 +59,7 @@ def main(argv: Sequence[str]) -> int:
         "machine alone. Checkpoints of a program on the run library work too. Like a resume, it trusts the "
         "folder as it would trust code.",
     )
-    parser.add_argument("checkpoint", type=Path, help="a checkpoint, a folder of them, or a run folder")
-    parser.add_argument("file", type=Path, help="the file to write; it must not exist")
-    names = " or ".join(MODELS)
-    parser.add_argument("--part", metavar="NAME", help=f"name of the tracked model (default: {names})")
+    add_options(parser, OPTIONS)
     options = parser.parse_args(argv)
     step, count = export(options.checkpoint, options.file, options.part)
     terminal.out(f"{options.file}: {count} tensors of step {step}")

@@ -60,7 +60,7 @@ class Environment(dict[str, str]):
         """
         text = self.get(name, "").strip()
         if not text:
-            raise NoPlan(f"{name} is not set", where=name, hint="start the container without --cleanenv")
+            raise NoPlan(f"{name} is not set", hint="start the container without --cleanenv")
         value = digits(text) if len(text) < 10 else None
         if value is None or value < least:
             raise NoPlan(f"{text!r} is not a whole number of at least {least}", where=name)
@@ -133,8 +133,7 @@ class Environment(dict[str, str]):
             return hosts, hosts_from
         if len(requested) != nnodes:
             raise NoPlan(
-                f"{NODES} has {len(requested)} hosts ({', '.join(requested[:8])}), but the launcher started "
-                f"{nnodes}",
+                f"{len(requested)} hosts ({', '.join(requested[:8])}), but the launcher started {nnodes}",
                 where=NODES,
                 hint=f"leave {NODES} out, or list the {nnodes} hosts in the order of their ranks",
             )

@@ -30,7 +30,11 @@ def find_placement(env: Environment) -> Placement:
     nnodes_from = env.first(("IMGKIT_NNODES", NODES))
     nnodes = env.number(nnodes_from, least=1) if nnodes_from == "IMGKIT_NNODES" else max(1, len(hosts))
     if hosts and len(hosts) != nnodes and nnodes > 1:
-        raise NoPlan(f"--nnodes is {nnodes}, but {NODES} lists {len(hosts)} hosts", where=NODES)
+        raise NoPlan(
+            f"{len(hosts)} hosts ({', '.join(hosts[:8])}), but --nnodes is {nnodes}",
+            where=NODES,
+            hint=f"leave --nnodes out, or list the {nnodes} hosts in the order of their ranks",
+        )
     hosts = hosts if len(hosts) == nnodes else ()
     node_rank, rank_from = (0, nnodes_from) if nnodes == 1 else env.node_rank(hosts, "IMGKIT_NODE_RANK")
     head, head_from = env.head(nnodes, hosts, NODES, "MASTER_ADDR")
@@ -46,7 +50,7 @@ def find_placement(env: Environment) -> Placement:
         )
     if node_rank >= nnodes:
         raise NoPlan(
-            f"--node-rank {node_rank} is not below --nnodes {nnodes}",
+            f"{node_rank} is not below --nnodes {nnodes}",
             where=rank_from,
             hint=f"node ranks are 0 to {nnodes - 1}; HOST of --head has 0",
         )

@@ -36,6 +36,17 @@ def find_placement(
     NoPlan : no placement can be right; the hint says what to start instead.
     """
     resolved_env = _as_environment(request, Environment(env, read))
+    try:
+        placement = _requested_placement(request, resolved_env)
+    except NoPlan as error:
+        if error.where and error.where in resolved_env:  # the modules read flags as variables
+            error.where = _flags(env).get(error.where, error.where)
+        raise
+    return _apply(request, _on_fast_network(placement, head_suffix), env)
+
+
+def _requested_placement(request: PlacementRequest, resolved_env: Environment) -> Placement:
+    """Return the placement by the module that `find_placement` names first."""
     _refuse_nesting(resolved_env)
     claimants = _claimants(resolved_env)
     if request.scheduler:
@@ -50,7 +61,7 @@ def find_placement(
         module = claimants[0] if claimants else manual if manual.claims(resolved_env) else standalone
         placement = _placement_by(module, request, resolved_env)
     _check_host(placement, resolved_env)
-    return _apply(request, _on_fast_network(placement, head_suffix), env)
+    return placement
 
 
 def _on_fast_network(placement: Placement, suffix: str) -> Placement:
@@ -135,8 +146,8 @@ def _compare_rank(claimants: Sequence[Scheduler], placement: Placement, env: Env
             name = launched.source.get("node_rank", "")
             raise NoPlan(
                 f"--node-rank is {placement.node_rank}, but {module.NAME} says that this is node "
-                f"{launched.node_rank} ({name})",
-                where="--node-rank",
+                f"{launched.node_rank}",
+                where=name,
                 hint=f"leave out --nnodes, --node-rank and --head: the shell of a job script expands ${name} "
                 "before srun or mpiexec starts the nodes. To override the launcher: --scheduler manual",
             )
@@ -175,6 +186,11 @@ def _as_environment(request: PlacementRequest, env: Environment) -> Environment:
     return Environment(variables, env.read)
 
 
+def _flags(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the flag that each variable of `_VARIABLES` stands for, if it is not itself set."""
+    return {name: f"--{field.replace('_', '-')}" for field, name in _VARIABLES.items() if not env.get(name)}
+
+
 def _apply(request: PlacementRequest, placement: Placement, env: Mapping[str, str]) -> Placement:
     """Return the placement with the requested port and spares, and with sources under the user's names.
 
@@ -189,7 +205,7 @@ def _apply(request: PlacementRequest, placement: Placement, env: Mapping[str, st
     if request.direct and direct is None:
         nnodes = placement.nnodes
         direct = Direct(rank=placement.node_rank, local_rank=0, world_size=nnodes, local_world_size=1)
-    flags = {name: f"--{flag.replace('_', '-')}" for flag, name in _VARIABLES.items() if not env.get(name)}
+    flags = _flags(env)
     return dataclasses.replace(
         placement,
         port=port,

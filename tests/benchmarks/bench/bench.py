@@ -98,7 +98,9 @@ def processor_time(own_ranks: Ranks, rounds: int, size_bytes: int) -> None:
 
 def memory(own_ranks: Ranks, size_bytes: int) -> None:
     """Memory growth of each collective on the rank that grows most: bare, and with dist-bench."""
-    measured_options = options.read(["--size", str(size_bytes), "--iters", "3", "--warmup-iters", "1"])
+    measured_options = options.read_options(
+        ["--size", str(size_bytes), "--iters", "3", "--warmup-iters", "1"]
+    )
     for op in collectives.COLLECTIVES:
 
         def bare(op: Collective = op) -> None:

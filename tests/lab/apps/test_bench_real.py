@@ -105,7 +105,7 @@ def all_reduce(tensor, *args, **kwargs):
 dist.all_reduce = all_reduce
 with ranks.opened() as here:
     words = ["--size", "4K", "--iters", "50", "--warmup-iters", "0", "--no-verify"]
-    setup.set_up(options.read(words), here).measurer.measure(collectives.named("all_reduce"), 4096)
+    setup.set_up(options.read_options(words), here).measurer.measure(collectives.named("all_reduce"), 4096)
 batches = seen[1:]  # without the guess of the time
 print(len(batches), len(set(place for place, _ in batches)), min(kinds for _, kinds in batches))
 """

@@ -13,7 +13,7 @@ from imgkit_entrypoints import terminal
 from imgkit_entrypoints.apps.bench import chart, machine, nccl_log, record, sizes, table, verdict
 from imgkit_entrypoints.apps.bench.collectives import Collective, named
 from imgkit_entrypoints.apps.bench.measurement import Measurement, OutOfMemory, Stopped
-from imgkit_entrypoints.apps.bench.options import MAX_BYTES
+from imgkit_entrypoints.apps.bench.options import MAX_BYTES, read_options
 from imgkit_entrypoints.apps.bench.setup import RunSetup, set_up
 from imgkit_entrypoints.apps.bench.sizes import Counts
 from imgkit_entrypoints.errors import EXIT_NO, ImgkitError
@@ -192,9 +192,8 @@ def _first_sentence(error: RuntimeError) -> str:
 def main() -> int:
     """Run as one worker; return the exit code."""
     from imgkit_entrypoints.apps import ranks
-    from imgkit_entrypoints.apps.bench import options
 
-    bench_options = options.read()
+    bench_options = read_options()
     try:
         with (
             nccl_log.collected(os.environ) as log_folder,

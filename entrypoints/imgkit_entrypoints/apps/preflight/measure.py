@@ -81,5 +81,5 @@ def exchange_GBps(order: MeasureRequest, kind: str) -> float:
         world_size=len(order.group),
     ) as group:
         argv = ["--timeout", str(order.limit_s), "--seconds", str(EXCHANGE_S), "--no-verify"]
-        measurer = setup.set_up(options.read(argv), group).measurer
+        measurer = setup.set_up(options.read_options(argv), group).measurer
         return exchange.measure_exchange_GBps(measurer, EXCHANGED_BYTES[kind])

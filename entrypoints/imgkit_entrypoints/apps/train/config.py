@@ -1,6 +1,6 @@
 """The options of one training run, and what follows from them: steps, lines, learning rate. No torch.
 
-Each option is a field, with all that argparse needs; `options` makes the command line of it. Checkpoints keep
+Each option is a field that declares it; `options` makes the command line of them. Checkpoints keep
 the options, and a later start is compared with them. The learning rate is a function of the step alone, so
 that no checkpoint has to keep it.
 """
@@ -13,13 +13,13 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from imgkit_entrypoints.apps.train import plugins
-from imgkit_entrypoints.arguments import duration, natural, positive
+from imgkit_entrypoints.arguments import Option, declared_options, duration, natural, option, positive
 from imgkit_entrypoints.errors import UsageError
 
 MODELS: Mapping[str, tuple[str, float, int]] = {
@@ -37,7 +37,6 @@ STEPS = 100
 LINE_EVERY_S = 5
 """Longest time between two lines of progress."""
 FUNCTION = "MOD:FN or file.py:FN"
-SCHEDULES = ("constant", "linear", "cosine")
 
 
 def _number(text: str) -> float:
@@ -118,119 +117,168 @@ REPORTED = ["lr", "momentum", "weight_decay", "schedule", "warmup_steps", "clip"
 """Options that may change between two starts of a run; each change is reported."""
 
 
-def option(kind: Any, metavar: str, text: str, default: Any = None, unset: str = "") -> Any:
-    """Return a field that is an option.
-
-    Parameters
-    ----------
-    kind : parses the value, or is a tuple of all values.
-    unset : what happens without the option, for its help, if that is no default.
-    """
-    values = {"choices": kind} if isinstance(kind, tuple) else {"type": kind}
-    if isinstance(kind, tuple):
-        text = f"{text}: {', '.join(kind[:-1])} or {kind[-1]}"
-    unset = unset or ("" if default is None else str(default))
-    text = f"{text} (default: {unset})" if unset else text
-    return field(metadata={**values, "default": default, "metavar": metavar, "help": text})
-
-
-def switch(text: str) -> Any:
-    """Return an option without a value; its ``--no-...`` form lets flags override the file."""
-    return field(metadata={"action": argparse.BooleanOptionalAction, "default": False, "help": text})
-
-
 @dataclass(frozen=True, kw_only=True)
-class DataOptions:
-    """Which model is trained, on which data."""
+class Config:
+    """The options of dist-train with defaults filled in; plug-ins get it as `config`."""
 
-    model: str = option(_model, "NAME", f"{', '.join(MODELS)}, or {FUNCTION}", "linear")
+    model: str = option(
+        "--model",
+        f"{', '.join(MODELS)}, or {FUNCTION}",
+        _model,
+        "NAME",
+        default="linear",
+        heading="model and data",
+    )
     data: str = option(
+        "--data",
+        f"builtin, a text file for gpt, a folder of images for resnet*, or {FUNCTION}",
         _data,
         "NAME",
-        f"builtin, a text file for gpt, a folder of images for resnet*, or {FUNCTION}",
-        "builtin",
+        default="builtin",
     )
-    step: str = option(_step, "NAME", f"function for the loss of a batch: builtin, or {FUNCTION}", "builtin")
-    samples: int | None = option(positive, "N", "number of built-in samples", unset="depends on the model")
-    image_size: int = option(positive, "N", "pixels of the square to crop images from a folder to", 224)
-    seed: int = option(int, "N", "random seed of the weights, the data and its order", 0)
-    workers: int = option(natural, "N", "data loading processes per rank; 0: load in the rank itself", 0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepOptions:
-    """How long it is trained, and on how many samples at once."""
-
-    steps: int | None = option(positive, "N", "optimizer steps", unset=str(STEPS))
-    epochs: int | None = option(positive, "N", "passes over the data; with --steps, whichever ends first")
-    batch_size: int | None = option(positive, "N", "samples per rank and batch", unset="32")
+    step: str = option(
+        "--step",
+        f"function for the loss of a batch: builtin, or {FUNCTION}",
+        _step,
+        "NAME",
+        default="builtin",
+    )
+    samples: int | None = option(
+        "--samples", "number of built-in samples", positive, "N", unset="depends on the model"
+    )
+    image_size: int = option(
+        "--image-size", "pixels of the square to crop images from a folder to", positive, "N", default=224
+    )
+    seed: int = option("--seed", "random seed of the weights, the data and its order", int, "N", default=0)
+    workers: int = option(
+        "--workers", "data loading processes per rank; 0: load in the rank itself", natural, "N", default=0
+    )
+    steps: int | None = option(
+        "--steps", "optimizer steps", positive, "N", unset=str(STEPS), heading="steps and batches"
+    )
+    epochs: int | None = option(
+        "--epochs", "passes over the data; with --steps, whichever ends first", positive, "N"
+    )
+    batch_size: int | None = option("--batch-size", "samples per rank and batch", positive, "N", unset="32")
     global_batch: int | None = option(
-        positive, "N", "samples per step, by gradient accumulation", unset="--batch-size x ranks"
+        "--global-batch",
+        "samples per step, by gradient accumulation",
+        positive,
+        "N",
+        unset="--batch-size x ranks",
     )
     stop_after_s: int | None = option(
-        duration, "TIME", "save and stop this time after the first attempt: 50m, 1h30m"
+        "--stop-after", "save and stop this time after the first attempt: 50m, 1h30m", duration, "TIME"
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerOptions:
-    """How a step changes the weights."""
-
-    lr: float = option(_number, "X", "learning rate", unset="depends on the model, 0.05 for linear")
-    optimizer: str = option(("sgd", "adam", "adamw"), "NAME", "optimizer", unset="depends on the model")
-    momentum: float = option(_number, "X", "momentum of sgd", 0.0)
-    weight_decay: float = option(_number, "X", "weight decay", 0.0)
-    schedule: str = option(SCHEDULES, "NAME", "learning rate schedule", "constant")
+    lr: float = option(
+        "--lr",
+        "learning rate",
+        _number,
+        "X",
+        unset="depends on the model, 0.05 for linear",
+        heading="optimizer",
+    )
+    optimizer: str = option(
+        "--optimizer",
+        "optimizer: sgd, adam or adamw",
+        ("sgd", "adam", "adamw"),
+        "NAME",
+        unset="depends on the model",
+    )
+    momentum: float = option("--momentum", "momentum of sgd", _number, "X", default=0.0)
+    weight_decay: float = option("--weight-decay", "weight decay", _number, "X", default=0.0)
+    schedule: str = option(
+        "--schedule",
+        "learning rate schedule: constant, linear or cosine",
+        ("constant", "linear", "cosine"),
+        "NAME",
+        default="constant",
+    )
     warmup_steps: int = option(
-        natural, "N", "steps of learning rate warm-up", unset="20 for a resnet, else 0"
+        "--warmup-steps", "steps of learning rate warm-up", natural, "N", unset="20 for a resnet, else 0"
     )
-    clip: float | None = option(_norm, "X", "maximum norm of the gradient", unset="no limit")
-    on_nan: str = option(("stop", "skip"), "ACTION", "at a step whose loss is NaN or infinite", "stop")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ComputeOptions:
-    """How a step is computed."""
-
-    dtype: str = option(("fp32", "fp64"), "NAME", "element type of weights and data", "fp32")
-    amp: str = option(("off", "bf16", "fp16"), "NAME", "mixed precision", "off")
-    compile: bool = switch("compile the model with torch.compile")
-    deterministic: bool = switch("refuse nondeterministic operations")
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutputOptions:
-    """What the run writes, and where it goes on."""
-
+    clip: float | None = option("--clip", "maximum norm of the gradient", _norm, "X", unset="no limit")
+    on_nan: str = option(
+        "--on-nan",
+        "at a step whose loss is NaN or infinite: stop or skip",
+        ("stop", "skip"),
+        "ACTION",
+        default="stop",
+    )
+    dtype: str = option(
+        "--dtype",
+        "element type of weights and data: fp32 or fp64",
+        ("fp32", "fp64"),
+        "NAME",
+        default="fp32",
+        heading="computation",
+    )
+    amp: str = option(
+        "--amp", "mixed precision: off, bf16 or fp16", ("off", "bf16", "fp16"), "NAME", default="off"
+    )
+    compile: bool = option(
+        "--compile",
+        "compile the model with torch.compile",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+    )
+    deterministic: bool = option(
+        "--deterministic",
+        "refuse nondeterministic operations",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+    )
     run_dir: Path | None = option(
-        Path, "DIR", "run folder for checkpoints and metrics", unset="IMGKIT_RUN_DIR, else nothing is saved"
+        "--run-dir",
+        "run folder for checkpoints and metrics",
+        Path,
+        "DIR",
+        unset="IMGKIT_RUN_DIR, else nothing is saved",
+        heading="output and resuming",
     )
-    save_every: str = option(_interval, "N|Ne", "save every N steps or N epochs; 0: only at the end", "1000")
-    keep: int = option(positive, "K", "number of checkpoints to keep", 2)
+    save_every: str = option(
+        "--save-every",
+        "save every N steps or N epochs; 0: only at the end",
+        _interval,
+        "N|Ne",
+        default="1000",
+    )
+    keep: int = option("--keep", "number of checkpoints to keep", positive, "K", default=2)
     resume: str = option(
-        str,
-        "auto|never|PATH",
+        "--resume",
         "newest valid checkpoint of the run folder, none, or that of a path",
-        "auto",
+        metavar="auto|never|PATH",
+        default="auto",
     )
-    ignore_checkpoints: bool = switch("start anew if no checkpoint of the run folder can be read")
+    ignore_checkpoints: bool = option(
+        "--ignore-checkpoints",
+        "start anew if no checkpoint of the run folder can be read",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+    )
     eval_every: str = option(
-        _interval, "N|Ne", "evaluate on held-out data every N steps or N epochs; 0: never", "0"
+        "--eval-every",
+        "evaluate on held-out data every N steps or N epochs; 0: never",
+        _interval,
+        "N|Ne",
+        default="0",
     )
     profile: str | None = option(
-        _window, "START:STEPS", "trace STEPS steps after step START into the run folder"
+        "--profile", "trace STEPS steps after step START into the run folder", _window, "START:STEPS"
     )
     log_every: int = option(
-        natural, "N", f"print a line every N steps, and every {LINE_EVERY_S} s; 0: a tenth of the run", 0
+        "--log-every",
+        f"print a line every N steps, and every {LINE_EVERY_S} s; 0: a tenth of the run",
+        natural,
+        "N",
+        default=0,
     )
     log_to: str | None = option(
-        _loggers, "NAMES", f"also log to {', '.join(LOGGERS)}, {FUNCTION}; separate several with commas"
+        "--log-to",
+        f"also log to {', '.join(LOGGERS)}, {FUNCTION}; separate several with commas",
+        _loggers,
+        "NAMES",
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config(OutputOptions, ComputeOptions, OptimizerOptions, StepOptions, DataOptions):
-    """The options of dist-train with defaults filled in; plug-ins get it as `config`."""
 
     def profiled(self) -> range:
         """Return the steps to trace."""
@@ -270,6 +318,12 @@ class Config(OutputOptions, ComputeOptions, OptimizerOptions, StepOptions, DataO
             )
         lines = [f"{name} was {saved[name]}, now {options[name]}" for name in changed]
         return dataclasses.replace(self, global_batch=saved["global_batch"]), lines
+
+
+OPTIONS = (
+    Option("--config", "options from a JSON file; flags override it", Path, "FILE"),
+    *declared_options(Config),
+)
 
 
 def total_steps(config: Config, steps_per_epoch: int) -> int:

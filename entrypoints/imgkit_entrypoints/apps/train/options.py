@@ -7,28 +7,18 @@ arguments, so that one set of rules checks both.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from imgkit_entrypoints import files, json_text
-from imgkit_entrypoints.apps.train import config as fields
 from imgkit_entrypoints.apps.train import plugins
-from imgkit_entrypoints.apps.train.config import MODELS, STEPS, Config
-from imgkit_entrypoints.arguments import Need, Parser, refuse_unused
+from imgkit_entrypoints.apps.train.config import MODELS, OPTIONS, STEPS, Config
+from imgkit_entrypoints.arguments import Need, Parser, add_options, refuse_unused
 from imgkit_entrypoints.errors import UsageError
 
-GROUPS: Mapping[str, Any] = {
-    "model and data": fields.DataOptions,
-    "steps and batches": fields.StepOptions,
-    "optimizer": fields.OptimizerOptions,
-    "computation": fields.ComputeOptions,
-    "output and resuming": fields.OutputOptions,
-}
 EXAMPLES = """examples:
   dist-train --steps 1000 --run-dir runs/first        # linear; the same command again resumes it
   dist-train --model resnet50 --data /data/imagenet --epochs 90 --global-batch 1024 --amp bf16 --workers 8
@@ -36,16 +26,6 @@ EXAMPLES = """examples:
   dist-train --model own_model.py:model --data own_model.py:data --epochs 3
 
 Your own model, and the files of a run: docs/guides/train.md."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add a group of options for each part of `Config`."""
-    text = "options from a JSON file; flags override it"
-    parser.add_argument("--config", type=Path, metavar="FILE", help=text)
-    for title, part in GROUPS.items():
-        group = parser.add_argument_group(title)
-        for entry in dataclasses.fields(part):
-            group.add_argument(_flag(entry.name), dest=entry.name, **entry.metadata)
 
 
 def _flag(name: str) -> str:
@@ -98,7 +78,7 @@ def check(argv: Sequence[str], env: Mapping[str, str]) -> argparse.Namespace:
     UsageError : an option is wrong, has no effect, or contradicts another.
     """
     parser = Parser(prog="dist-train")
-    add_arguments(parser)
+    add_options(parser, OPTIONS)
     options = parser.parse_args(argv)
     if options.config:
         options = parser.parse_args([*_read_file(options.config, parser), *argv])

@@ -11,6 +11,7 @@ import pytest
 
 from imgkit_entrypoints.apps import hello, pi
 from imgkit_entrypoints.apps.share import share
+from imgkit_entrypoints.arguments import add_options
 
 WORLD_SIZES = range(1, 9)
 
@@ -96,7 +97,7 @@ def test_table_shows_every_rank() -> None:
 
 def test_bad_number_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
-    pi.add_arguments(parser)
+    add_options(parser, pi.OPTIONS)
     with pytest.raises(SystemExit) as caught:
         parser.parse_args(["--intervals", "1e8"])
     assert caught.value.code == 2

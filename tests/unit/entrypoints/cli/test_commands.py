@@ -86,8 +86,9 @@ def test_dry_run_of_the_doctor_starts_no_check():
     assert command("dist-doctor", "--dry-run").stdout.splitlines()[-1].endswith("apps.doctor")
 
 
-def test_flag_beats_its_variable():
-    plan = json.loads(command("dist-hello", *DRY, "--nproc", "2", env={"IMGKIT_NPROC": "3"}).stdout)
+@pytest.mark.parametrize("value", ["3", "many"])
+def test_flag_beats_its_variable(value: str):
+    plan = json.loads(command("dist-hello", *DRY, "--nproc", "2", env={"IMGKIT_NPROC": value}).stdout)
     assert plan["argv"][plan["argv"].index("--nproc-per-node") + 1] == "2"
 
 

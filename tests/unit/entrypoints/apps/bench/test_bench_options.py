@@ -45,7 +45,7 @@ def test_sweep_ends_at_the_last_size() -> None:
 
 
 def test_defaults_are_all_reduce_from_8_bytes() -> None:
-    config = options.read([])
+    config = options.read_options([])
     assert (config.collectives, config.min_bytes, config.max_bytes) == (("all_reduce",), 8, None)
     assert config.verify
     assert config.output_paths == {}
@@ -63,7 +63,7 @@ def test_defaults_are_all_reduce_from_8_bytes() -> None:
     ],
 )
 def test_options_reach_the_run(args: str, field: str, value: object) -> None:
-    assert getattr(options.read(args.split()), field) == value
+    assert getattr(options.read_options(args.split()), field) == value
 
 
 @pytest.mark.parametrize(
