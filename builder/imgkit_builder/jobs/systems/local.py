@@ -29,7 +29,7 @@ class ForegroundSystem(System):
     log_source = cancel_command = status_commands
 
 
-class Local(ForegroundSystem):
+class Standalone(ForegroundSystem):
     """One machine without a scheduler."""
 
     registration = SHIPPED["standalone"]
@@ -53,7 +53,7 @@ class Local(ForegroundSystem):
         return Script(text=line(argv) + "\n", submit=argv, foreground=True)
 
 
-SYSTEM = Local()
+SYSTEM = Standalone()
 
 
 def with_options(job: Job, argv: tuple[str, ...], *options: str) -> tuple[str, ...]:
