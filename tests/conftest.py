@@ -7,8 +7,8 @@ test that did not run can never pass for one that did.
 from __future__ import annotations
 
 import contextlib
-import glob
 import functools
+import glob
 import os
 import re
 import shutil
