@@ -132,12 +132,13 @@ def _show_plan(plan: ImagePlan | SifPlan, *, as_json: bool) -> None:
 
 def _next(recipe: str, tag: str | None, runtime: str) -> str:
     """Return the next command for an image that was built, as it is typed."""
+    from imgkit_builder.jobs import runtimes
     from imgkit_builder.workflow.names import stem
 
-    again = shlex.quote(tag or recipe)
-    if runtime == "kubernetes":
+    again, system_runtime = shlex.quote(tag or recipe), runtimes.named(runtime)
+    if system_runtime.is_isolated:
         return f"imgkit push {again} REGISTRY/{stem(tag or recipe)}:1"
-    if runtime == "docker":
+    if not system_runtime.image_suffix:
         named = f" --image {again}" if tag else ""
         return f"imgkit run {shlex.quote(recipe)}{named} -- dist-hello"
     return f"imgkit sif {again}     # for a cluster: imgkit save {again}"

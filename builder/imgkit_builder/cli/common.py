@@ -195,15 +195,15 @@ def next_line(sif: Path, command: str) -> str:
 
     An image that imgkit did not build names no system and has no ``dist-*`` commands: then it opens a shell.
     """
-    from imgkit_builder.jobs import quoting
+    from imgkit_builder.jobs import quoting, runtimes
 
     system = named_system(sif)
     if system is None:
         return shlex.join(("singularity", "shell", str(sif)))
     runtime = system.runtime
-    on_singularity = runtime.kind == "singularity"
-    program, options = (runtime.command, runtime.options) if on_singularity else ("singularity", ())
-    mounts = (part for bind in runtime.binds for part in ("--bind", quoting.expanding(bind)))
+    starts_sif = runtimes.named(runtime.kind).image_suffix == ".sif"
+    program, options = (runtime.command, runtime.options) if starts_sif else ("singularity", ())
+    mounts = quoting.repeat_option("--bind", map(quoting.expanding, runtime.binds))
     return " ".join(map(quoting.quote, (program, "exec", *options, *mounts, str(sif), command)))
 
 

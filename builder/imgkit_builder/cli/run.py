@@ -253,12 +253,13 @@ def _show_dry_run(
     project: ProjectFile | None,
 ) -> None:
     """Print the script, for a remote as far as it is known before a look there; -v adds all values."""
-    from imgkit_builder.jobs import checks, image_source, submit
+    from imgkit_builder.jobs import image_source, submit
+    from imgkit_builder.jobs.runtimes import runtime_of
     from imgkit_builder.project import origins
 
     source = prepared.source
     if source is None:
-        if foreign := checks.foreign_image(prepared.job):  # the submission refuses it
+        if foreign := runtime_of(prepared.job).arch_error(prepared.job):  # the submission refuses it
             warning = f"{prepared.job.container.image}: {foreign.what}"
             job = dataclasses.replace(prepared.job, warnings=(*prepared.job.warnings, warning))
             prepared = dataclasses.replace(prepared, job=job)

@@ -2,7 +2,7 @@
 
 The look runs the image's own Python, with the job's mounts and options, on the machine that submits. Its
 result is kept by a digest of the image, so that the next submission costs nothing. A .sif is known by its two
-ends and its size (`container.EDGES`), an image of an engine by its id.
+ends and its size, an image of an engine by its id.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import json
 import os
 import platform
 import re
-import shlex
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,20 +21,17 @@ from imgkit_builder.base import files, process
 from imgkit_builder.base.process import Finished
 from imgkit_builder.image import inside, wheel
 from imgkit_builder.image.inside import PythonSeen
-from imgkit_builder.jobs import container, pyxis, quoting
-from imgkit_builder.jobs.job import BoundEntryPoints, Job
+from imgkit_builder.jobs import quoting
+from imgkit_builder.jobs.job import Argv, BoundEntryPoints, Job
 from imgkit_builder.jobs.resolve import chooses_cpus
-from imgkit_builder.oci.manifest import MANIFEST_JSON
+from imgkit_builder.jobs.runtimes import runtime_of
+from imgkit_builder.jobs.runtimes.base import Runner
 from imgkit_builder.oci.platform import kernel_names
 from imgkit_builder.recipe import bases
-from imgkit_builder.sif import image, sqsh
-from imgkit_builder.workflow import baked
+from imgkit_builder.sif import image
 from imgkit_entrypoints import __version__, json_text, system
 from imgkit_entrypoints.errors import ToolMissing, UsageError
-from imgkit_entrypoints.system import Runtime
 
-Runner = Callable[[Sequence[str]], Finished]
-"""Runs a command where the job is submitted, to its end; exit code 127 where a program is missing."""
 FOLDER = "imgkit-entrypoints"
 """Folder of a job's folder with one folder of entry points for each version of their content."""
 
@@ -50,26 +46,8 @@ def is_foreign(job: Job) -> bool:
     ------
     UsageError : the image cannot be used, or the flags for such an image mean nothing in this job.
     """
-    chosen = _chosen(job)
-    if not job.runs_entry_point:
-        return False
-    if job.container.runtime == "docker":
-        return bool(chosen or job.request.container.image)
-    if job.container.runtime not in ("singularity", "pyxis"):
-        return False
-    path = Path(job.container.image)
-    if job.container.runtime == "singularity" and path.is_dir():  # a sandbox
-        return bool(chosen) or ((path / "usr").is_dir() and not Path(f"{path}{MANIFEST_JSON}").exists())
-    if not image.is_sif(path):
-        return bool(chosen) or (sqsh.is_sqsh(path) and not baked.has_manifest(path))
-    sif = image.read(path)
-    if sif.encrypted:
-        raise UsageError(
-            "the .sif is encrypted: each node would need its key",
-            where=str(path),
-            hint="ask its owner for one that is not, or for the archive: imgkit sif ARCHIVE",
-        )
-    return bool(chosen) or sif.record is None or not baked.has_manifest(path)
+    _chosen_python(job)
+    return job.runs_entry_point and runtime_of(job).is_foreign(job)
 
 
 def bind(job: Job, run: Runner | None = None) -> Job:
@@ -86,10 +64,10 @@ def bind(job: Job, run: Runner | None = None) -> Job:
     UsageError : nothing in the image can run the entry points; says what imgkit found there.
     ToolMissing : the runtime is not here.
     """
-    ask, chosen = run or _run_here, _chosen(job)
+    ask, chosen = run or _run_here, _chosen_python(job)
     if not (job.runs_entry_point if run else is_foreign(job)):
         return job
-    digest = _digest(job, ask)
+    digest = runtime_of(job).image_digest(job, ask)
     if not digest:
         if not chosen and run is None:
             return job
@@ -164,36 +142,29 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _chosen(job: Job) -> str:
-    """The flag that chooses the Python; empty if there is none."""
-    chosen = next(
-        (f"--{name}" for name in ("python", "activate") if getattr(job.request.container, name)), ""
-    )
-    if chosen and job.container.runtime == "pyxis" and not pyxis.is_file(job.container.image):
-        message = f"imgkit does not look into {job.container.image}, an image of a registry"
-        raise UsageError(message, where=chosen, hint=pyxis.NEEDS_FILE)
-    if chosen and job.container.runtime in ("host", "kubernetes"):
-        hint = (
-            "leave it out" if job.container.runtime == "host" else "build an image with that one as its base"
-        )
-        raise UsageError(f"{job.container.runtime} binds nothing into an image", where=chosen, hint=hint)
-    if job.request.container.python and not job.runs_entry_point:
+def _chosen_python(job: Job) -> str:
+    """Return the flag that chooses the Python; empty if there is none.
+
+    Raises
+    ------
+    UsageError : the flag or its value means nothing in this job.
+    """
+    container, flag = job.request.container, job.request.container.python_flag
+    if flag:
+        runtime_of(job).refuse_python(job, flag)
+    if container.python and not job.runs_entry_point:
         message = "--python chooses the Python of the dist-* commands, and the job runs none"
         raise UsageError(message, where="--python", hint="-- dist-run SCRIPT, or --activate")
-    for flag, value in (
-        ("--python", job.request.container.python),
-        ("--activate", job.request.container.activate),
-    ):
+    for name, value in (("--python", container.python), ("--activate", container.activate)):
         if any(ord(letter) < 32 for letter in value):
-            raise UsageError("it holds a control character", where=flag)
-    python = job.request.container.python
-    if python and not re.fullmatch(r"[A-Za-z0-9._+-]+|/[^:,]*", python):
+            raise UsageError("it holds a control character", where=name)
+    if container.python and not re.fullmatch(r"[A-Za-z0-9._+-]+|/[^:,]*", container.python):
         raise UsageError(
-            f"{python!r} is not a Python of the image",
+            f"{container.python!r} is not a Python of the image",
             where="--python",
             hint="an absolute path in the image, or a name on its PATH, without : and ,",
         )
-    return chosen
+    return flag
 
 
 def _run_here(argv: Sequence[str]) -> Finished:
@@ -201,19 +172,6 @@ def _run_here(argv: Sequence[str]) -> Finished:
         return process.run(argv, check=False)
     except ToolMissing as error:
         return Finished(argv=tuple(argv), returncode=127, output=error.what)
-
-
-def _digest(job: Job, run: Runner) -> str:
-    """What stands for the image's content; empty where the image is not here. A folder has only its path."""
-    if job.container.runtime == "docker":
-        argv = (container.program(job), "image", "inspect", "--format", "{{.Id}}", job.container.image)
-        answer = run(argv)
-        last = answer.output.strip().rpartition("\n")[2]  # warnings come before it
-        return last if answer.returncode == 0 and re.fullmatch(r"(sha256:)?[0-9a-f]{64}", last) else ""
-    line = container.EDGES.format(bytes=container.EDGE_BYTES, image='"$1"')
-    check = f'if [ -d "$1" ]; then echo folder; elif [ -r "$1" ]; then {line}; fi'
-    fields = run(("sh", "-c", check, "sh", job.container.image)).output.split()
-    return fields[0] if fields else ""
 
 
 def _look(job: Job, digest: str, run: Runner) -> PythonSeen:
@@ -242,59 +200,17 @@ def _read_cache(file: Path) -> PythonSeen | None:
     return seen
 
 
-def _argv(job: Job) -> tuple[str, ...]:
+def _argv(job: Job) -> Argv:
     """The command that looks into the image as the job will start it, without its GPUs and modules apart."""
     plain = dataclasses.replace(job, settings={}).with_allocation(gpus=0)
     plain = plain.with_container(code=None, code_folder="", workdir="")
-    probe = inside.python_argv(job.request.container.python)
+    probe = tuple(inside.python_argv(job.request.container.python))
     # As with the mounts: what only the nodes have cannot be mounted here.
     runtime = job.recipe.system.runtime
     local_runtime = dataclasses.replace(runtime, host_libs=tuple(filter(os.path.isdir, runtime.host_libs)))
     system = dataclasses.replace(job.recipe.system, runtime=local_runtime)
     plain = dataclasses.replace(plain, recipe=dataclasses.replace(job.recipe, system=system))
-    if job.container.runtime == "pyxis":
-        return _without_pyxis(plain, probe)
-    argv = container.start(plain, probe)
-    modules = container.modules(job)
-    if not modules:
-        return argv
-    # Where there are no modules, the runtime may be on PATH; if it is not, bash says so.
-    load = shlex.join(("module", "load", *modules))
-    script = f'if type module > /dev/null 2>&1; then {load} || exit; fi; exec "$@"'
-    return ("bash", "-lc", script, "bash", *argv)
-
-
-_STARTERS = ("apptainer", "singularity", "enroot")
-"""Programs that start a .sqsh where srun cannot: the first of them on PATH looks into it."""
-
-
-def _without_pyxis(job: Job, probe: Sequence[str]) -> tuple[str, ...]:
-    """The words that run `probe` in the .sqsh of a job of pyxis on this machine, with the image's variables.
-
-    Raises
-    ------
-    ToolMissing : nothing here starts a .sqsh.
-    """
-    program = next(filter(shutil.which, _STARTERS), "")
-    if not program:
-        raise ToolMissing(
-            "imgkit has to look into this image, which it did not build, and nothing here starts a .sqsh",
-            where=job.container.image,
-            hint=f"one of {', '.join(_STARTERS)} on PATH; or submit where there is one",
-        )
-    runtime = Runtime(kind="singularity", command=program, host_libs=job.recipe.system.runtime.host_libs)
-    system = dataclasses.replace(job.recipe.system, runtime=runtime)
-    recipe = dataclasses.replace(job.recipe, system=system)
-    job = dataclasses.replace(job, recipe=recipe).with_container(runtime="singularity")
-    argv = container.start(job, probe)
-    if program == "enroot":
-        at = argv.index(job.container.image)
-        binds = (argv[number + 1] for number in range(at) if argv[number] == "--bind")
-        pairs = (":".join(mount.split(":")[:2]) for mount in container.with_targets(binds))
-        mounts = (option for pair in pairs for option in ("--mount", f"{pair}:x-create=auto,bind"))
-        # Its hook for GPUs ends the container where there are none.
-        return (program, "start", "--env", "NVIDIA_VISIBLE_DEVICES=void", *mounts, *argv[at:])
-    return argv
+    return runtime_of(plain).probe_argv(plain, probe)
 
 
 def _no_python(job: Job, finished: Finished) -> UsageError | ToolMissing:
@@ -302,50 +218,43 @@ def _no_python(job: Job, finished: Finished) -> UsageError | ToolMissing:
     notices = ("imgkit: the command of --activate", "module load ")  # a site's modules may echo what they do
     lines = [line for line in lines if not line.startswith(notices)]
     last = lines[-1] if lines else f"exit code {finished.returncode}"
-    if finished.returncode == 127 and not last.startswith("no program ") and job.container.runtime != "pyxis":
-        program = job.recipe.module_line or container.program(job)
+    file, runtime = job.container.image, runtime_of(job)
+    program = runtime.probe_program(job)
+    if program and finished.returncode == 127 and not last.startswith("no program "):
         return ToolMissing(
             f"imgkit has to look into this image, which it did not build, but {program!r} fails here: {last}",
-            where=job.container.image,
+            where=file,
             hint="submit on a login node of the system",
         )
     if job.request.container.activate and not last.startswith("no program "):
         return UsageError(
-            f"the command fails in {job.container.image}: {last}",
+            f"the command fails in {file}: {last}",
             where="--activate",
-            hint=f"try it there: {_shell(job)}",
+            hint=f"try it there: {runtime.typed_shell(job)}",
         )
-    arch = image.read(Path(job.container.image)).arch if image.is_sif(Path(job.container.image)) else ""
+    arch = image.read(Path(file)).arch if image.is_sif(Path(file)) else ""
     if arch and platform.machine() not in kernel_names(arch):
         return UsageError(
             f"the image is for {arch}, and this machine cannot run it to look for its Python: {last}",
-            where=job.container.image,
+            where=file,
             hint=f"submit on a machine of {arch}, for example from a node of the job",
         )
     return UsageError(
         f"imgkit did not build this image and found no Python in it: {last}",
-        where=job.container.image,
+        where=file,
         hint=_CHOOSE,
     )
 
 
-def _shell(job: Job) -> str:
-    if job.container.runtime == "pyxis":
-        return f"srun --container-image={shlex.quote(job.container.image)} --pty bash"
-    return f"{container.program(job)} exec {job.container.image} bash"
-
-
 def _refuse(job: Job, seen: PythonSeen) -> None:
     """Raise UsageError for a Python that cannot run the entry points, or that the nodes cannot run."""
+    file = job.container.image
     if "+rocm" in seen.torch and not chooses_cpus(job.request):
         message, hint = bases.for_amd(f"torch {seen.torch} of this image is for AMD GPUs")
-        raise UsageError(message, where=job.container.image, hint=hint)
+        raise UsageError(message, where=file, hint=hint)
     archs = [platform_name.removeprefix("linux/") for platform_name in job.recipe.platforms]
     machines = [name for arch in archs for name in kernel_names(arch)]
     site = seen.entry_points or seen.site
-    can_mount = (
-        pyxis.mounts(site) if job.container.runtime == "pyxis" else re.fullmatch(r"/[^:,\x00-\x1f]*", site)
-    )
     problem, hint = "", _CHOOSE_OTHER
     if tuple(map(int, seen.version.split(".")[:2])) < bases.FLOOR:
         problem = f"; the entry points need Python {'.'.join(map(str, bases.FLOOR))}"
@@ -354,9 +263,9 @@ def _refuse(job: Job, seen: PythonSeen) -> None:
     elif machines and seen.machine not in machines:
         problem = f" and for {seen.machine}, but the nodes are {' or '.join(archs)}"
         hint = "an image for the nodes: --image PATH"
-    elif not site or not can_mount or not seen.path.startswith("/"):
+    elif not site or not runtime_of(job).can_mount(site) or not seen.path.startswith("/"):
         problem = " and has no folder of packages to which imgkit can bind its entry points"
         problem += f": {site!r}" if site else ""
     if problem:
         subject = f"the Python of this image, {seen.path or 'without a path'}, is {seen.version}"
-        raise UsageError(f"{subject}{problem}", where=job.container.image, hint=hint)
+        raise UsageError(f"{subject}{problem}", where=file, hint=hint)

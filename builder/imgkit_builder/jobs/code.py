@@ -15,6 +15,7 @@ from imgkit_builder.base import process
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.base.sizes import size_text
 from imgkit_builder.image.context import LargeContext
+from imgkit_builder.jobs import quoting
 from imgkit_builder.jobs.code_tree import CODE_PLACE, CodeFile, CodeTree
 from imgkit_builder.jobs.job import CodeRecord, Job
 from imgkit_builder.jobs.request import JobRequest
@@ -25,6 +26,7 @@ from imgkit_builder.recipe.targets import Target
 from imgkit_builder.sif import unsquash
 from imgkit_builder.workflow import baked
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed, ToolMissing, UsageError
+from imgkit_entrypoints.launch import mounted_code
 
 LARGE_BYTES = 100 * 10**6
 """More code goes only where the user agrees: often it is data that was not meant."""
@@ -88,6 +90,13 @@ def _projects(folder: Path, entries: Iterable[CodeFile]) -> Iterator[InstalledPr
         above = [parent / PYPROJECT for parent in folder.resolve().parents]
         nearest = [file for file in above if file.is_file()][:1]
         yield from (InstalledProject(name=project_name(file)) for file in nearest)
+
+
+def with_code(job: Job, code: CodeRecord, parent: Path) -> Job:
+    """Return `job` with the code over its image; it lies on the nodes in a folder of `parent`."""
+    folder = quoting.check("--code", str(parent / code.sha256))
+    env = {mounted_code.CODE_VARIABLE: code.sha256, **job.container.env}
+    return job.with_container(code=code, code_folder=folder, env=env)
 
 
 def refuse_unused(code: CodeFolder, recipe: Target, sif: Path | None) -> None:

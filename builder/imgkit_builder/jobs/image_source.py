@@ -10,6 +10,7 @@ from pathlib import Path
 from imgkit_builder.archive import sidecar
 from imgkit_builder.base import process
 from imgkit_builder.base.flags import flags_in
+from imgkit_builder.jobs import runtimes
 from imgkit_builder.jobs.job import Job, Script
 from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.request import JobRequest
@@ -212,8 +213,8 @@ def refuse_flags(request: JobRequest, base: str) -> None:
 
 def refuse_runtime(source: ImageSource) -> None:
     """Raise UsageError for a system on which no .sif runs."""
-    runtime = source.request.container.runtime or source.target.system.runtime.kind
-    if runtime != "singularity":
+    runtime = runtimes.named(source.request.container.runtime or source.target.system.runtime.kind)
+    if runtime.image_suffix != ".sif":
         raise _no_queue(source.target)
 
 

@@ -15,6 +15,8 @@ from imgkit_entrypoints.schedulers.placement import Size
 if TYPE_CHECKING:
     from imgkit_builder.recipe.targets import Target
 
+Argv = tuple[str, ...]
+"""A command with its arguments, or some of them."""
 RuntimeKind = Literal["singularity", "docker", "pyxis", "host", "kubernetes"]
 
 
@@ -111,7 +113,7 @@ class Job:
     directory: Path
     allocation: Allocation
     container: Container
-    command: tuple[str, ...] = ()
+    command: Argv = ()
     """Empty for a shell."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """``IMGKIT_*`` variables for the node agent in the container."""
@@ -126,6 +128,11 @@ class Job:
     def runs_entry_point(self) -> bool:
         """Whether `command` is one of imgkit, ``dist-...``; any other runs in any image."""
         return bool(self.command) and self.command[0].startswith("dist-")
+
+    @property
+    def is_interactive(self) -> bool:
+        """Whether the user works in the nodes by hand, in a shell."""
+        return self.request.launch.interactive
 
     @property
     def title(self) -> str:
@@ -170,7 +177,7 @@ class Script:
     """The exact text and words of a submission."""
 
     text: str
-    submit: tuple[str, ...]
+    submit: Argv
     """The words that submit it."""
     on_stdin: bool = False
     """Whether `submit` reads `text`; otherwise `text` is `submit` as a shell reads it, or its file."""

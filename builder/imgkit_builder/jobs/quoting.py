@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from imgkit_entrypoints.errors import UsageError
@@ -150,6 +150,11 @@ def default_exports(variables: Mapping[str, str]) -> list[str]:
 def quote(argument: str) -> str:
     """Return `argument`, quoted as a shell needs it; `Shell` text stays as it is, to be expanded."""
     return str(argument) if isinstance(argument, Shell) else shlex.quote(argument)
+
+
+def repeat_option(option: str, values: Iterable[str]) -> tuple[str, ...]:
+    """Return `option` with each of `values`, for example ``-x A -x B``."""
+    return tuple(argument for value in values for argument in (option, value))
 
 
 def line(argv: Sequence[str], *, indent: str = "    ") -> str:

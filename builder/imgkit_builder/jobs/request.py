@@ -143,6 +143,13 @@ class ContainerRequest:
         "'source /opt/venv/bin/activate' or '$WITH_CONDA'.",
     )
 
+    @property
+    def python_flag(self) -> str:
+        """Return the flag that chooses a Python of the image; empty: none is given."""
+        if self.python:
+            return "--python"
+        return "--activate" if self.activate else ""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProjectSource:

@@ -10,22 +10,26 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from imgkit_builder.base.flags import declared, flags_in
-from imgkit_builder.jobs import container, contents, pyxis, quoting, systems
-from imgkit_builder.jobs.job import Allocation, Container, Job, RuntimeKind
-from imgkit_builder.jobs.request import JobRequest, ProjectSource, refuse_mixed
+from imgkit_builder.jobs import contents, quoting, runtimes, systems
+from imgkit_builder.jobs.job import Allocation, Container, Job
+from imgkit_builder.jobs.request import (
+    AllocationRequest,
+    JobRequest,
+    ProjectSource,
+    RuntimeName,
+    refuse_mixed,
+)
+from imgkit_builder.jobs.runtimes import Runtime, runtime_of
+from imgkit_builder.jobs.runtimes.host import Host
 from imgkit_builder.jobs.systems import OPTIONAL, System
 from imgkit_builder.recipe import bases
 from imgkit_builder.recipe.problems import choices, shown
-from imgkit_builder.recipe.systems import is_podman
 from imgkit_builder.recipe.targets import Target
 from imgkit_entrypoints.cli.commands import COMMANDS
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch import host_leaks
 from imgkit_entrypoints.schedulers.placement import Size, size_examples
 from imgkit_entrypoints.system import CUDA_COMPAT, HOST_LIBS
-
-_CLEAN = re.compile(r"--(cleanenv|containall)(=.*)?|-[cfinpuw]*[eC].*")
-"""Options of singularity that keep the node's variables out of the container; short ones can be combined."""
 
 
 def resolve(recipe: Target, request: JobRequest) -> Job:
@@ -42,25 +46,24 @@ def resolve(recipe: Target, request: JobRequest) -> Job:
     system = systems.named(facts.scheduler)
     system_flags = request.flags(system.flags)
     is_free = request.launch.interactive and not system.needs_fields_for_shells
-    queue = _queue(recipe, request, () if is_free else facts.queue.required)
+    allocation = _queue(recipe, request, () if is_free else facts.queue.required)
     contents.refuse_secrets(recipe, request)
     directory = request.directory.absolute()
     quoting.check("--directory", str(directory))
-    run_by = _run_by(recipe, request.container.runtime, system)
+    runtime = _runtime(recipe, request.container.runtime, system)
     if makes_image:
         image, command = contents.image_to_make(recipe, request, directory)
     else:
-        command, image = _command(request), contents.image(recipe, request, run_by, directory)
+        command = _command(request)
+        image = runtime.image(contents.requested_image(request), recipe.name, directory)
     job = Job(
         recipe=recipe,
         request=request,
         system=system_flags.system or facts.scheduler,
         name=quoting.check("--name", request.name or recipe.name),
         directory=directory,
-        allocation=Allocation(
-            time=queue["time"], account=queue["account"], queue=queue["queue"], qos=queue["qos"]
-        ),
-        container=Container(image=image, runtime=run_by),
+        allocation=allocation,
+        container=Container(image=image, runtime=runtime.kind),
         command=command,
     )
     ignored = tuple(_unused(recipe, request, system))
@@ -76,11 +79,9 @@ def resolve(recipe: Target, request: JobRequest) -> Job:
     )
     job = dataclasses.replace(job, settings=_settings(job, system))
     job = contents.filled(job, passes_names=system.passes_names)
-    _refuse_clean(job)
+    runtime.check(job)
     _refuse_amd(job)
-    if run_by == "pyxis":
-        pyxis.refuse(job)
-    return dataclasses.replace(job, warnings=(*ignored, *system.check(job), *contents.doubts(job)))
+    return dataclasses.replace(job, warnings=(*ignored, *system.check(job), *runtime.warnings(job)))
 
 
 _LEAST = {"nproc": 1, "cpus": 1, "gpus": 0, "max_failures": 0, "stop_before_s": 0}
@@ -104,17 +105,17 @@ def _in_partition(recipe: Target, name: str) -> Target:
     return dataclasses.replace(recipe, system=recipe.system.in_partition(name), positions=positions)
 
 
-def _queue(recipe: Target, request: JobRequest, required: tuple[str, ...]) -> Mapping[str, str]:
-    """The fields of ``system.queue`` of the job."""
-    defaults = recipe.system.queue
-    queue = {
-        "account": quoting.check("--account", request.allocation.account or defaults.account),
-        "queue": quoting.check("--queue", request.allocation.queue or defaults.name),
-        "qos": quoting.check("--qos", request.allocation.qos or defaults.qos),
-        "time": _time(recipe, request),
-    }
-    _require(recipe, required, queue, request.project)
-    return queue
+def _queue(recipe: Target, request: JobRequest, required: tuple[str, ...]) -> Allocation:
+    """Return an allocation with the fields of ``system.queue``, and without its nodes."""
+    requested, defaults = request.allocation, recipe.system.queue
+    allocation = Allocation(
+        account=quoting.check("--account", requested.account or defaults.account),
+        queue=quoting.check("--queue", requested.queue or defaults.name),
+        qos=quoting.check("--qos", requested.qos or defaults.qos),
+        time=_time(recipe, requested),
+    )
+    _require(recipe, required, allocation, request.project)
+    return allocation
 
 
 def _unused(recipe: Target, request: JobRequest, system: System) -> Iterator[str]:
@@ -124,15 +125,15 @@ def _unused(recipe: Target, request: JobRequest, system: System) -> Iterator[str
     for flags in request.system_flags:
         if type(flags) is not system.flags:
             ignored += flags_in(flags)
-    title = recipe.system.title or recipe.name
-    return (f"{name} is not used: {title} ({recipe.system.scheduler}) has no such flag" for name in ignored)
+    scheduler = recipe.system.scheduler
+    return (f"{name} is not used: {recipe.title} ({scheduler}) has no such flag" for name in ignored)
 
 
 def _require(
-    recipe: Target, required: tuple[str, ...], queue: Mapping[str, str], project: ProjectSource | None
+    recipe: Target, required: tuple[str, ...], allocation: Allocation, project: ProjectSource | None
 ) -> None:
     keys = ["queue" if field == "name" else field for field in required]
-    keys = [key for key in keys if not queue[key]]
+    keys = [key for key in keys if not getattr(allocation, key)]
     if not keys:
         return
     hint = f"add {' '.join(f'--{key} ...' for key in keys)}"
@@ -145,7 +146,7 @@ def _require(
     if "queue" in keys and (names := sorted(recipe.system.partitions)):
         hint += f"; queues: {', '.join(names)}"
     raise UsageError(
-        f"{recipe.system.title or recipe.name} needs {', '.join(f'--{key}' for key in keys)}",
+        f"{recipe.title} needs {', '.join(f'--{key}' for key in keys)}",
         where=recipe.where("system", "queue", "required"),
         hint=hint,
     )
@@ -171,48 +172,33 @@ def _command(request: JobRequest) -> tuple[str, ...]:
     return command
 
 
-def _run_by(recipe: Target, requested: RuntimeKind | None, system: System) -> RuntimeKind:
-    """What starts the program on a node.
+def _runtime(recipe: Target, requested: RuntimeName | None, system: System) -> Runtime:
+    """Return what starts the program on a node.
 
     Raises
     ------
     UsageError : the system cannot start programs by it, or its containers would lack the node's variables.
     """
-    runtime, registration = recipe.system.runtime, system.registration
-    kind = requested or runtime.kind
-    program = runtime.command if kind == runtime.kind else kind
-    needs_podman = kind == "docker" and registration.by_podman and not is_podman(program)
+    kind, registration = requested or recipe.system.runtime.kind, system.registration
+    runtime = runtimes.named(kind)
+    program = runtime.program(recipe)
+    needs_podman = registration.by_podman and runtime.belongs_to_service(program)
     if kind in registration.runtimes and not needs_podman:
-        return kind
-    message = f"{kind} cannot be used on {recipe.system.title or recipe.name}"
+        return runtime
+    message = f"{kind} cannot be used on {recipe.title}"
     hint, key, scheduler = choices(kind, registration.runtimes), "kind", recipe.system.scheduler
     if needs_podman:
         message += f": containers of {program} belong to its service on each node, and {scheduler} "
         message += "neither counts nor ends them"
         hint = "system.runtime with kind: docker and command: podman (or podman-hpc) in the recipe"
         key = "command"
-    elif kind == "docker" and "host" in registration.runtimes:
+    elif runtime.environment_by_options and Host.kind in registration.runtimes:  # it starts no pods
         message += f": {program} does not pass {scheduler}'s variables into the container, so each "
         message += "node would run alone"
     if requested:
         raise UsageError(message, where="--runtime", hint=hint)
     hint += "; change system.runtime in the recipe, or give --runtime"
     raise UsageError(message, where=recipe.where("system", "runtime", key), hint=hint)
-
-
-def _refuse_clean(job: Job) -> None:
-    """Raise UsageError if the runtime keeps from the container what the node or the job sets for it."""
-    options = container.options(job) if job.container.runtime == "singularity" else ()
-    cleans = next((option for option in options if _CLEAN.fullmatch(option)), "")
-    if cleans and (
-        job.system != "standalone" or job.settings or job.container.names or job.container.env_file
-    ):
-        raise UsageError(
-            f"with {cleans}, the container receives no variable of the node and the job: the node agent "
-            "would find neither the other nodes nor the job's settings",
-            where=job.recipe.where("system", "runtime", "options"),
-            hint=f"remove {cleans} from system.runtime.options; --contain and --no-home keep the variables",
-        )
 
 
 def chooses_cpus(request: JobRequest) -> bool:
@@ -231,11 +217,10 @@ def _refuse_amd(job: Job) -> None:
         return
     # A .sif that names its own system is the recipe's image, and no other.
     named_image = request.container.image if Path(request.container.image) != recipe.file.absolute() else ""
-    evidence, where = "", ""
-    if named_image and job.container.runtime != "host":
-        name = Path(named_image).name if job.container.runtime == "singularity" else named_image
-        evidence, where = bases.amd_image(name), "--image"
-    elif job.container.runtime != "host":
+    evidence, where, runtime = "", "", runtime_of(job)
+    if named_image and runtime.has_container:
+        evidence, where = bases.amd_image(runtime.image_title(named_image)), "--image"
+    elif runtime.has_container:
         evidence, where = bases.amd_image(recipe.base, recipe.base_env), recipe.where("image", "base")
     if not evidence and job.allocation.gpus:
         evidence, where = bases.amd_nodes(recipe.system), recipe.where("system", "node", "gpu_model")
@@ -246,20 +231,15 @@ def _refuse_amd(job: Job) -> None:
 
 def _settings(job: Job, system: System) -> Mapping[str, str]:
     """Options of the node agent that follow from the request, as its variables."""
-    recipe, request, run_by, gpus, size = (
-        job.recipe,
-        job.request,
-        job.container.runtime,
-        job.allocation.gpus,
-        job.allocation.size,
-    )
+    recipe, request, runtime = job.recipe, job.request, runtime_of(job)
+    gpus, size = job.allocation.gpus, job.allocation.size
     nproc = request.launch.nproc or (0 if system.hides_gpus else request.allocation.gpus or 0)
     # The image's node agent refuses to start without the node's GPUs.
     on_cpus = gpus == 0 and (recipe.system.node.gpus or request.allocation.gpus == 0)
     # Without a container, and for nodes without GPUs by their system, no system.json says to expect them.
-    expects_gpus = gpus and (run_by == "host" or not recipe.system.node.gpus)
-    by_rule = recipe.system.fabric.host_libs == "auto" and run_by in ("singularity", "docker", "pyxis")
-    compat = recipe.system.runtime.cuda_compat == "auto" and run_by != "host"
+    expects_gpus = gpus and not (runtime.has_container and recipe.system.node.gpus)
+    by_rule = recipe.system.fabric.host_libs == "auto" and runtime.mounts_folders
+    compat = recipe.system.runtime.cuda_compat == "auto" and runtime.has_container
     failures = request.launch.max_failures
     names = (text.partition("=")[0] for text in request.container.env)
     settings = {
@@ -294,12 +274,13 @@ def parse_nodes(text: str) -> Size:
 def _gpus(recipe: Target, request: JobRequest) -> int:
     """Return the GPUs per node."""
     limit = recipe.system.node.gpus
-    if request.allocation.gpus is None:
+    gpus = request.allocation.gpus
+    if gpus is None:
         return limit
     is_limit = limit or ("system", "node", "gpus") in recipe.positions  # an image has no positions
-    if is_limit and request.allocation.gpus > limit:
-        raise _more_than_a_node(recipe, "gpus", request.allocation.gpus, limit)
-    return request.allocation.gpus
+    if is_limit and gpus > limit:
+        raise _more_than_a_node(recipe, "gpus", gpus, limit)
+    return gpus
 
 
 def _more_than_a_node(recipe: Target, key: str, number: int, limit: int) -> UsageError:
@@ -312,39 +293,37 @@ def _more_than_a_node(recipe: Target, key: str, number: int, limit: int) -> Usag
 
 def _cpus(recipe: Target, request: JobRequest, gpus: int) -> int | None:
     """Return the CPUs per node beside `gpus`; None leaves the number to the system."""
-    node = recipe.system.node
+    node, cpus = recipe.system.node, request.allocation.cpus
     share = node.cpus_per_gpu
-    if request.allocation.cpus is None:
-        return gpus * share if gpus and share else request.launch.nproc or node.cpus
-    if gpus and share and request.allocation.cpus != gpus * share:
+    gpus_cpus = gpus * share if share else 0
+    if cpus is None:
+        return gpus_cpus or request.launch.nproc or node.cpus
+    if gpus_cpus and cpus != gpus_cpus:
         raise UsageError(
-            f"--cpus {request.allocation.cpus}, but {gpus} GPUs come with {gpus * share} CPUs ({share} each)",
+            f"--cpus {cpus}, but {gpus} GPUs come with {gpus_cpus} CPUs ({share} each)",
             where=recipe.where("system", "node", "cpus_per_gpu"),
-            hint=f"leave --cpus out, or --cpus {gpus * share}",
+            hint=f"leave --cpus out, or --cpus {gpus_cpus}",
         )
-    if node.cpus is not None and request.allocation.cpus > node.cpus:
-        raise _more_than_a_node(recipe, "cpus", request.allocation.cpus, node.cpus)
-    return request.allocation.cpus
+    if node.cpus is not None and cpus > node.cpus:
+        raise _more_than_a_node(recipe, "cpus", cpus, node.cpus)
+    return cpus
 
 
-def _time(recipe: Target, request: JobRequest) -> str:
+def _time(recipe: Target, requested: AllocationRequest) -> str:
     """The time limit as ``HH:MM:SS``; empty if neither the request nor the recipe has one."""
     queue = recipe.system.queue
-    text = request.allocation.time or queue.time
+    text = requested.time or queue.time
     if not text:
         return ""
-    time_s = quoting.seconds(
-        text, where="--time" if request.allocation.time else recipe.where("system", "queue", "time")
-    )
+    where = "--time" if requested.time else recipe.where("system", "queue", "time")
+    time_s = quoting.seconds(text, where=where)
     # A QoS with a limit of its own is there to change that of the queue: shorter for tests, longer for a few.
-    names = [
-        name
-        for name in (request.allocation.qos or queue.qos, request.allocation.queue or queue.name)
-        if name in queue.limits
-    ]
-    if not names:
+    name = requested.qos or queue.qos
+    if name not in queue.limits:
+        name = requested.queue or queue.name
+    if name not in queue.limits:
         return quoting.clock(time_s)
-    name, limit = names[0], queue.limits[names[0]]
+    limit = queue.limits[name]
     where = recipe.where("system", "queue", "limits", name)
     if time_s > quoting.seconds(limit, where=where):
         alternatives = ", ".join(f"{key} {most}" for key, most in queue.limits.items() if key != name)

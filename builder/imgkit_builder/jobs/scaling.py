@@ -35,6 +35,7 @@ from imgkit_builder.jobs.job import Job, Script
 from imgkit_builder.jobs.prepared import PreparedJob
 from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.request import JobRequest
+from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.jobs.submitted import SubmittedJob
 from imgkit_builder.jobs.transport import Transport
 from imgkit_entrypoints import __version__, json_text
@@ -134,7 +135,7 @@ def plan(
         prepared = submission.prepare(recipe, sized, code, remote=remote, base=base)
         job, script = prepared.job, prepared.script
         is_batch = not (script.foreground or script.remote or script.is_array)
-        has_run_folder = is_batch and job.container.runtime != "kubernetes"
+        has_run_folder = is_batch and not runtime_of(job).is_isolated
         if not has_run_folder or not systems.named(job.system).reports_state:
             message = f"--scaling needs batch jobs with a run folder, which {job.system} does not start here"
             raise UsageError(message, where="--scaling", hint="a recipe for Slurm or PBS, without job arrays")

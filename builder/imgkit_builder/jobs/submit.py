@@ -14,7 +14,7 @@ from pathlib import Path
 
 from imgkit_builder.base import process
 from imgkit_builder.base.progress import Reporter, Silent
-from imgkit_builder.jobs import bound, container, image_source, quoting, records, systems
+from imgkit_builder.jobs import bound, image_source, quoting, records, systems
 from imgkit_builder.jobs import code as code_of
 from imgkit_builder.jobs.code import CodeFolder
 from imgkit_builder.jobs.job import Job, Script
@@ -22,6 +22,7 @@ from imgkit_builder.jobs.prepared import PreparedJob
 from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.resolve import resolve
+from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.jobs.submitted import QueuedJob, SubmittedJob
 from imgkit_builder.jobs.transport import CODE_FOLDER, Folder, Transport
 from imgkit_builder.recipe import targets
@@ -67,7 +68,7 @@ def prepare(
         code_of.refuse_unused(code, source.target, source.given_sif)
     job = source.early
     if code is not None:
-        job = _with_code(job, code, job.directory / "code")
+        job = code_of.with_code(job, code.record, job.directory / "code")
     script = systems.named(job.system).script(job)
     image_source.refuse_script(job, script)
     return PreparedJob(job=job, script=script, code=code, source=source)
@@ -85,19 +86,12 @@ def _prepare_here(recipe: str | Path, request: JobRequest, code: CodeFolder | No
     if job.makes_image:
         return _with_script(job)
     job_image = Path(job.container.image)
-    starts_sqsh = job.container.runtime in ("pyxis", "singularity")
-    if job.container.image and not starts_sqsh and sqsh.is_sqsh(job_image):
-        raise UsageError(
-            f"{job.container.runtime} does not start a .sqsh",
-            where=job.container.image,
-            hint="--runtime singularity; or on a cluster with pyxis: --runtime pyxis",
-        )
     sif = job_image if image.is_sif(job_image) else None
     code_of.refuse_unused_bind(job, sif)
     if code is not None:
         code_of.refuse_unused(code, target, sif)
         code_of.refuse_shadowed(code, job)
-        job = _with_code(job, code, job.directory / CODE_FOLDER)
+        job = code_of.with_code(job, code.record, job.directory / CODE_FOLDER)
         warnings = code_of.hidden_file_warnings(code, job_image)
         job = dataclasses.replace(job, warnings=(*job.warnings, *warnings))
     return _with_script(job, code)
@@ -160,7 +154,7 @@ def make_ready(prepared: PreparedJob, transport: Transport, report: Reporter) ->
     placed = transport.place(prepared, report)
     job = placed.job
     if placed.code is not None:
-        job = _with_code(job, placed.code, transport.code_folder(job))
+        job = code_of.with_code(job, placed.code.record, transport.code_folder(job))
         transport.put(_code_folder(placed.code, job), report)
     job = transport.with_entry_points(dataclasses.replace(placed, job=job))
     if job.container.bound is not None:
@@ -178,10 +172,6 @@ def look_into(prepared: PreparedJob, transport: Transport) -> PreparedJob:
 
 def _with_script(job: Job, code: CodeFolder | None = None) -> PreparedJob:
     return PreparedJob(job=job, script=systems.named(job.system).script(job), code=code)
-
-
-def _with_code(job: Job, code: CodeFolder, parent: Path) -> Job:
-    return container.with_code(job, code.record, str(parent / code.record.sha256))
 
 
 def _code_folder(code: CodeFolder, job: Job) -> Folder:
@@ -239,7 +229,6 @@ def submitted(
         job_id, _, cluster = systems.named(job.system).parse_job_id(text, job.name).partition(";")
     except Exception:  # a plug-in has failed, but its job is there
         job_id, cluster = "", ""
-    has_shell = not job.makes_image and job.container.runtime in ("singularity", "host")
     is_id = quoting.is_job_id(job_id) and (not cluster or quoting.is_job_id(cluster))
     queued = QueuedJob(
         id=job_id if is_id else f"unknown-{secrets.token_hex(4)}",
@@ -251,7 +240,7 @@ def submitted(
         queue=job.allocation.queue,
         remote=remote,
         array=script.is_array,
-        shell_line=container.shell_line(job) if has_shell else "",
+        shell_line="" if job.makes_image else runtime_of(job).shell_line(job),
     )
     return SubmittedJob(
         job=queued,

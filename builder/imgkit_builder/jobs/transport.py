@@ -20,6 +20,7 @@ from imgkit_builder.jobs.remote import jobs as remote_jobs
 from imgkit_builder.jobs.remote import transfer
 from imgkit_builder.jobs.remote.connection import Connection
 from imgkit_builder.jobs.remote.store import Store
+from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.sif import image
 
 CODE_FOLDER = ".imgkit-code"
@@ -124,7 +125,7 @@ class Local(Transport):
     def with_entry_points(self, prepared: PreparedJob) -> Job:
         """Look into an image that imgkit did not build. See `Transport`."""
         job = prepared.job
-        if job.makes_image or checks.foreign_image(job):  # the submission refuses that
+        if job.makes_image or runtime_of(job).arch_error(job):  # the submission refuses that
             return job
         return bound.bind(job)
 
@@ -134,7 +135,7 @@ class Local(Transport):
             script.submit[0],
             "run this on a login node of the system, or copy the output of imgkit run --dry-run there",
         )
-        folder = None if job.container.runtime == "kubernetes" else job.directory
+        folder = None if runtime_of(job).is_isolated else job.directory
         return process.through(script.submit, [script.text.encode()] if script.on_stdin else [], cwd=folder)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from imgkit_builder.base import files
-from imgkit_builder.jobs import systems
+from imgkit_builder.jobs import runtimes, systems
 from imgkit_builder.project import program, toml_file
 from imgkit_builder.recipe import rules
 from imgkit_builder.recipe.system_files import is_path
@@ -61,9 +61,9 @@ def texts(options: NewFolder, parent: Target) -> Mapping[str, str]:
     """
     from imgkit_builder.image.render import environment
 
-    facts, scheduler = parent.system.queue, parent.system.scheduler
+    facts, system = parent.system.queue, systems.named(parent.system.scheduler)
     # imgkit run warns of a key that the scheduler does not use.
-    used = systems.named(scheduler).uses
+    used = system.uses
     required = _required_keys(parent)
     # A recipe that is a file is named by a path from the folder, so that both can move or be cloned together.
     path = os.path.relpath(parent.file.resolve(), options.folder.resolve())
@@ -71,13 +71,13 @@ def texts(options: NewFolder, parent: Target) -> Mapping[str, str]:
     queue = {key: value for key, value in options.values.items() if key != "nodes"}
     if not queue["time"] and not facts.time and "time" in used:
         queue["time"] = _TIME
-    # For mpi, the list of hosts is the number of nodes.
-    nodes = options.values["nodes"] or ("" if scheduler == "mpi" else "1")
+    # The list of hosts is the number of nodes.
+    nodes = options.values["nodes"] or ("" if system.takes_hosts else "1")
     values = {
         "name": options.name,
         "remote": options.remote,
         "parent": path if is_path(options.recipe) else options.recipe,
-        "description": f"{options.name}, on {parent.system.title or parent.name}",
+        "description": f"{options.name}, on {parent.title}",
         "queue": [(key, value) for key, value in queue.items() if value or key in required],
         "unused": [key for key, value in queue.items() if not value and key in used and key not in required],
         "required": required,
@@ -119,7 +119,8 @@ def next_steps(options: NewFolder, parent: Target, folder: Path) -> Iterator[str
         if not has_value and key != "time" and not options.values[key]:
             yield f"{key} in imgkit.toml, which {parent.name} needs"
     yield from commands or [f"{cd}imgkit run --dry-run && imgkit run"]
-    if parent.system.runtime.kind == "docker" and parent.system.scheduler == "mpi":
+    starts_files = runtimes.named(parent.system.runtime.kind).image_suffix
+    if systems.named(parent.system.scheduler).takes_hosts and not starts_files:
         yield f"{push} && imgkit run --hosts HOST1,HOST2 --image {ref}"
 
 

@@ -45,6 +45,11 @@ class Target:
     """Names of the base's variables, where the image is known."""
 
     @property
+    def title(self) -> str:
+        """Return the name of its system for people."""
+        return self.system.title or self.name
+
+    @property
     def module_line(self) -> str:
         """Return ``module load ...`` for its runtime; empty where the recipe names no module."""
         return module_line(self.system)

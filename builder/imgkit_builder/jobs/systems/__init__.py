@@ -17,8 +17,9 @@ from typing import Any
 
 from imgkit_builder.base.flags import declared
 from imgkit_builder.jobs import quoting
-from imgkit_builder.jobs.job import Job, Script
+from imgkit_builder.jobs.job import Argv, Job, Script
 from imgkit_builder.jobs.request import JobRequest, SystemFlags
+from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.jobs.submitted import JobState, JobStatus, QueuedJob
 from imgkit_builder.recipe import systems as registry
 from imgkit_builder.recipe.systems import Registration, SystemFault
@@ -47,7 +48,7 @@ NEW_CONTAINER = (
 class JobShell:
     """How one opens a shell in a running job."""
 
-    argv: tuple[str, ...]
+    argv: Argv
     description: str
     """What the shell runs in, for people."""
 
@@ -58,9 +59,9 @@ class QueueCommands:
 
     submit: str = ""
     """The program that queues scripts on a login node; empty: then no remote takes such jobs."""
-    own_jobs: tuple[str, ...] = ()
+    own_jobs: Argv = ()
     """Lists this user's jobs, for one whose id is unknown."""
-    unfinished_ids: tuple[str, ...] = ()
+    unfinished_ids: Argv = ()
     """Prints the ids of all jobs that wait or run. A word with ``{cluster}`` is left out unless the scheduler
     named a cluster.
     """
@@ -89,6 +90,8 @@ class System(abc.ABC):
     """Whether nothing here ends the node agents of the other nodes when a node is lost."""
     hides_gpus: bool = True
     """Whether programs see only the GPUs that the job asked for."""
+    takes_hosts: bool = False
+    """Whether the user names the nodes."""
     needs_fields_for_shells: bool = True
     """Whether an interactive job must have the fields that ``system.queue.required`` names."""
     reports_state: bool = True
@@ -123,7 +126,7 @@ class System(abc.ABC):
         return (output.strip().splitlines() or [""])[-1]
 
     @abc.abstractmethod
-    def status_commands(self, record: QueuedJob) -> tuple[tuple[str, ...], ...]:
+    def status_commands(self, record: QueuedJob) -> tuple[Argv, ...]:
         """Return commands to run in turn until one knows the job.
 
         The first one prints nothing, or fails, once the job has left the queue.
@@ -134,11 +137,11 @@ class System(abc.ABC):
         return JobStatus(state="", text=output)
 
     @abc.abstractmethod
-    def log_source(self, record: QueuedJob) -> tuple[str, ...]:
+    def log_source(self, record: QueuedJob) -> Argv:
         """Return the command that follows the job's output; for ``tail``, the file is the last word."""
 
     @abc.abstractmethod
-    def cancel_command(self, record: QueuedJob) -> tuple[str, ...]:
+    def cancel_command(self, record: QueuedJob) -> Argv:
         """Return the command that ends the job."""
 
     def shell_command(self, record: QueuedJob, line: str, node: str) -> JobShell:
@@ -164,7 +167,7 @@ def need_program(job: Job) -> None:
     """Raise UsageError if `job` makes a .sif, since there is no queue for it, or since pods pull images."""
     request, message = job.request, "there is no scheduler to submit this to"
     hint = "imgkit build RECIPE --with apptainer" if request.build else "imgkit sif ARCHIVE"
-    if job.container.runtime == "kubernetes":
+    if runtime_of(job).is_isolated:
         message = "pods pull their image from a registry; a .sif is of no use to them"
         hint = f"imgkit push {job.recipe.name} REGISTRY/{job.recipe.name}:1"
     if job.makes_image:
@@ -199,9 +202,19 @@ def need_task(record: QueuedJob, example: str) -> None:
         )
 
 
-def options_of(job: Job) -> tuple[str, ...]:
+def options_of(job: Job) -> Argv:
     """The options for the scheduler: the recipe's, and those of ``--option``."""
     return (*job.recipe.system.queue.options, *job.request.allocation.options)
+
+
+def options_with_values(options: Mapping[str, object]) -> Argv:
+    """Return ``OPTION=VALUE`` for each option whose value is neither empty nor zero."""
+    return tuple(f"{option}={value}" for option, value in options.items() if value)
+
+
+def user_options(job: Job) -> Argv:
+    """Return the options of ``--option``; raise UsageError for one that is not one word."""
+    return tuple(map(quoting.option, job.request.allocation.options))
 
 
 def last_line(output: str, form: str) -> str:
@@ -217,14 +230,14 @@ _HAS_FOLDERS = (
 )
 
 
-def with_folders(job: Job, argv: Sequence[str]) -> tuple[str, ...]:
+def with_folders(job: Job, argv: Argv) -> Argv:
     """Return `argv`, which starts on a node only where that has all that it mounts.
 
     A runtime names no node, and docker makes an empty folder.
     """
     sources = dict.fromkeys(bind.partition(":")[0] for bind in job.container.binds)
-    if not sources or job.container.runtime not in ("singularity", "docker", "pyxis"):
-        return tuple(argv)
+    if not sources or not runtime_of(job).mounts_folders:
+        return argv
     return ("sh", "-c", _HAS_FOLDERS, "sh", *map(quoting.expanding, sources), "--", *argv)
 
 
@@ -252,10 +265,9 @@ def spare_waits_for_nothing(job: Job) -> tuple[str, ...]:
     """A warning if a spare cannot replace a node that is lost during the run."""
     if not job.allocation.size.spares:
         return ()
-    title = job.recipe.system.title or job.recipe.name
     return (
-        f"--nodes {job.allocation.size}: on {title} a lost node ends the run on all nodes; a spare only "
-        "replaces a node that the preflight finds bad",
+        f"--nodes {job.allocation.size}: on {job.recipe.title} a lost node ends the run on all nodes; a "
+        "spare only replaces a node that the preflight finds bad",
     )
 
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from imgkit_builder.jobs.job import SentInput
+from imgkit_builder.jobs.job import Argv, SentInput
 from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.rollcall.secret import VARIABLE
@@ -98,7 +98,7 @@ $imgkit_secret
 END"""
 
 
-def guarded(command: Sequence[str], sent: SentInput = SentInput()) -> tuple[str, ...]:
+def guarded(command: Argv, sent: SentInput = SentInput()) -> Argv:
     """`command` under a guard that ends it when standard input ends; needs a POSIX shell and ``setsid``."""
     start = _START_FED.format(variable=VARIABLE) if sent.secret else _START
     start = start if sent == SentInput() else _READ + start

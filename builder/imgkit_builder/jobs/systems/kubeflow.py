@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from imgkit_builder.jobs.job import Job, Script
+from imgkit_builder.jobs.job import Argv, Job, Script
 from imgkit_builder.jobs.submitted import JobState, JobStatus, QueuedJob
 from imgkit_builder.jobs.systems import JobShell, QueueCommands, need_program, pods
 from imgkit_entrypoints.errors import UsageError
@@ -46,13 +46,12 @@ class Kubeflow(pods.Pods):
     def script(self, job: Job) -> Script:
         """Return the document for ``kubectl create``."""
         need_program(job)
-        document = _pytorchjob(job) if pods.format_of(job) == "pytorchjob" else _trainjob(job)
+        kind = pods.format_of(job)
+        document = _pytorchjob(job) if kind == "pytorchjob" else _trainjob(job)
         text = _yaml(_compact(document))
-        if job.request.launch.interactive:
-            kind, namespace = (
-                pods.format_of(job),
-                f" --namespace={_namespace(job.allocation.queue)}" if job.allocation.queue else "",
-            )
+        if job.is_interactive:
+            queue = job.allocation.queue
+            namespace = f" --namespace={_namespace(queue)}" if queue else ""
             ways = (
                 f"kubectl get pods{namespace} --selector={_SELECTORS[kind]}={job.name}",
                 f"kubectl exec{namespace} --stdin --tty POD -- bash",
@@ -65,7 +64,7 @@ class Kubeflow(pods.Pods):
         match = re.search(r"^(\w+)\.\S*/(\S+) created", output, re.MULTILINE)
         return f"{match[1]}.{match[2]}" if match else ""
 
-    def status_commands(self, record: QueuedJob) -> tuple[tuple[str, ...], ...]:
+    def status_commands(self, record: QueuedJob) -> tuple[Argv, ...]:
         """Return the command that shows the job and its events."""
         return (("kubectl", "describe", *_object(record), *_in_namespace(record)),)
 
@@ -75,7 +74,7 @@ class Kubeflow(pods.Pods):
         state: JobState = STATES.get(conditions[-1], "") if conditions else ""
         return JobStatus(state=state, text=output)
 
-    def log_source(self, record: QueuedJob) -> tuple[str, ...]:
+    def log_source(self, record: QueuedJob) -> Argv:
         """Return the command that follows the output of all pods."""
         kind, name = _object(record)
         selector = f"--selector={_SELECTORS[kind]}={name}"
@@ -92,7 +91,7 @@ class Kubeflow(pods.Pods):
         argv = ("kubectl", "exec", *_in_namespace(record), "--stdin", "--tty", node or first, "--", "bash")
         return JobShell(argv=argv, description=pods.SAME_CONTAINER)
 
-    def cancel_command(self, record: QueuedJob) -> tuple[str, ...]:
+    def cancel_command(self, record: QueuedJob) -> Argv:
         """Return the command that deletes the job and its pods."""
         return ("kubectl", "delete", *_object(record), *_in_namespace(record))
 
@@ -169,7 +168,8 @@ def _pytorchjob(job: Job) -> dict[str, Any]:
         "env": _env(job),
         "resources": _resources(job),
     }
-    scheduler = "runai-scheduler" if job.allocation.queue else None
+    allocation = job.allocation
+    scheduler = "runai-scheduler" if allocation.queue else None
     pod = {"template": _pod(job, container, schedulerName=scheduler)}
     master, worker, clean = "Never", "Never", "None"
     if job.outlives_nodes:
@@ -179,9 +179,7 @@ def _pytorchjob(job: Job) -> dict[str, Any]:
         # otherwise, and so do their logs. A worker that comes back too late would call for ever.
         master, worker, clean = "ExitCode", "OnFailure", "Running"
     workers = (
-        {"replicas": job.allocation.nodes - 1, "restartPolicy": worker, **pod}
-        if job.allocation.nodes > 1
-        else None
+        {"replicas": allocation.nodes - 1, "restartPolicy": worker, **pod} if allocation.nodes > 1 else None
     )
     replicas = {"Master": {"replicas": 1, "restartPolicy": master, **pod}, "Worker": workers}
     spec = {"runPolicy": {"cleanPodPolicy": clean}, "pytorchReplicaSpecs": replicas}
@@ -255,7 +253,7 @@ def _namespace(project: str) -> str:
 
 
 def _command(job: Job) -> list[str]:
-    argv = pods.ASLEEP if job.request.launch.interactive else job.command
+    argv = pods.ASLEEP if job.is_interactive else job.command
     return list(map(pods.literal, argv))
 
 
@@ -278,5 +276,5 @@ def _object(record: QueuedJob) -> tuple[str, str]:
     return kind, name
 
 
-def _in_namespace(record: QueuedJob) -> tuple[str, ...]:
+def _in_namespace(record: QueuedJob) -> Argv:
     return (f"--namespace={_namespace(record.queue)}",) if record.queue else ()

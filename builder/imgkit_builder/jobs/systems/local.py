@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from imgkit_builder.jobs import container, quoting
-from imgkit_builder.jobs.job import Job, Script
+from imgkit_builder.jobs import quoting
+from imgkit_builder.jobs.job import Argv, Job, Script
 from imgkit_builder.jobs.quoting import line
+from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.jobs.submitted import QueuedJob
-from imgkit_builder.jobs.systems import System, need_program, with_folders
+from imgkit_builder.jobs.systems import System, need_program, user_options, with_folders
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.errors import UsageError
 
@@ -44,11 +45,12 @@ class Standalone(ForegroundSystem):
                 hint="use a recipe with a scheduler: imgkit list",
             )
         _check_gpus(job)
-        argv = container.start(job, job.command) if job.command else container.shell(job)
-        if job.container.runtime == "docker" and job.request.launch.interactive:
+        runtime = runtime_of(job)
+        argv = runtime.argv(job, job.command) if job.command else runtime.shell(job)
+        if job.is_interactive:
             # Only on request: docker refuses to use a pipe as a terminal.
-            argv = with_options(job, argv, "--interactive", "--tty")
-        argv = with_options(job, argv, *map(quoting.option, job.request.allocation.options))
+            argv = runtime.with_options(argv, *runtime.terminal_options)
+        argv = runtime.with_options(argv, *user_options(job))
         argv = with_settings(job, with_folders(job, argv))
         return Script(text=line(argv) + "\n", submit=argv, foreground=True)
 
@@ -56,43 +58,25 @@ class Standalone(ForegroundSystem):
 SYSTEM = Standalone()
 
 
-def with_options(job: Job, argv: tuple[str, ...], *options: str) -> tuple[str, ...]:
-    """Return `argv`, which starts the job's container, with further options for the runtime."""
-    if options and job.container.runtime == "host":
-        raise UsageError(
-            f"{options[0]} is an option for a container, but --runtime host has none",
-            where="--option",
-            hint="leave it out",
-        )
-    at = 3 if job.container.runtime == "singularity" else 2  # behind `run`, or `--quiet exec`
-    return (*argv[:at], *options, *argv[at:])
-
-
-def with_settings(job: Job, argv: tuple[str, ...]) -> tuple[str, ...]:
+def with_settings(job: Job, argv: Argv) -> Argv:
     """Return `argv` with the variables that a job script would export; docker's has them already."""
+    runtime = runtime_of(job)
     if any(isinstance(argument, quoting.Shell) for argument in argv):
         # Only a shell on the node knows the variables of the site.
-        return (
-            "sh",
-            "-c",
-            "; ".join((*container.exports(job), f"exec {' '.join(map(quoting.quote, argv))}")),
-        )
-    if job.container.runtime == "docker":
+        words = " ".join(map(quoting.quote, argv))
+        return ("sh", "-c", "; ".join((*runtime.exports(job), f"exec {words}")))
+    if runtime.environment_by_options:
         return argv
-    has_system_variables = job.container.runtime == "host" and container.system_variables(job)
-    if job.recipe.system.runtime.host_libs or job.container.env_file or has_system_variables:
+    has_defaults = not runtime.has_container and runtime.system_variables(job)
+    if job.recipe.system.runtime.host_libs or job.container.env_file or has_defaults:
         # Only a shell on the node knows the values there: a path comes before them, a default after them.
-        return ("sh", "-c", "; ".join((*container.exports(job), 'exec "$@"')), "sh", *argv)
+        return ("sh", "-c", "; ".join((*runtime.exports(job), 'exec "$@"')), "sh", *argv)
     settings = [f"{name}={value}" for name, value in job.settings.items()]
     return ("env", *settings, *argv) if settings else argv
 
 
 def _check_gpus(job: Job) -> None:
-    if (
-        job.allocation.gpus
-        and job.container.runtime != "host"
-        and not set(container.options(job)) & set(container.GPU_OPTIONS)
-    ):
+    if job.allocation.gpus and not runtime_of(job).passes_gpus(job):
         name = job.recipe.name
         raise UsageError(
             f"--gpus {job.allocation.gpus}, but {name} starts its container without GPUs",

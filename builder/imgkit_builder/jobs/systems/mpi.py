@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from imgkit_builder.base.flags import flag
-from imgkit_builder.jobs import container, quoting
-from imgkit_builder.jobs.job import Job, Script, SentInput
-from imgkit_builder.jobs.quoting import line
+from imgkit_builder.jobs.job import Argv, Job, Script, SentInput
+from imgkit_builder.jobs.quoting import line, repeat_option
 from imgkit_builder.jobs.request import SystemFlags
+from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.jobs.systems import (
     fanout,
     local,
@@ -22,6 +22,7 @@ from imgkit_builder.jobs.systems import (
     part_of_nodes,
     program_starts_once,
     spare_waits_for_nothing,
+    user_options,
     with_folders,
 )
 from imgkit_builder.recipe.systems import SHIPPED
@@ -67,6 +68,7 @@ class Mpi(local.ForegroundSystem):
 
     flags = MpiFlags
     registration = SHIPPED["mpi"]
+    takes_hosts = True
     where = "over ssh"
 
     def check(self, job: Job, *, is_submitted: bool = False) -> Iterator[str]:
@@ -76,19 +78,20 @@ class Mpi(local.ForegroundSystem):
         ------
         UsageError : if `is_submitted`, an order of hosts that mpirun would change.
         """
-        if is_submitted and not job.flags(MpiFlags).ssh:
-            _check_order(_hosts(job))
-        if not job.flags(MpiFlags).direct:
+        flags = job.flags(MpiFlags)
+        if is_submitted and not flags.ssh:
+            _check_order(flags.names)
+        if not flags.direct:
             yield from program_starts_once(job.command)
         yield from part_of_nodes(job)
-        if not job.flags(MpiFlags).ssh:
+        if not flags.ssh:
             yield from spare_waits_for_nothing(job)
 
     def script(self, job: Job) -> Script:
         """Return the ``mpirun`` line, or one ``ssh`` line for each host."""
         need_program(job)
         _check(job)
-        if job.request.launch.interactive and not job.command:
+        if job.is_interactive and not job.command:
             return _shell(job)
         return _by_ssh(job) if job.flags(MpiFlags).ssh else _by_mpirun(job)
 
@@ -101,14 +104,15 @@ def _hosts(job: Job) -> tuple[str, ...]:
 
 
 def _check(job: Job) -> None:
-    flags, hosts = job.flags(MpiFlags), _hosts(job)
-    if len(hosts) != job.allocation.nodes and (hosts or job.allocation.nodes > 1 or flags.ssh):
+    flags, nodes = job.flags(MpiFlags), job.allocation.nodes
+    hosts = flags.names
+    if len(hosts) != nodes and (hosts or nodes > 1 or flags.ssh):
         message, hint = (
-            f"{job.allocation.nodes} nodes, but 0 hosts",
+            f"{nodes} nodes, but 0 hosts",
             "--hosts A,B, the head first, or --hosts ./FILE",
         )
         if hosts:
-            message = f"{job.allocation.nodes} nodes, but {len(hosts)} hosts: {', '.join(hosts)}"
+            message = f"{nodes} nodes, but {len(hosts)} hosts: {', '.join(hosts)}"
             hint = "leave --nodes out: it is the number of hosts"
         raise UsageError(message, where="--hosts", hint=hint)
     if flags.direct and flags.ssh:
@@ -136,35 +140,32 @@ def _check_order(hosts: Sequence[str]) -> None:
 
 
 def _by_mpirun(job: Job) -> Script:
-    hosts = _hosts(job)
-    forward = _forward(job)
-    options = (*job.recipe.system.queue.options, *map(quoting.option, job.request.allocation.options))
-    options = (*(argument for name in job.container.names for argument in ("-x", name)), *options)
-    if job.container.runtime == "host":
+    hosts, runtime = _hosts(job), runtime_of(job)
+    forward, nodes = _forward(job), job.allocation.nodes
+    options = (
+        *repeat_option("-x", job.container.names),
+        *job.recipe.system.queue.options,
+        *user_options(job),
+    )
+    if not runtime.has_container:
         options = ("-x", "PATH", *options)  # ssh sets another one on the other hosts, without the venv
-    start = with_folders(job, container.start(job, job.command, forward=FORWARD))
+    start = with_folders(job, runtime.argv(job, job.command, forward=FORWARD))
     command = local.with_settings(job, start)
     if job.flags(MpiFlags).direct:
         ranks = _ranks(job)
         where = ("-H", ",".join(f"{host}:{ranks}" for host in hosts)) if hosts else ()
-        argv: tuple[str, ...] = (
-            *("mpirun", "-np", str(job.allocation.nodes * ranks), "--map-by", "slot", "--bind-to", "none"),
-            *(argument for name, value in forward.items() for argument in ("-x", f"{name}={value}")),
+        argv: Argv = (
+            *("mpirun", "-np", str(nodes * ranks), "--map-by", "slot", "--bind-to", "none"),
+            *repeat_option("-x", (f"{name}={value}" for name, value in forward.items())),
             *(*where, *options, *command),
         )
     else:
         where = ("-H", ",".join(hosts)) if hosts else ()
-        argv = OPENMPI.start_argv(
-            command, nnodes=job.allocation.nodes, forward=forward, options=(*where, *options)
-        )
+        argv = OPENMPI.start_argv(command, nnodes=nodes, forward=forward, options=(*where, *options))
     notes = (
-        f"# On {hosts[0]}, or on none of them: mpirun gives rank 0 to its own host.\n"
-        if job.allocation.nodes > 1
-        else ""
+        f"# On {hosts[0]}, or on none of them: mpirun gives rank 0 to its own host.\n" if nodes > 1 else ""
     )
-    if (
-        job.container.runtime != "singularity"
-    ):  # a signal would also end the process that serves the image's files
+    if not runtime.serves_image:
         notes += "# To save and end: kill -USR1 this mpirun; Ctrl-C leaves programs one second.\n"
     return Script(text=notes + line(argv) + "\n", submit=argv, foreground=True)
 
@@ -184,8 +185,10 @@ def _ranks(job: Job) -> int:
 
 def _by_ssh(job: Job) -> Script:
     hosts = _hosts(job)
-    title = job.recipe.system.title or job.recipe.name
-    rows = [f"# {title}, by imgkit: one command per host, each in its own terminal; or from here: imgkit run"]
+    rows = [
+        f"# {job.recipe.title}, by imgkit: one command per host, each in its own terminal; or from here: "
+        "imgkit run"
+    ]
     if job.container.names:
         rows.append(
             f"# imgkit run also sends the values of {', '.join(job.container.names)}; these lines do not."
@@ -214,13 +217,13 @@ def _by_ssh(job: Job) -> Script:
     )
 
 
-def _node_command(job: Job, rank: int, port: str) -> tuple[str, ...]:
+def _node_command(job: Job, rank: int, port: str) -> Argv:
     """The command with its place in flags, or in variables if it is the user's own program."""
     hosts = _hosts(job)
     if len(hosts) == 1:
         return job.command
     head = _head(job)
-    if job.command[0].startswith("dist-") and job.command[0] != "dist-env":
+    if _starts_node_agent(job):
         return manual.start_argv(
             job.command, nnodes=job.allocation.size, node_rank=rank, head=head, port=port
         )
@@ -234,39 +237,41 @@ def _node_command(job: Job, rank: int, port: str) -> tuple[str, ...]:
     return ("env", *(f"{name}={value}" for name, value in placement.items()), *job.command)
 
 
+def _starts_node_agent(job: Job) -> bool:
+    return job.runs_entry_point and job.command[0] != "dist-env"
+
+
 def _head(job: Job) -> str:
     return _hosts(job)[0].rpartition("@")[2]
 
 
-def _started(job: Job, command: Sequence[str]) -> tuple[str, ...]:
-    return local.with_settings(job, with_folders(job, container.start(job, command)))
+def _started(job: Job, command: Argv) -> Argv:
+    return local.with_settings(job, with_folders(job, runtime_of(job).argv(job, command)))
 
 
-def _guarded(job: Job, command: Sequence[str]) -> tuple[str, ...]:
+def _guarded(job: Job, command: Argv) -> Argv:
     """The words for `fanout`. The guard is innermost: it ends when the container's input does."""
-    sent = _sent(job)
-    if job.container.runtime == "host":
+    sent, runtime = _sent(job), runtime_of(job)
+    if not runtime.has_container:
         return fanout.guarded(_started(job, command), sent)
-    argv = container.start(job, fanout.guarded(command, sent))
-    if job.container.runtime == "docker":
-        argv = local.with_options(job, argv, "--interactive")
+    argv = runtime.argv(job, fanout.guarded(command, sent))
+    argv = runtime.with_options(argv, *runtime.input_options)
     return local.with_settings(job, with_folders(job, argv))
 
 
 def _sent(job: Job) -> SentInput:
     """What goes through the input of each ssh; only a node agent expects a secret on its own input."""
-    node_agent = job.command[0].startswith("dist-") and job.command[0] != "dist-env"
-    return SentInput(secret=job.makes_secret and node_agent, names=job.container.names)
+    return SentInput(secret=job.makes_secret and _starts_node_agent(job), names=job.container.names)
 
 
-def _remote(job: Job, argv: Sequence[str]) -> str:
+def _remote(job: Job, argv: Argv) -> str:
     """One line for the shell of a host, because ssh joins words with blanks."""
-    if job.container.runtime == "docker":
+    if runtime_of(job).environment_by_options:
         return shlex.join(argv)
     return f"cd {shlex.quote(str(job.directory))} && exec {shlex.join(argv)}"
 
 
-def _torch_program(command: Sequence[str]) -> tuple[str, ...]:
+def _torch_program(command: Argv) -> Argv:
     """The program as ``torch.distributed.launch`` takes it; empty if that is unknown."""
     from imgkit_entrypoints.cli import options
 
@@ -287,7 +292,7 @@ def _torch_program(command: Sequence[str]) -> tuple[str, ...]:
     return ("-m", program.app, *rest)
 
 
-def _torch_launch(job: Job, program: Sequence[str], rank: int) -> tuple[str, ...]:
+def _torch_launch(job: Job, program: Argv, rank: int) -> Argv:
     return (
         *("python3", "-m", "torch.distributed.launch", "--use-env", f"--nproc_per_node={_ranks(job)}"),
         *(f"--nnodes={job.allocation.nodes}", f"--node_rank={rank}"),
@@ -311,8 +316,7 @@ def _shell(job: Job) -> Script:
             where="--env",
             hint="--env-file FILE, a file of mode 600 on the host",
         )
-    shell = container.shell(job)
-    if job.container.runtime == "docker":
-        shell = local.with_options(job, shell, "--interactive", "--tty")
+    runtime = runtime_of(job)
+    shell = runtime.with_options(runtime.shell(job), *runtime.terminal_options)
     argv = ("ssh", "-t", _hosts(job)[0], _remote(job, local.with_settings(job, with_folders(job, shell))))
     return Script(text=line(argv) + "\n", submit=argv, foreground=True)

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Literal, NoReturn
 
 from imgkit_builder.base.flags import flag
-from imgkit_builder.jobs import container, quoting
-from imgkit_builder.jobs.container import fill
-from imgkit_builder.jobs.job import Job, Script
+from imgkit_builder.jobs import quoting
+from imgkit_builder.jobs.job import Argv, Job, Script
 from imgkit_builder.jobs.quoting import Shell, line
 from imgkit_builder.jobs.request import SystemFlags
+from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.jobs.submitted import JobState, JobStatus, QueuedJob
 from imgkit_builder.jobs.systems import (
     NEW_CONTAINER,
@@ -27,8 +27,10 @@ from imgkit_builder.jobs.systems import (
     last_line,
     need_task,
     options_of,
+    options_with_values,
     with_folders,
 )
+from imgkit_builder.jobs.templates import fill
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.rollcall.secret import VARIABLE
@@ -78,11 +80,12 @@ class Pbs(System):
         """Return the script for ``qsub``, or the ``qsub -I`` line of an interactive job."""
         if job.makes_image:
             return _image_script(job)
-        if job.request.launch.interactive:
+        if job.is_interactive:
             return _interactive(job)
+        nodes = job.allocation.nodes
         start = job.flags(PbsFlags).pbs_start
-        by_task = start if job.allocation.nodes > 1 and start != "pals" else ""
-        rdzv = job.allocation.nodes > 1 and job.recipe.system.env.get("FI_CXI_RDZV_PROTO") == "alt_read"
+        by_task = start if nodes > 1 and start != "pals" else ""
+        rdzv = nodes > 1 and job.recipe.system.env.get("FI_CXI_RDZV_PROTO") == "alt_read"
         text = fill(
             job,
             "pbs.sh.j2",
@@ -100,7 +103,7 @@ class Pbs(System):
         """Return the id that ``qsub`` prints: ``SEQUENCE.SERVER``, or ``SEQUENCE[].SERVER`` of an array."""
         return last_line(output, r"[0-9]+(\[[0-9]*\])?(\..+)?")
 
-    def status_commands(self, record: QueuedJob) -> tuple[tuple[str, ...], ...]:
+    def status_commands(self, record: QueuedJob) -> tuple[Argv, ...]:
         """Return the commands for a job in the queue, and for one in the history that a server may keep."""
         return (("qstat", "-f", record.id), ("qstat", "-x", "-f", record.id))
 
@@ -115,7 +118,7 @@ class Pbs(System):
         text = "".join(f"{row}\n" for row in rows)
         return JobStatus(state=job_state, text=text, code=int(code[1]) if code else None)
 
-    def log_source(self, record: QueuedJob) -> tuple[str, ...]:
+    def log_source(self, record: QueuedJob) -> Argv:
         """Return the command that follows the output by name: most systems copy it when the job ends."""
         number = record.id.partition(".")[0]
         need_task(record, number.replace("[]", "[0]"))
@@ -123,7 +126,7 @@ class Pbs(System):
         path = record.directory / f"{record.name}.o{number}"
         return ("tail", "-n", "+1", "-F", str(path))
 
-    def cancel_command(self, record: QueuedJob) -> tuple[str, ...]:
+    def cancel_command(self, record: QueuedJob) -> Argv:
         """Return the command that ends the job."""
         return ("qdel", record.id)
 
@@ -156,29 +159,29 @@ def _image_script(job: Job) -> Script:
     return Script(text=text, submit=("qsub",), on_stdin=True)
 
 
-def _resource_options(job: Job) -> tuple[str, ...]:
+def _resource_options(job: Job) -> Argv:
     """The resources to request; directives and ``qsub -I`` take the same words."""
-    queue = job.recipe.system.queue
+    queue, allocation = job.recipe.system.queue, job.allocation
     chunk = (
-        *((f"ncpus={job.allocation.cpus}",) if job.allocation.cpus else ()),
-        *((f"ngpus={job.allocation.gpus}",) if job.allocation.gpus else ()),
+        *options_with_values({"ncpus": allocation.cpus, "ngpus": allocation.gpus}),
         # One line per chunk in the node file, and one process per chunk: it starts the others.
         "mpiprocs=1",
         *map(quoting.option, queue.chunk),
     )
     return (
         *_common(job),
-        *("-l", ":".join((f"select={job.allocation.nodes}", *chunk))),
-        *map(quoting.option, (*queue.options, *job.request.allocation.options)),
+        *("-l", ":".join((f"select={allocation.nodes}", *chunk))),
+        *map(quoting.option, options_of(job)),
     )
 
 
-def _common(job: Job) -> tuple[str, ...]:
+def _common(job: Job) -> Argv:
+    allocation = job.allocation
     return (
         *("-N", job.title),
-        *(("-q", job.allocation.queue) if job.allocation.queue else ()),
-        *(("-A", job.allocation.account) if job.allocation.account else ()),
-        *(("-l", f"walltime={job.allocation.time}") if job.allocation.time else ()),
+        *(("-q", allocation.queue) if allocation.queue else ()),
+        *(("-A", allocation.account) if allocation.account else ()),
+        *(("-l", f"walltime={allocation.time}") if allocation.time else ()),
     )
 
 
@@ -193,20 +196,21 @@ def _lines(options: Sequence[str]) -> list[str]:
     return rows
 
 
-def _node(job: Job, *, rdzv: bool) -> tuple[str, ...]:
+def _node(job: Job, *, rdzv: bool) -> Argv:
     """The words that run the command on this node, or by mpiexec on all nodes."""
-    by_pals = job.allocation.nodes > 1 and job.flags(PbsFlags).pbs_start == "pals"
+    nodes = job.allocation.nodes
+    by_pals = nodes > 1 and job.flags(PbsFlags).pbs_start == "pals"
     variables = PALS.fields.variables if by_pals else ("PBS_JOBID", "PBS_NODENUM", "PBS_TASKNUM")
     secret = (VARIABLE,) if job.makes_secret else ()
-    start = container.start(job, job.command, forward=(*variables, *pbs.FORWARD, RUN_DIR, *secret))
-    argv = with_folders(job, start)
+    forward = (*variables, *pbs.FORWARD, RUN_DIR, *secret)
+    argv = with_folders(job, runtime_of(job).argv(job, job.command, forward=forward))
     if not by_pals:
         return argv
     network = (Shell('"${network[@]}"'),) if rdzv else ()
-    return PALS.start_argv(argv, nnodes=job.allocation.nodes, options=network)
+    return PALS.start_argv(argv, nnodes=nodes, options=network)
 
 
-def _remote(by_task: str) -> tuple[str, ...]:
+def _remote(by_task: str) -> Argv:
     """The words that run ``$task`` on a host."""
     if by_task == "pbsdsh":
         return pbs.start_argv(("/bin/bash", "-lc", Shell('"$task; node"')), line=Shell('"${lines[rank]}"'))
@@ -220,12 +224,12 @@ def _interactive(job: Job) -> Script:
             where="--interactive",
             hint="imgkit run --dry-run ... > job.sh without --interactive; bash job.sh in the job's shell",
         )
-    argv = ("qsub", "-I", *_resource_options(job))
+    argv, runtime = ("qsub", "-I", *_resource_options(job)), runtime_of(job)
     comments = (
         "# In the shell that it gives, on one of the nodes:",
-        *(f"#   module load {name}" for name in container.modules(job)),
-        *(f"#   {text}" for text in container.exports(job)),
-        *(f"#   {text}" for text in line(with_folders(job, container.shell(job))).split("\n")),
+        *(f"#   module load {name}" for name in runtime.modules(job)),
+        *(f"#   {text}" for text in runtime.exports(job)),
+        *(f"#   {text}" for text in line(with_folders(job, runtime.shell(job))).split("\n")),
         "# On all nodes: imgkit run --dry-run ... > job.sh, without --interactive; here: bash job.sh",
     )
     return Script(text="\n".join((*comments, line(argv), "")), submit=argv, foreground=True)

@@ -10,10 +10,10 @@ from pathlib import PurePosixPath
 from typing import Literal
 
 from imgkit_builder.base.flags import flag
-from imgkit_builder.jobs import container
 from imgkit_builder.jobs.job import Job
 from imgkit_builder.jobs.quoting import quote
 from imgkit_builder.jobs.request import JobRequest, SystemFlags
+from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.jobs.systems import System, part_of_nodes, program_starts_once, runai_client
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.errors import UsageError
@@ -62,7 +62,7 @@ class Pods(System):
 
     def check(self, job: Job, *, is_submitted: bool = False) -> Iterator[str]:
         """Yield warnings about requests that the user may not have meant."""
-        request = job.request
+        request, output_format = job.request, format_of(job)
         yield from program_starts_once(job.command)
         yield from part_of_nodes(job, ": pods may share a node")
         if request.container.binds:
@@ -70,11 +70,11 @@ class Pods(System):
         if all(text.endswith(":ro") for text in job.flags(PodFlags).pvcs) and not request.launch.interactive:
             yield "no --pvc to write to: output, checkpoints and logs disappear with the pods"
         size = job.allocation.size
-        if size.spares and format_of(job) == "runai":
+        if size.spares and output_format == "runai":
             yield f"--nodes {size}: RunAI decides what follows a lost pod; --format pytorchjob states it"
-        if job.flags(PodFlags).client and format_of(job) != "runai":
-            yield f"--client is not used with --format {format_of(job)}"
-        if format_of(job) != "runai":
+        if job.flags(PodFlags).client and output_format != "runai":
+            yield f"--client is not used with --format {output_format}"
+        if output_format != "runai":
             return
         if client_of(job) == "v1":
             odd = [
@@ -203,7 +203,7 @@ def variables(job: Job) -> Mapping[str, str]:
         run = (folder if folder is not None and is_writable else writable[0]) / "runs" / check_name(job)
         folders = {"IMGKIT_RUN_DIR": str(run), "IMGKIT_LOG_DIR": str(run / "logs")}
     shell = dataclasses.replace(job, command=())
-    recipes = container.system_variables(shell if job.request.launch.interactive else job)
+    recipes = runtime_of(job).system_variables(shell if job.is_interactive else job)
     for name, value in recipes.items():
         if site_variables(value):
             raise UsageError(

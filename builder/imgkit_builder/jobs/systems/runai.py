@@ -6,13 +6,12 @@ command alone follows ``--``: no shell reads it again, so nothing is quoted twic
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from imgkit_builder.jobs import quoting
-from imgkit_builder.jobs.job import Job, Script
+from imgkit_builder.jobs.job import Argv, Job, Script
 from imgkit_builder.jobs.quoting import quote
 from imgkit_builder.jobs.submitted import QueuedJob
-from imgkit_builder.jobs.systems import JobShell, need_program, pods, runai_client
+from imgkit_builder.jobs.systems import JobShell, need_program, pods, runai_client, user_options
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.schedulers import kubernetes
 
@@ -31,16 +30,16 @@ class RunAI(pods.Pods):
         """Return the command. For an interactive job, comments above it explain how to work in its pods."""
         need_program(job)
         name = pods.check_name(job)
-        command = pods.ASLEEP if job.request.launch.interactive else kubernetes.start_argv(job.command)
+        command = pods.ASLEEP if job.is_interactive else kubernetes.start_argv(job.command)
         argv = (
             *_options(job, name),
             *job.recipe.system.queue.options,
-            *map(quoting.option, job.request.allocation.options),
+            *user_options(job),
             *("--", *map(pods.literal, command)),
         )
         kind, project = _kind(job), _project(job.allocation.queue)
         end = " ".join(map(quote, _job_command(kind, "delete", name, project)))
-        comments = pods.entered(job, _ways(job, name, kind), end) if job.request.launch.interactive else ()
+        comments = pods.entered(job, _ways(job, name, kind), end) if job.is_interactive else ()
         return Script(text="\n".join((*comments, _rows(argv), "")), submit=argv, kind=kind)
 
     def check(self, job: Job, *, is_submitted: bool = False) -> Iterator[str]:
@@ -59,11 +58,11 @@ class RunAI(pods.Pods):
         """Return the job's name, which is its id."""
         return name
 
-    def status_commands(self, record: QueuedJob) -> tuple[tuple[str, ...], ...]:
+    def status_commands(self, record: QueuedJob) -> tuple[Argv, ...]:
         """Return the command that shows the job, its pods and its events."""
         return (_job_command(record.kind, "describe", record.name, _project(record.queue)),)
 
-    def log_source(self, record: QueuedJob) -> tuple[str, ...]:
+    def log_source(self, record: QueuedJob) -> Argv:
         """Return the command that follows the output of the first pod; the volume has that of all pods."""
         project = _project(record.queue)
         return (runai_client.PROGRAM, *_commands(record.kind), "logs", record.name, "--follow", *project)
@@ -73,7 +72,7 @@ class RunAI(pods.Pods):
         argv = (runai_client.PROGRAM, *_commands(record.kind), "bash", record.name, *_project(record.queue))
         return JobShell(argv=(*argv, *(("--pod", node) if node else ())), description=pods.SAME_CONTAINER)
 
-    def cancel_command(self, record: QueuedJob) -> tuple[str, ...]:
+    def cancel_command(self, record: QueuedJob) -> Argv:
         """Return the command that ends the job and deletes its pods."""
         return _job_command(record.kind, "delete", record.name, _project(record.queue))
 
@@ -86,13 +85,13 @@ def _kind(job: Job) -> str:
     return "" if pods.client_of(job) == "v1" else KINDS[job.allocation.nodes > 1]
 
 
-def _job_command(kind: str, verb: str, name: str, project: Sequence[str]) -> tuple[str, ...]:
+def _job_command(kind: str, verb: str, name: str, project: Argv) -> Argv:
     """The command about one job."""
     argv = (*_commands(kind), verb) if kind else (verb, "job")
     return (runai_client.PROGRAM, *argv, name, *project)
 
 
-def _commands(kind: str) -> tuple[str, ...]:
+def _commands(kind: str) -> Argv:
     if kind and kind not in KINDS:
         raise UsageError(
             f"no runai client calls a job {kind!r}", where="the record of the job", hint="runai workload list"
@@ -100,28 +99,27 @@ def _commands(kind: str) -> tuple[str, ...]:
     return tuple(kind.split())
 
 
-def _project(queue: str) -> tuple[str, ...]:
+def _project(queue: str) -> Argv:
     return ("--project", queue) if queue else ()
 
 
 def _options(job: Job, name: str) -> Iterator[str]:
     """Yield the command up to the options of the recipe and of the user."""
+    allocation = job.allocation
     claims, folder, is_first = pods.claims(job), pods.workdir(job), pods.client_of(job) == "v1"
     if is_first:
         # One pod is a plain job; workers are the pods after the first.
-        submit = ("submit",) if job.allocation.nodes == 1 else ("submit-dist", "pytorch")
+        submit = ("submit",) if allocation.nodes == 1 else ("submit-dist", "pytorch")
         yield from ("runai", *submit, "--name", name)
     else:
-        yield from ("runai", *KINDS[job.allocation.nodes > 1].split(), "submit", name)
-    yield from (*_project(job.allocation.queue), "--image", job.container.image)
-    if job.allocation.nodes > 1:
-        yield from ("--workers", str(job.allocation.nodes - 1))
-    if (
-        job.allocation.gpus or is_first
-    ):  # the later option takes a positive number; without it a pod has no GPU
-        yield from ("--gpu" if is_first else "--gpu-devices-request", str(job.allocation.gpus))
-    if job.allocation.cpus:
-        yield from ("--cpu" if is_first else "--cpu-core-request", str(job.allocation.cpus))
+        yield from ("runai", *KINDS[allocation.nodes > 1].split(), "submit", name)
+    yield from (*_project(allocation.queue), "--image", job.container.image)
+    if allocation.nodes > 1:
+        yield from ("--workers", str(allocation.nodes - 1))
+    if allocation.gpus or is_first:  # the later option takes a positive number; without it a pod has no GPU
+        yield from ("--gpu" if is_first else "--gpu-devices-request", str(allocation.gpus))
+    if allocation.cpus:
+        yield from ("--cpu" if is_first else "--cpu-core-request", str(allocation.cpus))
     for claim in claims:
         if claim.read_only and not is_first:
             raise UsageError(
@@ -141,7 +139,7 @@ def _options(job: Job, name: str) -> Iterator[str]:
         yield from reference if is_first else ("--env-secret", f"{key}={pods.SECRET},key={key}")
 
 
-def _rows(argv: Sequence[str]) -> str:
+def _rows(argv: Argv) -> str:
     """The command, with one line for each option and its value."""
     end = argv.index("--")
     rows = [[argv[0]]]
@@ -153,8 +151,9 @@ def _rows(argv: Sequence[str]) -> str:
 
 
 def _ways(job: Job, name: str, kind: str) -> tuple[str, ...]:
+    nodes = job.allocation.nodes
     command = " ".join((runai_client.PROGRAM, *kind.split(), "bash", name, *_project(job.allocation.queue)))
-    if job.allocation.nodes == 1:
+    if nodes == 1:
         return (command,)
-    names = (f"{name}-master-0", *(f"{name}-worker-{index}" for index in range(job.allocation.nodes - 1)))
+    names = (f"{name}-master-0", *(f"{name}-worker-{index}" for index in range(nodes - 1)))
     return tuple(f"{command} --pod {pod}" for pod in names)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from imgkit_builder.jobs import container, pyxis, quoting
-from imgkit_builder.jobs.container import fill
-from imgkit_builder.jobs.job import Job, Script
+from imgkit_builder.jobs.job import Argv, Job, Script
 from imgkit_builder.jobs.quoting import Shell, line, quote
+from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.jobs.submitted import JobState, JobStatus, QueuedJob
 from imgkit_builder.jobs.systems import (
     NEW_CONTAINER,
@@ -19,9 +18,12 @@ from imgkit_builder.jobs.systems import (
     last_line,
     need_task,
     options_of,
+    options_with_values,
+    user_options,
     with_folders,
     worst,
 )
+from imgkit_builder.jobs.templates import fill
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.schedulers import slurm
 
@@ -82,9 +84,10 @@ class Slurm(System):
 
     def script(self, job: Job) -> Script:
         """Return the script for ``sbatch``, or the ``salloc`` line of an interactive job."""
-        if job.request.launch.interactive:
+        if job.is_interactive:
             argv = ("salloc", *_resource_options(job), "bash", "-lc", _typed(job))
             return Script(text=line(argv) + "\n", submit=argv, foreground=True)
+        stop_before_s = job.allocation.stop_before_s
         options = () if job.makes_image else options_of(job)
         is_array = any(re.match(r"--array\b|-a", option) for option in options)
         directives = (
@@ -93,12 +96,8 @@ class Slurm(System):
             *_resource_options(job),
             # B: the signal goes to the script alone. A step's signal reaches every process of it. For
             # ordinary users one of them serves the image's files; the run would die of a bus error.
-            *((f"--signal=B:USR1@{job.allocation.stop_before_s}",) if job.allocation.stop_before_s else ()),
-            *(
-                ("--requeue", "--open-mode=append")
-                if job.allocation.stop_before_s or job.outlives_nodes
-                else ()
-            ),
+            *((f"--signal=B:USR1@{stop_before_s}",) if stop_before_s else ()),
+            *(("--requeue", "--open-mode=append") if stop_before_s or job.outlives_nodes else ()),
         )
         if job.makes_image:
             text = fill(job, "slurm-sif.sh.j2", directives=directives, make=line(job.command))
@@ -108,7 +107,7 @@ class Slurm(System):
                 "slurm.sh.j2",
                 directives=directives,
                 array=is_array,
-                look=line(look) if (look := _look(job)) else "",
+                look=line(_node_check(job)),
                 start=line(_start(job, _container(job))),
                 start_in_node=line(_start(job, (*_IN_NODE, *_container(job)))),
             )
@@ -118,7 +117,7 @@ class Slurm(System):
         """Return what ``sbatch --parsable`` prints: ``ID``, or ``ID;CLUSTER`` of one of several clusters."""
         return last_line(output, r"[0-9]+(;.+)?")
 
-    def status_commands(self, record: QueuedJob) -> tuple[tuple[str, ...], ...]:
+    def status_commands(self, record: QueuedJob) -> tuple[Argv, ...]:
         """Return the commands of the queue, of the accounting, and of Slurm's memory of some minutes."""
         at = _at(record.cluster)
         # %S is the start, or the expected start of a job that waits. From 20.02 on, --noheader leaves out the
@@ -145,7 +144,7 @@ class Slurm(System):
         text = "".join(" ".join(row) + "\n" for row in rows if row)
         return JobStatus(state=state, text=text, code=code)
 
-    def log_source(self, record: QueuedJob) -> tuple[str, ...]:
+    def log_source(self, record: QueuedJob) -> Argv:
         """Return the command that follows the job's output."""
         need_task(record, f"{record.id}_0")
         output = record.directory / f"{record.name}-{record.id}.out"
@@ -153,7 +152,7 @@ class Slurm(System):
         # On a remote there is none, and nothing here has its name.
         return ("tail", "-n", "+1", "-f", *((str(errors),) if errors.is_file() else ()), str(output))
 
-    def cancel_command(self, record: QueuedJob) -> tuple[str, ...]:
+    def cancel_command(self, record: QueuedJob) -> Argv:
         """Return the command that ends the job and all tasks of its array."""
         return ("scancel", *_at(record.cluster), record.id)
 
@@ -177,12 +176,12 @@ class Slurm(System):
 SYSTEM = Slurm()
 
 
-def _at(cluster: str) -> tuple[str, ...]:
+def _at(cluster: str) -> Argv:
     """The option of Slurm's commands for a job on a cluster that sbatch has named."""
     return (f"--clusters={cluster}",) if cluster else ()
 
 
-def _output_options(job: Job, numbered: str = "%j") -> tuple[str, ...]:
+def _output_options(job: Job, numbered: str = "%j") -> Argv:
     """The folder in which a script runs, and the files of its output; `numbered` is the id in their names."""
     folder = str(job.directory)
     return (
@@ -192,25 +191,21 @@ def _output_options(job: Job, numbered: str = "%j") -> tuple[str, ...]:
     )
 
 
-def _resource_options(job: Job) -> tuple[str, ...]:
+def _resource_options(job: Job) -> Argv:
     """The resources to request; directives and salloc take the same words."""
-    queue = job.recipe.system.queue
-    limits = (
-        *((f"--time={job.allocation.time}",) if job.allocation.time else ()),
-        *((f"--account={job.allocation.account}",) if job.allocation.account else ()),
-    )
-    options = tuple(map(quoting.option, job.request.allocation.options))
+    queue, allocation = job.recipe.system.queue, job.allocation
+    limits = options_with_values({"--time": allocation.time, "--account": allocation.account})
+    options = user_options(job)
     if job.makes_image:
         return ("--nodes=1", "--ntasks=1", *limits, *queue.sif, *options)
     return (
-        f"--nodes={job.allocation.nodes}",
+        f"--nodes={allocation.nodes}",
         *(("--no-kill",) if job.outlives_nodes else ()),
         "--ntasks-per-node=1",
-        *((f"--gres=gpu:{job.allocation.gpus}",) if job.allocation.gpus else ()),
-        *((f"--cpus-per-task={job.allocation.cpus}",) if job.allocation.cpus else ()),
+        *((f"--gres=gpu:{allocation.gpus}",) if allocation.gpus else ()),
+        *options_with_values({"--cpus-per-task": allocation.cpus}),
         *limits,
-        *((f"--partition={job.allocation.queue}",) if job.allocation.queue else ()),
-        *((f"--qos={job.allocation.qos}",) if job.allocation.qos else ()),
+        *options_with_values({"--partition": allocation.queue, "--qos": allocation.qos}),
         *queue.options,
         *options,
     )
@@ -224,25 +219,26 @@ PODMAN_FORWARD = ("SLURM*", "IMGKIT_*", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DE
 """Variables that podman passes into the container; it alone expands the stars."""
 
 
-def _container(job: Job) -> tuple[str, ...]:
-    return _with_folders(job, container.start(job, job.command, forward=PODMAN_FORWARD))
+def _container(job: Job) -> Argv:
+    return _with_folders(job, runtime_of(job).argv(job, job.command, forward=PODMAN_FORWARD))
 
 
-def _with_folders(job: Job, argv: Sequence[str]) -> tuple[str, ...]:
-    """The same as `with_folders`, but for pyxis, whose words are first options of srun: `_look` does it."""
-    return tuple(argv) if job.container.runtime == "pyxis" else with_folders(job, argv)
+def _with_folders(job: Job, argv: Argv) -> Argv:
+    """Return `argv` as `with_folders` does, unless it is for pyxis: its first words are options of srun."""
+    return argv if _node_check(job) else with_folders(job, argv)
 
 
-def _look(job: Job) -> tuple[str, ...]:
-    """The step that looks at each node before the one that pyxis starts; empty for other runtimes."""
-    if job.container.runtime != "pyxis":
+def _node_check(job: Job) -> Argv:
+    """Return the step that looks at each node before the one that pyxis starts; empty for other runtimes."""
+    argv = runtime_of(job).node_check(job)
+    if not argv:
         return ()
     # The next step need not wait until Slurm has cleaned up after this one, and gets all that is typed.
-    argv = with_folders(job, pyxis.look(job))
-    return ("srun", "--overlap", "--input=none", "--ntasks-per-node=1", *argv)
+    srun = ("srun", "--overlap", "--input=none", "--ntasks-per-node=1")
+    return (*srun, *with_folders(job, argv))
 
 
-def _start(job: Job, argv: Sequence[str]) -> tuple[str, ...]:
+def _start(job: Job, argv: Argv) -> Argv:
     # srun does not read --network from the script's directives.
     network = tuple(option for option in job.recipe.system.queue.options if option.startswith("--network="))
     # From 22.05 to 23.02 srun does not inherit --cpus-per-task. As a variable, it follows the directive when
@@ -258,14 +254,15 @@ def _start(job: Job, argv: Sequence[str]) -> tuple[str, ...]:
 
 def _typed(job: Job) -> str:
     """The line that runs in the allocation: the command on all nodes, or a shell on the first one."""
-    modules = [f"module load {shlex.quote(name)}" for name in container.modules(job)]
-    cpus = (f"--cpus-per-task={job.allocation.cpus}",) if job.allocation.cpus else ()
-    srun_options, shell = job.recipe.system.queue.srun, _with_folders(job, container.shell(job))
+    runtime = runtime_of(job)
+    modules = [f"module load {shlex.quote(name)}" for name in runtime.modules(job)]
+    cpus = options_with_values({"--cpus-per-task": job.allocation.cpus})
+    srun_options, shell = job.recipe.system.queue.srun, _with_folders(job, runtime.shell(job))
     argv = (
         _start(job, _container(job))
         if job.command
         else ("srun", "--nodes=1", "--ntasks=1", *cpus, *srun_options, "--pty", *shell)
     )
-    steps = (_look(job), ("exec", *argv))
+    steps = (_node_check(job), ("exec", *argv))
     typed = (" ".join(map(quote, step)) for step in steps if step)
-    return " && ".join((*modules, *container.exports(job), *typed))
+    return " && ".join((*modules, *runtime.exports(job), *typed))

@@ -18,10 +18,11 @@ import small_sif
 
 from imgkit_builder.base.process import Finished
 from imgkit_builder.image import inside
-from imgkit_builder.jobs import bound, checks, container, submit, systems
+from imgkit_builder.jobs import bound, checks, submit, systems
 from imgkit_builder.jobs.job import Job
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.resolve import resolve
+from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.jobs.transport import Local
 from imgkit_builder.recipe.targets import find
 from imgkit_entrypoints import __version__, system
@@ -68,7 +69,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_entry_points_are_bound_and_started_by_the_image_s_python(tmp_path: Path) -> None:
     made = bind(tmp_path, fake(), env=("A=b",))
     folder = f"{tmp_path}/imgkit-entrypoints/{bound.name_of(made)}"
-    words = container.start(made, made.command)
+    words = runtime_of(made).argv(made, made.command)
     assert f"{folder}/imgkit_entrypoints:{SEEN['site']}/imgkit_entrypoints:ro" in words
     assert f"{folder}/system.json:/opt/imgkit/system.json:ro" in words
     assert words[-8:] == (
@@ -101,7 +102,7 @@ def test_folder_holds_the_package_and_the_system(tmp_path: Path) -> None:
 def test_any_other_command_runs_in_any_image(tmp_path: Path) -> None:
     made = bind(tmp_path, fake(torch=""), command=("sh", "-c", "date"), activate="A=1")
     assert made.container.bound is None
-    words = container.start(made, made.command)
+    words = runtime_of(made).argv(made, made.command)
     assert words[-5:] == ("bash", "A=1", "sh", "-c", "date")
 
 
@@ -209,7 +210,7 @@ def test_digest_of_the_job_is_the_one_that_was_looked_at(tmp_path: Path) -> None
         return Finished(argv=tuple(argv), returncode=0, output=done.stdout)
 
     made = bind(tmp_path, run, image=str(image))
-    line = container.exports(made)[-1]
+    line = runtime_of(made).exports(made)[-1]
     shell = ("bash", "-c", f"{line}\necho starts")
     assert subprocess.run(shell, stdout=subprocess.PIPE, check=True).stdout == b"starts\n"
     for change in (lambda: image.write_bytes(bytes(199_999) + b"x"), image.unlink):
@@ -236,7 +237,7 @@ def test_activation_runs_before_the_command(
     tmp_path: Path, activate: str, output: str, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = bind(tmp_path, fake(), activate=activate)
-    words = container.start(made, ("sh", "-c", 'echo "$A $1 $2"', "sh", "a", "b"))
+    words = runtime_of(made).argv(made, ("sh", "-c", 'echo "$A $1 $2"', "sh", "a", "b"))
     monkeypatch.setenv("WITH_CONDA", "true && export A=2")
     monkeypatch.setenv("A", "0")
     done = subprocess.run(words[words.index("/site.sif") + 1 :], capture_output=True, text=True, check=False)

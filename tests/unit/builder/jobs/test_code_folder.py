@@ -16,11 +16,12 @@ from stored_images import archive
 
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.image.context import LargeContext
-from imgkit_builder.jobs import code, container
+from imgkit_builder.jobs import code
 from imgkit_builder.jobs.code_tree import CodeTree
 from imgkit_builder.jobs.job import CodeRecord
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.resolve import resolve
+from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.oci.manifest import InstalledProject
 from imgkit_builder.recipe.targets import find
 from imgkit_builder.sif import convert
@@ -256,15 +257,15 @@ def test_code_is_bound_over_the_image(folder: Path) -> None:
     request = JobRequest.of(command=("dist-hello",), runtime="singularity", code=folder)
     job = resolve(find("cpu"), request)
     record = CodeRecord(sha256="ab", git="", uncommitted=True)
-    words = container.start(container.with_code(job, record, "/d/code"), ("true",))
+    words = runtime_of(job).argv(code.with_code(job, record, Path("/d/code")), ("true",))
     binds = [word for before, word in itertools.pairwise(words) if before == "--bind"]
     assert binds[:2] == [
-        "/d/code/workspace:/workspace:ro",
-        "/d/code/opt/imgkit/code.json:/opt/imgkit/code.json:ro",
+        "/d/code/ab/workspace:/workspace:ro",
+        "/d/code/ab/opt/imgkit/code.json:/opt/imgkit/code.json:ro",
     ]
     assert "IMGKIT_CODE=ab" in words
     with pytest.raises(UsageError, match="cannot be used in a job"):
-        container.with_code(job, record, "/d/a,b")
+        code.with_code(job, record, Path("/d/a,b"))
 
 
 PYPROJECT = '[tool.x]\nname = "no"\n[project]  # mine\nname = "My_Proj"\n'

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from imgkit_builder.jobs import container, resolve
+from imgkit_builder.jobs import resolve, templates
 from imgkit_builder.jobs.job import Job
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.recipe import targets
@@ -40,7 +40,7 @@ def test_templates_run_no_program_and_write_no_file(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.sh.j2").write_text(text)
     with pytest.raises(UsageError):
-        container.fill(job, "mine.sh.j2")
+        templates.fill(job, "mine.sh.j2")
     assert [path.name for path in tmp_path.iterdir()] == ["mine.sh.j2"]
 
 
@@ -51,4 +51,4 @@ def test_templates_use_values_filters_and_macros(job: Job, tmp_path: Path) -> No
         "{{ 'x y' | sh_quote }}"
     )
     alone = job.with_allocation(size=Size.parse("2+1"))
-    assert container.fill(alone, "mine.sh.j2") == "33 [0, 1] a-b 'x y'"
+    assert templates.fill(alone, "mine.sh.j2") == "33 [0, 1] a-b 'x y'"

@@ -16,10 +16,11 @@ import pytest
 import small_sif
 
 from imgkit_builder.base.progress import Silent
-from imgkit_builder.jobs import bound, checks, code, container, pyxis, submit
+from imgkit_builder.jobs import bound, checks, code, submit
 from imgkit_builder.jobs.job import Job
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.resolve import resolve
+from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.oci import manifest as manifest_of
 from imgkit_builder.oci.manifest import MANIFEST_JSON, BaseImage, Manifest
 from imgkit_builder.recipe.targets import Target, find
@@ -53,7 +54,7 @@ def job(of: Target | None = None, **given: Any) -> Job:
 
 
 def words(of: Job) -> tuple[str, ...]:
-    return container.start(of, of.command)
+    return runtime_of(of).argv(of, of.command)
 
 
 def option(name: str, of: Job) -> str:
@@ -63,7 +64,7 @@ def option(name: str, of: Job) -> str:
 
 def started(of: Job, environment: Path, *command: str) -> str:
     """What the command prints, started as in the container whose /etc/environment is `environment`."""
-    argv = container.start(of, command)
+    argv = runtime_of(of).argv(of, command)
     argv = tuple(word.replace("/etc/environment", str(environment)) for word in argv[argv.index("sh") :])
     env = {**os.environ, "PATH": "/usr/bin:/bin", "LD_LIBRARY_PATH": "/own"}
     return subprocess.run(argv, env=env, capture_output=True, text=True, check=True).stdout
@@ -179,12 +180,13 @@ SHELL = {
 
 
 def test_variables_of_the_shell_do_not_reach_pyxis() -> None:
-    script = "\n".join(("set -eu", *container.exports(job()), "env"))
+    script = "\n".join(("set -eu", *runtime_of(job()).exports(job()), "env"))
     env = {**SHELL, "PATH": "/usr/bin:/bin"}
     done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, check=True)
     found = [line for line in done.stdout.splitlines() if line.startswith(("PYXIS", "ENROOT", "NVIDIA"))]
     assert sorted(found) == ["ENROOT_CACHE_PATH=/cache", "NVIDIA_VISIBLE_DEVICES=void"]
-    assert not any("NVIDIA" in line for line in container.exports(job(of_gpus())))
+    with_gpus = job(of_gpus())
+    assert not any("NVIDIA" in line for line in runtime_of(with_gpus).exports(with_gpus))
 
 
 def of_gpus() -> Target:
@@ -194,17 +196,19 @@ def of_gpus() -> Target:
 
 
 @pytest.mark.parametrize("name", ["PYXIS_CONTAINER_IMAGE", "PYXIS_CONTAINER_NAME"])
-def test_variable_that_moves_the_script_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variable_that_moves_the_script_is_refused(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(name, "")
     with pytest.raises(UsageError, match="would start the job's script itself in a container") as caught:
-        checks.check_environment(job())
+        checks.before_submission(job(directory=tmp_path))
     assert caught.value.where == name
-    checks.check_environment(job().with_container(runtime="singularity"))
 
 
 def looked(of: Job, *, path: str = "/usr/bin:/bin") -> tuple[int, str]:
     """Exit code and messages of the look on a node."""
-    done = subprocess.run(pyxis.look(of), env={"PATH": path}, capture_output=True, text=True, check=False)
+    argv = runtime_of(of).node_check(of)
+    done = subprocess.run(argv, env={"PATH": path}, capture_output=True, text=True, check=False)
     return done.returncode, done.stderr
 
 
@@ -227,7 +231,8 @@ def test_requeued_job_removes_what_its_start_has_left(tmp_path: Path) -> None:
         ({}, ""),
         ({"SLURM_RESTART_COUNT": "1"}, "remove -f pyxis_12.1\nremove -f pyxis_12_12.1\n"),
     ):
-        words = pyxis.look(job(image="ubuntu"))
+        of = job(image="ubuntu")
+        words = runtime_of(of).node_check(of)
         done = subprocess.run(words, env={**env, **more}, capture_output=True, text=True, check=True)
         assert done.stderr == said
 
@@ -325,7 +330,7 @@ def test_singularity_gets_the_variables_of_a_sqsh(tmp_path: Path) -> None:
     checks.before_submission(made)
     file = tmp_path / "environment"
     file.write_text("PATH=/usr/bin:/bin\nA='$(date)'\nB=image\nQ=  a \nENROOT_X=1\n1X=1\nno\nE=")
-    argv = container.start(made, ("printenv", "A", "B", "Q", "E"))
+    argv = runtime_of(made).argv(made, ("printenv", "A", "B", "Q", "E"))
     inside = [word.replace("/etc/environment", str(file)) for word in argv[argv.index(str(image)) + 1 :]]
     assert subprocess.check_output(inside, text=True) == "$(date)\njob\n  a \n\n"
     names = subprocess.check_output([*inside[: inside.index("printenv")], "env"], text=True)
@@ -342,7 +347,7 @@ def test_libraries_of_the_host_and_of_the_gpu_are_found(tmp_path: Path, librarie
     env = {"PATH": "/usr/bin:/bin", "LD_LIBRARY_PATH": libraries.replace("/.singularity.d/libs", "/usr/bin")}
     found = subprocess.check_output([*argv, "printenv", "LD_LIBRARY_PATH"], env=env, text=True)
     assert found == {"": "/opt/aws:/usr/bin\n"}.get(libraries, "/opt/aws:/own:/usr/bin\n")
-    assert not [line for line in container.exports(made) if "LD_LIBRARY_PATH" in line]
+    assert not [line for line in runtime_of(made).exports(made) if "LD_LIBRARY_PATH" in line]
 
 
 @needs_squasher
@@ -448,7 +453,8 @@ def test_shell_that_tells_no_architecture_is_not_judged(tmp_path: Path, program:
     (tmp_path / "a.sqsh.folder/bin").mkdir(parents=True)
     (tmp_path / "a.sqsh.folder/bin/sh").write_bytes(program)
     image = squashed(tmp_path / "a.sqsh", manifest=False)
-    assert checks.foreign_image(job(image=str(image), directory=tmp_path)) is None
+    of = job(image=str(image), directory=tmp_path)
+    assert runtime_of(of).arch_error(of) is None
 
 
 @needs_squasher
@@ -471,7 +477,7 @@ def test_architecture_of_another_program_s_sqsh_is_that_of_its_shell(
     amd = dataclasses.replace(recipe(), platforms=("linux/amd64",))
     made = job(amd, image=str(image), directory=tmp_path, runtime=runtime)
     if link == "sh":
-        assert checks.foreign_image(made) is None
+        assert runtime_of(made).arch_error(made) is None
         return
     with pytest.raises(UsageError, match="the image is for arm64, but the nodes are amd64"):
         checks.before_submission(made)

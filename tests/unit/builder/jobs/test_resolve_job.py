@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from imgkit_builder.jobs import checks, container, quoting, systems
+from imgkit_builder.jobs import checks, quoting, systems
 from imgkit_builder.jobs.job import Job
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.resolve import resolve
+from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.jobs.systems.pods import PodFlags
 from imgkit_builder.recipe.targets import find
 from imgkit_entrypoints.errors import UsageError
@@ -289,7 +290,8 @@ def test_container_with_a_clean_environment_is_refused(tmp_path: Path, option: s
 
 
 def test_settings_of_a_shell_keep_no_variable_out_of_the_container() -> None:
-    lines = (*container.exports(job("mn5")), "env")
+    mn5 = job("mn5")
+    lines = (*runtime_of(mn5).exports(mn5), "env")
     cleaning = {"APPTAINER_CLEANENV": "1", "SINGULARITY_CONTAINALL": "1", "APPTAINER_NV": "1"}
     found = subprocess.run(
         ["bash", "-c", "\n".join(lines)],
@@ -299,7 +301,8 @@ def test_settings_of_a_shell_keep_no_variable_out_of_the_container() -> None:
         check=True,
     )
     assert {name for name in cleaning if f"\n{name}=" in f"\n{found.stdout}"} == {"APPTAINER_NV"}
-    assert "unset" not in "".join(container.exports(job("mn5", runtime="host")))
+    on_host = job("mn5", runtime="host")
+    assert "unset" not in "".join(runtime_of(on_host).exports(on_host))
 
 
 def test_job_tells_its_gpus_where_the_image_states_none(tmp_path: Path) -> None:

@@ -15,10 +15,11 @@ import stored_images
 import yaml
 
 from imgkit_builder.base.progress import Silent
-from imgkit_builder.jobs import container, systems
+from imgkit_builder.jobs import systems
 from imgkit_builder.jobs.job import Job
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.resolve import resolve
+from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.oci import manifest
 from imgkit_builder.oci.manifest import MANIFEST_JSON, BaseImage, Manifest
 from imgkit_builder.recipe import targets
@@ -90,7 +91,8 @@ def test_dist_commands_read_the_variables_in_the_image(tmp_path: Path) -> None:
 
 
 def test_shell_of_a_job_gets_the_variables(tmp_path: Path) -> None:
-    line = container.shell_line(make_job(tmp_path, "slurm", command=("dist-run", "a.py")))
+    job = make_job(tmp_path, "slurm", command=("dist-run", "a.py"))
+    line = runtime_of(job).shell_line(job)
     assert f"export IMGKIT_JOB_DIR={shlex.quote(str(tmp_path))} && " in line
     assert 'then export HF_HOME="$IMGKIT_JOB_DIR/hf"; fi && ' in line
     assert '"HF_HOME=$HF_HOME"' in line
@@ -123,8 +125,9 @@ def test_shell_on_this_machine_can_have_them(
 
 
 def test_interfaces_of_other_nodes_are_left_out(tmp_path: Path) -> None:
-    assert "NCCL_SOCKET_IFNAME" in container.system_variables(make_job(tmp_path, "slurm"))
-    assert "NCCL_SOCKET_IFNAME" not in container.system_variables(make_job(tmp_path, "slurm", queue="other"))
+    job, in_other_queue = make_job(tmp_path, "slurm"), make_job(tmp_path, "slurm", queue="other")
+    assert "NCCL_SOCKET_IFNAME" in runtime_of(job).system_variables(job)
+    assert "NCCL_SOCKET_IFNAME" not in runtime_of(in_other_queue).system_variables(in_other_queue)
 
 
 @pytest.fixture

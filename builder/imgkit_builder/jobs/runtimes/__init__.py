@@ -1,0 +1,33 @@
+"""Runtimes: what starts a job's command on a node, one class in a module each.
+
+They write argv and lines of shell, and look into image files that are here. Only `image_digest` runs
+something, by the function that it gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from imgkit_builder.jobs.job import Job
+from imgkit_builder.jobs.runtimes.base import Runtime
+from imgkit_builder.jobs.runtimes.docker import Docker
+from imgkit_builder.jobs.runtimes.host import Host
+from imgkit_builder.jobs.runtimes.pod import Pod
+from imgkit_builder.jobs.runtimes.pyxis import Pyxis
+from imgkit_builder.jobs.runtimes.singularity import Singularity
+
+__all__ = ["Runtime", "named", "runtime_of"]
+
+_RUNTIMES: Mapping[str, Runtime] = {
+    runtime.kind: runtime for runtime in (Singularity(), Docker(), Pyxis(), Host(), Pod())
+}
+
+
+def named(kind: str) -> Runtime:
+    """Return the runtime of this kind, which the recipe's ``system.runtime.kind`` or ``--runtime`` names."""
+    return _RUNTIMES[kind]
+
+
+def runtime_of(job: Job) -> Runtime:
+    """Return the runtime that starts the command of `job`."""
+    return named(job.container.runtime)

@@ -1,0 +1,55 @@
+"""No container: the node itself runs the command, perhaps in a virtual environment."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from imgkit_builder.jobs import quoting
+from imgkit_builder.jobs.job import Job
+from imgkit_builder.jobs.runtimes.base import Runtime
+from imgkit_entrypoints.errors import UsageError
+
+
+class Host(Runtime):
+    """The node without a container."""
+
+    kind = "host"
+    has_container = False
+    without_mounts = "leave it out"
+    opens_shells = True
+
+    def image(self, text: str, recipe: str, directory: Path) -> str:
+        """Return the path of the virtual environment; empty: the node's own Python."""
+        return str(directory / text) if text else ""
+
+    def check(self, job: Job) -> None:
+        """Raise UsageError for what needs a container."""
+        super().check(job)
+        if job.request.container.workdir:
+            hint = "--directory DIR: the job's folder, in which the command starts"
+            raise UsageError("--runtime host has no container", where="--workdir", hint=hint)
+
+    def check_submission(self, job: Job) -> None:
+        """Raise UsageError if the virtual environment does not exist."""
+        folder = job.container.image
+        # Its Python is not run: a login node can have another processor than the nodes it was made on.
+        if folder and not os.path.lexists(f"{folder}/bin/python3"):
+            raise UsageError(
+                f"no virtual environment {folder}",
+                where="--image",
+                hint=f"on a node: python3 -m venv {folder}",
+            )
+
+    def modules(self, job: Job) -> tuple[str, ...]:
+        """Return the environment modules that the recipe has for runs without a container."""
+        return job.recipe.system.runtime.host_modules
+
+    def exports(self, job: Job) -> tuple[str, ...]:
+        """Return shell lines that set the variables, the library path last."""
+        libraries = self.listed_libraries(job)
+        search = (quoting.search_first(libraries),) if libraries else ()
+        return (*super().exports(job), *search)
+
+    def _entry_point_python(self, job: Job) -> str:
+        return f"{job.container.image}/bin/python3" if job.container.image else "python3"

@@ -1,0 +1,40 @@
+"""Pods: Kubernetes starts the command in the image, and has folders and variables of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from imgkit_builder.jobs.job import Job
+from imgkit_builder.jobs.runtimes.base import Runtime, check_reference
+from imgkit_entrypoints.errors import UsageError
+
+
+class Pod(Runtime):
+    """Pods, which pull their image from a registry."""
+
+    kind = "kubernetes"
+    is_isolated = True
+    without_mounts = "build an image with that one as its base"
+
+    def image(self, text: str, recipe: str, directory: Path) -> str:
+        """Return the name of the image; raise UsageError if none is named."""
+        if not text:
+            reference = f"REGISTRY/{recipe}:1"
+            raise UsageError(
+                "pods pull their image from a registry, but no image is given",
+                where="--image",
+                hint=f"imgkit push {recipe} {reference}, then --image {reference}",
+            )
+        return check_reference(text)
+
+    def check(self, job: Job) -> None:
+        """Raise UsageError for a file of this machine."""
+        super().check(job)
+        env_file = job.request.container.env_file
+        if env_file is not None:
+            raise UsageError(
+                "pods cannot read a file from here",
+                where="--env-file",
+                hint=f"kubectl create secret generic imgkit --from-env-file={env_file}, and --env NAME for "
+                "each variable",
+            )

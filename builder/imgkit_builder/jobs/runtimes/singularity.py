@@ -1,0 +1,111 @@
+"""Singularity and Apptainer: a .sif, a sandbox or a plain squashfs."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path, PurePath
+
+from imgkit_builder.jobs import quoting
+from imgkit_builder.jobs.job import Argv, Job
+from imgkit_builder.jobs.runtimes.base import SQSH_SUFFIXES, Runtime
+from imgkit_builder.oci.manifest import MANIFEST_JSON
+from imgkit_builder.sif import image, sqsh
+from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.rules import SITE_VARIABLE
+
+_QUIET = "--quiet"
+"""Option that leaves out INFO lines, on every node; warnings and errors stay."""
+
+_CLEAN = re.compile(r"--(cleanenv|containall)(=.*)?|-[cfinpuw]*[eC].*")
+"""Options that keep the node's variables out of the container; short ones can be combined."""
+
+_UNCLEAN = "unset APPTAINER_CLEANENV SINGULARITY_CLEANENV APPTAINER_CONTAINALL SINGULARITY_CONTAINALL"
+"""A user's shell may set them: without the node's variables in the container, each node would run alone."""
+
+
+class Singularity(Runtime):
+    """Singularity or Apptainer."""
+
+    kind = "singularity"
+    usual_options = ("--nv",)
+    image_suffix = ".sif"
+    serves_image = True
+    verb_words = 3  # singularity --quiet exec
+    opens_shells = True
+
+    def image(self, text: str, recipe: str, directory: Path) -> str:
+        """Return the path of the image; default: the recipe's .sif in `directory`."""
+        return str(directory / (text or f"{recipe}.sif"))
+
+    def image_title(self, name: str) -> str:
+        """Return the name of the file: its folders say nothing about what is in it."""
+        return PurePath(name).name
+
+    def _lacks_manifest(self, path: Path) -> bool:
+        if not path.is_dir():
+            return super()._lacks_manifest(path)
+        is_sandbox = (path / "usr").is_dir()
+        return is_sandbox and not Path(f"{path}{MANIFEST_JSON}").exists()
+
+    def _image_arch(self, path: Path) -> str:
+        return image.read(path).arch if image.is_sif(path) else super()._image_arch(path)
+
+    def check(self, job: Job) -> None:
+        """Raise UsageError if an option keeps from the container what the node or the job sets for it."""
+        clean_option = next((option for option in self.options(job) if _CLEAN.fullmatch(option)), "")
+        needs_variables = job.settings or job.container.names or job.container.env_file
+        if clean_option and (needs_variables or job.system != "standalone"):
+            raise UsageError(
+                f"with {clean_option}, the container receives no variable of the node and the job: the node "
+                "agent would find neither the other nodes nor the job's settings",
+                where=job.recipe.where("system", "runtime", "options"),
+                hint=f"remove {clean_option} from system.runtime.options; --contain and --no-home keep the "
+                "variables",
+            )
+
+    def check_submission(self, job: Job) -> None:
+        """Raise UsageError if the image does not exist, or is for other nodes."""
+        path = Path(job.container.image)
+        if not path.exists():
+            hint = f"imgkit sif {job.recipe.name}, or --image PATH"
+            raise UsageError(f"no image {path}", where="--image", hint=hint)
+        super().check_submission(job)
+
+    def shell(self, job: Job) -> Argv:
+        """Return the argv of a shell in the job's image: the runtime's own, if it needs no variable."""
+        job = dataclasses.replace(job, command=())
+        has_variables = job.container.env or self.system_variables(job)
+        if has_variables or job.request.container.activate or _is_sqsh(job):
+            return super().shell(job)
+        return self._argv_to_image(job, "shell")
+
+    def exports(self, job: Job) -> tuple[str, ...]:
+        """Return shell lines that set the variables, and the library path in the container."""
+        lines = (_UNCLEAN, *super().exports(job))
+        libraries = self.listed_libraries(job)
+        if not libraries or _is_sqsh(job):
+            return lines
+        program = PurePath(self.program(job.recipe)).name
+        prefix = "APPTAINERENV" if program == "apptainer" else "SINGULARITYENV"
+        # This shell replaces the variables of the site, and the container LD_LIBRARY_PATH.
+        folders = SITE_VARIABLE.sub(r"""'"\g<0>"'""", ":".join(libraries))
+        return (*lines, f"export {prefix}_LD_LIBRARY_PATH='{folders}{quoting.INHERITED}'")
+
+    def _start(self, job: Job, command: Argv, forward: Argv) -> Argv:
+        set_env: Argv = ()
+        if _is_sqsh(job):
+            libraries = self.listed_libraries(job)
+            set_env = sqsh.environment_words(quoting.search_first(libraries) if libraries else "")
+        return (*self._argv_to_image(job, "exec"), *set_env, *command)
+
+    def _argv_to_image(self, job: Job, verb: str) -> Argv:
+        """Return the runtime's command up to the image."""
+        binds = quoting.repeat_option("--bind", map(quoting.expanding, self.mounts(job)))
+        pwd = ("--pwd", job.container.workdir) if job.container.workdir else ()  # apptainer's --cwd is newer
+        return (self.program(job.recipe), _QUIET, verb, *self.options(job), *binds, *pwd, job.container.image)
+
+
+def _is_sqsh(job: Job) -> bool:
+    """Return whether the image is a plain squashfs; by its name where the file is not here."""
+    return job.container.image.endswith(SQSH_SUFFIXES) or sqsh.is_sqsh(Path(job.container.image))
