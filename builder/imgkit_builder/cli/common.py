@@ -67,18 +67,6 @@ UNPACK_LIMIT: float | None = typer.Option(
     help="Largest size of a compressed archive once unpacked (default: 100 times the file, at least 1).",
 )
 VERBOSE: bool = typer.Option(False, "--verbose", "-v", help="Show all output.")
-RUNTIME: str | None = typer.Option(
-    None,
-    "--runtime-command",
-    metavar="COMMAND",
-    help="Name or path of the runtime (default: singularity, else apptainer).",
-)
-TMPDIR: Path | None = typer.Option(
-    None,
-    metavar="DIR",
-    help="Folder for temporary files (default: $IMGKIT_TMPDIR, $APPTAINER_TMPDIR, $SINGULARITY_TMPDIR, "
-    "$TMPDIR, else next to the file).",
-)
 MB = 1e6
 
 

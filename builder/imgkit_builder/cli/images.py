@@ -8,8 +8,10 @@ import shutil
 
 import typer
 
-from imgkit_builder.cli.common import JSON, RUNTIME, VERBOSE, flag_option, name_argument, show, show_checks
+from imgkit_builder.cli.common import JSON, VERBOSE, flag_option, name_argument, show, show_checks
+from imgkit_builder.cli.options import field_option
 from imgkit_builder.cli.progress import reporter
+from imgkit_builder.sif.conversion import Options
 from imgkit_builder.workflow.images import shell_command, smoke_test
 from imgkit_builder.workflow.names import image_name
 from imgkit_entrypoints import terminal
@@ -19,7 +21,7 @@ from imgkit_entrypoints.errors import ToolMissing, UsageError
 def verb_test(
     image: str = name_argument("IMAGE|SIF|RECIPE", "A local image, a .sif file or a recipe."),
     as_json: bool = JSON,
-    runtime: str | None = RUNTIME,
+    runtime: str | None = field_option(Options, "runtime"),
 ) -> None:
     """Run the smoke test in an image or .sif.
 

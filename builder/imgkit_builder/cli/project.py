@@ -8,18 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from imgkit_builder.cli.common import JSON, columns, flag_option, show
+from imgkit_builder.cli.common import JSON, columns, show
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import UsageError
 
 if TYPE_CHECKING:
     from imgkit_builder.project.origins import ValueSource
     from imgkit_builder.project.toml_file import ProjectFile
-
-
-TRUST_FOLDER: bool = flag_option(
-    "--trust-folder", "Use the imgkit.toml here and what it names even if other users can change them."
-)
 
 
 def project_here(*, recipe: str, trusted: bool) -> ProjectFile | None:

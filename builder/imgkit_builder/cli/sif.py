@@ -5,17 +5,13 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from pathlib import Path
-from typing import Literal
 
 import typer
 
 from imgkit_builder.cli.common import (
     JSON,
-    RUNTIME,
-    TMPDIR,
     UNPACK_LIMIT,
     VERBOSE,
-    flag_option,
     gigabytes,
     name_argument,
     named_system,
@@ -29,7 +25,6 @@ from imgkit_builder.cli.common import (
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.sif.conversion import FormatName, Options
 from imgkit_builder.workflow.convert import convert, plan_conversion
-from imgkit_entrypoints.system import CompressionChoice
 
 
 def verb_sif(
@@ -45,23 +40,9 @@ def verb_sif(
         help="sif: for Singularity and Apptainer. sqsh: for pyxis, enroot and Charliecloud (default: sqsh if "
         "the name of --output ends in .sqsh, else sif).",
     ),
-    writer: Literal["auto", "imgkit", "runtime"] = typer.Option(
-        "auto",
-        help="imgkit: write the file with mksquashfs. runtime: let Singularity or Apptainer build it from "
-        "the layers, through spython. auto: imgkit if mksquashfs is available, else runtime; prints which.",
-    ),
-    compression: CompressionChoice = typer.Option(
-        "auto",
-        help="auto: runtime.compression of the system, if it states one; else gzip in a .sqsh, and in a "
-        ".sif zstd if this machine can write and mount it, else gzip.",
-    ),
-    tmpdir: Path | None = TMPDIR,
+    *,
+    options: Options,
     unpack_limit: float | None = UNPACK_LIMIT,
-    force: bool = flag_option(
-        "--force", "Convert even if the file is up to date; overwrite a file of another format."
-    ),
-    runtime: str | None = RUNTIME,
-    no_test: bool = flag_option("--no-test", "Do not test the result by running it."),
     dry_run: bool = typer.Option(False, "--dry-run", help="Print the commands, then exit."),
     as_json: bool = JSON,
     verbose: bool = VERBOSE,
@@ -82,16 +63,7 @@ def verb_sif(
       imgkit sif mn5.tar --format sqsh
     """
     named: FormatName = "sqsh" if output and output.suffix == ".sqsh" else "sif"
-    request = Options(
-        format=format or named,
-        compression=compression,
-        tmpdir=tmpdir,
-        unpack_limit_bytes=gigabytes(unpack_limit),
-        writer=writer,
-        force=force,
-        runtime=runtime,
-        test=not no_test,
-    )
+    request = dataclasses.replace(options, format=format or named, unpack_limit_bytes=gigabytes(unpack_limit))
     if dry_run:
         target, commands = plan_conversion(image, output, request)
         show({"dry_run": True, "file": target, "commands": commands}, *commands, as_json=as_json)
