@@ -24,8 +24,10 @@ from imgkit_builder.cli.common import (
     with_leave,
 )
 from imgkit_builder.cli.progress import reporter
+from imgkit_builder.jobs import runtimes
 from imgkit_builder.workflow import build
 from imgkit_builder.workflow.build import BuildRequest, SifBuildRequest
+from imgkit_builder.workflow.names import stem
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import UsageError
 
@@ -114,9 +116,6 @@ def _show_plan(plan: ImagePlan | SifPlan, *, as_json: bool) -> None:
 
 def _next(recipe: str, tag: str | None, runtime: str) -> str:
     """Return the next command for an image that was built, as it is typed."""
-    from imgkit_builder.jobs import runtimes
-    from imgkit_builder.workflow.names import stem
-
     again, system_runtime = shlex.quote(tag or recipe), runtimes.named(runtime)
     if system_runtime.is_isolated:
         return f"imgkit push {again} REGISTRY/{stem(tag or recipe)}:1"

@@ -13,9 +13,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
+from imgkit_builder.base import checks
+from imgkit_builder.image.context import LargeContext
+from imgkit_builder.jobs import quoting, runtimes
+from imgkit_builder.recipe.problems import RecipeErrors
+from imgkit_builder.workflow import baked
 from imgkit_builder.workflow.names import ARCHIVE_SUFFIXES, RECIPE_SUFFIXES
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import EXIT_NO, ImgkitError
+from imgkit_recipes import recipe_names
 
 if TYPE_CHECKING:
     from imgkit_builder.apptainer.build import BuiltSif
@@ -33,8 +39,6 @@ HERE = "here"
 
 def complete_names(incomplete: str) -> list[str]:
     """Return the names of recipes, files and folders that begin with `incomplete`, for the shell."""
-    from imgkit_recipes import recipe_names
-
     names = [name for name in recipe_names() if name.startswith(incomplete)]
     suffixes = (*RECIPE_SUFFIXES, *ARCHIVE_SUFFIXES, ".sif")
     folder, _, start = incomplete.rpartition("/")
@@ -85,8 +89,6 @@ def show(data: Mapping[str, Any], *lines: str, as_json: bool) -> None:
 
 def show_checks(results: Sequence[Check], *, as_json: bool, **context: Any) -> None:
     """Print `results`, and end with exit code 1 if a check failed."""
-    from imgkit_builder.base import checks
-
     show(checks.to_dict(results, **context), *checks.table(results), as_json=as_json)
     if not checks.passed(results):
         raise typer.Exit(EXIT_NO)
@@ -99,7 +101,6 @@ def with_leave(run: Callable[[bool], Result], *, large: bool, may_ask: bool = Tr
     ------
     LargeContext : the code is large, and there is nobody to ask, or the answer is no.
     """
-    from imgkit_builder.image.context import LargeContext
 
     try:
         return run(large)
@@ -116,8 +117,6 @@ def error_data(error: ImgkitError) -> dict[str, Any]:
 
     The error of a recipe also has ``problems``, one entry for each.
     """
-    from imgkit_builder.recipe.problems import RecipeErrors
-
     data: dict[str, Any] = {
         "what": error.what,
         "where": error.where,
@@ -170,8 +169,6 @@ def terminable() -> Iterator[None]:
 
 def named_system(file: Path) -> SystemFacts | None:
     """Return the system that a .sif or .sqsh names. Return None if it names none, or cannot be read."""
-    from imgkit_builder.workflow import baked
-
     try:
         return baked.system_facts(file)
     except (ImgkitError, OSError):
@@ -183,8 +180,6 @@ def next_line(sif: Path, command: str) -> str:
 
     An image that imgkit did not build names no system and has no ``dist-*`` commands: then it opens a shell.
     """
-    from imgkit_builder.jobs import quoting, runtimes
-
     system = named_system(sif)
     if system is None:
         return shlex.join(("singularity", "shell", str(sif)))

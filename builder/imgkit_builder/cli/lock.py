@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
+from imgkit_builder import engine as engines
 from imgkit_builder.cli.common import (
     JSON,
     VERBOSE,
@@ -21,12 +22,16 @@ from imgkit_builder.cli.common import (
 )
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.cli.recipes import load_recipe
+from imgkit_builder.image import secret_values
+from imgkit_builder.lock import changes
+from imgkit_builder.lock.resolve import LockOptions, Resolution, kept_files, resolve, write_lock
+from imgkit_builder.oci.platform import host_platform
+from imgkit_builder.recipe import bases, lock_file
 from imgkit_builder.workflow.build import BASE_HELP
 from imgkit_entrypoints.errors import EXIT_NO, UsageError
 
 if TYPE_CHECKING:
     from imgkit_builder.base.progress import Reporter
-    from imgkit_builder.lock.resolve import LockOptions
     from imgkit_builder.recipe.model import LockRequest, Recipe
 
 
@@ -76,14 +81,12 @@ def verb_lock(
             where="imgkit lock",
             hint=f"imgkit lock {recipe} --upgrade {' '.join(packages)}",
         )
-    from imgkit_builder.recipe import bases
 
     loaded = load_recipe(recipe)
     base = bases.chosen(base, loaded)
     if check:
         _check(loaded, base=base, platform=platform, as_json=as_json)
         return
-    from imgkit_builder.lock.resolve import LockOptions
 
     options = LockOptions(keep_files=keep, upgrade=upgrade, packages=tuple(packages or ()))
     source = _BaseOptions(base=base, platform=platform, builder=builder, pull=pull)
@@ -111,12 +114,6 @@ def _lock(
     report: Reporter,
 ) -> tuple[dict[str, Any], list[str]]:
     """Resolve the recipe in its base, and write the lock; return the result as JSON and for people."""
-    from imgkit_builder import engine as engines
-    from imgkit_builder.image import secret_values
-    from imgkit_builder.lock import changes
-    from imgkit_builder.lock.resolve import Resolution, kept_files, resolve, write_lock
-    from imgkit_builder.recipe import lock_file
-
     request = _request(recipe, source.base)
     file = lock_file.beside(recipe)
     lock = lock_file.read(file) if file.exists() else None
@@ -177,8 +174,6 @@ def _lock(
 
 
 def _request(recipe: Recipe, base: str | None) -> LockRequest:
-    from imgkit_builder.recipe import lock_file
-
     try:
         return lock_file.request_of(recipe, base=base)
     except (OSError, ValueError) as error:
@@ -186,12 +181,8 @@ def _request(recipe: Recipe, base: str | None) -> LockRequest:
 
 
 def _check(recipe: Recipe, *, base: str | None, platform: str | None, as_json: bool) -> None:
-    from imgkit_builder.engine import choose_platform
-    from imgkit_builder.oci.platform import host_platform
-    from imgkit_builder.recipe import lock_file
-
     file = lock_file.beside(recipe)
-    target = choose_platform(recipe, wanted=platform, host=host_platform())
+    target = engines.choose_platform(recipe, wanted=platform, host=host_platform())
     reason = ""
     try:
         lock_file.follow(recipe, platform=target, base=base, required=True)

@@ -9,6 +9,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from imgkit_builder.cli.common import JSON, columns, show
+from imgkit_builder.jobs.remote import config
+from imgkit_builder.project import new_folder, ownership, program, toml_file
+from imgkit_builder.recipe import targets
+from imgkit_builder.recipe.problems import shown
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import UsageError
 
@@ -29,9 +33,6 @@ def project_here(*, recipe: str, trusted: bool) -> ProjectFile | None:
     ------
     UsageError : it has problems, or users other than this one can change it or what it names.
     """
-    from imgkit_builder.project import ownership, toml_file
-    from imgkit_builder.recipe.problems import shown
-
     file = toml_file.locate(Path.cwd())
     if file is None:
         return None
@@ -90,9 +91,6 @@ def verb_init(
       imgkit init
       imgkit init --recipe mn5 -A bsc98 --qos acc_debug mine
     """
-    from imgkit_builder.project import new_folder, program
-    from imgkit_builder.recipe import targets
-
     remote, recipe = _chosen(on, recipe)
     parent = targets.find(recipe)
     options = new_folder.NewFolder(
@@ -120,8 +118,6 @@ def verb_init(
 
 def _chosen(on: str, recipe: str) -> tuple[str, str]:
     """Return the remote, empty if there is none, and the recipe."""
-    from imgkit_builder.jobs.remote import config
-
     configured = list(config.remotes().values())
     if on:
         remotes = [config.find(on)]
