@@ -16,14 +16,12 @@ from imgkit_builder.cli.common import (
     VERBOSE,
     flag_option,
     name_argument,
-    next_line,
-    result_lines,
     show,
-    show_stages,
     terminable,
     with_leave,
 )
 from imgkit_builder.cli.progress import reporter
+from imgkit_builder.cli.sif import next_line, result_lines, show_stages
 from imgkit_builder.jobs import runtimes
 from imgkit_builder.workflow import build
 from imgkit_builder.workflow.build import BuildRequest, SifBuildRequest

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,21 +13,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import typer
 
 from imgkit_builder.base import checks
-from imgkit_builder.image.context import LargeContext
-from imgkit_builder.jobs import quoting, runtimes
 from imgkit_builder.recipe.problems import RecipeErrors
-from imgkit_builder.workflow import baked
 from imgkit_builder.workflow.names import ARCHIVE_SUFFIXES, RECIPE_SUFFIXES
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import EXIT_NO, ImgkitError
 from imgkit_recipes import recipe_names
 
 if TYPE_CHECKING:
-    from imgkit_builder.apptainer.build import BuiltSif
     from imgkit_builder.base.checks import Check
     from imgkit_builder.recipe.problems import Problem
-    from imgkit_builder.sif.conversion import Converted, Stage
-    from imgkit_entrypoints.system import SystemFacts
 
 Result = TypeVar("Result")
 SCHEMA = 1
@@ -101,6 +94,8 @@ def with_leave(run: Callable[[bool], Result], *, large: bool, may_ask: bool = Tr
     ------
     LargeContext : the code is large, and there is nobody to ask, or the answer is no.
     """
+    # Most verbs load this module, and pack nothing.
+    from imgkit_builder.image.context import LargeContext
 
     try:
         return run(large)
@@ -165,50 +160,3 @@ def terminable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def named_system(file: Path) -> SystemFacts | None:
-    """Return the system that a .sif or .sqsh names. Return None if it names none, or cannot be read."""
-    try:
-        return baked.system_facts(file)
-    except (ImgkitError, OSError):
-        return None
-
-
-def next_line(sif: Path, command: str) -> str:
-    """Return the command that runs `command` in `sif` with the options of the system that its image is for.
-
-    An image that imgkit did not build names no system and has no ``dist-*`` commands: then it opens a shell.
-    """
-    system = named_system(sif)
-    if system is None:
-        return shlex.join(("singularity", "shell", str(sif)))
-    runtime = system.runtime
-    starts_sif = runtimes.named(runtime.kind).image_suffix == ".sif"
-    program, options = (runtime.command, runtime.options) if starts_sif else ("singularity", ())
-    mounts = quoting.repeat_option("--bind", map(quoting.expanding, runtime.binds))
-    return " ".join(map(quoting.quote, (program, "exec", *options, *mounts, str(sif), command)))
-
-
-def show_stages(data: Mapping[str, Any], stages: Sequence[Stage], *lines: str, as_json: bool) -> None:
-    """Print a result as `show` does, with the seconds of each stage that led to it, and their sum."""
-    seconds = {stage.name: round(stage.seconds, 2) for stage in stages}
-    rows = [f"{stage.seconds:7.1f} s  {stage.name}" for stage in stages]
-    if stages:
-        rows.append(f"{sum(stage.seconds for stage in stages):7.1f} s  in all")
-    data = {name: value for name, value in data.items() if name != "stages"}
-    show({**data, "seconds": seconds}, *rows, *lines, as_json=as_json)
-
-
-def result_lines(
-    result: Converted | BuiltSif, target: Path, following: str, *, up_to_date: bool = False
-) -> list[str]:
-    """Return what people read about the file that a conversion or a build has written to `target`."""
-    record = result.record
-    summary = f"{result.size_bytes / MB:.1f} MB  {result.arch}  {record.compression}, {record.runtime}"
-    return [
-        f"{target}  {summary}{'  up to date' if up_to_date else ''}",
-        *([f"image  {record.image_id}"] if record.image_id else []),
-        f"root   sha256:{record.root_sha256}",
-        f"next:  {following}",
-    ]
