@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import typer
 
 from imgkit_builder import engine as engines
+from imgkit_builder.base.flags import flag
 from imgkit_builder.cli.common import (
     JSON,
     VERBOSE,
@@ -27,7 +28,7 @@ from imgkit_builder.lock import changes
 from imgkit_builder.lock.resolve import LockOptions, Resolution, kept_files, resolve, write_lock
 from imgkit_builder.oci.platform import host_platform
 from imgkit_builder.recipe import bases, lock_file
-from imgkit_builder.workflow.build import BASE_HELP
+from imgkit_builder.workflow.build import BaseOptions
 from imgkit_entrypoints.errors import EXIT_NO, UsageError
 
 if TYPE_CHECKING:
@@ -35,28 +36,18 @@ if TYPE_CHECKING:
     from imgkit_builder.recipe.model import LockRequest, Recipe
 
 
-Builder = Literal["auto", "classic", "buildx", "podman"]
-
-
 def verb_lock(
     recipe: str = name_argument("RECIPE|FILE", "A shipped recipe (imgkit list) or a .yaml file."),
     packages: list[str] = typer.Argument(
         None, metavar="[PACKAGE]...", help="With --upgrade: upgrade only these packages."
     ),
-    platform: str = typer.Option(
-        None, metavar="PLATFORM", help="linux/amd64 or linux/arm64, if the recipe allows both."
-    ),
-    base: str | None = typer.Option(None, metavar="REF", help=BASE_HELP),
-    upgrade: bool = flag_option("--upgrade", "Upgrade packages to the newest versions that fit."),
-    pull: bool = typer.Option(False, "--pull", help="Pull the base even if it is local."),
-    keep: bool = flag_option(
-        "--keep-files", "Also store every file next to the lock, and build missing wheels."
-    ),
+    *,
+    options: LockOptions,
+    source: _BaseOptions,
     check: bool = flag_option(
         "--check", "Only check whether the lock fits the recipe; exit code 1 if it does not."
     ),
     dry_run: bool = typer.Option(False, "--dry-run", help="Resolve, print the changes, then exit."),
-    builder: Builder = typer.Option("auto", help="Builder that queries the base, as in imgkit build."),
     as_json: bool = JSON,
     verbose: bool = VERBOSE,
 ) -> None:
@@ -75,7 +66,7 @@ def verb_lock(
       imgkit lock mine.yaml --keep-files  (for builds without a network)
       imgkit lock mine.yaml --check
     """
-    if packages and not upgrade:
+    if packages and not options.upgrade:
         raise UsageError(
             f"{' '.join(packages)}: packages are for --upgrade",
             where="imgkit lock",
@@ -83,26 +74,24 @@ def verb_lock(
         )
 
     loaded = load_recipe(recipe)
-    base = bases.chosen(base, loaded)
+    source = dataclasses.replace(source, base=bases.chosen(source.base, loaded))
     if check:
-        _check(loaded, base=base, platform=platform, as_json=as_json)
+        _check(loaded, base=source.base, platform=source.platform, as_json=as_json)
         return
 
-    options = LockOptions(keep_files=keep, upgrade=upgrade, packages=tuple(packages or ()))
-    source = _BaseOptions(base=base, platform=platform, builder=builder, pull=pull)
+    options = dataclasses.replace(options, packages=tuple(packages or ()))
     with terminable(), reporter(as_json=as_json, verbose=verbose) as report:
         data, lines = _lock(loaded, options, source, writes=not dry_run, report=report)
     show(data, *lines, as_json=as_json)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _BaseOptions:
-    """The options for the base, and for what queries it."""
+@dataclass(frozen=True, kw_only=True)
+class _BaseOptions(BaseOptions):
+    """The base, and what queries it."""
 
-    base: str | None
-    platform: str | None
-    builder: Builder
-    pull: bool
+    builder: Literal["auto", "classic", "buildx", "podman"] = flag(
+        "auto", help="Builder that queries the base, as in imgkit build."
+    )
 
 
 def _lock(

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from imgkit_builder.cli.common import JSON, columns, show
+from imgkit_builder.cli.options import field_option
 from imgkit_builder.jobs.remote import config
+from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.project import new_folder, ownership, program, toml_file
 from imgkit_builder.recipe import targets
 from imgkit_builder.recipe.problems import shown
@@ -73,9 +75,9 @@ def verb_init(
     on: str = typer.Option(
         "", "--on", metavar="NAME", help="The remote (default: the one with that recipe)."
     ),
-    account: str = typer.Option("", "--account", "-A", help="Account or project to charge."),
+    account: str = field_option(JobRequest, "account"),
     queue: str = typer.Option("", "--queue", "-q", help="Queue or partition."),
-    qos: str = typer.Option("", help="Quality of service (Slurm)."),
+    qos: str = field_option(JobRequest, "qos"),
     time: str = typer.Option("", metavar="HH:MM:SS", help="Time limit of a job (default: 30m)."),
     nodes: str = typer.Option("", metavar="N|N+S", help="Number of nodes (default: 1)."),
     as_json: bool = JSON,

@@ -22,6 +22,7 @@ from imgkit_builder.cli.common import (
     show,
     with_leave,
 )
+from imgkit_builder.cli.options import field_option
 from imgkit_builder.engine.images import image_facts
 from imgkit_builder.examine import file_facts
 from imgkit_builder.image import render
@@ -30,7 +31,7 @@ from imgkit_builder.oci.manifest import BaseImage
 from imgkit_builder.recipe import bases, host_effects, lock_file, system_files, targets
 from imgkit_builder.recipe.load import load, load_system
 from imgkit_builder.recipe.schema import schema_json
-from imgkit_builder.workflow.build import BASE_HELP, warning_lines
+from imgkit_builder.workflow.build import BuildRequest, warning_lines
 from imgkit_builder.workflow.names import RECIPE_SUFFIXES
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import EXIT_NO, EXIT_USAGE, UsageError
@@ -238,7 +239,7 @@ def verb_render(
         "--format",
         help="Output format: dockerfile, or def for singularity and apptainer.",
     ),
-    base: str | None = typer.Option(None, "--base", metavar="REF", help=BASE_HELP),
+    base: str | None = field_option(BuildRequest, "base"),
     platform: str | None = typer.Option(
         None,
         "--platform",
@@ -249,11 +250,9 @@ def verb_render(
     context: Path | None = typer.Option(
         None, "--context", metavar="FILE", help="Also write the build context, a tar of all copied files."
     ),
-    build_args: list[str] = typer.Option(
-        [], "--build-arg", metavar="NAME=VALUE", help="Value for the recipe's image.args; repeatable."
-    ),
+    build_args: list[str] = field_option(BuildRequest, "build_args"),
     no_lock: bool = typer.Option(False, "--no-lock", help="Ignore the recipe's lock."),
-    large: bool = flag_option("--large", "Do not ask for confirmation above 1 GB of code."),
+    large: bool = field_option(BuildRequest, "large"),
 ) -> None:
     """Print the Dockerfile or definition file of a recipe.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from pathlib import Path
-from typing import Any
 
 import typer
 
@@ -72,7 +71,8 @@ def add(
     if transfer:
         config.check_host(transfer, where="--transfer")
     if recipe:
-        recipe = str(_target(recipe).file) if Path(recipe).is_file() else _target(recipe).name
+        target = targets.find(recipe)
+        recipe = str(target.file) if Path(recipe).is_file() else target.name
     keep_s = 0 if idle_timeout == "0" else quoting.seconds(idle_timeout, where="--idle-timeout")
     remote = config.Remote(
         name=config.check_name(name),
@@ -83,7 +83,12 @@ def add(
         keep_s=keep_s,
     )
     config.add(remote, replace=replace)
-    show(_data(remote), f"{name}  {host}:{folder}", f"next: imgkit remote check {name}", as_json=as_json)
+    show(
+        dataclasses.asdict(remote),
+        f"{name}  {host}:{folder}",
+        f"next: imgkit remote check {name}",
+        as_json=as_json,
+    )
 
 
 @_group.command("list")
@@ -100,7 +105,9 @@ def remove(name: str = NAME, as_json: bool = JSON) -> None:
     """Remove a remote from the list; its files and jobs stay."""
     remote = config.remove(name)
     connection.connect(remote).close()
-    show(_data(remote), f"its folder {remote.folder} on {remote.address} is kept", as_json=as_json)
+    show(
+        dataclasses.asdict(remote), f"its folder {remote.folder} on {remote.address} is kept", as_json=as_json
+    )
 
 
 @_group.command("check")
@@ -115,7 +122,7 @@ def check(name: str = NAME, as_json: bool = JSON) -> None:
       imgkit remote check mn5
     """
     remote = config.find(name)
-    target = _target(remote.recipe) if remote.recipe else None
+    target = targets.find(remote.recipe) if remote.recipe else None
     results = examined.examine(connection.connect(remote, ask=may_ask()), target)
     show_checks(results, as_json=as_json, remote=name)
 
@@ -185,11 +192,3 @@ def disconnect(name: str = NAME, as_json: bool = JSON) -> None:
     was_open = connection.connect(config.find(name)).close()
     text = f"the connection to {name} has ended" if was_open else f"no connection to {name} was open"
     show({"remote": name, "ended": was_open}, text, as_json=as_json)
-
-
-def _target(recipe: str) -> Any:
-    return targets.find(recipe)
-
-
-def _data(remote: Any) -> dict[str, Any]:
-    return {**dataclasses.asdict(remote)}

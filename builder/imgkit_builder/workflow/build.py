@@ -43,20 +43,26 @@ BASE_HELP = "Base image instead of the recipe's; current: the recipe's current_b
 
 # Without slots: the options of the command line are both kinds of request at once.
 @dataclass(frozen=True, kw_only=True)
-class _Build:
-    """What both kinds of build can be asked for; None takes the recipe's value."""
+class BaseOptions:
+    """The base of an image, also of one whose packages are locked; None takes the recipe's value."""
 
     base: str | None = flag(None, metavar="REF", help=BASE_HELP)
     platform: str | None = flag(
         None, metavar="PLATFORM", help="linux/amd64 or linux/arm64, if the recipe allows both."
     )
+    pull: bool = flag(False, help="Pull the base even if it is local.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Build(BaseOptions):
+    """What both kinds of build can be asked for."""
+
     build_args: tuple[str, ...] = flag(
         (), "--build-arg", metavar="NAME=VALUE", help="Value for the recipe's image.args; repeatable."
     )
     locked: bool = flag(False, help="Build from the recipe's lock; fail if there is none, or if it is stale.")
     no_lock: bool = flag(False, help="Build without the recipe's lock.")
     no_cache: bool = flag(False, help="Run every step again.")
-    pull: bool = flag(False, help="Pull the base even if it is local.")
     no_test: bool = flag(False, help="Skip the smoke test.")
     large: bool = flag(False, help="Do not ask for confirmation above 1 GB of code.")
 
