@@ -85,7 +85,7 @@ def verbs_page() -> str:
     """The help of ``imgkit`` and of each of its verbs."""
     import typer.main
 
-    from imgkit_builder.cli.app import VERBS, build_app
+    from imgkit_builder.cli.app import VERBS, build_app, verb_command
 
     group = typer.main.get_command(build_app())
     parts = [
@@ -94,7 +94,7 @@ def verbs_page() -> str:
         _block(_click_help(group, "imgkit", None)),
     ]
     for verb in VERBS:
-        command = group.commands[verb]  # type: ignore[attr-defined]
+        command = verb_command(verb)
         parts += [f"## imgkit {verb}", _block(_click_help(command, verb, group))]
         for name, part in getattr(command, "commands", {}).items():
             parts += [f"### imgkit {verb} {name}", _block(_click_help(part, f"{verb} {name}", group))]

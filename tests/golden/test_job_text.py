@@ -35,7 +35,7 @@ def printed(case: str) -> str:
     argv = ["run", "--dry-run", *options, *command]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(secrets, "randbelow", lambda _: 5000)  # a run by hand has a random port
-        result = CliRunner().invoke(build_app(("run", "list")), argv, catch_exceptions=False)
+        result = CliRunner().invoke(build_app(), argv, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.stdout
 

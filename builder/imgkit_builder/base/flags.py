@@ -31,6 +31,14 @@ class Flag:
     default: Any
     metavar: str
     help: str
+    group: str
+    """As in `flag`."""
+    minimum: float | None
+
+    @property
+    def is_negative(self) -> bool:
+        """Whether the flag turns off what its field has turned on: ``--no-test`` for ``test = True``."""
+        return self.default is True
 
     def value(self, request: Any) -> Any:
         """Return the value that `request` has for this flag."""
@@ -38,17 +46,31 @@ class Flag:
         return getattr(owner, self.field)
 
 
-def flag(default: Any, *names: str, help: str, metavar: str = "") -> Any:
+USUAL = "Options"
+"""The group of those that most calls of a verb need."""
+
+
+def flag(
+    default: Any,
+    *names: str,
+    help: str,
+    metavar: str = "",
+    group: str = "",
+    minimum: float | None = None,
+) -> Any:
     """Return a dataclass field that is a flag.
 
     Parameters
     ----------
-    default : also decides whether the flag was given.
+    default : also decides whether the flag was given. The flag of a field that is True turns it off.
     names : the flag's words; default: ``--`` and the field's name.
     help : one line of ``--help``.
     metavar : the value's name in ``--help``.
+    group : the heading above it in ``--help``; empty: that of the verb's other options.
+    minimum : the smallest number that it takes.
     """
-    return field(default=default, metadata={"names": names, "help": help, "metavar": metavar})
+    metadata = {"names": names, "help": help, "metavar": metavar, "group": group, "minimum": minimum}
+    return field(default=default, metadata=metadata)
 
 
 def part(kind: type[Value]) -> Value:
@@ -66,18 +88,15 @@ def declared(owner: type[Any]) -> tuple[Flag, ...]:
             inner = declared(item.metadata["part"])
             flags += (dataclasses.replace(each, part=item.name) for each in inner)
         elif "help" in item.metadata:
+            metadata = {**item.metadata, "names": item.metadata["names"] or (_long_name(item.name),)}
             flags.append(
-                Flag(
-                    field=item.name,
-                    part="",
-                    names=item.metadata["names"] or (f"--{item.name.replace('_', '-')}",),
-                    type=types[item.name],
-                    default=item.default,
-                    metavar=item.metadata["metavar"],
-                    help=item.metadata["help"],
-                )
+                Flag(field=item.name, part="", type=types[item.name], default=item.default, **metadata)
             )
     return tuple(flags)
+
+
+def _long_name(field_name: str) -> str:
+    return f"--{field_name.replace('_', '-')}"
 
 
 def flags_in(request: Any) -> tuple[str, ...]:

@@ -1,79 +1,104 @@
-"""The list of verbs, and `main`. Verb modules import nothing heavy at their top: ``--help`` stays quick."""
+"""The list of verbs, and `main`.
+
+A verb's module is imported when the verb is used, so that ``imgkit --help`` stays quick.
+"""
 
 from __future__ import annotations
 
 import importlib
 import json
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
 
 import typer
-from typer.core import TyperGroup
+import typer.main
+from typer.core import TyperCommand, TyperGroup
 
 from imgkit_builder.base import files
 from imgkit_builder.base.process import INTERRUPTED
+from imgkit_builder.cli.options import with_options
 from imgkit_entrypoints import __version__, terminal
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError, shortened
 
-VERB_GROUPS: dict[str, dict[str, str]] = {
+
+class Verb(NamedTuple):
+    """A verb of ``imgkit``."""
+
+    module: str
+    """The module of ``cli`` with ``verb_NAME``, or with the group of verbs in its ``GROUPS``."""
+    help: str
+    """The first sentence of its help."""
+
+
+VERB_GROUPS: dict[str, dict[str, Verb]] = {
     "Start here": {
-        "build": "build",
-        "sif": "sif",
-        "run": "run",
-        "list": "recipes",
-        "init": "project",
+        "build": Verb("build", "Build the image of a recipe, then test it."),
+        "sif": Verb("sif", "Convert an image to a .sif for Singularity or Apptainer, and check it."),
+        "run": Verb("run", "Run COMMAND in the image on N nodes, and follow its output."),
+        "list": Verb("recipes", "List the shipped recipes."),
+        "init": Verb(
+            "project", "Write an imgkit.toml, a recipe and a .gitignore for a folder with a program."
+        ),
     },
     "Images": {
-        "save": "archives",
-        "test": "images",
-        "shell": "images",
-        "push": "images",
-        "lock": "lock",
+        "save": Verb("archives", "Save an image as an archive, with checksum and manifest."),
+        "test": Verb("images", "Run the smoke test in an image or .sif."),
+        "shell": Verb(
+            "images", "Open a shell in an image or .sif, without this machine's home folder and network."
+        ),
+        "push": Verb("images", "Send an image to a registry and print its digest."),
+        "lock": Verb("lock", "Pin every package of a recipe's image: version, URL and sha256."),
     },
     "Jobs": {
-        "status": "jobs",
-        "wait": "jobs",
-        "logs": "jobs",
-        "cancel": "jobs",
-        "fetch": "run",
-        "runs": "runs",
-        "remote": "remote",
+        "status": Verb("jobs", "Show a job, or all of your jobs that wait or run, here and on all remotes."),
+        "wait": Verb("jobs", "Wait until a job has ended."),
+        "logs": Verb("jobs", "Follow a job's output until the job ends."),
+        "cancel": Verb("jobs", "End a job."),
+        "fetch": Verb("run", "Copy a remote job's run folder here: curves, metrics and output."),
+        "runs": Verb("runs", "List runs, newest first."),
+        "remote": Verb("remote", "Manage clusters that are reached over ssh."),
     },
     "Checks": {
-        "check": "recipes",
-        "show": "recipes",
-        "doctor": "doctor",
-        "verify": "archives",
-        "render": "recipes",
-        "sbom": "sbom",
+        "check": Verb("recipes", "Check recipes and report every problem in one run."),
+        "show": Verb("recipes", "Show a recipe, an image, a .sif or a .sqsh."),
+        "doctor": Verb("doctor", "Check what this machine has and lacks, and suggest fixes."),
+        "verify": Verb("archives", "Check an archive, .sif or .sqsh against its recorded digests."),
+        "render": Verb("recipes", "Print the Dockerfile or definition file of a recipe."),
+        "sbom": Verb("sbom", "List the packages in an image, with versions and digests."),
     },
 }
-"""Group of ``--help`` to its verbs, the commonest first, with the module of ``cli`` for ``verb_NAME``."""
+"""Group of ``--help`` to its verbs, the commonest first."""
 
-VERBS = {verb: module for group in VERB_GROUPS.values() for verb, module in group.items()}
-"""Verb to module."""
+VERBS = {name: verb for group in VERB_GROUPS.values() for name, verb in group.items()}
 
 
 class GroupedVerbs(TyperGroup):
-    """Lists the verbs under the headings of `VERB_GROUPS`."""
+    """Lists the verbs under the headings of `VERB_GROUPS`, and imports a verb's module when it is used."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        for name, verb in VERBS.items():
+            self.add_command(TyperCommand(name, help=verb.help))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the name and the command of the verb that `args` begin with, and the other arguments."""
+        name, command, rest = super().resolve_command(ctx, args)
+        if name in VERBS:
+            command = verb_command(name, quiet=ctx.resilient_parsing)
+        return name, command, rest
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write a section for each group that has a verb here."""
+        """Write a section for each group."""
         limit = formatter.width - 6 - max(map(len, self.commands))
         for title, verbs in VERB_GROUPS.items():
-            rows = [
-                (verb, self.commands[verb].get_short_help_str(limit))
-                for verb in verbs
-                if verb in self.commands
-            ]
-            if rows:
-                with formatter.section(title):
-                    formatter.write_dl(rows)
+            rows = [(name, self.commands[name].get_short_help_str(limit)) for name in verbs]
+            with formatter.section(title):
+                formatter.write_dl(rows)
 
 
-def build_app(verbs: Sequence[str] = tuple(VERBS)) -> typer.Typer:
-    """The typer application with `verbs`."""
+def build_app() -> typer.Typer:
+    """Return the typer application."""
     app = typer.Typer(
         name="imgkit",
         cls=GroupedVerbs,
@@ -84,15 +109,22 @@ def build_app(verbs: Sequence[str] = tuple(VERBS)) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_root)
-    for verb in verbs:
-        module = importlib.import_module(f"imgkit_builder.cli.{VERBS[verb]}")
-        if group := getattr(module, "GROUPS", {}).get(verb):
-            app.add_typer(group, name=verb)
-            continue
-        function: Callable[..., Any] = getattr(module, f"verb_{verb}")
-        # A verb may need a class of its own, for flags that no signature can list.
-        app.command(verb, cls=getattr(module, "COMMAND_CLASSES", {}).get(verb))(function)
     return app
+
+
+def verb_command(name: str, *, quiet: bool = False) -> Any:
+    """Return the command of the verb `name`; `quiet` is that of `with_options`."""
+    module = importlib.import_module(f"imgkit_builder.cli.{VERBS[name].module}")
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.callback()(_root)  # so that typer returns a group, also for a single verb
+    if group := getattr(module, "GROUPS", {}).get(name):
+        app.add_typer(group, name=name)
+    else:
+        function: Callable[..., Any] = getattr(module, f"verb_{name}")
+        command_class = getattr(module, "COMMAND_CLASSES", {}).get(name)
+        app.command(name, cls=command_class)(with_options(function, quiet=quiet))
+    commands: Any = typer.main.get_command(app)
+    return commands.commands[name]
 
 
 def _version(value: bool) -> None:
@@ -126,7 +158,7 @@ def main() -> None:
     # Words behind "--" belong to the user's program.
     as_json = "--json" in (argv[: argv.index("--")] if "--" in argv else argv)
     try:
-        code = build_app(_needed(argv))(standalone_mode=False)
+        code = build_app()(standalone_mode=False)
     except ImgkitError as error:
         _end(error, as_json=as_json)
     except OSError as error:
@@ -139,22 +171,16 @@ def main() -> None:
             hint="free some space there, or write to another disk" if full else None,
         )
         _end(failure, as_json=as_json)
-    except _WRONG_COMMAND_LINE as error:
-        _end_usage(error, as_json=as_json)
     except typer.Abort:
         _end(Interrupted(_NOTHING_LEFT), as_json=as_json)
+    except Exception as error:
+        if not _is_usage_error(error):
+            raise
+        _end_usage(error, as_json=as_json)
     if code == Interrupted.exit_code:
         _end(Interrupted(_NOTHING_LEFT), as_json=as_json)
     sys.exit(code if isinstance(code, int) else 0)
 
-
-def _needed(argv: Sequence[str]) -> Sequence[str]:
-    """The verb that begins the command line, whose module alone is loaded; all where none does."""
-    return argv[:1] if argv and argv[0] in VERBS else tuple(VERBS)
-
-
-_WRONG_COMMAND_LINE: type[Exception] = typer.BadParameter.__mro__[1]
-"""What typer raises for a wrong command line; it exports only this one of its kinds."""
 
 _NOTHING_LEFT = "interrupted; no partial file is left"
 
@@ -163,6 +189,14 @@ class Interrupted(ImgkitError):
     """The user pressed Ctrl-C; typer has turned that into this code."""
 
     exit_code = INTERRUPTED
+
+
+def _is_usage_error(error: Exception) -> bool:
+    """Return whether typer raised `error` about the command line.
+
+    typer exports one kind of its usage errors and not their base class; only they have both attributes.
+    """
+    return hasattr(error, "ctx") and getattr(error, "exit_code", None) == UsageError.exit_code
 
 
 def _end_usage(error: Any, *, as_json: bool) -> NoReturn:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 import typer
 
+from imgkit_builder import engine
+from imgkit_builder.archive import sidecar, write
 from imgkit_builder.cli.common import (
     JSON,
     UNPACK_LIMIT,
@@ -22,7 +24,10 @@ from imgkit_builder.cli.common import (
     terminable,
 )
 from imgkit_builder.cli.progress import reporter
+from imgkit_builder.examine import verify
+from imgkit_builder.oci import manifest as manifests
 from imgkit_builder.workflow.names import image_name, module_line, stem
+from imgkit_entrypoints import system as systems
 from imgkit_entrypoints.errors import UsageError
 
 if TYPE_CHECKING:
@@ -56,9 +61,6 @@ def verb_save(
       imgkit save mn5
       imgkit save mn5 --compression zstd -o /scratch/mn5.tar.zst
     """
-    from imgkit_builder import engine
-    from imgkit_builder.archive import sidecar, write
-
     with terminable(), reporter(as_json=as_json, verbose=verbose) as report, engine.connect() as connected:
         info = engine.inspect(connected, image_name(image))
         if not info.tag:
@@ -101,10 +103,6 @@ def _describer(
     connected: Engine, info: ImageInfo, target: Path, report: Reporter
 ) -> Callable[[Saved], Sidecar]:
     """Return the function that describes the archive once it is written."""
-    from imgkit_builder import engine
-    from imgkit_builder.archive import sidecar
-    from imgkit_builder.oci import manifest as manifests
-    from imgkit_entrypoints import system as systems
 
     def baked(path: str, parse: Callable[[str], Baked]) -> Baked | None:
         """Return a file that imgkit baked into the image; None for an image that imgkit did not build."""
@@ -131,8 +129,6 @@ def _describer(
 
 def _commands(path: Path, system: SystemFacts | None) -> dict[str, str]:
     """Return the next commands; an empty string stands for a step that is not needed."""
-    from imgkit_builder.archive import sidecar
-
     files = [str(path), str(sidecar.sha256_path(path)), str(sidecar.json_path(path))]
     host, folder, kind, allocate = "CLUSTER", "", "singularity", ""
     if system is not None:
@@ -173,8 +169,6 @@ def verb_verify(
       imgkit verify mn5.tar
       imgkit verify mn5.sif --json
     """
-    from imgkit_builder.examine import verify
-
     with reporter(as_json=as_json, verbose=verbose) as report:
         limit = gigabytes(unpack_limit)
         results = verify.verify(file, report=report, unpack_limit_bytes=limit)

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import typer
-
 from imgkit_builder.base.flags import flag, flags_in
 from imgkit_builder.cli.common import (
     JSON,
@@ -18,17 +16,16 @@ from imgkit_builder.cli.common import (
     VERBOSE,
     flag_option,
     name_argument,
-    next_line,
-    result_lines,
     show,
-    show_stages,
     terminable,
     with_leave,
 )
-from imgkit_builder.cli.job_flags import OptionsCommand
 from imgkit_builder.cli.progress import reporter
+from imgkit_builder.cli.sif import next_line, result_lines, show_stages
+from imgkit_builder.jobs import runtimes
 from imgkit_builder.workflow import build
 from imgkit_builder.workflow.build import BuildRequest, SifBuildRequest
+from imgkit_builder.workflow.names import stem
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import UsageError
 
@@ -49,21 +46,6 @@ class BuildOptions(BuildRequest, SifBuildRequest):
     )
 
 
-class BuildCommand(OptionsCommand):
-    """The verb ``build``, with `BuildOptions` in ``Context.obj``."""
-
-    def owners(self, *, quiet: bool) -> list[type[Any]]:
-        """Return one dataclass."""
-        return [BuildOptions]
-
-    def build(self, values: dict[type[Any], dict[str, Any]]) -> BuildOptions:
-        """Return the options."""
-        return BuildOptions(**values[BuildOptions])
-
-
-COMMAND_CLASSES = {"build": BuildCommand}
-"""The verb whose options are a value."""
-
 NOT_WITH = {
     "docker": ("--output", "--base-from", "--tmpdir", "--runtime-command"),
     "apptainer": ("--tag", "--builder"),
@@ -72,8 +54,9 @@ NOT_WITH = {
 
 
 def verb_build(
-    flags: typer.Context,
     recipe: str = name_argument("RECIPE|FILE", "A shipped recipe (imgkit list) or a .yaml file."),
+    *,
+    options: BuildOptions,
     dry_run: bool = flag_option("--dry-run", "Print the plan and the Dockerfile; needs no Docker."),
     as_json: bool = JSON,
     verbose: bool = VERBOSE,
@@ -95,7 +78,6 @@ def verb_build(
       imgkit build olivia --with apptainer                 (on a cluster: olivia.sif)
       imgkit build mn5 --with apptainer --base-from pytorch.tar
     """
-    options: BuildOptions = flags.obj
     for name in flags_in(options):
         if name in NOT_WITH[options.program]:
             raise UsageError(f"{name} cannot be used --with {options.program}", where=name, hint="omit it")
@@ -132,9 +114,6 @@ def _show_plan(plan: ImagePlan | SifPlan, *, as_json: bool) -> None:
 
 def _next(recipe: str, tag: str | None, runtime: str) -> str:
     """Return the next command for an image that was built, as it is typed."""
-    from imgkit_builder.jobs import runtimes
-    from imgkit_builder.workflow.names import stem
-
     again, system_runtime = shlex.quote(tag or recipe), runtimes.named(runtime)
     if system_runtime.is_isolated:
         return f"imgkit push {again} REGISTRY/{stem(tag or recipe)}:1"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,16 +12,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
+from imgkit_builder.base import checks
+from imgkit_builder.recipe.problems import RecipeErrors
 from imgkit_builder.workflow.names import ARCHIVE_SUFFIXES, RECIPE_SUFFIXES
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import EXIT_NO, ImgkitError
+from imgkit_recipes import recipe_names
 
 if TYPE_CHECKING:
-    from imgkit_builder.apptainer.build import BuiltSif
     from imgkit_builder.base.checks import Check
     from imgkit_builder.recipe.problems import Problem
-    from imgkit_builder.sif.conversion import Converted, Stage
-    from imgkit_entrypoints.system import SystemFacts
 
 Result = TypeVar("Result")
 SCHEMA = 1
@@ -33,8 +32,6 @@ HERE = "here"
 
 def complete_names(incomplete: str) -> list[str]:
     """Return the names of recipes, files and folders that begin with `incomplete`, for the shell."""
-    from imgkit_recipes import recipe_names
-
     names = [name for name in recipe_names() if name.startswith(incomplete)]
     suffixes = (*RECIPE_SUFFIXES, *ARCHIVE_SUFFIXES, ".sif")
     folder, _, start = incomplete.rpartition("/")
@@ -67,18 +64,6 @@ UNPACK_LIMIT: float | None = typer.Option(
     help="Largest size of a compressed archive once unpacked (default: 100 times the file, at least 1).",
 )
 VERBOSE: bool = typer.Option(False, "--verbose", "-v", help="Show all output.")
-RUNTIME: str | None = typer.Option(
-    None,
-    "--runtime-command",
-    metavar="COMMAND",
-    help="Name or path of the runtime (default: singularity, else apptainer).",
-)
-TMPDIR: Path | None = typer.Option(
-    None,
-    metavar="DIR",
-    help="Folder for temporary files (default: $IMGKIT_TMPDIR, $APPTAINER_TMPDIR, $SINGULARITY_TMPDIR, "
-    "$TMPDIR, else next to the file).",
-)
 MB = 1e6
 
 
@@ -97,8 +82,6 @@ def show(data: Mapping[str, Any], *lines: str, as_json: bool) -> None:
 
 def show_checks(results: Sequence[Check], *, as_json: bool, **context: Any) -> None:
     """Print `results`, and end with exit code 1 if a check failed."""
-    from imgkit_builder.base import checks
-
     show(checks.to_dict(results, **context), *checks.table(results), as_json=as_json)
     if not checks.passed(results):
         raise typer.Exit(EXIT_NO)
@@ -111,6 +94,7 @@ def with_leave(run: Callable[[bool], Result], *, large: bool, may_ask: bool = Tr
     ------
     LargeContext : the code is large, and there is nobody to ask, or the answer is no.
     """
+    # Most verbs load this module, and pack nothing.
     from imgkit_builder.image.context import LargeContext
 
     try:
@@ -128,8 +112,6 @@ def error_data(error: ImgkitError) -> dict[str, Any]:
 
     The error of a recipe also has ``problems``, one entry for each.
     """
-    from imgkit_builder.recipe.problems import RecipeErrors
-
     data: dict[str, Any] = {
         "what": error.what,
         "where": error.where,
@@ -178,54 +160,3 @@ def terminable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def named_system(file: Path) -> SystemFacts | None:
-    """Return the system that a .sif or .sqsh names. Return None if it names none, or cannot be read."""
-    from imgkit_builder.workflow import baked
-
-    try:
-        return baked.system_facts(file)
-    except (ImgkitError, OSError):
-        return None
-
-
-def next_line(sif: Path, command: str) -> str:
-    """Return the command that runs `command` in `sif` with the options of the system that its image is for.
-
-    An image that imgkit did not build names no system and has no ``dist-*`` commands: then it opens a shell.
-    """
-    from imgkit_builder.jobs import quoting, runtimes
-
-    system = named_system(sif)
-    if system is None:
-        return shlex.join(("singularity", "shell", str(sif)))
-    runtime = system.runtime
-    starts_sif = runtimes.named(runtime.kind).image_suffix == ".sif"
-    program, options = (runtime.command, runtime.options) if starts_sif else ("singularity", ())
-    mounts = quoting.repeat_option("--bind", map(quoting.expanding, runtime.binds))
-    return " ".join(map(quoting.quote, (program, "exec", *options, *mounts, str(sif), command)))
-
-
-def show_stages(data: Mapping[str, Any], stages: Sequence[Stage], *lines: str, as_json: bool) -> None:
-    """Print a result as `show` does, with the seconds of each stage that led to it, and their sum."""
-    seconds = {stage.name: round(stage.seconds, 2) for stage in stages}
-    rows = [f"{stage.seconds:7.1f} s  {stage.name}" for stage in stages]
-    if stages:
-        rows.append(f"{sum(stage.seconds for stage in stages):7.1f} s  in all")
-    data = {name: value for name, value in data.items() if name != "stages"}
-    show({**data, "seconds": seconds}, *rows, *lines, as_json=as_json)
-
-
-def result_lines(
-    result: Converted | BuiltSif, target: Path, following: str, *, up_to_date: bool = False
-) -> list[str]:
-    """Return what people read about the file that a conversion or a build has written to `target`."""
-    record = result.record
-    summary = f"{result.size_bytes / MB:.1f} MB  {result.arch}  {record.compression}, {record.runtime}"
-    return [
-        f"{target}  {summary}{'  up to date' if up_to_date else ''}",
-        *([f"image  {record.image_id}"] if record.image_id else []),
-        f"root   sha256:{record.root_sha256}",
-        f"next:  {following}",
-    ]

@@ -7,6 +7,8 @@ from typing import Literal
 import typer
 
 from imgkit_builder.cli.common import JSON, name_argument, show_checks
+from imgkit_builder.examine import doctor
+from imgkit_builder.recipe import targets
 
 
 def verb_doctor(
@@ -29,9 +31,6 @@ def verb_doctor(
       imgkit doctor mn5 --for sif      # on the cluster
       imgkit doctor olivia --for build --json
     """
-    from imgkit_builder.examine import doctor
-    from imgkit_builder.recipe import targets
-
     target = targets.find(recipe) if recipe else None
     results = doctor.examine(target, purpose=purpose)
     show_checks(results, as_json=as_json, **{"recipe": target.name if target else "", "for": purpose})

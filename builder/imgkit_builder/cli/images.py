@@ -8,8 +8,14 @@ import shutil
 
 import typer
 
-from imgkit_builder.cli.common import JSON, RUNTIME, VERBOSE, flag_option, name_argument, show, show_checks
+from imgkit_builder import engine as engines
+from imgkit_builder.cli.common import JSON, VERBOSE, flag_option, name_argument, show, show_checks
+from imgkit_builder.cli.jobs import connected, runner
+from imgkit_builder.cli.options import field_option
 from imgkit_builder.cli.progress import reporter
+from imgkit_builder.jobs import history, quoting, records, systems
+from imgkit_builder.jobs.submitted import FINAL_STATES
+from imgkit_builder.sif.conversion import Options
 from imgkit_builder.workflow.images import shell_command, smoke_test
 from imgkit_builder.workflow.names import image_name
 from imgkit_entrypoints import terminal
@@ -19,7 +25,7 @@ from imgkit_entrypoints.errors import ToolMissing, UsageError
 def verb_test(
     image: str = name_argument("IMAGE|SIF|RECIPE", "A local image, a .sif file or a recipe."),
     as_json: bool = JSON,
-    runtime: str | None = RUNTIME,
+    runtime: str | None = field_option(Options, "runtime"),
 ) -> None:
     """Run the smoke test in an image or .sif.
 
@@ -89,9 +95,7 @@ def verb_shell(
         command = shell_command(image, host=host, workdir=workdir)
         argv, description = command.argv, command.reach
         if verbose and command.image:
-            from imgkit_builder import engine
-
-            terminal.err(*engine.image_facts(command.image).lines())
+            terminal.err(*engines.image_facts(command.image).lines())
     if dry_run:
         terminal.out(shlex.join(argv))
         return
@@ -112,10 +116,6 @@ def _into_job(job_id: str, node: str, *, look: bool) -> tuple[tuple[str, ...], s
     ----------
     look : ask the scheduler first whether the job runs.
     """
-    from imgkit_builder.cli.jobs import connected, runner
-    from imgkit_builder.jobs import history, quoting, records, systems
-    from imgkit_builder.jobs.submitted import FINAL_STATES
-
     if node and not quoting.is_job_id(node):
         raise UsageError(f"{node!r} cannot be the name of a node or pod", where="--node")
     record = records.find(job_id)
@@ -155,8 +155,6 @@ def verb_push(
       imgkit push mn5 ghcr.io/group/mn5:1
       imgkit push registry.example.org/group/mn5:1
     """
-    from imgkit_builder import engine as engines
-
     name = image_name(image)
     with reporter(as_json=as_json, verbose=verbose) as report, engines.connect() as engine:
         if ref is not None:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
+from imgkit_builder import engine as engines
+from imgkit_builder.base.flags import flag
 from imgkit_builder.cli.common import (
     JSON,
     VERBOSE,
@@ -21,16 +23,17 @@ from imgkit_builder.cli.common import (
 )
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.cli.recipes import load_recipe
-from imgkit_builder.workflow.build import BASE_HELP
+from imgkit_builder.image import secret_values
+from imgkit_builder.lock import changes
+from imgkit_builder.lock.resolve import LockOptions, Resolution, kept_files, resolve, write_lock
+from imgkit_builder.oci.platform import host_platform
+from imgkit_builder.recipe import bases, lock_file
+from imgkit_builder.workflow.build import BaseOptions
 from imgkit_entrypoints.errors import EXIT_NO, UsageError
 
 if TYPE_CHECKING:
     from imgkit_builder.base.progress import Reporter
-    from imgkit_builder.lock.resolve import LockOptions
     from imgkit_builder.recipe.model import LockRequest, Recipe
-
-
-Builder = Literal["auto", "classic", "buildx", "podman"]
 
 
 def verb_lock(
@@ -38,20 +41,13 @@ def verb_lock(
     packages: list[str] = typer.Argument(
         None, metavar="[PACKAGE]...", help="With --upgrade: upgrade only these packages."
     ),
-    platform: str = typer.Option(
-        None, metavar="PLATFORM", help="linux/amd64 or linux/arm64, if the recipe allows both."
-    ),
-    base: str | None = typer.Option(None, metavar="REF", help=BASE_HELP),
-    upgrade: bool = flag_option("--upgrade", "Upgrade packages to the newest versions that fit."),
-    pull: bool = typer.Option(False, "--pull", help="Pull the base even if it is local."),
-    keep: bool = flag_option(
-        "--keep-files", "Also store every file next to the lock, and build missing wheels."
-    ),
+    *,
+    options: LockOptions,
+    source: _BaseOptions,
     check: bool = flag_option(
         "--check", "Only check whether the lock fits the recipe; exit code 1 if it does not."
     ),
     dry_run: bool = typer.Option(False, "--dry-run", help="Resolve, print the changes, then exit."),
-    builder: Builder = typer.Option("auto", help="Builder that queries the base, as in imgkit build."),
     as_json: bool = JSON,
     verbose: bool = VERBOSE,
 ) -> None:
@@ -70,36 +66,32 @@ def verb_lock(
       imgkit lock mine.yaml --keep-files  (for builds without a network)
       imgkit lock mine.yaml --check
     """
-    if packages and not upgrade:
+    if packages and not options.upgrade:
         raise UsageError(
             f"{' '.join(packages)}: packages are for --upgrade",
             where="imgkit lock",
             hint=f"imgkit lock {recipe} --upgrade {' '.join(packages)}",
         )
-    from imgkit_builder.recipe import bases
 
     loaded = load_recipe(recipe)
-    base = bases.chosen(base, loaded)
+    source = dataclasses.replace(source, base=bases.chosen(source.base, loaded))
     if check:
-        _check(loaded, base=base, platform=platform, as_json=as_json)
+        _check(loaded, base=source.base, platform=source.platform, as_json=as_json)
         return
-    from imgkit_builder.lock.resolve import LockOptions
 
-    options = LockOptions(keep_files=keep, upgrade=upgrade, packages=tuple(packages or ()))
-    source = _BaseOptions(base=base, platform=platform, builder=builder, pull=pull)
+    options = dataclasses.replace(options, packages=tuple(packages or ()))
     with terminable(), reporter(as_json=as_json, verbose=verbose) as report:
         data, lines = _lock(loaded, options, source, writes=not dry_run, report=report)
     show(data, *lines, as_json=as_json)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _BaseOptions:
-    """The options for the base, and for what queries it."""
+@dataclass(frozen=True, kw_only=True)
+class _BaseOptions(BaseOptions):
+    """The base, and what queries it."""
 
-    base: str | None
-    platform: str | None
-    builder: Builder
-    pull: bool
+    builder: Literal["auto", "classic", "buildx", "podman"] = flag(
+        "auto", help="Builder that queries the base, as in imgkit build."
+    )
 
 
 def _lock(
@@ -111,12 +103,6 @@ def _lock(
     report: Reporter,
 ) -> tuple[dict[str, Any], list[str]]:
     """Resolve the recipe in its base, and write the lock; return the result as JSON and for people."""
-    from imgkit_builder import engine as engines
-    from imgkit_builder.image import secret_values
-    from imgkit_builder.lock import changes
-    from imgkit_builder.lock.resolve import Resolution, kept_files, resolve, write_lock
-    from imgkit_builder.recipe import lock_file
-
     request = _request(recipe, source.base)
     file = lock_file.beside(recipe)
     lock = lock_file.read(file) if file.exists() else None
@@ -177,8 +163,6 @@ def _lock(
 
 
 def _request(recipe: Recipe, base: str | None) -> LockRequest:
-    from imgkit_builder.recipe import lock_file
-
     try:
         return lock_file.request_of(recipe, base=base)
     except (OSError, ValueError) as error:
@@ -186,12 +170,8 @@ def _request(recipe: Recipe, base: str | None) -> LockRequest:
 
 
 def _check(recipe: Recipe, *, base: str | None, platform: str | None, as_json: bool) -> None:
-    from imgkit_builder.engine import choose_platform
-    from imgkit_builder.oci.platform import host_platform
-    from imgkit_builder.recipe import lock_file
-
     file = lock_file.beside(recipe)
-    target = choose_platform(recipe, wanted=platform, host=host_platform())
+    target = engines.choose_platform(recipe, wanted=platform, host=host_platform())
     reason = ""
     try:
         lock_file.follow(recipe, platform=target, base=base, required=True)

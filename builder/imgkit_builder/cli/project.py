@@ -8,18 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from imgkit_builder.cli.common import JSON, columns, flag_option, show
+from imgkit_builder.cli.common import JSON, columns, show
+from imgkit_builder.cli.options import field_option
+from imgkit_builder.jobs.remote import config
+from imgkit_builder.jobs.request import JobRequest
+from imgkit_builder.project import new_folder, ownership, program, toml_file
+from imgkit_builder.recipe import targets
+from imgkit_builder.recipe.problems import shown
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import UsageError
 
 if TYPE_CHECKING:
     from imgkit_builder.project.origins import ValueSource
     from imgkit_builder.project.toml_file import ProjectFile
-
-
-TRUST_FOLDER: bool = flag_option(
-    "--trust-folder", "Use the imgkit.toml here and what it names even if other users can change them."
-)
 
 
 def project_here(*, recipe: str, trusted: bool) -> ProjectFile | None:
@@ -34,9 +35,6 @@ def project_here(*, recipe: str, trusted: bool) -> ProjectFile | None:
     ------
     UsageError : it has problems, or users other than this one can change it or what it names.
     """
-    from imgkit_builder.project import ownership, toml_file
-    from imgkit_builder.recipe.problems import shown
-
     file = toml_file.locate(Path.cwd())
     if file is None:
         return None
@@ -77,9 +75,9 @@ def verb_init(
     on: str = typer.Option(
         "", "--on", metavar="NAME", help="The remote (default: the one with that recipe)."
     ),
-    account: str = typer.Option("", "--account", "-A", help="Account or project to charge."),
+    account: str = field_option(JobRequest, "account"),
     queue: str = typer.Option("", "--queue", "-q", help="Queue or partition."),
-    qos: str = typer.Option("", help="Quality of service (Slurm)."),
+    qos: str = field_option(JobRequest, "qos"),
     time: str = typer.Option("", metavar="HH:MM:SS", help="Time limit of a job (default: 30m)."),
     nodes: str = typer.Option("", metavar="N|N+S", help="Number of nodes (default: 1)."),
     as_json: bool = JSON,
@@ -95,9 +93,6 @@ def verb_init(
       imgkit init
       imgkit init --recipe mn5 -A bsc98 --qos acc_debug mine
     """
-    from imgkit_builder.project import new_folder, program
-    from imgkit_builder.recipe import targets
-
     remote, recipe = _chosen(on, recipe)
     parent = targets.find(recipe)
     options = new_folder.NewFolder(
@@ -125,8 +120,6 @@ def verb_init(
 
 def _chosen(on: str, recipe: str) -> tuple[str, str]:
     """Return the remote, empty if there is none, and the recipe."""
-    from imgkit_builder.jobs.remote import config
-
     configured = list(config.remotes().values())
     if on:
         remotes = [config.find(on)]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
+from imgkit_builder.base import files
 from imgkit_builder.cli.common import (
     JSON,
     columns,
@@ -21,10 +22,20 @@ from imgkit_builder.cli.common import (
     show,
     with_leave,
 )
-from imgkit_builder.workflow.build import BASE_HELP, warning_lines
+from imgkit_builder.cli.options import field_option
+from imgkit_builder.engine.images import image_facts
+from imgkit_builder.examine import file_facts
+from imgkit_builder.image import render
+from imgkit_builder.image.context import BuildContext, check_code, code_revision, pack
+from imgkit_builder.oci.manifest import BaseImage
+from imgkit_builder.recipe import bases, host_effects, lock_file, system_files, targets
+from imgkit_builder.recipe.load import load, load_system
+from imgkit_builder.recipe.schema import schema_json
+from imgkit_builder.workflow.build import BuildRequest, warning_lines
 from imgkit_builder.workflow.names import RECIPE_SUFFIXES
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import EXIT_NO, EXIT_USAGE, UsageError
+from imgkit_recipes import recipe_names
 
 if TYPE_CHECKING:
     from imgkit_builder.engine.images import ImageFacts
@@ -35,15 +46,13 @@ if TYPE_CHECKING:
 
 def load_recipe(ref: str, *, build_args: Sequence[str] = ()) -> Recipe:
     """Load a recipe and print its warnings on stderr."""
-    from imgkit_builder.recipe.load import load
-
     recipe = load(ref, build_args=build_args)
     terminal.err(*warning_lines(recipe.warnings))
     return recipe
 
 
 def verb_list(
-    bases: bool = flag_option(
+    of_bases: bool = flag_option(
         "--bases", "List what is known of NVIDIA's PyTorch images instead, for image.base."
     ),
     of_systems: bool = flag_option("--systems", "List known clusters and how each has been tested."),
@@ -58,15 +67,13 @@ def verb_list(
       imgkit list --json
       imgkit list --bases          (--json: with the source of each value)
     """
-    if bases and of_systems:
+    if of_bases and of_systems:
         raise UsageError(
             "--bases cannot be combined with --systems", where="--systems", hint="imgkit list --bases"
         )
-    if bases or of_systems:
-        (_list_bases if bases else _list_systems)(as_json=as_json)
+    if of_bases or of_systems:
+        (_list_bases if of_bases else _list_systems)(as_json=as_json)
         return
-    from imgkit_builder.recipe.load import load
-    from imgkit_recipes import recipe_names
 
     rows, table = [], []
     for recipe in map(load, recipe_names()):
@@ -89,19 +96,17 @@ def verb_list(
 
 
 def _list_bases(*, as_json: bool) -> None:
-    from imgkit_builder.recipe.bases import table
-
-    rows = [{"reference": base.reference, **dataclasses.asdict(base)} for base in table()]
-    lines = [(base.tag, *(cell.value if cell else "unknown" for _, cell in base.cells())) for base in table()]
-    heads = (name.replace("_", "-").upper() for name, _ in table()[0].cells())
+    known_bases = bases.table()
+    rows = [{"reference": base.reference, **dataclasses.asdict(base)} for base in known_bases]
+    lines = []
+    for base in known_bases:
+        lines.append((base.tag, *(cell.value if cell else "unknown" for _, cell in base.cells())))
+    heads = (name.replace("_", "-").upper() for name, _ in known_bases[0].cells())
     show({"bases": rows}, *columns([("TAG", *heads), *lines]), as_json=as_json)
 
 
 def _list_systems(*, as_json: bool) -> None:
     """Print each system with the strongest test of its values, or with all of them as JSON."""
-    from imgkit_builder.recipe import system_files
-    from imgkit_builder.recipe.load import load_system
-
     rows, table = [], []
     for system in map(load_system, system_files.find_all()):
         facts, is_site = system.facts, system_files.is_site(system.file)
@@ -137,19 +142,14 @@ def verb_show(
       imgkit show mn5:latest
       imgkit show mn5.sif
     """
-    from imgkit_builder.examine import file_facts
-
     facts: FileFacts | ImageFacts | None = None
     if file_facts.is_image_file(recipe):
         facts = file_facts.read_file_facts(recipe)
     elif _is_image(recipe):
-        from imgkit_builder.engine.images import image_facts
-
         facts = image_facts(recipe)
     if facts is not None:
         show(facts.to_dict(), *facts.lines(), as_json=as_json)
         return
-    from imgkit_builder.recipe import targets
 
     text = targets.described_json(load_recipe(recipe))
     if as_json:
@@ -191,8 +191,6 @@ def verb_check(
       # first line of a recipe, for editors with a YAML language server:
       # yaml-language-server: $schema=recipe.schema.json
     """
-    from imgkit_builder.recipe.schema import schema_json
-
     if schema:
         if files:
             raise UsageError("--schema takes no FILE", where="--schema", hint="imgkit check --schema")
@@ -218,10 +216,6 @@ def verb_check(
 
 def _check_recipe(file: str, *, strict: bool) -> tuple[Sequence[Problem], UsageError | None]:
     """Return the warnings and the error of a recipe."""
-    from imgkit_builder.image.context import check_code
-    from imgkit_builder.recipe import host_effects
-    from imgkit_builder.recipe.load import load
-
     warnings: Sequence[Problem] = ()
     try:
         recipe = load(file)
@@ -245,7 +239,7 @@ def verb_render(
         "--format",
         help="Output format: dockerfile, or def for singularity and apptainer.",
     ),
-    base: str | None = typer.Option(None, "--base", metavar="REF", help=BASE_HELP),
+    base: str | None = field_option(BuildRequest, "base"),
     platform: str | None = typer.Option(
         None,
         "--platform",
@@ -256,11 +250,9 @@ def verb_render(
     context: Path | None = typer.Option(
         None, "--context", metavar="FILE", help="Also write the build context, a tar of all copied files."
     ),
-    build_args: list[str] = typer.Option(
-        [], "--build-arg", metavar="NAME=VALUE", help="Value for the recipe's image.args; repeatable."
-    ),
+    build_args: list[str] = field_option(BuildRequest, "build_args"),
     no_lock: bool = typer.Option(False, "--no-lock", help="Ignore the recipe's lock."),
-    large: bool = flag_option("--large", "Do not ask for confirmation above 1 GB of code."),
+    large: bool = field_option(BuildRequest, "large"),
 ) -> None:
     """Print the Dockerfile or definition file of a recipe.
 
@@ -274,10 +266,6 @@ def verb_render(
       imgkit render mn5 --context mn5.tar && docker build -t mn5 - < mn5.tar
       imgkit render mn5 --format def -o mn5.def
     """
-    from imgkit_builder.base import files
-    from imgkit_builder.image import render
-    from imgkit_builder.recipe import bases, lock_file
-
     loaded = load_recipe(recipe, build_args=build_args)
     base = bases.chosen(base, loaded)
     if not no_lock:
@@ -297,9 +285,6 @@ def _write_context(
     recipe: Recipe, file: Path, *, base: str | None, platform: str | None, large: bool
 ) -> None:
     """Write the build context of the recipe as a tar."""
-    from imgkit_builder.base import files
-    from imgkit_builder.image.context import BuildContext, code_revision, pack
-    from imgkit_builder.oci.manifest import BaseImage
 
     def attempt(large: bool) -> BuildContext:
         return pack(

@@ -5,13 +5,17 @@ from __future__ import annotations
 import dataclasses
 import time
 from pathlib import Path
-from typing import Any
 
 import typer
 
 from imgkit_builder.base.sizes import size_text
 from imgkit_builder.cli.common import HERE, JSON, columns, show, show_checks
 from imgkit_builder.cli.jobs import connected, may_ask
+from imgkit_builder.jobs import quoting
+from imgkit_builder.jobs.remote import check as examined
+from imgkit_builder.jobs.remote import config, connection
+from imgkit_builder.jobs.remote import gc as collector
+from imgkit_builder.recipe import targets
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import UsageError
 
@@ -58,9 +62,6 @@ def add(
       imgkit remote add mn5 me@glogin1.bsc.es:/gpfs/scratch/bsc98/me --recipe mn5
       imgkit remote add mn5 mn5-login --recipe mn5 --transfer me@transfer1.bsc.es
     """
-    from imgkit_builder.jobs import quoting
-    from imgkit_builder.jobs.remote import config
-
     if name == HERE:
         hint = "choose another name, for example that of the cluster"
         raise UsageError(
@@ -70,7 +71,8 @@ def add(
     if transfer:
         config.check_host(transfer, where="--transfer")
     if recipe:
-        recipe = str(_target(recipe).file) if Path(recipe).is_file() else _target(recipe).name
+        target = targets.find(recipe)
+        recipe = str(target.file) if Path(recipe).is_file() else target.name
     keep_s = 0 if idle_timeout == "0" else quoting.seconds(idle_timeout, where="--idle-timeout")
     remote = config.Remote(
         name=config.check_name(name),
@@ -81,14 +83,17 @@ def add(
         keep_s=keep_s,
     )
     config.add(remote, replace=replace)
-    show(_data(remote), f"{name}  {host}:{folder}", f"next: imgkit remote check {name}", as_json=as_json)
+    show(
+        dataclasses.asdict(remote),
+        f"{name}  {host}:{folder}",
+        f"next: imgkit remote check {name}",
+        as_json=as_json,
+    )
 
 
 @_group.command("list")
 def list_remotes(as_json: bool = JSON) -> None:
     """List the remotes."""
-    from imgkit_builder.jobs.remote import config
-
     remotes = tuple(config.remotes().values())
     table = [(remote.name, f"{remote.address}:{remote.folder}", remote.recipe) for remote in remotes]
     lines = columns(table) if table else ("no remotes; imgkit remote add NAME USER@HOST:DIR",)
@@ -98,11 +103,11 @@ def list_remotes(as_json: bool = JSON) -> None:
 @_group.command("remove")
 def remove(name: str = NAME, as_json: bool = JSON) -> None:
     """Remove a remote from the list; its files and jobs stay."""
-    from imgkit_builder.jobs.remote import config, connection
-
     remote = config.remove(name)
     connection.connect(remote).close()
-    show(_data(remote), f"its folder {remote.folder} on {remote.address} is kept", as_json=as_json)
+    show(
+        dataclasses.asdict(remote), f"its folder {remote.folder} on {remote.address} is kept", as_json=as_json
+    )
 
 
 @_group.command("check")
@@ -116,11 +121,8 @@ def check(name: str = NAME, as_json: bool = JSON) -> None:
     Examples:
       imgkit remote check mn5
     """
-    from imgkit_builder.jobs.remote import check as examined
-    from imgkit_builder.jobs.remote import config, connection
-
     remote = config.find(name)
-    target = _target(remote.recipe) if remote.recipe else None
+    target = targets.find(remote.recipe) if remote.recipe else None
     results = examined.examine(connection.connect(remote, ask=may_ask()), target)
     show_checks(results, as_json=as_json, remote=name)
 
@@ -145,8 +147,6 @@ def gc(
       imgkit remote gc mn5
       imgkit remote gc mn5 --days 7 --delete
     """
-    from imgkit_builder.jobs.remote import gc as collector
-
     far = connected(name)
     unused = collector.find_unused(far, days)
     removed = set(collector.remove(far, unused)) if delete else set()
@@ -189,18 +189,6 @@ def gc(
 @_group.command("disconnect")
 def disconnect(name: str = NAME, as_json: bool = JSON) -> None:
     """Close the shared connection; the next command logs in again."""
-    from imgkit_builder.jobs.remote import config, connection
-
     was_open = connection.connect(config.find(name)).close()
     text = f"the connection to {name} has ended" if was_open else f"no connection to {name} was open"
     show({"remote": name, "ended": was_open}, text, as_json=as_json)
-
-
-def _target(recipe: str) -> Any:
-    from imgkit_builder.recipe import targets
-
-    return targets.find(recipe)
-
-
-def _data(remote: Any) -> dict[str, Any]:
-    return {**dataclasses.asdict(remote)}

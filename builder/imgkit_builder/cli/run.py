@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from imgkit_builder.base.flags import USUAL, flag
 from imgkit_builder.cli.common import (
     HERE,
     JSON,
@@ -22,21 +23,24 @@ from imgkit_builder.cli.common import (
     output_option,
     show,
     terminable,
+    with_leave,
 )
-from imgkit_builder.cli.job_flags import COMMAND, JobCommand, read_code
 from imgkit_builder.cli.jobs import can_follow, connected, follow, may_ask
+from imgkit_builder.cli.options import COMMAND, JobCommand
 from imgkit_builder.cli.progress import reporter
-from imgkit_builder.cli.project import TRUST_FOLDER, project_here, values_data, values_table
+from imgkit_builder.cli.project import project_here, values_data, values_table
+from imgkit_builder.jobs import code as code_folder
+from imgkit_builder.jobs.request import JobRequest, SystemFlags
 from imgkit_builder.workflow.build import BASE_HELP
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import EXIT_NO, UsageError
 
 if TYPE_CHECKING:
     from imgkit_builder.base.progress import Reporter
+    from imgkit_builder.jobs.code import CodeFolder
     from imgkit_builder.jobs.job import Job, Script
     from imgkit_builder.jobs.prepared import PreparedJob
     from imgkit_builder.jobs.remote.config import Remote
-    from imgkit_builder.jobs.request import JobRequest
     from imgkit_builder.jobs.scaling import ScalingRun
     from imgkit_builder.jobs.submitted import SubmittedJob
     from imgkit_builder.jobs.transport import Transport
@@ -44,47 +48,23 @@ if TYPE_CHECKING:
     from imgkit_builder.project.toml_file import ProjectFile
 
 COMMAND_CLASSES = {"run": JobCommand}
-"""The verb whose flags are not all in its signature."""
+"""The verb with a command behind ``--``."""
 _NOT_SCALED = ("--nodes", "--interactive", "--sif", "--build", "--base-from")
 """Flags of another kind of job, and the one that ``--scaling`` replaces."""
 
 
 def verb_run(
-    flags: typer.Context,
+    context: typer.Context,
     recipe: str = name_argument(
         "[RECIPE|X.sif|X.sqsh|ARCHIVE] -- COMMAND...",
         "Image to run (default: the recipe of imgkit.toml, or the remote's). With --on, an archive "
         "or OCI folder becomes a .sif here.",
         "",
     ),
-    on: str = typer.Option(
-        "",
-        "--on",
-        metavar="NAME",
-        help="The remote (imgkit remote add; default: that of imgkit.toml), or here: this machine.",
-    ),
-    base: str | None = typer.Option(None, metavar="REF", help=f"With --on: {BASE_HELP}"),
-    rebuild: bool = flag_option(
-        "--rebuild", "With --on: build again, which looks up moved tags and packages without a version."
-    ),
-    detach: bool = flag_option("--detach", "Submit, print the job's id, and do not follow its output."),
-    bwlimit: float | None = typer.Option(
-        None, metavar="MB/s", min=0.01, help="With --on: upload bandwidth limit in MB/s."
-    ),
-    dry_run: bool = flag_option("--dry-run", "Print exactly what would be submitted, then exit."),
-    verbose: bool = typer.Option(
-        False, "--verbose", "-v", help="With --dry-run: also show every resolved value and its source."
-    ),
-    scaling: str = typer.Option(
-        "",
-        metavar="N,N,...|DIR",
-        help="Run COMMAND on each of these numbers of nodes, wait, and report the parallel efficiency. DIR: "
-        "wait for the jobs of an earlier report, and write it.",
-    ),
-    trust_folder: bool = TRUST_FOLDER,
-    as_json: bool = flag_option(
-        "--json", "Print one JSON object and do not follow; progress as JSON lines on stderr."
-    ),
+    *,
+    request: JobRequest,
+    system_flags: tuple[SystemFlags, ...] = (),
+    options: _Options,
 ) -> None:
     """Run COMMAND in the image on N nodes, and follow its output.
 
@@ -114,31 +94,20 @@ def verb_run(
     """
     from imgkit_builder.jobs.remote import config
 
-    if verbose and not dry_run:
+    if options.verbose and not options.dry_run:
         raise UsageError("--verbose needs --dry-run", where="--verbose", hint="imgkit run --dry-run -v ...")
     # A recipe that is named for this machine is another one than the file's, and so are its values.
-    reads_file = not recipe or on not in ("", HERE)
-    project = project_here(recipe=recipe, trusted=trust_folder) if reads_file else None
-    name = on or (project.values.remote if project else "")
-    options = _Options(
-        recipe=recipe,
-        on=on,
-        base=base,
-        rebuild=rebuild,
-        detach=detach,
-        bwlimit=bwlimit,
-        dry_run=dry_run,
-        verbose=verbose,
-        as_json=as_json,
-        scaling=scaling,
-    )
-    run: JobRequest = flags.obj.changed(command=flags.meta[COMMAND])
+    reads_file = not recipe or options.on not in ("", HERE)
+    project = project_here(recipe=recipe, trusted=options.trust_folder) if reads_file else None
+    name = options.on or (project.values.remote if project else "")
+    options = dataclasses.replace(options, recipe=recipe)
+    run = request.changed(command=context.meta[COMMAND], system_flags=system_flags)
     if not run.launch.command and re.fullmatch(r"dist-\w+|.+\.py", recipe):
         start = f"dist-run {recipe}" if recipe.endswith(".py") else recipe
         hint = f"a command follows --: imgkit run -- {start}"
         raise UsageError(f"{recipe} is a command, not a recipe", where="RECIPE", hint=hint)
     remote = config.find(name) if name and name != HERE else None
-    if scaling:
+    if options.scaling:
         raise typer.Exit(_run_sizes(options, remote, run, project))
     _run_job(options, remote, run, project)
 
@@ -147,16 +116,49 @@ def verb_run(
 class _Options:
     """The options of ``imgkit run`` that are not those of a job."""
 
-    recipe: str
-    on: str
-    base: str | None
-    rebuild: bool
-    detach: bool
-    bwlimit: float | None
-    dry_run: bool
-    verbose: bool
-    as_json: bool
-    scaling: str
+    recipe: str = ""
+    on: str = flag(
+        "",
+        metavar="NAME",
+        group=USUAL,
+        help="The remote (imgkit remote add; default: that of imgkit.toml), or here: this machine.",
+    )
+    base: str | None = flag(None, metavar="REF", help=f"With --on: {BASE_HELP}")
+    rebuild: bool = flag(
+        False, help="With --on: build again, which looks up moved tags and packages without a version."
+    )
+    detach: bool = flag(False, group=USUAL, help="Submit, print the job's id, and do not follow its output.")
+    bwlimit: float | None = flag(
+        None, metavar="MB/s", minimum=0.01, help="With --on: upload bandwidth limit in MB/s."
+    )
+    dry_run: bool = flag(False, group=USUAL, help="Print exactly what would be submitted, then exit.")
+    verbose: bool = flag(
+        False, "--verbose", "-v", help="With --dry-run: also show every resolved value and its source."
+    )
+    scaling: str = flag(
+        "",
+        metavar="N,N,...|DIR",
+        help="Run COMMAND on each of these numbers of nodes, wait, and report the parallel efficiency. DIR: "
+        "wait for the jobs of an earlier report, and write it.",
+    )
+    trust_folder: bool = flag(
+        False, help="Use the imgkit.toml here and what it names even if other users can change them."
+    )
+    as_json: bool = flag(
+        False, "--json", help="Print one JSON object and do not follow; progress as JSON lines on stderr."
+    )
+
+
+def read_code(request: JobRequest, *, as_json: bool) -> CodeFolder | None:
+    """Return the code of ``--code``; None without it. Large code needs a person's yes, or ``--yes``."""
+    if request.container.code is None:
+        return None
+
+    def read(large: bool) -> CodeFolder:
+        with reporter(as_json=as_json) as report:
+            return code_folder.read(request, large=large, report=report)
+
+    return with_leave(read, large=request.container.yes, may_ask=not as_json)
 
 
 def _run_job(

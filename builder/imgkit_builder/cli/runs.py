@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from imgkit_builder.cli.common import JSON, columns, show
+from imgkit_builder.jobs import history, records
 
 if TYPE_CHECKING:
     from imgkit_builder.jobs.submitted import SubmittedJob
@@ -29,20 +30,16 @@ def verb_runs(
       imgkit runs
       imgkit runs -n 100 --json
     """
-    from imgkit_builder.jobs import records
-
     newest = records.newest_first()[:most]
     data = {"runs": [job_data(record) for record in newest]}
     lines = jobs_table(newest) if newest else ("no runs yet; imgkit run starts one",)
     show(data, *lines, as_json=as_json)
 
 
-def jobs_table(records: Sequence[SubmittedJob]) -> Iterator[str]:
-    """Yield a line for each of `records`, below a line of titles."""
-    from imgkit_builder.jobs import history
-
+def jobs_table(jobs: Sequence[SubmittedJob]) -> Iterator[str]:
+    """Yield a line for each of `jobs`, below a line of titles."""
     table = [("JOB", "NAME", "SUBMITTED", "STATE", "STEP", "LOSS", "IMAGE", "CODE", "COMMAND")]
-    for record in records:
+    for record in jobs:
         numbers = history.numbers(record)
         table.append(
             (
@@ -62,8 +59,6 @@ def jobs_table(records: Sequence[SubmittedJob]) -> Iterator[str]:
 
 def job_data(record: SubmittedJob) -> dict[str, Any]:
     """Return the JSON form of `record`, with the last numbers of its run."""
-    from imgkit_builder.jobs import history
-
     folder = history.folder_of(record)
     return {
         "id": record.job.handle,

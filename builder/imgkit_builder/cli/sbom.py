@@ -13,7 +13,8 @@ from imgkit_builder.cli.common import (
     terminable,
 )
 from imgkit_builder.cli.progress import reporter
-from imgkit_entrypoints import terminal
+from imgkit_builder.workflow.sbom import document
+from imgkit_entrypoints import files, terminal
 
 
 def verb_sbom(
@@ -37,9 +38,6 @@ def verb_sbom(
       imgkit sbom mn5 -o mn5.spdx.json
       imgkit sbom mn5.tar.zst
     """
-    from imgkit_builder.workflow.sbom import document
-    from imgkit_entrypoints import files
-
     with terminable(), reporter(as_json=False, verbose=verbose) as report:
         text = document(image, report, unpack_limit_bytes=gigabytes(unpack_limit))
     if output is None:

@@ -4,32 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from imgkit_builder.cli.common import (
     JSON,
-    RUNTIME,
-    TMPDIR,
+    MB,
     UNPACK_LIMIT,
     VERBOSE,
-    flag_option,
     gigabytes,
     name_argument,
-    named_system,
-    next_line,
     output_option,
-    result_lines,
     show,
-    show_stages,
     terminable,
 )
 from imgkit_builder.cli.progress import reporter
+from imgkit_builder.jobs import quoting, runtimes
 from imgkit_builder.sif.conversion import FormatName, Options
+from imgkit_builder.workflow import baked
 from imgkit_builder.workflow.convert import convert, plan_conversion
-from imgkit_entrypoints.system import CompressionChoice
+from imgkit_entrypoints.errors import ImgkitError
+
+if TYPE_CHECKING:
+    from imgkit_builder.apptainer.build import BuiltSif
+    from imgkit_builder.sif.conversion import Converted, Stage
+    from imgkit_entrypoints.system import SystemFacts
 
 
 def verb_sif(
@@ -45,23 +47,9 @@ def verb_sif(
         help="sif: for Singularity and Apptainer. sqsh: for pyxis, enroot and Charliecloud (default: sqsh if "
         "the name of --output ends in .sqsh, else sif).",
     ),
-    writer: Literal["auto", "imgkit", "runtime"] = typer.Option(
-        "auto",
-        help="imgkit: write the file with mksquashfs. runtime: let Singularity or Apptainer build it from "
-        "the layers, through spython. auto: imgkit if mksquashfs is available, else runtime; prints which.",
-    ),
-    compression: CompressionChoice = typer.Option(
-        "auto",
-        help="auto: runtime.compression of the system, if it states one; else gzip in a .sqsh, and in a "
-        ".sif zstd if this machine can write and mount it, else gzip.",
-    ),
-    tmpdir: Path | None = TMPDIR,
+    *,
+    options: Options,
     unpack_limit: float | None = UNPACK_LIMIT,
-    force: bool = flag_option(
-        "--force", "Convert even if the file is up to date; overwrite a file of another format."
-    ),
-    runtime: str | None = RUNTIME,
-    no_test: bool = flag_option("--no-test", "Do not test the result by running it."),
     dry_run: bool = typer.Option(False, "--dry-run", help="Print the commands, then exit."),
     as_json: bool = JSON,
     verbose: bool = VERBOSE,
@@ -82,16 +70,7 @@ def verb_sif(
       imgkit sif mn5.tar --format sqsh
     """
     named: FormatName = "sqsh" if output and output.suffix == ".sqsh" else "sif"
-    request = Options(
-        format=format or named,
-        compression=compression,
-        tmpdir=tmpdir,
-        unpack_limit_bytes=gigabytes(unpack_limit),
-        writer=writer,
-        force=force,
-        runtime=runtime,
-        test=not no_test,
-    )
+    request = dataclasses.replace(options, format=format or named, unpack_limit_bytes=gigabytes(unpack_limit))
     if dry_run:
         target, commands = plan_conversion(image, output, request)
         show({"dry_run": True, "file": target, "commands": commands}, *commands, as_json=as_json)
@@ -111,3 +90,50 @@ def _start(sqsh: Path) -> str:
     """Return the command that starts a .sqsh by pyxis: training, or a shell in an image of others."""
     command = ["dist-train"] if named_system(sqsh) else ["--pty", "/bin/sh"]
     return shlex.join(["srun", f"--container-image={sqsh}", *command])
+
+
+def named_system(file: Path) -> SystemFacts | None:
+    """Return the system that a .sif or .sqsh names. Return None if it names none, or cannot be read."""
+    try:
+        return baked.system_facts(file)
+    except (ImgkitError, OSError):
+        return None
+
+
+def next_line(sif: Path, command: str) -> str:
+    """Return the command that runs `command` in `sif` with the options of the system that its image is for.
+
+    An image that imgkit did not build names no system and has no ``dist-*`` commands: then it opens a shell.
+    """
+    system = named_system(sif)
+    if system is None:
+        return shlex.join(("singularity", "shell", str(sif)))
+    runtime = system.runtime
+    starts_sif = runtimes.named(runtime.kind).image_suffix == ".sif"
+    program, options = (runtime.command, runtime.options) if starts_sif else ("singularity", ())
+    mounts = quoting.repeat_option("--bind", map(quoting.expanding, runtime.binds))
+    return " ".join(map(quoting.quote, (program, "exec", *options, *mounts, str(sif), command)))
+
+
+def show_stages(data: Mapping[str, Any], stages: Sequence[Stage], *lines: str, as_json: bool) -> None:
+    """Print a result as `show` does, with the seconds of each stage that led to it, and their sum."""
+    seconds = {stage.name: round(stage.seconds, 2) for stage in stages}
+    rows = [f"{stage.seconds:7.1f} s  {stage.name}" for stage in stages]
+    if stages:
+        rows.append(f"{sum(stage.seconds for stage in stages):7.1f} s  in all")
+    data = {name: value for name, value in data.items() if name != "stages"}
+    show({**data, "seconds": seconds}, *rows, *lines, as_json=as_json)
+
+
+def result_lines(
+    result: Converted | BuiltSif, target: Path, following: str, *, up_to_date: bool = False
+) -> list[str]:
+    """Return what people read about the file that a conversion or a build has written to `target`."""
+    record = result.record
+    summary = f"{result.size_bytes / MB:.1f} MB  {result.arch}  {record.compression}, {record.runtime}"
+    return [
+        f"{target}  {summary}{'  up to date' if up_to_date else ''}",
+        *([f"image  {record.image_id}"] if record.image_id else []),
+        f"root   sha256:{record.root_sha256}",
+        f"next:  {following}",
+    ]

@@ -15,6 +15,7 @@ from typing import Any, TextIO
 from imgkit_builder.base import process
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.engine.errors import Event, error_of, explain, hint_for
+from imgkit_builder.image.render import origin
 from imgkit_entrypoints import secret_patterns
 from imgkit_entrypoints.errors import ImgkitError
 from imgkit_entrypoints.terminal import unstyled
@@ -141,8 +142,6 @@ class BuildFollower:
 
     def _origin(self, message: str) -> str | None:
         """Return the recipe's line of what `message` reports, or that of the current step."""
-        from imgkit_builder.image.render import origin
-
         match = _PARSE_ERROR.search(message)
         line = int(match[1]) if match else self._line_of_step()
         if line is None:

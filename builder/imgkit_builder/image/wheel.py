@@ -17,6 +17,7 @@ from pathlib import Path
 
 import imgkit_entrypoints
 from imgkit_entrypoints import __version__
+from imgkit_entrypoints.cli.commands import COMMANDS, shim
 
 PACKAGE = imgkit_entrypoints.__name__
 
@@ -47,8 +48,6 @@ def file_name() -> str:
 
 def entrypoints_wheel() -> bytes:
     """Return the wheel of imgkit_entrypoints with its ``dist-*`` commands; equal sources give equal bytes."""
-    from imgkit_entrypoints.cli.commands import COMMANDS, shim
-
     scripts = f"{PACKAGE}-{__version__}.data/scripts/"
     contents = dict(entrypoints_files())
     contents.update((f"{scripts}{command.name}", shim(command).encode()) for command in COMMANDS)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from imgkit_builder.base import flags
-from imgkit_builder.base.flags import declared, flag, flags_in, part
+from imgkit_builder.base.flags import USUAL, declared, flag, flags_in, part
 from imgkit_entrypoints.errors import UsageError
 
 RuntimeName = Literal["singularity", "docker", "pyxis", "host"]
@@ -43,15 +43,16 @@ class AllocationRequest:
     nodes: str = flag(
         "",
         metavar="N|N+S",
+        group=USUAL,
         help="Number of nodes (default: 1, or all --hosts). 16+1 takes 17 nodes, one as a spare for a node "
         "that is lost.",
     )
     gpus: int | None = flag(None, metavar="G", help="GPUs per node (default: all).")
     cpus: int | None = flag(None, metavar="C", help="CPUs per node.")
-    time: str = flag("", metavar="HH:MM:SS", help="Time limit, for example 00:30:00, 90m or 2h.")
-    account: str = flag("", "--account", "-A", help="Account or project to charge.")
-    queue: str = flag("", "--queue", "-q", help="Queue, partition or RunAI project.")
-    qos: str = flag("", help="Quality of service (Slurm).")
+    time: str = flag("", metavar="HH:MM:SS", group=USUAL, help="Time limit, for example 00:30:00, 90m or 2h.")
+    account: str = flag("", "--account", "-A", group=USUAL, help="Account or project to charge.")
+    queue: str = flag("", "--queue", "-q", group=USUAL, help="Queue, partition or RunAI project.")
+    qos: str = flag("", group=USUAL, help="Quality of service (Slurm).")
     options: tuple[str, ...] = flag(
         (), "--option", metavar="WORD", help="Additional scheduler option, passed through unchanged."
     )
@@ -100,7 +101,10 @@ class ContainerRequest:
         "for imgkit run, its path on the remote.",
     )
     code: Path | None = flag(
-        None, metavar="DIR", help="Folder of code to mount over /workspace of the image, without a build."
+        None,
+        metavar="DIR",
+        group=USUAL,
+        help="Folder of code to mount over /workspace of the image, without a build.",
     )
     no_code: bool = flag(False, help="Do not mount code, even if imgkit.toml sets it.")
     allow: tuple[str, ...] = flag(
@@ -119,6 +123,7 @@ class ContainerRequest:
     env: tuple[str, ...] = flag(
         (),
         metavar="NAME[=VALUE]",
+        group=USUAL,
         help="Environment variable for the program. NAME alone takes the value from here "
         "and shows it nowhere.",
     )

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from imgkit_builder import engine as engines
 from imgkit_builder.base import files
+from imgkit_builder.base.flags import flag
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.engine import image_source, images
 from imgkit_builder.engine.builders import Choice
@@ -53,11 +54,10 @@ _ANSWER = re.compile(r"(apt|failed)\.txt|pip-(uv|\d+)\.json")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LockOptions:
-    """How to lock, besides what the recipe states."""
+    """How to lock, besides what the recipe states: options of ``imgkit lock``."""
 
-    keep_files: bool = False
-    """Whether the files are stored too, and wheels are built where there are none."""
-    upgrade: bool = False
+    keep_files: bool = flag(False, help="Also store every file next to the lock, and build missing wheels.")
+    upgrade: bool = flag(False, help="Upgrade packages to the newest versions that fit.")
     packages: tuple[str, ...] = ()
     """The only packages that `upgrade` is about; empty for all."""
 

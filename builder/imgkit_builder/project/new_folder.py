@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from imgkit_builder.base import files
+from imgkit_builder.image.render import environment
 from imgkit_builder.jobs import runtimes, systems
 from imgkit_builder.project import program, toml_file
 from imgkit_builder.recipe import rules
@@ -59,8 +60,6 @@ def texts(options: NewFolder, parent: Target) -> Mapping[str, str]:
 
     A folder with Python gets no example, and the packages and the command of its own program.
     """
-    from imgkit_builder.image.render import environment
-
     facts, system = parent.system.queue, systems.named(parent.system.scheduler)
     # imgkit run warns of a key that the scheduler does not use.
     used = system.uses

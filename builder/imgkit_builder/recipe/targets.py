@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from imgkit_builder.oci.manifest import InstalledProject
 from imgkit_builder.recipe import problems, rules, systems
+from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.model import Document, Recipe, RunCommand
 from imgkit_builder.recipe.problems import Collector, KeyPath, Position, RecipeErrors, choices, key_text
 from imgkit_builder.recipe.requirements import PYPROJECT, project_name
@@ -72,8 +73,6 @@ def find(ref: str | Path) -> Target:
     ------
     UsageError : there is no such recipe, or it has problems.
     """
-    from imgkit_builder.recipe.load import load
-
     recipe = load(ref)
     return Target(
         name=recipe.name,

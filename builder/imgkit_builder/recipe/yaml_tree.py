@@ -2,6 +2,9 @@
 
 Only PyYAML's composer runs, never its constructor. No object is built from a tag, so a recipe cannot run
 code, and a scalar keeps its text: a constructor would turn ``24.10`` into the number 24.1.
+
+PyYAML has compiled parts, so functions import it: ``imgkit sif`` and ``verify`` load this module and must run
+from one environment on nodes of several architectures.
 """
 
 from __future__ import annotations
@@ -11,12 +14,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-import yaml
+from typing import TYPE_CHECKING, Any, Literal
 
 from imgkit_builder.recipe.problems import ANY, Collector, KeyPath, Position, reason
 from imgkit_entrypoints import files
+
+if TYPE_CHECKING:
+    import yaml
 
 MAX_BYTES = 1 << 20
 MAX_NODES = 10_000
@@ -152,6 +156,8 @@ class _TooManyError(Exception):
 
 def parse(file: Path, problems: Collector) -> Table | None:
     """Read `file`; report what is wrong to `problems`, and return None if the file is unusable."""
+    import yaml
+
     # What has no line of its own is reported at the beginning of the file.
     start = Position(file=file, line=1, column=1)
     text = _read(file, start, problems)
@@ -242,6 +248,8 @@ class _Converter:
 
     def convert(self, node: yaml.Node, path: KeyPath) -> YamlNode | None:
         """Return our node, or None after a problem."""
+        import yaml
+
         # Every use of an alias counts: the node of an anchor is one object, however often it is named.
         self._count += 1
         if self._count > MAX_NODES:
@@ -269,6 +277,8 @@ class _Converter:
         return None
 
     def _table(self, node: yaml.MappingNode, position: Position, path: KeyPath) -> Table:
+        import yaml
+
         entries: dict[str, YamlNode] = {}
         keys: dict[str, Position] = {}
         for key, value in node.value:
@@ -295,6 +305,8 @@ class _Converter:
         return Table(position=position, entries=entries, keys=keys)
 
     def _report_key(self, key: yaml.Node, position: Position, path: KeyPath) -> None:
+        import yaml
+
         if not isinstance(key, yaml.ScalarNode) or key.tag not in _TYPES:
             self._problems.error(position, path, "a key must be text", "write `key: value`")
         elif not key.value:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TextIO
 
+from imgkit_builder.base.flags import flag
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.oci.config import ImageConfig
 from imgkit_builder.sif.entries import ImageEntry
@@ -32,23 +33,39 @@ AddedFiles = tuple[tuple[ImageEntry, ...], tuple[ImageEntry, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How to convert."""
+    """How to convert. Most fields are options of ``imgkit sif``."""
 
-    runtime: str | None = None
-    """Command name or path; None means singularity, else apptainer."""
     module_hint: str | None = None
     """The line that provides the runtime on the system."""
     format: FormatName = "sif"
-    compression: CompressionChoice = "auto"
-    writer: WriterChoice = "auto"
-    """Who writes the file; ``auto``: imgkit if this machine has a mksquashfs, else the runtime."""
-    tmpdir: Path | None = None
     unpack_limit_bytes: int | None = None
     """Most bytes that an archive may unpack to; None: 100 times its size, and at least 1 GB."""
-    force: bool = False
-    """Convert even if the target is up to date; replace a target of another format."""
-    test: bool = True
-    """Run ``true`` in the new .sif."""
+    writer: WriterChoice = flag(
+        "auto",
+        help="imgkit: write the file with mksquashfs. runtime: let Singularity or Apptainer build it from "
+        "the layers, through spython. auto: imgkit if mksquashfs is available, else runtime; prints which.",
+    )
+    compression: CompressionChoice = flag(
+        "auto",
+        help="auto: runtime.compression of the system, if it states one; else gzip in a .sqsh, and in a "
+        ".sif zstd if this machine can write and mount it, else gzip.",
+    )
+    tmpdir: Path | None = flag(
+        None,
+        metavar="DIR",
+        help="Folder for temporary files (default: $IMGKIT_TMPDIR, $APPTAINER_TMPDIR, $SINGULARITY_TMPDIR, "
+        "$TMPDIR, else next to the file).",
+    )
+    force: bool = flag(
+        False, help="Convert even if the file is up to date; overwrite a file of another format."
+    )
+    runtime: str | None = flag(
+        None,
+        "--runtime-command",
+        metavar="COMMAND",
+        help="Name or path of the runtime (default: singularity, else apptainer).",
+    )
+    test: bool = flag(True, "--no-test", help="Do not test the result by running it.")
 
 
 class Format(abc.ABC):

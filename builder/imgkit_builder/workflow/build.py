@@ -11,17 +11,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from imgkit_builder import engine as engines
+from imgkit_builder.apptainer import build as builds
+from imgkit_builder.apptainer.build import SifRequest
+from imgkit_builder.base import checks
 from imgkit_builder.base.checks import Check
 from imgkit_builder.base.flags import flag
 from imgkit_builder.base.progress import SILENT, Reporter
+from imgkit_builder.image import secret_values, smoke
+from imgkit_builder.image.context import code_revision, input_sha256, pack
+from imgkit_builder.oci.manifest import BaseImage
+from imgkit_builder.oci.platform import host_platform
+from imgkit_builder.recipe import bases, lock_file, sources
+from imgkit_builder.recipe.load import load
+from imgkit_builder.recipe.problems import shown
+from imgkit_builder.recipe.targets import module_line
+from imgkit_builder.sif.conversion import Options
+from imgkit_builder.workflow.build_record import record_build
 from imgkit_entrypoints.errors import CheckFailed, UsageError
 
 if TYPE_CHECKING:
-    from imgkit_builder.apptainer.build import BuiltSif, Pack, SifRequest
+    from imgkit_builder.apptainer.build import BuiltSif, Pack
     from imgkit_builder.engine import Engine, ImageInfo
     from imgkit_builder.image.context import BuildContext
     from imgkit_builder.image.members import Packed
-    from imgkit_builder.oci.manifest import BaseImage
     from imgkit_builder.recipe import Recipe
     from imgkit_builder.recipe.problems import Problem
 
@@ -30,20 +43,26 @@ BASE_HELP = "Base image instead of the recipe's; current: the recipe's current_b
 
 # Without slots: the options of the command line are both kinds of request at once.
 @dataclass(frozen=True, kw_only=True)
-class _Build:
-    """What both kinds of build can be asked for; None takes the recipe's value."""
+class BaseOptions:
+    """The base of an image, also of one whose packages are locked; None takes the recipe's value."""
 
     base: str | None = flag(None, metavar="REF", help=BASE_HELP)
     platform: str | None = flag(
         None, metavar="PLATFORM", help="linux/amd64 or linux/arm64, if the recipe allows both."
     )
+    pull: bool = flag(False, help="Pull the base even if it is local.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Build(BaseOptions):
+    """What both kinds of build can be asked for."""
+
     build_args: tuple[str, ...] = flag(
         (), "--build-arg", metavar="NAME=VALUE", help="Value for the recipe's image.args; repeatable."
     )
     locked: bool = flag(False, help="Build from the recipe's lock; fail if there is none, or if it is stale.")
     no_lock: bool = flag(False, help="Build without the recipe's lock.")
     no_cache: bool = flag(False, help="Run every step again.")
-    pull: bool = flag(False, help="Pull the base even if it is local.")
     no_test: bool = flag(False, help="Skip the smoke test.")
     large: bool = flag(False, help="Do not ask for confirmation above 1 GB of code.")
 
@@ -170,12 +189,6 @@ def build(
     ToolFailed : a step failed.
     CheckFailed : the smoke test failed.
     """
-    from imgkit_builder import engine as engines
-    from imgkit_builder.image import secret_values
-    from imgkit_builder.image.context import input_sha256
-    from imgkit_builder.recipe import bases
-    from imgkit_builder.workflow.build_record import record_build
-
     loaded = _load(recipe, request, report)
     values = secret_values.read(loaded)
     secrets_at = loaded.where("image", "secrets") if values.options else ""
@@ -247,18 +260,13 @@ def plan(
     ------
     UsageError, LargeContext : as `build`.
     """
-    from imgkit_builder.engine import check_name, choose_platform, default_tag
-    from imgkit_builder.image.context import input_sha256
-    from imgkit_builder.oci.manifest import BaseImage
-    from imgkit_builder.oci.platform import host_platform
-
     loaded = _load(recipe, request, report)
-    target = choose_platform(loaded, wanted=request.platform, host=host_platform())
+    target = engines.choose_platform(loaded, wanted=request.platform, host=host_platform())
     loaded = _followed(loaded, target, request, report)
     base = _base_of(loaded, request) or loaded.image.base
-    tag = request.tag or default_tag(loaded)
-    check_name(base, where="--base")
-    check_name(tag, where="--tag")
+    tag = request.tag or engines.default_tag(loaded)
+    engines.check_name(base, where="--base")
+    engines.check_name(tag, where="--tag")
     context = _pack(loaded, BaseImage(name=base, platform=target), request, report)
     return ImagePlan(
         recipe=loaded.name,
@@ -273,10 +281,6 @@ def plan(
 
 
 def _smoke(engine: Engine, image: ImageInfo, context: BuildContext, report: Reporter) -> Sequence[Check]:
-    from imgkit_builder import engine as engines
-    from imgkit_builder.base import checks
-    from imgkit_builder.image import smoke
-
     if smoke.passed_before(image.id):
         report.note("smoke test: skipped, this image has passed it before")
         return ()
@@ -309,10 +313,8 @@ def build_sif(
     ToolFailed : a step failed.
     CheckFailed : the smoke test failed.
     """
-    from imgkit_builder.apptainer import build as builds
-
-    sif_request, pack = _sif_request(recipe, request, report)
-    return builds.build(sif_request, pack, report)
+    sif_request, pack_context = _sif_request(recipe, request, report)
+    return builds.build(sif_request, pack_context, report)
 
 
 def plan_sif(
@@ -324,10 +326,8 @@ def plan_sif(
     ------
     UsageError, LargeContext, ToolMissing : as `build_sif`.
     """
-    from imgkit_builder.apptainer import build as builds
-
-    sif_request, pack = _sif_request(recipe, request, report)
-    planned, command = builds.plan(sif_request, pack, report)
+    sif_request, pack_context = _sif_request(recipe, request, report)
+    planned, command = builds.plan(sif_request, pack_context, report)
     base = planned.context.manifest.base
     return SifPlan(
         recipe=sif_request.recipe.name,
@@ -344,11 +344,6 @@ def plan_sif(
 
 def _sif_request(recipe: str | Path, request: SifBuildRequest, report: Reporter) -> tuple[SifRequest, Pack]:
     """Return the request to `apptainer.build`, and what packs the context for a base."""
-    from imgkit_builder.apptainer.build import SifRequest
-    from imgkit_builder.oci.platform import host_platform
-    from imgkit_builder.recipe.targets import module_line
-    from imgkit_builder.sif.conversion import Options
-
     loaded = _load(recipe, request, report)
     _refuse_for_sif(loaded, request)
     loaded = _followed(loaded, host_platform(), request, report)
@@ -359,7 +354,7 @@ def _sif_request(recipe: str | Path, request: SifBuildRequest, report: Reporter)
             hint="name its archive, OCI folder or .sif: --base-from PATH",
         )
 
-    def pack(base: BaseImage) -> BuildContext:
+    def pack_context(base: BaseImage) -> BuildContext:
         _check_base(loaded, base)
         return _pack(loaded, base, request, report)
 
@@ -377,13 +372,11 @@ def _sif_request(recipe: str | Path, request: SifBuildRequest, report: Reporter)
             test=not request.no_test,
         ),
     )
-    return sif_request, pack
+    return sif_request, pack_context
 
 
 def _refuse_for_sif(recipe: Recipe, request: SifBuildRequest) -> None:
     """Raise UsageError for another platform than this machine's, and for secrets in a definition."""
-    from imgkit_builder.oci.platform import host_platform
-
     host = host_platform()
     platform = request.platform or (host if host in recipe.image.platforms else recipe.image.platforms[0])
     if platform != host:
@@ -402,8 +395,6 @@ def _refuse_for_sif(recipe: Recipe, request: SifBuildRequest) -> None:
 
 def _load(recipe: str | Path, request: _Build, report: Reporter) -> Recipe:
     """Load the recipe, and report its warnings. Raise UsageError if it must follow its lock, and must not."""
-    from imgkit_builder.recipe.load import load
-
     if request.locked and request.no_lock:
         raise UsageError("--locked cannot be combined with --no-lock", where="--no-lock")
     loaded = load(str(recipe), build_args=request.build_args)
@@ -414,8 +405,6 @@ def _load(recipe: str | Path, request: _Build, report: Reporter) -> Recipe:
 
 def _pack(recipe: Recipe, base: BaseImage, request: _Build, report: Reporter) -> BuildContext:
     """Pack the build context, and report the files that stay out of it."""
-    from imgkit_builder.image.context import code_revision, pack
-
     context = pack(
         recipe,
         base=base,
@@ -435,9 +424,6 @@ def _followed(recipe: Recipe, platform: str, request: _Build, report: Reporter) 
     ------
     UsageError : as `lock_file.follow` does.
     """
-    from imgkit_builder.recipe import bases, lock_file
-    from imgkit_builder.recipe.problems import shown
-
     if request.no_lock or recipe.lock:
         return recipe
     base = bases.chosen(request.base, recipe)
@@ -452,8 +438,6 @@ def _followed(recipe: Recipe, platform: str, request: _Build, report: Reporter) 
 
 def _base_of(recipe: Recipe, request: _Build) -> str | None:
     """Return the name of the base instead of the recipe's: the lock's digest, else that of the request."""
-    from imgkit_builder.recipe import bases
-
     locked = recipe.lock.base if recipe.lock and recipe.lock.base.digest else None
     return locked.exact if locked else bases.chosen(request.base, recipe)
 
@@ -482,8 +466,6 @@ def warning_lines(problems: Iterable[Problem]) -> tuple[str, ...]:
 
 def _note_left_out(code: Packed, report: Reporter) -> None:
     """Name the files of the recipe's code that stay out of the image."""
-    from imgkit_builder.recipe import sources
-
     if code.secret:
         report.note(
             f"not in the image, as they usually hold secrets: {', '.join(code.secret)}; a step can use "

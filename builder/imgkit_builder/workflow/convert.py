@@ -9,8 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from imgkit_builder import engine
+from imgkit_builder.archive import read, sidecar
 from imgkit_builder.base.progress import SILENT, Reporter
+from imgkit_builder.sif import convert as conversion
 from imgkit_builder.sif.conversion import Options
+from imgkit_builder.sif.entries import Archive, OciFolder, Piped
+from imgkit_builder.sif.image import is_sif
+from imgkit_builder.sif.sqsh import is_sqsh
 from imgkit_builder.workflow.names import (
     ARCHIVE_SUFFIXES,
     RECIPE_SUFFIXES,
@@ -52,8 +58,6 @@ def convert(
     CheckFailed : the archive is damaged, or the new .sif fails its check.
     ToolMissing, ToolFailed : as of the runtime, mksquashfs or the engine.
     """
-    from imgkit_builder.sif import convert as conversion
-
     with _prepared(str(image), sif, options) as (source, target, options):
         return conversion.convert(source, target, options, report)
 
@@ -67,8 +71,6 @@ def plan_conversion(
     ------
     UsageError, CheckFailed, ToolMissing : as `convert`.
     """
-    from imgkit_builder.sif import convert as conversion
-
     with _prepared(str(image), sif, options) as (source, target, options):
         conversion.check_target(target.absolute(), force=options.force, format=options.format)
         return target, tuple(conversion.commands(source, target.absolute(), options))
@@ -113,9 +115,6 @@ def compression_for(system: SystemFacts | None, choice: CompressionChoice = "aut
 @contextlib.contextmanager
 def source_of(image: str) -> Iterator[tuple[Source, SystemFacts | None]]:
     """Yield the source called `image`, and its system if that is known; an engine stays connected."""
-    from imgkit_builder.archive import sidecar
-    from imgkit_builder.sif.entries import Archive, OciFolder, Piped
-
     path = Path(image)
     if image == "-":
         yield Piped(stream=sys.stdin.buffer), None
@@ -140,17 +139,12 @@ def source_of(image: str) -> Iterator[tuple[Source, SystemFacts | None]]:
 
 def _refuse_unfinished(path: Path, described: Sidecar) -> None:
     """Raise CheckFailed if the save of this archive has not come to its end."""
-    from imgkit_builder.archive import read, sidecar
-
     if sidecar.read_sha256(path) is None:
         message, mend = sidecar.incomplete(path, read.sha256(path, report=SILENT), described)
         raise CheckFailed(message, where=str(path), hint=mend)
 
 
 def _refuse_converted(path: Path) -> None:
-    from imgkit_builder.sif.image import is_sif
-    from imgkit_builder.sif.sqsh import is_sqsh
-
     if is_sif(path):
         raise UsageError("it is a .sif already", where=str(path), hint=f"check it: imgkit test {path}")
     if is_sqsh(path):
@@ -164,8 +158,6 @@ def _refuse_converted(path: Path) -> None:
 @contextlib.contextmanager
 def engine_image(image: str) -> Iterator[EngineImage]:
     """Yield the image called `image` of a Docker engine, which stays connected."""
-    from imgkit_builder import engine
-
     name = image_name(image)
     try:
         opened = engine.connect()

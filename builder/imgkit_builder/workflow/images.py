@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from imgkit_builder import engine as engines
+from imgkit_builder.base import process
 from imgkit_builder.base.progress import SILENT, Reporter
+from imgkit_builder.image import smoke
+from imgkit_builder.recipe import rules
+from imgkit_builder.sif import image as sif_image
+from imgkit_builder.sif.runtime import exec_arguments, find_runtime, isolation
+from imgkit_builder.sif.sqsh import is_sqsh
+from imgkit_builder.workflow import baked
 from imgkit_builder.workflow.names import RECIPE_SUFFIXES, image_name, module_line
 from imgkit_entrypoints.errors import ImgkitError, ToolMissing, UsageError
 from imgkit_entrypoints.rules import expand
@@ -42,9 +50,6 @@ def smoke_test(
 
 
 def _test_image(name: str) -> tuple[Check, ...]:
-    from imgkit_builder import engine as engines
-    from imgkit_builder.image import smoke
-
     with engines.connect() as engine:
         info = engines.inspect(engine, name)
         return smoke.check(
@@ -55,11 +60,6 @@ def _test_image(name: str) -> tuple[Check, ...]:
 
 
 def _test_sif(path: Path, runtime: str | None, report: Reporter) -> tuple[Check, ...]:
-    from imgkit_builder.base import process
-    from imgkit_builder.image import smoke
-    from imgkit_builder.sif import image as sif_image
-    from imgkit_builder.sif.runtime import exec_arguments, find_runtime, isolation
-
     if not sif_image.is_sif(path):
         raise UsageError(f"{path} is not a .sif", hint=f"to check an archive: imgkit verify {path}")
     arch = sif_image.read(path).arch
@@ -97,8 +97,6 @@ def shell_command(image: str, *, host: bool = False, workdir: str = "") -> Shell
     ------
     UsageError, ToolMissing : as `smoke_test`.
     """
-    from imgkit_builder.recipe import rules
-
     for message, hint in rules.image_path(workdir) if workdir else ():
         raise UsageError(message, where="--workdir", hint=hint)
     if _is_file(image):
@@ -114,8 +112,6 @@ def shell_command(image: str, *, host: bool = False, workdir: str = "") -> Shell
 
 
 def _docker_shell(target: str, *, host: bool, workdir: str) -> ShellCommand:
-    from imgkit_builder import engine as engines
-
     name = image_name(target)
     with engines.connect() as engine:
         engines.inspect(engine, name)
@@ -125,9 +121,6 @@ def _docker_shell(target: str, *, host: bool, workdir: str) -> ShellCommand:
 
 
 def _sif_shell(path: str, *, host: bool, workdir: str) -> ShellCommand:
-    from imgkit_builder.sif.runtime import find_runtime, isolation
-    from imgkit_builder.sif.sqsh import is_sqsh
-
     if is_sqsh(Path(path)):
         raise UsageError(
             f"{path} is not a .sif, and a runtime would start it without the variables of its image",
@@ -161,8 +154,6 @@ def _sif_shell(path: str, *, host: bool, workdir: str) -> ShellCommand:
 
 def _target_of(path: Path) -> Target | None:
     """Return the recipe's name and system inside a .sif; None if imgkit did not build its image."""
-    from imgkit_builder.workflow import baked
-
     try:
         return baked.target(path)
     except ImgkitError:

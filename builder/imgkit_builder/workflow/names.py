@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from imgkit_builder.engine import default_tag
+from imgkit_builder.recipe import targets
+from imgkit_recipes import recipe_names
+
 if TYPE_CHECKING:
     from imgkit_entrypoints.system import SystemFacts
 
@@ -15,8 +19,6 @@ def image_name(target: str) -> str:
     """The image called `target`; a recipe's file stands for the image that imgkit build makes of it."""
     if not target.endswith(RECIPE_SUFFIXES):
         return target
-    from imgkit_builder.engine import default_tag
-    from imgkit_builder.recipe import targets
 
     return default_tag(targets.find(target))
 
@@ -33,9 +35,6 @@ def stem(image: str) -> str:
 
 def system_of(image: str) -> SystemFacts | None:
     """The system of the recipe `image`, or of the shipped recipe with the image's name."""
-    from imgkit_builder.recipe import targets
-    from imgkit_recipes import recipe_names
-
     if image.endswith(RECIPE_SUFFIXES):
         return targets.find(image).system
     name = image.rpartition("/")[2].partition(":")[0]
@@ -44,6 +43,4 @@ def system_of(image: str) -> SystemFacts | None:
 
 def module_line(system: SystemFacts | None) -> str | None:
     """``module load ...`` of the system's runtime; None if it needs no module."""
-    from imgkit_builder.recipe import targets
-
     return (targets.module_line(system) or None) if system else None

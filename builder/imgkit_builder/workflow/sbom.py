@@ -6,7 +6,13 @@ import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from imgkit_builder.inventory import spdx
+from imgkit_builder.inventory.collector import DOCUMENT, InventoryCollector
+from imgkit_builder.oci.config import epoch
+from imgkit_builder.sif import entries, image, sqsh, unsquash
+from imgkit_builder.sif.workspace import scratch
 from imgkit_builder.workflow.convert import source_of
+from imgkit_entrypoints import json_text
 
 if TYPE_CHECKING:
     from imgkit_builder.base.progress import Reporter
@@ -22,8 +28,6 @@ def document(name: str, report: Reporter, *, unpack_limit_bytes: int | None = No
     CheckFailed : it is damaged.
     ToolMissing : there is no unsquashfs for the compression of a .sif or .sqsh, or no zstd for an archive.
     """
-    from imgkit_builder.sif import image
-
     path = Path(name)
     if name.endswith((".sif", ".sqsh")) or image.is_sif(path):
         report.stage(f"list the packages of {name}")
@@ -33,11 +37,6 @@ def document(name: str, report: Reporter, *, unpack_limit_bytes: int | None = No
 
 
 def _of_file(path: Path) -> str:
-    from imgkit_builder.inventory import spdx
-    from imgkit_builder.inventory.collector import DOCUMENT, InventoryCollector
-    from imgkit_builder.sif import image, sqsh, unsquash
-    from imgkit_entrypoints import json_text
-
     stored = unsquash.read(path, [DOCUMENT]).get(DOCUMENT, b"")
     with contextlib.suppress(ValueError):
         json_text.parse(stored, most_bytes=unsquash.MOST_BYTES)
@@ -62,12 +61,6 @@ def _of_file(path: Path) -> str:
 
 
 def _of_source(source: Source, path: Path, report: Reporter, unpack_limit_bytes: int | None) -> str:
-    from imgkit_builder.inventory import spdx
-    from imgkit_builder.inventory.collector import InventoryCollector
-    from imgkit_builder.oci.config import epoch
-    from imgkit_builder.sif import entries
-    from imgkit_builder.sif.workspace import scratch
-
     exports, collector = isinstance(source, entries.EngineImage), InventoryCollector()
     with (
         scratch(path.absolute() if path.exists() else Path.cwd() / "image") as folder,

@@ -21,8 +21,7 @@ GPU_RECIPE = "system:\n  node: {gpus: 4}\n"
 
 
 def imgkit(*args: str) -> Any:
-    verbs = ("build", "test", "shell", "push")
-    return CliRunner().invoke(build_app(verbs), list(args))
+    return CliRunner().invoke(build_app(), list(args))
 
 
 @pytest.fixture

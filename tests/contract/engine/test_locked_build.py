@@ -42,7 +42,7 @@ def engine(fake: Any, folder: Path, container_says: Callable[[str, int], None]) 
 
 
 def build(*args: str) -> Any:
-    result = CliRunner().invoke(build_app(("build",)), ["build", "./small.yaml", "--no-test", *args])
+    result = CliRunner().invoke(build_app(), ["build", "./small.yaml", "--no-test", *args])
     assert result.exit_code == 0, result.output
     return result
 
@@ -96,7 +96,7 @@ def test_build_that_its_lock_forbids_reaches_no_engine(
 ) -> None:
     change(folder)
     args = ["--locked", option] if option == "--no-lock" else [option] if option else []
-    result = CliRunner().invoke(build_app(("build",)), ["build", "./small.yaml", "--no-test", *args])
+    result = CliRunner().invoke(build_app(), ["build", "./small.yaml", "--no-test", *args])
     assert message in str(result.exception)
     assert not engine.requests("POST /build")
 
@@ -104,7 +104,7 @@ def test_build_that_its_lock_forbids_reaches_no_engine(
 def test_other_base_than_the_locked_one_is_refused(engine: Any, folder: Path) -> None:
     file = lock(folder)
     file.write_text(file.read_text().replace("b" * 64, "c" * 64))
-    result = CliRunner().invoke(build_app(("build",)), ["build", "./small.yaml", "--no-test"])
+    result = CliRunner().invoke(build_app(), ["build", "./small.yaml", "--no-test"])
     assert f"and the lock has sha256:{'c' * 64}" in str(result.exception)
     assert not engine.requests("POST /build")
 

@@ -274,8 +274,11 @@ def spare_waits_for_nothing(job: Job) -> tuple[str, ...]:
 OPTIONAL = ("account", "queue", "qos", "time", "cpus", "stop-before")
 """Flags of every job that mean nothing on some systems."""
 
-_OWN_NAMES = ("--json", "--dry-run", "--help", "-h")
-"""Flags of the verbs themselves."""
+_OWN_NAMES = (
+    *("--on", "--base", "--rebuild", "--detach", "--bwlimit", "--dry-run", "--verbose", "-v", "--scaling"),
+    *("--trust-folder", "--json", "--help", "-h"),
+)
+"""Flags of ``imgkit run`` itself, which `cli` declares."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

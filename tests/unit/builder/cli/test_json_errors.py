@@ -12,7 +12,7 @@ def test_unreadable_folder_is_an_object(call: Any, monkeypatch: pytest.MonkeyPat
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied", "/closed")
 
-    monkeypatch.setattr("imgkit_builder.recipe.load.load", refuse)
+    monkeypatch.setattr("imgkit_builder.workflow.build.load", refuse)
     code, out, _ = call("build", "mn5", "--json")
     error = json.loads(out)["error"]
     assert (code, error["what"], error["where"]) == (4, "Permission denied", "/closed")
@@ -22,7 +22,7 @@ def test_interrupt_is_an_object(call: Any, monkeypatch: pytest.MonkeyPatch) -> N
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("imgkit_builder.recipe.load.load", interrupt)
+    monkeypatch.setattr("imgkit_builder.workflow.build.load", interrupt)
     code, out, _ = call("build", "mn5", "--json")
     assert (code, json.loads(out)["error"]["exit_code"]) == (130, 130)
 

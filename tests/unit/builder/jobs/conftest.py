@@ -25,7 +25,7 @@ def start_script(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]
 
     def start(words: Sequence[str], stubs: Mapping[str, str], **env: str) -> subprocess.Popen[str]:
         argv = ["run", "--dry-run", *words, "--directory", str(tmp_path), "--", "dist-hello"]
-        done = CliRunner().invoke(build_app(("run", "list")), argv, catch_exceptions=False)
+        done = CliRunner().invoke(build_app(), argv, catch_exceptions=False)
         (tmp_path / "job.text").write_text(done.stdout)
         (tmp_path / "job").write_text('module() { :; }\nexport -f module\n. "$0.text"\n')
         for name, text in stubs.items():

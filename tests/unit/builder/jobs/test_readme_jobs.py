@@ -42,7 +42,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     remote = ["remote", "add", "mn5", "me@far:/gpfs/me", "--recipe", "mn5"]
-    added = CliRunner().invoke(build_app(("remote", "list")), remote)
+    added = CliRunner().invoke(build_app(), remote)
     assert added.exit_code == 0, added.output
     for name in ("mine.tar", "letters.sif"):
         (tmp_path / name).touch()
@@ -60,9 +60,7 @@ def test_line_of_the_readme_renders(line: str, folder: Path) -> None:
         text = "recipe = './mine.yaml'\naccount = 'bsc98'\nqos = 'acc_debug'\ntime = '30m'\n"
         text += "" if "--" in words else "command = ['dist-hello']\n"
         (folder / "imgkit.toml").write_text(text)
-    done = CliRunner().invoke(
-        build_app(("run", "list")), ["run", "--dry-run", *words], catch_exceptions=False
-    )
+    done = CliRunner().invoke(build_app(), ["run", "--dry-run", *words], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     assert done.stdout.strip()
 

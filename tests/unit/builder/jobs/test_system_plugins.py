@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from imgkit_builder.base.flags import declared
+from imgkit_builder.cli import run
 from imgkit_builder.jobs import systems
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.resolve import resolve
@@ -161,6 +163,12 @@ BROKEN = {
     "flag taken": (WHOLE.replace("lane: str", "queue: str"), "has the flag --queue, which is taken"),
     "no default": (WHOLE.replace("lane: str", "x: int\n    lane: str"), "declares flags that cannot be read"),
 }
+for option in declared(run._Options):
+    flag = option.names[-1]
+    BROKEN[f"flag {flag} of the verb"] = (
+        WHOLE.replace('flag("slow",', f'flag("slow", "{flag}",'),
+        f"has the flag {flag}, which is taken",
+    )
 
 
 @pytest.fixture

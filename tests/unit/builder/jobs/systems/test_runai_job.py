@@ -143,7 +143,7 @@ def client(first_runai: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 def test_submission_runs_the_words_and_is_followed(client: Path) -> None:
-    app = build_app(("run", "status"))
+    app = build_app()
     argv = ["--nodes", "2", "--image", "r/x:1", "--pvc", "home:/home/me", "--directory", "/home/me/a"]
     done = CliRunner().invoke(
         app, ["run", "--detach", "rcp", *argv, "-q", "mlo-me", "--", "dist-run", "a b.py"]
@@ -155,6 +155,6 @@ def test_submission_runs_the_words_and_is_followed(client: Path) -> None:
 
 def test_interactive_submission_says_how_to_get_in(client: Path) -> None:
     argv = ["run", "rcp", "--nodes", "2", "--image", "r/x:1", "--interactive"]
-    done = CliRunner().invoke(build_app(("run", "status")), argv)
+    done = CliRunner().invoke(build_app(), argv)
     assert done.stdout == "rcp\n"
     assert "runai bash rcp --pod rcp-worker-0" in done.stderr
