@@ -75,8 +75,8 @@ def flag(
 
 def part(kind: type[Value]) -> Value:
     """Return a dataclass field that holds a request of `kind`, whose flags are those of the whole."""
-    made: Any = field(default_factory=kind, metadata={"part": kind})
-    return typing.cast("Value", made)
+    part_field: Any = field(default_factory=kind, metadata={"part": kind})
+    return typing.cast("Value", part_field)
 
 
 def declared(owner: type[Any]) -> tuple[Flag, ...]:
@@ -120,9 +120,9 @@ def changed(request: Value, values: Mapping[str, Any]) -> Value:
     changes = by_owner.pop("", {})
     for owner, inner in by_owner.items():
         changes[owner] = dataclasses.replace(getattr(request, owner), **inner)
-    whole: Any = request
-    made: Value = dataclasses.replace(whole, **changes)
-    return made
+    dataclass_value: Any = request  # mypy knows no bound that all dataclasses have
+    changed_request: Value = dataclasses.replace(dataclass_value, **changes)
+    return changed_request
 
 
 def value(request: Any, name: str) -> Any:

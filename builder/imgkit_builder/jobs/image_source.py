@@ -196,13 +196,13 @@ _ONLY_HERE = ("--interactive", "--directory", "--sif", "--build", "--base-from")
 
 def refuse_flags(request: JobRequest, base: str) -> None:
     """Raise UsageError for a flag of a job that no remote takes."""
-    given = [name for name in flags_in(request) if name in _ONLY_HERE]
+    flags = [name for name in flags_in(request) if name in _ONLY_HERE]
     if request.project is not None and request.project.sets_directory:
-        given = [name for name in given if name != "--directory"]
-    if given:
+        flags = [name for name in flags if name != "--directory"]
+    if flags:
         raise UsageError(
-            f"{given[0]} cannot be combined with a remote",
-            where=given[0],
+            f"{flags[0]} cannot be combined with a remote",
+            where=flags[0],
             hint="leave it out; or, on the cluster itself, imgkit run --on here ...",
         )
     if base and request.container.image:

@@ -222,7 +222,7 @@ class JobRequest:
 
     def flags(self, kind: type[Flags]) -> Flags:
         """Return the flags that only one system has; `kind` is the class that declares them."""
-        return next((given for given in self.system_flags if isinstance(given, kind)), kind())
+        return next((flags for flags in self.system_flags if isinstance(flags, kind)), kind())
 
 
 _OF_IMAGE_JOBS = (

@@ -151,15 +151,15 @@ def make_ready(prepared: PreparedJob, transport: Transport, report: Reporter) ->
     """
     for warning in prepared.job.warnings:
         report.note(warning)
-    placed = transport.place(prepared, report)
-    job = placed.job
-    if placed.code is not None:
-        job = code_of.with_code(job, placed.code.record, transport.code_folder(job))
-        transport.put(_code_folder(placed.code, job), report)
-    job = transport.with_entry_points(dataclasses.replace(placed, job=job))
+    with_image = transport.bring_image(prepared, report)
+    job = with_image.job
+    if with_image.code is not None:
+        job = code_of.with_code(job, with_image.code.record, transport.code_folder(job))
+        transport.put(_code_folder(with_image.code, job), report)
+    job = transport.with_entry_points(dataclasses.replace(with_image, job=job))
     if job.container.bound is not None:
         transport.put(_entry_points_folder(job), report)
-    return dataclasses.replace(placed, job=job, script=systems.named(job.system).script(job))
+    return dataclasses.replace(with_image, job=job, script=systems.named(job.system).script(job))
 
 
 def look_into(prepared: PreparedJob, transport: Transport) -> PreparedJob:

@@ -65,7 +65,7 @@ class Transport(abc.ABC):
         """Connect now where a person may be asked something, so that no progress bar hides the question."""
 
     @abc.abstractmethod
-    def place(self, prepared: PreparedJob, report: Reporter) -> PreparedJob:
+    def bring_image(self, prepared: PreparedJob, report: Reporter) -> PreparedJob:
         """Bring the job's image there, and return the job with the paths that it has there.
 
         Raises
@@ -107,7 +107,7 @@ class Local(Transport):
         """Run a command. See `Transport`."""
         return process.run(argv, check=False)
 
-    def place(self, prepared: PreparedJob, report: Reporter) -> PreparedJob:
+    def bring_image(self, prepared: PreparedJob, report: Reporter) -> PreparedJob:
         """Check the image, which is here already. See `Transport`."""
         del report  # there is nothing to bring
         checks.before_submission(prepared.job)
@@ -146,7 +146,7 @@ class Ssh(Transport):
         self.connection = connection
         self.name = connection.remote.name
         self.store: Store | None = None
-        """imgkit's folder there, once `place` has looked."""
+        """imgkit's folder there, once `bring_image` has looked."""
 
     def login(self) -> None:
         """Connect. See `Transport`."""
@@ -156,7 +156,7 @@ class Ssh(Transport):
         """Run a command in the environment of a login shell. See `Transport`."""
         return remote_jobs.finished(self.connection, argv)
 
-    def place(self, prepared: PreparedJob, report: Reporter) -> PreparedJob:
+    def bring_image(self, prepared: PreparedJob, report: Reporter) -> PreparedJob:
         """Build, convert and send the image as far as the remote lacks it. See `Transport`."""
         source, code_folder = prepared.source, prepared.code
         assert source is not None  # noqa: S101 - `prepare` has been told the remote
@@ -181,7 +181,7 @@ class Ssh(Transport):
 
     def put(self, folder: Folder, report: Reporter) -> None:
         """Send the folder by rsync. See `Transport`."""
-        assert self.store is not None  # noqa: S101 - `place` comes first
+        assert self.store is not None  # noqa: S101 - `bring_image` comes first
         parent, _, name = folder.path.rpartition("/")
         is_code = parent == f"{self.store.home}/code"
         if is_code and name in self.store.code:
