@@ -31,37 +31,6 @@ def test_sizes_that_do_not_ascend_are_refused(text: str) -> None:
         scaling.parse_sizes(text)
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (("mn5", *SITE, "--scaling", "1,2", "--nodes", "2"), "--nodes cannot be combined"),
-        (("mn5", *SITE, "--scaling", "1,2", "--interactive"), "--interactive cannot be combined"),
-        (("mn5", *SITE, "--scaling", "1,2", "--sif", "a.tar"), "--sif cannot be combined"),
-        (("mn5", *SITE, "--scaling", "1,2", "--dry-run", "-v"), "--verbose cannot be combined"),
-        (("mn5", *SITE, "--scaling", "1,2", "--bwlimit", "3"), "--bwlimit cannot be combined"),
-        (("mn5", *SITE, "--scaling", "1,2", "--option=--array=1-3"), "needs batch jobs"),
-        (("mn5", "--scaling", "1,2"), "needs --account"),
-        (("cpu", "--scaling", "1,2"), "needs batch jobs"),
-        (("rcp", "--queue", "q", "--image", "a.b/c:1", "--scaling", "1,2"), "needs batch jobs"),
-        (("--scaling", "1,2"), "no recipe given"),
-    ],
-)
-def test_jobs_without_a_report_are_refused(call: Any, words: tuple[str, ...], reason: str) -> None:
-    code, out, err = call("run", *words, "--", "dist-train")
-    assert (code, out) == (2, "")
-    assert reason in err
-
-
-def test_folder_without_a_report_is_refused(
-    call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("other").mkdir()
-    assert "is not the folder of a report" in call("run", "--scaling", "other")[2]
-    for option in ("--detach", "--dry-run"):
-        assert f"{option} cannot be combined" in call("run", "--scaling", "other", option)[2]
-
-
 def test_dry_run_shows_the_script_of_each_size(call: Any) -> None:
     code, out, _ = call("run", "mn5", *SITE, "--scaling", "1,3", "--dry-run", "--json", "--", "dist-train")
     assert code == 0

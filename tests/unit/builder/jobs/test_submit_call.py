@@ -63,12 +63,6 @@ def test_warnings_and_a_full_disk_are_notes(folder: Path, monkeypatch: pytest.Mo
     assert "the job 4711 is submitted, but its record cannot be saved" in report.texts[1]
 
 
-def test_values_without_a_dry_run_are_refused(folder: Path, call: Any) -> None:
-    code, out, err = call("run", "mn5", "-v", "--", "dist-hello")
-    assert (code, out) == (2, "")
-    assert "--verbose needs --dry-run" in err
-
-
 def test_job_without_a_scheduler_is_refused(folder: Path) -> None:
     with pytest.raises(UsageError, match="cpu has no scheduler") as caught:
         submit.submit(submit.prepare("cpu", JobRequest.of(command=("dist-hello",))), Local())
@@ -80,54 +74,6 @@ def test_job_without_its_image_is_refused(folder: Path) -> None:
     with pytest.raises(UsageError, match="no image"):
         submit.submit(submit.prepare("mn5", REQUEST), Local())
     assert not (folder / "script").exists()
-
-
-@pytest.mark.parametrize("flag", ["--sif", "--build", "--directory", "--interactive"])
-def test_flag_for_this_machine_is_refused_for_a_remote(call: Any, folder: Path, flag: str) -> None:
-    call("remote", "add", "x", "me@x")
-    value = () if flag == "--interactive" else ("y",)
-    code, out, err = call("run", "mn5", "--on", "x", flag, *value, "--", "dist-hello")
-    assert (code, out) == (2, "")
-    assert f"{flag} cannot be combined with a remote" in err
-
-
-@pytest.mark.parametrize("flag", ["--base", "--bwlimit"])
-def test_flag_for_a_remote_is_refused_here(call: Any, folder: Path, flag: str) -> None:
-    code, out, err = call("run", "mn5", flag, "5", "--", "dist-hello")
-    assert (code, out) == (2, "")
-    assert f"{flag} is for a remote" in err
-
-
-@pytest.mark.parametrize(
-    ("argv", "hint"),
-    [
-        (("run", "dist-hello"), "imgkit run -- dist-hello"),
-        (("run", "train.py"), "imgkit run -- dist-run train.py"),
-    ],
-)
-def test_command_without_dashes_is_refused(call: Any, argv: tuple[str, ...], hint: str) -> None:
-    code, out, err = call(*argv)
-    assert (code, out) == (2, "")
-    assert hint in err
-
-
-def test_remote_is_not_named_like_this_machine(call: Any, folder: Path) -> None:
-    code, _, err = call("remote", "add", "here", "me@far")
-    assert (code, "means this machine" in err) == (2, True)
-    assert "me@far" not in call("remote", "list")[1]
-
-
-def test_missing_scheduler_names_the_way_to_the_cluster(
-    folder: Path, call: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (folder / "bin/sbatch").unlink()
-    monkeypatch.setenv("PATH", str(folder / "bin"))
-    argv = ("run", "mn5", "-A", "a", "--qos", "acc_debug", "--time", "10m", "--", "dist-hello")
-    code, _, err = call(*argv)
-    assert code == 3
-    assert "imgkit remote add NAME USER@HOST:DIR, then imgkit run mn5 --on NAME" in err
-    call("remote", "add", "mare", "me@far", "--recipe", "mn5")
-    assert "imgkit run mn5 --on mare" in call(*argv)[2]
 
 
 def test_output_is_followed_until_the_job_ends(folder: Path, call: Any) -> None:

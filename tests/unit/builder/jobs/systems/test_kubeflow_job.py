@@ -23,7 +23,7 @@ from imgkit_builder.jobs.systems.kubeflow import SYSTEM as kubeflow
 from imgkit_builder.jobs.systems.pods import KubernetesFormat, PodFlags
 from imgkit_builder.jobs.transport import Local
 from imgkit_builder.recipe.targets import find
-from imgkit_entrypoints.errors import ToolFailed, UsageError
+from imgkit_entrypoints.errors import ToolFailed
 
 RECIPE = find("rcp")
 RCP = JobRequest.of(command=("dist-train", "--steps", "1000"), nodes="3", image="r.example/me/rcp:1")
@@ -43,12 +43,6 @@ def script(kind: KubernetesFormat, **given: Any) -> Script:
 def document(kind: KubernetesFormat, **given: Any) -> dict[str, Any]:
     found: dict[str, Any] = yaml.safe_load(script(kind, **given).text)
     return found
-
-
-def refused(kind: KubernetesFormat, **given: Any) -> UsageError:
-    with pytest.raises(UsageError) as caught:
-        script(kind, **given)
-    return caught.value
 
 
 def understood(found: dict[str, Any]) -> Any:
@@ -152,20 +146,6 @@ def test_interactive_pods_sleep_below_their_comments(kind: KubernetesFormat) -> 
     assert "#   dist-train --steps 1000" in comments
 
 
-@pytest.mark.parametrize(
-    ("kind", "given", "where"),
-    [
-        ("trainjob", {"nodes": "2+1"}, "--format"),
-        ("pytorchjob", {"options": ("--backoff-limit=0",)}, "--option"),
-        ("pytorchjob", {"options": ("--annotation=x",)}, "--option"),
-        ("trainjob", {"options": ("--annotation",)}, "--option"),
-        ("trainjob", {"name": "my_job"}, "--name"),
-    ],
-)
-def test_what_has_no_place_is_refused(kind: KubernetesFormat, given: dict[str, Any], where: str) -> None:
-    assert refused(kind, **given).where == where
-
-
 def test_name_that_exists_starts_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The client's message, from a fake kubectl."""
     said = 'Error from server (AlreadyExists): pytorchjobs.kubeflow.org "rcp" already exists'
@@ -240,8 +220,3 @@ def test_secret_of_the_user_is_mounted_where_launchers_look(kind: KubernetesForm
         assert '{"secretKeyRef": {"name": "imgkit", "key": "WANDB_API_KEY"}}' in text
     assert "secret" not in script(kind, nodes="1").text
     assert "/run/secrets" not in script(kind, secret_file=Path("/data/secret")).text
-
-
-def test_file_of_variables_is_refused_with_the_command_for_a_secret() -> None:
-    hint = refused("pytorchjob", env_file=Path("tokens")).hint
-    assert "kubectl create secret generic imgkit --from-env-file=tokens" in str(hint)

@@ -39,13 +39,6 @@ def script(request: JobRequest) -> Script:
     return mpi.script(job(request))
 
 
-@pytest.mark.parametrize("ssh", [False, True])
-@pytest.mark.parametrize(("nodes", "hosts"), [("1", ("a", "b")), ("3", ("a", "b")), ("2", ())])
-def test_other_number_of_hosts_is_refused(nodes: str, hosts: tuple[str, ...], ssh: bool) -> None:
-    with pytest.raises(UsageError, match=f"{nodes} nodes, but {len(hosts)} hosts"):
-        script(changed(HELLO, nodes=nodes, hosts=hosts, ssh=ssh))
-
-
 def test_each_host_gets_its_rank() -> None:
     made = script(changed(HELLO, hosts=("me@10.0.0.1", "10.0.0.2"), ssh=True))
     assert [host for host, _ in made.remote] == ["me@10.0.0.1", "10.0.0.2"]
@@ -127,20 +120,6 @@ def test_shell_is_for_one_host() -> None:
     assert "docker run --interactive --tty" in script(one).submit[3]
     with pytest.raises(UsageError, match="a shell on 2 hosts"):
         script(changed(one, hosts=("node1", "node2")))
-
-
-@pytest.mark.parametrize(
-    ("change", "what"),
-    [
-        ({"direct": True, "ssh": True}, "--direct cannot be combined with --ssh"),
-        ({"hosts": ("me@node1", "node2")}, "mpirun cannot use 'me@node1'"),
-        ({"hosts": ("node1", "fd00::7")}, "mpirun cannot use 'fd00::7'"),
-        ({"options": ("--mca a b",)}, "cannot be used in a directive"),
-    ],
-)
-def test_what_mpirun_cannot_do_is_refused(change: dict[str, Any], what: str) -> None:
-    with pytest.raises(UsageError, match=what):
-        script(changed(HELLO, **change))
 
 
 def test_own_host_must_be_the_first(tmp_path: Path) -> None:

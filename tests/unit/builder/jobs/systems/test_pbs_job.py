@@ -164,12 +164,6 @@ def test_libraries_by_rule_are_bound_out_of_the_way(tmp_path: Path) -> None:
     assert 'export LD_LIBRARY_PATH="/cluster/nccl/lib:/opt/ofi/lib' in host
 
 
-@pytest.mark.parametrize("key", ["fabric: {host_libs: always}", "runtime: {cuda_compat: 'on'}"])
-def test_rule_that_is_none_is_refused(tmp_path: Path, key: str) -> None:
-    with pytest.raises(UsageError, match="is not known"):
-        own(tmp_path, key)
-
-
 def test_environment_stands_in_for_the_image(tmp_path: Path) -> None:
     request = {"runtime": "host", "image": "my env"}
     script = text(**request)
@@ -205,12 +199,6 @@ def test_conversion_without_a_place_is_refused() -> None:
     assert "imgkit sif /a.tar" in (caught.value.hint or "")
 
 
-def test_interactive_command_is_refused() -> None:
-    with pytest.raises(UsageError) as caught:
-        text(interactive=True)
-    assert caught.value.where == "--interactive"
-
-
 def test_spare_serves_the_preflight_alone() -> None:
     (warning,) = job(nodes="2+1").warnings
     assert "a spare only replaces a node that the preflight finds bad" in warning
@@ -219,19 +207,6 @@ def test_spare_serves_the_preflight_alone() -> None:
 
 def test_time_before_the_end_is_not_used() -> None:
     assert any("--stop-before is not used" in warning for warning in job(stop_before_s=60).warnings)
-
-
-@pytest.mark.parametrize("word", ["-l x y", "-N\n#PBS -l z", "'", "$HOME", ""])
-def test_option_that_is_no_word_is_refused(word: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        text(options=(word,))
-    assert caught.value.where == "--option"
-
-
-@pytest.mark.parametrize("line", ["queue: {chunk: ['a=$b']}", "queue: {options: ['-l x']}"])
-def test_recipe_s_words_must_stand_in_a_directive(tmp_path: Path, line: str) -> None:
-    with pytest.raises(UsageError):
-        text(own(tmp_path, line))
 
 
 @pytest.mark.parametrize("folder", ["lib", "/a:/b", "/a,b", "/a b", "/$(x)/lib", "/`x`"])

@@ -99,23 +99,6 @@ def test_unknown_client_on_path_is_refused_by_name(fake_runai: FakeRunAI) -> Non
     assert decided(job(client="v2")) == "v2"
 
 
-def test_unknown_client_in_a_recipe_is_refused_with_its_line(tmp_path: Path) -> None:
-    with pytest.raises(UsageError) as caught:
-        job(stated(tmp_path, "client: '2.24'"))
-    assert "mine.yaml:4" in str(caught.value)
-    assert "system.queue.client" in str(caught.value)
-
-
-def test_read_only_volume_is_refused_for_the_later_client() -> None:
-    read_only = ("data:/data:ro",)
-    with pytest.raises(UsageError) as caught:
-        runai.script(job(client="v2", pvcs=read_only))
-    assert caught.value.where == "--pvc"
-    assert "has no option for a read-only volume" in caught.value.what
-    assert "--client v1" in str(caught.value.hint)
-    assert runai.script(job(client="v1", pvcs=read_only)).submit
-
-
 def test_key_of_a_secret_is_refused_where_the_client_on_path_has_no_option(fake_runai: FakeRunAI) -> None:
     fake_runai(EARLY)
     with pytest.raises(UsageError) as caught:

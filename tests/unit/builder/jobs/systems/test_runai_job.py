@@ -122,19 +122,6 @@ def test_volume_that_is_none_is_refused(text: str) -> None:
     assert refused(pvcs=(text,)).where == "--pvc"
 
 
-@pytest.mark.parametrize(
-    ("given", "where"),
-    [
-        ({"pvcs": ("a:/data", "b:/data")}, "--pvc"),
-        ({"directory": Path("/elsewhere")}, "--directory"),
-        ({"options": ("--label=a b",)}, "--option"),
-        ({"image": ""}, "--image"),
-    ],
-)
-def test_what_pods_cannot_have_is_refused(given: dict[str, Any], where: str) -> None:
-    assert refused(**given).where == where
-
-
 @pytest.fixture
 def client(first_runai: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A fake of the first client, and the file of what it was called with."""

@@ -65,13 +65,6 @@ def test_interactive_job_with_a_spare_outlives_a_node() -> None:
     assert line.count("--no-kill") == 2  # of the allocation and of the step
 
 
-@pytest.mark.parametrize("word", ["--x y", "--x='y'", "--x\n#SBATCH --y", "", "--x=$HOME", "--x\\"])
-def test_option_that_is_no_word_is_refused(word: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        text(options=(word,))
-    assert caught.value.where == "--option"
-
-
 @pytest.mark.parametrize("body", ["{{ nothing }}", "{% if %}", "{{ job.nothing.more }}"])
 def test_faulty_template_is_named(tmp_path: Path, body: str) -> None:
     (tmp_path / "slurm.sh.j2").write_text(body)
