@@ -24,17 +24,17 @@ def test_image_job_names_its_file_and_follows_no_run() -> None:
 
 
 def test_missing_archive_is_refused_before_the_queue(tmp_path: Path) -> None:
-    asked = JobRequest.of(archive=tmp_path / "none.tar", **{**MN5, "directory": tmp_path})
+    request = JobRequest.of(archive=tmp_path / "none.tar", **{**MN5, "directory": tmp_path})
     with pytest.raises(UsageError, match=r"no file .*none\.tar"):
-        checks.before_submission(submit.prepare("mn5", asked).job)
+        checks.before_submission(submit.prepare("mn5", request).job)
 
 
 def test_dry_run_shows_an_image_job(call: Callable[..., tuple[int, str, str]]) -> None:
-    words = ("run", "mn5", "-A", "a1", "--qos", "gp_debug", "--time", "1h", "--sif", "/x.tar")
-    code, out, err = call(*words, "--dry-run", "-v")
+    argv = ("run", "mn5", "-A", "a1", "--qos", "gp_debug", "--time", "1h", "--sif", "/x.tar")
+    code, out, err = call(*argv, "--dry-run", "-v")
     assert (code, out.splitlines()[0]) == (0, "#!/bin/bash")
     assert [line.split() for line in err.splitlines() if line.split()[:1] == ["sif"]] == [
         ["sif", "/x.tar", "--sif"]
     ]
-    code, _, err = call(*words, "--gpus", "1")
+    code, _, err = call(*argv, "--gpus", "1")
     assert (code, "--sif cannot be combined with --gpus" in err) == (2, True)
