@@ -45,8 +45,8 @@ def make_recipe() -> MakeRecipe:
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with the user's remotes in ``config`` and the records of jobs in ``state``."""
-    for name in ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_RUNTIME_DIR"):
+    """The current folder, with the user's remotes in ``config``, the records of jobs in ``state``."""
+    for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_RUNTIME_DIR", "XDG_STATE_HOME"):
         monkeypatch.setenv(name, str(tmp_path / name.split("_")[1].lower()))
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -237,20 +237,6 @@ def test_change_while_it_is_read_is_refused(folder: Path, tmp_path: Path, text: 
         write(source, tmp_path / "x")
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"code": Path(), "runtime": "docker"}, "docker does not run one"),
-        ({"allow": ("x",)}, "--allow without --code"),
-    ],
-    ids=lambda part: "" if isinstance(part, dict) else part,
-)
-def test_code_that_means_nothing_is_refused(flags: dict[str, object], message: str) -> None:
-    request = JobRequest.of(**{"command": ("dist-hello",), "runtime": "singularity", **flags})  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=message):
-        resolve(find("cpu"), request)
-
-
 def test_code_is_bound_over_the_image(folder: Path) -> None:
     request = JobRequest.of(command=("dist-hello",), runtime="singularity", code=folder)
     job = resolve(find("cpu"), request)
