@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+
+FakeProgram = Callable[[str, str], Path]
+"""The fixture ``fake_program``."""
 
 
 def write_files(root: Path, files: Mapping[str, str | bytes]) -> Path:
@@ -18,9 +21,9 @@ def write_files(root: Path, files: Mapping[str, str | bytes]) -> Path:
     return root
 
 
-def write_program(path: Path, script: str) -> Path:
-    """Write a shell script that stands in for the program at `path`, and return its path."""
+def write_program(path: Path, script: str, shell: str = "sh") -> Path:
+    """Write a script of `shell` that stands in for the program at `path`, and return its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.write_text(f"#!/bin/{shell}\n{script}\n")
     path.chmod(0o755)
     return path

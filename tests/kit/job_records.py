@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from imgkit_builder.jobs import records
 from imgkit_builder.jobs.submitted import QueuedJob, SubmittedJob
 
 _OF_THE_QUEUE = {field.name for field in dataclasses.fields(QueuedJob)}
@@ -20,3 +21,13 @@ def submitted_job(**fields: Any) -> SubmittedJob:
     """Return the record of `queued_job`; each of `fields` goes where it belongs."""
     of_the_queue = {name: fields.pop(name) for name in _OF_THE_QUEUE & fields.keys()}
     return SubmittedJob(**{"job": queued_job(**of_the_queue), "recipe": "mn5", **fields})
+
+
+def keep_job(number: int = 1, **fields: Any) -> SubmittedJob:
+    """Keep the record of a job that was submitted from the current folder, on that day of January 2026."""
+    submitted = f"2026-01-0{number}T00:00:00+00:00"
+    command = ("dist-hello",)
+    values = {"id": str(number), "directory": Path.cwd(), "submitted": submitted, "command": command}
+    record = submitted_job(**{**values, **fields})
+    records.keep(record)
+    return record

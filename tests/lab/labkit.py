@@ -70,11 +70,15 @@ def run(
     )
 
 
+def expect_success(result: Done) -> Done:
+    """Return the result of a command, or fail with its messages if it failed."""
+    assert result.returncode == 0, result.stderr[-4000:] + result.stdout[-4000:]
+    return result
+
+
 def output(*args: object, **options: Any) -> str:
     """Run a command that must succeed, and return its output."""
-    result = run(*args, **options)
-    assert result.returncode == 0, result.stderr[-4000:] + result.stdout[-4000:]
-    return result.stdout
+    return expect_success(run(*args, **options)).stdout
 
 
 def imgkit(*args: object, **options: Any) -> Done:
@@ -338,3 +342,27 @@ class Cluster:
         """Lines of ``ps`` on each of these nodes."""
         texts = (self("exec", node, "--", "ps", "-eo", columns).stdout for node in nodes)
         return [line for text in texts for line in text.splitlines()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmSite(Cluster):
+    """A cluster with Slurm, and the folder in which its jobs run and leave their output."""
+
+    folder: Path
+
+    def output_of(self, job: str) -> str:
+        """Return what a job has printed so far."""
+        return "".join(file.read_text() for file in self.folder.glob(f"*-{job}.out"))
+
+    def is_queued(self, job: str) -> bool:
+        """True until the job has ended."""
+        return bool(self("squeue", "--noheader", f"--jobs={job}").stdout.strip())
+
+    def until(self, condition: Callable[[], bool], job: str) -> None:
+        """Wait until `condition` holds; a failure shows what the job has printed."""
+        until(condition, describe=lambda: self.output_of(job))
+
+    def wait_for_end(self, job: str) -> str:
+        """Return all that a job prints."""
+        self.until(lambda: not self.is_queued(job), job)
+        return self.output_of(job)

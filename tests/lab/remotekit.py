@@ -106,11 +106,11 @@ class FarSite:
 
     far: FarHost
     cluster: Cluster
-    here: Path
+    folder: Path
     store: Path
 
     def imgkit(self, *args: object, **env: str) -> Done:
-        return self.far.imgkit(*args, folder=self.here, env=env)
+        return self.far.imgkit(*args, folder=self.folder, env=env)
 
 
 def login_node(

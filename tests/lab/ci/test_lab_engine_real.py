@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from labkit import LAB, Done, ordinary_user, output, run
+from labkit import LAB, Done, expect_success, ordinary_user, output, run
 
 pytestmark = [
     pytest.mark.docker,
@@ -69,13 +69,11 @@ def test_engine_starts_and_stops_cleanly(folder: Path, options: tuple[str, ...])
     with contextlib.ExitStack() as stack:
         owner = (stack.enter_context(ordinary_user()),) if "--rootless" in options else ()
         assert engine("status", folder).returncode == 1
-        started = engine("start", folder, *options, *owner)
-        assert started.returncode == 0, started.stderr
+        expect_success(engine("start", folder, *options, *owner))
         assert answers(folder)
         again = engine("start", folder, *options, *owner)
         assert "answers already" in again.stderr
-        stopped = engine("stop", folder)
-        assert stopped.returncode == 0, stopped.stderr
+        expect_success(engine("stop", folder))
         assert not answers(folder)
         assert processes(folder) == []
         assert mounts(folder) == []
@@ -86,8 +84,7 @@ def test_engine_starts_and_stops_cleanly(folder: Path, options: tuple[str, ...])
 
 
 def test_newer_engine_keeps_images_in_containerd(folder: Path) -> None:
-    started = engine("start", folder, "--debian", "sid", "--store", "containerd")
-    assert started.returncode == 0, started.stderr
+    expect_success(engine("start", folder, "--debian", "sid", "--store", "containerd"))
     env = {"DOCKER_HOST": f"unix://{folder}/docker.sock"}
     assert "io.containerd.snapshotter" in output("docker", "info", "--format", "{{.DriverStatus}}", env=env)
     assert engine("stop", folder).returncode == 0

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from labkit import ROOT, output
+from labkit import ROOT, expect_success, output
 
 import imgkit_entrypoints
 
@@ -26,10 +26,9 @@ def test_release_is_built_twice_and_tried(tmp_path: Path, standin: str) -> None:
         text = (copy / name).read_text()
         (copy / name).write_text(re.sub(old, new, text, count=1, flags=re.MULTILINE))
     output("git", "-c", "user.name=x", "-c", "user.email=x@code.test", "commit", "-qam", "x", folder=copy)
-    result = subprocess.run(
-        [copy / "ci/release", "--base", standin], capture_output=True, text=True, timeout=900
+    result = expect_success(
+        subprocess.run([copy / "ci/release", "--base", standin], capture_output=True, text=True, timeout=900)
     )
-    assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count("PASSED") == 2
     assert result.stdout.count("+ dist-train") == result.stdout.count("+ imgkit build") == 1
     assert f"git tag -a v{version} " in result.stdout

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from labkit import IMGKIT, ROOT, Cluster, docker, output, run, until
+from labkit import IMGKIT, ROOT, Cluster, docker, expect_success, output, run, until
 from remotekit import FarHost, far_host, login_node
 
 ON_CPU = ("--env", "IMGKIT_DEVICE=cpu", "--env", "IMGKIT_NPROC=2")
@@ -116,8 +116,7 @@ def test_cluster_page_runs_jobs_of_two_nodes(folder: Path, standin: str) -> None
         args = line.replace(" -- ", f" {' '.join(ON_CPU)} -- ").removeprefix("imgkit ").split()
         if args[0] == "run":
             args.insert(1, "--detach")
-        result = cluster("exec", "login", "--cwd", folder, "--", *IMGKIT, *args, env=env)
-        assert result.returncode == 0, result.stderr
+        result = expect_success(cluster("exec", "login", "--cwd", folder, "--", *IMGKIT, *args, env=env))
         return result.stdout.strip()
 
     cluster.up(2, "--cpus", "80")
@@ -269,8 +268,9 @@ def test_start_page_takes_a_program_to_two_nodes(folder: Path, standin: str) -> 
         named = shell(shlex.join(("imgkit", *args, "--dry-run", *train)).replace("--workdir . ", ""), clone)
         assert "--pwd /workspace" in named.replace("\\\n    ", "")
         env = {"XDG_STATE_HOME": str(folder / "state"), "BASH_FUNC_module%%": "() { :; }"}
-        result = cluster("exec", "login", "--cwd", clone, "--", *IMGKIT, *args, *train, env=env)
-        assert result.returncode == 0, result.stderr
+        result = expect_success(
+            cluster("exec", "login", "--cwd", clone, "--", *IMGKIT, *args, *train, env=env)
+        )
         assert f"trained 10 steps in {clone}\n" in result.stdout
         assert (clone / "out/model.pt").is_file()
         # The same image under Docker.

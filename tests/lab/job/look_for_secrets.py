@@ -31,29 +31,32 @@ def main():
         forms = {"raw": value, "hex": value.hex().encode(), "base64": base64.b64encode(value)}
         needles |= {f"{path.name} {form}": text for form, text in forms.items()}
     modes = [f"{path.stat().st_mode & 0o7777:04o} {path.stat().st_size}" for path in files]
-    mine = {path for path in Path("/proc").glob("[0-9]*/environ") if needles["token"] in openly(path)}
+    readable = {path for path in Path("/proc").glob("[0-9]*/environ") if needles["token"] in openly(path)}
     secret_in_mine = [
-        path for path in mine for name, text in needles.items() if name != "token" and text in openly(path)
+        path
+        for path in readable
+        for name, text in needles.items()
+        if name != "token" and text in openly(path)
     ]
     if os.getuid() == 0:
         os.setgroups([])
         os.setgid(OTHER_USER)
         os.setuid(OTHER_USER)
     arguments = [openly(path) for path in Path("/proc").glob("[0-9]*/cmdline")]
-    places = {
+    texts_by_kind = {
         "arguments": arguments,
         "files": [openly(path) for path in files] if os.getuid() == OTHER_USER else [],
     }
-    places["folder"] = [
+    texts_by_kind["folder"] = [
         openly(path) for path in Path().glob("*") if path.is_file() and path.stat().st_size < 1 << 20
     ]
-    found = [
-        f"{name} in {place}"
-        for place, texts in places.items()
+    exposed = [
+        f"{name} in {kind}"
+        for kind, texts in texts_by_kind.items()
         for name, text in needles.items()
-        if any(text in one for one in texts)
+        if any(text in content for content in texts)
     ]
-    found += [
+    exposed += [
         f"64 digits in {text!r}"
         for text in arguments
         if re.search(rb"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])", text)
@@ -63,9 +66,9 @@ def main():
         "looked:",
         modes,
         "found",
-        found + list(map(str, secret_in_mine)),
+        exposed + list(map(str, secret_in_mine)),
         "with",
-        bool(mine),
+        bool(readable),
         launchers > 0,
         flush=True,
     )

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from labkit import AS_ROOT, IMGKIT, TOKEN, docker, imgkit, imgkit_json, run, until
+from labkit import AS_ROOT, IMGKIT, TOKEN, docker, expect_success, imgkit, imgkit_json, run, until
 
 WILLING = "trap 'echo asked; exit 7' TERM INT; echo works; while :; do sleep 0.1; done"
 DEAF = "trap '' TERM INT HUP; echo works; while :; do sleep 0.1; done"
@@ -30,15 +30,15 @@ def recipe(tmp_path: Path) -> Path:
     return file
 
 
-def argv(recipe: str | Path, image: str, folder: Path, *words: str) -> list[str]:
-    flags = ("run", recipe, "--image", image, "--directory", folder, *words)
-    return [str(word) for word in (*IMGKIT, *flags)]
+def argv(recipe: str | Path, image: str, folder: Path, *args: str) -> list[str]:
+    flags = ("run", recipe, "--image", image, "--directory", folder, *args)
+    return [str(argument) for argument in (*IMGKIT, *flags)]
 
 
 def containers(folder: Path) -> list[str]:
     """Those that have `folder` mounted."""
-    shown = run("docker", "ps", "--quiet", "--filter", f"volume={folder}")
-    return shown.stdout.split()
+    result = run("docker", "ps", "--quiet", "--filter", f"volume={folder}")
+    return result.stdout.split()
 
 
 def test_words_and_exit_code_pass_through(standin_notorch: str, tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_words_and_exit_code_pass_through(standin_notorch: str, tmp_path: Path) 
     file.touch(mode=0o600)
     file.write_text(f"OTHER={TOKEN[::-1]}\n")
     note = "$(reboot) \"a\"  'b'"
-    done = run(
+    result = run(
         *argv(
             "cpu",
             standin_notorch,
@@ -68,21 +68,21 @@ def test_words_and_exit_code_pass_through(standin_notorch: str, tmp_path: Path) 
         ),
         env={"TOKEN": TOKEN},
     )
-    assert done.returncode == 3, done.stderr
-    assert done.stdout.endswith(f"{tmp_path}\n<{note}><{TOKEN}><{TOKEN[::-1]}><a  b><*>")
+    assert result.returncode == 3, result.stderr
+    assert result.stdout.endswith(f"{tmp_path}\n<{note}><{TOKEN}><{TOKEN[::-1]}><a  b><*>")
     # imgkit becomes the docker run that it prints, so these are its arguments.
-    assert "imgkit: docker run " in done.stderr
-    assert TOKEN not in done.stderr
-    assert TOKEN[::-1] not in done.stderr
+    assert "imgkit: docker run " in result.stderr
+    assert TOKEN not in result.stderr
+    assert TOKEN[::-1] not in result.stderr
 
 
 def test_interactive_command_has_a_terminal(standin_notorch: str, tmp_path: Path) -> None:
-    words = argv(
+    command = argv(
         "cpu", standin_notorch, tmp_path, "-i", "--", "sh", "-c", "test -t 0 && test -t 1; exit $((5 + $?))"
     )
     child, terminal = pty.fork()
     if child == 0:
-        os.execv(words[0], words)  # noqa: S606 - an argv list, no shell
+        os.execv(command[0], command)  # noqa: S606 - an argv list, no shell
     with contextlib.suppress(OSError):  # the terminal's end
         while os.read(terminal, 1024):
             pass
@@ -91,8 +91,8 @@ def test_interactive_command_has_a_terminal(standin_notorch: str, tmp_path: Path
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_ends_the_container(standin_notorch: str, tmp_path: Path, number: signal.Signals) -> None:
-    words = argv("cpu", standin_notorch, tmp_path, "--", "sh", "-c", WILLING)
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as running:
+    command = argv("cpu", standin_notorch, tmp_path, "--", "sh", "-c", WILLING)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None
         while running.stdout.readline() != "works\n":
             assert running.poll() is None
@@ -108,9 +108,10 @@ def test_mpirun_starts_containers(
     mn5_image: str, recipe: Path, tmp_path: Path, form: tuple[str, ...]
 ) -> None:
     hello = ("--nproc", "2", "--", "dist-hello", "--device", "cpu")
-    done = run(*argv(recipe, mn5_image, tmp_path, "--hosts", "localhost", *form, *hello), env=AS_ROOT)
-    assert done.returncode == 0, done.stderr
-    assert "all_reduce of ones: 2" in done.stdout
+    result = expect_success(
+        run(*argv(recipe, mn5_image, tmp_path, "--hosts", "localhost", *form, *hello), env=AS_ROOT)
+    )
+    assert "all_reduce of ones: 2" in result.stdout
 
 
 @pytest.fixture
@@ -148,9 +149,10 @@ def ssh(tmp_path: Path) -> Iterator[Mapping[str, str]]:
 @pytest.mark.cluster  # for sshd, and root
 def test_ssh_starts_a_container(mn5_image: str, recipe: Path, tmp_path: Path, ssh: Mapping[str, str]) -> None:
     hello = ("--nproc", "2", "--", "dist-hello", "--device", "cpu")
-    done = run(*argv(recipe, mn5_image, tmp_path, "--hosts", "here", "--ssh", *hello), env=ssh)
-    assert done.returncode == 0, done.stderr
-    assert "all_reduce of ones: 2" in done.stdout
+    result = expect_success(
+        run(*argv(recipe, mn5_image, tmp_path, "--hosts", "here", "--ssh", *hello), env=ssh)
+    )
+    assert "all_reduce of ones: 2" in result.stdout
 
 
 @pytest.mark.cluster
@@ -166,13 +168,13 @@ def test_end_of_the_fan_out_ends_containers(
     number: signal.Signals,
     code: int,
 ) -> None:
-    words = argv(
+    command = argv(
         recipe, standin_notorch, tmp_path, "--hosts", "here,there", "--ssh", "--", "sh", "-c", program
     )
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=ssh) as running:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ssh) as running:
         assert running.stdout is not None
-        told = {running.stdout.readline(), running.stdout.readline()}
-        assert told == {"here: works\n", "there: works\n"}
+        lines = {running.stdout.readline(), running.stdout.readline()}
+        assert lines == {"here: works\n", "there: works\n"}
         running.send_signal(number)
         assert running.wait(120) == code
     until(lambda: not containers(tmp_path))
@@ -229,8 +231,8 @@ def test_sent_code_runs_or_is_refused(standin_notorch: str, tmp_path: Path) -> N
     (send / "linked/src/linked/__init__.py").write_text("WHO = 'new'\ndef main(): print(WHO)\n")
     job = ("run", "two.sif", "--directory", jobs, "--code")
     commands = "run-linked; python3 -m linked; python3 /workspace/linked/train.py"
-    done = imgkit(*job, send, "--", "sh", "-c", commands, folder=tmp_path)
-    assert done.stdout == "new\nnew\nnew\n", done.stderr
+    result = imgkit(*job, send, "--", "sh", "-c", commands, folder=tmp_path)
+    assert result.stdout == "new\nnew\nnew\n", result.stderr
     refused = imgkit(*job, "copied", "--", "run-copied", folder=tmp_path)
     assert refused.returncode == 2
     assert "copied-project in /workspace, but the image runs its copy in site-packages" in refused.stderr
@@ -239,6 +241,6 @@ def test_sent_code_runs_or_is_refused(standin_notorch: str, tmp_path: Path) -> N
     config.parent.mkdir(parents=True)
     config.write_text('[far]\naddress = "nobody@nowhere.invalid"\n')
     (tmp_path / "far.yaml").write_text("extends: two.yaml\nsystem: {scheduler: slurm}\n")
-    words = ("run", "far.yaml", "--on", "far", "--code", "copied/src", "--", "run-copied")
-    refused = imgkit(*words, folder=tmp_path, env={"XDG_CONFIG_HOME": f"{tmp_path}/config"})
+    args = ("run", "far.yaml", "--on", "far", "--code", "copied/src", "--", "run-copied")
+    refused = imgkit(*args, folder=tmp_path, env={"XDG_CONFIG_HOME": f"{tmp_path}/config"})
     assert "two.yaml:6: the code is only a part of the project copied-project" in refused.stderr

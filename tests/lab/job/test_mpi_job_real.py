@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from labkit import AS_ROOT, IMGKIT, LOOK, LOOKED, TOKEN, Cluster, Done, cluster_marks, until
+from labkit import AS_ROOT, IMGKIT, LOOK, LOOKED, TOKEN, Cluster, Done, cluster_marks, expect_success, until
 
 FORMS = {"launcher": (), "direct": ("--direct",), "ssh": ("--ssh",)}
 HOSTS = ("--hosts", "node1,node2")
@@ -69,8 +69,8 @@ class Nodes(Cluster):
         """Where the jobs run; on the command line of everything that they start."""
         return self.state / "jobs"
 
-    def on(self, node: str, *words: str | Path) -> Done:
-        return self("exec", node, "--", *words, env={**AS_ROOT, "TOKEN": TOKEN})
+    def on(self, node: str, *args: str | Path) -> Done:
+        return self("exec", node, "--", *args, env={**AS_ROOT, "TOKEN": TOKEN})
 
     def job(self, verb: str, *flags: str, command: Sequence[str], nproc: int = 2) -> tuple[str | Path, ...]:
         image = ("--runtime", "singularity", "--image", self.sif, "--directory", self.folder)
@@ -105,23 +105,22 @@ TRIXIE = pytest.param("trixie", marks=pytest.mark.soak)
 
 @pytest.fixture(scope="module", params=["own", TRIXIE])
 def cluster(mn5_sif: Path, request: pytest.FixtureRequest) -> Iterator[Nodes]:
-    made = Nodes(state=Path(f"/tmp/imgkit-test-mpi-{os.getpid()}"), sif=mn5_sif)
-    made.up(2, "--no-slurm", release=request.param)
-    made.folder.mkdir()
+    nodes = Nodes(state=Path(f"/tmp/imgkit-test-mpi-{os.getpid()}"), sif=mn5_sif)
+    nodes.up(2, "--no-slurm", release=request.param)
+    nodes.folder.mkdir()
     try:
-        yield made
+        yield nodes
     finally:
-        made.down()
+        nodes.down()
 
 
 @pytest.mark.parametrize(
-    "form", ["launcher", *(pytest.param(one, marks=pytest.mark.soak) for one in ("direct", "ssh"))]
+    "form", ["launcher", *(pytest.param(form, marks=pytest.mark.soak) for form in ("direct", "ssh"))]
 )
 def test_hello_connects_all_ranks(cluster: Nodes, form: str) -> None:
-    done = cluster.on("login", *cluster.job("run", *FORMS[form], command=("dist-hello",)))
-    assert done.returncode == 0, done.stderr
-    assert "all_reduce of ones: 4" in done.stdout
-    ranks = re.findall(r"(\d)  (node\d)  cpu", done.stdout)
+    result = expect_success(cluster.on("login", *cluster.job("run", *FORMS[form], command=("dist-hello",))))
+    assert "all_reduce of ones: 4" in result.stdout
+    ranks = re.findall(r"(\d)  (node\d)  cpu", result.stdout)
     assert ranks == [("0", "node1"), ("1", "node1"), ("2", "node2"), ("3", "node2")]
     cluster.emptied()
 
@@ -139,10 +138,10 @@ def test_no_text_of_a_job_holds_its_secrets(cluster: Nodes, form: str) -> None:
         *(("--secret-file", str(secret)) if form == "launcher" else ()),
     )
     job = cluster.job("run", *FORMS[form], *flags, command=("dist-run", LOOK.name), nproc=1)
-    done = cluster.on("login", *job)
-    assert LOOKED.findall(done.stdout) == [("[]", "[]")] * 2, done.stdout + done.stderr
-    assert done.returncode == 0
-    assert TOKEN not in done.stdout + done.stderr
+    result = cluster.on("login", *job)
+    assert LOOKED.findall(result.stdout) == [("[]", "[]")] * 2, result.stdout + result.stderr
+    assert result.returncode == 0
+    assert TOKEN not in result.stdout + result.stderr
 
 
 @pytest.mark.parametrize("form", ["direct", pytest.param("ssh", marks=pytest.mark.soak)])
@@ -160,12 +159,11 @@ def test_tutorial_programs_run_unchanged(cluster: Nodes, form: str) -> None:
         )
         command, nproc = ["dist-run", "--pass-local-rank"], 2
     (cluster.folder / "main.py").write_text(text)
-    words = (*command, "main.py", "--backend=gloo")
-    job = cluster.job("run", *FORMS[form], command=words, nproc=nproc)
-    done = cluster.on("node1", *job)
-    assert done.returncode == 0, done.stderr
-    others = range(1, 2 * nproc)
-    assert all(f"Rank {rank} has received data from rank 0" in done.stdout for rank in others)
+    argv = (*command, "main.py", "--backend=gloo")
+    job = cluster.job("run", *FORMS[form], command=argv, nproc=nproc)
+    result = expect_success(cluster.on("node1", *job))
+    receivers = range(1, 2 * nproc)
+    assert all(f"Rank {rank} has received data from rank 0" in result.stdout for rank in receivers)
 
 
 def test_printed_lines_of_torch_s_launcher_run(cluster: Nodes) -> None:
@@ -174,25 +172,25 @@ def test_printed_lines_of_torch_s_launcher_run(cluster: Nodes) -> None:
     ).stdout
     lines = [line.removeprefix("# ") for line in printed.splitlines() if line.startswith("# ssh ")]
     assert len(lines) == 2
-    done = cluster.on("login", "bash", "-c", f"{lines[1]} & {lines[0]}; wait")
-    assert "all_reduce of ones: 2" in done.stdout, done.stderr
+    result = cluster.on("login", "bash", "-c", f"{lines[1]} & {lines[0]}; wait")
+    assert "all_reduce of ones: 2" in result.stdout, result.stderr
 
 
 @pytest.mark.parametrize("form", ["launcher", "ssh", pytest.param("direct", marks=pytest.mark.soak)])
 def test_host_without_a_mounted_folder_is_named(cluster: Nodes, form: str) -> None:
-    place = "/run/imgkit only here"  # each node has a /run of its own
-    assert cluster.on("node1", "mkdir", "-p", place).returncode == 0
-    done = cluster.on("login", *cluster.job("run", *FORMS[form], "--bind", place, command=("true",)))
-    assert done.returncode == 2, done.stderr
-    told = done.stdout + done.stderr
-    assert f"imgkit: node node2 has no {place}, which the job mounts (--bind, " in told, told
-    assert "node1 has no" not in told
+    folder = "/run/imgkit only here"  # each node has a /run of its own
+    assert cluster.on("node1", "mkdir", "-p", folder).returncode == 0
+    result = cluster.on("login", *cluster.job("run", *FORMS[form], "--bind", folder, command=("true",)))
+    assert result.returncode == 2, result.stderr
+    output = result.stdout + result.stderr
+    assert f"imgkit: node node2 has no {folder}, which the job mounts (--bind, " in output, output
+    assert "node1 has no" not in output
 
 
 def test_other_order_than_mpirun_s_is_refused(cluster: Nodes) -> None:
-    done = cluster.on("node2", *cluster.job("run", command=("dist-hello",)))
-    assert done.returncode == 2
-    assert "this is node2: mpirun gives rank 0 to its own host" in done.stderr
+    result = cluster.on("node2", *cluster.job("run", command=("dist-hello",)))
+    assert result.returncode == 2
+    assert "this is node2: mpirun gives rank 0 to its own host" in result.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
@@ -224,10 +222,9 @@ def test_hydra_without_a_head_is_refused_and_its_hint_works(cluster: Nodes) -> N
     refused = cluster.on("login", *start, *run)
     assert refused.returncode == 5, refused.stdout + refused.stderr
     assert "-genv IMGKIT_HEAD HOST" in refused.stdout + refused.stderr
-    done = cluster.on("login", *start, "-genv", "IMGKIT_HEAD", "node1", *run)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "all_reduce of ones: 4" in done.stdout
-    assert re.findall(r"(\d)  (node\d)  cpu", done.stdout) == [
+    result = expect_success(cluster.on("login", *start, "-genv", "IMGKIT_HEAD", "node1", *run))
+    assert "all_reduce of ones: 4" in result.stdout
+    assert re.findall(r"(\d)  (node\d)  cpu", result.stdout) == [
         *(("0", "node1"), ("1", "node1"), ("2", "node2"), ("3", "node2"))
     ]
     cluster.emptied()

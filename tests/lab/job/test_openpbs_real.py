@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from labkit import Cluster, Done, cluster_marks, until
+from labkit import Cluster, Done, cluster_marks, expect_success, until
 
 SERVER = shutil.which("pbs_server", path=f"{os.environ['PATH']}:/usr/sbin:/opt/pbs/sbin:/usr/local/sbin")
 PREFIX = Path(SERVER or "/opt/pbs/sbin/pbs_server").resolve().parents[1]
@@ -78,29 +78,30 @@ class OpenPbs(Cluster):
     def work(self) -> Path:
         return self.state / "work"
 
-    def run(self, *words: str | Path) -> Done:
+    def run(self, *args: str | Path) -> Done:
         """A command of the ordinary user on the login node."""
         path = ("env", f"PATH={PREFIX}/bin:{os.environ['PATH']}")
-        return self("exec", "--user", "login", "--cwd", self.work, "--", *path, *words)
+        return self("exec", "--user", "login", "--cwd", self.work, "--", *path, *args)
 
-    def imgkit(self, *words: str | Path) -> Done:
-        return self.run(self.program, *words)
+    def imgkit(self, *args: str | Path) -> Done:
+        return self.run(self.program, *args)
 
     def submit(self, *command: str, start: str = "pbsdsh", time: str = "5m") -> str:
         options = ("--nodes", "2", "--gpus", "0", "--nproc", "1", "--time", time, "--pbs-start", start)
-        done = self.imgkit(
-            "run", "--detach", self.work / "site.yaml", *options, "--image", self.sif, "--", *command
+        result = expect_success(
+            self.imgkit(
+                "run", "--detach", self.work / "site.yaml", *options, "--image", self.sif, "--", *command
+            )
         )
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
+        return result.stdout.strip()
 
-    def shown(self, job: str) -> str:
+    def record_of(self, job: str) -> str:
         return self.run("qstat", "-x", "-f", job).stdout
 
     def end(self, job: str) -> tuple[int, str]:
         """Exit status and output of a job, when it has ended."""
-        until(lambda: "job_state = F" in self.shown(job), describe=lambda: self.shown(job))
-        (code,) = re.findall(r"Exit_status = (-?\d+)", self.shown(job))
+        until(lambda: "job_state = F" in self.record_of(job), describe=lambda: self.record_of(job))
+        (code,) = re.findall(r"Exit_status = (-?\d+)", self.record_of(job))
         files = self.work.glob(f"*.[oe]{job.partition('.')[0]}")
         return int(code), "".join(file.read_text() for file in sorted(files))
 
@@ -109,8 +110,8 @@ class OpenPbs(Cluster):
         (self.work / "go").unlink(missing_ok=True)
         (self.work / "waits.py").write_text(WAITS)
         job = self.submit("dist-run", "--grace", "2", "waits.py", start=start)
-        until(lambda: len(self.workers()) >= 2 or "job_state = F" in self.shown(job))
-        assert "job_state = R" in self.shown(job), self.end(job)
+        until(lambda: len(self.workers()) >= 2 or "job_state = F" in self.record_of(job))
+        assert "job_state = R" in self.record_of(job), self.end(job)
         return job
 
     def workers(self) -> list[str]:
@@ -127,35 +128,33 @@ class OpenPbs(Cluster):
 
 @pytest.fixture(scope="module")
 def pbs(mn5_sif: Path, public_imgkit: Path) -> Iterator[OpenPbs]:
-    made = OpenPbs(state=Path(f"/tmp/imgkit-openpbs-{os.getpid()}"), sif=mn5_sif, program=public_imgkit)
-    made.up(2, "--no-slurm")
+    cluster = OpenPbs(state=Path(f"/tmp/imgkit-openpbs-{os.getpid()}"), sif=mn5_sif, program=public_imgkit)
+    cluster.up(2, "--no-slurm")
     try:
-        made.work.mkdir()
-        made.work.chmod(0o1777)
-        (made.work / "site.yaml").write_text(RECIPE)
+        cluster.work.mkdir()
+        cluster.work.chmod(0o1777)
+        (cluster.work / "site.yaml").write_text(RECIPE)
         for node in ("login", "node1", "node2"):
-            started = made("exec", node, "--", "sh", "-c", START, "sh", PREFIX)
-            assert started.returncode == 0, started.stdout + started.stderr
+            expect_success(cluster("exec", node, "--", "sh", "-c", START, "sh", PREFIX))
         for setting in SETTINGS:
-            done = made("exec", "login", "--", PREFIX / "bin/qmgr", "-c", setting)
-            assert done.returncode == 0, done.stderr
-        profile = made.state / "home/researcher/.profile"
+            expect_success(cluster("exec", "login", "--", PREFIX / "bin/qmgr", "-c", setting))
+        profile = cluster.state / "home/researcher/.profile"
         profile.write_text(f"PATH={PREFIX}/bin:{os.environ['PATH']}\n")
-        yield made
+        yield cluster
     finally:
-        made.down()
+        cluster.down()
 
 
 @pytest.mark.parametrize("start", ["pbsdsh", "ssh"])
 def test_every_start_connects_all_ranks(pbs: OpenPbs, start: str) -> None:
     job = pbs.submit("dist-hello", start=start)
-    code, told = pbs.end(job)
-    assert "all_reduce of ones: 2" in told, told
-    assert re.findall(r": +(\d)  (node\d)  cpu", told) == [("0", "node1"), ("1", "node2")]
+    code, output = pbs.end(job)
+    assert "all_reduce of ones: 2" in output, output
+    assert re.findall(r": +(\d)  (node\d)  cpu", output) == [("0", "node1"), ("1", "node2")]
     assert code == 0
-    ended = pbs.run("qstat", job)
-    assert ended.returncode == 35
-    assert "Job has finished, use -x" in ended.stderr
+    status = pbs.run("qstat", job)
+    assert status.returncode == 35
+    assert "Job has finished, use -x" in status.stderr
     assert "completed" in pbs.imgkit("status", job).stdout
     pbs.emptied()
 
@@ -178,33 +177,31 @@ def test_walltime_ends_a_job(pbs: OpenPbs) -> None:
 @pytest.mark.parametrize("start", ["pbsdsh", "ssh"])
 def test_killed_launcher_ends_the_job(pbs: OpenPbs, start: str) -> None:
     job = pbs.waiting(start)
-    killed = pbs("exec", "node2", "--", "pkill", "-KILL", "-f", "imgkit_entrypoints dist-run")
-    assert killed.returncode == 0
-    code, told = pbs.end(job)
-    assert code not in (0, 271), told
-    assert "Traceback" not in told
+    expect_success(pbs("exec", "node2", "--", "pkill", "-KILL", "-f", "imgkit_entrypoints dist-run"))
+    code, output = pbs.end(job)
+    assert code not in (0, 271), output
+    assert "Traceback" not in output
     pbs.emptied()
 
 
 def test_killed_mom_ends_a_job_only_when_it_starts_again(pbs: OpenPbs) -> None:
     job = pbs.waiting("pbsdsh")
     assert pbs("exec", "node2", "--", "pkill", "-KILL", "-x", "pbs_mom").returncode == 0
-    assert "job_state = R" in pbs.shown(job)
+    assert "job_state = R" in pbs.record_of(job)
     assert len(pbs.workers()) >= 2
-    again = pbs("exec", "node2", "--", PREFIX / "libexec/pbs_init.d", "start")
-    assert again.returncode == 0, again.stdout + again.stderr
-    code, told = pbs.end(job)  # "requested job die"
-    assert code == 271, told
+    expect_success(pbs("exec", "node2", "--", PREFIX / "libexec/pbs_init.d", "start"))
+    code, output = pbs.end(job)  # "requested job die"
+    assert code == 271, output
 
 
 def test_job_ends_when_a_host_is_cut_off(pbs: OpenPbs) -> None:
     job = pbs.waiting("pbsdsh")
     try:
         pbs("fault", "cut", "node2")
-        code, told = pbs.end(job)
-        assert code not in (0, 271), told
-        assert "lost node 2 of 2 (node2)" in told, told
-        assert "Traceback" not in told
+        code, output = pbs.end(job)
+        assert code not in (0, 271), output
+        assert "lost node 2 of 2 (node2)" in output, output
+        assert "Traceback" not in output
     finally:
         pbs("fault", "heal", "node2")
     pbs.emptied()

@@ -15,7 +15,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from labkit import IMGKIT, LAB, LOOK, LOOKED, ROOT, TOKEN, Cluster, Done, cluster_marks, run, until
+from labkit import (
+    IMGKIT,
+    LAB,
+    LOOK,
+    LOOKED,
+    ROOT,
+    TOKEN,
+    Cluster,
+    Done,
+    cluster_marks,
+    expect_success,
+    run,
+    until,
+)
 
 STARTS = ("pals", "pbsdsh", "ssh")
 RECIPE = """
@@ -38,20 +51,19 @@ class Pbs(Cluster):
     def work(self) -> Path:
         return self.state / "my work"
 
-    def run(self, *words: str | Path, text: str | None = None) -> Done:
+    def run(self, *args: str | Path, text: str | None = None) -> Done:
         """A command of the submitter."""
         path = f"{self.state}/pbs/bin:{os.environ['PATH']}"
         env = {"PATH": path, "XDG_STATE_HOME": str(self.state / "submitter")}
-        return run(*words, folder=self.work, env=env, stdin=text or "")
+        return run(*args, folder=self.work, env=env, stdin=text or "")
 
-    def imgkit(self, *words: str | Path) -> str:
-        done = self.run(*IMGKIT, *words)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
+    def imgkit(self, *args: str | Path) -> str:
+        result = expect_success(self.run(*IMGKIT, *args))
+        return result.stdout.strip()
 
     def submit(
         self,
-        *words: str | Path,
+        *args: str | Path,
         nodes: int = 2,
         nproc: int = 2,
         start: str = "pals",
@@ -64,8 +76,8 @@ class Pbs(Cluster):
             "--detach",
             self.state / recipe,
             *options,
-            *(() if "--image" in words else ("--image", self.sif)),
-            *words,
+            *(() if "--image" in args else ("--image", self.sif)),
+            *args,
         )
 
     def end(self, job: str) -> tuple[int, str]:
@@ -77,9 +89,8 @@ class Pbs(Cluster):
 
     def script(self, *lines: str) -> tuple[int, str]:
         """Exit code and output of a script that is submitted as it is."""
-        done = self.run("qsub", text="\n".join(("#!/bin/bash", *lines, "")))
-        assert done.returncode == 0, done.stderr
-        return self.end(done.stdout.strip())
+        result = expect_success(self.run("qsub", text="\n".join(("#!/bin/bash", *lines, ""))))
+        return self.end(result.stdout.strip())
 
     def processes(self) -> list[str]:
         """Processes of the jobs' user, on all nodes."""
@@ -89,26 +100,26 @@ class Pbs(Cluster):
 
 @pytest.fixture(scope="module")
 def pbs(mn5_sif: Path) -> Iterator[Pbs]:
-    made = Pbs(state=Path(f"/tmp/imgkit-test-pbs-{os.getpid()}"), sif=mn5_sif)
-    made.up(2, "--no-slurm")
+    cluster = Pbs(state=Path(f"/tmp/imgkit-test-pbs-{os.getpid()}"), sif=mn5_sif)
+    cluster.up(2, "--no-slurm")
     serving = subprocess.Popen(
-        [sys.executable, LAB / "pbs-standin", made.state], stdout=subprocess.PIPE, text=True
+        [sys.executable, LAB / "pbs-standin", cluster.state], stdout=subprocess.PIPE, text=True
     )
     try:
         assert serving.stdout is not None
         assert serving.stdout.readline() == "serving\n"
-        made.work.mkdir()
-        made.work.chmod(0o1777)
-        (made.state / "libs").mkdir()
-        (made.state / "libs/libnccl-net.so").write_text("the host's\n")
-        (made.state / "eap.yaml").write_text(RECIPE.replace("STATE", str(made.state)))
-        with (made.state / "home/researcher/.profile").open("a") as profile:
+        cluster.work.mkdir()
+        cluster.work.chmod(0o1777)
+        (cluster.state / "libs").mkdir()
+        (cluster.state / "libs/libnccl-net.so").write_text("the host's\n")
+        (cluster.state / "eap.yaml").write_text(RECIPE.replace("STATE", str(cluster.state)))
+        with (cluster.state / "home/researcher/.profile").open("a") as profile:
             profile.write('module() { echo "$(hostname): module $*"; }\n')
-        yield made
+        yield cluster
     finally:
         serving.terminate()
         serving.wait()
-        made.down()
+        cluster.down()
 
 
 def ranks(output: str) -> list[tuple[str, ...]]:
@@ -149,8 +160,8 @@ def test_no_text_of_a_job_holds_its_secrets(pbs: Pbs, start: str) -> None:
 
 @pytest.mark.parametrize("start", STARTS)
 def test_failure_of_one_node_is_the_job_s(pbs: Pbs, start: str) -> None:
-    words = ("sh", "-c", 'echo "$0 on $(hostname)"; test "$(hostname)" = node1 || exit 3', "it's $me")
-    code, output = pbs.end(pbs.submit("--", *words, start=start))
+    command = ("sh", "-c", 'echo "$0 on $(hostname)"; test "$(hostname)" = node1 || exit 3', "it's $me")
+    code, output = pbs.end(pbs.submit("--", *command, start=start))
     assert code == 3, output
     assert sorted(re.findall(r"it's \$me on (\w+)", output)) == ["node1", "node2"]
 
@@ -218,21 +229,21 @@ def test_killed_script_ends_what_ssh_started(pbs: Pbs) -> None:
 
 
 def test_own_libraries_come_before_the_image_s(pbs: Pbs) -> None:
-    words = ("sh", "-c", 'echo "path=$LD_LIBRARY_PATH"; cat "${LD_LIBRARY_PATH%%:*}/libnccl-net.so"')
-    code, output = pbs.end(pbs.submit("--", *words, nodes=1))
+    command = ("sh", "-c", 'echo "path=$LD_LIBRARY_PATH"; cat "${LD_LIBRARY_PATH%%:*}/libnccl-net.so"')
+    code, output = pbs.end(pbs.submit("--", *command, nodes=1))
     assert code == 0, output
     assert f"path={pbs.state}/libs:" in output
     assert "the host's\n" in output
 
 
 def test_run_without_container_loads_modules_on_each_node(pbs: Pbs) -> None:
-    place = pbs.state / "environment"
+    environment = pbs.state / "environment"
     # Without torch, which a plan does not import.
-    subprocess.run(["/usr/bin/python3", "-m", "venv", "--without-pip", place], check=True)
-    (packages,) = place.glob("lib/python3*/site-packages")
+    subprocess.run(["/usr/bin/python3", "-m", "venv", "--without-pip", environment], check=True)
+    (packages,) = environment.glob("lib/python3*/site-packages")
     (packages / "entrypoints.pth").write_text(f"{ROOT / 'entrypoints'}\n")
-    words = ("--runtime", "host", "--image", place, "--", "dist-hello", "--dry-run", "--json")
-    code, output = pbs.end(pbs.submit(*words, start="pbsdsh"))
+    args = ("--runtime", "host", "--image", environment, "--", "dist-hello", "--dry-run", "--json")
+    code, output = pbs.end(pbs.submit(*args, start="pbsdsh"))
     assert code == 0, output
     loaded = re.findall(r"(node\d): module load (\S+)", output)
     assert sorted(loaded) == [(node, name) for node in ("node1", "node2") for name in MODULES]
@@ -255,9 +266,9 @@ def test_array_tasks_have_their_own_folder_output_and_end(pbs: Pbs) -> None:
         True,
     ]
     for job, state in ((f"{number}[0]", "completed"), (f"{number}[1].standin", "failed"), (array, "failed")):
-        shown = pbs.imgkit("status", job)
-        assert "Exit_status = " in shown
-        assert shown.splitlines()[-1].split()[1].strip(";") == state
+        status = pbs.imgkit("status", job)
+        assert "Exit_status = " in status
+        assert status.splitlines()[-1].split()[1].strip(";") == state
 
 
 MODULES = ("cray-python/3.11.7", "cuda/12.6")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from labkit import IMGKIT, ROOT, Cluster, Done, output, slurm_marks, until
+from labkit import IMGKIT, ROOT, Done, SlurmSite, expect_success, output, slurm_marks, until
 
 RECIPE = """\
 image: {base: "imgkit.local/standin:24.03", platform: amd64}
@@ -42,10 +42,9 @@ pytestmark = [*slurm_marks, pytest.mark.podman, pytest.mark.soak, pytest.mark.xd
 
 
 @dataclass(frozen=True, kw_only=True)
-class Site(Cluster):
-    """A login node, two nodes, and the folder in which the jobs run."""
+class Site(SlurmSite):
+    """A login node and two nodes."""
 
-    folder: Path
     image: str
 
     @property
@@ -53,23 +52,13 @@ class Site(Cluster):
         names = {"CONTAINERS_STORAGE_CONF": "storage.conf", "CONTAINERS_CONF": "containers.conf"}
         return {name: str(self.folder / file) for name, file in names.items()}
 
-    def submit(self, *words: str) -> str:
+    def submit(self, *args: str) -> str:
         env = {**self.podman, **{f"XDG_{name}_HOME": str(self.state / name) for name in ("STATE", "CACHE")}}
-        job = ("run", "--detach", "site.yaml", "--image", self.image, "--nodes", "2", "--time", "15m", *words)
-        done: Done = self("exec", "login", "--cwd", self.folder, "--", *IMGKIT, *job, env=env)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
-
-    def told(self, job: str) -> str:
-        file = self.folder / f"site-{job}.out"
-        return file.read_text() if file.exists() else ""
-
-    def until(self, condition: Callable[[], bool], job: str) -> None:
-        until(condition, describe=lambda: self.told(job))
-
-    def ended(self, job: str) -> str:
-        self.until(lambda: not self("squeue", "--noheader", f"--jobs={job}").stdout.strip(), job)
-        return self.told(job)
+        job = ("run", "--detach", "site.yaml", "--image", self.image, "--nodes", "2", "--time", "15m", *args)
+        result: Done = expect_success(
+            self("exec", "login", "--cwd", self.folder, "--", *IMGKIT, *job, env=env)
+        )
+        return result.stdout.strip()
 
     def processes(self) -> list[str]:
         return [
@@ -81,29 +70,32 @@ class Site(Cluster):
 def site(standin: str) -> Iterator[Site]:
     if os.geteuid() != 0 or shutil.which("crun") is None:
         pytest.skip("Podman on virtual nodes needs root and crun: apt-get install crun")
-    made = Site(
+    cluster = Site(
         state=Path(f"/tmp/imgkit-podman-slurm-{os.getpid()}"),
         folder=Path(f"/tmp/imgkit-podman-jobs-{os.getpid()}"),
         image=standin,
     )
-    store = made.folder / "store"
-    made.folder.mkdir(mode=0o755)
+    store = cluster.folder / "store"
+    cluster.folder.mkdir(mode=0o755)
     try:
-        _configure(made.folder, data=store, run=made.folder / "run", stores="", runtime="runc")
+        _configure(cluster.folder, data=store, run=cluster.folder / "run", stores="", runtime="runc")
         load = 'docker save "$1" | podman load'
-        output("bash", "-o", "pipefail", "-c", load, "bash", standin, env=made.podman)
-        _configure(made.folder, data=f"{LOCAL}/data", run=f"{LOCAL}/run", stores=f'"{store}"', runtime="crun")
-        (made.folder / "site.yaml").write_text(RECIPE)
-        shutil.copy(ROOT / "examples/save_and_resume.py", made.folder)
-        made.up(2, release="own")  # 24.11 takes the cgroups mounted below for its own
+        output("bash", "-o", "pipefail", "-c", load, "bash", standin, env=cluster.podman)
+        _configure(
+            cluster.folder, data=f"{LOCAL}/data", run=f"{LOCAL}/run", stores=f'"{store}"', runtime="crun"
+        )
+        (cluster.folder / "site.yaml").write_text(RECIPE)
+        shutil.copy(ROOT / "examples/save_and_resume.py", cluster.folder)
+        cluster.up(2, release="own")  # 24.11 takes the cgroups mounted below for its own
         for node in ("login", "node1", "node2"):
             assert (
-                made("exec", node, "--", "mount", "-t", "cgroup2", "none", "/sys/fs/cgroup").returncode == 0
+                cluster("exec", node, "--", "mount", "-t", "cgroup2", "none", "/sys/fs/cgroup").returncode
+                == 0
             )
-        yield made
+        yield cluster
     finally:
-        made.down()
-        shutil.rmtree(made.folder)
+        cluster.down()
+        shutil.rmtree(cluster.folder)
 
 
 def _configure(folder: Path, *, data: object, run: object, stores: str, runtime: str) -> None:
@@ -113,30 +105,30 @@ def _configure(folder: Path, *, data: object, run: object, stores: str, runtime:
 
 def test_job_in_podman_is_stopped_and_resumes(site: Site) -> None:
     job = site.submit("--", *COUNT, "60")
-    site.until(lambda: "starts at 0" in site.told(job), job)
+    site.until(lambda: "starts at 0" in site.output_of(job), job)
     assert list((site.folder / f"runs/site-{job}").glob(".imgkit-secret*"))
     site("scancel", "--batch", "--signal=USR1", job)  # as --signal=B:USR1@120 does
-    site.until(lambda: "requeued" in site.told(job), job)
-    saved = re.search(r"state saved \(\S+ (\d+)\): requeued", site.told(job))
-    assert saved, site.told(job)
+    site.until(lambda: "requeued" in site.output_of(job), job)
+    saved = re.search(r"state saved \(\S+ (\d+)\): requeued", site.output_of(job))
+    assert saved, site.output_of(job)
     site.start_again(job)
-    told = site.ended(job)
-    assert f"starts at {saved[1]}\n" in told
-    assert "finished at 60" in told, told
-    assert "no secret is set" not in told
+    job_output = site.wait_for_end(job)
+    assert f"starts at {saved[1]}\n" in job_output
+    assert "finished at 60" in job_output, job_output
+    assert "no secret is set" not in job_output
     until(lambda: not site.processes(), describe=lambda: str(site.processes()))
 
 
 @pytest.mark.parametrize("how", ["cancel", "kill"])
 def test_container_ends_with_its_job(site: Site, how: str) -> None:
     job = site.submit("--", *COUNT, "6000")
-    site.until(lambda: "starts at 0" in site.told(job), job)
+    site.until(lambda: "starts at 0" in site.output_of(job), job)
     if how == "cancel":
         site("scancel", job)
     else:  # a node agent, in its container
         site("exec", "node2", "--", "pkill", "-KILL", "-f", "imgkit_entrypoints dist-run")
-    told = site.ended(job)
-    assert "finished" not in told
+    job_output = site.wait_for_end(job)
+    assert "finished" not in job_output
     until(lambda: not site.processes(), describe=lambda: str(site.processes()))
 
 
@@ -150,15 +142,14 @@ def test_container_stays_in_the_cgroup_that_slurm_ends(site: Site) -> None:
         pgrep -x conmon; pgrep -x sleep; echo are in; cat "$step/cgroup.procs"
         echo 1 > "$step/cgroup.kill"; wait; while pgrep -x sleep; do sleep 0.1; done; rmdir "$step"
     """
-    done = site("exec", "node1", "--", "bash", "-c", script, env=site.podman)
-    assert done.returncode == 0, done.stderr
-    own, within = (set(part.split()) for part in done.stdout.split("are in"))
-    assert own < within
+    result = expect_success(site("exec", "node1", "--", "bash", "-c", script, env=site.podman))
+    pids, within = (set(part.split()) for part in result.stdout.split("are in"))
+    assert pids < within
 
 
 def test_image_that_no_node_has_is_not_pulled(site: Site) -> None:
     env = {**site.podman, "XDG_STATE_HOME": str(site.state / "STATE")}
-    words = (
+    args = (
         "run",
         "--detach",
         "site.yaml",
@@ -169,6 +160,5 @@ def test_image_that_no_node_has_is_not_pulled(site: Site) -> None:
         "--",
         "dist-hello",
     )
-    done = site("exec", "login", "--cwd", site.folder, "--", *IMGKIT, *words, env=env)
-    assert done.returncode == 0, done.stderr
-    assert "imgkit.local/none:1" in site.ended(done.stdout.strip())
+    result = expect_success(site("exec", "login", "--cwd", site.folder, "--", *IMGKIT, *args, env=env))
+    assert "imgkit.local/none:1" in site.wait_for_end(result.stdout.strip())

@@ -71,14 +71,14 @@ class Pods(Cluster):
 
     def start(self, node: str, command: Sequence[str], env: Mapping[str, str]) -> None:
         """Start a pod there, with these variables and no other."""
-        given = [word for pair in env.items() for word in ("--env", "=".join(pair))]
+        variables = [argument for pair in env.items() for argument in ("--env", "=".join(pair))]
         mounts = ["--bind", self.volume]
         if "IMGKIT_REQUIRE_SECRET" in env:
             mounts += ["--bind", f"{self.secret}:/run/secrets/imgkit:ro"]
         inside = ["singularity", "exec", *mounts, self.sif, *command]
         with self.log(node).open("ab") as log:
             self.started[node] = subprocess.Popen(
-                self.argv("exec", "--clean-env", *given, node, "--", *inside),
+                self.argv("exec", "--clean-env", *variables, node, "--", *inside),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -102,12 +102,12 @@ class Pods(Cluster):
 
 @pytest.fixture(scope="module")
 def nodes(mn5_sif: Path) -> Iterator[Pods]:
-    made = Pods(state=Path(f"/tmp/imgkit-test-pods-{os.getpid()}"), sif=mn5_sif)
-    made.up(3, "--no-slurm", "--no-ssh")
-    made.volume.mkdir()
-    made.mount_secret()
-    yield made
-    made.down()
+    cluster = Pods(state=Path(f"/tmp/imgkit-test-pods-{os.getpid()}"), sif=mn5_sif)
+    cluster.up(3, "--no-slurm", "--no-ssh")
+    cluster.volume.mkdir()
+    cluster.mount_secret()
+    yield cluster
+    cluster.down()
 
 
 @pytest.fixture
@@ -118,20 +118,20 @@ def pods(nodes: Pods) -> Pods:
     return nodes
 
 
-def written(pods: Pods, kind: str, *words: str) -> tuple[list[str], dict[str, str]]:
+def written(pods: Pods, kind: str, *args: str) -> tuple[list[str], dict[str, str]]:
     """Command and variables of each pod, as ``imgkit run rcp`` writes them in the form `kind`.
 
     A client can follow the form.
     """
-    before, command = words[: words.index("--")], words[words.index("--") :]
+    before, command = args[: args.index("--")], args[args.index("--") :]
     form, _, client = kind.partition(" ")
     before = (*(("--client", client) if client else ()), *before)
-    asked = ("--format", form, "--gpus", "0", "--image", "r/rcp:1", "--pvc", f"home:{pods.volume}", *before)
-    job = json.loads(output(*IMGKIT, "run", "--dry-run", "rcp", "--json", *asked, *command))
+    options = ("--format", form, "--gpus", "0", "--image", "r/rcp:1", "--pvc", f"home:{pods.volume}", *before)
+    job = json.loads(output(*IMGKIT, "run", "--dry-run", "rcp", "--json", *options, *command))
     if form == "runai":
         submit = job["submit"]
-        given = [submit[index + 1] for index, word in enumerate(submit) if word == "-e"]
-        return submit[submit.index("--") + 1 :], dict(text.split("=", 1) for text in given)
+        values = [submit[index + 1] for index, argument in enumerate(submit) if argument == "-e"]
+        return submit[submit.index("--") + 1 :], dict(text.split("=", 1) for text in values)
     spec: dict[str, Any] = yaml.safe_load(job["script"])["spec"]
     if kind == "trainjob":
         pod = spec["trainer"]
@@ -175,15 +175,13 @@ def start_two(
 ) -> None:
     kind, operator = vintage
     required = () if kind.startswith("runai") else ("--require-secret",)  # its clients mount no Secret
-    words, env = written(
-        pods, kind, *required, "--name", name, "--nodes", "2", "--nproc", "2", "--", *command
-    )
+    argv, env = written(pods, kind, *required, "--name", name, "--nodes", "2", "--nproc", "2", "--", *command)
     for rank, node in enumerate(("node1", "node2")):
-        here = {**env, **operator(f"{name}-master-0", rank), "KUBERNETES_SERVICE_HOST": "10.96.0.1"}
-        pods.start(node, words, here)
+        pod_env = {**env, **operator(f"{name}-master-0", rank), "KUBERNETES_SERVICE_HOST": "10.96.0.1"}
+        pods.start(node, argv, pod_env)
 
 
-def said(pods: Pods, count: int, text: str) -> None:
+def wait_for_text(pods: Pods, count: int, text: str) -> None:
     """Wait for `text` to have been said `count` times."""
     until(
         lambda: pods.output().count(text) >= count,
@@ -203,7 +201,7 @@ def test_bench_waits_for_the_head_s_name_and_is_kept_on_the_volume(
 ) -> None:
     name = f"bench-{vintage[0].replace(' ', '-').replace('.', '')}"
     start_two(pods, vintage, name, "dist-bench", "all_reduce", "--size", "64K", "--iters", "5")
-    said(pods, 1, "2 nodes, 2 processes on each")
+    wait_for_text(pods, 1, "2 nodes, 2 processes on each")
     time.sleep(3)
     assert "present in" not in pods.output()
     pods.resolve(f"{name}-master-0")
@@ -213,9 +211,9 @@ def test_bench_waits_for_the_head_s_name_and_is_kept_on_the_volume(
     assert ("no secret is set: any program" in pods.output()) == (vintage[0].startswith("runai"))
     logs = pods.volume / "runs" / name / "logs"
     assert {path.name for path in logs.iterdir()} == {"node1", "node2"}
-    kept = "".join(path.read_text() for path in logs.rglob("stdout.log"))
-    table = [line for line in kept.splitlines() if "all_reduce" in line]
-    assert table, kept
+    stored_output = "".join(path.read_text() for path in logs.rglob("stdout.log"))
+    table = [line for line in stored_output.splitlines() if "all_reduce" in line]
+    assert table, stored_output
     assert all(line in pods.output() for line in table)
 
 
@@ -226,25 +224,25 @@ def test_spare_pod_takes_over_from_a_lost_one(pods: Pods) -> None:
     program = pods.volume / "spare.py"
     program.write_text(SAY_WORLD)
     command = ("dist-run", "--nproc", "1", str(program))
-    words, env = written(
+    argv, env = written(
         pods, "pytorchjob", "--name", name, "--nodes", "2+1", "--env", f"END={end}", "--", *command
     )
     pods.resolve(f"{name}-master-0")
 
     def start(index: int) -> None:
         operator = {**operator_v1_later(f"{name}-master-0", index), "WORLD_SIZE": "3", "PET_NNODES": "3"}
-        pods.start(f"node{index + 1}", words, {**env, **operator})
+        pods.start(f"node{index + 1}", argv, {**env, **operator})
 
     for index in range(3):
         start(index)
-    said(pods, 2, "world 2")
+    wait_for_text(pods, 2, "world 2")
     assert pods("fault", "kill", "node2", "dist-run").returncode == 0
     assert pods.started["node2"].wait(timeout=120) == 137
-    said(pods, 1, "attempt 2 starts with 2 nodes")
-    said(pods, 4, "world 2")
+    wait_for_text(pods, 1, "attempt 2 starts with 2 nodes")
+    wait_for_text(pods, 4, "world 2")
     start(1)  # as Kubernetes does
     assert pods.started["node2"].wait(timeout=120) == 5
-    said(pods, 1, "no node can join it later")
+    wait_for_text(pods, 1, "no node can join it later")
     end.touch()
     assert pods.codes() == [0, 5, 0], pods.output()
     assert pods.output().count("ended with 2") == 2

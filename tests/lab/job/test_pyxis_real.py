@@ -6,16 +6,17 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from labkit import (
     PYXIS,
-    Cluster,
     Done,
+    SlurmSite,
     docker,
+    expect_success,
     imgkit_as,
     imgkit_json,
     output,
@@ -59,47 +60,31 @@ pytestmark = [
 
 
 @dataclass(frozen=True, kw_only=True)
-class Site(Cluster):
-    """A login node, two nodes, and the folder in which an ordinary user's jobs run."""
+class Site(SlurmSite):
+    """A login node and two nodes, for the jobs of an ordinary user."""
 
-    folder: Path
     mounts: bool
     """Whether pyxis mounts images by squashfuse instead of unpacking them."""
 
-    def imgkit(self, *words: object, env: Mapping[str, str] | None = None, given: str = "") -> Done:
+    def imgkit(self, *args: object, env: Mapping[str, str] | None = None, typed: str = "") -> Done:
         user = {"HOME": str(self.state / "home/researcher"), "USER": "researcher", "SHELL": "/bin/bash"}
-        who = self.argv("exec", "--user", "login", "--cwd", self.folder, "--")
-        argv = (*imgkit_as(who, {**user, **(env or {})})[len(who) :], *map(str, words))
-        if given:  # typed at a terminal
+        as_user = self.argv("exec", "--user", "login", "--cwd", self.folder, "--")
+        argv = (*imgkit_as(as_user, {**user, **(env or {})})[len(as_user) :], *map(str, args))
+        if typed:  # typed at a terminal
             argv = ("script", "-qec", shlex.join(argv), "/dev/null")
-        return run(*who, *argv, stdin=given, folder="/")
+        return run(*as_user, *argv, stdin=typed, folder="/")
 
-    def submit(self, *words: object, env: Mapping[str, str] | None = None) -> str:
-        done = self.imgkit("run", "--detach", *words, env=env)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
+    def submit(self, *args: object, env: Mapping[str, str] | None = None) -> str:
+        result = expect_success(self.imgkit("run", "--detach", *args, env=env))
+        return result.stdout.strip()
 
-    def told(self, job: str) -> str:
-        return "".join(file.read_text() for file in self.folder.glob(f"*-{job}.out"))
-
-    def queued(self, job: str) -> bool:
-        return bool(self("squeue", "--noheader", f"--jobs={job}").stdout.strip())
-
-    def until(self, condition: Callable[[], bool], job: str) -> None:
-        until(lambda: condition() or not self.queued(job), describe=lambda: self.told(job))
-        assert condition(), self.told(job)
-
-    def ended(self, job: str) -> str:
-        until(lambda: not self.queued(job), describe=lambda: self.told(job))
-        return self.told(job)
-
-    def finished(self, *words: object, env: Mapping[str, str] | None = None) -> str:
-        return self.ended(self.submit(*words, env=env))
+    def run_to_end(self, *args: object, env: Mapping[str, str] | None = None) -> str:
+        return self.wait_for_end(self.submit(*args, env=env))
 
     def end_of(self, job: str) -> str:
         """State and exit code of a job."""
-        shown = self("scontrol", "show", "job", job).stdout
-        return " ".join(re.findall(r"\b(?:JobState|ExitCode)=(\S+)", shown))
+        record = self("scontrol", "show", "job", job).stdout
+        return " ".join(re.findall(r"\b(?:JobState|ExitCode)=(\S+)", record))
 
     def processes(self) -> list[str]:
         """Processes of the user on the nodes."""
@@ -109,16 +94,16 @@ class Site(Cluster):
 @pytest.fixture(scope="module")
 def folder(standin: str) -> Iterator[Path]:
     """A folder that every user can enter, with the recipe and its .sqsh."""
-    made, tag = public_folder("pyxis"), f"imgkit-test-pyxis-{os.getpid()}:1"
-    (made / "site.yaml").write_text(RECIPE)
-    (made / "wait.py").write_text(WAIT)
+    shared, tag = public_folder("pyxis"), f"imgkit-test-pyxis-{os.getpid()}:1"
+    (shared / "site.yaml").write_text(RECIPE)
+    (shared / "wait.py").write_text(WAIT)
     try:
-        imgkit_json("build", made / "site.yaml", "--base", standin, "--tag", tag, "--no-test")
-        imgkit_json("sif", tag, "-o", made / "site.sqsh")
-        yield made
+        imgkit_json("build", shared / "site.yaml", "--base", standin, "--tag", tag, "--no-test")
+        imgkit_json("sif", tag, "-o", shared / "site.sqsh")
+        yield shared
     finally:
         docker("rmi", "--force", tag)
-        shutil.rmtree(made)
+        shutil.rmtree(shared)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["unpacked", "squashfuse"])
@@ -129,71 +114,70 @@ def site(folder: Path, request: pytest.FixtureRequest) -> Iterator[Site]:
     jobs.chmod(0o777)
     for name in ("site.yaml", "site.sqsh", "wait.py"):
         (jobs / name).hardlink_to(folder / name)
-    made = Site(state=state, folder=jobs, mounts=request.param)
-    home = made.state / "home/researcher"
+    cluster = Site(state=state, folder=jobs, mounts=request.param)
+    home = cluster.state / "home/researcher"
     try:
-        made.up(2, release="own")  # pyxis loads into the Slurm that it was compiled for
+        cluster.up(2, release="own")  # pyxis loads into the Slurm that it was compiled for
         (hooks := home / ".config/enroot/hooks.d").mkdir(parents=True)
         (hooks / "60-ranks.sh").write_text(HOOK)
         (hooks / "60-ranks.sh").chmod(0o755)
         for node in ("login", "node1", "node2"):
-            own = made.state / f"enroot-{node}"
-            option = f"use_squashfuse={made.mounts:d}"
-            words = ("bash", "-euc", SET_UP, "bash", PYXIS, option, own, home)
-            done = made("exec", node, "--", *words)
-            assert done.returncode == 0, done.stderr
-        yield made
+            containers = cluster.state / f"enroot-{node}"
+            option = f"use_squashfuse={cluster.mounts:d}"
+            args = ("bash", "-euc", SET_UP, "bash", PYXIS, option, containers, home)
+            expect_success(cluster("exec", node, "--", *args))
+        yield cluster
     finally:
-        made.down()
+        cluster.down()
 
 
 TWO = ("site.yaml", "--nodes", "2", "--time", "15m")
 
 
 def test_both_nodes_meet_whatever_a_hook_has_set(site: Site) -> None:
-    told = site.finished(*TWO, "--", "dist-hello", *ONE)
-    assert "all_reduce of ones: 2" in told, told
-    assert "imgkit: roll call: 2/2 present" in told
-    plan = site.finished(*TWO, "--", "dist-hello", *ONE, "--dry-run")
+    job_output = site.run_to_end(*TWO, "--", "dist-hello", *ONE)
+    assert "all_reduce of ones: 2" in job_output, job_output
+    assert "imgkit: roll call: 2/2 present" in job_output
+    plan = site.run_to_end(*TWO, "--", "dist-hello", *ONE, "--dry-run")
     assert sorted(re.findall(r"^node_rank +(\d)", plan, re.MULTILINE)) == ["0", "1"], plan
 
 
-def losses(told: str) -> dict[str, str]:
-    return dict(re.findall(r"step +(\d+)/\d+ +loss (\S+)", told))
+def losses(output: str) -> dict[str, str]:
+    return dict(re.findall(r"step +(\d+)/\d+ +loss (\S+)", output))
 
 
 def test_requeued_job_goes_on_with_the_same_losses(site: Site) -> None:
-    whole = losses(site.finished(*TWO, "--", *TRAIN))
+    expected = losses(site.run_to_end(*TWO, "--", *TRAIN))
     job = site.submit(*TWO, "--", *TRAIN)
-    site.until(lambda: bool(losses(site.told(job))), job)
+    site.until(lambda: bool(losses(site.output_of(job))), job)
     site("scancel", "--batch", "--signal=USR1", job)  # as --signal=B:USR1@120 does
-    site.until(lambda: "requeued" in site.told(job), job)
-    saved = re.search(r"state saved \(\S+ (\d+)\): requeued", site.told(job))
-    assert saved, site.told(job)
+    site.until(lambda: "requeued" in site.output_of(job), job)
+    saved = re.search(r"state saved \(\S+ (\d+)\): requeued", site.output_of(job))
+    assert saved, site.output_of(job)
     for node in ("node1", "node2"):  # as of a clean-up that Slurm has killed
-        left = site.state / f"enroot-{node}/pyxis_{job}.1/etc"
-        site("exec", "--user", node, "--", "mkdir", "-p", left)
+        remains = site.state / f"enroot-{node}/pyxis_{job}.1/etc"
+        site("exec", "--user", node, "--", "mkdir", "-p", remains)
     site.start_again(job)
-    told = site.ended(job)
-    assert f"resumes after step {saved[1]}" in told, told
-    again = losses(told)
+    job_output = site.wait_for_end(job)
+    assert f"resumes after step {saved[1]}" in job_output, job_output
+    again = losses(job_output)
     assert "6000" in again
-    assert [step for step in again if step in whole and again[step] != whole[step]] == []
+    assert [step for step in again if step in expected and again[step] != expected[step]] == []
 
 
 @pytest.mark.parametrize("how", ["worker", "cancel"])
 def test_no_process_is_left_of_a_job_that_ends_early(site: Site, how: str) -> None:
     job = site.submit(*TWO, "--", "dist-run", *ONE, "--grace", "2", "wait.py")
-    site.until(lambda: site.told(job).count("waits") == 2, job)
+    site.until(lambda: site.output_of(job).count("waits") == 2, job)
     if how == "worker":
-        worker = re.search(r"waits 1 (\d+)", site.told(job))
+        worker = re.search(r"waits 1 (\d+)", site.output_of(job))
         assert worker
         site("exec", "node2", "--", "kill", "-KILL", worker[1])
-        assert "rank 1 on node 2 of 2 (node2) failed, killed by SIGKILL" in site.ended(job)
+        assert "rank 1 on node 2 of 2 (node2) failed, killed by SIGKILL" in site.wait_for_end(job)
         assert site.end_of(job).startswith("FAILED")
     else:
         assert site.imgkit("cancel", job).returncode == 0
-        site.ended(job)
+        site.wait_for_end(job)
     until(lambda: not site.processes(), describe=lambda: str(site.processes()))
 
 
@@ -208,44 +192,44 @@ def test_values_and_code_arrive(site: Site) -> None:
     code = site.folder / "code"
     code.mkdir(exist_ok=True)
     (code / "mine.txt").touch()
-    given = ("--env", "GREETING=mine", "--env", "LANG", "--env", "TEXT=it's $(id)", "--env", "HIDDEN")
-    words = (*given, "--env-file", "env", "--code", "code")
-    told = site.finished(
-        *TWO, *words, "--", "sh", "-c", SHOW, env={"HIDDEN": "of the shell", "LANG": "POSIX"}
+    variables = ("--env", "GREETING=mine", "--env", "LANG", "--env", "TEXT=it's $(id)", "--env", "HIDDEN")
+    args = (*variables, "--env-file", "env", "--code", "code")
+    job_output = site.run_to_end(
+        *TWO, *args, "--", "sh", "-c", SHOW, env={"HIDDEN": "of the shell", "LANG": "POSIX"}
     )
     path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
     image = ('"a b"', "\\a\\", "$HOME")
     values = ("mine", "POSIX", "it's $(id)", "of the shell", "of a file", *image, path, "/workspace")
-    assert told.count("".join(f"<{value}>\n" for value in values)) == 2, told
-    assert told.count("mine.txt\n") == 2
+    assert job_output.count("".join(f"<{value}>\n" for value in values)) == 2, job_output
+    assert job_output.count("mine.txt\n") == 2
 
 
 def test_workdir_is_a_folder_of_the_image(site: Site) -> None:
-    told = site.finished(*TWO, "--workdir", "/opt/imgkit", "--", "sh", "-c", "echo $(pwd) $(ls system.json)")
-    assert told.count("/opt/imgkit system.json\n") == 2, told
+    job_output = site.run_to_end(
+        *TWO, "--workdir", "/opt/imgkit", "--", "sh", "-c", "echo $(pwd) $(ls system.json)"
+    )
+    assert job_output.count("/opt/imgkit system.json\n") == 2, job_output
 
 
 def test_shell_opens_in_the_container(site: Site) -> None:
-    words = ("run", *TWO, "--interactive", "--env", "WORD=a  b")
+    args = ("run", *TWO, "--interactive", "--env", "WORD=a  b")
     typed = 'echo "at $(hostname) [$WORD] $GREETING $PWD"; exit 7\n'
-    done = site.imgkit(*words, given=typed)
-    assert f"at node1 [a  b] image {site.folder}" in done.stdout, done.stdout + done.stderr
-    assert done.returncode == 7
+    result = site.imgkit(*args, typed=typed)
+    assert f"at node1 [a  b] image {site.folder}" in result.stdout, result.stdout + result.stderr
+    assert result.returncode == 7
 
 
 def test_sqsh_runs_on_the_system_in_it(site: Site) -> None:
-    told = site.finished("site.sqsh", "--nodes", "2", "--time", "5m", "--", "dist-hello", *ONE)
-    assert "all_reduce of ones: 2" in told, told
+    job_output = site.run_to_end("site.sqsh", "--nodes", "2", "--time", "5m", "--", "dist-hello", *ONE)
+    assert "all_reduce of ones: 2" in job_output, job_output
 
 
 def test_enroot_alone_starts_it(site: Site) -> None:
     env = ("NVIDIA_VISIBLE_DEVICES=void", "XDG_CONFIG_HOME=/none")
     enroot = ("exec", "--user", "login", "--", "env", *env, "enroot")
-    done = site(*enroot, "create", "--name", "mine", site.folder / "site.sqsh")
-    assert done.returncode == 0, done.stderr
-    done = site(*enroot, "start", "mine", "dist-env")
-    assert done.returncode == 0, done.stderr
-    assert "system     slurm" in done.stdout, done.stdout
+    result = expect_success(site(*enroot, "create", "--name", "mine", site.folder / "site.sqsh"))
+    result = expect_success(site(*enroot, "start", "mine", "dist-env"))
+    assert "system     slurm" in result.stdout, result.stdout
 
 
 @pytest.fixture(scope="module")
@@ -263,6 +247,6 @@ def foreign(folder: Path, standin: str) -> Path:
 
 
 def test_sqsh_of_another_program_runs(site: Site, foreign: Path) -> None:
-    words = (*TWO, "--image", foreign, "--activate", "export ACTIVATED=1", "--require-secret")
-    told = site.finished(*words, "--", "dist-hello", *ONE)
-    assert "all_reduce of ones: 2" in told, told
+    args = (*TWO, "--image", foreign, "--activate", "export ACTIVATED=1", "--require-secret")
+    job_output = site.run_to_end(*args, "--", "dist-hello", *ONE)
+    assert "all_reduce of ones: 2" in job_output, job_output

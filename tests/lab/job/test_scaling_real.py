@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from labkit import IMGKIT, SLURMS, Cluster, Done, slurm_marks
+from labkit import IMGKIT, SLURMS, Cluster, Done, expect_success, slurm_marks
 
 pytestmark = [*slurm_marks, pytest.mark.xdist_group("submit")]
 SITE = ("mn5", "-A", "bsc98", "--qos", "acc_debug", "--time", "10m")
@@ -33,9 +33,9 @@ for step in range(1, 9):
 class Login(Cluster):
     """The login node of three nodes, in the folder of the jobs."""
 
-    def scaling(self, folder: Path, *words: str) -> Done:
+    def scaling(self, folder: Path, *args: str) -> Done:
         env = {"XDG_STATE_HOME": str(folder / "state"), "BASH_FUNC_module%%": "() { :; }"}
-        argv = ("run", *SITE, "--scaling", *words)
+        argv = ("run", *SITE, "--scaling", *args)
         return self("exec", "login", "--cwd", folder, "--", *IMGKIT, *argv, env=env, timeout_s=400)
 
 
@@ -59,9 +59,8 @@ def login(mn5_sif: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Login
 def test_efficiency_is_that_of_the_program(login: tuple[Login, Path]) -> None:
     cluster, folder = login
     command = ("dist-run", "--device", "cpu", "--nproc", "1", "steps.py")
-    done = cluster.scaling(folder, "1,2,3", "--json", "--", *command)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    result = expect_success(cluster.scaling(folder, "1,2,3", "--json", "--", *command))
+    report = json.loads(result.stdout)
     for size in report["sizes"]:
         nodes = size["nodes"]
         expected = (PARALLEL_S + SERIAL_S) / (PARALLEL_S + nodes * SERIAL_S)
@@ -81,18 +80,17 @@ def test_efficiency_is_that_of_the_program(login: tuple[Login, Path]) -> None:
 def test_failed_size_is_shown_and_others_are_compared(login: tuple[Login, Path]) -> None:
     cluster, folder = login
     command = ("dist-run", "--device", "cpu", "--nproc", "1", "steps.py", "2")
-    left = cluster.scaling(folder, "1,2", "--detach", "--", *command)
-    assert left.returncode == 0, left.stderr
-    name = left.stdout.strip()
+    started = expect_success(cluster.scaling(folder, "1,2", "--detach", "--", *command))
+    name = started.stdout.strip()
     env = {"XDG_STATE_HOME": str(folder / "state")}
-    done = cluster("exec", "login", "--cwd", folder, "--", *IMGKIT, "run", "--scaling", name, env=env)
-    assert done.returncode == 1, done.stderr
-    one, two = done.stdout.splitlines()[1:3]
-    assert one.split()[-1] == "succeeded"
-    assert "100.0%" in one
+    result = cluster("exec", "login", "--cwd", folder, "--", *IMGKIT, "run", "--scaling", name, env=env)
+    assert result.returncode == 1, result.stderr
+    first, two = result.stdout.splitlines()[1:3]
+    assert first.split()[-1] == "succeeded"
+    assert "100.0%" in first
     assert two.split()[-1] == "failed"
     assert "%" not in two
-    assert "2 nodes: failed" in done.stdout
+    assert "2 nodes: failed" in result.stdout
 
 
 @pytest.mark.parametrize("limit", ["UNLIMITED", "2"])
@@ -102,11 +100,11 @@ def test_size_beyond_the_partition_is_refused_before_a_job(login: tuple[Login, P
     reports = set(folder.glob("*-scaling-*"))
     assert cluster("scontrol", "update", "PartitionName=batch", f"MaxNodes={limit}").returncode == 0
     try:
-        done = cluster.scaling(folder, f"1,{nodes}", "--", "dist-hello", "--device", "cpu")
+        result = cluster.scaling(folder, f"1,{nodes}", "--", "dist-hello", "--device", "cpu")
     finally:
         cluster("scontrol", "update", "PartitionName=batch", "MaxNodes=UNLIMITED")
-    assert done.returncode == 2, done.stderr
-    assert f"no job starts on {nodes} nodes" in done.stderr
-    assert "node configuration is not available" in done.stderr
+    assert result.returncode == 2, result.stderr
+    assert f"no job starts on {nodes} nodes" in result.stderr
+    assert "node configuration is not available" in result.stderr
     assert cluster("squeue", "--noheader").stdout == ""
     assert set(folder.glob("*-scaling-*")) == reports

@@ -7,12 +7,25 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from labkit import IMGKIT, LOOK, LOOKED, ROOT, SLURMS, TOKEN, Cluster, Done, output, slurm_marks, until
+from labkit import (
+    IMGKIT,
+    LOOK,
+    LOOKED,
+    ROOT,
+    SLURMS,
+    TOKEN,
+    Done,
+    SlurmSite,
+    expect_success,
+    output,
+    slurm_marks,
+    until,
+)
 
 from imgkit_builder.recipe.load import load
 from imgkit_entrypoints import system
@@ -26,42 +39,27 @@ pytestmark = [*slurm_marks, pytest.mark.xdist_group("submit")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Site(Cluster):
-    """A login node, three nodes, and the folder with a blank in its name that the jobs run in."""
+class Site(SlurmSite):
+    """A login node and three nodes; the folder has a blank in its name."""
 
-    folder: Path
-
-    def cluster(self, *words: str | Path, given: str = "") -> Done:
+    def cluster(self, *args: str | Path, typed: str = "") -> Done:
         # The function is what a site's login shell hands on to jobs.
         env = {"XDG_STATE_HOME": str(self.state / "state"), "BASH_FUNC_module%%": '() { echo "module $*"; }'}
         env["TOKEN"] = TOKEN
         env["SHELL"] = "/bin/bash"  # `script` starts it; dash would lose the function
-        return self(*words, env=env, stdin=given)
+        return self(*args, env=env, stdin=typed)
 
-    def imgkit(self, *words: str) -> Done:
+    def imgkit(self, *args: str) -> Done:
         """Run imgkit on the login node, in the jobs' folder."""
-        return self.cluster("exec", "login", "--cwd", self.folder, "--", *IMGKIT, *words)
+        return self.cluster("exec", "login", "--cwd", self.folder, "--", *IMGKIT, *args)
 
-    def submit(self, *words: str) -> str:
-        done = self.imgkit("run", "--detach", "mn5", *SITE, *words)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
+    def submit(self, *args: str) -> str:
+        result = expect_success(self.imgkit("run", "--detach", "mn5", *SITE, *args))
+        return result.stdout.strip()
 
-    def told(self, job: str) -> str:
-        output = self.folder / f"mn5-{job}.out"
-        return output.read_text() if output.exists() else ""
-
-    def queued(self, job: str) -> bool:
-        return bool(self.cluster("squeue", "--noheader", f"--jobs={job}").stdout.strip())
-
-    def finished(self, *words: str) -> str:
-        """What a job that ran to its end has printed."""
-        job = self.submit(*words)
-        self.until(lambda: not self.queued(job), job)
-        return self.told(job)
-
-    def until(self, condition: Callable[[], bool], job: str) -> None:
-        until(condition, describe=lambda: self.told(job))
+    def run_to_end(self, *args: str) -> str:
+        """Return all that a job prints."""
+        return self.wait_for_end(self.submit(*args))
 
     def processes(self, *nodes: str) -> list[str]:
         """Processes of a run, on these nodes."""
@@ -71,20 +69,20 @@ class Site(Cluster):
 
 @pytest.fixture(scope="module", params=SLURMS)
 def site(mn5_sif: Path, request: pytest.FixtureRequest) -> Iterator[Site]:
-    made = Site(
+    cluster = Site(
         state=Path(f"/tmp/imgkit-submit-{os.getpid()}"), folder=Path(f"/tmp/imgkit jobs {os.getpid()}")
     )
-    for folder in (made.folder, made.folder / "runs"):  # jobs of root and of the ordinary user run here
+    for folder in (cluster.folder, cluster.folder / "runs"):  # jobs of root and of the ordinary user run here
         folder.mkdir()
         folder.chmod(0o777)
-    (made.folder / "mn5.sif").symlink_to(mn5_sif)
-    shutil.copy(ROOT / "examples/save_and_resume.py", made.folder)
+    (cluster.folder / "mn5.sif").symlink_to(mn5_sif)
+    shutil.copy(ROOT / "examples/save_and_resume.py", cluster.folder)
     try:
-        made.up(3, "--cpus", "80", release=request.param)
-        yield made
+        cluster.up(3, "--cpus", "80", release=request.param)
+        yield cluster
     finally:
-        made.down()
-        shutil.rmtree(made.folder)
+        cluster.down()
+        shutil.rmtree(cluster.folder)
 
 
 @pytest.mark.parametrize(
@@ -115,10 +113,10 @@ def site(mn5_sif: Path, request: pytest.FixtureRequest) -> Iterator[Site]:
     ids=lambda part: part[0] if isinstance(part, tuple) else "",
 )
 def test_submitted_command_runs_on_two_nodes(site: Site, command: tuple[str, ...], result: str) -> None:
-    told = site.finished("--nodes", "2", "--", *command)
-    assert told.startswith("module load singularity\n")
-    assert "no secret is set: any program" not in told
-    assert re.search(result, told), told
+    job_output = site.run_to_end("--nodes", "2", "--", *command)
+    assert job_output.startswith("module load singularity\n")
+    assert "no secret is set: any program" not in job_output
+    assert re.search(result, job_output), job_output
 
 
 OWN = """\
@@ -144,20 +142,19 @@ def test_system_of_ones_own_reaches_srun_and_the_nodes(site: Site) -> None:
     for node in ("node1", "node2", "node3"):
         hosts = "sed 's/ node1$/ node1i/; t; d' /etc/hosts > /tmp/$$; cat /tmp/$$ >> /etc/hosts; rm /tmp/$$"
         site.cluster("exec", node, "--", "sh", "-c", hosts)
-    words = ("run", "--detach", "./own.yaml", *SITE, "--image", "mn5.sif", "--nodes", "2", "--name", "own")
+    args = ("run", "--detach", "./own.yaml", *SITE, "--image", "mn5.sif", "--nodes", "2", "--name", "own")
 
-    def ended(*more: str) -> str:
-        done = site.imgkit(*words, *more)
-        assert done.returncode == 0, done.stderr
-        job = done.stdout.strip()
-        site.until(lambda: not site.queued(job), job)
-        told, wrong = ((site.folder / f"own-{job}.{end}").read_text() for end in ("out", "err"))
-        shown = site.imgkit("logs", job).stdout
-        assert told in shown
-        assert wrong in shown
-        return told + wrong
+    def run_to_end(*command: str) -> str:
+        result = expect_success(site.imgkit(*args, *command))
+        job = result.stdout.strip()
+        site.wait_for_end(job)
+        output_text, wrong = ((site.folder / f"own-{job}.{end}").read_text() for end in ("out", "err"))
+        logs = site.imgkit("logs", job).stdout
+        assert output_text in logs
+        assert wrong in logs
+        return output_text + wrong
 
-    plan = ended("--env", "IMGKIT_DRY_RUN=1", "--", "dist-hello", *CPU)
+    plan = run_to_end("--env", "IMGKIT_DRY_RUN=1", "--", "dist-hello", *CPU)
     # Each line begins with srun's label; sbatch would refuse that option.
     heads = re.findall(r"^([01]): head +(\S+) +(.+)$", plan, re.MULTILINE)
     source = "SLURM_STEP_NODELIST, with the system's fabric.head_suffix 'i'"
@@ -166,8 +163,8 @@ def test_system_of_ones_own_reaches_srun_and_the_nodes(site: Site) -> None:
         r"^[01]: NCCL_SOCKET_IFNAME +eth0 .*SLURM_JOB_PARTITION=debug", plan, re.MULTILINE
     )
     assert len(interfaces) == 2, plan
-    told = ended("--", "dist-hello", *CPU)
-    assert re.search(r"^[01]: .*all_reduce of ones: 4", told, re.MULTILINE), told
+    job_output = run_to_end("--", "dist-hello", *CPU)
+    assert re.search(r"^[01]: .*all_reduce of ones: 4", job_output, re.MULTILINE), job_output
 
 
 UNEQUAL = ("sh", "-c", 'IMGKIT_NPROC=$((SLURM_NODEID + 1)) exec "$@"', "sh")
@@ -176,9 +173,14 @@ UNEQUAL = ("sh", "-c", 'IMGKIT_NPROC=$((SLURM_NODEID + 1)) exec "$@"', "sh")
 
 @pytest.mark.soak
 def test_nodes_with_different_numbers_of_workers_train(site: Site) -> None:
-    told = site.finished(*("--nodes", "2", "--", *UNEQUAL, "dist-train", "--device", "cpu", "--steps", "20"))
-    assert re.search(r"loss 2\d\.\d+ -> \d+\.\d+, 3 ranks", told), told
-    assert "the nodes differ in workers per node 1 on node 1 of 2 (node1), 2 on node 2 of 2 (node2)" in told
+    job_output = site.run_to_end(
+        *("--nodes", "2", "--", *UNEQUAL, "dist-train", "--device", "cpu", "--steps", "20")
+    )
+    assert re.search(r"loss 2\d\.\d+ -> \d+\.\d+, 3 ranks", job_output), job_output
+    assert (
+        "the nodes differ in workers per node 1 on node 1 of 2 (node1), 2 on node 2 of 2 (node2)"
+        in job_output
+    )
 
 
 def test_job_whose_id_a_site_hides_is_named_by_the_scheduler(site: Site) -> None:
@@ -187,17 +189,17 @@ def test_job_whose_id_a_site_hides_is_named_by_the_scheduler(site: Site) -> None
     wrapper.write_text('#!/bin/sh\n/usr/bin/sbatch "$@" && echo Thank you\n')
     wrapper.chmod(0o755)
     path = f"PATH={wrapper.parent}:{os.environ['PATH']}"
-    words = ("run", "--detach", "mn5", *SITE, "--name", "hidden", "--option=--hold", "--", "dist-hello")
-    done = site.cluster("exec", "login", "--cwd", site.folder, "--", "env", path, *IMGKIT, *words)
+    args = ("run", "--detach", "mn5", *SITE, "--name", "hidden", "--option=--hold", "--", "dist-hello")
+    result = site.cluster("exec", "login", "--cwd", site.folder, "--", "env", path, *IMGKIT, *args)
     try:
-        assert (done.returncode, done.stdout) == (4, "")
-        found = re.search(r"(unknown-\w+): .* slurm printed '(\d+)\\nThank you'\n", done.stderr)
-        assert found, done.stderr
-        assert "squeue --me shows the job hidden with its id" in done.stderr
+        assert (result.returncode, result.stdout) == (4, "")
+        match = re.search(r"(unknown-\w+): .* slurm printed '(\d+)\\nThank you'\n", result.stderr)
+        assert match, result.stderr
+        assert "squeue --me shows the job hidden with its id" in result.stderr
         queued = site.cluster("squeue", "--me", "--noheader", "--format=%A %j").stdout
-        assert f"{found[2]} hidden\n" in queued
-        assert site.imgkit("cancel", found[1]).returncode == 4
-        assert found[1] in site.imgkit("runs").stdout
+        assert f"{match[2]} hidden\n" in queued
+        assert site.imgkit("cancel", match[1]).returncode == 4
+        assert match[1] in site.imgkit("runs").stdout
     finally:
         site.cluster("scancel", "--name", "hidden")
 
@@ -205,58 +207,58 @@ def test_job_whose_id_a_site_hides_is_named_by_the_scheduler(site: Site) -> None
 def test_values_arrive_as_they_were_typed(site: Site) -> None:
     (site.folder / "show me.py").write_text("import os, sys\nprint(os.environ['NOTE'], sys.argv[1:])\n")
     note = """$(touch pwned) "and" 'more'"""
-    told = site.finished("--env", f"NOTE={note}", "--", "dist-run", *CPU, "show me.py", "$(id)", "a b")
-    assert f"{note} ['$(id)', 'a b']" in told, told
+    job_output = site.run_to_end(
+        "--env", f"NOTE={note}", "--", "dist-run", *CPU, "show me.py", "$(id)", "a b"
+    )
+    assert f"{note} ['$(id)', 'a b']" in job_output, job_output
     assert not (site.folder / "pwned").exists()
 
 
 def test_no_text_of_a_job_holds_its_secrets(site: Site) -> None:
     shutil.copy(LOOK, site.folder)
     job = site.submit("--nodes", "2", "--env", "TOKEN", "--require-secret", "--", "dist-run", *ONE, LOOK.name)
-    site.until(lambda: not site.queued(job), job)
-    told = site.told(job)
-    assert LOOKED.findall(told) == [("['0600 32']", "[]")] * 2, told
+    job_output = site.wait_for_end(job)
+    assert LOOKED.findall(job_output) == [("['0600 32']", "[]")] * 2, job_output
     assert list((site.folder / f"runs/mn5-{job}").glob(".imgkit-secret*")) == []
-    shown = [
-        site.cluster(*words).stdout
-        for words in (
+    slurm_texts = [
+        site.cluster(*argv).stdout
+        for argv in (
             ("scontrol", "show", "job", "--details", job),
             ("scontrol", "write", "batch_script", job, "-"),
             ("squeue", "--states=all", "--format=%all"),
         )
     ]
-    assert all(shown)
+    assert all(slurm_texts)
     records = [path.read_text() for path in (site.state / "state").rglob("*.json")]
     assert records
-    assert not any(TOKEN in text for text in (*shown, *records, told))
+    assert not any(TOKEN in text for text in (*slurm_texts, *records, job_output))
 
 
 def stopped_and_requeued(site: Site, job: str) -> str:
     """Ask `job` to stop, as Slurm does before its time is over, and have it start again; the step saved."""
     site.cluster("scancel", "--batch", "--signal=USR1", job)  # as --signal=B:USR1@120 does
-    site.until(lambda: "requeued" in site.told(job), job)
-    saved = re.search(r"state saved \(\S+ (\d+)\): requeued", site.told(job))
-    assert saved is not None, site.told(job)
+    site.until(lambda: "requeued" in site.output_of(job), job)
+    saved = re.search(r"state saved \(\S+ (\d+)\): requeued", site.output_of(job))
+    assert saved is not None, site.output_of(job)
     site.start_again(job)
     return saved[1]
 
 
 def test_job_asked_to_stop_is_requeued_and_finishes(site: Site) -> None:
     # As an ordinary user: there a process of the step serves the image's files, and must not be signalled.
-    made = site.imgkit("run", "--dry-run", "mn5", *SITE, "--nodes", "2", "--", *COUNT, "400")
-    (site.folder / "job.sh").write_text(made.stdout)
-    submitted = site.cluster("--user", "sbatch", "--parsable", site.folder / "job.sh")
-    assert submitted.returncode == 0, submitted.stderr
+    cluster = site.imgkit("run", "--dry-run", "mn5", *SITE, "--nodes", "2", "--", *COUNT, "400")
+    (site.folder / "job.sh").write_text(cluster.stdout)
+    submitted = expect_success(site.cluster("--user", "sbatch", "--parsable", site.folder / "job.sh"))
     job = submitted.stdout.strip()
-    site.until(lambda: "starts at 0" in site.told(job), job)
+    site.until(lambda: "starts at 0" in site.output_of(job), job)
     saved = stopped_and_requeued(site, job)
-    site.until(lambda: not site.queued(job), job)
-    assert f"starts at {saved}\n" in site.told(job)
-    assert "finished at 400" in site.told(job)
+    site.wait_for_end(job)
+    assert f"starts at {saved}\n" in site.output_of(job)
+    assert "finished at 400" in site.output_of(job)
     assert (site.folder / f"runs/mn5-{job}/result").read_text() == f"{job}.0 0\n"
 
 
-def shown(site: Site, job: str) -> str:
+def job_record(site: Site, job: str) -> str:
     """What Slurm knows of a job that is done."""
     return site.cluster("scontrol", "show", "job", job).stdout
 
@@ -265,43 +267,43 @@ def shown(site: Site, job: str) -> str:
 def test_file_of_a_person_keeps_the_job_from_going_on(site: Site) -> None:
     job = site.submit("--nodes", "2", "--", *COUNT, "200")
     stop = site.folder / f"runs/mn5-{job}/stop"
-    site.until(lambda: "starts at 0" in site.told(job), job)
+    site.until(lambda: "starts at 0" in site.output_of(job), job)
     stop.touch()
-    site.until(lambda: not site.queued(job), job)
-    saved = re.search(r"state saved at step (\d+)", site.told(job))
-    assert saved is not None, site.told(job)
-    assert "ExitCode=0:0" in shown(site, job)
-    assert "requeued" not in site.told(job)
+    site.wait_for_end(job)
+    saved = re.search(r"state saved at step (\d+)", site.output_of(job))
+    assert saved is not None, site.output_of(job)
+    assert "ExitCode=0:0" in job_record(site, job)
+    assert "requeued" not in site.output_of(job)
     assert stop.exists()
 
     site.cluster("scontrol", "requeue", job)
     site.start_again(job)
-    site.until(lambda: not site.queued(job), job)
-    assert f"{stop}: this file prevents the run from starting" in site.told(job)
-    assert f"rm '{stop}'" in site.told(job)
-    assert "JobState=FAILED" in shown(site, job), shown(site, job)
-    assert site.told(job).count("starts at") == 1
+    site.wait_for_end(job)
+    assert f"{stop}: this file prevents the run from starting" in site.output_of(job)
+    assert f"rm '{stop}'" in site.output_of(job)
+    assert "JobState=FAILED" in job_record(site, job), job_record(site, job)
+    assert site.output_of(job).count("starts at") == 1
 
     stop.unlink()
     site.cluster("scontrol", "requeue", job)
     site.start_again(job)
-    site.until(lambda: not site.queued(job), job)
-    assert f"starts at {saved[1]}\n" in site.told(job)
-    assert "finished at 200" in site.told(job)
+    site.wait_for_end(job)
+    assert f"starts at {saved[1]}\n" in site.output_of(job)
+    assert "finished at 200" in site.output_of(job)
 
 
 def test_cancelled_job_is_not_requeued(site: Site) -> None:
     job = site.submit("--nodes", "2", "--", *COUNT, "6000")
-    site.until(lambda: "starts at 0" in site.told(job), job)
-    shown = site.imgkit("status", job)
-    assert "RUNNING" in shown.stdout
-    assert f"imgkit: squeue --noheader --jobs={job}" in shown.stderr
+    site.until(lambda: "starts at 0" in site.output_of(job), job)
+    status = site.imgkit("status", job)
+    assert "RUNNING" in status.stdout
+    assert f"imgkit: squeue --noheader --jobs={job}" in status.stderr
     assert site.imgkit("cancel", job).returncode == 0
-    site.until(lambda: not site.queued(job), job)
+    site.wait_for_end(job)
     until(
         lambda: not site.processes("node1", "node2"), describe=lambda: str(site.processes("node1", "node2"))
     )
-    assert "requeued" not in site.told(job)
+    assert "requeued" not in site.output_of(job)
 
 
 def test_array_tasks_have_their_own_folder_output_and_end(site: Site) -> None:
@@ -312,10 +314,13 @@ def test_array_tasks_have_their_own_folder_output_and_end(site: Site) -> None:
     assert site.imgkit("logs", array).returncode == 2
     followed = site.imgkit("logs", f"{array}_0")  # until it ends
     assert "\ntask 0\n" in followed.stdout, followed.stdout
-    site.until(lambda: not site.queued(array), array)
+    site.wait_for_end(array)
     assert [(site.folder / f"runs/mn5-{array}_{task}/mine").is_file() for task in (0, 1)] == [True, True]
-    states = {word: site.imgkit("status", word) for word in (f"{array}_0", f"{array}_1", array)}
-    ends = [(done.returncode, done.stdout.splitlines()[-1].split()[1].strip(";")) for done in states.values()]
+    states = {job_id: site.imgkit("status", job_id) for job_id in (f"{array}_0", f"{array}_1", array)}
+    ends = [
+        (result.returncode, result.stdout.splitlines()[-1].split()[1].strip(";"))
+        for result in states.values()
+    ]
     assert ends == [(0, "completed"), (0, "failed"), (0, "failed")]
     assert "ArrayTaskId=1 JobState=FAILED" in states[f"{array}_1"].stdout
     assert "task 1\n" in site.imgkit("logs", f"{array}_1").stdout
@@ -327,20 +332,20 @@ def test_shell_in_a_running_job_has_its_container(site: Site) -> None:
     seen = "$(hostname) [$WORD] $APPTAINER_NAME $IMGKIT_RUN_DIR $(cat /proc/*/comm | grep -c sleep)"
     typed = f'echo "at {seen}"; exit 7\n'
 
-    def shell(*words: str) -> Done:
-        line = shlex.join(map(str, (*IMGKIT, "shell", "--job", *words)))
+    def shell(*args: str) -> Done:
+        line = shlex.join(map(str, (*IMGKIT, "shell", "--job", *args)))
         terminal = ("script", "-qec", line, "/dev/null")
-        return site.cluster("exec", "login", "--cwd", site.folder, "--", *terminal, given=typed)
+        return site.cluster("exec", "login", "--cwd", site.folder, "--", *terminal, typed=typed)
 
     for node in ("node1", "node2"):
-        done = shell(job, "--node", node)
-        assert re.search(rf"at {node} \[a  b\] mn5.sif {site.folder}/runs/mn5-{job} [1-9]", done.stdout), (
-            done.stdout
+        result = shell(job, "--node", node)
+        assert re.search(rf"at {node} \[a  b\] mn5.sif {site.folder}/runs/mn5-{job} [1-9]", result.stdout), (
+            result.stdout
         )
-        assert done.returncode == 7
-    assert "a new container on a node of the job" in done.stdout
+        assert result.returncode == 7
+    assert "a new container on a node of the job" in result.stdout
     site.imgkit("cancel", job)
-    site.until(lambda: not site.queued(job), job)
+    site.wait_for_end(job)
     assert f"the job {job} has ended" in shell(job).stdout
 
 
@@ -364,7 +369,7 @@ def kill_launcher(site: Site, node: str) -> None:
 def with_a_spare(site: Site, *command: str, works: str = "starts at 0") -> str:
     """A job of 2+1 nodes whose program has printed `works`."""
     job = site.submit("--nodes", "2+1", "--", *SPARED, *command)
-    site.until(lambda: works in site.told(job), job)
+    site.until(lambda: works in site.output_of(job), job)
     return job
 
 
@@ -382,13 +387,13 @@ def test_spare_takes_over_from_a_lost_node(site: Site, how: str) -> None:
         nodes = ("squeue", "--noheader", f"--jobs={job}", "--format=%D")
         site.until(lambda: site.cluster(*nodes).stdout.strip() in ("2", ""), job)
     (site.folder / "go").touch()
-    site.until(lambda: not site.queued(job), job)
+    site.wait_for_end(job)
     (site.folder / "go").unlink()
-    told = site.told(job)
-    assert "attempt 2 rank 0 node1" in told
-    assert "attempt 2 rank 1 node3" in told, told
+    job_output = site.output_of(job)
+    assert "attempt 2 rank 0 node1" in job_output
+    assert "attempt 2 rank 1 node3" in job_output, job_output
     assert (site.folder / f"runs/mn5-{job}/result").read_text() == f"{job}.0 0\n"
-    assert "ExitCode=0:0" in shown(site, job), told
+    assert "ExitCode=0:0" in job_record(site, job), job_output
     if how != "kill":
         whole_again(site, "node2")
 
@@ -406,45 +411,45 @@ def test_job_that_loses_its_first_node_is_requeued_by_another(site: Site) -> Non
     job = with_a_spare(site, "save_and_resume.py", "60")
     site.cluster("fault", "crash", "node1")
     site.until(lambda: " PD " in site.cluster("squeue", f"--jobs={job}").stdout, job)
-    assert "Restarts=1" in shown(site, job)
+    assert "Restarts=1" in job_record(site, job)
     site.cluster("fault", "boot", "node1")
     site.start_again(job)
-    site.until(lambda: not site.queued(job), job)
-    assert "finished at 60" in site.told(job)
-    assert "ExitCode=0:0" in shown(site, job), site.told(job)
+    site.wait_for_end(job)
+    assert "finished at 60" in site.output_of(job)
+    assert "ExitCode=0:0" in job_record(site, job), site.output_of(job)
 
 
 @pytest.mark.soak
 def test_job_saves_and_is_requeued_after_its_spare_took_over(site: Site) -> None:
     job = with_a_spare(site, "save_and_resume.py", "200")
     kill_launcher(site, "node2")
-    site.until(lambda: site.told(job).count("starts at 0") == 2, job)
+    site.until(lambda: site.output_of(job).count("starts at 0") == 2, job)
     saved = stopped_and_requeued(site, job)
-    site.until(lambda: not site.queued(job), job)
-    assert f"starts at {saved}\n" in site.told(job)
-    assert "finished at 200" in site.told(job)
+    site.wait_for_end(job)
+    assert f"starts at {saved}\n" in site.output_of(job)
+    assert "finished at 200" in site.output_of(job)
 
 
 @pytest.mark.soak
 def test_job_cancelled_during_a_restart_leaves_nothing(site: Site) -> None:
     job = with_a_spare(site, "save_and_resume.py", "6000")
     kill_launcher(site, "node2")
-    site.until(lambda: "attempt 2 starts" in site.told(job), job)
+    site.until(lambda: "attempt 2 starts" in site.output_of(job), job)
     assert site.imgkit("cancel", job).returncode == 0
-    site.until(lambda: not site.queued(job), job)
+    site.wait_for_end(job)
     nodes = ("node1", "node2", "node3")
     until(lambda: not site.processes(*nodes), describe=lambda: str(site.processes(*nodes)))
-    assert "JobState=CANCELLED" in shown(site, job)
-    assert "requeued" not in site.told(job)
+    assert "JobState=CANCELLED" in job_record(site, job)
+    assert "requeued" not in site.output_of(job)
 
 
 @pytest.mark.soak
 def test_result_of_a_failed_program_is_the_job_s(site: Site) -> None:
     (site.folder / "fails.py").write_text("raise SystemExit(3)\n")
     job = site.submit("--nodes", "2+1", "--", "dist-run", *ONE, "fails.py")
-    site.until(lambda: not site.queued(job), job)
+    site.wait_for_end(job)
     result = (site.folder / f"runs/mn5-{job}/result").read_text()
-    assert f"ExitCode={result.split()[1]}:0" in shown(site, job), site.told(job)
+    assert f"ExitCode={result.split()[1]}:0" in job_record(site, job), site.output_of(job)
     assert not result.endswith(" 0\n")
 
 
@@ -454,25 +459,25 @@ def test_spare_takes_over_without_a_scheduler(site: Site) -> None:
     folder.mkdir()
     image = ("--runtime", "singularity", "--image", "mn5.sif", "--gpus", "0", "--nproc", "1")
     hosts = ("--ssh", "--hosts", "node1,node2,node3", "--nodes", "2+1", "--env", f"IMGKIT_RUN_DIR={folder}")
-    words = ("run", "--detach", "lambda", *hosts, *image, "--", *SPARED, "save_and_resume.py", "60")
+    args = ("run", "--detach", "lambda", *hosts, *image, "--", *SPARED, "save_and_resume.py", "60")
     output = site.folder / "by-ssh.out"
 
-    def told() -> str:
+    def read_output() -> str:
         return output.read_text()
 
     with (
         output.open("w") as stream,
         subprocess.Popen(
-            site.argv("exec", "login", "--cwd", site.folder, "--", *IMGKIT, *words),
+            site.argv("exec", "login", "--cwd", site.folder, "--", *IMGKIT, *args),
             stdout=stream,
             stderr=stream,
         ) as run,
     ):
-        until(lambda: "starts at 0" in told(), describe=told)
+        until(lambda: "starts at 0" in read_output(), describe=read_output)
         kill_launcher(site, "node2")
-        assert run.wait(120) == 0, told()
-    assert "node2: its command ended with exit code" in told()
-    assert "finished at 60" in told()
+        assert run.wait(120) == 0, read_output()
+    assert "node2: its command ended with exit code" in read_output()
+    assert "finished at 60" in read_output()
 
 
 @pytest.mark.soak
@@ -482,21 +487,20 @@ def test_recipe_is_built_on_a_node(site: Site, standin_notorch: str) -> None:
     recipe = f"image:\n  base: {standin_notorch}\n  run: [echo made > /made]\nsystem: {{scheduler: slurm}}\n"
     (site.folder / "mine.yaml").write_text(recipe)
     job = site.submit("--build", "./mine.yaml", "--base-from", "base.tar")
-    site.until(lambda: not site.queued(job), job)
-    told = (site.folder / f"mn5-sif-{job}.out").read_text()
-    assert "smoke test" in told
-    assert (site.folder / "mine.sif").is_file(), told
+    site.wait_for_end(job)
+    job_output = (site.folder / f"mn5-sif-{job}.out").read_text()
+    assert "smoke test" in job_output
+    assert (site.folder / "mine.sif").is_file(), job_output
     assert output("singularity", "exec", site.folder / "mine.sif", "cat", "/made") == "made\n"
 
 
 def test_allocation_by_hand_runs_the_command(site: Site) -> None:
-    done = site.imgkit("run", "mn5", *SITE, "--nodes", "2", "-i", "--", "dist-hello", *ONE)
-    assert done.returncode == 0, done.stderr
-    assert "all_reduce of ones: 2" in done.stdout
+    result = expect_success(site.imgkit("run", "mn5", *SITE, "--nodes", "2", "-i", "--", "dist-hello", *ONE))
+    assert "all_reduce of ones: 2" in result.stdout
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("args", "message"),
     [
         (("--image", "no.sif", "--", "dist-hello"), "no image"),
         (("--build", "./none.yaml"), "none.yaml"),
@@ -505,8 +509,8 @@ def test_allocation_by_hand_runs_the_command(site: Site) -> None:
         (("--gpus", "8", "--", "dist-hello"), "a node has 4"),
     ],
 )
-def test_refused_job_says_why(site: Site, words: tuple[str, ...], message: str) -> None:
-    done = site.imgkit("run", "--detach", "mn5", *SITE, *words)
-    assert done.returncode in (2, 4)
-    assert message in done.stderr
-    assert done.stdout == ""
+def test_refused_job_says_why(site: Site, args: tuple[str, ...], message: str) -> None:
+    result = site.imgkit("run", "--detach", "mn5", *SITE, *args)
+    assert result.returncode in (2, 4)
+    assert message in result.stderr
+    assert result.stdout == ""

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from labkit import IMGKIT, PACKAGE, PLACE, QUIET, Cluster, imgkit, run, slurm_marks, until
+from labkit import IMGKIT, PACKAGE, PLACE, QUIET, Cluster, expect_success, imgkit, run, slurm_marks, until
 from remotekit import FarHost, far_host, login_node
 from runkit import assert_same_state
 
@@ -35,8 +35,7 @@ def accuracies(text: str) -> dict[str, str]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "my work"
-    result = imgkit("init", "--recipe", "cpu", folder, env={"XDG_STATE_HOME": str(tmp_path / "state")})
-    assert result.returncode == 0, result.stderr
+    expect_success(imgkit("init", "--recipe", "cpu", folder, env={"XDG_STATE_HOME": str(tmp_path / "state")}))
     yield folder
     run("docker", "rm", "--force", f"imgkit-init-{os.getpid()}")
 
@@ -53,8 +52,7 @@ def train_argv(folder: Path, image: str, name: str) -> list[str]:
 
 
 def test_killed_and_stopped_training_ends_as_an_undisturbed_one(folder: Path, standin: str) -> None:
-    undisturbed = run(*train_argv(folder, standin, "whole"))
-    assert undisturbed.returncode == 0, undisturbed.stderr
+    undisturbed = expect_success(run(*train_argv(folder, standin, "whole")))
     train, run_folder = train_argv(folder, standin, "cut"), folder / "runs/cut"
 
     def checkpoints(after: int = 0) -> bool:
@@ -75,8 +73,7 @@ def test_killed_and_stopped_training_ends_as_an_undisturbed_one(folder: Path, st
     assert int(resumed) % 50 == 0
     (saved,) = re.findall(r"the state of step (\d+) is saved", output)
     (run_folder / "stop").unlink()
-    resumed_run = run(*train)
-    assert resumed_run.returncode == 0, resumed_run.stderr
+    resumed_run = expect_success(run(*train))
     assert f"resumes after step {saved}: " in resumed_run.stdout + resumed_run.stderr
     assert_same_state(standin, run_folder, folder / "runs/whole")
     assert (run_folder / "weights.pt").read_bytes() == (folder / "runs/whole/weights.pt").read_bytes()
@@ -129,11 +126,9 @@ def test_job_on_two_nodes_ends_as_an_undisturbed_one(standin: str) -> None:
         login_node(far, cluster)
         (root / "system.yaml").write_text(SYSTEM)
         far.imgkit("remote", "add", "far", f"far:{root}/store", "--recipe", root / "system.yaml")
-        result = far.imgkit("init", root / name)
-        assert result.returncode == 0, result.stderr
+        expect_success(far.imgkit("init", root / name))
 
-        undisturbed_run = far.imgkit("run", *command, folder=root / name)
-        assert undisturbed_run.returncode == 0, undisturbed_run.stderr + undisturbed_run.stdout
+        undisturbed_run = expect_success(far.imgkit("run", *command, folder=root / name))
         (undisturbed,) = (root / "store/runs").iterdir()
 
         cut = FollowedJob(far, root / name, *command)

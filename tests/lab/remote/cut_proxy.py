@@ -26,15 +26,15 @@ def limit(file: Path) -> int:
 
 def main() -> None:
     port, file = int(sys.argv[1]), Path(sys.argv[2])
-    left = limit(file)
+    remaining = limit(file)
     far = socket.create_connection(("127.0.0.1", port))
     passed = file.with_suffix(".passed")
-    while left > 0:
+    while remaining > 0:
         for source in select.select([0, far], [], [])[0]:
             data = os.read(0, 1 << 16) if source == 0 else far.recv(1 << 16)
             if not data:
                 return
-            left -= len(data)
+            remaining -= len(data)
             if source == 0:
                 with passed.open("a") as stream:
                     stream.write(f"{len(data)}\n")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import tiny_image
 from job_records import submitted_job
-from labkit import IMGKIT, ordinary_user, output, public_folder
+from labkit import IMGKIT, expect_success, ordinary_user, output, public_folder
 from remotekit import FarHost, far_host, sshd
 
 from imgkit_builder.base.progress import Silent
@@ -32,8 +32,7 @@ def far() -> Iterator[FarHost]:
 
 
 def add(far: FarHost, folder: Path, *options: str) -> None:
-    done = far.imgkit("remote", "add", "mine", f"far:{folder}", *options)
-    assert done.returncode == 0, done.stderr
+    expect_success(far.imgkit("remote", "add", "mine", f"far:{folder}", *options))
 
 
 def send_code(reached: Connection, folder: Path, home: str) -> None:
@@ -46,17 +45,17 @@ def send_code(reached: Connection, folder: Path, home: str) -> None:
 
 
 def rows(far: FarHost) -> dict[str, dict[str, str]]:
-    done = far.imgkit("remote", "check", "mine", "--json")
-    return {row["name"]: row for row in json.loads(done.stdout)["checks"]}
+    result = far.imgkit("remote", "check", "mine", "--json")
+    return {row["name"]: row for row in json.loads(result.stdout)["checks"]}
 
 
 def test_check_logs_in_once_and_reports(far: FarHost, tmp_path: Path) -> None:
     with sshd(far):
         add(far, tmp_path / "my imgkit")
-        found = rows(far)
+        checks = rows(far)
         assert len(far.calls()) == 1
-    assert found["login"]["verdict"] == "ok"
-    assert found["folder"]["found"].startswith(f"{tmp_path}/my imgkit, ")
+    assert checks["login"]["verdict"] == "ok"
+    assert checks["folder"]["found"].startswith(f"{tmp_path}/my imgkit, ")
     assert (tmp_path / "my imgkit").is_dir()
     assert list((tmp_path / "my imgkit").iterdir()) == []
 
@@ -94,7 +93,7 @@ def test_files_come_and_go_behind_a_banner(
     banner.chmod(0o755)
     for name, value in far.env.items():
         monkeypatch.setenv(name, value)
-    home, here = tmp_path / "a store; of 'mine'", tmp_path / "here"
+    home, target = tmp_path / "a store; of 'mine'", tmp_path / "here"
     run = home / "runs/mn5-7"
     (home / "images").mkdir(parents=True)
     (run / "checkpoints/1").mkdir(parents=True)
@@ -115,28 +114,28 @@ def test_files_come_and_go_behind_a_banner(
         reached = connection.connect(Remote(name="mine", address="far", folder=str(home)))
         send_code(reached, tmp_path / "my code", str(home))
         assert (home / "code/x/a b.py").read_text() == "1\n"
-        done = fetch.fetch(reached, record, here, checkpoints=False, report=Silent())
+        fetched = fetch.fetch(reached, record, target, checkpoints=False, report=Silent())
         log = Path(jobs.log_file(record)).name
-        wanted = {"metrics.jsonl", "a\nb/$(touch x) 'y'", log}
-        assert {str(path.relative_to(here)) for path in done.new} == wanted
-        assert (done.files, done.bytes) == (3, 9)
-        assert fetch.fetch(reached, record, here, checkpoints=False, report=Silent()).new == ()
-        (here / "metrics.jsonl").write_text("changed here")
-        done = fetch.fetch(reached, record, here, checkpoints=True, report=Silent())
-        assert {path.name for path in done.new} == {"metrics.jsonl", "w"}
-        assert (here / "metrics.jsonl").read_text() == "1\n"
-        other = submitted_job(id="8", directory=home, remote="mine")
+        expected = {"metrics.jsonl", "a\nb/$(touch x) 'y'", log}
+        assert {str(path.relative_to(target)) for path in fetched.new} == expected
+        assert (fetched.files, fetched.bytes) == (3, 9)
+        assert fetch.fetch(reached, record, target, checkpoints=False, report=Silent()).new == ()
+        (target / "metrics.jsonl").write_text("changed here")
+        fetched = fetch.fetch(reached, record, target, checkpoints=True, report=Silent())
+        assert {path.name for path in fetched.new} == {"metrics.jsonl", "w"}
+        assert (target / "metrics.jsonl").read_text() == "1\n"
+        job_without_a_run = submitted_job(id="8", directory=home, remote="mine")
         with pytest.raises(CheckFailed, match=r"there is no .*/runs/mn5-8 on mine yet"):
-            fetch.fetch(reached, other, tmp_path / "none", checkpoints=False, report=Silent())
+            fetch.fetch(reached, job_without_a_run, tmp_path / "none", checkpoints=False, report=Silent())
     assert "store" not in "".join(far.calls())
 
 
 def test_login_shell_that_runs_nothing_is_named(far: FarHost, tmp_path: Path) -> None:
     with sshd(far, forced=["/bin/echo", "This account is currently not available."]):
         add(far, tmp_path / "x")
-        done = far.imgkit("remote", "check", "mine")
-    assert done.returncode == 4
-    assert "runs no command; it printed: This account is currently not available." in done.stderr
+        result = far.imgkit("remote", "check", "mine")
+    assert result.returncode == 4
+    assert "runs no command; it printed: This account is currently not available." in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -149,9 +148,9 @@ def test_host_with_another_key_is_refused(far: FarHost, tmp_path: Path, is_known
             far.know(far.folder / "id.pub")
         else:
             (far.folder / "known_hosts").write_text("")
-        done = far.imgkit("remote", "check", "mine")
-    assert done.returncode == 4
-    assert hint in done.stderr
+        result = far.imgkit("remote", "check", "mine")
+    assert result.returncode == 4
+    assert hint in result.stderr
     assert not (tmp_path / "x").exists()
 
 
@@ -159,10 +158,10 @@ def test_password_is_not_asked_for_without_a_terminal(far: FarHost, tmp_path: Pa
     with sshd(far, "PasswordAuthentication yes"):
         add(far, tmp_path / "x")
         (far.folder / "authorized").write_text("")
-        done = far.imgkit("remote", "check", "mine")
-    assert done.returncode == 4
-    assert "Permission denied" in done.stderr
-    assert "in a terminal, where ssh can ask: imgkit remote check mine" in done.stderr
+        result = far.imgkit("remote", "check", "mine")
+    assert result.returncode == 4
+    assert "Permission denied" in result.stderr
+    assert "in a terminal, where ssh can ask: imgkit remote check mine" in result.stderr
 
 
 SECOND_FACTOR = """\
@@ -177,20 +176,20 @@ CODE = "424242"
 @contextlib.contextmanager
 def with_second_factor(far: FarHost) -> Iterator[Path]:
     """A real sshd that asks for a code after the key, through PAM; yields the list of what it was given."""
-    asked, stub = far.folder / "asked", far.folder / "stub-of-a-code"
-    asked.touch()
-    stub.write_text(f'#!/bin/sh\ncode=$(cat)\necho "$code" >> {asked}\n[ "$code" = {CODE} ]\n')
+    codes_file, stub = far.folder / "asked", far.folder / "stub-of-a-code"
+    codes_file.touch()
+    stub.write_text(f'#!/bin/sh\ncode=$(cat)\necho "$code" >> {codes_file}\n[ "$code" = {CODE} ]\n')
     stub.chmod(0o755)
     methods = ("AuthenticationMethods publickey,keyboard-interactive", "KbdInteractiveAuthentication yes")
     with sshd(far, "PermitRootLogin yes", *methods, pam=SECOND_FACTOR.format(stub)):
-        yield asked
+        yield codes_file
 
 
-def at_terminal(far: FarHost, *words: str, answer: str) -> tuple[int, str]:
+def at_terminal(far: FarHost, *args: str, answer: str) -> tuple[int, str]:
     """Run imgkit at a terminal where a person answers each question; its exit code, and what it showed."""
     child, terminal = pty.fork()
     if child == 0:
-        os.execve(IMGKIT[0], [*IMGKIT, *words], {**os.environ, **far.env})  # noqa: S606 - an argv list
+        os.execve(IMGKIT[0], [*IMGKIT, *args], {**os.environ, **far.env})  # noqa: S606 - an argv list
     seen, answered = b"", 0
     with contextlib.suppress(OSError):  # the end of a terminal
         while data := os.read(terminal, 4096):
@@ -204,27 +203,27 @@ def at_terminal(far: FarHost, *words: str, answer: str) -> tuple[int, str]:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a PAM service of its own needs root")
 def test_second_factor_is_asked_once(far: FarHost, tmp_path: Path) -> None:
-    with with_second_factor(far) as asked:
+    with with_second_factor(far) as codes_file:
         add(far, tmp_path / "x")
         _, seen = at_terminal(far, "remote", "check", "mine", answer=CODE)
         assert "one connection for all commands" in seen
         assert rows(far)["login"]["verdict"] == "ok"  # without a terminal, through the open connection
         assert at_terminal(far, "remote", "gc", "mine", answer="none")[0] == 0
-        assert asked.read_text() == f"{CODE}\n"
+        assert codes_file.read_text() == f"{CODE}\n"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a PAM service of its own needs root")
 def test_second_factor_is_refused_without_a_terminal(far: FarHost, tmp_path: Path) -> None:
-    with with_second_factor(far) as asked:
+    with with_second_factor(far) as codes_file:
         add(far, tmp_path / "x")
-        done = far.imgkit("remote", "check", "mine")
-        assert done.returncode == 4
-        assert "Permission denied (keyboard-interactive)" in done.stderr
+        result = far.imgkit("remote", "check", "mine")
+        assert result.returncode == 4
+        assert "Permission denied (keyboard-interactive)" in result.stderr
         assert (
             "in a terminal, where ssh can ask: imgkit remote check mine; then this command again"
-            in done.stderr
+            in result.stderr
         )
-        assert asked.read_text() == ""
+        assert codes_file.read_text() == ""
         code, seen = at_terminal(far, "remote", "check", "mine", answer="wrong")
     assert code == 4
     assert "the key was accepted, the second factor was not: ssh far true" in seen
@@ -233,27 +232,27 @@ def test_second_factor_is_refused_without_a_terminal(far: FarHost, tmp_path: Pat
 def test_host_that_does_not_answer_is_named(far: FarHost, tmp_path: Path) -> None:
     with sshd(far):
         add(far, tmp_path / "x")
-    done = far.imgkit("remote", "check", "mine")
-    assert done.returncode == 4
-    assert "mine: ssh to far failed: " in done.stderr
-    assert "Connection refused" in done.stderr
+    result = far.imgkit("remote", "check", "mine")
+    assert result.returncode == 4
+    assert "mine: ssh to far failed: " in result.stderr
+    assert "Connection refused" in result.stderr
 
 
 @pytest.mark.parametrize("folder", ["/proc/imgkit", "/dev/null/x"])
 def test_folder_that_cannot_be_made_fails_the_check(far: FarHost, folder: str) -> None:
     with sshd(far):
         add(far, Path(folder))
-        done = far.imgkit("remote", "check", "mine")
-    assert done.returncode == 1
-    assert f"{folder} cannot be used" in done.stdout
+        result = far.imgkit("remote", "check", "mine")
+    assert result.returncode == 1
+    assert f"{folder} cannot be used" in result.stdout
 
 
 def test_missing_scheduler_fails_the_check(far: FarHost, tmp_path: Path) -> None:
     with sshd(far):
         add(far, tmp_path / "x", "--recipe", "lambda")
-        done = far.imgkit("remote", "check", "mine")
-    assert done.returncode == 1
-    assert "which imgkit run does not support" in done.stdout
+        result = far.imgkit("remote", "check", "mine")
+    assert result.returncode == 1
+    assert "which imgkit run does not support" in result.stdout
 
 
 TOOLS = (
@@ -267,9 +266,9 @@ def login_shell(far: FarHost, **programs: str) -> list[str]:
     folder = far.folder / "tools"
     folder.mkdir()
     for name in TOOLS:
-        found = shutil.which(name)
-        assert found
-        (folder / name).symlink_to(found)
+        program = shutil.which(name)
+        assert program
+        (folder / name).symlink_to(program)
     for name, text in programs.items():
         (folder / name).unlink(missing_ok=True)
         if text.startswith("/"):
@@ -286,29 +285,29 @@ def login_shell(far: FarHost, **programs: str) -> list[str]:
 def test_login_node_needs_no_python(far: FarHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with sshd(far, forced=login_shell(far, sbatch="echo slurm 20.11")):
         add(far, tmp_path / "a b")
-        found = rows(far)
-        assert "tools" not in found
+        checks = rows(far)
+        assert "tools" not in checks
         for name, value in far.env.items():
             monkeypatch.setenv(name, value)
         reached = connection.connect(Remote(name="mine", address="far", folder=f"{tmp_path}/a b"))
-        there = store.look(reached, program="sh")
-        send_code(reached, tmp_path / "my code", there.home)
+        far_store = store.look(reached, program="sh")
+        send_code(reached, tmp_path / "my code", far_store.home)
         assert (tmp_path / "a b/code/x/a b.py").read_text() == "1\n"
         assert gc.find_unused(reached, 30).folders == ()
 
 
 def test_archive_that_nothing_here_converts_names_the_way_there(far: FarHost, tmp_path: Path) -> None:
     tiny_image.write(tmp_path / "my tiny.tar", "tiny:1")
-    here = {"PATH": f"{far.folder}/bin", "DOCKER_HOST": f"unix://{tmp_path}/no.sock"}
+    env = {"PATH": f"{far.folder}/bin", "DOCKER_HOST": f"unix://{tmp_path}/no.sock"}
     for name in ("setsid", "sh"):
         (far.folder / "bin" / name).symlink_to(str(shutil.which(name)))
     with sshd(far, forced=login_shell(far, sbatch="echo slurm 23.02.7")):
         add(far, tmp_path / "a b", "--recipe", "mn5")
-        words = ("-A", "p1", "--qos", "acc_debug", "--time", "5m", "--", "true")
-        done = far.imgkit("run", "my tiny.tar", "--on", "mine", *words, folder=tmp_path, env=here)
-    assert done.returncode == 3, done.stderr
-    assert "apt install squashfs-tools" in done.stderr
-    assert "or copy it to mine, and there: imgkit run RECIPE --sif 'my tiny.tar', then" in done.stderr
+        job = ("-A", "p1", "--qos", "acc_debug", "--time", "5m", "--", "true")
+        result = far.imgkit("run", "my tiny.tar", "--on", "mine", *job, folder=tmp_path, env=env)
+    assert result.returncode == 3, result.stderr
+    assert "apt install squashfs-tools" in result.stderr
+    assert "or copy it to mine, and there: imgkit run RECIPE --sif 'my tiny.tar', then" in result.stderr
     assert not list((tmp_path / "a b/images").iterdir())
 
 
@@ -318,10 +317,10 @@ def test_missing_tool_is_named(far: FarHost, tmp_path: Path) -> None:
         (far.folder / "tools" / tool).unlink()
     with sshd(far, forced=forced):
         add(far, tmp_path / "x")
-        found = rows(far)
-    assert found["tools"]["verdict"] == "fail"
-    assert found["tools"]["found"] == "no rsync, sha256sum"
-    assert "dnf install" in found["tools"]["hint"]
+        checks = rows(far)
+    assert checks["tools"]["verdict"] == "fail"
+    assert checks["tools"]["found"] == "no rsync, sha256sum"
+    assert "dnf install" in checks["tools"]["hint"]
 
 
 def test_what_a_cluster_has_is_reported(far: FarHost, tmp_path: Path) -> None:
@@ -335,11 +334,11 @@ def test_what_a_cluster_has_is_reported(far: FarHost, tmp_path: Path) -> None:
     }
     with sshd(far, forced=login_shell(far, **fakes)):
         add(far, tmp_path / "x")
-        found = rows(far)
-    assert found["folder"]["found"].endswith("120G 400G")
-    assert found["scheduler"]["found"] == "slurm: slurm 23.02.7"
-    assert found["runtime"]["verdict"] == "warn"
-    assert "module avail lists: singularity/3.11.5" in found["runtime"]["hint"]
+        checks = rows(far)
+    assert checks["folder"]["found"].endswith("120G 400G")
+    assert checks["scheduler"]["found"] == "slurm: slurm 23.02.7"
+    assert checks["runtime"]["verdict"] == "warn"
+    assert "module avail lists: singularity/3.11.5" in checks["runtime"]["hint"]
 
 
 FAKE_OF_LFS = """\
@@ -349,7 +348,7 @@ echo "{}"
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "quota"),
     [
         (
             "              .  5.915G      0k      0k       -   51652       0       0       -\n"
@@ -363,18 +362,18 @@ echo "{}"
     ],
     ids=["limits of all users", "long name"],
 )
-def test_quota_of_lustre_is_reported(far: FarHost, tmp_path: Path, text: str, found: str) -> None:
+def test_quota_of_lustre_is_reported(far: FarHost, tmp_path: Path, text: str, quota: str) -> None:
     with sshd(far, forced=login_shell(far, lfs=FAKE_OF_LFS.format(text), sbatch="echo slurm")):
         add(far, tmp_path / "x")
-        assert rows(far)["folder"]["found"].endswith(f"; quota: {found}")
+        assert rows(far)["folder"]["found"].endswith(f"; quota: {quota}")
 
 
 def test_scheduler_that_does_not_answer_fails_the_check(far: FarHost, tmp_path: Path) -> None:
     with sshd(far, forced=login_shell(far, sbatch="echo no configuration >&2; exit 1")):
         add(far, tmp_path / "x")
-        found = rows(far)
-    assert found["scheduler"]["verdict"] == "fail"
-    assert found["scheduler"]["found"] == "it does not answer: no configuration"
+        checks = rows(far)
+    assert checks["scheduler"]["verdict"] == "fail"
+    assert checks["scheduler"]["found"] == "it does not answer: no configuration"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a second user needs root")
@@ -391,9 +390,9 @@ def test_two_users_keep_apart_below_one_folder(far: FarHost) -> None:
             far.folder.chmod(0o711)
             far.direct(name)
             assert rows(far)["folder"]["verdict"] == "fail"
-            done = far.imgkit("remote", "check", "mine")
-            assert f"{parent}/mine belongs to root" in done.stdout
-            assert f"imgkit remote add mine far:{parent}/mine/YOU --replace" in done.stdout
+            result = far.imgkit("remote", "check", "mine")
+            assert f"{parent}/mine belongs to root" in result.stdout
+            assert f"imgkit remote add mine far:{parent}/mine/YOU --replace" in result.stdout
             add(far, parent / "yours", "--replace")
             assert rows(far)["folder"]["verdict"] == usable
         assert (parent / "mine").stat().st_uid != (parent / "yours").stat().st_uid

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from labkit import Done
+from labkit import Done, expect_success
 from remote_image import remote_image
 from remotekit import FarHost, far_host, sshd
 
@@ -36,8 +36,7 @@ def store(far: FarHost, tmp_path: Path) -> Path:
     folder = tmp_path / "my store"
     for name in (*far_store.FOLDERS, "runs", "jobs"):
         (folder / name).mkdir(parents=True)
-    done = far.imgkit("remote", "add", "mine", f"far:{folder}", "--replace")
-    assert done.returncode == 0, done.stderr
+    expect_success(far.imgkit("remote", "add", "mine", f"far:{folder}", "--replace"))
     return folder
 
 
@@ -55,10 +54,8 @@ def put_image(folder: Path, file: str = "image.sif", age_s: float = OLD_S) -> Pa
     return folder
 
 
-def collected(far: FarHost, *words: object) -> Done:
-    done = far.imgkit("remote", "gc", "mine", *words)
-    assert done.returncode == 0, done.stderr
-    return done
+def collected(far: FarHost, *options: object) -> Done:
+    return expect_success(far.imgkit("remote", "gc", "mine", *options))
 
 
 def reach(far: FarHost, store: Path, monkeypatch: pytest.MonkeyPatch) -> connection.Connection:
@@ -77,7 +74,7 @@ def test_only_old_images_and_code_of_imgkit_go(far: FarHost, store: Path) -> Non
     link = store / "images" / IMAGE.replace("a", "e")
     link.symlink_to(removed[0])
     (store / "runs/x-7").mkdir()
-    kept = [
+    remaining = [
         put_file(store / "images/mine.sif"),
         put_file(store / "x.out"),
         put_file(store / "runs/x-7/metrics"),
@@ -94,7 +91,7 @@ def test_only_old_images_and_code_of_imgkit_go(far: FarHost, store: Path) -> Non
     )
     assert all(row["removed"] for row in report["unused"])
     assert not any(path.exists() for path in removed)
-    assert all(path.is_symlink() or path.exists() for path in kept)
+    assert all(path.is_symlink() or path.exists() for path in remaining)
     assert collected(far, "--delete").stdout == "nothing is unused; 1 in use\n"
 
 
@@ -173,6 +170,6 @@ def test_store_that_is_not_there_is_empty(far: FarHost, store: Path) -> None:
 
 @pytest.mark.parametrize("days", ["0", "-1", "x"])
 def test_days_must_be_a_number_above_zero(far: FarHost, store: Path, days: str) -> None:
-    done = far.imgkit("remote", "gc", "mine", "--days", days, "--delete")
-    assert done.returncode == 2
-    assert "--days" in done.stderr
+    result = far.imgkit("remote", "gc", "mine", "--days", days, "--delete")
+    assert result.returncode == 2
+    assert "--days" in result.stderr

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from labkit import LAB, Cluster, Done, cluster_marks, run, until
+from labkit import LAB, Cluster, Done, cluster_marks, expect_success, run, until
 from remotekit import FarHost, far_host, login_node
 
 BASE = "imgkit.local/standin:24.03-notorch"
@@ -41,15 +41,15 @@ class Site:
     """A person's folder here, and a login node of PBS."""
 
     far: FarHost
-    here: Path
+    folder: Path
     store: Path
 
-    def imgkit(self, *words: object) -> Done:
-        return self.far.imgkit(*words, folder=self.here)
+    def imgkit(self, *args: object) -> Done:
+        return self.far.imgkit(*args, folder=self.folder)
 
-    def run(self, *words: object) -> Done:
+    def run(self, *args: object) -> Done:
         return self.imgkit(
-            "run", "--on", "far", "--base", BASE, "--time", "5m", "--pbs-start", "pbsdsh", *words
+            "run", "--on", "far", "--base", BASE, "--time", "5m", "--pbs-start", "pbsdsh", *args
         )
 
 
@@ -68,12 +68,13 @@ def site(standin_notorch: str) -> Iterator[Site]:
             assert serving.stdout.readline() == "serving\n"
             login_node(far, cluster, "researcher")
             name = f"qsub{os.getpid()}"
-            made = Site(far=far, here=folder / "here", store=cluster.state / "home/researcher/my store")
-            made.here.mkdir()
-            (made.here / f"{name}.yaml").write_text(RECIPE)
-            added = made.imgkit("remote", "add", "far", "far:my store", "--recipe", f"./{name}.yaml")
-            assert added.returncode == 0, added.stderr
-            yield made
+            new_site = Site(far=far, folder=folder / "here", store=cluster.state / "home/researcher/my store")
+            new_site.folder.mkdir()
+            (new_site.folder / f"{name}.yaml").write_text(RECIPE)
+            expect_success(
+                new_site.imgkit("remote", "add", "far", "far:my store", "--recipe", f"./{name}.yaml")
+            )
+            yield new_site
         finally:
             far.disconnect()
             serving.terminate()
@@ -84,28 +85,24 @@ def site(standin_notorch: str) -> Iterator[Site]:
 
 def test_pbs_job_is_followed_to_its_end_and_fetched(site: Site) -> None:
     make = 'echo "$(hostname) has [$1]"; cd "$IMGKIT_RUN_DIR" && echo 1 > "of $(hostname)"'
-    done = site.run("--nodes", "2", "--", "sh", "-c", make, "x", "a  b'c")
-    assert done.returncode == 0, done.stderr
-    assert {"node1 has [a  b'c]", "node2 has [a  b'c]"} <= set(done.stdout.splitlines())
-    found = re.search(r"job (\d+\.standin@far);", done.stderr)
-    assert found, done.stderr
-    fetched = site.imgkit("fetch", found[1])
-    assert fetched.returncode == 0, fetched.stderr
-    (folder,) = site.here.glob("runs/*.standin")
+    result = expect_success(site.run("--nodes", "2", "--", "sh", "-c", make, "x", "a  b'c"))
+    assert {"node1 has [a  b'c]", "node2 has [a  b'c]"} <= set(result.stdout.splitlines())
+    match = re.search(r"job (\d+\.standin@far);", result.stderr)
+    assert match, result.stderr
+    expect_success(site.imgkit("fetch", match[1]))
+    (folder,) = site.folder.glob("runs/*.standin")
     names = {path.name for path in folder.iterdir()}
     assert {"of node1", "of node2"} <= names
     assert any(".o" in name for name in names)
-    assert site.imgkit("logs", found[1]).stdout == done.stdout
-    assert (site.store / "jobs" / found[1].partition("@")[0]).read_text().startswith("pbs\n")
+    assert site.imgkit("logs", match[1]).stdout == result.stdout
+    assert (site.store / "jobs" / match[1].partition("@")[0]).read_text().startswith("pbs\n")
 
 
 def test_pbs_job_is_seen_kept_and_cancelled(site: Site) -> None:
-    done = site.run("--detach", "--", "sleep", "500")
-    assert done.returncode == 0, done.stderr
-    job = done.stdout.strip()
-    shown = site.imgkit("status", job)
-    assert shown.returncode == 0, shown.stdout
-    assert " R\n" in shown.stdout
+    result = expect_success(site.run("--detach", "--", "sleep", "500"))
+    job = result.stdout.strip()
+    status = expect_success(site.imgkit("status", job))
+    assert " R\n" in status.stdout
     for path in (*(site.store / "images").iterdir(), *(site.store / "jobs").iterdir()):
         os.utime(path, (1e9, 1e9))
     assert "nothing is unused" in site.imgkit("remote", "gc", "far").stdout
@@ -116,28 +113,26 @@ def test_pbs_job_is_seen_kept_and_cancelled(site: Site) -> None:
 
 def test_task_of_an_array_is_followed_and_fetched(site: Site) -> None:
     make = 'echo "task $PBS_ARRAY_INDEX"; echo "$PBS_ARRAY_INDEX" > "$IMGKIT_RUN_DIR/index"'
-    done = site.run("--option=-J", "--option=0-1", "--", "sh", "-c", make)
-    assert done.returncode == 0, done.stderr
-    array = done.stdout.strip()
+    result = expect_success(site.run("--option=-J", "--option=0-1", "--", "sh", "-c", make))
+    array = result.stdout.strip()
     number = array.partition("[")[0]
     assert array == f"{number}[].standin@far"
     assert array in site.imgkit("status").stdout
     followed = site.imgkit("logs", f"{number}[1]@far")
     assert (followed.returncode, "task 1\n" in followed.stdout) == (0, True), followed.stderr
-    fetched = site.imgkit("fetch", f"{number}[1]")
-    assert fetched.returncode == 0, fetched.stderr
-    (folder,) = (path for path in (site.here / "runs").iterdir() if f"-{number}[1].standin" in path.name)
+    expect_success(site.imgkit("fetch", f"{number}[1]"))
+    (folder,) = (path for path in (site.folder / "runs").iterdir() if f"-{number}[1].standin" in path.name)
     assert (folder / "index").read_text() == "1\n"
     assert f"{array} completed" in site.imgkit("status", array).stdout
 
 
 def test_remote_check_names_qsub(site: Site) -> None:
-    done = site.imgkit("remote", "check", "far")
-    assert re.search(r"scheduler +pbs", done.stdout), done.stdout
+    result = site.imgkit("remote", "check", "far")
+    assert re.search(r"scheduler +pbs", result.stdout), result.stdout
 
 
 def test_failed_pbs_job_fails_the_command(site: Site) -> None:
-    done = site.run("--", "sh", "-c", "echo told; exit 3")
-    assert "told" in done.stdout.splitlines()
-    assert re.search(r"\d\.standin@far failed; imgkit fetch", done.stderr)
-    assert done.returncode == 1
+    result = site.run("--", "sh", "-c", "echo told; exit 3")
+    assert "told" in result.stdout.splitlines()
+    assert re.search(r"\d\.standin@far failed; imgkit fetch", result.stderr)
+    assert result.returncode == 1

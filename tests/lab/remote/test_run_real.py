@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import tiny_image
-from labkit import IMGKIT, TOKEN, Cluster, Done, output, run, slurm_marks, until
+from labkit import IMGKIT, TOKEN, Cluster, Done, expect_success, output, run, slurm_marks, until
 from remotekit import FarSite, far_host, login_node
 
 BASE = "imgkit.local/standin:24.03-notorch"
@@ -53,12 +53,12 @@ class Site(FarSite):
 
     sif: Path
 
-    def run(self, *words: object, **env: str) -> Done:
+    def run(self, *args: object, **env: str) -> Done:
         """Run the image of the .sif, which is on both sides."""
-        return self.imgkit("run", self.sif.name, "--on", "far", "--time", "5m", *words, **env)
+        return self.imgkit("run", self.sif.name, "--on", "far", "--time", "5m", *args, **env)
 
-    def from_recipe(self, *words: object, **env: str) -> Done:
-        return self.imgkit("run", "--on", "far", "--base", BASE, "--time", "5m", *words, **env)
+    def from_recipe(self, *args: object, **env: str) -> Done:
+        return self.imgkit("run", "--on", "far", "--base", BASE, "--time", "5m", *args, **env)
 
     def running(self, job: str) -> bool:
         return bool(self.cluster("squeue", "--noheader", f"--jobs={job}").stdout.strip())
@@ -70,40 +70,48 @@ def site(standin_notorch: str) -> Iterator[Site]:
     cluster = Cluster(state=folder / "c")
     with far_host(folder) as far:
         name = f"line{os.getpid()}"  # the image's name: tests run side by side
-        here = folder / "here"
-        made = Site(far=far, cluster=cluster, here=here, store=folder / "my store", sif=here / f"{name}.sif")
-        made.here.mkdir()
-        (made.here / f"{name}.yaml").write_text(RECIPE)
+        folder_here = folder / "here"
+        new_site = Site(
+            far=far,
+            cluster=cluster,
+            folder=folder_here,
+            store=folder / "my store",
+            sif=folder_here / f"{name}.sif",
+        )
+        new_site.folder.mkdir()
+        (new_site.folder / f"{name}.yaml").write_text(RECIPE)
         cluster.up(2)
         try:
             login_node(far, cluster)
-            added = made.imgkit("remote", "add", "far", f"far:{made.store}", "--recipe", f"./{name}.yaml")
-            assert added.returncode == 0, added.stderr
-            done = made.from_recipe(
-                "--nodes", "2", "--", "sh", "-c", 'echo "$(hostname) has [$1]"', "x", "a  b'c"
+            expect_success(
+                new_site.imgkit("remote", "add", "far", f"far:{new_site.store}", "--recipe", f"./{name}.yaml")
             )
-            assert done.returncode == 0, done.stderr
-            (made.here / "first.out").write_text(done.stdout)
-            (made.here / "first.err").write_text(done.stderr)
-            yield made
+            result = expect_success(
+                new_site.from_recipe(
+                    "--nodes", "2", "--", "sh", "-c", 'echo "$(hostname) has [$1]"', "x", "a  b'c"
+                )
+            )
+            (new_site.folder / "first.out").write_text(result.stdout)
+            (new_site.folder / "first.err").write_text(result.stderr)
+            yield new_site
         finally:
             far.disconnect()
             cluster.down()
             run("docker", "rmi", "--force", f"{name}:latest")
 
 
-def handle(done: Done) -> str:
-    found = re.search(r"job (\d+@far);", done.stderr)
-    assert found, done.stderr
-    return found[1]
+def handle(result: Done) -> str:
+    match = re.search(r"job (\d+@far);", result.stderr)
+    assert match, result.stderr
+    return match[1]
 
 
 def test_one_command_builds_sends_submits_and_follows(site: Site) -> None:
-    said = (site.here / "first.err").read_text()
-    told = (site.here / "first.out").read_text()
-    assert sorted(told.splitlines()) == ["node1 has [a  b'c]", "node2 has [a  b'c]"]
-    assert "imgkit: to send: " in said
-    assert re.search(r"(\d+@far) completed; imgkit fetch \1\n", said)
+    messages = (site.folder / "first.err").read_text()
+    job_output = (site.folder / "first.out").read_text()
+    assert sorted(job_output.splitlines()) == ["node1 has [a  b'c]", "node2 has [a  b'c]"]
+    assert "imgkit: to send: " in messages
+    assert re.search(r"(\d+@far) completed; imgkit fetch \1\n", messages)
     (stored,) = (site.store / "images").glob("*/image.sif")
     assert stored.read_bytes() == site.sif.read_bytes()
     assert re.fullmatch(r"[0-9a-f]{64}-[0-9a-f]{12}", stored.parent.name)
@@ -116,22 +124,20 @@ RATES = (
 
 
 def test_scaling_reads_the_runs_of_a_remote(site: Site) -> None:
-    done = site.run("--scaling", "1,2", "--json", "--", "sh", "-c", RATES)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    result = expect_success(site.run("--scaling", "1,2", "--json", "--", "sh", "-c", RATES))
+    report = json.loads(result.stdout)
     assert [size["figures"]["efficiency"] for size in report["sizes"]] == [1, pytest.approx(0.9)]
     assert all(re.fullmatch(r"\d+@far", size["job"]) for size in report["sizes"])
-    folder = site.here / report["folder"]
+    folder = site.folder / report["folder"]
     assert (folder / "2-nodes/metrics.jsonl").exists()
-    assert "to send: nothing" in done.stderr
+    assert "to send: nothing" in result.stderr
 
 
 def test_run_without_a_change_sends_nothing(site: Site) -> None:
     before = len(site.far.calls())
-    done = site.run("--detach", "--", "true")
-    assert done.returncode == 0, done.stderr
-    assert re.fullmatch(r"\d+@far\n", done.stdout)
-    assert "imgkit: to send: nothing; far has the image" in done.stderr
+    result = expect_success(site.run("--detach", "--", "true"))
+    assert re.fullmatch(r"\d+@far\n", result.stdout)
+    assert "imgkit: to send: nothing; far has the image" in result.stderr
     assert len(site.far.calls()) - before == 2  # look, submit
 
 
@@ -139,14 +145,14 @@ NO_ENGINE = {"DOCKER_HOST": "unix:///nonexistent/docker.sock"}
 
 
 def test_unchanged_recipe_needs_no_engine(site: Site) -> None:
-    result = site.from_recipe("--detach", "--", "true", **NO_ENGINE)
-    assert result.returncode == 0, result.stderr
+    result = expect_success(site.from_recipe("--detach", "--", "true", **NO_ENGINE))
     assert "imgkit: to send: nothing; far has the image" in result.stderr
 
 
 def test_unchanged_recipe_needs_no_engine_on_another_machine(site: Site) -> None:
-    result = site.from_recipe("--detach", "--", "true", **NO_ENGINE, XDG_CACHE_HOME=f"{site.here}/no")
-    assert result.returncode == 0, result.stderr
+    result = expect_success(
+        site.from_recipe("--detach", "--", "true", **NO_ENGINE, XDG_CACHE_HOME=f"{site.folder}/no")
+    )
     assert "imgkit: to send: nothing; far has the image" in result.stderr
 
 
@@ -163,9 +169,9 @@ def sent_MB(stderr: str) -> float:
 
 
 def test_edit_sends_the_changed_blocks(site: Site) -> None:
-    recipe = next(site.here.glob("line*.yaml"))
+    recipe = next(site.folder.glob("line*.yaml"))
     before = site.sif.read_bytes()
-    (site.here / "note.txt").write_text("the edit\n")
+    (site.folder / "note.txt").write_text("the edit\n")
     recipe.write_text(
         RECIPE.replace("system:", "  copy: [{source: note.txt, target: /workspace/}]\nsystem:", 1)
     )
@@ -190,7 +196,7 @@ def test_edit_sends_the_changed_blocks(site: Site) -> None:
 @contextmanager
 def project(site: Site, name: str) -> Iterator[Path]:
     """A recipe in a folder of its own; both go at the end, as does the image."""
-    folder = site.here / f"project {name}"
+    folder = site.folder / f"project {name}"
     folder.mkdir()
     recipe = folder / f"{name}{os.getpid()}.yaml"
     recipe.write_text(RECIPE)
@@ -201,9 +207,9 @@ def project(site: Site, name: str) -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
-def run_project(site: Site, recipe: Path, *words: str, **env: str) -> Done:
+def run_project(site: Site, recipe: Path, *args: str, **env: str) -> Done:
     options = ("--on", "far", "--base", BASE, "--time", "5m")
-    return site.far.imgkit("run", f"./{recipe.name}", *options, *words, folder=recipe.parent, env=env)
+    return site.far.imgkit("run", f"./{recipe.name}", *options, *args, folder=recipe.parent, env=env)
 
 
 def write_step(recipe: Path, command: str) -> None:
@@ -250,14 +256,13 @@ def test_edit_and_commit_of_the_folder_change_no_image(site: Site) -> None:
 
 
 def test_waiting_job_keeps_its_image(site: Site) -> None:
-    done = site.run("--detach", "--option=--hold", "--", "true")
-    assert done.returncode == 0, done.stderr
-    number = done.stdout.partition("@")[0]
+    result = expect_success(site.run("--detach", "--option=--hold", "--", "true"))
+    number = result.stdout.partition("@")[0]
     image = site.store / (site.store / "jobs" / number).read_text().splitlines()[2]
 
     def unused() -> list[str]:
-        done = site.imgkit("remote", "gc", "far", "--json")
-        return [row["path"] for row in json.loads(done.stdout)["unused"]]
+        result = site.imgkit("remote", "gc", "far", "--json")
+        return [row["path"] for row in json.loads(result.stdout)["unused"]]
 
     try:
         for path in (image, image.parent, *(site.store / "jobs").iterdir(), *(site.store / "runs").iterdir()):
@@ -271,25 +276,22 @@ def test_waiting_job_keeps_its_image(site: Site) -> None:
 
 
 def test_new_folder_runs_without_a_flag(site: Site) -> None:
-    before = set(site.here.iterdir())
-    made = site.imgkit("init", "--on", "far", "--time", "5m", "--nodes", "2")
-    assert made.returncode == 0, made.stderr
+    before = set(site.folder.iterdir())
+    expect_success(site.imgkit("init", "--on", "far", "--time", "5m", "--nodes", "2"))
     try:
-        toml = site.here / "imgkit.toml"
+        toml = site.folder / "imgkit.toml"
         # The stand-in has no torch; and the image is the one that is there.
         text = re.sub("^recipe.*", f'recipe = "{site.sif.name}"', toml.read_text(), flags=re.MULTILINE)
         command = f"command = {json.dumps(MEASURED)}"
         toml.write_text(re.sub("^command.*", lambda _: command, text, flags=re.MULTILINE))
-        done = site.imgkit("run")
-        assert done.returncode == 0, done.stderr
-        assert sorted(done.stdout.split()) == ["node1", "node2"]
-        again = site.imgkit("run", "--nodes", "1", "--detach")
-        assert again.returncode == 0, again.stderr
+        result = expect_success(site.imgkit("run"))
+        assert sorted(result.stdout.split()) == ["node1", "node2"]
+        again = expect_success(site.imgkit("run", "--nodes", "1", "--detach"))
         second = again.stdout.strip()
         until(lambda: site.imgkit("status").returncode == 0 and listed(site)[second]["state"] == "succeeded")
-        check_list(site, handle(done), second)
+        check_list(site, handle(result), second)
     finally:
-        for path in set(site.here.iterdir()) - before:
+        for path in set(site.folder.iterdir()) - before:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
@@ -303,8 +305,8 @@ def check_list(site: Site, first: str, second: str) -> None:
     rows = listed(site)
     assert list(rows)[:2] == [second, first]
     assert [rows[first][key] for key in ("state", "loss", "command")] == ["succeeded", None, MEASURED]
-    shown = json.loads(site.imgkit("show", site.sif, "--json").stdout)
-    assert rows[first]["image"] == shown["record"]["image_id"]
+    document = json.loads(site.imgkit("show", site.sif, "--json").stdout)
+    assert rows[first]["image"] == document["record"]["image_id"]
     for job in (first, second):
         assert site.imgkit("fetch", job).returncode == 0
     assert "2.5" in site.imgkit("runs").stdout
@@ -313,7 +315,7 @@ def check_list(site: Site, first: str, second: str) -> None:
 @pytest.fixture
 def code(site: Site) -> Iterator[Path]:
     """A folder of code in git, with names that a shell would take apart."""
-    folder = site.here / "my code"
+    folder = site.folder / "my code"
     (folder / 'it\'s "b"').mkdir(parents=True)
     (folder / "train.py").write_text("print('first')\n")
     (folder / 'it\'s "b"/c d.txt').write_text("c\n")
@@ -321,12 +323,12 @@ def code(site: Site) -> Iterator[Path]:
     (folder / ".gitignore").write_text("*.log\n")
     (folder / "noise.log").write_text("noise\n")
     (folder / "table").write_bytes(os.urandom(300_000))
-    for words in (
+    for args in (
         ("init", "-q"),
         ("add", "."),
         ("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm1"),
     ):
-        output("git", "-C", folder, *words)
+        output("git", "-C", folder, *args)
     yield folder
     shutil.rmtree(folder)
 
@@ -334,56 +336,54 @@ def code(site: Site) -> Iterator[Path]:
 def test_edited_line_of_code_is_what_the_job_runs(site: Site, code: Path) -> None:
     list_all = 'python3 train.py && cat "it\'s \\"b\\""/* && wc -c < table && ls && readlink away'
     command = ("--", "sh", "-c", f"dist-env > /dev/null && cd /workspace && {list_all}")
-    done = site.run("--code", code, *command)
-    assert done.returncode == 0, done.stderr
-    first = done.stdout.splitlines()
+    result = expect_success(site.run("--code", code, *command))
+    first = result.stdout.splitlines()
     assert first[:3] == ["first", "c", "300000"]
     assert first[-1] == "/nowhere/else"
     assert "noise.log" not in first
     (code / "train.py").write_text("print('secnd')\n")  # as long as before
-    done = site.run("--code", code, *command)
-    assert done.stdout.splitlines() == ["secnd", *first[1:]]
-    assert re.search(r"sent: code: 2 files, \d+ bytes", done.stderr), done.stderr
-    shown = json.loads(site.imgkit("status", handle(done), "--json").stdout)["code"]
-    assert shown["git"].endswith("-dirty")
-    assert shown["uncommitted"]
-    number = handle(done).partition("@")[0]
-    noted = (site.store / "jobs" / number).read_text()
-    assert f"code/{shown['sha256']}" in noted.splitlines()
-    kept = next(site.store.glob(f"runs/*-{number}/code.json"))
-    assert json.loads(kept.read_text()) == {"schema": 1, **shown}
+    result = site.run("--code", code, *command)
+    assert result.stdout.splitlines() == ["secnd", *first[1:]]
+    assert re.search(r"sent: code: 2 files, \d+ bytes", result.stderr), result.stderr
+    record = json.loads(site.imgkit("status", handle(result), "--json").stdout)["code"]
+    assert record["git"].endswith("-dirty")
+    assert record["uncommitted"]
+    number = handle(result).partition("@")[0]
+    note = (site.store / "jobs" / number).read_text()
+    assert f"code/{record['sha256']}" in note.splitlines()
+    code_file = next(site.store.glob(f"runs/*-{number}/code.json"))
+    assert json.loads(code_file.read_text()) == {"schema": 1, **record}
     again = site.run("--code", code, "--detach", "--", "true")
     assert "to send: nothing of the code; far has that of " in again.stderr
 
 
 def test_code_lies_over_that_of_the_image(site: Site, code: Path) -> None:
-    recipe = next(site.here.glob("line*.yaml"))
-    (site.here / "train.py").write_text("print('of the image')\n")
+    recipe = next(site.folder.glob("line*.yaml"))
+    (site.folder / "train.py").write_text("print('of the image')\n")
     copied = (
         "  copy: [{source: train.py, target: /workspace/}, {source: first.out, target: /workspace/}]\nsystem:"
     )
     recipe.write_text(RECIPE.replace("system:", copied, 1))
     command = ("--", "sh", "-c", "dist-env > /dev/null && python3 /workspace/train.py && ls /workspace")
     try:
-        done = site.from_recipe("--code", code, *command)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.splitlines() == ["first", "away", 'it\'s "b"', "table", "train.py"]
+        result = expect_success(site.from_recipe("--code", code, *command))
+        assert result.stdout.splitlines() == ["first", "away", 'it\'s "b"', "table", "train.py"]
     finally:
         recipe.write_text(RECIPE)
 
 
 def test_failed_job_fails_the_command(site: Site) -> None:
-    done = site.run("--", "sh", "-c", "echo told; exit 3")
-    assert done.returncode == 1
-    assert done.stdout.startswith("told\n")
-    assert re.search(r"\d@\w+ failed with exit code 3; imgkit fetch", done.stderr)
+    result = site.run("--", "sh", "-c", "echo told; exit 3")
+    assert result.returncode == 1
+    assert result.stdout.startswith("told\n")
+    assert re.search(r"\d@\w+ failed with exit code 3; imgkit fetch", result.stderr)
 
 
 def test_interrupt_leaves_the_job_and_says_how_to_come_back(site: Site) -> None:
-    words = (*IMGKIT, "run", site.sif.name, "--on", "far", "--time", "5m", "--", "sh", "-c", SLOW)
+    argv = (*IMGKIT, "run", site.sif.name, "--on", "far", "--time", "5m", "--", "sh", "-c", SLOW)
     with subprocess.Popen(
-        words,
-        cwd=site.here,
+        argv,
+        cwd=site.folder,
         env={**os.environ, **site.far.env},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -393,30 +393,30 @@ def test_interrupt_leaves_the_job_and_says_how_to_come_back(site: Site) -> None:
         assert started.stdout is not None
         assert started.stdout.readline() == "line 1\n"
         os.killpg(started.pid, signal.SIGINT)
-        _, said = started.communicate(timeout=60)
+        _, messages = started.communicate(timeout=60)
     assert started.returncode == 130
-    job = re.search(r"job (\d+@far);", said)
+    job = re.search(r"job (\d+@far);", messages)
     assert job
-    assert f"the job continues; imgkit logs|status|cancel|fetch {job[1]}" in said
-    assert "Traceback" not in said
+    assert f"the job continues; imgkit logs|status|cancel|fetch {job[1]}" in messages
+    assert "Traceback" not in messages
     number = job[1].partition("@")[0]
     assert site.running(number)
 
-    shown = site.imgkit("status", job[1])
-    assert "RUNNING" in shown.stdout
-    assert f"imgkit: on far: squeue --noheader --jobs={number}" in shown.stderr
+    status = site.imgkit("status", job[1])
+    assert "RUNNING" in status.stdout
+    assert f"imgkit: on far: squeue --noheader --jobs={number}" in status.stderr
     listed = site.imgkit("status")
     assert re.search(rf"^{re.escape(job[1])} .* running ", listed.stdout, re.MULTILINE), listed.stdout
     line = shlex.join(map(str, (*IMGKIT, "shell", "--job", job[1])))
     typed = 'echo "in $IMGKIT_RUN_DIR"; exit 7\n'
-    entered = run("script", "-qec", line, "/dev/null", env=site.far.env, folder=site.here, stdin=typed)
+    entered = run("script", "-qec", line, "/dev/null", env=site.far.env, folder=site.folder, stdin=typed)
     assert f"in {site.store}/runs/" in entered.stdout, entered.stdout
     assert entered.returncode == 7
     assert site.imgkit("cancel", number).returncode == 0  # one remote only: its name can be left out
     until(lambda: not site.running(number))
-    told = site.imgkit("logs", job[1])
-    assert told.returncode == 1
-    assert told.stdout.startswith("line 1\nline 2\n")
+    logs = site.imgkit("logs", job[1])
+    assert logs.returncode == 1
+    assert logs.stdout.startswith("line 1\nline 2\n")
 
 
 def test_nothing_is_left_on_the_login_node(site: Site) -> None:
@@ -425,14 +425,14 @@ def test_nothing_is_left_on_the_login_node(site: Site) -> None:
 
 
 def test_lost_connection_is_made_again_without_a_lost_line(site: Site) -> None:
-    words = (*IMGKIT, "run", site.sif.name, "--on", "far", "--time", "5m")
+    args = (*IMGKIT, "run", site.sif.name, "--on", "far", "--time", "5m")
     counted = 'for i in $(seq 12); do echo "line $i"; sleep 0.5; done'
-    told = site.here / "told"
+    output_file = site.folder / "told"
     with (
-        told.open("wb") as output,
+        output_file.open("wb") as output,
         subprocess.Popen(
-            (*words, "--", "sh", "-c", counted),
-            cwd=site.here,
+            (*args, "--", "sh", "-c", counted),
+            cwd=site.folder,
             env={**os.environ, **site.far.env},
             stdout=output,
             stderr=subprocess.PIPE,
@@ -440,12 +440,12 @@ def test_lost_connection_is_made_again_without_a_lost_line(site: Site) -> None:
             start_new_session=True,
         ) as started,
     ):
-        until(lambda: "line 2" in told.read_text())
+        until(lambda: "line 2" in output_file.read_text())
         site.far.kill_master()
-        _, said = started.communicate(timeout=120)
-    assert started.returncode == 0, said
-    assert told.read_text().splitlines() == [f"line {number}" for number in range(1, 13)]
-    assert "the connection was lost, and imgkit connects again" in said
+        _, messages = started.communicate(timeout=120)
+    assert started.returncode == 0, messages
+    assert output_file.read_text().splitlines() == [f"line {number}" for number in range(1, 13)]
+    assert "the connection was lost, and imgkit connects again" in messages
 
 
 def test_fetch_brings_what_is_new(site: Site) -> None:
@@ -454,19 +454,18 @@ def test_fetch_brings_what_is_new(site: Site) -> None:
         ' echo 1 > "a b/c";'
         " echo 2 > metrics.jsonl; echo s > .imgkit-secret.abc; ln -s /etc/passwd link; echo done"
     )
-    done = site.run("--", "sh", "-c", make)
-    job = handle(done)
-    told = site.imgkit("fetch", job)
-    assert told.returncode == 0, told.stderr
-    (folder,) = site.here.glob(f"runs/*-{job.partition('@')[0]}")
+    result = site.run("--", "sh", "-c", make)
+    job = handle(result)
+    expect_success(site.imgkit("fetch", job))
+    (folder,) = site.folder.glob(f"runs/*-{job.partition('@')[0]}")
     log = f"{folder.name}.out"
-    assert found(folder) == ["a b/c", log, "metrics.jsonl"]
+    assert list_files(folder) == ["a b/c", log, "metrics.jsonl"]
     assert (folder / log).read_text() == "done\n"
     assert "0 of 3 files were new" in site.imgkit("fetch", job).stdout
     (folder / "metrics.jsonl").write_text("changed here")
     assert "1 of 3 files were new" in site.imgkit("fetch", job).stdout
     assert site.imgkit("fetch", job, "--checkpoints").returncode == 0
-    assert found(folder) == sorted(["a b/c", log, "metrics.jsonl", "checkpoints/step-1/w"])
+    assert list_files(folder) == sorted(["a b/c", log, "metrics.jsonl", "checkpoints/step-1/w"])
 
 
 FIND = "type -aP python3 python3.10 python3.11 python3.12 python3.13 || true"
@@ -493,16 +492,15 @@ case $* in *version_info*) echo 0 3.6 ;; *) echo "this fake of Python 3.6 runs n
 def python(site: Site, request: pytest.FixtureRequest) -> Iterator[str]:
     """What the login node has as python3. Real Pythons are hidden on that node alone."""
 
-    def login(*words: object) -> str:
-        done = site.cluster("exec", "login", "--clean-env", "--", *words)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+    def login(*args: object) -> str:
+        result = expect_success(site.cluster("exec", "login", "--clean-env", "--", *args))
+        return result.stdout
 
     def programs() -> list[Path]:
-        done = run(
+        result = run(
             site.far.folder / "bin/ssh", "far", f"bash -lc {shlex.quote(FIND)}; bash -c {shlex.quote(FIND)}"
         )
-        return [Path(row) for row in done.stdout.splitlines()]
+        return [Path(row) for row in result.stdout.splitlines()]
 
     folders = {path.parent.resolve() for path in programs()}
     login("sh", "-ec", HIDE, "sh", request.param, *folders)
@@ -516,32 +514,33 @@ def python(site: Site, request: pytest.FixtureRequest) -> Iterator[str]:
 def test_login_node_without_a_usable_python_runs_jobs(site: Site, python: str) -> None:
     for path in (site.store / "images").iterdir():
         shutil.rmtree(path)
-    done = site.run("--", "sh", "-c", "dist-env > /dev/null; echo 1 > $IMGKIT_RUN_DIR/metrics; echo told")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "told\n"
-    assert site.imgkit("logs", handle(done)).stdout == "told\n"
-    assert site.imgkit("fetch", handle(done)).returncode == 0
-    number = handle(done).partition("@")[0]
-    assert [path.read_text() for path in site.here.glob(f"runs/*-{number}/metrics")] == ["1\n"]
+    result = expect_success(
+        site.run("--", "sh", "-c", "dist-env > /dev/null; echo 1 > $IMGKIT_RUN_DIR/metrics; echo told")
+    )
+    assert result.stdout == "told\n"
+    assert site.imgkit("logs", handle(result)).stdout == "told\n"
+    assert site.imgkit("fetch", handle(result)).returncode == 0
+    number = handle(result).partition("@")[0]
+    assert [path.read_text() for path in site.folder.glob(f"runs/*-{number}/metrics")] == ["1\n"]
     assert site.cluster("exec", "login", "--", "test", "-e", "/run/called").returncode == 1
 
 
-def found(folder: Path) -> list[str]:
+def list_files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir())
 
 
 def test_no_text_holds_the_value_of_a_variable(site: Site) -> None:
-    done = site.run("--env", "TOKEN", "--", "sh", "-c", 'echo "${#TOKEN} letters"', TOKEN=TOKEN)
-    assert done.stdout == f"{len(TOKEN)} letters\n"
-    number = handle(done).partition("@")[0]
+    result = site.run("--env", "TOKEN", "--", "sh", "-c", 'echo "${#TOKEN} letters"', TOKEN=TOKEN)
+    assert result.stdout == f"{len(TOKEN)} letters\n"
+    number = handle(result).partition("@")[0]
     script = site.cluster("scontrol", "write", "batch_script", number, "-").stdout
     records = "".join(path.read_text() for path in site.far.folder.glob("state/**/*.json"))
     assert "TOKEN" in script
-    assert not any(TOKEN in text for text in (script, records, done.stderr, *site.far.calls()))
+    assert not any(TOKEN in text for text in (script, records, result.stderr, *site.far.calls()))
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "message"),
+    ("args", "code", "message"),
     [
         (
             ("--option=--no-such-option", "--", "true"),
@@ -556,52 +555,51 @@ def test_no_text_holds_the_value_of_a_variable(site: Site) -> None:
     ],
     ids=lambda part: part[0] if isinstance(part, tuple) else "",
 )
-def test_refused_run_says_why(site: Site, words: tuple[str, ...], code: int, message: str) -> None:
-    done = site.run(*words)
-    assert done.returncode == code, done.stderr
-    assert message in done.stderr
-    assert done.stdout == ""
+def test_refused_run_says_why(site: Site, args: tuple[str, ...], code: int, message: str) -> None:
+    result = site.run(*args)
+    assert result.returncode == code, result.stderr
+    assert message in result.stderr
+    assert result.stdout == ""
 
 
 @pytest.mark.parametrize(
-    "words", [("rcp",), ("cpu", "--runtime", "singularity"), ("lambda", "--hosts", "a,b")]
+    "args", [("rcp",), ("cpu", "--runtime", "singularity"), ("lambda", "--hosts", "a,b")]
 )
-def test_system_without_a_queue_is_refused(site: Site, words: tuple[str, ...]) -> None:
-    done = site.imgkit("run", *words, "--on", "far", "--", "dist-hello")
-    assert done.returncode == 2, done.stderr
-    assert "has no queue that takes a .sif over ssh" in done.stderr
+def test_system_without_a_queue_is_refused(site: Site, args: tuple[str, ...]) -> None:
+    result = site.imgkit("run", *args, "--on", "far", "--", "dist-hello")
+    assert result.returncode == 2, result.stderr
+    assert "has no queue that takes a .sif over ssh" in result.stderr
 
 
 @pytest.mark.parametrize("form", ["archive", pytest.param("folder", marks=pytest.mark.soak)])
 def test_archive_becomes_a_sif_here_and_runs_there(site: Site, form: str) -> None:
     name = f"arc-{form}"
-    tiny_image.write(site.here / f"{name}.tar", f"{name}:1")
+    tiny_image.write(site.folder / f"{name}.tar", f"{name}:1")
     if form == "folder":
-        with tarfile.open(site.here / f"{name}.tar") as tar:
-            tar.extractall(site.here / name, filter="data")
-    words = (f"{name}.tar" if form == "archive" else name, "--on", "far", "--time", "5m")
-    first = site.imgkit("run", *words, "--detach", "--", "true")
-    assert first.returncode == 0, first.stderr
+        with tarfile.open(site.folder / f"{name}.tar") as tar:
+            tar.extractall(site.folder / name, filter="data")
+    args = (f"{name}.tar" if form == "archive" else name, "--on", "far", "--time", "5m")
+    first = expect_success(site.imgkit("run", *args, "--detach", "--", "true"))
     assert f"imgkit: to send: image: {name}.sif, " in first.stderr
-    done = site.imgkit("run", *words, "--", "cat", "/etc/name")
-    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, [f"{name}:1"]), done.stderr
-    assert "imgkit: to send: nothing; far has the image" in done.stderr
-    planned = site.imgkit("run", *words, "--dry-run", "-v", "--", "true")
+    result = site.imgkit("run", *args, "--", "cat", "/etc/name")
+    assert (result.returncode, result.stdout.splitlines()[-1:]) == (0, [f"{name}:1"]), result.stderr
+    assert "imgkit: to send: nothing; far has the image" in result.stderr
+    planned = site.imgkit("run", *args, "--dry-run", "-v", "--", "true")
     assert (planned.returncode, name in planned.stderr) == (0, True), planned.stderr
 
 
 def test_file_that_is_no_archive_is_refused(site: Site) -> None:
-    (site.here / "no.tar").write_bytes(b"x" * 1024)
-    done = site.imgkit("run", "no.tar", "--on", "far", "--time", "5m", "--", "true")
-    assert (done.returncode, "no.tar" in done.stderr) == (1, True), done.stderr
-    assert not (site.here / "no.sif").exists()
+    (site.folder / "no.tar").write_bytes(b"x" * 1024)
+    result = site.imgkit("run", "no.tar", "--on", "far", "--time", "5m", "--", "true")
+    assert (result.returncode, "no.tar" in result.stderr) == (1, True), result.stderr
+    assert not (site.folder / "no.sif").exists()
 
 
 def test_remote_without_the_scheduler_is_refused(site: Site) -> None:
     name = f"pbs{os.getpid()}"
-    (site.here / f"{name}.yaml").write_text(RECIPE.replace("scheduler: slurm", "scheduler: pbs"))
-    done = site.imgkit("run", f"./{name}.yaml", "--on", "far", "--base", BASE, "--", "true")
+    (site.folder / f"{name}.yaml").write_text(RECIPE.replace("scheduler: slurm", "scheduler: pbs"))
+    result = site.imgkit("run", f"./{name}.yaml", "--on", "far", "--base", BASE, "--", "true")
     run("docker", "rmi", "--force", f"{name}:latest")
-    assert done.returncode == 2, done.stderr
-    assert "far has no qsub" in done.stderr
-    assert not (site.here / f"{name}.sif").exists()
+    assert result.returncode == 2, result.stderr
+    assert "far has no qsub" in result.stderr
+    assert not (site.folder / f"{name}.sif").exists()

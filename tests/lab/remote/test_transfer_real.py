@@ -92,27 +92,27 @@ def test_store_finds_the_image_that_it_was_send(far: FarHost, tmp_path: Path, si
     folder = tmp_path / "my store"
     before = look(folder)
     assert (before.home, before.images, before.has_program) == (str(folder), (), True)
-    place = send(folder, sif)
-    assert place.read_bytes() == sif.read_bytes()
+    target = send(folder, sif)
+    assert target.read_bytes() == sif.read_bytes()
     calls = len(far.calls())
     assert look(folder).images == (store.describe_sif(sif),)
     assert len(far.calls()) == calls + 1
-    assert_only(folder, place)
+    assert_only(folder, target)
 
 
 @pytest.mark.parametrize("damage", ["cut", "text", "renamed", "no sif", "another version"])
 def test_damaged_note_does_not_count(far: FarHost, tmp_path: Path, sif: Path, damage: str) -> None:
     folder = tmp_path / "s"
-    place = send(folder, sif)
-    note = place.with_name("image.json")
+    target = send(folder, sif)
+    note = target.with_name("image.json")
     if damage == "cut":
         os.truncate(note, 100)
     elif damage == "text":
         note.write_bytes(b"image 12 x\nend\n" * 1000)
     elif damage == "renamed":
-        place.parent.rename(place.parent.with_name("0" * 64 + place.parent.name[64:]))
+        target.parent.rename(target.parent.with_name("0" * 64 + target.parent.name[64:]))
     elif damage == "no sif":
-        place.unlink()
+        target.unlink()
     else:
         note.write_text(note.read_text().replace('"schema": 1', '"schema": 99'))
     assert look(folder).images == ()
@@ -130,25 +130,25 @@ def test_next_version_sends_what_changed(far: FarHost, tmp_path: Path, sif: Path
     (far.folder / "limits").write_text("")
     (far.folder / "limits.passed").unlink(missing_ok=True)
     far.through(sys.executable, PROXY, "%p", far.folder / "limits")
-    place = send(folder, edited(sif), basis=store.describe_sif(sif))
+    target = send(folder, edited(sif), basis=store.describe_sif(sif))
     far.disconnect()
     until(lambda: (far.folder / "limits.passed").exists())
-    assert place.read_bytes() == edited(sif).read_bytes()
+    assert target.read_bytes() == edited(sif).read_bytes()
     assert older.read_bytes() == sif.read_bytes()
     assert sent_bytes(far) < MB // 2
 
 
 def test_basis_of_the_same_size_and_time_is_not_the_file(far: FarHost, tmp_path: Path, sif: Path) -> None:
     folder = tmp_path / "s"
-    other = small_sif.write(
+    different = small_sif.write(
         tmp_path / "y.sif",
         small_sif.ROOT + random.Random(9).randbytes(6 * MB + 123),  # noqa: S311
     )
-    os.utime(other, ns=(sif.stat().st_mtime_ns, sif.stat().st_mtime_ns))
+    os.utime(different, ns=(sif.stat().st_mtime_ns, sif.stat().st_mtime_ns))
     older = send(folder, sif)
     shutil.copystat(sif, older)
-    place = send(folder, other, basis=store.describe_sif(sif))
-    assert place.read_bytes() == other.read_bytes()
+    target = send(folder, different, basis=store.describe_sif(sif))
+    assert target.read_bytes() == different.read_bytes()
 
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 26))])
@@ -161,9 +161,9 @@ def test_cut_of_a_next_version_does_not_lose_the_basis(far: FarHost, tmp_path: P
     send(folder, sif)
     cuts(far, seed, 1, LOST_BYTES + MB // 2)  # within the new 6 MB
     report = Notes()
-    place = send(folder, new, report, basis=store.describe_sif(sif))
+    target = send(folder, new, report, basis=store.describe_sif(sif))
     far.disconnect()
-    assert place.read_bytes() == new.read_bytes()
+    assert target.read_bytes() == new.read_bytes()
     assert any("the connection was lost" in text for text in report.texts)
     until(lambda: len((far.folder / "limits.passed").read_text().split()) >= 2)
     assert sent_bytes(far) < 6 * MB + LOST_BYTES + MB
@@ -203,17 +203,17 @@ def test_cut_transfer_goes_on_where_it_ended(
 ) -> None:
     cuts(far, seed, 3, LOST_BYTES + MB // 2)
     report = Notes()
-    place = send(tmp_path / "s", large_sif, report)
-    assert place.read_bytes() == large_sif.read_bytes()
+    target = send(tmp_path / "s", large_sif, report)
+    assert target.read_bytes() == large_sif.read_bytes()
     assert sum("the connection was lost" in text for text in report.texts) >= 2
     assert any(text.endswith("MB were sent before") for text in report.texts)
-    assert_only(tmp_path / "s", place)
+    assert_only(tmp_path / "s", target)
 
 
 def test_resumed_transfer_sends_only_the_rest(far: FarHost, tmp_path: Path, large_sif: Path) -> None:
     cuts(far, 1, 1, 9 * MB)
-    place = send(tmp_path / "s", large_sif)
-    assert place.read_bytes() == large_sif.read_bytes()
+    target = send(tmp_path / "s", large_sif)
+    assert target.read_bytes() == large_sif.read_bytes()
     assert 12 * MB < sent_bytes(far) < 12 * MB + LOST_BYTES + MB
 
 
@@ -223,15 +223,15 @@ def test_cut_at_any_moment_leaves_a_whole_file_or_none(
     far: FarHost, tmp_path: Path, sif: Path, seed: int
 ) -> None:
     cuts(far, seed, 6, 1000)
-    place = tmp_path / "s" / store.describe_sif(sif).path
+    target = tmp_path / "s" / store.describe_sif(sif).path
     for _ in range(7):
         try:
             send(tmp_path / "s", sif)
             break
         except Cut:
-            assert not place.exists()
-    assert place.read_bytes() == sif.read_bytes()
-    assert_only(tmp_path / "s", place)
+            assert not target.exists()
+    assert target.read_bytes() == sif.read_bytes()
+    assert_only(tmp_path / "s", target)
 
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 6))])
@@ -280,10 +280,10 @@ def test_file_goes_through_the_host_for_transfers(far: FarHost, tmp_path: Path, 
 
 def test_limited_transfer_takes_its_time(far: FarHost, tmp_path: Path, sif: Path) -> None:
     (tmp_path / "images").mkdir()
-    began = time.monotonic()
+    start_s = time.monotonic()
     limited = dataclasses.replace(reach(tmp_path), max_bytes_per_s=3 * MB)
     assert send_over(limited, tmp_path, sif).read_bytes() == sif.read_bytes()
-    assert time.monotonic() - began >= 2
+    assert time.monotonic() - start_s >= 2
 
 
 def test_transfer_that_gets_nowhere_gives_up(far: FarHost, tmp_path: Path, sif: Path) -> None:
@@ -330,15 +330,15 @@ def test_killed_transfer_is_finished_by_the_next(far: FarHost, tmp_path: Path, s
 
 def test_two_transfers_at_once_do_not_collide(far: FarHost, tmp_path: Path, sif: Path) -> None:
     folder = tmp_path / "s"
-    places: list[Path] = []
-    threads = [threading.Thread(target=lambda: places.append(send(folder, sif))) for _ in range(3)]
+    targets: list[Path] = []
+    threads = [threading.Thread(target=lambda: targets.append(send(folder, sif))) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(places) == 3
-    assert places[0].read_bytes() == sif.read_bytes()
-    assert_only(folder, places[0])
+    assert len(targets) == 3
+    assert targets[0].read_bytes() == sif.read_bytes()
+    assert_only(folder, targets[0])
 
 
 @pytest.mark.parametrize("at", [".imgkit-part", "."])
@@ -348,9 +348,9 @@ def test_damaged_part_is_corrected(far: FarHost, tmp_path: Path, sif: Path, at: 
     part.parent.mkdir(parents=True)
     part.write_bytes(b"rubbish" + sif.read_bytes()[7:])
     shutil.copystat(sif, part)
-    place = send(tmp_path / "s", sif)
-    assert place.read_bytes() == sif.read_bytes()
-    assert_only(tmp_path / "s", place)
+    target = send(tmp_path / "s", sif)
+    assert target.read_bytes() == sif.read_bytes()
+    assert_only(tmp_path / "s", target)
 
 
 def test_temporary_file_of_a_killed_rsync_is_used(far: FarHost, tmp_path: Path, sif: Path) -> None:
@@ -358,20 +358,20 @@ def test_temporary_file_of_a_killed_rsync_is_used(far: FarHost, tmp_path: Path, 
     folder.mkdir(parents=True)
     (folder / f".{SIF}.AbCdEf").write_bytes(sif.read_bytes()[: 4 * MB])
     report = Notes()
-    place = send(tmp_path / "s", sif, report)
+    target = send(tmp_path / "s", sif, report)
     assert report.texts == ["4.2 MB of 6.3 MB were sent before"]
-    assert_only(tmp_path / "s", place)
+    assert_only(tmp_path / "s", target)
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     if os.geteuid() != 0:
         pytest.skip("a small disk needs root")
-    place = tmp_path / "disk"
-    place.mkdir()
-    output("mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", place)
-    yield place
-    output("umount", "--lazy", place)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    output("mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk)
+    yield disk
+    output("umount", "--lazy", disk)
 
 
 def test_disk_without_room_is_refused_before_the_start(far: FarHost, small_disk: Path, sif: Path) -> None:

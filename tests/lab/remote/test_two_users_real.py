@@ -12,7 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from labkit import TOKEN, Cluster, Done, afterwards, ordinary_user, output, public_folder, run, slurm_marks
+from labkit import (
+    TOKEN,
+    Cluster,
+    Done,
+    afterwards,
+    expect_success,
+    ordinary_user,
+    output,
+    public_folder,
+    run,
+    slurm_marks,
+)
 from remotekit import FarHost, far_host, login_node
 
 BASE = "imgkit.local/standin:24.03-notorch"
@@ -42,19 +53,19 @@ class Person:
 
     far: FarHost
     account: str
-    here: Path
+    folder: Path
     cluster: Cluster
 
-    def imgkit(self, *words: object, **env: str) -> Done:
-        return self.far.imgkit(*words, folder=self.here, env=env)
+    def imgkit(self, *args: object, **env: str) -> Done:
+        return self.far.imgkit(*args, folder=self.folder, env=env)
 
-    def run(self, *words: object, **env: str) -> Done:
+    def run(self, *args: object, **env: str) -> Done:
         """Run the recipe of this person's folder."""
-        return self.imgkit("run", "--on", "far", "--base", BASE, "--time", "5m", *words, **env)
+        return self.imgkit("run", "--on", "far", "--base", BASE, "--time", "5m", *args, **env)
 
-    def there(self, *words: object) -> Done:
+    def run_in_account(self, *args: object) -> Done:
         """Run a command in this person's account."""
-        return self.cluster("exec", "login", "--", "runuser", "-u", self.account, "--", *words)
+        return self.cluster("exec", "login", "--", "runuser", "-u", self.account, "--", *args)
 
 
 @pytest.fixture(scope="module")
@@ -72,22 +83,23 @@ def people(standin_notorch: str) -> Iterator[tuple[Person, Person]]:
             output("usermod", "--password", "*", account)  # a locked account cannot log in
         stack.callback(cluster.down)
         cluster.up(2)
-        made = []
+        persons = []
         for number, account in enumerate(accounts):
             far = stack.enter_context(far_host(folder / str(number)))
             login_node(far, cluster, account)
-            person = Person(far=far, account=account, here=far.folder / "here", cluster=cluster)
-            person.here.mkdir()
-            (person.here / f"{name}.yaml").write_text(RECIPE)
+            person = Person(far=far, account=account, folder=far.folder / "here", cluster=cluster)
+            person.folder.mkdir()
+            (person.folder / f"{name}.yaml").write_text(RECIPE)
             add(person, folder / "shared" / account)
-            made.append(person)
-        yield made[0], made[1]
+            persons.append(person)
+        yield persons[0], persons[1]
 
 
 def add(person: Person, folder: Path) -> None:
-    (recipe,) = person.here.glob("*.yaml")
-    done = person.imgkit("remote", "add", "far", f"far:{folder}", "--replace", "--recipe", f"./{recipe.name}")
-    assert done.returncode == 0, done.stderr
+    (recipe,) = person.folder.glob("*.yaml")
+    expect_success(
+        person.imgkit("remote", "add", "far", f"far:{folder}", "--replace", "--recipe", f"./{recipe.name}")
+    )
 
 
 def store(person: Person) -> Path:
@@ -95,28 +107,28 @@ def store(person: Person) -> Path:
     return Path(row["folder"])
 
 
-def at_once(people: tuple[Person, Person], *words: object) -> list[Done]:
+def at_once(people: tuple[Person, Person], *args: object) -> list[Done]:
     with ThreadPoolExecutor() as pool:
         secrets = (f"{TOKEN}-of-{person.account}" for person in people)
-        return list(pool.map(lambda person, secret: person.run(*words, SECRET=secret), people, secrets))
+        return list(pool.map(lambda person, secret: person.run(*args, SECRET=secret), people, secrets))
 
 
 def test_both_run_one_image_at_once(people: tuple[Person, Person]) -> None:
-    done = at_once(people, "--env", "SECRET", "--", "sh", "-c", WORK)
-    for person, other, one in zip(people, reversed(people), done, strict=True):
-        assert one.returncode == 0, one.stderr
-        assert one.stdout == f"{person.account}\n"
+    results = at_once(people, "--env", "SECRET", "--", "sh", "-c", WORK)
+    for person, stranger, result in zip(people, reversed(people), results, strict=True):
+        assert result.returncode == 0, result.stderr
+        assert result.stdout == f"{person.account}\n"
         job = json.loads(person.imgkit("runs", "--json").stdout)["runs"][0]["id"]
         assert person.imgkit("fetch", job).returncode == 0
-        (kept,) = person.here.glob("runs/*/of *")
-        assert kept.name == f"of {person.account}"
-        assert kept.read_text() == f"{TOKEN}-of-{person.account}\n"
+        (result_file,) = person.folder.glob("runs/*/of *")
+        assert result_file.name == f"of {person.account}"
+        assert result_file.read_text() == f"{TOKEN}-of-{person.account}\n"
         owners = {path.owner() for path in (store(person), *store(person).rglob("*"))}
         assert owners == {person.account}
-        hidden = other.there("find", store(person), "-mindepth", "1")
+        hidden = stranger.run_in_account("find", store(person), "-mindepth", "1")
         assert hidden.returncode != 0
         assert hidden.stdout == ""
-        script = other.there("scontrol", "write", "batch_script", job.partition("@")[0], "-")
+        script = stranger.run_in_account("scontrol", "write", "batch_script", job.partition("@")[0], "-")
         assert script.stdout == ""
         assert "Invalid user id" in script.stderr
     names = [sorted(path.name for path in (store(person) / "images").iterdir()) for person in people]
@@ -128,29 +140,29 @@ def test_both_run_one_image_at_once(people: tuple[Person, Person]) -> None:
 
 def test_wide_umask_opens_no_folder(people: tuple[Person, Person]) -> None:
     person = people[0]
-    first, place = store(person), store(person).parent / "open"
-    output("install", "-d", "-m", "0755", "-o", person.account, place)
+    first, folder = store(person), store(person).parent / "open"
+    output("install", "-d", "-m", "0755", "-o", person.account, folder)
     try:
-        add(person, place)
+        add(person, folder)
         assert person.run("--", "true").returncode == 0
-        assert {stat.S_IMODE(path.stat().st_mode) for path in place.iterdir() if path.is_dir()} == {0o700}
-        assert stat.S_IMODE(place.stat().st_mode) == 0o755
+        assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir() if path.is_dir()} == {0o700}
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o755
     finally:
         add(person, first)
 
 
 @pytest.mark.parametrize("mode", [0o700, 0o777])
 def test_folder_of_another_user_is_refused(people: tuple[Person, Person], mode: int) -> None:
-    person, other = people
-    first, place = store(person), store(person).parent / f"taken-{mode:o}"
-    output("install", "-d", "-m", f"{mode:o}", "-o", other.account, place)
+    person, stranger = people
+    first, folder = store(person), store(person).parent / f"taken-{mode:o}"
+    output("install", "-d", "-m", f"{mode:o}", "-o", stranger.account, folder)
     try:
-        add(person, place)
-        done = person.run("--", "true")
-        assert done.returncode == 2, done.stderr
-        assert f"{place} belongs to {other.account}" in done.stderr
-        assert f"imgkit remote add far far:{place}/YOU --replace" in done.stderr
-        assert [*place.iterdir()] == []
+        add(person, folder)
+        result = person.run("--", "true")
+        assert result.returncode == 2, result.stderr
+        assert f"{folder} belongs to {stranger.account}" in result.stderr
+        assert f"imgkit remote add far far:{folder}/YOU --replace" in result.stderr
+        assert [*folder.iterdir()] == []
         assert person.imgkit("remote", "check", "far").returncode == 1
     finally:
         add(person, first)

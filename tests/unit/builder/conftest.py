@@ -1,4 +1,4 @@
-"""Recipes made by hand, so that these tests need no YAML, the command line in this process, a fake runai."""
+"""Recipes made by hand, so that these tests need no YAML; a home of the test's own, and fake programs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from file_tree import write_program
+from file_tree import FakeProgram, write_program
 
 from imgkit_builder.recipe.model import Image, Recipe, RunCommand
 from imgkit_builder.recipe.problems import Position
@@ -43,6 +43,22 @@ def make_recipe() -> MakeRecipe:
     return make
 
 
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with the user's remotes in ``config``, the records of jobs in ``state``."""
+    for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_RUNTIME_DIR", "XDG_STATE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / name.split("_")[1].lower()))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def fake_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeProgram:
+    """``fake_program("squeue", "echo 7")``: put a shell script in the folder ``bin``, the first on PATH."""
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    return lambda name, script: write_program(tmp_path / "bin" / name, script)
+
+
 FakeRunAI = Callable[[Mapping[str, str]], Path]
 FIRST_RUNAI = {
     "submit": "--name --image --gpu --pvc -e",
@@ -52,7 +68,7 @@ FIRST_RUNAI = {
 
 
 @pytest.fixture
-def fake_runai(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeRunAI:
+def fake_runai(tmp_path: Path, fake_program: FakeProgram) -> FakeRunAI:
     """``fake_runai(commands)``: a fake ``runai`` on PATH; returns the file that keeps its last arguments.
 
     It has help for these commands alone, which lists the options of each, and takes every other line.
@@ -71,8 +87,7 @@ def fake_runai(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeRunAI:
             lines.append(f"{shlex.quote(f'{command} --help')}) printf {shlex.quote(listed)};;")
         lines += ["*--help) echo unknown command >&2; exit 1;;"]
         lines += [f'*) for word in "$@"; do echo "$word"; done | tee {shlex.quote(str(called))};;', "esac"]
-        program = write_program(tmp_path / "runai-bin/runai", "\n".join(lines))
-        monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+        fake_program("runai", "\n".join(lines))
         return called
 
     return make

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from file_tree import write_program
 from typer.testing import CliRunner
 
 from imgkit_builder.cli.app import build_app
@@ -17,20 +18,19 @@ from imgkit_builder.cli.app import build_app
 
 @pytest.fixture
 def start_script(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """``start_script(WORDS, STUBS, NAME=VALUE)``: start the script that ``imgkit run --dry-run`` prints.
+    """``start_script(ARGS, STUBS, NAME=VALUE)``: start the script that ``imgkit run --dry-run`` prints.
 
     It runs in `tmp_path`, in a process group of its own, and finds the programs of STUBS first.
     """
     scripts: list[subprocess.Popen[str]] = []
 
-    def start(words: Sequence[str], stubs: Mapping[str, str], **env: str) -> subprocess.Popen[str]:
-        argv = ["run", "--dry-run", *words, "--directory", str(tmp_path), "--", "dist-hello"]
-        done = CliRunner().invoke(build_app(), argv, catch_exceptions=False)
-        (tmp_path / "job.text").write_text(done.stdout)
+    def start(args: Sequence[str], stubs: Mapping[str, str], **env: str) -> subprocess.Popen[str]:
+        argv = ["run", "--dry-run", *args, "--directory", str(tmp_path), "--", "dist-hello"]
+        result = CliRunner().invoke(build_app(), argv, catch_exceptions=False)
+        (tmp_path / "job.text").write_text(result.stdout)
         (tmp_path / "job").write_text('module() { :; }\nexport -f module\n. "$0.text"\n')
         for name, text in stubs.items():
-            (tmp_path / name).write_text(f"#!/bin/bash\n{text}")
-            (tmp_path / name).chmod(0o755)
+            write_program(tmp_path / name, text, "bash")
         script = subprocess.Popen(
             ["bash", str(tmp_path / "job")],
             cwd=tmp_path,

@@ -28,6 +28,8 @@ from imgkit_builder.recipe.targets import find
 from imgkit_entrypoints import __version__, system
 from imgkit_entrypoints.errors import ToolMissing, UsageError
 
+pytestmark = pytest.mark.usefixtures("home")
+
 DIGEST = "0123456789abcdef" * 4
 SEEN = {
     "version": "3.11.2",
@@ -41,8 +43,8 @@ SEEN = {
 HELLO = JobRequest.of(command=("dist-hello",), image="/site.sif", account="a", qos="acc_debug", time="5m")
 
 
-def job(folder: Path, **given: Any) -> Job:
-    return resolve(find("mn5"), HELLO.changed(directory=folder, **given))
+def job(folder: Path, **options: Any) -> Job:
+    return resolve(find("mn5"), HELLO.changed(directory=folder, **options))
 
 
 def fake(text: str = "", code: int = 0, *, digest: str = DIGEST, **seen: Any) -> bound.Runner:
@@ -51,32 +53,27 @@ def fake(text: str = "", code: int = 0, *, digest: str = DIGEST, **seen: Any) ->
     def run(argv: Sequence[str]) -> Finished:
         if argv[0] == "sh":
             return Finished(argv=tuple(argv), returncode=0, output=f"{digest}  -\n" if digest else "")
-        said = f"IMGKIT-PYTHON {json.dumps({**SEEN, **seen})}\n"
-        return Finished(argv=tuple(argv), returncode=code, output=text or f"INFO: hello\n{said}bye\n")
+        answer = f"IMGKIT-PYTHON {json.dumps({**SEEN, **seen})}\n"
+        return Finished(argv=tuple(argv), returncode=code, output=text or f"INFO: hello\n{answer}bye\n")
 
     return run
 
 
-def bind(folder: Path, run: bound.Runner, **given: Any) -> Job:
-    return bound.bind(job(folder, **given), run)
-
-
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def bind(folder: Path, run: bound.Runner, **options: Any) -> Job:
+    return bound.bind(job(folder, **options), run)
 
 
 def test_entry_points_are_bound_and_started_by_the_image_s_python(tmp_path: Path) -> None:
-    made = bind(tmp_path, fake(), env=("A=b",))
-    folder = f"{tmp_path}/imgkit-entrypoints/{bound.name_of(made)}"
-    words = runtime_of(made).argv(made, made.command)
-    assert f"{folder}/imgkit_entrypoints:{SEEN['site']}/imgkit_entrypoints:ro" in words
-    assert f"{folder}/system.json:/opt/imgkit/system.json:ro" in words
-    assert words[-8:] == (
+    bound_job = bind(tmp_path, fake(), env=("A=b",))
+    folder = f"{tmp_path}/imgkit-entrypoints/{bound.name_of(bound_job)}"
+    argv = runtime_of(bound_job).argv(bound_job, bound_job.command)
+    assert f"{folder}/imgkit_entrypoints:{SEEN['site']}/imgkit_entrypoints:ro" in argv
+    assert f"{folder}/system.json:/opt/imgkit/system.json:ro" in argv
+    assert argv[-8:] == (
         *("/site.sif", "env", "A=b", SEEN["path"], "-I", "-m", "imgkit_entrypoints", "dist-hello"),
     )
-    assert made.container.bound
-    assert made.container.bound.version == __version__
+    assert bound_job.container.bound
+    assert bound_job.container.bound.version == __version__
 
 
 def put(job: Job) -> None:
@@ -86,34 +83,34 @@ def put(job: Job) -> None:
 
 
 def test_folder_holds_the_package_and_the_system(tmp_path: Path) -> None:
-    made = bind(tmp_path, fake())
-    assert made.container.bound
-    folder = Path(made.container.bound.folder)
-    put(made)
-    assert system.from_json((folder / "system.json").read_text()) == made.recipe.system
+    bound_job = bind(tmp_path, fake())
+    assert bound_job.container.bound
+    folder = Path(bound_job.container.bound.folder)
+    put(bound_job)
+    assert system.from_json((folder / "system.json").read_text()) == bound_job.recipe.system
     assert (folder / "imgkit_entrypoints/__main__.py").is_file()
     assert (folder / ".gitignore").read_text() == "*\n"  # neither git nor --code takes it for the user's code
     before = folder.stat().st_mtime_ns
-    put(made)
+    put(bound_job)
     assert folder.stat().st_mtime_ns == before
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
 def test_any_other_command_runs_in_any_image(tmp_path: Path) -> None:
-    made = bind(tmp_path, fake(torch=""), command=("sh", "-c", "date"), activate="A=1")
-    assert made.container.bound is None
-    words = runtime_of(made).argv(made, made.command)
-    assert words[-5:] == ("bash", "A=1", "sh", "-c", "date")
+    bound_job = bind(tmp_path, fake(torch=""), command=("sh", "-c", "date"), activate="A=1")
+    assert bound_job.container.bound is None
+    argv = runtime_of(bound_job).argv(bound_job, bound_job.command)
+    assert argv[-5:] == ("bash", "A=1", "sh", "-c", "date")
 
 
 def test_folder_that_another_could_change_is_refused(tmp_path: Path) -> None:
-    made = bind(tmp_path, fake())
-    assert made.container.bound
-    place = Path(made.container.bound.folder)
-    place.parent.mkdir()
-    place.symlink_to(tmp_path)
+    bound_job = bind(tmp_path, fake())
+    assert bound_job.container.bound
+    folder = Path(bound_job.container.bound.folder)
+    folder.parent.mkdir()
+    folder.symlink_to(tmp_path)
     with pytest.raises(UsageError, match="the job would execute what is in it"):
-        put(made)
+        put(bound_job)
 
 
 def test_image_is_looked_at_once(tmp_path: Path) -> None:
@@ -131,13 +128,13 @@ def test_image_that_has_entry_points_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_chosen_python_of_imgkit_s_own_image_is_bound_over_it(tmp_path: Path) -> None:
-    made = bind(tmp_path, fake(built=True, entry_points="/opt/x"), python="/opt/x/bin/python")
-    assert made.container.bound
-    assert made.container.bound.site == "/opt/x"
+    bound_job = bind(tmp_path, fake(built=True, entry_points="/opt/x"), python="/opt/x/bin/python")
+    assert bound_job.container.bound
+    assert bound_job.container.bound.site == "/opt/x"
 
 
 @pytest.mark.parametrize(
-    ("run", "given", "what"),
+    ("run", "options", "message"),
     [
         (fake(version="3.9.18"), {}, "/opt/venv/bin/python, is 3.9.18; the entry points need Python 3.10"),
         (fake(version="2.7.5", site=""), {}, "is 2.7.5; the entry points need"),
@@ -162,10 +159,10 @@ def test_chosen_python_of_imgkit_s_own_image_is_bound_over_it(tmp_path: Path) ->
     ],
 )
 def test_image_that_cannot_run_the_entry_points_is_refused(
-    tmp_path: Path, run: bound.Runner, given: dict[str, Any], what: str
+    tmp_path: Path, run: bound.Runner, options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(UsageError, match=re.escape(what)):
-        bind(tmp_path, run, **given)
+    with pytest.raises(UsageError, match=re.escape(message)):
+        bind(tmp_path, run, **options)
 
 
 def test_missing_runtime_names_its_module(tmp_path: Path) -> None:
@@ -205,20 +202,20 @@ def test_digest_of_the_job_is_the_one_that_was_looked_at(tmp_path: Path) -> None
     def run(argv: Sequence[str]) -> Finished:
         if argv[0] != "sh":
             return fake()(argv)
-        done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=True)
-        digests.append(done.stdout)
-        return Finished(argv=tuple(argv), returncode=0, output=done.stdout)
+        result = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=True)
+        digests.append(result.stdout)
+        return Finished(argv=tuple(argv), returncode=0, output=result.stdout)
 
-    made = bind(tmp_path, run, image=str(image))
-    line = runtime_of(made).exports(made)[-1]
+    bound_job = bind(tmp_path, run, image=str(image))
+    line = runtime_of(bound_job).exports(bound_job)[-1]
     shell = ("bash", "-c", f"{line}\necho starts")
     assert subprocess.run(shell, stdout=subprocess.PIPE, check=True).stdout == b"starts\n"
     for change in (lambda: image.write_bytes(bytes(199_999) + b"x"), image.unlink):
         change()
-        done = subprocess.run(shell, capture_output=True, text=True, check=False)
-        assert (done.returncode, done.stdout) == (2, "")
+        result = subprocess.run(shell, capture_output=True, text=True, check=False)
+        assert (result.returncode, result.stdout) == (2, "")
         assert (
-            f"imgkit: {image} has changed since its job was submitted, or this node lacks it" in done.stderr
+            f"imgkit: {image} has changed since its job was submitted, or this node lacks it" in result.stderr
         )
 
 
@@ -236,13 +233,13 @@ def test_digest_of_the_job_is_the_one_that_was_looked_at(tmp_path: Path) -> None
 def test_activation_runs_before_the_command(
     tmp_path: Path, activate: str, output: str, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = bind(tmp_path, fake(), activate=activate)
-    words = runtime_of(made).argv(made, ("sh", "-c", 'echo "$A $1 $2"', "sh", "a", "b"))
+    bound_job = bind(tmp_path, fake(), activate=activate)
+    argv = runtime_of(bound_job).argv(bound_job, ("sh", "-c", 'echo "$A $1 $2"', "sh", "a", "b"))
     monkeypatch.setenv("WITH_CONDA", "true && export A=2")
     monkeypatch.setenv("A", "0")
-    done = subprocess.run(words[words.index("/site.sif") + 1 :], capture_output=True, text=True, check=False)
-    assert (done.stdout, done.returncode) == (output, code)
-    assert ("--activate failed with exit code 1: false" in done.stderr) == (activate == "false")
+    result = subprocess.run(argv[argv.index("/site.sif") + 1 :], capture_output=True, text=True, check=False)
+    assert (result.stdout, result.returncode) == (output, code)
+    assert ("--activate failed with exit code 1: false" in result.stderr) == (activate == "false")
 
 
 PODMAN = """\
@@ -262,8 +259,8 @@ def test_image_of_podman_is_known_by_its_id(tmp_path: Path, text: str) -> None:
         return fake()(argv)
 
     request = HELLO.changed(image="docker.io/site/torch:1", directory=tmp_path, nodes="2")
-    made = bound.bind(resolve(find(file), request), run)
-    lines = systems.named("slurm").script(made).text
+    bound_job = bound.bind(resolve(find(file), request), run)
+    lines = systems.named("slurm").script(bound_job).text
     assert f"""podman image inspect --format '{{{{.Id}}}}' "$image")" != "sha256:{DIGEST}" ]""" in lines
     assert f"--volume {tmp_path}/imgkit-entrypoints/" in lines.replace(" \\\n    ", " ")
     checked(lines)
@@ -274,8 +271,8 @@ def checked(script: str) -> None:
     name = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
     assert name, "shellcheck is not installed; pip install -e '.[dev]'"
     argv = (name, "--shell=bash", "--severity=style", "--exclude=SC2016", "-")
-    done = subprocess.run(argv, input=script, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{script}\n{done.stdout}"
+    result = subprocess.run(argv, input=script, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, f"{script}\n{result.stdout}"
 
 
 @pytest.mark.parametrize("noise", ["", "print('welcome')", "import sys; sys.stdout.write('no line end')"])

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from file_tree import write_files, write_program
 from stored_images import archive
 
 from imgkit_builder.base.progress import Silent
@@ -33,30 +34,30 @@ from imgkit_entrypoints.errors import UsageError
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    made = tmp_path / "it's my code"
-    (made / "a b").mkdir(parents=True)
-    (made / "train.py").write_text("print(1)\n")
-    (made / "a b/run").write_text("#!/bin/sh\n")
-    (made / "a b/run").chmod(0o700)
-    return made
+    folder = tmp_path / "it's my code"
+    (folder / "a b").mkdir(parents=True)
+    (folder / "train.py").write_text("print(1)\n")
+    (folder / "a b/run").write_text("#!/bin/sh\n")
+    (folder / "a b/run").chmod(0o700)
+    return folder
 
 
 def read(folder: Path, *, large: bool = False, **flags: object) -> code.CodeFolder:
     return code.read(JobRequest.of(code=folder).changed(**flags), large=large, report=Silent())
 
 
-def names(found: CodeTree) -> list[str]:
-    return list(found.files)
+def names(tree: CodeTree) -> list[str]:
+    return list(tree.files)
 
 
-def git(folder: Path, *words: str) -> None:
-    own = ("-c", "user.name=a", "-c", "user.email=a@example.org")
-    subprocess.run(["git", "-C", folder, *own, *words], check=True, capture_output=True)
+def git(folder: Path, *args: str) -> None:
+    identity = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+    subprocess.run(["git", "-C", folder, *identity, *args], check=True, capture_output=True)
 
 
-def write(found: code.CodeFolder, target: Path) -> dict[str, tuple[int, int, bytes]]:
+def write(source: code.CodeFolder, target: Path) -> dict[str, tuple[int, int, bytes]]:
     """Write the folder of the code; the result has mode, time and content of each file."""
-    found.tree.write(target)
+    source.tree.write(target)
     files = [path for path in target.rglob("*") if path.is_file() and not path.is_symlink()]
     return {
         str(path.relative_to(target)): (path.stat().st_mode, int(path.stat().st_mtime), path.read_bytes())
@@ -68,12 +69,12 @@ def test_same_folder_gives_the_same_files(folder: Path, tmp_path: Path) -> None:
     first = read(folder)
     data = write(first, tmp_path / "1")
     assert {mode & 0o777 for mode, _, _ in data.values()} == {0o444, 0o555}  # what waits is not edited
-    other = tmp_path / "other"
-    shutil.copytree(folder, other)
-    (other / "train.py").chmod(0o600)
-    (other / "a b/run").chmod(0o755)
-    os.utime(other / "train.py", (5, 5))
-    second = read(other)
+    copy = tmp_path / "other"
+    shutil.copytree(folder, copy)
+    (copy / "train.py").chmod(0o600)
+    (copy / "a b/run").chmod(0o755)
+    os.utime(copy / "train.py", (5, 5))
+    second = read(copy)
     assert second.record.sha256 == first.record.sha256
     assert write(second, tmp_path / "2") == data
 
@@ -93,8 +94,8 @@ def test_links_are_stored_and_never_followed(folder: Path, tmp_path: Path) -> No
     (folder / "back").symlink_to("..")
     write(read(folder), tmp_path / "x")
     links = [path for path in (tmp_path / "x/workspace").iterdir() if path.is_symlink()]
-    found = {path.name: os.readlink(path) for path in links}  # noqa: PTH115 - Path.readlink loses ./ and //
-    assert found == {"away": "/etc/hostname", "gone": ".//nowhere", "back": ".."}
+    targets = {path.name: os.readlink(path) for path in links}  # noqa: PTH115 - Path.readlink loses ./ and //
+    assert targets == {"away": "/etc/hostname", "gone": ".//nowhere", "back": ".."}
 
 
 @pytest.mark.parametrize("with_git", [True, False], ids=["git", "no git"])
@@ -144,8 +145,8 @@ def test_git_itself_says_what_it_ignores(folder: Path) -> None:
         (inside / name).touch()
     git(inside, "init", "--quiet")
     (inside / ".git/info/exclude").write_text("*.o\n")
-    wanted = [".gitignore", "a b", "a b/inside", "a b/inside/one", "a b/run", "kept.log", "train.py"]
-    assert names(read(folder).tree) == wanted
+    expected = [".gitignore", "a b", "a b/inside", "a b/inside/one", "a b/run", "kept.log", "train.py"]
+    assert names(read(folder).tree) == expected
 
 
 def test_program_that_a_folder_names_does_not_run(folder: Path, tmp_path: Path) -> None:
@@ -153,9 +154,7 @@ def test_program_that_a_folder_names_does_not_run(folder: Path, tmp_path: Path) 
     git(folder, "add", ".")
     git(folder, "commit", "--quiet", "-m", "1")
     ran = tmp_path / "ran"
-    hook = tmp_path / "hook"
-    hook.write_text(f"#!/bin/sh\ntouch '{ran}'\n")
-    hook.chmod(0o755)
+    hook = write_program(tmp_path / "hook", f"touch '{ran}'")
     git(folder, "config", "core.fsmonitor", str(hook))
     read(folder)
     assert not ran.exists()
@@ -229,41 +228,26 @@ def test_large_code_needs_a_leave(folder: Path) -> None:
     "text", ["print(2)\n", "print(10)\n", "", None], ids=["other", "more", "less", "gone"]
 )
 def test_change_while_it_is_read_is_refused(folder: Path, tmp_path: Path, text: str | None) -> None:
-    found = read(folder)
+    source = read(folder)
     if text is None:
         (folder / "train.py").unlink()
     else:
         (folder / "train.py").write_text(text)
     with pytest.raises(UsageError, match="changed while imgkit read it"):
-        write(found, tmp_path / "x")
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"code": Path(), "runtime": "docker"}, "docker does not run one"),
-        ({"allow": ("x",)}, "--allow without --code"),
-    ],
-    ids=lambda part: "" if isinstance(part, dict) else part,
-)
-def test_code_that_means_nothing_is_refused(flags: dict[str, object], message: str) -> None:
-    request = JobRequest.of(**{"command": ("dist-hello",), "runtime": "singularity", **flags})  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=message):
-        resolve(find("cpu"), request)
+        write(source, tmp_path / "x")
 
 
 def test_code_is_bound_over_the_image(folder: Path) -> None:
-
     request = JobRequest.of(command=("dist-hello",), runtime="singularity", code=folder)
     job = resolve(find("cpu"), request)
     record = CodeRecord(sha256="ab", git="", uncommitted=True)
-    words = runtime_of(job).argv(code.with_code(job, record, Path("/d/code")), ("true",))
-    binds = [word for before, word in itertools.pairwise(words) if before == "--bind"]
+    argv = runtime_of(job).argv(code.with_code(job, record, Path("/d/code")), ("true",))
+    binds = [argument for before, argument in itertools.pairwise(argv) if before == "--bind"]
     assert binds[:2] == [
         "/d/code/ab/workspace:/workspace:ro",
         "/d/code/ab/opt/imgkit/code.json:/opt/imgkit/code.json:ro",
     ]
-    assert "IMGKIT_CODE=ab" in words
+    assert "IMGKIT_CODE=ab" in argv
     with pytest.raises(UsageError, match="cannot be used in a job"):
         code.with_code(job, record, Path("/d/a,b"))
 
@@ -275,19 +259,16 @@ MINE = InstalledProject(name="my-proj", step=0)
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """A recipe beside a project in the folder src/, whose distribution has another name than its package."""
-    folder = tmp_path / "p"
-    for name, text in {
+    files = {
         "pyproject.toml": PYPROJECT,
         "src/mypkg/__init__.py": "",
         "scripts/run.py": "",
         "lib/namespace/group/mypkg/__init__.py": "",
         "modules/src/module.py": "",
         "train.py": "",
-        "mine.yaml": "image:\n  base: a:1\n  pip:\n    - packages: [x]\n    - project: .\n",
-    }.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-    return folder
+        "mine.yaml": "image:\n  base: a:1\n  pip:\n    - packages: [x]\n    - project: .",
+    }
+    return write_files(tmp_path / "p", files)
 
 
 @pytest.mark.parametrize(
@@ -314,12 +295,12 @@ def project(tmp_path: Path) -> Path:
 def test_project_that_the_image_has_elsewhere_is_refused(
     project: Path, sent: str, installed: InstalledProject, message: str, hint: str
 ) -> None:
-    found, image = read(project / sent), replace(find("cpu"), projects=(installed,), positions={})
+    source, image = read(project / sent), replace(find("cpu"), projects=(installed,), positions={})
     if not message:
-        code.refuse_unused(found, image, None)
+        code.refuse_unused(source, image, None)
         return
     with pytest.raises(UsageError, match=message) as caught:
-        code.refuse_unused(found, image, None)
+        code.refuse_unused(source, image, None)
     assert hint in str(caught.value.hint)
 
 
@@ -367,8 +348,8 @@ def test_project_that_any_command_installed_is_found(tmp_path: Path, direct_url:
     ],
 )
 def test_file_of_the_jobs_folder_is_refused(project: Path, command: str, message: str) -> None:
-    words = tuple(command.format(p=project).split())
-    job = resolve(find("cpu"), JobRequest.of(command=words, runtime="singularity", directory=project))
+    argv = tuple(command.format(p=project).split())
+    job = resolve(find("cpu"), JobRequest.of(command=argv, runtime="singularity", directory=project))
     if not message:
         code.refuse_shadowed(read(project), job)
         return
@@ -392,8 +373,8 @@ def test_command_that_starts_in_the_code_reads_it(
 ) -> None:
     """Also where this machine has a folder /workspace of its own."""
     monkeypatch.setattr("os.path.lexists", lambda _: True)
-    words = tuple(command.format(p=project).split())
-    request = JobRequest.of(command=words, runtime="singularity", directory=project, code=project)
+    argv = tuple(command.format(p=project).split())
+    request = JobRequest.of(command=argv, runtime="singularity", directory=project, code=project)
     job = resolve(find("cpu"), request)
     if not message:
         code.refuse_shadowed(read(project), job)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import os
 import subprocess
 import sys
 from datetime import datetime, timezone
@@ -12,81 +10,47 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job_records import queued_job, submitted_job
+from fake_schedulers import SLURM_FORGOT, pbs_ended
+from file_tree import FakeProgram
+from job_records import keep_job, queued_job
 
 from imgkit_builder.jobs import records, submit, systems
 from imgkit_builder.jobs.handle import find_job
 from imgkit_builder.jobs.request import JobRequest
-from imgkit_builder.jobs.submitted import SubmittedJob
 from imgkit_builder.jobs.transport import Local
 from imgkit_entrypoints.errors import UsageError
 
-FORGOTTEN = "slurm_load_jobs error: Invalid job id specified"
-FINISHED = "qstat: 1.s Job has finished, use -x or -H to obtain historical job information"
-HISTORY = """\
-Job Id: 1.s
-    Job_Name = a
-    Job_Owner = me@login
-    resources_used.walltime = 00:00:09
-    job_state = F
-    Exit_status = {}
-    Variable_List = PBS_O_HOME=/home/me,
-"""
+pytestmark = pytest.mark.usefixtures("home")
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    monkeypatch.chdir(tmp_path)
-    Path("bin").mkdir()
+def program(fake_program: FakeProgram) -> FakeProgram:
+    """``program("squeue", SCRIPT)``: replace a program of the schedulers, which no test may ask otherwise."""
     for name in ("squeue", "sacct", "scontrol", "qstat"):
-        program(name, "echo not asked; exit 9")
-    return tmp_path
+        fake_program(name, "echo not asked; exit 9")
+    return fake_program
 
 
-def program(name: str, script: str) -> None:
-    """A fake program of a scheduler."""
-    path = Path("bin", name)
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
-
-
-def job(number: int = 1, **more: Any) -> SubmittedJob:
-    values = {
-        "id": str(number),
-        "system": "slurm",
-        "name": "a",
-        "recipe": "a",
-        "directory": Path.cwd(),
-        **more,
-    }
-    record = submitted_job(submitted=f"2026-01-0{number}T00:00:00+00:00", command=("dist-hello",), **values)
-    records.keep(record)
-    return record
-
-
-def test_ended_job_is_shown_by_the_accounting(call: Any) -> None:
-    job()
-    program("squeue", f"echo '{FORGOTTEN}' >&2; exit 1")
+def test_ended_job_is_shown_by_the_accounting(call: Any, program: FakeProgram) -> None:
+    keep_job()
+    program("squeue", SLURM_FORGOT)
     program("sacct", "echo 'JobID State'; echo '1     TIMEOUT  0:0'")
     code, out, err = call("status", "1")
     assert code == 0
     assert "1     TIMEOUT  0:0" in out
-    assert f"1 failed; run folder: {Path.cwd()}/runs/a-1\n" in out
+    assert f"1 failed; run folder: {Path.cwd()}/runs/mn5-1\n" in out
     assert "imgkit: sacct --allocations --jobs=1" in err
     assert records.find("1").state == "failed"
 
 
-def test_forgotten_job_is_shown_by_its_run_folder(call: Any) -> None:
-    job()
+def test_forgotten_job_is_shown_by_its_run_folder(call: Any, program: FakeProgram) -> None:
+    keep_job()
     for name in ("squeue", "scontrol"):
-        program(name, f"echo '{FORGOTTEN}' >&2; exit 1")
+        program(name, SLURM_FORGOT)
     program("sacct", "echo Slurm accounting storage is disabled >&2; exit 1")
     assert "1 has ended; neither the scheduler nor the run folder knows how" in call("status", "1")[1]
-    Path("runs/a-1").mkdir(parents=True)
-    Path("runs/a-1/result").write_text("1.0 3\n")
+    Path("runs/mn5-1").mkdir(parents=True)
+    Path("runs/mn5-1/result").write_text("1.0 3\n")
     assert "1 failed with exit code 3, by its run folder" in call("status", "1")[1]
     assert json.loads(call("status", "1", "--json")[1])["state"] == "failed"
 
@@ -99,50 +63,43 @@ def test_forgotten_job_is_shown_by_its_run_folder(call: Any) -> None:
     ],
 )
 def test_forgotten_job_that_was_cancelled_has_not_failed(
-    call: Any, is_cancelled: bool, state: str, text: str
+    call: Any, is_cancelled: bool, state: str, text: str, program: FakeProgram
 ) -> None:
-    job()
-    Path("runs/a-1").mkdir(parents=True)
-    Path("runs/a-1/result").write_text("1 85\n")
+    keep_job()
+    Path("runs/mn5-1").mkdir(parents=True)
+    Path("runs/mn5-1/result").write_text("1 85\n")
     program("scancel", "exit 0")
     if is_cancelled:
         assert call("cancel", "1")[0] == 0
     for name in ("squeue", "sacct", "scontrol"):
-        program(name, f"echo '{FORGOTTEN}' >&2; exit 1")
+        program(name, SLURM_FORGOT)
     assert f"1 {text}; run folder: " in call("status", "1")[1]
     assert json.loads(call("runs", "--json")[1])["runs"][0]["state"] == state
 
 
-def test_job_that_could_not_be_cancelled_has_failed(call: Any) -> None:
-    job(id="1.s", system="pbs")
+def test_job_that_could_not_be_cancelled_has_failed(call: Any, program: FakeProgram) -> None:
+    keep_job(id="1.s", system="pbs")
     program("qdel", "echo Job has finished >&2; exit 35")
     assert call("cancel", "1.s")[0] == 35
-    program(
-        "qstat",
-        f"case $1 in -x) printf %s '{HISTORY.format(3)}';; *) echo '{FINISHED}' >&2; exit 35;; esac",
-    )
+    program("qstat", pbs_ended(3))
     assert "1.s failed with exit code 3; run folder" in call("status", "1.s")[1]
 
 
-def test_api_tells_a_cancelled_job_by_its_handle() -> None:
-    job(id="1.s", system="pbs")
+def test_api_tells_a_cancelled_job_by_its_handle(program: FakeProgram) -> None:
+    keep_job(id="1.s", system="pbs")
     program("qdel", "exit 0")
     handle = find_job("1.s")
     handle.cancel()
-    program(
-        "qstat",
-        f"case $1 in -x) printf %s '{HISTORY.format(271)}';; *) echo '{FINISHED}' >&2; exit 35;; esac",
-    )
+    program("qstat", pbs_ended(271))
     assert handle.status() == "cancelled"
 
 
 @pytest.mark.parametrize(("number", "state"), [(0, "completed"), (-29, "failed with exit code -29")])
-def test_ended_job_of_pbs_is_shown_by_its_history(call: Any, number: int, state: str) -> None:
-    job(id="1.s", system="pbs")
-    program(
-        "qstat",
-        f"case $1 in -x) printf %s '{HISTORY.format(number)}';; *) echo '{FINISHED}' >&2; exit 35;; esac",
-    )
+def test_ended_job_of_pbs_is_shown_by_its_history(
+    call: Any, program: FakeProgram, number: int, state: str
+) -> None:
+    keep_job(id="1.s", system="pbs")
+    program("qstat", pbs_ended(number))
     code, out, _ = call("status", "1.s")
     assert code == 0
     assert f"Exit_status = {number}" in out
@@ -150,15 +107,13 @@ def test_ended_job_of_pbs_is_shown_by_its_history(call: Any, number: int, state:
     assert f"1.s {state}; run folder" in out
 
 
-def test_status_lists_the_jobs_that_have_not_ended(call: Any) -> None:
-    job(1)
-    job(2, state="succeeded")
-    job(3, system="pbs", id="3.s")
-    job(4, remote="far")
+def test_status_lists_the_jobs_that_have_not_ended(call: Any, program: FakeProgram) -> None:
+    keep_job(1)
+    keep_job(2, state="succeeded")
+    keep_job(3, system="pbs", id="3.s")
+    keep_job(4, remote="far")
     program("squeue", "echo '1  gpu RUNNING, 1 nodes'")
-    program(
-        "qstat", f"case $1 in -x) printf %s '{HISTORY.format(0)}';; *) echo '{FINISHED}' >&2; exit 35;; esac"
-    )
+    program("qstat", pbs_ended(0))
     code, out, err = call("status")
     rows = [line.split() for line in out.splitlines()]
     assert [(row[0], row[-6]) for row in rows] == [
@@ -169,59 +124,59 @@ def test_status_lists_the_jobs_that_have_not_ended(call: Any) -> None:
     ]
     assert code != 0  # one did not answer
     assert "4@far: " in err
-    found = json.loads(call("status", "--json")[1])
-    assert ([row["id"] for row in found["jobs"]], found["complete"]) == (["4@far", "1"], False)
+    answer = json.loads(call("status", "--json")[1])
+    assert ([row["id"] for row in answer["jobs"]], answer["complete"]) == (["4@far", "1"], False)
 
 
 def test_jobs_that_nobody_can_ask_about_are_listed_for_a_week(call: Any) -> None:
-    job(1, system="runai", id="old")
-    job(2, answer="Thank you", id="unknown-1")
+    keep_job(1, system="runai", id="old")
+    keep_job(2, answer="Thank you", id="unknown-1")
     for name in ("new", "unknown-2"):
         answer = "Thank you" if name == "unknown-2" else None
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        records.keep(dataclasses.replace(job(3, system="runai", id=name, answer=answer), submitted=now))
-    found = json.loads(call("status", "--json")[1])["jobs"]
-    assert {row["id"]: row["state"] for row in found} == {"new": "submitted", "unknown-2": "unknown"}
+        keep_job(3, system="runai", id=name, answer=answer, submitted=now)
+    rows = json.loads(call("status", "--json")[1])["jobs"]
+    assert {row["id"]: row["state"] for row in rows} == {"new": "submitted", "unknown-2": "unknown"}
 
 
 def test_no_open_job_is_an_answer(call: Any) -> None:
-    job(2, state="succeeded")
+    keep_job(2, state="succeeded")
     assert call("status")[:2] == (0, "no job waits or runs; imgkit runs lists those that have ended\n")
 
 
 def test_logs_without_an_id_are_those_of_the_last_job(call: Any) -> None:
     assert "no job was submitted from here" in call("logs")[2]
-    job(1)
-    job(2, id="2.s", system="pbs")
-    job(3, answer="Thank you", id="unknown-1")
+    keep_job(1)
+    keep_job(2, id="2.s", system="pbs")
+    keep_job(3, answer="Thank you", id="unknown-1")
     code, out, err = call("logs", "--json")
     assert (code, json.loads(out)["id"]) == (0, "2.s")
     assert "imgkit: job 2.s, the last one" in err
 
 
-def test_logs_of_an_ended_job_end(call: Any) -> None:
-    job(1)
-    program("squeue", f"echo '{FORGOTTEN}' >&2; exit 1")
-    Path("a-1.out").write_text("all\n")
+def test_logs_of_an_ended_job_end(call: Any, program: FakeProgram) -> None:
+    keep_job(1)
+    program("squeue", SLURM_FORGOT)
+    Path("mn5-1.out").write_text("all\n")
     assert call("logs", "1")[0] == 0
 
 
 def test_task_of_an_array_is_found_by_its_id(call: Any) -> None:
-    job(1, array=True)
-    job(2, id="2[].s", system="pbs", array=True)
-    job(3, array=True, remote="far")
+    keep_job(1, array=True)
+    keep_job(2, id="2[].s", system="pbs", array=True)
+    keep_job(3, array=True, remote="far")
     assert records.find("1_4").job.id == "1_4"
-    assert {records.find(word).job.id for word in ("2[4]", "2[4].s")} == {"2[4].s"}
+    assert {records.find(job_id).job.id for job_id in ("2[4]", "2[4].s")} == {"2[4].s"}
     assert records.find("3_0@far").job.handle == "3_0@far"
-    for word in ("1_", "1[4]", "2_4", "2[4].t", "2[x]", "3_0@near", "10_1"):
+    for job_id in ("1_", "1[4]", "2_4", "2[4].t", "2[x]", "3_0@near", "10_1"):
         with pytest.raises(UsageError, match="no record of a job"):
-            records.find(word)
+            records.find(job_id)
     assert call("logs", "1_4", "--json")[0] == 0
     assert "1 is an array job" in call("logs", "1")[2]
-    assert "a.o2.4" in call("logs", "2[4]", "--json")[1]
+    assert "mn5.o2.4" in call("logs", "2[4]", "--json")[1]
 
 
-def test_shell_in_a_job_has_its_container(call: Any) -> None:
+def test_shell_in_a_job_has_its_container(call: Any, program: FakeProgram) -> None:
     Path("mn5.sif").mkdir()  # a sandbox: imgkit does not look inside
     program("sbatch", "cat > script; echo 7")
     request = JobRequest.of(command=("dist-hello",), account="a", qos="acc_debug", time="10m", env=("A=b c",))
@@ -238,8 +193,8 @@ def test_shell_in_a_job_has_its_container(call: Any) -> None:
 
 
 @pytest.mark.parametrize("options", [(), ("-v",)])
-def test_shell_in_a_job_shows_its_command_on_request(tmp_path: Path, options: tuple[str, ...]) -> None:
-    job(7, shell_line="exec singularity shell a.sif")
+def test_shell_in_a_job_shows_its_command_on_request(program: FakeProgram, options: tuple[str, ...]) -> None:
+    keep_job(7, shell_line="exec singularity shell a.sif")
     program("squeue", "echo '7  p RUNNING,'")
     program("srun", "echo inside; exit 5")
     argv = (sys.executable, "-m", "imgkit_builder", "shell", "--job", "7", *options)
@@ -251,46 +206,42 @@ def test_shell_in_a_job_shows_its_command_on_request(tmp_path: Path, options: tu
 
 
 def test_shell_in_a_pod_is_in_the_job_s_container() -> None:
-    def words(node: str = "", **more: Any) -> str:
-        queued = queued_job(name="a", **more)
+    def shell_command(node: str = "", **fields: Any) -> str:
+        queued = queued_job(name="a", **fields)
         return " ".join(systems.named(queued.system).shell_command(queued, "", node).argv)
 
-    assert words(system="runai", id="a", queue="p") == "runai bash a --project p"
-    assert words("a-worker-0", system="runai", id="a") == "runai bash a --pod a-worker-0"
-    later = words(system="runai", id="a", kind="training pytorch", queue="p")
+    assert shell_command(system="runai", id="a", queue="p") == "runai bash a --project p"
+    assert shell_command("a-worker-0", system="runai", id="a") == "runai bash a --pod a-worker-0"
+    later = shell_command(system="runai", id="a", kind="training pytorch", queue="p")
     assert later == "runai training pytorch bash a --project p"
-    torch = words(system="kubeflow", id="pytorchjob.a", queue="p")
+    torch = shell_command(system="kubeflow", id="pytorchjob.a", queue="p")
     assert torch == "kubectl exec --namespace=runai-p --stdin --tty a-master-0 -- bash"
-    assert "job/a-node-0 -- bash" in words(system="kubeflow", id="trainjob.a")
+    assert "job/a-node-0 -- bash" in shell_command(system="kubeflow", id="trainjob.a")
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("job_id", "message"),
     [
-        ((), "no image and no job was given"),
-        (("x.sif", "--job", "1"), "--job takes its image from the job"),
-        (("--job", "1", "--host"), "--host cannot be combined with --job"),
-        (("x.sif", "--node", "n1"), "--node cannot be combined with an image"),
-        (("--job", "1", "--node", "-x"), "cannot be the name of a node"),
-        (("--job", "2.s"), "PBS starts no shell in a running job from outside"),
-        (("--job", "3"), "3 is an array job"),
-        (("--job", "4"), "the job 4 waits"),
-        (("--job", "5"), "the job 5 has ended"),
-        (("--job", "6"), "no shell opens in 6: imgkit starts a second container in a job only by"),
+        ("2.s", "PBS starts no shell in a running job from outside"),
+        ("3", "3 is an array job"),
+        ("4", "the job 4 waits"),
+        ("5", "the job 5 has ended"),
+        ("6", "no shell opens in 6: imgkit starts a second container in a job only by"),
     ],
 )
-def test_shell_that_cannot_be_opened_says_why(call: Any, words: tuple[str, ...], message: str) -> None:
-    job(1)
-    job(2, id="2.s", system="pbs", shell_line="exec singularity shell a.sif")
-    job(3, array=True)
-    job(4)
-    job(5, state="succeeded")
-    job(6)  # its record has no line for a shell, as with pyxis
+def test_shell_that_cannot_be_opened_says_why(
+    call: Any, program: FakeProgram, job_id: str, message: str
+) -> None:
+    keep_job(2, id="2.s", system="pbs", shell_line="exec singularity shell a.sif")
+    keep_job(3, array=True)
+    keep_job(4)
+    keep_job(5, state="succeeded")
+    keep_job(6)  # its record has no line for a shell, as with pyxis
     program("squeue", "case $* in *=6*) echo '6  p RUNNING,' ;; *) echo '4  p PENDING,' ;; esac")
-    code, out, err = call("shell", *words)
+    code, out, err = call("shell", "--job", job_id)
     assert (code, out) == (2, "")
     assert message in err
-    if "2.s" in words:
+    if job_id == "2.s":
         assert "ssh -t NODE" in err
         assert "exec singularity shell a.sif" in err
 
@@ -304,44 +255,39 @@ def test_shell_that_cannot_be_opened_says_why(call: Any, words: tuple[str, ...],
     ],
 )
 def test_wait_ends_with_the_job(
-    call: Any, monkeypatch: pytest.MonkeyPatch, history: str, code: int, data: dict[str, object]
+    call: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    history: str,
+    code: int,
+    data: dict[str, object],
+    program: FakeProgram,
 ) -> None:
     monkeypatch.setattr("imgkit_builder.jobs.history.POLL_S", (0.01,))
-    job()
+    keep_job()
     running = "echo '1  gpu RUNNING, 1 nodes'; mv asked asked-twice 2> /dev/null || touch asked"
-    program("squeue", f"[ -e asked-twice ] && {{ echo '{FORGOTTEN}' >&2; exit 1; }}; {running}")
+    program("squeue", f"[ -e asked-twice ] && {{ {SLURM_FORGOT}; }}; {running}")
     program("sacct", f"echo 'JobID State ExitCode'; echo '1     {history}'")
-    found, out, _ = call("wait", "1", "--json")
-    assert (found, data.items() <= json.loads(out).items()) == (code, True)
+    actual, out, _ = call("wait", "1", "--json")
+    assert (actual, data.items() <= json.loads(out).items()) == (code, True)
     assert records.find("1").state == data["state"]
     assert call("wait", "1")[0] == code
 
 
-def test_wait_gives_up_with_another_exit_code(call: Any) -> None:
-    job()
+def test_wait_gives_up_with_another_exit_code(call: Any, program: FakeProgram) -> None:
+    keep_job()
     program("squeue", "echo '1  gpu PENDING, 1 nodes'")
     code, out, err = call("wait", "1", "--timeout", "1s", "--json")
     assert (code, "1 has not ended after 1s" in err) == (4, True)
     assert json.loads(out)["error"]["exit_code"] == 4  # one object, as of any other error
 
 
-@pytest.mark.parametrize(
-    ("system", "words", "message"),
-    [
-        ("runai", ("1",), "cannot ask runai whether a job has ended"),
-        ("slurm", ("1", "--timeout", "soon"), "'soon' is not a time limit"),
-        ("slurm", ("2",), "no record of a job '2'"),
-    ],
-)
-def test_wait_that_cannot_end_is_refused(
-    call: Any, system: str, words: tuple[str, ...], message: str
-) -> None:
-    job(system=system)
-    code, _, err = call("wait", *words)
-    assert (code, message in err) == (2, True)
+def test_wait_for_a_system_without_states_is_refused(call: Any) -> None:
+    keep_job(system="runai")
+    code, _, err = call("wait", "1")
+    assert (code, "cannot ask runai whether a job has ended" in err) == (2, True)
 
 
-def test_scheduler_that_does_not_answer_is_no_end(call: Any) -> None:
-    job()
+def test_scheduler_that_does_not_answer_is_no_end(call: Any, program: FakeProgram) -> None:
+    keep_job()
     program("squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
     assert call("wait", "1")[0] == 4

@@ -6,17 +6,16 @@ The schedulers' programs here are fakes: they take anything, and print the file 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from file_tree import FakeProgram
 
 from imgkit_builder.jobs import quoting, records
 
 PROGRAMS = ("sbatch", "squeue", "scancel", "qsub", "qstat", "runai", "kubectl")
-FAKE = """#!/bin/sh
-# A fake scheduler.
+FAKE = """\
 [ ! -p /dev/stdin ] || cat > /dev/null
 echo "$0 $*" >> calls
 cat answer
@@ -30,31 +29,24 @@ JOBS = {
 
 
 @pytest.fixture
-def call(call: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+def call(call: Any, home: Path, fake_program: FakeProgram) -> Any:
     """``call("run", "--detach", ...)`` in a folder with images and fake schedulers."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
-    Path("bin").mkdir()
     for name in PROGRAMS:
-        Path("bin", name).write_text(FAKE)
-        Path("bin", name).chmod(0o755)
+        fake_program(name, FAKE)
     for recipe in ("mn5", "olivia-eap"):
         Path(f"{recipe}.sif").mkdir()  # a sandbox: imgkit does not look inside
     return call
 
 
-def submitted(call: Any, system: str, answer: bytes, *words: str) -> tuple[object, str, str]:
+def submitted(call: Any, system: str, answer: bytes, *args: str) -> tuple[object, str, str]:
     Path("answer").write_bytes(answer)
     time = () if "rcp" in JOBS[system] else ("--time", "10m")
-    result: tuple[object, str, str] = call(
-        "run", "--detach", *JOBS[system], *time, *words, "--", "dist-hello"
-    )
+    result: tuple[object, str, str] = call("run", "--detach", *JOBS[system], *time, *args, "--", "dist-hello")
     return result
 
 
 @pytest.mark.parametrize(
-    ("system", "answer", "found"),
+    ("system", "answer", "expected"),
     [
         ("slurm", b"4711\n", ("4711", "")),
         ("slurm", b"Welcome to the site\n\n4711;two\n", ("4711", "two")),
@@ -64,11 +56,11 @@ def submitted(call: Any, system: str, answer: bytes, *words: str) -> tuple[objec
         ("runai", b"\xff rubbish\n", ("rcp", "")),  # the job's name is its id
     ],
 )
-def test_id_in_the_answer_is_kept(call: Any, system: str, answer: bytes, found: tuple[str, str]) -> None:
+def test_id_in_the_answer_is_kept(call: Any, system: str, answer: bytes, expected: tuple[str, str]) -> None:
     code, out, err = submitted(call, system, answer)
-    assert (code, out) == (0, f"{found[0]}\n"), err
-    record = records.find(found[0])
-    assert (record.job.id, record.job.cluster, record.answer) == (*found, None)
+    assert (code, out) == (0, f"{expected[0]}\n"), err
+    record = records.find(expected[0])
+    assert (record.job.id, record.job.cluster, record.answer) == (*expected, None)
 
 
 ODD = (
@@ -134,11 +126,11 @@ def test_cluster_of_the_id_goes_to_all_commands(call: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "word", ["../x", "x/y", "-x", "a" * 300, "7@../x", "7@", "", "*", "7\x00", "7\n", "7;x", "a..b"]
+    "job_id", ["../x", "x/y", "-x", "a" * 300, "7@../x", "7@", "", "*", "7\x00", "7\n", "7;x", "a..b"]
 )
-def test_word_that_is_no_id_has_no_record(call: Any, word: str) -> None:
-    assert not quoting.is_job_id(word)
-    code, _, err = call("status", "--", word) if word else call("cancel", "")
+def test_text_that_is_no_id_has_no_record(call: Any, job_id: str) -> None:
+    assert not quoting.is_job_id(job_id)
+    code, _, err = call("status", "--", job_id) if job_id else call("cancel", "")
     assert code == 2
     assert "imgkit has no record of a job" in err
 

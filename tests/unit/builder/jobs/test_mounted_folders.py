@@ -18,35 +18,35 @@ from imgkit_builder.jobs.systems.mpi import MpiFlags
 from imgkit_builder.recipe.targets import find
 
 
-def job(folder: Path, recipe: str = "mn5", **given: Any) -> Job:
+def job(folder: Path, recipe: str = "mn5", **options: Any) -> Job:
     request = JobRequest.of(
         command=("dist-hello",), directory=folder, account="a", qos="acc_debug", time="5m"
     )
-    return resolve(find(recipe), request.changed(**given))
+    return resolve(find(recipe), request.changed(**options))
 
 
-def started(of: Job, *command: str) -> subprocess.CompletedProcess[str]:
+def run_on_node(of: Job, *command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(systems.with_folders(of, command), capture_output=True, text=True, check=False)
 
 
 def test_node_without_a_folder_is_named(tmp_path: Path) -> None:
     missing = tmp_path / "it's $(not) here"
-    done = started(job(tmp_path, binds=(f"{tmp_path}:/in", f"{missing}:/b:ro")), "echo", "started")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
+    result = run_on_node(job(tmp_path, binds=(f"{tmp_path}:/in", f"{missing}:/b:ro")), "echo", "started")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == (
         f"imgkit: node {os.uname().nodename} has no {missing}, which the job mounts "
         "(--bind, --secret-file or system.runtime.binds)\n"
     )
 
 
 def test_secret_that_a_node_lacks_is_named(tmp_path: Path) -> None:
-    done = started(job(tmp_path / "run", secret_file=tmp_path / "secret"), "echo", "started")
-    assert f"has no {tmp_path}/secret," in done.stderr
+    result = run_on_node(job(tmp_path / "run", secret_file=tmp_path / "secret"), "echo", "started")
+    assert f"has no {tmp_path}/secret," in result.stderr
 
 
-def test_command_starts_with_its_own_words(tmp_path: Path) -> None:
-    done = started(job(tmp_path, binds=(str(tmp_path),)), "printf", "%s|", "--", "a b", "$c", "")
-    assert (done.returncode, done.stdout) == (0, "--|a b|$c||")
+def test_command_starts_with_its_arguments(tmp_path: Path) -> None:
+    result = run_on_node(job(tmp_path, binds=(str(tmp_path),)), "printf", "%s|", "--", "a b", "$c", "")
+    assert (result.returncode, result.stdout) == (0, "--|a b|$c||")
 
 
 SHELL = {"interactive": True, "command": ()}
@@ -54,7 +54,7 @@ HOSTS = MpiFlags(hosts="a,b")
 
 
 @pytest.mark.parametrize(
-    ("recipe", "given", "looks"),
+    ("recipe", "options", "looks"),
     [
         ("mn5", SHELL, 1),
         ("mn5", {"interactive": True}, 1),
@@ -69,12 +69,12 @@ HOSTS = MpiFlags(hosts="a,b")
     ],
 )
 def test_each_start_looks_before_the_container(
-    tmp_path: Path, recipe: str, given: dict[str, Any], looks: int
+    tmp_path: Path, recipe: str, options: dict[str, Any], looks: int
 ) -> None:
-    made = job(tmp_path, recipe, binds=("/data/v1:/in:ro",), **given)
-    script = systems.named(made.system).script(made)
-    told = [line for line in script.text.splitlines() if "torch.distributed.launch" not in line]
-    assert "\n".join(told).count("/data/v1 -- ") == looks
+    mounting_job = job(tmp_path, recipe, binds=("/data/v1:/in:ro",), **options)
+    script = systems.named(mounting_job.system).script(mounting_job)
+    lines = [line for line in script.text.splitlines() if "torch.distributed.launch" not in line]
+    assert "\n".join(lines).count("/data/v1 -- ") == looks
     for _, line in script.remote:
         assert line.index("/data/v1 -- ") < line.index("/data/v1:/in:ro")
 
@@ -84,8 +84,8 @@ def test_job_that_mounts_nothing_has_no_look(tmp_path: Path) -> None:
 
 
 def test_pyxis_looks_in_a_step_of_its_own(tmp_path: Path) -> None:
-    made = job(tmp_path, binds=("/data:/in:ro",), runtime="pyxis", image="ubuntu")
-    text = " ".join(systems.named(made.system).script(made).text.replace("\\\n", " ").split())
+    mounting_job = job(tmp_path, binds=("/data:/in:ro",), runtime="pyxis", image="ubuntu")
+    text = " ".join(systems.named(mounting_job.system).script(mounting_job).text.replace("\\\n", " ").split())
     look, _, start = text.partition(" sh /data -- sh -c ")
     assert "srun --overlap --input=none --ntasks-per-node=1 sh -c" in look
     assert "--container-image=ubuntu" in start

@@ -25,11 +25,11 @@ def test_example_of_the_page_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     exec(compile(blocks()[0], str(PAGE), "exec"), {})  # noqa: S102 - a page of this checkout
-    shown = capsys.readouterr()
-    assert "cpu:latest" in shown.out
-    assert "#SBATCH --qos=acc_debug" in shown.out
-    assert "no recipe" in shown.out
-    assert shown.err == ""
+    output = capsys.readouterr()
+    assert "cpu:latest" in output.out
+    assert "#SBATCH --qos=acc_debug" in output.out
+    assert "no recipe" in output.out
+    assert output.err == ""
     assert list(tmp_path.iterdir()) == []
 
 

@@ -35,34 +35,32 @@ LINES = [
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(home: Path) -> Path:
     """A folder with a recipe mine.yaml, where the commands are typed."""
-    (tmp_path / "mine.yaml").write_text("extends: mn5\nimage:\n  copy:\n    - source: src\n")
-    (tmp_path / "src").mkdir()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    (home / "mine.yaml").write_text("extends: mn5\nimage:\n  copy:\n    - source: src\n")
+    (home / "src").mkdir()
     remote = ["remote", "add", "mn5", "me@far:/gpfs/me", "--recipe", "mn5"]
     added = CliRunner().invoke(build_app(), remote)
     assert added.exit_code == 0, added.output
     for name in ("mine.tar", "letters.sif"):
-        (tmp_path / name).touch()
-    return tmp_path
+        (home / name).touch()
+    return home
 
 
 @pytest.mark.parametrize("line", LINES)
 def test_line_of_the_readme_renders(line: str, folder: Path) -> None:
-    words = shlex.split(line)[2:]
+    args = shlex.split(line)[2:]
     # Files of the example: tests/lab makes real ones, and looks into real images.
     for option in ("--python", "--activate"):
-        if option in words:
-            del words[words.index(option) : words.index(option) + 2]
-    if words[0].startswith("-") or "--on" in words:  # the line belongs into a folder of `imgkit init`
+        if option in args:
+            del args[args.index(option) : args.index(option) + 2]
+    if args[0].startswith("-") or "--on" in args:  # the line belongs into a folder of `imgkit init`
         text = "recipe = './mine.yaml'\naccount = 'bsc98'\nqos = 'acc_debug'\ntime = '30m'\n"
-        text += "" if "--" in words else "command = ['dist-hello']\n"
+        text += "" if "--" in args else "command = ['dist-hello']\n"
         (folder / "imgkit.toml").write_text(text)
-    done = CliRunner().invoke(build_app(), ["run", "--dry-run", *words], catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    assert done.stdout.strip()
+    result = CliRunner().invoke(build_app(), ["run", "--dry-run", *args], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.strip()
 
 
 def test_readme_has_a_line_for_every_scheduler() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from file_tree import FakeProgram
 
 from imgkit_builder.jobs import scaling
 from imgkit_builder.jobs.scaling import ScalingRun, ScalingSize
@@ -31,37 +32,6 @@ def test_sizes_that_do_not_ascend_are_refused(text: str) -> None:
         scaling.parse_sizes(text)
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (("mn5", *SITE, "--scaling", "1,2", "--nodes", "2"), "--nodes cannot be combined"),
-        (("mn5", *SITE, "--scaling", "1,2", "--interactive"), "--interactive cannot be combined"),
-        (("mn5", *SITE, "--scaling", "1,2", "--sif", "a.tar"), "--sif cannot be combined"),
-        (("mn5", *SITE, "--scaling", "1,2", "--dry-run", "-v"), "--verbose cannot be combined"),
-        (("mn5", *SITE, "--scaling", "1,2", "--bwlimit", "3"), "--bwlimit cannot be combined"),
-        (("mn5", *SITE, "--scaling", "1,2", "--option=--array=1-3"), "needs batch jobs"),
-        (("mn5", "--scaling", "1,2"), "needs --account"),
-        (("cpu", "--scaling", "1,2"), "needs batch jobs"),
-        (("rcp", "--queue", "q", "--image", "a.b/c:1", "--scaling", "1,2"), "needs batch jobs"),
-        (("--scaling", "1,2"), "no recipe given"),
-    ],
-)
-def test_jobs_without_a_report_are_refused(call: Any, words: tuple[str, ...], reason: str) -> None:
-    code, out, err = call("run", *words, "--", "dist-train")
-    assert (code, out) == (2, "")
-    assert reason in err
-
-
-def test_folder_without_a_report_is_refused(
-    call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("other").mkdir()
-    assert "is not the folder of a report" in call("run", "--scaling", "other")[2]
-    for option in ("--detach", "--dry-run"):
-        assert f"{option} cannot be combined" in call("run", "--scaling", "other", option)[2]
-
-
 def test_dry_run_shows_the_script_of_each_size(call: Any) -> None:
     code, out, _ = call("run", "mn5", *SITE, "--scaling", "1,3", "--dry-run", "--json", "--", "dist-train")
     assert code == 0
@@ -71,22 +41,16 @@ def test_dry_run_shows_the_script_of_each_size(call: Any) -> None:
 
 
 @pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def slurm(home: Path, fake_program: FakeProgram) -> Path:
     """A Slurm that counts its jobs, takes none of 2 nodes, and ends none; the jobs' folder."""
-    (tmp_path / "bin").mkdir()
-    programs = {
-        "sbatch": 'case "$*" in *--nodes=9*) echo "no nodes"; exit 1;; *--test-only*) exit;; esac\n'
-        f"grep -q -- --nodes=2$ && {{ echo no >&2; exit 1; }}; echo x >> {tmp_path}/ids\n"
-        f"wc -l < {tmp_path}/ids\n",
-        "squeue": 'echo "1  acc RUNNING, 1 nodes"\n',
-    }
-    for name, text in programs.items():
-        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}")
-        (tmp_path / "bin" / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    fake_program(
+        "sbatch",
+        'case "$*" in *--nodes=9*) echo "no nodes"; exit 1;; *--test-only*) exit;; esac\n'
+        f"grep -q -- --nodes=2$ && {{ echo no >&2; exit 1; }}; echo x >> {home}/ids\n"
+        f"wc -l < {home}/ids",
+    )
+    fake_program("squeue", 'echo "1  acc RUNNING, 1 nodes"')
+    return home
 
 
 def test_interrupt_leaves_the_jobs_and_names_them(
@@ -96,8 +60,8 @@ def test_interrupt_leaves_the_jobs_and_names_them(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("imgkit_builder.jobs.history.time.sleep", interrupt)
-    words = ("run", "mn5", *SITE, "--runtime", "host", "--scaling", "1,2,4", "--", "dist-train")
-    code, out, err = call(*words)
+    argv = ("run", "mn5", *SITE, "--runtime", "host", "--scaling", "1,2,4", "--", "dist-train")
+    code, out, err = call(*argv)
     assert (code, out) == (130, "")
     assert "the jobs continue: 2 1" in err  # the largest was submitted first
     assert "imgkit run --scaling mn5-scaling-1 goes on" in err
@@ -116,8 +80,8 @@ def test_interrupt_leaves_the_jobs_and_names_them(
 def test_refused_largest_size_leaves_no_job(
     call: Any, slurm: Path, sizes: str, code: int, reason: str
 ) -> None:
-    words = ("run", "mn5", *SITE, "--runtime", "host", "--scaling", sizes, "--", "dist-train")
-    actual, _, err = call(*words)
+    argv = ("run", "mn5", *SITE, "--runtime", "host", "--scaling", sizes, "--", "dist-train")
+    actual, _, err = call(*argv)
     assert actual == code
     assert reason in err
     assert not (slurm / "ids").exists()

@@ -35,13 +35,13 @@ Start = Callable[[], "subprocess.Popen[str]"]
 @pytest.fixture(params=JOBS)
 def start(request: pytest.FixtureRequest, tmp_path: Path, start_script: Callable[..., Any]) -> Start:
     """Start the script of a job on two nodes."""
-    launcher, words, env = JOBS[request.param]
+    launcher, args, env = JOBS[request.param]
     (tmp_path / "hosts").write_text("a\nb\n")
     env = {"PBS_NODEFILE": str(tmp_path / "hosts"), **env}
-    return lambda: start_script((*words, "--nodes", "2"), {launcher: STUB}, **env)
+    return lambda: start_script((*args, "--nodes", "2"), {launcher: STUB}, **env)
 
 
-def left(folder: Path) -> list[Path]:
+def secret_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("runs/*/.imgkit-secret*"))
 
 
@@ -77,12 +77,12 @@ def test_file_of_a_killed_start_is_removed_by_the_next(start: Start, tmp_path: P
     until((tmp_path / "arguments").exists)
     os.killpg(script.pid, signal.SIGKILL)
     script.wait(20)
-    assert len(left(tmp_path)) == 1
-    notes = left(tmp_path)[0].with_name(".imgkit-secret-notes.txt")
+    assert len(secret_files(tmp_path)) == 1
+    notes = secret_files(tmp_path)[0].with_name(".imgkit-secret-notes.txt")
     notes.touch()
     (tmp_path / "hold").unlink()
     start().communicate(timeout=20)
-    assert left(tmp_path) == [notes], "a file of the user stays"
+    assert secret_files(tmp_path) == [notes], "a file of the user stays"
 
 
 def test_signal_to_the_job_leaves_no_file(start: Start, tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_signal_to_the_job_leaves_no_file(start: Start, tmp_path: Path) -> None:
     until((tmp_path / "arguments").exists)
     os.killpg(script.pid, signal.SIGTERM)
     assert "saved" in str(script.communicate(timeout=20)[0])
-    assert left(tmp_path) == []
+    assert secret_files(tmp_path) == []
 
 
 @pytest.mark.parametrize("start", ["pbs"], indirect=True)

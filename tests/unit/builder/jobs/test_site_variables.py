@@ -75,10 +75,10 @@ class Node:
             "BASH_FUNC_module%%": f'() {{ case $2 in {cases} *) echo "no module $2" >&2; return 1;; esac\n}}',
         }
         script = systems.named(job.recipe.system.scheduler).script(job).text
-        done = subprocess.run(
+        result = subprocess.run(
             ["bash"], input=script, env=env, cwd=self.folder, capture_output=True, text=True, timeout=60
         )
-        return done.returncode, done.stderr
+        return result.returncode, result.stderr
 
     @property
     def record(self) -> Path:
@@ -123,9 +123,9 @@ def test_olivia_by_module_starts_what_sigma2_documents(node: Node) -> None:
     inherited = "${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"  # replaced in the container
     assert env["APPTAINERENV_LD_LIBRARY_PATH"] == ":".join(first) + inherited
     facts = targets.find(node.folder / "site.yaml").system.on_node({**env, "PWD": str(node.folder)})
-    wanted = {name: value.format(folder=node.folder) for name, value in DOCUMENTED_ENV.items()}
-    wanted |= {"LIBFABRIC_HOME": libfabric, "NCCL_HOME": nccl, "AWS_OFI_NCCL_HOME": plugin}
-    assert {name: facts.env.get(name) for name in wanted} == wanted
+    expected = {name: value.format(folder=node.folder) for name, value in DOCUMENTED_ENV.items()}
+    expected |= {"LIBFABRIC_HOME": libfabric, "NCCL_HOME": nccl, "AWS_OFI_NCCL_HOME": plugin}
+    assert {name: facts.env.get(name) for name in expected} == expected
 
 
 @pytest.mark.parametrize("missing", ROOTS)
@@ -159,11 +159,15 @@ def test_variables_that_the_user_names_are_none_of_the_host(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("text", ["$5", "$(id)", "`id`", "${X:-y}", '"; id; "', "\\"])
 def test_text_around_a_variable_stays_text(text: str) -> None:
-    words = quote(expanding(f"$ROOT/{text}"))
-    done = subprocess.run(
-        ["bash", "-c", f"printf %s {words}"], env={"ROOT": "/a b"}, capture_output=True, text=True, timeout=60
+    text_in_shell = quote(expanding(f"$ROOT/{text}"))
+    result = subprocess.run(
+        ["bash", "-c", f"printf %s {text_in_shell}"],
+        env={"ROOT": "/a b"},
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
-    assert done.stdout == f"/a b/{text}"
+    assert result.stdout == f"/a b/{text}"
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from file_tree import write_program
 from labkit import until
 
 STUBS = {
@@ -31,7 +32,7 @@ if [[ $1 == requeue ]]; then echo "$*" >> asked; exit 1; fi
     # The launcher of node N is the file `launcher N`.
     "singularity": 'exec bash "launcher $SLURM_NODEID"\n',
 }
-MOVES_LATE = """#!/bin/bash
+MOVES_LATE = """\
 touch moving
 until [[ -e go ]]; do /bin/sleep 0.02; done
 exec /bin/mv "$@"
@@ -50,13 +51,13 @@ Start = Callable[..., "subprocess.Popen[str]"]
 @pytest.fixture
 def start(tmp_path: Path, start_script: Start) -> Start:
     """``start(LAUNCHER, LAUNCHER, LAUNCHER)``: the script of a job of 2+1 nodes with these launchers."""
-    words = ["mn5", "-A", "a", "--qos", "q", "--time", "10m", "--nodes", "2+1", "--stop-before", "0"]
+    args = ["mn5", "-A", "a", "--qos", "q", "--time", "10m", "--nodes", "2+1", "--stop-before", "0"]
     (tmp_path / "left").write_text("node1\nnode2\nnode3\n")
 
     def run(*launchers: str) -> subprocess.Popen[str]:
         for number, text in enumerate(launchers):
             (tmp_path / f"launcher {number}").write_text(text)
-        return start_script(words, STUBS, SLURM_JOB_ID="7")
+        return start_script(args, STUBS, SLURM_JOB_ID="7")
 
     return run
 
@@ -66,13 +67,13 @@ def code(script: subprocess.Popen[str]) -> int:
     return script.returncode
 
 
-def asked(folder: Path) -> list[str]:
+def slurm_calls(folder: Path) -> list[str]:
     return (folder / "asked").read_text().splitlines() if (folder / "asked").exists() else []
 
 
-@pytest.mark.parametrize("said", ["0", "1", "85"])
-def test_result_counts_and_not_the_code_of_srun(start: Start, said: str) -> None:
-    assert code(start(writes(f"7.0 {said}") + "exit 3\n", NOTHING, NOTHING)) == int(said)
+@pytest.mark.parametrize("text", ["0", "1", "85"])
+def test_result_counts_and_not_the_code_of_srun(start: Start, text: str) -> None:
+    assert code(start(writes(f"7.0 {text}") + "exit 3\n", NOTHING, NOTHING)) == int(text)
 
 
 def test_task_that_does_not_return_is_ended_after_the_result(start: Start) -> None:
@@ -83,7 +84,7 @@ def test_task_that_does_not_return_is_ended_after_the_result(start: Start) -> No
 
 def test_launcher_of_the_head_that_was_killed_ends_the_job(start: Start, tmp_path: Path) -> None:
     assert code(start("kill -KILL $$\n", NOTHING, SLEEPS)) == 137
-    assert asked(tmp_path) == []
+    assert slurm_calls(tmp_path) == []
 
 
 @pytest.mark.parametrize("text", ["8.0 0", "7.0 0 0", "7.0", "", "7.0 $(id)"])
@@ -108,28 +109,27 @@ def test_signal_ends_the_launcher_before_its_task(start: Start, tmp_path: Path) 
 
     Here a second signal comes, as from srun when the job script has ended, while the result is being written.
     """
-    (tmp_path / "mv").write_text(MOVES_LATE)
-    (tmp_path / "mv").chmod(0o755)
+    write_program(tmp_path / "mv", MOVES_LATE, "bash")
     script = start("trap 'exit 85' TERM; touch ready; while :; do /bin/sleep 0.02; done\n", NOTHING, NOTHING)
     until((tmp_path / "ready").exists)
-    (ended,) = (tmp_path / "runs/mn5-7").glob(".imgkit-ended.????????")
+    (end_file,) = (tmp_path / "runs/mn5-7").glob(".imgkit-ended.????????")
     os.killpg(script.pid, signal.SIGTERM)  # as scancel does
     until((tmp_path / "moving").exists)
     os.killpg(script.pid, signal.SIGTERM)
     (tmp_path / "go").touch()
-    until(lambda: ended.read_text() == "85\n", within_s=60)
+    until(lambda: end_file.read_text() == "85\n", within_s=60)
 
 
 def test_node_requeues_the_job_once_slurm_has_given_the_first_node_up(start: Start, tmp_path: Path) -> None:
     start(SLEEPS, NOTHING, NOTHING)
-    ended = tmp_path / "runs/mn5-7"
-    until(lambda: bool(list(ended.glob(".imgkit-ended.*"))))
+    run_dir = tmp_path / "runs/mn5-7"
+    until(lambda: bool(list(run_dir.glob(".imgkit-ended.*"))))
     time.sleep(1)  # more than ten of the stub's seconds
-    assert asked(tmp_path) == []  # the first node is still part of the job
+    assert slurm_calls(tmp_path) == []  # the first node is still part of the job
     (tmp_path / "left").write_text("node2\nnode3\n")
-    until(lambda: len(asked(tmp_path)) >= 2)
-    assert asked(tmp_path)[0] == "requeue 7"
-    until(lambda: "scancel 7" in asked(tmp_path))  # the stub refuses to requeue, as some sites do
+    until(lambda: len(slurm_calls(tmp_path)) >= 2)
+    assert slurm_calls(tmp_path)[0] == "requeue 7"
+    until(lambda: "scancel 7" in slurm_calls(tmp_path))  # the stub refuses to requeue, as some sites do
 
 
 def test_slurm_that_does_not_answer_requeues_nothing(start: Start, tmp_path: Path) -> None:
@@ -137,4 +137,4 @@ def test_slurm_that_does_not_answer_requeues_nothing(start: Start, tmp_path: Pat
     start(SLEEPS, NOTHING, NOTHING)
     until(lambda: bool(list((tmp_path / "runs/mn5-7").glob(".imgkit-ended.*"))))
     time.sleep(1)
-    assert asked(tmp_path) == []
+    assert slurm_calls(tmp_path) == []

@@ -46,7 +46,7 @@ def requeues(run_dir: Path) -> int:
     return len(file.read_text().splitlines()) if file.exists() else 0
 
 
-def left(run_dir: Path) -> list[str]:
+def stop_files(run_dir: Path) -> list[str]:
     return sorted(path.name for path in run_dir.iterdir() if path.name.startswith("stop"))
 
 
@@ -61,7 +61,7 @@ def test_limit_asks_the_image_and_leaves_no_file(start: Start, run_dir: Path) ->
     stdout, _ = script.communicate(timeout=20)
     assert "state saved (7 40): requeued" in stdout
     assert requeues(run_dir) == 1
-    assert left(run_dir) == []
+    assert stop_files(run_dir) == []
 
 
 def test_file_of_a_person_is_not_requeued_and_stays(start: Start, run_dir: Path) -> None:
@@ -70,7 +70,7 @@ def test_file_of_a_person_is_not_requeued_and_stays(start: Start, run_dir: Path)
     (run_dir / "stop").touch()
     _, stderr = script.communicate(timeout=20)
     assert f"not requeued: {run_dir}/stop prevents the run from starting" in stderr
-    assert (script.returncode, requeues(run_dir), left(run_dir)) == (0, 0, ["stop"])
+    assert (script.returncode, requeues(run_dir), stop_files(run_dir)) == (0, 0, ["stop"])
 
 
 @pytest.mark.parametrize("first", ["person", "limit"])
@@ -88,14 +88,14 @@ def test_file_of_a_person_counts_beside_the_limit(start: Start, run_dir: Path, f
         (run_dir / "stop").touch()
     (run_dir / "wait").unlink()
     script.communicate(timeout=20)
-    assert (script.returncode, requeues(run_dir), left(run_dir)) == (0, 0, ["stop"])
+    assert (script.returncode, requeues(run_dir), stop_files(run_dir)) == (0, 0, ["stop"])
 
 
 def test_file_of_a_start_that_was_killed_is_removed(start: Start, run_dir: Path) -> None:
     (run_dir / "stop-for-requeue").touch()
     script = start("stop-for-requeue")
     until(lambda: started(run_dir))
-    assert left(run_dir) == []
+    assert stop_files(run_dir) == []
     script.send_signal(signal.SIGUSR1)
     script.communicate(timeout=20)
     assert requeues(run_dir) == 1
@@ -106,7 +106,7 @@ def test_file_of_a_person_from_before_the_start_stays(start: Start, run_dir: Pat
     (run_dir / "stop").touch()
     script = start("stop")
     script.communicate(timeout=20)
-    assert (script.returncode, requeues(run_dir), left(run_dir)) == (0, 0, ["stop"])
+    assert (script.returncode, requeues(run_dir), stop_files(run_dir)) == (0, 0, ["stop"])
 
 
 def test_planted_links_are_not_followed(start: Start, run_dir: Path, tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_planted_links_are_not_followed(start: Start, run_dir: Path, tmp_path: P
     script.communicate(timeout=20)
     assert requeues(run_dir) == 1
     assert (victim.read_text(), list(tmp_path.glob("made-by-*"))) == ("mine", [])
-    assert ((run_dir / "requeued").read_text(), left(run_dir)) == ("7 40\n", ["stop"])
+    assert ((run_dir / "requeued").read_text(), stop_files(run_dir)) == ("7 40\n", ["stop"])
 
 
 @pytest.mark.parametrize(

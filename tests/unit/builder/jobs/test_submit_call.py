@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_schedulers import SLURM_FORGOT
+from file_tree import FakeProgram
 from notes import Notes
 
 import imgkit_builder as imgkit
@@ -15,26 +18,28 @@ from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.transport import Local
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 
-SBATCH = "#!/bin/sh\n# A fake sbatch.\ncat > script\n{}\n"
 REQUEST = JobRequest.of(command=("dist-hello",), account="a", qos="acc_debug", time="10m", nodes="2")
+SITE = ("-A", "a", "--qos", "acc_debug", "--time", "10m")
+EndedJob = Callable[[str], None]
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with an image and the scheduler's program."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("STATE", "CONFIG"):
-        monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name.lower()))
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
-    Path("mn5.sif").mkdir()  # a sandbox: imgkit does not look inside
-    Path("bin").mkdir()
-    answering(tmp_path, "echo 4711")
-    return tmp_path
+def folder(home: Path, fake_program: FakeProgram) -> Path:
+    """The current folder, with an image and a fake sbatch, which keeps the script."""
+    (home / "mn5.sif").mkdir()  # a sandbox: imgkit does not look inside
+    fake_program("sbatch", "cat > script; echo 4711")
+    return home
 
 
-def answering(folder: Path, command: str) -> None:
-    (folder / "bin/sbatch").write_text(SBATCH.format(command))
-    (folder / "bin/sbatch").chmod(0o755)
+@pytest.fixture
+def ended_job(folder: Path, fake_program: FakeProgram) -> EndedJob:
+    """``ended_job("FAILED  3:0")``: job 4711 has left the queue, and the accounting knows how it ended."""
+
+    def end(state: str) -> None:
+        fake_program("squeue", SLURM_FORGOT)
+        fake_program("sacct", f"echo '4711  {state}'")
+
+    return end
 
 
 def test_submitted_job_is_known_by_its_id(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -46,7 +51,7 @@ def test_submitted_job_is_known_by_its_id(folder: Path, capfd: pytest.CaptureFix
 
 
 def test_dry_run_prints_the_bytes_that_are_submitted(folder: Path, call: Any) -> None:
-    argv = ("mn5", "-A", "a", "--qos", "acc_debug", "--time", "10m", "--nodes", "2")
+    argv = ("mn5", *SITE, "--nodes", "2")
     code, out, err = call("run", *argv, "--dry-run", "--", "dist-hello")
     assert (code, err) == (0, "")
     assert not (folder / "script").exists()
@@ -54,19 +59,13 @@ def test_dry_run_prints_the_bytes_that_are_submitted(folder: Path, call: Any) ->
     assert (folder / "script").read_text() == out
 
 
-def test_warnings_and_a_full_disk_are_notes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warnings_and_a_full_disk_are_notes(folder: Path) -> None:
     (folder / "state").write_text("a file where the records would lie")
     report = Notes()
     record = submit.submit(submit.prepare("mn5", REQUEST.changed(command=("hostname",))), Local(), report)
     assert record.job.id == "4711"
     assert "hostname starts once per node" in report.texts[0]
     assert "the job 4711 is submitted, but its record cannot be saved" in report.texts[1]
-
-
-def test_values_without_a_dry_run_are_refused(folder: Path, call: Any) -> None:
-    code, out, err = call("run", "mn5", "-v", "--", "dist-hello")
-    assert (code, out) == (2, "")
-    assert "--verbose needs --dry-run" in err
 
 
 def test_job_without_a_scheduler_is_refused(folder: Path) -> None:
@@ -82,63 +81,11 @@ def test_job_without_its_image_is_refused(folder: Path) -> None:
     assert not (folder / "script").exists()
 
 
-@pytest.mark.parametrize("flag", ["--sif", "--build", "--directory", "--interactive"])
-def test_flag_for_this_machine_is_refused_for_a_remote(call: Any, folder: Path, flag: str) -> None:
-    call("remote", "add", "x", "me@x")
-    value = () if flag == "--interactive" else ("y",)
-    code, out, err = call("run", "mn5", "--on", "x", flag, *value, "--", "dist-hello")
-    assert (code, out) == (2, "")
-    assert f"{flag} cannot be combined with a remote" in err
-
-
-@pytest.mark.parametrize("flag", ["--base", "--bwlimit"])
-def test_flag_for_a_remote_is_refused_here(call: Any, folder: Path, flag: str) -> None:
-    code, out, err = call("run", "mn5", flag, "5", "--", "dist-hello")
-    assert (code, out) == (2, "")
-    assert f"{flag} is for a remote" in err
-
-
-@pytest.mark.parametrize(
-    ("argv", "hint"),
-    [
-        (("run", "dist-hello"), "imgkit run -- dist-hello"),
-        (("run", "train.py"), "imgkit run -- dist-run train.py"),
-    ],
-)
-def test_command_without_dashes_is_refused(call: Any, argv: tuple[str, ...], hint: str) -> None:
-    code, out, err = call(*argv)
-    assert (code, out) == (2, "")
-    assert hint in err
-
-
-def test_remote_is_not_named_like_this_machine(call: Any, folder: Path) -> None:
-    code, _, err = call("remote", "add", "here", "me@far")
-    assert (code, "means this machine" in err) == (2, True)
-    assert "me@far" not in call("remote", "list")[1]
-
-
-def test_missing_scheduler_names_the_way_to_the_cluster(
-    folder: Path, call: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (folder / "bin/sbatch").unlink()
-    monkeypatch.setenv("PATH", str(folder / "bin"))
-    argv = ("run", "mn5", "-A", "a", "--qos", "acc_debug", "--time", "10m", "--", "dist-hello")
-    code, _, err = call(*argv)
-    assert code == 3
-    assert "imgkit remote add NAME USER@HOST:DIR, then imgkit run mn5 --on NAME" in err
-    call("remote", "add", "mare", "me@far", "--recipe", "mn5")
-    assert "imgkit run mn5 --on mare" in call(*argv)[2]
-
-
-def test_output_is_followed_until_the_job_ends(folder: Path, call: Any) -> None:
+def test_output_is_followed_until_the_job_ends(folder: Path, ended_job: EndedJob, call: Any) -> None:
     """The fake job has written its output when it is looked at first, and is known to have failed."""
-    ended = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
-    for name, script in (("squeue", ended), ("sacct", "echo '4711  FAILED  3:0'")):
-        (folder / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
-        (folder / "bin" / name).chmod(0o755)
+    ended_job("FAILED  3:0")
     (folder / "mn5-4711.out").write_text("the output\n")
-    argv = ("mn5", "-A", "a", "--qos", "acc_debug", "--time", "10m", "--", "dist-hello")
-    code, out, err = call("run", *argv)
+    code, out, err = call("run", "mn5", *SITE, "--", "dist-hello")
     assert (code, out) == (1, "")
     assert "imgkit logs 4711" in err
     assert "4711 failed with exit code 3; run folder: " in err
@@ -150,19 +97,13 @@ def test_output_is_followed_until_the_job_ends(folder: Path, call: Any) -> None:
     [("ValueError: ... environment variable RANK expected, but not set", 2), ("ValueError: bad value", 1)],
 )
 def test_hint_at_the_start_is_repeated_where_it_explains_the_end(
-    folder: Path, call: Any, error: str, count: int
+    folder: Path, ended_job: EndedJob, call: Any, error: str, count: int
 ) -> None:
-    ended = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
-    for name, script in (("squeue", ended), ("sacct", "echo '4711  FAILED  1:0'")):
-        (folder / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
-        (folder / "bin" / name).chmod(0o755)
+    ended_job("FAILED  1:0")
     (folder / "mn5-4711.out").write_text(f"{error}\n")
-    command = ("--", "python", "train.py")
-    code, _, err = call("run", "mn5", "-A", "a", "--qos", "acc_debug", "--time", "10m", *command)
-    assert code == 1
-    assert (
-        err.count("python starts once per node; `dist-run train.py ...` starts one process per GPU") == count
-    )
+    code, _, err = call("run", "mn5", *SITE, "--", "python", "train.py")
+    hint = "python starts once per node; `dist-run train.py ...` starts one process per GPU"
+    assert (code, err.count(hint)) == (1, count)
     assert ("failed with exit code 1" in err.splitlines()[-1]) == (count == 1)
 
 
@@ -175,15 +116,12 @@ def test_help_lists_the_usual_options_first(call: Any) -> None:
     assert len({*names[0], *names[1]}) == len(names[0]) + len(names[1])
 
 
-def programs(folder: Path, **scripts: str) -> None:
-    for name, script in scripts.items():
-        (folder / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
-        (folder / "bin" / name).chmod(0o755)
-
-
-def test_api_runs_a_job_and_follows_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_api_runs_a_job_and_follows_it(
+    folder: Path, ended_job: EndedJob, fake_program: FakeProgram, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("imgkit_builder.jobs.history.POLL_S", (0.01,))
-    programs(folder, squeue="echo '4711  gpu RUNNING, 1 nodes'", scancel='echo "$*" > cancelled')
+    fake_program("squeue", "echo '4711  gpu RUNNING, 1 nodes'")
+    fake_program("scancel", 'echo "$*" > cancelled')
     job = imgkit.run("mn5", REQUEST)
     assert (job.id, job.status(), job.logs()) == ("4711", "running", "")
     assert imgkit.find_job("4711").record == job.record
@@ -192,8 +130,8 @@ def test_api_runs_a_job_and_follows_it(folder: Path, monkeypatch: pytest.MonkeyP
     assert job.logs() == "hello\n"
     job.cancel()
     assert (folder / "cancelled").read_text() == "4711\n"
-    ended = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
-    programs(folder, squeue=ended, sacct="echo '4711  COMPLETED  0:0'", scancel="echo no such job; exit 1")
+    ended_job("COMPLETED  0:0")
+    fake_program("scancel", "echo no such job; exit 1")
     assert job.wait() == "succeeded"
     assert job.fetch() == folder / "runs/mn5-4711"
     with pytest.raises(ToolFailed, match="scancel failed with exit code 1"):

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from file_tree import write_files, write_program
 
 from imgkit_builder.base.flags import declared
 from imgkit_builder.cli import run
@@ -27,7 +28,7 @@ from imgkit_builder.recipe.targets import find
 from imgkit_entrypoints.errors import ToolFailed
 
 ROOT = Path(__file__).resolve().parents[4]
-FAKEQ = """#!/bin/sh
+FAKEQ = """\
 echo "fakeq $*"
 if [ "$1" = submit ]; then cat > submitted.sh; echo job-7; fi
 """
@@ -37,9 +38,9 @@ RECIPE = "image: {base: 'example.org/torch:1'}\nsystem:\n  scheduler: fakeq\n  t
 def example(language: str) -> str:
     """The first block in that language of the section about schedulers in docs/extend.md."""
     section = (ROOT / "docs/extend.md").read_text(encoding="utf-8").partition("\n## A scheduler\n")[2]
-    found = re.search(rf"^```{language}\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
-    assert found
-    return found[1]
+    block = re.search(rf"^```{language}\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+    assert block
+    return block[1]
 
 
 @pytest.fixture(scope="module")
@@ -62,29 +63,26 @@ def example_installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--no-index",
         "--no-build-isolation",
     ]
-    done = subprocess.run([*pip, "--target", target, source], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run([*pip, "--target", target, source], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
     return target
 
 
 @pytest.fixture
 def work(tmp_path: Path) -> Path:
     """A folder with a recipe for the fake scheduler, and its program."""
-    (tmp_path / "mine.yaml").write_text(RECIPE)
+    write_program(tmp_path / "bin/fakeq", FAKEQ)
     (tmp_path / "mine.sif").mkdir()  # a sandbox: imgkit does not look inside
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/fakeq").write_text(FAKEQ)
-    (tmp_path / "bin/fakeq").chmod(0o755)
-    return tmp_path
+    return write_files(tmp_path, {"mine.yaml": RECIPE})
 
 
-def imgkit(work: Path, plugins: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def imgkit(work: Path, plugins: Path, *args: str) -> subprocess.CompletedProcess[str]:
     env = {
         "PATH": f"{work / 'bin'}:{os.environ['PATH']}",
         "HOME": str(work),
         "PYTHONPATH": str(plugins),
     }
-    argv = [sys.executable, "-m", "imgkit_builder", *words]
+    argv = [sys.executable, "-m", "imgkit_builder", *args]
     return subprocess.run(argv, cwd=work, env=env, capture_output=True, text=True, timeout=60)
 
 
@@ -93,14 +91,14 @@ JOB = ("./mine.yaml", "--nodes", "2", "--lane", "fast", "--time", "10m", "--", "
 
 def test_job_of_a_plugin_is_submitted_and_followed(work: Path, example_installed: Path) -> None:
     printed = imgkit(work, example_installed, "run", "--dry-run", *JOB).stdout
-    done = imgkit(work, example_installed, "run", "--detach", *JOB)
-    assert (done.returncode, done.stdout) == (0, "job-7\n")
+    result = imgkit(work, example_installed, "run", "--detach", *JOB)
+    assert (result.returncode, result.stdout) == (0, "job-7\n")
     assert (work / "submitted.sh").read_text() == printed
     for verb in ("status", "logs", "cancel"):
-        done = imgkit(work, example_installed, verb, "job-7")
-        assert (done.returncode, done.stdout) == (0, f"fakeq {verb} job-7\n")
-    told = json.loads(imgkit(work, example_installed, "status", "job-7", "--json").stdout)
-    assert (told["command"], told["output"]) == (["fakeq", "status", "job-7"], "fakeq status job-7\n")
+        result = imgkit(work, example_installed, verb, "job-7")
+        assert (result.returncode, result.stdout) == (0, f"fakeq {verb} job-7\n")
+    status = json.loads(imgkit(work, example_installed, "status", "job-7", "--json").stdout)
+    assert (status["command"], status["output"]) == (["fakeq", "status", "job-7"], "fakeq status job-7\n")
 
 
 def test_flags_of_a_plugin_are_in_the_help(work: Path, example_installed: Path) -> None:
@@ -112,31 +110,31 @@ def test_flags_of_a_plugin_are_in_the_help(work: Path, example_installed: Path) 
 
 
 def test_flag_of_another_system_is_a_warning(work: Path, example_installed: Path) -> None:
-    done = imgkit(work, example_installed, "run", "--dry-run", "cpu", "--lane", "fast", "--", "dist-pi")
-    assert done.returncode == 0
-    assert "--lane is not used: " in done.stderr
-    done = imgkit(work, example_installed, "run", "--dry-run", "./mine.yaml", "-A", "me", "--", "dist-pi")
-    assert "--account is not used: The fake (fakeq) has no such flag" in done.stderr
+    result = imgkit(work, example_installed, "run", "--dry-run", "cpu", "--lane", "fast", "--", "dist-pi")
+    assert result.returncode == 0
+    assert "--lane is not used: " in result.stderr
+    result = imgkit(work, example_installed, "run", "--dry-run", "./mine.yaml", "-A", "me", "--", "dist-pi")
+    assert "--account is not used: The fake (fakeq) has no such flag" in result.stderr
 
 
-def test_plugin_is_a_word_of_the_schema(work: Path, example_installed: Path) -> None:
-    words = json.loads(imgkit(work, example_installed, "check", "--schema").stdout)
-    assert words["$defs"]["SystemFacts"]["properties"]["scheduler"]["enum"][-1] == "fakeq"
+def test_plugin_is_a_value_of_the_schema(work: Path, example_installed: Path) -> None:
+    schema = json.loads(imgkit(work, example_installed, "check", "--schema").stdout)
+    assert schema["$defs"]["SystemFacts"]["properties"]["scheduler"]["enum"][-1] == "fakeq"
 
 
-def test_unknown_word_names_the_nearest_system(work: Path, example_installed: Path) -> None:
+def test_unknown_system_names_the_nearest(work: Path, example_installed: Path) -> None:
     (work / "mine.yaml").write_text(RECIPE.replace("fakeq", "fakq"))
-    done = imgkit(work, example_installed, "check", "./mine.yaml")
-    assert done.returncode == 2
-    assert "mine.yaml:3:14: system.scheduler: 'fakq' is not known; allowed: fakeq, mpi" in done.stderr
-    assert "did you mean fakeq?" in done.stderr
+    result = imgkit(work, example_installed, "check", "./mine.yaml")
+    assert result.returncode == 2
+    assert "mine.yaml:3:14: system.scheduler: 'fakq' is not known; allowed: fakeq, mpi" in result.stderr
+    assert "did you mean fakeq?" in result.stderr
 
 
 def test_job_outlives_its_plugin_with_a_clear_message(work: Path, example_installed: Path) -> None:
     assert imgkit(work, example_installed, "run", "--detach", *JOB).returncode == 0
-    done = imgkit(work, work, "status", "job-7")
-    assert done.returncode == 2
-    assert "no system is named 'fakeq'" in done.stderr
+    result = imgkit(work, work, "status", "job-7")
+    assert result.returncode == 2
+    assert "no system is named 'fakeq'" in result.stderr
 
 
 def plugin(folder: Path, body: str, *, name: str = "fakeq", distribution: str = "fakeq-dist") -> Path:
@@ -150,23 +148,26 @@ def plugin(folder: Path, body: str, *, name: str = "fakeq", distribution: str = 
     return folder
 
 
-WHOLE = example("python")
+PLUGIN = example("python")
 BROKEN = {
     "import": ("import no_such_module\n", "cannot be loaded: ModuleNotFoundError"),
     "exit": ("raise SystemExit(3)\n", "cannot be loaded: SystemExit: 3"),
     "no object": ("SYSTEMS = 1\n", "cannot be loaded: AttributeError"),
     "another object": ("SYSTEM = 'x'\n", "has no registration"),
-    "placement": (WHOLE.replace('"manual"', '"manuel"'), "names the placement 'manuel'"),
-    "uses": (WHOLE.replace('"queue", "time"', '"queue", "tme"'), "uses 'tme'"),
-    "no method": (WHOLE.replace("def log_source", "def logs"), "cannot be loaded: TypeError"),
-    "no System": (WHOLE.replace("(System):", ":\n    registration = System.registration"), "is no System"),
-    "flag taken": (WHOLE.replace("lane: str", "queue: str"), "has the flag --queue, which is taken"),
-    "no default": (WHOLE.replace("lane: str", "x: int\n    lane: str"), "declares flags that cannot be read"),
+    "placement": (PLUGIN.replace('"manual"', '"manuel"'), "names the placement 'manuel'"),
+    "uses": (PLUGIN.replace('"queue", "time"', '"queue", "tme"'), "uses 'tme'"),
+    "no method": (PLUGIN.replace("def log_source", "def logs"), "cannot be loaded: TypeError"),
+    "no System": (PLUGIN.replace("(System):", ":\n    registration = System.registration"), "is no System"),
+    "flag taken": (PLUGIN.replace("lane: str", "queue: str"), "has the flag --queue, which is taken"),
+    "no default": (
+        PLUGIN.replace("lane: str", "x: int\n    lane: str"),
+        "declares flags that cannot be read",
+    ),
 }
 for option in declared(run._Options):
     flag = option.names[-1]
     BROKEN[f"flag {flag} of the verb"] = (
-        WHOLE.replace('flag("slow",', f'flag("slow", "{flag}",'),
+        PLUGIN.replace('flag("slow",', f'flag("slow", "{flag}",'),
         f"has the flag {flag}, which is taken",
     )
 
@@ -191,13 +192,13 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_broken_plugin_is_named_and_breaks_no_other(work: Path, plugins: Path, case: str) -> None:
-    body, what = BROKEN[case]
+    body, message = BROKEN[case]
     plugin(plugins, body)
-    found = systems.installed()
-    assert set(found.systems) == set(registry.SHIPPED)
-    for error in (*found.errors, refused(work)):
+    installed = systems.installed()
+    assert set(installed.systems) == set(registry.SHIPPED)
+    for error in (*installed.errors, refused(work)):
         assert error.where == "fakeq-dist 1.0"
-        assert f"the plug-in for the system 'fakeq' {what}" in error.what
+        assert f"the plug-in for the system 'fakeq' {message}" in error.what
 
 
 def refused(work: Path) -> ToolFailed:
@@ -209,44 +210,44 @@ def refused(work: Path) -> ToolFailed:
 
 def test_broken_plugin_gives_no_traceback(work: Path, tmp_path: Path) -> None:
     broken = plugin(tmp_path / "broken", "import no_such_module\n")
-    done = imgkit(work, broken, "run", "--dry-run", "./mine.yaml", "--", "dist-pi")
-    assert done.returncode == 4
-    assert "fakeq-dist 1.0: the plug-in for the system 'fakeq' cannot be loaded" in done.stderr
-    assert "Traceback" not in done.stderr
-    done = imgkit(work, broken, "run", "--dry-run", "cpu", "--", "dist-pi")
-    assert (done.returncode, done.stdout) == (
+    result = imgkit(work, broken, "run", "--dry-run", "./mine.yaml", "--", "dist-pi")
+    assert result.returncode == 4
+    assert "fakeq-dist 1.0: the plug-in for the system 'fakeq' cannot be loaded" in result.stderr
+    assert "Traceback" not in result.stderr
+    result = imgkit(work, broken, "run", "--dry-run", "cpu", "--", "dist-pi")
+    assert (result.returncode, result.stdout) == (
         0,
         imgkit(work, work, "run", "--dry-run", "cpu", "--", "dist-pi").stdout,
     )
-    assert "pip uninstall fakeq-dist" in done.stderr
-    done = imgkit(work, broken, "--help")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert "pip uninstall fakeq-dist" in result.stderr
+    result = imgkit(work, broken, "--help")
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("name", ["slurm", "standalone", "kubeflow"])
 def test_name_of_a_shipped_system_is_refused(plugins: Path, name: str) -> None:
-    plugin(plugins, WHOLE, name=name)
-    found = systems.installed()
-    assert set(found.systems) == set(registry.SHIPPED)
-    (error,) = found.errors
+    plugin(plugins, PLUGIN, name=name)
+    installed = systems.installed()
+    assert set(installed.systems) == set(registry.SHIPPED)
+    (error,) = installed.errors
     assert f"the plug-in for the system '{name}' is ignored: imgkit ships a system of that name" in error.what
     assert "imgkit_builder.jobs.systems" in type(systems.named(name)).__module__
 
 
 def test_two_plugins_of_one_name_are_refused(work: Path, plugins: Path) -> None:
-    plugin(plugins, WHOLE)
-    plugin(plugins, WHOLE, distribution="other-dist")
+    plugin(plugins, PLUGIN)
+    plugin(plugins, PLUGIN, distribution="other-dist")
     error = refused(work)
     assert error.what == "2 plug-ins add a system named 'fakeq'"
     assert sorted((error.where or "").split(" and ")) == ["fakeq-dist 1.0", "other-dist 1.0"]
 
 
 def test_two_plugins_with_one_flag_are_refused(plugins: Path) -> None:
-    plugin(plugins, WHOLE)
-    plugin(plugins, WHOLE, name="other", distribution="other-dist")
-    found = systems.installed()
-    assert "fakeq" in found.systems
-    (error,) = found.errors
+    plugin(plugins, PLUGIN)
+    plugin(plugins, PLUGIN, name="other", distribution="other-dist")
+    installed = systems.installed()
+    assert "fakeq" in installed.systems
+    (error,) = installed.errors
     assert (error.where, "has the flag --lane" in error.what) == ("other-dist 1.0", True)
 
 
@@ -268,7 +269,7 @@ SYSTEM = Checked()
 
 
 def test_plugin_checks_the_recipe(work: Path, plugins: Path) -> None:
-    plugin(plugins, WHOLE + CHECKED)
+    plugin(plugins, PLUGIN + CHECKED)
     file = work / "mine.yaml"
     assert load(file).warnings == ()
     file.write_text(RECIPE + "  runtime: {kind: docker, command: docker}\n")
@@ -284,7 +285,7 @@ def test_plugin_checks_the_recipe(work: Path, plugins: Path) -> None:
 
 @pytest.mark.parametrize(("alias", "system"), [("Grid", "fakeq"), ("torque", "pbs"), ("OpenMPI", "mpi")])
 def test_alias_names_its_system(work: Path, plugins: Path, alias: str, system: str) -> None:
-    plugin(plugins, WHOLE + CHECKED)
+    plugin(plugins, PLUGIN + CHECKED)
     (work / "mine.yaml").write_text(RECIPE.replace("fakeq", alias))
     with pytest.raises(RecipeErrors, match=f"did you mean {system}"):
         find(work / "mine.yaml")

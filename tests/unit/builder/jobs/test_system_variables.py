@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import stored_images
 import yaml
+from file_tree import FakeProgram, write_program
 
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.jobs import systems
@@ -32,9 +33,8 @@ from imgkit_entrypoints.system import SYSTEM_JSON, SystemFacts
 
 TEXT = """it's "one" } \\ word ` of a recipe"""
 SHOW = ("sh", "-c", 'printf "%s\\n" "$TEXT" "$FLAG" "$USERS" "$HF_HOME"')
-SRUN = '#!/bin/sh\nwhile [ "${1#-}" != "$1" ]; do shift; done\nexec "$@"\n'
+SRUN = 'while [ "${1#-}" != "$1" ]; do shift; done\nexec "$@"'
 SINGULARITY = """\
-#!/bin/sh
 # A container that is none: as in a real one, the image's variables win over exported ones.
 while [ "${1%.sif}" = "$1" ]; do shift; done
 shift
@@ -58,9 +58,8 @@ def make_job(folder: Path, scheduler: str, **fields: Any) -> Job:
 @pytest.mark.parametrize("runtime", ["singularity", "pyxis", "host"])
 def test_script_sets_what_the_user_does_not(tmp_path: Path, runtime: str) -> None:
     job = make_job(tmp_path, "slurm", runtime=runtime)
-    for name, text in (("srun", SRUN), ("singularity", SINGULARITY)):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
+    write_program(tmp_path / "srun", SRUN)
+    write_program(tmp_path / "singularity", SINGULARITY)
     (tmp_path / "site.sqsh").touch()
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "USERS": "mine"}
     script = systems.named("slurm").script(job).text
@@ -74,8 +73,7 @@ def test_docker_gets_what_the_user_does_not_set(tmp_path: Path) -> None:
     file = tmp_path / "tokens"
     file.write_text("USERS=mine\n")
     job = make_job(tmp_path, "standalone", runtime="docker", image="a:1", env_file=file)
-    (tmp_path / "docker").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    (tmp_path / "docker").chmod(0o755)
+    write_program(tmp_path / "docker", 'printf "%s\\n" "$@"')
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     argv = systems.named("standalone").script(job).submit
     output = subprocess.run(argv, env=env, stdout=subprocess.PIPE, text=True, check=True, timeout=60).stdout
@@ -100,7 +98,7 @@ def test_shell_of_a_job_gets_the_variables(tmp_path: Path) -> None:
 
 @pytest.mark.programs("mksquashfs")
 def test_shell_on_this_machine_can_have_them(
-    call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    call: Any, fake_program: FakeProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = BaseImage(name="b:1", platform="linux/amd64")
     provenance = Manifest(
@@ -115,12 +113,10 @@ def test_shell_on_this_machine_can_have_them(
     archive, sif = tmp_path / "x.tar", tmp_path / "x.sif"
     archive.write_bytes(stored_images.archive([files]))
     convert.convert(Archive(path=archive), sif, Options(test=False), Silent())
-    (tmp_path / "singularity").write_text("#!/bin/sh\necho singularity-ce version 4.1.0\n")
-    (tmp_path / "singularity").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    program = fake_program("singularity", "echo singularity-ce version 4.1.0")
     monkeypatch.setenv("USERS", "mine")
     shared = call("shell", str(sif), "--host", "--dry-run")[1]
-    assert shared == f"{tmp_path}/singularity exec --nv {sif} env HF_HOME=/recipe bash\n"
+    assert shared == f"{program} exec --nv {sif} env HF_HOME=/recipe bash\n"
     assert "HF_HOME" not in call("shell", str(sif), "--dry-run")[1]
 
 

@@ -16,7 +16,7 @@ from imgkit_builder.project.toml_file import ProjectValues
 from imgkit_builder.recipe import targets
 from imgkit_entrypoints.errors import UsageError
 
-WHOLE = """\
+FULL = """\
 # a comment
 remote = "mn5"
 recipe = "./mine.yaml"
@@ -33,12 +33,10 @@ RECIPE = "extends: mn5\nsystem:\n  queue: {qos: acc_debug}\n"
 
 
 @pytest.fixture
-def call(call: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+def call(call: Any, home: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """``call("run", "--dry-run")`` in an empty folder with a blank."""
-    (tmp_path / "a b").mkdir()
-    monkeypatch.chdir(tmp_path / "a b")
-    for name in ("CONFIG", "STATE"):
-        monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name))
+    (home / "a b").mkdir()
+    monkeypatch.chdir(home / "a b")
     return call
 
 
@@ -49,7 +47,7 @@ def written(text: str, folder: Path = Path()) -> Path:
 
 
 def test_every_key_is_read_with_its_line(tmp_path: Path) -> None:
-    project = toml_file.read(written(WHOLE, tmp_path))
+    project = toml_file.read(written(FULL, tmp_path))
     assert project.values == ProjectValues(
         remote="mn5",
         recipe="./mine.yaml",
@@ -96,7 +94,7 @@ def sources(out: str) -> dict[str, tuple[str, str]]:
 
 def test_flag_beats_the_file_which_beats_the_recipe(call: Any) -> None:
     Path("mine.yaml").write_text(RECIPE)
-    written(WHOLE)
+    written(FULL)
     flags = ("--time", "1h", "--env", "A=2", "--bind", "/x")
     code, out, err = call("run", "--on", "here", "--dry-run", "-v", "--json", *flags, "--", "dist-pi")
     assert (code, err) == (0, "imgkit: values from imgkit.toml\n")
@@ -120,7 +118,7 @@ def test_flag_beats_the_folder_of_code(call: Any) -> None:
     for folder in ("src", "other"):
         Path(folder).mkdir()
         Path(folder, "train.py").touch()
-    written(WHOLE + "time = '1h'\ncode = 'src'\n")
+    written(FULL + "time = '1h'\ncode = 'src'\n")
     for args, row, source in (
         ((), f"code {Path('src').absolute()}", "imgkit.toml:12"),
         (("--code", "other"), "code other", "--code"),
@@ -135,7 +133,7 @@ def test_script_of_a_project_lays_its_code_over_the_image(call: Any) -> None:
     Path("mine.yaml").write_text(RECIPE)
     Path("src").mkdir()
     Path("src/train.py").write_text("print(1)\n")
-    written(WHOLE + "time = '1h'\ncode = 'src'\n")
+    written(FULL + "time = '1h'\ncode = 'src'\n")
     assert "/.imgkit-code/" in call("run", "--on", "here", "--dry-run")[1]
     assert "/.imgkit-code/" not in call("run", "--on", "here", "--dry-run", "--no-code")[1]
     # A conversion runs neither the command nor the code.
@@ -152,7 +150,7 @@ def test_named_recipe_leaves_the_file_out(call: Any) -> None:
 
 def test_plan_of_a_run_says_what_decides(call: Any) -> None:
     Path("mine.yaml").write_text(RECIPE)
-    written(WHOLE + "time = '1h'\n")
+    written(FULL + "time = '1h'\n")
     call("remote", "add", "mn5", "me@far")
     code, out, _ = call("run", "--dry-run", "-v", "--json")
     assert code == 0

@@ -18,11 +18,8 @@ FILES = ["imgkit.toml", "train.py", ".gitignore"]
 
 
 @pytest.fixture
-def call(call: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+def call(call: Any, home: Path) -> Any:
     """``call("init")`` in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("CONFIG", "STATE"):
-        monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name))
     return call
 
 

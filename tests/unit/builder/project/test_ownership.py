@@ -38,15 +38,13 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a fil
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, a project, with a fake sbatch."""
-    project = write_files(tmp_path / "project", FILES)
+    project = write_files(home / "project", FILES)
     for name in FILES:  # whatever the umask
         (project / name).chmod(0o755 if name == "bin/sbatch" else 0o644)
     (project / "mine.sif").mkdir()  # an image as a folder, which nothing looks into
     monkeypatch.chdir(project)
-    for name in ("CONFIG", "STATE"):
-        monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name))
     monkeypatch.setenv("PATH", f"{project / 'bin'}:{os.environ['PATH']}")
     return project
 

@@ -8,38 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job_records import submitted_job
+from job_records import keep_job
 
 from imgkit_builder.base.process import Finished
-from imgkit_builder.jobs import history, measured, records
+from imgkit_builder.jobs import history, measured
 from imgkit_builder.jobs.job import CodeRecord
 from imgkit_builder.jobs.measured import LastNumbers
-from imgkit_builder.jobs.submitted import FINAL_STATES, SubmittedJob
+from imgkit_builder.jobs.submitted import FINAL_STATES
 from imgkit_entrypoints.errors import ToolFailed
 
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the runs, which is the current one."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def job(number: int, **fields: Any) -> SubmittedJob:
-    values = {
-        "id": str(number),
-        "system": "slurm",
-        "name": "mn5",
-        "recipe": "mn5",
-        "directory": Path.cwd(),
-        "submitted": f"2026-01-0{number}T00:00:00+00:00",
-        "command": ("dist-run", "a b"),
-        **fields,
-    }
-    record = submitted_job(**values)
-    records.keep(record)
-    return record
+pytestmark = pytest.mark.usefixtures("home")
 
 
 def fake_scheduler(answers: list[tuple[int, str]]) -> Callable[[Sequence[str]], Finished]:
@@ -63,9 +41,10 @@ def put(name: str, *lines: object) -> Path:
 
 def test_newest_run_comes_first(call: Any) -> None:
     code = CodeRecord(sha256="c" * 64, git="v1-dirty", uncommitted=True)
-    job(1, state="succeeded", image_id="sha256:" + "a" * 64, code=code)
-    job(3, remote="far")
-    job(2)
+    command = ("dist-run", "a b")
+    keep_job(1, state="succeeded", image_id="sha256:" + "a" * 64, code=code, command=command)
+    keep_job(3, remote="far")
+    keep_job(2)
     put("mn5-1", {"step": 5, "loss": 0.25})
     code, out, _ = call("runs")
     assert code == 0
@@ -89,7 +68,7 @@ def test_no_runs_is_an_answer(call: Any) -> None:
 
 
 def test_damaged_record_is_left_out(home: Path, call: Any) -> None:
-    job(2)
+    keep_job(2)
     (home / "state/imgkit/jobs/damaged.json").write_text("{")
     assert [row["id"] for row in json.loads(call("runs", "--json")[1])["runs"]] == ["2"]
 
@@ -113,7 +92,7 @@ def test_damaged_record_is_left_out(home: Path, call: Any) -> None:
 def test_scheduler_says_the_state(answers: Sequence[tuple[int, str]], state: str) -> None:
     remaining_answers = list(answers)
     run = fake_scheduler(remaining_answers)
-    record = history.refresh_state(job(1), run)
+    record = history.refresh_state(keep_job(1), run)
     assert (record.state, remaining_answers) == (state, [])
     if state in FINAL_STATES:
         assert history.refresh_state(record, run) == record  # nobody is asked again
@@ -129,14 +108,14 @@ def test_exit_code_of_the_program_counts_before_that_of_ended_tasks(
         (0, "JobId=1 JobState=FAILED ExitCode=143:0"),
         result,
     ]
-    report = history.report(job(1), fake_scheduler(remaining_answers))
+    report = history.report(keep_job(1), fake_scheduler(remaining_answers))
     assert (report.record.state, report.code, remaining_answers) == ("failed", code, [])
 
 
 def test_scheduler_without_an_answer_ends_no_job(call: Any) -> None:
     run = fake_scheduler([(1, "Unable to contact slurm controller")])
     with pytest.raises(ToolFailed, match="squeue failed with exit code 1"):
-        history.refresh_state(job(1), run)
+        history.refresh_state(keep_job(1), run)
 
 
 def test_repeated_steps_count_once() -> None:

@@ -6,18 +6,14 @@ import os
 from pathlib import Path
 
 import pytest
+from file_tree import FakeProgram
 
 UNPRIVILEGED = "" if os.geteuid() else "setpriv --bounding-set=-dac_override,-dac_read_search"
-"""Words that start a program for which read-only files are read-only, as they are for an ordinary user."""
-RUNS = f'#!/bin/sh\n# A fake ssh.\nfor line; do :; done\nexec {UNPRIVILEGED} sh -c "$line"\n'
+"""What starts a program for which read-only files are read-only, as they are for an ordinary user."""
+RUNS = f'for line; do :; done\nexec {UNPRIVILEGED} sh -c "$line"'
 
 
 @pytest.fixture
-def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def ssh(fake_program: FakeProgram) -> Path:
     """The program, in a folder of its own on PATH; a test may write another one."""
-    program = tmp_path / "bin/ssh"
-    program.parent.mkdir()
-    program.write_text(RUNS)
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-    return program
+    return fake_program("ssh", RUNS)

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 import pytest
+from file_tree import write_program
 from notes import Notes
 
 from imgkit_builder.base.progress import Silent
@@ -140,11 +141,8 @@ def test_file_that_cannot_be_written_is_no_full_disk(folder: Path, tmp_path: Pat
 
 def test_exceeded_quota_is_a_full_disk(folder: Path, tmp_path: Path, ssh: Path) -> None:
     """No quota is set on this machine: a program with rsync's message takes its place there."""
-    rsync = ssh.parent / "there/rsync"
-    rsync.parent.mkdir()
     message = 'rsync: [receiver] mkstemp "/x/.table.a1" failed: Disk quota exceeded (122)'
-    rsync.write_text(f"#!/bin/sh\necho '{message}' >&2\nexit 23\n")
-    rsync.chmod(0o755)
+    rsync = write_program(tmp_path / "far-bin/rsync", f"echo '{message}' >&2; exit 23")
     ssh.write_text(ssh.read_text().replace("exec ", f"PATH={rsync.parent}:$PATH exec ", 1))
     with pytest.raises(CheckFailed, match="code: the disk of far is full\n") as caught:
         send(folder, tmp_path / "far")

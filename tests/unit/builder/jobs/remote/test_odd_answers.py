@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from file_tree import FakeProgram, write_program
 
 from imgkit_builder.base.process import MOST_BYTES, TooLong
 from imgkit_builder.base.progress import SILENT, Silent
@@ -29,15 +30,12 @@ from imgkit_builder.jobs.transport import Ssh
 from imgkit_builder.recipe import targets
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
 
-ANSWERS = '#!/bin/sh\n# A fake ssh.\nread -r echo token\necho "$token"\ncat answer\n'
+HANDSHAKE = 'read -r echo token\necho "$token"\n'
+ANSWERS = HANDSHAKE + "cat answer"
+SSH = Path("bin/ssh")
 DIGITS = "7" * 5000
 SOURCE = transfer.Source(path=Path("x"), label="image", size_bytes=5, options=())
 FAR = Remote(name="far", address="me@far", folder="/x", keep_s=0)
-
-
-def put_ssh(text: str) -> None:
-    Path("bin/ssh").write_text(text)
-    Path("bin/ssh").chmod(0o755)
 
 
 @pytest.fixture
@@ -50,7 +48,7 @@ def local(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ssh: Path) -> Connect
 @pytest.fixture
 def far(local: Connection) -> Connection:
     """A remote whose answer is the file ``answer``."""
-    put_ssh(ANSWERS)
+    write_program(SSH, ANSWERS)
     return local
 
 
@@ -119,13 +117,13 @@ def test_odd_values_of_a_check_are_verdicts(far: Connection) -> None:
         "owner",
     )
     Path("answer").write_bytes("\n".join((*rows, "\xff", "end", "")).encode("latin-1"))
-    found = {one.name: one.verdict for one in check.examine(far, targets.find("mn5"))}
-    assert (found["runtime"], found["folder"]) == ("fail", "fail")
+    verdicts = {row.name: row.verdict for row in check.examine(far, targets.find("mn5"))}
+    assert (verdicts["runtime"], verdicts["folder"]) == ("fail", "fail")
 
 
 @pytest.mark.parametrize("name", [*READERS, "scheduler"])
 def test_answer_without_end_is_refused(far: Connection, name: str) -> None:
-    put_ssh(ANSWERS.replace("cat answer", "yes"))
+    write_program(SSH, ANSWERS.replace("cat answer", "yes"))
     read = READERS[name][0] if name in READERS else lambda far: jobs.finished(far, ("squeue",))
     with pytest.raises(TooLong, match=r"a command on far printed more than 8 MB.*first line: y$"):
         read(far)
@@ -135,27 +133,26 @@ def test_answer_without_end_is_refused(far: Connection, name: str) -> None:
 @pytest.mark.parametrize("name", [*READERS, "scheduler"])
 def test_errors_without_end_are_refused(far: Connection, name: str, floods: str) -> None:
     endless = "yes 'no space left' >&2"
-    begins = "#!/bin/sh\n# A fake ssh that writes to stderr without end.\n"
-    put_ssh(begins + (endless if floods == "before" else f'read -r echo token\necho "$token"\n{endless}\n'))
+    write_program(SSH, endless if floods == "before" else HANDSHAKE + endless)
     read = READERS[name][0] if name in READERS else lambda far: jobs.finished(far, ("squeue",))
-    what = "a command on me@far printed more than 8 MB of error messages; their first line: no space left"
+    message = "a command on me@far printed more than 8 MB of error messages; their first line: no space left"
     with pytest.raises(ToolFailed) as caught:
         read(far)
-    assert (caught.value.what, caught.value.where) == (what, "far")
+    assert (caught.value.what, caught.value.where) == (message, "far")
     assert "ssh me@far echo works" in (caught.value.hint or "")
 
 
 ENDLESS = {
     "banner": "yes Welcome",
     "banner on stderr": "yes Welcome >&2",
-    "stdout": 'read -r echo token\necho "$token"\nyes',
-    "stderr": 'read -r echo token\necho "$token"\nyes >&2',
+    "stdout": f"{HANDSHAKE}yes",
+    "stderr": f"{HANDSHAKE}yes >&2",
 }
 
 
 @pytest.mark.programs("rsync")
 def test_missing_rsync_there_names_what_installs_it(far: Connection, tmp_path: Path) -> None:
-    put_ssh('#!/bin/sh\n# A fake ssh.\nread -r echo token\necho "$token"\nexit 127\n')
+    write_program(SSH, f"{HANDSHAKE}exit 127")
     Path("image").touch()
     with pytest.raises(ToolMissing, match="there is no rsync on me@far") as caught:
         rsync.run(far, "/x", ("-t", f"{tmp_path}/image", "remote:./"), SILENT)
@@ -165,24 +162,23 @@ def test_missing_rsync_there_names_what_installs_it(far: Connection, tmp_path: P
 @pytest.mark.programs("rsync")
 @pytest.mark.parametrize("kind", ENDLESS)
 def test_rsync_ends_where_the_remote_prints_without_end(far: Connection, tmp_path: Path, kind: str) -> None:
-    put_ssh(f"#!/bin/sh\n# A fake ssh that prints without end.\necho $$ > pid\n{ENDLESS[kind]}\n")
+    write_program(SSH, f"echo $$ > pid\n{ENDLESS[kind]}")
     Path("image").write_bytes(b"x" * 1000)
-    began = time.monotonic()
+    start_s = time.monotonic()
     with pytest.raises(ToolFailed):
         rsync.run(far, "/x", ("-t", f"{tmp_path}/image", "remote:./"), SILENT)
-    assert time.monotonic() - began < 50
-    ssh = Path("/proc", Path("pid").read_text().strip(), "cmdline")
-    while (
-        ssh.exists() and ssh.read_bytes()
-    ):  # without a file of that name: only its parent has to take its code
-        assert time.monotonic() - began < 60
+    assert time.monotonic() - start_s < 50
+    cmdline = Path("/proc", Path("pid").read_text().strip(), "cmdline")
+    # An empty file is that of an ended process whose parent has not asked for its exit code.
+    while cmdline.exists() and cmdline.read_bytes():
+        assert time.monotonic() - start_s < 60
         time.sleep(0.05)
 
 
 def test_many_warnings_do_not_end_a_transfer_that_gets_on(far: Connection) -> None:
     # tar prints a line for each file with a time in the future.
     warns = "head -c 5000000 /dev/zero >&2; echo got on"
-    put_ssh(ANSWERS.replace("cat answer", f"{warns}; {warns}; {warns}"))
+    write_program(SSH, ANSWERS.replace("cat answer", f"{warns}; {warns}; {warns}"))
     assert far.run("") == b"got on\n" * 3
 
 
@@ -202,25 +198,25 @@ print(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 
 
 @pytest.mark.parametrize(
-    ("flood", "found"),
+    ("flood", "message"),
     [
         ("head -c 100000000 /dev/zero", "printed more than 8 MB"),
         ("head -c 100000000 /dev/zero >&2; exit 3", "printed more than 8 MB"),
     ],
     ids=["output", "errors"],
 )
-def test_memory_does_not_grow_with_what_programs_print(far: Connection, flood: str, found: str) -> None:
-    put_ssh(ANSWERS.replace("cat answer", flood))
-    done = subprocess.run([sys.executable, "-c", FLOOD], capture_output=True, text=True, check=True)
-    said, kept, most_kib = done.stdout.rsplit("\n", 3)[:3]
-    assert found in said
-    assert int(kept) <= MOST_BYTES
+def test_memory_does_not_grow_with_what_programs_print(far: Connection, flood: str, message: str) -> None:
+    write_program(SSH, ANSWERS.replace("cat answer", flood))
+    result = subprocess.run([sys.executable, "-c", FLOOD], capture_output=True, text=True, check=True)
+    error, kept_bytes, most_kib = result.stdout.rsplit("\n", 3)[:3]
+    assert message in error
+    assert int(kept_bytes) <= MOST_BYTES
     assert int(most_kib) < 120 * 1024
 
 
-def test_last_words_of_a_program_are_quoted_where_its_child_stays(far: Connection) -> None:
+def test_final_message_is_quoted_though_a_child_runs_on(far: Connection) -> None:
     # As a shared connection of ssh does, the child holds standard error open.
-    put_ssh("#!/bin/sh\nsleep 60 > /dev/null &\necho $! > child\nexec >&-\necho late words >&2\nexit 3\n")
+    write_program(SSH, "sleep 60 > /dev/null &\necho $! > child\nexec >&-\necho late words >&2\nexit 3")
     try:
         with pytest.raises(ToolFailed, match="exit code 3") as caught:
             far.run(":")
@@ -241,11 +237,16 @@ def test_last_words_of_a_program_are_quoted_where_its_child_stays(far: Connectio
     ],
 )
 def test_submission_there_notes_what_the_job_uses(
-    local: Connection, tmp_path: Path, answer: str, job_id: str, cluster: str, note: str | None
+    local: Connection,
+    fake_program: FakeProgram,
+    tmp_path: Path,
+    answer: str,
+    job_id: str,
+    cluster: str,
+    note: str | None,
 ) -> None:
     Path("answer").write_text(f"{answer}\n")
-    Path("bin/sbatch").write_text("#!/bin/sh\n# A fake sbatch.\ncat > /dev/null\ncat answer\n")
-    Path("bin/sbatch").chmod(0o755)
+    fake_program("sbatch", "cat > /dev/null\ncat answer")
     for folder in ("jobs", "images"):
         Path(folder).mkdir()
     Path("images/x.sif").touch()
@@ -277,8 +278,7 @@ def test_note_of_a_file_that_is_no_id_is_left_out() -> None:
     assert [note.id for note in gc.parse(f"clock 5\n{rows}end\n".encode(), "far").notes] == ["7"]
 
 
-def test_waiting_jobs_of_a_cluster_are_asked_for_there(local: Connection) -> None:
-    Path("bin/squeue").write_text('#!/bin/sh\n# A fake squeue.\necho "$*" > words\necho 4711\n')
-    Path("bin/squeue").chmod(0o755)
+def test_waiting_jobs_of_a_cluster_are_asked_for_there(local: Connection, fake_program: FakeProgram) -> None:
+    fake_program("squeue", 'echo "$*" > arguments; echo 4711')
     assert gc.unfinished(local, "slurm;two") == {"4711"}
-    assert Path("words").read_text() == "--noheader --format=%A --clusters=two\n"
+    assert Path("arguments").read_text() == "--noheader --format=%A --clusters=two\n"

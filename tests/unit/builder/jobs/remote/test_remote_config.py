@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import stat
 from pathlib import Path
 
 import pytest
+from file_tree import FakeProgram
 
 from imgkit_builder.jobs.image_source import ImageSource, with_transfer_host
 from imgkit_builder.jobs.remote import config
@@ -16,10 +16,9 @@ from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.recipe import targets
 
 
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    return tmp_path / "imgkit/remotes.toml"
+@pytest.fixture
+def remotes_file(home: Path) -> Path:
+    return home / "config/imgkit/remotes.toml"
 
 
 @pytest.mark.parametrize(
@@ -37,24 +36,24 @@ def test_address_has_a_host_and_a_folder(text: str, address: str, folder: str) -
     assert config.parse(text) == (address, folder)
 
 
-def test_remote_comes_back_as_it_was_added(home: Path) -> None:
-    one = Remote(name="mn5", address="me@host", folder="/a b/ü", recipe="mn5", transfer="me@t", keep_s=60)
-    config.add(one)
+def test_remote_comes_back_as_it_was_added(remotes_file: Path) -> None:
+    remote = Remote(name="mn5", address="me@host", folder="/a b/ü", recipe="mn5", transfer="me@t", keep_s=60)
+    config.add(remote)
     config.add(Remote(name="two", address="other"))
-    assert config.remotes() == {"mn5": one, "two": Remote(name="two", address="other")}
-    assert stat.S_IMODE(home.stat().st_mode) == 0o600
+    assert config.remotes() == {"mn5": remote, "two": Remote(name="two", address="other")}
+    assert stat.S_IMODE(remotes_file.stat().st_mode) == 0o600
 
 
-def test_other_lines_of_the_file_stay(home: Path) -> None:
-    home.parent.mkdir()
-    home.write_text(
+def test_other_lines_of_the_file_stay(remotes_file: Path) -> None:
+    remotes_file.parent.mkdir(parents=True)
+    remotes_file.write_text(
         "# mine\n[a]\naddress = 'x' # why\n\n[ \"b\" ]\naddress = 'y'\n# of b\n[c]\naddress='z'\n"
     )
     config.remove("b")
-    assert home.read_text() == "# mine\n[a]\naddress = 'x' # why\n\n[c]\naddress='z'\n"
+    assert remotes_file.read_text() == "# mine\n[a]\naddress = 'x' # why\n\n[c]\naddress='z'\n"
     config.add(Remote(name="c", address="new"), replace=True)
     assert config.find("c").address == "new"
-    assert "# why" in home.read_text()
+    assert "# why" in remotes_file.read_text()
 
 
 @pytest.mark.parametrize(
@@ -70,13 +69,9 @@ def test_other_lines_of_the_file_stay(home: Path) -> None:
     ids=["of the system", "with a user", "of the user", "login host", "none", "an option"],
 )
 def test_files_go_through_the_host_of_the_system(
-    home: Path, monkeypatch: pytest.MonkeyPatch, host: str, transfer: str, login: str, expected: str
+    fake_program: FakeProgram, host: str, transfer: str, login: str, expected: str
 ) -> None:
-    programs = home.parent
-    programs.mkdir()
-    (programs / "ssh").write_text(f"#!/bin/sh\n# A fake ssh -G.\necho user me\necho hostname {login}\n")
-    (programs / "ssh").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    fake_program("ssh", f"echo user me; echo hostname {login}")  # as ssh -G prints it
     target = targets.find("mn5")
     system = dataclasses.replace(
         target.system, transfer=dataclasses.replace(target.system.transfer, host=host)

@@ -157,8 +157,8 @@ def test_older_images_of_the_project_go_but_for_one(monkeypatch: pytest.MonkeyPa
 
 
 def test_images_of_other_projects_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    others = [remote_image(letter, "here:/other") for letter in "dcb"]
-    assert superseded(monkeypatch, listing(*folders("edcb")), [remote_image("e"), *others]) == []
+    foreign_images = [remote_image(letter, "here:/other") for letter in "dcb"]
+    assert superseded(monkeypatch, listing(*folders("edcb")), [remote_image("e"), *foreign_images]) == []
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import small_sif
+from file_tree import FakeProgram, write_files
 from notes import Notes
 
 import imgkit_builder as imgkit
@@ -29,22 +30,16 @@ REFUSAL = "the code has the project mine in /workspace, but the image runs its c
 
 
 @pytest.fixture
-def sbatch(tmp_path: Path, ssh: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def sbatch(home: Path, ssh: Path, fake_program: FakeProgram, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the scripts that were submitted; the current folder has a recipe and a project."""
-    scripts = tmp_path / "scripts"
+    scripts = home / "scripts"
     scripts.mkdir()
-    program = ssh.parent / "sbatch"
-    program.write_text(
-        f'#!/bin/sh\ncase "$*" in *--test-only*) exit ;; esac\nid=$(($(ls {scripts} | wc -l) + 1))\n'
-        f"cat > {scripts}/$id\necho $id\n"
+    new_id = f"id=$(($(ls {scripts} | wc -l) + 1))"
+    fake_program(
+        "sbatch", f'case "$*" in *--test-only*) exit ;; esac\n{new_id}\ncat > {scripts}/$id\necho $id'
     )
-    program.chmod(0o755)
-    for name in ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_RUNTIME_DIR"):
-        monkeypatch.setenv(name, str(tmp_path / name))
-    (tmp_path / "project").mkdir()
-    monkeypatch.chdir(tmp_path / "project")
-    Path("mine.yaml").write_text(RECIPE)
-    Path("pyproject.toml").write_text('[project]\nname = "mine"\nversion = "1"\n')
+    pyproject = '[project]\nname = "mine"\nversion = "1"\n'
+    monkeypatch.chdir(write_files(home / "project", {"mine.yaml": RECIPE, "pyproject.toml": pyproject}))
     return scripts
 
 

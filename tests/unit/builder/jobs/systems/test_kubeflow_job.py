@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
+from file_tree import FakeProgram
 from job_records import queued_job
 
 from imgkit_builder.base.progress import Silent
@@ -23,7 +23,7 @@ from imgkit_builder.jobs.systems.kubeflow import SYSTEM as kubeflow
 from imgkit_builder.jobs.systems.pods import KubernetesFormat, PodFlags
 from imgkit_builder.jobs.transport import Local
 from imgkit_builder.recipe.targets import find
-from imgkit_entrypoints.errors import ToolFailed, UsageError
+from imgkit_entrypoints.errors import ToolFailed
 
 RECIPE = find("rcp")
 RCP = JobRequest.of(command=("dist-train", "--steps", "1000"), nodes="3", image="r.example/me/rcp:1")
@@ -31,58 +31,53 @@ HOME = ("data:/data:ro", "home:/home/me")
 FORMATS: tuple[KubernetesFormat, ...] = ("pytorchjob", "trainjob")
 
 
-def job(kind: KubernetesFormat, *, pvcs: tuple[str, ...] = (), recipe: str = "", **given: Any) -> Job:
-    own = PodFlags(format=kind, pvcs=pvcs)
-    return resolve(find(recipe) if recipe else RECIPE, RCP.changed(system_flags=(own,), **given))
+def job(kind: KubernetesFormat, *, pvcs: tuple[str, ...] = (), recipe: str = "", **options: Any) -> Job:
+    flags = PodFlags(format=kind, pvcs=pvcs)
+    return resolve(find(recipe) if recipe else RECIPE, RCP.changed(system_flags=(flags,), **options))
 
 
-def script(kind: KubernetesFormat, **given: Any) -> Script:
-    return kubeflow.script(job(kind, **given))
+def script(kind: KubernetesFormat, **options: Any) -> Script:
+    return kubeflow.script(job(kind, **options))
 
 
-def document(kind: KubernetesFormat, **given: Any) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load(script(kind, **given).text)
-    return found
+def document(kind: KubernetesFormat, **options: Any) -> dict[str, Any]:
+    manifest: dict[str, Any] = yaml.safe_load(script(kind, **options).text)
+    return manifest
 
 
-def refused(kind: KubernetesFormat, **given: Any) -> UsageError:
-    with pytest.raises(UsageError) as caught:
-        script(kind, **given)
-    return caught.value
+def read_by_kubeflow(manifest: dict[str, Any]) -> Any:
+    """Return what is left of a manifest after Kubeflow's models have read it.
 
-
-def understood(found: dict[str, Any]) -> Any:
-    """What is left of a document after Kubeflow's models have read it: they drop a key that they do not know.
-
-    They raise an error where a value has another type, or a required key is not there.
+    They drop a key that they do not know, and raise an error where a value has another type, or a required
+    key is missing.
     """
-    if found["kind"] == "TrainJob":
+    if manifest["kind"] == "TrainJob":
         from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
 
-        return TrainerV1alpha1TrainJob.from_dict(found).to_dict()
+        return TrainerV1alpha1TrainJob.from_dict(manifest).to_dict()
     import kubernetes.client
     from kubeflow.training import models
 
     for name in (name for name in dir(models) if name.startswith("KubeflowOrg")):
         setattr(kubernetes.client.models, name, getattr(models, name))  # where its reader looks for models
     client = kubernetes.client.ApiClient()
-    read = client.deserialize(SimpleNamespace(data=json.dumps(found)), "KubeflowOrgV1PyTorchJob")
+    read = client.deserialize(SimpleNamespace(data=json.dumps(manifest)), "KubeflowOrgV1PyTorchJob")
     return client.sanitize_for_serialization(read)
 
 
-def containers(found: dict[str, Any]) -> list[dict[str, Any]]:
+def containers(manifest: dict[str, Any]) -> list[dict[str, Any]]:
     """What runs the program: of each role, or of the one trainer."""
-    spec = found["spec"]
-    if found["kind"] == "TrainJob":
+    spec = manifest["spec"]
+    if manifest["kind"] == "TrainJob":
         return [spec["trainer"]]
     roles = spec["pytorchReplicaSpecs"].values()
     return [container for role in roles for container in role["template"]["spec"]["containers"]]
 
 
-def pod_specs(found: dict[str, Any]) -> list[dict[str, Any]]:
+def pod_specs(manifest: dict[str, Any]) -> list[dict[str, Any]]:
     """Templates of the pods, metadata and spec."""
-    spec = found["spec"]
-    if found["kind"] == "PyTorchJob":
+    spec = manifest["spec"]
+    if manifest["kind"] == "PyTorchJob":
         return [role["template"] for role in spec["pytorchReplicaSpecs"].values()]
     (patch,) = spec["runtimePatches"]
     (node,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
@@ -91,7 +86,7 @@ def pod_specs(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize(
-    "given",
+    "options",
     [
         {},
         {"nodes": "1"},
@@ -100,78 +95,61 @@ def pod_specs(found: dict[str, Any]) -> list[dict[str, Any]]:
         {"cpus": 32, "options": ("--annotation=a/b=c", "--extended-resource", "x/y=2")},
         {"interactive": True, "command": ()},
     ],
-    ids=lambda given: " ".join(given) or "plain",
+    ids=lambda options: " ".join(options) or "plain",
 )
-def test_document_is_what_models_know(kind: KubernetesFormat, given: dict[str, Any]) -> None:
-    found = document(kind, **given)
-    assert understood(found) == found
+def test_document_has_only_keys_of_the_models(kind: KubernetesFormat, options: dict[str, Any]) -> None:
+    manifest = document(kind, **options)
+    assert read_by_kubeflow(manifest) == manifest
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("place", ["job", "pod", "container"])
-def test_unknown_key_is_noticed(kind: KubernetesFormat, place: str) -> None:
-    """The comparison above is one."""
-    found = document(kind, pvcs=HOME)
-    {"job": found["spec"], "pod": pod_specs(found)[0]["spec"], "container": containers(found)[0]}[place][
-        "imgkitSaysSo"
-    ] = "x"
-    assert understood(found) != found
+@pytest.mark.parametrize("level", ["job", "pod", "container"])
+def test_unknown_key_is_noticed(kind: KubernetesFormat, level: str) -> None:
+    """Else the comparison above would compare nothing."""
+    manifest = document(kind, pvcs=HOME)
+    pod = pod_specs(manifest)[0]["spec"]
+    levels = {"job": manifest["spec"], "pod": pod, "container": containers(manifest)[0]}
+    levels[level]["imgkitSaysSo"] = "x"
+    assert read_by_kubeflow(manifest) != manifest
 
 
 @pytest.mark.parametrize(
-    "word", ["1e-4", "y", "N", "0o17", "0x1f", "1_000", "+1", ".5", "-3e2", "~", "12:30", ""]
+    "argument", ["1e-4", "y", "N", "0o17", "0x1f", "1_000", "+1", ".5", "-3e2", "~", "12:30", ""]
 )
-def test_number_like_word_is_quoted(word: str) -> None:
+def test_text_like_a_number_is_quoted(argument: str) -> None:
     """Readers of YAML differ in what is a number; kubectl's refuses one where a text belongs."""
-    assert f"- '{word}'\n" in script("pytorchjob", command=("dist-run", word)).text
+    assert f"- '{argument}'\n" in script("pytorchjob", command=("dist-run", argument)).text
 
 
 def test_directory_is_where_the_program_starts() -> None:
-    given = {"pvcs": HOME, "directory": Path("/home/me/my run")}
-    assert {each["workingDir"] for each in containers(document("pytorchjob", **given))} == {"/home/me/my run"}
-    trainer = document("trainjob", **given)["spec"]["trainer"]
+    options = {"pvcs": HOME, "directory": Path("/home/me/my run")}
+    folders = {container["workingDir"] for container in containers(document("pytorchjob", **options))}
+    assert folders == {"/home/me/my run"}
+    trainer = document("trainjob", **options)["spec"]["trainer"]
     assert trainer["command"][:3] == ["env", "--chdir=/home/me/my run", "dist-train"]
 
 
 def test_project_is_a_namespace_and_its_scheduler() -> None:
-    found = document("pytorchjob", queue="mlo-me")
-    assert found["metadata"]["namespace"] == "runai-mlo-me"
-    assert all(pod["spec"]["schedulerName"] == "runai-scheduler" for pod in pod_specs(found))
+    manifest = document("pytorchjob", queue="mlo-me")
+    assert manifest["metadata"]["namespace"] == "runai-mlo-me"
+    assert all(pod["spec"]["schedulerName"] == "runai-scheduler" for pod in pod_specs(manifest))
     assert "namespace" not in document("pytorchjob")["metadata"]
 
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_interactive_pods_sleep_below_their_comments(kind: KubernetesFormat) -> None:
-    made = script(kind, interactive=True, queue="mlo-me")
-    assert containers(yaml.safe_load(made.text))[0].get("args" if kind == "pytorchjob" else "command") == [
-        "sleep",
-        "infinity",
-    ]
-    comments = [line for line in made.text.splitlines() if line.startswith("#")]
+    job_script = script(kind, interactive=True, queue="mlo-me")
+    container = containers(yaml.safe_load(job_script.text))[0]
+    assert container["args" if kind == "pytorchjob" else "command"] == ["sleep", "infinity"]
+    comments = [line for line in job_script.text.splitlines() if line.startswith("#")]
     assert any("kubectl exec --namespace=runai-mlo-me" in line for line in comments)
     assert "#   dist-train --steps 1000" in comments
 
 
-@pytest.mark.parametrize(
-    ("kind", "given", "where"),
-    [
-        ("trainjob", {"nodes": "2+1"}, "--format"),
-        ("pytorchjob", {"options": ("--backoff-limit=0",)}, "--option"),
-        ("pytorchjob", {"options": ("--annotation=x",)}, "--option"),
-        ("trainjob", {"options": ("--annotation",)}, "--option"),
-        ("trainjob", {"name": "my_job"}, "--name"),
-    ],
-)
-def test_what_has_no_place_is_refused(kind: KubernetesFormat, given: dict[str, Any], where: str) -> None:
-    assert refused(kind, **given).where == where
-
-
-def test_name_that_exists_starts_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_name_that_exists_starts_nothing(fake_program: FakeProgram) -> None:
     """The client's message, from a fake kubectl."""
-    said = 'Error from server (AlreadyExists): pytorchjobs.kubeflow.org "rcp" already exists'
-    (tmp_path / "kubectl").write_text(f"#!/bin/sh\necho '{said}' >&2\nexit 1\n")
-    (tmp_path / "kubectl").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    message = 'Error from server (AlreadyExists): pytorchjobs.kubeflow.org "rcp" already exists'
+    fake_program("kubectl", f"echo '{message}' >&2; exit 1")
     existing = job("pytorchjob")
     prepared = PreparedJob(job=existing, script=kubeflow.script(existing))
     with pytest.raises(ToolFailed) as caught:
@@ -180,7 +158,7 @@ def test_name_that_exists_starts_nothing(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("output", "found"),
+    ("output", "job_id"),
     [
         ("pytorchjob.kubeflow.org/rcp created\n", "pytorchjob.rcp"),
         ("Warning: x/y\ntrainjob.trainer.kubeflow.org/run-7 created\n", "trainjob.run-7"),
@@ -188,8 +166,8 @@ def test_name_that_exists_starts_nothing(monkeypatch: pytest.MonkeyPatch, tmp_pa
         ("pytorchjob.kubeflow.org/rcp unchanged\n", ""),  # of apply: nothing starts
     ],
 )
-def test_id_is_kind_and_name(output: str, found: str) -> None:
-    assert kubeflow.parse_job_id(output, "rcp") == found
+def test_id_is_kind_and_name(output: str, job_id: str) -> None:
+    assert kubeflow.parse_job_id(output, "rcp") == job_id
 
 
 CONDITION = """\
@@ -232,16 +210,11 @@ def test_submitted_job_is_found_again() -> None:
 @pytest.mark.parametrize("kind", FORMATS)
 def test_secret_of_the_user_is_mounted_where_launchers_look(kind: KubernetesFormat) -> None:
     for required in (False, True):
-        found = document(kind, env=("WANDB_API_KEY",), require_secret=required)
-        assert understood(found)
-        text = json.dumps(found)
+        manifest = document(kind, env=("WANDB_API_KEY",), require_secret=required)
+        assert read_by_kubeflow(manifest)
+        text = json.dumps(manifest)
         assert '"mountPath": "/run/secrets/imgkit", "readOnly": true' in text
         assert f'"path": "secret"}}], "optional": {str(not required).lower()}' in text
         assert '{"secretKeyRef": {"name": "imgkit", "key": "WANDB_API_KEY"}}' in text
     assert "secret" not in script(kind, nodes="1").text
     assert "/run/secrets" not in script(kind, secret_file=Path("/data/secret")).text
-
-
-def test_file_of_variables_is_refused_with_the_command_for_a_secret() -> None:
-    hint = refused("pytorchjob", env_file=Path("tokens")).hint
-    assert "kubectl create secret generic imgkit --from-env-file=tokens" in str(hint)

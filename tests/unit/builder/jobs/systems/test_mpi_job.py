@@ -21,14 +21,14 @@ HELLO = JobRequest.of(command=("dist-hello",), directory=Path("/home/me"), syste
 OWN = ("hosts", "direct", "ssh")
 
 
-def changed(request: JobRequest, **given: Any) -> JobRequest:
+def changed(request: JobRequest, **options: Any) -> JobRequest:
     """`request` with other values of its flags, the system's own among them."""
-    own: dict[str, Any] = {name: given.pop(name) for name in OWN if name in given}
-    if "hosts" in own:
-        own["hosts"] = ",".join(own["hosts"])
+    own_options: dict[str, Any] = {name: options.pop(name) for name in OWN if name in options}
+    if "hosts" in own_options:
+        own_options["hosts"] = ",".join(own_options["hosts"])
     (flags,) = request.system_flags
     assert isinstance(flags, MpiFlags)
-    return request.changed(system_flags=(replace(flags, **own),), **given)
+    return request.changed(system_flags=(replace(flags, **own_options),), **options)
 
 
 def job(request: JobRequest) -> Job:
@@ -39,23 +39,17 @@ def script(request: JobRequest) -> Script:
     return mpi.script(job(request))
 
 
-@pytest.mark.parametrize("ssh", [False, True])
-@pytest.mark.parametrize(("nodes", "hosts"), [("1", ("a", "b")), ("3", ("a", "b")), ("2", ())])
-def test_other_number_of_hosts_is_refused(nodes: str, hosts: tuple[str, ...], ssh: bool) -> None:
-    with pytest.raises(UsageError, match=f"{nodes} nodes, but {len(hosts)} hosts"):
-        script(changed(HELLO, nodes=nodes, hosts=hosts, ssh=ssh))
-
-
 def test_each_host_gets_its_rank() -> None:
-    made = script(changed(HELLO, hosts=("me@10.0.0.1", "10.0.0.2"), ssh=True))
-    assert [host for host, _ in made.remote] == ["me@10.0.0.1", "10.0.0.2"]
-    port = shlex.split(made.remote[0][1])[-1]
-    for rank, (_, text) in enumerate(made.remote):
+    job_script = script(changed(HELLO, hosts=("me@10.0.0.1", "10.0.0.2"), ssh=True))
+    assert [host for host, _ in job_script.remote] == ["me@10.0.0.1", "10.0.0.2"]
+    port = shlex.split(job_script.remote[0][1])[-1]
+    for rank, (_, text) in enumerate(job_script.remote):
         assert shlex.split(text)[-9:] == [
             *("dist-hello", "--nnodes", "2", "--node-rank", str(rank)),
             *("--head", "10.0.0.1", "--port", port),
         ]
-    printed = [shlex.split(row)[-1] for row in made.text.replace("\\\n", "").splitlines() if row[0] != "#"]
+    rows = job_script.text.replace("\\\n", "").splitlines()
+    printed = [shlex.split(row)[-1] for row in rows if row[0] != "#"]
     assert len(printed) == 2
     end = f"--head 10.0.0.1 --port {port}"
     assert all(text.endswith(f"--node-rank {rank} {end}") for rank, text in enumerate(printed))
@@ -70,13 +64,13 @@ def test_runs_by_hand_meet_at_random_ports() -> None:
     assert all(text.endswith("--port 29500") for _, text in chosen)
 
 
-def test_spare_is_a_host_like_the_others() -> None:
-    made = script(changed(HELLO, hosts=("a", "b", "c"), nodes="2+1", ssh=True))
-    assert made.head_decides
-    assert [shlex.split(text)[-8:-4] for _, text in made.remote] == [
+def test_spare_is_a_host_like_any() -> None:
+    job_script = script(changed(HELLO, hosts=("a", "b", "c"), nodes="2+1", ssh=True))
+    assert job_script.head_decides
+    assert [shlex.split(text)[-8:-4] for _, text in job_script.remote] == [
         ["--nnodes", "2+1", "--node-rank", rank] for rank in "012"
     ]
-    assert "torch.distributed.launch" not in made.text  # it has no spares
+    assert "torch.distributed.launch" not in job_script.text  # it has no spares
 
 
 def test_mpirun_ends_a_run_in_spite_of_its_spare() -> None:
@@ -87,20 +81,20 @@ def test_mpirun_ends_a_run_in_spite_of_its_spare() -> None:
 
 
 def test_own_program_gets_its_rank_by_variables() -> None:
-    made = script(changed(HELLO, command=("./serve",), ssh=True, runtime="host"))
-    words = shlex.split(made.remote[1][1])
-    assert {"IMGKIT_NNODES=2", "IMGKIT_NODE_RANK=1", "IMGKIT_HEAD=node1"} <= set(words)
+    job_script = script(changed(HELLO, command=("./serve",), ssh=True, runtime="host"))
+    argv = shlex.split(job_script.remote[1][1])
+    assert {"IMGKIT_NNODES=2", "IMGKIT_NODE_RANK=1", "IMGKIT_HEAD=node1"} <= set(argv)
 
 
 def test_guard_reads_the_container_s_input() -> None:
     text = script(changed(HELLO, ssh=True)).remote[0][1]
-    words = shlex.split(text)
-    assert words[:4] == ["docker", "run", "--interactive", "--rm"]
-    assert words.index("lambda:latest") < words.index("sh")
+    argv = shlex.split(text)
+    assert argv[:4] == ["docker", "run", "--interactive", "--rm"]
+    assert argv.index("lambda:latest") < argv.index("sh")
 
 
 @pytest.mark.parametrize(
-    ("command", "shown"),
+    ("command", "expected"),
     [
         (("dist-pi", "--nproc", "4", "--terms", "9"), "-m imgkit_entrypoints.apps.pi --terms 9"),
         (("dist-run", "train.py", "--lr", "1"), "--master_port=29500 train.py --lr 1"),
@@ -110,43 +104,29 @@ def test_guard_reads_the_container_s_input() -> None:
         (("./own",), None),
     ],
 )
-def test_torch_launch_line_is_shown_where_known(command: tuple[str, ...], shown: str | None) -> None:
+def test_torch_launch_line_is_printed(command: tuple[str, ...], expected: str | None) -> None:
     text = script(changed(HELLO, command=command, ssh=True)).text
     rows = [row for row in text.splitlines() if row.startswith("# ssh")]
-    if shown is None:
+    if expected is None:
         assert not rows
     else:
         assert len(rows) == 2
-        assert all(shown in row for row in rows)
+        assert all(expected in row for row in rows)
         assert all(f" --nnodes=2 --node_rank={rank} " in row for rank, row in enumerate(rows))
 
 
 def test_shell_is_for_one_host() -> None:
-    one = changed(HELLO, command=(), interactive=True, hosts=("node1",))
-    assert script(one).submit[:3] == ("ssh", "-t", "node1")
-    assert "docker run --interactive --tty" in script(one).submit[3]
+    request = changed(HELLO, command=(), interactive=True, hosts=("node1",))
+    assert script(request).submit[:3] == ("ssh", "-t", "node1")
+    assert "docker run --interactive --tty" in script(request).submit[3]
     with pytest.raises(UsageError, match="a shell on 2 hosts"):
-        script(changed(one, hosts=("node1", "node2")))
-
-
-@pytest.mark.parametrize(
-    ("change", "what"),
-    [
-        ({"direct": True, "ssh": True}, "--direct cannot be combined with --ssh"),
-        ({"hosts": ("me@node1", "node2")}, "mpirun cannot use 'me@node1'"),
-        ({"hosts": ("node1", "fd00::7")}, "mpirun cannot use 'fd00::7'"),
-        ({"options": ("--mca a b",)}, "cannot be used in a directive"),
-    ],
-)
-def test_what_mpirun_cannot_do_is_refused(change: dict[str, Any], what: str) -> None:
-    with pytest.raises(UsageError, match=what):
-        script(changed(HELLO, **change))
+        script(changed(request, hosts=("node1", "node2")))
 
 
 def test_own_host_must_be_the_first(tmp_path: Path) -> None:
-    here = changed(HELLO, hosts=("192.0.2.1", "127.0.0.1"), directory=tmp_path)
+    request = changed(HELLO, hosts=("192.0.2.1", "127.0.0.1"), directory=tmp_path)
     with pytest.raises(UsageError, match=r"mpirun gives rank 0 to its own host") as caught:
-        checks.before_submission(job(here))
+        checks.before_submission(job(request))
     assert "--hosts 127.0.0.1,192.0.2.1" in (caught.value.hint or "")
-    checks.before_submission(job(changed(here, ssh=True)))
-    checks.before_submission(job(changed(here, hosts=("127.0.0.1", "192.0.2.1"))))
+    checks.before_submission(job(changed(request, ssh=True)))
+    checks.before_submission(job(changed(request, hosts=("127.0.0.1", "192.0.2.1"))))

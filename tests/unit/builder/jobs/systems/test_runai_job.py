@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from imgkit_builder.cli.app import build_app
 from imgkit_builder.jobs.job import Job, Script
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.resolve import resolve
@@ -23,38 +21,40 @@ RECIPE = find("rcp")
 RCP = JobRequest.of(command=("dist-pi",), nodes="2", image="r.example/me/rcp:1")
 
 
-def job(*, pvcs: tuple[str, ...] = ("home:/home/me",), **given: Any) -> Job:
-    own = pods.PodFlags(pvcs=pvcs, client="v1")
-    return resolve(RECIPE, RCP.changed(system_flags=(own,), **given))
+def job(*, pvcs: tuple[str, ...] = ("home:/home/me",), **options: Any) -> Job:
+    flags = pods.PodFlags(pvcs=pvcs, client="v1")
+    return resolve(RECIPE, RCP.changed(system_flags=(flags,), **options))
 
 
-def script(**given: Any) -> Script:
-    return runai.script(job(**given))
+def script(**options: Any) -> Script:
+    return runai.script(job(**options))
 
 
-def variables(made: Script) -> dict[str, str]:
-    words = made.submit
-    given = [words[index + 1] for index, word in enumerate(words) if word == "-e"]
-    return dict(text.split("=", 1) for text in given)
+def variables(job_script: Script) -> dict[str, str]:
+    argv = job_script.submit
+    values = [argv[index + 1] for index, argument in enumerate(argv) if argument == "-e"]
+    return dict(text.split("=", 1) for text in values)
 
 
-def value(made: Script, flag: str) -> str:
-    return made.submit[made.submit.index(flag) + 1]
+def value(job_script: Script, flag: str) -> str:
+    return job_script.submit[job_script.submit.index(flag) + 1]
 
 
-def refused(**given: Any) -> UsageError:
+def refused(**options: Any) -> UsageError:
     with pytest.raises(UsageError) as caught:
-        script(**given)
+        script(**options)
     return caught.value
 
 
-@pytest.mark.parametrize("word", ["plain", "a b", "it's", "; rm -rf /", "$HOME", "`id`", "--", "-x", "", "ü"])
-def test_program_s_words_are_quoted_once(word: str) -> None:
-    made = script(command=("dist-run", "main.py", word))
-    assert made.submit[-4:] == ("--", "dist-run", "main.py", word)
-    shell = f'runai() {{ printf "%s\\0" runai "$@"; }}\n{made.text}'
+@pytest.mark.parametrize(
+    "argument", ["plain", "a b", "it's", "; rm -rf /", "$HOME", "`id`", "--", "-x", "", "ü"]
+)
+def test_program_s_arguments_are_quoted_once(argument: str) -> None:
+    job_script = script(command=("dist-run", "main.py", argument))
+    assert job_script.submit[-4:] == ("--", "dist-run", "main.py", argument)
+    shell = f'runai() {{ printf "%s\\0" runai "$@"; }}\n{job_script.text}'
     read = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True).stdout
-    assert tuple(read.split("\0")[:-1]) == made.submit
+    assert tuple(read.split("\0")[:-1]) == job_script.submit
 
 
 @pytest.mark.parametrize(
@@ -62,8 +62,8 @@ def test_program_s_words_are_quoted_once(word: str) -> None:
     [("$(NAME)", "$$(NAME)"), ("$$", "$$$"), ("$$(NAME)", "$$$$(NAME)"), ("$NAME $", "$NAME $")],
 )
 def test_kubernetes_expands_nothing(typed: str, handed: str) -> None:
-    made = script(command=("dist-run", typed), env=(f"A={typed}",))
-    assert made.submit[-1] == variables(made)["A"] == handed
+    job_script = script(command=("dist-run", typed), env=(f"A={typed}",))
+    assert job_script.submit[-1] == variables(job_script)["A"] == handed
 
 
 @pytest.mark.parametrize("name", ["IMGKIT_LOG_DIR", "IMGKIT_NPROC"])
@@ -72,19 +72,19 @@ def test_user_s_own_variables_win(name: str) -> None:
 
 
 def test_directory_is_one_of_the_pods() -> None:
-    made = script(directory=Path("/home/me/project"))
-    assert value(made, "--working-dir") == "/home/me/project"
-    assert variables(made)["IMGKIT_RUN_DIR"] == "/home/me/project/runs/rcp"
+    job_script = script(directory=Path("/home/me/project"))
+    assert value(job_script, "--working-dir") == "/home/me/project"
+    assert variables(job_script)["IMGKIT_RUN_DIR"] == "/home/me/project/runs/rcp"
 
 
 def test_nothing_is_kept_where_nothing_can_be_written() -> None:
-    made = script(pvcs=("code:/code:ro", "home:/home/me"), directory=Path("/code/project"))
-    assert value(made, "--working-dir") == "/code/project"
-    assert variables(made)["IMGKIT_RUN_DIR"] == "/home/me/runs/rcp"
+    job_script = script(pvcs=("code:/code:ro", "home:/home/me"), directory=Path("/code/project"))
+    assert value(job_script, "--working-dir") == "/code/project"
+    assert variables(job_script)["IMGKIT_RUN_DIR"] == "/home/me/runs/rcp"
 
 
 @pytest.mark.parametrize(
-    ("given", "doubt"),
+    ("options", "doubt"),
     [
         ({"pvcs": ()}, "no --pvc to write to"),
         ({"pvcs": ("data:/data:ro",)}, "no --pvc to write to"),
@@ -96,9 +96,9 @@ def test_nothing_is_kept_where_nothing_can_be_written() -> None:
         ({"nodes": "2+1"}, "RunAI decides what follows a lost pod"),
     ],
 )
-def test_doubt_is_a_warning(given: dict[str, Any], doubt: str) -> None:
+def test_doubt_is_a_warning(options: dict[str, Any], doubt: str) -> None:
     assert job().warnings == ()
-    (warning,) = job(**given).warnings
+    (warning,) = job(**options).warnings
     assert doubt in warning
 
 
@@ -122,39 +122,17 @@ def test_volume_that_is_none_is_refused(text: str) -> None:
     assert refused(pvcs=(text,)).where == "--pvc"
 
 
-@pytest.mark.parametrize(
-    ("given", "where"),
-    [
-        ({"pvcs": ("a:/data", "b:/data")}, "--pvc"),
-        ({"directory": Path("/elsewhere")}, "--directory"),
-        ({"options": ("--label=a b",)}, "--option"),
-        ({"image": ""}, "--image"),
-    ],
-)
-def test_what_pods_cannot_have_is_refused(given: dict[str, Any], where: str) -> None:
-    assert refused(**given).where == where
+@pytest.mark.usefixtures("home", "first_runai")
+def test_submitted_job_is_followed_by_its_name(call: Any) -> None:
+    pods = ("--nodes", "2", "--image", "r/x:1", "--pvc", "home:/home/me", "--directory", "/home/me/a")
+    command = ("-q", "mlo-me", "--", "dist-run", "a b.py")
+    assert call("run", "--detach", "rcp", *pods, *command)[:2] == (0, "rcp\n")
+    answer = json.loads(call("status", "rcp", "--json")[1])
+    assert answer["output"].split() == ["describe", "job", "rcp", "--project", "mlo-me"]
 
 
-@pytest.fixture
-def client(first_runai: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A fake of the first client, and the file of what it was called with."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    return first_runai
-
-
-def test_submission_runs_the_words_and_is_followed(client: Path) -> None:
-    app = build_app()
-    argv = ["--nodes", "2", "--image", "r/x:1", "--pvc", "home:/home/me", "--directory", "/home/me/a"]
-    done = CliRunner().invoke(
-        app, ["run", "--detach", "rcp", *argv, "-q", "mlo-me", "--", "dist-run", "a b.py"]
-    )
-    assert (done.exit_code, done.stdout) == (0, "rcp\n")
-    done = CliRunner().invoke(app, ["status", "rcp", "--json"])
-    assert json.loads(done.stdout)["output"].split() == ["describe", "job", "rcp", "--project", "mlo-me"]
-
-
-def test_interactive_submission_says_how_to_get_in(client: Path) -> None:
-    argv = ["run", "rcp", "--nodes", "2", "--image", "r/x:1", "--interactive"]
-    done = CliRunner().invoke(build_app(), argv)
-    assert done.stdout == "rcp\n"
-    assert "runai bash rcp --pod rcp-worker-0" in done.stderr
+@pytest.mark.usefixtures("home", "first_runai")
+def test_interactive_submission_says_how_to_get_in(call: Any) -> None:
+    code, out, err = call("run", "rcp", "--nodes", "2", "--image", "r/x:1", "--interactive")
+    assert (code, out) == (0, "rcp\n")
+    assert "runai bash rcp --pod rcp-worker-0" in err
