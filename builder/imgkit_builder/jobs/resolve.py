@@ -78,7 +78,7 @@ def resolve(recipe: Target, request: JobRequest) -> Job:
         stop_before_s=_stop_before(request, job.allocation.time),
     )
     job = dataclasses.replace(job, settings=_settings(job, system))
-    job = contents.filled(job, passes_names=system.passes_names)
+    job = contents.with_mounts_and_variables(job, passes_names=system.passes_names)
     runtime.check(job)
     _refuse_amd(job)
     return dataclasses.replace(job, warnings=(*ignored, *system.check(job), *runtime.warnings(job)))
