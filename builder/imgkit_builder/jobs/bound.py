@@ -98,6 +98,7 @@ def bind(job: Job, run: Runner | None = None) -> Job:
 
 
 def _unreadable_image_error(job: Job, *, is_remote: bool) -> UsageError:
+    """Return the error for an image that is not on this machine, or not on the remote."""
     where, hint = "here", "submit where the image is"
     if is_remote:
         where, hint = "on the remote", "the absolute path of an image there"

@@ -51,6 +51,7 @@ def check_environment(job: Job) -> None:
 
 
 def _check_variable(name: str) -> None:
+    """Raise UsageError for a variable that is not set on this machine, or whose value has a line break."""
     value = os.environ.get(name)
     if value is None:
         raise UsageError(

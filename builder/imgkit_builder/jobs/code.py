@@ -212,23 +212,26 @@ def refuse_shadowed(code: CodeFolder, job: Job) -> None:
     UsageError : the job would run the file itself, which may change until it starts, and not the copy that
         its record names.
     """
-    folder = Path(job.container.workdir or job.directory.resolve())
+    start_folder = Path(job.container.workdir or job.directory.resolve())
     previous_arguments = ("", *job.command)
     for previous, argument in zip(previous_arguments, job.command, strict=False):
+        # "python -m train.main" imports the folder train or the file train.py.
         module = argument.partition(".")[0] if previous == "-m" else ""
         parts = (module, f"{module}.py") if module else (argument,)
         for part in parts:
-            path = os.path.normpath(folder / part)
+            path = os.path.normpath(start_folder / part)
             if path.startswith(f"/{CODE_PLACE}/"):  # the job mounts the code there
                 continue
             name = _name_in_code(code, part, path, is_module=bool(module))
             if name is None or not os.path.lexists(path):
                 continue
-            advice = "choose another folder for the job: --directory DIR"
+            hint = "choose another folder for the job: --directory DIR"
+            if not module:
+                hint = f"/{CODE_PLACE}/{name}, or {hint}"
             raise UsageError(
                 f"the job would read {path}, and not what --code {code.folder} sends",
                 where=f"the command's {argument}",
-                hint=advice if module else f"/{CODE_PLACE}/{name}, or {advice}",
+                hint=hint,
             )
 
 
@@ -239,7 +242,7 @@ def _name_in_code(code: CodeFolder, argument: str, path: str, *, is_module: bool
     ----------
     argument : a path below the code's folder, as the user may have meant it.
     path : the absolute path that the job would read for it.
-    is_module : whether a folder counts, too, as a package.
+    is_module : whether `argument` may be a folder, as a package.
     """
     for name in (os.path.normpath(argument), os.path.relpath(path, code.folder.resolve())):
         file = code.tree.files.get(name)

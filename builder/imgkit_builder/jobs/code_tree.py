@@ -149,6 +149,7 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def _changed_error(path: Path) -> UsageError:
+    """Return the error for a file that a program writes while imgkit reads it."""
     return UsageError(
         "it changed while imgkit read it",
         where=str(path),
