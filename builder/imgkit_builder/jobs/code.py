@@ -313,9 +313,10 @@ def _list_folder(folder: Path, allow: Sequence[str]) -> tuple[list[CodeFile], tu
 
 
 def _secret_files_error(folder: Path, names: Sequence[str]) -> UsageError:
-    more = " ..." if len(names) > 5 else ""
+    """Return the error for files of the code whose names or content look like those of secrets."""
+    ellipsis = " ..." if len(names) > 5 else ""
     return UsageError(
-        f"these files usually hold secrets: {', '.join(names[:5])}{more}",
+        f"these files usually hold secrets: {', '.join(names[:5])}{ellipsis}",
         where=f"--code {folder}",
         hint=f"list them in .gitignore or .dockerignore; if it holds none: --allow {names[0].rstrip('/')}",
     )
