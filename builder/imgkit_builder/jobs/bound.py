@@ -1,8 +1,9 @@
-"""Images that imgkit did not build: look into one once, and bind the entry points there.
+"""Inspect an image that imgkit did not build, and bind imgkit's entry points into it.
 
-The look runs the image's own Python, with the job's mounts and options, on the machine that submits. Its
-result is kept by a digest of the image, so that the next submission costs nothing. A .sif is known by its two
-ends and its size, an image of an engine by its id.
+A probe starts the image's own Python on the machine that submits, with the mounts and options of the job.
+It prints what that Python has installed. The result is cached by a digest of the image, so that a later
+submission of the same image starts nothing. The digest of a .sif covers its two ends and its size; for an
+image of an engine, it is the image's id.
 """
 
 from __future__ import annotations
@@ -38,22 +39,34 @@ FOLDER = "imgkit-entrypoints"
 _CHOOSE = "choose one: --python PATH of the image, or --activate 'COMMAND' that puts one on PATH"
 _CHOOSE_OTHER = _CHOOSE.replace("one", "another", 1)
 
+_NO_DIGEST = "folder"
+"""What `Runtime.image_digest` returns for an image that is a folder: nothing stands for its content."""
+
+_PROBE_MESSAGE = "no program "
+"""Start of the probe's message if it ran in the image and found no Python there."""
+
+_NOTICES = ("imgkit: the command of --activate", "module load ")
+"""Starts of lines that explain no failure: a line of imgkit, and what the modules of some sites print."""
+
 
 def is_foreign(job: Job) -> bool:
-    """Whether `bind` looks into the image: one that is here, and that imgkit did not build by its record.
+    """Return whether `bind` inspects the image of a ``dist-*`` command on this machine.
+
+    It does so if the image has no record of imgkit, or if the user chooses a Python in it.
 
     Raises
     ------
-    UsageError : the image cannot be used, or the flags for such an image mean nothing in this job.
+    UsageError : the image cannot be used, or ``--python`` or ``--activate`` has no meaning in this job.
     """
     _chosen_python(job)
     return job.runs_entry_point and runtime_of(job).is_foreign(job)
 
 
 def bind(job: Job, run: Runner | None = None) -> Job:
-    """`job`, with the entry points bound where its image has none.
+    """Return `job` with imgkit's entry points bound into its image, or unchanged if the image has its own.
 
-    An image that is not where the job is submitted is left to the checks of the submission.
+    A job that runs no ``dist-*`` command needs no entry points. If this machine does not have the image, the
+    job is returned unchanged too: the checks of the submission report a missing image.
 
     Parameters
     ----------
@@ -61,49 +74,78 @@ def bind(job: Job, run: Runner | None = None) -> Job:
 
     Raises
     ------
-    UsageError : nothing in the image can run the entry points; says what imgkit found there.
-    ToolMissing : the runtime is not here.
+    UsageError : no Python of the image can run the entry points; the message says what the image has.
+    ToolMissing : the container runtime is not installed on this machine.
     """
-    ask, chosen = run or _run_here, _chosen_python(job)
-    if not (job.runs_entry_point if run else is_foreign(job)):
+    python_flag = _chosen_python(job)
+    needs_probe = is_foreign(job) if run is None else job.runs_entry_point
+    if not needs_probe:
         return job
-    digest = runtime_of(job).image_digest(job, ask)
+    digest = runtime_of(job).image_digest(job, run or _run_here)
     if not digest:
-        if not chosen and run is None:
+        if run is None and not python_flag:
             return job
-        where, hint = "here", "submit where the image is"
-        if run is not None:
-            where, hint = "on the remote", "the absolute path of an image there"
-        message = (
-            f"{job.container.image} does not exist or cannot be read {where}, so imgkit cannot look into it"
-        )
-        raise UsageError(message, where="--image", hint=hint)
-    # What only the nodes have cannot be mounted here.
-    present = tuple(mount for mount in job.container.binds if os.path.lexists(mount.partition(":")[0]))
-    seen = _look(job if run else job.with_container(binds=present), digest, ask)
-    if seen.built and seen.entry_points and not chosen:
+        raise _unreadable_image_error(job, is_remote=run is not None)
+    if run is None:
+        python = _inspect_python(_with_local_binds(job), digest, _run_here)
+    else:
+        python = _inspect_python(job, digest, run)
+    has_entry_points = python.built and bool(python.entry_points)
+    if has_entry_points and not python_flag:
         return job
-    _refuse(job, seen)
+    _refuse_unusable_python(job, python)
+    return job.with_container(bound=_entry_points(job, python, digest))
+
+
+def _unreadable_image_error(job: Job, *, is_remote: bool) -> UsageError:
+    """Return the error for an image that is not on this machine, or not on the remote."""
+    where, hint = "here", "submit where the image is"
+    if is_remote:
+        where, hint = "on the remote", "the absolute path of an image there"
+    return UsageError(
+        f"{job.container.image} does not exist or cannot be read {where}, so imgkit cannot look into it",
+        where="--image",
+        hint=hint,
+    )
+
+
+def _with_local_binds(job: Job) -> Job:
+    """Return `job` without the mounts whose source this machine lacks: its runtime could not mount them."""
+    mounts = job.container.binds
+    local_mounts = [mount for mount in mounts if os.path.lexists(mount.partition(":")[0])]
+    return job.with_container(binds=tuple(local_mounts))
+
+
+def _entry_points(job: Job, python: PythonSeen, digest: str) -> BoundEntryPoints:
+    """Return where the entry points of this version of imgkit are bound, for this Python of the image."""
     folder = f"{job.directory}/{FOLDER}/{name_of(job)}"
-    entry_points = BoundEntryPoints(
+    return BoundEntryPoints(
         version=__version__,
         folder=quoting.check("--directory", folder),
-        python=seen.path,
-        site=seen.entry_points or seen.site,
-        digest="" if digest == "folder" else digest,
+        python=python.path,
+        site=python.entry_points or python.site,
+        digest="" if digest == _NO_DIGEST else digest,
     )
-    return job.with_container(bound=entry_points)
 
 
 def members(job: Job) -> tuple[tuple[str, bytes], ...]:
-    """The files of the folder that is bound: the package, the system of the job, and a list for git."""
-    facts = system.to_json(job.recipe.system).encode()
-    # Neither git nor `--code` takes the folder for a part of the user's code.
-    return (*wheel.entrypoints_files(), (system.SYSTEM_JSON.name, facts), (".gitignore", b"*\n"))
+    """Return the names and contents of the files that are bound into the image.
+
+    These are the files of the package, ``system.json`` with the job's system, and a ``.gitignore``.
+    """
+    system_json = system.to_json(job.recipe.system).encode()
+    # The folder lies in the job's folder, which often is the user's repository: this keeps it out of git and
+    # out of `--code`.
+    gitignore = b"*\n"
+    return (
+        *wheel.entrypoints_files(),
+        (system.SYSTEM_JSON.name, system_json),
+        (".gitignore", gitignore),
+    )
 
 
 def name_of(job: Job) -> str:
-    """The name of that folder, which differs for other contents."""
+    """Return the name of the folder with `members`: imgkit's version and a digest of the files."""
     digest = hashlib.sha256()
     for name, data in members(job):
         digest.update(f"{name} {len(data)}\n".encode() + data)
@@ -111,19 +153,24 @@ def name_of(job: Job) -> str:
 
 
 def write(job: Job, folder: Path) -> None:
-    """Write the folder that is bound to `folder`, which does not exist."""
+    """Write `members` to `folder`, which must not exist."""
     for name, data in members(job):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        with files.create(folder / name) as stream:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with files.create(path) as stream:
             stream.write(data)
 
 
 def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
-    """Put the folder `target` in place, which `fill` writes, unless it is there.
+    """Create the folder `target`, unless it exists; no other process sees it half written.
+
+    Parameters
+    ----------
+    fill : writes the content to the folder that it gets, which `write_folder` then moves to `target`.
 
     Raises
     ------
-    UsageError : another user has made a folder of that name, which the job would execute.
+    UsageError : `target` is a link or belongs to another user, who could change what the job executes.
     """
     if os.path.lexists(target):
         if target.is_symlink() or files.foreign_folder(target):
@@ -136,20 +183,21 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
         fill(temporary)
         files.publish(temporary, target)
     except OSError:
-        if not target.is_dir():  # another job may have made it meanwhile
+        if not target.is_dir():  # else another submission has created it in the meantime
             raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _chosen_python(job: Job) -> str:
-    """Return the flag that chooses the Python; empty if there is none.
+    """Return the flag by which the user chooses a Python of the image; empty if no flag does.
 
     Raises
     ------
-    UsageError : the flag or its value means nothing in this job.
+    UsageError : the runtime or the command cannot use the flag, or its value is not valid.
     """
-    container, flag = job.request.container, job.request.container.python_flag
+    container = job.request.container
+    flag = container.python_flag
     if flag:
         runtime_of(job).refuse_python(job, flag)
     if container.python and not job.runs_entry_point:
@@ -168,104 +216,145 @@ def _chosen_python(job: Job) -> str:
 
 
 def _run_here(argv: Sequence[str]) -> Finished:
+    """Run a command on this machine; a missing program gives exit code 127, as from a shell."""
     try:
         return process.run(argv, check=False)
     except ToolMissing as error:
         return Finished(argv=tuple(argv), returncode=127, output=error.what)
 
 
-def _look(job: Job, digest: str, run: Runner) -> PythonSeen:
-    """What the image's Python says of itself, from the cache where the same image was looked at before."""
-    argv = _argv(job)
+def _inspect_python(job: Job, digest: str, run: Runner) -> PythonSeen:
+    """Return what the probe prints about the image's Python, from the cache if the image was probed before.
+
+    Raises
+    ------
+    UsageError : the probe found no Python, or could not start.
+    ToolMissing : the container runtime is missing where `run` runs it.
+    """
+    argv = _probe_argv(job)
     key = hashlib.sha256(json.dumps([__version__, digest, *argv]).encode()).hexdigest()
-    cache = files.cache_dir() / "looks" / f"{key}.json"
-    if digest != "folder" and (cached := _read_cache(cache)):
+    cache_file = files.cache_dir() / "looks" / f"{key}.json"
+    can_cache = digest != _NO_DIGEST
+    cached = _read_cache(cache_file) if can_cache else None
+    if cached is not None:
         return cached
     finished = run(argv)
-    seen = inside.parse_python(finished.output)
-    if seen is None:
-        raise _no_python(job, finished)
-    if digest != "folder":
-        files.write_cache(cache, json.dumps(dataclasses.asdict(seen)))
-    return seen
+    python = inside.parse_python(finished.output)
+    if python is None:
+        raise _no_python_error(job, finished)
+    if can_cache:
+        files.write_cache(cache_file, json.dumps(dataclasses.asdict(python)))
+    return python
 
 
 def _read_cache(file: Path) -> PythonSeen | None:
+    """Return the cached result of a probe; None if the file is missing, damaged or of another user."""
     try:
         if files.foreign(file):
             return None
-        seen: PythonSeen = json_text.read(PythonSeen, json_text.load(file), "it", closed=True)
+        python: PythonSeen = json_text.read(PythonSeen, json_text.load(file), "it", closed=True)
     except (OSError, ValueError, TypeError):
         return None
-    return seen
+    return python
 
 
-def _argv(job: Job) -> Argv:
-    """The command that looks into the image as the job will start it, without its GPUs and modules apart."""
-    plain = dataclasses.replace(job, settings={}).with_allocation(gpus=0)
-    plain = plain.with_container(code=None, code_folder="", workdir="")
-    probe = tuple(inside.python_argv(job.request.container.python))
-    # As with the mounts: what only the nodes have cannot be mounted here.
-    runtime = job.recipe.system.runtime
-    local_runtime = dataclasses.replace(runtime, host_libs=tuple(filter(os.path.isdir, runtime.host_libs)))
-    system = dataclasses.replace(job.recipe.system, runtime=local_runtime)
-    plain = dataclasses.replace(plain, recipe=dataclasses.replace(job.recipe, system=system))
-    return runtime_of(plain).probe_argv(plain, probe)
+def _probe_argv(job: Job) -> Argv:
+    """Return the command that runs the probe in the job's image on the machine that submits.
+
+    The container starts with the job's runtime, options and mounts. It gets no GPUs, code, working directory
+    or settings of the node agent: the probe does not need them, and a login node may lack them.
+    """
+    facts = job.recipe.system
+    # A runtime refuses to mount a folder that does not exist, and some folders exist on the nodes only.
+    local_libs = tuple(filter(os.path.isdir, facts.runtime.host_libs))
+    local_runtime = dataclasses.replace(facts.runtime, host_libs=local_libs)
+    local_facts = dataclasses.replace(facts, runtime=local_runtime)
+    probe_job = dataclasses.replace(
+        job,
+        recipe=dataclasses.replace(job.recipe, system=local_facts),
+        settings={},
+    )
+    probe_job = probe_job.with_allocation(gpus=0)
+    probe_job = probe_job.with_container(code=None, code_folder="", workdir="")
+    python_argv = tuple(inside.python_argv(job.request.container.python))
+    return runtime_of(probe_job).probe_argv(probe_job, python_argv)
 
 
-def _no_python(job: Job, finished: Finished) -> UsageError | ToolMissing:
-    lines = [line.strip() for line in finished.output.splitlines() if line.strip()]
-    notices = ("imgkit: the command of --activate", "module load ")  # a site's modules may echo what they do
-    lines = [line for line in lines if not line.startswith(notices)]
-    last = lines[-1] if lines else f"exit code {finished.returncode}"
+def _no_python_error(job: Job, finished: Finished) -> UsageError | ToolMissing:
+    """Return the error for a probe that printed no result.
+
+    Either the runtime did not start, or the command of ``--activate`` failed, or the image is for another
+    architecture, or it has no Python.
+    """
+    last_line = _last_line(finished)
+    has_probe_run = last_line.startswith(_PROBE_MESSAGE)
     file, runtime = job.container.image, runtime_of(job)
     program = runtime.probe_program(job)
-    if program and finished.returncode == 127 and not last.startswith("no program "):
+    if program and finished.returncode == 127 and not has_probe_run:
         return ToolMissing(
-            f"imgkit has to look into this image, which it did not build, but {program!r} fails here: {last}",
+            f"imgkit has to look into this image, which it did not build, but {program!r} fails here: "
+            f"{last_line}",
             where=file,
             hint="submit on a login node of the system",
         )
-    if job.request.container.activate and not last.startswith("no program "):
+    if job.request.container.activate and not has_probe_run:
         return UsageError(
-            f"the command fails in {file}: {last}",
+            f"the command fails in {file}: {last_line}",
             where="--activate",
             hint=f"try it there: {runtime.typed_shell(job)}",
         )
     arch = image.read(Path(file)).arch if image.is_sif(Path(file)) else ""
     if arch and platform.machine() not in kernel_names(arch):
         return UsageError(
-            f"the image is for {arch}, and this machine cannot run it to look for its Python: {last}",
+            f"the image is for {arch}, and this machine cannot run it to look for its Python: {last_line}",
             where=file,
             hint=f"submit on a machine of {arch}, for example from a node of the job",
         )
     return UsageError(
-        f"imgkit did not build this image and found no Python in it: {last}",
+        f"imgkit did not build this image and found no Python in it: {last_line}",
         where=file,
         hint=_CHOOSE,
     )
 
 
-def _refuse(job: Job, seen: PythonSeen) -> None:
-    """Raise UsageError for a Python that cannot run the entry points, or that the nodes cannot run."""
+def _last_line(finished: Finished) -> str:
+    """Return the last line of a command's output that explains its failure, or else its exit code."""
+    lines = [line.strip() for line in finished.output.splitlines()]
+    messages = [line for line in lines if line and not line.startswith(_NOTICES)]
+    return messages[-1] if messages else f"exit code {finished.returncode}"
+
+
+def _refuse_unusable_python(job: Job, python: PythonSeen) -> None:
+    """Raise UsageError if `python` cannot run the entry points, or if the nodes cannot run `python`."""
     file = job.container.image
-    if "+rocm" in seen.torch and not chooses_cpus(job.request):
-        message, hint = bases.for_amd(f"torch {seen.torch} of this image is for AMD GPUs")
+    if "+rocm" in python.torch and not chooses_cpus(job.request):
+        message, hint = bases.for_amd(f"torch {python.torch} of this image is for AMD GPUs")
         raise UsageError(message, where=file, hint=hint)
+    problem = _python_problem(job, python)
+    if problem is None:
+        return
+    predicate, hint = problem
+    subject = f"the Python of this image, {python.path or 'without a path'}, is {python.version}"
+    raise UsageError(f"{subject}{predicate}", where=file, hint=hint)
+
+
+def _python_problem(job: Job, python: PythonSeen) -> tuple[str, str] | None:
+    """Return why `python` cannot be used, as the end of a sentence, and a hint; None if it can be used."""
+    major_minor = tuple(map(int, python.version.split(".")[:2]))
+    if major_minor < bases.FLOOR:
+        return f"; the entry points need Python {'.'.join(map(str, bases.FLOOR))}", _CHOOSE_OTHER
+    if not python.torch:
+        return " and has no torch", _CHOOSE_OTHER
     archs = [platform_name.removeprefix("linux/") for platform_name in job.recipe.platforms]
-    machines = [name for arch in archs for name in kernel_names(arch)]
-    site = seen.entry_points or seen.site
-    problem, hint = "", _CHOOSE_OTHER
-    if tuple(map(int, seen.version.split(".")[:2])) < bases.FLOOR:
-        problem = f"; the entry points need Python {'.'.join(map(str, bases.FLOOR))}"
-    elif not seen.torch:
-        problem = " and has no torch"
-    elif machines and seen.machine not in machines:
-        problem = f" and for {seen.machine}, but the nodes are {' or '.join(archs)}"
-        hint = "an image for the nodes: --image PATH"
-    elif not site or not runtime_of(job).can_mount(site) or not seen.path.startswith("/"):
-        problem = " and has no folder of packages to which imgkit can bind its entry points"
-        problem += f": {site!r}" if site else ""
-    if problem:
-        subject = f"the Python of this image, {seen.path or 'without a path'}, is {seen.version}"
-        raise UsageError(f"{subject}{problem}", where=file, hint=hint)
+    # The kernel's names of an architecture differ from those of images: x86_64 and amd64.
+    machines = [machine for arch in archs for machine in kernel_names(arch)]
+    if machines and python.machine not in machines:
+        problem = f" and for {python.machine}, but the nodes are {' or '.join(archs)}"
+        return problem, "an image for the nodes: --image PATH"
+    site = python.entry_points or python.site
+    if site and runtime_of(job).can_mount(site) and python.path.startswith("/"):
+        return None
+    problem = " and has no folder of packages to which imgkit can bind its entry points"
+    if site:
+        problem += f": {site!r}"
+    return problem, _CHOOSE_OTHER

@@ -1,4 +1,4 @@
-"""What is checked of a job of this machine before anything waits in a queue."""
+"""Check a job on the machine that submits it, before it waits in a queue."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from imgkit_entrypoints.rollcall import secret
 
 
 def before_submission(job: Job) -> None:
-    """Check the image and the folder before anything waits in a queue.
+    """Check the folder, image and variables of a job before it waits in a queue.
 
     Raises
     ------
-    UsageError : the image does not exist, or is for other nodes.
+    UsageError : the folder, the image or a variable is missing, or the image is for other nodes.
     CheckFailed : a .sqsh is cut short.
     """
     runtime = runtime_of(job)
@@ -35,23 +35,43 @@ def before_submission(job: Job) -> None:
 
 
 def check_environment(job: Job) -> None:
-    """Raise UsageError for a variable that the job takes from here, and that is not set or means trouble."""
-    for name in () if runtime_of(job).is_isolated else job.container.names:
-        if name not in os.environ:
-            raise UsageError(
-                f"{name} is not set here", where="--env", hint=f"export {name}=..., or --env-file FILE"
-            )
-        if "\n" in os.environ[name]:
-            raise UsageError(f"{name} holds a line break", where="--env", hint="put it into a file")
-    if job.container.env_file and os.path.lexists(job.container.env_file):  # it may be on the nodes alone
-        os.close(secret.open_private(Path(job.container.env_file), purpose="the file of --env-file"))
+    """Check the variables of ``--env NAME`` and the file of ``--env-file``.
+
+    Raises
+    ------
+    UsageError : a variable is not set or has a line break, or other users can read the file.
+    """
+    if not runtime_of(job).is_isolated:
+        for name in job.container.names:
+            _check_variable(name)
+    env_file = job.container.env_file
+    if env_file and os.path.lexists(env_file):  # the file may be on the nodes only
+        descriptor = secret.open_private(Path(env_file), purpose="the file of --env-file")
+        os.close(descriptor)
+
+
+def _check_variable(name: str) -> None:
+    """Raise UsageError for a variable that is not set on this machine, or whose value has a line break."""
+    value = os.environ.get(name)
+    if value is None:
+        raise UsageError(
+            f"{name} is not set here", where="--env", hint=f"export {name}=..., or --env-file FILE"
+        )
+    if "\n" in value:
+        raise UsageError(f"{name} holds a line break", where="--env", hint="put it into a file")
 
 
 def _check_source(request: JobRequest) -> None:
-    """Look for the archive here, or read the recipe and look for the base, before the job waits."""
-    file, hint = request.archive, "imgkit save makes one"
-    if file is None:
-        load(request.build)
-        file, hint = request.base_from, "an archive or a .sif of the base where the nodes see it"
-    if file is not None and not (file.is_file() or (request.build and file.is_dir())):
-        raise UsageError(f"no file {file}", where="--base-from" if request.build else "--sif", hint=hint)
+    """Raise UsageError if this machine lacks what the job makes its image from.
+
+    That is the archive of ``--sif``, or for ``--build`` the recipe, and the base of ``--base-from`` if any.
+    """
+    archive, base = request.archive, request.base_from
+    if archive is not None:
+        if not archive.is_file():
+            raise UsageError(f"no file {archive}", where="--sif", hint="imgkit save makes one")
+        return
+    load(request.build)
+    if base is not None and not (base.is_file() or base.is_dir()):
+        hint = "an archive or a .sif of the base where the nodes see it"
+        raise UsageError(f"no file {base}", where="--base-from", hint=hint)

@@ -1,4 +1,8 @@
-"""Which files of a folder go to the nodes as code (``--code``), and what the run's record says of them."""
+"""Read the folder of ``--code``: which of its files go to the nodes, and what the run's record says of them.
+
+Code that a job would not run is refused: a project that Python finds elsewhere in the image, or a command
+that names files beside the code.
+"""
 
 from __future__ import annotations
 
@@ -29,29 +33,32 @@ from imgkit_entrypoints.errors import CheckFailed, ToolFailed, ToolMissing, Usag
 from imgkit_entrypoints.launch import mounted_code
 
 LARGE_BYTES = 100 * 10**6
-"""More code goes only where the user agrees: often it is data that was not meant."""
+"""More code is sent only if the user agrees: often it contains data by mistake."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeFolder:
-    """The code of a run, which has been read once."""
+    """The folder of ``--code``, whose files have been read once."""
 
     folder: Path
     tree: CodeTree
     record: CodeRecord
     projects: tuple[InstalledProject, ...]
-    """The Python projects in it, with their folders in the job; of one without a folder it is only a part."""
+    """The Python projects in it, with their folders in the job.
+
+    A project has no folder if the code is only a part of it: its pyproject.toml lies above `folder`.
+    """
     left_out: tuple[str, ...] = ()
-    """Names that stay out, since git or Docker ignores them or imgkit made them."""
+    """Names that stay out, because git or Docker ignores them or imgkit wrote them."""
 
 
 def read(request: JobRequest, *, large: bool, report: Reporter) -> CodeFolder:
-    """Read the folder of ``--code``, which takes time where it is large.
+    """Read the folder of ``--code``; this takes time if the folder is large.
 
     Raises
     ------
-    UsageError : it is not a directory, has no file, holds what looks secret, or cannot be read.
-    LargeContext : it is large, and `large` does not allow it; raised before a file is read.
+    UsageError : the folder is missing or empty, contains files that look secret, or cannot be read.
+    LargeContext : the folder is large, and `large` is false; raised before any file is read.
     """
     assert request.container.code is not None  # noqa: S101 - the caller has looked
     folder = request.container.code
@@ -60,9 +67,8 @@ def read(request: JobRequest, *, large: bool, report: Reporter) -> CodeFolder:
         raise UsageError(
             message, where=f"--code {folder}", hint="the folder of your code, for example: --code ."
         )
-    left_out: list[str] = []
-    entries = tuple(_entries(folder, request.container.allow, left_out))
-    if not any(entry.kind != "dir" for entry in entries):
+    entries, left_out = _list_folder(folder, request.container.allow)
+    if all(entry.kind == "dir" for entry in entries):
         raise UsageError(
             "nothing to ship: every file is ignored",
             where=f"--code {folder}",
@@ -72,119 +78,197 @@ def read(request: JobRequest, *, large: bool, report: Reporter) -> CodeFolder:
         _refuse_large(folder, entries)
     if sum(entry.size_bytes for entry in entries) > LARGE_BYTES:
         report.stage(f"read {folder}")
-    layer = CodeTree(entries, report)
-    described, clean = _git_state(folder)
-    record = CodeRecord(sha256=layer.sha256, git=described, uncommitted=not clean)
-    projects = tuple(_projects(folder, entries))
-    return CodeFolder(folder=folder, tree=layer, record=record, projects=projects, left_out=tuple(left_out))
+    tree = CodeTree(entries, report)
+    git_description, is_committed = _git_state(folder)
+    return CodeFolder(
+        folder=folder,
+        tree=tree,
+        record=CodeRecord(sha256=tree.sha256, git=git_description, uncommitted=not is_committed),
+        projects=tuple(_projects(folder, entries)),
+        left_out=left_out,
+    )
 
 
 def _projects(folder: Path, entries: Iterable[CodeFile]) -> Iterator[InstalledProject]:
+    """Yield the Python projects of the code: one for each pyproject.toml in it.
+
+    Code without a pyproject.toml at its top may be a part of a project, such as its folder ``src``. Then the
+    project of the nearest pyproject.toml above `folder` is yielded, too, without a folder in the job.
+    """
     files = {entry.name: entry.source for entry in entries if entry.kind == "file"}
     for name, file in files.items():
         if posixpath.basename(name) == PYPROJECT:
-            path = posixpath.normpath(f"/{CODE_PLACE}/{posixpath.dirname(name)}")
-            yield InstalledProject(name=project_name(file), folder=path)
+            project_folder = posixpath.normpath(f"/{CODE_PLACE}/{posixpath.dirname(name)}")
+            yield InstalledProject(name=project_name(file), folder=project_folder)
+    if PYPROJECT in files:
+        return
+    path = folder.resolve()
     has_package = any(posixpath.basename(name) == "__init__.py" for name in files)
-    if PYPROJECT not in files and (has_package or folder.resolve().name == "src"):
-        above = [parent / PYPROJECT for parent in folder.resolve().parents]
-        nearest = [file for file in above if file.is_file()][:1]
-        yield from (InstalledProject(name=project_name(file)) for file in nearest)
+    if not has_package and path.name != "src":
+        return
+    for parent in path.parents:
+        file = parent / PYPROJECT
+        if file.is_file():
+            yield InstalledProject(name=project_name(file))
+            return
 
 
 def with_code(job: Job, code: CodeRecord, parent: Path) -> Job:
-    """Return `job` with the code over its image; it lies on the nodes in a folder of `parent`."""
+    """Return `job` with the code mounted over its image.
+
+    Parameters
+    ----------
+    parent : folder on the nodes that holds the code, in a folder named by its digest.
+    """
     folder = quoting.check("--code", str(parent / code.sha256))
     env = {mounted_code.CODE_VARIABLE: code.sha256, **job.container.env}
     return job.with_container(code=code, code_folder=folder, env=env)
 
 
 def refuse_unused(code: CodeFolder, recipe: Target, sif: Path | None) -> None:
-    """Refuse code with a project that Python finds elsewhere in the image: that would run, and not the code.
+    """Refuse code with a project that the image has installed elsewhere: Python would import that copy.
 
     Parameters
     ----------
-    sif : the image, where it is here; else what is known of `recipe` counts.
+    sif : the image, if this machine has it; otherwise the projects that `recipe` installs are compared.
 
     Raises
     ------
-    UsageError : names the recipe's line where it is known, and what to write there.
+    UsageError : the image would run its own copy; names the recipe's line if it is known, and what to write.
     """
     _refuse_unused(code.projects, f"--code {code.folder}", recipe, sif)
 
 
 def refuse_unused_bind(job: Job, sif: Path | None) -> None:
-    """Refuse a folder over that of the code, as `refuse_unused` does, where the folder is here."""
-    for text in job.container.binds:
-        source, target = (*text.split(":"), "")[:2]
+    """Refuse a project that ``--bind`` mounts below the code's folder, as `refuse_unused` does.
+
+    A mount whose source is only on the nodes is not checked.
+    """
+    for bind in job.container.binds:
+        source, _, target_and_mode = bind.partition(":")
+        target = target_and_mode.partition(":")[0] or source
+        if not f"{target}/".startswith(f"/{CODE_PLACE}/"):
+            continue
         file = Path(source, PYPROJECT)
-        if f"{target or source}/".startswith(f"/{CODE_PLACE}/") and file.is_file():
-            sent = InstalledProject(name=project_name(file), folder=posixpath.normpath(target or source))
-            _refuse_unused([sent], f"--bind {text}", job.recipe, sif)
+        if file.is_file():
+            project = InstalledProject(name=project_name(file), folder=posixpath.normpath(target))
+            _refuse_unused([project], f"--bind {bind}", job.recipe, sif)
 
 
 def _refuse_unused(projects: Sequence[InstalledProject], flag: str, recipe: Target, sif: Path | None) -> None:
-    own_name = next((project.name for project in projects if project.folder in ("", f"/{CODE_PLACE}")), "")
-    installed = recipe.projects if sif is None else baked.projects(sif, own_name)
-    for sent in projects:
-        for project in installed:
-            if project.name == sent.name and (not project.folder or project.folder != sent.folder):
-                raise _unused(sent, project, flag, recipe)
+    """Raise UsageError for the first of `projects` that the image has installed in another folder."""
+    if sif is None:
+        installed_projects = recipe.projects
+    else:
+        top_folders = ("", f"/{CODE_PLACE}")
+        top_names = [project.name for project in projects if project.folder in top_folders]
+        installed_projects = baked.projects(sif, top_names[0] if top_names else "")
+    for project in projects:
+        for installed in installed_projects:
+            # Without a folder, pip has copied the installed project to site-packages.
+            is_elsewhere = not installed.folder or installed.folder != project.folder
+            if installed.name == project.name and is_elsewhere:
+                raise _unused_project_error(project, installed, flag, recipe)
 
 
-def _unused(sent: InstalledProject, installed: InstalledProject, flag: str, recipe: Target) -> UsageError:
-    name = f"the project {sent.name}" if sent.name else "a project without a name"
-    holds = f"has {name} in {sent.folder}" if sent.folder else f"is only a part of {name}"
-    runs = f"that in {installed.folder}" if installed.folder else "its copy in site-packages"
-    target = sent.folder or f"/{CODE_PLACE}"
-    steps = [project.step for project in (*recipe.projects, installed) if project.name == installed.name]
-    step = next((number for number in steps if number is not None), None)
-    hints = [] if sent.folder else ["--code with the whole folder of the project"]
+def _unused_project_error(
+    project: InstalledProject, installed: InstalledProject, flag: str, recipe: Target
+) -> UsageError:
+    """Return the error for a `project` of the code that the image has `installed` in another folder."""
+    title = f"the project {project.name}" if project.name else "a project without a name"
+    target = f"/{CODE_PLACE}"
+    hints = []
+    if project.folder:
+        code_part = f"has {title} in {project.folder}"
+        target = project.folder
+    else:
+        code_part = f"is only a part of {title}"
+        hints.append("--code with the whole folder of the project")
+    image_part = f"that in {installed.folder}" if installed.folder else "its copy in site-packages"
+    step = _pip_step(installed, recipe)
     if installed.folder != target:
         key = "a pip step" if step is None else f"image.pip[{step}]"
         hints.append(
             f"set `editable: {target}` in {key} of the recipe {recipe.name}, and build the image again"
         )
     where = recipe.where("image", "pip", step or 0, "project") if recipe.positions else flag
-    message = f"the code {holds}, but the image runs {runs}"
+    message = f"the code {code_part}, but the image runs {image_part}"
     return UsageError(message, where=where, hint="; ".join(hints))
 
 
+def _pip_step(installed: InstalledProject, recipe: Target) -> int | None:
+    """Return the number of the pip step that installs the project; None if no step is known to."""
+    for project in (*recipe.projects, installed):
+        if project.name == installed.name and project.step is not None:
+            return project.step
+    return None
+
+
 def refuse_shadowed(code: CodeFolder, job: Job) -> None:
-    """Refuse a command that names files outside of the code, which lie here, where the code has the same.
+    """Refuse a command that names a file of this machine of which the code has a copy.
 
     Raises
     ------
-    UsageError : the job would run files that may change until it starts, and its record would name the code.
+    UsageError : the job would run the file itself, which may change until it starts, and not the copy that
+        its record names.
     """
-    root, folder = code.folder.resolve(), Path(job.container.workdir or job.directory.resolve())
-    advice = "choose another folder for the job: --directory DIR"
-    for before, argument in zip(("", *job.command), job.command, strict=False):
-        module = argument.partition(".")[0] if before == "-m" else ""
-        for part in (module, f"{module}.py") if module else (argument,):
-            path = os.path.normpath(folder / part)
-            if path.startswith(f"/{CODE_PLACE}/"):  # where the code is mounted
+    start_folder = Path(job.container.workdir or job.directory.resolve())
+    previous_arguments = ("", *job.command)
+    for previous, argument in zip(previous_arguments, job.command, strict=False):
+        # "python -m train.main" imports the folder train or the file train.py.
+        module = argument.partition(".")[0] if previous == "-m" else ""
+        parts = (module, f"{module}.py") if module else (argument,)
+        for part in parts:
+            path = os.path.normpath(start_folder / part)
+            if path.startswith(f"/{CODE_PLACE}/"):  # the job mounts the code there
                 continue
-            for name in (os.path.normpath(part), os.path.relpath(path, root)):
-                sent = code.tree.files.get(name)
-                if sent and (module or sent.kind == "file") and os.path.lexists(path):
-                    raise UsageError(
-                        f"the job would read {path}, and not what --code {code.folder} sends",
-                        where=f"the command's {argument}",
-                        hint=advice if module else f"/{CODE_PLACE}/{name}, or {advice}",
-                    )
+            name = _name_in_code(code, part, path, is_module=bool(module))
+            if name is None or not os.path.lexists(path):
+                continue
+            hint = "choose another folder for the job: --directory DIR"
+            if not module:
+                hint = f"/{CODE_PLACE}/{name}, or {hint}"
+            raise UsageError(
+                f"the job would read {path}, and not what --code {code.folder} sends",
+                where=f"the command's {argument}",
+                hint=hint,
+            )
+
+
+def _name_in_code(code: CodeFolder, argument: str, path: str, *, is_module: bool) -> str | None:
+    """Return the name in the code of the file that an argument of the command means; None if it has none.
+
+    Parameters
+    ----------
+    argument : a path below the code's folder, as the user may have meant it.
+    path : the absolute path that the job would read for it.
+    is_module : whether `argument` may be a folder, as a package.
+    """
+    for name in (os.path.normpath(argument), os.path.relpath(path, code.folder.resolve())):
+        file = code.tree.files.get(name)
+        if file is not None and (is_module or file.kind == "file"):
+            return name
+    return None
 
 
 def hidden_file_warnings(code: CodeFolder, image: Path) -> Iterator[str]:
-    """Yield a warning about files that stay out of the code, and that `image`, a .sif or .sqsh, has there.
+    """Yield a warning about files that stay out of the code, but that the image has in the code's folder.
 
-    The code lies over them. Nothing where no program of this machine reads the image.
+    The job does not see them, because the code is mounted over that folder. Nothing is yielded if no program
+    of this machine can read the image.
+
+    Parameters
+    ----------
+    image : a .sif or .sqsh.
     """
+    if not code.left_out:
+        return
     names: set[str] = set()
-    if code.left_out:
-        with contextlib.suppress(CheckFailed, ToolFailed, ToolMissing, UsageError):
-            for squashfs in unsquash.opened(image):
-                names.update(file.path.partition(" -> ")[0] for file in squashfs.listed(CODE_PLACE))
+    with contextlib.suppress(CheckFailed, ToolFailed, ToolMissing, UsageError):
+        for squashfs in unsquash.opened(image):
+            for file in squashfs.listed(CODE_PLACE):
+                # unsquashfs prints a symlink as "NAME -> TARGET".
+                names.add(file.path.partition(" -> ")[0])
     hidden = [name for name in code.left_out if f"{CODE_PLACE}/{name.rstrip('/')}" in names]
     if hidden:
         yield (
@@ -193,13 +277,26 @@ def hidden_file_warnings(code: CodeFolder, image: Path) -> Iterator[str]:
         )
 
 
-def _entries(folder: Path, allow: Sequence[str], left_out: list[str]) -> Iterator[CodeFile]:
-    secret: list[str] = []
-    bring_back = [f"!{name}" for name in allow]
+def _list_folder(folder: Path, allow: Sequence[str]) -> tuple[list[CodeFile], tuple[str, ...]]:
+    """Return the entries of `folder` that go to the nodes, and the names that are ignored.
+
+    A folder comes before its content.
+
+    Parameters
+    ----------
+    allow : names of files to send although such files usually hold secrets.
+
+    Raises
+    ------
+    UsageError : a file cannot be read or usually holds a secret, or a special file is among them.
+    """
+    left_out: list[str] = []
+    secret_names: list[str] = []
+    patterns = [f"!{name}" for name in allow]
     try:
         listed = _listed_by_git(folder)
-        for entry in sources.walk(folder, bring_back, listed=listed, left_out=left_out, secret=secret):
-            yield _file(entry)
+        walk = sources.walk(folder, patterns, listed=listed, left_out=left_out, secret=secret_names)
+        entries = [_file(entry) for entry in walk]
     except FileNotFoundError as error:
         raise UsageError(
             "it was removed while imgkit read it", where=str(error.filename), hint="run the command again"
@@ -210,17 +307,25 @@ def _entries(folder: Path, allow: Sequence[str], left_out: list[str]) -> Iterato
             where=str(error.filename),
             hint="chmod u+rX it, or list it in .gitignore or .dockerignore",
         ) from error
-    if secret:
-        raise UsageError(
-            f"these files usually hold secrets: {', '.join(secret[:5])}{' ...' if secret[5:] else ''}",
-            where=f"--code {folder}",
-            hint="list them in .gitignore or .dockerignore; if it holds none: "
-            f"--allow {secret[0].rstrip('/')}",
-        )
+    if secret_names:
+        raise _secret_files_error(folder, secret_names)
+    return entries, tuple(left_out)
+
+
+def _secret_files_error(folder: Path, names: Sequence[str]) -> UsageError:
+    """Return the error for files of the code whose names or content look like those of secrets."""
+    ellipsis = " ..." if len(names) > 5 else ""
+    return UsageError(
+        f"these files usually hold secrets: {', '.join(names[:5])}{ellipsis}",
+        where=f"--code {folder}",
+        hint=f"list them in .gitignore or .dockerignore; if it holds none: --allow {names[0].rstrip('/')}",
+    )
 
 
 def _file(entry: sources.SourceEntry) -> CodeFile:
-    path, status = Path(entry.entry.path), entry.entry.stat(follow_symlinks=False)
+    """Return what the code holds of `entry`; raise UsageError for a device, socket or pipe."""
+    path = Path(entry.entry.path)
+    status = entry.entry.stat(follow_symlinks=False)
     if stat.S_ISDIR(status.st_mode):
         return CodeFile(name=entry.name, kind="dir", source=path)
     if stat.S_ISLNK(status.st_mode):
@@ -242,41 +347,53 @@ def _file(entry: sources.SourceEntry) -> CodeFile:
 
 
 def _listed_by_git(folder: Path) -> Collection[str] | None:
-    """The files of `folder` that git tracks or does not ignore; None where git does not know the folder."""
-    argv = (*process.GIT, "-C", str(folder), "ls-files", "-coz", "--exclude-standard")
+    """Return the paths below `folder` that git tracks or does not ignore.
+
+    None is returned where `folder` is in no repository, or where git ignores the folder itself.
+    """
+    argv = (*process.GIT, "-C", str(folder), "ls-files", "--cached", "--others", "-z", "--exclude-standard")
     try:
         output = b"".join(process.through(argv, []))
     except (ToolMissing, ToolFailed):
         return None
     names: list[str] = []
-    for row in filter(None, output.split(b"\0")):
+    for row in output.split(b"\0"):
+        if not row:
+            continue
         name = os.fsdecode(row).rstrip("/")
         names.append(name)
-        inside = folder / name
-        if inside.is_dir() and not inside.is_symlink():  # a repository in this one
-            names += (f"{name}/{nested}" for nested in _listed_by_git(inside) or ())
-    # Git lists nothing in a folder that it ignores as a whole, and which was named on purpose.
+        path = folder / name
+        # Git lists a repository inside this one as a folder, without its files.
+        if path.is_dir() and not path.is_symlink():
+            nested_names = _listed_by_git(path) or ()
+            names += [f"{name}/{nested}" for nested in nested_names]
+    # The user has named an ignored folder on purpose, so its files are sent although git lists none.
     return names or None
 
 
 def _git_state(folder: Path) -> tuple[str, bool]:
-    """What git calls the state of `folder`, and whether all of it is committed; empty without git."""
+    """Return what ``git describe`` prints for `folder`, and whether all of the folder is committed.
+
+    The result is ``("", False)`` without git or outside of a repository.
+    """
     git = (*process.GIT, "-C", folder)
     try:
-        described = process.run((*git, "describe", "--always", "--dirty"), check=False)
-        changed = process.run((*git, "status", "--porcelain", "--", *sources.GIT_PATHS), check=False)
+        description = process.run((*git, "describe", "--always", "--dirty"), check=False)
+        changes = process.run((*git, "status", "--porcelain", "--", *sources.GIT_PATHS), check=False)
     except ToolMissing:
         return "", False
-    if described.returncode or changed.returncode:
+    if description.returncode or changes.returncode:
         return "", False
-    return described.output.strip(), not changed.output.strip()
+    is_committed = not changes.output.strip()
+    return description.output.strip(), is_committed
 
 
 def _refuse_large(folder: Path, entries: Sequence[CodeFile]) -> None:
-    """Name the largest parts of code that is larger than `LARGE_BYTES`."""
+    """Raise LargeContext if the code is larger than `LARGE_BYTES`; the error names its largest parts."""
     sizes: collections.Counter[str] = collections.Counter()
     for entry in entries:
-        sizes[entry.name.partition("/")[0]] += entry.size_bytes
+        top_name = entry.name.partition("/")[0]
+        sizes[top_name] += entry.size_bytes
     if sizes.total() <= LARGE_BYTES:
         return
     largest = ", ".join(f"{name} {size_text(size)}" for name, size in sizes.most_common(3) if size > 10**6)

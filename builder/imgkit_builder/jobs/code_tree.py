@@ -1,6 +1,7 @@
-"""A folder of code, read once: the same files give the same digest, of any owner and time.
+"""A folder of code that is read once: the same files give the same digest, whatever their owners and times.
 
-What a job mounts holds the folder at `CODE_PLACE`, and a file by which the commands of the image see it.
+A job mounts the folder `CODE_PLACE` with the code, and a file from which the programs in the image learn that
+the code is mounted, and its digest.
 """
 
 from __future__ import annotations
@@ -21,60 +22,63 @@ from imgkit_entrypoints.launch import mounted_code
 
 SCHEMA = 1
 CODE_PLACE = "workspace"
-"""Folder of an image over which the code of a run lies."""
-_TIMES = 1 << 29
+"""Folder of an image over which the code of a run is mounted."""
+_MTIME_RANGE_S = 1 << 29
+"""Modification times of the code are spread over 17 years."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeFile:
-    """One file, folder or symlink of the code."""
+    """A file, folder or symlink of the code."""
 
     name: str
-    """Its path below the folder."""
+    """Its path below the folder of the code."""
     kind: Literal["file", "dir", "symlink"]
     source: Path
     size_bytes: int = 0
     executable: bool = False
     link: str = ""
-    """Target of a symlink, which nobody follows."""
+    """Target of a symlink, which is copied as it is."""
 
 
 class CodeTree:
-    """The content of the folder that a job mounts; making one reads every file.
+    """The content of the folder that a job mounts.
+
+    The constructor reads every file.
 
     Raises
     ------
-    UsageError : a file cannot be read.
+    UsageError : a file cannot be read, or has changed since it was listed.
     """
 
     def __init__(self, code_files: Iterable[CodeFile], report: Reporter) -> None:
         self.files = {file.name: file for file in code_files}
-        """By their names; a folder comes before what is in it."""
+        """By their names; a folder comes before its content."""
         self.size_bytes = sum(file.size_bytes for file in self.files.values())
         self._digests: dict[str, str] = {}
-        done_bytes = 0
-        digest = hashlib.sha256(b"imgkit code 1\n")
+        read_bytes = 0
+        tree_digest = hashlib.sha256(b"imgkit code 1\n")
         for name, file in self.files.items():
             if file.kind == "file":
                 self._digests[name] = _digest(file)
-                done_bytes += file.size_bytes
-                report.advance(done_bytes, self.size_bytes)
+                read_bytes += file.size_bytes
+                report.advance(read_bytes, self.size_bytes)
             fields = (name, file.kind, str(file.executable), file.link, self._digests.get(name, ""))
-            digest.update(b"\0".join(os.fsencode(field) for field in fields) + b"\n")
-        self.sha256 = digest.hexdigest()
-        """Digest of names, kinds, content and what may be executed: it names the folder."""
+            tree_digest.update(b"\0".join(os.fsencode(field) for field in fields) + b"\n")
+        self.sha256 = tree_digest.hexdigest()
+        """Digest of the names, kinds, contents and executable bits; it names the folder on the nodes."""
 
     def write(self, folder: Path) -> None:
-        """Write the code to `folder`, which does not exist; nobody should edit what a queued job will run.
+        """Write the code to `folder`, which must not exist, with files that are read-only.
 
         Raises
         ------
-        UsageError : the folder of the code changes while it is read.
+        UsageError : a file has changed since the constructor read it.
         """
-        mark = folder / mounted_code.CODE_JSON.lstrip("/")
-        mark.parent.mkdir(parents=True)
+        code_json = folder / mounted_code.CODE_JSON.lstrip("/")
+        code_json.parent.mkdir(parents=True)
         text = json.dumps({"schema": SCHEMA, "sha256": self.sha256}, indent=1) + "\n"
-        _put(mark, [text.encode()], mtime_s=files.MTIME_S)
+        _write_file(code_json, [text.encode()], mtime_s=files.MTIME_S)
         (folder / CODE_PLACE).mkdir()
         for name, file in self.files.items():
             target = folder / CODE_PLACE / name
@@ -83,48 +87,59 @@ class CodeTree:
             elif file.kind == "symlink":
                 target.symlink_to(file.link)
             else:
-                # Python takes bytecode for current if time and size of the source are those that it knows. So
-                # the time follows from the content: the image may hold bytecode of another version of it.
-                mtime_s = files.MTIME_S + int(self._digests[name][:8], 16) % _TIMES
-                _put(target, self._unchanged(file), mtime_s=mtime_s, executable=file.executable)
+                content = self._unchanged_content(file)
+                _write_file(target, content, mtime_s=self._mtime_s(name), executable=file.executable)
 
-    def _unchanged(self, file: CodeFile) -> Iterator[bytes]:
-        """Yield the bytes of a file, which must be those that were read first."""
-        digest, left_bytes = hashlib.sha256(), file.size_bytes
+    def _mtime_s(self, name: str) -> int:
+        """Return the modification time of a file, which depends on its content alone.
+
+        Python uses the bytecode in ``__pycache__`` if the time and size of the source are those that the
+        bytecode records. The image may have bytecode of another version of the file, of the same size: with
+        one time for all files, Python would run that.
+        """
+        return files.MTIME_S + int(self._digests[name][:8], 16) % _MTIME_RANGE_S
+
+    def _unchanged_content(self, file: CodeFile) -> Iterator[bytes]:
+        """Yield the bytes of a file; raise UsageError if they are not those that the constructor read."""
+        digest = hashlib.sha256()
+        left_bytes = file.size_bytes
         with _readable(file.source), files.open_regular(file.source, buffering=0) as stream:
             # One byte more than expected detects a file that grew.
             while chunk := stream.read(min(files.CHUNK_BYTES, left_bytes + 1)):
                 digest.update(chunk)
                 left_bytes -= len(chunk)
-                if left_bytes < 0 or (not left_bytes and digest.hexdigest() != self._digests[file.name]):
-                    raise _changed(file.source)
+                has_grown = left_bytes < 0
+                if has_grown or (left_bytes == 0 and digest.hexdigest() != self._digests[file.name]):
+                    raise _changed_error(file.source)
                 yield chunk
         if left_bytes:
-            raise _changed(file.source)
+            raise _changed_error(file.source)
 
 
-def _put(path: Path, content: Iterable[bytes], *, mtime_s: int, executable: bool = False) -> None:
+def _write_file(path: Path, content: Iterable[bytes], *, mtime_s: int, executable: bool = False) -> None:
+    """Write a read-only file: nobody should edit what a queued job will run."""
     with files.create(path) as stream:
         stream.writelines(content)
-    # rsync links a file to that of an older folder where all of this is equal.
+    # rsync --link-dest links a file to that of an older folder only if mode and time are equal, too.
     path.chmod(0o555 if executable else 0o444)
     os.utime(path, (mtime_s, mtime_s))
 
 
 def _digest(file: CodeFile) -> str:
+    """Return the SHA-256 of a file; raise UsageError if its size is not the one that was listed."""
     with _readable(file.source), files.open_regular(file.source, buffering=0) as stream:
         if os.fstat(stream.fileno()).st_size != file.size_bytes:
-            raise _changed(file.source)
+            raise _changed_error(file.source)
         return files.sha256(stream, 0, file.size_bytes)
 
 
 @contextlib.contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Turn an OSError inside the block into an error that names the file."""
+    """Turn an OSError of the block into a UsageError that names the file."""
     try:
         yield
     except FileNotFoundError:
-        raise _changed(path) from None
+        raise _changed_error(path) from None
     except OSError as error:
         raise UsageError(
             f"it cannot be read: {error.strerror}",
@@ -133,7 +148,8 @@ def _readable(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _changed(path: Path) -> UsageError:
+def _changed_error(path: Path) -> UsageError:
+    """Return the error for a file that a program writes while imgkit reads it."""
     return UsageError(
         "it changed while imgkit read it",
         where=str(path),

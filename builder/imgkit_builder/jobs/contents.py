@@ -1,10 +1,13 @@
-"""What a job's container holds beside the image: folders and variables, as the recipe and the request say. A
-value that no runtime can use, or that others could read, is refused."""
+"""Add the folders and variables of the recipe and the request to a job's container.
+
+A value that no runtime can use, or that other users could read although it is secret, is refused.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from imgkit_builder.base.flags import declared
@@ -17,56 +20,67 @@ from imgkit_builder.recipe import rules
 from imgkit_builder.recipe.targets import Target
 from imgkit_entrypoints import secret_patterns
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.rollcall.secret import VARIABLE
+from imgkit_entrypoints.rollcall.secret import VARIABLE as SECRET_FILE
+from imgkit_entrypoints.system import JOB_FOLDER
 
 
 def requested_image(request: JobRequest) -> str:
-    """Return the value of ``--image``; raise UsageError if it holds a control character."""
+    """Return the value of ``--image``; raise UsageError if it has a control character."""
     if any(ord(letter) < 32 for letter in request.container.image):
         raise UsageError(f"{request.container.image!r} holds a control character", where="--image")
     return request.container.image
 
 
 def image_to_make(recipe: Target, request: JobRequest, directory: Path) -> tuple[str, tuple[str, ...]]:
-    """Return the path of the .sif or .sqsh that a job makes, and the argv that makes it."""
-    runtime, name = recipe.system.runtime, recipe.name
-    suffix = runtimes.named(runtime.kind).image_suffix or ".sif"
-    if request.archive is None:
-        if suffix != ".sif":
-            hint = "build it with an engine elsewhere, and here: imgkit run --sif ARCHIVE"
-            message = f"the job builds a .sif, and {runtime.kind} starts none"
-            raise UsageError(message, where="--build", hint=hint)
-        name = Path(request.build).stem
-    image = str(directory / (requested_image(request) or f"{name}{suffix}"))
-    if request.archive is not None:
-        compression = ("--compression", runtime.compression) if runtime.compression != "auto" else ()
-        return image, ("imgkit", "sif", str(request.archive.absolute()), "-o", image, *compression)
-    file = Path(request.build)
-    source = str(file.absolute()) if file.suffix in (".yaml", ".yml") else request.build
-    base = ("--base-from", str(request.base_from.absolute())) if request.base_from is not None else ()
-    return image, ("imgkit", "build", source, "--with", "apptainer", *base, "-o", image)
-
-
-def filled(job: Job, *, passes_names: bool) -> Job:
-    """Return `job` with what its container holds beside the image.
-
-    Parameters
-    ----------
-    passes_names : whether its system passes on variables without showing their values.
+    """Return the path of the .sif or .sqsh that a job makes, and the command that makes it.
 
     Raises
     ------
-    UsageError : a value that no runtime can use.
+    UsageError : the job builds a .sif, and the recipe's runtime cannot start one.
+    """
+    runtime = recipe.system.runtime
+    suffix = runtimes.named(runtime.kind).image_suffix or ".sif"
+    if request.archive is not None:
+        image = str(directory / (requested_image(request) or f"{recipe.name}{suffix}"))
+        archive = str(request.archive.absolute())
+        compression = () if runtime.compression == "auto" else ("--compression", runtime.compression)
+        return image, ("imgkit", "sif", archive, "-o", image, *compression)
+    if suffix != ".sif":
+        hint = "build it with an engine elsewhere, and here: imgkit run --sif ARCHIVE"
+        message = f"the job builds a .sif, and {runtime.kind} starts none"
+        raise UsageError(message, where="--build", hint=hint)
+    file = Path(request.build)
+    image = str(directory / (requested_image(request) or f"{file.stem}{suffix}"))
+    # Any other text is the name of a recipe, which must not become a path.
+    source = str(file.absolute()) if file.suffix in (".yaml", ".yml") else request.build
+    base: tuple[str, ...] = ()
+    if request.base_from is not None:
+        base = ("--base-from", str(request.base_from.absolute()))
+    return image, ("imgkit", "build", source, "--with", "apptainer", *base, "-o", image)
+
+
+def with_mounts_and_variables(job: Job, *, passes_names: bool) -> Job:
+    """Return `job` with the mounts, variables and working directory of its container.
+
+    Parameters
+    ----------
+    passes_names : whether the job's system passes variables on without showing their values.
+
+    Raises
+    ------
+    UsageError : a flag has a value that no runtime can use, or that cannot be kept secret.
     """
     request, runtime = job.request, runtime_of(job)
     requested = request.container
     _refuse_code(requested)
     workdir = _workdir(job.recipe, requested) if runtime.has_container else ""
     secret_file = _path_on_nodes(job, "--secret-file", request.launch.secret_file)
+    # In another working directory, the node agent cannot take its current folder for that of the job.
+    needs_job_folder = workdir and not runtime.is_isolated
     settings = {
-        VARIABLE: secret_file,
+        SECRET_FILE: secret_file,
         "IMGKIT_REQUIRE_SECRET": "1" if request.launch.require_secret else "",
-        "IMGKIT_JOB_DIR": str(job.directory) if workdir and not runtime.is_isolated else "",
+        JOB_FOLDER: str(job.directory) if needs_job_folder else "",
     }
     settings = {name: value for name, value in settings.items() if value}
     job = job.with_container(
@@ -80,7 +94,7 @@ def filled(job: Job, *, passes_names: bool) -> Job:
 
 
 def _refuse_code(requested: ContainerRequest) -> None:
-    """Raise UsageError for flags of code that mean nothing in this job."""
+    """Raise UsageError for ``--allow`` without ``--code``, and for ``--code`` with ``--no-code``."""
     if requested.code is None:
         if requested.allow:
             raise UsageError("--allow without --code", where="--allow", hint="--code DIR")
@@ -90,11 +104,14 @@ def _refuse_code(requested: ContainerRequest) -> None:
 
 
 def _workdir(recipe: Target, requested: ContainerRequest) -> str:
-    """Return the folder of the container in which the command starts; empty: the job's folder.
+    """Return the folder of the container in which the command starts; empty for the job's folder.
+
+    Without ``--workdir``, the command starts in the folder that the recipe states, or else in that of the
+    code.
 
     Raises
     ------
-    UsageError : ``--workdir`` is no folder of a container.
+    UsageError : the value of ``--workdir`` cannot be a folder of a container.
     """
     workdir = requested.workdir
     if workdir == ".":
@@ -103,29 +120,26 @@ def _workdir(recipe: Target, requested: ContainerRequest) -> str:
         for message, hint in rules.image_path(workdir):
             raise UsageError(message, where="--workdir", hint=f"{hint}; .: the job's folder")
         return workdir
-    return recipe.workdir or (f"/{CODE_PLACE}" if requested.code is not None else "")
+    if recipe.workdir:
+        return recipe.workdir
+    return "" if requested.code is None else f"/{CODE_PLACE}"
 
 
 def refuse_secrets(recipe: Target, request: JobRequest) -> None:
-    """Raise UsageError for a secret in what becomes part of the script, the record and argument lists.
+    """Raise UsageError for a secret in a value that the job script, the record or argument lists will show.
 
-    ``--env`` has a check of its own, `variable`.
+    The value of ``--env`` is not checked here, but by `variable`.
     """
     system = recipe.system
-    texts: list[tuple[str, tuple[str, ...]]] = [
+    texts = [
         ("COMMAND", request.launch.command),
         (recipe.where("system", "runtime", "options"), system.runtime.options),
         (recipe.where("system", "queue", "options"), system.queue.options),
+        *_flag_values(request),
     ]
-    for flags in (request, *request.system_flags):
-        for flag in declared(type(flags)):
-            value = flag.value(flags)
-            if flag.field != "env":
-                texts.append(
-                    (flag.names[0], tuple(map(str, value if isinstance(value, tuple) else (value,))))
-                )
     for where, arguments in texts:
-        if kind := secret_patterns.in_arguments(arguments):
+        kind = secret_patterns.in_arguments(arguments)
+        if kind:
             raise UsageError(
                 f"it holds {kind}: others could read it in the job script, in records and argument lists",
                 where=where,
@@ -134,28 +148,46 @@ def refuse_secrets(recipe: Target, request: JobRequest) -> None:
             )
 
 
+def _flag_values(request: JobRequest) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield each flag of the request but ``--env``, with its values as text."""
+    for flags in (request, *request.system_flags):
+        for flag in declared(type(flags)):
+            if flag.field == "env":
+                continue
+            value = flag.value(flags)
+            values = value if isinstance(value, tuple) else (value,)
+            yield flag.names[0], tuple(map(str, values))
+
+
 def _names(requested: ContainerRequest, passes_names: bool) -> tuple[str, ...]:
-    """Variables of ``--env NAME``, whose values no text may hold."""
-    names = tuple(dict.fromkeys(_name(text, text) for text in requested.env if "=" not in text))
+    """Return the variables of ``--env NAME``, whose values no script or argument list may show.
+
+    Raises
+    ------
+    UsageError : a name is not valid, or the system has no way to hide the values.
+    """
+    names = [text for text in requested.env if "=" not in text]
+    for name in names:
+        _check_name(name, name)
     if names and not passes_names:
         raise UsageError(
             f"this system cannot pass {names[0]} on without showing its value",
             where="--env",
             hint=f"a file of mode 600 with a line {names[0]}=VALUE, and --env-file FILE",
         )
-    return names
+    return tuple(dict.fromkeys(names))
 
 
 def variable(text: str) -> tuple[str, str]:
-    """Name and value of ``NAME=VALUE``; ``NAME`` alone has no value.
+    """Return the name and value of ``NAME=VALUE``; the value of ``NAME`` alone is empty.
 
     Raises
     ------
-    UsageError : it is no variable, or its value looks like a secret.
+    UsageError : the name is not valid, or the value looks like a secret or has control characters.
     """
-    name, between, value = text.partition("=")
-    _name(name, text)
-    if not between:
+    name, equals_sign, value = text.partition("=")
+    _check_name(name, text)
+    if not equals_sign:
         return name, ""
     kind = secret_patterns.in_value(value)
     if kind or secret_patterns.in_name(name, value):
@@ -169,25 +201,42 @@ def variable(text: str) -> tuple[str, str]:
     return name, value
 
 
-def _name(name: str, text: str) -> str:
+def _check_name(name: str, text: str) -> None:
+    """Raise UsageError if `name` is not the name of a variable.
+
+    Parameters
+    ----------
+    text : the value of ``--env`` that the message shows, with secrets masked.
+    """
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
         masked = secret_patterns.masked(text)
         raise UsageError(f"{masked!r} is not a variable", where="--env", hint="NAME=VALUE, or NAME")
-    return name
 
 
 def _path_on_nodes(job: Job, flag: str, file: Path | None) -> str:
-    """Return the path on the nodes of the file that `flag` names; empty if there is none."""
-    return "" if file is None else quoting.check(flag, str(job.directory / file))
+    """Return the path on the nodes of the value of `flag`; empty if the flag is not used.
+
+    A relative path is below the job's folder.
+    """
+    if file is None:
+        return ""
+    return quoting.check(flag, str(job.directory / file))
 
 
 def _binds(job: Job, secret_file: str) -> tuple[str, ...]:
-    """Return the recipe's mounts, then the user's, then the file of the secret if it is in another folder."""
-    binds = job.request.container.binds
-    for text in binds:
-        for message, hint in (*rules.printable(text), *rules.bind(text)):
+    """Return the mounts of the recipe, then those of ``--bind``, then the secret's file.
+
+    The secret's file is mounted only if it is not in the job's folder, which each container mounts.
+
+    Raises
+    ------
+    UsageError : a value of ``--bind`` is not ``SRC[:DEST[:ro]]``.
+    """
+    requested = job.request.container.binds
+    for bind in requested:
+        for message, hint in (*rules.printable(bind), *rules.bind(bind)):
             raise UsageError(message, where="--bind", hint=hint)
-    binds = (*job.recipe.system.runtime.binds, *binds)
+    binds = (*job.recipe.system.runtime.binds, *requested)
     is_outside = secret_file and not Path(secret_file).is_relative_to(job.directory)
     if is_outside and not runtime_of(job).is_isolated:
         return (*binds, f"{secret_file}:{secret_file}:ro")

@@ -1,8 +1,7 @@
-"""Values in the text of a job: directives and names, which no shell quotes, and the arguments of
-commands.
+"""Check and quote the values in a job script.
 
-A value of a directive (``#SBATCH``, ``#PBS``) has a pattern. A value that does not match is refused with
-the reason, never escaped.
+No shell quotes the values of directives (``#SBATCH``, ``#PBS``) and names. Each has a pattern; a value that
+does not match is refused, never escaped. Arguments of commands are quoted for the shell.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from imgkit_entrypoints.rules import SITE_VARIABLE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
-    """The pattern of a value, and the same in words."""
+    """The pattern of a value, and a description of it for messages."""
 
     pattern: str
     allowed: str
@@ -27,7 +26,8 @@ class Field:
 _WORD = Field(
     pattern=r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,127}", allowed="letters, digits and . _ @ + -, no blanks"
 )
-# A blank is safe in a directive, because the value is in double quotes. These would change it, or a bind.
+# A blank is safe in a directive, because the value is in double quotes. The excluded characters would end or
+# change the quoted text, and a colon or comma would end the path in a mount option.
 _PATH = Field(
     pattern=r"/[^\x00-\x1f\x7f\"'\\%`$:,]*", allowed="an absolute path without quotes and \\ % $ ` : ,"
 )
@@ -45,11 +45,11 @@ FIELDS: Mapping[str, Field] = {
 
 
 def check(flag: str, value: str) -> str:
-    """`value`, if it matches the pattern of `flag`; empty means "not set".
+    """Return `value` if it matches the pattern of `flag`, or if it is empty, which means "not set".
 
     Raises
     ------
-    UsageError : it does not match.
+    UsageError : `value` does not match the pattern.
     """
     field = FIELDS[flag]
     if value and not re.fullmatch(field.pattern, value):
@@ -58,20 +58,20 @@ def check(flag: str, value: str) -> str:
 
 
 def search_first(libraries: Sequence[str]) -> str:
-    """Shell words that have libraries searched in these folders before those of LD_LIBRARY_PATH."""
+    """Return the shell command that puts folders of libraries at the start of LD_LIBRARY_PATH."""
     return f'export LD_LIBRARY_PATH="{":".join(libraries)}{INHERITED}"'
 
 
 INHERITED = "${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
-"""Expanded where it is used, to the value there: a plain value would replace it."""
+"""Shell text for the end of a new LD_LIBRARY_PATH: the value that the variable has where the shell runs."""
 
 
 def option(value: str) -> str:
-    """A scheduler option as one directive: one word, which cannot start a second directive.
+    """Return `value`, an option for the scheduler, if it can be a directive.
 
     Raises
     ------
-    UsageError : it is not one word.
+    UsageError : `value` has blanks, quotes or line breaks, which could start a second directive.
     """
     if not re.fullmatch(r"[A-Za-z0-9._@+:=,/^*()\[\]|&!~%-]+", value):
         raise UsageError(
@@ -83,87 +83,120 @@ def option(value: str) -> str:
 
 
 def is_job_id(text: str) -> bool:
-    """Whether `text` can be a job's id, which is an argument of the scheduler and part of names of files."""
+    """Return whether `text` can be a job's id.
+
+    An id becomes an argument of the scheduler's commands and a part of file names.
+    """
     return ".." not in text and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.\[\]+-]{0,126}", text) is not None
 
 
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def seconds(text: str, *, where: str) -> int:
-    """A time limit in seconds: ``HH:MM:SS``, ``D-HH:MM:SS``, ``MM:SS``, ``90m``, ``2h``.
+    """Return a time limit in seconds.
+
+    The forms are ``HH:MM:SS``, ``D-HH:MM:SS``, ``MM:SS``, and a number with a unit, ``90m`` or ``2h``.
 
     Raises
     ------
-    UsageError : it is in no such form, or zero.
+    UsageError : `text` has none of these forms, or the limit is zero.
     """
-    total_s = 0
-    if match := re.fullmatch(r"(\d{1,5})([smhd])", text):
-        total_s = int(match[1]) * _UNITS[match[2]]
-    elif match := re.fullmatch(r"(?:(\d{1,3})-)?(\d{1,4}):(\d{2}):(\d{2})", text):
-        days, hours, minutes, rest = (int(part or 0) for part in match.groups())
-        if minutes < 60 and rest < 60:
-            total_s = days * 86400 + hours * 3600 + minutes * 60 + rest
-    elif match := re.fullmatch(r"(\d{1,4}):(\d{2})", text):
-        total_s = int(match[1]) * 60 + int(match[2]) if int(match[2]) < 60 else 0
+    total_s = _parse_number_with_unit(text) or _parse_clock(text)
     if total_s == 0:
         raise UsageError(f"{text!r} is not a time limit", where=where, hint="write HH:MM:SS, or 90m, 2h")
     return total_s
 
 
+def _parse_number_with_unit(text: str) -> int:
+    """Return the seconds of ``90m``; 0 if `text` has another form."""
+    match = re.fullmatch(r"(\d{1,5})([smhd])", text)
+    if match is None:
+        return 0
+    number, unit = match.groups()
+    return int(number) * _UNITS_S[unit]
+
+
+def _parse_clock(text: str) -> int:
+    """Return the seconds of ``MM:SS``, ``HH:MM:SS`` or ``D-HH:MM:SS``; 0 if `text` has another form."""
+    match = re.fullmatch(r"(\d{1,4}):(\d{2})", text)
+    if match is not None:
+        minutes, seconds = int(match[1]), int(match[2])  # "90:00" is an hour and a half
+        return minutes * 60 + seconds if seconds < 60 else 0
+    match = re.fullmatch(r"(?:(\d{1,3})-)?(\d{1,4}):(\d{2}):(\d{2})", text)
+    if match is None:
+        return 0
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    if minutes >= 60 or seconds >= 60:
+        return 0
+    return days * 86400 + hours * 3600 + minutes * 60 + seconds
+
+
 def clock(seconds: int) -> str:
-    """The time as ``HH:MM:SS``; hours can exceed 24."""
+    """Return a time in seconds as ``HH:MM:SS``; the hours can exceed 24."""
     return f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
 
 
 WIDTH = 100
+"""Characters of a line of a job script, where an argument is not longer."""
 
 
 class Shell(str):
-    """Text that the script's own shell expands. imgkit writes it; it is never a user's value."""
+    """Shell text of imgkit that the job script's shell expands. It is never a value of the user."""
 
     __slots__ = ()
 
 
 def expanding(text: str) -> str:
-    """Return `text` for a shell on the node that replaces its variables of the site."""
+    """Return `text` as shell text, in which the shell on the node replaces the variables of the site.
+
+    A text without such variables is returned as it is, and `quote` quotes it.
+    """
     if not SITE_VARIABLE.search(text):
         return text
-    # Whatever is no variable of the site stays as it is.
-    special = re.compile(rf"(?P<variable>{SITE_VARIABLE.pattern})|[$`\"\\\\]")
-    return Shell(
-        '"' + special.sub(lambda match: match[0] if match["variable"] else f"\\{match[0]}", text) + '"'
-    )
+
+    def escape(match: re.Match[str]) -> str:
+        return match[0] if match["variable"] else f"\\{match[0]}"
+
+    # In double quotes, the shell would expand any other $, too, and ` " \ are special.
+    special = re.compile(rf"(?P<variable>{SITE_VARIABLE.pattern})|[$`\"\\]")
+    return Shell(f'"{special.sub(escape, text)}"')
 
 
 def exports(variables: Mapping[str, str]) -> list[str]:
-    """Return shell lines that export `variables`, with the values of the site's variables in them."""
+    """Return shell lines that export `variables`; variables of the site in their values are replaced."""
     return [f"export {name}={quote(expanding(value))}" for name, value in variables.items()]
 
 
 def default_exports(variables: Mapping[str, str]) -> list[str]:
-    """Return shell lines that export those of `variables` that are not set, as `exports` does."""
+    """Return shell lines that export, as `exports` does, those of `variables` that the shell has not set."""
     pairs = zip(variables, exports(variables), strict=True)
     return [f'if [ -z "${{{name}+set}}" ]; then {line}; fi' for name, line in pairs]
 
 
 def quote(argument: str) -> str:
-    """Return `argument`, quoted as a shell needs it; `Shell` text stays as it is, to be expanded."""
+    """Return `argument` quoted for the shell; a `Shell` text is returned as it is."""
     return str(argument) if isinstance(argument, Shell) else shlex.quote(argument)
 
 
 def repeat_option(option: str, values: Iterable[str]) -> tuple[str, ...]:
-    """Return `option` with each of `values`, for example ``-x A -x B``."""
+    """Return `option` before each of `values`, for example ``-x A -x B``."""
     return tuple(argument for value in values for argument in (option, value))
 
 
 def line(argv: Sequence[str], *, indent: str = "    ") -> str:
-    """One command. A long one continues over several lines; no word is broken."""
-    rows, row = [], ""
+    """Return a command as shell text, quoted, over several lines if it is longer than `WIDTH`.
+
+    A line ends only between two arguments.
+    """
+    lines: list[str] = []
+    current_line = ""
     for argument in map(quote, argv):
-        if row and len(row) + 1 + len(argument) > WIDTH:
-            rows.append(row)
-            row = indent + argument
+        if not current_line:
+            current_line = argument
+        elif len(current_line) + 1 + len(argument) <= WIDTH:
+            current_line = f"{current_line} {argument}"
         else:
-            row = f"{row} {argument}" if row else argument
-    return " \\\n".join((*rows, row))
+            lines.append(current_line)
+            current_line = indent + argument
+    return " \\\n".join((*lines, current_line))

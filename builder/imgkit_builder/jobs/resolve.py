@@ -1,12 +1,12 @@
-"""Resolve a request on a recipe's system: find all values, and check them against the limits of the
-recipe.
+"""Resolve a request on a recipe's system: find the value of each field, and check it against the limits that
+the recipe states.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from imgkit_builder.base.flags import declared, flags_in
@@ -33,80 +33,93 @@ from imgkit_entrypoints.system import CUDA_COMPAT, HOST_LIBS
 
 
 def resolve(recipe: Target, request: JobRequest) -> Job:
-    """The job that `request` becomes on the system of `recipe`.
+    """Return the job that `request` becomes on the system of `recipe`.
 
     Raises
     ------
-    UsageError : a value that the system cannot satisfy; where the recipe sets the limit, with its line.
-    ToolFailed : the system is a plug-in that cannot be used.
+    UsageError : the system cannot satisfy a value; names the recipe's line if the recipe sets the limit.
+    ToolFailed : the system is a plug-in that cannot be loaded.
     """
     refuse_mixed(request)
     recipe = _in_partition(recipe, request.allocation.queue or recipe.system.queue.name)
-    facts, makes_image = recipe.system, bool(request.image_flag)
-    system = systems.named(facts.scheduler)
-    system_flags = request.flags(system.flags)
-    is_free = request.launch.interactive and not system.needs_fields_for_shells
-    allocation = _queue(recipe, request, () if is_free else facts.queue.required)
+    scheduler = recipe.system.scheduler
+    system = systems.named(scheduler)
+    allocation = _queue_allocation(recipe, request, system)
     contents.refuse_secrets(recipe, request)
     directory = request.directory.absolute()
     quoting.check("--directory", str(directory))
     runtime = _runtime(recipe, request.container.runtime, system)
-    if makes_image:
-        image, command = contents.image_to_make(recipe, request, directory)
-    else:
-        command = _command(request)
-        image = runtime.image(contents.requested_image(request), recipe.name, directory)
+    image, command = _image_and_command(recipe, request, runtime, directory)
     job = Job(
         recipe=recipe,
         request=request,
-        system=system_flags.system or facts.scheduler,
+        system=request.flags(system.flags).system or scheduler,
         name=quoting.check("--name", request.name or recipe.name),
         directory=directory,
         allocation=allocation,
         container=Container(image=image, runtime=runtime.kind),
         command=command,
+        warnings=tuple(_unused_flag_warnings(recipe, request, system)),
     )
-    ignored = tuple(_unused(recipe, request, system))
-    if makes_image:
-        return dataclasses.replace(job, warnings=ignored)
-    _refuse_small(request)
-    gpus = _gpus(recipe, request)
-    job = job.with_allocation(
-        size=parse_nodes(request.allocation.nodes or str(system_flags.default_nodes)),
-        gpus=gpus,
-        cpus=_cpus(recipe, request, gpus),
-        stop_before_s=_stop_before(request, job.allocation.time),
-    )
+    if job.makes_image:
+        return job
+    job = _with_nodes(job, system)
     job = dataclasses.replace(job, settings=_settings(job, system))
-    job = contents.filled(job, passes_names=system.passes_names)
+    job = contents.with_mounts_and_variables(job, passes_names=system.passes_names)
     runtime.check(job)
     _refuse_amd(job)
-    return dataclasses.replace(job, warnings=(*ignored, *system.check(job), *runtime.warnings(job)))
+    warnings = (*job.warnings, *system.check(job), *runtime.warnings(job))
+    return dataclasses.replace(job, warnings=warnings)
 
 
-_LEAST = {"nproc": 1, "cpus": 1, "gpus": 0, "max_failures": 0, "stop_before_s": 0}
-"""Fields of a request with a number -> the smallest one."""
+def _image_and_command(
+    recipe: Target, request: JobRequest, runtime: Runtime, directory: Path
+) -> tuple[str, tuple[str, ...]]:
+    """Return the image of the job, and the command that runs in the image or makes it.
+
+    Raises
+    ------
+    UsageError : the runtime cannot start the image, or the command is missing or not valid.
+    """
+    if request.image_flag:
+        return contents.image_to_make(recipe, request, directory)
+    command = _command(request)
+    requested_image = contents.requested_image(request)
+    return runtime.image(requested_image, recipe.name, directory), command
+
+
+_MINIMA = {"nproc": 1, "cpus": 1, "gpus": 0, "max_failures": 0, "stop_before_s": 0}
+"""The smallest number that each field of a request may have."""
 
 
 def _refuse_small(request: JobRequest) -> None:
+    """Raise UsageError for a number in the request that is below its minimum."""
     for flag in declared(JobRequest):
-        least, value = _LEAST.get(flag.field), flag.value(request)
-        if least is not None and value is not None and value < least:
-            name = flag.names[0]
-            raise UsageError(f"{name} must be at least {least} (got {value})", where=name)
+        minimum = _MINIMA.get(flag.field)
+        value = flag.value(request)
+        if minimum is None or value is None or value >= minimum:
+            continue
+        name = flag.names[0]
+        raise UsageError(f"{name} must be at least {minimum} (got {value})", where=name)
 
 
 def _in_partition(recipe: Target, name: str) -> Target:
-    """`recipe` with the nodes of the partition `name` as those of the system."""
-    above, positions = ("system", "partitions", name), dict(recipe.positions)
+    """Return `recipe` with the partition's nodes as ``system.node``, and their positions for messages."""
+    partition_path = ("system", "partitions", name)
+    positions = dict(recipe.positions)
     for path, position in recipe.positions.items():
-        if path[:-1] == above:
+        if path[:-1] == partition_path:
             positions["system", "node", path[-1]] = position
     return dataclasses.replace(recipe, system=recipe.system.in_partition(name), positions=positions)
 
 
-def _queue(recipe: Target, request: JobRequest, required: tuple[str, ...]) -> Allocation:
-    """Return an allocation with the fields of ``system.queue``, and without its nodes."""
+def _queue_allocation(recipe: Target, request: JobRequest, system: System) -> Allocation:
+    """Return an allocation with the account, queue, QoS and time limit; its nodes are not set.
+
+    Raises
+    ------
+    UsageError : a value is not valid, or the recipe requires one that neither it nor the request states.
+    """
     requested, defaults = request.allocation, recipe.system.queue
     allocation = Allocation(
         account=quoting.check("--account", requested.account or defaults.account),
@@ -114,38 +127,65 @@ def _queue(recipe: Target, request: JobRequest, required: tuple[str, ...]) -> Al
         qos=quoting.check("--qos", requested.qos or defaults.qos),
         time=_time(recipe, requested),
     )
-    _require(recipe, required, allocation, request.project)
+    if request.launch.interactive and not system.needs_fields_for_shells:
+        return allocation
+    keys = ["queue" if field == "name" else field for field in defaults.required]
+    missing_keys = [key for key in keys if not getattr(allocation, key)]
+    if missing_keys:
+        raise _missing_fields_error(recipe, missing_keys, request.project)
     return allocation
 
 
-def _unused(recipe: Target, request: JobRequest, system: System) -> Iterator[str]:
-    """A warning for each flag that the system does not have."""
-    unused = {f"--{name}" for name in OPTIONAL if name not in system.uses}
-    ignored = [name for name in flags_in(request) if name in unused]
+def _with_nodes(job: Job, system: System) -> Job:
+    """Return `job` with the number of its nodes, and the GPUs and CPUs of each.
+
+    Raises
+    ------
+    UsageError : a number is below its minimum, or a node does not have as many GPUs or CPUs.
+    """
+    recipe, request = job.recipe, job.request
+    _refuse_small(request)
+    gpus = _gpus(recipe, request)
+    default_nodes = request.flags(system.flags).default_nodes
+    return job.with_allocation(
+        size=parse_nodes(request.allocation.nodes or str(default_nodes)),
+        gpus=gpus,
+        cpus=_cpus(recipe, request, gpus),
+        stop_before_s=_stop_before(request, job.allocation.time),
+    )
+
+
+def _unused_flag_warnings(recipe: Target, request: JobRequest, system: System) -> Iterator[str]:
+    """Yield a warning for each flag of the request that the system ignores."""
+    unused_names = {f"--{name}" for name in OPTIONAL if name not in system.uses}
+    ignored_names = [name for name in flags_in(request) if name in unused_names]
     for flags in request.system_flags:
         if type(flags) is not system.flags:
-            ignored += flags_in(flags)
+            ignored_names += flags_in(flags)
     scheduler = recipe.system.scheduler
-    return (f"{name} is not used: {recipe.title} ({scheduler}) has no such flag" for name in ignored)
+    for name in ignored_names:
+        yield f"{name} is not used: {recipe.title} ({scheduler}) has no such flag"
 
 
-def _require(
-    recipe: Target, required: tuple[str, ...], allocation: Allocation, project: ProjectSource | None
-) -> None:
-    keys = ["queue" if field == "name" else field for field in required]
-    keys = [key for key in keys if not getattr(allocation, key)]
-    if not keys:
-        return
-    hint = f"add {' '.join(f'--{key} ...' for key in keys)}"
+def _missing_fields_error(recipe: Target, keys: Sequence[str], project: ProjectSource | None) -> UsageError:
+    """Return the error for fields of ``system.queue`` that the recipe requires and nobody states.
+
+    Parameters
+    ----------
+    keys : the fields, as in imgkit.toml; their flags have the same names.
+    project : the imgkit.toml of the request, if there is one: the hint names its lines.
+    """
+    flags = " ".join(f"--{key} ..." for key in keys)
     if project:
-        name = shown(project.file).name
-        assignments = ", ".join(f'{key} = "..." in {project.lines.get(key, name)}' for key in keys)
-        hint = f"set {assignments}; or {hint}"
+        file_name = shown(project.file).name
+        lines = [f'{key} = "..." in {project.lines.get(key, file_name)}' for key in keys]
+        hint = f"set {', '.join(lines)}; or add {flags}"
     else:
-        hint += f", or set it in a recipe that extends {recipe.name} (system.queue)"
-    if "queue" in keys and (names := sorted(recipe.system.partitions)):
-        hint += f"; queues: {', '.join(names)}"
-    raise UsageError(
+        hint = f"add {flags}, or set it in a recipe that extends {recipe.name} (system.queue)"
+    queues = sorted(recipe.system.partitions)
+    if "queue" in keys and queues:
+        hint += f"; queues: {', '.join(queues)}"
+    return UsageError(
         f"{recipe.title} needs {', '.join(f'--{key}' for key in keys)}",
         where=recipe.where("system", "queue", "required"),
         hint=hint,
@@ -153,7 +193,12 @@ def _require(
 
 
 def _command(request: JobRequest) -> tuple[str, ...]:
-    names = [command.name for command in COMMANDS]
+    """Return the command of the job; it is empty for an interactive shell.
+
+    Raises
+    ------
+    UsageError : the command is missing, has a line break, or is an unknown ``dist-*`` command.
+    """
     command = request.launch.command
     if not command:
         if request.launch.interactive:
@@ -167,104 +212,152 @@ def _command(request: JobRequest) -> tuple[str, ...]:
         raise UsageError(
             "an argument of the command contains a line break", where="COMMAND", hint="put it in a file"
         )
-    if command[0].startswith("dist-") and command[0] not in names:
-        raise UsageError(f"there is no {command[0]}", where="COMMAND", hint=choices(command[0], names))
+    program = command[0]
+    entry_points = [command.name for command in COMMANDS]
+    if program.startswith("dist-") and program not in entry_points:
+        raise UsageError(f"there is no {program}", where="COMMAND", hint=choices(program, entry_points))
     return command
 
 
 def _runtime(recipe: Target, requested: RuntimeName | None, system: System) -> Runtime:
-    """Return what starts the program on a node.
+    """Return the runtime that starts the command on each node: the requested one, or that of the recipe.
 
     Raises
     ------
-    UsageError : the system cannot start programs by it, or its containers would lack the node's variables.
+    UsageError : jobs of this system cannot use the runtime.
     """
-    kind, registration = requested or recipe.system.runtime.kind, system.registration
-    runtime = runtimes.named(kind)
-    program = runtime.program(recipe)
-    needs_podman = registration.by_podman and runtime.belongs_to_service(program)
-    if kind in registration.runtimes and not needs_podman:
+    runtime = runtimes.named(requested or recipe.system.runtime.kind)
+    # A Docker container is a child of Docker's daemon: the scheduler would neither count its CPUs and memory
+    # nor end it with the job. Podman's containers are processes of the job.
+    needs_podman = system.registration.by_podman and runtime.belongs_to_service(runtime.program(recipe))
+    if runtime.kind in system.registration.runtimes and not needs_podman:
         return runtime
-    message = f"{kind} cannot be used on {recipe.title}"
-    hint, key, scheduler = choices(kind, registration.runtimes), "kind", recipe.system.scheduler
+    raise _unsupported_runtime_error(
+        recipe, runtime, system, needs_podman=needs_podman, is_requested=requested is not None
+    )
+
+
+def _unsupported_runtime_error(
+    recipe: Target, runtime: Runtime, system: System, *, needs_podman: bool, is_requested: bool
+) -> UsageError:
+    """Return the error for a runtime that the system's jobs cannot use.
+
+    Parameters
+    ----------
+    needs_podman : whether Podman would work instead of Docker.
+    is_requested : whether ``--runtime`` names the runtime, and not the recipe.
+    """
+    scheduler, program = recipe.system.scheduler, runtime.program(recipe)
+    supported = system.registration.runtimes
+    reason, key = "", "kind"
+    hint = choices(runtime.kind, supported)
     if needs_podman:
-        message += f": containers of {program} belong to its service on each node, and {scheduler} "
-        message += "neither counts nor ends them"
-        hint = "system.runtime with kind: docker and command: podman (or podman-hpc) in the recipe"
+        reason = (
+            f": containers of {program} belong to its service on each node, and {scheduler} neither counts "
+            "nor ends them"
+        )
         key = "command"
-    elif runtime.environment_by_options and Host.kind in registration.runtimes:  # it starts no pods
-        message += f": {program} does not pass {scheduler}'s variables into the container, so each "
-        message += "node would run alone"
-    if requested:
-        raise UsageError(message, where="--runtime", hint=hint)
-    hint += "; change system.runtime in the recipe, or give --runtime"
-    raise UsageError(message, where=recipe.where("system", "runtime", key), hint=hint)
+        hint = "system.runtime with kind: docker and command: podman (or podman-hpc) in the recipe"
+    elif runtime.environment_by_options and Host.kind in supported:
+        # A system without the host runtime starts pods, which get their variables from Kubernetes.
+        reason = (
+            f": {program} does not pass {scheduler}'s variables into the container, so each node would run "
+            "alone"
+        )
+    where = "--runtime"
+    if not is_requested:
+        where = recipe.where("system", "runtime", key)
+        hint += "; change system.runtime in the recipe, or give --runtime"
+    return UsageError(f"{runtime.kind} cannot be used on {recipe.title}{reason}", where=where, hint=hint)
 
 
 def chooses_cpus(request: JobRequest) -> bool:
-    """Whether the user asks for work on CPUs, whatever GPUs the nodes have."""
-    chosen = " ".join(request.launch.command).replace("=", " ")
-    return request.allocation.gpus == 0 or re.search(r"(?:^| )--device cpu(?: |$)", chosen) is not None
+    """Return whether the user chooses CPUs, by ``--gpus 0`` or by ``--device cpu`` in the command."""
+    if request.allocation.gpus == 0:
+        return True
+    command_line = " ".join(request.launch.command)
+    command_line = command_line.replace("=", " ")  # --device=cpu
+    return re.search(r"(?:^| )--device cpu(?: |$)", command_line) is not None
 
 
 def _refuse_amd(job: Job) -> None:
-    """Raise UsageError for AMD's GPUs or image, unless the request chooses CPUs.
+    """Raise UsageError if the image or the nodes are for AMD GPUs, unless the request chooses CPUs.
 
-    The node agent refuses such a start, too; any other program would find no GPU.
+    The node agent refuses to start there, too, and any other program would find no GPU.
     """
-    request, recipe = job.request, job.recipe
-    if chooses_cpus(request):
+    if chooses_cpus(job.request):
         return
-    # A .sif that names its own system is the recipe's image, and no other.
-    named_image = request.container.image if Path(request.container.image) != recipe.file.absolute() else ""
-    evidence, where, runtime = "", "", runtime_of(job)
-    if named_image and runtime.has_container:
-        evidence, where = bases.amd_image(runtime.image_title(named_image)), "--image"
-    elif runtime.has_container:
-        evidence, where = bases.amd_image(recipe.base, recipe.base_env), recipe.where("image", "base")
-    if not evidence and job.allocation.gpus:
-        evidence, where = bases.amd_nodes(recipe.system), recipe.where("system", "node", "gpu_model")
+    evidence, where = _amd_evidence(job)
     if evidence:
         message, hint = bases.for_amd(evidence)
         raise UsageError(message, where=where, hint=hint)
 
 
+def _amd_evidence(job: Job) -> tuple[str, str]:
+    """Return what shows that the image or the nodes are for AMD GPUs, and where that is stated.
+
+    The evidence is empty if nothing shows it.
+    """
+    recipe, runtime = job.recipe, runtime_of(job)
+    image = job.request.container.image
+    if runtime.has_container:
+        # A .sif can be its own recipe: then its base is known, and the name of the file tells less.
+        if image and Path(image) != recipe.file.absolute():
+            evidence, where = bases.amd_image(runtime.image_title(image)), "--image"
+        else:
+            evidence, where = bases.amd_image(recipe.base, recipe.base_env), recipe.where("image", "base")
+        if evidence:
+            return evidence, where
+    if job.allocation.gpus:
+        return bases.amd_nodes(recipe.system), recipe.where("system", "node", "gpu_model")
+    return "", ""
+
+
 def _settings(job: Job, system: System) -> Mapping[str, str]:
-    """Options of the node agent that follow from the request, as its variables."""
-    recipe, request, runtime = job.recipe, job.request, runtime_of(job)
-    gpus, size = job.allocation.gpus, job.allocation.size
-    nproc = request.launch.nproc or (0 if system.hides_gpus else request.allocation.gpus or 0)
-    # The image's node agent refuses to start without the node's GPUs.
-    on_cpus = gpus == 0 and (recipe.system.node.gpus or request.allocation.gpus == 0)
-    # Without a container, and for nodes without GPUs by their system, no system.json says to expect them.
-    expects_gpus = gpus and not (runtime.has_container and recipe.system.node.gpus)
-    by_rule = recipe.system.fabric.host_libs == "auto" and runtime.mounts_folders
-    compat = recipe.system.runtime.cuda_compat == "auto" and runtime.has_container
-    failures = request.launch.max_failures
-    names = (text.partition("=")[0] for text in request.container.env)
+    """Return the variables that pass options of the request to the node agent."""
+    request, runtime = job.request, runtime_of(job)
+    facts = job.recipe.system
+    launch, allocation = request.launch, job.allocation
+    # Where programs see all GPUs of a node, the number of workers limits the GPUs that they use.
+    visible_gpus = 0 if system.hides_gpus else request.allocation.gpus
+    nproc = launch.nproc or visible_gpus
+    # The node agent refuses to start without the GPUs that its system.json states, unless it is told to use
+    # CPUs.
+    on_cpus = allocation.gpus == 0 and (facts.node.gpus > 0 or request.allocation.gpus == 0)
+    # No system.json states the GPUs if there is no container, or if the recipe's nodes have none.
+    is_gpu_count_stated = runtime.has_container and facts.node.gpus > 0
+    expected_gpus = 0 if is_gpu_count_stated else allocation.gpus
+    chooses_libraries = facts.fabric.host_libs == "auto" and runtime.mounts_folders
+    chooses_cuda_compat = facts.runtime.cuda_compat == "auto" and runtime.has_container
+    # The node agent removes some variables that leak from the host, but none that the user has set.
+    user_names = [text.partition("=")[0] for text in request.container.env]
+    kept_names = [name for name in user_names if host_leaks.may_remove(name)]
     settings = {
         "IMGKIT_DEVICE": "cpu" if on_cpus else "",
-        "IMGKIT_GPUS": str(gpus) if expects_gpus else "",
+        "IMGKIT_GPUS": str(expected_gpus) if expected_gpus else "",
         "IMGKIT_NPROC": str(nproc) if nproc else "",
-        "IMGKIT_NNODES": str(size) if size.spares else "",
-        HOST_LIBS: ":".join(("auto", *recipe.system.runtime.host_libs)) if by_rule else "",
-        CUDA_COMPAT: "auto" if compat else "",
-        "IMGKIT_KEEP_ENV": ",".join(filter(host_leaks.may_remove, names)),
-        "IMGKIT_PREFLIGHT": "1" if request.launch.preflight else "",
-        "IMGKIT_MAX_FAILURES": "" if failures is None else str(failures),
-        "IMGKIT_SCHEDULER": system.placement if size.started > 1 else "",
+        "IMGKIT_NNODES": str(allocation.size) if allocation.size.spares else "",
+        HOST_LIBS: ":".join(("auto", *facts.runtime.host_libs)) if chooses_libraries else "",
+        CUDA_COMPAT: "auto" if chooses_cuda_compat else "",
+        "IMGKIT_KEEP_ENV": ",".join(kept_names),
+        "IMGKIT_PREFLIGHT": "1" if launch.preflight else "",
+        "IMGKIT_MAX_FAILURES": "" if launch.max_failures is None else str(launch.max_failures),
+        "IMGKIT_SCHEDULER": system.placement if allocation.nodes > 1 else "",
     }
     return {name: value for name, value in settings.items() if value}
 
 
 STOP_BEFORE_S = 120
-"""The node agent's grace period, and as much again: Slurm's signal can come up to a minute early."""
+"""How long before the time limit a program is asked to save, unless ``--stop-before`` is given.
+
+This is twice the node agent's grace period of a minute: Slurm's signal can come up to a minute early.
+"""
 SHORT_S = 600
 """Shorter jobs are not asked to save before their end unless ``--stop-before`` is given."""
 
 
 def parse_nodes(text: str) -> Size:
-    """Return the nodes that ``N`` or ``N+SPARES`` asks for."""
+    """Return the number of nodes that ``N`` or ``N+SPARES`` means; raise UsageError for any other text."""
     try:
         return Size.parse(text)
     except ValueError as error:
@@ -272,18 +365,25 @@ def parse_nodes(text: str) -> Size:
 
 
 def _gpus(recipe: Target, request: JobRequest) -> int:
-    """Return the GPUs per node."""
-    limit = recipe.system.node.gpus
+    """Return the GPUs per node: the requested number, or else all of them.
+
+    Raises
+    ------
+    UsageError : a node has fewer GPUs than requested.
+    """
+    node_gpus = recipe.system.node.gpus
     gpus = request.allocation.gpus
     if gpus is None:
-        return limit
-    is_limit = limit or ("system", "node", "gpus") in recipe.positions  # an image has no positions
-    if is_limit and gpus > limit:
-        raise _more_than_a_node(recipe, "gpus", gpus, limit)
+        return node_gpus
+    # The system of an image has no positions; its 0 may mean that nobody stated a number.
+    is_limit = node_gpus or ("system", "node", "gpus") in recipe.positions
+    if is_limit and gpus > node_gpus:
+        raise _node_limit_error(recipe, "gpus", gpus, node_gpus)
     return gpus
 
 
-def _more_than_a_node(recipe: Target, key: str, number: int, limit: int) -> UsageError:
+def _node_limit_error(recipe: Target, key: str, number: int, limit: int) -> UsageError:
+    """Return the error for a request of more than `limit` GPUs or CPUs per node; `key` names the field."""
     return UsageError(
         f"--{key} {number}, but a node has {limit}",
         where=recipe.where("system", "node", key),
@@ -292,61 +392,80 @@ def _more_than_a_node(recipe: Target, key: str, number: int, limit: int) -> Usag
 
 
 def _cpus(recipe: Target, request: JobRequest, gpus: int) -> int | None:
-    """Return the CPUs per node beside `gpus`; None leaves the number to the system."""
+    """Return the CPUs per node for a job with `gpus` GPUs per node; None leaves the number to the system.
+
+    Raises
+    ------
+    UsageError : a node has fewer CPUs than requested, or the system fixes another number for these GPUs.
+    """
     node, cpus = recipe.system.node, request.allocation.cpus
-    share = node.cpus_per_gpu
-    gpus_cpus = gpus * share if share else 0
+    cpus_of_gpus = gpus * node.cpus_per_gpu if node.cpus_per_gpu else 0
     if cpus is None:
-        return gpus_cpus or request.launch.nproc or node.cpus
-    if gpus_cpus and cpus != gpus_cpus:
+        return cpus_of_gpus or request.launch.nproc or node.cpus
+    if cpus_of_gpus and cpus != cpus_of_gpus:
         raise UsageError(
-            f"--cpus {cpus}, but {gpus} GPUs come with {gpus_cpus} CPUs ({share} each)",
+            f"--cpus {cpus}, but {gpus} GPUs come with {cpus_of_gpus} CPUs ({node.cpus_per_gpu} each)",
             where=recipe.where("system", "node", "cpus_per_gpu"),
-            hint=f"leave --cpus out, or --cpus {gpus_cpus}",
+            hint=f"leave --cpus out, or --cpus {cpus_of_gpus}",
         )
     if node.cpus is not None and cpus > node.cpus:
-        raise _more_than_a_node(recipe, "cpus", cpus, node.cpus)
+        raise _node_limit_error(recipe, "cpus", cpus, node.cpus)
     return cpus
 
 
 def _time(recipe: Target, requested: AllocationRequest) -> str:
-    """The time limit as ``HH:MM:SS``; empty if neither the request nor the recipe has one."""
+    """Return the time limit as ``HH:MM:SS``; empty if neither the request nor the recipe has one.
+
+    Raises
+    ------
+    UsageError : the time is not valid, or longer than the limit of the QoS or queue.
+    """
     queue = recipe.system.queue
     text = requested.time or queue.time
     if not text:
         return ""
     where = "--time" if requested.time else recipe.where("system", "queue", "time")
     time_s = quoting.seconds(text, where=where)
-    # A QoS with a limit of its own is there to change that of the queue: shorter for tests, longer for a few.
+    # The limit of a QoS replaces that of the queue: it is shorter for tests, or longer for a few users.
     name = requested.qos or queue.qos
     if name not in queue.limits:
         name = requested.queue or queue.name
-    if name not in queue.limits:
-        return quoting.clock(time_s)
-    limit = queue.limits[name]
-    where = recipe.where("system", "queue", "limits", name)
-    if time_s > quoting.seconds(limit, where=where):
-        alternatives = ", ".join(f"{key} {most}" for key, most in queue.limits.items() if key != name)
-        raise UsageError(
-            f"--time {quoting.clock(time_s)}, but {name} ends jobs after {limit}",
-            where=where,
-            hint=f"--time {limit}, or another queue{f' ({alternatives})' if alternatives else ''}; "
-            "dist-train resumes where a job left off",
-        )
+    if name in queue.limits:
+        where = recipe.where("system", "queue", "limits", name)
+        if time_s > quoting.seconds(queue.limits[name], where=where):
+            raise _time_limit_error(queue.limits, name, time_s, where)
     return quoting.clock(time_s)
 
 
+def _time_limit_error(limits: Mapping[str, str], name: str, time_s: int, where: str) -> UsageError:
+    """Return the error for a job that is longer than the limit of the queue or QoS `name`."""
+    other_queue = "another queue"
+    other_limits = [f"{key} {limit}" for key, limit in limits.items() if key != name]
+    if other_limits:
+        other_queue += f" ({', '.join(other_limits)})"
+    return UsageError(
+        f"--time {quoting.clock(time_s)}, but {name} ends jobs after {limits[name]}",
+        where=where,
+        hint=f"--time {limits[name]}, or {other_queue}; dist-train resumes where a job left off",
+    )
+
+
 def _stop_before(request: JobRequest, time_limit: str) -> int:
-    """Return how many seconds before `time_limit` the program is asked to save; 0: never.
+    """Return how many seconds before the time limit the program is asked to save; 0 means never.
 
     Parameters
     ----------
-    time_limit : ``HH:MM:SS``; empty: the job has none.
+    time_limit : ``HH:MM:SS``; empty if the job has no limit.
+
+    Raises
+    ------
+    UsageError : ``--stop-before`` is not shorter than the time limit.
     """
     stop_before_s = request.launch.stop_before_s
     limit_s = quoting.seconds(time_limit, where="--time") if time_limit else None
     if stop_before_s is None:
-        return 0 if limit_s is not None and limit_s < SHORT_S else STOP_BEFORE_S
+        is_short = limit_s is not None and limit_s < SHORT_S
+        return 0 if is_short else STOP_BEFORE_S
     if limit_s is not None and stop_before_s >= limit_s:
         raise UsageError(
             f"{stop_before_s} s must be less than the job's time limit, {time_limit}",

@@ -1,4 +1,4 @@
-"""The templates of job scripts, shipped or the user's own."""
+"""Render job scripts from the shipped templates or from the user's own."""
 
 from __future__ import annotations
 
@@ -10,17 +10,21 @@ from imgkit_entrypoints.errors import UsageError
 
 
 def fill(job: Job, name: str, **values: Any) -> str:
-    """Return the text of template `name`, which sees `job` and `values`.
+    """Render the template `name` and return the text.
+
+    The template is one of the user's folder of ``--templates``, or else a shipped one. It can use `job`,
+    ``modules``, ``exports`` if the job runs a command, and `values`.
 
     Raises
     ------
-    UsageError : the user's own template is faulty; names its file and line.
+    UsageError : the folder of ``--templates`` is missing, or a template in it is faulty; names file and line.
     """
     import jinja2
 
     from imgkit_builder.image.render import environment
 
-    runtime, folder = runtime_of(job), job.request.templates
+    runtime = runtime_of(job)
+    folder = job.request.templates
     if not job.makes_image:
         values["exports"] = runtime.exports(job)
     if folder is not None and not folder.is_dir():
@@ -28,8 +32,10 @@ def fill(job: Job, name: str, **values: Any) -> str:
     try:
         template = environment("templates/job", folder).get_template(name)
         return template.render(job=job, modules=runtime.modules(job), **values)
+    # Beside jinja2's own errors, an expression of a template can raise whatever Python raises for it.
     except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-        where = f"{folder or ''}/{name}"
         if isinstance(error, jinja2.TemplateSyntaxError):
             where = f"{error.filename}:{error.lineno}"
+        else:
+            where = f"{folder or ''}/{name}"
         raise UsageError(f"a faulty template: {error}", where=where) from error
