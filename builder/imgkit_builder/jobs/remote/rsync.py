@@ -107,7 +107,7 @@ def run(
             argv = (shutil.which("rsync") or "rsync", *_OPTIONS, f"--rsh=sh {work}/shell", *args)
             return _follow(process.bound(argv), report, size_bytes)
         except ErrorsTooLong as error:
-            raise connection.flooded(error, host) from error
+            raise connection.flood_error(error, host) from error
         except Exited as error:
             code = int(files.read_text(status) or 0) or error.code
             if code == _NOT_FOUND:
@@ -115,7 +115,7 @@ def run(
                 where = connection.remote.name
                 raise ToolMissing(f"there is no rsync on {host}", where=where, hint=hint) from error
             code = SSH_FAILED if code in _CONNECTION_LOST else code
-            raise connection.explained(code, error.errors, host) from error
+            raise connection.exit_error(code, error.errors, host) from error
 
 
 def _follow(argv: Sequence[str], report: Reporter, size_bytes: int | None) -> Transferred | None:
