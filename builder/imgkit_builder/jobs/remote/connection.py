@@ -268,7 +268,8 @@ def connect(remote: Remote, *, ask: bool = False, max_bytes_per_s: float | None 
     ----------
     ask, max_bytes_per_s : as in `Connection`.
     """
-    folder, reason = None, ""
+    folder = None
+    reason = ""
     if remote.keep_s > 0:
         folder, reason = _find_socket_folder()
     return Connection(

@@ -280,32 +280,51 @@ def _parse_job_notes(lines: Sequence[str]) -> tuple[JobNote, ...]:
 
     Files in ``jobs`` whose name is not a job id are left out.
     """
-    changed_s: dict[str, dict[str, float]] = {"run": {}, "job": {}}
-    note_lines: dict[str, list[str]] = {}
-    for line in lines:
-        change = _CHANGE.fullmatch(line)
-        if change is not None:
-            changed_s[change["kind"]][change["name"]] = int(change["time_s"])
-        note_line = _NOTE_LINE.fullmatch(line)
-        if note_line is not None:
-            note_lines.setdefault(note_line["id"], []).append(note_line["text"])
+    note_lines = _note_lines(lines)
+    run_times_s = _change_times_s("run", lines)
     resumable_runs = _runs_matching(_CHECKPOINT, lines) - _runs_matching(_SUCCESS, lines)
     notes = []
-    for job_id, submitted_s in changed_s["job"].items():
+    for job_id, submitted_s in _change_times_s("job", lines).items():
         if not is_job_id(job_id):
             continue
-        # The system, the job's name and its paths. A note that is cut short gets empty values.
+        # A note has one value a line: the system, the job's name, the image and the code. Missing lines of a
+        # note that is cut short count as empty.
         system, job_name, *paths = [*note_lines.get(job_id, []), "", ""]
         run = f"{job_name}-{job_id}"
         note = JobNote(
             id=job_id,
             system=system,
             folders=tuple(path.removesuffix(f"/{SIF}") for path in paths if path),
-            used_s=max(submitted_s, changed_s["run"].get(run, 0)),
+            used_s=max(submitted_s, run_times_s.get(run, 0)),
             is_resumable=run in resumable_runs,
         )
         notes.append(note)
     return tuple(notes)
+
+
+def _note_lines(lines: Sequence[str]) -> dict[str, list[str]]:
+    """Return the lines of the files in ``jobs`` by the name of the file, which is the job's id."""
+    note_lines: dict[str, list[str]] = {}
+    for line in lines:
+        match = _NOTE_LINE.fullmatch(line)
+        if match is not None:
+            note_lines.setdefault(match["id"], []).append(match["text"])
+    return note_lines
+
+
+def _change_times_s(kind: str, lines: Sequence[str]) -> dict[str, int]:
+    """Return the Unix time of the last change of each folder in ``runs`` or each file in ``jobs``, by name.
+
+    Parameters
+    ----------
+    kind : ``run`` or ``job``.
+    """
+    times_s = {}
+    for line in lines:
+        match = _CHANGE.fullmatch(line)
+        if match is not None and match["kind"] == kind:
+            times_s[match["name"]] = int(match["time_s"])
+    return times_s
 
 
 def _runs_matching(pattern: re.Pattern[str], lines: Sequence[str]) -> set[str]:

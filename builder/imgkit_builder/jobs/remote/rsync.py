@@ -96,22 +96,12 @@ def run(
     """
     process.need("rsync", hint=INSTALL)
     host = connection.host(by_transfer=True)
-    token = secrets.token_hex(16)
     # openrsync splits the value of --rsh at blanks, so the folder is in /tmp, whose path has none. `shell` is
     # started by sh, because some sites mount /tmp without permission to execute files.
     with tempfile.TemporaryDirectory(prefix="imgkit-", dir="/tmp") as work:
         status = Path(work, "status")  # rsync_shell writes the exit code of ssh into it
-        config = {
-            "ssh": connection.ssh_argv(host),
-            "line": LOGIN_SHELL_LINE,
-            "token": token,
-            "prelude": connection.prelude(token, {"folder": folder, "program": "rsync"}),
-            "script": _SERVER,
-            "placeholder": FOLDER,
-            "folder": folder,
-            "status": str(status),
-        }
-        shell = shlex.join((sys.executable, "-I", "-S", rsync_shell.__file__, json.dumps(config)))
+        config = _shell_config(connection, host, folder, status)
+        shell = shlex.join((sys.executable, "-I", "-S", rsync_shell.__file__, config))
         files.put(status, "")
         files.put(Path(work, "shell"), f'exec {shell} "$@"\n')
         argv = (shutil.which("rsync") or "rsync", *_OPTIONS, f"--rsh=sh {work}/shell", *args)
@@ -123,6 +113,22 @@ def run(
             # The status is empty or 0 if only rsync on this machine failed.
             remote_code = int(files.read_text(status) or 0)
             raise _exit_error(connection, host, remote_code or error.code, error.errors) from error
+
+
+def _shell_config(connection: Connection, host: str, folder: str, status: Path) -> str:
+    """Return the first argument of `rsync_shell`: how to run rsync's server in `folder` on `host`."""
+    token = secrets.token_hex(16)
+    config = {
+        "ssh": connection.ssh_argv(host),
+        "line": LOGIN_SHELL_LINE,
+        "token": token,
+        "prelude": connection.prelude(token, {"folder": folder, "program": "rsync"}),
+        "script": _SERVER,
+        "placeholder": FOLDER,
+        "folder": folder,
+        "status": str(status),
+    }
+    return json.dumps(config)
 
 
 def _exit_error(connection: Connection, host: str, code: int, errors: str) -> ToolFailed | ToolMissing:

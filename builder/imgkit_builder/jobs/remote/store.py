@@ -319,10 +319,11 @@ def _parse_lines(output: bytes, remote: Remote) -> Iterator[_Line]:
     ToolFailed : the line ``end`` is missing, or an image has no valid size.
     """
     stream = io.BytesIO(output)
-    for raw_line in iter(stream.readline, b""):
+    for raw_line in stream:
         if not raw_line.endswith(b"\n"):
             break
-        key, _, value = raw_line.removesuffix(b"\n").decode(errors="replace").partition(" ")
+        line = raw_line.removesuffix(b"\n").decode(errors="replace")
+        key, _, value = line.partition(" ")
         if key == "end":
             return
         if key != "image":
