@@ -34,7 +34,7 @@ def main(config_json: str, _host: str, *args: str) -> int:
     script = f"{config['prelude']}\nset -- {shlex.join(server_argv)}\n{config['script']}".encode()
     argv = [*config["ssh"], config["line"].format(count=len(script))]
     for descriptor in (0, 1):
-        os.set_blocking(descriptor, True)  # rsync opens them without blocking
+        os.set_blocking(descriptor, True)  # rsync opens them in non-blocking mode
     # With a buffer, Python would write the rest again when it closes the pipe, and fail if ssh has ended.
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as ssh:
         assert ssh.stdin is not None  # noqa: S101 - for the type checker: both are pipes

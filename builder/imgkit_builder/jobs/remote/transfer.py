@@ -11,7 +11,7 @@ behaviour of rsync that this module relies on, observed with version 3.2.7:
 * That folder must be an absolute path. Debian's 3.2.7 and 3.4.3 fail with a relative path with ``..`` in it.
 * After a lost connection, rsync uses the partial file as the basis and would send all the rest. So `_JOIN`
   appends the rest of the real basis to the partial file before the next attempt.
-* Without ``--ignore-times``, rsync does not send an image whose basis has the same size and time.
+* Without ``--ignore-times``, rsync would copy a basis of the same size and time instead of sending the image.
 """
 
 from __future__ import annotations
