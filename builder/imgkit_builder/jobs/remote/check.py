@@ -1,4 +1,4 @@
-"""Report what a remote has: one script in one round trip, and a verdict for each line of its answer."""
+"""Check a remote: run one script there, in one round trip, and turn its answer into a list of checks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from imgkit_builder.recipe.targets import Target
 
 _LOW_SPACE_BYTES = 20e9
-"""Free space below which a warning comes: an image of a few GB, its part file and the runs."""
+"""Free space below which the check warns. An image of a few GB, its partial copy and the runs must fit."""
 Answer = Mapping[str, Sequence[str]]
-"""Values of the remote's answer by their key."""
+"""The values in the remote's answer by their key: ``{"login": ["me on login1, x86_64, /bin/bash"], ...}``."""
 
-# Each line of the answer is a name, a blank and a value.
+# Each line of the answer is a key, a blank and a value.
 _PROBE = (
     """\
 echo "login $(id -un) on $(uname -n), $(uname -m), ${SHELL:-sh}"
@@ -49,8 +49,8 @@ if error=$(umask 077; mkdir -p -- "$folder" 2>&1) && error=$(cd -- "$folder" 2>&
 else
     echo "closed $error"
 fi
-# Of the file system that holds the folder: Lustre has a program of its own. It puts a long name on a line of
-# its own, and says below the numbers where they are those of all users.
+# The quota of the file system that has the folder. Lustre has its own program, lfs. It prints a long name of
+# a file system on a separate line, and below the numbers "using default" if they hold for all users.
 if command -v lfs > /dev/null 2>&1; then
     quota=$(timeout 5 lfs quota -q -h -u "$(id -un)" . 2> /dev/null < /dev/null)
     echo "quota $(echo "$quota" | grep -v 'using default' | head -n 2 | tr '\\n' ' ')"
@@ -79,34 +79,37 @@ echo end
 
 
 def examine(connection: Connection, target: Target | None) -> tuple[Check, ...]:
-    """Return a check for each thing that a job or a transfer needs there.
+    """Check everything that a job or a transfer needs on the remote, and return the results.
 
     Parameters
     ----------
-    target : the recipe of the remote; its scheduler and modules are those that are needed.
+    target : the recipe of the remote, whose scheduler and modules are checked; None if it has no recipe.
 
     Raises
     ------
     Cut : ssh cannot log in.
-    ToolFailed : the answer is cut short, or not that of imgkit's script.
+    ToolFailed : the remote's answer is cut short, or is not the output of imgkit's script.
     """
-    modules = target.system.runtime.modules if target else ()
     programs = list(_submit_programs().values())
     values = {
         "folder": connection.remote.folder,
-        "program": _needed_program(target) or programs[0],
+        "program": _submit_program(target) or programs[0],
         "schedulers": " ".join(programs),
     }
-    output = connection.answer(connection.stream(_PROBE, values, args=modules))
-    return read(output, connection, target)
+    stream = connection.stream(_PROBE, values, args=_modules(target))
+    return read(connection.answer(stream), connection, target)
 
 
 def read(output: bytes, connection: Connection, target: Target | None) -> tuple[Check, ...]:
-    """Return what the answer `output` says; the rest is as of `examine`.
+    """Return the checks for the `output` of `_PROBE`.
+
+    Parameters
+    ----------
+    connection, target : as in `examine`.
 
     Raises
     ------
-    ToolFailed : the answer is cut short, or not that of imgkit's script.
+    ToolFailed : the output is cut short, or is not the output of imgkit's script.
     """
     answer: dict[str, list[str]] = {}
     for line in output.decode(errors="replace").splitlines():
@@ -114,98 +117,143 @@ def read(output: bytes, connection: Connection, target: Target | None) -> tuple[
         answer.setdefault(key, []).append(value.strip())
     if "end" not in answer:
         raise unreadable(connection.remote.name, output)
-    modules = target.system.runtime.modules if target else ()
     return (
-        *_login(answer, connection),
-        _scheduler(answer, target),
-        _runtime(answer, modules),
-        _folder(answer, connection.remote),
+        *_check_login(answer, connection),
+        _check_scheduler(answer, target),
+        _check_runtime(answer, _modules(target)),
+        _check_folder(answer, connection.remote),
     )
 
 
-def _needed_program(target: Target | None) -> str:
-    """Return the program that submits jobs of the recipe; empty where no remote has it."""
-    return _submit_programs().get(target.system.scheduler, "") if target else ""
+def _modules(target: Target | None) -> tuple[str, ...]:
+    """Return the environment modules that jobs of the recipe load before they start the runtime."""
+    if target is None:
+        return ()
+    return tuple(target.system.runtime.modules)
+
+
+def _submit_program(target: Target | None) -> str:
+    """Return the program that submits jobs of the recipe, such as ``sbatch``.
+
+    The result is empty if the remote has no recipe, or if its system has no such program.
+    """
+    if target is None:
+        return ""
+    return _submit_programs().get(target.system.scheduler, "")
 
 
 def _submit_programs() -> Mapping[str, str]:
-    """Return the program of each system that queues scripts on a login node, by the system's name."""
-    names = (name for name in SHIPPED if systems.named(name).queue.submit)
-    return {name: systems.named(name).queue.submit for name in names}
+    """Return the program that submits jobs by the name of the system: ``{"slurm": "sbatch", ...}``."""
+    programs = {}
+    for name in SHIPPED:
+        program = systems.named(name).queue.submit
+        if program:
+            programs[name] = program
+    return programs
 
 
-def _login(answer: Answer, connection: Connection) -> Iterator[Check]:
-    shared = "; one connection for all commands" if connection.socket_folder else ""
-    yield Check("login", "ok", answer.get("login", ["?"])[0] + shared)
+def _check_login(answer: Answer, connection: Connection) -> Iterator[Check]:
+    """Yield the checks of the connection and of the basic programs on the remote."""
+    login = answer.get("login", ["?"])[0]
+    if connection.socket_folder:
+        login += "; one connection for all commands"
+    yield Check("login", "ok", login)
     if connection.unshared_reason:
         value = f"every command opens its own connection: {connection.unshared_reason}"
         hint = "export XDG_RUNTIME_DIR=/run/user/$(id -u), or another short folder of mode 700"
         yield Check("sharing", "warn", value, hint)
-    if missing := answer.get("lacks"):
+    missing_tools = answer.get("lacks")
+    if missing_tools:
         hint = (
             "there: dnf install coreutils findutils rsync, or apt-get install; plain commands must find them"
         )
-        yield Check("tools", "fail", f"no {', '.join(missing)}", hint)
+        yield Check("tools", "fail", f"no {', '.join(missing_tools)}", hint)
 
 
-def _scheduler(answer: Answer, target: Target | None) -> Check:
-    name, program = "scheduler", _needed_program(target)
-    versions = {system: answer[tool][0] for system, tool in _submit_programs().items() if tool in answer}
+def _check_scheduler(answer: Answer, target: Target | None) -> Check:
+    """Return the check of the recipe's scheduler, or of any scheduler if the remote has no recipe."""
+    programs = _submit_programs()
+    versions = {system: answer[program][0] for system, program in programs.items() if program in answer}
     system = target.system.scheduler if target else next(iter(versions), "")
-    if target and not program:
+    if target and system not in programs:
         value = f"the recipe {target.name} runs by {system}, which imgkit run does not support"
-        return Check(
-            name, "fail", value, f"a recipe with scheduler: {' or '.join(_submit_programs())}; imgkit list"
-        )
+        hint = f"a recipe with scheduler: {' or '.join(programs)}; imgkit list"
+        return Check("scheduler", "fail", value, hint)
     if system in versions:
-        return Check(name, "ok", f"{system}: {versions[system]}")
+        return Check("scheduler", "ok", f"{system}: {versions[system]}")
     hint = "name a login node of the cluster: imgkit remote add NAME USER@HOST --replace"
-    if errors := answer.get("broken"):
-        return Check(name, "fail", f"it does not answer: {errors[0]}", hint)
-    value = f"{program or ' or '.join(_submit_programs().values())} is not on the PATH"
+    errors = answer.get("broken")
+    if errors:
+        return Check("scheduler", "fail", f"it does not answer: {errors[0]}", hint)
+    expected_programs = _submit_program(target) or " or ".join(programs.values())
+    value = f"{expected_programs} is not on the PATH"
     if versions:
         value += f", but {', '.join(versions)} is there"
-    return Check(name, "fail", value, hint)
+    return Check("scheduler", "fail", value, hint)
 
 
-def _runtime(answer: Answer, modules: Sequence[str]) -> Check:
-    if versions := answer.get("runtime"):
-        return Check("runtime", "ok", versions[0])
-    if modules and "modules" not in answer:
+def _check_runtime(answer: Answer, modules: Sequence[str]) -> Check:
+    """Return the check of Singularity or Apptainer, which the `modules` of the recipe may provide.
+
+    The key ``modules`` is in the answer if the remote has a module command. Its value lists the modules whose
+    name begins with singularity or apptainer.
+    """
+    if "runtime" in answer:
+        return Check("runtime", "ok", answer["runtime"][0])
+    has_module_command = "modules" in answer
+    if modules and not has_module_command:
         value = f"the recipe's jobs load {', '.join(modules)}, and there is no module command"
         hint = "a recipe of your own without system.runtime.modules; start from: imgkit show RECIPE"
         return Check("runtime", "fail", value, hint)
-    value = f"module load {' '.join(modules)} gives none" if modules else "no singularity or apptainer here"
-    if "modules" in answer:
-        names = answer["modules"][0] or "none of that name"
-        hint = f"system.runtime.modules of the recipe; module avail lists: {names}"
-        return Check("runtime", "fail" if modules else "warn", value, hint)
-    # Some sites have it on the compute nodes only.
-    return Check("runtime", "warn", value, "look on a compute node: srun -N1 singularity --version")
+    if not has_module_command:
+        # Some sites have the runtime on the compute nodes only.
+        hint = "look on a compute node: srun -N1 singularity --version"
+        return Check("runtime", "warn", "no singularity or apptainer here", hint)
+    names = answer["modules"][0] or "none of that name"
+    hint = f"system.runtime.modules of the recipe; module avail lists: {names}"
+    if modules:
+        return Check("runtime", "fail", f"module load {' '.join(modules)} gives none", hint)
+    return Check("runtime", "warn", "no singularity or apptainer here", hint)
 
 
-def _folder(answer: Answer, remote: Remote) -> Check:
-    errors, home, owner = (answer.get(key, [""])[0] for key in ("closed", "home", "owner"))
-    if not owner and (errors or not home):
-        value = f"{remote.folder} cannot be used: {errors or 'no answer'}"
+def _check_folder(answer: Answer, remote: Remote) -> Check:
+    """Return the check of imgkit's folder: its access, its owner and its free space."""
+    error_text = answer.get("closed", [""])[0]
+    home = answer.get("home", [""])[0]
+    owner = answer.get("owner", [""])[0]
+    if not owner and (error_text or not home):
+        value = f"{remote.folder} cannot be used: {error_text or 'no answer'}"
         hint = "another folder: imgkit remote add NAME USER@HOST:/PATH --replace"
         return Check("folder", "fail", value, hint)
-    if error := store.home_error(home, owner, remote):
+    error = store.home_error(home, owner, remote)
+    if error is not None:
         return Check("folder", "fail", error.what, error.hint or "")
+    value = home
     free = store.free_bytes(answer["disk"][0]) if "disk" in answer else None
-    value = home if free is None else f"{home}, {free / 1e9:.0f} GB free"
-    if quota := answer.get("quota", [""])[0]:
-        value += f"; quota: {_quota(quota)}"
+    if free is not None:
+        value += f", {free / 1e9:.0f} GB free"
+    quota = answer.get("quota", [""])[0]
+    if quota:
+        value += f"; quota: {_format_quota(quota)}"
     if free is not None and free < _LOW_SPACE_BYTES:
         return Check("folder", "warn", value, "an image takes several GB: a folder on a larger file system")
     return Check("folder", "ok", value)
 
 
-def _quota(row: str) -> str:
-    """Shorten a row of ``quota`` or ``lfs quota``: file system, used space, soft and hard limit, and more."""
+def _format_quota(row: str) -> str:
+    """Return a short form of a row of ``quota`` or ``lfs quota``: ``"/home 3G 5G 6G ..." -> "3G used, ..."``.
+
+    The columns are the file system, the used space, the soft limit and the hard limit. A limit of 0 is none.
+    """
     fields = row.split()
     if len(fields) < 4:
         return " ".join(fields)
-    sizes = zip(("soft", "hard"), fields[2:4], strict=True)
-    limits = [f"{kind} limit {size}" for kind, size in sizes if size.strip("0kKB")]
-    return ", ".join((f"{fields[1]} used", *(limits or ["no limit"])))
+    used, soft_limit, hard_limit = fields[1:4]
+    texts = [f"{used} used"]
+    for kind, limit in (("soft", soft_limit), ("hard", hard_limit)):
+        is_zero = not limit.strip("0kKB")  # "0", "0k" and "0KB"
+        if not is_zero:
+            texts.append(f"{kind} limit {limit}")
+    if len(texts) == 1:
+        texts.append("no limit")
+    return ", ".join(texts)

@@ -16,28 +16,39 @@ from imgkit_builder.jobs.systems import fanout
 from imgkit_builder.recipe import problems
 from imgkit_builder.recipe.model import KEYS
 from imgkit_builder.recipe.problems import choices
-from imgkit_builder.recipe.validation import rule_of, validate
+from imgkit_builder.recipe.validation import Mistake, rule_of, validate
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.rules import Fault, Rule, like
 
 FOLDER = "imgkit"
-"""imgkit's folder on a remote, in the home there, where the user names none."""
+"""Default folder of imgkit on a remote, below the home folder there."""
 KEEP_S = 600
+"""Default number of seconds for which an unused ssh connection stays open."""
 _MAX_KEEP_S = 86400
 _NAME = r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}"
 _NAME_HINT = "up to 32 letters, digits and _ -, for example mn5"
 _MAX_BYTES = 1 << 20
+"""Size above which the file is refused."""
+# Quotes, "\", "$", "`" and a leading "~" have a meaning in a shell, and a leading "-" begins an option.
+# Singularity splits bind options at ":" and ",", and Slurm replaces "%" in the name of the output file.
+_NOT_IN_FOLDER = r"\x00-\x1f\x7f\"'\\%`$:,"
+_FOLDER = re.compile(f"[^{_NOT_IN_FOLDER}~-][^{_NOT_IN_FOLDER}]*")
+# "USER@HOST:DIR". Only the brackets tell the colons of an IPv6 address from the one before DIR:
+# "me@[2001:db8::1]:/scratch/me".
+_ADDRESS = re.compile(
+    r"(?P<user>[^@\[\]:]*@)?(\[(?P<ipv6>[^\]]*)\]|(?P<host>[^:\[\]]*))(:(?P<folder>.*))?", re.DOTALL
+)
 
 
 def check_folder(folder: str, *, where: str) -> str:
-    """Return `folder`, if its name can stand in a job script.
+    """Return `folder` without a leading ``~/`` if a job script can contain its path.
 
     Raises
     ------
-    UsageError : it cannot.
+    UsageError : the path has a character with a meaning in job scripts or bind options; names `where`.
     """
     folder = folder.removeprefix("~/")
-    if not re.fullmatch(r"[^\x00-\x1f\x7f\"'\\%`$:,~-][^\x00-\x1f\x7f\"'\\%`$:,]*", folder):
+    if not _FOLDER.fullmatch(folder):
         raise UsageError(
             f"{folder!r} cannot be the folder of jobs",
             where=where,
@@ -47,14 +58,20 @@ def check_folder(folder: str, *, where: str) -> str:
 
 
 def check_host(text: str, *, where: str = "") -> str:
-    """Return `text`, if it is an address. Raises UsageError if it is not."""
+    """Return `text` if it is the address of a host.
+
+    Raises
+    ------
+    UsageError : `text` is not an address; names `where`.
+    """
     if not fanout.is_host(text):
         hint = "USER@HOST, or a Host of ~/.ssh/config"
         raise UsageError(f"{text!r} is not an address", where=where, hint=hint)
     return text
 
 
-def _keep_s(seconds: int) -> Iterator[Fault]:
+def _keep_s_faults(seconds: int) -> Iterator[Fault]:
+    """Yield a fault if `seconds` is out of range. It is the rule of `RemoteTable.keep_s`."""
     if not 0 <= seconds <= _MAX_KEEP_S:
         yield f"must be 0 to {_MAX_KEEP_S} seconds", ""
 
@@ -66,13 +83,13 @@ class RemoteTable:
     address: Annotated[str, rule_of(check_host, required=True)]
     """``USER@HOST``, or a Host of ~/.ssh/config."""
     folder: Annotated[str, rule_of(partial(check_folder, where=""))] = FOLDER
-    """imgkit's folder there: a path, or a name in the home folder."""
+    """imgkit's folder on the remote: an absolute path, or a path below the home folder."""
     recipe: str = ""
-    """The recipe that jobs there use; empty where each names its own."""
+    """The recipe of the jobs on this remote. If it is empty, each job names its own recipe."""
     transfer: Annotated[str, rule_of(check_host)] = ""
-    """Another host with the same folders, through which files go; empty where `address` takes them."""
-    keep_s: Annotated[int, Rule(_keep_s, core={"type": "int", "strict": True})] = KEEP_S
-    """Seconds for which an unused connection stays open; 0: each command connects by itself."""
+    """A host that has the same file systems and is used for transfers. If it is empty, `address` is used."""
+    keep_s: Annotated[int, Rule(_keep_s_faults, core={"type": "int", "strict": True})] = KEEP_S
+    """Seconds for which an unused connection stays open. If it is 0, each command connects by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,11 +97,12 @@ class Remote(RemoteTable):
     """A cluster that ssh reaches."""
 
     name: str
+    """The user's name for the cluster, such as ``mn5``: the key of its table in the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RemoteFile:
-    """The content of the file, with its tables below one key."""
+    """The content of the file. In the file itself, the tables of the remotes have no common key."""
 
     __pydantic_config__ = KEYS
 
@@ -92,32 +110,38 @@ class _RemoteFile:
 
 
 def parse(text: str) -> tuple[str, str]:
-    """Return the address and the folder of ``USER@HOST[:DIR]``.
+    """Return the address and the folder of ``USER@HOST[:DIR]``. The folder is `FOLDER` if DIR is left out.
 
     Raises
     ------
-    UsageError : there is no host in it, or the folder's name cannot be used in a job.
+    UsageError : `text` has no valid host, or the folder's path cannot be used in a job.
     """
-    # The address of an IPv6 host holds colons itself, and stands in brackets.
-    match = re.fullmatch(
-        r"(?P<user>[^@\[\]:]*@)?(\[(?P<six>[^\]]*)\]|(?P<host>[^:\[\]]*))(:(?P<dir>.*))?", text, re.DOTALL
+    match = _ADDRESS.fullmatch(text)
+    if match is None:
+        raise _address_error(text)
+    host = match["ipv6"] or match["host"] or ""
+    address = (match["user"] or "") + host
+    if not fanout.is_host(address):
+        raise _address_error(text)
+    folder = check_folder(match["folder"] or FOLDER, where="ADDRESS")
+    return address, folder
+
+
+def _address_error(text: str) -> UsageError:
+    """Return the error for a `text` that is not ``USER@HOST[:DIR]``."""
+    return UsageError(
+        f"{text!r} is not an address",
+        where="ADDRESS",
+        hint="USER@HOST or USER@HOST:DIR, for example me@login.example.org:/scratch/me",
     )
-    address = f"{match['user'] or ''}{match['six'] or match['host'] or ''}" if match else ""
-    if match is None or not fanout.is_host(address):
-        raise UsageError(
-            f"{text!r} is not an address",
-            where="ADDRESS",
-            hint="USER@HOST or USER@HOST:DIR, for example me@login.example.org:/scratch/me",
-        )
-    return address, check_folder(match["dir"] or FOLDER, where="ADDRESS")
 
 
 def check_name(name: str) -> str:
-    """Return `name`, if a remote can have it.
+    """Return `name` if it is a valid name of a remote.
 
     Raises
     ------
-    UsageError : it cannot.
+    UsageError : the name is too long, or has other characters than letters, digits, ``_`` and ``-``.
     """
     if not re.fullmatch(_NAME, name):
         raise UsageError(f"{name!r} is not a valid name of a remote", where="NAME", hint=_NAME_HINT)
@@ -125,18 +149,18 @@ def check_name(name: str) -> str:
 
 
 def path() -> Path:
-    """Return the file that lists the remotes."""
+    """Return the path of the file that lists the remotes. The file need not exist."""
     return files.config_dir() / "remotes.toml"
 
 
 def remotes() -> dict[str, Remote]:
-    """Return all remotes by name, in the order of the file; none where there is no file.
+    """Return all remotes by name, in the order of the file. Return an empty dict if the file does not exist.
 
     Raises
     ------
-    UsageError : the file is not TOML, or a value in it is wrong; names the line.
+    UsageError : the file cannot be read, is not TOML, or has a wrong value; names the file.
     """
-    return _parse_file(_text())
+    return _parse_file(_read_file())
 
 
 def find(name: str) -> Remote:
@@ -144,56 +168,86 @@ def find(name: str) -> Remote:
 
     Raises
     ------
-    UsageError : there is none; names the nearest.
+    UsageError : no remote has this name; the hint lists the names, the most similar one first.
     """
     configured = remotes()
-    if name in configured:
-        return configured[name]
-    new_name = name if re.fullmatch(_NAME, name) else "NAME"
-    hint = choices(name, configured) if configured else f"imgkit remote add {new_name} USER@HOST:DIR"
-    raise UsageError(f"there is no remote {name!r}", where="--on", hint=hint)
+    if name not in configured:
+        raise _unknown_remote_error(name, configured)
+    return configured[name]
+
+
+def _unknown_remote_error(name: str, configured: Mapping[str, Remote]) -> UsageError:
+    """Return the error for a `name` that none of the `configured` remotes has."""
+    if configured:
+        hint = choices(name, configured)
+    else:
+        new_name = name if re.fullmatch(_NAME, name) else "NAME"
+        hint = f"imgkit remote add {new_name} USER@HOST:DIR"
+    return UsageError(f"there is no remote {name!r}", where="--on", hint=hint)
 
 
 def add(remote: Remote, *, replace: bool = False) -> None:
-    """Write `remote` into the list, whose other lines stay as they are.
+    """Append `remote` to the file. Comments and the tables of other remotes stay as the user wrote them.
+
+    Parameters
+    ----------
+    replace : first remove the table of a remote with the same name.
 
     Raises
     ------
-    UsageError : the name is taken, or the file is damaged or cannot be written.
+    UsageError : the name is already used and `replace` is false, or the file cannot be read or has an error.
     """
-    text = _text()
+    text = _read_file()
     if remote.name in _parse_file(text):
         if not replace:
-            raise UsageError(
-                f"the remote {remote.name} already exists",
-                where=str(path()),
-                hint=f"imgkit remote add {remote.name} ... --replace",
-            )
-        text = _without(text, remote.name)
-    default = RemoteTable(address="", folder="")
-    rows = [f"[{remote.name}]"]
+            raise _taken_name_error(remote.name)
+        text = _remove_table(text, remote.name)
+    table = _format_table(remote)
+    if text.strip():
+        table = f"{text.rstrip()}\n\n{table}"
+    _write_file(table)
+
+
+def _taken_name_error(name: str) -> UsageError:
+    """Return the error for a new remote whose `name` another remote has."""
+    return UsageError(
+        f"the remote {name} already exists",
+        where=str(path()),
+        hint=f"imgkit remote add {name} ... --replace",
+    )
+
+
+def _format_table(remote: Remote) -> str:
+    """Return the TOML table of `remote`. Keys with their default value are left out, except the folder."""
+    defaults = RemoteTable(address="", folder="")
+    lines = [f"[{remote.name}]"]
     for field in dataclasses.fields(RemoteTable):
         value = getattr(remote, field.name)
-        if value != getattr(default, field.name):
+        if value != getattr(defaults, field.name):
             # For text without control characters, JSON and TOML quote alike.
-            rows.append(f"{field.name} = {json.dumps(value, ensure_ascii=False)}")
-    before = f"{text.rstrip()}\n\n" if text.strip() else ""
-    _write(before + "\n".join(rows) + "\n")
+            lines.append(f"{field.name} = {json.dumps(value, ensure_ascii=False)}")
+    return "\n".join(lines) + "\n"
 
 
 def remove(name: str) -> Remote:
-    """Take the remote `name` out of the list; nothing on the cluster changes.
+    """Remove the remote `name` from the file and return it. Nothing on the cluster changes.
 
     Raises
     ------
-    UsageError : there is none.
+    UsageError : no remote has this name.
     """
     remote = find(name)
-    _write(_without(_text(), name))
+    _write_file(_remove_table(_read_file(), name))
     return remote
 
 
-def _text() -> str:
+def _read_file() -> str:
+    """Return the text of the file. Return an empty text if the file does not exist.
+
+    Raises
+    ------
+    UsageError : the file cannot be read, is larger than `_MAX_BYTES` or is not UTF-8.
+    """
     try:
         return files.read_text(path(), most_bytes=_MAX_BYTES)
     except FileNotFoundError:
@@ -204,7 +258,8 @@ def _text() -> str:
         ) from error
 
 
-def _write(text: str) -> None:
+def _write_file(text: str) -> None:
+    """Replace the file by one with `text` that only this user can read."""
     target = path()
     files.make_own_folder(target.parent)
     with files.writing(target, mode=0o600) as stream:
@@ -212,30 +267,53 @@ def _write(text: str) -> None:
 
 
 def _parse_file(text: str) -> dict[str, Remote]:
-    """Return the remotes in the file."""
+    """Return the remotes by name that `text`, the content of the file, describes.
+
+    Raises
+    ------
+    UsageError : `text` is not TOML, or one of its values is wrong.
+    """
     if not text.strip():
         return {}
     try:
         data = problems.parse_toml(text)
     except problems.NotToml as error:
-        where = f"{path()}:{error.line}"
-        raise UsageError(error.what, where=where, hint="correct the file") from error
-    tables, mistakes = validate(_RemoteFile, {"remotes": data})
-    if tables is None:
-        mistake = mistakes[0]
-        key = ".".join(map(str, mistake.path[1:]))
-        raise UsageError(
-            f"{key}: {mistake.message}", where=str(path()), hint=mistake.hint or "correct the value"
-        )
-    return {name: Remote(name=name, **dataclasses.asdict(values)) for name, values in tables.remotes.items()}
+        raise _not_toml_error(error) from error
+    content, mistakes = validate(_RemoteFile, {"remotes": data})
+    if content is None:
+        raise _wrong_value_error(mistakes[0])
+    configured = {}
+    for name, table in content.remotes.items():
+        configured[name] = Remote(name=name, **dataclasses.asdict(table))
+    return configured
 
 
-def _without(text: str, name: str) -> str:
-    """Return `text` without the table `name`."""
-    rows, inside = [], False
-    for row in text.splitlines():
-        if re.match(r"\s*\[", row):
-            inside = re.match(rf"\s*\[\s*\"?{re.escape(name)}\"?\s*\]", row) is not None
-        if not inside:
-            rows.append(row)
-    return "\n".join(rows).strip() + "\n" if rows else ""
+def _not_toml_error(error: problems.NotToml) -> UsageError:
+    """Return the error for a file that is not TOML, with the line at which the TOML parser failed."""
+    return UsageError(error.what, where=f"{path()}:{error.line}", hint="correct the file")
+
+
+def _wrong_value_error(mistake: Mistake) -> UsageError:
+    """Return the error for a value of the file that does not fit its key."""
+    # The first part of the path is "remotes", which is not in the file.
+    key = ".".join(str(part) for part in mistake.path[1:])
+    message = f"{key}: {mistake.message}"
+    return UsageError(message, where=str(path()), hint=mistake.hint or "correct the value")
+
+
+def _remove_table(text: str, name: str) -> str:
+    """Return `text`, the content of the file, without the table of the remote `name`.
+
+    The table begins with its header, ``[name]`` or ``["name"]``, and ends before the next header.
+    """
+    header = re.compile(rf"\s*\[\s*\"?{re.escape(name)}\"?\s*\]")
+    remaining_lines = []
+    is_in_table = False
+    for line in text.splitlines():
+        if line.lstrip().startswith("["):
+            is_in_table = header.match(line) is not None
+        if not is_in_table:
+            remaining_lines.append(line)
+    if not remaining_lines:
+        return ""
+    return "\n".join(remaining_lines).strip() + "\n"

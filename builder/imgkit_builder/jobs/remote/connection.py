@@ -1,8 +1,8 @@
-"""One script on a remote by the system's own ssh: ssh_config, agents, jumps and host keys are the user's.
+"""Run a script on a remote with the system's ssh and the user's ssh_config, agent, jump hosts and host keys.
 
-The script and its data go through standard input, so no argument list on the remote holds a value, and the
-login shell, which may be csh, reads one fixed line. What that shell prints first (a banner) is skipped: the
-script's own output begins behind a line with a random token.
+The script and its data go through standard input, so other users of the remote see no value in an argument
+list. The login shell, which may be csh, reads one fixed line. The output of the script begins after a line
+with a random token; everything that the login shell prints before it (a banner) is skipped.
 """
 
 from __future__ import annotations
@@ -24,20 +24,22 @@ from imgkit_builder.jobs.systems.fanout import SSH_FAILED
 from imgkit_entrypoints.errors import ToolFailed
 
 _MAX_SOCKET_BYTES = 103
-"""Longest path of a socket on macOS; Linux takes four more."""
+"""The longest path of a socket on macOS; on Linux it can have four bytes more."""
 _SOCKET_NAME_BYTES = 1 + 40 + 17
-"""The slash, a digest of host, port and user, and what ssh appends while it makes the socket."""
+"""The slash, the digest for ``%C``, and the random suffix that ssh appends while it creates the socket."""
 _MAX_BANNER_BYTES = 1 << 20
+_SHOWN_BANNER_BYTES = 200
 _SHOWN_LINES = 5
-_NONE: Mapping[str, str] = {}
+_NO_VALUES: Mapping[str, str] = {}
 
-# dd reads exactly the script and leaves the data behind it, which a shell that reads ahead would not. 255 is
-# ssh's own failure, but sbatch also ends with it.
+# A shell that reads the script from its standard input may read ahead, into the data that follows it. dd
+# reads the script's bytes and no more. Exit code 255 means that ssh failed, but sbatch can also exit with it,
+# so the script's 255 becomes 254.
 LOGIN_SHELL_LINE = (
     "exec /bin/sh -c "
     """'(eval "$(dd bs=1 count={count} 2>/dev/null)"); code=$?; [ $code = 255 ] && code=254; exit $code'"""
 )
-"""What the login shell reads."""
+"""The line that the login shell runs. `count` is the size of the script in bytes."""
 
 FIND_PROGRAM = """\
 if ! command -v "$program" > /dev/null 2>&1; then
@@ -48,7 +50,10 @@ if ! command -v "$program" > /dev/null 2>&1; then
     PATH=${more:-$PATH}:/usr/local/bin:/usr/sbin
 fi
 """
-"""Some sites put the scheduler on the PATH of login shells only, by /etc/profile or the user's own file."""
+"""Extend PATH if it lacks `program`.
+
+Some sites put the scheduler on the PATH of login shells only, in /etc/profile or the user's start-up files.
+"""
 
 
 class Cut(ToolFailed):
@@ -56,7 +61,7 @@ class Cut(ToolFailed):
 
 
 class ScriptFailed(ToolFailed):
-    """The script ran on the remote and ended with another code than 0."""
+    """The script ran on the remote and failed. `code` is its exit code, `output` the end of its errors."""
 
     def __init__(self, message: str, *, where: str, code: int, output: str) -> None:
         super().__init__(message, where=where, hint=f"its last lines:\n{output}" if output else None)
@@ -66,32 +71,32 @@ class ScriptFailed(ToolFailed):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connection:
-    """How to reach a remote."""
+    """The way to run scripts on a remote."""
 
     remote: Remote
     socket_folder: Path | None
-    """Folder of the sockets of shared connections; None: every command opens its own connection."""
+    """The folder of the sockets of shared connections. If it is None, every command opens a connection."""
     unshared_reason: str
-    """Why there is no such folder; empty if the user wants it so."""
+    """The reason why connections cannot be shared. It is empty if they are, or if the user turned it off."""
     ask: bool
     """Whether ssh may ask for a password or a second factor on the terminal."""
     max_bytes_per_s: float | None = None
-    """Limit for what is sent."""
+    """Limit for rsync transfers to the remote; None if there is no limit."""
 
-    def run(self, script: str, values: Mapping[str, str] = _NONE, *, by_transfer: bool = False) -> bytes:
-        """Return the output of `script`; the parameters are those of `stream`.
+    def run(self, script: str, values: Mapping[str, str] = _NO_VALUES, *, by_transfer: bool = False) -> bytes:
+        """Return the complete output of `script`. The parameters are those of `stream`.
 
         Raises
         ------
         Cut : ssh could not connect, or lost the connection.
         ScriptFailed : the script failed.
-        TooLong : it printed more than an answer can have; the connection has been ended.
-        ToolFailed : it printed errors without end; the connection has been ended.
+        TooLong : the script printed more than `process.MOST_BYTES`; the connection has been closed.
+        ToolFailed : the login shell did not run the script, or printed error messages without end.
         """
         return self.answer(self.stream(script, values, by_transfer=by_transfer))
 
     def answer(self, output: Generator[bytes, None, None]) -> bytes:
-        """Return all of `output`, which `stream` yields. Raises as `run` does."""
+        """Return all of `output`, which `stream` yields. The errors are those of `run`."""
         return process.answer(output, f"a command on {self.remote.name}")
 
     def stream(
@@ -104,21 +109,23 @@ class Connection:
         hold: bool = False,
         by_transfer: bool = False,
     ) -> Generator[bytes, None, None]:
-        """Yield the output of `script` as it comes.
+        """Run `script`, and yield its output in chunks while it runs.
 
         Parameters
         ----------
-        values : variables of the script.
-        args : its arguments.
-        data : what it reads from its standard input.
-        hold : leave that open until the script ends; when this side ends, the script reads its end.
-        by_transfer : go through the remote's host for files, if it has one.
+        values : values of the script's variables, by name.
+        args : the script's arguments.
+        data : the chunks of the script's standard input.
+        hold : keep the standard input open after `data` until the script ends. If imgkit ends before the
+            script, the script reads the end of its input.
+        by_transfer : run the script on the remote's host for transfers if the remote has one.
 
         Raises
         ------
-        As `run`.
+        Cut, ScriptFailed, ToolFailed : in the cases of `run`.
         """
-        token, host = secrets.token_hex(16), self.host(by_transfer=by_transfer)
+        token = secrets.token_hex(16)
+        host = self.host(by_transfer=by_transfer)
         text = f"{self.prelude(token, values)}\nset -- {shlex.join(args)}\n{script}".encode()
         source = process.through(
             (*self.ssh_argv(host), LOGIN_SHELL_LINE.format(count=len(text))),
@@ -127,20 +134,22 @@ class Connection:
             hint="apt-get install openssh-client",
         )
         try:
-            yield from _behind(source, f"{token}\n".encode(), host)
+            yield from _skip_banner(source, f"{token}\n".encode(), host)
         except Exited as error:
-            raise self.explained(error.code, error.errors, host) from error
+            raise self.exit_error(error.code, error.errors, host) from error
         except ErrorsTooLong as error:
-            raise self.flooded(error, host) from error
+            raise self.flood_error(error, host) from error
         finally:
             source.close()
 
     def host(self, *, by_transfer: bool = False) -> str:
-        """Return the address that ssh gets: the login host's, or that of the host for files."""
-        return (self.remote.transfer if by_transfer else "") or self.remote.address
+        """Return the address of the login node, or that of the host for transfers if there is one."""
+        if by_transfer and self.remote.transfer:
+            return self.remote.transfer
+        return self.remote.address
 
     def prelude(self, token: str, values: Mapping[str, str]) -> str:
-        """Return the first lines of a script: they print `token`, and set the variables `values`."""
+        """Return the first lines of a script. They print `token` and set the variables `values`."""
         assignments = (f"{name}={shlex.quote(value)}" for name, value in values.items())
         return "\n".join((f"echo {token}", "unset CDPATH", *assignments))
 
@@ -149,38 +158,49 @@ class Connection:
         return (*self._options(), "--", host)
 
     def interactive(self, argv: Sequence[str]) -> tuple[str, ...]:
-        """Return the argv that runs a program there with this terminal, in a login shell's environment."""
-        # The account's own shell may be csh, which reads this line too.
+        """Return the argv that runs a program on the remote in this terminal, started by a login bash."""
+        # The login shell of the account, which may be csh, reads this line and starts bash.
         line = shlex.join(("exec", "bash", "-lc", f"exec {shlex.join(argv)}"))
         return (*self._options("-tt"), "--", self.remote.address, line)
 
     def login(self) -> None:
-        """Connect now where ssh may ask something, so that its question does not meet a progress bar."""
-        for host in self._hosts() if self.ask else ():
-            if not self._ask_master("check", host):
+        """Open the shared connections if ssh may ask for a password.
+
+        Later commands then ask nothing, so that no question appears in the middle of a progress bar.
+        """
+        if not self.ask:
+            return
+        for host in self._hosts():
+            if not self._control_master("check", host):
                 self.run(":", by_transfer=host == self.remote.transfer)
 
     def close(self) -> bool:
-        """End the shared connections; False if there was none."""
-        answers = [self._ask_master("exit", host) for host in self._hosts()]
-        return any(answers)
+        """Close the shared connections. Return whether at least one was open."""
+        were_open = [self._control_master("exit", host) for host in self._hosts()]
+        return any(were_open)
 
     def _hosts(self) -> tuple[str, ...]:
-        return (self.remote.address, *filter(None, [self.remote.transfer]))
+        """Return the addresses of the login node and, if there is one, of the host for transfers."""
+        if not self.remote.transfer:
+            return (self.remote.address,)
+        return self.remote.address, self.remote.transfer
 
-    def _ask_master(self, command: str, host: str) -> bool:
+    def _control_master(self, command: str, host: str) -> bool:
+        """Send ``ssh -O COMMAND`` to the shared connection of `host`. Return False if none is open."""
         if self.socket_folder is None:
             return False
-        return process.run((*self._options(), "-O", command, "--", host), check=False).returncode == 0
+        argv = (*self._options(), "-O", command, "--", host)
+        return process.run(argv, check=False).returncode == 0
 
     def _options(self, terminal: str = "-T") -> tuple[str, ...]:
+        """Return ssh with its options. `terminal` is ``-tt`` for a terminal on the remote, else ``-T``."""
         options = {
             "BatchMode": "no" if self.ask else "yes",
             "ConnectTimeout": "20",
             "ServerAliveInterval": "15",  # a lost host is noticed within a minute
             "ServerAliveCountMax": "3",
             "LogLevel": "ERROR",
-            # The user's other forwardings and commands belong to their own sessions.
+            # Forwardings and a command in ssh_config are for the user's own sessions.
             "ClearAllForwardings": "yes",
             "RemoteCommand": "none",
             "ControlPath": "none",
@@ -191,34 +211,49 @@ class Connection:
             options["ControlPersist"] = str(self.remote.keep_s)
         return ("ssh", terminal, "-x", *(f"-o{name}={value}" for name, value in options.items()))
 
-    def explained(self, code: int, errors: str, host: str) -> ToolFailed:
-        """Return the error for ssh to `host` that ended with `code` and printed `errors`."""
+    def exit_error(self, code: int, errors: str, host: str) -> ToolFailed:
+        """Return the error for an ssh to `host` that exited with `code`.
+
+        ssh exits with the code of the script, or with `SSH_FAILED` if the connection failed. The code is
+        negative if a signal ended ssh.
+
+        Parameters
+        ----------
+        errors : the end of the standard error of ssh and of the script.
+        """
         output = "\n".join(process.last_lines(errors, _SHOWN_LINES))
         name = self.remote.name
         if code != SSH_FAILED and code > 0:
             message = f"a command on {name} failed with exit code {code}"
             return ScriptFailed(message, where=name, code=code, output=output)
-        hint = fanout.after(errors, host)
-        if "Permission denied" in errors and not self.ask:
-            check = f"in a terminal, where ssh can ask: imgkit remote check {name}"
-            again = fanout.SECOND_FACTOR in errors and self.socket_folder
-            hint = f"{check}; then this command again" if again else f"{check}; or without questions: {hint}"
+        hint = self._failure_hint(errors, host)
         message, hint = process.quoted(f"ssh to {host} failed", output or "the connection was lost", hint)
         return Cut(message, where=name, hint=hint)
 
-    def flooded(self, error: ErrorsTooLong, host: str) -> ToolFailed:
-        """Return the error for a command on `host` that printed errors without end."""
+    def _failure_hint(self, errors: str, host: str) -> str:
+        """Return the hint for an ssh to `host` that could not connect and printed `errors`."""
+        hint = fanout.after(errors, host)
+        if self.ask or "Permission denied" not in errors:
+            return hint
+        check = f"in a terminal, where ssh can ask: imgkit remote check {self.remote.name}"
+        # After one login with a second factor, this command can use the shared connection.
+        if fanout.SECOND_FACTOR in errors and self.socket_folder is not None:
+            return f"{check}; then this command again"
+        return f"{check}; or without questions: {hint}"
+
+    def flood_error(self, error: ErrorsTooLong, host: str) -> ToolFailed:
+        """Return the error for a command on `host` that printed error messages without end."""
         message = ErrorsTooLong(f"a command on {host}", error.start).what
         return ToolFailed(message, where=self.remote.name, hint=_startup_hint(host))
 
 
 def _startup_hint(host: str) -> str:
-    """Return the hint where more than imgkit's script runs on a host."""
+    """Return the hint for a `host` whose start-up files print text or do not let imgkit's script run."""
     return f"look at the start-up files of that account: ssh {shlex.quote(host)} echo works"
 
 
 def unreadable(remote: str, output: bytes) -> ToolFailed:
-    """Return the error for an answer of `remote` that is cut short, or that imgkit's script did not print."""
+    """Return the error for an `output` of `remote` that is cut short or not that of imgkit's script."""
     return ToolFailed(
         f"the answer cannot be read, or is cut short; its first line: {process.first_line(output)}",
         where=remote,
@@ -227,52 +262,81 @@ def unreadable(remote: str, output: bytes) -> ToolFailed:
 
 
 def connect(remote: Remote, *, ask: bool = False, max_bytes_per_s: float | None = None) -> Connection:
-    """Return how to reach `remote`; nothing is started. The parameters are those of `Connection`."""
-    folder, reason = (None, "") if remote.keep_s == 0 else _socket_folder()
+    """Return the connection to `remote`. ssh starts with the first command, not here.
+
+    Parameters
+    ----------
+    ask, max_bytes_per_s : as in `Connection`.
+    """
+    folder = None
+    reason = ""
+    if remote.keep_s > 0:
+        folder, reason = _find_socket_folder()
     return Connection(
         remote=remote, socket_folder=folder, unshared_reason=reason, ask=ask, max_bytes_per_s=max_bytes_per_s
     )
 
 
-def _socket_folder() -> tuple[Path | None, str]:
-    """Return a short and private folder for sockets, or why there is none."""
-    run_time = os.environ.get("XDG_RUNTIME_DIR", "")
-    candidates = [f"{run_time}/imgkit"] if run_time.startswith("/") else []
-    reason = ""
-    for path in (*candidates, f"/tmp/imgkit-{os.geteuid()}"):  # noqa: S108 - it is checked to be this user's
-        folder = Path(path)
-        is_long = len(os.fsencode(folder)) + _SOCKET_NAME_BYTES > _MAX_SOCKET_BYTES
-        if is_long or set(path) & set(" %\"'\\"):
-            reason = reason or f"{folder} is too long for a socket, or has a blank or quote"
-            continue
-        try:
-            files.make_own_folder(folder)
-            if stat.S_IMODE(folder.stat().st_mode) & 0o077:
-                raise PermissionError(0, "other users can enter it", str(folder))
-        except OSError as error:
-            reason = reason or f"{folder}: {error.strerror}"
-            continue
-        return folder, ""
-    return None, reason
+def _find_socket_folder() -> tuple[Path | None, str]:
+    """Return a private folder for sockets and an empty text.
+
+    If no folder can be used, return None and the reason why the preferred one cannot be used.
+    """
+    candidates = [Path(f"/tmp/imgkit-{os.geteuid()}")]  # noqa: S108 - it is checked to be this user's
+    runtime_dir = os.environ.get("XDG_RUNTIME_DIR", "")
+    if runtime_dir.startswith("/"):
+        candidates.insert(0, Path(runtime_dir, "imgkit"))
+    first_reason = ""
+    for folder in candidates:
+        reason = _prepare_socket_folder(folder)
+        if not reason:
+            return folder, ""
+        first_reason = first_reason or reason
+    return None, first_reason
 
 
-def _behind(source: Iterable[bytes], token: bytes, host: str) -> Generator[bytes, None, None]:
-    """Yield what comes behind the line `token`."""
-    banner, is_behind = b"", False
-    for chunk in source:
-        if is_behind:
-            yield chunk
-            continue
+def _prepare_socket_folder(folder: Path) -> str:
+    """Create `folder` if it does not exist. Return why it cannot hold sockets; empty if it can."""
+    is_too_long = len(os.fsencode(folder)) + _SOCKET_NAME_BYTES > _MAX_SOCKET_BYTES
+    # ssh splits the value of ControlPath at blanks and quotes, and expands "%".
+    if is_too_long or set(str(folder)) & set(" %\"'\\"):
+        return f"{folder} is too long for a socket, or has a blank or quote"
+    try:
+        files.make_own_folder(folder)
+        mode = stat.S_IMODE(folder.stat().st_mode)
+    except OSError as error:
+        return f"{folder}: {error.strerror}"
+    if mode & 0o077:
+        return f"{folder}: other users can enter it"
+    return ""
+
+
+def _skip_banner(output: Iterable[bytes], token_line: bytes, host: str) -> Generator[bytes, None, None]:
+    """Yield the part of `output` that follows `token_line`, the first line that the script prints.
+
+    Raises
+    ------
+    ToolFailed : the line is missing, or does not come within the first `_MAX_BANNER_BYTES`.
+    """
+    chunks = iter(output)
+    banner = b""
+    for chunk in chunks:
         banner += chunk
-        _, separator, rest = banner.partition(token)
-        if separator:
-            is_behind = True
-            if rest:
-                yield rest
-        elif len(banner) > _MAX_BANNER_BYTES:
+        if token_line in banner or len(banner) > _MAX_BANNER_BYTES:
             break
-    if not is_behind:
-        text = banner[-200:].decode(errors="replace").strip()
-        message = f"the login shell of {host} runs no command" + ("; it printed" if text else "")
-        message, hint = process.quoted(message, text, _startup_hint(host))
-        raise ToolFailed(message, hint=hint)
+    banner, separator, script_output = banner.partition(token_line)
+    if not separator:
+        raise _no_command_error(banner, host)
+    if script_output:
+        yield script_output
+    yield from chunks
+
+
+def _no_command_error(banner: bytes, host: str) -> ToolFailed:
+    """Return the error for a login shell on `host` that printed `banner` and did not run the script."""
+    message = f"the login shell of {host} runs no command"
+    banner_end = banner[-_SHOWN_BANNER_BYTES:].decode(errors="replace").strip()
+    if banner_end:
+        message += "; it printed"
+    message, hint = process.quoted(message, banner_end, _startup_hint(host))
+    return ToolFailed(message, hint=hint)

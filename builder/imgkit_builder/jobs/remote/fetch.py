@@ -1,4 +1,8 @@
-"""Bring the run folder of a job back: what is new or has changed, each file whole or as it was before."""
+"""Copy the run folder of a job from the remote with rsync.
+
+Only new and changed files are transferred. A file is replaced when all of it has arrived, so that an
+interrupted fetch leaves each file complete, as it was before or as it is on the remote.
+"""
 
 from __future__ import annotations
 
@@ -14,67 +18,87 @@ from imgkit_builder.jobs.remote.connection import Connection, ScriptFailed
 from imgkit_builder.jobs.submitted import SubmittedJob
 from imgkit_entrypoints.errors import CheckFailed
 
-# Files alone, with the permissions that new files have here; a run's secret stays there.
+# Without -p, files get the permissions of new local files. The name of a run's secret file begins with a dot.
 _OPTIONS = ("-rt", "--exclude=.*")
+_WILDCARD = re.compile(r"[\[*?]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fetched:
-    """What a fetch has done."""
+    """The result of a fetch."""
 
     folder: Path
     new: tuple[Path, ...]
-    """Files that are new or have changed."""
+    """The files that are new or have changed."""
     files: int
     """Number of files in the folder."""
     bytes: int
-    """Size of the new ones."""
+    """Size of the files in `new`."""
 
 
 def fetch(
     connection: Connection, record: SubmittedJob, folder: Path, *, checkpoints: bool, report: Reporter
 ) -> Fetched:
-    """Make `folder` like the run folder of the job, with the job's output; nothing in it is removed.
+    """Copy the run folder and the output of the job into `folder`. Other files in `folder` stay.
 
     Parameters
     ----------
-    checkpoints : fetch the training's checkpoints as well.
+    checkpoints : copy the checkpoints of the training as well.
 
     Raises
     ------
-    ToolMissing : there is no rsync, here or there.
-    Cut : the connection was lost; files that have arrived stay, and the next call resumes.
-    CheckFailed : there is no such run yet.
+    ToolMissing : rsync is missing on this machine or on the remote.
+    Cut : the connection was lost. Files that have arrived stay, and the next call resumes the transfer.
+    CheckFailed : the job has neither a run folder nor output yet.
     """
     report.stage(f"fetch {record.job.handle}")
     folder.mkdir(parents=True, exist_ok=True)
-    before = _files(folder)
-    log = jobs.log_file(record)
-    # In a pattern, only a name with a wildcard has escapes.
-    name = re.sub(r"([\[*?\\])", r"\\\1", log.name) if re.search(r"[\[*?]", log.name) else log.name
+    before = _list_files(folder)
     target = f"{folder.absolute()}/"
-    output = ("-rt", f"--include=/{name}", "--exclude=*", "remote:./", target)
-    rsync.run(connection, str(log.parent), output, report)
-    left_out = () if checkpoints else ("--exclude=checkpoints/",)
+    log = jobs.log_file(record)
+    log_args = ("-rt", f"--include=/{_escape_pattern(log.name)}", "--exclude=*", "remote:./", target)
+    rsync.run(connection, str(log.parent), log_args, report)
+    exclude = () if checkpoints else ("--exclude=checkpoints/",)
     run_folder = f"{record.job.directory}/runs/{record.job.name}-{record.job.id}"
     try:
-        rsync.run(connection, run_folder, (*_OPTIONS, *left_out, "remote:./", target), report)
+        rsync.run(connection, run_folder, (*_OPTIONS, *exclude, "remote:./", target), report)
     except ScriptFailed as error:
         if error.code != rsync.NO_FOLDER:
             raise
-    after = _files(folder)
+    after = _list_files(folder)
     if not after:
         message = f"there is no {run_folder} on {record.job.remote} yet"
         raise CheckFailed(message, where=record.job.handle, hint=f"imgkit status {record.job.handle}")
-    new = tuple(path for path, status in after.items() if before.get(path) != status)
-    return Fetched(folder=folder, new=new, files=len(after), bytes=sum(after[path][0] for path in new))
+    new = tuple(path for path, version in after.items() if before.get(path) != version)
+    new_bytes = sum(after[path].size_bytes for path in new)
+    return Fetched(folder=folder, new=new, files=len(after), bytes=new_bytes)
 
 
-def _files(folder: Path) -> Mapping[Path, tuple[int, int, int]]:
-    """Return size, time and inode of each file in `folder`."""
+def _escape_pattern(name: str) -> str:
+    """Return the rsync pattern that matches the file `name` only.
+
+    rsync takes a backslash in a pattern literally, unless the pattern has a wildcard.
+    """
+    if not _WILDCARD.search(name):
+        return name
+    return re.sub(r"([\[*?\\])", r"\\\1", name)
+
+
+@dataclass(frozen=True, slots=True)
+class _FileVersion:
+    """The attributes of a local file, of which rsync changes at least one when it replaces the file."""
+
+    size_bytes: int
+    modified_ns: int
+    inode: int
+
+
+def _list_files(folder: Path) -> Mapping[Path, _FileVersion]:
+    """Return all files in `folder` and in the folders below it."""
     files = {}
     for root, _, names in os.walk(folder):
         for name in names:
-            status = Path(root, name).lstat()
-            files[Path(root, name)] = (status.st_size, status.st_mtime_ns, status.st_ino)
+            path = Path(root, name)
+            status = path.lstat()
+            files[path] = _FileVersion(status.st_size, status.st_mtime_ns, status.st_ino)
     return files

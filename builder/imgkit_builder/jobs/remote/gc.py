@@ -1,7 +1,9 @@
-"""Find what nothing uses any more in a store, and remove it; whatever imgkit has not named stays.
+"""Find the images and folders of code that no job uses any more in a store, and remove them.
 
-An image or a folder of code is in use if it was sent or chosen lately, if a job that has not ended names it,
-or if a run of late used it. ``jobs/ID`` in the store, which the submission writes, says what a job names.
+An image or a folder of code is in use if it was sent or chosen in the last days, if a job that has not ended
+uses it, or if a run that changed its files in the last days used it. The submission of a job writes the file
+``jobs/ID`` in the store (a `JobNote`), which names the image and the code of the job. Files and folders whose
+names imgkit does not give are never removed.
 """
 
 from __future__ import annotations
@@ -19,11 +21,29 @@ from imgkit_entrypoints.errors import ToolFailed, UsageError
 
 DAY_S = 86400
 _NAME = rf"(?:{IMAGE_NAME.pattern}|[0-9a-f]{{64}})"
-# A complete folder, one that a removal has put aside, and one that arrives.
 _PATH = re.compile(rf"(images|code)/(\.incoming/)?({_NAME}|\.{_NAME}\.gone)")
-"""Names that imgkit gives to folders in a store."""
+"""The paths that imgkit gives to folders in a store.
 
-# The time of an image's .sif counts as well as that of its folder: a submission renews it.
+``images/NAME`` is complete, ``images/.incoming/NAME`` is being sent, and ``_REMOVE`` has renamed
+``images/.NAME.gone`` before it removes it.
+"""
+
+# The lines of the answer of `_LIST`.
+_CLOCK = re.compile(r"clock (?P<time_s>\d{1,12})")
+_FOLDER = re.compile(r"folder (?P<time_s>\d{1,12}) (?P<size_bytes>\d{1,18}) (?P<links>\d{1,9}) (?P<path>.+)")
+_CHANGE = re.compile(r"(?P<kind>run|job) (?P<time_s>\d{1,12})(?:\.\d*)? (?P<name>.+)")
+# "result JOB_ID EXIT_CODE FILE"
+_SUCCESS = re.compile(r"result \S+ 0 runs/(?P<run>.+)/result")
+_CHECKPOINT = re.compile(r"checkpoint runs/(?P<run>.+)/checkpoints/step-\d+")
+_NOTE_LINE = re.compile(r"note jobs/(?P<id>[^:]+):(?P<text>.*)")
+
+WaitingJobs = Mapping[str, Collection[str] | str]
+"""The ids of the jobs that have not ended, by system.
+
+A text in place of the ids says why they are unknown; then each job of that system may still be waiting.
+"""
+
+# The folder's time is the newer one of the folder and its .sif: a submission renews only that of the .sif.
 _LIST = f"""\
 cd -- "$folder" 2> /dev/null || {{ echo "clock $(date +%s)"; echo end; exit 0; }}
 echo "clock $(date +%s)"
@@ -51,8 +71,9 @@ if [ -d jobs ]; then
 fi
 echo end
 """
-# A folder is put aside first: a submission that chooses it meanwhile either renews its time, or misses it and
-# says so. In both cases no job waits for a file that is gone.
+# A folder is renamed before it is removed. A submission that chooses the folder at the same time either
+# renews its time before the rename, and then the folder gets its name back, or finds no folder and fails with
+# an error. In both cases no job is queued whose files are gone.
 _REMOVE = f"""\
 cd -- "$folder" || exit 1
 while IFS= read -r path; do
@@ -74,83 +95,89 @@ class StoredFolder:
     """An image or a folder of code in a store."""
 
     path: str
-    """Relative to the remote's folder."""
+    """The path relative to the remote's folder, in one of the forms of `_PATH`."""
     size_bytes: int
     used_s: float
-    """Time at which it was last used, by the remote's clock."""
+    """Unix time of the last use, by the remote's clock."""
     is_linked: bool = False
-    """Whether the image's file has another name, which somebody gave it."""
+    """Whether the image's .sif has a second hard link, which somebody made to keep it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobNote:
-    """What the store knows of a job."""
+    """A job that imgkit submitted, as the file ``jobs/ID`` in the store describes it."""
 
     id: str
     system: str
-    """The system, or ``SYSTEM;CLUSTER``."""
+    """The system, or ``SYSTEM;CLUSTER`` where Slurm manages several clusters."""
     folders: tuple[str, ...]
     """Paths of the image and of the code that the job uses, as in `StoredFolder`."""
     used_s: float
-    """Time of its submission, or of the last change in its run folder."""
+    """Unix time of the job's submission or of the last change in its run folder, whichever is later."""
     is_resumable: bool = False
-    """Whether its run folder has a checkpoint, and no word that the program ended well."""
+    """Whether the job's run folder has a checkpoint and no result with exit code 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreListing:
-    """All that is in a store."""
+    """All folders and job notes of a store."""
 
     folders: tuple[StoredFolder, ...]
     notes: tuple[JobNote, ...]
     clock_s: float
-    """The time there."""
+    """Unix time by the remote's clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unused:
-    """What a store could lose."""
+    """The folders and job notes that can be removed from a store."""
 
     folders: tuple[StoredFolder, ...]
-    """Oldest first."""
+    """The unused folders, the oldest first."""
     used: int
     """Number of folders in use."""
     ended_jobs: tuple[str, ...]
-    """Ids of old jobs whose notes are needed no more."""
+    """Ids of old jobs whose notes are no longer needed."""
     before_s: float
-    """What was used since then is in use."""
+    """Unix time on the remote: a folder that was used at this time or later counts as in use."""
     unknown: tuple[str, ...]
-    """Why the folders of some jobs all count as in use; empty where the scheduler has answered."""
+    """For each system whose waiting jobs are unknown, the reason. All folders of its jobs count as in use."""
 
 
 def find_unused(connection: Connection, days: int) -> Unused:
-    """Return everything that no run of the last `days` days used and no waiting or running job names.
+    """Return the folders that no run of the last `days` days and no waiting or running job uses.
 
     Raises
     ------
     Cut, ScriptFailed : the remote cannot be reached, or cannot list its files.
-    ToolFailed : its answer is cut short.
+    ToolFailed : the remote's answer is cut short.
     """
     listing = _list(connection)
-    return choose(listing, _waiting_jobs(connection, listing), listing.clock_s - days * DAY_S)
+    waiting = _waiting_jobs(connection, listing)
+    before_s = listing.clock_s - days * DAY_S
+    return choose(listing, waiting, before_s)
 
 
 def find_superseded(
     connection: Connection, images: Sequence[RemoteImage], current: RemoteImage
 ) -> tuple[Unused, Mapping[str, RemoteImage]]:
-    """Return the older images of the project of `current` that nobody needs, and all older ones by their
-    paths.
+    """Return the older images of the project of `current` that no job needs.
 
-    The newest of them stays, so that a step back sends nothing. An image stays as well if a job that has not
-    ended or a run that can be resumed uses it, or if its file has another name.
+    The newest of the older images is always kept, so that going back one version sends nothing. An image is
+    also kept if a job that has not ended or a run that can be resumed uses it, or if its file has a second
+    hard link.
 
     Parameters
     ----------
-    images : those in the store, the newest first.
+    images : the images in the store, the newest first.
+
+    Returns
+    -------
+    The folders that can be removed, and all older images except the newest one, by their paths in the store.
 
     Raises
     ------
-    As of `find_unused`.
+    Cut, ScriptFailed, ToolFailed : in the cases of `find_unused`.
     """
     older = [image for image in images if image.project == current.project and image.name != current.name]
     by_path = {f"images/{image.name}": image for image in older[1:]}
@@ -158,158 +185,229 @@ def find_superseded(
         return Unused(folders=(), used=0, ended_jobs=(), before_s=0, unknown=()), {}
     listing = _list(connection)
     waiting = _waiting_jobs(connection, listing)
-    needed: set[str] = set()
+    needed_paths: set[str] = set()
     for note in listing.notes:
         if note.is_resumable or _may_run(note, waiting):
-            needed.update(note.folders)
-    folders = tuple(
-        folder
-        for folder in listing.folders
-        if folder.path in by_path and folder.path not in needed and not folder.is_linked
-    )
+            needed_paths.update(note.folders)
+    folders = []
+    for folder in listing.folders:
+        if folder.path not in by_path or folder.path in needed_paths or folder.is_linked:
+            continue
+        folders.append(folder)
     unused = Unused(
-        folders=folders,
+        folders=tuple(folders),
         used=len(by_path) - len(folders),
         ended_jobs=(),
         before_s=listing.clock_s,
-        unknown=_reasons(waiting),
+        unknown=_unknown_reasons(waiting),
     )
     return unused, by_path
 
 
 def remove(connection: Connection, unused: Unused) -> tuple[str, ...]:
-    """Remove these folders; return the paths of those that nothing has used meanwhile.
+    """Remove the folders and job notes of `unused` from the store.
+
+    A folder that was used after `unused` was determined stays: the script compares its time with
+    ``unused.before_s`` again. If the connection is lost, call this function again with the same value.
+
+    Returns
+    -------
+    The paths of the folders that were removed.
 
     Raises
     ------
-    Cut, ScriptFailed : the remote cannot be reached; the same call resumes.
+    Cut, ScriptFailed : the remote cannot be reached, or has no folder of imgkit.
     """
     if not unused.folders and not unused.ended_jobs:
         return ()
-    names = "".join(f"{folder.path}\n" for folder in unused.folders)
     values = {"folder": connection.remote.folder, "before": str(int(unused.before_s))}
-    output = connection.answer(
-        connection.stream(_REMOVE, values, args=unused.ended_jobs, data=[names.encode()])
-    )
-    rows = output.decode(errors="replace").splitlines()
-    return tuple(row.removeprefix("removed ") for row in rows if row.startswith("removed "))
+    # The script reads the paths of the folders from its standard input; its arguments are the job ids.
+    paths = "".join(f"{folder.path}\n" for folder in unused.folders)
+    stream = connection.stream(_REMOVE, values, args=unused.ended_jobs, data=[paths.encode()])
+    output = connection.answer(stream).decode(errors="replace")
+    removed_paths = []
+    for line in output.splitlines():
+        if line.startswith("removed "):
+            removed_paths.append(line.removeprefix("removed "))
+    return tuple(removed_paths)
 
 
 def _list(connection: Connection) -> StoreListing:
-    return parse(connection.run(_LIST, {"folder": connection.remote.folder}), connection.remote.name)
+    """Return the listing of the store on the remote. It is empty if the remote has no folder of imgkit."""
+    output = connection.run(_LIST, {"folder": connection.remote.folder})
+    return parse(output, connection.remote.name)
 
 
 def parse(output: bytes, remote: str) -> StoreListing:
-    """Return what the answer of `remote` says about its store; lines that imgkit does not know are left out.
-
-    Raises
-    ------
-    ToolFailed : the answer is cut short, or not that of imgkit's script.
-    """
-    rows = output.decode(errors="replace").splitlines()
-    clock = re.fullmatch(r"clock (\d{1,12})", rows[0]) if rows else None
-    if clock is None or rows[-1] != "end":
-        raise unreadable(remote, output)
-    folders: list[StoredFolder] = []
-    changed_s: dict[str, dict[str, float]] = {"run": {}, "job": {}}
-    lines: dict[str, list[str]] = {}
-    ended_well: set[str] = set()
-    saved: set[str] = set()
-    for row in rows[1:-1]:
-        if match := re.fullmatch(r"folder (\d{1,12}) (\d{1,18}) (\d{1,9}) (.+)", row):
-            if _PATH.fullmatch(match[4]):
-                folder = StoredFolder(
-                    path=match[4],
-                    size_bytes=int(match[2]),
-                    used_s=int(match[1]),
-                    is_linked=int(match[3]) > 1,
-                )
-                folders.append(folder)
-        elif match := re.fullmatch(r"(run|job) (\d{1,12})(?:\.\d*)? (.+)", row):
-            changed_s[match[1]][match[3]] = int(match[2])
-        elif match := re.fullmatch(r"result \S+ 0 runs/(.+)/result", row):
-            ended_well.add(match[1])
-        elif match := re.fullmatch(r"checkpoint runs/(.+)/checkpoints/step-\d+", row):
-            saved.add(match[1])
-        elif match := re.fullmatch(r"note jobs/([^:]+):(.*)", row):
-            lines.setdefault(match[1], []).append(match[2])
-    notes = []
-    for name, time_s in changed_s["job"].items():
-        if not is_job_id(name):
-            continue
-        system, job, *paths = [*lines.get(name, []), "", ""]
-        run = f"{job}-{name}"
-        note = JobNote(
-            id=name,
-            system=system,
-            folders=tuple(path.removesuffix(f"/{SIF}") for path in paths if path),
-            used_s=max(time_s, changed_s["run"].get(run, 0)),
-            is_resumable=run in saved and run not in ended_well,
-        )
-        notes.append(note)
-    return StoreListing(folders=tuple(folders), notes=tuple(notes), clock_s=float(clock[1]))
-
-
-def choose(listing: StoreListing, waiting: Mapping[str, Collection[str] | str], before_s: float) -> Unused:
-    """Return what nothing uses.
+    """Return the listing of a store from the `output` of `_LIST`. Unknown lines are left out.
 
     Parameters
     ----------
-    waiting : system -> ids of its jobs that have not ended; a text: why nobody knows, and each job may wait.
-    before_s : what was used since then is in use.
+    remote : the name of the remote, for the error.
+
+    Raises
+    ------
+    ToolFailed : the output is cut short, or is not the output of imgkit's script.
     """
-    used: set[str] = set()
-    ended_jobs = []
-    for note in listing.notes:
-        if _may_run(note, waiting) or note.used_s >= before_s:
-            used.update(note.folders)
-        else:
-            ended_jobs.append(note.id)
-    unused = [folder for folder in listing.folders if folder.path not in used and folder.used_s < before_s]
-    unused.sort(key=lambda folder: (folder.used_s, folder.path))
-    return Unused(
-        folders=tuple(unused),
-        used=len(listing.folders) - len(unused),
-        ended_jobs=tuple(ended_jobs),
-        before_s=before_s,
-        unknown=_reasons(waiting),
+    lines = output.decode(errors="replace").splitlines()
+    clock = _CLOCK.fullmatch(lines[0]) if lines else None
+    if clock is None or lines[-1] != "end":
+        raise unreadable(remote, output)
+    folders = []
+    for line in lines:
+        match = _FOLDER.fullmatch(line)
+        if match is not None and _PATH.fullmatch(match["path"]):
+            folders.append(_parse_folder(match))
+    return StoreListing(
+        folders=tuple(folders),
+        notes=_parse_job_notes(lines),
+        clock_s=float(clock["time_s"]),
     )
 
 
-def _may_run(note: JobNote, waiting: Mapping[str, Collection[str] | str]) -> bool:
-    """Return whether the job has not ended, or nobody knows."""
-    ids = waiting[note.system]
-    return isinstance(ids, str) or note.id in ids
+def _parse_folder(match: re.Match[str]) -> StoredFolder:
+    """Return the folder that a line of the form `_FOLDER` describes."""
+    return StoredFolder(
+        path=match["path"],
+        size_bytes=int(match["size_bytes"]),
+        used_s=int(match["time_s"]),
+        is_linked=int(match["links"]) > 1,
+    )
 
 
-def _reasons(waiting: Mapping[str, Collection[str] | str]) -> tuple[str, ...]:
-    """Return why nobody knows the waiting jobs of some systems."""
+def _parse_job_notes(lines: Sequence[str]) -> tuple[JobNote, ...]:
+    """Return the job notes from the lines of the answer of `_LIST`.
+
+    Files in ``jobs`` whose name is not a job id are left out.
+    """
+    note_lines = _note_lines(lines)
+    run_times_s = _change_times_s("run", lines)
+    resumable_runs = _runs_matching(_CHECKPOINT, lines) - _runs_matching(_SUCCESS, lines)
+    notes = []
+    for job_id, submitted_s in _change_times_s("job", lines).items():
+        if not is_job_id(job_id):
+            continue
+        # A note has one value a line: the system, the job's name, the image and the code. Missing lines of a
+        # note that is cut short count as empty.
+        system, job_name, *paths = [*note_lines.get(job_id, []), "", ""]
+        run = f"{job_name}-{job_id}"
+        note = JobNote(
+            id=job_id,
+            system=system,
+            folders=tuple(path.removesuffix(f"/{SIF}") for path in paths if path),
+            used_s=max(submitted_s, run_times_s.get(run, 0)),
+            is_resumable=run in resumable_runs,
+        )
+        notes.append(note)
+    return tuple(notes)
+
+
+def _note_lines(lines: Sequence[str]) -> dict[str, list[str]]:
+    """Return the lines of the files in ``jobs`` by the name of the file, which is the job's id."""
+    note_lines: dict[str, list[str]] = {}
+    for line in lines:
+        match = _NOTE_LINE.fullmatch(line)
+        if match is not None:
+            note_lines.setdefault(match["id"], []).append(match["text"])
+    return note_lines
+
+
+def _change_times_s(kind: str, lines: Sequence[str]) -> dict[str, int]:
+    """Return the Unix time of the last change of each folder in ``runs`` or each file in ``jobs``, by name.
+
+    Parameters
+    ----------
+    kind : ``run`` or ``job``.
+    """
+    times_s = {}
+    for line in lines:
+        match = _CHANGE.fullmatch(line)
+        if match is not None and match["kind"] == kind:
+            times_s[match["name"]] = int(match["time_s"])
+    return times_s
+
+
+def _runs_matching(pattern: re.Pattern[str], lines: Sequence[str]) -> set[str]:
+    """Return the names of the runs in the lines that match `pattern`."""
+    runs = set()
+    for line in lines:
+        match = pattern.fullmatch(line)
+        if match is not None:
+            runs.add(match["run"])
+    return runs
+
+
+def choose(listing: StoreListing, waiting: WaitingJobs, before_s: float) -> Unused:
+    """Return the folders and job notes of `listing` that are not in use.
+
+    Parameters
+    ----------
+    waiting : the jobs that have not ended, for each system in `listing`.
+    before_s : Unix time on the remote. Folders that were used at this time or later count as in use.
+    """
+    used_paths: set[str] = set()
+    ended_jobs = []
+    for note in listing.notes:
+        if _may_run(note, waiting) or note.used_s >= before_s:
+            used_paths.update(note.folders)
+        else:
+            ended_jobs.append(note.id)
+    folders = []
+    for folder in listing.folders:
+        if folder.path not in used_paths and folder.used_s < before_s:
+            folders.append(folder)
+    folders.sort(key=lambda folder: (folder.used_s, folder.path))
+    return Unused(
+        folders=tuple(folders),
+        used=len(listing.folders) - len(folders),
+        ended_jobs=tuple(ended_jobs),
+        before_s=before_s,
+        unknown=_unknown_reasons(waiting),
+    )
+
+
+def _may_run(note: JobNote, waiting: WaitingJobs) -> bool:
+    """Return whether the job waits or runs. A job of a system whose waiting jobs are unknown may run."""
+    waiting_ids = waiting[note.system]
+    if isinstance(waiting_ids, str):
+        return True
+    return note.id in waiting_ids
+
+
+def _unknown_reasons(waiting: WaitingJobs) -> tuple[str, ...]:
+    """Return, for each system whose waiting jobs are unknown, the reason."""
     return tuple(reason for reason in waiting.values() if isinstance(reason, str))
 
 
-def _waiting_jobs(connection: Connection, listing: StoreListing) -> Mapping[str, Collection[str] | str]:
-    """Return `unfinished` of each system that a job of the listing names."""
+def _waiting_jobs(connection: Connection, listing: StoreListing) -> WaitingJobs:
+    """Return the jobs that have not ended of each system that a job note of the listing names."""
     names = dict.fromkeys(note.system for note in listing.notes)
     return {name: unfinished(connection, name) for name in names}
 
 
 def unfinished(connection: Connection, name: str) -> Collection[str] | str:
-    """Return the ids of all jobs of a system that have not ended; a text: why nobody knows them.
+    """Return the ids of all jobs of a system that have not ended, or a text that says why they are unknown.
 
     Parameters
     ----------
-    name : as in `JobNote`.
+    name : ``SYSTEM`` or ``SYSTEM;CLUSTER``, as in `JobNote`.
+
+    Raises
+    ------
+    Cut : the remote cannot be reached.
     """
-    name, _, cluster = name.partition(";")
+    system_name, _, cluster = name.partition(";")
     try:
-        system = systems.named(name)
+        system = systems.named(system_name)
     except (UsageError, ToolFailed) as error:
         return error.what
     if not system.queue.unfinished_ids:
-        return f"{name} lists no jobs"
-    argv = [
-        word.format(cluster=cluster) for word in system.queue.unfinished_ids if cluster or "{" not in word
-    ]
+        return f"{system_name} lists no jobs"
+    argv = []
+    for argument in system.queue.unfinished_ids:
+        # An argument with "{cluster}" is for a scheduler of several clusters only.
+        if cluster or "{" not in argument:
+            argv.append(argument.format(cluster=cluster))
     result = jobs.finished(connection, argv)
     if result.returncode != 0:
         return f"{argv[0]} failed with exit code {result.returncode}: {result.tail()}"

@@ -1,4 +1,4 @@
-"""Submit a job on a remote, look at it, and follow its output through lost connections."""
+"""Submit a job on a remote, run scheduler commands there, and follow the job through lost connections."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from imgkit_builder.base import process
 from imgkit_builder.base.process import Finished
 from imgkit_builder.jobs import systems
 from imgkit_builder.jobs.job import Job, Script
+from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.remote.connection import FIND_PROGRAM, Connection, Cut, ScriptFailed
 from imgkit_builder.jobs.submitted import SubmittedJob
 from imgkit_entrypoints.errors import ToolFailed
 
 ATTEMPTS = 5
-"""Connections in a row that show nothing before following gives up."""
+"""The number of connections in a row without new output after which `follow` gives up."""
 
-# Its first arguments are the system, the job's name, its .sif and its code: the note in jobs/ tells
-# `imgkit remote gc` what the job uses. No variable holds them before the submission, since the user's
-# variables have any name.
+# The arguments are the system, the job's name, its .sif, its code, and then the submit command. The script
+# writes the first four into the note jobs/ID, from which `imgkit remote gc` knows what the job uses. It keeps
+# them in arguments until the job is submitted: the environment of the submission has the user's variables,
+# which may have any name.
 _SUBMIT = (
     FIND_PROGRAM
     + """\
@@ -46,7 +48,8 @@ exit 0
 """
 )
 _RUN = FIND_PROGRAM + 'exec "$@" 2>&1 < /dev/null\n'
-# The subshell ends tail when the connection ends: its input, which nobody writes to, ends then.
+# imgkit keeps the script's standard input open and writes nothing to it. When the connection ends, the input
+# ends, and the subshell that reads it ends tail.
 _FOLLOW = (
     FIND_PROGRAM
     + """\
@@ -75,95 +78,108 @@ wait "$tail" 2> /dev/null
 exit 0
 """
 )
-# What came too late for tail, which looks for an absent file once a second.
+# Print the output that tail missed: tail -F looks for a file that does not exist yet once a second only.
 _REST = 'if [ -e "$log" ]; then exec tail -c "+$from" -- "$log"; fi\n'
 
 
 def start(connection: Connection, job: Job, script: Script) -> Generator[bytes, None, None]:
-    """Submit `script` in the job's folder on the remote; yield what the scheduler prints.
+    """Submit `script` in the job's folder on the remote, and yield what the scheduler prints.
 
     Raises
     ------
-    ToolFailed : the scheduler refused; quotes its message. Or the connection was lost, and the job may wait.
+    ToolFailed : the scheduler rejected the job, or the connection was lost. After a lost connection, the job
+        may be in the queue.
     """
-    remote = connection.remote
-    folder, used = str(job.directory), (job.container.image, job.container.code_folder)
-    # In the script, which goes through standard input: no argument list holds a value.
+    folder = str(job.directory)
+    # Values of variables go into the script and not into arguments, which other users of the remote can see.
     values = {name: os.environ[name] for name in job.container.names}
     export = f"export {' '.join(job.container.names)}\n" if job.container.names else ""
+    image = job.container.image.removeprefix(f"{folder}/")
+    code_folder = job.container.code_folder.removeprefix(f"{folder}/")
     output = connection.stream(
         export + _SUBMIT,
         {**values, "folder": folder, "program": script.submit[0]},
-        args=(
-            job.system,
-            job.title,
-            *(path.removeprefix(f"{folder}/") for path in used),
-            *script.submit,
-        ),
+        args=(job.system, job.title, image, code_folder, *script.submit),
         data=[script.text.encode()] if script.on_stdin else [],
     )
     try:
         yield from output
     except ScriptFailed as error:
-        message = f"{script.submit[0]} on {remote.name} failed with exit code {error.code}"
-        message, hint = process.quoted(message, error.output)
-        raise ToolFailed(message, hint=hint or None) from error
+        raise _rejected_error(error, script.submit[0], connection.remote) from error
     except Cut as error:
-        raise ToolFailed(
-            f"the connection was lost while the job was submitted: {error.what}",
-            where=remote.name,
-            hint=f"it may be in the queue; look before you submit it again: ssh {remote.address}",
-        ) from error
+        raise _lost_submission_error(error, connection.remote) from error
+
+
+def _rejected_error(error: ScriptFailed, program: str, remote: Remote) -> ToolFailed:
+    """Return the error for a submit `program` that failed on the remote, with its message."""
+    message = f"{program} on {remote.name} failed with exit code {error.code}"
+    message, hint = process.quoted(message, error.output)
+    return ToolFailed(message, hint=hint or None)
+
+
+def _lost_submission_error(error: Cut, remote: Remote) -> ToolFailed:
+    """Return the error for a connection that was lost while the scheduler may have accepted the job."""
+    return ToolFailed(
+        f"the connection was lost while the job was submitted: {error.what}",
+        where=remote.name,
+        hint=f"it may be in the queue; look before you submit it again: ssh {remote.address}",
+    )
 
 
 def finished(connection: Connection, argv: Sequence[str]) -> Finished:
-    """Run a command of the scheduler there, to its end.
+    """Run a scheduler command on the remote, and return its exit code and its output with its errors.
 
     Raises
     ------
     Cut : the remote cannot be reached.
-    TooLong : it printed more than an answer can have.
+    TooLong : the command printed more than `process.MOST_BYTES`.
     """
-    code = 0
+    exit_code = 0
 
-    def output() -> Generator[bytes, None, None]:
-        nonlocal code
+    def stream_output() -> Generator[bytes, None, None]:
+        nonlocal exit_code
         try:
             yield from connection.stream(_RUN, {"program": argv[0]}, args=argv)
         except ScriptFailed as error:
-            code = error.code
+            exit_code = error.code
 
-    answer = connection.answer(output()).decode(errors="replace")
-    return Finished(argv=tuple(argv), returncode=code, output=answer)
+    output = connection.answer(stream_output()).decode(errors="replace")
+    return Finished(argv=tuple(argv), returncode=exit_code, output=output)
 
 
 def follow(
     connection: Connection, record: SubmittedJob, write: Callable[[bytes], None], log: Callable[[str], None]
 ) -> None:
-    """Hand the job's output to `write` until the job has ended; a lost connection is made again.
+    """Pass the job's output to `write` until the job has ended. Connect again if the connection is lost.
+
+    Parameters
+    ----------
+    log : gets a message for each lost connection.
 
     Raises
     ------
-    Cut : the remote cannot be reached for some minutes.
+    Cut : `ATTEMPTS` connections in a row were lost before new output came.
     """
     system = systems.named(record.job.system)
-    argv = system.status_commands(record.job)[0] if system.reports_state else ()
+    status_argv = system.status_commands(record.job)[0] if system.reports_state else ()
     values = {
-        "program": argv[0] if argv else "tail",
+        "program": status_argv[0] if status_argv else "tail",
         "log": str(log_file(record)),
         "unknown_job": system.queue.unknown_job,
     }
-    shown_bytes, failures = 0, 0
+    written_bytes = 0
+    failures = 0
     while True:
-        before = shown_bytes
+        written_before = written_bytes
         try:
             for script in (_FOLLOW, _REST):
-                values["from"] = str(shown_bytes + 1)
-                for chunk in connection.stream(script, values, args=argv, hold=script is _FOLLOW):
+                values["from"] = str(written_bytes + 1)  # tail -c counts bytes from 1
+                for chunk in connection.stream(script, values, args=status_argv, hold=script is _FOLLOW):
                     write(chunk)
-                    shown_bytes += len(chunk)
+                    written_bytes += len(chunk)
         except Cut as error:
-            failures = 1 if shown_bytes > before else failures + 1
+            has_new_output = written_bytes > written_before
+            failures = 1 if has_new_output else failures + 1
             if failures >= ATTEMPTS:
                 raise
             log(f"the connection was lost, and imgkit connects again: {error.what}")
@@ -173,5 +189,6 @@ def follow(
 
 
 def log_file(record: SubmittedJob) -> PurePosixPath:
-    """Return the file of the job's output: the last argument of what follows it."""
-    return PurePosixPath(systems.named(record.job.system).log_source(record.job)[-1])
+    """Return the file on the remote to which the job's output goes."""
+    argv = systems.named(record.job.system).log_source(record.job)
+    return PurePosixPath(argv[-1])  # "tail ... FILE"

@@ -1,8 +1,8 @@
 """Run rsync over the shared ssh connection.
 
-Only options that rsync 2.6.9 and openrsync know: macOS has had one or the other. Never ``--append*`` or
-``--inplace``: rsync 3.2.7 with ``--append-verify`` skips an edited file of the same size without an error,
-and rewrites a longer one in place.
+Use only options that rsync 2.6.9 and openrsync support, since macOS has had one or the other. Never use
+``--append``, ``--append-verify`` or ``--inplace``: rsync 3.2.7 with ``--append-verify`` skips an edited file
+of the same size without an error, and rewrites a longer one in place.
 """
 
 from __future__ import annotations
@@ -25,118 +25,143 @@ from imgkit_builder.base.sizes import size_text
 from imgkit_builder.jobs.remote import rsync_shell
 from imgkit_builder.jobs.remote.connection import FIND_PROGRAM, LOGIN_SHELL_LINE, Connection
 from imgkit_builder.jobs.systems.fanout import SSH_FAILED
-from imgkit_entrypoints.errors import ToolMissing
+from imgkit_entrypoints.errors import ToolFailed, ToolMissing
 
 INSTALL = "apt-get install rsync, dnf install rsync or brew install rsync"
 PARTIAL = ".imgkit-part"
-"""Folder beside a file for what has arrived of it when the connection is lost."""
+"""Name of the folder beside a file in which rsync keeps the part that arrived before a lost connection."""
 FOLDER = "/imgkit-folder"
-"""Stands for the absolute path of the folder there, in arguments that name another folder below it.
+"""Placeholder for the absolute path of the folder on the remote in options such as ``--link-dest``.
 
-rsync from 3.2.4 on escapes blanks and quotes in its arguments for a shell; none reads them here. So the path
-comes in after rsync has written its arguments.
+From 3.2.4 on, rsync escapes blanks and quotes in its arguments for a shell on the remote, but imgkit passes
+the arguments on without a shell. So `rsync_shell` replaces the placeholder after rsync has written them.
 """
 NO_FOLDER = 125
-"""Exit code if the folder there does not exist."""
+"""Exit code of the remote command if the folder does not exist."""
 _NOT_FOUND = 127
+"""Exit code of the remote command if it does not find rsync."""
 _CONNECTION_LOST = (10, 12, 30, 35, SSH_FAILED)
-"""Exit codes of rsync, here or there: socket, protocol stream, both time limits; and that of ssh."""
+"""Exit codes of rsync for errors in the socket and the protocol and for two time limits, and that of ssh."""
 _OPTIONS = (f"--partial-dir={PARTIAL}", "--timeout=60", "--progress", "--stats")
 _SERVER = FIND_PROGRAM + f'umask 077\ncd -- "$folder" || exit {NO_FOLDER}\nexec "$@"\n'
-_POSITION = re.compile(rb"\r\s*([\d,.']+)\s+(\d+)%")
+_POSITION = re.compile(rb"\r\s*(?P<bytes>[\d,.']+)\s+(?P<percent>\d+)%")
+"""A line of ``--progress`` about the current file: ``\\r  1,048,576  25%  12.30MB/s  0:00:01``."""
 _STATISTICS = re.compile(
-    r"files transferred: ([\d,.']+)\s.*file size: ([\d,.']+)(?:.*Literal data: ([\d,.']+))?", re.DOTALL
+    r"files transferred: (?P<files>[\d,.']+)\s.*file size: (?P<bytes>[\d,.']+)"
+    r"(?:.*Literal data: (?P<new_bytes>[\d,.']+))?",
+    re.DOTALL,
 )
-"""``Number of regular files transferred: 2 ... Total transferred file size: 4,096 bytes``, and what of it was
-new."""
+"""The output of ``--stats``.
+
+``Number of regular files transferred: 2 ... Total transferred file size: 4,096 bytes ... Literal data: 12``
+"""
 _TAIL_BYTES = 1 << 14
+"""Size of the end of rsync's output in which the statistics are searched."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transferred:
-    """What one run of rsync has done."""
+    """The files that one run of rsync transferred."""
 
     files: int
+    """Number of files."""
     size_bytes: int
     """Size of these files."""
     new_bytes: int
-    """What of it the other side did not have."""
+    """Number of bytes that were sent because the basis on the other side did not have them."""
 
     def __str__(self) -> str:
-        return f"{self.files} file{'' if self.files == 1 else 's'}, {size_text(self.size_bytes)}"
+        plural = "" if self.files == 1 else "s"
+        return f"{self.files} file{plural}, {size_text(self.size_bytes)}"
 
 
 def run(
     connection: Connection, folder: str, args: Sequence[str], report: Reporter, size_bytes: int | None = None
 ) -> Transferred | None:
-    """Run rsync with `args`, where ``remote:PATH`` is below the `folder` of the remote.
+    """Run rsync with `args`, in which ``remote:PATH`` is a path relative to `folder` on the remote.
 
     Parameters
     ----------
-    size_bytes : expected size of all files, for the progress.
+    size_bytes : the expected size of all files, for the progress report.
 
     Returns
     -------
-    What was transferred; None if rsync does not say it.
+    The number and the size of the transferred files. None if rsync prints no statistics.
 
     Raises
     ------
-    ToolMissing : there is no rsync, here or there.
+    ToolMissing : rsync is missing on this machine or on the remote.
     Cut : the connection was lost.
     ScriptFailed : rsync failed.
     """
     process.need("rsync", hint=INSTALL)
-    host, token = connection.host(by_transfer=True), secrets.token_hex(16)
-    # openrsync splits the remote shell at blanks, and some sites mount /tmp without permission to execute.
+    host = connection.host(by_transfer=True)
+    # openrsync splits the value of --rsh at blanks, so the folder is in /tmp, whose path has none. `shell` is
+    # started by sh, because some sites mount /tmp without permission to execute files.
     with tempfile.TemporaryDirectory(prefix="imgkit-", dir="/tmp") as work:
-        status = Path(work, "status")
-        config = {
-            "ssh": connection.ssh_argv(host),
-            "line": LOGIN_SHELL_LINE,
-            "token": token,
-            "prelude": connection.prelude(token, {"folder": folder, "program": "rsync"}),
-            "script": _SERVER,
-            "placeholder": FOLDER,
-            "folder": folder,
-            "status": str(status),
-        }
-        shell = shlex.join((sys.executable, "-I", "-S", rsync_shell.__file__, json.dumps(config)))
+        status = Path(work, "status")  # rsync_shell writes the exit code of ssh into it
+        config = _shell_config(connection, host, folder, status)
+        shell = shlex.join((sys.executable, "-I", "-S", rsync_shell.__file__, config))
         files.put(status, "")
         files.put(Path(work, "shell"), f'exec {shell} "$@"\n')
+        argv = (shutil.which("rsync") or "rsync", *_OPTIONS, f"--rsh=sh {work}/shell", *args)
         try:
-            argv = (shutil.which("rsync") or "rsync", *_OPTIONS, f"--rsh=sh {work}/shell", *args)
-            return _follow(process.bound(argv), report, size_bytes)
+            return _run_with_progress(process.bound(argv), report, size_bytes)
         except ErrorsTooLong as error:
-            raise connection.flooded(error, host) from error
+            raise connection.flood_error(error, host) from error
         except Exited as error:
-            code = int(files.read_text(status) or 0) or error.code
-            if code == _NOT_FOUND:
-                hint = f"there: {INSTALL}; or a host that has it: imgkit remote add ... --transfer USER@HOST"
-                where = connection.remote.name
-                raise ToolMissing(f"there is no rsync on {host}", where=where, hint=hint) from error
-            code = SSH_FAILED if code in _CONNECTION_LOST else code
-            raise connection.explained(code, error.errors, host) from error
+            # The status is empty or 0 if only rsync on this machine failed.
+            remote_code = int(files.read_text(status) or 0)
+            raise _exit_error(connection, host, remote_code or error.code, error.errors) from error
 
 
-def _follow(argv: Sequence[str], report: Reporter, size_bytes: int | None) -> Transferred | None:
-    """Run rsync, and report the bytes of finished files and of the current one."""
-    finished_bytes, tail = 0, b""
+def _shell_config(connection: Connection, host: str, folder: str, status: Path) -> str:
+    """Return the first argument of `rsync_shell`: how to run rsync's server in `folder` on `host`."""
+    token = secrets.token_hex(16)
+    config = {
+        "ssh": connection.ssh_argv(host),
+        "line": LOGIN_SHELL_LINE,
+        "token": token,
+        "prelude": connection.prelude(token, {"folder": folder, "program": "rsync"}),
+        "script": _SERVER,
+        "placeholder": FOLDER,
+        "folder": folder,
+        "status": str(status),
+    }
+    return json.dumps(config)
+
+
+def _exit_error(connection: Connection, host: str, code: int, errors: str) -> ToolFailed | ToolMissing:
+    """Return the error for an rsync that exited with `code`, on this machine or on `host`."""
+    if code == _NOT_FOUND:
+        hint = f"there: {INSTALL}; or a host that has it: imgkit remote add ... --transfer USER@HOST"
+        return ToolMissing(f"there is no rsync on {host}", where=connection.remote.name, hint=hint)
+    if code in _CONNECTION_LOST:
+        code = SSH_FAILED
+    return connection.exit_error(code, errors, host)
+
+
+def _run_with_progress(argv: Sequence[str], report: Reporter, size_bytes: int | None) -> Transferred | None:
+    """Run rsync, and report the sum of the bytes of finished files and of the current file as progress."""
+    finished_bytes = 0
+    tail = b""
     for chunk in process.through(argv, ()):
         tail = (tail + chunk)[-_TAIL_BYTES:]
         for match in _POSITION.finditer(chunk):
-            position = finished_bytes + _number(match[1].decode())
+            position = finished_bytes + _parse_number(match["bytes"].decode())
             report.advance(position, size_bytes)
-            finished_bytes = position if match[2] == b"100" else finished_bytes
+            if match["percent"] == b"100":
+                finished_bytes = position
     statistics = _STATISTICS.search(tail.decode(errors="replace"))
     if statistics is None:
         return None
     return Transferred(
-        files=_number(statistics[1]),
-        size_bytes=_number(statistics[2]),
-        new_bytes=_number(statistics[3] or statistics[2]),
+        files=_parse_number(statistics["files"]),
+        size_bytes=_parse_number(statistics["bytes"]),
+        new_bytes=_parse_number(statistics["new_bytes"] or statistics["bytes"]),
     )
 
 
-def _number(text: str) -> int:
-    """Return the number that rsync printed with the separators of some language."""
+def _parse_number(text: str) -> int:
+    """Return the number that rsync printed with the thousands separators of the user's locale."""
     return int(re.sub(r"\D", "", text) or 0)

@@ -1,7 +1,8 @@
-"""The remote shell of rsync, which runs this file: one session of the shared ssh connection.
+"""Start rsync's server on the remote over the shared connection. rsync runs this file as its remote shell.
 
-``rsync_shell.py CONFIG HOST rsync --server ...``, with CONFIG from `jobs.remote.rsync`. rsync's own
-ssh would stop at a banner of the login shell, and put names of folders into an argument list on the remote.
+The arguments are ``CONFIG HOST rsync --server ...``. CONFIG is a JSON object from `jobs.remote.rsync`. With
+the ssh that rsync starts by default, a banner of the login shell would be an error, and other users of the
+remote would see the names of folders in an argument list.
 """
 
 from __future__ import annotations
@@ -18,20 +19,23 @@ from typing import IO
 
 CHUNK_BYTES = 1 << 20
 _END_S = 10.0
-"""Time for the remote to end after rsync has ended."""
+"""Time for which ssh may go on after rsync has closed its connection."""
 _CONNECTION_LOST = 255
-"""ssh's own exit status, also where it could not connect."""
+"""Exit status of ssh if it could not connect or lost the connection."""
 
 
 def main(config_json: str, _host: str, *args: str) -> int:
-    """Run rsync's server there with `args`; return ssh's exit status, which is kept in a file as well."""
+    """Run the command `args`, rsync's server, on the remote. Return the exit status of ssh.
+
+    The exit status is also written into the file ``config["status"]``, since rsync may exit with another one.
+    """
     config = json.loads(config_json)
-    server = [argument.replace(config["placeholder"], config["folder"]) for argument in args]
-    script = f"{config['prelude']}\nset -- {shlex.join(server)}\n{config['script']}".encode()
+    server_argv = [argument.replace(config["placeholder"], config["folder"]) for argument in args]
+    script = f"{config['prelude']}\nset -- {shlex.join(server_argv)}\n{config['script']}".encode()
     argv = [*config["ssh"], config["line"].format(count=len(script))]
     for descriptor in (0, 1):
-        os.set_blocking(descriptor, True)
-    # Without a buffer: what ssh did not take must not be written again, and fail, when the pipe is closed.
+        os.set_blocking(descriptor, True)  # rsync opens them in non-blocking mode
+    # With a buffer, Python would write the rest again when it closes the pipe, and fail if ssh has ended.
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as ssh:
         assert ssh.stdin is not None  # noqa: S101 - for the type checker: both are pipes
         assert ssh.stdout is not None  # noqa: S101
@@ -43,24 +47,30 @@ def main(config_json: str, _host: str, *args: str) -> int:
         else:
             _copy(data, output, 1)
             code = ssh.wait()
-    # Opened, not made: this process may outlive rsync, and a new file would stop the removal of the folder.
+    # "r+b" does not create the file: this process may outlive imgkit's temporary folder, and a new file would
+    # make its removal fail.
     with contextlib.suppress(FileNotFoundError), Path(config["status"]).open("r+b") as stream:
         stream.write(str(code).encode())
     return code
 
 
 def _end_without_command(ssh: subprocess.Popen[bytes]) -> int:
-    """Return ssh's exit status if the connection was lost, and 1 if the login shell ran no command."""
+    """Wait for ssh, and return its exit status if the connection was lost.
+
+    Return 1 if the login shell did not run the script. A login shell that prints without end is killed.
+    """
     try:
         code = ssh.wait(_END_S)
-    except subprocess.TimeoutExpired:  # it prints without end
+    except subprocess.TimeoutExpired:
         ssh.kill()
         return 1
-    return code if code == _CONNECTION_LOST else 1
+    if code == _CONNECTION_LOST:
+        return code
+    return 1
 
 
 def _send(ssh: subprocess.Popen[bytes], sink: IO[bytes], script: bytes) -> None:
-    """Send the script, then what rsync writes; end ssh if it outlives rsync."""
+    """Send the script and then the output of rsync to ssh. Kill ssh if it goes on after rsync has ended."""
     _copy(script, 0, sink.fileno())
     sink.close()
     try:
@@ -70,20 +80,26 @@ def _send(ssh: subprocess.Popen[bytes], sink: IO[bytes], script: bytes) -> None:
 
 
 def _copy(data: bytes, source: int, sink: int) -> None:
-    """Write `data` and then all of `source`, until one of them ends."""
+    """Write `data` and then everything from `source` to `sink`, until `source` ends or `sink` is closed."""
     with contextlib.suppress(OSError):
         while data:
-            data = data[os.write(sink, data) :] or os.read(source, CHUNK_BYTES)
+            written_bytes = os.write(sink, data)
+            data = data[written_bytes:]
+            if not data:
+                data = os.read(source, CHUNK_BYTES)
 
 
 def _skip_banner(source: int, token: bytes) -> bytes | None:
-    """Return the first data behind the line `token`; None, with a message, if that line does not come."""
+    """Return the first data after the line `token`. Print an error and return None if the line is missing."""
     banner = b""
-    while len(banner) < CHUNK_BYTES and (data := os.read(source, CHUNK_BYTES)):
+    while len(banner) < CHUNK_BYTES:
+        data = os.read(source, CHUNK_BYTES)
+        if not data:
+            break
         banner += data
-        _, separator, rest = banner.partition(token)
+        _, separator, script_output = banner.partition(token)
         if separator:
-            return rest or os.read(source, CHUNK_BYTES)
+            return script_output or os.read(source, CHUNK_BYTES)
     text = banner[-200:].decode(errors="replace").strip()
     print(f"the login shell runs no command; it printed: {text}", file=sys.stderr)
     return None

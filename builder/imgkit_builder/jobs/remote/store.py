@@ -2,7 +2,8 @@
 
 ::
 
-    images/IMAGE-ROOT/image.sif     a whole .sif: the image's id, and the start of its content's digest
+    images/IMAGE-ROOT/image.sif     a complete .sif. IMAGE is the image's id, ROOT the start of the digest of
+                                    its root partition
     images/IMAGE-ROOT/image.json    `RemoteImage`
     code/DIGEST/                    a folder of code that jobs bind
     runs/NAME-ID/                   the files of a job
@@ -15,6 +16,7 @@ folder without a leading dot is complete: it got its name by one rename.
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import re
 from collections.abc import Iterator
@@ -29,14 +31,19 @@ from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import UsageError
 
 FOLDERS = ("images", "code")
-"""Folders of what imgkit sends."""
+"""The folders in the store into which imgkit sends files."""
 SIF = "image.sif"
 NOTE = "image.json"
+"""Name of the file beside the .sif that describes the image."""
 IMAGE_NAME = re.compile(r"[0-9a-f]{64}-[0-9a-f]{12}")
 """The name of an image's folder."""
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_NOTE_SIZE = re.compile(r"\d{1,9}", re.ASCII)
 _NOTE_SCHEMA = 1
 _MOST_NOTE_BYTES = 1 << 16
-"""A note with 500 layers has 40 kB."""
+"""A note of an image with 500 layers has 40 kB."""
+_DF_NUMBERS = re.compile(r"\s\d+\s+\d+\s+(?P<free_kib>-?\d{1,15})\s+(?:\d+%|-)\s")
+"""Size, used space, free space and use in ``df -Pk``. Free space can be negative."""
 
 FIND_OWNER = """\
 owner=
@@ -44,10 +51,10 @@ if [ -e "$folder" ] && [ ! -O "$folder" ]; then
     owner=$(find -H "$folder" -maxdepth 0 -printf %u) && echo "owner $owner"
 fi
 """
-"""Names the folder's owner if that is another user, who could exchange what this user's jobs start."""
+"""Print the folder's owner if that is another user, who could replace the files that this user's jobs run."""
 
-# Code and output of a run may be private, and a umask may be wide: what imgkit makes is closed. `imgkit
-# remote gc` spares code that was chosen lately, by its time.
+# The code and the output of a run may be private, so the umask keeps other users out of all new folders. The
+# script renews the time of the code's folder, by which `imgkit remote gc` knows that it is in use.
 _LOOK = (
     FIND_PROGRAM
     + """\
@@ -85,16 +92,17 @@ class RemoteImage:
     root_offset: int
     """Byte of the .sif at which the root partition begins."""
     root_bytes: int
+    """Size of the root partition."""
     sif_bytes: int
     arch: str
     diff_ids: tuple[str, ...] = ()
     """``sha256:...`` of each layer, lowest first; empty for an image that imgkit did not build."""
     title: str = ""
-    """The .sif's name where it was sent from, for people: ``letters.sif``."""
+    """The file name of the .sif on the machine that sent it, such as ``letters.sif``."""
     input_sha256: str = ""
-    """Digest of the build's input, if `imgkit run` built the image; empty for a file that was named."""
+    """Digest of the build's input if `imgkit run` built the image. It is empty if the user named a .sif."""
     project: str = ""
-    """The project whose run sent the image: host and folder."""
+    """The host and folder of the project whose run sent the image."""
 
     @property
     def name(self) -> str:
@@ -107,68 +115,90 @@ class RemoteImage:
         return f"images/{self.name}/{SIF}"
 
     def to_json(self) -> bytes:
-        """Return the text of the note."""
+        """Return the content of the image's file `NOTE`."""
         return json.dumps({"schema": _NOTE_SCHEMA, **dataclasses.asdict(self)}).encode() + b"\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Store:
-    """What a remote has."""
+    """The content of the store on a remote."""
 
     home: str
-    """Absolute path of imgkit's folder there."""
+    """Absolute path of imgkit's folder on the remote."""
     has_program: bool
-    """Whether the scheduler's program is there."""
+    """Whether the remote has the scheduler's program."""
     images: tuple[RemoteImage, ...]
-    """The image that changed last comes first."""
+    """The images, the one that changed last first."""
     code: tuple[str, ...]
-    """Digests of the folders of code, the last used first."""
+    """Digests of the folders of code, the one that was used last first."""
 
     def find_image(self, image_id: str, root_sha256: str = "") -> RemoteImage | None:
-        """Return an image with this id, and with this content if `root_sha256` is not empty."""
+        """Return the newest image with this id, and with this root partition if `root_sha256` is not empty.
+
+        Return None if the store has no such image.
+        """
         for stored in self.images:
             if stored.image_id == image_id and root_sha256 in ("", stored.root_sha256):
                 return stored
         return None
 
     def find_built(self, input_sha256: str) -> RemoteImage | None:
-        """Return the image that was built from this input."""
+        """Return the newest image that was built from this input. Return None if the store has none."""
+        if not input_sha256:
+            return None
         for stored in self.images:
-            if input_sha256 and stored.input_sha256 == input_sha256:
+            if stored.input_sha256 == input_sha256:
                 return stored
         return None
 
     def closest_image(self, new: RemoteImage) -> RemoteImage | None:
-        """Return the image that has most layers of `new`, or else its title. Return None if there is none."""
+        """Return the image that shares most layers with `new`; of equal ones, an image with the same title.
+
+        Return None if no image of the same architecture shares a layer or the title.
+        """
         closest = None
-        best = (0, False)
+        closest_similarity = (0, False)
         for stored in self.images:
             if stored.arch != new.arch:
                 continue
-            likeness = (len({*stored.diff_ids} & {*new.diff_ids}), stored.title == new.title)
-            if likeness > best:
-                closest, best = stored, likeness
+            common_layers = set(stored.diff_ids) & set(new.diff_ids)
+            similarity = (len(common_layers), stored.title == new.title)
+            if similarity > closest_similarity:
+                closest, closest_similarity = stored, similarity
         return closest
 
 
 def describe_sif(path: Path, *, input_sha256: str = "", project: str = "") -> RemoteImage:
-    """Return the note about a .sif that is here. The digest of an image of others stands for its id.
+    """Return the description of the local .sif `path`.
+
+    A .sif that another tool built has no image id; the digest of its root partition takes its place.
+
+    Parameters
+    ----------
+    input_sha256, project : as in `RemoteImage`.
 
     Raises
     ------
-    CheckFailed : it is no .sif, or has no root partition.
+    CheckFailed : the file is not a .sif, or has no root partition.
     """
     sif = image.read(path)
-    root, record = sif.require_root(), sif.record
-    root_sha256 = record.root_sha256 if record else image.root_sha256(path)
+    root = sif.require_root()
+    image_id = ""
+    diff_ids: tuple[str, ...] = ()
+    if sif.record is not None:
+        root_sha256 = sif.record.root_sha256
+        image_id = sif.record.image_id
+        diff_ids = sif.record.diff_ids
+    else:
+        root_sha256 = image.root_sha256(path)
     return RemoteImage(
-        image_id=(record.image_id if record else "") or f"sha256:{root_sha256}",
+        image_id=image_id or f"sha256:{root_sha256}",
         root_sha256=root_sha256,
         root_offset=root.offset,
         root_bytes=root.size_bytes,
         sif_bytes=sif.size_bytes,
         arch=sif.arch,
-        diff_ids=record.diff_ids if record else (),
+        diff_ids=diff_ids,
         title=path.name,
         input_sha256=input_sha256,
         project=project,
@@ -176,108 +206,139 @@ def describe_sif(path: Path, *, input_sha256: str = "", project: str = "") -> Re
 
 
 def look(connection: Connection, *, program: str, code: str = "") -> Store:
-    """Make the store where it is absent, and see what it has: one round trip.
+    """Return the content of the store. Create the store if it does not exist. This takes one round trip.
 
     Parameters
     ----------
-    program : the scheduler's program.
-    code : digest of the code that the job uses.
+    program : the scheduler's program, such as ``sbatch``.
+    code : digest of the code that the job uses; its folder counts as used from now on.
 
     Raises
     ------
-    Cut, ScriptFailed : the remote cannot be reached, or the folder cannot be made.
-    ToolFailed, UsageError : as of `read`.
+    Cut, ScriptFailed : the remote cannot be reached, or the folder cannot be created.
+    ToolFailed, UsageError : in the cases of `read`.
     """
     values = {"folder": connection.remote.folder, "program": program, "code": code}
-    return read(connection.run(_LOOK, values), connection.remote)
+    output = connection.run(_LOOK, values)
+    return read(output, connection.remote)
 
 
 def read(output: bytes, remote: Remote) -> Store:
-    """Return what the answer `output` says about the store of `remote`.
+    """Return the content of the store of `remote` from the `output` of its script.
+
+    Folders that imgkit did not name and images with a damaged note are left out.
 
     Raises
     ------
-    ToolFailed : the answer is cut short, or not that of imgkit's script.
+    ToolFailed : the output is cut short, or is not the output of imgkit's script.
     UsageError : the folder belongs to another user, or its path cannot be used in a job.
     """
     values = {"home": "", "owner": "", "program": ""}
     code: list[str] = []
     images: list[RemoteImage] = []
-    for key, value, note in _rows(output, remote):
-        if key in values:
-            values[key] = value
-        elif key == "code" and re.fullmatch(r"[0-9a-f]{64}", value):
-            code.append(value)
-        elif key == "image":
-            stored = _parse_note(note)
-            if stored is not None and stored.name == value and IMAGE_NAME.fullmatch(value):
+    for line in _parse_lines(output, remote):
+        if line.key in values:
+            values[line.key] = line.value
+        elif line.key == "code" and _DIGEST.fullmatch(line.value):
+            code.append(line.value)
+        elif line.key == "image" and IMAGE_NAME.fullmatch(line.value):
+            stored = _parse_note(line.note)
+            if stored is not None and stored.name == line.value:
                 images.append(stored)
     if not values["home"] and not values["owner"]:
         raise unreadable(remote.name, output)
-    if error := home_error(values["home"], values["owner"], remote):
+    error = home_error(values["home"], values["owner"], remote)
+    if error is not None:
         raise error
     return Store(
-        home=values["home"], has_program=bool(values["program"]), images=tuple(images), code=tuple(code)
+        home=values["home"],
+        has_program=bool(values["program"]),
+        images=tuple(images),
+        code=tuple(code),
     )
 
 
 def home_error(home: str, owner: str, remote: Remote) -> UsageError | None:
-    """Return why the remote's folder, with the absolute path `home`, cannot be that of jobs.
+    """Return the error if jobs cannot use the remote's folder. Return None if they can.
 
     Parameters
     ----------
-    owner : the user to whom it belongs, if that is not this user.
+    home : the folder's absolute path on the remote, without symbolic links.
+    owner : the user to whom the folder belongs; empty if it belongs to this user.
     """
-    command = f"imgkit remote add {remote.name} {remote.address}:{{}} --replace"
     if owner:
+        command = _replace_command(remote, f"{remote.folder}/YOU")
         return UsageError(
             f"{remote.folder} belongs to {owner}, who could replace what your jobs run",
             where=remote.name,
-            hint=f"a folder of your own, for example below it: {command.format(f'{remote.folder}/YOU')}",
+            hint=f"a folder of your own, for example below it: {command}",
         )
+    # A byte that is not UTF-8 was decoded as U+FFFD. A script with U+FFFD would name another folder, so it is
+    # replaced by a character that no path in a job can have.
+    checked_path = home.replace("\N{REPLACEMENT CHARACTER}", "\0")
     try:
-        # An undecodable byte is another one in the script of a job.
-        quoting.check("--directory", home.replace("\N{REPLACEMENT CHARACTER}", "\0"))
+        quoting.check("--directory", checked_path)
     except UsageError as error:
         return UsageError(
             f"{home!r}, the folder's real path, cannot be used in a job",
-            hint=f"{error.hint}; another folder: {command.format('/PATH')}",
+            hint=f"{error.hint}; another folder: {_replace_command(remote, '/PATH')}",
         )
     return None
 
 
+def _replace_command(remote: Remote, folder: str) -> str:
+    """Return the command that gives the remote another folder."""
+    return f"imgkit remote add {remote.name} {remote.address}:{folder} --replace"
+
+
 def free_bytes(row: str) -> int | None:
-    """Return the free space in a row of ``df -Pk``; None if it is none."""
-    match = re.search(r"\s\d+\s+\d+\s+(-?\d{1,15})\s+(?:\d+%|-)\s", row)
-    return int(match[1]) * 1024 if match else None
+    """Return the free space in a row of the output of ``df -Pk``. Return None if the row has no numbers."""
+    match = _DF_NUMBERS.search(row)
+    if match is None:
+        return None
+    return int(match["free_kib"]) * 1024
 
 
-def _rows(output: bytes, remote: Remote) -> Iterator[tuple[str, str, bytes]]:
-    """Yield the lines of the answer: a key, its value, and the note that follows the line of an image.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Line:
+    """A line of the answer of `_LOOK`, such as ``home /scratch/me``."""
+
+    key: str
+    value: str
+    note: bytes = b""
+    """Content of the note, of which only a line of an image has one."""
+
+
+def _parse_lines(output: bytes, remote: Remote) -> Iterator[_Line]:
+    """Yield the lines of `output` before the line ``end``.
+
+    The line of an image is ``image SIZE NAME``; the note, which has SIZE bytes, follows it.
 
     Raises
     ------
-    ToolFailed : the answer is cut short, or not that of imgkit's script.
+    ToolFailed : the line ``end`` is missing, or an image has no valid size.
     """
-    position = 0
-    while (end := output.find(b"\n", position)) >= 0:
-        key, _, value = output[position:end].decode(errors="replace").partition(" ")
-        position = end + 1
+    stream = io.BytesIO(output)
+    for raw_line in stream:
+        if not raw_line.endswith(b"\n"):
+            break
+        line = raw_line.removesuffix(b"\n").decode(errors="replace")
+        key, _, value = line.partition(" ")
         if key == "end":
             return
-        note = b""
-        if key == "image":
-            size, _, value = value.partition(" ")
-            if not re.fullmatch(r"\d{1,9}", size, re.ASCII):
-                break
-            note = output[position : position + int(size)]
-            position += int(size)
-        yield key, value, note
+        if key != "image":
+            yield _Line(key=key, value=value)
+            continue
+        size, _, name = value.partition(" ")
+        if not _NOTE_SIZE.fullmatch(size):
+            break
+        note = stream.read(int(size))
+        yield _Line(key=key, value=name, note=note)
     raise unreadable(remote.name, output)
 
 
 def _parse_note(note: bytes) -> RemoteImage | None:
-    """Return the image that a note describes. Return None if the note is damaged or of another version."""
+    """Return the image that `note` describes. Return None if it is damaged, or has another schema."""
     try:
         values = json_text.parse(note, most_bytes=_MOST_NOTE_BYTES)
         if values.pop("schema") != _NOTE_SCHEMA:

@@ -1,17 +1,17 @@
-"""Send a folder into the store with rsync, complete or not at all, through connections that break.
+"""Send a folder into the store with rsync, and try again when the connection is lost.
 
-It arrives in ``.incoming`` beside its target, where a later attempt goes on with what is there, and gets its
-name by one rename when all of it has been compared. Two attempts at once write the same bytes to the same
-places, so neither harms the other.
+The folder arrives in ``.incoming`` beside its target, where a later attempt resumes the transfer. When all of
+it has arrived and has been checked, one rename gives it its name, so the target is complete or does not
+exist. Two attempts at the same time write the same bytes to the same files, so neither harms the other.
 
-An older image on the remote is the basis of a new one: rsync sends only the blocks that the basis lacks.
-Tried with rsync 3.2.7:
+An older image on the remote is the basis of a new one: rsync sends only the blocks that the basis lacks. The
+behaviour of rsync that this module relies on, observed with version 3.2.7:
 
-* It looks for the basis under the same file name, in the folder that ``--copy-dest`` names.
-* That folder must be an absolute path. 3.2.7 and 3.4.3 of Debian fail with a relative one that holds ``..``.
-* What arrived of a file before the connection broke replaces the basis, and all the rest would be sent. So
-  the rest of the basis is put behind it before the next attempt.
-* Without ``--ignore-times``, a basis of the same size and time would be taken for the file itself.
+* rsync looks for the basis under the same file name in the folder of ``--copy-dest``.
+* That folder must be an absolute path. Debian's 3.2.7 and 3.4.3 fail with a relative path with ``..`` in it.
+* After a lost connection, rsync uses the partial file as the basis and would send all the rest. So `_JOIN`
+  appends the rest of the real basis to the partial file before the next attempt.
+* Without ``--ignore-times``, rsync would copy a basis of the same size and time instead of sending the image.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ from imgkit_builder.jobs.remote.store import NOTE, SIF, RemoteImage, free_bytes
 from imgkit_entrypoints.errors import CheckFailed
 
 ATTEMPTS = 4
-"""Attempts in a row that bring nothing before the transfer gives up."""
+"""The number of attempts in a row without progress after which the transfer gives up."""
 _WAIT_S = 60
-"""Longest time for which a new attempt waits until the earlier one has ended on the remote."""
+"""The longest time for which a new attempt waits until the earlier rsync has ended on the remote."""
 _FULL_DISK = re.compile(r"(No space left on device|Disk quota exceeded) \(\d+\)")
 """The text and number of the system's error, as rsync prints them: ``mkstemp "..." failed: TEXT (28)``."""
 
-# When a connection is lost, rsync there moves what it has into the folder for partial files: at once, or at
-# its time limit. Where it was killed, its temporary file stays beside that folder. The file `joined` holds
-# the size of a partial image before the rest of the basis was put behind it, and after.
+# When a connection is lost, rsync on the remote moves its temporary file .image.sif.XXXXXX into the folder
+# for partial files, at once or at its time limit. If it was killed, the temporary file stays beside that
+# folder, and the script moves it. The file `joined` has two numbers: the size of the partial image before
+# `_JOIN` appended the rest of the basis, and the size after that.
 _PREPARE = f"""\
 umask 077
 cd -- "$home" || exit 1
@@ -68,6 +69,8 @@ if [ -f "$partial/{SIF}" ]; then
 fi
 echo "arrived $((arrived))"
 """
+_PREPARED = re.compile(rb"disk (?P<df_row>.*)\narrived (?P<arrived_bytes>\d{1,15})\n")
+"""The answer of `_PREPARE`."""
 _JOIN = f"""\
 cd -- "$home/$folder/.incoming/$name/$partial" 2> /dev/null && [ -f {SIF} ] || exit 0
 basis_file=$home/$folder/$basis/{SIF}
@@ -76,7 +79,8 @@ if [ "$before" -lt "$after" ]; then
     tail -c "+$((before + 1))" -- "$basis_file" >> {SIF} && echo "$((before)) $((after))" > joined
 fi
 """
-# Another transfer of the same content may do the rename at any moment.
+# Check the digest of the root partition, and rename the folder. Another transfer of the same content may do
+# so at any moment; then mv fails, and the folder that already has the name is as good.
 _PUBLISH = f"""\
 cd -- "$home/$folder" || exit 1
 if [ -d ".incoming/$name" ]; then
@@ -100,14 +104,14 @@ class Source:
 
     path: Path
     label: str
-    """What messages call it."""
+    """The name of the content in messages: ``image``, ``code`` or ``entry points``."""
     size_bytes: int
     options: tuple[str, ...]
     """Options of rsync for this kind of content."""
     image: RemoteImage | None = None
-    """The image whose .sif is in the folder; None for a folder of something else."""
+    """The image whose .sif is in the folder. It is None if the folder has other files."""
     basis: str = ""
-    """Name of an older image on the remote; empty if there is none."""
+    """Name of the older image on the remote that is the basis of the new one. It is empty without a basis."""
 
 
 def send_folder(
@@ -121,23 +125,25 @@ def send_folder(
     similar: tuple[str, ...] = (),
     report: Reporter,
 ) -> Transferred | None:
-    """Make the folder `path` appear as `target`, ``FOLDER/NAME``, in the folder `home` of the remote.
+    """Send the folder `path` to the remote. Its path there is ``HOME/TARGET``.
 
     Parameters
     ----------
-    label : what messages call it.
-    similar : names of folders beside the target, whose equal files are linked there and not sent.
+    label : the name of the content in messages.
+    home : the absolute path of imgkit's folder on the remote.
+    target : a path of the form ``FOLDER/NAME`` below `home`.
+    similar : names of folders beside the target. Their equal files get a hard link and are not sent.
 
     Returns
     -------
-    What was sent, as `rsync.run` says it.
+    The number and the size of the files that were sent. None if rsync does not report them.
 
     Raises
     ------
-    Cut : the connection was lost too often; the same call resumes later.
-    ToolMissing : there is no rsync, here or there.
-    CheckFailed : the disk there is too full.
-    ScriptFailed : a command there failed.
+    Cut : the connection was lost too often. The same call resumes the transfer later.
+    ToolMissing : rsync is missing on this machine or on the remote.
+    CheckFailed : the file system of the remote has too little free space.
+    ScriptFailed : a command on the remote failed.
     """
     links = tuple(f"--link-dest={rsync.FOLDER}/{name}" for name in similar)
     options = ("--links", "--checksum", *links)
@@ -154,15 +160,21 @@ def send_image(
     basis: RemoteImage | None,
     report: Reporter,
 ) -> Transferred | None:
-    """Make the .sif appear as `image` in the folder `home` of the remote.
+    """Send the .sif to the store in the folder `home` of the remote, with the note about it.
 
     Parameters
     ----------
-    basis : an older image there, whose blocks need not be sent.
+    image : the description of `sif`.
+    basis : an older image on the remote. Blocks that are in it are not sent.
 
-    Returns, raises
-    ---------------
-    As `send_folder`; CheckFailed also if the file changed while it was sent.
+    Returns
+    -------
+    The number and the size of the files that were sent. None if rsync does not report them.
+
+    Raises
+    ------
+    Cut, ToolMissing, CheckFailed, ScriptFailed : in the cases of `send_folder`.
+    CheckFailed : the file on the remote differs from `image`, for example because `sif` has changed.
     """
     copies = (f"--copy-dest={rsync.FOLDER}/{basis.name}",) if basis else ()
     with tempfile.TemporaryDirectory(prefix="imgkit-") as work:
@@ -184,80 +196,121 @@ def send_image(
 def _upload(
     connection: Connection, source: Source, *, home: str, target: str, report: Reporter
 ) -> Transferred | None:
-    """Send `source` until it has arrived, connecting again where the connection is lost."""
+    """Send `source` and publish it as `target`. Connect again while the transfer makes progress.
+
+    The parameters, the result and the errors are those of `send_folder` and `send_image`.
+    """
     folder, _, name = target.rpartition("/")
     values = {"home": home, "folder": folder, "name": name, "partial": rsync.PARTIAL}
     remote = connection.remote.name
-    failures, reached_bytes = 0, -1
+    failures = 0
+    best_arrived_bytes = -1  # no attempt has reached the remote
     while True:
         try:
             arrived_bytes = _prepare(connection, values, source, is_retry=failures > 0)
-            failures = 0 if arrived_bytes > reached_bytes else failures
-            reached_bytes = max(reached_bytes, arrived_bytes)
+            if arrived_bytes > best_arrived_bytes:
+                failures = 0
+                best_arrived_bytes = arrived_bytes
             if arrived_bytes:
                 report.note(f"{size_text(arrived_bytes)} of {size_text(source.size_bytes)} were sent before")
             report.stage(f"send the {source.label} to {remote}")
             sent = _send(connection, values, source, report)
             report.stage(f"check the {source.label} on {remote}")
-            answer = connection.run(_PUBLISH, {**values, **_root_values(source.image)}, by_transfer=True)
+            _publish(connection, values, source)
         except Cut as error:
             failures += 1
-            if reached_bytes < 0 or failures >= ATTEMPTS:
-                resumes = "; the same command resumes the transfer" if reached_bytes > 0 else ""
-                raise Cut(error.what, where=error.where, hint=f"{error.hint}{resumes}") from error
+            if best_arrived_bytes < 0 or failures >= ATTEMPTS:
+                raise _lost_transfer_error(error, can_resume=best_arrived_bytes > 0) from error
             report.note(f"the connection was lost, and imgkit connects again: {error.what}")
             time.sleep(failures - 1)
-            continue
-        if answer == b"published\n":
+        else:
             return sent
-        if answer != b"different\n":
-            raise unreadable(remote, answer)
-        path = (source.path / SIF).resolve()
-        raise CheckFailed(
-            f"what arrived on {remote} differs from the {source.label} here",
-            where=str(path),
-            hint=f"if no program writes to it: imgkit verify {shlex.quote(str(path))}",
-        )
+
+
+def _lost_transfer_error(error: Cut, *, can_resume: bool) -> Cut:
+    """Return the error for a transfer that gives up after `error`."""
+    hint = str(error.hint)
+    if can_resume:
+        hint += "; the same command resumes the transfer"
+    return Cut(error.what, where=error.where, hint=hint)
+
+
+def _publish(connection: Connection, values: Mapping[str, str], source: Source) -> None:
+    """Check what has arrived on the remote, and give it its name in the store.
+
+    Raises
+    ------
+    CheckFailed : the root partition of the image on the remote has another digest. It has been removed.
+    ToolFailed : the remote's answer cannot be read.
+    """
+    output = connection.run(_PUBLISH, {**values, **_root_values(source.image)}, by_transfer=True)
+    if output == b"published\n":
+        return
+    if output == b"different\n":
+        raise _different_error(connection.remote.name, source)
+    raise unreadable(connection.remote.name, output)
 
 
 def _root_values(image: RemoteImage | None) -> dict[str, str]:
-    """Return the variables of `_PUBLISH` that say what is compared: the root partition, with its digest."""
+    """Return the variables of `_PUBLISH` with the digest, start and size of the image's root partition."""
     if image is None:
         return {"sum": "", "start": "", "length": ""}
-    # `tail` counts from 1.
     return {
         "sum": image.root_sha256,
-        "start": str(image.root_offset + 1),
+        "start": str(image.root_offset + 1),  # tail -c counts bytes from 1
         "length": str(image.root_bytes),
     }
 
 
-def _prepare(connection: Connection, values: Mapping[str, str], source: Source, *, is_retry: bool) -> int:
-    """Return how many bytes of an image have arrived there, if all of it fits beside them.
+def _different_error(remote: str, source: Source) -> CheckFailed:
+    """Return the error for an image that differs on the remote after the transfer."""
+    path = (source.path / SIF).resolve()
+    return CheckFailed(
+        f"what arrived on {remote} differs from the {source.label} here",
+        where=str(path),
+        hint=f"if no program writes to it: imgkit verify {shlex.quote(str(path))}",
+    )
 
-    rsync makes the new file beside what has arrived of it, so that needs room of its own.
+
+def _prepare(connection: Connection, values: Mapping[str, str], source: Source, *, is_retry: bool) -> int:
+    """Create the folder in ``.incoming`` and return how many bytes of the content it has already.
+
+    Parameters
+    ----------
+    is_retry : wait until the rsync of the earlier attempt has ended on the remote.
+
+    Raises
+    ------
+    CheckFailed : the file system has less free space than the content needs. rsync writes a new file beside
+        the partial one, so the bytes that have arrived do not count.
     """
-    wait = " ".join(map(str, range(_WAIT_S))) if is_retry else ""
+    wait = " ".join(str(second) for second in range(_WAIT_S)) if is_retry else ""
     output = connection.run(_PREPARE, {**values, "wait": wait}, by_transfer=True)
-    answer = re.fullmatch(rb"disk (.*)\narrived (\d{1,15})\n", output)
+    answer = _PREPARED.fullmatch(output)
     if answer is None:
         raise unreadable(connection.remote.name, output)
-    arrived_bytes = min(int(answer[2]), source.size_bytes)
-    free = free_bytes(answer[1].decode(errors="replace"))
+    arrived_bytes = min(int(answer["arrived_bytes"]), source.size_bytes)
+    free = free_bytes(answer["df_row"].decode(errors="replace"))
     if free is not None and free < source.size_bytes:
-        raise CheckFailed(
-            f"{size_text(source.size_bytes)} to send to {connection.remote.name}, but {size_text(free)} free",
-            where=values["home"],
-            hint=_room_hint(connection),
-        )
-    # The joined file takes at most the room of the basis.
-    if arrived_bytes and source.basis and (free is None or free > 2 * source.size_bytes):
+        raise _no_space_error(connection, source, free, values["home"])
+    # The joined file needs at most as much space as the basis, and rsync needs as much as the content.
+    has_space_to_join = free is None or free > 2 * source.size_bytes
+    if arrived_bytes and source.basis and has_space_to_join:
         connection.run(_JOIN, {**values, "basis": source.basis}, by_transfer=True)
     return arrived_bytes
 
 
-def _room_hint(connection: Connection) -> str:
-    """Return the lines that make room on a remote."""
+def _no_space_error(connection: Connection, source: Source, free: int, home: str) -> CheckFailed:
+    """Return the error for a file system with `free` bytes, on which `source` has no space."""
+    return CheckFailed(
+        f"{size_text(source.size_bytes)} to send to {connection.remote.name}, but {size_text(free)} free",
+        where=home,
+        hint=_space_hint(connection),
+    )
+
+
+def _space_hint(connection: Connection) -> str:
+    """Return the commands that make space on the remote, or choose another folder."""
     name = connection.remote.name
     another = f"imgkit remote add {name} {connection.remote.address}:/PATH --replace"
     return f"what no job uses: imgkit remote gc {name} --delete; or another folder: {another}"
@@ -266,22 +319,26 @@ def _room_hint(connection: Connection) -> str:
 def _send(
     connection: Connection, values: Mapping[str, str], source: Source, report: Reporter
 ) -> Transferred | None:
+    """Send the files of `source` into the folder in ``.incoming``. The result is that of `rsync.run`.
+
+    Raises
+    ------
+    Cut, ToolMissing, ScriptFailed : in the cases of `rsync.run`.
+    CheckFailed : the disk of the remote is full, or the user's quota is used up.
+    """
     folder = f"{values['home']}/{values['folder']}"
-    # Not -a: as root it would give the files to a user id of this machine.
-    bytes_per_s = connection.max_bytes_per_s
-    limit = (f"--bwlimit={max(1, round(bytes_per_s / 1024))}",) if bytes_per_s else ()
-    args = (
-        "-rpt",
-        *limit,
-        *source.options,
-        f"{source.path.absolute()}/",
-        f"remote:.incoming/{values['name']}/",
-    )
+    # -a would also keep the owner. If the remote user is root, the files would get a user id of this machine.
+    options = ["-rpt"]
+    if connection.max_bytes_per_s:
+        limit_kib = round(connection.max_bytes_per_s / 1024)
+        options.append(f"--bwlimit={max(1, limit_kib)}")  # 0 would be no limit
+    options += source.options
+    args = (*options, f"{source.path.absolute()}/", f"remote:.incoming/{values['name']}/")
     try:
         return rsync.run(connection, folder, args, report, source.size_bytes)
     except ScriptFailed as error:
-        if _FULL_DISK.search(error.output):
-            message = f"the disk of {connection.remote.name} is full"
-            hint = f"{error.hint}\n{_room_hint(connection)}"
-            raise CheckFailed(message, where=folder, hint=hint) from error
-        raise
+        if not _FULL_DISK.search(error.output):
+            raise
+        message = f"the disk of {connection.remote.name} is full"
+        hint = f"{error.hint}\n{_space_hint(connection)}"
+        raise CheckFailed(message, where=folder, hint=hint) from error
