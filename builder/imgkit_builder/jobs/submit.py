@@ -237,8 +237,8 @@ def submitted(
 ) -> SubmittedJob:
     """Return the record of a job that has just been submitted.
 
-    The job exists, whatever the scheduler printed. If its answer has no job id, the record contains the answer
-    instead, and an id of imgkit.
+    The job exists, whatever the scheduler printed. If its answer has no job id, the record contains the
+    answer, and an id that imgkit chooses.
 
     Parameters
     ----------
