@@ -136,15 +136,15 @@ def _reported(report: JobReport) -> dict[str, Any]:
     return data
 
 
-def keep_state(record: SubmittedJob, now: SubmittedJob) -> None:
-    """Save `now`, the record with the job's state now, if the state has changed and the job has a record."""
+def keep_state(record: SubmittedJob, current: SubmittedJob) -> None:
+    """Save `current`, which is `record` with the job's state now, if the state has changed."""
     from imgkit_builder.jobs import records
 
     # The record of a task is derived from that of an array job, which alone is kept.
-    if now.state != record.state and records.is_kept(record):
+    if current.state != record.state and records.is_kept(record):
         # A folder that cannot be written loses only the state that imgkit runs lists.
         with contextlib.suppress(OSError):
-            records.keep(now)
+            records.keep(current)
 
 
 def may_ask() -> bool:

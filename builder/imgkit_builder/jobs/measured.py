@@ -47,11 +47,11 @@ def rows(folder: Path) -> list[dict[str, float]]:
 
     Values that are no numbers are left out: ``{"step": 1, "name": "a"}`` -> ``{"step": 1}``.
     """
-    rows = []
+    numbers_of_lines = []
     for line in _objects(_last_lines(folder / METRICS)):
         # Not isinstance: JSON's true is an int in Python.
-        rows.append({key: value for key, value in line.items() if type(value) in (int, float)})
-    return rows
+        numbers_of_lines.append({key: value for key, value in line.items() if type(value) in (int, float)})
+    return numbers_of_lines
 
 
 def _objects(lines: list[bytes]) -> Iterator[dict[str, Any]]:
@@ -69,7 +69,7 @@ def _objects(lines: list[bytes]) -> Iterator[dict[str, Any]]:
 def _last_lines(file: Path) -> list[bytes]:
     """Return the lines in the last 64 KiB of `file`; none if it cannot be read.
 
-    ``imgkit runs`` reads the files of many runs, and those of long runs are large.
+    The file of a long run is large, and ``imgkit runs`` reads the files of many runs.
     """
     try:
         with files.open_regular(file) as stream:

@@ -148,7 +148,7 @@ class Local(Transport):
 
 
 class Ssh(Transport):
-    """A cluster that ssh reaches."""
+    """A remote: commands run there over ssh, and rsync sends files."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -199,6 +199,7 @@ class Ssh(Transport):
         assert self.store is not None  # noqa: S101 - `bring_image` comes first
         parent, _, name = folder.path.rpartition("/")
         if parent != f"{self.store.home}/code":
+            # The folder of the entry points, which `self.store` does not list.
             if not self._exists(folder.path):
                 self._send(folder, home=parent, target=f"./{name}", report=report)
             return
