@@ -84,7 +84,7 @@ class Delivery:
                 self._report_present()
                 return image
         built = build(self.source.recipe, request, report=self.report)
-        # A build from other input can give an image that the remote has.
+        # Different input can give the same image, which the remote may have.
         image = contents.find_image(built.id)
         if image is not None:
             self._report_present()

@@ -59,7 +59,10 @@ class ImageSource:
 
     @property
     def project_folder(self) -> Path:
-        """The folder of imgkit.toml, or the current one. An image that is sent replaces older ones of it."""
+        """The folder of imgkit.toml, or the current one.
+
+        When an image is sent, older images that were sent from the same folder are removed from the remote.
+        """
         project = self.request.project
         return project.file.parent if project else Path()
 
