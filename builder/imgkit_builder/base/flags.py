@@ -1,7 +1,7 @@
-"""Flags of the command line as fields of dataclasses: each field has its names, help and metavar beside it.
+"""Flags of the command line as fields of dataclasses: each field declares its names, help and metavar.
 
-A request may be composed of other requests (`part`); its flags are then those of its parts as well. The same
-names are keywords of the Python API (`make`).
+A request may be composed of other requests (`part`); its flags are then those of its parts as well. The names
+of the fields are also the keywords of the Python API (`changed`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Flag:
 
 
 USUAL = "Options"
-"""The group of those that most calls of a verb need."""
+"""The group of the flags that most calls of a verb need."""
 
 
 def flag(
@@ -62,33 +62,34 @@ def flag(
 
     Parameters
     ----------
-    default : also decides whether the flag was given. The flag of a field that is True turns it off.
-    names : the flag's words; default: ``--`` and the field's name.
-    help : one line of ``--help``.
+    default : the field's value without the flag. If it is True, the flag sets the field to False.
+    names : ``--account``, ``-A``; default: ``--`` and the field's name.
+    help : the flag's description in ``--help``.
     metavar : the value's name in ``--help``.
-    group : the heading above it in ``--help``; empty: that of the verb's other options.
-    minimum : the smallest number that it takes.
+    group : the heading above the flag in ``--help``; empty: the heading of the verb's other options.
+    minimum : the smallest number that the flag takes.
     """
     metadata = {"names": names, "help": help, "metavar": metavar, "group": group, "minimum": minimum}
     return field(default=default, metadata=metadata)
 
 
 def part(kind: type[Value]) -> Value:
-    """Return a dataclass field that holds a request of `kind`, whose flags are those of the whole."""
+    """Return a dataclass field that contains a request of `kind`; the dataclass has its flags, too."""
     part_field: Any = field(default_factory=kind, metadata={"part": kind})
     return typing.cast("Value", part_field)
 
 
 def declared(owner: type[Any]) -> tuple[Flag, ...]:
-    """Return the flags that dataclass `owner` and its parts declare, in order."""
+    """Return the flags that the dataclass `owner` and its parts declare, in order."""
     types = typing.get_type_hints(owner)  # noqa: TID251 - makes options of them
     flags: list[Flag] = []
     for item in dataclasses.fields(owner):
         if "part" in item.metadata:
-            inner = declared(item.metadata["part"])
-            flags += (dataclasses.replace(each, part=item.name) for each in inner)
-        elif "help" in item.metadata:
-            metadata = {**item.metadata, "names": item.metadata["names"] or (_long_name(item.name),)}
+            for part_flag in declared(item.metadata["part"]):
+                flags.append(dataclasses.replace(part_flag, part=item.name))
+        elif "help" in item.metadata:  # other fields are no flags
+            names = item.metadata["names"] or (_long_name(item.name),)
+            metadata = {**item.metadata, "names": names}
             flags.append(
                 Flag(field=item.name, part="", type=types[item.name], default=item.default, **metadata)
             )
@@ -96,46 +97,57 @@ def declared(owner: type[Any]) -> tuple[Flag, ...]:
 
 
 def _long_name(field_name: str) -> str:
+    """Return ``--stop-before`` for ``stop_before``."""
     return f"--{field_name.replace('_', '-')}"
 
 
 def flags_in(request: Any) -> tuple[str, ...]:
-    """Return the flags of `request` that differ from their defaults, by their first name."""
-    return tuple(each.names[0] for each in declared(type(request)) if each.value(request) != each.default)
+    """Return the first names of the flags whose values in `request` differ from their defaults."""
+    names = []
+    for declared_flag in declared(type(request)):
+        if declared_flag.value(request) != declared_flag.default:
+            names.append(declared_flag.names[0])
+    return tuple(names)
 
 
 def changed(request: Value, values: Mapping[str, Any]) -> Value:
-    """Return `request` with other `values`, each by the name of its field, in whichever part that is.
+    """Return a copy of `request` with other `values`, each by the name of its field or of a field of a part.
 
     Raises
     ------
-    TypeError : there is no such field.
+    TypeError : neither the request nor a part has a field with such a name.
     """
-    owners = _owners(type(request))
-    by_owner: dict[str, dict[str, Any]] = {}
+    part_of_field = _part_of_field(type(request))
+    changes: dict[str, Any] = {}
+    part_changes: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
-        if name not in owners:
+        if name not in part_of_field:
             raise TypeError(f"{type(request).__name__} has no field {name!r}")
-        by_owner.setdefault(owners[name], {})[name] = value
-    changes = by_owner.pop("", {})
-    for owner, inner in by_owner.items():
-        changes[owner] = dataclasses.replace(getattr(request, owner), **inner)
+        part_name = part_of_field[name]
+        if part_name:
+            part_changes.setdefault(part_name, {})[name] = value
+        else:
+            changes[name] = value
+    for part_name, field_values in part_changes.items():
+        changes[part_name] = dataclasses.replace(getattr(request, part_name), **field_values)
     dataclass_value: Any = request  # mypy knows no bound that all dataclasses have
     changed_request: Value = dataclasses.replace(dataclass_value, **changes)
     return changed_request
 
 
 def value(request: Any, name: str) -> Any:
-    """Return the value of the field `name`, in whichever part of `request` that is."""
-    owner = _owners(type(request))[name]
-    return getattr(getattr(request, owner) if owner else request, name)
+    """Return the value of the field `name` of `request` or of one of its parts."""
+    part_name = _part_of_field(type(request))[name]
+    owner = getattr(request, part_name) if part_name else request
+    return getattr(owner, name)
 
 
-def _owners(kind: type[Any]) -> Mapping[str, str]:
-    """Return the part that has each field; the request itself has those of the part "" ."""
-    owners = {}
+def _part_of_field(kind: type[Any]) -> Mapping[str, str]:
+    """Return the name of the part that has each field, or "" for a field of the request itself."""
+    parts = {}
     for item in dataclasses.fields(kind):
-        owners[item.name] = ""
-        for inner in dataclasses.fields(item.metadata["part"]) if "part" in item.metadata else ():
-            owners[inner.name] = item.name
-    return owners
+        parts[item.name] = ""
+        if "part" in item.metadata:
+            for part_item in dataclasses.fields(item.metadata["part"]):
+                parts[part_item.name] = item.name
+    return parts

@@ -7,7 +7,7 @@ import dataclasses
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,39 +63,50 @@ def verb_status(
 
 
 def _own_jobs(*, as_json: bool) -> None:
-    """Show each job that had not ended when imgkit last looked, with its state now.
+    """Show each job that had not ended when imgkit last asked, with its state now.
 
-    A remote that cannot be reached is reported once, and is not asked again.
+    A remote that cannot be reached is reported once, and its other jobs are shown with their last states.
     """
     from imgkit_builder.jobs import history, records
     from imgkit_builder.jobs.remote.connection import Cut
 
-    jobs, silent, complete = [], set(), True
-    for record in filter(_may_run, records.newest_first()):
-        now = record
+    jobs = []
+    unreachable_remotes = set()
+    is_complete = True
+    for record in records.newest_first():
+        if not _may_run(record):
+            continue
+        current = record
         try:
-            if record.job.remote not in silent:
-                now = history.refresh_state(record, runner(record))
+            if record.job.remote not in unreachable_remotes:
+                current = history.refresh_state(record, runner(record))
         except ImgkitError as error:
             terminal.err(f"imgkit: {record.job.handle}: {error.what}")
-            complete = False
+            is_complete = False
             if isinstance(error, Cut):
-                silent.add(record.job.remote)
-        keep_state(record, now)
-        jobs.append(now)
-    nothing = "no job waits or runs; imgkit runs lists those that have ended"
-    data = {"jobs": [job_data(record) for record in jobs], "complete": complete}
-    show(data, *(jobs_table(jobs) if jobs else (nothing,)), as_json=as_json)
-    if not complete:
+                unreachable_remotes.add(record.job.remote)
+        keep_state(record, current)
+        jobs.append(current)
+    data = {"jobs": [job_data(record) for record in jobs], "complete": is_complete}
+    lines: Iterable[str] = ("no job waits or runs; imgkit runs lists those that have ended",)
+    if jobs:
+        lines = jobs_table(jobs)
+    show(data, *lines, as_json=as_json)
+    if not is_complete:
         raise typer.Exit(ToolFailed.exit_code)
 
 
 def _remote_prefix(record: SubmittedJob) -> str:
+    """Return ``on REMOTE: `` for a command that runs on the job's remote, and "" on this machine."""
     return f"on {record.job.remote}: " if record.job.remote else ""
 
 
 def _may_run(record: SubmittedJob) -> bool:
-    """Return whether the job had not ended when imgkit last looked; for a week where nobody can know."""
+    """Return whether the job may still wait or run.
+
+    A job whose system reports no states counts for a week after its submission, because imgkit never learns
+    that it has ended.
+    """
     from imgkit_builder.jobs import systems
     from imgkit_builder.jobs.submitted import FINAL_STATES
 
@@ -103,15 +114,14 @@ def _may_run(record: SubmittedJob) -> bool:
         return False
     try:
         reports_state = record.answer is None and systems.named(record.job.system).reports_state
-    except ImgkitError:  # its plug-in is gone
+    except ImgkitError:  # the system's plug-in is no longer installed
         reports_state = False
     week_ago = datetime.now(timezone.utc) - timedelta(days=7)
     return reports_state or record.submitted >= week_ago.isoformat()
 
 
 def _reported(report: JobReport) -> dict[str, Any]:
-    """Return what ``imgkit status ID --json`` prints."""
-
+    """Return the object that ``imgkit status ID --json`` and ``imgkit wait ID --json`` print."""
     record = report.record
     data: dict[str, Any] = {
         "id": record.job.handle,
@@ -126,94 +136,113 @@ def _reported(report: JobReport) -> dict[str, Any]:
     return data
 
 
-def keep_state(record: SubmittedJob, now: SubmittedJob) -> None:
-    """Save the state of `record` for ``imgkit runs`` if it has changed."""
+def keep_state(record: SubmittedJob, current: SubmittedJob) -> None:
+    """Save `current`, which is `record` with the job's state now, if the state has changed."""
     from imgkit_builder.jobs import records
 
     # The record of a task is derived from that of an array job, which alone is kept.
-    if now.state != record.state and records.is_kept(record):
-        # A folder that cannot be written loses only that.
+    if current.state != record.state and records.is_kept(record):
+        # A folder that cannot be written loses only the state that imgkit runs lists.
         with contextlib.suppress(OSError):
-            records.keep(now)
+            records.keep(current)
 
 
 def may_ask() -> bool:
-    """Return whether there is a person whom ssh can ask for a password or a second factor."""
+    """Return whether ssh can ask a person for a password or a second factor."""
     return sys.stdin.isatty() and sys.stderr.isatty()
 
 
 def connected(name: str) -> Connection:
-    """Return how to reach the remote `name`."""
+    """Return the connection to the remote `name`, over which no command has run yet."""
     from imgkit_builder.jobs.remote import config, connection
 
     return connection.connect(config.find(name), ask=may_ask())
 
 
 def runner(record: SubmittedJob) -> Callable[[Sequence[str]], Finished]:
-    """Return what runs a command where the job is."""
+    """Return a function that runs a command on the machine where the job was submitted."""
     from imgkit_builder.jobs import handle
 
     return handle.transport_of(record, may_ask=may_ask()).run
 
 
 def can_follow(record: SubmittedJob) -> bool:
-    """Return whether `follow` can; a job in pods has no output until a node has pulled the image."""
+    """Return whether `follow` can show the job's output.
+
+    It cannot for a local job in pods: there is no output until a node has pulled the image, and no command
+    reports the end.
+    """
     from imgkit_builder.jobs import systems
 
     system = systems.named(record.job.system)
-    return bool(record.job.remote) or (system.reports_state and system.log_source(record.job)[0] == "tail")
+    if record.job.remote:
+        return True
+    return system.reports_state and system.log_source(record.job)[0] == "tail"
 
 
 def follow(record: SubmittedJob) -> int:
-    """Show the job's output, here or on its remote, until it ends; return imgkit's exit code."""
+    """Show the job's output, here or on its remote, until the job ends; return imgkit's exit code."""
     from imgkit_builder.jobs import history
-    from imgkit_builder.jobs.remote import jobs
     from imgkit_builder.jobs.remote.connection import Cut
 
-    def say(text: str) -> None:
-        terminal.err(f"imgkit: {text}")
-
     verbs = "logs|status|cancel|fetch" if record.job.remote else "logs|status|cancel"
-    back = f"the job continues; imgkit {verbs} {record.job.handle}"
-    say(f"job {record.job.handle}; Ctrl-C stops following; the job continues")
+    continues = f"the job continues; imgkit {verbs} {record.job.handle}"
+    _say(f"job {record.job.handle}; Ctrl-C stops following; the job continues")
     run = runner(record)
     try:
-        if record.job.remote:
-            jobs.follow(connected(record.job.remote), record, terminal.passing(), say)
-            report = history.report(record, run)
-        else:
-            _attach(record, run)
-            report = history.wait(record, run)
+        report = _follow_to_end(record, run)
     except KeyboardInterrupt:
-        say(back)
+        _say(continues)
         return INTERRUPTED
     except Cut as error:
-        raise Cut(error.what, where=error.where, hint=f"{back}\n{error.hint}") from error
+        raise Cut(error.what, where=error.where, hint=f"{continues}\n{error.hint}") from error
     keep_state(record, report.record)
-    say(history.ending_text(report))
+    _say(history.ending_text(report))
     if report.record.state == "failed":
         for hint in history.failure_hints(record, run):
-            say(hint)
+            _say(hint)
     return 0 if report.record.state in ("succeeded", "ended") else 1
 
 
+def _say(text: str) -> None:
+    """Print a message of imgkit on stderr."""
+    terminal.err(f"imgkit: {text}")
+
+
+def _follow_to_end(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> JobReport:
+    """Show the job's output until the job ends, and return the report about its end."""
+    from imgkit_builder.jobs import history
+    from imgkit_builder.jobs.remote import jobs
+
+    if record.job.remote:
+        jobs.follow(connected(record.job.remote), record, terminal.passing(), _say)
+        return history.report(record, run)
+    _attach(record, run)
+    return history.wait(record, run)
+
+
 def _attach(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> None:
-    """Show the output of a job of this machine until it ends."""
+    """Show the output of a job of this machine until the job ends."""
     from imgkit_builder.base import process
     from imgkit_builder.jobs import history, systems
 
     def has_ended() -> bool:
         return history.report(record, run).has_ended
 
-    argv, is_over = systems.named(record.job.system).log_source(record.job), False
+    # tail -F FILE. It would complain about a file that does not exist yet, so wait for the file.
+    argv = systems.named(record.job.system).log_source(record.job)
+    log_file = Path(argv[-1])
+    is_over = False
     for pause_s in history.poll_pauses():
         is_over = has_ended()
-        if is_over or Path(argv[-1]).exists():
+        if is_over or log_file.exists():
             break
         time.sleep(pause_s)
     if is_over:
-        argv = tuple(option for option in argv if option not in ("-f", "-F"))
-    process.attached(argv, until=None if is_over else has_ended)
+        # Without -f or -F, tail prints the whole output and ends.
+        process.attached(tuple(option for option in argv if option not in ("-f", "-F")), until=None)
+    else:
+        process.attached(argv, until=has_ended)
 
 
 def verb_logs(
@@ -232,10 +261,7 @@ def verb_logs(
     from imgkit_builder.jobs import records, systems
 
     if not job_id:
-        with_id = [record for record in records.newest_first() if record.answer is None]
-        if not with_id:
-            raise UsageError("no job was submitted from here", where="ID", hint="imgkit run prints the id")
-        job_id = with_id[0].job.handle
+        job_id = _last_job_id()
         terminal.err(f"imgkit: job {job_id}, the last one")
     record = records.find(job_id)
     argv = systems.named(record.job.system).log_source(record.job)
@@ -246,6 +272,21 @@ def verb_logs(
         raise typer.Exit(follow(record))
     terminal.err(f"imgkit: {shlex.join(argv)}")
     raise typer.Exit(process.attached(argv))
+
+
+def _last_job_id() -> str:
+    """Return the id of the job that was submitted last.
+
+    Raises
+    ------
+    UsageError : no job with a known id was submitted from this machine.
+    """
+    from imgkit_builder.jobs import records
+
+    for record in records.newest_first():
+        if record.answer is None:
+            return record.job.handle
+    raise UsageError("no job was submitted from here", where="ID", hint="imgkit run prints the id")
 
 
 def verb_wait(

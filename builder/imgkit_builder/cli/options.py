@@ -27,9 +27,10 @@ _KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY  # typer calls by keyword, so def
 def with_options(verb: Verb, *, quiet: bool = False) -> Verb:
     """Return a function for typer that has an option for each field of the dataclasses that `verb` takes.
 
-    The options stand where `verb` has a parameter with a dataclass as its type; a parameter of the type
-    ``tuple[SystemFlags, ...]`` stands for those of all systems. The function creates the dataclasses with the
-    options' values, and calls `verb`. Of the systems, it passes on those of which an option was given.
+    typer makes options of a function's parameters. For each parameter of `verb` whose type is a dataclass,
+    the function has a parameter for each field. For a parameter of the type ``tuple[SystemFlags, ...]``, it
+    has those of the flags of all systems. When typer calls the function, it creates the dataclasses from the
+    options' values, and calls `verb`. The tuple has only the systems of which an option was given.
 
     Parameters
     ----------
@@ -39,28 +40,30 @@ def with_options(verb: Verb, *, quiet: bool = False) -> Verb:
     requests: dict[str, _FieldOptions] = {}
     system_requests: dict[str, list[_FieldOptions]] = {}
     for parameter in inspect.signature(verb, eval_str=True).parameters.values():
-        name, kind = parameter.name, parameter.annotation
+        name = parameter.name
+        kind = parameter.annotation
         if isinstance(kind, type) and dataclasses.is_dataclass(kind):
             requests[name] = _FieldOptions(name, kind)
             parameters += requests[name].parameters()
         elif typing.get_origin(kind) is tuple:
             system_requests[name] = []
             for number, owner in enumerate(_flags_of_systems(quiet=quiet)):
-                request = _FieldOptions(f"{name}_{number}", owner)
-                system_requests[name].append(request)
-                parameters += request.parameters()
+                field_options = _FieldOptions(f"{name}_{number}", owner)
+                system_requests[name].append(field_options)
+                parameters += field_options.parameters()
         else:
             parameters.append(parameter.replace(kind=_KEYWORD_ONLY))
 
     @functools.wraps(verb)
     def call_verb(**values: Any) -> None:
-        for name, request in requests.items():
-            values[name] = request.take(values)
-        for name, several in system_requests.items():
-            all_flags = [request.take(values) for request in several]
+        for name, field_options in requests.items():
+            values[name] = field_options.take(values)
+        for name, options_of_systems in system_requests.items():
+            all_flags = [field_options.take(values) for field_options in options_of_systems]
             values[name] = tuple(flags for flags in all_flags if flags != type(flags)())
         verb(**values)
 
+    # typer reads both; functools.wraps has copied those of `verb`.
     call_verb.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     call_verb.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return call_verb
@@ -68,15 +71,19 @@ def with_options(verb: Verb, *, quiet: bool = False) -> Verb:
 
 def field_option(owner: type[Any], field: str) -> Any:
     """Return the option that `field` of the dataclass `owner` declares, as a parameter's default."""
-    return _typer_option(next(flag for flag in declared(owner) if flag.field == field))
+    flags_of_fields = {flag.field: flag for flag in declared(owner)}
+    return _typer_option(flags_of_fields[field])
 
 
 def _typer_option(flag: Flag) -> Any:
+    """Return the typer option of `flag`, as a parameter's default."""
     default = flag.default
     if isinstance(default, tuple):
-        default = list(default)
+        default = list(default)  # typer takes lists only
+    if flag.is_negative:
+        default = False  # --no-test is not given
     return typer.Option(
-        False if flag.is_negative else default,
+        default,
         *flag.names,
         metavar=flag.metavar or None,
         min=flag.minimum,
@@ -88,7 +95,8 @@ def _typer_option(flag: Flag) -> Any:
 class _FieldOptions:
     """The options of one dataclass, as parameters whose names begin with `prefix`.
 
-    Without it, two systems could not have a field of the same name, nor a field the name ``with``.
+    Without the prefix, fields of two systems could not have the same name, and no field could be named
+    ``with``, which is a keyword of Python.
     """
 
     def __init__(self, prefix: str, owner: type[Any]) -> None:
@@ -105,13 +113,15 @@ class _FieldOptions:
         return parameters
 
     def take(self, values: dict[str, Any]) -> Any:
-        """Remove the options from `values`, and return the dataclass that has them as its fields."""
+        """Remove the values of the options from `values`, and return the dataclass with these values."""
         fields = {}
         for name, flag in self.flags.items():
             value = values.pop(name)
             if isinstance(value, list):
                 value = tuple(value)
-            fields[flag.field] = not value if flag.is_negative else value
+            if flag.is_negative:
+                value = not value
+            fields[flag.field] = value
         return changed(self.owner(), fields)
 
 
@@ -119,19 +129,23 @@ class JobCommand(TyperCommand):
     """A verb that submits jobs: a command follows ``--``, and most of its many options are rarely needed."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
-        """Parse the arguments before ``--``, and keep the others as the command: RECIPE may be left out."""
+        """Parse the arguments before ``--``, and keep the others as the command.
+
+        click would take the first word of the command for RECIPE where that is left out.
+        """
         end = args.index("--") if "--" in args else len(args)
         ctx.meta[COMMAND] = tuple(args[end + 1 :])
         return super().parse_args(ctx, args[:end])
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the arguments, the options of each group, and those of no group as "Advanced"."""
+        """Write a section for the arguments and for each group; options without a group are "Advanced"."""
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": [], "Advanced": []}
         for parameter in self.get_params(ctx):
             title = getattr(parameter, "rich_help_panel", None) or "Advanced"
             if parameter.param_type_name == "argument":
                 title = "Arguments"
-            if record := parameter.get_help_record(ctx):
+            record = parameter.get_help_record(ctx)
+            if record:  # hidden options have none
                 sections.setdefault(title, []).append(record)
         for title, records in sections.items():
             if records:
@@ -140,7 +154,7 @@ class JobCommand(TyperCommand):
 
 
 def _flags_of_systems(*, quiet: bool) -> list[type[Any]]:
-    """Return the dataclass of each system's flags; report plug-ins that cannot be used, unless `quiet`."""
+    """Return the dataclasses of all systems' flags. Report plug-ins that cannot be used, unless `quiet`."""
     # Not at the top: `imgkit --help` loads this module, and must neither import systems nor find plug-ins.
     from imgkit_builder.jobs import systems
 

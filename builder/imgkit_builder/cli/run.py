@@ -1,4 +1,4 @@
-"""``imgkit run`` and ``fetch``: from a recipe to a job here or on a remote, and its results back."""
+"""``imgkit run`` and ``imgkit fetch``: run a recipe as a job, here or on a remote, and fetch its results."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ if TYPE_CHECKING:
     from imgkit_builder.project.toml_file import ProjectFile
 
 COMMAND_CLASSES = {"run": JobCommand}
-"""The verb with a command behind ``--``."""
-_NOT_SCALED = ("--nodes", "--interactive", "--sif", "--build", "--base-from")
-"""Flags of another kind of job, and the one that ``--scaling`` replaces."""
+"""Classes for verbs that need another one than typer's: ``run`` has a command behind ``--``."""
+_NOT_WITH_SCALING = ("--nodes", "--interactive", "--sif", "--build", "--base-from")
+"""Flags of jobs that cannot be scaled, and ``--nodes``, which ``--scaling`` replaces."""
 
 
 def verb_run(
@@ -96,25 +96,38 @@ def verb_run(
 
     if options.verbose and not options.dry_run:
         raise UsageError("--verbose needs --dry-run", where="--verbose", hint="imgkit run --dry-run -v ...")
-    # A recipe that is named for this machine is another one than the file's, and so are its values.
-    reads_file = not recipe or options.on not in ("", HERE)
-    project = project_here(recipe=recipe, trusted=options.trust_folder) if reads_file else None
-    name = options.on or (project.values.remote if project else "")
+    project = None
+    # The values of imgkit.toml are for the recipe that it names, and not for another one on this machine.
+    if not recipe or options.on not in ("", HERE):
+        project = project_here(recipe=recipe, trusted=options.trust_folder)
+    remote_name = options.on
+    if not remote_name and project:
+        remote_name = project.values.remote
     options = dataclasses.replace(options, recipe=recipe)
-    run = request.changed(command=context.meta[COMMAND], system_flags=system_flags)
-    if not run.launch.command and re.fullmatch(r"dist-\w+|.+\.py", recipe):
-        start = f"dist-run {recipe}" if recipe.endswith(".py") else recipe
-        hint = f"a command follows --: imgkit run -- {start}"
-        raise UsageError(f"{recipe} is a command, not a recipe", where="RECIPE", hint=hint)
-    remote = config.find(name) if name and name != HERE else None
+    flags = request.changed(command=context.meta[COMMAND], system_flags=system_flags)
+    if not flags.launch.command:
+        _refuse_command_as_recipe(recipe)
+    remote = config.find(remote_name) if remote_name not in ("", HERE) else None
     if options.scaling:
-        raise typer.Exit(_run_sizes(options, remote, run, project))
-    _run_job(options, remote, run, project)
+        raise typer.Exit(_run_scaling(options, remote, flags, project))
+    _run_job(options, remote, flags, project)
+
+
+def _refuse_command_as_recipe(recipe: str) -> None:
+    """Raise UsageError if the word before ``--`` is an entry point or a Python program."""
+    if not re.fullmatch(r"dist-\w+|.+\.py", recipe):
+        return
+    command = f"dist-run {recipe}" if recipe.endswith(".py") else recipe
+    raise UsageError(
+        f"{recipe} is a command, not a recipe",
+        where="RECIPE",
+        hint=f"a command follows --: imgkit run -- {command}",
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Options:
-    """The options of ``imgkit run`` that are not those of a job."""
+    """The options of ``imgkit run`` that are no fields of `JobRequest`, and its argument RECIPE."""
 
     recipe: str = ""
     on: str = flag(
@@ -150,7 +163,10 @@ class _Options:
 
 
 def read_code(request: JobRequest, *, as_json: bool) -> CodeFolder | None:
-    """Return the code of ``--code``; None without it. Large code needs a person's yes, or ``--yes``."""
+    """Return the code of ``--code``; None without the flag.
+
+    Above the size at which ``--yes`` matters, ask the person whether to go on.
+    """
     if request.container.code is None:
         return None
 
@@ -164,61 +180,61 @@ def read_code(request: JobRequest, *, as_json: bool) -> CodeFolder | None:
 def _run_job(
     options: _Options, remote: Remote | None, flags: JobRequest, project: ProjectFile | None
 ) -> None:
-    """Submit the job to the scheduler of the remote or of this machine, or start it here without one."""
+    """Submit the job on the remote or on this machine, or run it in this process without a scheduler."""
     from imgkit_builder.base import process
     from imgkit_builder.jobs import handle, submit
     from imgkit_builder.project import origins
 
     request = origins.under(flags, project)
-    recipe = options.recipe if remote else _recipe_here(options, project)
+    recipe = options.recipe if remote else _local_recipe(options, project)
     code = read_code(request, as_json=options.as_json)
     prepared = submit.prepare(
         recipe, request, code, remote=remote, base=options.base or "", rebuild=options.rebuild
     )
-    limit = None if options.bwlimit is None else options.bwlimit * MB
-    transport = handle.transport_to(remote, prepared, may_ask=may_ask(), max_bytes_per_s=limit)
+    max_bytes_per_s = None if options.bwlimit is None else options.bwlimit * MB
+    transport = handle.transport_to(remote, prepared, may_ask=may_ask(), max_bytes_per_s=max_bytes_per_s)
     if options.dry_run:
         _show_dry_run(options, prepared, transport, flags, project)
         return
     _announce(options, prepared, transport, recipe)
+    record = None
     with terminable(), reporter(as_json=options.as_json) as report:
         ready = submit.make_ready(prepared, transport, report)
         script = ready.script
-        record = None if script.foreground else submit.start(ready, transport, report)
+        if not script.foreground:
+            record = submit.start(ready, transport, report)
     if script.remote:
-        raise typer.Exit(_fanned_out(script))
+        raise typer.Exit(_run_on_hosts(script))
     if record is None:
         terminal.err(f"imgkit: {shlex.join(script.submit)}")
         process.become(script.submit, cwd=ready.job.directory)
     _show_submitted(record, ready, options)
 
 
-def _recipe_here(options: _Options, project: ProjectFile | None) -> str:
+def _local_recipe(options: _Options, project: ProjectFile | None) -> str:
     """Return the recipe of a job on this machine.
 
     Raises
     ------
-    UsageError : neither the command line nor imgkit.toml names one, or an option is for remotes only.
+    UsageError : an option is for remotes only, or neither the command line nor imgkit.toml names a recipe.
     """
-    for name, value in (
-        ("--base", options.base),
-        ("--rebuild", options.rebuild),
-        ("--bwlimit", options.bwlimit),
-    ):
+    remote_options = {"--base": options.base, "--rebuild": options.rebuild, "--bwlimit": options.bwlimit}
+    for name, value in remote_options.items():
         if value:
             raise UsageError(f"{name} is for a remote", where=name, hint=f"imgkit run --on NAME {name} ...")
-    recipe = options.recipe or (project.recipe if project else "")
-    if not recipe:
-        raise UsageError(
-            "no recipe given, and none set by an imgkit.toml here",
-            where="RECIPE",
-            hint="name one (imgkit list), or write the file (imgkit init --recipe RECIPE)",
-        )
-    return recipe
+    if options.recipe:
+        return options.recipe
+    if project and project.recipe:
+        return project.recipe
+    raise UsageError(
+        "no recipe given, and none set by an imgkit.toml here",
+        where="RECIPE",
+        hint="name one (imgkit list), or write the file (imgkit init --recipe RECIPE)",
+    )
 
 
 def _announce(options: _Options, prepared: PreparedJob, transport: Transport, recipe: str) -> None:
-    """Say on stderr what runs where.
+    """Print on stderr which job is submitted where, before anything is built or sent.
 
     Raises
     ------
@@ -227,21 +243,23 @@ def _announce(options: _Options, prepared: PreparedJob, transport: Transport, re
     from imgkit_builder.base import process
     from imgkit_builder.jobs.transport import Ssh
 
-    job, script = prepared.job, prepared.script
+    script = prepared.script
+    submit_program = script.submit[0]
     if isinstance(transport, Ssh):
         assert prepared.source is not None  # noqa: S101 - the job of a remote has one
-        stated_by = "--on" if options.on else "imgkit.toml"
+        named_by = "--on" if options.on else "imgkit.toml"
         terminal.err(
-            f"imgkit: {prepared.source.title} on {transport.name} ({stated_by}), submitted there with "
-            f"{script.submit[0]}"
+            f"imgkit: {prepared.source.title} on {transport.name} ({named_by}), submitted there with "
+            f"{submit_program}"
         )
-        if reason := transport.connection.unshared_reason:
-            terminal.err(f"imgkit: every ssh command opens its own connection: {reason}")
+        unshared_reason = transport.connection.unshared_reason
+        if unshared_reason:
+            terminal.err(f"imgkit: every ssh command opens its own connection: {unshared_reason}")
     elif not script.foreground:
-        process.need(script.submit[0], _without_scheduler(recipe))
+        process.need(submit_program, _no_scheduler_hint(recipe))
         terminal.err(
-            f"imgkit: {recipe} on this machine, submitted with {script.submit[0]} "
-            f"(its scheduler is {job.recipe.system.scheduler})"
+            f"imgkit: {recipe} on this machine, submitted with {submit_program} "
+            f"(its scheduler is {prepared.job.recipe.system.scheduler})"
         )
     elif options.detach:
         terminal.err("imgkit: --detach is not used: the command runs here, and imgkit ends with it")
@@ -254,87 +272,140 @@ def _show_dry_run(
     flags: JobRequest,
     project: ProjectFile | None,
 ) -> None:
-    """Print the script, for a remote as far as it is known before a look there; -v adds all values."""
-    from imgkit_builder.jobs import image_source, submit
-    from imgkit_builder.jobs.runtimes import runtime_of
+    """Print the script; with ``--verbose``, print all values and their sources as well.
+
+    imgkit does not connect to a remote for this: a placeholder stands for paths that are not known.
+    """
+    from imgkit_builder.jobs import image_source
     from imgkit_builder.project import origins
 
     source = prepared.source
     if source is None:
-        if foreign := runtime_of(prepared.job).arch_error(prepared.job):  # the submission refuses it
-            warning = f"{prepared.job.container.image}: {foreign.what}"
-            job = dataclasses.replace(prepared.job, warnings=(*prepared.job.warnings, warning))
-            prepared = dataclasses.replace(prepared, job=job)
-        prepared = submit.look_into(prepared, transport)
+        prepared = _with_bound_entry_points(prepared, transport)
     for warning in prepared.job.warnings:
         terminal.err(f"imgkit: {warning}")
     values = list(origins.of_job(prepared.job, flags, project))
     if source is not None:
-        unknown = ("directory",) if source.remote_image else ("image", "directory")
+        unknown_names = ("directory",) if source.remote_image else ("image", "directory")
+        on_flag = "--on" if options.on else ""
+        recipe_argument = "RECIPE" if options.recipe else ""
         values = [
-            origins.of_word("remote", transport.name, flag="--on" if options.on else "", project=project),
-            origins.of_word("recipe", source.title, flag="RECIPE" if options.recipe else "", project=project),
-            *(row for row in values if row.name not in unknown),
+            origins.of_word("remote", transport.name, flag=on_flag, project=project),
+            origins.of_word("recipe", source.title, flag=recipe_argument, project=project),
+            *(value for value in values if value.name not in unknown_names),
         ]
         terminal.err(f"imgkit: {image_source.UNKNOWN_HOME} stands for the folder on {transport.name}")
     _show(prepared.job, prepared.script, values if options.verbose else (), as_json=options.as_json)
 
 
-def _run_sizes(options: _Options, remote: Remote | None, run: JobRequest, project: ProjectFile | None) -> int:
-    """Submit the jobs of ``--scaling``, or find those of the folder that it names; return the exit code."""
-    from imgkit_builder.base.flags import flags_in
+def _with_bound_entry_points(prepared: PreparedJob, transport: Transport) -> PreparedJob:
+    """Return a local job as it would be submitted, with a warning if its image is for another CPU."""
+    from imgkit_builder.jobs import submit
+    from imgkit_builder.jobs.runtimes import runtime_of
+
+    job = prepared.job
+    arch_error = runtime_of(job).arch_error(job)
+    if arch_error:  # the submission raises it
+        warning = f"{job.container.image}: {arch_error.what}"
+        job = dataclasses.replace(job, warnings=(*job.warnings, warning))
+        prepared = dataclasses.replace(prepared, job=job)
+    return submit.look_into(prepared, transport)
+
+
+def _run_scaling(
+    options: _Options, remote: Remote | None, flags: JobRequest, project: ProjectFile | None
+) -> int:
+    """Submit the jobs of ``--scaling``, or find those of an earlier report, and write the report.
+
+    Return the exit code.
+    """
     from imgkit_builder.base.process import INTERRUPTED
     from imgkit_builder.jobs import scaling
 
     folder = Path(options.scaling)
     is_report = folder.is_dir()
-    excess = [name for name in flags_in(run) if is_report or name in _NOT_SCALED]
-    used: dict[str, object] = {"--bwlimit": options.bwlimit, "--verbose": options.verbose}
-    used["--rebuild"] = options.rebuild
-    if is_report:
-        used |= {"RECIPE": options.recipe, "COMMAND": run.launch.command}
-        used |= {"--detach": options.detach, "--dry-run": options.dry_run}
-    excess += [name for name, value in used.items() if value]
-    if excess:
-        message = f"{excess[0]} cannot be combined with --scaling {options.scaling}"
-        raise UsageError(message, where=excess[0], hint="leave it out")
-    scaled = None
+    _refuse_with_scaling(options, flags, is_report=is_report)
+    submitted = None
     with terminable(), reporter(as_json=options.as_json) as report:
         try:
             if not is_report:
-                for created, scaled in _submit_sizes(options, remote, run, project, report):
-                    folder, size = created, scaled.sizes[0]
+                for report_folder, submitted in _submit_sizes(options, remote, flags, project, report):
+                    folder = report_folder
+                    size = submitted.sizes[0]  # the sizes are submitted from the largest to the smallest
                     report.note(f"{scaling.nodes_text(size.nodes)}: {size.job or size.state}")
             if options.dry_run:
                 return 0
-            if not options.detach:
-                report.note(
-                    f"Ctrl-C leaves the jobs; imgkit run --scaling {shlex.quote(str(folder))} goes on"
-                )
-            result = scaled if options.detach and scaled else scaling.finish(folder, report)
+            if options.detach and submitted:
+                result = submitted
+            else:
+                command = f"imgkit run --scaling {shlex.quote(str(folder))}"
+                report.note(f"Ctrl-C leaves the jobs; {command} goes on")
+                result = scaling.finish(folder, report)
         except KeyboardInterrupt:
-            if scaled or is_report:
-                ids = " ".join(size.job for size in scaled.sizes if size.job) if scaled else ""
-                terminal.err(f"imgkit: the jobs continue: {ids}")
+            if submitted or is_report:
+                sizes = submitted.sizes if submitted else ()
+                job_ids = " ".join(size.job for size in sizes if size.job)
+                terminal.err(f"imgkit: the jobs continue: {job_ids}")
             return INTERRUPTED
-    lines = [*columns(scaling.table(result)), *scaling.verdict(result)]
+    return _show_scaling(options, result, folder)
+
+
+def _refuse_with_scaling(options: _Options, flags: JobRequest, *, is_report: bool) -> None:
+    """Raise UsageError for a flag or argument that cannot be used with ``--scaling``.
+
+    Parameters
+    ----------
+    is_report : ``--scaling`` names the folder of a report, which has its jobs already.
+    """
+    from imgkit_builder.base.flags import flags_in
+
+    excess = [name for name in flags_in(flags) if is_report or name in _NOT_WITH_SCALING]
+    refused: dict[str, object] = {
+        "--bwlimit": options.bwlimit,
+        "--verbose": options.verbose,
+        "--rebuild": options.rebuild,
+    }
+    if is_report:
+        refused |= {
+            "RECIPE": options.recipe,
+            "COMMAND": flags.launch.command,
+            "--detach": options.detach,
+            "--dry-run": options.dry_run,
+        }
+    excess += [name for name, value in refused.items() if value]
+    if excess:
+        message = f"{excess[0]} cannot be combined with --scaling {options.scaling}"
+        raise UsageError(message, where=excess[0], hint="leave it out")
+
+
+def _show_scaling(options: _Options, result: ScalingRun, folder: Path) -> int:
+    """Print the table of a report, or only its folder if ``--detach`` was given; return the exit code."""
+    from imgkit_builder.jobs import scaling
+
     data = {**dataclasses.asdict(result), "folder": str(folder)}
-    show(data, *([str(folder)] if options.detach else lines), as_json=options.as_json)
     if options.detach:
+        show(data, str(folder), as_json=options.as_json)
         terminal.err(f"imgkit: once the jobs have ended: imgkit run --scaling {folder}")
-    else:
-        terminal.err(f"imgkit: {folder / scaling.PAGE_FILE}, {folder / scaling.CHART_FILE}")
-    return 0 if options.detach or all(size.is_complete for size in result.sizes) else EXIT_NO
+        return 0
+    show(data, *columns(scaling.table(result)), *scaling.verdict(result), as_json=options.as_json)
+    terminal.err(f"imgkit: {folder / scaling.PAGE_FILE}, {folder / scaling.CHART_FILE}")
+    is_complete = all(size.is_complete for size in result.sizes)
+    return 0 if is_complete else EXIT_NO
 
 
 def _submit_sizes(
     options: _Options, remote: Remote | None, flags: JobRequest, project: ProjectFile | None, report: Reporter
 ) -> Iterator[tuple[Path, ScalingRun]]:
-    """Check the jobs of all sizes, then submit them; a dry run prints their scripts."""
+    """Check the jobs of all sizes, then submit them; yield the values of `scaling.submit`.
+
+    A dry run prints the jobs' scripts, and yields nothing.
+    """
     from imgkit_builder.jobs import handle, scaling
     from imgkit_builder.project import origins
 
-    recipe = options.recipe or (project.recipe if project and not remote else "")
+    recipe = options.recipe
+    if not recipe and project and not remote:
+        recipe = project.recipe
     if not recipe and not remote:
         raise UsageError("no recipe given", where="RECIPE", hint="imgkit run RECIPE --scaling 1,2 -- COMMAND")
     request = origins.under(flags, project)
@@ -342,74 +413,96 @@ def _submit_sizes(
     sizes = scaling.parse_sizes(options.scaling)
     planned = scaling.plan(recipe, request, sizes, code=code, remote=remote, base=options.base or "")
     if options.dry_run:
-        for warning in planned[-1].job.warnings:
-            report.note(warning)
-        if options.as_json:
-            show({"jobs": [_described(each.job, each.script) for each in planned]}, as_json=True)
-            return
-        for each in planned:
-            nodes = scaling.nodes_text(each.job.allocation.nodes)
-            terminal.err(f"imgkit: {nodes}, in {each.job.directory}:")
-            terminal.document(each.script.text)
+        _show_scripts(planned, report, as_json=options.as_json)
         return
     transport = handle.transport_to(remote, planned[-1], may_ask=may_ask())
     transport.login()
     yield from scaling.submit(planned, transport, report)
 
 
-def _without_scheduler(recipe: str) -> str:
-    """Return what to type where the recipe's scheduler is not on PATH."""
+def _show_scripts(planned: Sequence[PreparedJob], report: Reporter, *, as_json: bool) -> None:
+    """Print the scripts of all sizes, and the warnings of the largest size, which are those of all."""
+    from imgkit_builder.jobs import scaling
+
+    for warning in planned[-1].job.warnings:
+        report.note(warning)
+    if as_json:
+        show({"jobs": [_script_data(prepared.job, prepared.script) for prepared in planned]}, as_json=True)
+        return
+    for prepared in planned:
+        nodes = scaling.nodes_text(prepared.job.allocation.nodes)
+        terminal.err(f"imgkit: {nodes}, in {prepared.job.directory}:")
+        terminal.document(prepared.script.text)
+
+
+def _no_scheduler_hint(recipe: str) -> str:
+    """Return the hint for a machine on which the recipe's scheduler is not on PATH.
+
+    It names a remote whose recipe this is, or else any remote, or else how to add a remote.
+    """
     from imgkit_builder.jobs.remote import config
 
-    names = config.remotes()
-    fitting = [name for name, remote in names.items() if remote.recipe == recipe] or list(names)
-    remote = fitting[0] if fitting else "NAME"
-    added = "" if fitting else "imgkit remote add NAME USER@HOST:DIR, then "
+    remotes = config.remotes()
+    names = [name for name, remote in remotes.items() if remote.recipe == recipe] or list(remotes)
+    first_step = ""
+    name = "NAME"
+    if names:
+        name = names[0]
+    else:
+        first_step = "imgkit remote add NAME USER@HOST:DIR, then "
     return (
-        f"{added}imgkit run {recipe} --on {remote} ... sends the job to the cluster; "
+        f"{first_step}imgkit run {recipe} --on {name} ... sends the job to the cluster; "
         "on a login node, load the module of the scheduler"
     )
 
 
 def _show_submitted(record: SubmittedJob, ready: PreparedJob, options: _Options) -> None:
-    """Print the id of a job that exists now, and follow it if that is wanted and possible.
+    """Print the id of a job that has just been submitted, and follow the job's output if that is possible.
 
-    Where the job's output is followed, that output has stdout to itself, so the id is on stderr alone.
+    If the output is followed, it is printed on stdout, so that the id is printed on stderr only.
     """
     from imgkit_builder.jobs import records
 
-    interactive = ready.job.request.launch.interactive
-    follows = not (options.as_json or options.detach or record.job.array or interactive)
-    followed = follows and record.answer is None and can_follow(record)
-    if record.answer is None and not followed:
-        data = {**_described(ready.job, ready.script), "id": record.job.handle}
-        show({**data, "folder": str(ready.job.directory)}, record.job.handle, as_json=options.as_json)
+    has_id = record.answer is None
+    is_array = record.job.array
+    is_interactive = ready.job.request.launch.interactive
+    may_follow = not (options.as_json or options.detach or is_array or is_interactive)
+    is_followed = may_follow and has_id and can_follow(record)
+    if has_id and not is_followed:
+        data = {**_script_data(ready.job, ready.script), "id": record.job.handle}
+        data["folder"] = str(ready.job.directory)
+        show(data, record.job.handle, as_json=options.as_json)
     records.need_id(record)
     if not options.as_json:
         # The tasks of an array have an output each.
-        verbs = ("status", "cancel") if record.job.array else ("status", "logs", "cancel")
-        terminal.err("imgkit: " + "; ".join(f"imgkit {verb} {record.job.handle}" for verb in verbs))
-    if followed:
+        verbs = ("status", "cancel") if is_array else ("status", "logs", "cancel")
+        commands = [f"imgkit {verb} {record.job.handle}" for verb in verbs]
+        terminal.err(f"imgkit: {'; '.join(commands)}")
+    if is_followed:
         raise typer.Exit(follow(record))
-    if interactive and not options.as_json:
+    if is_interactive and not options.as_json:
         # The comments above the command explain how to get in.
-        terminal.err(*(text for text in ready.script.text.splitlines() if text.startswith("#")))
+        comments = [line for line in ready.script.text.splitlines() if line.startswith("#")]
+        terminal.err(*comments)
 
 
-def _show(job: Job, script: Script, rows: Sequence[ValueSource], *, as_json: bool) -> None:
-    """Print `script` on stdout; `rows` are its values and their sources, on stderr or in the JSON object."""
+def _show(job: Job, script: Script, values: Sequence[ValueSource], *, as_json: bool) -> None:
+    """Print `script` on stdout, and `values` on stderr; with `as_json`, one object with both."""
     if as_json:
-        data = _described(job, script)
-        show({**data, "values": values_data(rows)} if rows else data, as_json=True)
+        data = _script_data(job, script)
+        if values:
+            data["values"] = values_data(values)
+        show(data, as_json=True)
         return
-    terminal.err(*values_table(rows))
+    terminal.err(*values_table(values))
     terminal.document(script.text)
 
 
-def _described(job: Job, script: Script) -> dict[str, Any]:
-    run: dict[str, Any] = {}
+def _script_data(job: Job, script: Script) -> dict[str, Any]:
+    """Return the JSON object about a job and its script."""
+    command_fields: dict[str, Any] = {}
     if not job.makes_image:
-        run = {
+        command_fields = {
             "nodes": job.allocation.size.training,
             "spares": job.allocation.size.spares,
             "gpus": job.allocation.gpus,
@@ -420,7 +513,7 @@ def _described(job: Job, script: Script) -> dict[str, Any]:
         "recipe": job.recipe.name,
         "scheduler": job.recipe.system.scheduler,
         "name": job.name,
-        **run,
+        **command_fields,
         "time": job.allocation.time,
         "image": job.container.image,
         "submit": list(script.submit),
@@ -429,17 +522,23 @@ def _described(job: Job, script: Script) -> dict[str, Any]:
     }
 
 
-def _fanned_out(script: Script) -> int:
-    """Run the lines of all hosts; each line of output begins with the host's name."""
+def _run_on_hosts(script: Script) -> int:
+    """Run the command lines of all hosts over ssh, and return the exit code of the run.
+
+    Each line of output begins with the host's name.
+    """
     from imgkit_builder.base import process
     from imgkit_builder.jobs.systems import fanout
 
     process.need("ssh", "apt-get install openssh-client")
 
     def show(host: str, text: bytes, error: bool) -> None:
-        # On a terminal a carriage return ends a line of a program, and each line has its host.
-        is_terminal = sys.stderr.isatty() if error else sys.stdout.isatty()
-        for line in re.split(rb"\r+", text.rstrip(b"\r")) if is_terminal else (text,):
+        stream = sys.stderr if error else sys.stdout
+        lines = [text]
+        if stream.isatty():
+            # On a terminal, a progress bar ends its line by a carriage return, which would erase the host.
+            lines = re.split(rb"\r+", text.rstrip(b"\r"))
+        for line in lines:
             terminal.passing(to_err=error)(f"{host}: ".encode() + line + b"\n")
 
     def say(text: str) -> None:
@@ -471,11 +570,11 @@ def verb_fetch(
             f"the job {job_id} ran here", where="ID", hint=f"its files: {record.job.directory}/runs"
         )
     folder = output or Path("runs", f"{record.job.name}-{record.job.id}")
-    far = connected(record.job.remote)
-    far.login()
+    connection = connected(record.job.remote)
+    connection.login()
     record = dataclasses.replace(record, fetched=str(folder.absolute()))
     with reporter(as_json=as_json) as report:
-        fetched = fetch.fetch(far, record, folder, checkpoints=checkpoints, report=report)
+        fetched = fetch.fetch(connection, record, folder, checkpoints=checkpoints, report=report)
     records.keep(record)  # imgkit runs finds the folder
     text = f"{folder}  {len(fetched.new)} of {fetched.files} files were new, {fetched.bytes / 1e6:.1f} MB"
     data = {

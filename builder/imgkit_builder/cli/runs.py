@@ -1,4 +1,4 @@
-"""``imgkit runs``: what ran where, and how it went; ``imgkit status`` prints the same table."""
+"""``imgkit runs``: the table of submitted jobs, which ``imgkit status`` prints as well."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def verb_runs(
 
 
 def jobs_table(jobs: Sequence[SubmittedJob]) -> Iterator[str]:
-    """Yield a line for each of `jobs`, below a line of titles."""
+    """Yield the lines of a table with one row for each job, below a row of titles."""
     table = [("JOB", "NAME", "SUBMITTED", "STATE", "STEP", "LOSS", "IMAGE", "CODE", "COMMAND")]
     for record in jobs:
         numbers = history.numbers(record)
@@ -58,7 +58,7 @@ def jobs_table(jobs: Sequence[SubmittedJob]) -> Iterator[str]:
 
 
 def job_data(record: SubmittedJob) -> dict[str, Any]:
-    """Return the JSON form of `record`, with the last numbers of its run."""
+    """Return the JSON object about a job, with the last step and loss of its run."""
     folder = history.folder_of(record)
     return {
         "id": record.job.handle,
@@ -76,4 +76,7 @@ def job_data(record: SubmittedJob) -> dict[str, Any]:
 
 
 def _state(record: SubmittedJob) -> str:
-    return record.state or ("submitted" if record.answer is None else "unknown")
+    """Return the last recorded state; ``unknown`` for a job whose id the scheduler did not print."""
+    if record.state:
+        return record.state
+    return "submitted" if record.answer is None else "unknown"

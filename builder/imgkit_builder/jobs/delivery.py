@@ -23,7 +23,10 @@ from imgkit_entrypoints.errors import CheckFailed, ToolFailed, ToolMissing, Usag
 
 
 def has_content(sif: Path, image: RemoteImage) -> bool:
-    """Return whether the local .sif is the image there; that of a recipe may be of an earlier build."""
+    """Return whether the local .sif has the same content as the image on the remote.
+
+    They differ if the local .sif is of an earlier build, or if there is no local .sif.
+    """
     try:
         return store.describe_sif(sif).root_sha256 == image.root_sha256
     except CheckFailed:
@@ -32,24 +35,26 @@ def has_content(sif: Path, image: RemoteImage) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
-    """Make the image available on the remote. An image that is there is not sent again."""
+    """Makes an image available on a remote. An image that the remote has is neither built nor sent again."""
 
     source: ImageSource
     connection: Connection
     report: Reporter
 
     def bring(self, program: str, code: str) -> tuple[Store, RemoteImage | None]:
-        """Return the store, and the image in it. Return no image if the run names one that lies elsewhere.
+        """Return the contents of imgkit's folder on the remote, and the job's image in it.
+
+        The image is None if the job uses an image elsewhere on the remote (``--image``).
 
         Parameters
         ----------
-        program : the program of the scheduler, which must be there.
-        code : digest of the code that the job uses.
+        program : the program that submits the job, such as ``sbatch``; the remote must have it.
+        code : digest of the code that the job uses; empty: the job uses none.
 
         Raises
         ------
-        UsageError : the remote has no such program.
-        ImgkitError : as of the build, the conversion and the transfer.
+        UsageError : the remote does not have `program`.
+        ImgkitError : the build, the conversion or the transfer failed.
         """
         remote = self.connection.remote
         self.report.stage(f"look at {remote.name}")
@@ -67,19 +72,19 @@ class Delivery:
             return contents, self._bring_recipe(contents)
         if source.archive:
             self._convert_archive(source.archive)
-        return contents, self._send_unless_present(contents, self._describe_sif())
+        return contents, self._bring_sif(contents)
 
     def _bring_recipe(self, contents: Store) -> RemoteImage:
-        """Return the image of the recipe; build and send it if the build's input has changed."""
+        """Return the image of the recipe. Build and send it if the remote has no image of the same input."""
         request = BuildRequest(base=self.source.base or None)
         if not self.source.rebuild:
             input_sha256 = plan(self.source.recipe, request).input_sha256
-            built_id = built_image_id(input_sha256)
-            image = contents.find_image(built_id) if built_id else contents.find_built(input_sha256)
+            image = _find_built_image(contents, input_sha256)
             if image is not None:
                 self._report_present()
                 return image
         built = build(self.source.recipe, request, report=self.report)
+        # Different input can give the same image, which the remote may have.
         image = contents.find_image(built.id)
         if image is not None:
             self._report_present()
@@ -87,7 +92,9 @@ class Delivery:
         self._convert_recipe()
         return self._send(contents, self._describe_sif(built.input_sha256))
 
-    def _send_unless_present(self, contents: Store, image: RemoteImage) -> RemoteImage:
+    def _bring_sif(self, contents: Store) -> RemoteImage:
+        """Return the image of the local .sif, after sending it if the remote does not have it."""
+        image = self._describe_sif()
         present = contents.find_image(image.image_id, image.root_sha256)
         if present is None:
             return self._send(contents, image)
@@ -95,49 +102,82 @@ class Delivery:
         return present
 
     def _report_present(self) -> None:
+        """Report that the remote has the image."""
         self.report.note(f"to send: nothing; {self.connection.remote.name} has the image")
 
     def _describe_sif(self, input_sha256: str = "") -> RemoteImage:
+        """Return the description of the local .sif that is stored beside the image on the remote."""
         project = f"{socket.gethostname()}:{self.source.project_folder.absolute()}"
         return store.describe_sif(self.source.sif, input_sha256=input_sha256, project=project)
 
     def _send(self, contents: Store, image: RemoteImage) -> RemoteImage:
-        """Send the local .sif, and remove older images of the project that nothing needs."""
-        basis = contents.closest_image(image)
-        similar = f"; {self.connection.remote.name} has most of {basis.title}" if basis else ""
-        self.report.note(f"to send: image: {self.source.sif}, {size_text(image.sif_bytes)}{similar}")
-        sent = transfer.send_image(
-            self.connection, self.source.sif, image, home=contents.home, basis=basis, report=self.report
+        """Send the local .sif, then remove older images of the project. Return `image`."""
+        # rsync sends only what differs from the image on the remote that is most similar.
+        similar_image = contents.closest_image(image)
+        size = size_text(image.sif_bytes)
+        message = f"to send: image: {self.source.sif}, {size}"
+        if similar_image is not None:
+            message += f"; {self.connection.remote.name} has most of {similar_image.title}"
+        self.report.note(message)
+        transferred = transfer.send_image(
+            self.connection,
+            self.source.sif,
+            image,
+            home=contents.home,
+            basis=similar_image,
+            report=self.report,
         )
-        if sent:
-            self.report.note(f"sent: {size_text(sent.new_bytes)} of {size_text(image.sif_bytes)}")
+        if transferred is not None:
+            self.report.note(f"sent: {size_text(transferred.new_bytes)} of {size}")
         self._remove_superseded(contents, image)
         return image
 
     def _remove_superseded(self, contents: Store, image: RemoteImage) -> None:
-        """Remove older images of the project that nothing needs; a failure does not keep the job back."""
+        """Remove older images of the project that no job uses. Only report a failure: the job can start."""
         try:
-            unused, images = gc.find_superseded(self.connection, contents.images, image)
-            removed = gc.remove(self.connection, unused)
+            unused_paths, images = gc.find_superseded(self.connection, contents.images, image)
+            removed_paths = gc.remove(self.connection, unused_paths)
         except ToolFailed as error:
             self.report.note(f"older images were not removed: {error.what}")
             return
-        for path in removed:
-            older = images[path]
-            title = f"{older.title.removesuffix('.sif')}-{older.image_id.removeprefix('sha256:')[:4]}.sif"
-            self.report.note(f"removed {title}, {size_text(older.sif_bytes)}")
+        for path in removed_paths:
+            older_image = images[path]
+            name = older_image.title.removesuffix(".sif")
+            short_id = older_image.image_id.removeprefix("sha256:")[:4]
+            self.report.note(f"removed {name}-{short_id}.sif, {size_text(older_image.sif_bytes)}")
 
     def _convert_recipe(self) -> None:
-        """Make the local .sif of the recipe's image."""
+        """Convert the engine's image of the recipe to the local .sif."""
         with engine_image(self.source.recipe) as engine_source:
             options = Options(compression=compression_for(system_of(self.source.recipe)))
             sif_convert.convert(engine_source, self.source.sif, options, self.report)
 
     def _convert_archive(self, archive: Path) -> None:
-        """Make the local .sif of the archive."""
+        """Convert the archive to the local .sif.
+
+        Raises
+        ------
+        ToolMissing : this machine cannot write a .sif; says how to convert the archive on the remote.
+        """
         try:
             convert(archive, self.source.sif, report=self.report)
         except ToolMissing as error:
-            command = f"imgkit run RECIPE --sif {shlex.quote(archive.name)}, then imgkit run RECIPE"
-            hint = f"{error.hint}\nor copy it to {self.connection.remote.name}, and there: {command}"
-            raise ToolMissing(error.what, where=str(archive), hint=hint) from error
+            raise self._no_conversion_error(archive, error) from error
+
+    def _no_conversion_error(self, archive: Path, error: ToolMissing) -> ToolMissing:
+        """Return `error` with a hint about how to convert the archive on the remote."""
+        command = f"imgkit run RECIPE --sif {shlex.quote(archive.name)}, then imgkit run RECIPE"
+        hint = f"{error.hint}\nor copy it to {self.connection.remote.name}, and there: {command}"
+        return ToolMissing(error.what, where=str(archive), hint=hint)
+
+
+def _find_built_image(contents: Store, input_sha256: str) -> RemoteImage | None:
+    """Return the remote's image that was built from this input.
+
+    If this machine has built from the input, the image must be that of the last build. Otherwise an image
+    that another machine built from it is as good.
+    """
+    image_id = built_image_id(input_sha256)
+    if image_id:
+        return contents.find_image(image_id)
+    return contents.find_built(input_sha256)

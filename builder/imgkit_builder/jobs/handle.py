@@ -16,22 +16,23 @@ from imgkit_builder.jobs.submitted import JobState, SubmittedJob
 from imgkit_builder.jobs.transport import Local, Ssh, Transport
 from imgkit_entrypoints.errors import UsageError
 
-_MOST_LOG_BYTES = 16 << 20
+_MAX_LOG_BYTES = 16 << 20
+"""Part of a job's output that `JobHandle.logs` returns, from the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobHandle:
-    """A submitted job; `run` makes one, and `find_job` finds one that was submitted earlier."""
+    """A submitted job: the result of `run`, or of `find_job` for a job that was submitted earlier."""
 
     record: SubmittedJob
 
     @property
     def id(self) -> str:
-        """Its id, with ``@REMOTE`` if it is on one."""
+        """The scheduler's id of the job, with ``@REMOTE`` for a job on a remote."""
         return self.record.job.handle
 
     def status(self) -> JobState:
-        """Return the state that the scheduler reports now, or else the run folder.
+        """Return the job's state from the scheduler, or from the run folder of a job that it has forgotten.
 
         Raises
         ------
@@ -40,36 +41,42 @@ class JobHandle:
         return history.report(self.record, transport_of(self.record).run).record.state
 
     def wait(self, timeout_s: float | None = None) -> JobState:
-        """Wait until the job has ended, or for `timeout_s` seconds, and return its state then.
+        """Wait until the job has ended, or for `timeout_s` seconds, and return the job's state.
 
         Raises
         ------
-        UsageError : nobody can know when a job of this system has ended.
+        UsageError : the system's commands do not report whether a job has ended.
         ToolFailed : the scheduler has not answered even once.
         """
         return history.wait(self.record, transport_of(self.record).run, limit_s=timeout_s).record.state
 
     def logs(self) -> str:
-        """Return the output so far; empty before there is any.
+        """Return the output so far; empty if there is no output yet.
 
         Raises
         ------
         UsageError : the job is an array, whose tasks have an output each.
         """
+        # The system's command follows the output and would not end. Of tail, the last argument is the file.
         argv = systems.named(self.record.job.system).log_source(self.record.job)
         if argv[0] == "tail":
-            argv = ("tail", "-c", str(_MOST_LOG_BYTES), "--", argv[-1])
+            argv = ("tail", "-c", str(_MAX_LOG_BYTES), "--", argv[-1])
         else:
             argv = tuple(argument for argument in argv if argument != "--follow")
         answer = transport_of(self.record).run(argv)
-        return answer.output if answer.returncode == 0 else ""
+        if answer.returncode != 0:
+            return ""
+        return answer.output
 
     def fetch(self, folder: str | Path | None = None, *, checkpoints: bool = False) -> Path:
-        """Copy the run folder of a job on a remote to `folder`, and return it; here, return the run folder.
+        """Copy the run folder from the job's remote, and return the copy.
+
+        A job of this machine needs no copy: return its run folder, and do not use the parameters.
 
         Parameters
         ----------
-        folder : default: ``runs/NAME-ID`` in the current folder.
+        folder : the copy; default: ``runs/NAME-ID`` in the current folder.
+        checkpoints : also copy the checkpoints of a training.
         """
         record = self.record
         if not record.job.remote:
@@ -79,11 +86,11 @@ class JobHandle:
         return target
 
     def cancel(self) -> None:
-        """End the job.
+        """Cancel the job.
 
         Raises
         ------
-        ToolFailed : the scheduler refused; quotes its message.
+        ToolFailed : the scheduler refused to cancel it; quotes the scheduler's message.
         """
         answer = history.cancel(self.record, transport_of(self.record).run)
         if answer.returncode != 0:
@@ -112,7 +119,7 @@ def run(
     Raises
     ------
     UsageError : the system cannot satisfy the request, or has no scheduler.
-    ImgkitError : as of the build, the transfer and the submission.
+    ImgkitError : the build, the transfer or the submission failed.
     """
     if base and not on:
         raise UsageError("a base is for a remote", where="base", hint="name a remote: on=NAME")
@@ -133,35 +140,37 @@ def transport_to(
     may_ask: bool = False,
     max_bytes_per_s: float | None = None,
 ) -> Transport:
-    """Return the way to where the job is submitted: to `remote`, or to this machine.
+    """Return the transport to the machine that submits the job: `remote`, or this machine.
 
     Parameters
     ----------
     may_ask : whether ssh may ask a person for a password or a second factor.
-    max_bytes_per_s : limit for what is sent to the remote.
+    max_bytes_per_s : limit of the upload to the remote.
     """
     if remote is None or prepared.source is None:
         return Local()
-    reached = image_source.with_transfer_host(remote, prepared.source)
-    return Ssh(connection.connect(reached, ask=may_ask, max_bytes_per_s=max_bytes_per_s))
+    remote = image_source.with_transfer_host(remote, prepared.source)
+    return Ssh(connection.connect(remote, ask=may_ask, max_bytes_per_s=max_bytes_per_s))
 
 
 def transport_of(record: SubmittedJob, *, may_ask: bool = False) -> Transport:
-    """Return the way to where the job is. The parameters are those of `transport_to`."""
+    """Return the transport to the machine of a submitted job. For `may_ask`, see `transport_to`."""
     if not record.job.remote:
         return Local()
     return Ssh(connection.connect(config.find(record.job.remote), ask=may_ask))
 
 
 def find_job(job_id: str) -> JobHandle:
-    """Return the job of that id, which was submitted from this machine.
+    """Return the job with this id that was submitted from this machine.
 
     Raises
     ------
-    UsageError : no such job was submitted from here.
+    UsageError : no job with this id was submitted from this machine.
+    ToolFailed : the scheduler's id of the job is unknown.
     """
     return JobHandle(record=records.find(job_id))
 
 
 def _connection(record: SubmittedJob) -> connection.Connection:
+    """Return the connection to the remote of a submitted job; ssh must not ask for a password."""
     return connection.connect(config.find(record.job.remote))

@@ -16,36 +16,39 @@ from imgkit_builder.base import process
 from imgkit_builder.base.process import Finished
 from imgkit_builder.jobs import measured, records, systems
 from imgkit_builder.jobs.measured import LastNumbers
-from imgkit_builder.jobs.submitted import FINAL_STATES, JobState, SubmittedJob
+from imgkit_builder.jobs.submitted import FINAL_STATES, JobState, JobStatus, SubmittedJob
+from imgkit_builder.jobs.systems import System
 from imgkit_entrypoints.errors import EXIT_SAVED, ToolFailed, ToolMissing, UsageError
 from imgkit_entrypoints.launch import stop_protocol
 
 
 def folder_of(record: SubmittedJob) -> Path | None:
-    """Return the folder on this machine with the run's files; None before the first fetch."""
-    if record.job.remote:
-        return Path(record.fetched) if record.fetched else None
-    return record.job.run_folder
+    """Return the folder on this machine with the run's files; None before the first fetch from a remote."""
+    if not record.job.remote:
+        return record.job.run_folder
+    return Path(record.fetched) if record.fetched else None
 
 
 def numbers(record: SubmittedJob) -> LastNumbers:
-    """Return the last numbers of the run, as far as its files are on this machine."""
+    """Return the last step and loss of the run, without numbers if its files are not on this machine."""
     folder = folder_of(record)
-    return measured.tail(folder) if folder else LastNumbers()
+    if folder is None:
+        return LastNumbers()
+    return measured.tail(folder)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobReport:
-    """What is known about a job now, and the source of that."""
+    """The state of a job, and the scheduler's command that reported it."""
 
     record: SubmittedJob
     """The job's record, with its state."""
     argv: tuple[str, ...] = ()
-    """The scheduler's command that knew the job; empty: none did."""
+    """The scheduler's command that knew the job; empty: no command knew it."""
     text: str = ""
-    """What that command printed, as far as people read it."""
+    """The part of the command's output that is shown to people."""
     code: int | None = None
-    """The job's exit code; by its run folder if `argv` is empty."""
+    """The job's exit code; if `argv` is empty, the code is from the run folder."""
 
     @property
     def has_ended(self) -> bool:
@@ -54,57 +57,83 @@ class JobReport:
 
 
 def report(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> JobReport:
-    """Return what the scheduler says about the job, or else its run folder.
+    """Return the job's state from the scheduler, or from the run folder if the scheduler has forgotten it.
 
     Parameters
     ----------
-    run : starts a command of the scheduler where the job is.
+    run : runs a command on the machine of the job, to its end.
 
     Raises
     ------
     ToolFailed : the scheduler did not answer; the job may run.
     """
     latest = _report(record, run)
+    # A program that saves its state when it is cancelled ends with an exit code, which looks like a failure.
     if latest.record.state in ("failed", "ended") and records.is_cancelled(record):
         return dataclasses.replace(latest, record=dataclasses.replace(latest.record, state="cancelled"))
     return latest
 
 
 def _report(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> JobReport:
+    """Return the same as `report`, but without regard to whether imgkit cancelled the job."""
     if record.answer is not None:
-        return JobReport(record=record)
+        return JobReport(record=record)  # without an id, the scheduler cannot be asked
     system = systems.named(record.job.system)
+    may_run = record.state not in FINAL_STATES
     for number, argv in enumerate(system.status_commands(record.job)):
+        # The first command asks the queue, the others the scheduler's memory of jobs that have ended.
+        asks_queue = number == 0
         try:
             answer = run(argv)
         except ToolMissing:
-            if number == 0 and record.state not in FINAL_STATES:
+            if asks_queue and may_run:
                 raise
-            continue  # some sites have no accounting: the next command may know
-        if not system.reports_state and answer.returncode == 0:
+            continue  # some sites have no accounting: the next command may know the job
+        has_succeeded = answer.returncode == 0
+        if not system.reports_state and has_succeeded:
             return JobReport(record=record, argv=argv, text=answer.output)
         status = system.parse_status(answer.output)
-        is_in_queue = number == 0 and answer.returncode == 0 and bool(answer.output.strip())
+        is_in_queue = asks_queue and has_succeeded and bool(answer.output.strip())
         if is_in_queue or status.state in FINAL_STATES:
-            now, code = dataclasses.replace(record, state=status.state), status.code
-            if status.state == "failed" and code:
-                # Where one task fails, srun ends the others by SIGTERM, and their code is the higher one.
-                code = _code_in_run_folder(record, run) or code
-            return JobReport(record=now, argv=argv, text=status.text, code=code)
-        is_unknown = system.reports_state and re.search(system.queue.unknown_job, answer.output)
-        may_run = number == 0 and record.state not in FINAL_STATES
-        if may_run and answer.returncode != 0 and not is_unknown:
+            return _scheduler_report(record, argv, status, run)
+        if asks_queue and may_run and not has_succeeded and not _says_unknown_job(system, answer):
             raise command_failed(record, argv, answer)
+    return _report_without_scheduler(record, run)
+
+
+def _says_unknown_job(system: System, answer: Finished) -> bool:
+    """Return whether the command failed because its scheduler has forgotten the job, which has ended then."""
+    return system.reports_state and bool(re.search(system.queue.unknown_job, answer.output))
+
+
+def _scheduler_report(
+    record: SubmittedJob, argv: Sequence[str], status: JobStatus, run: Callable[[Sequence[str]], Finished]
+) -> JobReport:
+    """Return the report of a job whose `status` the scheduler's command `argv` has printed."""
+    code = status.code
+    if status.state == "failed" and code:
+        # Where one task fails, srun ends the others by SIGTERM, and their code is the higher one.
+        code = _code_in_run_folder(record, run) or code
+    current = dataclasses.replace(record, state=status.state)
+    return JobReport(record=current, argv=tuple(argv), text=status.text, code=code)
+
+
+def _report_without_scheduler(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> JobReport:
+    """Return the report of a job that the scheduler has forgotten, from its record or its run folder."""
     if record.state in FINAL_STATES and record.state != "ended":
         # An earlier look recorded it while the scheduler still knew the job.
         return JobReport(record=record)
     code = _code_in_run_folder(record, run)
-    state: JobState = "ended" if code is None else "succeeded" if code == 0 else "failed"
+    state: JobState = "failed"
+    if code is None:
+        state = "ended"
+    elif code == 0:
+        state = "succeeded"
     return JobReport(record=dataclasses.replace(record, state=state), code=code)
 
 
 def _code_in_run_folder(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> int | None:
-    """Return the exit code that the node agent of the head has written; None where there is none."""
+    """Return the exit code that the head's node agent wrote at the end of the run, or None without one."""
     # The tasks of an array have run folders of their own, so there is no single exit code.
     if record.job.array:
         return None
@@ -113,7 +142,7 @@ def _code_in_run_folder(record: SubmittedJob, run: Callable[[Sequence[str]], Fin
 
 
 def cancel(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> Finished:
-    """Run the scheduler's command that ends the job; if it succeeds, note that in the job's record."""
+    """Run the scheduler's command that cancels the job, and mark the record as cancelled if it succeeds."""
     answer = run(systems.named(record.job.system).cancel_command(record.job))
     # A task of an array has no record of its own.
     if answer.returncode == 0 and records.is_kept(record):
@@ -123,7 +152,7 @@ def cancel(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> Fi
 
 
 def command_failed(record: SubmittedJob, argv: Sequence[str], answer: Finished) -> ToolFailed:
-    """Return the error for a command of the scheduler about `record`; it quotes the command's message."""
+    """Return the error for a failed command of the scheduler about `record`; quotes the command's message."""
     message, hint = process.quoted(
         f"{argv[0]} failed with exit code {answer.returncode}", answer.output.strip()
     )
@@ -133,46 +162,57 @@ def command_failed(record: SubmittedJob, argv: Sequence[str], answer: Finished) 
 _NO_RANK = re.compile(r"environment variable \w+ expected, but not set")
 """The error of torch's init_process_group in a program that no launcher has started."""
 _TAIL_BYTES = 64 << 10
+"""Part of the job's output in which `failure_hints` looks for that error, from the end."""
 
 
 def failure_hints(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> tuple[str, ...]:
-    """Return the warnings of the start that explain why the job has failed, by the end of its output."""
-    hints = systems.program_starts_once(record.command)
-    if not hints:
+    """Return warnings about the job's command that explain its failure, if the output confirms them."""
+    warnings = systems.program_starts_once(record.command)
+    if not warnings:
         return ()
     log_argv = systems.named(record.job.system).log_source(record.job)
-    files = [argument for argument in log_argv if argument.startswith("/")]
-    output = run(("tail", "-c", str(_TAIL_BYTES), "--", *files)).output
-    return hints if _NO_RANK.search(output) else ()
+    log_files = [argument for argument in log_argv if argument.startswith("/")]
+    output = run(("tail", "-c", str(_TAIL_BYTES), "--", *log_files)).output
+    if _NO_RANK.search(output) is None:
+        return ()
+    return warnings
 
 
 def ending_text(report: JobReport) -> str:
-    """Return the line about a job that has ended, and how to get at its files."""
+    """Return the line about how a job has ended, with the command or the folder that leads to its files."""
     record = report.record
-    failure = f"failed with exit code {report.code}" if report.code else "failed"
+    text = f"{record.job.handle} {_outcome(report)}"
+    if not report.argv and report.code is not None and record.state != "cancelled":
+        text += ", by its run folder"
+    if record.job.array:
+        return text  # each task has a run folder of its own
+    if record.job.remote:
+        return f"{text}; imgkit fetch {record.job.handle}"
+    return f"{text}; run folder: {record.job.run_folder}"
+
+
+def _outcome(report: JobReport) -> str:
+    """Return the predicate of `ending_text`: how the job ended."""
+    state = report.record.state
+    if state == "succeeded":
+        return "completed"
+    if state == "cancelled":
+        return "was cancelled"
+    if state == "ended":
+        return "has ended; neither the scheduler nor the run folder knows how"
     if report.code == EXIT_SAVED:
-        failure = f"ended with its state saved (exit code {EXIT_SAVED})"
-    text = {
-        "succeeded": "completed",
-        "cancelled": "was cancelled",
-        "ended": "has ended; neither the scheduler nor the run folder knows how",
-    }.get(record.state, failure)
-    by_folder = not report.argv and report.code is not None and record.state != "cancelled"
-    source = ", by its run folder" if by_folder else ""
-    files = (
-        f"; imgkit fetch {record.job.handle}"
-        if record.job.remote
-        else f"; run folder: {record.job.run_folder}"
-    )
-    return f"{record.job.handle} {text}{source}{'' if record.job.array else files}"
+        return f"ended with its state saved (exit code {EXIT_SAVED})"
+    if report.code:
+        return f"failed with exit code {report.code}"
+    return "failed"
 
 
 POLL_S = (1.0, 1.0, 2.0, 3.0, 5.0, 10.0, 10.0, 30.0)
-"""Seconds between looks at a job; the last one repeats. A login node asks no scheduler every second."""
+"""Seconds between two questions about a job; the last one repeats. More would load the scheduler."""
 
 
 def poll_pauses() -> Iterator[float]:
-    """Yield the seconds to wait between looks at a job, without end."""
+    """Yield the seconds to wait between two questions about a job, without end."""
     yield from POLL_S
     yield from itertools.repeat(POLL_S[-1])
 
@@ -180,11 +220,15 @@ def poll_pauses() -> Iterator[float]:
 def wait(
     record: SubmittedJob, run: Callable[[Sequence[str]], Finished], *, limit_s: float | None = None
 ) -> JobReport:
-    """Wait until the job has ended, or for `limit_s` seconds, and return what is known then.
+    """Wait until the job has ended, or for `limit_s` seconds, and return the last report about it.
+
+    Parameters
+    ----------
+    limit_s : None: wait without a limit.
 
     Raises
     ------
-    UsageError : nobody can know when a job of this system has ended.
+    UsageError : the system's commands do not report whether a job has ended.
     ToolFailed : the scheduler has not answered even once.
     """
     if not systems.named(record.job.system).reports_state:
@@ -210,11 +254,11 @@ def wait(
 
 
 def refresh_state(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> SubmittedJob:
-    """Return `record` with its state now, without asking about a job that has ended.
+    """Return `record` with the state that the scheduler reports now; a final state stays as it is.
 
     Raises
     ------
-    ToolFailed : as `report`.
+    ToolFailed : the scheduler did not answer; the job may run.
     """
     if record.state in FINAL_STATES or not systems.named(record.job.system).reports_state:
         return record

@@ -29,22 +29,22 @@ UNKNOWN_HOME = "/imgkit"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageSource:
-    """The image of a job on a remote, before anything is built or sent."""
+    """The recipe, archive or file from which a job on a remote gets its image, before a build or transfer."""
 
     title: str
-    """What runs: from the command line, imgkit.toml or the remote."""
+    """The recipe, archive or .sif as the command line, imgkit.toml or the remote names it."""
     target: Target
     recipe: str
-    """The user's word for the recipe; empty for an archive or a .sif."""
+    """The recipe as the user names it; empty for an archive or a .sif."""
     sif: Path
-    """The local .sif, which may have to be made."""
+    """The local .sif. It may not exist yet: an archive or the image of a recipe is converted to it."""
     request: JobRequest
     archive: Path | None = None
     """The archive or OCI folder; None for a recipe or a .sif."""
     remote_image: str = ""
-    """Path of an image that is on the remote already; then nothing is built or sent."""
+    """Absolute path of an image that is on the remote already; then nothing is built or sent."""
     is_foreign: bool = False
-    """Whether imgkit did not build the image of `sif`."""
+    """Whether `sif` was not built by imgkit."""
     base: str = ""
     """Another base image than the recipe's."""
     rebuild: bool = False
@@ -52,87 +52,126 @@ class ImageSource:
 
     @property
     def given_sif(self) -> Path | None:
-        """The .sif that the user named; None if it is made, or lies on the remote."""
-        is_given = not (self.recipe or self.archive or self.remote_image)
-        return self.sif if is_given else None
+        """The local .sif that the user named; None for a recipe, an archive or an image on the remote."""
+        if self.recipe or self.archive or self.remote_image:
+            return None
+        return self.sif
 
     @property
     def project_folder(self) -> Path:
-        """The folder of imgkit.toml, or the current one: older images that its runs sent are removed."""
+        """The folder of imgkit.toml, or the current one.
+
+        When an image is sent, older images that were sent from the same folder are removed from the remote.
+        """
         project = self.request.project
         return project.file.parent if project else Path()
 
     @property
     def has_unknown_entry_points(self) -> bool:
-        """Whether the image has to be looked into for imgkit's entry points."""
+        """Whether imgkit must look into the image to see if it has the entry points."""
         container = self.request.container
         return bool(self.remote_image or self.is_foreign or container.python or container.activate)
 
     @property
     def early(self) -> Job:
-        """The job, as far as it is known before imgkit has looked at the remote."""
+        """The job before imgkit has looked at the remote: `UNKNOWN_HOME` stands for imgkit's folder there."""
         return self.resolved(UNKNOWN_HOME, self.remote_image or "image.sif")
 
     def resolved(self, home: str, image: str) -> Job:
-        """Return the job with the remote's folder and the path of the .sif, which may be in it."""
+        """Return the job with its paths on the remote.
 
+        Parameters
+        ----------
+        home : absolute path of imgkit's folder on the remote, in which the job runs.
+        image : path of the .sif, absolute or in `home`.
+        """
         request = self.request.changed(directory=Path(home), image=str(Path(home, image)))
-        job = resolve(self.target, request)
-        if job.recipe.system.queue.output == "joined":
-            return job
-        queue = dataclasses.replace(job.recipe.system.queue, output="joined")
-        system = dataclasses.replace(job.recipe.system, queue=queue)
-        recipe = dataclasses.replace(job.recipe, system=system)
-        key = recipe.where("system", "queue", "output")
-        warning = f"{key}: imgkit follows one file of a remote job: joined"
-        return dataclasses.replace(job, recipe=recipe, warnings=(*job.warnings, warning))
+        return _with_joined_output(resolve(self.target, request))
+
+
+def _with_joined_output(job: Job) -> Job:
+    """Return `job` with stdout and stderr in one file, and with a warning if its recipe wants two."""
+    system = job.recipe.system
+    if system.queue.output == "joined":
+        return job
+    queue = dataclasses.replace(system.queue, output="joined")
+    recipe = dataclasses.replace(job.recipe, system=dataclasses.replace(system, queue=queue))
+    key = recipe.where("system", "queue", "output")
+    warning = f"{key}: imgkit follows one file of a remote job: joined"
+    return dataclasses.replace(job, recipe=recipe, warnings=(*job.warnings, warning))
 
 
 def find(recipe: str, request: JobRequest, default: str) -> ImageSource:
-    """Decide what runs: `recipe`, or that of imgkit.toml, or the remote's `default`.
+    """Return the image source that `recipe` names, or else imgkit.toml, or else the remote.
+
+    Parameters
+    ----------
+    recipe : a recipe, an archive, an OCI folder or a .sif; empty if the command line names none.
+    default : the recipe of the remote; empty if it has none.
 
     Raises
     ------
-    UsageError : none of them names a recipe, or there is no such recipe.
+    UsageError : the command line, imgkit.toml and the remote name no recipe, or there is no such recipe.
     """
-
     project = request.project
-    title = recipe or (project.recipe if project else "") or default
+    project_recipe = project.recipe if project else ""
+    title = recipe or project_recipe or default
     if not title:
-        raise UsageError(
-            "no recipe given, and the remote has no default recipe",
-            where="RECIPE",
-            hint="imgkit run RECIPE --on NAME ...",
-        )
-    file = Path(title)
+        raise _no_recipe_error()
     if request.container.image:
         return _find_remote_image(title, request)
+    file = Path(title)
     if image.is_sif(file):
-        is_foreign = not baked.has_manifest(file)
-        target = _default_target(file, default) if is_foreign else baked.target(file)
-        return ImageSource(
-            title=title, target=target, recipe="", sif=file, request=request, is_foreign=is_foreign
-        )
+        return _find_local_sif(title, request, default)
     if sqsh.is_sqsh(file):
-        raise UsageError(
-            "imgkit run sends a .sif, and this is a .sqsh",
-            where=title,
-            hint="name the recipe or the archive; or copy the file there (rsync -P), and: --image PATH",
-        )
-    folder = project.file.parent if project and project.recipe and not recipe else Path()
+        raise _sqsh_error(title)
+    # The .sif of the project's recipe is beside imgkit.toml, that of another recipe in the current folder.
+    folder = Path()
+    if project and project_recipe and not recipe:
+        folder = project.file.parent
     sif = folder / f"{stem(title)}.sif"
-    if Path(file, "oci-layout").exists() or (file.is_file() and file.suffix not in RECIPE_SUFFIXES):
+    is_oci_folder = Path(file, "oci-layout").exists()
+    if is_oci_folder or (file.is_file() and file.suffix not in RECIPE_SUFFIXES):
         target = _archive_target(file, default)
         return ImageSource(title=title, target=target, recipe="", sif=sif, request=request, archive=file)
     return ImageSource(title=title, target=targets.find(title), recipe=title, sif=sif, request=request)
 
 
-def _find_remote_image(title: str, request: JobRequest) -> ImageSource:
-    """Return the run of the image ``--image`` that is on the remote, on the system of the recipe `title`."""
+def _no_recipe_error() -> UsageError:
+    """Return the error for a run on a remote for which nothing names a recipe."""
+    return UsageError(
+        "no recipe given, and the remote has no default recipe",
+        where="RECIPE",
+        hint="imgkit run RECIPE --on NAME ...",
+    )
 
-    if not re.fullmatch(r"/[^\x00-\x1f\x7f:,]*", request.container.image):
+
+def _sqsh_error(title: str) -> UsageError:
+    """Return the error for a local .sqsh, which imgkit does not send to a remote."""
+    return UsageError(
+        "imgkit run sends a .sif, and this is a .sqsh",
+        where=title,
+        hint="name the recipe or the archive; or copy the file there (rsync -P), and: --image PATH",
+    )
+
+
+def _find_local_sif(title: str, request: JobRequest, default: str) -> ImageSource:
+    """Return the source for the local .sif `title`.
+
+    An image that imgkit did not build names no system: it runs on that of the remote's recipe, `default`.
+    """
+    sif = Path(title)
+    is_foreign = not baked.has_manifest(sif)
+    target = _default_target(sif, default) if is_foreign else baked.target(sif)
+    return ImageSource(title=title, target=target, recipe="", sif=sif, request=request, is_foreign=is_foreign)
+
+
+def _find_remote_image(title: str, request: JobRequest) -> ImageSource:
+    """Return the source for an image that is on the remote already, on the system of the recipe `title`."""
+    remote_image = request.container.image
+    if not re.fullmatch(r"/[^\x00-\x1f\x7f:,]*", remote_image):
         raise UsageError(
-            f"{request.container.image!r} is not a path on the remote",
+            f"{remote_image!r} is not a path on the remote",
             where="--image",
             hint="the absolute path of an image there; for one that is here: imgkit run X.sif",
         )
@@ -148,22 +187,27 @@ def _find_remote_image(title: str, request: JobRequest) -> ImageSource:
         recipe="",
         sif=Path(),
         request=request,
-        remote_image=request.container.image,
+        remote_image=remote_image,
     )
 
 
 def _archive_target(archive: Path, default: str) -> Target:
     """Return the recipe's name and system that imgkit wrote beside the archive, or the remote's `default`."""
-
-    description = None if archive.is_dir() else sidecar.read(archive)
+    if archive.is_dir():
+        return _default_target(archive, default)
+    description = sidecar.read(archive)
     if description is None or description.system is None or description.manifest is None:
         return _default_target(archive, default)
     return baked.target_of(description.manifest, description.system, description.image.platform, archive)
 
 
 def _default_target(file: Path, default: str) -> Target:
-    """Return the remote's recipe `default`, for a file that does not name its system."""
+    """Return the recipe `default` of the remote, because `file` does not name a system.
 
+    Raises
+    ------
+    UsageError : the remote has no recipe.
+    """
     if default:
         return targets.find(default)
     raise UsageError(
@@ -174,30 +218,44 @@ def _default_target(file: Path, default: str) -> Target:
 
 
 def with_transfer_host(remote: Remote, source: ImageSource) -> Remote:
-    """Return `remote` with the system's host for files, unless the user names another one.
+    """Return `remote` with the system's host for files as the host to which files are sent.
 
-    The user's name there is that on the login host.
+    Return `remote` unchanged if the user names such a host, or if the system has none or has only the login
+    host. The user's name on the host is that on the login host, unless the system's recipe names one.
     """
-
     host = source.target.system.transfer.host
     if remote.transfer or not fanout.is_host(host):
         return remote
-    config = process.run(("ssh", "-G", "--", remote.address), check=False).output
-    values = dict(line.partition(" ")[::2] for line in config.splitlines())
-    if host == values.get("hostname"):
+    ssh_config = _ssh_config(remote.address)
+    if host == ssh_config.get("hostname"):
         return remote
-    address = host if "@" in host else f"{values.get('user', '')}@{host}".lstrip("@")
+    user = ssh_config.get("user", "")
+    address = host
+    if user and "@" not in host:
+        address = f"{user}@{host}"
     return dataclasses.replace(remote, transfer=address)
 
 
-_ONLY_HERE = ("--interactive", "--directory", "--sif", "--build", "--base-from")
+def _ssh_config(address: str) -> dict[str, str]:
+    """Return ssh's options for `address`, such as ``hostname`` and ``user``; none if ssh fails."""
+    # -G prints one option a line, "hostname glogin1.bsc.es", after ~/.ssh/config has been applied.
+    output = process.run(("ssh", "-G", "--", address), check=False).output
+    options = {}
+    for line in output.splitlines():
+        name, _, value = line.partition(" ")
+        options[name] = value
+    return options
+
+
+_LOCAL_FLAGS = ("--interactive", "--directory", "--sif", "--build", "--base-from")
 """Flags for jobs of this machine: on a remote, imgkit chooses the folder and sends the image itself."""
 
 
 def refuse_flags(request: JobRequest, base: str) -> None:
-    """Raise UsageError for a flag of a job that no remote takes."""
-    flags = [name for name in flags_in(request) if name in _ONLY_HERE]
+    """Raise UsageError for a flag that cannot be used with a remote, or for ``--base`` with ``--image``."""
+    flags = [name for name in flags_in(request) if name in _LOCAL_FLAGS]
     if request.project is not None and request.project.sets_directory:
+        # The folder is from imgkit.toml, not from a flag.
         flags = [name for name in flags if name != "--directory"]
     if flags:
         raise UsageError(
@@ -212,23 +270,24 @@ def refuse_flags(request: JobRequest, base: str) -> None:
 
 
 def refuse_runtime(source: ImageSource) -> None:
-    """Raise UsageError for a system on which no .sif runs."""
+    """Raise UsageError if the runtime of the request or of the system does not start a .sif."""
     runtime = runtimes.named(source.request.container.runtime or source.target.system.runtime.kind)
     if runtime.image_suffix != ".sif":
-        raise _no_queue(source.target)
+        raise _no_queue_error(source.target)
 
 
 def refuse_script(job: Job, script: Script) -> None:
-    """Raise UsageError for a job that waits in no queue."""
+    """Raise UsageError if the script cannot be piped over ssh to a command that puts the job in a queue."""
     if script.foreground or script.remote or not script.on_stdin:
-        raise _no_queue(job.recipe)
+        raise _no_queue_error(job.recipe)
 
 
-def _no_queue(target: Target) -> UsageError:
+def _no_queue_error(target: Target) -> UsageError:
+    """Return the error for a system to which imgkit cannot submit a job over ssh."""
     system = target.system
+    title = system.title or target.name
     return UsageError(
-        f"{system.title or target.name} ({system.scheduler}, {system.runtime.kind}) has no queue that takes "
-        "a .sif over ssh",
+        f"{title} ({system.scheduler}, {system.runtime.kind}) has no queue that takes a .sif over ssh",
         where="--on",
         hint="a recipe with scheduler: slurm or pbs and runtime: singularity; or submit it there",
     )

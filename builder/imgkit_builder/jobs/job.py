@@ -1,4 +1,4 @@
-"""A job as it is resolved: every value found and checked, and the script that submits it."""
+"""A job with all its values resolved and checked, and the script that submits it."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from imgkit_builder.recipe.targets import Target
 
 Argv = tuple[str, ...]
-"""A command with its arguments, or some of them."""
+"""A command with its arguments, or a part of such a command."""
 RuntimeKind = Literal["singularity", "docker", "pyxis", "host", "kubernetes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeRecord:
-    """What is kept about the code of a run."""
+    """The code of a run, as the run's record describes it."""
 
     sha256: str
     """Digest of the code, which is the name of its folder."""
     git: str
-    """``git describe --always --dirty`` of its folder; empty where git does not know that."""
+    """Output of ``git describe --always --dirty`` in the code's folder; empty outside of a repository."""
     uncommitted: bool
     """Whether no commit holds exactly this code."""
 
@@ -50,15 +50,15 @@ class BoundEntryPoints:
     site: str
     """The folder of the image that this Python searches for packages."""
     digest: str
-    """What `imgkit_builder.jobs.bound` has seen of the image; empty where nothing stands for it."""
+    """Digest by which `imgkit_builder.jobs.bound` sees that the image has changed; empty: not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """What the scheduler gives to a job, checked against the system's limits."""
+    """The resources that a job asks the scheduler for, checked against the system's limits."""
 
     size: Size = field(default_factory=lambda: Size(training=1))
-    """Nodes that train, and spares."""
+    """Numbers of nodes that train, and of spares."""
     gpus: int = 0
     """GPUs per node."""
     cpus: int | None = None
@@ -73,37 +73,37 @@ class Allocation:
 
     @property
     def nodes(self) -> int:
-        """Nodes on which the command starts, spares among them."""
+        """Number of nodes on which the command starts, with the spares."""
         return self.size.started
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Container:
-    """What starts a job's command, and what the command finds there."""
+    """The container of a job's command, and the code, folders and variables that the command finds in it."""
 
     image: str
-    """Path of a .sif, an image reference, or without a container the virtual environment, if any."""
+    """Path of a .sif, or an image reference. Without a container, the virtual environment, or empty."""
     runtime: RuntimeKind
     binds: tuple[str, ...] = ()
     workdir: str = ""
-    """Folder of the container in which the command starts; empty: that of the job."""
+    """Folder of the container in which the command starts; empty: the job's folder."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables that are set inside the container: the user's own, and the digest of the code."""
     names: tuple[str, ...] = ()
-    """Further variables of the user: their values are in no text, but where the job is submitted."""
+    """Further variables of the user, by name only. Their values may be secret: no script contains them."""
     env_file: str = ""
-    """Path of a file with more of them; empty if there is none."""
+    """Path of a file with further variables; empty without one."""
     code: CodeRecord | None = None
-    """The code over the image; None if there is none."""
+    """The code that is mounted over the image; None without ``--code``."""
     code_folder: str = ""
-    """Path on the nodes of the folder that holds it."""
+    """Path of the code's folder on the nodes."""
     bound: BoundEntryPoints | None = None
-    """The entry points, where the image has none; None: it has its own."""
+    """The entry points that are bound into the image; None: the image has its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A job: every value found and checked; it runs a command, or makes the .sif of `container`."""
+    """A job with all its values. It runs a command, or makes the .sif of `container`."""
 
     recipe: Target
     request: JobRequest
@@ -121,17 +121,17 @@ class Job:
 
     @property
     def makes_image(self) -> bool:
-        """Whether `command` makes the image, and does not run in it."""
+        """Whether `command` makes the image instead of running in it."""
         return bool(self.request.image_flag)
 
     @property
     def runs_entry_point(self) -> bool:
-        """Whether `command` is one of imgkit, ``dist-...``; any other runs in any image."""
+        """Whether `command` is an entry point, ``dist-...``, which an image must contain."""
         return bool(self.command) and self.command[0].startswith("dist-")
 
     @property
     def is_interactive(self) -> bool:
-        """Whether the user works in the nodes by hand, in a shell."""
+        """Whether the user works on the nodes in a shell."""
         return self.request.launch.interactive
 
     @property
@@ -141,12 +141,12 @@ class Job:
 
     @property
     def outlives_nodes(self) -> bool:
-        """Whether the node agents go on when a node is lost: nothing may end them for it."""
+        """Whether the node agents go on when a node is lost: the launcher must not end them then."""
         return self.allocation.size.spares > 0 and self.request.launch.max_failures != 0
 
     @property
     def makes_secret(self) -> bool:
-        """Whether each start makes a secret for its nodes, because the user names none."""
+        """Whether each start creates a secret for its nodes, because the user named no secret file."""
         return self.allocation.nodes > 1 and self.request.launch.secret_file is None
 
     def with_allocation(self, **values: Any) -> Job:
@@ -158,38 +158,43 @@ class Job:
         return dataclasses.replace(self, container=dataclasses.replace(self.container, **values))
 
     def flags(self, kind: type[Flags]) -> Flags:
-        """The flags that only the job's system has; `kind` is the class that declares them."""
+        """Return the flags that only the job's system has; `kind` is the class that declares them."""
         return self.request.flags(kind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentInput:
-    """What each command on another host reads first from its standard input, because no text may hold it."""
+    """Secret input that each command on another host reads first from its standard input.
+
+    A script must not contain these values, and neither must the arguments of a command, which all users see.
+    """
 
     secret: bool = False
-    """A new secret of the run, which the command reads from its own standard input: it is a node agent."""
+    """Whether a new secret of the run is sent; a node agent reads it."""
     names: tuple[str, ...] = ()
-    """Variables for the command, with their values here."""
+    """Names of variables that are sent with the values that they have on this machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """The exact text and words of a submission."""
+    """The exact text of a job, and the command that submits it."""
 
     text: str
     submit: Argv
-    """The words that submit it."""
+    """The command that submits the job: ``sbatch --parsable``."""
     on_stdin: bool = False
-    """Whether `submit` reads `text`; otherwise `text` is `submit` as a shell reads it, or its file."""
+    """Whether `submit` reads `text` from its standard input. If not, `text` only shows `submit`, or is a file
+    that `submit` names.
+    """
     foreground: bool = False
-    """Whether `submit` is the run itself: its output is the run's, and no job id comes back."""
+    """Whether `submit` is the run itself: its output is that of the run, and it prints no job id."""
     remote: tuple[tuple[str, str], ...] = ()
-    """Hosts, and the line for the shell of each; ssh starts all of them, and `submit` is not used."""
+    """Each host with the command line for its shell. ssh starts all of them, and `submit` is not used."""
     sent: SentInput = SentInput()
-    """What each of them reads first."""
+    """Input that each of the hosts' command lines reads first."""
     head_decides: bool = False
-    """Whether the run is over when the first host's line is, and not when that of any host fails."""
+    """Whether the run ends with the command of the first host. If not, it ends when one of any host fails."""
     kind: str = ""
-    """What the scheduler calls this kind of job, where it finds a job only by that."""
+    """The scheduler's name for this kind of job, if it needs that to find a job."""
     is_array: bool = False
-    """Whether the job is an array of tasks, each with an id, a run folder and an output of its own."""
+    """Whether the job is an array of tasks; each task has an id, a run folder and an output of its own."""

@@ -11,55 +11,66 @@ from typing import Any
 from imgkit_entrypoints import files, json_text
 
 METRICS = "metrics.jsonl"
+"""The file in a run folder with one JSON object per line, such as ``{"step": 10, "loss": 2.5}``."""
 _TAIL_BYTES = 64 << 10
-_LONGEST_LINE = 64 << 10
+"""Part of the file that is read, from the end."""
+_MAX_LINE_BYTES = 64 << 10
+_MAX_STEP = 1 << 62
+"""A step of this size or more is not a number of steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastNumbers:
-    """The last numbers that a run has written; None: it has written none."""
+    """The last step and loss that a run has written; None: the run has written none."""
 
     step: int | None = None
     loss: float | None = None
 
 
 def tail(folder: Path) -> LastNumbers:
-    """Return the last numbers of the run in `folder`."""
-    step = None
+    """Return the last step and the last loss of the run in `folder`."""
+    last_step = None
     # A killed run repeats steps when it goes on: the last line counts, not the highest step.
     for numbers in reversed(rows(folder)):
-        line_step = numbers.pop("step", None)
-        if type(line_step) is not int or not 0 <= line_step < 1 << 62:
+        step = numbers.pop("step", None)
+        if type(step) is not int or not 0 <= step < _MAX_STEP:
             continue
-        step = line_step if step is None and numbers else step
+        if last_step is None and numbers:
+            last_step = step
         if "loss" in numbers:
-            return LastNumbers(step=step, loss=float(numbers["loss"]))
-    return LastNumbers(step=step)
+            return LastNumbers(step=last_step, loss=float(numbers["loss"]))
+    return LastNumbers(step=last_step)
 
 
 def rows(folder: Path) -> list[dict[str, float]]:
-    """Return the numbers in the last lines of the metrics of the run in `folder`, the oldest line first."""
-    # JSON's true is an int in Python.
-    return [
-        {key: value for key, value in line.items() if type(value) in (int, float)}
-        for line in _objects(_last_lines(folder / METRICS))
-    ]
+    """Return the numbers in the last lines of the run's metrics, the oldest line first.
+
+    Values that are no numbers are left out: ``{"step": 1, "name": "a"}`` -> ``{"step": 1}``.
+    """
+    numbers_of_lines = []
+    for line in _objects(_last_lines(folder / METRICS)):
+        # Not isinstance: JSON's true is an int in Python.
+        numbers_of_lines.append({key: value for key, value in line.items() if type(value) in (int, float)})
+    return numbers_of_lines
 
 
 def _objects(lines: list[bytes]) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects among `lines`."""
     for line in lines:
         try:
-            values = json_text.parse(line, most_bytes=_LONGEST_LINE)
+            value = json_text.parse(line, most_bytes=_MAX_LINE_BYTES)
         except ValueError:
-            continue  # half a line of a run that was killed, or of the file's part that was read
-        if isinstance(values, dict):
-            yield values
+            # A run was killed while it wrote this line, or the part that is read starts within this line.
+            continue
+        if isinstance(value, dict):
+            yield value
 
 
 def _last_lines(file: Path) -> list[bytes]:
-    """Return the lines in the last 64 KiB of `file`; none if it cannot be read."""
-    # Of a long run, reading all lines would take longer than the verb itself.
+    """Return the lines in the last 64 KiB of `file`; none if it cannot be read.
+
+    The file of a long run is large, and ``imgkit runs`` reads the files of many runs.
+    """
     try:
         with files.open_regular(file) as stream:
             stream.seek(0, io.SEEK_END)

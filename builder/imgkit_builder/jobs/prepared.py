@@ -1,4 +1,4 @@
-"""A job that waits for its image, its code and its submission."""
+"""A job before its image and its code are where it starts, and before it is submitted."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from imgkit_builder.jobs.job import Job, Script
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedJob:
-    """A job whose script is written, before anything is built, sent or submitted."""
+    """A job with its script, before anything is built, sent or submitted."""
 
     job: Job
-    """On a remote, as far as it is known before imgkit has looked there."""
+    """On a remote, `image_source.UNKNOWN_HOME` stands in its paths until imgkit has looked there."""
     script: Script
     code: CodeFolder | None = None
-    """The code over the image; None if there is none."""
+    """The code that is mounted over the image; None without ``--code``."""
     source: ImageSource | None = None
     """Where the image of a job on a remote comes from; None for a job of this machine."""
     image_id: str = ""
-    """The id of the image where it is known."""
+    """The image's id; empty: not known."""

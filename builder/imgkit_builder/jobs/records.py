@@ -15,128 +15,168 @@ from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 
 SCHEMA = 1
-_OF_THE_QUEUE = tuple(field.name for field in dataclasses.fields(QueuedJob))
-_DAMAGED = (OSError, ValueError, TypeError, KeyError, AttributeError, UsageError)
-_NAMED_JOBS = 5
-"""The last jobs that an error names."""
+_QUEUED_JOB_FIELDS = tuple(field.name for field in dataclasses.fields(QueuedJob))
+_READ_ERRORS = (OSError, ValueError, TypeError, KeyError, AttributeError, UsageError)
+"""Exceptions of `_read` and `_path` for a record that does not exist or is damaged."""
+_MAX_LISTED_JOBS = 5
+"""Number of jobs that the error about an unknown id lists, the one submitted last at the end."""
 
 
 def keep(record: SubmittedJob) -> None:
-    """Save `record`, for `find`."""
+    """Save `record` in a file, from which `find` reads it."""
     folder = _folder()
     folder.mkdir(parents=True, exist_ok=True)
-    values = dataclasses.asdict(record)
-    data = {"schema": SCHEMA, **values.pop("job"), **values}  # flat, for programs that read it
+    fields = dataclasses.asdict(record)
+    job_fields = fields.pop("job")
+    # The fields of the job stand beside the others, because that is simpler for programs that read the file.
+    data = {"schema": SCHEMA, **job_fields, **fields}
     files.put(folder / f"{record.job.handle}.json", json.dumps(data, indent=2, default=str) + "\n")
 
 
 def find(job_id: str) -> SubmittedJob:
     """Return the record of a job that this user submitted from this machine.
 
+    Parameters
+    ----------
+    job_id : ``4711``, or ``4711@REMOTE``. For one task of an array job, ``4711_3`` (Slurm) or ``4711[3]``
+        (PBS).
+
     Raises
     ------
-    UsageError : there is no such record.
-    ToolFailed : the job's id is unknown.
+    UsageError : no record has the id.
+    ToolFailed : the record has no id of the scheduler, so that nothing can be asked about the job.
     """
     try:
         record = _read(_path(job_id))
-    except _DAMAGED as error:
-        if task := _find_task(job_id):
-            return need_id(task)
-        paths = sorted(_folder().glob("*.json"), key=lambda path: path.stat().st_mtime)
-        last = ", ".join(path.stem for path in paths[-_NAMED_JOBS:])
-        raise UsageError(
-            f"imgkit has no record of a job {job_id!r}",
-            where="ID",
-            hint=f"the last jobs: {last}" if last else "imgkit run prints the id",
-        ) from error
+    except _READ_ERRORS as error:
+        # A task has no file of its own: its record is made from that of its array.
+        task_record = _find_task(job_id)
+        if task_record is None:
+            raise _unknown_job_error(job_id) from error
+        record = task_record
     return need_id(record)
 
 
+def _unknown_job_error(job_id: str) -> UsageError:
+    """Return the error for an id without a record; its hint lists the jobs that were submitted last."""
+    paths = sorted(_folder().glob("*.json"), key=lambda path: path.stat().st_mtime)
+    hint = "imgkit run prints the id"
+    if paths:
+        last_ids = [path.stem for path in paths[-_MAX_LISTED_JOBS:]]
+        hint = f"the last jobs: {', '.join(last_ids)}"
+    return UsageError(f"imgkit has no record of a job {job_id!r}", where="ID", hint=hint)
+
+
 def need_id(record: SubmittedJob) -> SubmittedJob:
-    """Return `record`, if the scheduler told the job's id.
+    """Return `record` unchanged if it has the job's id.
 
     Raises
     ------
-    ToolFailed : it did not; says where the id is found.
+    ToolFailed : the scheduler printed no id when the job was submitted; says which command shows it.
     """
-    if record.answer is None:
-        return record
-    job = record.job
+    if record.answer is not None:
+        raise _unknown_id_error(record.job, record.answer)
+    return record
+
+
+def _unknown_id_error(job: QueuedJob, answer: str) -> ToolFailed:
+    """Return the error for a job that was submitted, but whose id is not in the scheduler's `answer`."""
     argv = systems.named(job.system).queue.own_jobs
+    command = shlex.join(argv) if argv else f"the commands of {job.system}"
     suffix = f" on {job.remote}" if job.remote else ""
-    look = f"{shlex.join(argv)}{suffix}" if argv else f"the commands of {job.system}{suffix}"
-    printed = repr(record.answer.strip()) if record.answer.strip() else "nothing"
-    raise ToolFailed(
+    answer = answer.strip()
+    printed = repr(answer) if answer else "nothing"
+    return ToolFailed(
         f"the job is submitted, but its id is unknown: {job.system} printed {printed}",
         where=job.handle,
-        hint=f"do not submit it again; {look} shows the job {job.name} with its id, "
+        hint=f"do not submit it again; {command}{suffix} shows the job {job.name} with its id, "
         "by which the scheduler's own commands follow and cancel it",
     )
 
 
 def newest_first() -> tuple[SubmittedJob, ...]:
-    """Return all records; a damaged one is left out."""
+    """Return all records, the job that was submitted last first; a damaged record is left out."""
     loaded = []
     for path in _folder().glob("*.json"):
         try:
             loaded.append(_read(path))
-        except _DAMAGED:
+        except _READ_ERRORS:
             continue
     return tuple(sorted(loaded, key=lambda record: record.submitted, reverse=True))
 
 
 def is_kept(record: SubmittedJob) -> bool:
-    """Return whether a file holds `record`: that of an array's task is made from the array's."""
+    """Return whether `record` has a file; the record of an array's task has none."""
     return _path(record.job.handle).exists()
 
 
 def is_cancelled(record: SubmittedJob) -> bool:
-    """Return whether imgkit has cancelled the job, also after `record` was read."""
+    """Return whether imgkit has cancelled the job.
+
+    The file is read again: another imgkit may have cancelled the job since `record` was read.
+    """
     try:
         return _read(_path(record.job.handle)).cancelled
-    except _DAMAGED:
+    except _READ_ERRORS:
         return False
 
 
 def _find_task(job_id: str) -> SubmittedJob | None:
-    """Return the record for a task of an array job. Return None if no array has it."""
-    number, _, remote = job_id.partition("@")
+    """Return the record for a task of an array job, or None if no array has this task."""
+    task, _, remote = job_id.partition("@")
     for record in newest_first():
-        if record.job.array and remote in ("", record.job.remote):
-            task_id = systems.task_id(record.job, number)
-            if task_id and quoting.is_job_id(task_id):
-                task = dataclasses.replace(record.job, id=task_id, array=False)
-                return dataclasses.replace(record, job=task, state="", fetched="")
+        if not record.job.array or remote not in ("", record.job.remote):
+            continue
+        task_id = systems.task_id(record.job, task)
+        if task_id and quoting.is_job_id(task_id):
+            task_job = dataclasses.replace(record.job, id=task_id, array=False)
+            # The state and the fetched folder are those of the array, not of its task.
+            return dataclasses.replace(record, job=task_job, state="", fetched="")
     return None
 
 
 def _read(path: Path) -> SubmittedJob:
-    values = json_text.load(path)
-    of_the_queue = {name: values.pop(name) for name in _OF_THE_QUEUE if name in values}
-    record: SubmittedJob = json_text.read(SubmittedJob, {**values, "job": of_the_queue}, "record")
+    """Return the record in the file `path`.
+
+    Raises
+    ------
+    OSError : the file cannot be read.
+    ValueError, UsageError : the id or the name cannot be that of a job. Both become arguments of commands
+        and parts of paths.
+    """
+    fields = json_text.load(path)
+    job_fields = {name: fields.pop(name) for name in _QUEUED_JOB_FIELDS if name in fields}
+    record: SubmittedJob = json_text.read(SubmittedJob, {**fields, "job": job_fields}, "record")
     job = record.job
-    if not all(map(quoting.is_job_id, (job.id, *filter(None, (job.cluster, job.remote))))):
+    are_valid = quoting.is_job_id(job.id) and all(
+        quoting.is_job_id(name) for name in (job.cluster, job.remote) if name
+    )
+    if not are_valid:
         raise ValueError(f"{job.handle!r} is not a job id")
     quoting.check("--name", job.name.removesuffix("-sif"))
     return record
 
 
 def _path(job_id: str) -> Path:
-    """Return the file of a record; the name of a remote may be left out where it is not needed.
+    """Return the file of a record.
+
+    ``4711`` also finds the file of ``4711@REMOTE``, if no local job and only one remote has this number.
 
     Raises
     ------
     ValueError : no job can have this id.
     """
-    if not all(map(quoting.is_job_id, job_id.split("@", 1))):
+    if not all(quoting.is_job_id(name) for name in job_id.split("@", 1)):
         raise ValueError(f"{job_id!r} is not a job id")
     path = _folder() / f"{job_id}.json"
     if "@" in job_id or path.exists():
         return path
-    matches = list(_folder().glob(f"{glob.escape(job_id)}@*.json"))
-    return matches[0] if len(matches) == 1 else path
+    paths_on_remotes = list(_folder().glob(f"{glob.escape(job_id)}@*.json"))
+    if len(paths_on_remotes) == 1:
+        return paths_on_remotes[0]
+    return path
 
 
 def _folder() -> Path:
+    """Return the folder with one file for each record."""
     return files.state_dir() / "jobs"

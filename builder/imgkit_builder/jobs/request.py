@@ -1,7 +1,7 @@
-"""What a user asks for: an allocation, a launch and a container, composed to the request for one job.
+"""The request for one job: an allocation, a launch and a container, as a user asks for them.
 
-The fields declare the flags of ``imgkit run`` (`base.flags`); a system declares its own in a class of the
-same kind.
+The fields declare the flags of ``imgkit run`` (`base.flags`). Flags that only one system has are fields of
+that system's own subclass of `SystemFlags`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ RuntimeName = Literal["singularity", "docker", "pyxis", "host"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SystemFlags:
-    """Base of the flags that only one system has; by itself, the flags of a system without any."""
+    """Base class of the flags that only one system has. A system without such flags uses this class."""
 
     @property
     def default_nodes(self) -> int:
@@ -29,7 +29,7 @@ class SystemFlags:
 
     @property
     def system(self) -> str:
-        """Name of another system that takes the job because of a flag; empty: none does."""
+        """Name of another system to which a flag gives the job; empty: the recipe's system takes it."""
         return ""
 
 
@@ -38,7 +38,7 @@ Flags = TypeVar("Flags", bound=SystemFlags)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocationRequest:
-    """What the scheduler is asked for; None and empty mean "as in the recipe"."""
+    """The resources that the scheduler is asked for; None and empty mean "as in the recipe"."""
 
     nodes: str = flag(
         "",
@@ -60,7 +60,7 @@ class AllocationRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRequest:
-    """What runs on each node, and how it starts and stops."""
+    """The command that runs on each node, and how it starts and stops."""
 
     command: tuple[str, ...] = ()
     """``dist-...`` with its arguments, or any other program; empty for a shell."""
@@ -92,7 +92,7 @@ class LaunchRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContainerRequest:
-    """The container, and what the command finds in it."""
+    """The container, and the code, folders and variables that the command finds in it."""
 
     image: str = flag(
         "",
@@ -150,21 +150,23 @@ class ContainerRequest:
 
     @property
     def python_flag(self) -> str:
-        """Return the flag that chooses a Python of the image; empty: none is given."""
+        """The flag that chooses a Python of the image: ``--python`` or ``--activate``; empty without one."""
         if self.python:
             return "--python"
-        return "--activate" if self.activate else ""
+        if self.activate:
+            return "--activate"
+        return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProjectSource:
-    """The imgkit.toml of a request, for messages and for what it names beside values of flags."""
+    """The imgkit.toml whose values a request has where no flag was given."""
 
     file: Path
     recipe: str
-    """The recipe that it names; empty: none."""
+    """The recipe that the file names; empty: it names none."""
     lines: Mapping[str, str]
-    """Where it states each key: ``imgkit.toml:4``."""
+    """The line of each key, for messages: ``imgkit.toml:4``."""
     sets_directory: bool
     """Whether the job runs in the file's folder, because no flag names another one."""
 
@@ -195,17 +197,17 @@ class JobRequest:
         help="With --build: an archive, an OCI folder or a .sif of the base (default: its registry).",
     )
     system_flags: tuple[SystemFlags, ...] = ()
-    """Flags of single systems that were given: a value of each system's `flags` class."""
+    """One value of the `flags` class of each system of which a flag was given."""
     project: ProjectSource | None = None
-    """The imgkit.toml whose values are below the flags; None without such a file."""
+    """The imgkit.toml whose values the request has where no flag was given; None without such a file."""
 
     @classmethod
     def of(cls, **values: Any) -> JobRequest:
-        """Return the request with these values: the names are those of the flags, with _ for -.
+        """Return a request with these values, by the names of the fields: ``stop_before_s=60``.
 
         Raises
         ------
-        TypeError : there is no such field.
+        TypeError : a request has no field with such a name.
         """
         return flags.changed(cls(), values)
 
@@ -215,33 +217,45 @@ class JobRequest:
 
     @property
     def image_flag(self) -> str:
-        """The flag by which the job makes a .sif; empty: it runs a command."""
+        """The flag by which the job makes a .sif: ``--sif`` or ``--build``; empty: the job runs a command."""
         if self.archive is not None:
             return "--sif"
-        return "--build" if self.build else ""
+        if self.build:
+            return "--build"
+        return ""
 
     def flags(self, kind: type[Flags]) -> Flags:
-        """Return the flags that only one system has; `kind` is the class that declares them."""
-        return next((flags for flags in self.system_flags if isinstance(flags, kind)), kind())
+        """Return the system's own flags that the class `kind` declares; their defaults if none was given."""
+        for system_flags in self.system_flags:
+            if isinstance(system_flags, kind):
+                return system_flags
+        return kind()
 
 
-_OF_IMAGE_JOBS = (
+_IMAGE_JOB_FIELDS = (
     *("time", "account", "queue", "qos", "options"),
     *("image", "name", "directory", "templates", "base_from"),
 )
-"""Fields that mean something for a job that makes a .sif."""
+"""Fields whose flags a job that makes a .sif takes as well."""
 
 
 def refuse_mixed(request: JobRequest) -> None:
-    """Raise UsageError for a flag of another kind of job than the one that `request` asks for."""
-    where = request.image_flag
-    if request.base_from is not None and where != "--build":
+    """Raise UsageError if a job that makes a .sif has a command, or a flag for jobs that run a command.
+
+    ``--base-from`` is refused without ``--build``, too.
+    """
+    image_flag = request.image_flag
+    if request.base_from is not None and image_flag != "--build":
         raise UsageError("--base-from without --build", where="--base-from", hint="--build RECIPE")
-    if not where:
+    if not image_flag:
         return
-    shared = {each.names[0] for each in declared(JobRequest) if each.field in _OF_IMAGE_JOBS}
-    excess = [name for name in flags_in(request) if name not in {where, *shared}]
-    excess += [f"the command {program}" for program in request.launch.command[:1]]
-    if excess:
-        message, hint = f"{where} cannot be combined with {excess[0]}", "use only one of them"
-        raise UsageError(message, where=where, hint=hint)
+    allowed_flags = {image_flag}
+    for declared_flag in declared(JobRequest):
+        if declared_flag.field in _IMAGE_JOB_FIELDS:
+            allowed_flags.add(declared_flag.names[0])
+    refused = [name for name in flags_in(request) if name not in allowed_flags]
+    if request.launch.command:
+        refused.append(f"the command {request.launch.command[0]}")
+    if refused:
+        message = f"{image_flag} cannot be combined with {refused[0]}"
+        raise UsageError(message, where=image_flag, hint="use only one of them")

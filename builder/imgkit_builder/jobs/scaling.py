@@ -45,8 +45,10 @@ from imgkit_entrypoints.launch.agent import PLAN_FILE
 from imgkit_entrypoints.launch.stop_protocol import RESULT
 
 DATA_FILE, PAGE_FILE, CHART_FILE = "scaling.json", "scaling.md", "scaling.svg"
-NEEDED_EFFICIENCY, NEEDED_SIZES = 0.75, 3
-"""What CSC asks for."""
+NEEDED_EFFICIENCY = 0.75
+"""Smallest parallel efficiency with which CSC grants larger jobs."""
+NEEDED_SIZES = 3
+"""Smallest number of sizes that CSC asks for."""
 FIGURES = (
     ("ranks", "ranks", ".0f"),
     ("samples_per_s", "samples/s", ".4g"),
@@ -66,11 +68,11 @@ class ScalingSize:
 
     nodes: int
     job: str = ""
-    """Its id; empty: it could not be submitted."""
+    """The job's id; empty: the job could not be submitted."""
     state: str = ""
-    """How it ended, or why it could not be submitted; empty: not known yet."""
+    """How the job ended, or why it could not be submitted; empty: not known yet."""
     figures: Mapping[str, float] = field(default_factory=dict)
-    """What was measured; `FIGURES` has the names."""
+    """Measured values; `FIGURES` has their names."""
 
     @property
     def is_complete(self) -> bool:
@@ -80,7 +82,7 @@ class ScalingSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingRun:
-    """All sizes, the smallest first, and what they share; the content of `DATA_FILE`."""
+    """The content of `DATA_FILE`: all sizes, the smallest first, and the values that they share."""
 
     schema: int = 1
     name: str
@@ -90,23 +92,25 @@ class ScalingRun:
     """The job script of the largest size."""
     sizes: tuple[ScalingSize, ...] = ()
     compared_by: str = ""
-    """The figure of which speed-up and efficiency are made; empty before the end."""
+    """The figure from which speed-up and efficiency are computed; empty until all jobs have ended."""
 
 
 def nodes_text(nodes: int) -> str:
     """Return ``1 node`` or ``2 nodes``."""
-    return f"{nodes} node{'s' * (nodes > 1)}"
+    return "1 node" if nodes == 1 else f"{nodes} nodes"
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """Parse ``1,2,4,8``.
+    """Return the numbers of nodes in ``1,2,4,8``.
 
     Raises
     ------
-    UsageError : not at least two ascending numbers of nodes.
+    UsageError : `text` is not a list of at least two ascending numbers.
     """
-    sizes = [int(part) if re.fullmatch("[1-9][0-9]{0,5}", part) else 0 for part in text.split(",")]
-    if len(sizes) < 2 or 0 in sizes or sizes != sorted(set(sizes)):
+    parts = text.split(",")
+    are_numbers = all(re.fullmatch("[1-9][0-9]{0,5}", part) for part in parts)
+    sizes = [int(part) for part in parts] if are_numbers else []
+    if len(sizes) < 2 or sizes != sorted(set(sizes)):
         message = f"{text!r} is neither a list of ascending numbers of nodes nor the folder of a report"
         raise UsageError(message, where="--scaling", hint="--scaling 1,2,4,8")
     return tuple(sizes)
@@ -127,20 +131,27 @@ def plan(
 
     Raises
     ------
-    UsageError : a size that the system cannot satisfy, or jobs whose end and files imgkit cannot see.
+    UsageError : the system cannot satisfy a size, or imgkit cannot see the end or the files of its jobs.
     """
-    planned = []
+    prepared_jobs = []
     for nodes in sizes:
-        sized = request.changed(nodes=str(nodes))
-        prepared = submission.prepare(recipe, sized, code, remote=remote, base=base)
-        job, script = prepared.job, prepared.script
-        is_batch = not (script.foreground or script.remote or script.is_array)
-        has_run_folder = is_batch and not runtime_of(job).is_isolated
-        if not has_run_folder or not systems.named(job.system).reports_state:
-            message = f"--scaling needs batch jobs with a run folder, which {job.system} does not start here"
-            raise UsageError(message, where="--scaling", hint="a recipe for Slurm or PBS, without job arrays")
-        planned.append(prepared)
-    return planned
+        sized_request = request.changed(nodes=str(nodes))
+        prepared = submission.prepare(recipe, sized_request, code, remote=remote, base=base)
+        _refuse_unmeasurable(prepared)
+        prepared_jobs.append(prepared)
+    return prepared_jobs
+
+
+def _refuse_unmeasurable(prepared: PreparedJob) -> None:
+    """Raise UsageError if imgkit cannot see when the job ends, or cannot read its run folder."""
+    job = prepared.job
+    script = prepared.script
+    is_batch = not (script.foreground or script.remote or script.is_array)
+    has_run_folder = is_batch and not runtime_of(job).is_isolated
+    if has_run_folder and systems.named(job.system).reports_state:
+        return
+    message = f"--scaling needs batch jobs with a run folder, which {job.system} does not start here"
+    raise UsageError(message, where="--scaling", hint="a recipe for Slurm or PBS, without job arrays")
 
 
 def refuse_unstartable(job: Job, script: Script, run: Callable[[Sequence[str]], Finished]) -> None:
@@ -165,35 +176,46 @@ def submit(
 ) -> Iterator[tuple[Path, ScalingRun]]:
     """Submit the jobs of `plan`; yield the report's folder and its content after each of them.
 
-    The largest job goes first: if the scheduler refuses it, nothing else waits in the queue. It alone reports
-    warnings, and what is sent for all.
+    The largest job goes first: if the scheduler refuses it, no other job waits in the queue. Only the largest
+    job reports warnings and the progress of transfers, because those of the other jobs are the same.
 
     Raises
     ------
-    ImgkitError : as `submit.submit`, for the largest job. A smaller one that is refused is a failed size.
+    ImgkitError : `submit.submit` has failed for the largest job. A smaller job that is refused does not
+        raise: the reason is the state of its size.
     """
-    refuse_unstartable(planned[-1].job, planned[-1].script, transport.run)
-    run, folder = None, Path()
-    for prepared in reversed(planned):
-        job = prepared.job
-        size = ScalingSize(nodes=job.allocation.nodes)
-        try:
-            record = submission.submit(prepared, transport, report if run is None else Silent())
-            size = dataclasses.replace(size, job=records.need_id(record).job.handle)
-        except ToolFailed as error:
-            if run is None:
-                raise
-            size = dataclasses.replace(size, state=error.what)
-        if run is None:
-            folder = Path(f"{job.name}-scaling-{record.job.id}")
-            folder.mkdir(exist_ok=True)
-            run = ScalingRun(name=job.name, facts=_facts(job, record), script=prepared.script.text)
+    *smaller_jobs, largest = planned
+    refuse_unstartable(largest.job, largest.script, transport.run)
+    record = records.need_id(submission.submit(largest, transport, report))
+    folder = Path(f"{largest.job.name}-scaling-{record.job.id}")
+    folder.mkdir(exist_ok=True)
+    run = ScalingRun(
+        name=largest.job.name,
+        facts=_facts(largest.job, record),
+        script=largest.script.text,
+        sizes=(ScalingSize(nodes=largest.job.allocation.nodes, job=record.job.handle),),
+    )
+    _save(folder, run)
+    yield folder, run
+    for prepared in reversed(smaller_jobs):
+        size = _submit_smaller(prepared, transport)
         run = dataclasses.replace(run, sizes=(size, *run.sizes))
         _save(folder, run)
         yield folder, run
 
 
+def _submit_smaller(prepared: PreparedJob, transport: Transport) -> ScalingSize:
+    """Submit the job of one size, and return the size with the job's id, or with the error as its state."""
+    nodes = prepared.job.allocation.nodes
+    try:
+        record = records.need_id(submission.submit(prepared, transport, Silent()))
+    except ToolFailed as error:
+        return ScalingSize(nodes=nodes, state=error.what)
+    return ScalingSize(nodes=nodes, job=record.job.handle)
+
+
 def _facts(job: Job, record: SubmittedJob) -> dict[str, str]:
+    """Return the values that all sizes share, by the names that the page prints; some may be empty."""
     return {
         "system": job.recipe.system.title or job.recipe.name,
         "command": shlex.join(job.command),
@@ -210,23 +232,18 @@ def finish(folder: Path, report: Reporter) -> ScalingRun:
 
     Raises
     ------
-    UsageError : it is no such folder. ToolFailed : the scheduler or the remote did not answer.
+    UsageError : `folder` is not the folder of a report.
+    ToolFailed : the scheduler or the remote did not answer.
     """
-    try:
-        run: ScalingRun = json_text.read(ScalingRun, json_text.load(folder / DATA_FILE), "scaling")
-    except (OSError, ValueError) as error:
-        message, hint = f"it is not the folder of a report: {error}", "--scaling 1,2,4,8 -- COMMAND"
-        raise UsageError(message, where=str(folder), hint=hint) from error
+    run = _load(folder)
     sizes = list(run.sizes)
     for number, size in enumerate(sizes):
-        if not size.state:
-            report.stage(f"wait for {size.job}, {nodes_text(size.nodes)}")
-            handle = find_job(size.job)
-            state, figures = handle.wait(), {}
-            with contextlib.suppress(CheckFailed):  # it has no run folder
-                figures = measure(handle.fetch(folder / f"{size.nodes}-nodes"), size.nodes)
-            sizes[number] = dataclasses.replace(size, state=state, figures=figures)
-            _save(folder, dataclasses.replace(run, sizes=tuple(sizes)))
+        if size.state:
+            continue
+        report.stage(f"wait for {size.job}, {nodes_text(size.nodes)}")
+        sizes[number] = _wait_for_size(size, folder)
+        # Saved after each job, so that a wait which is interrupted goes on with the next one.
+        _save(folder, dataclasses.replace(run, sizes=tuple(sizes)))
     run = compare(dataclasses.replace(run, sizes=tuple(sizes)))
     _save(folder, run)
     files.put(folder / CHART_FILE, chart(run))
@@ -234,149 +251,265 @@ def finish(folder: Path, report: Reporter) -> ScalingRun:
     return run
 
 
+def _load(folder: Path) -> ScalingRun:
+    """Read the data file of a report's folder.
+
+    Raises
+    ------
+    UsageError : `folder` has no data file, or a damaged one.
+    """
+    try:
+        run: ScalingRun = json_text.read(ScalingRun, json_text.load(folder / DATA_FILE), "scaling")
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"it is not the folder of a report: {error}",
+            where=str(folder),
+            hint="--scaling 1,2,4,8 -- COMMAND",
+        ) from error
+    return run
+
+
+def _wait_for_size(size: ScalingSize, folder: Path) -> ScalingSize:
+    """Wait for the job of `size`, fetch its run folder, and return the size with its state and figures."""
+    handle = find_job(size.job)
+    state = handle.wait()
+    figures: dict[str, float] = {}
+    with contextlib.suppress(CheckFailed):  # the job has ended without a run folder
+        run_folder = handle.fetch(folder / f"{size.nodes}-nodes")
+        figures = measure(run_folder, size.nodes)
+    return dataclasses.replace(size, state=state, figures=figures)
+
+
 def _save(folder: Path, run: ScalingRun) -> None:
+    """Write the data file of a report's folder."""
     files.put(folder / DATA_FILE, json.dumps(dataclasses.asdict(run), indent=2) + "\n")
 
 
 def measure(run_folder: Path, nodes: int) -> dict[str, float]:
-    """Return the figures of a run on `nodes` nodes, as far as its files hold them."""
-    figures: dict[str, float] = {}
-    with contextlib.suppress(OSError):  # no node agent has started the command
-        launch = files.read_text(run_folder / PLAN_FILE, errors="replace")
-        if nproc := re.search(r"^nproc +([0-9]+) ", launch, re.MULTILINE):
-            figures["ranks"] = int(nproc[1]) * nodes
-        # The first is written when the node agents start, the other at the end of the run.
-        start_s, end_s = ((run_folder / name).stat().st_mtime for name in (PLAN_FILE, RESULT))
-        figures["wall_s"] = end_s - start_s
+    """Return the figures of a run on `nodes` nodes, by their names in `FIGURES`.
+
+    A figure is left out if the files of the run do not contain it.
+    """
+    figures = _launch_figures(run_folder, nodes)
     rows = measured.rows(run_folder)
-    if rate := mean_rate(rows):
+    rate = mean_rate(rows)
+    if rate:
         figures["samples_per_s"] = rate
     for name in ("memory_MiB", "gpu_percent", "mfu"):
-        if values := [row[name] for row in rows if name in row]:
-            figures[name] = max(values) if name == "memory_MiB" else sum(values) / len(values)
+        values = [row[name] for row in rows if name in row]
+        if not values:
+            continue
+        if name == "memory_MiB":
+            figures[name] = max(values)  # the step that needs most decides whether the run fits
+        else:
+            figures[name] = sum(values) / len(values)
+    return figures
+
+
+def _launch_figures(run_folder: Path, nodes: int) -> dict[str, float]:
+    """Return the figures ``ranks`` and ``wall_s`` of a run, as far as its node agents have written files."""
+    figures: dict[str, float] = {}
+    plan_file = run_folder / PLAN_FILE
+    with contextlib.suppress(OSError):  # no node agent has started, or none has ended
+        plan_text = files.read_text(plan_file, errors="replace")
+        nproc = re.search(r"^nproc +([0-9]+) ", plan_text, re.MULTILINE)
+        if nproc:
+            figures["ranks"] = int(nproc[1]) * nodes
+        # The plan is written when the node agents start, and the result at the end of the run.
+        start_s = plan_file.stat().st_mtime
+        end_s = (run_folder / RESULT).stat().st_mtime
+        figures["wall_s"] = end_s - start_s
     return figures
 
 
 def mean_rate(rows: Sequence[Mapping[str, float]]) -> float | None:
-    """Return the mean ``samples_per_s`` over the steps of `rows`; None without a rate.
+    """Return the mean number of samples per second over all steps, or None if no row has a rate.
 
-    The rate of a line holds for the steps since the line before it. The first line counts only if it is the
-    only one: its rate contains the warm-up.
+    Parameters
+    ----------
+    rows : lines of ``metrics.jsonl``. The ``samples_per_s`` of a line is the rate of the steps since the line
+        before it. The rate of the first line contains the warm-up, so it counts only if there is no other.
     """
-    lines = [row for row in rows if "step" in row and row.get("samples_per_s", 0) > 0]
-    steps, seconds = 0.0, 0.0  # the seconds of one sample in each step
-    for before, line in itertools.pairwise(lines):
-        new_steps = max(0, line["step"] - before["step"])  # a run that resumes repeats some
-        steps, seconds = steps + new_steps, seconds + new_steps / line["samples_per_s"]
-    if steps:
-        return steps / seconds
-    return lines[-1]["samples_per_s"] if lines else None
+    rated_rows = [row for row in rows if "step" in row and row.get("samples_per_s", 0) > 0]
+    if not rated_rows:
+        return None
+    total_steps = 0.0
+    total_s = 0.0
+    for previous, row in itertools.pairwise(rated_rows):
+        # A run that resumes from a checkpoint repeats steps, and its step number goes back: no new steps.
+        new_steps = max(0, row["step"] - previous["step"])
+        total_steps += new_steps
+        # Every step has the same number of samples, so that the result does not depend on it: 1 is used.
+        total_s += new_steps / row["samples_per_s"]
+    if not total_steps:
+        return rated_rows[-1]["samples_per_s"]
+    return total_steps / total_s
 
 
 def compare(run: ScalingRun) -> ScalingRun:
-    """Add the speed-up and the parallel efficiency over the smallest size that has run to its end."""
-    complete = [size for size in run.sizes if size.is_complete]
-    figure = "samples_per_s" if all("samples_per_s" in size.figures for size in complete) else "wall_s"
-    sizes = []
-    for size in run.sizes:
-        figures = dict(size.figures)
-        if size.is_complete and figure in figures and figure in complete[0].figures:
-            growth = figures[figure] / complete[0].figures[figure]
-            figures["speedup"] = growth if figure == "samples_per_s" else 1 / growth
-            figures["efficiency"] = figures["speedup"] * complete[0].nodes / size.nodes
-        sizes.append(dataclasses.replace(size, figures=figures))
-    return dataclasses.replace(run, sizes=tuple(sizes), compared_by=figure)
+    """Return `run` with the speed-up and the parallel efficiency of each size whose job ran to its end.
+
+    Both are relative to the smallest of these sizes. They are computed from the samples per second if each of
+    these sizes has that figure, and from the wall time otherwise.
+    """
+    complete_sizes = [size for size in run.sizes if size.is_complete]
+    have_rates = all("samples_per_s" in size.figures for size in complete_sizes)
+    compared_by = "samples_per_s" if have_rates else "wall_s"
+    sizes = run.sizes
+    if complete_sizes:
+        reference = complete_sizes[0]
+        sizes = tuple(_compare_size(size, reference, compared_by) for size in run.sizes)
+    return dataclasses.replace(run, sizes=sizes, compared_by=compared_by)
+
+
+def _compare_size(size: ScalingSize, reference: ScalingSize, compared_by: str) -> ScalingSize:
+    """Return `size` with its speed-up and efficiency over `reference`, unless either lacks the figure."""
+    figure = size.figures.get(compared_by)
+    reference_figure = reference.figures.get(compared_by)
+    if not size.is_complete or figure is None or reference_figure is None:
+        return size
+    ratio = figure / reference_figure
+    # A job is twice as fast with twice the samples per second, or with half the wall time.
+    speedup = ratio if compared_by == "samples_per_s" else 1 / ratio
+    efficiency = speedup * reference.nodes / size.nodes
+    return dataclasses.replace(size, figures={**size.figures, "speedup": speedup, "efficiency": efficiency})
 
 
 def table(run: ScalingRun) -> list[list[str]]:
     """Return the rows of the table, its header first; a figure that no size has is left out."""
-    present = [row for row in FIGURES if any(row[0] in size.figures for size in run.sizes)]
-    rows = [["nodes", "job", *(title for _, title, _ in present), "state"]]
+    columns = [column for column in FIGURES if any(column[0] in size.figures for size in run.sizes)]
+    titles = [title for _, title, _ in columns]
+    rows = [["nodes", "job", *titles, "state"]]
     for size in run.sizes:
-        values = [
-            format(size.figures[name], form) if name in size.figures else "-" for name, _, form in present
-        ]
-        rows.append([str(size.nodes), size.job or "-", *values, size.state])
+        cells = []
+        for name, _, number_format in columns:
+            cells.append(format(size.figures[name], number_format) if name in size.figures else "-")
+        rows.append([str(size.nodes), size.job or "-", *cells, size.state])
     return rows
 
 
+_COMPARED_BY_TEXTS = {
+    "samples_per_s": "samples/s",
+    "wall_s": "wall time: right if every size does the same work",
+}
+
+
 def verdict(run: ScalingRun) -> list[str]:
-    """Return what the figures say about larger jobs, and what they lack."""
-    rates = {size.nodes: size.figures["efficiency"] for size in run.sizes if "efficiency" in size.figures}
+    """Return sentences on which sizes failed, up to which size the job scales, and what CSC would miss."""
     lines = [f"{nodes_text(size.nodes)}: {size.state}" for size in run.sizes if not size.is_complete]
-    if not rates:
+    efficiencies = {
+        size.nodes: size.figures["efficiency"] for size in run.sizes if "efficiency" in size.figures
+    }
+    if not efficiencies:
         return [*lines, "No size has both a rate and an end: look at the output of the jobs."]
-    basis = {"samples_per_s": "samples/s", "wall_s": "wall time: right if every size does the same work"}
-    sufficient = max(nodes for nodes, efficiency in rates.items() if efficiency >= NEEDED_EFFICIENCY)
-    lines.append(
-        f"Speed-up and efficiency are relative to {nodes_text(min(rates))}, by {basis[run.compared_by]}."
-    )
-    lines.append(
-        f"The parallel efficiency is at least {NEEDED_EFFICIENCY:.0%} on up to {nodes_text(sufficient)}."
-    )
-    if len(rates) < NEEDED_SIZES:
-        lines.append(f"CSC asks for at least {NEEDED_SIZES} numbers of nodes; here are {len(rates)}.")
+    reference_nodes = min(efficiencies)
+    compared_by = _COMPARED_BY_TEXTS[run.compared_by]
+    lines.append(f"Speed-up and efficiency are relative to {nodes_text(reference_nodes)}, by {compared_by}.")
+    # Never empty: the smallest of these sizes is compared with itself, and has 100 %.
+    efficient_sizes = [nodes for nodes, efficiency in efficiencies.items() if efficiency >= NEEDED_EFFICIENCY]
+    largest_efficient = nodes_text(max(efficient_sizes))
+    lines.append(f"The parallel efficiency is at least {NEEDED_EFFICIENCY:.0%} on up to {largest_efficient}.")
+    size_count = len(efficiencies)
+    if size_count < NEEDED_SIZES:
+        lines.append(f"CSC asks for at least {NEEDED_SIZES} numbers of nodes; here are {size_count}.")
     return lines
 
 
 def page(run: ScalingRun) -> str:
     """Return the Markdown page, with the parts of CSC's report in their order."""
-    header, *rows = (" | ".join(cell.replace("|", "\\|") for cell in row) for row in table(run))
-    has_use = any("gpu_percent" in size.figures for size in run.sizes)
+    facts = [f"* {name}: {_fenced(text)}" for name, text in run.facts.items() if text]
+    has_gpu_use = any("gpu_percent" in size.figures for size in run.sizes)
+    gpu_note = "(If GPU utilization is asked for, add it here, such as the output of seff.)"
     parts = [
         f"# Scaling of {run.name}",
         "## Software and test case",
         "(Describe what the program computes, on which data, how it is parallelized, and its I/O.)",
-        "\n".join(f"* {name}: {_fenced(text)}" for name, text in run.facts.items() if text),
+        "\n".join(facts),
         "## Results",
-        "\n".join(f"| {row} |" for row in (header, re.sub("[^|]+", " --- ", header), *rows)),
+        _markdown_table(table(run)),
         f"![Speed-up over the number of nodes]({CHART_FILE})",
         *verdict(run),
-        "" if has_use else "(If GPU utilization is asked for, add it here, such as the output of seff.)",
+        "" if has_gpu_use else gpu_note,
         "## Job script of the largest size",
         _fenced(f"bash\n{run.script}", least=3),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def _markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    """Return `rows` as a Markdown table; the first row is the header."""
+    lines = []
+    for row in rows:
+        cells = [cell.replace("|", "\\|") for cell in row]
+        lines.append(f"| {' | '.join(cells)} |")
+    rule = "|".join(" --- " for _ in rows[0])
+    lines.insert(1, f"| {rule} |")
+    return "\n".join(lines)
+
+
 def _fenced(text: str, least: int = 1) -> str:
-    """Return `text` as code: more backticks around it than in it."""
-    ticks = "`" * max(least, 1 + max(map(len, re.findall("`+", text)), default=0))
-    pad = " " if "`" in (text[0], text[-1]) else ""  # Markdown strips it
-    return f"{ticks}{pad}{text}{pad}{ticks}"
+    """Return `text` as Markdown code: more backticks around it than in it, and at least `least`."""
+    runs_of_backticks = re.findall("`+", text)
+    longest_run = max(map(len, runs_of_backticks), default=0)
+    fence = "`" * max(least, longest_run + 1)
+    # Markdown takes a backtick beside the fence as a part of it, and removes one space on both sides.
+    pad = " " if "`" in (text[0], text[-1]) else ""
+    return f"{fence}{pad}{text}{pad}{fence}"
 
 
-WIDTH, HEIGHT, LEFT, TOP, SIDE = 540, 440, 60, 50, 360
-"""The drawing, and the square plot in it."""
+WIDTH, HEIGHT = 540, 440
+"""Size of the drawing in pixels."""
+LEFT, TOP, SIDE = 60, 50, 360
+"""Position and side of the square plot in the drawing, in pixels."""
+BOTTOM = TOP + SIDE
+RIGHT = LEFT + SIDE
 
 
 def chart(run: ScalingRun) -> str:
-    """Return the speed-up over the nodes as SVG, on logarithmic axes, beside the ideal line."""
+    """Return the speed-up over the nodes as SVG, on logarithmic axes, beside the ideal line.
+
+    The smallest size with a speed-up is in the lower left corner. Both axes have the same scale, so that the
+    ideal speed-up is the diagonal.
+    """
     points = [(size.nodes, size.figures["speedup"]) for size in run.sizes if "speedup" in size.figures]
-    first = points[0][0] if points else run.sizes[0].nodes
-    reach = math.log(max(2.0, run.sizes[-1].nodes / first, *(speedup for _, speedup in points)))
-    bottom, right = TOP + SIDE, LEFT + SIDE
+    reference_nodes = points[0][0] if points else run.sizes[0].nodes
+    node_ratio = run.sizes[-1].nodes / reference_nodes
+    axis_end = max(2.0, node_ratio, *(speedup for _, speedup in points))
+
+    def offset(ratio: float) -> float:
+        """Return how many pixels `ratio` is from the start of an axis, which is at 1."""
+        return SIDE * math.log(ratio) / math.log(axis_end)
+
     parts = [
         '<rect class="paper" width="100%" height="100%"/>',
         f'<text class="head" x="{LEFT}" y="28">{drawing.escaped(run.name)}: speed-up over nodes</text>',
-        f'<text class="quiet" x="{right + 8}" y="{TOP + 4}">ideal</text>',
-        f'<path class="s5" stroke-dasharray="5 4" d="M{LEFT} {bottom}L{right} {TOP}"/>',
+        f'<text class="quiet" x="{RIGHT + 8}" y="{TOP + 4}">ideal</text>',
+        f'<path class="s5" stroke-dasharray="5 4" d="M{LEFT} {BOTTOM}L{RIGHT} {TOP}"/>',
     ]
-    for nodes in (size.nodes for size in run.sizes if size.nodes >= first):
-        shift = SIDE * math.log(nodes / first) / reach
-        x, y = f"{LEFT + shift:.1f}", f"{bottom - shift:.1f}"
-        parts.append(f'<path class="grid" d="M{x} {TOP}V{bottom}M{LEFT} {y}H{right}"/>')
-        parts.append(f'<text x="{x}" y="{bottom + 18}" text-anchor="middle">{nodes}</text>')
-        parts.append(f'<text x="{LEFT - 8}" y="{y}" dy="4" text-anchor="end">{nodes / first:.3g}</text>')
+    for size in run.sizes:
+        if size.nodes >= reference_nodes:
+            ratio = size.nodes / reference_nodes
+            parts += _grid_lines(size.nodes, ratio, offset(ratio))
     corners = []
     for nodes, speedup in points:
-        corner = (
-            LEFT + SIDE * math.log(nodes / first) / reach,
-            bottom - SIDE * math.log(max(1, speedup)) / reach,
-        )
-        corners.append("{:.1f},{:.1f}".format(*corner))
-        label = f"{speedup:.2f} ({speedup * first / nodes:.0%})" if nodes > first else ""
-        parts.append('<circle class="f0" cx="{:.1f}" cy="{:.1f}" r="4"/>'.format(*corner))
-        parts.append(f'<text x="{corner[0] + 8:.1f}" y="{corner[1] + 16:.1f}">{label}</text>')
+        x = LEFT + offset(nodes / reference_nodes)
+        y = BOTTOM - offset(max(1, speedup))  # the axis has no room for a job that became slower
+        label = ""
+        if nodes > reference_nodes:
+            label = f"{speedup:.2f} ({speedup * reference_nodes / nodes:.0%})"
+        corners.append(f"{x:.1f},{y:.1f}")
+        parts.append(f'<circle class="f0" cx="{x:.1f}" cy="{y:.1f}" r="4"/>')
+        parts.append(f'<text x="{x + 8:.1f}" y="{y + 16:.1f}">{label}</text>')
     parts.append(f'<polyline class="s0" fill="none" stroke-width="2" points="{" ".join(corners)}"/>')
     return drawing.document("\n".join(parts), WIDTH, HEIGHT)
+
+
+def _grid_lines(nodes: int, ratio: float, offset: float) -> list[str]:
+    """Return the grid lines and the axis labels of one size, `offset` pixels from the start of both axes."""
+    x = f"{LEFT + offset:.1f}"
+    y = f"{BOTTOM - offset:.1f}"
+    return [
+        f'<path class="grid" d="M{x} {TOP}V{BOTTOM}M{LEFT} {y}H{RIGHT}"/>',
+        f'<text x="{x}" y="{BOTTOM + 18}" text-anchor="middle">{nodes}</text>',
+        f'<text x="{LEFT - 8}" y="{y}" dy="4" text-anchor="end">{ratio:.3g}</text>',
+    ]

@@ -1,6 +1,6 @@
 """Prepare a job and submit it, here or on a remote, for the command line, the Python API and scaling alike.
 
-`prepare` has no effect. `submit` makes everything ready where the transport leads, and submits.
+`prepare` has no effect. `submit` brings the image and the code to the machine of the transport, and submits.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from imgkit_builder.sif import image, sqsh
 from imgkit_builder.workflow import baked
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 
-_KEPT = 1000
-"""Characters of an answer without an id that the record keeps."""
+_MAX_ANSWER_CHARS = 1000
+"""Length of the scheduler's answer in a record without an id."""
 
 
 def prepare(
@@ -49,14 +49,14 @@ def prepare(
     ----------
     recipe : a shipped name, a recipe's file, or a .sif to run on its own system; for a remote also an
         archive, or empty for the remote's default.
-    code : the code of the request, which `code.read` has read.
-    remote : the remote that takes the job; None: this machine.
+    code : the code of the request, as `code.read` returns it.
+    remote : the remote on which the job is submitted; None: this machine.
     base : with `remote`, another base image than the recipe's.
     rebuild : with `remote`, ask the engine for the image even if nothing that goes into it has changed.
 
     Raises
     ------
-    UsageError : a value that the system cannot satisfy.
+    UsageError : the system cannot satisfy a value of the request.
     """
     if remote is None:
         return _prepare_here(recipe, request, code)
@@ -75,30 +75,33 @@ def prepare(
 
 
 def _prepare_here(recipe: str | Path, request: JobRequest, code: CodeFolder | None) -> PreparedJob:
-    file = Path(recipe)
-    if image.is_sif(file) or sqsh.is_sqsh(file):
-        target, default = baked.target(file), str(file.absolute())
+    """Return a job that is submitted on this machine. See `prepare`."""
+    recipe_file = Path(recipe)
+    default_image = ""
+    if image.is_sif(recipe_file) or sqsh.is_sqsh(recipe_file):
+        target = baked.target(recipe_file)
+        default_image = str(recipe_file.absolute())
     else:
-        target, default = targets.find(recipe), ""
+        target = targets.find(recipe)
     if not request.image_flag:
-        request = request.changed(image=request.container.image or default)
+        request = request.changed(image=request.container.image or default_image)
     job = resolve(target, request)
     if job.makes_image:
         return _with_script(job)
-    job_image = Path(job.container.image)
-    sif = job_image if image.is_sif(job_image) else None
+    image_file = Path(job.container.image)
+    sif = image_file if image.is_sif(image_file) else None
     code_of.refuse_unused_bind(job, sif)
     if code is not None:
         code_of.refuse_unused(code, target, sif)
         code_of.refuse_shadowed(code, job)
         job = code_of.with_code(job, code.record, job.directory / CODE_FOLDER)
-        warnings = code_of.hidden_file_warnings(code, job_image)
+        warnings = code_of.hidden_file_warnings(code, image_file)
         job = dataclasses.replace(job, warnings=(*job.warnings, *warnings))
     return _with_script(job, code)
 
 
 def submit(prepared: PreparedJob, transport: Transport, report: Reporter | None = None) -> SubmittedJob:
-    """Bring what the job needs to where it starts, submit it, and save its record.
+    """Bring the image and the code to where the job starts, submit the job, and save its record.
 
     Parameters
     ----------
@@ -108,46 +111,55 @@ def submit(prepared: PreparedJob, transport: Transport, report: Reporter | None 
     ------
     UsageError : the system cannot satisfy the request, or has no scheduler.
     ToolMissing : the scheduler's command is not on PATH.
-    ToolFailed : the scheduler refused; quotes its message. Or it printed no job id.
-    ImgkitError : as of a build, a conversion and a transfer.
+    ToolFailed : the scheduler refused the job; quotes the scheduler's message.
+    ImgkitError : a build, a conversion or a transfer failed.
     """
-    report = report or Silent()
     if prepared.script.foreground:
-        name = prepared.job.recipe.name
+        recipe = prepared.job.recipe
         raise UsageError(
-            f"{name} has no scheduler: the run would take place in this process",
+            f"{recipe.name} has no scheduler: the run would take place in this process",
             where="system.scheduler",
-            hint=f"imgkit run {prepared.job.recipe.file} ...",
+            hint=f"imgkit run {recipe.file} ...",
         )
-    return start(make_ready(prepared, transport, report), transport, report)
+    report = report or Silent()
+    ready = make_ready(prepared, transport, report)
+    return start(ready, transport, report)
 
 
 def start(ready: PreparedJob, transport: Transport, report: Reporter) -> SubmittedJob:
-    """Submit a job for which `make_ready` has brought everything, and save its record.
+    """Submit a job that `make_ready` has prepared, and save its record.
 
     Raises
     ------
-    ToolMissing, ToolFailed : as `submit`.
+    ToolMissing : the scheduler's command is not on PATH.
+    ToolFailed : the scheduler refused the job; quotes the scheduler's message.
     """
     record = _submit_script(ready, transport)
     try:
         records.keep(record)
     except OSError as error:
-        # The job runs all the same, and its own system answers.
-        report.note(
-            f"the job {record.job.handle} is submitted, but its record cannot be saved "
-            f"({error.filename}: {error.strerror}): imgkit status, logs and cancel will not know it; "
-            "next time: export XDG_STATE_HOME=FOLDER"
-        )
+        # Not an error of the command: the job exists, and its own system can follow it.
+        report.note(_unsaved_record_warning(record, error))
     return record
+
+
+def _unsaved_record_warning(record: SubmittedJob, error: OSError) -> str:
+    """Return the warning about a job whose record cannot be saved."""
+    return (
+        f"the job {record.job.handle} is submitted, but its record cannot be saved "
+        f"({error.filename}: {error.strerror}): imgkit status, logs and cancel will not know it; "
+        "next time: export XDG_STATE_HOME=FOLDER"
+    )
 
 
 def make_ready(prepared: PreparedJob, transport: Transport, report: Reporter) -> PreparedJob:
     """Bring the image, the code and the entry points to where the job starts.
 
+    Return the job with their paths on that machine, and with the script that contains these paths.
+
     Raises
     ------
-    ImgkitError : as `submit`.
+    ImgkitError : a build, a conversion or a transfer failed, or the image cannot run the job.
     """
     for warning in prepared.job.warnings:
         report.note(warning)
@@ -165,16 +177,18 @@ def make_ready(prepared: PreparedJob, transport: Transport, report: Reporter) ->
 def look_into(prepared: PreparedJob, transport: Transport) -> PreparedJob:
     """Return `prepared` with the entry points bound into an image that imgkit did not build.
 
-    The image's Python runs once; nothing is written.
+    Python starts once in the image, to find out where it searches for packages. Nothing is written.
     """
     return _with_script(transport.with_entry_points(prepared), prepared.code)
 
 
 def _with_script(job: Job, code: CodeFolder | None = None) -> PreparedJob:
+    """Return `job` with the script that its system submits."""
     return PreparedJob(job=job, script=systems.named(job.system).script(job), code=code)
 
 
 def _code_folder(code: CodeFolder, job: Job) -> Folder:
+    """Return the folder of the job's code, for `Transport.put`."""
     return Folder(
         path=job.container.code_folder,
         label="code",
@@ -185,6 +199,7 @@ def _code_folder(code: CodeFolder, job: Job) -> Folder:
 
 
 def _entry_points_folder(job: Job) -> Folder:
+    """Return the folder of the entry points that are bound into the job's image, for `Transport.put`."""
     assert job.container.bound is not None  # noqa: S101 - the caller has looked
     return Folder(
         path=job.container.bound.folder,
@@ -196,43 +211,46 @@ def _entry_points_folder(job: Job) -> Folder:
 
 
 def _submit_script(ready: PreparedJob, transport: Transport) -> SubmittedJob:
-    """Submit the script of `ready`, and return the record to follow it by."""
+    """Submit the script of `ready`, and return the record to follow the job by."""
     job = ready.job
     output = transport.start(job, ready.script)
     try:
         record = submitted(job, ready.script, output, remote=transport.name)
     except ToolFailed as error:
-        # Of a job in pods, the name is the id.
+        # kubectl and runai refuse a second job of the same name, because the name is the id of a job in pods.
         if not re.search("already ?exists", f"{error.what}\n{error.hint}", re.IGNORECASE):
             raise
-        hint = f"nothing was started: a job named {job.name} exists; choose --name OTHER, or delete that job"
-        raise ToolFailed(error.what, where=error.where, hint=f"{hint}\n{error.hint or ''}".strip()) from error
+        raise _existing_job_error(job, error) from error
     return dataclasses.replace(record, image_id=ready.image_id)
+
+
+def _existing_job_error(job: Job, error: ToolFailed) -> ToolFailed:
+    """Return `error` with a hint about the job that has the same name already."""
+    hint = f"nothing was started: a job named {job.name} exists; choose --name OTHER, or delete that job"
+    if error.hint:
+        hint = f"{hint}\n{error.hint}"
+    return ToolFailed(error.what, where=error.where, hint=hint.strip())
 
 
 def submitted(
     job: Job, script: Script, output: Generator[bytes, None, None], *, remote: str = ""
 ) -> SubmittedJob:
-    """Return the record of `job`.
+    """Return the record of a job that has just been submitted.
+
+    The job exists, whatever the scheduler printed. If its answer has no job id, the record contains the
+    answer, and an id that imgkit chooses.
 
     Parameters
     ----------
-    output : what the submission of `script` prints, on the cluster `remote` if that is named.
-
-    The job exists, whatever the scheduler printed: an answer without an id becomes part of the record.
+    script : the script that was submitted.
+    output : the output of the command that submits `script`.
+    remote : the remote on which that command runs; empty: on this machine.
     """
-    try:
-        text = process.answer(output, job.system).decode(errors="replace")
-    except process.TooLong as error:
-        text = error.start.decode(errors="replace")
-    try:
-        job_id, _, cluster = systems.named(job.system).parse_job_id(text, job.name).partition(";")
-    except Exception:  # a plug-in has failed, but its job is there
-        job_id, cluster = "", ""
-    is_id = quoting.is_job_id(job_id) and (not cluster or quoting.is_job_id(cluster))
+    answer = _answer_text(output, job.system)
+    job_id, cluster = _parse_job_id(answer, job)
     queued = QueuedJob(
-        id=job_id if is_id else f"unknown-{secrets.token_hex(4)}",
-        cluster=cluster if is_id else "",
+        id=job_id or f"unknown-{secrets.token_hex(4)}",
+        cluster=cluster,
         system=job.system,
         kind=script.kind,
         name=job.title,
@@ -245,9 +263,30 @@ def submitted(
     return SubmittedJob(
         job=queued,
         recipe=job.recipe.name,
-        answer=None if is_id else text[:_KEPT],
+        answer=None if job_id else answer[:_MAX_ANSWER_CHARS],
         code=job.container.code,
         bound_entry_points=job.container.bound.version if job.container.bound else "",
         submitted=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         command=() if job.makes_image else job.command,
     )
+
+
+def _answer_text(output: Generator[bytes, None, None], system: str) -> str:
+    """Return the answer of the scheduler, or only its start if it is too long for an answer."""
+    try:
+        answer = process.answer(output, system)
+    except process.TooLong as error:
+        answer = error.start
+    return answer.decode(errors="replace")
+
+
+def _parse_job_id(answer: str, job: Job) -> tuple[str, str]:
+    """Return the job's id and its cluster, which may be empty. Return ("", "") if `answer` has no id."""
+    try:
+        # sbatch prints "4711;CLUSTER" on a site with several clusters.
+        job_id, _, cluster = systems.named(job.system).parse_job_id(answer, job.name).partition(";")
+    except Exception:  # of a plug-in: the job exists all the same
+        return "", ""
+    if not quoting.is_job_id(job_id) or (cluster and not quoting.is_job_id(cluster)):
+        return "", ""
+    return job_id, cluster

@@ -9,74 +9,74 @@ from typing import Literal
 from imgkit_builder.jobs.job import CodeRecord
 
 JobState = Literal["", "waiting", "running", "succeeded", "failed", "cancelled", "ended"]
-"""State of a submitted job. Empty: nobody has said; ``ended``: nobody knows how it ended."""
+"""State of a submitted job. Empty: not asked yet. ``ended``: it has ended, and its outcome is unknown."""
 FINAL_STATES: tuple[JobState, ...] = ("succeeded", "failed", "cancelled", "ended")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobStatus:
-    """What a scheduler's command says about a job."""
+    """The state of a job as a scheduler's command printed it."""
 
     state: JobState
     text: str
-    """The part of its output that people read."""
+    """The part of the command's output that is shown to people."""
     code: int | None = None
     """The exit code of the job, or the largest one of an array's tasks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueuedJob:
-    """How its scheduler finds a submitted job."""
+    """The values by which the commands of a scheduler find a submitted job."""
 
     id: str
-    """The scheduler's, or one of imgkit's own where `SubmittedJob.answer` holds none."""
+    """The scheduler's id of the job; or an id that imgkit chose, if `SubmittedJob.answer` is not None."""
     system: str
-    """Name of the system that took it."""
+    """Name of the system that took the job."""
     name: str
     directory: Path
     queue: str = ""
-    """The queue that it was submitted to; some systems find a job only by both."""
+    """The queue of the job; RunAI needs its project to find the job by its name."""
     cluster: str = ""
-    """The cluster that the scheduler printed with the id, which is then unique only with it."""
+    """The cluster that Slurm printed with the id; ids are unique on one cluster only. Empty: no cluster."""
     kind: str = ""
-    """What the scheduler calls this kind of job; some find a job only by it."""
+    """The scheduler's name for this kind of job; some schedulers find a job only with it."""
     remote: str = ""
-    """Name of the remote on which it was submitted; empty: here."""
+    """Name of the remote on which the job was submitted; empty: this machine."""
     array: bool = False
-    """Whether it is an array; each task has an id, a run folder and an output of its own."""
+    """Whether the job is an array; each task has an id, a run folder and an output of its own."""
     shell_line: str = ""
-    """The line that opens a shell on a node, in a container like the job's; empty for pods."""
+    """The command line that opens a shell on a node, in a container like the job's; empty for pods."""
 
     @property
     def handle(self) -> str:
-        """The word for it here: its id, with the name of its remote."""
+        """The id that imgkit's commands take: ``4711``, or ``4711@REMOTE`` for a job on a remote."""
         return f"{self.id}@{self.remote}" if self.remote else self.id
 
     @property
     def run_folder(self) -> Path:
-        """The folder in which the job itself writes, on its own machine."""
+        """The folder into which the job writes, on the machine on which it runs."""
         return self.directory / "runs" / f"{self.name}-{self.id}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubmittedJob:
-    """What is kept about a submitted job, so that its id is enough to follow it."""
+    """The record of a submitted job, by which imgkit follows the job when it knows only its id."""
 
     job: QueuedJob
     recipe: str
     answer: str | None = None
-    """What the scheduler printed instead of an id; None where it printed one."""
+    """The scheduler's answer to the submission, if it has no job id; None: the scheduler printed an id."""
     code: CodeRecord | None = None
     bound_entry_points: str = ""
-    """Version of imgkit's entry points that were bound into the image; empty where it has its own."""
+    """Version of the entry points that were bound into the image; empty: the image has its own."""
     submitted: str = ""
-    """When, UTC."""
+    """Time of the submission in UTC: ``2026-01-31T12:00:00+00:00``."""
     command: tuple[str, ...] = ()
     image_id: str = ""
-    """The image; empty where that is not known."""
+    """The image's id; empty: not known."""
     state: JobState = ""
-    """What imgkit last knew."""
+    """The state when imgkit last asked."""
     cancelled: bool = False
-    """Whether imgkit has cancelled it. A scheduler forgets that, and a run that saves ends with a code."""
+    """Whether imgkit has cancelled the job. The exit code of a run that saves its state does not show it."""
     fetched: str = ""
-    """The folder here that holds the run's files; empty before the first fetch."""
+    """The folder on this machine that holds the run's files; empty before the first fetch."""

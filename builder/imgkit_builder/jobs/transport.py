@@ -13,19 +13,21 @@ from imgkit_builder.base import process
 from imgkit_builder.base.process import Finished
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.jobs import bound, checks, code, delivery
+from imgkit_builder.jobs.code import CodeFolder
 from imgkit_builder.jobs.delivery import Delivery
 from imgkit_builder.jobs.job import Job, Script
 from imgkit_builder.jobs.prepared import PreparedJob
 from imgkit_builder.jobs.remote import jobs as remote_jobs
 from imgkit_builder.jobs.remote import transfer
 from imgkit_builder.jobs.remote.connection import Connection
-from imgkit_builder.jobs.remote.store import Store
+from imgkit_builder.jobs.remote.rsync import Transferred
+from imgkit_builder.jobs.remote.store import RemoteImage, Store
 from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.sif import image
 
 CODE_FOLDER = ".imgkit-code"
 """Folder of the code in that of a job of this machine; `--code .` leaves it out."""
-_SIMILAR = 3
+_MAX_SIMILAR_FOLDERS = 3
 """Number of folders of code on a remote in which rsync looks for equal files."""
 
 
@@ -56,30 +58,30 @@ class Transport(abc.ABC):
 
         Raises
         ------
-        ToolMissing : it is a command of this machine, and not on PATH.
+        ToolMissing : `argv` is a command of this machine, and its program is not on PATH.
         Cut : the remote cannot be reached.
         """
 
     @abc.abstractmethod
     def login(self) -> None:
-        """Connect now where a person may be asked something, so that no progress bar hides the question."""
+        """Connect before any progress is shown: a progress bar would hide ssh's question for a password."""
 
     @abc.abstractmethod
     def bring_image(self, prepared: PreparedJob, report: Reporter) -> PreparedJob:
-        """Bring the job's image there, and return the job with the paths that it has there.
+        """Bring the job's image to that machine, and return the job with its paths on that machine.
 
         Raises
         ------
-        ImgkitError : the image cannot be brought there, or does not start there.
+        ImgkitError : the image cannot be brought to that machine, or does not start on it.
         """
 
     @abc.abstractmethod
     def code_folder(self, job: Job) -> Path:
-        """Return the folder that holds folders of code."""
+        """Return the folder in which `put` writes the job's code, in a folder of its own."""
 
     @abc.abstractmethod
     def put(self, folder: Folder, report: Reporter) -> None:
-        """Make the folder appear complete or not at all, unless it is there."""
+        """Write the folder on that machine, complete or not at all. Do nothing if it exists already."""
 
     @abc.abstractmethod
     def with_entry_points(self, prepared: PreparedJob) -> Job:
@@ -87,13 +89,13 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def start(self, job: Job, script: Script) -> Generator[bytes, None, None]:
-        """Submit the script; yield what the scheduler prints.
+        """Submit the script, and yield the output of the scheduler's command.
 
         Raises
         ------
         ToolMissing : the scheduler's command is not on PATH.
-        ToolFailed : the scheduler refused; quotes its message. Or the connection was lost, and the job may
-            wait.
+        ToolFailed : the scheduler refused the job; the error quotes its message. Or the connection was lost:
+            the job may be in the queue all the same.
         """
 
 
@@ -108,13 +110,13 @@ class Local(Transport):
         return process.run(argv, check=False)
 
     def bring_image(self, prepared: PreparedJob, report: Reporter) -> PreparedJob:
-        """Check the image, which is here already. See `Transport`."""
+        """Check the image, which is on this machine already. See `Transport`."""
         del report  # there is nothing to bring
         checks.before_submission(prepared.job)
         return dataclasses.replace(prepared, image_id=_image_id(prepared.job))
 
     def code_folder(self, job: Job) -> Path:
-        """Return a hidden folder in that of the job."""
+        """Return a hidden folder in the job's folder."""
         return job.directory / CODE_FOLDER
 
     def put(self, folder: Folder, report: Reporter) -> None:
@@ -125,7 +127,10 @@ class Local(Transport):
     def with_entry_points(self, prepared: PreparedJob) -> Job:
         """Look into an image that imgkit did not build. See `Transport`."""
         job = prepared.job
-        if job.makes_image or runtime_of(job).arch_error(job):  # the submission refuses that
+        if job.makes_image:
+            return job
+        if runtime_of(job).arch_error(job) is not None:
+            # This image's Python cannot be started here. The submission refuses the image.
             return job
         return bound.bind(job)
 
@@ -135,18 +140,21 @@ class Local(Transport):
             script.submit[0],
             "run this on a login node of the system, or copy the output of imgkit run --dry-run there",
         )
+        stdin = []
+        if script.on_stdin:
+            stdin.append(script.text.encode())
         folder = None if runtime_of(job).is_isolated else job.directory
-        return process.through(script.submit, [script.text.encode()] if script.on_stdin else [], cwd=folder)
+        return process.through(script.submit, stdin, cwd=folder)
 
 
 class Ssh(Transport):
-    """A cluster that ssh reaches."""
+    """A remote: commands run there over ssh, and rsync sends files."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.name = connection.remote.name
         self.store: Store | None = None
-        """imgkit's folder there, once `bring_image` has looked."""
+        """imgkit's folder on the remote. `bring_image` reads it; None before that."""
 
     def login(self) -> None:
         """Connect. See `Transport`."""
@@ -157,58 +165,77 @@ class Ssh(Transport):
         return remote_jobs.finished(self.connection, argv)
 
     def bring_image(self, prepared: PreparedJob, report: Reporter) -> PreparedJob:
-        """Build, convert and send the image as far as the remote lacks it. See `Transport`."""
-        source, code_folder = prepared.source, prepared.code
+        """Build, convert and send the image as far as the remote lacks it. See `Transport`.
+
+        Keep the contents of imgkit's folder on the remote in `self.store`: `put` needs them to see what the
+        remote has already.
+        """
+        source = prepared.source
         assert source is not None  # noqa: S101 - `prepare` has been told the remote
         checks.check_environment(prepared.job)
         self.login()
-        digest = code_folder.record.sha256 if code_folder else ""
-        bringing = Delivery(source=source, connection=self.connection, report=report)
-        self.store, sent = bringing.bring(prepared.script.submit[0], digest)
-        if code_folder and sent and delivery.has_content(source.sif, sent):
-            for warning in code.hidden_file_warnings(code_folder, source.sif):
-                report.note(warning)
+        # The first word of the submission, such as sbatch or qsub: a remote without it is refused at once.
+        scheduler_program = prepared.script.submit[0]
+        code_sha256 = prepared.code.record.sha256 if prepared.code else ""
+        image_delivery = Delivery(source=source, connection=self.connection, report=report)
+        self.store, remote_image = image_delivery.bring(scheduler_program, code_sha256)
+        image_path = source.remote_image
+        image_id = ""
+        if remote_image is not None:
+            _report_hidden_files(prepared.code, source.sif, remote_image, report)
+            image_path = remote_image.path
+            if not source.is_foreign:
+                image_id = remote_image.image_id
         report.stage(f"submit to {self.name}")
-        return dataclasses.replace(
-            prepared,
-            job=source.resolved(self.store.home, sent.path if sent else source.remote_image),
-            image_id=sent.image_id if sent and not source.is_foreign else "",
-        )
+        job = source.resolved(self.store.home, image_path)
+        return dataclasses.replace(prepared, job=job, image_id=image_id)
 
     def code_folder(self, job: Job) -> Path:
-        """Return the store's folder of code."""
+        """Return the folder of code in imgkit's folder on the remote."""
         return job.directory / "code"
 
     def put(self, folder: Folder, report: Reporter) -> None:
         """Send the folder by rsync. See `Transport`."""
         assert self.store is not None  # noqa: S101 - `bring_image` comes first
         parent, _, name = folder.path.rpartition("/")
-        is_code = parent == f"{self.store.home}/code"
-        if is_code and name in self.store.code:
+        if parent != f"{self.store.home}/code":
+            # The folder of the entry points, which `self.store` does not list.
+            if not self._exists(folder.path):
+                self._send(folder, home=parent, target=f"./{name}", report=report)
+            return
+        if name in self.store.code:
             report.note(f"to send: nothing of the code; {self.name} has that of {folder.source}")
             return
-        if not is_code and self._exists(folder.path):
-            return
+        similar = self.store.code[:_MAX_SIMILAR_FOLDERS]
+        transferred = self._send(
+            folder, home=self.store.home, target=f"code/{name}", similar=similar, report=report
+        )
+        size = f": {transferred}" if transferred else ""
+        report.note(f"sent: code{size}")
+
+    def _send(
+        self, folder: Folder, *, home: str, target: str, similar: tuple[str, ...] = (), report: Reporter
+    ) -> Transferred | None:
+        """Write the folder's content to a temporary folder, and send that. See `transfer.send_folder`."""
         with tempfile.TemporaryDirectory(prefix="imgkit-") as work:
             # A copy: what rsync reads is what the digest names, even if somebody edits a file meanwhile.
-            copy = Path(work, name)
+            copy = Path(work, target.rpartition("/")[2])
             folder.write(copy)
-            sent = transfer.send_folder(
+            return transfer.send_folder(
                 self.connection,
                 copy,
                 label=folder.label,
                 size_bytes=folder.size_bytes,
-                home=self.store.home if is_code else parent,
-                target=f"code/{name}" if is_code else f"./{name}",
-                similar=self.store.code[:_SIMILAR] if is_code else (),
+                home=home,
+                target=target,
+                similar=similar,
                 report=report,
             )
-        if is_code:
-            report.note(f"sent: code{f': {sent}' if sent else ''}")
 
     def _exists(self, path: str) -> bool:
-        answer = self.connection.run('if [ -d "$folder" ]; then echo exists; fi\n', {"folder": path})
-        return answer == b"exists\n"
+        """Return whether `path` is a folder on the remote."""
+        output = self.connection.run('if [ -d "$folder" ]; then echo exists; fi\n', {"folder": path})
+        return output == b"exists\n"
 
     def with_entry_points(self, prepared: PreparedJob) -> Job:
         """Look into an image that imgkit may not have built. See `Transport`."""
@@ -222,10 +249,26 @@ class Ssh(Transport):
         return remote_jobs.start(self.connection, job, script)
 
 
+def _report_hidden_files(
+    code_folder: CodeFolder | None, sif: Path, remote_image: RemoteImage, report: Reporter
+) -> None:
+    """Report files that were left out of the code and that the image has, if the local .sif is that image."""
+    # The local .sif of a recipe may be of an earlier build than the image on the remote.
+    if code_folder is None or not delivery.has_content(sif, remote_image):
+        return
+    for warning in code.hidden_file_warnings(code_folder, sif):
+        report.note(warning)
+
+
 def _image_id(job: Job) -> str:
-    """Return the id of the image of a .sif here. Return "" where it is not known, or still to be made."""
+    """Return the id of the job's local .sif.
+
+    Return "" if the image is no .sif, if the job itself makes it, or if imgkit did not build it.
+    """
     path = Path(job.container.image)
     if job.makes_image or not image.is_sif(path):
         return ""
     record = image.read(path).record
-    return record.image_id if record else ""
+    if record is None:
+        return ""
+    return record.image_id

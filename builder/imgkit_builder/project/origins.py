@@ -1,9 +1,12 @@
-"""Flags over ``imgkit.toml`` over the recipe, and the source of each value of a job."""
+"""Combine flags with ``imgkit.toml``, and find the source of each value of a job.
+
+A flag replaces a value of ``imgkit.toml``, which replaces a value of the recipe.
+"""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,18 +15,20 @@ from imgkit_builder.base import flags as job_flags
 from imgkit_builder.base.flags import declared, flags_in
 from imgkit_builder.jobs.job import Job
 from imgkit_builder.jobs.request import JobRequest, ProjectSource
-from imgkit_builder.project.toml_file import ProjectFile, ProjectValues
+from imgkit_builder.project.toml_file import ProjectFile
 from imgkit_builder.recipe.problems import Position, shown
 
-_REPLACED = ("account", "queue", "qos", "time", "nodes", "command")
-"""Keys of the file that stand for a field of `JobRequest`, which a flag replaces."""
+_IMAGE_JOB_KEYS = ("account", "queue", "qos", "time")
+"""Keys of the file for all jobs; each is also a field of `JobRequest`, whose flag replaces the key."""
+_COMMAND_JOB_KEYS = (*_IMAGE_JOB_KEYS, "nodes", "command")
+"""The same for jobs that run a command."""
 
 
 def under(request: JobRequest, project: ProjectFile | None) -> JobRequest:
-    """Return `request`, which holds the flags, with the file's values where no flag was given.
+    """Return `request`, which has the values of flags only, with the file's values where no flag was given.
 
-    ``--bind`` and ``--env`` add to the file's; a variable of a flag replaces that of the file. The job runs
-    in the file's folder.
+    ``--bind`` and ``--env`` add to the values of the file, but a variable of a flag replaces the file's
+    variable of the same name. The job runs in the file's folder, unless a flag names another one.
     """
     if project is None:
         return request
@@ -35,17 +40,27 @@ def under(request: JobRequest, project: ProjectFile | None) -> JobRequest:
         sets_directory=request.directory == Path(),
     )
     # A job that makes a .sif has neither nodes and a command, nor variables and code.
-    keys = _REPLACED[:4] if request.image_flag else _REPLACED
-    changes: dict[str, Any] = {key: job_flags.value(request, key) or getattr(values, key) for key in keys}
+    keys = _IMAGE_JOB_KEYS if request.image_flag else _COMMAND_JOB_KEYS
+    changes: dict[str, Any] = {}
+    for key in keys:
+        changes[key] = job_flags.value(request, key) or getattr(values, key)
     if source.sets_directory:
         changes["directory"] = project.file.parent
     if not request.image_flag:
-        flag_variables = set(map(_variable_name, request.container.env))
-        inherited = (item for item in values.env if _variable_name(item) not in flag_variables)
-        changes["env"] = (*inherited, *request.container.env)
-        changes["binds"] = (*values.binds, *request.container.binds)
-        changes["code"] = request.container.code or (None if request.container.no_code else project.code)
+        container = request.container
+        changes["env"] = _combined_env(values.env, container.env)
+        changes["binds"] = (*values.binds, *container.binds)
+        changes["code"] = container.code
+        if container.code is None and not container.no_code:
+            changes["code"] = project.code
     return request.changed(**changes, project=source)
+
+
+def _combined_env(file_items: Sequence[str], flag_items: Sequence[str]) -> tuple[str, ...]:
+    """Return the variables of the file that no flag sets, then those of flags: ``NAME`` or ``NAME=VALUE``."""
+    flag_variables = {_variable_name(item) for item in flag_items}
+    inherited = [item for item in file_items if _variable_name(item) not in flag_variables]
+    return (*inherited, *flag_items)
 
 
 def _location(position: Position) -> str:
@@ -54,72 +69,104 @@ def _location(position: Position) -> str:
 
 
 def _variable_name(item: str) -> str:
+    """Return ``NAME`` for ``NAME=VALUE`` or ``NAME``."""
     return item.partition("=")[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueSource:
-    """One value of a job, and what decided it."""
+    """One value of a job, and the flag or the file that sets it."""
 
     name: str
     value: str
     flag: str = ""
-    """The flag, where one was given."""
+    """The flag that sets the value; empty: no flag does."""
     position: Position | None = None
-    """The position in ``imgkit.toml`` or in a recipe."""
+    """The position in ``imgkit.toml`` or in a recipe that sets the value; None: no file does."""
 
     @property
     def source(self) -> str:
-        """Return ``--time``, ``imgkit.toml:4``, ``mn5.yaml:12`` or ``default``."""
-        return self.flag or (_location(self.position) if self.position else "default")
+        """``--time``, ``imgkit.toml:4``, ``mn5.yaml:12`` or ``default``."""
+        if self.flag:
+            return self.flag
+        if self.position is None:
+            return "default"
+        return _location(self.position)
 
 
 def of_word(
     name: str, value: str, *, flag: str, project: ProjectFile | None, default: Position | None = None
 ) -> ValueSource:
-    """Return the source of a value: `flag` if given, else the file if it has the key, else `default`."""
-    position = None if flag else default
-    if project and not flag and getattr(project.values, name, None):
+    """Return the value `name` with its source: a flag, or else the file, or else a recipe.
+
+    Parameters
+    ----------
+    flag : the flag that was given; empty: no flag was given.
+    project : the file, which counts if it sets the key `name`.
+    default : the position in the recipe; None: the recipe does not set the value.
+    """
+    if flag:
+        return ValueSource(name=name, value=value, flag=flag)
+    position = default
+    if project and getattr(project.values, name, None):
         position = project.positions[name]
-    return ValueSource(name=name, value=value, flag=flag, position=position)
+    return ValueSource(name=name, value=value, position=position)
 
 
 def of_job(job: Job, flags: JobRequest, project: ProjectFile | None) -> Iterator[ValueSource]:
-    """Yield every value of `job` with its source; `flags` holds the flags alone."""
-    positions = job.recipe.positions
-    # --no-code decides the code, too.
-    flag_of = {flag.lstrip("-").removeprefix("no-"): flag for flag in flags_in(flags)}
-    if flags.launch.command:
-        flag_of["command"] = "--"
-    # Every field has the name of its flag, so that one table serves flags, file and recipe.
-    for name, (value, *keys) in _single_values(job).items():
-        flag = flag_of.get(name, "")
-        if value or flag or name != "code":
-            # The first key that the recipe states counts: cpus_per_gpu before cpus.
-            paths = [tuple(key.split(".")) for key in keys]
-            default = next((positions[path] for path in paths if path in positions), None)
-            text = "" if value is None else str(value)
-            yield of_word(name, text, flag=flag, project=project, default=default)
+    """Yield every value of `job` with its source; `flags` is a request with the values of flags only."""
+    yield from _single_value_sources(job, flags, project)
     if not job.makes_image:
-        yield from _binds_and_env(job, flags, project)
+        yield from _bind_sources(job, flags, project)
+        yield from _env_sources(job, flags, project)
+    yield from _option_sources(job, flags)
+    yield from _system_flag_sources(flags)
+    image_flag = job.request.image_flag
+    if image_flag:
+        source = job.request.archive or job.request.build
+        yield ValueSource(name=image_flag.lstrip("-"), value=str(source), flag=image_flag)
+
+
+def _single_value_sources(job: Job, flags: JobRequest, project: ProjectFile | None) -> Iterator[ValueSource]:
+    """Yield the values that one flag or one key sets."""
+    positions = job.recipe.positions
+    # Every value has the name of its flag. --no-code decides the code, too.
+    flag_of_value = {flag.lstrip("-").removeprefix("no-"): flag for flag in flags_in(flags)}
+    if flags.launch.command:
+        flag_of_value["command"] = "--"
+    for name, (value, *keys) in _single_values(job).items():
+        flag = flag_of_value.get(name, "")
+        if name == "code" and not value and not flag:
+            continue
+        # The first key that the recipe sets counts: cpus_per_gpu before cpus.
+        recipe_positions = [positions.get(tuple(key.split("."))) for key in keys]
+        default = next((position for position in recipe_positions if position), None)
+        text = "" if value is None else str(value)
+        yield of_word(name, text, flag=flag, project=project, default=default)
+
+
+def _option_sources(job: Job, flags: JobRequest) -> Iterator[ValueSource]:
+    """Yield the scheduler's options, which flags add to those of the recipe."""
     key = "sif" if job.makes_image else "options"
     for number, option in enumerate(getattr(job.recipe.system.queue, key)):
-        position = positions.get(("system", "queue", key, number))
+        position = job.recipe.positions.get(("system", "queue", key, number))
         yield ValueSource(name="option", value=option, position=position)
     for option in flags.allocation.options:
         yield ValueSource(name="option", value=option, flag="--option")
+
+
+def _system_flag_sources(flags: JobRequest) -> Iterator[ValueSource]:
+    """Yield the values of flags that only one system has."""
     for system_flags in flags.system_flags:
-        for flag_spec in declared(type(system_flags)):
-            value, flag = flag_spec.value(system_flags), flag_spec.names[0]
-            if value != flag_spec.default:
+        for declared_flag in declared(type(system_flags)):
+            value = declared_flag.value(system_flags)
+            flag = declared_flag.names[0]
+            if value != declared_flag.default:
                 yield ValueSource(name=flag.lstrip("-"), value=str(value), flag=flag)
-    if flag := job.request.image_flag:
-        source = job.request.archive or job.request.build
-        yield ValueSource(name=flag.lstrip("-"), value=str(source), flag=flag)
 
 
 def _single_values(job: Job) -> dict[str, tuple[Any, ...]]:
-    """Return the values of `job` that one flag or one key states, and the keys of the recipe."""
+    """Return each value that one flag or one key sets, followed by the keys of the recipe that can set it."""
     allocation = {
         "time": (job.allocation.time, "system.queue.time"),
         "account": (job.allocation.account, "system.queue.account"),
@@ -143,27 +190,36 @@ def _single_values(job: Job) -> dict[str, tuple[Any, ...]]:
     }
 
 
-def _binds_and_env(job: Job, flags: JobRequest, project: ProjectFile | None) -> Iterator[ValueSource]:
-    """Yield the sources of values that the recipe, the file and flags add to each other."""
-    values = project.values if project else ProjectValues()
-    file_positions = project.positions if project else {}
-    recipe_binds = len(job.recipe.system.runtime.binds)
+def _bind_sources(job: Job, flags: JobRequest, project: ProjectFile | None) -> Iterator[ValueSource]:
+    """Yield the folders that the recipe, the file and flags mount."""
+    file_binds = project.values.binds if project else ()
+    file_position = project.positions.get("binds") if project else None
+    recipe_bind_count = len(job.recipe.system.runtime.binds)
     for number, bind in enumerate(job.container.binds):
-        position = file_positions.get("binds") if bind in values.binds else None
-        flag = "--bind" if bind in flags.container.binds else ""
         # The recipe's binds come first; a flag may repeat one of them.
-        if number < recipe_binds:
-            position, flag = job.recipe.positions.get(("system", "runtime", "binds", number)), ""
-        yield ValueSource(name="bind", value=bind, flag=flag, position=None if flag else position)
-    flag_variables = set(map(_variable_name, flags.container.env))
-    file_variables = set(map(_variable_name, values.env))
+        if number < recipe_bind_count:
+            position = job.recipe.positions.get(("system", "runtime", "binds", number))
+            yield ValueSource(name="bind", value=bind, position=position)
+        elif bind in flags.container.binds:
+            yield ValueSource(name="bind", value=bind, flag="--bind")
+        else:
+            position = file_position if bind in file_binds else None
+            yield ValueSource(name="bind", value=bind, position=position)
+
+
+def _env_sources(job: Job, flags: JobRequest, project: ProjectFile | None) -> Iterator[ValueSource]:
+    """Yield the variables that the file and flags set."""
+    file_env = project.values.env if project else ()
+    file_position = project.positions.get("env") if project else None
+    flag_variables = {_variable_name(item) for item in flags.container.env}
+    file_variables = {_variable_name(item) for item in file_env}
     for name in (*job.container.env, *job.container.names):
         # The value of a variable that the user only names may be a secret.
-        text = (
-            f"{name}={job.container.env[name]}"
-            if name in job.container.env
-            else f"{name} (with its value from here)"
-        )
-        flag = "--env" if name in flag_variables else ""
-        position = file_positions.get("env") if name in file_variables and not flag else None
-        yield ValueSource(name="env", value=text, flag=flag, position=position)
+        text = f"{name} (with its value from here)"
+        if name in job.container.env:
+            text = f"{name}={job.container.env[name]}"
+        if name in flag_variables:
+            yield ValueSource(name="env", value=text, flag="--env")
+        else:
+            position = file_position if name in file_variables else None
+            yield ValueSource(name="env", value=text, position=position)

@@ -1,4 +1,4 @@
-"""``imgkit.toml``: the values of ``imgkit run`` in a folder, each with its place in the file."""
+"""``imgkit.toml``: the values of ``imgkit run`` in a folder, each with its position in the file."""
 
 from __future__ import annotations
 
@@ -13,24 +13,28 @@ from imgkit_builder.jobs import contents, quoting, resolve
 from imgkit_builder.recipe.model import KEYS, Short
 from imgkit_builder.recipe.problems import Collector, Position, RecipeErrors, parse_toml_file
 from imgkit_builder.recipe.system_files import is_path
-from imgkit_builder.recipe.validation import rule_of, validate
+from imgkit_builder.recipe.validation import Mistake, rule_of, validate
 from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.rules import EnvValue, Line
 from imgkit_entrypoints.system import Bind
 
 NAME = "imgkit.toml"
-_MOST_BYTES = 32 << 10
-_MOST_LINES = 500
+_MAX_BYTES = 32 << 10
+_MAX_LINES = 500
+"""Limits of the file, which may be a stranger's: a file with ten values is far smaller."""
 
 
 def _number_as_text(value: Any) -> Any:
-    return str(value) if type(value) is int else value
+    """Return ``"2"`` for 2, so that ``nodes = 2`` needs no quotes, and any other value unchanged."""
+    if type(value) is int:
+        return str(value)
+    return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProjectValues:
-    """The keys of the file; each takes what the flag of its name takes, and empty means "not stated"."""
+    """The keys of the file. A key takes the same values as the flag of its name. Empty: it is not set."""
 
     __pydantic_config__ = KEYS
 
@@ -43,9 +47,9 @@ class ProjectValues:
     nodes: Annotated[str, rule_of(resolve.parse_nodes), Short(_number_as_text)] = ""
     binds: tuple[Bind, ...] = ()
     env: tuple[Annotated[EnvValue, rule_of(contents.variable)], ...] = ()
-    """``NAME=VALUE``, or ``NAME`` for the value that the variable has here."""
+    """``NAME=VALUE``, or ``NAME`` for the value that the variable has on this machine."""
     code: Line = ""
-    """A folder to lay over /workspace; the path starts at the file's folder."""
+    """Folder of code to mount over /workspace, relative to the file's folder."""
     command: tuple[Line, ...] = ()
 
 
@@ -56,24 +60,27 @@ class ProjectFile:
     file: Path
     values: ProjectValues
     positions: Mapping[str, Position]
-    """The place of every key that the file states."""
+    """The position of every key that the file sets."""
 
     @property
     def recipe_file(self) -> Path | None:
-        """Return the recipe's file, whose path starts at the file's folder; None for a shipped recipe."""
-        ref = self.values.recipe
-        return self.file.parent / ref if is_path(ref) or ref.endswith(".sif") else None
+        """The recipe's file or the .sif that the file names; None for a shipped recipe."""
+        recipe = self.values.recipe
+        if is_path(recipe) or recipe.endswith(".sif"):
+            return self.file.parent / recipe
+        return None
 
     @property
     def recipe(self) -> str:
-        """Return the path of the recipe's file, or the name of a shipped recipe."""
-        file = self.recipe_file
-        return str(file) if file else self.values.recipe
+        """The path of the recipe's file or of the .sif, or the name of a shipped recipe."""
+        return str(self.recipe_file or self.values.recipe)
 
     @property
     def code(self) -> Path | None:
-        """Return the folder to lay over /workspace."""
-        return self.file.parent / self.values.code if self.values.code else None
+        """The folder of code to mount over /workspace; None: the file names none."""
+        if not self.values.code:
+            return None
+        return self.file.parent / self.values.code
 
 
 def locate(folder: Path) -> Path | None:
@@ -82,11 +89,13 @@ def locate(folder: Path) -> Path | None:
     Outside of a repository only `folder` counts: a file in /tmp or a home says nothing about what lies below.
     """
     folder = folder.absolute()
-    above = [folder, *folder.parents]
-    root = next((number for number, parent in enumerate(above) if (parent / ".git").exists()), 0)
-    for parent in above[: root + 1]:
-        if (parent / NAME).is_file():
-            return parent / NAME
+    candidates = (folder, *folder.parents)
+    top = next((candidate for candidate in candidates if (candidate / ".git").exists()), folder)
+    for candidate in candidates:
+        if (candidate / NAME).is_file():
+            return candidate / NAME
+        if candidate == top:
+            break
     return None
 
 
@@ -95,41 +104,56 @@ def read(file: Path) -> ProjectFile:
 
     Raises
     ------
-    UsageError : it is not TOML, or has an unknown key or a wrong value; lists all of them with their lines.
+    UsageError : the file cannot be read, is not TOML, or has an unknown key or a wrong value. The error lists
+        all keys that are wrong, with their lines.
     """
     try:
-        text = files.read_text(file, most_bytes=_MOST_BYTES)
-        if text.count("\n") > _MOST_LINES:
-            raise ValueError(f"it has more than {_MOST_LINES} lines")
+        text = files.read_text(file, most_bytes=_MAX_BYTES)
+        if text.count("\n") > _MAX_LINES:
+            raise ValueError(f"it has more than {_MAX_LINES} lines")
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot be read: {error}", where=str(file), hint="correct or remove it") from error
     return parse(text, file)
 
 
 def parse(text: str, file: Path) -> ProjectFile:
-    """Read `text` as the content of `file`.
+    """Return the values in `text`, the content of `file`.
 
     Raises
     ------
-    UsageError : as `read`.
+    UsageError : `text` is not TOML, or has an unknown key or a wrong value.
     """
     problems = Collector(shows=(file.parent.resolve(),))
     data = parse_toml_file(text, file, problems, 'write KEY = "VALUE"')
     positions = {key: _position(key, text, file) for key in data}
-    values, mistakes = validate(ProjectValues, {key: value for key, value in data.items() if value != ""})
+    non_empty = {key: value for key, value in data.items() if value != ""}
+    values, mistakes = validate(ProjectValues, non_empty)
     for mistake in mistakes:
-        hint = mistake.hint
-        if mistake.kind == "type":
-            hint = 'write ["ONE", "TWO"]' if mistake.expected == "a list" else 'write "TEXT"'
-        problems.error(positions[str(mistake.path[0])], mistake.path, mistake.message, hint)
+        key = str(mistake.path[0])
+        problems.error(positions[key], mistake.path, mistake.message, _hint(mistake))
     if values is None or problems.errors:
         errors = sorted(problems.errors, key=lambda problem: problem.position.line)
         raise RecipeErrors(errors, of=NAME)
     return ProjectFile(file=file, values=values, positions=positions)
 
 
+def _hint(mistake: Mistake) -> str:
+    """Return how to write a value of the right type, or else the hint of the rule that refuses the value."""
+    if mistake.kind != "type":
+        return mistake.hint
+    if mistake.expected == "a list":
+        return 'write ["ONE", "TWO"]'
+    return 'write "TEXT"'
+
+
 def _position(key: str, text: str, file: Path) -> Position:
-    """Return the line of `key`, which begins it in a file without tables, or the file as a whole."""
+    """Return the position of the line that sets `key`.
+
+    The line begins with the key: ``time = "10m"``, or ``[time]`` for a table, which is an error. If no line
+    is found, as for a key in quotes, return the position of the file as a whole: line 0.
+    """
     match = re.search(rf"^[ \t]*(?:{re.escape(key)}[ \t]*=|\[+{re.escape(key)}\b)", text, re.MULTILINE)
-    line = text.count("\n", 0, match.start()) + 1 if match else 0
-    return Position(file=file, line=line, column=min(line, 1))
+    if match is None:
+        return Position(file=file, line=0, column=0)
+    line = text.count("\n", 0, match.start()) + 1
+    return Position(file=file, line=line, column=1)
