@@ -60,27 +60,28 @@ class Runtime(abc.ABC):
     """What starts a job's command on a node: a container runtime, or nothing but the node itself."""
 
     kind: RuntimeKind
-    """Its name in ``system.runtime.kind`` and ``--runtime``."""
+    """Name of the runtime in ``system.runtime.kind`` and ``--runtime``."""
     usual_options: Argv = ()
-    """Its options where the recipe's runtime is of another kind."""
+    """Options of every start if the recipe's runtime is of another kind."""
     image_suffix: str = ""
-    """Suffix of the image files that it starts; empty: it starts none."""
+    """Suffix of the image files that the runtime starts; empty if it starts no files."""
     has_container: bool = True
     """Whether the command runs in a container."""
     is_isolated: bool = False
     """Whether the command sees neither folders nor variables of the machine that submits the job."""
     environment_by_options: bool = False
-    """Whether options set the variables and the folder of the command; else it has those of the shell that
-    starts it.
+    """Whether options set the variables and the folder of the command.
+
+    Otherwise the command has those of the shell that starts it.
     """
     serves_image: bool = False
     """Whether a process of the job serves the image's files: a signal to all processes would end it too."""
     without_mounts: str = ""
-    """What to do where it mounts no folders, for the user who chooses a Python of the image."""
+    """Hint for a user who chooses a Python of the image, if the runtime mounts no folders."""
     opens_shells: bool = False
     """Whether a login shell on a node of a running job can open a shell in the job's image."""
     verb_words: int = 2
-    """Number of words before its options, such as ``docker run``."""
+    """Number of arguments before the runtime's options: 2 for ``docker run OPTIONS``."""
     input_options: Argv = ()
     """Options by which the command reads the standard input."""
     terminal_options: Argv = ()
@@ -124,11 +125,7 @@ class Runtime(abc.ABC):
         path = Path(job.container.image)
         sif = image.read(path) if image.is_sif(path) else None
         if sif is not None and sif.encrypted:
-            raise UsageError(
-                "the .sif is encrypted: each node would need its key",
-                where=str(path),
-                hint="ask its owner for one that is not, or for the archive: imgkit sif ARCHIVE",
-            )
+            raise _encrypted_sif_error(path)
         if job.request.container.python_flag:
             return True
         if sif is not None and sif.record is None:
@@ -143,7 +140,7 @@ class Runtime(abc.ABC):
     def arch_error(self, job: Job) -> UsageError | None:
         """Return the error for an image file that the nodes' processors cannot run; None if it fits.
 
-        The result is also None if the architecture is unknown, because the file is not on this machine.
+        The result is also None if the architecture is unknown, for example without the file on this machine.
         """
         if job.makes_image:
             return None
@@ -465,6 +462,14 @@ fi"""
         return f"{self.program(job.recipe)} exec {job.container.image} bash"
 
 
+def _encrypted_sif_error(path: Path) -> UsageError:
+    return UsageError(
+        "the .sif is encrypted: each node would need its key",
+        where=str(path),
+        hint="ask its owner for one that is not, or for the archive: imgkit sif ARCHIVE",
+    )
+
+
 def check_reference(text: str) -> str:
     """Return `text`, the name of an image; raise UsageError if a program would take it for an option."""
     if text.startswith("-"):
@@ -476,9 +481,9 @@ def _user_variables(container: Container) -> set[str]:
     """Return the names of the variables that the user sets by options or in the file of ``--env-file``."""
     names = {*container.env, *container.names}
     if container.env_file:
-        # Only the names of the file are read here: its values may be secret, so no argument may have them.
-        # Docker would prefer a value of system.env, an argument, to that of the file. If the file is only on
-        # the nodes, its names stay unknown here.
+        # A variable that the file sets must not count as one of system.env: `_env_argv` would make the file's
+        # value, which may be secret, an argument, and Docker would prefer the value of system.env. The names
+        # stay unknown if the file is only on the nodes.
         with contextlib.suppress(OSError):
             lines = files.read_text(Path(container.env_file), errors="replace").splitlines()
             names.update(line.partition("=")[0] for line in lines)

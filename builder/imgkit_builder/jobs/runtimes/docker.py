@@ -81,6 +81,7 @@ class Docker(Runtime):
         return options if sets_open_files else (*options, _OPEN_FILES)
 
     def _start(self, job: Job, command: Argv, forward: Argv) -> Argv:
+        """Return the ``docker run`` command that starts `command` as it is."""
         container = job.container
         # The shell of the node replaces variables of the site in these values. A value of the user's own is
         # never expanded.

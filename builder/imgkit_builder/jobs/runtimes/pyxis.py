@@ -98,8 +98,8 @@ class Pyxis(Runtime):
 
         Raises
         ------
-        UsageError : the job shall outlive its nodes, or the path of a mount has characters that pyxis or the
-            shell would change.
+        UsageError : the job must go on when a node is lost, or the path of a mount has characters that pyxis
+            cannot mount.
         """
         if job.outlives_nodes:
             raise _lost_nodes_error(job)
@@ -187,6 +187,7 @@ class Pyxis(Runtime):
         return (*lines, *super().exports(job))
 
     def _start(self, job: Job, command: Argv, forward: Argv) -> Argv:
+        """Return options of srun, and the shell that runs `command` in the container which pyxis starts."""
         container = job.container
         options = self.options(job)
         default_options: list[str] = []

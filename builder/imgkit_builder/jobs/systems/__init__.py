@@ -35,7 +35,10 @@ MODULES: Mapping[str, str] = {
     "standalone": "local",
     "kubeflow": "kubeflow",
 }
-"""Name -> the module here that has its `SYSTEM`; no recipe names ``kubeflow``: it takes jobs of RunAI."""
+"""Name of a system -> the module here that has its `SYSTEM`.
+
+No recipe names ``kubeflow``: it takes jobs of RunAI.
+"""
 
 
 NEW_CONTAINER = (
@@ -79,17 +82,18 @@ class System(abc.ABC):
     flags: type[Any] = SystemFlags
     """A `SystemFlags` dataclass with the flags that only this system has (`request.flag`)."""
     uses: tuple[str, ...] = ()
-    """Flags of every job that mean something here, out of `OPTIONAL`; the others cause a warning."""
+    """Flags out of `OPTIONAL` that mean something on this system; the others cause a warning."""
     registration: Registration = Registration()
     """What recipes need to know: aliases, runtimes, checks of the system section."""
     placement: str = ""
-    """How each of several nodes detects its rank: a name that ``dist-run --scheduler`` takes. Empty: the
-    node agent finds out from the variables that the scheduler or the script sets.
+    """How each of several nodes detects its rank: a name that ``dist-run --scheduler`` takes.
+
+    If it is empty, the node agent detects it by the variables that the scheduler or the script sets.
     """
     passes_names: bool = False
-    """Whether ``--env NAME`` works: the value gets from here to the program without being in any text."""
+    """Whether ``--env NAME`` works: the program gets the value from here, and no text has it."""
     spares_take_over: bool = False
-    """Whether nothing here ends the node agents of the other nodes when a node is lost."""
+    """Whether the node agents of the other nodes go on when a node is lost, so a spare can replace it."""
     hides_gpus: bool = True
     """Whether programs see only the GPUs that the job asked for."""
     takes_hosts: bool = False
@@ -192,7 +196,7 @@ def need_program(job: Job) -> None:
     raise UsageError(message, where=request.image_flag, hint=hint)
 
 
-def worst(states: Iterable[JobState]) -> JobState:
+def array_state(states: Iterable[JobState]) -> JobState:
     """Return the state of an array from those of its tasks.
 
     An array runs while a task runs, and waits while a task waits. It has failed if all tasks ended and one
@@ -241,7 +245,7 @@ def user_options(job: Job) -> Argv:
     return tuple(map(quoting.option, job.request.allocation.options))
 
 
-def last_line(output: str, form: str) -> str:
+def find_job_id(output: str, form: str) -> str:
     """Return the last line of `output` if it is the only job id there; else empty.
 
     If other lines have the form of an id, too, nobody can tell which of them is the job's. The same id may

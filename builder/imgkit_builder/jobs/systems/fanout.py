@@ -85,6 +85,7 @@ def _first_lines(sent: SentInput) -> bytes:
     return b"".join(os.fsencode(text) + b"\n" for text in (secret, *variables, ""))
 
 
+# setsid: the command gets a process group of its own, which the guard can end. 3 is the guard's input.
 _START = 'setsid "$@" 3<&- &'
 # `unset`, because a variable of that name may be exported. The value is in no argument and no variable of the
 # command, which reads it from its input.
@@ -111,7 +112,13 @@ def guarded(command: Argv, sent: SentInput = SentInput()) -> Argv:
 
 
 class _Host:
-    """The ssh of one host, and the threads that show its output."""
+    """The ssh of one host, and the threads that show its output.
+
+    Parameters
+    ----------
+    line : what the host's shell runs.
+    data : what the guard in `line` reads first.
+    """
 
     def __init__(self, name: str, line: str, data: bytes, show: Show) -> None:
         self.name = name
@@ -217,8 +224,9 @@ def _wait(
             running.remove(host)
             if code and not signals:
                 say(_failure_message(host, code))
-            decides = host is hosts[0] if head_decides else code != 0
-            if decides and first_code == 0:
+            # With `head_decides`, the run is over when the head ends, also without an error.
+            ends_run = host is hosts[0] if head_decides else code != 0
+            if ends_run and first_code == 0:
                 first_code = code
                 peers_end_s = time.monotonic() + PEERS_S
         if len(signals) > handled_signals:
@@ -318,6 +326,7 @@ _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 
 
 _MOST_BYTES = 4 << 20
+"""A larger file is no list of hosts, and is not read."""
 
 
 def read(text: str) -> tuple[str, ...]:

@@ -35,9 +35,14 @@ from imgkit_entrypoints.schedulers.placement import FIRST_PORT, PORTS
 MASTER_PORT = 29500
 """torchrun's default, for the user's own programs. Launchers of imgkit agree on a free port."""
 FORWARD = (
-    *(*OPENMPI.fields.rank, *OPENMPI.fields.world_size),
-    *(*OPENMPI.fields.local_rank, *OPENMPI.fields.local_world_size, *OPENMPI.fields.job_id),
-    *("IMGKIT_NODES", "MASTER_ADDR", "MASTER_PORT"),
+    *OPENMPI.fields.rank,
+    *OPENMPI.fields.world_size,
+    *OPENMPI.fields.local_rank,
+    *OPENMPI.fields.local_world_size,
+    *OPENMPI.fields.job_id,
+    "IMGKIT_NODES",
+    "MASTER_ADDR",
+    "MASTER_PORT",
 )
 """Variables that docker passes into the container; other runtimes pass all of mpirun's."""
 

@@ -24,7 +24,7 @@ from imgkit_builder.jobs.systems import (
     NEW_CONTAINER,
     QueueCommands,
     System,
-    last_line,
+    find_job_id,
     need_task,
     options_of,
     options_with_values,
@@ -102,7 +102,7 @@ class Pbs(System):
 
     def parse_job_id(self, output: str, name: str) -> str:
         """Return the id that ``qsub`` prints: ``SEQUENCE.SERVER``, or ``SEQUENCE[].SERVER`` of an array."""
-        return last_line(output, r"[0-9]+(\[[0-9]*\])?(\..+)?")
+        return find_job_id(output, r"[0-9]+(\[[0-9]*\])?(\..+)?")
 
     def status_commands(self, record: QueuedJob) -> tuple[Argv, ...]:
         """Return the commands for a job in the queue, and for one in the history that a server may keep."""

@@ -48,7 +48,7 @@ class PodFlags(SystemFlags):
 
     @property
     def system(self) -> str:
-        """Name of the system that takes manifests, if ``--format`` asks for one."""
+        """Name of the system that takes the job if ``--format`` requests a document; else empty."""
         return "" if self.format == "runai" else "kubeflow"
 
 

@@ -134,12 +134,7 @@ def _options(job: Job, name: str) -> Iterator[str]:
     claims = pods.claims(job)
     folder = pods.workdir(job)
     is_first_client = pods.client_of(job) == "v1"
-    if not is_first_client:
-        yield from ("runai", *_later_kind(job).split(), "submit", name)
-    elif allocation.nodes == 1:
-        yield from ("runai", "submit", "--name", name)
-    else:
-        yield from ("runai", "submit-dist", "pytorch", "--name", name)
+    yield from _submit_command(job, name, is_first_client=is_first_client)
     yield from (*_project(allocation.queue), "--image", job.container.image)
     if allocation.nodes > 1:
         yield from ("--workers", str(allocation.nodes - 1))  # the pods after the first
@@ -153,16 +148,16 @@ def _options(job: Job, name: str) -> Iterator[str]:
         yield from _volume_option(claim, is_first_client=is_first_client)
     if folder:
         yield from ("--working-dir", folder)
-    # All references have the short form -e. The long one is --environment in 2.18, and --environment-variable
-    # in 2.24.
-    for variable, value in pods.variables(job).items():
-        yield from ("-e", f"{variable}={pods.literal(value)}")
-    for variable in job.container.names:
-        if is_first_client:
-            # docs.run.ai/v2.13/admin/workloads/secrets: the client passes only the reference to the Secret.
-            yield from ("-e", f"{variable}=SECRET:{pods.SECRET},{variable}")
-        else:
-            yield from ("--env-secret", f"{variable}={pods.SECRET},key={variable}")
+    yield from _variable_options(job, is_first_client=is_first_client)
+
+
+def _submit_command(job: Job, name: str, *, is_first_client: bool) -> Argv:
+    """Return the command that submits a job of one pod or of several, with the job's name."""
+    if not is_first_client:
+        return ("runai", *_later_kind(job).split(), "submit", name)
+    if job.allocation.nodes == 1:
+        return ("runai", "submit", "--name", name)
+    return ("runai", "submit-dist", "pytorch", "--name", name)
 
 
 def _volume_option(claim: pods.Claim, *, is_first_client: bool) -> Argv:
@@ -181,6 +176,20 @@ def _volume_option(claim: pods.Claim, *, is_first_client: bool) -> Argv:
             hint=f"--pvc {claim.name}:{claim.path}; --format pytorchjob, or --client v1",
         )
     return ("--existing-pvc", f"claimname={claim.name},path={claim.path}")
+
+
+def _variable_options(job: Job, *, is_first_client: bool) -> Iterator[str]:
+    """Yield the options that set the variables of the pods."""
+    # All references have the short form -e. The long one is --environment in 2.18, and --environment-variable
+    # in 2.24.
+    for name, value in pods.variables(job).items():
+        yield from ("-e", f"{name}={pods.literal(value)}")
+    for name in job.container.names:
+        if is_first_client:
+            # docs.run.ai/v2.13/admin/workloads/secrets: the client passes only the reference to the Secret.
+            yield from ("-e", f"{name}=SECRET:{pods.SECRET},{name}")
+        else:
+            yield from ("--env-secret", f"{name}={pods.SECRET},key={name}")
 
 
 def _rows(argv: Argv) -> str:

@@ -90,6 +90,9 @@ def _options(program: str, command: tuple[str, ...]) -> frozenset[str]:
     if result.returncode:
         return frozenset()
     # Both clients list one option a line: "  -e, --environment stringArray   What it does".
-    matches = re.findall(r"^\s+(?:(-\w), )?(--[\w-]+)", result.output, re.MULTILINE)
-    options = {option for short_and_long in matches for option in short_and_long}
-    return frozenset(options - {""})  # many options have no short form
+    options = set()
+    for short, long in re.findall(r"^\s+(?:(-\w), )?(--[\w-]+)", result.output, re.MULTILINE):
+        options.add(long)
+        if short:
+            options.add(short)
+    return frozenset(options)

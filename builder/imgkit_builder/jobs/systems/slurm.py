@@ -15,13 +15,13 @@ from imgkit_builder.jobs.systems import (
     JobShell,
     QueueCommands,
     System,
-    last_line,
+    array_state,
+    find_job_id,
     need_task,
     options_of,
     options_with_values,
     user_options,
     with_folders,
-    worst,
 )
 from imgkit_builder.jobs.templates import fill
 from imgkit_builder.recipe.systems import SHIPPED
@@ -107,7 +107,7 @@ class Slurm(System):
 
     def parse_job_id(self, output: str, name: str) -> str:
         """Return what ``sbatch --parsable`` prints: ``ID``, or ``ID;CLUSTER`` of one of several clusters."""
-        return last_line(output, r"[0-9]+(;.+)?")
+        return find_job_id(output, r"[0-9]+(;.+)?")
 
     def status_commands(self, record: QueuedJob) -> tuple[Argv, ...]:
         """Return the commands that ask the queue, the accounting, and Slurm's controller.
@@ -133,7 +133,7 @@ class Slurm(System):
         """
         # Only one group matches, that of the command which printed the output.
         names = (match[match.lastgroup or 0] for match in _STATE.finditer(output))
-        state = worst(STATES.get(name, "") for name in names)
+        state = array_state(STATES.get(name, "") for name in names)
         codes = [int(by_scontrol or by_sacct) for by_scontrol, by_sacct in _CODE.findall(output)]
         code = max(codes, default=None)
         is_of_scontrol = "JobState=" in output
