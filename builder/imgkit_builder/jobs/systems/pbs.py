@@ -54,11 +54,20 @@ STATES: Mapping[str, JobState] = {
     **dict.fromkeys("RBEU", "running"),
 }
 """States of a job in the queue (qstat(1)): B is an array that has started, E a job that exits."""
-_SHOWN = frozenset(
-    (
-        *("Job Id", "Job_Name", "job_state", "array_state_count", "comment", "estimated.start_time", "stime"),
-        *("resources_used.walltime", "exec_host", "obittime", "Exit_status"),
-    )
+_SHOWN_ATTRIBUTES = frozenset(
+    {
+        "Job Id",
+        "Job_Name",
+        "job_state",
+        "array_state_count",
+        "comment",
+        "estimated.start_time",
+        "stime",
+        "resources_used.walltime",
+        "exec_host",
+        "obittime",
+        "Exit_status",
+    }
 )
 """Attributes of a job that people read."""
 
@@ -81,7 +90,7 @@ class Pbs(System):
         if job.makes_image:
             return _image_script(job)
         if job.is_interactive:
-            return _interactive(job)
+            return _interactive_script(job)
         nodes = job.allocation.nodes
         start = job.flags(PbsFlags).pbs_start
         # The script itself starts the processes of other hosts, unless PALS does.
@@ -94,8 +103,8 @@ class Pbs(System):
             by_task=by_task,
             patience_s=PATIENCE_S,
             rdzv=rdzv and not by_task,
-            node=line(_node(job, rdzv=rdzv)),
-            words=line(_remote(by_task)) if by_task else "",
+            node=line(_node_command(job, rdzv=rdzv)),
+            words=line(_remote_command(by_task)) if by_task else "",
         )
         is_array = any(option.startswith("-J") for option in options_of(job))
         return Script(text=text, submit=("qsub",), on_stdin=True, is_array=is_array)
@@ -116,7 +125,7 @@ class Pbs(System):
         text = ""
         for row in output.splitlines():
             attribute = re.split(r" = |: ", row.strip())[0]  # "Job Id: 4711.server", "job_state = R"
-            if attribute in _SHOWN:
+            if attribute in _SHOWN_ATTRIBUTES:
                 text += f"{row}\n"
         state_match = re.search(r"^\s*job_state = (\w)$", output, re.MULTILINE)
         code_match = re.search(r"^\s*Exit_status = (-?[0-9]{1,9})\s*$", output, re.MULTILINE)
@@ -223,7 +232,7 @@ def _directives(options: Sequence[str]) -> list[str]:
     return rows
 
 
-def _node(job: Job, *, rdzv: bool) -> Argv:
+def _node_command(job: Job, *, rdzv: bool) -> Argv:
     """Return the command that starts the job's command on this node, or by mpiexec on all nodes.
 
     Parameters
@@ -242,14 +251,14 @@ def _node(job: Job, *, rdzv: bool) -> Argv:
     return PALS.start_argv(argv, nnodes=nodes, options=network)
 
 
-def _remote(by_task: str) -> Argv:
+def _remote_command(by_task: str) -> Argv:
     """Return the command by which the script runs ``$task`` on another host, for pbsdsh or for ssh."""
     if by_task == "pbsdsh":
         return pbs.start_argv(("/bin/bash", "-lc", Shell('"$task; node"')), line=Shell('"${lines[rank]}"'))
     return ("ssh", "-o", "BatchMode=yes", Shell('"${hosts[rank]}"'), "/bin/bash", "-l", "-s")
 
 
-def _interactive(job: Job) -> Script:
+def _interactive_script(job: Job) -> Script:
     """Return the ``qsub -I`` line, after comments with the lines to type in the shell that it opens.
 
     Raises

@@ -38,7 +38,7 @@ class RunAI(pods.Pods):
             *("--", *map(pods.literal, command)),
         )
         kind = _kind(job)
-        text = f"{_rows(argv)}\n"
+        text = f"{_command_text(argv)}\n"
         if job.is_interactive:
             text = "\n".join((*_interactive_comments(job, name, kind), text))
         return Script(text=text, submit=argv, kind=kind)
@@ -192,7 +192,7 @@ def _variable_options(job: Job, *, is_first_client: bool) -> Iterator[str]:
             yield from ("--env-secret", f"{name}={pods.SECRET},key={name}")
 
 
-def _rows(argv: Argv) -> str:
+def _command_text(argv: Argv) -> str:
     """Return the command as shell text, with one line for each option and its value."""
     end_of_options = argv.index("--")
     rows = [[argv[0]]]

@@ -93,15 +93,15 @@ class Slurm(System):
         if job.makes_image:
             text = fill(job, "slurm-sif.sh.j2", directives=directives, make=line(job.command))
         else:
-            container = _container(job)
+            container = _container_argv(job)
             text = fill(
                 job,
                 "slurm.sh.j2",
                 directives=directives,
                 array=is_array,
                 look=line(_node_check(job)),
-                start=line(_start(job, container)),
-                start_in_node=line(_start(job, (*_IN_NODE, *container))),
+                start=line(_srun_argv(job, container)),
+                start_in_node=line(_srun_argv(job, (*_IN_NODE, *container))),
             )
         return Script(text=text, submit=SUBMIT, on_stdin=True, is_array=is_array)
 
@@ -261,7 +261,7 @@ PODMAN_FORWARD = ("SLURM*", "IMGKIT_*", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DE
 """Variables that podman passes into the container; it alone expands the stars."""
 
 
-def _container(job: Job) -> Argv:
+def _container_argv(job: Job) -> Argv:
     """Return the argv that starts the job's command in its container on a node."""
     return _with_folders(job, runtime_of(job).argv(job, job.command, forward=PODMAN_FORWARD))
 
@@ -285,7 +285,7 @@ def _node_check(job: Job) -> Argv:
     return (*srun, *with_folders(job, argv))
 
 
-def _start(job: Job, argv: Argv) -> Argv:
+def _srun_argv(job: Job, argv: Argv) -> Argv:
     """Return the ``srun`` command that starts `argv` on all nodes of the job."""
     queue = job.recipe.system.queue
     options: list[str] = []
@@ -311,7 +311,7 @@ def _interactive_line(job: Job) -> str:
     node_check = _node_check(job)
     if node_check:
         lines.append(_quoted(node_check))
-    argv = _start(job, _container(job)) if job.command else _first_node_shell(job)
+    argv = _srun_argv(job, _container_argv(job)) if job.command else _first_node_shell(job)
     lines.append(f"exec {_quoted(argv)}")
     return " && ".join(lines)
 
