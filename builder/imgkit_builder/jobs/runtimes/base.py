@@ -15,7 +15,7 @@ from imgkit_builder.base.process import Finished
 from imgkit_builder.image.wheel import PACKAGE
 from imgkit_builder.jobs import quoting
 from imgkit_builder.jobs.code_tree import CODE_PLACE
-from imgkit_builder.jobs.job import Argv, Job, RuntimeKind
+from imgkit_builder.jobs.job import Argv, Container, Job, RuntimeKind
 from imgkit_builder.recipe.targets import Target
 from imgkit_builder.sif import image, sqsh
 from imgkit_builder.workflow import baked
@@ -23,7 +23,7 @@ from imgkit_entrypoints import system
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch import mounted_code
 from imgkit_entrypoints.rules import site_variables
-from imgkit_entrypoints.system import HOST, HOST_FOLDERS, JOB_FOLDER, SYSTEM_JSON, Partition
+from imgkit_entrypoints.system import HOST, HOST_FOLDERS, JOB_FOLDER, SYSTEM_JSON
 
 Runner = Callable[[Sequence[str]], Finished]
 """Runs a command where the job is submitted, to its end; exit code 127 where a program is missing."""
@@ -60,27 +60,28 @@ class Runtime(abc.ABC):
     """What starts a job's command on a node: a container runtime, or nothing but the node itself."""
 
     kind: RuntimeKind
-    """Its name in ``system.runtime.kind`` and ``--runtime``."""
+    """Name of the runtime in ``system.runtime.kind`` and ``--runtime``."""
     usual_options: Argv = ()
-    """Its options where the recipe's runtime is of another kind."""
+    """Options of every start if the recipe's runtime is of another kind."""
     image_suffix: str = ""
-    """Suffix of the image files that it starts; empty: it starts none."""
+    """Suffix of the image files that the runtime starts; empty if it starts no files."""
     has_container: bool = True
     """Whether the command runs in a container."""
     is_isolated: bool = False
     """Whether the command sees neither folders nor variables of the machine that submits the job."""
     environment_by_options: bool = False
-    """Whether options set the variables and the folder of the command; else it has those of the shell that
-    starts it.
+    """Whether options set the variables and the folder of the command.
+
+    Otherwise the command has those of the shell that starts it.
     """
     serves_image: bool = False
     """Whether a process of the job serves the image's files: a signal to all processes would end it too."""
     without_mounts: str = ""
-    """What to do where it mounts no folders, for the user who chooses a Python of the image."""
+    """Hint for a user who chooses a Python of the image, if the runtime mounts no folders."""
     opens_shells: bool = False
     """Whether a login shell on a node of a running job can open a shell in the job's image."""
     verb_words: int = 2
-    """Number of words before its options, such as ``docker run``."""
+    """Number of arguments before the runtime's options: 2 for ``docker run OPTIONS``."""
     input_options: Argv = ()
     """Options by which the command reads the standard input."""
     terminal_options: Argv = ()
@@ -104,7 +105,7 @@ class Runtime(abc.ABC):
 
         Raises
         ------
-        UsageError : it cannot start such an image, or none is named.
+        UsageError : the runtime cannot start such an image, or needs an image and `text` is empty.
         """
 
     def image_title(self, name: str) -> str:
@@ -112,7 +113,10 @@ class Runtime(abc.ABC):
         return name
 
     def is_foreign(self, job: Job) -> bool:
-        """Return whether imgkit did not build the image, by its record, or the user chooses a Python in it.
+        """Return whether imgkit must bind its entry points into the image.
+
+        That is so if the record of the image does not say that imgkit built it, or if the user chooses a
+        Python in it.
 
         Raises
         ------
@@ -121,11 +125,7 @@ class Runtime(abc.ABC):
         path = Path(job.container.image)
         sif = image.read(path) if image.is_sif(path) else None
         if sif is not None and sif.encrypted:
-            raise UsageError(
-                "the .sif is encrypted: each node would need its key",
-                where=str(path),
-                hint="ask its owner for one that is not, or for the archive: imgkit sif ARCHIVE",
-            )
+            raise _encrypted_sif_error(path)
         if job.request.container.python_flag:
             return True
         if sif is not None and sif.record is None:
@@ -133,14 +133,19 @@ class Runtime(abc.ABC):
         return self._lacks_manifest(path)
 
     def _lacks_manifest(self, path: Path) -> bool:
-        """Return whether `path` is an image here that holds no manifest of imgkit."""
+        """Return whether `path` is an image file on this machine that holds no manifest of imgkit."""
         is_image = image.is_sif(path) or sqsh.is_sqsh(path)
         return is_image and not baked.has_manifest(path)
 
     def arch_error(self, job: Job) -> UsageError | None:
-        """Return the error for a file that is here and not for the nodes' architecture; None if it fits."""
+        """Return the error for an image file that the nodes' processors cannot run; None if it fits.
+
+        The result is also None if the architecture is unknown, for example without the file on this machine.
+        """
+        if job.makes_image:
+            return None
         path = Path(job.container.image)
-        arch = "" if job.makes_image else self._image_arch(path)
+        arch = self._image_arch(path)
         node_archs = {platform.removeprefix("linux/") for platform in job.recipe.platforms}
         if not arch or arch in node_archs:
             return None
@@ -155,9 +160,10 @@ class Runtime(abc.ABC):
         return baked.arch(path) if sqsh.is_sqsh(path) else ""
 
     def image_digest(self, job: Job, run: Runner) -> str:
-        """Return what stands for the image's content, or "folder" for a folder, which has only its path.
+        """Return a digest that stands for the image's content; "folder" for an image that is a folder.
 
-        The digest is empty where `run` finds no image.
+        The digest is empty if the image does not exist or cannot be read on the machine where `run` runs
+        commands. A folder has no digest, because nothing short stands for its files.
         """
         check = f'if [ -d "$1" ]; then echo folder; elif [ -r "$1" ]; then {_edges("$1")}; fi'
         fields = run(("sh", "-c", check, "sh", job.container.image)).output.split()
@@ -166,7 +172,12 @@ class Runtime(abc.ABC):
     # Checks
 
     def check(self, job: Job) -> None:
-        """Raise UsageError for what it cannot do in this job; here, for what needs an image file."""
+        """Check that the runtime can do what the job requests.
+
+        Raises
+        ------
+        UsageError : the job needs a .sif or has a .sqsh, and this runtime does not start such files.
+        """
         if job.request.container.code is not None:
             raise UsageError(
                 f"the code is mounted over a .sif, but {self.kind} does not run one",
@@ -193,17 +204,17 @@ class Runtime(abc.ABC):
             raise error
 
     def refuse_python(self, job: Job, flag: str) -> None:
-        """Raise UsageError if imgkit can bind no entry points into the image, whose Python `flag` chooses."""
+        """Raise UsageError if imgkit cannot bind its entry points into the image for the Python of `flag`."""
         if not self.mounts_folders:
-            message, hint = f"{self.kind} binds nothing into an image", self.without_mounts
-            raise UsageError(message, where=flag, hint=hint)
+            message = f"{self.kind} binds nothing into an image"
+            raise UsageError(message, where=flag, hint=self.without_mounts)
 
     def belongs_to_service(self, program: str) -> bool:
         """Return whether the containers of `program` belong to a service of the node, and not to the job."""
         return False
 
     def can_mount(self, path: str) -> bool:
-        """Return whether it can mount something at this path."""
+        """Return whether the runtime can mount something at `path`."""
         return re.fullmatch(r"/[^:,\x00-\x1f]*", path) is not None
 
     def warnings(self, job: Job) -> Iterator[str]:
@@ -217,11 +228,12 @@ class Runtime(abc.ABC):
 
         Parameters
         ----------
-        forward : variables that docker copies from its own environment; other runtimes copy all.
+        forward : names of variables that docker copies from its own environment; other runtimes copy all.
         """
         python = self._entry_point_python(job)
         if python and command and command[0].startswith("dist-"):
-            # Not by PYTHONPATH: the workers start with -I, too.
+            # PYTHONPATH could not lead to the package: Python ignores it with -I, and the entry points start
+            # their workers with -I, too.
             command = (python, "-I", "-m", PACKAGE, *command)
         return self._start(job, (*_activation(job), *self._env_argv(job), *command), forward)
 
@@ -230,43 +242,50 @@ class Runtime(abc.ABC):
         return command
 
     def _entry_point_python(self, job: Job) -> str:
-        """Return the Python that runs ``dist-*`` programs; empty where the image has these programs."""
-        # Only images of imgkit have them; the installed package does not.
+        """Return the Python that runs the package with ``dist-*``; empty if the image has these programs.
+
+        An image of imgkit has the programs. imgkit binds only the package into other images.
+        """
         return job.container.bound.python if job.container.bound else ""
 
     def _env_argv(self, job: Job) -> Argv:
-        """Return env with the variables that it sets inside the container; nothing if there is none."""
+        """Return the start of a command, ``env NAME=VALUE ...``, that sets variables inside the container.
+
+        The result is empty if there are no variables, or if options of the runtime set them.
+        """
         if self.environment_by_options:
             return ()
-        # By env: apptainer and older versions of singularity execute $(...) in the values of --env and
-        # SINGULARITYENV_*, and a variable that the image sets overrides an exported one.
-        variables = [f"{name}={value}" for name, value in job.container.env.items()]
+        # Apptainer and older versions of Singularity execute $(...) in the values of --env and
+        # SINGULARITYENV_*, and a variable that the image sets overrides an exported one. env avoids both.
+        assignments = [f"{name}={value}" for name, value in job.container.env.items()]
         if self.has_container:
-            variables += [quoting.Shell(f'"{name}=${name}"') for name in self.system_variables(job)]
-        return ("env", *variables) if variables else ()
+            # `exports` sets these on the node; the shell of the node replaces $NAME.
+            assignments += [quoting.Shell(f'"{name}=${name}"') for name in self.system_variables(job)]
+        return ("env", *assignments) if assignments else ()
 
     def shell(self, job: Job) -> Argv:
         """Return the argv of a shell in the job's image."""
         return self.argv(dataclasses.replace(job, command=()), ("bash",))
 
     def shell_line(self, job: Job) -> str:
-        """Return the line of a login shell that opens a shell like `shell`, with the variables of the job.
+        """Return a command line that opens a shell in the job's image, with the variables of the job.
 
-        Empty if the runtime cannot do that while the job runs.
+        A login shell on a node of the running job can run the line. The line is empty if the runtime cannot
+        open a shell while the job runs.
         """
         if not self.opens_shells:
             return ""
         job = dataclasses.replace(job, command=())
-        load = [f"module load {shlex.quote(name)}" for name in self.modules(job)]
-        argv = map(quoting.quote, self.shell(job))
-        return " && ".join((*load, *self.exports(job), f"exec {' '.join(argv)}"))
+        load_modules = [f"module load {shlex.quote(name)}" for name in self.modules(job)]
+        shell = " ".join(map(quoting.quote, self.shell(job)))
+        return " && ".join((*load_modules, *self.exports(job), f"exec {shell}"))
 
     def with_options(self, argv: Argv, *options: str) -> Argv:
         """Return `argv`, which starts the job's container, with further options for the runtime.
 
         Raises
         ------
-        UsageError : there is no container.
+        UsageError : there are options, but the runtime has no container that they could be for.
         """
         if options and not self.has_container:
             raise UsageError(
@@ -277,7 +296,7 @@ class Runtime(abc.ABC):
         return (*argv[: self.verb_words], *options, *argv[self.verb_words :])
 
     def node_check(self, job: Job) -> Argv:
-        """Return the argv that looks at each node before Slurm starts the container; usually nothing does."""
+        """Return the argv that checks each node before Slurm starts the container; empty for no check."""
         return ()
 
     def _facts(self, recipe: Target) -> system.Runtime:
@@ -309,11 +328,10 @@ class Runtime(abc.ABC):
     # The variables
 
     def exports(self, job: Job) -> tuple[str, ...]:
-        """Return shell lines that set variables of the runtime and of the node agent."""
-        container, variables = job.container, self.system_variables(job)
-        binds = container.binds if self.has_container else ()
-        names = site_variables(*job.recipe.system.runtime.host_libs, *variables.values(), *binds)
-        lines = [f': "${{{name}:?imgkit: {_NOT_SET}}}"' for name in names if name != JOB_FOLDER]
+        """Return shell lines that set the variables of the job before the command starts on a node."""
+        container = job.container
+        variables = self.system_variables(job)
+        lines = self._require_site_variables(job, variables)
         lines += quoting.exports(job.settings)
         if container.env_file:
             lines.append(_READ_ENV.format(file=shlex.quote(container.env_file)))
@@ -325,33 +343,39 @@ class Runtime(abc.ABC):
             lines += quoting.default_exports(variables)
         return tuple(lines)
 
-    def system_variables(self, job: Job) -> Mapping[str, str]:
-        """Return the variables of ``system.env`` for the job's command, without those that the user sets.
+    def _require_site_variables(self, job: Job, variables: Mapping[str, str]) -> list[str]:
+        """Return shell lines that end the job on a node that lacks a variable which paths or values use.
 
-        ``dist-*`` get none: they read them in the image, and leave out what does not fit the node. Without an
-        image, they get all of them, too.
+        Modules of the site set such variables, for example $SCRATCH. `JOB_FOLDER` is not among them: imgkit
+        sets it.
+        """
+        binds = job.container.binds if self.has_container else ()
+        names = site_variables(*job.recipe.system.runtime.host_libs, *variables.values(), *binds)
+        return [f': "${{{name}:?imgkit: {_NOT_SET}}}"' for name in names if name != JOB_FOLDER]
+
+    def system_variables(self, job: Job) -> Mapping[str, str]:
+        """Return the variables of ``system.env`` that the start sets for the job's command.
+
+        A ``dist-*`` command in a container gets none: it reads ``system.env`` in the image, and leaves out
+        what does not fit the node. All other commands get the variables that the user does not set.
         """
         if self.has_container and job.runs_entry_point:
             return {}
         facts = job.recipe.system
-        users = {*job.container.env, *job.container.names}
-        if facts.partitions.get(job.allocation.queue, Partition()).interfaces:
-            # The system's are those of other nodes.
-            users.update(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"))
-        if job.container.env_file:
-            # Its values must stand in no argument list, and Docker would prefer the system's. The file may be
-            # on the nodes alone.
-            with contextlib.suppress(OSError):
-                rows = files.read_text(Path(job.container.env_file), errors="replace").splitlines()
-                users.update(row.partition("=")[0] for row in rows)
-        return {name: value for name, value in facts.env.items() if name not in users}
+        overridden = _user_variables(job.container)
+        partition = facts.partitions.get(job.allocation.queue)
+        if partition is not None and partition.interfaces:
+            # The nodes of this partition have interfaces of their own. Those in system.env are for the other
+            # nodes of the system.
+            overridden |= {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
+        return {name: value for name, value in facts.env.items() if name not in overridden}
 
     def _refuse_changed_image(self, job: Job, digest: str) -> str:
         """Return shell lines that end the job on a node where its image is missing or has another digest."""
-        command, answer = self._digest_command(job, digest)
+        command, expected_output = self._digest_command(job, digest)
         return f"""\
 image={shlex.quote(job.container.image)}
-if [ "$({command})" != "{answer}" ]; then
+if [ "$({command})" != "{expected_output}" ]; then
     echo "imgkit: $image has changed since its job was submitted, or this node lacks it: submit again" >&2
     exit 2
 fi"""
@@ -363,35 +387,43 @@ fi"""
     # The mounts
 
     def mounts(self, job: Job) -> tuple[str, ...]:
-        """Return what the container mounts of the host, ``SRC[:DEST[:ro]]``.
+        """Return what the container mounts of its node, each as ``SRC[:DEST[:ro]]``.
 
-        These are the code, libraries, folders of the recipe and the user, entry points and the job's folder.
+        These are the code, the host's libraries, the folders of the recipe and the user, the entry points for
+        an image that imgkit did not build, and the job's folder.
         """
         container = job.container
-        code = (f"/{CODE_PLACE}", mounted_code.CODE_JSON) if container.code else ()
-        entry_points: tuple[str, ...] = ()
+        mounts: list[str] = []
+        if container.code:
+            for path in (f"/{CODE_PLACE}", mounted_code.CODE_JSON):
+                mounts.append(f"{container.code_folder}{path}:{path}:ro")
+        mounts += self._library_mounts(job)
+        mounts += container.binds
         if container.bound:
-            folder, site = container.bound.folder, container.bound.site
-            system_json = f"{folder}/{SYSTEM_JSON.name}:{SYSTEM_JSON}:ro"
-            entry_points = (f"{folder}/{PACKAGE}:{site}/{PACKAGE}:ro", system_json)
-        return (
-            *(f"{container.code_folder}{path}:{path}:ro" for path in code),
-            *self._library_mounts(job),
-            *container.binds,
-            *entry_points,
-            str(job.directory),
-        )
+            folder = container.bound.folder
+            mounts.append(f"{folder}/{PACKAGE}:{container.bound.site}/{PACKAGE}:ro")
+            mounts.append(f"{folder}/{SYSTEM_JSON.name}:{SYSTEM_JSON}:ro")
+        mounts.append(str(job.directory))
+        return tuple(mounts)
 
     def _library_mounts(self, job: Job) -> Iterator[str]:
-        """Return mounts of the host's libraries, below `HOST` where the node agent chooses among them."""
+        """Yield mounts of the host's libraries.
+
+        With ``fabric.host_libs: auto`` the node agent chooses among the libraries, so the host's folders are
+        mounted below `HOST`. Otherwise the folders of the recipe are mounted at their own paths.
+        """
         facts = job.recipe.system
         libraries = facts.runtime.host_libs
         if facts.fabric.host_libs == "auto":
             other_folders = (folder for folder in libraries if not folder.startswith(_BELOW_HOST_FOLDERS))
-            return (f"{folder}:{HOST}{folder}:ro" for folder in (*HOST_FOLDERS, *other_folders))
-        # Docker would need an option for LD_LIBRARY_PATH, too: only the node agent uses libraries there.
-        folders = () if self.environment_by_options else libraries
-        return (f"{folder}:{folder}:ro" for folder in folders)
+            for folder in (*HOST_FOLDERS, *other_folders):
+                yield f"{folder}:{HOST}{folder}:ro"
+            return
+        if self.environment_by_options:
+            # Docker would also need an option for LD_LIBRARY_PATH: only the node agent uses libraries there.
+            return
+        for folder in libraries:
+            yield f"{folder}:{folder}:ro"
 
     def listed_libraries(self, job: Job) -> tuple[str, ...]:
         """Return the recipe's folders of libraries, unless the node agent chooses among them."""
@@ -403,22 +435,26 @@ fi"""
     # A look into an image that imgkit did not build
 
     def probe_argv(self, job: Job, probe: Argv) -> Argv:
-        """Return the argv that runs `probe` in the image on this machine, with the modules that are here.
+        """Return the argv that runs `probe` in the image on this machine, after loading the site's modules.
 
         Raises
         ------
-        ToolMissing : nothing on this machine starts the image.
+        ToolMissing : no program on this machine starts the image.
         """
-        argv, modules = self.argv(job, probe), self.modules(job)
+        argv = self.argv(job, probe)
+        modules = self.modules(job)
         if not modules:
             return argv
-        # Where there are no modules, the runtime may be on PATH; if it is not, bash says so.
-        load = shlex.join(("module", "load", *modules))
-        script = f'if type module > /dev/null 2>&1; then {load} || exit; fi; exec "$@"'
+        # Without the module command, the runtime may be on PATH; if it is not, bash says so.
+        load_modules = shlex.join(("module", "load", *modules))
+        script = f'if type module > /dev/null 2>&1; then {load_modules} || exit; fi; exec "$@"'
         return ("bash", "-lc", script, "bash", *argv)
 
     def probe_program(self, job: Job) -> str:
-        """Return the program of `probe_argv` or its modules; empty if it is known to be here."""
+        """Return what `probe_argv` needs on this machine: the modules, or else the runtime's program.
+
+        The result is empty if `probe_argv` itself finds the program.
+        """
         return job.recipe.module_line or self.program(job.recipe)
 
     def typed_shell(self, job: Job) -> str:
@@ -426,11 +462,32 @@ fi"""
         return f"{self.program(job.recipe)} exec {job.container.image} bash"
 
 
+def _encrypted_sif_error(path: Path) -> UsageError:
+    return UsageError(
+        "the .sif is encrypted: each node would need its key",
+        where=str(path),
+        hint="ask its owner for one that is not, or for the archive: imgkit sif ARCHIVE",
+    )
+
+
 def check_reference(text: str) -> str:
     """Return `text`, the name of an image; raise UsageError if a program would take it for an option."""
     if text.startswith("-"):
         raise UsageError(f"{text!r} is not an image", where="--image")
     return text
+
+
+def _user_variables(container: Container) -> set[str]:
+    """Return the names of the variables that the user sets by options or in the file of ``--env-file``."""
+    names = {*container.env, *container.names}
+    if container.env_file:
+        # A variable that the file sets must not count as one of system.env: `_env_argv` would make the file's
+        # value, which may be secret, an argument, and Docker would prefer the value of system.env. The names
+        # stay unknown if the file is only on the nodes.
+        with contextlib.suppress(OSError):
+            lines = files.read_text(Path(container.env_file), errors="replace").splitlines()
+            names.update(line.partition("=")[0] for line in lines)
+    return names
 
 
 def with_targets(mounts: Iterable[str]) -> Iterator[str]:
@@ -445,8 +502,12 @@ def _edges(variable: str) -> str:
 
 
 def _activation(job: Job) -> Argv:
-    """Return words that activate an environment of the image, before the words that run in it."""
+    """Return the start of a command that activates an environment of the image; empty without --activate."""
     command = job.request.container.activate
+    if not command:
+        return ()
     if re.fullmatch(r"\$\w+|\$\{\w+\}", command):
-        command = f'eval "{command}"'  # the command in a variable, which may have several parts
-    return ("bash", "-c", _ACTIVATE, "bash", command) if command else ()
+        # A variable that holds the command, for example "$WITH_CONDA". The shell would take its value for one
+        # program with arguments; a second eval reads it as a line with several commands.
+        command = f'eval "{command}"'
+    return ("bash", "-c", _ACTIVATE, "bash", command)

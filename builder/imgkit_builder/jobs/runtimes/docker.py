@@ -40,7 +40,7 @@ class Docker(Runtime):
     terminal_options = ("--interactive", "--tty")
 
     def image(self, text: str, recipe: str, directory: Path) -> str:
-        """Return the name of the image; default: that of the recipe."""
+        """Return the name of the image; without `text`, that of the recipe's image."""
         return check_reference(text) or f"{recipe}:latest"
 
     def is_foreign(self, job: Job) -> bool:
@@ -49,16 +49,16 @@ class Docker(Runtime):
         return bool(container.image or container.python_flag)
 
     def image_digest(self, job: Job, run: Runner) -> str:
-        """Return the id of the image; empty where there is none."""
+        """Return the id of the image; empty if the engine has no such image."""
         argv = (self.program(job.recipe), "image", "inspect", "--format", "{{.Id}}", job.container.image)
-        answer = run(argv)
-        image_id = answer.output.strip().rpartition("\n")[2]  # warnings come before it
-        if answer.returncode or not re.fullmatch(r"(sha256:)?[0-9a-f]{64}", image_id):
+        result = run(argv)
+        image_id = result.output.strip().rpartition("\n")[2]  # warnings come before it
+        if result.returncode or not re.fullmatch(r"(sha256:)?[0-9a-f]{64}", image_id):
             return ""
         return image_id
 
     def belongs_to_service(self, program: str) -> bool:
-        """Return whether it is Docker: the containers of Podman are processes of the job."""
+        """Return whether `program` is Docker: the containers of Podman are processes of the job."""
         return not is_podman(program)
 
     def warnings(self, job: Job) -> Iterator[str]:
@@ -77,24 +77,26 @@ class Docker(Runtime):
             names = {option.partition("=")[0] for option in options}
             missing = (option for option in _PODMAN_OPTIONS if option.partition("=")[0] not in names)
             return (*options, *missing)
-        if any("nofile" in option for option in (*options, *job.request.allocation.options)):
-            return options
-        return (*options, _OPEN_FILES)
+        sets_open_files = any("nofile" in option for option in (*options, *job.request.allocation.options))
+        return options if sets_open_files else (*options, _OPEN_FILES)
 
     def _start(self, job: Job, command: Argv, forward: Argv) -> Argv:
+        """Return the ``docker run`` command that starts `command` as it is."""
         container = job.container
-        # A value of the user's own is never expanded.
-        settings = {name: value for name, value in job.settings.items() if name not in container.env}
-        settings |= self.system_variables(job)
-        pairs = [quoting.expanding(f"{name}={value}") for name, value in settings.items()]
-        pairs += [f"{name}={value}" for name, value in container.env.items()]
+        # The shell of the node replaces variables of the site in these values. A value of the user's own is
+        # never expanded.
+        expanded = {name: value for name, value in job.settings.items() if name not in container.env}
+        expanded |= self.system_variables(job)
+        assignments = [quoting.expanding(f"{name}={value}") for name, value in expanded.items()]
+        assignments += [f"{name}={value}" for name, value in container.env.items()]
         mounts = map(quoting.expanding, with_targets(self.mounts(job)))
+        env_file = ("--env-file", container.env_file) if container.env_file else ()
         return (
             *(self.program(job.recipe), "run", "--rm", *self.options(job)),
             *quoting.repeat_option("--volume", mounts),
             *("--workdir", container.workdir or str(job.directory)),
-            *quoting.repeat_option("--env", pairs),
-            *(("--env-file", container.env_file) if container.env_file else ()),
+            *quoting.repeat_option("--env", assignments),
+            *env_file,
             *quoting.repeat_option("--env", (*container.names, *forward)),
             *(container.image, *command),
         )

@@ -20,11 +20,11 @@ class Host(Runtime):
     opens_shells = True
 
     def image(self, text: str, recipe: str, directory: Path) -> str:
-        """Return the path of the virtual environment; empty: the node's own Python."""
+        """Return the path of the virtual environment; empty for the node's own Python."""
         return str(directory / text) if text else ""
 
     def check(self, job: Job) -> None:
-        """Raise UsageError for what needs a container."""
+        """Raise UsageError if the job requests something that needs a container."""
         super().check(job)
         if job.request.container.workdir:
             hint = "--directory DIR: the job's folder, in which the command starts"

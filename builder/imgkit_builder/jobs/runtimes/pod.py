@@ -28,7 +28,7 @@ class Pod(Runtime):
         return check_reference(text)
 
     def check(self, job: Job) -> None:
-        """Raise UsageError for a file of this machine."""
+        """Raise UsageError if the job requests files of this machine, which pods do not have."""
         super().check(job)
         env_file = job.request.container.env_file
         if env_file is not None:

@@ -29,23 +29,23 @@ from imgkit_builder.sif import image, sqsh
 from imgkit_entrypoints.errors import ToolMissing, UsageError
 from imgkit_entrypoints.rules import SITE_VARIABLE
 
-_START = (
+_SET_IMAGE_PATH = (
     'if [ -r /etc/environment ]; then while IFS= read -r line || [ "$line" ]; do '
     'case $line in PATH=/*) export "$line" ;; esac; done < /etc/environment; fi; '
 )
 """Sets PATH to that of the image's ENV, which enroot and imgkit write without quotes."""
-_NEEDS_FILE = (
+_NEEDS_FILE_HINT = (
     "imgkit binds its entry points only into a file: "
     "enroot import -o NAME.sqsh docker://REGISTRY#NAME:TAG, then --image NAME.sqsh"
 )
-_HAS_ENTRY_POINTS = (
+_REQUIRE_ENTRY_POINTS = (
     "command -v dist-run > /dev/null || "
     '{ echo "imgkit: the image has no dist-run, so imgkit did not build it; '
-    f'{_NEEDS_FILE}" >&2; exit 2; }}; '
+    f'{_NEEDS_FILE_HINT}" >&2; exit 2; }}; '
 )
 _MOUNT = re.compile(r"[^\s,$\\\"'#:]+(:[^\s,$\\\"'#:]+){0,2}")
 
-_LOOK = (
+_CHECK_NODE = (
     'if [ "${SLURM_RESTART_COUNT-}" ]; then (unset ENROOT_DATA_PATH; '
     "for old in $(enroot list 2> /dev/null); do "
     'case $old in "pyxis_$SLURM_JOB_ID"[._]*) enroot remove -f "$old" ;; esac; done); fi; '
@@ -55,7 +55,11 @@ _LOOK = (
     'said=$(unsquashfs -l "$1" etc/environment 2>&1) || echo "imgkit: unsquashfs of node $(uname -n) cannot '
     'read $1$2: $(printf %s "$said" | head -n 1); it starts only where pyxis mounts it by squashfuse" >&2'
 )
-"""squashfuse may read more than unsquashfs: only pyxis knows that the second alone is an error."""
+"""Checks a node; its arguments are the image file (empty for a registry's image) and a note for the warning.
+
+An image that unsquashfs cannot read is only a warning: squashfuse may read it, and only pyxis knows which one
+it uses.
+"""
 
 _STARTERS = ("apptainer", "singularity", "enroot")
 """Programs that start a .sqsh where srun cannot: the first of them on PATH looks into it."""
@@ -70,43 +74,40 @@ class Pyxis(Runtime):
     def image(self, text: str, recipe: str, directory: Path) -> str:
         """Return the image as pyxis takes it: the path of a .sqsh, or ``[REGISTRY#]NAME[:TAG]``.
 
+        Without `text`, the image is the recipe's .sqsh in the job's `directory`.
+
         Raises
         ------
-        UsageError : pyxis would start another image, or none.
+        UsageError : pyxis would start another image than the user means, or `text` names no image.
         """
         if text.endswith(".sif"):
             hint = "imgkit sif IMAGE -o NAME.sqsh"
             raise UsageError("pyxis does not start a .sif", where=f"--image {text}", hint=hint)
-        if not text or _is_file(text):
-            return str(directory / (text or f"{recipe}.sqsh"))
-        registry, slash, name = text.rpartition("://")[2].partition("/")
-        if "://" in text or (slash and "#" not in text and re.search(r"[.:]|^localhost$", registry)):
-            raise UsageError(
-                f"pyxis would look for {text!r} at Docker Hub: it separates the registry by #",
-                where="--image",
-                hint=f"--image {registry}#{name}" if name else "--image REGISTRY#NAME:TAG, or a .sqsh",
-            )
+        if not text:
+            return str(directory / f"{recipe}.sqsh")
+        if _is_file(text):
+            return str(directory / text)
+        _check_registry(text)
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._@:/#+-]*", text):
             hint = "REGISTRY#NAME:TAG, or a .sqsh"
             raise UsageError(f"{text!r} is not an image", where="--image", hint=hint)
         return text
 
     def check(self, job: Job) -> None:
-        """Raise UsageError for what pyxis cannot do, or would do differently."""
+        """Check that pyxis can run the job.
+
+        Raises
+        ------
+        UsageError : the job must go on when a node is lost, or the path of a mount has characters that pyxis
+            cannot mount.
+        """
         if job.outlives_nodes:
-            raise UsageError(
-                f"--nodes {job.allocation.size}: with pyxis the whole step is in the container, where no "
-                "node can ask Slurm which nodes are left",
-                where="--nodes",
-                hint=f"--nodes {job.allocation.size.training}",
-            )
-        for text in (*job.container.binds, str(job.directory)):
-            if not self.can_mount(text):
-                raise UsageError(
-                    f"pyxis cannot mount {text!r}",
-                    where="--directory" if text == str(job.directory) else "--bind, or system.runtime.binds",
-                    hint="a path without blanks, quotes and \\ $ # ,",
-                )
+            raise _lost_nodes_error(job)
+        for bind in job.container.binds:
+            if not self.can_mount(bind):
+                raise _mount_error(job, bind)
+        if not self.can_mount(str(job.directory)):
+            raise _mount_error(job, str(job.directory))
 
     def check_submission(self, job: Job) -> None:
         """Check the image and the variables of this machine before the job waits in a queue.
@@ -116,15 +117,10 @@ class Pyxis(Runtime):
         UsageError : the image does not exist or is for other nodes, or a variable would change the start.
         CheckFailed : the image is cut short.
         """
-        # sbatch hands variables on. By these, pyxis would start the script itself in a container, before the
-        # script can unset them; that container has no srun.
-        for name in ("PYXIS_CONTAINER_IMAGE", "PYXIS_CONTAINER_NAME"):
-            if name in os.environ:
-                message = f"{name} is set here: pyxis would start the job's script itself in a container"
-                raise UsageError(message, where=name, hint=f"unset {name}; the image is --image PATH")
-        path = Path(job.container.image)
+        _refuse_pyxis_variables()
         if not _is_file(job.container.image):
             return
+        path = Path(job.container.image)
         if not sqsh.is_sqsh(path):
             problem = "is not a .sqsh" if path.exists() else "does not exist"
             hint = f"imgkit sif {job.recipe.name} -o {job.recipe.name}.sqsh, or --image PATH"
@@ -136,92 +132,114 @@ class Pyxis(Runtime):
         """Raise UsageError for an image of a registry, whose Python `flag` chooses."""
         if not _is_file(job.container.image):
             message = f"imgkit does not look into {job.container.image}, an image of a registry"
-            raise UsageError(message, where=flag, hint=_NEEDS_FILE)
+            raise UsageError(message, where=flag, hint=_NEEDS_FILE_HINT)
 
     def can_mount(self, path: str) -> bool:
-        """Return whether pyxis can mount `path`, ``SRC[:DEST[:ro]]``: what it writes into a line of fstab."""
-        return _MOUNT.fullmatch(SITE_VARIABLE.sub("x", path)) is not None
+        """Return whether pyxis can mount `path`, ``SRC[:DEST[:ro]]``.
+
+        pyxis writes the mount into a line of fstab, whose fields are separated by blanks. A variable of the
+        site counts as a plain character here, because a shell replaces it before pyxis gets the mount.
+        """
+        expanded = SITE_VARIABLE.sub("x", path)
+        return _MOUNT.fullmatch(expanded) is not None
 
     def warnings(self, job: Job) -> Iterator[str]:
         """Yield a warning about an image that only some nodes can start."""
         path = Path(job.container.image)
         compressor = _compressor(path)
-        if compressor and compressor not in ("gzip", "xz", "lzo", job.recipe.system.runtime.compression):
+        supported = ("gzip", "xz", "lzo", job.recipe.system.runtime.compression)
+        if compressor and compressor not in supported:
             yield (
                 f"{path.name} is compressed with {compressor}: unsquashfs of RHEL 8 cannot read that; imgkit "
                 "sif --compression gzip; or state system.runtime.compression: zstd, if all nodes can"
             )
 
     def node_check(self, job: Job) -> Argv:
-        """Return the argv that looks at the image on each node: a node without the file ends the job.
+        """Return the argv that checks each node before Slurm starts the container there.
 
-        It runs without a container, in a step of its own: pyxis mounts before anything of the job's step
-        runs, and enroot names neither the compression nor unsquashfs ("Invalid image format"). It also
-        removes what an earlier start of the job has left: Slurm can kill pyxis' clean-up, and a requeued job,
-        whose container has the same name, would end with "File already exists".
+        It ends the job if a node cannot read the image file, and warns if unsquashfs of the node cannot. The
+        check is a step of its own without a container, because pyxis mounts the image before anything of the
+        job's step runs; enroot's own message ("Invalid image format") names neither the compression nor
+        unsquashfs.
+
+        In a job that Slurm has requeued, it first removes the containers of the earlier start. Slurm can kill
+        pyxis before pyxis removes them, and the container of the new start, which has the same name, would
+        fail with "File already exists".
         """
-        file = job.container.image if _is_file(job.container.image) else ""
-        compressor = _compressor(Path(file)) if file else ""
-        return ("sh", "-c", _LOOK, "sh", file, f" (compressed with {compressor})" if compressor else "")
+        image_name = job.container.image
+        if not _is_file(image_name):
+            return ("sh", "-c", _CHECK_NODE, "sh", "", "")
+        compressor = _compressor(Path(image_name))
+        note = f" (compressed with {compressor})" if compressor else ""
+        return ("sh", "-c", _CHECK_NODE, "sh", image_name, note)
 
     def exports(self, job: Job) -> tuple[str, ...]:
-        """Return shell lines before srun, the first against what the user's shell sets for other containers.
-
-        PYXIS_CONTAINER_NAME would start another image, _SAVE write a file, and _UNSHARE=net cut the nodes off
-        from each other. A node without GPUs may lack nvidia-container-cli, and then enroot's hook ends a
-        container whose ENV has NVIDIA_VISIBLE_DEVICES. The hook takes the job's value before the image's.
-        """
+        """Return shell lines that set and unset variables before srun."""
+        # The user's shell may set these variables for other containers. PYXIS_CONTAINER_NAME would start
+        # another image, PYXIS_CONTAINER_SAVE would write a file, and PYXIS_CONTAINER_UNSHARE=net would cut
+        # the nodes off from each other.
         unset = 'unset "${!PYXIS_CONTAINER_@}" "${!ENROOT_UNSHARE_@}" ENROOT_REMAP_ROOT ENROOT_RESTRICT_DEV'
-        no_gpus = () if job.allocation.gpus else ("export NVIDIA_VISIBLE_DEVICES=void",)
-        return (unset, *no_gpus, *super().exports(job))
+        lines = [unset]
+        if not job.allocation.gpus:
+            # A node without GPUs may lack nvidia-container-cli. Then enroot's hook ends a container whose ENV
+            # has NVIDIA_VISIBLE_DEVICES; the hook takes the job's value before the image's.
+            lines.append("export NVIDIA_VISIBLE_DEVICES=void")
+        return (*lines, *super().exports(job))
 
     def _start(self, job: Job, command: Argv, forward: Argv) -> Argv:
-        container, options = job.container, self.options(job)
-        libraries = self.listed_libraries(job)
-        text = _START
-        if not _is_file(container.image) and job.runs_entry_point:
-            text += _HAS_ENTRY_POINTS
-        if libraries:
-            text += f"{quoting.search_first(libraries)}; "
-        mounts = dict.fromkeys(with_targets(self.mounts(job)))
-        home = () if "--container-mount-home" in options else ("--no-container-mount-home",)
+        """Return options of srun, and the shell that runs `command` in the container which pyxis starts."""
+        container = job.container
+        options = self.options(job)
+        default_options: list[str] = []
+        if "--container-mount-home" not in options:
+            default_options.append("--no-container-mount-home")
+        if container.names:
+            # srun passes the values in its environment, and no argument has them. Without this option, pyxis
+            # would prefer the image's own values.
+            default_options.append(f"--container-env={','.join(container.names)}")
+        mounts = dict.fromkeys(with_targets(self.mounts(job)))  # without duplicates, in order
         return (
             f"--container-image={container.image}",
             quoting.expanding(f"--container-mounts={','.join(mounts)}"),
             f"--container-workdir={container.workdir or job.directory}",
-            *home,
-            # The value stays in the environment alone, and the image's own value does not win.
-            *((f"--container-env={','.join(container.names)}",) if container.names else ()),
+            *default_options,
             *options,
-            *("sh", "-c", f'{text}exec "$@"', "sh", *command),
+            *("sh", "-c", self._start_script(job), "sh", *command),
         )
+
+    def _start_script(self, job: Job) -> str:
+        """Return the shell script that sets the search paths in the container and then runs its arguments."""
+        script = _SET_IMAGE_PATH
+        if not _is_file(job.container.image) and job.runs_entry_point:
+            script += _REQUIRE_ENTRY_POINTS
+        libraries = self.listed_libraries(job)
+        if libraries:
+            script += f"{quoting.search_first(libraries)}; "
+        return f'{script}exec "$@"'
 
     def probe_argv(self, job: Job, probe: Argv) -> Argv:
         """Return the argv that runs `probe` in the .sqsh on this machine, with the image's variables.
 
         Raises
         ------
-        ToolMissing : nothing on this machine starts a .sqsh.
+        ToolMissing : no program on this machine starts a .sqsh.
         """
         program = next(filter(shutil.which, _STARTERS), "")
         if not program:
-            raise ToolMissing(
-                "imgkit has to look into this image, which it did not build, and nothing here starts a .sqsh",
-                where=job.container.image,
-                hint=f"one of {', '.join(_STARTERS)} on PATH; or submit where there is one",
-            )
-        # The options in the recipe are those of pyxis: Singularity starts it with its usual ones.
+            raise _no_starter_error(job)
+        # The options in the recipe are those of pyxis: Singularity starts the image with its usual ones.
         singularity = Singularity()
-        argv = (program, *singularity.argv(job, probe)[1:])
+        _, *arguments = singularity.argv(job, probe)
         if program != "enroot":
-            return argv
-        mounts: list[str] = []
+            return (program, *arguments)
+        mount_options: list[str] = []
         for mount in with_targets(singularity.mounts(job)):
             source, target = mount.split(":")[:2]
-            mounts += ("--mount", f"{source}:{target}:x-create=auto,bind")
-        # enroot's hook for GPUs ends the container where there are none.
+            mount_options += ("--mount", f"{source}:{target}:x-create=auto,bind")
+        # enroot's hook for GPUs ends the container on a machine without GPUs.
         no_gpus = ("--env", "NVIDIA_VISIBLE_DEVICES=void")
-        return (program, "start", *no_gpus, *mounts, *argv[argv.index(job.container.image) :])
+        image_and_probe = arguments[arguments.index(job.container.image) :]
+        return (program, "start", *no_gpus, *mount_options, *image_and_probe)
 
     def probe_program(self, job: Job) -> str:
         """Return no program: `probe_argv` has found one on PATH."""
@@ -232,12 +250,78 @@ class Pyxis(Runtime):
         return f"srun --container-image={shlex.quote(job.container.image)} --pty bash"
 
 
+def _check_registry(text: str) -> None:
+    """Check that pyxis reads the registry in `text`, the name of an image.
+
+    enroot separates the registry from the image by "#". It would take ``nvcr.io/nvidia/pytorch:24.05`` or
+    ``docker://...`` for an image at Docker Hub.
+
+    Raises
+    ------
+    UsageError : `text` has a scheme, or its registry ends with "/".
+    """
+    has_scheme = "://" in text
+    reference = text.rpartition("://")[2]
+    registry, slash, name = reference.partition("/")
+    # As for Docker, the first part of a name is a registry if it has a dot or a port, or is "localhost".
+    names_registry = re.search(r"[.:]|^localhost$", registry) is not None
+    ends_with_slash = bool(slash) and "#" not in text and names_registry
+    if not has_scheme and not ends_with_slash:
+        return
+    raise UsageError(
+        f"pyxis would look for {text!r} at Docker Hub: it separates the registry by #",
+        where="--image",
+        hint=f"--image {registry}#{name}" if name else "--image REGISTRY#NAME:TAG, or a .sqsh",
+    )
+
+
+def _refuse_pyxis_variables() -> None:
+    """Raise UsageError if a variable of this shell would start the job's script in a container.
+
+    sbatch passes the variables to the job. pyxis reads them at the start of the script, before the script can
+    unset them, and srun is missing in the container that pyxis would start.
+    """
+    for name in ("PYXIS_CONTAINER_IMAGE", "PYXIS_CONTAINER_NAME"):
+        if name in os.environ:
+            message = f"{name} is set here: pyxis would start the job's script itself in a container"
+            raise UsageError(message, where=name, hint=f"unset {name}; the image is --image PATH")
+
+
+def _lost_nodes_error(job: Job) -> UsageError:
+    """Return the error for a job that shall outlive its nodes."""
+    size = job.allocation.size
+    return UsageError(
+        f"--nodes {size}: with pyxis the whole step is in the container, where no "
+        "node can ask Slurm which nodes are left",
+        where="--nodes",
+        hint=f"--nodes {size.training}",
+    )
+
+
+def _mount_error(job: Job, mount: str) -> UsageError:
+    """Return the error for a mount that pyxis cannot write into fstab."""
+    is_job_folder = mount == str(job.directory)
+    return UsageError(
+        f"pyxis cannot mount {mount!r}",
+        where="--directory" if is_job_folder else "--bind, or system.runtime.binds",
+        hint="a path without blanks, quotes and \\ $ # ,",
+    )
+
+
+def _no_starter_error(job: Job) -> ToolMissing:
+    return ToolMissing(
+        "imgkit has to look into this image, which it did not build, and nothing here starts a .sqsh",
+        where=job.container.image,
+        hint=f"one of {', '.join(_STARTERS)} on PATH; or submit where there is one",
+    )
+
+
 def _is_file(text: str) -> bool:
-    """Return whether an image is a file's path, and not a name of a registry."""
+    """Return whether an image is the path of a file, and not a name of a registry."""
     return text.endswith(SQSH_SUFFIXES) or text.startswith(("/", "./", "../"))
 
 
 def _compressor(path: Path) -> str:
-    """Return the compression of a .sqsh; empty if there is none here."""
+    """Return the compression of a .sqsh, such as "zstd"; empty if `path` is no .sqsh on this machine."""
     superblock = image.superblock(path) if sqsh.is_sqsh(path) else None
     return superblock.compressor if superblock is not None else ""

@@ -35,11 +35,11 @@ class Singularity(Runtime):
     opens_shells = True
 
     def image(self, text: str, recipe: str, directory: Path) -> str:
-        """Return the path of the image; default: the recipe's .sif in `directory`."""
+        """Return the path of the image; without `text`, that of the recipe's .sif in `directory`."""
         return str(directory / (text or f"{recipe}.sif"))
 
     def image_title(self, name: str) -> str:
-        """Return the name of the file: its folders say nothing about what is in it."""
+        """Return the name of the file without its folders, which say nothing about the image's content."""
         return PurePath(name).name
 
     def _lacks_manifest(self, path: Path) -> bool:
@@ -52,17 +52,18 @@ class Singularity(Runtime):
         return image.read(path).arch if image.is_sif(path) else super()._image_arch(path)
 
     def check(self, job: Job) -> None:
-        """Raise UsageError if an option keeps from the container what the node or the job sets for it."""
+        """Check that the container receives the variables that the node and the job set for it.
+
+        Raises
+        ------
+        UsageError : an option of the recipe keeps the variables out of the container.
+        """
         clean_option = next((option for option in self.options(job) if _CLEAN.fullmatch(option)), "")
-        needs_variables = job.settings or job.container.names or job.container.env_file
-        if clean_option and (needs_variables or job.system != "standalone"):
-            raise UsageError(
-                f"with {clean_option}, the container receives no variable of the node and the job: the node "
-                "agent would find neither the other nodes nor the job's settings",
-                where=job.recipe.where("system", "runtime", "options"),
-                hint=f"remove {clean_option} from system.runtime.options; --contain and --no-home keep the "
-                "variables",
-            )
+        if not clean_option:
+            return
+        sets_variables = job.settings or job.container.names or job.container.env_file
+        if sets_variables or job.system != "standalone":
+            raise _clean_option_error(job, clean_option)
 
     def check_submission(self, job: Job) -> None:
         """Raise UsageError if the image does not exist, or is for other nodes."""
@@ -81,14 +82,15 @@ class Singularity(Runtime):
         return self._argv_to_image(job, "shell")
 
     def exports(self, job: Job) -> tuple[str, ...]:
-        """Return shell lines that set the variables, and the library path in the container."""
+        """Return shell lines that set the variables on the node, and the library path in the container."""
         lines = (_UNCLEAN, *super().exports(job))
         libraries = self.listed_libraries(job)
         if not libraries or _is_sqsh(job):
             return lines
         program = PurePath(self.program(job.recipe)).name
         prefix = "APPTAINERENV" if program == "apptainer" else "SINGULARITYENV"
-        # This shell replaces the variables of the site, and the container LD_LIBRARY_PATH.
+        # The shell of the node replaces the variables of the site, so they stand outside the single quotes.
+        # LD_LIBRARY_PATH is inside them: the container replaces it by its own value.
         folders = SITE_VARIABLE.sub(r"""'"\g<0>"'""", ":".join(libraries))
         return (*lines, f"export {prefix}_LD_LIBRARY_PATH='{folders}{quoting.INHERITED}'")
 
@@ -100,12 +102,23 @@ class Singularity(Runtime):
         return (*self._argv_to_image(job, "exec"), *set_env, *command)
 
     def _argv_to_image(self, job: Job, verb: str) -> Argv:
-        """Return the runtime's command up to the image."""
+        """Return the runtime's command up to and with the image."""
         binds = quoting.repeat_option("--bind", map(quoting.expanding, self.mounts(job)))
-        pwd = ("--pwd", job.container.workdir) if job.container.workdir else ()  # apptainer's --cwd is newer
+        workdir = job.container.workdir
+        pwd = ("--pwd", workdir) if workdir else ()  # older versions of apptainer lack --cwd
         return (self.program(job.recipe), _QUIET, verb, *self.options(job), *binds, *pwd, job.container.image)
 
 
 def _is_sqsh(job: Job) -> bool:
-    """Return whether the image is a plain squashfs; by its name where the file is not here."""
+    """Return whether the image is a plain squashfs; by its name if the file is not on this machine."""
     return job.container.image.endswith(SQSH_SUFFIXES) or sqsh.is_sqsh(Path(job.container.image))
+
+
+def _clean_option_error(job: Job, option: str) -> UsageError:
+    """Return the error for an option that keeps variables out of the container."""
+    return UsageError(
+        f"with {option}, the container receives no variable of the node and the job: the node "
+        "agent would find neither the other nodes nor the job's settings",
+        where=job.recipe.where("system", "runtime", "options"),
+        hint=f"remove {option} from system.runtime.options; --contain and --no-home keep the variables",
+    )

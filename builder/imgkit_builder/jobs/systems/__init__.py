@@ -35,7 +35,10 @@ MODULES: Mapping[str, str] = {
     "standalone": "local",
     "kubeflow": "kubeflow",
 }
-"""Name -> the module here that has its `SYSTEM`; no recipe names ``kubeflow``: it takes jobs of RunAI."""
+"""Name of a system -> the module here that has its `SYSTEM`.
+
+No recipe names ``kubeflow``: it takes jobs of RunAI.
+"""
 
 
 NEW_CONTAINER = (
@@ -46,7 +49,7 @@ NEW_CONTAINER = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobShell:
-    """How one opens a shell in a running job."""
+    """The command that opens a shell in a running job."""
 
     argv: Argv
     description: str
@@ -58,16 +61,18 @@ class QueueCommands:
     """Commands of a scheduler, and what one of its messages means."""
 
     submit: str = ""
-    """The program that queues scripts on a login node; empty: then no remote takes such jobs."""
+    """The program that queues scripts on a login node; empty if no remote takes jobs of this system."""
     own_jobs: Argv = ()
-    """Lists this user's jobs, for one whose id is unknown."""
+    """The command that lists this user's jobs. A user whose job id is unknown gets it as a hint."""
     unfinished_ids: Argv = ()
-    """Prints the ids of all jobs that wait or run. A word with ``{cluster}`` is left out unless the scheduler
-    named a cluster.
+    """The command that prints the ids of all jobs that wait or run.
+
+    An argument with ``{cluster}`` is left out unless the scheduler named a cluster.
     """
     unknown_job: str = ""
-    """Pattern of Python and ``grep -E`` in the output of a failed status command: there is no such job (any
-    more).
+    """Pattern for the output of a failed status command; a match means that the scheduler has no such job.
+
+    Both Python and ``grep -E`` read the pattern.
     """
 
 
@@ -77,17 +82,18 @@ class System(abc.ABC):
     flags: type[Any] = SystemFlags
     """A `SystemFlags` dataclass with the flags that only this system has (`request.flag`)."""
     uses: tuple[str, ...] = ()
-    """Flags of every job that mean something here, out of `OPTIONAL`; the others cause a warning."""
+    """Flags out of `OPTIONAL` that mean something on this system; the others cause a warning."""
     registration: Registration = Registration()
     """What recipes need to know: aliases, runtimes, checks of the system section."""
     placement: str = ""
-    """How each of several nodes detects its rank: a name that ``dist-run --scheduler`` takes. Empty: the
-    node agent finds out from the variables that the scheduler or the script sets.
+    """How each of several nodes detects its rank: a name that ``dist-run --scheduler`` takes.
+
+    If it is empty, the node agent detects it by the variables that the scheduler or the script sets.
     """
     passes_names: bool = False
-    """Whether ``--env NAME`` works: the value gets from here to the program without being in any text."""
+    """Whether ``--env NAME`` works: the program gets the value from here, and no text has it."""
     spares_take_over: bool = False
-    """Whether nothing here ends the node agents of the other nodes when a node is lost."""
+    """Whether the node agents of the other nodes go on when a node is lost, so a spare can replace it."""
     hides_gpus: bool = True
     """Whether programs see only the GPUs that the job asked for."""
     takes_hosts: bool = False
@@ -105,25 +111,30 @@ class System(abc.ABC):
 
         Raises
         ------
-        UsageError : the system takes no such job; one that makes a .sif needs a queue (`need_program`).
+        UsageError : the system cannot run the job. A job that makes a .sif needs a queue (`need_program`).
         """
 
     def check(self, job: Job, *, is_submitted: bool = False) -> Iterable[str]:
-        """Yield warnings about requests that the user may not have meant.
+        """Return warnings about requests that the user may not have meant.
+
+        Parameters
+        ----------
+        is_submitted : this machine submits the job now, so what only this machine can know is checked, too.
 
         Raises
         ------
-        UsageError : if `is_submitted`, what can only be known on the machine that submits the job now.
+        UsageError : a check for `is_submitted` failed.
         """
         spares = () if self.spares_take_over else spare_waits_for_nothing(job)
         return (*program_starts_once(job.command), *part_of_nodes(job), *spares)
 
     def parse_job_id(self, output: str, name: str) -> str:
-        """Return ``ID`` or ``ID;CLUSTER`` from the output of the submission of the job `name`; empty if none.
+        """Return ``ID`` or ``ID;CLUSTER`` from what the command that submits the job `name` printed.
 
-        The caller refuses what cannot be an id.
+        The result is empty if the output has no id. The caller checks that the result can be an id.
         """
-        return (output.strip().splitlines() or [""])[-1]
+        lines = output.strip().splitlines()
+        return lines[-1] if lines else ""
 
     @abc.abstractmethod
     def status_commands(self, record: QueuedJob) -> tuple[Argv, ...]:
@@ -133,12 +144,15 @@ class System(abc.ABC):
         """
 
     def parse_status(self, output: str) -> JobStatus:
-        """Return what the output of a status command says; of an array, about all of its tasks."""
+        """Return the state that the output of a status command says; of an array, that of all its tasks."""
         return JobStatus(state="", text=output)
 
     @abc.abstractmethod
     def log_source(self, record: QueuedJob) -> Argv:
-        """Return the command that follows the job's output; for ``tail``, the file is the last word."""
+        """Return the command that follows the job's output.
+
+        If that is ``tail``, its last argument is the file.
+        """
 
     @abc.abstractmethod
     def cancel_command(self, record: QueuedJob) -> Argv:
@@ -150,7 +164,7 @@ class System(abc.ABC):
         Parameters
         ----------
         line : opens a shell in a container like the job's, in a login shell on one of its nodes.
-        node : the node or pod; empty: the first one.
+        node : the node or pod; empty for the first one.
 
         Raises
         ------
@@ -164,30 +178,44 @@ class System(abc.ABC):
 
 
 def need_program(job: Job) -> None:
-    """Raise UsageError if `job` makes a .sif, since there is no queue for it, or since pods pull images."""
-    request, message = job.request, "there is no scheduler to submit this to"
-    hint = "imgkit build RECIPE --with apptainer" if request.build else "imgkit sif ARCHIVE"
+    """Check that `job` runs a program, for systems without jobs that make a .sif.
+
+    Raises
+    ------
+    UsageError : the job makes a .sif, but there is no queue for it, or its pods pull images instead.
+    """
+    if not job.makes_image:
+        return
+    request, recipe = job.request, job.recipe.name
     if runtime_of(job).is_isolated:
         message = "pods pull their image from a registry; a .sif is of no use to them"
-        hint = f"imgkit push {job.recipe.name} REGISTRY/{job.recipe.name}:1"
-    if job.makes_image:
-        raise UsageError(message, where=request.image_flag, hint=hint)
+        hint = f"imgkit push {recipe} REGISTRY/{recipe}:1"
+    else:
+        message = "there is no scheduler to submit this to"
+        hint = "imgkit build RECIPE --with apptainer" if request.build else "imgkit sif ARCHIVE"
+    raise UsageError(message, where=request.image_flag, hint=hint)
 
 
-def worst(states: Iterable[JobState]) -> JobState:
-    """Return the state of an array: running while a task is, and failed once all ended and one has failed."""
+def array_state(states: Iterable[JobState]) -> JobState:
+    """Return the state of an array from those of its tasks.
+
+    An array runs while a task runs, and waits while a task waits. It has failed if all tasks ended and one
+    has failed. Without tasks, the state is unknown ("").
+    """
     order: tuple[JobState, ...] = ("running", "waiting", "", "failed", "cancelled", "succeeded")
     return min(states, key=order.index, default="")
 
 
 def task_id(record: QueuedJob, job_id: str) -> str:
-    """Return the whole id of the task `job_id` of the array `record`; empty if it is none of its tasks.
+    """Return the complete id of the task `job_id` of the array `record`; empty if it is none of its tasks.
 
-    Slurm writes ``ARRAY_INDEX``, PBS ``SEQUENCE[INDEX].SERVER``, where the server may be left out.
+    Slurm's form is ``ARRAY_INDEX``. That of PBS is ``SEQUENCE[INDEX].SERVER``, where `job_id` may lack the
+    server; the id of the array is ``SEQUENCE[].SERVER``.
     """
     sequence, brackets, server = record.id.partition("[]")
     if not brackets:
-        return job_id if re.fullmatch(rf"{re.escape(record.id)}_[0-9]+", job_id) else ""
+        is_slurm_task = re.fullmatch(rf"{re.escape(record.id)}_[0-9]+", job_id)
+        return job_id if is_slurm_task else ""
     match = re.fullmatch(rf"({re.escape(sequence)}\[[0-9]+\])({re.escape(server)})?", job_id)
     return f"{match[1]}{server}" if match else ""
 
@@ -203,7 +231,7 @@ def need_task(record: QueuedJob, example: str) -> None:
 
 
 def options_of(job: Job) -> Argv:
-    """The options for the scheduler: the recipe's, and those of ``--option``."""
+    """Return the options for the scheduler: those of the recipe, and those of ``--option``."""
     return (*job.recipe.system.queue.options, *job.request.allocation.options)
 
 
@@ -217,52 +245,66 @@ def user_options(job: Job) -> Argv:
     return tuple(map(quoting.option, job.request.allocation.options))
 
 
-def last_line(output: str, form: str) -> str:
-    """The last line of `output` if that alone has the form of an id; else empty, as nobody knows the id."""
-    *before, last = output.strip().splitlines() or [""]
-    is_id = re.compile(form).fullmatch
-    return last if is_id(last) and not any(line != last and is_id(line) for line in before) else ""
+def find_job_id(output: str, form: str) -> str:
+    """Return the last line of `output` if it is the only job id there; else empty.
+
+    If other lines have the form of an id, too, nobody can tell which of them is the job's. The same id may
+    be printed twice.
+
+    Parameters
+    ----------
+    form : regular expression for a whole id.
+    """
+    lines = output.strip().splitlines()
+    ids = {line for line in lines if re.fullmatch(form, line)}
+    return lines[-1] if lines and ids == {lines[-1]} else ""
 
 
-_HAS_FOLDERS = (
+_REQUIRE_FOLDERS = (
     'while [ "$1" != -- ]; do [ -e "$1" ] || { echo "imgkit: node $(uname -n) has no $1, which the job '
     'mounts (--bind, --secret-file or system.runtime.binds)" >&2; exit 2; }; shift; done; shift; exec "$@"'
 )
+"""Runs the command after ``--`` if all paths before it exist."""
 
 
 def with_folders(job: Job, argv: Argv) -> Argv:
-    """Return `argv`, which starts on a node only where that has all that it mounts.
+    """Return `argv` after a check that ends on a node without all paths that the job mounts.
 
-    A runtime names no node, and docker makes an empty folder.
+    Without the check, the message of a container runtime does not name the node, and docker creates an empty
+    folder.
     """
-    sources = dict.fromkeys(bind.partition(":")[0] for bind in job.container.binds)
-    if not sources or not runtime_of(job).mounts_folders:
+    if not runtime_of(job).mounts_folders:
         return argv
-    return ("sh", "-c", _HAS_FOLDERS, "sh", *map(quoting.expanding, sources), "--", *argv)
+    sources = dict.fromkeys(bind.partition(":")[0] for bind in job.container.binds)  # each once, in order
+    if not sources:
+        return argv
+    return ("sh", "-c", _REQUIRE_FOLDERS, "sh", *map(quoting.expanding, sources), "--", *argv)
 
 
 def program_starts_once(command: Sequence[str]) -> tuple[str, ...]:
-    """Return a warning if `command` is no ``dist-...`` of the image, nor a shell that starts one."""
+    """Return a warning if `command` neither is a ``dist-...`` of the image nor has one in its arguments."""
     if not command or any(re.search(r"\bdist-[a-z]", argument) for argument in command):
         return ()
-    name, program = command[0], tuple(command[:2])
-    if re.fullmatch(r"python[0-9.]*", PurePath(name).name) and len(program) == 2:
-        program = program[1:]  # torchrun starts Python itself
-    return (
-        f"{name} starts once per node; `dist-run {shlex.join(program[:1])} ...` starts one process per GPU",
-    )
+    name = command[0]
+    program = name
+    starts_python = re.fullmatch(r"python[0-9.]*", PurePath(name).name)
+    if starts_python and len(command) > 1:
+        program = command[1]  # torchrun starts Python itself
+    return (f"{name} starts once per node; `dist-run {shlex.quote(program)} ...` starts one process per GPU",)
 
 
 def part_of_nodes(job: Job, note: str = "") -> tuple[str, ...]:
-    """A warning if a job of several nodes uses only some GPUs of each."""
-    nodes, gpus, all_gpus = job.allocation.nodes, job.allocation.gpus, job.recipe.system.node.gpus
-    if nodes == 1 or not 0 < gpus < all_gpus:
+    """Return a warning if a job of several nodes uses only some GPUs of each; `note` is added to it."""
+    nodes = job.allocation.nodes
+    gpus = job.allocation.gpus
+    gpus_of_node = job.recipe.system.node.gpus
+    if nodes == 1 or not 0 < gpus < gpus_of_node:
         return ()
-    return (f"{nodes} nodes with {gpus} of {all_gpus} GPUs each{note}; whole nodes are faster",)
+    return (f"{nodes} nodes with {gpus} of {gpus_of_node} GPUs each{note}; whole nodes are faster",)
 
 
 def spare_waits_for_nothing(job: Job) -> tuple[str, ...]:
-    """A warning if a spare cannot replace a node that is lost during the run."""
+    """Return a warning if the job has spare nodes, for systems where a lost node ends the run."""
     if not job.allocation.size.spares:
         return ()
     return (
@@ -290,12 +332,12 @@ class Installed:
 
 
 def named(name: str) -> System:
-    """The system of that name.
+    """Return the system with the name `name`, which imgkit or a plug-in has.
 
     Raises
     ------
-    ToolFailed : a plug-in that cannot be used; names its distribution.
-    UsageError : there is none; its plug-in was removed after a job was submitted by it.
+    ToolFailed : imgkit cannot use the plug-in; the error names its distribution.
+    UsageError : no system has the name, for example because its plug-in was removed after it submitted a job.
     """
     if name in MODULES:
         module = importlib.import_module(f"{__name__}.{MODULES[name]}")
@@ -309,46 +351,56 @@ def named(name: str) -> System:
             where="system",
             hint=f"install the plug-in that adds it again; there are {', '.join(registry.names())}",
         ) from None
-    return _checked(name, plugin, map(named, registry.SHIPPED))
+    return _validate_plugin(name, plugin, map(named, registry.SHIPPED))
 
 
 def installed() -> Installed:
-    """All systems. A plug-in that cannot be used is left out and its error comes back."""
+    """Return all systems, and the errors of the plug-ins that are left out because imgkit cannot use them."""
     systems: dict[str, System] = {name: named(name) for name in registry.SHIPPED}
     errors = list(registry.refused())
     for name in registry.plugins():
         try:
-            systems[name] = _checked(name, named(name), systems.values())
+            systems[name] = _validate_plugin(name, named(name), systems.values())
         except ToolFailed as error:
             errors.append(error)
     return Installed(systems=systems, errors=tuple(errors))
 
 
-def _checked(name: str, plugin: Any, systems: Iterable[System]) -> System:
-    """Return `plugin`; raise ToolFailed if imgkit cannot use it, or if a flag of it is one of `systems`."""
+def _validate_plugin(name: str, plugin: Any, systems: Iterable[System]) -> System:
+    """Return `plugin` if imgkit can use it.
+
+    Raises
+    ------
+    ToolFailed : the plug-in is no `System`, declares values that imgkit does not have, or has a flag that
+        imgkit or one of `systems` has already.
+    """
     from imgkit_entrypoints.schedulers.resolve import NAMES
 
-    fault, hint = "", ""
     if not isinstance(plugin, System):
-        fault, hint = "is no System", "extend the class imgkit_builder.jobs.systems.System"
-    elif plugin.placement not in ("", *NAMES):
-        fault, hint = f"names the placement {plugin.placement!r}", f"allowed: {', '.join(NAMES)}"
-    elif unknown := [name for name in plugin.uses if name not in OPTIONAL]:
-        fault, hint = f"uses {unknown[0]!r}", f"allowed: {', '.join(OPTIONAL)}"
-    else:
-        owners: list[type[Any]] = [JobRequest, *(system.flags for system in systems)]
-        reserved = {
-            *_OWN_NAMES,
-            *(name for owner in owners for flag in declared(owner) for name in flag.names),
-        }
-        try:
-            plugin.flags()
-            names = [name for flag in declared(plugin.flags) for name in flag.names]
-        except Exception as error:
-            fault, names = f"declares flags that cannot be read: {error}", []
-        if duplicates := [name for name in names if name in reserved]:
-            fault, hint = f"has the flag {duplicates[0]}, which is taken", "rename its flag"
-    if fault:
-        raise registry.broken(registry.entry_of(name), fault, hint=hint)
-    assert isinstance(plugin, System)  # noqa: S101 - for the type checker
+        raise _plugin_error(name, "is no System", "extend the class imgkit_builder.jobs.systems.System")
+    if plugin.placement not in ("", *NAMES):
+        raise _plugin_error(name, f"names the placement {plugin.placement!r}", f"allowed: {', '.join(NAMES)}")
+    for flag_name in plugin.uses:
+        if flag_name not in OPTIONAL:
+            raise _plugin_error(name, f"uses {flag_name!r}", f"allowed: {', '.join(OPTIONAL)}")
+    try:
+        plugin.flags()
+        flag_names = _flag_names(plugin.flags)
+    except Exception as error:  # whatever the plug-in's own code raises
+        raise _plugin_error(name, f"declares flags that cannot be read: {error}", "") from None
+    reserved = {*_OWN_NAMES, *_flag_names(JobRequest)}
+    for system in systems:
+        reserved.update(_flag_names(system.flags))
+    for flag_name in flag_names:
+        if flag_name in reserved:
+            raise _plugin_error(name, f"has the flag {flag_name}, which is taken", "rename its flag")
     return plugin
+
+
+def _flag_names(options: type[Any]) -> list[str]:
+    """Return the names of all flags that a dataclass declares."""
+    return [name for flag in declared(options) for name in flag.names]
+
+
+def _plugin_error(name: str, fault: str, hint: str) -> ToolFailed:
+    return registry.broken(registry.entry_of(name), fault, hint=hint)

@@ -74,16 +74,18 @@ exit "$code"
 
 
 def _first_lines(sent: SentInput) -> bytes:
-    """Return the lines that each guard reads first: the secret, the variables and an empty line."""
+    """Return the lines that each guard reads first: the secret, the variables and an empty line.
+
+    The line of the secret is empty if only variables are sent.
+    """
     if sent == SentInput():
         return b""
-    lines = [
-        secrets.token_hex(32) if sent.secret else "",
-        *(f"{name}={os.environ[name]}" for name in sent.names),
-    ]
-    return b"".join(os.fsencode(text) + b"\n" for text in (*lines, ""))
+    secret = secrets.token_hex(32) if sent.secret else ""
+    variables = (f"{name}={os.environ[name]}" for name in sent.names)
+    return b"".join(os.fsencode(text) + b"\n" for text in (secret, *variables, ""))
 
 
+# setsid: the command gets a process group of its own, which the guard can end. 3 is the guard's input.
 _START = 'setsid "$@" 3<&- &'
 # `unset`, because a variable of that name may be exported. The value is in no argument and no variable of the
 # command, which reads it from its input.
@@ -99,14 +101,24 @@ END"""
 
 
 def guarded(command: Argv, sent: SentInput = SentInput()) -> Argv:
-    """`command` under a guard that ends it when standard input ends; needs a POSIX shell and ``setsid``."""
+    """Return `command` under a guard that ends it when standard input ends.
+
+    The host needs a POSIX shell and ``setsid``.
+    """
     start = _START_FED.format(variable=VARIABLE) if sent.secret else _START
-    start = start if sent == SentInput() else _READ + start
+    if sent != SentInput():
+        start = _READ + start
     return ("sh", "-c", _GUARD.format(kill_s=KILL_S, start=start), "imgkit", *command)
 
 
 class _Host:
-    """The ssh of one host, and the threads that show its output."""
+    """The ssh of one host, and the threads that show its output.
+
+    Parameters
+    ----------
+    line : what the host's shell runs.
+    data : what the guard in `line` reads first.
+    """
 
     def __init__(self, name: str, line: str, data: bytes, show: Show) -> None:
         self.name = name
@@ -132,7 +144,7 @@ class _Host:
             show(self.name, line.removesuffix(b"\n"), is_error)
 
     def send(self, data: bytes) -> None:
-        """Write to the guard; an ssh that has ended says itself why."""
+        """Write to the guard. If ssh has ended, its own message says why, so that is no error here."""
         assert self.process.stdin is not None  # noqa: S101 - for the type checker: it is a pipe
         with contextlib.suppress(OSError, ValueError):
             self.process.stdin.write(data)
@@ -145,7 +157,10 @@ class _Host:
             self.process.stdin.close()
 
     def exit_code(self) -> int | None:
-        """Return the exit code, once all output is shown; None before."""
+        """Return the exit code once all output is shown; None before.
+
+        The code is 128 + N after signal N, as in a shell.
+        """
         code = self.process.poll()
         if code is None or any(reader.is_alive() for reader in self.readers):
             return None
@@ -160,7 +175,7 @@ def run(
     sent: SentInput = SentInput(),
     head_decides: bool = False,
 ) -> int:
-    """Run each host's line in its shell; returns the first exit code that was not 0.
+    """Run each host's line in its shell, and return the first exit code that was not 0.
 
     When one host has failed, the others have `PEERS_S` to end.
 
@@ -168,62 +183,93 @@ def run(
 
     Parameters
     ----------
+    remote : the hosts, and the line for the shell of each.
     show : called by several threads, one at a time.
+    say : called with messages for the user.
     sent : what the guards of the lines read first.
     head_decides : only the first host counts. The others go on without a host that has failed.
     """
-    lock, data = threading.Lock(), _first_lines(sent)
+    lock = threading.Lock()
 
     def show_line(host: str, text: bytes, is_error: bool) -> None:
         with lock:
             show(host, text, is_error)
 
-    first_code, handled, peers_end_s, give_up_s = 0, 0, math.inf, math.inf
+    data = _first_lines(sent)
     with _signals() as signals, _closing([]) as hosts:
+        # One by one: if a later ssh cannot start, `_closing` ends the hosts before it.
         hosts += (_Host(name, line, data, show_line) for name, line in remote)
-        running = list(hosts)
-        # A host that is cut off never answers.
-        while running and time.monotonic() < give_up_s:
-            time.sleep(POLL_S)
-            for host in tuple(running):
-                code = host.exit_code()
-                if code is None:
-                    continue
-                running.remove(host)
-                if code and not signals:
-                    subject = "could not be reached, or ssh" if code == SSH_FAILED else "its command"
-                    say(f"{host.name}: {subject} ended with exit code {code}")
-                decides = host is hosts[0] if head_decides else code != 0
-                if decides and first_code == 0:
-                    first_code, peers_end_s = code, time.monotonic() + PEERS_S
-            if len(signals) > handled == 0:
+        return _wait(hosts, signals, say, head_decides=head_decides)
+
+
+def _wait(
+    hosts: Sequence[_Host], signals: list[int], say: Callable[[str], None], *, head_decides: bool
+) -> int:
+    """Wait until all hosts have ended, and return the exit code of the run.
+
+    Parameters
+    ----------
+    signals : the signals that have arrived; a handler appends to it.
+    """
+    running = list(hosts)
+    first_code = handled_signals = 0
+    peers_end_s = give_up_s = math.inf
+    # A host that is cut off never answers, so the time after a second signal is limited.
+    while running and time.monotonic() < give_up_s:
+        time.sleep(POLL_S)
+        for host in tuple(running):
+            code = host.exit_code()
+            if code is None:
+                continue
+            running.remove(host)
+            if code and not signals:
+                say(_failure_message(host, code))
+            # With `head_decides`, the run is over when the head ends, also without an error.
+            ends_run = host is hosts[0] if head_decides else code != 0
+            if ends_run and first_code == 0:
+                first_code = code
+                peers_end_s = time.monotonic() + PEERS_S
+        if len(signals) > handled_signals:
+            if handled_signals == 0:
                 say("asking all hosts to end; Ctrl-C again forces them to")
-                _ask(hosts)
-            elif len(signals) > handled:
-                for host in hosts:
-                    host.end()
+                _ask_to_end(hosts)
+            else:
+                _force_to_end(hosts)
                 give_up_s = min(give_up_s, time.monotonic() + END_S)
-            handled = len(signals)
-            if running and time.monotonic() > peers_end_s:
-                peers_end_s = math.inf
-                say(f"asking {', '.join(host.name for host in running)} to end as well")
-                _ask(hosts)
-        return first_code or (128 + signals[0] if signals else 0)
+            handled_signals = len(signals)
+        if running and time.monotonic() > peers_end_s:
+            peers_end_s = math.inf
+            say(f"asking {', '.join(host.name for host in running)} to end as well")
+            _ask_to_end(hosts)
+    if first_code == 0 and signals:
+        return 128 + signals[0]
+    return first_code
 
 
-def _ask(hosts: Sequence[_Host]) -> None:
+def _failure_message(host: _Host, code: int) -> str:
+    subject = "could not be reached, or ssh" if code == SSH_FAILED else "its command"
+    return f"{host.name}: {subject} ended with exit code {code}"
+
+
+def _ask_to_end(hosts: Sequence[_Host]) -> None:
+    """Send a line to all guards: each of them then asks its command to end."""
     for host in hosts:
         host.send(b"end\n")
 
 
+def _force_to_end(hosts: Sequence[_Host]) -> None:
+    """End the input of all guards: each of them then kills its command after `KILL_S`."""
+    for host in hosts:
+        host.end()
+
+
 @contextlib.contextmanager
 def _closing(hosts: list[_Host]) -> Iterator[list[_Host]]:
-    """On exit, end the ssh of all `hosts` and everything that they started."""
+    """Yield `hosts`; on exit, end the ssh of all of them and everything that they started."""
     try:
         yield hosts
     finally:
-        for host in hosts:
-            host.end()
+        _force_to_end(hosts)
         end_s = time.monotonic() + END_S
         for host in hosts:
             try:
@@ -235,12 +281,14 @@ def _closing(hosts: list[_Host]) -> Iterator[list[_Host]]:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[list[int]]:
-    """The stop signals that have arrived."""
+    """Yield a list to which each stop signal that arrives is appended."""
     received: list[int] = []
+
+    def on_signal(number: int, _: object) -> None:
+        received.append(number)
+
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    handlers = {
-        number: signal.signal(number, lambda number, _: received.append(number)) for number in numbers
-    }
+    handlers = {number: signal.signal(number, on_signal) for number in numbers}
     try:
         yield received
     finally:
@@ -278,6 +326,7 @@ _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 
 
 _MOST_BYTES = 4 << 20
+"""A larger file is no list of hosts, and is not read."""
 
 
 def read(text: str) -> tuple[str, ...]:
@@ -288,10 +337,10 @@ def read(text: str) -> tuple[str, ...]:
 
     Raises
     ------
-    UsageError : the file cannot be read, or a word is not a host or occurs twice.
+    UsageError : the file cannot be read, or it or `text` has something that is no host, or a host twice.
     """
     if "/" in text:
-        sources = _in_file(Path(text))
+        sources = _read_file(Path(text))
     else:
         sources = [("--hosts", part.strip()) for part in text.split(",")] if text else []
     hosts = tuple(host for _, host in sources)
@@ -309,7 +358,7 @@ def read(text: str) -> tuple[str, ...]:
 
 
 def is_here(host: str) -> bool:
-    """Whether `host` is this machine: one of its addresses can be bound here."""
+    """Return whether `host` is this machine: a socket can be bound to one of its addresses."""
     try:
         addresses = socket.getaddrinfo(host.rpartition("@")[2], 0, type=socket.SOCK_STREAM)
     except OSError:
@@ -324,23 +373,32 @@ def is_here(host: str) -> bool:
     return False
 
 
-def _in_file(file: Path) -> list[tuple[str, str]]:
+def _read_file(file: Path) -> list[tuple[str, str]]:
+    """Return the hosts in a file, each after its line: ``("./FILE:3", "node2")``.
+
+    Raises
+    ------
+    UsageError : the file cannot be read, or has no hosts.
+    """
     try:
         lines = files.read_text(file, most_bytes=_MOST_BYTES).splitlines()
     except (OSError, ValueError) as error:
         raise UsageError(
             f"cannot be read: {error}", where=str(file), hint="name a file with one host per line"
         ) from None
-    # Files for Open MPI have "slots=N" after the name.
-    rows = ((number, text.partition("#")[0].split()) for number, text in enumerate(lines, 1))
-    sources = [(f"{file}:{number}", row[0]) for number, row in rows if row]
+    sources = []
+    for number, line in enumerate(lines, 1):
+        fields = line.partition("#")[0].split()
+        if fields:
+            # Only the name: files for Open MPI have "slots=N" after it.
+            sources.append((f"{file}:{number}", fields[0]))
     if not sources:
         raise UsageError("the file has no hosts", where=str(file), hint="write one host per line")
     return sources
 
 
 def is_host(text: str) -> bool:
-    """Whether `text` is a name or an address, also with ``USER@``, that no program takes for an option."""
+    """Return whether `text` is a host, also as ``USER@HOST``, that no program takes for an option."""
     user, at, name = text.rpartition("@")
     if at and not re.fullmatch(_USER, user):
         return False

@@ -39,242 +39,320 @@ class Kubeflow(pods.Pods):
     """Kubeflow: documents that kubectl creates. RunAI hands jobs to it; no recipe names it."""
 
     queue = QueueCommands(
-        own_jobs=("kubectl", "get", "pods", "--namespace=runai-PROJECT"),  # their names begin with the job's
+        # Their names begin with the job's name.
+        own_jobs=("kubectl", "get", "pods", "--namespace=runai-PROJECT"),
         unknown_job="NotFound",
     )
 
     def script(self, job: Job) -> Script:
-        """Return the document for ``kubectl create``."""
+        """Return the document for ``kubectl create``; for an interactive job, comments stand above it."""
         need_program(job)
         kind = pods.format_of(job)
         document = _pytorchjob(job) if kind == "pytorchjob" else _trainjob(job)
-        text = _yaml(_compact(document))
+        text = _yaml(_without_empty_values(document))
         if job.is_interactive:
-            queue = job.allocation.queue
-            namespace = f" --namespace={_namespace(queue)}" if queue else ""
-            ways = (
-                f"kubectl get pods{namespace} --selector={_SELECTORS[kind]}={job.name}",
-                f"kubectl exec{namespace} --stdin --tty POD -- bash",
-            )
-            text = "\n".join((*pods.entered(job, ways, f"kubectl delete{namespace} {kind} {job.name}"), text))
+            text = "\n".join((*_interactive_comments(job, kind), text))
         return Script(text=text, submit=("kubectl", "create", "-f", "-"), on_stdin=True)
 
     def parse_job_id(self, output: str, name: str) -> str:
-        """Return kind and name, which kubectl needs, from ``pytorchjob.kubeflow.org/NAME created``."""
+        """Return ``KIND.NAME`` from ``pytorchjob.kubeflow.org/NAME created``: kubectl needs both parts."""
         match = re.search(r"^(\w+)\.\S*/(\S+) created", output, re.MULTILINE)
         return f"{match[1]}.{match[2]}" if match else ""
 
     def status_commands(self, record: QueuedJob) -> tuple[Argv, ...]:
         """Return the command that shows the job and its events."""
-        return (("kubectl", "describe", *_object(record), *_in_namespace(record)),)
+        kind, name = _kind_and_name(record)
+        return (("kubectl", "describe", kind, name, *_namespace_options(record)),)
 
     def parse_status(self, output: str) -> JobStatus:
-        """Return the state by the newest condition that holds, as ``kubectl describe`` lists them."""
+        """Return the state of the newest condition that is true; ``kubectl describe`` lists it last."""
         conditions = re.findall(r"^ *Status: +True\n +Type: +(\w+)$", output, re.MULTILINE)
         state: JobState = STATES.get(conditions[-1], "") if conditions else ""
         return JobStatus(state=state, text=output)
 
     def log_source(self, record: QueuedJob) -> Argv:
         """Return the command that follows the output of all pods."""
-        kind, name = _object(record)
+        kind, name = _kind_and_name(record)
         selector = f"--selector={_SELECTORS[kind]}={name}"
         return (
             *("kubectl", "logs", selector, "--follow", "--prefix", "--tail=-1", "--max-log-requests=1000"),
-            *_in_namespace(record),
+            *_namespace_options(record),
         )
 
     def shell_command(self, record: QueuedJob, line: str, node: str) -> JobShell:
-        """Return the command of a further process in a pod's container."""
-        kind, name = _object(record)
-        # JobSet's Jobs have names that are known; the pods of a Job have not.
-        first = f"job/{name}-node-0" if kind == "trainjob" else f"{name}-master-0"
-        argv = ("kubectl", "exec", *_in_namespace(record), "--stdin", "--tty", node or first, "--", "bash")
+        """Return the command that opens a shell in a pod's container, next to the job's program."""
+        kind, name = _kind_and_name(record)
+        # JobSet gives its Jobs fixed names, but the pods of a Job get random suffixes: kubectl finds the pod.
+        first_pod = f"job/{name}-node-0" if kind == "trainjob" else f"{name}-master-0"
+        pod = node or first_pod
+        argv = ("kubectl", "exec", *_namespace_options(record), "--stdin", "--tty", pod, "--", "bash")
         return JobShell(argv=argv, description=pods.SAME_CONTAINER)
 
     def cancel_command(self, record: QueuedJob) -> Argv:
         """Return the command that deletes the job and its pods."""
-        return ("kubectl", "delete", *_object(record), *_in_namespace(record))
+        kind, name = _kind_and_name(record)
+        return ("kubectl", "delete", kind, name, *_namespace_options(record))
 
 
 SYSTEM = Kubeflow()
 
 
-def _yaml(document: Mapping[str, Any]) -> str:
-    """The document, with quotes around text that another YAML reader could take for a number or a boolean.
+def _interactive_comments(job: Job, kind: str) -> tuple[str, ...]:
+    """Return comment lines that say how to enter the pods of an interactive job and how to delete it."""
+    queue = job.allocation.queue
+    namespace = f" --namespace={_namespace(queue)}" if queue else ""
+    enter_commands = (
+        f"kubectl get pods{namespace} --selector={_SELECTORS[kind]}={job.name}",
+        f"kubectl exec{namespace} --stdin --tty POD -- bash",
+    )
+    delete_command = f"kubectl delete{namespace} {kind} {job.name}"
+    return pods.interactive_comments(job, enter_commands, delete_command)
 
-    kubectl reads 1e-4 as a number, PyYAML as text that needs no quotes. A number cannot be an argument.
+
+def _yaml(document: Mapping[str, Any]) -> str:
+    """Return the document as YAML, with quotes around text that kubectl could read as another type.
+
+    PyYAML writes some text without quotes that other readers take for a number or a boolean: kubectl reads
+    1e-4 as a number, and Kubernetes refuses a number as an argument of a command. So only text that begins
+    like a word, an option or a path stays without quotes; "y" and "n" are booleans in YAML 1.1.
     """
     import yaml
 
     class Dumper(yaml.SafeDumper):
         def represent_text(self, text: str) -> yaml.Node:
-            plain = re.match(r"(?:/|--?)?[A-Za-z]", text) and text.lower() not in ("y", "n")
-            return self.represent_scalar("tag:yaml.org,2002:str", text, style=None if plain else "'")
+            begins_like_word = re.match(r"(?:/|--?)?[A-Za-z]", text)
+            is_boolean = text.lower() in ("y", "n")
+            style = None if begins_like_word and not is_boolean else "'"
+            return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
     Dumper.add_representer(str, Dumper.represent_text)
     text: str = yaml.dump(document, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=1000)
     return text
 
 
-def _compact(value: Any) -> Any:
-    """Return `value` without what is None or empty in its mappings, at any depth."""
+def _without_empty_values(value: Any) -> Any:
+    """Return a copy of `value` whose mappings, at any depth, have no value that is None, {} or []."""
     if isinstance(value, list):
-        return [_compact(item) for item in value]
+        return [_without_empty_values(item) for item in value]
     if not isinstance(value, dict):
         return value
-    items = {key: _compact(item) for key, item in value.items()}
+    items = {key: _without_empty_values(item) for key, item in value.items()}
     return {key: item for key, item in items.items() if item not in (None, {}, [])}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Requested:
-    """The meaning of the options for RunAI's client, from the recipe and the user."""
+class _ClientOptions:
+    """The options for RunAI's client that the recipe and the user set, as parts of a document."""
 
     annotations: Mapping[str, str]
     resources: Mapping[str, str]
     large_shm: bool
 
 
-def _requested(job: Job) -> _Requested:
+def _parse_client_options(job: Job) -> _ClientOptions:
+    """Return the options for RunAI's client, each of which is ``--name=value`` or the items --name and value.
+
+    Raises
+    ------
+    UsageError : an option has no counterpart in a document of Kubeflow.
+    """
     annotations: dict[str, str] = {}
     resources: dict[str, str] = {}
+    fields = {"--annotation": annotations, "-a": annotations, "--extended-resource": resources}
     large_shm = False
     options = [*job.recipe.system.queue.options, *job.request.allocation.options]
     while options:
-        flag, equals, value = options.pop(0).partition("=")
+        flag, equals, pair = options.pop(0).partition("=")
         if flag == "--large-shm":
             large_shm = True
             continue
-        into = {"--annotation": annotations, "-a": annotations, "--extended-resource": resources}.get(flag)
-        name, is_pair, text = (value if equals else options.pop(0) if options else "").partition("=")
-        if into is None or not is_pair:
-            raise UsageError(
-                f"{flag} cannot be part of a {pods.format_of(job)}",
-                where="--option",
-                hint="--option=--annotation=NAME=VALUE, --option=--extended-resource=NAME=COUNT, or edit "
-                "the output of imgkit run --dry-run",
-            )
-        into[name] = text
-    return _Requested(annotations=annotations, resources=resources, large_shm=large_shm)
+        if not equals and options:
+            pair = options.pop(0)
+        name, separator, value = pair.partition("=")
+        if flag not in fields or not separator:
+            raise _unsupported_option_error(job, flag)
+        fields[flag][name] = value
+    return _ClientOptions(annotations=annotations, resources=resources, large_shm=large_shm)
+
+
+def _unsupported_option_error(job: Job, flag: str) -> UsageError:
+    return UsageError(
+        f"{flag} cannot be part of a {pods.format_of(job)}",
+        where="--option",
+        hint="--option=--annotation=NAME=VALUE, --option=--extended-resource=NAME=COUNT, or edit "
+        "the output of imgkit run --dry-run",
+    )
 
 
 def _pytorchjob(job: Job) -> dict[str, Any]:
+    """Return a PyTorchJob: a master pod for the first node, and a worker pod for each other node.
+
+    By default no pod starts again, and all pods stay with their logs after the end of the job.
+    """
+    pod_template = _pytorch_pod(job)
+    master_restarts = worker_restarts = "Never"
+    pods_to_delete = "None"
+    if job.outlives_nodes:
+        # The master's exit code is that of the job. ExitCode starts a master again that was killed (exit code
+        # 128 or more).
+        master_restarts = "ExitCode"
+        # Workers fail without the master, and start again with it. With Never, the operator would mark the
+        # job as failed after one lost pod, although the run goes on; with OnFailure it makes a new pod.
+        worker_restarts = "OnFailure"
+        # At the end of the job the operator deletes pods that still run: a worker that comes back too late
+        # would call the master for ever. Pods that have ended stay, and so do their logs.
+        pods_to_delete = "Running"
+    replicas: dict[str, Any] = {
+        "Master": {"replicas": 1, "restartPolicy": master_restarts, "template": pod_template}
+    }
+    workers = job.allocation.nodes - 1
+    if workers:
+        replicas["Worker"] = {
+            "replicas": workers,
+            "restartPolicy": worker_restarts,
+            "template": pod_template,
+        }
+    spec = {"runPolicy": {"cleanPodPolicy": pods_to_delete}, "pytorchReplicaSpecs": replicas}
+    return _document(job, "kubeflow.org/v1", "PyTorchJob", spec)
+
+
+def _pytorch_pod(job: Job) -> dict[str, Any]:
+    """Return the template of all pods of a PyTorchJob."""
     container = {
         "name": "pytorch",  # the operator sets its variables only in the container of this name
         "image": job.container.image,
-        # args, not command: keeps the image's entry point, as runai does.
+        # args, not command: the image's entry point stays, as with RunAI's client.
         "args": _command(job),
         "workingDir": pods.workdir(job) or None,
         "env": _env(job),
         "resources": _resources(job),
     }
-    allocation = job.allocation
-    scheduler = "runai-scheduler" if allocation.queue else None
-    pod = {"template": _pod(job, container, schedulerName=scheduler)}
-    master, worker, clean = "Never", "Never", "None"
-    if job.outlives_nodes:
-        # The master's exit code is the job's. A master that was killed (128 and more) starts again, as do the
-        # workers, which fail without it. For a worker with Never, one lost pod would make the job "failed",
-        # although the run goes on; with OnFailure the operator makes a new pod. Pods that have ended stay
-        # otherwise, and so do their logs. A worker that comes back too late would call for ever.
-        master, worker, clean = "ExitCode", "OnFailure", "Running"
-    workers = (
-        {"replicas": allocation.nodes - 1, "restartPolicy": worker, **pod} if allocation.nodes > 1 else None
-    )
-    replicas = {"Master": {"replicas": 1, "restartPolicy": master, **pod}, "Worker": workers}
-    spec = {"runPolicy": {"cleanPodPolicy": clean}, "pytorchReplicaSpecs": replicas}
-    return _document(job, "kubeflow.org/v1", "PyTorchJob", spec)
+    scheduler = "runai-scheduler" if job.allocation.queue else None
+    return _pod_template(job, container, schedulerName=scheduler)
 
 
 def _trainjob(job: Job) -> dict[str, Any]:
+    """Return a TrainJob, which completes the cluster's training runtime `RUNTIME`.
+
+    Raises
+    ------
+    UsageError : the job has spare nodes, which a TrainJob cannot use.
+    """
     if job.allocation.size.spares:
-        raise UsageError(
-            f"--nodes {job.allocation.size}, but a TrainJob ends on all nodes when one pod has failed a few "
-            "times",
-            where="--format",
-            hint=f"--format pytorchjob, or --nodes {job.allocation.size.training}",
-        )
+        raise _spares_of_trainjob_error(job)
+    # command, not args: the runtime may have a command of its own, for example torchrun. A trainer has no
+    # field for the working directory, so env changes to it.
     folder = pods.workdir(job)
+    change_folder = ["env", f"--chdir={folder}"] if folder else []
     trainer = {
         "image": job.container.image,
-        # command, not args: a runtime can have a command of its own, for example torchrun. No workingDir.
-        "command": [*(("env", f"--chdir={folder}") if folder else ()), *_command(job)],
+        "command": [*change_folder, *_command(job)],
         "numNodes": job.allocation.nodes,
         "env": _env(job),
         "resourcesPerNode": _resources(job),
     }
-    # Kubeflow Trainer before 2.2 knows no runtimePatches: its fields for the same had other names.
-    jobs = {
-        "replicatedJobs": [{"name": "node", "template": {"spec": {"template": _pod(job, {"name": "node"})}}}]
-    }
-    patch = {"manager": "imgkit/job", "trainingRuntimeSpec": {"template": {"spec": jobs}}}
+    # Kubeflow Trainer has the field runtimePatches from 2.2 on. Before, its fields for the same had other
+    # names.
+    node = {"name": "node", "template": {"spec": {"template": _pod_template(job, {"name": "node"})}}}
+    job_set = {"template": {"spec": {"replicatedJobs": [node]}}}
+    patch = {"manager": "imgkit/job", "trainingRuntimeSpec": job_set}
     spec = {"runtimeRef": {"name": RUNTIME}, "trainer": trainer, "runtimePatches": [patch]}
     return _document(job, "trainer.kubeflow.org/v1alpha1", "TrainJob", spec)
 
 
+def _spares_of_trainjob_error(job: Job) -> UsageError:
+    size = job.allocation.size
+    return UsageError(
+        f"--nodes {size}, but a TrainJob ends on all nodes when one pod has failed a few times",
+        where="--format",
+        hint=f"--format pytorchjob, or --nodes {size.training}",
+    )
+
+
 def _document(job: Job, version: str, kind: str, spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a document of Kubernetes with the job's name and namespace."""
     namespace = _namespace(job.allocation.queue) if job.allocation.queue else None
     metadata = {"name": pods.check_name(job), "namespace": namespace}
     return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": dict(spec)}
 
 
-def _pod(job: Job, container: Mapping[str, Any], **spec: Any) -> dict[str, Any]:
-    """The template of the pods: `container` with the volumes that it mounts; none if it only has a name."""
-    requested = _requested(job)
+def _pod_template(job: Job, container: Mapping[str, Any], **spec: Any) -> dict[str, Any]:
+    """Return the template of a pod with `container` and the volumes that it mounts.
+
+    The template has no containers if `container` has only a name and mounts nothing: a TrainJob would patch
+    its runtime with it for no reason.
+
+    Parameters
+    ----------
+    spec : further fields of the pod.
+    """
+    client_options = _parse_client_options(job)
     mounts: list[dict[str, Any]] = []
     volumes: list[dict[str, Any]] = []
-    if requested.large_shm:
-        # Workers pass tensors to each other there; the default size in a container is 64 MiB.
+    if client_options.large_shm:
+        # Data workers pass tensors in shared memory; the default size in a container is 64 MiB.
         mounts.append({"name": "shm", "mountPath": "/dev/shm"})  # noqa: S108
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
     if job.makes_secret:
-        key = {"key": MOUNTED.name, "path": MOUNTED.name}
-        secret = {
-            "secretName": pods.SECRET,
-            "items": [key],
-            "optional": not job.request.launch.require_secret,
-        }
         mounts.append({"name": "secret", "mountPath": str(MOUNTED.parent), "readOnly": True})
-        volumes.append({"name": "secret", "secret": secret})
+        volumes.append({"name": "secret", "secret": _secret_source(job)})
     for index, claim in enumerate(pods.claims(job)):
         name = f"volume{index}"
         mounts.append({"name": name, "mountPath": str(claim.path), "readOnly": claim.read_only or None})
         volumes.append({"name": name, "persistentVolumeClaim": {"claimName": claim.name}})
-    containers = [{**container, "volumeMounts": mounts}] if mounts or len(container) > 1 else None
+    has_only_name = len(container) == 1
+    containers = [] if has_only_name and not mounts else [{**container, "volumeMounts": mounts}]
     return {
-        "metadata": {"annotations": dict(requested.annotations)},
+        "metadata": {"annotations": dict(client_options.annotations)},
         "spec": {**spec, "containers": containers, "volumes": volumes},
     }
 
 
+def _secret_source(job: Job) -> dict[str, Any]:
+    """Return the volume source that has the key for the roll call out of the user's Secret."""
+    return {
+        "secretName": pods.SECRET,
+        "items": [{"key": MOUNTED.name, "path": MOUNTED.name}],
+        "optional": not job.request.launch.require_secret,
+    }
+
+
 def _namespace(project: str) -> str:
-    """The namespace of a RunAI project (docs.run.ai, "Support for other Kubernetes Applications")."""
+    """Return the namespace of a RunAI project (docs.run.ai, "Support for other Kubernetes Applications")."""
     return f"runai-{project}"
 
 
 def _command(job: Job) -> list[str]:
+    """Return the command of each pod. The pods of an interactive job sleep until the user enters them."""
     argv = pods.ASLEEP if job.is_interactive else job.command
-    return list(map(pods.literal, argv))
+    return [pods.literal(argument) for argument in argv]
 
 
 def _env(job: Job) -> list[dict[str, Any]]:
-    values = ({"name": name, "value": pods.literal(value)} for name, value in pods.variables(job).items())
-    secrets = {name: {"secretKeyRef": {"name": pods.SECRET, "key": name}} for name in job.container.names}
-    return [*values, *({"name": name, "valueFrom": reference} for name, reference in secrets.items())]
+    """Return the variables of each pod. Those of ``--env NAME`` get their values from the user's Secret."""
+    env: list[dict[str, Any]] = []
+    for name, value in pods.variables(job).items():
+        env.append({"name": name, "value": pods.literal(value)})
+    for name in job.container.names:
+        env.append({"name": name, "valueFrom": {"secretKeyRef": {"name": pods.SECRET, "key": name}}})
+    return env
 
 
 def _resources(job: Job) -> dict[str, Any]:
-    gpus = {"nvidia.com/gpu": str(job.allocation.gpus)} if job.allocation.gpus else {}
+    """Return the resources of each pod; Kubernetes takes GPUs only as a limit."""
+    allocation = job.allocation
+    gpus = {"nvidia.com/gpu": str(allocation.gpus)} if allocation.gpus else {}
     return {
-        "limits": {**gpus, **_requested(job).resources},
-        "requests": {"cpu": str(job.allocation.cpus) if job.allocation.cpus else None},
+        "limits": {**gpus, **_parse_client_options(job).resources},
+        "requests": {"cpu": str(allocation.cpus) if allocation.cpus else None},
     }
 
 
-def _object(record: QueuedJob) -> tuple[str, str]:
+def _kind_and_name(record: QueuedJob) -> tuple[str, str]:
+    """Return the two parts of the job's id, which is ``KIND.NAME``."""
     kind, _, name = record.id.partition(".")
     return kind, name
 
 
-def _in_namespace(record: QueuedJob) -> Argv:
+def _namespace_options(record: QueuedJob) -> Argv:
     return (f"--namespace={_namespace(record.queue)}",) if record.queue else ()

@@ -15,16 +15,16 @@ from imgkit_entrypoints.errors import UsageError
 
 
 class ForegroundSystem(System):
-    """Base of the systems whose run is the command itself: it never gets an id."""
+    """Base of the systems whose run is the command itself, so that no job id exists."""
 
     hides_gpus = False
     passes_names = True
-    where = "on this machine"
-
     reports_state = False
+    where = "on this machine"
+    """Where the command runs, for messages."""
 
     def status_commands(self, record: QueuedJob) -> NoReturn:
-        """Raise UsageError: there is no queue."""
+        """Raise UsageError: there is no queue that could be asked about a run."""
         raise UsageError(f"a run {self.where} has no job id", hint="it ends with its command")
 
     log_source = cancel_command = status_commands
@@ -48,7 +48,7 @@ class Standalone(ForegroundSystem):
         runtime = runtime_of(job)
         argv = runtime.argv(job, job.command) if job.command else runtime.shell(job)
         if job.is_interactive:
-            # Only on request: docker refuses to use a pipe as a terminal.
+            # Only for an interactive job: docker refuses to use a pipe as a terminal.
             argv = runtime.with_options(argv, *runtime.terminal_options)
         argv = runtime.with_options(argv, *user_options(job))
         argv = with_settings(job, with_folders(job, argv))
@@ -59,27 +59,33 @@ SYSTEM = Standalone()
 
 
 def with_settings(job: Job, argv: Argv) -> Argv:
-    """Return `argv` with the variables that a job script would export; docker's has them already."""
+    """Return `argv` with the variables that a job script would export before it.
+
+    Docker's `argv` has the variables already, as options.
+    """
     runtime = runtime_of(job)
     if any(isinstance(argument, quoting.Shell) for argument in argv):
-        # Only a shell on the node knows the variables of the site.
-        words = " ".join(map(quoting.quote, argv))
-        return ("sh", "-c", "; ".join((*runtime.exports(job), f"exec {words}")))
+        # Only a shell on the node knows the variables of the site, which `argv` has in it.
+        command = " ".join(map(quoting.quote, argv))
+        return ("sh", "-c", "; ".join((*runtime.exports(job), f"exec {command}")))
     if runtime.environment_by_options:
         return argv
     has_defaults = not runtime.has_container and runtime.system_variables(job)
     if job.recipe.system.runtime.host_libs or job.container.env_file or has_defaults:
-        # Only a shell on the node knows the values there: a path comes before them, a default after them.
+        # Only a shell on the node knows the values there: folders of libraries come before the value of the
+        # node, and a default applies only if the node has no value.
         return ("sh", "-c", "; ".join((*runtime.exports(job), 'exec "$@"')), "sh", *argv)
     settings = [f"{name}={value}" for name, value in job.settings.items()]
     return ("env", *settings, *argv) if settings else argv
 
 
 def _check_gpus(job: Job) -> None:
-    if job.allocation.gpus and not runtime_of(job).passes_gpus(job):
-        name = job.recipe.name
-        raise UsageError(
-            f"--gpus {job.allocation.gpus}, but {name} starts its container without GPUs",
-            where=job.recipe.where("system", "runtime"),
-            hint=f"use a recipe that extends {name} with system.runtime.options: [--gpus=all]",
-        )
+    """Raise UsageError if the job has GPUs, but the recipe starts its container without them."""
+    if not job.allocation.gpus or runtime_of(job).passes_gpus(job):
+        return
+    name = job.recipe.name
+    raise UsageError(
+        f"--gpus {job.allocation.gpus}, but {name} starts its container without GPUs",
+        where=job.recipe.where("system", "runtime"),
+        hint=f"use a recipe that extends {name} with system.runtime.options: [--gpus=all]",
+    )

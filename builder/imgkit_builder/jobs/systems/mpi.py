@@ -35,9 +35,14 @@ from imgkit_entrypoints.schedulers.placement import FIRST_PORT, PORTS
 MASTER_PORT = 29500
 """torchrun's default, for the user's own programs. Launchers of imgkit agree on a free port."""
 FORWARD = (
-    *(*OPENMPI.fields.rank, *OPENMPI.fields.world_size),
-    *(*OPENMPI.fields.local_rank, *OPENMPI.fields.local_world_size, *OPENMPI.fields.job_id),
-    *("IMGKIT_NODES", "MASTER_ADDR", "MASTER_PORT"),
+    *OPENMPI.fields.rank,
+    *OPENMPI.fields.world_size,
+    *OPENMPI.fields.local_rank,
+    *OPENMPI.fields.local_world_size,
+    *OPENMPI.fields.job_id,
+    "IMGKIT_NODES",
+    "MASTER_ADDR",
+    "MASTER_PORT",
 )
 """Variables that docker passes into the container; other runtimes pass all of mpirun's."""
 
@@ -90,7 +95,7 @@ class Mpi(local.ForegroundSystem):
     def script(self, job: Job) -> Script:
         """Return the ``mpirun`` line, or one ``ssh`` line for each host."""
         need_program(job)
-        _check(job)
+        _check_hosts(job)
         if job.is_interactive and not job.command:
             return _shell(job)
         return _by_ssh(job) if job.flags(MpiFlags).ssh else _by_mpirun(job)
@@ -103,75 +108,111 @@ def _hosts(job: Job) -> tuple[str, ...]:
     return job.flags(MpiFlags).names
 
 
-def _check(job: Job) -> None:
-    flags, nodes = job.flags(MpiFlags), job.allocation.nodes
+def _check_hosts(job: Job) -> None:
+    """Check that the hosts are one for each node, and that the program which starts them can use them.
+
+    Raises
+    ------
+    UsageError : the number of hosts differs, flags contradict each other, or mpirun cannot use a host.
+    """
+    flags = job.flags(MpiFlags)
+    nodes = job.allocation.nodes
     hosts = flags.names
-    if len(hosts) != nodes and (hosts or nodes > 1 or flags.ssh):
-        message, hint = (
-            f"{nodes} nodes, but 0 hosts",
-            "--hosts A,B, the head first, or --hosts ./FILE",
-        )
-        if hosts:
-            message = f"{nodes} nodes, but {len(hosts)} hosts: {', '.join(hosts)}"
-            hint = "leave --nodes out: it is the number of hosts"
-        raise UsageError(message, where="--hosts", hint=hint)
+    is_local = not hosts and nodes == 1 and not flags.ssh  # mpirun starts one node without hosts
+    if len(hosts) != nodes and not is_local:
+        raise _host_count_error(hosts, nodes)
     if flags.direct and flags.ssh:
-        message, hint = "--direct cannot be combined with --ssh", "mpirun starts the ranks: omit --ssh"
-        raise UsageError(message, where="--direct", hint=hint)
-    unusable = [host for host in hosts if "@" in host or ":" in host]
-    if unusable and not flags.ssh:
         raise UsageError(
-            f"mpirun cannot use {unusable[0]!r}: it reads slots after a colon, and has no syntax for a user",
-            where="--hosts",
-            hint="give it a name in ~/.ssh/config and /etc/hosts, or use --ssh",
+            "--direct cannot be combined with --ssh",
+            where="--direct",
+            hint="mpirun starts the ranks: omit --ssh",
         )
+    if flags.ssh:
+        return
+    for host in hosts:
+        if "@" in host or ":" in host:
+            raise UsageError(
+                f"mpirun cannot use {host!r}: it reads slots after a colon, and has no syntax for a user",
+                where="--hosts",
+                hint="give it a name in ~/.ssh/config and /etc/hosts, or use --ssh",
+            )
+
+
+def _host_count_error(hosts: Sequence[str], nodes: int) -> UsageError:
+    """Return the error for a number of hosts that is not that of the nodes."""
+    if not hosts:
+        return UsageError(
+            f"{nodes} nodes, but 0 hosts",
+            where="--hosts",
+            hint="--hosts A,B, the head first, or --hosts ./FILE",
+        )
+    return UsageError(
+        f"{nodes} nodes, but {len(hosts)} hosts: {', '.join(hosts)}",
+        where="--hosts",
+        hint="leave --nodes out: it is the number of hosts",
+    )
 
 
 def _check_order(hosts: Sequence[str]) -> None:
-    # Open MPI 4.1 puts its own host first, wherever that stands in -H or in a hostfile.
+    """Raise UsageError if this machine is one of the hosts, but not the first.
+
+    Open MPI 4.1 starts rank 0 on the machine where mpirun runs, wherever that stands in -H or in a hostfile.
+    """
     local_host = next((host for host in hosts if fanout.is_here(host)), "")
-    if local_host and local_host != hosts[0]:
-        own_first = ",".join((local_host, *(host for host in hosts if host != local_host)))
-        raise UsageError(
-            f"this is {local_host}: mpirun gives rank 0 to its own host, not to {hosts[0]}",
-            where="--hosts",
-            hint=f"--hosts {own_first}, or start it on {hosts[0]}",
-        )
+    if not local_host or local_host == hosts[0]:
+        return
+    other_hosts = (host for host in hosts if host != local_host)
+    local_first = ",".join((local_host, *other_hosts))
+    raise UsageError(
+        f"this is {local_host}: mpirun gives rank 0 to its own host, not to {hosts[0]}",
+        where="--hosts",
+        hint=f"--hosts {local_first}, or start it on {hosts[0]}",
+    )
 
 
 def _by_mpirun(job: Job) -> Script:
-    hosts, runtime = _hosts(job), runtime_of(job)
-    forward, nodes = _forward(job), job.allocation.nodes
-    options = (
+    """Return the ``mpirun`` line, after comments for a user who runs it by hand."""
+    argv = _mpirun_argv(job)
+    comments = ""
+    if job.allocation.nodes > 1:
+        head = _hosts(job)[0]
+        comments += f"# On {head}, or on none of them: mpirun gives rank 0 to its own host.\n"
+    if not runtime_of(job).serves_image:
+        comments += "# To save and end: kill -USR1 this mpirun; Ctrl-C leaves programs one second.\n"
+    return Script(text=comments + line(argv) + "\n", submit=argv, foreground=True)
+
+
+def _mpirun_argv(job: Job) -> Argv:
+    """Return the ``mpirun`` command: it starts a node agent on each host, or with ``--direct`` every rank."""
+    hosts = _hosts(job)
+    nodes = job.allocation.nodes
+    runtime = runtime_of(job)
+    forward = _forward(job)
+    options = [
         *repeat_option("-x", job.container.names),
         *job.recipe.system.queue.options,
         *user_options(job),
-    )
+    ]
     if not runtime.has_container:
-        options = ("-x", "PATH", *options)  # ssh sets another one on the other hosts, without the venv
-    start = with_folders(job, runtime.argv(job, job.command, forward=FORWARD))
-    command = local.with_settings(job, start)
-    if job.flags(MpiFlags).direct:
-        ranks = _ranks(job)
-        where = ("-H", ",".join(f"{host}:{ranks}" for host in hosts)) if hosts else ()
-        argv: Argv = (
-            *("mpirun", "-np", str(nodes * ranks), "--map-by", "slot", "--bind-to", "none"),
-            *repeat_option("-x", (f"{name}={value}" for name, value in forward.items())),
-            *(*where, *options, *command),
-        )
-    else:
-        where = ("-H", ",".join(hosts)) if hosts else ()
-        argv = OPENMPI.start_argv(command, nnodes=nodes, forward=forward, options=(*where, *options))
-    notes = (
-        f"# On {hosts[0]}, or on none of them: mpirun gives rank 0 to its own host.\n" if nodes > 1 else ""
+        # ssh sets another PATH on the other hosts, without the virtual environment.
+        options = ["-x", "PATH", *options]
+    container = with_folders(job, runtime.argv(job, job.command, forward=FORWARD))
+    command = local.with_settings(job, container)
+    if not job.flags(MpiFlags).direct:
+        host_options = ("-H", ",".join(hosts)) if hosts else ()
+        return OPENMPI.start_argv(command, nnodes=nodes, forward=forward, options=(*host_options, *options))
+    ranks = _ranks(job)
+    slots = ",".join(f"{host}:{ranks}" for host in hosts)
+    host_options = ("-H", slots) if hosts else ()
+    return (
+        *("mpirun", "-np", str(nodes * ranks), "--map-by", "slot", "--bind-to", "none"),
+        *repeat_option("-x", (f"{name}={value}" for name, value in forward.items())),
+        *(*host_options, *options, *command),
     )
-    if not runtime.serves_image:
-        notes += "# To save and end: kill -USR1 this mpirun; Ctrl-C leaves programs one second.\n"
-    return Script(text=notes + line(argv) + "\n", submit=argv, foreground=True)
 
 
 def _forward(job: Job) -> Mapping[str, str]:
-    """Variables that mpirun sets on all nodes; the user's own values override them."""
+    """Return the variables that mpirun sets on all nodes; the user's own values override them."""
     hosts = _hosts(job) or ("127.0.0.1",)
     if job.allocation.nodes == 1 and not job.flags(MpiFlags).direct:
         return {}
@@ -180,10 +221,15 @@ def _forward(job: Job) -> Mapping[str, str]:
 
 
 def _ranks(job: Job) -> int:
+    """Return the number of processes on each node."""
     return job.request.launch.nproc or job.allocation.gpus or 1
 
 
 def _by_ssh(job: Job) -> Script:
+    """Return one command for each host.
+
+    The script has them as ``ssh`` lines, for terminals of the user. ``imgkit run`` starts them behind guards.
+    """
     hosts = _hosts(job)
     rows = [
         f"# {job.recipe.title}, by imgkit: one command per host, each in its own terminal; or from here: "
@@ -193,32 +239,44 @@ def _by_ssh(job: Job) -> Script:
         rows.append(
             f"# imgkit run also sends the values of {', '.join(job.container.names)}; these lines do not."
         )
-    remote = []
+    guarded_lines = []
     # A run by hand has no job id, from which a port could follow: two runs on one head would meet, and a
     # stranger would know where.
     port = job.container.env.get("IMGKIT_PORT") or str(FIRST_PORT + secrets.randbelow(PORTS - 1))
     for rank, host in enumerate(hosts):
         command = _node_command(job, rank, port)
-        rows.append(line(("ssh", "-t", host, _remote(job, _started(job, command)))))
-        remote.append((host, _remote(job, _guarded(job, command))))
-    if not job.allocation.size.spares and (program := _torch_program(job.command)):
-        rows.append("# The same by PyTorch's own launcher:")
-        for rank, host in enumerate(hosts):
-            launch = _torch_launch(job, program, rank)
-            argv = _started(dataclasses.replace(job, command=launch), launch)
-            rows.append(f"# {shlex.join(('ssh', '-t', host, _remote(job, argv)))}")
+        rows.append(line(("ssh", "-t", host, _remote_line(job, _node_argv(job, command)))))
+        guarded_lines.append((host, _remote_line(job, _guarded_argv(job, command))))
     return Script(
-        text="\n".join(rows) + "\n",
+        text="\n".join((*rows, *_torch_rows(job))) + "\n",
         submit=(),
         foreground=True,
-        remote=tuple(remote),
+        remote=tuple(guarded_lines),
         sent=_sent(job),
         head_decides=job.outlives_nodes,
     )
 
 
+def _torch_rows(job: Job) -> list[str]:
+    """Return comment lines with the same job for PyTorch's own launcher; empty if it cannot start the job."""
+    if job.allocation.size.spares:
+        return []
+    program = _torch_program(job.command)
+    if not program:
+        return []
+    rows = ["# The same by PyTorch's own launcher:"]
+    for rank, host in enumerate(_hosts(job)):
+        launch = _torch_launch(job, program, rank)
+        argv = _node_argv(dataclasses.replace(job, command=launch), launch)
+        rows.append(f"# {shlex.join(('ssh', '-t', host, _remote_line(job, argv)))}")
+    return rows
+
+
 def _node_command(job: Job, rank: int, port: str) -> Argv:
-    """The command with its place in flags, or in variables if it is the user's own program."""
+    """Return the job's command with the node's rank and the address of the head.
+
+    A node agent gets them as flags. The user's own program gets them as variables.
+    """
     hosts = _hosts(job)
     if len(hosts) == 1:
         return job.command
@@ -238,61 +296,76 @@ def _node_command(job: Job, rank: int, port: str) -> Argv:
 
 
 def _starts_node_agent(job: Job) -> bool:
+    """Return whether the job's command starts a node agent, as each ``dist-...`` except ``dist-env`` does."""
     return job.runs_entry_point and job.command[0] != "dist-env"
 
 
 def _head(job: Job) -> str:
+    """Return the name of the first host, without its user."""
     return _hosts(job)[0].rpartition("@")[2]
 
 
-def _started(job: Job, command: Argv) -> Argv:
+def _node_argv(job: Job, command: Argv) -> Argv:
+    """Return the argv that starts `command` in the job's container on a host."""
     return local.with_settings(job, with_folders(job, runtime_of(job).argv(job, command)))
 
 
-def _guarded(job: Job, command: Argv) -> Argv:
-    """The words for `fanout`. The guard is innermost: it ends when the container's input does."""
-    sent, runtime = _sent(job), runtime_of(job)
+def _guarded_argv(job: Job, command: Argv) -> Argv:
+    """Return the argv of `_node_argv`, for `fanout`, with a guard that ends `command`.
+
+    The guard runs inside the container: its standard input, which is that of the container, ends with the
+    connection.
+    """
+    sent = _sent(job)
+    runtime = runtime_of(job)
     if not runtime.has_container:
-        return fanout.guarded(_started(job, command), sent)
+        return fanout.guarded(_node_argv(job, command), sent)
     argv = runtime.argv(job, fanout.guarded(command, sent))
     argv = runtime.with_options(argv, *runtime.input_options)
     return local.with_settings(job, with_folders(job, argv))
 
 
 def _sent(job: Job) -> SentInput:
-    """What goes through the input of each ssh; only a node agent expects a secret on its own input."""
+    """Return what imgkit sends through the input of each ssh.
+
+    Only a node agent expects a secret on its own input.
+    """
     return SentInput(secret=job.makes_secret and _starts_node_agent(job), names=job.container.names)
 
 
-def _remote(job: Job, argv: Argv) -> str:
-    """One line for the shell of a host, because ssh joins words with blanks."""
+def _remote_line(job: Job, argv: Argv) -> str:
+    """Return `argv` as one line for the shell of a host: ssh would join several arguments with blanks."""
     if runtime_of(job).environment_by_options:
         return shlex.join(argv)
     return f"cd {shlex.quote(str(job.directory))} && exec {shlex.join(argv)}"
 
 
 def _torch_program(command: Argv) -> Argv:
-    """The program as ``torch.distributed.launch`` takes it; empty if that is unknown."""
+    """Return the arguments by which ``torch.distributed.launch`` starts the program of `command`.
+
+    The result is empty if torch cannot start it: `command` is no ``dist-...`` of imgkit, asks for its help,
+    or has options of ``dist-run``, which mean nothing to torch.
+    """
     from imgkit_entrypoints.cli import options
 
     name, *arguments = command
-    program = next((each for each in COMMANDS if each.name == name), None)
-    if program is None or {"-h", "--help", "--version"} & set(arguments):
+    entry_point = next((entry_point for entry_point in COMMANDS if entry_point.name == name), None)
+    if entry_point is None or {"-h", "--help", "--version"} & set(arguments):
         return ()
-    if program.app is None:
-        # Options of dist-run before the program mean nothing to torch.
-        return (
-            tuple(arguments) if name == "dist-run" and arguments and not arguments[0].startswith("-") else ()
-        )
+    if entry_point.app is None:
+        is_program = name == "dist-run" and arguments and not arguments[0].startswith("-")
+        return tuple(arguments) if is_program else ()
+    parser = options.launch_parser(entry_point, {})
     try:
         with contextlib.redirect_stderr(io.StringIO()):
-            _, rest = options.launch_parser(program, {}).parse_known_args(arguments)
-    except SystemExit:
+            _, app_arguments = parser.parse_known_args(arguments)
+    except SystemExit:  # argparse does not accept the arguments
         return ()
-    return ("-m", program.app, *rest)
+    return ("-m", entry_point.app, *app_arguments)
 
 
 def _torch_launch(job: Job, program: Argv, rank: int) -> Argv:
+    """Return the command by which PyTorch's launcher starts `program` on the host with this node rank."""
     return (
         *("python3", "-m", "torch.distributed.launch", "--use-env", f"--nproc_per_node={_ranks(job)}"),
         *(f"--nnodes={job.allocation.nodes}", f"--node_rank={rank}"),
@@ -301,7 +374,12 @@ def _torch_launch(job: Job, program: Argv, rank: int) -> Argv:
 
 
 def _shell(job: Job) -> Script:
-    """A shell in the container on one host, or here."""
+    """Return the command of a shell in the container on one host; without a host, on this machine.
+
+    Raises
+    ------
+    UsageError : the job has several hosts, or a variable whose value ssh cannot pass to a shell.
+    """
     if not _hosts(job):
         return local.SYSTEM.script(job)
     if job.allocation.nodes > 1:
@@ -318,5 +396,6 @@ def _shell(job: Job) -> Script:
         )
     runtime = runtime_of(job)
     shell = runtime.with_options(runtime.shell(job), *runtime.terminal_options)
-    argv = ("ssh", "-t", _hosts(job)[0], _remote(job, local.with_settings(job, with_folders(job, shell))))
+    shell = local.with_settings(job, with_folders(job, shell))
+    argv = ("ssh", "-t", _hosts(job)[0], _remote_line(job, shell))
     return Script(text=line(argv) + "\n", submit=argv, foreground=True)

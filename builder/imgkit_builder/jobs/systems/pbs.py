@@ -24,7 +24,7 @@ from imgkit_builder.jobs.systems import (
     NEW_CONTAINER,
     QueueCommands,
     System,
-    last_line,
+    find_job_id,
     need_task,
     options_of,
     options_with_values,
@@ -54,11 +54,20 @@ STATES: Mapping[str, JobState] = {
     **dict.fromkeys("RBEU", "running"),
 }
 """States of a job in the queue (qstat(1)): B is an array that has started, E a job that exits."""
-_SHOWN = frozenset(
-    (
-        *("Job Id", "Job_Name", "job_state", "array_state_count", "comment", "estimated.start_time", "stime"),
-        *("resources_used.walltime", "exec_host", "obittime", "Exit_status"),
-    )
+_SHOWN_ATTRIBUTES = frozenset(
+    {
+        "Job Id",
+        "Job_Name",
+        "job_state",
+        "array_state_count",
+        "comment",
+        "estimated.start_time",
+        "stime",
+        "resources_used.walltime",
+        "exec_host",
+        "obittime",
+        "Exit_status",
+    }
 )
 """Attributes of a job that people read."""
 
@@ -81,49 +90,64 @@ class Pbs(System):
         if job.makes_image:
             return _image_script(job)
         if job.is_interactive:
-            return _interactive(job)
+            return _interactive_script(job)
         nodes = job.allocation.nodes
         start = job.flags(PbsFlags).pbs_start
+        # The script itself starts the processes of other hosts, unless PALS does.
         by_task = start if nodes > 1 and start != "pals" else ""
         rdzv = nodes > 1 and job.recipe.system.env.get("FI_CXI_RDZV_PROTO") == "alt_read"
         text = fill(
             job,
             "pbs.sh.j2",
-            directives=_lines(("-S", "/bin/bash", "-j", "oe", *_resource_options(job))),
+            directives=_directives(("-S", "/bin/bash", "-j", "oe", *_resource_options(job))),
             by_task=by_task,
             patience_s=PATIENCE_S,
             rdzv=rdzv and not by_task,
-            node=line(_node(job, rdzv=rdzv)),
-            words=line(_remote(by_task)) if by_task else "",
+            node=line(_node_command(job, rdzv=rdzv)),
+            words=line(_remote_command(by_task)) if by_task else "",
         )
         is_array = any(option.startswith("-J") for option in options_of(job))
         return Script(text=text, submit=("qsub",), on_stdin=True, is_array=is_array)
 
     def parse_job_id(self, output: str, name: str) -> str:
         """Return the id that ``qsub`` prints: ``SEQUENCE.SERVER``, or ``SEQUENCE[].SERVER`` of an array."""
-        return last_line(output, r"[0-9]+(\[[0-9]*\])?(\..+)?")
+        return find_job_id(output, r"[0-9]+(\[[0-9]*\])?(\..+)?")
 
     def status_commands(self, record: QueuedJob) -> tuple[Argv, ...]:
         """Return the commands for a job in the queue, and for one in the history that a server may keep."""
         return (("qstat", "-f", record.id), ("qstat", "-x", "-f", record.id))
 
     def parse_status(self, output: str) -> JobStatus:
-        """Return the state and the attributes that people read; a finished job's is in its exit status."""
-        rows = [row for row in output.splitlines() if re.split(r" = |: ", row.strip())[0] in _SHOWN]
-        state = re.search(r"^\s*job_state = (\w)$", output, re.MULTILINE)
-        code = re.search(r"^\s*Exit_status = (-?[0-9]{1,9})\s*$", output, re.MULTILINE)
-        job_state: JobState = STATES.get(state[1], "") if state else ""
-        if code and not job_state:
-            job_state = "succeeded" if int(code[1]) == 0 else "failed"
-        text = "".join(f"{row}\n" for row in rows)
-        return JobStatus(state=job_state, text=text, code=int(code[1]) if code else None)
+        """Return the state of the job, its exit code, and the attributes that people read.
+
+        A finished job has a state that says nothing about success: its exit status decides.
+        """
+        text = ""
+        for row in output.splitlines():
+            attribute = re.split(r" = |: ", row.strip())[0]  # "Job Id: 4711.server", "job_state = R"
+            if attribute in _SHOWN_ATTRIBUTES:
+                text += f"{row}\n"
+        state_match = re.search(r"^\s*job_state = (\w)$", output, re.MULTILINE)
+        code_match = re.search(r"^\s*Exit_status = (-?[0-9]{1,9})\s*$", output, re.MULTILINE)
+        code = int(code_match[1]) if code_match else None
+        state: JobState = STATES.get(state_match[1], "") if state_match else ""
+        if code is not None and not state:
+            state = "succeeded" if code == 0 else "failed"
+        return JobStatus(state=state, text=text, code=code)
 
     def log_source(self, record: QueuedJob) -> Argv:
-        """Return the command that follows the output by name: most systems copy it when the job ends."""
-        number = record.id.partition(".")[0]
-        need_task(record, number.replace("[]", "[0]"))
-        number = re.sub(r"\[([0-9]+)\]", r".\1", number)  # of a task: NAME.oSEQUENCE.INDEX
-        path = record.directory / f"{record.name}.o{number}"
+        """Return the command that follows the output by the name of its file.
+
+        Most systems copy the file into the job's folder only when the job ends; ``tail -F`` waits for it.
+
+        Raises
+        ------
+        UsageError : the job is an array, whose tasks have outputs of their own.
+        """
+        sequence = record.id.partition(".")[0]  # without the server
+        need_task(record, sequence.replace("[]", "[0]"))
+        suffix = re.sub(r"\[([0-9]+)\]", r".\1", sequence)  # of a task: NAME.oSEQUENCE.INDEX
+        path = record.directory / f"{record.name}.o{suffix}"
         return ("tail", "-n", "+1", "-F", str(path))
 
     def cancel_command(self, record: QueuedJob) -> Argv:
@@ -132,11 +156,12 @@ class Pbs(System):
 
     def shell_command(self, record: QueuedJob, line: str, node: str) -> NoReturn:
         """Raise UsageError: PBS starts tasks only from within a job."""
+        shell = f"ssh -t {node or 'NODE'} {shlex.quote('bash -lc ' + shlex.quote(line))}"
         raise UsageError(
             "PBS starts no shell in a running job from outside",
             where="--job",
-            hint=f"where ssh may enter the nodes of your jobs (qstat -n1 {record.id} names them): "
-            f"ssh -t {node or 'NODE'} {shlex.quote('bash -lc ' + shlex.quote(line))}; it is {NEW_CONTAINER}",
+            hint=f"where ssh may enter the nodes of your jobs (qstat -n1 {record.id} names them): {shell}; "
+            f"it is {NEW_CONTAINER}",
         )
 
 
@@ -144,49 +169,60 @@ SYSTEM = Pbs()
 
 
 def _image_script(job: Job) -> Script:
-    """Return the script of a job that makes a .sif."""
+    """Return the script of a job that makes a .sif.
+
+    Raises
+    ------
+    UsageError : the recipe does not say which nodes make a .sif.
+    """
     queue = job.recipe.system.queue
     if not queue.sif:
-        raise UsageError(
-            f"the recipe {job.recipe.name} does not name the nodes that make a .sif",
-            where=job.recipe.where("system", "queue"),
-            hint=f"{line(job.command)} on a node; or queue.sif: [-l, select=1:ncpus=8] in a "
-            f"recipe that extends {job.recipe.name}",
-        )
-    options = (*_common(job), *map(quoting.option, (*queue.sif, *job.request.allocation.options)))
-    directives = _lines(("-S", "/bin/bash", "-j", "oe", *options))
+        raise _no_sif_options_error(job)
+    sif_options = map(quoting.option, (*queue.sif, *job.request.allocation.options))
+    directives = _directives(("-S", "/bin/bash", "-j", "oe", *_common_options(job), *sif_options))
     text = fill(job, "pbs-sif.sh.j2", directives=directives, make=line(job.command))
     return Script(text=text, submit=("qsub",), on_stdin=True)
 
 
+def _no_sif_options_error(job: Job) -> UsageError:
+    name = job.recipe.name
+    return UsageError(
+        f"the recipe {name} does not name the nodes that make a .sif",
+        where=job.recipe.where("system", "queue"),
+        hint=f"{line(job.command)} on a node; or queue.sif: [-l, select=1:ncpus=8] in a "
+        f"recipe that extends {name}",
+    )
+
+
 def _resource_options(job: Job) -> Argv:
-    """The resources to request; directives and ``qsub -I`` take the same words."""
-    queue, allocation = job.recipe.system.queue, job.allocation
-    chunk = (
-        *options_with_values({"ncpus": allocation.cpus, "ngpus": allocation.gpus}),
-        # One line per chunk in the node file, and one process per chunk: it starts the others.
-        "mpiprocs=1",
-        *map(quoting.option, queue.chunk),
-    )
-    return (
-        *_common(job),
-        *("-l", ":".join((f"select={allocation.nodes}", *chunk))),
-        *map(quoting.option, options_of(job)),
-    )
-
-
-def _common(job: Job) -> Argv:
+    """Return the options for the resources to request, in the form that directives and ``qsub -I`` share."""
     allocation = job.allocation
-    return (
-        *("-N", job.title),
-        *(("-q", allocation.queue) if allocation.queue else ()),
-        *(("-A", allocation.account) if allocation.account else ()),
-        *(("-l", f"walltime={allocation.time}") if allocation.time else ()),
+    chunk = (
+        f"select={allocation.nodes}",
+        *options_with_values({"ncpus": allocation.cpus, "ngpus": allocation.gpus}),
+        # The node file has a line for each MPI process of a chunk: one line a node, and one process, which
+        # starts the others.
+        "mpiprocs=1",
+        *map(quoting.option, job.recipe.system.queue.chunk),
     )
+    return (*_common_options(job), "-l", ":".join(chunk), *map(quoting.option, options_of(job)))
 
 
-def _lines(options: Sequence[str]) -> list[str]:
-    """Words as directives: one for each option with its value."""
+def _common_options(job: Job) -> Argv:
+    """Return the options that all jobs have: name, queue, account and time limit."""
+    allocation = job.allocation
+    options = ["-N", job.title]
+    if allocation.queue:
+        options += ("-q", allocation.queue)
+    if allocation.account:
+        options += ("-A", allocation.account)
+    if allocation.time:
+        options += ("-l", f"walltime={allocation.time}")
+    return tuple(options)
+
+
+def _directives(options: Sequence[str]) -> list[str]:
+    """Return the texts of ``#PBS`` lines, one for each option with its value."""
     rows: list[str] = []
     for option in options:
         if option.startswith("-") or not rows:
@@ -196,8 +232,13 @@ def _lines(options: Sequence[str]) -> list[str]:
     return rows
 
 
-def _node(job: Job, *, rdzv: bool) -> Argv:
-    """The words that run the command on this node, or by mpiexec on all nodes."""
+def _node_command(job: Job, *, rdzv: bool) -> Argv:
+    """Return the command that starts the job's command on this node, or by mpiexec on all nodes.
+
+    Parameters
+    ----------
+    rdzv : the script has options for the network in the array ``network``, which mpiexec of PALS takes.
+    """
     nodes = job.allocation.nodes
     by_pals = nodes > 1 and job.flags(PbsFlags).pbs_start == "pals"
     variables = PALS.fields.variables if by_pals else ("PBS_JOBID", "PBS_NODENUM", "PBS_TASKNUM")
@@ -210,26 +251,34 @@ def _node(job: Job, *, rdzv: bool) -> Argv:
     return PALS.start_argv(argv, nnodes=nodes, options=network)
 
 
-def _remote(by_task: str) -> Argv:
-    """The words that run ``$task`` on a host."""
+def _remote_command(by_task: str) -> Argv:
+    """Return the command by which the script runs ``$task`` on another host, for pbsdsh or for ssh."""
     if by_task == "pbsdsh":
         return pbs.start_argv(("/bin/bash", "-lc", Shell('"$task; node"')), line=Shell('"${lines[rank]}"'))
     return ("ssh", "-o", "BatchMode=yes", Shell('"${hosts[rank]}"'), "/bin/bash", "-l", "-s")
 
 
-def _interactive(job: Job) -> Script:
+def _interactive_script(job: Job) -> Script:
+    """Return the ``qsub -I`` line, after comments with the lines to type in the shell that it opens.
+
+    Raises
+    ------
+    UsageError : the job has a command, which ``qsub -I`` cannot run.
+    """
     if job.command:
         raise UsageError(
             f"PBS takes no command for an interactive job, but {job.command[0]} was given",
             where="--interactive",
             hint="imgkit run --dry-run ... > job.sh without --interactive; bash job.sh in the job's shell",
         )
-    argv, runtime = ("qsub", "-I", *_resource_options(job)), runtime_of(job)
+    argv = ("qsub", "-I", *_resource_options(job))
+    runtime = runtime_of(job)
+    shell = line(with_folders(job, runtime.shell(job)))
     comments = (
         "# In the shell that it gives, on one of the nodes:",
         *(f"#   module load {name}" for name in runtime.modules(job)),
-        *(f"#   {text}" for text in runtime.exports(job)),
-        *(f"#   {text}" for text in line(with_folders(job, runtime.shell(job))).split("\n")),
+        *(f"#   {export}" for export in runtime.exports(job)),
+        *(f"#   {row}" for row in shell.split("\n")),
         "# On all nodes: imgkit run --dry-run ... > job.sh, without --interactive; here: bash job.sh",
     )
     return Script(text="\n".join((*comments, line(argv), "")), submit=argv, foreground=True)

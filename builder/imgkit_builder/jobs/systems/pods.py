@@ -48,7 +48,7 @@ class PodFlags(SystemFlags):
 
     @property
     def system(self) -> str:
-        """Name of the system that takes manifests, if ``--format`` asks for one."""
+        """Name of the system that takes the job if ``--format`` requests a document; else empty."""
         return "" if self.format == "runai" else "kubeflow"
 
 
@@ -62,45 +62,52 @@ class Pods(System):
 
     def check(self, job: Job, *, is_submitted: bool = False) -> Iterator[str]:
         """Yield warnings about requests that the user may not have meant."""
-        request, output_format = job.request, format_of(job)
+        request = job.request
         yield from program_starts_once(job.command)
         yield from part_of_nodes(job, ": pods may share a node")
         if request.container.binds:
             yield "--bind is not used: pods get their folders from volumes, --pvc CLAIM:/PATH"
-        if all(text.endswith(":ro") for text in job.flags(PodFlags).pvcs) and not request.launch.interactive:
+        has_writable_volume = any(not text.endswith(":ro") for text in job.flags(PodFlags).pvcs)
+        if not has_writable_volume and not request.launch.interactive:
             yield "no --pvc to write to: output, checkpoints and logs disappear with the pods"
-        size = job.allocation.size
-        if size.spares and output_format == "runai":
-            yield f"--nodes {size}: RunAI decides what follows a lost pod; --format pytorchjob states it"
-        if job.flags(PodFlags).client and output_format != "runai":
-            yield f"--client is not used with --format {output_format}"
-        if output_format != "runai":
-            return
-        if client_of(job) == "v1":
-            odd = [
-                argument
-                for argument in (*job.command, *request.container.env, str(request.directory))
-                if quote(argument) != argument
-            ]
-            if odd:
-                # The RCP tutorial needs '"..."' around a word with blanks, later pages of
-                # epfml/getting-started do not: whether words are split again depends on the client's version.
-                yield f"{odd[0]!r}: older runai clients split and expand arguments once more"
-        if not (_stated_client(job) or runai_client.on_path()):
-            yield "no runai on PATH: the command is for the later client; --client v1 names the first one"
+        if format_of(job) == "runai":
+            yield from _runai_warnings(job)
+        elif job.flags(PodFlags).client:
+            yield f"--client is not used with --format {format_of(job)}"
+
+
+def _runai_warnings(job: Job) -> Iterator[str]:
+    """Yield warnings about a job that RunAI's own client submits."""
+    size = job.allocation.size
+    if size.spares:
+        yield f"--nodes {size}: RunAI decides what follows a lost pod; --format pytorchjob states it"
+    if client_of(job) == "v1":
+        # The RCP tutorial needs '"..."' around an argument with blanks, later pages of epfml/getting-started
+        # do not: whether the client splits arguments again depends on its version.
+        arguments = (*job.command, *job.request.container.env, str(job.request.directory))
+        for argument in arguments:
+            if quote(argument) != argument:
+                yield f"{argument!r}: older runai clients split and expand arguments once more"
+                break
+    if not (_chosen_client(job) or runai_client.on_path()):
+        yield "no runai on PATH: the command is for the later client; --client v1 names the first one"
 
 
 def client_of(job: Job) -> runai_client.Client:
-    """Return RunAI's client that takes the job: that of the flag, the recipe or PATH, else the later one.
+    """Return RunAI's client that takes the job.
+
+    The flag ``--client`` comes before the recipe, and that before the client on PATH. Without any of them,
+    the result is the later client.
 
     Raises
     ------
     UsageError : the ``runai`` on PATH is neither client.
     """
-    return _stated_client(job) or runai_client.on_path() or "v2"
+    return _chosen_client(job) or runai_client.on_path() or "v2"
 
 
-def _stated_client(job: Job) -> runai_client.Client | None:
+def _chosen_client(job: Job) -> runai_client.Client | None:
+    """Return the client that ``--client`` or the recipe names; None if neither does."""
     return job.flags(PodFlags).client or job.recipe.system.queue.client or None
 
 
@@ -117,34 +124,40 @@ class Claim:
 
 
 def format_of(job: Job) -> KubernetesFormat:
-    """The value of ``--format``."""
+    """Return the value of ``--format``."""
     return job.flags(PodFlags).format
 
 
 def check_name(job: Job) -> str:
-    """The job's name, if Kubernetes accepts it: it is the job's id, and part of its pods' host names.
+    """Return the job's name if Kubernetes accepts it: it is the job's id, and part of its pods' host names.
 
     Raises
     ------
-    UsageError : it does not accept the name.
+    UsageError : Kubernetes does not accept the job's name.
     """
     name = job.name
     if not re.fullmatch(_LABEL, name) or len(name) > NAME_LIMIT:
-        better = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:NAME_LIMIT].rstrip("-")
-        raise UsageError(
-            f"{name!r} cannot name pods: up to {NAME_LIMIT} of a-z, 0-9, and - inside; no _, no capitals",
-            where="--name",
-            hint=f"--name {better or 'run1'}",
-        )
+        raise _pod_name_error(name)
     return name
 
 
+def _pod_name_error(name: str) -> UsageError:
+    """Return the error for a job's name that Kubernetes does not accept; its hint has a similar name."""
+    label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    similar_name = label[:NAME_LIMIT].rstrip("-")
+    return UsageError(
+        f"{name!r} cannot name pods: up to {NAME_LIMIT} of a-z, 0-9, and - inside; no _, no capitals",
+        where="--name",
+        hint=f"--name {similar_name or 'run1'}",
+    )
+
+
 def claims(job: Job) -> tuple[Claim, ...]:
-    """The volumes of ``--pvc``.
+    """Return the volumes of ``--pvc``.
 
     Raises
     ------
-    UsageError : one is not ``CLAIM:/PATH[:ro]``, or two have the same path.
+    UsageError : a value is not ``CLAIM:/PATH[:ro]``, or two volumes have the same path.
     """
     parsed: list[Claim] = []
     for text in job.flags(PodFlags).pvcs:
@@ -154,25 +167,30 @@ def claims(job: Job) -> tuple[Claim, ...]:
                 f"{text!r} is not a volume", where="--pvc", hint="CLAIM:/PATH, or CLAIM:/PATH:ro"
             )
         claim = Claim(name=match[1], path=PurePosixPath(match[2]), read_only=bool(match[3]))
-        if claim.path in (earlier.path for earlier in parsed):
+        if any(claim.path == earlier.path for earlier in parsed):
             raise UsageError(f"two volumes at {claim.path}", where="--pvc", hint="give each its own path")
         parsed.append(claim)
     return tuple(parsed)
 
 
 def directory(job: Job) -> PurePosixPath | None:
-    """The folder in which pods work: ``--directory``, which must be on a volume; None: the image's own.
+    """Return the folder of ``--directory``, in which the pods work.
+
+    The result is None if the user did not set the option: then the pods work in the folder that the image
+    sets. A folder that imgkit.toml sets counts as not set, because it is on this machine and not in the pods.
 
     Raises
     ------
-    UsageError : it is not on a volume.
+    UsageError : the folder is not on a volume that ``--pvc`` mounts, so the pods do not have it.
     """
-    project = job.request.project
-    # A folder of imgkit.toml is one of this machine, which pods do not have.
-    if job.request.directory == JobRequest().directory or (project and project.sets_directory):
+    request = job.request
+    is_default = request.directory == JobRequest().directory
+    is_set_by_project = request.project is not None and request.project.sets_directory
+    if is_default or is_set_by_project:
         return None
-    path = PurePosixPath(job.request.directory)
-    if not any(path.is_relative_to(claim.path) for claim in claims(job)):
+    path = PurePosixPath(request.directory)
+    is_on_volume = any(path.is_relative_to(claim.path) for claim in claims(job))
+    if not is_on_volume:
         raise UsageError(
             f"{path} is not on a volume of the pods",
             where="--directory",
@@ -182,53 +200,84 @@ def directory(job: Job) -> PurePosixPath | None:
 
 
 def workdir(job: Job) -> str:
-    """The folder in which the command starts; empty: the image's own."""
+    """Return the folder in which the command starts; empty for the folder that the image sets.
+
+    Raises
+    ------
+    UsageError : ``--directory`` is not on a volume of the pods.
+    """
     folder = directory(job)
-    return job.container.workdir or (str(folder) if folder else "")
+    if job.container.workdir:
+        return job.container.workdir
+    return str(folder) if folder else ""
 
 
 def variables(job: Job) -> Mapping[str, str]:
-    """Variables of each pod: folders for output and state, those of the node agent, system and user.
+    """Return the variables of each pod.
 
-    The last one wins. The job's name is its id, so the folder is known without asking the cluster.
+    The user's values override those of the recipe, these the settings of the node agent, and these the
+    folders for output and state.
 
     Raises
     ------
     UsageError : a variable of the recipe has another one in its value, which only a shell would replace.
     """
-    folders: dict[str, str] = {}
-    folder, writable = directory(job), [claim.path for claim in claims(job) if not claim.read_only]
-    if writable:
-        is_writable = folder is not None and any(folder.is_relative_to(path) for path in writable)
-        run = (folder if folder is not None and is_writable else writable[0]) / "runs" / check_name(job)
-        folders = {"IMGKIT_RUN_DIR": str(run), "IMGKIT_LOG_DIR": str(run / "logs")}
-    shell = dataclasses.replace(job, command=())
-    recipes = runtime_of(job).system_variables(shell if job.is_interactive else job)
-    for name, value in recipes.items():
+    folders = _output_folders(job)
+    # The user of an interactive job types any command: its pods get the variables as for a shell.
+    program_job = dataclasses.replace(job, command=()) if job.is_interactive else job
+    system_variables = runtime_of(job).system_variables(program_job)
+    for name, value in system_variables.items():
         if site_variables(value):
             raise UsageError(
                 f"system.env sets {name}={value}, and a pod replaces no variable in it",
                 where=job.recipe.where("system", "env", name),
                 hint=f"--env {name}=VALUE",
             )
-    return {**folders, **job.settings, **recipes, **job.container.env}
+    return {**folders, **job.settings, **system_variables, **job.container.env}
+
+
+def _output_folders(job: Job) -> dict[str, str]:
+    """Return the variables for the run folder and its logs; nothing if no volume can be written to.
+
+    The run folder is below the job's folder if that can be written to, and else on the first such volume. It
+    has the job's name, which is its id, so the folder is known without asking the cluster.
+    """
+    folder = directory(job)
+    writable_paths = [claim.path for claim in claims(job) if not claim.read_only]
+    if not writable_paths:
+        return {}
+    parent = writable_paths[0]
+    if folder is not None and any(folder.is_relative_to(path) for path in writable_paths):
+        parent = folder
+    run_folder = parent / "runs" / check_name(job)
+    return {"IMGKIT_RUN_DIR": str(run_folder), "IMGKIT_LOG_DIR": str(run_folder / "logs")}
 
 
 def literal(text: str) -> str:
-    """`text`, escaped for Kubernetes, which replaces ``$(NAME)`` and reads ``$$`` as ``$``."""
+    """Return `text` escaped for Kubernetes, which replaces ``$(NAME)`` and reads ``$$`` as ``$``."""
     return re.sub(r"\$(?=[$(])", "$$", text)
 
 
-def entered(job: Job, ways: Sequence[str], end: str) -> tuple[str, ...]:
-    """Comment lines for an interactive job: how to enter each pod, what to type there, how to `end` it."""
-    typed = " ".join(map(quote, job.command)) or "dist-hello"
+def interactive_comments(job: Job, enter_commands: Sequence[str], delete_command: str) -> tuple[str, ...]:
+    """Return comment lines for an interactive job: how to enter its pods, what to type there, how to end it.
+
+    Parameters
+    ----------
+    enter_commands : the commands that open a shell in a pod.
+    delete_command : the command that deletes the job.
+    """
     nodes = job.allocation.nodes
-    several = nodes > 1
+    which_pods = "the pod"
+    in_each = ""
+    if nodes > 1:
+        which_pods = f"each of the {nodes} pods, a terminal for each"
+        in_each = ", the same in each of them"
+    program = " ".join(map(quote, job.command)) or "dist-hello"
     return (
-        f"# Enter {f'each of the {nodes} pods, a terminal for each' if several else 'the pod'}:",
-        *(f"#   {way}" for way in ways),
-        f"# and there{', the same in each of them' if several else ''}:",
+        f"# Enter {which_pods}:",
+        *(f"#   {command}" for command in enter_commands),
+        f"# and there{in_each}:",
         "#   tmux new -A -s run      it survives a lost connection; the same line attaches again",
-        f"#   {typed}",
-        f"# The pods sleep, and keep their GPUs, until: {end}",
+        f"#   {program}",
+        f"# The pods sleep, and keep their GPUs, until: {delete_command}",
     )

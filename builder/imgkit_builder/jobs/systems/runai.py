@@ -37,20 +37,24 @@ class RunAI(pods.Pods):
             *user_options(job),
             *("--", *map(pods.literal, command)),
         )
-        kind, project = _kind(job), _project(job.allocation.queue)
-        end = " ".join(map(quote, _job_command(kind, "delete", name, project)))
-        comments = pods.entered(job, _ways(job, name, kind), end) if job.is_interactive else ()
-        return Script(text="\n".join((*comments, _rows(argv), "")), submit=argv, kind=kind)
+        kind = _kind(job)
+        text = f"{_command_text(argv)}\n"
+        if job.is_interactive:
+            text = "\n".join((*_interactive_comments(job, name, kind), text))
+        return Script(text=text, submit=argv, kind=kind)
 
     def check(self, job: Job, *, is_submitted: bool = False) -> Iterator[str]:
-        """Yield warnings, and compare the later client's options with the help of the client on PATH.
+        """Yield warnings, and compare the options for the later client with the help of the client on PATH.
 
         Raises
         ------
-        UsageError : that client has no such command, or lacks an option of the recipe or of imgkit; names it.
+        UsageError : the client on PATH lacks the command, or an option of the recipe or of imgkit.
         """
         yield from super().check(job, is_submitted=is_submitted)
-        if is_submitted and (kind := _kind(job)):
+        if not is_submitted:
+            return
+        kind = _kind(job)
+        if kind:
             argv = (*_options(job, job.name), *job.recipe.system.queue.options)
             runai_client.refuse_unknown((*kind.split(), "submit"), argv)
 
@@ -63,14 +67,19 @@ class RunAI(pods.Pods):
         return (_job_command(record.kind, "describe", record.name, _project(record.queue)),)
 
     def log_source(self, record: QueuedJob) -> Argv:
-        """Return the command that follows the output of the first pod; the volume has that of all pods."""
+        """Return the command that follows the output of the first pod.
+
+        The logs of all pods are on the volume, if the job has one that can be written to.
+        """
         project = _project(record.queue)
         return (runai_client.PROGRAM, *_commands(record.kind), "logs", record.name, "--follow", *project)
 
     def shell_command(self, record: QueuedJob, line: str, node: str) -> JobShell:
-        """Return the command of a further process in a pod's container."""
+        """Return the command that opens a shell in a pod's container, next to the job's program."""
         argv = (runai_client.PROGRAM, *_commands(record.kind), "bash", record.name, *_project(record.queue))
-        return JobShell(argv=(*argv, *(("--pod", node) if node else ())), description=pods.SAME_CONTAINER)
+        if node:
+            argv = (*argv, "--pod", node)
+        return JobShell(argv=argv, description=pods.SAME_CONTAINER)
 
     def cancel_command(self, record: QueuedJob) -> Argv:
         """Return the command that ends the job and deletes its pods."""
@@ -81,17 +90,28 @@ SYSTEM = RunAI()
 
 
 def _kind(job: Job) -> str:
-    """Return the commands of the later client that know the job; empty for the first client."""
-    return "" if pods.client_of(job) == "v1" else KINDS[job.allocation.nodes > 1]
+    """Return the one of `KINDS` by which the later client takes the job; empty for the first client."""
+    return "" if pods.client_of(job) == "v1" else _later_kind(job)
+
+
+def _later_kind(job: Job) -> str:
+    one_pod, several_pods = KINDS
+    return several_pods if job.allocation.nodes > 1 else one_pod
 
 
 def _job_command(kind: str, verb: str, name: str, project: Argv) -> Argv:
-    """The command about one job."""
+    """Return the command about one job: ``runai training VERB NAME``, or ``runai VERB job NAME``."""
     argv = (*_commands(kind), verb) if kind else (verb, "job")
     return (runai_client.PROGRAM, *argv, name, *project)
 
 
 def _commands(kind: str) -> Argv:
+    """Return the arguments that stand for the kind of a job in commands of the later client.
+
+    Raises
+    ------
+    UsageError : the record of the job has a kind that is not one of `KINDS`.
+    """
     if kind and kind not in KINDS:
         raise UsageError(
             f"no runai client calls a job {kind!r}", where="the record of the job", hint="runai workload list"
@@ -104,56 +124,93 @@ def _project(queue: str) -> Argv:
 
 
 def _options(job: Job, name: str) -> Iterator[str]:
-    """Yield the command up to the options of the recipe and of the user."""
+    """Yield the command up to the options of the recipe and of the user.
+
+    Raises
+    ------
+    UsageError : the pods cannot have the folder, a volume or a variable of the job.
+    """
     allocation = job.allocation
-    claims, folder, is_first = pods.claims(job), pods.workdir(job), pods.client_of(job) == "v1"
-    if is_first:
-        # One pod is a plain job; workers are the pods after the first.
-        submit = ("submit",) if allocation.nodes == 1 else ("submit-dist", "pytorch")
-        yield from ("runai", *submit, "--name", name)
-    else:
-        yield from ("runai", *KINDS[allocation.nodes > 1].split(), "submit", name)
+    claims = pods.claims(job)
+    folder = pods.workdir(job)
+    is_first_client = pods.client_of(job) == "v1"
+    yield from _submit_command(job, name, is_first_client=is_first_client)
     yield from (*_project(allocation.queue), "--image", job.container.image)
     if allocation.nodes > 1:
-        yield from ("--workers", str(allocation.nodes - 1))
-    if allocation.gpus or is_first:  # the later option takes a positive number; without it a pod has no GPU
-        yield from ("--gpu" if is_first else "--gpu-devices-request", str(allocation.gpus))
+        yield from ("--workers", str(allocation.nodes - 1))  # the pods after the first
+    if is_first_client:
+        yield from ("--gpu", str(allocation.gpus))
+    elif allocation.gpus:  # the option takes a positive number; without it a pod has no GPU
+        yield from ("--gpu-devices-request", str(allocation.gpus))
     if allocation.cpus:
-        yield from ("--cpu" if is_first else "--cpu-core-request", str(allocation.cpus))
+        yield from ("--cpu" if is_first_client else "--cpu-core-request", str(allocation.cpus))
     for claim in claims:
-        if claim.read_only and not is_first:
-            raise UsageError(
-                f"{claim}: the later runai client has no option for a read-only volume",
-                where="--pvc",
-                hint=f"--pvc {claim.name}:{claim.path}; --format pytorchjob, or --client v1",
-            )
-        volume = f"claimname={claim.name},path={claim.path}"
-        yield from ("--pvc", str(claim)) if is_first else ("--existing-pvc", volume)
-    yield from ("--working-dir", folder) if folder else ()
-    # The short form alone is in every reference: 2.18 has --environment, 2.24 --environment-variable.
-    for key, value in pods.variables(job).items():
-        yield from ("-e", f"{key}={pods.literal(value)}")
-    for key in job.container.names:
-        # docs.run.ai/v2.13/admin/workloads/secrets: the first client passes the reference alone.
-        reference = ("-e", f"{key}=SECRET:{pods.SECRET},{key}")
-        yield from reference if is_first else ("--env-secret", f"{key}={pods.SECRET},key={key}")
+        yield from _volume_option(claim, is_first_client=is_first_client)
+    if folder:
+        yield from ("--working-dir", folder)
+    yield from _variable_options(job, is_first_client=is_first_client)
 
 
-def _rows(argv: Argv) -> str:
-    """The command, with one line for each option and its value."""
-    end = argv.index("--")
+def _submit_command(job: Job, name: str, *, is_first_client: bool) -> Argv:
+    """Return the command that submits a job of one pod or of several, with the job's name."""
+    if not is_first_client:
+        return ("runai", *_later_kind(job).split(), "submit", name)
+    if job.allocation.nodes == 1:
+        return ("runai", "submit", "--name", name)
+    return ("runai", "submit-dist", "pytorch", "--name", name)
+
+
+def _volume_option(claim: pods.Claim, *, is_first_client: bool) -> Argv:
+    """Return the option that mounts a volume into the pods.
+
+    Raises
+    ------
+    UsageError : the volume is read-only, and the later client has no option for that.
+    """
+    if is_first_client:
+        return ("--pvc", str(claim))
+    if claim.read_only:
+        raise UsageError(
+            f"{claim}: the later runai client has no option for a read-only volume",
+            where="--pvc",
+            hint=f"--pvc {claim.name}:{claim.path}; --format pytorchjob, or --client v1",
+        )
+    return ("--existing-pvc", f"claimname={claim.name},path={claim.path}")
+
+
+def _variable_options(job: Job, *, is_first_client: bool) -> Iterator[str]:
+    """Yield the options that set the variables of the pods."""
+    # All references have the short form -e. The long one is --environment in 2.18, and --environment-variable
+    # in 2.24.
+    for name, value in pods.variables(job).items():
+        yield from ("-e", f"{name}={pods.literal(value)}")
+    for name in job.container.names:
+        if is_first_client:
+            # docs.run.ai/v2.13/admin/workloads/secrets: the client passes only the reference to the Secret.
+            yield from ("-e", f"{name}=SECRET:{pods.SECRET},{name}")
+        else:
+            yield from ("--env-secret", f"{name}={pods.SECRET},key={name}")
+
+
+def _command_text(argv: Argv) -> str:
+    """Return the command as shell text, with one line for each option and its value."""
+    end_of_options = argv.index("--")
     rows = [[argv[0]]]
     for index, argument in enumerate(argv[1:], 1):
-        if index <= end and argument.startswith("-"):
+        if index <= end_of_options and argument.startswith("-"):
             rows.append([])
         rows[-1].append(argument)
     return " \\\n    ".join(" ".join(map(quote, row)) for row in rows)
 
 
-def _ways(job: Job, name: str, kind: str) -> tuple[str, ...]:
-    nodes = job.allocation.nodes
-    command = " ".join((runai_client.PROGRAM, *kind.split(), "bash", name, *_project(job.allocation.queue)))
-    if nodes == 1:
-        return (command,)
-    names = (f"{name}-master-0", *(f"{name}-worker-{index}" for index in range(nodes - 1)))
-    return tuple(f"{command} --pod {pod}" for pod in names)
+def _interactive_comments(job: Job, name: str, kind: str) -> Argv:
+    """Return comment lines that say how to enter the pods of an interactive job and how to delete it."""
+    project = _project(job.allocation.queue)
+    enter_command = " ".join((runai_client.PROGRAM, *kind.split(), "bash", name, *project))
+    enter_commands = [enter_command]
+    workers = job.allocation.nodes - 1
+    if workers:
+        pod_names = [f"{name}-master-0", *(f"{name}-worker-{index}" for index in range(workers))]
+        enter_commands = [f"{enter_command} --pod {pod_name}" for pod_name in pod_names]
+    delete_command = " ".join(map(quote, _job_command(kind, "delete", name, project)))
+    return pods.interactive_comments(job, enter_commands, delete_command)

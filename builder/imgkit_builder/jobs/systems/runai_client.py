@@ -27,20 +27,21 @@ def on_path() -> Client | None:
 
     Raises
     ------
-    UsageError : it is neither client.
+    UsageError : the ``runai`` on PATH is neither client.
     """
     program = shutil.which(PROGRAM)
     return _client(program) if program else None
 
 
 def refuse_unknown(command: Sequence[str], argv: Iterable[str]) -> None:
-    """Check the options in `argv` by the help of ``runai COMMAND``, where the later client is on PATH.
+    """Check the options in `argv` by the help of ``runai COMMAND``, if there is a ``runai`` on PATH.
 
-    The first client hides options that it takes all the same, such as ``--pvc``.
+    This is for the later client. The help of the first client does not list all options that it takes; for
+    example, ``--pvc`` is missing.
 
     Raises
     ------
-    UsageError : the command or one of its options does not exist; names it.
+    UsageError : the client has no such command, or the command lacks one of the options.
     """
     program = shutil.which(PROGRAM)
     if program is None:
@@ -52,21 +53,24 @@ def refuse_unknown(command: Sequence[str], argv: Iterable[str]) -> None:
             where="--client",
             hint=f"--client {_client(program)}, the one that is on PATH",
         )
-    unknown = [
-        argument
-        for argument in argv
-        if argument.startswith("-") and argument.partition("=")[0] not in supported
-    ]
-    if unknown:
-        raise UsageError(
-            f"{program}: {' '.join(command)} has no option {unknown[0].partition('=')[0]}",
-            where=program,
-            hint="imgkit run --dry-run prints the command",
-        )
+    for argument in argv:
+        option = argument.partition("=")[0]
+        if option.startswith("-") and option not in supported:
+            raise UsageError(
+                f"{program}: {' '.join(command)} has no option {option}",
+                where=program,
+                hint="imgkit run --dry-run prints the command",
+            )
 
 
 @functools.cache
 def _client(program: str) -> Client:
+    """Return which of the clients `program` is.
+
+    Raises
+    ------
+    UsageError : the program has neither client's command for several pods.
+    """
     if "--workers" in _options(program, (*PYTORCH, "submit")):
         return "v2"
     if "--workers" in _options(program, ("submit-dist", "pytorch")):
@@ -81,10 +85,14 @@ def _client(program: str) -> Client:
 
 @functools.cache
 def _options(program: str, command: tuple[str, ...]) -> frozenset[str]:
-    """The options in the help of a command; empty if it has no such command."""
-    answer = process.run([program, *command, "--help"], check=False)
-    if answer.returncode:
+    """Return the options in the help of a command; empty if the program has no such command."""
+    result = process.run([program, *command, "--help"], check=False)
+    if result.returncode:
         return frozenset()
     # Both clients list one option a line: "  -e, --environment stringArray   What it does".
-    lines = re.findall(r"^\s+(-\w, )?(--[\w-]+)", answer.output, re.MULTILINE)
-    return frozenset(option for short, long in lines for option in (short.removesuffix(", "), long) if option)
+    options = set()
+    for short, long in re.findall(r"^\s+(?:(-\w), )?(--[\w-]+)", result.output, re.MULTILINE):
+        options.add(long)
+        if short:
+            options.add(short)
+    return frozenset(options)

@@ -15,13 +15,13 @@ from imgkit_builder.jobs.systems import (
     JobShell,
     QueueCommands,
     System,
-    last_line,
+    array_state,
+    find_job_id,
     need_task,
     options_of,
     options_with_values,
     user_options,
     with_folders,
-    worst,
 )
 from imgkit_builder.jobs.templates import fill
 from imgkit_builder.recipe.systems import SHIPPED
@@ -85,130 +85,172 @@ class Slurm(System):
     def script(self, job: Job) -> Script:
         """Return the script for ``sbatch``, or the ``salloc`` line of an interactive job."""
         if job.is_interactive:
-            argv = ("salloc", *_resource_options(job), "bash", "-lc", _typed(job))
+            argv = ("salloc", *_resource_options(job), "bash", "-lc", _interactive_line(job))
             return Script(text=line(argv) + "\n", submit=argv, foreground=True)
-        stop_before_s = job.allocation.stop_before_s
         options = () if job.makes_image else options_of(job)
         is_array = any(re.match(r"--array\b|-a", option) for option in options)
-        directives = (
-            f"--job-name={job.title}",
-            *_output_options(job, "%A_%a" if is_array else "%j"),
-            *_resource_options(job),
-            # B: the signal goes to the script alone. A step's signal reaches every process of it. For
-            # ordinary users one of them serves the image's files; the run would die of a bus error.
-            *((f"--signal=B:USR1@{stop_before_s}",) if stop_before_s else ()),
-            *(("--requeue", "--open-mode=append") if stop_before_s or job.outlives_nodes else ()),
-        )
+        directives = _directives(job, is_array=is_array)
         if job.makes_image:
             text = fill(job, "slurm-sif.sh.j2", directives=directives, make=line(job.command))
         else:
+            container = _container_argv(job)
             text = fill(
                 job,
                 "slurm.sh.j2",
                 directives=directives,
                 array=is_array,
                 look=line(_node_check(job)),
-                start=line(_start(job, _container(job))),
-                start_in_node=line(_start(job, (*_IN_NODE, *_container(job)))),
+                start=line(_srun_argv(job, container)),
+                start_in_node=line(_srun_argv(job, (*_IN_NODE, *container))),
             )
         return Script(text=text, submit=SUBMIT, on_stdin=True, is_array=is_array)
 
     def parse_job_id(self, output: str, name: str) -> str:
         """Return what ``sbatch --parsable`` prints: ``ID``, or ``ID;CLUSTER`` of one of several clusters."""
-        return last_line(output, r"[0-9]+(;.+)?")
+        return find_job_id(output, r"[0-9]+(;.+)?")
 
     def status_commands(self, record: QueuedJob) -> tuple[Argv, ...]:
-        """Return the commands of the queue, of the accounting, and of Slurm's memory of some minutes."""
-        at = _at(record.cluster)
+        """Return the commands that ask the queue, the accounting, and Slurm's controller.
+
+        The controller remembers a job for some minutes after its end.
+        """
+        cluster = _cluster_options(record.cluster)
         # %S is the start, or the expected start of a job that waits. From 20.02 on, --noheader leaves out the
         # name of a single cluster, too.
         row = "%i  %P %T, %D nodes, elapsed %M, start %S  %R"
         columns = "JobID%-20,State%-20,ExitCode,Elapsed,Start,End,NodeList%-30"
         return (
-            ("squeue", *at, "--noheader", f"--jobs={record.id}", f"--format={row}"),
-            ("sacct", *at, "--allocations", f"--jobs={record.id}", f"--format={columns}"),
-            ("scontrol", *at, "--oneliner", "show", "job", record.id),
+            ("squeue", *cluster, "--noheader", f"--jobs={record.id}", f"--format={row}"),
+            ("sacct", *cluster, "--allocations", f"--jobs={record.id}", f"--format={columns}"),
+            ("scontrol", *cluster, "--oneliner", "show", "job", record.id),
         )
 
     def parse_status(self, output: str) -> JobStatus:
-        """Return the state that squeue, sacct or scontrol printed; of an array, that of all its tasks."""
+        """Return the state that squeue, sacct or scontrol printed; of an array, that of all its tasks.
+
+        The exit code is the highest of all tasks. From the many fields that scontrol prints for a task, the
+        text has those that people read.
+        """
+        # Only one group matches, that of the command which printed the output.
         names = (match[match.lastgroup or 0] for match in _STATE.finditer(output))
-        state = worst(STATES.get(name, "") for name in names)
-        code = max(
-            (int(by_scontrol or by_sacct) for by_scontrol, by_sacct in _CODE.findall(output)), default=None
-        )
-        if "JobState=" not in output:
+        state = array_state(STATES.get(name, "") for name in names)
+        codes = [int(by_scontrol or by_sacct) for by_scontrol, by_sacct in _CODE.findall(output)]
+        code = max(codes, default=None)
+        is_of_scontrol = "JobState=" in output
+        if not is_of_scontrol:
             return JobStatus(state=state, text=output, code=code)
-        fields = "JobId|ArrayJobId|ArrayTaskId|JobState|Reason|ExitCode|RunTime|StartTime|EndTime|NodeList"
-        rows = [re.findall(rf"\b(?:{fields})=\S+", row) for row in output.splitlines()]
-        text = "".join(" ".join(row) + "\n" for row in rows if row)
+        shown = "JobId|ArrayJobId|ArrayTaskId|JobState|Reason|ExitCode|RunTime|StartTime|EndTime|NodeList"
+        text = ""
+        for row in output.splitlines():
+            fields = re.findall(rf"\b(?:{shown})=\S+", row)
+            if fields:
+                text += " ".join(fields) + "\n"
         return JobStatus(state=state, text=text, code=code)
 
     def log_source(self, record: QueuedJob) -> Argv:
-        """Return the command that follows the job's output."""
+        """Return the command that follows the job's output.
+
+        Raises
+        ------
+        UsageError : the job is an array, whose tasks have outputs of their own.
+        """
         need_task(record, f"{record.id}_0")
         output = record.directory / f"{record.name}-{record.id}.out"
         errors = output.with_name(f"{record.name}-{record.id}.err")
-        # On a remote there is none, and nothing here has its name.
-        return ("tail", "-n", "+1", "-f", *((str(errors),) if errors.is_file() else ()), str(output))
+        # Most recipes have one file for both. The folder of a remote's job is not on this machine, and then
+        # only the output is followed.
+        files = [str(errors)] if errors.is_file() else []
+        return ("tail", "-n", "+1", "-f", *files, str(output))
 
     def cancel_command(self, record: QueuedJob) -> Argv:
         """Return the command that ends the job and all tasks of its array."""
-        return ("scancel", *_at(record.cluster), record.id)
+        return ("scancel", *_cluster_options(record.cluster), record.id)
 
     def shell_command(self, record: QueuedJob, line: str, node: str) -> JobShell:
-        """Return the command of a separate step, which shares the nodes with the job's."""
+        """Return the command of a separate step, which shares the nodes with the job's.
+
+        Raises
+        ------
+        UsageError : the job is an array, whose tasks have nodes of their own.
+        """
         need_task(record, f"{record.id}_0")
-        at, on = _at(record.cluster), (f"--nodelist={node}",) if node else ()
+        cluster = _cluster_options(record.cluster)
+        nodelist = (f"--nodelist={node}",) if node else ()
         step = (
-            *(*at, "--overlap", "--nodes=1", "--ntasks=1", *on, f"--chdir={record.directory}", "--pty"),
-            *("bash", "-lc", line),
+            *(*cluster, "--overlap", "--nodes=1", "--ntasks=1", *nodelist),
+            *(f"--chdir={record.directory}", "--pty", "bash", "-lc", line),
         )
         if record.id.isdecimal():
-            argv = ("srun", f"--jobid={record.id}", *step)
-        else:  # srun takes no ARRAY_INDEX, but the number that each task has, too
-            number = shlex.join(("squeue", *at, "--noheader", f"--jobs={record.id}", "--format=%A"))
-            find = f'id=$({number}) && : "${{id:?{record.id} does not run}}" && exec srun --jobid="$id" "$@"'
-            argv = ("bash", "-c", find, "srun", *step)  # dash would drop the function of modules
+            argv: Argv = ("srun", f"--jobid={record.id}", *step)
+            return JobShell(argv=argv, description=NEW_CONTAINER)
+        # A task of an array: srun does not take ARRAY_INDEX, but the job number that each task has besides.
+        print_number = shlex.join(("squeue", *cluster, "--noheader", f"--jobs={record.id}", "--format=%A"))
+        script = (
+            f'id=$({print_number}) && : "${{id:?{record.id} does not run}}" && exec srun --jobid="$id" "$@"'
+        )
+        # bash, not sh: dash would drop the shell function `module` from the environment.
+        argv = ("bash", "-c", script, "srun", *step)
         return JobShell(argv=argv, description=NEW_CONTAINER)
 
 
 SYSTEM = Slurm()
 
 
-def _at(cluster: str) -> Argv:
-    """The option of Slurm's commands for a job on a cluster that sbatch has named."""
+def _cluster_options(cluster: str) -> Argv:
+    """Return the option by which Slurm's commands find a job on the cluster that sbatch named, if any."""
     return (f"--clusters={cluster}",) if cluster else ()
 
 
-def _output_options(job: Job, numbered: str = "%j") -> Argv:
-    """The folder in which a script runs, and the files of its output; `numbered` is the id in their names."""
+def _directives(job: Job, *, is_array: bool) -> Argv:
+    """Return the options in the ``#SBATCH`` lines of the job's script."""
+    directives = [
+        f"--job-name={job.title}",
+        *_output_options(job, "%A_%a" if is_array else "%j"),
+        *_resource_options(job),
+    ]
+    stop_before_s = job.allocation.stop_before_s
+    if stop_before_s:
+        # B: the signal goes to the script alone. A step's signal reaches every process of it. For ordinary
+        # users one of them serves the image's files; the run would die of a bus error.
+        directives.append(f"--signal=B:USR1@{stop_before_s}")
+    if stop_before_s or job.outlives_nodes:
+        directives += ("--requeue", "--open-mode=append")
+    return tuple(directives)
+
+
+def _output_options(job: Job, id_pattern: str) -> Argv:
+    """Return the options for the folder in which a script runs, and for the files of its output.
+
+    Parameters
+    ----------
+    id_pattern : what sbatch replaces by the job's id in the names of the files, for example ``%j``.
+    """
     folder = str(job.directory)
-    return (
+    options = [
         f'--chdir="{folder}"' if " " in folder else f"--chdir={folder}",
-        f"--output=%x-{numbered}.out",
-        *((f"--error=%x-{numbered}.err",) if job.recipe.system.queue.output == "separate" else ()),
-    )
+        f"--output=%x-{id_pattern}.out",
+    ]
+    if job.recipe.system.queue.output == "separate":
+        options.append(f"--error=%x-{id_pattern}.err")
+    return tuple(options)
 
 
 def _resource_options(job: Job) -> Argv:
-    """The resources to request; directives and salloc take the same words."""
+    """Return the options for the resources to request, in the form that directives and salloc share."""
     queue, allocation = job.recipe.system.queue, job.allocation
     limits = options_with_values({"--time": allocation.time, "--account": allocation.account})
-    options = user_options(job)
     if job.makes_image:
-        return ("--nodes=1", "--ntasks=1", *limits, *queue.sif, *options)
-    return (
-        f"--nodes={allocation.nodes}",
-        *(("--no-kill",) if job.outlives_nodes else ()),
-        "--ntasks-per-node=1",
-        *((f"--gres=gpu:{allocation.gpus}",) if allocation.gpus else ()),
-        *options_with_values({"--cpus-per-task": allocation.cpus}),
-        *limits,
-        *options_with_values({"--partition": allocation.queue, "--qos": allocation.qos}),
-        *queue.options,
-        *options,
-    )
+        return ("--nodes=1", "--ntasks=1", *limits, *queue.sif, *user_options(job))
+    options = [f"--nodes={allocation.nodes}"]
+    if job.outlives_nodes:
+        options.append("--no-kill")
+    options.append("--ntasks-per-node=1")
+    if allocation.gpus:
+        options.append(f"--gres=gpu:{allocation.gpus}")
+    options += options_with_values({"--cpus-per-task": allocation.cpus})
+    options += limits
+    options += options_with_values({"--partition": allocation.queue, "--qos": allocation.qos})
+    return (*options, *queue.options, *user_options(job))
 
 
 _IN_NODE = ("bash", "-c", Shell('"$task"'), "node")
@@ -219,50 +261,67 @@ PODMAN_FORWARD = ("SLURM*", "IMGKIT_*", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DE
 """Variables that podman passes into the container; it alone expands the stars."""
 
 
-def _container(job: Job) -> Argv:
+def _container_argv(job: Job) -> Argv:
+    """Return the argv that starts the job's command in its container on a node."""
     return _with_folders(job, runtime_of(job).argv(job, job.command, forward=PODMAN_FORWARD))
 
 
 def _with_folders(job: Job, argv: Argv) -> Argv:
-    """Return `argv` as `with_folders` does, unless it is for pyxis: its first words are options of srun."""
+    """Return `argv` after the check of `with_folders`.
+
+    The argv for pyxis stays as it is, because it begins with options of srun. Its check is in `_node_check`.
+    """
     return argv if _node_check(job) else with_folders(job, argv)
 
 
 def _node_check(job: Job) -> Argv:
-    """Return the step that looks at each node before the one that pyxis starts; empty for other runtimes."""
+    """Return the step that checks each node before pyxis starts the container; empty for other runtimes."""
     argv = runtime_of(job).node_check(job)
     if not argv:
         return ()
-    # The next step need not wait until Slurm has cleaned up after this one, and gets all that is typed.
+    # With --overlap, the next step need not wait until Slurm has cleaned up after this one. --input=none
+    # leaves what the user types to the next step.
     srun = ("srun", "--overlap", "--input=none", "--ntasks-per-node=1")
     return (*srun, *with_folders(job, argv))
 
 
-def _start(job: Job, argv: Argv) -> Argv:
+def _srun_argv(job: Job, argv: Argv) -> Argv:
+    """Return the ``srun`` command that starts `argv` on all nodes of the job."""
+    queue = job.recipe.system.queue
+    options: list[str] = []
+    if job.allocation.cpus:
+        # From 22.05 to 23.02 srun does not inherit --cpus-per-task. As a variable, it follows the directive
+        # when somebody edits the script.
+        options.append(Shell('--cpus-per-task="$SLURM_CPUS_PER_TASK"'))
     # srun does not read --network from the script's directives.
-    network = tuple(option for option in job.recipe.system.queue.options if option.startswith("--network="))
-    # From 22.05 to 23.02 srun does not inherit --cpus-per-task. As a variable, it follows the directive when
-    # somebody edits the script.
-    cpus = (Shell('--cpus-per-task="$SLURM_CPUS_PER_TASK"'),) if job.allocation.cpus else ()
+    options += [option for option in queue.options if option.startswith("--network=")]
     return slurm.start_argv(
         argv,
         nnodes=job.allocation.nodes,
         outlives_nodes=job.outlives_nodes,
-        options=(*cpus, *network, *job.recipe.system.queue.srun),
+        options=(*options, *queue.srun),
     )
 
 
-def _typed(job: Job) -> str:
-    """The line that runs in the allocation: the command on all nodes, or a shell on the first one."""
+def _interactive_line(job: Job) -> str:
+    """Return the shell line for salloc: it runs the command on all nodes, or a shell on the first node."""
     runtime = runtime_of(job)
-    modules = [f"module load {shlex.quote(name)}" for name in runtime.modules(job)]
+    lines = [f"module load {shlex.quote(name)}" for name in runtime.modules(job)]
+    lines += runtime.exports(job)
+    node_check = _node_check(job)
+    if node_check:
+        lines.append(_quoted(node_check))
+    argv = _srun_argv(job, _container_argv(job)) if job.command else _first_node_shell(job)
+    lines.append(f"exec {_quoted(argv)}")
+    return " && ".join(lines)
+
+
+def _first_node_shell(job: Job) -> Argv:
+    """Return the ``srun`` command that opens a shell in the container on the first node."""
     cpus = options_with_values({"--cpus-per-task": job.allocation.cpus})
-    srun_options, shell = job.recipe.system.queue.srun, _with_folders(job, runtime.shell(job))
-    argv = (
-        _start(job, _container(job))
-        if job.command
-        else ("srun", "--nodes=1", "--ntasks=1", *cpus, *srun_options, "--pty", *shell)
-    )
-    steps = (_node_check(job), ("exec", *argv))
-    typed = (" ".join(map(quote, step)) for step in steps if step)
-    return " && ".join((*modules, *runtime.exports(job), *typed))
+    shell = _with_folders(job, runtime_of(job).shell(job))
+    return ("srun", "--nodes=1", "--ntasks=1", *cpus, *job.recipe.system.queue.srun, "--pty", *shell)
+
+
+def _quoted(argv: Argv) -> str:
+    return " ".join(map(quote, argv))
