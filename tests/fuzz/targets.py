@@ -29,7 +29,7 @@ from imgkit_builder.archive.tar_read import TarStream
 from imgkit_builder.base import files
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.image import inside
-from imgkit_builder.jobs import measured, submit
+from imgkit_builder.jobs import measured, records
 from imgkit_builder.jobs import quoting as job_fields
 from imgkit_builder.jobs import systems as job_systems
 from imgkit_builder.jobs.remote import check as far_check
@@ -705,14 +705,14 @@ TARGETS = (
     ),
     Target(
         name="job-record",
-        run=_file(submit._read, "7.json"),
+        run=_file(records._read, "7.json"),
         seeds=_lines(
             '{"schema": 1, "id": "7", "system": "slurm", "name": "mn5", "recipe": "mn5", "directory": "/w", "cluster": "two",'
             ' "remote": "far", "answer": null, "command": ["x"], "code": {"sha256": "a", "git": "", "uncommitted": true,'
             ' "replace": false}, "queue": "", "submitted": "", "image_id": "", "state": "", "fetched": ""}'
         ),
         change=mutate.in_json,
-        also=submit._DAMAGED,
+        also=records._READ_ERRORS,
     ),
     Target(name="shared-object", run=_file(elf.read), seeds=_libraries, also=(elf.NotShared,)),
     Target(

@@ -304,9 +304,9 @@ def _wrong_value_error(mistake: Mistake) -> UsageError:
 def _remove_table(text: str, name: str) -> str:
     """Return `text`, the content of the file, without the table of the remote `name`.
 
-    The table begins with its header, ``[name]`` or ``["name"]``, and ends before the next header.
+    The table begins with its header, ``[name]``, whose name may be quoted, and ends before the next header.
     """
-    header = re.compile(rf"\s*\[\s*\"?{re.escape(name)}\"?\s*\]")
+    header = re.compile(rf"\s*\[\s*([\"']?){re.escape(name)}\1\s*\]")
     remaining_lines = []
     is_in_table = False
     for line in text.splitlines():

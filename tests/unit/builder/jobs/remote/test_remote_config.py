@@ -44,6 +44,14 @@ def test_remote_comes_back_as_it_was_added(remotes_file: Path) -> None:
     assert stat.S_IMODE(remotes_file.stat().st_mode) == 0o600
 
 
+@pytest.mark.parametrize("header", ["[b]", '["b"]', "['b']", "[ 'b' ]"])
+def test_table_is_removed_however_its_name_is_quoted(remotes_file: Path, header: str) -> None:
+    remotes_file.parent.mkdir(parents=True)
+    remotes_file.write_text(f"{header}\naddress = 'x'\n")
+    config.remove("b")
+    assert remotes_file.read_text() == ""
+
+
 def test_other_lines_of_the_file_stay(remotes_file: Path) -> None:
     remotes_file.parent.mkdir(parents=True)
     remotes_file.write_text(
