@@ -100,7 +100,7 @@ def _refuse_small(request: JobRequest) -> None:
         if minimum is None or value is None or value >= minimum:
             continue
         name = flag.names[0]
-        raise UsageError(f"{name} must be at least {minimum} (got {value})", where=name)
+        raise UsageError(f"must be at least {minimum} (got {value})", where=name)
 
 
 def _in_partition(recipe: Target, name: str) -> Target:
