@@ -244,21 +244,20 @@ def _announce(options: _Options, prepared: PreparedJob, transport: Transport, re
     from imgkit_builder.jobs.transport import Ssh
 
     script = prepared.script
-    submit_program = script.submit[0]
     if isinstance(transport, Ssh):
         assert prepared.source is not None  # noqa: S101 - the job of a remote has one
         named_by = "--on" if options.on else "imgkit.toml"
         terminal.err(
             f"imgkit: {prepared.source.title} on {transport.name} ({named_by}), submitted there with "
-            f"{submit_program}"
+            f"{script.submit[0]}"
         )
         unshared_reason = transport.connection.unshared_reason
         if unshared_reason:
             terminal.err(f"imgkit: every ssh command opens its own connection: {unshared_reason}")
     elif not script.foreground:
-        process.need(submit_program, _no_scheduler_hint(recipe))
+        process.need(script.submit[0], _no_scheduler_hint(recipe))
         terminal.err(
-            f"imgkit: {recipe} on this machine, submitted with {submit_program} "
+            f"imgkit: {recipe} on this machine, submitted with {script.submit[0]} "
             f"(its scheduler is {prepared.job.recipe.system.scheduler})"
         )
     elif options.detach:
