@@ -62,7 +62,7 @@ polls=0
 while [ $# -gt 0 ] && kill -0 "$tail" 2> /dev/null; do
     if state=$("$@" 2>&1); then
         if [ -z "$state" ]; then break; fi
-    elif echo "$state" | grep -qE -- "$unknown_job"; then
+    elif [ -n "$unknown_job" ] && echo "$state" | grep -qE -- "$unknown_job"; then
         break
     fi
     polls=$((polls + 1)) # often at first, for short jobs
