@@ -191,11 +191,11 @@ def _run_job(
     prepared = submit.prepare(
         recipe, request, code, remote=remote, base=options.base or "", rebuild=options.rebuild
     )
+    if options.dry_run:
+        _show_dry_run(options, prepared, remote, flags, project)
+        return
     max_bytes_per_s = None if options.bwlimit is None else options.bwlimit * MB
     transport = handle.transport_to(remote, prepared, may_ask=may_ask(), max_bytes_per_s=max_bytes_per_s)
-    if options.dry_run:
-        _show_dry_run(options, prepared, transport, flags, project)
-        return
     _announce(options, prepared, transport, recipe)
     record = None
     with terminable(), reporter(as_json=options.as_json) as report:
@@ -267,40 +267,41 @@ def _announce(options: _Options, prepared: PreparedJob, transport: Transport, re
 def _show_dry_run(
     options: _Options,
     prepared: PreparedJob,
-    transport: Transport,
+    remote: Remote | None,
     flags: JobRequest,
     project: ProjectFile | None,
 ) -> None:
     """Print the script; with ``--verbose``, print all values and their sources as well.
 
-    imgkit does not connect to a remote for this: a placeholder stands for paths that are not known.
+    imgkit does not use ssh for this: a placeholder stands for paths on a remote that are not known.
     """
     from imgkit_builder.jobs import image_source
     from imgkit_builder.project import origins
 
     source = prepared.source
     if source is None:
-        prepared = _with_bound_entry_points(prepared, transport)
+        prepared = _with_bound_entry_points(prepared)
     for warning in prepared.job.warnings:
         terminal.err(f"imgkit: {warning}")
     values = list(origins.of_job(prepared.job, flags, project))
-    if source is not None:
+    if source is not None and remote is not None:
         unknown_names = ("directory",) if source.remote_image else ("image", "directory")
         on_flag = "--on" if options.on else ""
         recipe_argument = "RECIPE" if options.recipe else ""
         values = [
-            origins.of_word("remote", transport.name, flag=on_flag, project=project),
+            origins.of_word("remote", remote.name, flag=on_flag, project=project),
             origins.of_word("recipe", source.title, flag=recipe_argument, project=project),
             *(value for value in values if value.name not in unknown_names),
         ]
-        terminal.err(f"imgkit: {image_source.UNKNOWN_HOME} stands for the folder on {transport.name}")
+        terminal.err(f"imgkit: {image_source.UNKNOWN_HOME} stands for the folder on {remote.name}")
     _show(prepared.job, prepared.script, values if options.verbose else (), as_json=options.as_json)
 
 
-def _with_bound_entry_points(prepared: PreparedJob, transport: Transport) -> PreparedJob:
+def _with_bound_entry_points(prepared: PreparedJob) -> PreparedJob:
     """Return a local job as it would be submitted, with a warning if its image is for another CPU."""
     from imgkit_builder.jobs import submit
     from imgkit_builder.jobs.runtimes import runtime_of
+    from imgkit_builder.jobs.transport import Local
 
     job = prepared.job
     arch_error = runtime_of(job).arch_error(job)
@@ -308,7 +309,7 @@ def _with_bound_entry_points(prepared: PreparedJob, transport: Transport) -> Pre
         warning = f"{job.container.image}: {arch_error.what}"
         job = dataclasses.replace(job, warnings=(*job.warnings, warning))
         prepared = dataclasses.replace(prepared, job=job)
-    return submit.look_into(prepared, transport)
+    return submit.look_into(prepared, Local())
 
 
 def _run_scaling(
