@@ -154,16 +154,16 @@ def may_ask() -> bool:
 
 def connected(name: str) -> Connection:
     """Return the connection to the remote `name`, over which no command has run yet."""
-    from imgkit_builder.jobs.remote import config, connection
+    from imgkit_builder.jobs import history
 
-    return connection.connect(config.find(name), ask=may_ask())
+    return history.connection_to(name, may_ask=may_ask())
 
 
 def runner(record: SubmittedJob) -> Callable[[Sequence[str]], Finished]:
     """Return a function that runs a command on the machine where the job was submitted."""
-    from imgkit_builder.jobs import handle
+    from imgkit_builder.jobs import history
 
-    return handle.transport_of(record, may_ask=may_ask()).run
+    return history.runner(record, may_ask=may_ask())
 
 
 def can_follow(record: SubmittedJob) -> bool:

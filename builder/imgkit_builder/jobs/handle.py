@@ -38,7 +38,7 @@ class JobHandle:
         ------
         ToolFailed : the scheduler did not answer; the job may run.
         """
-        return history.report(self.record, transport_of(self.record).run).record.state
+        return history.report(self.record, history.runner(self.record)).record.state
 
     def wait(self, timeout_s: float | None = None) -> JobState:
         """Wait until the job has ended, or for `timeout_s` seconds, and return the job's state.
@@ -48,7 +48,7 @@ class JobHandle:
         UsageError : the system's commands do not report whether a job has ended.
         ToolFailed : the scheduler has not answered even once.
         """
-        return history.wait(self.record, transport_of(self.record).run, limit_s=timeout_s).record.state
+        return history.wait(self.record, history.runner(self.record), limit_s=timeout_s).record.state
 
     def logs(self) -> str:
         """Return the output so far; empty if there is no output yet.
@@ -63,7 +63,7 @@ class JobHandle:
             argv = ("tail", "-c", str(_MAX_LOG_BYTES), "--", argv[-1])
         else:
             argv = tuple(argument for argument in argv if argument != "--follow")
-        answer = transport_of(self.record).run(argv)
+        answer = history.runner(self.record)(argv)
         if answer.returncode != 0:
             return ""
         return answer.output
@@ -82,7 +82,8 @@ class JobHandle:
         if not record.job.remote:
             return record.job.run_folder
         target = Path(folder or Path("runs", f"{record.job.name}-{record.job.id}"))
-        fetch.fetch(_connection(record), record, target, checkpoints=checkpoints, report=Silent())
+        connection = history.connection_to(record.job.remote)
+        fetch.fetch(connection, record, target, checkpoints=checkpoints, report=Silent())
         return target
 
     def cancel(self) -> None:
@@ -92,7 +93,7 @@ class JobHandle:
         ------
         ToolFailed : the scheduler refused to cancel it; quotes the scheduler's message.
         """
-        answer = history.cancel(self.record, transport_of(self.record).run)
+        answer = history.cancel(self.record, history.runner(self.record))
         if answer.returncode != 0:
             raise history.command_failed(self.record, answer.argv, answer)
 
@@ -153,13 +154,6 @@ def transport_to(
     return Ssh(connection.connect(remote, ask=may_ask, max_bytes_per_s=max_bytes_per_s))
 
 
-def transport_of(record: SubmittedJob, *, may_ask: bool = False) -> Transport:
-    """Return the transport to the machine of a submitted job. For `may_ask`, see `transport_to`."""
-    if not record.job.remote:
-        return Local()
-    return Ssh(connection.connect(config.find(record.job.remote), ask=may_ask))
-
-
 def find_job(job_id: str) -> JobHandle:
     """Return the job with this id that was submitted from this machine.
 
@@ -169,8 +163,3 @@ def find_job(job_id: str) -> JobHandle:
     ToolFailed : the scheduler's id of the job is unknown.
     """
     return JobHandle(record=records.find(job_id))
-
-
-def _connection(record: SubmittedJob) -> connection.Connection:
-    """Return the connection to the remote of a submitted job; ssh must not ask for a password."""
-    return connection.connect(config.find(record.job.remote))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -16,10 +17,33 @@ from imgkit_builder.base import process
 from imgkit_builder.base.process import Finished
 from imgkit_builder.jobs import measured, records, systems
 from imgkit_builder.jobs.measured import LastNumbers
+from imgkit_builder.jobs.remote import config, connection
+from imgkit_builder.jobs.remote import jobs as remote_jobs
+from imgkit_builder.jobs.remote.connection import Connection
 from imgkit_builder.jobs.submitted import FINAL_STATES, JobState, JobStatus, SubmittedJob
 from imgkit_builder.jobs.systems import System
 from imgkit_entrypoints.errors import EXIT_SAVED, ToolFailed, ToolMissing, UsageError
 from imgkit_entrypoints.launch import stop_protocol
+
+
+def runner(record: SubmittedJob, *, may_ask: bool = False) -> Callable[[Sequence[str]], Finished]:
+    """Return a function that runs a command on the machine where the job was submitted, to its end.
+
+    Parameters
+    ----------
+    may_ask : whether ssh may ask a person for a password or a second factor.
+    """
+    if not record.job.remote:
+        return functools.partial(process.run, check=False)
+    return functools.partial(remote_jobs.finished, connection_to(record.job.remote, may_ask=may_ask))
+
+
+def connection_to(remote: str, *, may_ask: bool = False) -> Connection:
+    """Return the connection to the remote of this name, over which no command has run yet.
+
+    The parameter `may_ask` is that of `runner`.
+    """
+    return connection.connect(config.find(remote), ask=may_ask)
 
 
 def folder_of(record: SubmittedJob) -> Path | None:
