@@ -24,7 +24,7 @@ from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.resolve import resolve
 from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.jobs.submitted import QueuedJob, SubmittedJob
-from imgkit_builder.jobs.transport import CODE_FOLDER, Folder, Transport
+from imgkit_builder.jobs.transport import Folder, Local, Ssh, Transport
 from imgkit_builder.recipe import targets
 from imgkit_builder.sif import image, sqsh
 from imgkit_builder.workflow import baked
@@ -68,7 +68,7 @@ def prepare(
         code_of.refuse_unused(code, source.target, source.given_sif)
     job = source.early
     if code is not None:
-        job = code_of.with_code(job, code.record, job.directory / "code")
+        job = code_of.with_code(job, code.record, job.directory / Ssh.code_folder)
     script = systems.named(job.system).script(job)
     image_source.refuse_script(job, script)
     return PreparedJob(job=job, script=script, code=code, source=source)
@@ -94,7 +94,7 @@ def _prepare_here(recipe: str | Path, request: JobRequest, code: CodeFolder | No
     if code is not None:
         code_of.refuse_unused(code, target, sif)
         code_of.refuse_shadowed(code, job)
-        job = code_of.with_code(job, code.record, job.directory / CODE_FOLDER)
+        job = code_of.with_code(job, code.record, job.directory / Local.code_folder)
         warnings = code_of.hidden_file_warnings(code, image_file)
         job = dataclasses.replace(job, warnings=(*job.warnings, *warnings))
     return _with_script(job, code)
@@ -166,7 +166,7 @@ def make_ready(prepared: PreparedJob, transport: Transport, report: Reporter) ->
     with_image = transport.bring_image(prepared, report)
     job = with_image.job
     if with_image.code is not None:
-        job = code_of.with_code(job, with_image.code.record, transport.code_folder(job))
+        job = code_of.with_code(job, with_image.code.record, job.directory / transport.code_folder)
         transport.put(_code_folder(with_image.code, job), report)
     job = transport.with_entry_points(dataclasses.replace(with_image, job=job))
     if job.container.bound is not None:

@@ -25,8 +25,6 @@ from imgkit_builder.jobs.remote.store import RemoteImage, Store
 from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.sif import image
 
-CODE_FOLDER = ".imgkit-code"
-"""Folder of the code in that of a job of this machine; `--code .` leaves it out."""
 _MAX_SIMILAR_FOLDERS = 3
 """Number of folders of code on a remote in which rsync looks for equal files."""
 
@@ -51,6 +49,8 @@ class Transport(abc.ABC):
 
     name: str = ""
     """The remote; empty: this machine."""
+    code_folder: str
+    """Folder in the job's folder, in which `put` writes the job's code in a folder of its own."""
 
     @abc.abstractmethod
     def run(self, argv: Sequence[str]) -> Finished:
@@ -76,10 +76,6 @@ class Transport(abc.ABC):
         """
 
     @abc.abstractmethod
-    def code_folder(self, job: Job) -> Path:
-        """Return the folder in which `put` writes the job's code, in a folder of its own."""
-
-    @abc.abstractmethod
     def put(self, folder: Folder, report: Reporter) -> None:
         """Write the folder on that machine, complete or not at all. Do nothing if it exists already."""
 
@@ -102,6 +98,8 @@ class Transport(abc.ABC):
 class Local(Transport):
     """This machine."""
 
+    code_folder = ".imgkit-code"  # `--code .` leaves it out
+
     def login(self) -> None:
         """Do nothing. See `Transport`."""
 
@@ -114,10 +112,6 @@ class Local(Transport):
         del report  # there is nothing to bring
         checks.before_submission(prepared.job)
         return dataclasses.replace(prepared, image_id=_image_id(prepared.job))
-
-    def code_folder(self, job: Job) -> Path:
-        """Return a hidden folder in the job's folder."""
-        return job.directory / CODE_FOLDER
 
     def put(self, folder: Folder, report: Reporter) -> None:
         """Write the folder. See `Transport`."""
@@ -149,6 +143,8 @@ class Local(Transport):
 
 class Ssh(Transport):
     """A remote: commands run there over ssh, and rsync sends files."""
+
+    code_folder = "code"
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -190,15 +186,11 @@ class Ssh(Transport):
         job = source.resolved(self.store.home, image_path)
         return dataclasses.replace(prepared, job=job, image_id=image_id)
 
-    def code_folder(self, job: Job) -> Path:
-        """Return the folder of code in imgkit's folder on the remote."""
-        return job.directory / "code"
-
     def put(self, folder: Folder, report: Reporter) -> None:
         """Send the folder by rsync. See `Transport`."""
         assert self.store is not None  # noqa: S101 - `bring_image` comes first
         parent, _, name = folder.path.rpartition("/")
-        if parent != f"{self.store.home}/code":
+        if parent != f"{self.store.home}/{self.code_folder}":
             # The folder of the entry points, which `self.store` does not list.
             if not self._exists(folder.path):
                 self._send(folder, home=parent, target=f"./{name}", report=report)
@@ -208,7 +200,7 @@ class Ssh(Transport):
             return
         similar = self.store.code[:_MAX_SIMILAR_FOLDERS]
         transferred = self._send(
-            folder, home=self.store.home, target=f"code/{name}", similar=similar, report=report
+            folder, home=self.store.home, target=f"{self.code_folder}/{name}", similar=similar, report=report
         )
         size = f": {transferred}" if transferred else ""
         report.note(f"sent: code{size}")
