@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from imgkit_builder.recipe import problems
 from imgkit_builder.recipe.problems import KeyPath
 from imgkit_builder.recipe.rules import Fault, ImageReference, parse_reference
-from imgkit_entrypoints import files, known_issues
+from imgkit_entrypoints import cuda_drivers, files, known_issues
 from imgkit_entrypoints.errors import ImgkitError, UsageError
 from imgkit_entrypoints.known_issues import Value
 from imgkit_entrypoints.rules import Unfit
@@ -63,8 +63,6 @@ class Base:
     python: Cell | None = None
     torch: Cell | None = None
     cuda: Cell | None = None
-    driver: Cell | None = None
-    """First driver branch that runs this CUDA without the image's cuda-compat package."""
     nccl: Cell | None = None
     ucx: Cell | None = None
     libfabric: Cell | None = None
@@ -78,9 +76,23 @@ class Base:
         """Return the image's name."""
         return f"{REPOSITORY}:{self.tag}-py3"
 
+    @property
+    def driver(self) -> int | None:
+        """Return the first driver branch that runs the CUDA without the image's cuda-compat package.
+
+        With that package, data-centre GPUs run it on some older branches, too.
+        """
+        return cuda_drivers.first_driver(self.cuda.value) if self.cuda else None
+
     def cells(self) -> Iterator[tuple[str, Cell | None]]:
-        """Return the columns in their order."""
-        return ((column.name, getattr(self, column.name)) for column in fields(self) if column.name != "tag")
+        """Yield the columns in their order; that of the driver follows the one of its CUDA."""
+        for column in fields(self):
+            if column.name == "tag":
+                continue
+            yield column.name, getattr(self, column.name)
+            if column.name == "cuda":
+                driver = Cell(str(self.driver), cuda_drivers.SOURCE) if self.driver else None
+                yield "driver", driver
 
 
 @functools.cache
@@ -151,7 +163,7 @@ def platform_of(system: SystemFacts) -> str:
 
 def _run_by(branch: int) -> list[Base]:
     """Return the images whose CUDA a driver of `branch` runs, oldest first."""
-    return [base for base in table() if base.driver and int(base.driver.value) <= branch]
+    return [base for base in table() if base.driver and base.driver <= branch]
 
 
 def doubts(image: Image, system: SystemFacts) -> Iterator[tuple[KeyPath, Fault]]:
@@ -257,7 +269,7 @@ def _old_python(reference: str) -> Iterator[Fault]:
 def _old_driver(reference: str, system: SystemFacts) -> Iterator[Fault]:
     base = ngc_image(reference)
     branch = re.match(r"[0-9]{1,9}", system.node.driver)
-    if base is None or base.driver is None or branch is None or int(branch[0]) >= int(base.driver.value):
+    if base is None or base.driver is None or branch is None or int(branch[0]) >= base.driver:
         return
     if system.runtime.cuda_compat == "auto":
         return  # the node agent decides, by the node's own driver and GPUs
@@ -265,7 +277,7 @@ def _old_driver(reference: str, system: SystemFacts) -> Iterator[Fault]:
     cuda = f" {base.cuda.value}" if base.cuda else ""
     remedy = f"choose {fitting[-1].reference} or an older one" if fitting else "update the driver"
     yield (
-        f"CUDA{cuda} of {reference} needs driver {base.driver.value} or newer, and system.node.driver is "
+        f"CUDA{cuda} of {reference} needs driver {base.driver} or newer, and system.node.driver is "
         f"{system.node.driver}",
         f"{remedy}; or, for data-centre GPUs, try the base's cuda-compat package: "
         "system.runtime.cuda_compat: auto",

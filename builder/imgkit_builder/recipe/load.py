@@ -281,7 +281,7 @@ def _recipe_of_system(file: Path, problems: Collector) -> Table:
     facts = load_system(name).facts
     base = bases.newest(facts)
     if base is None:
-        reference, driver = [(row.reference, row.driver.value) for row in bases.table() if row.driver][-1]
+        reference, driver = [(row.reference, row.driver) for row in bases.table() if row.driver][-1]
         hint = (
             f"write {name}.yaml with two lines, `image: {{base: {reference}}}` and `system: {name}`, and use "
             f"./{name}.yaml. That base needs driver {driver}; to see older ones: imgkit list --bases"

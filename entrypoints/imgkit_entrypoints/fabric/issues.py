@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from imgkit_entrypoints import known_issues
+from imgkit_entrypoints import cuda_drivers, known_issues
 from imgkit_entrypoints.fabric import library_path, plugin
 from imgkit_entrypoints.fabric.fabric_plan import PlanDraft
 from imgkit_entrypoints.facts import software
@@ -13,9 +13,6 @@ from imgkit_entrypoints.facts.host_facts import Candidate, Library
 from imgkit_entrypoints.facts.host_libs import PLUGINS
 from imgkit_entrypoints.known_issues import FACTS, IssueResult, Value
 from imgkit_entrypoints.system import FabricKind, SystemFacts
-
-DRIVERS = {"13": "580", "12": "525", "11": "450"}
-"""First driver that runs a major version of CUDA (NVIDIA, "CUDA compatibility")."""
 
 
 def apply(draft: PlanDraft, kind: FabricKind, system: SystemFacts | None) -> tuple[IssueResult, ...]:
@@ -64,7 +61,7 @@ def _facts(draft: PlanDraft, kind: FabricKind, system: SystemFacts | None) -> Ma
         "aws_ofi_nccl": (net_plugin.version, net_plugin.path) if net_plugin else ("", ""),
         "cuda": (cuda, ""),
         "cuda_compat": (_compat_state(draft), ""),
-        "cuda_driver": (DRIVERS.get(cuda.partition(".")[0], ""), cuda),
+        "cuda_driver": (str(cuda_drivers.first_driver(cuda) or ""), cuda),
         "driver": (facts.driver_version, ""),
         "fabric": (kind, ""),
         "gpu": (gpu, gpu_source),

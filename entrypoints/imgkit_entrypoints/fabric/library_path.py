@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 
+from imgkit_entrypoints import cuda_drivers
 from imgkit_entrypoints.fabric.fabric_plan import PlanDraft
 from imgkit_entrypoints.facts.host_facts import Candidate, CudaCompat, HostLibraries
 from imgkit_entrypoints.facts.host_libs import COMPAT, FABRIC_LIBRARIES, LINKS, OF_IMAGE, PLUGINS
@@ -30,13 +31,6 @@ _DATA_CENTRE = re.compile(
 )
 """GPUs for data centres, by the names that the driver gives them."""
 _WORKSTATION = re.compile(r"\b(RTX|GTX|GeForce|Quadro|TITAN|Active)\b")
-_CUDA_BY_DRIVER: tuple[tuple[int, tuple[int, int]], ...] = (
-    *((450, (11, 0)), (455, (11, 1)), (460, (11, 2)), (465, (11, 3)), (470, (11, 4)), (495, (11, 5))),
-    *((510, (11, 6)), (515, (11, 7)), (520, (11, 8)), (525, (12, 0)), (530, (12, 1)), (535, (12, 2))),
-    *((545, (12, 3)), (550, (12, 4)), (555, (12, 5)), (560, (12, 6)), (565, (12, 7)), (570, (12, 8))),
-    *((575, (12, 9)), (580, (13, 0)), (590, (13, 1))),
-)
-"""First driver of each version of CUDA (NVIDIA, release notes of the CUDA Toolkit, table of drivers)."""
 
 
 def decide(draft: PlanDraft, kind: FabricKind) -> None:
@@ -269,16 +263,16 @@ def _compat_fault(draft: PlanDraft, compat: CudaCompat) -> tuple[str, str]:
     if not compat.folder:
         return f"the image has no {COMPAT}/libcuda.so.1", ""
     driver = _order(facts.driver_version)
-    image = re.match(r"([0-9]{1,5})\.([0-9]{1,5})", cuda_version)
-    if not driver or not image:
+    needed = cuda_drivers.parse_cuda(cuda_version)
+    if not driver or needed is None:
         text = facts.driver or "does not exist"
         return f"unknown versions: /proc/driver/nvidia/version {text}; CUDA_VERSION={cuda_version!r}", ""
-    supported = max((cuda for first, cuda in _CUDA_BY_DRIVER if first <= driver[0]), default=(0, 0))
-    needed = _order(image[0])
+    supported = cuda_drivers.supported_cuda(driver[0])
     text = (
-        f"driver {facts.driver_version} supports CUDA {supported[0]}.{supported[1]}, the image has {image[0]}"
+        f"driver {facts.driver_version} supports CUDA {supported[0]}.{supported[1]}, the image has "
+        f"{needed[0]}.{needed[1]}"
     )
-    if driver[0] > _CUDA_BY_DRIVER[-1][0] and needed > supported:
+    if driver[0] > cuda_drivers.NEWEST_BRANCH and needed > supported:
         reason = "is newer than imgkit's table, so the CUDA that it supports is unknown"
         return f"driver {facts.driver_version} {reason}", ""
     if needed <= supported:

@@ -34,9 +34,10 @@ def test_every_cell_has_a_source() -> None:
 
 
 def test_driver_follows_from_cuda() -> None:
-    for row in bases.table():
-        if row.cuda and row.driver:
-            assert row.driver.value == {"12": "525", "13": "580"}[row.cuda.value.split(".")[0]]
+    cells = {row.tag: dict(row.cells())["driver"] for row in bases.table()}
+    drivers = {tag: cell.value if cell else None for tag, cell in cells.items()}
+    assert drivers["22.06"] is None, "its CUDA is not known"
+    assert (drivers["25.06"], drivers["25.08"]) == ("525", "580")
 
 
 def test_list_prints_unknown_cells(call: Any) -> None:
