@@ -47,7 +47,7 @@ FACTS: Mapping[str, str] = {
 }
 """Facts that a condition may name, as messages call them."""
 
-_CONDITION = re.compile(r"(\$?[A-Za-z_][A-Za-z0-9_]*) (<|>=|==|!=|in|contains|allows|is) (\S.*)")
+_CONDITION = re.compile(r"(\$?[A-Za-z_][A-Za-z0-9_]*) (<|>=|==|!=|in|contains|matches|allows|is) (\S.*)")
 _VERSION = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,9})*")
 _HINT = "for example: nccl < 2.29.3, arch in aarch64, x86_64, or $NCCL_PROTO is set"
 _STATES = {"$": ("set", "unset", "requested"), "": ("unknown",)}
@@ -92,10 +92,20 @@ def parse(condition: str) -> tuple[Comparison, ...]:
         states = _STATES[comparison.prefix]
         if comparison.operator == "is" and comparison.operand not in states:
             raise ValueError(f"{comparison.operand!r} is none of {', '.join(states)}")
+        if comparison.operator == "matches":
+            _check_pattern(comparison.operand)
         if comparison.operator in ("<", ">=") and not is_fact and not _VERSION.match(comparison.operand):
             raise ValueError(f"{comparison.operand!r} is not a version")
         comparisons.append(comparison)
     return tuple(comparisons)
+
+
+def _check_pattern(pattern: str) -> None:
+    """Raise ValueError if `pattern` is no regular expression."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
 
 
 def _check_condition(text: str) -> Iterator[Fault]:
@@ -220,6 +230,8 @@ def _holds(comparison: Comparison, lookup: Lookup) -> bool | None:
         if () in versions:
             return False if comparison.prefix else None
         return (versions[0] < versions[1]) == (comparison.operator == "<")
+    if comparison.operator == "matches":
+        return re.search(operand, value.text, re.IGNORECASE) is not None
     return _OPERATORS[comparison.operator](value.text.lower(), operand.lower())
 
 

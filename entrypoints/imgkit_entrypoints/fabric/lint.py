@@ -117,12 +117,9 @@ def _hca(draft: PlanDraft, kind: FabricKind) -> Findings:
     preset = draft.preset(ports.HCA)
     if preset is None or kind not in ("infiniband", "roce") or not preset.value:
         return
-    value, quote, version = preset.value, draft.quote(ports.HCA), draft.facts.nccl
+    value, quote = preset.value, draft.quote(ports.HCA)
     chosen, unused = ports.choose(draft.facts, draft.nics)
     items = [item.split(":") for item in value.lstrip("^=").split(",")]
-    if any(len(item) > 2 for item in items) and version is not None and version < (2, 30, 7):
-        problem = f"{quote}: only NCCL 2.30.7 and later know rail and plane"
-        yield problem, f"set {ports.HCA}={ports.spell(chosen)}"
     used = ports.in_use(draft)
     for name, *_ in items if value[:1] not in ("^", "=") else ():
         devices = sorted({port.device for port in used if port.device.startswith(name)})

@@ -33,7 +33,6 @@ DANGERS = {
     "threads that are text": ("none", {"NCCL_SOCKET_NTHREADS": "four"}, "is not a number"),
     "prefix takes more": ("ib4_ndr200", {"NCCL_IB_HCA": "mlx5"}, "also selects mlx5_4:1"),
     "no such device": ("ib4_ndr200", {"NCCL_IB_HCA": "=mlx5_9"}, "selects no ACTIVE port"),
-    "rail for older nccl": ("ib4_ndr200", {"NCCL_IB_HCA": "=mlx5_0:1:0:0"}, "only NCCL 2.30.7 and later"),
     "unknown gdr level": ("ib4_ndr200", {"NCCL_NET_GDR_LEVEL": "phb"}, "silently ignores it"),
     "no such interface": ("none", {"NCCL_SOCKET_IFNAME": "ib0"}, "selects no interface"),
     "gloo takes no prefix": ("none", {"GLOO_SOCKET_IFNAME": "eth"}, "selects no interface"),

@@ -18,7 +18,7 @@ from imgkit_entrypoints import fabric, known_issues
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.facts.host_facts import HostFacts, Library
 from imgkit_entrypoints.known_issues import KnownIssue, Value
-from imgkit_entrypoints.system import SystemFacts
+from imgkit_entrypoints.system import Node, SystemFacts
 
 Machine = Callable[..., HostFacts]
 CASES: Mapping[str, Any] = json.loads(Path(__file__).with_name("known_issues.json").read_text())
@@ -32,7 +32,8 @@ def choose(machine: Machine, case: Mapping[str, Any], env: Mapping[str, str] | N
     if "libraries" in changes:
         changes["libraries"] = tuple(Library(**library) for library in changes["libraries"])
     host = replace(machine(case["tree"], env=env), **changes)
-    return fabric.choose(host, None, env, nnodes=case.get("nodes", 2))
+    system = SystemFacts(node=Node(gpu_model=case["gpu_model"])) if "gpu_model" in case else None
+    return fabric.choose(host, system, env, nnodes=case.get("nodes", 2))
 
 
 def near_miss(name: str) -> dict[str, Any]:
@@ -104,6 +105,8 @@ def test_guard_against_ll128_holds_for_an_unknown_nccl(machine: Machine):
         ("$NCCL_PROTO != LL128", {}, "match"),
         ("$NCCL_PROTO is unset", {"NCCL_PROTO": ""}, "match"),
         ("$OPENMPI >= 4", {"OPENMPI": "four"}, "no match"),
+        (r"$NCCL_IB_HCA matches :[^,:]*:", {"NCCL_IB_HCA": "mlx5_0:1,mlx5_1:1"}, "no match"),
+        (r"gpu matches \bH[12]00\b", {"gpu": "NVIDIA h200"}, "match"),
     ],
 )
 def test_condition_compares_a_value(condition: str, values: dict[str, str], expected: str):
@@ -144,6 +147,7 @@ def test_site_replaces_and_ignores_rows(machine: Machine, tmp_path: Path):
         ({"when": ["arch == x86_64", "nckl < 2"]}, "rows[1].when[1]: 'nckl' is not a fact"),
         ({"when": ["nccl < {nckl}"]}, "'nckl' is not a fact"),
         ({"when": ["nccl < new"]}, "'new' is not a version"),
+        ({"when": ["gpu matches ("]}, "'(' is not a regular expression: missing )"),
         ({"when": ["nccl is set"]}, "'set' is none of unknown"),
         ({"when": ["$A is unknown"]}, "'unknown' is none of set, unset, requested"),
         ({"when": []}, "rows[1].when: has no condition"),
