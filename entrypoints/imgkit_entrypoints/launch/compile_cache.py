@@ -14,6 +14,7 @@ leads elsewhere, is not used.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import shutil
@@ -33,8 +34,11 @@ FOLDERS = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "CUDA_CACHE_PATH": "cuda",
     "MPLCONFIGDIR": "matplotlib",
+    "TORCH_EXTENSIONS_DIR": "torch_extensions",
 }
 """Variables of the workers, and their folders within the cache."""
+BUILD_LOCK = "lock"
+"""Name of the file by which torch shows that a process builds an extension (torch/utils/file_baton.py)."""
 HEADER = "imgkit-compile-cache"
 """First member of a packed cache: the key of the image that has compiled it."""
 MOST_BYTES = 16 << 30
@@ -91,12 +95,32 @@ class CompileCache:
         try:
             for path in (self.folder, *(self.folder / part for part in FOLDERS.values())):
                 files.make_own_folder(path)
+            self._remove_abandoned_locks()
         except OSError as error:
             raise UsageError(
                 f"the folder for compiled code cannot be used: {error.strerror}",
                 where=str(self.folder),
                 hint=f"remove it, or set {', '.join(FOLDERS)} yourself",
             ) from error
+
+    def _remove_abandoned_locks(self) -> None:
+        """Remove the locks of builds that were killed, unless another start uses this cache.
+
+        Every process that needs an extension waits until its lock is gone, so after a kill all later starts
+        on this node would wait for ever (pytorch issue 189245).
+        """
+        extensions = self.folder / FOLDERS["TORCH_EXTENSIONS_DIR"]
+        # Each start on this node holds a shared lock on the folder. Its descriptor stays open until this
+        # process, or the program that replaces it, has ended.
+        in_use = os.open(extensions, os.O_RDONLY | os.O_DIRECTORY)  # noqa: TID251 - a folder
+        os.set_inheritable(in_use, True)
+        # It fails if another start holds its lock, or if the file system has no locks.
+        with contextlib.suppress(OSError):
+            fcntl.flock(in_use, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for lock in extensions.rglob(BUILD_LOCK):
+                lock.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            fcntl.flock(in_use, fcntl.LOCK_SH)
 
     def unpack(self) -> str:
         """Add the files of `file` to the folder; return why they are not used, empty if they are.
@@ -151,7 +175,9 @@ class CompileCache:
         """Write `file` if the folder has files that it lacks; return what was done, empty if nothing."""
         paths = (path for part in FOLDERS.values() for path in (self.folder / part).rglob("*"))
         names = sorted(
-            str(path.relative_to(self.folder)) for path in paths if path.is_file() and not path.is_symlink()
+            str(path.relative_to(self.folder))
+            for path in paths
+            if path.is_file() and not path.is_symlink() and path.name != BUILD_LOCK
         )
         if self.file is None or self._packed.issuperset(names):
             return ""

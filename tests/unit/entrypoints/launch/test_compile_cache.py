@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -71,6 +73,47 @@ def test_next_start_has_what_the_last_one_compiled(tmp_path: Path) -> None:
     assert second.pack() == "", "nothing was compiled"
     compile_into(second, "cuda/1")
     assert "packed 3 files" in second.pack()
+
+
+START = """
+import pathlib, sys, time
+from imgkit_entrypoints.launch.compile_cache import CompileCache
+CompileCache(folder=pathlib.Path(sys.argv[1]), key="key").make()
+print("made", flush=True)
+time.sleep(600)
+"""
+
+
+def test_lock_of_a_killed_build_stays_while_another_start_may_build(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    lock = folder / "torch_extensions/fused_adam/lock"
+    argv = (sys.executable, "-c", START, str(folder))
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "made\n"
+        lock.parent.mkdir()
+        lock.touch()
+        second_start = (*argv[:2], START.replace("600", "0"), str(folder))
+        subprocess.run(second_start, check=True, capture_output=True)
+        assert lock.exists(), "the other start may be building"
+        other.kill()
+    subprocess.run(second_start, check=True, capture_output=True)
+    assert not lock.exists()
+
+
+def test_lock_of_an_earlier_job_is_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    lock = folder / "torch_extensions/fused_adam/lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    for path in (folder, folder / "torch_extensions"):
+        path.chmod(0o700)
+    cache = cache_of(folder)
+    assert not lock.exists()
+    lock.touch()
+    cache.file = tmp_path / "cache.zip"
+    compile_into(cache, "torch_extensions/fused_adam/fused_adam.so")
+    assert "packed 1 files" in cache.pack()
 
 
 def test_cache_of_another_image_is_replaced(tmp_path: Path) -> None:
