@@ -9,6 +9,13 @@ from __future__ import annotations
 
 import re
 
+_DATA_CENTRE = re.compile(
+    r"\b(Tesla|P4|P40|P100|V100S?|T4|A2|A10G?|A16|A30|A40|A100X?|A800|L4|L20|L40S?|H20|H100|H200|H800|GH200|"
+    r"B100|B200|B300|GB200|GB300)\b"
+)
+"""GPUs for data centres, by the names that the driver gives them."""
+_WORKSTATION = re.compile(r"\b(RTX|GTX|GeForce|Quadro|TITAN|Active)\b")
+
 CudaVersion = tuple[int, int]
 """Major and minor version of CUDA."""
 
@@ -56,3 +63,11 @@ def first_driver(cuda: str) -> int | None:
         if str(released_major) == major:
             return branch
     return None
+
+
+def is_data_centre_gpu(model: str) -> bool:
+    """Return whether a GPU, by the name that the driver gives it, is one for data centres.
+
+    NVIDIA supports forward compatibility, a newer libcuda than the driver's, on these alone.
+    """
+    return _DATA_CENTRE.search(model) is not None and _WORKSTATION.search(model) is None

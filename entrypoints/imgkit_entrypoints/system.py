@@ -47,13 +47,14 @@ HOST_FOLDERS = ("/usr", "/opt")
 HOST_LIBS = "IMGKIT_HOST_LIBS"
 """``none``, ``auto``, or ``auto:FOLDER:FOLDER`` with folders of the host that are searched first."""
 CUDA_COMPAT = "IMGKIT_CUDA_COMPAT"
-"""``none`` or ``auto``: as the recipe's ``runtime.cuda_compat``, before which it counts."""
+"""A `CompatRule`: as the recipe's ``runtime.cuda_compat``, before which it counts."""
 
 RuntimeKind = Literal["singularity", "docker", "pyxis", "kubernetes"]
 CompressionChoice = Literal["auto", "zstd", "gzip"]
 FabricKind = Literal["infiniband", "roce", "slingshot", "tcp"]
 Arch = Literal["amd64", "arm64"]
 ByRule = Literal["none", "auto"]
+CompatRule = Literal["none", "major", "auto"]
 
 
 JobField = Literal["account", "name", "qos", "time"]
@@ -98,8 +99,12 @@ class Runtime:
     """Mounts of every container start, each ``SRC[:DEST[:ro]]``; ``$NAME`` is a variable of a module."""
     host_libs: tuple[HostFolder, ...] = ()
     """Folders of the host's NCCL, network plugin and libfabric, which are searched before the image's."""
-    cuda_compat: ByRule = "none"
-    """``auto``: use the image's CUDA forward compatibility where driver and GPU need and allow it."""
+    cuda_compat: CompatRule = "major"
+    """When to use the image's CUDA forward compatibility on data-centre GPUs.
+
+    ``major``: if the image's CUDA is of a newer major version than the driver supports, and so would not
+    start otherwise. ``auto``: if it is newer at all. ``none``: never.
+    """
     host_modules: tuple[Word, ...] = ()
     """Environment modules of a run without a container, in load order."""
     compression: CompressionChoice = "auto"

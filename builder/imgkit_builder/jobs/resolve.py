@@ -328,7 +328,8 @@ def _settings(job: Job, system: System) -> Mapping[str, str]:
     is_gpu_count_stated = runtime.has_container and facts.node.gpus > 0
     expected_gpus = 0 if is_gpu_count_stated else allocation.gpus
     chooses_libraries = facts.fabric.host_libs == "auto" and runtime.mounts_folders
-    chooses_cuda_compat = facts.runtime.cuda_compat == "auto" and runtime.has_container
+    # "major" is the node agent's default, which it uses in an image that imgkit did not build, too.
+    states_cuda_compat = facts.runtime.cuda_compat != "major" and runtime.has_container
     # The node agent removes some variables that leak from the host, but none that the user has set.
     user_names = [text.partition("=")[0] for text in request.container.env]
     kept_names = [name for name in user_names if host_leaks.may_remove(name)]
@@ -338,7 +339,7 @@ def _settings(job: Job, system: System) -> Mapping[str, str]:
         "IMGKIT_NPROC": str(nproc) if nproc else "",
         "IMGKIT_NNODES": str(allocation.size) if allocation.size.spares else "",
         HOST_LIBS: ":".join(("auto", *facts.runtime.host_libs)) if chooses_libraries else "",
-        CUDA_COMPAT: "auto" if chooses_cuda_compat else "",
+        CUDA_COMPAT: facts.runtime.cuda_compat if states_cuda_compat else "",
         "IMGKIT_KEEP_ENV": ",".join(kept_names),
         "IMGKIT_PREFLIGHT": "1" if launch.preflight else "",
         "IMGKIT_MAX_FAILURES": "" if launch.max_failures is None else str(launch.max_failures),

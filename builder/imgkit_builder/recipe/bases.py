@@ -271,16 +271,17 @@ def _old_driver(reference: str, system: SystemFacts) -> Iterator[Fault]:
     branch = re.match(r"[0-9]{1,9}", system.node.driver)
     if base is None or base.driver is None or branch is None or int(branch[0]) >= base.driver:
         return
-    if system.runtime.cuda_compat == "auto":
-        return  # the node agent decides, by the node's own driver and GPUs
+    is_data_centre = cuda_drivers.is_data_centre_gpu(system.node.gpu_model)
+    if is_data_centre and system.runtime.cuda_compat != "none":
+        return  # the node agent uses the base's cuda-compat package
     fitting = _run_by(int(branch[0]))
     cuda = f" {base.cuda.value}" if base.cuda else ""
     remedy = f"choose {fitting[-1].reference} or an older one" if fitting else "update the driver"
     yield (
         f"CUDA{cuda} of {reference} needs driver {base.driver} or newer, and system.node.driver is "
         f"{system.node.driver}",
-        f"{remedy}; or, for data-centre GPUs, try the base's cuda-compat package: "
-        "system.runtime.cuda_compat: auto",
+        f"{remedy}; on data-centre GPUs (system.node.gpu_model), the base's cuda-compat package is used "
+        "unless system.runtime.cuda_compat is none",
     )
 
 

@@ -25,12 +25,6 @@ _FOLLOWS = "which is not used"
 """Part of a fault that follows from that of another library, which is reported itself."""
 _OF_RUNTIME = "/.singularity.d/libs"
 """Folder of the driver's libraries, which the runtime adds to the image's path."""
-_DATA_CENTRE = re.compile(
-    r"\b(Tesla|P4|P40|P100|V100S?|T4|A2|A10G?|A16|A30|A40|A100X?|A800|L4|L20|L40S?|H20|H100|H200|H800|GH200|"
-    r"B100|B200|B300|GB200|GB300)\b"
-)
-"""GPUs for data centres, by the names that the driver gives them."""
-_WORKSTATION = re.compile(r"\b(RTX|GTX|GeForce|Quadro|TITAN|Active)\b")
 
 
 def decide(draft: PlanDraft, kind: FabricKind) -> None:
@@ -247,6 +241,8 @@ def _has(server: Candidate, version: str) -> str:
 
 def _decide_compat(draft: PlanDraft, compat: CudaCompat) -> str:
     """Report and return the folder of CUDA's forward compatibility; empty where it must not be used."""
+    if compat.is_for_major and not _has_newer_major(draft):
+        return ""  # the driver runs the image's CUDA: nothing is decided
     fault, reason = _compat_fault(draft, compat)
     user_folders = _current_folders(draft)[0]
     folder = next((folder for folder in compat.cuda_folders if folder in user_folders), "")
@@ -255,6 +251,15 @@ def _decide_compat(draft: PlanDraft, compat: CudaCompat) -> str:
     value = compat.folder or COMPAT
     draft.report(COMPAT_KEY, value, f"{fault or reason} ({compat.source})", used=not fault)
     return "" if fault else compat.folder
+
+
+def _has_newer_major(draft: PlanDraft) -> bool:
+    """Return whether the image's CUDA is known to be of a newer major version than the driver supports."""
+    driver = _order(draft.facts.driver_version)
+    needed = cuda_drivers.parse_cuda(draft.env.get("CUDA_VERSION", ""))
+    if not driver or needed is None or driver[0] > cuda_drivers.NEWEST_BRANCH:
+        return False
+    return needed[0] > cuda_drivers.supported_cuda(driver[0])[0]
 
 
 def _compat_fault(draft: PlanDraft, compat: CudaCompat) -> tuple[str, str]:
@@ -284,7 +289,7 @@ def _compat_fault(draft: PlanDraft, compat: CudaCompat) -> tuple[str, str]:
     if not models:
         return f"{text}, but forward compatibility is for data-centre GPUs, and the driver shows no GPU", ""
     for model in models:
-        if _WORKSTATION.search(model) or not _DATA_CENTRE.search(model):
+        if not cuda_drivers.is_data_centre_gpu(model):
             name = model or "a GPU without a name"
             return f"{text}, but forward compatibility is for data-centre GPUs, and {name} is none", ""
     return "", f"{text}; {', '.join(models)} is a data-centre GPU"

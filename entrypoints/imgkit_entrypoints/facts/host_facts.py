@@ -222,7 +222,9 @@ class CudaCompat:
     """The image's libraries for CUDA's forward compatibility."""
 
     source: str
-    """Who asks for them: a variable, or the recipe."""
+    """Who asks for them: a variable, the recipe, or nobody, so that the default counts."""
+    is_for_major: bool = False
+    """Whether they are used only for a newer major version of CUDA than the driver supports."""
     folder: str = ""
     """Folder with its libcuda.so.1; empty: the image has none."""
     target: str = ""

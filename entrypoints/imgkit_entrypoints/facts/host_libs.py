@@ -11,12 +11,21 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from typing import get_args
 
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.facts import elf, software
 from imgkit_entrypoints.facts.host_facts import Candidate, CudaCompat, HostLibraries
 from imgkit_entrypoints.facts.reader import Reader, natural
-from imgkit_entrypoints.system import CUDA_COMPAT, HOST, HOST_FOLDERS, HOST_LIBS, SYSTEM_JSON, SystemFacts
+from imgkit_entrypoints.system import (
+    CUDA_COMPAT,
+    HOST,
+    HOST_FOLDERS,
+    HOST_LIBS,
+    SYSTEM_JSON,
+    CompatRule,
+    SystemFacts,
+)
 
 PLUGINS = ("libnccl-net-ofi.so", "libnccl-net.so")
 """Names of aws-ofi-nccl; NCCL looks for the second one."""
@@ -165,18 +174,24 @@ def _follow_on_host(reader: Reader, path: str) -> str:
 
 
 def compat(reader: Reader, recipe: SystemFacts, env: Mapping[str, str]) -> CudaCompat | None:
-    """Return the image's folder for CUDA's forward compatibility; None if nobody asks for it.
+    """Return the image's folder for CUDA's forward compatibility; None if it must not be used.
 
     Raises
     ------
-    UsageError : `CUDA_COMPAT` is neither ``none`` nor ``auto``.
+    UsageError : the value of `CUDA_COMPAT` is no `CompatRule`.
     """
-    value = env.get(CUDA_COMPAT)
-    if value not in (None, "", "none", "auto"):
-        raise UsageError(f"{value!r} is neither none nor auto", where=CUDA_COMPAT)
-    if (value or recipe.runtime.cuda_compat) != "auto":
+    rules = get_args(CompatRule)
+    value = env.get(CUDA_COMPAT, "")
+    if value and value not in rules:
+        raise UsageError(f"{value!r} is none of {', '.join(rules)}", where=CUDA_COMPAT)
+    rule = value or recipe.runtime.cuda_compat
+    if rule == "none":
         return None
-    source = f"{CUDA_COMPAT}=auto" if value else f"{SYSTEM_JSON}: runtime.cuda_compat auto"
+    source = "the default"
+    if value:
+        source = f"{CUDA_COMPAT}={value}"
+    elif rule == "auto":
+        source = f"{SYSTEM_JSON}: runtime.cuda_compat auto"
 
     def with_cuda(folders: Sequence[str]) -> tuple[str, ...]:
         return tuple(folder for folder in folders if reader.exists(f"{folder}/libcuda.so.1"))
@@ -184,4 +199,6 @@ def compat(reader: Reader, recipe: SystemFacts, env: Mapping[str, str]) -> CudaC
     folder = (*with_cuda(_COMPAT_FOLDERS), "")[0]
     target = reader.target(f"{folder}/libcuda.so.1") if folder else ""
     cuda_folders = with_cuda(software.library_folders(reader, env))
-    return CudaCompat(source=source, folder=folder, target=target, cuda_folders=cuda_folders)
+    return CudaCompat(
+        source=source, is_for_major=rule == "major", folder=folder, target=target, cuda_folders=cuda_folders
+    )

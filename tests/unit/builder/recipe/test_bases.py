@@ -94,13 +94,25 @@ def test_old_driver_names_a_fitting_base(write: Write, base: str, key: str, driv
 
 
 @pytest.mark.parametrize(
+    "system",
+    [
+        '{node: {driver: "550", gpu_model: NVIDIA RTX A6000}}',
+        '{node: {driver: "550", gpu_model: NVIDIA H100}, runtime: {cuda_compat: none}}',
+    ],
+    ids=["workstation", "switched off"],
+)
+def test_old_driver_without_forward_compatibility_is_named(write: Write, system: str) -> None:
+    (warning,) = warned(write(f'image: {{base: "{NGC}:26.02-py3"}}\nsystem: {system}\n'))
+    assert "needs driver 580 or newer, and system.node.driver is 550" in warning
+
+
+@pytest.mark.parametrize(
     "text",
     [
         f'image: {{base: "{NGC}:26.02-py3"}}\nsystem: {{node: {{driver: "580.95.05"}}}}\n',
         f'image: {{base: "{NGC}:26.02-py3"}}\n',
         f'image: {{base: "{NGC}:26.12-py3"}}\nsystem: {{node: {{driver: "470"}}}}\n',
-        f'image: {{base: "{NGC}:26.02-py3"}}\n'
-        'system: {node: {driver: "550"}, runtime: {cuda_compat: auto}}\n',
+        f'image: {{base: "{NGC}:26.02-py3"}}\nsystem: {{node: {{driver: "550", gpu_model: NVIDIA H100}}}}\n',
         f'image: {{base: "{NGC}:22.06-py3.10"}}\n',
         'image: {base: "other/pytorch:26.02-py3"}\nsystem: {node: {driver: "470"}}\n',
         'image: {base: "python:3.10-slim"}\n',

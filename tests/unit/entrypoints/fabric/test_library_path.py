@@ -274,7 +274,7 @@ def test_recipe_asks_and_the_user_declines(root: Path) -> None:
 def test_other_value_is_refused(root: Path, value: str) -> None:
     with pytest.raises(UsageError, match="neither none nor auto"):
         choose(root, {"IMGKIT_HOST_LIBS": value})
-    with pytest.raises(UsageError, match="neither none nor auto"):
+    with pytest.raises(UsageError, match="is none of none, major, auto"):
         choose(root, {"IMGKIT_CUDA_COMPAT": value})
 
 
@@ -334,6 +334,26 @@ def test_compat_is_refused_with_the_reason(
     plan = compat(driver_tree(planted, driver, model), cuda)
     assert "LD_LIBRARY_PATH" not in plan.env
     assert text in reason(plan, "cuda_compat")
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "is_used"),
+    [("570.86.15", "13.0.1", True), ("535.161.08", "12.9.0", False), ("580.65.06", "13.1.0", False)],
+    ids=["newer major", "newer minor", "minor of the newest"],
+)
+def test_newer_major_of_cuda_uses_compat_by_default(
+    planted: Planted, driver: str, cuda: str, is_used: bool
+) -> None:
+    root = driver_tree(planted, driver, "NVIDIA H100 80GB HBM3", file="libcuda.so.590.10.01")
+    plan = choose(root, {"CUDA_VERSION": cuda}, nnodes=1)
+    assert (f"{COMPAT}/lib.real" in plan.env.get("LD_LIBRARY_PATH", "")) == is_used
+    assert any(item.variable == "cuda_compat" for item in plan.decisions) == is_used
+
+
+def test_workstation_gpu_uses_no_compat_by_default(planted: Planted) -> None:
+    plan = choose(driver_tree(planted, "570.86.15", "NVIDIA RTX A6000"), {"CUDA_VERSION": "13.0.1"}, nnodes=1)
+    assert "LD_LIBRARY_PATH" not in plan.env
+    assert "NVIDIA RTX A6000 is none (the default)" in reason(plan, "cuda_compat")
 
 
 def test_image_without_compat_says_so(planted: Planted) -> None:
