@@ -23,7 +23,7 @@ from imgkit_entrypoints.errors import NoPlan, UsageError
 from imgkit_entrypoints.fabric import library_path, sockets
 from imgkit_entrypoints.facts import HostFacts, storage
 from imgkit_entrypoints.facts.software import MANIFEST_JSON, absent_files
-from imgkit_entrypoints.launch import compile_cache, host_leaks, plan, user_program
+from imgkit_entrypoints.launch import compile_cache, host_leaks, internet, plan, user_program
 from imgkit_entrypoints.launch.plan import LaunchOptions, LaunchPlan
 from imgkit_entrypoints.rollcall import ports, secret
 from imgkit_entrypoints.schedulers import resolve
@@ -220,10 +220,18 @@ def make_plan(
     cache = _compile_cache(options, env, host, reader)
     cache_variables = compile_cache.variables(cache.folder, env) if cache else {}
     unset = dict.fromkeys((*launch_plan.unset, *environment.unset))
+    offline = internet.OfflineSettings(env={}, notes=())
+    if not worker.is_imgkits:
+        offline = internet.settings(
+            {**env, **environment.env, **launch_plan.env},
+            has_package=lambda name: find_spec(name) is not None,
+            can_connect=internet.can_connect,
+            is_shared=partial(storage.on_network_disk, reader),
+        )
     launch_plan = dataclasses.replace(
         launch_plan,
         unset=tuple(unset),
-        env={**environment.env, **cache_variables, **launch_plan.env},
+        env={**environment.env, **cache_variables, **offline.env, **launch_plan.env},
         environment=environment,
         cache=cache,
     )
@@ -235,7 +243,6 @@ def make_plan(
     absent = absent_files(reader, child_env)
     odd = resolve.warnings(placement, options.placement, env, recipe=system.scheduler if system else "")
     is_cluster_node = bool(host.gpus or host.rdma or host.cxi)  # a laptop needs no word about a scheduler
-    offline = "" if worker.is_imgkits else _offline(reader, host, child_env)
     warnings = (
         *odd,
         *launch_plan.warnings,
@@ -243,7 +250,7 @@ def make_plan(
         *(() if worker.is_imgkits else _shadows(child_env)),
     )
     hidden = launch_plan.hidden if is_cluster_node else launch_plan.hidden.union(odd)
-    notes = tuple(filter(None, (environment.text, offline)))
+    notes = tuple(filter(None, (environment.text, *offline.notes)))
     if not environment.changes_variables:  # containers allow core dumps by default: no line for each start
         hidden |= {environment.text}
     return dataclasses.replace(launch_plan, warnings=warnings, hidden=hidden, notes=notes), child_env
@@ -257,26 +264,6 @@ def _compile_cache(
     folder = compile_cache.find_folder(env, key, is_shared=partial(storage.on_network_disk, reader))
     file = options.compile_cache and files.in_job_folder(Path(options.compile_cache), env).absolute()
     return compile_cache.CompileCache(folder=folder, key=key, file=file or None) if folder else None
-
-
-_DOWNLOADS = ("HF_HOME", "HF_HUB_OFFLINE", "TORCH_HOME", "HTTPS_PROXY", "https_proxy")
-"""Variables by which a program finds its files without the internet, or its way there."""
-
-
-def _offline(reader: facts.Reader, host: HostFacts, env: Mapping[str, str]) -> str:
-    """Return a line for a node that has no way to the internet, where no variable of `env` is about that."""
-    routes = reader.text("/proc/net/route")
-    has_ipv6 = any(
-        line.split()[:2] == ["0" * 32, "00"] and line.split()[-1] != "lo"
-        for line in (reader.text("/proc/net/ipv6_route") or "").splitlines()
-    )
-    is_default = any(route.network == "0.0.0.0/0" for route in host.routes)
-    if routes is None or is_default or has_ipv6 or any(env.get(name) for name in _DOWNLOADS):
-        return ""
-    return (
-        "this node has no route to the internet, so downloads fail: download on a login node, and set "
-        "HF_HOME, TORCH_HOME and HF_HUB_OFFLINE=1 (--env, or system.env of the recipe)"
-    )
 
 
 def _run_rank(launch_plan: LaunchPlan, child_env: Mapping[str, str], env: Mapping[str, str]) -> int:

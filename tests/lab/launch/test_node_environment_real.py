@@ -149,9 +149,26 @@ NO_NETWORK = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', 
 @pytest.mark.programs("unshare", "ip")
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 def test_download_without_a_route_names_the_host(dist_run: DistRun) -> None:
-    result = dist_run(DOWNLOADS, before=NO_NETWORK)
-    assert "this node has no route to the internet" in result.stderr
+    result = dist_run(DOWNLOADS, before=NO_NETWORK, HF_ENDPOINT="http://192.0.2.1")
+    assert "this node cannot reach http://192.0.2.1: download on a login node" in result.stderr
     assert "this node cannot reach 192.0.2.1:8080" in result.stderr.partition("failed first")[2]
     quiet = dist_run("print('offline')", before=NO_NETWORK, HF_HUB_OFFLINE="1")
-    assert "no route" not in quiet.stderr
+    assert "cannot reach" not in quiet.stderr
     assert "offline" in quiet.stdout
+
+
+BEHIND_A_FIREWALL = (
+    *("unshare", "--net", "sh", "-c"),
+    "ip link set lo up && ip link add d type dummy && ip addr add 192.0.2.9/24 dev d && ip link set d up && "
+    'ip route add default dev d && exec "$@"',
+    "sh",
+)
+
+
+@pytest.mark.programs("unshare", "ip")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_service_that_does_not_answer_is_offline(dist_run: DistRun) -> None:
+    program = "import os; print(os.environ['WANDB_MODE'])"
+    result = dist_run(program, before=BEHIND_A_FIREWALL, WANDB_API_KEY="x", WANDB_BASE_URL="http://192.0.2.1")
+    assert "this node cannot reach http://192.0.2.1: WANDB_MODE=offline" in result.stderr
+    assert "offline" in result.stdout

@@ -433,20 +433,11 @@ def test_compiled_code_lies_in_a_private_folder_of_the_node(tmp_path: Path):
     assert list(tmp_path.iterdir()) == [], "a dry run makes nothing"
 
 
-@pytest.mark.parametrize(
-    ("routes", "env", "is_told"),
-    [
-        ("", {}, True),
-        ("eth0 0000000A 00000000 0001 0 0 0 00FFFFFF 0 0 0\n", {}, True),
-        ("eth0 00000000 0100000A 0003 0 0 0 00000000 0 0 0\n", {}, False),
-        ("", {"HF_HUB_OFFLINE": "1"}, False),
-        ("", {"https_proxy": "http://proxy:3128"}, False),
-    ],
-)
-def test_node_without_a_route_says_so(tmp_path: Path, routes: str, env: dict[str, str], is_told: bool):
-    (tmp_path / "proc/net").mkdir(parents=True)
-    head = "Iface Destination Gateway Flags RefCnt Use Metric Mask MTU Window IRTT\n"
-    (tmp_path / "proc/net/route").write_text(head + routes)
-    notes = plan_of("dist-run", "train.py", IMGKIT_ROOT=str(tmp_path), **env)["notes"]
-    assert any("no route to the internet" in note for note in notes) == is_told
-    assert not plan_of("dist-hello", IMGKIT_ROOT=str(tmp_path))["notes"], "it downloads nothing"
+def test_program_that_logs_to_an_unreachable_service_is_offline(tmp_path: Path):
+    # Nothing listens on port 1 of this machine.
+    env = {"WANDB_API_KEY": "x", "WANDB_BASE_URL": "http://127.0.0.1:1", "IMGKIT_RUN_DIR": str(tmp_path)}
+    plan = plan_of("dist-run", "train.py", **env)
+    assert (plan["env"]["WANDB_MODE"], plan["env"]["WANDB_DIR"]) == ("offline", str(tmp_path))
+    text = "this node cannot reach http://127.0.0.1:1: WANDB_MODE=offline; later: wandb sync"
+    assert text in plan["notes"]
+    assert "WANDB_MODE" not in plan_of("dist-hello", **env)["env"], "it logs nothing"

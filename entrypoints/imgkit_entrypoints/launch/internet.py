@@ -1,0 +1,138 @@
+"""Services on the internet that a program is likely to call, on nodes that may not reach them.
+
+Compute nodes of most clusters have no internet. A program that calls the Hugging Face hub then fails after
+minutes of attempts, and one that logs to Weights & Biases waits at its start.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import urllib.parse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+ATTEMPT_S = 1.0
+"""Time for one attempt to connect, with the look-up of the name. An answer takes much less."""
+_HUB_CACHES = ("HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME")
+"""Variables that move the hub's files out of ``~/.cache/huggingface``."""
+_PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
+"""Variables that name a site's way to the internet; only the program's library can tell whether it works."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """A service on the internet, and the variables of the library that calls it."""
+
+    package: str
+    """The Python package that calls the service."""
+    url_variable: str
+    """Variable with another address of the service."""
+    default_url: str
+    offline_variables: Mapping[str, tuple[str, ...]]
+    """Variables by which the library stays offline, each with the values that mean so."""
+    used_variables: tuple[str, ...] = ()
+    """Variables that only a program sets which calls the service."""
+
+    def is_used(self, env: Mapping[str, str], has_package: Callable[[str], bool]) -> bool:
+        """Return whether a program in this environment is likely to call the service."""
+        for name, values in self.offline_variables.items():
+            if env.get(name, "").lower() in values:
+                return False
+        if any(env.get(name) for name in (*self.used_variables, self.url_variable)):
+            return True
+        return has_package(self.package)
+
+    def url(self, env: Mapping[str, str]) -> str:
+        """Return the address of the service."""
+        return env.get(self.url_variable) or self.default_url
+
+
+HUB = Service(
+    package="huggingface_hub",
+    url_variable="HF_ENDPOINT",
+    default_url="https://huggingface.co",
+    offline_variables={"HF_HUB_OFFLINE": ("1", "on", "yes", "true")},
+    used_variables=("HF_TOKEN",),
+)
+WANDB = Service(
+    package="wandb",
+    url_variable="WANDB_BASE_URL",
+    default_url="https://api.wandb.ai",
+    offline_variables={"WANDB_MODE": ("offline", "disabled", "dryrun")},
+    used_variables=("WANDB_API_KEY", "WANDB_PROJECT"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfflineSettings:
+    """What a start does about services that its program is likely to call."""
+
+    env: Mapping[str, str]
+    """Variables for the workers."""
+    notes: tuple[str, ...]
+    """Lines for the user about services that this node cannot reach."""
+
+
+def settings(
+    env: Mapping[str, str],
+    *,
+    has_package: Callable[[str], bool],
+    can_connect: Callable[[str], bool],
+    is_shared: Callable[[str], bool],
+) -> OfflineSettings:
+    """Return the variables and the notes for a program in the environment `env`.
+
+    Parameters
+    ----------
+    has_package : whether the program's Python has a package.
+    can_connect : whether this node can connect to the service with this URL.
+    is_shared : whether a folder is on a file system that several nodes mount.
+    """
+    variables: dict[str, str] = {}
+    notes = []
+    has_proxy = any(env.get(name) for name in _PROXIES)
+    if HUB.is_used(env, has_package):
+        home = env.get("HOME", "")
+        if not has_proxy and not can_connect(HUB.url(env)):
+            notes.append(
+                f"this node cannot reach {HUB.url(env)}: download on a login node into HF_HOME, and set "
+                "HF_HUB_OFFLINE=1 (--env, or system.env of the recipe)"
+            )
+        elif home and not any(env.get(name) for name in _HUB_CACHES) and is_shared(home):
+            notes.append(
+                f"models are saved in {home}/.cache/huggingface, where your home's quota counts; for another "
+                "folder: --env HF_HOME=/FOLDER"
+            )
+    if WANDB.is_used(env, has_package):
+        run_folder = env.get("IMGKIT_RUN_DIR")
+        # Otherwise the files are in the folder of the job, or in /tmp of a node if that cannot be written.
+        if run_folder and not env.get("WANDB_DIR"):
+            variables["WANDB_DIR"] = run_folder
+        if not env.get("WANDB_MODE") and not has_proxy and not can_connect(WANDB.url(env)):
+            variables["WANDB_MODE"] = "offline"
+            notes.append(f"this node cannot reach {WANDB.url(env)}: WANDB_MODE=offline; later: wandb sync")
+    return OfflineSettings(env=variables, notes=tuple(notes))
+
+
+def can_connect(url: str) -> bool:
+    """Return whether the host of `url` accepts a connection within `ATTEMPT_S`."""
+    address = urllib.parse.urlsplit(url)
+    if not address.hostname:
+        return False
+    try:
+        port = address.port or (80 if address.scheme == "http" else 443)
+    except ValueError:  # the program's library reports a wrong port
+        return False
+    has_connected = threading.Event()
+
+    def connect() -> None:
+        try:
+            socket.create_connection((address.hostname, port), timeout=ATTEMPT_S).close()
+        except (OSError, UnicodeError):
+            return
+        has_connected.set()
+
+    # The look-up of a name knows no time limit, so that it may outlive this function.
+    threading.Thread(target=connect, daemon=True).start()
+    return has_connected.wait(ATTEMPT_S)
