@@ -157,10 +157,10 @@ def test_download_without_a_route_names_the_host(dist_run: DistRun) -> None:
     assert "offline" in quiet.stdout
 
 
+# A route, but no answer: packets for other machines end in the loopback device.
 BEHIND_A_FIREWALL = (
     *("unshare", "--net", "sh", "-c"),
-    "ip link set lo up && ip link add d type dummy && ip addr add 192.0.2.9/24 dev d && ip link set d up && "
-    'ip route add default dev d && exec "$@"',
+    'ip link set lo up && ip route add default dev lo && exec "$@"',
     "sh",
 )
 
