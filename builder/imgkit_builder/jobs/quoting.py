@@ -66,20 +66,51 @@ INHERITED = "${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 """Shell text for the end of a new LD_LIBRARY_PATH: the value that the variable has where the shell runs."""
 
 
-def option(value: str) -> str:
+_OPTION = re.compile(r"[A-Za-z0-9._@+:=,/^*()\[\]|&!~%-]+")
+
+
+def option(value: str, *, where: str = "--option") -> str:
     """Return `value`, an option for the scheduler, if it can be a directive.
+
+    Parameters
+    ----------
+    where : the flag, or the line of a file, that has the option.
 
     Raises
     ------
-    UsageError : `value` has blanks, quotes or line breaks, which could start a second directive.
+    UsageError : `value` has blanks, quotes or line breaks, which could start a second directive. The hint
+        says how to write an option with a blank.
     """
-    if not re.fullmatch(r"[A-Za-z0-9._@+:=,/^*()\[\]|&!~%-]+", value):
-        raise UsageError(
-            f"{value!r} cannot be used in a directive",
-            where="--option",
-            hint="one argument without blanks and quotes, for example --option=--exclusive",
-        )
-    return value
+    if _OPTION.fullmatch(value):
+        return value
+    items = _without_blanks(value) or ["--exclusive"]
+    example = ", ".join(items)
+    if where == "--option":
+        example = " ".join(f"--option={item}" for item in items)
+    raise UsageError(
+        f"{value!r} cannot be used in a directive",
+        where=where,
+        hint=f"one word without blanks and quotes, for example {example}",
+    )
+
+
+def _without_blanks(value: str) -> list[str]:
+    """Return the words by which an option with blanks can be written: ``--x y`` -> ``--x=y``.
+
+    PBS takes a short option and its value as two words: ``-l x`` -> ``-l``, ``x``. The list is empty if no
+    such form is known.
+    """
+    parts = value.split(" ")
+    name = parts[0]
+    if not name.startswith("-") or not all(map(_OPTION.fullmatch, parts)):
+        return []
+    if "=" in name:
+        return ["_".join(parts)]  # the blanks are in the value
+    if len(parts) != 2:
+        return []
+    if name.startswith("--"):
+        return ["=".join(parts)]
+    return parts
 
 
 def is_job_id(text: str) -> bool:

@@ -231,8 +231,26 @@ def need_task(record: QueuedJob, example: str) -> None:
 
 
 def options_of(job: Job) -> Argv:
-    """Return the options for the scheduler: those of the recipe, and those of ``--option``."""
-    return (*job.recipe.system.queue.options, *job.request.allocation.options)
+    """Return the options for the scheduler: those of the recipe, and those of ``--option``.
+
+    Raises
+    ------
+    UsageError : an option is not one word, so that it cannot be a directive.
+    """
+    return (*recipe_options(job, "options"), *user_options(job))
+
+
+def recipe_options(job: Job, key: str) -> Argv:
+    """Return the options that the recipe has under `key` of ``system.queue``.
+
+    Raises
+    ------
+    UsageError : an option is not one word; names the recipe's line.
+    """
+    options = []
+    for index, option in enumerate(getattr(job.recipe.system.queue, key)):
+        options.append(quoting.option(option, where=job.recipe.where("system", "queue", key, index)))
+    return tuple(options)
 
 
 def options_with_values(options: Mapping[str, object]) -> Argv:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Literal, NoReturn
 
 from imgkit_builder.base.flags import flag
-from imgkit_builder.jobs import quoting
 from imgkit_builder.jobs.job import Argv, Job, Script
 from imgkit_builder.jobs.quoting import Shell, line
 from imgkit_builder.jobs.request import SystemFlags
@@ -28,6 +27,8 @@ from imgkit_builder.jobs.systems import (
     need_task,
     options_of,
     options_with_values,
+    recipe_options,
+    user_options,
     with_folders,
 )
 from imgkit_builder.jobs.templates import fill
@@ -178,7 +179,7 @@ def _image_script(job: Job) -> Script:
     queue = job.recipe.system.queue
     if not queue.sif:
         raise _no_sif_options_error(job)
-    sif_options = map(quoting.option, (*queue.sif, *job.request.allocation.options))
+    sif_options = (*recipe_options(job, "sif"), *user_options(job))
     directives = _directives(("-S", "/bin/bash", "-j", "oe", *_common_options(job), *sif_options))
     text = fill(job, "pbs-sif.sh.j2", directives=directives, make=line(job.command))
     return Script(text=text, submit=("qsub",), on_stdin=True)
@@ -203,9 +204,9 @@ def _resource_options(job: Job) -> Argv:
         # The node file has a line for each MPI process of a chunk: one line a node, and one process, which
         # starts the others.
         "mpiprocs=1",
-        *map(quoting.option, job.recipe.system.queue.chunk),
+        *recipe_options(job, "chunk"),
     )
-    return (*_common_options(job), "-l", ":".join(chunk), *map(quoting.option, options_of(job)))
+    return (*_common_options(job), "-l", ":".join(chunk), *options_of(job))
 
 
 def _common_options(job: Job) -> Argv:

@@ -20,6 +20,7 @@ from imgkit_builder.jobs.systems import (
     need_task,
     options_of,
     options_with_values,
+    recipe_options,
     user_options,
     with_folders,
 )
@@ -237,10 +238,10 @@ def _output_options(job: Job, id_pattern: str) -> Argv:
 
 def _resource_options(job: Job) -> Argv:
     """Return the options for the resources to request, in the form that directives and salloc share."""
-    queue, allocation = job.recipe.system.queue, job.allocation
+    allocation = job.allocation
     limits = options_with_values({"--time": allocation.time, "--account": allocation.account})
     if job.makes_image:
-        return ("--nodes=1", "--ntasks=1", *limits, *queue.sif, *user_options(job))
+        return ("--nodes=1", "--ntasks=1", *limits, *recipe_options(job, "sif"), *user_options(job))
     options = [f"--nodes={allocation.nodes}"]
     if job.outlives_nodes:
         options.append("--no-kill")
@@ -250,7 +251,7 @@ def _resource_options(job: Job) -> Argv:
     options += options_with_values({"--cpus-per-task": allocation.cpus})
     options += limits
     options += options_with_values({"--partition": allocation.queue, "--qos": allocation.qos})
-    return (*options, *queue.options, *user_options(job))
+    return (*options, *options_of(job))
 
 
 _IN_NODE = ("bash", "-c", Shell('"$task"'), "node")
@@ -287,19 +288,18 @@ def _node_check(job: Job) -> Argv:
 
 def _srun_argv(job: Job, argv: Argv) -> Argv:
     """Return the ``srun`` command that starts `argv` on all nodes of the job."""
-    queue = job.recipe.system.queue
     options: list[str] = []
     if job.allocation.cpus:
         # From 22.05 to 23.02 srun does not inherit --cpus-per-task. As a variable, it follows the directive
         # when somebody edits the script.
         options.append(Shell('--cpus-per-task="$SLURM_CPUS_PER_TASK"'))
     # srun does not read --network from the script's directives.
-    options += [option for option in queue.options if option.startswith("--network=")]
+    options += [option for option in options_of(job) if option.startswith("--network=")]
     return slurm.start_argv(
         argv,
         nnodes=job.allocation.nodes,
         outlives_nodes=job.outlives_nodes,
-        options=(*options, *queue.srun),
+        options=(*options, *job.recipe.system.queue.srun),
     )
 
 
