@@ -69,6 +69,10 @@ _PARTITION_HINT = "write one name as sinfo prints it, without *"
 PartitionName = Annotated[
     Line, like(r"[A-Za-z0-9][A-Za-z0-9_.-]*", "is not the name of a partition", _PARTITION_HINT)
 ]
+_GRES_HINT = "write gpu:TYPE as sinfo -o %G prints it, without the number"
+Gres = Annotated[
+    Line, like(r"(?:gpu(?::[A-Za-z0-9][A-Za-z0-9_.-]*)?)?", "is not Slurm's name of GPUs", _GRES_HINT)
+]
 _INTERFACE_HINT = "write one whole name as ip link prints it, such as ib0, without = ^ and commas"
 Interface = Annotated[
     Line, like(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,14}", "is not the name of an interface", _INTERFACE_HINT)
@@ -125,6 +129,8 @@ class Node:
     """CPUs that the scheduler gives a job with each GPU."""
     driver: DriverVersion = ""
     """Version of the NVIDIA driver, for example ``535.129.03``; empty: unknown."""
+    gres: Gres = ""
+    """Slurm's name of the GPUs where it has types of them, for example ``gpu:h100``; empty: ``gpu``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +147,10 @@ class Partition:
     """CPUs that the scheduler gives a job with each GPU."""
     driver: DriverVersion = ""
     """Version of the NVIDIA driver."""
+    gres: Gres = ""
+    """Slurm's name of the GPUs."""
+    options: tuple[Text, ...] = ()
+    """Scheduler options of jobs in the partition, after those of `queue`; one word each."""
     interfaces: tuple[Interface, ...] = ()
     """Network interfaces of NCCL's sockets by their whole names; Gloo uses the first."""
 
@@ -180,7 +190,7 @@ class Queue:
     sif: tuple[Text, ...] = ()
     """Scheduler options of the job that converts an archive to a .sif."""
     options: tuple[Text, ...] = ()
-    """Further scheduler options of every job, passed on unchanged, one word each."""
+    """Further scheduler options of every job, one word each; not in a partition with ``gpus: 0``."""
     srun: tuple[SrunOption, ...] = ()
     """Options of ``srun`` alone, which starts the command on each node: ``--cpu-bind=none``."""
     output: Literal["joined", "separate"] = "joined"
@@ -212,7 +222,9 @@ class SystemFacts:
     runtime: Runtime = Runtime()
     node: Node = Node()
     partitions: Mapping[PartitionName, Partition] = field(default_factory=dict)
-    """Slurm partitions whose nodes differ from `node`, by their names."""
+    """Slurm partitions by their names, with the values that differ from `node`."""
+    partition_list: Literal["partial", "complete"] = "partial"
+    """``complete``: `partitions`, `queue.name` and `queue.limits` name all of them; others are refused."""
     fabric: Fabric = Fabric()
     queue: Queue = Queue()
     transfer: Transfer = Transfer()
@@ -224,11 +236,23 @@ class SystemFacts:
     """Faults of versions and settings that nodes and ``imgkit check`` look for, besides imgkit's own rows."""
 
     def in_partition(self, partition: str) -> SystemFacts:
-        """Return these facts with the nodes of `partition`; an empty or unlisted one has those of `node`."""
-        values = dataclasses.asdict(self.partitions.get(partition, Partition()))
-        del values["interfaces"]
+        """Return these facts with the nodes and the scheduler options of `partition`.
+
+        A partition that is not listed has the nodes of `node` and the options of `queue`.
+        """
+        listed = self.partitions.get(partition, Partition())
+        values = dataclasses.asdict(listed)
+        del values["interfaces"], values["options"]
         changes = {name: value for name, value in values.items() if value not in (None, "")}
-        return dataclasses.replace(self, node=dataclasses.replace(self.node, **changes))
+        options = (*self.queue.options, *listed.options)
+        if listed.gpus == 0 and self.node.gpus:
+            # The options of `queue` are for nodes with GPUs, such as a constraint that others do not meet.
+            options = listed.options
+        return dataclasses.replace(
+            self,
+            node=dataclasses.replace(self.node, **changes),
+            queue=dataclasses.replace(self.queue, options=options),
+        )
 
     def on_node(self, env: Mapping[str, str]) -> SystemFacts:
         """Return these facts with the variables of the site in `self.env` replaced by their values in `env`.

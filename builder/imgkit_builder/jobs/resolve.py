@@ -59,7 +59,10 @@ def resolve(recipe: Target, request: JobRequest) -> Job:
         allocation=allocation,
         container=Container(image=image, runtime=runtime.kind),
         command=command,
-        warnings=tuple(_unused_flag_warnings(recipe, request, system)),
+        warnings=(
+            *_unused_flag_warnings(recipe, request, system),
+            *_unlisted_queue_warnings(recipe, allocation.queue),
+        ),
     )
     if job.makes_image:
         return job
@@ -104,13 +107,51 @@ def _refuse_small(request: JobRequest) -> None:
 
 
 def _in_partition(recipe: Target, name: str) -> Target:
-    """Return `recipe` with the partition's nodes as ``system.node``, and their positions for messages."""
+    """Return `recipe` with the partition's nodes as ``system.node``, and its options in ``system.queue``.
+
+    Messages about these values name their lines below ``system.partitions``.
+    """
+    partition = recipe.system.partitions.get(name)
+    if partition is None:
+        return recipe
+    system = recipe.system.in_partition(name)
+    # The options of the partition are the last ones.
+    first_option = len(system.queue.options) - len(partition.options)
     partition_path = ("system", "partitions", name)
     positions = dict(recipe.positions)
     for path, position in recipe.positions.items():
         if path[:-1] == partition_path:
             positions["system", "node", path[-1]] = position
-    return dataclasses.replace(recipe, system=recipe.system.in_partition(name), positions=positions)
+        elif path[:-1] == (*partition_path, "options"):
+            positions["system", "queue", "options", first_option + int(path[-1])] = position
+    return dataclasses.replace(recipe, system=system, positions=positions)
+
+
+def _unlisted_queue_warnings(recipe: Target, queue: str) -> Iterator[str]:
+    """Yield a warning about a queue that the system does not list, and whose nodes may thus be others.
+
+    Raises
+    ------
+    UsageError : the system's list is complete.
+    """
+    facts = recipe.system
+    names = {facts.queue.name, *facts.partitions, *facts.queue.limits}
+    is_complete = facts.partition_list == "complete"
+    # A system that states neither partitions nor limits of queues has no list.
+    has_list = is_complete or bool(facts.partitions) or facts.queue.name in facts.queue.limits
+    if not has_list or not queue or queue in names:
+        return
+    names.discard("")
+    if is_complete:
+        raise UsageError(
+            f"--queue {queue}, but {recipe.title} has no such queue",
+            where=recipe.where("system", "partition_list"),
+            hint=choices(queue, names),
+        )
+    yield (
+        f"--queue {queue}: {recipe.title} lists only {', '.join(sorted(names))}; the job is written for the "
+        "nodes of system.node"
+    )
 
 
 def _queue_allocation(recipe: Target, request: JobRequest, system: System) -> Allocation:
@@ -400,18 +441,31 @@ def _cpus(recipe: Target, request: JobRequest, gpus: int) -> int | None:
     UsageError : a node has fewer CPUs than requested, or the system fixes another number for these GPUs.
     """
     node, cpus = recipe.system.node, request.allocation.cpus
-    cpus_of_gpus = gpus * node.cpus_per_gpu if node.cpus_per_gpu else 0
+    cpus_of_gpus = gpus * (node.cpus_per_gpu or 0)
+    share = f"{node.cpus_per_gpu} each"
+    if node.cpus is not None and cpus_of_gpus > node.cpus:
+        # A partition may have fewer CPUs than all of its GPUs bring by `cpus_per_gpu` of `system.node`.
+        cpus_of_gpus = node.cpus
+        share = "all of a node"
     if cpus is None:
-        return cpus_of_gpus or request.launch.nproc or node.cpus
+        return cpus_of_gpus or _cpus_of_processes(request, node.cpus)
     if cpus_of_gpus and cpus != cpus_of_gpus:
         raise UsageError(
-            f"--cpus {cpus}, but {gpus} GPUs come with {cpus_of_gpus} CPUs ({node.cpus_per_gpu} each)",
+            f"--cpus {cpus}, but {gpus} GPUs come with {cpus_of_gpus} CPUs ({share})",
             where=recipe.where("system", "node", "cpus_per_gpu"),
             hint=f"leave --cpus out, or --cpus {cpus_of_gpus}",
         )
     if node.cpus is not None and cpus > node.cpus:
         raise _node_limit_error(recipe, "cpus", cpus, node.cpus)
     return cpus
+
+
+def _cpus_of_processes(request: JobRequest, node_cpus: int | None) -> int | None:
+    """Return a CPU for each process of ``--nproc``, at most those of a node, or else all of the node."""
+    nproc = request.launch.nproc
+    if nproc is None or node_cpus is None:
+        return nproc or node_cpus
+    return min(nproc, node_cpus)
 
 
 def _time(recipe: Target, requested: AllocationRequest) -> str:

@@ -85,7 +85,10 @@ class Registration:
         yield from self.check(facts)
 
 
-SPECIAL = ("partitions", "fabric.head_suffix", "queue.srun", "queue.output")
+SPECIAL = (
+    *("partitions", "partition_list", "node.gres"),
+    *("fabric.head_suffix", "queue.srun", "queue.output"),
+)
 """Keys below ``system`` that are for some schedulers only."""
 
 

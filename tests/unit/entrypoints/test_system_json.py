@@ -37,6 +37,16 @@ def test_partition_without_gpus_has_none():
     assert facts.in_partition("cpu").node.gpus == 0
 
 
+def test_options_for_gpus_stay_out_of_a_partition_without_them():
+    queue = Queue(options=("--exclusive",))
+    cpu, big = Partition(gpus=0, options=("--constraint=cpu",)), Partition(options=("--constraint=big",))
+    facts = SystemFacts(node=Node(gpus=4), queue=queue, partitions={"cpu": cpu, "big": big})
+    assert facts.in_partition("cpu").queue.options == ("--constraint=cpu",)
+    assert facts.in_partition("big").queue.options == ("--exclusive", "--constraint=big")
+    no_gpus = SystemFacts(queue=queue, partitions={"cpu": cpu})  # its options are for nodes without GPUs
+    assert no_gpus.in_partition("cpu").queue.options == ("--exclusive", "--constraint=cpu")
+
+
 def test_json_is_the_same_each_time():
     facts = SystemFacts(env={"B": "2", "A": "1"})
     assert system.to_json(facts) == system.to_json(SystemFacts(env={"A": "1", "B": "2"}))

@@ -247,7 +247,7 @@ def _resource_options(job: Job) -> Argv:
         options.append("--no-kill")
     options.append("--ntasks-per-node=1")
     if allocation.gpus:
-        options.append(f"--gres=gpu:{allocation.gpus}")
+        options.append(f"--gres={job.recipe.system.node.gres or 'gpu'}:{allocation.gpus}")
     options += options_with_values({"--cpus-per-task": allocation.cpus})
     options += limits
     options += options_with_values({"--partition": allocation.queue, "--qos": allocation.qos})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,61 @@ system:
   extends: snellius
   partitions: {gpu_mig: {gpus: 8}}
 """
+
+
+OWN = """\
+image: {base: "python:3.12-slim"}
+system:
+  scheduler: slurm
+  node: {gpus: 4, cpus: 96, cpus_per_gpu: 24, gres: "gpu:h100"}
+  partitions:
+    big: {gpus: 8, cpus: 128, options: [--constraint=big]}
+    cpu: {gpus: 0, options: [--constraint=cpu]}
+    a100: {gres: "gpu:a100"}
+  queue: {name: gpu, options: [--exclusive, --network=x]}
+"""
+
+
+def directives(recipe: Path, queue: str) -> list[str]:
+    """Options of the job's script that Slurm gets by the recipe, without those of every job."""
+    script = systems.named("slurm").script(job(recipe, queue=queue, nodes="2")).text
+    names = re.compile("#SBATCH (--(?:gres|cpus-per-task|exclusive|network|constraint).*)")
+    return names.findall(script)
+
+
+def test_partition_has_its_own_gpus_and_options(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, OWN)
+    site = ["--exclusive", "--network=x"]
+    assert directives(recipe, "gpu") == ["--gres=gpu:h100:4", "--cpus-per-task=96", *site]
+    assert directives(recipe, "a100") == ["--gres=gpu:a100:4", "--cpus-per-task=96", *site]
+    # 8 GPUs would bring 192 CPUs.
+    big = ["--gres=gpu:h100:8", "--cpus-per-task=128", *site, "--constraint=big"]
+    assert directives(recipe, "big") == big
+    # The system's options are for its nodes with GPUs.
+    assert directives(recipe, "cpu") == ["--cpus-per-task=96", "--constraint=cpu"]
+
+
+def test_processes_get_no_more_cpus_than_a_node_has() -> None:
+    assert job(gpus=0, nproc=20).allocation.cpus == 20
+    assert job(gpus=0, nproc=200).allocation.cpus == 80
+
+
+def test_network_option_of_the_user_reaches_srun() -> None:
+    options = ("--network=x", "--exclusive")
+    script = systems.named("slurm").script(job(interactive=True, options=options)).text
+    allocation, _, start = script.partition("exec srun ")
+    assert "--network=x --exclusive" in allocation
+    assert "--network=x" in start
+    assert "--exclusive" not in start
+
+
+def test_queue_that_is_not_listed_is_doubted(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, OWN)
+    (warning,) = job(recipe, queue="viz").warnings
+    lists = "lists only a100, big, cpu, gpu; the job is written for the nodes of system.node"
+    assert warning == f"--queue viz: mine {lists}"
+    assert job(recipe, queue="cpu").warnings == job(recipe, queue="").warnings == ()
+    assert job("mn5", queue="acc").warnings == ()  # the system lists no queue
 
 
 @pytest.mark.parametrize(
