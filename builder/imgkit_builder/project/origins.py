@@ -27,8 +27,8 @@ _COMMAND_JOB_KEYS = (*_IMAGE_JOB_KEYS, "nodes", "command")
 def under(request: JobRequest, project: ProjectFile | None) -> JobRequest:
     """Return `request`, which has the values of flags only, with the file's values where no flag was given.
 
-    ``--bind`` and ``--env`` add to the values of the file, but a variable of a flag replaces the file's
-    variable of the same name. The job runs in the file's folder, unless a flag names another one.
+    ``--bind``, ``--env`` and ``--option`` add to the values of the file, but a variable of a flag replaces
+    the file's variable of the same name. The job runs in the file's folder, unless a flag names another one.
     """
     if project is None:
         return request
@@ -50,6 +50,7 @@ def under(request: JobRequest, project: ProjectFile | None) -> JobRequest:
         container = request.container
         changes["env"] = _combined_env(values.env, container.env)
         changes["binds"] = (*values.binds, *container.binds)
+        changes["options"] = (*values.options, *request.allocation.options)
         changes["code"] = container.code
         if container.code is None and not container.no_code:
             changes["code"] = project.code
@@ -119,7 +120,7 @@ def of_job(job: Job, flags: JobRequest, project: ProjectFile | None) -> Iterator
     if not job.makes_image:
         yield from _bind_sources(job, flags, project)
         yield from _env_sources(job, flags, project)
-    yield from _option_sources(job, flags)
+    yield from _option_sources(job, flags, project)
     yield from _system_flag_sources(flags)
     image_flag = job.request.image_flag
     if image_flag:
@@ -145,12 +146,15 @@ def _single_value_sources(job: Job, flags: JobRequest, project: ProjectFile | No
         yield of_word(name, text, flag=flag, project=project, default=default)
 
 
-def _option_sources(job: Job, flags: JobRequest) -> Iterator[ValueSource]:
-    """Yield the scheduler's options, which flags add to those of the recipe."""
+def _option_sources(job: Job, flags: JobRequest, project: ProjectFile | None) -> Iterator[ValueSource]:
+    """Yield the scheduler's options, which the file and flags add to those of the recipe."""
     key = "sif" if job.makes_image else "options"
     for number, option in enumerate(getattr(job.recipe.system.queue, key)):
         position = job.recipe.positions.get(("system", "queue", key, number))
         yield ValueSource(name="option", value=option, position=position)
+    if project and not job.makes_image:
+        for option in project.values.options:
+            yield ValueSource(name="option", value=option, position=project.positions["options"])
     for option in flags.allocation.options:
         yield ValueSource(name="option", value=option, flag="--option")
 

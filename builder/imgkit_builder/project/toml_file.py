@@ -45,6 +45,10 @@ class ProjectValues:
     qos: Annotated[str, rule_of(partial(quoting.check, "--qos"))] = ""
     time: Annotated[str, rule_of(partial(quoting.seconds, where=""))] = ""
     nodes: Annotated[str, rule_of(resolve.parse_nodes), Short(_number_as_text)] = ""
+    options: tuple[
+        Annotated[Line, rule_of(partial(quoting.option, where="options"), required=True)], ...
+    ] = ()
+    """Options for the scheduler, after those of the recipe, one word each."""
     binds: tuple[Bind, ...] = ()
     env: tuple[Annotated[EnvValue, rule_of(contents.variable)], ...] = ()
     """``NAME=VALUE``, or ``NAME`` for the value that the variable has on this machine."""

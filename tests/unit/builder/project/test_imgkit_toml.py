@@ -113,6 +113,21 @@ def test_flag_beats_the_file_which_beats_the_recipe(call: Any) -> None:
     assert origins["name mine"] == "default"
 
 
+def test_options_add_to_those_of_the_recipe(call: Any) -> None:
+    Path("mine.yaml").write_text(
+        RECIPE.replace("{qos: acc_debug}", "{qos: acc_debug, options: [--exclusive]}")
+    )
+    written(FULL + "time = '1h'\noptions = ['--dependency=afterok:13']\n")
+    code, out, _ = call("run", "--on", "here", "--dry-run", "-v", "--json", "--option=--nice")
+    assert code == 0
+    lines = "\n#SBATCH --exclusive\n#SBATCH --dependency=afterok:13\n#SBATCH --nice\n"
+    assert lines in json.loads(out)["script"]
+    origins = sources(out)
+    assert origins["option --exclusive"] == "mine.yaml:3"
+    assert origins["option --dependency=afterok:13"] == "imgkit.toml:12"
+    assert origins["option --nice"] == "--option"
+
+
 def test_flag_beats_the_folder_of_code(call: Any) -> None:
     Path("mine.yaml").write_text(RECIPE)
     for folder in ("src", "other"):
