@@ -478,6 +478,8 @@ def _show_submitted(record: SubmittedJob, ready: PreparedJob, options: _Options)
         verbs = ("status", "cancel") if is_array else ("status", "logs", "cancel")
         commands = [f"imgkit {verb} {record.job.handle}" for verb in verbs]
         terminal.err(f"imgkit: {'; '.join(commands)}")
+    if is_array and not options.as_json:
+        terminal.err("imgkit: an array is not followed: each of its tasks has an id and an output of its own")
     if is_followed:
         raise typer.Exit(follow(record))
     if is_interactive and not options.as_json:

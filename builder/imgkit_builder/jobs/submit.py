@@ -14,7 +14,7 @@ from pathlib import Path
 
 from imgkit_builder.base import process
 from imgkit_builder.base.progress import Reporter, Silent
-from imgkit_builder.jobs import bound, image_source, quoting, records, systems
+from imgkit_builder.jobs import bound, dependencies, image_source, quoting, records, systems
 from imgkit_builder.jobs import code as code_of
 from imgkit_builder.jobs.code import CodeFolder
 from imgkit_builder.jobs.job import Job, Script
@@ -58,6 +58,8 @@ def prepare(
     ------
     UsageError : the system cannot satisfy a value of the request.
     """
+    options = dependencies.with_scheduler_ids(request.allocation.options, remote.name if remote else "")
+    request = request.changed(options=options)
     if remote is None:
         return _prepare_here(recipe, request, code)
     image_source.refuse_flags(request, base)

@@ -275,6 +275,20 @@ def test_waiting_job_keeps_its_image(site: Site) -> None:
         image.touch()
 
 
+def test_array_waits_for_a_job_by_its_id_of_imgkit(site: Site) -> None:
+    first = expect_success(site.run("--detach", "--option=--hold", "--", "true")).stdout.strip()
+    number = first.removesuffix("@far")
+    options = (f"--option=--dependency=afterok:{first}", "--option=--array=0-1")
+    result = expect_success(site.run(*options, "--", "sh", "-c", 'echo "task $SLURM_ARRAY_TASK_ID"'))
+    array = result.stdout.strip().removesuffix("@far")
+    assert "imgkit: an array is not followed: " in result.stderr
+    dependency = site.cluster("squeue", "--noheader", f"--jobs={array}", "--format=%E").stdout
+    assert f"afterok:{number}" in dependency
+    site.cluster("scontrol", "release", number)
+    followed = site.imgkit("logs", f"{array}_1@far")
+    assert (followed.returncode, "task 1\n" in followed.stdout) == (0, True), followed.stderr
+
+
 def test_new_folder_runs_without_a_flag(site: Site) -> None:
     before = set(site.folder.iterdir())
     expect_success(site.imgkit("init", "--on", "far", "--time", "5m", "--nodes", "2"))

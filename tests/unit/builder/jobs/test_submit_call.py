@@ -59,6 +59,15 @@ def test_dry_run_prints_the_bytes_that_are_submitted(folder: Path, call: Any) ->
     assert (folder / "script").read_text() == out
 
 
+def test_array_is_not_followed(folder: Path, call: Any) -> None:
+    code, out, err = call("run", "mn5", *SITE, "--option=--array=0-1", "--", "dist-hello")
+    assert (code, out) == (0, "4711\n")
+    assert err.splitlines()[-2:] == [
+        "imgkit: imgkit status 4711; imgkit cancel 4711",
+        "imgkit: an array is not followed: each of its tasks has an id and an output of its own",
+    ]
+
+
 def test_warnings_and_a_full_disk_are_notes(folder: Path) -> None:
     (folder / "state").write_text("a file where the records would lie")
     report = Notes()

@@ -1,0 +1,51 @@
+"""Dependencies between jobs: the scheduler's option with job ids as imgkit prints them, ``4711@mn5``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from imgkit_entrypoints.errors import UsageError
+
+_DEPENDENCY = re.compile(r"--dependency=|-d|(-W)?depend=")
+"""Start of an option that names other jobs: ``--dependency=afterok:1`` and ``-dafterok:1`` of Slurm, and
+``depend=afterok:1`` after ``-W`` of PBS.
+"""
+_HANDLE = re.compile(r"(?P<id>[0-9][A-Za-z0-9_.\[\]-]*)@(?P<remote>[A-Za-z0-9][A-Za-z0-9._-]*)")
+
+
+def with_scheduler_ids(options: Iterable[str], remote: str) -> tuple[str, ...]:
+    """Return `options` with the scheduler's ids of the jobs on which the new job depends.
+
+    ``--dependency=afterok:4711@mn5`` becomes ``--dependency=afterok:4711`` if `remote` is ``mn5``.
+
+    Parameters
+    ----------
+    remote : the remote on which the new job is submitted; empty: this machine.
+
+    Raises
+    ------
+    UsageError : a job is on another remote, whose scheduler is not the new job's.
+    """
+
+    def scheduler_id(match: re.Match[str]) -> str:
+        if match["remote"] != remote:
+            raise _other_scheduler_error(match, remote)
+        return match["id"]
+
+    results = []
+    for option in options:
+        if _DEPENDENCY.match(option):
+            option = _HANDLE.sub(scheduler_id, option)
+        results.append(option)
+    return tuple(results)
+
+
+def _other_scheduler_error(match: re.Match[str], remote: str) -> UsageError:
+    """Return the error for a dependency on a job that another scheduler has."""
+    destination = f"to {remote}" if remote else "to the scheduler of this machine"
+    return UsageError(
+        f"{match[0]} is a job on {match['remote']}, but the new job goes {destination}",
+        where="--option",
+        hint=f"wait for it first: imgkit wait {match[0]}",
+    )
