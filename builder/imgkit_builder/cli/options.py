@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperCommand
 
 from imgkit_builder.base.flags import Flag, changed, declared
+from imgkit_builder.cli import scheduler_options
 from imgkit_entrypoints import terminal
 
 Verb = Callable[..., None]
@@ -135,7 +136,23 @@ class JobCommand(TyperCommand):
         """
         end = args.index("--") if "--" in args else len(args)
         ctx.meta[COMMAND] = tuple(args[end + 1 :])
-        return super().parse_args(ctx, args[:end])
+        try:
+            return super().parse_args(ctx, args[:end])
+        except Exception as error:
+            # typer exports no class for its error about an unknown option.
+            if hasattr(error, "option_name"):
+                scheduler_options.refuse(args[:end], self._own_options(ctx))
+            raise
+
+    def _own_options(self, ctx: Any) -> dict[str, bool]:
+        """Return the name of each option, and whether it takes a value."""
+        takes_value = {}
+        parameters: list[Any] = self.get_params(ctx)
+        for parameter in parameters:
+            if parameter.param_type_name == "option":
+                for name in (*parameter.opts, *parameter.secondary_opts):
+                    takes_value[name] = not parameter.is_flag
+        return takes_value
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write a section for the arguments and for each group; options without a group are "Advanced"."""

@@ -54,7 +54,7 @@ class AllocationRequest:
     queue: str = flag("", "--queue", "-q", group=USUAL, help="Queue, partition or RunAI project.")
     qos: str = flag("", group=USUAL, help="Quality of service (Slurm).")
     options: tuple[str, ...] = flag(
-        (), "--option", metavar="WORD", help="Additional scheduler option, passed through unchanged."
+        (), "--option", metavar="WORD", help="Additional scheduler option, one word: --option=--exclusive."
     )
 
 

@@ -1,0 +1,230 @@
+"""Options of schedulers that users type by habit, such as ``-N 2``, and what to type instead.
+
+The tables are data. A row answers an option that ``imgkit run`` does not have; where imgkit has no option of
+its own for it, the row passes it on by ``--option``.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from imgkit_entrypoints.errors import UsageError
+
+
+class Row(NamedTuple):
+    """An option of a scheduler, and what to type instead."""
+
+    names: str
+    """The names of the option, separated by blanks."""
+    value: str
+    """Regular expression for the whole value; empty: the option takes no value."""
+    answer: str
+    """The options of imgkit; ``{0}`` is the first group of `value`. Empty: leave the option out."""
+    note: str = ""
+    """What else the user should know."""
+
+
+ANY = "(.+)"
+NUMBER = r"(\d+)"
+
+
+def _passed_on(*names: str) -> tuple[Row, ...]:
+    """Return rows that pass an option with a value on, under the last of its names.
+
+    A directive of Slurm is one word, so the long name and the value are joined by ``=``.
+    """
+    return tuple(Row(row_names, ANY, f"--option={row_names.split()[-1]}={{0}}") for row_names in names)
+
+
+def _flags_passed_on(*names: str) -> tuple[Row, ...]:
+    """Return rows that pass an option without a value on."""
+    return tuple(Row(name, "", f"--option={name}") for name in names)
+
+
+_ONE_OUTPUT = "{name}: the output is in the job's folder (--directory), and imgkit logs ID prints it"
+_GPU_TYPE = r"([A-Za-z][\w.-]*)"
+_TYPE_NOTE = "the type of GPUs is system.node.gres in a recipe: gpu:{0}"
+_SLURM = (
+    Row("-N", rf"{NUMBER}(?:-\d+)?", "--nodes {0}"),
+    Row("-p --partition", ANY, "--queue {0}"),
+    Row("-t", NUMBER, "--time {0}m"),
+    Row("-t", ANY, "--time {0}"),
+    # 0-9 is an array of PBS.
+    Row("-J --job-name", r"((?!\d+-\d).+)", "--name {0}"),
+    Row("--gres", f"gpu:{NUMBER}", "--gpus {0}"),
+    Row("--gres", f"gpu:{_GPU_TYPE}:{NUMBER}", "--gpus {1}", _TYPE_NOTE),
+    Row("--gpus-per-node", NUMBER, "--gpus {0}"),
+    Row("--gpus-per-node", f"{_GPU_TYPE}:{NUMBER}", "--gpus {1}", _TYPE_NOTE),
+    Row("-G", NUMBER, "--gpus G --nodes N", "{name}: --gpus counts the GPUs of one node"),
+    Row(
+        "-n --ntasks",
+        NUMBER,
+        "",
+        "{name}: dist-run starts a process for each GPU of --nodes N; --nproc P: P processes on each node",
+    ),
+    Row("--ntasks-per-node --tasks-per-node", NUMBER, "--nproc {0}"),
+    Row(
+        "-c --cpus-per-task",
+        NUMBER,
+        "--cpus {0}",
+        "{name}: --cpus counts those of a node, for all its processes",
+    ),
+    Row("-D --chdir", ANY, "--directory {0}"),
+    Row("-o --output --error", ANY, "", _ONE_OUTPUT),
+    Row("-e", "[^=]+", "", _ONE_OUTPUT),  # -e NAME=VALUE is a variable in RunAI
+    Row("--export", ANY, "", "{name}: --env NAME or --env NAME=VALUE for each variable"),
+    Row("--signal", ANY, "--stop-before SECONDS"),
+    Row("--test-only", "", "--dry-run"),
+    Row("--container-image", ANY, "--image {0}"),
+    Row("--container-mounts", ANY, "--bind {0}"),
+    *_passed_on("--mem"),
+    *_flags_passed_on("--exclusive", "--contiguous", "--requeue", "--no-requeue", "--hold", "--overcommit"),
+    *_passed_on("-d --dependency", "-a --array", "-C --constraint", "-w --nodelist", "-x --exclude"),
+    *_passed_on("-b --begin", "-L --licenses", "-M --clusters", "-m --distribution", "--exclusive", "--gres"),
+    *_passed_on("--mail-type", "--mail-user", "--comment", "--reservation", "--nice", "--tmp", "--switches"),
+    *_passed_on(
+        "--mem-per-cpu", "--mem-per-gpu", "--deadline", "--priority", "--wckey", "--threads-per-core"
+    ),
+)
+_PBS = (
+    Row("-N", r"([A-Za-z].*)", "--name {0}"),
+    # The resources of `-l` are looked up one by one.
+    Row(
+        "select nodes",
+        NUMBER,
+        "--nodes {0}",
+        "-l: other resources of a chunk are system.queue.chunk in a recipe",
+    ),
+    Row("ncpus", NUMBER, "--cpus {0}"),
+    Row("ngpus", NUMBER, "--gpus {0}"),
+    Row("walltime", ANY, "--time {0}"),
+    Row(
+        "mpiprocs ppn ompthreads",
+        ANY,
+        "",
+        "{name}: imgkit starts one node agent on each node; --nproc P: P processes",
+    ),
+    Row("place", ANY, "--option=-l --option=place={0}"),
+    Row("-P", ANY, "-A {0}"),
+    Row("-I", "", "--interactive"),
+    Row("-J", r"(\d+-\d.*)", "--option=-J --option={0}"),
+    Row("-W", r"(\w+=.+)", "--option=-W --option={0}"),
+    Row("-m", "([abejnp]+)", "--option=-m --option={0}"),
+    Row("-M", "(.+@.+)", "--option=-M --option={0}"),
+    Row("-p", r"(-?\d+)", "--option=-p --option={0}"),
+    Row("-j", "(oe|eo|n)", "", _ONE_OUTPUT),
+    Row("-o -e", "(.*[:/].*)", "", _ONE_OUTPUT),
+    Row("-V", "", "", "{name}: --env NAME for each variable"),
+)
+_RUNAI = (
+    Row("-g --gpu --gpu-devices-request", NUMBER, "--gpus {0}"),
+    Row("-p --project", ANY, "--queue {0}"),
+    Row("--cpu --cpu-core-request", NUMBER, "--cpus {0}"),
+    Row("--workers", NUMBER, "--nodes N", "{name}: --nodes counts the first pod and {0} workers"),
+    Row("--existing-pvc", "claimname=([^,]+),path=([^,]+)", "--pvc {0}:{1}"),
+    Row("-e --environment --environment-variable", r"(\w+=.*)", "--env {0}"),
+    *_passed_on("--node-pools", "--node-type", "--memory", "--cpu-memory-request", "--run-as-user"),
+    *_flags_passed_on("--large-shm", "--preemptible"),
+)
+TABLES: Mapping[str, tuple[Row, ...]] = {"Slurm": _SLURM, "PBS": _PBS, "RunAI": _RUNAI}
+"""The rows of each scheduler. Of several rows for an option, the first whose `value` matches counts."""
+
+
+class TypedOption(NamedTuple):
+    """An option that imgkit does not have, as a user typed it."""
+
+    flag: str
+    name: str
+    """The name in the tables: `flag`, or the resource ``select`` of ``-l select=2``."""
+    value: str
+    """The value that is joined to the option; empty without one."""
+    next_argument: str = ""
+    """The argument behind the option, which may be its value."""
+
+
+def refuse(args: Sequence[str], own_options: Mapping[str, bool]) -> None:
+    """Raise UsageError with the line to type instead, if `args` has options of a scheduler.
+
+    Parameters
+    ----------
+    own_options : name of each option of the verb, and whether it takes a value.
+    """
+    typed_options = tuple(_options_of_others(args, own_options))
+    answers: dict[str, list[tuple[TypedOption, Row, re.Match[str]]]] = {}
+    for scheduler, rows in TABLES.items():
+        answers[scheduler] = [*_answers(rows, typed_options)]
+    # -N and -p mean something else to each scheduler: the one that has most of the options is meant.
+    scheduler = max(answers, key=lambda name: len(answers[name]))
+    if not answers[scheduler]:
+        return
+    flags: list[str] = []
+    line: list[str] = []
+    notes: list[str] = []
+    for option, row, match in answers[scheduler]:
+        if option.flag not in flags:
+            flags.append(option.flag)
+        if row.answer:
+            line.append(row.answer.format(*map(shlex.quote, match.groups())))
+        note = row.note.format(*match.groups(), name=option.name)
+        if note and note not in notes:
+            notes.append(note)
+    if line:
+        notes.insert(0, " ".join(line))
+    kind = "an option" if len(flags) == 1 else "options"
+    message = f"{kind} of {scheduler}, not of imgkit"
+    raise UsageError(message, where=", ".join(flags), hint="\n".join(notes))
+
+
+def _options_of_others(args: Sequence[str], own_options: Mapping[str, bool]) -> Iterator[TypedOption]:
+    """Yield the options in `args` that the verb does not have."""
+    index = 0
+    while index < len(args):
+        flag, value = _split(args[index])
+        index += 1
+        if flag in own_options:
+            if own_options[flag] and not value:
+                index += 1  # the next argument is the value, even if it looks like an option
+            continue
+        next_argument = args[index] if index < len(args) else ""
+        if flag == "-l":
+            yield from _resources(flag, value or next_argument)
+        elif re.match("--?[A-Za-z]", flag):
+            yield TypedOption(flag, flag, value, "" if next_argument.startswith("-") else next_argument)
+
+
+def _split(argument: str) -> tuple[str, str]:
+    """Return the name and the value of an option.
+
+    ``--time=1h`` -> ``--time``, ``1h``; ``-N2`` -> ``-N``, ``2``. The value is empty if none is joined.
+    """
+    if re.match("-[A-Za-z]", argument):
+        return argument[:2], argument[2:]
+    flag, _, value = argument.partition("=")
+    return flag, value
+
+
+def _resources(flag: str, value: str) -> Iterator[TypedOption]:
+    """Yield the resources that `flag` of PBS requests: ``select=2:ngpus=4,walltime=1:00:00``."""
+    for resource in re.split("[:,](?=[a-z_]+=)", value):
+        name, _, number = resource.partition("=")
+        yield TypedOption(flag, name, number)
+
+
+def _answers(
+    rows: Sequence[Row], typed_options: Sequence[TypedOption]
+) -> Iterator[tuple[TypedOption, Row, re.Match[str]]]:
+    """Yield each option for which `rows` has an answer, with its row and the match of its value."""
+    for option in typed_options:
+        for row in rows:
+            if option.name not in row.names.split():
+                continue
+            value = option.value
+            if row.value and not value:
+                value = option.next_argument
+            match = re.fullmatch(row.value, value)
+            if match:
+                yield option, row, match
+                break
