@@ -86,10 +86,8 @@ def bind(job: Job, run: Runner | None = None) -> Job:
         if run is None and not python_flag:
             return job
         raise _unreadable_image_error(job, is_remote=run is not None)
-    if run is None:
-        python = _inspect_python(_with_local_binds(job), digest, _run_here)
-    else:
-        python = _inspect_python(job, digest, run)
+    runner = run or _run_here
+    python = _inspect_python(_with_present_mounts(job, runner), digest, runner)
     has_entry_points = python.built and bool(python.entry_points)
     if has_entry_points and not python_flag:
         return job
@@ -109,11 +107,28 @@ def _unreadable_image_error(job: Job, *, is_remote: bool) -> UsageError:
     )
 
 
-def _with_local_binds(job: Job) -> Job:
-    """Return `job` without the mounts whose source this machine lacks: its runtime could not mount them."""
+def _with_present_mounts(job: Job, run: Runner) -> Job:
+    """Return `job` without the mounts and libraries that the machine of `run` lacks.
+
+    A runtime refuses to mount a folder that does not exist, and some folders exist on the nodes only.
+    """
     mounts = job.container.binds
-    local_mounts = [mount for mount in mounts if os.path.lexists(mount.partition(":")[0])]
-    return job.with_container(binds=tuple(local_mounts))
+    facts = job.recipe.system
+    paths = {*facts.runtime.host_libs, *(_mount_source(mount) for mount in mounts)}
+    if not paths:
+        return job
+    check = 'for path; do if [ -e "$path" ]; then printf "%s\\n" "$path"; fi; done'
+    present = run(("sh", "-c", check, "sh", *sorted(paths))).output.splitlines()
+    libraries = [folder for folder in facts.runtime.host_libs if folder in present]
+    runtime = dataclasses.replace(facts.runtime, host_libs=tuple(libraries))
+    recipe = dataclasses.replace(job.recipe, system=dataclasses.replace(facts, runtime=runtime))
+    present_mounts = [mount for mount in mounts if _mount_source(mount) in present]
+    return dataclasses.replace(job, recipe=recipe).with_container(binds=tuple(present_mounts))
+
+
+def _mount_source(mount: str) -> str:
+    """Return the path on the node of a mount ``SRC[:DEST[:ro]]``."""
+    return mount.partition(":")[0]
 
 
 def _entry_points(job: Job, python: PythonSeen, digest: str) -> BoundEntryPoints:
@@ -264,17 +279,7 @@ def _probe_argv(job: Job) -> Argv:
     The container starts with the job's runtime, options and mounts. It gets no GPUs, code, working directory
     or settings of the node agent: the probe does not need them, and a login node may lack them.
     """
-    facts = job.recipe.system
-    # A runtime refuses to mount a folder that does not exist, and some folders exist on the nodes only.
-    local_libs = tuple(filter(os.path.isdir, facts.runtime.host_libs))
-    local_runtime = dataclasses.replace(facts.runtime, host_libs=local_libs)
-    local_facts = dataclasses.replace(facts, runtime=local_runtime)
-    probe_job = dataclasses.replace(
-        job,
-        recipe=dataclasses.replace(job.recipe, system=local_facts),
-        settings={},
-    )
-    probe_job = probe_job.with_allocation(gpus=0)
+    probe_job = dataclasses.replace(job, settings={}).with_allocation(gpus=0)
     probe_job = probe_job.with_container(code=None, code_folder="", workdir="")
     python_argv = tuple(inside.python_argv(job.request.container.python))
     return runtime_of(probe_job).probe_argv(probe_job, python_argv)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import re
@@ -187,6 +188,25 @@ def test_foreign_architecture_is_named_before_a_look(tmp_path: Path) -> None:
     assert isinstance(prepared.job, Job)
     with pytest.raises(UsageError, match="the image is for arm64, but the nodes are amd64"):
         checks.before_submission(prepared.job)
+
+
+def test_look_on_a_remote_mounts_what_the_remote_has(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("extends: mn5\nsystem: {runtime: {host_libs: [/far/lib, /none/lib]}}\n")
+    probes: list[Sequence[str]] = []
+
+    def run(argv: Sequence[str]) -> Finished:
+        if "/far/lib" in argv:  # which of these paths exist?
+            return Finished(argv=tuple(argv), returncode=0, output="/far/data\n/far/lib\n")
+        if argv[0] != "sh":
+            probes.append(argv)
+        return fake()(argv)
+
+    request = HELLO.changed(directory=tmp_path, binds=("/far/data:/data", "/none/data"))
+    bound.bind(resolve(find(file), request), run)
+    [probe] = probes
+    binds = [value for option, value in itertools.pairwise(probe) if option == "--bind"]
+    assert binds == ["/far/lib:/far/lib:ro", "/far/data:/data", str(tmp_path)]
 
 
 def test_sif_of_imgkit_is_not_looked_at(tmp_path: Path) -> None:
