@@ -7,7 +7,6 @@ command to end. The end of the input forces it to end; that also happens when th
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import ipaddress
 import math
@@ -343,8 +342,7 @@ def read(text: str) -> tuple[str, ...]:
         sources = _read_file(Path(text))
     else:
         sources = [("--hosts", part.strip()) for part in text.split(",")] if text else []
-    hosts = tuple(host for _, host in sources)
-    counts = collections.Counter(hosts)
+    hosts: list[str] = []
     for where, host in sources:
         if not is_host(host):
             raise UsageError(
@@ -352,9 +350,10 @@ def read(text: str) -> tuple[str, ...]:
                 where=where,
                 hint="a name or an address, for ssh also USER@HOST; or a file: ./FILE",
             )
-        if counts[host] > 1:
+        if host in hosts:
             raise UsageError(f"{host} occurs twice", where=where, hint="name each node once")
-    return hosts
+        hosts.append(host)
+    return tuple(hosts)
 
 
 def is_here(host: str) -> bool:
