@@ -44,6 +44,9 @@ def under(request: JobRequest, project: ProjectFile | None) -> JobRequest:
     changes: dict[str, Any] = {}
     for key in keys:
         changes[key] = job_flags.value(request, key) or getattr(values, key)
+    if request.launch.interactive:
+        # The command of the file is that of its runs: without one on the command line, a shell opens.
+        changes["command"] = request.launch.command
     if source.sets_directory:
         changes["directory"] = project.file.parent
     if not request.image_flag:
@@ -137,7 +140,7 @@ def _single_value_sources(job: Job, flags: JobRequest, project: ProjectFile | No
         flag_of_value["command"] = "--"
     for name, (value, *keys) in _single_values(job).items():
         flag = flag_of_value.get(name, "")
-        if name == "code" and not value and not flag:
+        if name in ("code", "command") and not value and not flag:
             continue
         # The first key that the recipe sets counts: cpus_per_gpu before cpus.
         recipe_positions = [positions.get(tuple(key.split("."))) for key in keys]

@@ -156,6 +156,15 @@ def test_script_of_a_project_lays_its_code_over_the_image(call: Any) -> None:
     assert (code, "/.imgkit-code/" in out) == (0, False), err
 
 
+def test_shell_leaves_the_command_of_the_file_out(call: Any) -> None:
+    Path("mine.yaml").write_text(RECIPE)
+    written(FULL + "time = '1h'\n")
+    shell = call("run", "--on", "here", "--dry-run", "--interactive")[1]
+    assert ("--pty" in shell, "dist-hello" in shell) == (True, False), shell
+    command = call("run", "--on", "here", "--dry-run", "--interactive", "--", "dist-pi")[1]
+    assert ("--pty" in command, "dist-pi" in command) == (False, True), command
+
+
 def test_named_recipe_leaves_the_file_out(call: Any) -> None:
     written("this is not TOML")
     code, out, err = call("run", "--dry-run", "cpu", "--", "dist-hello")
