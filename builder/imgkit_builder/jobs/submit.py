@@ -117,15 +117,22 @@ def submit(prepared: PreparedJob, transport: Transport, report: Reporter | None 
     ImgkitError : a build, a conversion or a transfer failed.
     """
     if prepared.script.foreground:
-        recipe = prepared.job.recipe
-        raise UsageError(
-            f"{recipe.name} has no scheduler: the run would take place in this process",
-            where="system.scheduler",
-            hint=f"imgkit run {recipe.file} ...",
-        )
+        raise _foreground_error(prepared.job)
     report = report or Silent()
     ready = make_ready(prepared, transport, report)
     return start(ready, transport, report)
+
+
+def _foreground_error(job: Job) -> UsageError:
+    """Return the error for a job without an id, which only the command line runs, in its terminal."""
+    reason, where = f"{job.recipe.name} has no scheduler", "system.scheduler"
+    if job.is_interactive:
+        reason, where = "the job is interactive", "interactive"
+    return UsageError(
+        f"{reason}: the run would take place in this process",
+        where=where,
+        hint=f"imgkit run {job.recipe.file} ...",
+    )
 
 
 def start(ready: PreparedJob, transport: Transport, report: Reporter) -> SubmittedJob:

@@ -83,6 +83,14 @@ def test_job_without_a_scheduler_is_refused(folder: Path) -> None:
     assert caught.value.where == "system.scheduler"
 
 
+def test_interactive_job_is_refused() -> None:
+    prepared = submit.prepare("mn5", REQUEST.changed(command=(), interactive=True))
+    with pytest.raises(UsageError) as caught:
+        submit.submit(prepared, Local())
+    assert caught.value.what == "the job is interactive: the run would take place in this process"
+    assert caught.value.where == "interactive"
+
+
 def test_job_without_its_image_is_refused(folder: Path) -> None:
     (folder / "mn5.sif").rmdir()
     with pytest.raises(UsageError, match="no image"):
