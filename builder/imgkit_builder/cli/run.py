@@ -194,6 +194,8 @@ def _run_job(
     if options.dry_run:
         _show_dry_run(options, prepared, remote, flags, project)
         return
+    if remote and prepared.script.foreground:
+        _check_interactive(options)
     max_bytes_per_s = None if options.bwlimit is None else options.bwlimit * MB
     transport = handle.transport_to(remote, prepared, may_ask=may_ask(), max_bytes_per_s=max_bytes_per_s)
     _announce(options, prepared, transport, recipe)
@@ -206,9 +208,32 @@ def _run_job(
     if script.remote:
         raise typer.Exit(_run_on_hosts(script))
     if record is None:
-        terminal.err(f"imgkit: {shlex.join(script.submit)}")
-        process.become(script.submit, cwd=ready.job.directory)
+        if ready.job.is_interactive:
+            _show_comments(script)
+        on_remote = f"on {transport.name}: " if remote else ""
+        terminal.err(f"imgkit: {on_remote}{shlex.join(script.submit)}")
+        folder = Path() if remote else ready.job.directory
+        process.become(transport.foreground_argv(ready.job, script), cwd=folder)
     _show_submitted(record, ready, options)
+
+
+def _check_interactive(options: _Options) -> None:
+    """Check that this terminal can take over an interactive job of a remote.
+
+    Raises
+    ------
+    UsageError : standard input is no terminal, or the options have ``--detach`` or ``--json``.
+    """
+    for name, value in {"--detach": options.detach, "--json": options.as_json}.items():
+        if value:
+            message = f"{name} cannot be combined with --interactive on a remote"
+            raise UsageError(message, where=name, hint="leave it out; or --dry-run shows the command")
+    if not sys.stdin.isatty():
+        raise UsageError(
+            "an interactive job needs a terminal, and standard input is none",
+            where="--interactive",
+            hint="run this in a terminal; or leave it out: imgkit run ... -- COMMAND shows the output",
+        )
 
 
 def _local_recipe(options: _Options, project: ProjectFile | None) -> str:
@@ -483,9 +508,12 @@ def _show_submitted(record: SubmittedJob, ready: PreparedJob, options: _Options)
     if is_followed:
         raise typer.Exit(follow(record))
     if is_interactive and not options.as_json:
-        # The comments above the command explain how to get in.
-        comments = [line for line in ready.script.text.splitlines() if line.startswith("#")]
-        terminal.err(*comments)
+        _show_comments(ready.script)
+
+
+def _show_comments(script: Script) -> None:
+    """Print the comments of an interactive job's script, which say what to type to get into the image."""
+    terminal.err(*(line for line in script.text.splitlines() if line.startswith("#")))
 
 
 def _show(job: Job, script: Script, values: Sequence[ValueSource], *, as_json: bool) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from imgkit_builder.archive import sidecar
 from imgkit_builder.base import process
 from imgkit_builder.base.flags import flags_in
-from imgkit_builder.jobs import runtimes
+from imgkit_builder.jobs import runtimes, systems
 from imgkit_builder.jobs.job import Job, Script
 from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.request import JobRequest
@@ -247,7 +247,7 @@ def _ssh_config(address: str) -> dict[str, str]:
     return options
 
 
-_LOCAL_FLAGS = ("--interactive", "--directory", "--sif", "--build", "--base-from")
+_LOCAL_FLAGS = ("--directory", "--sif", "--build", "--base-from")
 """Flags for jobs of this machine: on a remote, imgkit chooses the folder and sends the image itself."""
 
 
@@ -277,8 +277,12 @@ def refuse_runtime(source: ImageSource) -> None:
 
 
 def refuse_script(job: Job, script: Script) -> None:
-    """Raise UsageError if the script cannot be piped over ssh to a command that puts the job in a queue."""
-    if script.foreground or script.remote or not script.on_stdin:
+    """Raise UsageError if the job's scheduler does not take the script over ssh.
+
+    It takes one on the standard input of its command, or runs it in the terminal of an interactive job.
+    """
+    takes_jobs = systems.named(job.system).queue.submit != ""
+    if not takes_jobs or not (script.on_stdin or job.is_interactive):
         raise _no_queue_error(job.recipe)
 
 

@@ -15,10 +15,10 @@ from imgkit_builder.base.progress import Reporter
 from imgkit_builder.jobs import bound, checks, code, delivery
 from imgkit_builder.jobs.code import CodeFolder
 from imgkit_builder.jobs.delivery import Delivery
-from imgkit_builder.jobs.job import Job, Script
+from imgkit_builder.jobs.job import Argv, Job, Script
 from imgkit_builder.jobs.prepared import PreparedJob
+from imgkit_builder.jobs.remote import interactive, transfer
 from imgkit_builder.jobs.remote import jobs as remote_jobs
-from imgkit_builder.jobs.remote import transfer
 from imgkit_builder.jobs.remote.connection import Connection
 from imgkit_builder.jobs.remote.rsync import Transferred
 from imgkit_builder.jobs.remote.store import RemoteImage, Store
@@ -94,6 +94,15 @@ class Transport(abc.ABC):
             the job may be in the queue all the same.
         """
 
+    @abc.abstractmethod
+    def foreground_argv(self, job: Job, script: Script) -> Argv:
+        """Return the argv that runs a script of the foreground in this terminal.
+
+        Raises
+        ------
+        Cut : the remote cannot be reached.
+        """
+
 
 class Local(Transport):
     """This machine."""
@@ -139,6 +148,11 @@ class Local(Transport):
             stdin.append(script.text.encode())
         folder = None if runtime_of(job).is_isolated else job.directory
         return process.through(script.submit, stdin, cwd=folder)
+
+    def foreground_argv(self, job: Job, script: Script) -> Argv:
+        """Return the script's own command. See `Transport`."""
+        del job  # the caller changes to its folder
+        return script.submit
 
 
 class Ssh(Transport):
@@ -239,6 +253,10 @@ class Ssh(Transport):
     def start(self, job: Job, script: Script) -> Generator[bytes, None, None]:
         """Submit the script in the job's folder. See `Transport`."""
         return remote_jobs.start(self.connection, job, script)
+
+    def foreground_argv(self, job: Job, script: Script) -> Argv:
+        """Write the script to the remote, and return the ssh that runs it. See `Transport`."""
+        return interactive.argv(self.connection, job, script)
 
 
 def _report_hidden_files(

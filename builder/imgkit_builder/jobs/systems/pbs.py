@@ -270,16 +270,17 @@ def _interactive_script(job: Job) -> Script:
         raise UsageError(
             f"PBS takes no command for an interactive job, but {job.command[0]} was given",
             where="--interactive",
-            hint="imgkit run --dry-run ... > job.sh without --interactive; bash job.sh in the job's shell",
+            hint="leave --interactive out: imgkit run starts it on all nodes; or leave the command out",
         )
     argv = ("qsub", "-I", *_resource_options(job))
     runtime = runtime_of(job)
     shell = line(with_folders(job, runtime.shell(job)))
     comments = (
         "# In the shell that it gives, on one of the nodes:",
+        f"#   cd {shlex.quote(str(job.directory))}",
         *(f"#   module load {name}" for name in runtime.modules(job)),
         *(f"#   {export}" for export in runtime.exports(job)),
         *(f"#   {row}" for row in shell.split("\n")),
-        "# On all nodes: imgkit run --dry-run ... > job.sh, without --interactive; here: bash job.sh",
+        "# On all nodes: imgkit run --on here --dry-run ... > job.sh, no --interactive; then: bash job.sh",
     )
     return Script(text="\n".join((*comments, line(argv), "")), submit=argv, foreground=True)

@@ -1,0 +1,60 @@
+"""Start an interactive job of a remote in this terminal: over ssh, salloc or qsub -I gets a terminal there.
+
+The input of that ssh is the terminal, and other users of the login node can see its arguments. So the job's
+script, which may have values of variables, first goes to a private file on the remote.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+
+from imgkit_builder.jobs.job import Argv, Job, Script
+from imgkit_builder.jobs.remote.connection import Connection
+
+# mktemp makes the file private. A file that is an hour old was never started: its ssh could not connect.
+_WRITE = """\
+cd -- "$folder" || exit 1
+find . -maxdepth 1 -name '.interactive.*' -mmin +60 -exec rm -f {} +
+file=$(mktemp .interactive.XXXXXXXXXX) && cat > "$file" && echo "$file"
+"""
+# The job has no id yet, and so no note by which `gc.find_superseded` would keep its image. A second hard link
+# to the .sif does that until the script ends. Without hard links, two later images of the project replace it.
+_START = """\
+rm -f -- "$0"
+cd -- {folder} || exit 1
+for file in {files}; do
+    touch -c -- "$file" 2> /dev/null
+    if [ ! -e "$file" ]; then
+        echo "$file has been removed meanwhile; run the command again to send it" >&2
+        exit 1
+    fi
+done
+image={image}
+link=${{image%/*}}/.interactive.$$
+case $image in images/*) ln -- "$image" "$link" 2> /dev/null && trap 'rm -f -- "$link"' EXIT ;; esac
+"""
+
+
+def argv(connection: Connection, job: Job, script: Script) -> Argv:
+    """Return the argv that runs `script` in this terminal, after writing `script` to a file on the remote.
+
+    Raises
+    ------
+    Cut, ScriptFailed : the remote cannot be reached, or the file cannot be written.
+    """
+    folder = str(job.directory)
+    text = _script_text(job, script)
+    output = connection.answer(connection.stream(_WRITE, {"folder": folder}, data=[os.fsencode(text)]))
+    return connection.interactive(("bash", f"{folder}/{output.decode().strip()}"))
+
+
+def _script_text(job: Job, script: Script) -> str:
+    """Return the script with the values of the user's variables, after checks of what the job mounts."""
+    folder = str(job.directory)
+    image = job.container.image.removeprefix(f"{folder}/")
+    code_folder = job.container.code_folder.removeprefix(f"{folder}/")
+    files = [path for path in (image, code_folder) if path]
+    start = _START.format(folder=shlex.quote(folder), files=shlex.join(files), image=shlex.quote(image))
+    exports = [f"export {name}={shlex.quote(os.environ[name])}\n" for name in job.container.names]
+    return "".join((start, *exports, script.text))
