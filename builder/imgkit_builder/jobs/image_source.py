@@ -15,6 +15,7 @@ from imgkit_builder.jobs.job import Job, Script
 from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.resolve import resolve
+from imgkit_builder.jobs.runtimes.host import Host
 from imgkit_builder.jobs.systems import fanout
 from imgkit_builder.recipe import targets
 from imgkit_builder.recipe.targets import Target
@@ -271,9 +272,22 @@ def refuse_flags(request: JobRequest, base: str) -> None:
 
 def refuse_runtime(source: ImageSource) -> None:
     """Raise UsageError if the runtime of the request or of the system does not start a .sif."""
-    runtime = runtimes.named(source.request.container.runtime or source.target.system.runtime.kind)
+    requested = source.request.container.runtime
+    runtime = runtimes.named(requested or source.target.system.runtime.kind)
+    if runtime.kind == Host.kind:
+        where = "--runtime" if requested else source.target.where("system", "runtime", "kind")
+        raise _no_container_error(where)
     if runtime.image_suffix != ".sif":
         raise _no_queue_error(source.target)
+
+
+def _no_container_error(where: str) -> UsageError:
+    """Return the error for a job without a container, into which imgkit could mount what it sends."""
+    return UsageError(
+        "runtime host cannot be used with a remote: what imgkit sends, image and code, needs a container",
+        where=where,
+        hint="--runtime singularity; or, on the cluster itself, imgkit run --on here --runtime host ...",
+    )
 
 
 def refuse_script(job: Job, script: Script) -> None:
