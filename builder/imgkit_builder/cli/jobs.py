@@ -10,21 +10,21 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
-from imgkit_builder.base.process import INTERRUPTED
+from imgkit_builder.base import process
+from imgkit_builder.base.process import INTERRUPTED, Finished
 from imgkit_builder.cli.common import JSON, flag_option, show
 from imgkit_builder.cli.runs import job_data, jobs_table
+from imgkit_builder.jobs import history, quoting, records, systems
+from imgkit_builder.jobs.history import JobReport
+from imgkit_builder.jobs.remote import jobs as remote_jobs
+from imgkit_builder.jobs.remote.connection import Connection, Cut
+from imgkit_builder.jobs.submitted import FINAL_STATES, SubmittedJob
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
-
-if TYPE_CHECKING:
-    from imgkit_builder.base.process import Finished
-    from imgkit_builder.jobs.history import JobReport
-    from imgkit_builder.jobs.remote.connection import Connection
-    from imgkit_builder.jobs.submitted import SubmittedJob
 
 
 def verb_status(
@@ -44,8 +44,6 @@ def verb_status(
       imgkit status 4711
       imgkit status 4711_3@mn5
     """
-    from imgkit_builder.jobs import history, records
-
     if not job_id:
         _own_jobs(as_json=as_json)
         return
@@ -67,9 +65,6 @@ def _own_jobs(*, as_json: bool) -> None:
 
     A remote that cannot be reached is reported once, and its other jobs are shown with their last states.
     """
-    from imgkit_builder.jobs import history, records
-    from imgkit_builder.jobs.remote.connection import Cut
-
     jobs = []
     unreachable_remotes = set()
     is_complete = True
@@ -107,9 +102,6 @@ def _may_run(record: SubmittedJob) -> bool:
     A job whose system reports no states counts for a week after its submission, because imgkit never learns
     that it has ended.
     """
-    from imgkit_builder.jobs import systems
-    from imgkit_builder.jobs.submitted import FINAL_STATES
-
     if record.state in FINAL_STATES:
         return False
     try:
@@ -138,8 +130,6 @@ def _reported(report: JobReport) -> dict[str, Any]:
 
 def keep_state(record: SubmittedJob, current: SubmittedJob) -> None:
     """Save `current`, which is `record` with the job's state now, if the state has changed."""
-    from imgkit_builder.jobs import records
-
     # The record of a task is derived from that of an array job, which alone is kept.
     if current.state != record.state and records.is_kept(record):
         # A folder that cannot be written loses only the state that imgkit runs lists.
@@ -154,15 +144,11 @@ def may_ask() -> bool:
 
 def connected(name: str) -> Connection:
     """Return the connection to the remote `name`, over which no command has run yet."""
-    from imgkit_builder.jobs import history
-
     return history.connection_to(name, may_ask=may_ask())
 
 
 def runner(record: SubmittedJob) -> Callable[[Sequence[str]], Finished]:
     """Return a function that runs a command on the machine where the job was submitted."""
-    from imgkit_builder.jobs import history
-
     return history.runner(record, may_ask=may_ask())
 
 
@@ -172,8 +158,6 @@ def can_follow(record: SubmittedJob) -> bool:
     It cannot for a local job in pods: there is no output until a node has pulled the image, and no command
     reports the end.
     """
-    from imgkit_builder.jobs import systems
-
     system = systems.named(record.job.system)
     if record.job.remote:
         return True
@@ -182,9 +166,6 @@ def can_follow(record: SubmittedJob) -> bool:
 
 def follow(record: SubmittedJob) -> int:
     """Show the job's output, here or on its remote, until the job ends; return imgkit's exit code."""
-    from imgkit_builder.jobs import history
-    from imgkit_builder.jobs.remote.connection import Cut
-
     verbs = "logs|status|cancel|fetch" if record.job.remote else "logs|status|cancel"
     continues = f"the job continues; imgkit {verbs} {record.job.handle}"
     _say(f"job {record.job.handle}; Ctrl-C stops following; the job continues")
@@ -211,11 +192,8 @@ def _say(text: str) -> None:
 
 def _follow_to_end(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> JobReport:
     """Show the job's output until the job ends, and return the report about its end."""
-    from imgkit_builder.jobs import history
-    from imgkit_builder.jobs.remote import jobs
-
     if record.job.remote:
-        jobs.follow(connected(record.job.remote), record, terminal.passing(), _say)
+        remote_jobs.follow(connected(record.job.remote), record, terminal.passing(), _say)
         return history.report(record, run)
     _attach(record, run)
     return history.wait(record, run)
@@ -223,8 +201,6 @@ def _follow_to_end(record: SubmittedJob, run: Callable[[Sequence[str]], Finished
 
 def _attach(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> None:
     """Show the output of a job of this machine until the job ends."""
-    from imgkit_builder.base import process
-    from imgkit_builder.jobs import history, systems
 
     def has_ended() -> bool:
         return history.report(record, run).has_ended
@@ -257,9 +233,6 @@ def verb_logs(
       imgkit logs 4711
       imgkit logs 4711_3@mn5
     """
-    from imgkit_builder.base import process
-    from imgkit_builder.jobs import records, systems
-
     if not job_id:
         job_id = _last_job_id()
         terminal.err(f"imgkit: job {job_id}, the last one")
@@ -281,8 +254,6 @@ def _last_job_id() -> str:
     ------
     UsageError : no job with a known id was submitted from this machine.
     """
-    from imgkit_builder.jobs import records
-
     for record in records.newest_first():
         if record.answer is None:
             return record.job.handle
@@ -304,8 +275,6 @@ def verb_wait(
       imgkit wait 4711
       imgkit wait 4711@mn5 --timeout 2h --json
     """
-    from imgkit_builder.jobs import history, quoting, records
-
     limit_s = quoting.seconds(timeout, where="--timeout") if timeout else None
     record = records.find(job_id)
     try:
@@ -335,8 +304,6 @@ def verb_cancel(
     Examples:
       imgkit cancel 4711
     """
-    from imgkit_builder.jobs import history, records, systems
-
     record = records.find(job_id)
     argv = systems.named(record.job.system).cancel_command(record.job)
     if not as_json:
