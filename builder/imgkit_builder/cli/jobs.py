@@ -19,7 +19,7 @@ from imgkit_builder.base.process import INTERRUPTED, Finished
 from imgkit_builder.cli.common import JSON, flag_option, show
 from imgkit_builder.cli.runs import job_data, jobs_table
 from imgkit_builder.jobs import history, quoting, records, systems
-from imgkit_builder.jobs.history import JobReport
+from imgkit_builder.jobs.history import JobReport, WaitLog
 from imgkit_builder.jobs.remote import jobs as remote_jobs
 from imgkit_builder.jobs.remote.connection import Connection, Cut
 from imgkit_builder.jobs.submitted import FINAL_STATES, SubmittedJob
@@ -35,7 +35,7 @@ def verb_status(
 ) -> None:
     """Show a job, or all of your jobs that wait or run, here and on all remotes.
 
-    Of a job that waits, the scheduler also prints its expected start; of one that has
+    For a job that waits, it prints the reason and the expected start; for one that has
     ended, how it ended. A task of an array job has a separate id: 12_3, or 12[3].
 
     \b
@@ -58,6 +58,8 @@ def verb_status(
         terminal.passing()(report.text.encode())
     if report.has_ended:
         terminal.out(history.ending_text(report))
+    elif report.record.state == "waiting":
+        terminal.out(history.waiting_text(record.job, report.wait))
 
 
 def _own_jobs(*, as_json: bool) -> None:
@@ -118,6 +120,8 @@ def _reported(report: JobReport) -> dict[str, Any]:
     data: dict[str, Any] = {
         "id": record.job.handle,
         "state": record.state,
+        "reason": report.wait.reason or None,
+        "expected_start": report.wait.expected_start or None,
         "exit_code": report.code if report.has_ended else None,
         "command": list(report.argv),
         "output": report.text,
@@ -192,18 +196,22 @@ def _say(text: str) -> None:
 
 def _follow_to_end(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> JobReport:
     """Show the job's output until the job ends, and return the report about its end."""
+    log = history.WaitLog(record.job, _say)
     if record.job.remote:
-        remote_jobs.follow(connected(record.job.remote), record, terminal.passing(), _say)
+        connection = connected(record.job.remote)
+        remote_jobs.follow(connection, record, terminal.passing(), on_status=log.update, log=_say)
         return history.report(record, run)
-    _attach(record, run)
-    return history.wait(record, run)
+    _attach(record, run, log)
+    return history.wait(record, run, log=log)
 
 
-def _attach(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> None:
+def _attach(record: SubmittedJob, run: Callable[[Sequence[str]], Finished], log: WaitLog) -> None:
     """Show the output of a job of this machine until the job ends."""
 
     def has_ended() -> bool:
-        return history.report(record, run).has_ended
+        report = history.report(record, run)
+        log.update(report.record.state, report.wait)
+        return report.has_ended
 
     # tail -F FILE. It would complain about a file that does not exist yet, so wait for the file.
     argv = systems.named(record.job.system).log_source(record.job)
@@ -278,7 +286,9 @@ def verb_wait(
     limit_s = quoting.seconds(timeout, where="--timeout") if timeout else None
     record = records.find(job_id)
     try:
-        report = history.wait(record, runner(record), limit_s=limit_s)
+        # With --json, standard error has nothing but JSON.
+        log = None if as_json else history.WaitLog(record.job, _say)
+        report = history.wait(record, runner(record), limit_s=limit_s, log=log)
     except KeyboardInterrupt:
         terminal.err(f"imgkit: {record.job.handle} continues; imgkit wait {record.job.handle}")
         raise typer.Exit(INTERRUPTED) from None

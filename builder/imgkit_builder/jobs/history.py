@@ -20,7 +20,7 @@ from imgkit_builder.jobs.measured import LastNumbers
 from imgkit_builder.jobs.remote import config, connection
 from imgkit_builder.jobs.remote import jobs as remote_jobs
 from imgkit_builder.jobs.remote.connection import Connection
-from imgkit_builder.jobs.submitted import FINAL_STATES, JobState, JobStatus, SubmittedJob
+from imgkit_builder.jobs.submitted import FINAL_STATES, JobState, JobStatus, QueuedJob, SubmittedJob, WaitInfo
 from imgkit_builder.jobs.systems import System
 from imgkit_entrypoints.errors import EXIT_SAVED, ToolFailed, ToolMissing, UsageError
 from imgkit_entrypoints.launch import stop_protocol
@@ -73,6 +73,7 @@ class JobReport:
     """The part of the command's output that is shown to people."""
     code: int | None = None
     """The job's exit code; if `argv` is empty, the code is from the run folder."""
+    wait: WaitInfo = dataclasses.field(default_factory=WaitInfo)
 
     @property
     def has_ended(self) -> bool:
@@ -139,7 +140,7 @@ def _scheduler_report(
         # Where one task fails, srun ends the others by SIGTERM, and their code is the higher one.
         code = _code_in_run_folder(record, run) or code
     current = dataclasses.replace(record, state=status.state)
-    return JobReport(record=current, argv=tuple(argv), text=status.text, code=code)
+    return JobReport(record=current, argv=tuple(argv), text=status.text, code=code, wait=status.wait)
 
 
 def _report_without_scheduler(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> JobReport:
@@ -231,6 +232,57 @@ def _outcome(report: JobReport) -> str:
     return "failed"
 
 
+def waiting_text(job: QueuedJob, wait: WaitInfo) -> str:
+    """Return the line about a job that waits: the reason, the estimate, and what the user can do.
+
+    For example: ``waiting: Priority; expected start 2026-11-28T22:40``.
+    """
+    text = "waiting"
+    if wait.reason:
+        text += f": {wait.reason}"
+    if wait.expected_start:
+        text += f"; expected start {wait.expected_start}"
+        if job.remote:
+            text += f", by the clock of {job.remote}"  # which may be in another time zone
+    if wait.note:
+        text += f"; {wait.note}"
+    if wait.change:
+        text += f"; the job will not start: imgkit cancel {job.handle}, and submit it with {wait.change}"
+    return text
+
+
+class WaitLog:
+    """Logs why a job waits, once per change, and that it runs after such a wait."""
+
+    def __init__(self, job: QueuedJob, log: Callable[[str], None]) -> None:
+        self._job = job
+        self._log = log
+        self._state: JobState = ""
+        self._logged: WaitInfo | None = None
+        """What was logged last about this wait; None: nothing, or the job does not wait."""
+
+    def update(self, state: JobState, wait: WaitInfo) -> None:
+        """Log what was read just now, if it is news."""
+        if state == "waiting":
+            if self._is_news(wait):
+                self._log(waiting_text(self._job, wait))
+                self._logged = wait
+        elif self._logged is not None:
+            if state == "running":
+                self._log("running")
+            self._logged = None
+        self._state = state
+
+    def _is_news(self, wait: WaitInfo) -> bool:
+        """Return whether the user does not know `wait` yet."""
+        if self._logged is None:
+            # A scheduler needs a moment to find a reason, and on an idle cluster the job has started by then.
+            return bool(wait.reason) or self._state == "waiting"
+        # Slurm withdraws its estimate and computes it again, so that only the first one is news.
+        is_first_estimate = bool(wait.expected_start) and not self._logged.expected_start
+        return wait.reason != self._logged.reason or is_first_estimate
+
+
 POLL_S = (1.0, 1.0, 2.0, 3.0, 5.0, 10.0, 10.0, 30.0)
 """Seconds between two questions about a job; the last one repeats. More would load the scheduler."""
 
@@ -242,13 +294,18 @@ def poll_pauses() -> Iterator[float]:
 
 
 def wait(
-    record: SubmittedJob, run: Callable[[Sequence[str]], Finished], *, limit_s: float | None = None
+    record: SubmittedJob,
+    run: Callable[[Sequence[str]], Finished],
+    *,
+    limit_s: float | None = None,
+    log: WaitLog | None = None,
 ) -> JobReport:
     """Wait until the job has ended, or for `limit_s` seconds, and return the last report about it.
 
     Parameters
     ----------
     limit_s : None: wait without a limit.
+    log : is updated with each report.
 
     Raises
     ------
@@ -266,6 +323,8 @@ def wait(
     for pause_s in poll_pauses():
         try:
             latest = report(record, run)
+            if log:
+                log.update(latest.record.state, latest.wait)
         except ToolFailed:
             if latest is None:
                 raise

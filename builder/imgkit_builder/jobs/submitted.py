@@ -14,6 +14,20 @@ FINAL_STATES: tuple[JobState, ...] = ("succeeded", "failed", "cancelled", "ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WaitInfo:
+    """Why a job waits, and until when. All fields are empty for a job that does not wait."""
+
+    reason: str = ""
+    """The reason in the scheduler's words; empty: the scheduler gives none."""
+    expected_start: str = ""
+    """The scheduler's estimate in local time of its machine: ``2026-11-28T22:40``; empty: no estimate."""
+    note: str = ""
+    """What the reason means, or the command that tells more; empty: nothing to add."""
+    change: str = ""
+    """The options without which the job never starts: ``a shorter --time``; empty: it can start as it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobStatus:
     """The state of a job as a scheduler's command printed it."""
 
@@ -22,6 +36,7 @@ class JobStatus:
     """The part of the command's output that is shown to people."""
     code: int | None = None
     """The exit code of the job, or the largest one of an array's tasks."""
+    wait: WaitInfo = WaitInfo()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

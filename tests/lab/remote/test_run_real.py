@@ -433,6 +433,28 @@ def test_interrupt_leaves_the_job_and_says_how_to_come_back(site: Site) -> None:
     assert logs.stdout.startswith("line 1\nline 2\n")
 
 
+def test_waiting_job_says_why(site: Site) -> None:
+    file = site.folder / "held.err"
+    command = ("run", site.sif.name, "--on", "far", "--time", "5m", "--option=--hold", "--", "echo", "ran")
+    with file.open("wb") as messages:
+        started = subprocess.Popen(
+            (*IMGKIT, *command),
+            cwd=site.folder,
+            env={**os.environ, **site.far.env},
+            stdout=subprocess.PIPE,
+            stderr=messages,
+        )
+    reason = re.compile(r"imgkit: waiting: JobHeldUser; scontrol release (\d+) lets it start\n")
+    try:
+        until(lambda: reason.search(file.read_text()), describe=file.read_text)
+        site.cluster("scontrol", "release", reason.findall(file.read_text())[0])
+        assert started.communicate(timeout=120)[0] == b"ran\n"
+    finally:
+        started.kill()
+    assert started.returncode == 0
+    assert len(reason.findall(file.read_text())) == 1
+
+
 def test_nothing_is_left_on_the_login_node(site: Site) -> None:
     site.run("--", "true")
     until(lambda: not [row for row in site.cluster.ps("args", "login") if row.startswith(("tail", "cat"))])

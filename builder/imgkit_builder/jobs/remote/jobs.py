@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import secrets
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import PurePosixPath
 
 from imgkit_builder.base import process
@@ -13,11 +14,14 @@ from imgkit_builder.jobs import systems
 from imgkit_builder.jobs.job import Job, Script
 from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.remote.connection import FIND_PROGRAM, Connection, Cut, ScriptFailed
-from imgkit_builder.jobs.submitted import SubmittedJob
+from imgkit_builder.jobs.submitted import JobState, SubmittedJob, WaitInfo
 from imgkit_entrypoints.errors import ToolFailed
 
 ATTEMPTS = 5
 """The number of connections in a row without new output after which `follow` gives up."""
+
+_MARK_START = "\x1e"
+"""First character of the mark in `_FOLLOW`. Output that has it is held back until the next bytes come."""
 
 # The arguments are the system, the job's name, its .sif, its code, and then the submit command. The script
 # writes the first four into the note jobs/ID, from which `imgkit remote gc` knows what the job uses. It keeps
@@ -50,6 +54,9 @@ exit 0
 _RUN = FIND_PROGRAM + 'exec "$@" 2>&1 < /dev/null\n'
 # imgkit keeps the script's standard input open and writes nothing to it. When the connection ends, the input
 # ends, and the subshell that reads it ends tail.
+# Each row of the scheduler's answer is printed between two marks, amid the output that tail copies; two marks
+# without a row end the answer. A pipe takes up to 4096 bytes in one piece, so that tail cannot print within a
+# row.
 _FOLLOW = (
     FIND_PROGRAM
     + """\
@@ -62,6 +69,10 @@ polls=0
 while [ $# -gt 0 ] && kill -0 "$tail" 2> /dev/null; do
     if state=$("$@" 2>&1); then
         if [ -z "$state" ]; then break; fi
+        printf '%s\\n' "$state" | cut -b -3000 | while IFS= read -r row; do
+            if [ -n "$row" ]; then printf '%s%s%s' "$mark" "$row" "$mark"; fi
+        done
+        printf '%s%s' "$mark" "$mark"
     elif [ -n "$unknown_job" ] && echo "$state" | grep -qE -- "$unknown_job"; then
         break
     fi
@@ -148,12 +159,18 @@ def finished(connection: Connection, argv: Sequence[str]) -> Finished:
 
 
 def follow(
-    connection: Connection, record: SubmittedJob, write: Callable[[bytes], None], log: Callable[[str], None]
+    connection: Connection,
+    record: SubmittedJob,
+    write: Callable[[bytes], None],
+    *,
+    on_status: Callable[[JobState, WaitInfo], None],
+    log: Callable[[str], None],
 ) -> None:
     """Pass the job's output to `write` until the job has ended. Connect again if the connection is lost.
 
     Parameters
     ----------
+    on_status : gets the job's state and the reason for its wait from each answer of the scheduler.
     log : gets a message for each lost connection.
 
     Raises
@@ -162,10 +179,12 @@ def follow(
     """
     system = systems.named(record.job.system)
     status_argv = system.status_commands(record.job)[0] if system.reports_state else ()
+    mark = _MARK_START + secrets.token_hex(16)  # a random number, so that no output has it
     values = {
         "program": status_argv[0] if status_argv else "tail",
         "log": str(log_file(record)),
         "unknown_job": system.queue.unknown_job,
+        "mark": mark,
     }
     written_bytes = 0
     failures = 0
@@ -174,9 +193,16 @@ def follow(
         try:
             for script in (_FOLLOW, _REST):
                 values["from"] = str(written_bytes + 1)  # tail -c counts bytes from 1
-                for chunk in connection.stream(script, values, args=status_argv, hold=script is _FOLLOW):
-                    write(chunk)
-                    written_bytes += len(chunk)
+                for part in split_stream(
+                    connection.stream(script, values, args=status_argv, hold=script is _FOLLOW),
+                    mark.encode(),
+                ):
+                    if isinstance(part, str):
+                        status = system.parse_status(part)
+                        on_status(status.state, status.wait)
+                    else:
+                        write(part)
+                        written_bytes += len(part)
         except Cut as error:
             has_new_output = written_bytes > written_before
             failures = 1 if has_new_output else failures + 1
@@ -186,6 +212,35 @@ def follow(
             time.sleep(2**failures)
         else:
             return
+
+
+def split_stream(chunks: Iterable[bytes], mark: bytes) -> Generator[bytes | str, None, None]:
+    """Yield the job's output in a stream of `_FOLLOW` as bytes, and each answer of the scheduler as text.
+
+    Output is yielded as soon as it comes. An answer that a lost connection has cut off is left out.
+    """
+    rows: list[bytes] = []
+    is_row = False
+    rest = b""
+    for chunk in chunks:
+        *parts, rest = (rest + chunk).split(mark)
+        for part in parts:
+            if not is_row:
+                yield part
+            elif part:
+                rows.append(part)
+            else:
+                yield b"\n".join(rows).decode(errors="replace")
+                rows.clear()
+            is_row = not is_row
+        if not is_row:
+            # The last bytes may be the start of a mark.
+            start = rest.rfind(mark[:1], -len(mark))
+            end = len(rest) if start < 0 else start
+            yield rest[:end]
+            rest = rest[end:]
+    if not is_row:
+        yield rest
 
 
 def log_file(record: SubmittedJob) -> PurePosixPath:

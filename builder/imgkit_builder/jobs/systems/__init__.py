@@ -144,7 +144,10 @@ class System(abc.ABC):
         """
 
     def parse_status(self, output: str) -> JobStatus:
-        """Return the state that the output of a status command says; of an array, that of all its tasks."""
+        """Return the state that the output of a status command says, and why a job waits.
+
+        The state of an array is that of all its tasks.
+        """
         return JobStatus(state="", text=output)
 
     @abc.abstractmethod

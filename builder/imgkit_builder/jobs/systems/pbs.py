@@ -7,10 +7,12 @@ it.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Literal, NoReturn
 
 from imgkit_builder.base.flags import flag
@@ -18,7 +20,7 @@ from imgkit_builder.jobs.job import Argv, Job, Script
 from imgkit_builder.jobs.quoting import Shell, line
 from imgkit_builder.jobs.request import SystemFlags
 from imgkit_builder.jobs.runtimes import runtime_of
-from imgkit_builder.jobs.submitted import JobState, JobStatus, QueuedJob
+from imgkit_builder.jobs.submitted import JobState, JobStatus, QueuedJob, WaitInfo
 from imgkit_builder.jobs.systems import (
     NEW_CONTAINER,
     QueueCommands,
@@ -123,6 +125,7 @@ class Pbs(System):
 
         A finished job has a state that says nothing about success: its exit status decides.
         """
+        output = output.replace("\n\t", "")  # qstat breaks long values at 80 columns
         text = ""
         for row in output.splitlines():
             attribute = re.split(r" = |: ", row.strip())[0]  # "Job Id: 4711.server", "job_state = R"
@@ -134,7 +137,8 @@ class Pbs(System):
         state: JobState = STATES.get(state_match[1], "") if state_match else ""
         if code is not None and not state:
             state = "succeeded" if code == 0 else "failed"
-        return JobStatus(state=state, text=text, code=code)
+        wait = _wait_info(output) if state == "waiting" else WaitInfo()
+        return JobStatus(state=state, text=text, code=code, wait=wait)
 
     def log_source(self, record: QueuedJob) -> Argv:
         """Return the command that follows the output by the name of its file.
@@ -167,6 +171,22 @@ class Pbs(System):
 
 
 SYSTEM = Pbs()
+
+
+def _wait_info(output: str) -> WaitInfo:
+    """Return what ``qstat -f`` says about the wait of a job.
+
+    The comment is the scheduler's reason. The estimate exists only where the site has turned it on.
+    """
+    comment = re.search(r"^ *comment = (.*)$", output, re.MULTILINE)
+    estimate = re.search(r"^ *estimated\.start_time = (.*)$", output, re.MULTILINE)
+    expected_start = ""
+    if estimate:
+        # Another form, such as UNSET, is no time.
+        with contextlib.suppress(ValueError):
+            start = datetime.strptime(estimate[1].strip(), "%a %b %d %H:%M:%S %Y")
+            expected_start = start.isoformat(timespec="minutes")
+    return WaitInfo(reason=comment[1].strip() if comment else "", expected_start=expected_start)
 
 
 def _image_script(job: Job) -> Script:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from imgkit_builder.jobs.job import Argv, Job, Script
 from imgkit_builder.jobs.quoting import Shell, line, quote
 from imgkit_builder.jobs.runtimes import runtime_of
-from imgkit_builder.jobs.submitted import JobState, JobStatus, QueuedJob
+from imgkit_builder.jobs.submitted import JobState, JobStatus, QueuedJob, WaitInfo
 from imgkit_builder.jobs.systems import (
     NEW_CONTAINER,
     JobShell,
@@ -67,6 +67,40 @@ _CODE = re.compile(
     r"\bExitCode=([0-9]{1,3}):|^ *[0-9]\S* +[A-Z_]{3,}(?: by [0-9]+)? +([0-9]{1,3}):", re.MULTILINE
 )
 """The exit code, before that of the signal, in the output of scontrol or sacct."""
+_WAITING_ROW = re.compile(
+    r"^ *(?P<id>[0-9]\S*)  \S+ [A-Z_]+, \S+ nodes, elapsed \S+, start (?P<start>\S+)  \((?P<reason>.*)\) *$",
+    re.MULTILINE,
+)
+"""A row of squeue about a job that waits. Of a job that runs, nodes stand in place of ``(REASON)``."""
+_START = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}")
+"""A start without its seconds. Slurm prints ``N/A`` without an estimate."""
+CHANGES: Mapping[str, str] = {
+    "PartitionTimeLimit": "a shorter --time or another --queue",
+    "PartitionNodeLimit": "other --nodes or another --queue",
+    "QOSMaxWallDurationPerJobLimit": "a shorter --time or another --qos",
+    "AssocMaxWallDurationPerJobLimit": "a shorter --time",
+    "AssocMaxNodePerJobLimit": "fewer --nodes",
+    "AssocMaxCpuPerJobLimit": "fewer --nodes or --cpus",
+    "AssocMaxGRESPerJob": "fewer --nodes or --gpus",
+    "AssocMaxMemPerJob": "fewer --nodes or another --option=--mem=...",
+    "AssocMaxLicensePerJob": "another --option=--licenses=...",
+    "AssocMax[A-Za-z]+MinutesPerJob(Limit)?": "a shorter --time or fewer --nodes",
+    "AssocMax[A-Za-z]+PerJob": "fewer --nodes",  # of burst buffers, energy or billing units
+    "InvalidAccount": "another --account",
+    "InvalidQOS": "another --qos",
+    "BadConstraints": "another --option=--constraint=...",
+    "DependencyNeverSatisfied": "another --option=--dependency=...",
+}
+"""Pattern of a reason that ends only when the job changes -> the option to change.
+
+Slurm's list of reasons is slurm.schedmd.com/job_reason_codes.html.
+"""
+NOTES: Mapping[str, str] = {
+    "AssocGrp[A-Za-z]+": "a limit of all jobs of the account together",
+    "ReqNodeNotAvail": "scontrol show reservation and sinfo --list-reasons may tell until when",
+    "JobHeldUser": "scontrol release {id} lets it start",
+}
+"""Pattern of a reason that may end while the job stays as it is -> what to know about it."""
 
 
 class Slurm(System):
@@ -139,7 +173,8 @@ class Slurm(System):
         code = max(codes, default=None)
         is_of_scontrol = "JobState=" in output
         if not is_of_scontrol:
-            return JobStatus(state=state, text=output, code=code)
+            wait = _wait_info(output) if state == "waiting" else WaitInfo()
+            return JobStatus(state=state, text=output, code=code, wait=wait)
         shown = "JobId|ArrayJobId|ArrayTaskId|JobState|Reason|ExitCode|RunTime|StartTime|EndTime|NodeList"
         text = ""
         for row in output.splitlines():
@@ -195,6 +230,32 @@ class Slurm(System):
 
 
 SYSTEM = Slurm()
+
+
+def _wait_info(output: str) -> WaitInfo:
+    """Return what squeue says about the wait of a job; of an array, about its first tasks that wait."""
+    row = _WAITING_ROW.search(output)
+    if row is None:
+        return WaitInfo()
+    # Before the scheduler has looked at a job, the reason is "None".
+    reason = "" if row["reason"] == "None" else row["reason"]
+    code = re.match(r"\w*", reason)  # "ReqNodeNotAvail, UnavailableNodes:node1" -> ReqNodeNotAvail
+    name = code[0] if code else ""
+    start = _START.match(row["start"])
+    return WaitInfo(
+        reason=reason,
+        expected_start=start[0] if start else "",
+        note=_find_text(NOTES, name).format(id=row["id"]),
+        change=_find_text(CHANGES, name),
+    )
+
+
+def _find_text(texts: Mapping[str, str], reason: str) -> str:
+    """Return the text of the first pattern that matches the whole `reason`; empty if none does."""
+    for pattern, text in texts.items():
+        if re.fullmatch(pattern, reason):
+            return text
+    return ""
 
 
 def _cluster_options(cluster: str) -> Argv:

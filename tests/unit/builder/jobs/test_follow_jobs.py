@@ -273,6 +273,53 @@ def test_wait_ends_with_the_job(
     assert call("wait", "1")[0] == code
 
 
+WAITS = "echo '1  gpu PENDING, 1 nodes, elapsed 0:00, start 2026-11-28T22:40:07  (Priority)'"
+STUCK = r"printf '1  gpu PENDING, 1 nodes, elapsed 0:00, start N/A  (PartitionTimeLimit)\n'"
+HOSTILE = r"printf '1  gpu PENDING, 1 nodes, elapsed 0:00, start N/A  (\033[2Jok\rx)\n'"
+
+
+@pytest.mark.parametrize("verb", ["wait", "logs"])
+def test_following_says_what_is_waited_for(
+    call: Any, monkeypatch: pytest.MonkeyPatch, program: FakeProgram, verb: str
+) -> None:
+    monkeypatch.setattr("imgkit_builder.jobs.history.POLL_S", (0.01,))
+    keep_job()
+    answers = (WAITS, WAITS, HOSTILE, STUCK, "echo '1  gpu RUNNING, 1 nodes'", SLURM_FORGOT)
+    cases = "".join(f"{number}) {answer} ;; " for number, answer in enumerate(answers, 1))
+    program("squeue", f"echo >> calls; case $(wc -l < calls) in {cases} *) {SLURM_FORGOT} ;; esac")
+    program("sacct", "echo 'JobID State ExitCode'; echo '1     COMPLETED 0:0'")
+    code, _, err = call(verb, "1")
+    assert code == 0, err
+    lines = [
+        line.removeprefix("imgkit: ") for line in err.splitlines() if "waiting" in line or "running" in line
+    ]
+    assert lines == [
+        "waiting: Priority; expected start 2026-11-28T22:40",
+        r"waiting: \x1b[2Jok\rx",
+        "waiting: PartitionTimeLimit; the job will not start: imgkit cancel 1, and submit it with "
+        "a shorter --time or another --queue",
+        "running",
+    ]
+
+
+def test_status_says_why_a_job_waits(call: Any, program: FakeProgram) -> None:
+    keep_job()
+    program("squeue", WAITS)
+    assert call("status", "1")[1].endswith("\nwaiting: Priority; expected start 2026-11-28T22:40\n")
+    answer = json.loads(call("status", "1", "--json")[1])
+    fields = [answer[name] for name in ("state", "reason", "expected_start")]
+    assert fields == ["waiting", "Priority", "2026-11-28T22:40"]
+    program("squeue", "echo '1  gpu RUNNING, 1 nodes'")
+    answer = json.loads(call("status", "1", "--json")[1])
+    assert (answer["reason"], answer["expected_start"]) == (None, None)
+
+
+def test_wait_prints_only_json_on_request(call: Any, program: FakeProgram) -> None:
+    keep_job()
+    program("squeue", WAITS)
+    assert "waiting" not in call("wait", "1", "--timeout", "1s", "--json")[2]
+
+
 def test_wait_gives_up_with_another_exit_code(call: Any, program: FakeProgram) -> None:
     keep_job()
     program("squeue", "echo '1  gpu PENDING, 1 nodes'")
