@@ -101,8 +101,8 @@ def _remote_prefix(record: SubmittedJob) -> str:
 def _may_run(record: SubmittedJob) -> bool:
     """Return whether the job may still wait or run.
 
-    A job whose system reports no states counts for a week after its submission, because imgkit never learns
-    that it has ended.
+    A job whose system reports no states counts until it is cancelled, or for a week after its submission,
+    because imgkit never learns that it has ended.
     """
     if record.state in FINAL_STATES:
         return False
@@ -111,7 +111,7 @@ def _may_run(record: SubmittedJob) -> bool:
     except ImgkitError:  # the system's plug-in is no longer installed
         reports_state = False
     week_ago = datetime.now(timezone.utc) - timedelta(days=7)
-    return reports_state or record.submitted >= week_ago.isoformat()
+    return reports_state or (not record.cancelled and record.submitted >= week_ago.isoformat())
 
 
 def _reported(report: JobReport) -> dict[str, Any]:

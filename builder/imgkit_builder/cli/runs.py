@@ -22,7 +22,8 @@ def verb_runs(
 ) -> None:
     """List runs, newest first.
 
-    The state is the last one that imgkit recorded; imgkit status asks the schedulers.
+    The state is the last one that imgkit recorded, or cancelled after imgkit cancel;
+    imgkit status asks the schedulers.
     The loss is read from the run's files on this machine (imgkit fetch).
 
     \b
@@ -30,7 +31,7 @@ def verb_runs(
       imgkit runs
       imgkit runs -n 100 --json
     """
-    newest = records.newest_first()[:most]
+    newest = [history.with_cancellation(record) for record in records.newest_first()[:most]]
     data = {"runs": [job_data(record) for record in newest]}
     lines = jobs_table(newest) if newest else ("no runs yet; imgkit run starts one",)
     show(data, *lines, as_json=as_json)

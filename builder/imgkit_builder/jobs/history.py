@@ -176,6 +176,16 @@ def cancel(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> Fi
     return answer
 
 
+def with_cancellation(record: SubmittedJob) -> SubmittedJob:
+    """Return `record` with the state ``cancelled`` if imgkit has cancelled the job and has not asked since.
+
+    The job may still need a moment to end, and the scheduler then says how it did.
+    """
+    if record.cancelled and record.state not in FINAL_STATES:
+        return dataclasses.replace(record, state="cancelled")
+    return record
+
+
 def command_failed(record: SubmittedJob, argv: Sequence[str], answer: Finished) -> ToolFailed:
     """Return the error for a failed command of the scheduler about `record`; quotes the command's message."""
     message, hint = process.quoted(

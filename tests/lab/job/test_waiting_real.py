@@ -103,6 +103,7 @@ def test_run_says_what_is_waited_for(site: Site, options: tuple[str, ...], reaso
         status = expect_success(site.imgkit("status", job)).stdout
         assert re.search(line.removeprefix("imgkit:\\ "), status), status
         expect_success(site.imgkit("cancel", job))
+        assert re.search(rf"^{job} .* cancelled ", site.imgkit("runs").stdout, re.MULTILINE)
     assert f"imgkit: {job} was cancelled" in site.messages()
     lines = site.messages().splitlines()
     assert len(lines) == len(set(lines)), site.messages()

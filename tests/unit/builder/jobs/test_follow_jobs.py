@@ -320,6 +320,20 @@ def test_wait_prints_only_json_on_request(call: Any, program: FakeProgram) -> No
     assert "waiting" not in call("wait", "1", "--timeout", "1s", "--json")[2]
 
 
+@pytest.mark.parametrize("system", ["slurm", "runai"])
+def test_cancelled_job_is_listed_as_cancelled_at_once(call: Any, program: FakeProgram, system: str) -> None:
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    keep_job(system=system, queue="p", state="running" if system == "slurm" else "", submitted=now)
+    for name in ("scancel", "runai"):
+        program(name, "exit 0")
+    program("squeue", "echo '1  gpu COMPLETING, 1 nodes'")
+    assert call("cancel", "1")[0] == 0
+    assert json.loads(call("runs", "--json")[1])["runs"][0]["state"] == "cancelled"
+    # The scheduler has the last word on a job that needs a moment to end; RunAI is never asked.
+    listed = [row["state"] for row in json.loads(call("status", "--json")[1])["jobs"]]
+    assert listed == (["running"] if system == "slurm" else [])
+
+
 def test_wait_gives_up_with_another_exit_code(call: Any, program: FakeProgram) -> None:
     keep_job()
     program("squeue", "echo '1  gpu PENDING, 1 nodes'")
