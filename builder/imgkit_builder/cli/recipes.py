@@ -97,9 +97,11 @@ def verb_list(
 
 def _list_bases(*, as_json: bool) -> None:
     known_bases = bases.table()
-    rows = [{"reference": base.reference, **dataclasses.asdict(base)} for base in known_bases]
+    rows = []
     lines = []
     for base in known_bases:
+        cells = {name: dataclasses.asdict(cell) if cell else None for name, cell in base.cells()}
+        rows.append({"reference": base.reference, "tag": base.tag, **cells})
         lines.append((base.tag, *(cell.value if cell else "unknown" for _, cell in base.cells())))
     heads = (name.replace("_", "-").upper() for name, _ in known_bases[0].cells())
     show({"bases": rows}, *columns([("TAG", *heads), *lines]), as_json=as_json)
