@@ -178,19 +178,23 @@ class RunRecord:
         return text.getvalue()
 
 
-def save(path: Path, text: str, option: str) -> None:
+def save(path: Path, text: str, usage: str) -> None:
     """Write the whole file, or leave the old one.
+
+    Parameters
+    ----------
+    usage : what chooses the file: ``--save FILE``.
 
     Raises
     ------
     UsageError : it cannot be written.
     """
-    with files.replacing(path, failed="cannot save", hint=f"name a writable file: {option} FILE") as file:
+    with files.replacing(path, failed="cannot save", hint=f"name a writable file: {usage}") as file:
         file.write(text.encode())
 
 
-def check_writable(path: Path, option: str) -> None:
-    """Check that a file can be written at `path`.
+def check_writable(path: Path, usage: str) -> None:
+    """Check that a file can be written at `path`; `usage` is that of `save`.
 
     Raises
     ------
@@ -198,4 +202,4 @@ def check_writable(path: Path, option: str) -> None:
     """
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         what = "is a folder" if path.is_dir() else "cannot be written"
-        raise UsageError(what, where=str(path), hint=f"name a file in a writable folder: {option} FILE")
+        raise UsageError(what, where=str(path), hint=f"name a file in a writable folder: {usage}")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from imgkit_entrypoints import files
 from imgkit_entrypoints.apps.bench import machine, measurement, record, verdict, verify
 from imgkit_entrypoints.apps.bench.measurement import ROTATED_BYTES, Measurer
 from imgkit_entrypoints.apps.bench.options import BenchOptions
@@ -22,6 +23,9 @@ from imgkit_entrypoints.errors import ImgkitError, UsageError
 
 if TYPE_CHECKING:
     from imgkit_entrypoints.run.ranks import Ranks
+
+RUN_FILE = "bench.json"
+"""Name of the file in the run's folder with all figures, which ``imgkit scaling`` reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +43,8 @@ class RunSetup:
     """Line rate of a node's network: ``--line-rate``, or the sum of its active ports."""
     free_bytes: float
     """Free memory per rank, on the rank that has least."""
+    run_file: Path | None
+    """The file `RUN_FILE`; None: the run has no folder."""
 
     def new_record(self) -> RunRecord:
         """Return a record without results, started now."""
@@ -64,7 +70,11 @@ def set_up(options: BenchOptions, ranks: Ranks) -> RunSetup:
     ranks_on_node = machine.ranks_per_node(node_names)
     node = machine.read_machine(os.environ, len(hosts), ranks_on_node, _software(ranks))
     line_rate_Gbps = options.line_rate_Gbps or node.line_rate_Gbps
-    _check_on_rank_0(options, ranks, len(hosts), line_rate_Gbps)
+    run_file = _run_file(os.environ)
+    output_paths = {f"{option} FILE": Path(path) for option, path in options.output_paths.items()}
+    if run_file is not None:
+        output_paths["IMGKIT_RUN_DIR=FOLDER"] = run_file
+    _check_on_rank_0(options, ranks, len(hosts), line_rate_Gbps, output_paths)
     free_bytes = _least_free_bytes(ranks, ranks_on_node)
     dtype = verify.dtype_named(options.dtype)
     return RunSetup(
@@ -90,7 +100,15 @@ def set_up(options: BenchOptions, ranks: Ranks) -> RunSetup:
         fingerprint=node.fingerprint,
         line_rate_Gbps=line_rate_Gbps,
         free_bytes=free_bytes,
+        run_file=run_file,
     )
+
+
+def _run_file(env: Mapping[str, str]) -> Path | None:
+    folder = env.get("IMGKIT_RUN_DIR")
+    if not folder:
+        return None
+    return files.in_job_folder(Path(folder), env) / RUN_FILE
 
 
 def _least_free_bytes(ranks: Ranks, ranks_on_node: int) -> float:
@@ -101,14 +119,25 @@ def _least_free_bytes(ranks: Ranks, ranks_on_node: int) -> float:
     return float(tensor.item())
 
 
-def _check_on_rank_0(options: BenchOptions, ranks: Ranks, nodes: int, line_rate_Gbps: float | None) -> None:
-    """Check options and files now, not after an hour of measuring; all ranks raise what rank 0 finds."""
+def _check_on_rank_0(
+    options: BenchOptions,
+    ranks: Ranks,
+    nodes: int,
+    line_rate_Gbps: float | None,
+    output_paths: Mapping[str, Path],
+) -> None:
+    """Check options and files now, not after an hour of measuring; all ranks raise what rank 0 finds.
+
+    Parameters
+    ----------
+    output_paths : each file that rank 0 writes, by what chooses it: ``--save FILE``.
+    """
     problem: ImgkitError | None = None
     if ranks.rank == 0:
         try:
             verdict.check_requirement(options.requirement, nodes, line_rate_Gbps)
-            for option, path in options.output_paths.items():
-                record.check_writable(Path(path), option)
+            for usage, path in output_paths.items():
+                record.check_writable(path, usage)
         except ImgkitError as error:
             problem = error
     if measurement.broadcast((float(problem is not None),), ranks)[0]:

@@ -162,25 +162,30 @@ class Sweep:
         self._print(text)
 
     def _save(self, more_notes: tuple[str, ...] = ()) -> None:
-        """Write the files of the options as far as the run has come."""
+        """Write the files of the options and that of the run's folder, as far as the run has come."""
         options = self._setup.options
+        run_file = self._setup.run_file
         if self._setup.ranks.rank != 0:
             return
-        if options.json_path:
+        if options.json_path or run_file:
             saved_verdict: dict[str, Any] = {
                 "sentences": [*self._verdict_sentences(), *self._notes, *more_notes],
                 "busbw": [
                     {**dataclasses.asdict(entry), "percent": entry.percent} for entry in self._verdicts()
                 ],
             }
-            record.save(Path(options.json_path), self._record.to_json(saved_verdict), "--save")
+            text = self._record.to_json(saved_verdict)
+            if options.json_path:
+                record.save(Path(options.json_path), text, "--save FILE")
+            if run_file:
+                record.save(run_file, text, "IMGKIT_RUN_DIR=FOLDER")
         if options.csv_path:
-            record.save(Path(options.csv_path), self._record.to_csv(), "--csv")
+            record.save(Path(options.csv_path), self._record.to_csv(), "--csv FILE")
         if options.plot_path:
             world = self._setup.world
             ranks, nodes = f"{world.ranks} ranks", f"{world.nodes} node{'s' * (world.nodes > 1)}"
             title = f"Bus bandwidth, {options.dtype}, {ranks} on {nodes}, {world.backend}"
-            record.save(Path(options.plot_path), chart.draw(title, self._record.results), "--plot")
+            record.save(Path(options.plot_path), chart.draw(title, self._record.results), "--plot FILE")
 
 
 def _first_sentence(error: RuntimeError) -> str:

@@ -21,6 +21,7 @@ class BusbwVerdict:
 
     collective: str
     size_bytes: int
+    algbw_GBps: float
     busbw_GBps: float
     expected_busbw_GBps: float | None
     """The busbw at which the network of a node is full; None on one node, or if its line rate is unknown."""
@@ -46,6 +47,7 @@ def judge(results: Sequence[Result], world: World, line_rate_Gbps: float | None)
             BusbwVerdict(
                 collective=result.collective,
                 size_bytes=result.size_bytes,
+                algbw_GBps=result.algbw_GBps,
                 busbw_GBps=result.busbw_GBps,
                 expected_busbw_GBps=expected,
             )

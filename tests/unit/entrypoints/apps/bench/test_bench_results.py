@@ -119,7 +119,7 @@ def test_page_names_every_field() -> None:
 def test_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
     path = tmp_path / "run.csv"
     for text in ("first", "second"):
-        record.save(path, text, "--csv")
+        record.save(path, text, "--csv FILE")
     assert path.read_text() == "second"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -127,7 +127,7 @@ def test_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "message"), [("", "is a folder"), ("absent/run.json", "cannot be written")])
 def test_unwritable_path_is_refused_with_its_option(tmp_path: Path, name: str, message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
-        record.check_writable(tmp_path / name, "--plot")
+        record.check_writable(tmp_path / name, "--plot FILE")
     assert "--plot FILE" in (caught.value.hint or "")
 
 
