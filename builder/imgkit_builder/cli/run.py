@@ -137,9 +137,6 @@ class _Options:
         help="The remote (imgkit remote add; default: that of imgkit.toml), or here: this machine.",
     )
     base: str | None = flag(None, metavar="REF", help=f"With --on: {BASE_HELP}")
-    rebuild: bool = flag(
-        False, help="With --on: build again, which looks up moved tags and packages without a version."
-    )
     detach: bool = flag(False, group=USUAL, help="Submit, print the job's id, and do not follow its output.")
     bwlimit: float | None = flag(
         None, metavar="MB/s", minimum=0.01, help="With --on: upload bandwidth limit in MB/s."
@@ -188,9 +185,7 @@ def _run_job(
     request = origins.under(flags, project)
     recipe = options.recipe if remote else _local_recipe(options, project)
     code = read_code(request, as_json=options.as_json)
-    prepared = submit.prepare(
-        recipe, request, code, remote=remote, base=options.base or "", rebuild=options.rebuild
-    )
+    prepared = submit.prepare(recipe, request, code, remote=remote, base=options.base or "")
     if options.dry_run:
         _show_dry_run(options, prepared, remote, flags, project)
         return
@@ -243,7 +238,7 @@ def _local_recipe(options: _Options, project: ProjectFile | None) -> str:
     ------
     UsageError : an option is for remotes only, or neither the command line nor imgkit.toml names a recipe.
     """
-    remote_options = {"--base": options.base, "--rebuild": options.rebuild, "--bwlimit": options.bwlimit}
+    remote_options = {"--base": options.base, "--bwlimit": options.bwlimit}
     for name, value in remote_options.items():
         if value:
             raise UsageError(f"{name} is for a remote", where=name, hint=f"imgkit run --on NAME {name} ...")
@@ -388,7 +383,6 @@ def _refuse_with_scaling(options: _Options, flags: JobRequest, *, is_report: boo
     refused: dict[str, object] = {
         "--bwlimit": options.bwlimit,
         "--verbose": options.verbose,
-        "--rebuild": options.rebuild,
     }
     if is_report:
         refused |= {

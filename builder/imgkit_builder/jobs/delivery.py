@@ -77,12 +77,11 @@ class Delivery:
     def _bring_recipe(self, contents: Store) -> RemoteImage:
         """Return the image of the recipe. Build and send it if the remote has no image of the same input."""
         request = BuildRequest(base=self.source.base or None)
-        if not self.source.rebuild:
-            input_sha256 = plan(self.source.recipe, request).input_sha256
-            image = _find_built_image(contents, input_sha256)
-            if image is not None:
-                self._report_present()
-                return image
+        input_sha256 = plan(self.source.recipe, request).input_sha256
+        image = _find_built_image(contents, input_sha256)
+        if image is not None:
+            self._report_present()
+            return image
         built = build(self.source.recipe, request, report=self.report)
         # Different input can give the same image, which the remote may have.
         image = contents.find_image(built.id)

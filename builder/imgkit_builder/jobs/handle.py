@@ -104,7 +104,6 @@ def run(
     *,
     on: str = "",
     base: str = "",
-    rebuild: bool = False,
     report: Reporter | None = None,
 ) -> JobHandle:
     """Submit the job of `request`.
@@ -114,7 +113,6 @@ def run(
     recipe : a shipped name, a recipe's file, or a .sif; for a remote also an archive.
     on : a remote, to which the image is built and sent first; empty: the scheduler of this machine.
     base : with `on`, another base image than the recipe's.
-    rebuild : with `on`, build again even if nothing that goes into the image has changed.
     report : receives progress and warnings.
 
     Raises
@@ -129,7 +127,7 @@ def run(
     code = None
     if request.container.code is not None:
         code = code_of.read(request, large=request.container.yes, report=report)
-    prepared = submit.prepare(recipe, request, code, remote=remote, base=base, rebuild=rebuild)
+    prepared = submit.prepare(recipe, request, code, remote=remote, base=base)
     record = submit.submit(prepared, transport_to(remote, prepared), report)
     return JobHandle(record=records.need_id(record))
 

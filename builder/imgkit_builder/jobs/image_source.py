@@ -48,8 +48,6 @@ class ImageSource:
     """Whether `sif` was not built by imgkit."""
     base: str = ""
     """Another base image than the recipe's."""
-    rebuild: bool = False
-    """Whether the engine is asked for the image even if nothing that goes into it has changed."""
 
     @property
     def given_sif(self) -> Path | None:

@@ -41,7 +41,6 @@ def prepare(
     *,
     remote: Remote | None = None,
     base: str = "",
-    rebuild: bool = False,
 ) -> PreparedJob:
     """Return the job that `request` becomes, and its script; nothing is written or run.
 
@@ -52,7 +51,6 @@ def prepare(
     code : the code of the request, as `code.read` returns it.
     remote : the remote on which the job is submitted; None: this machine.
     base : with `remote`, another base image than the recipe's.
-    rebuild : with `remote`, ask the engine for the image even if nothing that goes into it has changed.
 
     Raises
     ------
@@ -64,7 +62,7 @@ def prepare(
         return _prepare_here(recipe, request, code)
     image_source.refuse_flags(request, base)
     source = image_source.find(str(recipe), request, remote.recipe)
-    source = dataclasses.replace(source, base=base, rebuild=rebuild)
+    source = dataclasses.replace(source, base=base)
     image_source.refuse_runtime(source)
     if code is not None:
         code_of.refuse_unused(code, source.target, source.given_sif)

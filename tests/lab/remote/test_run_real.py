@@ -156,12 +156,6 @@ def test_unchanged_recipe_needs_no_engine_on_another_machine(site: Site) -> None
     assert "imgkit: to send: nothing; far has the image" in result.stderr
 
 
-def test_rebuild_asks_the_engine(site: Site) -> None:
-    result = site.from_recipe("--rebuild", "--detach", "--", "true", **NO_ENGINE)
-    assert result.returncode == 3
-    assert "no Docker engine" in result.stderr or "cannot be reached" in result.stderr
-
-
 def sent_MB(stderr: str) -> float:
     match = re.search(r"imgkit: sent: ([0-9.]+) (bytes|kB|MB) of ", stderr)
     assert match, stderr
