@@ -48,6 +48,7 @@ def add(
         metavar="TIME",
         help="Idle timeout of the shared ssh connection; 0 disables sharing.",
     ),
+    bwlimit: float = typer.Option(0.0, metavar="MB/s", help="Upload bandwidth limit in MB/s; 0: none."),
     replace: bool = typer.Option(False, "--replace", help="Replace a remote of that name."),
     as_json: bool = JSON,
 ) -> None:
@@ -81,6 +82,7 @@ def add(
         recipe=recipe,
         transfer=transfer,
         keep_s=keep_s,
+        bwlimit=config.check_bwlimit(bwlimit, where="--bwlimit"),
     )
     config.add(remote, replace=replace)
     show(

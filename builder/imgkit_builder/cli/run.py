@@ -16,7 +16,6 @@ from imgkit_builder.base.flags import USUAL, flag
 from imgkit_builder.cli.common import (
     HERE,
     JSON,
-    MB,
     columns,
     flag_option,
     name_argument,
@@ -138,9 +137,6 @@ class _Options:
     )
     base: str | None = flag(None, metavar="REF", help=f"With --on: {BASE_HELP}")
     detach: bool = flag(False, group=USUAL, help="Submit, print the job's id, and do not follow its output.")
-    bwlimit: float | None = flag(
-        None, metavar="MB/s", minimum=0.01, help="With --on: upload bandwidth limit in MB/s."
-    )
     dry_run: bool = flag(False, group=USUAL, help="Print exactly what would be submitted, then exit.")
     verbose: bool = flag(
         False, "--verbose", "-v", help="With --dry-run: also show every resolved value and its source."
@@ -191,8 +187,7 @@ def _run_job(
         return
     if remote and prepared.script.foreground:
         _check_interactive(options)
-    max_bytes_per_s = None if options.bwlimit is None else options.bwlimit * MB
-    transport = handle.transport_to(remote, prepared, may_ask=may_ask(), max_bytes_per_s=max_bytes_per_s)
+    transport = handle.transport_to(remote, prepared, may_ask=may_ask())
     _announce(options, prepared, transport, recipe)
     record = None
     with terminable(), reporter(as_json=options.as_json) as report:
@@ -236,12 +231,10 @@ def _local_recipe(options: _Options, project: ProjectFile | None) -> str:
 
     Raises
     ------
-    UsageError : an option is for remotes only, or neither the command line nor imgkit.toml names a recipe.
+    UsageError : ``--base`` is for remotes only, or neither the command line nor imgkit.toml names a recipe.
     """
-    remote_options = {"--base": options.base, "--bwlimit": options.bwlimit}
-    for name, value in remote_options.items():
-        if value:
-            raise UsageError(f"{name} is for a remote", where=name, hint=f"imgkit run --on NAME {name} ...")
+    if options.base:
+        raise UsageError("--base is for a remote", where="--base", hint="--on NAME --base ...")
     if options.recipe:
         return options.recipe
     if project and project.recipe:
@@ -381,7 +374,6 @@ def _refuse_with_scaling(options: _Options, flags: JobRequest, *, is_report: boo
 
     excess = [name for name in flags_in(flags) if is_report or name in _NOT_WITH_SCALING]
     refused: dict[str, object] = {
-        "--bwlimit": options.bwlimit,
         "--verbose": options.verbose,
     }
     if is_report:

@@ -132,24 +132,17 @@ def run(
     return JobHandle(record=records.need_id(record))
 
 
-def transport_to(
-    remote: Remote | None,
-    prepared: PreparedJob,
-    *,
-    may_ask: bool = False,
-    max_bytes_per_s: float | None = None,
-) -> Transport:
+def transport_to(remote: Remote | None, prepared: PreparedJob, *, may_ask: bool = False) -> Transport:
     """Return the transport to the machine that submits the job: `remote`, or this machine.
 
     Parameters
     ----------
     may_ask : whether ssh may ask a person for a password or a second factor.
-    max_bytes_per_s : limit of the upload to the remote.
     """
     if remote is None or prepared.source is None:
         return Local()
     remote = image_source.with_transfer_host(remote, prepared.source)
-    return Ssh(connection.connect(remote, ask=may_ask, max_bytes_per_s=max_bytes_per_s))
+    return Ssh(connection.connect(remote, ask=may_ask))
 
 
 def find_job(job_id: str) -> JobHandle:

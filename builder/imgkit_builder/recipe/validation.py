@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import re
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -28,6 +28,7 @@ _EXPECTED = {
     "string_type": "text",
     "path_type": "text",
     "int_type": "an integer",
+    "float_type": "a number",
     "bool_type": "true or false",
     "tuple_type": "a list",
     "dict_type": "names",
@@ -36,20 +37,22 @@ _EXPECTED = {
 """pydantic's errors about types, with the expected form; ``names``: a mapping of the user's names."""
 
 
-def rule_of(check: Callable[[str], object], *, required: bool = False) -> Rule:
-    """Return the rule for a text that `check`, which raises UsageError, takes.
+def rule_of(
+    check: Callable[[Any], object], *, required: bool = False, core: Mapping[str, Any] | None = None
+) -> Rule:
+    """Return the rule for a value that `check`, which raises UsageError, takes.
 
-    An empty text has no value, and passes unless it is `required`.
+    An empty text has no value, and passes unless it is `required`; `core` is that of the rule.
     """
 
-    def rule(text: str) -> Iterator[Fault]:
+    def rule(value: Any) -> Iterator[Fault]:
         try:
-            if text or required:
-                check(text)
+            if value or required:
+                check(value)
         except UsageError as error:
             yield error.what, error.hint or ""
 
-    return Rule(rule)
+    return Rule(rule, core=core)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import random
 import shutil
@@ -45,8 +44,10 @@ def far(served: FarHost, monkeypatch: pytest.MonkeyPatch) -> FarHost:
     return served
 
 
-def reach(folder: Path, *, keep_s: int = 600) -> Connection:
-    return connection.connect(Remote(name="far", address="far", folder=str(folder), keep_s=keep_s))
+def reach(folder: Path, *, keep_s: int = 600, bwlimit: float = 0.0) -> Connection:
+    """Return the connection to this machine over ssh; `bwlimit` is in MB/s."""
+    remote = Remote(name="far", address="far", folder=str(folder), keep_s=keep_s, bwlimit=bwlimit)
+    return connection.connect(remote)
 
 
 def look(folder: Path) -> store.Store:
@@ -281,7 +282,7 @@ def test_file_goes_through_the_host_for_transfers(far: FarHost, tmp_path: Path, 
 def test_limited_transfer_takes_its_time(far: FarHost, tmp_path: Path, sif: Path) -> None:
     (tmp_path / "images").mkdir()
     start_s = time.monotonic()
-    limited = dataclasses.replace(reach(tmp_path), max_bytes_per_s=3 * MB)
+    limited = reach(tmp_path, bwlimit=3)
     assert send_over(limited, tmp_path, sif).read_bytes() == sif.read_bytes()
     assert time.monotonic() - start_s >= 2
 
@@ -303,7 +304,7 @@ def test_killed_transfer_is_finished_by_the_next(far: FarHost, tmp_path: Path, s
     slow = (
         "import sys; from pathlib import Path; sys.path[:0] = sys.argv[3:]\n"
         "import test_transfer_real as t; sif = Path(sys.argv[2])\n"
-        "limited = t.dataclasses.replace(t.reach(Path()), max_bytes_per_s=2 * t.MB)\n"
+        "limited = t.reach(Path(), bwlimit=2)\n"
         "t.send_over(limited, Path(sys.argv[1]), sif)"
     )
     (folder / "images").mkdir(parents=True)

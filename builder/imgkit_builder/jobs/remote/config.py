@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -76,6 +77,19 @@ def _keep_s_faults(seconds: int) -> Iterator[Fault]:
         yield f"must be 0 to {_MAX_KEEP_S} seconds", ""
 
 
+def check_bwlimit(mb_per_s: float, *, where: str = "") -> float:
+    """Return `mb_per_s` if it is the limit of a bandwidth.
+
+    Raises
+    ------
+    UsageError : the number is negative or not finite; names `where`.
+    """
+    if not 0 <= mb_per_s < math.inf:
+        hint = "a number of MB/s, for example 5; 0: no limit"
+        raise UsageError(f"{mb_per_s:g} is not a limit", where=where, hint=hint)
+    return mb_per_s
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteTable:
     """The keys of a remote in the file."""
@@ -90,6 +104,8 @@ class RemoteTable:
     """A host that has the same file systems and is used for transfers. If it is empty, `address` is used."""
     keep_s: Annotated[int, Rule(_keep_s_faults, core={"type": "int", "strict": True})] = KEEP_S
     """Seconds for which an unused connection stays open. If it is 0, each command connects by itself."""
+    bwlimit: Annotated[float, rule_of(check_bwlimit, core={"type": "float", "strict": True})] = 0.0
+    """Limit for uploads, in MB/s; 0: no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -80,8 +80,6 @@ class Connection:
     """The reason why connections cannot be shared. It is empty if they are, or if the user turned it off."""
     ask: bool
     """Whether ssh may ask for a password or a second factor on the terminal."""
-    max_bytes_per_s: float | None = None
-    """Limit for rsync transfers to the remote; None if there is no limit."""
 
     def run(self, script: str, values: Mapping[str, str] = _NO_VALUES, *, by_transfer: bool = False) -> bytes:
         """Return the complete output of `script`. The parameters are those of `stream`.
@@ -261,20 +259,18 @@ def unreadable(remote: str, output: bytes) -> ToolFailed:
     )
 
 
-def connect(remote: Remote, *, ask: bool = False, max_bytes_per_s: float | None = None) -> Connection:
+def connect(remote: Remote, *, ask: bool = False) -> Connection:
     """Return the connection to `remote`. ssh starts with the first command, not here.
 
     Parameters
     ----------
-    ask, max_bytes_per_s : as in `Connection`.
+    ask : as in `Connection`.
     """
     folder = None
     reason = ""
     if remote.keep_s > 0:
         folder, reason = _find_socket_folder()
-    return Connection(
-        remote=remote, socket_folder=folder, unshared_reason=reason, ask=ask, max_bytes_per_s=max_bytes_per_s
-    )
+    return Connection(remote=remote, socket_folder=folder, unshared_reason=reason, ask=ask)
 
 
 def _find_socket_folder() -> tuple[Path | None, str]:

@@ -329,8 +329,8 @@ def _send(
     folder = f"{values['home']}/{values['folder']}"
     # -a would also keep the owner. If the remote user is root, the files would get a user id of this machine.
     options = ["-rpt"]
-    if connection.max_bytes_per_s:
-        limit_kib = round(connection.max_bytes_per_s / 1024)
+    if connection.remote.bwlimit:
+        limit_kib = round(connection.remote.bwlimit * 1e6 / 1024)  # the unit of rsync
         options.append(f"--bwlimit={max(1, limit_kib)}")  # 0 would be no limit
     options += source.options
     args = (*options, f"{source.path.absolute()}/", f"remote:.incoming/{values['name']}/")

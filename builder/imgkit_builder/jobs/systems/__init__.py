@@ -338,7 +338,7 @@ OPTIONAL = ("account", "queue", "qos", "time", "cpus", "stop-before")
 """Flags of every job that mean nothing on some systems."""
 
 _OWN_NAMES = (
-    *("--on", "--base", "--detach", "--bwlimit", "--dry-run", "--verbose", "-v", "--scaling"),
+    *("--on", "--base", "--detach", "--dry-run", "--verbose", "-v", "--scaling"),
     *("--trust-folder", "--json", "--help", "-h"),
 )
 """Flags of ``imgkit run`` itself, which `cli` declares."""

@@ -37,7 +37,15 @@ def test_address_has_a_host_and_a_folder(text: str, address: str, folder: str) -
 
 
 def test_remote_comes_back_as_it_was_added(remotes_file: Path) -> None:
-    remote = Remote(name="mn5", address="me@host", folder="/a b/ü", recipe="mn5", transfer="me@t", keep_s=60)
+    remote = Remote(
+        name="mn5",
+        address="me@host",
+        folder="/a b/ü",
+        recipe="mn5",
+        transfer="me@t",
+        keep_s=60,
+        bwlimit=1.5,
+    )
     config.add(remote)
     config.add(Remote(name="two", address="other"))
     assert config.remotes() == {"mn5": remote, "two": Remote(name="two", address="other")}
