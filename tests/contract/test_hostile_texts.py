@@ -211,14 +211,14 @@ def test_remote_with_hostile_texts(programs: Path, check: Callable[..., None]) -
     check("remote", "add", "far", "me@far", "--idle-timeout", "0", code=0, shows=False)
     for code in (1, 255):
         write_program(programs / "ssh", f"cat said >&2; exit {code}")
-        check("remote", "check", "far")
+        check("doctor", "--on", "far")
     write_program(programs / "ssh", "cat said; cat > /dev/null")
-    check("remote", "check", "far")
+    check("doctor", "--on", "far")
     # A stand-in for a login node: what ssh would run there runs here, and the scheduler's programs lie.
     write_program(programs / "ssh", 'for last; do :; done; cd "$HOME" && exec sh -c "$last"')
     for name in ("sbatch", "sinfo", "sacctmgr", "singularity", "lfs", "quota"):
         write_program(programs / name, f"cat {programs.parent}/said")
-    check("remote", "check", "far")
+    check("doctor", "--on", "far")
 
 
 def test_doctor_with_hostile_texts(programs: Path, check: Callable[..., None]) -> None:

@@ -9,10 +9,9 @@ from pathlib import Path
 import typer
 
 from imgkit_builder.base.sizes import size_text
-from imgkit_builder.cli.common import HERE, JSON, columns, show, show_checks
-from imgkit_builder.cli.jobs import connected, may_ask
+from imgkit_builder.cli.common import HERE, JSON, columns, show
+from imgkit_builder.cli.jobs import connected
 from imgkit_builder.jobs import quoting
-from imgkit_builder.jobs.remote import check as examined
 from imgkit_builder.jobs.remote import config, connection
 from imgkit_builder.jobs.remote import gc as collector
 from imgkit_builder.recipe import targets
@@ -88,7 +87,7 @@ def add(
     show(
         dataclasses.asdict(remote),
         f"{name}  {host}:{folder}",
-        f"next: imgkit remote check {name}",
+        f"next: imgkit doctor --on {name}",
         as_json=as_json,
     )
 
@@ -110,23 +109,6 @@ def remove(name: str = NAME, as_json: bool = JSON) -> None:
     show(
         dataclasses.asdict(remote), f"its folder {remote.folder} on {remote.address} is kept", as_json=as_json
     )
-
-
-@_group.command("check")
-def check(name: str = NAME, as_json: bool = JSON) -> None:
-    """Log in once and check for what jobs need; exit code 1 if something is missing.
-
-    Checks the tools that imgkit uses there, the scheduler, the runtime, and the folder
-    with its free space and quota.
-
-    \b
-    Examples:
-      imgkit remote check mn5
-    """
-    remote = config.find(name)
-    target = targets.find(remote.recipe) if remote.recipe else None
-    results = examined.examine(connection.connect(remote, ask=may_ask()), target)
-    show_checks(results, as_json=as_json, remote=name)
 
 
 @_group.command("gc")

@@ -63,7 +63,7 @@ class Delivery:
             raise UsageError(
                 f"{remote.address} has no {program}",
                 where="--on",
-                hint=f"imgkit remote check {remote.name}",
+                hint=f"imgkit doctor --on {remote.name}",
             )
         source = self.source
         if source.remote_image:

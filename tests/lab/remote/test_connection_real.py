@@ -45,7 +45,7 @@ def send_code(reached: Connection, folder: Path, home: str) -> None:
 
 
 def rows(far: FarHost) -> dict[str, dict[str, str]]:
-    result = far.imgkit("remote", "check", "mine", "--json")
+    result = far.imgkit("doctor", "--on", "mine", "--json")
     return {row["name"]: row for row in json.loads(result.stdout)["checks"]}
 
 
@@ -133,7 +133,7 @@ def test_files_come_and_go_behind_a_banner(
 def test_login_shell_that_runs_nothing_is_named(far: FarHost, tmp_path: Path) -> None:
     with sshd(far, forced=["/bin/echo", "This account is currently not available."]):
         add(far, tmp_path / "x")
-        result = far.imgkit("remote", "check", "mine")
+        result = far.imgkit("doctor", "--on", "mine")
     assert result.returncode == 4
     assert "runs no command; it printed: This account is currently not available." in result.stderr
 
@@ -148,7 +148,7 @@ def test_host_with_another_key_is_refused(far: FarHost, tmp_path: Path, is_known
             far.know(far.folder / "id.pub")
         else:
             (far.folder / "known_hosts").write_text("")
-        result = far.imgkit("remote", "check", "mine")
+        result = far.imgkit("doctor", "--on", "mine")
     assert result.returncode == 4
     assert hint in result.stderr
     assert not (tmp_path / "x").exists()
@@ -158,10 +158,10 @@ def test_password_is_not_asked_for_without_a_terminal(far: FarHost, tmp_path: Pa
     with sshd(far, "PasswordAuthentication yes"):
         add(far, tmp_path / "x")
         (far.folder / "authorized").write_text("")
-        result = far.imgkit("remote", "check", "mine")
+        result = far.imgkit("doctor", "--on", "mine")
     assert result.returncode == 4
     assert "Permission denied" in result.stderr
-    assert "in a terminal, where ssh can ask: imgkit remote check mine" in result.stderr
+    assert "in a terminal, where ssh can ask: imgkit doctor --on mine" in result.stderr
 
 
 SECOND_FACTOR = """\
@@ -205,7 +205,7 @@ def at_terminal(far: FarHost, *args: str, answer: str) -> tuple[int, str]:
 def test_second_factor_is_asked_once(far: FarHost, tmp_path: Path) -> None:
     with with_second_factor(far) as codes_file:
         add(far, tmp_path / "x")
-        _, seen = at_terminal(far, "remote", "check", "mine", answer=CODE)
+        _, seen = at_terminal(far, "doctor", "--on", "mine", answer=CODE)
         assert "one connection for all commands" in seen
         assert rows(far)["login"]["verdict"] == "ok"  # without a terminal, through the open connection
         assert at_terminal(far, "remote", "gc", "mine", answer="none")[0] == 0
@@ -216,15 +216,15 @@ def test_second_factor_is_asked_once(far: FarHost, tmp_path: Path) -> None:
 def test_second_factor_is_refused_without_a_terminal(far: FarHost, tmp_path: Path) -> None:
     with with_second_factor(far) as codes_file:
         add(far, tmp_path / "x")
-        result = far.imgkit("remote", "check", "mine")
+        result = far.imgkit("doctor", "--on", "mine")
         assert result.returncode == 4
         assert "Permission denied (keyboard-interactive)" in result.stderr
         assert (
-            "in a terminal, where ssh can ask: imgkit remote check mine; then this command again"
+            "in a terminal, where ssh can ask: imgkit doctor --on mine; then this command again"
             in result.stderr
         )
         assert codes_file.read_text() == ""
-        code, seen = at_terminal(far, "remote", "check", "mine", answer="wrong")
+        code, seen = at_terminal(far, "doctor", "--on", "mine", answer="wrong")
     assert code == 4
     assert "the key was accepted, the second factor was not: ssh far true" in seen
 
@@ -232,7 +232,7 @@ def test_second_factor_is_refused_without_a_terminal(far: FarHost, tmp_path: Pat
 def test_host_that_does_not_answer_is_named(far: FarHost, tmp_path: Path) -> None:
     with sshd(far):
         add(far, tmp_path / "x")
-    result = far.imgkit("remote", "check", "mine")
+    result = far.imgkit("doctor", "--on", "mine")
     assert result.returncode == 4
     assert "mine: ssh to far failed: " in result.stderr
     assert "Connection refused" in result.stderr
@@ -242,7 +242,7 @@ def test_host_that_does_not_answer_is_named(far: FarHost, tmp_path: Path) -> Non
 def test_folder_that_cannot_be_made_fails_the_check(far: FarHost, folder: str) -> None:
     with sshd(far):
         add(far, Path(folder))
-        result = far.imgkit("remote", "check", "mine")
+        result = far.imgkit("doctor", "--on", "mine")
     assert result.returncode == 1
     assert f"{folder} cannot be used" in result.stdout
 
@@ -250,7 +250,7 @@ def test_folder_that_cannot_be_made_fails_the_check(far: FarHost, folder: str) -
 def test_missing_scheduler_fails_the_check(far: FarHost, tmp_path: Path) -> None:
     with sshd(far):
         add(far, tmp_path / "x", "--recipe", "lambda")
-        result = far.imgkit("remote", "check", "mine")
+        result = far.imgkit("doctor", "--on", "mine")
     assert result.returncode == 1
     assert "which imgkit run does not support" in result.stdout
 
@@ -390,7 +390,7 @@ def test_two_users_keep_apart_below_one_folder(far: FarHost) -> None:
             far.folder.chmod(0o711)
             far.direct(name)
             assert rows(far)["folder"]["verdict"] == "fail"
-            result = far.imgkit("remote", "check", "mine")
+            result = far.imgkit("doctor", "--on", "mine")
             assert f"{parent}/mine belongs to root" in result.stdout
             assert f"imgkit remote add mine far:{parent}/mine/YOU --replace" in result.stdout
             add(far, parent / "yours", "--replace")

@@ -126,8 +126,8 @@ def test_task_of_an_array_is_followed_and_fetched(site: Site) -> None:
     assert f"{array} completed" in site.imgkit("status", array).stdout
 
 
-def test_remote_check_names_qsub(site: Site) -> None:
-    result = site.imgkit("remote", "check", "far")
+def test_doctor_names_qsub(site: Site) -> None:
+    result = site.imgkit("doctor", "--on", "far")
     assert re.search(r"scheduler +pbs", result.stdout), result.stdout
 
 

@@ -163,6 +163,6 @@ def test_folder_of_another_user_is_refused(people: tuple[Person, Person], mode: 
         assert f"{folder} belongs to {stranger.account}" in result.stderr
         assert f"imgkit remote add far far:{folder}/YOU --replace" in result.stderr
         assert [*folder.iterdir()] == []
-        assert person.imgkit("remote", "check", "far").returncode == 1
+        assert person.imgkit("doctor", "--on", "far").returncode == 1
     finally:
         add(person, first)

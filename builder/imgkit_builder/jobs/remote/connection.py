@@ -233,7 +233,7 @@ class Connection:
         hint = fanout.after(errors, host)
         if self.ask or "Permission denied" not in errors:
             return hint
-        check = f"in a terminal, where ssh can ask: imgkit remote check {self.remote.name}"
+        check = f"in a terminal, where ssh can ask: imgkit doctor --on {self.remote.name}"
         # After one login with a second factor, this command can use the shared connection.
         if fanout.SECOND_FACTOR in errors and self.socket_folder is not None:
             return f"{check}; then this command again"
