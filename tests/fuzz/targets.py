@@ -600,6 +600,14 @@ TARGETS = (
         change=mutate.in_text,
     ),
     Target(
+        name="bench-file",
+        run=lambda data, folder: measured.bandwidths(_put(folder, data, measured.BENCH).parent),
+        seeds=_lines(
+            '{"verdict": {"busbw": [{"collective": "gather", "size_bytes": 8, "busbw_GBps": 0.5, "algbw_GBps": 1.0}]}}\n'
+        ),
+        change=mutate.in_text,
+    ),
+    Target(
         name="imgkit-toml",
         run=_file(toml_file.read, "imgkit.toml"),
         seeds=lambda: [

@@ -57,6 +57,9 @@ VERB_GROUPS: dict[str, dict[str, Verb]] = {
         "cancel": Verb("jobs", "End a job."),
         "fetch": Verb("run", "Copy a remote job's run folder here: curves, metrics and output."),
         "runs": Verb("runs", "List runs, newest first."),
+        "scaling": Verb(
+            "scaling", "Run COMMAND on several numbers of nodes, wait, and report how it scales."
+        ),
         "remote": Verb("remote", "Manage clusters that are reached over ssh."),
     },
     "Checks": {

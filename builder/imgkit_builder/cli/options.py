@@ -9,8 +9,8 @@ import dataclasses
 import functools
 import inspect
 import typing
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
@@ -23,6 +23,13 @@ Verb = Callable[..., None]
 COMMAND = "imgkit.command"
 """Key of ``Context.meta``: the arguments behind ``--``."""
 _KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY  # typer calls by keyword, so defaults may stand in any order
+
+
+class Without:
+    """Fields of a request that are no options of a verb: ``Annotated[JobRequest, Without("nodes")]``."""
+
+    def __init__(self, *fields: str) -> None:
+        self.fields = fields
 
 
 def with_options(verb: Verb, *, quiet: bool = False) -> Verb:
@@ -43,8 +50,12 @@ def with_options(verb: Verb, *, quiet: bool = False) -> Verb:
     for parameter in inspect.signature(verb, eval_str=True).parameters.values():
         name = parameter.name
         kind = parameter.annotation
+        omitted: Collection[str] = ()
+        if typing.get_origin(kind) is Annotated:
+            kind, without = typing.get_args(kind)
+            omitted = without.fields
         if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-            requests[name] = _FieldOptions(name, kind)
+            requests[name] = _FieldOptions(name, kind, omitted)
             parameters += requests[name].parameters()
         elif typing.get_origin(kind) is tuple:
             system_requests[name] = []
@@ -94,15 +105,15 @@ def _typer_option(flag: Flag) -> Any:
 
 
 class _FieldOptions:
-    """The options of one dataclass, as parameters whose names begin with `prefix`.
+    """The options of one dataclass without `omitted` fields, as parameters whose names begin with `prefix`.
 
     Without the prefix, fields of two systems could not have the same name, and no field could be named
     ``with``, which is a keyword of Python.
     """
 
-    def __init__(self, prefix: str, owner: type[Any]) -> None:
+    def __init__(self, prefix: str, owner: type[Any], omitted: Collection[str] = ()) -> None:
         self.owner = owner
-        self.flags = {f"{prefix}_{flag.field}": flag for flag in declared(owner)}
+        self.flags = {f"{prefix}_{flag.field}": flag for flag in declared(owner) if flag.field not in omitted}
 
     def parameters(self) -> list[inspect.Parameter]:
         """Return one parameter for each option."""

@@ -6,7 +6,7 @@ import dataclasses
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,6 @@ from imgkit_builder.base.flags import USUAL, flag
 from imgkit_builder.cli.common import (
     HERE,
     JSON,
-    columns,
     flag_option,
     name_argument,
     output_option,
@@ -32,15 +31,13 @@ from imgkit_builder.jobs import code as code_folder
 from imgkit_builder.jobs.request import JobRequest, SystemFlags
 from imgkit_builder.workflow.build import BASE_HELP
 from imgkit_entrypoints import terminal
-from imgkit_entrypoints.errors import EXIT_NO, UsageError
+from imgkit_entrypoints.errors import UsageError
 
 if TYPE_CHECKING:
-    from imgkit_builder.base.progress import Reporter
     from imgkit_builder.jobs.code import CodeFolder
     from imgkit_builder.jobs.job import Job, Script
     from imgkit_builder.jobs.prepared import PreparedJob
     from imgkit_builder.jobs.remote.config import Remote
-    from imgkit_builder.jobs.scaling import ScalingRun
     from imgkit_builder.jobs.submitted import SubmittedJob
     from imgkit_builder.jobs.transport import Transport
     from imgkit_builder.project.origins import ValueSource
@@ -48,8 +45,6 @@ if TYPE_CHECKING:
 
 COMMAND_CLASSES = {"run": JobCommand}
 """Classes for verbs that need another one than typer's: ``run`` has a command behind ``--``."""
-_NOT_WITH_SCALING = ("--nodes", "--interactive", "--sif", "--build", "--base-from")
-"""Flags of jobs that cannot be scaled, and ``--nodes``, which ``--scaling`` replaces."""
 
 
 def verb_run(
@@ -89,30 +84,33 @@ def verb_run(
       imgkit run rcp --nodes 4 --image registry.example.org/me/rcp:1 -- dist-train --steps 1000
       imgkit run lambda --hosts 10.0.0.1,10.0.0.2 -- dist-hello
       imgkit run cpu --nproc 2 -- dist-train --steps 100
-      imgkit run --on mn5 --time 10m --scaling 1,2,4,8 -- dist-train --steps 500
     """
-    from imgkit_builder.jobs.remote import config
-
     if options.verbose and not options.dry_run:
         raise UsageError("--verbose needs --dry-run", where="--verbose", hint="imgkit run --dry-run -v ...")
-    project = None
-    # The values of imgkit.toml are for the recipe that it names, and not for another one on this machine.
-    if not recipe or options.on not in ("", HERE):
-        project = project_here(recipe=recipe, trusted=options.trust_folder)
-    remote_name = options.on
-    if not remote_name and project:
-        remote_name = project.values.remote
     options = dataclasses.replace(options, recipe=recipe)
     flags = request.changed(command=context.meta[COMMAND], system_flags=system_flags)
     if not flags.launch.command:
-        _refuse_command_as_recipe(recipe)
-    remote = config.find(remote_name) if remote_name not in ("", HERE) else None
-    if options.scaling:
-        raise typer.Exit(_run_scaling(options, remote, flags, project))
+        refuse_command_as_recipe(recipe)
+    remote, project = find_remote(options)
     _run_job(options, remote, flags, project)
 
 
-def _refuse_command_as_recipe(recipe: str) -> None:
+def find_remote(options: JobOptions) -> tuple[Remote | None, ProjectFile | None]:
+    """Return the remote of a job, and the imgkit.toml whose values the job takes; None: there is none."""
+    from imgkit_builder.jobs.remote import config
+
+    project = None
+    # The values of imgkit.toml are for the recipe that it names, and not for another one on this machine.
+    if not options.recipe or options.on not in ("", HERE):
+        project = project_here(recipe=options.recipe, trusted=options.trust_folder)
+    remote_name = options.on
+    if not remote_name and project:
+        remote_name = project.values.remote
+    remote = config.find(remote_name) if remote_name not in ("", HERE) else None
+    return remote, project
+
+
+def refuse_command_as_recipe(recipe: str, verb: str = "run") -> None:
     """Raise UsageError if the word before ``--`` is an entry point or a Python program."""
     if not re.fullmatch(r"dist-\w+|.+\.py", recipe):
         return
@@ -120,13 +118,13 @@ def _refuse_command_as_recipe(recipe: str) -> None:
     raise UsageError(
         f"{recipe} is a command, not a recipe",
         where="RECIPE",
-        hint=f"a command follows --: imgkit run -- {command}",
+        hint=f"a command follows --: imgkit {verb} -- {command}",
     )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Options:
-    """The options of ``imgkit run`` that are no fields of `JobRequest`, and its argument RECIPE."""
+class JobOptions:
+    """The options of ``imgkit run`` and ``scaling`` that are no fields of `JobRequest`, and RECIPE."""
 
     recipe: str = ""
     on: str = flag(
@@ -136,22 +134,26 @@ class _Options:
         help="The remote (imgkit remote add; default: that of imgkit.toml), or here: this machine.",
     )
     base: str | None = flag(None, metavar="REF", help=f"With --on: {BASE_HELP}")
-    detach: bool = flag(False, group=USUAL, help="Submit, print the job's id, and do not follow its output.")
+    detach: bool = flag(
+        False,
+        group=USUAL,
+        help="Submit, print the job's id (imgkit scaling: the report's folder), and do not follow.",
+    )
     dry_run: bool = flag(False, group=USUAL, help="Print exactly what would be submitted, then exit.")
-    verbose: bool = flag(
-        False, "--verbose", "-v", help="With --dry-run: also show every resolved value and its source."
-    )
-    scaling: str = flag(
-        "",
-        metavar="N,N,...|DIR",
-        help="Run COMMAND on each of these numbers of nodes, wait, and report the parallel efficiency. DIR: "
-        "wait for the jobs of an earlier report, and write it.",
-    )
     trust_folder: bool = flag(
         False, help="Use the imgkit.toml here and what it names even if other users can change them."
     )
     as_json: bool = flag(
         False, "--json", help="Print one JSON object and do not follow; progress as JSON lines on stderr."
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Options(JobOptions):
+    """The options of ``imgkit run`` that are no fields of `JobRequest`, and its argument RECIPE."""
+
+    verbose: bool = flag(
+        False, "--verbose", "-v", help="With --dry-run: also show every resolved value and its source."
     )
 
 
@@ -179,7 +181,7 @@ def _run_job(
     from imgkit_builder.project import origins
 
     request = origins.under(flags, project)
-    recipe = options.recipe if remote else _local_recipe(options, project)
+    recipe = options.recipe if remote else local_recipe(options, project)
     code = read_code(request, as_json=options.as_json)
     prepared = submit.prepare(recipe, request, code, remote=remote, base=options.base or "")
     if options.dry_run:
@@ -226,7 +228,7 @@ def _check_interactive(options: _Options) -> None:
         )
 
 
-def _local_recipe(options: _Options, project: ProjectFile | None) -> str:
+def local_recipe(options: JobOptions, project: ProjectFile | None) -> str:
     """Return the recipe of a job on this machine.
 
     Raises
@@ -325,127 +327,6 @@ def _with_bound_entry_points(prepared: PreparedJob) -> PreparedJob:
     return submit.look_into(prepared, Local())
 
 
-def _run_scaling(
-    options: _Options, remote: Remote | None, flags: JobRequest, project: ProjectFile | None
-) -> int:
-    """Submit the jobs of ``--scaling``, or find those of an earlier report, and write the report.
-
-    Return the exit code.
-    """
-    from imgkit_builder.base.process import INTERRUPTED
-    from imgkit_builder.jobs import scaling
-
-    folder = Path(options.scaling)
-    is_report = folder.is_dir()
-    _refuse_with_scaling(options, flags, is_report=is_report)
-    submitted = None
-    with terminable(), reporter(as_json=options.as_json) as report:
-        try:
-            if not is_report:
-                for report_folder, submitted in _submit_sizes(options, remote, flags, project, report):
-                    folder = report_folder
-                    size = submitted.sizes[0]  # the sizes are submitted from the largest to the smallest
-                    report.note(f"{scaling.nodes_text(size.nodes)}: {size.job or size.state}")
-            if options.dry_run:
-                return 0
-            if options.detach and submitted:
-                result = submitted
-            else:
-                command = f"imgkit run --scaling {shlex.quote(str(folder))}"
-                report.note(f"Ctrl-C leaves the jobs; {command} goes on")
-                result = scaling.finish(folder, report)
-        except KeyboardInterrupt:
-            if submitted or is_report:
-                sizes = submitted.sizes if submitted else ()
-                job_ids = " ".join(size.job for size in sizes if size.job)
-                terminal.err(f"imgkit: the jobs continue: {job_ids}")
-            return INTERRUPTED
-    return _show_scaling(options, result, folder)
-
-
-def _refuse_with_scaling(options: _Options, flags: JobRequest, *, is_report: bool) -> None:
-    """Raise UsageError for a flag or argument that cannot be used with ``--scaling``.
-
-    Parameters
-    ----------
-    is_report : ``--scaling`` names the folder of a report, which has its jobs already.
-    """
-    from imgkit_builder.base.flags import flags_in
-
-    excess = [name for name in flags_in(flags) if is_report or name in _NOT_WITH_SCALING]
-    refused: dict[str, object] = {
-        "--verbose": options.verbose,
-    }
-    if is_report:
-        refused |= {
-            "RECIPE": options.recipe,
-            "COMMAND": flags.launch.command,
-            "--detach": options.detach,
-            "--dry-run": options.dry_run,
-        }
-    excess += [name for name, value in refused.items() if value]
-    if excess:
-        message = f"{excess[0]} cannot be combined with --scaling {options.scaling}"
-        raise UsageError(message, where=excess[0], hint="leave it out")
-
-
-def _show_scaling(options: _Options, result: ScalingRun, folder: Path) -> int:
-    """Print the table of a report, or only its folder if ``--detach`` was given; return the exit code."""
-    from imgkit_builder.jobs import scaling
-
-    data = {**dataclasses.asdict(result), "folder": str(folder)}
-    if options.detach:
-        show(data, str(folder), as_json=options.as_json)
-        terminal.err(f"imgkit: once the jobs have ended: imgkit run --scaling {folder}")
-        return 0
-    show(data, *columns(scaling.table(result)), *scaling.verdict(result), as_json=options.as_json)
-    terminal.err(f"imgkit: {folder / scaling.PAGE_FILE}, {folder / scaling.CHART_FILE}")
-    is_complete = all(size.is_complete for size in result.sizes)
-    return 0 if is_complete else EXIT_NO
-
-
-def _submit_sizes(
-    options: _Options, remote: Remote | None, flags: JobRequest, project: ProjectFile | None, report: Reporter
-) -> Iterator[tuple[Path, ScalingRun]]:
-    """Check the jobs of all sizes, then submit them; yield the values of `scaling.submit`.
-
-    A dry run prints the jobs' scripts, and yields nothing.
-    """
-    from imgkit_builder.jobs import handle, scaling
-    from imgkit_builder.project import origins
-
-    recipe = options.recipe
-    if not recipe and project and not remote:
-        recipe = project.recipe
-    if not recipe and not remote:
-        raise UsageError("no recipe given", where="RECIPE", hint="imgkit run RECIPE --scaling 1,2 -- COMMAND")
-    request = origins.under(flags, project)
-    code = read_code(request, as_json=options.as_json)
-    sizes = scaling.parse_sizes(options.scaling)
-    planned = scaling.plan(recipe, request, sizes, code=code, remote=remote, base=options.base or "")
-    if options.dry_run:
-        _show_scripts(planned, report, as_json=options.as_json)
-        return
-    transport = handle.transport_to(remote, planned[-1], may_ask=may_ask())
-    transport.login()
-    yield from scaling.submit(planned, transport, report)
-
-
-def _show_scripts(planned: Sequence[PreparedJob], report: Reporter, *, as_json: bool) -> None:
-    """Print the scripts of all sizes, and the warnings of the largest size, which are those of all."""
-    from imgkit_builder.jobs import scaling
-
-    for warning in planned[-1].job.warnings:
-        report.note(warning)
-    if as_json:
-        show({"jobs": [_script_data(prepared.job, prepared.script) for prepared in planned]}, as_json=True)
-        return
-    for prepared in planned:
-        nodes = scaling.nodes_text(prepared.job.allocation.nodes)
-        terminal.err(f"imgkit: {nodes}, in {prepared.job.directory}:")
-        terminal.document(prepared.script.text)
-
-
 def _no_scheduler_hint(recipe: str) -> str:
     """Return the hint for a machine on which the recipe's scheduler is not on PATH.
 
@@ -480,7 +361,7 @@ def _show_submitted(record: SubmittedJob, ready: PreparedJob, options: _Options)
     may_follow = not (options.as_json or options.detach or is_array or is_interactive)
     is_followed = may_follow and has_id and can_follow(record)
     if has_id and not is_followed:
-        data = {**_script_data(ready.job, ready.script), "id": record.job.handle}
+        data = {**script_data(ready.job, ready.script), "id": record.job.handle}
         data["folder"] = str(ready.job.directory)
         show(data, record.job.handle, as_json=options.as_json)
     records.need_id(record)
@@ -505,7 +386,7 @@ def _show_comments(script: Script) -> None:
 def _show(job: Job, script: Script, values: Sequence[ValueSource], *, as_json: bool) -> None:
     """Print `script` on stdout, and `values` on stderr; with `as_json`, one object with both."""
     if as_json:
-        data = _script_data(job, script)
+        data = script_data(job, script)
         if values:
             data["values"] = values_data(values)
         show(data, as_json=True)
@@ -514,7 +395,7 @@ def _show(job: Job, script: Script, values: Sequence[ValueSource], *, as_json: b
     terminal.document(script.text)
 
 
-def _script_data(job: Job, script: Script) -> dict[str, Any]:
+def script_data(job: Job, script: Script) -> dict[str, Any]:
     """Return the JSON object about a job and its script."""
     command_fields: dict[str, Any] = {}
     if not job.makes_image:

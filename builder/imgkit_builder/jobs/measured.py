@@ -1,4 +1,7 @@
-"""The numbers of a run: the lines of its ``metrics.jsonl``, which dist-train or another program writes."""
+"""The numbers in a run folder: the lines of ``metrics.jsonl``, and the bandwidths that dist-bench measured.
+
+dist-train writes the lines, and so may any other program.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ from imgkit_entrypoints import files, json_text
 
 METRICS = "metrics.jsonl"
 """The file in a run folder with one JSON object per line, such as ``{"step": 10, "loss": 2.5}``."""
+BENCH = "bench.json"
+"""The file in a run folder with the results of dist-bench (docs/guides/bench.md)."""
 _TAIL_BYTES = 64 << 10
 """Part of the file that is read, from the end."""
 _MAX_LINE_BYTES = 64 << 10
@@ -78,3 +83,36 @@ def _last_lines(file: Path) -> list[bytes]:
             return stream.read(_TAIL_BYTES).splitlines()
     except OSError:
         return []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bandwidth:
+    """The bandwidths of a collective at the largest size that dist-bench measured; GBps is 1e9 B/s."""
+
+    collective: str
+    size_bytes: int
+    busbw_GBps: float
+    algbw_GBps: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Verdict:
+    """The part ``verdict`` of the file of dist-bench."""
+
+    busbw: tuple[Bandwidth, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _BenchFile:
+    """The keys of the file of dist-bench that imgkit reads."""
+
+    verdict: _Verdict
+
+
+def bandwidths(folder: Path) -> tuple[Bandwidth, ...]:
+    """Return the bandwidths of each collective that a run of dist-bench measured; none without its file."""
+    try:
+        bench: _BenchFile = json_text.read(_BenchFile, json_text.load(folder / BENCH), BENCH)
+    except (OSError, ValueError):
+        return ()
+    return bench.verdict.busbw

@@ -1,8 +1,9 @@
-"""``imgkit run --scaling``: one command on several numbers of nodes, and a report on its parallel efficiency.
+"""``imgkit scaling``: one command on several numbers of nodes, and a report on its parallel efficiency.
 
 The rate of a run is what its program writes into ``metrics.jsonl`` in its run folder: lines with ``step`` and
 ``samples_per_s`` of all ranks, as dist-train does. If a size has no rate, all sizes are compared by wall
-time, which is right only if each does the same work.
+time, which is right only if each does the same work. Runs of dist-bench are not compared: their figures are
+the bandwidths of its collectives.
 
 The page has the form that computing centres ask for:
 
@@ -17,9 +18,10 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import math
 import re
 import shlex
+import statistics
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,27 +41,32 @@ from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.jobs.submitted import SubmittedJob
 from imgkit_builder.jobs.transport import Transport
 from imgkit_entrypoints import __version__, json_text
-from imgkit_entrypoints.apps import drawing
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed, UsageError
 from imgkit_entrypoints.launch.agent import PLAN_FILE
 from imgkit_entrypoints.launch.stop_protocol import RESULT
 
-DATA_FILE, PAGE_FILE, CHART_FILE = "scaling.json", "scaling.md", "scaling.svg"
+DATA_FILE, PAGE_FILE = "scaling.json", "scaling.md"
 NEEDED_EFFICIENCY = 0.75
 """Smallest parallel efficiency with which CSC grants larger jobs."""
 NEEDED_SIZES = 3
 """Smallest number of sizes that CSC asks for."""
-FIGURES = (
-    ("ranks", "ranks", ".0f"),
-    ("samples_per_s", "samples/s", ".4g"),
-    ("wall_s", "wall time (s)", ".1f"),
-    ("speedup", "speed-up", ".2f"),
-    ("efficiency", "efficiency", ".1%"),
-    ("memory_MiB", "memory (MiB)", ".0f"),
-    ("gpu_percent", "GPU use (%)", ".0f"),
-    ("mfu", "MFU", ".1%"),
-)
-"""Name, title and format of each figure that a size may have; ``wall_s`` is without the time in the queue."""
+FIGURES = {
+    "ranks": ("ranks", ".0f"),
+    "samples_per_s": ("samples/s", ".4g"),
+    "wall_s": ("wall time (s)", ".1f"),
+    "speedup": ("speed-up", ".2f"),
+    "efficiency": ("efficiency", ".1%"),
+    "memory_MiB": ("memory (MiB)", ".0f"),
+    "gpu_percent": ("GPU use (%)", ".0f"),
+    "mfu": ("MFU", ".1%"),
+}
+"""Title and format of each figure that a size may have; ``wall_s`` is without the time in the queue."""
+_BANDWIDTH_FIGURES = {
+    "busbw_GBps": ("busbw (GB/s)", ".4g"),
+    "algbw_GBps": ("algbw (GB/s)", ".4g"),
+    "size_bytes": ("size (B)", ".0f"),
+}
+"""The same for the figures of each collective of dist-bench, such as ``all_reduce busbw_GBps``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +79,7 @@ class ScalingSize:
     state: str = ""
     """How the job ended, or why it could not be submitted; empty: not known yet."""
     figures: Mapping[str, float] = field(default_factory=dict)
-    """Measured values; `FIGURES` has their names."""
+    """Measured values; `FIGURES` has their names, and `_BANDWIDTH_FIGURES` has those behind a collective."""
 
     @property
     def is_complete(self) -> bool:
@@ -92,7 +99,12 @@ class ScalingRun:
     """The job script of the largest size."""
     sizes: tuple[ScalingSize, ...] = ()
     compared_by: str = ""
-    """The figure from which speed-up and efficiency are computed; empty until all jobs have ended."""
+    """The figure from which speed-up and efficiency are computed; empty before the end and for dist-bench."""
+
+    @property
+    def pending_jobs(self) -> list[str]:
+        """The ids of the jobs whose end is not known yet, the smallest size first."""
+        return [size.job for size in self.sizes if size.job and not size.state]
 
 
 def nodes_text(nodes: int) -> str:
@@ -111,8 +123,8 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     are_numbers = all(re.fullmatch("[1-9][0-9]{0,5}", part) for part in parts)
     sizes = [int(part) for part in parts] if are_numbers else []
     if len(sizes) < 2 or sizes != sorted(set(sizes)):
-        message = f"{text!r} is neither a list of ascending numbers of nodes nor the folder of a report"
-        raise UsageError(message, where="--scaling", hint="--scaling 1,2,4,8")
+        message = f"{text!r} is not a list of at least two ascending numbers of nodes"
+        raise UsageError(message, where="--nodes", hint="--nodes 1,2,4,8")
     return tuple(sizes)
 
 
@@ -150,8 +162,8 @@ def _refuse_unmeasurable(prepared: PreparedJob) -> None:
     has_run_folder = is_batch and not runtime_of(job).is_isolated
     if has_run_folder and systems.named(job.system).reports_state:
         return
-    message = f"--scaling needs batch jobs with a run folder, which {job.system} does not start here"
-    raise UsageError(message, where="--scaling", hint="a recipe for Slurm or PBS, without job arrays")
+    message = f"imgkit scaling needs batch jobs with a run folder, which {job.system} does not start here"
+    raise UsageError(message, hint="a recipe for Slurm or PBS, without job arrays")
 
 
 def refuse_unstartable(job: Job, script: Script, run: Callable[[Sequence[str]], Finished]) -> None:
@@ -168,7 +180,7 @@ def refuse_unstartable(job: Job, script: Script, run: Callable[[Sequence[str]], 
         message, hint = process.quoted(
             f"no job starts on {nodes_text(job.allocation.nodes)}", answer.output.strip()
         )
-        raise UsageError(message, where="--scaling", hint=hint or "fewer nodes, or another --queue")
+        raise UsageError(message, where="--nodes", hint=hint or "fewer nodes, or another --queue")
 
 
 def submit(
@@ -176,39 +188,40 @@ def submit(
 ) -> Iterator[tuple[Path, ScalingRun]]:
     """Submit the jobs of `plan`; yield the report's folder and its content after each of them.
 
-    The largest job goes first: if the scheduler refuses it, no other job waits in the queue. Only the largest
-    job reports warnings and the progress of transfers, because those of the other jobs are the same.
+    The largest job goes first: if the scheduler refuses it, no other job waits in the queue. The image and
+    the code are brought to the system once, for all jobs.
 
     Raises
     ------
-    ImgkitError : `submit.submit` has failed for the largest job. A smaller job that is refused does not
-        raise: the reason is the state of its size.
+    ImgkitError : the largest job could not be submitted. A smaller job that is refused does not raise: the
+        reason is the state of its size.
     """
     *smaller_jobs, largest = planned
     refuse_unstartable(largest.job, largest.script, transport.run)
-    record = records.need_id(submission.submit(largest, transport, report))
+    ready = submission.make_ready(largest, transport, report)
+    record = records.need_id(submission.start(ready, transport, report))
     folder = Path(f"{largest.job.name}-scaling-{record.job.id}")
     folder.mkdir(exist_ok=True)
     run = ScalingRun(
         name=largest.job.name,
-        facts=_facts(largest.job, record),
-        script=largest.script.text,
+        facts=_facts(ready.job, record),
+        script=ready.script.text,
         sizes=(ScalingSize(nodes=largest.job.allocation.nodes, job=record.job.handle),),
     )
-    _save(folder, run)
+    save(folder, run)
     yield folder, run
     for prepared in reversed(smaller_jobs):
-        size = _submit_smaller(prepared, transport)
+        size = _submit_smaller(submission.with_files_of(ready, prepared), transport)
         run = dataclasses.replace(run, sizes=(size, *run.sizes))
-        _save(folder, run)
+        save(folder, run)
         yield folder, run
 
 
-def _submit_smaller(prepared: PreparedJob, transport: Transport) -> ScalingSize:
+def _submit_smaller(ready: PreparedJob, transport: Transport) -> ScalingSize:
     """Submit the job of one size, and return the size with the job's id, or with the error as its state."""
-    nodes = prepared.job.allocation.nodes
+    nodes = ready.job.allocation.nodes
     try:
-        record = records.need_id(submission.submit(prepared, transport, Silent()))
+        record = records.need_id(submission.start(ready, transport, Silent()))
     except ToolFailed as error:
         return ScalingSize(nodes=nodes, state=error.what)
     return ScalingSize(nodes=nodes, job=record.job.handle)
@@ -228,14 +241,14 @@ def _facts(job: Job, record: SubmittedJob) -> dict[str, str]:
 
 
 def finish(folder: Path, report: Reporter) -> ScalingRun:
-    """Wait for the jobs of a report's folder, and write the page and the chart into it.
+    """Wait for the jobs of a report's folder, and write the page into it.
 
     Raises
     ------
     UsageError : `folder` is not the folder of a report.
     ToolFailed : the scheduler or the remote did not answer.
     """
-    run = _load(folder)
+    run = load(folder)
     sizes = list(run.sizes)
     for number, size in enumerate(sizes):
         if size.state:
@@ -243,15 +256,14 @@ def finish(folder: Path, report: Reporter) -> ScalingRun:
         report.stage(f"wait for {size.job}, {nodes_text(size.nodes)}")
         sizes[number] = _wait_for_size(size, folder)
         # Saved after each job, so that a wait which is interrupted goes on with the next one.
-        _save(folder, dataclasses.replace(run, sizes=tuple(sizes)))
+        save(folder, dataclasses.replace(run, sizes=tuple(sizes)))
     run = compare(dataclasses.replace(run, sizes=tuple(sizes)))
-    _save(folder, run)
-    files.put(folder / CHART_FILE, chart(run))
+    save(folder, run)
     files.put(folder / PAGE_FILE, page(run))
     return run
 
 
-def _load(folder: Path) -> ScalingRun:
+def load(folder: Path) -> ScalingRun:
     """Read the data file of a report's folder.
 
     Raises
@@ -264,7 +276,7 @@ def _load(folder: Path) -> ScalingRun:
         raise UsageError(
             f"it is not the folder of a report: {error}",
             where=str(folder),
-            hint="--scaling 1,2,4,8 -- COMMAND",
+            hint="imgkit scaling --nodes 1,2,4,8 -- COMMAND",
         ) from error
     return run
 
@@ -280,13 +292,13 @@ def _wait_for_size(size: ScalingSize, folder: Path) -> ScalingSize:
     return dataclasses.replace(size, state=state, figures=figures)
 
 
-def _save(folder: Path, run: ScalingRun) -> None:
+def save(folder: Path, run: ScalingRun) -> None:
     """Write the data file of a report's folder."""
     files.put(folder / DATA_FILE, json.dumps(dataclasses.asdict(run), indent=2) + "\n")
 
 
 def measure(run_folder: Path, nodes: int) -> dict[str, float]:
-    """Return the figures of a run on `nodes` nodes, by their names in `FIGURES`.
+    """Return the figures of a run on `nodes` nodes, by the names that `ScalingSize.figures` has.
 
     A figure is left out if the files of the run do not contain it.
     """
@@ -295,15 +307,19 @@ def measure(run_folder: Path, nodes: int) -> dict[str, float]:
     rate = mean_rate(rows)
     if rate:
         figures["samples_per_s"] = rate
-    for name in ("memory_MiB", "gpu_percent", "mfu"):
+    memory_MiB = [row["memory_MiB"] for row in rows if "memory_MiB" in row]
+    if memory_MiB:
+        figures["memory_MiB"] = max(memory_MiB)  # the step that needs most decides whether the run fits
+    for name in ("gpu_percent", "mfu"):
         values = [row[name] for row in rows if name in row]
-        if not values:
-            continue
-        if name == "memory_MiB":
-            figures[name] = max(values)  # the step that needs most decides whether the run fits
-        else:
-            figures[name] = sum(values) / len(values)
-    return figures
+        if values:
+            figures[name] = statistics.fmean(values)
+    for bandwidth in measured.bandwidths(run_folder):
+        figures[f"{bandwidth.collective} busbw_GBps"] = bandwidth.busbw_GBps
+        figures[f"{bandwidth.collective} algbw_GBps"] = bandwidth.algbw_GBps
+        figures[f"{bandwidth.collective} size_bytes"] = bandwidth.size_bytes
+    # `load` reads floats only: 4 is no float in JSON, 4.0 is one.
+    return {name: float(value) for name, value in figures.items()}
 
 
 def _launch_figures(run_folder: Path, nodes: int) -> dict[str, float]:
@@ -318,7 +334,8 @@ def _launch_figures(run_folder: Path, nodes: int) -> dict[str, float]:
         # The plan is written when the node agents start, and the result at the end of the run.
         start_s = plan_file.stat().st_mtime
         end_s = (run_folder / RESULT).stat().st_mtime
-        figures["wall_s"] = end_s - start_s
+        if end_s > start_s:  # some file systems store whole seconds
+            figures["wall_s"] = end_s - start_s
     return figures
 
 
@@ -350,25 +367,27 @@ def compare(run: ScalingRun) -> ScalingRun:
     """Return `run` with the speed-up and the parallel efficiency of each size whose job ran to its end.
 
     Both are relative to the smallest of these sizes. They are computed from the samples per second if each of
-    these sizes has that figure, and from the wall time otherwise.
+    these sizes has that figure, and from the wall time otherwise. A run of dist-bench has neither: it takes
+    as long on any number of nodes.
     """
+    if any(name.endswith(" busbw_GBps") for size in run.sizes for name in size.figures):
+        return run
     complete_sizes = [size for size in run.sizes if size.is_complete]
     have_rates = all("samples_per_s" in size.figures for size in complete_sizes)
     compared_by = "samples_per_s" if have_rates else "wall_s"
-    sizes = run.sizes
-    if complete_sizes:
-        reference = complete_sizes[0]
-        sizes = tuple(_compare_size(size, reference, compared_by) for size in run.sizes)
-    return dataclasses.replace(run, sizes=sizes, compared_by=compared_by)
+    reference = None
+    sizes = []
+    for size in run.sizes:
+        if size.is_complete and compared_by in size.figures:
+            reference = reference or size
+            size = _compare_size(size, reference, compared_by)
+        sizes.append(size)
+    return dataclasses.replace(run, sizes=tuple(sizes), compared_by=compared_by)
 
 
 def _compare_size(size: ScalingSize, reference: ScalingSize, compared_by: str) -> ScalingSize:
-    """Return `size` with its speed-up and efficiency over `reference`, unless either lacks the figure."""
-    figure = size.figures.get(compared_by)
-    reference_figure = reference.figures.get(compared_by)
-    if not size.is_complete or figure is None or reference_figure is None:
-        return size
-    ratio = figure / reference_figure
+    """Return `size` with its speed-up and efficiency over `reference`; both have the figure `compared_by`."""
+    ratio = size.figures[compared_by] / reference.figures[compared_by]
     # A job is twice as fast with twice the samples per second, or with half the wall time.
     speedup = ratio if compared_by == "samples_per_s" else 1 / ratio
     efficiency = speedup * reference.nodes / size.nodes
@@ -377,15 +396,29 @@ def _compare_size(size: ScalingSize, reference: ScalingSize, compared_by: str) -
 
 def table(run: ScalingRun) -> list[list[str]]:
     """Return the rows of the table, its header first; a figure that no size has is left out."""
-    columns = [column for column in FIGURES if any(column[0] in size.figures for size in run.sizes)]
-    titles = [title for _, title, _ in columns]
+    columns = _columns(run)
+    titles = [title for title, _ in columns.values()]
     rows = [["nodes", "job", *titles, "state"]]
     for size in run.sizes:
         cells = []
-        for name, _, number_format in columns:
+        for name, (_, number_format) in columns.items():
             cells.append(format(size.figures[name], number_format) if name in size.figures else "-")
         rows.append([str(size.nodes), size.job or "-", *cells, size.state])
     return rows
+
+
+def _columns(run: ScalingRun) -> dict[str, tuple[str, str]]:
+    """Return the title and the format of each figure in the table, by the figure's name."""
+    names = dict.fromkeys(name for size in run.sizes for name in size.figures)
+    columns = {name: column for name, column in FIGURES.items() if name in names}
+    if not run.compared_by:
+        columns.pop("wall_s", None)  # that of dist-bench is its own choice
+    for name in names:
+        collective, _, figure = name.partition(" ")
+        if figure in _BANDWIDTH_FIGURES:
+            title, number_format = _BANDWIDTH_FIGURES[figure]
+            columns[name] = (f"{collective} {title}", number_format)
+    return columns
 
 
 _COMPARED_BY_TEXTS = {
@@ -397,6 +430,8 @@ _COMPARED_BY_TEXTS = {
 def verdict(run: ScalingRun) -> list[str]:
     """Return sentences on which sizes failed, up to which size the job scales, and what CSC would miss."""
     lines = [f"{nodes_text(size.nodes)}: {size.state}" for size in run.sizes if not size.is_complete]
+    if not run.compared_by:
+        return [*lines, "The bandwidths are those of the largest size that dist-bench measured."]
     efficiencies = {
         size.nodes: size.figures["efficiency"] for size in run.sizes if "efficiency" in size.figures
     }
@@ -417,23 +452,27 @@ def verdict(run: ScalingRun) -> list[str]:
 
 def page(run: ScalingRun) -> str:
     """Return the Markdown page, with the parts of CSC's report in their order."""
-    facts = [f"* {name}: {_fenced(text)}" for name, text in run.facts.items() if text]
+    facts = "\n".join(f"{name}: {text}" for name, text in run.facts.items() if text)
     has_gpu_use = any("gpu_percent" in size.figures for size in run.sizes)
     gpu_note = "(If GPU utilization is asked for, add it here, such as the output of seff.)"
     parts = [
         f"# Scaling of {run.name}",
         "## Software and test case",
         "(Describe what the program computes, on which data, how it is parallelized, and its I/O.)",
-        "\n".join(facts),
+        _code_block(facts),
         "## Results",
         _markdown_table(table(run)),
-        f"![Speed-up over the number of nodes]({CHART_FILE})",
         *verdict(run),
         "" if has_gpu_use else gpu_note,
         "## Job script of the largest size",
-        _fenced(f"bash\n{run.script}", least=3),
+        _code_block(run.script),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _code_block(text: str) -> str:
+    """Return `text` as Markdown code. It is indented, because text between fences could contain a fence."""
+    return textwrap.indent(text.rstrip("\n"), "    ")
 
 
 def _markdown_table(rows: Sequence[Sequence[str]]) -> str:
@@ -445,71 +484,3 @@ def _markdown_table(rows: Sequence[Sequence[str]]) -> str:
     rule = "|".join(" --- " for _ in rows[0])
     lines.insert(1, f"| {rule} |")
     return "\n".join(lines)
-
-
-def _fenced(text: str, least: int = 1) -> str:
-    """Return `text` as Markdown code: more backticks around it than in it, and at least `least`."""
-    runs_of_backticks = re.findall("`+", text)
-    longest_run = max(map(len, runs_of_backticks), default=0)
-    fence = "`" * max(least, longest_run + 1)
-    # Markdown takes a backtick beside the fence as a part of it, and removes one space on both sides.
-    pad = " " if "`" in (text[0], text[-1]) else ""
-    return f"{fence}{pad}{text}{pad}{fence}"
-
-
-WIDTH, HEIGHT = 540, 440
-"""Size of the drawing in pixels."""
-LEFT, TOP, SIDE = 60, 50, 360
-"""Position and side of the square plot in the drawing, in pixels."""
-BOTTOM = TOP + SIDE
-RIGHT = LEFT + SIDE
-
-
-def chart(run: ScalingRun) -> str:
-    """Return the speed-up over the nodes as SVG, on logarithmic axes, beside the ideal line.
-
-    The smallest size with a speed-up is in the lower left corner. Both axes have the same scale, so that the
-    ideal speed-up is the diagonal.
-    """
-    points = [(size.nodes, size.figures["speedup"]) for size in run.sizes if "speedup" in size.figures]
-    reference_nodes = points[0][0] if points else run.sizes[0].nodes
-    node_ratio = run.sizes[-1].nodes / reference_nodes
-    axis_end = max(2.0, node_ratio, *(speedup for _, speedup in points))
-
-    def offset(ratio: float) -> float:
-        """Return how many pixels `ratio` is from the start of an axis, which is at 1."""
-        return SIDE * math.log(ratio) / math.log(axis_end)
-
-    parts = [
-        '<rect class="paper" width="100%" height="100%"/>',
-        f'<text class="head" x="{LEFT}" y="28">{drawing.escaped(run.name)}: speed-up over nodes</text>',
-        f'<text class="quiet" x="{RIGHT + 8}" y="{TOP + 4}">ideal</text>',
-        f'<path class="s5" stroke-dasharray="5 4" d="M{LEFT} {BOTTOM}L{RIGHT} {TOP}"/>',
-    ]
-    for size in run.sizes:
-        if size.nodes >= reference_nodes:
-            ratio = size.nodes / reference_nodes
-            parts += _grid_lines(size.nodes, ratio, offset(ratio))
-    corners = []
-    for nodes, speedup in points:
-        x = LEFT + offset(nodes / reference_nodes)
-        y = BOTTOM - offset(max(1, speedup))  # the axis has no room for a job that became slower
-        label = ""
-        if nodes > reference_nodes:
-            label = f"{speedup:.2f} ({speedup * reference_nodes / nodes:.0%})"
-        corners.append(f"{x:.1f},{y:.1f}")
-        parts.append(f'<circle class="f0" cx="{x:.1f}" cy="{y:.1f}" r="4"/>')
-        parts.append(f'<text x="{x + 8:.1f}" y="{y + 16:.1f}">{label}</text>')
-    parts.append(f'<polyline class="s0" fill="none" stroke-width="2" points="{" ".join(corners)}"/>')
-    return drawing.document("\n".join(parts), WIDTH, HEIGHT)
-
-
-def _grid_lines(nodes: int, ratio: float, offset: float) -> list[str]:
-    """Return the grid lines and the axis labels of one size, `offset` pixels from the start of both axes."""
-    x = f"{LEFT + offset:.1f}"
-    y = f"{BOTTOM - offset:.1f}"
-    return [
-        f'<path class="grid" d="M{x} {TOP}V{BOTTOM}M{LEFT} {y}H{RIGHT}"/>',
-        f'<text x="{x}" y="{BOTTOM + 18}" text-anchor="middle">{nodes}</text>',
-        f'<text x="{LEFT - 8}" y="{y}" dy="4" text-anchor="end">{ratio:.3g}</text>',
-    ]

@@ -181,6 +181,19 @@ def make_ready(prepared: PreparedJob, transport: Transport, report: Reporter) ->
     return dataclasses.replace(with_image, job=job, script=systems.named(job.system).script(job))
 
 
+def with_files_of(ready: PreparedJob, prepared: PreparedJob) -> PreparedJob:
+    """Return `prepared` with the image, code and entry points that `make_ready` has brought for `ready`.
+
+    Both are jobs of the same request, on different numbers of nodes.
+    """
+    job = prepared.job
+    if prepared.source is not None:
+        job = prepared.source.resolved(str(ready.job.directory), ready.job.container.image)
+    job = dataclasses.replace(job, container=ready.job.container)
+    script = systems.named(job.system).script(job)
+    return dataclasses.replace(prepared, job=job, script=script, image_id=ready.image_id)
+
+
 def look_into(prepared: PreparedJob, transport: Transport) -> PreparedJob:
     """Return `prepared` with the entry points bound into an image that imgkit did not build.
 

@@ -1,4 +1,4 @@
-"""``imgkit run --scaling`` on a real Slurm of three nodes, with a program of known parallel efficiency."""
+"""``imgkit scaling`` on a real Slurm of three nodes, with a program of known parallel efficiency."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Login(Cluster):
 
     def scaling(self, folder: Path, *args: str) -> Done:
         env = {"XDG_STATE_HOME": str(folder / "state"), "BASH_FUNC_module%%": "() { :; }"}
-        argv = ("run", *SITE, "--scaling", *args)
+        argv = ("scaling", *SITE, "--nodes", *args)
         return self("exec", "login", "--cwd", folder, "--", *IMGKIT, *argv, env=env, timeout_s=400)
 
 
@@ -76,6 +76,20 @@ def test_efficiency_is_that_of_the_program(login: tuple[Login, Path]) -> None:
     assert report["facts"]["image digest"].startswith("sha256:")
 
 
+def test_table_of_dist_bench_has_its_bandwidths(login: tuple[Login, Path]) -> None:
+    cluster, folder = login
+    command = ("dist-bench", "--device", "cpu", "--nproc", "2", "--max", "64K", "--iters", "5")
+    result = expect_success(cluster.scaling(folder, "1,2", "--json", "--", *command))
+    report = json.loads(result.stdout)
+    for size in report["sizes"]:
+        figures, ranks = size["figures"], 2 * size["nodes"]
+        assert (figures["ranks"], figures["all_reduce size_bytes"]) == (ranks, 65536)
+        factor = figures["all_reduce busbw_GBps"] / figures["all_reduce algbw_GBps"]
+        assert factor == pytest.approx(2 * (ranks - 1) / ranks)
+        assert "efficiency" not in figures
+    assert "all_reduce busbw (GB/s)" in (folder / report["folder"] / "scaling.md").read_text()
+
+
 @pytest.mark.soak
 def test_failed_size_is_shown_and_others_are_compared(login: tuple[Login, Path]) -> None:
     cluster, folder = login
@@ -83,7 +97,7 @@ def test_failed_size_is_shown_and_others_are_compared(login: tuple[Login, Path])
     started = expect_success(cluster.scaling(folder, "1,2", "--detach", "--", *command))
     name = started.stdout.strip()
     env = {"XDG_STATE_HOME": str(folder / "state")}
-    result = cluster("exec", "login", "--cwd", folder, "--", *IMGKIT, "run", "--scaling", name, env=env)
+    result = cluster("exec", "login", "--cwd", folder, "--", *IMGKIT, "scaling", "--continue", name, env=env)
     assert result.returncode == 1, result.stderr
     first, two = result.stdout.splitlines()[1:3]
     assert first.split()[-1] == "succeeded"

@@ -124,7 +124,8 @@ RATES = (
 
 
 def test_scaling_reads_the_runs_of_a_remote(site: Site) -> None:
-    result = expect_success(site.run("--scaling", "1,2", "--json", "--", "sh", "-c", RATES))
+    argv = ("scaling", site.sif.name, "--on", "far", "--time", "5m", "--nodes", "1,2", "--json")
+    result = expect_success(site.imgkit(*argv, "--", "sh", "-c", RATES))
     report = json.loads(result.stdout)
     assert [size["figures"]["efficiency"] for size in report["sizes"]] == [1, pytest.approx(0.9)]
     assert all(re.fullmatch(r"\d+@far", size["job"]) for size in report["sizes"])

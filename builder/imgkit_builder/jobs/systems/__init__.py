@@ -338,8 +338,8 @@ OPTIONAL = ("account", "queue", "qos", "time", "cpus", "stop-before")
 """Flags of every job that mean nothing on some systems."""
 
 _OWN_NAMES = (
-    *("--on", "--base", "--detach", "--dry-run", "--verbose", "-v", "--scaling"),
-    *("--trust-folder", "--json", "--help", "-h"),
+    *("--on", "--base", "--detach", "--dry-run", "--verbose", "-v", "--trust-folder", "--json"),
+    *("--help", "-h"),
 )
 """Flags of ``imgkit run`` itself, which `cli` declares."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -24,7 +25,9 @@ def options(command: Any, verb: str = "") -> Iterator[tuple[str, str, str]]:
     for parameter in command.get_params(typer.Context(command)):
         if parameter.param_type_name == "option" and not parameter.is_flag:
             choices = getattr(parameter.type, "choices", None)
-            kind = "a choice" if choices else (parameter.metavar or parameter.type.name).partition("|")[0]
+            metavar = parameter.metavar or parameter.type.name
+            # Of a list, its items count: imgkit scaling --nodes 1,2,4.
+            kind = "a choice" if choices else re.split("[|,]", metavar)[0]
             yield from ((verb, flag, kind) for flag in parameter.opts)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import typer
 from typer.core import TyperCommand
 from typer.testing import CliRunner
 
@@ -40,3 +41,10 @@ def test_list_of_verbs_says_what_their_help_says(verb: str) -> None:
     # The list has its own copy of the sentence: `imgkit --help` does not import the verb.
     listed = TyperCommand(verb, help=app.VERBS[verb].help)
     assert listed.get_short_help_str(100) == app.verb_command(verb).get_short_help_str(100)
+
+
+def test_run_has_at_most_45_options() -> None:
+    command = app.verb_command("run")
+    parameters = command.get_params(typer.Context(command))
+    options = {parameter.name for parameter in parameters if parameter.param_type_name == "option"}
+    assert len(options - {"help"}) <= 45

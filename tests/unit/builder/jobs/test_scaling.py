@@ -1,10 +1,9 @@
-"""``imgkit run --scaling``: what is refused, what is measured, and what the report says."""
+"""``imgkit scaling``: what is refused, what is measured, and what the report says."""
 
 from __future__ import annotations
 
 import json
 import os
-import xml.dom.minidom
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from imgkit_builder.jobs.scaling import ScalingRun, ScalingSize
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 
 SITE = ("-A", "bsc98", "--qos", "acc_debug", "--time", "10m")
+BANDWIDTHS = ("busbw (GB/s)", "algbw (GB/s)", "size (B)")
 
 
 def report(*sizes: ScalingSize) -> ScalingRun:
@@ -33,7 +33,7 @@ def test_sizes_that_do_not_ascend_are_refused(text: str) -> None:
 
 
 def test_dry_run_shows_the_script_of_each_size(call: Any) -> None:
-    code, out, _ = call("run", "mn5", *SITE, "--scaling", "1,3", "--dry-run", "--json", "--", "dist-train")
+    code, out, _ = call("scaling", "mn5", *SITE, "--nodes", "1,3", "--dry-run", "--json", "--", "dist-train")
     assert code == 0
     for nodes, job in zip((1, 3), json.loads(out)["jobs"], strict=True):
         assert job["nodes"] == nodes
@@ -60,11 +60,13 @@ def test_interrupt_leaves_the_jobs_and_names_them(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("imgkit_builder.jobs.history.time.sleep", interrupt)
-    argv = ("run", "mn5", *SITE, "--runtime", "host", "--scaling", "1,2,4", "--", "dist-train")
-    code, out, err = call(*argv)
-    assert (code, out) == (130, "")
-    assert "the jobs continue: 2 1" in err  # the largest was submitted first
-    assert "imgkit run --scaling mn5-scaling-1 goes on" in err
+    argv = ("scaling", "mn5", *SITE, "--runtime", "host", "--nodes", "1,2,4", "--", "dist-train")
+    goes_on = ("scaling", "--continue", "mn5-scaling-1")
+    for command in (argv, goes_on):
+        code, out, err = call(*command)
+        assert (code, out) == (130, "")
+        assert "the jobs continue: 2 1\n" in err  # the largest was submitted first
+        assert f"imgkit {' '.join(goes_on)} goes on" in err
     sizes = json.loads((slurm / "mn5-scaling-1/scaling.json").read_text())["sizes"]
     assert [(row["nodes"], row["job"]) for row in sizes] == [(1, "2"), (2, ""), (4, "1")]
     assert "sbatch" in sizes[1]["state"]
@@ -80,7 +82,7 @@ def test_interrupt_leaves_the_jobs_and_names_them(
 def test_refused_largest_size_leaves_no_job(
     call: Any, slurm: Path, sizes: str, code: int, reason: str
 ) -> None:
-    argv = ("run", "mn5", *SITE, "--runtime", "host", "--scaling", sizes, "--", "dist-train")
+    argv = ("scaling", "mn5", *SITE, "--runtime", "host", "--nodes", sizes, "--", "dist-train")
     actual, _, err = call(*argv)
     assert actual == code
     assert reason in err
@@ -105,6 +107,45 @@ def test_figures_come_from_the_files_of_the_run(tmp_path: Path) -> None:
     assert figures["samples_per_s"] == pytest.approx(200)
     assert figures["memory_MiB"] == 90
     assert figures["mfu"] == pytest.approx(0.3)
+
+
+def test_table_of_dist_bench_has_its_bandwidths(tmp_path: Path) -> None:
+    verdicts = []
+    for name, size_bytes in (("all_reduce", 64), ("broadcast", 16)):
+        bandwidths = {"busbw_GBps": size_bytes / 5, "algbw_GBps": size_bytes / 10}
+        verdicts.append({"collective": name, "size_bytes": size_bytes, **bandwidths, "percent": None})
+    (tmp_path / "bench.json").write_text(json.dumps({"verdict": {"sentences": [], "busbw": verdicts}}))
+    figures = scaling.measure(tmp_path, 2)
+    run = report(size(1, **figures), size(2, wall_s=1))
+    titles = [f"{name} {title}" for name in ("all_reduce", "broadcast") for title in BANDWIDTHS]
+    assert scaling.table(run) == [
+        ["nodes", "job", *titles, "state"],
+        ["1", "471", "12.8", "6.4", "64", "3.2", "1.6", "16", "succeeded"],
+        ["2", "472", *"------", "succeeded"],
+    ]
+    assert scaling.verdict(run) == ["The bandwidths are those of the largest size that dist-bench measured."]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"verdict": {"busbw": [{"size_bytes": 1}]}}'])
+def test_damaged_file_of_dist_bench_has_no_figures(tmp_path: Path, text: str) -> None:
+    (tmp_path / "bench.json").write_text(text)
+    assert scaling.measure(tmp_path, 2) == {}
+
+
+def test_measured_figures_are_read_again(tmp_path: Path) -> None:
+    (tmp_path / "launch.txt").write_text("nproc               4    x\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "samples_per_s": 10, "memory_MiB": 90}\n')
+    run = report(size(1, **scaling.measure(tmp_path, 1)), size(2))
+    scaling.save(tmp_path, run)
+    assert scaling.load(tmp_path) == run
+
+
+def test_run_that_took_no_time_is_not_compared(tmp_path: Path) -> None:
+    for name in ("launch.txt", "result"):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (100, 100))
+    run = report(size(1, **scaling.measure(tmp_path, 1)), size(2, wall_s=8), size(4, wall_s=5))
+    assert [row.figures.get("efficiency") for row in run.sizes] == [None, 1.0, pytest.approx(0.8)]
 
 
 def test_run_without_files_has_no_figures(tmp_path: Path) -> None:
@@ -145,20 +186,12 @@ def test_table_has_what_was_measured() -> None:
     ]
 
 
-def test_page_quotes_what_it_holds() -> None:
-    script = "a=`b`\n```\n"
+def test_page_shows_texts_that_are_no_markdown() -> None:
+    script = "a=`b`\n```\n\n# c\n"
     sizes = (ScalingSize(nodes=1, state="no | such"), size(2))
     run = scaling.compare(ScalingRun(name="x", facts={"command": "echo `a`"}, script=script, sizes=sizes))
     page = scaling.page(run)
-    assert "* command: `` echo `a` ``" in page
-    assert f"\n````bash\n{script}````\n" in page
+    assert "\n\n    command: echo `a`\n\n" in page
+    assert page.endswith("\n\n    a=`b`\n    ```\n\n    # c\n")
     assert "no \\| such" in page
     assert "look at the output of the jobs" in page
-
-
-@pytest.mark.parametrize(
-    "sizes", [(size(1, "failed"), size(2, "failed")), (size(1, wall_s=4), size(2, wall_s=9))]
-)
-def test_chart_is_a_drawing_whatever_was_measured(sizes: tuple[ScalingSize, ...]) -> None:
-    drawing = xml.dom.minidom.parseString(scaling.chart(report(*sizes)))  # noqa: S318 - made here
-    assert len(drawing.getElementsByTagName("circle")) == sum("wall_s" in row.figures for row in sizes)

@@ -1,4 +1,4 @@
-"""Jobs on a remote from the Python API and of ``--scaling``: they are checked as all others.
+"""Jobs on a remote from the Python API and of ``imgkit scaling``: they are checked as all others.
 
 The ``ssh`` here is a fake: it runs the script on this machine, which has a fake ``sbatch``.
 """
@@ -15,6 +15,7 @@ from file_tree import FakeProgram, write_files
 from notes import Notes
 
 import imgkit_builder as imgkit
+from imgkit_builder.jobs import image_source
 from imgkit_builder.project import origins, toml_file
 
 RECIPE = """\
@@ -62,7 +63,7 @@ def test_api_refuses_code_that_the_image_would_not_run(sbatch: Path) -> None:
 
 @pytest.mark.usefixtures("far_image")
 def test_scaling_refuses_code_that_the_image_would_not_run(call: Any, sbatch: Path) -> None:
-    code, _, err = call("run", "--on", "far", "--scaling", "1,2", "--code", ".", "--", "true")
+    code, _, err = call("scaling", "--on", "far", "--nodes", "1,2", "--code", ".", "--", "true")
     assert (code, REFUSAL in err) == (2, True), err
     assert list(sbatch.iterdir()) == []
 
@@ -75,9 +76,28 @@ def test_api_reports_the_warnings_of_a_remote_job(far_image: str) -> None:
 
 
 def test_scaling_reports_the_warnings_of_its_jobs_once(call: Any, far_image: str) -> None:
-    options = ("--on", "far", "--image", far_image, "--scaling", "1,2", "--detach")
-    code, _, err = call("run", "./mine.yaml", *options, "--", "true")
+    options = ("--on", "far", "--image", far_image, "--nodes", "1,2", "--detach")
+    code, _, err = call("scaling", "./mine.yaml", *options, "--", "true")
     assert (code, err.count("true starts once per node")) == (0, 1), err
+
+
+def test_further_size_costs_one_call_of_ssh(
+    call: Any, far_image: str, ssh: Path, sbatch: Path, tmp_path: Path
+) -> None:
+    ssh.write_text(ssh.read_text().replace("\n", f"\necho >> {tmp_path}/calls\n", 1))
+    counts = []
+    for sizes in ("1,2", "1,2,3"):
+        (tmp_path / "calls").write_text("")
+        options = ("--on", "far", "--image", far_image, "--nodes", sizes, "--detach")
+        assert call("scaling", "./mine.yaml", *options, "--", "true")[0] == 0
+        counts.append((tmp_path / "calls").read_text().count("\n"))
+    assert counts[1] == counts[0] + 1
+    scripts = [path.read_text() for path in sbatch.iterdir()]
+    assert len(scripts) == 5
+    for nodes in (1, 2, 3):
+        assert any(f"#SBATCH --nodes={nodes}\n" in text for text in scripts)
+    assert all(far_image in text for text in scripts)
+    assert not any(image_source.UNKNOWN_HOME + "/" in text for text in scripts)
 
 
 @pytest.mark.programs("rsync")

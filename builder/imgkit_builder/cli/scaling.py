@@ -1,0 +1,164 @@
+"""``imgkit scaling``: run a command on several numbers of nodes, and report how it scales."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from imgkit_builder.base.flags import USUAL, flags_in
+from imgkit_builder.cli.common import columns, name_argument, show, terminable
+from imgkit_builder.cli.jobs import may_ask
+from imgkit_builder.cli.options import COMMAND, JobCommand, Without
+from imgkit_builder.cli.progress import reporter
+from imgkit_builder.cli.run import (
+    JobOptions,
+    find_remote,
+    local_recipe,
+    read_code,
+    refuse_command_as_recipe,
+    script_data,
+)
+from imgkit_builder.jobs.request import JobRequest
+from imgkit_entrypoints import terminal
+from imgkit_entrypoints.errors import EXIT_NO, UsageError
+
+if TYPE_CHECKING:
+    from imgkit_builder.jobs.prepared import PreparedJob
+    from imgkit_builder.jobs.remote.config import Remote
+    from imgkit_builder.jobs.transport import Transport
+
+COMMAND_CLASSES = {"scaling": JobCommand}
+
+
+def verb_scaling(
+    context: typer.Context,
+    recipe: str = name_argument(
+        "[RECIPE|X.sif|ARCHIVE] -- COMMAND...", "Image to run, as for imgkit run.", ""
+    ),
+    *,
+    nodes: str = typer.Option(
+        "", metavar="N,N,...", help="Numbers of nodes, ascending, one job each.", rich_help_panel=USUAL
+    ),
+    folder: Path | None = typer.Option(
+        None,
+        "--continue",
+        metavar="DIR",
+        help="Wait for the jobs of an earlier report, and write it.",
+        rich_help_panel=USUAL,
+    ),
+    request: Annotated[JobRequest, Without("nodes", "interactive", "archive", "build", "base_from")],
+    options: JobOptions,
+) -> None:
+    """Run COMMAND on several numbers of nodes, wait, and report how it scales.
+
+    Writes a table and a page for a proposal into NAME-scaling-ID: the parallel
+    efficiency by samples/s or wall time or, for dist-bench, busbw and algbw. Image
+    and code are read and sent once. Ctrl-C leaves the jobs; --continue goes on. The
+    exit code is 1 if a job failed.
+
+    Other values come from the same places as those of imgkit run.
+
+    \b
+    Examples:
+      imgkit scaling mn5 --nodes 1,2,4,8 -A bsc98 --qos acc_debug --time 10m -- dist-train
+      imgkit scaling --on mn5 --nodes 1,2,4 --time 10m -- dist-bench --size 1G
+      imgkit scaling --continue mn5-scaling-4711
+    """
+    from imgkit_builder.base.process import INTERRUPTED
+    from imgkit_builder.jobs import handle, scaling
+    from imgkit_builder.jobs.transport import Local
+
+    options = dataclasses.replace(options, recipe=recipe)
+    flags = request.changed(command=context.meta[COMMAND])
+    planned: list[PreparedJob] = []
+    transport: Transport = Local()
+    if folder is not None:
+        _refuse_with_continue(nodes, options, flags)
+        scaling.load(folder)  # a folder without a report is refused before anything is printed
+    else:
+        planned, remote = _plan(nodes, options, flags)
+        if options.dry_run:
+            _show_scripts(planned, remote, as_json=options.as_json)
+            return
+        transport = handle.transport_to(remote, planned[-1], may_ask=may_ask())
+        transport.login()
+    with terminable(), reporter(as_json=options.as_json) as report:
+        try:
+            if planned:
+                for report_folder, run in scaling.submit(planned, transport, report):
+                    folder = report_folder
+                    size = run.sizes[0]  # the sizes are submitted from the largest to the smallest
+                    report.note(f"{scaling.nodes_text(size.nodes)}: {size.job or size.state}")
+            assert folder is not None  # noqa: S101 - `submit` yields it, or raises
+            command = f"imgkit scaling --continue {shlex.quote(str(folder))}"
+            if options.detach:
+                result = scaling.load(folder)
+            else:
+                report.note(f"Ctrl-C leaves the jobs; {command} goes on")
+                result = scaling.finish(folder, report)
+        except KeyboardInterrupt:
+            if folder is None:
+                raise  # no job was submitted
+            terminal.err(f"imgkit: the jobs continue: {' '.join(scaling.load(folder).pending_jobs)}")
+            raise typer.Exit(INTERRUPTED) from None
+    data = {**dataclasses.asdict(result), "folder": str(folder)}
+    if options.detach:
+        show(data, str(folder), as_json=options.as_json)
+        terminal.err(f"imgkit: once the jobs have ended: {command}")
+        return
+    show(data, *columns(scaling.table(result)), *scaling.verdict(result), as_json=options.as_json)
+    terminal.err(f"imgkit: {folder / scaling.PAGE_FILE}")
+    if not all(size.is_complete for size in result.sizes):
+        raise typer.Exit(EXIT_NO)
+
+
+def _refuse_with_continue(nodes: str, options: JobOptions, flags: JobRequest) -> None:
+    """Raise UsageError for a flag or argument beside ``--continue``: the report has its jobs already."""
+    names = [name for name in (*flags_in(flags), *flags_in(options)) if name != "--json"]
+    if nodes:
+        names.append("--nodes")
+    if options.recipe:
+        names.append("RECIPE")
+    if flags.launch.command:
+        names.append("COMMAND")
+    if names:
+        raise UsageError(
+            f"{names[0]} cannot be combined with --continue", where=names[0], hint="leave it out"
+        )
+
+
+def _plan(nodes: str, options: JobOptions, flags: JobRequest) -> tuple[list[PreparedJob], Remote | None]:
+    """Return the checked jobs of all sizes, and their remote; None: this machine."""
+    from imgkit_builder.jobs import scaling
+    from imgkit_builder.project import origins
+
+    if not flags.launch.command:
+        refuse_command_as_recipe(options.recipe, "scaling")
+    sizes = scaling.parse_sizes(nodes)
+    remote, project = find_remote(options)
+    request = origins.under(flags, project)
+    recipe = options.recipe if remote else local_recipe(options, project)
+    code = read_code(request, as_json=options.as_json)
+    planned = scaling.plan(recipe, request, sizes, code=code, remote=remote, base=options.base or "")
+    return planned, remote
+
+
+def _show_scripts(planned: Sequence[PreparedJob], remote: Remote | None, *, as_json: bool) -> None:
+    """Print the scripts of all sizes, and the warnings of the largest size, which are those of all."""
+    from imgkit_builder.jobs import image_source, scaling
+
+    terminal.err(*(f"imgkit: {warning}" for warning in planned[-1].job.warnings))
+    if remote is not None:
+        terminal.err(f"imgkit: {image_source.UNKNOWN_HOME} stands for the folder on {remote.name}")
+    if as_json:
+        show({"jobs": [script_data(prepared.job, prepared.script) for prepared in planned]}, as_json=True)
+        return
+    for prepared in planned:
+        nodes = scaling.nodes_text(prepared.job.allocation.nodes)
+        terminal.err(f"imgkit: {nodes}, in {prepared.job.directory}:")
+        terminal.document(prepared.script.text)
