@@ -8,6 +8,7 @@ A case is two files in ``jobs/``: ``CASE.args``, the arguments of ``imgkit run``
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shlex
 import subprocess
@@ -57,6 +58,20 @@ def test_job_passes_shellcheck(case: str, find_linter: Callable[[str], str]) -> 
     argv = [find_linter("shellcheck"), "--shell=bash", "--severity=style", "--exclude=SC2016", "-"]
     result = subprocess.run(argv, input=text, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, f"{text}\n{result.stdout}"
+
+
+USUAL = ("mn5", "olivia", "leonardo", "karolina", "meluxina", "juwels-booster", "snellius-a100", "mn5-cpu")
+"""Cases of Slurm without further options."""
+
+
+@pytest.mark.parametrize("case", USUAL)
+def test_usual_script_of_slurm_can_be_read_at_once(case: str) -> None:
+    lines = (JOBS / f"{case}.txt").read_text(encoding="utf-8").splitlines()
+    assert max(map(len, lines)) <= 110
+    assert sum(not line.startswith("#SBATCH") for line in lines) <= 28
+    assert [
+        line for line in lines if re.search(r"\b(source|sh -c)\b", line) and "/etc/profile" not in line
+    ] == []
 
 
 def test_no_record_without_case() -> None:

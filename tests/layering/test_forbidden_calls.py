@@ -216,14 +216,15 @@ def test_files_of_others_are_opened_in_one_place() -> None:
 
 
 REDIRECTION = re.compile(r"(?<![<0-9&])>>?\s*(?!&|/dev/null|\()(\S+)")
-NAMES_OF_MKTEMP = {'"$said/$rank"', '"$requeued"', '"$described"', '"$last"'}
+CLOSED_NAMES = {'"$said/$rank"', '"$secret"', '"$dir/code.json"', '"$last"'}
+"""Names of mktemp, and names in the run folder, which is closed to others."""
 
 
-def test_job_scripts_write_to_names_of_mktemp() -> None:
+def test_job_scripts_write_where_others_cannot() -> None:
     targets: set[str] = set()
     for path in TEMPLATES.glob("*.j2"):
         for line in path.read_text(encoding="utf-8").splitlines():
             if line.lstrip().startswith(("#", "{#", "{%")) or "noclobber" in line or "((" in line:
                 continue
             targets.update(REDIRECTION.findall(line))
-    assert targets == NAMES_OF_MKTEMP
+    assert targets == CLOSED_NAMES

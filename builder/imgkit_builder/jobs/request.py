@@ -180,6 +180,9 @@ class JobRequest:
     container: ContainerRequest = part(ContainerRequest)
     name: str = flag("", help="Job name (default: the recipe's name).")
     directory: Path = flag(Path(), metavar="DIR", help="Folder in which the job runs.")
+    group_readable: bool = flag(
+        False, help="Let your group read the run folder, which is closed to others by default (Slurm, PBS)."
+    )
     templates: Path | None = flag(
         None, metavar="DIR", help="Folder of custom templates; they replace the shipped ones."
     )

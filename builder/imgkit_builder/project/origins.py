@@ -20,7 +20,7 @@ from imgkit_builder.recipe.problems import Position, shown
 
 _IMAGE_JOB_KEYS = ("account", "queue", "qos", "time")
 """Keys of the file for all jobs; each is also a field of `JobRequest`, whose flag replaces the key."""
-_COMMAND_JOB_KEYS = (*_IMAGE_JOB_KEYS, "nodes", "command")
+_COMMAND_JOB_KEYS = (*_IMAGE_JOB_KEYS, "nodes", "group_readable", "command")
 """The same for jobs that run a command."""
 
 
@@ -112,8 +112,9 @@ def of_word(
     if flag:
         return ValueSource(name=name, value=value, flag=flag)
     position = default
-    if project and getattr(project.values, name, None):
-        position = project.positions[name]
+    key = name.replace("-", "_")
+    if project and getattr(project.values, key, None):
+        position = project.positions[key]
     return ValueSource(name=name, value=value, position=position)
 
 
@@ -192,6 +193,7 @@ def _single_values(job: Job) -> dict[str, tuple[Any, ...]]:
         "code": (job.request.container.code,),
         "runtime": (job.container.runtime, "system.runtime.kind"),
         "stop-before": (job.allocation.stop_before_s,),
+        "group-readable": (job.request.group_readable,),
         "workdir": (job.container.workdir or ".", "image.workdir"),
         "command": (shlex.join(job.command),),
     }

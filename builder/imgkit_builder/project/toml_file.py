@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from imgkit_builder.jobs import contents, quoting, resolve
-from imgkit_builder.recipe.model import KEYS, Short
+from imgkit_builder.recipe.model import KEYS, Flag, Short
 from imgkit_builder.recipe.problems import Collector, Position, RecipeErrors, parse_toml_file
 from imgkit_builder.recipe.system_files import is_path
 from imgkit_builder.recipe.validation import Mistake, rule_of, validate
@@ -54,6 +54,7 @@ class ProjectValues:
     """``NAME=VALUE``, or ``NAME`` for the value that the variable has on this machine."""
     code: Line = ""
     """Folder of code to mount over /workspace, relative to the file's folder."""
+    group_readable: Flag = False
     command: tuple[Line, ...] = ()
 
 
@@ -147,6 +148,8 @@ def _hint(mistake: Mistake) -> str:
         return mistake.hint
     if mistake.expected == "a list":
         return 'write ["ONE", "TWO"]'
+    if mistake.expected == "true or false":
+        return "write true or false, without quotes"
     return 'write "TEXT"'
 
 

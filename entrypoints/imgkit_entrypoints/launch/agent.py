@@ -29,7 +29,7 @@ from imgkit_entrypoints.launch.plan import Timeouts
 from imgkit_entrypoints.launch.preflight.run import PreflightConfig, run_preflight
 from imgkit_entrypoints.launch.progress import StepTimer
 from imgkit_entrypoints.launch.start_up import StartUp, process_began_s, start_began_s
-from imgkit_entrypoints.launch.stop_protocol import RESULT, SAVED, CollectedSignals, RunFolder, StopRequest
+from imgkit_entrypoints.launch.stop_protocol import RESULT, CollectedSignals, RunFolder, StopRequest
 from imgkit_entrypoints.launch.watchdog import Watchdog
 from imgkit_entrypoints.rollcall import gather
 from imgkit_entrypoints.rollcall.messages import (
@@ -111,8 +111,8 @@ class NodeAgent:
               then ends it by force
     restart   explains a failure, and reports     reported                                   start
               the end of the attempt to the head
-    end       marks a saved state, and returns
-              the exit code
+    end       requests a requeue for a new state,
+              and returns the exit code
     ========= =================================== ========================================== ==========
 
     An error (`ImgkitError`) leaves any state. On the head, `Attempts` reacts to the reports of all nodes
@@ -151,8 +151,8 @@ class NodeAgent:
         """Exit code of this node alone in its latest attempt; at the end, that of the agent."""
         self._failure: RankFailure | None = None
         """The first failed worker of this node in the latest attempt."""
-        self._mark = ""
-        """Content of the mark of a saved state."""
+        self._saved_state = ""
+        """Job id and step of the state that the latest attempt has saved; empty: it has saved none."""
         self._stall = ""
         """Why the start of this attempt took too long; only the head knows."""
         self._is_output_lost = False
@@ -330,7 +330,7 @@ class NodeAgent:
         """Start the command of an attempt; nothing if the attempt is over before it has begun here."""
         folder = self._stop_folder
         self._attempt, self._attempt_began, self._code = order.attempt, time.time(), EXIT_NO
-        self._deadline, self._stall, self._mark, self.session.phase = Deadline(), "", "", STARTING
+        self._deadline, self._stall, self._saved_state, self.session.phase = Deadline(), "", "", STARTING
         stop_protocol.clear(folder)
         if self.stop:  # it has come while the others started
             self._raise_flag(self.stop)
@@ -460,7 +460,7 @@ class NodeAgent:
             self.log(f"warning: {problem}")
         if step is not None:
             self.log(f"state saved at step {step}")
-            self._mark = f"{self.job_id} {step}\n"
+            self._saved_state = f"{self.job_id} {step}"
             return EXIT_SAVED
         if code == 0:
             return 0
@@ -515,7 +515,7 @@ class NodeAgent:
         return failures.block(failure) if self._is_head_lost else (failures.one_line(failure),)
 
     def _finish(self) -> int:
-        """Return the exit code of this node; leave the mark of a saved state for the job script."""
+        """Return the exit code of this node; ask the job script to requeue a run with a new state."""
         if self._run_code is not None:
             code = self._run_code
         elif self._is_head_lost:
@@ -528,10 +528,13 @@ class NodeAgent:
             self._final_lines = self._failure_lines()
         if code == EXIT_SAVED and self.stop and not self.stop.requeue:
             return 0  # a person asked for it: nobody is to requeue the job
-        if code == EXIT_SAVED:
+        if code == EXIT_SAVED and self._saved_state and self._run_folder:
             # A scheduler's exit code does not say that the state was saved: Slurm reports the code of a task
             # that it has killed.
-            self._write(SAVED, self._mark, "the job script will not see that the state was saved")
+            try:
+                return self._run_folder.request_requeue(self._saved_state)
+            except OSError as error:
+                self.log(f"warning: {self._run_folder.path}: {error.strerror}; no script requeues the job")
         return code
 
     def _write(self, name: str, text: str, loss: str) -> None:
@@ -559,10 +562,15 @@ class NodeAgent:
             self._deadline.set_within(0.0, "a second signal")
         elif self._signals.received and not self.stop:
             self._stop_all(StopRequest(reason=self._signals.first(), requeue=True))
-        if self._run_folder and not self.stop and (request := self._run_folder.request()):
-            self._stop_all(request)
+        self._check_run_folder()
         if self._attempts:
             self._attempts.check(stopped=self.stop is not None)
+
+    def _check_run_folder(self) -> None:
+        """Act on a request in the run's folder. A person's counts also after another one."""
+        request = self._run_folder.request() if self._run_folder else None
+        if request and (self.stop is None or (self.stop.requeue and not request.requeue)):
+            self._stop_all(request)
 
     def _handle(self, event: Event) -> None:
         match event:
@@ -589,7 +597,9 @@ class NodeAgent:
     def request_stop(self, request: StopRequest) -> None:
         """Ask the program to save and end, once. Of two requests, the one of a person counts."""
         if self.stop:
-            self.stop = request if self.stop.requeue else self.stop
+            if self.stop.requeue and not request.requeue:
+                self.stop = request
+                self.log(f"{request.reason}: the run ends for good")
             return
         self.stop = request
         if self._command:

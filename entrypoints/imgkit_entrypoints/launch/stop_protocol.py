@@ -17,7 +17,8 @@ Ranks see the file at slightly different times, so they must agree on the step b
 `RunFolder`), which people, job scripts and all nodes share. A person's request is ``touch RUN_DIR/stop``:
 the run saves and ends with 0, nobody requeues it, and it does not start again while the file is there. A
 job script touches ``stop-for-requeue`` before its time limit: the run saves and ends with 85, and the
-next start clears the file. Reasons: docs/adr/0009-one-stop-file.md.
+next start clears the file. A run with a new state leaves ``requeue``, upon which the script requeues the
+job. Reasons: docs/adr/0009-one-stop-file.md.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from types import FrameType
 from typing import BinaryIO
 
 from imgkit_entrypoints import fence, files, terminal
-from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.errors import EXIT_SAVED, UsageError
 from imgkit_entrypoints.launch import failures
 from imgkit_entrypoints.launch.user_program import STOP_SIGNALS
 
@@ -168,6 +169,10 @@ def saved_step(stop_folder: Path, job_id: str) -> tuple[str | None, str]:
 BY_PERSON, FOR_REQUEUE = "stop", "stop-for-requeue"
 RESULT = "result"
 """Name of the file that says how a run has ended: ``JOB_ID CODE``."""
+REQUEUE = "requeue"
+"""Name of the file upon which the job script requeues the job."""
+REQUEUED = "requeued"
+"""Name of the file with the state of the last requeue: ``JOB_ID STEP``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,13 +218,13 @@ class RunFolder:
         files.refuse_unusable_folder(self.path, "run folder", where=where, hint=hint)
 
     def clear(self) -> None:
-        """Remove the marks and the script's request of an earlier start.
+        """Remove the files of an earlier start, by which script and run talk to each other.
 
         Raises
         ------
         UsageError : one is there and cannot be removed.
         """
-        for name in (FOR_REQUEUE, SAVED, RESULT, fence.FILE):
+        for name in (FOR_REQUEUE, REQUEUE, RESULT, fence.FILE):
             try:
                 (self.path / name).unlink(missing_ok=True)
             except OSError as error:
@@ -257,6 +262,38 @@ class RunFolder:
         """
         self.path.mkdir(parents=True, exist_ok=True)
         files.put(self.path / name, text)
+
+    def request_requeue(self, state: str) -> int:
+        """Ask the job script to requeue the job, and return the exit code of the run, whose state is saved.
+
+        A job whose last requeue had the same state makes no progress: it is not requeued again. Neither is
+        one that a person has asked to stop; its exit code is 0.
+
+        Parameters
+        ----------
+        state : job id and step of the saved state: ``4711.0 300``.
+
+        Raises
+        ------
+        OSError : the request cannot be written.
+        """
+        file = self.stop_file()
+        if file:
+            self.say(f"state saved ({state}), not requeued: {file} prevents the run from starting")
+            return 0
+        if state == self._last_requeued_state():
+            self.say(f"state saved ({state}) where it was at the last start: not requeued")
+            return EXIT_SAVED
+        self.write(REQUEUED, f"{state}\n")
+        self.write(REQUEUE, "")
+        return EXIT_SAVED
+
+    def _last_requeued_state(self) -> str:
+        """Return the state of the last requeue; empty if there was none."""
+        try:
+            return files.read_own(self.path / REQUEUED).strip()
+        except (OSError, UnicodeDecodeError):
+            return ""
 
     def last_change_s(self) -> float:
         """Return when an earlier start has last written here, in seconds of the epoch; 0: it has not."""

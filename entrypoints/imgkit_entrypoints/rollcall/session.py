@@ -126,8 +126,8 @@ class HeadSession(_Session):
         """A node has reported the end of its attempt or what it has measured, or it is lost."""
         self._phases: dict[int, str] = {}
         self._positions: dict[int, Positions] = {}
-        self._stopping: set[int] = set()
-        """Nodes that were asked to stop."""
+        self._stopping: set[tuple[int, bool]] = set()
+        """Nodes that were asked to stop, each with whether for a requeue."""
         self._next_read = self._next_beat = time.monotonic()
         self._read_pause_s = READ_PAUSE_S * min(1.0, placement.nnodes / MANY)
 
@@ -238,8 +238,8 @@ class HeadSession(_Session):
             self.reports[number], self._has_news = message, True
             if failure := message.failure:
                 self.failures.append((time.monotonic() - failure.age_ms / 1000, number, failure))
-        elif isinstance(message, messages.StopOrder) and number not in self._stopping:
-            self._stopping.add(number)
+        elif isinstance(message, messages.StopOrder) and (number, message.requeue) not in self._stopping:
+            self._stopping.add((number, message.requeue))
             order = dataclasses.replace(message, node=self.node_name(number))
             self._server.send_all(order, but=number)
             if number != 0:

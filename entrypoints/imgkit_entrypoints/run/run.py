@@ -703,7 +703,9 @@ class Run:
         code = EXIT_NO
         if self._keep and saved_step == step:
             ranks = self._connect().ranks
-            code = stop_requests.report_saved(self.stopping, step, ranks, self.folder, self._env)
+            code = stop_requests.report_saved(
+                self.stopping, step, ranks, self.folder, self._env, self._report
+            )
         _EXIT_CODES.append(code)
         raise SystemExit(code)
 

@@ -1,4 +1,4 @@
-"""Requests to stop, as one rank sees them, and the mark that tells the node agent that the state is saved."""
+"""Requests to stop, as one rank sees them, and the report of a saved state."""
 
 from __future__ import annotations
 
@@ -95,23 +95,32 @@ class StopRequests:
             os.kill(os.getpid(), number)
 
 
-def report_saved(reason: str, step: int, ranks: Ranks, folder: Path, env: Mapping[str, str]) -> int:
-    """Leave the mark of a saved state where somebody reads it, and return the exit code that fits.
+def report_saved(
+    reason: str, step: int, ranks: Ranks, folder: Path, env: Mapping[str, str], say: Callable[[str], None]
+) -> int:
+    """Report a saved state to whoever decides about a requeue, and return the exit code that fits.
 
-    Under dist-run the node agent reads the mark and exits with 85. torchrun turns every code but 0 into 1, so
-    its mark is in the run's `folder`. Elsewhere the code 85 says that the state is saved.
+    Under dist-run the node agent reads a mark, decides, and exits with 85. Plain torchrun turns every code
+    but 0 into 1, so rank 0 decides, and leaves the code in the run's `folder` for the job script. Elsewhere
+    the code 85 says that the state is saved.
 
     Raises
     ------
-    OSError : the attempt of this worker is over, or the mark cannot be written.
+    OSError : the attempt of this worker is over, or a file cannot be written.
     """
     agent_folder = env.get("IMGKIT_STOP_DIR")
     if reason == FOR_GOOD:
         return 0
     if not agent_folder and "TORCHELASTIC_RUN_ID" not in env:
         return EXIT_SAVED
-    if (ranks.local_rank if agent_folder else ranks.rank) == 0:
-        fence.check(env)
-        job = env.get("IMGKIT_JOB_ID", stop_protocol.LOCAL_JOB)
-        files.put(Path(agent_folder or folder) / stop_protocol.SAVED, f"{job} {step}\n")
+    if (ranks.local_rank if agent_folder else ranks.rank) != 0:
+        return 0
+    fence.check(env)
+    job = env.get("IMGKIT_JOB_ID", stop_protocol.LOCAL_JOB)
+    if agent_folder:
+        files.put(Path(agent_folder) / stop_protocol.SAVED, f"{job} {step}\n")
+        return 0
+    run_folder = RunFolder(path=folder, say=say)
+    code = run_folder.request_requeue(f"{job} {step}")
+    run_folder.write(stop_protocol.RESULT, f"{job} {code}\n")
     return 0

@@ -80,7 +80,7 @@ def test_image_of_a_site_runs_is_stopped_and_resumes(site: Site, name: str) -> N
     site.until(lambda: "starts at 0" in site.output_of(job), job)
     site("scancel", "--batch", "--signal=USR1", job)  # as --signal=B:USR1@120 does
     site.until(lambda: "requeued" in site.output_of(job), job)
-    saved = re.search(r"state saved \(\S+ (\d+)\): requeued", site.output_of(job))
+    saved = re.search(r"state saved at step (\d+)", site.output_of(job))
     assert saved, site.output_of(job)
     site.start_again(job)
     output = site.wait_for_end(job)
@@ -98,8 +98,9 @@ def test_node_without_a_mounted_folder_is_named(site: Site, name: str) -> None:
     expect_success(site("exec", "node1", "--", "mkdir", "-p", mounted))
     job = site.submit(name, "--bind", mounted, "--", "dist-hello", *ONE)
     output = site.wait_for_end(job)
-    assert f"imgkit: node node2 has no {mounted}, which the job mounts (--bind, " in output, output
-    assert "node1 has no" not in output
+    assert f"ls: cannot access '{mounted}': No such file or directory" in output, output
+    assert re.findall(r"srun: error: (\w+): task \d: Exited with exit code 2", output) == ["node2"], output
+    assert "imgkit: a node lacks what the job mounts (--bind, --secret-file" in output
 
 
 PYXIS = """\

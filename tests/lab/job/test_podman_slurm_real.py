@@ -109,7 +109,7 @@ def test_job_in_podman_is_stopped_and_resumes(site: Site) -> None:
     assert list((site.folder / f"runs/site-{job}").glob(".imgkit-secret*"))
     site("scancel", "--batch", "--signal=USR1", job)  # as --signal=B:USR1@120 does
     site.until(lambda: "requeued" in site.output_of(job), job)
-    saved = re.search(r"state saved \(\S+ (\d+)\): requeued", site.output_of(job))
+    saved = re.search(r"state saved at step (\d+)", site.output_of(job))
     assert saved, site.output_of(job)
     site.start_again(job)
     job_output = site.wait_for_end(job)

@@ -152,7 +152,7 @@ def test_requeued_job_goes_on_with_the_same_losses(site: Site) -> None:
     site.until(lambda: bool(losses(site.output_of(job))), job)
     site("scancel", "--batch", "--signal=USR1", job)  # as --signal=B:USR1@120 does
     site.until(lambda: "requeued" in site.output_of(job), job)
-    saved = re.search(r"state saved \(\S+ (\d+)\): requeued", site.output_of(job))
+    saved = re.search(r"state saved at step (\d+)", site.output_of(job))
     assert saved, site.output_of(job)
     for node in ("node1", "node2"):  # as of a clean-up that Slurm has killed
         remains = site.state / f"enroot-{node}/pyxis_{job}.1/etc"

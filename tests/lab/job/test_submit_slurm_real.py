@@ -238,7 +238,7 @@ def stopped_and_requeued(site: Site, job: str) -> str:
     """Ask `job` to stop, as Slurm does before its time is over, and have it start again; the step saved."""
     site.cluster("scancel", "--batch", "--signal=USR1", job)  # as --signal=B:USR1@120 does
     site.until(lambda: "requeued" in site.output_of(job), job)
-    saved = re.search(r"state saved \(\S+ (\d+)\): requeued", site.output_of(job))
+    saved = re.search(r"state saved at step (\d+)", site.output_of(job))
     assert saved is not None, site.output_of(job)
     site.start_again(job)
     return saved[1]
@@ -290,6 +290,86 @@ def test_file_of_a_person_keeps_the_job_from_going_on(site: Site) -> None:
     site.wait_for_end(job)
     assert f"starts at {saved[1]}\n" in site.output_of(job)
     assert "finished at 200" in site.output_of(job)
+
+
+STUCK = """
+import os, time
+from pathlib import Path
+stop = Path(os.environ["IMGKIT_STOP_DIR"])
+print("waits", flush=True)
+while not (stop / "stop").exists():
+    time.sleep(0.1)
+(stop / "state-saved").write_text(os.environ["IMGKIT_JOB_ID"] + " 7")
+"""
+"""A STUB of a training that never gets beyond its step."""
+
+
+def test_job_without_progress_is_not_requeued_again(site: Site) -> None:
+    (site.folder / "stuck.py").write_text(STUCK)
+    job = site.submit("--nodes", "2", "--", "dist-run", *ONE, "stuck.py")
+    site.until(lambda: site.output_of(job).count("waits") == 2, job)
+    assert stopped_and_requeued(site, job) == "7"
+    site.until(lambda: site.output_of(job).count("waits") == 4, job)
+    site.cluster("scancel", "--batch", "--signal=USR1", job)
+    site.wait_for_end(job)
+    message = f"state saved ({job}.0 7) where it was at the last start: not requeued"
+    assert site.output_of(job).count(message) == 1, site.output_of(job)
+    assert "ExitCode=85:0" in job_record(site, job)
+
+
+BY_TORCHRUN = (
+    'exec torchrun --nnodes 2 --nproc-per-node 1 --node-rank "$SLURM_NODEID" --master-addr node1 "$0"',
+    "library.py",
+)
+LIBRARY = """
+import time
+import torch
+from imgkit_entrypoints.run import Run
+torch.distributed.init_process_group("gloo")
+with Run.start() as run:
+    run.track(model=torch.nn.Linear(1, 1))
+    run.restore()
+    print("starts at", run.step, flush=True)
+    for _ in run.steps(range(200)):
+        time.sleep(0.05)
+print("finished at", run.step)
+"""
+
+
+@pytest.mark.soak
+def test_job_of_plain_torchrun_is_requeued_by_the_library(site: Site) -> None:
+    (site.folder / "library.py").write_text(LIBRARY)
+    job = site.submit("--nodes", "2", "--gpus", "0", "--", "sh", "-c", *BY_TORCHRUN)
+    site.until(lambda: "starts at 0" in site.output_of(job), job)
+    site.cluster("scancel", "--batch", "--signal=USR1", job)
+    site.until(lambda: "requeued" in site.output_of(job), job)
+    saved = re.search(r"the state of step (\d+) is saved", site.output_of(job))
+    assert saved is not None, site.output_of(job)
+    site.start_again(job)
+    site.wait_for_end(job)
+    assert f"starts at {saved[1]}\n" in site.output_of(job)
+    assert "finished at 200" in site.output_of(job)
+    assert "ExitCode=0:0" in job_record(site, job)
+
+
+@pytest.mark.soak
+def test_job_that_slurm_ends_at_its_limit_is_not_requeued(site: Site) -> None:
+    job = site.submit("--nodes", "2", "--time", "1m", "--", "dist-run", *ONE, "--grace", "60", "stuck.py")
+    site.until(lambda: site.output_of(job).count("waits") == 2, job)
+    until(lambda: not site.is_queued(job), within_s=240, describe=lambda: site.output_of(job))
+    assert "JobState=TIMEOUT" in job_record(site, job), job_record(site, job)
+    assert "requeued" not in site.output_of(job)
+
+
+def test_folder_that_another_user_planted_is_refused(site: Site) -> None:
+    job = site.submit("--option=--hold", "--", "dist-hello", *ONE)
+    planted = site.folder / f"runs/mn5-{job}"
+    planted.mkdir()
+    os.chown(planted, 12345, 12345)
+    site.cluster("scontrol", "release", job)
+    assert f"imgkit: {planted} is a link or another user's folder\n" in site.wait_for_end(job)
+    assert "ExitCode=2:0" in job_record(site, job)
+    assert list(planted.iterdir()) == []
 
 
 def test_cancelled_job_is_not_requeued(site: Site) -> None:

@@ -39,7 +39,7 @@ UNDER_DIST_RUN = """
 (start whole dist_run); echo "whole: $?"
 (start cut dist_run AT=65 PAUSE=0.1); echo "killed: $?"  # after 60, the last step of an epoch of Lightning
 ask cut dist_run USR1; echo "stopped: $?"
-ls /runs/cut/state-saved
+ls /runs/cut/requeue
 (start cut dist_run); echo "resumed: $?"
 python3 - <<'END'
 import sys, torch
@@ -67,9 +67,9 @@ END
 """
 WITHOUT_LAUNCHER = """
 ask torchrun torchrun TERM
-ls /runs/torchrun/state-saved
+ls /runs/torchrun/requeue
 (start torchrun torchrun); echo "resumed: $?"
-ls /runs/torchrun/state-saved
+ls /runs/torchrun/requeue
 (start alone alone AT=-1); echo "whole: $?"
 ask asked alone USR1; echo "stopped: $?"
 """
@@ -161,7 +161,7 @@ def test_killed_and_stopped_program_resumes_bitwise(trainers: str, tmp_path: Pat
         "whole: 0",
         "killed: 1",
         "stopped: 85",
-        "/runs/cut/state-saved",
+        "/runs/cut/requeue",
         "resumed: 0",
         "steps, weights and optimizer are equal: True True True",
     ):
@@ -177,8 +177,6 @@ def test_program_stops_without_imgkits_launcher(trainers: str, tmp_path: Path, n
     output = run_program(trainers, tmp_path, name, WITHOUT_LAUNCHER)
     for text in ("resumed: 0", "whole: 0", "stopped: 85"):
         assert f"\n{text}\n" in f"\n{output}", (text, output)
-    assert f"\n{output}".count("\n/runs/torchrun/state-saved\n") == 1, (
-        output
-    )  # the start that follows removes it
+    assert f"\n{output}".count("\n/runs/torchrun/requeue\n") == 1, output  # the start that follows removes it
     assert output.count("run: stopped after step ") == 2
     assert output.count("run: resumes after step ") == 1

@@ -196,13 +196,15 @@ def test_loader_of_torchdata_resumes_bitwise(standin: str, tmp_path: Path, scrip
 
 def test_requests_to_stop_end_with_their_codes(standin: str, tmp_path: Path) -> None:
     script = """
+import shutil
 loop = lambda: training(range(400))
 more = {"at": 3, "how": signal.SIGTERM, "pause": 0.01}
 assert start(2, loop, "alone", **more) == [85, 85]
 assert start(2, loop, "torchrun", **more, TORCHELASTIC_RUN_ID="none") == [0, 0]
-print("mark:", open("torchrun/state-saved").read())
+assert os.path.exists("torchrun/requeue")
+print("requeued:", open("torchrun/requeued").read())
 assert start(2, loop, "torchrun", TORCHELASTIC_RUN_ID="none") == [0, 0]
-assert not os.path.exists("torchrun/state-saved")
+assert not os.path.exists("torchrun/requeue")
 os.mkdir("node"), open("node/stop", "w").close()
 launched = {"IMGKIT_STOP_DIR": "node", "IMGKIT_JOB_ID": "4711", "pause": 0.01}
 assert start(2, loop, "launched", **launched) == [0, 0]
@@ -211,7 +213,7 @@ assert start(2, loop, "asked", at=2, how=signal.SIGUSR2, pause=0.01) == [85, 85]
 open("asked/stop", "w").close()
 assert start(1, loop, "asked") == [2]
 def limited():
-    with Run.start(stop_after_s=50) as run:
+    with Run.start(stop_after_s=float(os.environ.get("STOP_AFTER", "50"))) as run:
         run.track(model=torch.nn.Linear(1, 1))
         while run.step < 20:
             if run.due():
@@ -219,9 +221,17 @@ def limited():
 # The second attempt of a run, and a new one in its folder.
 assert start(1, limited, "late", IMGKIT_FIRST_ATTEMPT=time.monotonic() - 60) == [85]
 assert start(1, limited, "anew") == [0]
+no_time = {"TORCHELASTIC_RUN_ID": "none", "STOP_AFTER": 0}
+assert start(1, limited, "stuck", **no_time) == [0]
+assert os.path.exists("stuck/requeue")
+shutil.rmtree("stuck/checkpoints")  # so the next start makes no progress
+assert start(1, limited, "stuck", **no_time) == [0]
+assert not os.path.exists("stuck/requeue")
+assert open("stuck/result").read().split() == ["local", "85"]
 """
     told = many(standin, tmp_path, PROGRAMS + script)
-    assert "mark: local " in told, told
+    assert re.search(r"^requeued: local \d+$", told, re.MULTILINE), told
+    assert told.count(") where it was at the last start: not requeued") == 1, told
     assert "mark: 4711 " in told
     assert "asked/stop: this file prevents the run from starting" in told
     assert '"weight":' in (tmp_path / "alone/metrics.jsonl").read_text()

@@ -294,12 +294,18 @@ def with_folders(job: Job, argv: Argv) -> Argv:
     Without the check, the message of a container runtime does not name the node, and docker creates an empty
     folder.
     """
+    folders = mounted_folders(job)
+    if not folders:
+        return argv
+    return ("sh", "-c", _REQUIRE_FOLDERS, "sh", *folders, "--", *argv)
+
+
+def mounted_folders(job: Job) -> Argv:
+    """Return the paths on the nodes that the job's container mounts, as shell text for the nodes."""
     if not runtime_of(job).mounts_folders:
-        return argv
+        return ()
     sources = dict.fromkeys(bind.partition(":")[0] for bind in job.container.binds)  # each once, in order
-    if not sources:
-        return argv
-    return ("sh", "-c", _REQUIRE_FOLDERS, "sh", *map(quoting.expanding, sources), "--", *argv)
+    return tuple(map(quoting.expanding, sources))
 
 
 def program_starts_once(command: Sequence[str]) -> tuple[str, ...]:
@@ -334,7 +340,7 @@ def spare_waits_for_nothing(job: Job) -> tuple[str, ...]:
     )
 
 
-OPTIONAL = ("account", "queue", "qos", "time", "cpus", "stop-before")
+OPTIONAL = ("account", "queue", "qos", "time", "cpus", "stop-before", "group-readable")
 """Flags of every job that mean nothing on some systems."""
 
 _OWN_NAMES = (

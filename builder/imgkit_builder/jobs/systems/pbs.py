@@ -80,7 +80,7 @@ class Pbs(System):
 
     registration = SHIPPED["pbs"]
     flags = PbsFlags
-    uses = ("account", "queue", "time", "cpus")
+    uses = ("account", "queue", "time", "cpus", "group-readable")
     queue = QueueCommands(
         submit="qsub",
         own_jobs=("qstat",),  # the option for one user needs a name

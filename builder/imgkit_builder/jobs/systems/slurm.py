@@ -17,6 +17,7 @@ from imgkit_builder.jobs.systems import (
     System,
     array_state,
     find_job_id,
+    mounted_folders,
     need_task,
     options_of,
     options_with_values,
@@ -108,7 +109,7 @@ class Slurm(System):
 
     registration = SHIPPED["slurm"]
     passes_names = True  # sbatch and salloc hand their environment on
-    uses = ("account", "queue", "qos", "time", "cpus", "stop-before")
+    uses = ("account", "queue", "qos", "time", "cpus", "stop-before", "group-readable")
     spares_take_over = True
     queue = QueueCommands(
         submit="sbatch",
@@ -128,13 +129,14 @@ class Slurm(System):
         if job.makes_image:
             text = fill(job, "slurm-sif.sh.j2", directives=directives, make=line(job.command))
         else:
-            container = _container_argv(job)
+            container = runtime_of(job).argv(job, job.command, forward=PODMAN_FORWARD)
             text = fill(
                 job,
                 "slurm.sh.j2",
                 directives=directives,
                 array=is_array,
-                look=line(_node_check(job)),
+                folder_check=line(_folder_check(job)),
+                node_check=line(_node_check(job)),
                 start=line(_srun_argv(job, container)),
                 start_in_node=line(_srun_argv(job, (*_IN_NODE, *container))),
             )
@@ -319,13 +321,13 @@ _IN_NODE = ("bash", "-c", Shell('"$task"'), "node")
 """Words that run a node agent within the function of templates/job/slurm-spares.sh.j2."""
 
 
+# With --overlap, the next step need not wait until Slurm has cleaned up after this one. --input=none leaves
+# what the user types to the next step.
+_STEP_BEFORE = ("srun", "--overlap", "--input=none", "--ntasks-per-node=1")
+"""The start of a command that runs once on each node before the job's own step."""
+
 PODMAN_FORWARD = ("SLURM*", "IMGKIT_*", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 """Variables that podman passes into the container; it alone expands the stars."""
-
-
-def _container_argv(job: Job) -> Argv:
-    """Return the argv that starts the job's command in its container on a node."""
-    return _with_folders(job, runtime_of(job).argv(job, job.command, forward=PODMAN_FORWARD))
 
 
 def _with_folders(job: Job, argv: Argv) -> Argv:
@@ -341,10 +343,18 @@ def _node_check(job: Job) -> Argv:
     argv = runtime_of(job).node_check(job)
     if not argv:
         return ()
-    # With --overlap, the next step need not wait until Slurm has cleaned up after this one. --input=none
-    # leaves what the user types to the next step.
-    srun = ("srun", "--overlap", "--input=none", "--ntasks-per-node=1")
-    return (*srun, *with_folders(job, argv))
+    return (*_STEP_BEFORE, *with_folders(job, argv))
+
+
+def _folder_check(job: Job) -> Argv:
+    """Return the step that looks for the folders which the job mounts on each node; empty without folders.
+
+    For pyxis, `_node_check` looks for them.
+    """
+    folders = mounted_folders(job)
+    if not folders or runtime_of(job).node_check(job):
+        return ()
+    return (*_STEP_BEFORE, "ls", "-dL", *folders)
 
 
 def _srun_argv(job: Job, argv: Argv) -> Argv:
@@ -372,7 +382,10 @@ def _interactive_line(job: Job) -> str:
     node_check = _node_check(job)
     if node_check:
         lines.append(_quoted(node_check))
-    argv = _srun_argv(job, _container_argv(job)) if job.command else _first_node_shell(job)
+    argv = _first_node_shell(job)
+    if job.command:
+        container = runtime.argv(job, job.command, forward=PODMAN_FORWARD)
+        argv = _srun_argv(job, _with_folders(job, container))
     lines.append(f"exec {_quoted(argv)}")
     return " && ".join(lines)
 

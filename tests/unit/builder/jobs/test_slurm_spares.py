@@ -87,21 +87,10 @@ def test_launcher_of_the_head_that_was_killed_ends_the_job(start: Start, tmp_pat
     assert slurm_calls(tmp_path) == []
 
 
-@pytest.mark.parametrize("text", ["8.0 0", "7.0 0 0", "7.0", "", "7.0 $(id)"])
-def test_file_that_is_no_result_of_this_job_is_not_taken(start: Start, text: str) -> None:
-    assert code(start(f"echo '{text}' > \"$IMGKIT_RUN_DIR/result\"; exit 3", NOTHING, NOTHING)) == 3
-
-
 def test_result_of_an_earlier_start_is_removed(start: Start, tmp_path: Path) -> None:
     (tmp_path / "runs/mn5-7").mkdir(parents=True)
     (tmp_path / "runs/mn5-7/result").write_text("7.0 0\n")
     assert code(start("exit 3\n", NOTHING, NOTHING)) == 3
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as a second user")
-def test_result_of_a_stranger_is_not_taken(start: Start) -> None:
-    planted = writes("7.0 0") + 'chown 12345 "$IMGKIT_RUN_DIR/result"; exit 3\n'
-    assert code(start(planted, NOTHING, NOTHING)) == 3
 
 
 def test_signal_ends_the_launcher_before_its_task(start: Start, tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
-"""The stop files of the Slurm script, run by a real bash with STUBS of srun and scontrol."""
+"""The run folder and the files of the Slurm script, run by a real bash with STUBS of srun and scontrol."""
 
 from __future__ import annotations
 
 import os
 import signal
+import stat
+import struct
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -11,13 +13,11 @@ from pathlib import Path
 import pytest
 from labkit import until
 
-WORDS = ("mn5", "-A", "a", "--qos", "q", "--time", "10m")
-SAVES = """
-until [[ -e $IMGKIT_RUN_DIR/{file} ]]; do sleep 0.02; done
-touch "$IMGKIT_RUN_DIR/seen"
-until [[ ! -e $IMGKIT_RUN_DIR/wait ]]; do sleep 0.02; done
-echo 7 40 > "$IMGKIT_RUN_DIR/state-saved"
-exit 85
+ARGS = ("mn5", "-A", "a", "--qos", "q", "--time", "10m")
+WAITS = """
+touch started
+until [[ -e $IMGKIT_RUN_DIR/stop-for-requeue ]]; do sleep 0.02; done
+until [[ ! -e hold ]]; do sleep 0.02; done
 """
 
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -25,142 +25,119 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    folder = tmp_path / "runs/mn5-7"
-    folder.mkdir(parents=True)
-    return folder
+    return tmp_path / "runs/mn5-7"
 
 
 @pytest.fixture
 def start(tmp_path: Path, start_script: Start) -> Start:
-    """``start(FILE)``: the script of a job whose launcher saves once FILE is there, and ends with 85."""
+    """``start(SRUN, *ARGS)``: the script of a job whose srun is SRUN, and whose scontrol notes its calls."""
 
-    def run(file: str) -> subprocess.Popen[str]:
-        stubs = {"srun": SAVES.format(file=file), "scontrol": f'echo "$@" >> {tmp_path}/requeues\n'}
-        return start_script(WORDS, stubs, SLURM_JOB_ID="7")
+    def run(srun: str, *args: str) -> subprocess.Popen[str]:
+        stubs = {"srun": srun, "scontrol": f'echo "$@" >> {tmp_path}/requeues\n'}
+        return start_script((*ARGS, *args), stubs, SLURM_JOB_ID="7")
 
     return run
 
 
-def requeues(run_dir: Path) -> int:
-    file = run_dir.parents[1] / "requeues"
-    return len(file.read_text().splitlines()) if file.exists() else 0
+def requeues(folder: Path) -> list[str]:
+    file = folder / "requeues"
+    return file.read_text().splitlines() if file.exists() else []
 
 
-def stop_files(run_dir: Path) -> list[str]:
-    return sorted(path.name for path in run_dir.iterdir() if path.name.startswith("stop"))
-
-
-def started(run_dir: Path) -> bool:
-    return subprocess.run(["pgrep", "-f", f"{run_dir.parents[1]}/srun"], capture_output=True).returncode == 0
-
-
-def test_limit_asks_the_image_and_leaves_no_file(start: Start, run_dir: Path) -> None:
-    script = start("stop-for-requeue")
-    until(lambda: started(run_dir))
-    script.send_signal(signal.SIGUSR1)
+@pytest.mark.parametrize("signals", [1, 2])
+def test_limit_asks_to_save_and_the_job_is_requeued(
+    start: Start, run_dir: Path, tmp_path: Path, signals: int
+) -> None:
+    (tmp_path / "hold").touch()
+    script = start(WAITS + 'touch "$IMGKIT_RUN_DIR/requeue"; exit 85\n')
+    until((tmp_path / "started").exists)
+    for _ in range(signals):
+        script.send_signal(signal.SIGUSR1)
+        until((run_dir / "stop-for-requeue").exists)
+    (tmp_path / "hold").unlink()
     stdout, _ = script.communicate(timeout=20)
-    assert "state saved (7 40): requeued" in stdout
-    assert requeues(run_dir) == 1
-    assert stop_files(run_dir) == []
+    assert stdout == "imgkit: a new state is saved: requeued\n"
+    assert (requeues(tmp_path), script.returncode) == (["requeue 7"], 85)
 
 
-def test_file_of_a_person_is_not_requeued_and_stays(start: Start, run_dir: Path) -> None:
-    script = start("stop")
-    until(lambda: started(run_dir))
-    (run_dir / "stop").touch()
-    _, stderr = script.communicate(timeout=20)
-    assert f"not requeued: {run_dir}/stop prevents the run from starting" in stderr
-    assert (script.returncode, requeues(run_dir), stop_files(run_dir)) == (0, 0, ["stop"])
-
-
-@pytest.mark.parametrize("first", ["person", "limit"])
-def test_file_of_a_person_counts_beside_the_limit(start: Start, run_dir: Path, first: str) -> None:
-    (run_dir / "wait").touch()
-    script = start("stop" if first == "person" else "stop-for-requeue")
-    until(lambda: started(run_dir))
-    if first == "person":
-        (run_dir / "stop").touch()
-        until((run_dir / "seen").exists)
-        script.send_signal(signal.SIGUSR1)
-    else:
-        script.send_signal(signal.SIGUSR1)
-        until((run_dir / "seen").exists)
-        (run_dir / "stop").touch()
-    (run_dir / "wait").unlink()
-    script.communicate(timeout=20)
-    assert (script.returncode, requeues(run_dir), stop_files(run_dir)) == (0, 0, ["stop"])
-
-
-def test_file_of_a_start_that_was_killed_is_removed(start: Start, run_dir: Path) -> None:
-    (run_dir / "stop-for-requeue").touch()
-    script = start("stop-for-requeue")
-    until(lambda: started(run_dir))
-    assert stop_files(run_dir) == []
+def test_job_without_the_request_is_not_requeued(start: Start, run_dir: Path, tmp_path: Path) -> None:
+    script = start(WAITS + 'echo "7.0 85" > "$IMGKIT_RUN_DIR/result"; exit 143\n')
+    until((tmp_path / "started").exists)
     script.send_signal(signal.SIGUSR1)
     script.communicate(timeout=20)
-    assert requeues(run_dir) == 1
+    assert (requeues(tmp_path), script.returncode) == ([], 85)
 
 
-def test_file_of_a_person_from_before_the_start_stays(start: Start, run_dir: Path) -> None:
-    (run_dir / "stop-for-requeue").touch()
-    (run_dir / "stop").touch()
-    script = start("stop")
-    script.communicate(timeout=20)
-    assert (script.returncode, requeues(run_dir), stop_files(run_dir)) == (0, 0, ["stop"])
-
-
-def test_planted_links_are_not_followed(start: Start, run_dir: Path, tmp_path: Path) -> None:
-    victim = tmp_path / ".bashrc"
-    victim.write_text("mine")
-    for name in ("requeued", "stop", "stop-for-requeue"):
-        (run_dir / name).symlink_to(victim if name == "requeued" else tmp_path / f"made-by-{name}")
-    script = start("stop-for-requeue")
-    until(lambda: started(run_dir))
-    (run_dir / "stop-for-requeue").symlink_to(tmp_path / "made-by-it")  # again: the start has removed it
-    script.send_signal(signal.SIGUSR1)
-    script.communicate(timeout=20)
-    assert requeues(run_dir) == 1
-    assert (victim.read_text(), list(tmp_path.glob("made-by-*"))) == ("mine", [])
-    assert ((run_dir / "requeued").read_text(), stop_files(run_dir)) == ("7 40\n", ["stop"])
+def test_files_of_an_earlier_start_are_removed(start: Start, run_dir: Path, tmp_path: Path) -> None:
+    run_dir.mkdir(parents=True)
+    names = ("requeue", "result", "stop-for-requeue", ".imgkit-secret.0123456789", "requeued", "stop")
+    for name in names:
+        (run_dir / name).write_text("7.0 9\n")
+    script = start('ls -A "$IMGKIT_RUN_DIR"; exit 3\n')
+    stdout, _ = script.communicate(timeout=20)
+    assert stdout.split() == ["requeued", "stop"]
+    assert (requeues(tmp_path), script.returncode) == ([], 3)
 
 
 @pytest.mark.parametrize(
-    ("result", "code"), [("7.0 1", 1), ("7 3", 3), ("8.0 1", 143), ("7.0 0", 143), ("7.0 $(id)", 143)]
+    ("of_srun", "result", "code"),
+    [
+        (143, "7.0 1", 1),
+        (143, "7 3", 3),
+        (5, "7.0 0", 5),
+        (0, "7.0 3", 0),
+        (0, "local 85", 85),
+        (143, "", 143),
+    ],
 )
-def test_failed_job_ends_with_the_code_of_the_program(
-    start_script: Start, run_dir: Path, result: str, code: int
+def test_job_ends_with_the_code_of_the_program(start: Start, of_srun: int, result: str, code: int) -> None:
+    """A shell may start several programs, of which one has left a result: a failure is the job's."""
+    script = start(f"[[ '{result}' ]] && echo '{result}' > \"$IMGKIT_RUN_DIR/result\"\nexit {of_srun}\n")
+    _, stderr = script.communicate(timeout=20)
+    assert (script.returncode, stderr) == (code, "")
+
+
+def set_default_acl(folder: Path) -> None:
+    """Have each new file of `folder` open to its group and to user 12345, whatever the umask says."""
+    entries = ((0x01, 7, -1), (0x02, 7, 12345), (0x04, 7, -1), (0x10, 7, -1), (0x20, 5, -1))
+    rows = b"".join(struct.pack("<HHi", *entry) for entry in entries)
+    try:
+        os.setxattr(folder, "system.posix_acl_default", struct.pack("<I", 2) + rows)
+    except OSError:
+        pytest.skip("this file system has no ACLs")
+
+
+@pytest.mark.parametrize("acl", [False, True])
+@pytest.mark.parametrize(("args", "mode"), [((), 0o700), (("--group-readable",), 0o750)])
+def test_run_folder_is_closed_and_its_parent_is_not_changed(
+    start: Start, run_dir: Path, tmp_path: Path, args: tuple[str, ...], mode: int, *, acl: bool
 ) -> None:
-    (run_dir / "result").write_text("7.0 2\n")  # of an earlier start
-    srun = f"[[ ! -e {run_dir}/result ]] || exit 9\necho '{result}' > {run_dir}/result\nexit 143\n"
-    script = start_script(WORDS, {"srun": srun}, SLURM_JOB_ID="7")
-    script.communicate(timeout=20)
-    assert script.returncode == code
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as a second user")
-def test_marks_of_a_stranger_change_nothing(start: Start, run_dir: Path) -> None:
-    script = start("stop")
-    until(lambda: started(run_dir))
-    for name in ("stop", "requeued"):
-        (run_dir / name).write_text("7 40\n")
-        os.chown(run_dir / name, 12345, 12345)
-    stdout, _ = script.communicate(timeout=20)
-    assert "state saved (7 40): requeued" in stdout
-    assert requeues(run_dir) == 1
+    run_dir.parent.mkdir()
+    run_dir.parent.chmod(0o2770)
+    if acl:
+        set_default_acl(run_dir.parent)
+    parent = run_dir.parent.stat()
+    start("exit 0\n", *args).communicate(timeout=20)
+    assert stat.S_IMODE(run_dir.stat().st_mode) & 0o777 == mode
+    assert run_dir.parent.stat().st_mode == parent.st_mode
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as a second user")
 @pytest.mark.parametrize("kind", ["link", "folder"])
-def test_run_folder_that_a_stranger_planted_is_refused(start: Start, run_dir: Path, kind: str) -> None:
-    elsewhere = run_dir.parent / ".ssh"
+def test_run_folder_that_a_stranger_planted_is_refused(
+    start: Start, run_dir: Path, tmp_path: Path, kind: str
+) -> None:
+    elsewhere = tmp_path / ".ssh"
     elsewhere.mkdir()
+    run_dir.parent.mkdir()
     if kind == "link":
-        run_dir.rmdir()
         run_dir.symlink_to(elsewhere)
     else:
+        run_dir.mkdir()
         os.chown(run_dir, 12345, 12345)
-    script = start("stop")
+    script = start("touch started\n")
     _, stderr = script.communicate(timeout=20)
     assert script.returncode == 2
-    assert f"{run_dir} is a link or another user's folder" in stderr
+    assert stderr == f"imgkit: {run_dir} is a link or another user's folder\n"
     assert list(elsewhere.iterdir()) == list(run_dir.iterdir()) == []
+    assert not (tmp_path / "started").exists()

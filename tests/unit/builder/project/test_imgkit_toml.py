@@ -27,6 +27,7 @@ binds = [
 ]
 env = ["A=1", "HOME"]
 command = ["dist-hello"]
+group_readable = true
 """
 PLAN = JobRequest.of(command=("dist-hello",), account="a", time="1h")
 RECIPE = "extends: mn5\nsystem:\n  queue: {qos: acc_debug}\n"
@@ -56,6 +57,7 @@ def test_every_key_is_read_with_its_line(tmp_path: Path) -> None:
         binds=("/gpfs/a = b",),
         env=("A=1", "HOME"),
         command=("dist-hello",),
+        group_readable=True,
     )
     assert project.code is None
     assert project.recipe == str(tmp_path / "mine.yaml")
@@ -67,6 +69,7 @@ def test_every_key_is_read_with_its_line(tmp_path: Path) -> None:
         "binds": 6,
         "env": 9,
         "command": 10,
+        "group_readable": 11,
     }
 
 
@@ -135,7 +138,7 @@ def test_flag_beats_the_folder_of_code(call: Any) -> None:
         Path(folder, "train.py").touch()
     written(FULL + "time = '1h'\ncode = 'src'\n")
     for args, row, source in (
-        ((), f"code {Path('src').absolute()}", "imgkit.toml:12"),
+        ((), f"code {Path('src').absolute()}", "imgkit.toml:13"),
         (("--code", "other"), "code other", "--code"),
         (("--no-code",), "code ", "--no-code"),
     ):
@@ -181,7 +184,9 @@ def test_plan_of_a_run_says_what_decides(call: Any) -> None:
     origins = sources(out)
     assert origins["remote mn5"] == "imgkit.toml:2"
     assert origins[f"recipe {Path('mine.yaml').absolute()}"] == "imgkit.toml:3"
-    assert origins["time 01:00:00"] == "imgkit.toml:11"
+    assert origins["group-readable True"] == "imgkit.toml:11"
+    assert origins["time 01:00:00"] == "imgkit.toml:12"
+    assert '&& mkdir -m 750 "$dir"' in call("run", "--dry-run")[1]
 
 
 def test_run_on_a_remote_keeps_one_file_of_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,11 +113,7 @@ def test_jobs_name_their_temporary_files_alike() -> None:
     """A job that was killed, or still runs, leaves its secret and a half checkpoint beside the code."""
     templates = (FOLDER / "templates/job").glob("*.j2")
     temporary_names = [name for file in templates for name in re.findall(r'mktemp "(\S+)"', file.read_text())]
-    run_names = [
-        name.removeprefix("$IMGKIT_RUN_DIR/")
-        for name in temporary_names
-        if name.startswith("$IMGKIT_RUN_DIR/")
-    ]
+    run_names = [name.removeprefix("$dir/") for name in temporary_names if name.startswith("$dir/")]
     assert ".imgkit-secret.XXXXXXXXXX" in run_names
     assert [
         name for name in (*run_names, disk.WRITING, disk.LEAVING) if not name.startswith(files.TEMPORARY)

@@ -201,7 +201,7 @@ def test_saved_run_ends_the_spare_as_well(nodes: Any) -> None:
     three[2].terminate()
     assert nodes.codes() == [85, 85, 85]
     assert result(nodes) == "85"
-    assert (nodes.folder / "run/state-saved").read_text().split()[1] == "7"
+    assert (nodes.folder / "run/requeued").read_text().split()[1] == "7"
 
 
 def test_stop_during_a_restart_starts_nothing_more(nodes: Any) -> None:

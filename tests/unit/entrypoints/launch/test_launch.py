@@ -276,7 +276,7 @@ def test_others_wait_while_the_head_packs_after_a_success(
 def test_stop_file_of_the_run_stops_all_nodes(nodes: Any) -> None:
     run_dir = nodes.folder / "run"
     run_dir.mkdir()
-    for name in ("stop-for-requeue", "state-saved"):
+    for name in ("stop-for-requeue", "requeue"):
         (run_dir / name).write_text("of an earlier run")
     nodes.two(SAVE)
     nodes.said("ready", 4)
@@ -284,13 +284,13 @@ def test_stop_file_of_the_run_stops_all_nodes(nodes: Any) -> None:
     (run_dir / "stop-for-requeue").touch()
     assert nodes.codes() == [85, 85]
     assert f"{run_dir}/stop-for-requeue on node 1 of 2 (host0): asked the program to save" in nodes.output()
-    assert (run_dir / "state-saved").read_text().split()[1:] == ["7"]
+    assert (run_dir / "requeued").read_text().split()[1:] == ["7"]
 
 
-def test_run_that_saved_nothing_is_not_marked(nodes: Any) -> None:
+def test_run_that_saved_nothing_is_not_requeued(nodes: Any) -> None:
     nodes.two(READY + "sys.exit(1)")
     assert nodes.codes() == [1, 1]
-    assert not (nodes.folder / "run/state-saved").exists()
+    assert not (nodes.folder / "run/requeue").exists()
 
 
 @pytest.mark.parametrize("killed", [0, 1])

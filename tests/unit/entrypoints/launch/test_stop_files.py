@@ -66,7 +66,7 @@ def test_file_of_a_person_ends_both_nodes_for_good(nodes: Any, run_dir: Path) ->
     (run_dir / "stop").touch()
     assert nodes.codes() == [0, 0]
     assert nodes.output().count("state saved at step 7") == 2
-    assert file_names(run_dir) == ["result", "stop"]  # no mark: nobody is to requeue the job
+    assert file_names(run_dir) == ["result", "stop"]  # nobody is to requeue the job
 
 
 def test_file_of_a_script_asks_for_a_requeue(nodes: Any, run_dir: Path) -> None:
@@ -74,7 +74,70 @@ def test_file_of_a_script_asks_for_a_requeue(nodes: Any, run_dir: Path) -> None:
     nodes.said("ready")
     (run_dir / "stop-for-requeue").touch()
     assert nodes.codes() == [85]
-    assert file_names(run_dir) == ["result", "state-saved", "stop-for-requeue"]
+    assert file_names(run_dir) == ["requeue", "requeued", "result", "stop-for-requeue"]
+
+
+def test_file_of_a_person_counts_after_that_of_the_script(nodes: Any, run_dir: Path) -> None:
+    waits = SAVE.replace(
+        "open(stop", "while not os.path.exists(stop + '/../go'): time.sleep(0.02)\nopen(stop"
+    )
+    nodes.two(waits, **SOON)
+    nodes.said("ready", 4)
+    (run_dir / "stop-for-requeue").touch()
+    nodes.said("asked the program to save", 2)
+    (run_dir / "stop").touch()
+    nodes.said(f"{run_dir}/stop: the run ends for good")
+    nodes.said("the run ends for good", 2)
+    (nodes.folder / "go").touch()
+    assert nodes.codes() == [0, 0]
+    assert file_names(run_dir) == ["result", "stop", "stop-for-requeue"]
+
+
+@pytest.fixture
+def messages() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def folder(tmp_path: Path, messages: list[str]) -> RunFolder:
+    return RunFolder(path=tmp_path, say=messages.append)
+
+
+def test_new_state_requeues_the_job(folder: RunFolder, messages: list[str]) -> None:
+    (folder.path / "requeued").write_text("7.0 20\n")
+    assert folder.request_requeue("7.0 40") == 85
+    assert (folder.path / "requeued").read_text() == "7.0 40\n"
+    assert (file_names(folder.path), messages) == (["requeue", "requeued"], [])
+
+
+def test_state_of_the_last_requeue_is_refused(folder: RunFolder, messages: list[str]) -> None:
+    (folder.path / "requeued").write_text("7.0 40\n")
+    assert folder.request_requeue("7.0 40") == 85
+    assert messages == ["state saved (7.0 40) where it was at the last start: not requeued"]
+    assert file_names(folder.path) == ["requeued"]
+
+
+def test_saved_state_of_a_stopped_run_is_not_requeued(folder: RunFolder, messages: list[str]) -> None:
+    (folder.path / "stop").touch()
+    assert folder.request_requeue("7.0 40") == 0
+    stop = folder.path / "stop"
+    assert messages == [f"state saved (7.0 40), not requeued: {stop} prevents the run from starting"]
+    assert file_names(folder.path) == ["stop"]
+
+
+def test_next_start_removes_the_request_to_requeue(folder: RunFolder) -> None:
+    folder.request_requeue("7.0 40")
+    folder.clear()
+    assert file_names(folder.path) == ["requeued"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as a second user")
+def test_record_of_a_stranger_prevents_no_requeue(folder: RunFolder) -> None:
+    for name in ("requeued", "stop"):
+        (folder.path / name).write_text("7.0 40\n")
+        os.chown(folder.path / name, 12345, 12345)
+    assert folder.request_requeue("7.0 40") == 85
+    assert (folder.path / "requeue").exists()
 
 
 def test_of_two_files_the_one_of_a_person_counts(tmp_path: Path) -> None:
@@ -141,7 +204,7 @@ def test_folder_with_the_name_of_a_mark_does_not_count(nodes: Any, run_dir: Path
 @pytest.mark.parametrize("person_first", [True, False])
 def test_of_two_requests_the_one_of_a_person_counts(person_first: bool) -> None:
     config: Any = SimpleNamespace(
-        env={}, placement=head_placement(1), log_dir=None, log=None, timeouts=Timeouts()
+        env={}, placement=head_placement(1), log_dir=None, log=print, timeouts=Timeouts()
     )
     agent = NodeAgent(config)
     person = StopRequest(reason="a file", requeue=False)
