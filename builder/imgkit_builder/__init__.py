@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from imgkit_builder.apptainer.build import BuiltSif
     from imgkit_builder.base.checks import Check
     from imgkit_builder.base.progress import Reporter
-    from imgkit_builder.jobs.handle import JobHandle, find_job, run
+    from imgkit_builder.jobs.conversion import prepare_build, prepare_conversion
+    from imgkit_builder.jobs.handle import JobHandle, find_job, run, submit_conversion
     from imgkit_builder.jobs.prepared import PreparedJob
-    from imgkit_builder.jobs.request import JobRequest
+    from imgkit_builder.jobs.request import JobRequest, SubmitRequest
     from imgkit_builder.jobs.submit import prepare
     from imgkit_builder.jobs.submitted import JobState, SubmittedJob
     from imgkit_builder.recipe.load import load
@@ -54,6 +55,7 @@ __all__ = [
     "Recipe",
     "Reporter",
     "SifBuildRequest",
+    "SubmitRequest",
     "SubmittedJob",
     "__version__",
     "build",
@@ -63,8 +65,11 @@ __all__ = [
     "load",
     "plan",
     "prepare",
+    "prepare_build",
+    "prepare_conversion",
     "run",
     "smoke_test",
+    "submit_conversion",
 ]
 
 _MODULES = {
@@ -72,7 +77,7 @@ _MODULES = {
     "imgkit_builder.base.checks": ("Check",),
     "imgkit_builder.base.progress": ("Reporter",),
     "imgkit_builder.jobs.submitted": ("JobState", "SubmittedJob"),
-    "imgkit_builder.jobs.request": ("JobRequest",),
+    "imgkit_builder.jobs.request": ("JobRequest", "SubmitRequest"),
     "imgkit_builder.jobs.prepared": ("PreparedJob",),
     "imgkit_builder.jobs.submit": ("prepare",),
     "imgkit_builder.recipe.load": ("load",),
@@ -89,7 +94,8 @@ _MODULES = {
     ),
     "imgkit_builder.workflow.convert": ("convert",),
     "imgkit_builder.workflow.images": ("smoke_test",),
-    "imgkit_builder.jobs.handle": ("JobHandle", "find_job", "run"),
+    "imgkit_builder.jobs.conversion": ("prepare_build", "prepare_conversion"),
+    "imgkit_builder.jobs.handle": ("JobHandle", "find_job", "run", "submit_conversion"),
     "imgkit_entrypoints.errors": ("ImgkitError",),
 }
 _HERE = {"Options": "ConversionRequest"}

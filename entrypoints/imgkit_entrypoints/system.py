@@ -188,7 +188,7 @@ class Queue:
     limits: Mapping[Line, Walltime] = field(default_factory=dict)
     """Time limit of each queue or QoS by its name, ``HH:MM:SS``."""
     sif: tuple[Text, ...] = ()
-    """Scheduler options of the job that converts an archive to a .sif."""
+    """Scheduler options of a job that converts or builds an image, with its queue and QoS."""
     options: tuple[Text, ...] = ()
     """Further scheduler options of every job, one word each; not in a partition with ``gpus: 0``."""
     srun: tuple[SrunOption, ...] = ()

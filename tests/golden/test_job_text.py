@@ -1,8 +1,8 @@
-"""What ``imgkit run --dry-run`` prints, byte by byte, and that shellcheck has nothing to say about it.
+"""What a dry run of a job prints, byte by byte, and that shellcheck has nothing to say about it.
 
-A case is two files in ``jobs/``: ``CASE.args``, the arguments of ``imgkit run`` as a shell reads them, and
-``CASE.txt``, what is printed; RECIPES is the folder ``recipes``. After a wanted change:
-``IMGKIT_UPDATE_GOLDEN=1 pytest tests/golden``.
+A case is two files in ``jobs/``: ``CASE.args`` and ``CASE.txt``, what is printed. The first has the arguments
+of ``imgkit run`` as a shell reads them, or those of another verb behind its name; RECIPES is the folder
+``recipes``. After a wanted change: ``IMGKIT_UPDATE_GOLDEN=1 pytest tests/golden``.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ CASES = sorted(path.stem for path in JOBS.glob("*.args"))
 
 
 def printed(case: str) -> str:
-    """Return the output of ``imgkit run --dry-run``, in a folder with a blank if the case names none."""
+    """Return the output of a dry run, in a folder with a blank if the case names none."""
     from typer.testing import CliRunner
 
     text = (JOBS / f"{case}.args").read_text(encoding="utf-8")
     arguments = shlex.split(text.replace("RECIPES/", f"{JOBS.parent / 'recipes'}/"))
+    verb = arguments.pop(0) if arguments[0] in ("sif", "build") else "run"
     end = arguments.index("--") if "--" in arguments else len(arguments)
     options, command = arguments[:end], arguments[end:]
     if "--directory" not in options:
         options += ["--directory", "/home/me/my run"]
-    argv = ["run", "--dry-run", *options, *command]
+    argv = [verb, "--dry-run", *options, *command]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(secrets, "randbelow", lambda _: 5000)  # a run by hand has a random port
         result = CliRunner().invoke(build_app(), argv, catch_exceptions=False)

@@ -14,7 +14,6 @@ BUILDER = Path(__file__).resolve().parents[2] / "builder/imgkit_builder"
 CLASSES = ("jobs/runtimes/", "jobs/systems/")
 NAMES = {*get_args(RuntimeKind), *MODULES}
 EXCEPTIONS = {
-    "cli/archives.py": 1,  # a message names Slurm's own command; it must not load a plug-in
     "cli/build.py": 2,  # docker is the program that builds: --with docker
     "examine/doctor.py": 1,  # is below `jobs`
     "recipe/check.py": 1,  # a rule of the recipe's own kind

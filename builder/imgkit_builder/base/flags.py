@@ -73,9 +73,14 @@ def flag(
     return field(default=default, metadata=metadata)
 
 
-def part(kind: type[Value]) -> Value:
-    """Return a dataclass field that contains a request of `kind`; the dataclass has its flags, too."""
-    part_field: Any = field(default_factory=kind, metadata={"part": kind})
+def part(kind: type[Value], *, group: str = "") -> Value:
+    """Return a dataclass field that contains a request of `kind`; the dataclass has its flags, too.
+
+    Parameters
+    ----------
+    group : the heading above these flags in ``--help``; empty: each flag's own.
+    """
+    part_field: Any = field(default_factory=kind, metadata={"part": kind, "group": group})
     return typing.cast("Value", part_field)
 
 
@@ -86,7 +91,8 @@ def declared(owner: type[Any]) -> tuple[Flag, ...]:
     for item in dataclasses.fields(owner):
         if "part" in item.metadata:
             for part_flag in declared(item.metadata["part"]):
-                flags.append(dataclasses.replace(part_flag, part=item.name))
+                group = item.metadata["group"] or part_flag.group
+                flags.append(dataclasses.replace(part_flag, part=item.name, group=group))
         elif "help" in item.metadata:  # other fields are no flags
             names = item.metadata["names"] or (_long_name(item.name),)
             metadata = {**item.metadata, "names": names}
@@ -108,6 +114,27 @@ def flags_in(request: Any) -> tuple[str, ...]:
         if declared_flag.value(request) != declared_flag.default:
             names.append(declared_flag.names[0])
     return tuple(names)
+
+
+def arguments(kind: type[Any], request: Any) -> tuple[str, ...]:
+    """Return the arguments for the values of `request` that are no defaults: ``("--time", "1h")``.
+
+    The flags are those that the dataclass `kind` declares, which `request` is of or extends.
+    """
+    argv: list[str] = []
+    for declared_flag in declared(kind):
+        value = declared_flag.value(request)
+        name = declared_flag.names[0]
+        if value == declared_flag.default:
+            continue
+        if isinstance(value, bool):
+            argv.append(name)
+        elif isinstance(value, tuple):
+            for item in value:
+                argv += (name, item)
+        else:
+            argv += (name, str(value))
+    return tuple(argv)
 
 
 def changed(request: Value, values: Mapping[str, Any]) -> Value:

@@ -20,8 +20,10 @@ from imgkit_builder.cli.common import (
     terminable,
     with_leave,
 )
+from imgkit_builder.cli.options import GroupedCommand
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.cli.sif import next_line, result_lines, show_stages
+from imgkit_builder.cli.submission import SubmitOptions, refuse_without_submit, submit_job
 from imgkit_builder.jobs import runtimes
 from imgkit_builder.workflow import build
 from imgkit_builder.workflow.build import BuildRequest, SifBuildRequest
@@ -32,6 +34,8 @@ from imgkit_entrypoints.errors import UsageError
 if TYPE_CHECKING:
     from imgkit_builder.apptainer.build import BuiltSif
     from imgkit_builder.workflow.build import BuiltImage, ImagePlan, SifPlan
+
+COMMAND_CLASSES = {"build": GroupedCommand}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +61,12 @@ def verb_build(
     recipe: str = name_argument("RECIPE|FILE", "A shipped recipe (imgkit list) or a .yaml file."),
     *,
     options: BuildOptions,
-    dry_run: bool = flag_option("--dry-run", "Print the plan and the Dockerfile; needs no Docker."),
+    dry_run: bool = flag_option(
+        "--dry-run", "Print the plan and the Dockerfile, or the job's script; needs no Docker."
+    ),
     as_json: bool = JSON,
     verbose: bool = VERBOSE,
+    job: SubmitOptions,
 ) -> None:
     """Build the image of a recipe, then test it.
 
@@ -77,10 +84,21 @@ def verb_build(
       imgkit build olivia --dry-run                        (needs no Docker)
       imgkit build olivia --with apptainer                 (on a cluster: olivia.sif)
       imgkit build mn5 --with apptainer --base-from pytorch.tar
+      imgkit build mn5 --with apptainer --submit -A bsc98 --time 1h
     """
     for name in flags_in(options):
         if name in NOT_WITH[options.program]:
             raise UsageError(f"{name} cannot be used --with {options.program}", where=name, hint="omit it")
+    if job.submit:
+        from imgkit_builder.jobs.conversion import prepare_build
+
+        if options.program != "apptainer":
+            message = "--submit cannot be used --with docker"
+            raise UsageError(message, where="--submit", hint="--with apptainer")
+        prepared = prepare_build(recipe, job.request, options, verbose=verbose)
+        submit_job(prepared, job, dry_run=dry_run, as_json=as_json)
+        return
+    refuse_without_submit(job)
     run: Callable[..., Any]
     if options.program == "docker":
         run = build.plan if dry_run else build.build

@@ -125,7 +125,7 @@ def _reported(report: JobReport) -> dict[str, Any]:
         "exit_code": report.code if report.has_ended else None,
         "command": list(report.argv),
         "output": report.text,
-        "folder": None if record.job.array else str(record.job.run_folder),
+        "folder": None if record.job.array or not record.has_run_folder else str(record.job.run_folder),
     }
     if record.code is not None:
         data["code"] = dataclasses.asdict(record.code)

@@ -137,8 +137,32 @@ class _FieldOptions:
         return changed(self.owner(), fields)
 
 
-class JobCommand(TyperCommand):
+class GroupedCommand(TyperCommand):
+    """A verb whose help lists its options in groups."""
+
+    default_group = "Options"
+    """Heading of the options without a group."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write a section for the arguments, and one for each group of options."""
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": [], "Advanced": []}
+        for parameter in self.get_params(ctx):
+            title = getattr(parameter, "rich_help_panel", None) or self.default_group
+            if parameter.param_type_name == "argument":
+                title = "Arguments"
+            record = parameter.get_help_record(ctx)
+            if record:  # hidden options have none
+                sections.setdefault(title, []).append(record)
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+
+class JobCommand(GroupedCommand):
     """A verb that submits jobs: a command follows ``--``, and most of its many options are rarely needed."""
+
+    default_group = "Advanced"
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         """Parse the arguments before ``--``, and keep the others as the command.
@@ -164,21 +188,6 @@ class JobCommand(TyperCommand):
                 for name in (*parameter.opts, *parameter.secondary_opts):
                     takes_value[name] = not parameter.is_flag
         return takes_value
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write a section for the arguments and for each group; options without a group are "Advanced"."""
-        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": [], "Advanced": []}
-        for parameter in self.get_params(ctx):
-            title = getattr(parameter, "rich_help_panel", None) or "Advanced"
-            if parameter.param_type_name == "argument":
-                title = "Arguments"
-            record = parameter.get_help_record(ctx)
-            if record:  # hidden options have none
-                sections.setdefault(title, []).append(record)
-        for title, records in sections.items():
-            if records:
-                with formatter.section(title):
-                    formatter.write_dl(records)
 
 
 def _flags_of_systems(*, quiet: bool) -> list[type[Any]]:

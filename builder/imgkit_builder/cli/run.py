@@ -80,7 +80,6 @@ def verb_run(
       imgkit run mine.sif --on mn5 --time 10m --detach -- dist-bench
       imgkit run mn5 -A bsc98 --qos acc_debug --time 10m --dry-run -- dist-bench
       imgkit run mn5 -A bsc98 --qos acc_debug --time 1h --interactive
-      imgkit run mn5 -A bsc98 --qos gp_debug --time 1h --sif mn5.tar
       imgkit run rcp --nodes 4 --image registry.example.org/me/rcp:1 -- dist-train --steps 1000
       imgkit run lambda --hosts 10.0.0.1,10.0.0.2 -- dist-hello
       imgkit run cpu --nproc 2 -- dist-train --steps 100
@@ -206,7 +205,7 @@ def _run_job(
         terminal.err(f"imgkit: {on_remote}{shlex.join(script.submit)}")
         folder = Path() if remote else ready.job.directory
         process.become(transport.foreground_argv(ready.job, script), cwd=folder)
-    _show_submitted(record, ready, options)
+    show_submitted(record, ready, detach=options.detach, as_json=options.as_json)
 
 
 def _check_interactive(options: _Options) -> None:
@@ -309,7 +308,7 @@ def _show_dry_run(
             *(value for value in values if value.name not in unknown_names),
         ]
         terminal.err(f"imgkit: {image_source.UNKNOWN_HOME} stands for the folder on {remote.name}")
-    _show(prepared.job, prepared.script, values if options.verbose else (), as_json=options.as_json)
+    show_script(prepared.job, prepared.script, values if options.verbose else (), as_json=options.as_json)
 
 
 def _with_bound_entry_points(prepared: PreparedJob) -> PreparedJob:
@@ -348,7 +347,7 @@ def _no_scheduler_hint(recipe: str) -> str:
     )
 
 
-def _show_submitted(record: SubmittedJob, ready: PreparedJob, options: _Options) -> None:
+def show_submitted(record: SubmittedJob, ready: PreparedJob, *, detach: bool, as_json: bool) -> None:
     """Print the id of a job that has just been submitted, and follow the job's output if that is possible.
 
     If the output is followed, it is printed on stdout, so that the id is printed on stderr only.
@@ -358,23 +357,23 @@ def _show_submitted(record: SubmittedJob, ready: PreparedJob, options: _Options)
     has_id = record.answer is None
     is_array = record.job.array
     is_interactive = ready.job.request.launch.interactive
-    may_follow = not (options.as_json or options.detach or is_array or is_interactive)
+    may_follow = not (as_json or detach or is_array or is_interactive)
     is_followed = may_follow and has_id and can_follow(record)
     if has_id and not is_followed:
         data = {**script_data(ready.job, ready.script), "id": record.job.handle}
         data["folder"] = str(ready.job.directory)
-        show(data, record.job.handle, as_json=options.as_json)
+        show(data, record.job.handle, as_json=as_json)
     records.need_id(record)
-    if not options.as_json:
+    if not as_json:
         # The tasks of an array have an output each.
         verbs = ("status", "cancel") if is_array else ("status", "logs", "cancel")
         commands = [f"imgkit {verb} {record.job.handle}" for verb in verbs]
         terminal.err(f"imgkit: {'; '.join(commands)}")
-    if is_array and not options.as_json:
+    if is_array and not as_json:
         terminal.err("imgkit: an array is not followed: each of its tasks has an id and an output of its own")
     if is_followed:
         raise typer.Exit(follow(record))
-    if is_interactive and not options.as_json:
+    if is_interactive and not as_json:
         _show_comments(ready.script)
 
 
@@ -383,7 +382,7 @@ def _show_comments(script: Script) -> None:
     terminal.err(*(line for line in script.text.splitlines() if line.startswith("#")))
 
 
-def _show(job: Job, script: Script, values: Sequence[ValueSource], *, as_json: bool) -> None:
+def show_script(job: Job, script: Script, values: Sequence[ValueSource], *, as_json: bool) -> None:
     """Print `script` on stdout, and `values` on stderr; with `as_json`, one object with both."""
     if as_json:
         data = script_data(job, script)
@@ -397,20 +396,15 @@ def _show(job: Job, script: Script, values: Sequence[ValueSource], *, as_json: b
 
 def script_data(job: Job, script: Script) -> dict[str, Any]:
     """Return the JSON object about a job and its script."""
-    command_fields: dict[str, Any] = {}
-    if not job.makes_image:
-        command_fields = {
-            "nodes": job.allocation.size.training,
-            "spares": job.allocation.size.spares,
-            "gpus": job.allocation.gpus,
-            "cpus": job.allocation.cpus,
-            "code": dataclasses.asdict(job.container.code) if job.container.code else None,
-        }
     return {
         "recipe": job.recipe.name,
         "scheduler": job.recipe.system.scheduler,
         "name": job.name,
-        **command_fields,
+        "nodes": job.allocation.size.training,
+        "spares": job.allocation.size.spares,
+        "gpus": job.allocation.gpus,
+        "cpus": job.allocation.cpus,
+        "code": dataclasses.asdict(job.container.code) if job.container.code else None,
         "time": job.allocation.time,
         "image": job.container.image,
         "submit": list(script.submit),

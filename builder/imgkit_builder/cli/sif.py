@@ -15,13 +15,16 @@ from imgkit_builder.cli.common import (
     MB,
     UNPACK_LIMIT,
     VERBOSE,
+    flag_option,
     gigabytes,
     name_argument,
     output_option,
     show,
     terminable,
 )
+from imgkit_builder.cli.options import GroupedCommand
 from imgkit_builder.cli.progress import reporter
+from imgkit_builder.cli.submission import SubmitOptions, refuse_without_submit, submit_job
 from imgkit_builder.jobs import quoting, runtimes
 from imgkit_builder.sif.conversion import FormatName, Options
 from imgkit_builder.workflow import baked
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
     from imgkit_builder.apptainer.build import BuiltSif
     from imgkit_builder.sif.conversion import Converted, Stage
     from imgkit_entrypoints.system import SystemFacts
+
+COMMAND_CLASSES = {"sif": GroupedCommand}
 
 
 def verb_sif(
@@ -50,9 +55,10 @@ def verb_sif(
     *,
     options: Options,
     unpack_limit: float | None = UNPACK_LIMIT,
-    dry_run: bool = typer.Option(False, "--dry-run", help="Print the commands, then exit."),
+    dry_run: bool = flag_option("--dry-run", "Print the commands, or the job's script, then exit."),
     as_json: bool = JSON,
     verbose: bool = VERBOSE,
+    job: SubmitOptions,
 ) -> None:
     """Convert an image to a .sif for Singularity or Apptainer, and check it.
 
@@ -61,6 +67,9 @@ def verb_sif(
     alone. An interrupted run leaves the old file or none. --format sqsh writes the
     squashfs that pyxis, enroot and Charliecloud start, and its checksum next to it.
 
+    With --submit, a job does this on a node that the cluster has for such work. Where
+    no file beside the archive names the cluster, --system does.
+
     \b
     Examples:
       imgkit sif mn5.tar
@@ -68,9 +77,17 @@ def verb_sif(
       docker save mine:1 | imgkit sif - -o mine.sif
       imgkit sif mn5.tar.zst -o /scratch/mn5.sif --tmpdir /scratch/tmp
       imgkit sif mn5.tar --format sqsh
+      imgkit sif mn5.tar --submit -A bsc98 --time 1h
     """
     named: FormatName = "sqsh" if output and output.suffix == ".sqsh" else "sif"
     request = dataclasses.replace(options, format=format or named, unpack_limit_bytes=gigabytes(unpack_limit))
+    if job.submit:
+        from imgkit_builder.jobs.conversion import prepare_conversion
+
+        prepared = prepare_conversion(image, job.request, output, request, verbose=verbose)
+        submit_job(prepared, job, dry_run=dry_run, as_json=as_json)
+        return
+    refuse_without_submit(job)
     if dry_run:
         target, commands = plan_conversion(image, output, request)
         show({"dry_run": True, "file": target, "commands": commands}, *commands, as_json=as_json)

@@ -7,9 +7,7 @@ from pathlib import Path
 
 from imgkit_builder.jobs import systems
 from imgkit_builder.jobs.job import Job
-from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.runtimes import runtime_of
-from imgkit_builder.recipe.load import load
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.rollcall import secret
 
@@ -25,9 +23,6 @@ def before_submission(job: Job) -> None:
     runtime = runtime_of(job)
     if not runtime.is_isolated and not job.directory.is_dir():
         raise UsageError(f"no folder {job.directory}", where="--directory")
-    if job.makes_image:
-        _check_source(job.request)
-        return
     check_environment(job)
     for _ in systems.named(job.system).check(job, is_submitted=True):
         pass  # the warnings have been shown
@@ -59,19 +54,3 @@ def _check_variable(name: str) -> None:
         )
     if "\n" in value:
         raise UsageError(f"{name} holds a line break", where="--env", hint="put it into a file")
-
-
-def _check_source(request: JobRequest) -> None:
-    """Raise UsageError if this machine lacks what the job makes its image from.
-
-    That is the archive of ``--sif``, or for ``--build`` the recipe, and the base of ``--base-from`` if any.
-    """
-    archive, base = request.archive, request.base_from
-    if archive is not None:
-        if not archive.is_file():
-            raise UsageError(f"no file {archive}", where="--sif", hint="imgkit save makes one")
-        return
-    load(request.build)
-    if base is not None and not (base.is_file() or base.is_dir()):
-        hint = "an archive or a .sif of the base where the nodes see it"
-        raise UsageError(f"no file {base}", where="--base-from", hint=hint)

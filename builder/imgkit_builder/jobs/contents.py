@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from imgkit_builder.base.flags import declared
-from imgkit_builder.jobs import quoting, runtimes
+from imgkit_builder.jobs import quoting
 from imgkit_builder.jobs.code_tree import CODE_PLACE
 from imgkit_builder.jobs.job import Job
 from imgkit_builder.jobs.request import ContainerRequest, JobRequest
@@ -29,34 +29,6 @@ def requested_image(request: JobRequest) -> str:
     if any(ord(letter) < 32 for letter in request.container.image):
         raise UsageError(f"{request.container.image!r} holds a control character", where="--image")
     return request.container.image
-
-
-def image_to_make(recipe: Target, request: JobRequest, directory: Path) -> tuple[str, tuple[str, ...]]:
-    """Return the path of the .sif or .sqsh that a job makes, and the command that makes it.
-
-    Raises
-    ------
-    UsageError : the job builds a .sif, and the recipe's runtime cannot start one.
-    """
-    runtime = recipe.system.runtime
-    suffix = runtimes.named(runtime.kind).image_suffix or ".sif"
-    if request.archive is not None:
-        image = str(directory / (requested_image(request) or f"{recipe.name}{suffix}"))
-        archive = str(request.archive.absolute())
-        compression = () if runtime.compression == "auto" else ("--compression", runtime.compression)
-        return image, ("imgkit", "sif", archive, "-o", image, *compression)
-    if suffix != ".sif":
-        hint = "build it with an engine elsewhere, and here: imgkit run --sif ARCHIVE"
-        message = f"the job builds a .sif, and {runtime.kind} starts none"
-        raise UsageError(message, where="--build", hint=hint)
-    file = Path(request.build)
-    image = str(directory / (requested_image(request) or f"{file.stem}{suffix}"))
-    # Any other text is the name of a recipe, which must not become a path.
-    source = str(file.absolute()) if file.suffix in (".yaml", ".yml") else request.build
-    base: tuple[str, ...] = ()
-    if request.base_from is not None:
-        base = ("--base-from", str(request.base_from.absolute()))
-    return image, ("imgkit", "build", source, "--with", "apptainer", *base, "-o", image)
 
 
 def with_mounts_and_variables(job: Job, *, passes_names: bool) -> Job:

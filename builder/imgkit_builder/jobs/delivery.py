@@ -165,7 +165,7 @@ class Delivery:
 
     def _no_conversion_error(self, archive: Path, error: ToolMissing) -> ToolMissing:
         """Return `error` with a hint about how to convert the archive on the remote."""
-        command = f"imgkit run RECIPE --sif {shlex.quote(archive.name)}, then imgkit run RECIPE"
+        command = f"imgkit sif {shlex.quote(archive.name)} --submit --system RECIPE, then imgkit run RECIPE"
         hint = f"{error.hint}\nor copy it to {self.connection.remote.name}, and there: {command}"
         return ToolMissing(error.what, where=str(archive), hint=hint)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.jobs import code as code_of
-from imgkit_builder.jobs import history, image_source, records, submit, systems
+from imgkit_builder.jobs import conversion, history, image_source, records, submit, systems
 from imgkit_builder.jobs.prepared import PreparedJob
 from imgkit_builder.jobs.remote import config, connection, fetch
 from imgkit_builder.jobs.remote.config import Remote
@@ -130,6 +130,17 @@ def run(
     prepared = submit.prepare(recipe, request, code, remote=remote, base=base)
     record = submit.submit(prepared, transport_to(remote, prepared), report)
     return JobHandle(record=records.need_id(record))
+
+
+def submit_conversion(prepared: PreparedJob, *, report: Reporter | None = None) -> JobHandle:
+    """Submit a job of `prepare_conversion` or `prepare_build` to the scheduler of this machine.
+
+    Raises
+    ------
+    UsageError : this machine lacks the job's folder, or what it makes the image from.
+    ToolMissing, ToolFailed : this machine has no such scheduler, or the scheduler refused the job.
+    """
+    return JobHandle(record=records.need_id(conversion.submit(prepared, report or Silent())))
 
 
 def transport_to(remote: Remote | None, prepared: PreparedJob, *, may_ask: bool = False) -> Transport:

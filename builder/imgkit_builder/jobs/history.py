@@ -223,6 +223,8 @@ def ending_text(report: JobReport) -> str:
         return text  # each task has a run folder of its own
     if record.job.remote:
         return f"{text}; imgkit fetch {record.job.handle}"
+    if not record.has_run_folder:
+        return text
     return f"{text}; run folder: {record.job.run_folder}"
 
 

@@ -131,7 +131,7 @@ def find(recipe: str, request: JobRequest, default: str) -> ImageSource:
     sif = folder / f"{stem(title)}.sif"
     is_oci_folder = Path(file, "oci-layout").exists()
     if is_oci_folder or (file.is_file() and file.suffix not in RECIPE_SUFFIXES):
-        target = _archive_target(file, default)
+        target = archive_target(file) or _default_target(file, default)
         return ImageSource(title=title, target=target, recipe="", sif=sif, request=request, archive=file)
     return ImageSource(title=title, target=targets.find(title), recipe=title, sif=sif, request=request)
 
@@ -190,13 +190,13 @@ def _find_remote_image(title: str, request: JobRequest) -> ImageSource:
     )
 
 
-def _archive_target(archive: Path, default: str) -> Target:
-    """Return the recipe's name and system that imgkit wrote beside the archive, or the remote's `default`."""
+def archive_target(archive: Path) -> Target | None:
+    """Return the recipe's name and system that imgkit wrote beside the archive; None without them."""
     if archive.is_dir():
-        return _default_target(archive, default)
+        return None
     description = sidecar.read(archive)
     if description is None or description.system is None or description.manifest is None:
-        return _default_target(archive, default)
+        return None
     return baked.target_of(description.manifest, description.system, description.image.platform, archive)
 
 
@@ -246,7 +246,7 @@ def _ssh_config(address: str) -> dict[str, str]:
     return options
 
 
-_LOCAL_FLAGS = ("--directory", "--sif", "--build", "--base-from")
+_LOCAL_FLAGS = ("--directory",)
 """Flags for jobs of this machine: on a remote, imgkit chooses the folder and sends the image itself."""
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Argv = tuple[str, ...]
 """A command with its arguments, or a part of such a command."""
-RuntimeKind = Literal["singularity", "docker", "pyxis", "host", "kubernetes"]
+RuntimeKind = Literal["singularity", "docker", "pyxis", "host", "kubernetes", "no-container"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,9 @@ class Container:
     """The container of a job's command, and the code, folders and variables that the command finds in it."""
 
     image: str
-    """Path of a .sif, or an image reference. Without a container, the virtual environment, or empty."""
+    """Path of a .sif, or an image reference. Without a container, the virtual environment, or empty. Of the
+    runtime ``no-container``, the path of the image that the command makes.
+    """
     runtime: RuntimeKind
     binds: tuple[str, ...] = ()
     workdir: str = ""
@@ -103,7 +105,7 @@ class Container:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A job with all its values. It runs a command, or makes the .sif of `container`."""
+    """A job with all its values."""
 
     recipe: Target
     request: JobRequest
@@ -120,11 +122,6 @@ class Job:
     warnings: tuple[str, ...] = ()
 
     @property
-    def makes_image(self) -> bool:
-        """Whether `command` makes the image instead of running in it."""
-        return bool(self.request.image_flag)
-
-    @property
     def runs_entry_point(self) -> bool:
         """Whether `command` is an entry point, ``dist-...``, which an image must contain."""
         return bool(self.command) and self.command[0].startswith("dist-")
@@ -133,11 +130,6 @@ class Job:
     def is_interactive(self) -> bool:
         """Whether the user works on the nodes in a shell."""
         return self.request.launch.interactive
-
-    @property
-    def title(self) -> str:
-        """The job's name in the queue and in the name of its output."""
-        return f"{self.name}-sif" if self.makes_image else self.name
 
     @property
     def outlives_nodes(self) -> bool:

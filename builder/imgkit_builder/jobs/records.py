@@ -153,7 +153,7 @@ def _read(path: Path) -> SubmittedJob:
     )
     if not are_valid:
         raise ValueError(f"{job.handle!r} is not a job id")
-    quoting.check("--name", job.name.removesuffix("-sif"))
+    quoting.check("--name", job.name)
     return record
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from imgkit_builder.base import flags
-from imgkit_builder.base.flags import USUAL, declared, flag, flags_in, part
-from imgkit_entrypoints.errors import UsageError
+from imgkit_builder.base.flags import USUAL, flag, part
 
 RuntimeName = Literal["singularity", "docker", "pyxis", "host"]
 
@@ -37,7 +36,20 @@ Flags = TypeVar("Flags", bound=SystemFlags)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AllocationRequest:
+class QueueRequest:
+    """The queue of a job, its account and its time limit; empty means "as in the recipe"."""
+
+    time: str = flag("", metavar="HH:MM:SS", group=USUAL, help="Time limit, for example 00:30:00, 90m or 2h.")
+    account: str = flag("", "--account", "-A", group=USUAL, help="Account or project to charge.")
+    queue: str = flag("", "--queue", "-q", group=USUAL, help="Queue, partition or RunAI project.")
+    qos: str = flag("", group=USUAL, help="Quality of service (Slurm).")
+    options: tuple[str, ...] = flag(
+        (), "--option", metavar="WORD", help="Additional scheduler option, one word: --option=--exclusive."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllocationRequest(QueueRequest):
     """The resources that the scheduler is asked for; None and empty mean "as in the recipe"."""
 
     nodes: str = flag(
@@ -49,12 +61,19 @@ class AllocationRequest:
     )
     gpus: int | None = flag(None, metavar="G", help="GPUs per node (default: all).")
     cpus: int | None = flag(None, metavar="C", help="CPUs per node.")
-    time: str = flag("", metavar="HH:MM:SS", group=USUAL, help="Time limit, for example 00:30:00, 90m or 2h.")
-    account: str = flag("", "--account", "-A", group=USUAL, help="Account or project to charge.")
-    queue: str = flag("", "--queue", "-q", group=USUAL, help="Queue, partition or RunAI project.")
-    qos: str = flag("", group=USUAL, help="Quality of service (Slurm).")
-    options: tuple[str, ...] = flag(
-        (), "--option", metavar="WORD", help="Additional scheduler option, one word: --option=--exclusive."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubmitRequest(QueueRequest):
+    """A job that makes an image on a node: ``imgkit sif --submit`` and ``imgkit build --submit``."""
+
+    system: str = flag("", metavar="RECIPE", help="Recipe whose system takes the job (default: the image's).")
+    name: str = flag("", help="Job name (default: the recipe's name with -sif).")
+    directory: Path = flag(
+        Path(), metavar="DIR", help="Folder in which the job runs; relative paths of other options are in it."
+    )
+    templates: Path | None = flag(
+        None, metavar="DIR", help="Folder of custom templates; they replace the shipped ones."
     )
 
 
@@ -173,7 +192,7 @@ class ProjectSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRequest:
-    """A job that runs a command on its nodes, or makes a .sif."""
+    """A job that runs a command on its nodes."""
 
     allocation: AllocationRequest = part(AllocationRequest)
     launch: LaunchRequest = part(LaunchRequest)
@@ -185,19 +204,6 @@ class JobRequest:
     )
     templates: Path | None = flag(
         None, metavar="DIR", help="Folder of custom templates; they replace the shipped ones."
-    )
-    archive: Path | None = flag(
-        None, "--sif", metavar="ARCHIVE", help="Submit a job that converts ARCHIVE to a .sif."
-    )
-    build: str = flag(
-        "",
-        metavar="RECIPE|FILE",
-        help="Submit a job that builds a recipe's .sif without Docker (imgkit build --with apptainer).",
-    )
-    base_from: Path | None = flag(
-        None,
-        metavar="PATH",
-        help="With --build: an archive, an OCI folder or a .sif of the base (default: its registry).",
     )
     system_flags: tuple[SystemFlags, ...] = ()
     """One value of the `flags` class of each system of which a flag was given."""
@@ -218,47 +224,9 @@ class JobRequest:
         """Return this request with other values, by the names that `of` takes."""
         return flags.changed(self, values)
 
-    @property
-    def image_flag(self) -> str:
-        """The flag by which the job makes a .sif: ``--sif`` or ``--build``; empty: the job runs a command."""
-        if self.archive is not None:
-            return "--sif"
-        if self.build:
-            return "--build"
-        return ""
-
     def flags(self, kind: type[Flags]) -> Flags:
         """Return the system's own flags that the class `kind` declares; their defaults if none was given."""
         for system_flags in self.system_flags:
             if isinstance(system_flags, kind):
                 return system_flags
         return kind()
-
-
-_IMAGE_JOB_FIELDS = (
-    *("time", "account", "queue", "qos", "options"),
-    *("image", "name", "directory", "templates", "base_from"),
-)
-"""Fields whose flags a job that makes a .sif takes as well."""
-
-
-def refuse_mixed(request: JobRequest) -> None:
-    """Raise UsageError if a job that makes a .sif has a command, or a flag for jobs that run a command.
-
-    ``--base-from`` is refused without ``--build``, too.
-    """
-    image_flag = request.image_flag
-    if request.base_from is not None and image_flag != "--build":
-        raise UsageError("--base-from without --build", where="--base-from", hint="--build RECIPE")
-    if not image_flag:
-        return
-    allowed_flags = {image_flag}
-    for declared_flag in declared(JobRequest):
-        if declared_flag.field in _IMAGE_JOB_FIELDS:
-            allowed_flags.add(declared_flag.names[0])
-    refused = [name for name in flags_in(request) if name not in allowed_flags]
-    if request.launch.command:
-        refused.append(f"the command {request.launch.command[0]}")
-    if refused:
-        message = f"{image_flag} cannot be combined with {refused[0]}"
-        raise UsageError(message, where=image_flag, hint="use only one of them")

@@ -12,13 +12,7 @@ from pathlib import Path
 from imgkit_builder.base.flags import declared, flags_in
 from imgkit_builder.jobs import contents, quoting, runtimes, systems
 from imgkit_builder.jobs.job import Allocation, Container, Job
-from imgkit_builder.jobs.request import (
-    AllocationRequest,
-    JobRequest,
-    ProjectSource,
-    RuntimeName,
-    refuse_mixed,
-)
+from imgkit_builder.jobs.request import JobRequest, ProjectSource, QueueRequest, RuntimeName
 from imgkit_builder.jobs.runtimes import Runtime, runtime_of
 from imgkit_builder.jobs.runtimes.host import Host
 from imgkit_builder.jobs.systems import OPTIONAL, System
@@ -40,7 +34,6 @@ def resolve(recipe: Target, request: JobRequest) -> Job:
     UsageError : the system cannot satisfy a value; names the recipe's line if the recipe sets the limit.
     ToolFailed : the system is a plug-in that cannot be loaded.
     """
-    refuse_mixed(request)
     recipe = _in_partition(recipe, request.allocation.queue or recipe.system.queue.name)
     scheduler = recipe.system.scheduler
     system = systems.named(scheduler)
@@ -49,7 +42,8 @@ def resolve(recipe: Target, request: JobRequest) -> Job:
     directory = request.directory.absolute()
     quoting.check("--directory", str(directory))
     runtime = _runtime(recipe, request.container.runtime, system)
-    image, command = _image_and_command(recipe, request, runtime, directory)
+    command = _command(request)
+    image = runtime.image(contents.requested_image(request), recipe.name, directory)
     job = Job(
         recipe=recipe,
         request=request,
@@ -64,8 +58,6 @@ def resolve(recipe: Target, request: JobRequest) -> Job:
             *_unlisted_queue_warnings(recipe, allocation.queue),
         ),
     )
-    if job.makes_image:
-        return job
     job = _with_nodes(job, system)
     job = dataclasses.replace(job, settings=_settings(job, system))
     job = contents.with_mounts_and_variables(job, passes_names=system.passes_names)
@@ -75,20 +67,58 @@ def resolve(recipe: Target, request: JobRequest) -> Job:
     return dataclasses.replace(job, warnings=warnings)
 
 
-def _image_and_command(
-    recipe: Target, request: JobRequest, runtime: Runtime, directory: Path
-) -> tuple[str, tuple[str, ...]]:
-    """Return the image of the job, and the command that runs in the image or makes it.
+def resolve_conversion(recipe: Target, request: JobRequest, image: Path) -> Job:
+    """Return the job that makes the file `image` by the command of `request`, which is one of imgkit.
+
+    It takes one node without GPUs, from the queue that ``queue.sif`` of the recipe names.
 
     Raises
     ------
-    UsageError : the runtime cannot start the image, or the command is missing or not valid.
+    UsageError : a value is not valid, the recipe requires another one, or the job would show a secret.
+    ToolFailed : the system is a plug-in that cannot be loaded.
     """
-    if request.image_flag:
-        return contents.image_to_make(recipe, request, directory)
-    command = _command(request)
-    requested_image = contents.requested_image(request)
-    return runtime.image(requested_image, recipe.name, directory), command
+    system = systems.named(recipe.system.scheduler)
+    warnings = (
+        *_unused_flag_warnings(recipe, request, system),
+        *_unlisted_queue_warnings(recipe, request.allocation.queue),
+    )
+    recipe = _with_sif_queue(recipe, system)
+    contents.refuse_secrets(recipe, request)
+    return Job(
+        recipe=recipe,
+        request=request,
+        system=recipe.system.scheduler,
+        name=quoting.check("--name", request.name or f"{recipe.name}-sif"),
+        directory=Path(quoting.check("--directory", str(request.directory.absolute()))),
+        allocation=_queue_allocation(recipe, request, system),
+        container=Container(image=str(image), runtime="no-container"),
+        command=request.launch.command,
+        warnings=warnings,
+    )
+
+
+def _with_sif_queue(recipe: Target, system: System) -> Target:
+    """Return `recipe` with the queue, QoS and options that ``queue.sif`` names in place of its own ones."""
+    queue = recipe.system.queue
+    names = {"name": "", "qos": ""}
+    options: list[str] = []
+    positions = dict(recipe.positions)
+    remaining = iter(enumerate(queue.sif))
+    for index, argument in remaining:
+        option, _, value = argument.partition("=")
+        if option in system.queue.fields:
+            # "--qos=gp_debug" of Slurm, and "-q", "debug" of PBS
+            if not value:
+                _, value = next(remaining, (0, ""))
+            names[system.queue.fields[option]] = value
+            continue
+        position = positions.get(("system", "queue", "sif", index))
+        if position is not None:
+            positions["system", "queue", "options", len(options)] = position
+        options.append(argument)
+    queue = dataclasses.replace(queue, name=names["name"], qos=names["qos"], options=tuple(options))
+    facts = dataclasses.replace(recipe.system, queue=queue)
+    return dataclasses.replace(recipe, system=facts, positions=positions)
 
 
 _MINIMA = {"nproc": 1, "cpus": 1, "gpus": 0, "max_failures": 0, "stop_before_s": 0}
@@ -468,7 +498,7 @@ def _cpus_of_processes(request: JobRequest, node_cpus: int | None) -> int | None
     return min(nproc, node_cpus)
 
 
-def _time(recipe: Target, requested: AllocationRequest) -> str:
+def _time(recipe: Target, requested: QueueRequest) -> str:
     """Return the time limit as ``HH:MM:SS``; empty if neither the request nor the recipe has one.
 
     Raises

@@ -83,11 +83,8 @@ def _prepare_here(recipe: str | Path, request: JobRequest, code: CodeFolder | No
         default_image = str(recipe_file.absolute())
     else:
         target = targets.find(recipe)
-    if not request.image_flag:
-        request = request.changed(image=request.container.image or default_image)
+    request = request.changed(image=request.container.image or default_image)
     job = resolve(target, request)
-    if job.makes_image:
-        return _with_script(job)
     image_file = Path(job.container.image)
     sif = image_file if image.is_sif(image_file) else None
     code_of.refuse_unused_bind(job, sif)
@@ -273,12 +270,12 @@ def submitted(
         cluster=cluster,
         system=job.system,
         kind=script.kind,
-        name=job.title,
+        name=job.name,
         directory=job.directory,
         queue=job.allocation.queue,
         remote=remote,
         array=script.is_array,
-        shell_line="" if job.makes_image else runtime_of(job).shell_line(job),
+        shell_line=runtime_of(job).shell_line(job),
     )
     return SubmittedJob(
         job=queued,
@@ -287,7 +284,7 @@ def submitted(
         code=job.container.code,
         bound_entry_points=job.container.bound.version if job.container.bound else "",
         submitted=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        command=() if job.makes_image else job.command,
+        command=job.command,
     )
 
 

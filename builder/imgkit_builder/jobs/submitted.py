@@ -95,3 +95,8 @@ class SubmittedJob:
     """Whether imgkit has cancelled the job. The exit code of a run that saves its state does not show it."""
     fetched: str = ""
     """The folder on this machine that holds the run's files; empty before the first fetch."""
+
+    @property
+    def has_run_folder(self) -> bool:
+        """Whether the job writes a run folder; one that converts or builds an image does not."""
+        return self.command[:2] not in (("imgkit", "sif"), ("imgkit", "build"))

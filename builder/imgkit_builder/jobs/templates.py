@@ -13,7 +13,7 @@ def fill(job: Job, name: str, **values: Any) -> str:
     """Render the template `name` and return the text.
 
     The template is one of the user's folder of ``--templates``, or else a shipped one. It can use `job`,
-    ``modules``, ``exports`` if the job runs a command, and `values`.
+    ``modules``, ``exports`` and `values`.
 
     Raises
     ------
@@ -25,13 +25,11 @@ def fill(job: Job, name: str, **values: Any) -> str:
 
     runtime = runtime_of(job)
     folder = job.request.templates
-    if not job.makes_image:
-        values["exports"] = runtime.exports(job)
     if folder is not None and not folder.is_dir():
         raise UsageError(f"no folder {folder}", where="--templates")
     try:
         template = environment("templates/job", folder).get_template(name)
-        return template.render(job=job, modules=runtime.modules(job), **values)
+        return template.render(job=job, modules=runtime.modules(job), exports=runtime.exports(job), **values)
     # Beside jinja2's own errors, an expression of a template can raise whatever Python raises for it.
     except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
         if isinstance(error, jinja2.TemplateSyntaxError):

@@ -130,8 +130,6 @@ class Local(Transport):
     def with_entry_points(self, prepared: PreparedJob) -> Job:
         """Look into an image that imgkit did not build. See `Transport`."""
         job = prepared.job
-        if job.makes_image:
-            return job
         if runtime_of(job).arch_error(job) is not None:
             # This image's Python cannot be started here. The submission refuses the image.
             return job
@@ -273,10 +271,10 @@ def _report_hidden_files(
 def _image_id(job: Job) -> str:
     """Return the id of the job's local .sif.
 
-    Return "" if the image is no .sif, if the job itself makes it, or if imgkit did not build it.
+    Return "" if the image is no .sif, or if imgkit did not build it.
     """
     path = Path(job.container.image)
-    if job.makes_image or not image.is_sif(path):
+    if not image.is_sif(path):
         return ""
     record = image.read(path).record
     if record is None:

@@ -18,10 +18,8 @@ from imgkit_builder.jobs.request import JobRequest, ProjectSource
 from imgkit_builder.project.toml_file import ProjectFile
 from imgkit_builder.recipe.problems import Position, shown
 
-_IMAGE_JOB_KEYS = ("account", "queue", "qos", "time")
-"""Keys of the file for all jobs; each is also a field of `JobRequest`, whose flag replaces the key."""
-_COMMAND_JOB_KEYS = (*_IMAGE_JOB_KEYS, "nodes", "group_readable", "command")
-"""The same for jobs that run a command."""
+_KEYS = ("account", "queue", "qos", "time", "nodes", "group_readable", "command")
+"""Keys of the file that are also fields of `JobRequest`, whose flag replaces the key."""
 
 
 def under(request: JobRequest, project: ProjectFile | None) -> JobRequest:
@@ -39,24 +37,21 @@ def under(request: JobRequest, project: ProjectFile | None) -> JobRequest:
         lines={key: _location(position) for key, position in project.positions.items()},
         sets_directory=request.directory == Path(),
     )
-    # A job that makes a .sif has neither nodes and a command, nor variables and code.
-    keys = _IMAGE_JOB_KEYS if request.image_flag else _COMMAND_JOB_KEYS
     changes: dict[str, Any] = {}
-    for key in keys:
+    for key in _KEYS:
         changes[key] = job_flags.value(request, key) or getattr(values, key)
     if request.launch.interactive:
         # The command of the file is that of its runs: without one on the command line, a shell opens.
         changes["command"] = request.launch.command
     if source.sets_directory:
         changes["directory"] = project.file.parent
-    if not request.image_flag:
-        container = request.container
-        changes["env"] = _combined_env(values.env, container.env)
-        changes["binds"] = (*values.binds, *container.binds)
-        changes["options"] = (*values.options, *request.allocation.options)
-        changes["code"] = container.code
-        if container.code is None and not container.no_code:
-            changes["code"] = project.code
+    container = request.container
+    changes["env"] = _combined_env(values.env, container.env)
+    changes["binds"] = (*values.binds, *container.binds)
+    changes["options"] = (*values.options, *request.allocation.options)
+    changes["code"] = container.code
+    if container.code is None and not container.no_code:
+        changes["code"] = project.code
     return request.changed(**changes, project=source)
 
 
@@ -121,15 +116,10 @@ def of_word(
 def of_job(job: Job, flags: JobRequest, project: ProjectFile | None) -> Iterator[ValueSource]:
     """Yield every value of `job` with its source; `flags` is a request with the values of flags only."""
     yield from _single_value_sources(job, flags, project)
-    if not job.makes_image:
-        yield from _bind_sources(job, flags, project)
-        yield from _env_sources(job, flags, project)
+    yield from _bind_sources(job, flags, project)
+    yield from _env_sources(job, flags, project)
     yield from _option_sources(job, flags, project)
     yield from _system_flag_sources(flags)
-    image_flag = job.request.image_flag
-    if image_flag:
-        source = job.request.archive or job.request.build
-        yield ValueSource(name=image_flag.lstrip("-"), value=str(source), flag=image_flag)
 
 
 def _single_value_sources(job: Job, flags: JobRequest, project: ProjectFile | None) -> Iterator[ValueSource]:
@@ -152,11 +142,10 @@ def _single_value_sources(job: Job, flags: JobRequest, project: ProjectFile | No
 
 def _option_sources(job: Job, flags: JobRequest, project: ProjectFile | None) -> Iterator[ValueSource]:
     """Yield the scheduler's options, which the file and flags add to those of the recipe."""
-    key = "sif" if job.makes_image else "options"
-    for number, option in enumerate(getattr(job.recipe.system.queue, key)):
-        position = job.recipe.positions.get(("system", "queue", key, number))
+    for number, option in enumerate(job.recipe.system.queue.options):
+        position = job.recipe.positions.get(("system", "queue", "options", number))
         yield ValueSource(name="option", value=option, position=position)
-    if project and not job.makes_image:
+    if project:
         for option in project.values.options:
             yield ValueSource(name="option", value=option, position=project.positions["options"])
     for option in flags.allocation.options:
@@ -175,21 +164,17 @@ def _system_flag_sources(flags: JobRequest) -> Iterator[ValueSource]:
 
 def _single_values(job: Job) -> dict[str, tuple[Any, ...]]:
     """Return each value that one flag or one key sets, followed by the keys of the recipe that can set it."""
-    allocation = {
-        "time": (job.allocation.time, "system.queue.time"),
-        "account": (job.allocation.account, "system.queue.account"),
-        "queue": (job.allocation.queue, "system.queue.name"),
-    }
-    image = {"name": (job.name,), "image": (job.container.image,), "directory": (job.directory,)}
-    if job.makes_image:
-        return {**allocation, **image}
     return {
         "nodes": (job.allocation.size,),
         "gpus": (job.allocation.gpus, "system.node.gpus"),
         "cpus": (job.allocation.cpus, "system.node.cpus_per_gpu", "system.node.cpus"),
-        **allocation,
+        "time": (job.allocation.time, "system.queue.time"),
+        "account": (job.allocation.account, "system.queue.account"),
+        "queue": (job.allocation.queue, "system.queue.name"),
         "qos": (job.allocation.qos, "system.queue.qos"),
-        **image,
+        "name": (job.name,),
+        "image": (job.container.image,),
+        "directory": (job.directory,),
         "code": (job.request.container.code,),
         "runtime": (job.container.runtime, "system.runtime.kind"),
         "stop-before": (job.allocation.stop_before_s,),

@@ -76,8 +76,8 @@ def plan_conversion(
         return target, tuple(conversion.commands(source, target.absolute(), options))
 
 
-@contextlib.contextmanager
-def _prepared(image: str, sif: str | Path | None, options: Options) -> Iterator[tuple[Source, Path, Options]]:
+def refuse_format(sif: str | Path | None, options: Options) -> None:
+    """Raise UsageError if `options` do not write such a file as `sif` names."""
     named = {".sif": "sif", ".sqsh": "sqsh"}.get(Path(sif or "").suffix, options.format)
     if options.format != named:
         raise UsageError(
@@ -91,6 +91,11 @@ def _prepared(image: str, sif: str | Path | None, options: Options) -> Iterator[
             where="--runtime-command",
             hint="leave it out",
         )
+
+
+@contextlib.contextmanager
+def _prepared(image: str, sif: str | Path | None, options: Options) -> Iterator[tuple[Source, Path, Options]]:
+    refuse_format(sif, options)
     with source_of(image) as (source, system):
         if image == "-" and sif is None:
             raise UsageError(

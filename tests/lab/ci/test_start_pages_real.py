@@ -106,8 +106,8 @@ def test_cluster_page_runs_jobs_of_two_nodes(folder: Path, standin: str) -> None
     assert "rsync" in shell(take(lines, "imgkit save mn5"), folder)
     shell(take(lines, "imgkit verify mn5.tar"), folder)
     shell(take(lines, "imgkit sif mn5.tar"), folder)
-    convert = take(lines, "imgkit run mn5").replace("imgkit run", "imgkit run --dry-run")
-    assert "mn5.tar" in shell(convert, folder)
+    convert = take(lines, "imgkit sif mn5.tar --submit")
+    assert "mn5.tar" in shell(convert, folder, "--dry-run")
     assert "--nodes=2" in shell(take(lines, "imgkit run mn5"), folder)
     cluster = Cluster(state=Path(f"/tmp/imgkit-start-cluster-{os.getpid()}"))
     env = {"XDG_STATE_HOME": str(folder / "state"), "BASH_FUNC_module%%": "() { :; }"}

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import tiny_image
 from labkit import (
     IMGKIT,
     LAB,
@@ -36,6 +37,7 @@ extends: olivia-eap
 image: {platform: amd64}
 system:
   runtime: {command: singularity, host_libs: [STATE/libs]}
+  queue: {sif: [-l, "select=1:ncpus=1"]}
 """
 
 pytestmark = [*cluster_marks, pytest.mark.xdist_group("pbs")]
@@ -171,6 +173,19 @@ def test_one_node_needs_no_start(pbs: Pbs) -> None:
     assert ranks(output) == FOUR[:2], output
     assert "INFO:" not in output
     assert code == 0
+
+
+@pytest.mark.programs("mksquashfs")
+def test_archive_is_converted_on_a_node(pbs: Pbs, public_imgkit: Path) -> None:
+    tiny_image.write(pbs.work / "tiny.tar", "tiny:1")
+    # A job of PBS has the PATH of a login shell.
+    with (pbs.state / "home/researcher/.profile").open("a") as profile:
+        profile.write(f'PATH="{public_imgkit.parent}:$PATH"\n')
+    options = ("--no-test", "--submit", "--detach", "--time", "5m", "--system", pbs.state / "eap.yaml")
+    job = pbs.imgkit("sif", "tiny.tar", *options)
+    code, output = pbs.end(job)
+    assert f"{pbs.work}/tiny.sif  " in output
+    assert (code, (pbs.work / "tiny.sif").is_file()) == (0, True)
 
 
 @pytest.mark.parametrize("start", STARTS)

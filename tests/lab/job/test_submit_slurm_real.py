@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import tiny_image
 from labkit import (
     IMGKIT,
     LOOK,
@@ -31,6 +32,7 @@ from imgkit_builder.recipe.load import load
 from imgkit_entrypoints import system
 
 SITE = ("-A", "bsc98", "--qos", "acc_debug", "--time", "10m")
+SUBMIT = ("--submit", "-A", "bsc98", "--time", "10m")
 CPU = ("--device", "cpu", "--nproc", "2")
 ONE = ("--device", "cpu", "--nproc", "1")  # a worker a node: several are tested without Slurm, too
 COUNT = ("dist-run", *ONE, "--grace", "20", "save_and_resume.py")
@@ -566,12 +568,36 @@ def test_recipe_is_built_on_a_node(site: Site, standin_notorch: str) -> None:
     output("docker", "save", "-o", site.folder / "base.tar", standin_notorch)
     recipe = f"image:\n  base: {standin_notorch}\n  run: [echo made > /made]\nsystem: {{scheduler: slurm}}\n"
     (site.folder / "mine.yaml").write_text(recipe)
-    job = site.submit("--build", "./mine.yaml", "--base-from", "base.tar")
-    site.wait_for_end(job)
-    job_output = (site.folder / f"mn5-sif-{job}.out").read_text()
-    assert "smoke test" in job_output
-    assert (site.folder / "mine.sif").is_file(), job_output
+    build = ("build", "./mine.yaml", "--with", "apptainer", "--base-from", "base.tar")
+    result = expect_success(site.imgkit(*build, *SUBMIT, "--system", "mn5"))
+    assert "smoke test" in result.stdout
+    assert (site.folder / "mine.sif").is_file(), result.stdout
     assert output("singularity", "exec", site.folder / "mine.sif", "cat", "/made") == "made\n"
+
+
+@pytest.mark.programs("mksquashfs")
+def test_archive_is_converted_on_a_node(site: Site) -> None:
+    tiny_image.write(site.folder / "tiny.tar", "tiny:1")
+    result = expect_success(site.imgkit("sif", "tiny.tar", "--no-test", *SUBMIT, "--system", "mn5"))
+    assert f"{site.folder}/tiny.sif  " in result.stdout
+    assert (site.folder / "tiny.sif").is_file()
+    (job,) = re.findall(r"imgkit: job (\d+);", result.stderr)
+    assert f"imgkit: {job} completed\n" in result.stderr
+    assert f"{job} completed\n" in expect_success(site.imgkit("wait", job)).stdout
+    record = job_record(site, job)
+    assert "NumNodes=1" in record
+    assert "gres/gpu" not in record
+
+
+def test_waiting_conversion_is_cancelled_by_its_id(site: Site) -> None:
+    tiny_image.write(site.folder / "held.tar", "tiny:1")
+    options = ("--detach", "--option=--hold", "--system", "mn5")
+    job = expect_success(site.imgkit("sif", "held.tar", *SUBMIT, *options)).stdout.strip()
+    assert f"{job}  " in expect_success(site.imgkit("status", job)).stdout
+    assert site.imgkit("cancel", job).returncode == 0
+    result = site.imgkit("wait", job)
+    assert (result.returncode, result.stdout) == (1, f"{job} was cancelled\n")
+    assert not (site.folder / "held.sif").exists()
 
 
 def test_allocation_by_hand_runs_the_command(site: Site) -> None:
@@ -583,8 +609,6 @@ def test_allocation_by_hand_runs_the_command(site: Site) -> None:
     ("args", "message"),
     [
         (("--image", "no.sif", "--", "dist-hello"), "no image"),
-        (("--build", "./none.yaml"), "none.yaml"),
-        (("--build", "mn5", "--base-from", "none.tar"), "no file none.tar"),
         (("--option=--no-such-option", "--", "dist-hello"), "sbatch failed with exit code"),
         (("--gpus", "8", "--", "dist-hello"), "a node has 4"),
     ],

@@ -307,7 +307,7 @@ def test_archive_that_nothing_here_converts_names_the_way_there(far: FarHost, tm
         result = far.imgkit("run", "my tiny.tar", "--on", "mine", *job, folder=tmp_path, env=env)
     assert result.returncode == 3, result.stderr
     assert "apt install squashfs-tools" in result.stderr
-    assert "or copy it to mine, and there: imgkit run RECIPE --sif 'my tiny.tar', then" in result.stderr
+    assert "and there: imgkit sif 'my tiny.tar' --submit --system RECIPE, then" in result.stderr
     assert not list((tmp_path / "a b/images").iterdir())
 
 

@@ -110,7 +110,7 @@ def start(connection: Connection, job: Job, script: Script) -> Generator[bytes, 
     output = connection.stream(
         export + _SUBMIT,
         {**values, "folder": folder, "program": script.submit[0]},
-        args=(job.system, job.title, image, code_folder, *script.submit),
+        args=(job.system, job.name, image, code_folder, *script.submit),
         data=[script.text.encode()] if script.on_stdin else [],
     )
     try:

@@ -12,6 +12,7 @@ from imgkit_builder.jobs.job import Job
 from imgkit_builder.jobs.runtimes.base import Runtime
 from imgkit_builder.jobs.runtimes.docker import Docker
 from imgkit_builder.jobs.runtimes.host import Host
+from imgkit_builder.jobs.runtimes.no_container import NoContainer
 from imgkit_builder.jobs.runtimes.pod import Pod
 from imgkit_builder.jobs.runtimes.pyxis import Pyxis
 from imgkit_builder.jobs.runtimes.singularity import Singularity
@@ -19,7 +20,7 @@ from imgkit_builder.jobs.runtimes.singularity import Singularity
 __all__ = ["Runtime", "named", "runtime_of"]
 
 _RUNTIMES: Mapping[str, Runtime] = {
-    runtime.kind: runtime for runtime in (Singularity(), Docker(), Pyxis(), Host(), Pod())
+    runtime.kind: runtime for runtime in (Singularity(), Docker(), Pyxis(), Host(), Pod(), NoContainer())
 }
 
 

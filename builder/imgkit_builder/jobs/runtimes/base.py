@@ -142,8 +142,6 @@ class Runtime(abc.ABC):
 
         The result is also None if the architecture is unknown, for example without the file on this machine.
         """
-        if job.makes_image:
-            return None
         path = Path(job.container.image)
         arch = self._image_arch(path)
         node_archs = {platform.removeprefix("linux/") for platform in job.recipe.platforms}

@@ -11,12 +11,12 @@ import importlib
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import Any
+from typing import Any, Literal
 
 from imgkit_builder.base.flags import declared
-from imgkit_builder.jobs import quoting
+from imgkit_builder.jobs import quoting, runtimes
 from imgkit_builder.jobs.job import Argv, Job, Script
 from imgkit_builder.jobs.request import JobRequest, SystemFlags
 from imgkit_builder.jobs.runtimes import runtime_of
@@ -58,7 +58,7 @@ class JobShell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueCommands:
-    """Commands of a scheduler, and what one of its messages means."""
+    """Commands of a scheduler, and what one of its messages and some of its options mean."""
 
     submit: str = ""
     """The program that queues scripts on a login node; empty if no remote takes jobs of this system."""
@@ -74,6 +74,8 @@ class QueueCommands:
 
     Both Python and ``grep -E`` read the pattern.
     """
+    fields: Mapping[str, Literal["name", "qos"]] = field(default_factory=dict)
+    """Option of the scheduler that names a queue or a QoS -> the field of ``system.queue`` that it sets."""
 
 
 class System(abc.ABC):
@@ -111,8 +113,22 @@ class System(abc.ABC):
 
         Raises
         ------
-        UsageError : the system cannot run the job. A job that makes a .sif needs a queue (`need_program`).
+        UsageError : the system cannot run the job.
         """
+
+    def conversion_script(self, job: Job) -> Script:
+        """Return the script of a job that makes an image file on a node, and the command that submits it.
+
+        Raises
+        ------
+        UsageError : the system has no queue for such a job, or no use for such a file.
+        """
+        message = "there is no scheduler to submit this to"
+        hint = f"here: {shlex.join(job.command)}"
+        if runtimes.named(job.recipe.system.runtime.kind).is_isolated:
+            message = "pods pull their image from a registry; a .sif is of no use to them"
+            hint = f"imgkit push {job.recipe.name} REGISTRY/{job.recipe.name}:1"
+        raise UsageError(message, where="--submit", hint=hint)
 
     def check(self, job: Job, *, is_submitted: bool = False) -> Iterable[str]:
         """Return warnings about requests that the user may not have meant.
@@ -178,25 +194,6 @@ class System(abc.ABC):
             where="--job",
             hint=f"on a node of the job: bash -lc {shlex.quote(line)}" if record.shell_line else None,
         )
-
-
-def need_program(job: Job) -> None:
-    """Check that `job` runs a program, for systems without jobs that make a .sif.
-
-    Raises
-    ------
-    UsageError : the job makes a .sif, but there is no queue for it, or its pods pull images instead.
-    """
-    if not job.makes_image:
-        return
-    request, recipe = job.request, job.recipe.name
-    if runtime_of(job).is_isolated:
-        message = "pods pull their image from a registry; a .sif is of no use to them"
-        hint = f"imgkit push {recipe} REGISTRY/{recipe}:1"
-    else:
-        message = "there is no scheduler to submit this to"
-        hint = "imgkit build RECIPE --with apptainer" if request.build else "imgkit sif ARCHIVE"
-    raise UsageError(message, where=request.image_flag, hint=hint)
 
 
 def array_state(states: Iterable[JobState]) -> JobState:

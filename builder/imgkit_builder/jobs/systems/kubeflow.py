@@ -12,7 +12,7 @@ from typing import Any
 
 from imgkit_builder.jobs.job import Argv, Job, Script
 from imgkit_builder.jobs.submitted import JobState, JobStatus, QueuedJob
-from imgkit_builder.jobs.systems import JobShell, QueueCommands, need_program, pods
+from imgkit_builder.jobs.systems import JobShell, QueueCommands, pods
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.rollcall.secret import MOUNTED
 
@@ -46,7 +46,6 @@ class Kubeflow(pods.Pods):
 
     def script(self, job: Job) -> Script:
         """Return the document for ``kubectl create``; for an interactive job, comments stand above it."""
-        need_program(job)
         kind = pods.format_of(job)
         document = _pytorchjob(job) if kind == "pytorchjob" else _trainjob(job)
         text = _yaml(_without_empty_values(document))

@@ -9,7 +9,7 @@ from imgkit_builder.jobs.job import Argv, Job, Script
 from imgkit_builder.jobs.quoting import line
 from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.jobs.submitted import QueuedJob
-from imgkit_builder.jobs.systems import System, need_program, user_options, with_folders
+from imgkit_builder.jobs.systems import System, user_options, with_folders
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.errors import UsageError
 
@@ -37,7 +37,6 @@ class Standalone(ForegroundSystem):
 
     def script(self, job: Job) -> Script:
         """Return the command that starts the container."""
-        need_program(job)
         if job.allocation.nodes > 1:
             raise UsageError(
                 f"{job.allocation.nodes} nodes, but this is one machine",

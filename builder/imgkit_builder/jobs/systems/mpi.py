@@ -18,7 +18,6 @@ from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.jobs.systems import (
     fanout,
     local,
-    need_program,
     part_of_nodes,
     program_starts_once,
     spare_waits_for_nothing,
@@ -94,7 +93,6 @@ class Mpi(local.ForegroundSystem):
 
     def script(self, job: Job) -> Script:
         """Return the ``mpirun`` line, or one ``ssh`` line for each host."""
-        need_program(job)
         _check_hosts(job)
         if job.is_interactive and not job.command:
             return _shell(job)

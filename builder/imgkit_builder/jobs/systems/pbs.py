@@ -30,7 +30,6 @@ from imgkit_builder.jobs.systems import (
     options_of,
     options_with_values,
     recipe_options,
-    user_options,
     with_folders,
 )
 from imgkit_builder.jobs.templates import fill
@@ -86,12 +85,11 @@ class Pbs(System):
         own_jobs=("qstat",),  # the option for one user needs a name
         unfinished_ids=("qselect",),
         unknown_job="[Uu]nknown [Jj]ob|has finished",
+        fields={"-q": "name"},
     )
 
     def script(self, job: Job) -> Script:
         """Return the script for ``qsub``, or the ``qsub -I`` line of an interactive job."""
-        if job.makes_image:
-            return _image_script(job)
         if job.is_interactive:
             return _interactive_script(job)
         nodes = job.allocation.nodes
@@ -111,6 +109,19 @@ class Pbs(System):
         )
         is_array = any(option.startswith("-J") for option in options_of(job))
         return Script(text=text, submit=("qsub",), on_stdin=True, is_array=is_array)
+
+    def conversion_script(self, job: Job) -> Script:
+        """Return the script for ``qsub`` of a job that makes an image file. See `System`.
+
+        Raises
+        ------
+        UsageError : the recipe does not say which nodes make a .sif.
+        """
+        if not job.recipe.system.queue.sif:
+            raise _no_sif_options_error(job)
+        directives = _directives(("-S", "/bin/bash", "-j", "oe", *_common_options(job), *options_of(job)))
+        text = fill(job, "sif.sh.j2", prefix="#PBS", directives=directives, command=line(job.command))
+        return Script(text=text, submit=("qsub",), on_stdin=True)
 
     def parse_job_id(self, output: str, name: str) -> str:
         """Return the id that ``qsub`` prints: ``SEQUENCE.SERVER``, or ``SEQUENCE[].SERVER`` of an array."""
@@ -189,22 +200,6 @@ def _wait_info(output: str) -> WaitInfo:
     return WaitInfo(reason=comment[1].strip() if comment else "", expected_start=expected_start)
 
 
-def _image_script(job: Job) -> Script:
-    """Return the script of a job that makes a .sif.
-
-    Raises
-    ------
-    UsageError : the recipe does not say which nodes make a .sif.
-    """
-    queue = job.recipe.system.queue
-    if not queue.sif:
-        raise _no_sif_options_error(job)
-    sif_options = (*recipe_options(job, "sif"), *user_options(job))
-    directives = _directives(("-S", "/bin/bash", "-j", "oe", *_common_options(job), *sif_options))
-    text = fill(job, "pbs-sif.sh.j2", directives=directives, make=line(job.command))
-    return Script(text=text, submit=("qsub",), on_stdin=True)
-
-
 def _no_sif_options_error(job: Job) -> UsageError:
     name = job.recipe.name
     return UsageError(
@@ -232,7 +227,7 @@ def _resource_options(job: Job) -> Argv:
 def _common_options(job: Job) -> Argv:
     """Return the options that all jobs have: name, queue, account and time limit."""
     allocation = job.allocation
-    options = ["-N", job.title]
+    options = ["-N", job.name]
     if allocation.queue:
         options += ("-q", allocation.queue)
     if allocation.account:

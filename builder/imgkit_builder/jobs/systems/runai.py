@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from imgkit_builder.jobs.job import Argv, Job, Script
 from imgkit_builder.jobs.quoting import quote
 from imgkit_builder.jobs.submitted import QueuedJob
-from imgkit_builder.jobs.systems import JobShell, need_program, pods, runai_client, user_options
+from imgkit_builder.jobs.systems import JobShell, pods, runai_client, user_options
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.schedulers import kubernetes
 
@@ -28,7 +28,6 @@ class RunAI(pods.Pods):
 
     def script(self, job: Job) -> Script:
         """Return the command. For an interactive job, comments above it explain how to work in its pods."""
-        need_program(job)
         name = pods.check_name(job)
         command = pods.ASLEEP if job.is_interactive else kubernetes.start_argv(job.command)
         argv = (

@@ -21,8 +21,6 @@ from imgkit_builder.jobs.systems import (
     need_task,
     options_of,
     options_with_values,
-    recipe_options,
-    user_options,
     with_folders,
 )
 from imgkit_builder.jobs.templates import fill
@@ -116,6 +114,7 @@ class Slurm(System):
         own_jobs=("squeue", "--me"),
         unfinished_ids=("squeue", "--noheader", "--format=%A", "--clusters={cluster}"),
         unknown_job="[Ii]nvalid job",
+        fields={"--partition": "name", "-p": "name", "--qos": "qos", "-q": "qos"},
     )
 
     def script(self, job: Job) -> Script:
@@ -123,24 +122,30 @@ class Slurm(System):
         if job.is_interactive:
             argv = ("salloc", *_resource_options(job), "bash", "-lc", _interactive_line(job))
             return Script(text=line(argv) + "\n", submit=argv, foreground=True)
-        options = () if job.makes_image else options_of(job)
-        is_array = any(re.match(r"--array\b|-a", option) for option in options)
-        directives = _directives(job, is_array=is_array)
-        if job.makes_image:
-            text = fill(job, "slurm-sif.sh.j2", directives=directives, make=line(job.command))
-        else:
-            container = runtime_of(job).argv(job, job.command, forward=PODMAN_FORWARD)
-            text = fill(
-                job,
-                "slurm.sh.j2",
-                directives=directives,
-                array=is_array,
-                folder_check=line(_folder_check(job)),
-                node_check=line(_node_check(job)),
-                start=line(_srun_argv(job, container)),
-                start_in_node=line(_srun_argv(job, (*_IN_NODE, *container))),
-            )
+        is_array = any(re.match(r"--array\b|-a", option) for option in options_of(job))
+        container = runtime_of(job).argv(job, job.command, forward=PODMAN_FORWARD)
+        text = fill(
+            job,
+            "slurm.sh.j2",
+            directives=_directives(job, is_array=is_array),
+            array=is_array,
+            folder_check=line(_folder_check(job)),
+            node_check=line(_node_check(job)),
+            start=line(_srun_argv(job, container)),
+            start_in_node=line(_srun_argv(job, (*_IN_NODE, *container))),
+        )
         return Script(text=text, submit=SUBMIT, on_stdin=True, is_array=is_array)
+
+    def conversion_script(self, job: Job) -> Script:
+        """Return the script for ``sbatch`` of a job that makes an image file. See `System`."""
+        directives = (
+            f"--job-name={job.name}",
+            *_output_options(job, "%j"),
+            *("--nodes=1", "--ntasks=1"),
+            *_queue_options(job),
+        )
+        text = fill(job, "sif.sh.j2", prefix="#SBATCH", directives=directives, command=line(job.command))
+        return Script(text=text, submit=SUBMIT, on_stdin=True)
 
     def parse_job_id(self, output: str, name: str) -> str:
         """Return what ``sbatch --parsable`` prints: ``ID``, or ``ID;CLUSTER`` of one of several clusters."""
@@ -268,7 +273,7 @@ def _cluster_options(cluster: str) -> Argv:
 def _directives(job: Job, *, is_array: bool) -> Argv:
     """Return the options in the ``#SBATCH`` lines of the job's script."""
     directives = [
-        f"--job-name={job.title}",
+        f"--job-name={job.name}",
         *_output_options(job, "%A_%a" if is_array else "%j"),
         *_resource_options(job),
     ]
@@ -302,9 +307,6 @@ def _output_options(job: Job, id_pattern: str) -> Argv:
 def _resource_options(job: Job) -> Argv:
     """Return the options for the resources to request, in the form that directives and salloc share."""
     allocation = job.allocation
-    limits = options_with_values({"--time": allocation.time, "--account": allocation.account})
-    if job.makes_image:
-        return ("--nodes=1", "--ntasks=1", *limits, *recipe_options(job, "sif"), *user_options(job))
     options = [f"--nodes={allocation.nodes}"]
     if job.outlives_nodes:
         options.append("--no-kill")
@@ -312,9 +314,19 @@ def _resource_options(job: Job) -> Argv:
     if allocation.gpus:
         options.append(f"--gres={job.recipe.system.node.gres or 'gpu'}:{allocation.gpus}")
     options += options_with_values({"--cpus-per-task": allocation.cpus})
-    options += limits
-    options += options_with_values({"--partition": allocation.queue, "--qos": allocation.qos})
-    return (*options, *options_of(job))
+    return (*options, *_queue_options(job))
+
+
+def _queue_options(job: Job) -> Argv:
+    """Return the options for the time limit, account, queue and QoS, and those of the recipe and the user."""
+    allocation = job.allocation
+    options = {
+        "--time": allocation.time,
+        "--account": allocation.account,
+        "--partition": allocation.queue,
+        "--qos": allocation.qos,
+    }
+    return (*options_with_values(options), *options_of(job))
 
 
 _IN_NODE = ("bash", "-c", Shell('"$task"'), "node")

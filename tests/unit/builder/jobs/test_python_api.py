@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 
 import imgkit_builder as imgkit
-from imgkit_builder.jobs import submit
-from imgkit_builder.jobs.remote.config import Remote
 
 PAGE = Path(__file__).parents[4] / "docs/reference/api.md"
 
@@ -45,7 +43,15 @@ def test_unknown_name_is_refused() -> None:
 
 
 def test_functions_are_silent_by_default(capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("build", "plan", "build_sif", "convert", "smoke_test", "run"):
+    for name in (
+        "build",
+        "plan",
+        "build_sif",
+        "convert",
+        "smoke_test",
+        "run",
+        "submit_conversion",
+    ):
         default = inspect.signature(getattr(imgkit, name)).parameters["report"].default
         assert default is None or type(default).__name__ == "Silent"
     imgkit.plan("cpu")
@@ -67,9 +73,3 @@ def test_both_kinds_of_lock_are_refused() -> None:
 def test_standard_input_needs_a_name() -> None:
     with pytest.raises(imgkit.ImgkitError, match="no name yet"):
         imgkit.convert("-")
-
-
-def test_job_that_makes_a_sif_is_for_this_machine() -> None:
-    request = imgkit.JobRequest.of(archive=Path("mn5.tar"))
-    with pytest.raises(imgkit.ImgkitError, match="--sif cannot be combined with a remote"):
-        submit.prepare("mn5", request, remote=Remote(name="far", address="far"))

@@ -255,15 +255,6 @@ def test_image_of_a_registry_without_entry_points_ends_with_the_way(tmp_path: Pa
     assert "has no dist-run" not in str(command_of(job(image="me/x:1", command=("true",))))
 
 
-@pytest.mark.parametrize(("compression", "options"), [("auto", ()), ("zstd", ("--compression", "zstd"))])
-def test_job_that_writes_the_sqsh_compresses_as_the_system_states(
-    compression: Any, options: tuple[str, ...]
-) -> None:
-    request = JobRequest.of(archive=Path("/a.tar"), directory=Path("/home/me/run"), time="1h")
-    pyxis_job = resolve(recipe(compression=compression), request)
-    assert pyxis_job.command[-2 - len(options) :] == ("-o", "/home/me/run/cpu.sqsh", *options)
-
-
 @pytest.mark.parametrize("scheduler", ["pbs", "mpi", "standalone"])
 def test_only_slurm_has_pyxis(scheduler: str) -> None:
     target = dataclasses.replace(recipe(), system=dataclasses.replace(recipe().system, scheduler=scheduler))

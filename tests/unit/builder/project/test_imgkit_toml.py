@@ -154,9 +154,6 @@ def test_script_of_a_project_lays_its_code_over_the_image(call: Any) -> None:
     written(FULL + "time = '1h'\ncode = 'src'\n")
     assert "/.imgkit-code/" in call("run", "--on", "here", "--dry-run")[1]
     assert "/.imgkit-code/" not in call("run", "--on", "here", "--dry-run", "--no-code")[1]
-    # A conversion runs neither the command nor the code.
-    code, out, err = call("run", "--on", "here", "--dry-run", "--sif", "mine.tar")
-    assert (code, "/.imgkit-code/" in out) == (0, False), err
 
 
 def test_shell_leaves_the_command_of_the_file_out(call: Any) -> None:

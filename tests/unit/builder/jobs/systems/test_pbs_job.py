@@ -12,20 +12,20 @@ import pytest
 from file_tree import write_program
 from job_records import queued_job
 
-from imgkit_builder.jobs import checks
+from imgkit_builder.jobs import checks, conversion
 from imgkit_builder.jobs.job import Job
-from imgkit_builder.jobs.request import JobRequest
+from imgkit_builder.jobs.request import JobRequest, SubmitRequest
 from imgkit_builder.jobs.resolve import resolve
 from imgkit_builder.jobs.systems.pbs import SYSTEM as pbs
 from imgkit_builder.jobs.systems.pbs import PbsFlags
 from imgkit_builder.jobs.systems.slurm import SYSTEM as slurm
 from imgkit_builder.recipe.targets import find
+from imgkit_builder.workflow.build import SifBuildRequest
 from imgkit_entrypoints.errors import UsageError
 
 RECIPE = find("olivia-eap")
 REQUEST = JobRequest.of(command=("dist-run",), time="10m", directory=Path("/my work"), nodes="2")
 STARTS = ("pals", "pbsdsh", "ssh")
-SHARED: dict[str, Any] = {"time": "10m", "directory": Path("/my work")}
 
 
 def job(recipe: Any = RECIPE, *, pbs_start: Any = "pals", **options: Any) -> Job:
@@ -37,15 +37,17 @@ def text(recipe: Any = RECIPE, **options: Any) -> str:
     return pbs.script(job(recipe, **options)).text
 
 
-def image_text(recipe: Any, request: JobRequest) -> str:
-    return pbs.script(resolve(recipe, request)).text
-
-
 def extended_recipe(tmp_path: Path, *lines: str) -> Any:
     """A recipe that extends olivia-eap by lines below ``system``."""
     file = tmp_path / "mine.yaml"
     file.write_text("\n".join(("extends: olivia-eap", "system:", *(f"  {line}" for line in lines), "")))
     return find(file)
+
+
+def submit_request(tmp_path: Path, line: str) -> SubmitRequest:
+    """A request for a job on olivia-eap with a line below ``system``."""
+    file = extended_recipe(tmp_path, line).file
+    return SubmitRequest(system=str(file), time="10m", directory=Path("/my work"))
 
 
 def run(
@@ -177,25 +179,30 @@ def test_environment_stands_in_for_the_image(tmp_path: Path) -> None:
 
 
 def test_conversion_runs_where_the_recipe_says(tmp_path: Path) -> None:
-    recipe = extended_recipe(tmp_path, "queue: {sif: [-l, 'select=1:ncpus=8']}")
-    script = image_text(recipe, JobRequest.of(archive=Path("/a b.tar"), **SHARED))
-    assert "#PBS -l select=1:ncpus=8\n" in script
-    assert "select=2" not in script
-    assert script.endswith("exec imgkit sif '/a b.tar' -o '/my work/mine.sif'\n")
+    request = submit_request(tmp_path, "queue: {sif: [-q, short, -l, 'select=1:ncpus=8']}")
+    script = conversion.prepare_conversion("/a b.tar", request).script.text
+    directives = [line for line in script.splitlines() if line.startswith("#PBS")]
+    assert directives == [
+        *("#PBS -S /bin/bash", "#PBS -j oe", "#PBS -N mine-sif", "#PBS -q short"),
+        *("#PBS -l walltime=00:10:00", "#PBS -l select=1:ncpus=8"),
+    ]
+    assert "\ncd '/my work'\n" in script
+    assert script.endswith("exec imgkit sif '/a b.tar' -o '/my work/a b.sif'\n")
 
 
 def test_recipe_is_built_where_the_recipe_of_the_system_says(tmp_path: Path) -> None:
-    recipe = extended_recipe(tmp_path, "queue: {sif: [-l, 'select=1:ncpus=8']}")
-    request = JobRequest.of(build="/a b.yaml", base_from=Path("/base.sif"), **SHARED)
-    script = image_text(recipe, request)
+    request = submit_request(tmp_path, "queue: {sif: [-l, 'select=1:ncpus=8']}")
+    build = SifBuildRequest(base_from="/base.sif")
+    script = conversion.prepare_build("/a b.yaml", request, build).script.text
     assert "#PBS -l select=1:ncpus=8\n" in script
-    built = "build '/a b.yaml' --with apptainer --base-from /base.sif -o '/my work/a b.sif'"
-    assert script.endswith(f"exec imgkit {built}\n")
+    argv = "build '/a b.yaml' --with apptainer --base-from /base.sif -o '/my work/a b.sif'"
+    assert script.endswith(f"exec imgkit {argv}\n")
 
 
 def test_conversion_without_a_place_is_refused() -> None:
+    request = SubmitRequest(system="olivia-eap", time="10m")
     with pytest.raises(UsageError) as caught:
-        image_text(RECIPE, JobRequest.of(archive=Path("/a.tar"), **SHARED))
+        conversion.prepare_conversion("/a.tar", request)
     assert (caught.value.where or "").startswith("systems/olivia-eap.yaml:")
     assert "imgkit sif /a.tar" in (caught.value.hint or "")
 

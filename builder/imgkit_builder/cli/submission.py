@@ -1,0 +1,48 @@
+"""``--submit`` of ``imgkit sif`` and ``imgkit build``: a job of this machine's scheduler does the work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from imgkit_builder.base.flags import flag, flags_in, part
+from imgkit_builder.cli.common import terminable
+from imgkit_builder.cli.progress import reporter
+from imgkit_builder.jobs.request import SubmitRequest
+from imgkit_entrypoints import terminal
+from imgkit_entrypoints.errors import UsageError
+
+if TYPE_CHECKING:
+    from imgkit_builder.jobs.prepared import PreparedJob
+
+_GROUP = "With --submit"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubmitOptions:
+    """The options of a verb that can let a job do its work."""
+
+    submit: bool = flag(False, help="Let a job of this machine's scheduler do this, and follow its output.")
+    detach: bool = flag(False, group=_GROUP, help="Submit, print the job's id, and do not follow its output.")
+    request: SubmitRequest = part(SubmitRequest, group=_GROUP)
+
+
+def refuse_without_submit(options: SubmitOptions) -> None:
+    """Raise UsageError for an option of a job; the caller has seen that ``--submit`` is not given."""
+    for name in flags_in(options):
+        raise UsageError(f"{name} is for a job", where=name, hint="add --submit, or leave it out")
+
+
+def submit_job(prepared: PreparedJob, options: SubmitOptions, *, dry_run: bool, as_json: bool) -> None:
+    """Submit the job, print its id and follow its output; for a dry run, print its script."""
+    from imgkit_builder.cli.run import show_script, show_submitted
+    from imgkit_builder.jobs import conversion
+
+    if dry_run:
+        for warning in prepared.job.warnings:
+            terminal.err(f"imgkit: {warning}")
+        show_script(prepared.job, prepared.script, (), as_json=as_json)
+        return
+    with terminable(), reporter(as_json=as_json) as report:
+        record = conversion.submit(prepared, report)
+    show_submitted(record, prepared, detach=options.detach, as_json=as_json)

@@ -1,0 +1,177 @@
+"""Jobs of this machine's scheduler that make an image file: ``imgkit sif`` or ``imgkit build`` on a node."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from pathlib import Path
+
+from imgkit_builder.apptainer.definition import REGISTRY
+from imgkit_builder.base import flags, process
+from imgkit_builder.base.progress import Reporter
+from imgkit_builder.jobs import image_source, runtimes, systems
+from imgkit_builder.jobs import submit as submission
+from imgkit_builder.jobs.job import Argv, Job
+from imgkit_builder.jobs.prepared import PreparedJob
+from imgkit_builder.jobs.request import JobRequest, SubmitRequest
+from imgkit_builder.jobs.resolve import resolve_conversion
+from imgkit_builder.jobs.submitted import SubmittedJob
+from imgkit_builder.jobs.transport import Local
+from imgkit_builder.recipe import targets
+from imgkit_builder.recipe.load import load
+from imgkit_builder.recipe.targets import Target
+from imgkit_builder.sif.conversion import Options
+from imgkit_builder.workflow.build import SifBuildRequest
+from imgkit_builder.workflow.convert import refuse_format
+from imgkit_builder.workflow.names import RECIPE_SUFFIXES, stem
+from imgkit_entrypoints.errors import UsageError
+
+_OPTIONS = Options()
+_BUILD = SifBuildRequest()
+
+
+def prepare_conversion(
+    archive: str | Path,
+    request: SubmitRequest,
+    output: Path | None = None,
+    options: Options = _OPTIONS,
+    *,
+    verbose: bool = False,
+) -> PreparedJob:
+    """Return the job that runs ``imgkit sif`` on `archive`; nothing is written or run.
+
+    Parameters
+    ----------
+    archive : an archive or an OCI folder, on a file system that the nodes share.
+    output : the file to write; default: NAME.sif or NAME.sqsh in the job's folder.
+
+    Raises
+    ------
+    UsageError : nothing names a system that has a queue for the job, or a value is not valid.
+    """
+    refuse_format(output, options)
+    archive = Path(archive)
+    recipe = _archive_system(archive, request)
+    runtime = recipe.system.runtime
+    image = request.directory.absolute() / (output or f"{stem(str(archive))}.{options.format}")
+    if options.compression == "auto":
+        options = dataclasses.replace(options, compression=runtime.compression)
+    arguments = flags.arguments(Options, options)
+    if image.suffix != f".{options.format}":
+        arguments += ("--format", options.format)
+    if options.unpack_limit_bytes is not None:
+        arguments += ("--unpack-limit", str(options.unpack_limit_bytes / 1e9))
+    if verbose:
+        arguments += ("--verbose",)
+    command = ("imgkit", "sif", str(archive.absolute()), "-o", str(image), *arguments)
+    job = _resolve(recipe, request, image, command)
+    if options.format == "sif" and runtimes.named(runtime.kind).image_suffix == ".sqsh":
+        warning = f"{recipe.title} starts images by {runtime.kind}, which takes no .sif: --format sqsh"
+        job = dataclasses.replace(job, warnings=(*job.warnings, warning))
+    return _with_script(job)
+
+
+def prepare_build(
+    recipe: str | Path,
+    request: SubmitRequest,
+    build: SifBuildRequest = _BUILD,
+    *,
+    verbose: bool = False,
+) -> PreparedJob:
+    """Return the job that runs ``imgkit build --with apptainer`` on `recipe`; nothing is written or run.
+
+    Raises
+    ------
+    UsageError : the system has no queue for the job or starts no .sif, or a value is not valid.
+    """
+    target = targets.find(request.system or recipe)
+    kind = target.system.runtime.kind
+    if runtimes.named(kind).image_suffix not in ("", ".sif"):
+        raise UsageError(
+            f"the job builds a .sif, and {kind} starts none",
+            where="--submit",
+            hint="build it with an engine elsewhere, and here: imgkit sif ARCHIVE --format sqsh --submit",
+        )
+    file = Path(recipe)
+    # Any other text is the name of a recipe, which must not become a path.
+    source = str(file.absolute()) if file.suffix in RECIPE_SUFFIXES else str(recipe)
+    image = request.directory.absolute() / (build.output or f"{file.stem}.sif")
+    arguments = flags.arguments(SifBuildRequest, dataclasses.replace(build, output=None))
+    if verbose:
+        arguments += ("--verbose",)
+    command = ("imgkit", "build", source, "--with", "apptainer", *arguments, "-o", str(image))
+    return _with_script(_resolve(target, request, image, command))
+
+
+def submit(prepared: PreparedJob, report: Reporter) -> SubmittedJob:
+    """Submit a job of `prepare_conversion` or `prepare_build` on this machine, and save its record.
+
+    Raises
+    ------
+    UsageError : this machine lacks the job's folder, or what it makes the image from.
+    ToolMissing : the scheduler's command is not on PATH.
+    ToolFailed : the scheduler refused the job; quotes the scheduler's message.
+    """
+    job = prepared.job
+    _refuse_missing_files(job)
+    for warning in job.warnings:
+        report.note(warning)
+    hint = f"submit it on a login node of the system, or run it here: {shlex.join(job.command)}"
+    process.need(prepared.script.submit[0], hint)
+    return submission.start(prepared, Local(), report)
+
+
+def _resolve(recipe: Target, request: SubmitRequest, image: Path, command: Argv) -> Job:
+    """Return the job that makes `image` by `command` on the system of `recipe`."""
+    values = dataclasses.asdict(request)
+    del values["system"]  # `recipe` has it
+    return resolve_conversion(recipe, JobRequest.of(**values, command=command), image)
+
+
+def _with_script(job: Job) -> PreparedJob:
+    """Return `job` with the script that its system submits."""
+    return PreparedJob(job=job, script=systems.named(job.system).conversion_script(job))
+
+
+def _archive_system(archive: Path, request: SubmitRequest) -> Target:
+    """Return the recipe whose system takes the job: the requested one, or that of the image in `archive`.
+
+    Raises
+    ------
+    UsageError : there is no such archive or recipe, or nothing names a system.
+    """
+    if str(archive) == "-":
+        hint = "a job has no standard input: save the image as an archive first"
+        raise UsageError("--submit cannot be combined with -", where="--submit", hint=hint)
+    if request.system:
+        return targets.find(request.system)
+    _refuse_missing_archive(archive)
+    recipe = image_source.archive_target(archive)
+    if recipe is None:
+        hint = "name the recipe of a cluster: --system RECIPE"
+        raise UsageError("no file beside this archive names its system", where=str(archive), hint=hint)
+    return recipe
+
+
+def _refuse_missing_files(job: Job) -> None:
+    """Raise UsageError if this machine lacks the job's folder, or what the job makes its image from."""
+    if not job.directory.is_dir():
+        raise UsageError(f"no folder {job.directory}", where="--directory")
+    _, verb, source, *arguments = job.command
+    if verb == "sif":
+        _refuse_missing_archive(Path(source))
+        return
+    load(source)
+    if "--base-from" not in arguments:
+        return
+    base = arguments[arguments.index("--base-from") + 1]
+    if base != REGISTRY and not (job.directory / base).exists():
+        hint = "an archive or a .sif of the base where the nodes see it"
+        raise UsageError(f"no file {job.directory / base}", where="--base-from", hint=hint)
+
+
+def _refuse_missing_archive(archive: Path) -> None:
+    """Raise UsageError if `archive` is neither a file nor an OCI folder."""
+    if not archive.is_file() and not (archive / "oci-layout").is_file():
+        hint = "a job converts an archive (imgkit save makes one) or an OCI folder"
+        raise UsageError(f"no file {archive}", where="--submit", hint=hint)
