@@ -151,6 +151,24 @@ def quoted(message: str, output: str, hint: str = "") -> tuple[str, str]:
     return message, "\n".join(filter(None, ("its last lines:", *lines, hint)))
 
 
+_KILL_CODES = (-signal.SIGKILL, -signal.SIGXCPU, 128 + signal.SIGKILL, 128 + signal.SIGXCPU)
+"""Exit codes, of Python and of a shell, of a program that used more memory or CPU time than it may."""
+_KILL_MESSAGE = re.compile(r"signal: (killed|CPU time limit exceeded)")  # Go's, of a runtime whose child died
+
+
+def kill_hint(code: int, output: str = "") -> str:
+    """Return a further line for the hint about a conversion whose program has failed.
+
+    The line is empty unless the exit code or the output says that the system ended the program.
+    """
+    if code not in _KILL_CODES and _KILL_MESSAGE.search(output) is None:
+        return ""
+    return (
+        "\nthe system ended it, perhaps for its memory or CPU time; on a login node, let a job do this: the "
+        "same command with --submit --time 1h"
+    )
+
+
 def need(program: str, hint: str = "", env: Mapping[str, str] | None = None) -> None:
     """Raise ToolMissing where `program` is not on PATH."""
     if shutil.which(program, path=env.get("PATH") if env else None) is None:

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import TextIO
 
 from imgkit_builder.base import files
-from imgkit_builder.base.process import Finished
+from imgkit_builder.base.process import Finished, kill_hint
 from imgkit_entrypoints import secret_patterns
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing
 from imgkit_entrypoints.terminal import unstyled
@@ -200,7 +200,8 @@ def run(
     if code != 0:
         if log:
             log.flush()
-        full = f"\nthe full log: {log.name}" if log else ""
+        # Only a conversion or a build has a log.
+        full = f"\nthe full log: {log.name}{kill_hint(code, finished.output)}" if log else ""
         tail = secret_patterns.masked(unstyled(finished.tail())) or "(no output)"
         raise ToolFailed(
             f"{tool} failed with exit code {code}: {' '.join(argv[:2])}",

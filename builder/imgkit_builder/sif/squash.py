@@ -38,7 +38,7 @@ from typing import IO, Any, BinaryIO
 from imgkit_builder.archive import tar_read, tar_write
 from imgkit_builder.archive.tar_read import CAPABILITY, DIRECTORY, FIFO, HARD_LINK, REGULAR, SYMLINK
 from imgkit_builder.base import files
-from imgkit_builder.base.process import bound, last_lines
+from imgkit_builder.base.process import bound, kill_hint, last_lines
 from imgkit_builder.oci.config import epoch
 from imgkit_builder.sif import image, mksquashfs
 from imgkit_builder.sif.conversion import Compression, ConversionJob
@@ -483,7 +483,7 @@ def running(argv: Sequence[str], job: ConversionJob, *, only_errors: bool = Fals
     tail = "\n".join(last_lines(output))
     raise ToolFailed(
         f"mksquashfs {failed if code != 0 or is_broken else 'printed something unexpected'}",
-        hint=f"its last lines:\n{tail}\nthe full log: {job.log.name}",
+        hint=f"its last lines:\n{tail}\nthe full log: {job.log.name}{kill_hint(code)}",
     )
 
 

@@ -6,6 +6,7 @@ reads a real OCI folder and writes a small file in the real .sif format: what is
 
 import json
 import os
+import signal
 import struct
 import sys
 import time
@@ -63,6 +64,11 @@ def build(argv: list[str]) -> int:
             )
     if behaviour == "stray byte":
         sys.stderr.buffer.write(b"caf\xe9\n")
+    if behaviour == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if behaviour == "killed child":
+        print("FATAL:   While performing build: mksquashfs: signal: killed", file=sys.stderr)
+        return 255
     if behaviour in ("fail", "fail late"):
         if behaviour == "fail late":
             target.write_bytes(b"half a file")

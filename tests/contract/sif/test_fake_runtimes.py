@@ -228,6 +228,16 @@ def test_failure_keeps_the_old_file(
         assert (tmp_path / "out/made.sif").read_bytes() == old
 
 
+@pytest.mark.parametrize("behaviour", ["killed", "killed child"])
+def test_killed_runtime_names_a_job(archive: Path, tmp_path: Path, install: Install, behaviour: str) -> None:
+    install(behaviour=behaviour)
+    with pytest.raises(ToolFailed) as caught:
+        sif(archive, tmp_path)
+    assert str(caught.value.hint).endswith(
+        "on a login node, let a job do this: the same command with --submit --time 1h"
+    )
+
+
 def test_failure_quotes_and_names_log(archive: Path, tmp_path: Path, install: Install) -> None:
     install(behaviour="fail")
     with pytest.raises(ToolFailed) as caught:

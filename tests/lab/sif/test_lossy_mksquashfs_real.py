@@ -50,6 +50,13 @@ def test_unknown_line_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "I left something out" in str(caught.value.hint)
 
 
+def test_killed_mksquashfs_names_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, "kill -9 $$", monkeypatch)
+    with pytest.raises(ToolFailed, match="mksquashfs failed with exit code -9") as caught:
+        sif(tmp_path)
+    assert "let a job do this: the same command with --submit --time 1h" in str(caught.value.hint)
+
+
 def test_attribute_that_no_squashfs_holds_is_no_failure(tmp_path: Path) -> None:
     """An access list, for example; mksquashfs says that it leaves it out."""
     assert sif(tmp_path, system__posix_acl_access="x", user__kept="y").exists()
