@@ -88,7 +88,7 @@ def verb_save(
         lines.append("a STAND-IN without NVIDIA's software: for tests only, not for a cluster")
     cluster = described.system.title if described.system and described.system.title else "the cluster"
     lines += [f"copy it:    {commands['copy']}", f"on {cluster}:"]
-    steps = [commands[step] for step in ("allocate", "module", "verify", "convert")]
+    steps = [commands[step] for step in ("module", "verify", "convert")]
     lines += [f"            {command}" for command in steps if command]
     data = {
         "image": dataclasses.asdict(described.image),
@@ -130,23 +130,26 @@ def _describer(
 def _commands(path: Path, system: SystemFacts | None) -> dict[str, str]:
     """Return the next commands; an empty string stands for a step that is not needed."""
     files = [str(path), str(sidecar.sha256_path(path)), str(sidecar.json_path(path))]
-    host, folder, kind, allocate = "CLUSTER", "", "singularity", ""
+    host, folder, kind = "CLUSTER", "", "singularity"
+    module = module_line(system) or ""
+    job_options: list[str] = []
     if system is not None:
         host, folder = system.transfer.host or host, system.transfer.directory
         kind = system.runtime.kind
-        if system.scheduler == "slurm" and system.queue.sif:
-            account = "-A ACCOUNT " if "account" in system.queue.required else ""
-            allocate = f"salloc {account}{shlex.join(system.queue.sif)}"
+        if system.queue.sif:
+            # The login node may end a conversion; a job has nodes for it, and loads the module.
+            module = ""
+            account = ["-A", "ACCOUNT"] if "account" in system.queue.required else []
+            job_options = ["--submit", *account, "--time", "1h"]
     # Quoted for this shell; the user replaces the words in capitals.
     address = shlex.quote(f"{'' if '@' in host else 'USER@'}{host}:{folder}")
     convert = {
-        "singularity": ["imgkit", "sif", path.name],
-        "pyxis": ["imgkit", "sif", path.name, "--format", "sqsh"],
+        "singularity": ["imgkit", "sif", path.name, *job_options],
+        "pyxis": ["imgkit", "sif", path.name, "--format", "sqsh", *job_options],
     }.get(kind, ["docker", "load", "-i", path.name])
     return {
         "copy": f"rsync -P {shlex.join(files)} {address}",
-        "allocate": allocate,
-        "module": module_line(system) or "",
+        "module": module,
         "verify": shlex.join(["sha256sum", "-c", sidecar.sha256_path(path).name]),
         "convert": shlex.join(convert),
     }
