@@ -51,7 +51,7 @@ def verb_scaling(
         help="Wait for the jobs of an earlier report, and write it.",
         rich_help_panel=USUAL,
     ),
-    request: Annotated[JobRequest, Without("nodes", "interactive", "archive", "build", "base_from")],
+    request: Annotated[JobRequest, Without("nodes", "interactive")],
     options: JobOptions,
 ) -> None:
     """Run COMMAND on several numbers of nodes, wait, and report how it scales.
