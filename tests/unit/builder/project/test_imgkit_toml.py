@@ -127,7 +127,7 @@ def test_options_add_to_those_of_the_recipe(call: Any) -> None:
     assert lines in json.loads(out)["script"]
     origins = sources(out)
     assert origins["option --exclusive"] == "mine.yaml:3"
-    assert origins["option --dependency=afterok:13"] == "imgkit.toml:12"
+    assert origins["option --dependency=afterok:13"] == "imgkit.toml:13"
     assert origins["option --nice"] == "--option"
 
 
