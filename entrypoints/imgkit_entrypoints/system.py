@@ -39,6 +39,8 @@ PARTITION = "SLURM_JOB_PARTITION"
 SYSTEM_JSON = Path("/opt/imgkit/system.json")
 JOB_FOLDER = "IMGKIT_JOB_DIR"
 """Variable with the job's folder where a container starts elsewhere; unset: it is the current folder."""
+WORKSPACE = "workspace"
+"""The run's copy of its code: a folder of the run folder, which containers mount in their root folder."""
 
 HOST = "/run/imgkit/host"
 """Folder of the container below which the host's folders are bound, each at its own path."""

@@ -76,7 +76,7 @@ def verb_run(
     Examples:
       imgkit run
       imgkit run mn5 --on mn5 --nodes 2 -A bsc98 --qos acc_debug --time 10m -- dist-train
-      imgkit run --on mn5 --time 10m --code . -- dist-run /workspace/train.py
+      imgkit run --on mn5 --time 10m --code . -- dist-run train.py
       imgkit run mine.sif --on mn5 --time 10m --detach -- dist-bench
       imgkit run mn5 -A bsc98 --qos acc_debug --time 10m --dry-run -- dist-bench
       imgkit run mn5 -A bsc98 --qos acc_debug --time 1h --interactive

@@ -32,6 +32,7 @@ from imgkit_builder.recipe import bases
 from imgkit_builder.sif import image
 from imgkit_entrypoints import __version__, json_text, system
 from imgkit_entrypoints.errors import ToolMissing, UsageError
+from imgkit_entrypoints.launch.run_code import CODE_VARIABLE
 
 FOLDER = "imgkit-entrypoints"
 """Folder of a job's folder with one folder of entry points for each version of their content."""
@@ -280,7 +281,9 @@ def _probe_argv(job: Job) -> Argv:
     or settings of the node agent: the probe does not need them, and a login node may lack them.
     """
     probe_job = dataclasses.replace(job, settings={}).with_allocation(gpus=0)
-    probe_job = probe_job.with_container(code=None, code_folder="", workdir="")
+    # The digest of the code would be part of the cache's key: each edit would start the image again.
+    env = {name: value for name, value in job.container.env.items() if name != CODE_VARIABLE}
+    probe_job = probe_job.with_container(code=None, code_folder="", workdir="", env=env)
     python_argv = tuple(inside.python_argv(job.request.container.python))
     return runtime_of(probe_job).probe_argv(probe_job, python_argv)
 

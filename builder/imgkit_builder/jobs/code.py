@@ -1,18 +1,20 @@
 """Read the folder of ``--code``: which of its files go to the nodes, and what the run's record says of them.
 
-Code that a job would not run is refused: a project that Python finds elsewhere in the image, or a command
-that names files beside the code.
+Code that a job would not run is refused: a project that Python finds elsewhere in the image.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import os
 import posixpath
+import secrets
 import stat
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from imgkit_builder.base import process
@@ -20,9 +22,11 @@ from imgkit_builder.base.progress import Reporter
 from imgkit_builder.base.sizes import size_text
 from imgkit_builder.image.context import LargeContext
 from imgkit_builder.jobs import quoting
-from imgkit_builder.jobs.code_tree import CODE_PLACE, CodeFile, CodeTree
+from imgkit_builder.jobs.code_tree import CodeFile, CodeTree
 from imgkit_builder.jobs.job import CodeRecord, Job
 from imgkit_builder.jobs.request import JobRequest
+from imgkit_builder.jobs.runtimes import runtime_of
+from imgkit_builder.jobs.runtimes.base import user_variables, with_targets
 from imgkit_builder.oci.manifest import InstalledProject
 from imgkit_builder.recipe import sources
 from imgkit_builder.recipe.requirements import PYPROJECT, project_name
@@ -30,10 +34,13 @@ from imgkit_builder.recipe.targets import Target
 from imgkit_builder.sif import unsquash
 from imgkit_builder.workflow import baked
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed, ToolMissing, UsageError
-from imgkit_entrypoints.launch import mounted_code
+from imgkit_entrypoints.launch import run_code
+from imgkit_entrypoints.system import WORKSPACE
 
 LARGE_BYTES = 100 * 10**6
 """More code is sent only if the user agrees: often it contains data by mistake."""
+_NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
+"""Variable that keeps ``__pycache__`` out of the run's copy of the code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +105,7 @@ def _projects(folder: Path, entries: Iterable[CodeFile]) -> Iterator[InstalledPr
     files = {entry.name: entry.source for entry in entries if entry.kind == "file"}
     for name, file in files.items():
         if posixpath.basename(name) == PYPROJECT:
-            project_folder = posixpath.normpath(f"/{CODE_PLACE}/{posixpath.dirname(name)}")
+            project_folder = posixpath.normpath(f"/{WORKSPACE}/{posixpath.dirname(name)}")
             yield InstalledProject(name=project_name(file), folder=project_folder)
     if PYPROJECT in files:
         return
@@ -113,16 +120,28 @@ def _projects(folder: Path, entries: Iterable[CodeFile]) -> Iterator[InstalledPr
             return
 
 
-def with_code(job: Job, code: CodeRecord, parent: Path) -> Job:
-    """Return `job` with the code mounted over its image.
+def with_code(job: Job, code: CodeRecord, store: Path) -> Job:
+    """Return `job` with the code of which its run gets a copy.
 
     Parameters
     ----------
-    parent : folder on the nodes that holds the code, in a folder named by its digest.
+    store : folder on the nodes that holds the code, in a folder named by its digest.
     """
-    folder = quoting.check("--code", str(parent / code.sha256))
-    env = {mounted_code.CODE_VARIABLE: code.sha256, **job.container.env}
+    folder = quoting.check("--code", str(store / code.sha256))
+    env = dict(job.container.env)
+    if runtime_of(job).has_container:
+        env[run_code.CODE_VARIABLE] = code.sha256
+    if _NO_BYTECODE not in {*user_variables(job.container), *job.recipe.system.env}:
+        env[_NO_BYTECODE] = "1"
     return job.with_container(code=code, code_folder=folder, env=env)
+
+
+def with_run_folder(job: Job) -> Job:
+    """Return `job` with a new run folder, which imgkit makes because the job has no script that does."""
+    started = datetime.now().astimezone()
+    token = secrets.token_hex(2)  # two runs can start in the same second
+    folder = f"{job.directory}/runs/{job.name}-{started:%Y%m%d-%H%M%S}-{token}"
+    return dataclasses.replace(job, run_folder=folder, settings={**job.settings, "IMGKIT_RUN_DIR": folder})
 
 
 def refuse_unused(code: CodeFolder, recipe: Target, sif: Path | None) -> None:
@@ -144,10 +163,9 @@ def refuse_unused_bind(job: Job, sif: Path | None) -> None:
 
     A mount whose source is only on the nodes is not checked.
     """
-    for bind in job.container.binds:
-        source, _, target_and_mode = bind.partition(":")
-        target = target_and_mode.partition(":")[0] or source
-        if not f"{target}/".startswith(f"/{CODE_PLACE}/"):
+    for bind in with_targets(job.container.binds):
+        source, target = bind.split(":")[:2]
+        if not f"{target}/".startswith(f"/{WORKSPACE}/"):
             continue
         file = Path(source, PYPROJECT)
         if file.is_file():
@@ -160,7 +178,7 @@ def _refuse_unused(projects: Sequence[InstalledProject], flag: str, recipe: Targ
     if sif is None:
         installed_projects = recipe.projects
     else:
-        top_folders = ("", f"/{CODE_PLACE}")
+        top_folders = ("", f"/{WORKSPACE}")
         top_names = [project.name for project in projects if project.folder in top_folders]
         installed_projects = baked.projects(sif, top_names[0] if top_names else "")
     for project in projects:
@@ -176,7 +194,7 @@ def _unused_project_error(
 ) -> UsageError:
     """Return the error for a `project` of the code that the image has `installed` in another folder."""
     title = f"the project {project.name}" if project.name else "a project without a name"
-    target = f"/{CODE_PLACE}"
+    target = f"/{WORKSPACE}"
     hints = []
     if project.folder:
         code_part = f"has {title} in {project.folder}"
@@ -204,51 +222,14 @@ def _pip_step(installed: InstalledProject, recipe: Target) -> int | None:
     return None
 
 
-def refuse_shadowed(code: CodeFolder, job: Job) -> None:
-    """Refuse a command that names a file of this machine of which the code has a copy.
-
-    Raises
-    ------
-    UsageError : the job would run the file itself, which may change until it starts, and not the copy that
-        its record names.
-    """
-    start_folder = Path(job.container.workdir or job.directory.resolve())
-    previous_arguments = ("", *job.command)
-    for previous, argument in zip(previous_arguments, job.command, strict=False):
-        # "python -m train.main" imports the folder train or the file train.py.
-        module = argument.partition(".")[0] if previous == "-m" else ""
-        parts = (module, f"{module}.py") if module else (argument,)
-        for part in parts:
-            path = os.path.normpath(start_folder / part)
-            if path.startswith(f"/{CODE_PLACE}/"):  # the job mounts the code there
-                continue
-            name = _name_in_code(code, part, path, is_module=bool(module))
-            if name is None or not os.path.lexists(path):
-                continue
-            hint = "choose another folder for the job: --directory DIR"
-            if not module:
-                hint = f"/{CODE_PLACE}/{name}, or {hint}"
-            raise UsageError(
-                f"the job would read {path}, and not what --code {code.folder} sends",
-                where=f"the command's {argument}",
-                hint=hint,
-            )
-
-
-def _name_in_code(code: CodeFolder, argument: str, path: str, *, is_module: bool) -> str | None:
-    """Return the name in the code of the file that an argument of the command means; None if it has none.
-
-    Parameters
-    ----------
-    argument : a path below the code's folder, as the user may have meant it.
-    path : the absolute path that the job would read for it.
-    is_module : whether `argument` may be a folder, as a package.
-    """
-    for name in (os.path.normpath(argument), os.path.relpath(path, code.folder.resolve())):
-        file = code.tree.files.get(name)
-        if file is not None and (is_module or file.kind == "file"):
-            return name
-    return None
+def image_code_notice(job: Job) -> str:
+    """Return a line if the recipe copies code to where the run's own code is; empty if it does not."""
+    for number, target in enumerate(job.recipe.copies):
+        if f"{posixpath.normpath(target)}/".startswith(f"/{WORKSPACE}/"):
+            where = job.recipe.where("image", "copy", number)
+            code = job.request.container.code
+            return f"{where}: the image has code in {target}; the job runs that of --code {code}"
+    return ""
 
 
 def hidden_file_warnings(code: CodeFolder, image: Path) -> Iterator[str]:
@@ -266,13 +247,13 @@ def hidden_file_warnings(code: CodeFolder, image: Path) -> Iterator[str]:
     names: set[str] = set()
     with contextlib.suppress(CheckFailed, ToolFailed, ToolMissing, UsageError):
         for squashfs in unsquash.opened(image):
-            for file in squashfs.listed(CODE_PLACE):
+            for file in squashfs.listed(WORKSPACE):
                 # unsquashfs prints a symlink as "NAME -> TARGET".
                 names.add(file.path.partition(" -> ")[0])
-    hidden = [name for name in code.left_out if f"{CODE_PLACE}/{name.rstrip('/')}" in names]
+    hidden = [name for name in code.left_out if f"{WORKSPACE}/{name.rstrip('/')}" in names]
     if hidden:
         yield (
-            f"not in the job: {sources.left_out_text(hidden)}; the image has it in /{CODE_PLACE}, over which "
+            f"not in the job: {sources.left_out_text(hidden)}; the image has it in /{WORKSPACE}, over which "
             "--code lies"
         )
 

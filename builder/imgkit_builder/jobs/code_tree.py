@@ -1,14 +1,13 @@
 """A folder of code that is read once: the same files give the same digest, whatever their owners and times.
 
-A job mounts the folder `CODE_PLACE` with the code, and a file from which the programs in the image learn that
-the code is mounted, and its digest.
+The store has it as a read-only folder that is named by the digest, with the code in its folder `WORKSPACE`.
+Each run works in a copy of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -18,11 +17,8 @@ from typing import Literal
 from imgkit_builder.base import files
 from imgkit_builder.base.progress import Reporter
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.launch import mounted_code
+from imgkit_entrypoints.system import WORKSPACE
 
-SCHEMA = 1
-CODE_PLACE = "workspace"
-"""Folder of an image over which the code of a run is mounted."""
 _MTIME_RANGE_S = 1 << 29
 """Modification times of the code are spread over 17 years."""
 
@@ -42,7 +38,7 @@ class CodeFile:
 
 
 class CodeTree:
-    """The content of the folder that a job mounts.
+    """The content of a folder of code.
 
     The constructor reads every file.
 
@@ -69,33 +65,49 @@ class CodeTree:
         """Digest of the names, kinds, contents and executable bits; it names the folder on the nodes."""
 
     def write(self, folder: Path) -> None:
-        """Write the code to `folder`, which must not exist, with files that are read-only.
+        """Write the code to `folder`, which must not exist, as the store has it: nobody can change a file.
 
         Raises
         ------
         UsageError : a file has changed since the constructor read it.
         """
-        code_json = folder / mounted_code.CODE_JSON.lstrip("/")
-        code_json.parent.mkdir(parents=True)
-        text = json.dumps({"schema": SCHEMA, "sha256": self.sha256}, indent=1) + "\n"
-        _write_file(code_json, [text.encode()], mtime_s=files.MTIME_S)
-        (folder / CODE_PLACE).mkdir()
+        folder.mkdir(parents=True)
+        self._write_files(folder / WORKSPACE, writable=False)
+
+    def write_copy(self, folder: Path) -> None:
+        """Write the code to `folder`, which must not exist, as the copy of a run: its files can be changed.
+
+        Raises
+        ------
+        UsageError : a file has changed since the constructor read it.
+        """
+        self._write_files(folder, writable=True)
+
+    def _write_files(self, folder: Path, *, writable: bool) -> None:
+        folder.mkdir()
         for name, file in self.files.items():
-            target = folder / CODE_PLACE / name
+            target = folder / name
             if file.kind == "dir":
                 target.mkdir()
             elif file.kind == "symlink":
                 target.symlink_to(file.link)
             else:
-                content = self._unchanged_content(file)
-                _write_file(target, content, mtime_s=self._mtime_s(name), executable=file.executable)
+                mode = 0o555 if file.executable else 0o444
+                if writable:
+                    mode |= 0o200
+                with files.create(target) as stream:
+                    stream.writelines(self._unchanged_content(file))
+                # rsync --link-dest links a file to that of an older folder only if mode and time are equal.
+                target.chmod(mode)
+                mtime_s = self._mtime_s(name)
+                os.utime(target, (mtime_s, mtime_s))
 
     def _mtime_s(self, name: str) -> int:
         """Return the modification time of a file, which depends on its content alone.
 
         Python uses the bytecode in ``__pycache__`` if the time and size of the source are those that the
-        bytecode records. The image may have bytecode of another version of the file, of the same size: with
-        one time for all files, Python would run that.
+        bytecode records. A run may have written bytecode of another version of the file, of the same size:
+        with one time for all files, Python would run that.
         """
         return files.MTIME_S + int(self._digests[name][:8], 16) % _MTIME_RANGE_S
 
@@ -114,15 +126,6 @@ class CodeTree:
                 yield chunk
         if left_bytes:
             raise _changed_error(file.source)
-
-
-def _write_file(path: Path, content: Iterable[bytes], *, mtime_s: int, executable: bool = False) -> None:
-    """Write a read-only file: nobody should edit what a queued job will run."""
-    with files.create(path) as stream:
-        stream.writelines(content)
-    # rsync --link-dest links a file to that of an older folder only if mode and time are equal, too.
-    path.chmod(0o555 if executable else 0o444)
-    os.utime(path, (mtime_s, mtime_s))
 
 
 def _digest(file: CodeFile) -> str:

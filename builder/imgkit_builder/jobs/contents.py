@@ -6,22 +6,23 @@ A value that no runtime can use, or that other users could read although it is s
 from __future__ import annotations
 
 import dataclasses
+import posixpath
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from imgkit_builder.base.flags import declared
 from imgkit_builder.jobs import quoting
-from imgkit_builder.jobs.code_tree import CODE_PLACE
 from imgkit_builder.jobs.job import Job
 from imgkit_builder.jobs.request import ContainerRequest, JobRequest
 from imgkit_builder.jobs.runtimes import runtime_of
+from imgkit_builder.jobs.runtimes.base import with_targets
 from imgkit_builder.recipe import rules
 from imgkit_builder.recipe.targets import Target
 from imgkit_entrypoints import secret_patterns
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.rollcall.secret import VARIABLE as SECRET_FILE
-from imgkit_entrypoints.system import JOB_FOLDER
+from imgkit_entrypoints.system import JOB_FOLDER, WORKSPACE
 
 
 def requested_image(request: JobRequest) -> str:
@@ -48,7 +49,8 @@ def with_mounts_and_variables(job: Job, *, passes_names: bool) -> Job:
     workdir = _workdir(job.recipe, requested) if runtime.has_container else ""
     secret_file = _path_on_nodes(job, "--secret-file", request.launch.secret_file)
     # In another working directory, the node agent cannot take its current folder for that of the job.
-    needs_job_folder = workdir and not runtime.is_isolated
+    starts_elsewhere = bool(workdir) if runtime.has_container else requested.code is not None
+    needs_job_folder = starts_elsewhere and not runtime.is_isolated
     settings = {
         SECRET_FILE: secret_file,
         "IMGKIT_REQUIRE_SECRET": "1" if request.launch.require_secret else "",
@@ -78,8 +80,8 @@ def _refuse_code(requested: ContainerRequest) -> None:
 def _workdir(recipe: Target, requested: ContainerRequest) -> str:
     """Return the folder of the container in which the command starts; empty for the job's folder.
 
-    Without ``--workdir``, the command starts in the folder that the recipe states, or else in that of the
-    code.
+    Without ``--workdir``, the command starts in the run's copy of its code, or else in the folder that the
+    recipe states.
 
     Raises
     ------
@@ -92,9 +94,9 @@ def _workdir(recipe: Target, requested: ContainerRequest) -> str:
         for message, hint in rules.image_path(workdir):
             raise UsageError(message, where="--workdir", hint=f"{hint}; .: the job's folder")
         return workdir
-    if recipe.workdir:
-        return recipe.workdir
-    return "" if requested.code is None else f"/{CODE_PLACE}"
+    if requested.code is not None:
+        return f"/{WORKSPACE}"
+    return recipe.workdir
 
 
 def refuse_secrets(recipe: Target, request: JobRequest) -> None:
@@ -202,14 +204,28 @@ def _binds(job: Job, secret_file: str) -> tuple[str, ...]:
 
     Raises
     ------
-    UsageError : a value of ``--bind`` is not ``SRC[:DEST[:ro]]``.
+    UsageError : a value of ``--bind`` is not ``SRC[:DEST[:ro]]``, or a mount would hide the run's code.
     """
     requested = job.request.container.binds
     for bind in requested:
         for message, hint in (*rules.printable(bind), *rules.bind(bind)):
             raise UsageError(message, where="--bind", hint=hint)
     binds = (*job.recipe.system.runtime.binds, *requested)
+    if job.request.container.code is not None:
+        _refuse_hidden_code(binds)
     is_outside = secret_file and not Path(secret_file).is_relative_to(job.directory)
     if is_outside and not runtime_of(job).is_isolated:
         return (*binds, f"{secret_file}:{secret_file}:ro")
     return binds
+
+
+def _refuse_hidden_code(binds: Sequence[str]) -> None:
+    """Raise UsageError if one of `binds` is mounted where the run's copy of its code belongs."""
+    for bind in with_targets(binds):
+        target = bind.split(":")[1]
+        if posixpath.normpath(target) == f"/{WORKSPACE}":
+            raise UsageError(
+                f"{bind} would hide the run's copy of the code",
+                where="--bind",
+                hint=f"mount it below /{WORKSPACE} or elsewhere, or leave the code out: --no-code",
+            )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from imgkit_builder.jobs.request import Flags, JobRequest
 from imgkit_entrypoints.schedulers.placement import Size
+from imgkit_entrypoints.system import WORKSPACE
 
 if TYPE_CHECKING:
     from imgkit_builder.recipe.targets import Target
@@ -90,15 +91,15 @@ class Container:
     workdir: str = ""
     """Folder of the container in which the command starts; empty: the job's folder."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Variables that are set inside the container: the user's own, and the digest of the code."""
+    """Variables that are set for the command: the user's own, and those of a job with code."""
     names: tuple[str, ...] = ()
     """Further variables of the user, by name only. Their values may be secret: no script contains them."""
     env_file: str = ""
     """Path of a file with further variables; empty without one."""
     code: CodeRecord | None = None
-    """The code that is mounted over the image; None without ``--code``."""
+    """The code of which the run gets a copy; None without ``--code``."""
     code_folder: str = ""
-    """Path of the code's folder on the nodes."""
+    """Path on the nodes of the code's folder in the store."""
     bound: BoundEntryPoints | None = None
     """The entry points that are bound into the image; None: the image has its own."""
 
@@ -119,7 +120,17 @@ class Job:
     """Empty for a shell."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """``IMGKIT_*`` variables for the node agent in the container."""
+    run_folder: str = ""
+    """Path of the run folder if imgkit itself makes it, which it does for code on a system without a queue.
+
+    If it is empty, the job's script makes the folder, and names it in IMGKIT_RUN_DIR.
+    """
     warnings: tuple[str, ...] = ()
+
+    @property
+    def workspace(self) -> str:
+        """The folder on the nodes with the run's copy of its code; a shell there expands $IMGKIT_RUN_DIR."""
+        return f"{self.run_folder or '$IMGKIT_RUN_DIR'}/{WORKSPACE}"
 
     @property
     def runs_entry_point(self) -> bool:

@@ -17,7 +17,7 @@ class PreparedJob:
     """On a remote, `image_source.UNKNOWN_HOME` stands in its paths until imgkit has looked there."""
     script: Script
     code: CodeFolder | None = None
-    """The code that is mounted over the image; None without ``--code``."""
+    """The code of which the run gets a copy; None without ``--code``."""
     source: ImageSource | None = None
     """Where the image of a job on a remote comes from; None for a job of this machine."""
     image_id: str = ""

@@ -123,9 +123,9 @@ class ContainerRequest:
         None,
         metavar="DIR",
         group=USUAL,
-        help="Folder of code to mount over /workspace of the image, without a build.",
+        help="Folder of code: each run starts in a copy of its own, /workspace in the container.",
     )
-    no_code: bool = flag(False, help="Do not mount code, even if imgkit.toml sets it.")
+    no_code: bool = flag(False, help="Run without code, even if imgkit.toml sets it.")
     allow: tuple[str, ...] = flag(
         (), metavar="NAME", help="With --code: ship this file even though its name looks like a secret."
     )
@@ -133,8 +133,8 @@ class ContainerRequest:
     workdir: str = flag(
         "",
         metavar="/DIR",
-        help="Folder of the container in which the command starts (default: the recipe's image.workdir, or "
-        "/workspace with --code, else the job's folder); .: the job's folder.",
+        help="Folder of the container in which the command starts (default: /workspace with --code, or the "
+        "recipe's image.workdir, else the job's folder); .: the job's folder.",
     )
     binds: tuple[str, ...] = flag(
         (), "--bind", metavar="/SRC[:/DEST[:ro]]", help="Folder to mount into the container."

@@ -58,6 +58,12 @@ def resolve(recipe: Target, request: JobRequest) -> Job:
             *_unlisted_queue_warnings(recipe, allocation.queue),
         ),
     )
+    if request.container.code is not None and not system.code_copier:
+        raise UsageError(
+            f"{recipe.title} has no folder into which a run could copy its code",
+            where="--code",
+            hint="build it into the image (image.copy), and leave --code out, or add --no-code",
+        )
     job = _with_nodes(job, system)
     job = dataclasses.replace(job, settings=_settings(job, system))
     job = contents.with_mounts_and_variables(job, passes_names=system.passes_names)

@@ -12,7 +12,7 @@ from collections.abc import Generator
 from datetime import datetime, timezone
 from pathlib import Path
 
-from imgkit_builder.base import process
+from imgkit_builder.base import files, process
 from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.jobs import bound, dependencies, image_source, quoting, records, systems
 from imgkit_builder.jobs import code as code_of
@@ -29,6 +29,7 @@ from imgkit_builder.recipe import targets
 from imgkit_builder.sif import image, sqsh
 from imgkit_builder.workflow import baked
 from imgkit_entrypoints.errors import ToolFailed, UsageError
+from imgkit_entrypoints.system import WORKSPACE
 
 _MAX_ANSWER_CHARS = 1000
 """Length of the scheduler's answer in a record without an id."""
@@ -69,6 +70,8 @@ def prepare(
     job = source.early
     if code is not None:
         job = code_of.with_code(job, code.record, job.directory / Ssh.code_folder)
+        if source.recipe:
+            job = _with_warning(job, code_of.image_code_notice(job))
     script = systems.named(job.system).script(job)
     image_source.refuse_script(job, script)
     return PreparedJob(job=job, script=script, code=code, source=source)
@@ -89,12 +92,22 @@ def _prepare_here(recipe: str | Path, request: JobRequest, code: CodeFolder | No
     sif = image_file if image.is_sif(image_file) else None
     code_of.refuse_unused_bind(job, sif)
     if code is not None:
-        code_of.refuse_unused(code, target, sif)
-        code_of.refuse_shadowed(code, job)
+        has_container = runtime_of(job).has_container
+        if has_container:
+            code_of.refuse_unused(code, target, sif)
+        if has_container and not request.container.image:
+            job = _with_warning(job, code_of.image_code_notice(job))
         job = code_of.with_code(job, code.record, job.directory / Local.code_folder)
-        warnings = code_of.hidden_file_warnings(code, image_file)
-        job = dataclasses.replace(job, warnings=(*job.warnings, *warnings))
+        if systems.named(job.system).code_copier == "imgkit":
+            job = code_of.with_run_folder(job)
+        for warning in code_of.hidden_file_warnings(code, image_file):
+            job = _with_warning(job, warning)
     return _with_script(job, code)
+
+
+def _with_warning(job: Job, warning: str) -> Job:
+    """Return `job` with one more warning, unless that is empty."""
+    return dataclasses.replace(job, warnings=(*job.warnings, warning)) if warning else job
 
 
 def submit(prepared: PreparedJob, transport: Transport, report: Reporter | None = None) -> SubmittedJob:
@@ -171,10 +184,13 @@ def make_ready(prepared: PreparedJob, transport: Transport, report: Reporter) ->
     job = with_image.job
     if with_image.code is not None:
         job = code_of.with_code(job, with_image.code.record, job.directory / transport.code_folder)
-        transport.put(_code_folder(with_image.code, job), report)
+        if not job.run_folder:
+            transport.put(_code_folder(with_image.code, job), report)
     job = transport.with_entry_points(dataclasses.replace(with_image, job=job))
     if job.container.bound is not None:
         transport.put(_entry_points_folder(job), report)
+    if job.run_folder and with_image.code is not None:
+        _make_run_folder(with_image.code, job)
     return dataclasses.replace(with_image, job=job, script=systems.named(job.system).script(job))
 
 
@@ -213,6 +229,15 @@ def _code_folder(code: CodeFolder, job: Job) -> Folder:
         size_bytes=code.tree.size_bytes,
         write=code.tree.write,
     )
+
+
+def _make_run_folder(code: CodeFolder, job: Job) -> None:
+    """Make the run folder of a job that starts on this machine at once, with the run's copy of the code."""
+    folder = Path(job.run_folder)
+    folder.parent.mkdir(exist_ok=True)
+    folder.mkdir(mode=0o700)
+    files.put(folder / "code.json", f"{code.record.text}\n")
+    bound.write_folder(folder / WORKSPACE, code.tree.write_copy)
 
 
 def _entry_points_folder(job: Job) -> Folder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 from imgkit_builder.jobs.job import Job
@@ -37,3 +38,22 @@ def fill(job: Job, name: str, **values: Any) -> str:
         else:
             where = f"{folder or ''}/{name}"
         raise UsageError(f"a faulty template: {error}", where=where) from error
+
+
+def run_folder_lines(job: Job, job_id: str) -> str:
+    """Return shell lines that make the run folder of an interactive job, with the run's copy of the code.
+
+    Without code, such a job has no run folder, and the result is empty.
+
+    Parameters
+    ----------
+    job_id : the variable of the shell that has the job's id.
+    """
+    if job.container.code is None:
+        return ""
+    runs = shlex.quote(f"{job.directory}/runs")
+    # A subshell: where a person types the lines, set -e would end the shell of the job.
+    lines = f'dir={runs}/{job.name}-"{job_id}"\nexport IMGKIT_RUN_DIR=$dir\n(set -e\n'
+    for name in ("run-folder.sh.j2", "workspace.sh.j2"):
+        lines += fill(job, name, runs=runs)
+    return f"{lines})"

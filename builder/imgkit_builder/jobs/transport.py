@@ -31,7 +31,7 @@ _MAX_SIMILAR_FOLDERS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Folder:
-    """A folder that a job mounts; its name follows from its content, so it is written once."""
+    """A folder that a job mounts or copies; its name follows from its content, so it is written once."""
 
     path: str
     """Its absolute path where the job runs."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from imgkit_entrypoints import files, secret_patterns
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.files import TEMPORARY
+from imgkit_entrypoints.system import WORKSPACE
 
 if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
@@ -39,6 +40,8 @@ _MOST_STARS = 4
 """Stars in one pattern: the time for a name of 240 characters grows from a second to 40 with the next one."""
 MARKERS = ("CACHEDIR.TAG", "pyvenv.cfg")
 """A folder with such a file is a cache (bford.info/cachedir) or a virtual environment of this machine."""
+_RUN_FOLDER = {"code.json", WORKSPACE}
+"""A folder with both is that of a run. With it, the code of each run would have the copies of all earlier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,14 +169,20 @@ class _Walker:
                 self.left_out.append(name)
 
     def _is_made(self, folder: os.DirEntry[str], name: str, general: _Rules) -> bool:
-        """Return whether a program made all of `folder`: it is a cache, or holds outputs of imgkit alone."""
+        """Return whether a program made all of `folder`.
+
+        It is a cache, a virtual environment or a run folder, or it has outputs of imgkit alone.
+        """
         with os.scandir(folder) as scan:
             entries = list(scan)
         names, rules = {entry.name for entry in entries}, (*general, *self.late)
-        if not names.isdisjoint(MARKERS):
+        if not names.isdisjoint(MARKERS) or names >= _RUN_FOLDER:
             return True
         for entry in entries:
-            is_output = not entry.is_dir(follow_symlinks=False) and _is_output(entry.name, names)
+            if entry.is_dir(follow_symlinks=False):
+                is_output = all(Path(entry.path, part).exists() for part in _RUN_FOLDER)
+            else:
+                is_output = _is_output(entry.name, names)
             is_own = is_output and _last_word(rules, name + entry.name) is None
             if not (is_own or entry.name.startswith(TEMPORARY)):
                 return False

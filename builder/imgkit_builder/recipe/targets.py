@@ -40,6 +40,8 @@ class Target:
     """What its image has installed of the user's own, as far as that is known here."""
     workdir: str = ""
     """``image.workdir``, where the recipe states it: jobs start there."""
+    copies: tuple[str, ...] = ()
+    """Folders of the image into which the recipe copies code, in its order (``image.copy``)."""
     base: str = ""
     """The base of its image."""
     base_env: tuple[str, ...] = ()
@@ -82,6 +84,7 @@ def find(ref: str | Path) -> Target:
         positions=recipe.positions,
         projects=installed(recipe.image.pip),
         workdir=stated_workdir(recipe),
+        copies=tuple(step.target for step in recipe.image.copy),
         base=recipe.image.base,
     )
 

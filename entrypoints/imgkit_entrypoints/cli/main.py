@@ -19,7 +19,7 @@ from imgkit_entrypoints.cli.commands import COMMANDS, Command
 from imgkit_entrypoints.cli.options import ENV_OPTIONS, launch_parser, read_options, variable
 from imgkit_entrypoints.cli.start import Worker
 from imgkit_entrypoints.errors import EXIT_NO, ImgkitError, NoPlan, UsageError
-from imgkit_entrypoints.launch import mounted_code, plan
+from imgkit_entrypoints.launch import plan, run_code
 from imgkit_entrypoints.launch.plan import LaunchOptions
 from imgkit_entrypoints.rules import VARIABLE_NAME
 from imgkit_entrypoints.schedulers import resolve
@@ -74,7 +74,7 @@ def program() -> None:
 
 def _run(argv: tuple[str, ...], env: Mapping[str, str]) -> int:
     command = _command(argv[0] if argv else "")
-    mounted_code.refuse_unmounted_code(env)
+    run_code.refuse_missing_code(env)
     if command.name == "dist-env":
         return _dist_env(command, argv, env)
     if argv[1:] and argv[1] in command.verbs:

@@ -143,7 +143,8 @@ KNOWN: tuple[_Known, ...] = (
         pattern=r"(?:\[Errno 30\]|: cannot [^\n]*:) Read-only file system",
         cause="the program writes into the image, which is read-only; a relative path begins in the folder "
         "where the command starts",
-        remedy="write below $IMGKIT_RUN_DIR or $IMGKIT_JOB_DIR, or start in the job's folder: --workdir .",
+        remedy="start in a copy of your code, which can be written to (imgkit run --code .), or in the job's "
+        "folder (--workdir .)",
     ),
     _Known(
         pattern=r"(?:Failed to resolve|Could not resolve host:|ConnectionPool\(host=|couldn't connect to) ?"

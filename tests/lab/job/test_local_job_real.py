@@ -76,6 +76,18 @@ def test_words_and_exit_code_pass_through(standin_notorch: str, tmp_path: Path) 
     assert TOKEN[::-1] not in result.stderr
 
 
+def test_docker_runs_in_a_copy_of_the_code(mn5_image: str, tmp_path: Path) -> None:
+    (tmp_path / "a b").mkdir()
+    (tmp_path / "a b/c").write_text("sent\n")
+    program = 'dist-env --device cpu > /dev/null && pwd && cd "a b" && echo more >> c && cat c && mkdir out'
+    command = ("--code", str(tmp_path), "--gpus", "0", "--", "sh", "-c", program)
+    for _ in range(2):
+        result = expect_success(run(*argv("cpu", mn5_image, tmp_path, *command)))
+        assert result.stdout == "/workspace\nsent\nmore\n"
+    assert len(list(tmp_path.glob("runs/cpu-*/workspace/a b/out"))) == 2
+    assert (tmp_path / "a b/c").read_text() == "sent\n"
+
+
 def test_interactive_command_has_a_terminal(standin_notorch: str, tmp_path: Path) -> None:
     command = argv(
         "cpu", standin_notorch, tmp_path, "-i", "--", "sh", "-c", "test -t 0 && test -t 1; exit $((5 + $?))"
@@ -148,11 +160,14 @@ def ssh(tmp_path: Path) -> Iterator[Mapping[str, str]]:
 
 @pytest.mark.cluster  # for sshd, and root
 def test_ssh_starts_a_container(mn5_image: str, recipe: Path, tmp_path: Path, ssh: Mapping[str, str]) -> None:
-    hello = ("--nproc", "2", "--", "dist-hello", "--device", "cpu")
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code/sent").touch()
+    hello = ("--nproc", "2", "--code", str(tmp_path / "code"), "--", "dist-hello", "--device", "cpu")
     result = expect_success(
         run(*argv(recipe, mn5_image, tmp_path, "--hosts", "here", "--ssh", *hello), env=ssh)
     )
     assert "all_reduce of ones: 2" in result.stdout
+    assert len(list(tmp_path.glob("runs/one-*/workspace/sent"))) == 1
 
 
 @pytest.mark.cluster

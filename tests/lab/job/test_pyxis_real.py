@@ -182,7 +182,7 @@ def test_no_process_is_left_of_a_job_that_ends_early(site: Site, how: str) -> No
 
 
 NAMES = ("GREETING", "LANG", "TEXT", "HIDDEN", "FILED", "QUOTED", "BACK", "HOST", "PATH", "PWD")
-SHOW = f'printf "<%s>\\n" {" ".join(f""""${name}" """ for name in NAMES)}; ls'
+SHOW = f'printf "<%s>\\n" {" ".join(f""""${name}" """ for name in NAMES)}; ls; touch "of $SLURM_NODEID"'
 
 
 def test_values_and_code_arrive(site: Site) -> None:
@@ -202,6 +202,7 @@ def test_values_and_code_arrive(site: Site) -> None:
     values = ("mine", "POSIX", "it's $(id)", "of the shell", "of a file", *image, path, "/workspace")
     assert job_output.count("".join(f"<{value}>\n" for value in values)) == 2, job_output
     assert job_output.count("mine.txt\n") == 2
+    assert len(list(site.folder.glob("runs/*/workspace/of ?"))) == 2
 
 
 def test_workdir_is_a_folder_of_the_image(site: Site) -> None:

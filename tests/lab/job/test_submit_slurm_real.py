@@ -408,6 +408,30 @@ def test_array_tasks_have_their_own_folder_output_and_end(site: Site) -> None:
     assert "task 1\n" in site.imgkit("logs", f"{array}_1").stdout
 
 
+WRITES = """\
+cd "a b"; echo start >> log; [ "$SLURM_RESTART_COUNT" ] && exec cat ../edited log
+i=0; while [ $i -lt 2000 ]; do : > "f $i"; i=$((i + 1)); done; echo ready; sleep 600
+"""
+
+
+def test_requeued_job_goes_on_in_its_copy_of_the_code(site: Site) -> None:
+    source = site.folder / "my code"
+    (source / "a b").mkdir(parents=True)
+    (source / "a b/log").write_text("sent\n")
+    (source / "edited").write_text("before\n")
+    os.chown(source, site.folder.stat().st_uid, site.folder.stat().st_gid)
+    job = site.submit("--gpus", "0", "--code", "my code", "--", "sh", "-c", WRITES.replace("\n", ";"))
+    (source / "edited").write_text("after\n")  # the job waits, or runs
+    site.until(lambda: "ready" in site.output_of(job), job)
+    site.cluster("scontrol", "requeue", job)
+    site.start_again(job)
+    site.wait_for_end(job)
+    assert site.output_of(job).endswith("before\nsent\nstart\nstart\n")
+    assert len(list((site.folder / f"runs/mn5-{job}/workspace/a b").iterdir())) == 2001
+    (stored,) = (site.folder / ".imgkit-code").glob("*/workspace/a b/log")
+    assert stored.read_text() == "sent\n"
+
+
 def test_shell_in_a_running_job_has_its_container(site: Site) -> None:
     job = site.submit("--nodes", "2", "--gpus", "0", "--env", "WORD=a  b", "--", "sleep", "100")
     site.until(lambda: (site.folder / f"runs/mn5-{job}").is_dir(), job)

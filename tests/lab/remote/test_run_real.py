@@ -344,7 +344,8 @@ def code(site: Site) -> Iterator[Path]:
 
 def test_edited_line_of_code_is_what_the_job_runs(site: Site, code: Path) -> None:
     list_all = 'python3 train.py && cat "it\'s \\"b\\""/* && wc -c < table && ls && readlink away'
-    command = ("--", "sh", "-c", f"dist-env > /dev/null && cd /workspace && {list_all}")
+    write = "cd it* && echo more >> 'c d.txt' && mkdir out && echo 1 > out/result"
+    command = ("--", "sh", "-c", f"dist-env > /dev/null && {list_all} && {write}")
     result = expect_success(site.run("--code", code, *command))
     first = result.stdout.splitlines()
     assert first[:3] == ["first", "c", "300000"]
@@ -353,15 +354,20 @@ def test_edited_line_of_code_is_what_the_job_runs(site: Site, code: Path) -> Non
     (code / "train.py").write_text("print('secnd')\n")  # as long as before
     result = site.run("--code", code, *command)
     assert result.stdout.splitlines() == ["secnd", *first[1:]]
-    assert re.search(r"sent: code: 2 files, \d+ bytes", result.stderr), result.stderr
+    assert re.search(r"sent: code: 1 file, \d+ bytes", result.stderr), result.stderr
     record = json.loads(site.imgkit("status", handle(result), "--json").stdout)["code"]
     assert record["git"].endswith("-dirty")
     assert record["uncommitted"]
     number = handle(result).partition("@")[0]
     note = (site.store / "jobs" / number).read_text()
     assert f"code/{record['sha256']}" in note.splitlines()
-    code_file = next(site.store.glob(f"runs/*-{number}/code.json"))
-    assert json.loads(code_file.read_text()) == {"schema": 1, **record}
+    (run_folder,) = site.store.glob(f"runs/*-{number}")
+    assert json.loads((run_folder / "code.json").read_text()) == {"schema": 1, **record}
+    changed = 'it\'s "b"/c d.txt'
+    assert (run_folder / "workspace" / changed).read_text() == "c\nmore\n"
+    assert (run_folder / 'workspace/it\'s "b"/out/result').is_file()
+    for sent in (site.store / "code").glob("*/workspace"):
+        assert (sent / changed).read_text() == "c\n"
     again = site.run("--code", code, "--detach", "--", "true")
     assert "to send: nothing of the code; far has that of " in again.stderr
 
@@ -377,6 +383,7 @@ def test_code_lies_over_that_of_the_image(site: Site, code: Path) -> None:
     try:
         result = expect_success(site.from_recipe("--code", code, *command))
         assert result.stdout.splitlines() == ["first", "away", 'it\'s "b"', "table", "train.py"]
+        assert result.stderr.count(f"{recipe.name}:4: the image has code in /workspace/; the job runs") == 1
     finally:
         recipe.write_text(RECIPE)
 

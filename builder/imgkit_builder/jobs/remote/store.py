@@ -5,7 +5,7 @@
     images/IMAGE-ROOT/image.sif     a complete .sif. IMAGE is the image's id, ROOT the start of the digest of
                                     its root partition
     images/IMAGE-ROOT/image.json    `RemoteImage`
-    code/DIGEST/                    a folder of code that jobs bind
+    code/DIGEST/                    a folder of code that jobs copy
     runs/NAME-ID/                   the files of a job
     jobs/ID                         what a job uses, for `gc`
 

@@ -14,16 +14,14 @@ from imgkit_builder.base import files
 from imgkit_builder.base.process import Finished
 from imgkit_builder.image.wheel import PACKAGE
 from imgkit_builder.jobs import quoting
-from imgkit_builder.jobs.code_tree import CODE_PLACE
 from imgkit_builder.jobs.job import Argv, Container, Job, RuntimeKind
 from imgkit_builder.recipe.targets import Target
 from imgkit_builder.sif import image, sqsh
 from imgkit_builder.workflow import baked
 from imgkit_entrypoints import system
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.launch import mounted_code
 from imgkit_entrypoints.rules import site_variables
-from imgkit_entrypoints.system import HOST, HOST_FOLDERS, JOB_FOLDER, SYSTEM_JSON
+from imgkit_entrypoints.system import HOST, HOST_FOLDERS, JOB_FOLDER, SYSTEM_JSON, WORKSPACE
 
 Runner = Callable[[Sequence[str]], Finished]
 """Runs a command where the job is submitted, to its end; exit code 127 where a program is missing."""
@@ -174,14 +172,8 @@ class Runtime(abc.ABC):
 
         Raises
         ------
-        UsageError : the job needs a .sif or has a .sqsh, and this runtime does not start such files.
+        UsageError : the job has a .sqsh, and this runtime does not start such files.
         """
-        if job.request.container.code is not None:
-            raise UsageError(
-                f"the code is mounted over a .sif, but {self.kind} does not run one",
-                where="--code",
-                hint=f"leave it out; a folder that all nodes see: --bind DIR:/{CODE_PLACE}",
-            )
         if job.container.image and sqsh.is_sqsh(Path(job.container.image)):
             raise UsageError(
                 f"{self.kind} does not start a .sqsh",
@@ -360,7 +352,7 @@ class Runtime(abc.ABC):
         if self.has_container and job.runs_entry_point:
             return {}
         facts = job.recipe.system
-        overridden = _user_variables(job.container)
+        overridden = user_variables(job.container)
         partition = facts.partitions.get(job.allocation.queue)
         if partition is not None and partition.interfaces:
             # The nodes of this partition have interfaces of their own. Those in system.env are for the other
@@ -387,14 +379,13 @@ fi"""
     def mounts(self, job: Job) -> tuple[str, ...]:
         """Return what the container mounts of its node, each as ``SRC[:DEST[:ro]]``.
 
-        These are the code, the host's libraries, the folders of the recipe and the user, the entry points for
-        an image that imgkit did not build, and the job's folder.
+        These are the run's copy of the code, the host's libraries, the folders of the recipe and the user,
+        the entry points for an image that imgkit did not build, and the job's folder.
         """
         container = job.container
         mounts: list[str] = []
         if container.code:
-            for path in (f"/{CODE_PLACE}", mounted_code.CODE_JSON):
-                mounts.append(f"{container.code_folder}{path}:{path}:ro")
+            mounts.append(f"{job.workspace}:/{WORKSPACE}")
         mounts += self._library_mounts(job)
         mounts += container.binds
         if container.bound:
@@ -475,7 +466,7 @@ def check_reference(text: str) -> str:
     return text
 
 
-def _user_variables(container: Container) -> set[str]:
+def user_variables(container: Container) -> set[str]:
     """Return the names of the variables that the user sets by options or in the file of ``--env-file``."""
     names = {*container.env, *container.names}
     if container.env_file:

@@ -63,11 +63,12 @@ class Docker(Runtime):
 
     def warnings(self, job: Job) -> Iterator[str]:
         """Yield a warning about a command that starts in the container, where its files are lost."""
-        if job.container.workdir and not job.request.container.workdir:
+        requested = job.request.container
+        if job.container.workdir and not requested.workdir and requested.code is None:
             yield (
                 f"the command starts in {job.container.workdir} of the image; files that it writes there are "
-                "lost with the container: write below $IMGKIT_JOB_DIR, or start in the job's folder: "
-                "--workdir ."
+                "lost with the container: start in a copy of your code (--code .), or in the job's folder "
+                "(--workdir .)"
             )
 
     def options(self, job: Job) -> Argv:

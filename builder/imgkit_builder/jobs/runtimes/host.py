@@ -6,9 +6,15 @@ import os
 from pathlib import Path
 
 from imgkit_builder.jobs import quoting
-from imgkit_builder.jobs.job import Job
+from imgkit_builder.jobs.job import Argv, Job
 from imgkit_builder.jobs.runtimes.base import Runtime
 from imgkit_entrypoints.errors import UsageError
+
+_START_IN_CODE = (
+    'cd -- "$1" || { echo "imgkit: node $(uname -n) has no $1, the run\'s copy of the code: all nodes need '
+    'the job\'s folder (--directory)" >&2; exit 2; }; shift; exec "$@"'
+)
+"""Runs its arguments from the second on in the folder that the first one names."""
 
 
 class Host(Runtime):
@@ -50,6 +56,12 @@ class Host(Runtime):
         libraries = self.listed_libraries(job)
         search = (quoting.search_first(libraries),) if libraries else ()
         return (*super().exports(job), *search)
+
+    def _start(self, job: Job, command: Argv, forward: Argv) -> Argv:
+        """Return `command`, which starts in the run's copy of the code if there is one."""
+        if job.container.code is None:
+            return command
+        return ("sh", "-c", _START_IN_CODE, "sh", quoting.expanding(job.workspace), *command)
 
     def _entry_point_python(self, job: Job) -> str:
         return f"{job.container.image}/bin/python3" if job.container.image else "python3"

@@ -104,6 +104,12 @@ class System(abc.ABC):
     """Whether an interactive job must have the fields that ``system.queue.required`` names."""
     reports_state: bool = True
     """Whether `parse_status` can tell a job that runs from one that has ended."""
+    code_copier: Literal["", "script", "imgkit"] = ""
+    """What copies a job's code into its run folder before the start; empty: jobs here take no code.
+
+    ``script``: the job's script, by the template ``workspace.sh.j2``. ``imgkit``: imgkit itself, which also
+    makes the run folder, for a run that starts at once.
+    """
     queue: QueueCommands = QueueCommands()
     """The scheduler's own commands, beside those about one job."""
 

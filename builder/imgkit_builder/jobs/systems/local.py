@@ -20,6 +20,7 @@ class ForegroundSystem(System):
     hides_gpus = False
     passes_names = True
     reports_state = False
+    code_copier = "imgkit"
     where = "on this machine"
     """Where the command runs, for messages."""
 
@@ -50,14 +51,39 @@ class Standalone(ForegroundSystem):
             # Only for an interactive job: docker refuses to use a pipe as a terminal.
             argv = runtime.with_options(argv, *runtime.terminal_options)
         argv = runtime.with_options(argv, *user_options(job))
-        argv = with_settings(job, with_folders(job, argv))
-        return Script(text=line(argv) + "\n", submit=argv, foreground=True)
+        argv = host_argv(job, argv)
+        return Script(text=f"{code_comment(job)}{line(argv)}\n", submit=argv, foreground=True)
 
 
 SYSTEM = Standalone()
 
 
-def with_settings(job: Job, argv: Argv) -> Argv:
+def code_comment(job: Job) -> str:
+    """Return a comment line for a person who runs a printed command; empty if the job has no code."""
+    if job.container.code is None:
+        return ""
+    return f"# imgkit run first makes {job.workspace}, the run's copy of the code.\n"
+
+
+_REQUIRE_CODE = (
+    '[ -d "$1" ] || { echo "imgkit: node $(uname -n) has no $1, the run\'s copy of the code: all nodes need '
+    'the job\'s folder (--directory), or the image the code (image.copy)" >&2; exit 2; }; shift; exec "$@"'
+)
+"""Runs its arguments from the second on if the folder that the first one names exists.
+
+Docker would create the folder, empty, and another runtime's message does not name the node.
+"""
+
+
+def host_argv(job: Job, argv: Argv) -> Argv:
+    """Return the argv that starts `argv` on a host, with the checks and variables of a job script."""
+    argv = with_folders(job, argv)
+    if job.container.code is not None and runtime_of(job).has_container:
+        argv = ("sh", "-c", _REQUIRE_CODE, "sh", job.workspace, *argv)
+    return _with_settings(job, argv)
+
+
+def _with_settings(job: Job, argv: Argv) -> Argv:
     """Return `argv` with the variables that a job script would export before it.
 
     Docker's `argv` has the variables already, as options.

@@ -22,7 +22,6 @@ from imgkit_builder.jobs.systems import (
     program_starts_once,
     spare_waits_for_nothing,
     user_options,
-    with_folders,
 )
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.cli.commands import COMMANDS
@@ -171,7 +170,7 @@ def _check_order(hosts: Sequence[str]) -> None:
 def _by_mpirun(job: Job) -> Script:
     """Return the ``mpirun`` line, after comments for a user who runs it by hand."""
     argv = _mpirun_argv(job)
-    comments = ""
+    comments = local.code_comment(job)
     if job.allocation.nodes > 1:
         head = _hosts(job)[0]
         comments += f"# On {head}, or on none of them: mpirun gives rank 0 to its own host.\n"
@@ -194,8 +193,7 @@ def _mpirun_argv(job: Job) -> Argv:
     if not runtime.has_container:
         # ssh sets another PATH on the other hosts, without the virtual environment.
         options = ["-x", "PATH", *options]
-    container = with_folders(job, runtime.argv(job, job.command, forward=FORWARD))
-    command = local.with_settings(job, container)
+    command = local.host_argv(job, runtime.argv(job, job.command, forward=FORWARD))
     if not job.flags(MpiFlags).direct:
         host_options = ("-H", ",".join(hosts)) if hosts else ()
         return OPENMPI.start_argv(command, nnodes=nodes, forward=forward, options=(*host_options, *options))
@@ -231,7 +229,8 @@ def _by_ssh(job: Job) -> Script:
     hosts = _hosts(job)
     rows = [
         f"# {job.recipe.title}, by imgkit: one command per host, each in its own terminal; or from here: "
-        "imgkit run"
+        "imgkit run",
+        *local.code_comment(job).splitlines(),
     ]
     if job.container.names:
         rows.append(
@@ -305,7 +304,7 @@ def _head(job: Job) -> str:
 
 def _node_argv(job: Job, command: Argv) -> Argv:
     """Return the argv that starts `command` in the job's container on a host."""
-    return local.with_settings(job, with_folders(job, runtime_of(job).argv(job, command)))
+    return local.host_argv(job, runtime_of(job).argv(job, command))
 
 
 def _guarded_argv(job: Job, command: Argv) -> Argv:
@@ -320,7 +319,7 @@ def _guarded_argv(job: Job, command: Argv) -> Argv:
         return fanout.guarded(_node_argv(job, command), sent)
     argv = runtime.argv(job, fanout.guarded(command, sent))
     argv = runtime.with_options(argv, *runtime.input_options)
-    return local.with_settings(job, with_folders(job, argv))
+    return local.host_argv(job, argv)
 
 
 def _sent(job: Job) -> SentInput:
@@ -394,6 +393,5 @@ def _shell(job: Job) -> Script:
         )
     runtime = runtime_of(job)
     shell = runtime.with_options(runtime.shell(job), *runtime.terminal_options)
-    shell = local.with_settings(job, with_folders(job, shell))
-    argv = ("ssh", "-t", _hosts(job)[0], _remote_line(job, shell))
-    return Script(text=line(argv) + "\n", submit=argv, foreground=True)
+    argv = ("ssh", "-t", _hosts(job)[0], _remote_line(job, local.host_argv(job, shell)))
+    return Script(text=f"{local.code_comment(job)}{line(argv)}\n", submit=argv, foreground=True)

@@ -32,7 +32,7 @@ from imgkit_builder.jobs.systems import (
     recipe_options,
     with_folders,
 )
-from imgkit_builder.jobs.templates import fill
+from imgkit_builder.jobs.templates import fill, run_folder_lines
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.rollcall.secret import VARIABLE
@@ -80,6 +80,7 @@ class Pbs(System):
     registration = SHIPPED["pbs"]
     flags = PbsFlags
     uses = ("account", "queue", "time", "cpus", "group-readable")
+    code_copier = "script"
     queue = QueueCommands(
         submit="qsub",
         own_jobs=("qstat",),  # the option for one user needs a name
@@ -295,6 +296,7 @@ def _interactive_script(job: Job) -> Script:
         f"#   cd {shlex.quote(str(job.directory))}",
         *(f"#   module load {name}" for name in runtime.modules(job)),
         *(f"#   {export}" for export in runtime.exports(job)),
+        *(f"#   {row}" for row in run_folder_lines(job, "$PBS_JOBID").splitlines()),
         *(f"#   {row}" for row in shell.split("\n")),
         "# On all nodes: imgkit run --on here --dry-run ... > job.sh, no --interactive; then: bash job.sh",
     )

@@ -23,7 +23,7 @@ from imgkit_builder.jobs.systems import (
     options_with_values,
     with_folders,
 )
-from imgkit_builder.jobs.templates import fill
+from imgkit_builder.jobs.templates import fill, run_folder_lines
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.schedulers import slurm
 
@@ -109,6 +109,7 @@ class Slurm(System):
     passes_names = True  # sbatch and salloc hand their environment on
     uses = ("account", "queue", "qos", "time", "cpus", "stop-before", "group-readable")
     spares_take_over = True
+    code_copier = "script"
     queue = QueueCommands(
         submit="sbatch",
         own_jobs=("squeue", "--me"),
@@ -399,7 +400,10 @@ def _interactive_line(job: Job) -> str:
         container = runtime.argv(job, job.command, forward=PODMAN_FORWARD)
         argv = _srun_argv(job, _with_folders(job, container))
     lines.append(f"exec {_quoted(argv)}")
-    return " && ".join(lines)
+    text = " && ".join(lines)
+    folder_lines = run_folder_lines(job, "$SLURM_JOB_ID")
+    # Not joined by &&, within which bash ignores set -e.
+    return f"set -e\n{folder_lines}\n{text}" if folder_lines else text
 
 
 def _first_node_shell(job: Job) -> Argv:

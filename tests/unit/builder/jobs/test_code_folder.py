@@ -132,6 +132,13 @@ def test_ignored_files_that_the_image_has_are_named(call: Any, folder: Path, tmp
     ]
 
 
+def test_folder_of_a_run_is_no_code(folder: Path) -> None:
+    for name in ("runs/x-1/workspace/train.py", "runs/x-1/code.json", "other/code.json"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    assert names(read(folder).tree) == ["a b", "a b/run", "other", "other/code.json", "train.py"]
+
+
 def test_git_itself_says_what_it_ignores(folder: Path) -> None:
     git(folder, "init", "--quiet")
     (folder / ".git/info/exclude").write_text("*.tmp\n")
@@ -237,17 +244,14 @@ def test_change_while_it_is_read_is_refused(folder: Path, tmp_path: Path, text: 
         write(source, tmp_path / "x")
 
 
-def test_code_is_bound_over_the_image(folder: Path) -> None:
+def test_container_gets_the_copy_of_its_run(folder: Path) -> None:
     request = JobRequest.of(command=("dist-hello",), runtime="singularity", code=folder)
     job = resolve(find("cpu"), request)
     record = CodeRecord(sha256="ab", git="", uncommitted=True)
     argv = runtime_of(job).argv(code.with_code(job, record, Path("/d/code")), ("true",))
     binds = [argument for before, argument in itertools.pairwise(argv) if before == "--bind"]
-    assert binds[:2] == [
-        "/d/code/ab/workspace:/workspace:ro",
-        "/d/code/ab/opt/imgkit/code.json:/opt/imgkit/code.json:ro",
-    ]
-    assert "IMGKIT_CODE=ab" in argv
+    assert binds[0] == '"$IMGKIT_RUN_DIR/workspace:/workspace"'
+    assert {"IMGKIT_CODE=ab", "PYTHONDONTWRITEBYTECODE=1"} <= set(argv)
     with pytest.raises(UsageError, match="cannot be used in a job"):
         code.with_code(job, record, Path("/d/a,b"))
 
@@ -331,56 +335,6 @@ def test_project_that_any_command_installed_is_found(tmp_path: Path, direct_url:
     convert.convert(Archive(path=tmp_path / "x.tar"), tmp_path / "x.sif", Options(test=False), Silent())
     assert baked.projects(tmp_path / "x.sif", "my-proj") == (InstalledProject(name="my-proj", folder=folder),)
     assert baked.projects(tmp_path / "x.sif", "proj") == ()
-
-
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        ("dist-run train.py", "/p/train.py"),
-        ("dist-run ./train.py", "/p/train.py"),
-        ("python3 {p}/train.py", "/p/train.py"),
-        ("python3 scripts/../train.py", "/p/train.py"),
-        ("dist-run x --config=1 -- train.py", "/p/train.py"),
-        ("dist-run -m train", "/p/train.py"),
-        ("dist-run -m scripts.run", "/p/scripts"),
-        ("dist-run -m mypkg", ""),
-        ("dist-run /workspace/train.py scripts", ""),
-    ],
-)
-def test_file_of_the_jobs_folder_is_refused(project: Path, command: str, message: str) -> None:
-    argv = tuple(command.format(p=project).split())
-    job = resolve(find("cpu"), JobRequest.of(command=argv, runtime="singularity", directory=project))
-    if not message:
-        code.refuse_shadowed(read(project), job)
-        return
-    with pytest.raises(UsageError, match=message):
-        code.refuse_shadowed(read(project), job)
-    if "{p}" not in command:
-        code.refuse_shadowed(read(project), replace(job, directory=project / "src"))
-
-
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        ("dist-run train.py", ""),
-        ("dist-run -m scripts.run", ""),
-        ("dist-run {p}/train.py", "/p/train.py"),
-        ("python3 ../{p}/train.py", "/p/train.py"),
-    ],
-)
-def test_command_that_starts_in_the_code_reads_it(
-    project: Path, command: str, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where this machine has a folder /workspace of its own."""
-    monkeypatch.setattr("os.path.lexists", lambda _: True)
-    argv = tuple(command.format(p=project).split())
-    request = JobRequest.of(command=argv, runtime="singularity", directory=project, code=project)
-    job = resolve(find("cpu"), request)
-    if not message:
-        code.refuse_shadowed(read(project), job)
-        return
-    with pytest.raises(UsageError, match=message):
-        code.refuse_shadowed(read(project), job)
 
 
 def test_folder_bound_over_the_code_is_refused(project: Path) -> None:

@@ -1,4 +1,4 @@
-"""Where the command of a job starts: --workdir, the recipe's image.workdir, the code, the job's folder."""
+"""Where the command of a job starts: --workdir, the code, the recipe's image.workdir, the job's folder."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_flag_wins_over_recipe_and_code(extend: Any, tmp_path: Path) -> None:
     assert job(extend("cpu"), workdir="/srv").container.workdir == "/srv"
     code = {"runtime": "singularity", "code": tmp_path}
     assert job(find("cpu"), **code).container.workdir == "/workspace"
-    assert job(extend("cpu"), **code).container.workdir == "/workspace/mine"
+    assert job(extend("cpu"), **code).container.workdir == "/workspace"
     assert job(find("cpu"), **code, workdir=".").container.workdir == ""
 
 

@@ -109,7 +109,7 @@ def test_api_sends_the_code_of_the_project_file(far_image: str, sbatch: Path, tm
     imgkit.run("mine.yaml", origins.under(request, project), on="far")
     [sent] = (tmp_path / "store/code").glob("*/workspace")
     assert (sent / "mine.yaml").exists()
-    assert f"{sent}:/workspace:ro" in (sbatch / "1").read_text()
+    assert f"--reflink=auto {sent}/. " in (sbatch / "1").read_text()
 
 
 @pytest.mark.usefixtures("far_image")
