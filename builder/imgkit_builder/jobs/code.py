@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import json
 import os
 import posixpath
 import secrets
@@ -38,7 +39,14 @@ from imgkit_entrypoints.launch import run_code
 from imgkit_entrypoints.system import WORKSPACE
 
 LARGE_BYTES = 100 * 10**6
+MANY_FILES = 10_000
 """More code is sent only if the user agrees: often it contains data by mistake."""
+_DATA_BYTES = 10**6
+"""What is larger and left out is probably data, which the program reads."""
+_MAX_NAMES = 3
+"""Folders of data that a line names, so that it stays readable."""
+_NO_DATA = (".sif", ".sqsh", ".manifest.json", ".sha256")
+"""Ends of the names of files that imgkit writes."""
 _NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
 """Variable that keeps ``__pycache__`` out of the run's copy of the code."""
 
@@ -232,30 +240,57 @@ def image_code_notice(job: Job) -> str:
     return ""
 
 
-def hidden_file_warnings(code: CodeFolder, image: Path) -> Iterator[str]:
-    """Yield a warning about files that stay out of the code, but that the image has in the code's folder.
+def left_out_notice(code: CodeFolder, image: Path | None) -> str:
+    """Return one line about files that stay out of the code and that the job may need; empty without any.
 
-    The job does not see them, because the code is mounted over that folder. Nothing is yielded if no program
-    of this machine can read the image.
+    These are files of more than 1 MB, and files that the image has in the folder of the code.
 
     Parameters
     ----------
-    image : a .sif or .sqsh.
+    image : a .sif or .sqsh on this machine; None if there is none, or another image.
     """
-    if not code.left_out:
-        return
+    image_names = _names_in_image(image) if image and code.left_out else frozenset()
+    names: list[str] = []
+    for name in code.left_out:
+        if f"{WORKSPACE}/{name.rstrip('/')}" in image_names or _holds_data(code.folder, name):
+            names.append(name)
+    if not names:
+        return ""
+    parents = dict.fromkeys(posixpath.dirname(name) or name for name in names)  # each once, in order
+    data = json.dumps(list(parents)[:_MAX_NAMES], ensure_ascii=False)
+    return f"not sent: {sources.left_out_text(names)}; if the job reads it: data = {data} in imgkit.toml"
+
+
+def _names_in_image(image: Path) -> frozenset[str]:
+    """Return the paths in the image's folder of code; none if no program here can read the image."""
     names: set[str] = set()
     with contextlib.suppress(CheckFailed, ToolFailed, ToolMissing, UsageError):
         for squashfs in unsquash.opened(image):
             for file in squashfs.listed(WORKSPACE):
                 # unsquashfs prints a symlink as "NAME -> TARGET".
                 names.add(file.path.partition(" -> ")[0])
-    hidden = [name for name in code.left_out if f"{WORKSPACE}/{name.rstrip('/')}" in names]
-    if hidden:
-        yield (
-            f"not in the job: {sources.left_out_text(hidden)}; the image has it in /{WORKSPACE}, over which "
-            "--code lies"
-        )
+    return frozenset(names)
+
+
+def _holds_data(folder: Path, name: str) -> bool:
+    """Return whether a file or folder that stays out has more than 1 MB and looks like data.
+
+    Run folders, images, archives of imgkit, caches and virtual environments do not.
+    """
+    path = folder / name
+    if name.startswith("runs/") or name.endswith(_NO_DATA) or Path(f"{path}.manifest.json").exists():
+        return False
+    if any(Path(path, marker).exists() for marker in sources.MARKERS):
+        return False
+    size_bytes = 0
+    with contextlib.suppress(OSError):  # a file was removed meanwhile
+        size_bytes = path.lstat().st_size
+        for parent, _, file_names in os.walk(path):
+            for file_name in file_names:
+                size_bytes += Path(parent, file_name).lstat().st_size
+                if size_bytes > _DATA_BYTES:  # a data set can have millions of files
+                    return True
+    return size_bytes > _DATA_BYTES
 
 
 def _list_folder(folder: Path, allow: Sequence[str]) -> tuple[list[CodeFile], tuple[str, ...]]:
@@ -370,17 +405,24 @@ def _git_state(folder: Path) -> tuple[str, bool]:
 
 
 def _refuse_large(folder: Path, entries: Sequence[CodeFile]) -> None:
-    """Raise LargeContext if the code is larger than `LARGE_BYTES`; the error names its largest parts."""
+    """Raise LargeContext for code of more than `LARGE_BYTES` or `MANY_FILES`; it names the largest parts."""
     sizes: collections.Counter[str] = collections.Counter()
+    counts: collections.Counter[str] = collections.Counter()
     for entry in entries:
         top_name = entry.name.partition("/")[0]
         sizes[top_name] += entry.size_bytes
-    if sizes.total() <= LARGE_BYTES:
+        counts[top_name] += entry.kind == "file"
+    if sizes.total() > LARGE_BYTES:
+        total = size_text(sizes.total())
+        parts = [f"{name} {size_text(size)}" for name, size in sizes.most_common(3) if size > 10**6]
+    elif counts.total() > MANY_FILES:
+        total = f"{counts.total():,} files"
+        parts = [f"{name} {count:,}" for name, count in counts.most_common(3) if count > 100]
+    else:
         return
-    largest = ", ".join(f"{name} {size_text(size)}" for name, size in sizes.most_common(3) if size > 10**6)
     raise LargeContext(
-        f"the code has {size_text(sizes.total())}: {largest}",
+        f"the code has {total}: {', '.join(parts)}",
         where=f"--code {folder}",
-        hint="list data in .gitignore or .dockerignore, and bind it when the job starts (--bind); to send "
-        "all of it: --yes",
+        hint="list data in .gitignore, and name its folder in imgkit.toml (data = [...]); to send all of it: "
+        "--yes",
     )

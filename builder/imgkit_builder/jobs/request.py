@@ -129,7 +129,7 @@ class ContainerRequest:
     allow: tuple[str, ...] = flag(
         (), metavar="NAME", help="With --code: ship this file even though its name looks like a secret."
     )
-    yes: bool = flag(False, help="With --code: do not ask for confirmation above 100 MB.")
+    yes: bool = flag(False, help="With --code: do not ask above 100 MB or 10,000 files.")
     workdir: str = flag(
         "",
         metavar="/DIR",

@@ -100,8 +100,8 @@ def _prepare_here(recipe: str | Path, request: JobRequest, code: CodeFolder | No
         job = code_of.with_code(job, code.record, job.directory / Local.code_folder)
         if systems.named(job.system).code_copier == "imgkit":
             job = code_of.with_run_folder(job)
-        for warning in code_of.hidden_file_warnings(code, image_file):
-            job = _with_warning(job, warning)
+        is_readable = sif is not None or sqsh.is_sqsh(image_file)
+        job = _with_warning(job, code_of.left_out_notice(code, image_file if is_readable else None))
     return _with_script(job, code)
 
 

@@ -190,10 +190,10 @@ class Ssh(Transport):
         image_path = source.remote_image
         image_id = ""
         if remote_image is not None:
-            _report_hidden_files(prepared.code, source.sif, remote_image, report)
             image_path = remote_image.path
             if not source.is_foreign:
                 image_id = remote_image.image_id
+        _report_left_out(prepared.code, source.sif, remote_image, report)
         report.stage(f"submit to {self.name}")
         job = source.resolved(self.store.home, image_path)
         return dataclasses.replace(prepared, job=job, image_id=image_id)
@@ -257,15 +257,17 @@ class Ssh(Transport):
         return interactive.argv(self.connection, job, script)
 
 
-def _report_hidden_files(
-    code_folder: CodeFolder | None, sif: Path, remote_image: RemoteImage, report: Reporter
+def _report_left_out(
+    code_folder: CodeFolder | None, sif: Path, remote_image: RemoteImage | None, report: Reporter
 ) -> None:
-    """Report files that were left out of the code and that the image has, if the local .sif is that image."""
-    # The local .sif of a recipe may be of an earlier build than the image on the remote.
-    if code_folder is None or not delivery.has_content(sif, remote_image):
+    """Report files that stay out of the code and that the job may need."""
+    if code_folder is None:
         return
-    for warning in code.hidden_file_warnings(code_folder, sif):
-        report.note(warning)
+    # The local .sif of a recipe may be of an earlier build than the image on the remote.
+    is_same_image = remote_image is not None and delivery.has_content(sif, remote_image)
+    notice = code.left_out_notice(code_folder, sif if is_same_image else None)
+    if notice:
+        report.note(notice)
 
 
 def _image_id(job: Job) -> str:

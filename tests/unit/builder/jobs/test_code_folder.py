@@ -125,11 +125,24 @@ def test_ignored_files_that_the_image_has_are_named(call: Any, folder: Path, tmp
     site = ("-A", "bsc98", "--qos", "acc_debug", "--time", "10m", "--dry-run")
     code, _, err = call("run", "mn5", "--image", sqsh, "--code", folder, *site, "--", "true")
     assert code == 0, err
-    named = [row for row in err.splitlines() if "not in the job" in row]
+    named = [row for row in err.splitlines() if "not sent" in row]
     ignored = "_c.so, away.so, weights/ (git, Docker or imgkit ignores it)"
-    assert named == [
-        f"imgkit: not in the job: {ignored}; the image has it in /workspace, over which --code lies"
-    ]
+    data = '["_c.so", "away.so", "weights"]'
+    assert named == [f"imgkit: not sent: {ignored}; if the job reads it: data = {data} in imgkit.toml"]
+
+
+def test_ignored_data_is_named_in_one_line(folder: Path) -> None:
+    names = ("data/set/train.bin", "data/set/val.bin", "many/0", "runs/x/w", ".venv/b", "x.sif", "small")
+    (folder / ".gitignore").write_text("*.bin\nmany/\nruns/\n.venv/\nsmall\n")
+    (folder / "data/set").mkdir(parents=True)
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(bytes(10 if name == "small" else 1_100_000))
+    (folder / ".venv/pyvenv.cfg").touch()
+    assert code.left_out_notice(read(folder), None) == (
+        "not sent: data/set/train.bin, data/set/val.bin, many/ (git, Docker or imgkit ignores it); if the "
+        'job reads it: data = ["data/set", "many"] in imgkit.toml'
+    )
 
 
 def test_folder_of_a_run_is_no_code(folder: Path) -> None:
@@ -229,6 +242,19 @@ def test_large_code_needs_a_leave(folder: Path) -> None:
         read(folder)
     assert "--yes" in str(caught.value.hint)
     assert read(folder, large=True).tree.size_bytes > code.LARGE_BYTES
+
+
+def test_many_files_need_a_leave(folder: Path) -> None:
+    (folder / "set").mkdir()
+    for number in range(code.MANY_FILES - 1):
+        (folder / f"set/{number}").touch()
+    with pytest.raises(LargeContext) as caught:
+        read(folder)
+    assert str(caught.value) == (
+        f"--code {folder}: the code has 10,001 files: set 9,999\n  -> list data in .gitignore, and name its "
+        "folder in imgkit.toml (data = [...]); to send all of it: --yes"
+    )
+    assert len(read(folder, large=True).tree.files) == code.MANY_FILES + 3
 
 
 @pytest.mark.parametrize(

@@ -125,4 +125,4 @@ def test_ignored_files_that_the_sent_image_has_are_named(call: Any, tmp_path: Pa
     small_sif.write(tmp_path / "site.sif", squashfs, recorded=False)
     argv = ("run", str(tmp_path / "site.sif"), "--on", "far", "--code", str(code), "--detach", "--", "true")
     status, _, err = call(*argv)
-    assert (status, "not in the job: _c.so (git" in err) == (0, True), err
+    assert (status, "not sent: _c.so (git" in err) == (0, True), err
