@@ -23,12 +23,20 @@ from typing import BinaryIO
 from imgkit_builder.base import files, process
 from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.base.sizes import size_text
-from imgkit_builder.image import install, members, render, uv_export, wheel
+from imgkit_builder.image import install, members, render, skeleton, uv_export, wheel
 from imgkit_builder.image.members import Code, Packed, TarMember
 from imgkit_builder.oci import manifest as manifests
 from imgkit_builder.oci.manifest import BaseImage, Manifest
 from imgkit_builder.recipe import requirements, sources, targets
-from imgkit_builder.recipe.model import UV_STEP, LockedBase, LockedDeb, LockedPlatform, LockedWheel, Recipe
+from imgkit_builder.recipe.model import (
+    UV_STEP,
+    LockedBase,
+    LockedDeb,
+    LockedPlatform,
+    LockedWheel,
+    PipStep,
+    Recipe,
+)
 from imgkit_builder.recipe.rules import inherited
 from imgkit_entrypoints import __version__, system
 from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
@@ -131,7 +139,7 @@ def pack(
         members.file(_MANIFEST, manifests.to_json(manifest).encode()),
         *package_files(recipe),
     ]
-    code = members.pack(_code(recipe), _secret_files(recipe))
+    code = _packed_code(recipe)
     if not large:
         _refuse_large(code)
     return sealed(packed, dockerfile, manifest, code=code, is_locked=lock is not None, report=report)
@@ -226,16 +234,55 @@ def _secret_files(recipe: Recipe) -> list[Path]:
     return [secret.file.resolve() for secret in recipe.image.secrets if secret.file is not None]
 
 
+def _packed_code(recipe: Recipe) -> Packed:
+    """Return what goes into the context of the user's code.
+
+    Raises
+    ------
+    UsageError : as `members.pack` does.
+    """
+    codes = tuple(_code(recipe))
+    hidden = _secret_files(recipe)
+    packed = members.pack((code for code in codes if not code.is_skeleton), hidden)
+    # What stays out of a skeleton needs no message: the run brings it.
+    projects = members.pack((code for code in codes if code.is_skeleton), hidden)
+    skeletons = {code: skeleton.select(code, part) for code, part in projects.parts.items()}
+    return dataclasses.replace(packed, parts={**packed.parts, **skeletons})
+
+
 def _code(recipe: Recipe) -> Iterator[Code]:
     """Yield the projects and copies of `recipe`."""
     for number, step in enumerate(recipe.image.pip):
         if step.project is not None:
-            where = recipe.where("image", "pip", number, "project")
-            member = install.project_member(number)
-            yield Code(source=step.project, member=member, where=where, ignore=step.ignore)
+            yield Code(
+                source=step.project,
+                member=install.project_member(number),
+                where=recipe.where("image", "pip", number, "project"),
+                ignore=step.ignore,
+                is_skeleton=_is_mounted(step) and not skeleton.unfit_reason(step.project),
+            )
     for number, copy in enumerate(recipe.image.copy):
         where = recipe.where("image", "copy", number)
         yield Code(source=copy.source, member=render.copy_member(number), where=where, ignore=copy.ignore)
+
+
+def _is_mounted(step: PipStep) -> bool:
+    """Return whether the run's code is mounted over the project that `step` installs."""
+    return step.editable is not None and skeleton.is_mounted(step.editable)
+
+
+def whole_project_notes(recipe: Recipe) -> Iterator[str]:
+    """Yield a message for each project that is packed whole although the run's code is mounted over it."""
+    for number, step in enumerate(recipe.image.pip):
+        if step.project is None or not _is_mounted(step):
+            continue
+        reason = skeleton.unfit_reason(step.project)
+        if reason:
+            where = recipe.where("image", "pip", number, "project")
+            yield (
+                f"{where}: all files of the project are in the image, so an edit builds again: {reason}; "
+                "modules that it compiles are hidden by the code of a run"
+            )
 
 
 def early_code(recipe: Recipe) -> Packed:
@@ -267,11 +314,13 @@ def _refuse_large(packed: Packed) -> None:
 def code_revision(recipe: Recipe) -> str:
     """Return the revision of the recipe's folder if the image holds files of it, and "" otherwise.
 
-    An image without them does not change with an edit of that folder, and must not name its commit.
+    An image without them does not change with an edit of that folder, and must not name its commit. The
+    skeleton of a project does not count: the code of each run has a revision of its own.
     """
     folder = recipe.file.parent.absolute()
-    if any(code.source.absolute().is_relative_to(folder) for code in _code(recipe)):
-        return revision(folder)
+    for code in _code(recipe):
+        if not code.is_skeleton and code.source.absolute().is_relative_to(folder):
+            return revision(folder)
     return ""
 
 
@@ -357,7 +406,7 @@ def _requirements_files(recipe: Recipe) -> Iterator[TarMember]:
         member = install.requirements_file(number).member
         if step.project is not None:
             with members.readable(step.project, recipe.where("image", "pip", number, "project")):
-                needed = requirements.of_project(step.project)
+                needed = requirements.of_project(step.project) if step.installs_dependencies else ()
             # Installed early: an edit of the project does not repeat that.
             yield members.file(member, "".join(f"{line}\n" for line in needed).encode())
         if step.requirements is not None:

@@ -51,6 +51,8 @@ class Code:
     where: str
     """The recipe's line."""
     ignore: tuple[str, ...] = ()
+    is_skeleton: bool = False
+    """Whether only a project's skeleton is packed, because each run mounts the code over it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

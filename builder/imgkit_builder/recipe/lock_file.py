@@ -279,7 +279,9 @@ def options_of(step: PipStep) -> tuple[str, ...]:
 
 def _locked_step(step: PipStep) -> LockedStep:
     lines = requirements.of_file(step.requirements) if step.requirements else ()
-    project = requirements.of_project(step.project) if step.project else ()
+    project: tuple[str, ...] = ()
+    if step.project is not None and step.installs_dependencies:
+        project = requirements.of_project(step.project)
     packages = [line for line in lines if not line.startswith("-")]
     variables = (f"{name}={value}" for name, value in sorted(step.env.items()))
     return LockedStep(

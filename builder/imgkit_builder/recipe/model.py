@@ -91,6 +91,8 @@ def _with_one_of(*keys: str, **schema: Any) -> dict[str, Any]:
 
 
 _SECRET_KEYS = _with_one_of("env", "file")
+NO_DEPS = "--no-deps"
+"""Option of pip: install a project without its dependencies, which other steps install."""
 _PIP_KEYS = _with_one_of("packages", "requirements", "project", dependentRequired={"editable": ["project"]})
 _PLATFORM_NAMES = sorted([*rules.PLATFORMS, *(name.removeprefix("linux/") for name in rules.PLATFORMS)])
 _FILE = Rule(rules.printable, core={"type": "str"}, convert=Path)
@@ -150,6 +152,11 @@ class PipStep:
     """Names (`id`) of the build secrets that this ``pip install`` may use."""
     ignore: tuple[Text, ...] = ()
     """Patterns of gitignore's kind (``*.pyc``, ``data/``), matched below `project`."""
+
+    @property
+    def installs_dependencies(self) -> bool:
+        """Return whether pip also installs what the project depends on."""
+        return self.project is not None and NO_DEPS not in self.options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from imgkit_builder.recipe import requirements
+from imgkit_builder.recipe.model import NO_DEPS
 from imgkit_builder.recipe.problems import ANY, Collector, KeyPath, Position, nearest
 from imgkit_builder.recipe.rules import parse_reference
 from imgkit_builder.recipe.yaml_tree import Scalar, Table
@@ -24,6 +25,8 @@ class NamedFile:
     problems: Collector
     ngc_base: str
     """The recipe's base if it is an image of NVIDIA's PyTorch; else empty."""
+    has_no_dependencies: bool
+    """Whether pip installs nothing that the named project depends on."""
 
     def error(self, message: str, hint: str = "") -> None:
         """Report a problem at the value."""
@@ -39,10 +42,20 @@ def check(tree: Table, problems: Collector, faulty: Collection[KeyPath]) -> None
     for path, node in tree.select("image", "pip", ANY, "packages", ANY):
         if isinstance(node, Scalar):
             _check_torch(node.text, ngc_base, node.position, path, problems)
+    options = tree.select("image", "pip", ANY, "options", ANY)
+    steps_without_dependencies = [
+        path[:-2] for path, node in options if isinstance(node, Scalar) and node.text == NO_DEPS
+    ]
     for pattern, check_content in _KEYS.items():
         for path, node in tree.select(*pattern):
             if isinstance(node, Scalar) and node.type == "text" and path not in faulty:
-                named = NamedFile(node=node, path=path, problems=problems, ngc_base=ngc_base)
+                named = NamedFile(
+                    node=node,
+                    path=path,
+                    problems=problems,
+                    ngc_base=ngc_base,
+                    has_no_dependencies=path[:-1] in steps_without_dependencies,
+                )
                 file = _resolve(named, folder_allowed=pattern[-1] in ("source", "project"))
                 if file is not None:
                     check_content(file, named)
@@ -152,6 +165,8 @@ def _check_project(folder: Path, named: NamedFile) -> None:
         dependencies = requirements.of_project(folder)
     except (OSError, ValueError) as error:
         named.error(f"its {requirements.PYPROJECT} cannot be read: {error}")
+        return
+    if named.has_no_dependencies:
         return
     for dependency in dependencies:
         # PEP 508 spells a path "NAME @ file:...".

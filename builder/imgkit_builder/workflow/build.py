@@ -19,7 +19,7 @@ from imgkit_builder.base.checks import Check
 from imgkit_builder.base.flags import flag
 from imgkit_builder.base.progress import SILENT, Reporter
 from imgkit_builder.image import secret_values, smoke
-from imgkit_builder.image.context import code_revision, input_sha256, pack
+from imgkit_builder.image.context import code_revision, input_sha256, pack, whole_project_notes
 from imgkit_builder.oci.manifest import BaseImage
 from imgkit_builder.oci.platform import host_platform
 from imgkit_builder.recipe import bases, lock_file, sources
@@ -413,6 +413,8 @@ def _pack(recipe: Recipe, base: BaseImage, request: _Build, report: Reporter) ->
         large=request.large,
         report=report,
     )
+    for note in whole_project_notes(recipe):
+        report.note(note)
     _note_left_out(context.code, report)
     return context
 

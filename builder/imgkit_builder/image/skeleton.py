@@ -1,0 +1,308 @@
+"""Pack what an image needs of an editable project to install it, without the project's code.
+
+``pip install --editable`` writes only paths into the image, such as ``/workspace/src``. Each run mounts its
+code there. So the build packs pyproject.toml, the files that it names, and stubs in place of the top-level
+packages. An edit of the code then changes neither the build context nor the image.
+
+What build backends look at, seen with setuptools 68 and 84, hatchling 1.33, flit-core 4.2, poetry-core 2.5,
+pdm-backend 2.5 and uv-build 0.13:
+
+* They look for the project's packages by the names of folders and of ``__init__.py``.
+* setuptools links a flat layout by the names of its top-level packages, one with ``src`` by that folder.
+* A version may be read from a module: ``attr`` of setuptools, ``path`` of hatchling, the module of flit.
+"""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import posixpath
+import re
+import tarfile
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from imgkit_builder.image.members import Code, TarMember, file
+from imgkit_builder.recipe import problems
+from imgkit_builder.recipe.requirements import PYPROJECT, canonical
+from imgkit_entrypoints import files
+from imgkit_entrypoints.system import WORKSPACE
+
+CODE_FOLDER = f"/{WORKSPACE}"
+"""Folder of an image over which a run mounts its code."""
+
+_SETUPTOOLS = "setuptools.build_meta"
+_BACKENDS = (
+    *(_SETUPTOOLS, "setuptools.build_meta:__legacy__", "hatchling.build", "flit_core.buildapi"),
+    *("poetry.core.masonry.api", "pdm.backend", "uv_build"),
+)
+_TOOLS = ("setuptools", "flit", "poetry", "pdm")
+"""Tables below ``tool`` in which these backends name files and packages; the tables of hatch and uv also hold
+other settings."""
+_BUILD_PROGRAMS = (
+    *("setuptools.ext-modules", "setuptools.cmdclass", "setuptools.data-files", "setuptools-rust"),
+    *("hatch.build.hooks", "hatch.build.force-include", "hatch.build.targets.wheel.hooks"),
+    *("hatch.build.targets.wheel.force-include", "hatch.build.targets.wheel.shared-data"),
+    *("hatch.metadata.hooks.custom", "poetry.build", "pdm.build.custom-hook"),
+)
+"""Keys below ``tool`` by which a backend compiles, runs a program of the project, or installs other files."""
+_ROOT_FILES = (PYPROJECT, "setup.py", "setup.cfg")
+_LICENSES = ("LICEN[CS]E*", "COPYING*", "NOTICE*", "AUTHORS*")
+"""Files that setuptools and hatchling add to the metadata if pyproject.toml names none."""
+_DECLARATIVE_NAMES = frozenset(
+    {"setuptools", "setup", "find_packages", "find_namespace_packages", "__name__"}
+)
+_COMPILING_KEYWORDS = frozenset(
+    {"ext_modules", "cmdclass", "cffi_modules", "rust_extensions", "data_files", "distclass"}
+)
+_SETUP_CFG_VERSION = re.compile(r"^version\s*=\s*attr:\s*([\w.]+)", re.MULTILINE)
+_MOST_BYTES = 1 << 20
+_STUB = b"""\
+raise ImportError(
+    "imgkit: this image has the project without its code, "
+    "which each run mounts over it: imgkit run --code DIR"
+)
+"""
+
+
+def is_mounted(folder: str) -> bool:
+    """Return whether a run mounts its code over this folder of an image."""
+    return f"{posixpath.normpath(folder)}/".startswith(f"{CODE_FOLDER}/")
+
+
+def unfit_reason(project: Path) -> str:
+    """Return why the project in a folder must be packed whole, such as "its setup.py is a program".
+
+    That is so if the installation compiles modules or runs a program of the project, which may read any file.
+    The reason is empty if a skeleton is enough.
+    """
+    content = _read_toml(project)
+    build_system = _table(content, "build-system")
+    backend = build_system.get("build-backend", _SETUPTOOLS)
+    if backend not in _BACKENDS or "backend-path" in build_system:
+        return f"its build backend is {backend}"
+    for key in _BUILD_PROGRAMS:
+        *parents, name = key.split(".")
+        if _table(content, "tool", *parents).get(name):
+            return f"its {PYPROJECT} has tool.{key}"
+    if backend == "pdm.backend" and (project / "pdm_build.py").exists():
+        return "its pdm_build.py is a program"
+    setup_py = _read_text(project / "setup.py")
+    if setup_py and not _is_declarative(setup_py):
+        return "its setup.py is a program"
+    return ""
+
+
+def select(code: Code, members: Iterable[TarMember]) -> tuple[TarMember, ...]:
+    """Return the members of the skeleton of the project `code`, all of whose files are `members`."""
+    names = {posixpath.relpath(member.name, code.member): member for member in members}
+    project = _Project.read(code.source, names)
+    contents: dict[str, TarMember] = {}
+    for name, member in names.items():
+        is_folder = member.kind == tarfile.DIRTYPE
+        if project.keeps_folder(name) if is_folder else project.is_needed(name):
+            contents[name] = member
+        elif project.is_module(name):
+            contents[name] = file(member.name, _STUB)
+    # A needed file can be in a folder that holds nothing else of the skeleton.
+    folders = {parent for name in contents for parent in _parents(name)}
+    return tuple(
+        contents.get(name, member) for name, member in names.items() if name in contents or name in folders
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Project:
+    """The names in a project's folder, and those that its files for the build backend state."""
+
+    stated: frozenset[str]
+    """Paths, packages and patterns that pyproject.toml, setup.cfg and setup.py state."""
+    license_patterns: tuple[str, ...]
+    version_modules: tuple[str, ...]
+    """Paths without suffix of the modules from which the version is read: ``letters/version``."""
+    modules: frozenset[str]
+    """Names of modules that may be the whole project: ``letters`` for ``letters.py``."""
+    python_folders: frozenset[str]
+    """Folders with Python in them or below them."""
+    packages: frozenset[str]
+    """Folders with an ``__init__.py``."""
+
+    @classmethod
+    def read(cls, folder: Path, names: Mapping[str, TarMember]) -> _Project:
+        """Return the project in `folder`, whose files and folders have `names`."""
+        content = _read_toml(folder)
+        setup_cfg = _read_text(folder / "setup.cfg")
+        texts = [*_stated_texts(content), *re.split(r"[\s,=]+", setup_cfg)]
+        texts += _texts_in_python(_read_text(folder / "setup.py"))
+        stated = {posixpath.normpath(text) for text in texts if text}
+        name = canonical(str(_project_table(content).get("name", ""))).replace("-", "_")
+        python_names = [path for path in names if path.endswith(".py")]
+        python_folders = frozenset(parent for path in python_names for parent in _parents(path))
+        modules = {name, *stated}
+        uses_setuptools = _table(content, "build-system").get("build-backend", _SETUPTOOLS) in _BACKENDS[:2]
+        if uses_setuptools and not python_folders - {"."}:
+            # setuptools finds a module beside pyproject.toml only where there is no package.
+            modules.update(path.removesuffix(".py") for path in python_names)
+        return cls(
+            stated=frozenset(stated),
+            license_patterns=tuple(_license_patterns(content)),
+            version_modules=tuple(_version_modules(content, setup_cfg, name)),
+            modules=frozenset(modules - {"setup", "conftest"}),
+            python_folders=python_folders,
+            packages=frozenset(posixpath.dirname(path) for path in python_names if _is_init(path)),
+        )
+
+    def is_needed(self, name: str) -> bool:
+        """Return whether the backend needs the content of the file `name`."""
+        if name in _ROOT_FILES or any(
+            fnmatch.fnmatchcase(name, pattern) for pattern in self.license_patterns
+        ):
+            return True
+        if name in self.stated:
+            return True
+        path = name.removesuffix("/__init__.py").removesuffix(".py")
+        if path == name:
+            return False
+        # The module lies in the project's folder, or in one folder of it such as `src`.
+        return path in self.version_modules or path.partition("/")[2] in self.version_modules
+
+    def is_module(self, name: str) -> bool:
+        """Return whether the file `name` is a top-level package or module, of which a stub is enough."""
+        folder, base = posixpath.split(name)
+        if _is_init(name):
+            return self.keeps_folder(folder)
+        return folder in ("", "src") and base.endswith(".py") and base.removesuffix(".py") in self.modules
+
+    def keeps_folder(self, name: str) -> bool:
+        """Return whether the backend may need the folder `name` to find the packages."""
+        if name == ".":
+            return True
+        if name in self.stated or name.replace("/", ".") in self.stated:
+            return True
+        top = name.partition("/")[0]
+        if name not in self.python_folders or not self._may_hold_packages(top):
+            return False
+        # Below a package, a backend needs no folder: the package's own path leads to all of them.
+        return not any(parent in self.packages for parent in _parents(name))
+
+    def _may_hold_packages(self, top: str) -> bool:
+        """Return whether packages can be in the folder `top`: not beside ``src``, unless they are stated."""
+        if top == "src" or "src" not in self.python_folders:
+            return True
+        if "." in self.stated:  # where = ["."]
+            return True
+        # The first part of "my_letters", "my_letters.model", "my_letters/model" or "my_*".
+        patterns = (re.split(r"[/.]", text)[0] for text in self.stated)
+        return any(fnmatch.fnmatchcase(top, pattern) for pattern in patterns)
+
+
+def _is_init(name: str) -> bool:
+    return posixpath.basename(name) == "__init__.py"
+
+
+def _parents(name: str) -> Iterator[str]:
+    """Yield the folders above `name`: ``a/b`` and ``a`` of ``a/b/c``, then the project's folder, ``.``."""
+    while name not in ("", "."):
+        name = posixpath.dirname(name) or "."
+        yield name
+
+
+def _read_text(path: Path) -> str:
+    """Return the text of a file of the project; empty if there is none, or if it cannot be read."""
+    try:
+        return files.read_text(path, most_bytes=_MOST_BYTES, errors="replace")
+    except (OSError, ValueError):
+        return ""
+
+
+def _read_toml(project: Path) -> Mapping[str, Any]:
+    """Return the content of pyproject.toml; nothing of a damaged one, which a check of the recipe reports."""
+    try:
+        content: Mapping[str, Any] = problems.parse_toml(_read_text(project / PYPROJECT))
+    except ValueError:
+        return {}
+    return content
+
+
+def _table(content: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
+    """Return a table of a TOML file; an empty one if the file has none at `keys`."""
+    table: Any = content
+    for key in keys:
+        table = table.get(key) if isinstance(table, dict) else None
+    return table if isinstance(table, dict) else {}
+
+
+def _project_table(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**_table(content, "tool", "poetry"), **_table(content, "project")}
+
+
+def _stated_texts(content: Mapping[str, Any]) -> Iterator[str]:
+    """Yield every key and text of the tables that a build backend reads."""
+    tables = [content.get("project"), *(_table(content, "tool").get(tool) for tool in _TOOLS)]
+    hatch = _table(content, "tool", "hatch")
+    tables += [hatch.get(key) for key in ("version", "build", "metadata")]
+    tables.append(_table(content, "tool", "uv").get("build-backend"))
+    yield from _texts(tables)
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Yield every key and text below `value`."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from value
+        yield from _texts(list(value.values()))
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
+
+
+def _license_patterns(content: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the patterns of the project's license files."""
+    for table in (_table(content, "project"), _table(content, "tool", "setuptools")):
+        patterns = table.get("license-files", [])
+        if isinstance(patterns, list):
+            yield from (pattern for pattern in patterns if isinstance(pattern, str))
+    yield from _LICENSES
+
+
+def _version_modules(content: Mapping[str, Any], setup_cfg: str, name: str) -> Iterator[str]:
+    """Yield the paths, without suffix, of modules from which the backend may read version and description."""
+    version = _table(content, "tool", "setuptools", "dynamic", "version").get("attr")
+    attributes = [version] if isinstance(version, str) else []
+    for attribute in (*attributes, *_SETUP_CFG_VERSION.findall(setup_cfg)):
+        yield attribute.rpartition(".")[0].replace(".", "/")
+    if _table(content, "build-system").get("build-backend") != "flit_core.buildapi":
+        return
+    dynamic = _table(content, "project").get("dynamic", [])
+    if "version" in dynamic or "description" in dynamic:
+        module = _table(content, "tool", "flit", "module").get("name", name)
+        yield str(module).replace(".", "/")
+
+
+def _is_declarative(setup_py: str) -> bool:
+    """Return whether a setup.py only calls ``setup`` of setuptools with literal values."""
+    try:
+        nodes = list(ast.walk(ast.parse(setup_py)))
+    except (SyntaxError, ValueError):
+        return False
+    return all(map(_is_declarative_node, nodes))
+
+
+def _is_declarative_node(node: ast.AST) -> bool:
+    """Return whether a part of a setup.py can be part of a plain call of ``setup``."""
+    if isinstance(node, ast.Import):
+        return [item.name for item in node.names] == ["setuptools"]
+    if isinstance(node, ast.ImportFrom):
+        return node.module == "setuptools"
+    if isinstance(node, ast.Name):
+        return node.id in _DECLARATIVE_NAMES
+    return not (isinstance(node, ast.keyword) and node.arg in _COMPILING_KEYWORDS)
+
+
+def _texts_in_python(text: str) -> Collection[str]:
+    """Return the texts in a declarative setup.py."""
+    nodes = ast.walk(ast.parse(text))
+    return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
