@@ -103,7 +103,7 @@ def verb_init(
     )
     texts = new_folder.texts(options, parent)
     next_steps = [*new_folder.next_steps(options, parent, folder)]
-    step = program.pip_step(options.folder)
+    pip = program.pip_steps(options.folder, editable=not new_folder.copies_code(options, parent))
     paths = new_folder.write(folder, texts)
     added = new_folder.complete_gitignore(folder)
     is_new_recipe = folder / options.recipe_file in paths
@@ -111,8 +111,8 @@ def verb_init(
         *(f"wrote  {path}" for path in paths),
         *(f"kept   {folder / name}" for name in texts if folder / name not in paths),
         *([f"added  {' '.join(added)} to {folder / new_folder.GITIGNORE}"] if added else []),
-        *([f"pip    {step.step}"] if step and step.step and is_new_recipe else []),
-        *([f"omits  {', '.join(step.left_out)}"] if step and step.left_out and is_new_recipe else []),
+        *(f"pip    {step}" for step in (pip.steps if pip and is_new_recipe else ())),
+        *([f"omits  {', '.join(pip.left_out)}"] if pip and pip.left_out and is_new_recipe else []),
         *(f"next   {line}" for line in next_steps),
     ]
     show({"files": paths, "remote": remote, "recipe": recipe}, *lines, as_json=as_json)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from imgkit_builder.base import files
+from imgkit_builder.image import skeleton
 from imgkit_builder.image.render import environment
 from imgkit_builder.jobs import runtimes, systems
 from imgkit_builder.project import program, toml_file
@@ -50,9 +51,22 @@ class NewFolder:
     def command(self) -> tuple[str, ...]:
         """Return the command of jobs; nothing if it is unclear which program of the folder to start."""
         if not program.has_code(self.folder):
-            return ("dist-run", f"/workspace/{PROGRAM}", "--epochs", "5")
+            return ("dist-run", PROGRAM, "--epochs", "5")
         programs = program.programs(self.folder)
-        return ("dist-run", f"/workspace/{programs[0]}") if len(programs) == 1 else ()
+        return ("dist-run", programs[0]) if len(programs) == 1 else ()
+
+    @property
+    def unfit_reason(self) -> str:
+        """Return why the image needs all files of the folder's project; empty if it does not."""
+        if not program.is_project(self.folder):
+            return ""
+        return skeleton.unfit_reason(self.folder)
+
+
+def copies_code(options: NewFolder, parent: Target) -> bool:
+    """Return whether the image holds the code: pods get no other, and some projects must be built from it."""
+    is_isolated = runtimes.named(parent.system.runtime.kind).is_isolated
+    return is_isolated or bool(options.unfit_reason)
 
 
 def texts(options: NewFolder, parent: Target) -> Mapping[str, str]:
@@ -72,6 +86,7 @@ def texts(options: NewFolder, parent: Target) -> Mapping[str, str]:
         queue["time"] = _TIME
     # The list of hosts is the number of nodes.
     nodes = options.values["nodes"] or ("" if system.takes_hosts else "1")
+    copies = copies_code(options, parent)
     values = {
         "name": options.name,
         "remote": options.remote,
@@ -81,15 +96,25 @@ def texts(options: NewFolder, parent: Target) -> Mapping[str, str]:
         "unused": [key for key, value in queue.items() if not value and key in used and key not in required],
         "required": required,
         "nodes": int(nodes) if nodes.isdecimal() else nodes,
-        "command": options.command,
+        "command": _command(options, parent),
         "programs": program.programs(options.folder),
-        "pip": program.pip_step(options.folder),
+        "copies": copies,
+        "unfit_reason": options.unfit_reason,
+        "pip": program.pip_steps(options.folder, editable=not copies),
     }
     sources = {toml_file.NAME: toml_file.NAME, options.recipe_file: "recipe.yaml", GITIGNORE: "gitignore"}
     if not program.has_code(options.folder):
         sources[PROGRAM] = PROGRAM
     templates = environment("templates/project", None)
     return {file: templates.get_template(f"{source}.j2").render(values) for file, source in sources.items()}
+
+
+def _command(options: NewFolder, parent: Target) -> tuple[str, ...]:
+    """Return the command of jobs. It starts in the code of the run, or names the program in the image."""
+    if not options.command or not copies_code(options, parent):
+        return options.command
+    launcher, name, *arguments = options.command
+    return (launcher, f"{skeleton.CODE_FOLDER}/{name}", *arguments)
 
 
 def _required_keys(parent: Target) -> Mapping[str, bool]:

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from imgkit_builder.image.skeleton import CODE_FOLDER
 from imgkit_builder.recipe import requirements, rules, yaml_tree
+from imgkit_builder.recipe.model import NO_DEPS
 from imgkit_builder.recipe.problems import Collector
 from imgkit_entrypoints import files, terminal
 
@@ -31,14 +33,14 @@ _CONDA_BUILD = re.compile(r"={1,2}(?P<version>[0-9][\w.]*)(?P<exact>=[^=]*)?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipProposal:
-    """A step of the recipe's ``pip``, and what of its file it lacks."""
+    """The steps of the recipe's ``pip``, and what of their file they lack."""
 
     file: str
     """The file in the folder that names the packages."""
-    step: str
-    """The step as YAML; empty if nothing is left."""
+    steps: tuple[str, ...]
+    """The steps as YAML; empty if nothing is left."""
     left_out: tuple[str, ...] = ()
-    """Lines of the file that the step lacks: the base has them, or they do not name a package of PyPI."""
+    """Lines of the file that the steps lack: the base has them, or they do not name a package of PyPI."""
 
 
 def programs(folder: Path) -> tuple[str, ...]:
@@ -58,19 +60,52 @@ def has_code(folder: Path) -> bool:
     return any(path.is_file() for pattern in ("*.py", "*/*.py") for path in folder.glob(pattern))
 
 
-def pip_step(folder: Path) -> PipProposal | None:
-    """Return the step that installs what the program in `folder` needs; None if no file says that.
+def pip_steps(folder: Path, *, editable: bool) -> PipProposal | None:
+    """Return the steps that install what the program in `folder` needs; None if no file says that.
 
-    The dependencies in pyproject.toml come first, then requirements.txt, then environment.yml.
+    The dependencies in pyproject.toml come first, then requirements.txt, then environment.yml. A project that
+    pip can install is installed after them, so that its own modules can be imported from everywhere.
+
+    Parameters
+    ----------
+    editable : whether the run's code is mounted over the project.
     """
-    project = folder / requirements.PYPROJECT
-    is_package = re.search(r"^\[build-system\]", _text(project), re.MULTILINE)
+    packages = _package_steps(folder)
+    if not is_project(folder):
+        return packages
+    file = requirements.PYPROJECT
+    keys = ["project: ."]
+    if editable:
+        keys.append(f"editable: {CODE_FOLDER}")
+    left_out: tuple[str, ...] = ()
+    steps: tuple[str, ...] = ()
+    if packages is not None:
+        file, left_out = packages.file, packages.left_out
+        if left_out or file != requirements.PYPROJECT:
+            steps = packages.steps
+        if left_out and file != CONDA:
+            # The project may depend on the omitted packages, and pip would install these.
+            keys.append(f"options: [{NO_DEPS}]")
+    return PipProposal(file=file, steps=(*steps, f"{{{', '.join(keys)}}}"), left_out=left_out)
+
+
+def is_project(folder: Path) -> bool:
+    """Return whether pip can install `folder`: its pyproject.toml names a build system and describes it."""
+    text = _text(folder / requirements.PYPROJECT)
+    has_build_system = re.search(r"^\[build-system\]", text, re.MULTILINE) is not None
+    is_described = re.search(r"^\[(project|tool\.poetry)\]", text, re.MULTILINE) is not None
+    has_setup = (folder / "setup.py").is_file() or (folder / "setup.cfg").is_file()
+    return has_build_system and (is_described or has_setup)
+
+
+def _package_steps(folder: Path) -> PipProposal | None:
+    """Return the steps that install the packages which a file in `folder` names; None if none does."""
     sources = (
-        (project.name, _lines(requirements.of_project, folder), "project: ." if is_package else ""),
+        (requirements.PYPROJECT, _lines(requirements.of_project, folder), ""),
         (REQUIREMENTS, _lines(requirements.of_file, folder / REQUIREMENTS), f"requirements: {REQUIREMENTS}"),
         (CONDA, tuple(_conda_lines(folder / CONDA)), ""),
     )
-    return next((_step(*source) for source in sources if source[1]), None)
+    return next((_proposal(*source) for source in sources if source[1]), None)
 
 
 def _text(file: Path) -> str:
@@ -88,16 +123,16 @@ def _lines(read: Callable[[Path], tuple[str, ...]], path: Path) -> tuple[str, ..
         return ()
 
 
-def _step(file: str, lines: tuple[str, ...], as_a_whole: str) -> PipProposal:
+def _proposal(file: str, lines: tuple[str, ...], as_a_whole: str) -> PipProposal:
     """Return the step for the `lines` of `file`: `as_a_whole`, or a list of those that pip can install."""
     unfit = {line for line in lines if _is_in_base(line) or requirements.names_other_file(line)}
     if as_a_whole and not unfit:
-        return PipProposal(file=file, step=as_a_whole)
+        return PipProposal(file=file, steps=(as_a_whole,))
     # A list takes less than a file: no options, no URLs.
     packages = [line for line in lines if line not in unfit and not [*rules.pip_package(line)]]
     left_out = tuple(terminal.shown(line) for line in lines if line not in packages)
-    step = f"packages: {json.dumps(packages)}" if packages else ""
-    return PipProposal(file=file, step=step, left_out=left_out)
+    steps = (f"packages: {json.dumps(packages)}",) if packages else ()
+    return PipProposal(file=file, steps=steps, left_out=left_out)
 
 
 def _is_in_base(line: str) -> bool:

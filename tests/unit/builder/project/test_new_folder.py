@@ -39,7 +39,7 @@ def test_new_folder_needs_no_flags(call: Any, monkeypatch: pytest.MonkeyPatch) -
     assert code == 0
     rows = {row["name"]: row["value"] for row in json.loads(out)["values"]}
     assert (rows["remote"], rows["nodes"], rows["time"]) == ("mn5", "4+1", "00:30:00")
-    assert rows["command"] == "dist-run /workspace/train.py --epochs 5"
+    assert rows["command"] == "dist-run train.py --epochs 5"
 
 
 def test_missing_values_are_named(call: Any) -> None:
@@ -60,7 +60,7 @@ def test_existing_files_are_kept(call: Any) -> None:
     assert Path("train.py").read_text() == "mine"
     assert "kept   .gitignore" in out
     assert "added  runs/ to .gitignore" in out
-    assert command_here() == ("dist-run", "/workspace/train.py")
+    assert command_here() == ("dist-run", "train.py")
     assert Path(".gitignore").read_text() == "*.pyc\n*.sif\nruns/\n"
     Path("imgkit.toml").unlink()
     code, out, _ = call("init", "--recipe", "mn5", "--json")
@@ -88,7 +88,7 @@ STARTS = 'if __name__ == "__main__":\n'
 def test_command_starts_the_program_of_the_folder(call: Any, programs: dict[str, str], started: str) -> None:
     write_files(Path(), programs)
     assert call("init", "--recipe", "mn5")[0] == 0
-    assert command_here() == ("dist-run", f"/workspace/{started}")
+    assert command_here() == ("dist-run", started)
     assert {str(path) for path in Path().rglob("*.py")} == {*programs}
 
 
@@ -100,6 +100,7 @@ def test_program_is_not_guessed_among_several(call: Any) -> None:
 
 
 PROJECT = '[project]\nname = "p"\nversion = "1"\ndependencies = ["einops", "torchvision==0.16"]\n'
+PROJECT_STEP = {"project": True, "editable": "/workspace"}
 CONDA = """\
 dependencies:
   - python=3.10
@@ -113,56 +114,88 @@ dependencies:
 
 
 @pytest.mark.parametrize(
-    ("texts", "step", "omitted"),
+    ("texts", "steps", "omitted"),
     [
-        ({"requirements.txt": "# x\ntqdm\n--extra-index-url https://x\n"}, {"requirements": True}, ()),
+        ({"requirements.txt": "# x\ntqdm\n--extra-index-url https://x\n"}, [{"requirements": True}], ()),
         (
             {"requirements.txt": "torch==2.1\nnumpy<2\n-r more.txt\ngit+https://h/a@main\n"},
-            {"packages": ("numpy<2",)},
+            [{"packages": ("numpy<2",)}],
             ("torch==2.1", "-r more.txt", "git+https://h/a@main"),
         ),
-        ({"pyproject.toml": PROJECT}, {"packages": ("einops",)}, ("torchvision==0.16",)),
+        ({"pyproject.toml": PROJECT}, [{"packages": ("einops",)}], ("torchvision==0.16",)),
         (
             {
                 "pyproject.toml": PROJECT.replace("torchvision==0.16", "tqdm") + "[build-system]\n",
                 "requirements.txt": "x",
             },
-            {"project": True},
+            [PROJECT_STEP],
             (),
         ),
-        ({"pyproject.toml": "[tool.ruff]\n", "requirements.txt": "x\n"}, {"requirements": True}, ()),
+        (
+            {"pyproject.toml": PROJECT + "[build-system]\n"},
+            [{"packages": ("einops",)}, {**PROJECT_STEP, "options": ("--no-deps",)}],
+            ("torchvision==0.16",),
+        ),
+        (
+            {"pyproject.toml": "[build-system]\n", "setup.py": "", "requirements.txt": "tqdm"},
+            [{"requirements": True}, PROJECT_STEP],
+            (),
+        ),
+        (
+            {"pyproject.toml": "[build-system]\n[project]\n", "setup.py": "import numpy"},
+            [{"project": True}],
+            (),
+        ),
+        ({"pyproject.toml": "[tool.ruff]\n", "requirements.txt": "x\n"}, [{"requirements": True}], ()),
         (
             {"environment.yml": CONDA},
-            {"packages": ("numpy==1.26.*", "scipy>=1.10,<2", "tqdm==4.66.1", "einops")},
+            [{"packages": ("numpy==1.26.*", "scipy>=1.10,<2", "tqdm==4.66.1", "einops")}],
             ("conda:python=3.10", "conda:pytorch::pytorch=2.1", "conda:git", "-e ."),
         ),
-        ({"environment.yml": "dependencies: [*x\n", "requirements.txt": ""}, None, ()),
-        ({"requirements.txt": "torch==2.1\n"}, None, ("torch==2.1",)),
-        ({"environment.yml": "dependencies: [{pip: tqdm}, git]\n"}, None, ("conda:git",)),
+        ({"environment.yml": "dependencies: [*x\n", "requirements.txt": ""}, [], ()),
+        ({"requirements.txt": "torch==2.1\n"}, [], ("torch==2.1",)),
+        ({"environment.yml": "dependencies: [{pip: tqdm}, git]\n"}, [], ("conda:git",)),
     ],
 )
 def test_recipe_installs_what_the_program_needs(
-    call: Any, texts: dict[str, str], step: dict[str, Any] | None, omitted: tuple[str, ...], tmp_path: Path
+    call: Any, texts: dict[str, str], steps: list[dict[str, Any]], omitted: tuple[str, ...], tmp_path: Path
 ) -> None:
     """The recipe is read as ``imgkit build`` reads it; no line may replace the base's torch."""
     write_files(Path(), {"train.py": "", **texts})
     code, out, err = call("init", "--recipe", "mn5")
     assert code == 0, err
     (recipe,) = tmp_path.glob("*.yaml")
-    steps = load(recipe).image.pip
     assert [
         {
-            key: bool(value) if key != "packages" else value
-            for key in ("packages", "requirements", "project")
+            key: bool(value) if key in ("requirements", "project") else value
+            for key in ("packages", "requirements", "project", "editable", "options")
             if (value := getattr(pip_step, key))
         }
-        for pip_step in steps
-    ] == ([step] if step else [])
+        for pip_step in load(recipe).image.pip
+    ] == steps
     assert [line for line in out.splitlines() if line.startswith("omits")] == (
         [f"omits  {', '.join(omitted)}"] if omitted else []
     )
     for line in omitted:
         assert f"also has: {line}\n" in recipe.read_text()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "setup_py", "copies"), [("mn5", "", False), ("mn5", "import numpy", True), ("rcp", "", True)]
+)
+def test_code_is_in_the_image_only_where_a_run_cannot_bring_it(
+    call: Any, recipe: str, setup_py: str, copies: bool, tmp_path: Path
+) -> None:
+    pyproject = PROJECT.replace("torchvision==0.16", "tqdm") + "[build-system]\n"
+    write_files(Path(), {"train.py": "", "pyproject.toml": pyproject, "setup.py": setup_py})
+    assert call("init", "--recipe", recipe)[0] == 0
+    (file,) = tmp_path.glob("*.yaml")
+    image, values = load(file).image, toml_file.read(tmp_path / "imgkit.toml").values
+    assert (bool(image.copy), bool(values.code)) == (copies, not copies)
+    assert image.pip[0].editable == (None if copies else "/workspace")
+    assert values.command == ("dist-run", "/workspace/train.py" if copies else "train.py")
+    is_explained = "# Each edit builds the image again: its setup.py is a program." in file.read_text()
+    assert is_explained == bool(setup_py)
 
 
 def test_line_of_a_project_adds_no_key_to_the_recipe(call: Any, tmp_path: Path) -> None:
@@ -213,6 +246,9 @@ def test_next_lines_work_as_typed(
             code, out, err = call(*args, "--dry-run")
             assert code == 0, err
             assert "is not used" not in err
-            assert "dist-run /workspace/train.py --epochs 5" in " ".join(out.replace("\\\n", "").split())
+            program = (
+                "/workspace/train.py" if recipe == "rcp" else "train.py"
+            )  # a pod has no copy of the code
+            assert f"dist-run {program} --epochs 5" in " ".join(out.replace("\\\n", "").split())
         else:
             assert load(Path(argv[2]).absolute()).name == "my-work"
