@@ -120,11 +120,11 @@ def gc(
     delete: bool = typer.Option(False, "--delete", help="Remove what is unused instead of listing it."),
     as_json: bool = JSON,
 ) -> None:
-    """List unused images and code on a remote; --delete removes them.
+    """List unused images, code and data on a remote; --delete removes them.
 
-    An image or folder of code is in use if it was sent or chosen in the last N days,
-    if a run of that time used it, or if a pending or running job names it. Runs, and
-    files that imgkit did not create, are never touched.
+    An image, or a folder of code or data, is in use if it was sent or chosen in the
+    last N days, if a run of that time used it, or if a pending or running job names
+    it. Runs, and files that imgkit did not create, are never touched.
 
     \b
     Examples:

@@ -22,7 +22,7 @@ from imgkit_builder.base import process
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.base.sizes import size_text
 from imgkit_builder.image.context import LargeContext
-from imgkit_builder.jobs import quoting
+from imgkit_builder.jobs import data_mounts, quoting
 from imgkit_builder.jobs.code_tree import CodeFile, CodeTree
 from imgkit_builder.jobs.job import CodeRecord, Job
 from imgkit_builder.jobs.request import JobRequest
@@ -82,7 +82,8 @@ def read(request: JobRequest, *, large: bool, report: Reporter) -> CodeFolder:
         raise UsageError(
             message, where=f"--code {folder}", hint="the folder of your code, for example: --code ."
         )
-    entries, left_out = _list_folder(folder, request.container.allow)
+    data = data_mounts.code_patterns(request, folder)
+    entries, left_out = _list_folder(folder, request.container.allow, data)
     if all(entry.kind == "dir" for entry in entries):
         raise UsageError(
             "nothing to ship: every file is ignored",
@@ -93,7 +94,7 @@ def read(request: JobRequest, *, large: bool, report: Reporter) -> CodeFolder:
         _refuse_large(folder, entries)
     if sum(entry.size_bytes for entry in entries) > LARGE_BYTES:
         report.stage(f"read {folder}")
-    tree = CodeTree(entries, report)
+    tree = CodeTree([*entries, *data_mounts.mount_points(request, entries)], report)
     git_description, is_committed = _git_state(folder)
     return CodeFolder(
         folder=folder,
@@ -293,7 +294,9 @@ def _holds_data(folder: Path, name: str) -> bool:
     return size_bytes > _DATA_BYTES
 
 
-def _list_folder(folder: Path, allow: Sequence[str]) -> tuple[list[CodeFile], tuple[str, ...]]:
+def _list_folder(
+    folder: Path, allow: Sequence[str], data: Iterable[str]
+) -> tuple[list[CodeFile], tuple[str, ...]]:
     """Return the entries of `folder` that go to the nodes, and the names that are ignored.
 
     A folder comes before its content.
@@ -301,6 +304,7 @@ def _list_folder(folder: Path, allow: Sequence[str]) -> tuple[list[CodeFile], tu
     Parameters
     ----------
     allow : names of files to send although such files usually hold secrets.
+    data : patterns of the folders of data, which are no code.
 
     Raises
     ------
@@ -308,7 +312,7 @@ def _list_folder(folder: Path, allow: Sequence[str]) -> tuple[list[CodeFile], tu
     """
     left_out: list[str] = []
     secret_names: list[str] = []
-    patterns = [f"!{name}" for name in allow]
+    patterns = [*data, *(f"!{name}" for name in allow)]
     try:
         listed = _listed_by_git(folder)
         walk = sources.walk(folder, patterns, listed=listed, left_out=left_out, secret=secret_names)

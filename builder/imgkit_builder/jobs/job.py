@@ -39,6 +39,16 @@ class CodeRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DataMount:
+    """A folder of data that the job's command reads."""
+
+    source: str
+    """Its path on the nodes; it may begin with a variable of the site."""
+    target: str
+    """Its path for the command."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BoundEntryPoints:
     """imgkit's entry points for an image without them, and where they are bound in it."""
 
@@ -100,6 +110,8 @@ class Container:
     """The code of which the run gets a copy; None without ``--code``."""
     code_folder: str = ""
     """Path on the nodes of the code's folder in the store."""
+    data: tuple[DataMount, ...] = ()
+    """The folders of data, which are mounted read-only."""
     bound: BoundEntryPoints | None = None
     """The entry points that are bound into the image; None: the image has its own."""
 
@@ -131,6 +143,13 @@ class Job:
     def workspace(self) -> str:
         """The folder on the nodes with the run's copy of its code; a shell there expands $IMGKIT_RUN_DIR."""
         return f"{self.run_folder or '$IMGKIT_RUN_DIR'}/{WORKSPACE}"
+
+    @property
+    def data_links(self) -> Mapping[str, str]:
+        """The data without a container: each path below `workspace` that becomes a link, and its target."""
+        if self.container.runtime != "host":
+            return {}
+        return {data.target.removeprefix(f"/{WORKSPACE}/"): data.source for data in self.container.data}
 
     @property
     def runs_entry_point(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from imgkit_builder.data.folder import DataFolder
 from imgkit_builder.jobs.code import CodeFolder
 from imgkit_builder.jobs.image_source import ImageSource
 from imgkit_builder.jobs.job import Job, Script
@@ -18,6 +19,8 @@ class PreparedJob:
     script: Script
     code: CodeFolder | None = None
     """The code of which the run gets a copy; None without ``--code``."""
+    data: tuple[DataFolder, ...] = ()
+    """The folders of data that are on this machine."""
     source: ImageSource | None = None
     """Where the image of a job on a remote comes from; None for a job of this machine."""
     image_id: str = ""

@@ -41,6 +41,7 @@ FIELDS: Mapping[str, Field] = {
     "--code": _PATH,
     "--secret-file": _PATH,
     "--env-file": _PATH,
+    "data": _PATH,
 }
 
 

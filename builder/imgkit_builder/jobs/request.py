@@ -126,6 +126,8 @@ class ContainerRequest:
         help="Folder of code: each run starts in a copy of its own, /workspace in the container.",
     )
     no_code: bool = flag(False, help="Run without code, even if imgkit.toml sets it.")
+    data: tuple[str, ...] = ()
+    """Folders of data, as imgkit.toml names them: ``data/letters`` or ``/gpfs/letters:/data``."""
     allow: tuple[str, ...] = flag(
         (), metavar="NAME", help="With --code: ship this file even though its name looks like a secret."
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from imgkit_builder.base import files, process
 from imgkit_builder.base.progress import Reporter, Silent
-from imgkit_builder.jobs import bound, dependencies, image_source, quoting, records, systems
+from imgkit_builder.jobs import bound, data_mounts, dependencies, image_source, quoting, records, systems
 from imgkit_builder.jobs import code as code_of
 from imgkit_builder.jobs.code import CodeFolder
 from imgkit_builder.jobs.job import Job, Script
@@ -24,7 +24,7 @@ from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.resolve import resolve
 from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.jobs.submitted import QueuedJob, SubmittedJob
-from imgkit_builder.jobs.transport import Folder, Local, Ssh, Transport
+from imgkit_builder.jobs.transport import DATA_FOLDER, Folder, Local, Ssh, Transport
 from imgkit_builder.recipe import targets
 from imgkit_builder.sif import image, sqsh
 from imgkit_builder.workflow import baked
@@ -67,14 +67,16 @@ def prepare(
     image_source.refuse_runtime(source)
     if code is not None:
         code_of.refuse_unused(code, source.target, source.given_sif)
+    data = data_mounts.list_folders(request)
     job = source.early
+    job = data_mounts.with_data(job, data, f"{job.directory}/{DATA_FOLDER}")
     if code is not None:
         job = code_of.with_code(job, code.record, job.directory / Ssh.code_folder)
         if source.recipe:
             job = _with_warning(job, code_of.image_code_notice(job))
     script = systems.named(job.system).script(job)
     image_source.refuse_script(job, script)
-    return PreparedJob(job=job, script=script, code=code, source=source)
+    return PreparedJob(job=job, script=script, code=code, data=data, source=source)
 
 
 def _prepare_here(recipe: str | Path, request: JobRequest, code: CodeFolder | None) -> PreparedJob:
@@ -88,6 +90,7 @@ def _prepare_here(recipe: str | Path, request: JobRequest, code: CodeFolder | No
         target = targets.find(recipe)
     request = request.changed(image=request.container.image or default_image)
     job = resolve(target, request)
+    job = data_mounts.with_data(job, data_mounts.list_folders(request))
     image_file = Path(job.container.image)
     sif = image_file if image.is_sif(image_file) else None
     code_of.refuse_unused_bind(job, sif)
@@ -111,7 +114,7 @@ def _with_warning(job: Job, warning: str) -> Job:
 
 
 def submit(prepared: PreparedJob, transport: Transport, report: Reporter | None = None) -> SubmittedJob:
-    """Bring the image and the code to where the job starts, submit the job, and save its record.
+    """Bring the image, the data and the code to where the job starts, submit the job, and save its record.
 
     Parameters
     ----------
@@ -170,7 +173,7 @@ def _unsaved_record_warning(record: SubmittedJob, error: OSError) -> str:
 
 
 def make_ready(prepared: PreparedJob, transport: Transport, report: Reporter) -> PreparedJob:
-    """Bring the image, the code and the entry points to where the job starts.
+    """Bring the image, the data, the code and the entry points to where the job starts.
 
     Return the job with their paths on that machine, and with the script that contains these paths.
 
@@ -181,7 +184,7 @@ def make_ready(prepared: PreparedJob, transport: Transport, report: Reporter) ->
     for warning in prepared.job.warnings:
         report.note(warning)
     with_image = transport.bring_image(prepared, report)
-    job = with_image.job
+    job = transport.with_data(with_image, report)
     if with_image.code is not None:
         job = code_of.with_code(job, with_image.code.record, job.directory / transport.code_folder)
         if not job.run_folder:
@@ -238,6 +241,10 @@ def _make_run_folder(code: CodeFolder, job: Job) -> None:
     folder.mkdir(mode=0o700)
     files.put(folder / "code.json", f"{code.record.text}\n")
     bound.write_folder(folder / WORKSPACE, code.tree.write_copy)
+    for name, source in job.data_links.items():
+        mount_point = folder / WORKSPACE / name
+        mount_point.rmdir()
+        mount_point.symlink_to(source)
 
 
 def _entry_points_folder(job: Job) -> Folder:

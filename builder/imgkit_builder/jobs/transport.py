@@ -12,7 +12,9 @@ from pathlib import Path
 from imgkit_builder.base import process
 from imgkit_builder.base.process import Finished
 from imgkit_builder.base.progress import Reporter
-from imgkit_builder.jobs import bound, checks, code, delivery
+from imgkit_builder.base.sizes import size_text
+from imgkit_builder.data.folder import DataFolder
+from imgkit_builder.jobs import bound, checks, code, data_mounts, delivery
 from imgkit_builder.jobs.code import CodeFolder
 from imgkit_builder.jobs.delivery import Delivery
 from imgkit_builder.jobs.job import Argv, Job, Script
@@ -25,6 +27,13 @@ from imgkit_builder.jobs.remote.store import RemoteImage, Store
 from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.sif import image
 
+DATA_FOLDER = "data"
+"""Folder in imgkit's folder on a remote with the data of all projects."""
+_CHECK_DATA = """\
+printf '%s\\n' "$paths" | while IFS= read -r path; do
+    if [ ! -e "$path" ]; then echo "missing $path"; elif [ ! -r "$path" ]; then echo "closed $path"; fi
+done
+"""
 _MAX_SIMILAR_FOLDERS = 3
 """Number of folders of code on a remote in which rsync looks for equal files."""
 
@@ -76,6 +85,16 @@ class Transport(abc.ABC):
         """
 
     @abc.abstractmethod
+    def with_data(self, prepared: PreparedJob, report: Reporter) -> Job:
+        """Bring the job's data to that machine, and return the job with its paths there.
+
+        Raises
+        ------
+        UsageError : a folder cannot be read there, or changed while it was sent.
+        ImgkitError : a folder cannot be sent.
+        """
+
+    @abc.abstractmethod
     def put(self, folder: Folder, report: Reporter) -> None:
         """Write the folder on that machine, complete or not at all. Do nothing if it exists already."""
 
@@ -121,6 +140,12 @@ class Local(Transport):
         del report  # there is nothing to bring
         checks.before_submission(prepared.job)
         return dataclasses.replace(prepared, image_id=_image_id(prepared.job))
+
+    def with_data(self, prepared: PreparedJob, report: Reporter) -> Job:
+        """Check the data, which is on this machine already. See `Transport`."""
+        del report  # there is nothing to bring
+        data_mounts.refuse_missing(prepared.job)
+        return prepared.job
 
     def put(self, folder: Folder, report: Reporter) -> None:
         """Write the folder. See `Transport`."""
@@ -197,6 +222,40 @@ class Ssh(Transport):
         report.stage(f"submit to {self.name}")
         job = source.resolved(self.store.home, image_path)
         return dataclasses.replace(prepared, job=job, image_id=image_id)
+
+    def with_data(self, prepared: PreparedJob, report: Reporter) -> Job:
+        """Send the data by rsync, as far as the remote lacks it. See `Transport`."""
+        assert self.store is not None  # noqa: S101 - `bring_image` comes first
+        job = data_mounts.with_data(prepared.job, prepared.data, f"{self.store.home}/{DATA_FOLDER}")
+        self._refuse_missing_data(job)
+        for folder in prepared.data:
+            if folder.name not in self.store.data:
+                self._send_data(folder, self.store, report)
+        return job
+
+    def _refuse_missing_data(self, job: Job) -> None:
+        """Raise UsageError if a path of the cluster is missing there, or cannot be read."""
+        home = str(job.directory)
+        paths = [
+            mount.source for mount in job.container.data if not mount.source.startswith((f"{home}/", "$"))
+        ]
+        if not paths:
+            return
+        output = self.connection.run(_CHECK_DATA, {"paths": "\n".join(paths)}).decode(errors="replace")
+        state, _, path = output.partition("\n")[0].partition(" ")
+        if state in ("missing", "closed"):
+            raise data_mounts.path_error(path, state, self.name)
+
+    def _send_data(self, folder: DataFolder, store: Store, report: Reporter) -> None:
+        """Send a folder of data; its files that an earlier version on the remote has are not sent."""
+        title = f"{folder.spec.source}, {folder.files} files, {size_text(folder.size_bytes)}"
+        earlier = [name for name in store.data if name.endswith(f"-{folder.project_part}")]
+        report.note(f"to send: data: {title}")
+        transferred = transfer.send_data(
+            self.connection, folder, home=store.home, earlier=tuple(earlier[:1]), report=report
+        )
+        size = f": {transferred}" if transferred else ""
+        report.note(f"sent: data{size}")
 
     def put(self, folder: Folder, report: Reporter) -> None:
         """Send the folder by rsync. See `Transport`."""

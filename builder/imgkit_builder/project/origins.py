@@ -49,6 +49,7 @@ def under(request: JobRequest, project: ProjectFile | None) -> JobRequest:
     changes["env"] = _combined_env(values.env, container.env)
     changes["binds"] = (*values.binds, *container.binds)
     changes["options"] = (*values.options, *request.allocation.options)
+    changes["data"] = (*values.data, *container.data)
     changes["code"] = container.code
     if container.code is None and not container.no_code:
         changes["code"] = project.code
@@ -117,6 +118,8 @@ def of_job(job: Job, flags: JobRequest, project: ProjectFile | None) -> Iterator
     """Yield every value of `job` with its source; `flags` is a request with the values of flags only."""
     yield from _single_value_sources(job, flags, project)
     yield from _bind_sources(job, flags, project)
+    for text in job.request.container.data:
+        yield of_word("data", text, flag="", project=project)
     yield from _env_sources(job, flags, project)
     yield from _option_sources(job, flags, project)
     yield from _system_flag_sources(flags)

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+from imgkit_builder.data import spec
 from imgkit_builder.jobs import contents, quoting, resolve
 from imgkit_builder.recipe.model import KEYS, Flag, Short
 from imgkit_builder.recipe.problems import Collector, Position, RecipeErrors, parse_toml_file
@@ -55,6 +56,8 @@ class ProjectValues:
     code: Line = ""
     """Folder of code to mount over /workspace, relative to the file's folder."""
     group_readable: Flag = False
+    data: tuple[Annotated[Line, rule_of(spec.parse)], ...] = ()
+    """Folders of data below the file's folder, or ``/SRC:/DEST`` on the cluster."""
     command: tuple[Line, ...] = ()
 
 

@@ -372,6 +372,30 @@ def test_edited_line_of_code_is_what_the_job_runs(site: Site, code: Path) -> Non
     assert "to send: nothing of the code; far has that of " in again.stderr
 
 
+def test_data_is_sent_once_and_read_beside_the_code(site: Site, code: Path) -> None:
+    toml, numbers = site.folder / "imgkit.toml", site.folder / "my data/numbers"
+    numbers.mkdir(parents=True)
+    (numbers / "first").write_text("1\n")
+    toml.write_text('data = ["my data/numbers"]\n')
+    command = (
+        "--",
+        "sh",
+        "-c",
+        'cat "my data/numbers/first"; (echo 2 > "my data/numbers/first") 2> /dev/null || echo closed',
+    )
+    try:
+        result = expect_success(site.run("--code", code, *command))
+        assert result.stdout.splitlines() == ["1", "closed"]
+        assert "sent: data: 1 file, 2 bytes" in result.stderr
+        (folder,) = site.store.glob("data/[0-9a-f]*")
+        note = (site.store / "jobs" / handle(result).partition("@")[0]).read_text()
+        assert f"data/{folder.name}" in note.splitlines()
+        assert "sent: data" not in expect_success(site.run("--code", code, *command)).stderr
+    finally:
+        toml.unlink()
+        shutil.rmtree(numbers.parent)
+
+
 def test_code_lies_over_that_of_the_image(site: Site, code: Path) -> None:
     recipe = next(site.folder.glob("line*.yaml"))
     (site.folder / "train.py").write_text("print('of the image')\n")

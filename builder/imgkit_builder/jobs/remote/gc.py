@@ -1,9 +1,9 @@
-"""Find the images and folders of code that no job uses any more in a store, and remove them.
+"""Find the images and the folders of code and data that no job uses any more in a store, and remove them.
 
-An image or a folder of code is in use if it was sent or chosen in the last days, if a job that has not ended
-uses it, or if a run that changed its files in the last days used it. The submission of a job writes the file
-``jobs/ID`` in the store (a `JobNote`), which names the image and the code of the job. Files and folders whose
-names imgkit does not give are never removed.
+An image or a folder is in use if it was sent or chosen in the last days, if a job that has not ended uses
+it, or if a run that changed its files in the last days used it. The submission of a job writes the file
+``jobs/ID`` in the store (a `JobNote`), which names the image, the code and the data of the job. Files and
+folders whose names imgkit does not give are never removed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from imgkit_entrypoints.errors import ToolFailed, UsageError
 
 DAY_S = 86400
 _NAME = rf"(?:{IMAGE_NAME.pattern}|[0-9a-f]{{64}})"
-_PATH = re.compile(rf"(images|code)/(\.incoming/)?({_NAME}|\.{_NAME}\.gone)")
+_PATH = re.compile(rf"(images|code|data)/(\.incoming/)?({_NAME}|\.{_NAME}\.gone)")
 """The paths that imgkit gives to folders in a store.
 
 ``images/NAME`` is complete, ``images/.incoming/NAME`` is being sent, and ``_REMOVE`` has renamed
@@ -48,7 +48,8 @@ _LIST = f"""\
 cd -- "$folder" 2> /dev/null || {{ echo "clock $(date +%s)"; echo end; exit 0; }}
 echo "clock $(date +%s)"
 for path in images/* images/.*.gone images/.incoming/* images/.incoming/.*.gone \\
-    code/* code/.*.gone code/.incoming/* code/.incoming/.*.gone; do
+    code/* code/.*.gone code/.incoming/* code/.incoming/.*.gone \\
+    data/* data/.*.gone data/.incoming/* data/.incoming/.*.gone; do
     if [ -d "$path" ] && [ ! -L "$path" ]; then
         times=$(find "$path" -maxdepth 1 \\( -path "$path" -o -name {SIF} \\) -printf '%T@\\n')
         time=$(printf '%s\\n' "$times" | sort -n | tail -n 1)
@@ -92,7 +93,7 @@ for id; do rm -f -- "jobs/$id"; done
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFolder:
-    """An image or a folder of code in a store."""
+    """An image, or a folder of code or data, in a store."""
 
     path: str
     """The path relative to the remote's folder, in one of the forms of `_PATH`."""
@@ -111,7 +112,7 @@ class JobNote:
     system: str
     """The system, or ``SYSTEM;CLUSTER`` where Slurm manages several clusters."""
     folders: tuple[str, ...]
-    """Paths of the image and of the code that the job uses, as in `StoredFolder`."""
+    """Paths of the image, the code and the data that the job uses, as in `StoredFolder`."""
     used_s: float
     """Unix time of the job's submission or of the last change in its run folder, whichever is later."""
     is_resumable: bool = False
@@ -287,8 +288,8 @@ def _parse_job_notes(lines: Sequence[str]) -> tuple[JobNote, ...]:
     for job_id, submitted_s in _change_times_s("job", lines).items():
         if not is_job_id(job_id):
             continue
-        # A note has one value a line: the system, the job's name, the image and the code. Missing lines of a
-        # note that is cut short count as empty.
+        # A note has one value a line: the system, the job's name, the image, the code, and folders of data.
+        # Missing lines of a note that is cut short count as empty.
         system, job_name, *paths = [*note_lines.get(job_id, []), "", ""]
         run = f"{job_name}-{job_id}"
         note = JobNote(

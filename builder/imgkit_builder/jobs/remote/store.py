@@ -6,6 +6,7 @@
                                     its root partition
     images/IMAGE-ROOT/image.json    `RemoteImage`
     code/DIGEST/                    a folder of code that jobs copy
+    data/DIGEST-PROJECT/            a folder of data, which all runs of a project bind
     runs/NAME-ID/                   the files of a job
     jobs/ID                         what a job uses, for `gc`
 
@@ -30,13 +31,13 @@ from imgkit_builder.sif import image
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import UsageError
 
-FOLDERS = ("images", "code")
+FOLDERS = ("images", "code", "data")
 """The folders in the store into which imgkit sends files."""
 SIF = "image.sif"
 NOTE = "image.json"
 """Name of the file beside the .sif that describes the image."""
 IMAGE_NAME = re.compile(r"[0-9a-f]{64}-[0-9a-f]{12}")
-"""The name of an image's folder."""
+"""The name of an image's folder. A folder of data has a name of the same form."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _NOTE_SIZE = re.compile(r"\d{1,9}", re.ASCII)
 _NOTE_SCHEMA = 1
@@ -69,6 +70,7 @@ echo "home $(pwd -P)"
 if command -v "$program" > /dev/null 2>&1; then echo "program there"; fi
 ls -t code | sed 's/^/code /'
 touch -c -- "code/$code" 2> /dev/null
+ls -t data | sed 's/^/data /'
 ls -t images | while IFS= read -r name; do
     note=images/$name/{NOTE}
     if [ -f "images/$name/{SIF}" ] && size=$(wc -c < "$note"); then
@@ -131,6 +133,8 @@ class Store:
     """The images, the one that changed last first."""
     code: tuple[str, ...]
     """Digests of the folders of code, the one that was used last first."""
+    data: tuple[str, ...] = ()
+    """Names of the folders of data, the one that was used last first."""
 
     def find_image(self, image_id: str, root_sha256: str = "") -> RemoteImage | None:
         """Return the newest image with this id, and with this root partition if `root_sha256` is not empty.
@@ -235,12 +239,15 @@ def read(output: bytes, remote: Remote) -> Store:
     """
     values = {"home": "", "owner": "", "program": ""}
     code: list[str] = []
+    data: list[str] = []
     images: list[RemoteImage] = []
     for line in _parse_lines(output, remote):
         if line.key in values:
             values[line.key] = line.value
         elif line.key == "code" and _DIGEST.fullmatch(line.value):
             code.append(line.value)
+        elif line.key == "data" and IMAGE_NAME.fullmatch(line.value):
+            data.append(line.value)
         elif line.key == "image" and IMAGE_NAME.fullmatch(line.value):
             stored = _parse_note(line.note)
             if stored is not None and stored.name == line.value:
@@ -255,6 +262,7 @@ def read(output: bytes, remote: Remote) -> Store:
         has_program=bool(values["program"]),
         images=tuple(images),
         code=tuple(code),
+        data=tuple(data),
     )
 
 

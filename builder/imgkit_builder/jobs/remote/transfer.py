@@ -20,13 +20,14 @@ import re
 import shlex
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from imgkit_builder.base import files
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.base.sizes import size_text
+from imgkit_builder.data.folder import DataFolder
 from imgkit_builder.jobs.remote import rsync
 from imgkit_builder.jobs.remote.connection import Connection, Cut, ScriptFailed, unreadable
 from imgkit_builder.jobs.remote.rsync import Transferred
@@ -39,6 +40,8 @@ _WAIT_S = 60
 """The longest time for which a new attempt waits until the earlier rsync has ended on the remote."""
 _FULL_DISK = re.compile(r"(No space left on device|Disk quota exceeded) \(\d+\)")
 """The text and number of the system's error, as rsync prints them: ``mkstemp "..." failed: TEXT (28)``."""
+_DATA_MODES = "--chmod=Du+rwx,Fa-w"
+"""Option of rsync: all runs read the files of data, and a later version has hard links to them."""
 
 # When a connection is lost, rsync on the remote moves its temporary file .image.sif.XXXXXX into the folder
 # for partial files, at once or at its time limit. If it was killed, the temporary file stays beside that
@@ -104,10 +107,14 @@ class Source:
 
     path: Path
     label: str
-    """The name of the content in messages: ``image``, ``code`` or ``entry points``."""
+    """The name of the content in messages: ``image``, ``data``, ``code`` or ``entry points``."""
     size_bytes: int
     options: tuple[str, ...]
     """Options of rsync for this kind of content."""
+    check: Callable[[], None] | None = None
+    """Raises an error if the content has changed since the transfer began."""
+    may_be_linked: bool = False
+    """Whether most files may get hard links to those of an earlier folder, and then need no space."""
     image: RemoteImage | None = None
     """The image whose .sif is in the folder. It is None if the folder has other files."""
     basis: str = ""
@@ -146,9 +153,39 @@ def send_folder(
     ScriptFailed : a command on the remote failed.
     """
     links = tuple(f"--link-dest={rsync.FOLDER}/{name}" for name in similar)
-    options = ("--links", "--checksum", *links)
+    options = ("-rpt", "--links", "--checksum", *links)
     source = Source(path=path, label=label, size_bytes=size_bytes, options=options)
     return _upload(connection, source, home=home, target=target, report=report)
+
+
+def send_data(
+    connection: Connection, folder: DataFolder, *, home: str, earlier: tuple[str, ...], report: Reporter
+) -> Transferred | None:
+    """Send a folder of data to the store in the folder `home` of the remote.
+
+    Parameters
+    ----------
+    earlier : names of earlier versions. Files of the same size and time get hard links to theirs.
+
+    Returns
+    -------
+    The number and the size of the files that were sent. None if rsync does not report them.
+
+    Raises
+    ------
+    Cut, ToolMissing, CheckFailed, ScriptFailed : in the cases of `send_folder`.
+    UsageError : a file has changed since the folder was listed.
+    """
+    links = tuple(f"--link-dest={rsync.FOLDER}/{name}" for name in earlier)
+    source = Source(
+        path=folder.path,
+        label="data",
+        size_bytes=folder.size_bytes,
+        options=("-rpt", "--links", _DATA_MODES, *links),
+        check=folder.refuse_changed,
+        may_be_linked=bool(earlier),
+    )
+    return _upload(connection, source, home=home, target=f"data/{folder.name}", report=report)
 
 
 def send_image(
@@ -186,7 +223,7 @@ def send_image(
             path=folder,
             label="image",
             size_bytes=image.sif_bytes,
-            options=("--copy-links", "--ignore-times", *copies),
+            options=("-rpt", "--copy-links", "--ignore-times", *copies),
             image=image,
             basis=basis.name if basis else "",
         )
@@ -215,6 +252,8 @@ def _upload(
                 report.note(f"{size_text(arrived_bytes)} of {size_text(source.size_bytes)} were sent before")
             report.stage(f"send the {source.label} to {remote}")
             sent = _send(connection, values, source, report)
+            if source.check is not None:
+                source.check()
             report.stage(f"check the {source.label} on {remote}")
             _publish(connection, values, source)
         except Cut as error:
@@ -291,7 +330,7 @@ def _prepare(connection: Connection, values: Mapping[str, str], source: Source, 
         raise unreadable(connection.remote.name, output)
     arrived_bytes = min(int(answer["arrived_bytes"]), source.size_bytes)
     free = free_bytes(answer["df_row"].decode(errors="replace"))
-    if free is not None and free < source.size_bytes:
+    if free is not None and free < source.size_bytes and not source.may_be_linked:
         raise _no_space_error(connection, source, free, values["home"])
     # The joined file needs at most as much space as the basis, and rsync needs as much as the content.
     has_space_to_join = free is None or free > 2 * source.size_bytes
@@ -328,11 +367,10 @@ def _send(
     """
     folder = f"{values['home']}/{values['folder']}"
     # -a would also keep the owner. If the remote user is root, the files would get a user id of this machine.
-    options = ["-rpt"]
+    options = list(source.options)
     if connection.remote.bwlimit:
         limit_kib = round(connection.remote.bwlimit * 1e6 / 1024)  # the unit of rsync
         options.append(f"--bwlimit={max(1, limit_kib)}")  # 0 would be no limit
-    options += source.options
     args = (*options, f"{source.path.absolute()}/", f"remote:.incoming/{values['name']}/")
     try:
         return rsync.run(connection, folder, args, report, source.size_bytes)

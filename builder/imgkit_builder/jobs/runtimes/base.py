@@ -379,13 +379,14 @@ fi"""
     def mounts(self, job: Job) -> tuple[str, ...]:
         """Return what the container mounts of its node, each as ``SRC[:DEST[:ro]]``.
 
-        These are the run's copy of the code, the host's libraries, the folders of the recipe and the user,
-        the entry points for an image that imgkit did not build, and the job's folder.
+        These are the run's copy of the code, the data, the host's libraries, the folders of the recipe and
+        the user, the entry points for an image that imgkit did not build, and the job's folder.
         """
         container = job.container
         mounts: list[str] = []
         if container.code:
             mounts.append(f"{job.workspace}:/{WORKSPACE}")
+        mounts += [f"{data.source}:{data.target}:ro" for data in container.data]
         mounts += self._library_mounts(job)
         mounts += container.binds
         if container.bound:

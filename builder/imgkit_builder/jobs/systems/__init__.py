@@ -286,7 +286,8 @@ def find_job_id(output: str, form: str) -> str:
 
 _REQUIRE_FOLDERS = (
     'while [ "$1" != -- ]; do [ -e "$1" ] || { echo "imgkit: node $(uname -n) has no $1, which the job '
-    'mounts (--bind, --secret-file or system.runtime.binds)" >&2; exit 2; }; shift; done; shift; exec "$@"'
+    'mounts (--bind, data, --secret-file or system.runtime.binds)" >&2; exit 2; }; shift; done; '
+    'shift; exec "$@"'
 )
 """Runs the command after ``--`` if all paths before it exist."""
 
@@ -307,7 +308,9 @@ def mounted_folders(job: Job) -> Argv:
     """Return the paths on the nodes that the job's container mounts, as shell text for the nodes."""
     if not runtime_of(job).mounts_folders:
         return ()
-    sources = dict.fromkeys(bind.partition(":")[0] for bind in job.container.binds)  # each once, in order
+    paths = [bind.partition(":")[0] for bind in job.container.binds]
+    paths += [mount.source for mount in job.container.data]
+    sources = dict.fromkeys(paths)  # each once, in order
     return tuple(map(quoting.expanding, sources))
 
 

@@ -35,7 +35,7 @@ def test_node_without_a_folder_is_named(tmp_path: Path) -> None:
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == (
         f"imgkit: node {os.uname().nodename} has no {missing}, which the job mounts "
-        "(--bind, --secret-file or system.runtime.binds)\n"
+        "(--bind, data, --secret-file or system.runtime.binds)\n"
     )
 
 

@@ -1,0 +1,84 @@
+"""Folders of data go to a remote over a real sshd: twice at once, and onto a disk that is full."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from file_tree import write_files
+from labkit import output
+from notes import Notes
+from remotekit import FarHost, far_host, sshd
+
+from imgkit_builder.data import folder, spec
+from imgkit_builder.data.folder import DataFolder
+from imgkit_builder.jobs.remote import connection, transfer
+from imgkit_builder.jobs.remote.config import Remote
+from imgkit_entrypoints.errors import CheckFailed
+
+pytestmark = [pytest.mark.sshd, pytest.mark.programs("rsync"), pytest.mark.xdist_group("far-data")]
+MB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[FarHost]:
+    with far_host(Path(f"/tmp/imgkit-data-{os.getpid()}")) as host, sshd(host):
+        yield host
+
+
+@pytest.fixture
+def far(served: FarHost, monkeypatch: pytest.MonkeyPatch) -> FarHost:
+    for name, value in served.env.items():
+        monkeypatch.setenv(name, value)
+    served.direct()
+    return served
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> DataFolder:
+    files = {f"data/x/part {number}": os.urandom(MB) for number in range(6)}
+    return folder.find(spec.parse("data/x"), write_files(tmp_path / "project", files))
+
+
+def send(home: Path, data: DataFolder, *earlier: str) -> Path:
+    (home / "data").mkdir(parents=True, exist_ok=True)
+    remote = Remote(name="far", address="far", folder=str(home))
+    transfer.send_data(connection.connect(remote), data, home=str(home), earlier=earlier, report=Notes())
+    return home / "data" / data.name
+
+
+@pytest.mark.usefixtures("far")
+def test_two_runs_that_send_at_once_share_one_folder(tmp_path: Path, data: DataFolder) -> None:
+    home, targets = tmp_path / "my store", []
+    threads = [threading.Thread(target=lambda: targets.append(send(home, data))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert targets == [home / "data" / data.name] * 3
+    assert output("diff", "-r", data.path, targets[0]) == ""
+    assert [path for path in (home / "data").rglob("*") if ".incoming/" in str(path)] == []
+
+
+@pytest.mark.usefixtures("far")
+def test_next_version_needs_room_for_what_changed_alone(tmp_path: Path, data: DataFolder) -> None:
+    """Linked files take no room, so their size is no reason to refuse; a disk that fills up is one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    output("mount", "-t", "tmpfs", "-o", "size=9m", "tmpfs", disk)
+    try:
+        first = send(disk / "store", data)
+        (data.path / "part 0").write_bytes(os.urandom(MB))
+        second = send(disk / "store", folder.read(data.spec, data.path), first.name)
+        assert (first / "part 1").stat().st_ino == (second / "part 1").stat().st_ino
+        (data.path / "part 9").write_bytes(os.urandom(4 * MB))
+        with pytest.raises(CheckFailed, match="the disk of far is full") as caught:
+            send(disk / "store", folder.read(data.spec, data.path), second.name)
+        assert "imgkit remote gc far --delete" in str(caught.value.hint)
+        with pytest.raises(CheckFailed, match=r"10\.5 MB to send to far, but .* free"):
+            send(disk / "store", folder.read(data.spec, data.path))
+    finally:
+        output("umount", disk)

@@ -1,0 +1,128 @@
+"""Folders of data in jobs of this machine: mounted from where they lie, and no part of the code."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from file_tree import write_files
+
+from imgkit_builder.base.progress import Silent
+from imgkit_builder.jobs import code, submit
+from imgkit_builder.jobs.prepared import PreparedJob
+from imgkit_builder.jobs.request import JobRequest
+from imgkit_builder.jobs.templates import fill
+from imgkit_builder.jobs.transport import Local
+from imgkit_entrypoints.errors import UsageError
+
+SITE = ("-A", "bsc98", "--qos", "acc_debug", "--time", "10m", "--dry-run")
+
+
+@pytest.fixture
+def project(home: Path) -> Path:
+    """The current folder, with code and data."""
+    return write_files(home, {"train.py": "", "data/x/train": "1", "data/prepare.py": ""})
+
+
+def read(folder: Path, *data: str) -> list[str]:
+    return [*code.read(JobRequest.of(code=folder, data=data), large=False, report=Silent()).tree.files]
+
+
+def test_local_folder_is_mounted_from_where_it_lies(call: Any, project: Path) -> None:
+    (project / "imgkit.toml").write_text('recipe = "mn5"\n\ndata = ["data/x", "/gpfs/y:/data"]\n')
+    status, out, err = call("run", *SITE, "-v", "--json", "--", "dist-hello")
+    assert status == 0, err
+    document = json.loads(out)
+    text = document["script"].replace("\\\n", "")
+    assert f"{project}/data/x:/workspace/data/x:ro" in text
+    assert "/gpfs/y:/data:ro" in text
+    rows = [row for row in document["values"] if row["name"] == "data"]
+    assert [(row["value"], row["line"]) for row in rows] == [("data/x", 3), ("/gpfs/y:/data", 3)]
+
+
+def test_code_has_an_empty_folder_in_place_of_the_data(project: Path) -> None:
+    assert read(project, "data/x", "/gpfs/y:/workspace/big/y", "/gpfs/z:/z") == [
+        *("data", "data/prepare.py", "train.py", "data/x", "big", "big/y")
+    ]
+
+
+def test_data_in_place_of_a_file_of_the_code_is_refused(project: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        read(project, "/gpfs/y:/workspace/train.py/y")
+    assert str(caught.value) == (
+        "data: the code has a file train.py, and data is mounted at /workspace/train.py/y\n"
+        "  -> choose another place: /SRC:/DEST"
+    )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "message"),
+    [
+        (
+            "rcp",
+            ("--image", "r.example/x:1"),
+            "pods see no folder of this machine or its cluster, such as data/x",
+        ),
+        (
+            "mn5",
+            ("--runtime", "host", *SITE),
+            "--runtime host has no container that could show /gpfs/y as /data",
+        ),
+    ],
+)
+def test_job_without_mounts_refuses_data(
+    call: Any, project: Path, recipe: str, options: tuple[str, ...], message: str
+) -> None:
+    data = '["data/x"]' if recipe == "rcp" else '["/gpfs/y:/data"]'
+    (project / "imgkit.toml").write_text(f'recipe = "{recipe}"\ndata = {data}\n')
+    status, _, err = call("run", *options, "--dry-run", "--", "dist-hello")
+    assert (status, message in err) == (2, True), err
+
+
+def test_path_of_the_cluster_that_is_missing_is_named(call: Any, project: Path, fake_program: Any) -> None:
+    fake_program("sbatch", "exit 1")
+    (project / "mn5.sif").touch()
+    (project / "imgkit.toml").write_text('recipe = "mn5"\ndata = ["/no/such:/data"]\n')
+    status, _, err = call("run", *SITE[:-1], "--detach", "--", "dist-hello")
+    assert status == 2
+    assert "imgkit: data: this machine has no /no/such\n  -> correct the path in imgkit.toml\n" in err
+
+
+def prepare(project: Path, recipe: str, *command: str, **options: str) -> PreparedJob:
+    """Return a job without a container that has code and data."""
+    request = JobRequest.of(code=project, directory=project, data=("data/x",), runtime="host")
+    request = request.changed(command=command, **options)
+    return submit.prepare(recipe, request, code.read(request, large=False, report=Silent()))
+
+
+def test_program_without_a_container_reads_the_data_by_a_link(project: Path) -> None:
+    ready = submit.make_ready(prepare(project, "cpu", "cat", "data/x/train"), Local(), Silent())
+    printed = subprocess.run(ready.script.submit, check=True, capture_output=True, text=True).stdout
+    assert printed == "1\n"
+    assert Path(ready.job.workspace, "data/x").readlink() == project / "data/x"
+
+
+def test_script_links_the_data_into_the_copy_of_the_code(project: Path, tmp_path: Path) -> None:
+    prepared = prepare(project, "mn5", "true", account="a", qos="acc_debug", time="5m")
+    assert prepared.code is not None
+    prepared.code.tree.write(Path(prepared.job.container.code_folder))
+    run_folder = tmp_path / "my run"
+    run_folder.mkdir()
+    script = f"set -e\ndir={shlex.quote(str(run_folder))}\n{fill(prepared.job, 'workspace.sh.j2')}"
+    for _ in range(2):  # a requeue keeps the copy
+        subprocess.run(["bash", "-c", script], check=True)
+    assert (run_folder / "workspace/data/x/train").read_text() == "1\n"
+
+
+def test_data_without_container_and_code_is_refused(project: Path) -> None:
+    request = JobRequest.of(command=("true",), data=("data/x",), runtime="host")
+    with pytest.raises(UsageError) as caught:
+        submit.prepare("cpu", request)
+    assert str(caught.value) == (
+        f"data: without a container, {project}/data/x is seen by a link in the run's copy of the code\n"
+        "  -> --code ., and a path without variables"
+    )
