@@ -255,30 +255,30 @@ def test_start_page_takes_a_program_to_two_nodes(folder: Path, standin: str) -> 
         text, job = run_line()
         assert "trained 40 steps in /workspace\n" in text
         typed(take(lines, "imgkit fetch").replace("4711@mn5", job))
-        assert [*clone.glob("runs/*/out/model.pt")]
-        for _ in ("image", "code"):
-            assert "trained 20 steps in /workspace\n" in run_line()[0]
+        assert [*clone.glob("runs/*/workspace/out/model.pt")]
+        # An edit is what the next run has, and builds nothing.
+        edited = (clone / "train.py").read_text().replace("trained", "now trained")
+        (clone / "train.py").write_text(edited)
+        text = run_line()[0]
+        assert "now trained 20 steps in /workspace\n" in text
+        assert "to send: nothing; mn5 has the image" in text
         assert lines == []
-        # What the page says of a read-only image, and the other folder where a program can start.
-        image = ("singularity", "exec", "--pwd", "/workspace", clone / "letters.sif")
-        assert "Read-only file system" in run(*image, "mkdir", "out").stderr
+        # The image by itself has no code, and another folder can be that of a command.
         assert "--pwd /srv" in typed("imgkit shell letters.sif --dry-run --workdir /srv")
-        args = ("run", "letters.sif", "--workdir", ".", "-A", "a", "--qos", "acc_debug", "--time", "5m")
+        args = ("run", "letters.sif", "-A", "a", "--qos", "acc_debug", "--time", "5m")
         train = (*ON_CPU, "--", "dist-run", "train.py", "config/small.py", "--steps=10")
-        named = shell(shlex.join(("imgkit", *args, "--dry-run", *train)).replace("--workdir . ", ""), clone)
-        assert "--pwd /workspace" in named.replace("\\\n    ", "")
         env = {"XDG_STATE_HOME": str(folder / "state"), "BASH_FUNC_module%%": "() { :; }"}
         result = expect_success(
             cluster("exec", "login", "--cwd", clone, "--", *IMGKIT, *args, *train, env=env)
         )
-        assert f"trained 10 steps in {clone}\n" in result.stdout
+        assert f"now trained 10 steps in {clone}\n" in result.stdout
         assert (clone / "out/model.pt").is_file()
-        # The same image under Docker.
-        (folder / "laptop.yaml").write_text("extends: cpu\nimage: {workdir: /workspace}\n")
-        line = f"imgkit run ./laptop.yaml --image letters:latest {' '.join(ON_CPU)} -- dist-run train.py"
-        trained = shell(f"{line} config/small.py --out_dir=$PWD/docker", folder)
+        # The same image and code under Docker.
+        (folder / "laptop.yaml").write_text("extends: cpu\n")
+        line = f"imgkit run ./laptop.yaml --image letters:latest --code letters {' '.join(ON_CPU)}"
+        trained = shell(f"{line} -- dist-run train.py config/small.py", folder)
         assert "trained 40 steps in /workspace\n" in trained
-        assert (folder / "docker/model.pt").is_file()
+        assert [*folder.glob("runs/*/workspace/out/model.pt")]
         # README's last line has a program with options of its own.
         (clone / "train.py").write_text(EPOCHS)
         assert story[2] == "imgkit run -- dist-hello"
