@@ -1,8 +1,8 @@
 # olivia-eap for linux/arm64, rendered by imgkit for Docker's classic builder. Edit olivia-eap.yaml, not this text.
 # The comment above each instruction names its line in the recipe; `imgkit:` marks imgkit's own steps.
 
-# olivia-eap.yaml:10
-FROM nvcr.io/nvidia/pytorch:24.10-py3
+# olivia.yaml:10
+FROM nvcr.io/nvidia/pytorch:26.03-py3
 
 # imgkit: ignore packages in the host's ~/.local
 ENV PYTHONNOUSERSITE="1"

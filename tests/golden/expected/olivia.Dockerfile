@@ -1,8 +1,8 @@
 # olivia for linux/arm64, rendered by imgkit for Docker's classic builder. Edit olivia.yaml, not this text.
 # The comment above each instruction names its line in the recipe; `imgkit:` marks imgkit's own steps.
 
-# olivia.yaml:8
-FROM nvcr.io/nvidia/pytorch:25.05-py3
+# olivia.yaml:10
+FROM nvcr.io/nvidia/pytorch:26.03-py3
 
 # imgkit: ignore packages in the host's ~/.local
 ENV PYTHONNOUSERSITE="1"

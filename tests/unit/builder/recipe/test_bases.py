@@ -188,6 +188,19 @@ def test_slingshot_needs_its_plugin(
     assert all("has no aws-ofi-nccl: on Slingshot NCCL would use TCP" in text for text in warnings)
 
 
+UNKNOWN_NCCL = """
+system:
+  known_issues:
+    - {id: unknown, message: no source states its NCCL, when: [arch == aarch64, gpus >= 1, nccl is unknown]}
+"""
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_no_shipped_base_has_a_known_issue(write: Write, name: str) -> None:
+    """On Arm, an NCCL that is not known could be one that hangs (nccl-arm-hang)."""
+    assert warned(write(f"extends: {name}{UNKNOWN_NCCL}")) == []
+
+
 def test_every_shipped_recipe_names_a_current_base() -> None:
     for name in recipe_names():
         image = load(name).image
