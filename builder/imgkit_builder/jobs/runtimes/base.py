@@ -48,7 +48,7 @@ A .sif begins with its table and its superblock, and ends with the tables of its
 place, size and time of every file. To read all of it would take a minute on each node.
 """
 
-_NOT_SET = "the job needs it, and no module has set it on this node (system.runtime.modules)"
+_NOT_SET = "no module has set it on this node (system.runtime.modules)"
 
 SQSH_SUFFIXES = (".sqsh", ".squashfs")
 _BELOW_HOST_FOLDERS = tuple(f"{folder}/" for folder in HOST_FOLDERS)

@@ -12,7 +12,6 @@ from imgkit_builder.jobs.runtimes.base import SQSH_SUFFIXES, Runtime
 from imgkit_builder.oci.manifest import MANIFEST_JSON
 from imgkit_builder.sif import image, sqsh
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.rules import SITE_VARIABLE
 
 _QUIET = "--quiet"
 """Option that leaves out INFO lines, on every node; warnings and errors stay."""
@@ -89,10 +88,13 @@ class Singularity(Runtime):
             return lines
         program = PurePath(self.program(job.recipe)).name
         prefix = "APPTAINERENV" if program == "apptainer" else "SINGULARITYENV"
-        # The shell of the node replaces the variables of the site, so they stand outside the single quotes.
-        # LD_LIBRARY_PATH is inside them: the container replaces it by its own value.
-        folders = SITE_VARIABLE.sub(r"""'"\g<0>"'""", ":".join(libraries))
-        return (*lines, f"export {prefix}_LD_LIBRARY_PATH='{folders}{quoting.INHERITED}'")
+        # The shell of the node replaces the variables of the site in the folders. The container replaces
+        # LD_LIBRARY_PATH by its own value, so it stands in single quotes.
+        return (
+            *lines,
+            f"libraries={quoting.quote(quoting.expanding(':'.join(libraries)))}",
+            f"export {prefix}_LD_LIBRARY_PATH=\"$libraries\"'{quoting.INHERITED}'",
+        )
 
     def _start(self, job: Job, command: Argv, forward: Argv) -> Argv:
         set_env: Argv = ()

@@ -133,7 +133,7 @@ def test_job_without_the_module_ends_by_the_name_of_its_variable(node: Node, mis
     del variables[missing]
     code, errors = node.run("olivia", {"NRIS/GPU": {}, NCCL: variables})
     assert code != 0
-    assert f"{missing}: imgkit: the job needs it, and no module has set it on this node" in errors
+    assert f"{missing}: imgkit: no module has set it on this node" in errors
     assert not node.record.exists()
 
 

@@ -138,12 +138,15 @@ def test_own_libraries_are_bound_and_searched_first(tmp_path: Path) -> None:
     recipe = extended_recipe(tmp_path, "runtime: {host_libs: [/opt/nccl/lib, /opt/ofi/lib]}")
     script = text(recipe).replace(" \\\n   ", "")
     assert "--bind /opt/nccl/lib:/opt/nccl/lib:ro --bind /opt/ofi/lib:/opt/ofi/lib:ro" in script
-    paths = "/opt/nccl/lib:/opt/ofi/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
-    assert f"export APPTAINERENV_LD_LIBRARY_PATH='{paths}'\n" in script
-    assert f'export LD_LIBRARY_PATH="{paths}"\n' in text(recipe, runtime="host")
+    inherited = "${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+    lines = "libraries=/opt/nccl/lib:/opt/ofi/lib\n"
+    lines += f"""export APPTAINERENV_LD_LIBRARY_PATH="$libraries"'{inherited}'\n"""
+    assert lines in script
+    host = text(recipe, runtime="host")
+    assert f'export LD_LIBRARY_PATH="/opt/nccl/lib:/opt/ofi/lib{inherited}"\n' in host
     libs = "runtime: {host_libs: [/opt/nccl/lib, /opt/ofi/lib]}"
     recipe = extended_recipe(tmp_path, "scheduler: slurm", libs)
-    assert f"export APPTAINERENV_LD_LIBRARY_PATH='{paths}'\n" in slurm.script(job(recipe)).text
+    assert lines in slurm.script(job(recipe)).text
 
 
 def test_libraries_by_rule_are_bound_out_of_the_way(tmp_path: Path) -> None:
