@@ -62,7 +62,7 @@ def test_job_passes_shellcheck(case: str, find_linter: Callable[[str], str]) -> 
     assert result.returncode == 0, f"{text}\n{result.stdout}"
 
 
-USUAL = ("mn5", "leonardo", "karolina", "meluxina", "juwels-booster", "snellius-a100", "mn5-cpu")
+USUAL = ("mn5", "leonardo", "karolina", "meluxina", "juwels-booster", "jupiter", "snellius-a100", "mn5-cpu")
 """Cases of Slurm without further options."""
 LINES = {**dict.fromkeys(USUAL, 28), "olivia": 41}
 """Most lines without directives; Olivia's jobs mount libraries of modules."""

@@ -51,6 +51,9 @@ place, size and time of every file. To read all of it would take a minute on eac
 _NOT_SET = "no module has set it on this node (system.runtime.modules)"
 
 SQSH_SUFFIXES = (".sqsh", ".squashfs")
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+"""The GPUs that programs use. At some sites, Slurm shows one GPU to the only task of a node, unless srun
+inherits this variable."""
 _BELOW_HOST_FOLDERS = tuple(f"{folder}/" for folder in HOST_FOLDERS)
 
 
@@ -346,11 +349,10 @@ class Runtime(abc.ABC):
     def system_variables(self, job: Job) -> Mapping[str, str]:
         """Return the variables of ``system.env`` that the start sets for the job's command.
 
-        A ``dist-*`` command in a container gets none: it reads ``system.env`` in the image, and leaves out
-        what does not fit the node. All other commands get the variables that the user does not set.
+        A ``dist-*`` command in a container gets only `VISIBLE_GPUS`: it reads ``system.env`` in the image,
+        and leaves out what does not fit the node. All other commands get the variables that the user does
+        not set.
         """
-        if self.has_container and job.runs_entry_point:
-            return {}
         facts = job.recipe.system
         overridden = user_variables(job.container)
         partition = facts.partitions.get(job.allocation.queue)
@@ -358,7 +360,14 @@ class Runtime(abc.ABC):
             # The nodes of this partition have interfaces of their own. Those in system.env are for the other
             # nodes of the system.
             overridden |= {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
-        return {name: value for name, value in facts.env.items() if name not in overridden}
+        variables = {name: value for name, value in facts.env.items() if name not in overridden}
+        if VISIBLE_GPUS in variables:
+            # The system names all GPUs of a node; the job may have fewer.
+            indices = variables[VISIBLE_GPUS].split(",")[: job.allocation.gpus]
+            variables[VISIBLE_GPUS] = ",".join(indices)
+        if self.has_container and job.runs_entry_point:
+            return {name: value for name, value in variables.items() if name == VISIBLE_GPUS}
+        return variables
 
     def _refuse_changed_image(self, job: Job, digest: str) -> str:
         """Return shell lines that end the job on a node where its image is missing or has another digest."""

@@ -53,12 +53,19 @@ class Node:
 
     folder: Path
 
-    def run(self, system: str, loaded: Mapping[str, Mapping[str, str]], *binds: str) -> tuple[int, str]:
+    def run(
+        self, system: str, loaded: Mapping[str, Mapping[str, str]], *binds: str, gpus: int | None = None
+    ) -> tuple[int, str]:
         """Run a batch script, where each module of `loaded` sets its variables; return code and errors."""
         recipe = self.folder / "site.yaml"
         recipe.write_text(f"image: {{base: 'ubuntu:24.04', platform: arm64}}\nsystem: {system}\n")
         request = JobRequest.of(
-            directory=self.folder, command=("dist-run", "train.py"), account="nn1", time="1h", binds=binds
+            directory=self.folder,
+            command=("dist-run", "train.py"),
+            account="nn1",
+            time="1h",
+            binds=binds,
+            gpus=gpus,
         )
         job = resolve(targets.find(recipe), request)
         for name in ("srun", "apptainer"):
@@ -125,6 +132,16 @@ def test_olivia_starts_what_sigma2_documents(node: Node) -> None:
     facts = targets.find(node.folder / "site.yaml").system.on_node({**env, "PWD": str(node.folder)})
     expected = {name: value.format(folder=node.folder) for name, value in DOCUMENTED_ENV.items()}
     assert {name: facts.env.get(name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(("gpus", "visible"), [(None, "0,1,2,3"), (2, "0,1")])
+def test_only_task_of_a_node_sees_its_gpus(node: Node, gpus: int | None, visible: str) -> None:
+    """Slurm of the Jülich Supercomputing Centre shows it one GPU, unless srun inherits the variable."""
+    code, errors = node.run("jupiter", {}, gpus=gpus)
+    assert code == 0, errors
+    argv, env = node.started()
+    assert env["CUDA_VISIBLE_DEVICES"] == visible
+    assert argv[-4:] == ["env", f"CUDA_VISIBLE_DEVICES={visible}", "dist-run", "train.py"]
 
 
 @pytest.mark.parametrize("missing", ROOTS)
