@@ -129,6 +129,12 @@ class Node:
     """CPUs per node."""
     cpus_per_gpu: OptionalSize = None
     """CPUs that the scheduler gives a job with each GPU."""
+    memory_GB: OptionalSize = None
+    """Memory of a node that jobs can request. Here and below, 1 GB is 1024 MB of 1024 kB, as Slurm counts."""
+    default_memory_GB: OptionalCount = None
+    """Memory that a job requests on each node, unless it states another size; 0: none."""
+    memory_per_gpu_GB: OptionalCount = None
+    """The same for each GPU; a job with GPUs does not use `default_memory_GB` then."""
     driver: DriverVersion = ""
     """Version of the NVIDIA driver, for example ``535.129.03``; empty: unknown."""
     gres: Gres = ""
@@ -147,6 +153,12 @@ class Partition:
     """CPUs per node."""
     cpus_per_gpu: OptionalSize = None
     """CPUs that the scheduler gives a job with each GPU."""
+    memory_GB: OptionalSize = None
+    """Memory of a node that jobs can request."""
+    default_memory_GB: OptionalCount = None
+    """Memory that a job requests on each node; replaces both defaults of `node`."""
+    memory_per_gpu_GB: OptionalCount = None
+    """Memory that a job requests with each GPU."""
     driver: DriverVersion = ""
     """Version of the NVIDIA driver."""
     gres: Gres = ""
@@ -246,6 +258,8 @@ class SystemFacts:
         values = dataclasses.asdict(listed)
         del values["interfaces"], values["options"]
         changes = {name: value for name, value in values.items() if value not in (None, "")}
+        if "default_memory_GB" in changes:
+            changes.setdefault("memory_per_gpu_GB", None)
         options = (*self.queue.options, *listed.options)
         if listed.gpus == 0 and self.node.gpus:
             # The options of `queue` are for nodes with GPUs, such as a constraint that others do not meet.

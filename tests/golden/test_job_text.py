@@ -64,8 +64,8 @@ def test_job_passes_shellcheck(case: str, find_linter: Callable[[str], str]) -> 
 
 USUAL = ("mn5", "leonardo", "karolina", "meluxina", "juwels-booster", "jupiter", "snellius-a100", "mn5-cpu")
 """Cases of Slurm without further options."""
-LINES = {**dict.fromkeys(USUAL, 28), "olivia": 41}
-"""Most lines without directives; Olivia's jobs mount libraries of modules."""
+LINES = {**dict.fromkeys(USUAL, 28), "olivia": 42}
+"""Most lines without directives; Olivia's jobs mount libraries of modules, and name their memory."""
 
 
 @pytest.mark.parametrize("case", LINES)

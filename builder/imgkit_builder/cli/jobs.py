@@ -184,7 +184,7 @@ def follow(record: SubmittedJob) -> int:
     keep_state(record, report.record)
     _say(history.ending_text(report))
     if report.record.state == "failed":
-        for hint in history.failure_hints(record, run):
+        for hint in history.failure_hints(report, run):
             _say(hint)
     return 0 if report.record.state in ("succeeded", "ended") else 1
 

@@ -80,14 +80,11 @@ _SLURM = (
     Row("--test-only", "", "--dry-run"),
     Row("--container-image", ANY, "--image {0}"),
     Row("--container-mounts", ANY, "--bind {0}"),
-    *_passed_on("--mem"),
     *_flags_passed_on("--exclusive", "--contiguous", "--requeue", "--no-requeue", "--hold", "--overcommit"),
     *_passed_on("-d --dependency", "-a --array", "-C --constraint", "-w --nodelist", "-x --exclude"),
     *_passed_on("-b --begin", "-L --licenses", "-M --clusters", "-m --distribution", "--exclusive", "--gres"),
     *_passed_on("--mail-type", "--mail-user", "--comment", "--reservation", "--nice", "--tmp", "--switches"),
-    *_passed_on(
-        "--mem-per-cpu", "--mem-per-gpu", "--deadline", "--priority", "--wckey", "--threads-per-core"
-    ),
+    *_passed_on("--mem-per-cpu", "--deadline", "--priority", "--wckey", "--threads-per-core"),
 )
 _PBS = (
     Row("-N", r"([A-Za-z].*)", "--name {0}"),
@@ -100,6 +97,7 @@ _PBS = (
     ),
     Row("ncpus", NUMBER, "--cpus {0}"),
     Row("ngpus", NUMBER, "--gpus {0}"),
+    Row("mem", r"(\d+[mgtMGT][bB])", "--mem {0}"),
     Row("walltime", ANY, "--time {0}"),
     Row(
         "mpiprocs ppn ompthreads",
@@ -126,7 +124,8 @@ _RUNAI = (
     Row("--workers", NUMBER, "--nodes N", "{name}: --nodes counts the first pod and {0} workers"),
     Row("--existing-pvc", "claimname=([^,]+),path=([^,]+)", "--pvc {0}:{1}"),
     Row("-e --environment --environment-variable", r"(\w+=.*)", "--env {0}"),
-    *_passed_on("--node-pools", "--node-type", "--memory", "--cpu-memory-request", "--run-as-user"),
+    Row("--memory --cpu-memory-request", r"(\d+[MGT]i?)", "--mem {0}"),
+    *_passed_on("--node-pools", "--node-type", "--run-as-user"),
     *_flags_passed_on("--large-shm", "--preemptible"),
 )
 TABLES: Mapping[str, tuple[Row, ...]] = {"Slurm": _SLURM, "PBS": _PBS, "RunAI": _RUNAI}

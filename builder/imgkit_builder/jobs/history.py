@@ -196,21 +196,50 @@ def command_failed(record: SubmittedJob, argv: Sequence[str], answer: Finished) 
 
 _NO_RANK = re.compile(r"environment variable \w+ expected, but not set")
 """The error of torch's init_process_group in a program that no launcher has started."""
+_OUT_OF_MEMORY = re.compile(
+    r"OUT_OF_MEMORY"
+    r"|\boom_kill event|\bexceeded memory limit"  # a step of Slurm, with and without cgroups
+    r"|job killed: mem \S+ exceeded limit"  # PBS
+    r"|\bOOMKilled"
+)
+"""What schedulers print about a job that exceeded its memory: its state, or a message in its output."""
+_KILLED_CODE = 137
+"""Exit code of a program that SIGKILL has ended: 128 + 9."""
 _TAIL_BYTES = 64 << 10
-"""Part of the job's output in which `failure_hints` looks for that error, from the end."""
+"""Part of the job's output in which `failure_hints` looks for these texts, from the end."""
 
 
-def failure_hints(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> tuple[str, ...]:
-    """Return warnings about the job's command that explain its failure, if the output confirms them."""
-    warnings = systems.program_starts_once(record.command)
-    if not warnings:
-        return ()
+def failure_hints(latest: JobReport, run: Callable[[Sequence[str]], Finished]) -> Iterator[str]:
+    """Yield explanations of a job's failure: too little memory, or a command that starts no ranks."""
+    record = latest.record
+    if record.job.array:
+        return  # each task has an output of its own
+    output = _end_of_output(record, run)
+    if _OUT_OF_MEMORY.search(latest.text) or _OUT_OF_MEMORY.search(output):
+        yield f"the job ran out of memory: {_memory_remedy(record)}"
+    elif latest.code == _KILLED_CODE:
+        yield (
+            f"exit code {_KILLED_CODE}: a process was killed, most often because memory ran out: "
+            f"{_memory_remedy(record)}"
+        )
+    if _NO_RANK.search(output):
+        yield from systems.program_starts_once(record.command)
+
+
+def _end_of_output(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> str:
+    """Return the end of the job's output; empty if that is not in a file."""
     log_argv = systems.named(record.job.system).log_source(record.job)
     log_files = [argument for argument in log_argv if argument.startswith("/")]
-    output = run(("tail", "-c", str(_TAIL_BYTES), "--", *log_files)).output
-    if _NO_RANK.search(output) is None:
-        return ()
-    return warnings
+    if not log_files:
+        return ""
+    return run(("tail", "-c", str(_TAIL_BYTES), "--", *log_files)).output
+
+
+def _memory_remedy(record: SubmittedJob) -> str:
+    """Return what to type after a job that ran out of memory, with the size that it had."""
+    if record.memory:
+        return f"it had {record.memory}; request more, or use fewer data workers"
+    return "it stated no size, so it had the scheduler's default; add --mem SIZE, or use fewer data workers"
 
 
 def ending_text(report: JobReport) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from imgkit_builder.jobs.memory import Memory
 from imgkit_builder.jobs.request import Flags, JobRequest
 from imgkit_entrypoints.schedulers.placement import Size
 from imgkit_entrypoints.system import WORKSPACE
@@ -74,6 +75,8 @@ class Allocation:
     """GPUs per node."""
     cpus: int | None = None
     """CPUs per node."""
+    memory: Memory | None = None
+    """Memory per node; None leaves it to the scheduler."""
     time: str
     """``HH:MM:SS``, or empty."""
     account: str

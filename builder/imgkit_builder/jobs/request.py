@@ -61,6 +61,8 @@ class AllocationRequest(QueueRequest):
     )
     gpus: int | None = flag(None, metavar="G", help="GPUs per node (default: all).")
     cpus: int | None = flag(None, metavar="C", help="CPUs per node.")
+    mem: str = flag("", metavar="SIZE", help="Memory per node, for example 440G.")
+    mem_per_gpu: str = flag("", metavar="SIZE", help="Memory per GPU, for example 110G.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

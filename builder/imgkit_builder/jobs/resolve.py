@@ -12,7 +12,14 @@ from pathlib import Path
 from imgkit_builder.base.flags import declared, flags_in
 from imgkit_builder.jobs import contents, quoting, runtimes, systems
 from imgkit_builder.jobs.job import Allocation, Container, Job
-from imgkit_builder.jobs.request import JobRequest, ProjectSource, QueueRequest, RuntimeName
+from imgkit_builder.jobs.memory import Memory, parse_size, size_text
+from imgkit_builder.jobs.request import (
+    AllocationRequest,
+    JobRequest,
+    ProjectSource,
+    QueueRequest,
+    RuntimeName,
+)
 from imgkit_builder.jobs.runtimes import Runtime, runtime_of
 from imgkit_builder.jobs.runtimes.host import Host
 from imgkit_builder.jobs.systems import OPTIONAL, System
@@ -21,7 +28,7 @@ from imgkit_builder.recipe.problems import choices, shown
 from imgkit_builder.recipe.targets import Target
 from imgkit_entrypoints.cli.commands import COMMANDS
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.launch import host_leaks
+from imgkit_entrypoints.launch import explain, host_leaks
 from imgkit_entrypoints.schedulers.placement import Size, size_examples
 from imgkit_entrypoints.system import CUDA_COMPAT, HOST_LIBS
 
@@ -54,7 +61,7 @@ def resolve(recipe: Target, request: JobRequest) -> Job:
         container=Container(image=image, runtime=runtime.kind),
         command=command,
         warnings=(
-            *_unused_flag_warnings(recipe, request, system),
+            *_unused_flag_warnings(recipe, request, system, runtime),
             *_unlisted_queue_warnings(recipe, allocation.queue),
         ),
     )
@@ -214,27 +221,34 @@ def _queue_allocation(recipe: Target, request: JobRequest, system: System) -> Al
 
 
 def _with_nodes(job: Job, system: System) -> Job:
-    """Return `job` with the number of its nodes, and the GPUs and CPUs of each.
+    """Return `job` with the number of its nodes, and the GPUs, CPUs and memory of each.
 
     Raises
     ------
-    UsageError : a number is below its minimum, or a node does not have as many GPUs or CPUs.
+    UsageError : a number is below its minimum, or a node has fewer GPUs or CPUs, or less memory.
     """
     recipe, request = job.recipe, job.request
     _refuse_small(request)
     gpus = _gpus(recipe, request)
     default_nodes = request.flags(system.flags).default_nodes
+    memory = _memory(recipe, request.allocation, gpus)
+    if "mem" not in (*system.uses, *runtime_of(job).uses):
+        memory = None
     return job.with_allocation(
         size=parse_nodes(request.allocation.nodes or str(default_nodes)),
         gpus=gpus,
         cpus=_cpus(recipe, request, gpus),
+        memory=memory,
         stop_before_s=_stop_before(request, job.allocation.time),
     )
 
 
-def _unused_flag_warnings(recipe: Target, request: JobRequest, system: System) -> Iterator[str]:
-    """Yield a warning for each flag of the request that the system ignores."""
-    unused_names = {f"--{name}" for name in OPTIONAL if name not in system.uses}
+def _unused_flag_warnings(
+    recipe: Target, request: JobRequest, system: System, runtime: Runtime | None = None
+) -> Iterator[str]:
+    """Yield a warning for each flag of the request that both the system and the runtime, if any, ignore."""
+    used_names = (*system.uses, *(runtime.uses if runtime else ()))
+    unused_names = {f"--{name}" for name in OPTIONAL if name not in used_names}
     ignored_names = [name for name in flags_in(request) if name in unused_names]
     for flags in request.system_flags:
         if type(flags) is not system.flags:
@@ -414,6 +428,7 @@ def _settings(job: Job, system: System) -> Mapping[str, str]:
         "IMGKIT_DEVICE": "cpu" if on_cpus else "",
         "IMGKIT_GPUS": str(expected_gpus) if expected_gpus else "",
         "IMGKIT_NPROC": str(nproc) if nproc else "",
+        explain.MEMORY: allocation.memory.option if allocation.memory else "",
         "IMGKIT_NNODES": str(allocation.size) if allocation.size.spares else "",
         HOST_LIBS: ":".join(("auto", *facts.runtime.host_libs)) if chooses_libraries else "",
         CUDA_COMPAT: facts.runtime.cuda_compat if states_cuda_compat else "",
@@ -502,6 +517,62 @@ def _cpus_of_processes(request: JobRequest, node_cpus: int | None) -> int | None
     if nproc is None or node_cpus is None:
         return nproc or node_cpus
     return min(nproc, node_cpus)
+
+
+def _memory(recipe: Target, requested: AllocationRequest, gpus: int) -> Memory | None:
+    """Return the memory per node for a job with `gpus` GPUs per node; None leaves it to the scheduler.
+
+    Raises
+    ------
+    UsageError : a size is not valid, a node has less memory, or the flags contradict each other or the GPUs.
+    """
+    node = recipe.system.node
+    if requested.mem and requested.mem_per_gpu:
+        raise UsageError(
+            "--mem cannot be combined with --mem-per-gpu", where="--mem-per-gpu", hint="use only one of them"
+        )
+    if requested.mem_per_gpu and not gpus:
+        raise UsageError(
+            f"--mem-per-gpu {requested.mem_per_gpu}, but the job has no GPUs",
+            where="--mem-per-gpu",
+            hint=f"--mem {requested.mem_per_gpu}",
+        )
+    if requested.mem:
+        memory = Memory(size_MiB=parse_size(requested.mem, where="--mem"))
+    elif requested.mem_per_gpu:
+        memory = Memory(size_MiB=parse_size(requested.mem_per_gpu, where="--mem-per-gpu"), gpus=gpus)
+    elif _states_memory(recipe, requested):
+        return None  # Slurm refuses two options for memory
+    elif gpus and node.memory_per_gpu_GB:
+        memory = Memory(size_MiB=node.memory_per_gpu_GB << 10, gpus=gpus)
+    elif node.default_memory_GB:
+        memory = Memory(size_MiB=node.default_memory_GB << 10)
+    else:
+        return None
+    if node.memory_GB is not None and memory.node_MiB > node.memory_GB << 10:
+        raise _memory_limit_error(recipe, memory, node.memory_GB << 10)
+    return memory
+
+
+def _states_memory(recipe: Target, requested: AllocationRequest) -> bool:
+    """Return whether an option for the scheduler requests memory: ``--mem-per-cpu=8G``, ``mem=64gb``."""
+    queue = recipe.system.queue
+    options = (*queue.options, *queue.chunk, *requested.options)
+    return any(re.match("(?:--|--cpu-)?mem", option) for option in options)
+
+
+def _memory_limit_error(recipe: Target, memory: Memory, limit_MiB: int) -> UsageError:
+    """Return the error for a request of more than `limit_MiB` of memory per node."""
+    request = memory.option
+    largest_MiB = limit_MiB
+    if memory.gpus:
+        request += f" with {memory.gpus} GPUs is {size_text(memory.node_MiB)}"
+        largest_MiB //= memory.gpus
+    return UsageError(
+        f"{request}, but a node has {size_text(limit_MiB)}",
+        where=recipe.where("system", "node", "memory_GB"),
+        hint=f"{memory.flag} {size_text(largest_MiB)} with more --nodes",
+    )
 
 
 def _time(recipe: Target, requested: QueueRequest) -> str:

@@ -317,6 +317,7 @@ def submitted(
         bound_entry_points=job.container.bound.version if job.container.bound else "",
         submitted=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         command=job.command,
+        memory=job.allocation.memory.option if job.allocation.memory else "",
     )
 
 

@@ -87,6 +87,8 @@ class SubmittedJob:
     submitted: str = ""
     """Time of the submission in UTC: ``2026-01-31T12:00:00+00:00``."""
     command: tuple[str, ...] = ()
+    memory: str = ""
+    """The memory that the job requested, as a user types it: ``--mem 440G``; empty: the scheduler decided."""
     image_id: str = ""
     """The image's id; empty: not known."""
     state: JobState = ""

@@ -14,12 +14,15 @@ from typing import Any
 from imgkit_builder.base import flags as job_flags
 from imgkit_builder.base.flags import declared, flags_in
 from imgkit_builder.jobs.job import Job
+from imgkit_builder.jobs.memory import size_text
 from imgkit_builder.jobs.request import JobRequest, ProjectSource
 from imgkit_builder.project.toml_file import ProjectFile
 from imgkit_builder.recipe.problems import Position, shown
 
 _KEYS = ("account", "queue", "qos", "time", "nodes", "group_readable", "command")
 """Keys of the file that are also fields of `JobRequest`, whose flag replaces the key."""
+_MEMORY_KEYS = ("mem", "mem_per_gpu")
+"""The same, but the flag of either key replaces both."""
 
 
 def under(request: JobRequest, project: ProjectFile | None) -> JobRequest:
@@ -45,6 +48,9 @@ def under(request: JobRequest, project: ProjectFile | None) -> JobRequest:
         changes["command"] = request.launch.command
     if source.sets_directory:
         changes["directory"] = project.file.parent
+    if not any(job_flags.value(request, key) for key in _MEMORY_KEYS):
+        for key in _MEMORY_KEYS:
+            changes[key] = getattr(values, key)
     container = request.container
     changes["env"] = _combined_env(values.env, container.env)
     changes["binds"] = (*values.binds, *container.binds)
@@ -171,6 +177,7 @@ def _single_values(job: Job) -> dict[str, tuple[Any, ...]]:
         "nodes": (job.allocation.size,),
         "gpus": (job.allocation.gpus, "system.node.gpus"),
         "cpus": (job.allocation.cpus, "system.node.cpus_per_gpu", "system.node.cpus"),
+        **_memory_value(job),
         "time": (job.allocation.time, "system.queue.time"),
         "account": (job.allocation.account, "system.queue.account"),
         "queue": (job.allocation.queue, "system.queue.name"),
@@ -185,6 +192,15 @@ def _single_values(job: Job) -> dict[str, tuple[Any, ...]]:
         "workdir": (job.container.workdir or ".", "image.workdir"),
         "command": (shlex.join(job.command),),
     }
+
+
+def _memory_value(job: Job) -> dict[str, tuple[str, str]]:
+    """Return the memory by the name of the flag that requests it; nothing if the scheduler decides."""
+    memory = job.allocation.memory
+    if memory is None:
+        return {}
+    key = "memory_per_gpu_GB" if memory.gpus else "default_memory_GB"
+    return {memory.flag.lstrip("-"): (size_text(memory.size_MiB), f"system.node.{key}")}
 
 
 def _bind_sources(job: Job, flags: JobRequest, project: ProjectFile | None) -> Iterator[ValueSource]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from imgkit_builder.data import spec
-from imgkit_builder.jobs import contents, quoting, resolve
+from imgkit_builder.jobs import contents, memory, quoting, resolve
 from imgkit_builder.recipe.model import KEYS, Flag, Short
 from imgkit_builder.recipe.problems import Collector, Position, RecipeErrors, parse_toml_file
 from imgkit_builder.recipe.system_files import is_path
@@ -46,6 +46,8 @@ class ProjectValues:
     qos: Annotated[str, rule_of(partial(quoting.check, "--qos"))] = ""
     time: Annotated[str, rule_of(partial(quoting.seconds, where=""))] = ""
     nodes: Annotated[str, rule_of(resolve.parse_nodes), Short(_number_as_text)] = ""
+    mem: Annotated[str, rule_of(partial(memory.parse_size, where=""))] = ""
+    mem_per_gpu: Annotated[str, rule_of(partial(memory.parse_size, where=""))] = ""
     options: tuple[
         Annotated[Line, rule_of(partial(quoting.option, where="options"), required=True)], ...
     ] = ()

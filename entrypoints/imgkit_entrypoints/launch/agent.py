@@ -164,6 +164,7 @@ class NodeAgent:
         # The roll call of the head raises it; the command keeps it.
         self._open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._env: Mapping[str, str] = {}
+        self._memory = config.env.get(explain.MEMORY, "")
         # Of the current attempt:
         self._watchdog: Watchdog
         self._late_records: LateRecords
@@ -471,7 +472,7 @@ class NodeAgent:
         if code == -signal.SIGKILL:
             self.log(
                 "the program was killed (SIGKILL), often by the kernel because memory ran out: "
-                "dmesg | grep -i oom"
+                f"{explain.memory_remedy(self._memory)}"
             )
         return code if code > 0 else 128 - code
 
@@ -496,7 +497,7 @@ class NodeAgent:
             is_alone = self.session.placement.nnodes == 1
             has_cause = of_rank and not (self._failure and self._failure.after_peer and is_alone)
             output = command.tail()[-EXPLAINED_CHARACTERS:]
-            for explanation in explain.explain(output, has_cause=has_cause):
+            for explanation in explain.explain(output, memory=self._memory, has_cause=has_cause):
                 self.log(*explanation.lines)
         if dumps := nccl.recorder_dumps(self._env, self._attempt_began):
             self.log(dumps)
@@ -508,11 +509,13 @@ class NodeAgent:
         if self._stall:  # what the ranks have left is a consequence
             return (self._stall,)
         if isinstance(session, HeadSession):
-            return failures.of_run(session, name, self.log, of_previous=of_previous)
+            return failures.of_run(session, name, self.log, memory=self._memory, of_previous=of_previous)
         if self._failure is None:
             return ()
         failure = NodeFailure(at=0.0, node=name, failure=self._failure)
-        return failures.block(failure) if self._is_head_lost else (failures.one_line(failure),)
+        if self._is_head_lost:
+            return failures.block(failure, memory=self._memory)
+        return (failures.one_line(failure),)
 
     def _finish(self) -> int:
         """Return the exit code of this node; ask the job script to requeue a run with a new state."""

@@ -6,6 +6,22 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+MEMORY = "IMGKIT_MEM"
+"""Variable with the memory that the job requested, as a user types it: ``--mem 440G``."""
+
+
+def memory_remedy(requested: str) -> str:
+    """Return what to do about a process that was killed because memory ran out.
+
+    Parameters
+    ----------
+    requested : the value of `MEMORY`; empty: the scheduler gave its default.
+    """
+    advice = "request more memory (imgkit run --mem SIZE)"
+    if requested:
+        advice = f"the job had {requested}; request more"
+    return f"{advice}, or use fewer data workers; to check: dmesg | grep -i oom"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
@@ -32,6 +48,8 @@ class _Known:
     """Later entries of the table would only repeat this one."""
 
 
+_MEMORY_REMEDY = "memory"
+"""Stands for the text of `memory_remedy`, which depends on the job."""
 START_ALL = "start this command once on every node (Slurm: srun --ntasks-per-node=1; PBS: mpiexec --ppn 1)"
 
 # The most specific first. The texts are those of torch 2.13, unless a comment says otherwise.
@@ -102,7 +120,7 @@ KNOWN: tuple[_Known, ...] = (
     _Known(
         pattern=r"DataLoader worker.*killed by signal: Killed|exitcode\s*:\s*-9\b|Signal 9 \(SIGKILL\)",
         cause="a process was killed, most often by the kernel because memory ran out",
-        remedy="request more memory (Slurm: --mem) or use fewer data workers; to check: dmesg | grep -i oom",
+        remedy=_MEMORY_REMEDY,
     ),
     _Known(
         pattern=r"network AWS Libfabric not found|Failed to initialize any NET plugin",
@@ -165,15 +183,18 @@ KNOWN: tuple[_Known, ...] = (
 )
 
 
-def explain(text: str, *, has_cause: bool = False) -> tuple[Explanation, ...]:
+def explain(text: str, *, memory: str = "", has_cause: bool = False) -> tuple[Explanation, ...]:
     """Return the known causes of the failures in `text`, the most specific first.
 
-    `has_cause`: a rank is known that failed by itself, so that closed connections need no explanation.
+    Parameters
+    ----------
+    memory : the value of `MEMORY`.
+    has_cause : a rank is known that failed by itself, so that closed connections need no explanation.
     """
-    return tuple(_explanations(text, first=not has_cause))
+    return tuple(_explanations(text, memory, first=not has_cause))
 
 
-def _explanations(text: str, *, first: bool) -> Iterator[Explanation]:
+def _explanations(text: str, memory: str, *, first: bool) -> Iterator[Explanation]:
     for entry in KNOWN:
         match = re.search(entry.pattern, text)
         # Nearly every failure closes connections, so the last entry counts only if nothing else is known.
@@ -181,7 +202,8 @@ def _explanations(text: str, *, first: bool) -> Iterator[Explanation]:
             continue
         groups = {name.rstrip("2"): value for name, value in match.groupdict().items() if value is not None}
         line = text[text.rfind("\n", 0, match.start()) + 1 :].partition("\n")[0].strip()
-        yield Explanation(text=line[:300], cause=entry.cause.format(**groups), remedy=entry.remedy)
+        remedy = memory_remedy(memory) if entry.remedy == _MEMORY_REMEDY else entry.remedy
+        yield Explanation(text=line[:300], cause=entry.cause.format(**groups), remedy=remedy)
         first = False
         if entry.stops:
             return

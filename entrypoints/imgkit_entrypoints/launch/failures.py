@@ -206,13 +206,14 @@ def first(reported: Iterable[NodeFailure]) -> NodeFailure | None:
 
 
 def of_run(
-    session: HeadSession, head: str, log: Callable[..., None], *, of_previous: bool
+    session: HeadSession, head: str, log: Callable[..., None], *, memory: str, of_previous: bool
 ) -> tuple[str, ...]:
     """Return the last lines that the head prints; empty where no failed worker is known.
 
     Parameters
     ----------
     head : the head's name, also where it is the only node.
+    memory : the value of `explain.MEMORY`.
     of_previous : of the attempt before the one that starts now.
     """
     reported = [
@@ -225,12 +226,12 @@ def of_run(
     if (
         cause.failure.after_peer and session.placement.nnodes > 1
     ):  # each node has left the explanation to the head
-        for explanation in explain.explain("\n".join(cause.failure.lines)):
+        for explanation in explain.explain("\n".join(cause.failure.lines), memory=memory):
             log(*explanation.lines)
-    return block(cause, reported)
+    return block(cause, reported, memory=memory)
 
 
-def block(cause: NodeFailure, reported: Sequence[NodeFailure] = ()) -> tuple[str, ...]:
+def block(cause: NodeFailure, reported: Sequence[NodeFailure] = (), *, memory: str = "") -> tuple[str, ...]:
     """Return the last lines of a failed run: rank, node, exit code, log, and the user's own traceback."""
     failure = cause.failure
     followers = [_name(entry.failure.rank) for entry in reported if entry is not cause]
@@ -239,7 +240,11 @@ def block(cause: NodeFailure, reported: Sequence[NodeFailure] = ()) -> tuple[str
         rest = f" and {len(followers) - 8} more" if len(followers) > 8 else ""
         lines.append(f"  then on other nodes: {', '.join(followers[:8])}{rest}")
     lines.append(f"  full log on that node: {failure.log}" if failure.log else "  there is no full log")
-    return (*lines, *(failure.lines or (_SILENT.get(failure.code, _NO_REASON),)))
+    if failure.lines:
+        return (*lines, *failure.lines)
+    if failure.code == -signal.SIGKILL:
+        return (*lines, f"{_KILLED}: {explain.memory_remedy(memory)}")
+    return (*lines, _SILENT.get(failure.code, _NO_REASON))
 
 
 def one_line(entry: NodeFailure) -> str:
@@ -261,9 +266,8 @@ _SILENT = {
     -signal.SIGSEGV: _STACK,
     -signal.SIGABRT: _STACK,
     -signal.SIGBUS: "it left no traceback; usual causes: a full /dev/shm, a mapped file that has shrunk",
-    -signal.SIGKILL: "it left no traceback; most often the kernel has killed it because memory ran out "
-    "(dmesg | grep -i oom): ask for more memory (Slurm: --mem), or use fewer data workers",
 }
+_KILLED = "it left no traceback; most often the kernel has killed it because memory ran out"
 
 
 def ending(code: int) -> str:

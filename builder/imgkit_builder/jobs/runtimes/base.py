@@ -66,6 +66,8 @@ class Runtime(abc.ABC):
     """Options of every start if the recipe's runtime is of another kind."""
     image_suffix: str = ""
     """Suffix of the image files that the runtime starts; empty if it starts no files."""
+    uses: tuple[str, ...] = ()
+    """Flags out of `systems.OPTIONAL` that the runtime's own options obey."""
     has_container: bool = True
     """Whether the command runs in a container."""
     is_isolated: bool = False

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from imgkit_builder.jobs import quoting
 from imgkit_builder.jobs.job import Argv, Job
+from imgkit_builder.jobs.memory import size_text
 from imgkit_builder.jobs.runtimes.base import Runner, Runtime, check_reference, with_targets
 from imgkit_builder.recipe.systems import is_podman
 
@@ -25,6 +26,9 @@ The nodes meet on the host's network, and the workers of a node in its shared me
 the cgroup of the step, so that Slurm counts and ends them. A thousand nodes do not ask a registry at once.
 """
 
+_WITHOUT_SCHEDULER = ("standalone", "mpi")
+"""Systems on which nothing but the container limits the memory of a job."""
+
 
 class Docker(Runtime):
     """Docker or Podman."""
@@ -35,6 +39,7 @@ class Docker(Runtime):
         *("--gpus=all", "--ipc=host", "--ulimit=memlock=-1", "--ulimit=stack=67108864"),
         "--network=host",  # NCCL and the rendezvous choose their own ports between the nodes
     )
+    uses = ("mem", "mem-per-gpu")
     environment_by_options = True
     input_options = ("--interactive",)
     terminal_options = ("--interactive", "--tty")
@@ -74,6 +79,9 @@ class Docker(Runtime):
     def options(self, job: Job) -> Argv:
         """Return the options of every start, with those that the recipe leaves to imgkit."""
         options = super().options(job)
+        memory = job.allocation.memory
+        if memory and job.system in _WITHOUT_SCHEDULER:
+            options = (*options, f"--memory={size_text(memory.node_MiB).lower()}")
         if job.system == "slurm":
             names = {option.partition("=")[0] for option in options}
             missing = (option for option in _PODMAN_OPTIONS if option.partition("=")[0] not in names)

@@ -346,7 +346,7 @@ def spare_waits_for_nothing(job: Job) -> tuple[str, ...]:
     )
 
 
-OPTIONAL = ("account", "queue", "qos", "time", "cpus", "stop-before", "group-readable")
+OPTIONAL = ("account", "queue", "qos", "time", "cpus", "mem", "mem-per-gpu", "stop-before", "group-readable")
 """Flags of every job that mean nothing on some systems."""
 
 _OWN_NAMES = (

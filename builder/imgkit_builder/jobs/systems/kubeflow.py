@@ -343,7 +343,10 @@ def _resources(job: Job) -> dict[str, Any]:
     gpus = {"nvidia.com/gpu": str(allocation.gpus)} if allocation.gpus else {}
     return {
         "limits": {**gpus, **_parse_client_options(job).resources},
-        "requests": {"cpu": str(allocation.cpus) if allocation.cpus else None},
+        "requests": {
+            "cpu": str(allocation.cpus) if allocation.cpus else None,
+            "memory": pods.memory_quantity(job) or None,
+        },
     }
 
 

@@ -17,6 +17,7 @@ from typing import Literal, NoReturn
 
 from imgkit_builder.base.flags import flag
 from imgkit_builder.jobs.job import Argv, Job, Script
+from imgkit_builder.jobs.memory import size_text
 from imgkit_builder.jobs.quoting import Shell, line
 from imgkit_builder.jobs.request import SystemFlags
 from imgkit_builder.jobs.runtimes import runtime_of
@@ -79,7 +80,7 @@ class Pbs(System):
 
     registration = SHIPPED["pbs"]
     flags = PbsFlags
-    uses = ("account", "queue", "time", "cpus", "group-readable")
+    uses = ("account", "queue", "time", "cpus", "mem", "mem-per-gpu", "group-readable")
     code_copier = "script"
     queue = QueueCommands(
         submit="qsub",
@@ -214,9 +215,11 @@ def _no_sif_options_error(job: Job) -> UsageError:
 def _resource_options(job: Job) -> Argv:
     """Return the options for the resources to request, in the form that directives and ``qsub -I`` share."""
     allocation = job.allocation
+    # PBS has no memory per GPU, and writes units in lower case.
+    memory = f"{size_text(allocation.memory.node_MiB)}b".lower() if allocation.memory else ""
     chunk = (
         f"select={allocation.nodes}",
-        *options_with_values({"ncpus": allocation.cpus, "ngpus": allocation.gpus}),
+        *options_with_values({"ncpus": allocation.cpus, "ngpus": allocation.gpus, "mem": memory}),
         # The node file has a line for each MPI process of a chunk: one line a node, and one process, which
         # starts the others.
         "mpiprocs=1",

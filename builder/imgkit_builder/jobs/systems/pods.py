@@ -11,6 +11,7 @@ from typing import Literal
 
 from imgkit_builder.base.flags import flag
 from imgkit_builder.jobs.job import Job
+from imgkit_builder.jobs.memory import size_text
 from imgkit_builder.jobs.quoting import quote
 from imgkit_builder.jobs.request import JobRequest, SystemFlags
 from imgkit_builder.jobs.runtimes import runtime_of
@@ -251,6 +252,12 @@ def _output_folders(job: Job) -> dict[str, str]:
         parent = folder
     run_folder = parent / "runs" / check_name(job)
     return {"IMGKIT_RUN_DIR": str(run_folder), "IMGKIT_LOG_DIR": str(run_folder / "logs")}
+
+
+def memory_quantity(job: Job) -> str:
+    """Return the memory of each pod as Kubernetes writes it, ``440Gi``; empty leaves it to the cluster."""
+    memory = job.allocation.memory
+    return f"{size_text(memory.node_MiB)}i" if memory else ""
 
 
 def literal(text: str) -> str:

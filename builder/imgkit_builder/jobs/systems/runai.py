@@ -22,7 +22,7 @@ KINDS = ("training", "training pytorch")
 class RunAI(pods.Pods):
     """RunAI: its own client, or for ``--format`` the documents of Kubeflow."""
 
-    uses = ("queue", "cpus")
+    uses = ("queue", "cpus", "mem", "mem-per-gpu")
 
     reports_state = False
 
@@ -143,6 +143,9 @@ def _options(job: Job, name: str) -> Iterator[str]:
         yield from ("--gpu-devices-request", str(allocation.gpus))
     if allocation.cpus:
         yield from ("--cpu" if is_first_client else "--cpu-core-request", str(allocation.cpus))
+    memory = pods.memory_quantity(job)
+    if memory:
+        yield from ("--memory" if is_first_client else "--cpu-memory-request", memory)
     for claim in claims:
         yield from _volume_option(claim, is_first_client=is_first_client)
     if folder:

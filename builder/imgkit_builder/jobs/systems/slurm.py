@@ -7,11 +7,13 @@ import shlex
 from collections.abc import Mapping
 
 from imgkit_builder.jobs.job import Argv, Job, Script
+from imgkit_builder.jobs.memory import size_text
 from imgkit_builder.jobs.quoting import Shell, line, quote
 from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.jobs.submitted import JobState, JobStatus, QueuedJob, WaitInfo
 from imgkit_builder.jobs.systems import (
     NEW_CONTAINER,
+    OPTIONAL,
     JobShell,
     QueueCommands,
     System,
@@ -107,7 +109,7 @@ class Slurm(System):
 
     registration = SHIPPED["slurm"]
     passes_names = True  # sbatch and salloc hand their environment on
-    uses = ("account", "queue", "qos", "time", "cpus", "stop-before", "group-readable")
+    uses = OPTIONAL
     spares_take_over = True
     code_copier = "script"
     queue = QueueCommands(
@@ -315,6 +317,8 @@ def _resource_options(job: Job) -> Argv:
     if allocation.gpus:
         options.append(f"--gres={job.recipe.system.node.gres or 'gpu'}:{allocation.gpus}")
     options += options_with_values({"--cpus-per-task": allocation.cpus})
+    if allocation.memory:
+        options.append(f"{allocation.memory.flag}={size_text(allocation.memory.size_MiB)}")
     return (*options, *_queue_options(job))
 
 

@@ -124,6 +124,55 @@ def test_hint_at_the_start_is_repeated_where_it_explains_the_end(
     assert ("failed with exit code 1" in err.splitlines()[-1]) == (count == 1)
 
 
+@pytest.mark.parametrize(
+    ("state", "output", "cause"),
+    [
+        ("OUT_OF_MEMORY  0:125", "", "the job ran out of memory"),
+        (
+            "FAILED  1:0",
+            "slurmstepd: error: Detected 1 oom_kill event in StepId=4711.0.",
+            "the job ran out of memory",
+        ),
+        (
+            "FAILED  1:0",
+            "=>> PBS: job killed: mem 2097200kb exceeded limit 2097152kb",
+            "the job ran out of memory",
+        ),
+        ("FAILED  137:0", "", "exit code 137: a process was killed, most often because memory ran out"),
+        ("FAILED  1:0", "imgkit: no oom here", ""),
+    ],
+)
+@pytest.mark.parametrize(
+    ("flags", "remedy"),
+    [
+        (("--mem", "4G"), "it had --mem 4G; request more, or use fewer data workers"),
+        (
+            (),
+            "it stated no size, so it had the scheduler's default; add --mem SIZE, or use fewer data workers",
+        ),
+    ],
+)
+def test_end_of_memory_is_explained_with_its_size(
+    folder: Path,
+    ended_job: EndedJob,
+    call: Any,
+    state: str,
+    output: str,
+    cause: str,
+    flags: tuple[str, ...],
+    remedy: str,
+) -> None:
+    ended_job(state)
+    (folder / "mn5-4711.out").write_text(f"{output}\n")
+    code, _, err = call("run", "mn5", *SITE, *flags, "--", "dist-hello")
+    last_line = err.splitlines()[-1]
+    assert code == 1
+    if cause:
+        assert last_line == f"imgkit: {cause}: {remedy}"
+    else:
+        assert "failed with exit code 1; run folder: " in last_line
+
+
 def test_help_lists_the_usual_options_first(call: Any) -> None:
     text = call("run", "--help")[1]
     usual, advanced = text.split("\nOptions:\n")[1].split("\nAdvanced:\n")

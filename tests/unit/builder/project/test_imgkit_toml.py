@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -201,3 +202,23 @@ def test_run_on_a_remote_keeps_one_file_of_output(tmp_path: Path, monkeypatch: p
     script = systems.named("slurm").script(source.early).text
     assert "#SBATCH --output=" in script
     assert "--error" not in script
+
+
+@pytest.mark.parametrize(
+    ("flags", "directive", "source"),
+    [
+        ((), "--mem-per-gpu=100G", "imgkit.toml:2"),
+        (("--mem", "320G"), "--mem=320G", "--mem"),
+        (("--mem-per-gpu", "90G"), "--mem-per-gpu=90G", "--mem-per-gpu"),
+    ],
+)
+def test_either_flag_replaces_the_memory_of_the_file(
+    call: Any, flags: tuple[str, ...], directive: str, source: str
+) -> None:
+    written('recipe = "mn5"\nmem_per_gpu = "100G"\n')
+    site = ("-A", "a1", "--qos", "q", "--time", "10m")
+    code, out, err = call("run", "--dry-run", "-v", *site, *flags, "--", "dist-hello")
+    assert code == 0, err
+    assert [line for line in out.splitlines() if line.startswith("#SBATCH --mem")] == [f"#SBATCH {directive}"]
+    name, _, value = directive.lstrip("-").partition("=")
+    assert re.search(rf"^ *{name} +{value} +{source}$", err, re.MULTILINE), err

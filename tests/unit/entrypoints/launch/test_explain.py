@@ -88,6 +88,15 @@ def test_known_text_is_explained(text: str, cause: str) -> None:
     assert explanations[0].remedy
 
 
+def test_killed_process_is_told_the_memory_of_the_job() -> None:
+    (explanation,) = explain("  exitcode  : -9 (pid: 4242)", memory="--mem 440G")
+    assert explanation.remedy == (
+        "the job had --mem 440G; request more, or use fewer data workers; to check: dmesg | grep -i oom"
+    )
+    (explanation,) = explain("  exitcode  : -9 (pid: 4242)")
+    assert explanation.remedy.startswith("request more memory (imgkit run --mem SIZE), or use fewer ")
+
+
 def test_unknown_text_stays_unexplained() -> None:
     assert explain("ValueError: batch size must be positive") == ()
 

@@ -178,13 +178,14 @@ def test_killed_process_group_leaves_nothing(nodes: Any) -> None:
 
 
 def test_killed_torchrun_leaves_nothing(nodes: Any) -> None:
-    nodes.start(stub(HANG))
+    nodes.start(stub(HANG), env={"IMGKIT_MEM": "--mem 440G"})
     nodes.said("ready", 2)
     started = f"{sys.executable} {STUB} "
     torchrun = next(pid for pid, line in nodes.live_processes().items() if line.startswith(started))
     os.kill(torchrun, signal.SIGKILL)
     assert nodes.codes() == [137]
-    assert "memory ran out" in nodes.output()
+    killed = "the program was killed (SIGKILL), often by the kernel because memory ran out"
+    assert f"{killed}: the job had --mem 440G; request more, or use fewer data workers;" in nodes.output()
 
 
 def test_killed_guard_leaves_nothing(nodes: Any) -> None:
