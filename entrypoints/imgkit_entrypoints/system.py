@@ -75,6 +75,8 @@ _GRES_HINT = "write gpu:TYPE as sinfo -o %G prints it, without the number"
 Gres = Annotated[
     Line, like(r"(?:gpu(?::[A-Za-z0-9][A-Za-z0-9_.-]*)?)?", "is not Slurm's name of GPUs", _GRES_HINT)
 ]
+_POOL_HINT = "write one name as runai nodepool list prints it"
+NodePool = Annotated[Line, like(r"[A-Za-z0-9][A-Za-z0-9_.-]*", "is not the name of a node pool", _POOL_HINT)]
 _INTERFACE_HINT = "write one whole name as ip link prints it, such as ib0, without = ^ and commas"
 Interface = Annotated[
     Line, like(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,14}", "is not the name of an interface", _INTERFACE_HINT)
@@ -213,6 +215,8 @@ class Queue:
     """Further PBS resources of every chunk of ``select``, for example ``sales_op=blanca``."""
     client: Literal["", "v1", "v2"] = ""
     """RunAI's client: ``v1`` (``runai submit``) or ``v2`` (``runai training submit``); empty: on PATH."""
+    node_pools: tuple[NodePool, ...] = ()
+    """RunAI's node pools for a job, for example ``h100``; the first one with room takes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,19 +77,22 @@ class Registration:
     def faults(self, facts: SystemFacts) -> Iterator[SystemFault]:
         """Yield what `check` reports, and keys with a value that the scheduler would ignore."""
         defaults = SystemFacts()
-        for key in SPECIAL:
+        for key, scheduler in SPECIAL.items():
             value = operator.attrgetter(key)
             if key not in self.keys and value(facts) != value(defaults):
-                message, hint = f"is not used by {facts.scheduler}", "remove it: only Slurm's jobs obey it"
+                message = f"is not used by {facts.scheduler}"
+                hint = f"remove it: only {scheduler}'s jobs obey it"
                 yield SystemFault(path=tuple(key.split(".")), what=message, hint=hint)
         yield from self.check(facts)
 
 
-SPECIAL = (
+_SLURM_KEYS = (
     *("partitions", "partition_list", "node.gres"),
     *("fabric.head_suffix", "queue.srun", "queue.output"),
 )
-"""Keys below ``system`` that are for some schedulers only."""
+_RUNAI_KEYS = ("queue.node_pools",)
+SPECIAL: Mapping[str, str] = {**dict.fromkeys(_SLURM_KEYS, "Slurm"), **dict.fromkeys(_RUNAI_KEYS, "RunAI")}
+"""Keys below ``system`` that are for one scheduler only -> that scheduler."""
 
 
 SHIPPED: Mapping[str, Registration] = {
@@ -97,10 +100,10 @@ SHIPPED: Mapping[str, Registration] = {
         runtimes=("singularity", "docker", "pyxis", "host"),
         by_podman=True,
         check=_options_of_pyxis,
-        keys=SPECIAL,
+        keys=_SLURM_KEYS,
     ),
     "pbs": Registration(aliases=("torque",), runtimes=("singularity", "docker", "host")),
-    "runai": Registration(runtimes=("kubernetes",)),
+    "runai": Registration(runtimes=("kubernetes",), keys=_RUNAI_KEYS),
     "mpi": Registration(aliases=("openmpi", "mpirun"), runtimes=("docker", "singularity", "host")),
     "standalone": Registration(runtimes=("docker", "singularity", "host")),
 }

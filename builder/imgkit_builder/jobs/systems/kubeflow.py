@@ -47,6 +47,8 @@ class Kubeflow(pods.Pods):
     def script(self, job: Job) -> Script:
         """Return the document for ``kubectl create``; for an interactive job, comments stand above it."""
         kind = pods.format_of(job)
+        if job.recipe.system.queue.node_pools:
+            raise _node_pools_error(job)
         document = _pytorchjob(job) if kind == "pytorchjob" else _trainjob(job)
         text = _yaml(_without_empty_values(document))
         if job.is_interactive:
@@ -180,6 +182,14 @@ def _unsupported_option_error(job: Job, flag: str) -> UsageError:
         where="--option",
         hint="--option=--annotation=NAME=VALUE, --option=--extended-resource=NAME=COUNT, or edit "
         "the output of imgkit run --dry-run",
+    )
+
+
+def _node_pools_error(job: Job) -> UsageError:
+    return UsageError(
+        f"node_pools cannot be part of a {pods.format_of(job)}",
+        where=job.recipe.where("system", "queue", "node_pools"),
+        hint="use --format runai, or a recipe without queue.node_pools",
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from imgkit_builder.jobs.job import Argv, Job, Script
-from imgkit_builder.jobs.quoting import quote
+from imgkit_builder.jobs.quoting import quote, repeat_option
 from imgkit_builder.jobs.submitted import QueuedJob
 from imgkit_builder.jobs.systems import JobShell, pods, runai_client, user_options
 from imgkit_entrypoints.errors import UsageError
@@ -146,6 +146,7 @@ def _options(job: Job, name: str) -> Iterator[str]:
     memory = pods.memory_quantity(job)
     if memory:
         yield from ("--memory" if is_first_client else "--cpu-memory-request", memory)
+    yield from _node_pool_options(job, is_first_client=is_first_client)
     for claim in claims:
         yield from _volume_option(claim, is_first_client=is_first_client)
     if folder:
@@ -160,6 +161,14 @@ def _submit_command(job: Job, name: str, *, is_first_client: bool) -> Argv:
     if job.allocation.nodes == 1:
         return ("runai", "submit", "--name", name)
     return ("runai", "submit-dist", "pytorch", "--name", name)
+
+
+def _node_pool_options(job: Job, *, is_first_client: bool) -> Argv:
+    """Return the options that name the node pools, the one to try first at the beginning."""
+    node_pools = job.recipe.system.queue.node_pools
+    if is_first_client and node_pools:
+        return ("--node-pools", ",".join(node_pools))  # a string, unlike the later client's array
+    return repeat_option("--node-pools", node_pools)
 
 
 def _volume_option(claim: pods.Claim, *, is_first_client: bool) -> Argv:
