@@ -232,7 +232,7 @@ def _with_nodes(job: Job, system: System) -> Job:
     gpus = _gpus(recipe, request)
     default_nodes = request.flags(system.flags).default_nodes
     memory = _memory(recipe, request.allocation, gpus)
-    if "mem" not in (*system.uses, *runtime_of(job).uses):
+    if "mem" not in (*system.uses, *runtime_of(job).used_flags()):
         memory = None
     return job.with_allocation(
         size=parse_nodes(request.allocation.nodes or str(default_nodes)),
@@ -247,7 +247,7 @@ def _unused_flag_warnings(
     recipe: Target, request: JobRequest, system: System, runtime: Runtime | None = None
 ) -> Iterator[str]:
     """Yield a warning for each flag of the request that both the system and the runtime, if any, ignore."""
-    used_names = (*system.uses, *(runtime.uses if runtime else ()))
+    used_names = (*system.uses, *(runtime.used_flags() if runtime else ()))
     unused_names = {f"--{name}" for name in OPTIONAL if name not in used_names}
     ignored_names = [name for name in flags_in(request) if name in unused_names]
     for flags in request.system_flags:

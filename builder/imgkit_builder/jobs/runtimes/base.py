@@ -66,8 +66,6 @@ class Runtime(abc.ABC):
     """Options of every start if the recipe's runtime is of another kind."""
     image_suffix: str = ""
     """Suffix of the image files that the runtime starts; empty if it starts no files."""
-    uses: tuple[str, ...] = ()
-    """Flags out of `systems.OPTIONAL` that the runtime's own options obey."""
     has_container: bool = True
     """Whether the command runs in a container."""
     is_isolated: bool = False
@@ -89,6 +87,10 @@ class Runtime(abc.ABC):
     """Options by which the command reads the standard input."""
     terminal_options: Argv = ()
     """Options by which the command gets the terminal."""
+
+    def used_flags(self) -> tuple[str, ...]:
+        """Return the flags out of `systems.OPTIONAL` for which the runtime has options of its own."""
+        return ()
 
     @property
     def mounts_folders(self) -> bool:

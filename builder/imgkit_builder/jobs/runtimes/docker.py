@@ -39,7 +39,6 @@ class Docker(Runtime):
         *("--gpus=all", "--ipc=host", "--ulimit=memlock=-1", "--ulimit=stack=67108864"),
         "--network=host",  # NCCL and the rendezvous choose their own ports between the nodes
     )
-    uses = ("mem", "mem-per-gpu")
     environment_by_options = True
     input_options = ("--interactive",)
     terminal_options = ("--interactive", "--tty")
@@ -75,6 +74,10 @@ class Docker(Runtime):
                 "lost with the container: start in a copy of your code (--code .), or in the job's folder "
                 "(--workdir .)"
             )
+
+    def used_flags(self) -> tuple[str, ...]:
+        """Return the flags of memory. See `Runtime`."""
+        return ("mem", "mem-per-gpu")
 
     def options(self, job: Job) -> Argv:
         """Return the options of every start, with those that the recipe leaves to imgkit."""
