@@ -290,7 +290,7 @@ MODULES = ("cray-python/3.11.7", "cuda/12.6")
 
 
 def test_chunks_on_one_host_are_refused(pbs: Pbs) -> None:
-    text = (pbs.state / "eap.yaml").read_text() + "  queue: {options: [-l, place=pack]}\n"
+    text = (pbs.state / "eap.yaml").read_text().replace("queue: {", "queue: {options: [-l, place=pack], ")
     (pbs.state / "pack.yaml").write_text(text)
     code, output = pbs.end(pbs.submit("--", "dist-hello", recipe="pack.yaml"))
     assert code == 2, output

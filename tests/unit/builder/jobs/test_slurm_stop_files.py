@@ -56,7 +56,7 @@ def test_limit_asks_to_save_and_the_job_is_requeued(
         until((run_dir / "stop-for-requeue").exists)
     (tmp_path / "hold").unlink()
     stdout, _ = script.communicate(timeout=20)
-    assert stdout == "imgkit: state saved: requeue\n"
+    assert stdout == "imgkit: saved, to be requeued\n"
     assert (requeues(tmp_path), script.returncode) == (["requeue 7"], 85)
 
 
