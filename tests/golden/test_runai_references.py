@@ -15,6 +15,9 @@ from typing import Literal
 import pytest
 from job_records import queued_job
 
+from imgkit_builder.jobs import volume
+from imgkit_builder.jobs.remote.config import Remote
+from imgkit_builder.jobs.remote.store import Store
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.resolve import resolve
 from imgkit_builder.jobs.systems import pods
@@ -89,6 +92,38 @@ def test_job_is_followed_by_commands_of_the_reference(
         assert not list(unknown(argv, name)), argv
         assert argv[-2:] == ("--project", "me")
     assert runai.cancel_command(dataclasses.replace(record, queue=""))[-1] == "rcp"
+
+
+@pytest.mark.parametrize(
+    ("client", "name"), [(client, name) for client in ("v1", "v2") for name in REFERENCES[client]]
+)
+@pytest.mark.parametrize("nodes", ["1", "2"])
+def test_pods_with_a_store_run_under_the_user_s_ids(
+    client: Literal["v1", "v2"], name: str, nodes: str
+) -> None:
+    request = JobRequest.of(
+        command=("python", "train.py"),
+        nodes=nodes,
+        image="r/x:1",
+        system_flags=(pods.PodFlags(client=client),),
+    )
+    remote = Remote(name="mlo", address="far", recipe="mlo", pvc="mlo-scratch:/mloscratch")
+    early = volume.early_job("", request, remote)
+    store = Store(
+        home="/mnt/mlo/scratch/homes/me/imgkit",
+        has_program=True,
+        images=(),
+        code=(),
+        volume="/mnt/mlo/scratch",
+        ids="1001:30034",
+    )
+    submit = runai.script(volume.job_on(store, early, remote)).submit
+    assert set(unknown(submit, name)) <= MISSING.get(name, set())
+    text = " ".join(submit)
+    folder = "/mloscratch/homes/me/imgkit"
+    assert f" --working-dir {folder} --run-as-uid 1001 --run-as-gid 30034 " in text
+    assert f"IMGKIT_RUN_DIR={folder}/runs/mlo-" in text
+    assert "mlo-scratch" in text
 
 
 def test_every_client_has_a_reference_and_a_job() -> None:

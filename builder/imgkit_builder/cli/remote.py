@@ -48,6 +48,17 @@ def add(
         help="Idle timeout of the shared ssh connection; 0 disables sharing.",
     ),
     bwlimit: float = typer.Option(0.0, metavar="MB/s", help="Upload bandwidth limit in MB/s; 0: none."),
+    pvc: str = typer.Option(
+        "",
+        metavar="CLAIM:/PATH",
+        help="The remote only stores: the volume on which pods have DIR, and its path there. The client on "
+        "this machine submits.",
+    ),
+    volume: str = typer.Option(
+        "",
+        metavar="/PATH",
+        help="With --pvc: the volume's root on the remote (default: the mount point above DIR).",
+    ),
     replace: bool = typer.Option(False, "--replace", help="Replace a remote of that name."),
     as_json: bool = JSON,
 ) -> None:
@@ -61,6 +72,8 @@ def add(
     Examples:
       imgkit remote add mn5 me@glogin1.bsc.es:/gpfs/scratch/bsc98/me --recipe mn5
       imgkit remote add mn5 mn5-login --recipe mn5 --transfer me@transfer1.bsc.es
+      imgkit remote add mlo me@haas001.rcp.epfl.ch:/mnt/mlo/scratch/homes/me/imgkit \\
+        --recipe mlo --pvc mlo-scratch:/mloscratch
     """
     if name == HERE:
         hint = "choose another name, for example that of the cluster"
@@ -73,6 +86,8 @@ def add(
     if recipe:
         target = targets.find(recipe)
         recipe = str(target.file) if Path(recipe).is_file() else target.name
+    if volume and not pvc:
+        raise UsageError("--volume without --pvc", where="--volume", hint="--pvc CLAIM:/PATH")
     keep_s = 0 if idle_timeout == "0" else quoting.seconds(idle_timeout, where="--idle-timeout")
     remote = config.Remote(
         name=config.check_name(name),
@@ -82,6 +97,8 @@ def add(
         transfer=transfer,
         keep_s=keep_s,
         bwlimit=config.check_bwlimit(bwlimit, where="--bwlimit"),
+        pvc=config.check_pvc(pvc, where="--pvc") if pvc else "",
+        volume=config.check_volume(volume, where="--volume") if volume else "",
     )
     config.add(remote, replace=replace)
     show(

@@ -255,9 +255,16 @@ def _announce(options: _Options, prepared: PreparedJob, transport: Transport, re
     ToolMissing : the scheduler's command is not on PATH.
     """
     from imgkit_builder.base import process
-    from imgkit_builder.jobs.transport import Ssh
+    from imgkit_builder.jobs.transport import Ssh, VolumeStore
 
     script = prepared.script
+    if isinstance(transport, VolumeStore):
+        process.need(script.submit[0], "install the cluster's client, and log in with it")
+        terminal.err(
+            f"imgkit: {prepared.job.recipe.name}, submitted here with {script.submit[0]}; its files are on "
+            f"{transport.connection.remote.name}"
+        )
+        return
     if isinstance(transport, Ssh):
         assert prepared.source is not None  # noqa: S101 - the job of a remote has one
         named_by = "--on" if options.on else "imgkit.toml"
@@ -289,11 +296,17 @@ def _show_dry_run(
 
     imgkit does not use ssh for this: a placeholder stands for paths on a remote that are not known.
     """
-    from imgkit_builder.jobs import image_source
+    from imgkit_builder.jobs import image_source, volume
     from imgkit_builder.project import origins
 
     source = prepared.source
-    if source is None:
+    if remote is not None and remote.pvc:
+        uid, gid = volume.UNKNOWN_IDS.split(":")
+        terminal.err(
+            f"imgkit: {prepared.job.directory} stands for the folder on {remote.name}, {uid} and {gid} for "
+            "your ids there"
+        )
+    elif source is None:
         prepared = _with_bound_entry_points(prepared)
     for warning in prepared.job.warnings:
         terminal.err(f"imgkit: {warning}")
@@ -456,12 +469,12 @@ def verb_fetch(
     from imgkit_builder.jobs.remote import fetch
 
     record = records.find(job_id)
-    if not record.job.remote:
+    if not record.job.files_remote:
         raise UsageError(
             f"the job {job_id} ran here", where="ID", hint=f"its files: {record.job.directory}/runs"
         )
-    folder = output or Path("runs", f"{record.job.name}-{record.job.id}")
-    connection = connected(record.job.remote)
+    folder = output or Path("runs", record.job.run_folder.name)
+    connection = connected(record.job.files_remote)
     connection.login()
     record = dataclasses.replace(record, fetched=str(folder.absolute()))
     with reporter(as_json=as_json) as report:

@@ -65,7 +65,7 @@ def job_data(record: SubmittedJob) -> dict[str, Any]:
         "id": record.job.handle,
         "name": record.job.name,
         "recipe": record.recipe,
-        "remote": record.job.remote or None,
+        "remote": record.job.files_remote or None,
         "image": record.image_id or None,
         "code": dataclasses.asdict(record.code) if record.code else None,
         "command": list(record.command),

@@ -138,7 +138,7 @@ def with_code(job: Job, code: CodeRecord, store: Path) -> Job:
     """
     folder = quoting.check("--code", str(store / code.sha256))
     env = dict(job.container.env)
-    if runtime_of(job).has_container:
+    if runtime_of(job).mounts_folders:
         env[run_code.CODE_VARIABLE] = code.sha256
     if _NO_BYTECODE not in {*user_variables(job.container), *job.recipe.system.env}:
         env[_NO_BYTECODE] = "1"
@@ -149,7 +149,11 @@ def with_run_folder(job: Job) -> Job:
     """Return `job` with a new run folder, which imgkit makes because the job has no script that does."""
     started = datetime.now().astimezone()
     token = secrets.token_hex(2)  # two runs can start in the same second
-    folder = f"{job.directory}/runs/{job.name}-{started:%Y%m%d-%H%M%S}-{token}"
+    return in_run_folder(job, f"{job.directory}/runs/{job.name}-{started:%Y%m%d-%H%M%S}-{token}")
+
+
+def in_run_folder(job: Job, folder: str) -> Job:
+    """Return `job` with the run folder at the path `folder`."""
     return dataclasses.replace(job, run_folder=folder, settings={**job.settings, "IMGKIT_RUN_DIR": folder})
 
 
@@ -165,6 +169,26 @@ def refuse_unused(code: CodeFolder, recipe: Target, sif: Path | None) -> None:
     UsageError : the image would run its own copy; names the recipe's line if it is known, and what to write.
     """
     _refuse_unused(code.projects, f"--code {code.folder}", recipe, sif)
+
+
+def refuse_image_projects(code: CodeFolder, recipe: Target) -> None:
+    """Refuse code with a project that the image has installed, for a job in pods.
+
+    Pods mount nothing at ``/workspace``, so that Python would import the image's copy from any folder.
+
+    Raises
+    ------
+    UsageError : the image would run its own copy; names the recipe's line if it is known.
+    """
+    for project in code.projects:
+        for installed in recipe.projects:
+            if installed.name == project.name:
+                raise UsageError(
+                    f"the code has the project {project.name}, and pods would import the image's copy of it",
+                    where=recipe.where("image", "pip", installed.step or 0, "project"),
+                    hint="leave this step out of the recipe, and name its packages in another one; or "
+                    "--no-code, for the code of the image",
+                )
 
 
 def refuse_unused_bind(job: Job, sif: Path | None) -> None:

@@ -58,7 +58,9 @@ def with_data(job: Job, folders: Iterable[DataFolder], store: str = "") -> Job:
 def _refuse_unmountable(job: Job, item: DataSpec, source: str) -> None:
     """Raise UsageError if the job's command cannot see the data at its place."""
     runtime = runtime_of(job)
-    if runtime.is_isolated:
+    # A remote that stores the files of pods has the data, too, and the run folder gets a link to it.
+    has_link = job.run_folder and job.request.container.code is not None and is_in_code(item.target)
+    if runtime.is_isolated and (not has_link or "$" in source):
         raise UsageError(
             f"pods see no folder of this machine or its cluster, such as {item.source}",
             where="data",

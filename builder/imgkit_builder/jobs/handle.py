@@ -13,7 +13,7 @@ from imgkit_builder.jobs.remote import config, connection, fetch
 from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.submitted import JobState, SubmittedJob
-from imgkit_builder.jobs.transport import Local, Ssh, Transport
+from imgkit_builder.jobs.transport import Local, Ssh, Transport, VolumeStore
 from imgkit_entrypoints.errors import UsageError
 
 _MAX_LOG_BYTES = 16 << 20
@@ -79,10 +79,10 @@ class JobHandle:
         checkpoints : also copy the checkpoints of a training.
         """
         record = self.record
-        if not record.job.remote:
+        if not record.job.files_remote:
             return record.job.run_folder
-        target = Path(folder or Path("runs", f"{record.job.name}-{record.job.id}"))
-        connection = history.connection_to(record.job.remote)
+        target = Path(folder or Path("runs", record.job.run_folder.name))
+        connection = history.connection_to(record.job.files_remote)
         fetch.fetch(connection, record, target, checkpoints=checkpoints, report=Silent())
         return target
 
@@ -146,10 +146,14 @@ def submit_conversion(prepared: PreparedJob, *, report: Reporter | None = None) 
 def transport_to(remote: Remote | None, prepared: PreparedJob, *, may_ask: bool = False) -> Transport:
     """Return the transport to the machine that submits the job: `remote`, or this machine.
 
+    A remote that only stores gets the files of a job of this machine.
+
     Parameters
     ----------
     may_ask : whether ssh may ask a person for a password or a second factor.
     """
+    if remote is not None and remote.pvc:
+        return VolumeStore(connection.connect(remote, ask=may_ask))
     if remote is None or prepared.source is None:
         return Local()
     remote = image_source.with_transfer_host(remote, prepared.source)

@@ -48,7 +48,7 @@ def connection_to(remote: str, *, may_ask: bool = False) -> Connection:
 
 def folder_of(record: SubmittedJob) -> Path | None:
     """Return the folder on this machine with the run's files; None before the first fetch from a remote."""
-    if not record.job.remote:
+    if not record.job.files_remote:
         return record.job.run_folder
     return Path(record.fetched) if record.fetched else None
 
@@ -160,7 +160,8 @@ def _report_without_scheduler(record: SubmittedJob, run: Callable[[Sequence[str]
 def _code_in_run_folder(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> int | None:
     """Return the exit code that the head's node agent wrote at the end of the run, or None without one."""
     # The tasks of an array have run folders of their own, so there is no single exit code.
-    if record.job.array:
+    # `run` does not reach a remote that only stores.
+    if record.job.array or record.job.store:
         return None
     answer = run(("cat", "--", str(record.job.run_folder / stop_protocol.RESULT)))
     return stop_protocol.result_code(answer.output)
@@ -250,7 +251,7 @@ def ending_text(report: JobReport) -> str:
         text += ", by its run folder"
     if record.job.array:
         return text  # each task has a run folder of its own
-    if record.job.remote:
+    if record.job.files_remote:
         return f"{text}; imgkit fetch {record.job.handle}"
     if not record.has_run_folder:
         return text

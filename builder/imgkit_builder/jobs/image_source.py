@@ -16,6 +16,7 @@ from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.resolve import resolve
 from imgkit_builder.jobs.runtimes.host import Host
+from imgkit_builder.jobs.runtimes.pod import Pod
 from imgkit_builder.jobs.systems import fanout
 from imgkit_builder.recipe import targets
 from imgkit_builder.recipe.targets import Target
@@ -113,10 +114,7 @@ def find(recipe: str, request: JobRequest, default: str) -> ImageSource:
     UsageError : the command line, imgkit.toml and the remote name no recipe, or there is no such recipe.
     """
     project = request.project
-    project_recipe = project.recipe if project else ""
-    title = recipe or project_recipe or default
-    if not title:
-        raise _no_recipe_error()
+    title = find_title(recipe, request, default)
     if request.container.image:
         return _find_remote_image(title, request)
     file = Path(title)
@@ -126,7 +124,7 @@ def find(recipe: str, request: JobRequest, default: str) -> ImageSource:
         raise _sqsh_error(title)
     # The .sif of the project's recipe is beside imgkit.toml, that of another recipe in the current folder.
     folder = Path()
-    if project and project_recipe and not recipe:
+    if project and project.recipe and not recipe:
         folder = project.file.parent
     sif = folder / f"{stem(title)}.sif"
     is_oci_folder = Path(file, "oci-layout").exists()
@@ -134,6 +132,18 @@ def find(recipe: str, request: JobRequest, default: str) -> ImageSource:
         target = archive_target(file) or _default_target(file, default)
         return ImageSource(title=title, target=target, recipe="", sif=sif, request=request, archive=file)
     return ImageSource(title=title, target=targets.find(title), recipe=title, sif=sif, request=request)
+
+
+def find_title(recipe: str, request: JobRequest, default: str) -> str:
+    """Return the recipe that the command line names, or else imgkit.toml, or else the remote.
+
+    The parameters and the error are those of `find`.
+    """
+    project_recipe = request.project.recipe if request.project else ""
+    title = recipe or project_recipe or default
+    if not title:
+        raise _no_recipe_error()
+    return title
 
 
 def _no_recipe_error() -> UsageError:
@@ -302,8 +312,11 @@ def _no_queue_error(target: Target) -> UsageError:
     """Return the error for a system to which imgkit cannot submit a job over ssh."""
     system = target.system
     title = system.title or target.name
+    hint = "a recipe with scheduler: slurm or pbs and runtime: singularity; or submit it there"
+    if system.runtime.kind == Pod.kind:
+        hint = "a remote that stores files for pods: imgkit remote add NAME USER@HOST:/DIR --pvc CLAIM:/PATH"
     return UsageError(
         f"{title} ({system.scheduler}, {system.runtime.kind}) has no queue that takes a .sif over ssh",
         where="--on",
-        hint="a recipe with scheduler: slurm or pbs and runtime: singularity; or submit it there",
+        hint=hint,
     )

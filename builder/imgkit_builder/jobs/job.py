@@ -149,8 +149,8 @@ class Job:
 
     @property
     def data_links(self) -> Mapping[str, str]:
-        """The data without a container: each path below `workspace` that becomes a link, and its target."""
-        if self.container.runtime != "host":
+        """The data of a job that mounts nothing: links below `workspace`, and their targets."""
+        if self.container.runtime not in ("host", "kubernetes"):
             return {}
         return {data.target.removeprefix(f"/{WORKSPACE}/"): data.source for data in self.container.data}
 

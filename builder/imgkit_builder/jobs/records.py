@@ -149,7 +149,7 @@ def _read(path: Path) -> SubmittedJob:
     record: SubmittedJob = json_text.read(SubmittedJob, {**fields, "job": job_fields}, "record")
     job = record.job
     are_valid = quoting.is_job_id(job.id) and all(
-        quoting.is_job_id(name) for name in (job.cluster, job.remote) if name
+        quoting.is_job_id(name) for name in (job.cluster, job.remote, job.store, job.run_name) if name
     )
     if not are_valid:
         raise ValueError(f"{job.handle!r} is not a job id")

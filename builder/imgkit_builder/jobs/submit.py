@@ -12,9 +12,18 @@ from collections.abc import Generator
 from datetime import datetime, timezone
 from pathlib import Path
 
-from imgkit_builder.base import files, process
+from imgkit_builder.base import process
 from imgkit_builder.base.progress import Reporter, Silent
-from imgkit_builder.jobs import bound, data_mounts, dependencies, image_source, quoting, records, systems
+from imgkit_builder.jobs import (
+    bound,
+    data_mounts,
+    dependencies,
+    image_source,
+    quoting,
+    records,
+    systems,
+    volume,
+)
 from imgkit_builder.jobs import code as code_of
 from imgkit_builder.jobs.code import CodeFolder
 from imgkit_builder.jobs.job import Job, Script
@@ -24,12 +33,19 @@ from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.resolve import resolve
 from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.jobs.submitted import QueuedJob, SubmittedJob
-from imgkit_builder.jobs.transport import DATA_FOLDER, Folder, Local, Ssh, Transport
+from imgkit_builder.jobs.transport import (
+    DATA_FOLDER,
+    Folder,
+    Local,
+    Ssh,
+    Transport,
+    VolumeStore,
+    folder_of_code,
+)
 from imgkit_builder.recipe import targets
 from imgkit_builder.sif import image, sqsh
 from imgkit_builder.workflow import baked
 from imgkit_entrypoints.errors import ToolFailed, UsageError
-from imgkit_entrypoints.system import WORKSPACE
 
 _MAX_ANSWER_CHARS = 1000
 """Length of the scheduler's answer in a record without an id."""
@@ -57,11 +73,14 @@ def prepare(
     ------
     UsageError : the system cannot satisfy a value of the request.
     """
-    options = dependencies.with_scheduler_ids(request.allocation.options, remote.name if remote else "")
+    scheduler_remote = remote.name if remote and not remote.pvc else ""
+    options = dependencies.with_scheduler_ids(request.allocation.options, scheduler_remote)
     request = request.changed(options=options)
     if remote is None:
         return _prepare_here(recipe, request, code)
     image_source.refuse_flags(request, base)
+    if remote.pvc:
+        return _prepare_in_pods(str(recipe), request, code, remote)
     source = image_source.find(str(recipe), request, remote.recipe)
     source = dataclasses.replace(source, base=base)
     image_source.refuse_runtime(source)
@@ -77,6 +96,21 @@ def prepare(
     script = systems.named(job.system).script(job)
     image_source.refuse_script(job, script)
     return PreparedJob(job=job, script=script, code=code, data=data, source=source)
+
+
+def _prepare_in_pods(
+    recipe: str, request: JobRequest, code: CodeFolder | None, remote: Remote
+) -> PreparedJob:
+    """Return a job in pods that is submitted on this machine, and whose files the remote stores."""
+    data = data_mounts.list_folders(request)
+    job = volume.early_job(recipe, request, remote)
+    job = data_mounts.with_data(job, data, f"{job.directory}/{DATA_FOLDER}")
+    if code is not None:
+        code_of.refuse_image_projects(code, job.recipe)
+        job = _with_warning(job, code_of.image_code_notice(job))
+        job = code_of.with_code(job, code.record, job.directory / VolumeStore.code_folder)
+        job = _with_warning(job, code_of.left_out_notice(code, None))
+    return dataclasses.replace(_with_script(job, code), data=data)
 
 
 def _prepare_here(recipe: str | Path, request: JobRequest, code: CodeFolder | None) -> PreparedJob:
@@ -188,12 +222,12 @@ def make_ready(prepared: PreparedJob, transport: Transport, report: Reporter) ->
     if with_image.code is not None:
         job = code_of.with_code(job, with_image.code.record, job.directory / transport.code_folder)
         if not job.run_folder:
-            transport.put(_code_folder(with_image.code, job), report)
+            transport.put(folder_of_code(with_image.code, job), report)
     job = transport.with_entry_points(dataclasses.replace(with_image, job=job))
     if job.container.bound is not None:
         transport.put(_entry_points_folder(job), report)
-    if job.run_folder and with_image.code is not None:
-        _make_run_folder(with_image.code, job)
+    if job.run_folder:
+        transport.make_run_folder(job, with_image.code, report)
     return dataclasses.replace(with_image, job=job, script=systems.named(job.system).script(job))
 
 
@@ -223,30 +257,6 @@ def _with_script(job: Job, code: CodeFolder | None = None) -> PreparedJob:
     return PreparedJob(job=job, script=systems.named(job.system).script(job), code=code)
 
 
-def _code_folder(code: CodeFolder, job: Job) -> Folder:
-    """Return the folder of the job's code, for `Transport.put`."""
-    return Folder(
-        path=job.container.code_folder,
-        label="code",
-        source=str(code.folder),
-        size_bytes=code.tree.size_bytes,
-        write=code.tree.write,
-    )
-
-
-def _make_run_folder(code: CodeFolder, job: Job) -> None:
-    """Make the run folder of a job that starts on this machine at once, with the run's copy of the code."""
-    folder = Path(job.run_folder)
-    folder.parent.mkdir(exist_ok=True)
-    folder.mkdir(mode=0o700)
-    files.put(folder / "code.json", f"{code.record.text}\n")
-    bound.write_folder(folder / WORKSPACE, code.tree.write_copy)
-    for name, source in job.data_links.items():
-        mount_point = folder / WORKSPACE / name
-        mount_point.rmdir()
-        mount_point.symlink_to(source)
-
-
 def _entry_points_folder(job: Job) -> Folder:
     """Return the folder of the entry points that are bound into the job's image, for `Transport.put`."""
     assert job.container.bound is not None  # noqa: S101 - the caller has looked
@@ -270,6 +280,7 @@ def _submit_script(ready: PreparedJob, transport: Transport) -> SubmittedJob:
         if not re.search("already ?exists", f"{error.what}\n{error.hint}", re.IGNORECASE):
             raise
         raise _existing_job_error(job, error) from error
+    record = transport.with_store(record, job)
     return dataclasses.replace(record, image_id=ready.image_id)
 
 

@@ -57,6 +57,10 @@ class QueuedJob:
     """The scheduler's name for this kind of job; some schedulers find a job only with it."""
     remote: str = ""
     """Name of the remote on which the job was submitted; empty: this machine."""
+    store: str = ""
+    """Name of the remote that only stores the files of a job of this machine; empty: there is none."""
+    run_name: str = ""
+    """Name of the run folder if imgkit made it before the job had an id; empty: ``NAME-ID``."""
     array: bool = False
     """Whether the job is an array; each task has an id, a run folder and an output of its own."""
     shell_line: str = ""
@@ -69,8 +73,13 @@ class QueuedJob:
 
     @property
     def run_folder(self) -> Path:
-        """The folder into which the job writes, on the machine on which it runs."""
-        return self.directory / "runs" / f"{self.name}-{self.id}"
+        """The folder into which the job writes, on the machine that has its files."""
+        return self.directory / "runs" / (self.run_name or f"{self.name}-{self.id}")
+
+    @property
+    def files_remote(self) -> str:
+        """Name of the remote that has the job's files; empty: this machine has them."""
+        return self.remote or self.store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

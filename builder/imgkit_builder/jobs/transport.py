@@ -5,27 +5,29 @@ from __future__ import annotations
 import abc
 import dataclasses
 import tempfile
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from imgkit_builder.base import process
+from imgkit_builder.base import files, process
 from imgkit_builder.base.process import Finished
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.base.sizes import size_text
 from imgkit_builder.data.folder import DataFolder
-from imgkit_builder.jobs import bound, checks, code, data_mounts, delivery
+from imgkit_builder.jobs import bound, checks, code, data_mounts, delivery, volume
 from imgkit_builder.jobs.code import CodeFolder
 from imgkit_builder.jobs.delivery import Delivery
 from imgkit_builder.jobs.job import Argv, Job, Script
 from imgkit_builder.jobs.prepared import PreparedJob
-from imgkit_builder.jobs.remote import interactive, transfer
+from imgkit_builder.jobs.remote import interactive, store, transfer
 from imgkit_builder.jobs.remote import jobs as remote_jobs
 from imgkit_builder.jobs.remote.connection import Connection
 from imgkit_builder.jobs.remote.rsync import Transferred
 from imgkit_builder.jobs.remote.store import RemoteImage, Store
 from imgkit_builder.jobs.runtimes import runtime_of
+from imgkit_builder.jobs.submitted import SubmittedJob
 from imgkit_builder.sif import image
+from imgkit_entrypoints.system import WORKSPACE
 
 DATA_FOLDER = "data"
 """Folder in imgkit's folder on a remote with the data of all projects."""
@@ -51,6 +53,17 @@ class Folder:
     size_bytes: int
     write: Callable[[Path], None]
     """Writes the content to a folder that does not exist."""
+
+
+def folder_of_code(code: CodeFolder, job: Job) -> Folder:
+    """Return the folder of the job's code, for `Transport.put`."""
+    return Folder(
+        path=job.container.code_folder,
+        label="code",
+        source=str(code.folder),
+        size_bytes=code.tree.size_bytes,
+        write=code.tree.write,
+    )
 
 
 class Transport(abc.ABC):
@@ -97,6 +110,15 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def put(self, folder: Folder, report: Reporter) -> None:
         """Write the folder on that machine, complete or not at all. Do nothing if it exists already."""
+
+    def make_run_folder(self, job: Job, code_folder: CodeFolder | None, report: Reporter) -> None:
+        """Make the run folder of a job that has one before it starts, with its code or the way to it."""
+        raise NotImplementedError(f"the jobs of {self.name} make their run folders")
+
+    def with_store(self, record: SubmittedJob, job: Job) -> SubmittedJob:
+        """Return `record`, for a job whose files another machine stores with their paths on that machine."""
+        del job  # its files are where it is submitted
+        return record
 
     @abc.abstractmethod
     def with_entry_points(self, prepared: PreparedJob) -> Job:
@@ -151,6 +173,20 @@ class Local(Transport):
         """Write the folder. See `Transport`."""
         del report  # a folder of code takes a second
         bound.write_folder(Path(folder.path), folder.write)
+
+    def make_run_folder(self, job: Job, code_folder: CodeFolder | None, report: Reporter) -> None:
+        """Make the folder of a job that starts at once, with the run's copy of the code. See `Transport`."""
+        del report  # a folder of code takes a second
+        assert code_folder is not None  # noqa: S101 - only code needs the folder before the start
+        folder = Path(job.run_folder)
+        folder.parent.mkdir(exist_ok=True)
+        folder.mkdir(mode=0o700)
+        files.put(folder / "code.json", f"{code_folder.record.text}\n")
+        bound.write_folder(folder / WORKSPACE, code_folder.tree.write_copy)
+        for name, source in job.data_links.items():
+            mount_point = folder / WORKSPACE / name
+            mount_point.rmdir()
+            mount_point.symlink_to(source)
 
     def with_entry_points(self, prepared: PreparedJob) -> Job:
         """Look into an image that imgkit did not build. See `Transport`."""
@@ -228,10 +264,15 @@ class Ssh(Transport):
         assert self.store is not None  # noqa: S101 - `bring_image` comes first
         job = data_mounts.with_data(prepared.job, prepared.data, f"{self.store.home}/{DATA_FOLDER}")
         self._refuse_missing_data(job)
-        for folder in prepared.data:
+        self.send_data(prepared.data, report)
+        return job
+
+    def send_data(self, folders: Iterable[DataFolder], report: Reporter) -> None:
+        """Send the folders of data that the remote lacks."""
+        assert self.store is not None  # noqa: S101 - `bring_image` comes first
+        for folder in folders:
             if folder.name not in self.store.data:
                 self._send_data(folder, self.store, report)
-        return job
 
     def _refuse_missing_data(self, job: Job) -> None:
         """Raise UsageError if a path of the cluster is missing there, or cannot be read."""
@@ -314,6 +355,65 @@ class Ssh(Transport):
     def foreground_argv(self, job: Job, script: Script) -> Argv:
         """Write the script to the remote, and return the ssh that runs it. See `Transport`."""
         return interactive.argv(self.connection, job, script)
+
+
+class VolumeStore(Local):
+    """This machine for jobs in pods, with a remote that stores their code and run folders on a volume."""
+
+    code_folder = "code"
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self._files = Ssh(connection)
+
+    @property
+    def _store(self) -> Store:
+        """imgkit's folder on the remote, which `bring_image` has read."""
+        assert self._files.store is not None  # noqa: S101 - `bring_image` comes first
+        return self._files.store
+
+    def login(self) -> None:
+        """Connect to the remote. See `Transport`."""
+        self._files.login()
+
+    def bring_image(self, prepared: PreparedJob, report: Reporter) -> PreparedJob:
+        """Look at the remote for the job's paths. Pods pull their image themselves. See `Transport`."""
+        checks.before_submission(prepared.job)
+        self.login()
+        report.stage(f"look at {self.connection.remote.name}")
+        sha256 = prepared.code.record.sha256 if prepared.code else ""
+        self._files.store = store.look(self.connection, program="sh", code=sha256)
+        job = volume.job_on(self._store, prepared.job, self.connection.remote)
+        return dataclasses.replace(prepared, job=job)
+
+    def with_data(self, prepared: PreparedJob, report: Reporter) -> Job:
+        """Send the data to the remote; paths that only pods have are not checked. See `Transport`."""
+        job = data_mounts.with_data(prepared.job, prepared.data, f"{prepared.job.directory}/{DATA_FOLDER}")
+        self._files.send_data(prepared.data, report)
+        return job
+
+    def make_run_folder(self, job: Job, code_folder: CodeFolder | None, report: Reporter) -> None:
+        """Send the code, and make the folder with the script that copies it. See `Transport`."""
+        if code_folder is not None:
+            assert job.container.code is not None  # noqa: S101 - the job has the code of the folder
+            path = f"{self._store.home}/{self.code_folder}/{job.container.code.sha256}"
+            folder = dataclasses.replace(folder_of_code(code_folder, job), path=path)
+            self._files.put(folder, report)
+        volume.make_run_folder(self.connection, self._store, job)
+
+    def with_entry_points(self, prepared: PreparedJob) -> Job:
+        """Return the job as it is: nothing can be bound into the image of a pod. See `Transport`."""
+        return prepared.job
+
+    def with_store(self, record: SubmittedJob, job: Job) -> SubmittedJob:
+        """Add the remote and the paths of the job's files there. See `Transport`."""
+        queued = dataclasses.replace(
+            record.job,
+            directory=Path(self._store.home),
+            store=self.connection.remote.name,
+            run_name=Path(job.run_folder).name,
+        )
+        return dataclasses.replace(record, job=queued)
 
 
 def _report_left_out(

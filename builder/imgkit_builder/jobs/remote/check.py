@@ -11,6 +11,7 @@ from imgkit_builder.jobs.remote import store
 from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.remote.connection import FIND_PROGRAM, Connection, unreadable
 from imgkit_builder.recipe.systems import SHIPPED
+from imgkit_entrypoints.errors import UsageError
 
 if TYPE_CHECKING:
     from imgkit_builder.recipe.targets import Target
@@ -43,6 +44,9 @@ done
 if error=$(umask 077; mkdir -p -- "$folder" 2>&1) && error=$(cd -- "$folder" 2>&1); then
     cd -- "$folder"
     echo "home $(pwd -P)"
+"""
+    + store.FIND_VOLUME
+    + """\
     probe=.imgkit-probe.$$
     if error=$( (: > "$probe") 2>&1); then rm -f "$probe"; else echo "closed $error"; fi
     echo "disk $(df -Pk . | tail -n 1)"
@@ -93,6 +97,7 @@ def examine(connection: Connection, target: Target | None) -> tuple[Check, ...]:
     programs = list(_submit_programs().values())
     values = {
         "folder": connection.remote.folder,
+        "volume": connection.remote.volume,
         "program": _submit_program(target) or programs[0],
         "schedulers": " ".join(programs),
     }
@@ -117,6 +122,9 @@ def read(output: bytes, connection: Connection, target: Target | None) -> tuple[
         answer.setdefault(key, []).append(value.strip())
     if "end" not in answer:
         raise unreadable(connection.remote.name, output)
+    if connection.remote.pvc:
+        folder = _check_folder(answer, connection.remote)
+        return (*_check_login(answer, connection), folder, _check_volume(answer, connection.remote))
     return (
         *_check_login(answer, connection),
         _check_scheduler(answer, target),
@@ -238,6 +246,16 @@ def _check_folder(answer: Answer, remote: Remote) -> Check:
     if free is not None and free < _LOW_SPACE_BYTES:
         return Check("folder", "warn", value, "an image takes several GB: a folder on a larger file system")
     return Check("folder", "ok", value)
+
+
+def _check_volume(answer: Answer, remote: Remote) -> Check:
+    """Return the check of the path by which pods have imgkit's folder, with the user's ids."""
+    home = answer.get("home", [""])[0]
+    try:
+        path = store.pod_folder(remote, home, answer.get("volume", [""])[0])
+    except UsageError as error:
+        return Check("volume", "fail", error.what, error.hint or "")
+    return Check("volume", "ok", f"{path} in pods, for the user and group {answer.get('ids', ['?'])[0]}")
 
 
 def _format_quota(row: str) -> str:

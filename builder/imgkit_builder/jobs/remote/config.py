@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated
 
 from imgkit_builder.base import files
-from imgkit_builder.jobs.systems import fanout
+from imgkit_builder.jobs.systems import fanout, pods
 from imgkit_builder.recipe import problems
 from imgkit_builder.recipe.model import KEYS
 from imgkit_builder.recipe.problems import choices
@@ -90,6 +90,33 @@ def check_bwlimit(mb_per_s: float, *, where: str = "") -> float:
     return mb_per_s
 
 
+def check_pvc(text: str, *, where: str = "") -> str:
+    """Return `text` if it is ``CLAIM:/PATH``, a volume to which pods can write.
+
+    Raises
+    ------
+    UsageError : `text` has another form, or the volume is read-only; names `where`.
+    """
+    if pods.parse_claim(text, where=where).read_only:
+        raise UsageError(
+            f"{text}: pods write into their run folders on this volume", where=where, hint="leave :ro out"
+        )
+    return text
+
+
+def check_volume(path: str, *, where: str = "") -> str:
+    """Return `path` without a slash at its end if it is the absolute path of a folder.
+
+    Raises
+    ------
+    UsageError : the path is relative, or has a character that no path in a job can have; names `where`.
+    """
+    if not path.startswith("/"):
+        hint = "the path at which the remote has the volume, for example /mnt/mlo/scratch"
+        raise UsageError(f"{path!r} is not an absolute path", where=where, hint=hint)
+    return check_folder(path, where=where).rstrip("/") or "/"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteTable:
     """The keys of a remote in the file."""
@@ -106,6 +133,13 @@ class RemoteTable:
     """Seconds for which an unused connection stays open. If it is 0, each command connects by itself."""
     bwlimit: Annotated[float, rule_of(check_bwlimit, core={"type": "float", "strict": True})] = 0.0
     """Limit for uploads, in MB/s; 0: no limit."""
+    pvc: Annotated[str, rule_of(check_pvc)] = ""
+    """``CLAIM:/PATH``: the volume on which pods have `folder`, and its path in pods.
+
+    Such a remote only stores: the client on this machine submits the jobs. Empty: the remote takes jobs.
+    """
+    volume: Annotated[str, rule_of(check_volume)] = ""
+    """With `pvc`: path of the volume's root on the remote. Empty: the mount point above `folder` there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

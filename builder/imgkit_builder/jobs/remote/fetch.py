@@ -55,11 +55,12 @@ def fetch(
     folder.mkdir(parents=True, exist_ok=True)
     before = _list_files(folder)
     target = f"{folder.absolute()}/"
-    log = jobs.log_file(record)
-    log_args = ("-rt", f"--include=/{_escape_pattern(log.name)}", "--exclude=*", "remote:./", target)
-    rsync.run(connection, str(log.parent), log_args, report)
+    if not record.job.store:  # the output of pods is in the run folder
+        log = jobs.log_file(record)
+        log_args = ("-rt", f"--include=/{_escape_pattern(log.name)}", "--exclude=*", "remote:./", target)
+        rsync.run(connection, str(log.parent), log_args, report)
     exclude = () if checkpoints else ("--exclude=checkpoints/",)
-    run_folder = f"{record.job.directory}/runs/{record.job.name}-{record.job.id}"
+    run_folder = str(record.job.run_folder)
     try:
         rsync.run(connection, run_folder, (*_OPTIONS, *exclude, "remote:./", target), report)
     except ScriptFailed as error:
@@ -67,7 +68,7 @@ def fetch(
             raise
     after = _list_files(folder)
     if not after:
-        message = f"there is no {run_folder} on {record.job.remote} yet"
+        message = f"there is no {run_folder} on {record.job.files_remote} yet"
         raise CheckFailed(message, where=record.job.handle, hint=f"imgkit status {record.job.handle}")
     new = tuple(path for path, version in after.items() if before.get(path) != version)
     new_bytes = sum(after[path].size_bytes for path in new)

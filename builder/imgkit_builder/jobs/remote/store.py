@@ -22,11 +22,12 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from imgkit_builder.jobs import quoting
 from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.remote.connection import FIND_PROGRAM, Connection, unreadable
+from imgkit_builder.jobs.systems import pods
 from imgkit_builder.sif import image
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import UsageError
@@ -54,6 +55,17 @@ fi
 """
 """Print the folder's owner if that is another user, who could replace the files that this user's jobs run."""
 
+FIND_VOLUME = """\
+if [ -n "$volume" ]; then
+    volume=$(cd -- "$volume" && pwd -P) 2> /dev/null
+else
+    volume=$(stat -c %m . 2> /dev/null)
+fi
+echo "volume $volume"
+echo "ids $(id -u):$(id -g)"
+"""
+"""Print the root of the volume that has the current folder, and the ids of the user: pods need both."""
+
 # The code and the output of a run may be private, so the umask keeps other users out of all new folders. The
 # script renews the time of the code's folder, by which `imgkit remote gc` knows that it is in use.
 _LOOK = (
@@ -67,6 +79,9 @@ mkdir -p -- "$folder" || exit 1
 if [ -n "$owner" ]; then echo end; exit 0; fi
 cd -- "$folder" && mkdir -p {" ".join(FOLDERS)} runs jobs || exit 1
 echo "home $(pwd -P)"
+"""
+    + FIND_VOLUME
+    + f"""\
 if command -v "$program" > /dev/null 2>&1; then echo "program there"; fi
 ls -t code | sed 's/^/code /'
 touch -c -- "code/$code" 2> /dev/null
@@ -135,6 +150,10 @@ class Store:
     """Digests of the folders of code, the one that was used last first."""
     data: tuple[str, ...] = ()
     """Names of the folders of data, the one that was used last first."""
+    volume: str = ""
+    """Absolute path of the root of the volume with imgkit's folder; empty if the remote does not know it."""
+    ids: str = ""
+    """``UID:GID`` of the user on the remote."""
 
     def find_image(self, image_id: str, root_sha256: str = "") -> RemoteImage | None:
         """Return the newest image with this id, and with this root partition if `root_sha256` is not empty.
@@ -222,9 +241,10 @@ def look(connection: Connection, *, program: str, code: str = "") -> Store:
     Cut, ScriptFailed : the remote cannot be reached, or the folder cannot be created.
     ToolFailed, UsageError : in the cases of `read`.
     """
-    values = {"folder": connection.remote.folder, "program": program, "code": code}
+    remote = connection.remote
+    values = {"folder": remote.folder, "program": program, "code": code, "volume": remote.volume}
     output = connection.run(_LOOK, values)
-    return read(output, connection.remote)
+    return read(output, remote)
 
 
 def read(output: bytes, remote: Remote) -> Store:
@@ -237,7 +257,7 @@ def read(output: bytes, remote: Remote) -> Store:
     ToolFailed : the output is cut short, or is not the output of imgkit's script.
     UsageError : the folder belongs to another user, or its path cannot be used in a job.
     """
-    values = {"home": "", "owner": "", "program": ""}
+    values = {"home": "", "owner": "", "program": "", "volume": "", "ids": ""}
     code: list[str] = []
     data: list[str] = []
     images: list[RemoteImage] = []
@@ -263,6 +283,8 @@ def read(output: bytes, remote: Remote) -> Store:
         images=tuple(images),
         code=tuple(code),
         data=tuple(data),
+        volume=values["volume"],
+        ids=values["ids"],
     )
 
 
@@ -292,6 +314,42 @@ def home_error(home: str, owner: str, remote: Remote) -> UsageError | None:
             hint=f"{error.hint}; another folder: {_replace_command(remote, '/PATH')}",
         )
     return None
+
+
+def pod_folder(remote: Remote, home: str, volume: str) -> str:
+    """Return the path in pods of the folder `home` on the remote.
+
+    Parameters
+    ----------
+    home, volume : absolute paths on the remote, without symbolic links, of imgkit's folder and of the root of
+        the volume; an empty `volume` does not exist.
+
+    Raises
+    ------
+    UsageError : the folder is not on a volume.
+    """
+    claim = pods.parse_claim(remote.pvc)
+    again = f"imgkit remote add {remote.name} {remote.address}:/DIR --pvc {remote.pvc} --replace"
+    if not volume:
+        raise UsageError(
+            f"{remote.address} has no folder {remote.volume}, the root of the volume {claim.name}",
+            where=remote.name,
+            hint=f"{again} --volume /PATH",
+        )
+    if volume == "/" and not remote.volume:
+        raise UsageError(
+            f"{home} is on the root file system of {remote.address}, and not on a volume of pods",
+            where=remote.name,
+            hint=f"{again}; if it is on the volume {claim.name}: --volume /PATH, that of the volume there",
+        )
+    path = PurePosixPath(home)
+    if not path.is_relative_to(volume):
+        raise UsageError(
+            f"{home} is not below {volume}, where {remote.address} has the volume {claim.name}",
+            where=remote.name,
+            hint=again,
+        )
+    return str(claim.path / path.relative_to(volume))
 
 
 def _replace_command(remote: Remote, folder: str) -> str:

@@ -231,7 +231,7 @@ def _pytorch_pod(job: Job) -> dict[str, Any]:
         "name": "pytorch",  # the operator sets its variables only in the container of this name
         "image": job.container.image,
         # args, not command: the image's entry point stays, as with RunAI's client.
-        "args": _command(job),
+        "args": [*pods.command(job)],
         "workingDir": pods.workdir(job) or None,
         "env": _env(job),
         "resources": _resources(job),
@@ -255,7 +255,7 @@ def _trainjob(job: Job) -> dict[str, Any]:
     change_folder = ["env", f"--chdir={folder}"] if folder else []
     trainer = {
         "image": job.container.image,
-        "command": [*change_folder, *_command(job)],
+        "command": [*change_folder, *pods.command(job)],
         "numNodes": job.allocation.nodes,
         "env": _env(job),
         "resourcesPerNode": _resources(job),
@@ -313,8 +313,23 @@ def _pod_template(job: Job, container: Mapping[str, Any], **spec: Any) -> dict[s
     containers = [] if has_only_name and not mounts else [{**container, "volumeMounts": mounts}]
     return {
         "metadata": {"annotations": dict(client_options.annotations)},
-        "spec": {**spec, "containers": containers, "volumes": volumes},
+        "spec": {
+            **spec,
+            "securityContext": _security_context(job),
+            "containers": containers,
+            "volumes": volumes,
+        },
     }
+
+
+def _security_context(job: Job) -> dict[str, Any]:
+    """Return the ids of the pods' user; nothing for those that the image or the cluster sets."""
+    ids = pods.user_ids(job)
+    if ids is None:
+        return {}
+    # The names UID and GID stand for the numbers before imgkit has looked at the remote.
+    uid, gid = (int(text) if text.isdecimal() else text for text in ids)
+    return {"runAsUser": uid, "runAsGroup": gid}
 
 
 def _secret_source(job: Job) -> dict[str, Any]:
@@ -329,12 +344,6 @@ def _secret_source(job: Job) -> dict[str, Any]:
 def _namespace(project: str) -> str:
     """Return the namespace of a RunAI project (docs.run.ai, "Support for other Kubernetes Applications")."""
     return f"runai-{project}"
-
-
-def _command(job: Job) -> list[str]:
-    """Return the command of each pod. The pods of an interactive job sleep until the user enters them."""
-    argv = pods.ASLEEP if job.is_interactive else job.command
-    return [pods.literal(argument) for argument in argv]
 
 
 def _env(job: Job) -> list[dict[str, Any]]:

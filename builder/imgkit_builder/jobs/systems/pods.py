@@ -10,21 +10,26 @@ from pathlib import PurePosixPath
 from typing import Literal
 
 from imgkit_builder.base.flags import flag
-from imgkit_builder.jobs.job import Job
+from imgkit_builder.jobs.job import Argv, Job
 from imgkit_builder.jobs.memory import size_text
 from imgkit_builder.jobs.quoting import quote
 from imgkit_builder.jobs.request import JobRequest, SystemFlags
 from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.jobs.systems import System, part_of_nodes, program_starts_once, runai_client
+from imgkit_builder.jobs.templates import fill
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.rules import site_variables
+from imgkit_entrypoints.schedulers import kubernetes
+from imgkit_entrypoints.system import WORKSPACE
 
 ASLEEP = ("sleep", "infinity")
 """The command of the pods of an interactive job."""
 SECRET = "imgkit"  # noqa: S105 - a name
 """The user's Secret in the job's namespace: the key `secret` is for the roll call, others for ``--env``."""
 _LABEL = r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?"
+START_SCRIPT = "start.sh"
+"""The file in the run folder that copies the code and starts the command."""
 SAME_CONTAINER = (
     "a shell in the container of the job's first pod (--node POD: another one), next to its program"
 )
@@ -41,11 +46,14 @@ class PodFlags(SystemFlags):
 
     format: KubernetesFormat = flag("runai", help="Kubernetes: output format.")
     pvcs: tuple[str, ...] = flag(
-        (), "--pvc", metavar="CLAIM:/PATH[:ro]", help="Kubernetes: volume to mount into the pods."
+        (), "--pvc", metavar="CLAIM:/PATH", help="Kubernetes: volume to mount into the pods (:ro: read-only)."
     )
     client: runai_client.Client | None = flag(
         None, help="RunAI: client to write the command for (default: the one on PATH)."
     )
+
+    run_as: str = ""
+    """``UID:GID`` of the user on a remote that stores the job's files; empty: no remote stores them."""
 
     @property
     def system(self) -> str:
@@ -60,10 +68,18 @@ class Pods(System):
     registration = SHIPPED["runai"]
     passes_names = True
     needs_fields_for_shells = False
+    code_copier = "script"
 
     def check(self, job: Job, *, is_submitted: bool = False) -> Iterator[str]:
-        """Yield warnings about requests that the user may not have meant."""
+        """Yield warnings about requests that the user may not have meant.
+
+        Raises
+        ------
+        UsageError : the job has code, and the pods have no folder with it, or would run that of the image.
+        """
         request = job.request
+        if request.container.code is not None:
+            _check_code(job)
         yield from program_starts_once(job.command)
         yield from part_of_nodes(job, ": pods may share a node")
         if request.container.binds:
@@ -75,6 +91,25 @@ class Pods(System):
             yield from _runai_warnings(job)
         elif job.flags(PodFlags).client:
             yield f"--client is not used with --format {format_of(job)}"
+
+
+def _check_code(job: Job) -> None:
+    """Raise UsageError if no remote stores the job's code, or if the command names a file of the image."""
+    if not job.flags(PodFlags).run_as:
+        raise UsageError(
+            f"pods of {job.recipe.title} have the code of their image only",
+            where="--code",
+            hint="a host that ssh reaches and that has a volume of the pods: imgkit remote add NAME "
+            f"USER@HOST:/DIR --recipe {job.recipe.name} --pvc CLAIM:/PATH, then --on NAME; or code in the "
+            "image (image.copy), and --no-code",
+        )
+    for argument in job.command:
+        if argument.startswith(f"/{WORKSPACE}/"):
+            raise UsageError(
+                f"{argument} is a file of the image; the run's copy of the code is in its run folder",
+                where="COMMAND",
+                hint=f"the path in the folder of --code: {argument.removeprefix(f'/{WORKSPACE}/')}",
+            )
 
 
 def _runai_warnings(job: Job) -> Iterator[str]:
@@ -153,6 +188,19 @@ def _pod_name_error(name: str) -> UsageError:
     )
 
 
+def parse_claim(text: str, *, where: str = "--pvc") -> Claim:
+    """Return the volume that ``CLAIM:/PATH[:ro]`` names.
+
+    Raises
+    ------
+    UsageError : `text` has another form; names `where`.
+    """
+    match = re.fullmatch(rf"({_LABEL}(?:\.{_LABEL})*):(/[A-Za-z0-9._/-]+)(:ro)?", text)
+    if match is None:
+        raise UsageError(f"{text!r} is not a volume", where=where, hint="CLAIM:/PATH, or CLAIM:/PATH:ro")
+    return Claim(name=match[1], path=PurePosixPath(match[2]), read_only=bool(match[3]))
+
+
 def claims(job: Job) -> tuple[Claim, ...]:
     """Return the volumes of ``--pvc``.
 
@@ -162,12 +210,7 @@ def claims(job: Job) -> tuple[Claim, ...]:
     """
     parsed: list[Claim] = []
     for text in job.flags(PodFlags).pvcs:
-        match = re.fullmatch(rf"({_LABEL}(?:\.{_LABEL})*):(/[A-Za-z0-9._/-]+)(:ro)?", text)
-        if match is None:
-            raise UsageError(
-                f"{text!r} is not a volume", where="--pvc", hint="CLAIM:/PATH, or CLAIM:/PATH:ro"
-            )
-        claim = Claim(name=match[1], path=PurePosixPath(match[2]), read_only=bool(match[3]))
+        claim = parse_claim(text)
         if any(claim.path == earlier.path for earlier in parsed):
             raise UsageError(f"two volumes at {claim.path}", where="--pvc", hint="give each its own path")
         parsed.append(claim)
@@ -175,7 +218,7 @@ def claims(job: Job) -> tuple[Claim, ...]:
 
 
 def directory(job: Job) -> PurePosixPath | None:
-    """Return the folder of ``--directory``, in which the pods work.
+    """Return the folder of ``--directory``, or that of a remote that stores files, in which the pods work.
 
     The result is None if the user did not set the option: then the pods work in the folder that the image
     sets. A folder that imgkit.toml sets counts as not set, because it is on this machine and not in the pods.
@@ -185,6 +228,8 @@ def directory(job: Job) -> PurePosixPath | None:
     UsageError : the folder is not on a volume that ``--pvc`` mounts, so the pods do not have it.
     """
     request = job.request
+    if job.flags(PodFlags).run_as:
+        return PurePosixPath(job.directory)
     is_default = request.directory == JobRequest().directory
     is_set_by_project = request.project is not None and request.project.sets_directory
     if is_default or is_set_by_project:
@@ -201,16 +246,50 @@ def directory(job: Job) -> PurePosixPath | None:
 
 
 def workdir(job: Job) -> str:
-    """Return the folder in which the command starts; empty for the folder that the image sets.
+    """Return the folder in which the pods start; empty for the folder that the image sets.
+
+    With code, that is the run folder, because the run's copy of the code does not exist yet. Kubernetes would
+    make a missing folder as root.
 
     Raises
     ------
     UsageError : ``--directory`` is not on a volume of the pods.
     """
+    if job.container.code is not None:
+        return job.run_folder
     folder = directory(job)
     if job.container.workdir:
         return job.container.workdir
     return str(folder) if folder else ""
+
+
+def start_script(job: Job) -> str:
+    """Return the text of the script in the run folder with which the pods of a job with code start.
+
+    It is a file and no argument: older runai clients split and expand arguments once more.
+    """
+    # /workspace is a folder of the image, in which pods mount nothing.
+    folder = PurePosixPath(job.container.workdir or job.directory)
+    if folder.is_relative_to(f"/{WORKSPACE}"):
+        folder = PurePosixPath(job.workspace) / folder.relative_to(f"/{WORKSPACE}")
+    return fill(job, "pod.sh.j2", folder=str(folder))
+
+
+def command(job: Job) -> Argv:
+    """Return the command of each pod. The pods of an interactive job sleep until the user enters them."""
+    argv = ASLEEP if job.is_interactive else kubernetes.start_argv(job.command)
+    if job.container.code is not None:
+        argv = ("bash", f"{job.run_folder}/{START_SCRIPT}", *argv)
+    return tuple(map(literal, argv))
+
+
+def user_ids(job: Job) -> tuple[str, str] | None:
+    """Return the user id and the group id of the pods; None for those that the image or the cluster sets.
+
+    Only this user can enter the folder on the volume.
+    """
+    uid, _, gid = job.flags(PodFlags).run_as.partition(":")
+    return (uid, gid) if uid else None
 
 
 def variables(job: Job) -> Mapping[str, str]:
@@ -240,9 +319,13 @@ def variables(job: Job) -> Mapping[str, str]:
 def _output_folders(job: Job) -> dict[str, str]:
     """Return the variables for the run folder and its logs; nothing if no volume can be written to.
 
+    With a remote that stores the job's files, imgkit has made the run folder.
+
     The run folder is below the job's folder if that can be written to, and else on the first such volume. It
     has the job's name, which is its id, so the folder is known without asking the cluster.
     """
+    if job.run_folder:
+        return {"IMGKIT_RUN_DIR": job.run_folder, "IMGKIT_LOG_DIR": f"{job.run_folder}/logs"}
     folder = directory(job)
     writable_paths = [claim.path for claim in claims(job) if not claim.read_only]
     if not writable_paths:

@@ -13,7 +13,6 @@ from imgkit_builder.jobs.quoting import quote, repeat_option
 from imgkit_builder.jobs.submitted import QueuedJob
 from imgkit_builder.jobs.systems import JobShell, pods, runai_client, user_options
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.schedulers import kubernetes
 
 KINDS = ("training", "training pytorch")
 """Commands of the later client for one pod and for several. A job of the first client has an empty kind."""
@@ -29,12 +28,11 @@ class RunAI(pods.Pods):
     def script(self, job: Job) -> Script:
         """Return the command. For an interactive job, comments above it explain how to work in its pods."""
         name = pods.check_name(job)
-        command = pods.ASLEEP if job.is_interactive else kubernetes.start_argv(job.command)
         argv = (
             *_options(job, name),
             *job.recipe.system.queue.options,
             *user_options(job),
-            *("--", *map(pods.literal, command)),
+            *("--", *pods.command(job)),
         )
         kind = _kind(job)
         text = f"{_command_text(argv)}\n"
@@ -151,6 +149,10 @@ def _options(job: Job, name: str) -> Iterator[str]:
         yield from _volume_option(claim, is_first_client=is_first_client)
     if folder:
         yield from ("--working-dir", folder)
+    ids = pods.user_ids(job)
+    if ids is not None:
+        uid, gid = ids
+        yield from ("--run-as-uid", uid, "--run-as-gid", gid)
     yield from _variable_options(job, is_first_client=is_first_client)
 
 

@@ -31,8 +31,10 @@ HOME = ("data:/data:ro", "home:/home/me")
 FORMATS: tuple[KubernetesFormat, ...] = ("pytorchjob", "trainjob")
 
 
-def job(kind: KubernetesFormat, *, pvcs: tuple[str, ...] = (), recipe: str = "", **options: Any) -> Job:
-    flags = PodFlags(format=kind, pvcs=pvcs)
+def job(
+    kind: KubernetesFormat, *, pvcs: tuple[str, ...] = (), recipe: str = "", run_as: str = "", **options: Any
+) -> Job:
+    flags = PodFlags(format=kind, pvcs=pvcs, run_as=run_as)
     return resolve(find(recipe) if recipe else RECIPE, RCP.changed(system_flags=(flags,), **options))
 
 
@@ -94,6 +96,7 @@ def pod_specs(manifest: dict[str, Any]) -> list[dict[str, Any]]:
         {"gpus": 0, "nproc": 20},
         {"cpus": 32, "options": ("--annotation=a/b=c", "--extended-resource", "x/y=2")},
         {"interactive": True, "command": ()},
+        {"pvcs": HOME, "directory": Path("/home/me/store"), "run_as": "1001:30034"},
     ],
     ids=lambda options: " ".join(options) or "plain",
 )

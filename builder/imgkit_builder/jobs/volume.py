@@ -1,0 +1,102 @@
+"""Jobs in pods whose files a remote stores: ssh and rsync reach the files, and pods have them on a volume.
+
+The remote has the folder by one path, ``/mnt/mlo/scratch/homes/me/imgkit``, and pods have it by another one,
+``/mloscratch/homes/me/imgkit``. The client on this machine submits the jobs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path, PurePosixPath
+
+from imgkit_builder.jobs import code as code_of
+from imgkit_builder.jobs.image_source import UNKNOWN_HOME, find_title
+from imgkit_builder.jobs.job import Job
+from imgkit_builder.jobs.remote.config import Remote
+from imgkit_builder.jobs.remote.connection import Connection
+from imgkit_builder.jobs.remote.store import Store, pod_folder
+from imgkit_builder.jobs.request import JobRequest
+from imgkit_builder.jobs.resolve import resolve
+from imgkit_builder.jobs.runtimes.pod import Pod
+from imgkit_builder.jobs.systems import pods
+from imgkit_builder.recipe import targets
+from imgkit_builder.recipe.targets import Target
+from imgkit_entrypoints.errors import UsageError
+
+UNKNOWN_IDS = "UID:GID"
+"""Stands for the user's ids on a remote before imgkit has looked there."""
+
+# The run folder exists before the pods start: Kubernetes would make it as root. The note is for gc, which
+# keeps what it names, because nobody on the remote knows whether the pods still run.
+_MAKE_RUN_FOLDER = """\
+umask 077
+cd -- "$folder" && printf '%s\\n' "$note" > "jobs/$id" || exit 1
+mkdir -- "runs/$name" && cd -- "runs/$name" || exit 1
+if [ -n "$record" ]; then printf '%s\\n' "$record" > code.json && printf '%s' "$script" > "$script_name"; fi
+"""
+
+
+def early_job(recipe: str, request: JobRequest, remote: Remote) -> Job:
+    """Return the job before imgkit has looked at the remote, with a new run folder.
+
+    `UNKNOWN_HOME` on the volume stands for imgkit's folder, and `UNKNOWN_IDS` for the user's ids.
+
+    Raises
+    ------
+    UsageError : the system has no pods, or cannot satisfy the request.
+    """
+    target = targets.find(find_title(recipe, request, remote.recipe))
+    if target.system.runtime.kind != Pod.kind:
+        raise UsageError(
+            f"the remote {remote.name} only stores files for pods, and {target.title} has none",
+            where="--on",
+            hint=f"a recipe with scheduler: runai, or imgkit remote add {remote.name} ... without --pvc",
+        )
+    home = f"{pods.parse_claim(remote.pvc).path}{UNKNOWN_HOME}"
+    return code_of.with_run_folder(_resolve(target, request, remote, home, UNKNOWN_IDS))
+
+
+def job_on(store: Store, early: Job, remote: Remote) -> Job:
+    """Return the job of `early_job` with its paths in pods, and with the user's ids on the remote.
+
+    Raises
+    ------
+    UsageError : the store is not on the volume.
+    """
+    home = pod_folder(remote, store.home, store.volume)
+    job = _resolve(early.recipe, early.request, remote, home, store.ids)
+    return code_of.in_run_folder(job, f"{home}/runs/{PurePosixPath(early.run_folder).name}")
+
+
+def _resolve(target: Target, request: JobRequest, remote: Remote, home: str, ids: str) -> Job:
+    """Return the job of `request` in the folder `home` of its pods, under these `ids`."""
+    flags = request.flags(pods.PodFlags)
+    volumes = tuple(dict.fromkeys((remote.pvc, *flags.pvcs)))
+    other_flags = [item for item in request.system_flags if not isinstance(item, pods.PodFlags)]
+    flags = dataclasses.replace(flags, pvcs=volumes, run_as=ids)
+    return resolve(target, request.changed(directory=Path(home), system_flags=(*other_flags, flags)))
+
+
+def make_run_folder(connection: Connection, store: Store, job: Job) -> None:
+    """Make the run folder of `job` in the store, with the script that copies the code and starts the command.
+
+    Raises
+    ------
+    Cut, ScriptFailed : the remote cannot be reached, or cannot make the folder.
+    """
+    name = PurePosixPath(job.run_folder).name
+    used_paths = [job.container.code_folder, *(mount.source for mount in job.container.data)]
+    # As in `gc.JobNote`: the system, the job's name, no image, the code and the data.
+    note = [job.system, job.name, "", *(path.removeprefix(f"{job.directory}/") for path in used_paths)]
+    values = {
+        "folder": store.home,
+        "id": name.removeprefix(f"{job.name}-"),
+        "name": name,
+        "note": "\n".join(note),
+        "record": "",
+    }
+    if job.container.code is not None:
+        values["record"] = job.container.code.text
+        values["script"] = pods.start_script(job)
+        values["script_name"] = pods.START_SCRIPT
+    connection.run(_MAKE_RUN_FOLDER, values)
