@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from imgkit_entrypoints import __version__
-from imgkit_entrypoints.arguments import Option, Parser, add_options, natural, positive
+from imgkit_entrypoints.arguments import Need, Option, Parser, add_options, natural, positive
 from imgkit_entrypoints.cli.commands import Command
 from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.launch import per_node
 from imgkit_entrypoints.launch.plan import DEFAULT_FAILURES, LaunchOptions, Request, Timeouts
 from imgkit_entrypoints.schedulers.placement import PlacementRequest, Size, size_examples
 from imgkit_entrypoints.schedulers.resolve import NAMES
@@ -163,9 +164,31 @@ RUN_OPTIONS = (
         "pass --local_rank=N to the program, as torch.distributed.launch did",
         action="store_true",
     ),
+    Option(
+        "--per-node",
+        "start any command once on each node, in place of torchrun. In its arguments, "
+        f"{{{'}, {'.join(per_node.PLACEHOLDERS)}}} are replaced",
+        action="store_true",
+    ),
+    Option(
+        "--worker-arg",
+        "with --per-node: add ARG to the command on every node but the head (repeatable)",
+        metavar="ARG",
+        action="append",
+        default=[],
+    ),
     Option("program", "your script or module and its arguments", nargs=argparse.REMAINDER),
 )
 """The options that dist-run alone has."""
+_TORCHRUN_ONLY = ("--nproc", "--start", "--hang-after", "--log-dir", "--direct", "-m", "--pass-local-rank")
+PER_NODE_NEEDS = (
+    *(
+        Need(option=flag, reason="with --per-node", met=lambda options: not options.per_node)
+        for flag in _TORCHRUN_ONLY
+    ),
+    Need(option="--worker-arg", reason="without --per-node", met=lambda options: options.per_node),
+)
+"""Which options of dist-run have no effect with ``--per-node``, or without it."""
 ENV_OPTIONS = (Option("--shell", 'print export lines: eval "$(dist-env --shell)"', action="store_true"),)
 """The options that dist-env alone has."""
 

@@ -17,13 +17,14 @@ from importlib.util import find_spec
 from pathlib import Path, PurePath
 
 from imgkit_entrypoints import fabric, facts, files, terminal
+from imgkit_entrypoints.arguments import refuse_unused
 from imgkit_entrypoints.cli.commands import PREFLIGHT, TORCHRUN, Command
-from imgkit_entrypoints.cli.options import RUN_OPTIONS, launch_parser, read_options
+from imgkit_entrypoints.cli.options import PER_NODE_NEEDS, RUN_OPTIONS, launch_parser, read_options
 from imgkit_entrypoints.errors import NoPlan, UsageError
 from imgkit_entrypoints.fabric import library_path, sockets
 from imgkit_entrypoints.facts import HostFacts, storage
 from imgkit_entrypoints.facts.software import MANIFEST_JSON, absent_files
-from imgkit_entrypoints.launch import compile_cache, host_leaks, internet, plan, user_program
+from imgkit_entrypoints.launch import compile_cache, host_leaks, internet, per_node, plan, user_program
 from imgkit_entrypoints.launch.plan import LaunchOptions, LaunchPlan
 from imgkit_entrypoints.rollcall import ports, secret
 from imgkit_entrypoints.schedulers import resolve
@@ -85,6 +86,10 @@ def parse_user_program(
     program = parsed.program[1:] if parsed.program[:1] == ["--"] else parsed.program
     if not program:
         raise UsageError("no script given", hint=_USAGE)
+    refuse_unused(parser, parsed, PER_NODE_NEEDS)
+    if parsed.per_node:
+        options = read_options(parsed, command, argv)
+        return _parse_node_command(options, program, tuple(parsed.worker_arg), env)
     if not parsed.module and _PYTHON.fullmatch(PurePath(program[0]).name):
         before = [arg for arg in argv[1 : len(argv) - len(program)] if arg != "--"]
         script = [arg for arg in program[1:] if arg != "-u"]
@@ -96,6 +101,21 @@ def parse_user_program(
     flags = [flag for flag, is_on in switches.items() if is_on]
     worker = Worker(argv=(sys.executable, "-u", user_program.__file__, *flags, *program), is_imgkits=False)
     return read_options(parsed, command, argv), worker
+
+
+def _parse_node_command(
+    options: LaunchOptions, program: Sequence[str], worker_args: tuple[str, ...], env: Mapping[str, str]
+) -> tuple[LaunchOptions, Worker]:
+    """Return the options with those of ``--per-node``, and its command."""
+    if not env.get("IMGKIT_RUN_DIR") and per_node.uses_placeholder((*program, *worker_args), "run_dir"):
+        raise UsageError(
+            "the command uses {run_dir}, but this run has no run folder",
+            where="IMGKIT_RUN_DIR",
+            hint="start it with imgkit run, or set IMGKIT_RUN_DIR to a folder that all nodes share",
+        )
+    request = dataclasses.replace(options.request, is_per_node=True, worker_args=worker_args)
+    options = dataclasses.replace(options, request=request)
+    return options, Worker(argv=tuple(program), is_imgkits=False)
 
 
 def _program_options_hint(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> str:
@@ -137,7 +157,7 @@ def launch(options: LaunchOptions, worker: Worker, env: Mapping[str, str]) -> in
     placement, host = find_placement(options.placement, env), facts.gather(env=env)
     launch_plan, child_env = make_plan(options, worker, env, placement, host)
     if options.dry_run:
-        meets = placement.nnodes > 1 and launch_plan.mode == "torchrun"
+        meets = placement.nnodes > 1 and launch_plan.mode != "direct"
         source = secret.source(options.secret_file, env, shared_home=_shared_home(env)) if meets else ""
         planned = dataclasses.replace(launch_plan, secret=source)
         if options.json:
@@ -147,6 +167,7 @@ def launch(options: LaunchOptions, worker: Worker, env: Mapping[str, str]) -> in
         return 0
     has_secret_flag = options.require_secret and placement.nnodes > 1
     needing_agent = {
+        "--per-node": options.request.is_per_node,
         "--preflight": options.preflight,
         "--require-secret": has_secret_flag,
         "--compile-cache": options.compile_cache is not None,
@@ -166,7 +187,7 @@ def launch(options: LaunchOptions, worker: Worker, env: Mapping[str, str]) -> in
     if log_dir := options.request.log_dir:
         where, hint = f"--log-dir {log_dir}", "name a folder that this node can write"
         files.refuse_unusable_folder(Path(log_dir), "log folder", where=where, hint=hint)
-    if find_spec("torch") is None:
+    if launch_plan.mode != "per-node" and find_spec("torch") is None:
         raise UsageError(
             "torch is not installed in this Python, so nothing can be launched",
             where=sys.executable,
@@ -315,6 +336,7 @@ def _run_agent(
         preflight=PREFLIGHT if options.preflight else None,
         log_dir=options.request.log_dir,
         on_success=partial(_pack, cache) if cache else None,
+        is_per_node=launch_plan.mode == "per-node",
         plan_text="".join(f"{line}\n" for line in launch_plan.lines()),
     )
     return NodeAgent(config).run()

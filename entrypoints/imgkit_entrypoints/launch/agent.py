@@ -16,12 +16,23 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from imgkit_entrypoints import fence
 from imgkit_entrypoints.errors import EXIT_NO, EXIT_SAVED, EXIT_TOOL_FAILED, ImgkitError, NoPlan
-from imgkit_entrypoints.launch import explain, failures, guard, guarded, nccl, plan, start_up, stop_protocol
+from imgkit_entrypoints.launch import (
+    explain,
+    failures,
+    guard,
+    guarded,
+    nccl,
+    per_node,
+    plan,
+    start_up,
+    stop_protocol,
+)
 from imgkit_entrypoints.launch.attempts import Attempts, StartWatch
 from imgkit_entrypoints.launch.failures import LateRecords, NodeFailure
 from imgkit_entrypoints.launch.guarded import Deadline, GuardedCommand
@@ -67,7 +78,7 @@ class NodeConfig:
     """What a node agent needs to know."""
 
     argv: Sequence[str]
-    """The command; `plan.fill` replaces its markers."""
+    """The command; `plan.fill` or `per_node.fill` puts in what the roll call decides."""
     env: Mapping[str, str]
     """The whole environment of the command; the stop protocol's variables and the line prefix are added.
 
@@ -88,6 +99,8 @@ class NodeConfig:
     """Folder for the log of a failed run; None: the run's folder, or a temporary one."""
     on_success: Callable[[], None] | None = None
     """What the head does when the command has succeeded or saved, while the other nodes wait."""
+    is_per_node: bool = False
+    """The command is the user's own, and no torchrun (per_node.py)."""
     plan_text: str = ""
     """Every setting with its reason, for `PLAN_FILE` in the run's folder."""
 
@@ -147,6 +160,8 @@ class NodeAgent:
         self._command: GuardedCommand | None = None
         self._attempt = 0
         self._attempt_began = 0.0
+        self._has_sent_term = False
+        """The command of this attempt has got TERM."""
         self._code = EXIT_NO
         """Exit code of this node alone in its latest attempt; at the end, that of the agent."""
         self._failure: RankFailure | None = None
@@ -161,6 +176,7 @@ class NodeAgent:
         self._timer, self._start_up = StepTimer(began_s), StartUp(began_s)
         self._run_id = secrets.token_hex(4)
         self._stop_folder = Path()
+        self._ray_folder: Path | None = None
         # The roll call of the head raises it; the command keeps it.
         self._open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._env: Mapping[str, str] = {}
@@ -184,6 +200,7 @@ class NodeAgent:
         with (
             self._signals.collecting(),
             stop_protocol.folder(parent, self.config.placement.node_rank) as self._stop_folder,
+            self._make_ray_folder() as self._ray_folder,
         ):
             if self._run_folder:
                 self._run_folder.refuse_unusable()
@@ -204,6 +221,12 @@ class NodeAgent:
                 loss = "the job script and imgkit status will not see how the run has ended"
                 self._write(RESULT, text, loss)
         return self._code
+
+    def _make_ray_folder(self) -> AbstractContextManager[Path | None]:
+        """Return a context with the folder of Ray's sockets on this node; None where none is needed."""
+        if not self.config.is_per_node or self.config.env.get(per_node.RAY_TMPDIR):
+            return nullcontext()
+        return stop_protocol.folder(None, self.config.placement.node_rank, per_node.socket_parents())
 
     def _run_states(self) -> None:
         state: State | None = self._gather
@@ -243,6 +266,7 @@ class NodeAgent:
             log=self.log,
             stop_reason=self._signals.first,
             secret=config.secret,
+            all_reach_head=config.is_per_node,
         )
         self._start_up.ends("roll_call")
         self._session.lost_after_s = config.timeouts.lost_after_s
@@ -253,7 +277,12 @@ class NodeAgent:
                 self.log(f"warning: {warning}")
             size = self._session.placement.size or Size(training=self._session.placement.nnodes)
             self._attempts = Attempts(
-                self._session, size, max_failures=config.max_failures, log=self.log, fence=self._fence
+                self._session,
+                size,
+                max_failures=config.max_failures,
+                log=self.log,
+                fence=self._fence,
+                is_per_node=config.is_per_node,
             )
         return self._preflight if config.preflight else self._begin_attempts()
 
@@ -268,6 +297,8 @@ class NodeAgent:
             "IMGKIT_JOB_ID": self.job_id,
             **nccl.recorder_variables(config.env, config.node.software.torch, self.job_id),
         }
+        if self._ray_folder:
+            env[per_node.RAY_TMPDIR] = str(self._ray_folder)
         return {**env, fence.VARIABLE: self._run_id} if self.is_head else env
 
     def _fence(self, attempt: int) -> None:
@@ -332,6 +363,8 @@ class NodeAgent:
         folder = self._stop_folder
         self._attempt, self._attempt_began, self._code = order.attempt, time.time(), EXIT_NO
         self._deadline, self._stall, self._saved_state, self.session.phase = Deadline(), "", "", STARTING
+        if self.config.is_per_node:
+            self._deadline, self._has_sent_term = Deadline((guarded.KILL,)), False
         stop_protocol.clear(folder)
         if self.stop:  # it has come while the others started
             self._raise_flag(self.stop)
@@ -348,18 +381,25 @@ class NodeAgent:
             return
         # A later attempt begins with torchrun.
         parts = self._start_up if order.attempt == 1 else StartUp(time.monotonic())
-        argv = plan.fill(
-            self.config.argv,
-            attempt=order.attempt,
-            port=order.port,
-            nnodes=order.nnodes,
-            node_rank=node_rank,
-            logs=folder / "logs" / f"attempt{order.attempt}",
-        )
+        own_variables: Mapping[str, str] = {}
+        if self.config.is_per_node:
+            run_dir = self.config.env.get("IMGKIT_RUN_DIR", "")
+            values = per_node.placeholder_values(order, node_rank, self.config.node.nproc, run_dir)
+            argv, own_variables = per_node.fill(self.config.argv, values), per_node.variables(values)
+        else:
+            argv = plan.fill(
+                self.config.argv,
+                attempt=order.attempt,
+                port=order.port,
+                nnodes=order.nnodes,
+                node_rank=node_rank,
+                logs=folder / "logs" / f"attempt{order.attempt}",
+            )
         self._command = GuardedCommand(
             argv,
             {
                 **self._env,
+                **own_variables,
                 "IMGKIT_ATTEMPT": str(order.attempt),
                 start_up.VARIABLE: parts.text(),
                 start_up.FIRST_ATTEMPT: f"{first_s:.3f}",
@@ -367,10 +407,14 @@ class NodeAgent:
             self.log,
             repeats_warnings=self.is_head,
             open_files=self._open_files,
+            kind="node" if self.config.is_per_node else "torchrun",
         )
+        if self.stop and self.config.is_per_node:
+            self._terminate()
         if order.attempt > 1 and self._attempts:
             waited_s = time.monotonic() - self._attempts.failed_at
-            self.log(f"torchrun starts again {waited_s:.1f} s after the failure was noticed")
+            program = "the command" if self.config.is_per_node else "torchrun"
+            self.log(f"{program} starts again {waited_s:.1f} s after the failure was noticed")
 
     def _watch(self) -> State:
         """Watch the command until it has ended, or has to end."""
@@ -478,9 +522,14 @@ class NodeAgent:
 
     def _first_failure(self, command: GuardedCommand) -> RankFailure | None:
         """Return the worker of this node that failed first, and write the log."""
-        is_killed = not self._deadline.is_forced and command.code is not None
-        killed_by = max(0, -(command.code or 0)) if is_killed else 0
-        failure = failures.of_node(self._stop_folder, killed_by)
+        failure: RankFailure | None
+        if self.config.is_per_node:
+            was_ended = self._has_sent_term or self._deadline.is_forced
+            failure = None if was_ended else failures.of_command(command.code or 0, command.tail())
+        else:
+            is_killed = not self._deadline.is_forced and command.code is not None
+            killed_by = max(0, -(command.code or 0)) if is_killed else 0
+            failure = failures.of_node(self._stop_folder, killed_by)
         if failure is None:
             return None
         number = self.session.host_index + 1
@@ -585,13 +634,27 @@ class NodeAgent:
             case EndAttempt():
                 self._cancelled = event.attempt
                 if self._command:
-                    self._deadline.set_now(event.reason)
+                    self._end_command(event.reason)
             case HeadLost():
                 self._is_head_lost = True
                 self.log(f"lost {event.node}: {event.reason}")
-                self._deadline.set_now(f"lost {event.node}")
+                self._end_command(f"lost {event.node}")
             case EndRun():
                 self._run_code = event.code
+
+    def _end_command(self, reason: str) -> None:
+        """End the command, which can do nothing more without the other nodes."""
+        if self.config.is_per_node and self._command:
+            self._terminate()
+            self._deadline.set_within(self.config.timeouts.grace_s, reason)
+        else:
+            self._deadline.set_now(reason)
+
+    def _terminate(self) -> None:
+        """Send TERM to all processes of the command, once: many programs end at once upon a second one."""
+        if self._command and self._command.code is None and not self._has_sent_term:
+            self._has_sent_term = True
+            self._command.send(guarded.TERMINATE)
 
     def _stop_all(self, request: StopRequest) -> None:
         self.session.report(StopOrder(reason=request.reason, requeue=request.requeue))
@@ -614,4 +677,6 @@ class NodeAgent:
         grace_s = self.config.timeouts.grace_s
         stop_protocol.raise_flag(self._stop_folder, request.reason)
         self.log(f"{request.reason}: asked the program to save and end, waiting up to {grace_s:g} s")
+        if self.config.is_per_node:
+            self._terminate()
         self._deadline.set_within(grace_s, "the grace time is over")

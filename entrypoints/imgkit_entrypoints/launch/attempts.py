@@ -24,7 +24,11 @@ MAX_NAMED = 8
 MIN_START_S = 10.0
 """Least time of a rendezvous: a node that finds no store yet calls again after seconds."""
 PEER_FAILED_S = 10.0
-"""Time that the head waits for the cause where the first workers failed because a rank elsewhere is gone."""
+"""Time that the head waits for the cause where the first workers failed because a rank elsewhere is gone.
+
+With --per-node, it is also the time in which the head's command may end after that of another node: `ray
+symmetric-run` ends its cluster, and with it the commands of the others, before it returns its exit code.
+"""
 QUICK_S = 60.0
 """A second failure so soon after a start ends the run, where no worker has noted its progress."""
 
@@ -59,10 +63,14 @@ class Attempts:
         max_failures: int,
         log: Callable[[str], None],
         fence: Callable[[int], None],
+        is_per_node: bool = False,
     ) -> None:
-        """`fence` is called with an attempt's number before it starts."""
+        """`fence` is called with an attempt's number before it starts.
+
+        With `is_per_node`, the nodes run commands of their own, and the exit code of the head's is the run's.
+        """
         self._session, self._size, self._max_failures = session, size, max_failures
-        self._log, self._fence = log, fence
+        self._log, self._fence, self._is_per_node = log, fence, is_per_node
         self._number = 0
         self._ranks: Mapping[int, int] = {}
         self._started_at = 0.0
@@ -117,6 +125,10 @@ class Attempts:
         codes = {number: report.code for number, report in session.reports.items() if number in members}
         lost = {number for number in members & session.lost.keys() if codes.get(number) not in GOOD}
         bad = {number: code for number, code in codes.items() if code not in GOOD}
+        was_ended = self._failure is not None and self._is_cancelled
+        if self._is_per_node and codes.get(0) in GOOD and not was_ended:
+            self._close_after_head(codes, lost, bad)
+            return
         if (lost or bad) and self._failure is None:
             self.failed_at = time.monotonic()
             self._failure = FailedAttempt(
@@ -125,6 +137,8 @@ class Attempts:
                 after_s=self.failed_at - self._started_at,
                 code=EXIT_TOOL_FAILED if lost else next(iter(bad.values())),
             )
+        if self._is_per_node and self._failure and 0 in bad and not self._is_cancelled:
+            self._failure = dataclasses.replace(self._failure, code=bad[0])
         # Asked to stop, a node whose neighbour failed may still save.
         if self._failure and not self._is_cancelled and (lost or (not stopped and self._has_cause(bad))):
             self._is_cancelled = True
@@ -136,6 +150,20 @@ class Attempts:
             self._is_over = True
             return
         self._close_attempt(self._failure, lost, codes, stopped=stopped)
+
+    def _close_after_head(
+        self, codes: Mapping[int, int], lost: Collection[int], bad: Mapping[int, int]
+    ) -> None:
+        """End the other commands and then the run, since the head's command has succeeded."""
+        session, members = self._session, self._ranks.keys()
+        if not self._is_cancelled:
+            if lost or bad:
+                self._log(f"{self._cause(lost, bad)}; the head's command has succeeded, and its code counts")
+            self._failure, self._is_cancelled = None, True
+            session.send_all(EndAttempt(attempt=self._number, reason="the head's command has ended"))
+        if members <= codes.keys() | session.lost.keys():
+            session.send_all(EndRun(code=codes[0]))
+            self._is_over = True
 
     def have_others_ended(self) -> bool:
         """Return whether the attempt is over on all nodes but the head."""
@@ -157,12 +185,15 @@ class Attempts:
         elif EXIT_SAVED in codes.values():
             self._end("a stop was requested", EXIT_SAVED)
         else:
-            self._end("a stop was requested", failure.code if lost else max(codes.values()))
+            code = codes[0] if self._is_per_node else max(codes.values())
+            self._end("a stop was requested", failure.code if lost else code)
 
     def _has_cause(self, bad: Collection[int]) -> bool:
         """Return False for some seconds while the failed nodes only report that a rank elsewhere is gone."""
         failures = [self._session.reports[number].failure for number in bad]
         is_consequence = all(failure is not None and failure.after_peer for failure in failures)
+        if self._is_per_node and 0 not in bad:
+            is_consequence = True
         return not is_consequence or time.monotonic() - self.failed_at > PEER_FAILED_S
 
     def _log_losses(self) -> None:

@@ -38,6 +38,8 @@ LATE_S, LATE_AFTER_PEER_S = 5.0, 30.0
 """A worker that ends by an exception, and is still there after this time, has its traceback printed."""
 HEAD_LINES, MAX_BYTES = 20, 40_000
 """First lines of a long text that are kept, besides its last ones; and bytes of all of them as JSON."""
+COMMAND_LINES = 20
+"""Last lines of a failed command that are printed at the end: enough for a short traceback."""
 _BY_TORCHRUN = (-signal.SIGHUP, -signal.SIGTERM)
 """torchrun ends the other workers so, once one has failed."""
 _AFTER_PEER = re.compile(
@@ -158,6 +160,26 @@ def of_node(stop_folder: Path, killed_by: int = 0) -> RankFailure | None:
     )
 
 
+def of_command(code: int, output: str) -> RankFailure:
+    """Return the failure of a command of dist-run --per-node.
+
+    Parameters
+    ----------
+    code : its exit code; negative: the signal that ended it.
+    output : what it has written to standard error.
+    """
+    text = "\n".join(output.rstrip("\n").split("\n")[-COMMAND_LINES:])
+    return RankFailure(
+        rank=None,
+        is_command=True,
+        code=code,
+        age_ms=0,
+        after_peer=_AFTER_PEER.search(text) is not None,
+        log="",
+        lines=limit_lines(text) if text else (),
+    )
+
+
 def limit_lines(text: str) -> tuple[str, ...]:
     """Return the lines of `text` as a message between nodes can carry them: the first ones and the last."""
     lines = [shortened(line.expandtabs())[:LINE] for line in text.split("\n")]
@@ -234,8 +256,8 @@ def of_run(
 def block(cause: NodeFailure, reported: Sequence[NodeFailure] = (), *, memory: str = "") -> tuple[str, ...]:
     """Return the last lines of a failed run: rank, node, exit code, log, and the user's own traceback."""
     failure = cause.failure
-    followers = [_name(entry.failure.rank) for entry in reported if entry is not cause]
-    lines = [f"{_name(failure.rank)} on {cause.node} failed first: {ending(failure.code)}"]
+    followers = [_failed_name(entry.failure) for entry in reported if entry is not cause]
+    lines = [f"{_failed_name(failure)} on {cause.node} failed first: {ending(failure.code)}"]
     if followers:
         rest = f" and {len(followers) - 8} more" if len(followers) > 8 else ""
         lines.append(f"  then on other nodes: {', '.join(followers[:8])}{rest}")
@@ -253,11 +275,15 @@ def one_line(entry: NodeFailure) -> str:
     last = next((line for line in reversed(failure.lines) if line.strip()), "")
     reason = f": {shortened(last.strip())[:200]}" if last else ""
     log = f"; full log: {failure.log}" if failure.log else ""
-    return f"{_name(failure.rank)} on {entry.node} failed, {ending(failure.code)}{reason}{log}"
+    return f"{_failed_name(failure)} on {entry.node} failed, {ending(failure.code)}{reason}{log}"
 
 
 def _name(rank: int | None) -> str:
     return _TORCHRUN if rank is None else f"rank {rank}"
+
+
+def _failed_name(failure: RankFailure) -> str:
+    return "the command" if failure.is_command else _name(failure.rank)
 
 
 _NO_REASON = "it left no traceback; what it printed is above and in the full log"

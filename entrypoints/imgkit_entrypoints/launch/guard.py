@@ -3,12 +3,14 @@
 torchrun puts each worker into a session of its own, and none of them ends when its parent is killed. So the
 guard is the parent of torchrun and adopts every orphan below it (PR_SET_CHILD_SUBREAPER). Then the run is
 over exactly when the guard has no child. It reads commands from the node agent on one pipe (``signal N``,
-``kill``) and reports on another (``started PID``, ``exit CODE``, ``clean NAMES``). End of file on the first
-pipe means that the node agent is gone, whatever killed it; the guard then ends everything at once.
+``terminate``, ``kill``) and reports on another (``started PID``, ``exit CODE``, ``clean NAMES``). End of file
+on the first pipe means that the node agent is gone, whatever killed it. Everything then ends at once.
 
-Run by path with the standard library alone: ``python3 -I -S guard.py CONTROL STATUS FILES COMMAND...``.
-torchrun and the workers inherit the mask of blocked signals through it. FILES is their soft limit of open
-files, since the node agent of the head raises its own (rollcall/gather.py).
+Run by path with the standard library alone: ``python3 -I -S guard.py CONTROL STATUS FILES KIND COMMAND...``.
+FILES is the soft limit of open files for the command, since the node agent of the head raises its own
+(rollcall/gather.py). With the KIND ``torchrun``, the command inherits the mask of blocked signals through the
+guard. With ``node``, the command of dist-run --per-node, it starts with no signal blocked, and USR1 and USR2
+ignored: schedulers send them as a warning, and the node agent turns them into TERM.
 """
 
 from __future__ import annotations
@@ -100,7 +102,7 @@ def end_all(within_s: float = REAP_S) -> tuple[str, ...]:
     return ()
 
 
-def main(control: int, status: int, open_files: int, command: list[str]) -> None:
+def main(control: int, status: int, open_files: int, kind: str, command: list[str]) -> None:
     """Run `command` and watch over it until nothing of it is left."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (open_files, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     adopted = adopt_orphans()
@@ -113,21 +115,28 @@ def main(control: int, status: int, open_files: int, command: list[str]) -> None
     try:
         # Python ignores these two, and that would be inherited.
         usual = (signal.SIGPIPE, signal.SIGXFSZ)
-        child = os.posix_spawnp(command[0], command, os.environ, setsigdef=usual)
+        if kind == "node":
+            for number in (signal.SIGUSR1, signal.SIGUSR2):
+                signal.signal(number, signal.SIG_IGN)  # also inherited
+            child = os.posix_spawnp(command[0], command, os.environ, setsigdef=usual, setsigmask=())
+        else:
+            child = os.posix_spawnp(command[0], command, os.environ, setsigdef=usual)
     except OSError as error:
         _say(status, f"failed {error.strerror}")
         return
     _say(status, f"started {child}" + ("" if adopted else " alone"))
     codes: dict[int, int] = {}
+    obeyed: set[str] = set()
     go_on = True
     while go_on and reap(codes) and child not in codes:
-        go_on = _obey(control, child, (woken,), 1.0)
+        go_on = _obey(control, child, (woken,), 1.0, obeyed)
     if go_on:
         _say(status, f"exit {codes[child]}")
         # Killed: its workers do not know yet. Ended: the program may still be tidying up behind itself.
         end = time.monotonic() + (LEAVE_S if codes[child] >= 0 else 0.0)
-        while go_on and reap(codes) and time.monotonic() < end:
-            go_on = _obey(control, None, (), TICK_S)
+        # After "terminate", the processes have the time that the node agent gives them.
+        while go_on and reap(codes) and ("terminate" in obeyed or time.monotonic() < end):
+            go_on = _obey(control, None, (), TICK_S, obeyed)
     remaining = sorted(set(descendants().values()))
     stuck = end_all()
     if child not in codes:
@@ -145,8 +154,11 @@ def _wake_on_child() -> int:
     return reader
 
 
-def _obey(control: int, child: int | None, wakers: tuple[int, ...], seconds: float) -> bool:
-    """Wait for a command of the node agent or a byte on `wakers`; False if everything must end at once."""
+def _obey(control: int, child: int | None, wakers: tuple[int, ...], seconds: float, obeyed: set[str]) -> bool:
+    """Wait for a command of the node agent or a byte on `wakers`; False if everything must end at once.
+
+    The names of the commands are added to `obeyed`.
+    """
     readable, _, _ = select.select([control, *wakers], [], [], seconds)
     for descriptor in wakers:
         if descriptor in readable:
@@ -156,8 +168,13 @@ def _obey(control: int, child: int | None, wakers: tuple[int, ...], seconds: flo
     data = os.read(control, 4096)
     for line in data.decode().splitlines():
         name, _, number = line.partition(" ")
+        obeyed.add(name)
         if name == "kill":
             return False
+        if name == "terminate":
+            for pid in descendants():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
         if name == "signal" and child is not None:
             os.kill(child, int(number))  # not collected yet, so this id is still its own
     return bool(data)
@@ -169,4 +186,4 @@ def _say(status: int, line: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5:])

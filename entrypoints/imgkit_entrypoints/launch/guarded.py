@@ -42,6 +42,7 @@ class GuardedCommand:
     repeats_warnings : False: a warning that all nodes of a run print comes from another one.
     open_files : soft limit of the command's open files; None: that of this process.
     inherited : descriptors that the command gets under the same numbers.
+    kind : how the guard starts the command: torchrun or node (guard.py).
     """
 
     def __init__(
@@ -53,10 +54,11 @@ class GuardedCommand:
         repeats_warnings: bool = True,
         open_files: int | None = None,
         inherited: Sequence[int] = (),
+        kind: str = "torchrun",
     ) -> None:
         if open_files is None:
             open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._argv, self._log = argv, log
+        self._argv, self._log, self._kind = argv, log, kind
         self.code: int | None = None
         """Exit code of the command; negative: the signal that ended it; None: it still runs."""
         self._buffer = b""
@@ -68,7 +70,7 @@ class GuardedCommand:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # inherited by all below
         try:
             self._process = subprocess.Popen(
-                [*python, str(control), str(status), str(open_files), *argv],
+                [*python, str(control), str(status), str(open_files), kind, *argv],
                 env=dict(env),
                 stderr=subprocess.PIPE,
                 pass_fds=(control, status, *inherited),
@@ -147,6 +149,11 @@ class GuardedCommand:
             )
         elif event == "clean" and value and not self._is_forced:
             self._log(f"ended processes that the program left running: {value}")
+            if self._kind == "node":
+                self._log(
+                    "the run ends when its command returns: a command that starts daemons has to stay in "
+                    "the foreground (ray start --block)"
+                )
         elif event == "stuck":
             self._log(f"these processes hang in the kernel and cannot be killed: {value}")
 
@@ -208,18 +215,20 @@ END_STEP_S = 5.0
 QUICK_STEP_S = 2.0
 """Seconds between HUP and KILL where the program could save nothing: others of its run are gone."""
 _HUP, _QUIT = (f"signal {int(number)}" for number in (signal.SIGHUP, signal.SIGQUIT))
+TERMINATE, KILL = "terminate", "kill"
+"""TERM for every process of the command; KILL."""
 
 
 class Deadline:
     """The time at which a program is ended by force, and the steps that follow."""
 
-    def __init__(self) -> None:
+    def __init__(self, steps: Sequence[str] = (_HUP, _QUIT, KILL)) -> None:
         self.at = float("inf")
         """Time of the next step, on the monotonic clock."""
         self.is_forced = False
         """The first step was taken."""
         self.reason = ""
-        self._steps = [_HUP, _QUIT, "kill"]
+        self._steps = list(steps)
         self._step_s = END_STEP_S
 
     def set_within(self, seconds: float, reason: str) -> None:

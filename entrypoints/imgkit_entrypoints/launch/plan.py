@@ -21,6 +21,7 @@ from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.fabric import Decision
 from imgkit_entrypoints.facts import HostFacts
 from imgkit_entrypoints.facts.compute import ONLY_NVIDIA
+from imgkit_entrypoints.launch import per_node
 from imgkit_entrypoints.launch.compile_cache import CompileCache
 from imgkit_entrypoints.launch.host_leaks import CleanEnvironment
 from imgkit_entrypoints.rollcall import ports
@@ -44,6 +45,10 @@ class Request:
     log_dir: str | None = None
     prefix: bool = True
     """Each line of output bears ``[host:rank]``."""
+    is_per_node: bool = False
+    """The command runs once on each node, without torchrun (per_node.py)."""
+    worker_args: tuple[str, ...] = ()
+    """Further arguments of that command on every node but the head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +93,7 @@ class LaunchOptions:
 
 
 SCHEMA = 1
+Mode = Literal["torchrun", "direct", "per-node"]
 
 _SHUTDOWN_SINCE = (2, 12)
 """Version of torch whose torchrun has a flag for its wait between the signal that it passes on and KILL. By
@@ -112,7 +118,7 @@ class LaunchPlan:
     placement: Placement
     max_failures: int
     """Lost nodes and failed workers that the run survives by a new attempt."""
-    mode: Literal["torchrun", "direct"]
+    mode: Mode
     nproc: int
     argv: tuple[str, ...]
     env: Mapping[str, str]
@@ -140,6 +146,8 @@ class LaunchPlan:
         nnodes, device = self.placement.nnodes, self.env.get("IMGKIT_DEVICE", "")
         nodes = "1 node" if nnodes == 1 else f"{nnodes} nodes"
         processes = "1 process" if self.nproc == 1 else f"{self.nproc} processes"
+        if self.mode == "per-node":
+            processes = "1 command"
         each = " on each" if nnodes > 1 else ""
         yield f"{nodes}, {processes}{each}, {device}" + ("" if verbose else " (to see why: -v)")
         yield from (text for text in self.notes if verbose or text not in self.hidden)
@@ -173,8 +181,8 @@ class LaunchPlan:
             text = ",".join(value) if name == "hosts" else str(value)
             yield name, text or "-", source.get(name, "") or default.get(name, "")
         yield "max_failures", str(self.max_failures), "failures that the run survives"
-        starter = "torchrun" if self.mode == "torchrun" else self.placement.scheduler
-        yield "mode", self.mode, f"{starter} starts the workers"
+        starters = {"torchrun": "torchrun", "direct": self.placement.scheduler, "per-node": "the command"}
+        yield "mode", self.mode, f"{starters[self.mode]} starts the workers"
         yield "secret", self.secret or "-", "" if self.secret else "not needed, or none is set"
         if self.image and any(decision.origin == "user" for decision in self.decisions):
             yield "image", "unknown", self.image
@@ -258,8 +266,13 @@ def make(
     # The names tell the program which values are the node agent's choices and not the user's.
     variables = {"IMGKIT_DEVICE": device.value, "IMGKIT_DECIDED": ",".join(sorted(decided)), **decided}
     command = tuple(worker)
+    mode: Mode = "torchrun"
     if placement.direct is not None:
+        mode = "direct"
         variables |= _ranks(placement)
+    elif request.is_per_node:
+        mode = "per-node"
+        command += request.worker_args if placement.node_rank else ()
     else:
         command = (*_torchrun(torchrun, request, placement, host, nproc.value), *command)
         # Read by apps/torchrun.py. A fork has not been tried with CUDA, and another program may not bear it.
@@ -272,13 +285,17 @@ def make(
     return LaunchPlan(
         placement=placement,
         max_failures=_max_failures(request, placement),
-        mode="torchrun" if placement.direct is None else "direct",
+        mode=mode,
         nproc=int(nproc.value),
         argv=command,
         env=variables,
         # torchrun reads PET_* as defaults of its flags and dies of some that operators send, as of
         # PET_STANDALONE="".
-        unset=(*sorted(name for name in env if name.startswith("PET_")), *network.unset),
+        unset=(
+            *sorted(name for name in env if name.startswith("PET_")),
+            *(name for name in per_node.RANK_VARIABLES if mode == "per-node" and name in env),
+            *network.unset,
+        ),
         decisions=(*own_decisions, *network.decisions),
         links=network.links,
         image=network.image,

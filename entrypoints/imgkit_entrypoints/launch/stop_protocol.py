@@ -32,7 +32,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -50,6 +50,8 @@ LOST_OUTPUT = "lost-output"
 """Why torchrun could not print the output of its workers; no part of the protocol."""
 TEMPORARY = "imgkit-stop-"
 """How the name of a temporary stop folder begins."""
+TEMPORARY_PARENTS = (None, "/dev/shm", os.curdir)  # noqa: S108
+"""A container may have a read-only root without /tmp."""
 LOCK, NEW_S = "lock", 60.0
 """File that the node agent locks in it, and seconds in which a folder may not be locked yet."""
 LOCAL_JOB = "local"
@@ -57,8 +59,14 @@ LOCAL_JOB = "local"
 
 
 @contextlib.contextmanager
-def folder(parent: Path | None, node_rank: int) -> Iterator[Path]:
+def folder(
+    parent: Path | None, node_rank: int, temporary_parents: Sequence[str | None] = TEMPORARY_PARENTS
+) -> Iterator[Path]:
     """Yield this node's stop folder without old marks; without `parent`, a temporary one.
+
+    Parameters
+    ----------
+    temporary_parents : folders for a temporary one, tried in order; None: that of the environment.
 
     Raises
     ------
@@ -67,7 +75,7 @@ def folder(parent: Path | None, node_rank: int) -> Iterator[Path]:
     lock: BinaryIO | None = None
     try:
         if parent is None:
-            path = _temporary_folder()
+            path = _temporary_folder(temporary_parents)
             lock = files.create(path / LOCK)
             with contextlib.suppress(OSError):  # a file system without locks: nobody removes the folder then
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -90,9 +98,9 @@ def folder(parent: Path | None, node_rank: int) -> Iterator[Path]:
             lock.close()
 
 
-def _temporary_folder() -> Path:
+def _temporary_folder(parents: Sequence[str | None]) -> Path:
     last: OSError | None = None
-    for parent in (None, "/dev/shm", os.curdir):  # noqa: S108 - a container may have a read-only root without /tmp
+    for parent in parents:
         try:
             return Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=parent)).absolute()
         except OSError as error:

@@ -51,6 +51,7 @@ def meet(
     log: Callable[[str], None],
     stop_reason: Callable[[], str] = lambda: "",
     secret: bytes | None = None,
+    all_reach_head: bool = False,
 ) -> Session:
     """Meet all nodes of `placement` within `timeout_s` seconds from this node's own start.
 
@@ -60,6 +61,7 @@ def meet(
     ----------
     stop_reason : called about twice a second; a text that it returns ends the roll call everywhere.
     secret : the run's secret, which every node proves (connection.py); None: names alone are enough.
+    all_reach_head : every node has to connect to the head's address in the network of the data.
 
     Raises
     ------
@@ -67,9 +69,9 @@ def meet(
     nodes loses data, a port is busy, or the limit of open files is too low.
     """
     if placement.nnodes == 1:
-        return HeadSession(placement, ports.any_free(), hosts={0: node.host})
+        return HeadSession(placement, ports.any_free(), hosts={0: node.host}, nprocs={0: node.nproc})
     with probe.open_port(node.address, node.interface) as open_port:
-        meeting = Meeting(placement, node, open_port, timeout_s, log, stop_reason, secret)
+        meeting = Meeting(placement, node, open_port, timeout_s, log, stop_reason, secret, all_reach_head)
         if placement.node_rank != 0:
             return join(meeting)
         head = _Head(meeting)
@@ -106,7 +108,11 @@ class _Head:
                 self.meeting.log(f"roll call: {self._present()}, waiting for {self._missing()}")
             self._receive()
         warnings = compare_software(self.placement, self.nodes)
-        failures, crowded = probe.probe_all(self.probe_ports, self.server, self.meeting.open_port)
+        # Where a node has no address to test, only that of the roll call is known to be reached by all.
+        all_reach_head = self.meeting.all_reach_head and None not in self.probe_ports.values()
+        failures, crowded = probe.probe_all(
+            self.probe_ports, self.server, self.meeting.open_port, all_reach_head=all_reach_head
+        )
         if failures:
             raise probe.refusal(failures, self.probe_ports, self._name)
         if crowded:
@@ -123,7 +129,10 @@ class _Head:
             self.server.send(number, answer)
             earlier[host] += 1
         self.meeting.log(f"roll call: {self._present()} in {time.monotonic() - start:.1f} s")
-        return HeadSession(self.placement.numbered(len(numbers), 0), port, warnings, self.server, hosts)
+        nprocs = {numbers[rank]: node.nproc for rank, node in self.nodes.items()}
+        address = self.nodes[0].address if all_reach_head else self.placement.head
+        placement = self.placement.numbered(len(numbers), 0)
+        return HeadSession(placement, port, warnings, self.server, hosts, nprocs, address)
 
     def _listen(self) -> socket.socket:
         port = self.meeting.port

@@ -32,6 +32,8 @@ class Meeting:
     log: Callable[[str], None]
     stop_reason: Callable[[], str]
     secret: bytes | None
+    all_reach_head: bool = False
+    """Every node has to connect to the head's address in the network of the data."""
 
     @property
     def port(self) -> int:

@@ -144,7 +144,7 @@ class RankFailure:
     """How a worker has ended, as a node reports it to the head (launch/failures.py)."""
 
     rank: Rank | None
-    """None: torchrun itself."""
+    """None: torchrun itself, or a command."""
     code: Annotated[int, _between(-64, 255)]
     """Exit code; negative: the signal that ended it."""
     age_ms: Annotated[int, _between(0, _MAX_COUNT)]
@@ -155,6 +155,8 @@ class RankFailure:
     """The full log of its node."""
     lines: Annotated[tuple[Line, ...], _between(0, LINES)] = ()
     """Its traceback or message; empty: it left none."""
+    is_command: bool = False
+    """It is the command of dist-run --per-node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,6 +214,12 @@ class AttemptStart:
     """The receiving node's rank among them, 0 on the head alone; None: it waits as a spare."""
     port: Port
     """Torchrun's port on the head."""
+    second_port: Port = 1
+    """Another free port on the head, for a command of dist-run --per-node."""
+    head: Name = ""
+    """Address of the head by which such a command connects."""
+    world_size: Annotated[int, _between(0, MAX_NODES << 8)] = 0
+    """Processes of all nodes that take part."""
 
     def __post_init__(self) -> None:
         if self.node_rank is not None and self.node_rank >= self.nnodes:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from imgkit_entrypoints.errors import NoPlan
+from imgkit_entrypoints.rollcall import ports
 from imgkit_entrypoints.rollcall.messages import ProbeFailure, ProbePort, ProbeReport, ProbeRequest
 from imgkit_entrypoints.rollcall.server import Server
 
@@ -47,20 +48,22 @@ class OpenPort:
 
     def __init__(self, offer: ProbePort | None, listener: socket.socket) -> None:
         self.offer = offer
+        self.callers = PARTNERS
+        """Most nodes that connect here."""
         self._listener = listener
         self._accepted: list[socket.socket] = []
 
     def is_crowded(self) -> bool:
         """Return whether strangers have connected as well: a test of this port then proves nothing.
 
-        Only the `PARTNERS` connect here. Enough connections of a stranger, which anybody on the network
+        Only `callers` nodes connect here. Enough connections of a stranger, which anybody on the network
         may open, fill the kernel's queue, so that the partners' fail.
         """
         with contextlib.suppress(OSError):
-            while len(self._accepted) <= PARTNERS:
+            while len(self._accepted) <= self.callers:
                 # Stays open: a partner may still be sending.
                 self._accepted.append(self._listener.accept()[0])
-        return len(self._accepted) > PARTNERS
+        return len(self._accepted) > self.callers
 
     def close(self) -> None:
         """Close everything."""
@@ -78,7 +81,7 @@ def open_port(address: str, interface: str) -> Iterator[OpenPort]:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
         if address:
             listener.bind((address, 0))
-            listener.listen()
+            listener.listen(ports.BACKLOG)  # of a large run, many may connect to the head
             offer = ProbePort(address=address, interface=interface, port=listener.getsockname()[1])
     with contextlib.closing(OpenPort(offer, listener)) as opened:
         yield opened
@@ -89,18 +92,27 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 def probe_all(
-    offers: Mapping[int, ProbePort | None], server: Server, head_port: OpenPort
+    offers: Mapping[int, ProbePort | None],
+    server: Server,
+    head_port: OpenPort,
+    *,
+    all_reach_head: bool = False,
 ) -> tuple[list[Failure], list[int]]:
     """Let every node test its partners, and return what failed, and which nodes' ports are crowded.
 
     The head's side. A node that ends meanwhile proves nothing about the network, and neither does one that
-    never reports, or one with a crowded port.
+    never reports, or one with a crowded port. With `all_reach_head`, every node tests the head as well, and
+    has to report success.
     """
-    ports = {rank: offer for rank, offer in sorted(offers.items()) if offer}
+    offered = {rank: offer for rank, offer in sorted(offers.items()) if offer}
     targets = {
-        rank: {partner: ports[partner] for partner in partners(position, tuple(ports))}
-        for position, rank in enumerate(ports)
+        rank: {partner: offered[partner] for partner in partners(position, tuple(offered))}
+        for position, rank in enumerate(offered)
     }
+    if all_reach_head:
+        head_port.callers = len(offered) + PARTNERS
+        for rank in targets.keys() - {0}:
+            targets[rank][0] = offered[0]
     waiting = targets.keys() - {0}
     for rank in waiting:
         server.send(rank, ProbeRequest(targets=tuple(targets[rank].items())))
@@ -114,11 +126,14 @@ def probe_all(
                 reported = (failure for failure in message.failures if failure.target in targets[rank])
                 failures += [(rank, failure) for failure in reported]
         waiting -= server.lost.keys()
+    if all_reach_head:
+        silent = ProbeFailure(target=0, size=0, arrived=0, packet=0, reason="no report of this test")
+        failures += [(rank, silent) for rank in waiting]
     settle_end = time.monotonic() + SETTLE_S
     while failures and (left_s := settle_end - time.monotonic()) > 0:
         server.receive(left_s)
     crowded += [0] if head_port.is_crowded() else []
-    excluded = {*crowded, *server.lost}
+    excluded = {*crowded, *server.lost} - ({0} if all_reach_head else set())
     return [pair for pair in failures if not excluded & {pair[0], pair[1].target}], crowded
 
 

@@ -94,6 +94,8 @@ class HeadSession(_Session):
     port : torchrun's port, free on the head when it was handed out.
     server : it listens to the end, or a command started twice on a host would begin a second run.
     hosts : host names by number.
+    nprocs : processes of each node by number.
+    address : the head's address for commands of dist-run --per-node; every other node has connected to it.
     """
 
     def __init__(
@@ -103,6 +105,8 @@ class HeadSession(_Session):
         warnings: Sequence[str] = (),
         server: Server | None = None,
         hosts: Mapping[int, str] | None = None,
+        nprocs: Mapping[int, int] | None = None,
+        address: str = "127.0.0.1",
     ) -> None:
         super().__init__(placement)
         self.port, self.warnings = port, tuple(warnings)
@@ -120,6 +124,7 @@ class HeadSession(_Session):
         self.lost: Mapping[int, str] = self._server.lost
         """Nodes that are lost, and why."""
         self._hosts = hosts or {}
+        self._nprocs, self._address = nprocs or {}, address
         self._members: Collection[int] = range(placement.nnodes)
         self._events: list[Event] = []
         self._has_news = False
@@ -194,9 +199,19 @@ class HeadSession(_Session):
         self.attempt, self.reports, self._members = attempt, {}, tuple(ranks)
         self.previous_failures, self.failures = self.failures, []
         self._phases, self._positions, self.run_positions = {}, {}, None
+        second_port = ports.next_free(self.port)
+        world_size = sum(self._nprocs.get(number, 0) for number in ranks)
         for number in self.alive:
             rank = ranks.get(number)
-            order = AttemptStart(attempt=attempt, nnodes=len(ranks), node_rank=rank, port=self.port)
+            order = AttemptStart(
+                attempt=attempt,
+                nnodes=len(ranks),
+                node_rank=rank,
+                port=self.port,
+                second_port=second_port,
+                head=self._address,
+                world_size=world_size,
+            )
             self.send(number, order)
 
     def close(self) -> None:

@@ -196,7 +196,16 @@ def test_guard_ends_all_where_no_path_leads_to_proc() -> None:
     """So it is in a container whose files another process serves, when Slurm has ended that one first."""
     (control, agent), (status_reader, status) = os.pipe(), os.pipe()
     program = "setsid sleep 500 & mount -t tmpfs none /proc && echo $! && wait"
-    guard = (sys.executable, "-I", "-S", PACKAGE / "launch/guard.py", str(control), str(status), "1024")
+    guard = (
+        sys.executable,
+        "-I",
+        "-S",
+        PACKAGE / "launch/guard.py",
+        str(control),
+        str(status),
+        "1024",
+        "torchrun",
+    )
     with subprocess.Popen(
         ["unshare", "--mount", *guard, "sh", "-c", program],
         pass_fds=(control, status),

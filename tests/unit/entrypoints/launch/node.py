@@ -62,6 +62,7 @@ config = NodeConfig(
     log=say,
     max_failures=options.get("max_failures", 0),
     on_success=pack if "pack_s" in options else None,
+    is_per_node=options.get("per_node", False),
     timeouts=Timeouts(
         grace_s=options.get("grace_s", 20.0),
         rollcall_s=options.get("timeout_s", 20.0),

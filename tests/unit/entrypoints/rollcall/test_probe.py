@@ -52,7 +52,13 @@ def node_placements(nnodes: int, request: str) -> list[Placement]:
     return [replace(first, node_rank=rank) for rank in range(nnodes)]
 
 
-def meet(placements: list[Placement], addresses: list[str], interfaces: Sequence[str] = ()) -> list[object]:
+def meet(
+    placements: list[Placement],
+    addresses: list[str],
+    interfaces: Sequence[str] = (),
+    *,
+    all_reach_head: bool = False,
+) -> list[object]:
     """Each node's roll, or the text of its refusal."""
     results: list[object] = [None] * len(placements)
 
@@ -60,7 +66,9 @@ def meet(placements: list[Placement], addresses: list[str], interfaces: Sequence
         interface = interfaces[rank] if interfaces else "lo"
         me = NodeInfo(host=f"host{rank}", address=addresses[rank], interface=interface)
         try:
-            results[rank] = gather.meet(placements[rank], me, timeout_s=20, log=lambda _: None)
+            results[rank] = gather.meet(
+                placements[rank], me, timeout_s=20, log=lambda _: None, all_reach_head=all_reach_head
+            )
         except NoPlan as error:
             results[rank] = str(error)
 
@@ -148,6 +156,34 @@ def test_failing_pair_is_named_on_every_node(
     assert "cannot send" in str(texts[0])
     assert "to node 3 of 3 (host2)" in str(texts[0])
     assert "--no-network-test" in str(texts[0])
+
+
+@pytest.mark.parametrize(("all_reach_head", "callers"), [(True, 5), (False, 3)])
+def test_every_node_connects_to_the_head_of_commands_per_node(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, all_reach_head: bool, callers: int
+) -> None:
+    real, counts = probe.open_port, dict[str, int]()
+
+    @contextmanager
+    def counting(address: str, interface: str) -> Iterator[OpenPort]:
+        with real(address, interface) as opened:
+            yield opened
+            counts[threading.current_thread().name] = len(opened._accepted)
+
+    monkeypatch.setattr(probe, "open_port", counting)
+    placements = node_placements(6, f"{request.node.name}")
+    rolls = meet(placements, [HERE] * 6, all_reach_head=all_reach_head)
+    assert all(isinstance(roll, session.Session) for roll in rolls)
+    assert max(counts.values()) == callers
+
+
+def test_node_without_a_test_of_the_head_is_refused(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "ANSWER_S", -probe.LIMIT_S)
+    texts = meet(node_placements(2, request.node.name), [HERE] * 2, all_reach_head=True)
+    assert "node 2 of 2 (host1) cannot connect to node 1 of 2 (host0) on port" in str(texts[1])
+    assert ": no report of this test\n" in str(texts[1])
 
 
 def test_stranger_in_the_test_ports_does_not_refuse_the_start(

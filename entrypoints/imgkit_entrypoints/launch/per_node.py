@@ -1,0 +1,70 @@
+"""The command of ``dist-run --per-node``, which runs once on each node in the place of torchrun.
+
+The node agent replaces placeholders in its arguments (`PLACEHOLDERS`), and gives it the same values as
+variables. Ray keeps its sockets and logs below RAY_TMPDIR. The node agent makes that folder and removes
+it after the run. Its path is short, since that of a Unix socket has at most 107 characters.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+
+from imgkit_entrypoints.launch import stop_protocol
+from imgkit_entrypoints.rollcall.messages import AttemptStart
+
+PLACEHOLDERS = ("head", "port", "port2", "nnodes", "node_rank", "nproc", "world_size", "run_dir")
+_NAMES = "|".join(PLACEHOLDERS)
+_PLACEHOLDER = re.compile(rf"\{{(\{{(?:{_NAMES})\}})\}}|\{{({_NAMES})\}}")
+"""``{{head}}``, which means a literal ``{head}``, or ``{head}``."""
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+"""Variables of one worker: a program that starts several would take them for its own."""
+RAY_TMPDIR = "RAY_TMPDIR"
+SOCKET_CHARACTERS = 107
+"""Longest path of a Unix socket: sun_path of unix(7) has 108 bytes, with the NUL."""
+_RAY_SOCKET = "/ray/session_2026-01-31_12-00-00_123456_1234567/sockets/plasma_store"
+"""Ray's longest path below RAY_TMPDIR."""
+_OWN_FOLDER = f"/{stop_protocol.TEMPORARY}abcdefgh"
+"""The name that tempfile makes of the prefix."""
+
+
+def placeholder_values(order: AttemptStart, node_rank: int, nproc: int, run_dir: str) -> dict[str, str]:
+    """Return the value of each placeholder in the attempt that `order` starts."""
+    values = (
+        *(order.head, order.port, order.second_port, order.nnodes),
+        *(node_rank, nproc, order.world_size, run_dir),
+    )
+    return dict(zip(PLACEHOLDERS, map(str, values), strict=True))
+
+
+def fill(argv: Iterable[str], values: Mapping[str, str]) -> list[str]:
+    """Return `argv` with the values in place of the placeholders; other braces stay as they are."""
+
+    def value(match: re.Match[str]) -> str:
+        return match[1] or values[match[2]]
+
+    return [_PLACEHOLDER.sub(value, arg) for arg in argv]
+
+
+def uses_placeholder(argv: Iterable[str], name: str) -> bool:
+    """Return whether `fill` would replace the placeholder `name`."""
+    return any(match[2] == name for arg in argv for match in _PLACEHOLDER.finditer(arg))
+
+
+def variables(values: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that have the same values."""
+    return {
+        "MASTER_ADDR": values["head"],
+        "MASTER_PORT": values["port"],
+        "NNODES": values["nnodes"],
+        "NODE_RANK": values["node_rank"],
+        "IMGKIT_NPROC": values["nproc"],
+    }
+
+
+def socket_parents() -> Sequence[str]:
+    """Return the folders for temporary files below which the sockets of Ray have short enough paths."""
+    longest = SOCKET_CHARACTERS - len(_OWN_FOLDER) - len(_RAY_SOCKET)
+    parents = (tempfile.gettempdir(), "/tmp", "/dev/shm")  # noqa: S108 - the stop protocol's own fallbacks
+    return [parent for parent in parents if len(parent) <= longest]

@@ -1,0 +1,162 @@
+"""``--per-node``: real commands below real node agents; who ends, with which code, and what is left."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from imgkit_entrypoints.launch import per_node
+from imgkit_entrypoints.rollcall.messages import AttemptStart
+
+from .conftest import until
+
+BOTH = {
+    **{"nnodes": 2, "hosts": ["host0", "host1"], "timeout_s": 10.0, "lost_s": 20.0, "tick_s": 0.1},
+    **{"per_node": True, "address": "127.0.0.1", "interface": "lo"},
+}
+HEAD = '[ "$NODE_RANK" = 0 ]'
+WAIT = "echo ready; exec sleep 1000"
+DAEMON = "setsid sleep 1001 & "
+
+
+def start(nodes: Any, script: str, *args: str, **options: Any) -> None:
+    for rank in range(2):
+        nodes.start(["sh", "-c", script, "sh", *args], rank=rank, **{**BOTH, **options})
+
+
+def left_files(nodes: Any) -> list[str]:
+    return [path.name for path in nodes.folder.glob("imgkit-*")]
+
+
+def test_values_of_the_roll_call_replace_placeholders(nodes: Any) -> None:
+    script = 'echo "got $* $MASTER_ADDR:$MASTER_PORT $NNODES $NODE_RANK $IMGKIT_NPROC."'
+    args = ("{head}:{port}", "{nnodes} {node_rank} {nproc} {world_size}", "{run_dir}", "{{head}} {x}")
+    start(nodes, script, *args, nproc=4)
+    assert nodes.codes() == [0, 0]
+    lines = [line for line in nodes.output().splitlines() if line.startswith("got ")]
+    port = lines[0].split()[1].partition(":")[2]
+    assert lines == [
+        f"got 127.0.0.1:{port} 2 {rank} 4 8 {nodes.folder}/run {{head}} {{x}} 127.0.0.1:{port} 2 {rank} 4."
+        for rank in range(2)
+    ]
+
+
+def test_end_of_the_head_ends_the_other_commands(nodes: Any) -> None:
+    start(nodes, f"{HEAD} && exit 0; trap 'echo got TERM; exit 9' TERM; {DAEMON} while :; do sleep 0.1; done")
+    assert nodes.codes() == [0, 0]
+    assert nodes.output().count("got TERM") == 1
+    assert not left_files(nodes)
+
+
+def test_exit_code_of_the_head_is_that_of_the_run(nodes: Any) -> None:
+    start(nodes, f"{HEAD} && {{ echo wrong model >&2; exit 7; }}; {WAIT}")
+    assert nodes.codes() == [7, 7]
+    assert "<the command on node 1 of 2 (host0) failed first: exit code 7\n" in nodes.output()
+    assert nodes.output().count("wrong model") == 2
+
+
+def test_failure_of_another_node_ends_all(nodes: Any) -> None:
+    start(nodes, f"{HEAD} || {{ echo no memory >&2; exit 3; }}; {DAEMON} {WAIT}")
+    assert nodes.codes() == [3, 3]
+    assert "<the command on node 2 of 2 (host1) failed first: exit code 3\n" in nodes.output()
+    assert not left_files(nodes)
+
+
+def test_success_of_the_head_counts_after_a_failure_elsewhere(nodes: Any) -> None:
+    """As at the end of `ray symmetric-run`, whose other nodes lose their cluster first."""
+    go = nodes.folder / "go"
+    start(nodes, f"{HEAD} || exit 1; while ! [ -e {go} ]; do sleep 0.05; done")
+    assert until(lambda: len(list((nodes.folder / "run").glob("errors-host1.log"))) == 1)
+    go.touch()
+    assert nodes.codes() == [0, 0]
+    message = "node 2 of 2 (host1) ended with exit code 1; the head's command has succeeded"
+    assert message in nodes.output()
+
+
+def test_killed_head_command_ends_all(nodes: Any) -> None:
+    start(nodes, f"{DAEMON} {HEAD} && kill -9 $$; {WAIT}")
+    assert nodes.codes() == [137, 137]
+    assert "<the command on node 1 of 2 (host0) failed first: killed by SIGKILL\n" in nodes.output()
+
+
+def test_killed_node_agent_leaves_no_process(nodes: Any) -> None:
+    start(nodes, f"{DAEMON} {WAIT}")
+    nodes.said("ready", 2)
+    nodes.processes[0].kill()
+    assert nodes.codes() == [-signal.SIGKILL, 4]
+
+
+def test_stop_request_is_term_for_every_process(nodes: Any) -> None:
+    child = "trap 'sleep 0.3; echo child saved; exit' TERM; while :; do sleep 0.1; done"
+    nodes.start(["sh", "-c", f'sh -c "{child}" & echo ready; wait'], per_node=True, tick_s=0.1)
+    nodes.said("ready")
+    nodes.processes[0].terminate()
+    assert nodes.codes() == [143]
+    assert "child saved" in nodes.output()
+
+
+def test_command_deaf_to_term_is_killed_after_grace(nodes: Any) -> None:
+    nodes.start(["sh", "-c", f"trap '' TERM; {DAEMON} {WAIT}"], per_node=True, grace_s=0.5)
+    nodes.said("ready")
+    nodes.processes[0].terminate()
+    assert nodes.codes() == [143]
+    assert "ending the program: the grace time is over" in nodes.output()
+    assert not left_files(nodes)
+
+
+def test_warning_signals_of_a_scheduler_do_not_end_the_command(nodes: Any) -> None:
+    nodes.start(["sh", "-c", "kill -USR1 $$; kill -USR2 $$; echo alive"], per_node=True)
+    assert nodes.codes() == [0]
+    assert "alive" in nodes.output()
+
+
+def test_command_that_leaves_daemons_has_ended_the_run(nodes: Any) -> None:
+    nodes.start(["sh", "-c", DAEMON], per_node=True)
+    assert nodes.codes() == [0]
+    assert (
+        "<ended processes that the program left running: sleep>\n<the run ends when its command returns: a "
+        "command that starts daemons has to stay in the foreground (ray start --block)>\n"
+    ) in nodes.output()
+
+
+def test_all_commands_start_again_after_a_failure(nodes: Any) -> None:
+    first = nodes.folder / "first"
+    script = (
+        f'{HEAD} || {{ [ -e {first} ] || {{ touch {first}; exit 3; }}; }}; echo "attempt $IMGKIT_ATTEMPT"'
+    )
+    start(nodes, f"{script}; [ $IMGKIT_ATTEMPT = 2 ] && exit; {WAIT}", max_failures=1, timeout_s=20)
+    assert nodes.codes(within_s=60) == [0, 0]
+    assert nodes.output().count("attempt 2\n") == 2
+
+
+def test_sockets_of_ray_have_short_paths_and_are_removed(nodes: Any) -> None:
+    # As Ray does; TMPDIR is too long here.
+    code = (
+        "import os, socket\n"
+        "folder = os.environ['RAY_TMPDIR'] + '/ray/session_2026-01-31_12-00-00_123456_1234567/sockets'\n"
+        "os.makedirs(folder)\n"
+        "socket.socket(socket.AF_UNIX).bind(folder + '/plasma_store')\n"
+        "print('bound', os.environ['RAY_TMPDIR'] + ' here')\n"
+    )
+    nodes.start([sys.executable, "-c", code], per_node=True)
+    assert nodes.codes() == [0]
+    folder = nodes.output().split("bound ")[1].split(" here")[0]
+    assert not Path(folder).exists()
+
+
+@pytest.mark.parametrize(
+    ("arg", "filled"),
+    [
+        ("--address={head}:{port}", "--address=10.0.0.1:15001"),
+        ("{port2}", "15002"),
+        ("{{port2}}", "{port2}"),
+        ('{"head": 1, {}, {HEAD}}', '{"head": 1, {}, {HEAD}}'),
+    ],
+)
+def test_other_braces_stay_as_they_are(arg: str, filled: str) -> None:
+    order = AttemptStart(attempt=1, nnodes=2, node_rank=1, port=15001, second_port=15002, head="10.0.0.1")
+    assert per_node.fill([arg], per_node.placeholder_values(order, 1, 4, "/run")) == [filled]
