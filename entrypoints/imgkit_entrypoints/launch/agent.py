@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -176,7 +176,8 @@ class NodeAgent:
         self._timer, self._start_up = StepTimer(began_s), StartUp(began_s)
         self._run_id = secrets.token_hex(4)
         self._stop_folder = Path()
-        self._ray_folder: Path | None = None
+        self._folders = ExitStack()
+        """Further folders, which are removed after the run."""
         # The roll call of the head raises it; the command keeps it.
         self._open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._env: Mapping[str, str] = {}
@@ -200,7 +201,7 @@ class NodeAgent:
         with (
             self._signals.collecting(),
             stop_protocol.folder(parent, self.config.placement.node_rank) as self._stop_folder,
-            self._make_ray_folder() as self._ray_folder,
+            self._folders,
         ):
             if self._run_folder:
                 self._run_folder.refuse_unusable()
@@ -221,12 +222,6 @@ class NodeAgent:
                 loss = "the job script and imgkit status will not see how the run has ended"
                 self._write(RESULT, text, loss)
         return self._code
-
-    def _make_ray_folder(self) -> AbstractContextManager[Path | None]:
-        """Return a context with the folder of Ray's sockets on this node; None where none is needed."""
-        if not self.config.is_per_node or self.config.env.get(per_node.RAY_TMPDIR):
-            return nullcontext()
-        return stop_protocol.folder(None, self.config.placement.node_rank, per_node.socket_parents())
 
     def _run_states(self) -> None:
         state: State | None = self._gather
@@ -297,8 +292,6 @@ class NodeAgent:
             "IMGKIT_JOB_ID": self.job_id,
             **nccl.recorder_variables(config.env, config.node.software.torch, self.job_id),
         }
-        if self._ray_folder:
-            env[per_node.RAY_TMPDIR] = str(self._ray_folder)
         return {**env, fence.VARIABLE: self._run_id} if self.is_head else env
 
     def _fence(self, attempt: int) -> None:
@@ -385,7 +378,8 @@ class NodeAgent:
         if self.config.is_per_node:
             run_dir = self.config.env.get("IMGKIT_RUN_DIR", "")
             values = per_node.placeholder_values(order, node_rank, self.config.node.nproc, run_dir)
-            argv, own_variables = per_node.fill(self.config.argv, values), per_node.variables(values)
+            argv = per_node.fill(self.config.argv, values)
+            own_variables = {**per_node.variables(values), **self._ray_variables(order)}
         else:
             argv = plan.fill(
                 self.config.argv,
@@ -415,6 +409,19 @@ class NodeAgent:
             waited_s = time.monotonic() - self._attempts.failed_at
             program = "the command" if self.config.is_per_node else "torchrun"
             self.log(f"{program} starts again {waited_s:.1f} s after the failure was noticed")
+
+    def _ray_variables(self, order: AttemptStart) -> Mapping[str, str]:
+        """Make the folder for Ray's sockets and logs, and return the variable that names it."""
+        path = per_node.ray_folder(order.token)
+        if self.config.env.get(per_node.RAY_TMPDIR):
+            return {}
+        try:
+            if not path.exists():
+                self._folders.enter_context(stop_protocol.folder_of_same_name(path))
+        except OSError as error:
+            self.log(f"warning: no folder for the sockets of Ray: {path}: {error.strerror}")
+            return {}
+        return {per_node.RAY_TMPDIR: str(path)}
 
     def _watch(self) -> State:
         """Watch the command until it has ended, or has to end."""

@@ -1,15 +1,15 @@
 """The command of ``dist-run --per-node``, which runs once on each node in the place of torchrun.
 
 The node agent replaces placeholders in its arguments (`PLACEHOLDERS`), and gives it the same values as
-variables. Ray keeps its sockets and logs below RAY_TMPDIR. The node agent makes that folder and removes
-it after the run. Its path is short, since that of a Unix socket has at most 107 characters.
+variables. Ray keeps its sockets and logs below RAY_TMPDIR. The node agent makes that folder and
+removes it after the run. The path is short, for that of a Unix socket has at most 107 characters.
 """
 
 from __future__ import annotations
 
 import re
-import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from imgkit_entrypoints.launch import stop_protocol
 from imgkit_entrypoints.rollcall.messages import AttemptStart
@@ -21,12 +21,11 @@ _PLACEHOLDER = re.compile(rf"\{{(\{{(?:{_NAMES})\}})\}}|\{{({_NAMES})\}}")
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 """Variables of one worker: a program that starts several would take them for its own."""
 RAY_TMPDIR = "RAY_TMPDIR"
-SOCKET_CHARACTERS = 107
-"""Longest path of a Unix socket: sun_path of unix(7) has 108 bytes, with the NUL."""
-_RAY_SOCKET = "/ray/session_2026-01-31_12-00-00_123456_1234567/sockets/plasma_store"
-"""Ray's longest path below RAY_TMPDIR."""
-_OWN_FOLDER = f"/{stop_protocol.TEMPORARY}abcdefgh"
-"""The name that tempfile makes of the prefix."""
+RAY_PARENT = "/tmp"  # noqa: S108 - the folder below it is the user's own, and has a random name
+"""Parent of RAY_TMPDIR, the same on all nodes: Ray takes the head's folder on each of them.
+
+It is short, since Ray adds about 68 characters: `ray/session_TIME_PID/sockets/plasma_store`.
+"""
 
 
 def placeholder_values(order: AttemptStart, node_rank: int, nproc: int, run_dir: str) -> dict[str, str]:
@@ -63,8 +62,6 @@ def variables(values: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def socket_parents() -> Sequence[str]:
-    """Return the folders for temporary files below which the sockets of Ray have short enough paths."""
-    longest = SOCKET_CHARACTERS - len(_OWN_FOLDER) - len(_RAY_SOCKET)
-    parents = (tempfile.gettempdir(), "/tmp", "/dev/shm")  # noqa: S108 - the stop protocol's own fallbacks
-    return [parent for parent in parents if len(parent) <= longest]
+def ray_folder(token: str) -> Path:
+    """Return the folder for RAY_TMPDIR in the run that `token` names."""
+    return Path(RAY_PARENT, stop_protocol.TEMPORARY + token)

@@ -32,7 +32,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -50,8 +50,6 @@ LOST_OUTPUT = "lost-output"
 """Why torchrun could not print the output of its workers; no part of the protocol."""
 TEMPORARY = "imgkit-stop-"
 """How the name of a temporary stop folder begins."""
-TEMPORARY_PARENTS = (None, "/dev/shm", os.curdir)  # noqa: S108
-"""A container may have a read-only root without /tmp."""
 LOCK, NEW_S = "lock", 60.0
 """File that the node agent locks in it, and seconds in which a folder may not be locked yet."""
 LOCAL_JOB = "local"
@@ -59,14 +57,8 @@ LOCAL_JOB = "local"
 
 
 @contextlib.contextmanager
-def folder(
-    parent: Path | None, node_rank: int, temporary_parents: Sequence[str | None] = TEMPORARY_PARENTS
-) -> Iterator[Path]:
+def folder(parent: Path | None, node_rank: int) -> Iterator[Path]:
     """Yield this node's stop folder without old marks; without `parent`, a temporary one.
-
-    Parameters
-    ----------
-    temporary_parents : folders for a temporary one, tried in order; None: that of the environment.
 
     Raises
     ------
@@ -75,7 +67,7 @@ def folder(
     lock: BinaryIO | None = None
     try:
         if parent is None:
-            path = _temporary_folder(temporary_parents)
+            path = _temporary_folder()
             lock = files.create(path / LOCK)
             with contextlib.suppress(OSError):  # a file system without locks: nobody removes the folder then
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -98,9 +90,31 @@ def folder(
             lock.close()
 
 
-def _temporary_folder(parents: Sequence[str | None]) -> Path:
+@contextlib.contextmanager
+def folder_of_same_name(path: Path) -> Iterator[Path]:
+    """Yield a folder that has the same path on all nodes, and remove it afterwards.
+
+    Where the nodes share it, the first one makes it. After a kill of this process, a later start removes it.
+
+    Raises
+    ------
+    OSError : it cannot be made, or belongs to another user.
+    """
+    files.make_own_folder(path)
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(FileExistsError):
+            lock = stack.enter_context(files.create(path / LOCK))
+            with contextlib.suppress(OSError):  # as for a stop folder
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _temporary_folder() -> Path:
     last: OSError | None = None
-    for parent in parents:
+    for parent in (None, "/dev/shm", os.curdir):  # noqa: S108 - a container may have a read-only root without /tmp
         try:
             return Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=parent)).absolute()
         except OSError as error:

@@ -69,7 +69,8 @@ def meet(
     nodes loses data, a port is busy, or the limit of open files is too low.
     """
     if placement.nnodes == 1:
-        return HeadSession(placement, ports.any_free(), hosts={0: node.host}, nprocs={0: node.nproc})
+        port = ports.command_port(ports.any_free()) if all_reach_head else ports.any_free()
+        return HeadSession(placement, port, hosts={0: node.host}, nprocs={0: node.nproc})
     with probe.open_port(node.address, node.interface) as open_port:
         meeting = Meeting(placement, node, open_port, timeout_s, log, stop_reason, secret, all_reach_head)
         if placement.node_rank != 0:
@@ -220,6 +221,8 @@ class _Head:
 
     def _torchrun_port(self) -> int:
         port = self.placement.port
+        if port is None and self.meeting.all_reach_head:
+            return ports.command_port(self.meeting.port)
         if port is None:
             return ports.next_free(self.meeting.port)
         if not ports.is_free(port):

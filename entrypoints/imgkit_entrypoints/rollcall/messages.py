@@ -218,6 +218,8 @@ class AttemptStart:
     """Another free port on the head, for a command of dist-run --per-node."""
     head: Name = ""
     """Address of the head by which such a command connects."""
+    token: Annotated[str, like(r"[0-9a-f]{0,8}", "is not a token", "")] = ""
+    """Names the run on all nodes."""
     world_size: Annotated[int, _between(0, MAX_NODES << 8)] = 0
     """Processes of all nodes that take part."""
 

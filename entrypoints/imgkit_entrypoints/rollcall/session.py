@@ -7,6 +7,7 @@ knows nodes by their number in the roll call, which never changes; the head is 0
 from __future__ import annotations
 
 import dataclasses
+import secrets
 import select
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -125,6 +126,7 @@ class HeadSession(_Session):
         """Nodes that are lost, and why."""
         self._hosts = hosts or {}
         self._nprocs, self._address = nprocs or {}, address
+        self._token = secrets.token_hex(4)
         self._members: Collection[int] = range(placement.nnodes)
         self._events: list[Event] = []
         self._has_news = False
@@ -210,6 +212,7 @@ class HeadSession(_Session):
                 port=self.port,
                 second_port=second_port,
                 head=self._address,
+                token=self._token,
                 world_size=world_size,
             )
             self.send(number, order)
