@@ -172,7 +172,9 @@ def _is_worker(config: pytest.Config) -> bool:
 
 def _mark_folders() -> set[Path]:
     """Folders that launchers keep their marks in."""
-    return {folder for parent in ("/tmp", "/dev/shm") for folder in Path(parent).glob("imgkit-stop-*")}
+    patterns = ("imgkit-stop-*", "imgkit-ray-*")
+    parents = (Path("/tmp"), Path("/dev/shm"))
+    return {folder for parent in parents for pattern in patterns for folder in parent.glob(pattern)}
 
 
 def _used_folders() -> set[Path]:
@@ -181,7 +183,8 @@ def _used_folders() -> set[Path]:
     for environ in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
             values = dict(field.partition(b"=")[::2] for field in environ.read_bytes().split(b"\0"))
-            folders.add(Path(os.fsdecode(values.get(b"IMGKIT_STOP_DIR", b"/"))))
+            for name in (b"IMGKIT_STOP_DIR", b"RAY_TMPDIR"):
+                folders.add(Path(os.fsdecode(values.get(name, b"/"))))
     return folders
 
 

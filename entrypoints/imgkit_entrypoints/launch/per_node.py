@@ -64,4 +64,4 @@ def variables(values: Mapping[str, str]) -> dict[str, str]:
 
 def ray_folder(token: str) -> Path:
     """Return the folder for RAY_TMPDIR in the run that `token` names."""
-    return Path(RAY_PARENT, stop_protocol.TEMPORARY + token)
+    return Path(RAY_PARENT, stop_protocol.RAY + token)

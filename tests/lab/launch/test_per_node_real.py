@@ -88,7 +88,7 @@ class PerNodeRun:
         """Return the exit codes; no process, socket or folder is left on either node."""
         codes = [agent.wait(timeout=180) for agent in self.agents]
         until(lambda: self.processes() == self.earlier)
-        assert not list(Path("/tmp").glob("imgkit-stop-*/ray"))
+        assert not list(Path("/tmp").glob("imgkit-ray-*"))
         return codes
 
 
