@@ -412,12 +412,11 @@ class NodeAgent:
 
     def _ray_variables(self, order: AttemptStart) -> Mapping[str, str]:
         """Make the folder for Ray's sockets and logs, and return the variable that names it."""
-        path = per_node.ray_folder(order.token)
         if self.config.env.get(per_node.RAY_TMPDIR):
             return {}
+        path = per_node.ray_folder(order)
         try:
-            if not path.exists():
-                self._folders.enter_context(stop_protocol.folder_of_same_name(path))
+            self._folders.enter_context(stop_protocol.folder_of_same_name(path))
         except OSError as error:
             self.log(f"warning: no folder for the sockets of Ray: {path}: {error.strerror}")
             return {}

@@ -173,7 +173,7 @@ def _obey(control: int, child: int | None, wakers: tuple[int, ...], seconds: flo
             return False
         if name == "terminate":
             for pid in descendants():
-                with contextlib.suppress(ProcessLookupError):
+                with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGTERM)
         if name == "signal" and child is not None:
             os.kill(child, int(number))  # not collected yet, so this id is still its own

@@ -10,9 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from imgkit_entrypoints.launch import stop_protocol
-from imgkit_entrypoints.rollcall.messages import AttemptStart
+if TYPE_CHECKING:
+    from imgkit_entrypoints.rollcall.messages import AttemptStart
 
 PLACEHOLDERS = ("head", "port", "port2", "nnodes", "node_rank", "nproc", "world_size", "run_dir")
 _NAMES = "|".join(PLACEHOLDERS)
@@ -21,6 +22,7 @@ _PLACEHOLDER = re.compile(rf"\{{(\{{(?:{_NAMES})\}})\}}|\{{({_NAMES})\}}")
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 """Variables of one worker: a program that starts several would take them for its own."""
 RAY_TMPDIR = "RAY_TMPDIR"
+RAY_PREFIX = "imgkit-ray-"
 RAY_PARENT = "/tmp"  # noqa: S108 - the folder below it is the user's own, and has a random name
 """Parent of RAY_TMPDIR, the same on all nodes: Ray takes the head's folder on each of them.
 
@@ -62,6 +64,6 @@ def variables(values: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def ray_folder(token: str) -> Path:
-    """Return the folder for RAY_TMPDIR in the run that `token` names."""
-    return Path(RAY_PARENT, stop_protocol.RAY + token)
+def ray_folder(order: AttemptStart) -> Path:
+    """Return the folder for RAY_TMPDIR in an attempt: a next cluster finds nothing of the last one."""
+    return Path(RAY_PARENT, f"{RAY_PREFIX}{order.token}-{order.attempt}")

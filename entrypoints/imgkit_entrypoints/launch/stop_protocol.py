@@ -41,6 +41,7 @@ from typing import BinaryIO
 from imgkit_entrypoints import fence, files, terminal
 from imgkit_entrypoints.errors import EXIT_SAVED, UsageError
 from imgkit_entrypoints.launch import failures
+from imgkit_entrypoints.launch.per_node import RAY_PREFIX
 from imgkit_entrypoints.launch.user_program import STOP_SIGNALS
 
 STOP, SAVED = "stop", "state-saved"
@@ -50,8 +51,6 @@ LOST_OUTPUT = "lost-output"
 """Why torchrun could not print the output of its workers; no part of the protocol."""
 TEMPORARY = "imgkit-stop-"
 """How the name of a temporary stop folder begins."""
-RAY = "imgkit-ray-"
-"""How the name of a folder for Ray's sockets begins (per_node.py)."""
 LOCK, NEW_S = "lock", 60.0
 """File that the node agent locks in it, and seconds in which a folder may not be locked yet."""
 LOCAL_JOB = "local"
@@ -130,7 +129,7 @@ def _remove_abandoned(parent: Path) -> None:
 
     Slurm kills all processes of a cancelled job that hangs, so nobody can remove its folder at once.
     """
-    for path in (*parent.glob(f"{TEMPORARY}*"), *parent.glob(f"{RAY}*")):
+    for path in (*parent.glob(f"{TEMPORARY}*"), *parent.glob(f"{RAY_PREFIX}*")):
         try:
             with files.open_own(path / LOCK) as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

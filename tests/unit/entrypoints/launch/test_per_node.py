@@ -134,6 +134,21 @@ def test_all_commands_start_again_after_a_failure(nodes: Any) -> None:
     assert nodes.output().count("attempt 2\n") == 2
 
 
+def test_spare_takes_the_place_of_a_lost_node(nodes: Any) -> None:
+    hosts = ["host0", "host1", "host2"]
+    spares = {**BOTH, "nnodes": 3, "hosts": hosts, "size": "2+1", "max_failures": 1, "beat_s": 0.1}
+    for rank in range(3):
+        nodes.start(
+            ["sh", "-c", f"echo rank $NODE_RANK; [ $IMGKIT_ATTEMPT = 2 ] && exit; {WAIT}"],
+            rank=rank,
+            **spares,
+        )
+    nodes.said("ready", 2)
+    nodes.processes[1].kill()
+    assert nodes.codes(within_s=60) == [0, -signal.SIGKILL, 0]
+    assert nodes.output().count("rank 1\n") == 2
+
+
 def test_sockets_of_ray_have_one_short_path_on_all_nodes(nodes: Any) -> None:
     # As Ray does, whose other nodes use the head's folder; TMPDIR is too long here.
     code = (
