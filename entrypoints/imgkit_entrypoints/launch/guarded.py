@@ -149,7 +149,7 @@ class GuardedCommand:
             )
         elif event == "clean" and value and not self._is_forced:
             self._log(f"ended processes that the program left running: {value}")
-            if self._kind == "node":
+            if self._kind == "node" and self.code == 0:
                 self._log(
                     "the run ends when its command returns: a command that starts daemons has to stay in "
                     "the foreground (ray start --block)"

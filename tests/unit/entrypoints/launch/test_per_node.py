@@ -174,6 +174,9 @@ def test_sockets_of_ray_have_one_short_path_on_all_nodes(nodes: Any) -> None:
     [
         ("--address={head}:{port}", "--address=10.0.0.1:15001"),
         ("{port2}", "15002"),
+        # of vLLM and of SGLang
+        ("--nnodes={nnodes} --node-rank={node_rank}", "--nnodes=2 --node-rank=1"),
+        ("--tp={nproc} --dist-init-addr={head}:{port}", "--tp=4 --dist-init-addr=10.0.0.1:15001"),
         ("{{port2}}", "{port2}"),
         ('{"head": 1, {}, {HEAD}}', '{"head": 1, {}, {HEAD}}'),
     ],

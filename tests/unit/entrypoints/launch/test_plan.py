@@ -93,6 +93,16 @@ def test_worker_words_come_last_unchanged():
     assert make(nproc="2").argv[-len(WORKER) :] == WORKER
 
 
+def test_command_per_node_replaces_torchrun():
+    env = {"RANK": "3", "WORLD_SIZE": "8", "PET_NNODES": "2"}
+    options = {"is_per_node": True, "worker_args": ("--headless",)}
+    head, other = (make(env, placement=node(2, rank), **options) for rank in range(2))
+    assert head.argv == WORKER
+    assert other.argv == (*WORKER, "--headless")
+    assert head.mode == "per-node"
+    assert {*head.unset} >= {*env}
+
+
 def test_one_node_needs_no_resolvable_name():
     assert flag(make(), "--master-addr") == "127.0.0.1"
 
