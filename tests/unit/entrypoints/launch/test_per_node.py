@@ -78,6 +78,14 @@ def test_success_of_the_head_counts_after_a_failure_elsewhere(nodes: Any) -> Non
     assert message in nodes.output()
 
 
+def test_command_that_ends_long_before_the_head_is_named(nodes: Any) -> None:
+    go = nodes.folder / "go"
+    start(nodes, f"{HEAD} || exit 0; while ! [ -e {go} ]; do sleep 0.05; done")
+    nodes.said("the head's command goes on; ended with 0: node 2 of 2 (host1)")
+    go.touch()
+    assert nodes.codes() == [0, 0]
+
+
 def test_killed_head_command_ends_all(nodes: Any) -> None:
     start(nodes, f"{DAEMON} {HEAD} && kill -9 $$; {WAIT}")
     assert nodes.codes() == [137, 137]
