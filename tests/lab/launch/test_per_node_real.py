@@ -161,7 +161,7 @@ def test_accelerate_starts_a_process_on_each_node(cluster: Cluster, tmp_path: Pa
         "total = accelerator.reduce(torch.tensor(accelerator.process_index + 1.0))\n"
         "print('sum', total.item(), 'of', accelerator.num_processes, flush=True)\n"
     )
-    launch = ["accelerate", "launch", "--cpu", "--num_cpu_threads_per_process", "1"]
+    launch = ["accelerate", "launch", "--multi_gpu", "--num_cpu_threads_per_process", "1"]
     machines = [
         "--num_machines",
         "{nnodes}",
