@@ -12,7 +12,7 @@ import pytest
 from imgkit_builder.archive import sidecar
 from imgkit_builder.examine.verify import verify
 from imgkit_builder.jobs import measured, records
-from imgkit_builder.jobs.job import CodeRecord
+from imgkit_builder.jobs.request import CodeRecord
 from imgkit_builder.jobs.submitted import QueuedJob, SubmittedJob
 from imgkit_builder.sif import image
 from imgkit_builder.workflow import baked

@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 from imgkit_builder.jobs import records
-from imgkit_builder.jobs.job import CodeRecord
+from imgkit_builder.jobs.request import CodeRecord
 from imgkit_builder.jobs.submitted import QueuedJob, SubmittedJob
 from imgkit_builder.oci import manifest
 from imgkit_builder.oci.manifest import BaseImage, Manifest, Probe

@@ -56,6 +56,7 @@ VERB_GROUPS: dict[str, dict[str, Verb]] = {
         "logs": Verb("jobs", "Follow a job's output until the job ends."),
         "cancel": Verb("jobs", "End a job."),
         "fetch": Verb("run", "Copy a remote job's run folder here: curves, metrics and output."),
+        "resume": Verb("resume", "Submit a job that has ended again, in the same run folder."),
         "runs": Verb("runs", "List runs, newest first."),
         "scaling": Verb(
             "scaling", "Run COMMAND on several numbers of nodes, wait, and report how it scales."

@@ -459,7 +459,8 @@ def verb_fetch(
 ) -> None:
     """Copy a remote job's run folder here: curves, metrics and output.
 
-    Only new and changed files are sent. Nothing is deleted on either side.
+    Only new and changed files are sent, and no code that the run left unchanged.
+    Nothing is deleted on either side.
 
     \b
     Examples:
@@ -487,4 +488,7 @@ def verb_fetch(
         "new": [str(path) for path in fetched.new],
         "bytes": fetched.bytes,
     }
-    show(data, text, as_json=as_json)
+    lines = [text]
+    if any(folder.glob("wandb/offline-run-*")):
+        lines.append(f"wandb sync {shlex.quote(str(folder))}/wandb/offline-run-*")
+    show(data, *lines, as_json=as_json)

@@ -24,8 +24,8 @@ from imgkit_builder.base.sizes import size_text
 from imgkit_builder.image.context import LargeContext
 from imgkit_builder.jobs import data_mounts, quoting
 from imgkit_builder.jobs.code_tree import CodeFile, CodeTree
-from imgkit_builder.jobs.job import CodeRecord, Job
-from imgkit_builder.jobs.request import JobRequest
+from imgkit_builder.jobs.job import Job
+from imgkit_builder.jobs.request import CodeRecord, JobRequest
 from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.jobs.runtimes.base import user_variables, with_targets
 from imgkit_builder.oci.manifest import InstalledProject

@@ -163,6 +163,9 @@ def _code_in_run_folder(record: SubmittedJob, run: Callable[[Sequence[str]], Fin
     # `run` does not reach a remote that only stores.
     if record.job.array or record.job.store:
         return None
+    # What is there now is of the job that went on in the folder last.
+    if any(newer.submitted > record.submitted for newer in records.of_run(record)):
+        return None
     answer = run(("cat", "--", str(record.job.run_folder / stop_protocol.RESULT)))
     return stop_protocol.result_code(answer.output)
 
@@ -251,11 +254,19 @@ def ending_text(report: JobReport) -> str:
         text += ", by its run folder"
     if record.job.array:
         return text  # each task has a run folder of its own
+    if record.state != "succeeded" and can_resume(record):
+        text += f"; imgkit resume {record.job.handle}"
     if record.job.files_remote:
         return f"{text}; imgkit fetch {record.job.handle}"
     if not record.has_run_folder:
         return text
     return f"{text}; run folder: {record.job.run_folder}"
+
+
+def can_resume(record: SubmittedJob) -> bool:
+    """Return whether `imgkit resume` can submit the job again."""
+    has_one_folder = not record.job.array and records.is_kept(record)
+    return has_one_folder and bool(record.request) and systems.named(record.job.system).resumes_jobs
 
 
 def _outcome(report: JobReport) -> str:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from imgkit_builder.jobs.memory import Memory
-from imgkit_builder.jobs.request import Flags, JobRequest
+from imgkit_builder.jobs.request import CodeRecord, Flags, JobRequest
 from imgkit_entrypoints.schedulers.placement import Size
 from imgkit_entrypoints.system import WORKSPACE
 
@@ -20,23 +19,6 @@ if TYPE_CHECKING:
 Argv = tuple[str, ...]
 """A command with its arguments, or a part of such a command."""
 RuntimeKind = Literal["singularity", "docker", "pyxis", "host", "kubernetes", "no-container"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CodeRecord:
-    """The code of a run, as the run's record describes it."""
-
-    sha256: str
-    """Digest of the code, which is the name of its folder."""
-    git: str
-    """Output of ``git describe --always --dirty`` in the code's folder; empty outside of a repository."""
-    uncommitted: bool
-    """Whether no commit holds exactly this code."""
-
-    @property
-    def text(self) -> str:
-        """The content of ``code.json`` in the run folder."""
-        return json.dumps({"schema": 1, **dataclasses.asdict(self)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,3 +25,5 @@ class PreparedJob:
     """Where the image of a job on a remote comes from; None for a job of this machine."""
     image_id: str = ""
     """The image's id; empty: not known."""
+    request: str = ""
+    """The request for the job's record, as in `SubmittedJob`."""

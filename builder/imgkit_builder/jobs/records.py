@@ -105,6 +105,12 @@ def newest_first() -> tuple[SubmittedJob, ...]:
     return tuple(sorted(loaded, key=lambda record: record.submitted, reverse=True))
 
 
+def of_run(record: SubmittedJob) -> tuple[SubmittedJob, ...]:
+    """Return the records of all jobs that wrote into the run folder of `record`, the newest first."""
+    run = (record.job.remote, record.job.run_folder)
+    return tuple(saved for saved in newest_first() if (saved.job.remote, saved.job.run_folder) == run)
+
+
 def is_kept(record: SubmittedJob) -> bool:
     """Return whether `record` has a file; the record of an array's task has none."""
     return _path(record.job.handle).exists()

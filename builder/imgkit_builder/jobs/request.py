@@ -6,6 +6,8 @@ that system's own subclass of `SystemFlags`.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -195,6 +197,35 @@ class ProjectSource:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CodeRecord:
+    """The code of a run, as the run's record describes it."""
+
+    sha256: str
+    """Digest of the code, which is the name of its folder."""
+    git: str
+    """Output of ``git describe --always --dirty`` in the code's folder; empty outside of a repository."""
+    uncommitted: bool
+    """Whether no commit holds exactly this code."""
+
+    @property
+    def text(self) -> str:
+        """The content of ``code.json`` in the run folder."""
+        return json.dumps({"schema": 1, **dataclasses.asdict(self)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumedRun:
+    """The run of an earlier job, which a job continues."""
+
+    job: str
+    """The id of the earlier job."""
+    folder: Path
+    """The run folder, on the machine on which the job runs."""
+    code: CodeRecord | None = None
+    """The code of the run, if the job goes on with the run's copy as it is; None: today's code is sent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobRequest:
     """A job that runs a command on its nodes."""
 
@@ -213,6 +244,8 @@ class JobRequest:
     """One value of the `flags` class of each system of which a flag was given."""
     project: ProjectSource | None = None
     """The imgkit.toml whose values the request has where no flag was given; None without such a file."""
+    resumed: ResumedRun | None = None
+    """The run that the job continues in the same run folder; None: the job starts a new run."""
 
     @classmethod
     def of(cls, **values: Any) -> JobRequest:

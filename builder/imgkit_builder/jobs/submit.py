@@ -21,15 +21,17 @@ from imgkit_builder.jobs import (
     image_source,
     quoting,
     records,
+    resume,
     systems,
     volume,
+    workspace,
 )
 from imgkit_builder.jobs import code as code_of
 from imgkit_builder.jobs.code import CodeFolder
 from imgkit_builder.jobs.job import Job, Script
 from imgkit_builder.jobs.prepared import PreparedJob
 from imgkit_builder.jobs.remote.config import Remote
-from imgkit_builder.jobs.request import JobRequest
+from imgkit_builder.jobs.request import JobRequest, ResumedRun
 from imgkit_builder.jobs.resolve import resolve
 from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.jobs.submitted import QueuedJob, SubmittedJob
@@ -46,7 +48,15 @@ from imgkit_builder.recipe import targets
 from imgkit_builder.sif import image, sqsh
 from imgkit_builder.workflow import baked
 from imgkit_entrypoints.errors import ToolFailed, UsageError
+from imgkit_entrypoints.launch import stop_protocol
+from imgkit_entrypoints.system import WORKSPACE
 
+_LINK_DATA = """\
+cd -- "$(dirname -- "$2")" 2> /dev/null || exit 0 # the job has not started: its script makes the link
+if [ -d "$2" ] && [ ! -L "$2" ]; then rmdir -- "$2"; fi
+ln -sfn -- "$1" "$2"
+"""
+"""Replace a mount point in a run's copy of its code, or the link to older data, by a link to the data."""
 _MAX_ANSWER_CHARS = 1000
 """Length of the scheduler's answer in a record without an id."""
 
@@ -73,11 +83,12 @@ def prepare(
     ------
     UsageError : the system cannot satisfy a value of the request.
     """
+    recorded = resume.to_json(recipe, request, base, remote=remote.name if remote else "")
     scheduler_remote = remote.name if remote and not remote.pvc else ""
     options = dependencies.with_scheduler_ids(request.allocation.options, scheduler_remote)
     request = request.changed(options=options)
     if remote is None:
-        return _prepare_here(recipe, request, code)
+        return dataclasses.replace(_prepare_here(recipe, request, code), request=recorded)
     image_source.refuse_flags(request, base)
     if remote.pvc:
         return _prepare_in_pods(str(recipe), request, code, remote)
@@ -89,13 +100,12 @@ def prepare(
     data = data_mounts.list_folders(request)
     job = source.early
     job = data_mounts.with_data(job, data, f"{job.directory}/{DATA_FOLDER}")
-    if code is not None:
-        job = code_of.with_code(job, code.record, job.directory / Ssh.code_folder)
-        if source.recipe:
-            job = _with_warning(job, code_of.image_code_notice(job))
+    job = _with_code(job, code, Ssh.code_folder)
+    if code is not None and source.recipe:
+        job = _with_warning(job, code_of.image_code_notice(job))
     script = systems.named(job.system).script(job)
     image_source.refuse_script(job, script)
-    return PreparedJob(job=job, script=script, code=code, data=data, source=source)
+    return PreparedJob(job=job, script=script, code=code, data=data, source=source, request=recorded)
 
 
 def _prepare_in_pods(
@@ -128,18 +138,33 @@ def _prepare_here(recipe: str | Path, request: JobRequest, code: CodeFolder | No
     image_file = Path(job.container.image)
     sif = image_file if image.is_sif(image_file) else None
     code_of.refuse_unused_bind(job, sif)
+    job = _with_code(job, code, Local.code_folder)
     if code is not None:
         has_container = runtime_of(job).has_container
         if has_container:
             code_of.refuse_unused(code, target, sif)
         if has_container and not request.container.image:
             job = _with_warning(job, code_of.image_code_notice(job))
-        job = code_of.with_code(job, code.record, job.directory / Local.code_folder)
         if systems.named(job.system).code_copier == "imgkit":
             job = code_of.with_run_folder(job)
         is_readable = sif is not None or sqsh.is_sqsh(image_file)
         job = _with_warning(job, code_of.left_out_notice(code, image_file if is_readable else None))
     return _with_script(job, code)
+
+
+def _with_code(job: Job, code: CodeFolder | None, folder: str) -> Job:
+    """Return `job` with the code of which its run gets a copy, or with that of the run that it resumes.
+
+    Parameters
+    ----------
+    folder : the store of code, in the job's folder.
+    """
+    record = code.record if code else None
+    if record is None and job.request.resumed:
+        record = job.request.resumed.code
+    if record is None:
+        return job
+    return code_of.with_code(job, record, job.directory / folder)
 
 
 def _with_warning(job: Job, warning: str) -> Job:
@@ -219,15 +244,16 @@ def make_ready(prepared: PreparedJob, transport: Transport, report: Reporter) ->
         report.note(warning)
     with_image = transport.bring_image(prepared, report)
     job = transport.with_data(with_image, report)
-    if with_image.code is not None:
-        job = code_of.with_code(job, with_image.code.record, job.directory / transport.code_folder)
-        if not job.run_folder:
-            transport.put(folder_of_code(with_image.code, job), report)
+    job = _with_code(job, with_image.code, transport.code_folder)
+    if with_image.code is not None and not job.run_folder:
+        transport.put(folder_of_code(with_image.code, job), report)
     job = transport.with_entry_points(dataclasses.replace(with_image, job=job))
     if job.container.bound is not None:
         transport.put(_entry_points_folder(job), report)
     if job.run_folder:
         transport.make_run_folder(job, with_image.code, report)
+    if job.request.resumed is not None:
+        _prepare_resumed_folder(job.request.resumed, with_image.code, job, transport)
     return dataclasses.replace(with_image, job=job, script=systems.named(job.system).script(job))
 
 
@@ -257,6 +283,31 @@ def _with_script(job: Job, code: CodeFolder | None = None) -> PreparedJob:
     return PreparedJob(job=job, script=systems.named(job.system).script(job), code=code)
 
 
+def _prepare_resumed_folder(
+    resumed: ResumedRun, code: CodeFolder | None, job: Job, transport: Transport
+) -> None:
+    """Bring today's code into the copy of a run that has ended, and remove what would keep it from starting.
+
+    Raises
+    ------
+    UsageError : the job's folder is now another one, or both the run and the user have changed a file.
+    ToolFailed : the copy cannot be written.
+    """
+    if resumed.folder.parent != job.directory / "runs":
+        raise UsageError(
+            f"the run is in {resumed.folder}, but jobs now run in {job.directory}",
+            where=transport.name or "--directory",
+            hint=f"imgkit remote add {transport.name} ... --replace, with the folder of the run",
+        )
+    if code is not None:
+        store = job.directory / transport.code_folder
+        workspace.update(resumed, store, code.record, transport.run_script)
+    for name, source in job.data_links.items():
+        transport.run_script(_LINK_DATA, (source, str(resumed.folder / WORKSPACE / name)), ())
+    old_files = [str(resumed.folder / name) for name in (stop_protocol.BY_PERSON, stop_protocol.RESULT)]
+    transport.run_script('rm -f -- "$@"\n', old_files, ())
+
+
 def _entry_points_folder(job: Job) -> Folder:
     """Return the folder of the entry points that are bound into the job's image, for `Transport.put`."""
     assert job.container.bound is not None  # noqa: S101 - the caller has looked
@@ -281,7 +332,7 @@ def _submit_script(ready: PreparedJob, transport: Transport) -> SubmittedJob:
             raise
         raise _existing_job_error(job, error) from error
     record = transport.with_store(record, job)
-    return dataclasses.replace(record, image_id=ready.image_id)
+    return dataclasses.replace(record, image_id=ready.image_id, request=ready.request)
 
 
 def _existing_job_error(job: Job, error: ToolFailed) -> ToolFailed:
@@ -319,6 +370,7 @@ def submitted(
         remote=remote,
         array=script.is_array,
         shell_line=runtime_of(job).shell_line(job),
+        resumed_folder=job.request.resumed.folder if job.request.resumed else None,
     )
     return SubmittedJob(
         job=queued,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from imgkit_builder.jobs.job import CodeRecord
+from imgkit_builder.jobs.request import CodeRecord
 
 JobState = Literal["", "waiting", "running", "succeeded", "failed", "cancelled", "ended"]
 """State of a submitted job. Empty: not asked yet. ``ended``: it has ended, and its outcome is unknown."""
@@ -65,6 +65,8 @@ class QueuedJob:
     """Whether the job is an array; each task has an id, a run folder and an output of its own."""
     shell_line: str = ""
     """The command line that opens a shell on a node, in a container like the job's; empty for pods."""
+    resumed_folder: Path | None = None
+    """The run folder of an earlier job, in which this one goes on; None: the folder is named by the job."""
 
     @property
     def handle(self) -> str:
@@ -74,7 +76,7 @@ class QueuedJob:
     @property
     def run_folder(self) -> Path:
         """The folder into which the job writes, on the machine that has its files."""
-        return self.directory / "runs" / (self.run_name or f"{self.name}-{self.id}")
+        return self.resumed_folder or self.directory / "runs" / (self.run_name or f"{self.name}-{self.id}")
 
     @property
     def files_remote(self) -> str:
@@ -106,6 +108,10 @@ class SubmittedJob:
     """Whether imgkit has cancelled the job. The exit code of a run that saves its state does not show it."""
     fetched: str = ""
     """The folder on this machine that holds the run's files; empty before the first fetch."""
+    request: str = ""
+    """The request as `resume.to_json` writes it; empty: `imgkit resume` cannot submit the job again."""
+    stopped: bool = False
+    """Whether `imgkit resume` has removed the ``stop`` file by which a person ended the run."""
 
     @property
     def has_run_folder(self) -> bool:

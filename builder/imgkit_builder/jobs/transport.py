@@ -85,6 +85,19 @@ class Transport(abc.ABC):
         """
 
     @abc.abstractmethod
+    def run_script(self, script: str, args: Iterable[str], data: Iterable[bytes]) -> bytes:
+        """Run a script of sh there, and return its output.
+
+        Parameters
+        ----------
+        data : the chunks of the script's standard input.
+
+        Raises
+        ------
+        ToolFailed : the script failed; quotes its standard error. Or the remote cannot be reached.
+        """
+
+    @abc.abstractmethod
     def login(self) -> None:
         """Connect before any progress is shown: a progress bar would hide ssh's question for a password."""
 
@@ -156,6 +169,10 @@ class Local(Transport):
     def run(self, argv: Sequence[str]) -> Finished:
         """Run a command. See `Transport`."""
         return process.run(argv, check=False)
+
+    def run_script(self, script: str, args: Iterable[str], data: Iterable[bytes]) -> bytes:
+        """Run a script. See `Transport`."""
+        return b"".join(process.through(("sh", "-c", script, "sh", *args), data))
 
     def bring_image(self, prepared: PreparedJob, report: Reporter) -> PreparedJob:
         """Check the image, which is on this machine already. See `Transport`."""
@@ -232,6 +249,10 @@ class Ssh(Transport):
     def run(self, argv: Sequence[str]) -> Finished:
         """Run a command in the environment of a login shell. See `Transport`."""
         return remote_jobs.finished(self.connection, argv)
+
+    def run_script(self, script: str, args: Iterable[str], data: Iterable[bytes]) -> bytes:
+        """Run a script. See `Transport`."""
+        return b"".join(self.connection.stream(script, {}, args=args, data=data))
 
     def bring_image(self, prepared: PreparedJob, report: Reporter) -> PreparedJob:
         """Build, convert and send the image as far as the remote lacks it. See `Transport`.

@@ -396,6 +396,57 @@ def test_data_is_sent_once_and_read_beside_the_code(site: Site, code: Path) -> N
         shutil.rmtree(numbers.parent)
 
 
+STEP = (
+    "step=$(($(cat step 2> /dev/null || echo 0) + 1)); echo $step > step; dist-env > /dev/null; "
+    'mkdir -p "$IMGKIT_RUN_DIR/wandb/offline-run-1" && date > "$IMGKIT_RUN_DIR/wandb/offline-run-1/x.wandb"; '
+    'echo "step $step: $(python3 train.py)"; [ $step != 1 ] || exec sleep 600'
+)
+
+
+def test_stopped_run_goes_on_with_the_edited_code(site: Site, code: Path) -> None:
+    first = expect_success(site.run("--code", code, "--detach", "--", "sh", "-c", STEP)).stdout.strip()
+    number = first.partition("@")[0]
+    until(lambda: [*site.store.glob(f"runs/*-{number}/workspace/step")])
+    (run_folder,) = site.store.glob(f"runs/*-{number}")
+    running = site.imgkit("resume", first)
+    assert (running.returncode, running.stderr.splitlines()[0]) == (
+        2,
+        f"imgkit: ID: the run goes on: {first} is running",
+    )
+    assert site.imgkit("cancel", first).returncode == 0
+    until(lambda: not site.running(number))
+    assert f"{first} was cancelled; imgkit resume {first}; " in site.imgkit("status", first).stdout
+    (code / "train.py").write_text("print('secnd')\n")
+    resumed = expect_success(site.imgkit("resume", first, "--time", "6m"))
+    assert resumed.stdout == "step 2: secnd\n"
+    assert [*site.store.glob(f"runs/*-{handle(resumed).partition('@')[0]}")] == []
+    fetched = expect_success(site.imgkit("fetch", handle(resumed)))
+    sync_line = f"wandb sync runs/{run_folder.name}/wandb/offline-run-*"
+    assert fetched.stdout.splitlines()[-1] == sync_line
+    assert [path.name for path in (site.folder / "runs" / run_folder.name / "workspace").iterdir()] == [
+        "step"
+    ]
+    ended = site.imgkit("resume", first)
+    assert "completed: the program has ended well by itself" in ended.stderr
+    check_conflict(site, code, first, run_folder)
+
+
+def check_conflict(site: Site, code: Path, job: str, run_folder: Path) -> None:
+    """A file that the run and the user have changed is refused, unless the run's code stays."""
+    failed = site.imgkit("resume", job, "--", "sh", "-c", "echo run >> train.py; exit 3")
+    assert failed.returncode == 1
+    assert f"failed with exit code 3; imgkit resume {handle(failed)}; " in failed.stderr
+    (code / "train.py").write_text("print('third')\n")
+    refused = site.imgkit("resume", job)
+    where = f"{run_folder}/workspace"
+    assert refused.stderr.splitlines()[-2:] == [
+        f"imgkit: {where}: the run has changed what today's code has in another version: train.py",
+        f"  -> to go on with the run's code: imgkit resume {job} --same-code",
+    ]
+    same = expect_success(site.imgkit("resume", job, "--same-code", "--", "cat", "train.py"))
+    assert same.stdout == "print('secnd')\nrun\n"
+
+
 def test_code_lies_over_that_of_the_image(site: Site, code: Path) -> None:
     recipe = next(site.folder.glob("line*.yaml"))
     (site.folder / "train.py").write_text("print('of the image')\n")
@@ -416,7 +467,7 @@ def test_failed_job_fails_the_command(site: Site) -> None:
     result = site.run("--", "sh", "-c", "echo told; exit 3")
     assert result.returncode == 1
     assert result.stdout.startswith("told\n")
-    assert re.search(r"\d@\w+ failed with exit code 3; imgkit fetch", result.stderr)
+    assert re.search(r"(\d+@far) failed with exit code 3; imgkit resume \1; imgkit fetch \1\n", result.stderr)
 
 
 def test_interrupt_leaves_the_job_and_says_how_to_come_back(site: Site) -> None:

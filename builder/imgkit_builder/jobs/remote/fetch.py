@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from imgkit_builder.base.progress import Reporter
+from imgkit_builder.jobs import workspace
 from imgkit_builder.jobs.remote import jobs, rsync
 from imgkit_builder.jobs.remote.connection import Connection, ScriptFailed
 from imgkit_builder.jobs.submitted import SubmittedJob
 from imgkit_entrypoints.errors import CheckFailed
+from imgkit_entrypoints.system import WORKSPACE
 
 # Without -p, files get the permissions of new local files. The name of a run's secret file begins with a dot.
 _OPTIONS = ("-rt", "--exclude=.*")
@@ -41,6 +44,8 @@ def fetch(
 ) -> Fetched:
     """Copy the run folder and the output of the job into `folder`. Other files in `folder` stay.
 
+    Files of the code that the run has not changed are not copied.
+
     Parameters
     ----------
     checkpoints : copy the checkpoints of the training as well.
@@ -59,13 +64,21 @@ def fetch(
         log = jobs.log_file(record)
         log_args = ("-rt", f"--include=/{_escape_pattern(log.name)}", "--exclude=*", "remote:./", target)
         rsync.run(connection, str(log.parent), log_args, report)
-    exclude = () if checkpoints else ("--exclude=checkpoints/",)
+    exclude: tuple[str, ...] = () if checkpoints else ("--exclude=checkpoints/",)
     run_folder = str(record.job.run_folder)
-    try:
-        rsync.run(connection, run_folder, (*_OPTIONS, *exclude, "remote:./", target), report)
-    except ScriptFailed as error:
-        if error.code != rsync.NO_FOLDER:
-            raise
+    with tempfile.NamedTemporaryFile(
+        "w", prefix="imgkit-", encoding="utf-8", errors="surrogateescape"
+    ) as file:
+        unchanged = _unchanged_code(connection, record)
+        if unchanged:
+            file.writelines(f"/{WORKSPACE}/{_escape_pattern(name)}\n" for name in unchanged)
+            file.flush()
+            exclude += (f"--exclude-from={file.name}", "--prune-empty-dirs")
+        try:
+            rsync.run(connection, run_folder, (*_OPTIONS, *exclude, "remote:./", target), report)
+        except ScriptFailed as error:
+            if error.code != rsync.NO_FOLDER:
+                raise
     after = _list_files(folder)
     if not after:
         message = f"there is no {run_folder} on {record.job.files_remote} yet"
@@ -73,6 +86,20 @@ def fetch(
     new = tuple(path for path, version in after.items() if before.get(path) != version)
     new_bytes = sum(after[path].size_bytes for path in new)
     return Fetched(folder=folder, new=new, files=len(after), bytes=new_bytes)
+
+
+def _unchanged_code(connection: Connection, record: SubmittedJob) -> list[str]:
+    """Return the files of the code that the run's copy has as they were sent."""
+    if record.code is None:
+        return []
+    args = (str(record.job.run_folder), f"{record.job.directory}/code", "")
+    listing = workspace.parse(b"".join(connection.stream(workspace.LIST, {}, args=args)))
+    names = []
+    for name, version in listing.sent.items():
+        # A file of patterns has one a line.
+        if listing.current.get(name) == version and "\n" not in name:
+            names.append(name)
+    return names
 
 
 def _escape_pattern(name: str) -> str:

@@ -288,14 +288,20 @@ def _parse_job_notes(lines: Sequence[str]) -> tuple[JobNote, ...]:
     for job_id, submitted_s in _change_times_s("job", lines).items():
         if not is_job_id(job_id):
             continue
-        # A note has one value a line: the system, the job's name, the image, the code, and folders of data.
-        # Missing lines of a note that is cut short count as empty.
+        # A note has one value a line: the system, the job's name, the image, the code, folders of data, and
+        # the folder of a run that the job resumes. Missing lines of a note that is cut short count as empty.
         system, job_name, *paths = [*note_lines.get(job_id, []), "", ""]
         run = f"{job_name}-{job_id}"
+        folders: list[str] = []
+        for path in paths:
+            if path.startswith("runs/"):
+                run = path.removeprefix("runs/")
+            elif path:
+                folders.append(path.removesuffix(f"/{SIF}"))
         note = JobNote(
             id=job_id,
             system=system,
-            folders=tuple(path.removesuffix(f"/{SIF}") for path in paths if path),
+            folders=tuple(folders),
             used_s=max(submitted_s, run_times_s.get(run, 0)),
             is_resumable=run in resumable_runs,
         )

@@ -104,6 +104,8 @@ class System(abc.ABC):
     """Whether an interactive job must have the fields that ``system.queue.required`` names."""
     reports_state: bool = True
     """Whether `parse_status` can tell a job that runs from one that has ended."""
+    resumes_jobs: bool = False
+    """Whether a job's script can go on in the run folder of an earlier job."""
     code_copier: Literal["", "script", "imgkit"] = ""
     """What copies a job's code into its run folder before the start; empty: jobs here take no code.
 

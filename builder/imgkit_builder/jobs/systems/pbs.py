@@ -82,6 +82,7 @@ class Pbs(System):
     flags = PbsFlags
     uses = ("account", "queue", "time", "cpus", "mem", "mem-per-gpu", "group-readable")
     code_copier = "script"
+    resumes_jobs = True
     queue = QueueCommands(
         submit="qsub",
         own_jobs=("qstat",),  # the option for one user needs a name

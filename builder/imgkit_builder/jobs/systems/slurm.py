@@ -112,6 +112,7 @@ class Slurm(System):
     uses = OPTIONAL
     spares_take_over = True
     code_copier = "script"
+    resumes_jobs = True
     queue = QueueCommands(
         submit="sbatch",
         own_jobs=("squeue", "--me"),

@@ -19,8 +19,7 @@ from imgkit_builder.base.progress import Silent
 from imgkit_builder.image.context import LargeContext
 from imgkit_builder.jobs import code
 from imgkit_builder.jobs.code_tree import CodeTree
-from imgkit_builder.jobs.job import CodeRecord
-from imgkit_builder.jobs.request import JobRequest
+from imgkit_builder.jobs.request import CodeRecord, JobRequest
 from imgkit_builder.jobs.resolve import resolve
 from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.oci.manifest import InstalledProject

@@ -105,7 +105,7 @@ def test_output_is_followed_until_the_job_ends(folder: Path, ended_job: EndedJob
     code, out, err = call("run", "mn5", *SITE, "--", "dist-hello")
     assert (code, out) == (1, "")
     assert "imgkit logs 4711" in err
-    assert "4711 failed with exit code 3; run folder: " in err
+    assert "4711 failed with exit code 3; imgkit resume 4711; run folder: " in err
     assert records.find("4711").state == "failed"
 
 
@@ -170,7 +170,7 @@ def test_end_of_memory_is_explained_with_its_size(
     if cause:
         assert last_line == f"imgkit: {cause}: {remedy}"
     else:
-        assert "failed with exit code 1; run folder: " in last_line
+        assert "failed with exit code 1; imgkit resume 4711; run folder: " in last_line
 
 
 def test_help_lists_the_usual_options_first(call: Any) -> None:

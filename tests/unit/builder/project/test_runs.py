@@ -12,8 +12,8 @@ from job_records import keep_job
 
 from imgkit_builder.base.process import Finished
 from imgkit_builder.jobs import history, measured
-from imgkit_builder.jobs.job import CodeRecord
 from imgkit_builder.jobs.measured import LastNumbers
+from imgkit_builder.jobs.request import CodeRecord
 from imgkit_builder.jobs.submitted import FINAL_STATES
 from imgkit_entrypoints.errors import ToolFailed
 

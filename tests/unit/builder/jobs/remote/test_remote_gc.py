@@ -103,6 +103,12 @@ def test_run_folder_tells_when_a_job_used_its_image() -> None:
     assert (job.folders, job.used_s) == ((IMAGE,), 300)
 
 
+def test_resumed_job_uses_the_folder_of_the_first() -> None:
+    rows = ("run 300.1 x-7", "job 100.0 8", "note jobs/8:slurm", "note jobs/8:x")
+    (job,) = parse(*rows, f"note jobs/8:{IMAGE}/image.sif", "note jobs/8:runs/x-7", SAVED).notes
+    assert (job.folders, job.used_s, job.is_resumable) == ((IMAGE,), 300, True)
+
+
 SAVED = "checkpoint runs/x-7/checkpoints/step-0000000005"
 
 

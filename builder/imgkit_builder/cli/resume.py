@@ -1,0 +1,81 @@
+"""``imgkit resume``: submit a job again in its run folder."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from imgkit_builder.cli.common import flag_option, show, terminable
+from imgkit_builder.cli.jobs import may_ask, runner
+from imgkit_builder.cli.options import COMMAND, JobCommand, Without
+from imgkit_builder.cli.progress import reporter
+from imgkit_builder.cli.run import JobOptions, read_code, script_data, show_submitted
+from imgkit_builder.jobs.request import JobRequest
+from imgkit_entrypoints import terminal
+from imgkit_entrypoints.errors import UsageError
+
+if TYPE_CHECKING:
+    from imgkit_builder.jobs.prepared import PreparedJob
+
+COMMAND_CLASSES = {"resume": JobCommand}
+
+
+def verb_resume(
+    context: typer.Context,
+    job_id: str = typer.Argument(metavar="ID [-- COMMAND...]", help="Job id (imgkit runs)."),
+    *,
+    same_code: bool = flag_option("--same-code", "Go on with the run's code as it is."),
+    request: Annotated[JobRequest, Without("interactive", "no_code", "directory")],
+    options: Annotated[JobOptions, Without("on", "base", "trust_folder")],
+) -> None:
+    """Submit a job that has ended again, in the same run folder.
+
+    The command and all values are those of the job, unless options replace them; --env
+    replaces one variable. Today's code is used: files that the run has changed stay,
+    and one that has changed on both sides is refused by name.
+
+    Only for Slurm and PBS: other runs have no script that chooses the folder. Refused
+    while the run goes on, and after the program ended well, unless COMMAND is given.
+
+    \b
+    Examples:
+      imgkit resume 4711@mn5
+      imgkit resume 4711@mn5 --time 8h
+      imgkit resume 4711@mn5 -- dist-run train.py --epochs 90
+    """
+    from imgkit_builder.jobs import handle, records, resume, submit
+    from imgkit_builder.jobs.remote import config
+
+    if same_code and request.container.code is not None:
+        raise UsageError("--same-code cannot be combined with --code", where="--code", hint="leave it out")
+    record = records.find(job_id)
+    recorded = resume.load(record)
+    command = context.meta[COMMAND]
+    run = runner(record)
+    resume.refuse_unended(record, run, has_command=bool(command))
+    job_request = resume.with_flags(recorded.request, request.changed(command=command))
+    code = None if same_code else read_code(job_request, as_json=options.as_json)
+    resumed_run = resume.find_run(record, run, same_code=same_code)
+    remote = config.find(record.job.remote) if record.job.remote else None
+    prepared = submit.prepare(
+        recorded.recipe, job_request.changed(resumed=resumed_run), code, remote=remote, base=recorded.base
+    )
+    if options.dry_run:
+        _show_dry_run(prepared, as_json=options.as_json)
+        return
+    terminal.err(f"imgkit: {record.job.handle} goes on in {resumed_run.folder}")
+    transport = handle.transport_to(remote, prepared, may_ask=may_ask())
+    with terminable(), reporter(as_json=options.as_json) as report:
+        ready = submit.make_ready(prepared, transport, report)
+        new_record = submit.start(ready, transport, report)
+    show_submitted(new_record, ready, detach=options.detach, as_json=options.as_json)
+
+
+def _show_dry_run(prepared: PreparedJob, *, as_json: bool) -> None:
+    """Print the script of a job on stdout, and its warnings on stderr; with `as_json`, one object."""
+    if as_json:
+        show(script_data(prepared.job, prepared.script), as_json=True)
+        return
+    terminal.err(*(f"imgkit: {warning}" for warning in prepared.job.warnings))
+    terminal.document(prepared.script.text)

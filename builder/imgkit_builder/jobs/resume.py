@@ -1,0 +1,177 @@
+"""Submit a job again in its run folder: what its record says of the request, and when that is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from imgkit_builder.base.flags import declared
+from imgkit_builder.base.process import Finished
+from imgkit_builder.jobs import history, records, systems
+from imgkit_builder.jobs.request import CodeRecord, JobRequest, ResumedRun
+from imgkit_builder.jobs.submitted import SubmittedJob
+from imgkit_entrypoints import json_text
+from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.launch import stop_protocol
+
+Run = Callable[[Sequence[str]], Finished]
+"""Runs a command on the machine of a job, to its end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedRequest:
+    """The arguments with which a job was prepared."""
+
+    recipe: str
+    base: str
+    request: JobRequest
+
+
+def to_json(recipe: str | Path, request: JobRequest, base: str, *, remote: str) -> str:
+    """Return the request for a job's record. Of secret variables, it has the names alone.
+
+    Paths on this machine become absolute, because `imgkit resume` may run in another folder.
+    """
+    recipe_file = Path(recipe)
+    if recipe_file.is_file():
+        recipe = recipe_file.absolute()
+    container = request.container
+    changes: dict[str, Any] = {}
+    if container.code is not None:
+        changes["code"] = container.code.absolute()
+    if request.templates is not None:
+        changes["templates"] = request.templates.absolute()
+    if not remote:  # on a remote, imgkit chooses the folder, and the image is a path there
+        changes["directory"] = request.directory.absolute()
+        if container.image and Path(container.image).exists():
+            changes["image"] = str(Path(container.image).absolute())
+    fields = dataclasses.asdict(request.changed(**changes, system_flags=(), resumed=None))
+    system_flags = {type(flags).__name__: dataclasses.asdict(flags) for flags in request.system_flags}
+    data = {"recipe": str(recipe), "base": base, "request": fields, "system_flags": system_flags}
+    return json.dumps(data, default=str)
+
+
+def load(record: SubmittedJob) -> RecordedRequest:
+    """Return the request of a job.
+
+    Raises
+    ------
+    UsageError : the job cannot be resumed; says why.
+    """
+    handle = record.job.handle
+    if record.job.array or not records.is_kept(record):
+        raise UsageError(
+            f"{handle} is an array or a task of one, which cannot be resumed",
+            where="ID",
+            hint="submit the tasks again: imgkit run --option=--array=3,5 ... -- COMMAND",
+        )
+    if not systems.named(record.job.system).resumes_jobs:
+        raise UsageError(
+            f"{handle} is a job of {record.job.system}, whose run folder imgkit cannot choose",
+            where="ID",
+            hint="imgkit run ... -- dist-train --run-dir FOLDER goes on in that folder",
+        )
+    try:
+        data = json_text.parse(record.request)
+        request: JobRequest = json_text.read(JobRequest, data["request"], "request")
+        system = systems.named(record.job.system)
+        flags = data["system_flags"].get(system.flags.__name__)
+        if flags is not None:
+            request = request.changed(system_flags=(json_text.read(system.flags, flags, "request"),))
+        return RecordedRequest(recipe=data["recipe"], base=data["base"], request=request)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UsageError(
+            f"the record of {handle} does not say what the job asked for",
+            where="ID",
+            hint="another version of imgkit or another command submitted it: imgkit run ... -- COMMAND",
+        ) from error
+
+
+def with_flags(recorded: JobRequest, flags: JobRequest) -> JobRequest:
+    """Return the request of a job with the values of `flags`.
+
+    A value replaces that of the job. Of variables, one replaces that of the same name, and the others stay.
+    """
+    changes: dict[str, Any] = {}
+    for flag in declared(JobRequest):
+        value = flag.value(flags)
+        if value == flag.default:
+            continue
+        if flag.field == "env":
+            names = {item.partition("=")[0] for item in value}
+            old_items = [item for item in recorded.container.env if item.partition("=")[0] not in names]
+            value = (*old_items, *value)
+        changes[flag.field] = value
+    if flags.launch.command:
+        changes["command"] = flags.launch.command
+    return recorded.changed(**changes)
+
+
+def find_run(record: SubmittedJob, run: Run, *, same_code: bool) -> ResumedRun:
+    """Return the run of a job.
+
+    Parameters
+    ----------
+    same_code : whether the run goes on with its copy of the code as it is.
+    """
+    folder = record.job.run_folder
+    code = None
+    if same_code:
+        # An earlier resume may have brought newer code than that of this job.
+        answer = run(("cat", "--", str(folder / "code.json")))
+        try:
+            code = json_text.read(CodeRecord, json_text.parse(answer.output), "code.json")
+        except ValueError:  # the job has not started
+            code = record.code
+    return ResumedRun(job=record.job.handle, folder=folder, code=code)
+
+
+def refuse_unended(record: SubmittedJob, run: Run, *, has_command: bool) -> None:
+    """Refuse to resume a run that goes on, or whose program has ended well by itself.
+
+    The states of all jobs in the run folder are saved, because the next start removes the run's result.
+
+    Parameters
+    ----------
+    has_command : whether a new command is given, such as one with more epochs.
+
+    Raises
+    ------
+    UsageError : the run goes on, or has ended well by itself.
+    ToolFailed : the scheduler did not answer; the job may run.
+    """
+    latest = None
+    for job_record in records.of_run(record):
+        report = history.report(job_record, run)
+        if not report.has_ended:
+            raise _unended_error(report.record)
+        if report.record != job_record:
+            records.keep(report.record)
+        latest = latest or report.record
+    if latest is None or latest.state != "succeeded":
+        return
+    stop_file = latest.job.run_folder / stop_protocol.BY_PERSON
+    is_stopped = latest.stopped or run(("test", "-e", str(stop_file))).returncode == 0
+    if is_stopped:
+        # A submission that fails removes the file all the same, and the next one must know of it.
+        records.keep(dataclasses.replace(latest, stopped=True))
+    elif not has_command:
+        raise UsageError(
+            f"{latest.job.handle} completed: the program has ended well by itself",
+            where="ID",
+            hint=f"to go on, for example with more epochs: imgkit resume {record.job.handle} -- COMMAND",
+        )
+
+
+def _unended_error(record: SubmittedJob) -> UsageError:
+    """Return the error for a run that a job that has not ended continues."""
+    handle = record.job.handle
+    return UsageError(
+        f"the run goes on: {handle} is {record.state or 'submitted'}",
+        where="ID",
+        hint=f"imgkit cancel {handle} or imgkit wait {handle}, then imgkit resume {handle}",
+    )

@@ -1,0 +1,193 @@
+"""The run's copy of its code: what the run has changed in it, and today's code for a run that is resumed.
+
+A file of the copy is as it was sent if it has the size and the time of the file in the store: the times of
+code follow from its content (`code_tree`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from imgkit_builder.jobs.request import CodeRecord, ResumedRun
+from imgkit_entrypoints.errors import CheckFailed, ToolFailed, UsageError
+from imgkit_entrypoints.system import WORKSPACE
+
+RunScript = Callable[[str, Iterable[str], Iterable[bytes]], bytes]
+"""Runs a script of sh where the job runs, with its arguments and its standard input; returns the output."""
+_MAX_NAMES = 5
+"""Changed files that an error names, so that it stays readable."""
+_FIELDS = "%p\\0%y %s %T@ %m %l\\0"
+"""Two texts that find prints for a file: the path, and kind, size, time, mode and a link's target."""
+
+# The arguments are the run folder, the folder of all code in the store, and the digest of today's code, which
+# may be empty. The file code.json names the code of which the copy was made. Of folders, only empty ones are
+# listed, on which data is mounted. In the copy, only files that the code has are looked at, because a run can
+# write any number of others.
+LIST = f"""\
+cd -- "$1/workspace" 2> /dev/null || {{ printf 'end\\0\\0'; exit 0; }}
+sent=$(sed -n 's/.*"sha256": "\\([0-9a-f]\\{{64\\}}\\)".*/\\1/p' ../code.json 2> /dev/null)
+list_code() {{
+    cd -- "$2/workspace" 2> /dev/null || return 0
+    printf '%s\\0\\0' "$1"
+    find . -mindepth 1 \\( ! -type d -o -empty \\) -printf '{_FIELDS}'
+}}
+list_names() {{
+    if cd -- "$1/workspace" 2> /dev/null; then find . -mindepth 1 \\( ! -type d -o -empty \\) -print0; fi
+}}
+(list_code sent "$2/$sent")
+if [ -n "$3" ]; then (list_code today "$2/$3"); fi
+printf 'current\\0\\0'
+for digest in "$sent" $3; do (list_names "$2/$digest"); done |
+    xargs -0 -r sh -c 'find "$@" -maxdepth 0 -printf "{_FIELDS}"' sh 2> /dev/null
+printf 'end\\0\\0'
+"""
+# The arguments are the run folder, the folder of today's code, the size of the list of files to copy, and
+# code.json. The list and then that of the files to remove are on standard input. tar writes a new file for
+# each, which has no inode in common with the store; an archive that is cut short stops the script.
+_UPDATE = """\
+set -e
+archive=$1/.imgkit-update.tar
+trap 'rm -f -- "$archive"' EXIT
+cd -- "$2/workspace"
+head -c "$3" | tar --null --no-recursion --mode=u+w -cf "$archive" --files-from=-
+cd -- "$1/workspace"
+tar --no-same-owner -xf "$archive"
+xargs -0 -r sh -c '
+    for name; do
+        rm -f -- "$name" 2> /dev/null || rmdir --ignore-fail-on-non-empty -- "$name" || exit 1
+    done' sh
+printf '%s\\n' "$4" > ../code.json
+"""
+
+Version = tuple[str, ...]
+"""What two versions of a file differ in: kind, size, time and the executable bit, or a link's target."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listing:
+    """The files of a run's copy and of the code in the store, each with its version, by their paths."""
+
+    has_copy: bool
+    """Whether the run has a copy. It has none if its job has not started."""
+    sent: Mapping[str, Version]
+    """The code of which the copy was made; empty if the store no longer has it."""
+    today: Mapping[str, Version]
+    current: Mapping[str, Version]
+    """The files of the copy that `sent` or `today` has, too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """What makes a run's copy that of today's code, without what the run has changed."""
+
+    copied: tuple[str, ...]
+    """Files of today's code that are new or edited."""
+    removed: tuple[str, ...]
+    """Files that were sent and that today's code no longer has."""
+    conflicts: tuple[str, ...]
+    """Files that both the run and the user have changed."""
+
+
+def parse(output: bytes) -> Listing:
+    """Return the listing that `LIST` has printed.
+
+    Raises
+    ------
+    ToolFailed : the output is cut short.
+    """
+    texts = [os.fsdecode(text) for text in output.split(b"\0")]
+    if texts[-3:] != ["end", "", ""]:
+        raise ToolFailed("the list of the run's files is cut short", hint="run the command again")
+    folders: dict[str, dict[str, Version]] = {"sent": {}, "today": {}, "current": {}}
+    files: dict[str, Version] = {}
+    has_copy = False
+    # Each file has two texts. The title of a list has an empty second one.
+    for path, fields in zip(texts[:-3:2], texts[1:-3:2], strict=True):
+        if fields:
+            files[path.removeprefix("./")] = _parse_version(fields)
+        else:
+            files = folders[path]
+            has_copy = True
+    return Listing(has_copy=has_copy, **folders)
+
+
+def _parse_version(fields: str) -> Version:
+    """Return the version of a file from the second text of `_FIELDS`."""
+    kind, size, time, mode, target = fields.split(" ", 4)
+    if kind == "l":
+        return (kind, target)
+    if kind == "d":
+        return (kind,)
+    # The store has files that nobody may write: of the mode, only whether the owner may execute it counts.
+    is_executable = int(mode, 8) & 0o100
+    return (kind, size, time, str(is_executable))
+
+
+def plan_update(listing: Listing) -> Update:
+    """Return what makes the run's copy that of today's code."""
+    copied: list[str] = []
+    removed: list[str] = []
+    conflicts: list[str] = []
+    for name in sorted({*listing.sent, *listing.today}):
+        sent, today, current = (files.get(name) for files in (listing.sent, listing.today, listing.current))
+        is_edited = today != sent
+        is_changed = current != sent
+        if not is_edited or current == today:
+            continue
+        if is_changed:
+            if today is not None:
+                conflicts.append(name)
+        elif today is None:
+            removed.append(name)
+        else:
+            copied.append(name)
+    return Update(copied=tuple(copied), removed=tuple(removed), conflicts=tuple(conflicts))
+
+
+def update(resumed: ResumedRun, store: Path, today: CodeRecord, run_script: RunScript) -> None:
+    """Bring today's code into the run's copy. Files that the run has changed or made stay.
+
+    Parameters
+    ----------
+    store : the folder on the nodes with all code.
+    today : the code of today, which `store` has.
+
+    Raises
+    ------
+    UsageError : the run has changed a file of which today's code has another version.
+    CheckFailed : the store no longer has the code that was sent, so nobody knows what the run has changed.
+    ToolFailed : the files cannot be listed or written.
+    """
+    hint = f"to go on with the run's code: imgkit resume {resumed.job} --same-code"
+    listing = parse(run_script(LIST, (str(resumed.folder), str(store), today.sha256), ()))
+    if not listing.has_copy:
+        return  # the job's script makes it
+    if not listing.sent:
+        raise CheckFailed(
+            "the code that the run was sent is no longer there, so its changes are not known",
+            where=str(store),
+            hint=hint,
+        )
+    plan = plan_update(listing)
+    if plan.conflicts:
+        raise _conflict_error(resumed.folder, plan.conflicts, hint)
+    copied = "".join(f"./{name}\0" for name in plan.copied)
+    removed = "".join(f"./{name}\0" for name in plan.removed)
+    data = [os.fsencode(copied), os.fsencode(removed)]
+    args = (str(resumed.folder), str(store / today.sha256), str(len(data[0])), today.text)
+    run_script(_UPDATE, args, data)
+
+
+def _conflict_error(run_folder: Path, names: tuple[str, ...], hint: str) -> UsageError:
+    """Return the error for files that both the run and the user have changed."""
+    shown = ", ".join(names[:_MAX_NAMES])
+    if len(names) > _MAX_NAMES:
+        shown += f" and {len(names) - _MAX_NAMES} more"
+    return UsageError(
+        f"the run has changed what today's code has in another version: {shown}",
+        where=str(run_folder / WORKSPACE),
+        hint=hint,
+    )
