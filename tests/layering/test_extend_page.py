@@ -116,7 +116,7 @@ def test_unit_tests_of_recipes_pass_with_the_new_key(code: Path) -> None:
     # Messages name all keys and systems: as the page says, the new ones are added to them.
     messages = code / RECIPE_TESTS / "malformed.txt"
     text = messages.read_text().replace("secrets, uv, ", "secrets, timezone, uv, ")
-    messages.write_text(text.replace("cpu, juwels-booster, ", "cpu, fakecluster, juwels-booster, "))
+    messages.write_text(text.replace("cpu, jupiter, ", "cpu, fakecluster, jupiter, "))
     pass_tests(code, code / RECIPE_TESTS, *ignored)
 
 

@@ -130,13 +130,6 @@ class Job:
         return f"{self.run_folder or '$IMGKIT_RUN_DIR'}/{WORKSPACE}"
 
     @property
-    def data_links(self) -> Mapping[str, str]:
-        """The data of a job that mounts nothing: links below `workspace`, and their targets."""
-        if self.container.runtime not in ("host", "kubernetes"):
-            return {}
-        return {data.target.removeprefix(f"/{WORKSPACE}/"): data.source for data in self.container.data}
-
-    @property
     def runs_entry_point(self) -> bool:
         """Whether `command` is an entry point, ``dist-...``, which an image must contain."""
         return bool(self.command) and self.command[0].startswith("dist-")

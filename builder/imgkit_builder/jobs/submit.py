@@ -302,7 +302,7 @@ def _prepare_resumed_folder(
     if code is not None:
         store = job.directory / transport.code_folder
         workspace.update(resumed, store, code.record, transport.run_script)
-    for name, source in job.data_links.items():
+    for name, source in runtime_of(job).data_links(job).items():
         transport.run_script(_LINK_DATA, (source, str(resumed.folder / WORKSPACE / name)), ())
     old_files = [str(resumed.folder / name) for name in (stop_protocol.BY_PERSON, stop_protocol.RESULT)]
     transport.run_script('rm -f -- "$@"\n', old_files, ())

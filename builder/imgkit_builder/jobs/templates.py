@@ -14,7 +14,7 @@ def fill(job: Job, name: str, **values: Any) -> str:
     """Render the template `name` and return the text.
 
     The template is one of the user's folder of ``--templates``, or else a shipped one. It can use `job`,
-    ``modules``, ``exports`` and `values`.
+    ``modules``, ``exports``, ``data_links`` and `values`.
 
     Raises
     ------
@@ -30,7 +30,13 @@ def fill(job: Job, name: str, **values: Any) -> str:
         raise UsageError(f"no folder {folder}", where="--templates")
     try:
         template = environment("templates/job", folder).get_template(name)
-        return template.render(job=job, modules=runtime.modules(job), exports=runtime.exports(job), **values)
+        return template.render(
+            job=job,
+            modules=runtime.modules(job),
+            exports=runtime.exports(job),
+            data_links=runtime.data_links(job),
+            **values,
+        )
     # Beside jinja2's own errors, an expression of a template can raise whatever Python raises for it.
     except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
         if isinstance(error, jinja2.TemplateSyntaxError):

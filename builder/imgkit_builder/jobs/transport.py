@@ -200,7 +200,7 @@ class Local(Transport):
         folder.mkdir(mode=0o700)
         files.put(folder / "code.json", f"{code_folder.record.text}\n")
         bound.write_folder(folder / WORKSPACE, code_folder.tree.write_copy)
-        for name, source in job.data_links.items():
+        for name, source in runtime_of(job).data_links(job).items():
             mount_point = folder / WORKSPACE / name
             mount_point.rmdir()
             mount_point.symlink_to(source)

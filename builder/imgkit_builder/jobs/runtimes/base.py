@@ -88,6 +88,15 @@ class Runtime(abc.ABC):
     terminal_options: Argv = ()
     """Options by which the command gets the terminal."""
 
+    def data_links(self, job: Job) -> Mapping[str, str]:
+        """Return the links in the run's copy of its code to folders of data, each with its target.
+
+        They take the place of mounts where the runtime makes none.
+        """
+        if self.mounts_folders:
+            return {}
+        return {data.target.removeprefix(f"/{WORKSPACE}/"): data.source for data in job.container.data}
+
     def used_flags(self) -> tuple[str, ...]:
         """Return the flags out of `systems.OPTIONAL` for which the runtime has options of its own."""
         return ()
