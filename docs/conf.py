@@ -43,7 +43,7 @@ nitpick_ignore_regex = [
     ("py:.*", r"(Path|Mapping|Sequence|Callable|Iterable|Iterator|Any|Literal|NoneType|optional|default.*)"),
     ("py:class", r"torch\..*"),
     # Parts of the results of the Python API that have no section on its page.
-    ("py:class", r"imgkit_builder\.(jobs|oci|sif|recipe\.model)\..*"),
+    ("py:class", r"imgkit_builder\.(data|jobs|oci|sif|recipe\.model)\..*"),
     ("py:class", "Options|AnyRequest|Origin|Format(Name)?|CompressionChoice|ProjectFile"),
     ("py:exc", "LargeContext"),
     ("py:class", r"imgkit_entrypoints\.(rules|known_issues)\..*|Rule\(\)"),

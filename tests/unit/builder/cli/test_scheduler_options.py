@@ -9,7 +9,7 @@ import typer
 from imgkit_builder.cli import app
 from imgkit_builder.cli.scheduler_options import TABLES
 
-RESOURCES = ("select", "nodes", "ncpus", "ngpus", "walltime", "mpiprocs", "ppn", "ompthreads", "place")
+RESOURCES = ("select", "nodes", "ncpus", "ngpus", "mem", "walltime", "mpiprocs", "ppn", "ompthreads", "place")
 
 
 def own_options() -> set[str]:

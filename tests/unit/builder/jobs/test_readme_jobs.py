@@ -39,9 +39,12 @@ def folder(home: Path) -> Path:
     """A folder with a recipe mine.yaml, where the commands are typed."""
     (home / "mine.yaml").write_text("extends: mn5\nimage:\n  copy:\n    - source: src\n")
     (home / "src").mkdir()
-    remote = ["remote", "add", "mn5", "me@far:/gpfs/me", "--recipe", "mn5"]
-    added = CliRunner().invoke(build_app(), remote)
-    assert added.exit_code == 0, added.output
+    for remote in (
+        ["mn5", "me@far:/gpfs/me", "--recipe", "mn5"],
+        ["mlo", "me@far:/mnt/scratch/me", "--recipe", "mlo", "--pvc", "mlo-scratch:/mloscratch"],
+    ):
+        added = CliRunner().invoke(build_app(), ["remote", "add", *remote])
+        assert added.exit_code == 0, added.output
     for name in ("mine.tar", "letters.sif"):
         (home / name).touch()
     return home
@@ -55,7 +58,8 @@ def test_line_of_the_readme_renders(line: str, folder: Path) -> None:
         if option in args:
             del args[args.index(option) : args.index(option) + 2]
     if args[0].startswith("-") or "--on" in args:  # the line belongs into a folder of `imgkit init`
-        text = "recipe = './mine.yaml'\naccount = 'bsc98'\nqos = 'acc_debug'\ntime = '30m'\n"
+        recipe = "mlo" if "mlo" in args else "./mine.yaml"
+        text = f"recipe = '{recipe}'\naccount = 'bsc98'\nqos = 'acc_debug'\ntime = '30m'\n"
         text += "" if "--" in args else "command = ['dist-hello']\n"
         (folder / "imgkit.toml").write_text(text)
     result = CliRunner().invoke(build_app(), ["run", "--dry-run", *args], catch_exceptions=False)
