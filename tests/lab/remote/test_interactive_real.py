@@ -88,7 +88,12 @@ def test_shell_on_a_node_has_the_code_and_the_terminal(site: FarSite) -> None:
 
 
 def test_command_runs_on_all_nodes_and_returns_its_code(site: FarSite) -> None:
-    with at_terminal(site, "--nodes", "2", "--", "sh", "-c", 'echo "from $(hostname)"; exit 5') as terminal:
+    # node1 fails last: srun would end a container of node2 that is still starting, and return its code.
+    program = (
+        'echo "from $(hostname)"; touch "at-$(hostname)"; [ "$(hostname)" = node1 ] || exit 0; '
+        "until [ -e at-node2 ]; do sleep 0.1; done; sleep 1; exit 5"
+    )
+    with at_terminal(site, "--nodes", "2", "--", "sh", "-c", program) as terminal:
         assert terminal.wait() == 5, terminal.text
     assert "from node1" in terminal.text
     assert "from node2" in terminal.text
