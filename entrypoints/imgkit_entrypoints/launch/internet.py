@@ -134,5 +134,7 @@ def can_connect(url: str) -> bool:
         has_connected.set()
 
     # The look-up of a name knows no time limit, so that it may outlive this function.
-    threading.Thread(target=connect, daemon=True).start()
-    return has_connected.wait(ATTEMPT_S)
+    attempt = threading.Thread(target=connect, daemon=True)
+    attempt.start()
+    attempt.join(ATTEMPT_S)
+    return has_connected.is_set()
