@@ -370,7 +370,7 @@ def submitted(
         remote=remote,
         array=script.is_array,
         shell_line=runtime_of(job).shell_line(job),
-        resumed_folder=job.request.resumed.folder if job.request.resumed else None,
+        run_name=job.request.resumed.folder.name if job.request.resumed else "",
     )
     return SubmittedJob(
         job=queued,

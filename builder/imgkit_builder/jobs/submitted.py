@@ -60,13 +60,14 @@ class QueuedJob:
     store: str = ""
     """Name of the remote that only stores the files of a job of this machine; empty: there is none."""
     run_name: str = ""
-    """Name of the run folder if imgkit made it before the job had an id; empty: ``NAME-ID``."""
+    """Name of the run folder if it is older than the job's id; empty: ``NAME-ID``.
+
+    imgkit made it before the submission, or the job goes on in the folder of an earlier one.
+    """
     array: bool = False
     """Whether the job is an array; each task has an id, a run folder and an output of its own."""
     shell_line: str = ""
     """The command line that opens a shell on a node, in a container like the job's; empty for pods."""
-    resumed_folder: Path | None = None
-    """The run folder of an earlier job, in which this one goes on; None: the folder is named by the job."""
 
     @property
     def handle(self) -> str:
@@ -76,7 +77,7 @@ class QueuedJob:
     @property
     def run_folder(self) -> Path:
         """The folder into which the job writes, on the machine that has its files."""
-        return self.resumed_folder or self.directory / "runs" / (self.run_name or f"{self.name}-{self.id}")
+        return self.directory / "runs" / (self.run_name or f"{self.name}-{self.id}")
 
     @property
     def files_remote(self) -> str:

@@ -181,7 +181,7 @@ def test_first_job_keeps_its_exit_code(home: Path, fake_program: FakeProgram, ca
     fake_program("squeue", SLURM_FORGOT)
     fake_program("sacct", "echo '1  FAILED  3:0'")
     first = keep_job(1)
-    keep_job(2, resumed_folder=first.job.run_folder)
+    keep_job(2, run_name=first.job.run_folder.name)
     write_files(first.job.run_folder, {"result": "2.0 5"})
     assert "1 failed with exit code 3; " in call("status", "1")[1]
     assert "2 failed with exit code 5; " in call("status", "2")[1]
