@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from imgkit_builder.cli.common import flag_option, show, terminable
+from imgkit_builder.cli.common import flag_option, terminable
 from imgkit_builder.cli.jobs import may_ask, runner
 from imgkit_builder.cli.options import COMMAND, JobCommand, Without
 from imgkit_builder.cli.progress import reporter
-from imgkit_builder.cli.run import JobOptions, read_code, script_data, show_submitted
+from imgkit_builder.cli.run import JobOptions, read_code, show_script, show_submitted
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import UsageError
-
-if TYPE_CHECKING:
-    from imgkit_builder.jobs.prepared import PreparedJob
 
 COMMAND_CLASSES = {"resume": JobCommand}
 
@@ -62,7 +59,9 @@ def verb_resume(
         recorded.recipe, job_request.changed(resumed=resumed_run), code, remote=remote, base=recorded.base
     )
     if options.dry_run:
-        _show_dry_run(prepared, as_json=options.as_json)
+        if not options.as_json:
+            terminal.err(*(f"imgkit: {warning}" for warning in prepared.job.warnings))
+        show_script(prepared.job, prepared.script, (), as_json=options.as_json)
         return
     terminal.err(f"imgkit: {record.job.handle} goes on in {resumed_run.folder}")
     transport = handle.transport_to(remote, prepared, may_ask=may_ask())
@@ -70,12 +69,3 @@ def verb_resume(
         ready = submit.make_ready(prepared, transport, report)
         new_record = submit.start(ready, transport, report)
     show_submitted(new_record, ready, detach=options.detach, as_json=options.as_json)
-
-
-def _show_dry_run(prepared: PreparedJob, *, as_json: bool) -> None:
-    """Print the script of a job on stdout, and its warnings on stderr; with `as_json`, one object."""
-    if as_json:
-        show(script_data(prepared.job, prepared.script), as_json=True)
-        return
-    terminal.err(*(f"imgkit: {warning}" for warning in prepared.job.warnings))
-    terminal.document(prepared.script.text)
