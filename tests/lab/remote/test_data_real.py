@@ -30,14 +30,6 @@ def served() -> Iterator[FarHost]:
 
 
 @pytest.fixture
-def far(served: FarHost, monkeypatch: pytest.MonkeyPatch) -> FarHost:
-    for name, value in served.env.items():
-        monkeypatch.setenv(name, value)
-    served.direct()
-    return served
-
-
-@pytest.fixture
 def data(tmp_path: Path) -> DataFolder:
     files = {f"data/x/part {number}": os.urandom(MB) for number in range(6)}
     return folder.find(spec.parse("data/x"), write_files(tmp_path / "project", files))

@@ -36,14 +36,6 @@ def served() -> Iterator[FarHost]:
         yield host
 
 
-@pytest.fixture
-def far(served: FarHost, monkeypatch: pytest.MonkeyPatch) -> FarHost:
-    for name, value in served.env.items():
-        monkeypatch.setenv(name, value)
-    served.direct()
-    return served
-
-
 def reach(folder: Path, *, keep_s: int = 600, bwlimit: float = 0.0) -> Connection:
     """Return the connection to this machine over ssh; `bwlimit` is in MB/s."""
     remote = Remote(name="far", address="far", folder=str(folder), keep_s=keep_s, bwlimit=bwlimit)

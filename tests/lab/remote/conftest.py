@@ -1,0 +1,15 @@
+"""The far host of a module, as the test's own process reaches it."""
+
+from __future__ import annotations
+
+import pytest
+from remotekit import FarHost
+
+
+@pytest.fixture
+def far(served: FarHost, monkeypatch: pytest.MonkeyPatch) -> FarHost:
+    """Return the host of the module's fixture `served`, with the variables of its ssh in the environment."""
+    for name, value in served.env.items():
+        monkeypatch.setenv(name, value)
+    served.direct()
+    return served
