@@ -1,4 +1,4 @@
-"""torchrun itself, started by the node agent with eight changes.
+"""torchrun itself, started by the node agent with nine changes.
 
 It ends the remaining workers of a failed group by HUP. TERM is blocked in them or does nothing, since
 schedulers send it to every process, and torchrun would wait 30 s before KILL. When the node agent ends it, by
@@ -6,9 +6,9 @@ HUP or QUIT, it prints nothing: the node agent has said why. After success it ex
 interpreter down, which takes 0.4 s with torch. What it says about failed workers goes to the full log of the
 node agent alone (launch/failures.py); for a program of this package, it passes the exit code on. With
 ``IMGKIT_START=fork`` its workers are forks of it: torch is imported once for all of them, and they share the
-memory of what it imports. It notes for the node agent when its rendezvous begins and ends. Where its standard
-output is closed or full, it notes that and goes on. And at its end it waits for the other nodes without
-torch's store.
+memory of what it imports. It starts each worker on the processors beside its GPU (launch/cores.py). It notes
+for the node agent when its rendezvous begins and ends. Where its standard output is closed or full, it notes
+that and goes on. And at its end it waits for the other nodes without torch's store.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from torch.distributed.run import main
 from imgkit_entrypoints import files
 from imgkit_entrypoints.apps.ranks import run_worker
 from imgkit_entrypoints.errors import EXIT_NO
-from imgkit_entrypoints.launch import failures, start_up, stop_protocol, user_program
+from imgkit_entrypoints.launch import cores, failures, start_up, stop_protocol, user_program
 
 _OWN = "imgkit_entrypoints.apps."
 RELEASE_LOOK_S = 0.02
@@ -161,6 +161,26 @@ def wait_for_the_other_nodes() -> None:
     SimpleElasticAgent._exit_barrier = wait
 
 
+def start_workers_on_their_cpus() -> None:
+    """Have torchrun start each worker on the processors beside its GPU, if the plan names any.
+
+    A process inherits the processors of the thread that starts it, so they count from its first import on.
+    """
+    if cores.VARIABLE not in os.environ:
+        return
+    by_torch = api.get_subprocess_handler
+
+    def start_worker(*, local_rank_id: int, **options: Any) -> object:
+        own_cpus = os.sched_getaffinity(0)
+        cores.bind_to_cpus(os.environ, local_rank_id)
+        try:
+            return by_torch(local_rank_id=local_rank_id, **options)
+        finally:
+            os.sched_setaffinity(0, own_cpus)
+
+    api.get_subprocess_handler = start_worker
+
+
 def main_of_forks() -> None:
     """Run torchrun with workers that are forked from this process, which has imported torch for all of them.
 
@@ -214,6 +234,7 @@ def _own_module(argv: Sequence[str]) -> str:
 def worker(*argv: str) -> None:
     """Run the worker in a forked process as ``python3 WORDS`` would."""
     popen_fork.Popen.terminate = _TERMINATE  # type: ignore[method-assign]
+    cores.bind_to_cpus(os.environ, int(os.environ["LOCAL_RANK"]))
     for number in (signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)  # the agent's handlers are here too
     run_worker(lambda: _run_program(argv), end=(lambda: None) if _own_module(argv) else _end_of_interpreter)
@@ -243,6 +264,7 @@ if __name__ == "__main__":
     api._get_default_signal = lambda: signal.SIGHUP  # torch has no setting for this
     note_the_rendezvous()
     wait_for_the_other_nodes()
+    start_workers_on_their_cpus()
     sys.stdout = io.TextIOWrapper(
         LossyOutput(1, "w", closefd=False),
         encoding=sys.stdout.encoding,

@@ -148,6 +148,11 @@ OPTIONS = (
         "measure all nodes first, for a minute at most, and leave slow ones out",
         action="store_true",
     ),
+    Option(
+        "--no-cpu-binding",
+        "let each worker run on all processors of the job, not only on those beside its GPU",
+        action="store_true",
+    ),
     Option("--no-network-test", "skip the test of the network between the nodes", action="store_true"),
     Option("--direct", "run this process as one rank, without torchrun", action="store_true"),
     Option("--dry-run", "show every resolved value and its source, then exit", action="store_true"),
@@ -180,7 +185,16 @@ RUN_OPTIONS = (
     Option("program", "your script or module and its arguments", nargs=argparse.REMAINDER),
 )
 """The options that dist-run alone has."""
-_TORCHRUN_ONLY = ("--nproc", "--start", "--hang-after", "--log-dir", "--direct", "-m", "--pass-local-rank")
+_TORCHRUN_ONLY = (
+    "--nproc",
+    "--start",
+    "--hang-after",
+    "--log-dir",
+    "--direct",
+    "-m",
+    "--pass-local-rank",
+    "--no-cpu-binding",
+)
 PER_NODE_NEEDS = (
     *(
         Need(option=flag, reason="with --per-node", met=lambda options: not options.per_node)
@@ -281,6 +295,7 @@ def read_options(parsed: argparse.Namespace, command: Command, argv: Sequence[st
         max_failures=parsed.max_failures,
         start=parsed.start,
         log_dir=parsed.log_dir,
+        binds_cpus=not parsed.no_cpu_binding,
     )
     timeouts = Timeouts(
         grace_s=parsed.grace,

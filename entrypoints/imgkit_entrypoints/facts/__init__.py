@@ -29,7 +29,9 @@ def gather(root: Path | None = None, env: Mapping[str, str] = os.environ) -> Hos
     UsageError : ``IMGKIT_ROOT`` is not a folder, or ``IMGKIT_NCCL_VERSION`` is not a version.
     """
     reader = Reader(root=root_of(env) if root is None else root)
-    gpus = compute.gpus(reader, env, software.closed_gpus(reader, env))
+    closed_gpus = software.closed_gpus(reader, env)
+    gpus = compute.gpus(reader, env, closed_gpus)
+    gpu_devices = compute.gpu_devices(reader)
     cpus, cpus_source = compute.cpus(reader)
     processes, processes_source = compute.processes(reader)
     image_nccl = software.image_nccl(reader, env)
@@ -47,7 +49,10 @@ def gather(root: Path | None = None, env: Mapping[str, str] = os.environ) -> Hos
         gpus_problem=gpus.problem,
         cpus_source=cpus_source,
         amd_gpus=compute.amd_gpus(reader),
-        gpu_devices=compute.gpu_devices(reader),
+        allowed_cpus=compute.allowed_cpus(reader),
+        numa_cpus=compute.numa_cpus(reader),
+        worker_gpus=compute.worker_gpus(reader, env, gpu_devices, gpus, closed_gpus),
+        gpu_devices=gpu_devices,
         driver=compute.driver(reader),
         kernel=reader.text("/proc/sys/kernel/osrelease") or "",
         boot_id=reader.text("/proc/sys/kernel/random/boot_id") or "",

@@ -6,7 +6,7 @@ import collections
 import itertools
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
@@ -14,8 +14,9 @@ from imgkit_entrypoints.arguments import digits
 from imgkit_entrypoints.facts.host_facts import Gpu, Limit
 from imgkit_entrypoints.facts.reader import Reader
 
-_CPU_LIST = re.compile(r"[0-9]{1,9}(-[0-9]{1,9})?(,[0-9]{1,9}(-[0-9]{1,9})?)*")
-_LONGEST_PATH = 4096
+_CPU_LIST = re.compile(r"[0-9]{1,4}(-[0-9]{1,4})?(,[0-9]{1,4}(-[0-9]{1,4})?)*")
+"""The kernel's format of a set of processors, such as ``0-39,80-119``; no kernel has 10,000 of them."""
+_LONGEST_PATH = _LONGEST_CPU_LIST = 4096
 
 
 def cpus(reader: Reader) -> tuple[int, str]:
@@ -33,13 +34,43 @@ def cpus(reader: Reader) -> tuple[int, str]:
 
 
 def _affinity(reader: Reader) -> tuple[int, str]:
+    text = allowed_cpus(reader)
+    if text:
+        return len(parse_cpu_list(text)), f"/proc/self/status: Cpus_allowed_list {text}"
+    return len(os.sched_getaffinity(0)), "sched_getaffinity"
+
+
+def allowed_cpus(reader: Reader) -> str:
+    """Return the list of the processors on which this process may run; empty if it is unknown."""
     for line in (reader.text("/proc/self/status") or "").splitlines():
         name, _, value = line.partition(":")
-        if name == "Cpus_allowed_list" and _CPU_LIST.fullmatch(value.strip()):
-            ranges = (part.split("-") for part in value.strip().split(","))
-            count = sum(int(ends[-1]) - int(ends[0]) + 1 for ends in ranges)
-            return count, f"/proc/self/status: Cpus_allowed_list {value.strip()}"
-    return len(os.sched_getaffinity(0)), "sched_getaffinity"
+        if name == "Cpus_allowed_list" and parse_cpu_list(value.strip()):
+            return value.strip()
+    return ""
+
+
+def numa_cpus(reader: Reader) -> Mapping[int, str]:
+    """Return the list of processors of each NUMA node that has some.
+
+    A GPU with memory of its own in the kernel's sense, as in a GH200, is a NUMA node without processors.
+    """
+    lists = {}
+    for name in reader.names("/sys/devices/system/node", "node[0-9]{1,4}"):
+        text = reader.text(f"/sys/devices/system/node/{name}/cpulist") or ""
+        if parse_cpu_list(text):
+            lists[int(name.removeprefix("node"))] = text
+    return lists
+
+
+def parse_cpu_list(text: str) -> frozenset[int]:
+    """Return the processors of a list such as ``0-3,8``; none where it is no such list."""
+    if len(text) > _LONGEST_CPU_LIST or not _CPU_LIST.fullmatch(text):
+        return frozenset()
+    cpus: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        cpus.update(range(int(first), int(last or first) + 1))
+    return frozenset(cpus)
 
 
 def _quotas(reader: Reader) -> Iterator[tuple[float, str]]:
@@ -191,17 +222,60 @@ def gpus(reader: Reader, env: Mapping[str, str], closed: Mapping[str, str]) -> V
 
 
 def gpu_devices(reader: Reader) -> tuple[Gpu, ...]:
-    """Return the GPUs that the driver shows, even if this container may not use them."""
+    """Return the GPUs that the driver shows, by PCI address, even if this container may not use them."""
     gpus = []
-    for name in reader.names(_DRIVER_GPUS):
+    # Addresses have a fixed width, and their digits are hexadecimal: the order of the texts is that of CUDA.
+    for name in sorted(reader.names(_DRIVER_GPUS)):
         text = reader.text(f"{_DRIVER_GPUS}/{name}/information") or ""
-        match = re.search(r"^Model:\s*(.*?)\s*$", text, re.MULTILINE)
-        model, address = match[1] if match else "", name.lower()
+        values = {}
+        for line in text.splitlines():
+            key, _, value = line.partition(":")
+            values[key] = value.strip()
+        address = name.lower()
         link = f"{_PCI}/{address}"
-        gpus.append(
-            Gpu(model=model, address=address, pci=pci_path(reader, link), numa_node=numa_node(reader, link))
+        minor = digits(values.get("Device Minor", ""))
+        gpu = Gpu(
+            model=values.get("Model", ""),
+            address=address,
+            pci=pci_path(reader, link),
+            numa_node=numa_node(reader, link),
+            file="" if minor is None else f"/dev/nvidia{minor}",
         )
+        gpus.append(gpu)
     return tuple(gpus)
+
+
+def worker_gpus(
+    reader: Reader,
+    env: Mapping[str, str],
+    devices: Sequence[Gpu],
+    visible: VisibleGpus,
+    closed: Mapping[str, str],
+) -> tuple[Gpu, ...]:
+    """Return the GPUs that workers can use in the order of their local ranks; none if that is unknown.
+
+    CUDA numbers the fastest GPUs first, and equal ones by PCI address. The order of models is unknown.
+    The same holds where CUDA_VISIBLE_DEVICES names GPUs by anything but their numbers.
+
+    Parameters
+    ----------
+    devices : the GPUs of `gpu_devices`; some may belong to other jobs.
+    closed : that of `software.closed_gpus`.
+    """
+    usable = []
+    for gpu in devices:
+        is_open = reader.exists(gpu.file) and gpu.file not in closed
+        if is_open or not gpu.file:
+            usable.append(gpu)
+    setting = env.get("CUDA_VISIBLE_DEVICES")
+    if setting is not None:
+        by_entry = {str(number): gpu for number, gpu in enumerate(usable)}
+        entries = [entry.strip() for entry in setting.split(",") if entry.strip()]
+        usable = [by_entry[entry] for entry in entries[: visible.count] if entry in by_entry]
+    models = {gpu.model for gpu in usable}
+    if len(usable) != visible.count or len(models) != 1:
+        return ()
+    return tuple(usable)
 
 
 def pci_path(reader: Reader, link: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from imgkit_entrypoints.facts.elf import SharedObject
 
@@ -160,6 +160,8 @@ class Gpu:
     pci: str
     """PCI address with the path of bridges above it."""
     numa_node: int | None
+    file: str = ""
+    """The device file, such as ``/dev/nvidia0``; empty if the driver does not say which it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,6 +262,12 @@ class HostFacts:
     cpus_source: str = ""
     amd_gpus: str = ""
     """Evidence of AMD GPUs on a node that shows none of NVIDIA's; empty without them."""
+    allowed_cpus: str = ""
+    """The same processors by affinity alone, as the kernel lists them: ``0-39,80-119``."""
+    numa_cpus: Mapping[int, str] = field(default_factory=dict)
+    """List of the processors of each NUMA node; nodes that have only memory are left out."""
+    worker_gpus: tuple[Gpu, ...] = ()
+    """GPUs that workers can use, by local rank; empty if CUDA's order of them is unknown."""
     gpu_devices: tuple[Gpu, ...] = ()
     driver: str = ""
     """First line of /proc/driver/nvidia/version."""

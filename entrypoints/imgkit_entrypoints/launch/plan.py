@@ -21,7 +21,7 @@ from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.fabric import Decision
 from imgkit_entrypoints.facts import HostFacts
 from imgkit_entrypoints.facts.compute import ONLY_NVIDIA
-from imgkit_entrypoints.launch import per_node
+from imgkit_entrypoints.launch import cores, per_node
 from imgkit_entrypoints.launch.compile_cache import CompileCache
 from imgkit_entrypoints.launch.host_leaks import CleanEnvironment
 from imgkit_entrypoints.rollcall import ports
@@ -45,6 +45,8 @@ class Request:
     log_dir: str | None = None
     prefix: bool = True
     """Each line of output bears ``[host:rank]``."""
+    binds_cpus: bool = True
+    """Each worker runs on the processors beside its GPU (cores.py)."""
     is_per_node: bool = False
     """The command runs once on each node, without torchrun (per_node.py)."""
     worker_args: tuple[str, ...] = ()
@@ -259,10 +261,17 @@ def make(
             hint=f"{blockers[0].fix}; --device cpu runs over gloo",
         )
     nproc = _nproc(request, device.value, host, placement, env)
-    threads = _threads(host, int(nproc.value), system, env)
+    binding = cores.CpuBinding()
+    if not request.binds_cpus:
+        binding = cores.CpuBinding(reason="--no-cpu-binding")
+    elif device.value == "cuda" and not request.is_per_node and not placement.direct:
+        binding = cores.choose_binding(host, int(nproc.value), env)
+    threads = _threads(host, int(nproc.value), binding, system, env)
     decided = dict(network.env)
     if threads and threads.origin != "user":
         decided[threads.variable] = threads.value
+    if binding.value:
+        decided[cores.VARIABLE] = binding.value
     # The names tell the program which values are the node agent's choices and not the user's.
     variables = {"IMGKIT_DEVICE": device.value, "IMGKIT_DECIDED": ",".join(sorted(decided)), **decided}
     command = tuple(worker)
@@ -281,7 +290,8 @@ def make(
     network_warnings = tuple(map(str, network.warnings))
     # Gloo on one node takes lo: what the recipe expects of the cluster's network says nothing about this run.
     uses_network = device.value == "cuda" or placement.nnodes > 1
-    own_decisions = (decision for decision in (device, nproc, threads) if decision and decision.reason)
+    cpus = Decision(cores.VARIABLE, binding.value, binding.reason, used=bool(binding.value))
+    own_decisions = (decision for decision in (device, nproc, cpus, threads) if decision and decision.reason)
     return LaunchPlan(
         placement=placement,
         max_failures=_max_failures(request, placement),
@@ -429,7 +439,11 @@ def _unused_nproc(
 
 
 def _threads(
-    host: HostFacts, nproc: int, system: SystemFacts | None, env: Mapping[str, str]
+    host: HostFacts,
+    nproc: int,
+    binding: cores.CpuBinding,
+    system: SystemFacts | None,
+    env: Mapping[str, str],
 ) -> Decision | None:
     name = "OMP_NUM_THREADS"
     value, images_value = env.get(name), (host.image_env or {}).get(name)
@@ -441,8 +455,12 @@ def _threads(
     by_pbs = bool(env.get("PBS_JOBID")) and value in (env.get("NCPUS"), str(host.cpus))
     if value and not by_pbs and not replaced:
         return Decision(variable=name, value=value, reason="set by the user", origin="user")
-    reason = f"{host.cpus} processors allowed / {nproc} processes{replaced}"
-    return Decision(variable=name, value=str(max(1, host.cpus // nproc)), reason=reason)
+    cpus = host.cpus // nproc
+    reason = f"{host.cpus} processors allowed / {nproc} processes"
+    if binding.value and binding.cpus_per_worker < cpus:
+        cpus = binding.cpus_per_worker
+        reason = f"a worker has {cpus} processors beside its GPU"
+    return Decision(variable=name, value=str(max(1, cpus)), reason=f"{reason}{replaced}")
 
 
 def _ranks(placement: Placement) -> dict[str, str]:
