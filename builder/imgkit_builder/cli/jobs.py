@@ -25,6 +25,7 @@ from imgkit_builder.jobs.remote.connection import Connection, Cut
 from imgkit_builder.jobs.submitted import FINAL_STATES, SubmittedJob
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
+from imgkit_entrypoints.launch import gpu_use
 
 
 def verb_status(
@@ -36,7 +37,8 @@ def verb_status(
     """Show a job, or all of your jobs that wait or run, here and on all remotes.
 
     For a job that waits, it prints the reason and the expected start; for one that has
-    ended, how it ended. A task of an array job has a separate id: 12_3, or 12[3].
+    ended, how it ended. If the job uses GPUs, it prints how much. A task of an array job
+    has a separate id: 12_3, or 12[3].
 
     \b
     Examples:
@@ -48,10 +50,15 @@ def verb_status(
         _own_jobs(as_json=as_json)
         return
     record = records.find(job_id)
-    report = history.report(record, runner(record))
+    run = runner(record)
+    report = history.report(record, run)
     keep_state(record, report.record)
+    use = history.gpu_use_of(record, run)
     if as_json:
-        show(_reported(report), as_json=True)
+        data = _reported(report)
+        if use:
+            data["gpu_use"] = dataclasses.asdict(use)
+        show(data, as_json=True)
         return
     if report.argv:
         terminal.err(f"imgkit: {_remote_prefix(record)}{shlex.join(report.argv)}")
@@ -60,6 +67,8 @@ def verb_status(
         terminal.out(history.ending_text(report))
     elif report.record.state == "waiting":
         terminal.out(history.waiting_text(record.job, report.wait))
+    if use:
+        terminal.out(gpu_use.describe(use))
 
 
 def _own_jobs(*, as_json: bool) -> None:

@@ -23,7 +23,8 @@ from imgkit_builder.jobs.remote.connection import Connection
 from imgkit_builder.jobs.submitted import FINAL_STATES, JobState, JobStatus, QueuedJob, SubmittedJob, WaitInfo
 from imgkit_builder.jobs.systems import System
 from imgkit_entrypoints.errors import EXIT_SAVED, ToolFailed, ToolMissing, UsageError
-from imgkit_entrypoints.launch import stop_protocol
+from imgkit_entrypoints.launch import gpu_use, stop_protocol
+from imgkit_entrypoints.rollcall.messages import GpuUse
 
 
 def runner(record: SubmittedJob, *, may_ask: bool = False) -> Callable[[Sequence[str]], Finished]:
@@ -159,15 +160,24 @@ def _report_without_scheduler(record: SubmittedJob, run: Callable[[Sequence[str]
 
 def _code_in_run_folder(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> int | None:
     """Return the exit code that the head's node agent wrote at the end of the run, or None without one."""
-    # The tasks of an array have run folders of their own, so there is no single exit code.
+    return stop_protocol.result_code(_file_of_run(record, stop_protocol.RESULT, run))
+
+
+def gpu_use_of(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> GpuUse | None:
+    """Return how much the run has used its GPUs until now, or None if no node agent has written it."""
+    return gpu_use.parse(_file_of_run(record, stop_protocol.GPU_USE, run))
+
+
+def _file_of_run(record: SubmittedJob, name: str, run: Callable[[Sequence[str]], Finished]) -> str:
+    """Return the text of a file in the job's run folder; without the file, another text or none."""
+    # The tasks of an array have run folders of their own, so there is no single file.
     # `run` does not reach a remote that only stores.
     if record.job.array or record.job.store:
-        return None
+        return ""
     # What is there now is of the job that went on in the folder last.
     if any(newer.submitted > record.submitted for newer in records.of_run(record)):
-        return None
-    answer = run(("cat", "--", str(record.job.run_folder / stop_protocol.RESULT)))
-    return stop_protocol.result_code(answer.output)
+        return ""
+    return run(("cat", "--", str(record.job.run_folder / name))).output
 
 
 def cancel(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> Finished:

@@ -1,4 +1,4 @@
-"""The numbers in a run folder: the lines of ``metrics.jsonl``, and the bandwidths that dist-bench measured.
+"""The numbers in a run folder: the lines of ``metrics.jsonl``, the bandwidths of dist-bench, the use of GPUs.
 
 dist-train writes the lines, and so may any other program.
 """
@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from imgkit_entrypoints import files, json_text
+from imgkit_entrypoints.launch import gpu_use, stop_protocol
+from imgkit_entrypoints.rollcall.messages import GpuUse
 
 METRICS = "metrics.jsonl"
 """The file in a run folder with one JSON object per line, such as ``{"step": 10, "loss": 2.5}``."""
@@ -107,6 +109,14 @@ class _BenchFile:
     """The keys of the file of dist-bench that imgkit reads."""
 
     verdict: _Verdict
+
+
+def gpu_use_of(folder: Path) -> GpuUse | None:
+    """Return how much a run used its GPUs; None without the file of its node agents, as on CPUs."""
+    try:
+        return gpu_use.parse(files.read_text(folder / stop_protocol.GPU_USE))
+    except (OSError, UnicodeDecodeError):
+        return None
 
 
 def bandwidths(folder: Path) -> tuple[Bandwidth, ...]:

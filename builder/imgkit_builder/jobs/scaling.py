@@ -307,6 +307,11 @@ def measure(run_folder: Path, nodes: int) -> dict[str, float]:
     rate = mean_rate(rows)
     if rate:
         figures["samples_per_s"] = rate
+    use = measured.gpu_use_of(run_folder)
+    if use:
+        figures["gpu_percent"] = use.gpu_percent
+        figures["memory_MiB"] = use.memory_MiB
+    # What the program writes about itself is more exact: torch counts the memory at each step.
     memory_MiB = [row["memory_MiB"] for row in rows if "memory_MiB" in row]
     if memory_MiB:
         figures["memory_MiB"] = max(memory_MiB)  # the step that needs most decides whether the run fits

@@ -24,7 +24,15 @@ from imgkit_entrypoints.errors import NoPlan, UsageError
 from imgkit_entrypoints.fabric import library_path, sockets
 from imgkit_entrypoints.facts import HostFacts, storage
 from imgkit_entrypoints.facts.software import MANIFEST_JSON, absent_files
-from imgkit_entrypoints.launch import compile_cache, host_leaks, internet, per_node, plan, user_program
+from imgkit_entrypoints.launch import (
+    compile_cache,
+    gpu_use,
+    host_leaks,
+    internet,
+    per_node,
+    plan,
+    user_program,
+)
 from imgkit_entrypoints.launch.plan import LaunchOptions, LaunchPlan
 from imgkit_entrypoints.rollcall import ports, secret
 from imgkit_entrypoints.schedulers import resolve
@@ -337,6 +345,7 @@ def _run_agent(
         log_dir=options.request.log_dir,
         on_success=partial(_pack, cache) if cache else None,
         is_per_node=launch_plan.mode == "per-node",
+        gpu_query=gpu_use.query_argv(host.worker_gpus) if launch_plan.env["IMGKIT_DEVICE"] == "cuda" else (),
         plan_text="".join(f"{line}\n" for line in launch_plan.lines()),
     )
     return NodeAgent(config).run()

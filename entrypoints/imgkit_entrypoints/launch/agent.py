@@ -10,6 +10,7 @@ and its workers start with `STOP_SIGNALS` blocked. Only this process acts on the
 from __future__ import annotations
 
 import dataclasses
+import json
 import resource
 import secrets
 import signal
@@ -25,6 +26,7 @@ from imgkit_entrypoints.errors import EXIT_NO, EXIT_SAVED, EXIT_TOOL_FAILED, Img
 from imgkit_entrypoints.launch import (
     explain,
     failures,
+    gpu_use,
     guard,
     guarded,
     nccl,
@@ -52,6 +54,7 @@ from imgkit_entrypoints.rollcall.messages import (
     EndAttempt,
     EndRun,
     Event,
+    GpuUse,
     HeadLost,
     NodeInfo,
     RankFailure,
@@ -101,6 +104,8 @@ class NodeConfig:
     """What the head does when the command has succeeded or saved, while the other nodes wait."""
     is_per_node: bool = False
     """The command is the user's own, and no torchrun (per_node.py)."""
+    gpu_query: Sequence[str] = ()
+    """The command that prints how much the GPUs of this node are used (gpu_use.py); empty: none is used."""
     plan_text: str = ""
     """Every setting with its reason, for `PLAN_FILE` in the run's folder."""
 
@@ -174,6 +179,8 @@ class NodeAgent:
         self._final_lines: tuple[str, ...] = ()
         began_s = start_began_s(config.env, self._run_folder)
         self._timer, self._start_up = StepTimer(began_s), StartUp(began_s)
+        self._gpu_monitor = gpu_use.GpuMonitor(config.gpu_query)
+        self._next_gpu_file_s = 0.0
         self._run_id = secrets.token_hex(4)
         self._stop_folder = Path()
         self._folders = ExitStack()
@@ -236,12 +243,31 @@ class NodeAgent:
                 raise
             self._code = 128 + self._signals.received[0]
         finally:
+            self._gpu_monitor.close()
             if self._command:
                 self._command.close()
             if self._session:
                 self._session.close()
-                if self.is_head and (line := self._timer.summary(self._session.placement.nnodes)):
-                    self.log(line)
+            if isinstance(self._session, HeadSession):
+                self._log_summary(self._session)
+
+    def _log_summary(self, session: HeadSession) -> None:
+        """Print where the time of the run went, and how much it used its GPUs, as far as that is known."""
+        texts = [self._timer.summary(session.placement.nnodes)]
+        use = self._write_gpu_use(session)
+        if use:
+            texts.append(gpu_use.describe(use))
+        line = "; ".join(text for text in texts if text)
+        if line:
+            self.log(line)
+
+    def _write_gpu_use(self, session: HeadSession) -> GpuUse | None:
+        """Write how much the GPUs of all nodes were used until now into the run's folder, and return it."""
+        use = gpu_use.combine(session.gpu_uses.values())
+        if use:
+            text = json.dumps(dataclasses.asdict(use)) + "\n"
+            self._write(stop_protocol.GPU_USE, text, "imgkit will not see how much its GPUs are used")
+        return use
 
     @property
     def session(self) -> Session:
@@ -463,7 +489,20 @@ class NodeAgent:
         for lines in self._late_records.look():
             self.log(*lines)
         self._report_lost_output()
+        if time.time() - self._attempt_began >= gpu_use.START_AFTER_S:
+            self._gpu_monitor.start()
+        self._report_gpu_use()
         return True
+
+    def _report_gpu_use(self) -> None:
+        """Report new readings of this node's GPUs; the head writes the use of all nodes once a minute."""
+        use = self._gpu_monitor.read()
+        if use is None:
+            return
+        self.session.report(use)
+        if isinstance(self._session, HeadSession) and time.monotonic() >= self._next_gpu_file_s:
+            self._next_gpu_file_s = time.monotonic() + gpu_use.WRITE_EVERY_S
+            self._write_gpu_use(self._session)
 
     def _report_lost_output(self) -> None:
         """Say once that what the ranks print is lost."""
@@ -478,6 +517,7 @@ class NodeAgent:
         if command:
             self._code = self._node_code(command.wait())
             self._report_lost_output()
+            self._report_gpu_use()
             if self._code not in (0, EXIT_SAVED):
                 self._failure = self._first_failure(command)
                 self._explain(command)

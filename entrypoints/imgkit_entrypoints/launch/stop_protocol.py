@@ -192,6 +192,8 @@ def saved_step(stop_folder: Path, job_id: str) -> tuple[str | None, str]:
 BY_PERSON, FOR_REQUEUE = "stop", "stop-for-requeue"
 RESULT = "result"
 """Name of the file that says how a run has ended: ``JOB_ID CODE``."""
+GPU_USE = "gpu-use.json"
+"""Name of the file that says how much the GPUs of all nodes were used until now (gpu_use.py)."""
 REQUEUE = "requeue"
 """Name of the file upon which the job script requeues the job."""
 REQUEUED = "requeued"
@@ -247,7 +249,7 @@ class RunFolder:
         ------
         UsageError : one is there and cannot be removed.
         """
-        for name in (FOR_REQUEUE, REQUEUE, RESULT, fence.FILE):
+        for name in (FOR_REQUEUE, REQUEUE, RESULT, GPU_USE, fence.FILE):
             try:
                 (self.path / name).unlink(missing_ok=True)
             except OSError as error:

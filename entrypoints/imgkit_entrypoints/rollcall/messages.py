@@ -172,6 +172,17 @@ class AttemptEnded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GpuUse:
+    """How much GPUs were used until now, from all readings of all GPUs."""
+
+    readings: Annotated[int, _between(1, _MAX_COUNT)]
+    gpu_percent: Annotated[float, _between(0, 100)]
+    """Mean of the share of time in which a GPU was busy."""
+    memory_MiB: Annotated[float, _between(0, _MAX_COUNT)]
+    """Most memory that was in use on one GPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
     """The head refuses this node, or the whole run; the fields are those of an ImgkitError."""
 
@@ -304,7 +315,15 @@ Order = AttemptStart | EndAttempt | StopOrder | EndRun | MeasureRequest | Prefli
 """Messages of the head that a node agent reacts to; the head's own agent gets the same."""
 Event = Order | HeadLost
 Message = (
-    Order | Heartbeat | ProbeRequest | RunStart | JoinRequest | ProbeReport | AttemptEnded | MeasureResult
+    Order
+    | Heartbeat
+    | ProbeRequest
+    | RunStart
+    | JoinRequest
+    | ProbeReport
+    | AttemptEnded
+    | MeasureResult
+    | GpuUse
 )
 
 _TYPES = {message.__name__: message for message in typing.get_args(Message)}

@@ -117,6 +117,8 @@ class HeadSession(_Session):
         """Nodes on which the attempt is over."""
         self.measurements: dict[int, messages.MeasureResult] = {}
         """What each node has measured last."""
+        self.gpu_uses: dict[int, messages.GpuUse] = {}
+        """How much the GPUs of each node were used until now."""
         self.failures: list[tuple[float, int, messages.RankFailure]] = []
         """Failed workers of this attempt: when, on this node's clock, the node's number, and its report."""
         self.previous_failures: list[tuple[float, int, messages.RankFailure]] = []
@@ -250,6 +252,8 @@ class HeadSession(_Session):
                 self._positions[number] = message.positions
         elif isinstance(message, messages.MeasureResult):
             self.measurements[number], self._has_news = message, True
+        elif isinstance(message, messages.GpuUse):
+            self.gpu_uses[number] = message
         elif isinstance(message, AttemptEnded):
             if message.attempt != self.attempt or number in self.reports:
                 return

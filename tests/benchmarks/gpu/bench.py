@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import statistics
@@ -23,6 +24,7 @@ from typing import Any
 import gpt_110m
 import torch
 
+from imgkit_entrypoints.launch import gpu_use
 from imgkit_entrypoints.run.checkpoint import find_newest
 from imgkit_entrypoints.run.ranks import Ranks
 
@@ -200,6 +202,28 @@ class Bench:
                 raise Failed("no checkpoint came in time")
             time.sleep(0.05)
 
+    def gpu_use(self) -> Found:
+        """A run prints how much it used its GPU; and the processor time of nvidia-smi's readings."""
+        steps = 700  # about 30 s on an H200: readings at 10, 20 and 30 s
+        run = self.folder / "gpu-use"
+        output = self.run(*self.dist("dist-train", *self._gpt_words(run, steps), "--save-every", "0"))
+        match = re.search(r"GPUs ([0-9]+) % in use on average, at most ([0-9.]+) GiB of memory", output)
+        if match is None:
+            raise Failed("the run printed no use of its GPU:\n" + output[-1500:])
+        percent, memory_GiB = int(match[1]), float(match[2])
+        if percent < 30 or memory_GiB < 1:
+            raise Failed(f"a GPU that trains was {percent} % in use, with {memory_GiB} GiB of memory")
+        argv = [*gpu_use.query_argv(())[:-1], "--loop=1"]
+        few, few_cpu_s = _cost_of_readings(argv, 3.5)
+        many, many_cpu_s = _cost_of_readings(argv, 13.5)
+        reading_cpu_s = (many_cpu_s - few_cpu_s) / (many - few)
+        return {
+            "percent": percent,
+            "memory_GiB": memory_GiB,
+            "start_cpu_s": few_cpu_s - few * reading_cpu_s,
+            "core_share": reading_cpu_s / 10,  # a node agent has one reading in ten seconds
+        }
+
     def flight_recorder(self) -> Found:
         """A collective that its watchdog ends: dist-run names the recorder's files."""
         output = self.run(*self.dist("dist-run", str(HERE / "collective_hang.py")), code=None)
@@ -219,7 +243,7 @@ def main() -> int:
         bench = Bench(Path(folder), rehearse=options.rehearse)
         parts: Sequence[Callable[[], Found]] = (
             bench.doctor, bench.fused, bench.resume, bench.bench, bench.resnet50, bench.checkpoints,
-            bench.gpt, *(() if options.rehearse else (bench.flight_recorder,)),
+            bench.gpt, *(() if options.rehearse else (bench.flight_recorder, bench.gpu_use)),
         )  # fmt: skip
         for part in parts:
             start_s, name = time.monotonic(), part.__name__
@@ -252,12 +276,26 @@ def table(results: Mapping[str, Any]) -> str:
             )
     if "longest_save_stall_s" in (saved := parts.get("checkpoints", {})):
         rows.append(("longest wait for a checkpoint", f"{saved['longest_save_stall_s'] * 1e3:.0f} ms"))
+    if "core_share" in (use := parts.get("gpu_use", {})):
+        rows.append(("reading the use of the GPU", f"{use['core_share']:.3%} of a core"))
     for name, part_results in parts.items():
         if "failed" in part_results:
             rows.append((name, f"failed: {part_results['failed'].splitlines()[0][:120]}"))
     head = f"{machine['gpu']}, torch {machine['torch']}, Python {machine['python']}, {machine['system']}"
     lines = [f"| {label} | {figure} |" for label, figure in rows]
     return "\n".join((head, "", lines[0], "|---|---|", *lines[1:]))
+
+
+def _cost_of_readings(argv: Sequence[str], seconds: float) -> tuple[int, float]:
+    """Return how many lines a command prints within `seconds`, and its processor time in seconds."""
+    with subprocess.Popen(argv, stdout=subprocess.PIPE) as process:
+        time.sleep(seconds)
+        process.kill()
+        assert process.stdout is not None
+        lines = process.stdout.read().splitlines()
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    return len(lines), usage.ru_utime + usage.ru_stime
 
 
 def _metrics(run: Path) -> list[Found]:

@@ -107,6 +107,19 @@ def test_ended_job_of_pbs_is_shown_by_its_history(
     assert f"1.s {state}; run folder" in out
 
 
+def test_status_shows_how_much_the_gpus_are_used(call: Any, program: FakeProgram) -> None:
+    keep_job()
+    program("squeue", "echo '1  gpu RUNNING, 1 nodes'")
+    assert "GPUs" not in call("status", "1")[1]
+    assert "gpu_use" not in json.loads(call("status", "1", "--json")[1])
+    use = {"readings": 480, "gpu_percent": 87.4, "memory_MiB": 61240.0}
+    Path("runs/mn5-1").mkdir(parents=True)
+    Path("runs/mn5-1/gpu-use.json").write_text(json.dumps(use))
+    out = call("status", "1")[1]
+    assert out.splitlines()[-1] == "GPUs 87 % in use on average, at most 59.8 GiB of memory"
+    assert json.loads(call("status", "1", "--json")[1])["gpu_use"] == use
+
+
 def test_status_lists_the_jobs_that_have_not_ended(call: Any, program: FakeProgram) -> None:
     keep_job(1)
     keep_job(2, state="succeeded")

@@ -109,6 +109,29 @@ def test_figures_come_from_the_files_of_the_run(tmp_path: Path) -> None:
     assert figures["mfu"] == pytest.approx(0.3)
 
 
+def test_report_has_the_use_of_gpus_that_was_recorded(tmp_path: Path) -> None:
+    use = {"readings": 480, "gpu_percent": 87.4, "memory_MiB": 61240.0}
+    (tmp_path / "gpu-use.json").write_text(json.dumps(use))
+    recorded = scaling.measure(tmp_path, 1)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "samples_per_s": 10, "memory_MiB": 9000}\n')
+    with_own_memory = scaling.measure(tmp_path, 2)
+    run = report(size(1, **recorded, wall_s=9), size(2, **with_own_memory, wall_s=6), size(4, wall_s=4))
+    titles, *rows = scaling.table(run)
+    use_column, memory_column = titles.index("GPU use (%)"), titles.index("memory (MiB)")
+    assert [(row[use_column], row[memory_column]) for row in rows] == [
+        ("87", "61240"),
+        ("87", "9000"),
+        ("-", "-"),
+    ]
+    assert "If GPU utilization is asked for" not in scaling.page(run)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"readings": 0, "gpu_percent": 1.0, "memory_MiB": 1.0}', "\xff"])
+def test_damaged_file_of_gpu_use_has_no_figures(tmp_path: Path, text: str) -> None:
+    (tmp_path / "gpu-use.json").write_text(text, encoding="latin-1")
+    assert scaling.measure(tmp_path, 2) == {}
+
+
 def test_table_of_dist_bench_has_its_bandwidths(tmp_path: Path) -> None:
     verdicts = []
     for name, size_bytes in (("all_reduce", 64), ("broadcast", 16)):

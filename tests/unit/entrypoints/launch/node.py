@@ -8,7 +8,7 @@ import sys
 import time
 
 from imgkit_entrypoints.errors import ImgkitError
-from imgkit_entrypoints.launch import agent, attempts, guarded, stop_protocol, watchdog
+from imgkit_entrypoints.launch import agent, attempts, gpu_use, guarded, stop_protocol, watchdog
 from imgkit_entrypoints.launch.agent import NodeAgent, NodeConfig
 from imgkit_entrypoints.launch.plan import Timeouts
 from imgkit_entrypoints.rollcall import probe, session
@@ -21,6 +21,7 @@ guarded.END_STEP_S, attempts.PEER_FAILED_S, stop_protocol.REPEAT_S = 0.5, 1.0, 0
 watchdog.ANSWER_S, attempts.MIN_START_S = 2.0, 1.0
 probe.STEP_S = options.get("step_s", probe.STEP_S)
 agent.TICK_S = options.get("tick_s", 1.0)
+gpu_use.START_AFTER_S = 0.0
 rank = options.get("rank", 0)
 if "open_files" in options:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -63,6 +64,7 @@ config = NodeConfig(
     max_failures=options.get("max_failures", 0),
     on_success=pack if "pack_s" in options else None,
     is_per_node=options.get("per_node", False),
+    gpu_query=options.get("gpu_query", ()),
     timeouts=Timeouts(
         grace_s=options.get("grace_s", 20.0),
         rollcall_s=options.get("timeout_s", 20.0),

@@ -204,7 +204,7 @@ def test_folder_with_the_name_of_a_mark_does_not_count(nodes: Any, run_dir: Path
 @pytest.mark.parametrize("person_first", [True, False])
 def test_of_two_requests_the_one_of_a_person_counts(person_first: bool) -> None:
     config: Any = SimpleNamespace(
-        env={}, placement=head_placement(1), log_dir=None, log=print, timeouts=Timeouts()
+        env={}, placement=head_placement(1), log_dir=None, log=print, timeouts=Timeouts(), gpu_query=()
     )
     agent = NodeAgent(config)
     person = StopRequest(reason="a file", requeue=False)
