@@ -76,6 +76,12 @@ def test_local_ranks_follow_the_visible_devices(tmp_path, visible, cpus):
     assert make(mare_nostrum(tmp_path), {"CUDA_VISIBLE_DEVICES": visible}).env[cores.VARIABLE] == cpus
 
 
+def test_gpus_have_the_order_of_their_hexadecimal_addresses(tmp_path):
+    gpus = {"0000:1b:00.0": 1, "0000:18:00.0": 0}
+    launch_plan = make(write_gpu_node(tmp_path, gpus, {0: "0-3", 1: "4-7"}, "0-7"))
+    assert launch_plan.env[cores.VARIABLE] == "0-3;4-7"
+
+
 def test_gpus_of_other_jobs_do_not_count(tmp_path):
     root = mare_nostrum(tmp_path, allowed="20-59")
     for number in (0, 2):
