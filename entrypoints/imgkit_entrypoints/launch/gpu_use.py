@@ -23,7 +23,7 @@ START_AFTER_S = 10.0
 WRITE_EVERY_S = 60.0
 """Time between two writes of the result during a run: each is a burden for a shared file system."""
 _READ_EVERY_S = 10
-_READING = re.compile(rb"([0-9]{1,3}), ([0-9]{1,9})")
+_READING = re.compile(rb"(100|[0-9]{1,2}), ([0-9]{1,9})")
 """A line of the query: ``87, 61234``. A GPU with MIG prints ``[N/A], 61234``, which does not count."""
 _END_S = 1.0
 """Longest wait for nvidia-smi after KILL, since it may hang in the driver."""
@@ -53,12 +53,13 @@ class GpuMonitor:
         self._readings = self._percent_sum = self._peak_MiB = 0
 
     def start(self) -> None:
-        """Start nvidia-smi, unless it was started before or this node has none."""
-        if not self._argv or self._process:
+        """Start nvidia-smi at the first call. A node without it has no readings."""
+        argv, self._argv = self._argv, ()
+        if not argv:
             return
         with contextlib.suppress(OSError):
             self._process = subprocess.Popen(
-                self._argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+                argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
             )
             self._output = self._process.stdout
             assert self._output is not None  # noqa: S101 - it is a pipe

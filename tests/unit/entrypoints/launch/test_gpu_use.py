@@ -67,7 +67,7 @@ def test_query_names_the_gpus_of_the_job(tmp_path: Path) -> None:
         ["Failed to initialize NVML: Driver/library version mismatch"],
         ["No devices were found"],
         ["[Unknown Error], [Unknown Error]"],
-        ["87, 61234, 1", "1000, 2", "-1, 2", "87"],
+        ["87, 61234, 1", "101, 2", "-1, 2", "87"],
     ],
     ids=["MIG", "driver", "no device", "lost GPU", "other output"],
 )
@@ -96,6 +96,16 @@ def test_node_without_readings_has_no_use(argv: list[str]) -> None:
     assert monitor.read() is None
     monitor.close()
     assert gpu_use.combine([]) is None
+
+
+def test_nvidia_smi_is_started_once(tmp_path: Path) -> None:
+    program = tmp_path / "nvidia-smi"
+    monitor = GpuMonitor([str(program)])
+    monitor.start()
+    write_fake_nvidia_smi(tmp_path)
+    monitor.start()  # the node agent calls it each second
+    assert not until((tmp_path / "printed").exists, within_s=0.5)
+    monitor.close()
 
 
 def test_node_with_more_readings_counts_more() -> None:
