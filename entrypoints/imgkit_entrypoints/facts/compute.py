@@ -91,19 +91,27 @@ def _quotas(reader: Reader) -> Iterator[tuple[float, str]]:
 def _cgroups(reader: Reader, controller: str) -> Iterator[tuple[int, str]]:
     """Yield version and folder of every cgroup above this process that may have the controller's files."""
     for line in (reader.text("/proc/self/cgroup") or "").splitlines():
-        _, controllers, path = (*line.split(":", 2), "", "")[:3]
+        # "0::/slurm/job_7" in version 2, "4:cpu,cpuacct:/slurm/job_7" in version 1
+        fields = line.split(":", 2)
+        if len(fields) < 2:
+            continue
+        controllers = fields[1]
+        path = fields[2] if len(fields) == 3 else ""
         if len(path) > _LONGEST_PATH:
             continue
         if controllers == "":
-            mounts, version = ("/sys/fs/cgroup", "/sys/fs/cgroup/unified"), 2
+            version = 2
+            mounts = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"]
         elif controller in controllers.split(","):
-            mounts, version = (f"/sys/fs/cgroup/{controllers}", f"/sys/fs/cgroup/{controller}"), 1
+            version = 1
+            mounts = [f"/sys/fs/cgroup/{controllers}", f"/sys/fs/cgroup/{controller}"]
         else:
             continue
         # In a container the path is often the host's and not mounted: then our cgroup is the mount's top.
         cgroup = PurePosixPath("/") / path.lstrip("/")
-        for folder, mount in itertools.product((cgroup, *cgroup.parents), dict.fromkeys(mounts)):
-            yield version, f"{mount}{folder}".rstrip("/")
+        for folder in (cgroup, *cgroup.parents):
+            for mount in dict.fromkeys(mounts):  # the two are one where the controller has its own mount
+                yield version, f"{mount}{folder}".rstrip("/")
 
 
 def processes(reader: Reader) -> tuple[Limit, str]:
@@ -137,6 +145,8 @@ NVIDIA_FILES = r"nvidia\d+"
 _OTHER_FILES = r"kfd|dri|accel|hl\d+|davinci\d+|neuron\d+"
 """Names of the device files, and of folders with those, of other makers' GPUs."""
 _MAKERS = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel", "0x1da3": "Habana"}
+_CLASS_DISPLAY, _CLASS_3D, _CLASS_OTHER_DISPLAY, _CLASS_ACCELERATOR = "0x03", "0x0302", "0x0380", "0x1200"
+"""How the PCI class of a device begins, as in include/linux/pci_ids.h; all displays have the first one."""
 _PCI = "/sys/bus/pci/devices"
 _DRIVER_GPUS = "/proc/driver/nvidia/gpus"
 
@@ -148,12 +158,16 @@ def _pci_gpus(reader: Reader, *, computing: bool = False) -> Mapping[str, int]:
     """
     counts: collections.Counter[str] = collections.Counter()
     for address in reader.names(_PCI):
-        kind, vendor = (reader.text(f"{_PCI}/{address}/{file}") or "" for file in ("class", "vendor"))
+        pci_class = reader.text(f"{_PCI}/{address}/class") or ""
+        vendor = reader.text(f"{_PCI}/{address}/vendor") or ""
         maker = _MAKERS.get(vendor, "")
-        # 3D controllers and accelerators. Service processors and processors of Intel have a display, too.
-        ignores_displays = maker == "Intel" or (computing and maker == "AMD")
-        displays = ("0x0380",) if ignores_displays else ("0x03",) if maker else ()
-        if kind.startswith(("0x0302", "0x1200", *displays)):
+        classes = [_CLASS_3D, _CLASS_ACCELERATOR]
+        # Service processors and processors of Intel have a display, too.
+        if maker == "Intel" or (computing and maker == "AMD"):
+            classes.append(_CLASS_OTHER_DISPLAY)
+        elif maker:
+            classes.append(_CLASS_DISPLAY)
+        if pci_class.startswith(tuple(classes)):
             counts[maker or f"vendor {vendor}"] += 1
     return counts
 

@@ -27,13 +27,15 @@ def write_MBps(folder: Path) -> float:
     ------
     OSError : a file cannot be written.
     """
-    end, seconds = time.perf_counter() + ENOUGH_S, [_write_s(folder)]
-    while len(seconds) < TURNS and time.perf_counter() < end:
-        seconds.append(_write_s(folder))
+    end_s = time.perf_counter() + ENOUGH_S
+    seconds = [_time_write(folder)]
+    while len(seconds) < TURNS and time.perf_counter() < end_s:
+        seconds.append(_time_write(folder))
     return WRITTEN_BYTES / min(seconds) / 1e6
 
 
-def _write_s(folder: Path) -> float:
+def _time_write(folder: Path) -> float:
+    """Return the seconds in which a new file of `WRITTEN_BYTES` is on the disk; it is removed again."""
     path = files.temporary_name(folder / "imgkit-written")
     with files.create(path, mode=0o600) as stream:
         path.unlink()  # the space is free again even after a kill
@@ -61,14 +63,19 @@ def _file_system(reader: Reader, path: str) -> str:
 
     Source: /proc/self/mountinfo, proc_pid_mountinfo(5).
     """
-    resolved, kind, longest = os.path.realpath(path), "", -1
+    resolved = os.path.realpath(path)
+    file_system = ""
+    longest = -1
     for line in (reader.text("/proc/self/mountinfo") or "").splitlines():
-        mount, separator, file_system = line.partition(" - ")
+        # "36 35 98:0 /root /mount/point rw,noatime - ext4 /dev/sda1 rw"
+        mount, separator, description = line.partition(" - ")
         fields = mount.split(" ")
         if not separator or len(fields) < 5:
             continue
+        # A space in a path is written as \040.
         point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields[4])
         is_inside = resolved == point or resolved.startswith(point.rstrip("/") + "/")
         if is_inside and len(point) >= longest:  # of two mounts at one point the later one counts
-            kind, longest = file_system.partition(" ")[0], len(point)
-    return kind
+            file_system, _, _ = description.partition(" ")
+            longest = len(point)
+    return file_system

@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 from imgkit_entrypoints.arguments import digits
 from imgkit_entrypoints.doctor.checks.check import Check, Subject
 from imgkit_entrypoints.facts import health
+from imgkit_entrypoints.facts.health import PcieLink
 
 SLOWDOWNS = {
     "hw_thermal_slowdown": "heat",
@@ -31,45 +32,62 @@ XIDS = {
     119: "the GPU's system processor does not answer",
     120: "error of the GPU's system processor",
 }
+_XID_LINE = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): ([0-9]{1,9})")
+"""``NVRM: Xid (PCI:0000:1b:00): 79, GPU has fallen off the bus.`` in the kernel log."""
+_MAX_LINE_CHARACTERS = 160
+"""The part of such a line that a check quotes."""
 
 
 def pcie(subject: Subject) -> Iterator[Check]:
     """Check that GPUs have their full width, and NICs at least the rate of their ports."""
-    rates = {
-        device.name: sum(port.rate_Gbps or 0 for port in device.ports if port.active)
-        for device in subject.facts.rdma
-    }
+    port_rates = {}
+    for device in subject.facts.rdma:
+        port_rates[device.name] = sum(port.rate_Gbps or 0 for port in device.ports if port.active)
     links = health.links(subject.reader, subject.facts)
-    checks = []
+    has_narrow_link = False
     for link in links:
-        needed, rate = rates.get(link.device), link.rate_Gbps
-        if link.width >= link.most_width or (needed is not None and rate is not None and rate >= needed):
+        if link.width >= link.most_width:
             continue
-        evidence = f"{link.device}: {link.path}/current_link_width: {link.width} of {link.most_width} lanes "
-        evidence += f"({link.speed}, {rate:.0f} Gbit/s)" if rate else f"({link.speed})"
-        evidence += f"; its ports have {needed:g} Gbit/s" if needed else ""
-        fix = "ask the site to reseat the card, with the output of: "
-        fix += f"sudo lspci -vv -s {link.path.rsplit('/', 1)[-1]} | grep LnkSta"
-        checks.append(Check("pcie", "warn", evidence, fix))
-    if links and not checks:
-        subjects = (
-            "1 link of a GPU or NIC is" if len(links) == 1 else f"{len(links)} links of GPUs and NICs are"
-        )
-        checks.append(Check("pcie", "ok", f"{subjects} wide enough"))
-    yield from checks
+        needed_Gbps = port_rates.get(link.device)
+        rate_Gbps = link.rate_Gbps
+        if needed_Gbps is not None and rate_Gbps is not None and rate_Gbps >= needed_Gbps:
+            continue
+        has_narrow_link = True
+        yield _narrow_link(link, needed_Gbps)
+    if links and not has_narrow_link:
+        subjects = "1 link of a GPU or NIC is"
+        if len(links) > 1:
+            subjects = f"{len(links)} links of GPUs and NICs are"
+        yield Check("pcie", "ok", f"{subjects} wide enough")
+
+
+def _narrow_link(link: PcieLink, needed_Gbps: float | None) -> Check:
+    """Return the warning about a link with too few lanes; `needed_Gbps` is the rate of a NIC's ports."""
+    evidence = f"{link.device}: {link.path}/current_link_width: {link.width} of {link.most_width} lanes "
+    if link.rate_Gbps:
+        evidence += f"({link.speed}, {link.rate_Gbps:.0f} Gbit/s)"
+    else:
+        evidence += f"({link.speed})"
+    if needed_Gbps:
+        evidence += f"; its ports have {needed_Gbps:g} Gbit/s"
+    address = link.path.rsplit("/", 1)[-1]
+    fix = f"ask the site to reseat the card, with the output of: sudo lspci -vv -s {address} | grep LnkSta"
+    return Check("pcie", "warn", evidence, fix)
 
 
 def port_errors(subject: Subject) -> Iterator[Check]:
     """Check that no port in use has counted errors."""
     counts = health.port_errors(subject.reader, subject.facts)
     for name in subject.plan.devices:
-        if errors := counts.get(name):
-            counters = ", ".join(f"{counter}: {count}" for counter, count in errors.items())
-            device, _, number = name.partition(":")
-            fix = "check again after a run: if they grow, the cable or the switch port is bad; report them "
-            fix += f"to the site. To count from zero: sudo perfquery -C {device} -P {number} -R"
-            evidence = f"/sys/class/infiniband/{device}/ports/{number}/counters/{counters}"
-            yield Check("port errors", "warn", evidence, fix)
+        errors = counts.get(name)
+        if not errors:
+            continue
+        device, _, number = name.partition(":")
+        counters = ", ".join(f"{counter}: {count}" for counter, count in errors.items())
+        evidence = f"/sys/class/infiniband/{device}/ports/{number}/counters/{counters}"
+        fix = "check again after a run: if they grow, the cable or the switch port is bad; report them "
+        fix += f"to the site. To count from zero: sudo perfquery -C {device} -P {number} -R"
+        yield Check("port errors", "warn", evidence, fix)
 
 
 def gpu_health(subject: Subject) -> Iterator[Check]:
@@ -81,16 +99,25 @@ def gpu_health(subject: Subject) -> Iterator[Check]:
         gpus = ElementTree.fromstring(report)  # noqa: S314 - the driver's own program wrote it
     except ElementTree.ParseError:
         return
-    checks = [check for gpu in gpus.iter("gpu") for check in _gpu(gpu)]
-    yield from checks or (Check("gpu health", "ok", "nvidia-smi -q: no memory errors, full clocks"),)
+    has_problem = False
+    for gpu in gpus.iter("gpu"):
+        for check in _gpu_problems(gpu):
+            has_problem = True
+            yield check
+    if not has_problem:
+        yield Check("gpu health", "ok", "nvidia-smi -q: no memory errors, full clocks")
 
 
-def _gpu(gpu: ElementTree.Element) -> Iterator[Check]:
+def _gpu_problems(gpu: ElementTree.Element) -> Iterator[Check]:
+    """Yield the problems of one GPU in the report of ``nvidia-smi -q -x``."""
     name = gpu.get("id", "")
     evidence = f"{name}: nvidia-smi -q:"
     reset = f"stop all programs on it, then: sudo nvidia-smi -r -i {name}, or reboot the node"
-    counts = [part.text or "" for part in gpu.findall("ecc_errors/volatile/*") if "uncorrectable" in part.tag]
-    if errors := sum(digits(count) or 0 for count in counts):
+    errors = 0
+    for counter in gpu.findall("ecc_errors/volatile/*"):
+        if "uncorrectable" in counter.tag:
+            errors += digits(counter.text or "") or 0
+    if errors:
         text = f"{evidence} {errors} uncorrectable ECC errors since the last reset"
         yield Check("gpu health", "warn", text, reset)
     if gpu.findtext("remapped_rows/remapped_row_failure") == "Yes":
@@ -98,18 +125,23 @@ def _gpu(gpu: ElementTree.Element) -> Iterator[Check]:
         fix = "drain the node (Slurm: scontrol update nodename=NODE state=drain), and have the GPU replaced"
         yield Check("gpu health", "fail", text, fix)
     elif gpu.findtext("remapped_rows/remapped_row_pending") == "Yes":
-        yield Check(
-            "gpu health", "warn", f"{evidence} Remapped Rows Pending: Yes, which requires a reset", reset
-        )
-    reasons = {
-        re.sub("clocks_(event|throttle)_reason_", "", reason.tag)
-        for kind in ("event", "throttle")
-        for reason in gpu.findall(f"clocks_{kind}_reasons/*")
-        if reason.text == "Active"
-    }
-    if causes := [cause for reason, cause in SLOWDOWNS.items() if reason in reasons]:
+        text = f"{evidence} Remapped Rows Pending: Yes, which requires a reset"
+        yield Check("gpu health", "warn", text, reset)
+    reasons = _active_clock_reasons(gpu)
+    causes = [cause for reason, cause in SLOWDOWNS.items() if reason in reasons]
+    if causes:
         fix = f"check its cooling and power: nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER -i {name}"
         yield Check("gpu health", "warn", f"{evidence} clocks are held down by {', '.join(causes)}", fix)
+
+
+def _active_clock_reasons(gpu: ElementTree.Element) -> set[str]:
+    """Return why the clocks of a GPU are low, without the prefix of the names: ``hw_thermal_slowdown``."""
+    reasons = set()
+    for kind in ("event", "throttle"):  # older drivers call them throttle reasons
+        for reason in gpu.findall(f"clocks_{kind}_reasons/*"):
+            if reason.text == "Active":
+                reasons.add(re.sub("clocks_(event|throttle)_reason_", "", reason.tag))
+    return reasons
 
 
 def xids(subject: Subject) -> Iterator[Check]:
@@ -117,11 +149,14 @@ def xids(subject: Subject) -> Iterator[Check]:
     log = health.xids(subject.reader) if subject.facts.gpu_devices else ""
     last_lines: dict[tuple[str, int], str] = {}
     for line in log.splitlines():
-        if match := re.search(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): ([0-9]{1,9})", line):
-            last_lines[match[1], int(match[2])] = line.strip()[:160]
+        match = _XID_LINE.search(line)
+        if match:
+            last_lines[match[1], int(match[2])] = line.strip()[:_MAX_LINE_CHARACTERS]
     for (address, number), line in last_lines.items():
         if number in PROGRAM_XIDS:
             continue
-        name = f"Xid {number}, {XIDS[number]}" if number in XIDS else f"Xid {number}"
+        name = f"Xid {number}"
+        if number in XIDS:
+            name += f", {XIDS[number]}"
         fix = f"reset the GPU (sudo nvidia-smi -r -i {address}), or report the node to the site with: "
         yield Check("xid", "warn", f"{address}: {name} ({line})", f"{fix}dmesg | grep Xid")
