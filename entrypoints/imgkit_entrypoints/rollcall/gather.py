@@ -12,6 +12,7 @@ after the start.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import hashlib
 import resource
 import socket
@@ -69,8 +70,9 @@ def meet(
     nodes loses data, a port is busy, or the limit of open files is too low.
     """
     if placement.nnodes == 1:
-        port = ports.command_port(ports.any_free()) if all_reach_head else ports.any_free()
-        return HeadSession(placement, port, hosts={0: node.host}, nprocs={0: node.nproc})
+        # A container without a network cannot resolve the host's name.
+        alone = dataclasses.replace(placement, head="127.0.0.1")
+        return HeadSession(alone, ports.any_free(), nodes={0: node})
     with probe.open_port(node.address, node.interface) as open_port:
         meeting = Meeting(placement, node, open_port, timeout_s, log, stop_reason, secret, all_reach_head)
         if placement.node_rank != 0:
@@ -109,10 +111,11 @@ class _Head:
                 self.meeting.log(f"roll call: {self._present()}, waiting for {self._missing()}")
             self._receive()
         warnings = compare_software(self.placement, self.nodes)
-        # Where a node has no address to test, only that of the roll call is known to be reached by all.
-        all_reach_head = self.meeting.all_reach_head and None not in self.probe_ports.values()
         failures, crowded = probe.probe_all(
-            self.probe_ports, self.server, self.meeting.open_port, all_reach_head=all_reach_head
+            self.probe_ports,
+            self.server,
+            self.meeting.open_port,
+            all_reach_head=self.meeting.all_reach_head,
         )
         if failures:
             raise probe.refusal(failures, self.probe_ports, self._name)
@@ -122,18 +125,18 @@ class _Head:
         port = self._torchrun_port()
         numbers = {rank: number for number, rank in enumerate(sorted(self.nodes))}
         self.server.renumber(numbers)
-        hosts = {numbers[rank]: node.host for rank, node in self.nodes.items()}
-        earlier = collections.Counter([hosts[0]])
+        nodes = {numbers[rank]: node for rank, node in self.nodes.items()}
+        earlier = collections.Counter([nodes[0].host])
         for number in range(1, len(numbers)):
-            host = hosts[number]
+            host = nodes[number].host
             answer = messages.RunStart(nnodes=len(numbers), node_rank=number, host_index=earlier[host])
             self.server.send(number, answer)
             earlier[host] += 1
         self.meeting.log(f"roll call: {self._present()} in {time.monotonic() - start:.1f} s")
-        nprocs = {numbers[rank]: node.nproc for rank, node in self.nodes.items()}
-        address = self.nodes[0].address if all_reach_head else self.placement.head
         placement = self.placement.numbered(len(numbers), 0)
-        return HeadSession(placement, port, warnings, self.server, hosts, nprocs, address)
+        if self.meeting.all_reach_head and None not in self.probe_ports.values():
+            placement = dataclasses.replace(placement, head=nodes[0].address)
+        return HeadSession(placement, port, warnings, self.server, nodes)
 
     def _listen(self) -> socket.socket:
         port = self.meeting.port
@@ -221,8 +224,6 @@ class _Head:
 
     def _torchrun_port(self) -> int:
         port = self.placement.port
-        if port is None and self.meeting.all_reach_head:
-            return ports.command_port(self.meeting.port)
         if port is None:
             return ports.next_free(self.meeting.port)
         if not ports.is_free(port):

@@ -12,9 +12,6 @@ from imgkit_entrypoints.schedulers.placement import FIRST_PORT, PORTS, job_port
 # Ports tried for torchrun before giving up.
 PROBES = 64
 BACKLOG = 1024
-# Ray gives ports from 10002 to 19999 to its workers, and none of its other ports may be among them.
-AFTER_RAY_WORKERS = 20000
-SPREAD = 10000
 
 
 def rollcall_port(job_id: str, port: int | None) -> int:
@@ -79,16 +76,6 @@ def next_free(port: int) -> int:
             hint="see what listens there: ss -ltnp; or give all nodes the same --port N",
         )
     return free_port
-
-
-def command_port(port: int) -> int:
-    """Return the first free port for a command of dist-run --per-node; another `port` leads to another one.
-
-    Raises
-    ------
-    NoPlan : see `next_free`.
-    """
-    return next_free(AFTER_RAY_WORKERS + port % SPREAD)
 
 
 def any_free() -> int:

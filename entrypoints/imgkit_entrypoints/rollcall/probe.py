@@ -48,22 +48,20 @@ class OpenPort:
 
     def __init__(self, offer: ProbePort | None, listener: socket.socket) -> None:
         self.offer = offer
-        self.callers = PARTNERS
-        """Most nodes that connect here."""
         self._listener = listener
         self._accepted: list[socket.socket] = []
 
-    def is_crowded(self) -> bool:
-        """Return whether strangers have connected as well: a test of this port then proves nothing.
+    def is_crowded(self, callers: int = PARTNERS) -> bool:
+        """Return whether more than `callers` have connected: a test of this port then proves nothing.
 
-        Only `callers` nodes connect here. Enough connections of a stranger, which anybody on the network
-        may open, fill the kernel's queue, so that the partners' fail.
+        Anybody on the network may connect. Enough connections of a stranger fill the kernel's queue, so that
+        those of other nodes fail.
         """
         with contextlib.suppress(OSError):
-            while len(self._accepted) <= self.callers:
+            while len(self._accepted) <= callers:
                 # Stays open: a partner may still be sending.
                 self._accepted.append(self._listener.accept()[0])
-        return len(self._accepted) > self.callers
+        return len(self._accepted) > callers
 
     def close(self) -> None:
         """Close everything."""
@@ -109,11 +107,12 @@ def probe_all(
         rank: {partner: offered[partner] for partner in partners(position, tuple(offered))}
         for position, rank in enumerate(offered)
     }
-    if all_reach_head:
-        head_port.callers = len(offered) + PARTNERS
-        for rank in targets.keys() - {0}:
-            targets[rank][0] = offered[0]
     waiting = targets.keys() - {0}
+    callers = PARTNERS
+    if all_reach_head and 0 in offered:
+        callers += len(waiting)
+        for rank in waiting:
+            targets[rank][0] = offered[0]
     for rank in waiting:
         server.send(rank, ProbeRequest(targets=tuple(targets[rank].items())))
     deadline = time.monotonic() + LIMIT_S + ANSWER_S
@@ -126,14 +125,16 @@ def probe_all(
                 reported = (failure for failure in message.failures if failure.target in targets[rank])
                 failures += [(rank, failure) for failure in reported]
         waiting -= server.lost.keys()
+        head_port.is_crowded(callers)  # accepts those who wait: the kernel's queue may hold only 128
     if all_reach_head:
         silent = ProbeFailure(target=0, size=0, arrived=0, packet=0, reason="no report of this test")
-        failures += [(rank, silent) for rank in waiting]
+        failures += [(rank, silent) for rank in waiting if 0 in targets[rank]]
     settle_end = time.monotonic() + SETTLE_S
     while failures and (left_s := settle_end - time.monotonic()) > 0:
         server.receive(left_s)
-    crowded += [0] if head_port.is_crowded() else []
-    excluded = {*crowded, *server.lost} - ({0} if all_reach_head else set())
+    if head_port.is_crowded(callers) and not all_reach_head:
+        crowded.append(0)
+    excluded = {*crowded, *server.lost}
     return [pair for pair in failures if not excluded & {pair[0], pair[1].target}], crowded
 
 

@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Protocol
 
 from imgkit_entrypoints.rollcall import messages, ports
 from imgkit_entrypoints.rollcall.connection import Connection
-from imgkit_entrypoints.rollcall.messages import AttemptEnded, AttemptStart, Event, Message, Order, Positions
+from imgkit_entrypoints.rollcall.messages import (
+    AttemptEnded,
+    AttemptStart,
+    Event,
+    Message,
+    NodeInfo,
+    Order,
+    Positions,
+)
 from imgkit_entrypoints.rollcall.server import Server
 
 if TYPE_CHECKING:
@@ -94,9 +102,7 @@ class HeadSession(_Session):
     ----------
     port : torchrun's port, free on the head when it was handed out.
     server : it listens to the end, or a command started twice on a host would begin a second run.
-    hosts : host names by number.
-    nprocs : processes of each node by number.
-    address : the head's address for commands of dist-run --per-node; every other node has connected to it.
+    nodes : what each node has said of itself, by number.
     """
 
     def __init__(
@@ -105,11 +111,11 @@ class HeadSession(_Session):
         port: int,
         warnings: Sequence[str] = (),
         server: Server | None = None,
-        hosts: Mapping[int, str] | None = None,
-        nprocs: Mapping[int, int] | None = None,
-        address: str = "127.0.0.1",
+        nodes: Mapping[int, NodeInfo] | None = None,
     ) -> None:
         super().__init__(placement)
+        self._nodes = nodes or {}
+        self._hosts = {number: node.host for number, node in self._nodes.items()}
         self.port, self.warnings = port, tuple(warnings)
         self.attempt = 1
         """Reports of another attempt do not count."""
@@ -126,8 +132,6 @@ class HeadSession(_Session):
         self._server = server or Server()
         self.lost: Mapping[int, str] = self._server.lost
         """Nodes that are lost, and why."""
-        self._hosts = hosts or {}
-        self._nprocs, self._address = nprocs or {}, address
         self._token = secrets.token_hex(4)
         self._members: Collection[int] = range(placement.nnodes)
         self._events: list[Event] = []
@@ -203,21 +207,18 @@ class HeadSession(_Session):
         self.attempt, self.reports, self._members = attempt, {}, tuple(ranks)
         self.previous_failures, self.failures = self.failures, []
         self._phases, self._positions, self.run_positions = {}, {}, None
-        second_port = ports.next_free(self.port)
-        world_size = sum(self._nprocs.get(number, 0) for number in ranks)
+        order = AttemptStart(
+            attempt=attempt,
+            nnodes=len(ranks),
+            node_rank=None,
+            port=self.port,
+            second_port=ports.next_free(self.port),
+            head=self.placement.head,
+            world_size=sum(self._nodes[number].nproc for number in ranks if number in self._nodes),
+            token=self._token,
+        )
         for number in self.alive:
-            rank = ranks.get(number)
-            order = AttemptStart(
-                attempt=attempt,
-                nnodes=len(ranks),
-                node_rank=rank,
-                port=self.port,
-                second_port=second_port,
-                head=self._address,
-                token=self._token,
-                world_size=world_size,
-            )
-            self.send(number, order)
+            self.send(number, dataclasses.replace(order, node_rank=ranks.get(number)))
 
     def close(self) -> None:
         """Leave; the others have a moment to read the last message."""

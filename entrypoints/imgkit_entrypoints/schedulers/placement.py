@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 from imgkit_entrypoints.errors import NoPlan
 
-FIRST_PORT = 15000
-PORTS = 16000
+# Linux takes the ports from 32768 on for outgoing connections. Ray takes 10002 to 19999 for its workers, and
+# refuses one of them as the port of its head.
+FIRST_PORT = 20000
+PORTS = 11000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

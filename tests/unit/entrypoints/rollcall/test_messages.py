@@ -236,7 +236,9 @@ class Fuzzed:
     def __init__(self, stack: contextlib.ExitStack, *, secret: bytes | None) -> None:
         self.placement, self.secret = head_placement(), secret
         self.server = Server()
-        self.head = HeadSession(self.placement, 1, server=self.server, hosts={0: "a", 1: "b"})
+        self.head = HeadSession(
+            self.placement, 1, server=self.server, nodes={0: NodeInfo(host="a"), 1: NodeInfo(host="b")}
+        )
         self.listener = ports.listen(0)
         self.open_port = stack.enter_context(probe.open_port("", ""))
         self.member_placement = dataclasses.replace(self.placement, node_rank=1)

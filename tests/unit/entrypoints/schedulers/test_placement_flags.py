@@ -140,7 +140,7 @@ def test_direct_takes_over_a_foreign_rank() -> None:
 
 @given(st.text(max_size=40))
 def test_port_stays_below_the_ephemeral_range(job_id: str) -> None:
-    assert 15000 <= job_port(job_id) < 31000 < 32768
+    assert 20000 <= job_port(job_id) < 31000 < 32768
 
 
 def test_port_is_the_same_in_another_process() -> None:

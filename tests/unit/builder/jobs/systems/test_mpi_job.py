@@ -59,7 +59,7 @@ def test_runs_by_hand_meet_at_random_ports() -> None:
     request = changed(HELLO, hosts=("10.0.0.1", "10.0.0.2"), ssh=True)
     ports = {int(shlex.split(script(request).remote[0][1])[-1]) for _ in range(20)}
     assert len(ports) > 10
-    assert all(15000 <= port < 30999 for port in ports)
+    assert all(20000 <= port < 30999 for port in ports)
     chosen = script(changed(request, env=("IMGKIT_PORT=29500",))).remote
     assert all(text.endswith("--port 29500") for _, text in chosen)
 
