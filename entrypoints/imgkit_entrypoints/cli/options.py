@@ -296,6 +296,8 @@ def read_options(parsed: argparse.Namespace, command: Command, argv: Sequence[st
         start=parsed.start,
         log_dir=parsed.log_dir,
         binds_cpus=not parsed.no_cpu_binding,
+        is_per_node=getattr(parsed, "per_node", False),  # an option of dist-run alone
+        worker_args=tuple(getattr(parsed, "worker_arg", ())),
     )
     timeouts = Timeouts(
         grace_s=parsed.grace,

@@ -96,8 +96,8 @@ def parse_user_program(
         raise UsageError("no script given", hint=_USAGE)
     refuse_unused(parser, parsed, PER_NODE_NEEDS)
     if parsed.per_node:
-        options = read_options(parsed, command, argv)
-        return _parse_node_command(options, program, tuple(parsed.worker_arg), env)
+        _refuse_missing_run_folder((*program, *parsed.worker_arg), env)
+        return read_options(parsed, command, argv), Worker(argv=tuple(program), is_imgkits=False)
     if not parsed.module and _PYTHON.fullmatch(PurePath(program[0]).name):
         before = [arg for arg in argv[1 : len(argv) - len(program)] if arg != "--"]
         script = [arg for arg in program[1:] if arg != "-u"]
@@ -111,19 +111,13 @@ def parse_user_program(
     return read_options(parsed, command, argv), worker
 
 
-def _parse_node_command(
-    options: LaunchOptions, program: Sequence[str], worker_args: tuple[str, ...], env: Mapping[str, str]
-) -> tuple[LaunchOptions, Worker]:
-    """Return the options with those of ``--per-node``, and its command."""
-    if not env.get("IMGKIT_RUN_DIR") and per_node.uses_placeholder((*program, *worker_args), "run_dir"):
+def _refuse_missing_run_folder(node_command: Sequence[str], env: Mapping[str, str]) -> None:
+    if not env.get("IMGKIT_RUN_DIR") and per_node.uses_placeholder(node_command, "run_dir"):
         raise UsageError(
             "the command uses {run_dir}, but this run has no run folder",
             where="IMGKIT_RUN_DIR",
             hint="start it with imgkit run, or set IMGKIT_RUN_DIR to a folder that all nodes share",
         )
-    request = dataclasses.replace(options.request, is_per_node=True, worker_args=worker_args)
-    options = dataclasses.replace(options, request=request)
-    return options, Worker(argv=tuple(program), is_imgkits=False)
 
 
 def _program_options_hint(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> str:

@@ -17,7 +17,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,6 +67,8 @@ TICK_S = 1.0
 """Longest time between two looks at the other nodes, the stop file and the workers."""
 BESIDE_S = 60.0
 """Longest time after a success for which the others wait for the head."""
+ALONE_S = 10.0
+"""Time after which a node says that its command has ended before the head's: many end together."""
 PLAN_FILE = "launch.txt"
 EXPLAINED_CHARACTERS = 64 * 1024
 """Last characters of the error output that are searched for known failures."""
@@ -165,8 +167,6 @@ class NodeAgent:
         self._command: GuardedCommand | None = None
         self._attempt = 0
         self._attempt_began = 0.0
-        self._has_sent_term = False
-        """The command of this attempt has got TERM."""
         self._code = EXIT_NO
         """Exit code of this node alone in its latest attempt; at the end, that of the agent."""
         self._failure: RankFailure | None = None
@@ -352,6 +352,10 @@ class NodeAgent:
 
     def _start(self) -> State | None:
         """Wait for the head's next attempt, and start the command in it."""
+        report_at = float("inf")
+        if self.config.is_per_node and not self.is_head and self._code == 0 and not self._deadline.has_begun:
+            # It may be right, but `ray symmetric-run` also returns 0 where Ray has failed on its node.
+            report_at = time.monotonic() + ALONE_S
         self._deadline = Deadline()
         if self.stop:
             self._deadline.set_within(self._patience_s(), "the other nodes are not done")
@@ -361,6 +365,9 @@ class NodeAgent:
                 return None
             self._wait(self._signals)
             self._react()
+            if time.monotonic() >= report_at:
+                report_at = float("inf")
+                self.log(f"the command on {self._node_name()} has ended with 0, and the head's goes on")
             if self._deadline.is_due() and not self._is_head_lost:
                 self.log("the other nodes are not done; leaving without them")
                 return None
@@ -383,7 +390,7 @@ class NodeAgent:
         self._attempt, self._attempt_began, self._code = order.attempt, time.time(), EXIT_NO
         self._deadline, self._stall, self._saved_state, self.session.phase = Deadline(), "", "", STARTING
         if self.config.is_per_node:
-            self._deadline, self._has_sent_term = Deadline((guarded.KILL,)), False
+            self._deadline = Deadline(self.config.timeouts.grace_s)
         stop_protocol.clear(folder)
         if self.stop:  # it has come while the others started
             self._raise_flag(self.stop)
@@ -400,26 +407,12 @@ class NodeAgent:
             return
         # A later attempt begins with torchrun.
         parts = self._start_up if order.attempt == 1 else StartUp(time.monotonic())
-        own_variables: Mapping[str, str] = {}
-        if self.config.is_per_node:
-            run_dir = self.config.env.get("IMGKIT_RUN_DIR", "")
-            values = per_node.placeholder_values(order, node_rank, self.config.node.nproc, run_dir)
-            argv = per_node.fill(self.config.argv, values)
-            own_variables = {**per_node.variables(values), **self._ray_variables(order)}
-        else:
-            argv = plan.fill(
-                self.config.argv,
-                attempt=order.attempt,
-                port=order.port,
-                nnodes=order.nnodes,
-                node_rank=node_rank,
-                logs=folder / "logs" / f"attempt{order.attempt}",
-            )
+        argv, variables = self._fill_command(order, node_rank)
         self._command = GuardedCommand(
             argv,
             {
                 **self._env,
-                **own_variables,
+                **variables,
                 "IMGKIT_ATTEMPT": str(order.attempt),
                 start_up.VARIABLE: parts.text(),
                 start_up.FIRST_ATTEMPT: f"{first_s:.3f}",
@@ -429,24 +422,33 @@ class NodeAgent:
             open_files=self._open_files,
             kind="node" if self.config.is_per_node else "torchrun",
         )
-        if self.stop and self.config.is_per_node:
-            self._terminate()
         if order.attempt > 1 and self._attempts:
             waited_s = time.monotonic() - self._attempts.failed_at
             program = "the command" if self.config.is_per_node else "torchrun"
             self.log(f"{program} starts again {waited_s:.1f} s after the failure was noticed")
 
-    def _ray_variables(self, order: AttemptStart) -> Mapping[str, str]:
-        """Make the folder for Ray's sockets and logs, and return the variable that names it."""
-        if self.config.env.get(per_node.RAY_TMPDIR):
-            return {}
-        path = per_node.ray_folder(order)
-        try:
-            self._folders.enter_context(stop_protocol.folder_of_same_name(path))
-        except OSError as error:
-            self.log(f"warning: no folder for the sockets of Ray: {path}: {error.strerror}")
-            return {}
-        return {per_node.RAY_TMPDIR: str(path)}
+    def _fill_command(self, order: AttemptStart, node_rank: int) -> tuple[Sequence[str], Mapping[str, str]]:
+        """Return the argv of an attempt, and the variables that only this attempt has."""
+        config = self.config
+        if not config.is_per_node:
+            argv = plan.fill(
+                config.argv,
+                attempt=order.attempt,
+                port=order.port,
+                nnodes=order.nnodes,
+                node_rank=node_rank,
+                logs=self._stop_folder / "logs" / f"attempt{order.attempt}",
+            )
+            return argv, {}
+        run_dir = config.env.get("IMGKIT_RUN_DIR", "")
+        values = per_node.placeholder_values(order, node_rank, config.node.nproc, run_dir)
+        variables = per_node.variables(values)
+        if not config.env.get(per_node.RAY_TMPDIR):
+            path = per_node.ray_folder(order)
+            with suppress(OSError):  # without the variable, Ray itself says which folder it cannot use
+                self._folders.enter_context(stop_protocol.locked_folder(path))
+                variables[per_node.RAY_TMPDIR] = str(path)
+        return per_node.fill(config.argv, values), variables
 
     def _watch(self) -> State:
         """Watch the command until it has ended, or has to end."""
@@ -459,9 +461,11 @@ class NodeAgent:
         """Wait until the program has saved and ended; from the deadline on, end it by force."""
         while self._is_running():
             if self._deadline.is_due() and self._command:
-                if not self._deadline.is_forced:
+                was_forced = self._deadline.is_forced
+                step = self._deadline.next_step()
+                if self._deadline.is_forced and not was_forced:
                     self.log(f"ending the program: {self._deadline.reason}")
-                self._command.send(self._deadline.next_step())
+                self._command.send(step)
         return self._restart
 
     def _is_running(self) -> bool:
@@ -570,8 +574,9 @@ class NodeAgent:
         """Return the worker of this node that failed first, and write the log."""
         failure: RankFailure | None
         if self.config.is_per_node:
-            was_ended = self._has_sent_term or self._deadline.is_forced
-            failure = None if was_ended else failures.of_command(command.code or 0, command.tail())
+            if self._deadline.has_begun:
+                return None
+            failure = failures.of_command(command.code or 0, command.tail())
         else:
             is_killed = not self._deadline.is_forced and command.code is not None
             killed_by = max(0, -(command.code or 0)) if is_killed else 0
@@ -599,8 +604,7 @@ class NodeAgent:
 
     def _failure_lines(self, *, of_previous: bool = False) -> tuple[str, ...]:
         """Return the lines about a failed run; `of_previous`: about the attempt before this one."""
-        session = self.session
-        name = session.node_name(session.placement.node_rank, self.config.node.host)
+        session, name = self.session, self._node_name()
         if self._stall:  # what the ranks have left is a consequence
             return (self._stall,)
         if isinstance(session, HeadSession):
@@ -611,6 +615,9 @@ class NodeAgent:
         if self._is_head_lost:
             return failures.block(failure, memory=self._memory)
         return (failures.one_line(failure),)
+
+    def _node_name(self) -> str:
+        return self.session.node_name(self.session.placement.node_rank, self.config.node.host)
 
     def _finish(self) -> int:
         """Return the exit code of this node; ask the job script to requeue a run with a new state."""
@@ -680,27 +687,13 @@ class NodeAgent:
             case EndAttempt():
                 self._cancelled = event.attempt
                 if self._command:
-                    self._end_command(event.reason)
+                    self._deadline.set_now(event.reason)
             case HeadLost():
                 self._is_head_lost = True
                 self.log(f"lost {event.node}: {event.reason}")
-                self._end_command(f"lost {event.node}")
+                self._deadline.set_now(f"lost {event.node}")
             case EndRun():
                 self._run_code = event.code
-
-    def _end_command(self, reason: str) -> None:
-        """End the command, which can do nothing more without the other nodes."""
-        if self.config.is_per_node and self._command:
-            self._terminate()
-            self._deadline.set_within(self.config.timeouts.grace_s, reason)
-        else:
-            self._deadline.set_now(reason)
-
-    def _terminate(self) -> None:
-        """Send TERM to all processes of the command, once: many programs end at once upon a second one."""
-        if self._command and self._command.code is None and not self._has_sent_term:
-            self._has_sent_term = True
-            self._command.send(guarded.TERMINATE)
 
     def _stop_all(self, request: StopRequest) -> None:
         self.session.report(StopOrder(reason=request.reason, requeue=request.requeue))
@@ -724,5 +717,6 @@ class NodeAgent:
         stop_protocol.raise_flag(self._stop_folder, request.reason)
         self.log(f"{request.reason}: asked the program to save and end, waiting up to {grace_s:g} s")
         if self.config.is_per_node:
-            self._terminate()
-        self._deadline.set_within(grace_s, "the grace time is over")
+            self._deadline.set_now("the grace time is over")  # TERM is its stop request
+        else:
+            self._deadline.set_within(grace_s, "the grace time is over")

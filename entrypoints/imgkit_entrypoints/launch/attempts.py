@@ -78,9 +78,6 @@ class Attempts:
         self._failure: FailedAttempt | None = None
         """The first sign that the current attempt fails."""
         self._is_cancelled = False
-        self._first_end_at: float | None = None
-        """When a command of this attempt has first ended before the head's."""
-        self._logged_ends = 0
         self._excluded: set[int] = set()
         self._logged_losses: set[int] = set()
         self._is_over = False
@@ -112,7 +109,6 @@ class Attempts:
             self._log(f"{_count(len(ranks))} train; {', '.join(spares)} wait{'s' * (len(spares) == 1)}")
         self._ranks, self._started_at = ranks, time.monotonic()
         self._failure, self._is_cancelled = None, False
-        self._first_end_at, self._logged_ends = None, 0
         self._fence(self._number)
         self._session.start_attempt(self._number, ranks)
 
@@ -129,13 +125,10 @@ class Attempts:
         codes = {number: report.code for number, report in session.reports.items() if number in members}
         lost = {number for number in members & session.lost.keys() if codes.get(number) not in GOOD}
         bad = {number: code for number, code in codes.items() if code not in GOOD}
-        if self._is_per_node and 0 not in codes:
-            self._log_early_ends([number for number, code in codes.items() if code in GOOD])
         was_ended = self._failure is not None and self._is_cancelled
         if self._is_per_node and codes.get(0) in GOOD and not was_ended:
-            self._close_after_head(codes, lost, bad)
-            return
-        if (lost or bad) and self._failure is None:
+            self._end_after_head(lost, bad)
+        elif (lost or bad) and self._failure is None:
             self.failed_at = time.monotonic()
             self._failure = FailedAttempt(
                 cause=self._cause(lost, bad),
@@ -152,36 +145,20 @@ class Attempts:
         if codes.keys() | lost != members:
             return
         if self._failure is None:
-            session.send_all(EndRun(code=EXIT_SAVED if EXIT_SAVED in codes.values() else 0))
+            code = EXIT_SAVED if EXIT_SAVED in codes.values() else 0
+            session.send_all(EndRun(code=codes[0] if self._is_per_node else code))
             self._is_over = True
             return
         self._close_attempt(self._failure, lost, codes, stopped=stopped)
 
-    def _log_early_ends(self, numbers: Sequence[int]) -> None:
-        """Name the nodes whose commands have ended with 0 while the head's goes on.
-
-        It may be right, but `ray symmetric-run` also returns 0 where Ray has failed on its node.
-        """
-        if self._first_end_at is None:
-            self._first_end_at = time.monotonic() if numbers else None
-        elif len(numbers) > self._logged_ends and time.monotonic() - self._first_end_at > PEER_FAILED_S:
-            self._logged_ends = len(numbers)
-            names = ", ".join(self._session.node_name(number) for number in numbers[:MAX_NAMED])
-            self._log(f"the head's command goes on; ended with 0: {names}")
-
-    def _close_after_head(
-        self, codes: Mapping[int, int], lost: Collection[int], bad: Mapping[int, int]
-    ) -> None:
-        """End the other commands and then the run, since the head's command has succeeded."""
-        session, members = self._session, self._ranks.keys()
-        if not self._is_cancelled:
-            if lost or bad:
-                self._log(f"{self._cause(lost, bad)}; the head's command has succeeded, and its code counts")
-            self._failure, self._is_cancelled = None, True
-            session.send_all(EndAttempt(attempt=self._number, reason="the head's command has ended"))
-        if members <= codes.keys() | session.lost.keys():
-            session.send_all(EndRun(code=codes[0]))
-            self._is_over = True
+    def _end_after_head(self, lost: Collection[int], bad: Mapping[int, int]) -> None:
+        """End the commands of the other nodes, since the head's has succeeded and its code counts."""
+        if self._is_cancelled:
+            return
+        if lost or bad:
+            self._log(f"{self._cause(lost, bad)}; the head's command has succeeded, and its code counts")
+        self._failure, self._is_cancelled = None, True
+        self._session.send_all(EndAttempt(attempt=self._number, reason="the head's command has ended"))
 
     def have_others_ended(self) -> bool:
         """Return whether the attempt is over on all nodes but the head."""

@@ -105,7 +105,7 @@ def end_all(within_s: float = REAP_S) -> tuple[str, ...]:
 def main(control: int, status: int, open_files: int, kind: str, command: list[str]) -> None:
     """Run `command` and watch over it until nothing of it is left."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (open_files, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    adopted = adopt_orphans()
+    can_adopt = adopt_orphans()
     # A handler, not SIG_IGN: handlers end at exec, so that torchrun can still be ended by these two.
     for number in (signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, lambda *_: None)
@@ -113,35 +113,49 @@ def main(control: int, status: int, open_files: int, kind: str, command: list[st
         os.set_inheritable(descriptor, False)
     woken = _wake_on_child()
     try:
-        # Python ignores these two, and that would be inherited.
-        usual = (signal.SIGPIPE, signal.SIGXFSZ)
-        if kind == "node":
-            for number in (signal.SIGUSR1, signal.SIGUSR2):
-                signal.signal(number, signal.SIG_IGN)  # also inherited
-            child = os.posix_spawnp(command[0], command, os.environ, setsigdef=usual, setsigmask=())
-        else:
-            child = os.posix_spawnp(command[0], command, os.environ, setsigdef=usual)
+        child = _start(command, kind)
     except OSError as error:
         _say(status, f"failed {error.strerror}")
         return
-    _say(status, f"started {child}" + ("" if adopted else " alone"))
+    _say(status, f"started {child}" + ("" if can_adopt else " alone"))
     codes: dict[int, int] = {}
-    obeyed: set[str] = set()
-    go_on = True
-    while go_on and reap(codes) and child not in codes:
-        go_on = _obey(control, child, (woken,), 1.0, obeyed)
-    if go_on:
+    steps: set[str] = set()
+    signalled: set[int] = set()
+    while "kill" not in steps and reap(codes) and child not in codes:
+        steps |= _take_steps(control, child, (woken,), 1.0)
+        if "terminate" in steps and not signalled:
+            _terminate(signalled)
+    if "kill" not in steps:
         _say(status, f"exit {codes[child]}")
-        # Killed: its workers do not know yet. Ended: the program may still be tidying up behind itself.
-        end = time.monotonic() + (LEAVE_S if codes[child] >= 0 else 0.0)
-        # After "terminate", the processes have the time that the node agent gives them.
-        while go_on and reap(codes) and ("terminate" in obeyed or time.monotonic() < end):
-            go_on = _obey(control, None, (), TICK_S, obeyed)
+        leave_at = time.monotonic()
+        if "terminate" in steps:
+            _terminate(signalled)  # those that were just being started before
+            leave_at = float("inf")  # the node agent sends "kill" in time
+        elif codes[child] >= 0:  # it may still be tidying up; workers of a killed one know nothing yet
+            leave_at += LEAVE_S
+        while "kill" not in steps and reap(codes) and time.monotonic() < leave_at:
+            steps |= _take_steps(control, None, (), TICK_S)
     remaining = sorted(set(descendants().values()))
     stuck = end_all()
     if child not in codes:
         _say(status, f"exit {-signal.SIGKILL}")
     _say(status, f"stuck {' '.join(stuck)}" if stuck else f"clean {' '.join(remaining)}")
+
+
+def _start(command: list[str], kind: str) -> int:
+    """Start `command` and return its process id.
+
+    Raises
+    ------
+    OSError : it cannot be started.
+    """
+    # Python ignores these two, and that would be inherited.
+    usual = (signal.SIGPIPE, signal.SIGXFSZ)
+    if kind == "torchrun":
+        return os.posix_spawnp(command[0], command, os.environ, setsigdef=usual)
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # also inherited
+    return os.posix_spawnp(command[0], command, os.environ, setsigdef=usual, setsigmask=())
 
 
 def _wake_on_child() -> int:
@@ -154,30 +168,33 @@ def _wake_on_child() -> int:
     return reader
 
 
-def _obey(control: int, child: int | None, wakers: tuple[int, ...], seconds: float, obeyed: set[str]) -> bool:
-    """Wait for a command of the node agent or a byte on `wakers`; False if everything must end at once.
+def _take_steps(control: int, child: int | None, wakers: tuple[int, ...], seconds: float) -> set[str]:
+    """Wait for the node agent's commands or a byte on `wakers`, and return the names of the commands.
 
-    The names of the commands are added to `obeyed`.
+    ``signal`` is obeyed here. ``kill`` is also returned where the node agent is gone.
     """
     readable, _, _ = select.select([control, *wakers], [], [], seconds)
     for descriptor in wakers:
         if descriptor in readable:
             os.read(descriptor, 4096)
     if control not in readable:
-        return True
-    data = os.read(control, 4096)
-    for line in data.decode().splitlines():
+        return set()
+    lines = os.read(control, 4096).decode().splitlines() or ["kill"]
+    names = set()
+    for line in lines:
         name, _, number = line.partition(" ")
-        obeyed.add(name)
-        if name == "kill":
-            return False
-        if name == "terminate":
-            for pid in descendants():
-                with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGTERM)
+        names.add(name)
         if name == "signal" and child is not None:
             os.kill(child, int(number))  # not collected yet, so this id is still its own
-    return bool(data)
+    return names
+
+
+def _terminate(signalled: set[int]) -> None:
+    """Send TERM to every process below this one that is not in `signalled`, and add it there."""
+    for pid in descendants().keys() - signalled:
+        signalled.add(pid)
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGTERM)
 
 
 def _say(status: int, line: str) -> None:

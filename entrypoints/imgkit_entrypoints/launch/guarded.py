@@ -215,21 +215,31 @@ END_STEP_S = 5.0
 QUICK_STEP_S = 2.0
 """Seconds between HUP and KILL where the program could save nothing: others of its run are gone."""
 _HUP, _QUIT = (f"signal {int(number)}" for number in (signal.SIGHUP, signal.SIGQUIT))
-TERMINATE, KILL = "terminate", "kill"
+_TERMINATE, _KILL = "terminate", "kill"
 """TERM for every process of the command; KILL."""
 
 
 class Deadline:
-    """The time at which a program is ended by force, and the steps that follow."""
+    """The time at which a program is ended, and the steps that follow: HUP, QUIT and KILL.
 
-    def __init__(self, steps: Sequence[str] = (_HUP, _QUIT, KILL)) -> None:
+    Parameters
+    ----------
+    grace_s : for a command of dist-run --per-node: its first step is TERM, and KILL follows after this time.
+    """
+
+    def __init__(self, grace_s: float | None = None) -> None:
         self.at = float("inf")
         """Time of the next step, on the monotonic clock."""
-        self.is_forced = False
+        self.has_begun = False
         """The first step was taken."""
+        self.is_forced = False
+        """A step was taken after which the program cannot save."""
         self.reason = ""
-        self._steps = list(steps)
-        self._step_s = END_STEP_S
+        self._steps = [_HUP, _QUIT, _KILL]
+        self._step_s, self._quick_step_s = END_STEP_S, QUICK_STEP_S
+        if grace_s is not None:
+            self._steps = [_TERMINATE, _KILL]
+            self._step_s = self._quick_step_s = grace_s
 
     def set_within(self, seconds: float, reason: str) -> None:
         """End the program in `seconds`, unless an earlier end is set or was forced."""
@@ -238,12 +248,12 @@ class Deadline:
             self.at, self.reason = at, reason
 
     def set_now(self, reason: str) -> None:
-        """End the program at once, and quickly; an end that was forced goes on quickly."""
+        """Begin the end of the program now; one that has begun goes on, with quick steps."""
         now = time.monotonic()
-        if not self.is_forced:
+        if not self.has_begun:
             self.reason, self.at = reason, now
-        self._step_s, self._steps = QUICK_STEP_S, [step for step in self._steps if step != _QUIT]
-        self.at = min(self.at, now + QUICK_STEP_S)
+        self._step_s, self._steps = self._quick_step_s, [step for step in self._steps if step != _QUIT]
+        self.at = min(self.at, now + self._quick_step_s)
 
     def is_due(self) -> bool:
         """Return whether the next step is due."""
@@ -251,7 +261,8 @@ class Deadline:
 
     def next_step(self) -> str:
         """Take the next step; return it as a command to the guard."""
-        self.is_forced = True
         step = self._steps.pop(0)
+        self.has_begun = True
+        self.is_forced = step != _TERMINATE
         self.at = time.monotonic() + self._step_s if self._steps else float("inf")
         return step

@@ -15,7 +15,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from imgkit_entrypoints.rollcall.messages import AttemptStart
 
-PLACEHOLDERS = ("head", "port", "port2", "nnodes", "node_rank", "nproc", "world_size", "run_dir")
+PLACEHOLDERS = {
+    "head": "MASTER_ADDR",
+    "port": "MASTER_PORT",
+    "port2": "",
+    "nnodes": "NNODES",
+    "node_rank": "NODE_RANK",
+    "nproc": "IMGKIT_NPROC",
+    "world_size": "",
+    "run_dir": "",  # IMGKIT_RUN_DIR is set before
+}
+"""The variable that has the same value, by the name in braces; empty: there is none."""
 _NAMES = "|".join(PLACEHOLDERS)
 _PLACEHOLDER = re.compile(rf"\{{(\{{(?:{_NAMES})\}})\}}|\{{({_NAMES})\}}")
 """``{{head}}``, which means a literal ``{head}``, or ``{head}``."""
@@ -32,11 +42,16 @@ It is short, since Ray adds about 68 characters: `ray/session_TIME_PID/sockets/p
 
 def placeholder_values(order: AttemptStart, node_rank: int, nproc: int, run_dir: str) -> dict[str, str]:
     """Return the value of each placeholder in the attempt that `order` starts."""
-    values = (
-        *(order.head, order.port, order.second_port, order.nnodes),
-        *(node_rank, nproc, order.world_size, run_dir),
-    )
-    return dict(zip(PLACEHOLDERS, map(str, values), strict=True))
+    return {
+        "head": order.head,
+        "port": str(order.port),
+        "port2": str(order.second_port),
+        "nnodes": str(order.nnodes),
+        "node_rank": str(node_rank),
+        "nproc": str(nproc),
+        "world_size": str(order.world_size),
+        "run_dir": run_dir,
+    }
 
 
 def fill(argv: Iterable[str], values: Mapping[str, str]) -> list[str]:
@@ -54,14 +69,8 @@ def uses_placeholder(argv: Iterable[str], name: str) -> bool:
 
 
 def variables(values: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that have the same values."""
-    return {
-        "MASTER_ADDR": values["head"],
-        "MASTER_PORT": values["port"],
-        "NNODES": values["nnodes"],
-        "NODE_RANK": values["node_rank"],
-        "IMGKIT_NPROC": values["nproc"],
-    }
+    """Return the variables that have the same values as the placeholders."""
+    return {variable: values[name] for name, variable in PLACEHOLDERS.items() if variable}
 
 
 def ray_folder(order: AttemptStart) -> Path:

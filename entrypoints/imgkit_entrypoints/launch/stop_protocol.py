@@ -36,7 +36,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import BinaryIO
 
 from imgkit_entrypoints import fence, files, terminal
 from imgkit_entrypoints.errors import EXIT_SAVED, UsageError
@@ -65,37 +64,31 @@ def folder(parent: Path | None, node_rank: int) -> Iterator[Path]:
     ------
     UsageError : the folder cannot be written.
     """
-    lock: BinaryIO | None = None
-    try:
-        if parent is None:
-            path = _temporary_folder()
-            lock = files.create(path / LOCK)
-            with contextlib.suppress(OSError):  # a file system without locks: nobody removes the folder then
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _remove_abandoned(path.parent)
-        else:  # it may lie on a file system that all nodes share
-            path = parent / f"node{node_rank}"
-            files.make_own_folder(path)
-        clear(path)
-    except OSError as error:
-        raise UsageError(
-            f"the stop folder cannot be used: {error.strerror}",
-            where=str(error.filename or parent),
-            hint="name a writable folder of this node in IMGKIT_STOP_DIR, or set TMPDIR",
-        ) from error
-    try:
+    with contextlib.ExitStack() as stack:
+        try:
+            if parent is None:
+                path = _temporary_folder()
+                stack.enter_context(locked_folder(path))
+                _remove_abandoned(path.parent)
+            else:  # it may lie on a file system that all nodes share
+                path = parent / f"node{node_rank}"
+                files.make_own_folder(path)
+            clear(path)
+        except OSError as error:
+            raise UsageError(
+                f"the stop folder cannot be used: {error.strerror}",
+                where=str(error.filename or parent),
+                hint="name a writable folder of this node in IMGKIT_STOP_DIR, or set TMPDIR",
+            ) from error
         yield path
-    finally:
-        if lock:
-            shutil.rmtree(path, ignore_errors=True)
-            lock.close()
 
 
 @contextlib.contextmanager
-def folder_of_same_name(path: Path) -> Iterator[Path]:
-    """Yield a folder that has the same path on all nodes, and remove it afterwards.
+def locked_folder(path: Path) -> Iterator[None]:
+    """Make a folder of this user unless it is there, lock it, and remove it afterwards.
 
-    Where the nodes share it, the first one makes it. After a kill of this process, a later start removes it.
+    Nodes that share the file system share the folder, which the first of them locks. A later start of this
+    user removes a folder whose lock nobody holds, since its node agent was killed.
 
     Raises
     ------
@@ -105,10 +98,10 @@ def folder_of_same_name(path: Path) -> Iterator[Path]:
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(FileExistsError):
             lock = stack.enter_context(files.create(path / LOCK))
-            with contextlib.suppress(OSError):  # as for a stop folder
+            with contextlib.suppress(OSError):  # a file system without locks: nobody removes the folder then
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         try:
-            yield path
+            yield
         finally:
             shutil.rmtree(path, ignore_errors=True)
 

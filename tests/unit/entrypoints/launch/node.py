@@ -20,7 +20,7 @@ session.BEAT_S, session.LOST_AFTER_S = options.get("beat_s", 0.2), options.get("
 guarded.END_STEP_S, attempts.PEER_FAILED_S, stop_protocol.REPEAT_S = 0.5, 1.0, 0.2
 watchdog.ANSWER_S, attempts.MIN_START_S = 2.0, 1.0
 probe.STEP_S = options.get("step_s", probe.STEP_S)
-agent.TICK_S = options.get("tick_s", 1.0)
+agent.TICK_S, agent.ALONE_S = options.get("tick_s", 1.0), 1.0
 gpu_use.START_AFTER_S = 0.0
 rank = options.get("rank", 0)
 if "open_files" in options:

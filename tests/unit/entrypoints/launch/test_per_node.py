@@ -47,7 +47,9 @@ def test_values_of_the_roll_call_replace_placeholders(nodes: Any) -> None:
 
 
 def test_end_of_the_head_ends_the_other_commands(nodes: Any) -> None:
-    start(nodes, f"{HEAD} && exit 0; trap 'echo got TERM; exit 9' TERM; {DAEMON} while :; do sleep 0.1; done")
+    go = nodes.folder / "go"
+    head = f"while ! [ -e {go} ]; do sleep 0.05; done; exit 0"
+    start(nodes, f"{HEAD} && {{ {head}; }}; trap 'echo got TERM; exit 9' TERM; {DAEMON} touch {go}; wait")
     assert nodes.codes() == [0, 0]
     assert nodes.output().count("got TERM") == 1
     assert not left_files(nodes)
@@ -81,7 +83,7 @@ def test_success_of_the_head_counts_after_a_failure_elsewhere(nodes: Any) -> Non
 def test_command_that_ends_long_before_the_head_is_named(nodes: Any) -> None:
     go = nodes.folder / "go"
     start(nodes, f"{HEAD} || exit 0; while ! [ -e {go} ]; do sleep 0.05; done")
-    nodes.said("the head's command goes on; ended with 0: node 2 of 2 (host1)")
+    nodes.said("the command on node 2 of 2 (host1) has ended with 0, and the head's goes on")
     go.touch()
     assert nodes.codes() == [0, 0]
 
