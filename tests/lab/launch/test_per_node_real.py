@@ -1,30 +1,39 @@
-"""dist-run --per-node on two virtual nodes: a shell script, and real Ray and accelerate.
+"""dist-run --per-node with real Ray and accelerate: in a .sif, under srun, as an ordinary user, on two nodes.
 
-Ray and accelerate run with the Python that IMGKIT_TEST_PER_NODE_PYTHON names, which has both and torch.
+Each node has a /tmp of its own here, as the nodes of most clusters have.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import shlex
+import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from labkit import Cluster, until
+from labkit import SlurmSite, docker, imgkit_json, slurm_marks
 
-PYTHON = os.environ.get("IMGKIT_TEST_PER_NODE_PYTHON", "")
+NAME = f"imgkit-test-per-node-{os.getpid()}"
+RECIPE = "image:\n  base: registry.invalid/base:1\n  pip: [{packages: [ray, accelerate]}]\n"
 NODES = ("node1", "node2")
-HEAD = "10.42.0.11"
-
-pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("per-node")]
-needs_python = pytest.mark.skipif(not PYTHON, reason="IMGKIT_TEST_PER_NODE_PYTHON names no Python with Ray")
-
+RAY = (
+    *("ray", "symmetric-run", "--address", "{head}:{port}", "--min-nodes", "{nnodes}"),
+    *("--num-cpus", "2", "--object-store-memory", "100000000", "--", "python3"),
+)
 RAY_PROGRAM = """
-import sys, time
+import os, signal, sys, time
 import ray
+
+def save(*_):
+    with open(os.environ["IMGKIT_STOP_DIR"] + "/state-saved", "w") as file:
+        file.write(os.environ["IMGKIT_JOB_ID"] + " 7")
+    sys.exit()
+
 ray.init(address="auto")
+if sys.argv[1] == "saves":
+    signal.signal(signal.SIGTERM, save)
 
 @ray.remote(num_cpus=1)
 def address():
@@ -32,145 +41,149 @@ def address():
     return ray.util.get_node_ip_address()
 
 print("addresses", sorted(set(ray.get([address.remote() for _ in range(4)]))), flush=True)
-mode = sys.argv[1]
-if mode == "fails":
+if sys.argv[1] == "fails":
     raise RuntimeError("wrong model")
-if mode == "waits":
+if sys.argv[1] in ("waits", "saves"):
     print("waits", flush=True)
     time.sleep(1000)
 """
+ACCELERATE = (
+    *("accelerate", "launch", "--multi_gpu", "--num_cpu_threads_per_process", "1"),
+    *("--num_machines", "{nnodes}", "--machine_rank", "{node_rank}", "--num_processes", "{world_size}"),
+    *("--main_process_ip", "{head}", "--main_process_port", "{port}", "--log_dir", "{run_dir}"),
+)
+ACCELERATE_PROGRAM = """
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator(cpu=True)
+total = accelerator.reduce(torch.tensor(accelerator.process_index + 1.0))
+print("sum", total.item(), "of", accelerator.num_processes, flush=True)
+"""
+LIST_REMAINS = """
+find /tmp /dev/shm -mindepth 1 ! -path '/tmp/imgkit-cache-*' | sed 's/^/file /'
+ss -Hlntux | awk '{print "socket", $1, $5}'
+ps -eo user:16,args | sed -n 's/^researcher */process /p'
+"""
+"""Prints what a run could leave on a node; the folder of compiled code stays there for the next run."""
+
+pytestmark = [*slurm_marks, pytest.mark.soak, pytest.mark.xdist_group("per-node")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerNodeSite(SlurmSite):
+    """Two nodes with a private /tmp each, and the image that has Ray and accelerate."""
+
+    sif: Path
+
+    def submit(self, *command: object, options: tuple[str, ...] = ()) -> str:
+        """Submit a job that runs dist-run --per-node with the rest of its command line; return its number."""
+        srun = ("srun", "--ntasks-per-node=1", "--kill-on-bad-exit=1")
+        container = ("singularity", "exec", "--bind", self.folder, self.sif)
+        argv = map(str, (*srun, *container, "dist-run", "--per-node", "--grace=10", *command))
+        script = self.folder / "job.sh"
+        stop = 'trap "touch $IMGKIT_RUN_DIR/stop-for-requeue" USR1'
+        start = f"{shlex.join(argv)} & wait $! || wait $!; echo code=$?"
+        folder = f"export IMGKIT_RUN_DIR={self.folder}/run-$SLURM_JOB_ID"
+        script.write_text(f"#!/bin/bash\n{folder}\n{stop}\n{start}\n")
+        output = self.folder / "job-%j.out"
+        submitted = self("--user", "sbatch", "--parsable", "-N2", "-o", output, *options, script)
+        return submitted.stdout.strip()
+
+    def wait_for(self, text: str, job: str) -> None:
+        """Wait until the job has printed `text`."""
+        self.until(lambda: text in self.output_of(job) or not self.is_queued(job), job)
+        assert text in self.output_of(job), self.output_of(job)
+
+    def remains(self) -> list[str]:
+        """Return the files, sockets and processes on the nodes."""
+        texts = (self("exec", node, "--", "sh", "-c", LIST_REMAINS).stdout for node in NODES)
+        return sorted(line for text in texts for line in text.splitlines())
+
+    def kill(self, node: str, name: str) -> None:
+        """Kill the oldest process on `node` whose command line has `name`."""
+        result = self("exec", node, "--", "pkill", "-KILL", "--oldest", "-u", "researcher", "-f", name)
+        assert result.returncode == 0, name
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    """Two nodes without services."""
-    cluster = Cluster(state=Path(f"/tmp/imgkit-test-per-node-{os.getpid()}"))
-    cluster.up(2, "--no-slurm", "--no-ssh")
-    yield cluster
-    cluster.down()
+def site(standin: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PerNodeSite]:
+    recipe = tmp_path_factory.mktemp("per-node") / f"{NAME}.yaml"
+    recipe.write_text(RECIPE)
+    # Not below /tmp, which is another folder on each node.
+    folder = Path(f"/var/tmp/{NAME}")
+    folder.mkdir(mode=0o777)
+    folder.chmod(0o1777)
+    site = PerNodeSite(state=Path(f"{folder}-cluster"), folder=folder, sif=folder / "image.sif")
+    try:
+        imgkit_json("build", recipe, "--base", standin, "--tag", f"{NAME}:latest", "--no-test")
+        imgkit_json("sif", f"{NAME}:latest", "--no-test", "-o", site.sif)
+        (folder / "with_ray.py").write_text(RAY_PROGRAM)
+        (folder / "with_accelerate.py").write_text(ACCELERATE_PROGRAM)
+        site.up(2, "--private", "/tmp")
+        yield site
+    finally:
+        site.down()
+        docker("image", "rm", "--force", f"{NAME}:latest")
+        shutil.rmtree(folder)
 
 
-class PerNodeRun:
-    """The command line on both nodes, with the output of each in a file."""
-
-    def __init__(self, cluster: Cluster, folder: Path, options: list[str], command: list[str]) -> None:
-        self.cluster = cluster
-        self.earlier = self.processes()
-        self.logs = [folder / f"{node}.log" for node in NODES]
-        dist_run = [sys.executable, "-I", "-m", "imgkit_entrypoints", "dist-run", "--per-node", "--nnodes=2"]
-        self.agents = []
-        path = f"{Path(PYTHON).parent}:{os.environ['PATH']}" if PYTHON else os.environ["PATH"]
-        for rank, (node, log) in enumerate(zip(NODES, self.logs, strict=True)):
-            argv = [*dist_run, f"--node-rank={rank}", f"--head={HEAD}", *options, "--", *command]
-            with log.open("wb") as output:
-                agent = subprocess.Popen(
-                    cluster.argv("exec", node, "--", "env", f"PATH={path}", *argv),
-                    stdout=output,
-                    stderr=output,
-                )
-            self.agents.append(agent)
-
-    def output(self) -> str:
-        return "".join(log.read_text() for log in self.logs)
-
-    def processes(self) -> list[str]:
-        """Return the command lines on both nodes, but those of this question itself."""
-        lines = self.cluster.ps("args", *NODES)
-        return sorted(line for line in lines if not line.startswith("ps ") and "exec node" not in line)
-
-    def process_id(self, node: str, name: str) -> int:
-        """Return the id, on its node, of the first process whose command line has `name`."""
-        lines = self.cluster.ps("pid,args", node)
-        return next(int(line.split()[0]) for line in lines if name in line and "ps -eo" not in line)
-
-    def codes(self) -> list[int]:
-        """Return the exit codes; no process, socket or folder is left on either node."""
-        codes = [agent.wait(timeout=180) for agent in self.agents]
-        until(lambda: self.processes() == self.earlier)
-        assert not list(Path("/tmp").glob("imgkit-ray-*"))
-        return codes
+@pytest.fixture(autouse=True)
+def _leaves_nothing(site: PerNodeSite) -> Iterator[None]:
+    """Fail a test after whose job a file, a socket or a process is left on a node."""
+    before = site.remains()
+    yield
+    assert site.remains() == before
 
 
-def test_shell_script_and_its_daemons_end_with_the_head(cluster: Cluster, tmp_path: Path) -> None:
-    script = (
-        'echo "node {node_rank} of {nnodes} head {head} $NODE_RANK"; trap "" TERM\n'
-        "setsid sleep 1001 & if [ {node_rank} = 0 ]; then sleep 1; exit 5; fi; sleep 1000"
-    )
-    run = PerNodeRun(cluster, tmp_path, ["--grace=2"], ["sh", "-c", script])
-    assert run.codes() == [5, 5]
-    assert f"node 1 of 2 head {HEAD} 1\n" in run.output()
-    assert "the command on node 1 of 2 (node1) failed first: exit code 5" in run.output()
+def run_ray(site: PerNodeSite, mode: str, *options: str) -> str:
+    """Submit a job that runs Ray's program; return its number."""
+    return site.submit("--", *RAY, site.folder / "with_ray.py", mode, options=options)
 
 
-def ray_run(cluster: Cluster, folder: Path, mode: str, *options: str) -> PerNodeRun:
-    program = folder / "program.py"
-    program.write_text(RAY_PROGRAM)
-    ray = ["ray", "symmetric-run", "--address", "{head}:{port}"]
-    sizes = ["--min-nodes", "{nnodes}", "--num-cpus", "2", "--object-store-memory", "100000000"]
-    return PerNodeRun(cluster, folder, list(options), [*ray, *sizes, "--", PYTHON, str(program), mode])
+def test_ray_uses_both_nodes(site: PerNodeSite) -> None:
+    output = site.wait_for_end(run_ray(site, "succeeds"))
+    assert "addresses ['10.42.0.11', '10.42.0.12']" in output, output
+    assert output.endswith("code=0\n"), output
 
 
-@needs_python
-def test_ray_uses_both_nodes_and_leaves_nothing(cluster: Cluster, tmp_path: Path) -> None:
-    run = ray_run(cluster, tmp_path, "succeeds")
-    assert run.codes() == [0, 0]
-    assert "addresses ['10.42.0.11', '10.42.0.12']" in run.output()
+def test_failed_ray_program_ends_both_nodes(site: PerNodeSite) -> None:
+    output = site.wait_for_end(run_ray(site, "fails"))
+    assert "RuntimeError: wrong model" in output, output
+    assert "the command on node 1 of 2 (node1) failed first: exit code 1" in output
+    assert output.endswith("code=1\n"), output
 
 
-@needs_python
-def test_failure_of_a_ray_program_ends_both_nodes(cluster: Cluster, tmp_path: Path) -> None:
-    run = ray_run(cluster, tmp_path, "fails")
-    assert run.codes() == [1, 1]
-    assert "RuntimeError: wrong model" in run.output()
+@pytest.mark.parametrize(("process", "code"), [("bin/ray symmetric-run", 137), ("gcs/gcs_server", 1)])
+def test_killed_head_of_ray_ends_both_nodes(site: PerNodeSite, process: str, code: int) -> None:
+    job = run_ray(site, "waits")
+    site.wait_for("waits\n", job)
+    site.kill("node1", process)
+    output = site.wait_for_end(job)
+    assert "the command on node 1 of 2 (node1) failed first" in output, output
+    assert output.endswith(f"code={code}\n"), output
 
 
-@needs_python
-def test_killed_head_of_ray_ends_both_nodes(cluster: Cluster, tmp_path: Path) -> None:
-    run = ray_run(cluster, tmp_path, "waits", "--grace=10")
-    until(lambda: "waits\n" in run.output(), within_s=120)
-    cluster("exec", "node1", "--", "kill", "-9", run.process_id("node1", "symmetric-run"))
-    assert run.codes() == [137, 137]
+def test_killed_raylet_of_another_node_is_named(site: PerNodeSite) -> None:
+    """It cannot end the run: `ray symmetric-run` returns 0 there."""
+    job = run_ray(site, "waits")
+    site.wait_for("waits\n", job)
+    site.kill("node2", "raylet/raylet")
+    site.wait_for("the command on node 2 of 2 (node2) has ended with 0, and the head's goes on", job)
+    site.kill("node1", "bin/ray symmetric-run")
+    site.wait_for_end(job)
 
 
-@needs_python
-def test_killed_raylet_of_another_node_is_named(cluster: Cluster, tmp_path: Path) -> None:
-    """Ray's symmetric-run hides it: it returns 0."""
-    run = ray_run(cluster, tmp_path, "waits", "--grace=10")
-    until(lambda: "waits\n" in run.output(), within_s=120)
-    cluster("exec", "node2", "--", "kill", "-9", run.process_id("node2", "raylet/raylet"))
-    until(lambda: "the head's command goes on; ended with 0: node 2 of 2 (node2)" in run.output())
-    cluster("exec", "node1", "--", "kill", run.process_id("node1", "imgkit_entrypoints dist-run"))
-    run.codes()
+def test_ray_program_saves_before_the_time_limit(site: PerNodeSite) -> None:
+    # Slurm looks at the time limits every 30 s, and sends the signal up to a minute earlier.
+    output = site.wait_for_end(run_ray(site, "saves", "--time=3", "--signal=B:USR1@60"))
+    assert "asked the program to save and end" in output, output
+    assert "state saved at step 7" in output
+    assert output.endswith("code=85\n"), output
 
 
-@needs_python
-def test_stop_request_ends_ray_on_both_nodes(cluster: Cluster, tmp_path: Path) -> None:
-    run = ray_run(cluster, tmp_path, "waits", "--grace=10")
-    until(lambda: "waits\n" in run.output(), within_s=120)
-    agent = run.process_id("node1", "imgkit_entrypoints dist-run")
-    cluster("exec", "node1", "--", "kill", agent)
-    run.codes()
-    assert "SIGTERM: asked the program to save and end" in run.output()
-
-
-@needs_python
-def test_accelerate_starts_a_process_on_each_node(cluster: Cluster, tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import torch\nfrom accelerate import Accelerator\naccelerator = Accelerator(cpu=True)\n"
-        "total = accelerator.reduce(torch.tensor(accelerator.process_index + 1.0))\n"
-        "print('sum', total.item(), 'of', accelerator.num_processes, flush=True)\n"
-    )
-    launch = ["accelerate", "launch", "--multi_gpu", "--num_cpu_threads_per_process", "1"]
-    machines = [
-        "--num_machines",
-        "{nnodes}",
-        "--machine_rank",
-        "{node_rank}",
-        "--num_processes",
-        "{world_size}",
-    ]
-    meeting = ["--main_process_ip", "{head}", "--main_process_port", "{port}", str(program)]
-    run = PerNodeRun(cluster, tmp_path, [], [*launch, *machines, *meeting])
-    assert run.codes() == [0, 0]
-    assert run.output().count("sum 3.0 of 2") == 2
+def test_accelerate_starts_a_process_on_each_node(site: PerNodeSite) -> None:
+    job = site.submit("--", *ACCELERATE, site.folder / "with_accelerate.py")
+    output = site.wait_for_end(job)
+    assert output.count("sum 3.0 of 2\n") == 2, output
+    assert output.endswith("code=0\n"), output

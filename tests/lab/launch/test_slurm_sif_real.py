@@ -113,6 +113,24 @@ def test_hidden_job_is_told(slurm: Slurm) -> None:
     assert len(re.findall("no scheduler variable is set here.*--cleanenv", output)) == 2, output
 
 
+def test_commands_per_node_end_with_the_head(slurm: Slurm) -> None:
+    """A shell script that is deaf to TERM and starts daemons."""
+    script = slurm.state / "per_node.sh"
+    script.write_text(
+        'echo "node $1 of $2 head $3 port $MASTER_PORT folder $RAY_TMPDIR"; trap "" TERM\n'
+        "setsid sleep 1001 &\n[ $1 = 0 ] && sleep 1 && exit 5\nsleep 1000\n"
+    )
+    options = ("--per-node", "--grace", "2", "--", "sh", script, "{node_rank}", "{nnodes}", "{head}")
+    output = slurm.run(" ".join((*PER_NODE, slurm.exec("dist-run", *options))), "echo code=$?")
+    lines = re.findall(r"node (\d) of 2 head (\S+) port (\d+) folder (\S+)", output)
+    assert sorted(line[:2] for line in lines) == [("0", "10.42.0.11"), ("1", "10.42.0.11")], output
+    assert len({line[2:] for line in lines}) == 1
+    assert "the command on node 1 of 2 (node1) failed first: exit code 5" in output
+    assert output.endswith("code=5\n"), output
+    assert not slurm.processes()
+    assert not Path(lines[0][3]).exists()
+
+
 def waiting(slurm: Slurm) -> tuple[str, list[str]]:
     """A job whose four workers wait for ever: its number, and the processes of node 1's workers."""
     code = "import os, time; print('waiting', os.environ['RANK'], os.getpid(), flush=True); time.sleep(600)"
