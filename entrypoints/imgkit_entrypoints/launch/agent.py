@@ -213,7 +213,9 @@ class NodeAgent:
             if self._run_folder:
                 self._run_folder.refuse_unusable()
                 self._run_folder.clear()
-                self._write(PLAN_FILE, self.config.plan_text, "the reasons of the settings are not there")
+                self._write_run_file(
+                    PLAN_FILE, self.config.plan_text, "the reasons of the settings are not there"
+                )
             try:
                 if self._shared_folder:  # on every node: none waits in the roll call for one that has refused
                     self._shared_folder.refuse_stopped()
@@ -227,7 +229,7 @@ class NodeAgent:
                 # Last, for the job script:
                 text = f"{self.job_id} {self._code}\n"
                 loss = "the job script and imgkit status will not see how the run has ended"
-                self._write(RESULT, text, loss)
+                self._write_run_file(RESULT, text, loss)
         return self._code
 
     def _run_states(self) -> None:
@@ -302,7 +304,7 @@ class NodeAgent:
                 size,
                 max_failures=config.max_failures,
                 log=self.log,
-                fence=self._fence,
+                fence=self._admit_attempt,
                 is_per_node=config.is_per_node,
             )
         return self._preflight if config.preflight else self._begin_attempts()
@@ -320,7 +322,7 @@ class NodeAgent:
         }
         return {**env, fence.VARIABLE: self._run_id} if self.is_head else env
 
-    def _fence(self, attempt: int) -> None:
+    def _admit_attempt(self, attempt: int) -> None:
         """Let only workers of `attempt` write into the run's folder, if there may be another attempt."""
         size = self.session.placement.size
         if self._run_folder is None or (size is None and not self.config.max_failures):
@@ -359,12 +361,12 @@ class NodeAgent:
         self._deadline = Deadline()
         if self.stop:
             self._deadline.set_within(self._patience_s(), "the other nodes are not done")
-        self._react()
+        self._handle_events()
         while self._order is None:
             if self._run_code is not None or self._is_head_lost or self._signals.is_repeated:
                 return None
             self._wait(self._signals)
-            self._react()
+            self._handle_events()
             if time.monotonic() >= report_at:
                 report_at = float("inf")
                 self.log(f"the command on {self._node_name()} has ended with 0, and the head's goes on")
@@ -452,14 +454,14 @@ class NodeAgent:
 
     def _watch(self) -> State:
         """Watch the command until it has ended, or has to end."""
-        while self._is_running():
+        while self._supervise_tick():
             if self.stop or self._deadline.at < float("inf"):
                 return self._stop
         return self._restart
 
     def _stop(self) -> State:
         """Wait until the program has saved and ended; from the deadline on, end it by force."""
-        while self._is_running():
+        while self._supervise_tick():
             if self._deadline.is_due() and self._command:
                 was_forced = self._deadline.is_forced
                 step = self._deadline.next_step()
@@ -468,14 +470,14 @@ class NodeAgent:
                 self._command.send(step)
         return self._restart
 
-    def _is_running(self) -> bool:
+    def _supervise_tick(self) -> bool:
         """React to whatever happens within a tick; return False once nothing of the command is left."""
         session, command = self.session, self._command
         assert command is not None  # noqa: S101 - the states that watch it have it
         self._wait(command, self._signals)
         if not command.read():
             return False
-        self._react()
+        self._handle_events()
         session.positions = self._watchdog.positions
         if session.phase not in (WORKERS, CONNECTING):
             session.phase = start_up.read_phase(self._stop_folder)
@@ -528,7 +530,7 @@ class NodeAgent:
         self._timer.end_attempt(self._stop_folder)
         self.session.positions = None
         if self.config.on_success and self.is_head and command and self._code in (0, EXIT_SAVED):
-            self._run_beside(self.config.on_success)
+            self._run_while_connected(self.config.on_success)
         report = AttemptEnded(
             code=self._code,
             attempt=self._attempt,
@@ -538,7 +540,7 @@ class NodeAgent:
         self.session.report(report)
         return self._start
 
-    def _run_beside(self, function: Callable[[], None]) -> None:
+    def _run_while_connected(self, function: Callable[[], None]) -> None:
         """Run `function`, and stay in touch with the other nodes meanwhile."""
         thread = threading.Thread(target=function, daemon=True)
         thread.start()
@@ -546,7 +548,7 @@ class NodeAgent:
         end = time.monotonic() + BESIDE_S
         while thread.is_alive() and time.monotonic() < end:
             self._wait(self._signals)
-            self._react()
+            self._handle_events()
 
     def _node_code(self, code: int) -> int:
         """Return the exit code of this node alone, where its command ended with `code`."""
@@ -590,12 +592,12 @@ class NodeAgent:
 
     def _explain(self, command: GuardedCommand) -> None:
         """Report what is known about a failure of the attempt."""
-        of_rank = self._failure is not None and self._failure.rank is not None
+        failed_rank = self._failure if self._failure and self._failure.rank is not None else None
         # What is known of a killed rank is in the final message.
-        is_silent = of_rank and self._failure is not None and not self._failure.lines
-        if not self.stop and not self._deadline.is_forced and not is_silent:
+        is_silent = failed_rank is not None and not failed_rank.lines
+        if not self.stop and not self._deadline.has_begun and not is_silent:
             is_alone = self.session.placement.nnodes == 1
-            has_cause = of_rank and not (self._failure and self._failure.after_peer and is_alone)
+            has_cause = failed_rank is not None and not (failed_rank.after_peer and is_alone)
             output = command.tail()[-EXPLAINED_CHARACTERS:]
             for explanation in explain.explain(output, memory=self._memory, has_cause=has_cause):
                 self.log(*explanation.lines)
@@ -642,7 +644,7 @@ class NodeAgent:
                 self.log(f"warning: {self._run_folder.path}: {error.strerror}; no script requeues the job")
         return code
 
-    def _write(self, name: str, text: str, loss: str) -> None:
+    def _write_run_file(self, name: str, text: str, loss: str) -> None:
         """Write a file into the run's folder; where that fails, warn of the `loss`."""
         if self._run_folder is None or not text:
             return
@@ -659,10 +661,10 @@ class NodeAgent:
         self.session.wait(sources, min(TICK_S, max(0.0, self._deadline.at - time.monotonic())))
         self._signals.drain()
 
-    def _react(self) -> None:
+    def _handle_events(self) -> None:
         """React to the other nodes, the signals, the stop file and, on the head, the reports of all nodes."""
         for event in self.session.poll():
-            self._handle(event)
+            self._handle_event(event)
         if self._signals.is_repeated and not self._deadline.is_forced:
             self._deadline.set_within(0.0, "a second signal")
         elif self._signals.received and not self.stop:
@@ -677,7 +679,7 @@ class NodeAgent:
         if request and (self.stop is None or (self.stop.requeue and not request.requeue)):
             self._stop_all(request)
 
-    def _handle(self, event: Event) -> None:
+    def _handle_event(self, event: Event) -> None:
         match event:
             case StopOrder():
                 reason = f"{event.reason} on {event.node}"

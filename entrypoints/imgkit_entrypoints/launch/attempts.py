@@ -96,17 +96,19 @@ class Attempts:
         ranks = assign_ranks(alive, self._size.training, self._ranks or None)
         code = self._failure.code if self._failure else EXIT_TOOL_FAILED
         if not ranks:
-            self._end(f"{_count(len(alive))} left, and the run needs {self._size.training}", code)
+            self._end_run(f"{_nodes_text(len(alive))} left, and the run needs {self._size.training}", code)
             return
         if self._failures and (reason := end_reason(self._failures, self._max_failures)):
             causes = "; before that: ".join(failure.cause for failure in self._failures[:-3:-1])
-            self._end(f"{reason} ({causes})", code)
+            self._end_run(f"{reason} ({causes})", code)
             return
         self._number += 1
         if self._number > 1:
-            self._log(f"attempt {self._number} starts with {_count(len(ranks))}{self._changes(ranks)}")
+            self._log(
+                f"attempt {self._number} starts with {_nodes_text(len(ranks))}{self._rank_changes(ranks)}"
+            )
         elif spares := [self._session.node_name(number) for number in alive if number not in ranks]:
-            self._log(f"{_count(len(ranks))} train; {', '.join(spares)} wait{'s' * (len(spares) == 1)}")
+            self._log(f"{_nodes_text(len(ranks))} train; {', '.join(spares)} wait{'s' * (len(spares) == 1)}")
         self._ranks, self._started_at = ranks, time.monotonic()
         self._failure, self._is_cancelled = None, False
         self._fence(self._number)
@@ -178,10 +180,10 @@ class Attempts:
         if not stopped:
             self.start()
         elif EXIT_SAVED in codes.values():
-            self._end("a stop was requested", EXIT_SAVED)
+            self._end_run("a stop was requested", EXIT_SAVED)
         else:
             code = codes[0] if self._is_per_node else max(codes.values())
-            self._end("a stop was requested", failure.code if lost else code)
+            self._end_run("a stop was requested", failure.code if lost else code)
 
     def _has_cause(self, bad: Collection[int]) -> bool:
         """Return False for some seconds while the failed nodes only report that a rank elsewhere is gone."""
@@ -204,13 +206,13 @@ class Attempts:
             {name(number): code for number, code in bad.items()},
         )
 
-    def _end(self, reason: str, code: int) -> None:
+    def _end_run(self, reason: str, code: int) -> None:
         if self._max_failures or self._size.spares:  # else nobody expects another attempt
             self._log(f"no further attempt: {reason}")
         self._session.send_all(EndRun(code=code))
         self._is_over = True
 
-    def _changes(self, ranks: Mapping[int, int]) -> str:
+    def _rank_changes(self, ranks: Mapping[int, int]) -> str:
         """Name the nodes that take another rank than before."""
         changed = [(rank, number) for number, rank in ranks.items() if self._ranks.get(number) != rank]
         return "".join(
@@ -319,5 +321,5 @@ def describe_cause(lost: Mapping[str, str], codes: Mapping[str, int]) -> str:
         return f"{node} ended with exit code {code}"
 
 
-def _count(nodes: int) -> str:
+def _nodes_text(nodes: int) -> str:
     return f"{nodes} node" + ("s" if nodes != 1 else "")

@@ -46,7 +46,7 @@ def adopt_orphans() -> bool:
 
 def descendants() -> dict[int, str]:
     """Process ids below this one, with their names."""
-    parents: dict[int, tuple[int, str]] = dict(_processes())
+    parents: dict[int, tuple[int, str]] = dict(_list_processes())
     below: dict[int, str] = {}
     has_grown = True
     while has_grown:
@@ -58,18 +58,18 @@ def descendants() -> dict[int, str]:
     return below
 
 
-def _processes() -> Iterator[tuple[int, tuple[int, str]]]:
+def _list_processes() -> Iterator[tuple[int, tuple[int, str]]]:
     for entry in os.listdir(PROC):  # noqa: PTH208 - pathlib costs this process a third of its start
         if entry.isdigit():
             with contextlib.suppress(OSError, ValueError):
                 # "12 (a name) S 1 ...": the name may hold spaces and parentheses.
-                head, _, tail = _read(f"{entry}/stat").rpartition(b")")
+                head, _, tail = _read_proc_file(f"{entry}/stat").rpartition(b")")
                 state, parent = tail.split()[:2]
                 if state not in (b"Z", b"X"):
                     yield int(entry), (int(parent), head.partition(b"(")[2].decode(errors="replace"))
 
 
-def _read(path: str) -> bytes:
+def _read_proc_file(path: str) -> bytes:
     descriptor = os.open(path, os.O_RDONLY, dir_fd=PROC)
     try:
         return os.read(descriptor, 4096)
@@ -113,11 +113,11 @@ def main(control: int, status: int, open_files: int, kind: str, command: list[st
         os.set_inheritable(descriptor, False)
     woken = _wake_on_child()
     try:
-        child = _start(command, kind)
+        child = _start_command(command, kind)
     except OSError as error:
-        _say(status, f"failed {error.strerror}")
+        _report(status, f"failed {error.strerror}")
         return
-    _say(status, f"started {child}" + ("" if can_adopt else " alone"))
+    _report(status, f"started {child}" + ("" if can_adopt else " alone"))
     codes: dict[int, int] = {}
     steps: set[str] = set()
     signalled: set[int] = set()
@@ -126,7 +126,7 @@ def main(control: int, status: int, open_files: int, kind: str, command: list[st
         if "terminate" in steps and not signalled:
             _terminate(signalled)
     if "kill" not in steps:
-        _say(status, f"exit {codes[child]}")
+        _report(status, f"exit {codes[child]}")
         leave_at = time.monotonic()
         if "terminate" in steps:
             _terminate(signalled)  # those that were just being started before
@@ -138,11 +138,11 @@ def main(control: int, status: int, open_files: int, kind: str, command: list[st
     remaining = sorted(set(descendants().values()))
     stuck = end_all()
     if child not in codes:
-        _say(status, f"exit {-signal.SIGKILL}")
-    _say(status, f"stuck {' '.join(stuck)}" if stuck else f"clean {' '.join(remaining)}")
+        _report(status, f"exit {-signal.SIGKILL}")
+    _report(status, f"stuck {' '.join(stuck)}" if stuck else f"clean {' '.join(remaining)}")
 
 
-def _start(command: list[str], kind: str) -> int:
+def _start_command(command: list[str], kind: str) -> int:
     """Start `command` and return its process id.
 
     Raises
@@ -197,7 +197,7 @@ def _terminate(signalled: set[int]) -> None:
             os.kill(pid, signal.SIGTERM)
 
 
-def _say(status: int, line: str) -> None:
+def _report(status: int, line: str) -> None:
     with contextlib.suppress(OSError):  # the node agent is gone
         os.write(status, f"{line}\n".encode())
 

@@ -108,7 +108,7 @@ class GuardedCommand:
             return True
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         for line in lines:
-            self._take(line.decode())
+            self._handle_report(line.decode())
         return bool(data)
 
     def send(self, step: str) -> None:
@@ -132,7 +132,7 @@ class GuardedCommand:
         """Return the end of the command's error output, also of the lines that were not printed."""
         return self._copier.tail().decode(errors="replace").replace(MARK, "")
 
-    def _take(self, line: str) -> None:
+    def _handle_report(self, line: str) -> None:
         event, _, value = line.partition(" ")
         if event == "exit":
             self.code = int(value)
@@ -186,7 +186,7 @@ class _Copier(threading.Thread):
             self._size += len(data)
             while self._size - len(self._chunks[0]) >= TAIL_BYTES:
                 self._size -= len(self._chunks.popleft())
-            data = b"".join(self._printed(data))
+            data = b"".join(self._visible_lines(data))
             while target is not None and data:
                 try:
                     data = data[os.write(target, data) :]
@@ -197,7 +197,7 @@ class _Copier(threading.Thread):
         """Return the end of what was read."""
         return b"".join(tuple(self._chunks))[-TAIL_BYTES:]
 
-    def _printed(self, data: bytes) -> Iterator[bytes]:
+    def _visible_lines(self, data: bytes) -> Iterator[bytes]:
         for line in re.findall(rb"[^\n]*\n|[^\n]+", data):
             if not self._in_line:
                 # An empty line follows a stack.
