@@ -85,7 +85,8 @@ class PerNodeSite(SlurmSite):
         stop = 'trap "touch $IMGKIT_RUN_DIR/stop-for-requeue" USR1'
         start = f"{shlex.join(argv)} & wait $! || wait $!; echo code=$?"
         folder = f"export IMGKIT_RUN_DIR={self.folder}/run-$SLURM_JOB_ID"
-        script.write_text(f"#!/bin/bash\n{folder}\n{stop}\n{start}\n")
+        patience = "export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=120"
+        script.write_text(f"#!/bin/bash\n{folder}\n{patience}\n{stop}\n{start}\n")
         output = self.folder / "job-%j.out"
         submitted = self("--user", "sbatch", "--parsable", "-N2", "-o", output, *options, script)
         return submitted.stdout.strip()

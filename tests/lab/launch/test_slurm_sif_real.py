@@ -120,7 +120,19 @@ def test_commands_per_node_end_with_the_head(slurm: Slurm) -> None:
         'echo "node $1 of $2 head $3 port $MASTER_PORT folder $RAY_TMPDIR"; trap "" TERM\n'
         "setsid sleep 1001 &\n[ $1 = 0 ] && sleep 1 && exit 5\nsleep 1000\n"
     )
-    options = ("--per-node", "--grace", "2", "--", "sh", script, "{node_rank}", "{nnodes}", "{head}")
+    options = (
+        "--per-node",
+        "--device",
+        "cpu",
+        "--grace",
+        "2",
+        "--",
+        "sh",
+        script,
+        "{node_rank}",
+        "{nnodes}",
+        "{head}",
+    )
     output = slurm.run(" ".join((*PER_NODE, slurm.exec("dist-run", *options))), "echo code=$?")
     lines = re.findall(r"node (\d) of 2 head (\S+) port (\d+) folder (\S+)", output)
     assert sorted(line[:2] for line in lines) == [("0", "10.42.0.11"), ("1", "10.42.0.11")], output
