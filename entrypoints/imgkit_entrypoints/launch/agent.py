@@ -268,7 +268,9 @@ class NodeAgent:
         use = gpu_use.combine(session.gpu_uses.values())
         if use:
             text = json.dumps(dataclasses.asdict(use)) + "\n"
-            self._write(stop_protocol.GPU_USE, text, "imgkit will not see how much its GPUs are used")
+            self._write_run_file(
+                stop_protocol.GPU_USE, text, "imgkit will not see how much its GPUs are used"
+            )
         return use
 
     @property
