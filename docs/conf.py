@@ -64,10 +64,10 @@ html_css_files = ["site.css"]
 html_extra_path = ["reference/generated/schemas"]
 html_copy_source = False
 html_show_sphinx = False
-HOMEPAGE = str(metadata("imgkit-hpc")["Project-URL"]).removeprefix("Homepage, ")
+HOMEPAGE = metadata("imgkit-hpc").get("Project-URL", "").removeprefix("Homepage, ")
 html_theme_options = {
     # "View this page" on each page leads to its source, as soon as the project has an address.
-    "source_repository": "" if "example.org" in HOMEPAGE else HOMEPAGE,
+    "source_repository": HOMEPAGE,
     "source_branch": "main",
     "source_directory": "docs/",
     "light_css_variables": {"color-brand-primary": "#1d5fa8", "color-brand-content": "#1d5fa8"},

@@ -104,6 +104,11 @@ def test_installed_wheel_and_sdist_render_as_the_checkout(
     assert "mn5" in output(installed / "imgkit", "list", cwd=tmp_path).split()
 
 
+def test_command_named_like_the_package_is_imgkit(installed: Path, tmp_path: Path) -> None:
+    assert output(installed / "imgkit-hpc", "render", "cpu", cwd=tmp_path).startswith("# ")
+    assert run(installed / "imgkit-hpc", "render", "mn55", cwd=tmp_path).returncode == 2
+
+
 def test_unknown_recipe_is_refused(installed: Path, tmp_path: Path) -> None:
     result = run(installed / "imgkit", "render", "mn55", cwd=tmp_path)
     assert result.returncode == 2

@@ -19,7 +19,7 @@ def test_release_is_built_twice_and_tried(tmp_path: Path, standin: str) -> None:
     copy, version = tmp_path / "copy", imgkit_entrypoints.__version__
     output("git", "clone", "-q", str(ROOT), str(copy))
     for name, old, new in (
-        ("pyproject.toml", r"^Homepage = .*$", 'Homepage = "https://code.test/imgkit"'),
+        ("pyproject.toml", r"\Z", '\n[project.urls]\nHomepage = "https://code.test/imgkit"\n'),
         ("CHANGELOG.md", rf"^(## \[{version}\]).*$", r"\1 - 2026-12-01"),
         ("CITATION.cff", r"\Z", f"version: {version}\ndate-released: 2026-12-01\n"),
     ):

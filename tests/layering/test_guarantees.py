@@ -1,4 +1,4 @@
-"""SECURITY.md names the tests that check its guarantees."""
+"""Each guarantee of tests/guarantees.md names the tests that check it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TEXT = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+TEXT = (ROOT / "tests/guarantees.md").read_text(encoding="utf-8")
 
 
 def test_every_guarantee_names_tests_that_exist() -> None:
