@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from imgkit_builder.image.context import BuildContext
 
 _DEFINITION = "imgkit.def"
-_LOCAL_REGISTRIES = ("localhost", "127.0.0.1", "[::1]")
 _ROUTE = "definition"
 """The route in the record of such a .sif."""
 _CONFIG_OBJECT = "imgkit-config"
@@ -118,7 +117,7 @@ def build(request: SifRequest, pack: Pack, report: Reporter) -> BuiltSif:
         (folder / definition.LOOK).write_text(definition.look_program(), encoding="utf-8")
         # Names of links may have any bytes.
         (folder / definition.LINKS).write_text(links, encoding="utf-8", errors="surrogateescape")
-        _run_definition(base, planned.definition, job, tool, namespace=user_rights.namespace)
+        _run_definition(planned.definition, job, tool, namespace=user_rights.namespace)
         return _finish(request, base, planned, job, tool)
 
 
@@ -127,8 +126,7 @@ def plan(request: SifRequest, pack: Pack, report: Reporter) -> tuple[BuildPlan, 
     tool, compression = _find_tools(request)
     base = definition.find_base(request.recipe, name=request.base, base_from=request.base_from, report=report)
     part = files.temporary_name(request.target.absolute(), "TOKEN")
-    source = (*_registry_flags(base, tool), f"../{_DEFINITION}")
-    argv = (str(tool.path), *runtime_build.arguments(tool, compression, part, source))
+    argv = (str(tool.path), *runtime_build.arguments(tool, compression, part, f"../{_DEFINITION}"))
     return _plan(request, base, pack, report), shlex.join(argv)
 
 
@@ -179,23 +177,13 @@ def _place_base(base: Start, job: ConversionJob) -> Start:
     return base
 
 
-def _registry_flags(base: Start, tool: RuntimeTool) -> tuple[str, ...]:
-    """Return the option that lets the runtime pull from a registry of this machine, which has no TLS."""
-    host = base.image.name.split("/", 1)[0].rsplit(":", 1)[0]
-    is_local = base.source is None and host in _LOCAL_REGISTRIES
-    return ("--no-https",) if is_local and tool.capabilities.no_https else ()
-
-
-def _run_definition(
-    base: Start, text: str, job: ConversionJob, tool: RuntimeTool, *, namespace: bool
-) -> None:
+def _run_definition(text: str, job: ConversionJob, tool: RuntimeTool, *, namespace: bool) -> None:
     file = job.work.folder / _DEFINITION
     files.put(file, text)
     # A failure quotes the log, in which one can then look up the step.
     job.log.write(text)
     job.clock.stage(f"build with {tool}")
-    source = (*_registry_flags(base, tool), str(file))
-    argv = runtime_build.arguments(tool, job.compression, job.work.part, source)
+    argv = runtime_build.arguments(tool, job.compression, job.work.part, str(file))
     job.run(*argv, folder=job.work.folder / "build", namespace=namespace)
     if not job.work.part.exists():
         raise ToolFailed(f"{tool} succeeded but wrote no file", hint=f"the full log: {job.log.name}")
@@ -208,7 +196,7 @@ def _finish(
     part, clock, target = job.work.part, job.clock, request.target.absolute()
     clock.stage("check")
     sif = sif_image.structure(part)
-    labels = {name: str(value) for name, value in definition.labels(sif).items()}
+    labels = {name: str(value) for name, value in (check.stated_labels(sif) or {}).items()}
     check.compare_labels(labels, {name: value for name, value in planned.labels.items() if value}, part)
     record = _write_record(request, part, sif, labels, job)
     results = _smoke_test(part, sif.arch, job, tool) if request.options.test else ()

@@ -207,14 +207,9 @@ def _of_sif(path: Path) -> Start:
         name=(record.source if record else "") or path.name,
         id=identity or f"sha256:{record.root_sha256 if record else sif_image.root_sha256(path)}",
         platform=f"linux/{sif.arch}",
-        standin=STANDIN_LABEL in labels(sif),
+        standin=STANDIN_LABEL in (check.stated_labels(sif) or {}),
     )
     return Start(source=path.absolute(), image=image)
-
-
-def labels(sif: sif_image.SifImage) -> Mapping[str, str]:
-    """Return the labels that the objects of a .sif state, without running it."""
-    return check.stated_labels(sif) or {}
 
 
 def _refuse_platform(start: Start) -> None:

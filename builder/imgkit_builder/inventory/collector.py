@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
-from operator import attrgetter
 from typing import TypeVar
 
 from packaging.utils import canonicalize_name
@@ -30,10 +29,8 @@ BAKED = "opt/imgkit"
 DOCUMENT = f"{BAKED}/sbom.spdx.json"
 """Place of an image's own document, which no inventory lists."""
 
-_MOST_BYTES = 16 << 20
-"""The largest dpkg lists have 5 MB."""
-_MOST_TEXT_BYTES = 2 << 20
-"""The head of METADATA is what counts."""
+MOST_BYTES = 16 << 20
+"""The largest file that is read. The largest dpkg lists have 5 MB."""
 _MOST_PACKAGES = 50_000
 _MOST_LEFT_OUT = 100
 _STATUS = "var/lib/dpkg/status"
@@ -66,7 +63,7 @@ class InventoryCollector:
         self._left_out: set[str] = set()
 
     def wants(self, path: str) -> bool:
-        """Return whether `add` has a use for the file `path`; costs little, as it sees every file."""
+        """Return whether `add` has a use for the file `path`. This costs little, as it sees every file."""
         if path.endswith(packages.PYTHON_ENDINGS):
             return True
         if path.startswith(_STATUS_FOLDER):
@@ -74,12 +71,8 @@ class InventoryCollector:
         in_baked = path.startswith(f"{BAKED}/") and path.count("/") == 2 and path != DOCUMENT
         return in_baked or path == _STATUS or path in _RELEASES
 
-    def most_bytes(self, path: str) -> int:
-        """Return the size up to which `add` takes the file `path`; of a larger one it gets nothing."""
-        return _MOST_BYTES if path == _STATUS or path.startswith(BAKED) else _MOST_TEXT_BYTES
-
     def add(self, path: str, data: bytes | None) -> None:
-        """Take the content of a file for which `wants` is true; None for one that is too large."""
+        """Take the content of a file for which `wants` is true. None stands for more than `MOST_BYTES`."""
         if data is None:
             self._leave_out(path, "too large")
         elif path.startswith(BAKED):
@@ -103,7 +96,6 @@ class InventoryCollector:
         release = next((self._releases[path] for path in _RELEASES if self._releases.get(path)), {})
         base = self._manifest.base if self._manifest else BaseImage(name="")
         packages = {self._with_origin(package) for package in (*self._packages, *self._pythons())}
-        by_name = attrgetter("kind", "name", "version", "architecture", "folder")
         return Inventory(
             recipe=self._manifest.recipe if self._manifest else "",
             base=base.name,
@@ -112,15 +104,15 @@ class InventoryCollector:
             release=release.get("VERSION_ID", ""),
             arch=arch,
             created_s=created_s,
-            packages=tuple(sorted(packages, key=by_name)),
-            baked=tuple(sorted(self._baked, key=attrgetter("path"))),
-            left_out=tuple(sorted(self._left_out)[:_MOST_LEFT_OUT]),
+            packages=tuple(sorted(packages)),
+            baked=tuple(sorted(self._baked)),
+            left_out=tuple(sorted(self._left_out)),
         )
 
     def _add_baked(self, path: str, data: bytes) -> None:
         sha1 = hashlib.sha1(data, usedforsecurity=False).hexdigest()
         sha256 = hashlib.sha256(data).hexdigest()
-        self._baked.append(BakedFile(path=f"/{path}", size_bytes=len(data), sha1=sha1, sha256=sha256))
+        self._baked.append(BakedFile(path=f"/{path}", sha1=sha1, sha256=sha256))
         if f"/{path}" == manifest.MANIFEST_JSON:
             try:
                 self._manifest = manifest.from_json(data.decode())
@@ -160,7 +152,7 @@ class InventoryCollector:
         return dataclasses.replace(package, sha256=sha256, url=url)
 
     def _leave_out(self, path: str, reason: str) -> None:
-        if len(self._left_out) < 2 * _MOST_LEFT_OUT:
+        if len(self._left_out) < _MOST_LEFT_OUT:
             self._left_out.add(f"/{path}: {reason}".encode("ascii", "backslashreplace").decode())
 
 

@@ -26,7 +26,7 @@ PYTHON_ENDINGS = (".dist-info/METADATA", ".egg-info/PKG-INFO", ".egg/EGG-INFO/PK
 """How files end that describe a Python package."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Package:
     """An installed package."""
 
@@ -43,12 +43,11 @@ class Package:
     """Place from which that file came; empty where the image does not record it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class BakedFile:
     """A file that imgkit put into the image."""
 
     path: str
-    size_bytes: int
     sha1: str
     """Hex digest; SPDX 2.3 demands one."""
     sha256: str
@@ -73,7 +72,7 @@ class Inventory:
     created_s: int
     """Seconds since 1970 of the image's creation."""
     packages: tuple[Package, ...]
-    """Sorted by kind, name, version and folder."""
+    """Sorted by their fields, the kind first."""
     baked: tuple[BakedFile, ...]
     """Sorted by path."""
     left_out: tuple[str, ...]

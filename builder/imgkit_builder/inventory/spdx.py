@@ -1,7 +1,8 @@
 """An inventory as SPDX 2.3 JSON (https://spdx.github.io/spdx-spec/v2.3/).
 
 The same inventory gives the same bytes: the namespace, which must differ between documents, is their digest.
-Scanners find a package in their databases by its URL (github.com/package-url/purl-spec).
+Scanners find a package in their databases by its URL (github.com/package-url/purl-spec). Licenses are left
+out, which SPDX 2.3 reads as NOASSERTION.
 """
 
 from __future__ import annotations
@@ -86,9 +87,6 @@ def _package(package: Package, inventory: Inventory) -> dict[str, Any]:
         "versionInfo": package.version,
         "downloadLocation": package.url or _NONE,
         "filesAnalyzed": False,
-        "licenseConcluded": _NONE,
-        "licenseDeclared": _NONE,
-        "copyrightText": _NONE,
         "externalRefs": [purl],
     }
     if package.sha256:
@@ -103,8 +101,6 @@ def _file(item: BakedFile) -> dict[str, Any]:
         "fileName": f".{item.path}",
         "SPDXID": _id("File", item.path),
         "checksums": [{"algorithm": "SHA1", "checksumValue": item.sha1}, _sha256(item.sha256)],
-        "licenseConcluded": _NONE,
-        "copyrightText": _NONE,
         "comment": "put there by imgkit",
     }
 

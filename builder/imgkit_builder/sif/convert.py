@@ -356,7 +356,7 @@ def commands(source: Source, target: Path, options: Options) -> tuple[str, ...]:
         lines.append(f"# {files_of} {source.name} |")
         lines.append(shlex.join(plan.squasher.argv(squashfs)))
     elif plan.tool:
-        image = (runtime_build.address("IMAGE"),)
+        image = runtime_build.address("IMAGE")
         argv = (str(plan.tool.path), *runtime_build.arguments(plan.tool, plan.compression, part, image))
         lines += [f"cd {folder}", "# lay out the image as an OCI folder with uncompressed layers"]
         lines.append(shlex.join(argv))

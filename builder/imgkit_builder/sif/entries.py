@@ -31,7 +31,7 @@ from imgkit_builder.archive.stored import NoRoom, Spool, StoredImage
 from imgkit_builder.archive.tar_read import DIRECTORY, HARD_LINK, REGULAR, SYMLINK, Member, TarStream
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.inventory import spdx
-from imgkit_builder.inventory.collector import BAKED, DOCUMENT, InventoryCollector
+from imgkit_builder.inventory.collector import BAKED, DOCUMENT, MOST_BYTES, InventoryCollector
 from imgkit_builder.oci.config import ImageConfig, epoch
 from imgkit_builder.sif import mksquashfs
 from imgkit_entrypoints.errors import CheckFailed, UsageError
@@ -512,7 +512,7 @@ def observed(entry: ImageEntry, collector: InventoryCollector) -> ImageEntry:
         return entry
     # A large file is passed on unread: memory stays bounded, and the list says that it was skipped.
     data = None
-    if entry.size_bytes <= min(map(collector.most_bytes, names)):
+    if entry.size_bytes <= MOST_BYTES:
         data = entry.read()
         entry = entry.passed_on((data,))
     for name in names:

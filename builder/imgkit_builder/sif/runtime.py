@@ -60,7 +60,6 @@ class Capabilities:
     mksquashfs_args: bool
     """``build --mksquashfs-args``: Apptainer from 1.4."""
     disable_cache: bool
-    no_https: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +122,6 @@ def find_runtime(command: str | None = None, *, module_hint: str | None = None) 
         capabilities=Capabilities(
             mksquashfs_args="--mksquashfs-args" in build_help,
             disable_cache="--disable-cache" in build_help,
-            no_https="--no-https" in build_help,
         ),
     )
 

@@ -51,14 +51,12 @@ def lay_out(image: OpenImage, job: ConversionJob) -> Laid:
     return laid
 
 
-def arguments(
-    tool: RuntimeTool, compression: Compression, part: Path, source: tuple[str, ...]
-) -> tuple[str, ...]:
-    """Return the arguments of the runtime; the last word of `source` is the image, the others are options."""
+def arguments(tool: RuntimeTool, compression: Compression, part: Path, source: str) -> tuple[str, ...]:
+    """Return the arguments with which the runtime builds `part` from `source`, an image or a definition."""
     # The runtime's cache would keep a second copy of every layer.
     cache = ("--disable-cache",) if tool.capabilities.disable_cache else ()
     packing = compression.runtime_options(mksquashfs.gather_limits())
-    return ("build", "--force", *cache, *packing, *source[:-1], str(part), source[-1])
+    return ("build", "--force", *cache, *packing, str(part), source)
 
 
 def build(job: ConversionJob, tool: RuntimeTool, name: str) -> None:
@@ -69,7 +67,7 @@ def build(job: ConversionJob, tool: RuntimeTool, name: str) -> None:
     ToolFailed : it failed, or made an empty image.
     """
     job.clock.stage(f"build with {tool}")
-    output = job.run(*arguments(tool, job.compression, job.work.part, (address(name),)))
+    output = job.run(*arguments(tool, job.compression, job.work.part, address(name)))
     if EMPTY_IMAGE in output:
         raise ToolFailed(
             f"{tool} did not read the layers: it found no programs in the image ({EMPTY_IMAGE!r})",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from imgkit_builder.inventory import spdx
-from imgkit_builder.inventory.collector import DOCUMENT, InventoryCollector
+from imgkit_builder.inventory.collector import DOCUMENT, MOST_BYTES, InventoryCollector
 from imgkit_builder.oci.config import epoch
 from imgkit_builder.sif import entries, image, sqsh, unsquash
 from imgkit_builder.sif.workspace import scratch
@@ -46,7 +46,7 @@ def _of_file(path: Path) -> str:
         for file in squashfs.listed():
             if file.mode.startswith("-") and collector.wants(file.path):
                 wanted.append(file.path)
-                if int(file.size) > collector.most_bytes(file.path):
+                if int(file.size) > MOST_BYTES:
                     collector.add(wanted.pop(), None)
     for name, data in unsquash.read(path, wanted).items():
         collector.add(name, data)

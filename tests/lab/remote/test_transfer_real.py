@@ -25,6 +25,7 @@ from imgkit_builder.jobs.remote.store import SIF, RemoteImage
 from imgkit_entrypoints.errors import CheckFailed
 
 PROXY = Path(__file__).with_name("cut_proxy.py")
+UNPACK = Path(__file__).parents[3] / "ci/lab/unpack"
 MB = 1 << 20
 
 pytestmark = [pytest.mark.sshd, pytest.mark.programs("rsync"), pytest.mark.xdist_group("far-move")]
@@ -131,6 +132,53 @@ def test_next_version_sends_what_changed(far: FarHost, tmp_path: Path, sif: Path
     assert sent_bytes(far) < MB // 2
 
 
+@pytest.fixture
+def newer_rsync(tmp_path: Path) -> Path:
+    """A folder with the rsync of Debian trixie.
+
+    It lacks a fault of Debian 12's 3.2.7, which discards a file if the path of the basis is relative.
+    """
+    unpacked = Path(output(UNPACK, "trixie", "rsync", "rsync", "usr/bin/rsync").strip())
+    loader = next(unpacked.glob("usr/lib64/ld-linux-*"))
+    libraries = next(unpacked.glob("usr/lib/*-linux-gnu"))
+    program = tmp_path / "newer/rsync"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {loader} --library-path {libraries} {unpacked}/usr/bin/rsync "$@"\n')
+    program.chmod(0o755)
+    return program.parent
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("side", ["here", "on the remote"])
+def test_next_version_sends_what_changed_by_another_rsync(
+    newer_rsync: Path, tmp_path: Path, sif: Path, monkeypatch: pytest.MonkeyPatch, side: str
+) -> None:
+    paths = {"here": "", "on the remote": ""} | {side: f"{newer_rsync}:"}
+    with (
+        far_host(Path(f"/tmp/imgkit-rsync-{os.getpid()}")) as host,
+        sshd(host, f"SetEnv PATH={paths['on the remote']}/usr/bin:/bin"),
+    ):
+        for name, value in host.env.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("PATH", f"{paths['here']}{host.env['PATH']}")
+        folder = tmp_path / "s"
+        send(folder, sif)
+        far_program = reach(folder).run("command -v rsync").decode().strip()
+        assert (far_program == f"{newer_rsync}/rsync") == (side == "on the remote")
+        image = store.describe_sif(edited(sif))
+        sent = transfer.send_image(
+            reach(folder),
+            edited(sif),
+            image,
+            home=str(folder),
+            basis=store.describe_sif(sif),
+            report=Notes(),
+        )
+    assert (folder / image.path).read_bytes() == edited(sif).read_bytes()
+    assert sent is not None
+    assert sent.new_bytes < MB // 2
+
+
 def test_basis_of_the_same_size_and_time_is_not_the_file(far: FarHost, tmp_path: Path, sif: Path) -> None:
     folder = tmp_path / "s"
     different = small_sif.write(
@@ -149,7 +197,9 @@ def test_cut_of_a_next_version_does_not_lose_the_basis(far: FarHost, tmp_path: P
     chosen = random.Random(seed)  # noqa: S311
     rest = chosen.randbytes(12 * MB)
     sif = small_sif.write(tmp_path / "x.sif", small_sif.ROOT + chosen.randbytes(6 * MB) + rest)
-    new = small_sif.write(tmp_path / "y.sif", small_sif.ROOT + chosen.randbytes(6 * MB) + rest)
+    # The rest has moved towards the end, has its place, or has moved towards the start.
+    new_bytes = 6 * MB + (300_000, 0, -300_000)[(seed - 1) % 3]
+    new = small_sif.write(tmp_path / "y.sif", small_sif.ROOT + chosen.randbytes(new_bytes) + rest)
     folder = tmp_path / "s"
     send(folder, sif)
     cuts(far, seed, 1, LOST_BYTES + MB // 2)  # within the new 6 MB
@@ -391,3 +441,27 @@ def test_changed_file_is_not_published(far: FarHost, tmp_path: Path, sif: Path) 
     with pytest.raises(CheckFailed, match="differs from the image here"):
         send(tmp_path / "s", sif)
     assert stored(tmp_path / "s") == []
+
+
+def test_changed_file_is_not_published_without_openssl(
+    tmp_path: Path, sif: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "bin/openssl"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\nexit 1\n")
+    program.chmod(0o755)
+    with (
+        far_host(Path(f"/tmp/imgkit-digest-{os.getpid()}")) as host,
+        sshd(host, f"SetEnv PATH={program.parent}:/usr/bin:/bin"),
+    ):
+        for name, value in host.env.items():
+            monkeypatch.setenv(name, value)
+        target = send(tmp_path / "s", sif)
+        with sif.open("r+b") as stream:
+            stream.seek(3 * MB)
+            stream.write(b"x")
+        assert target.read_bytes() != sif.read_bytes()
+        with pytest.raises(CheckFailed, match="differs from the image here"):
+            send(tmp_path / "other", sif)
+    assert_only(tmp_path / "s", target)
+    assert stored(tmp_path / "other") == []

@@ -18,8 +18,8 @@ from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.system import CompressionChoice, Runtime, SystemFacts
 
 WRITTEN = Path(__file__).parents[3] / "written/0.3.0"
-NEW = Capabilities(mksquashfs_args=True, disable_cache=True, no_https=True)
-OLD = Capabilities(mksquashfs_args=False, disable_cache=True, no_https=True)
+NEW = Capabilities(mksquashfs_args=True, disable_cache=True)
+OLD = Capabilities(mksquashfs_args=False, disable_cache=True)
 
 
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
