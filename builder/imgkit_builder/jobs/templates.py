@@ -61,5 +61,5 @@ def run_folder_lines(job: Job, job_id: str) -> str:
     # A subshell: where a person types the lines, set -e would end the shell of the job.
     lines = f'dir={runs}/{job.name}-"{job_id}"\nexport IMGKIT_RUN_DIR=$dir\n(set -e\n'
     for name in ("run-folder.sh.j2", "workspace.sh.j2"):
-        lines += fill(job, name, runs=runs)
+        lines += fill(job, name)
     return f"{lines})"

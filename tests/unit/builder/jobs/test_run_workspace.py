@@ -126,9 +126,11 @@ def test_interactive_job_whose_code_is_gone_does_not_start(
 
 
 WAIT_FOR_OTHER = """\
-touch "$(dirname "$0")/cp.$$"
-until [[ $(ls "$(dirname "$0")"/cp.* | wc -l) == 2 ]]; do sleep 0.02; done
-exec {cp} "$@"
+if [[ $1 != -p ]]; then
+    touch "$0.$$"
+    until [[ $(ls "$0".* | wc -l) == 2 ]]; do sleep 0.02; done
+fi
+exec {program} "$@"
 """
 
 
@@ -137,11 +139,11 @@ def test_two_starts_at_once_work_in_one_copy(
     start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     append = 'cd "$IMGKIT_RUN_DIR/workspace"; cat train.py; echo "$BASHPID" >> starts\n'
-    (tmp_path / "runs/mn5-7").mkdir(parents=True)  # as after a start that ended before the copy
-    cp = WAIT_FOR_OTHER.format(cp=shutil.which("cp"))
-    scripts = [start(append, {"cp": cp}) for _ in range(2)]
+    stubs = {name: WAIT_FOR_OTHER.format(program=shutil.which(name)) for name in ("mkdir", "cp")}
+    scripts = [start(append, stubs) for _ in range(2)]
     assert [end(script)[0] for script in scripts] == [0, 0]
     run_folder = tmp_path / "runs/mn5-7"
+    assert run_folder.stat().st_mode & 0o777 == 0o700
     assert len((run_folder / "workspace/starts").read_text().splitlines()) == 2
     assert list(run_folder.rglob(".imgkit-workspace.*")) == []
 
