@@ -250,10 +250,7 @@ def verb_logs(
       imgkit logs 4711
       imgkit logs 4711_3@mn5
     """
-    if not job_id:
-        job_id = _last_job_id()
-        terminal.err(f"imgkit: job {job_id}, the last one")
-    record = records.find(job_id)
+    record = records.find(job_id or last_job_id())
     argv = systems.named(record.job.system).log_source(record.job)
     if as_json:
         show({"id": record.job.handle, "command": argv}, as_json=True)
@@ -264,8 +261,8 @@ def verb_logs(
     raise typer.Exit(process.attached(argv))
 
 
-def _last_job_id() -> str:
-    """Return the id of the job that was submitted last.
+def last_job_id() -> str:
+    """Return the id of the job that was submitted last, and print it on stderr.
 
     Raises
     ------
@@ -273,6 +270,7 @@ def _last_job_id() -> str:
     """
     for record in records.newest_first():
         if record.answer is None:
+            terminal.err(f"imgkit: job {record.job.handle}, the last one")
             return record.job.handle
     raise UsageError("no job was submitted from here", where="ID", hint="imgkit run prints the id")
 

@@ -23,7 +23,7 @@ from imgkit_builder.cli.common import (
     terminable,
     with_leave,
 )
-from imgkit_builder.cli.jobs import can_follow, connected, follow, may_ask
+from imgkit_builder.cli.jobs import can_follow, connected, follow, last_job_id, may_ask
 from imgkit_builder.cli.options import COMMAND, JobCommand
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.cli.project import project_here, values_data, values_table
@@ -452,7 +452,7 @@ def _run_on_hosts(script: Script) -> int:
 
 
 def verb_fetch(
-    job_id: str = typer.Argument(metavar="ID"),
+    job_id: str = typer.Argument("", metavar="[ID]", help="Job id (default: the job submitted last)."),
     output: Path | None = output_option("DIR", "Folder for the run's files (default: runs/NAME-ID here)."),
     checkpoints: bool = flag_option("--checkpoints", "Also fetch the checkpoints of a training."),
     as_json: bool = JSON,
@@ -464,11 +464,13 @@ def verb_fetch(
 
     \b
     Examples:
+      imgkit fetch
       imgkit fetch 4711@mn5
     """
     from imgkit_builder.jobs import records
     from imgkit_builder.jobs.remote import fetch
 
+    job_id = job_id or last_job_id()
     record = records.find(job_id)
     if not record.job.files_remote:
         raise UsageError(

@@ -167,6 +167,14 @@ def test_logs_without_an_id_are_those_of_the_last_job(call: Any) -> None:
     assert "imgkit: job 2.s, the last one" in err
 
 
+def test_fetch_without_an_id_is_that_of_the_last_job(call: Any) -> None:
+    keep_job(1)
+    code, _, err = call("fetch")
+    assert code == 2
+    assert "imgkit: job 1, the last one" in err
+    assert "the job 1 ran here" in err
+
+
 def test_logs_of_an_ended_job_end(call: Any, program: FakeProgram) -> None:
     keep_job(1)
     program("squeue", SLURM_FORGOT)
