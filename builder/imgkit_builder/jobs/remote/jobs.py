@@ -61,7 +61,11 @@ _FOLLOW = (
     FIND_PROGRAM
     + """\
 exec 3<&0 < /dev/null
-tail -c "+$from" -F -- "$log" 2> /dev/null 3<&- &
+(
+    looks=0 # for 10 s, while a job starts that did not have to wait
+    while [ ! -e "$log" ] && [ "$looks" -lt 100 ]; do sleep 0.1; looks=$((looks + 1)); done
+    exec tail -c "+$from" -F -- "$log" 2> /dev/null
+) 3<&- &
 tail=$!
 (cat <&3 > /dev/null; kill "$tail") > /dev/null 2>&1 &
 exec 3<&-
@@ -89,7 +93,8 @@ wait "$tail" 2> /dev/null
 exit 0
 """
 )
-# Print the output that tail missed: tail -F looks for a file that does not exist yet once a second only.
+# Print the output that tail missed. tail -F looks for a file that does not exist yet once a second only, and
+# then also reads it once a second.
 _REST = 'if [ -e "$log" ]; then exec tail -c "+$from" -- "$log"; fi\n'
 
 
