@@ -3,10 +3,11 @@
     PYTHON tests/benchmarks/remote/bench.py [--repeat N] [PART ...]          as root
 
 PYTHON has imgkit and its tests' packages. The parts are `edit` (an edited line of a copied file, until the
-first line of the job's output), `code` (the same with ``--code``, over the .sif) and `same` (nothing changed,
-until `sbatch` has answered), with a new connection and an open one. Each runs over three wires in turn:
-none, 20 Mbit/s, and 20 Mbit/s with 30 ms of round trip (``tests/lab/remote/wire_proxy.py``). The cluster is
-the virtual one of ``ci/lab/cluster`` with a real sshd and a real Slurm, the image the stand-in without torch.
+first line of the job's output), `code` (the same with ``--code``, over the .sif), `hand` (the same as `code`,
+with rsync, sbatch and tail, and no time to type them) and `same` (nothing changed, until `sbatch` has
+answered), with a new connection and an open one. Each runs over the wires in turn, which
+``tests/lab/remote/wire_proxy.py`` makes. The cluster is the virtual one of ``ci/lab/cluster`` with a real
+sshd and a real Slurm, the image the stand-in without torch.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import os
 import platform
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -45,7 +47,14 @@ WIRES: dict[str, tuple[str, str] | None] = {
     "none": None,
     "20 Mbit/s": ("20", "0"),
     "20 Mbit/s, 30 ms": ("20", "30"),
+    "1 Gbit/s, 50 ms": ("1000", "50"),
 }
+HAND = """\
+#!/bin/bash
+#SBATCH --nodes=1 --ntasks-per-node=1 --cpus-per-task=2 --time=5
+srun singularity exec --bind "$PWD:/workspace" --pwd /workspace {sif} sh /workspace/edited.sh
+"""
+"""The job of the part `hand`, which starts in the folder that rsync fills."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +112,10 @@ class Site:
     def turn(self, part: str, connection: str = "new") -> Turn:
         """Edit, run, and stop the clock at the first line of output."""
         if part != "same":
-            self.edit("code" if part == "code" else "")
+            self.edit("code" if part in ("code", "hand") else "")
         before = 0.0 if connection == "new" else self.moved()  # each connection has a proxy of its own
+        if part == "hand":
+            return self.turn_by_hand(before)
         sifs = (file.name for file in self.folder.glob("*.sif"))
         options = (*sifs, "--code", "code") if part == "code" else ("--base", BASE)
         argv = (
@@ -138,6 +149,31 @@ class Site:
             moved_kB=carried / 1000 if carried else float("nan"),
         )
 
+    def turn_by_hand(self, before: float) -> Turn:
+        """Send the code by rsync, submit, and stop the clock at the first line of output."""
+        home = self.folder.parent / "hand"
+        if not home.exists():  # the cluster's file systems are this machine's
+            home.mkdir()
+            sif = max(self.folder.parent.glob("store/images/*/image.sif"), key=os.path.getmtime)
+            (home / "job.sh").write_text(HAND.format(sif=sif))
+        shared = ("-o", "ControlMaster=auto", "-o", f"ControlPath={self.far.folder}/run/imgkit/%C")
+        ssh = (self.far.folder / "bin/ssh", *shared, "-o", "ControlPersist=600")
+        start_s = time.monotonic()
+        output("rsync", "-a", "-e", shlex.join(map(str, ssh)), f"{self.folder}/code/", f"far:{home}/")
+        job_id = output(*ssh, "far", f"cd {home} && sbatch --parsable job.sh").strip()
+        tail = f"tail --retry -n +1 -F {home}/slurm-{job_id}.out 2> /dev/null"
+        with subprocess.Popen((*ssh, "far", tail), stdout=subprocess.PIPE) as following:
+            assert following.stdout is not None
+            following.stdout.readline()
+            wall_s = time.monotonic() - start_s
+            following.terminate()
+        carried = self.moved() - before
+        return Turn(
+            wall_s=wall_s,
+            queue_s=self.queued(job_id),
+            moved_kB=carried / 1000 if carried else float("nan"),
+        )
+
 
 @contextmanager
 def site() -> Iterator[Site]:
@@ -152,6 +188,8 @@ def site() -> Iterator[Site]:
         bench_site.edit()
         cluster.up(1)
         try:
+            with (cluster.state / "etc/sshd_config").open("a") as config:
+                config.write("SetEnv SHLVL=2\n")  # else bash reads this machine's ~/.bashrc in each session
             login_node(far, cluster)
             args = ("remote", "add", "far", f"far:{folder}/store", "--recipe", f"./{name}.yaml")
             output(*IMGKIT, *args, env=far.env, folder=bench_site.folder)
@@ -169,19 +207,24 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument(
-        "parts", nargs="*", metavar="PART", default=["edit", "code", "same"], help="edit, code, same"
-    )
+    parser.add_argument("--wire", action="append", choices=WIRES, help="(default: all)")
+    parser.add_argument("--open", action="store_true", help="measure with an open connection only")
+    parts = ["edit", "code", "hand", "same"]
+    parser.add_argument("parts", nargs="*", metavar="PART", default=parts, help=", ".join(parts))
     options = parser.parse_args()
     print(f"Python {platform.python_version()}, {os.cpu_count()} cores, median (range)")
     print("| part | wire | connection | s | of it in the queue | kB moved |\n|---|---|---|---|---|---|")
     with site() as bench_site:
         turns: dict[tuple[str, str, str], list[Turn]] = {}
         for _ in range(options.repeat):
-            for wire in WIRES:
+            for wire in options.wire or WIRES:
                 bench_site.wire(wire)
+                connections = ["new", "open"]
+                if options.open:
+                    connections.remove("new")
+                    bench_site.turn("same")  # opens it
                 for part in options.parts:
-                    for connection in ("new", "open"):
+                    for connection in connections:
                         if connection == "new":
                             bench_site.far.disconnect()
                         turn = bench_site.turn(part, connection)
