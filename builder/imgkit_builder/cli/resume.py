@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from imgkit_builder.cli.common import flag_option, terminable
-from imgkit_builder.cli.jobs import may_ask, runner
+from imgkit_builder.cli.jobs import may_ask
 from imgkit_builder.cli.options import COMMAND, JobCommand, Without
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.cli.run import JobOptions, read_code, show_script, show_submitted
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import UsageError
+
+if TYPE_CHECKING:
+    from imgkit_builder.jobs.code import CodeFolder
 
 COMMAND_CLASSES = {"resume": JobCommand}
 
@@ -32,8 +35,8 @@ def verb_resume(
     replaces one variable. Today's code is used: files that the run has changed stay,
     and one that has changed on both sides is refused by name.
 
-    Only for Slurm and PBS: other runs have no script that chooses the folder. Refused
-    while the run goes on, and after the program ended well, unless COMMAND is given.
+    For Slurm, PBS, and pods whose files a remote stores. Refused while the run goes on,
+    and after the program ended well, unless COMMAND is given.
 
     \b
     Examples:
@@ -41,30 +44,24 @@ def verb_resume(
       imgkit resume 4711@mn5 --time 8h
       imgkit resume 4711@mn5 -- dist-run train.py --epochs 90
     """
-    from imgkit_builder.jobs import handle, records, resume, submit
-    from imgkit_builder.jobs.remote import config
+    from imgkit_builder.jobs import handle, records, submit
 
     if same_code and request.container.code is not None:
         raise UsageError("--same-code cannot be combined with --code", where="--code", hint="leave it out")
     record = records.find(job_id)
-    recorded = resume.load(record)
-    command = context.meta[COMMAND]
-    run = runner(record)
-    resume.refuse_unended(record, run, has_command=bool(command))
-    job_request = resume.with_flags(recorded.request, request.changed(command=command))
-    code = None if same_code else read_code(job_request, as_json=options.as_json)
-    resumed_run = resume.find_run(record, run, same_code=same_code)
-    remote = config.find(record.job.remote) if record.job.remote else None
-    prepared = submit.prepare(
-        recorded.recipe, job_request.changed(resumed=resumed_run), code, remote=remote, base=recorded.base
-    )
+
+    def read(job_request: JobRequest) -> CodeFolder | None:
+        return read_code(job_request, as_json=options.as_json)
+
+    changes = request.changed(command=context.meta[COMMAND])
+    prepared = handle.prepare_resume(record, changes, read, same_code=same_code, may_ask=may_ask())
     if options.dry_run:
         if not options.as_json:
             terminal.err(*(f"imgkit: {warning}" for warning in prepared.job.warnings))
         show_script(prepared.job, prepared.script, (), as_json=options.as_json)
         return
-    terminal.err(f"imgkit: {record.job.handle} goes on in {resumed_run.folder}")
-    transport = handle.transport_to(remote, prepared, may_ask=may_ask())
+    terminal.err(f"imgkit: {record.job.handle} goes on in {record.job.run_folder}")
+    transport = handle.transport_to(handle.remote_of(record), prepared, may_ask=may_ask())
     with terminable(), reporter(as_json=options.as_json) as report:
         ready = submit.make_ready(prepared, transport, report)
         new_record = submit.start(ready, transport, report)

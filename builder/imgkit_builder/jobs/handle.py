@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.jobs import code as code_of
-from imgkit_builder.jobs import conversion, history, image_source, records, submit, systems
+from imgkit_builder.jobs import conversion, history, image_source, records, resume, submit, systems
+from imgkit_builder.jobs.code import CodeFolder
 from imgkit_builder.jobs.prepared import PreparedJob
 from imgkit_builder.jobs.remote import config, connection, fetch
 from imgkit_builder.jobs.remote.config import Remote
@@ -86,6 +88,31 @@ class JobHandle:
         fetch.fetch(connection, record, target, checkpoints=checkpoints, report=Silent())
         return target
 
+    def resume(
+        self, changes: JobRequest | None = None, *, same_code: bool = False, report: Reporter | None = None
+    ) -> JobHandle:
+        """Submit the job again, which has ended, in the same run folder.
+
+        Parameters
+        ----------
+        changes : the values that replace those of the job; default: none.
+        same_code : go on with the run's copy of the code as it is.
+        report : receives progress and warnings.
+
+        Raises
+        ------
+        UsageError : the run goes on, or its program has ended well by itself and `changes` has no command.
+        ImgkitError : the transfer or the submission failed.
+        """
+        report = report or Silent()
+
+        def read_code(request: JobRequest) -> CodeFolder | None:
+            return _read_code(request, report)
+
+        prepared = prepare_resume(self.record, changes or JobRequest(), read_code, same_code=same_code)
+        record = submit.submit(prepared, transport_to(remote_of(self.record), prepared), report)
+        return JobHandle(record=records.need_id(record))
+
     def cancel(self) -> None:
         """Cancel the job.
 
@@ -124,12 +151,59 @@ def run(
         raise UsageError("a base is for a remote", where="base", hint="name a remote: on=NAME")
     report = report or Silent()
     remote = config.find(on) if on else None
-    code = None
-    if request.container.code is not None:
-        code = code_of.read(request, large=request.container.yes, report=report)
+    code = _read_code(request, report)
     prepared = submit.prepare(recipe, request, code, remote=remote, base=base)
     record = submit.submit(prepared, transport_to(remote, prepared), report)
     return JobHandle(record=records.need_id(record))
+
+
+def _read_code(request: JobRequest, report: Reporter) -> CodeFolder | None:
+    """Return the code of the request; None if it has none."""
+    if request.container.code is None:
+        return None
+    return code_of.read(request, large=request.container.yes, report=report)
+
+
+def prepare_resume(
+    record: SubmittedJob,
+    changes: JobRequest,
+    read_code: Callable[[JobRequest], CodeFolder | None],
+    *,
+    same_code: bool,
+    may_ask: bool = False,
+) -> PreparedJob:
+    """Return the job that goes on in the run folder of `record`; nothing is written or submitted.
+
+    Parameters
+    ----------
+    changes : the values that replace those of the job.
+    read_code : reads the code of a request. It is not called with `same_code`.
+    may_ask : whether ssh may ask a person for a password or a second factor.
+
+    Raises
+    ------
+    UsageError : the job cannot be resumed.
+    """
+    recorded = resume.load(record)
+    run = history.runner(record, may_ask=may_ask)
+    run_on_files = history.files_runner(record, may_ask=may_ask)
+    resume.refuse_unended(record, run, run_on_files, has_command=bool(changes.launch.command))
+    request = resume.with_flags(recorded.request, changes)
+    code = None if same_code else read_code(request)
+    resumed_run = resume.find_run(record, run_on_files, same_code=same_code)
+    return submit.prepare(
+        recorded.recipe,
+        request.changed(resumed=resumed_run),
+        code,
+        remote=remote_of(record),
+        base=recorded.base,
+    )
+
+
+def remote_of(record: SubmittedJob) -> Remote | None:
+    """Return the remote on which the job was submitted or that stores its files; None: this machine."""
+    name = record.job.files_remote
+    return config.find(name) if name else None
 
 
 def submit_conversion(prepared: PreparedJob, *, report: Reporter | None = None) -> JobHandle:

@@ -34,9 +34,19 @@ def runner(record: SubmittedJob, *, may_ask: bool = False) -> Callable[[Sequence
     ----------
     may_ask : whether ssh may ask a person for a password or a second factor.
     """
-    if not record.job.remote:
+    return _runner_on(record.job.remote, may_ask=may_ask)
+
+
+def files_runner(record: SubmittedJob, *, may_ask: bool = False) -> Callable[[Sequence[str]], Finished]:
+    """Return a function that runs a command on the machine that has the job's files. See `runner`."""
+    return _runner_on(record.job.files_remote, may_ask=may_ask)
+
+
+def _runner_on(remote: str, *, may_ask: bool) -> Callable[[Sequence[str]], Finished]:
+    """Return a function that runs a command on the remote of this name; empty: on this machine."""
+    if not remote:
         return functools.partial(process.run, check=False)
-    return functools.partial(remote_jobs.finished, connection_to(record.job.remote, may_ask=may_ask))
+    return functools.partial(remote_jobs.finished, connection_to(remote, may_ask=may_ask))
 
 
 def connection_to(remote: str, *, may_ask: bool = False) -> Connection:
@@ -276,7 +286,12 @@ def ending_text(report: JobReport) -> str:
 def can_resume(record: SubmittedJob) -> bool:
     """Return whether `imgkit resume` can submit the job again."""
     has_one_folder = not record.job.array and records.is_kept(record)
-    return has_one_folder and bool(record.request) and systems.named(record.job.system).resumes_jobs
+    return has_one_folder and bool(record.request) and can_choose_folder(record)
+
+
+def can_choose_folder(record: SubmittedJob) -> bool:
+    """Return whether a job of this system can go on in the run folder of an earlier one."""
+    return bool(record.job.store) or systems.named(record.job.system).resumes_jobs
 
 
 def _outcome(report: JobReport) -> str:

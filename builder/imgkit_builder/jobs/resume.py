@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch import stop_protocol
 
+_NO_SUCH_JOB = re.compile(r"not ?found|does not exist", re.IGNORECASE)
+"""What Kubernetes and RunAI's clients print about a name that no job has."""
 Run = Callable[[Sequence[str]], Finished]
 """Runs a command on the machine of a job, to its end."""
 
@@ -69,7 +72,7 @@ def load(record: SubmittedJob) -> RecordedRequest:
             where="ID",
             hint="submit the tasks again: imgkit run --option=--array=3,5 ... -- COMMAND",
         )
-    if not systems.named(record.job.system).resumes_jobs:
+    if not history.can_choose_folder(record):
         raise UsageError(
             f"{handle} is a job of {record.job.system}, whose run folder imgkit cannot choose",
             where="ID",
@@ -130,13 +133,14 @@ def find_run(record: SubmittedJob, run: Run, *, same_code: bool) -> ResumedRun:
     return ResumedRun(job=record.job.handle, folder=folder, code=code)
 
 
-def refuse_unended(record: SubmittedJob, run: Run, *, has_command: bool) -> None:
+def refuse_unended(record: SubmittedJob, run: Run, run_on_files: Run, *, has_command: bool) -> None:
     """Refuse to resume a run that goes on, or whose program has ended well by itself.
 
     The states of all jobs in the run folder are saved, because the next start removes the run's result.
 
     Parameters
     ----------
+    run_on_files : runs a command on the machine that has the run folder.
     has_command : whether a new command is given, such as one with more epochs.
 
     Raises
@@ -146,6 +150,10 @@ def refuse_unended(record: SubmittedJob, run: Run, *, has_command: bool) -> None
     """
     latest = None
     for job_record in records.of_run(record):
+        if not systems.named(job_record.job.system).reports_state:
+            if not (job_record.cancelled or _is_deleted(job_record, run)):
+                raise _unknown_end_error(job_record)
+            continue
         report = history.report(job_record, run)
         if not report.has_ended:
             raise _unended_error(report.record)
@@ -155,7 +163,7 @@ def refuse_unended(record: SubmittedJob, run: Run, *, has_command: bool) -> None
     if latest is None or latest.state != "succeeded":
         return
     stop_file = latest.job.run_folder / stop_protocol.BY_PERSON
-    is_stopped = latest.stopped or run(("test", "-e", str(stop_file))).returncode == 0
+    is_stopped = latest.stopped or run_on_files(("test", "-e", str(stop_file))).returncode == 0
     if is_stopped:
         # A submission that fails removes the file all the same, and the next one must know of it.
         records.keep(dataclasses.replace(latest, stopped=True))
@@ -174,4 +182,21 @@ def _unended_error(record: SubmittedJob) -> UsageError:
         f"the run goes on: {handle} is {record.state or 'submitted'}",
         where="ID",
         hint=f"imgkit cancel {handle} or imgkit wait {handle}, then imgkit resume {handle}",
+    )
+
+
+def _is_deleted(record: SubmittedJob, run: Run) -> bool:
+    """Return whether the job's system says that it has no such job."""
+    status_argv = systems.named(record.job.system).status_commands(record.job)[0]
+    answer = run(status_argv)
+    return answer.returncode != 0 and bool(_NO_SUCH_JOB.search(answer.output))
+
+
+def _unknown_end_error(record: SubmittedJob) -> UsageError:
+    """Return the error for a job whose scheduler does not report its end, and which may go on."""
+    handle = record.job.handle
+    return UsageError(
+        f"{handle} may go on: the commands of {record.job.system} do not report whether it has ended",
+        where="ID",
+        hint=f"delete it first: imgkit cancel {handle}, then imgkit resume {handle}",
     )

@@ -29,7 +29,7 @@ from pathlib import Path
 from imgkit_builder.base import files, process
 from imgkit_builder.base.process import Finished
 from imgkit_builder.base.progress import Reporter, Silent
-from imgkit_builder.jobs import measured, records, systems
+from imgkit_builder.jobs import data_mounts, measured, records, systems
 from imgkit_builder.jobs import submit as submission
 from imgkit_builder.jobs.code import CodeFolder
 from imgkit_builder.jobs.handle import find_job
@@ -139,16 +139,17 @@ def plan(
 ) -> list[PreparedJob]:
     """Return the job of each size; nothing is written or submitted.
 
-    The parameters are those of `submit.prepare`.
+    The folders of data are listed once. The parameters are those of `submit.prepare`.
 
     Raises
     ------
     UsageError : the system cannot satisfy a size, or imgkit cannot see the end or the files of its jobs.
     """
+    data = data_mounts.list_folders(request)
     prepared_jobs = []
     for nodes in sizes:
         sized_request = request.changed(nodes=str(nodes))
-        prepared = submission.prepare(recipe, sized_request, code, remote=remote, base=base)
+        prepared = submission.prepare(recipe, sized_request, code, remote=remote, base=base, data=data)
         _refuse_unmeasurable(prepared)
         prepared_jobs.append(prepared)
     return prepared_jobs

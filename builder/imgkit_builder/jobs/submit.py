@@ -8,12 +8,13 @@ from __future__ import annotations
 import dataclasses
 import re
 import secrets
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
 from imgkit_builder.base import process
 from imgkit_builder.base.progress import Reporter, Silent
+from imgkit_builder.data.folder import DataFolder
 from imgkit_builder.jobs import (
     bound,
     data_mounts,
@@ -68,6 +69,7 @@ def prepare(
     *,
     remote: Remote | None = None,
     base: str = "",
+    data: Sequence[DataFolder] | None = None,
 ) -> PreparedJob:
     """Return the job that `request` becomes, and its script; nothing is written or run.
 
@@ -78,52 +80,59 @@ def prepare(
     code : the code of the request, as `code.read` returns it.
     remote : the remote on which the job is submitted; None: this machine.
     base : with `remote`, another base image than the recipe's.
+    data : the request's folders of data, as `data_mounts.list_folders` returns them; None: list them.
 
     Raises
     ------
     UsageError : the system cannot satisfy a value of the request.
     """
+    folders = tuple(data_mounts.list_folders(request) if data is None else data)
     recorded = resume.to_json(recipe, request, base, remote=remote.name if remote else "")
     scheduler_remote = remote.name if remote and not remote.pvc else ""
     options = dependencies.with_scheduler_ids(request.allocation.options, scheduler_remote)
     request = request.changed(options=options)
     if remote is None:
-        return dataclasses.replace(_prepare_here(recipe, request, code), request=recorded)
+        return dataclasses.replace(_prepare_here(recipe, request, code, folders), request=recorded)
     image_source.refuse_flags(request, base)
     if remote.pvc:
-        return _prepare_in_pods(str(recipe), request, code, remote)
+        in_pods = _prepare_in_pods(str(recipe), request, code, remote, folders)
+        return dataclasses.replace(in_pods, request=recorded)
     source = image_source.find(str(recipe), request, remote.recipe)
     source = dataclasses.replace(source, base=base)
     image_source.refuse_runtime(source)
     if code is not None:
         code_of.refuse_unused(code, source.target, source.given_sif)
-    data = data_mounts.list_folders(request)
     job = source.early
-    job = data_mounts.with_data(job, data, f"{job.directory}/{DATA_FOLDER}")
+    job = data_mounts.with_data(job, folders, f"{job.directory}/{DATA_FOLDER}")
     job = _with_code(job, code, Ssh.code_folder)
     if code is not None and source.recipe:
         job = _with_warning(job, code_of.image_code_notice(job))
     script = systems.named(job.system).script(job)
     image_source.refuse_script(job, script)
-    return PreparedJob(job=job, script=script, code=code, data=data, source=source, request=recorded)
+    return PreparedJob(job=job, script=script, code=code, data=folders, source=source, request=recorded)
 
 
 def _prepare_in_pods(
-    recipe: str, request: JobRequest, code: CodeFolder | None, remote: Remote
+    recipe: str,
+    request: JobRequest,
+    code: CodeFolder | None,
+    remote: Remote,
+    data: tuple[DataFolder, ...],
 ) -> PreparedJob:
     """Return a job in pods that is submitted on this machine, and whose files the remote stores."""
-    data = data_mounts.list_folders(request)
     job = volume.early_job(recipe, request, remote)
     job = data_mounts.with_data(job, data, f"{job.directory}/{DATA_FOLDER}")
     if code is not None:
         code_of.refuse_image_projects(code, job.recipe)
         job = _with_warning(job, code_of.image_code_notice(job))
-        job = code_of.with_code(job, code.record, job.directory / VolumeStore.code_folder)
         job = _with_warning(job, code_of.left_out_notice(code, None))
+    job = _with_code(job, code, VolumeStore.code_folder)
     return dataclasses.replace(_with_script(job, code), data=data)
 
 
-def _prepare_here(recipe: str | Path, request: JobRequest, code: CodeFolder | None) -> PreparedJob:
+def _prepare_here(
+    recipe: str | Path, request: JobRequest, code: CodeFolder | None, data: Sequence[DataFolder]
+) -> PreparedJob:
     """Return a job that is submitted on this machine. See `prepare`."""
     recipe_file = Path(recipe)
     default_image = ""
@@ -134,7 +143,7 @@ def _prepare_here(recipe: str | Path, request: JobRequest, code: CodeFolder | No
         target = targets.find(recipe)
     request = request.changed(image=request.container.image or default_image)
     job = resolve(target, request)
-    job = data_mounts.with_data(job, data_mounts.list_folders(request))
+    job = data_mounts.with_data(job, data)
     image_file = Path(job.container.image)
     sif = image_file if image.is_sif(image_file) else None
     code_of.refuse_unused_bind(job, sif)
@@ -293,14 +302,15 @@ def _prepare_resumed_folder(
     UsageError : the job's folder is now another one, or both the run and the user have changed a file.
     ToolFailed : the copy cannot be written.
     """
-    if resumed.folder.parent != job.directory / "runs":
+    home = transport.home_of(job)
+    if resumed.folder.parent != home / "runs":
         raise UsageError(
-            f"the run is in {resumed.folder}, but jobs now run in {job.directory}",
+            f"the run is in {resumed.folder}, but jobs now run in {home}",
             where=transport.name or "--directory",
             hint=f"imgkit remote add {transport.name} ... --replace, with the folder of the run",
         )
     if code is not None:
-        store = job.directory / transport.code_folder
+        store = home / transport.code_folder
         workspace.update(resumed, store, code.record, transport.run_script)
     for name, source in runtime_of(job).data_links(job).items():
         transport.run_script(_LINK_DATA, (source, str(resumed.folder / WORKSPACE / name)), ())

@@ -128,6 +128,10 @@ class Transport(abc.ABC):
         """Make the run folder of a job that has one before it starts, with its code or the way to it."""
         raise NotImplementedError(f"the jobs of {self.name} make their run folders")
 
+    def home_of(self, job: Job) -> Path:
+        """Return the folder of code and runs, on the machine that has them."""
+        return job.directory
+
     def with_store(self, record: SubmittedJob, job: Job) -> SubmittedJob:
         """Return `record`, for a job whose files another machine stores with their paths on that machine."""
         del job  # its files are where it is submitted
@@ -421,6 +425,15 @@ class VolumeStore(Local):
             folder = dataclasses.replace(folder_of_code(code_folder, job), path=path)
             self._files.put(folder, report)
         volume.make_run_folder(self.connection, self._store, job)
+
+    def run_script(self, script: str, args: Iterable[str], data: Iterable[bytes]) -> bytes:
+        """Run a script on the remote, which has the files. See `Transport`."""
+        return self._files.run_script(script, args, data)
+
+    def home_of(self, job: Job) -> Path:
+        """Return imgkit's folder on the remote. See `Transport`."""
+        del job  # its folder is the path in pods
+        return Path(self._store.home)
 
     def with_entry_points(self, prepared: PreparedJob) -> Job:
         """Return the job as it is: nothing can be bound into the image of a pod. See `Transport`."""

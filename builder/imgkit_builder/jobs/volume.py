@@ -31,13 +31,16 @@ UNKNOWN_IDS = "UID:GID"
 _MAKE_RUN_FOLDER = """\
 umask 077
 cd -- "$folder" && printf '%s\\n' "$note" > "jobs/$id" || exit 1
-mkdir -- "runs/$name" && cd -- "runs/$name" || exit 1
-if [ -n "$record" ]; then printf '%s\\n' "$record" > code.json && printf '%s' "$script" > "$script_name"; fi
+if [ -z "$resumed" ]; then mkdir -- "runs/$name" || exit 1; fi
+cd -- "runs/$name" || exit 1
+if [ -n "$record" ]; then printf '%s' "$script" > "$script_name" || exit 1; fi
+# A copy that is there is of the code that the file names, until it is brought to today's.
+if [ -n "$record" ] && [ ! -d workspace ]; then printf '%s\\n' "$record" > code.json; fi
 """
 
 
 def early_job(recipe: str, request: JobRequest, remote: Remote) -> Job:
-    """Return the job before imgkit has looked at the remote, with a new run folder.
+    """Return the job before imgkit has looked at the remote, with a new run folder or that which it resumes.
 
     `UNKNOWN_HOME` on the volume stands for imgkit's folder, and `UNKNOWN_IDS` for the user's ids.
 
@@ -53,7 +56,10 @@ def early_job(recipe: str, request: JobRequest, remote: Remote) -> Job:
             hint=f"a recipe with scheduler: runai, or imgkit remote add {remote.name} ... without --pvc",
         )
     home = f"{pods.parse_claim(remote.pvc).path}{UNKNOWN_HOME}"
-    return code_of.with_run_folder(_resolve(target, request, remote, home, UNKNOWN_IDS))
+    job = _resolve(target, request, remote, home, UNKNOWN_IDS)
+    if request.resumed is not None:
+        return code_of.in_run_folder(job, f"{home}/runs/{request.resumed.folder.name}")
+    return code_of.with_run_folder(job)
 
 
 def job_on(store: Store, early: Job, remote: Remote) -> Job:
@@ -80,6 +86,8 @@ def _resolve(target: Target, request: JobRequest, remote: Remote, home: str, ids
 def make_run_folder(connection: Connection, store: Store, job: Job) -> None:
     """Make the run folder of `job` in the store, with the script that copies the code and starts the command.
 
+    The run folder of a job that resumes a run is there.
+
     Raises
     ------
     Cut, ScriptFailed : the remote cannot be reached, or cannot make the folder.
@@ -92,7 +100,8 @@ def make_run_folder(connection: Connection, store: Store, job: Job) -> None:
         "folder": store.home,
         "id": name.removeprefix(f"{job.name}-"),
         "name": name,
-        "note": "\n".join(note),
+        "note": "\n".join((*note, f"runs/{name}")),
+        "resumed": "yes" if job.request.resumed else "",
         "record": "",
     }
     if job.container.code is not None:

@@ -64,7 +64,18 @@ class Site:
                 *("--", "python3", "train.py"),
             )
         )
+        return self.client_argv()
+
+    def client_argv(self) -> list[str]:
+        """Return the last arguments of the client."""
         return (self.far.folder / "bin/runai-called").read_text().splitlines()
+
+    def run_pods(self, client_argv: Sequence[str]) -> list[str]:
+        """Run both pods to their end, which must be a good one, and return their outputs."""
+        pods = [self.start_pod(client_argv, rank) for rank in range(2)]
+        outputs = [pod.communicate(timeout=120)[0] for pod in pods]
+        assert [pod.returncode for pod in pods] == [0, 0], outputs
+        return outputs
 
     def start_pod(self, client_argv: Sequence[str], rank: int, user: str = "") -> subprocess.Popen[str]:
         """Start a container as the operator starts a pod of `client_argv`.
@@ -128,10 +139,7 @@ def site(standin_notorch: str) -> Iterator[Site]:
 
 
 def test_pods_run_the_sent_code_under_the_user_s_ids(site: Site) -> None:
-    argv = site.submit()
-    pods = [site.start_pod(argv, rank) for rank in range(2)]
-    outputs = [pod.communicate(timeout=120)[0] for pod in pods]
-    assert [pod.returncode for pod in pods] == [0, 0], outputs
+    outputs = site.run_pods(site.submit())
     assert all("1 2 3" in text for text in outputs)
     (run_folder,) = (site.store / "runs").iterdir()
     assert run_folder.stat().st_mode & 0o777 == 0o700
@@ -144,6 +152,20 @@ def test_pods_run_the_sent_code_under_the_user_s_ids(site: Site) -> None:
     assert owners == {site.user.pw_uid}
     expect_success(site.imgkit("fetch", "mlo"))
     assert (site.folder / "runs" / run_folder.name / "place-1").read_text() == f"{inside}/workspace"
+
+
+def test_resumed_pods_go_on_in_their_folder_with_today_s_code(site: Site) -> None:
+    site.run_pods(site.submit())
+    (site.folder / "train.py").write_text(f'{PROGRAM}print("edited")\n')
+    refused = site.imgkit("resume", "mlo", "--detach")
+    assert (refused.returncode, "mlo may go on" in refused.stderr) == (2, True)
+    expect_success(site.imgkit("cancel", "mlo"))
+    expect_success(site.imgkit("resume", "mlo", "--detach"))
+    outputs = site.run_pods(site.client_argv())
+    assert all("1 2 3\n\nedited\n" in text for text in outputs), outputs
+    (run_folder,) = (site.store / "runs").iterdir()
+    assert (run_folder / "workspace/b c.txt").read_text() == "text\n" + 4 * "more\n"
+    assert {path.lstat().st_uid for path in site.store.rglob("*")} == {site.user.pw_uid}
 
 
 def test_pod_under_other_ids_cannot_enter_the_store(site: Site) -> None:

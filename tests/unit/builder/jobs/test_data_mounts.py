@@ -12,8 +12,9 @@ import pytest
 from file_tree import write_files
 
 from imgkit_builder.base.progress import Silent
-from imgkit_builder.jobs import code, submit
+from imgkit_builder.jobs import code, scaling, submit
 from imgkit_builder.jobs.prepared import PreparedJob
+from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.templates import fill
 from imgkit_builder.jobs.transport import Local
@@ -97,6 +98,13 @@ def prepare(project: Path, recipe: str, *command: str, **options: str) -> Prepar
     request = JobRequest.of(code=project, directory=project, data=("data/x",), runtime="host")
     request = request.changed(command=command, **options)
     return submit.prepare(recipe, request, code.read(request, large=False, report=Silent()))
+
+
+def test_sizes_of_a_scaling_share_one_list_of_the_data(project: Path) -> None:
+    request = JobRequest.of(command=("true",), data=("data/x",), account="a", qos="acc_debug", time="5m")
+    jobs = scaling.plan("mn5", request, (1, 2), remote=Remote(name="far", address="far", folder="/far"))
+    ((first,), (second,)) = (job.data for job in jobs)
+    assert first is second
 
 
 def test_program_without_a_container_reads_the_data_by_a_link(project: Path) -> None:

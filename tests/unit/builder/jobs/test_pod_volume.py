@@ -117,6 +117,48 @@ def test_files_of_the_run_are_fetched(call: Any, volume: Path, first_runai: Path
     assert json.loads(call("runs", "--json")[1])["runs"][0]["remote"] == "mlo"
 
 
+def test_resumed_pods_go_on_in_the_run_folder(call: Any, volume: Path, first_runai: Path) -> None:
+    run_folder = submit(call)
+    pod = start_pod(pod_argv(first_runai), run_folder)
+    assert pod.wait(timeout=60) == 0
+    (run_folder / "stop").touch()
+    Path("train.sh").write_text(f"{PROGRAM}echo edited\n")
+    code, _, err = call("resume", "mlo", "--detach")
+    assert (code, err) == (
+        2,
+        "imgkit: ID: mlo may go on: the commands of runai do not report whether it has ended\n"
+        "  -> delete it first: imgkit cancel mlo, then imgkit resume mlo\n",
+    )
+    before = (run_folder / "workspace/train.sh").read_text()
+    assert "edited" not in before
+    call("cancel", "mlo")
+    assert call("resume", "mlo", "--detach")[0] in (0, None)
+    assert [run_folder] == [*run_folder.parent.iterdir()]
+    assert not (run_folder / "stop").exists()
+    pod = start_pod(pod_argv(first_runai), run_folder)
+    assert pod.wait(timeout=60) == 0
+    assert (run_folder / "workspace/place").read_text() == f"{run_folder}/workspace\n" * 2
+    assert (run_folder / "workspace/train.sh").read_text() == f"{PROGRAM}echo edited\n"
+    assert records.find("mlo").job.run_folder == run_folder
+
+
+def test_pods_of_a_deleted_job_go_on_with_the_code_of_the_run(
+    call: Any, volume: Path, first_runai: Path
+) -> None:
+    run_folder = submit(call)
+    argv = pod_argv(first_runai)
+    Path("train.sh").write_text("exit 3\n")
+    client = first_runai.parent / "bin/runai"
+    forgotten = 'case "$*" in describe*) echo "job mlo not found" >&2; exit 1;;'
+    client.write_text(client.read_text().replace('case "$*" in', forgotten, 1))
+    assert call("resume", "mlo", "--detach", "--same-code", "--gpus", "1")[0] in (0, None)
+    assert "--gpu\n1\n" in first_runai.read_text()
+    assert pod_argv(first_runai) == argv
+    pod = start_pod(argv, run_folder)
+    assert pod.wait(timeout=60) == 0
+    assert (run_folder / "workspace/train.sh").read_text() != Path("train.sh").read_text()
+
+
 def test_code_and_data_of_a_run_are_in_use(call: Any, volume: Path, first_runai: Path) -> None:
     submit(call)
     for folder in (*volume.glob("homes/me/code/*"), *volume.glob("homes/me/data/*")):

@@ -18,6 +18,7 @@ from file_tree import FakeProgram, write_files
 from job_records import keep_job
 
 from imgkit_builder.jobs import records, submit
+from imgkit_builder.jobs.handle import find_job
 from imgkit_builder.jobs.request import JobRequest, ResumedRun
 
 SITE = ("-A", "a", "--qos", "q", "--time", "10m")
@@ -74,6 +75,15 @@ def test_job_is_submitted_again_with_its_values(home: Path, end_job: EndJob, cal
     record = records.find("4711")
     assert record.job.run_folder == run_folder
     assert token not in (home / "state/imgkit/jobs/4711.json").read_text()
+
+
+def test_program_resumes_a_job(home: Path, code: Path, end_job: EndJob) -> None:
+    run_folder = end_job("exit 3")
+    write_files(code, {"train.py": "print(2)"})
+    job = find_job("4711").resume(JobRequest.of(time="8h"))
+    assert (job.id, job.record.job.run_folder) == ("4711", run_folder)
+    assert "--time=08:00:00" in script_of(home)
+    assert (run_folder / "workspace/train.py").read_text() == "print(2)\n"
 
 
 def test_code_of_today_replaces_what_the_run_left(code: Path, end_job: EndJob, call: Any, home: Path) -> None:
