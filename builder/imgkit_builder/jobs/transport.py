@@ -337,13 +337,25 @@ class Ssh(Transport):
             return
         similar = self.store.code[:_MAX_SIMILAR_FOLDERS]
         transferred = self._send(
-            folder, home=self.store.home, target=f"{self.code_folder}/{name}", similar=similar, report=report
+            folder,
+            home=self.store.home,
+            target=f"{self.code_folder}/{name}",
+            similar=similar,
+            is_prepared=name == self.store.incoming_code,
+            report=report,
         )
         size = f": {transferred}" if transferred else ""
         report.note(f"sent: code{size}")
 
     def _send(
-        self, folder: Folder, *, home: str, target: str, similar: tuple[str, ...] = (), report: Reporter
+        self,
+        folder: Folder,
+        *,
+        home: str,
+        target: str,
+        similar: tuple[str, ...] = (),
+        is_prepared: bool = False,
+        report: Reporter,
     ) -> Transferred | None:
         """Write the folder's content to a temporary folder, and send that. See `transfer.send_folder`."""
         with tempfile.TemporaryDirectory(prefix="imgkit-") as work:
@@ -358,6 +370,7 @@ class Ssh(Transport):
                 home=home,
                 target=target,
                 similar=similar,
+                is_prepared=is_prepared,
                 report=report,
             )
 

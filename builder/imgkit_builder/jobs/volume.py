@@ -14,7 +14,7 @@ from imgkit_builder.jobs.image_source import UNKNOWN_HOME, find_title
 from imgkit_builder.jobs.job import Job
 from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.remote.connection import Connection
-from imgkit_builder.jobs.remote.store import Store, pod_folder
+from imgkit_builder.jobs.remote.store import Store, note_lines, pod_folder
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.resolve import resolve
 from imgkit_builder.jobs.runtimes.pod import Pod
@@ -93,14 +93,11 @@ def make_run_folder(connection: Connection, store: Store, job: Job) -> None:
     Cut, ScriptFailed : the remote cannot be reached, or cannot make the folder.
     """
     name = PurePosixPath(job.run_folder).name
-    used_paths = [job.container.code_folder, *(mount.source for mount in job.container.data)]
-    # As in `gc.JobNote`: the system, the job's name, no image, the code and the data.
-    note = [job.system, job.name, "", *(path.removeprefix(f"{job.directory}/") for path in used_paths)]
     values = {
         "folder": store.home,
         "id": name.removeprefix(f"{job.name}-"),
         "name": name,
-        "note": "\n".join((*note, f"runs/{name}")),
+        "note": "\n".join(note_lines(job, name)),
         "resumed": "yes" if job.request.resumed else "",
         "record": "",
     }

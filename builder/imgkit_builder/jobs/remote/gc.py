@@ -288,8 +288,7 @@ def _parse_job_notes(lines: Sequence[str]) -> tuple[JobNote, ...]:
     for job_id, submitted_s in _change_times_s("job", lines).items():
         if not is_job_id(job_id):
             continue
-        # A note has one value a line: the system, the job's name, the image, the code, folders of data, and
-        # the folder of a run that the job resumes. Missing lines of a note that is cut short count as empty.
+        # As `store.note_lines` wrote them. Missing lines of a note that is cut short count as empty.
         system, job_name, *paths = [*note_lines.get(job_id, []), "", ""]
         run = f"{job_name}-{job_id}"
         folders: list[str] = []

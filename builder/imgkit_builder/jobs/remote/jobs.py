@@ -12,6 +12,7 @@ from imgkit_builder.base import process
 from imgkit_builder.base.process import Finished
 from imgkit_builder.jobs import systems
 from imgkit_builder.jobs.job import Job, Script
+from imgkit_builder.jobs.remote import store
 from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.remote.connection import FIND_PROGRAM, Connection, Cut, ScriptFailed
 from imgkit_builder.jobs.submitted import JobState, SubmittedJob, WaitInfo
@@ -23,10 +24,9 @@ ATTEMPTS = 5
 _MARK_START = "\x1e"
 """First character of the mark in `_FOLLOW`. Output that has it is held back until the next bytes come."""
 
-# The arguments are the system, the job's name, the paths of its .sif, code and data, one a line, the folder
-# of a run that it resumes, and then the submit command. The script writes the first four into the note
-# jobs/ID, from which `imgkit remote gc` knows what the job uses. It keeps them in arguments until the job is
-# submitted: the environment of the submission has the user's variables, which may have any name.
+# The arguments are the first line of the note jobs/ID, its other lines, the paths of the job's .sif, code and
+# data, one a line, and then the submit command. The script keeps them in arguments until it has submitted the
+# job: the environment of the submission has the user's variables, which may have any name.
 _SUBMIT = (
     FIND_PROGRAM
     + """\
@@ -40,13 +40,13 @@ cd -- "$folder" || exit 1
         fi
     done
 ) || exit 1
-answer=$(shift 4 && exec "$@") || exit
+answer=$(shift 3 && exec "$@") || exit
 printf '%s\\n' "$answer"
 answer=$(printf '%s\\n' "$answer" | tail -n 1)
 id=${answer%%;*}
 case $id in
     '' | [!A-Za-z0-9]* | *..* | *[!]A-Za-z0-9_.[+-]*) ;;
-    *) printf '%s\\n' "$1${answer#"$id"}" "$2" "$3" ${4:+"$4"} > "jobs/$id" ;;
+    *) printf '%s\\n' "$1${answer#"$id"}" "$2" > "jobs/$id" ;;
 esac 2> /dev/null
 exit 0
 """
@@ -110,17 +110,13 @@ def start(connection: Connection, job: Job, script: Script) -> Generator[bytes, 
     # Values of variables go into the script and not into arguments, which other users of the remote can see.
     values = {name: os.environ[name] for name in job.container.names}
     export = f"export {' '.join(job.container.names)}\n" if job.container.names else ""
-    container = job.container
-    paths = [container.image, container.code_folder]
-    # A folder of data elsewhere on the cluster is not imgkit's to keep.
-    paths += [mount.source for mount in container.data if mount.source.startswith(f"{folder}/")]
-    used_paths = [path.removeprefix(f"{folder}/") for path in paths if path]
     resumed = job.request.resumed
-    run_folder = f"runs/{resumed.folder.name}" if resumed else ""
+    note = store.note_lines(job, str(resumed.folder) if resumed else "")
+    used_paths = [path for path in note[2:] if not path.startswith("runs/")]
     output = connection.stream(
         export + _SUBMIT,
         {**values, "folder": folder, "program": script.submit[0]},
-        args=(job.system, job.name, "\n".join(used_paths), run_folder, *script.submit),
+        args=(note[0], "\n".join(note[1:]), "\n".join(used_paths), *script.submit),
         data=[script.text.encode()] if script.on_stdin else [],
     )
     try:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from imgkit_builder.jobs import quoting
+from imgkit_builder.jobs.job import Job
 from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.remote.connection import FIND_PROGRAM, Connection, unreadable
 from imgkit_builder.jobs.systems import pods
@@ -67,7 +68,8 @@ echo "ids $(id -u):$(id -g)"
 """Print the root of the volume that has the current folder, and the ids of the user: pods need both."""
 
 # The code and the output of a run may be private, so the umask keeps other users out of all new folders. The
-# script renews the time of the code's folder, by which `imgkit remote gc` knows that it is in use.
+# script renews the time of the code's folder, by which `imgkit remote gc` knows that it is in use. For code
+# that is missing, it makes the folder into which it will be sent, which saves a round trip after each edit.
 _LOOK = (
     FIND_PROGRAM
     + """\
@@ -85,6 +87,9 @@ echo "home $(pwd -P)"
 if command -v "$program" > /dev/null 2>&1; then echo "program there"; fi
 ls -t code | sed 's/^/code /'
 touch -c -- "code/$code" 2> /dev/null
+if [ -n "$code" ] && [ ! -e "code/$code" ] && mkdir -p code/.incoming; then
+    if mkdir -- "code/.incoming/$code" 2> /dev/null; then echo "incoming $code"; fi
+fi
 ls -t data | sed 's/^/data /'
 ls -t images | while IFS= read -r name; do
     note=images/$name/{NOTE}
@@ -150,6 +155,8 @@ class Store:
     """Digests of the folders of code, the one that was used last first."""
     data: tuple[str, ...] = ()
     """Names of the folders of data, the one that was used last first."""
+    incoming_code: str = ""
+    """Digest of the code for which `look` has made an empty folder in ``code/.incoming``; empty: for none."""
     volume: str = ""
     """Absolute path of the root of the volume with imgkit's folder; empty if the remote does not know it."""
     ids: str = ""
@@ -228,6 +235,27 @@ def describe_sif(path: Path, *, input_sha256: str = "", project: str = "") -> Re
     )
 
 
+def note_lines(job: Job, run_folder: str = "") -> tuple[str, ...]:
+    """Return the content of the file ``jobs/ID`` of `job`, from which `gc` knows what the job uses.
+
+    The lines are the system, the job's name, the paths of its image, code and data, and the run folder.
+
+    Parameters
+    ----------
+    run_folder : the path of a run folder whose name is not ``NAME-ID``; empty: it is.
+    """
+    home = f"{job.directory}/"
+    container = job.container
+    paths = [container.code_folder, *(mount.source for mount in container.data)]
+    # A folder of data elsewhere on the cluster is not imgkit's to keep.
+    paths = [path.removeprefix(home) for path in paths if path.startswith(home)]
+    if container.image.startswith("/"):  # pods pull their image
+        paths.insert(0, container.image.removeprefix(home))
+    if run_folder:
+        paths.append(f"runs/{PurePosixPath(run_folder).name}")
+    return (job.system, job.name, *paths)
+
+
 def look(connection: Connection, *, program: str, code: str = "") -> Store:
     """Return the content of the store. Create the store if it does not exist. This takes one round trip.
 
@@ -257,7 +285,7 @@ def read(output: bytes, remote: Remote) -> Store:
     ToolFailed : the output is cut short, or is not the output of imgkit's script.
     UsageError : the folder belongs to another user, or its path cannot be used in a job.
     """
-    values = {"home": "", "owner": "", "program": "", "volume": "", "ids": ""}
+    values = {"home": "", "owner": "", "program": "", "incoming": "", "volume": "", "ids": ""}
     code: list[str] = []
     data: list[str] = []
     images: list[RemoteImage] = []
@@ -283,6 +311,7 @@ def read(output: bytes, remote: Remote) -> Store:
         images=tuple(images),
         code=tuple(code),
         data=tuple(data),
+        incoming_code=values["incoming"],
         volume=values["volume"],
         ids=values["ids"],
     )

@@ -123,6 +123,8 @@ class Source:
     """Raises an error if the content has changed since the transfer began."""
     may_be_linked: bool = False
     """Whether most files may get hard links to those of an earlier folder, and then need no space."""
+    is_prepared: bool = False
+    """Whether the remote has an empty folder for it in ``.incoming``."""
     image: RemoteImage | None = None
     """The image whose .sif is in the folder. It is None if the folder has other files."""
     basis: str = ""
@@ -138,6 +140,7 @@ def send_folder(
     home: str,
     target: str,
     similar: tuple[str, ...] = (),
+    is_prepared: bool = False,
     report: Reporter,
 ) -> Transferred | None:
     """Send the folder `path` to the remote. Its path there is ``HOME/TARGET``.
@@ -148,6 +151,7 @@ def send_folder(
     home : the absolute path of imgkit's folder on the remote.
     target : a path of the form ``FOLDER/NAME`` below `home`.
     similar : names of folders beside the target. Their equal files get a hard link and are not sent.
+    is_prepared : whether the remote has an empty folder for it in ``.incoming``.
 
     Returns
     -------
@@ -162,7 +166,7 @@ def send_folder(
     """
     links = tuple(f"--link-dest={rsync.FOLDER}/{name}" for name in similar)
     options = ("-rpt", "--links", "--checksum", *links)
-    source = Source(path=path, label=label, size_bytes=size_bytes, options=options)
+    source = Source(path=path, label=label, size_bytes=size_bytes, options=options, is_prepared=is_prepared)
     return _upload(connection, source, home=home, target=target, report=report)
 
 
@@ -250,9 +254,13 @@ def _upload(
     remote = connection.remote.name
     failures = 0
     best_arrived_bytes = -1  # no attempt has reached the remote
+    is_prepared = source.is_prepared
     while True:
         try:
-            arrived_bytes = _prepare(connection, values, source, is_retry=failures > 0)
+            arrived_bytes = 0
+            if not is_prepared:
+                arrived_bytes = _prepare(connection, values, source, is_retry=failures > 0)
+            is_prepared = False
             if arrived_bytes > best_arrived_bytes:
                 failures = 0
                 best_arrived_bytes = arrived_bytes
