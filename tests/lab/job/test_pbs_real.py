@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import tiny_image
+from file_tree import write_files
 from labkit import (
     IMGKIT,
     LAB,
@@ -265,6 +266,30 @@ def test_run_without_container_loads_modules_on_each_node(pbs: Pbs) -> None:
     assert output.count("NCCL_SOCKET_IFNAME='hsn0,hsn1,hsn2,hsn3' (set by the user)") == 2, (
         "the recipe's system.env"
     )
+
+
+@pytest.mark.parametrize("runtime", ["singularity", "host"])
+def test_edit_reaches_the_next_job_and_no_job_the_stored_code(pbs: Pbs, runtime: str) -> None:
+    source = pbs.work / f"my {runtime} code"
+    write_files(source, {"it's a/log": "sent", "edited": "before"})
+    options: tuple[str | Path, ...] = ("--code", source)
+    if runtime == "host":
+        environment = pbs.state / "code environment"
+        subprocess.run(["/usr/bin/python3", "-m", "venv", "--without-pip", environment], check=True)
+        options += ("--runtime", "host", "--image", environment)
+    program = 'echo more >> "it\'s a/log"; cat "it\'s a/log" edited; pwd > place'
+    command = ("--", "sh", "-c", program)
+    first = pbs.submit(*options, *command, nodes=1)
+    write_files(source, {"edited": "after"})
+    second = pbs.submit(*options, *command, nodes=1)
+    for job, edited in ((first, "before"), (second, "after")):
+        code, output = pbs.end(job)
+        assert (code, output.splitlines()[-3:]) == (0, ["sent", "more", edited]), output
+        workspace = pbs.work / f"runs/eap-{job}/workspace"
+        place = "/workspace" if runtime == "singularity" else str(workspace)
+        assert (workspace / "place").read_text() == f"{place}\n"
+    for stored in pbs.work.glob(".imgkit-code/*/workspace/it's a/log"):
+        assert stored.read_text() == "sent\n"
 
 
 def test_array_tasks_have_their_own_folder_output_and_end(pbs: Pbs) -> None:

@@ -119,6 +119,24 @@ def test_job_in_podman_is_stopped_and_resumes(site: Site) -> None:
     until(lambda: not site.processes(), describe=lambda: str(site.processes()))
 
 
+def test_edit_reaches_the_next_job_and_no_job_the_stored_code(site: Site) -> None:
+    source = site.folder / "my code"
+    source.mkdir()
+    (source / "log").write_text("sent\n")
+    (source / "edited").write_text("before\n")
+    command = ("--code", "my code", "--", "sh", "-c", 'echo "$SLURM_NODEID" >> log; cat edited; pwd')
+    first = site.submit(*command)
+    (source / "edited").write_text("after\n")
+    second = site.submit(*command)
+    for job, edited in ((first, "before"), (second, "after")):
+        job_output = site.wait_for_end(job)
+        assert job_output.count(f"{edited}\n/workspace\n") == 2, job_output
+        log = site.folder / f"runs/site-{job}/workspace/log"
+        assert sorted(log.read_text().split()) == ["0", "1", "sent"]
+    for stored in site.folder.glob(".imgkit-code/*/workspace/log"):
+        assert stored.read_text() == "sent\n"
+
+
 @pytest.mark.parametrize("how", ["cancel", "kill"])
 def test_container_ends_with_its_job(site: Site, how: str) -> None:
     job = site.submit("--", *COUNT, "6000")

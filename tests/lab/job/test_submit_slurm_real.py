@@ -7,12 +7,13 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import tiny_image
+from file_tree import write_files
 from labkit import (
     IMGKIT,
     LOOK,
@@ -389,15 +390,17 @@ def test_cancelled_job_is_not_requeued(site: Site) -> None:
 
 
 def test_array_tasks_have_their_own_folder_output_and_end(site: Site) -> None:
-    work = 'echo "task $SLURM_ARRAY_TASK_ID"; touch "$IMGKIT_RUN_DIR/mine"; exit "$SLURM_ARRAY_TASK_ID"'
-    array = site.submit("--gpus", "0", "--option=--array=0-1", "--", "sh", "-c", work)
+    write_files(site.folder / "tasks", {"log": "sent"})
+    work = 'echo "task $SLURM_ARRAY_TASK_ID" | tee -a log; exit "$SLURM_ARRAY_TASK_ID"'
+    array = site.submit("--gpus", "0", "--code", "tasks", "--option=--array=0-1", "--", "sh", "-c", work)
     listed = site.imgkit("status")
     assert re.search(rf"^{array} +mn5 ", listed.stdout, re.MULTILINE), listed.stdout
     assert site.imgkit("logs", array).returncode == 2
     followed = site.imgkit("logs", f"{array}_0")  # until it ends
     assert "\ntask 0\n" in followed.stdout, followed.stdout
     site.wait_for_end(array)
-    assert [(site.folder / f"runs/mn5-{array}_{task}/mine").is_file() for task in (0, 1)] == [True, True]
+    logs = [site.folder / f"runs/mn5-{array}_{task}/workspace/log" for task in (0, 1)]
+    assert [log.read_text() for log in logs] == ["sent\ntask 0\n", "sent\ntask 1\n"]
     states = {job_id: site.imgkit("status", job_id) for job_id in (f"{array}_0", f"{array}_1", array)}
     ends = [
         (result.returncode, result.stdout.splitlines()[-1].split()[1].strip(";"))
@@ -472,9 +475,9 @@ def kill_launcher(site: Site, node: str) -> None:
     site.cluster("exec", node, "--", "kill", "-KILL", launcher[1])
 
 
-def with_a_spare(site: Site, *command: str, works: str = "starts at 0") -> str:
+def with_a_spare(site: Site, *command: str, works: str = "starts at 0", options: Sequence[str] = ()) -> str:
     """A job of 2+1 nodes whose program has printed `works`."""
-    job = site.submit("--nodes", "2+1", "--", *SPARED, *command)
+    job = site.submit("--nodes", "2+1", *options, "--", *SPARED, *command)
     site.until(lambda: works in site.output_of(job), job)
     return job
 
@@ -483,8 +486,9 @@ def with_a_spare(site: Site, *command: str, works: str = "starts at 0") -> str:
     "how", ["kill", *(pytest.param(how, marks=pytest.mark.soak) for how in ("cut", "crash"))]
 )
 def test_spare_takes_over_from_a_lost_node(site: Site, how: str) -> None:
-    (site.folder / "attempts.py").write_text(STUB)
-    job = with_a_spare(site, "attempts.py", works="attempt 1 rank 1 node2")
+    write_files(site.folder / "spared code", {"attempts.py": STUB})
+    code = ("--code", "spared code")
+    job = with_a_spare(site, "attempts.py", works="attempt 1 rank 1 node2", options=code)
     if how == "kill":
         kill_launcher(site, "node2")
     else:
@@ -492,9 +496,8 @@ def test_spare_takes_over_from_a_lost_node(site: Site, how: str) -> None:
         # Not earlier: it is now that Slurm ends other jobs.
         nodes = ("squeue", "--noheader", f"--jobs={job}", "--format=%D")
         site.until(lambda: site.cluster(*nodes).stdout.strip() in ("2", ""), job)
-    (site.folder / "go").touch()
+    (site.folder / f"runs/mn5-{job}/workspace/go").touch()
     site.wait_for_end(job)
-    (site.folder / "go").unlink()
     job_output = site.output_of(job)
     assert "attempt 2 rank 0 node1" in job_output
     assert "attempt 2 rank 1 node3" in job_output, job_output

@@ -370,6 +370,10 @@ def test_edited_line_of_code_is_what_the_job_runs(site: Site, code: Path) -> Non
     assert (sent / changed).read_text() == "c\n"
     again = site.run("--code", code, "--detach", "--", "true")
     assert "to send: nothing of the code; far has that of " in again.stderr
+    (code / "train.py").write_text("print('third')\n")
+    before = len(site.far.calls())
+    expect_success(site.run("--code", code, "--detach", "--", "true"))
+    assert len(site.far.calls()) - before == 4  # look, send, publish, submit
 
 
 def test_data_is_sent_once_and_read_beside_the_code(site: Site, code: Path) -> None:
@@ -445,6 +449,29 @@ def check_conflict(site: Site, code: Path, job: str, run_folder: Path) -> None:
     ]
     same = expect_success(site.imgkit("resume", job, "--same-code", "--", "cat", "train.py"))
     assert same.stdout == "print('secnd')\nrun\n"
+
+
+MAKE_FILES = """\
+import os, pathlib
+os.makedirs("o u t")
+os.chdir("o u t")
+for number in range(20_000):
+    pathlib.Path(f"f {number}").touch()
+print(open("../train.py").read())
+"""
+
+
+def test_run_with_many_files_is_fetched_and_goes_on(site: Site, code: Path) -> None:
+    (code / "make files.py").write_text(MAKE_FILES)
+    first = handle(expect_success(site.run("--code", code, "--", "python3", "make files.py")))
+    fetched = expect_success(site.imgkit("fetch"))
+    assert f"imgkit: job {first}, the last one" in fetched.stderr
+    folder = Path(fetched.stdout.partition("  ")[0])
+    assert sum(1 for _ in (site.folder / folder / "workspace/o u t").iterdir()) == 20_000
+    (code / "train.py").write_text("print('secnd')\n")
+    command = ("sh", "-c", 'cd "o u t" && ls | wc -l && python3 ../train.py')
+    resumed = expect_success(site.imgkit("resume", first, "--", *command))
+    assert resumed.stdout.splitlines() == ["20000", "secnd"]
 
 
 def test_code_lies_over_that_of_the_image(site: Site, code: Path) -> None:
