@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from imgkit_builder.base.progress import Silent
 from imgkit_builder.cli.common import JSON, columns, show
 from imgkit_builder.cli.options import field_option
 from imgkit_builder.jobs.remote import config
@@ -16,7 +17,7 @@ from imgkit_builder.project import new_folder, ownership, program, toml_file
 from imgkit_builder.recipe import targets
 from imgkit_builder.recipe.problems import shown
 from imgkit_entrypoints import terminal
-from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.errors import ImgkitError, UsageError
 
 if TYPE_CHECKING:
     from imgkit_builder.project.origins import ValueSource
@@ -107,15 +108,30 @@ def verb_init(
     paths = new_folder.write(folder, texts)
     added = new_folder.complete_gitignore(folder)
     is_new_recipe = folder / options.recipe_file in paths
+    left_out = ""
+    if folder / toml_file.NAME in paths and not new_folder.copies_code(options, parent):
+        left_out = _left_out_notice(folder)
     lines = [
         *(f"wrote  {path}" for path in paths),
         *(f"kept   {folder / name}" for name in texts if folder / name not in paths),
         *([f"added  {' '.join(added)} to {folder / new_folder.GITIGNORE}"] if added else []),
         *(f"pip    {step}" for step in (pip.steps if pip and is_new_recipe else ())),
         *([f"omits  {', '.join(pip.left_out)}"] if pip and pip.left_out and is_new_recipe else []),
+        *([f"note   {left_out}"] if left_out else []),
         *(f"next   {line}" for line in next_steps),
     ]
     show({"files": paths, "remote": remote, "recipe": recipe}, *lines, as_json=as_json)
+
+
+def _left_out_notice(folder: Path) -> str:
+    """Return a line about data that jobs would not see; empty if there is none, or it cannot be known."""
+    from imgkit_builder.jobs import code as code_of
+
+    try:
+        code = code_of.read(JobRequest.of(code=folder), large=False, report=Silent())
+    except ImgkitError:  # the first run reports it
+        return ""
+    return code_of.left_out_notice(code, None)
 
 
 def _chosen(on: str, recipe: str) -> tuple[str, str]:

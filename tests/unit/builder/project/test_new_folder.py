@@ -67,6 +67,16 @@ def test_existing_files_are_kept(call: Any) -> None:
     assert json.loads(out)["files"] == ["imgkit.toml"]
 
 
+def test_data_that_jobs_would_not_see_is_named(call: Any) -> None:
+    write_files(Path(), {"train.py": "", ".gitignore": "*.bin", "data/x/train.bin": "x" * 2_000_000})
+    _, out, _ = call("init", "--recipe", "mn5")
+    assert "note   not sent: data/x/train.bin (git, Docker or imgkit ignores it)" in out
+    assert 'data = ["data/x"] in imgkit.toml\n' in out
+    write_files(Path(), {".env": "TOKEN=1"})  # a run refuses it, and this does not
+    Path("imgkit.toml").unlink()
+    assert call("init", "--recipe", "mn5")[0] == 0
+
+
 def command_here() -> tuple[str, ...]:
     return toml_file.read(Path("imgkit.toml").absolute()).values.command
 
