@@ -168,8 +168,8 @@ KNOWN: tuple[_Known, ...] = (
         pattern=r"(?:Failed to resolve|Could not resolve host:|ConnectionPool\(host=|couldn't connect to) ?"
         r"['\"]?(?:https?://)?(?P<host>[A-Za-z0-9][A-Za-z0-9.-]*)",
         cause="this node cannot reach {host}; many clusters have no internet on their nodes",
-        remedy="download on a login node into HF_HOME or TORCH_HOME, and set HF_HUB_OFFLINE=1, or a proxy of "
-        "the site in HTTPS_PROXY",
+        remedy='models of Hugging Face: data = ["hf://NAME"] in imgkit.toml; else download on a login node, '
+        "for example into TORCH_HOME, or set a proxy of the site in HTTPS_PROXY",
     ),
     _Known(
         # The C++ frames of c10d::TCPStore below such a line are those of a node without a fault.

@@ -96,8 +96,8 @@ def settings(
         home = env.get("HOME", "")
         if not has_proxy and not can_connect(HUB.url(env)):
             notes.append(
-                f"this node cannot reach {HUB.url(env)}: download on a login node into HF_HOME, and set "
-                "HF_HUB_OFFLINE=1 (--env, or system.env of the recipe)"
+                f"this node cannot reach {HUB.url(env)}: let imgkit run send what the program loads, "
+                'data = ["hf://NAME"] in imgkit.toml; or fill HF_HOME on a login node, with HF_HUB_OFFLINE=1'
             )
         elif home and not any(env.get(name) for name in _HUB_CACHES) and is_shared(home):
             notes.append(

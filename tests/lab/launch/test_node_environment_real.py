@@ -150,7 +150,7 @@ NO_NETWORK = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 def test_download_without_a_route_names_the_host(dist_run: DistRun) -> None:
     result = dist_run(DOWNLOADS, before=NO_NETWORK, HF_ENDPOINT="http://192.0.2.1")
-    assert "this node cannot reach http://192.0.2.1: download on a login node" in result.stderr
+    assert "this node cannot reach http://192.0.2.1: let imgkit run send" in result.stderr
     assert "this node cannot reach 192.0.2.1:8080" in result.stderr.partition("failed first")[2]
     quiet = dist_run("print('offline')", before=NO_NETWORK, HF_HUB_OFFLINE="1")
     assert "cannot reach" not in quiet.stderr
