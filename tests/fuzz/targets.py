@@ -28,6 +28,7 @@ from imgkit_builder.archive import compressed, oci_folder, read, sidecar, stored
 from imgkit_builder.archive.tar_read import TarStream
 from imgkit_builder.base import files
 from imgkit_builder.base.progress import Silent
+from imgkit_builder.data import hub
 from imgkit_builder.image import inside
 from imgkit_builder.jobs import measured, records
 from imgkit_builder.jobs import quoting as job_fields
@@ -591,6 +592,14 @@ TARGETS = (
         name="lock",
         run=_file(lock_file.read, "r.lock"),
         seeds=lambda: [(ROOT / "tests/golden/recipes/locked.lock").read_bytes()],
+        change=mutate.in_text,
+    ),
+    Target(
+        name="hub-lock",
+        run=_file(hub.read_lock, "hf.lock"),
+        seeds=lambda: [
+            f"# Made by imgkit run.\nhf://a/b@main {'0f' * 20}\nhf://datasets/c {'1e' * 20}\n".encode()
+        ],
         change=mutate.in_text,
     ),
     Target(

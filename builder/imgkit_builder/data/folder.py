@@ -89,7 +89,9 @@ def read(spec: DataSpec, path: Path) -> DataFolder:
         ) from error
     if not file_count:
         raise UsageError("it holds no files", where=str(path), hint="fill it, or remove it from `data`")
-    project = hashlib.sha256(os.fsencode(f"{socket.gethostname()}:{path}")).hexdigest()
+    # All revisions of a repository of the hub are versions of one folder, and share files.
+    common_path = path.parent if spec.hub else path
+    project = hashlib.sha256(os.fsencode(f"{socket.gethostname()}:{common_path}")).hexdigest()
     return DataFolder(
         spec=spec,
         path=path,

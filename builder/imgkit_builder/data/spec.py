@@ -1,4 +1,8 @@
-"""Parse an item of the key ``data``: a folder of the project, or a path on the cluster and its place."""
+"""Parse an item of the key ``data``: a folder of the project, a path on the cluster, or what the hub has.
+
+Jobs see models of the Hugging Face hub in ``/workspace/hf/hub``, which has the layout of the hub's cache, and
+data sets in ``/workspace/hf/data``, since ``datasets`` does not read that cache without internet.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,32 @@ from imgkit_entrypoints.system import WORKSPACE
 
 _PROJECT_PATH = re.compile(r"[^\x00-\x1f\x7f\"'\\%`$:,*?\[\]]+")
 """A path that needs no quotes in a mount option, and is no pattern."""
+HUB_HOME = "hf"
+"""The folder of the run's code that is HF_HOME in a job with items of the hub."""
+HUB_CACHE = ".hub"
+"""Folder in a data set that is laid out as the hub's cache; `datasets` ignores it for its name."""
+_HUB_ITEM = re.compile(
+    r"hf://(?P<kind>datasets/)?(?P<name>[a-z0-9][\w.-]*(/[a-z0-9][\w.-]*)?)(@(?P<revision>[a-z0-9][\w./-]*))?",
+    re.ASCII | re.IGNORECASE,
+)
+COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubRepo:
+    """A model or a data set of the Hugging Face hub."""
+
+    name: str
+    """``openai-community/gpt2``, or ``gpt2``."""
+    is_data_set: bool
+    revision: str
+    """A branch, a tag or a commit; empty: the newest commit."""
+
+    @property
+    def cache_name(self) -> str:
+        """The name of the repository's folder in the hub's cache, ``models--openai-community--gpt2``."""
+        kind = "datasets" if self.is_data_set else "models"
+        return "--".join((kind, *self.name.split("/")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,23 +51,29 @@ class DataSpec:
     """What one item of ``data`` means."""
 
     source: str
-    """A folder of the project, relative to it; or a path on the nodes, which may begin with a variable."""
+    """A folder of the project, relative to it; or a path on the nodes, which may begin with a variable. Of a
+    repository of the hub, the item.
+    """
     target: str
     """Absolute path at which the job sees it."""
+    hub: HubRepo | None = None
+    """The repository of the hub; None for a folder."""
 
     @property
     def is_local(self) -> bool:
-        """Whether the data is in the project, and has to be sent to a remote."""
+        """Whether the data is on this machine, and has to be sent to a remote."""
         return not self.source.startswith(("/", "$"))
 
 
 def parse(text: str) -> DataSpec:
-    """Return the meaning of ``data/letters``, or of ``/gpfs/letters:/data``.
+    """Return the meaning of ``data/letters``, of ``/gpfs/letters:/data`` or of ``hf://datasets/me/letters``.
 
     Raises
     ------
-    UsageError : the text has neither of these forms.
+    UsageError : the text has none of these forms.
     """
+    if text.startswith("hf:"):
+        return _parse_hub_item(text)
     if text.startswith(("/", "$")):
         return _parse_cluster_path(text)
     path = posixpath.normpath(text)
@@ -70,6 +106,22 @@ def parse_all(texts: Iterable[str]) -> tuple[DataSpec, ...]:
                 )
         specs.append(spec)
     return tuple(specs)
+
+
+def _parse_hub_item(text: str) -> DataSpec:
+    """Return the meaning of ``hf://NAME@REVISION``."""
+    match = _HUB_ITEM.fullmatch(text)
+    if match is None or ".." in text or "--" in match["name"]:
+        raise UsageError(
+            f"{text!r} is no model or data set of the hub",
+            where="data",
+            hint="hf://NAME or hf://datasets/NAME, and perhaps @REVISION: hf://openai-community/gpt2@main",
+        )
+    repo = HubRepo(
+        name=match["name"], is_data_set=match["kind"] is not None, revision=match["revision"] or ""
+    )
+    path = f"data/{repo.name}" if repo.is_data_set else f"hub/{repo.cache_name}"
+    return DataSpec(source=text, target=f"/{WORKSPACE}/{HUB_HOME}/{path}", hub=repo)
 
 
 def _parse_cluster_path(text: str) -> DataSpec:

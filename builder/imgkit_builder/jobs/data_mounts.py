@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import posixpath
 from collections.abc import Iterable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-from imgkit_builder.data import folder, spec
+from imgkit_builder.base.progress import Reporter
+from imgkit_builder.data import folder, hub, spec
 from imgkit_builder.data.folder import DataFolder
 from imgkit_builder.data.spec import DataSpec
 from imgkit_builder.jobs import quoting
@@ -22,13 +24,40 @@ from imgkit_entrypoints.system import WORKSPACE
 def list_folders(request: JobRequest) -> tuple[DataFolder, ...]:
     """Return the folders of data that are on this machine, with lists of their files.
 
+    A repository of the hub has no files before `download`.
+
     Raises
     ------
     UsageError : an item of ``data`` cannot be parsed, or its folder cannot be sent.
     """
-    specs = spec.parse_all(request.container.data)
-    project = request.project.file.parent if request.project else Path()
-    return tuple(folder.find(item, project) for item in specs if item.is_local)
+    project = _project_folder(request)
+    folders = []
+    for item in spec.parse_all(request.container.data):
+        if item.hub:
+            folders.append(hub.find(item, project))
+        elif item.is_local:
+            folders.append(folder.find(item, project))
+    return tuple(folders)
+
+
+def download(folders: Iterable[DataFolder], request: JobRequest, report: Reporter) -> tuple[DataFolder, ...]:
+    """Return `folders`, after a download of those repositories of the hub that this machine lacks.
+
+    Raises
+    ------
+    ImgkitError : in the cases of `hub.download`.
+    """
+    project = _project_folder(request)
+    complete = []
+    for item in folders:
+        if item.files == 0:
+            item = hub.download(item.spec, project, report)
+        complete.append(item)
+    return tuple(complete)
+
+
+def _project_folder(request: JobRequest) -> Path:
+    return request.project.file.parent if request.project else Path()
 
 
 def with_data(job: Job, folders: Iterable[DataFolder], store: str = "") -> Job:
@@ -52,12 +81,32 @@ def with_data(job: Job, folders: Iterable[DataFolder], store: str = "") -> Job:
             quoting.check("data", source)
         _refuse_unmountable(job, item, source)
         mounts.append(DataMount(source=source, target=item.target))
+    if any(item.hub for item in specs):
+        job = _with_hub_variables(job)
     return job.with_container(data=tuple(mounts))
+
+
+def _with_hub_variables(job: Job) -> Job:
+    """Return `job` with the variables by which its command finds the hub's models without internet."""
+    runtime = runtime_of(job)
+    workspace = f"/{WORKSPACE}" if runtime.mounts_folders else job.workspace
+    home = f"{workspace}/{spec.HUB_HOME}"
+    # A system can set HF_HUB_CACHE, which huggingface_hub prefers to HF_HOME.
+    variables = {"HF_HOME": home, "HF_HUB_CACHE": f"{home}/hub", "HF_HUB_OFFLINE": "1"}
+    if not runtime.has_container:  # the shell replaces $IMGKIT_RUN_DIR in settings
+        return dataclasses.replace(job, settings={**job.settings, **variables})
+    return job.with_container(env={**variables, **job.container.env})
 
 
 def _refuse_unmountable(job: Job, item: DataSpec, source: str) -> None:
     """Raise UsageError if the job's command cannot see the data at its place."""
     runtime = runtime_of(job)
+    if item.hub and job.request.container.code is None:
+        raise UsageError(
+            f"{item.source} is seen in the run's copy of the code, and there is none",
+            where="data",
+            hint='--code ., or in imgkit.toml: code = "."',
+        )
     # A remote that stores the files of pods has the data, too, and the run folder gets a link to it.
     has_link = job.run_folder and job.request.container.code is not None and is_in_code(item.target)
     if runtime.is_isolated and (not has_link or "$" in source):
@@ -118,6 +167,8 @@ def is_in_code(target: str) -> bool:
 def mount_points(request: JobRequest, entries: Iterable[CodeFile]) -> Iterator[CodeFile]:
     """Yield the folders that the code lacks, and over which data is mounted: no runtime makes them there.
 
+    A data set of the hub also gets a link to it in the hub's cache.
+
     Raises
     ------
     UsageError : the code has a file where data is mounted.
@@ -127,27 +178,36 @@ def mount_points(request: JobRequest, entries: Iterable[CodeFile]) -> Iterator[C
         if not is_in_code(item.target):
             continue
         name = item.target.removeprefix(f"/{WORKSPACE}/")
-        parents = [name]
-        while posixpath.dirname(parents[0]):
-            parents.insert(0, posixpath.dirname(parents[0]))
-        for parent in parents:
-            kind = kinds.get(parent, "")
-            if kind not in ("", "dir"):
-                raise UsageError(
-                    f"the code has a {kind} {parent}, and data is mounted at {item.target}",
-                    where="data",
-                    hint="choose another place: /SRC:/DEST",
-                )
-            if not kind:
-                kinds[parent] = "dir"
-                yield CodeFile(name=parent, kind="dir", source=Path(parent))
+        points = [CodeFile(name=name, kind="dir", source=Path(name))]
+        if item.hub and item.hub.is_data_set:
+            link = f"{spec.HUB_HOME}/hub/{item.hub.cache_name}"
+            target = posixpath.relpath(f"{name}/{spec.HUB_CACHE}", posixpath.dirname(link))
+            points.append(CodeFile(name=link, kind="symlink", source=Path(link), link=target))
+        for point in points:
+            parents = [str(path) for path in PurePosixPath(point.name).parents][-2::-1]  # without "."
+            folders = [CodeFile(name=parent, kind="dir", source=Path(parent)) for parent in parents]
+            for entry in (*folders, point):
+                kind = kinds.get(entry.name, "")
+                if kind not in ("", entry.kind):
+                    raise UsageError(
+                        f"the code has a {kind} {entry.name}, and data is mounted at {item.target}",
+                        where="data",
+                        hint="choose another place: /SRC:/DEST",
+                    )
+                if not kind:
+                    kinds[entry.name] = entry.kind
+                    yield entry
 
 
 def code_patterns(request: JobRequest, code: Path) -> Iterator[str]:
-    """Yield a pattern, as in .gitignore, for each folder of data in the folder `code`: it is not code."""
-    project = request.project.file.parent if request.project else Path()
+    """Yield a pattern, as in .gitignore, for each folder of data in the folder `code`: it is not code.
+
+    The lock of the hub's items is none either: a download writes it when the code has been read.
+    """
+    project = _project_folder(request)
+    root = code.absolute()
     for item in spec.parse_all(request.container.data):
-        path = Path(os.path.abspath(project / item.source))  # noqa: PTH100 - keeps links
-        root = code.absolute()
+        name = hub.LOCK if item.hub else item.source
+        path = Path(os.path.abspath(project / name))  # noqa: PTH100 - keeps links
         if item.is_local and path.is_relative_to(root):
             yield f"/{path.relative_to(root).as_posix()}"

@@ -131,7 +131,7 @@ def _prepare_in_pods(
 
 
 def _prepare_here(
-    recipe: str | Path, request: JobRequest, code: CodeFolder | None, data: Sequence[DataFolder]
+    recipe: str | Path, request: JobRequest, code: CodeFolder | None, data: tuple[DataFolder, ...]
 ) -> PreparedJob:
     """Return a job that is submitted on this machine. See `prepare`."""
     recipe_file = Path(recipe)
@@ -143,7 +143,6 @@ def _prepare_here(
         target = targets.find(recipe)
     request = request.changed(image=request.container.image or default_image)
     job = resolve(target, request)
-    job = data_mounts.with_data(job, data)
     image_file = Path(job.container.image)
     sif = image_file if image.is_sif(image_file) else None
     code_of.refuse_unused_bind(job, sif)
@@ -158,7 +157,8 @@ def _prepare_here(
             job = code_of.with_run_folder(job)
         is_readable = sif is not None or sqsh.is_sqsh(image_file)
         job = _with_warning(job, code_of.left_out_notice(code, image_file if is_readable else None))
-    return _with_script(job, code)
+    job = data_mounts.with_data(job, data)  # its links are in the run folder
+    return dataclasses.replace(_with_script(job, code), data=data)
 
 
 def _with_code(job: Job, code: CodeFolder | None, folder: str) -> Job:
@@ -251,7 +251,8 @@ def make_ready(prepared: PreparedJob, transport: Transport, report: Reporter) ->
     """
     for warning in prepared.job.warnings:
         report.note(warning)
-    with_image = transport.bring_image(prepared, report)
+    data = data_mounts.download(prepared.data, prepared.job.request, report)
+    with_image = transport.bring_image(dataclasses.replace(prepared, data=data), report)
     job = transport.with_data(with_image, report)
     job = _with_code(job, with_image.code, transport.code_folder)
     if with_image.code is not None and not job.run_folder:

@@ -187,8 +187,9 @@ class Local(Transport):
     def with_data(self, prepared: PreparedJob, report: Reporter) -> Job:
         """Check the data, which is on this machine already. See `Transport`."""
         del report  # there is nothing to bring
-        data_mounts.refuse_missing(prepared.job)
-        return prepared.job
+        job = data_mounts.with_data(prepared.job, prepared.data)
+        data_mounts.refuse_missing(job)
+        return job
 
     def put(self, folder: Folder, report: Reporter) -> None:
         """Write the folder. See `Transport`."""

@@ -13,6 +13,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from imgkit_builder.data import hub
 from imgkit_builder.project.toml_file import ProjectFile
 from imgkit_builder.recipe import load, lock_file, system_files
 from imgkit_entrypoints.errors import UsageError
@@ -23,12 +24,14 @@ _LOOK = f"read it; if you trust it, add {OPTION}"
 
 
 def named_paths(project: ProjectFile, *, with_recipe: bool) -> Iterator[Path]:
-    """Yield what `project` names: its code folder, its recipe with the lock, and every file that it reads.
+    """Yield what `project` names: its code folder, its recipe with the lock, ``hf.lock``, and every file that
+    it reads.
 
     A site's systems are left out: the environment names their folder, and `system_files` has stricter rules.
     """
     if project.code is not None:
         yield project.code
+    yield project.file.with_name(hub.LOCK)
     # A shipped recipe belongs to the installation, whose owner is trusted anyway.
     file = project.recipe_file
     if not with_recipe or file is None:

@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 import tiny_image
+from hub_server import TOKEN as HUB_TOKEN
+from hub_server import Hub, serve_hub
 from labkit import IMGKIT, TOKEN, Cluster, Done, expect_success, output, run, slurm_marks, until
 from remotekit import FarSite, far_host, login_node
 
@@ -398,6 +400,90 @@ def test_data_is_sent_once_and_read_beside_the_code(site: Site, code: Path) -> N
     finally:
         toml.unlink()
         shutil.rmtree(numbers.parent)
+
+
+@pytest.fixture
+def hub(site: Site) -> Iterator[Hub]:
+    """A hub with a model and a data set, which only this machine reaches: the jobs have no address of it."""
+    with serve_hub() as server:
+        server.add("me/tiny", {"config.json": b"{}", "sub/weights.bin": os.urandom(300_000)})
+        server.add("datasets/me/letters", {"train.csv": b"text,label\na,1\nb,2\n"})
+        yield server
+    shutil.rmtree(site.folder / "hf", ignore_errors=True)
+
+
+def hub_env(site: Site, hub: Hub) -> dict[str, str]:
+    return {"HF_ENDPOINT": hub.address, "HF_HOME": f"{site.folder}/hf", "HF_TOKEN": HUB_TOKEN}
+
+
+def test_model_of_the_hub_is_sent_once_with_its_links(site: Site, hub: Hub, tmp_path: Path) -> None:
+    commit = next(iter(hub.repos["me/tiny"].commits))
+    (tmp_path / "look").write_text(
+        'echo "$HF_HOME $HF_HUB_CACHE $HF_HUB_OFFLINE"\n'
+        "cat $HF_HUB_CACHE/models--me--tiny/refs/main && echo\n"
+        "cat $HF_HUB_CACHE/models--me--tiny/snapshots/*/sub/weights.bin | wc -c\n"
+        "tail -n 1 hf/data/me/letters/train.csv\n"
+        "cat $HF_HUB_CACHE/datasets--me--letters/snapshots/*/train.csv | wc -l\n"
+        'touch $HF_HOME/"$(hostname)" && touch hf/hub/models--me--tiny/x 2> /dev/null || echo closed\n'
+    )
+    (site.folder / "imgkit.toml").write_text(
+        f'data = ["hf://me/tiny@{commit[:7]}", "hf://datasets/me/letters"]\n'
+    )
+    command = ("--code", tmp_path, "--nodes", "2", "--", "sh", "./look")
+    try:
+        result = expect_success(site.run(*command, **hub_env(site, hub)))
+        rows = ["/workspace/hf /workspace/hf/hub 1", commit, "300000", "b,2", "3", "closed"]
+        assert sorted(result.stdout.splitlines()) == sorted(2 * rows)
+        (weights,) = site.store.glob("data/*/snapshots/*/sub/weights.bin")
+        assert str(weights.readlink()).startswith("../../../blobs/")
+        asked = len(hub.requests)
+        again = expect_success(site.run(*command, **hub_env(site, hub)))
+        assert "sent: data" not in again.stderr
+        assert len(hub.requests) == asked
+        assert run("grep", "-rlF", HUB_TOKEN, site.store).stdout == ""
+    finally:
+        for name in ("imgkit.toml", "hf.lock"):
+            (site.folder / name).unlink()
+
+
+LOAD = """
+import os
+from datasets import load_dataset
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained("me/tiny")
+rows = load_dataset("hf/data/me/letters")["train"].num_rows
+print(os.environ["RANK"], sum(p.numel() for p in model.parameters()), rows)
+"""
+SAVE = """
+import sys
+from transformers import GPT2Config, GPT2LMHeadModel
+config = GPT2Config(n_layer=1, n_head=1, n_embd=8, n_positions=8, vocab_size=16)
+GPT2LMHeadModel(config).save_pretrained(sys.argv[1])
+"""
+
+
+@pytest.mark.soak
+def test_transformers_and_datasets_load_by_name_without_internet(site: Site, hub: Hub) -> None:
+    with project(site, "hub") as recipe:
+        step = "pip:\n    - packages: [transformers==5.23.0, datasets==5.2.0]\nsystem:"
+        recipe.write_text(RECIPE.replace("-notorch", "").replace("system:", f"  {step}", 1))
+        folder = recipe.parent
+        (folder / "load.py").write_text(LOAD)
+        (folder / "imgkit.toml").write_text(
+            f'recipe = "./{recipe.name}"\nremote = "far"\ncode = "."\nnodes = 2\ntime = "5m"\n'
+            'data = ["hf://me/tiny", "hf://datasets/me/letters"]\ncommand = ["dist-run", "load.py"]\n'
+        )
+        base = ("--base", BASE.removesuffix("-notorch"))
+        expect_success(site.far.imgkit("build", f"./{recipe.name}", *base, folder=folder))
+        saved = folder / "saved"
+        saved.mkdir()
+        mount = ("-v", f"{saved}:/saved")
+        output("docker", "run", "--rm", *mount, f"{recipe.stem}:latest", "python3", "-c", SAVE, "/saved")
+        hub.add("me/tiny", {path.name: path.read_bytes() for path in saved.iterdir()})
+        shutil.rmtree(saved)
+        result = expect_success(site.far.imgkit("run", *base, folder=folder, env=hub_env(site, hub)))
+        rows = [line.split()[-3:] for line in result.stdout.splitlines() if line.endswith(" 2")]
+        assert sorted(rows) == [["0", rows[0][1], "2"], ["1", rows[0][1], "2"]], result.stdout
 
 
 STEP = (

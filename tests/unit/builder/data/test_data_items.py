@@ -10,7 +10,7 @@ from file_tree import write_files
 
 from imgkit_builder.data import folder, spec
 from imgkit_builder.data.folder import DataFolder
-from imgkit_builder.data.spec import DataSpec
+from imgkit_builder.data.spec import DataSpec, HubRepo
 from imgkit_entrypoints.errors import UsageError
 
 LOCAL = "a folder of the project: data/NAME; or a path on the cluster: /SRC:/DEST"
@@ -31,6 +31,29 @@ def test_item_is_of_the_project_or_of_the_cluster() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "repo", "target"),
+    [
+        ("hf://gpt2", HubRepo(name="gpt2", is_data_set=False, revision=""), "hub/models--gpt2"),
+        ("hf://a/B.c@v1/x", HubRepo(name="a/B.c", is_data_set=False, revision="v1/x"), "hub/models--a--B.c"),
+        ("hf://datasets/a/b@6", HubRepo(name="a/b", is_data_set=True, revision="6"), "data/a/b"),
+    ],
+)
+def test_item_of_the_hub_has_a_place_in_the_code(text: str, repo: HubRepo, target: str) -> None:
+    item = spec.parse(text)
+    assert (item.hub, item.target, item.is_local) == (repo, f"/workspace/hf/{target}", True)
+
+
+@pytest.mark.parametrize(
+    "text", ["hf:gpt2", "hf://a/b/c", "hf://a@", "hf://../x", "hf://a--b", "hf://a@../x"]
+)
+def test_other_items_of_the_hub_are_refused(text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        spec.parse(text)
+    assert caught.value.what == f"{text!r} is no model or data set of the hub"
+    assert str(caught.value.hint).startswith("hf://NAME or hf://datasets/NAME")
+
+
+@pytest.mark.parametrize(
     ("texts", "message", "hint"),
     [
         (["../x"], "'../x' is not a folder of data", LOCAL),
@@ -39,6 +62,12 @@ def test_item_is_of_the_project_or_of_the_cluster() -> None:
         (["/gpfs/x"], "'/gpfs/x' does not say where the job sees it", "write /gpfs/x:/DEST"),
         (["/gpfs/x:/d:ro"], "'/gpfs/x:/d:ro' does not say where the job sees it", "write /gpfs/x:/DEST"),
         (["/x:/proc"], "/proc belongs to the system or to imgkit", "the default is /workspace"),
+        (
+            ["hf://me/tiny", "hf://me/tiny@v2"],
+            "/workspace/hf/hub/models--me--tiny is in /workspace/hf/hub/models--me--tiny, which is another "
+            "folder of data",
+            "remove one of them, or give it another place: /SRC:/DEST",
+        ),
         (
             ["data/x", "data"],
             "/workspace/data/x is in /workspace/data, which is another folder of data",

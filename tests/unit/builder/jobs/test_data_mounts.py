@@ -60,6 +60,52 @@ def test_data_in_place_of_a_file_of_the_code_is_refused(project: Path) -> None:
     )
 
 
+def dry_run(call: Any, project: Path, recipe: str, *options: str) -> str:
+    """Return the script of a job with a model and a data set of the hub, neither of which is downloaded."""
+    (project / "imgkit.toml").write_text(
+        f'recipe = "{recipe}"\ncode = "."\ndata = ["hf://me/tiny@v1", "hf://datasets/letters"]\n'
+    )
+    status, out, err = call("run", *SITE, *options, "--", "python3", "train.py")
+    assert status == 0, err
+    return str(out.replace("\\\n", ""))
+
+
+def test_model_of_the_hub_is_mounted_into_a_cache(call: Any, project: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("HF_HOME", f"{project}/mine")
+    text = dry_run(call, project, "mn5", "--env", "HF_HUB_OFFLINE=0")
+    assert f"{project}/mine/imgkit/models--me--tiny/v1:/workspace/hf/hub/models--me--tiny:ro" in text
+    assert f"{project}/mine/imgkit/datasets--letters/main:/workspace/hf/data/letters:ro" in text
+    assert "HF_HOME=/workspace/hf HF_HUB_CACHE=/workspace/hf/hub HF_HUB_OFFLINE=0" in text
+
+
+def test_program_without_a_container_finds_the_hub_in_its_copy(call: Any, project: Path) -> None:
+    text = dry_run(call, project, "mn5", "--runtime", "host")
+    assert 'export HF_HUB_CACHE="$IMGKIT_RUN_DIR/workspace/hf/hub"\nexport HF_HUB_OFFLINE=1\n' in text
+    assert "hf/data/letters" in text
+
+
+def test_code_has_the_places_of_the_hub_and_no_lock(project: Path) -> None:
+    (project / "hf.lock").write_text(f"hf://me/tiny {'0' * 40}\n")
+    request = JobRequest.of(code=project, data=("hf://me/tiny", "hf://datasets/me/letters"))
+    tree = code.read(request, large=False, report=Silent()).tree
+    folders = ("hf", "hf/hub", "hf/hub/models--me--tiny", "hf/data", "hf/data/me", "hf/data/me/letters")
+    assert [name for name in tree.files if name.startswith("hf")] == [
+        *folders,
+        "hf/hub/datasets--me--letters",
+    ]
+    assert tree.files["hf/hub/datasets--me--letters"].link == "../data/me/letters/.hub"
+
+
+def test_item_of_the_hub_without_code_is_refused(call: Any, project: Path) -> None:
+    (project / "imgkit.toml").write_text('recipe = "mn5"\ndata = ["hf://me/tiny"]\n')
+    status, _, err = call("run", *SITE, "--", "python3", "train.py")
+    assert status == 2
+    assert err.endswith(
+        "data: hf://me/tiny is seen in the run's copy of the code, and there is none\n"
+        '  -> --code ., or in imgkit.toml: code = "."\n'
+    )
+
+
 @pytest.mark.parametrize(
     ("recipe", "options", "message"),
     [

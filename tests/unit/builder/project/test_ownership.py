@@ -29,6 +29,7 @@ FILES = {
     "base.yaml": "extends: mn5\n",
     "system.yaml": "extends: mn5\nruntime: {binds: [/data]}\n",
     "mine.lock": "",
+    "hf.lock": "",
     "src/train.py": "",
     "bin/sbatch": SBATCH,
 }
@@ -80,7 +81,7 @@ def test_own_folder_is_used_without_a_question(folder: Path, call: Any) -> None:
     assert Path("started").exists()
 
 
-NAMED = ["imgkit.toml", "mine.yaml", "base.yaml", "system.yaml", "needs.txt", "mine.lock", "src"]
+NAMED = ["imgkit.toml", "mine.yaml", "base.yaml", "system.yaml", "needs.txt", "mine.lock", "hf.lock", "src"]
 
 
 @as_root

@@ -1,0 +1,214 @@
+"""Download models and data sets of the Hugging Face hub, as jobs without internet find them.
+
+huggingface_hub downloads into the user's own cache. The folder that jobs see has hard links to its files, and
+what that cache lacks or has too much of:
+
+* ``refs/main`` leads to the wanted revision. Without it, the plain name of a model is not found offline, and
+  a download of a given revision does not write it (huggingface_hub 2.4).
+* A data set has its files in folders, too: ``load_dataset("me/name")`` does not read the cache offline
+  (datasets 5.2), but ``load_dataset(FOLDER)`` does.
+* There are no other revisions. Files are links to ``blobs/DIGEST``, so that the next revision shares them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from imgkit_builder.base import files
+from imgkit_builder.base.progress import Reporter
+from imgkit_builder.data import folder
+from imgkit_builder.data.folder import DataFolder
+from imgkit_builder.data.spec import COMMIT, HUB_CACHE, DataSpec, HubRepo
+from imgkit_entrypoints.errors import CheckFailed, ImgkitError, ToolFailed, ToolMissing, UsageError
+
+LOCK = "hf.lock"
+"""Name of the file beside imgkit.toml with the commit of each item of the hub."""
+_LOCK_HEAD = (
+    "# Made by imgkit run: the commits of hf:// in imgkit.toml. Remove a line to take the newest one.\n"
+)
+_MAX_LOCK_BYTES = 1 << 16
+
+
+def find(spec: DataSpec, project: Path) -> DataFolder:
+    """Return the folder of a repository of the hub; without files if it has to be downloaded.
+
+    Raises
+    ------
+    UsageError : ``hf.lock`` or the folder cannot be read.
+    """
+    repo = _repo(spec)
+    revision = read_lock(project / LOCK).get(spec.source, repo.revision)
+    path = _folder(repo, revision or "main")
+    if COMMIT.fullmatch(revision) and path.is_dir():
+        return folder.read(spec, path)
+    return DataFolder(spec=spec, path=path, name=f"{repo.cache_name}@{path.name}", files=0, size_bytes=0)
+
+
+def download(spec: DataSpec, project: Path, report: Reporter) -> DataFolder:
+    """Download a repository of the hub, make its folder, and note its commit in the project's ``hf.lock``.
+
+    Two downloads at once wait for each other's files. Without internet, the cache may have all files.
+
+    Raises
+    ------
+    ToolMissing : huggingface_hub is not installed.
+    UsageError : the hub has no such repository or revision, or this user may not read it.
+    CheckFailed : the disk is full, or the cache cannot be written.
+    ToolFailed : the hub cannot be reached, or the download failed.
+    """
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise ToolMissing(
+            f"huggingface_hub is not installed, which downloads {spec.source}",
+            where="data",
+            hint='pip install "imgkit-hpc[hf]"',
+        ) from error
+    repo = _repo(spec)
+    commits = read_lock(project / LOCK)
+    report.stage(f"download {spec.source}")
+    try:
+        snapshot = huggingface_hub.snapshot_download(
+            repo.name,
+            repo_type="dataset" if repo.is_data_set else "model",
+            revision=commits.get(spec.source, repo.revision) or None,
+            cache_dir=_cache(),
+            tqdm_class=_progress_bar(report),
+        )
+        path = _folder(repo, Path(snapshot).name)
+        if not path.is_dir():
+            _make_folder(repo, Path(snapshot), path)
+        commits[spec.source] = path.name
+        lines = [f"{item} {commit}\n" for item, commit in sorted(commits.items())]
+        files.put(project / LOCK, _LOCK_HEAD + "".join(lines))
+    except Exception as error:  # huggingface_hub raises errors of its HTTP library, which differs by version
+        raise _download_error(error, spec) from error
+    return folder.read(spec, path)
+
+
+def _repo(spec: DataSpec) -> HubRepo:
+    assert spec.hub is not None  # noqa: S101 - the caller has looked
+    return spec.hub
+
+
+def _cache() -> Path:
+    """Return the hub's cache: huggingface_hub looks at the same variables, but may not be installed."""
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or f"{home}/huggingface"
+    return Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser().absolute()
+
+
+def _folder(repo: HubRepo, revision: str) -> Path:
+    """Return the folder that jobs see. It lies beside the cache, as hard links need."""
+    return _cache().parent / "imgkit" / repo.cache_name / revision
+
+
+def read_lock(file: Path) -> dict[str, str]:
+    """Return the commit of each item in ``hf.lock``; nothing if there is no such file.
+
+    Raises
+    ------
+    UsageError : the file cannot be read, or has a line that is not ``ITEM COMMIT``.
+    """
+    commits: dict[str, str] = {}
+    try:
+        lines = files.read_text(file, most_bytes=_MAX_LOCK_BYTES).splitlines()
+    except FileNotFoundError:
+        return commits
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot be read: {error}", where=str(file), hint="remove it") from error
+    for number, line in enumerate(lines, 1):
+        item, _, commit = line.partition(" ")
+        if COMMIT.fullmatch(commit):
+            commits[item] = commit
+        elif line and not line.startswith("#"):
+            raise UsageError("this is no commit", where=f"{file}:{number}", hint="remove the line")
+    return commits
+
+
+def _progress_bar(report: Reporter) -> type:
+    """Return a class for huggingface_hub that reports bytes to `report`, and prints nothing."""
+    from tqdm import tqdm
+
+    class Bar(tqdm):  # type: ignore[misc]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **{**options, "file": io.StringIO()})
+
+        def display(self, *args: Any, **options: Any) -> None:
+            if self.unit == "B":
+                report.advance(int(self.n), self.total or None)
+
+    return Bar
+
+
+def _make_folder(repo: HubRepo, snapshot: Path, path: Path) -> None:
+    """Make the folder `path` of a snapshot in the cache; no other process sees it half made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=files.TEMPORARY) as temporary:
+        complete = Path(temporary, path.name)
+        _link_files(repo, snapshot, complete)
+        with contextlib.suppress(OSError):  # another run has made it in the meantime
+            files.publish(complete, path)
+
+
+def _link_files(repo: HubRepo, snapshot: Path, path: Path) -> None:
+    """Fill the folder `path` as the cache is laid out, and that of a data set also with its files."""
+    cache = path
+    folders = [cache / "snapshots" / snapshot.name]
+    if repo.is_data_set:
+        cache = path / HUB_CACHE
+        folders = [path, cache / "snapshots" / snapshot.name]
+    for part in ("blobs", "refs"):
+        (cache / part).mkdir(parents=True)
+    files.put(cache / "refs" / "main", snapshot.name)
+    for file in sorted(snapshot.rglob("*")):
+        if file.is_dir():
+            continue
+        blob = file.resolve()
+        copy = cache / "blobs" / blob.name
+        if not copy.exists():
+            copy.hardlink_to(blob)
+        for parent in folders:
+            link = parent / file.relative_to(snapshot)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(os.path.relpath(copy, link.parent))
+            # The time of a link says nothing, but a folder of data is named after it, too.
+            os.utime(link, (0, 0), follow_symlinks=False)
+
+
+def _download_error(error: Exception, spec: DataSpec) -> ImgkitError:
+    """Return what `error`, of huggingface_hub or of a write, means for the user."""
+    from huggingface_hub import constants, errors
+
+    page = f"{constants.ENDPOINT}/{spec.source.removeprefix('hf://').partition('@')[0]}"
+    refusals = {
+        errors.GatedRepoError: (
+            "is gated, and the hub does not know that you may read it",
+            f"accept its terms at {page}, then: hf auth login",
+        ),
+        errors.RepositoryNotFoundError: (
+            "does not exist, or is private",
+            "correct the name; for a private one: hf auth login",
+        ),
+        errors.RevisionNotFoundError: (
+            "has no such revision",
+            f"{page}/commits/main lists them; if {LOCK} has a line for it, remove that",
+        ),
+    }
+    for kind, (message, hint) in refusals.items():
+        if isinstance(error, kind):
+            return UsageError(f"{spec.source} {message}", where="data", hint=hint)
+    reason = str(error.__cause__ or error).partition("\n")[0]
+    if "No space left" in reason or (isinstance(error, OSError) and error.errno):
+        message = f"{spec.source} cannot be written: {reason}"
+        return CheckFailed(message, where=str(_cache()), hint="another folder: export HF_HOME=/FOLDER")
+    return ToolFailed(
+        f"{spec.source} is not in the cache, and {constants.ENDPOINT} does not send it: {reason}",
+        where=str(_cache()),
+        hint="export https_proxy=http://PROXY:PORT; or a mirror: export HF_ENDPOINT=https://MIRROR",
+    )
