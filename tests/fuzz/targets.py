@@ -272,7 +272,7 @@ def _checkpoint(data: bytes, folder: Path) -> None:
     (folder / disk.MANIFEST).write_bytes(data)
     with contextlib.suppress(disk.InvalidCheckpoint):
         _, rows = disk.read_manifest(folder)
-        disk.damage(folder, rows, sorted(rows))
+        disk.find_damage(folder, rows, sorted(rows))
 
 
 # ---- recipes and what belongs to them

@@ -9,7 +9,7 @@ import torch
 
 from imgkit_entrypoints.run.checkpoint import RANK, find_newest
 from imgkit_entrypoints.run.ranks import Ranks
-from imgkit_entrypoints.run.state_tree import leaves
+from imgkit_entrypoints.run.state_tree import list_leaves
 
 ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 
@@ -29,7 +29,7 @@ def states(folder):
 
 def differences(first, second):
     """Return the paths at which two states differ."""
-    first, second = dict(leaves(first)), dict(leaves(second))
+    first, second = dict(list_leaves(first)), dict(list_leaves(second))
     odd = first.keys() ^ second.keys()
     return [*odd, *(path for path in first.keys() & second.keys() if not equal(first[path], second[path]))]
 

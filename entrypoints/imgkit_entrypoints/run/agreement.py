@@ -7,13 +7,12 @@ logs: added up on their device, averaged over steps and ranks.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,16 +20,16 @@ from torch import Tensor
 
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import CheckFailed, UsageError
-from imgkit_entrypoints.run.metrics import MetricsFile, now
+from imgkit_entrypoints.run.metrics import MetricsFile, utc_timestamp
 from imgkit_entrypoints.run.ranks import Ranks, ranks_by_value, refuse_different_calls
-from imgkit_entrypoints.run.stop_requests import REASONS, reason_of
+from imgkit_entrypoints.run.stop_requests import REASONS, first_reason
 
+# Approximate time between two looks if steps are slow. With fast steps, the log's interval limits it.
 LATENCY_S = 0.5
-"""Approximate time between two looks if steps are slow; with fast steps, a look comes every `most` steps."""
+# Calls at which ranks differ if they have taken different numbers of steps.
 STEP_END, PASS_END = "the end of a step", "the end of a pass"
-"""Calls at which ranks differ if they have taken different numbers of steps."""
-_CYCLE = 4096
-"""Steps and calls are compared modulo this, so that the sum of the squares over a million ranks is exact."""
+# Steps and calls are compared modulo this, so that the sum of the squares over a million ranks is exact.
+_MARKS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +52,29 @@ class AddedNumbers(Protocol):
         """Return this rank's numbers since the last call: float64, equally many on all ranks."""
 
     def arrived(self, look: Agreed, /) -> None:
-        """Take the sums of all ranks. Every rank gets the same; what this raises, it raises on all."""
+        """Use the sums of all ranks. Every rank gets the same sums, so that all raise the same error."""
+
+
+class _SentNumbers(NamedTuple):
+    """Numbers that are under way to all ranks."""
+
+    step: int
+    steps: int
+    seconds: float
+    call: str
+    """The call of the program in which they were sent."""
+    work: Any
+    """torch's handle of the all-reduce. None means that this is the only rank."""
+    values: Tensor
+    """This rank's numbers, and once the work is done, the sums of all ranks."""
+
+
+def _are_equal_marks(ranks: int, total: int, squares: int) -> bool:
+    """Return whether all ranks have sent the same mark, by the sums of their marks and of the squares.
+
+    The ranks have the same mark exactly where ``ranks * sum(m * m) == sum(m) ** 2`` (Cauchy-Schwarz).
+    """
+    return ranks * squares == total**2
 
 
 class Agreement:
@@ -66,37 +87,41 @@ class Agreement:
     """
 
     def __init__(self, ranks: Ranks, answers: Callable[[], Sequence[bool]], numbers: AddedNumbers) -> None:
-        self._ranks, self._answers, self.numbers = ranks, answers, numbers
-        self._sent: tuple[Agreed, str, Any, Tensor] | None = None
-        """What is under way: the look without its sums, the program's call, torch's call, and the numbers."""
-        self._interval = self._most = 1
-        self._sent_step, self._sent_time = 0, time.perf_counter()
-        """Step and time of the last look, or of `start`."""
+        self._ranks = ranks
+        self._answers = answers
+        self.numbers = numbers
+        self._sent: _SentNumbers | None = None
+        # Steps between two looks.
+        self._interval = 1
+        self._max_interval = 1
+        # Step and time of the last look, or of `start_clock`.
+        self._clock_step, self._clock_start = 0, time.perf_counter()
         self.stop = ""
-        """Reason why all ranks stop after this step; empty: go on."""
+        """Reason why all ranks stop after this step, or empty while they go on."""
 
-    def start(self, step: int, most: int | None = None) -> None:
-        """Start the clock after `step` steps; at most `most` steps lie between two looks."""
-        self._most = most or self._most
-        self._sent_step, self._sent_time = step, time.perf_counter()
+    def start_clock(self, step: int, max_interval: int | None = None) -> None:
+        """Start the clock after `step` steps, and set the most steps between two looks."""
+        if max_interval is not None:
+            self._max_interval = max_interval
+        self._clock_step, self._clock_start = step, time.perf_counter()
 
-    def looks(self, step: int) -> bool:
-        """Return whether a look is due after `step`."""
-        return step // self._interval > self._sent_step // self._interval
+    def is_look_due(self, step: int) -> bool:
+        """Return whether the ranks exchange their numbers after `step`."""
+        return step // self._interval > self._clock_step // self._interval
 
-    def after(self, step: int) -> None:
-        """Look, if it is time: take the sums of the last look, and send what has come since.
+    def look_if_due(self, step: int) -> None:
+        """Receive the sums of the last look and send the numbers since then, if it is time.
 
         Raises
         ------
-        CheckFailed : on every rank, if the ranks have taken different numbers of steps; names them.
+        CheckFailed : on every rank, if the ranks have taken different numbers of steps.
         """
-        if self.looks(step):
+        if self.is_look_due(step):
             self._exchange(step, STEP_END)
             if self.stop:  # the ranks will save, and all numbers belong to that
                 self._receive()
 
-    def meet(self, step: int, call: str) -> None:
+    def wait_for_ranks(self, step: int, call: str) -> None:
         """Wait for the numbers of all steps up to `step`, in the program's `call`; a collective call.
 
         Raises
@@ -107,55 +132,72 @@ class Agreement:
         self._receive()
 
     def _exchange(self, step: int, call: str) -> None:
+        """Receive the sums that are under way, and send this rank's numbers since then."""
         self._receive()
         numbers = self.numbers.take().to(self._ranks.device)
-        seconds, steps = time.perf_counter() - self._sent_time, step - self._sent_step
-        self.start(step)
-        turn = (step + zlib.crc32(call.encode())) % _CYCLE
-        values = [seconds / max(1, steps), turn, turn * turn, *map(float, self._answers())]
-        answers = torch.tensor(values, dtype=numbers.dtype).to(numbers.device, non_blocking=True)
-        sent, work = torch.cat([answers, numbers]), None
+        steps, seconds = step - self._clock_step, time.perf_counter() - self._clock_start
+        self.start_clock(step)
+        mark = (step + zlib.crc32(call.encode())) % _MARKS
+        answers = [float(answer) for answer in self._answers()]
+        own_values = [seconds / max(1, steps), mark, mark * mark, *answers]
+        own_numbers = torch.tensor(own_values, dtype=numbers.dtype).to(numbers.device, non_blocking=True)
+        values, work = torch.cat([own_numbers, numbers]), None
         if self._ranks.world_size > 1:
-            work = dist.all_reduce(sent, async_op=True, group=self._ranks.group)
-        self._sent = Agreed(step=step, steps=steps, seconds=seconds, sums=()), call, work, sent
+            work = dist.all_reduce(values, async_op=True, group=self._ranks.group)
+        self._sent = _SentNumbers(step, steps, seconds, call, work, values)
 
     def _receive(self) -> None:
         """Wait for the sums that are under way, if there are any."""
         if self._sent is None:
             return
-        (look, call, work, numbers), self._sent = self._sent, None
-        if work is not None:
-            work.wait()
-        seconds_a_step, total, squares, *sums = numbers.tolist()
+        sent, self._sent = self._sent, None
+        if sent.work is not None:
+            sent.work.wait()
+        seconds_per_step, total, squares, *sums = sent.values.tolist()
         world_size = self._ranks.world_size
-        if int(squares) * world_size != int(total) ** 2:
-            name = "a loop" if call in (STEP_END, PASS_END) else call
-            steps, calls = zip(*self._ranks.gather((look.step, call), call=name), strict=True)
-            if len(set(steps)) == 1:
-                refuse_different_calls(calls)
-            raise CheckFailed(
-                f"the ranks have taken different numbers of steps: {ranks_by_value(steps)}",
-                hint="give every rank the same number of batches, for example by DistributedSampler",
-            )
-        if look.steps:
-            self._interval = interval(seconds_a_step / world_size, self._most)
+        if not _are_equal_marks(world_size, int(total), int(squares)):
+            self._refuse_difference(sent)
+        if sent.steps:
+            self._interval = look_interval(seconds_per_step / world_size, self._max_interval)
         answers, sums = sums[: len(REASONS)], sums[len(REASONS) :]
-        self.stop = self.stop or reason_of([count > 0 for count in answers])
-        self.numbers.arrived(dataclasses.replace(look, sums=tuple(sums)))
+        self.stop = self.stop or first_reason([count > 0 for count in answers])
+        look = Agreed(step=sent.step, steps=sent.steps, seconds=sent.seconds, sums=tuple(sums))
+        self.numbers.arrived(look)
+
+    def _refuse_difference(self, sent: _SentNumbers) -> None:
+        """Raise CheckFailed, on every rank, for different calls or different numbers of steps."""
+        call = "a loop" if sent.call in (STEP_END, PASS_END) else sent.call
+        rows = self._ranks.gather((sent.step, sent.call), call=call)
+        steps = [step for step, _ in rows]
+        if len(set(steps)) == 1:
+            refuse_different_calls([call for _, call in rows])
+        raise CheckFailed(
+            f"the ranks have taken different numbers of steps: {ranks_by_value(steps)}",
+            hint="give every rank the same number of batches, for example by DistributedSampler",
+        )
 
 
-def interval(seconds_a_step: float, most: int) -> int:
-    """Return the steps between two looks: a divisor of `most`, so that looks come at lines of the log."""
-    limit = most if seconds_a_step <= 0 else LATENCY_S / seconds_a_step
-    return max(size for size in range(1, most + 1) if most % size == 0 and (size == 1 or size <= limit))
+def look_interval(seconds_per_step: float, max_interval: int) -> int:
+    """Return the steps between two looks.
+
+    It is a divisor of `max_interval`, so that looks come at lines of the log.
+    """
+    limit: float = max_interval
+    if seconds_per_step > 0:
+        limit = LATENCY_S / seconds_per_step
+    interval = 1
+    for size in range(2, max_interval + 1):
+        if size <= limit and max_interval % size == 0:
+            interval = size
+    return interval
 
 
-MOST_NAMES = 16
-"""Most names. All ranks send as many numbers, also those that log nothing."""
+# Most names. All ranks send as many numbers, also those that log nothing.
+MAX_NAMES = 16
+# Names of a line's own values.
 RESERVED_NAMES = ("time", "step", "epoch", "steps_per_s")
-"""Names of a line's own values."""
+# Time between two lines.
 LINE_S = 5.0
-"""Time between two lines."""
 
 
 class NumberLog:
@@ -164,21 +206,24 @@ class NumberLog:
     Parameters
     ----------
     metrics : gets the lines; None: another rank writes them.
-    passes : returns the epochs so far, for a line.
+    epochs : returns the epochs so far, for a line.
     """
 
-    def __init__(self, metrics: MetricsFile | None, passes: Callable[[], float]) -> None:
-        self._metrics, self._passes = metrics, passes
+    def __init__(self, metrics: MetricsFile | None, epochs: Callable[[], float]) -> None:
+        self._metrics = metrics
+        self._epochs = epochs
+        # Names of the first call.
         self._names: tuple[str, ...] = ()
-        """Names of the first call."""
+        # Sums of this rank by name, since they were last sent.
         self._sums: dict[str, Any] = {}
+        # Steps in these sums.
         self._count = 0
-        self._last_line = -math.inf
+        self._last_line_s = -math.inf
         self._start_line()
 
     def _start_line(self) -> None:
-        self._totals = [0.0] * (1 + MOST_NAMES)
-        """Sums of all ranks since the last line: how often they logged, and the numbers."""
+        # Sums of all ranks since the last line: how often they logged, and the numbers.
+        self._totals = [0.0] * (1 + MAX_NAMES)
         self._steps, self._seconds = 0, 0.0
 
     def add(self, numbers: Mapping[str, Any]) -> None:
@@ -189,37 +234,45 @@ class NumberLog:
         UsageError : there are other names than at first, too many, or something else than a number.
         """
         if tuple(numbers) != self._names:
-            self._take_names(numbers)
+            self._set_names(numbers)
         for name, value in numbers.items():
             number = value.detach().double() if isinstance(value, Tensor) else float(value)
             self._sums[name] = self._sums[name] + number if self._count else number
         self._count += 1
 
-    def _take_names(self, numbers: Mapping[str, Any]) -> None:
-        if self._names or len(numbers) > MOST_NAMES or set(numbers) & set(RESERVED_NAMES):
-            first = f"; the first call gave {', '.join(self._names)}" if self._names else ""
+    def _set_names(self, numbers: Mapping[str, Any]) -> None:
+        """Set the names of the log at the first call of `add`; raise UsageError at another one."""
+        is_reserved = not set(numbers).isdisjoint(RESERVED_NAMES)
+        if self._names or len(numbers) > MAX_NAMES or is_reserved:
+            problem = f"run.log got the numbers {', '.join(numbers) or 'none'}"
+            if self._names:
+                problem += f"; the first call gave {', '.join(self._names)}"
             raise UsageError(
-                f"run.log got the numbers {', '.join(numbers) or 'none'}{first}",
-                hint=f"give the same names at every call, at most {MOST_NAMES}, and none of "
+                problem,
+                hint=f"give the same names at every call, at most {MAX_NAMES}, and none of "
                 f"{', '.join(RESERVED_NAMES)}",
             )
         for name, value in numbers.items():
-            shape = tuple(value.shape) if isinstance(value, Tensor) else None
-            if shape or not isinstance(value, (Tensor, int, float)):
-                kind = f"a tensor of shape {shape}" if shape else f"a {type(value).__name__}"
-                hint = "give one number, for example loss.mean()"
-                raise UsageError(f"run.log got {kind} as {name}", hint=hint)
+            if isinstance(value, Tensor) and value.shape:
+                kind = f"a tensor of shape {tuple(value.shape)}"
+            elif not isinstance(value, (Tensor, int, float)):
+                kind = f"a {type(value).__name__}"
+            else:
+                continue
+            hint = "give one number, for example loss.mean()"
+            raise UsageError(f"run.log got {kind} as {name}", hint=hint)
         self._names = tuple(numbers)
 
     def take(self) -> Tensor:
-        """Return this rank's sums since the last call, in host memory, after a digest of their names."""
-        sums = torch.zeros(4 + MOST_NAMES, dtype=torch.float64)
-        mark = zlib.crc32("\0".join(self._names).encode()) & 0xFFFF
+        """Return this rank's sums since the last call in host memory, after a mark of their names."""
+        sums = torch.zeros(4 + MAX_NAMES, dtype=torch.float64)
         if self._names:
+            # 16 bits, so that the sum of the squares over a million ranks is exact.
+            mark = zlib.crc32("\0".join(self._names).encode()) & 0xFFFF
             sums[:3] = torch.tensor([1, mark, mark * mark])
         sums[3] = self._count
-        for number, value in enumerate(self._sums.values(), start=4):
-            sums[number] = float(value)
+        for index, value in enumerate(self._sums.values(), start=4):
+            sums[index] = float(value)
         self._sums, self._count = {}, 0
         return sums
 
@@ -230,29 +283,37 @@ class NumberLog:
         ------
         CheckFailed : the ranks log different names.
         """
-        ranks, marks, squares = map(int, look.sums[:3])
-        if ranks * squares != marks**2:
+        ranks, total, squares = map(int, look.sums[:3])
+        if not _are_equal_marks(ranks, total, squares):
             raise CheckFailed(
                 f"the ranks log different numbers; this one logs {', '.join(self._names) or 'none'}",
                 hint="give run.log the same names in the same order on every rank, or call it on one rank",
             )
-        self._totals = [total + value for total, value in zip(self._totals, look.sums[3:], strict=True)]
-        self._steps, self._seconds = self._steps + look.steps, self._seconds + look.seconds
-        if time.monotonic() - self._last_line >= LINE_S:
-            self.write(look.step)
+        for index, value in enumerate(look.sums[3:]):
+            self._totals[index] += value
+        self._steps += look.steps
+        self._seconds += look.seconds
+        if time.monotonic() - self._last_line_s >= LINE_S:
+            self.write_line(look.step)
 
-    def write(self, step: int) -> None:
+    def write_line(self, step: int) -> None:
         """Write the line of what was logged since the last one, if anything was."""
         count, *sums = self._totals
         if self._metrics is None or not self._names or not count:
             return
-        averages = {name: total / count for name, total in zip(self._names, sums, strict=False)}
         rate = self._steps / self._seconds if self._seconds else 0.0
-        text = "".join(f"  {name} {value:.6g}" for name, value in averages.items())
-        terminal.out(f"step {step}{text}  {rate:.1f} steps/s")
-        values = {name: value if math.isfinite(value) else None for name, value in averages.items()}
-        self._metrics.add(
-            {"time": now(), "step": step, "epoch": self._passes(), "steps_per_s": rate, **values}
-        )
-        self._last_line = time.monotonic()
+        text = f"step {step}"
+        values: dict[str, Any] = {
+            "time": utc_timestamp(),
+            "step": step,
+            "epoch": self._epochs(),
+            "steps_per_s": rate,
+        }
+        for name, total in zip(self._names, sums, strict=False):
+            mean = total / count
+            text += f"  {name} {mean:.6g}"
+            values[name] = mean if math.isfinite(mean) else None  # JSON has no NaN
+        terminal.out(f"{text}  {rate:.1f} steps/s")
+        self._metrics.add(values)
+        self._last_line_s = time.monotonic()
         self._start_line()

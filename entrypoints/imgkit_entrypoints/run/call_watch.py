@@ -26,18 +26,21 @@ from imgkit_entrypoints.launch import user_program
 from imgkit_entrypoints.launch.watchdog import Pulse
 from imgkit_entrypoints.run.ranks import Ranks, ranks_by_value
 
+# Time for which the ranks must stay in different calls before the run ends.
 LIMIT_S = 600.0
-"""Time for which the ranks must stay in different calls."""
+# Time between two looks at the stack.
 LOOK_S = 10.0
-"""Time between two looks."""
 _FOLDER = Path(__file__).parent
-_WAITING = (str(_FOLDER / "ranks.py"), str(_FOLDER / "agreement.py"))
-"""Files whose functions wait for other ranks."""
-_CALLS = {"_steps": "run.steps", "__exit__": "the end of the run"}
-"""Calls of a program by functions of run.py; the others have the same name."""
+# Files whose functions wait for other ranks.
+_WAITING_FILES = (str(_FOLDER / "ranks.py"), str(_FOLDER / "agreement.py"))
+# Files whose functions a program calls.
+_CALL_FILES = (str(_FOLDER / "run.py"), str(_FOLDER / "step_loop.py"))
+# Calls of a program by functions of these files. Others are called by their own name, such as run.save.
+_CALL_NAMES = {"iterate": "run.steps", "__exit__": "the end of the run"}
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+# How the paths of files begin that do not belong to the program.
 _LIBRARIES = (_TORCH, f"{_FOLDER.parent}{os.sep}", contextlib.__file__)
-"""Where files begin that are not the program's."""
+# Key of the store under which rank 0 says which rank waits where. It ends the run on every rank.
 _VERDICT = "verdict"
 
 
@@ -45,12 +48,13 @@ class RankState(NamedTuple):
     """What a rank does."""
 
     call: str
-    """The call of the run in which it waits for other ranks; empty: it does something else."""
+    """The call of the run in which it waits for other ranks, or empty if it does something else."""
     line: str
     """FILE:LINE of the program."""
     position: int
-    """Its position and its signs of life, as the watchdog has them."""
+    """Twice its steps, as `Pulse` counts them."""
     signs: int
+    """Its signs of life at this position."""
 
     def __str__(self) -> str:
         step = (self.position + 1) // 2
@@ -58,10 +62,12 @@ class RankState(NamedTuple):
 
 
 class CallWatch:
-    """Watches the thread of a rank that makes it."""
+    """Watches the thread that makes it, which is the one that trains."""
 
     def __init__(self, ranks: Ranks, pulse: Pulse, say: Callable[[str], None]) -> None:
-        self._ranks, self._pulse, self._say = ranks, pulse, say
+        self._ranks = ranks
+        self._pulse = pulse
+        self._say = say
         self._store = dist.PrefixStore("imgkit-calls", dist.distributed_c10d._get_default_store())
         self._thread_id = threading.get_ident()
         self._closed = threading.Event()
@@ -72,66 +78,83 @@ class CallWatch:
         self._closed.set()
 
     def _watch(self) -> None:
-        state, since, published = self._look(), time.monotonic(), None
+        state, since_s = self._look(), time.monotonic()
+        published = None
         with contextlib.suppress(RuntimeError):  # the process that has the store is gone
             while not self._closed.wait(LOOK_S):
-                latest = self._look()
-                if latest != state:
-                    state, since = latest, time.monotonic()
-                text = json.dumps(state) if time.monotonic() - since >= LIMIT_S else ""
+                latest_state = self._look()
+                if latest_state != state:
+                    state, since_s = latest_state, time.monotonic()
+                text = ""
+                if time.monotonic() - since_s >= LIMIT_S:
+                    text = json.dumps(state)
                 if text != published:
                     self._store.set(str(self._ranks.rank), text)
                     published = text
                 if text:
-                    self._end_if_stuck()
+                    self._compare_ranks()
 
     def _look(self) -> RankState:
+        """Return what the watched thread does, by walking its stack from the innermost frame outwards."""
         frame: FrameType | None = sys._current_frames().get(self._thread_id)
         while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
             frame = frame.f_back
-        is_waiting = frame is not None and frame.f_code.co_filename in _WAITING
+        is_waiting = frame is not None and frame.f_code.co_filename in _WAITING_FILES
         call = ""
         while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-            name = frame.f_code.co_name
-            if is_waiting and frame.f_code.co_filename == str(_FOLDER / "run.py"):
-                call = _CALLS.get(name, f"run.{name}")
+            # The outermost function is what the program has called.
+            if is_waiting and frame.f_code.co_filename in _CALL_FILES:
+                name = frame.f_code.co_name
+                call = _CALL_NAMES.get(name, f"run.{name}")
             frame = frame.f_back
-        return RankState(call, line_of(frame) if frame else "", *self._pulse.progress)
+        line = "" if frame is None else format_line(frame)
+        position, signs = self._pulse.progress
+        return RankState(call, line, position, signs)
 
-    def _end_if_stuck(self) -> None:
+    def _compare_ranks(self) -> None:
+        """Compare the ranks on rank 0. End this process if rank 0 has found that they are stuck."""
         if self._ranks.rank == 0:
-            keys = [str(rank) for rank in range(self._ranks.world_size)]
-            if not self._store.check(keys):  # to get one that is missing would block the store
-                return
-            rows = [self._store.get(key) for key in keys]
-            states = [RankState(*json_text.parse(row)) for row in rows if row]
-            if len(states) == len(rows) and are_stuck(states):
-                self._store.set(_VERDICT, ranks_by_value(list(map(str, states))))
-        if not self._store.check([_VERDICT]):
-            return
+            states = self._published_states()
+            if states and are_stuck(states):
+                self._store.set(_VERDICT, ranks_by_value([str(state) for state in states]))
+        if self._store.check([_VERDICT]):
+            self._end_process(self._store.get(_VERDICT).decode())
+
+    def _published_states(self) -> list[RankState]:
+        """Return what all ranks do, or [] if one of them has moved within the last `LIMIT_S`."""
+        keys = [str(rank) for rank in range(self._ranks.world_size)]
+        if not self._store.check(keys):  # to get one that is missing would block the store
+            return []
+        texts = [self._store.get(key) for key in keys]
+        if not all(texts):
+            return []
+        return [RankState(*json_text.parse(text)) for text in texts]
+
+    def _end_process(self, verdict: str) -> None:
         error = CheckFailed(
-            f"the ranks have waited in different calls for {LIMIT_S / 60:g} minutes: "
-            + self._store.get(_VERDICT).decode(),
+            f"the ranks have waited in different calls for {LIMIT_S / 60:g} minutes: {verdict}",
             hint="call run.pause, run.save and the like on all ranks; let no rank leave a loop alone",
         )
         if not user_program.report(f"error: {error}"):
             for line in f"error: {error}".split("\n"):
                 self._say(line)
         sys.stdout.flush()
-        os._exit(EXIT_NO)
+        os._exit(EXIT_NO)  # the thread that trains waits in C, where no exception reaches it
 
 
-def line_of(frame: FrameType) -> str:
-    """Return where a frame is, as FILE:LINE."""
+def format_line(frame: FrameType) -> str:
+    """Return the position of a frame as FILE:LINE."""
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def are_stuck(states: Sequence[RankState]) -> bool:
-    """Return whether ranks wait for each other in different calls, and none of them is only late."""
+    """Return whether ranks wait for each other in different calls, so that none of them is only late."""
     calls = {(state.call, state.position) for state in states if state.call}
     if not calls:
         return False
-    first = min(position for _, position in calls)
-    busy = [state.position for state in states if not state.call]
+    first_position = min(position for _, position in calls)
+    busy_positions = [state.position for state in states if not state.call]
     # A rank in a later step has passed the call in which another one waits, and will never come to it.
-    return all(position > first for position in busy) and len(calls) + len(busy) > 1
+    if any(position <= first_position for position in busy_positions):
+        return False
+    return len(calls) + len(busy_positions) > 1

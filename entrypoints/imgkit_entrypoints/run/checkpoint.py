@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +30,22 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.run import disk
 from imgkit_entrypoints.run.ranks import Ranks, with_new_group
-from imgkit_entrypoints.run.state_tree import HostCopies, TensorRef, is_dtensor, join, leaves, local_part
+from imgkit_entrypoints.run.state_tree import (
+    HostCopies,
+    TensorRef,
+    is_dtensor,
+    join_tensors,
+    list_leaves,
+    local_part,
+)
 
 Say = Callable[[str], None]
+# Key of the run's own values, such as its position, and of the trees of all objects.
 INDEX = "imgkit"
-"""Key of the run's own values, such as its position, and of the trees of all objects."""
+# Key of what each rank keeps for itself: random states, and objects of `track_per_rank`.
 RANK = "rank/{}"
-"""Key of what each rank keeps for itself: random states, and objects of `track_per_rank`."""
 
+# torch warns of `dcp.save` without a process group, which is meant, and of its own use of TypedStorage.
 for text in ("torch.distributed is disabled, unavailable or uninitialized", "TypedStorage is deprecated"):
     warnings.filterwarnings("ignore", message=text)
 
@@ -54,25 +62,31 @@ class _CopiesPlanner(dcp.DefaultSavePlanner):  # type: ignore[misc]
         return super().resolve_data(write_item) if copy is None else copy
 
 
-class _Writer(dcp.FileSystemWriter):  # type: ignore[misc]
+class _FileWriter(dcp.FileSystemWriter):  # type: ignore[misc]
     """Raises an OSError where torch's serializer hides that of its file."""
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         try:
             return super().write_data(plan, planner)
         except Exception as error:
-            raise _os_error(error) from error
+            raise _find_os_error(error) from error
 
 
-def _os_error(error: BaseException) -> OSError:
+def _find_os_error(error: BaseException) -> OSError:
     """Return the OSError behind an error of torch, which may have come from another rank."""
     for rank, (failure, _) in getattr(error, "failures", {}).items():
-        reason = _os_error(failure)
+        reason = _find_os_error(failure)
         return OSError(reason.errno, f"rank {rank}: {reason.strerror}")
     cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):
+    while cause is not None:
+        if isinstance(cause, OSError):
+            return cause
         cause = cause.__cause__ or cause.__context__
-    return cause or OSError(0, f"{type(error).__name__}: {error}".partition("\n")[0])
+    return OSError(0, _first_line(error))
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 class CheckpointWriter:
@@ -87,20 +101,26 @@ class CheckpointWriter:
         ----------
         skipped : checkpoints in the run's folder that could not be read. The first new one sets them aside.
         """
-        self._folder, self._keep, self._say, self._ranks = run_folder / disk.FOLDER, keep, say, ranks
+        self._folder = run_folder / disk.FOLDER
+        self._keep = keep
+        self._say = say
+        self._ranks = ranks
         self._skipped = skipped
         group = dist.new_group([0], backend="gloo") if dist.is_initialized() else None
         self._rank_0 = dataclasses.replace(ranks, world_size=1, group=group)
+        # The ranks with a group for the threads that write shards.
         self._all_ranks: Ranks | None = None
-        """The ranks with a group for the threads that write shards."""
         self._copies = HostCopies()
         self._thread: threading.Thread | None = None
+        # Why the latest checkpoint could not be written.
         self._error: OSError | None = None
         self._has_warned = False
         self.saved_step = -1
         """Step of the newest checkpoint that is safely written, or -1; `close` gives it to all ranks."""
-        self.stalled_s = self.longest_stall_s = 0.0
-        """Seconds in which training waited for this: of all calls, and of the longest `save`."""
+        self.stalled_s = 0.0
+        """Seconds in which training waited for this, in all calls."""
+        self.longest_stall_s = 0.0
+        """Seconds of the longest `save`."""
 
     def save(self, step: int, index: bytes, tensors: Mapping[str, Tensor], rank_value: bytes) -> None:
         """Copy the state to host memory and write it in the background; a collective call.
@@ -111,21 +131,28 @@ class CheckpointWriter:
         tensors : what is equal on all ranks, and DTensors; the same keys on all ranks.
         rank_value : what this rank keeps for itself.
         """
-        start = time.perf_counter()
-        rows = self._ranks.collect(rank_value)
+        start_s = time.perf_counter()
+        rank_values = self._ranks.gather_on_rank_0(rank_value)
         self._finish_writing()
         state: dict[str, Any] = {key: tensor for key, tensor in tensors.items() if is_dtensor(tensor)}
         writers = self._rank_0
         if state:
-            self._all_ranks = writers = self._all_ranks or with_new_group(self._ranks)
+            if self._all_ranks is None:
+                self._all_ranks = with_new_group(self._ranks)
+            writers = self._all_ranks
         if self._ranks.rank == 0:
-            state = {**tensors, INDEX: index, **{RANK.format(rank): row for rank, row in enumerate(rows)}}
+            state = {**tensors, INDEX: index}
+            for rank, value in enumerate(rank_values):
+                state[RANK.format(rank)] = value
         if state:
-            copies = self._copies.take({key: local_part(tensors[key]) for key in state if key in tensors})
+            copies = self._copies.start_copy(
+                {key: local_part(tensors[key]) for key in state if key in tensors}
+            )
             self._thread = threading.Thread(target=self._write, args=(step, state, copies, writers))
             self._thread.start()
-        stall_s = time.perf_counter() - start
-        self.stalled_s, self.longest_stall_s = self.stalled_s + stall_s, max(self.longest_stall_s, stall_s)
+        stall_s = time.perf_counter() - start_s
+        self.stalled_s += stall_s
+        self.longest_stall_s = max(self.longest_stall_s, stall_s)
 
     def _write(self, step: int, state: dict[str, Any], copies: Mapping[str, Tensor], writers: Ranks) -> None:
         """Write a checkpoint together with the threads of the other `writers`."""
@@ -134,8 +161,8 @@ class CheckpointWriter:
             self._copies.wait()
             try:
                 if self._ranks.rank == 0:
-                    folder = disk.new_folder(self._folder, step)
-            finally:
+                    folder = disk.make_temporary_folder(self._folder, step)
+            finally:  # also after an error, since the other writers wait for it
                 folder = writers.broadcast(folder)
             if folder is None:
                 return
@@ -143,35 +170,37 @@ class CheckpointWriter:
             if self._ranks.rank == 0:
                 disk.set_aside(self._skipped)
                 self._skipped = ()
-                disk.commit(folder, step, rows, keep=self._keep, warn=self._warn)
+                disk.commit(folder, step, rows, keep=self._keep, warn=self._warn_once)
                 self.saved_step = step
         except (OSError, RuntimeError) as error:  # RuntimeError: another rank has ended
-            self._error = _os_error(error)
+            self._error = _find_os_error(error)
             if folder and self._ranks.rank == 0:
                 with contextlib.suppress(OSError):  # the next writer removes it
-                    disk.remove(folder)
+                    disk.remove_checkpoint(folder)
 
-    def _warn(self, problem: str) -> None:
+    def _warn_once(self, problem: str) -> None:
         if not self._has_warned:
             self._say(f"warning: {problem}; checkpoints are saved all the same")
         self._has_warned = True
 
     def _finish_writing(self) -> None:
+        """Wait for the thread that writes, and report its error on rank 0."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         if self._error is not None and self._ranks.rank == 0:
-            newest = f"the newest is of step {self.saved_step}"
-            newest = newest if self.saved_step >= 0 else "there is no older one"
+            newest = "there is no older one"
+            if self.saved_step >= 0:
+                newest = f"the newest is of step {self.saved_step}"
             self._say(f"cannot write a checkpoint to {self._folder}: {self._error.strerror}; {newest}")
         self._error = None
 
     def close(self) -> None:
         """Wait for the last checkpoint; a collective call."""
-        start = time.perf_counter()
+        start_s = time.perf_counter()
         self._finish_writing()
         self.saved_step = self._ranks.broadcast(self.saved_step)
-        self.stalled_s += time.perf_counter() - start
+        self.stalled_s += time.perf_counter() - start_s
 
     def close_groups(self) -> None:
         """Free the process groups."""
@@ -190,21 +219,24 @@ def _write_files(
     OSError : a rank could not write its file.
     """
     try:
-        storage, planner = _Writer(folder), _CopiesPlanner(copies)
+        storage, planner = _FileWriter(folder), _CopiesPlanner(copies)
         dcp.save(state, storage_writer=storage, planner=planner, process_group=writers.group)
     except (Exception, CheckpointException) as error:  # torch wraps those of all ranks in a BaseException
-        raise _os_error(error) from error
-    paths = [*folder.glob(f"__{writers.rank}_*"), *([folder / ".metadata"] if writers.rank == 0 else [])]
+        raise _find_os_error(error) from error
+    paths = list(folder.glob(f"__{writers.rank}_*"))
+    if writers.rank == 0:
+        paths.append(folder / ".metadata")
     rows: dict[str, disk.Row] = {}
     failure = None
     try:
-        rows = {path.name: disk.file_row(path) for path in paths}
+        for path in paths:
+            rows[path.name] = disk.file_row(path)
     except OSError as error:
         failure = error
-    for rank, (part, problem) in enumerate(writers.gather((rows, failure))):
-        if problem is not None:
-            raise OSError(problem.errno, f"rank {rank}: {problem.strerror}")
-        rows.update(part)
+    for rank, (rank_rows, rank_failure) in enumerate(writers.gather((rows, failure))):
+        if rank_failure is not None:
+            raise OSError(rank_failure.errno, f"rank {rank}: {rank_failure.strerror}")
+        rows.update(rank_rows)
     return rows
 
 
@@ -223,29 +255,32 @@ class Checkpoint:
         """
         self.folder, self.step, self._ranks = folder, step, ranks
         self._metadata: Any = None
-        contents: tuple[Any, ...] = ()
+        index: Any = None
         problem = ""
+        self.tensors: dict[str, tuple[torch.Size, torch.dtype]] = {}
+        """Shape and type of each tensor by its key."""
+        self.world_size = 0
+        """The number of ranks that have saved."""
         if ranks.rank == 0:
             try:
-                items = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-                tensors = {
-                    key: (item.size, item.properties.dtype)
-                    for key, item in items.items()
-                    if isinstance(item, TensorStorageMetadata)
-                }
-                world_size = sum(key.startswith(RANK.format("")) for key in items)
-                contents = tensors, world_size, self._load({INDEX: b""})[INDEX]
+                self._read_metadata()
+                index = self._load({INDEX: b""})[INDEX]
             except Exception as error:  # pickle raises many kinds for classes of another release
-                problem = f"{type(error).__name__}: {error}".partition("\n")[0]
-        problem, contents = ranks.broadcast((problem, contents))
+                problem = _first_line(error)
+        contents = ranks.broadcast((problem, self.tensors, self.world_size, index))
+        problem, self.tensors, self.world_size, index = contents
         if problem:
             raise disk.InvalidCheckpoint(f"torch {torch.__version__} cannot read {folder}: {problem}")
-        self.tensors: dict[str, tuple[torch.Size, torch.dtype]] = contents[0]
-        """Shape and type of each tensor by its key."""
-        self.world_size: int = contents[1]
-        """The number of ranks that have saved."""
-        self.run, self._trees = pickle.loads(contents[2])  # noqa: S301 - SECURITY.md: it is trusted like code
+        self.run, self._trees = pickle.loads(index)  # noqa: S301 - SECURITY.md: it is trusted like code
         """The run's own values, and the pickled tree of each object."""
+
+    def _read_metadata(self) -> None:
+        items = dcp.FileSystemReader(self.folder).read_metadata().state_dict_metadata
+        for key, item in items.items():
+            if isinstance(item, TensorStorageMetadata):
+                self.tensors[key] = item.size, item.properties.dtype
+            elif key.startswith(RANK.format("")):
+                self.world_size += 1
 
     @property
     def names(self) -> list[str]:
@@ -267,13 +302,16 @@ class Checkpoint:
         if values:
             self._load(values)
         tree = self.tree(name)
-        keys = {leaf.key for _, leaf in leaves(tree) if isinstance(leaf, TensorRef)}
-        values.update(self.read(sorted(keys - values.keys())))
-        return join(tree, values)
+        keys = {leaf.key for _, leaf in list_leaves(tree) if isinstance(leaf, TensorRef)}
+        values.update(self.read_tensors(sorted(keys - values.keys())))
+        return join_tensors(tree, values)
 
-    def read(self, keys: Sequence[str]) -> dict[str, Tensor]:
+    def read_tensors(self, keys: Sequence[str]) -> dict[str, Tensor]:
         """Return whole tensors, in host memory."""
-        tensors = {key: torch.empty(self.tensors[key][0], dtype=self.tensors[key][1]) for key in keys}
+        tensors = {}
+        for key in keys:
+            size, dtype = self.tensors[key]
+            tensors[key] = torch.empty(size, dtype=dtype)
         if self._ranks.rank == 0 and tensors:
             self._load(tensors)
         for tensor in tensors.values():
@@ -282,10 +320,13 @@ class Checkpoint:
 
     def rank_value(self) -> Any:
         """Return what this rank kept for itself; what rank 0 kept if there were more or fewer ranks."""
-        keys = [RANK.format(rank) for rank in range(self.world_size)]
-        if self.world_size != self._ranks.world_size:
-            keys = keys[:1] * self._ranks.world_size
-        values = self._load(dict.fromkeys(keys, b"")) if self._ranks.rank == 0 else {}
+        if self.world_size == self._ranks.world_size:
+            keys = [RANK.format(rank) for rank in range(self.world_size)]
+        else:
+            keys = [RANK.format(0)] * self._ranks.world_size
+        values: dict[str, bytes] = {}
+        if self._ranks.rank == 0:
+            values = self._load(dict.fromkeys(keys, b""))
         data = self._ranks.scatter([values.get(key) for key in keys])
         return pickle.loads(data)  # noqa: S301 - SECURITY.md: it is trusted like code
 
@@ -308,7 +349,7 @@ class Checkpoint:
 def find_newest(
     path: Path, ranks: Ranks, *, trusts_folder: bool = True
 ) -> tuple[Checkpoint | None, dict[Path, str]]:
-    """Find the newest valid checkpoint at `path`; None: there is none. A collective call.
+    """Find the newest valid checkpoint at `path`, or None if there is none. A collective call.
 
     Rank 0 looks for it. All ranks together compare the files of a sharded one with its manifest. The second
     value, equal on all ranks, is why each newer one cannot be used.
@@ -322,24 +363,11 @@ def find_newest(
     UsageError : on every rank, if another node has a newer one than that of rank 0, or a node cannot list the
         folder.
     """
-    newest = problem = ""
-    try:
-        newest = next((checkpoint.name for checkpoint in disk.checkpoints_at(path)), "")
-    except OSError as error:
-        problem = f"{error.filename} cannot be listed: {error.strerror}"
-    nodes = ranks.gather((newest, socket.gethostname(), problem), call="run.restore")
-    for _, host, problem in nodes:
-        if problem:
-            raise UsageError(problem, where=host, hint="name a folder that you can read")
-    if (last := max(nodes))[0] > nodes[0][0]:
-        raise UsageError(
-            f"{last[1]} has {last[0]}, and the newest checkpoint of rank 0 on {nodes[0][1]} is "
-            f"{nodes[0][0] or 'none'}",
-            where=str(path),
-            hint="start the head on that node, or put the folder on a file system that all nodes share",
-        )
+    _refuse_newer_elsewhere(path, ranks)
     problems: dict[Path, str] = {}
-    candidates = disk.candidates(path, problems, trusts_folder=trusts_folder) if ranks.rank == 0 else iter(())
+    candidates: Iterator[tuple[Path, int, dict[str, disk.Row]]] = iter(())
+    if ranks.rank == 0:
+        candidates = disk.iterate_valid(path, problems, trusts_folder=trusts_folder)
     checkpoint = None
     while checkpoint is None:
         candidate = ranks.broadcast(next(candidates, None))
@@ -354,20 +382,46 @@ def find_newest(
     return checkpoint, ranks.broadcast(problems)
 
 
+def _refuse_newer_elsewhere(path: Path, ranks: Ranks) -> None:
+    """Raise UsageError if a node cannot list `path`, or has a newer checkpoint than rank 0."""
+    newest_name = problem = ""
+    try:
+        checkpoints = disk.checkpoints_at(path)
+        if checkpoints:
+            newest_name = checkpoints[0].name
+    except OSError as error:
+        problem = f"{error.filename} cannot be listed: {error.strerror}"
+    nodes = ranks.gather((newest_name, socket.gethostname(), problem), call="run.restore")
+    for _, host, problem in nodes:
+        if problem:
+            raise UsageError(problem, where=host, hint="name a folder that you can read")
+    first_name, first_host, _ = nodes[0]
+    newest_name, newest_host, _ = max(nodes)  # names sort like steps
+    if newest_name > first_name:
+        raise UsageError(
+            f"{newest_host} has {newest_name}, and the newest checkpoint of rank 0 on {first_host} is "
+            f"{first_name or 'none'}",
+            where=str(path),
+            hint="start the head on that node, or put the folder on a file system that all nodes share",
+        )
+
+
 def _refuse_damaged(folder: Path, rows: Mapping[str, disk.Row], ranks: Ranks) -> None:
     """Raise InvalidCheckpoint, on every rank, if a file differs from its manifest; a collective call."""
     names = sorted(rows)
-    if any(name.startswith("__1_") for name in names):  # it is sharded
+    if any(name.startswith("__1_") for name in names):  # sharded: rank 1 has written files too
         names = names[ranks.rank :: ranks.world_size]
     elif ranks.rank:
         names = []
-    problems = ranks.gather(disk.damage(folder, rows, names), call="run.restore")
-    for problem in filter(None, problems):
-        raise disk.InvalidCheckpoint(problem)
+    for problem in ranks.gather(disk.find_damage(folder, rows, names), call="run.restore"):
+        if problem:
+            raise disk.InvalidCheckpoint(problem)
 
 
+# Time in which a file of another node appears; NFS remembers for some seconds that a name was absent.
 PATIENCE_S = 10.0
-"""Time in which a file of another node appears; NFS remembers for some seconds that a name was absent."""
+# Time between two looks for it.
+RETRY_S = 0.1
 
 
 def refuse_unshared_folder(folder: Path, ranks: Ranks) -> None:
@@ -376,13 +430,12 @@ def refuse_unshared_folder(folder: Path, ranks: Ranks) -> None:
     if ranks.rank == 0:
         probe.mkdir(parents=True)
     ranks.gather(None, call="run.restore")
-    deadline = time.monotonic() + PATIENCE_S
-    while not (is_seen := probe.exists()) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    is_seen = _wait_for_path(probe)
     rows = ranks.gather((socket.gethostname(), is_seen), call="run.restore")
     if ranks.rank == 0:
         probe.rmdir()
-    if hosts := sorted({host for host, is_seen in rows if not is_seen}):
+    hosts = sorted({host for host, is_seen in rows if not is_seen})
+    if hosts:
         raise UsageError(
             f"sharded state needs a folder that all ranks see, and rank 0 on {rows[0][0]} does not share "
             f"this one with {', '.join(hosts)}",
@@ -390,3 +443,13 @@ def refuse_unshared_folder(folder: Path, ranks: Ranks) -> None:
             hint="name a folder on a file system that all nodes share: Run.start(FOLDER), --run-dir or "
             "IMGKIT_RUN_DIR",
         )
+
+
+def _wait_for_path(path: Path) -> bool:
+    """Return whether `path` appears within `PATIENCE_S`."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not path.exists():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(RETRY_S)
+    return True

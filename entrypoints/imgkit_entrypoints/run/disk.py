@@ -1,4 +1,4 @@
-"""What a run keeps on disk: the lock on its folder, and its checkpoints. No torch.
+"""What a run keeps on disk: the lock on its folder, and its checkpoints. This module imports no torch.
 
 A checkpoint is a folder, complete or absent, however the writer ends. It is written under a temporary name,
 each file and the folder are synced, and then it is renamed. Its manifest names exactly the files that are
@@ -26,28 +26,31 @@ from imgkit_entrypoints import fence, files, json_text
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch import stop_protocol
 
+# Version of the manifest. A change of what a checkpoint holds needs another one.
 SCHEMA = 2
+# Name of the folder of checkpoints in a run folder.
 FOLDER = "checkpoints"
-"""Name of the folder of checkpoints in a run folder."""
+# How the name of each checkpoint begins: ``step-0000000500``.
 STEP = "step-"
-"""How the name of each checkpoint begins."""
 MANIFEST = "manifest.json"
+# How the name of a checkpoint begins that is being written, and of one that is being removed.
 WRITING, LEAVING = f"{files.TEMPORARY}writing-", f"{files.TEMPORARY}leaving-"
+# How the name of a checkpoint begins that could not be read, and that a later run has left to its user.
 SKIPPED = "skipped-"
-"""How the name of a checkpoint begins that could not be read, and that a later run has left to its user."""
+# Bytes that are read at once for a sha256.
 CHUNK_BYTES = 4 << 20
 
+# ``size_bytes`` and ``sha256`` of a file, as a manifest has them.
 Row = dict[str, Any]
-"""``size_bytes`` and ``sha256`` of a file, as a manifest has them."""
 
 
 def checkpoint_name(step: int) -> str:
-    """Return the folder name of a step's checkpoint; names sort like steps."""
+    """Return the folder name of a step's checkpoint. Names sort like steps."""
     return f"{STEP}{step:010d}"
 
 
-def new_folder(folder: Path, step: int, env: Mapping[str, str] = os.environ) -> Path:
-    """Make the temporary folder in `folder` for a step's checkpoint; `commit` makes it count.
+def make_temporary_folder(folder: Path, step: int, env: Mapping[str, str] = os.environ) -> Path:
+    """Make a temporary folder in `folder` for a step's checkpoint, which `commit` renames.
 
     Raises
     ------
@@ -73,14 +76,14 @@ def commit(
 ) -> Path:
     """Rename a folder whose files are complete and synced, and remove all checkpoints but the `keep` newest.
 
-    Checkpoints of later steps are removed too: the run was resumed from before them. Those of another user
-    stay. So does what cannot be removed, as a file on NFS that another process holds open: `warn` gets a line
-    about it.
+    Checkpoints of later steps are removed too, since the run was resumed from before them. Those of another
+    user stay. So does what cannot be removed, as a file on NFS that another process holds open: `warn` gets a
+    line about it.
 
     Parameters
     ----------
     rows : the rows of all files for the manifest.
-    env : names this worker's attempt: one that is over changes nothing (fence.py).
+    env : names this worker's attempt. If it is over, nothing is changed (fence.py).
 
     Raises
     ------
@@ -93,13 +96,13 @@ def commit(
     files.put(temporary / MANIFEST, json.dumps(manifest))
     fence.check(env)
     if os.path.lexists(target):
-        if owner := files.foreign_owner(target, folder.parent):
+        owner = files.foreign_owner(target, folder.parent)
+        if owner:
             raise OSError(errno.EPERM, f"{target.name} belongs to user {owner}")
         target.rename(folder / f"{LEAVING}{target.name}{token}")
     files.publish(temporary, target)
-    checkpoints = [path for path in newest_first(folder) if not files.foreign_owner(path, folder.parent)]
-    newest = [path for path in checkpoints if path.name <= target.name][:keep]
-    for path in (path for path in checkpoints if path not in newest):
+    for path in _old_checkpoints(folder, target, keep):
+        # A rename first: a checkpoint that is removed halfway must not count.
         try:
             path.rename(folder / f"{LEAVING}{path.name}{token}")
         except OSError as error:
@@ -109,8 +112,15 @@ def commit(
     return target
 
 
+def _old_checkpoints(folder: Path, newest: Path, keep: int) -> list[Path]:
+    """Return this user's checkpoints but `newest` and the ones before it, `keep` in all."""
+    checkpoints = [path for path in newest_first(folder) if not files.foreign_owner(path, folder.parent)]
+    newest_checkpoints = [path for path in checkpoints if path.name <= newest.name][:keep]
+    return [path for path in checkpoints if path not in newest_checkpoints]
+
+
 def set_aside(checkpoints: Iterable[Path]) -> None:
-    """Rename checkpoints that could not be read, so that `commit` removes none of them.
+    """Rename checkpoints that could not be read to ``skipped-...``, so that `commit` removes none of them.
 
     Raises
     ------
@@ -133,14 +143,14 @@ def _remove_leftovers(folder: Path) -> list[str]:
     problems = []
     for path in leftovers:
         try:
-            remove(path)
+            remove_checkpoint(path)
         except OSError as error:
             problems.append(f"{path / (error.filename or '')} cannot be removed: {error.strerror}")
     return problems
 
 
-def remove(path: Path) -> None:
-    """Remove a checkpoint's folder; of a link, the link alone."""
+def remove_checkpoint(path: Path) -> None:
+    """Remove the folder of a checkpoint. Of a link, only the link is removed."""
     if path.is_symlink():
         path.unlink()
     else:
@@ -148,7 +158,7 @@ def remove(path: Path) -> None:
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """Return the checkpoints in `folder`, valid or not, newest first; none if it is absent.
+    """Return the checkpoints in `folder`, valid or not, newest first, or [] if it is absent.
 
     Raises
     ------
@@ -162,7 +172,7 @@ def newest_first(folder: Path) -> list[Path]:
 
 
 class InvalidCheckpoint(Exception):
-    """A checkpoint cannot be used; says why."""
+    """A checkpoint cannot be used. The message says why."""
 
 
 def read_manifest(checkpoint: Path) -> tuple[int, dict[str, Row]]:
@@ -182,16 +192,7 @@ def read_manifest(checkpoint: Path) -> tuple[int, dict[str, Row]]:
         # Names sort like steps: an old checkpoint under a later name would count as the newest.
         if checkpoint.name.startswith(STEP) and checkpoint.name != checkpoint_name(step):
             raise InvalidCheckpoint(f"{checkpoint} contains the checkpoint of step {step}")
-        sizes = {file.name: file.stat().st_size for file in checkpoint.iterdir() if file.name != MANIFEST}
-        for name in sorted(sizes.keys() | rows.keys()):
-            if name not in rows:
-                raise InvalidCheckpoint(f"{checkpoint / name} is in the folder, but not in the manifest")
-            if name not in sizes:
-                raise InvalidCheckpoint(f"{checkpoint / name} is missing")
-            if sizes[name] != rows[name]["size_bytes"]:
-                raise InvalidCheckpoint(
-                    f"{checkpoint / name} has {sizes[name]} bytes, not {rows[name]['size_bytes']}"
-                )
+        _refuse_other_files(checkpoint, rows)
     except OSError as error:
         raise InvalidCheckpoint(f"{error.filename or path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -199,8 +200,21 @@ def read_manifest(checkpoint: Path) -> tuple[int, dict[str, Row]]:
     return step, rows
 
 
-def damage(checkpoint: Path, rows: Mapping[str, Row], names: Collection[str]) -> str:
-    """Return which of these files differs from its row in the manifest; empty: none."""
+def _refuse_other_files(checkpoint: Path, rows: Mapping[str, Row]) -> None:
+    """Raise InvalidCheckpoint if the names or sizes of the files are not those of the manifest."""
+    sizes = {file.name: file.stat().st_size for file in checkpoint.iterdir() if file.name != MANIFEST}
+    for name in sorted(sizes.keys() | rows.keys()):
+        path = checkpoint / name
+        if name not in rows:
+            raise InvalidCheckpoint(f"{path} is in the folder, but not in the manifest")
+        if name not in sizes:
+            raise InvalidCheckpoint(f"{path} is missing")
+        if sizes[name] != rows[name]["size_bytes"]:
+            raise InvalidCheckpoint(f"{path} has {sizes[name]} bytes, not {rows[name]['size_bytes']}")
+
+
+def find_damage(checkpoint: Path, rows: Mapping[str, Row], names: Collection[str]) -> str:
+    """Return a text on the first of these files that differs from its row in the manifest, or ""."""
     for name in names:
         try:
             if _sha256(checkpoint / name) != rows[name]["sha256"]:
@@ -213,17 +227,21 @@ def damage(checkpoint: Path, rows: Mapping[str, Row], names: Collection[str]) ->
 def _sha256(path: Path) -> str:
     digest = hashlib.sha256()
     with files.open_regular(path) as file:
-        while data := file.read(CHUNK_BYTES):
+        while True:
+            data = file.read(CHUNK_BYTES)
+            if not data:
+                return digest.hexdigest()
             digest.update(data)
-    return digest.hexdigest()
 
 
 def checkpoints_at(path: Path) -> list[Path]:
     """Return the checkpoints at `path`, newest first: a checkpoint, a folder of them, or a run folder."""
-    return [path] if (path / MANIFEST).exists() else newest_first(path) or newest_first(path / FOLDER)
+    if (path / MANIFEST).exists():
+        return [path]
+    return newest_first(path) or newest_first(path / FOLDER)
 
 
-def candidates(
+def iterate_valid(
     path: Path, problems: dict[Path, str], *, trusts_folder: bool = False
 ) -> Iterator[tuple[Path, int, dict[str, Row]]]:
     """Yield checkpoints with a valid manifest, newest first, with their steps and rows.
@@ -231,17 +249,14 @@ def candidates(
     Parameters
     ----------
     path : as of `checkpoints_at`.
-    problems : gets why another one cannot be used.
+    problems : gets the reason why another one cannot be used, by its path.
     trusts_folder : whether checkpoints of the folder's owner count, who may be another user.
     """
     is_checkpoint = (path / MANIFEST).exists()
     for checkpoint in checkpoints_at(path):
         try:
             if not is_checkpoint:
-                if owner := files.foreign_owner(checkpoint, path, trusts_folder=trusts_folder):
-                    raise InvalidCheckpoint(f"{checkpoint} belongs to user {owner}")
-                if checkpoint.is_symlink():
-                    raise InvalidCheckpoint(f"{checkpoint} is a link")
+                _refuse_foreign(checkpoint, path, trusts_folder=trusts_folder)
             step, rows = read_manifest(checkpoint)
         except InvalidCheckpoint as error:
             problems[checkpoint] = str(error)
@@ -249,15 +264,26 @@ def candidates(
             yield checkpoint, step, rows
 
 
+def _refuse_foreign(checkpoint: Path, folder: Path, *, trusts_folder: bool) -> None:
+    """Raise InvalidCheckpoint for what another user may have put into the folder: it will be unpickled."""
+    owner = files.foreign_owner(checkpoint, folder, trusts_folder=trusts_folder)
+    if owner:
+        raise InvalidCheckpoint(f"{checkpoint} belongs to user {owner}")
+    if checkpoint.is_symlink():
+        raise InvalidCheckpoint(f"{checkpoint} is a link")
+
+
 LOCK = "run.lock"
+# Time for the processes of an earlier start to end.
 PATIENCE_S = 3.0
-"""Time for the processes of an earlier start to end."""
+# Time between two attempts to get the lock.
+RETRY_S = 0.1
+# The locks of this process, also those that were closed. A child has none of its parent's.
 _LOCKS: weakref.WeakSet[BinaryIO] = weakref.WeakSet()
-"""The locks of this process, also those that were closed. A child has none of its parent's."""
 os.register_at_fork(after_in_child=_LOCKS.clear)
 
 
-def lock(folder: Path, say: Callable[[str], None], env: Mapping[str, str]) -> BinaryIO:
+def lock_folder(folder: Path, say: Callable[[str], None], env: Mapping[str, str]) -> BinaryIO:
     """Lock `folder`, which is made if it is absent, until this process ends or the stream is closed.
 
     A POSIX lock: file systems that nodes share know it, and processes that this one forks do not keep it. The
@@ -269,21 +295,12 @@ def lock(folder: Path, say: Callable[[str], None], env: Mapping[str, str]) -> Bi
     UsageError : another run holds it, also one of this process; or the folder cannot be written.
     """
     path, hint = folder / LOCK, "name another folder: Run.start(FOLDER), --run-dir or IMGKIT_RUN_DIR"
-    # The system would give this process the lock again, and drop it as soon as either stream is closed.
-    for own_lock in _LOCKS:
-        if (
-            not own_lock.closed
-            and path.exists()
-            and os.path.samestat(path.stat(), os.fstat(own_lock.fileno()))
-        ):
-            problem = "another run of this process writes into this folder"
-            raise UsageError(
-                problem, where=str(folder), hint=f"end it first (with Run.start(...)), or {hint}"
-            )
-    # What the attempts of one job have in common: its id, or the token of a start without a job.
-    job_id = env.get("IMGKIT_JOB_ID", stop_protocol.LOCAL_JOB)
-    token = env.get(fence.VARIABLE, "") if job_id == stop_protocol.LOCAL_JOB else job_id
-    job = f" of {token}" if token and env.get("IMGKIT_ATTEMPT") else ""
+    if _is_locked_by_process(path):
+        raise UsageError(
+            "another run of this process writes into this folder",
+            where=str(folder),
+            hint=f"end it first (with Run.start(...)), or {hint}",
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         stream = files.open_own(path, os.O_RDWR | os.O_CREAT, "r+b")
@@ -291,6 +308,7 @@ def lock(folder: Path, say: Callable[[str], None], env: Mapping[str, str]) -> Bi
     except OSError as error:
         problem, where = f"the run folder cannot be written: {error.strerror}", str(error.filename or path)
         raise UsageError(problem, where=where, hint=hint) from None  # its traceback would come below the hint
+    job = _job_suffix(env)
     deadline = time.monotonic() + PATIENCE_S
     while not _try_lock(stream, path, say):
         if time.monotonic() > deadline:
@@ -301,14 +319,41 @@ def lock(folder: Path, say: Callable[[str], None], env: Mapping[str, str]) -> Bi
             stream.close()
             problem = f"another run writes into this folder ({holder})"
             raise UsageError(problem, where=str(folder), hint=f"stop that run, or {hint}")
-        time.sleep(0.1)
+        time.sleep(RETRY_S)
     stream.truncate()
     stream.write(f"process {os.getpid()} on {socket.gethostname()}{job}\n".encode())
     stream.flush()
     return stream
 
 
+def _is_locked_by_process(path: Path) -> bool:
+    """Return whether another run of this process has the lock.
+
+    The system would give it to this process again, and drop it as soon as either stream is closed.
+    """
+    for stream in _LOCKS:
+        if stream.closed or not path.exists():
+            continue
+        if os.path.samestat(path.stat(), os.fstat(stream.fileno())):
+            return True
+    return False
+
+
+def _job_suffix(env: Mapping[str, str]) -> str:
+    """Return the end of the lock's line, which the attempts of one job have in common: `` of 1234``.
+
+    It names the job's id, or the token of a start without a job; it is empty outside of dist-run.
+    """
+    if not env.get("IMGKIT_ATTEMPT"):
+        return ""
+    token = env.get("IMGKIT_JOB_ID", stop_protocol.LOCAL_JOB)
+    if token == stop_protocol.LOCAL_JOB:
+        token = env.get(fence.VARIABLE, "")
+    return f" of {token}" if token else ""
+
+
 def _try_lock(stream: BinaryIO, path: Path, say: Callable[[str], None]) -> bool:
+    """Return False if another process has the lock. Where file locks do not work, warn and go on without."""
     try:
         fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -20,8 +20,11 @@ from imgkit_entrypoints.arguments import Option, add_options
 from imgkit_entrypoints.errors import UsageError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from imgkit_entrypoints.run.checkpoint import Checkpoint
 
+# torch's types, and their names in the format.
 TYPES = {
     "float64": "F64",
     "float32": "F32",
@@ -36,9 +39,8 @@ TYPES = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
 }
-"""torch's types, and their names in the format."""
+# Names of the objects that are taken without ``--part``: those of dist-train and of most programs.
 MODELS = ("weights", "model")
-"""Names of the objects that are taken without ``--part``: those of dist-train and of most programs."""
 OPTIONS = (
     Option("checkpoint", "a checkpoint, a folder of them, or a run folder", Path),
     Option("file", "the file to write; it must not exist", Path),
@@ -87,15 +89,15 @@ def export(path: Path, target: Path, part: str | None = None) -> tuple[int, int]
     if checkpoint is None:
         hint = "name a run folder, or checkpoints/step-N in it"
         raise UsageError("no valid checkpoint found", where=str(path), hint=hint)
-    keys = weight_keys(checkpoint, part)
+    keys = find_weights(checkpoint, part)
     hint = "free space, or name a file in another folder"
     with files.replacing(target, failed="cannot write the weights", hint=hint) as stream:
-        write(checkpoint, keys, stream)
+        write_safetensors(checkpoint, keys, stream)
     return checkpoint.step, len(keys)
 
 
-def weight_keys(checkpoint: Checkpoint, part: str | None = None) -> dict[str, str]:
-    """Return the names of a model's weights, each with its key in the checkpoint; tied ones share a key.
+def find_weights(checkpoint: Checkpoint, part: str | None = None) -> dict[str, str]:
+    """Return the names of a model's weights, each with its key in the checkpoint. Tied weights share a key.
 
     Raises
     ------
@@ -103,58 +105,78 @@ def weight_keys(checkpoint: Checkpoint, part: str | None = None) -> dict[str, st
     """
     from imgkit_entrypoints.run.state_tree import TensorRef
 
-    def unfit(problem: str, hint: str) -> UsageError:
-        return UsageError(problem, where=str(checkpoint.folder), hint=hint)
-
-    names = checkpoint.names
-    name = part or next((name for name in MODELS if name in names), "")
-    if name not in names:
-        missing = f"no {part}" if part else f"neither {' nor '.join(MODELS)}"
-        content = ", ".join(names) or "no objects"
-        problem = f"the checkpoint contains {missing}: it has {content}"
-        raise unfit(problem, "name the tracked model: --part NAME")
+    where = str(checkpoint.folder)
+    name = _find_model(checkpoint, part)
     tree = checkpoint.tree(name)
     if not isinstance(tree, dict) or any(isinstance(leaf, dict | list) for leaf in tree.values()):
-        raise unfit(f"{name} is not the state of a model", "name another: --part")
+        raise UsageError(f"{name} is not the state of a model", where=where, hint="name another: --part")
     keys = {str(weight): leaf.key for weight, leaf in tree.items() if isinstance(leaf, TensorRef)}
     for weight, key in keys.items():
-        if (dtype := type_name(checkpoint, key)) not in TYPES:
-            problem = f"{weight} is of the type {dtype}, which a safetensors file cannot hold"
-            raise unfit(problem, f"its types are {', '.join(sorted(TYPES))}")
+        dtype = _type_name(checkpoint, key)
+        if dtype not in TYPES:
+            raise UsageError(
+                f"{weight} is of the type {dtype}, which a safetensors file cannot hold",
+                where=where,
+                hint=f"its types are {', '.join(sorted(TYPES))}",
+            )
     return keys
 
 
-def type_name(checkpoint: Checkpoint, key: str) -> str:
-    """Return torch's name of a tensor's type."""
-    return str(checkpoint.tensors[key][1]).removeprefix("torch.")
+def _find_model(checkpoint: Checkpoint, part: str | None) -> str:
+    """Return the name of the tracked model: `part`, or the first of `MODELS` that the checkpoint has."""
+    names = checkpoint.names
+    requested = [part] if part else MODELS
+    for name in requested:
+        if name in names:
+            return name
+    missing = f"no {part}" if part else f"neither {' nor '.join(MODELS)}"
+    raise UsageError(
+        f"the checkpoint contains {missing}: it has {', '.join(names) or 'no objects'}",
+        where=str(checkpoint.folder),
+        hint="name the tracked model: --part NAME",
+    )
 
 
-def write(checkpoint: Checkpoint, weights: Mapping[str, str], stream: BinaryIO) -> None:
-    """Write the tensors one after the other; of tied ones the first, with the names of the others."""
-    import torch
+def _type_name(checkpoint: Checkpoint, key: str) -> str:
+    """Return torch's name of a tensor's type, such as ``bfloat16``."""
+    _, dtype = checkpoint.tensors[key]
+    return str(dtype).removeprefix("torch.")
 
+
+def write_safetensors(checkpoint: Checkpoint, weights: Mapping[str, str], stream: BinaryIO) -> None:
+    """Write the tensors. Of tied ones, the first is written, and the header has the names of the others."""
     names: dict[str, str] = {}
-    # As safetensors.torch.save_model does it, whose load_model ties them again.
+    # Tied weights as safetensors.torch.save_model notes them; its load_model ties them again.
     metadata = {"format": "pt", "step": str(checkpoint.step)}
     for name, key in weights.items():
-        if names.setdefault(key, name) != name:
-            metadata[name] = names[key]
+        first_name = names.setdefault(key, name)
+        if first_name != name:
+            metadata[name] = first_name
     # The largest elements first, so that each tensor begins at a multiple of their size.
-    ordered = sorted(names, key=lambda key: (-checkpoint.tensors[key][1].itemsize, names[key]))
+    keys = sorted(names, key=lambda key: (-checkpoint.tensors[key][1].itemsize, names[key]))
     header: dict[str, Any] = {"__metadata__": metadata}
     position = 0
-    for key in ordered:
+    for key in keys:
         shape, dtype = checkpoint.tensors[key]
         end = position + math.prod(shape) * dtype.itemsize
-        offsets = {"shape": [*shape], "data_offsets": [position, end]}
-        header[names[key]] = {"dtype": TYPES[type_name(checkpoint, key)], **offsets}
+        header[names[key]] = {
+            "dtype": TYPES[_type_name(checkpoint, key)],
+            "shape": list(shape),
+            "data_offsets": [position, end],
+        }
         position = end
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # the format wants the tensors at a multiple of 8 bytes
     stream.write(len(text).to_bytes(8, "little") + text)
-    for key in ordered:
-        tensor = checkpoint.read([key])[key]
-        content = bytearray(tensor.numel() * tensor.element_size())
-        if content:  # an image may lack NumPy
-            torch.frombuffer(content, dtype=torch.uint8).copy_(tensor.reshape(-1).view(torch.uint8))
-        stream.write(content)
+    for key in keys:
+        stream.write(_tensor_bytes(checkpoint.read_tensors([key])[key]))
+
+
+def _tensor_bytes(tensor: Tensor) -> bytearray:
+    """Return the bytes of a tensor in host memory, without NumPy, which an image may lack."""
+    import torch
+
+    content = bytearray(tensor.numel() * tensor.element_size())
+    if content:  # torch.frombuffer refuses an empty one
+        torch.frombuffer(content, dtype=torch.uint8).copy_(tensor.reshape(-1).view(torch.uint8))
+    return content

@@ -1,9 +1,8 @@
-"""Gradients that wait for their optimizer: a checkpoint keeps none, so a save waits for the update."""
+"""Gradients that wait for their optimizer. A checkpoint has no gradients, so a save waits."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,28 +11,30 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from imgkit_entrypoints.run.tracked import Tracked
 
-MAX_WAIT = 32
-"""Steps by which a save waits at most: a GAN may have gradients that it never uses."""
-SAMPLES = 8
-"""Gradients of an optimizer that are looked at: one backward pass makes all of them."""
-_USED = "_imgkit_used"
-"""Attribute of a gradient: its version when the optimizer used it."""
+# Steps by which a save waits at most. A GAN may have gradients that it never uses.
+MAX_WAITING_STEPS = 32
+# Gradients of an optimizer that are looked at. One backward pass makes all of them, so a few are enough.
+MAX_GRADIENTS = 8
+# Attribute of a gradient with its version when the optimizer used it. A later backward pass changes the
+# version, or makes another tensor.
+_USED_VERSION = "_imgkit_used"
 
 
 class PendingGradients:
-    """Sees when the tracked optimizers use the gradients of their weights."""
+    """Watches when the tracked optimizers use the gradients of their weights."""
 
     def __init__(self, tracked: Tracked, say: Callable[[str], None]) -> None:
-        self._tracked, self._say = tracked, say
+        self._tracked = tracked
+        self._say = say
+        # Keys of the optimizers that were called since the latest step of the run began.
         self._stepped: set[int] = set()
-        """Optimizers that were called since the latest step of the run began."""
-        self._waited = 0
-        """Steps by which the present save has waited."""
+        # Steps by which the present save has waited.
+        self._waiting_steps = 0
         self._has_reported = False
-        self._hook = register_optimizer_step_post_hook(self._on_step)
+        self._hook = register_optimizer_step_post_hook(self._on_optimizer_step)
 
     def close(self) -> None:
-        """See no more updates."""
+        """Stop watching the optimizers."""
         self._hook.remove()
 
     def begin_step(self) -> None:
@@ -42,75 +43,105 @@ class PendingGradients:
 
     @property
     def has_stepped(self) -> bool:
-        """Whether an optimizer was called since then."""
+        """Whether a tracked optimizer was called since the latest step of the run began."""
         return bool(self._stepped)
 
-    def are_pending(self) -> bool:
-        """Return whether a save should wait for an optimizer."""
+    def should_wait(self) -> bool:
+        """Return whether a save that is due now should wait for an optimizer.
+
+        Each call counts as one step of waiting. The first one reports that the save waits; after
+        `MAX_WAITING_STEPS` a warning is reported, and the save no longer waits.
+        """
         name = self._find_pending()
-        self._waited = self._waited + 1 if name else 0
-        if name and not self._has_reported:
+        if not name:
+            self._waiting_steps = 0
+            return False
+        self._waiting_steps += 1
+        if not self._has_reported:
             self._has_reported = True
             self._say(
                 f"a save waits until an optimizer.step() has used the gradients of {name}, for at most "
-                f"{MAX_WAIT} steps"
+                f"{MAX_WAITING_STEPS} steps"
             )
-        if self._waited == MAX_WAIT + 1:
+        if self._waiting_steps == MAX_WAITING_STEPS + 1:
             self._say(
-                f"warning: no optimizer.step() has used the gradients of {name} for {MAX_WAIT} steps; the "
-                "run saves without them"
+                f"warning: no optimizer.step() has used the gradients of {name} for {MAX_WAITING_STEPS} "
+                "steps; the run saves without them"
             )
-        return 0 < self._waited <= MAX_WAIT
+        return self._waiting_steps <= MAX_WAITING_STEPS
 
     def _find_pending(self) -> str:
-        """Return the name of an object whose gradients wait for their update; empty: there is none."""
+        """Return the name of a tracked object whose gradients wait for their update, or ""."""
         for name, value in self._tracked.objects.items():
-            if isinstance(value, Optimizer) and self._waits(value):
+            if isinstance(value, Optimizer) and self._has_unused_gradients(value):
                 return name
             if isinstance(value, nn.Module) and holds_back_gradients(value):
                 return name
         return ""
 
-    def _waits(self, optimizer: Optimizer) -> bool:
-        if _key(optimizer) in self._stepped:
+    def _has_unused_gradients(self, optimizer: Optimizer) -> bool:
+        if _optimizer_key(optimizer) in self._stepped:
             return False
-        return any(getattr(gradient, _USED, None) != gradient._version for gradient in _gradients(optimizer))
+        for gradient in _first_gradients(optimizer):
+            if getattr(gradient, _USED_VERSION, None) != gradient._version:
+                return True
+        return False
 
-    def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if _key(optimizer) in map(_key, self._tracked.optimizers):
-            self._stepped.add(_key(optimizer))
-            for gradient in _gradients(optimizer):
-                # A later backward pass changes the version, or makes another tensor.
-                setattr(gradient, _USED, gradient._version)
+    def _on_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
+        key = _optimizer_key(optimizer)
+        if key not in map(_optimizer_key, self._tracked.optimizers):
+            return
+        self._stepped.add(key)
+        for gradient in _first_gradients(optimizer):
+            setattr(gradient, _USED_VERSION, gradient._version)
 
 
-def _key(optimizer: Optimizer) -> int:
-    weights = (weight for group in optimizer.param_groups for weight in group["params"])
-    return id(next(weights, optimizer))  # a wrapper around the optimizer has the same
+def _weights(optimizer: Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
 
 
-def _gradients(optimizer: Optimizer) -> list[Tensor]:
-    weights = (weight for group in optimizer.param_groups for weight in group["params"])
-    return list(itertools.islice((weight.grad for weight in weights if weight.grad is not None), SAMPLES))
+def _optimizer_key(optimizer: Optimizer) -> int:
+    """Return the id of the first weight, which an optimizer has in common with a wrapper around it."""
+    return id(next(_weights(optimizer), optimizer))
+
+
+def _first_gradients(optimizer: Optimizer) -> list[Tensor]:
+    gradients: list[Tensor] = []
+    for weight in _weights(optimizer):
+        if weight.grad is not None:
+            gradients.append(weight.grad)
+            if len(gradients) == MAX_GRADIENTS:
+                break
+    return gradients
 
 
 def holds_back_gradients(model: nn.Module) -> bool:
-    """Return whether gradients of a model are not added up over the ranks yet.
+    """Return whether a model has gradients that are not added up over the ranks yet.
 
     FSDP2 keeps them apart from the parameters after ``set_requires_gradient_sync(False)`` and
     ``set_requires_all_reduce(False)``, and has no public way to ask: these names are of torch 2.6 to 2.13.
     """
     for module in model.modules():
-        state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
-        single = getattr(state, "_fsdp_param_group", None)
-        for group in getattr(state, "_fsdp_param_groups", [single] if single else []):
+        for group in _fsdp_groups(module):
             if getattr(group, "_partial_reduce_output", None) is not None:
                 return True
             for param in group.fsdp_params:
                 gathered = getattr(param, "_unsharded_param", None)
-                if (
-                    param.unsharded_accumulated_grad is not None
-                    or getattr(gathered, "grad", None) is not None
-                ):
+                if param.unsharded_accumulated_grad is not None:
+                    return True
+                if getattr(gathered, "grad", None) is not None:
                     return True
     return False
+
+
+def _fsdp_groups(module: nn.Module) -> list[Any]:
+    """Return FSDP2's groups of the parameters of a module, or [] if FSDP2 does not shard it."""
+    if not hasattr(module, "_get_fsdp_state"):
+        return []
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is not None:
+        return list(groups)
+    group = getattr(state, "_fsdp_param_group", None)  # older releases have a single group for each module
+    return [] if group is None else [group]

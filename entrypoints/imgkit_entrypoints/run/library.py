@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from imgkit_entrypoints.run.run import Run
 
+# Folders in turn: for the newest checkpoint, for the one before, which the run may still name, and for the
+# one that is being written.
 _SLOTS = 3
-"""One is the newest, one the one before, which the run may still name, and one is being written."""
 
 
 class LibraryCheckpoint:
@@ -23,10 +24,11 @@ class LibraryCheckpoint:
 
     def __init__(self, run: Run) -> None:
         self.path: Path | None = None
-        """Its path, in the run's folder; None: there is none."""
+        """Its path in the run's folder, or None if there is no checkpoint."""
         self.step = 0
         """The run's steps when it was taken."""
-        self._run, self._count = run, 0
+        self._run = run
+        self._count = 0
         run.track(library_checkpoint=self)
 
     def next_path(self, path: str | Path | None = None) -> Path:
@@ -36,7 +38,8 @@ class LibraryCheckpoint:
         ----------
         path : in the run's folder, for a library that names and removes its checkpoints itself.
         """
-        self._count, self.step = self._count + 1, self._run.step
+        self._count += 1
+        self.step = self._run.step
         self.path = Path(path or self._run.folder / f"library-checkpoint-{self._count % _SLOTS}")
         return self.path
 
@@ -46,16 +49,20 @@ class LibraryCheckpoint:
         return {"path": path, "step": self.step, "count": self._count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a state that `state_dict` returned.
+        """Load a state that `state_dict` returned.
 
         Raises
         ------
         ValueError : the checkpoint is no longer there, or lies outside of the run's folder.
         """
-        path, self.step, self._count = state["path"], int(state["step"]), int(state["count"])
-        self.path = None if path is None else self._run.folder / path
-        if self.path is None:
+        self.path = None
+        self.step = int(state["step"])
+        self._count = int(state["count"])
+        path = state["path"]
+        if path is None:
             return
+        self.path = self._run.folder / path
+        # A checkpoint is only as trustworthy as the run's folder.
         if not self.path.resolve().is_relative_to(self._run.folder.resolve()):
             raise ValueError(f"{path} is outside of {self._run.folder}")
         if not self.path.exists():

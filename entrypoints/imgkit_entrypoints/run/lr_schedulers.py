@@ -1,4 +1,4 @@
-"""Learning rate schedulers of the tracked optimizers: one that is not tracked starts over after a resume."""
+"""Learning rate schedulers of the tracked optimizers. An untracked one starts over after a resume."""
 
 from __future__ import annotations
 
@@ -12,28 +12,37 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from imgkit_entrypoints.errors import UsageError
 
+# Levels of attributes and lists below a tracked object at which a scheduler still belongs to its state, as
+# the schedulers of a SequentialLR in a ChainedScheduler do.
 MAX_DEPTH = 5
-"""Levels of attributes and lists below a tracked object at which a scheduler belongs to its state, such as
-that of a SequentialLR in a ChainedScheduler."""
+# Members of an object that are looked at. A list with more of them holds data, and no schedulers.
 MAX_MEMBERS = 100
-"""Members of an object that are looked at: a list with more of them has no schedulers but data."""
 
 
 def refuse_untracked_schedulers(objects: Mapping[str, Any]) -> None:
     """Raise UsageError if a tracked optimizer has a scheduler that no tracked object has in its state."""
     optimizers = {name: value for name, value in objects.items() if isinstance(value, Optimizer)}
-    tracked = {id(value) for value in objects.values()}
-    if _find_untracked_schedulers(optimizers, tracked):
-        tracked = {id(part) for value in objects.values() for part in _parts(value, MAX_DEPTH)}
-        gc.collect()  # the program may have dropped a scheduler that is part of a cycle
-        for name, scheduler in _find_untracked_schedulers(optimizers, tracked):
-            raise _refusal(f"{name} has a {type(scheduler).__name__} that is not tracked")
+    _refuse_untracked_torch_schedulers(optimizers, objects)
     for name, optimizer in optimizers.items():
         if _has_unknown_scheduler(optimizer, objects):
-            raise _refusal(f"{name} has a learning rate scheduler that is not tracked")
+            raise _untracked_error(f"{name} has a learning rate scheduler that is not tracked")
 
 
-def _refusal(problem: str) -> UsageError:
+def _refuse_untracked_torch_schedulers(
+    optimizers: Mapping[str, Optimizer], objects: Mapping[str, Any]
+) -> None:
+    tracked_ids = {id(value) for value in objects.values()}
+    if not _find_untracked_schedulers(optimizers, tracked_ids):
+        return
+    # A second, slower look: schedulers inside of tracked objects count, and dropped ones do not.
+    for value in objects.values():
+        tracked_ids.update(map(id, _iterate_parts(value, MAX_DEPTH)))
+    gc.collect()  # a dropped scheduler may be part of a cycle
+    for name, scheduler in _find_untracked_schedulers(optimizers, tracked_ids):
+        raise _untracked_error(f"{name} has a {type(scheduler).__name__} that is not tracked")
+
+
+def _untracked_error(problem: str) -> UsageError:
     return UsageError(
         f"{problem}: it would start over after a resume",
         where="run.track",
@@ -42,40 +51,46 @@ def _refusal(problem: str) -> UsageError:
 
 
 def _find_untracked_schedulers(
-    optimizers: Mapping[str, Optimizer], tracked: Container[int]
+    optimizers: Mapping[str, Optimizer], tracked_ids: Container[int]
 ) -> list[tuple[str, LRScheduler]]:
-    """Return the schedulers whose ids are not `tracked`, with the names of their optimizers.
+    """Return torch's schedulers whose ids are not in `tracked_ids`, with the names of their optimizers.
 
-    An optimizer has no list of its schedulers, so all objects of this process are looked at, once for all.
+    An optimizer has no list of its schedulers, so this looks once at all objects of the process.
     """
-    return [
-        (name, value)
-        for value in gc.get_objects()
-        if issubclass(type(value), LRScheduler) and id(value) not in tracked
-        for name, optimizer in optimizers.items()
-        if _has_optimizer(value, optimizer)
-    ]
+    untracked = []
+    for value in gc.get_objects():
+        # type(), since isinstance() would ask proxies for their __class__, which may raise.
+        if not issubclass(type(value), LRScheduler) or id(value) in tracked_ids:
+            continue
+        for name, optimizer in optimizers.items():
+            if _has_optimizer(value, optimizer):
+                untracked.append((name, value))
+    return untracked
 
 
 def _has_unknown_scheduler(optimizer: Optimizer, objects: Mapping[str, Any]) -> bool:
-    """Return whether a scheduler of another library, such as timm's, is missing in `objects`."""
+    """Return whether an optimizer has a scheduler of another library, such as timm's, that no object holds.
+
+    Such a scheduler shows itself only by the ``initial_lr`` that it sets in the optimizer's groups.
+    """
     if not any("initial_lr" in group for group in optimizer.param_groups):
         return False
-    return not any(
-        _has_optimizer(part, optimizer)
-        for value in objects.values()
-        if not isinstance(value, Optimizer)  # a wrapper around the optimizer has it too
-        for part in _parts(value, 1)
-    )
+    for value in objects.values():
+        if isinstance(value, Optimizer):  # a wrapper around the optimizer has it too
+            continue
+        if any(_has_optimizer(part, optimizer) for part in _iterate_parts(value, 1)):
+            return False
+    return True
 
 
 def _has_optimizer(value: object, optimizer: Optimizer) -> bool:
-    owner = getattr(value, "optimizer", None)  # or a wrapper around it, which has the same groups
+    # A scheduler may hold a wrapper around the optimizer, which has the same list of groups.
+    owner = getattr(value, "optimizer", None)
     return getattr(owner, "param_groups", None) is optimizer.param_groups
 
 
-def _parts(value: Any, depth: int) -> Iterator[Any]:
-    """Yield `value` and what it contains, down to `depth` levels."""
+def _iterate_parts(value: Any, depth: int) -> Iterator[Any]:
+    """Yield `value` and what it contains in lists, mappings and attributes, down to `depth` levels."""
     yield value
     if depth == 0 or isinstance(value, (Optimizer, nn.Module, Tensor)):
         return
@@ -87,4 +102,4 @@ def _parts(value: Any, depth: int) -> Iterator[Any]:
         members = list(getattr(value, "__dict__", {}).values())
     if len(members) <= MAX_MEMBERS:
         for member in members:
-            yield from _parts(member, depth - 1)
+            yield from _iterate_parts(member, depth - 1)

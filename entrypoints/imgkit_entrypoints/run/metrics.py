@@ -1,6 +1,6 @@
-"""``metrics.jsonl`` and its neighbours in a run's folder. No torch.
+"""``metrics.jsonl`` and its neighbours in a run's folder. This module imports no torch.
 
-A full disk does not end the run. Rank 0 alone writes.
+Only rank 0 writes. A full disk does not end the run.
 """
 
 from __future__ import annotations
@@ -17,28 +17,38 @@ METRICS = "metrics.jsonl"
 
 
 class MetricsFile:
-    """Writes into a run's folder; tells once if that fails, as on a full disk. Without a folder, nothing."""
+    """Writes metrics into a run's folder.
+
+    If writing fails, as on a full disk, the first failure is reported and training goes on.
+
+    Parameters
+    ----------
+    folder : the run's folder; None: nothing is written.
+    say : gets the message about the first failure.
+    """
 
     def __init__(self, folder: Path | None, say: Callable[[str], None]) -> None:
-        self._folder, self._say, self._failed = folder, say, False
+        self._folder = folder
+        self._say = say
+        self._has_failed = False
 
-    def write(self, write: Callable[[Path], object]) -> None:
-        """Call `write` with the folder."""
+    def write(self, write_into: Callable[[Path], object]) -> None:
+        """Call `write_into` with the run's folder, and report its first OSError."""
         if self._folder is None:
             return
         try:
-            write(self._folder)
+            write_into(self._folder)
         except OSError as error:
-            if not self._failed:
+            if not self._has_failed:
                 self._say(f"metrics are incomplete: {error.filename or self._folder}: {error.strerror}")
-            self._failed = True
+            self._has_failed = True
 
     def add(self, values: Mapping[str, Any]) -> None:
-        """Append a line to the metrics."""
-        text = json.dumps(values) + "\n"
-        self.write(lambda folder: files.append(folder / METRICS, text.encode()))
+        """Append a line to ``metrics.jsonl``."""
+        line = json.dumps(values) + "\n"
+        self.write(lambda folder: files.append(folder / METRICS, line.encode()))
 
 
-def now() -> str:
-    """Return the time of a line, UTC."""
+def utc_timestamp() -> str:
+    """Return the current time in UTC for a line of the metrics: ``2026-01-31T12:00:00+00:00``."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -13,43 +13,46 @@ import torch
 
 
 def seed_everything(seed: int) -> None:
-    """Seed every generator of this process."""
+    """Seed the generators of torch, Python and NumPy in this process."""
     torch.manual_seed(seed)
     random.seed(seed)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(seed % 2**32)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)  # NumPy refuses larger seeds
 
 
 def capture() -> dict[str, Any]:
-    """Return the state of every generator of this process."""
+    """Return the states of the generators of torch, Python and NumPy in this process."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
-    if numpy := sys.modules.get("numpy"):  # otherwise nobody has drawn from it
+    # Importing NumPy takes time, and where nobody has imported it, nobody has drawn from it.
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
         state["numpy"] = numpy.random.get_state()
     return state
 
 
 def restore(state: Mapping[str, Any]) -> None:
-    """Restore a state that `capture` returned."""
+    """Restore the states that `capture` returned."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
     if "numpy" in state:
-        with contextlib.suppress(ImportError):
+        with contextlib.suppress(ImportError):  # the image of the resume may lack NumPy
             importlib.import_module("numpy").random.set_state(state["numpy"])
 
 
 GeneratorStates = Sequence[torch.Tensor]
 
 
-def states_of(generators: Sequence[torch.Generator]) -> GeneratorStates:
+def capture_generators(generators: Sequence[torch.Generator]) -> GeneratorStates:
     """Return the states of generators that a program has made."""
     return [generator.get_state() for generator in generators]
 
 
 def restore_generators(generators: Sequence[torch.Generator], states: GeneratorStates) -> None:
-    """Restore as many generators as there are states."""
+    """Restore the states of generators. If there are fewer states, the last generators stay as they are."""
     for generator, state in zip(generators, states, strict=False):
         generator.set_state(state)

@@ -12,36 +12,37 @@ import torch.distributed as dist
 
 from imgkit_entrypoints.errors import CheckFailed, UsageError
 
+# Names that a message lists before it counts the rest.
 MAX_NAMES = 5
-"""Names that a message lists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """Ranks and device of this worker. One rank alone needs no process group."""
+    """Ranks and device of this worker. A single rank needs no process group."""
 
     rank: int
     local_rank: int
     world_size: int
     device: torch.device
     group: Any = None
-    """The process group whose tensors lie on `device`; None: the default one."""
+    """The process group whose tensors lie on `device`. None means the default one."""
 
     def synchronize(self) -> None:
-        """Wait until the device has finished its work; an earlier clock measures only the launch."""
+        """Wait until the device has finished its work. Otherwise a clock measures only kernel launches."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def gather(self, value: Any, *, call: str = "") -> list[Any]:
-        """Return the values of all ranks, in their order; a collective call.
+        """Return the values of all ranks, in the order of the ranks; a collective call.
 
         Parameters
         ----------
-        call : the program's call that this belongs to, for the message if the ranks differ in it.
+        call : the call of the program that this belongs to, such as ``run.save``. It is compared between the
+            ranks, and named in the message if they differ.
 
         Raises
         ------
-        CheckFailed : on every rank, if they are at different calls; names them.
+        CheckFailed : on every rank, if the ranks are at different calls.
         """
         if self.world_size == 1:
             return [value]
@@ -50,34 +51,40 @@ class Ranks:
         refuse_different_calls([row[0] for row in rows])
         return [row[1] for row in rows]
 
-    def collect(self, value: Any) -> list[Any]:
+    def gather_on_rank_0(self, value: Any) -> list[Any]:
         """Return the values of all ranks on rank 0, and an empty list elsewhere; a collective call."""
         if self.world_size == 1:
             return [value]
-        rows: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        if self.rank != 0:
+            dist.gather_object(value, None, dst=0, group=self.group)
+            return []
+        rows: list[Any] = [None] * self.world_size
         dist.gather_object(value, rows, dst=0, group=self.group)
-        return rows or []
+        return rows
 
     def scatter(self, values: Sequence[Any]) -> Any:
-        """Return this rank's item of rank 0's `values`; a collective call."""
+        """Return this rank's item of the list that rank 0 gives; a collective call."""
         if self.world_size == 1:
             return values[0]
+        items = None
+        if self.rank == 0:
+            items = list(values)
         received: list[Any] = [None]
-        dist.scatter_object_list(received, list(values) if self.rank == 0 else None, src=0, group=self.group)
+        dist.scatter_object_list(received, items, src=0, group=self.group)
         return received[0]
 
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's value; a collective call."""
         if self.world_size == 1:
             return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.group)
-        return box[0]
+        received = [value]
+        dist.broadcast_object_list(received, src=0, group=self.group)
+        return received[0]
 
     def broadcast_tensor(self, tensor: torch.Tensor) -> None:
-        """Overwrite `tensor`, which lies in host memory, with that of rank 0; a collective call."""
+        """Overwrite a tensor in host memory with that of rank 0; a collective call."""
         if self.world_size > 1 and tensor.numel():
-            # As bytes: gloo does not know every type.
+            # As bytes, since gloo does not know every type.
             dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=0, group=self.group)
 
 
@@ -91,50 +98,62 @@ def refuse_different_calls(calls: Sequence[str]) -> None:
         )
 
 
-def connect(env: Mapping[str, str], expected_rank: int) -> Ranks:
-    """Return the ranks of the process group that the program has opened, with a gloo group of their own.
+def connect_ranks(env: Mapping[str, str], expected_rank: int) -> Ranks:
+    """Return the ranks of the program's process group, with a new gloo group for the calls of the run.
 
     Raises
     ------
-    UsageError : there is no process group yet, or it knows this process by another rank.
+    UsageError : there is no process group yet, or this process has another rank in it than in RANK.
     """
-    has_group = dist.is_available() and dist.is_initialized()
-    if not has_group and int(env.get("WORLD_SIZE", "1")) > 1:
+    rank, world_size = 0, 1
+    if _has_process_group():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+    elif int(env.get("WORLD_SIZE", "1")) > 1:
         raise UsageError(
             "the ranks are not connected yet",
             hint="call torch.distributed.init_process_group() before run.restore and run.steps",
         )
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if has_group else (0, 1)
     if rank != expected_rank:
         raise UsageError(
             f"this is rank {rank} of the process group, but RANK said {expected_rank} at Run.start",
             hint="start the program by dist-run or torchrun, or set RANK and LOCAL_RANK before Run.start",
         )
-    ranks = Ranks(
-        rank=rank,
-        local_rank=int(env.get("LOCAL_RANK", "0")),
-        world_size=world_size,
-        device=torch.device("cpu"),
-    )
-    return with_new_group(ranks)  # its calls mix with none of the program's, and use no GPU
+    local_rank = int(env.get("LOCAL_RANK", "0"))
+    ranks = Ranks(rank=rank, local_rank=local_rank, world_size=world_size, device=torch.device("cpu"))
+    # In a group of their own, the calls of the run cannot mix with those of the program, and use no GPU.
+    return with_new_group(ranks)
 
 
 def with_new_group(ranks: Ranks) -> Ranks:
-    """Return the same ranks with another gloo group, for example for a thread; a collective call."""
-    group = dist.new_group(backend="gloo") if dist.is_available() and dist.is_initialized() else None
+    """Return the same ranks with a new gloo group, for example for a thread; a collective call."""
+    group = None
+    if _has_process_group():
+        group = dist.new_group(backend="gloo")
     return dataclasses.replace(ranks, device=torch.device("cpu"), group=group)
 
 
-def first_names(names: Sequence[str]) -> str:
-    """Return the first names for a message: ``a, b and 7 more``."""
-    rest = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(names[:MAX_NAMES]) + rest
+def _has_process_group() -> bool:
+    return bool(dist.is_available() and dist.is_initialized())
+
+
+def list_first_names(names: Sequence[str]) -> str:
+    """Return the first names for a message: ``a, b, c, d, e and 7 more``."""
+    text = ", ".join(names[:MAX_NAMES])
+    if len(names) > MAX_NAMES:
+        text += f" and {len(names) - MAX_NAMES} more"
+    return text
 
 
 def ranks_by_value(values: Sequence[object]) -> str:
-    """Name the ranks of each value, the most frequent one last: ``rank 1: 3, ranks 0, 2: 4``."""
+    """Return a text that names the ranks of each value, the most frequent value last.
+
+    The values 4, 3, 4 of three ranks give ``rank 1: 3, ranks 0, 2: 4``.
+    """
+    ranks: dict[object, list[str]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(str(rank))
     texts = []
-    for value in sorted(set(values), key=lambda value: (values.count(value), str(value))):
-        ranks = [str(rank) for rank, item in enumerate(values) if item == value]
-        texts.append(f"rank{'s' if ranks[1:] else ''} {', '.join(ranks)}: {value}")
+    for value in sorted(ranks, key=lambda value: (len(ranks[value]), str(value))):
+        noun = "ranks" if len(ranks[value]) > 1 else "rank"
+        texts.append(f"{noun} {', '.join(ranks[value])}: {value}")
     return ", ".join(texts)

@@ -16,91 +16,114 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+# Keys and numbers that lead to a value in a tree: ``("state", 0, "step")``.
 LeafPath = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """Stands for a tensor that is stored under `key`."""
+    """Stands in a tree for a tensor that is stored under `key`."""
 
     key: str
     stride: tuple[int, ...] | None = None
-    """Strides of another memory format, such as channels_last; None: the tensor is contiguous."""
+    """Strides of another memory format, such as channels_last. None means that the tensor is contiguous."""
 
 
 def map_leaves(value: Any, change: Callable[[Any, LeafPath], Any], *path: Any) -> Any:
-    """Copy dicts, lists and tuples, with what `change` returns for each other value and its path.
+    """Copy dicts, lists and tuples, and replace each other value by what `change` returns for it.
 
-    Subclasses, such as a named tuple or torch.Size, are values as a whole.
+    Subclasses, such as a named tuple or torch.Size, count as other values.
     """
     if type(value) in (dict, OrderedDict):
         return {key: map_leaves(item, change, *path, key) for key, item in value.items()}
     if type(value) in (list, tuple):
         items = [map_leaves(item, change, *path, number) for number, item in enumerate(value)]
-        return items if type(value) is list else tuple(items)
+        return type(value)(items)
     return change(value, path)
 
 
-def leaves(value: Any) -> list[tuple[LeafPath, Any]]:
+def list_leaves(value: Any) -> list[tuple[LeafPath, Any]]:
     """Return the values within dicts, lists and tuples, with their paths."""
-    result: list[tuple[LeafPath, Any]] = []
-    map_leaves(value, lambda leaf, path: result.append((path, leaf)))
-    return result
+    leaves: list[tuple[LeafPath, Any]] = []
+    map_leaves(value, lambda leaf, path: leaves.append((path, leaf)))
+    return leaves
 
 
-def path_text(name: str, path: LeafPath) -> str:
-    """Return a path for a message: ``optimizer['state'][0]``."""
+def format_path(name: str, path: LeafPath) -> str:
+    """Return the path of a value in the state of an object for a message: ``optimizer['state'][0]``."""
     return name + "".join(f"[{key!r}]" for key in path)
 
 
 def is_dtensor(value: object) -> bool:
-    """Return whether `value` is a tensor that is divided among ranks."""
+    """Return whether `value` is a DTensor, which is divided among the ranks.
+
+    The class is compared by its name, since torch before 2.5 has it in another module.
+    """
     return any(kind.__name__ == "DTensor" for kind in type(value).__mro__)
 
 
 def local_part(tensor: Any) -> Tensor:
-    """Return this rank's part of a DTensor; other tensors as they are."""
-    part: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
-    return part
+    """Return this rank's part of a DTensor, and any other tensor as it is."""
+    if is_dtensor(tensor):
+        tensor = tensor.to_local()
+    local: Tensor = tensor
+    return local
 
 
-def split(name: str, state: Any, used: Collection[str] = ()) -> tuple[Any, dict[str, Tensor]]:
-    """Separate a state into its tree and its tensors by key; views of the same memory get one key.
+class _TensorSplitter:
+    """Collects the tensors of one state under keys that no other tensor has."""
 
-    What torch cannot store by parts stays in the tree: sparse tensors and subclasses.
+    def __init__(self, name: str, used_keys: Collection[str]) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._name = name
+        self._used_keys = used_keys
+        # The key of each tensor by the memory that it shows.
+        self._keys: dict[tuple[object, ...], str] = {}
+
+    def replace(self, value: Any, path: LeafPath) -> Any:
+        """Return a reference for a tensor that torch can store by parts, and a copy of any other tensor."""
+        is_sharded = is_dtensor(value)
+        is_plain = type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided
+        if not (is_sharded or is_plain):
+            return value.detach().clone() if isinstance(value, Tensor) else value
+        key = self._free_key(path)
+        memory: tuple[object, ...] = (id(value),)
+        if is_plain and value.numel():
+            memory = value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
+        first_key = self._keys.setdefault(memory, key)
+        if first_key == key:
+            self.tensors[key] = value.detach()
+        if is_sharded or value.is_contiguous():
+            return TensorRef(first_key)
+        # The strides of a dense tensor in this format. Those of a part of a larger tensor have gaps.
+        return TensorRef(first_key, torch.empty_like(value, device="meta").stride())
+
+    def _free_key(self, path: LeafPath) -> str:
+        key = ".".join(map(str, (self._name, *path)))
+        # {"a.b": x, "a": {"b": y}} has the key "a.b" twice, and {1: x, "1": y} the key "1". Any other key
+        # will do, since the tree notes it.
+        while key in self.tensors or key in self._used_keys:
+            key += "'"
+        return key
+
+
+def split_tensors(name: str, state: Any, used_keys: Collection[str] = ()) -> tuple[Any, dict[str, Tensor]]:
+    """Return the tree of a state with references for its tensors, and the tensors by key.
+
+    Views of the same memory get the same key. Tensors that torch cannot store by parts stay in the tree:
+    sparse ones, and those of subclasses.
 
     Parameters
     ----------
-    used : keys that other objects have.
+    used_keys : keys that other objects have.
     """
-    tensors: dict[str, Tensor] = {}
-    keys: dict[tuple[object, ...], str] = {}
-
-    def replace(value: Any, path: LeafPath) -> Any:
-        if not (
-            is_dtensor(value) or (type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided)
-        ):
-            return value.detach().clone() if isinstance(value, Tensor) else value
-        key = ".".join(map(str, (name, *path)))
-        # {"a.b": x, "a": {"b": y}} and {1: x, "1": y}. The tree has the keys, so any that differ will do.
-        while key in tensors or key in used:
-            key += "'"
-        view: tuple[object, ...] = (id(value),)
-        if not is_dtensor(value) and value.numel():
-            view = value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
-        first = keys.setdefault(view, key)
-        if first == key:
-            tensors[key] = value.detach()
-        if is_dtensor(value) or value.is_contiguous():
-            return TensorRef(first)
-        # Dense, also where the tensor is a part of another one.
-        return TensorRef(first, torch.empty_like(value, device="meta").stride())
-
-    return map_leaves(state, replace), tensors
+    splitter = _TensorSplitter(name, used_keys)
+    tree = map_leaves(state, splitter.replace)
+    return tree, splitter.tensors
 
 
-def join(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Put the tensors back into a tree, in the memory formats that they had.
+def join_tensors(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return a tree with the tensors in place of their references, in the memory formats that they had.
 
     Fused optimizers refuse a state in another format than its weight.
 
@@ -109,7 +132,7 @@ def join(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     KeyError : a tensor is missing.
     """
 
-    def replace(value: Any, _: LeafPath) -> Any:
+    def replace_reference(value: Any, _: LeafPath) -> Any:
         if not isinstance(value, TensorRef):
             return value
         tensor = tensors[value.key]
@@ -117,21 +140,24 @@ def join(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
             return tensor
         return torch.empty_strided(tensor.shape, value.stride, dtype=tensor.dtype).copy_(tensor)
 
-    return map_leaves(tree, replace)
+    return map_leaves(tree, replace_reference)
 
 
-def unpicklable(name: str, state: Any) -> str:
-    """Return the path of the first value that pickle cannot write and read again; empty: it can."""
-    tree, _ = split(name, state)
-    if _survives(tree):
+def find_unpicklable(name: str, state: Any) -> str:
+    """Return a text on the first value of a state that pickle cannot write and read again.
+
+    The text is empty if pickle can write and read all of them.
+    """
+    tree, _ = split_tensors(name, state)
+    if _can_pickle(tree):
         return ""
-    for path, value in leaves(tree):
-        if not _survives(value):
-            return f"{path_text(name, path)} is a {type(value).__name__}"
+    for path, value in list_leaves(tree):
+        if not _can_pickle(value):
+            return f"{format_path(name, path)} is a {type(value).__name__}"
     return f"{name} has a key or a container of its own type"
 
 
-def _survives(value: Any) -> bool:
+def _can_pickle(value: Any) -> bool:
     try:
         pickle.loads(pickle.dumps(value))  # noqa: S301 - it was made on the line itself
     except Exception:  # pickle and the classes of a program raise many kinds
@@ -139,27 +165,31 @@ def _survives(value: Any) -> bool:
     return True
 
 
-def on_host(value: Any) -> Any:
-    """Copy a state with every tensor in host memory of its own."""
-    return map_leaves(
-        value, lambda leaf, _: leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
-    )
+def copy_to_host(state: Any) -> Any:
+    """Copy a state, with every tensor in host memory of its own."""
+
+    def copy_tensor(value: Any, _: LeafPath) -> Any:
+        if isinstance(value, Tensor):
+            return value.detach().to("cpu", copy=True)
+        return value
+
+    return map_leaves(state, copy_tensor)
 
 
 class HostCopies:
-    """Copies of tensors in host memory that stays from one checkpoint to the next; pinned for a GPU.
+    """Copies of tensors in host memory that stays from one checkpoint to the next. For a GPU it is pinned.
 
-    From a GPU, the copy is work in its current stream, for which the host does not wait. What comes after it
-    in the stream does, as the next optimizer step, so that it changes nothing that is not copied yet.
+    From a GPU, the copy is work in the current stream, for which the host does not wait. What comes after it
+    in the stream waits, such as the next optimizer step, so that it changes nothing that is not copied yet.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
+        # CUDA events after the copies that are under way.
         self._events: list[Any] = []
-        """CUDA events after the copies that are under way."""
 
-    def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy `tensors`, over the copy before."""
+    def start_copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Start to copy `tensors` over the previous copy, and return the buffers; `wait` completes them."""
         copies, devices = {}, set()
         for key, tensor in tensors.items():
             is_on_gpu = tensor.device.type == "cuda"

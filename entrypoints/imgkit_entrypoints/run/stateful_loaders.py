@@ -1,78 +1,97 @@
 """Passes over a loader with a state of its own, and what the state of torchdata's StatefulDataLoader lacks.
 
-Seen with torchdata 0.11 over an IterableDataset. Without a state of the data set, a resume reads on to its
-position and counts those batches twice: the run counts them itself. With one, the state after the last batch
-of a pass, or of one of its workers, may be that of a data set that begins or of one that has ended: no
-checkpoint is taken there. A data set may also take its state after a whole pass for a position, and give no
-batch in the next: that pass begins again.
+This is what torchdata 0.11 does over an IterableDataset:
+
+* Where the data set has no state, a resumed loader reads on to its position and counts those batches twice.
+  So the run counts and skips them.
+* Where the data set has a state, the state after the last batch of a pass, or of one of its workers, may be
+  that of a data set that begins or of one that has ended. So no checkpoint is taken there.
+* A data set may take its state after a whole pass for a position, and give no batch in the next pass. So a
+  pass without a batch begins again.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from imgkit_entrypoints.run.state_tree import leaves
+from imgkit_entrypoints.run.state_tree import list_leaves
 
+if TYPE_CHECKING:
+    from imgkit_entrypoints.run.loaders import PassRandom
+
+# Keys of the data set's own state in a state of StatefulDataLoader.
 DATASET_STATES = {"dataset_state", "dataset_iter_state"}
-"""Keys in a state of StatefulDataLoader."""
 
 
-def iterate_stateful(
-    loader: Any, skip: int, *, keeps_workers: bool, rewind: Callable[[], None], forward: Callable[[], None]
-) -> Iterator[Any]:
-    """Iterate over a loader whose state a resume has loaded; the parameters are those of `iterate`."""
+def iterate_stateful(loader: Any, skip: int, random: PassRandom, *, keeps_workers: bool) -> Iterator[Any]:
+    """Iterate over a loader whose state a resume may have loaded; the parameters are as of `iterate_from`."""
     state = _unread_state(loader)
-    is_counted = state is not None and _is_stream(loader) and not _has_dataset_state(state)
-    if is_counted:
-        loader.load_state_dict({})  # drops its iterator, and
-        loader.next_iter_state = None  # its count
+    if state is None:
+        return _iterate_after_skip(loader, skip, random)
+    if _is_stream(loader) and not _has_dataset_state(state):
+        # The loader forgets its iterator and its count of batches, and the run skips them.
+        loader.load_state_dict({})
+        loader.next_iter_state = None
         if skip:
-            rewind()
-    elif state is not None and state.get("_iterator_finished"):
-        loader.state_dict()  # makes the iterator that has finished, which draws a random number
-        forward()
-        return _iterate_again_if_empty(loader, forward)
-    batches: Iterator[Any] = iter(loader)
-    if is_counted:
+            random.rewind()
+        batches: Iterator[Any] = iter(loader)
         for _ in itertools.islice(batches, skip):
             pass
-    # Workers that an undisturbed run keeps draw no random number when they start anew.
-    starts_workers = state is not None and keeps_workers and loader.persistent_workers
-    if skip or starts_workers:
-        forward()
+    elif state.get("_iterator_finished"):
+        loader.state_dict()  # makes the iterator that has finished, which draws a random number
+        random.forward()
+        return _iterate_again_if_empty(loader, random)
+    else:
+        batches = iter(loader)
+    # An undisturbed run keeps its workers. Workers that start anew draw a random number.
+    if skip or (keeps_workers and loader.persistent_workers):
+        random.forward()
+    return batches
+
+
+def _iterate_after_skip(loader: Any, skip: int, random: PassRandom) -> Iterator[Any]:
+    """Iterate over a loader that goes on by itself; the batches to skip are in its state."""
+    batches: Iterator[Any] = iter(loader)
+    if skip:
+        random.forward()
     return batches
 
 
 def _unread_state(loader: Any) -> Mapping[str, Any] | None:
-    """Return the state from which a StatefulDataLoader begins its first pass; None: it has begun one."""
+    """Return the state from which a StatefulDataLoader begins its first pass.
+
+    The result is None for other loaders, and once the first pass has begun.
+    """
     state: Mapping[str, Any] | None = getattr(loader, "next_iter_state", None)
     if state is None and getattr(loader, "_initial_iter_for_state_dict", False):
         state = loader.state_dict()
     return state
 
 
-def _iterate_again_if_empty(loader: Any, forward: Callable[[], None]) -> Iterator[Any]:
+def _iterate_again_if_empty(loader: Any, random: PassRandom) -> Iterator[Any]:
     is_empty = True
     for batch in loader:
         is_empty = False
         yield batch
     if is_empty:
-        forward()
+        random.forward()
         yield from loader
 
 
 def has_unclear_state(loader: Any) -> bool:
-    """Return whether no pass could go on from the state of a loader, since a worker is at its end."""
+    """Return whether no pass could go on from a loader's state, because one of its workers is at its end."""
     if not _is_stream(loader):
         return False
     state = loader.state_dict()
-    has_ended = any(path[-1:] == ("fetcher_ended",) and leaf for path, leaf in leaves(state))
-    workers = getattr(loader._iterator, "_workers_status", ())
-    return _has_dataset_state(state) and (has_ended or False in workers)
+    if not _has_dataset_state(state):
+        return False
+    if False in getattr(loader._iterator, "_workers_status", ()):  # a worker has no more batches
+        return True
+    return any(path[-1:] == ("fetcher_ended",) and leaf for path, leaf in list_leaves(state))
 
 
 def _is_stream(loader: Any) -> bool:
@@ -80,4 +99,5 @@ def _is_stream(loader: Any) -> bool:
 
 
 def _has_dataset_state(state: Any) -> bool:
-    return any(leaf is not None and DATASET_STATES.intersection(path) for path, leaf in leaves(state))
+    paths = [path for path, leaf in list_leaves(state) if leaf is not None]
+    return any(map(DATASET_STATES.intersection, paths))

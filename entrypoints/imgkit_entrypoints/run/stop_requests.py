@@ -19,22 +19,32 @@ from imgkit_entrypoints.launch.stop_protocol import REPEAT_S, RunFolder
 from imgkit_entrypoints.launch.user_program import STOP_SIGNALS
 from imgkit_entrypoints.run.ranks import Ranks
 
-FOR_GOOD = "the stop file"
-"""A person's request: the run is not requeued, and does not start while the file exists."""
-REASONS = (FOR_GOOD, "a stop request from the node agent", "--stop-after", "a signal")
+# A person's request: the run is not requeued, and does not start while the file exists.
+STOP_FILE = "the stop file"
+# Reasons for a stop, in the order of the answers that the ranks add up. The first one counts.
+REASONS = (STOP_FILE, "a stop request from the node agent", "--stop-after", "a signal")
 
 
-def reason_of(answers: Sequence[bool]) -> str:
-    """Return the first of `REASONS` to which a rank has answered yes; empty if there is none."""
-    return next((reason for reason, answer in zip(REASONS, answers, strict=True) if answer), "")
+def first_reason(answers: Sequence[bool]) -> str:
+    """Return the first of `REASONS` to which a rank has answered yes, or ""."""
+    for reason, is_requested in zip(REASONS, answers, strict=True):
+        if is_requested:
+            return reason
+    return ""
 
 
 def folder_to_watch(
     run_dir: Path | None, env: Mapping[str, str], say: Callable[[str], None]
 ) -> RunFolder | None:
-    """Return the run's folder, unless the node agent looks after it, which knows IMGKIT_RUN_DIR alone."""
-    shared = env.get("IMGKIT_RUN_DIR") if env.get("IMGKIT_STOP_DIR") else None
-    if run_dir is None or (shared and run_dir.resolve() == Path(shared).resolve()):
+    """Return the run's folder if this process has to watch it for a stop file.
+
+    The node agent watches the folder that it knows, IMGKIT_RUN_DIR. A program may have named another one.
+    """
+    if run_dir is None:
+        return None
+    agent_run_dir = env.get("IMGKIT_RUN_DIR")
+    has_agent = bool(env.get("IMGKIT_STOP_DIR"))
+    if has_agent and agent_run_dir and run_dir.resolve() == Path(agent_run_dir).resolve():
         return None
     return RunFolder(path=run_dir, say=say)
 
@@ -44,53 +54,59 @@ class StopRequests:
 
     Parameters
     ----------
-    folder : the run's folder, on the one rank that looks into it; None elsewhere.
+    folder : the run's folder, on the only rank that looks into it; None elsewhere.
     until : time of the monotonic clock at which the run is to stop.
     """
 
     def __init__(self, env: Mapping[str, str], folder: RunFolder | None, until: float = math.inf) -> None:
-        self._flag = Path(env["IMGKIT_STOP_DIR"]) / stop_protocol.STOP if env.get("IMGKIT_STOP_DIR") else None
-        self._folder, self._until = folder, until
-        self._signalled: dict[int, float] = {}
-        self._handlers: dict[int, Any] = {}
-        """Those of before `listen`, by signal."""
+        # The file with which the node agent requests a stop; None: there is no node agent.
+        self._agent_flag: Path | None = None
+        if env.get("IMGKIT_STOP_DIR"):
+            self._agent_flag = Path(env["IMGKIT_STOP_DIR"]) / stop_protocol.STOP
+        self._folder = folder
+        self._until = until
+        # The time of the first signal of each number.
+        self._signal_times: dict[int, float] = {}
+        # The handlers of before `listen`, by signal.
+        self._previous_handlers: dict[int, Any] = {}
 
     def answers(self) -> tuple[bool, ...]:
-        """Return the answer to each of `REASONS`."""
+        """Return this rank's answer to each of `REASONS`."""
+        is_file = is_flag = False
         request = self._folder.request() if self._folder else None
-        return (
-            request is not None and not request.requeue,
-            (request is not None and request.requeue) or (self._flag is not None and self._flag.exists()),
-            time.monotonic() >= self._until,
-            bool(self._signalled),
-        )
+        if request is not None:
+            is_file, is_flag = not request.requeue, request.requeue
+        if self._agent_flag is not None and self._agent_flag.exists():
+            is_flag = True
+        return is_file, is_flag, time.monotonic() >= self._until, bool(self._signal_times)
 
     def listen(self) -> None:
-        """Note the signals that request a stop, until `stop_listening` puts back the handlers of before.
+        """Note signals that request a stop, until `stop_listening` restores the previous handlers.
 
-        Under dist-run they do nothing without this. A second Ctrl-C ends the process at once.
+        Under dist-run these signals have no effect without this. A second Ctrl-C ends the process at once.
         """
         if threading.current_thread() is not threading.main_thread():
-            return  # Python allows no handlers here
+            return  # Python allows no handlers in other threads
         for number in STOP_SIGNALS:
-            self._handlers[number] = signal.signal(number, self._note)
-        os.register_at_fork(after_in_child=self._let_parents_end_it)
+            self._previous_handlers[number] = signal.signal(number, self._on_signal)
+        os.register_at_fork(after_in_child=self._restore_sigterm)
 
-    def _let_parents_end_it(self) -> None:
-        # Else multiprocessing's Process.terminate() would have no effect.
-        if self._handlers:
-            signal.signal(signal.SIGTERM, self._handlers[signal.SIGTERM])
+    def _restore_sigterm(self) -> None:
+        # In a forked child, multiprocessing's Process.terminate() would otherwise have no effect.
+        if self._previous_handlers:
+            signal.signal(signal.SIGTERM, self._previous_handlers[signal.SIGTERM])
 
     def stop_listening(self) -> None:
-        """Put back the handlers of before `listen`."""
-        for number, handler in self._handlers.items():
+        """Restore the handlers of before `listen`."""
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
-        self._handlers = {}
+        self._previous_handlers = {}
 
-    def _note(self, number: int, _frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
-        first = self._signalled.setdefault(number, now)
-        if number == signal.SIGINT and now - first > REPEAT_S:
+        first_time = self._signal_times.setdefault(number, now)
+        # A repeat within REPEAT_S is the same Ctrl-C: launchers forward what the terminal sends to all.
+        if number == signal.SIGINT and now - first_time > REPEAT_S:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
@@ -108,19 +124,20 @@ def report_saved(
     ------
     OSError : the attempt of this worker is over, or a file cannot be written.
     """
+    if reason == STOP_FILE:
+        return 0
+    job_id = env.get("IMGKIT_JOB_ID", stop_protocol.LOCAL_JOB)
     agent_folder = env.get("IMGKIT_STOP_DIR")
-    if reason == FOR_GOOD:
-        return 0
-    if not agent_folder and "TORCHELASTIC_RUN_ID" not in env:
-        return EXIT_SAVED
-    if (ranks.local_rank if agent_folder else ranks.rank) != 0:
-        return 0
-    fence.check(env)
-    job = env.get("IMGKIT_JOB_ID", stop_protocol.LOCAL_JOB)
     if agent_folder:
-        files.put(Path(agent_folder) / stop_protocol.SAVED, f"{job} {step}\n")
+        if ranks.local_rank == 0:
+            fence.check(env)
+            files.put(Path(agent_folder) / stop_protocol.SAVED, f"{job_id} {step}\n")
         return 0
-    run_folder = RunFolder(path=folder, say=say)
-    code = run_folder.request_requeue(f"{job} {step}")
-    run_folder.write(stop_protocol.RESULT, f"{job} {code}\n")
+    if "TORCHELASTIC_RUN_ID" not in env:  # neither dist-run nor torchrun has started this process
+        return EXIT_SAVED
+    if ranks.rank == 0:
+        fence.check(env)
+        run_folder = RunFolder(path=folder, say=say)
+        code = run_folder.request_requeue(f"{job_id} {step}")
+        run_folder.write(stop_protocol.RESULT, f"{job_id} {code}\n")
     return 0

@@ -78,7 +78,7 @@ class FakeRanks(Ranks):
     def gather(self, value: Any, *, call: str = "") -> list[Any]:
         return [value] * self.world_size
 
-    def collect(self, value: Any) -> list[Any]:
+    def gather_on_rank_0(self, value: Any) -> list[Any]:
         return [value] * self.world_size
 
     def broadcast(self, value: Any) -> Any:

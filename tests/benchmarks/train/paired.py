@@ -49,7 +49,7 @@ def against(name: str, sides: list[str], count: int, turns: int) -> None:
 
 def saving(name: str, size: int, count: int, turns: int, folder: str) -> None:
     """Run `count` steps with a checkpoint and as many without, in turn."""
-    from imgkit_entrypoints.run import run as library
+    from imgkit_entrypoints.run import run_checkpoints as library
 
     keepers = []
 

@@ -23,9 +23,10 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from imgkit_entrypoints.errors import ImgkitError
 from imgkit_entrypoints.run import Run
+from imgkit_entrypoints.run.step_loop import StepLoop
 
 torch.set_num_threads(1)
-__all__ = ["DataLoader", "IterableDataset", "Path", "TensorDataset", "dist", "same", "states"]
+__all__ = ["DataLoader", "IterableDataset", "Path", "Run", "TensorDataset", "dist", "same", "states"]
 
 
 def start(count, program, folder, *, at=0, how=signal.SIGKILL, rank=0, pause=0.0, args=(), **env):
@@ -57,24 +58,24 @@ def start(count, program, folder, *, at=0, how=signal.SIGKILL, rank=0, pause=0.0
 
 
 def signal_at(step, how):
-    counted = Run._count
+    count_step = StepLoop._count_step
 
-    def count(run):
-        counted(run)
-        if run.step == step:
+    def count_and_signal(loop):
+        count_step(loop)
+        if loop.read_step() == step:
             os.kill(os.getpid(), how)
 
-    Run._count = count
+    StepLoop._count_step = count_and_signal
 
 
 def slowly(pause):
-    counted = Run._count
+    count_step = StepLoop._count_step
 
-    def count(run):
+    def count_slowly(loop):
         time.sleep(pause)
-        counted(run)
+        count_step(loop)
 
-    Run._count = count
+    StepLoop._count_step = count_slowly
 
 
 def leave(program, args):

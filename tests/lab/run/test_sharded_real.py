@@ -175,11 +175,12 @@ def test_spare_node_takes_over_sharded_state(standin: str, tmp_path: Path) -> No
         "import os, sys, time\nfrom pathlib import Path\nimport torch\nimport torch.distributed as dist\n"
     )
     program = f"""{imports}from imgkit_entrypoints.run import Run
+from imgkit_entrypoints.run.step_loop import StepLoop
 torch.set_num_threads(1)
 {PROGRAM}
 dist.init_process_group("gloo")
-counted = Run._count
-Run._count = lambda run: (time.sleep(float(os.environ["PAUSE"])), counted(run))[1]
+count_step = StepLoop._count_step
+StepLoop._count_step = lambda loop: (time.sleep(float(os.environ["PAUSE"])), count_step(loop))[1]
 train(12, full=os.environ["IMGKIT_RUN_DIR"] + "-end", every=2)
 """
     (tmp_path / "sharded.py").write_text(program)

@@ -12,16 +12,16 @@ from pathlib import Path
 
 import torch
 
-from imgkit_entrypoints.run import Run
+from imgkit_entrypoints.run.step_loop import StepLoop
 
 torch.set_num_threads(1)
-counted = Run._count
+count_step = StepLoop._count_step
 
 
-def count(run):
-    counted(run)
+def count_and_act(loop):
+    count_step(loop)
     time.sleep(float(os.environ.get("PAUSE", "0")))
-    if run.step == int(os.environ.get("AT", "0")) and os.environ.get("RANK", "1") == "1":
+    if loop.read_step() == int(os.environ.get("AT", "0")) and os.environ.get("RANK", "1") == "1":
         if os.environ.get("ASK"):
             Path(os.environ["ASK"]).touch()
         else:
@@ -41,7 +41,7 @@ def with_dropout():
     BoringModel.__init__ = make
 
 
-Run._count = count
+StepLoop._count_step = count_and_act
 sys.argv = sys.argv[1:]
 if "lightning" in sys.argv[0]:
     with_dropout()

@@ -53,7 +53,7 @@ def test_fence_that_cannot_move_is_taken_down(tmp_path: Path, monkeypatch: pytes
 
 def test_late_checkpoint_changes_nothing(tmp_path: Path) -> None:
     def save(step: int, attempt: int, late: bool = False) -> None:
-        temporary = disk.new_folder(tmp_path, step, env(tmp_path, attempt))
+        temporary = disk.make_temporary_folder(tmp_path, step, env(tmp_path, attempt))
         if late:
             fence.admit(tmp_path, "4711", attempt + 1, "a1")
             (tmp_path / ".writing-of-the-next-attempt").mkdir()

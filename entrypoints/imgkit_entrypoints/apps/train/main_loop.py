@@ -23,7 +23,7 @@ from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch.start_up import StartUp
 from imgkit_entrypoints.run import Run
 from imgkit_entrypoints.run.checkpoint import Checkpoint
-from imgkit_entrypoints.run.run import NotSaved
+from imgkit_entrypoints.run.run_checkpoints import NotSaved
 
 PART = "course"
 Steps = Iterable[tuple[Position, list[MicroBatch]]]

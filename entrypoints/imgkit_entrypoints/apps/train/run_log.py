@@ -16,7 +16,7 @@ from imgkit_entrypoints.apps.train.config import LINE_EVERY_S, Config, learning_
 from imgkit_entrypoints.apps.train.loggers import Loggers
 from imgkit_entrypoints.apps.train.stragglers import RankOnNode, Stragglers
 from imgkit_entrypoints.launch.start_up import StartUp
-from imgkit_entrypoints.run.metrics import METRICS, MetricsFile, now
+from imgkit_entrypoints.run.metrics import METRICS, MetricsFile, utc_timestamp
 
 SCHEMA = 1
 
@@ -114,7 +114,7 @@ class RunLog:
         self._loggers.log(step, {"eval_loss": loss})
 
     def _position(self, step: int) -> dict[str, Any]:
-        return {"time": now(), "step": step, "epoch": step / self._workload.steps_per_epoch}
+        return {"time": utc_timestamp(), "step": step, "epoch": step / self._workload.steps_per_epoch}
 
     def _progress(self, step: int) -> str:
         return f"step {step:>{len(str(self._workload.steps))}}/{self._workload.steps}"
@@ -178,7 +178,7 @@ class RunLog:
         summary = {
             "schema": SCHEMA,
             "imgkit": __version__,
-            "ended": now(),
+            "ended": utc_timestamp(),
             "reason": reason,
             "step": step,
             "steps": self._workload.steps,

@@ -67,7 +67,7 @@ def archive_checksum(folder: Path) -> Kind:
 
 
 def checkpoint(folder: Path) -> Path:
-    temporary = disk.new_folder(folder, 7)
+    temporary = disk.make_temporary_folder(folder, 7)
     path = temporary / "__0_0.distcp"
     path.write_bytes(b"weights")
     return disk.commit(temporary, 7, {path.name: disk.file_row(path)}, keep=1)
@@ -78,7 +78,7 @@ def is_damaged(checkpoint: Path) -> bool:
         _, rows = disk.read_manifest(checkpoint)
     except disk.InvalidCheckpoint:
         return True
-    return disk.damage(checkpoint, rows, sorted(rows)) != ""
+    return disk.find_damage(checkpoint, rows, sorted(rows)) != ""
 
 
 def checkpoint_manifest(folder: Path) -> Kind:

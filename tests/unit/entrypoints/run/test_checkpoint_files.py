@@ -19,7 +19,7 @@ DIES = 77
 
 
 def write(folder: Path, step: int, keep: int = 2, warn: Callable[[str], None] = print) -> Path:
-    temporary = disk.new_folder(folder, step)
+    temporary = disk.make_temporary_folder(folder, step)
     content = {"__0_0.distcp": b"w" * 100 + bytes([step] * 50), ".metadata": str(step).encode()}
     for name, data in content.items():
         (temporary / name).write_bytes(data)
@@ -36,8 +36,8 @@ def rewrite(checkpoint: Path, **changed: object) -> None:
 def valid_steps(folder: Path, messages: list[str] | None = None, *, trusts_folder: bool = False) -> list[int]:
     problems: dict[Path, str] = {}
     steps = []
-    for path, step, rows in disk.candidates(folder, problems, trusts_folder=trusts_folder):
-        if problem := disk.damage(path, rows, sorted(rows)):
+    for path, step, rows in disk.iterate_valid(folder, problems, trusts_folder=trusts_folder):
+        if problem := disk.find_damage(path, rows, sorted(rows)):
             problems[path] = problem
         else:
             steps.append(step)

@@ -17,7 +17,7 @@ HOLD = """
 import os, sys
 from pathlib import Path
 from imgkit_entrypoints.run import disk
-lock = disk.lock(Path(sys.argv[1]), print, os.environ)
+lock = disk.lock_folder(Path(sys.argv[1]), print, os.environ)
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -40,9 +40,9 @@ def holder_env(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[
 def test_second_lock_of_one_process_is_refused(tmp_path: Path) -> None:
     folder, link = tmp_path / "run", tmp_path / "link"
     link.symlink_to(folder)
-    with disk.lock(folder, print, {}):
+    with disk.lock_folder(folder, print, {}):
         with pytest.raises(UsageError) as caught:
-            disk.lock(link, print, {})
+            disk.lock_folder(link, print, {})
         assert str(caught.value) == (
             f"{link}: another run of this process writes into this folder\n  -> end it first (with "
             "Run.start(...)), or name another folder: Run.start(FOLDER), --run-dir or IMGKIT_RUN_DIR"
@@ -51,13 +51,13 @@ def test_second_lock_of_one_process_is_refused(tmp_path: Path) -> None:
         child = os.fork()
         if child == 0:
             try:
-                disk.lock(folder, print, {})
+                disk.lock_folder(folder, print, {})
             except UsageError as error:
                 os._exit(0 if error.what.startswith("another run writes into this folder") else 2)
             finally:
                 os._exit(1)
         assert os.waitpid(child, 0)[1] == 0
-    disk.lock(folder, print, {}).close()
+    disk.lock_folder(folder, print, {}).close()
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +68,7 @@ def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("holder_env", [FIRST, LOCAL], ids=["job", "start"], indirect=True)
 def test_later_attempt_goes_on_and_says_who_has_the_lock(holder_env: dict[str, str], tmp_path: Path) -> None:
     messages: list[str] = []
-    disk.lock(tmp_path, messages.append, {**holder_env, "IMGKIT_ATTEMPT": "2"}).close()
+    disk.lock_folder(tmp_path, messages.append, {**holder_env, "IMGKIT_ATTEMPT": "2"}).close()
     assert len(messages) == 1
     assert "an earlier attempt still has the lock (process " in messages[0]
 
@@ -78,5 +78,5 @@ def test_later_attempt_goes_on_and_says_who_has_the_lock(holder_env: dict[str, s
 )
 def test_other_run_is_refused(holder_env: dict[str, str], env: dict[str, str], tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="another run writes into this folder") as caught:
-        disk.lock(tmp_path, print, env)
+        disk.lock_folder(tmp_path, print, env)
     assert caught.value.where == str(tmp_path)

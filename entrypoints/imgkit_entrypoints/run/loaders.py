@@ -1,0 +1,237 @@
+"""What a run knows of a loader: whether it can resume, its sampler and its generators.
+
+A resumed pass draws the order of its samples again, and goes on after the batches that were done.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.run import random_state
+from imgkit_entrypoints.run.random_state import GeneratorStates, restore_generators
+from imgkit_entrypoints.run.tracked import has_state
+
+# Attributes of torch's samplers that decide about the order of samples.
+ORDER_OPTIONS = ("shuffle", "seed", "replacement")
+
+
+def steps_error(problem: str, hint: str) -> UsageError:
+    """Return the error of a call of `Run.steps`."""
+    return UsageError(problem, where="run.steps", hint=hint)
+
+
+def refuse_without_position(loader: Any) -> None:
+    """Raise UsageError if a pass over `loader` could not resume where it ended."""
+    name, problem = type(loader).__name__, ""
+    hint = (
+        "give a DataLoader over a map-style dataset, a sequence, or a loader with state_dict and "
+        "load_state_dict, such as torchdata's StatefulDataLoader"
+    )
+    if any(kind.__module__.startswith("accelerate") for kind in type(loader).__mro__):
+        problem = f"{name} is a loader that accelerate has prepared"
+        hint = "use accelerate's own save_state with a LibraryCheckpoint: docs/guides/resume.md"
+    elif not getattr(loader, "in_order", True) and loader.num_workers:
+        problem = f"{name} with in_order=False gives batches as they come"
+        hint = f"{name}(..., in_order=True)"
+    elif has_state(loader):
+        return
+    elif not isinstance(loader, DataLoader):
+        is_sequence = hasattr(loader, "__getitem__") and hasattr(loader, "__len__")
+        if not is_sequence or isinstance(loader, Mapping):
+            problem = name
+    elif isinstance(loader.dataset, IterableDataset):
+        problem = f"a DataLoader over the IterableDataset {type(loader.dataset).__name__}"
+    elif type(loader).__iter__ is not DataLoader.__iter__:
+        problem = f"{name} has an __iter__ of its own, which hides its position"
+        hint = (
+            "use DataLoader itself, with persistent_workers=True to keep the workers, and change batches in "
+            "collate_fn or in the loop"
+        )
+    if problem:
+        raise steps_error(f"this loader cannot resume at its sample: {problem}", hint)
+
+
+def loader_length(loader: Any) -> int:
+    """Return the batches of a pass; -1: unknown."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return -1
+
+
+def _samplers(loader: Any) -> list[Any]:
+    """Return the sampler, the batch sampler and the sampler within that. Absent ones are None."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    return [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
+
+
+def sampler_epoch(loader: Any) -> int | None:
+    """Return the epoch that a DistributedSampler, or one like it, has been told, or None if there is none."""
+    for sampler in _samplers(loader):
+        epoch = getattr(sampler, "epoch", None)
+        if type(epoch) is int:
+            return epoch
+    return None
+
+
+def find_lazy_sampler(loader: Any) -> str:
+    """Return the class of a sampler of the program whose random numbers no resume could repeat, or "".
+
+    A sampler can repeat them if it is seeded by the epoch, or draws from a generator of its own.
+    """
+    if has_state(loader):
+        return ""
+    for sampler in _samplers(loader):
+        kind = type(sampler)
+        if kind.__module__.partition(".")[0] in ("builtins", "torch", "torchdata"):
+            continue
+        has_generator = bool(_generators_in(sampler))
+        if not has_generator and not hasattr(sampler, "set_epoch"):
+            return kind.__name__
+    return ""
+
+
+def describe_sampler(loader: Any) -> str:
+    """Return the class of the sampler with the options that decide about the order of samples.
+
+    An example is ``DistributedSampler(shuffle=True, seed=0)``. The text is empty if there is no sampler.
+    """
+    sampler = getattr(loader, "batch_sampler", None)
+    if type(sampler) in (BatchSampler, type(None)):
+        sampler = getattr(loader, "sampler", None)
+    if sampler is None:
+        return ""
+    options = []
+    for name in ORDER_OPTIONS:
+        value = getattr(sampler, name, None)
+        if isinstance(value, int):  # or a bool
+            options.append(f"{name}={value}")
+    return f"{type(sampler).__name__}({', '.join(options)})"
+
+
+def _generators_in(owner: Any) -> list[torch.Generator]:
+    return [value for value in getattr(owner, "__dict__", {}).values() if isinstance(value, torch.Generator)]
+
+
+def loader_generators(loader: Any) -> list[torch.Generator]:
+    """Return the generators that a pass uses in this process, each once: of loader, samplers and dataset."""
+    owners = [loader, *_samplers(loader)]
+    if isinstance(loader, DataLoader) and loader.num_workers == 0:  # workers draw from copies
+        owners.append(loader.dataset)
+    generators: dict[int, torch.Generator] = {}
+    for owner in owners:
+        for generator in _generators_in(owner):
+            generators[id(generator)] = generator
+    return list(generators.values())
+
+
+@dataclass(frozen=True, slots=True)
+class RandomNumbers:
+    """The random numbers of one moment: the states of this process, and of a loader's own generators."""
+
+    process: Mapping[str, Any]
+    generators: GeneratorStates
+
+
+class PassRandom:
+    """The random numbers of a pass: those at its start, from which samplers draw, and the latest ones."""
+
+    def __init__(
+        self, generators: Sequence[torch.Generator], *, start: RandomNumbers, latest: RandomNumbers
+    ) -> None:
+        self._generators, self._start, self._latest = generators, start, latest
+
+    def rewind(self) -> None:
+        """Restore the random numbers of the start of the pass."""
+        self._restore(self._start)
+
+    def forward(self) -> None:
+        """Restore the latest random numbers, with which the pass goes on."""
+        self._restore(self._latest)
+
+    def _restore(self, numbers: RandomNumbers) -> None:
+        random_state.restore(numbers.process)
+        restore_generators(self._generators, numbers.generators)
+
+
+def iterate_from(loader: Any, skip: int, random: PassRandom, *, keeps_workers: bool) -> Iterator[Any]:
+    """Iterate over `loader` without its first `skip` batches.
+
+    Parameters
+    ----------
+    random : if batches are skipped, they are drawn from the numbers at the start of the pass, and the first
+        batch that is read gets the latest ones.
+    keeps_workers : in a run without a stop, this pass goes on with the workers of the one before.
+    """
+    if isinstance(loader, DataLoader):
+        starts_workers = keeps_workers and loader.persistent_workers and loader._iterator is None
+        if skip or starts_workers:
+            return _iterate_without_reading(loader, skip, random, starts_workers=starts_workers)
+    if not skip:
+        return iter(loader)
+    random.rewind()
+    batches: Iterator[Any] = iter(loader)
+    for _ in itertools.islice(batches, skip):
+        pass
+    random.forward()
+    return batches
+
+
+def _iterate_without_reading(
+    loader: DataLoader[Any], skip: int, random: PassRandom, *, starts_workers: bool
+) -> Iterator[Any]:
+    """Let the loader take its indices from a sampler that skips, so that no skipped sample is read."""
+    attribute = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    sampler = getattr(loader, attribute)
+    items_ahead = (loader.prefetch_factor or 0) * loader.num_workers
+    try:
+        if starts_workers:
+            # That draws a random number, which the pass of an undisturbed run does not draw.
+            _set_sampler(loader, attribute, ())
+            next(iter(loader), None)
+        random.rewind()
+        _set_sampler(loader, attribute, _SkippingSampler(sampler, skip, items_ahead, random))
+        batches = iter(loader)
+        first_batches = list(itertools.islice(batches, 1))  # with this, the sampler has skipped
+    finally:
+        _set_sampler(loader, attribute, sampler)
+    return itertools.chain(first_batches, batches)
+
+
+def _set_sampler(loader: DataLoader[Any], attribute: str, sampler: Any) -> None:
+    vars(loader)[attribute] = sampler  # DataLoader's own __setattr__ refuses this
+    if loader._iterator is not None:  # of workers that are kept
+        loader._iterator._index_sampler = sampler
+
+
+class _SkippingSampler:
+    """A sampler without its first `skip` items, which can be read once.
+
+    Parameters
+    ----------
+    items_ahead : items that workers get before the first batch arrives. As many more were drawn before the
+        stop, so the latest random numbers are restored after them.
+    """
+
+    def __init__(self, sampler: Any, skip: int, items_ahead: int, random: PassRandom) -> None:
+        self._sampler, self._skip, self._items_ahead, self._random = sampler, skip, items_ahead, random
+
+    def __iter__(self) -> Iterator[Any]:
+        # Here, and not at the first item: a sampler may draw before the loader draws a seed for its workers.
+        return self._without_first(iter(self._sampler))
+
+    def _without_first(self, items: Iterator[Any]) -> Iterator[Any]:
+        for _ in itertools.islice(items, self._skip):
+            pass
+        if self._skip:
+            drawn = list(itertools.islice(items, self._items_ahead))
+            self._random.forward()
+            yield from drawn
+        yield from items

@@ -1,0 +1,245 @@
+"""The steps of a run: what it does at the beginning and the end of each step and of each pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.launch.progress import ProgressNotes
+from imgkit_entrypoints.launch.watchdog import Pulse
+from imgkit_entrypoints.run.agreement import PASS_END, STEP_END
+from imgkit_entrypoints.run.connection import RunConnection
+from imgkit_entrypoints.run.gradients import PendingGradients
+from imgkit_entrypoints.run.loaders import find_lazy_sampler, loader_length
+from imgkit_entrypoints.run.lr_schedulers import refuse_untracked_schedulers
+from imgkit_entrypoints.run.ranks import ranks_by_value
+from imgkit_entrypoints.run.run_checkpoints import RunCheckpoints
+from imgkit_entrypoints.run.tracked import has_state
+
+# Most steps between two looks where neither saves nor numbers of the program ask for fewer.
+MAX_INTERVAL = 1000
+
+
+class StepLoop:
+    """Counts the steps of a run. At the end of each, it agrees with the other ranks on saves and stops."""
+
+    def __init__(
+        self, checkpoints: RunCheckpoints, connection: RunConnection, pulse: Pulse, progress: ProgressNotes
+    ) -> None:
+        self._checkpoints = checkpoints
+        self._position = checkpoints.position
+        self._connection = connection
+        self._pulse = pulse
+        self._progress = progress
+        self._gradients = PendingGradients(checkpoints.tracked, connection.report)
+        self.max_interval = 0
+        """Most steps between two looks at the program's own numbers. 0 means that it has none."""
+        self.is_started = False
+        """Whether the program has begun its first step."""
+        self._is_in_step = False
+        # Whether the program has asked for a save that has to wait.
+        self._should_save = False
+        # Whether the program has to read the position first, since a checkpoint has finished epochs.
+        self._must_read_position = False
+        self._has_read_step = False
+        # Whether the program has read the epoch since the latest pass began.
+        self._has_read_epoch = False
+        self._has_warned_of_sampler = False
+
+    def read_step(self) -> int:
+        """Return the steps that are done, and note that the program knows them."""
+        self._must_read_position, self._has_read_step = False, True
+        return self._position.step
+
+    def read_epoch(self) -> int:
+        """Return the epochs that are done, and note that the program knows them."""
+        self._must_read_position, self._has_read_epoch = False, True
+        return self._position.epoch
+
+    def restore(self) -> None:
+        """Go on at the position of a checkpoint that was loaded."""
+        self._must_read_position = self._position.epoch != 0
+
+    def close(self) -> None:
+        """Stop watching the optimizers."""
+        self._gradients.close()
+
+    def iterate(self, loader: Any, name: str, save_every: int, line: str) -> Iterator[tuple[int, Any]]:
+        """Iterate over a pass of `Run.steps`, which the program calls at `line`."""
+        position, agreement = self._position, self._connection.agreement
+        if self.is_started:  # as at the end of the run, where another rank may be
+            agreement.wait_for_ranks(position.step, "run.steps")
+        self._refuse_different_passes(loader, name, save_every)
+        if not position.begin_pass(name):
+            return
+        self._prepare_pass(loader, save_every, line)
+        try:
+            batches = position.open(loader, name)
+            self.start(save_every)
+            for batch in batches:
+                self._refuse_step_after_break()
+                self._checkpoints.restored, self._is_in_step = None, True
+                self.begin_step()
+                self._gradients.begin_step()
+                yield position.step + 1, batch
+                self.end_open_step()
+                if self._is_save_due(save_every):
+                    self.save_now()
+            agreement.wait_for_ranks(position.step, PASS_END)
+            # The state of a loader could not end this pass again, so it is saved in the next one.
+            if self._connection.stop and not has_state(loader) and not self._must_wait():
+                self.save_now()
+            position.close()
+        except GeneratorExit:
+            self.end_open_step()
+            position.was_left = True
+            raise
+        finally:
+            position.is_open = False
+
+    def _prepare_pass(self, loader: Any, save_every: int, line: str) -> None:
+        """Refuse a pass that could not resume, and save what waited for it."""
+        position = self._position
+        if list(position.loops) == [""]:
+            position.refuse_second_loop(loader, line, is_next_epoch=self._has_read_epoch)
+        self._has_read_epoch = False
+        self._warn_of_lazy_sampler(loader)
+        if self._should_save and self._is_save_due(save_every):
+            self.save_now(at_start=True)
+        self._checkpoints.prepare_pass()
+
+    def _warn_of_lazy_sampler(self, loader: Any) -> None:
+        sampler = find_lazy_sampler(loader)
+        if sampler and not self._has_warned_of_sampler:
+            self._has_warned_of_sampler = True
+            self._connection.report(
+                f"warning: the sampler {sampler} has neither set_epoch nor a torch.Generator: if it draws "
+                "random numbers while a pass goes on, a resumed pass gets other samples"
+            )
+
+    def _refuse_different_passes(self, loader: Any, name: str, save_every: int) -> None:
+        """Raise UsageError, on every rank, if the ranks begin different passes."""
+        loop = f"loop {name}, " if name else ""
+        own_pass = (
+            f"{loop}{loader_length(loader)} batches after step {self._position.step}, "
+            f"save_every={save_every}, tracking {', '.join(sorted(self._checkpoints.tracked.objects))}"
+        )
+        passes = self._connection.ranks.gather(own_pass, call="run.steps")
+        if len(set(passes)) > 1:
+            raise UsageError(
+                f"the ranks begin different passes: {ranks_by_value(passes)}",
+                where="run.steps",
+                hint="all ranks must do the same; DistributedSampler gives them equal loaders",
+            )
+
+    def start(self, save_every: int) -> None:
+        """Begin to count steps; in a loop over `steps`, at the begin of each pass."""
+        if self._checkpoints.keep and not self.is_started:
+            refuse_untracked_schedulers(self._checkpoints.tracked.objects)
+        if self._must_read_position:
+            raise UsageError(
+                f"the checkpoint has {self._position.epoch} finished epochs, and the program never read "
+                "run.epoch: it would begin another one",
+                where="run.steps",
+                hint="for epoch in range(run.epoch, EPOCHS), also where there is one epoch",
+            )
+        self.is_started = True
+        self.start_clock(self.max_interval or save_every or MAX_INTERVAL)
+
+    def _refuse_step_after_break(self) -> None:
+        """Raise UsageError for the first step after a run that ended by a ``break``, unless it was asked for.
+
+        A program that compares the number of steps only at the end of its body would train one more.
+        """
+        restored = self._checkpoints.restored
+        if restored is None or self._has_read_step or not restored.run.get("was_left"):
+            return
+        raise UsageError(
+            f"this run ended by a break after step {self._position.step}, and the program never read "
+            "run.step: it would train one more",
+            where="run.steps",
+            hint="while run.step < STEPS: around the loop, or if run.step >= STEPS: before it",
+        )
+
+    def start_clock(self, max_interval: int | None = None) -> None:
+        """Start the clock before the first step of a loop, or again after a save or a pause."""
+        self._connection.agreement.start_clock(self._position.step, max_interval)
+        self._pulse.done(self._position.step)
+
+    def begin_step(self) -> None:
+        """Note that this rank has its batch of the next step."""
+        self._pulse.begins(self._position.step + 1)
+        self._progress.trains()
+
+    def end_open_step(self) -> None:
+        """Count the step of a loop over `steps` whose body has ended."""
+        if self._is_in_step:
+            self._is_in_step = False
+            self._count_step()
+
+    def _count_step(self) -> None:
+        self._position.count_step()
+        self._pulse.done(self._position.step)
+        self._progress.moved()
+
+    def end_step(self, save_every: int) -> bool:
+        """End a step of a loop that is not over `steps`; return whether all ranks save now."""
+        if not self.is_started:
+            self.start(save_every)
+        self._count_step()
+        self._checkpoints.restored = None
+        is_due = self._is_save_due(save_every)
+        self._gradients.begin_step()
+        return is_due
+
+    def _is_save_due(self, save_every: int) -> bool:
+        """Look if it is time; return whether all ranks save now, with all numbers of the steps before."""
+        step, agreement, checkpoints = self._position.step, self._connection.agreement, self._checkpoints
+        agreement.look_if_due(step)
+        is_due = bool(agreement.stop) or self._should_save
+        if checkpoints.keep and save_every and step // save_every > checkpoints.saved_step // save_every:
+            is_due = True
+        if not is_due or self._must_wait():
+            return False
+        agreement.wait_for_ranks(step, "run.save")
+        checkpoints.saved_step = step
+        return True
+
+    def _must_wait(self) -> bool:
+        """Return whether no checkpoint can be taken now on a rank; a collective call.
+
+        Gradients wait for their optimizer, or a pass is at the end of a loader that could not go on from it.
+        """
+        must_wait = self._gradients.should_wait() or self._position.has_unclear_loader()
+        return any(self._connection.ranks.gather(must_wait, call=STEP_END))
+
+    def request_save(self) -> None:
+        """Save as soon as it is possible: now, or at the end of a step; a collective call.
+
+        Raises
+        ------
+        UsageError : weights were updated in a step that no call of `Run.due` has ended.
+        """
+        position = self._position
+        if self._gradients.has_stepped and not position.loops:
+            raise UsageError(
+                "run.save comes after an optimizer.step() that the run has not counted",
+                where="run.save",
+                hint="call run.due() at the end of each step and run.save() after it, or loop over run.steps",
+            )
+        if position.repeats:  # the checkpoint holds this already
+            return
+        if self._is_in_step or position.loops or self._must_wait():
+            self._should_save = True
+        else:
+            self.save_now()
+
+    def save_now(self, *, at_start: bool = False) -> None:
+        """Save the state, and leave the program after a request to stop; a collective call."""
+        self._checkpoints.write(at_start=at_start)
+        if self._connection.stop:
+            self._checkpoints.leave()
+        self._checkpoints.saved_step = self._position.step
+        self._should_save = False
+        self.start_clock()
