@@ -37,7 +37,10 @@ FOREIGN = "it sent something other than a message of imgkit's roll call"
 
 
 class Connection:
-    """A connected socket as a pair of message queues; it never blocks, and never raises if the peer fails."""
+    """A connected socket as a pair of message queues.
+
+    Its methods never block, but for `close` with a time, and never raise if the peer fails: `error` says why.
+    """
 
     def __init__(self, sock: socket.socket, *, max_line_bytes: int = MAX_LINE_BYTES) -> None:
         sock.setblocking(False)
@@ -48,7 +51,7 @@ class Connection:
         self.last_received = self.last_sent = time.monotonic()
         """Times of the last whole line in and of the last message out."""
         self.error = ""
-        """Why the connection is over; empty while it is open."""
+        """Why the connection is over. It is empty while it is open."""
         self._input = bytearray()
         self._output = b""
 
@@ -58,11 +61,11 @@ class Connection:
 
     @property
     def has_unsent(self) -> bool:
-        """Return whether something still waits for room in the network."""
+        """Whether something still waits for room in the network."""
         return bool(self._output) and not self.error
 
     def send(self, message: Message) -> None:
-        """Queue `message` and send as much as the network takes now."""
+        """Queue a message, and send as much as the network takes now."""
         self.send_line(messages.encode(message))
 
     def send_line(self, line: bytes) -> None:
@@ -95,14 +98,17 @@ class Connection:
         One call reads as much as the longest line; if more has arrived, the socket stays readable.
         """
         self._read()
-        while not self.error and (length := self._input.find(b"\n")) >= 0:
+        while not self.error:
+            length = self._input.find(b"\n")
+            if length < 0:
+                return
             line = bytes(self._input[:length])
             del self._input[: length + 1]
             self.last_received = time.monotonic()
             yield line
 
     def decode(self, line: bytes) -> Message | None:
-        """Return the message in a line; None, with `error`, if it is none."""
+        """Return the message in a line. If it is no message, set `error` and return None."""
         try:
             return messages.decode(line)
         except ValueError:
@@ -110,23 +116,27 @@ class Connection:
             return None
 
     def end_sending(self) -> None:
-        """Announce the end if everything is sent; the peer closes when it has read all."""
+        """Send the rest, and announce the end if all is sent. The peer closes when it has read all."""
         self.flush()
         if not self._output:
             with contextlib.suppress(OSError):
                 self.socket.shutdown(socket.SHUT_WR)
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Close; the peer has up to `linger_s` seconds to read the last messages."""
+        """Close the connection. The peer has up to `linger_s` seconds to read the last messages."""
         close_all([self], linger_s)
 
-    def await_end(self, deadline: float) -> None:
-        """Send the rest, and wait until the peer has closed its end, or the deadline."""
+    def wait_for_end(self, deadline: float) -> None:
+        """Send the rest, and wait until the peer has closed its end, at most until the deadline."""
         with contextlib.suppress(OSError):
             self.socket.settimeout(max(0.0, deadline - time.monotonic()))
             self.socket.sendall(self._output)
             self.socket.shutdown(socket.SHUT_WR)
-            while self.socket.recv(MAX_LINE_BYTES) and (left_s := deadline - time.monotonic()) > 0:
+            # What still arrives is dropped; an empty text is the end.
+            while self.socket.recv(MAX_LINE_BYTES):
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    return
                 self.socket.settimeout(left_s)
 
     def _read(self) -> None:
@@ -146,14 +156,17 @@ class Connection:
         self._input += data
         if not data:
             self.error = "it closed the connection"
-        elif len(self._input) > self.max_line_bytes:
-            # What follows the last line feed is a line that has not arrived as a whole.
-            is_too_long = max(map(len, self._input.split(b"\n"))) > self.max_line_bytes
-            self.error = FOREIGN if is_too_long else ""
+        elif self._has_long_line():
+            self.error = FOREIGN
+
+    def _has_long_line(self) -> bool:
+        # What follows the last line feed is a line that has not arrived as a whole.
+        lines = self._input.split(b"\n")
+        return len(self._input) > self.max_line_bytes and max(map(len, lines)) > self.max_line_bytes
 
 
 def close_all(connections: Collection[Connection], linger_s: float = 0.0) -> None:
-    """Close `connections`; their peers have up to `linger_s` seconds together to read the last messages.
+    """Close connections. Their peers have up to `linger_s` seconds together to read the last messages.
 
     A close with unread input sends a reset, which can overtake the last message.
     """
@@ -162,17 +175,21 @@ def close_all(connections: Collection[Connection], linger_s: float = 0.0) -> Non
     deadline = time.monotonic() + linger_s
     for connection in connections:
         if linger_s and not connection.error:
-            connection.await_end(deadline)
+            connection.wait_for_end(deadline)
         connection.socket.close()
 
 
+# "imgkit-join 12 5f1c..." and "imgkit-head 5f1c... 9a02...", as the top of this module shows them.
 _OPENING = re.compile(rb"imgkit-join (\d{1,7}) ([0-9a-f]{32})")
 _ANSWER = re.compile(rb"imgkit-head ([0-9a-f]{32}) ([0-9a-f]{64})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handshake:
-    """What both ends know of the handshake of one connection."""
+    """The handshake of one connection, as one end knows it.
+
+    The node makes it with a nonce of its own, and `confirm` adds the head's. The head makes it by `accept`.
+    """
 
     secret: bytes
     job_id: str
@@ -187,7 +204,7 @@ class Handshake:
 
     @classmethod
     def accept(cls, secret: bytes, job_id: str, opening: bytes) -> Handshake | None:
-        """Return the head's handshake with a node that has sent `opening`; None if that is no opening."""
+        """Return the head's handshake with a node that has sent `opening`, or None if that is no opening."""
         match = _OPENING.fullmatch(opening)
         if match is None:
             return None
@@ -205,22 +222,27 @@ class Handshake:
         return f"imgkit-head {self.head_nonce} ".encode() + self._mac("head", b"")
 
     def confirm(self, answer: bytes) -> Handshake | None:
-        """Return the node's handshake with the head that has sent `answer`; None if that proves no secret."""
+        """Return the node's handshake with the head that sent `answer`, or None if that proves no secret."""
         match = _ANSWER.fullmatch(answer)
         if match is None:
             return None
         confirmed = replace(self, head_nonce=match[1].decode())
-        return confirmed if hmac.compare_digest(answer, confirmed.answer) else None
+        if not hmac.compare_digest(answer, confirmed.answer):
+            return None
+        return confirmed
 
     def sign(self, request: bytes) -> bytes:
         """Return the node's second line, which holds `request`."""
         return self._mac("node", request) + b" " + request
 
     def verify(self, line: bytes) -> bytes | None:
-        """Return the request in the node's second line; None if that proves no secret."""
-        request = line.partition(b" ")[2]
-        return request if hmac.compare_digest(line, self.sign(request)) else None
+        """Return the request in the node's second line, or None if that proves no secret."""
+        _, _, request = line.partition(b" ")
+        if not hmac.compare_digest(line, self.sign(request)):
+            return None
+        return request
 
     def _mac(self, sender: str, request: bytes) -> bytes:
+        """Return the proof that `sender` knows the secret, and has sent `request` on this connection."""
         context = ["imgkit roll call", sender, self.job_id, self.node_rank, self.node_nonce, self.head_nonce]
         return hmac.digest(self.secret, json.dumps(context).encode() + request, "sha256").hex().encode()

@@ -34,9 +34,9 @@ from imgkit_entrypoints.schedulers.placement import Placement
 PROGRESS_S = 10.0
 # Time between two looks at nodes that have joined and are waiting.
 LOOK_S = 0.5
-# Characters of the names of missing nodes in one message; beyond, it names the first `SHOWN` of them.
+# Characters of the names of missing nodes in one message; beyond, it names the first `MAX_SHOWN` of them.
 MAX_NAMES = 400
-SHOWN = 32
+MAX_SHOWN = 32
 # Time that a run with spares waits for one more after the last node has joined.
 #
 # Nodes of one job start seconds apart, and pods as far apart as their images take to pull. So a shorter wait
@@ -102,14 +102,8 @@ class _Head:
 
     def gather(self) -> HeadSession:
         """Wait for all nodes, compare them, and hand out their ranks."""
-        start = progress = time.monotonic()
-        while not self._is_complete(now := time.monotonic(), start + self.meeting.timeout_s):
-            if reason := self.meeting.stop_reason():
-                raise NoPlan(f"stopped during the roll call: {self._name(0)} got {reason}")
-            if now - progress >= PROGRESS_S:
-                progress = now
-                self.meeting.log(f"roll call: {self._present()}, waiting for {self._missing()}")
-            self._receive()
+        start = time.monotonic()
+        self._wait_for_nodes(start)
         warnings = compare_software(self.placement, self.nodes)
         failures, crowded = probe.probe_all(
             self.probe_ports,
@@ -120,23 +114,45 @@ class _Head:
         if failures:
             raise probe.refusal(failures, self.probe_ports, self._name)
         if crowded:
-            names = ", ".join(map(self._name, crowded[:GROUPS]))
+            names = ", ".join(self._name(rank) for rank in crowded[:MAX_GROUPS])
             warnings += (f"strangers connect to the ports of the network test; no result from {names}",)
         port = self._torchrun_port()
-        numbers = {rank: number for number, rank in enumerate(sorted(self.nodes))}
-        self.server.renumber(numbers)
-        nodes = {numbers[rank]: node for rank, node in self.nodes.items()}
-        earlier = collections.Counter([nodes[0].host])
-        for number in range(1, len(numbers)):
-            host = nodes[number].host
-            answer = messages.RunStart(nnodes=len(numbers), node_rank=number, host_index=earlier[host])
-            self.server.send(number, answer)
-            earlier[host] += 1
+        # Ranks without gaps: some nodes of a run with spares may be missing.
+        ranks = sorted(self.nodes)
+        self.server.renumber({rank: number for number, rank in enumerate(ranks)})
+        nodes = {number: self.nodes[rank] for number, rank in enumerate(ranks)}
+        self._send_starts(nodes)
         self.meeting.log(f"roll call: {self._present()} in {time.monotonic() - start:.1f} s")
-        placement = self.placement.numbered(len(numbers), 0)
+        placement = self.placement.numbered(len(ranks), 0)
         if self.meeting.all_reach_head and None not in self.probe_ports.values():
             placement = dataclasses.replace(placement, head=nodes[0].address)
         return HeadSession(placement, port, warnings, self.server, nodes)
+
+    def _wait_for_nodes(self, start: float) -> None:
+        """Wait until the run can start, and log now and then which nodes are missing.
+
+        Raises
+        ------
+        NoPlan : the time is over, a node must not join, or this node was asked to stop.
+        """
+        progress = start
+        while not self._is_complete(time.monotonic(), start + self.meeting.timeout_s):
+            reason = self.meeting.stop_reason()
+            if reason:
+                raise NoPlan(f"stopped during the roll call: {self._name(0)} got {reason}")
+            if time.monotonic() - progress >= PROGRESS_S:
+                progress = time.monotonic()
+                self.meeting.log(f"roll call: {self._present()}, waiting for {self._missing()}")
+            self._receive()
+
+    def _send_starts(self, nodes: Mapping[int, NodeInfo]) -> None:
+        """Send each node the start of the run, with its number among the nodes of its host."""
+        nodes_of_host = collections.Counter([nodes[0].host])
+        for number in range(1, len(nodes)):
+            host = nodes[number].host
+            start = messages.RunStart(nnodes=len(nodes), node_rank=number, host_index=nodes_of_host[host])
+            self.server.send(number, start)
+            nodes_of_host[host] += 1
 
     def _listen(self) -> socket.socket:
         port = self.meeting.port
@@ -185,6 +201,7 @@ class _Head:
             self._add(*self.server.joining.pop(0))
 
     def _forget_lost(self) -> None:
+        """Count nodes out whose connection is over. They may join again."""
         while self.server.lost:
             rank, reason = self.server.lost.popitem()
             self.meeting.log(f"roll call: {self._name(rank)} joined and disconnected ({reason})")
@@ -239,20 +256,22 @@ class _Head:
         return node_name(self.placement, rank, node.host if node else "")
 
     def _missing(self) -> str:
-        """Return the missing nodes: "nodes 1-2,5 of 8 (node[01-02,05])"."""
+        """Return a text on the missing nodes: "nodes 1-2,5 of 8 (node[01-02,05])"."""
         ranks = [rank for rank in range(self.placement.nnodes) if rank not in self.nodes]
         text = self._names(ranks)
         if len(text) > MAX_NAMES:
-            text = f"{self._names(ranks[:SHOWN])} and {len(ranks) - SHOWN} more"
+            text = f"{self._names(ranks[:MAX_SHOWN])} and {len(ranks) - MAX_SHOWN} more"
         return text
 
     def _names(self, ranks: list[int]) -> str:
         if len(ranks) == 1:
             return self._name(ranks[0])
-        hosts = [self.placement.hosts[rank] for rank in ranks if rank < len(self.placement.hosts)]
-        names = f" ({hostlist.folded(hosts)})" if len(hosts) == len(ranks) else ""
         numbers = hostlist.number_ranges(str(rank + 1) for rank in ranks)
-        return f"nodes {numbers} of {self.placement.nnodes}{names}"
+        text = f"nodes {numbers} of {self.placement.nnodes}"
+        hosts = [self.placement.hosts[rank] for rank in ranks if rank < len(self.placement.hosts)]
+        if len(hosts) < len(ranks):  # the scheduler has not named all hosts
+            return text
+        return f"{text} ({hostlist.folded(hosts)})"
 
     def _present(self) -> str:
         return f"{len(self.nodes)}/{self.placement.nnodes} present"
@@ -265,7 +284,7 @@ def refusal(error: NoPlan) -> messages.Refused:
 
 MANIFEST = "opt/imgkit/manifest.json"
 # Groups of different nodes that one message names: it must fit into a line.
-GROUPS = 8
+MAX_GROUPS = 8
 
 
 def read_software(*, torch: str, nccl: str, root: Path = Path("/")) -> messages.Software:
@@ -278,40 +297,50 @@ def read_software(*, torch: str, nccl: str, root: Path = Path("/")) -> messages.
 
 
 def compare_software(placement: Placement, nodes: Mapping[int, NodeInfo]) -> tuple[str, ...]:
-    """Refuse nodes with different software; return differences that torchrun supports as warnings."""
+    """Refuse nodes with different software, and return warnings of differences that torchrun supports.
 
-    def difference(label: str, value: Callable[[NodeInfo], str]) -> str:
-        """Return "torch 2.3 on node 1 of 2 (a), 2.4 on node 2 of 2 (b)"; empty if all are the same."""
+    Raises
+    ------
+    NoPlan : the nodes run different images, torch or NCCL, or a run with spares has different workers.
+    """
+
+    def find_difference(label: str, value_of: Callable[[NodeInfo], str]) -> str:
+        """Return "torch 2.3 on node 1 of 2 (a), 2.4 on node 2 of 2 (b)". It is empty if all are the same."""
         names: dict[str, list[str]] = {}
         for rank, node in sorted(nodes.items()):
-            names.setdefault(value(node) or "none", []).append(node_name(placement, rank, node.host))
+            value = value_of(node) or "none"
+            names.setdefault(value, []).append(node_name(placement, rank, node.host))
         if len(names) < 2:
             return ""
-        groups = [
-            f"{text} on {first}" + (f" and {len(following)} more" if following else "")
-            for text, (first, *following) in names.items()
-        ]
-        rest = f" and {len(groups) - GROUPS} more" if len(groups) > GROUPS else ""
-        return f"{label} " + ", ".join(groups[:GROUPS]) + rest
+        groups = []
+        for value, (first_name, *more_names) in names.items():
+            group = f"{value} on {first_name}"
+            if more_names:
+                group += f" and {len(more_names)} more"
+            groups.append(group)
+        text = f"{label} " + ", ".join(groups[:MAX_GROUPS])
+        if len(groups) > MAX_GROUPS:
+            text += f" and {len(groups) - MAX_GROUPS} more"
+        return text
 
-    software = (
-        difference("image", lambda node: node.software.image),
-        difference("torch", lambda node: node.software.torch),
-        difference("NCCL", lambda node: node.software.nccl),
-    )
+    software = [
+        find_difference("image", lambda node: node.software.image),
+        find_difference("torch", lambda node: node.software.torch),
+        find_difference("NCCL", lambda node: node.software.nccl),
+    ]
     if any(software):
         raise NoPlan(
-            "the nodes do not run the same software: " + "; ".join(filter(None, software)),
+            "the nodes do not run the same software: " + "; ".join(text for text in software if text),
             hint="start the same .sif on every node; compare: sha256sum IMAGE.sif, dist-env --json",
         )
-    workers = difference("workers per node", lambda node: str(node.nproc))
+    workers = find_difference("workers per node", lambda node: str(node.nproc))
     if workers and placement.size is not None:
         raise NoPlan(
             f"the nodes differ in {workers}: an attempt without one of them would have another batch",
             where=f"--nnodes {placement.size}",
             hint="give the same --nproc to all nodes, or leave out the spares",
         )
-    gpus = difference("GPU", lambda node: node.gpu)
+    gpus = find_difference("GPU", lambda node: node.gpu)
     return tuple(f"the nodes differ in {text}" for text in (workers, gpus) if text)
 
 

@@ -13,7 +13,9 @@ from imgkit_entrypoints.rollcall.connection import Connection, Handshake
 from imgkit_entrypoints.rollcall.session import MemberSession, node_name, wait
 from imgkit_entrypoints.schedulers.placement import Placement
 
+# Limit for one connection to the head.
 CONNECT_S = 5.0
+# Time between two calls, and between two looks at what the head has sent.
 RETRY_S = 0.5
 # Time between two lines in the log about the head that does not answer.
 PROGRESS_S = 10.0
@@ -47,7 +49,8 @@ class Meeting:
 
     def check_stop(self) -> None:
         """Raise NoPlan if this node was asked to stop."""
-        if reason := self.stop_reason():
+        reason = self.stop_reason()
+        if reason:
             raise NoPlan(f"stopped during the roll call by {reason}")
 
 
@@ -61,7 +64,10 @@ def join(meeting: Meeting) -> MemberSession:
     placement, reason, answer_error = meeting.placement, "", ""
     progress = time.monotonic()
     deadline = progress + meeting.timeout_s
-    while (left_s := deadline - time.monotonic()) > 0:
+    while True:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            break
         meeting.check_stop()
         try:
             sock = socket.create_connection((placement.head, meeting.port), timeout=min(CONNECT_S, left_s))
@@ -70,11 +76,12 @@ def join(meeting: Meeting) -> MemberSession:
         else:
             connection = Connection(sock)
             try:
-                if joined := _call(meeting, connection, deadline):
-                    return joined
+                member = _call_head(meeting, connection, deadline)
             except NoPlan:
                 connection.close()
                 raise
+            if member is not None:
+                return member
             connection.close()
             # A last call may have no time for an answer.
             if not answer_error or time.monotonic() < deadline:
@@ -93,8 +100,8 @@ def join(meeting: Meeting) -> MemberSession:
     )
 
 
-def _call(meeting: Meeting, connection: Connection, deadline: float) -> MemberSession | None:
-    """Return the session once the head sends the start; None if another call may help."""
+def _call_head(meeting: Meeting, connection: Connection, deadline: float) -> MemberSession | None:
+    """Return the session once the head sends the start, or None if another call may help."""
     placement = meeting.placement
     request = messages.encode(
         messages.JoinRequest(
@@ -106,23 +113,21 @@ def _call(meeting: Meeting, connection: Connection, deadline: float) -> MemberSe
         )
     )
     if meeting.secret is not None:
-        handshake = Handshake(secret=meeting.secret, job_id=placement.job_id, node_rank=placement.node_rank)
-        connection.send_line(handshake.opening)
-        answers = _await_lines(meeting, connection, min(deadline, time.monotonic() + PROOF_S))
-        confirmed = handshake.confirm(answers[0]) if answers else None
-        if confirmed is None:
-            detail = "its answer is not a valid proof" if answers else connection.error or "it is silent"
-            connection.error = (
-                f"another program answers at {meeting.address} and does not know this run's secret "
-                f"({detail}); if it is the head, give both the same --secret-file"
-            )
+        handshake = _shake_hands(meeting, connection, meeting.secret, deadline)
+        if handshake is None:
             return None
-        request = confirmed.sign(request)
+        request = handshake.sign(request)
     connection.send_line(request)
     end = deadline
-    while lines := _await_lines(meeting, connection, end):
+    while True:
+        lines = _wait_for_lines(meeting, connection, end)
+        if not lines:
+            return None
         end = time.monotonic() + session.LOST_AFTER_S
-        while lines and (message := connection.decode(lines.pop(0))):
+        while lines:
+            message = connection.decode(lines.pop(0))
+            if message is None:
+                break
             if isinstance(message, messages.Refused):
                 raise NoPlan(message.what, where=message.where, hint=message.hint)
             if isinstance(message, messages.ProbeRequest):
@@ -135,11 +140,32 @@ def _call(meeting: Meeting, connection: Connection, deadline: float) -> MemberSe
         if time.monotonic() - connection.last_sent >= session.BEAT_S:
             # The head beats while it waits for other nodes.
             connection.send(messages.Heartbeat())
+
+
+def _shake_hands(
+    meeting: Meeting, connection: Connection, secret: bytes, deadline: float
+) -> Handshake | None:
+    """Return the handshake once the head has proved the secret. If it does not, set the error of the call."""
+    placement = meeting.placement
+    handshake = Handshake(secret=secret, job_id=placement.job_id, node_rank=placement.node_rank)
+    connection.send_line(handshake.opening)
+    answers = _wait_for_lines(meeting, connection, min(deadline, time.monotonic() + PROOF_S))
+    if answers:
+        confirmed = handshake.confirm(answers[0])
+        if confirmed is not None:
+            return confirmed
+        problem = "its answer is not a valid proof"
+    else:
+        problem = connection.error or "it is silent"
+    connection.error = (
+        f"another program answers at {meeting.address} and does not know this run's secret "
+        f"({problem}); if it is the head, give both the same --secret-file"
+    )
     return None
 
 
-def _await_lines(meeting: Meeting, connection: Connection, end: float) -> list[bytes]:
-    """Return the next lines; none if none arrives until `end`, or the connection is over."""
+def _wait_for_lines(meeting: Meeting, connection: Connection, end: float) -> list[bytes]:
+    """Return the next lines, or an empty list if none arrives until `end` or the connection is over."""
     lines = list(connection.receive_lines())
     while not lines and not connection.error and time.monotonic() < end:
         meeting.check_stop()

@@ -26,7 +26,7 @@ MAX_NODES = 1 << 20
 MAX_STAGE_S = 600
 # Lines of a traceback, and characters of each.
 LINES, LINE = 200, 1000
-# The watchdog counts in 64 bits.
+# The watchdog counts in 64 bits with a sign.
 _MAX_COUNT = 1 << 63
 
 
@@ -82,7 +82,7 @@ class NodeInfo:
     """Like `gpu`, it may differ between nodes; a difference is reported, never refused."""
     gpu: Name = ""
     address: Name = ""
-    """Address that carries the data between nodes; empty: the network to this node is not tested."""
+    """Address that carries the data between nodes, or empty if the network to this node is not tested."""
     interface: Name = ""
 
 
@@ -101,7 +101,7 @@ class ProbeFailure:
 
     target: NodeRank
     size: ByteCount
-    """Bytes of the burst that did not arrive; 0: there was no connection."""
+    """Bytes of the burst that did not arrive. 0 means that there was no connection."""
     arrived: ByteCount
     """Bytes of the largest burst that arrived."""
     packet: ByteCount
@@ -146,7 +146,7 @@ class RankFailure:
     rank: Rank | None
     """None: torchrun itself, or a command."""
     code: Annotated[int, _between(-64, 255)]
-    """Exit code; negative: the signal that ended it."""
+    """Exit code. A negative one is the signal that ended it."""
     age_ms: Annotated[int, _between(0, _MAX_COUNT)]
     """Time since then."""
     after_peer: bool
@@ -154,7 +154,7 @@ class RankFailure:
     log: Line
     """The full log of its node."""
     lines: Annotated[tuple[Line, ...], _between(0, LINES)] = ()
-    """Its traceback or message; empty: it left none."""
+    """Its traceback or message, or nothing if it left none."""
     is_command: bool = False
     """It is the command of dist-run --per-node."""
 
@@ -166,7 +166,7 @@ class AttemptEnded:
     code: ExitCode
     attempt: Attempt = 1
     position: Annotated[int, _between(-1, _MAX_COUNT)] | None = None
-    """Furthest position of a worker of this node (launch/watchdog.py); None: no worker notes its position."""
+    """Furthest position of a worker of this node (launch/watchdog.py), or None if no worker notes it."""
     failure: RankFailure | None = None
     """The worker of this node that failed first."""
 
@@ -222,7 +222,7 @@ class AttemptStart:
     nnodes: NodeCount
     """Nodes that take part."""
     node_rank: OtherRank | None
-    """The receiving node's rank among them, 0 on the head alone; None: it waits as a spare."""
+    """The receiving node's rank among them, 0 on the head alone. None means that it waits as a spare."""
     port: Port
     """Torchrun's port on the head."""
     second_port: Port = 1
@@ -253,7 +253,7 @@ class StopOrder:
 
     reason: Text
     requeue: bool = True
-    """The run is to go on later; False: a person wants it to stay ended."""
+    """The run is to go on later. False means that a person wants it to stay ended."""
     node: Text = ""
     """The node that was asked; the head fills it in."""
 

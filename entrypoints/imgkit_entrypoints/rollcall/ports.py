@@ -11,14 +11,17 @@ from imgkit_entrypoints.schedulers.placement import FIRST_PORT, PORTS, job_port
 
 # Ports tried for torchrun before giving up.
 PROBES = 64
+# Connections that the kernel queues for a listener.
 BACKLOG = 1024
 
 
 def rollcall_port(job_id: str, port: int | None) -> int:
-    """Return the port on which the head listens: next to torchrun's given port, else from the job id."""
+    """Return the port on which the head listens: next to torchrun's `port`, or derived from the job id."""
     if port is None:
         return job_port(job_id)
-    return port + 1 if port < 65535 else port - 1
+    if port == 65535:  # the last one
+        return port - 1
+    return port + 1
 
 
 def listen(port: int, *, backlog: int = 0) -> socket.socket:
@@ -45,7 +48,7 @@ def listen(port: int, *, backlog: int = 0) -> socket.socket:
 
 
 def is_free(port: int) -> bool:
-    """Whether a server could listen on `port` now."""
+    """Return whether a server could listen on `port` now."""
     try:
         listen(port).close()
     except OSError:
@@ -54,7 +57,7 @@ def is_free(port: int) -> bool:
 
 
 def first_free(after: int) -> int | None:
-    """Return the first free port after `after`, within the range of `job_port`; None after `PROBES` tries."""
+    """Return the first free port after `after` in the range of `job_port`, or None after `PROBES` tries."""
     for step in range(1, PROBES + 1):
         port = FIRST_PORT + (after + step - FIRST_PORT) % PORTS
         if is_free(port):
@@ -79,7 +82,7 @@ def next_free(port: int) -> int:
 
 
 def any_free() -> int:
-    """Return a free port of the range of `job_port`, a random one: runs that start at once rarely collide.
+    """Return a random free port of the range of `job_port`, so that runs that start at once rarely collide.
 
     Raises
     ------

@@ -36,6 +36,7 @@ LIMIT_S = 6.0
 ANSWER_S = 2.0
 # Time in which a node that has just ended is noticed.
 SETTLE_S = 0.2
+# Time between two looks at whether a burst has arrived.
 TICK_S = 0.001
 
 
@@ -71,7 +72,7 @@ class OpenPort:
 
 @contextlib.contextmanager
 def open_port(address: str, interface: str) -> Iterator[OpenPort]:
-    """Open this node's port for the time of the context; none without an address, or if it is not ours."""
+    """Open this node's port for the time of the context. Without an address of its own, it opens none."""
     listener, offer = socket.socket(_family(address)), None
     listener.setblocking(False)
     with contextlib.suppress(OSError):
@@ -98,44 +99,56 @@ def probe_all(
 ) -> tuple[list[Failure], list[int]]:
     """Let every node test its partners, and return what failed, and which nodes' ports are crowded.
 
-    The head's side. A node that ends meanwhile proves nothing about the network, and neither does one that
-    never reports, or one with a crowded port. With `all_reach_head`, every node tests the head as well, and
-    has to report success.
+    This is the head's side. A node that ends meanwhile proves nothing about the network, and neither does one
+    that never reports, or one with a crowded port. With `all_reach_head`, every node tests the head as well,
+    and has to report success.
     """
-    offered = {rank: offer for rank, offer in sorted(offers.items()) if offer}
-    targets = {
-        rank: {partner: offered[partner] for partner in partners(position, tuple(offered))}
-        for position, rank in enumerate(offered)
-    }
+    targets = _choose_targets(offers)
     waiting = targets.keys() - {0}
     callers = PARTNERS
-    if all_reach_head and 0 in offered:
+    head_offer = offers.get(0)
+    if all_reach_head and head_offer:
         callers += len(waiting)
         for rank in waiting:
-            targets[rank][0] = offered[0]
+            targets[rank][0] = head_offer
     for rank in waiting:
         server.send(rank, ProbeRequest(targets=tuple(targets[rank].items())))
     deadline = time.monotonic() + LIMIT_S + ANSWER_S
-    failures, crowded = [(0, failure) for failure in probe_targets(targets.get(0, {}))], []
-    while waiting and (left_s := deadline - time.monotonic()) > 0:
-        for rank, message in server.receive(left_s):
-            if isinstance(message, ProbeReport) and rank in waiting:
-                waiting.remove(rank)
-                crowded += [rank] if message.is_crowded else []
-                reported = (failure for failure in message.failures if failure.target in targets[rank])
-                failures += [(rank, failure) for failure in reported]
+    failures: list[Failure] = [(0, failure) for failure in probe_targets(targets.get(0, {}))]
+    crowded: list[int] = []
+    while waiting and time.monotonic() < deadline:
+        for rank, message in server.receive(deadline - time.monotonic()):
+            if not isinstance(message, ProbeReport) or rank not in waiting:
+                continue
+            waiting.remove(rank)
+            if message.is_crowded:
+                crowded.append(rank)
+            for failure in message.failures:
+                if failure.target in targets[rank]:
+                    failures.append((rank, failure))
         waiting -= server.lost.keys()
         head_port.is_crowded(callers)  # accepts those who wait: the kernel's queue may hold only 128
     if all_reach_head:
-        silent = ProbeFailure(target=0, size=0, arrived=0, packet=0, reason="no report of this test")
-        failures += [(rank, silent) for rank in waiting if 0 in targets[rank]]
+        silence = ProbeFailure(target=0, size=0, arrived=0, packet=0, reason="no report of this test")
+        failures += [(rank, silence) for rank in waiting if 0 in targets[rank]]
     settle_end = time.monotonic() + SETTLE_S
-    while failures and (left_s := settle_end - time.monotonic()) > 0:
-        server.receive(left_s)
+    while failures and time.monotonic() < settle_end:
+        server.receive(settle_end - time.monotonic())
     if head_port.is_crowded(callers) and not all_reach_head:
         crowded.append(0)
     excluded = {*crowded, *server.lost}
-    return [pair for pair in failures if not excluded & {pair[0], pair[1].target}], crowded
+    counted = [pair for pair in failures if pair[0] not in excluded and pair[1].target not in excluded]
+    return counted, crowded
+
+
+def _choose_targets(offers: Mapping[int, ProbePort | None]) -> dict[int, dict[int, ProbePort]]:
+    """Return the ports that each node tests, by the ranks of both; nodes without a port take no part."""
+    ports_by_rank = {rank: offer for rank, offer in sorted(offers.items()) if offer}
+    ranks = tuple(ports_by_rank)
+    targets = {}
+    for position, rank in enumerate(ranks):
+        targets[rank] = {partner: ports_by_rank[partner] for partner in partners(position, ranks)}
+    return targets
 
 
 def partners(position: int, ranks: Sequence[int]) -> tuple[int, ...]:
@@ -143,8 +156,12 @@ def partners(position: int, ranks: Sequence[int]) -> tuple[int, ...]:
 
     No node hears from many.
     """
-    candidates = (ranks[(position + step) % len(ranks)] for step in (1, -1, len(ranks) // 2))
-    return tuple(rank for rank in dict.fromkeys(candidates) if rank != ranks[position])
+    chosen: list[int] = []
+    for step in (1, -1, len(ranks) // 2):
+        rank = ranks[(position + step) % len(ranks)]
+        if rank != ranks[position] and rank not in chosen:
+            chosen.append(rank)
+    return tuple(chosen)
 
 
 def run_request(request: ProbeRequest, open_port: OpenPort) -> ProbeReport:
@@ -182,24 +199,27 @@ def _probe_port(target: int, offer: ProbePort, deadline: float) -> ProbeFailure 
             segment = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
             for size in SIZES:
                 sock.sendall(bytes(size))
-                _await_arrival(sock, min(deadline, time.monotonic() + STEP_S))
+                _wait_for_arrival(sock, min(deadline, time.monotonic() + STEP_S))
                 arrived = size
     except OSError as error:
-        is_late = isinstance(error, TimeoutError)
+        reason = error.strerror or str(error)
+        if isinstance(error, TimeoutError):
+            reason = f"no answer within {STEP_S:g} s"
         return ProbeFailure(
             target=target,
             size=size,
             arrived=arrived,
             packet=min(size, segment) + _headers_bytes(offer.address),
-            reason=f"no answer within {STEP_S:g} s" if is_late else error.strerror or str(error),
+            reason=reason,
         )
     return None
 
 
-def _await_arrival(sock: socket.socket, deadline: float) -> None:
+def _wait_for_arrival(sock: socket.socket, deadline: float) -> None:
     """Wait until the other kernel has acknowledged every byte (SIOCOUTQ of linux/sockios.h)."""
     while True:
-        if error := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+        error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error:
             raise OSError(error, os.strerror(error))
         try:
             (unsent,) = struct.unpack("i", fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))
@@ -226,10 +246,10 @@ def refusal(
     It stays below the smallest packets: the other nodes have to hear it over the very network that failed.
     """
     sender, first = min(failures, key=lambda pair: (pair[1].size, pair[0], pair[1].target))
+    # The smallest burst that failed, and of those the first pair.
     source_offer, offer = offers[sender], offers[first.target]
     assert source_offer and offer  # noqa: S101, PT018 - only nodes with an offer take part
     source, target = name(sender), name(first.target)
-    pairs = f" (other failing pairs of nodes: {len(failures) - 1})" if len(failures) > 1 else ""
     headers = _headers_bytes(offer.address)
     if first.size > SIZES[0]:
         # Ping has ICMP's 8 bytes in place of TCP's 32.
@@ -257,8 +277,10 @@ def refusal(
                 f"both nodes have the address {offer.address}, which is that of a container's own network. "
                 "Start the containers in the host's network (docker: --network host)"
             )
+    if len(failures) > 1:
+        problem += f" (other failing pairs of nodes: {len(failures) - 1})"
     return NoPlan(
-        problem + pairs,
+        problem,
         where=f"{offer.address}:{offer.port}",
         hint=f"{hint}. To start without this test: --no-network-test",
     )

@@ -24,7 +24,9 @@ from imgkit_entrypoints.errors import UsageError
 VARIABLE = "IMGKIT_SECRET_FILE"
 # The file name that stands for a line on standard input; ``imgkit run --ssh`` sends one.
 STDIN = "-"
+# Where the pods of a job mount a Secret of Kubernetes.
 MOUNTED = Path("/run/secrets/imgkit/secret")
+# HMAC-SHA256 wants a key of at least 32 bytes. A longer file than 4 KiB is something else.
 MIN_BYTES, MAX_BYTES = 32, 4096
 PURPOSE = "the run's secret"
 # A shell's line that makes a good file.
@@ -32,7 +34,7 @@ MAKE = "(umask 077; head -c 32 /dev/urandom > {file})"
 
 
 def find(option: str | None, env: Mapping[str, str], *, shared_home: bool) -> bytes | None:
-    """Return the secret of this start; None if it has none, and is open.
+    """Return the secret of this start, or None if it has none, and is open to everybody.
 
     Parameters
     ----------
@@ -45,38 +47,48 @@ def find(option: str | None, env: Mapping[str, str], *, shared_home: bool) -> by
     """
     if option == STDIN:
         return from_stdin()
-    path = _path(option, env, shared_home=shared_home)
+    path = _find_path(option, env, shared_home=shared_home)
     if path is None:
         return None
     if not option and path == MOUNTED:
         # Kubernetes mounts a link into a folder that it replaces; only root can have put it there.
         return read(path.resolve())
-    if not option and not os.path.lexists(path) and not _make(path):
+    if not option and not os.path.lexists(path) and not _make_secret(path):
         return None
     return read(path)
 
 
 def source(option: str | None, env: Mapping[str, str], *, shared_home: bool) -> str:
-    """Return the place that `find` would use, without reading or making it; empty: the start is open."""
-    return "standard input" if option == STDIN else str(_path(option, env, shared_home=shared_home) or "")
+    """Return a text for the place that `find` would use, without reading or making it.
+
+    The text is empty if the start is open.
+    """
+    if option == STDIN:
+        return "standard input"
+    path = _find_path(option, env, shared_home=shared_home)
+    return "" if path is None else str(path)
 
 
-def _path(option: str | None, env: Mapping[str, str], *, shared_home: bool) -> Path | None:
+def _find_path(option: str | None, env: Mapping[str, str], *, shared_home: bool) -> Path | None:
     if option:
         return Path(option)
     # Path.exists raises where a folder is closed.
     if os.path.exists(MOUNTED):  # noqa: PTH110
         return MOUNTED
     path = home_file(env)
-    return path if path and (shared_home or os.path.lexists(path)) else None
+    if path is None or not (shared_home or os.path.lexists(path)):
+        return None
+    return path
 
 
 def home_file(env: Mapping[str, str]) -> Path | None:
-    """Return the user's own file; None where there is no home folder."""
+    """Return the path of the user's own file, or None where there is no home folder."""
     if env.get("XDG_CONFIG_HOME", "").startswith("/"):
         return Path(env["XDG_CONFIG_HOME"], "imgkit/secret")
     home = env.get("HOME", "")
-    return Path(home, ".config/imgkit/secret") if home.startswith("/") else None
+    if not home.startswith("/"):
+        return None
+    return Path(home, ".config/imgkit/secret")
 
 
 def read(path: Path) -> bytes:
@@ -91,7 +103,8 @@ def read(path: Path) -> bytes:
         value = os.read(descriptor, MAX_BYTES + 1)
     finally:
         os.close(descriptor)
-    return _long_enough(value, str(path))
+    _refuse_other_length(value, str(path))
+    return value
 
 
 def open_private(path: Path, *, purpose: str = PURPOSE) -> int:
@@ -105,11 +118,13 @@ def open_private(path: Path, *, purpose: str = PURPOSE) -> int:
         # A named pipe would not open before somebody writes to it.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)  # noqa: TID251
     except OSError as error:
-        problem, hint = _open_problem(path, error)
+        problem, hint = _describe_open_error(path, error)
         raise UsageError(f"{purpose} cannot be read: {problem}", where=str(path), hint=hint) from error
-    if access := _access_problem(descriptor, path):
+    access_problem = _find_access_problem(descriptor, path)
+    if access_problem is not None:
         os.close(descriptor)
-        raise UsageError(f"{purpose} is not private: {access[0]}", where=str(path), hint=access[1])
+        problem, hint = access_problem
+        raise UsageError(f"{purpose} is not private: {problem}", where=str(path), hint=hint)
     return descriptor
 
 
@@ -127,10 +142,11 @@ def from_stdin() -> bytes:
     except OSError:
         # Standard input is closed.
         line = b""
-    return _long_enough(line, "standard input")
+    _refuse_other_length(line, "standard input")
+    return line
 
 
-def _access_problem(descriptor: int, path: Path) -> tuple[str, str] | None:
+def _find_access_problem(descriptor: int, path: Path) -> tuple[str, str] | None:
     """Return why another user could read the open file or have written it, and what to type."""
     status, me, quoted = os.fstat(descriptor), os.geteuid(), shlex.quote(str(path))
     if not stat.S_ISREG(status.st_mode):
@@ -157,18 +173,21 @@ def _access_problem(descriptor: int, path: Path) -> tuple[str, str] | None:
     return None
 
 
-def _long_enough(value: bytes, name: str) -> bytes:
+def _refuse_other_length(value: bytes, name: str) -> None:
+    """Raise UsageError for a secret that is too short to be one, or longer than was read."""
     if not MIN_BYTES <= len(value) <= MAX_BYTES:
-        size = f"{len(value)} bytes" if len(value) <= MAX_BYTES else f"more than {MAX_BYTES} bytes"
+        size = f"{len(value)} bytes"
+        if len(value) > MAX_BYTES:
+            size = f"more than {MAX_BYTES} bytes"
         raise UsageError(
             f"{PURPOSE} has {MIN_BYTES} to {MAX_BYTES} bytes, this one {size}",
             where=name,
             hint=f"to make one: {MAKE.format(file='FILE')}",
         )
-    return value
 
 
-def _open_problem(path: Path, error: OSError) -> tuple[str, str]:
+def _describe_open_error(path: Path, error: OSError) -> tuple[str, str]:
+    """Return why a file could not be opened, and what to type."""
     if path.is_symlink():
         return "it is a symbolic link", f"name the file itself: {os.path.realpath(path)}"
     return error.strerror or str(error), (
@@ -177,8 +196,8 @@ def _open_problem(path: Path, error: OSError) -> tuple[str, str]:
     )
 
 
-def _make(path: Path) -> bool:
-    """Make `path` with random bytes, unless another node is faster; return whether it exists."""
+def _make_secret(path: Path) -> bool:
+    """Make a file with random bytes, unless another node is faster; return whether it exists."""
     temporary = files.temporary_name(path)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

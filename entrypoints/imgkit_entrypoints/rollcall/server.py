@@ -27,7 +27,7 @@ MAX_WAIT_S = 5.0
 # Time that the head does nothing after the system had no descriptor for a connection.
 PAUSE_S = 0.05
 # Connections accepted in one turn, so that no flood keeps the head from its nodes.
-ACCEPTED = 256
+MAX_ACCEPTED = 256
 # Lines in the log about strangers; a flood must not fill the disk.
 MAX_REPORTS = 16
 
@@ -39,10 +39,10 @@ class HeadConnection(Connection):
         super().__init__(sock, max_line_bytes=MAX_HANDSHAKE_BYTES)
         self.address, self.since = address, time.monotonic()
         self.rank: int | None = None
-        """Its node rank; None: a stranger, or a node that asks to join."""
+        """Its node rank. None means a stranger, or a node that asks to join."""
         self.handshake: Handshake | None = None
         self.is_refused = False
-        """It has its refusal, and has until its time is over to read it."""
+        """Whether it was refused. It has until its time is over to read why."""
 
 
 class Server:
@@ -84,14 +84,16 @@ class Server:
 
     @property
     def has_strangers(self) -> bool:
-        """Return whether a connection has not shown yet that it belongs to the run."""
+        """Whether a connection has not shown yet that it belongs to the run."""
         return bool(self._strangers)
 
     def __contains__(self, rank: object) -> bool:
         return rank in self._nodes
 
     def receive(self, seconds: float = 0.0, *, missing: int = 0) -> list[tuple[int, Message]]:
-        """Wait up to `seconds` for anything; return node ranks with their messages in order.
+        """Wait up to `seconds` for anything, and return the messages of nodes with their ranks, in order.
+
+        Connections of strangers are accepted and answered on the way, and closed when their time is over.
 
         Parameters
         ----------
@@ -105,28 +107,37 @@ class Server:
             elif peer in self._strangers:
                 self._read_stranger(peer)
             elif peer.rank is not None:
-                received += [(peer.rank, message) for message in peer.receive()]
+                for message in peer.receive():
+                    received.append((peer.rank, message))
                 if peer.error:
                     self._lose(peer, peer.error)
+        self._flush_unsent()
+        self._close_late_strangers()
+        return received
+
+    def _flush_unsent(self) -> None:
         for peer in list(self._unsent):
             peer.flush()
             if not peer.has_unsent:
                 self._unsent.remove(peer)
+
+    def _close_late_strangers(self) -> None:
         now = time.monotonic()
-        while self._strangers and now - (oldest := next(iter(self._strangers))).since > MAX_WAIT_S:
-            if not oldest.is_refused:
-                self._report(oldest, "did not join as a node of this run")
-            self._close_stranger(oldest)
-        return received
+        peer = self._oldest_stranger()
+        while peer is not None and now - peer.since > MAX_WAIT_S:
+            if not peer.is_refused:
+                self._report(peer, "did not join as a node of this run")
+            self._close_stranger(peer)
+            peer = self._oldest_stranger()
 
     def add(self, rank: int, peer: HeadConnection) -> None:
-        """Take a peer that has asked to join as the node with this rank."""
+        """Count a peer that has asked to join as the node with this rank."""
         peer.max_line_bytes, peer.rank = MAX_LINE_BYTES, rank
         self._nodes[rank] = peer
         self._selector.register(peer, selectors.EVENT_READ, peer)
 
     def refuse(self, peer: HeadConnection, refusal: Refused) -> None:
-        """Refuse a peer that has asked to join; it has a moment to read why, and nobody waits for it."""
+        """Refuse a peer that has asked to join. It has `MAX_WAIT_S` to read why, and nobody waits for it."""
         peer.since = time.monotonic()
         self._add_stranger(peer)
         self._refuse(peer, refusal)
@@ -139,7 +150,7 @@ class Server:
             peer.rank = rank
 
     def beat(self, heartbeat: Heartbeat, *, beat_s: float, lost_after_s: float) -> None:
-        """Send `heartbeat` where nothing was sent for `beat_s`; close what is silent for `lost_after_s`."""
+        """Send a heartbeat where nothing was sent for `beat_s`; close what is silent for `lost_after_s`."""
         now, line = time.monotonic(), messages.encode(heartbeat)
         for peer in list(self._nodes.values()):
             if now - peer.last_received > lost_after_s:
@@ -149,7 +160,8 @@ class Server:
 
     def send(self, rank: int, message: Message) -> None:
         """Send a message to one node, if it is there."""
-        if peer := self._nodes.get(rank):
+        peer = self._nodes.get(rank)
+        if peer is not None:
             self._send(peer, messages.encode(message))
 
     def send_all(self, message: Message, *, but: int | None = None) -> None:
@@ -160,10 +172,10 @@ class Server:
                 self._send(peer, line)
 
     def close(self, linger_s: float) -> None:
-        """Close everything; the nodes have up to `linger_s` seconds together to read the last messages."""
+        """Close everything. The nodes have up to `linger_s` seconds together to read the last messages."""
         if self._listener:
             self._listener.close()
-        close_all([peer for peer, _ in self.joining] + list(self._strangers))
+        close_all([*(peer for peer, _ in self.joining), *self._strangers])
         close_all(self._nodes.values(), linger_s)
         self._nodes.clear()
         self._selector.close()
@@ -174,6 +186,7 @@ class Server:
             self._unsent.add(peer)
 
     def _lose(self, peer: HeadConnection, reason: str) -> None:
+        """Close the connection of a node, and note why."""
         assert peer.rank is not None  # noqa: S101 - it is a node
         self.lost[peer.rank] = reason
         del self._nodes[peer.rank]
@@ -181,22 +194,22 @@ class Server:
         self._selector.unregister(peer)
         peer.close()
 
-    def _accept(self, most: int) -> None:
+    def _accept(self, max_strangers: int) -> None:
+        """Accept the connections that wait. Where there are too many strangers, the oldest is closed."""
         assert self._listener is not None  # noqa: S101 - it has a caller
-        for _ in range(ACCEPTED):
+        for _ in range(MAX_ACCEPTED):
             try:
                 sock, address = self._listener.accept()
             except BlockingIOError:
                 return
             except OSError:
                 # No descriptor is left, or the connection is gone again.
-                if self._strangers:
-                    self._close_stranger(next(iter(self._strangers)))
+                self._close_oldest_stranger()
                 # The listener stays readable, and would wake the head at once.
                 time.sleep(PAUSE_S)
                 return
-            if len(self._strangers) >= most:
-                self._close_stranger(next(iter(self._strangers)))
+            if len(self._strangers) >= max_strangers:
+                self._close_oldest_stranger()
             # A listener for IPv4 and IPv6 sees an IPv4 address with this prefix.
             self._add_stranger(HeadConnection(sock, address[0].removeprefix("::ffff:")))
 
@@ -204,33 +217,48 @@ class Server:
         self._strangers[peer] = None
         self._selector.register(peer, selectors.EVENT_READ, peer)
 
+    def _oldest_stranger(self) -> HeadConnection | None:
+        return next(iter(self._strangers), None)
+
+    def _close_oldest_stranger(self) -> None:
+        peer = self._oldest_stranger()
+        if peer is not None:
+            self._close_stranger(peer)
+
     def _close_stranger(self, peer: HeadConnection) -> None:
         del self._strangers[peer]
         self._selector.unregister(peer)
         peer.close()
 
     def _read_stranger(self, peer: HeadConnection) -> None:
-        """Take what a stranger has sent; close the connection if it is not what a node sends."""
+        """Read what a stranger has sent, and close the connection if it is not what a node sends."""
         for line in peer.receive_lines():
             if peer.is_refused:
                 continue
             if self._secret is not None and peer.handshake is None:
-                self._answer(peer, line, self._secret)
-            elif (request := self._request(peer, line)) is not None:
+                self._answer_opening(peer, line, self._secret)
+                continue
+            request = self._read_request(peer, line)
+            if request is not None:
                 del self._strangers[peer]
                 self._selector.unregister(peer)
                 self.joining.append((peer, request))
                 return
-        if not peer.error:
-            return
-        if peer.handshake and not peer.is_refused:
-            self._report(peer, f"claimed to be node {peer.handshake.node_rank} without proving the secret")
-        elif peer.error == FOREIGN and not peer.is_refused:
-            self._report(peer, "sent something other than an imgkit roll call")
-        self._close_stranger(peer)
+        if peer.error:
+            self._report_stranger(peer)
+            self._close_stranger(peer)
 
-    def _answer(self, peer: HeadConnection, line: bytes, secret: bytes) -> None:
-        """Prove the secret to a node that has one."""
+    def _report_stranger(self, peer: HeadConnection) -> None:
+        """Report a connection that is over, unless it was refused or has sent nothing."""
+        if peer.is_refused:
+            return
+        if peer.handshake:
+            self._report(peer, f"claimed to be node {peer.handshake.node_rank} without proving the secret")
+        elif peer.error == FOREIGN:
+            self._report(peer, "sent something other than an imgkit roll call")
+
+    def _answer_opening(self, peer: HeadConnection, line: bytes, secret: bytes) -> None:
+        """Prove the secret to a node whose first line shows that it has one."""
         if line.startswith(b"{"):
             # A node without a secret; the answer is the same for all of them.
             problem = "the head requires a secret, and this node has none"
@@ -243,14 +271,19 @@ class Server:
         else:
             peer.error = FOREIGN
 
-    def _request(self, peer: HeadConnection, line: bytes) -> JoinRequest | None:
-        """Return the request in the line after the answer, or without a secret in the first line of all."""
+    def _read_request(self, peer: HeadConnection, line: bytes) -> JoinRequest | None:
+        """Return the request to join in a line. If there is none, refuse the peer or set its error.
+
+        With a secret, the request is in the line after the head's answer, and without one in the first.
+        """
         handshake = peer.handshake
         if handshake is None and line.startswith(b"imgkit-join "):
             self._refuse(peer, Refused(what="this node has a secret, and the head starts without one"))
             return None
-        verified = handshake.verify(line) if handshake else line
-        request = None if verified is None else peer.decode(verified)
+        verified_line = handshake.verify(line) if handshake else line
+        request = None
+        if verified_line is not None:
+            request = peer.decode(verified_line)
         if not isinstance(request, JoinRequest) or (handshake and handshake.node_rank != request.node_rank):
             peer.error = FOREIGN
             return None
@@ -268,9 +301,12 @@ class Server:
         peer.end_sending()
 
     def _report(self, peer: HeadConnection, problem: str) -> None:
-        """Log once what a stranger did."""
+        """Log what a stranger did, once, and only for the first strangers."""
         text = f"{peer.address} {problem}"
-        if text not in self.reports and len(self.reports) <= MAX_REPORTS:
-            self.reports.append(text)
-            end = "; further ones are not reported" if len(self.reports) > MAX_REPORTS else ""
-            self._log(f"roll call: {text}; ignored{end}")
+        if text in self.reports or len(self.reports) > MAX_REPORTS:
+            return
+        self.reports.append(text)
+        line = f"roll call: {text}; ignored"
+        if len(self.reports) > MAX_REPORTS:
+            line += "; further ones are not reported"
+        self._log(line)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 # Longest time between two messages of a node.
 BEAT_S = 5.0
+# Silence after which a node counts as lost.
 LOST_AFTER_S = 30.0
 # Time in which the other end can read the last messages.
 LINGER_S = 2.0
@@ -39,6 +40,7 @@ READ_PAUSE_S = 0.25
 MANY = 1000
 # The same among strangers, whose flood must not take the processors of the workers.
 STRANGERS_PAUSE_S = 0.2
+# Looks at all nodes in the time of a heartbeat, so that one is late by a fifth of that at most.
 LOOKS_PER_BEAT = 5
 
 
@@ -49,21 +51,23 @@ def beat_s(lost_after_s: float) -> float:
 
 def node_name(placement: Placement, rank: int, host: str = "") -> str:
     """Return a node as users know it, counted from 1: "node 2 of 2 (as07r3b13)"."""
-    name = host or (placement.hosts[rank] if rank < len(placement.hosts) else "")
-    if not name and rank == 0:
-        name = placement.head
-    return f"node {rank + 1} of {placement.nnodes}" + (f" ({name})" if name else "")
+    if not host and rank < len(placement.hosts):
+        host = placement.hosts[rank]
+    if not host and rank == 0:
+        host = placement.head
+    name = f"node {rank + 1} of {placement.nnodes}"
+    return f"{name} ({host})" if host else name
 
 
 class Readable(Protocol):
     """Anything with a descriptor to wait for."""
 
     def fileno(self) -> int:
-        """Return the descriptor; negative: closed."""
+        """Return the descriptor, or a negative number if it is closed."""
 
 
 def wait(sources: Iterable[Readable], seconds: float) -> list[Readable]:
-    """Wait up to `seconds` until one of `sources` has something to read; return those that have."""
+    """Wait up to `seconds` until one of `sources` has something to read, and return those that have."""
     # select.select would end at descriptor 1023, and an epoll costs more for a few.
     poll = select.poll()
     by_descriptor = {source.fileno(): source for source in sources if source.fileno() >= 0}
@@ -156,17 +160,19 @@ class HeadSession(_Session):
         return {number: phases.get(number, messages.STARTING) for number in self._members}
 
     def host(self, number: int) -> str:
-        """Return the name of a node's host; empty where it is not known."""
+        """Return the name of a node's host, or an empty text where it is not known."""
         return self._hosts.get(number, "")
 
     def wait(self, sources: Collection[Readable], seconds: float) -> None:
-        """Return when one of `sources` has something to read, an event may be there, or after `seconds`."""
+        """Wait until one of `sources` has something to read or an event may be there, at most `seconds`."""
         end = time.monotonic() + seconds
         while not self._events and not self._has_news:
             now = time.monotonic()
-            is_due = now >= self._next_read
-            watched = [*sources, self._server] if is_due else sources
-            wake = min(end, self._next_beat, end if is_due else self._next_read)
+            watched, wake = list(sources), min(end, self._next_beat)
+            if now >= self._next_read:
+                watched.append(self._server)
+            else:
+                wake = min(wake, self._next_read)
             ready = wait(watched, wake - now)
             if self._server in ready or time.monotonic() >= self._next_beat:
                 self._read()
@@ -174,17 +180,20 @@ class HeadSession(_Session):
                 return
 
     def poll(self) -> list[Event]:
-        """Read, beat, and return the events since the last call; never blocks; due about once a second."""
+        """Read messages, send heartbeats, and return the events since the last call.
+
+        This never blocks, and has to be called about once a second.
+        """
         self._read()
         events, self._events, self._has_news = self._events, [], False
         return events
 
     def report(self, message: Message) -> None:
-        """Take a report of this node's own agent."""
-        self._take(0, message)
+        """Handle a report of this node's own agent, as those of other nodes."""
+        self._handle(0, message)
 
     def send(self, number: int, order: Order) -> None:
-        """Send an order to one node; to none that is lost."""
+        """Send an order to one node, if it is not lost."""
         if number == 0:
             self._events.append(order)
         else:
@@ -196,7 +205,11 @@ class HeadSession(_Session):
         self._events.append(order)
 
     def start_attempt(self, attempt: int, ranks: Mapping[int, int]) -> None:
-        """Start an attempt: `ranks` are the node ranks of those that take part, by number.
+        """Send all nodes the order to start an attempt.
+
+        Parameters
+        ----------
+        ranks : the node ranks of the nodes that take part, by number.
 
         Raises
         ------
@@ -204,9 +217,10 @@ class HeadSession(_Session):
         """
         if attempt > 1:
             self.port = ports.next_free(self.port)
-        self.attempt, self.reports, self._members = attempt, {}, tuple(ranks)
+        self.attempt, self._members = attempt, tuple(ranks)
         self.previous_failures, self.failures = self.failures, []
-        self._phases, self._positions, self.run_positions = {}, {}, None
+        # Reports of the attempt before must not count.
+        self.reports, self._phases, self._positions, self.run_positions = {}, {}, {}, None
         order = AttemptStart(
             attempt=attempt,
             nnodes=len(ranks),
@@ -221,45 +235,57 @@ class HeadSession(_Session):
             self.send(number, dataclasses.replace(order, node_rank=ranks.get(number)))
 
     def close(self) -> None:
-        """Leave; the others have a moment to read the last message."""
+        """Leave the session. The others have a moment to read the last message."""
         self._server.close(LINGER_S)
 
     def _read(self) -> None:
         """React to what has arrived, and look at all nodes when it is time."""
         lost_before = len(self.lost)
         for number, message in self._server.receive():
-            self._take(number, message)
+            self._handle(number, message)
         while self._server.joining:
             self._refuse_late_node()
         now = time.monotonic()
-        self._next_read = now + (STRANGERS_PAUSE_S if self._server.has_strangers else self._read_pause_s)
+        pause_s = STRANGERS_PAUSE_S if self._server.has_strangers else self._read_pause_s
+        self._next_read = now + pause_s
         if now >= self._next_beat:
             self._next_beat = now + beat_s(self.lost_after_s) / LOOKS_PER_BEAT
             self._beat()
         self._has_news |= len(self.lost) > lost_before
 
     def _beat(self) -> None:
-        positions = [*self._positions.values(), *([self.positions] if self.positions else [])]
-        self.run_positions = (min(map(min, positions)), max(map(max, positions))) if positions else None
+        """Send heartbeats with the positions of the slowest and of the furthest worker of the run."""
+        positions = list(self._positions.values())
+        if self.positions:
+            positions.append(self.positions)
+        self.run_positions = None
+        if positions:
+            self.run_positions = min(map(min, positions)), max(map(max, positions))
         heartbeat = messages.Heartbeat(positions=self.run_positions)
         self._server.beat(heartbeat, beat_s=beat_s(self.lost_after_s), lost_after_s=self.lost_after_s)
 
-    def _take(self, number: int, message: Message) -> None:
-        """Take a node's message; drop a second one of its kind, by which it could fill the memory of all."""
+    def _handle(self, number: int, message: Message) -> None:
+        """Handle a node's message.
+
+        A second report of the same kind is dropped, since a node could fill the memory of all with them.
+        """
         if isinstance(message, messages.Heartbeat):
             self._phases[number] = message.phase
             self._positions.pop(number, None)
             if message.positions:
                 self._positions[number] = message.positions
         elif isinstance(message, messages.MeasureResult):
-            self.measurements[number], self._has_news = message, True
+            self.measurements[number] = message
+            self._has_news = True
         elif isinstance(message, messages.GpuUse):
             self.gpu_uses[number] = message
         elif isinstance(message, AttemptEnded):
             if message.attempt != self.attempt or number in self.reports:
                 return
-            self.reports[number], self._has_news = message, True
-            if failure := message.failure:
+            self.reports[number] = message
+            self._has_news = True
+            failure = message.failure
+            if failure is not None:
                 self.failures.append((time.monotonic() - failure.age_ms / 1000, number, failure))
         elif isinstance(message, messages.StopOrder) and (number, message.requeue) not in self._stopping:
             self._stopping.add((number, message.requeue))
@@ -293,20 +319,24 @@ class MemberSession(_Session):
         self._reported_phase = messages.STARTING
 
     def wait(self, sources: Collection[Readable], seconds: float) -> None:
-        """Return when one of `sources` has something to read, an event may be there, or after `seconds`."""
+        """Wait until one of `sources` has something to read or an event may be there, at most `seconds`."""
         if self._is_over:
             wait(sources, seconds)
-        else:
-            wait([*sources, self._connection], 0.0 if self._lines else seconds)
+            return
+        if self._lines:
+            seconds = 0.0
+        wait([*sources, self._connection], seconds)
 
     def poll(self) -> list[Event]:
-        """Read, beat, and return the events since the last call."""
+        """Read messages, send a heartbeat when it is time, and return the events since the last call."""
         if self._is_over:
             return []
         connection = self._connection
         self._lines += connection.receive_lines()
-        events, now = self._read_events(), time.monotonic()
-        if now - connection.last_sent >= beat_s(self.lost_after_s) or self.phase != self._reported_phase:
+        events = self._read_events()
+        now = time.monotonic()
+        is_beat_due = now - connection.last_sent >= beat_s(self.lost_after_s)
+        if is_beat_due or self.phase != self._reported_phase:
             self._reported_phase = self.phase
             connection.send(messages.Heartbeat(positions=self.positions, phase=self.phase))
         if not self._is_over and (connection.error or now - connection.last_received > self.lost_after_s):
@@ -322,13 +352,16 @@ class MemberSession(_Session):
         self._connection.send(message)
 
     def close(self) -> None:
-        """Leave; the head has a moment to read the last message."""
+        """Leave the session. The head has a moment to read the last message."""
         if not self._is_over:
             self._connection.close(LINGER_S)
 
     def _read_events(self) -> list[Event]:
         events: list[Event] = []
-        while self._lines and (message := self._connection.decode(self._lines.pop(0))):
+        while self._lines:
+            message = self._connection.decode(self._lines.pop(0))
+            if message is None:
+                break
             if isinstance(message, messages.Heartbeat):
                 self.run_positions = message.positions
             elif isinstance(message, Order):

@@ -166,7 +166,7 @@ def test_message_of_the_other_side_is_ignored() -> None:
     placement = head_placement()
     for message in FROM_HEAD:
         head = HeadSession(placement, 1)
-        head._take(1, message)
+        head._handle(1, message)
         if not isinstance(message, StopOrder | Heartbeat):
             assert head.poll() == []
     peer, sock = socket.socketpair()
@@ -299,7 +299,7 @@ class Fuzzed:
             peer.sendall(line + b"\n")
             peer.shutdown(socket.SHUT_WR)
             try:
-                join._call(self.meeting(self.member_placement), connection, 1e12)
+                join._call_head(self.meeting(self.member_placement), connection, 1e12)
             except NoPlan as refused:
                 self.log(str(refused).replace("\n", ""))
         connection.close()
