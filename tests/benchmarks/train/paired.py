@@ -43,7 +43,7 @@ def against(name: str, sides: list[str], count: int, turns: int) -> None:
                 start_clocks = clocks()
             yield step
 
-    app.traced = alternating
+    app.trace_steps = alternating
     start(name, "--batch-size", str(loops.BATCH[name]), "--samples", str(loops.SAMPLES[name]))
 
 
@@ -71,7 +71,7 @@ def saving(name: str, size: int, count: int, turns: int, folder: str) -> None:
             yield step
 
     original_writer = library.CheckpointWriter
-    app.traced, library.CheckpointWriter = timed, tracked_writer  # type: ignore[misc, assignment]
+    app.trace_steps, library.CheckpointWriter = timed, tracked_writer  # type: ignore[misc, assignment]
     start(name, "--batch-size", str(size), "--save-every", str(2 * count), "--run-dir", folder)
 
 
@@ -100,7 +100,7 @@ def in_turn(name: str, size: int, count: int, turns: int, hear: str, tell: str) 
                 start_clocks = clocks()
             yield step
 
-    app.traced = waiting
+    app.trace_steps = app.traced = waiting  # type: ignore[attr-defined]  # its name in older versions
     start(name, "--batch-size", str(size), "--samples", "65536")
 
 

@@ -53,7 +53,7 @@ class FakeEvent:
 torch.cuda.Event = FakeEvent
 clock = WorkClock(Ranks(rank=0, local_rank=0, world_size=2, device=torch.device("cuda", 0)))
 weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
-clock.backward(weights, lambda: sum(one.sum() for one in weights).backward())
+clock.run_first_backward(weights, lambda: sum(one.sum() for one in weights).backward())
 found = []
 for look in range(5):
     for step in range(2):
@@ -61,7 +61,7 @@ for look in range(5):
         for _ in range(3):  # micro-batches; the last gradient of the last one counts
             sum(one.sum() for one in weights).backward()
         clock.end_step()
-    found.append(tuple(clock.take()))
+    found.append(tuple(clock.take_times()))
     FakeEvent.passed = FakeEvent.now
 print(found)
 """

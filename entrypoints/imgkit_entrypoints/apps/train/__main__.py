@@ -9,20 +9,22 @@ import os
 import platform
 import resource
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-import torch._dynamo  # DDP and the optimizers do; here the garbage collector still rests
+
+# DDP and the optimizers do; here the garbage collector still rests.
+import torch._dynamo
 from torch import nn
 
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.apps import ranks as workers
 from imgkit_entrypoints.apps.train import datasets, main_loop, models, options, plugins
 from imgkit_entrypoints.apps.train.batches import BadSample, Batches
-from imgkit_entrypoints.apps.train.config import Config, every, steps_per_line, total_steps
+from imgkit_entrypoints.apps.train.config import Config, parse_interval, steps_per_line, total_steps
 from imgkit_entrypoints.apps.train.main_loop import Course, MainLoop, RunEnd
-from imgkit_entrypoints.apps.train.order import arrange, seed_of
-from imgkit_entrypoints.apps.train.profiling import WorkClock, traced
+from imgkit_entrypoints.apps.train.order import plan_order, seed_of
+from imgkit_entrypoints.apps.train.profiling import WorkClock, trace_steps
 from imgkit_entrypoints.apps.train.run_log import RunLog, Workload
 from imgkit_entrypoints.apps.train.stragglers import RankOnNode
 from imgkit_entrypoints.apps.train.trainer import Evaluation, StepSums, Trainer
@@ -33,8 +35,8 @@ from imgkit_entrypoints.run import Run
 from imgkit_entrypoints.run.random_state import seed_everything
 from imgkit_entrypoints.run.ranks import Ranks, ranks_by_value
 
+# Options that may differ between nodes.
 PER_RANK = ("run_dir", "stop_after_s", "log_to")
-"""Options that may differ between nodes."""
 
 
 def main() -> None:
@@ -42,7 +44,7 @@ def main() -> None:
     started = StartUp.of_worker(os.environ)
     started.ends("imports")
     try:
-        config = options.read(sys.argv[1:], os.environ)
+        config = options.read_config(sys.argv[1:], os.environ)
         run = Run.start(
             config.run_dir,
             keep=config.keep if config.run_dir else 0,
@@ -52,26 +54,35 @@ def main() -> None:
         )
         torch.use_deterministic_algorithms(config.deterministic)
         # Mistakes in user code end the run here, before ranks wait for each other.
-        for name, contract, _ in functions(config).values():
-            _load(name, contract, None)
+        for name, contract, _ in plugin_table(config).values():
+            _load_function(name, contract, None)
         with workers.opened() as ranks:
             started.ends("process_group")
             sys.exit(train(config, run, ranks, started))
     except ImgkitError as error:
-        if isinstance(error, CheckFailed):  # raised while training, on this rank alone
-            text = f"dist-train: {error}"
-            trace = f"\n{error.trace}" if isinstance(error, BadSample) else ""
-            if not user_program.report(text + trace):
-                terminal.err(*text.split("\n"))
-            sys.exit(error.exit_code)
-        cause = error.__cause__  # of a function of the user that cannot be imported
-        is_users = cause and user_program.own_frames(cause.__traceback__)
-        trace = f"\n{user_program.described(cause, cause.__traceback__)}" if cause and is_users else ""
-        workers.refuse(f"dist-train: {error}{trace}", error.exit_code)
+        if isinstance(error, CheckFailed):
+            _end_at_failure(error)
+        text = f"dist-train: {error}"
+        cause = error.__cause__
+        # A function of the user that cannot be imported: its own lines show why.
+        if cause is not None and user_program.own_frames(cause.__traceback__):
+            text += f"\n{user_program.described(cause, cause.__traceback__)}"
+        workers.refuse(text, error.exit_code)
+
+
+def _end_at_failure(error: CheckFailed) -> NoReturn:
+    """End this worker after an error that was raised while training, on this rank alone."""
+    text = f"dist-train: {error}"
+    report = text
+    if isinstance(error, BadSample):
+        report += f"\n{error.trace}"
+    if not user_program.report(report):
+        terminal.err(*text.split("\n"))
+    sys.exit(error.exit_code)
 
 
 def train(config: Config, run: Run, ranks: Ranks, started: StartUp) -> int:
-    """Run the training; return the exit code."""
+    """Run the training, and return the exit code."""
     run.connect(ranks)
     _refuse_other_options(config, ranks)
     if ranks.rank == 0 and config.run_dir is None:
@@ -84,32 +95,34 @@ def train(config: Config, run: Run, ranks: Ranks, started: StartUp) -> int:
     samples = load_data(config, "train")
     if checkpoint is not None and course.samples != len(samples):
         changes.append(f"the data had {course.samples} samples, and has {len(samples)} now")
-    order = arrange(len(samples), ranks.world_size, config.batch_size, config.global_batch)
+    order = plan_order(len(samples), ranks.world_size, config.batch_size, config.global_batch)
     steps = total_steps(config, order.steps_per_epoch)
-    if config.profiled() and config.profiled().start > steps:
-        raise UsageError(
-            f"--profile {config.profile} would trace nothing: the run has {steps} steps",
-            hint="a smaller START, or more --steps",
-        )
+    _refuse_late_trace(config, steps)
     log_every = config.log_every or steps_per_line(steps)
     config = dataclasses.replace(config, global_batch=order.global_batch, log_every=log_every)
-    start, course.samples, course.config = course.position, len(samples), _common(config)
+    start = course.position
+    course.samples, course.config = len(samples), _shared_options(config)
     if checkpoint is not None:
         if ranks.rank == 0:
-            for text in (f"resumes after step {start.step} of {steps}: {checkpoint.folder}", *changes):
-                say(text)
+            say(f"resumes after step {start.step} of {steps}: {checkpoint.folder}")
+            for change in changes:
+                say(change)
         if start.step >= steps:
             return 0
-    held_out = load_data(config, "eval") if every(config.eval_every, 1) else None
+    held_out = None
+    if parse_interval(config.eval_every, 1):
+        held_out = load_data(config, "eval")
     started.ends("data")
     clock = WorkClock(ranks)
-    trainer = Trainer(config, create_model(config), _load(*functions(config)["step"]), steps, ranks, clock)
+    loss = _load_function(*plugin_table(config)["step"])
+    trainer = Trainer(config, create_model(config), loss, steps, ranks, clock)
     started.ends("model")
     feed = Batches(samples, order, config, ranks, channels_last=trainer.channels_last)
     batches = feed.steps(start, steps)
     first_step = next(batches)
+    _, first_micro_batches = first_step
     started.ends("data")
-    trainer.warm_up(first_step[1][0])
+    trainer.warm_up(first_micro_batches[0])
     started.ends("first_step")
     run.track(weights=trainer.plain, optimizer=trainer, course=course)
     if checkpoint is not None:
@@ -122,26 +135,40 @@ def train(config: Config, run: Run, ranks: Ranks, started: StartUp) -> int:
         placements=ranks.gather(RankOnNode(node=platform.node(), local_rank=ranks.local_rank)),
         waited_s=lambda: feed.waited_s,
         memory_MiB=lambda: _peak_memory_MiB(ranks),
-        tokens_per_sample=_tokens_per_sample(first_step[1][0].batch),
-        names=trainer.names,
+        tokens_per_sample=_tokens_per_sample(first_micro_batches[0].batch),
+        names=trainer.number_names,
     )
-    report = RunLog(config, workload, started, say, course.first_loss) if ranks.rank == 0 else None
-    evaluation = Evaluation(held_out, order, config, trainer, ranks) if held_out is not None else None
+    report = evaluation = None
+    if ranks.rank == 0:
+        report = RunLog(config, workload, started, say, course.first_loss)
+    if held_out is not None:
+        evaluation = Evaluation(held_out, order, config, trainer, ranks)
     loop = MainLoop(run, trainer, course, report, evaluation, started)
-    run.add_up(StepSums(trainer, clock, ranks, loop.note), every=config.log_every)
-    end = loop.run_to_end(traced(itertools.chain((first_step,), batches), config, ranks), config, workload)
+    run.add_up(StepSums(trainer, clock, ranks, loop.log_steps), every=config.log_every)
+    all_steps = trace_steps(itertools.chain((first_step,), batches), config, ranks)
+    end = loop.run_to_end(all_steps, config, workload)
     _write_summary(end, run, report, steps)
     return end.exit_code
 
 
-def _common(config: Config) -> dict[str, Any]:
+def _refuse_late_trace(config: Config, steps: int) -> None:
+    """Raise UsageError if ``--profile`` names only steps after the end of the run."""
+    traced_steps = config.traced_steps()
+    if traced_steps and traced_steps.start > steps:
+        raise UsageError(
+            f"--profile {config.profile} would trace nothing: the run has {steps} steps",
+            hint="a smaller START, or more --steps",
+        )
+
+
+def _shared_options(config: Config) -> dict[str, Any]:
     """Return the options that are equal on all ranks."""
     return {name: value for name, value in config.values().items() if name not in PER_RANK}
 
 
 def _refuse_other_options(config: Config, ranks: Ranks) -> None:
-    """Raise UsageError, on every rank, if the ranks were given different options; names them."""
-    rows = ranks.gather(_common(config))
+    """Raise UsageError, on every rank, if the ranks were given different options."""
+    rows = ranks.gather(_shared_options(config))
     differences = []
     for name in rows[0]:
         values = [str(row[name]) for row in rows]
@@ -170,8 +197,10 @@ def _write_summary(end: RunEnd, run: Run, report: RunLog | None, steps: int) -> 
         state = "this start saved no state"
         if writer.saved_step >= 0:
             state = f"the state of step {writer.saved_step} is saved"
-        hint = f"; {end.hint}" if end.hint else ""
-        say(f"{run.step} of {steps} steps are done: {end.reason}; {state}{hint}")
+        message = f"{run.step} of {steps} steps are done: {end.reason}; {state}"
+        if end.hint:
+            message += f"; {end.hint}"
+        say(message)
 
 
 def _peak_memory_MiB(ranks: Ranks) -> float:
@@ -181,8 +210,12 @@ def _peak_memory_MiB(ranks: Ranks) -> float:
 
 
 def _tokens_per_sample(batch: Any) -> int | None:
-    inputs = next(iter(batch.values() if isinstance(batch, dict) else batch))
-    return None if inputs.is_floating_point() or inputs.dim() != 2 else int(inputs.shape[1])
+    """Return the length of the rows in the first tensor of a batch, or None if it has no rows of tokens."""
+    tensors = batch.values() if isinstance(batch, dict) else batch
+    inputs = next(iter(tensors))
+    if inputs.is_floating_point() or inputs.dim() != 2:
+        return None
+    return int(inputs.shape[1])
 
 
 def say(text: str) -> None:
@@ -190,27 +223,30 @@ def say(text: str) -> None:
     terminal.err(f"dist-train: {text}")
 
 
-def functions(config: Config) -> dict[str, tuple[str, plugins.Contract, Any]]:
+def plugin_table(config: Config) -> dict[str, tuple[str, plugins.Contract, Any]]:
     """Return the name, the contract and the built-in version of each function that `config` names."""
     return {
         "model": (config.model, plugins.MODEL, _built_in_model),
-        "data": (config.data, plugins.DATA, datasets.built_in),
-        "step": (config.step, plugins.STEP, models.loss_of),
+        "data": (config.data, plugins.DATA, datasets.load_built_in),
+        "step": (config.step, plugins.STEP, models.mean_loss),
     }
 
 
-def _load(name: str, contract: plugins.Contract, built_in: Any) -> Any:
-    return plugins.load(name, contract) if plugins.is_plugin(name) else built_in
+def _load_function(name: str, contract: plugins.Contract, built_in: Any) -> Any:
+    """Import the function of the user that `name` names, or return the built-in one."""
+    if plugins.is_plugin(name):
+        return plugins.load(name, contract)
+    return built_in
 
 
 def _built_in_model(config: Config) -> nn.Module:
-    return models.BUILT_IN[config.model](datasets.classes(config))
+    return models.BUILT_IN[config.model](datasets.count_classes(config))
 
 
 def create_model(config: Config) -> nn.Module:
     """Return the model, with the weights that the seed gives."""
     seed_everything(config.seed)
-    model = _load(*functions(config)["model"])(config)
+    model = _load_function(*plugin_table(config)["model"])(config)
     if not isinstance(model, nn.Module):
         raise _wrong_type(config.model, model, plugins.MODEL)
     return model
@@ -218,9 +254,11 @@ def create_model(config: Config) -> nn.Module:
 
 def load_data(config: Config, split: str) -> Any:
     """Return the samples of a split. Random data is the same on every rank, and differs between splits."""
-    seed_everything(config.seed if split == "train" else seed_of(config.seed, split))
-    data = _load(*functions(config)["data"])(config, split)
-    if not hasattr(data, "__len__") or not (hasattr(data, "__getitem__") or hasattr(data, "batch")):
+    seed = config.seed if split == "train" else seed_of(config.seed, split)
+    seed_everything(seed)
+    data = _load_function(*plugin_table(config)["data"])(config, split)
+    has_samples = hasattr(data, "__getitem__") or hasattr(data, "batch")
+    if not hasattr(data, "__len__") or not has_samples:
         raise _wrong_type(config.data, data, plugins.DATA)
     return data
 

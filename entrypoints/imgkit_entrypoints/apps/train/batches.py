@@ -25,8 +25,8 @@ from imgkit_entrypoints.launch import user_program
 from imgkit_entrypoints.run import random_state
 from imgkit_entrypoints.run.ranks import Ranks
 
+# Rows of tensors up to this size are put in an epoch's order at once: cutting is cheaper than indexing.
 SMALL_BYTES = 64 << 20
-"""Rows of tensors up to this size are put in an epoch's order at once: cutting is cheaper than indexing."""
 
 
 class BadSample(CheckFailed):
@@ -43,7 +43,7 @@ class MicroBatch(NamedTuple):
 
     batch: Any
     weight: float
-    """Factor of its mean loss; 0 if the rank has no sample of this step and only takes part."""
+    """Factor of its mean loss. It is 0 if the rank has no sample of this step and only takes part."""
     last: bool
 
 
@@ -56,58 +56,63 @@ class Batches:
         self._order, self._config, self._ranks = order, config, ranks
         self._dtype = torch.float64 if config.dtype == "fp64" else torch.float32
         self._format = torch.channels_last if channels_last else torch.contiguous_format
-        self._samples = TensorSamples(*samples.tensors) if isinstance(samples, TensorDataset) else samples
+        if isinstance(samples, TensorDataset):
+            samples = TensorSamples(*samples.tensors)
+        self._samples = samples
         if config.workers and hasattr(self._samples, "batch"):
             raise UsageError(
                 "--workers would have no effect: this data gives whole batches, not single samples",
                 where=f"--data {config.data}",
                 hint="leave --workers out",
             )
-        self._slices = functools.cache(functools.partial(order.parts, rank=ranks.rank))
-        self._permutation = functools.lru_cache(maxsize=1)(self._permute)
+        self._slices = functools.cache(functools.partial(order.micro_batches, rank=ranks.rank))
+        self._permutation = functools.lru_cache(maxsize=1)(self._draw_permutation)
         self._is_small = isinstance(self._samples, TensorSamples) and self._samples.size_bytes <= SMALL_BYTES
-        self._shuffled = functools.lru_cache(maxsize=1)(self._shuffle)
+        self._shuffled = functools.lru_cache(maxsize=1)(self._shuffle_all)
         self.waited_s = 0.0
         """Seconds in which the device had no data to compute on."""
 
     def steps(self, start: Position, steps: int) -> Iterator[tuple[Position, list[MicroBatch]]]:
         """Yield the micro-batches of each step from `start` up to `steps`, and the position after it."""
-        singles: Iterator[Any] | None = None
+        loaded: Iterator[Any] | None = None
         if not hasattr(self._samples, "batch"):
-            singles = load_singly(self._samples, self._requests(start, steps), self._config, self._ranks)
+            loaded = load_samples(
+                self._samples, self._iterate_requests(start, steps), self._config, self._ranks
+            )
         position, clock = start, time.perf_counter
         while position.step < steps:
             start_s = clock()
             micro_batches = []
-            for part in self._slices(self._order.count(position)):
+            for part in self._slices(self._order.samples_at(position)):
                 first, end = position.consumed + part.first, position.consumed + part.end
                 if self._is_small:
                     batch = tuple(tensor[first:end] for tensor in self._shuffled(position.epoch))
-                elif singles:
-                    batch = self._on_device(next(singles))
+                elif loaded:
+                    batch = self._on_device(next(loaded))
                 else:
                     indices = self._permutation(position.epoch)[first:end]
                     batch = self._on_device(self._samples.batch(indices))
                 micro_batches.append(MicroBatch(batch, part.weight, part.last))
-            position = self._order.after(position)
+            position = self._order.next_position(position)
             self.waited_s += clock() - start_s
             yield position, micro_batches
 
-    def _requests(self, start: Position, steps: int) -> Iterator[tuple[int, torch.Tensor]]:
+    def _iterate_requests(self, start: Position, steps: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the epoch and the sample indices of each micro-batch."""
         position = start
         while position.step < steps:
             permutation = self._permutation(position.epoch)[position.consumed :]
-            for part in self._slices(self._order.count(position)):
+            for part in self._slices(self._order.samples_at(position)):
                 yield position.epoch, permutation[part.first : part.end]
-            position = self._order.after(position)
+            position = self._order.next_position(position)
 
-    def _permute(self, epoch: int) -> torch.Tensor:
+    def _draw_permutation(self, epoch: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed_of(self._config.seed, "order", epoch))
         return torch.randperm(self._order.size, generator=generator)
 
-    def _shuffle(self, epoch: int) -> Any:
-        return self._on_device(self._samples.batch(self._permute(epoch)))
+    def _shuffle_all(self, epoch: int) -> Any:
+        """Return all samples on the device, in the order of an epoch."""
+        return self._on_device(self._samples.batch(self._draw_permutation(epoch)))
 
     def _on_device(self, batch: Any) -> Any:
         if isinstance(batch, dict):
@@ -121,7 +126,7 @@ class Batches:
         return batch.to(self._ranks.device, dtype, non_blocking=True, memory_format=layout)
 
 
-def load_singly(
+def load_samples(
     samples: Any, requests: Iterator[tuple[int, torch.Tensor]], config: Config, ranks: Ranks
 ) -> Iterator[Any]:
     """Yield a batch for each of the `requests`, pairs of an epoch and indices.
@@ -133,17 +138,21 @@ def load_singly(
     seeded = _SeededSamples(samples, config.seed, config.workers)
     loader = DataLoader(
         seeded,
-        batch_sampler=([(epoch, index) for index in indices.tolist()] for epoch, indices in requests),
-        collate_fn=_unchanged,
+        batch_sampler=_sample_keys(requests),
+        # `_SeededSamples` has collated the samples already.
+        collate_fn=_return_batch,
         num_workers=config.workers,
         pin_memory=ranks.device.type == "cuda",
-        generator=torch.Generator(),  # its own, so that it does not draw from the model's
+        # Its own, so that it does not draw from the model's.
+        generator=torch.Generator(),
     )
     try:
         for batch in loader:
             if isinstance(batch, _Failure):
-                line = f" ({batch.line})" if batch.line and ":" in config.data else ""
-                raise BadSample(f"{batch.text}{line}", where=f"rank {ranks.rank}", trace=batch.trace)
+                text = batch.text
+                if batch.line and ":" in config.data:  # data of the user's own function
+                    text += f" ({batch.line})"
+                raise BadSample(text, where=f"rank {ranks.rank}", trace=batch.trace)
             yield batch
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
@@ -153,6 +162,12 @@ def load_singly(
             where=f"rank {ranks.rank}",
             hint="often memory or /dev/shm ran out; --workers 0 shows the error of a bad sample",
         ) from error
+
+
+def _sample_keys(requests: Iterator[tuple[int, torch.Tensor]]) -> Iterator[list[tuple[int, int]]]:
+    """Yield the keys of `_SeededSamples` for each batch."""
+    for epoch, indices in requests:
+        yield [(epoch, index) for index in indices.tolist()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,24 +202,36 @@ class _SeededSamples:
                 self._current[worker.id] = torch.tensor([os.getpid(), index])
             try:
                 samples.append(self._samples[index])
-            except Exception as error:
-                frame = user_program.own_frames(error.__traceback__)
-                return _Failure(
-                    text=f"sample {index} of the data: {type(error).__name__}: {error}",
-                    line=f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}" if frame else "",
-                    trace=user_program.described(error, error.__traceback__),
-                )
+            except Exception as error:  # the data set is the user's
+                return _describe_failure(index, error)
         batch = default_collate(samples)
         if state is not None:
             random_state.restore(state)
         return batch
 
     def current_samples(self, message: str) -> str:
-        """Name the samples that the dead processes in torch's `message` were loading."""
-        dead = set(map(int, re.findall(r"\d+", message)))
-        samples = [str(index) for process, index in self._current.tolist() if process in dead]
-        return f" at sample {', '.join(samples)} of the data" if samples else ""
+        """Return a text on the samples that the dead processes in torch's message were loading.
+
+        The message is ``DataLoader worker (pid(s) 71, 72) exited unexpectedly``.
+        """
+        dead_processes = set(map(int, re.findall(r"\d+", message)))
+        samples = [str(index) for process, index in self._current.tolist() if process in dead_processes]
+        if not samples:
+            return ""
+        return f" at sample {', '.join(samples)} of the data"
 
 
-def _unchanged(batch: Any) -> Any:
+def _describe_failure(index: int, error: Exception) -> _Failure:
+    frame = user_program.own_frames(error.__traceback__)
+    line = ""
+    if frame:
+        line = f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}"
+    return _Failure(
+        text=f"sample {index} of the data: {type(error).__name__}: {error}",
+        line=line,
+        trace=user_program.described(error, error.__traceback__),
+    )
+
+
+def _return_batch(batch: Any) -> Any:
     return batch

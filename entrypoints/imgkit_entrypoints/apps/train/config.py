@@ -22,6 +22,7 @@ from imgkit_entrypoints.apps.train import plugins
 from imgkit_entrypoints.arguments import Option, declared_options, duration, natural, option, positive
 from imgkit_entrypoints.errors import UsageError
 
+# The built-in models, each with its default optimizer, learning rate and steps of warm-up.
 MODELS: Mapping[str, tuple[str, float, int]] = {
     "linear": ("sgd", 0.05, 0),
     "mlp": ("sgd", 0.05, 0),
@@ -29,13 +30,12 @@ MODELS: Mapping[str, tuple[str, float, int]] = {
     "resnet50": ("sgd", 0.02, 20),
     "gpt": ("adamw", 1e-3, 0),
 }
-"""The built-in models, each with its default optimizer, learning rate and steps of warm-up."""
+# The built-in loggers; each is named after the package that it needs.
 LOGGERS = ("tensorboard", "wandb")
-"""The built-in loggers; each is named after the package that it needs."""
+# Number of steps if neither --steps nor --epochs is given.
 STEPS = 100
-"""Number of steps if neither --steps nor --epochs is given."""
+# Longest time between two lines of progress.
 LINE_EVERY_S = 5
-"""Longest time between two lines of progress."""
 FUNCTION = "MOD:FN or file.py:FN"
 
 
@@ -50,7 +50,8 @@ def _number(text: str) -> float:
 
 
 def _norm(text: str) -> float:
-    if not (value := _number(text)):
+    value = _number(text)
+    if value == 0:
         raise argparse.ArgumentTypeError("a norm of 0 would train nothing: a number above 0")
     return value
 
@@ -61,7 +62,7 @@ def _interval(text: str) -> str:
     return text
 
 
-def _window(text: str) -> str:
+def _trace_window(text: str) -> str:
     if not re.fullmatch(r"\d+:[1-9]\d*", text, re.ASCII):
         raise argparse.ArgumentTypeError(f"{text!r} is not START:STEPS, as in 100:5")
     return text
@@ -111,10 +112,10 @@ def _loggers(text: str) -> str:
     return text
 
 
+# Options that define a run: a start with another value cannot resume it.
 SAME = ["model", "data", "step", "samples", "image_size", "seed", "dtype", "amp", "optimizer", "global_batch"]
-"""Options that define a run: a start with another value cannot resume it."""
+# Options that may change between two starts of a run; each change is reported.
 REPORTED = ["lr", "momentum", "weight_decay", "schedule", "warmup_steps", "clip", "compile", "deterministic"]
-"""Options that may change between two starts of a run; each change is reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,7 +265,7 @@ class Config:
         default="0",
     )
     profile: str | None = option(
-        "--profile", "trace STEPS steps after step START into the run folder", _window, "START:STEPS"
+        "--profile", "trace STEPS steps after step START into the run folder", _trace_window, "START:STEPS"
     )
     log_every: int = option(
         "--log-every",
@@ -280,8 +281,8 @@ class Config:
         "NAMES",
     )
 
-    def profiled(self) -> range:
-        """Return the steps to trace."""
+    def traced_steps(self) -> range:
+        """Return the steps to trace: ``100:5`` names the steps 101 to 105."""
         if self.profile is None:
             return range(0)
         start, steps = map(int, self.profile.split(":"))
@@ -289,10 +290,11 @@ class Config:
 
     def values(self) -> dict[str, Any]:
         """Return the options in plain values, as checkpoints keep them."""
-        return {
-            name: str(value) if isinstance(value, Path) else value
-            for name, value in dataclasses.asdict(self).items()
-        }
+        values = dataclasses.asdict(self)
+        for name, value in values.items():
+            if isinstance(value, Path):
+                values[name] = str(value)
+        return values
 
     def to_json(self) -> str:
         """Return the JSON form in the run's folder; ``--config`` reads it."""
@@ -306,11 +308,13 @@ class Config:
         UsageError : they contradict the saved run; names every contradiction.
         """
         options = self.values() | {"global_batch": self.global_batch or saved["global_batch"]}
-        changed = [name for name in (*SAME, *REPORTED) if name in saved and options[name] != saved[name]]
-        if contradictions := [name for name in SAME if name in changed]:
-            values = (
+        names = [name for name in (*SAME, *REPORTED) if name in saved]
+        changed = [name for name in names if options[name] != saved[name]]
+        contradictions = [name for name in changed if name in SAME]
+        if contradictions:
+            values = [
                 f"{name} is {options[name]!r}, the checkpoint has {saved[name]!r}" for name in contradictions
-            )
+            ]
             raise UsageError(
                 f"these options contradict the saved run: {'; '.join(values)}",
                 where=str(where),
@@ -328,7 +332,9 @@ OPTIONS = (
 
 def total_steps(config: Config, steps_per_epoch: int) -> int:
     """Return the steps of the whole run: `steps` or `epochs`, whichever ends first."""
-    limits = [config.steps] if config.steps is not None else []
+    limits = []
+    if config.steps is not None:
+        limits.append(config.steps)
     if config.epochs is not None:
         limits.append(config.epochs * steps_per_epoch)
     return min(limits)
@@ -336,24 +342,26 @@ def total_steps(config: Config, steps_per_epoch: int) -> int:
 
 def steps_per_line(steps: int) -> int:
     """Return the default of ``--log-every``: a round number, at most a tenth of the run and 1000."""
-    sizes = [digit * 10**zeros for zeros in range(3) for digit in (1, 2, 5)]
-    return max((size for size in (*sizes, 1000) if size * 10 <= steps), default=1)
+    sizes = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
+    return max((size for size in sizes if size * 10 <= steps), default=1)
 
 
-def every(text: str, steps_per_epoch: int) -> int:
+def parse_interval(text: str, steps_per_epoch: int) -> int:
     """Parse an interval of saves or evaluations into steps: ``500`` steps, ``2e`` epochs; 0 is never."""
-    return int(text[:-1]) * steps_per_epoch if text.endswith("e") else int(text)
+    if text.endswith("e"):
+        return int(text.removesuffix("e")) * steps_per_epoch
+    return int(text)
 
 
-def due(step: int, interval: int, steps: int) -> bool:
+def is_due(step: int, interval: int, steps: int) -> bool:
     """Return whether what happens every `interval` steps and after the last one is due after `step`."""
     return step == steps or (interval > 0 and step % interval == 0)
 
 
 def learning_rate(config: Config, step: int, steps: int) -> float:
-    """Return the learning rate at `step` (from 0).
+    """Return the learning rate of a step, counted from 0.
 
-    It rises over the warm-up, then stays (constant) or falls to 0 at `steps`.
+    It rises over the warm-up, and then stays (constant) or falls to 0 at the end of `steps` steps.
     """
     warmup = config.warmup_steps
     if step < warmup:

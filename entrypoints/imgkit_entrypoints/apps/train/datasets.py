@@ -18,9 +18,10 @@ from imgkit_entrypoints.apps.train.models import CLASSES, CONTEXT, FEATURES, VOC
 from imgkit_entrypoints.apps.train.order import seed_of
 from imgkit_entrypoints.errors import UsageError
 
+# Standard deviation of what regression cannot learn.
 NOISE = 0.01
+# One in this many windows of a text is held out.
 HELD_OUT = 10
-"""One in this many windows of a text is held out."""
 
 
 class TensorSamples:
@@ -38,7 +39,7 @@ class TensorSamples:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
 
     def batch(self, indices: Tensor) -> tuple[Tensor, ...]:
-        """Stack the samples `indices`."""
+        """Return the samples with these indices as one batch."""
         return tuple(tensor.index_select(0, indices) for tensor in self.tensors)
 
 
@@ -55,7 +56,8 @@ class TextFile:
         end = windows - windows // HELD_OUT
         self._windows = range(end) if split == "train" else range(end, windows)
         if not self._windows:
-            least = CONTEXT * (1 if split == "train" else HELD_OUT) + 1
+            windows_needed = 1 if split == "train" else HELD_OUT
+            least = CONTEXT * windows_needed + 1
             raise UsageError(
                 f"{size} bytes are too few", where=str(path), hint=f"{split} needs at least {least} bytes"
             )
@@ -64,50 +66,53 @@ class TextFile:
         return len(self._windows)
 
     def batch(self, indices: Tensor) -> tuple[Tensor, ...]:
-        """The windows (samples, CONTEXT), and the same windows one byte later."""
-        first = (self._windows.start + indices[:, None]) * CONTEXT
-        rows = self.bytes[first + torch.arange(CONTEXT + 1)].long()
+        """Return the windows (samples, CONTEXT), and the same windows one byte later."""
+        starts = (self._windows.start + indices[:, None]) * CONTEXT
+        rows = self.bytes[starts + torch.arange(CONTEXT + 1)].long()
         return rows[:, :-1], rows[:, 1:]
 
 
-def _regression(samples: int, truth: torch.Generator, draw: torch.Generator) -> TensorSamples:
-    """Linear regression: y = w.x + b + a little noise."""
+def _make_regression(samples: int, truth: torch.Generator, draw: torch.Generator) -> TensorSamples:
+    """Return data for linear regression: y = w.x + b + a little noise."""
     weights, bias = torch.randn(FEATURES, 1, generator=truth), torch.randn(1, generator=truth)
     inputs = torch.randn(samples, FEATURES, generator=draw)
-    return TensorSamples(inputs, inputs @ weights + bias + NOISE * torch.randn(samples, 1, generator=draw))
+    noise = NOISE * torch.randn(samples, 1, generator=draw)
+    return TensorSamples(inputs, inputs @ weights + bias + noise)
 
 
-def _classes(samples: int, truth: torch.Generator, draw: torch.Generator) -> TensorSamples:
-    """Classification by the largest of CLASSES random projections."""
+def _make_classes(samples: int, truth: torch.Generator, draw: torch.Generator) -> TensorSamples:
+    """Return data for classification: the class is the largest of CLASSES random projections."""
     inputs = torch.randn(samples, FEATURES, generator=draw)
-    return TensorSamples(inputs, (inputs @ torch.randn(FEATURES, CLASSES, generator=truth)).argmax(1))
+    projections = torch.randn(FEATURES, CLASSES, generator=truth)
+    return TensorSamples(inputs, (inputs @ projections).argmax(1))
 
 
-def _images(samples: int, truth: torch.Generator, draw: torch.Generator) -> TensorSamples:
-    """Images of 3x32x32: one picture per class, with noise."""
+def _make_images(samples: int, truth: torch.Generator, draw: torch.Generator) -> TensorSamples:
+    """Return images of 3x32x32: one picture for each class, with noise."""
     labels = torch.randint(CLASSES, (samples,), generator=draw)
     pictures = torch.randn(CLASSES, 3, 32, 32, generator=truth)
     return TensorSamples(pictures[labels] + torch.randn(samples, 3, 32, 32, generator=draw), labels)
 
 
-def _sequences(samples: int, _truth: torch.Generator, draw: torch.Generator) -> TensorSamples:
-    """Bytes that count up by a stride from 1 to 8; each sample has its own stride and start."""
+def _make_sequences(samples: int, _truth: torch.Generator, draw: torch.Generator) -> TensorSamples:
+    """Return bytes that count up by a stride from 1 to 8. Each sample has its own stride and start."""
     first = torch.randint(VOCABULARY, (samples, 1), generator=draw)
     stride = torch.randint(1, 9, (samples, 1), generator=draw)
     rows = (first + stride * torch.arange(CONTEXT + 1)) % VOCABULARY
     return TensorSamples(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
 
 
+# Number of samples by default, and the function that makes them, for each built-in model.
 _BUILT_IN: Mapping[str, tuple[int, Callable[[int, torch.Generator, torch.Generator], TensorSamples]]] = {
-    "linear": (2048, _regression),
-    "mlp": (2048, _classes),
-    "resnet18": (2048, _images),
-    "resnet50": (2048, _images),
-    "gpt": (4096, _sequences),
+    "linear": (2048, _make_regression),
+    "mlp": (2048, _make_classes),
+    "resnet18": (2048, _make_images),
+    "resnet50": (2048, _make_images),
+    "gpt": (4096, _make_sequences),
 }
 
 
-def built_in(config: Config, split: str) -> TensorSamples | TextFile | ImageFolder:
+def load_built_in(config: Config, split: str) -> TensorSamples | TextFile | ImageFolder:
     """Return the data for a built-in model; the split ``eval`` is held out.
 
     Raises
@@ -125,53 +130,62 @@ def built_in(config: Config, split: str) -> TensorSamples | TextFile | ImageFold
         truth = torch.Generator().manual_seed(config.seed)
         draw = torch.Generator().manual_seed(seed_of(config.seed, split))
         return generate(config.samples or samples, truth, draw)
-    if path.is_dir() and generate is _images:
+    if path.is_dir() and generate is _make_images:
         return ImageFolder(path, split, config.image_size)
     if path.is_file() and config.model == "gpt":
         return TextFile(path, split)
-    kind, models = ("images", "resnet18 or resnet50") if path.is_dir() else ("a text file", "gpt")
+    kind, models = "a text file", "gpt"
+    if path.is_dir():
+        kind, models = "images", "resnet18 or resnet50"
     raise UsageError(f"{config.model} cannot read {kind}", where=config.data, hint=f"use --model {models}")
 
 
-def classes(config: Config) -> int:
+def count_classes(config: Config) -> int:
     """Return the number of classes in the data of a built-in model."""
-    return len(classes_of(Path(config.data))) if Path(config.data).is_dir() else CLASSES
+    path = Path(config.data)
+    if path.is_dir():
+        return len(list_classes(path))
+    return CLASSES
 
 
+# Files with other endings are no samples.
 ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
+# Folders of each split; the first that exists counts. Without a train folder, all are for training.
 SPLITS = {"train": ("train",), "eval": ("val", "eval", "test")}
-"""Folders of each split; the first that exists counts. Without a train folder, all are for training."""
-MEAN, SPREAD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Mean and standard deviation of ImageNet's channels, which published weights and learning rates assume."""
+# Mean and standard deviation of ImageNet's channels, which published weights and learning rates assume.
+MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+# Least share of the image's shorter side that a training sample shows.
 MIN_SHARE = 0.35
-"""Least share of the image's shorter side that a training sample shows."""
 
 
-def folder_of(data: Path, split: str) -> Path:
+def find_split_folder(data: Path, split: str) -> Path:
     """Return the folder with the classes of `split`.
 
     Raises
     ------
     UsageError : no images are held out.
     """
-    folder = next((data / name for name in SPLITS[split] if (data / name).is_dir()), None)
-    if folder is None and split == "eval":
+    for name in SPLITS[split]:
+        folder = data / name
+        if folder.is_dir():
+            return folder
+    if split == "eval":
         raise UsageError(
             "no images are held out",
             where=str(data),
             hint=f"put the classes into {data}/train and {data}/val, or leave --eval-every out",
         )
-    return folder or data
+    return data
 
 
-def classes_of(data: Path) -> list[str]:
+def list_classes(data: Path) -> list[str]:
     """Return the names of the classes in the order of their numbers.
 
     Raises
     ------
     UsageError : there are fewer than two classes.
     """
-    folder = folder_of(data, "train")
+    folder = find_split_folder(data, "train")
     names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
     if len(names) < 2:
         raise UsageError(
@@ -190,14 +204,12 @@ class ImageFolder:
     """
 
     def __init__(self, data: Path, split: str, size: int) -> None:
-        folder, names = folder_of(data, split), classes_of(data)
+        folder, names = find_split_folder(data, split), list_classes(data)
         self._size, self._is_random = size, split == "train"
-        self._files = [
-            (path, number)
-            for number, name in enumerate(names)
-            for path in sorted((folder / name).rglob("*"))
-            if path.suffix.lower() in ENDINGS
-        ]
+        self._files: list[tuple[Path, int]] = []
+        for number, name in enumerate(names):
+            paths = sorted((folder / name).rglob("*"))
+            self._files += [(path, number) for path in paths if path.suffix.lower() in ENDINGS]
         if not self._files:
             raise UsageError(
                 "the folder holds no images", where=str(folder), hint=f"files must end in {' '.join(ENDINGS)}"
@@ -211,22 +223,25 @@ class ImageFolder:
         path, number = self._files[index]
         with reader.open(path) as opened:
             image = opened.convert("RGB")
-            box = self._box(*image.size)
+            box = self._choose_box(*image.size)
             image = image.resize((self._size, self._size), reader.Resampling.BILINEAR, box=box)
         if self._is_random and torch.rand(()) < 0.5:
             image = image.transpose(reader.Transpose.FLIP_LEFT_RIGHT)
-        return _tensor(image), number
+        return _normalize(image), number
 
-    def _box(self, width: int, height: int) -> tuple[float, float, float, float]:
-        """Return the square to crop: a random one in training, else the largest in the middle."""
-        share, x, y = torch.rand(3).tolist() if self._is_random else (1.0, 0.5, 0.5)
+    def _choose_box(self, width: int, height: int) -> tuple[float, float, float, float]:
+        """Return the square to crop: a random one in training, and otherwise the largest in the middle."""
+        share, x, y = 1.0, 0.5, 0.5
+        if self._is_random:
+            share, x, y = torch.rand(3).tolist()
         side = min(width, height) * (MIN_SHARE + (1 - MIN_SHARE) * share)
         left_edge, top = (width - side) * x, (height - side) * y
         return left_edge, top, left_edge + side, top + side
 
 
-def _tensor(image: Any) -> Tensor:
+def _normalize(image: Any) -> Tensor:
+    """Return the pixels of an image in channels with the mean 0 and the standard deviation 1 of ImageNet."""
     pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
     colours = pixels.view(image.height, image.width, 3).permute(2, 0, 1).float() / 255
-    mean, spread = (torch.tensor(values)[:, None, None] for values in (MEAN, SPREAD))
-    return (colours - mean) / spread
+    mean, deviation = torch.tensor(MEAN)[:, None, None], torch.tensor(DEVIATION)[:, None, None]
+    return (colours - mean) / deviation

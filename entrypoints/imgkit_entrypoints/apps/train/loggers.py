@@ -60,6 +60,7 @@ class _Wandb:
         self._run.finish()
 
 
+# Classes by the name that ``--log-to`` has for them, which is that of their package.
 BUILT_IN: Mapping[str, Callable[[Path, int, Config], Any]] = {"tensorboard": _TensorBoard, "wandb": _Wandb}
 
 
@@ -75,27 +76,34 @@ class Loggers:
         """
         self._say = say
         self._loggers: dict[str, Any] = {}
-        for name in config.log_to.split(",") if config.log_to else ():
-            assert config.run_dir is not None  # the options refuse --log-to without a run folder
+        names = config.log_to.split(",") if config.log_to else []
+        for name in names:
+            # The options refuse --log-to without a run folder.
+            assert config.run_dir is not None
             if plugins.is_plugin(name):
                 create: Callable[[], Any] = partial(plugins.load(name, plugins.LOGGER), config)
             else:
                 create = partial(BUILT_IN[name], config.run_dir, start, config)
-            if (logger := self._try(name, create)) is not None:
+            logger = self._call_or_disable(name, create)
+            if logger is not None:
                 self._loggers[name] = logger
 
     def log(self, step: int, values: Mapping[str, object]) -> None:
-        """Pass on those of `values` that are numbers."""
-        numbers = {name: float(value) for name, value in values.items() if isinstance(value, (int, float))}
+        """Hand the numbers among `values` to all loggers."""
+        numbers = {}
+        for name, value in values.items():
+            if isinstance(value, (int, float)):
+                numbers[name] = float(value)
         for name, logger in tuple(self._loggers.items()):
-            self._try(name, partial(logger.log, step, numbers))
+            self._call_or_disable(name, partial(logger.log, step, numbers))
 
     def close(self) -> None:
-        """Close all."""
+        """Close all loggers."""
         for name, logger in tuple(self._loggers.items()):
-            self._try(name, logger.close)
+            self._call_or_disable(name, logger.close)
 
-    def _try(self, name: str, call: Callable[[], Any]) -> Any:
+    def _call_or_disable(self, name: str, call: Callable[[], Any]) -> Any:
+        """Return the result of a call of a logger. One that fails is named, and gets no more calls."""
         try:
             return call()
         except Exception as error:  # a full disk, a lost connection, or a fault in the user's function

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from imgkit_entrypoints.apps.train.batches import MicroBatch
-from imgkit_entrypoints.apps.train.config import Config, due, every
+from imgkit_entrypoints.apps.train.config import Config, is_due, parse_interval
 from imgkit_entrypoints.apps.train.order import Position
 from imgkit_entrypoints.apps.train.run_log import LatestSteps, RunLog, Workload
 from imgkit_entrypoints.apps.train.trainer import Evaluation, LossIsNoNumber, Trainer
@@ -25,7 +25,8 @@ from imgkit_entrypoints.run import Run
 from imgkit_entrypoints.run.checkpoint import Checkpoint
 from imgkit_entrypoints.run.run_checkpoints import NotSaved
 
-PART = "course"
+# Name of the course in a checkpoint.
+COURSE = "course"
 Steps = Iterable[tuple[Position, list[MicroBatch]]]
 
 
@@ -66,39 +67,41 @@ class MainLoop:
     course: Course
     """Kept at the step that the run has reached."""
     report: RunLog | None
-    """Gets the numbers on rank 0; None elsewhere."""
+    """Gets the numbers on rank 0. None on other ranks."""
     evaluation: Evaluation | None
     started: StartUp
 
-    def note(self, latest: LatestSteps) -> None:
-        """Note the sums of the latest steps."""
+    def log_steps(self, latest: LatestSteps) -> None:
+        """Log the sums of the latest steps, and note the first loss of the run."""
         if math.isnan(self.course.first_loss):
-            self.course.first_loss = latest.loss  # on all ranks: their courses are equal
+            # On all ranks: their courses are equal.
+            self.course.first_loss = latest.loss
         if self.report:
-            self.report.note(latest)
+            self.report.add(latest)
 
     def run_to_end(self, steps: Steps, config: Config, workload: Workload) -> RunEnd:
-        """Take the steps to their end, or until a request to stop; the state is saved then."""
+        """Take all steps, or those until a request to stop, and save the state."""
         try:
             with self.run:
-                self._take(steps, config, workload)
+                self._take_steps(steps, config, workload)
         except (LossIsNoNumber, NotSaved) as error:
             return RunEnd(reason=error.what, exit_code=error.exit_code, hint=error.hint or "")
         except SystemExit as stopped:
-            if not self.run.stopping:  # a function of the user ends the program
+            # A function of the user ends the program.
+            if not self.run.stopping:
                 raise
             return RunEnd(reason=self.run.stopping, exit_code=int(str(stopped.code)))
         return RunEnd()
 
-    def _take(self, steps: Steps, config: Config, workload: Workload) -> None:
+    def _take_steps(self, steps: Steps, config: Config, workload: Workload) -> None:
         run, last_step = self.run, workload.steps
-        save_every = every(config.save_every, workload.steps_per_epoch)
-        eval_every = every(config.eval_every, workload.steps_per_epoch)
+        save_every = parse_interval(config.save_every, workload.steps_per_epoch)
+        eval_every = parse_interval(config.eval_every, workload.steps_per_epoch)
         for position, micro_batches in steps:
             run.begins()
             step = position.step
-            is_evaluated = due(step, eval_every, last_step)
-            is_measured = is_evaluated or due(step, save_every, last_step) or run.looks()
+            is_evaluated = is_due(step, eval_every, last_step)
+            is_measured = is_evaluated or is_due(step, save_every, last_step) or run.looks()
             self.trainer.step(step - 1, micro_batches, measured=is_measured)
             if step == workload.start + 1:
                 self.started.ends("first_step")
@@ -106,16 +109,18 @@ class MainLoop:
             is_saved = run.due(save_every=save_every)
             if is_evaluated:
                 self._evaluate(step)
-            if (is_saved or run.stopping) and step < last_step:  # the last state is saved behind the loop
+            # The last state is saved behind the loop.
+            if (is_saved or run.stopping) and step < last_step:
                 run.save()
 
     def _evaluate(self, step: int) -> None:
+        # A collective call, also where nothing is evaluated.
         with self.run.pause():
             if self.evaluation and not self.run.stopping:
                 start_s = time.perf_counter()
                 loss = self.evaluation.loss(self.run.lives)
                 if self.report:
-                    self.report.held_out(step, loss, time.perf_counter() - start_s)
+                    self.report.report_evaluation(step, loss, time.perf_counter() - start_s)
 
 
 def find_checkpoint(config: Config, run: Run) -> Checkpoint | None:
@@ -146,10 +151,10 @@ def read_course(checkpoint: Checkpoint) -> Course:
     ------
     UsageError : another program has written it.
     """
-    if PART not in checkpoint.names:
+    if COURSE not in checkpoint.names:
         raise UsageError(
             "this checkpoint was written by another program: it has no training state of dist-train",
             where=str(checkpoint.folder),
             hint="name another folder by --run-dir",
         )
-    return Course(**checkpoint.state(PART))
+    return Course(**checkpoint.state(COURSE))

@@ -11,20 +11,22 @@ from torch import Tensor, nn
 
 from imgkit_entrypoints.errors import UsageError
 
+# Inputs of the models for rows of numbers, and the classes of the generated data.
 FEATURES = 20
 CLASSES = 10
+# Bytes, so that any text file can be data.
 VOCABULARY = 256
-"""Bytes, so that any text file can be data."""
+# Bytes that the transformer sees at once.
 CONTEXT = 64
 
 
 def linear() -> nn.Module:
-    """The tutorial's linear regression."""
+    """Return the tutorial's linear regression."""
     return nn.Linear(FEATURES, 1)
 
 
 def mlp(classes: int = CLASSES) -> nn.Module:
-    """A multilayer perceptron with two hidden layers."""
+    """Return a multilayer perceptron with two hidden layers."""
     width = 256
     return nn.Sequential(
         nn.Linear(FEATURES, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, classes)
@@ -32,35 +34,39 @@ def mlp(classes: int = CLASSES) -> nn.Module:
 
 
 class Residual(nn.Module):  # type: ignore[misc]
-    """Convolutions with a skip connection; a bottleneck ends with four times the channels."""
+    """Convolutions with a skip connection. A bottleneck ends with four times the channels."""
 
-    def __init__(self, inside: int, channels: int, stride: int, *, bottleneck: bool) -> None:
+    def __init__(self, in_channels: int, channels: int, stride: int, *, bottleneck: bool) -> None:
         super().__init__()
-        outside = channels * (4 if bottleneck else 1)
         if bottleneck:
-            layers = [*_conv(inside, channels, 1), nn.ReLU(), *_conv(channels, channels, 3, stride)]
-            layers += [nn.ReLU(), *_conv(channels, outside, 1)]
+            out_channels = 4 * channels
+            layers = [*_conv(in_channels, channels, 1), nn.ReLU(), *_conv(channels, channels, 3, stride)]
+            layers += [nn.ReLU(), *_conv(channels, out_channels, 1)]
         else:
-            layers = [*_conv(inside, channels, 3, stride), nn.ReLU(), *_conv(channels, channels, 3)]
-        nn.init.zeros_(layers[-1].weight)  # every block begins as its skip connection, which keeps SGD stable
+            out_channels = channels
+            layers = [*_conv(in_channels, channels, 3, stride), nn.ReLU(), *_conv(channels, channels, 3)]
+        # Every block begins as its skip connection, which keeps SGD stable.
+        nn.init.zeros_(layers[-1].weight)
         self.body = nn.Sequential(*layers)
-        same = stride == 1 and inside == outside
-        self.way = nn.Identity() if same else nn.Sequential(*_conv(inside, outside, 1, stride))
+        # The skip connection. Its name, as that of every module here, is part of checkpoints.
+        self.way: nn.Module = nn.Identity()
+        if stride != 1 or in_channels != out_channels:
+            self.way = nn.Sequential(*_conv(in_channels, out_channels, 1, stride))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Map (batch, inside, height, width) to (batch, outside, height / stride, width / stride)."""
+        """Map (batch, channels, height, width) to the new channels, height / stride and width / stride."""
         return torch.relu(self.body(inputs) + self.way(inputs))
 
 
-def _conv(inside: int, outside: int, size: int, stride: int = 1) -> list[nn.Module]:
+def _conv(in_channels: int, out_channels: int, size: int, stride: int = 1) -> list[nn.Module]:
     return [
-        nn.Conv2d(inside, outside, size, stride, padding=size // 2, bias=False),
-        nn.BatchNorm2d(outside),
+        nn.Conv2d(in_channels, out_channels, size, stride, padding=size // 2, bias=False),
+        nn.BatchNorm2d(out_channels),
     ]
 
 
 def resnet(name: str, classes: int) -> nn.Module:
-    """Return torchvision's ResNet if torchvision is installed, else the small one of this module.
+    """Return torchvision's ResNet if torchvision is installed, and otherwise that of this module.
 
     Raises
     ------
@@ -81,17 +87,17 @@ def resnet(name: str, classes: int) -> nn.Module:
 
 
 def small_resnet(name: str, classes: int) -> nn.Module:
-    """A ResNet for small images (He et al. 2015, section 4.2): a 3x3 stem without pooling."""
+    """Return a ResNet for small images (He et al. 2015, section 4.2), which begins without pooling."""
     blocks, bottleneck = {"resnet18": ((2, 2, 2, 2), False), "resnet50": ((3, 4, 6, 3), True)}[name]
     layers: list[nn.Module] = [*_conv(3, 64, 3), nn.ReLU()]
-    inside = 64
+    in_channels = 64
     for stage, count in enumerate(blocks):
         channels = 64 << stage
         for block in range(count):
             stride = 2 if stage > 0 and block == 0 else 1
-            layers.append(Residual(inside, channels, stride, bottleneck=bottleneck))
-            inside = channels * (4 if bottleneck else 1)
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inside, classes))
+            layers.append(Residual(in_channels, channels, stride, bottleneck=bottleneck))
+            in_channels = 4 * channels if bottleneck else channels
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(in_channels, classes))
 
 
 class Block(nn.Module):  # type: ignore[misc]
@@ -109,13 +115,13 @@ class Block(nn.Module):  # type: ignore[misc]
         batch, time, width = tokens.shape
         mixed = self.queries_keys_values(self.before_attention(tokens))
         queries, keys, values = mixed.view(batch, time, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        seen = nn.functional.scaled_dot_product_attention(
-            queries, keys, values, is_causal=True, dropout_p=self.dropout if self.training else 0.0
+        dropout = self.dropout if self.training else 0.0
+        attention = nn.functional.scaled_dot_product_attention(
+            queries, keys, values, is_causal=True, dropout_p=dropout
         )
-        tokens = tokens + self.out(seen.transpose(1, 2).reshape(batch, time, width))
-        return tokens + nn.functional.dropout(
-            self.layers(self.before_layers(tokens)), self.dropout, self.training
-        )
+        tokens = tokens + self.out(attention.transpose(1, 2).reshape(batch, time, width))
+        outputs = self.layers(self.before_layers(tokens))
+        return tokens + nn.functional.dropout(outputs, self.dropout, self.training)
 
 
 class Gpt(nn.Module):  # type: ignore[misc]
@@ -130,10 +136,12 @@ class Gpt(nn.Module):  # type: ignore[misc]
     def forward(self, tokens: Tensor) -> Tensor:
         """Map (batch, time) to the scores of the next byte, (batch, time, VOCABULARY)."""
         positions = self.positions(torch.arange(tokens.shape[1], device=tokens.device))
-        scores: Tensor = self.out(self.end(self.blocks(self.tokens(tokens) + positions)))
+        outputs = self.blocks(self.tokens(tokens) + positions)
+        scores: Tensor = self.out(self.end(outputs))
         return scores
 
 
+# Constructors of the built-in models; the argument is the number of classes, if the model has any.
 BUILT_IN: Mapping[str, Callable[[int], nn.Module]] = {
     "linear": lambda _: linear(),
     "mlp": mlp,
@@ -141,11 +149,13 @@ BUILT_IN: Mapping[str, Callable[[int], nn.Module]] = {
     "resnet50": functools.partial(resnet, "resnet50"),
     "gpt": lambda _: Gpt(),
 }
-"""Constructors of the built-in models; the argument is the number of classes, if the model has any."""
 
 
-def loss_of(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-    """Mean loss of a batch (inputs, targets): cross entropy for integer targets, else squared error."""
+def mean_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    """Return the mean loss of a batch (inputs, targets).
+
+    It is the cross entropy for integer targets, and otherwise the squared error.
+    """
     inputs, targets = batch
     outputs = model(inputs)
     if targets.is_floating_point():

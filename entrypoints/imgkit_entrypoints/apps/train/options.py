@@ -29,6 +29,7 @@ Your own model, and the files of a run: docs/guides/train.md."""
 
 
 def _flag(name: str) -> str:
+    """Return the option of a field: ``stop_after_s`` -> ``--stop-after``."""
     return "--" + name.removesuffix("_s").replace("_", "-")
 
 
@@ -37,28 +38,36 @@ def _takes_momentum(options: argparse.Namespace) -> bool:
     return (options.optimizer or default) == "sgd"
 
 
-def _reads(kind: Callable[[str], bool]) -> Callable[[argparse.Namespace], bool]:
-    """Return whether the data is of a kind, or is made by the user's function, which gets all options."""
+def _reads_data(kind: Callable[[str], bool]) -> Callable[[argparse.Namespace], bool]:
+    """Return a function that tells whether the data is of a kind.
+
+    It may also be made by the user's function, which gets all options.
+    """
     return lambda options: kind(options.data) or plugins.is_plugin(options.data)
 
 
-def _saves(options: argparse.Namespace) -> bool:
+def _has_run_folder(options: argparse.Namespace) -> bool:
     return options.run_dir is not None
 
 
 _NO_FOLDER = "without a run folder (--run-dir DIR)"
+# Options that have no effect without others, or with others.
 NEEDS = (
-    Need(option="--samples", reason="without built-in data", met=_reads(lambda data: data == "builtin")),
-    Need(option="--image-size", reason="without a folder of images (--data DIR)", met=_reads(os.path.isdir)),
+    Need(option="--samples", reason="without built-in data", met=_reads_data(lambda data: data == "builtin")),
+    Need(
+        option="--image-size",
+        reason="without a folder of images (--data DIR)",
+        met=_reads_data(os.path.isdir),
+    ),
     Need(option="--momentum", reason="without --optimizer sgd", met=_takes_momentum),
     Need(option="--amp", reason="with --dtype fp64", met=lambda options: options.dtype == "fp32"),
     Need(
         option="--save-every",
         reason=_NO_FOLDER,
-        met=lambda options: _saves(options) or options.save_every == "0",
+        met=lambda options: _has_run_folder(options) or options.save_every == "0",
     ),
     *(
-        Need(option=option, reason=_NO_FOLDER, met=_saves)
+        Need(option=option, reason=_NO_FOLDER, met=_has_run_folder)
         for option in ("--keep", "--profile", "--log-to", "--ignore-checkpoints")
     ),
     Need(
@@ -67,7 +76,6 @@ NEEDS = (
         met=lambda options: options.resume == "auto",
     ),
 )
-"""Options that have no effect without others, or with others."""
 
 
 def check(argv: Sequence[str], env: Mapping[str, str]) -> argparse.Namespace:
@@ -92,7 +100,7 @@ def check(argv: Sequence[str], env: Mapping[str, str]) -> argparse.Namespace:
     return options
 
 
-def read(argv: Sequence[str], env: Mapping[str, str]) -> Config:
+def read_config(argv: Sequence[str], env: Mapping[str, str]) -> Config:
     """Read a worker's command line, which the node agent has already checked.
 
     Raises
@@ -101,28 +109,36 @@ def read(argv: Sequence[str], env: Mapping[str, str]) -> Config:
     """
     values = vars(check(argv, env))
     del values["config"]
-    defaults = zip(
-        ("optimizer", "lr", "warmup_steps"), MODELS.get(values["model"], MODELS["linear"]), strict=True
-    )
-    for name, default in defaults:
+    optimizer, lr, warmup_steps = MODELS.get(values["model"], MODELS["linear"])
+    defaults = {"optimizer": optimizer, "lr": lr, "warmup_steps": warmup_steps}
+    for name, default in defaults.items():
         if values[name] is None:
             values[name] = default
     if values["steps"] is None and values["epochs"] is None:
         values["steps"] = STEPS
-    if values["compile"] and (missing := _no_compiler(env)):
-        raise UsageError(f"--compile needs {missing}", hint="leave --compile out, or add it to the image")
+    if values["compile"]:
+        missing = _missing_compiler(env)
+        if missing:
+            raise UsageError(f"--compile needs {missing}", hint="leave --compile out, or add it to the image")
     return Config(**values)
 
 
-def _no_compiler(env: Mapping[str, str]) -> str | None:
-    """Return what torch.compile lacks here: it writes C++ for the CPU, and a C loader for Triton."""
+def _missing_compiler(env: Mapping[str, str]) -> str:
+    """Return what torch.compile lacks in this image, or an empty text if it lacks nothing.
+
+    It writes C++ for the CPU, and for a GPU a loader in C for Triton.
+    """
     if env.get("IMGKIT_DEVICE", "cpu") == "cuda":
         if find_spec("triton") is None:
             return "Triton, which this image does not have"
-        names = [env["CC"]] if env.get("CC") else ["gcc", "clang", "cc"]
+        variable, names = "CC", ["gcc", "clang", "cc"]
     else:
-        names = [env["CXX"]] if env.get("CXX") else ["g++", "clang++"]
-    return None if any(map(shutil.which, names)) else f"a compiler ({' or '.join(names)}), but PATH has none"
+        variable, names = "CXX", ["g++", "clang++"]
+    if env.get(variable):
+        names = [env[variable]]
+    if any(map(shutil.which, names)):
+        return ""
+    return f"a compiler ({' or '.join(names)}), but PATH has none"
 
 
 def _read_file(path: Path, parser: Parser) -> tuple[str, ...]:
@@ -135,7 +151,8 @@ def _read_file(path: Path, parser: Parser) -> tuple[str, ...]:
     except ValueError as error:
         raise UsageError(str(error), where=where) from error
     errors = []
-    for argument in arguments:  # one by one: argparse stops at its first error
+    # One by one: argparse stops at its first error.
+    for argument in arguments:
         try:
             parser.parse_args([argument])
         except UsageError as error:
@@ -161,7 +178,9 @@ def file_arguments(path: Path) -> tuple[str, ...]:
     flags: list[str] = []
     for key, value in content.items():
         if isinstance(value, bool):
-            flags += [_flag(key)] if value else []
+            # False is the default of all such options.
+            if value:
+                flags.append(_flag(key))
         elif isinstance(value, dict | list):
             raise ValueError(f"`{key}` holds more than one value")
         elif value is not None:

@@ -15,7 +15,7 @@ from imgkit_entrypoints.errors import UsageError
 
 
 def seed_of(*parts: int | str) -> int:
-    """A seed below 2**63 that depends on all `parts`; equal on every platform and Python version."""
+    """Return a seed below 2**63 that depends on all `parts`, equal on every platform and Python version."""
     text = "\0".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
@@ -44,7 +44,7 @@ class MicroBatchSlice:
     however ranks and micro-batches divide them. 0: the rank has no sample, and takes part with another's.
     """
     last: bool
-    """True for the last micro-batch of the step."""
+    """Whether it is the last micro-batch of the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,35 +61,41 @@ class Order:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps per epoch."""
+        """Steps of an epoch, the last one with the rest of the samples included."""
         return math.ceil(self.size / self.global_batch)
 
-    def count(self, position: Position) -> int:
-        """Number of samples in the step that begins at `position`."""
+    def samples_at(self, position: Position) -> int:
+        """Return the number of samples in the step that begins at `position`."""
         return min(self.global_batch, self.size - position.consumed)
 
-    def after(self, position: Position, steps: int = 1) -> Position:
-        """The position after the step that begins at `position`, or after several steps of equal size."""
-        consumed = position.consumed + steps * self.count(position)
+    def next_position(self, position: Position, steps: int = 1) -> Position:
+        """Return the position after the step that begins at `position`, or after several of equal size."""
+        consumed = position.consumed + steps * self.samples_at(position)
         if consumed < self.size:
             return Position(step=position.step + steps, epoch=position.epoch, consumed=consumed)
         return Position(step=position.step + steps, epoch=position.epoch + 1)
 
-    def parts(self, count: int, rank: int) -> tuple[MicroBatchSlice, ...]:
-        """The micro-batches of `rank` in a step of `count` samples; equally many on all ranks."""
-        rounds = math.ceil(math.ceil(count / self.world_size) / self.batch_size)
-        first, end = share(count, rank, self.world_size)
-        parts = []
-        for turn in range(rounds):
-            start, stop = (first + cut for cut in share(end - first, turn, rounds))
-            weight = (stop - start) * self.world_size / count
-            start, stop = (start, stop) if stop > start else (0, 1)
-            parts.append(MicroBatchSlice(first=start, end=stop, weight=weight, last=turn == rounds - 1))
-        return tuple(parts)
+    def micro_batches(self, samples: int, rank: int) -> tuple[MicroBatchSlice, ...]:
+        """Return the micro-batches of a rank in a step of so many samples; equally many on all ranks."""
+        samples_of_rank = math.ceil(samples / self.world_size)
+        count = math.ceil(samples_of_rank / self.batch_size)
+        rank_start, rank_end = share(samples, rank, self.world_size)
+        slices = []
+        for number in range(count):
+            start, end = share(rank_end - rank_start, number, count)
+            first, end = rank_start + start, rank_start + end
+            weight = (end - first) * self.world_size / samples
+            # This rank has no sample, and computes the first one of the step without weight.
+            if end == first:
+                first, end = 0, 1
+            slices.append(MicroBatchSlice(first=first, end=end, weight=weight, last=number == count - 1))
+        return tuple(slices)
 
 
-def arrange(size: int, world_size: int, batch_size: int | None, global_batch: int | None) -> Order:
-    """Return the order that the options ask for; accumulation keeps a global batch for any number of ranks.
+def plan_order(size: int, world_size: int, batch_size: int | None, global_batch: int | None) -> Order:
+    """Return the order that the options ask for.
+
+    If a global batch does not fit into the ranks at once, each rank computes several micro-batches.
 
     Raises
     ------
@@ -101,14 +107,20 @@ def arrange(size: int, world_size: int, batch_size: int | None, global_batch: in
         batch_size = batch_size or 32
         global_batch = batch_size * world_size
     if global_batch % world_size:
-        divisors = [count for count in range(1, global_batch + 1) if global_batch % count == 0]
-        ranks = [str(max(count for count in divisors if count < world_size))]
-        ranks += [str(count) for count in divisors if count > world_size][:1]
-        fewer = global_batch // world_size * world_size
-        sizes = [str(samples) for samples in (fewer, fewer + world_size) if samples]
         raise UsageError(
             f"{world_size} ranks cannot share a global batch of {global_batch} samples equally",
-            hint=f"use {' or '.join(ranks)} ranks, or a new run with --global-batch {' or '.join(sizes)}",
+            hint=_suggest_sizes(world_size, global_batch),
         )
     batch_size = batch_size or global_batch // world_size
     return Order(size=size, global_batch=global_batch, world_size=world_size, batch_size=batch_size)
+
+
+def _suggest_sizes(world_size: int, global_batch: int) -> str:
+    """Return a hint with the next numbers of ranks and of samples that divide each other."""
+    divisors = [count for count in range(1, global_batch + 1) if global_batch % count == 0]
+    ranks = [str(max(count for count in divisors if count < world_size))]
+    more_ranks = [str(count) for count in divisors if count > world_size]
+    ranks += more_ranks[:1]
+    fewer = global_batch // world_size * world_size
+    sizes = [str(samples) for samples in (fewer, fewer + world_size) if samples]
+    return f"use {' or '.join(ranks)} ranks, or a new run with --global-batch {' or '.join(sizes)}"

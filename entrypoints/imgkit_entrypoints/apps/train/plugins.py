@@ -47,33 +47,35 @@ LOGGER = Contract(
 
 
 def is_plugin(text: str) -> bool:
-    """Whether `text` names a function of the user rather than something built in."""
+    """Return whether `text` names a function of the user, and not something built in."""
     return ":" in text
 
 
 def check(text: str, contract: Contract) -> str:
-    """Return `text` if it names a function with the signature of `contract`; executes nothing.
+    """Return `text` if it names a function with the signature of `contract`. Nothing is executed.
 
     Raises
     ------
     argparse.ArgumentTypeError : there is no such function; the message shows the signature.
     """
     try:
-        _search(*text.rpartition(":")[::2], contract.arguments)
+        module, _, name = text.rpartition(":")
+        _refuse_missing_function(module, name, contract.arguments)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}; expected {contract.form}") from error
     return text
 
 
-def _search(module: str, name: str, arguments: int) -> None:
+def _refuse_missing_function(module: str, name: str, arguments: int) -> None:
     """Raise ValueError if the source text of `module` has no function `name` that takes `arguments`."""
     if not module or not name.isidentifier():
         raise ValueError("not of the form MOD:FN")
-    path = Path(module) if module.endswith(".py") else _find(module)
+    path = Path(module) if module.endswith(".py") else _find_source(module)
     if path is None:
         raise ValueError(f"no module {module} found")
     if path.suffix != ".py":
-        return  # a compiled module has no source text
+        # A compiled module has no source text.
+        return
     try:
         source = files.read_bytes(path)
         tree = ast.parse(source, str(path))
@@ -82,7 +84,7 @@ def _search(module: str, name: str, arguments: int) -> None:
     except SyntaxError as error:
         raise ValueError(f"{path}:{error.lineno}: {error.msg}") from error
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    if name in functions and not _takes(functions[name].args, arguments):
+    if name in functions and not _accepts_arguments(functions[name].args, arguments):
         line = functions[name].lineno
         raise ValueError(f"{path}:{line}: {name} does not take {arguments} positional arguments")
     # Something else may have this name: an import, a class, the result of a call.
@@ -90,15 +92,18 @@ def _search(module: str, name: str, arguments: int) -> None:
         raise ValueError(f"{path} has no function {name}; its functions: {', '.join(functions) or 'none'}")
 
 
-def _takes(arguments: ast.arguments, count: int) -> bool:
+def _accepts_arguments(arguments: ast.arguments, count: int) -> bool:
+    """Return whether a function with these parameters can be called with `count` positional arguments."""
     positional = len(arguments.posonlyargs) + len(arguments.args)
     required = positional - len(arguments.defaults)
-    has_required_keyword = None in arguments.kw_defaults
-    return not has_required_keyword and required <= count and (count <= positional or bool(arguments.vararg))
+    if None in arguments.kw_defaults:  # a keyword without a default
+        return False
+    takes_more = arguments.vararg is not None
+    return required <= count and (count <= positional or takes_more)
 
 
-def _find(module: str) -> Path | None:
-    """Find the file of `module` without importing the module or its parents."""
+def _find_source(module: str) -> Path | None:
+    """Return the file of a module, or None. Neither the module nor its parents are imported."""
     search_path: list[str] = [*sys.path, str(Path.cwd())]
     parts, spec = module.split("."), None
     for depth in range(1, len(parts) + 1):
@@ -106,7 +111,9 @@ def _find(module: str) -> Path | None:
         if spec is None:
             return None
         search_path = list(spec.submodule_search_locations or ())
-    return Path(spec.origin) if spec and spec.origin else None
+    if spec is None or not spec.origin:
+        return None
+    return Path(spec.origin)
 
 
 def load(text: str, contract: Contract) -> Callable[..., Any]:
@@ -118,9 +125,10 @@ def load(text: str, contract: Contract) -> Callable[..., Any]:
     """
     source, _, name = text.rpartition(":")
     if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))  # last, so that a json.py here does not hide Python's own
+        # Last, so that a json.py here does not hide Python's own.
+        sys.path.append(str(Path.cwd()))
     try:
-        module = _from_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
+        module = _import_source(source)
         function = getattr(module, name)
     except Exception as error:
         raise UsageError(
@@ -134,15 +142,24 @@ def load(text: str, contract: Contract) -> Callable[..., Any]:
     return result
 
 
-def _from_file(path: Path) -> Any:
+def _import_source(source: str) -> Any:
+    """Import ``package.module`` or ``file.py``."""
+    if source.endswith(".py"):
+        return _import_file(Path(source))
+    return importlib.import_module(source)
+
+
+def _import_file(path: Path) -> Any:
     name = str(path.resolve())
-    if name in sys.modules:  # --model and --data from one file share its state
+    # --model and --data from one file share its state.
+    if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, name)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # data workers unpickle the classes that it defines
+    # Data workers unpickle the classes that it defines.
+    sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
     except BaseException:

@@ -23,15 +23,15 @@ from imgkit_entrypoints.apps.train.config import Config
 from imgkit_entrypoints.apps.train.order import Position
 from imgkit_entrypoints.run.ranks import Ranks
 
+# Steps timed between two looks, the first ones: many short steps would cost many events on a GPU.
 MAX_STEPS = 64
-"""Steps timed between two looks, the first ones: many short steps would cost many events on a GPU."""
 
+# Start and end: times of the host's clock on a CPU, events on a GPU.
 Interval = tuple[Any, Any]
-"""Start and end: times of the host's clock on a CPU, events on a GPU."""
 
 
 class StepTimes(NamedTuple):
-    """Seconds a step, on average over the timed steps; 0: none was timed."""
+    """Seconds a step, on average over the timed steps. 0 means that none was timed."""
 
     own_s: float = 0.0
     wait_s: float = 0.0
@@ -43,18 +43,23 @@ class WorkClock:
     def __init__(self, ranks: Ranks) -> None:
         self._is_on, self._is_cuda = ranks.world_size > 1, ranks.device.type == "cuda"
         self._is_running = False
+        # Own work of the present step before the latest copying of buffers.
         self._work: list[Interval] = []
-        """Own work of the present step before the latest copying of buffers."""
+        # Start of the own work since then; None while buffers are copied.
         self._start: Any = None
-        """Start of the own work since then; None while buffers are copied."""
         self._ready: Any = None
+        # Own work and wait of each step.
         self._timed: list[tuple[list[Interval], Interval]] = []
-        """Own work and wait of each step."""
+        # Steps before the last look, whose events a GPU may not have reached yet.
         self._pending: list[tuple[list[Interval], Interval]] = []
-        """Steps before the last look, whose events a GPU may not have reached yet."""
 
-    def attach(self, model: DistributedDataParallel, *, compiled: bool) -> None:
-        """Leave out the copying of buffers in `model`, if it has any; `compiled`: it will be compiled."""
+    def exclude_buffer_copies(self, model: DistributedDataParallel, *, compiled: bool) -> None:
+        """Leave out the time in which DDP copies the buffers of a model.
+
+        Parameters
+        ----------
+        compiled : the model will be compiled.
+        """
         if not self._is_on or next(model.buffers(), None) is None:
             return
 
@@ -67,10 +72,11 @@ class WorkClock:
             if self._is_running and self._start is None:
                 self._start = self._mark()
 
+        hook = torch.compiler.disable(after_copy) if compiled else after_copy
         model.register_forward_pre_hook(before_copy)
-        model.module.register_forward_pre_hook(torch.compiler.disable(after_copy) if compiled else after_copy)
+        model.module.register_forward_pre_hook(hook)
 
-    def backward(self, parameters: Sequence[nn.Parameter], backward: Callable[[], object]) -> None:
+    def run_first_backward(self, parameters: Sequence[nn.Parameter], backward: Callable[[], object]) -> None:
         """Run the first backward pass, and time from now on when the gradient that came last is ready.
 
         The order of gradients is the same in every step of the same model. So one parameter has a hook, which
@@ -91,7 +97,8 @@ class WorkClock:
             self._work, self._start, self._ready = [], self._mark(), None
 
     def _on_last_gradient(self, _: Tensor) -> None:
-        if self._is_running:  # each micro-batch comes here; the last one counts
+        # Each micro-batch comes here; the last one counts.
+        if self._is_running:
             self._ready = self._mark()
 
     def end_step(self) -> None:
@@ -101,7 +108,7 @@ class WorkClock:
             self._timed.append((work, (self._ready, self._mark())))
         self._is_running = False
 
-    def take(self) -> StepTimes:
+    def take_times(self) -> StepTimes:
         """Return what the steps since the last call took; on a GPU, the steps before that call.
 
         The device has passed those events: the caller has read a sum that it computed after them.
@@ -111,11 +118,14 @@ class WorkClock:
             steps, self._pending = self._pending, steps
         if not steps:
             return StepTimes()
-        own_s = sum(self._seconds(interval) for work, _ in steps for interval in work)
-        wait_s = sum(self._seconds(wait) for _, wait in steps)
+        own_s = wait_s = 0.0
+        for work, wait in steps:
+            own_s += sum(map(self._seconds, work))
+            wait_s += self._seconds(wait)
         return StepTimes(own_s / len(steps), wait_s / len(steps))
 
     def _mark(self) -> Any:
+        """Return the present time, as one end of an `Interval`."""
         if not self._is_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -124,23 +134,28 @@ class WorkClock:
 
     def _seconds(self, interval: Interval) -> float:
         start, end = interval
-        return float(start.elapsed_time(end)) / 1e3 if self._is_cuda else end - start
+        if not self._is_cuda:
+            return float(end - start)
+        return float(start.elapsed_time(end)) / 1e3
 
 
 Batch = TypeVar("Batch")
 
 
-def traced(
+def trace_steps(
     steps: Iterable[tuple[Position, Batch]], config: Config, ranks: Ranks
 ) -> Iterable[tuple[Position, Batch]]:
-    """Pass `steps` on unchanged, and record a trace of those that ``--profile`` names."""
-    return steps if config.profile is None else _traced(steps, config, ranks)
+    """Return the steps unchanged, and record a trace of those that ``--profile`` names."""
+    # A generator around the steps would cost time in each.
+    if config.profile is None:
+        return steps
+    return _record_steps(steps, config, ranks)
 
 
-def _traced(
+def _record_steps(
     steps: Iterable[tuple[Position, Batch]], config: Config, ranks: Ranks
 ) -> Iterator[tuple[Position, Batch]]:
-    traced_steps = config.profiled()
+    traced_steps = config.traced_steps()
     activities = [ProfilerActivity.CPU]
     if ranks.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
@@ -152,14 +167,14 @@ def _traced(
                 recorder.start()
             yield position, batch
             if recorder is not None and position.step + 1 not in traced_steps:
-                _write(recorder, config, ranks)
+                _write_trace(recorder, config, ranks)
                 recorder, traced_steps = None, range(0)
     finally:  # the run ended within the traced steps: keep what there is
         if recorder is not None:
-            _write(recorder, config, ranks)
+            _write_trace(recorder, config, ranks)
 
 
-def _write(recorder: profile, config: Config, ranks: Ranks) -> None:
+def _write_trace(recorder: profile, config: Config, ranks: Ranks) -> None:
     ranks.synchronize()
     recorder.stop()
     assert config.run_dir is not None  # options.read has checked it

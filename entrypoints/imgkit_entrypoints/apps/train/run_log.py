@@ -18,12 +18,13 @@ from imgkit_entrypoints.apps.train.stragglers import RankOnNode, Stragglers
 from imgkit_entrypoints.launch.start_up import StartUp
 from imgkit_entrypoints.run.metrics import METRICS, MetricsFile, utc_timestamp
 
+# Version of ``summary.json``.
 SCHEMA = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatestSteps:
-    """What is known of the latest `steps` steps, up to `step`."""
+    """The sums over the latest steps: `steps` of them, up to `step`."""
 
     step: int
     steps: int
@@ -35,14 +36,15 @@ class LatestSteps:
     grad_norm: float = math.nan
     """Norm of the last step's gradient, before clipping; NaN if it was not measured."""
     own_s: tuple[float, ...] = ()
-    """Seconds of own work of each rank in a step; 0: not measured. Empty with one rank."""
+    """Seconds of own work of each rank in a step. 0 means not measured. Empty with one rank."""
     wait_s: float = math.nan
     """Seconds that a rank waits for the gradients of the others in a step; the mean of all ranks."""
 
     @property
     def loss(self) -> float:
-        """The mean of the steps that were not skipped; NaN if all were."""
-        return self.sums[0] / (self.steps - self.skipped or math.nan)
+        """The mean loss of the steps that were not skipped; NaN if all were."""
+        counted_steps = self.steps - self.skipped
+        return self.sums[0] / counted_steps if counted_steps else math.nan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +68,7 @@ class Workload:
 
 
 class RunLog:
-    """Writes a line every `log_every` steps or `LINE_EVERY_S` seconds; used by rank 0 alone."""
+    """Writes a line every `log_every` steps or `LINE_EVERY_S` seconds. Only rank 0 uses it."""
 
     def __init__(
         self,
@@ -90,9 +92,9 @@ class RunLog:
         self._start_s = time.perf_counter()
         self._metrics.write(lambda folder: folder.mkdir(parents=True, exist_ok=True))
         self._metrics.write(lambda folder: files.put(folder / "config.json", config.to_json()))
-        self._metrics.write(lambda folder: _drop_after(folder / METRICS, workload.start))
+        self._metrics.write(lambda folder: _drop_lines_after(folder / METRICS, workload.start))
 
-    def note(self, latest: LatestSteps) -> None:
+    def add(self, latest: LatestSteps) -> None:
         """Add the sums of the latest steps."""
         if math.isnan(self._first_loss):
             self._first_loss = latest.loss
@@ -100,17 +102,18 @@ class RunLog:
         self._since_line.append(latest)
         self._training_s += latest.seconds
         self._trained_steps += latest.steps
-        self._usual_s = self._stragglers.note(latest.step, latest.own_s)
+        self._usual_s = self._stragglers.judge(latest.step, latest.own_s)
         is_due = latest.step % self._config.log_every == 0
         is_late = sum(part.seconds for part in self._since_line) >= LINE_EVERY_S
         if is_due or is_late or latest.step in (self._workload.start + 1, self._workload.steps):
             self._write_line(latest.step)
 
-    def held_out(self, step: int, loss: float, seconds: float) -> None:
+    def report_evaluation(self, step: int, loss: float, seconds: float) -> None:
         """Report the loss on held-out data, which took `seconds` to compute."""
-        self._eval_loss, self._evaluation_s = loss, self._evaluation_s + seconds
+        self._eval_loss = loss
+        self._evaluation_s += seconds
         terminal.out(f"{self._progress(step)}  held out: loss {loss:.6f}")
-        self._metrics.add({**self._position(step), "eval_loss": _number(loss)})
+        self._metrics.add({**self._position(step), "eval_loss": _finite(loss)})
         self._loggers.log(step, {"eval_loss": loss})
 
     def _position(self, step: int) -> dict[str, Any]:
@@ -122,50 +125,58 @@ class RunLog:
     def _write_line(self, step: int) -> None:
         """Write what came since the last line: on the terminal, into the metrics, to the loggers."""
         workload, parts, self._since_line = self._workload, self._since_line, []
-        seconds, steps = sum(part.seconds for part in parts), sum(part.steps for part in parts)
-        counted = sum(part.steps - part.skipped for part in parts)
-        averages = [
-            sum(column) / counted for column in zip(*(part.sums for part in parts), strict=True) if counted
-        ]
-        self._last_loss = averages[0] if averages else self._last_loss
-        numbers = dict.fromkeys(workload.names) | dict(
-            zip(workload.names, map(_number, averages[1:]), strict=False)
-        )
-        waited_s, self._waited_s = workload.waited_s() - self._waited_s, workload.waited_s()
+        seconds = sum(part.seconds for part in parts)
+        steps = sum(part.steps for part in parts)
+        loss, numbers = self._average(parts)
+        if loss is not None:
+            self._last_loss = loss
+        waited_s = workload.waited_s() - self._waited_s
+        self._waited_s = workload.waited_s()
         rate = steps * self._global_batch / seconds
         tokens = workload.tokens_per_sample
         values = {
             **self._position(step),
-            "loss": _number(averages[0]) if averages else None,
+            "loss": None if loss is None else _finite(loss),
             "numbers": numbers,
             "lr": learning_rate(self._config, step - 1, workload.steps),
-            "grad_norm": _number(parts[-1].grad_norm),
+            "grad_norm": _finite(parts[-1].grad_norm),
             "samples_per_s": rate,
             "tokens_per_s": None if tokens is None else tokens * rate,
             "data_wait": min(1.0, waited_s / seconds),
-            "own_work_s": _number(self._usual_s),
-            "wait_s": _number(parts[-1].wait_s) if self._ranks > 1 else None,
-            "slow": self._stragglers.now(),
+            "own_work_s": _finite(self._usual_s),
+            "wait_s": _finite(parts[-1].wait_s) if self._ranks > 1 else None,
+            "slow": self._stragglers.current_rows(),
             "memory_MiB": workload.memory_MiB(),
             "skipped": self._skipped,
         }
         self._metrics.add(values)
         self._loggers.log(values.pop("step"), {**values, **numbers})
         left_s = (time.perf_counter() - self._start_s) / (step - workload.start) * (workload.steps - step)
-        terminal.out(self._line(step, values, left_s))
+        terminal.out(self._format_line(step, values, left_s))
 
-    def _line(self, step: int, values: Mapping[str, Any], left_s: float) -> str:
-        numbers = {"loss": values["loss"], **values["numbers"]}
-        texts = [
-            f"{name} {'none' if value is None else format(value, '.6f' if name == 'loss' else '.6g')}"
-            for name, value in numbers.items()
-        ]
+    def _average(self, parts: Sequence[LatestSteps]) -> tuple[float | None, dict[str, float | None]]:
+        """Return the mean loss and the means of the user's numbers, or None where all steps were skipped."""
+        numbers: dict[str, float | None] = dict.fromkeys(self._workload.names)
+        counted_steps = sum(part.steps - part.skipped for part in parts)
+        if not counted_steps:
+            return None, numbers
+        columns = zip(*(part.sums for part in parts), strict=True)
+        loss, *means = (sum(column) / counted_steps for column in columns)
+        for name, mean in zip(self._workload.names, means, strict=False):
+            numbers[name] = _finite(mean)
+        return loss, numbers
+
+    def _format_line(self, step: int, values: Mapping[str, Any], left_s: float) -> str:
+        loss = values["loss"]
+        texts = ["loss none" if loss is None else f"loss {loss:.6f}"]
+        for name, value in values["numbers"].items():
+            texts.append(f"{name} none" if value is None else f"{name} {value:.6g}")
         rate = values["samples_per_s"]
         texts.append(f"{rate:.0f} samples/s ({rate / self._ranks:.0f} per rank)")
         texts += [f"data {values['data_wait']:.0%}", f"{values['memory_MiB']:.0f} MiB"]
         if self._skipped:
             texts.append(f"{self._skipped} skipped")
-        return "  ".join((self._progress(step), *texts, f"{duration(left_s)} left"))
+        return "  ".join((self._progress(step), *texts, f"{format_duration(left_s)} left"))
 
     def close(self, *, step: int, reason: str, saved_step: int, saving_s: float, stall_s: float) -> None:
         """Write the last line, and the summary of this start."""
@@ -184,9 +195,9 @@ class RunLog:
             "steps": self._workload.steps,
             "started_after_step": self._workload.start,
             "saved_step": saved_step if saved_step >= 0 else None,
-            "first_loss": _number(self._first_loss),
-            "last_loss": _number(self._last_loss),
-            "eval_loss": _number(self._eval_loss),
+            "first_loss": _finite(self._first_loss),
+            "last_loss": _finite(self._last_loss),
+            "eval_loss": _finite(self._eval_loss),
             "ranks": self._ranks,
             "samples_per_s": rate,
             "seconds": time.perf_counter() - self._start_s,
@@ -195,13 +206,13 @@ class RunLog:
             "evaluation_s": self._evaluation_s,
             "saving_s": saving_s,
             "skipped": self._skipped,
-            "stragglers": self._stragglers.all(),
+            "stragglers": self._stragglers.all_rows(),
             "longest_save_stall_s": stall_s,
         }
         text = json.dumps(summary, indent=2) + "\n"
         self._metrics.write(lambda folder: files.put(folder / "summary.json", text))
-        self._metrics.write(_draw)
-        longest = max(starts, key=lambda name: starts[name], default="")
+        self._metrics.write(_write_curves)
+        longest = max(starts, key=lambda name: starts[name], default="")  # the longest part of the start
         durations = {
             f"starting ({longest} {starts.get(longest, 0.0):.1f} s)": sum(starts.values()),
             "training": self._training_s,
@@ -213,29 +224,32 @@ class RunLog:
         terminal.out(f"{losses}, {self._ranks} ranks, {rate:.0f} samples/s while training; {breakdown}")
 
 
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None  # JSON has no NaN
+def _finite(value: float) -> float | None:
+    """Return a number as JSON has it, which knows no NaN."""
+    return value if math.isfinite(value) else None
 
 
-def _drop_after(path: Path, step: int) -> None:
+def _drop_lines_after(path: Path, step: int) -> None:
     """Drop the lines of steps that will now be repeated."""
     try:
         with files.open_own(path) as stream:
             lines = stream.read().decode(errors="replace").splitlines(keepends=True)
     except FileNotFoundError:
         return
-    files.put(path, "".join(line for line in lines if _step(line) <= step))
+    files.put(path, "".join(line for line in lines if _step_of_line(line) <= step))
 
 
-def _step(line: str) -> float:
+def _step_of_line(line: str) -> float:
     try:
         row: Any = json_text.parse(line)
         return float(row["step"])
     except (ValueError, KeyError, TypeError):
-        return math.inf  # half a line, left by a run that was killed
+        # Half a line, left by a run that was killed.
+        return math.inf
 
 
-def _draw(folder: Path) -> None:
+def _write_curves(folder: Path) -> None:
+    """Draw the curves of all starts of the run."""
     with files.open_own(folder / METRICS) as stream:
         rows = [json_text.parse(text) for text in stream.read().decode().splitlines()]
 
@@ -244,12 +258,14 @@ def _draw(folder: Path) -> None:
 
     losses = curves.Chart("loss", {"trained on": points("loss"), "held out": points("eval_loss")})
     rates = curves.Chart("samples/s", {"": points("samples_per_s")}, from_zero=True)
-    files.put(folder / "curves.svg", curves.document((losses, rates)))
+    files.put(folder / "curves.svg", curves.draw_charts((losses, rates)))
 
 
-def duration(seconds: float) -> str:
-    """Write a duration as ``5s``, ``3m20s`` or ``2h05m``."""
+def format_duration(seconds: float) -> str:
+    """Return a duration as ``5s``, ``3m20s`` or ``2h05m``."""
     minutes, rest = divmod(round(seconds), 60)
+    if minutes == 0:
+        return f"{rest}s"
     if minutes < 60:
-        return f"{minutes}m{rest:02}s" if minutes else f"{rest}s"
+        return f"{minutes}m{rest:02}s"
     return f"{minutes // 60}h{minutes % 60:02}m"

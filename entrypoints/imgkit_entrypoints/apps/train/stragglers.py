@@ -8,22 +8,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+# Part of the usual time by which a straggler exceeds it, at least.
 SHARE = 0.2
-"""Part of the usual time by which a straggler exceeds it."""
+# Median absolute deviations by which a straggler exceeds the median.
 MADS = 5
-"""Median absolute deviations by which a straggler exceeds the median."""
+# A straggler loses more than this in a step: short steps differ by more than `SHARE` from chance.
 FLOOR_S = 0.001
-"""A straggler loses more than this in a step: short steps differ by more than `SHARE` from chance."""
+# Looks in a row that make a rank a straggler, and usual again.
 LOOKS = 3
-"""Looks in a row that make a rank a straggler, and usual again."""
+# Fewer ranks than this have no meaningful median: the fastest is the usual one.
 FEW = 4
-"""Fewer ranks than this have no meaningful median: the fastest is the usual one."""
+# Most ranks that one look reports by a line each.
 LINES = 8
-"""Most ranks that one look reports by a line each."""
+# Times that the log names the same rank; ranks that share a processor become stragglers in turn.
 MAX_REPORTS = 3
-"""Times that the log names the same rank; ranks that share a processor become stragglers in turn."""
+# Most ranks in a line of ``metrics.jsonl``, which readers bound.
 ROWS = 100
-"""Most ranks in a line of ``metrics.jsonl``, which readers bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +65,10 @@ class Straggler:
         )
 
 
-def usual(own_s: Sequence[float]) -> tuple[float, float]:
-    """The usual seconds of own work, and the limit of stragglers; infinite if nothing compares.
+def find_usual_work(own_s: Sequence[float]) -> tuple[float, float]:
+    """Return the usual seconds of own work, and the limit of stragglers.
+
+    The limit is infinite if there is nothing to compare.
 
     Parameters
     ----------
@@ -77,38 +79,49 @@ def usual(own_s: Sequence[float]) -> tuple[float, float]:
         return math.nan, math.inf
     if len(measured) < FEW:
         return measured[0], max(measured[0] * (1 + SHARE), measured[0] + FLOOR_S)
-    middle = (measured[(len(measured) - 1) // 2] + measured[len(measured) // 2]) / 2
-    limit = max(middle * (1 + SHARE), middle + FLOOR_S)
-    if measured[-1] > limit:  # else nobody is slow, and thousands of ranks need no second order
-        limit = max(limit, middle + MADS * statistics.median(abs(seconds - middle) for seconds in measured))
-    return middle, limit
+    median = (measured[(len(measured) - 1) // 2] + measured[len(measured) // 2]) / 2
+    limit = max(median * (1 + SHARE), median + FLOOR_S)
+    # Otherwise nobody is slow, and thousands of deviations need no sorting.
+    if measured[-1] > limit:
+        deviation = statistics.median(abs(seconds - median) for seconds in measured)
+        limit = max(limit, median + MADS * deviation)
+    return median, limit
 
 
 class Stragglers:
     """Names the stragglers of one start, and those that recover."""
 
     def __init__(self, placements: Sequence[RankOnNode], say: Callable[[str], None]) -> None:
-        self._placements, self._say = placements, say
+        self._placements = placements
+        self._say = say
+        # Steps of the latest looks at which a rank was slow and is not named, or usual and is named.
         self._contradictions: dict[int, list[int]] = {}
-        """Steps of the latest looks at which a rank was slow and is not named, or usual and is named."""
         self._named: set[int] = set()
         self._stragglers: dict[int, Straggler] = {}
 
-    def note(self, step: int, own_s: Sequence[float]) -> float:
-        """Judge the look at `step` by the own work of each rank, and return the usual seconds."""
-        usual_s, limit_s = usual(own_s)
+    def judge(self, step: int, own_s: Sequence[float]) -> float:
+        """Compare the own work of the ranks at the look of `step`, and return the usual seconds.
+
+        A rank that was slow in `LOOKS` looks in a row is named as a straggler. One that was as fast as the
+        others in as many looks is no longer named.
+        """
+        usual_s, limit_s = find_usual_work(own_s)
         if math.isinf(limit_s):
             return usual_s
         slow = {rank for rank, seconds in enumerate(own_s) if limit_s < seconds < math.inf}
-        contradictions = {
-            rank: [*self._contradictions.get(rank, ()), step] for rank in sorted(slow ^ self._named)
-        }
-        changed = [rank for rank, steps in contradictions.items() if len(steps) == LOOKS]
-        for rank in changed:
-            first_step = contradictions.pop(rank)[0]
-            self._named ^= {rank}
+        contradictions = {}
+        changed = []
+        for rank in sorted(slow ^ self._named):
+            steps = [*self._contradictions.get(rank, ()), step]
+            if len(steps) < LOOKS:
+                contradictions[rank] = steps
+                continue
+            changed.append(rank)
             if rank in self._named:
-                self._name(rank, first_step)
+                self._named.remove(rank)
+            else:
+                self._named.add(rank)
+                self._add_straggler(rank, from_step=steps[0])
         self._contradictions = contradictions
         for rank in slow & self._named:
             self._stragglers[rank] = replace(
@@ -117,21 +130,29 @@ class Stragglers:
         self._report(step, changed)
         return usual_s
 
-    def _name(self, rank: int, from_step: int) -> None:
+    def _add_straggler(self, rank: int, from_step: int) -> None:
+        """Add a rank that is named, or count it again. The figures of the look follow."""
         earlier = self._stragglers.get(rank)
+        if earlier is not None:
+            self._stragglers[rank] = replace(earlier, to_step=from_step, times=earlier.times + 1)
+            return
+        placement = self._placements[rank]
         self._stragglers[rank] = Straggler(
             rank=rank,
-            **asdict(self._placements[rank]),
-            from_step=earlier.from_step if earlier else from_step,
+            node=placement.node,
+            local_rank=placement.local_rank,
+            from_step=from_step,
             to_step=from_step,
-            times=earlier.times + 1 if earlier else 1,
+            times=1,
             own_work_s=0.0,
             usual_s=0.0,
         )
 
     def _report(self, step: int, changed: Sequence[int]) -> None:
+        """Report ranks that are named since this look, or no longer, but the same rank only a few times."""
         comparison = "as that of the fastest" if len(self._placements) < FEW else "the median of all ranks"
-        reported = [self._stragglers[rank] for rank in changed if self._stragglers[rank].times <= MAX_REPORTS]
+        stragglers = [self._stragglers[rank] for rank in changed]
+        reported = [straggler for straggler in stragglers if straggler.times <= MAX_REPORTS]
         for straggler in reported[:LINES]:
             if straggler.rank in self._named:
                 self._say(
@@ -143,16 +164,18 @@ class Stragglers:
         if len(reported) > LINES:
             self._say(f"{len(reported) - LINES} more ranks became stragglers or recovered at step {step}")
 
-    def now(self) -> list[dict[str, Any]]:
+    def current_rows(self) -> list[dict[str, Any]]:
         """Return the ranks that are slow now, the slowest first, for ``metrics.jsonl``."""
         rows = [asdict(self._stragglers[rank]) for rank in self._named]
         return sorted(rows, key=lambda row: -row["own_work_s"])[:ROWS]
 
-    def all(self) -> list[dict[str, Any]]:
+    def all_rows(self) -> list[dict[str, Any]]:
         """Return the ranks that were slow at any time of this start, for ``summary.json``."""
         return [asdict(self._stragglers[rank]) for rank in sorted(self._stragglers)]
 
 
 def _milliseconds(seconds: float) -> str:
     """Write a duration with three digits, such as ``131 ms`` or ``4.56 ms``."""
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds * 1e3:.0f} ms"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds * 1e3:.0f} ms"  # :.3g would write 1.2e+03

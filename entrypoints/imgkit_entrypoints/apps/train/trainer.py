@@ -29,7 +29,8 @@ from imgkit_entrypoints.run.agreement import Agreed
 from imgkit_entrypoints.run.ranks import Ranks
 
 Loss = Callable[[nn.Module, Any], Any]
-NOTHING = contextlib.nullcontext()
+# One for all: a step enters it for each micro-batch.
+NO_CONTEXT = contextlib.nullcontext()
 
 
 class Trainer:
@@ -39,8 +40,8 @@ class Trainer:
         self, config: Config, model: nn.Module, loss: Loss, steps: int, ranks: Ranks, clock: WorkClock
     ) -> None:
         self._config, self._loss, self._steps, self._clock = config, loss, steps, clock
-        dtype = torch.float64 if config.dtype == "fp64" else torch.float32
         is_cuda = ranks.device.type == "cuda"
+        dtype = torch.float64 if config.dtype == "fp64" else torch.float32
         # Measured with resnet18: 3 to 7 % slower on a CPU without AMX.
         self.channels_last = is_cuda and any(isinstance(module, nn.Conv2d) for module in model.modules())
         layout = torch.channels_last if self.channels_last else torch.preserve_format
@@ -48,15 +49,15 @@ class Trainer:
         self.model = DistributedDataParallel(
             self.plain, device_ids=[ranks.device] if is_cuda else None, gradient_as_bucket_view=True
         )
-        clock.attach(self.model, compiled=config.compile)
+        clock.exclude_buffer_copies(self.model, compiled=config.compile)
         self._parameters = [parameter for parameter in self.plain.parameters() if parameter.requires_grad]
-        self._optimizer = _optimizer(config, self._parameters)
+        self._optimizer = _create_optimizer(config, self._parameters)
         amp = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}[config.amp]
         self._autocast: contextlib.AbstractContextManager[Any] = (
-            NOTHING if amp is None else torch.autocast(ranks.device.type, dtype=amp)
+            NO_CONTEXT if amp is None else torch.autocast(ranks.device.type, dtype=amp)
         )
         self._scaler = torch.amp.GradScaler(ranks.device.type, enabled=amp is torch.float16)
-        self.names: tuple[str, ...] = ()
+        self.number_names: tuple[str, ...] = ()
         """Names of the numbers that the user's step returns beside the loss."""
         self.sums = torch.zeros(0, device=ranks.device)
         """Sums since the last look: skipped steps, then this rank's share of the losses and of the user's
@@ -78,61 +79,76 @@ class Trainer:
         buffers = [buffer.detach().clone() for buffer in self.plain.buffers()]
         state = random_state.capture()
         if self._config.compile:
-            self.plain.compile()  # in place, so that the names of the weights stay
+            # In place, so that the names of the weights stay.
+            self.plain.compile()
         with self._autocast:
             loss, numbers = _loss_and_numbers(self._loss(self.model, micro_batch.batch))
+        if not isinstance(loss, Tensor):
+            raise self._no_number_error("the loss", loss)
         for name, value in {"the loss": loss, **numbers}.items():
-            is_number = value.dim() == 0 if isinstance(value, Tensor) else isinstance(value, int | float)
-            if not is_number or (value is loss and not isinstance(value, Tensor)):
-                shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
-                raise UsageError(
-                    f"{name} must be a tensor with one number, but it is a {type(value).__name__}{shape}",
-                    where=f"--step {self._config.step}",
-                    hint="return (loss, {name: number, ...}), for example the mean of the batch's samples",
-                )
-        self.names = tuple(numbers)
+            has_shape = isinstance(value, Tensor) and value.dim() > 0
+            if has_shape or not isinstance(value, Tensor | int | float):
+                raise self._no_number_error(name, value)
+        self.number_names = tuple(numbers)
         self.sums = torch.zeros(3 + len(numbers), dtype=torch.float64, device=self.sums.device)
-        self.sums[1] = math.nan  # no norm of the gradient until one is measured
+        # No norm of the gradient until one is measured.
+        self.sums[1] = math.nan
         self._losses = self.sums[2:]
-        self._clock.backward(self._parameters, loss.backward)
+        self._clock.run_first_backward(self._parameters, loss.backward)
         self._drop_gradients()
-        for buffer, before in zip(self.plain.buffers(), buffers, strict=True):
-            buffer.copy_(before)
+        for buffer, saved_buffer in zip(self.plain.buffers(), buffers, strict=True):
+            buffer.copy_(saved_buffer)
         random_state.restore(state)
 
+    def _no_number_error(self, name: str, value: Any) -> UsageError:
+        kind = f"a {type(value).__name__}"
+        if isinstance(value, Tensor):
+            kind += f" of shape {tuple(value.shape)}"
+        return UsageError(
+            f"{name} must be a tensor with one number, but it is {kind}",
+            where=f"--step {self._config.step}",
+            hint="return (loss, {name: number, ...}), for example the mean of the batch's samples",
+        )
+
     def step(self, number: int, micro_batches: list[MicroBatch], *, measured: bool = False) -> None:
-        """Take the step that follows `number` others; if `measured`, note the norm of its gradient."""
+        """Take the step that follows `number` others, and update the weights.
+
+        Parameters
+        ----------
+        measured : the norm of the gradient goes into the log.
+        """
         if self._config.schedule != "constant" or self._config.warmup_steps:
             for group in self._optimizer.param_groups:
                 group["lr"] = learning_rate(self._config, number, self._steps)
         losses = []
         self._clock.start_step()
         for micro_batch in micro_batches:
-            with NOTHING if micro_batch.last else self.model.no_sync():
+            with NO_CONTEXT if micro_batch.last else self.model.no_sync():
                 with self._autocast:
                     loss, numbers = _loss_and_numbers(self._loss(self.model, micro_batch.batch))
                 weighted = loss if micro_batch.weight == 1.0 else loss * micro_batch.weight
                 self._scaler.scale(weighted).backward()
-            losses.append(self._with_numbers(weighted.detach(), numbers, micro_batch.weight))
+            losses.append(self._add_numbers(weighted.detach(), numbers, micro_batch.weight))
         self._clock.end_step()
         self._update(sum(losses[1:], losses[0]), measured=measured)
         self._drop_gradients()
 
-    def _with_numbers(self, loss: Tensor, numbers: Mapping[str, Any], weight: float) -> Tensor:
-        if tuple(numbers) != self.names:
-            names, first_names = (", ".join(keys) or "none" for keys in (numbers, self.names))
+    def _add_numbers(self, loss: Tensor, numbers: Mapping[str, Any], weight: float) -> Tensor:
+        """Return the loss and the weighted numbers of the user's step in one tensor."""
+        if tuple(numbers) != self.number_names:
             raise UsageError(
-                f"the step returned the numbers {names}, but {first_names} at first",
+                f"the step returned the numbers {', '.join(numbers) or 'none'}, but "
+                f"{', '.join(self.number_names) or 'none'} at first",
                 where=f"--step {self._config.step}",
                 hint="return the same names in the same order from every call",
             )
         if not numbers:
             return loss
-        tensors = (
-            torch.as_tensor(number, dtype=torch.float64, device=loss.device).detach()
-            for number in numbers.values()
-        )
-        return torch.stack([loss.double(), *(tensor * weight for tensor in tensors)])
+        tensors = [loss.double()]
+        for number in numbers.values():
+            tensor = torch.as_tensor(number, dtype=torch.float64, device=loss.device).detach()
+            tensors.append(tensor * weight)
+        return torch.stack(tensors)
 
     def _drop_gradients(self) -> None:
         """Do the same as zero_grad(), without its profiler record: a twentieth of a short step."""
@@ -147,18 +163,20 @@ class Trainer:
         norm: Tensor | None = None
         is_skippable = self._config.on_nan == "skip"
         if self._config.clip is not None or measured or is_skippable:
-            self._scaler.unscale_(self._optimizer)  # the norm is that of the unscaled gradient
-            limit = math.inf if self._config.clip is None else self._config.clip
+            # The norm is that of the unscaled gradient.
+            self._scaler.unscale_(self._optimizer)
+            limit = math.inf if self._config.clip is None else self._config.clip  # inf: measured only
             norm = nn.utils.clip_grad_norm_(self._parameters, limit)
         if measured:
             self.sums[1] = norm
         if not is_skippable:
             self._losses += loss
         elif norm is not None:
-            is_bad = ~torch.isfinite(norm)
-            self.sums[0] += is_bad
-            self._losses += torch.where(is_bad, 0.0, loss)
-            if not self._scaler.is_enabled() and is_bad:  # an enabled scaler skips such a gradient itself
+            is_skipped = ~torch.isfinite(norm)
+            self.sums[0] += is_skipped
+            self._losses += torch.where(is_skipped, 0.0, loss)
+            # An enabled scaler skips such a gradient itself.
+            if not self._scaler.is_enabled() and is_skipped:
                 return
         self._scaler.step(self._optimizer)
         self._scaler.update()
@@ -178,30 +196,36 @@ class Trainer:
     def loss(self, batch: Any) -> Tensor:
         """Return the loss of one batch, computed as in training."""
         with self._autocast:
-            loss: Tensor = _loss_and_numbers(self._loss(self.model, batch))[0]
-            return loss.detach()
+            loss, _ = _loss_and_numbers(self._loss(self.model, batch))
+            detached: Tensor = loss.detach()
+            return detached
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the optimizer and the gradient scaler."""
         return {"optimizer": self._optimizer.state_dict(), "scaler": self._scaler.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over such a state, with this start's learning rate, momentum and weight decay."""
+        """Load a state that `state_dict` returned, but for the options of this start.
+
+        They are the learning rate, the momentum and the weight decay.
+        """
         groups = self._optimizer.state_dict()["param_groups"]
         self._optimizer.load_state_dict({**state["optimizer"], "param_groups": groups})
         self._scaler.load_state_dict(state["scaler"])
 
 
 def _loss_and_numbers(result: Any) -> tuple[Any, Mapping[str, Any]]:
-    """Split what a step returned: the loss alone, or the loss and more numbers by name."""
+    """Return the loss and the numbers by name of what a step returned, which may be the loss alone."""
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
         return result[0], result[1]
     return result, {}
 
 
-def _optimizer(config: Config, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def _create_optimizer(config: Config, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return the optimizer of the options, with the fastest of torch's implementations."""
     options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
-    is_cuda, kernel = parameters[0].device.type == "cuda", f"aten::_fused_{config.optimizer}_"
+    is_cuda = parameters[0].device.type == "cuda"
+    kernel = f"aten::_fused_{config.optimizer}_"
     # Measured on CPU: fused is up to 7 times as fast, but slower for plain SGD (w -= lr * g). torch 2.3 takes
     # fused=True for SGD on a CPU, and has no such kernel.
     is_faster = is_cuda or config.optimizer != "sgd" or config.momentum
@@ -211,7 +235,8 @@ def _optimizer(config: Config, parameters: list[nn.Parameter]) -> torch.optim.Op
         options["foreach"] = False
     if config.optimizer == "sgd":
         return torch.optim.SGD(parameters, momentum=config.momentum, **options)
-    return {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.optimizer](parameters, **options)
+    kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.optimizer]
+    return kind(parameters, **options)
 
 
 class Evaluation:
@@ -232,7 +257,7 @@ class Evaluation:
         position = Position()
         with self._trainer.evaluating():
             for after, micro_batches in self._feed.steps(position, self._order.steps_per_epoch):
-                samples = self._order.count(position) / self._order.world_size
+                samples = self._order.samples_at(position) / self._order.world_size
                 for micro_batch in micro_batches:
                     total += self._trainer.loss(micro_batch.batch) * (micro_batch.weight * samples)
                 position = after
@@ -255,7 +280,7 @@ class StepSums:
 
     def take(self) -> Tensor:
         """Return this rank's numbers since the last look, on its device; no call waits for it."""
-        step_times, sums = self._clock.take(), self._trainer.sums
+        step_times, sums = self._clock.take_times(), self._trainer.sums
         seconds = torch.zeros(1 + self._ranks.world_size, dtype=sums.dtype)
         seconds[0], seconds[1 + self._ranks.rank] = step_times.wait_s, step_times.own_s
         numbers = torch.cat([sums, seconds.to(sums.device, non_blocking=True)])
@@ -264,7 +289,7 @@ class StepSums:
         return numbers
 
     def arrived(self, sums: Agreed) -> None:
-        """Note the sums of the steps, as means over the ranks.
+        """Hand the means over all ranks to the log.
 
         Raises
         ------
@@ -273,6 +298,7 @@ class StepSums:
         if not sums.steps:
             return
         world_size = self._ranks.world_size
+        # The last values are the own work of each rank, and the others are equal parts of all ranks.
         skipped, norm, *numbers, wait_s = (value / world_size for value in sums.sums[:-world_size])
         self._on_sums(
             LatestSteps(

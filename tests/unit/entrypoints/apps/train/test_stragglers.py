@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from imgkit_entrypoints.apps.train import stragglers
-from imgkit_entrypoints.apps.train.stragglers import RankOnNode, Stragglers, usual
+from imgkit_entrypoints.apps.train.stragglers import RankOnNode, Stragglers, find_usual_work
 
 USUAL = (0.100, 0.101, 0.099, 0.100)
 SLOW = (0.100, 0.101, 0.131, 0.100)
@@ -23,11 +23,11 @@ def make_tracker(ranks: int = 4) -> tuple[Stragglers, list[str]]:
 
 def looks(tracker: Stragglers, *each: Sequence[float], after: int = 0) -> None:
     for number, own_s in enumerate(each, start=1):
-        tracker.note(after + 10 * number, own_s)
+        tracker.judge(after + 10 * number, own_s)
 
 
 def over(own_s: Sequence[float]) -> list[int]:
-    limit_s = usual(own_s)[1]
+    limit_s = find_usual_work(own_s)[1]
     return [rank for rank, work_s in enumerate(own_s) if work_s > limit_s]
 
 
@@ -70,19 +70,21 @@ def test_nothing_known_accuses_nobody(own_s: Sequence[float]) -> None:
 def test_third_look_names_the_rank_once() -> None:
     tracker, messages = make_tracker()
     looks(tracker, SLOW, SLOW)
-    assert (tracker.now(), messages) == ([], [])
+    assert (tracker.current_rows(), messages) == ([], [])
     looks(tracker, SLOW, SLOW, SLOW, after=20)
     assert messages == [
         "rank 2 on node1 (local rank 0) is a straggler: its own work takes 131 ms a step,"
         " not 100 ms, the median of all ranks (step 30); check node1 with dist-doctor"
     ]
-    assert [(row["rank"], row["node"], row["own_work_s"]) for row in tracker.now()] == [(2, "node1", 0.131)]
+    assert [(row["rank"], row["node"], row["own_work_s"]) for row in tracker.current_rows()] == [
+        (2, "node1", 0.131)
+    ]
 
 
 def test_two_looks_and_a_usual_one_name_nobody() -> None:
     tracker, messages = make_tracker()
     looks(tracker, *(SLOW, SLOW, USUAL) * 5)
-    assert (tracker.now(), tracker.all(), messages) == ([], [], [])
+    assert (tracker.current_rows(), tracker.all_rows(), messages) == ([], [], [])
 
 
 def test_look_without_times_changes_nothing() -> None:
@@ -94,31 +96,31 @@ def test_look_without_times_changes_nothing() -> None:
 def test_recovery_takes_three_looks_too() -> None:
     tracker, messages = make_tracker()
     looks(tracker, SLOW, SLOW, SLOW, USUAL, USUAL, SLOW, USUAL, USUAL)
-    assert len(tracker.now()) == 1
+    assert len(tracker.current_rows()) == 1
     looks(tracker, USUAL, after=80)
-    assert tracker.now() == []
+    assert tracker.current_rows() == []
     assert messages[1:] == ["rank 2 on node1 (local rank 0) is as fast as the others again (step 90)"]
-    assert [(row["from_step"], row["to_step"], row["times"]) for row in tracker.all()] == [(10, 60, 1)]
+    assert [(row["from_step"], row["to_step"], row["times"]) for row in tracker.all_rows()] == [(10, 60, 1)]
 
 
 def test_rank_that_relapses_stays_one_row() -> None:
     tracker, messages = make_tracker()
     looks(tracker, *(SLOW, SLOW, SLOW, USUAL, USUAL, USUAL) * 2)
     assert len(messages) == 4
-    assert [(row["rank"], row["times"], row["from_step"]) for row in tracker.all()] == [(2, 2, 10)]
+    assert [(row["rank"], row["times"], row["from_step"]) for row in tracker.all_rows()] == [(2, 2, 10)]
 
 
 def test_rank_that_relapses_again_and_again_is_not_printed() -> None:
     tracker, messages = make_tracker()
     looks(tracker, *(SLOW, SLOW, SLOW, USUAL, USUAL, USUAL) * 9)
     assert len(messages) == 2 * stragglers.MAX_REPORTS
-    assert tracker.all()[0]["times"] == 9
+    assert tracker.all_rows()[0]["times"] == 9
 
 
 def test_equally_slow_ranks_accuse_nobody() -> None:
     tracker, messages = make_tracker()
     looks(tracker, USUAL, USUAL, *[tuple(3 * value for value in USUAL)] * 5)
-    assert (tracker.now(), messages) == ([], [])
+    assert (tracker.current_rows(), messages) == ([], [])
 
 
 def test_line_of_few_ranks_names_the_fastest() -> None:
@@ -133,4 +135,4 @@ def test_many_slow_ranks_do_not_flood_the_log() -> None:
     looks(tracker, own_s, own_s, own_s)
     assert len(messages) == stragglers.LINES + 1
     assert messages[-1] == "4 more ranks became stragglers or recovered at step 30"
-    assert len(tracker.now()) == 12
+    assert len(tracker.current_rows()) == 12

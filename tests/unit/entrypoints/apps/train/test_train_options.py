@@ -10,7 +10,7 @@ import pytest
 from imgkit_entrypoints import arguments
 from imgkit_entrypoints.apps.train import config as config_module
 from imgkit_entrypoints.apps.train import options, plugins
-from imgkit_entrypoints.apps.train.config import due, every, steps_per_line, total_steps
+from imgkit_entrypoints.apps.train.config import is_due, parse_interval, steps_per_line, total_steps
 from imgkit_entrypoints.errors import UsageError
 
 OWN = """
@@ -33,64 +33,64 @@ def plugin_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_defaults_follow_the_model() -> None:
-    linear, gpt = options.read([], {}), options.read(["--model", "gpt"], {})
+    linear, gpt = options.read_config([], {}), options.read_config(["--model", "gpt"], {})
     assert (linear.optimizer, linear.lr, linear.steps) == ("sgd", 0.05, 100)
     assert (gpt.optimizer, gpt.lr) == ("adamw", 0.001)
-    assert options.read(["--model", "gpt", "--lr", "1"], {}).lr == 1.0
-    assert options.read(["--epochs", "2"], {}).steps is None
+    assert options.read_config(["--model", "gpt", "--lr", "1"], {}).lr == 1.0
+    assert options.read_config(["--epochs", "2"], {}).steps is None
     resnet = ["--model", "resnet50"]
-    assert (linear.warmup_steps, options.read(resnet, {}).warmup_steps) == (0, 20)
-    assert options.read([*resnet, "--warmup-steps", "0"], {}).warmup_steps == 0
+    assert (linear.warmup_steps, options.read_config(resnet, {}).warmup_steps) == (0, 20)
+    assert options.read_config([*resnet, "--warmup-steps", "0"], {}).warmup_steps == 0
 
 
 def test_run_folder_comes_from_the_job() -> None:
-    assert options.read([], {}).run_dir is None
-    assert options.read([], {"IMGKIT_RUN_DIR": "/runs/7"}).run_dir == Path("/runs/7")
-    assert options.read(["--run-dir", "mine"], {"IMGKIT_RUN_DIR": "/runs/7"}).run_dir == Path("mine")
-    assert options.read(["--run-dir", "mine"], {"IMGKIT_JOB_DIR": "/job"}).run_dir == Path("/job/mine")
+    assert options.read_config([], {}).run_dir is None
+    assert options.read_config([], {"IMGKIT_RUN_DIR": "/runs/7"}).run_dir == Path("/runs/7")
+    assert options.read_config(["--run-dir", "mine"], {"IMGKIT_RUN_DIR": "/runs/7"}).run_dir == Path("mine")
+    assert options.read_config(["--run-dir", "mine"], {"IMGKIT_JOB_DIR": "/job"}).run_dir == Path("/job/mine")
 
 
 def test_run_folder_is_not_created(tmp_path: Path) -> None:
-    assert options.read(["--run-dir", str(tmp_path / "new/run")], {}).run_dir == tmp_path / "new/run"
+    assert options.read_config(["--run-dir", str(tmp_path / "new/run")], {}).run_dir == tmp_path / "new/run"
     assert not any(tmp_path.iterdir())
 
 
 def test_flags_win_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     file.write_text('{"lr": 0.5, "batch_size": 8, "clip": null, "deterministic": true}')
-    config = options.read(["--config", str(file), "--lr", "0.25"], {})
+    config = options.read_config(["--config", str(file), "--lr", "0.25"], {})
     assert (config.lr, config.batch_size, config.clip, config.deterministic) == (0.25, 8, None, True)
-    assert not options.read(["--config", str(file), "--no-deterministic"], {}).deterministic
+    assert not options.read_config(["--config", str(file), "--no-deterministic"], {}).deterministic
 
 
 def test_config_of_a_run_folder_can_be_given_again(tmp_path: Path) -> None:
     argv = ["--steps", "7", "--stop-after", "1h30m", "--save-every", "2e", "--run-dir", str(tmp_path)]
-    config = options.read([*argv, "--clip", "1", "--model", "mlp"], {})
+    config = options.read_config([*argv, "--clip", "1", "--model", "mlp"], {})
     file = tmp_path / "config.json"
     file.write_text(config.to_json())
-    assert options.read(["--config", str(file)], {}) == config
+    assert options.read_config(["--config", str(file)], {}) == config
 
 
 def test_profile_names_steps_from_one() -> None:
-    config = options.read(["--profile", "5:2", "--run-dir", "r"], {})
-    assert list(config.profiled()) == [6, 7]
+    config = options.read_config(["--profile", "5:2", "--run-dir", "r"], {})
+    assert list(config.traced_steps()) == [6, 7]
 
 
 def test_compiling_needs_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(options, "find_spec", lambda _: None)
     with pytest.raises(UsageError, match=r"a compiler \(g\+\+ or clang\+\+\), but PATH has none"):
-        options.read(["--compile"], {})
+        options.read_config(["--compile"], {})
     with pytest.raises(UsageError, match=r"Triton"):
-        options.read(["--compile"], {"IMGKIT_DEVICE": "cuda"})
+        options.read_config(["--compile"], {"IMGKIT_DEVICE": "cuda"})
     (tmp_path / "clang++").touch(mode=0o755)
-    assert options.read(["--compile"], {}).compile
+    assert options.read_config(["--compile"], {}).compile
 
 
 def test_folder_of_images_needs_pillow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config_module, "find_spec", lambda _: None)
     with pytest.raises(UsageError, match="reading images needs Pillow"):
-        options.read(["--model", "resnet18", "--data", str(tmp_path)], {})
+        options.read_config(["--model", "resnet18", "--data", str(tmp_path)], {})
 
 
 @pytest.mark.parametrize(
@@ -126,27 +126,27 @@ def test_one_file_is_imported_once(plugin_file: Path) -> None:
 
 
 def test_contradicting_run_is_refused_key_by_key() -> None:
-    saved = json.loads(options.read(["--global-batch", "64"], {}).to_json())
+    saved = json.loads(options.read_config(["--global-batch", "64"], {}).to_json())
     with pytest.raises(UsageError) as caught:
-        options.read(["--seed", "1", "--global-batch", "32"], {}).resumed(saved, Path("s"))
+        options.read_config(["--seed", "1", "--global-batch", "32"], {}).resumed(saved, Path("s"))
     assert "seed is 1, the checkpoint has 0" in str(caught.value)
     assert "global_batch is 32, the checkpoint has 64" in str(caught.value)
     assert "lr" not in caught.value.what
 
 
 def test_resumed_run_keeps_the_global_batch_and_reports_changes() -> None:
-    saved = json.loads(options.read(["--global-batch", "64"], {}).to_json())
-    config, changes = options.read(["--lr", "0.5", "--steps", "9"], {}).resumed(saved, Path("s"))
+    saved = json.loads(options.read_config(["--global-batch", "64"], {}).to_json())
+    config, changes = options.read_config(["--lr", "0.5", "--steps", "9"], {}).resumed(saved, Path("s"))
     assert config.global_batch == 64
     assert changes == ["lr was 0.05, now 0.5"]
 
 
 def test_run_ends_at_what_comes_first() -> None:
-    both = options.read(["--steps", "100", "--epochs", "3"], {})
+    both = options.read_config(["--steps", "100", "--epochs", "3"], {})
     assert (total_steps(both, 10), total_steps(both, 50)) == (30, 100)
-    assert (every("25", 10), every("2e", 10), every("0", 10)) == (25, 20, 0)
-    assert [step for step in range(1, 9) if due(step, 3, steps=8)] == [3, 6, 8]
-    assert [step for step in range(1, 9) if due(step, 0, steps=8)] == [8]
+    assert (parse_interval("25", 10), parse_interval("2e", 10), parse_interval("0", 10)) == (25, 20, 0)
+    assert [step for step in range(1, 9) if is_due(step, 3, steps=8)] == [3, 6, 8]
+    assert [step for step in range(1, 9) if is_due(step, 0, steps=8)] == [8]
 
 
 @pytest.mark.parametrize(("steps", "line"), [(1, 1), (25, 2), (100, 10), (4999, 200), (10**6, 1000)])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from imgkit_entrypoints.apps.train import options
 from imgkit_entrypoints.apps.train.config import learning_rate
-from imgkit_entrypoints.apps.train.order import Order, Position, arrange, seed_of
+from imgkit_entrypoints.apps.train.order import Order, Position, plan_order, seed_of
 from imgkit_entrypoints.errors import UsageError
 
 
@@ -20,7 +20,7 @@ def samples_of_step(order: Order, position: Position) -> list[int]:
     return [
         position.consumed + index
         for rank in range(order.world_size)
-        for part in order.parts(order.count(position), rank)
+        for part in order.micro_batches(order.samples_at(position), rank)
         if part.weight
         for index in range(part.first, part.end)
     ]
@@ -40,7 +40,7 @@ def test_every_sample_once_an_epoch_on_changing_ranks(
         order = Order(size=size, global_batch=global_batch, world_size=world_size, batch_size=batch_size)
         for _ in range(steps):
             seen.setdefault(position.epoch, Counter()).update(samples_of_step(order, position))
-            position = order.after(position)
+            position = order.next_position(position)
     everything = Counter(range(size))
     for epoch, samples in seen.items():
         if epoch < position.epoch:
@@ -59,13 +59,13 @@ def test_weights_are_the_true_shares(size: int, global_batch: int, ranks: int, a
     order = Order(size=size, global_batch=global_batch, world_size=ranks, batch_size=at_once)
     position = Position()
     for _ in range(order.steps_per_epoch):
-        parts = [order.parts(order.count(position), rank) for rank in range(ranks)]
+        parts = [order.micro_batches(order.samples_at(position), rank) for rank in range(ranks)]
         assert len({len(of_rank) for of_rank in parts}) == 1  # all ranks need equally many collectives
         assert [of_rank[-1].last for of_rank in parts] == [True] * ranks
         assert all(part.end - part.first <= at_once for of_rank in parts for part in of_rank)
         total = sum(part.weight for of_rank in parts for part in of_rank)
         assert total / ranks == pytest.approx(1.0)
-        position = order.after(position)
+        position = order.next_position(position)
     assert position == Position(step=order.steps_per_epoch, epoch=1)
 
 
@@ -75,16 +75,16 @@ def test_several_steps_are_as_many_single_ones() -> None:
     for steps in (1, 4, 5, 10):
         single = position
         for _ in range(steps):
-            single = order.after(single)
-        position = order.after(position, steps)
+            single = order.next_position(single)
+        position = order.next_position(position, steps)
         assert position == single
     assert position == Position(step=20, epoch=2)
 
 
 def test_rank_without_samples_has_weight_zero() -> None:
     order = Order(size=10, global_batch=8, world_size=4, batch_size=2)
-    count = order.count(order.after(Position()))
-    parts = [order.parts(count, rank) for rank in range(4)]
+    count = order.samples_at(order.next_position(Position()))
+    parts = [order.micro_batches(count, rank) for rank in range(4)]
     assert sorted(part.weight for (part,) in parts) == [0.0, 0.0, 2.0, 2.0]
     # It takes part with a sample of another rank.
     assert all(0 <= part.first < part.end <= count for (part,) in parts)
@@ -92,9 +92,9 @@ def test_rank_without_samples_has_weight_zero() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8, 12, 24])
 def test_accumulation_keeps_the_global_batch(ranks: int) -> None:
-    order = arrange(1000, ranks, 5, 24)
+    order = plan_order(1000, ranks, 5, 24)
     assert order.global_batch == 24
-    assert max(part.end - part.first for part in order.parts(24, 0)) <= 5
+    assert max(part.end - part.first for part in order.micro_batches(24, 0)) <= 5
 
 
 @pytest.mark.parametrize(
@@ -104,8 +104,8 @@ def test_accumulation_keeps_the_global_batch(ranks: int) -> None:
 def test_batch_sizes_give_the_accumulation(
     batch_size: int | None, global_batch: int | None, per_step: int, parts: int
 ) -> None:
-    order = arrange(1000, 2, batch_size, global_batch)
-    slices = order.parts(order.global_batch, 0)
+    order = plan_order(1000, 2, batch_size, global_batch)
+    slices = order.micro_batches(order.global_batch, 0)
     assert (order.global_batch, len(slices)) == (per_step, parts)
     assert sum(part.end - part.first for part in slices) * 2 == per_step
 
@@ -114,14 +114,14 @@ def test_unshareable_global_batch_names_what_works() -> None:
     with pytest.raises(
         UsageError, match="3 ranks cannot share a global batch of 32 samples equally"
     ) as caught:
-        arrange(1000, 3, 8, 32)
+        plan_order(1000, 3, 8, 32)
     assert "2 or 4 ranks" in str(caught.value)
     assert "--global-batch 30 or 33" in str(caught.value)
 
 
 def test_empty_data_is_refused() -> None:
     with pytest.raises(UsageError, match="empty"):
-        arrange(0, 1, 8, None)
+        plan_order(0, 1, 8, None)
 
 
 def test_seed_of_is_the_same_everywhere() -> None:
@@ -133,7 +133,7 @@ def test_seed_of_is_the_same_everywhere() -> None:
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
 def test_learning_rate_rises_first(schedule: str) -> None:
-    config = options.read(["--schedule", schedule, "--warmup-steps", "4", "--lr", "1"], {})
+    config = options.read_config(["--schedule", schedule, "--warmup-steps", "4", "--lr", "1"], {})
     rates = [learning_rate(config, step, 100) for step in range(100)]
     assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert all(0 <= after <= before for before, after in itertools.pairwise(rates[4:]))
@@ -143,6 +143,6 @@ def test_learning_rate_rises_first(schedule: str) -> None:
     ("schedule", "middle", "end"), [("constant", 1, 1), ("linear", 0.5, 0), ("cosine", 0.5, 0)]
 )
 def test_schedules_end_where_they_should(schedule: str, middle: float, end: float) -> None:
-    config = options.read(["--schedule", schedule, "--lr", "1"], {})
+    config = options.read_config(["--schedule", schedule, "--lr", "1"], {})
     assert learning_rate(config, 50, 100) == pytest.approx(middle)
     assert learning_rate(config, 100, 100) == end

@@ -28,7 +28,7 @@ def open_log(
     run_dir: Path | None = None, *argv: str, started: StartUp | None = None, say: Any = print, **values: Any
 ) -> RunLog:
     """A log of two ranks with 64 samples a step, for 20 steps."""
-    read = options.read(argv, {})
+    read = options.read_config(argv, {})
     config = dataclasses.replace(read, run_dir=run_dir, global_batch=64, log_every=10)
     waited_s = itertools.count(5.0, 0.25)  # some of it before the first step
     workload = Workload(
@@ -51,7 +51,7 @@ def note(log: RunLog, *rows: tuple[int, int, float], numbers: Sequence[float] = 
         counted = steps - values.get("skipped", 0)
         sums = tuple(mean * counted for mean in (loss, *numbers))
         defaults = {"step": step, "steps": steps, "skipped": 0, "seconds": 1.0, "sums": sums}
-        log.note(LatestSteps(**{**defaults, **values}))
+        log.add(LatestSteps(**{**defaults, **values}))
 
 
 def end(log: RunLog, step: int, *, saving_s: float = 0.0) -> None:
@@ -82,7 +82,7 @@ def test_lines_come_at_round_steps(capsys: pytest.CaptureFixture[str]) -> None:
 def test_last_rate_counts_training_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = open_log(tmp_path)
     note(log, (1, 1, 9.0), (20, 19, 3.0))  # 20 steps of 64 samples in 2 s
-    log.held_out(20, 1.0, 60.0)
+    log.report_evaluation(20, 1.0, 60.0)
     end(log, 20, saving_s=5.25)
     last_line = capsys.readouterr().out.splitlines()[-1]
     assert last_line.endswith("640 samples/s while training; 2.0 s training, 60.0 s evaluation, 5.2 s saving")
@@ -104,7 +104,7 @@ def test_metrics_have_what_a_study_needs(tmp_path: Path, capsys: pytest.CaptureF
     log = open_log(tmp_path, *argv, tokens_per_sample=16, names=("accuracy",))
     note(log, (9, 9, 3.0), numbers=(0.25,), skipped=1)
     note(log, (10, 1, 1.0), numbers=(1.0,), grad_norm=2.5)
-    log.held_out(10, 4.0, 0.5)
+    log.report_evaluation(10, 4.0, 0.5)
     row, held_out = read_metrics(tmp_path)
     assert row["numbers"] == {"accuracy": pytest.approx((8 * 0.25 + 1) / 9)}
     assert (row["epoch"], row["lr"], row["grad_norm"]) == (1.25, pytest.approx(0.275), 2.5)
@@ -182,13 +182,13 @@ def test_full_disk_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize(("seconds", "text"), [(5.4, "5s"), (59.6, "1m00s"), (200, "3m20s"), (7500, "2h05m")])
 def test_durations_are_short(seconds: float, text: str) -> None:
-    assert run_log.duration(seconds) == text
+    assert run_log.format_duration(seconds) == text
 
 
 def test_drawing_of_a_run_shows_both_losses(tmp_path: Path) -> None:
     log = open_log(tmp_path)
     note(log, (1, 1, 9.0), (10, 9, 3.0))
-    log.held_out(10, 4.0, 0.5)
+    log.report_evaluation(10, 4.0, 0.5)
     end(log, 10)
     root = ElementTree.parse(tmp_path / "curves.svg").getroot()  # noqa: S314 - our own
     heights = {text.text: float(text.get("y", "0")) for text in root.iter(f"{SVG}text")}
@@ -199,7 +199,7 @@ def test_drawing_of_a_run_shows_both_losses(tmp_path: Path) -> None:
 
 
 def test_drawing_without_values_says_so() -> None:
-    assert "No data." in curves.document([curves.Chart("loss", {"trained on": ()})])
+    assert "No data." in curves.draw_charts([curves.Chart("loss", {"trained on": ()})])
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_axis_of_losses_fits_them(
     values: Sequence[float], from_zero: bool, ticks: set[str], absent: set[str]
 ) -> None:
     chart = curves.Chart("loss", {"trained on": tuple(enumerate(values))}, from_zero)
-    root = ElementTree.fromstring(curves.document([chart]))  # noqa: S314 - our own
+    root = ElementTree.fromstring(curves.draw_charts([chart]))  # noqa: S314 - our own
     labels = {text.text for text in root.iter(f"{SVG}text") if text.get("text-anchor") == "end"}
     assert ticks <= labels
     assert not absent & labels
@@ -257,7 +257,7 @@ def test_own_logger_gets_every_line(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     argv = ("--log-to", names, "--run-dir", "run")
     log = open_log(tmp_path / "run", *argv, say=messages.append, names=("accuracy",))
     note(log, (10, 10, math.nan), (20, 10, 2.0), numbers=(0.5,))
-    log.held_out(20, 1.5, 0.5)
+    log.report_evaluation(20, 1.5, 0.5)
     end(log, 20)
     first, second, held_out, last = (tmp_path / "kept").read_text().splitlines()
     assert first.startswith("10 [('accuracy', 0.5), ")
