@@ -152,7 +152,8 @@ def test_new_collective_is_listed_with_its_factor(code: Path, work: Path) -> Non
         r"\bscatter, all_gather_list\b", dist(code, work, "dist-bench", "--help", COLUMNS="200").stdout
     )
     program = (
-        "from imgkit_entrypoints.apps.bench import collectives; print(collectives.named({!r}).factor(4))"
+        "from imgkit_entrypoints.apps.bench.collectives import find_collective\n"
+        "print(find_collective({!r}).factor(4))"
     )
     assert run(code, work, "-c", program.format("all_gather_list")).stdout == "0.75\n"
 

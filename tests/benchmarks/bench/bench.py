@@ -67,13 +67,13 @@ def status(name: str) -> int:
 
 def processor_time(own_ranks: Ranks, rounds: int, size_bytes: int) -> None:
     """`measurement.time_batch` against a bare loop, in pairs, the order changing."""
-    op = collectives.named("all_reduce")
+    op = collectives.find_collective("all_reduce")
     count = size_bytes // DTYPE.item_bytes
     (buffers,) = allocate(op, count, getattr(torch, DTYPE.torch), own_ranks)
     run, tensor = bind(op, buffers, own_ranks), buffers.input
 
     def bare() -> None:
-        measurement.meet(own_ranks)
+        measurement.wait_for_ranks(own_ranks)
         for _ in range(LAUNCHES):
             torch.distributed.all_reduce(tensor)
 
@@ -90,7 +90,7 @@ def processor_time(own_ranks: Ranks, rounds: int, size_bytes: int) -> None:
         each = statistics.median(item[column] for item in seconds["bare"]) / LAUNCHES
         if own_ranks.rank == 0:
             print(
-                f"| {kind} of an all_reduce of {sizes.binary(size_bytes)}, bare {1e3 * each:.1f} ms "
+                f"| {kind} of an all_reduce of {sizes.format_binary(size_bytes)}, bare {1e3 * each:.1f} ms "
                 f"| {100 * (middle - 1):+.1f} % ({100 * (low - 1):+.1f} to {100 * (high - 1):+.1f}) |",
                 flush=True,
             )
@@ -138,7 +138,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--size", type=sizes.size, default="64M")
+    parser.add_argument("--size", type=sizes.parse_size, default="64M")
     arguments = parser.parse_args()
     if "RANK" in os.environ:
         worker(arguments.rounds, arguments.size)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from labkit import AS_ROOT, Cluster, Done, in_image, slurm_marks
 
-from imgkit_entrypoints.apps.bench.collectives import NAMES, named
+from imgkit_entrypoints.apps.bench.collectives import NAMES, find_collective
 
 Saved = dict[str, Any]
 BENCH = ("python3", "-I", "-m", "imgkit_entrypoints", "dist-bench", "--device", "cpu")
@@ -58,7 +58,7 @@ def test_every_collective_is_measured_and_right(standin: str, tmp_path: Path) ->
     results = saved["results"]
     assert {result["experiment_name"] for result in results} == set(NAMES)
     assert {figures(result)["nwrong"] for result in results} == {0}
-    chunked = [result for result in results if named(result["experiment_name"]).parts]
+    chunked = [result for result in results if find_collective(result["experiment_name"]).parts]
     assert {result["size"] % 48 for result in chunked} == {0}, "3 chunks of 16 bytes"
     assert {result["actual_iterations"] for result in results} == {5}
     assert saved["args"][:2] == ["dist-bench", "all"]
@@ -105,7 +105,8 @@ def all_reduce(tensor, *args, **kwargs):
 dist.all_reduce = all_reduce
 with ranks.opened() as here:
     words = ["--size", "4K", "--iters", "50", "--warmup-iters", "0", "--no-verify"]
-    setup.set_up(options.read_options(words), here).measurer.measure(collectives.named("all_reduce"), 4096)
+    all_reduce_record = collectives.find_collective("all_reduce")
+    setup.set_up(options.read_options(words), here).measurer.measure(all_reduce_record, 4096)
 batches = seen[1:]  # without the guess of the time
 print(len(batches), len(set(place for place, _ in batches)), min(kinds for _, kinds in batches))
 """

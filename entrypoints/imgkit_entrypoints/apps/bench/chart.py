@@ -12,14 +12,16 @@ from imgkit_entrypoints.apps.bench.record import Result
 from imgkit_entrypoints.apps.drawing import COLOURS, DASHES, escaped
 
 WIDTH, HEIGHT = 860, 520
+# Margins of the plot; text has 12 px. The right one holds the names of the lines.
 LEFT, RIGHT, TOP, BOTTOM = 72, 150, 50, 50
-"""Margins of the plot; text has 12 px. The right one holds the names of the lines."""
 PLOT_WIDTH, PLOT_HEIGHT = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
+# Distance of two names beside the plot, which have 12 px.
 LABEL_STEP = 17
+# More numbers would touch each other.
 MAX_SIZE_TICKS = 10
 
+# Size in bytes and busbw in GBps, sizes ascending, both above 0.
 Points = Sequence[tuple[int, float]]
-"""Size in bytes and busbw in GBps, sizes ascending, both above 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,9 +32,10 @@ class _Scale:
     high: float
     start: float
     length: float
-    """Length in the drawing; negative: upwards."""
+    """Length in the drawing. Negative means upwards."""
 
-    def at(self, value: float) -> float:
+    def position(self, value: float) -> float:
+        """Return the position of a value in the drawing."""
         share = math.log(value / self.low) / math.log(self.high / self.low)
         return self.start + share * self.length
 
@@ -43,38 +46,43 @@ def draw(title: str, results: Sequence[Result]) -> str:
     for result in results:
         if result.busbw_GBps > 0:
             lines.setdefault(result.collective, []).append((result.size_bytes, result.busbw_GBps))
-    empty = (
-        f'<text class="quiet" x="{LEFT}" y="{TOP + 30}">Nothing to draw: bandwidth needs two ranks.</text>'
-    )
-    parts = (
+    parts = [
         '<rect class="paper" width="100%" height="100%"/>',
         f'<text class="head" x="{LEFT}" y="24">{escaped(title)}</text>',
-        *(_plot(lines) if lines else (empty,)),
-    )
+    ]
+    if lines:
+        parts += _draw_plot(lines)
+    else:
+        text = "Nothing to draw: bandwidth needs two ranks."
+        parts.append(f'<text class="quiet" x="{LEFT}" y="{TOP + 30}">{text}</text>')
     return drawing.document("".join(parts), WIDTH, HEIGHT)
 
 
-def _plot(lines: Mapping[str, Points]) -> Iterator[str]:
-    all_sizes = [size for points in lines.values() for size, _ in points]
-    values = [value for points in lines.values() for _, value in points]
+def _draw_plot(lines: Mapping[str, Points]) -> Iterator[str]:
+    all_sizes: list[int] = []
+    values: list[float] = []
+    for points in lines.values():
+        all_sizes += [size for size, _ in points]
+        values += [value for _, value in points]
+    # The factors leave room between the lines and the frame.
     x_axis = _Scale(low=min(all_sizes) / 1.6, high=max(all_sizes) * 1.6, start=LEFT, length=PLOT_WIDTH)
     y_axis = _Scale(
         low=min(values) / 1.6, high=max(values) * 1.8, start=TOP + PLOT_HEIGHT, length=-PLOT_HEIGHT
     )
-    yield from _axes(x_axis, y_axis)
+    yield from _draw_axes(x_axis, y_axis)
     for number, (name, points) in enumerate(lines.items()):
-        yield from _line(name, number, points, x_axis, y_axis)
-    yield from _labels(lines, x_axis, y_axis)
+        yield from _draw_line(name, number, points, x_axis, y_axis)
+    yield from _draw_labels(lines, x_axis, y_axis)
 
 
-def _axes(x_axis: _Scale, y_axis: _Scale) -> Iterator[str]:
+def _draw_axes(x_axis: _Scale, y_axis: _Scale) -> Iterator[str]:
     bottom, right = TOP + PLOT_HEIGHT, LEFT + PLOT_WIDTH
     for size in size_ticks(x_axis.low, x_axis.high):
-        x = x_axis.at(size)
+        x = x_axis.position(size)
         yield f'<path class="grid" d="M{x:.1f} {TOP}V{bottom}"/>'
-        yield f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{sizes.binary(size)}</text>'
+        yield f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{sizes.format_binary(size)}</text>'
     for value in value_ticks(y_axis.low, y_axis.high):
-        y = y_axis.at(value)
+        y = y_axis.position(value)
         text = f"{value:.9f}".rstrip("0").rstrip(".")
         yield f'<path class="grid" d="M{LEFT} {y:.1f}H{right}"/>'
         yield f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{text}</text>'
@@ -86,62 +94,75 @@ def _axes(x_axis: _Scale, y_axis: _Scale) -> Iterator[str]:
 def size_ticks(low: float, high: float) -> list[int]:
     """Return evenly spaced powers of two, about `MAX_SIZE_TICKS` at most."""
     first, last = math.ceil(math.log2(max(low, 1))), math.floor(math.log2(high))
-    step = next(step for step in (1, 2, 5, 10, 20) if (last - first) / step <= MAX_SIZE_TICKS)
-    return [1 << power for power in range(-(-first // step) * step, last + 1, step)]
+    step = 20
+    for smaller_step in (10, 5, 2, 1):
+        if (last - first) / smaller_step <= MAX_SIZE_TICKS:
+            step = smaller_step
+    first_power = math.ceil(first / step) * step
+    return [1 << power for power in range(first_power, last + 1, step)]
 
 
 def value_ticks(low: float, high: float) -> list[float]:
     """Return 1, 2 and 5 of each decade, or only the decades if there are many."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    # 3.5 decades give about ten numbers.
     digits = (1, 2, 5) if math.log10(high / low) <= 3.5 else (1,)
-    ticks = [float(f"{digit}e{power}") for power in range(first, last + 1) for digit in digits]
+    ticks = []
+    for power in range(first, last + 1):
+        ticks += [float(f"{digit}e{power}") for digit in digits]  # exact, as no multiplication is
     return [tick for tick in ticks if low <= tick <= high]
 
 
-def _line(name: str, number: int, points: Points, x_axis: _Scale, y_axis: _Scale) -> Iterator[str]:
-    turn, colour = divmod(number, len(COLOURS))
-    dash = DASHES[turn % len(DASHES)]
+def _draw_line(name: str, number: int, points: Points, x_axis: _Scale, y_axis: _Scale) -> Iterator[str]:
+    # With more lines than colours, the next ones have dashes.
+    round_number, colour = divmod(number, len(COLOURS))
+    dash = DASHES[round_number % len(DASHES)]
     dashes = f' stroke-dasharray="{dash}"' if dash else ""
-    positions = [(x_axis.at(size), y_axis.at(value)) for size, value in points]
+    positions = [(x_axis.position(size), y_axis.position(value)) for size, value in points]
     corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in positions)
     yield f'<polyline class="s{colour}" fill="none" stroke-width="2"{dashes} points="{corners}"/>'
     for (size, value), (x, y) in zip(points, positions, strict=True):
-        tip = escaped(f"{name}: {value:.4g} GBps at {sizes.both(size)}")
-        yield f'<g class="f{colour}">{_marker(number, x, y)}<title>{tip}</title></g>'
+        tip = escaped(f"{name}: {value:.4g} GBps at {sizes.format_size(size)}")
+        yield f'<g class="f{colour}">{_draw_marker(number, x, y)}<title>{tip}</title></g>'
 
 
-def _marker(number: int, x: float, y: float) -> str:
-    return (
+def _draw_marker(number: int, x: float, y: float) -> str:
+    """Return one of five forms: a disc, a square, two triangles and a cross."""
+    forms = (
         f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>',
         f'<rect x="{x - 3.2:.1f}" y="{y - 3.2:.1f}" width="6.4" height="6.4"/>',
         f'<path d="M{x:.1f} {y - 4.5:.1f}l4.2 7.5h-8.4z"/>',
         f'<path d="M{x:.1f} {y + 4.5:.1f}l4.2 -7.5h-8.4z"/>',
         f'<path d="M{x - 1.4:.1f} {y - 4.2:.1f}h2.8v2.8h2.8v2.8h-2.8v2.8h-2.8v-2.8h-2.8v-2.8h2.8z"/>',
-    )[number % 5]
+    )
+    return forms[number % len(forms)]
 
 
-def _labels(lines: Mapping[str, Points], x_axis: _Scale, y_axis: _Scale) -> Iterator[str]:
+def _draw_labels(lines: Mapping[str, Points], x_axis: _Scale, y_axis: _Scale) -> Iterator[str]:
     """Draw the names beside the plot, each with a thin line to the end of its own line."""
     column = LEFT + PLOT_WIDTH + 30
     ends = []
     for number, (name, points) in enumerate(lines.items()):
         size, value = points[-1]
-        ends.append((y_axis.at(value), x_axis.at(size), number, name))
+        ends.append((y_axis.position(value), x_axis.position(size), number, name))
     ends.sort()
-    heights = spread([end[0] for end in ends], LABEL_STEP, TOP + 4, TOP + PLOT_HEIGHT)
+    heights = spread_apart([end[0] for end in ends], LABEL_STEP, TOP + 4, TOP + PLOT_HEIGHT)
     for (y, x, number, name), label_y in zip(ends, heights, strict=True):
         colour = number % len(COLOURS)
         thread = f"M{x + 7:.1f} {y:.1f}L{column - 24} {label_y:.1f}H{column - 14}"
         yield f'<path class="s{colour}" fill="none" stroke-width="1" stroke-opacity="0.55" d="{thread}"/>'
-        yield f'<g class="f{colour}">{_marker(number, column - 6, label_y)}</g>'
+        yield f'<g class="f{colour}">{_draw_marker(number, column - 6, label_y)}</g>'
         yield f'<text x="{column + 4}" y="{label_y + 4:.1f}">{escaped(name)}</text>'
 
 
-def spread(positions: Sequence[float], step: float, low: float, high: float) -> list[float]:
-    """Move ascending `positions` at least `step` apart, within `low` and `high`."""
+def spread_apart(positions: Sequence[float], step: float, low: float, high: float) -> list[float]:
+    """Return ascending positions that are at least `step` apart, within `low` and `high`."""
+    # First from the top downwards, and then back from the bottom, for those that this pushes out.
     moved: list[float] = []
+    limit = low
     for position in positions:
-        moved.append(max(position, moved[-1] + step if moved else low))
+        moved.append(max(position, limit))
+        limit = moved[-1] + step
     limit = high
     for index in reversed(range(len(moved))):
         moved[index] = min(moved[index], limit)

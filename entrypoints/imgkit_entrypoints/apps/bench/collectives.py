@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -19,13 +20,13 @@ if TYPE_CHECKING:
 
     from imgkit_entrypoints.run.ranks import Ranks
 
+# Chunks have a whole multiple of so many bytes, as in nccl-tests.
 CHUNK_BYTES = 16
-"""Chunks are whole multiples of this, as in nccl-tests."""
+# Root of broadcast, reduce, gather and scatter; nccl-tests' default too.
 ROOT = 0
-"""Root of broadcast, reduce, gather and scatter; nccl-tests' default too."""
 
+# Runs a collective once; on a GPU it returns before the collective has ended.
 Launch = Callable[[], Any]
-"""Runs a collective once; on a GPU it returns before the collective has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,7 @@ class Segment:
     start: int
     count: int
     source: int | None
-    """Rank whose input the elements are; None: the sum of all ranks' inputs."""
+    """Rank whose input the elements are. None means the sum of all ranks' inputs."""
     offset: int
     """Position of the first element in that input."""
 
@@ -72,8 +73,10 @@ class CollectiveCall:
         return functools.partial(function, *arguments)
 
     def chunks(self, buffer: torch.Tensor) -> list[torch.Tensor] | None:
-        """Return one chunk of `buffer` per rank on the root, and None on all others."""
-        return list(buffer.chunk(self.ranks)) if self.rank == ROOT else None
+        """Return one chunk of `buffer` for each rank on the root, and None on all others."""
+        if self.rank != ROOT:
+            return None
+        return list(buffer.chunk(self.ranks))
 
 
 def _full_size(shape: Shape) -> int:
@@ -98,7 +101,7 @@ class Collective:
     input: Callable[[Shape], int] = _full_size
     """Elements of a rank's input."""
     output: Callable[[Shape], int] | None = None
-    """Elements of a rank's separate output; None: input and output are one buffer."""
+    """Elements of a rank's separate output. None means that input and output are one buffer."""
     sums: bool = False
     """The values of all ranks are added up."""
     has_root: bool = False
@@ -114,11 +117,11 @@ class Collective:
     call: Callable[[CollectiveCall], Launch]
     """Return the function that runs it once on its buffers."""
     result: Callable[[Shape], tuple[Segment, ...]]
-    """The expected output of a rank; empty if the operation leaves it undefined."""
+    """The expected output of a rank. It is empty if the operation leaves it undefined."""
 
     @property
     def separate(self) -> bool:
-        """Input and output are two buffers; otherwise one."""
+        """Whether input and output are two buffers."""
         return self.output is not None
 
     def factor(self, ranks: int) -> float:
@@ -139,17 +142,21 @@ class Collective:
         count = size_bytes // item_bytes
         if not self.parts:
             return max(1, count)
-        least = CHUNK_BYTES // item_bytes
-        return max(least, count // ranks // least * least) * ranks
+        chunk_elements = CHUNK_BYTES // item_bytes
+        part = count // ranks // chunk_elements * chunk_elements
+        return max(chunk_elements, part) * ranks
 
     def output_elements(self, shape: Shape) -> int:
-        """Return the elements of a rank's separate output buffer."""
-        return self.output(shape) if self.output else 0
+        """Return the elements of a rank's separate output buffer, or 0 if it has none."""
+        if self.output is None:
+            return 0
+        return self.output(shape)
 
     def buffer_bytes(self, size_bytes: int, ranks: int) -> int:
         """Return the bytes of all buffers of the rank that needs most."""
         shape = Shape(count=size_bytes, ranks=ranks, rank=ROOT)
-        return self.input(shape) + self.output_elements(shape)  # linear in the count, so bytes too
+        # Linear in the count, so bytes too.
+        return self.input(shape) + self.output_elements(shape)
 
 
 def _ring_bytes(factor: int) -> Callable[[int, int], Fraction]:
@@ -279,7 +286,8 @@ COLLECTIVES: tuple[Collective, ...] = (
         result=lambda shape: _joined_parts(shape, shape.rank * shape.part),
     ),
     Collective(
-        name="alltoallv",  # with explicit, equal splits: the call of expert-parallel programs
+        # With explicit, equal splits: the call of expert-parallel programs.
+        name="alltoallv",
         parts=True,
         output=_full_size,
         bus=lambda share: share,
@@ -289,7 +297,8 @@ COLLECTIVES: tuple[Collective, ...] = (
         result=lambda shape: _joined_parts(shape, shape.rank * shape.part),
     ),
     Collective(
-        name="sendrecv",  # in a ring in node order: only each node's last rank sends to another node
+        # In a ring in node order: only each node's last rank sends to another node.
+        name="sendrecv",
         output=_full_size,
         call=_sendrecv,
         result=lambda shape: _copy_of(shape, (shape.rank - 1) % shape.ranks),
@@ -322,21 +331,21 @@ COLLECTIVES: tuple[Collective, ...] = (
 NAMES = tuple(collective.name for collective in COLLECTIVES)
 
 
-def named(name: str) -> Collective:
+def find_collective(name: str) -> Collective:
     """Return the collective with this name."""
     return COLLECTIVES[NAMES.index(name)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buffers:
-    """This rank's memory for one operation; `output` is `input` if the operation works in place."""
+    """This rank's memory for one operation. If that works in place, `output` is `input`."""
 
     input: torch.Tensor
     output: torch.Tensor
 
 
+# Distance of the beginnings of rotated buffers: as if torch had allocated each by itself.
 ALIGNED_BYTES = 512
-"""Distance of the beginnings of rotated buffers: as if torch had allocated each by itself."""
 
 
 def allocate(
@@ -360,8 +369,8 @@ def _tensors(elements: int, dtype: torch.dtype, device: torch.device, copies: in
 
     step = elements
     if copies > 1:
-        aligned = ALIGNED_BYTES // torch.empty(0, dtype=dtype).element_size()
-        step = -(-elements // aligned) * aligned
+        aligned_elements = ALIGNED_BYTES // torch.empty(0, dtype=dtype).element_size()
+        step = math.ceil(elements / aligned_elements) * aligned_elements
     block = torch.empty(step * copies, dtype=dtype, device=device).zero_()
     return [block[step * copy : step * copy + elements] for copy in range(copies)]
 
@@ -382,6 +391,6 @@ def bind(collective: Collective, buffers: Buffers, ranks: Ranks) -> Launch:
 
 
 def rotate(launches: Sequence[Launch]) -> Launch:
-    """Return the function that runs the next of `launches` each time, from the first one on."""
-    turns = itertools.cycle(launches)
-    return lambda: next(turns)()
+    """Return a function that runs the next of `launches` each time, and after the last the first again."""
+    cycle = itertools.cycle(launches)
+    return lambda: next(cycle)()

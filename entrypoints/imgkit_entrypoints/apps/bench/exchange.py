@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,10 @@ from imgkit_entrypoints.apps.bench import collectives, measurement
 from imgkit_entrypoints.apps.bench.measurement import Measurer
 from imgkit_entrypoints.apps.bench.sizes import MIN_BATCHES
 
+if TYPE_CHECKING:
+    from imgkit_entrypoints.run.ranks import Ranks
+
+# Launches of all batches together. The preflight of a whole run waits for them.
 _MAX_LAUNCHES = 200
 
 
@@ -18,19 +23,25 @@ def measure_exchange_GBps(measurer: Measurer, size_bytes: int) -> float:
     """Return the bandwidth (1e9 B/s) of each direction between the two ranks; a collective call."""
     ranks, item_bytes = measurer.ranks, measurer.dtype.item_bytes
     count = max(1, size_bytes // item_bytes)
-    (buffers,) = collectives.allocate(
-        collectives.named("sendrecv"), count, getattr(torch, measurer.dtype.torch), ranks
-    )
+    sendrecv, dtype = collectives.find_collective("sendrecv"), getattr(torch, measurer.dtype.torch)
+    (buffers,) = collectives.allocate(sendrecv, count, dtype, ranks)
     measurer.noise.fill(buffers.input, ranks.rank, 0)
-    launch = collectives.bind(collectives.named("sendrecv"), buffers, ranks)
-    launch()  # the first exchange sets up the connection
-    seconds = torch.tensor(
-        [measurement.time_batch(launch, 1, ranks)], dtype=torch.float64, device=ranks.device
-    )
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    fitting = int(measurer.options.seconds / max(seconds.item(), 1e-7))
-    launches = max(1, (measurer.options.iters or min(_MAX_LAUNCHES, fitting)) // MIN_BATCHES)
+    launch = collectives.bind(sendrecv, buffers, ranks)
+    # The first exchange sets up the connection.
+    launch()
+    single_s = _slowest(measurement.time_batch(launch, 1, ranks), ranks)
+    iterations = measurer.options.iters
+    if iterations is None:
+        fitting = int(measurer.options.seconds / max(single_s, 1e-7))
+        iterations = min(_MAX_LAUNCHES, fitting)
+    launches = max(1, iterations // MIN_BATCHES)
     batches = [measurement.time_batch(launch, launches, ranks) for _ in range(MIN_BATCHES)]
-    seconds.fill_(statistics.median(batches) / launches)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)  # the slower of the two that measured it
-    return count * item_bytes / float(seconds.item()) / 1e9
+    seconds = _slowest(statistics.median(batches) / launches, ranks)
+    return count * item_bytes / seconds / 1e9
+
+
+def _slowest(seconds: float, ranks: Ranks) -> float:
+    """Return the time of the slower of the two ranks; a collective call."""
+    tensor = torch.tensor([seconds], dtype=torch.float64, device=ranks.device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return float(tensor.item())

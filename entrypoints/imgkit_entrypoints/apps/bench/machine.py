@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -32,12 +33,17 @@ def gather_nodes(ranks: Ranks) -> tuple[RankNode, ...]:
 
 
 def node_names(rank_nodes: Sequence[RankNode]) -> tuple[str, ...]:
-    """Return the name of every rank's node: its host, with the node's number where several share the host."""
+    """Return the name of every rank's node.
+
+    It is the host, with the number of the node where several share the host: ``as01 (node 1)``.
+    """
     nodes = list(dict.fromkeys(rank_nodes))
-    hosts = [node.host for node in nodes]
+    nodes_of_host = collections.Counter(node.host for node in nodes)
     names = {}
     for number, node in enumerate(nodes):
-        names[node] = node.host if hosts.count(node.host) == 1 else f"{node.host} (node {number})"
+        names[node] = node.host
+        if nodes_of_host[node.host] > 1:
+            names[node] += f" (node {number})"
     return tuple(names[node] for node in rank_nodes)
 
 
@@ -48,33 +54,34 @@ def ranks_per_node(names: Sequence[str]) -> int:
     ------
     UsageError : the nodes have different numbers of ranks, so no line rate would fit all of them.
     """
-    counts = {name: names.count(name) for name in names}
-    (first, count), *rest = counts.items()
-    for name, other_count in rest:
-        if other_count != count:
+    counts = collections.Counter(names)
+    first, count = next(iter(counts.items()))
+    for name, ranks in counts.items():
+        if ranks != count:
             raise UsageError(
-                f"the nodes have different numbers of ranks: {count} on {first}, {other_count} on {name}",
+                f"the nodes have different numbers of ranks: {count} on {first}, {ranks} on {name}",
                 where="--nproc",
                 hint=f"--nproc {min(counts.values())} starts the same number on each node",
             )
     return count
 
 
+# Share of the free memory that the default sizes may use: libraries need buffers too.
 DEFAULT_SHARE = 0.5
-"""Share of the free memory that the default sizes may use: libraries need buffers too."""
+# Share of the free memory through which batches may rotate.
 ROTATED_SHARE = 0.1
-"""Share of the free memory through which batches may rotate."""
+# Share above which a size is refused, because the kernel would kill the process without a message.
 MAX_SHARE = 0.9
-"""Share above which a size is refused, because the kernel would kill the process without a message."""
 
 
-def node_bytes(reader: Reader) -> int | None:
-    """Return the free memory of this node, or of this job's cgroup; None if the kernel reports neither."""
+def free_node_bytes(reader: Reader) -> int | None:
+    """Return the free memory of this node, or of this job's cgroup, or None if the kernel reports neither."""
     values = []
     for line in (reader.text("/proc/meminfo") or "").splitlines():
         name, _, rest = line.partition(":")
         if name == "MemAvailable":
             values.append(int(rest.split()[0]) * 1024)
+    # A job's cgroup may allow less than the node has.
     limit = reader.number("/sys/fs/cgroup/memory.max")
     used = reader.number("/sys/fs/cgroup/memory.current")
     if limit is not None and used is not None:
@@ -87,10 +94,13 @@ def free_memory_bytes(ranks: Ranks, ranks_on_node: int) -> int | None:
     import torch
 
     if ranks.device.type == "cuda":
-        free: int = torch.cuda.mem_get_info(ranks.device)[0]
-        return free
-    node = node_bytes(Reader(root=root_of(os.environ)))
-    return None if node is None else node // ranks_on_node
+        free_bytes: int
+        free_bytes, _ = torch.cuda.mem_get_info(ranks.device)
+        return free_bytes
+    node_bytes = free_node_bytes(Reader(root=root_of(os.environ)))
+    if node_bytes is None:
+        return None
+    return node_bytes // ranks_on_node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,18 +115,22 @@ class Machine:
 def read_machine(
     env: Mapping[str, str], nodes: int, ranks_on_node: int, software: Mapping[str, str]
 ) -> Machine:
-    """Read this node; `software` are the versions of torch and its libraries."""
+    """Read the facts of this node. `software` has the versions of torch and its libraries."""
     versions = {"imgkit": __version__, **software}
     try:
         host, system = facts.gather(env=env), facts.system_facts(env=env)
         network = fabric.choose(host, system, env, nnodes=nodes, head=env.get("MASTER_ADDR", ""))
     except ImgkitError:
         return Machine(fingerprint=versions)
+    models = {gpu.model for gpu in host.gpu_devices}
+    image = ""
+    if system is not None:
+        image = system.title or system.scheduler
     values = {
         **versions,
         "driver": host.driver,
-        "gpu": ", ".join(sorted({gpu.model for gpu in host.gpu_devices})),
-        "image": system.title or system.scheduler if system else "",
+        "gpu": ", ".join(sorted(models)),
+        "image": image,
         "fabric": network.kind,
         "fabric_devices": ",".join(network.devices),
         "arch": host.arch,

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from imgkit_entrypoints.apps.bench.collectives import Launch
     from imgkit_entrypoints.run.ranks import Ranks
 
+# Memory through which batches rotate: more than most caches hold.
 ROTATED_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
-"""Memory through which batches rotate: more than most caches hold."""
+# Launches longer than this check for a stop request before each batch and verified iteration.
 _SLOW_S = 0.1
-"""Launches longer than this check for a stop request before each batch and verified iteration."""
 
 
 class OutOfMemory(Exception):
@@ -50,7 +50,7 @@ class Measurement:
     batches: tuple[float, ...]
     """The slowest rank's seconds of every batch."""
     wrong: int | None
-    """Elements that differ from the expected ones, on all ranks; None: values were not verified."""
+    """Elements that differ from the expected ones, on all ranks. None means that values were not verified."""
     first_wrong: tuple[WrongElement, ...]
     """The first wrong element of every rank that has one."""
 
@@ -128,17 +128,21 @@ class Measurer:
         wrong, first_wrong = 0, None
         if self.expected:
             wrong, first_wrong = self._verify(self.expected, collective, buffers[0], counts, is_slow)
-        rows = self.ranks_rows([float(wrong), *batches])
+        # One exchange for both: the number of wrong elements, and the times.
+        rows = self.gather_rows([float(wrong), *batches])
         slowest = [max(column) for column in zip(*rows, strict=True)]
         total_wrong = sum(int(row[0]) for row in rows)
+        first_elements: tuple[WrongElement, ...] = ()
+        if total_wrong:
+            first_elements = self._gather_first(first_wrong)
         return Measurement(
             counts=counts,
             batches=tuple(slowest[1:]),
             wrong=total_wrong if self.expected else None,
-            first_wrong=self._gather_first(first_wrong) if total_wrong else (),
+            first_wrong=first_elements,
         )
 
-    def ranks_rows(self, row: list[float]) -> list[list[float]]:
+    def gather_rows(self, row: list[float]) -> list[list[float]]:
         """Return every rank's numbers; a collective call."""
         numbers = torch.tensor(row, dtype=torch.float64, device=self.ranks.device)
         rows = [torch.empty_like(numbers) for _ in range(self.ranks.world_size)]
@@ -146,7 +150,7 @@ class Measurer:
         return [numbers.tolist() for numbers in rows]
 
     def _warm_up(self, launch: Launch) -> float:
-        """Run the untimed iterations; return a guess of the seconds of one launch."""
+        """Run the untimed iterations, and return an estimate of the seconds of one launch."""
         if self.options.warmup_iters:
             launch()
         rounds = max(1, self.options.warmup_iters - 1)
@@ -156,9 +160,10 @@ class Measurer:
         self, size_bytes: int, launch_s: float, previous: Counts | None
     ) -> tuple[Counts, bool]:
         """Return the counts, and whether launches are so slow that each checks for a stop request."""
-        fitting = self.options.seconds / max(launch_s, 1e-7)
-        fitting, is_slow, stop = broadcast((fitting, launch_s > _SLOW_S, stop_requested()), self.ranks)
-        if stop:
+        fitting = self.options.seconds / max(launch_s, 1e-7)  # a clock may show no time at all
+        own_values = (fitting, launch_s > _SLOW_S, is_stop_requested())
+        fitting, is_slow, must_stop = broadcast_numbers(own_values, self.ranks)
+        if must_stop:
             raise Stopped
         counts = plan_counts(size_bytes, fitting=fitting, iters=self.options.iters, previous=previous)
         return counts, bool(is_slow)
@@ -170,7 +175,8 @@ class Measurer:
         seconds = []
         for batch in range(counts.batches):
             self._check_stop(is_slow)
-            if batch == 0 or (collective.sums and not collective.separate):  # sums in place grow to infinity
+            sums_in_place = collective.sums and not collective.separate  # they grow to infinity
+            if batch == 0 or sums_in_place:
                 for copy, pair in enumerate(buffers):
                     self.noise.fill(pair.input, self.ranks.rank, copy)
             launch = collectives.rotate([collectives.bind(collective, pair, self.ranks) for pair in buffers])
@@ -198,35 +204,42 @@ class Measurer:
             wrong, first = expected.count_wrong(buffers.output, result, iteration)
             total += wrong
             if first and first_wrong is None:
+                index, expected_value, actual_value = first
                 first_wrong = WrongElement(
                     collective=collective.name,
                     size_bytes=counts.size_bytes,
                     iteration=iteration,
                     rank=rank,
-                    index=first[0],
-                    expected=f"{first[1]:g}",
-                    actual=f"{first[2]:g}",
+                    index=index,
+                    expected=f"{expected_value:g}",
+                    actual=f"{actual_value:g}",
                 )
         return total, first_wrong
 
     def _check_stop(self, is_slow: bool) -> None:
         """Raise Stopped on all ranks if launches are slow and the node agent of rank 0 asks to stop."""
-        if is_slow and broadcast((stop_requested(),), self.ranks)[0]:
+        if not is_slow:
+            return
+        (must_stop,) = broadcast_numbers((is_stop_requested(),), self.ranks)
+        if must_stop:
             raise Stopped
 
     def _gather_first(self, first_wrong: WrongElement | None) -> tuple[WrongElement, ...]:
+        """Return the first wrong element of each rank that has one; a collective call."""
         elements = self.ranks.gather(first_wrong)
         return tuple(element for element in elements if element is not None)
 
 
-def stop_requested() -> float:
-    """Return 1.0 if the node agent has asked this node's workers to stop, else 0.0."""
+def is_stop_requested() -> bool:
+    """Return whether the node agent has asked this node's workers to stop."""
     folder = os.environ.get("IMGKIT_STOP_DIR")
-    return float(bool(folder) and (Path(folder or "") / stop_protocol.STOP).exists())
+    if not folder:
+        return False
+    return Path(folder, stop_protocol.STOP).exists()
 
 
-def meet(ranks: Ranks) -> None:
-    """Let all ranks meet, with no work left on the device."""
+def wait_for_ranks(ranks: Ranks) -> None:
+    """Wait until all ranks have come here, with no work left on their devices."""
     ranks.synchronize()
     dist.barrier()
     ranks.synchronize()
@@ -234,9 +247,9 @@ def meet(ranks: Ranks) -> None:
 
 def time_batch(launch: Launch, count: int, ranks: Ranks) -> float:
     """Return the seconds of `count` launches and one wait for all of them, after all ranks have met."""
-    meet(ranks)
+    wait_for_ranks(ranks)
     if ranks.device.type == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         for _ in range(count):
             launch()
@@ -249,8 +262,8 @@ def time_batch(launch: Launch, count: int, ranks: Ranks) -> float:
     return time.perf_counter() - start_s
 
 
-def broadcast(values: Sequence[float], ranks: Ranks) -> tuple[float, ...]:
-    """Return rank 0's `values` on all ranks. Ranks that decided alone could wait for ever."""
+def broadcast_numbers(values: Sequence[float], ranks: Ranks) -> tuple[float, ...]:
+    """Return rank 0's values on all ranks. Ranks that decided alone could wait for each other for ever."""
     numbers = torch.tensor(values, dtype=torch.float64, device=ranks.device)
     dist.broadcast(numbers, 0)
     return tuple(numbers.tolist())

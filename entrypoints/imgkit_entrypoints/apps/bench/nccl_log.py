@@ -15,16 +15,20 @@ from pathlib import Path
 
 from imgkit_entrypoints import files
 
+# TUNING is left out: it writes one line for every launch, which must not happen while they are timed.
 SETTINGS = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,GRAPH"}
-"""TUNING is left out: it writes one line for every launch, which must not happen while they are timed."""
+# "Channel 00/0 : 0[0] -> 1[0] [send] via NET/IB/0/GDRDMA", "Using network IB" and "8 coll channels".
 _CONNECTED = re.compile(r" -> .* via ([A-Z0-9]+)(.*)")
 _NETWORK = re.compile(r"Using network (.+)")
 _CHANNELS = re.compile(r"(\d+) coll channels")
 
 
 @contextlib.contextmanager
-def collected(env: MutableMapping[str, str]) -> Iterator[Path | None]:
-    """Make NCCL log to files in a folder; yields None if the user has set NCCL_DEBUG, or without GPUs."""
+def collect_log(env: MutableMapping[str, str]) -> Iterator[Path | None]:
+    """Let NCCL log to files in a folder, and yield the folder.
+
+    If the user has set NCCL_DEBUG, and without GPUs, this changes nothing and yields None.
+    """
     if "NCCL_DEBUG" in env or env.get("IMGKIT_DEVICE") != "cuda":
         yield None
         return
@@ -39,37 +43,42 @@ def collected(env: MutableMapping[str, str]) -> Iterator[Path | None]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def transports(folder: Path | None) -> frozenset[str]:
+def read_transports(folder: Path | None) -> frozenset[str]:
     """Return the transports in this process' log: ``network IB``, ``via NET/IB with GDRDMA``."""
     lines: list[str] = []
-    for path in folder.glob(f"*.{os.getpid()}") if folder else ():
+    if folder is None:
+        return frozenset()
+    for path in folder.glob(f"*.{os.getpid()}"):
         with contextlib.suppress(OSError):
             lines += files.read_text(path, errors="replace").splitlines()
-    return parse(lines)
+    return find_transports(lines)
 
 
-def parse(lines: Iterable[str]) -> frozenset[str]:
+def find_transports(lines: Iterable[str]) -> frozenset[str]:
     """Return the transports in the lines of a log, as short texts."""
     names = set()
     for line in lines:
-        if match := _NETWORK.search(line):
-            names.add(f"network {match[1].strip()}")
-        elif match := _CHANNELS.search(line):
-            names.add(f"{match[1]} channels")
-        elif match := _CONNECTED.search(line):
-            names.add(_transport(match[1], match[2]))
+        network, channels, connected = _NETWORK.search(line), _CHANNELS.search(line), _CONNECTED.search(line)
+        if network:
+            names.add(f"network {network[1].strip()}")
+        elif channels:
+            names.add(f"{channels[1]} channels")
+        elif connected:
+            names.add(_describe_connection(connected[1], connected[2]))
     return frozenset(names)
 
 
-def _transport(transport: str, rest: str) -> str:
+def _describe_connection(transport: str, details: str) -> str:
+    """Return a short text for a connection: ``NET`` and ``/IB/0/GDRDMA`` -> ``via NET/IB with GDRDMA``."""
     if transport != "NET":
         return f"via {transport}"
-    kind = rest.strip("/").split("/")[0]
-    return f"via NET/{kind} with GDRDMA" if "GDRDMA" in rest else f"via NET/{kind} without GDRDMA"
+    kind = details.strip("/").split("/")[0]
+    preposition = "with" if "GDRDMA" in details else "without"
+    return f"via NET/{kind} {preposition} GDRDMA"
 
 
-def sentences(names: Iterable[str]) -> tuple[str, ...]:
-    """Sum up the transports of all ranks' logs."""
+def describe_transports(names: Iterable[str]) -> tuple[str, ...]:
+    """Return sentences on the transports of all ranks' logs."""
     ordered = sorted(set(names))
     if not ordered:
         return ()

@@ -20,8 +20,8 @@ from imgkit_entrypoints.arguments import (
     refuse_unused,
 )
 
+# Default of ``--max`` by backend, where memory allows it.
 MAX_BYTES = {"gloo": 64 << 20, "nccl": 4 << 30}
-"""Default of ``--max`` by backend, where memory allows it."""
 _DTYPES = tuple(dtype.name for dtype in verify.DTYPES)
 EXAMPLES = """examples:
   dist-bench --save run.json --plot run.svg           # all_reduce, 8 bytes to 4 GiB (gloo: 64 MiB)
@@ -57,7 +57,9 @@ class Requirement:
     GBps: float | None = None
 
     def __str__(self) -> str:
-        return f"{self.percent:g} %" if self.percent is not None else f"{self.GBps:g} GBps"
+        if self.percent is not None:
+            return f"{self.percent:g} %"
+        return f"{self.GBps:g} GBps"
 
 
 def parse_requirement(text: str) -> Requirement:
@@ -74,7 +76,9 @@ def parse_requirement(text: str) -> Requirement:
             f"{text!r} is neither a percentage of the expected busbw (80%) nor a busbw in GBps (300): "
             "1 GBps is 1e9 bytes per second, so 300 Gbps are 37.5 GBps"
         )
-    return Requirement(percent=value) if match[2] == "%" else Requirement(GBps=value)
+    if match[2] == "%":
+        return Requirement(percent=value)
+    return Requirement(GBps=value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +96,7 @@ class BenchOptions:
     min_bytes: int = option(
         "--min",
         "smallest size: 4G is 4 GiB, 4GB is 4e9 bytes",
-        sizes.size,
+        sizes.parse_size,
         "SIZE",
         default="8",
         heading="measurement",
@@ -100,13 +104,13 @@ class BenchOptions:
     max_bytes: int | None = option(
         "--max",
         "largest size",
-        sizes.size,
+        sizes.parse_size,
         "SIZE",
         unset="64M with gloo, 4G with NCCL, or less if memory is short",
     )
     """None: the backend and the free memory decide."""
     factor: int = option("--factor", "factor between sizes", _factor, "N", default=2)
-    size_bytes: int | None = option("--size", "measure only this size", sizes.size, "SIZE")
+    size_bytes: int | None = option("--size", "measure only this size", sizes.parse_size, "SIZE")
     """It is the smallest size and the largest, too."""
     dtype: str = option("--dtype", "element type", _DTYPES, default="fp32")
     verify: bool = option(
@@ -163,7 +167,9 @@ class BenchOptions:
     @property
     def collectives(self) -> tuple[str, ...]:
         """The names of the collectives to measure."""
-        return collectives.NAMES if self.collective == "all" else (self.collective,)
+        if self.collective == "all":
+            return collectives.NAMES
+        return (self.collective,)
 
     @property
     def output_paths(self) -> dict[str, str]:
@@ -173,11 +179,11 @@ class BenchOptions:
 
 
 OPTIONS = tuple(declared_options(BenchOptions))
+# Options that have no effect with others.
 NEEDS = tuple(
     Need(option=name, reason="with --size", met=lambda parsed: parsed.size_bytes is None)
     for name in ("--min", "--max", "--factor")
 )
-"""Options that have no effect with others."""
 
 
 def check(args: Sequence[str], _env: Mapping[str, str]) -> None:

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from imgkit_entrypoints import __version__, files
-from imgkit_entrypoints.apps.bench.collectives import ROOT, Collective, named
+from imgkit_entrypoints.apps.bench.collectives import ROOT, Collective, find_collective
 from imgkit_entrypoints.apps.bench.verify import Dtype, dtype_named
 from imgkit_entrypoints.errors import UsageError
 
+# Version of the JSON of nccl-tests (``-J``, src/util.cu of v2.17 and later) whose fields ours has.
 FILE_VERSION = 1
-"""Version of the JSON of nccl-tests (``-J``, src/util.cu of v2.17 and later) whose fields ours has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class Result:
     algbw_GBps: float
     busbw_GBps: float
     wrong: int | None
-    """Elements that differ from the expected ones; None: values were not verified."""
+    """Elements that differ from the expected ones. None means that values were not verified."""
 
     @property
     def type(self) -> str:
@@ -63,16 +63,18 @@ class Result:
     @property
     def redop(self) -> str:
         """The reduction, as nccl-tests prints it."""
-        return "sum" if named(self.collective).sums else "none"
+        return "sum" if find_collective(self.collective).sums else "none"
 
     @property
     def root(self) -> int:
         """The root's rank, or -1, as nccl-tests prints it."""
-        return ROOT if named(self.collective).has_root else -1
+        return ROOT if find_collective(self.collective).has_root else -1
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the entry of nccl-tests' JSON; torch offers each operation in one of the two ways."""
-        is_out_of_place = named(self.collective).separate
+        """Return the entry of nccl-tests' JSON.
+
+        nccl-tests runs each operation out of place and in place. torch offers one of the two ways.
+        """
         figures = {
             "time": self.time_us,
             "alg_bw": self.algbw_GBps,
@@ -81,6 +83,11 @@ class Result:
             "low": self.low_us,
             "high": self.high_us,
         }
+        out_of_place, in_place = None, None
+        if find_collective(self.collective).separate:
+            out_of_place = figures
+        else:
+            in_place = figures
         return {
             "experiment_name": self.collective,
             "size": self.size_bytes,
@@ -88,15 +95,17 @@ class Result:
             "type": self.type,
             "redop": self.redop,
             "root": self.root,
-            "out_of_place": figures if is_out_of_place else None,
-            "in_place": None if is_out_of_place else figures,
+            "out_of_place": out_of_place,
+            "in_place": in_place,
             "actual_iterations": self.iterations,
         }
 
 
 def mean_busbw_GBps(results: Sequence[Result]) -> float:
-    """Return nccl-tests' "Avg bus bandwidth"; 0 without a result."""
-    return statistics.fmean(result.busbw_GBps for result in results) if results else 0.0
+    """Return nccl-tests' "Avg bus bandwidth". It is 0 without a result."""
+    if not results:
+        return 0.0
+    return statistics.fmean(result.busbw_GBps for result in results)
 
 
 def new_result(
@@ -109,8 +118,14 @@ def new_result(
     ranks: int,
     wrong: int | None,
 ) -> Result:
-    """Return the result of one size; `seconds` are those of one operation in each batch."""
+    """Return the result of one size.
+
+    Parameters
+    ----------
+    seconds : seconds of one operation in each batch.
+    """
     ordered = sorted(seconds)
+    # The fastest and the slowest tenth do not count for the range.
     cut = len(ordered) // 10
     median = statistics.median(ordered)
     return Result(
@@ -179,7 +194,7 @@ class RunRecord:
 
 
 def save(path: Path, text: str, usage: str) -> None:
-    """Write the whole file, or leave the old one.
+    """Write a file as a whole, or leave the old one.
 
     Parameters
     ----------
@@ -193,13 +208,15 @@ def save(path: Path, text: str, usage: str) -> None:
         file.write(text.encode())
 
 
-def check_writable(path: Path, usage: str) -> None:
-    """Check that a file can be written at `path`; `usage` is that of `save`.
+def refuse_unwritable(path: Path, usage: str) -> None:
+    """Refuse a path at which no file can be written. `usage` is that of `save`.
 
     Raises
     ------
     UsageError : it is a folder, or its folder is not writable.
     """
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        what = "is a folder" if path.is_dir() else "cannot be written"
-        raise UsageError(what, where=str(path), hint=f"name a file in a writable folder: {usage}")
+    hint = f"name a file in a writable folder: {usage}"
+    if path.is_dir():
+        raise UsageError("is a folder", where=str(path), hint=hint)
+    if not os.access(path.parent, os.W_OK):
+        raise UsageError("cannot be written", where=str(path), hint=hint)

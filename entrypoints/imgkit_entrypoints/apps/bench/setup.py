@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -24,8 +25,8 @@ from imgkit_entrypoints.errors import ImgkitError, UsageError
 if TYPE_CHECKING:
     from imgkit_entrypoints.run.ranks import Ranks
 
+# Name of the file in the run's folder with all figures, which ``imgkit scaling`` reads.
 RUN_FILE = "bench.json"
-"""Name of the file in the run's folder with all figures, which ``imgkit scaling`` reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,7 @@ class RunSetup:
     free_bytes: float
     """Free memory per rank, on the rank that has least."""
     run_file: Path | None
-    """The file `RUN_FILE`; None: the run has no folder."""
+    """The file `RUN_FILE`. None means that the run has no folder."""
 
     def new_record(self) -> RunRecord:
         """Return a record without results, started now."""
@@ -68,15 +69,19 @@ def set_up(options: BenchOptions, ranks: Ranks) -> RunSetup:
     node_names = machine.node_names(machine.gather_nodes(ranks))
     hosts = tuple(dict.fromkeys(node_names))
     ranks_on_node = machine.ranks_per_node(node_names)
-    node = machine.read_machine(os.environ, len(hosts), ranks_on_node, _software(ranks))
+    node = machine.read_machine(os.environ, len(hosts), ranks_on_node, _software_versions(ranks))
     line_rate_Gbps = options.line_rate_Gbps or node.line_rate_Gbps
     run_file = _run_file(os.environ)
     output_paths = {f"{option} FILE": Path(path) for option, path in options.output_paths.items()}
+    # `imgkit scaling` reads this copy in the folder of each run.
     if run_file is not None:
         output_paths["IMGKIT_RUN_DIR=FOLDER"] = run_file
-    _check_on_rank_0(options, ranks, len(hosts), line_rate_Gbps, output_paths)
+    _refuse_on_rank_0(options, ranks, len(hosts), line_rate_Gbps, output_paths)
     free_bytes = _least_free_bytes(ranks, ranks_on_node)
     dtype = verify.dtype_named(options.dtype)
+    expected = None
+    if options.verify:
+        expected = ExpectedValues(dtype, ranks.world_size, ranks.device)
     return RunSetup(
         options=options,
         ranks=ranks,
@@ -85,7 +90,7 @@ def set_up(options: BenchOptions, ranks: Ranks) -> RunSetup:
             options=options,
             ranks=ranks,
             dtype=dtype,
-            expected=ExpectedValues(dtype, ranks.world_size, ranks.device) if options.verify else None,
+            expected=expected,
             noise=Noise(dtype, ranks.device),
             rotated_bytes=int(min(ROTATED_BYTES[ranks.device.type], machine.ROTATED_SHARE * free_bytes)),
         ),
@@ -112,21 +117,23 @@ def _run_file(env: Mapping[str, str]) -> Path | None:
 
 
 def _least_free_bytes(ranks: Ranks, ranks_on_node: int) -> float:
-    free_bytes = machine.free_memory_bytes(ranks, ranks_on_node)
-    least = float("inf") if free_bytes is None else float(free_bytes)
-    tensor = torch.tensor([least], device=ranks.device)
+    """Return the free memory of the rank that has least, or infinity if unknown; a collective call."""
+    free_bytes: float | None = machine.free_memory_bytes(ranks, ranks_on_node)
+    if free_bytes is None:
+        free_bytes = math.inf
+    tensor = torch.tensor([float(free_bytes)], device=ranks.device)
     dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
     return float(tensor.item())
 
 
-def _check_on_rank_0(
+def _refuse_on_rank_0(
     options: BenchOptions,
     ranks: Ranks,
     nodes: int,
     line_rate_Gbps: float | None,
     output_paths: Mapping[str, Path],
 ) -> None:
-    """Check options and files now, not after an hour of measuring; all ranks raise what rank 0 finds.
+    """Refuse options and files now, not after an hour of measuring. All ranks raise what rank 0 finds.
 
     Parameters
     ----------
@@ -135,16 +142,17 @@ def _check_on_rank_0(
     problem: ImgkitError | None = None
     if ranks.rank == 0:
         try:
-            verdict.check_requirement(options.requirement, nodes, line_rate_Gbps)
+            verdict.refuse_requirement(options.requirement, nodes, line_rate_Gbps)
             for usage, path in output_paths.items():
-                record.check_writable(path, usage)
+                record.refuse_unwritable(path, usage)
         except ImgkitError as error:
             problem = error
-    if measurement.broadcast((float(problem is not None),), ranks)[0]:
+    (has_problem,) = measurement.broadcast_numbers((float(problem is not None),), ranks)
+    if has_problem:
         raise problem or UsageError("rank 0 refused its options; its output says why")
 
 
-def _software(ranks: Ranks) -> Mapping[str, str]:
+def _software_versions(ranks: Ranks) -> Mapping[str, str]:
     versions = {"torch": torch.__version__}
     if ranks.device.type == "cuda":
         versions["cuda"] = str(torch.version.cuda)

@@ -6,15 +6,17 @@ Users write sizes as ``4G`` (GiB as in nccl-tests) or ``4GB`` (4e9 bytes), and m
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+# Bytes of each prefix: 4G and 4GiB are binary, 4GB is decimal.
 _BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
-def size(text: str) -> int:
+def parse_size(text: str) -> int:
     """Parse ``64M`` or ``64MiB`` (powers of 1024), ``64MB`` (powers of 1000) or ``64`` into bytes.
 
     Raises
@@ -23,50 +25,57 @@ def size(text: str) -> int:
     """
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMGT]?)(|IB|B)", text.strip().upper())
     if match:
-        unit = (_DECIMAL if match[3] == "B" else _BINARY)[match[2]]
-        value = float(match[1]) * unit
-        if value >= 1 and value == int(value) and (match[2] or match[3] != "IB"):
+        number, prefix, suffix = match.groups()
+        units = _DECIMAL if suffix == "B" else _BINARY
+        value = float(number) * units[prefix]
+        is_whole = value >= 1 and value == int(value)
+        if is_whole and (prefix or suffix != "IB"):  # "64iB" is no unit
             return int(value)
     raise argparse.ArgumentTypeError(f"{text!r} is not a size: 64M is 64 x 1024 x 1024 bytes, 64MB is 64e6")
 
 
-def binary(size_bytes: int) -> str:
-    """Write with powers of 1024 and three digits: ``4GiB``, ``3.7GiB``."""
-    return _written(size_bytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+def format_binary(size_bytes: int) -> str:
+    """Return a size with powers of 1024 and three digits: ``4GiB``, ``3.7GiB``."""
+    return _format(size_bytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
-def both(size_bytes: int) -> str:
-    """Write both ways: ``4GiB (4.29GB)``, or once where they are equal."""
-    with_1024 = binary(size_bytes)
-    with_1000 = _written(size_bytes, 1000, ("B", "kB", "MB", "GB", "TB"))
-    return with_1024 if with_1024 == with_1000 else f"{with_1024} ({with_1000})"
+def format_size(size_bytes: int) -> str:
+    """Return a size with powers of 1024 and of 1000: ``4GiB (4.29GB)``, or once where they are equal."""
+    with_1024 = format_binary(size_bytes)
+    with_1000 = _format(size_bytes, 1000, ("B", "kB", "MB", "GB", "TB"))
+    if with_1024 == with_1000:
+        return with_1024
+    return f"{with_1024} ({with_1000})"
 
 
-def _written(size_bytes: int, step: int, units: tuple[str, ...]) -> str:
+def _format(size_bytes: int, step: int, units: tuple[str, ...]) -> str:
     value, power = float(size_bytes), 0
     while value >= step and power < len(units) - 1:
-        value, power = value / step, power + 1
-    return f"{value:.4g}{units[power]}" if value >= 1000 else f"{value:.3g}{units[power]}"
+        value /= step
+        power += 1
+    # :.3g would write 1023KiB as 1.02e+03KiB.
+    digits = 4 if value >= 1000 else 3
+    return f"{value:.{digits}g}{units[power]}"
 
 
-def sweep(min_bytes: int, max_bytes: int, factor: int) -> Iterator[int]:
-    """Yield `min_bytes`, `min_bytes` x `factor`, ... up to `max_bytes`."""
+def iterate_sizes(min_bytes: int, max_bytes: int, factor: int) -> Iterator[int]:
+    """Yield the sizes from `min_bytes` to `max_bytes`, each `factor` times the one before."""
     size_bytes = min_bytes
     while size_bytes <= max_bytes:
         yield size_bytes
         size_bytes *= factor
 
 
+# Batches of one size: their median and their spread are the result.
 MIN_BATCHES, MAX_BATCHES = 5, 50
-"""Batches of one size: their median and their spread are the result."""
+# Launches in a batch from which on a size gets more batches instead of longer ones.
 BATCH_LAUNCHES = 10
-"""Launches in a batch from which on a size gets more batches instead of longer ones."""
+# Launches of all batches together.
 MAX_LAUNCHES = 1000
-"""Launches of all batches together."""
+# Verified iterations: errors that come and go need several to show.
 MIN_VERIFIED, MAX_VERIFIED = 20, 200
-"""Verified iterations: errors that come and go need several to show."""
-STEP = 2.0
-"""Largest factor between the launches of neighbouring sizes, or the factor of the sizes if that is larger."""
+# Largest factor between the launches of neighbouring sizes, or the factor of the sizes if that is larger.
+MAX_STEP = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,18 +99,19 @@ class Counts:
 
 
 def plan_counts(size_bytes: int, *, fitting: float, iters: int | None, previous: Counts | None) -> Counts:
-    """Plan one size.
+    """Return how often one size is run.
 
     Parameters
     ----------
-    fitting : iterations that fit into the time budget, by a first guess that may be far off.
+    fitting : iterations that fit into the time budget, by a first estimate that may be far off.
     iters : iterations that the user wants, or None.
     previous : counts of the previous size. From one size to the next they change little, so that one wrong
-        guess neither starves a size nor takes minutes.
+        estimate neither starves a size nor takes minutes.
     """
     total = float(iters or min(MAX_LAUNCHES, max(MIN_BATCHES, fitting)))
     if previous and not iters:
-        step = max(STEP, size_bytes / previous.size_bytes)
-        total = min(max(total, previous.total / step, MIN_BATCHES), previous.total * STEP, MAX_LAUNCHES)
+        step = max(MAX_STEP, size_bytes / previous.size_bytes)
+        total = min(max(total, previous.total / step, MIN_BATCHES), previous.total * MAX_STEP, MAX_LAUNCHES)
+    # Short operations get long batches, since the clock and the wait cost time in each.
     batches = int(min(MAX_BATCHES, max(MIN_BATCHES, total // BATCH_LAUNCHES)))
-    return Counts(size_bytes=size_bytes, batches=batches, launches=-(-int(total) // batches))
+    return Counts(size_bytes=size_bytes, batches=batches, launches=math.ceil(int(total) / batches))

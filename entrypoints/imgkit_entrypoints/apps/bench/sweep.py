@@ -11,15 +11,15 @@ from typing import Any
 
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.apps.bench import chart, machine, nccl_log, record, sizes, table, verdict
-from imgkit_entrypoints.apps.bench.collectives import Collective, named
+from imgkit_entrypoints.apps.bench.collectives import Collective, find_collective
 from imgkit_entrypoints.apps.bench.measurement import Measurement, OutOfMemory, Stopped
 from imgkit_entrypoints.apps.bench.options import MAX_BYTES, read_options
 from imgkit_entrypoints.apps.bench.setup import RunSetup, set_up
 from imgkit_entrypoints.apps.bench.sizes import Counts
 from imgkit_entrypoints.errors import EXIT_NO, ImgkitError
 
+# Words of the backends' errors for an operation or type that they lack.
 _UNSUPPORTED = ("support", "implement", "invalid scalar type", "unhandled")
-"""Words of the backends' errors for an operation or type that they lack."""
 
 
 class Sweep:
@@ -30,42 +30,51 @@ class Sweep:
         self._measurer = setup.measurer
         self._log_folder = log_folder
         self._record = setup.new_record()
+        # Printed sentences that the JSON file keeps too.
         self._notes: list[str] = []
-        """Printed sentences that the JSON file keeps too."""
 
     def run(self) -> int:
-        """Measure everything; return the exit code of this worker."""
-        peer_lost = False
+        """Measure everything, and return the exit code of this worker."""
+        has_lost_peer = False
         try:
             self._measure_all()
-            names = self._setup.ranks.gather(sorted(nccl_log.transports(self._log_folder)))
-            self._record.transport = tuple(sorted({name for rank_names in names for name in rank_names}))
+            self._record.transport = self._gather_transports()
         except RuntimeError as error:  # whatever the backend raises when a peer is gone
-            peer_lost = True
+            has_lost_peer = True
             reason = _first_sentence(error)
             self._note(f"INCOMPLETE: a collective failed. The sizes above are complete. The error: {reason}")
         code = self._finish()
-        if peer_lost:
+        if has_lost_peer:
             sys.stdout.flush()
-            os._exit(code)  # the destructor of a group that has lost a member would hang again
+            # The destructor of a group that has lost a member would hang again.
+            os._exit(code)
         return code
+
+    def _gather_transports(self) -> tuple[str, ...]:
+        """Return the transports in NCCL's logs on all ranks; a collective call."""
+        transports: set[str] = set()
+        for rank_transports in self._setup.ranks.gather(nccl_log.read_transports(self._log_folder)):
+            transports.update(rank_transports)
+        return tuple(sorted(transports))
 
     def _measure_all(self) -> None:
         # A collective that runs out of memory does not keep the next one from its smaller sizes.
         try:
-            ends = [self._measure_sizes(name) for name in self._setup.options.collectives]
+            completed = [self._measure_sizes(name) for name in self._setup.options.collectives]
         except Stopped:  # raised on all ranks
             self._note("INCOMPLETE: stopped on request. The sizes above are complete.")
             return
-        self._record.complete = all(ends)
+        self._record.complete = all(completed)
 
     def _measure_sizes(self, name: str) -> bool:
         """Measure all sizes of one collective; return False if memory was too short for one of them."""
-        collective = named(name)
-        planned = self._sizes(collective)
-        self._print(table.title(collective, self._setup.options.dtype, self._setup.world))
-        if error := self._backend_error(collective, planned[0]):
-            self._note(f"{name}: {self._setup.world.backend} does not support it: {error}")
+        collective = find_collective(name)
+        planned = self._plan_sizes(collective)
+        self._print(table.format_title(collective, self._setup.options.dtype, self._setup.world))
+        error = self._find_backend_error(collective, planned[0])
+        if error:
+            backend = self._setup.world.backend
+            self._note(f"{name}: {backend} does not support it: {error}")
             return True
         self._print(*table.HEADER)
         previous: Counts | None = None
@@ -76,43 +85,51 @@ class Sweep:
                     raise OutOfMemory
                 measurement = self._measurer.measure(collective, size_bytes, previous)
             except OutOfMemory:
-                free_bytes = int(self._setup.free_bytes)
+                needed = sizes.format_size(needed_bytes)
+                free = sizes.format_size(int(self._setup.free_bytes))
                 self._note(
-                    f"OUT OF MEMORY: {name} of {sizes.both(size_bytes)} needs {sizes.both(needed_bytes)} per "
-                    f"rank, and {sizes.both(free_bytes)} were free. Larger sizes are left out."
+                    f"OUT OF MEMORY: {name} of {sizes.format_size(size_bytes)} needs {needed} per rank, and "
+                    f"{free} were free. Larger sizes are left out."
                 )
                 return False
             self._add(collective, measurement)
             previous = measurement.counts
         return True
 
-    def _sizes(self, collective: Collective) -> list[int]:
-        """Return the sizes to measure, each once; small ones grow to one element, or one chunk per rank."""
+    def _plan_sizes(self, collective: Collective) -> list[int]:
+        """Return the sizes to measure, each once. Small ones grow to an element, or a chunk for each rank."""
         options = self._setup.options
         max_bytes = options.max_bytes
         if max_bytes is None:
-            max_bytes = MAX_BYTES.get(self._setup.world.backend, MAX_BYTES["gloo"])
-            usable_bytes = machine.DEFAULT_SHARE * self._setup.free_bytes
-            while (
-                max_bytes > options.min_bytes
-                and self._measurer.needed_bytes(collective, max_bytes) > usable_bytes
-            ):
-                max_bytes //= 2
-        requested = sizes.sweep(options.min_bytes, max(max_bytes, options.min_bytes), options.factor)
+            max_bytes = self._choose_max_bytes(collective)
+        requested = sizes.iterate_sizes(options.min_bytes, max(max_bytes, options.min_bytes), options.factor)
         return list(dict.fromkeys(self._measurer.size_bytes(collective, size) for size in requested))
 
-    def _backend_error(self, collective: Collective, size_bytes: int) -> str:
-        """Return the backend's error if it lacks this operation or type, else ""; a collective call."""
+    def _find_backend_error(self, collective: Collective, size_bytes: int) -> str:
+        """Return the backend's error if it lacks this operation or type; a collective call.
+
+        The result is empty if the backend supports it.
+        """
         smallest = min(size_bytes, self._measurer.size_bytes(collective, 1))
         try:
             self._measurer.run_once(collective, smallest)
         except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-            first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            first_line = _first_line(error) or type(error).__name__
             is_unsupported = any(text in first_line.lower() for text in _UNSUPPORTED)
             if isinstance(error, RuntimeError) and not is_unsupported:
                 raise
             return first_line
         return ""
+
+    def _choose_max_bytes(self, collective: Collective) -> int:
+        """Return the default of ``--max`` for the backend, or less if memory is short."""
+        max_bytes = MAX_BYTES.get(self._setup.world.backend, MAX_BYTES["gloo"])
+        usable_bytes = machine.DEFAULT_SHARE * self._setup.free_bytes
+        while max_bytes > self._setup.options.min_bytes:
+            if self._measurer.needed_bytes(collective, max_bytes) <= usable_bytes:
+                break
+            max_bytes //= 2
+        return max_bytes
 
     def _add(self, collective: Collective, measurement: Measurement) -> None:
         """Print and save one size."""
@@ -127,15 +144,16 @@ class Sweep:
             wrong=measurement.wrong,
         )
         self._record.results.append(result)
-        self._print(table.row(result))
+        self._print(table.format_row(result))
         for element in measurement.first_wrong:
             self._note(f"{element} (on {setup.node_names[element.rank]})")
+        # A run that is killed leaves this note in its file.
         self._save(("INCOMPLETE: the run was still in progress, or was killed.",))
 
     def _finish(self) -> int:
-        """Print the verdict and save the run; return the exit code."""
-        self._print(*table.summary(self._record.results))
-        self._print(*self._verdict_sentences())
+        """Print the verdict, save the run, and return the exit code."""
+        self._print(*table.format_summary(self._record.results))
+        self._print(*self._describe_verdicts())
         reasons = []
         if self._record.wrong:
             reasons.append(f"{self._record.wrong} elements were wrong, so run dist-doctor before you train")
@@ -147,17 +165,18 @@ class Sweep:
         return 0 if self._record.complete and not reasons else EXIT_NO
 
     def _verdicts(self) -> list[verdict.BusbwVerdict]:
-        return verdict.judge(self._record.results, self._setup.world, self._setup.line_rate_Gbps)
+        return verdict.judge_busbw(self._record.results, self._setup.world, self._setup.line_rate_Gbps)
 
-    def _verdict_sentences(self) -> list[str]:
-        lines = verdict.sentences(self._verdicts(), self._setup.world, self._setup.line_rate_Gbps)
-        return [*lines, *nccl_log.sentences(self._record.transport)]
+    def _describe_verdicts(self) -> list[str]:
+        lines = verdict.describe_verdicts(self._verdicts(), self._setup.world, self._setup.line_rate_Gbps)
+        return [*lines, *nccl_log.describe_transports(self._record.transport)]
 
     def _print(self, *lines: str) -> None:
         if self._setup.ranks.rank == 0:
             terminal.out(*lines)
 
     def _note(self, text: str) -> None:
+        """Print a sentence, and keep it for the JSON file."""
         self._notes.append(text)
         self._print(text)
 
@@ -168,13 +187,7 @@ class Sweep:
         if self._setup.ranks.rank != 0:
             return
         if options.json_path or run_file:
-            saved_verdict: dict[str, Any] = {
-                "sentences": [*self._verdict_sentences(), *self._notes, *more_notes],
-                "busbw": [
-                    {**dataclasses.asdict(entry), "percent": entry.percent} for entry in self._verdicts()
-                ],
-            }
-            text = self._record.to_json(saved_verdict)
+            text = self._record.to_json(self._verdict_values(more_notes))
             if options.json_path:
                 record.save(Path(options.json_path), text, "--save FILE")
             if run_file:
@@ -183,25 +196,42 @@ class Sweep:
             record.save(Path(options.csv_path), self._record.to_csv(), "--csv FILE")
         if options.plot_path:
             world = self._setup.world
-            ranks, nodes = f"{world.ranks} ranks", f"{world.nodes} node{'s' * (world.nodes > 1)}"
-            title = f"Bus bandwidth, {options.dtype}, {ranks} on {nodes}, {world.backend}"
+            nodes = "1 node" if world.nodes == 1 else f"{world.nodes} nodes"
+            title = f"Bus bandwidth, {options.dtype}, {world.ranks} ranks on {nodes}, {world.backend}"
             record.save(Path(options.plot_path), chart.draw(title, self._record.results), "--plot FILE")
+
+    def _verdict_values(self, more_notes: tuple[str, ...]) -> dict[str, Any]:
+        """Return the verdict as the JSON file has it."""
+        busbw = []
+        for entry in self._verdicts():
+            busbw.append({**dataclasses.asdict(entry), "percent": entry.percent})
+        return {"sentences": [*self._describe_verdicts(), *self._notes, *more_notes], "busbw": busbw}
+
+
+def _first_line(error: Exception) -> str:
+    """Return the first line of an error, or an empty text if it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else ""
 
 
 def _first_sentence(error: RuntimeError) -> str:
-    """Return the first sentence of a backend's error, without gloo's source position in front of it."""
-    first_line = (str(error).strip().splitlines() or ["no reason given"])[0]
-    return re.sub(r"^\[\S+\] ", "", first_line).partition(". ")[0][:300]
+    """Return the first sentence of a backend's error, without gloo's source position in front of it.
+
+    ``[/src/pair.cc:1] Connection closed by peer. More.`` gives ``Connection closed by peer``.
+    """
+    first_line = _first_line(error) or "no reason given"
+    sentence, _, _ = re.sub(r"^\[\S+\] ", "", first_line).partition(". ")
+    return sentence[:300]
 
 
 def main() -> int:
-    """Run as one worker; return the exit code."""
+    """Run as one worker, and return the exit code."""
     from imgkit_entrypoints.apps import ranks
 
     bench_options = read_options()
     try:
         with (
-            nccl_log.collected(os.environ) as log_folder,
+            nccl_log.collect_log(os.environ) as log_folder,
             ranks.opened(bench_options.timeout_s) as bench_ranks,
         ):
             return Sweep(set_up(bench_options, bench_ranks), log_folder).run()

@@ -8,6 +8,7 @@ from imgkit_entrypoints.apps.bench.collectives import Collective
 from imgkit_entrypoints.apps.bench.record import Result, World, mean_busbw_GBps
 from imgkit_entrypoints.apps.bench.verify import dtype_named
 
+# The columns of nccl-tests, so that programs that read its table can read ours.
 HEADER = (
     "#       size         count      type   redop    root       time    algbw    busbw  #wrong"
     "        low       high",
@@ -16,15 +17,19 @@ HEADER = (
 )
 
 
-def title(collective: Collective, dtype: str, world: World) -> str:
+def format_title(collective: Collective, dtype: str, world: World) -> str:
     """Return the line above the table of one collective."""
+    operation = f"{collective.name} {dtype_named(dtype).torch}"
+    if collective.sums:
+        operation += " sum"
     ranks = "1 rank" if world.ranks == 1 else f"{world.ranks} ranks"
-    nodes = f", {world.nodes} nodes" if world.nodes > 1 else ""
-    redop = " sum" if collective.sums else ""
-    return f"# {collective.name} {dtype_named(dtype).torch}{redop}, {ranks}, {world.backend}{nodes}"
+    title = f"# {operation}, {ranks}, {world.backend}"
+    if world.nodes > 1:
+        title += f", {world.nodes} nodes"
+    return title
 
 
-def row(result: Result) -> str:
+def format_row(result: Result) -> str:
     """Return the row of one size; GB/s is 1e9 B/s, as in nccl-tests."""
     wrong = "N/A" if result.wrong is None else str(result.wrong)
     return (
@@ -34,12 +39,15 @@ def row(result: Result) -> str:
     )
 
 
-def summary(results: Sequence[Result]) -> tuple[str, ...]:
+def format_summary(results: Sequence[Result]) -> tuple[str, ...]:
     """Return the last lines of nccl-tests, which programs search for."""
     if not results:
         return ()
+    wrong = "N/A"
     verified = [result.wrong for result in results if result.wrong is not None]
-    wrong = f"{sum(verified)} {'FAILED' if any(verified) else 'OK'}" if verified else "N/A"
+    if verified:
+        verdict = "FAILED" if any(verified) else "OK"
+        wrong = f"{sum(verified)} {verdict}"
     return (
         f"# Out of bounds values : {wrong}",
         f"# Avg bus bandwidth    : {mean_busbw_GBps(results):g}",

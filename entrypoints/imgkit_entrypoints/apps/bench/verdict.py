@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from imgkit_entrypoints.apps.bench import sizes
-from imgkit_entrypoints.apps.bench.collectives import named
+from imgkit_entrypoints.apps.bench.collectives import find_collective
 from imgkit_entrypoints.apps.bench.options import Requirement
 from imgkit_entrypoints.apps.bench.record import Result, World
 from imgkit_entrypoints.errors import UsageError
 
+# Percentage of the expected busbw below which something is wrong, not merely inefficient.
 LOW_PERCENT = 50.0
-"""Percentage of the expected busbw below which something is wrong, not merely inefficient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class BusbwVerdict:
     algbw_GBps: float
     busbw_GBps: float
     expected_busbw_GBps: float | None
-    """The busbw at which the network of a node is full; None on one node, or if its line rate is unknown."""
+    """The busbw at which the network of a node is full. None on one node, and if its line rate is unknown."""
 
     @property
     def percent(self) -> float | None:
@@ -34,14 +34,14 @@ class BusbwVerdict:
         return 100 * self.busbw_GBps / self.expected_busbw_GBps
 
 
-def judge(results: Sequence[Result], world: World, line_rate_Gbps: float | None) -> list[BusbwVerdict]:
+def judge_busbw(results: Sequence[Result], world: World, line_rate_Gbps: float | None) -> list[BusbwVerdict]:
     """Return the verdict on each collective."""
     largest = {result.collective: result for result in results}  # sizes ascend
     verdicts = []
     for result in largest.values():
         expected = None
         if world.nodes > 1 and line_rate_Gbps:
-            collective = named(result.collective)
+            collective = find_collective(result.collective)
             expected = collective.expected_busbw_GBps(line_rate_Gbps, world.nodes, world.ranks_per_node)
         verdicts.append(
             BusbwVerdict(
@@ -55,8 +55,10 @@ def judge(results: Sequence[Result], world: World, line_rate_Gbps: float | None)
     return verdicts
 
 
-def sentences(verdicts: Sequence[BusbwVerdict], world: World, line_rate_Gbps: float | None) -> list[str]:
-    """Return the verdict in sentences."""
+def describe_verdicts(
+    verdicts: Sequence[BusbwVerdict], world: World, line_rate_Gbps: float | None
+) -> list[str]:
+    """Return sentences on each collective, or on why no busbw can be expected."""
     if world.ranks == 1:
         return ["One rank: bandwidth between ranks needs two ranks. Give --nproc 2, or two nodes."]
     if world.nodes == 1:
@@ -66,17 +68,18 @@ def sentences(verdicts: Sequence[BusbwVerdict], world: World, line_rate_Gbps: fl
     lines = []
     for verdict in verdicts:
         percent = verdict.percent or 0.0
+        size = sizes.format_size(verdict.size_bytes)
         lines.append(
-            f"{verdict.collective} of {sizes.both(verdict.size_bytes)}: {verdict.busbw_GBps:.4g} GBps of "
+            f"{verdict.collective} of {size}: {verdict.busbw_GBps:.4g} GBps of "
             f"busbw, {percent:.0f} % of the {verdict.expected_busbw_GBps:.4g} GBps that "
             f"{line_rate_Gbps:g} Gbps per node let expect."
         )
-        if percent < LOW_PERCENT and named(verdict.collective).fills_network:
+        if percent < LOW_PERCENT and find_collective(verdict.collective).fills_network:
             lines.append(f"{verdict.collective} is slow on this network. Run dist-doctor to see why.")
     return lines
 
 
-def check_requirement(requirement: Requirement | None, nodes: int, line_rate_Gbps: float | None) -> None:
+def refuse_requirement(requirement: Requirement | None, nodes: int, line_rate_Gbps: float | None) -> None:
     """Refuse ``--require 80%`` where no busbw can be expected.
 
     Raises
@@ -103,7 +106,7 @@ def shortfalls(requirement: Requirement | None, verdicts: Sequence[BusbwVerdict]
     if not verdicts:
         yield f"nothing was measured that could reach the {requirement} of --require"
     for verdict in verdicts:
-        reached = f"{verdict.collective} of {sizes.both(verdict.size_bytes)} reached"
+        reached = f"{verdict.collective} of {sizes.format_size(verdict.size_bytes)} reached"
         if requirement.GBps is not None and verdict.busbw_GBps < requirement.GBps:
             yield f"{reached} {verdict.busbw_GBps:.4g} GBps of busbw, --require asks for {requirement}"
         if requirement.percent is not None and (verdict.percent or 0.0) < requirement.percent:

@@ -18,11 +18,14 @@ from imgkit_entrypoints.apps.bench.collectives import Segment
 if TYPE_CHECKING:
     import torch
 
+# Numbers in the table: a prime (2 ** 17 - 1).
 PERIOD = 131_071
+# Elements filled or compared at once: few launches on a GPU, and little extra memory.
 BLOCK = {"cpu": 1 << 18, "cuda": 1 << 22}
-"""Elements filled or compared at once: few launches on a GPU, and little extra memory."""
+# Primes: the inputs of two ranks or iterations begin at different positions of the table.
 _RANK_STEP, _ITERATION_STEP = 7_919, 104_729
-_LARGEST = 1 << 12
+# Numbers in the table are below this, also where the type could hold larger ones.
+_MAX_NUMBER = 1 << 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,35 +48,44 @@ class WrongElement:
         )
 
 
-def phase(rank: int, iteration: int) -> int:
+def table_position(rank: int, iteration: int) -> int:
     """Return the position in the table at which the input of `rank` begins."""
     return (rank * _RANK_STEP + iteration * _ITERATION_STEP) % PERIOD
 
 
-def blocks(count: int, first: int, length: int) -> Iterator[tuple[int, int, int]]:
+def iterate_blocks(count: int, first: int, length: int) -> Iterator[tuple[int, int, int]]:
     """Yield (start, position in the table, length) of each block of `count` elements from `first` on."""
     for start in range(0, count, length):
         yield start, (first + start) % PERIOD, min(length, count - start)
 
 
-def numbers(dtype: Dtype, ranks: int) -> array.array[int]:
+def make_table(dtype: Dtype, ranks: int) -> array.array[int]:
     """Return one period of the table: whole numbers whose sum over `ranks` is exact in `dtype`."""
-    modulus = min(max(2, dtype.exact // ranks + 1), _LARGEST)
+    modulus = min(max(2, dtype.exact // ranks + 1), _MAX_NUMBER)
     # With more ranks than the type can count, most numbers are 0; half of the range is left for chance.
-    nonzero = (1 << 16) if ranks <= dtype.exact else (dtype.exact << 15) // ranks
+    nonzero = 1 << 16
+    if ranks > dtype.exact:
+        nonzero = (dtype.exact << 15) // ranks
     values = array.array("i")
     for index in range(PERIOD):
-        mixed = (index + 1) * 0x9E3779B1 & 0xFFFFFFFF
-        mixed = (mixed ^ mixed >> 15) * 0x85EBCA77 & 0xFFFFFFFF
-        mixed = (mixed ^ mixed >> 13) * 0xC2B2AE3D & 0xFFFFFFFF
-        mixed ^= mixed >> 16
-        values.append(mixed % modulus if mixed >> 16 < nonzero else 0)
+        number = _hash(index + 1)
+        # By the upper half of the hash, and the number by all of it.
+        is_zero = number >> 16 >= nonzero
+        values.append(0 if is_zero else number % modulus)
     return values
 
 
-def fill(buffer: torch.Tensor, table: torch.Tensor, first: int, length: int) -> None:
+def _hash(number: int) -> int:
+    """Return 32 bits that differ in about half of them between neighbouring numbers (xxHash's constants)."""
+    mixed = number * 0x9E3779B1 & 0xFFFFFFFF
+    mixed = (mixed ^ mixed >> 15) * 0x85EBCA77 & 0xFFFFFFFF
+    mixed = (mixed ^ mixed >> 13) * 0xC2B2AE3D & 0xFFFFFFFF
+    return mixed ^ mixed >> 16
+
+
+def fill_from_table(buffer: torch.Tensor, table: torch.Tensor, first: int, length: int) -> None:
     """Fill `buffer` from the periodic `table`, from position `first` on, `length` elements at once."""
-    for start, position, count in blocks(buffer.numel(), first, length):
+    for start, position, count in iterate_blocks(buffer.numel(), first, length):
         buffer[start : start + count].copy_(table[position : position + count])
 
 
@@ -90,7 +102,7 @@ class Noise:
 
     def fill(self, buffer: torch.Tensor, rank: int, copy: int) -> None:
         """Fill the `copy`-th buffer of `rank`."""
-        fill(buffer, self._table, phase(rank, copy), self._block)
+        fill_from_table(buffer, self._table, table_position(rank, copy), self._block)
 
 
 class ExpectedValues:
@@ -99,7 +111,7 @@ class ExpectedValues:
     def __init__(self, dtype: Dtype, ranks: int, device: torch.device) -> None:
         import torch
 
-        single = torch.frombuffer(numbers(dtype, ranks), dtype=torch.int32)
+        single = torch.frombuffer(make_table(dtype, ranks), dtype=torch.int32)
         total = single
         for rank in range(1, ranks):
             total = total + single.roll(-(rank * _RANK_STEP) % PERIOD)
@@ -112,7 +124,7 @@ class ExpectedValues:
 
     def fill(self, buffer: torch.Tensor, rank: int, iteration: int) -> None:
         """Fill `buffer` with the input of `rank`."""
-        fill(buffer, self._single, phase(rank, iteration), self._block)
+        fill_from_table(buffer, self._single, table_position(rank, iteration), self._block)
 
     def count_wrong(
         self, buffer: torch.Tensor, result: Sequence[Segment], iteration: int
@@ -120,6 +132,7 @@ class ExpectedValues:
         """Return how many elements differ from `result`, and (index, expected, actual) of the first."""
         import torch
 
+        # Counted on the device, with one wait for the whole buffer. Only a wrong one is searched again.
         count = torch.zeros((), dtype=torch.int64, device=buffer.device)
         for _, expected, actual in self._pairs(buffer, result, iteration):
             count += torch.count_nonzero(expected.view(self._bits) != actual.view(self._bits))
@@ -139,8 +152,8 @@ class ExpectedValues:
         """Yield the start, the expected and the actual values of each block."""
         for segment in result:
             table = self._total if segment.source is None else self._single
-            first = phase(segment.source or 0, iteration) + segment.offset
-            for offset, position, length in blocks(segment.count, first, self._block):
+            first = table_position(segment.source or 0, iteration) + segment.offset
+            for offset, position, length in iterate_blocks(segment.count, first, self._block):
                 start = segment.start + offset
                 yield start, table[position : position + length], buffer[start : start + length]
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from imgkit_entrypoints.apps.bench import chart, record
-from imgkit_entrypoints.apps.bench.collectives import NAMES, named
+from imgkit_entrypoints.apps.bench.collectives import NAMES, find_collective
 from imgkit_entrypoints.apps.bench.record import Result
 from imgkit_entrypoints.apps.bench.verify import dtype_named
 
@@ -19,11 +19,11 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def result(size_bytes: int, busbw_GBps: float, name: str = "broadcast") -> Result:
     return record.new_result(
-        named(name),
+        find_collective(name),
         dtype_named("fp32"),
         size_bytes=size_bytes,
         iterations=5,
-        seconds=[named(name).factor(2) * size_bytes / busbw_GBps / 1e9],
+        seconds=[find_collective(name).factor(2) * size_bytes / busbw_GBps / 1e9],
         ranks=2,
         wrong=0,
     )
@@ -76,7 +76,7 @@ def test_style_has_colours_for_dark_pages() -> None:
 
 def test_run_without_bandwidth_has_a_drawing_too() -> None:
     lone = record.new_result(
-        named("all_reduce"),
+        find_collective("all_reduce"),
         dtype_named("fp32"),
         size_bytes=64,
         iterations=5,
@@ -101,7 +101,7 @@ def test_sizes_have_few_marks(low: float, high: float) -> None:
 
 @given(st.lists(st.floats(60, 450), min_size=1, max_size=20))
 def test_labels_never_overlap(positions: list[float]) -> None:
-    moved = chart.spread(sorted(positions), chart.LABEL_STEP, 50, 450)
+    moved = chart.spread_apart(sorted(positions), chart.LABEL_STEP, 50, 450)
     assert all(lower - upper >= chart.LABEL_STEP - 1e-6 for upper, lower in itertools.pairwise(moved))
     assert max(moved) <= 450
     assert min(moved) >= 50

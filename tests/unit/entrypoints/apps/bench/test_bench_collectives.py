@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from imgkit_entrypoints.apps.bench import collectives
-from imgkit_entrypoints.apps.bench.collectives import COLLECTIVES, NAMES, Collective, Shape, named
+from imgkit_entrypoints.apps.bench.collectives import COLLECTIVES, NAMES, Collective, Shape, find_collective
 
 
 @pytest.mark.parametrize(
@@ -25,8 +25,8 @@ from imgkit_entrypoints.apps.bench.collectives import COLLECTIVES, NAMES, Collec
     ],
 )
 def test_factors_are_those_of_nccl_tests(name: str, factors: tuple[float, ...]) -> None:
-    assert tuple(named(name).factor(ranks) for ranks in (2, 4, 8)) == factors
-    assert named(name).factor(1) == (0.0 if factors[0] != factors[1] else 1.0)
+    assert tuple(find_collective(name).factor(ranks) for ranks in (2, 4, 8)) == factors
+    assert find_collective(name).factor(1) == (0.0 if factors[0] != factors[1] else 1.0)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_factors_are_those_of_nccl_tests(name: str, factors: tuple[float, ...]) 
     [(2, 1687.1, 1687.1), (4, 1081.0, 1621.5), (8, 703.3, 1230.8), (16, 349.9, 656.0), (64, 335.4, 660.4)],
 )
 def test_factor_reproduces_published_rows(ranks: int, algbw: float, busbw: float) -> None:
-    assert algbw * named("all_reduce").factor(ranks) == pytest.approx(busbw, abs=0.16)
+    assert algbw * find_collective("all_reduce").factor(ranks) == pytest.approx(busbw, abs=0.16)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_factor_reproduces_published_rows(ranks: int, algbw: float, busbw: float
     [("all_reduce", 8, 2), ("all_gather", 8, 12), ("all_gather", 4096, 1020), ("all_reduce", 1, 1)],
 )
 def test_every_rank_gets_as_many_elements(name: str, size: int, elements: int) -> None:
-    assert named(name).elements(size, 4, 3) == elements
+    assert find_collective(name).elements(size, 4, 3) == elements
 
 
 @pytest.mark.parametrize("item", [2, 4, 8])
@@ -75,7 +75,7 @@ def test_no_chunk_is_cut_within_16_bytes(ranks: int, item: int) -> None:
     ],
 )
 def test_expected_busbw_fills_the_network_of_a_node(name: str, busbw: float) -> None:
-    assert named(name).expected_busbw_GBps(800.0, 4, 4) == pytest.approx(busbw)
+    assert find_collective(name).expected_busbw_GBps(800.0, 4, 4) == pytest.approx(busbw)
 
 
 def simulated(op: Collective, inputs: list[list[int]], rank: int) -> list[int] | None:
@@ -124,7 +124,7 @@ def test_result_says_where_every_element_is_from(op: Collective, ranks: int) -> 
 
 @pytest.mark.parametrize(("name", "factor"), [("all_reduce", 1), ("broadcast", 1), ("alltoall", 2)])
 def test_buffers_are_at_most_twice_the_size(name: str, factor: float) -> None:
-    assert named(name).buffer_bytes(4096, 4) == factor * 4096
+    assert find_collective(name).buffer_bytes(4096, 4) == factor * 4096
     assert all(op.buffer_bytes(4096, 4) <= 2 * 4096 for op in COLLECTIVES)
 
 

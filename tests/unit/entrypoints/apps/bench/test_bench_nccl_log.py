@@ -18,33 +18,33 @@ n1:7:9 [0] NCCL INFO Channel 00/0 : 4[0] -> 5[1] via P2P/CUMEM/read
 
 
 def test_log_of_nccl_tells_the_way() -> None:
-    transports = nccl_log.parse(LOG.format("/GDRDMA").splitlines())
+    transports = nccl_log.find_transports(LOG.format("/GDRDMA").splitlines())
     assert transports == {"network IB", "16 channels", "via NET/IB with GDRDMA", "via P2P"}
-    (text,) = nccl_log.sentences(transports)
+    (text,) = nccl_log.describe_transports(transports)
     assert text.startswith("NCCL's log: 16 channels, network IB")
 
 
 def test_way_through_host_memory_is_told() -> None:
-    transports = nccl_log.parse(LOG.format("").splitlines())
-    assert "without GPUDirect RDMA" in nccl_log.sentences(transports)[1]
-    assert nccl_log.sentences(nccl_log.parse(["unrelated"])) == ()
+    transports = nccl_log.find_transports(LOG.format("").splitlines())
+    assert "without GPUDirect RDMA" in nccl_log.describe_transports(transports)[1]
+    assert nccl_log.describe_transports(nccl_log.find_transports(["unrelated"])) == ()
 
 
 def test_plugin_with_a_blank_in_its_name_is_read() -> None:
     line = "n1:7:9 [0] NCCL INFO Channel 00/0 : 3[3] -> 4[0] [receive] via NET/AWS Libfabric/0/GDRDMA"
-    assert nccl_log.parse([line]) == {"via NET/AWS Libfabric with GDRDMA"}
+    assert nccl_log.find_transports([line]) == {"via NET/AWS Libfabric with GDRDMA"}
 
 
 def test_log_that_the_user_wants_is_left_alone() -> None:
     env = {"IMGKIT_DEVICE": "cuda", "NCCL_DEBUG": "WARN"}
-    with nccl_log.collected(env) as folder:
+    with nccl_log.collect_log(env) as folder:
         assert folder is None
     assert env == {"IMGKIT_DEVICE": "cuda", "NCCL_DEBUG": "WARN"}
 
 
 def test_quiet_log_leaves_nothing_behind() -> None:
     env = {"IMGKIT_DEVICE": "cuda"}
-    with nccl_log.collected(env) as folder:
+    with nccl_log.collect_log(env) as folder:
         assert folder is not None
         assert env["NCCL_DEBUG_FILE"].startswith(str(folder))
     assert env == {"IMGKIT_DEVICE": "cuda"}
@@ -54,5 +54,5 @@ def test_quiet_log_leaves_nothing_behind() -> None:
 def test_own_log_is_read_and_not_that_of_another_rank(tmp_path: Path) -> None:
     (tmp_path / f"n1.{os.getpid()}").write_text("Using network IB\n")
     (tmp_path / f"n1.{os.getpid()}1").write_text("Using network Socket\n")
-    assert nccl_log.transports(tmp_path) == {"network IB"}
-    assert nccl_log.transports(None) == frozenset()
+    assert nccl_log.read_transports(tmp_path) == {"network IB"}
+    assert nccl_log.read_transports(None) == frozenset()

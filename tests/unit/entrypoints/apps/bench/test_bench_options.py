@@ -22,13 +22,13 @@ from imgkit_entrypoints.apps.bench.options import Requirement
     ],
 )
 def test_sizes_are_binary_unless_they_say_b(text: str, value: int) -> None:
-    assert sizes.size(text) == value
+    assert sizes.parse_size(text) == value
 
 
 @pytest.mark.parametrize("text", ["", "0", "-4K", "4X", "4 Mi", "0.3K", "4K,1M", "1e6", "4iB"])
 def test_odd_sizes_are_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="is not a size"):
-        sizes.size(text)
+        sizes.parse_size(text)
 
 
 @pytest.mark.parametrize(
@@ -36,12 +36,12 @@ def test_odd_sizes_are_refused(text: str) -> None:
     [(4 << 30, "4GiB (4.29GB)"), (4_000_000_000, "3.73GiB (4GB)"), (8, "8B"), (9 << 20, "9MiB (9.44MB)")],
 )
 def test_sizes_are_written_both_ways(value: int, text: str) -> None:
-    assert sizes.both(value) == text
+    assert sizes.format_size(value) == text
 
 
 def test_sweep_ends_at_the_last_size() -> None:
-    assert list(sizes.sweep(8, 64, 2)) == [8, 16, 32, 64]
-    assert list(sizes.sweep(8, 60, 4)) == [8, 32]
+    assert list(sizes.iterate_sizes(8, 64, 2)) == [8, 16, 32, 64]
+    assert list(sizes.iterate_sizes(8, 60, 4)) == [8, 32]
 
 
 def test_defaults_are_all_reduce_from_8_bytes() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from imgkit_entrypoints.apps.bench import options, record, table, verdict
-from imgkit_entrypoints.apps.bench.collectives import named
+from imgkit_entrypoints.apps.bench.collectives import find_collective
 from imgkit_entrypoints.apps.bench.record import Result, RunRecord, World
 from imgkit_entrypoints.apps.bench.verify import dtype_named
 from imgkit_entrypoints.errors import UsageError
@@ -36,7 +36,7 @@ def result(
     dtype: str = "fp32",
 ) -> Result:
     return record.new_result(
-        named(name),
+        find_collective(name),
         dtype_named(dtype),
         size_bytes=size_bytes,
         iterations=50,
@@ -127,20 +127,20 @@ def test_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "message"), [("", "is a folder"), ("absent/run.json", "cannot be written")])
 def test_unwritable_path_is_refused_with_its_option(tmp_path: Path, name: str, message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
-        record.check_writable(tmp_path / name, "--plot FILE")
+        record.refuse_unwritable(tmp_path / name, "--plot FILE")
     assert "--plot FILE" in (caught.value.hint or "")
 
 
 def test_columns_of_a_row_are_those_of_nccl_tests() -> None:
     columns = table.HEADER[0].lstrip("#").split()
     assert columns[:9] == ["size", "count", "type", "redop", "root", "time", "algbw", "busbw", "#wrong"]
-    values = table.row(result(dtype="bf16", ranks=2)).split()
+    values = table.format_row(result(dtype="bf16", ranks=2)).split()
     assert values[:9] == ["1048576", "524288", "bfloat16", "sum", "-1", "1000.00", "1.049", "1.049", "0"]
     assert len(values) == len(columns)
 
 
 def test_columns_end_below_their_names() -> None:
-    line = table.row(result("reduce"))
+    line = table.format_row(result("reduce"))
     for head, cell in zip(
         re.finditer(r"[^\s#]\S*|#wrong", table.HEADER[0]), re.finditer(r"\S+", line), strict=True
     ):
@@ -150,21 +150,21 @@ def test_columns_end_below_their_names() -> None:
 
 @pytest.mark.parametrize(("name", "redop", "root"), [("broadcast", "none", "0"), ("reduce", "sum", "0")])
 def test_root_and_reduction_are_shown(name: str, redop: str, root: str) -> None:
-    assert table.row(result(name)).split()[3:5] == [redop, root]
+    assert table.format_row(result(name)).split()[3:5] == [redop, root]
 
 
 def test_summary_has_the_mean_busbw_and_the_wrong_values() -> None:
-    right = table.summary([result(ranks=2), result(ranks=2, seconds=[2e-3])])
+    right = table.format_summary([result(ranks=2), result(ranks=2, seconds=[2e-3])])
     assert right[0] == "# Out of bounds values : 0 OK"
     assert float(right[1].rpartition(":")[2]) == pytest.approx(1.048576 * 0.75, rel=1e-4)
-    assert table.summary([result(wrong=3)])[0] == "# Out of bounds values : 3 FAILED"
-    assert table.summary([result(wrong=None)])[0] == "# Out of bounds values : N/A"
-    assert table.row(result(wrong=None)).split()[8] == "N/A"
-    assert table.summary([]) == ()
+    assert table.format_summary([result(wrong=3)])[0] == "# Out of bounds values : 3 FAILED"
+    assert table.format_summary([result(wrong=None)])[0] == "# Out of bounds values : N/A"
+    assert table.format_row(result(wrong=None)).split()[8] == "N/A"
+    assert table.format_summary([]) == ()
 
 
 def test_title_names_type_ranks_and_backend() -> None:
-    title = table.title(named("all_reduce"), "fp32", FOUR_NODES)
+    title = table.format_title(find_collective("all_reduce"), "fp32", FOUR_NODES)
     assert title == "# all_reduce float32 sum, 16 ranks, nccl, 4 nodes"
 
 
@@ -173,7 +173,7 @@ def large(name: str = "all_reduce", seconds: float = 0.1, size_bytes: int = 10**
 
 
 def test_percent_is_the_share_of_the_expected_busbw() -> None:
-    (judged,) = verdict.judge([large(size_bytes=8, seconds=1.0), large()], FOUR_NODES, RATE_Gbps)
+    (judged,) = verdict.judge_busbw([large(size_bytes=8, seconds=1.0), large()], FOUR_NODES, RATE_Gbps)
     assert judged.size_bytes == 10**9, "the largest size counts"
     assert judged.busbw_GBps == pytest.approx(18.75)
     assert (judged.expected_busbw_GBps, judged.percent) == pytest.approx((25.0, 75.0))
@@ -181,14 +181,14 @@ def test_percent_is_the_share_of_the_expected_busbw() -> None:
 
 @pytest.mark.parametrize(("world", "rate"), [(ONE_NODE, RATE_Gbps), (FOUR_NODES, None)])
 def test_nothing_is_expected_without_a_network_or_its_rate(world: World, rate: float | None) -> None:
-    (judged,) = verdict.judge([large()], world, rate)
+    (judged,) = verdict.judge_busbw([large()], world, rate)
     assert judged.expected_busbw_GBps is None
     assert judged.percent is None
-    assert "%" not in "".join(verdict.sentences([judged], world, rate))
+    assert "%" not in "".join(verdict.describe_verdicts([judged], world, rate))
 
 
 def sentences(*results: Result, world: World = FOUR_NODES, rate: float | None = RATE_Gbps) -> str:
-    return "\n".join(verdict.sentences(verdict.judge(results, world, rate), world, rate))
+    return "\n".join(verdict.describe_verdicts(verdict.judge_busbw(results, world, rate), world, rate))
 
 
 def test_figures_are_in_the_sentence() -> None:
@@ -215,7 +215,7 @@ def test_missing_option_is_named(world: World, rate: float | None, option: str) 
 
 
 def shortfalls(text: str, *results: Result) -> list[str]:
-    judged = verdict.judge(results, FOUR_NODES, RATE_Gbps)
+    judged = verdict.judge_busbw(results, FOUR_NODES, RATE_Gbps)
     return [*verdict.shortfalls(options.parse_requirement(text), judged)]
 
 
@@ -245,6 +245,6 @@ def test_run_without_a_result_fails() -> None:
 @pytest.mark.parametrize(("nodes", "rate", "hint"), [(1, 200.0, "--require GBPS"), (2, None, "--line-rate")])
 def test_percentage_without_an_expectation_is_refused(nodes: int, rate: float | None, hint: str) -> None:
     with pytest.raises(UsageError) as caught:
-        verdict.check_requirement(options.parse_requirement("80%"), nodes, rate)
+        verdict.refuse_requirement(options.parse_requirement("80%"), nodes, rate)
     assert hint in (caught.value.hint or "")
-    verdict.check_requirement(options.parse_requirement("30"), nodes, rate)
+    verdict.refuse_requirement(options.parse_requirement("30"), nodes, rate)
