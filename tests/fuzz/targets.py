@@ -51,7 +51,7 @@ from imgkit_builder.recipe import (
     targets,
 )
 from imgkit_builder.recipe.load import load
-from imgkit_builder.recipe.targets import described_json as recipe_json
+from imgkit_builder.recipe.targets import describe_as_json as recipe_json
 from imgkit_builder.sif import image, runtime_build, sqsh
 from imgkit_builder.sif.baked_facts import BakedFacts, Distribution
 from imgkit_entrypoints import fabric, facts, json_text, known_issues, system
@@ -288,7 +288,7 @@ def _ignored(data: bytes, folder: Path) -> None:
         (folder / "in" / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / "in" / name).touch()
     patterns = tuple(data.decode("utf-8", "replace").splitlines()[:3])
-    list(sources.walk(folder, patterns, hidden=()))
+    list(sources.walk_source(folder, patterns, hidden=()))
 
 
 # ---- what a machine and a scheduler say
@@ -412,7 +412,7 @@ def _store_answers() -> list[bytes]:
 
 def _far_check(data: bytes, _: Path) -> None:
     far = Connection(remote=FAR, socket_folder=None, unshared_reason="", ask=False)
-    for target in (None, targets.find("mn5")):
+    for target in (None, targets.load_target("mn5")):
         far_check.read(data, far, target)
 
 
@@ -543,13 +543,13 @@ TARGETS = (
     ),
     Target(
         name="inside",
-        run=_text(inside.parse),
+        run=_text(inside.parse_probe),
         seeds=lambda: [f'x\n{inside._MARK}{{"pip_conflicts": [], "files": {{}}}}'.encode()],
         change=mutate.in_text,
     ),
     Target(
         name="python-of-an-image",
-        run=_text(inside.parse_python),
+        run=_text(inside.parse_python_probe),
         seeds=_lines(
             'x\nIMGKIT-PYTHON {"version": "3.11.2", "path": "/p", "machine": "x86_64", "site": "/s", "torch": "2", '
             '"entry_points": "", "built": false}'
@@ -589,7 +589,7 @@ TARGETS = (
     ),
     Target(
         name="lock",
-        run=_file(lock_file.read, "r.lock"),
+        run=_file(lock_file.read_lock, "r.lock"),
         seeds=lambda: [(ROOT / "tests/golden/recipes/locked.lock").read_bytes()],
         change=mutate.in_text,
     ),
@@ -624,7 +624,9 @@ TARGETS = (
     ),
     Target(
         name="project",
-        run=lambda data, folder: requirements.of_project((_put(folder, data, "pyproject.toml")).parent),
+        run=lambda data, folder: requirements.read_dependencies(
+            (_put(folder, data, "pyproject.toml")).parent
+        ),
         seeds=_lines('[project]\ndependencies = ["a>1", "b"]\n'),
         change=mutate.in_text,
         also=(ValueError,),

@@ -251,7 +251,7 @@ def _smoke_test(part: Path, arch: str, job: ConversionJob, tool: RuntimeTool) ->
     job.clock.stage("smoke test")
     isolation = runtime.isolation(tool)
     job.clock.note(isolation.description("python3"))
-    results = smoke.check(
+    results = smoke.check_image(
         lambda argv: runtime.attempt(tool, runtime.exec_arguments(part, argv, isolation)),
         arch=arch,
         manifest=None,

@@ -162,8 +162,8 @@ def probe(engine: Engine, base: BaseImage) -> Probe:
     except (OSError, ValueError, KeyError, TypeError):
         pass  # no earlier run, or a damaged file
     name = base.name if engine.names_manifests else base.id or base.name
-    finished = containers.run(engine, name, inside.argv(), platform=base.platform)
-    versions = inside.parse(finished.output)
+    finished = containers.run(engine, name, inside.probe_argv(), platform=base.platform)
+    versions = inside.parse_probe(finished.output)
     if versions is None:
         return Probe(skipped=_probe_failure(engine, base, finished.returncode, finished.output))
     result = Probe(

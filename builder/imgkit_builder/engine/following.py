@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from imgkit_builder.base import process
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.engine.errors import Event, error_of, explain, hint_for
-from imgkit_builder.image.render import origin
+from imgkit_builder.image.render import find_origin
 from imgkit_entrypoints import secret_patterns
 from imgkit_entrypoints.errors import ImgkitError
 from imgkit_entrypoints.terminal import unstyled
@@ -146,7 +146,7 @@ class BuildFollower:
         line = int(match[1]) if match else self._line_of_step()
         if line is None:
             return None
-        return origin(self._dockerfile, line) or f"Dockerfile:{line}"
+        return find_origin(self._dockerfile, line) or f"Dockerfile:{line}"
 
 
 _VERTEX = re.compile(r"^#(\d+) \[ *(\d+)/(\d+)\] (.*)$")

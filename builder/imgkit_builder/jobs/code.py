@@ -283,7 +283,7 @@ def left_out_notice(code: CodeFolder, image: Path | None) -> str:
         return ""
     parents = dict.fromkeys(posixpath.dirname(name) or name for name in names)  # each once, in order
     data = json.dumps(list(parents)[:_MAX_NAMES], ensure_ascii=False)
-    return f"not sent: {sources.left_out_text(names)}; if the job reads it: data = {data} in imgkit.toml"
+    return f"not sent: {sources.describe_left_out(names)}; if the job reads it: data = {data} in imgkit.toml"
 
 
 def _names_in_image(image: Path) -> frozenset[str]:
@@ -339,7 +339,7 @@ def _list_folder(
     patterns = [*data, *(f"!{name}" for name in allow)]
     try:
         listed = _listed_by_git(folder)
-        walk = sources.walk(folder, patterns, listed=listed, left_out=left_out, secret=secret_names)
+        walk = sources.walk_source(folder, patterns, listed=listed, left_out=left_out, secret=secret_names)
         entries = [_file(entry) for entry in walk]
     except FileNotFoundError as error:
         raise UsageError(

@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 from imgkit_builder.recipe import lock_file
 from imgkit_builder.recipe.model import UV_STEP, LockedDeb, LockedWheel, Recipe
 from imgkit_builder.recipe.problems import KeyPath
-from imgkit_builder.recipe.requirements import PROTECTED, canonical, name_of
+from imgkit_builder.recipe.requirements import PROTECTED, canonical_name, requirement_name
 from imgkit_entrypoints import files, json_text
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
 
@@ -88,7 +88,7 @@ def read_wheels(text: str | bytes, step: int, digests: Mapping[str, str]) -> tup
     """
     items = json_text.read(tuple[_ReportItem, ...], json_text.parse(text), "pip", closed=True)
     # The name of a wheel's file begins with name and version, and has "_" for "-".
-    built = {(canonical(file.split("-")[0]), "".join(file.split("-")[1:2])): file for file in digests}
+    built = {(canonical_name(file.split("-")[0]), "".join(file.split("-")[1:2])): file for file in digests}
     wheels, missing = [], []
     for item in items:
         package = f"{item.name}=={item.version}"
@@ -96,7 +96,7 @@ def read_wheels(text: str | bytes, step: int, digests: Mapping[str, str]) -> tup
         file = unquote(urlsplit(url).path.rpartition("/")[2])
         is_of_index = file.endswith(".whl") and url.startswith(_HTTP)
         if not file.endswith(".whl"):
-            file = built.get((canonical(item.name), item.version), "")
+            file = built.get((canonical_name(item.name), item.version), "")
         sha256 = item.sha256 if is_of_index else digests.get(file, "")
         if not is_of_index and not sha256:
             missing.append(package)
@@ -117,7 +117,7 @@ def read_wheels(text: str | bytes, step: int, digests: Mapping[str, str]) -> tup
     if missing:
         packages = ", ".join(missing)
         raise Unresolved(step, f"no index has a wheel of {packages} for this base", packages)
-    return tuple(sorted(wheels, key=lambda wheel: canonical(wheel.name)))
+    return tuple(sorted(wheels, key=lambda wheel: canonical_name(wheel.name)))
 
 
 def without_credentials(url: str) -> str:
@@ -196,7 +196,7 @@ _CAUSES = (
 
 def explain(recipe: Recipe, failure: Unresolved, *, log: str) -> ImgkitError:
     """Return the error at the line of `recipe` that asks for the package to blame."""
-    keep_files = f"{lock_file.command(recipe)} --keep-files"
+    keep_files = f"{lock_file.lock_command(recipe)} --keep-files"
     if failure.problem:
         where = find_line(recipe, failure.step, failure.packages.split(", "))
         archives = "name an archive with HTTP URLs in the base's /etc/apt/sources.list"
@@ -233,16 +233,16 @@ def find_line(recipe: Recipe, step: int | str, packages: list[str]) -> str:
     lines: dict[str, str] = {}
     if step == APT:
         for number, package in enumerate(recipe.image.apt):
-            lines.setdefault(name_of(package), recipe.where(*path, number))
+            lines.setdefault(requirement_name(package), recipe.where(*path, number))
     elif int(step) < len(recipe.image.pip):
         pip = recipe.image.pip[int(step)]
         for number, package in enumerate(pip.packages):
-            lines.setdefault(name_of(package), recipe.where(*path, "packages", number))
+            lines.setdefault(requirement_name(package), recipe.where(*path, "packages", number))
         text = files.read_text(pip.requirements, errors="replace") if pip.requirements else ""
         for number, line in enumerate(text.splitlines(), 1):
             file = f"{pip.requirements.name}:{number}" if pip.requirements else ""
-            lines.setdefault(name_of(line), f"{recipe.where(*path, 'requirements')} ({file})")
-    for package in filter(None, map(name_of, packages)):
+            lines.setdefault(requirement_name(line), f"{recipe.where(*path, 'requirements')} ({file})")
+    for package in filter(None, map(requirement_name, packages)):
         if package in lines:
             return lines[package]
     return recipe.where(*path)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from imgkit_builder.recipe.model import LockedPlatform
-from imgkit_builder.recipe.requirements import canonical
+from imgkit_builder.recipe.requirements import canonical_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ def _versions(part: LockedPlatform) -> Iterator[tuple[tuple[str, str], str]]:
     steps: dict[str, list[str]] = {}
     for wheel in part.pip:
         # A later step may replace what an earlier one installs.
-        steps.setdefault(canonical(wheel.name), []).append(wheel.version)
+        steps.setdefault(canonical_name(wheel.name), []).append(wheel.version)
     for name, versions in steps.items():
         yield ("pip", name), ", then ".join(versions)
     # Under the same version a file may have other content: a wheel that was built again.

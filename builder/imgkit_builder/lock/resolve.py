@@ -38,7 +38,7 @@ from imgkit_builder.recipe.model import (
     LockRequest,
     Recipe,
 )
-from imgkit_builder.recipe.requirements import canonical
+from imgkit_builder.recipe.requirements import canonical_name
 from imgkit_entrypoints import __version__
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
 from imgkit_entrypoints.files import replacing
@@ -63,8 +63,8 @@ class LockOptions:
 
     def keeps_version(self, name: str) -> bool:
         """Return whether a locked package stays in its version, if that fits."""
-        upgraded = {canonical(package) for package in self.packages}
-        return not self.upgrade or bool(upgraded and canonical(name) not in upgraded)
+        upgraded = {canonical_name(package) for package in self.packages}
+        return not self.upgrade or bool(upgraded and canonical_name(name) not in upgraded)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +99,7 @@ def resolve(
     """
     request, base = resolution.request, resolution.base
     context = pack(resolution)
-    secret_values.refuse_in(context, values)
+    secret_values.refuse_secrets_in(context, values)
     log = ""
     if request.apt or request.uv or request.pip:
         # Locks of several recipes may be made at the same time.
@@ -107,7 +107,7 @@ def resolve(
         try:
             # Nothing from a cache: an index may have changed since.
             built = engines.build(
-                engine, context, tag=tag, report=report, builder=builder, no_cache=True, hide=values.masked
+                engine, context, tag=tag, report=report, builder=builder, no_cache=True, hide=values.mask
             )
             log = str(built.log)
             report.stage("read the answers")
@@ -124,7 +124,7 @@ def resolve(
             with contextlib.suppress(ImgkitError):
                 images.remove(engine, tag)
     try:
-        return _read_answers(folder, resolution, values.masked)
+        return _read_answers(folder, resolution, values.mask)
     except answers.Unresolved as error:
         raise answers.explain(resolution.recipe, error, log=log) from error
     except (OSError, ValueError) as error:
@@ -178,19 +178,19 @@ def pack(resolution: Resolution) -> BuildContext:
         layers,
         apt=tuple(dataclasses.replace(step, command=apt) for step in layers.apt),
         pip=tuple(
-            install.pip_command(recipe, number, pip=f"{program} {install.step_name(number)}")
+            install.pip_step(recipe, number, pip=f"{program} {install.step_name(number)}")
             for number in install.pip_step_numbers(recipe)
         ),
     )
     program_data = importlib.resources.files(__package__).joinpath(_PROGRAM).read_bytes()
     packed = [
-        *context.package_files(recipe),
-        members.folder(_MEMBER),
-        members.file(f"{_MEMBER}/order.json", json.dumps(_order(resolution)).encode()),
-        members.file(f"{_MEMBER}/{_PROGRAM}", program_data),
+        *context.list_package_files(recipe),
+        members.empty_folder(_MEMBER),
+        members.memory_file(f"{_MEMBER}/order.json", json.dumps(_order(resolution)).encode()),
+        members.memory_file(f"{_MEMBER}/{_PROGRAM}", program_data),
     ]
     if resolution.kept_wheels:
-        packed.append(members.folder(f"{_MEMBER}/kept"))
+        packed.append(members.empty_folder(f"{_MEMBER}/kept"))
     for name, file in resolution.kept_wheels.items():
         # A wheel can have gigabytes: it is read while it is sent.
         size_bytes = file.stat().st_size
@@ -203,8 +203,8 @@ def pack(resolution: Resolution) -> BuildContext:
         platform=base.platform,
         wheel_sha256="",
     )
-    dockerfile = render.resolver(layers, folder=FOLDER)
-    return context.sealed(packed, dockerfile, manifest, code=context.early_code(recipe))
+    dockerfile = render.render_resolver(layers, folder=FOLDER)
+    return context.seal_context(packed, dockerfile, manifest, code=context.pack_early_code(recipe))
 
 
 def _order(resolution: Resolution) -> dict[str, object]:
@@ -214,13 +214,15 @@ def _order(resolution: Resolution) -> dict[str, object]:
     for number in install.pip_step_numbers(recipe):
         # The same package in two steps may have two versions: the pins of each step are its own.
         pins = {
-            canonical(wheel.name): wheel.version
+            canonical_name(wheel.name): wheel.version
             for wheel in (old.pip if old else ())
             if wheel.step == number and options.keeps_version(wheel.name)
         }
         is_uv = number == UV_STEP
         pip_options = (
-            uv_export.index_options(recipe) if is_uv else lock_file.options_of(recipe.image.pip[number])
+            uv_export.index_options(recipe)
+            if is_uv
+            else lock_file.collect_pip_options(recipe.image.pip[number])
         )
         # uv.lock has the versions of its step.
         steps[install.step_name(number)] = {"options": pip_options, "pins": {} if is_uv else pins}
@@ -260,10 +262,10 @@ def write_lock(
         as it was.
     """
     lock = old or Lock(recipe=recipe.name, imgkit=__version__, platforms=())
-    new = Lock(recipe=recipe.name, imgkit=__version__, platforms=lock.replaced(part).platforms)
-    content = lock_file.text(new)
+    new = Lock(recipe=recipe.name, imgkit=__version__, platforms=lock.with_platform(part).platforms)
+    content = lock_file.render_lock(new)
     # Names, versions and URLs are what the base answered: the rules of a lock apply to them too.
-    lock_file.parse(content, file)
+    lock_file.parse_lock(content, file)
     folder = lock_file.kept_folder(file)
     if new_files is not None:
         folder.mkdir(exist_ok=True)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from imgkit_builder.oci import manifest
 from imgkit_builder.oci.manifest import InstalledProject, Manifest
-from imgkit_builder.recipe.requirements import canonical
-from imgkit_builder.recipe.targets import Target, checked
+from imgkit_builder.recipe.requirements import canonical_name
+from imgkit_builder.recipe.targets import Target, validate_target
 from imgkit_builder.sif import image, runtime_files, sqsh, unsquash
 from imgkit_builder.sif.baked_facts import BakedFactsCollector, Distribution, library_folders
 from imgkit_entrypoints import system
@@ -45,7 +45,7 @@ def target_of(image_manifest: Manifest, facts: SystemFacts, platform: str, file:
     ------
     UsageError : its system holds a value that no recipe may have.
     """
-    return checked(
+    return validate_target(
         Target(
             name=image_manifest.recipe,
             system=facts,
@@ -86,7 +86,7 @@ def projects(path: Path, name: str) -> tuple[InstalledProject, ...]:
     if any(project.name == name for project in installed):
         return installed
     distributions = _distributions(path) if facts.distributions is None else facts.distributions
-    folders = [item.folder for item in distributions if canonical(item.name) == name]
+    folders = [item.folder for item in distributions if canonical_name(item.name) == name]
     return (*installed, *(InstalledProject(name=name, folder=folder) for folder in folders))
 
 

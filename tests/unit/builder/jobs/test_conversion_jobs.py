@@ -50,7 +50,7 @@ def archive(home: Path, fake_program: FakeProgram) -> Path:
         platform="linux/amd64",
         wheel_sha256="5" * 64,
     )
-    system = targets.find("mn5").system
+    system = targets.load_target("mn5").system
     with sidecar.replacing(Sidecar(image=image, archive=saved, system=system, manifest=manifest), file):
         pass
     return file
