@@ -446,7 +446,7 @@ def _extended(data: bytes, folder: Path) -> None:
 
 def _failure(data: bytes, folder: Path) -> None:
     recipe = load(_put(folder, b"image: {base: 'b:1', apt: [x], pip: [{packages: [a]}]}\n", "r.yaml"))
-    error = answers.explain(recipe, answers.read_failure(data.decode(errors="replace")), log="log")
+    error = answers.explain_failure(recipe, answers.read_failure(data.decode(errors="replace")), log="log")
     assert len(str(error)) < 100_000
 
 

@@ -25,7 +25,13 @@ from imgkit_builder.cli.progress import reporter
 from imgkit_builder.cli.recipes import load_recipe
 from imgkit_builder.image import secret_values
 from imgkit_builder.lock import changes
-from imgkit_builder.lock.resolve import LockOptions, Resolution, kept_files, resolve, write_lock
+from imgkit_builder.lock.resolve import (
+    LockOptions,
+    Resolution,
+    find_kept_wheels,
+    resolve_packages,
+    write_lock,
+)
 from imgkit_builder.oci.platform import host_platform
 from imgkit_builder.recipe import bases, lock_file
 from imgkit_builder.workflow.build import BaseOptions
@@ -127,11 +133,11 @@ def _lock(
             report=report,
         )
         old = lock.for_platform(image.platform) if lock else None
-        wheels = {} if options.upgrade and not options.packages else kept_files(file, old)
+        wheels = {} if options.upgrade and not options.packages else find_kept_wheels(file, old)
         resolution = Resolution(
             recipe=recipe, request=request, base=image, old=old, options=options, kept_wheels=wheels
         )
-        new = resolve(
+        new = resolve_packages(
             engine,
             resolution,
             builder=dataclasses.replace(choice, options=values.options),
@@ -143,7 +149,7 @@ def _lock(
         if writes and (options.keep_files or not same):
             resolved = old if same and old else new
             write_lock(recipe, file, lock, resolved, Path(folder) if options.keep_files else None)
-    difference = changes.between(old, new)
+    difference = changes.list_changes(old, new)
     is_written = writes and not same
     data = {
         "file": file,

@@ -60,7 +60,7 @@ def resolution(
 
 def order(recipe: Recipe, part: LockedPlatform | None, options: LockOptions) -> dict[str, Any]:
     """Return what the program in the base reads."""
-    context = resolve.pack(resolution(recipe, part, options))
+    context = resolve.pack_request(resolution(recipe, part, options))
     (member,) = (member for member in context.members if member.name.endswith("order.json"))
     content: dict[str, Any] = json.loads(member.data)
     return content
@@ -83,7 +83,7 @@ def test_upgrade_of_all_frees_all(recipe: Recipe, part: LockedPlatform) -> None:
 
 
 def test_base_is_asked_with_the_constraints_of_a_build(recipe: Recipe) -> None:
-    context = resolve.pack(resolution(recipe))
+    context = resolve.pack_request(resolution(recipe))
     arguments = context.dockerfile.partition("inside.py 0 install")[2]
     assert "--constraint /opt/imgkit/constraint.txt" in arguments
     assert "python3 -m pip list --format=freeze" in context.dockerfile
@@ -93,7 +93,7 @@ def test_changes_are_named_old_and_new(part: LockedPlatform) -> None:
     new = dataclasses.replace(
         part, pip=(locked_wheel("einops", "0.8.2"), locked_wheel("rich", "1.0")), apt=()
     )
-    lines = [str(change) for change in changes.between(part, new) if change.kind != "file"]
+    lines = [str(change) for change in changes.list_changes(part, new) if change.kind != "file"]
     assert lines == [
         "pip   einops  0.8.1 -> 0.8.2",
         "pip   rich  1.0",
@@ -117,7 +117,7 @@ def test_files_lie_beside_the_lock_and_old_ones_go(
     file = lock_file.lock_path(recipe)
     resolve.write_lock(recipe, file, None, part, built)
     assert lock_file.read_lock(file).platforms == (part,)
-    assert resolve.kept_files(file, part) == {
+    assert resolve.find_kept_wheels(file, part) == {
         part.pip[0].file: tmp_path / "mine.lock.files" / part.pip[0].file
     }
     new = dataclasses.replace(part, pip=(locked_wheel("einops", "0.8.2", kept=True),))
@@ -136,7 +136,7 @@ def test_answer_of_a_base_that_no_lock_may_hold_is_not_written(recipe: Recipe, p
 def test_missing_kept_wheel_is_named(recipe: Recipe, part: LockedPlatform) -> None:
     part = dataclasses.replace(part, pip=(locked_wheel("einops", "0.8.1", kept=True),))
     with pytest.raises(UsageError, match=r"einops-0\.8\.1-py3-none-any\.whl is missing"):
-        resolve.kept_files(lock_file.lock_path(recipe), part)
+        resolve.find_kept_wheels(lock_file.lock_path(recipe), part)
 
 
 def test_folder_that_cannot_be_written_is_named_before_the_base_is_asked(
@@ -174,7 +174,7 @@ def test_wrong_answer_names_the_log(
     folder.mkdir()
     engine: Any = None
     with pytest.raises(ToolFailed, match=f"an answer of the base {fault}") as caught:
-        resolve.resolve(
+        resolve.resolve_packages(
             engine,
             resolution(recipe),
             builder="auto",
