@@ -274,7 +274,7 @@ def test_large_source_is_streamed(make_recipe: MakeRecipe, tmp_path: Path) -> No
     code = f"""
 import resource
 from pathlib import Path
-from imgkit_builder.image.context import pack
+from imgkit_builder.image.context import pack_context
 from imgkit_builder.oci.manifest import BaseImage
 from imgkit_builder.base.files import MTIME_S
 from imgkit_builder.recipe.model import CopyStep, Image, Recipe
@@ -282,7 +282,7 @@ from imgkit_entrypoints.system import SystemFacts
 def made(*copy):
     recipe = Recipe(name="x", image=Image(base="b:1", copy=copy), system=SystemFacts(), file=Path("/x.yaml"),
                     sha256="", positions={{}})
-    return pack(recipe, base=BaseImage(name="b:1"), platform="linux/amd64", revision="")
+    return pack_context(recipe, base=BaseImage(name="b:1"), platform="linux/amd64", revision="")
 made()  # everything is imported now
 used = int(next(line for line in open("/proc/self/status") if line.startswith("VmSize")).split()[1]) << 10
 resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20),) * 2)

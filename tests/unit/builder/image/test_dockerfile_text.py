@@ -69,7 +69,7 @@ def test_minimal_recipe_has_no_pip_layers(make_recipe: MakeRecipe) -> None:
 def test_hash_seed_changes_no_byte() -> None:
     code = (
         "from imgkit_builder.image import render; from imgkit_builder.recipe.load import load; "
-        "print(render.dockerfile(load('mn5-llm')))"
+        "print(render.render_dockerfile(load('mn5-llm')))"
     )
     outputs = {
         subprocess.run(

@@ -24,8 +24,8 @@ from imgkit_entrypoints.cli.commands import COMMANDS
 CUT = """
 import hashlib
 import imgkit_entrypoints
-from imgkit_builder.image.wheel import entrypoints_wheel
-print(imgkit_entrypoints.__file__, hashlib.sha256(entrypoints_wheel()).hexdigest())
+from imgkit_builder.image.wheel import make_wheel
+print(imgkit_entrypoints.__file__, hashlib.sha256(make_wheel()).hexdigest())
 """
 
 
