@@ -157,18 +157,18 @@ def _walk_tar(data: bytes, _: Path) -> None:
 
 def _gunzip(data: bytes, _: Path) -> None:
     allowance = compressed.Allowance(len(data), "x", 8 << 20)
-    for piece in compressed.unpacked([data], "gzip", name="x", allowance=allowance):
+    for piece in compressed.unpack_chunks([data], "gzip", name="x", allowance=allowance):
         assert len(piece) <= compressed.CHUNK_BYTES + 512
 
 
 def _lay_out(data: bytes, folder: Path) -> object:
     limit = 8 << 20
-    with stored.opened(_put(folder, data), folder, unpack_limit_bytes=limit) as image:
+    with stored.open_archive(_put(folder, data), folder, unpack_limit_bytes=limit) as image:
         return oci_folder.write_layout(image, folder / "laid", Silent(), unpack_limit_bytes=limit)
 
 
 def _verify_archive(path: Path) -> None:
-    contents = read.digest_archive(path, compress=compressed.kind(path), report=Silent())
+    contents = read.digest_archive(path, compress=compressed.detect_compression(path), report=Silent())
     assert contents.size_bytes == path.stat().st_size
 
 
@@ -465,7 +465,7 @@ TARGETS = (
         change=mutate.in_tar,
     ),
     Target(name="archive-verify", run=_file(_verify_archive), seeds=_archives, change=mutate.in_tar),
-    Target(name="archive-peek", run=_file(oci_folder.peek), seeds=_archives, change=mutate.in_tar),
+    Target(name="archive-peek", run=_file(oci_folder.read_config), seeds=_archives, change=mutate.in_tar),
     Target(
         name="archive-gzip",
         run=_file(_verify_archive),

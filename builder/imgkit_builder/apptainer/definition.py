@@ -181,7 +181,7 @@ def check_space(start: Start, target: Path, temporary: Path) -> None:
 
 
 def _of_archive(path: Path) -> Start:
-    archive, config = Archive(path=path.absolute()), oci_folder.peek(path)
+    archive, config = Archive(path=path.absolute()), oci_folder.read_config(path)
     if config is None:
         # It is compressed, or damaged: reading all of it tells.
         return Start(source=archive, image=BaseImage(name=path.name, platform=host_platform()))

@@ -177,7 +177,7 @@ def _request(recipe: Recipe, base: str | None) -> LockRequest:
 
 def _check(recipe: Recipe, *, base: str | None, platform: str | None, as_json: bool) -> None:
     file = lock_file.lock_path(recipe)
-    target = engines.choose_platform(recipe, wanted=platform, host=host_platform())
+    target = engines.choose_platform(recipe, requested=platform, host=host_platform())
     reason = ""
     try:
         lock_file.attach_lock(recipe, platform=target, base=base, required=True)

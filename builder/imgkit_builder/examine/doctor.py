@@ -99,7 +99,7 @@ def _softer(check: Check) -> Check:
 def _engine() -> Check:
     """Report the engine that every verb uses."""
     try:
-        facts = connection.query(address.endpoint())
+        facts = connection.query_facts(address.find_endpoint())
     except ImgkitError as error:
         text = f"{error.where}: {error.what}" if error.where else error.what
         return Check("docker", "fail", text, error.hint or "")

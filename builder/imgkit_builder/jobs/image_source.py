@@ -204,7 +204,7 @@ def archive_target(archive: Path) -> Target | None:
     """Return the recipe's name and system that imgkit wrote beside the archive; None without them."""
     if archive.is_dir():
         return None
-    description = sidecar.read(archive)
+    description = sidecar.read_sidecar(archive)
     if description is None or description.system is None or description.manifest is None:
         return None
     return baked.target_of(description.manifest, description.system, description.image.platform, archive)

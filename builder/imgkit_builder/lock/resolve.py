@@ -119,13 +119,13 @@ def resolve_packages(
                 built.image.ref,
                 OUT,
                 folder,
-                wanted=_is_answer,
+                is_wanted=_is_answer,
                 platform=resolution.base.platform,
             )
         finally:
             # The engine may be what failed.
             with contextlib.suppress(ImgkitError):
-                images.remove(engine, tag)
+                images.remove_image(engine, tag)
     try:
         return _read_answers(folder, resolution, values.mask)
     except answers.Unresolved as error:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol, runtime_checkable
 
 from imgkit_builder.archive import compressed, stored
-from imgkit_builder.archive.layers import FolderEntry, LayerTree, Plan, scan
+from imgkit_builder.archive.layers import FolderEntry, LayerTree, Plan, scan_layers
 from imgkit_builder.archive.stored import NoRoom, Spool, StoredImage
 from imgkit_builder.archive.tar_read import DIRECTORY, HARD_LINK, REGULAR, SYMLINK, Member, TarStream
 from imgkit_builder.base.progress import Reporter
@@ -108,7 +108,7 @@ class Archive:
     @property
     def is_compressed(self) -> bool:
         """Whether the archive as a whole is compressed."""
-        return compressed.kind(self.path) != "none"
+        return compressed.detect_compression(self.path) != "none"
 
     @property
     def size_bytes(self) -> int:
@@ -154,7 +154,7 @@ class Piped:
         """Yield the plain bytes; a compressed archive is decompressed on the way."""
         start = self.stream.read(compressed.CHUNK_BYTES)
         raw = itertools.chain([start], iter(lambda: self.stream.read(compressed.CHUNK_BYTES), b""))
-        return compressed.unpacked(raw, compressed.kind_of(start), name="standard input")
+        return compressed.unpack_chunks(raw, compressed.compression_of(start), name="standard input")
 
 
 @runtime_checkable
@@ -256,7 +256,7 @@ def _stored(
     if isinstance(source, Archive | OciFolder):
         if is_spooled(source):
             report.stage(f"decompress {source.path.name}")
-        with stored.opened(
+        with stored.open_archive(
             source.path, folder, advance=report.advance, unpack_limit_bytes=unpack_limit_bytes
         ) as image:
             yield image
@@ -270,7 +270,7 @@ def _stored(
         chunks, total = source.save(), source.size_bytes
     spool = folder / "spool.tar"
     with chunks as plain:
-        digests = stored.spool(
+        digests = stored.spool_archive(
             plain, spool, where=source.name, advance=lambda done_bytes: report.advance(done_bytes, total)
         )
     yield stored.open_image(spool, where=source.name, digests=digests)
@@ -309,7 +309,7 @@ def image_entries(
 
     def merge(spool: Spool | None) -> Iterator[ImageEntry]:
         tree = LayerTree(files.where)
-        plain = scan(
+        plain = scan_layers(
             files,
             tree.add_layer,
             threads=mksquashfs.gather_limits().processors,
@@ -317,7 +317,7 @@ def image_entries(
             spool=spool,
         )
         report.stage("merge and squash")
-        return _visible_entries(plain, tree.plan(), created_s, report)
+        return _visible_entries(plain, tree.take_plan(), created_s, report)
 
     if files.packed_bytes and spool_bytes:
         report.stage("unpack the layers")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from imgkit_builder.archive import oci_folder, tar_read
 from imgkit_builder.archive.layers import LayerTree
-from imgkit_builder.archive.oci_folder import Laid
+from imgkit_builder.archive.oci_folder import OciFolder
 from imgkit_builder.archive.stored import StoredImage
 from imgkit_builder.archive.tar_read import BLOCK, CHARACTER, FIFO
 from imgkit_builder.sif import mksquashfs
@@ -31,7 +31,7 @@ _FILES = ("etc/hosts", "etc/resolv.conf")
 _SPECIAL = {CHARACTER: "a device", BLOCK: "a device", FIFO: "a FIFO"}
 
 
-def lay_out(image: OpenImage, job: ConversionJob) -> Laid:
+def lay_out(image: OpenImage, job: ConversionJob) -> OciFolder:
     """Write the layers of `image` as an OCI folder into the workspace, under its name.
 
     Raises
@@ -98,15 +98,15 @@ def refuse_links(layers: Iterable[Path], where: str) -> None:
     # The tree that the layers form together: a later layer may replace or delete a link.
     tree = LayerTree(where)
     for layer in layers:
-        tree.add_layer(tar_read.headers(layer))
+        tree.add_layer(tar_read.read_headers(layer))
     for path, kind, target in tree.special_files(META):
         raise _refused(path, kind, target, "the runtime puts its own files there", where)
     for path in (*_FOLDERS, *_FILES):
-        if link := tree.escape(path):
+        if link := tree.find_escape(path):
             reason = f"the runtime would write to /{path} through it: into this machine"
             raise _refused(link[0], b"", link[1], reason, where)
     for path in _FILES:
-        file_kind = tree.kind(path)
+        file_kind = tree.file_type(path)
         if file_kind in _SPECIAL:
             raise _refused(path, file_kind, "", "the runtime would write to it", where)
 

@@ -196,7 +196,7 @@ def build(
     engines.check_name(tag, where="--tag")
     with engines.connect() as engine:
         builder = engines.choose(engine.facts(), request.builder, secrets_at=secrets_at)
-        target = engines.choose_platform(loaded, wanted=request.platform, host=engine.platform)
+        target = engines.choose_platform(loaded, requested=request.platform, host=engine.platform)
         loaded = _followed(loaded, target, request, report)
         base_name = _base_of(loaded, request)
         name = base_name or loaded.image.base
@@ -261,7 +261,7 @@ def plan(
     UsageError, LargeContext : as `build`.
     """
     loaded = _load(recipe, request, report)
-    target = engines.choose_platform(loaded, wanted=request.platform, host=host_platform())
+    target = engines.choose_platform(loaded, requested=request.platform, host=host_platform())
     loaded = _followed(loaded, target, request, report)
     base = _base_of(loaded, request) or loaded.image.base
     tag = request.tag or engines.default_tag(loaded)

@@ -115,7 +115,9 @@ def _docker_shell(target: str, *, host: bool, workdir: str) -> ShellCommand:
     name = image_name(target)
     with engines.connect() as engine:
         engines.inspect(engine, name)
-    argv = engines.shell_argv(name, gpus=engine.has_nvidia, host=host, place=engine.endpoint, workdir=workdir)
+    argv = engines.shell_argv(
+        name, gpus=engine.has_nvidia, host=host, endpoint=engine.endpoint, workdir=workdir
+    )
     reach = _SHARED if host else f"a shell runs in the image: {_NOTHING_SHARED}"
     return ShellCommand(argv=tuple(argv), reach=reach, image=name)
 

@@ -206,7 +206,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_full_disk_leaves_nothing(small_disk: Path) -> None:
     chunks = (os.urandom(32_768) for _ in range(1_000))
     with pytest.raises(ToolFailed, match="no space left after 8 MB"):
-        write.save(chunks, target=small_disk / "x.tar")
+        write.save_archive(chunks, target=small_disk / "x.tar")
     assert list(small_disk.iterdir()) == []
 
 

@@ -311,12 +311,12 @@ def test_push_and_pull_give_the_same_digest(registry: str, home: Path) -> None:
         digest = imgkit_json("push", local, ref)["digest"]
         docker("rmi", ref)
         with engines.connect() as engine:
-            pulled = image_source.pull(engine, f"{registry}/group/tiny@{digest}", None, Silent())
+            pulled = image_source.pull_image(engine, f"{registry}/group/tiny@{digest}", None, Silent())
             assert pulled.digest.endswith(digest)
             with pytest.raises(UsageError, match="no such image"):
-                image_source.pull(engine, f"{registry}/group/tiny:absent", None, Silent())
+                image_source.pull_image(engine, f"{registry}/group/tiny:absent", None, Silent())
             with pytest.raises(UsageError, match="has none for linux/arm64"):
-                image_source.pull(engine, ref, "linux/arm64", Silent())
+                image_source.pull_image(engine, ref, "linux/arm64", Silent())
     finally:
         for name in (local, ref, f"{registry}/group/tiny@{digest}"):
             subprocess.run(["docker", "rmi", "--force", name], capture_output=True, check=False)

@@ -182,7 +182,7 @@ def test_failing_step_names_its_line(engine: Engine, builder: builders.Builder) 
     )
     assert "\nwhy-it-failed\n" in str(caught.value.hint)
     assert "step 2/5: RUN echo fine" in stages.seen
-    assert images.find(engine, "imgkit-fails") is None
+    assert images.find_image(engine, "imgkit-fails") is None
 
 
 PROGRAM = """
@@ -210,7 +210,7 @@ def test_interrupted_build_leaves_nothing(service: Path, number: signal.Signals)
     finally:
         process.kill()
     with engines.connect() as engine:
-        assert images.find(engine, "imgkit-ends") is None
+        assert images.find_image(engine, "imgkit-ends") is None
 
 
 def test_secret_is_in_the_step_and_nowhere_else(

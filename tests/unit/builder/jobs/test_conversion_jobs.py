@@ -51,7 +51,7 @@ def archive(home: Path, fake_program: FakeProgram) -> Path:
         wheel_sha256="5" * 64,
     )
     system = targets.load_target("mn5").system
-    with sidecar.replacing(Sidecar(image=image, archive=saved, system=system, manifest=manifest), file):
+    with sidecar.replace_around(Sidecar(image=image, archive=saved, system=system, manifest=manifest), file):
         pass
     return file
 
