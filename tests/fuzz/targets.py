@@ -211,9 +211,9 @@ def _sifs() -> list[bytes]:
 
 def _read_sif(path: Path) -> None:
     sif = image.read(path)
-    image.squashfs(sif)
+    image.root_superblock(sif)
     for entry in sif.descriptors:
-        image.data(sif, entry)
+        image.read_object(sif, entry)
 
 
 def _sqshs() -> list[bytes]:
@@ -223,9 +223,9 @@ def _sqshs() -> list[bytes]:
 
 
 def _read_sqsh(path: Path) -> None:
-    sqsh.structure(path)
-    sqsh.record(path)
-    sqsh.digests(path)
+    sqsh.check_structure(path)
+    sqsh.read_record(path)
+    sqsh.hash_sqsh(path)
 
 
 # ---- JSON

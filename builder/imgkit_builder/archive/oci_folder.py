@@ -27,7 +27,7 @@ _LAYER_TYPE = "application/vnd.oci.image.layer.v1.tar"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OciFolder:
+class OciLayout:
     """An OCI folder that is ready for ``build oci:FOLDER``."""
 
     folder: Path
@@ -40,7 +40,7 @@ class OciFolder:
 
 def write_layout(
     image: StoredImage, folder: Path, report: Reporter, *, unpack_limit_bytes: int | None = None
-) -> OciFolder:
+) -> OciLayout:
     """Write `image` below the new folder `folder`. Plain layers of an OCI folder become hard links.
 
     Raises
@@ -71,7 +71,7 @@ def write_layout(
     index = {"schemaVersion": 2, "manifests": [descriptor]}
     (folder / "index.json").write_text(json.dumps(index), encoding="utf-8")
     (folder / "oci-layout").write_text('{"imageLayoutVersion": "1.0.0"}', encoding="utf-8")
-    return OciFolder(folder=folder, config=config, names=image.selected.names, layer_bytes=layer_bytes)
+    return OciLayout(folder=folder, config=config, names=image.selected.names, layer_bytes=layer_bytes)
 
 
 def _write_blob(blobs: Path, data: bytes, media_type: str) -> dict[str, object]:

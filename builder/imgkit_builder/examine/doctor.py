@@ -200,8 +200,8 @@ def _writer(tool: Check) -> Check:
     try:
         squasher = squash.choose()
     except ToolMissing as error:
-        path = mksquashfs.find()
-        obstacle = f"{error.what}{f' (version {mksquashfs.version(path)})' if path else ''}"
+        path = mksquashfs.find_any()
+        obstacle = f"{error.what}{f' (version {mksquashfs.read_version(path)})' if path else ''}"
         if tool.verdict in ("fail", "skip"):
             return Check(name, tool.verdict, f"cannot convert: {obstacle}, and there is no runtime", hint)
         text = f"{tool.found.partition(' at ')[0]} builds the file, which is slower: {obstacle}"

@@ -151,7 +151,7 @@ def _sif(path: Path, report: Reporter) -> Iterator[Check]:
     except CheckFailed as error:
         yield Check("header", "fail", error.what, error.hint or _AGAIN)
         return
-    squashed = sif.squashfs(image)
+    squashed = sif.root_superblock(image)
     if image.root is None or squashed is None:
         yield Check("header", "fail", "it has no squashfs root partition", _AGAIN)
         return
@@ -172,8 +172,8 @@ def _sif(path: Path, report: Reporter) -> Iterator[Check]:
 def _sqsh(path: Path, report: Reporter) -> Iterator[Check]:
     report.stage(f"read {path.name}")
     try:
-        squashed, record = sqsh.structure(path), sqsh.record(path)
-        root_sha256, file_sha256 = sqsh.digests(path, advance=report.advance)
+        squashed, record = sqsh.check_structure(path), sqsh.read_record(path)
+        root_sha256, file_sha256 = sqsh.hash_sqsh(path, advance=report.advance)
     except CheckFailed as error:
         yield Check("squashfs", "fail", error.what, error.hint or _AGAIN)
         return

@@ -290,8 +290,8 @@ def _names_in_image(image: Path) -> frozenset[str]:
     """Return the paths in the image's folder of code; none if no program here can read the image."""
     names: set[str] = set()
     with contextlib.suppress(CheckFailed, ToolFailed, ToolMissing, UsageError):
-        for squashfs in unsquash.opened(image):
-            for file in squashfs.listed(WORKSPACE):
+        for squashfs in unsquash.open_squashfs(image):
+            for file in squashfs.list_files(WORKSPACE):
                 # unsquashfs prints a symlink as "NAME -> TARGET".
                 names.add(file.path.partition(" -> ")[0])
     return frozenset(names)

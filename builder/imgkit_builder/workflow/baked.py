@@ -97,7 +97,9 @@ def _distributions(path: Path) -> tuple[Distribution, ...]:
     patterns = [f"{lib}/python3*/*-packages/*.dist-info" for lib in library_folders(search_path)]
     collector = BakedFactsCollector()
     patterns.append(manifest.LOCK_TOML.lstrip("/"))
-    names = [file.path for squashfs in unsquash.opened(path) for file in squashfs.listed(*patterns)]
+    names = [
+        file.path for squashfs in unsquash.open_squashfs(path) for file in squashfs.list_files(*patterns)
+    ]
     for name in names:
         collector.add_name(name)
     for name, data in unsquash.read(path, filter(collector.wants, names)).items():
@@ -139,6 +141,6 @@ def _recorded_arch(path: Path) -> str:
     """Return the architecture in the file's header or record; another program's .sqsh does not state it."""
     if image.is_sif(path):
         return image.read(path).arch
-    sqsh.structure(path)
-    record = sqsh.record(path)
+    sqsh.check_structure(path)
+    record = sqsh.read_record(path)
     return record.arch if record else "unknown"

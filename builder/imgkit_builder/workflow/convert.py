@@ -73,7 +73,7 @@ def plan_conversion(
     """
     with _prepared(str(image), sif, options) as (source, target, options):
         conversion.check_target(target.absolute(), force=options.force, format=options.format)
-        return target, tuple(conversion.commands(source, target.absolute(), options))
+        return target, tuple(conversion.list_commands(source, target.absolute(), options))
 
 
 def refuse_format(sif: str | Path | None, options: Options) -> None:

@@ -15,11 +15,11 @@ from sample_image import SampleImage, lay_out, verdicts
 from tars import tar_of_files
 
 from imgkit_builder.archive import oci_folder
-from imgkit_builder.archive.oci_folder import OciFolder
+from imgkit_builder.archive.oci_folder import OciLayout
 from imgkit_entrypoints.errors import CheckFailed, ToolMissing
 
 
-def lay(path: Path, tmp_path: Path) -> OciFolder:
+def lay(path: Path, tmp_path: Path) -> OciLayout:
     """Read the archive as conversion does; verify, the other reader, must pass it."""
     answers = verdicts(path)
     layers = answers.pop("layers")
@@ -34,7 +34,7 @@ def write(tmp_path: Path, data: bytes) -> Path:
     return path
 
 
-def assert_laid_out(laid: OciFolder, sample: SampleImage) -> None:
+def assert_laid_out(laid: OciLayout, sample: SampleImage) -> None:
     """The folder holds exactly the image's layers, uncompressed and in order."""
     (entry,) = json.loads((laid.folder / "index.json").read_text())["manifests"]
     blobs = laid.folder / "blobs/sha256"

@@ -211,14 +211,14 @@ def test_killed_helper_container_is_removed(home: Path, standin_notorch: str, pu
     program = f"""
 import os, signal, threading
 from imgkit_builder.engine import connect
-from imgkit_builder.engine.containers import created, run
+from imgkit_builder.engine.containers import temporary_container, run
 HERE = "linux/amd64"
 def die():
     print("now", flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 with connect() as engine:
     if {purpose!r} == "export":
-        with created(engine, {standin_notorch!r}, ["true", {marker!r}], purpose="export", platform=HERE):
+        with temporary_container(engine, {standin_notorch!r}, ["true", {marker!r}], purpose="export", platform=HERE):
             die()
     threading.Timer(2, die).start()
     run(engine, {standin_notorch!r}, ["sh", "-c", "sleep 300 # {marker}"], platform=HERE)

@@ -153,7 +153,7 @@ def chunks():
     while True:
         yield bytes(100_000)
         time.sleep(0.01)
-archive.save(chunks(), target=Path(sys.argv[1]))
+archive.save_archive(chunks(), target=Path(sys.argv[1]))
 """
 
 
@@ -264,7 +264,7 @@ from imgkit_builder.archive import write as archive
 from imgkit_builder.base import files
 for compress in ("none", "gzip"):
     chunks = (bytes(32768) for _ in range(4_000))
-    archive.save(chunks, target=Path({str(tmp_path / "x")!r}), compress=compress)
+    archive.save_archive(chunks, target=Path({str(tmp_path / "x")!r}), compress=compress)
 status = Path("/proc/self/status").read_text()
 print(status.split("VmHWM:")[1].split()[0])
 """

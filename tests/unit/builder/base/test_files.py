@@ -37,7 +37,7 @@ def test_goes_on_without_a_cache() -> None:
 @pytest.mark.usefixtures("home")
 def test_log_of_a_build_goes_to_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert building._run_folder("mn5").parent == tmp_path
+    assert building._make_log_folder("mn5").parent == tmp_path
 
 
 def test_cache_is_written_where_it_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,7 +169,7 @@ def test_wrong_answer_names_the_log(
     built = SimpleNamespace(log="/x.log", image=SimpleNamespace(ref="lock:1"))
     monkeypatch.setattr(resolve.engines, "build", lambda *_, **__: built)
     monkeypatch.setattr(resolve.image_source, "store_files", store_files)
-    monkeypatch.setattr(resolve.images, "remove", lambda *_: None)
+    monkeypatch.setattr(resolve.images, "remove_image", lambda *_: None)
     folder = tmp_path / "answers"
     folder.mkdir()
     engine: Any = None

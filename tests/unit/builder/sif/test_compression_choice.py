@@ -29,7 +29,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
 
 
 def choose(capabilities: Capabilities | None, choice: CompressionChoice) -> Compression:
-    zstd_error = mksquashfs.zstd_error(mksquashfs.find())
+    zstd_error = mksquashfs.zstd_error(mksquashfs.find_any())
     return conversion.choose_compression(capabilities, choice, zstd_error=zstd_error)
 
 
