@@ -49,7 +49,7 @@ class _StoredFile(Protocol):
     """A file of an image, wherever a consumer put it."""
 
     def document(self) -> bytes | None:
-        """Return its bytes; None if it has more than `MAX_JSON_BYTES`."""
+        """Return its bytes. None if it has more than `MAX_JSON_BYTES`."""
         ...
 
 
@@ -60,13 +60,13 @@ Find = Callable[[str], File | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Members(Generic[File]):
-    """The regular files of an archive; links inside the archive lead to them."""
+    """The regular files of an archive. Links inside the archive lead to them."""
 
     files: dict[str, File] = field(default_factory=dict)
     links: dict[str, str] = field(default_factory=dict)
 
     def find(self, name: str) -> File | None:
-        """Return the file `name`; None if the archive does not have it."""
+        """Return the file `name`. None if the archive does not have it."""
         name = posixpath.normpath(name)
         for _ in range(_MAX_LINKS):
             if name in self.files:
@@ -96,14 +96,14 @@ class SelectedImage(Generic[File]):
 
     @property
     def id_fault(self) -> str:
-        """How the configuration differs from its name; empty if it does not."""
+        """How the configuration differs from its name. It is empty if it does not."""
         if self.stated_id == self.config.image_id:
             return ""
         return f"the configuration has digest {self.config.image_id}, but is named {self.stated_id}"
 
     @property
     def count_fault(self) -> str:
-        """How the number of layers differs from the configuration's; empty if it does not."""
+        """How the number of layers differs from the configuration's. It is empty if it does not."""
         count, expected = len(self.layers), len(self.config.diff_ids)
         if count == expected:
             return ""
@@ -316,7 +316,7 @@ class HashedFile:
     """Its bytes if it may be JSON."""
 
     def document(self) -> bytes | None:
-        """Return its bytes; None if it has more than `MAX_JSON_BYTES`."""
+        """Return its bytes. None if it has more than `MAX_JSON_BYTES`."""
         return self.data
 
 
@@ -334,7 +334,7 @@ class Contents:
 
 
 def archive_compression(path: Path) -> Compress | None:
-    """Return how the archive `path` is compressed; None if it is no archive.
+    """Return how the archive `path` is compressed. None if it is no archive.
 
     Raises
     ------

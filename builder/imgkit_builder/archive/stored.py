@@ -49,7 +49,7 @@ class Region:
         return FileChunks(self.path, most=most, start=self.start, size_bytes=self.size_bytes)
 
     def document(self) -> bytes | None:
-        """Return the bytes; None if there are more than `MAX_JSON_BYTES`."""
+        """Return the bytes. None if there are more than `MAX_JSON_BYTES`."""
         if self.size_bytes > MAX_JSON_BYTES:
             return None
         with contextlib.closing(self.chunks(MAX_JSON_BYTES)) as chunks:
@@ -66,7 +66,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredLayer:
-    """One layer; ``open`` begins a new walk over its members."""
+    """One layer. ``open`` begins a new walk over its members."""
 
     region: Region
     diff_id: str

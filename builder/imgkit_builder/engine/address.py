@@ -35,7 +35,7 @@ _DEFAULT_CONTEXT = "default"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """Certificates for an engine behind TLS; None where there is no such file."""
+    """Certificates for an engine behind TLS. A path is None where there is no such file."""
 
     ca: Path | None
     cert: Path | None

@@ -60,7 +60,7 @@ class EngineFacts:
 
 
 class Engine:
-    """A connection to a Docker-compatible engine; use it as a context manager.
+    """A connection to a Docker-compatible engine. Use it as a context manager.
 
     Attributes
     ----------
@@ -80,14 +80,14 @@ class Engine:
 
     @cached_property
     def version(self) -> dict[str, Any]:
-        """The engine's answer to ``/version``; only modules of this package use it."""
+        """The engine's answer to ``/version``. Only modules of this package use it."""
         # The client has it already: it asks for the engine's version of the API when it connects.
         with translate_errors("query the engine's version"):
             return dict(self.api.version())
 
     @cached_property
     def info(self) -> dict[str, Any]:
-        """The engine's answer to ``/info``; only modules of this package use it."""
+        """The engine's answer to ``/info``. Only modules of this package use it."""
         with translate_errors("query the engine"):
             return dict(self.api.info())
 

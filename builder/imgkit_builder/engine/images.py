@@ -58,7 +58,7 @@ class ImageInfo:
 
     @property
     def tag(self) -> str:
-        """Its first tag; empty where it has none."""
+        """Its first tag. It is empty where it has none."""
         return self.tags[0] if self.tags else ""
 
 

@@ -53,7 +53,7 @@ _WORTH_SHOWING = 1 / 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildContext:
-    """The input of a build; the same recipe, base and sources give the same bytes."""
+    """The input of a build. The same recipe, base and sources give the same bytes."""
 
     dockerfile: str
     manifest: Manifest

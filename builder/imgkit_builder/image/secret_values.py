@@ -18,7 +18,7 @@ MIN_CHARACTERS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecretValues:
-    """What a build needs of its secrets; the default has none."""
+    """What a build needs of its secrets. The default has none."""
 
     options: tuple[str, ...] = ()
     """Options of ``docker buildx build`` and ``podman build``, which name the sources and hold no value."""

@@ -207,7 +207,7 @@ class CopyStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunCommand:
-    """A shell command; a text in the list is short for ``{command: TEXT}``."""
+    """A shell command. A text in the list is short for ``{command: TEXT}``."""
 
     command: Annotated[str, Rule(rules.shell_command)]
     """What ``/bin/sh`` runs; a separate layer. Of several lines, the first that fails ends the build."""

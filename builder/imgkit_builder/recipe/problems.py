@@ -212,7 +212,7 @@ _TOML_POSITION = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)
 
 
 class NotToml(UsageError, ValueError):
-    """A text is not TOML, or beyond its limits; `line` and `column` count from 1."""
+    """A text is not TOML, or beyond its limits. `line` and `column` count from 1."""
 
     def __init__(self, reason: str, *, line: int, column: int) -> None:
         super().__init__(f"it is not TOML: {reason}")

@@ -279,7 +279,7 @@ _TRANSPORT = re.compile(r"(?:https?|docker|oci|oras|library|docker-archive|docke
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageReference:
-    """``registry/repository:tag@digest``; missing parts are empty."""
+    """``registry/repository:tag@digest``. Missing parts are empty."""
 
     registry: str
     repository: str

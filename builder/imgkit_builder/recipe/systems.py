@@ -187,7 +187,7 @@ def plugin_names() -> tuple[str, ...]:
 
 
 def refused_plugins() -> Iterator[ImgkitError]:
-    """Yield an error for each plug-in whose name is taken by imgkit; it is never loaded."""
+    """Yield an error for each plug-in whose name is taken by imgkit. Such a plug-in is never loaded."""
     for entry in _entries():
         if entry.name in SHIPPED or entry.name in RESERVED:
             fault = "is ignored: imgkit ships a system of that name"

@@ -54,7 +54,7 @@ class Target:
 
     @property
     def module_line(self) -> str:
-        """Return ``module load ...`` for its runtime; empty where the recipe names no module."""
+        """Return ``module load ...`` for its runtime. It is empty where the recipe names no module."""
         return module_line(self.system)
 
     def where(self, *path: str | int) -> str:

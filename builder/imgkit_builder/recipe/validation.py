@@ -114,7 +114,7 @@ def _to_mistake(details: ErrorDetails, model: Any) -> Mistake:
 
 
 def key_paths(model: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield every key below `model` as a path without indices; `ANY` stands for a name of the user's."""
+    """Yield every key below `model` as a path without indices. `ANY` stands for a name of the user's."""
     hints = typing.get_type_hints(model)  # noqa: TID251 - lists the keys of a recipe
     for field in dataclasses.fields(model):
         key_path = (*path, field.metadata.get("alias", field.name))

@@ -55,12 +55,12 @@ _SYNTAX_HINTS = (  # a part of PyYAML's message, and what its writer probably ha
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YamlNode:
-    """A value with its position; a list or mapping has others below it."""
+    """A value with its position. A list or mapping has others below it."""
 
     position: Position
 
     def children(self) -> Iterable[tuple[str | int, YamlNode]]:
-        """Return the parts of a list or mapping with their keys; a scalar has none."""
+        """Return the parts of a list or mapping with their keys. A scalar has none."""
         return ()
 
     def deepest(self, path: KeyPath) -> tuple[YamlNode, KeyPath]:
@@ -97,7 +97,7 @@ class YamlNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scalar(YamlNode):
-    """One value; `text` is as written, without quotes."""
+    """One value. `text` is as written, without quotes."""
 
     text: str
     type: ScalarType = "text"

@@ -160,7 +160,7 @@ class Piped:
 
 @runtime_checkable
 class EngineImage(Protocol):
-    """An image of a Docker engine; ``engine.LocalImage`` is one."""
+    """An image of a Docker engine. ``engine.LocalImage`` is one."""
 
     @property
     def name(self) -> str:

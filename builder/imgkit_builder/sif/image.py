@@ -70,7 +70,7 @@ Advance = Callable[[int, "int | None"], None]
 
 
 class DataType(IntEnum):
-    """Kinds of data objects that imgkit looks at; the others stay plain numbers."""
+    """Kinds of data objects that imgkit looks at. The others stay plain numbers."""
 
     DEFFILE = 0x4001
     PARTITION = 0x4004
@@ -150,7 +150,7 @@ class Descriptor(NamedTuple):
 
     @property
     def arch(self) -> str:
-        """Architecture of a partition; empty for other objects."""
+        """Architecture of a partition. It is empty for other objects."""
         if not self.partition:
             return ""
         _, _, code = _PARTITION.unpack_from(self.extra)
@@ -166,7 +166,7 @@ class Descriptor(NamedTuple):
 
 
 class Superblock(NamedTuple):
-    """The fields of a squashfs' superblock that imgkit uses, in their order; offsets count from its start."""
+    """The fields of a squashfs' superblock that imgkit uses, in their order. Offsets count from its start."""
 
     magic: bytes
     inodes: int
@@ -252,7 +252,7 @@ class SifImage:
         return None
 
     def require_root(self) -> Descriptor:
-        """Return the root partition; raise CheckFailed if there is none."""
+        """Return the root partition. Raise CheckFailed if there is none."""
         if self.root is None:
             raise CheckFailed("the .sif has no root partition", where=str(self.path))
         return self.root
@@ -275,7 +275,7 @@ class SifImage:
 
     @property
     def signatures(self) -> tuple[Descriptor, ...]:
-        """The signature objects; each covers one group."""
+        """The signature objects. Each covers one group."""
         return tuple(d for d in self.descriptors if d.datatype == DataType.SIGNATURE)
 
 
@@ -306,7 +306,7 @@ def read(path: Path) -> SifImage:
 
 
 def parse(path: Path, stream: BinaryIO) -> SifImage:
-    """Return the content of an open .sif. Raises as `read` does; `path` is for messages."""
+    """Return the content of an open .sif. Raises as `read` does. `path` is for messages."""
     size = os.fstat(stream.fileno()).st_size
     raw = stream.read(HEADER.size)
     if len(raw) < HEADER.size or raw[MAGIC_OFFSET : MAGIC_OFFSET + len(MAGIC)] != MAGIC:

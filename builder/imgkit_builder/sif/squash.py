@@ -104,7 +104,7 @@ class Squasher(abc.ABC):
 
     @property
     def zstd_error(self) -> str:
-        """Why this build of it cannot compress with zstd; empty if it can. 4.3 cannot."""
+        """Why this build of it cannot compress with zstd. It is empty if it can. 4.3 cannot."""
         return mksquashfs.zstd_error(self.program)
 
     @abc.abstractmethod

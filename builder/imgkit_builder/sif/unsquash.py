@@ -46,7 +46,7 @@ class Squashfs:
     offset: int = 0
 
     def list_files(self, *patterns: str) -> Iterator[ListedFile]:
-        """Yield the files that match a pattern of the shell, and those below; by default, all.
+        """Yield the files that match a pattern of the shell, and those below. Without patterns, yield all.
 
         Raises
         ------
