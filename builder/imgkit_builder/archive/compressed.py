@@ -185,6 +185,7 @@ def _gunzip(chunks: Iterable[bytes], name: str) -> Iterator[bytes]:
     """Yield the plain bytes of a gzip stream. One of several small members is unpacked by several threads."""
     rest = iter(chunks)
     start = next(rest, b"")
+    # In the first chunk: a file of pigz or gzip is one member.
     has_members = start.find(_MEMBER_START, 1) > 0
     unpack = _unpack_members if has_members else _unpack_ahead
     return unpack(Gunzip(name), itertools.chain((start,), rest))
@@ -197,6 +198,7 @@ def _unpack_ahead(gunzip: Gunzip, chunks: Iterator[bytes]) -> Iterator[bytes]:
     a thread that waits cannot be interrupted.
     """
     ready: list[bytes] = []
+    # One thread: the parts of a stream can only be unpacked in their order.
     with ThreadPoolExecutor(1) as pool:
         for chunk in chunks:
             plain = gunzip.feed(chunk)
@@ -233,6 +235,7 @@ def _unpack_members(gunzip: Gunzip, chunks: Iterator[bytes]) -> Iterator[bytes]:
     is_between_members = True
     with ThreadPoolExecutor(workers) as pool:
         while True:
+            # One more than there are threads, so that none waits for the reader.
             for group in itertools.islice(groups, workers + 1 - len(jobs)):
                 jobs.append((group, pool.submit(_inflate_members, group)))
             if not jobs:
@@ -244,6 +247,7 @@ def _unpack_members(gunzip: Gunzip, chunks: Iterator[bytes]) -> Iterator[bytes]:
                 else:
                     yield from gunzip.feed(piece)
                     is_between_members = gunzip.is_between_members
+    # Where the last member was complete, there is nothing left to check.
     if not is_between_members:
         yield gunzip.finish()
 

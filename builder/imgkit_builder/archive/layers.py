@@ -36,9 +36,12 @@ from imgkit_builder.archive.tar_read import (
 )
 from imgkit_entrypoints.errors import CheckFailed
 
-_MOST_HOPS = 255  # links on one path; Linux follows 40
-_MOST_NAME_BYTES = 255  # of a name on Linux
-_MOST_PATH_BYTES = 4095  # of a path on Linux, without the final zero
+# How many links may be on one path. Linux follows 40.
+_MOST_HOPS = 255
+# Linux allows no longer name.
+_MOST_NAME_BYTES = 255
+# Linux allows no longer path, the final zero aside.
+_MOST_PATH_BYTES = 4095
 _LEAVES = (REGULAR, SYMLINK, CHARACTER, BLOCK, FIFO)
 _LAYER_SHIFT = 40
 """A member has one number: its layer above these bits, and its position in the layer below.
@@ -70,6 +73,7 @@ def scan_layers(
     hashing: dict[Region, Future[str]] = {}
     unpacking: dict[Region, Future[tuple[StoredLayer, str]]] = {}
     layers: list[StoredLayer] = []
+    # Without `with`: at an error, nobody waits for layers that have not begun.
     pool = ThreadPoolExecutor(threads)
     try:
         for layer in image.layers:
@@ -255,6 +259,7 @@ class LayerTree:
         """Return what shows. This takes the tree apart, so that its memory is free."""
         folders: list[tuple[str, FolderEntry | None]] = []
         names: tuple[dict[int, tuple[str, ...]], ...] = tuple({} for _ in range(self._layer + 1))
+        # A list in place of recursion: an image may have folders of any depth.
         stack: list[tuple[str, _Folder]] = [("", self._root)]
         while stack:
             path, folder = stack.pop()
@@ -348,8 +353,10 @@ class LayerTree:
 
         `links` receives each link on the way.
         """
+        # The path with links followed so far, and the names of it that do not exist.
         folders: list[tuple[str, _Folder]] = [("", self._root)]
         missing: list[str] = []
+        # The next name is the last one: the target of a link goes behind the rest.
         waiting, hops = parts[::-1], 0
         while waiting:
             part = waiting.pop()

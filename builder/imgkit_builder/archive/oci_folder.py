@@ -50,6 +50,7 @@ def write_layout(
     config = image.selected.config
     blobs = folder / "blobs/sha256"
     blobs.mkdir(parents=True)
+    # One for all layers: an attacker could spread a bomb over many.
     allowance = Allowance(image.stored_bytes, image.where, unpack_limit_bytes)
     layers: list[dict[str, object]] = []
     layer_bytes = 0

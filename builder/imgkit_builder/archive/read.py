@@ -33,12 +33,15 @@ _BLOBS = "blobs/sha256/"
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 MAX_MEMBERS = 20_000
 """Files of an image archive; images have hundreds."""
-_MAX_LINKS = 8  # from link to link; a tool writes one
-_MAX_INDEX_DEPTH = 4  # indexes within each other; tools write two
+# How many links may follow each other. Tools write one.
+_MAX_LINKS = 8
+# How many indexes may lie within each other. Tools write two.
+_MAX_INDEX_DEPTH = 4
 COPY_AGAIN_HINT = "copy the archive again and compare its .sha256 (imgkit verify), or save it again"
 _SAVE_HINT = "write one with: imgkit save RECIPE|IMAGE, or: docker save -o FILE.tar REPOSITORY:TAG"
 
-_MAGIC_BYTES = 4  # zstd's; gzip has two
+# The mark of zstd has 4 bytes, that of gzip 2.
+_MAGIC_BYTES = 4
 _SMALL_BYTES = 1024
 """A file of this size is kept whatever it begins with, so that a message can say that it is not JSON."""
 _MAX_DOCUMENTS_BYTES = 32 << 20
@@ -191,6 +194,7 @@ class _Selector(Generic[File]):
         document = self._read_json(name)
         for _ in range(_MAX_INDEX_DEPTH + 1):
             entry = self._select_entry(name, document)
+            # The innermost index that names a tag counts.
             tags = _to_texts([_tag(entry)]) or tags
             name = self._blob_name(entry, "index.json")
             document = self._read_json(name, "index.json")
@@ -224,6 +228,7 @@ class _Selector(Generic[File]):
         self, config: str, layers: Sequence[str], tags: tuple[str, ...], *, named_by: str
     ) -> SelectedImage[File]:
         raw = self._read_document(config, named_by)
+        # All names are looked up before the configuration is parsed: a missing file explains more.
         layer_files = tuple((layer, self._require_file(layer, named_by)) for layer in layers)
         with self._explain_errors(config):
             parsed = parse_config(raw, where=self._where)
@@ -424,6 +429,7 @@ def _hash_members(chunks: Iterator[bytes], allowance: Allowance, where: str) -> 
     def store(member: Member) -> HashedFile:
         nonlocal json_bytes
         pieces = stream.body()
+        # The first piece may be shorter than a mark.
         start = b""
         while len(start) < min(_MAGIC_BYTES, member.size_bytes):
             start += next(pieces)

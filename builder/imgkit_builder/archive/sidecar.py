@@ -84,6 +84,7 @@ def replace_around(sidecar: Sidecar, archive: Path) -> Iterator[None]:
     ------
     OSError : one cannot be written. Then `describe_incomplete` says what is there, or nothing has changed.
     """
+    # First: without it, the rest counts as an unfinished save.
     files.remove(sha256_path(archive))
     files.put(json_path(archive), to_json(sidecar))
     yield
@@ -133,6 +134,7 @@ def from_json(text: str, *, where: str) -> Sidecar:
                 "a later version of imgkit wrote this sidecar", where=where, hint="use that version"
             )
         json_text.unseal(data)
+        # A key of a later version would be lost when the file is written again.
         if data.keys() != {"schema", "image", "archive", "system", "manifest"}:
             raise ValueError(f"its keys are {sorted(data)}")
         image: SavedImage = json_text.read(SavedImage, data["image"], "image", closed=True)

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 _Chunk = TypeVar("_Chunk", bytes, memoryview, "bytes | memoryview")
 _HEADER_BYTES = 64 << 10
 """Read at once where only headers count, and the rest is passed over."""
-_MAGIC_BYTES = 8  # enough to tell how a layer is compressed
+# Enough to tell how a layer is compressed.
+_MAGIC_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +85,7 @@ class StoredLayer:
             with contextlib.closing(self.plain()) as plain:
                 yield TarStream(plain, name=self.name)
             return
+        # Where bodies are passed over, a large chunk would read them anyway.
         most = compressed.CHUNK_BYTES if bodies else _HEADER_BYTES
         with contextlib.closing(self.region.chunks(most)) as chunks:
             yield TarStream(chunks, name=self.name, jump=chunks.skip)

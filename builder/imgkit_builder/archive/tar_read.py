@@ -22,7 +22,8 @@ from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import CheckFailed
 
 _PAX, _PAX_GLOBAL, _GNU_NAME, _GNU_LINK = b"x", b"g", b"L", b"K"
-_READ_BYTES = 16 << 10  # where only headers count: bodies are passed over, and many are larger
+# What is read at once where only headers count. Most bodies are larger, and are passed over.
+_READ_BYTES = 16 << 10
 _HOLE = memoryview(bytes(64 << 10))
 """The zeros of a hole; a larger one is handed out in pieces of this size."""
 
@@ -45,7 +46,8 @@ _BODILESS_KINDS = (HARD_LINK, SYMLINK, CHARACTER, BLOCK, DIRECTORY, FIFO)
 _OCTAL = re.compile(rb"[0-7]{1,22}")
 _SIZE = re.compile(rb"[0-9]{1,19}")
 _TIME = re.compile(rb"(-?[0-9]{1,19})(\.[0-9]*)?")
-_MOST = (1 << 63) - 1  # what a file can have
+# No file and no time can be larger.
+_MOST = (1 << 63) - 1
 _MAX_NAME_BYTES = 4096
 """Linux takes no longer path."""
 
@@ -139,6 +141,7 @@ class TarStream:
         pax: Mapping[str, bytes] = {}
         gnu: dict[bytes, bytes] = {}
         extended: list[bytes] = []
+        # An archive made to fill the memory has endless extended headers.
         budget = self._limits.header_bytes
         while True:
             header = self._exactly(BLOCK_BYTES)
@@ -236,6 +239,7 @@ class TarStream:
     def _skip(self) -> None:
         """Pass over what is left of the current member's body, and over the padding behind it."""
         count = self._unread + self._padding
+        # What has been read already is skipped in memory.
         beyond = count - len(self._pending)
         if self._jump is not None and beyond > 0:
             self.position += count
@@ -259,6 +263,7 @@ class TarStream:
 
     def _exactly(self, count: int) -> bytes:
         """Return the next `count` bytes."""
+        # Most headers lie within one chunk: then nothing is joined.
         piece = self._some(count) if count else memoryview(b"")
         if len(piece) == count:
             return bytes(piece)
@@ -400,6 +405,7 @@ def _parse_member(
     size = 0  # some writers state a size for links, which have no body
     if kind not in _BODILESS_KINDS:
         size = _parse_decimal(pax["size"]) if "size" in pax else _parse_count(header[124:136])
+    # In this order: GNU tar writes a made-up path for a sparse file, and the real name apart.
     name = pax.get("GNU.sparse.name") or pax.get("path") or gnu.get(_GNU_NAME) or _ustar_name(header)
     link = pax.get("linkpath") or gnu.get(_GNU_LINK) or _text_field(header[157:257])
     is_device = kind in (CHARACTER, BLOCK)
@@ -470,6 +476,7 @@ def _parse_pax(data: bytes) -> dict[str, bytes]:
     records: dict[str, bytes] = {}
     start = 0
     while start < len(data):
+        # A record of 1 MiB has a length of 7 digits.
         digits, _, _ = data[start : start + 10].partition(b" ")
         end = start + int(digits) if _SIZE.fullmatch(digits) else 0
         if not start + len(digits) < end <= len(data):

@@ -40,6 +40,7 @@ def header(
     `CAPABILITY` is written.
     """
     name, target = path.encode("utf-8", "surrogateescape"), link.encode("utf-8", "surrogateescape")
+    # GNU's headers for long names and links come before the one that they are about.
     extended = b""
     if xattrs and CAPABILITY in xattrs:
         extended = pax_header({f"{XATTR}{CAPABILITY}": xattrs[CAPABILITY]})

@@ -76,6 +76,7 @@ def save_archive(
     check_target(target, compress=compress, expected_bytes=expected_bytes)
     remove_leftovers(target)
     digest, size_bytes = hashlib.sha256(), 0
+    # Progress counts plain bytes, whose total is known; what is written is smaller.
     reported = _report_progress(chunks, target=target, expected_bytes=expected_bytes, report=report)
     try:
         with contextlib.ExitStack() as sidecars, files.writing(target) as stream:
@@ -88,6 +89,7 @@ def save_archive(
             )
             if describe:
                 files.sync(stream)  # before the old checksum goes: what can fail has happened then
+                # Around the renaming of the archive, which the other block does at its end.
                 sidecars.enter_context(sidecar.replace_around(describe(saved), target))
     except OSError as error:  # errors of the stream itself are not OSErrors: the engine's are typed
         if error.errno in files.FULL:

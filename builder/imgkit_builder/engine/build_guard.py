@@ -20,8 +20,10 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-GRACE_S = 10.0  # podman removes a step's container in one or two
+# From linux/prctl.h.
+PR_SET_CHILD_SUBREAPER = 36
+# Podman needs a second or two to remove a step's container.
+GRACE_S = 10.0
 POLL_S = 0.1
 CHUNK_BYTES = 1 << 16
 

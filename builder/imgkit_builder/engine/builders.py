@@ -95,7 +95,8 @@ _REFUSAL = re.compile(
     r"page not found|\bbuilder\b.*(?:not (?:available|implemented|supported)|no longer|unsupported|removed)",
     re.IGNORECASE,
 )
-_REFUSAL_STATUS = (405, 410, 501)  # method not allowed, gone, not implemented
+# The statuses for: method not allowed, gone, not implemented.
+_REFUSAL_STATUS = (405, 410, 501)
 
 
 def choose_fallback(choice: Choice, error: ImgkitError) -> Choice | None:

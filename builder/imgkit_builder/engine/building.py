@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from imgkit_builder.recipe import Recipe
     from imgkit_builder.recipe.targets import Target
 
-CHUNK_BYTES = 1 << 20  # what a request to the engine's API sends at once
+# How much a request to the engine's API sends at once.
+CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

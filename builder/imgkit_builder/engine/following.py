@@ -23,11 +23,14 @@ from imgkit_entrypoints.terminal import unstyled
 DOCKERFILE = "Dockerfile.imgkit"
 """Name of the Dockerfile with the labels; the context keeps its own next to it."""
 
-_STEP = re.compile(r"^(?:Step|STEP) (\d+)/(\d+) ?: (.*)$")  # "Step 2/9 : RUN make", "STEP 2/9: RUN make"
+# "Step 2/9 : RUN make", "STEP 2/9: RUN make"
+_STEP = re.compile(r"^(?:Step|STEP) (\d+)/(\d+) ?: (.*)$")
 _RUNNING = re.compile(r"^ ---> Running in ([0-9a-f]+)$")
 _PARSE_ERROR = re.compile(r"(?:dockerfile parse error line|parse error on line) (\d+)", re.IGNORECASE)
-_REPEATED_INSTRUCTION = re.compile(r'^building at STEP ".*": ', re.DOTALL)  # podman's
-_STEP_WIDTH = 72  # characters of an instruction in a message
+# Podman repeats the instruction before the message.
+_REPEATED_INSTRUCTION = re.compile(r'^building at STEP ".*": ', re.DOTALL)
+# How many characters of an instruction a message shows.
+_STEP_WIDTH = 72
 
 
 class BuildFollower:
@@ -157,8 +160,10 @@ class BuildFollower:
         return find_origin(self._dockerfile, line) or f"Dockerfile:{line}"
 
 
-_VERTEX = re.compile(r"^#(\d+) \[ *(\d+)/(\d+)\] (.*)$")  # "#5 [2/4] RUN make"
-_OUTPUT = re.compile(r"^#\d+ \d+\.\d+ ?(.*)$")  # "#5 0.213 cc -o a a.c"
+# "#5 [2/4] RUN make"
+_VERTEX = re.compile(r"^#(\d+) \[ *(\d+)/(\d+)\] (.*)$")
+# "#5 0.213 cc -o a a.c"
+_OUTPUT = re.compile(r"^#\d+ \d+\.\d+ ?(.*)$")
 _SOLVE_ERROR = re.compile(r"^ERROR: (?:failed to solve: |failed to build: )*(.*)$")
 _SOURCE_LINE = re.compile(rf"^{re.escape(DOCKERFILE)}:(\d+)$")
 _LAYER_INSTRUCTIONS = ("FROM", "RUN", "COPY", "ADD", "WORKDIR")

@@ -27,7 +27,8 @@ from imgkit_builder.oci.config import ImageConfig, parse_config
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 from imgkit_entrypoints.terminal import unstyled
 
-_TAIL_BYTES = 4096  # more than an error message that the engine appends to a tar
+# An error message that the engine appends to a tar is shorter.
+_TAIL_BYTES = 4096
 _TAR_END = bytes(1024)
 _MAX_FILE_BYTES = 4 << 20
 _PUSHED = re.compile(

@@ -152,7 +152,8 @@ def _make_info(engine: Engine, data: dict[str, Any], name: str) -> ImageInfo:
     )
 
 
-_PREFIXES = ("docker.io/library/", "docker.io/", "localhost/")  # the longest first
+# The longest comes first.
+_PREFIXES = ("docker.io/library/", "docker.io/", "localhost/")
 
 
 def short_name(name: str) -> str:
@@ -280,7 +281,8 @@ _OTHER_STORES = (f"/var/lib/containerd/{_CONTENT}", f"/var/lib/desktop-container
 """The stores of a containerd that the engine did not start: the system's, and Docker Desktop's."""
 _CONTENT_INSIDE = "/imgkit-content"
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
-_MAX_INDEX_DEPTH = 4  # indexes within each other; tools write two
+# How many indexes may lie within each other. Tools write two.
+_MAX_INDEX_DEPTH = 4
 
 
 def _image_id(engine: Engine, ref: str, platform: str) -> str:

@@ -137,6 +137,7 @@ def pack_context(
         env={name: value for name, value in env if split_inherited(name, value) is None},
     )
     dockerfile = render.render_dockerfile(recipe, base=base.name, platform=platform, base_user=base.user)
+    # The rest of the context is the user's code.
     own_files = [
         members.memory_file(f"imgkit/{wheel.wheel_name()}", wheel_data),
         members.memory_file("imgkit/system.json", system.to_json(recipe.system).encode()),
@@ -172,6 +173,7 @@ def seal_context(
         contents += part
     # By bytes: the order of text depends on how a name outside UTF-8 was decoded.
     contents.sort(key=lambda member: os.fsencode(member.name))
+    # Two digests in one pass: the code may have gigabytes.
     digest, files_digest, size_bytes = hashlib.sha256(), hashlib.sha256(), 0
     total_bytes = sum(member.size_bytes for member in contents)
 
@@ -302,6 +304,7 @@ def whole_project_notes(recipe: Recipe) -> Iterator[str]:
 
 def pack_early_code(recipe: Recipe) -> PackedCode:
     """Return what the steps before pip copy. The build that makes a lock needs it too."""
+    # Where a `run` step before pip may need them.
     early_members = set()
     for number, copy in enumerate(recipe.image.copy):
         if copy.after != "pip":
@@ -324,6 +327,7 @@ def _refuse_large(packed: PackedCode) -> None:
     for (_, name), size_bytes in sizes.most_common(_LARGEST_SHOWN):
         if size_bytes > total_bytes * _WORTH_SHOWING:
             largest.append(f"{name} {size_text(size_bytes)}")
+    # The line to change is the one of the largest part.
     (where, _), _ = sizes.most_common(1)[0]
     raise LargeContext(
         f"the code for the image is {size_text(total_bytes)}: {', '.join(largest)}",

@@ -217,6 +217,7 @@ def render_packages(recipe: Recipe) -> str:
     """Return the content of `PACKAGES`: a line for each package of the lock, as `SCRIPT` reads it."""
     lock = recipe.lock
     assert lock is not None  # noqa: S101 - for the type checker: only a locked recipe has such a step
+    # Without a version or an architecture: "git=1:2.39" is git.
     requested = {re.split(r"[=/:]", package)[0] for package in recipe.image.apt}
     lines = []
     for deb in lock.apt:
@@ -326,6 +327,7 @@ def secret_prefix(recipe: Recipe, names: Sequence[str], command: str) -> str:
 def secret_argv(recipe: Recipe, names: Sequence[str]) -> tuple[str, ...]:
     """Return the argv before a command that uses secrets: ``sh /run/... token=HF_TOKEN netrc --``."""
     variables = {secret.id: secret.env for secret in recipe.image.secrets}
+    # With a variable, the step sees the value there, too.
     args = []
     for name in names:
         variable = variables.get(name)

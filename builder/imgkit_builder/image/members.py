@@ -115,6 +115,7 @@ def _list_members(
 
 def _regular_file(path: Path, name: str, status: os.stat_result, where: str) -> TarMember:
     if not stat.S_ISREG(status.st_mode):
+        # Whoever reads it would wait, or read a disk.
         kinds = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
         kind = kinds.get(stat.S_IFMT(status.st_mode), "a device")
         problem = f"{path} is {kind}, and only files, folders and links go into an image"
@@ -176,6 +177,7 @@ def unpack_members(stream: BinaryIO, folder: Path) -> dict[str, str]:
 
     Return its links, which are left out, by name.
     """
+    # A link could lead out of the folder, and the caller makes those that it needs.
     links: dict[str, str] = {}
     with tarfile.open(fileobj=stream, mode="r|") as archive:  # noqa: TID251 - imgkit has made this tar
         for member in archive:

@@ -184,6 +184,7 @@ def _list_definition_steps(layers: Layers) -> Iterator[Step]:
     """Yield the steps of an image in a definition."""
     if layers.args:
         yield Step(origin=layers.args.origin, command=_export(layers.args.entries))
+    # `%files` keeps the modes of the files on this machine.
     copied = [INSIDE]
     if layers.ca:
         copied += [file.path for file in layers.ca.files]
@@ -533,6 +534,7 @@ def _block(recipe: Recipe, key: str, entries: Mapping[str, str], default_origin:
 
 def _origins(recipe: Recipe, key: str, items: Iterable[str | int]) -> str:
     """Return the lines of items of ``image.KEY``, shortened: ``mn5.yaml:12-14, mn5-llm.yaml:3``."""
+    # File, first and last line.
     spans: list[tuple[str, int, int]] = []
     for item in items:
         file, _, number = recipe.where("image", key, item).rpartition(":")

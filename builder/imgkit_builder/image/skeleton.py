@@ -64,7 +64,8 @@ _COMPILING_KEYWORDS = frozenset(
     {"ext_modules", "cmdclass", "cffi_modules", "rust_extensions", "data_files", "distclass"}
 )
 _SETUP_CFG_VERSION = re.compile(r"^version\s*=\s*attr:\s*([\w.]+)", re.MULTILINE)
-_MOST_BYTES = 1 << 20  # of a project's own files; a stranger's could fill the memory
+# A limit for the project's own files: a stranger's could fill the memory.
+_MOST_BYTES = 1 << 20
 _STUB = b"""\
 raise ImportError(
     "imgkit: this image has the project without its code, "
@@ -95,6 +96,7 @@ def unfit_reason(project: Path) -> str:
             return f"its {PYPROJECT} has tool.{key}"
     if backend == "pdm.backend" and (project / "pdm_build.py").exists():
         return "its pdm_build.py is a program"
+    # It runs for every backend of setuptools, and may read any file.
     setup_py = _read_text(project / "setup.py")
     if setup_py and not _is_declarative(setup_py):
         return "its setup.py is a program"
@@ -142,6 +144,7 @@ class _Project:
         """Return the project in `folder`, whose files and folders have `names`."""
         content = _read_toml(folder)
         setup_cfg = _read_text(folder / "setup.cfg")
+        # Any text in these files may name a file or a package that the backend looks for.
         texts = [*_list_stated_texts(content), *re.split(r"[\s,=]+", setup_cfg)]
         texts += _list_texts_in_python(_read_text(folder / "setup.py"))
         stated = {posixpath.normpath(text) for text in texts if text}

@@ -43,6 +43,7 @@ def check_image(run: Runner, *, arch: str, manifest: Manifest | None) -> tuple[C
         hint = "the architecture differs, or the image has no Python: imgkit show IMAGE, imgkit doctor"
         return (_make_check("python", problem=f"python3 does not run: {problem}", hint=hint),)
     baked, manifest_check = _check_manifest(report, manifest)
+    # An image of others has no manifest, and its base is unknown.
     provenance = manifest or baked
     probe = provenance.base.probe if provenance else None
     return (

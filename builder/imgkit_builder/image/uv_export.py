@@ -62,6 +62,7 @@ def export_uv_lock(recipe: Recipe) -> bytes:
     argv += [f"--group={group}" for group in uv.groups]
     try:
         requirements = _read_export(argv, uv.project)
+        # Without torch, and without what nothing but torch needs.
         beside_torch = _read_export([*argv, "--prune", "torch"], uv.project)
         pyproject = _read_pyproject(uv.project)
         unsatisfied = next(_find_unsatisfied(pyproject, requirements, uv), None)

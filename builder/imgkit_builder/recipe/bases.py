@@ -33,18 +33,23 @@ NONE = "none"
 REPOSITORY = "nvcr.io/nvidia/pytorch"
 TABLE = FOLDER / "bases.toml"
 
-_NGC_REPOSITORY = re.compile(r"(?:.*/)?nvidia/pytorch")  # also behind a mirror's folder
-_NGC_TAG = re.compile(r"([0-9]{2}\.[0-9]{2})-py3")  # "24.03-py3"
+# A mirror may have folders before the name.
+_NGC_REPOSITORY = re.compile(r"(?:.*/)?nvidia/pytorch")
+# "24.03-py3"
+_NGC_TAG = re.compile(r"([0-9]{2}\.[0-9]{2})-py3")
 _PYTHON_REPOSITORIES = ("python", "library/python")
 """Docker Hub's image of Python, whose tag begins with the version."""
 _NCCL_PLUGIN = re.compile(r"ofi-nccl|libnccl-net")
 """Occurs in the text of a step that installs NCCL's plug-in for libfabric."""
-_ROCM_NAME = re.compile(r"(?:^|[/:._-])rocm")  # "rocm/pytorch:latest"
+# "rocm/pytorch:latest"
+_ROCM_NAME = re.compile(r"(?:^|[/:._-])rocm")
 _ROCM_VARIABLE = re.compile(r"(?:ROCM|HIP)_|PYTORCH_ROCM_ARCH$")
 _BEFORE_TURING = re.compile(r"\b(?:V100S?|TITAN V|P100|P40|P4|K80|M40)\b")
 """GPUs that CUDA 13 does not run on: its release notes dropped Maxwell, Pascal and Volta."""
-_ARM_GPU = re.compile(r"\bG[BH][0-9]{3}|Grace")  # "GH200", "GB200"
-_DRIVER_BRANCH = re.compile(r"[0-9]{1,9}")  # the 550 of "550.54.15"
+# "GH200", "GB200"
+_ARM_GPU = re.compile(r"\bG[BH][0-9]{3}|Grace")
+# Finds the 550 of "550.54.15".
+_DRIVER_BRANCH = re.compile(r"[0-9]{1,9}")
 _AMD_MODEL = re.compile(r"\b(?:AMD|Instinct|Radeon|MI[0-9]{2,3}[AX]?)\b", re.IGNORECASE)
 
 
@@ -167,6 +172,7 @@ def newest_base(system: SystemFacts) -> Base | None:
         return None
     bases = _bases_for_driver(branch)
     if _BEFORE_TURING.search(system.node.gpu_model):
+        # CUDA 13 does not run on them.
         bases = [base for base in bases if base.cuda and int(base.cuda.value.partition(".")[0]) < 13]
     return bases[-1] if bases else None
 
@@ -234,6 +240,7 @@ def _make_lookup(reference: str, system: SystemFacts) -> known_issues.Lookup:
     base = ngc_image(reference)
     if base is not None:
         values = {name: cell.value for name, cell in base.cells() if cell}
+    # The table has one of them: "NCCL_NET_PLUGIN=ofi".
     base_variable, _, base_value = values.get("variables", "").partition("=")
     env = {base_variable: base_value, **system.env}
     values |= {
@@ -261,6 +268,7 @@ def amd_image_evidence(reference: str, env: Iterable[str] = ()) -> str:
     """Return evidence that an image is for AMD GPUs, from its name or that of a variable, or ``""``."""
     if _ROCM_NAME.search(reference):
         return f"{reference} is an image for AMD GPUs (ROCm)"
+    # Sorted: the message must not depend on the order of a set.
     for name in sorted(env):
         if _ROCM_VARIABLE.match(name):
             return f"{reference}, which sets {name}, is an image for AMD GPUs"
@@ -293,6 +301,7 @@ def _check_python(reference: str) -> Iterator[Fault]:
     base, image = ngc_image(reference), _parse_or_none(reference)
     if base is not None and base.python is not None:
         version = base.python.value
+    # Another registry may have an image of this name with any content.
     if image and image.repository in _PYTHON_REPOSITORIES and image.registry in ("", "docker.io"):
         version = image.tag
     # Of a tag such as 3.12-slim, the version is the beginning; `latest` says nothing.
@@ -332,6 +341,7 @@ def _check_nccl_plugin(reference: str, image: Image, system: SystemFacts) -> Ite
     base = ngc_image(reference)
     if base is None or base.aws_ofi_nccl is None or base.aws_ofi_nccl.value != NONE:
         return
+    # All that may bring the plug-in: mounts, commands and copied files.
     texts = list(system.runtime.binds)
     texts += [step.command for step in image.run]
     texts += [str(step.source) for step in image.copy]

@@ -24,6 +24,7 @@ def check(tree: Table, problems: Collector, *, is_complete: bool) -> Document | 
     If `tree` is not complete, a parent could not be read. The parent may state the keys that are missing
     here.
     """
+    # Other rules skip what has a problem already: one mistake gives one message.
     faulty: set[KeyPath] = set()
     for path, node in tree.walk():
         if isinstance(node, Scalar) and node.type == "nothing":
@@ -137,6 +138,7 @@ def _describe_unknown_key(path: KeyPath) -> tuple[str, str]:
     if path[:-1] in ((), ("system",)):
         allowed.append("extends")
     hint = allowed_hint(name, allowed)
+    # A near name at the right level says more than the same name elsewhere.
     if not nearest_name(name, allowed):
         # A key of this name at another level: somebody wrote `pip` beside `image`.
         for keys in key_paths(Document):
@@ -283,6 +285,7 @@ def _check_pip_steps(tree: Table, problems: Collector) -> None:
         packages, options = step.entries.get("packages"), step.entries.get("options")
         if isinstance(packages, Items) and not packages.items:
             problems.error(packages.position, (*path, "packages"), "is empty", "remove the step")
+        # Later items may be values of the options before them.
         first_option = options.items[0] if isinstance(options, Items) and options.items else None
         if isinstance(first_option, Scalar) and re.match("[^-]", first_option.text):
             message = f"{first_option.text!r} is not an option"

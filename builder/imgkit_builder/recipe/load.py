@@ -141,6 +141,7 @@ def load_system(name: str) -> KnownSystem:
     if tree is None:
         raise RecipeErrors(problems.errors)
     # The rules are those of a recipe, which needs an image: any will do.
+    # Its rules are checked by pydantic, and nobody builds it.
     base = Scalar(position=tree.position, text="scratch:none")
     recipe = _set_node(_empty_table(tree.position), ("system",), tree)
     recipe = _set_node(recipe, ("image", "base"), base)
@@ -214,6 +215,7 @@ def _hash_content(name: str, document: Document, image: Image, problems: Collect
     content = {"name": name, **dataclasses.asdict(document)}
     # A build on it names it as --base does; the others are the same with any.
     del content["image"]["current_base"]
+    # Sorted, so that the order of keys in a file makes no difference.
     digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode())
     contents = list(image.ca)
     contents += [step.requirements for step in image.pip if step.requirements is not None]
@@ -284,9 +286,11 @@ def read_with_parents(
     tree = read_yaml(file, problems)
     if tree is None:
         return None, False
+    # A known system stands for a recipe with the newest base.
     if not {"image", "system"} & set(tree.entries) and file in system_files.find_systems().values():
         return _make_recipe_of_system(file, problems), True
     _refuse_system_file(tree, problems)
+    # The system first: the parent's must know whether it is replaced.
     child, names_system, is_complete = _merge_named_system(tree.without("extends"), file, problems)
     if "extends" not in tree.entries:
         return child, is_complete
@@ -366,7 +370,8 @@ def _merge_named_system(tree: Table, file: Path, problems: Collector) -> tuple[T
     return _set_node(tree, ("system",), system), True, True
 
 
-_MOST_PARENTS = 50  # far below Python's limit of recursion
+# Far below Python's limit of recursion.
+_MOST_PARENTS = 50
 _NAME_HINTS = {
     "recipe": "the parent can extend a further recipe",
     "system": "write system: NAME, or keys below it; imgkit list --systems shows the names",

@@ -45,7 +45,8 @@ SUFFIX = ".lock"
 KEPT_SUFFIX = ".files"
 """Follows the name of a lock: the folder of the packages that ``imgkit lock --keep-files`` stores."""
 _HEADER = "# Made by imgkit lock, which also changes it. Keep it beside its recipe, under version control.\n"
-_MOST_BYTES = 16 << 20  # one package takes some hundred bytes
+# One package takes some hundred bytes: no lock is larger.
+_MOST_BYTES = 16 << 20
 
 
 def lock_path(recipe: Recipe) -> Path:
@@ -109,7 +110,9 @@ def read_lock(file: Path) -> Lock:
 
 def parse_lock(content: str, file: Path) -> Lock:
     """Return the lock that `content` of `file` states. Raises as `read_lock` does."""
+    # A link beside a stranger's recipe may lead to any file of this machine.
     problems = Collector(shows=(file.parent.resolve(),))
+    # An editor of Windows may have changed the line ends.
     values = parse_toml_file(content.replace("\r\n", "\n"), file, problems, LOCK_HINT)
     lock, faults = _validate(values)
     for path, message, hint in faults:
@@ -211,6 +214,7 @@ def attach_lock(recipe: Recipe, *, platform: str, base: str | None = None, requi
                 hint=f"copy that folder to this machine too, or: {lock_command(recipe)} --keep-files",
             )
     sources = {**recipe.sources, file: hashlib.sha256(files.read_bytes(file)).hexdigest()}
+    # The image gets the part for its platform alone.
     lock_text = render_lock(dataclasses.replace(lock, platforms=(part,)))
     return dataclasses.replace(recipe, lock=part, lock_text=lock_text, kept=kept_files, sources=sources)
 
@@ -342,6 +346,7 @@ def first_difference(new: LockRequest, locked: LockRequest) -> _Difference | Non
     if new.uv != locked.uv:
         message = "uv.lock, or the chosen extras and groups, have changed"
         return ("image", "uv"), message if new.uv else "there is no uv project"
+    # The shorter list ends the comparison; the number of steps comes last.
     for number, (step, locked_step) in enumerate(zip(new.pip, locked.pip, strict=False)):
         for field, (key, noun) in _STEP_FIELDS.items():
             change = _list_difference(getattr(step, field), getattr(locked_step, field))

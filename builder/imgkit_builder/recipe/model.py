@@ -345,7 +345,8 @@ def _check_epoch(seconds: int) -> Iterator[rules.Fault]:
 
 # Names and URLs of a lock are answers of a base, and end in lists for a script and for pip: without blanks,
 # quotes and control characters.
-_FILE_NAME = r"[A-Za-z0-9][A-Za-z0-9.+~%:_!-]*"  # "git_1%3a2.43.0_amd64"
+# "git_1%3a2.43.0_amd64"
+_FILE_NAME = r"[A-Za-z0-9][A-Za-z0-9.+~%:_!-]*"
 _URL = r"https?://[A-Za-z0-9._~:/?\[\]!&+,=%-]+"
 _URL_DESCRIPTION = "a URL of http or https, without credentials and special characters"
 Version = Annotated[Line, _lock_rule(r"[A-Za-z0-9][A-Za-z0-9.+~:_!-]*", "a version")]

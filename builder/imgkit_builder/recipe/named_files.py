@@ -46,6 +46,7 @@ def check(tree: Table, problems: Collector, faulty: Collection[KeyPath]) -> None
     for path, node in tree.select("image", "pip", ANY, "options", ANY):
         if isinstance(node, Scalar) and node.text == NO_DEPS:
             steps_without_dependencies.add(path[:-2])
+    # A file outside of the folder is never opened: its content could end in a message.
     for pattern, check_content in _CONTENT_CHECKS.items():
         for path, node in tree.select(*pattern):
             if not isinstance(node, Scalar) or node.type != "text" or path in faulty:
@@ -161,6 +162,7 @@ def _check_certificate(file: Path, named: NamedFile) -> None:
     except OSError as error:
         named.error(f"{file.name} cannot be read: {error.strerror}")
         return
+    # A .pem often holds both, and the image must not have the key.
     if b"PRIVATE KEY-----" in data:
         hint = f"keep only the certificate: openssl x509 -in {file.name} -out certificate.crt"
         named.error(f"{file.name} holds a private key, which would be in the image", hint)

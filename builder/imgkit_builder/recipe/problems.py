@@ -58,6 +58,7 @@ class Problem:
         text = ": ".join(parts)
         if self.hint:
             text += f"; {self.hint}"
+        # A recipe can hold control characters and texts of any length.
         text = shortened(terminal.shown(text))
         if not self.source.strip():
             return text
@@ -119,6 +120,7 @@ class Collector:
             return False
 
     def _add(self, problems: list[Problem], summary: str, problem: Problem) -> None:
+        # One problem in place of all: not even their number says anything about the file.
         if self.shows is not None and not self.may_show(problem.position.file):
             start = Position(file=problem.position.file, line=1, column=1)
             message = f"{summary}; nothing of a file outside {shorten_path(self.shows[0])} is shown"

@@ -11,14 +11,16 @@ from imgkit_entrypoints import files
 
 PYPROJECT = "pyproject.toml"
 UV_LOCK = "uv.lock"
-_MOST_BYTES = 1 << 20  # of a pyproject.toml; a stranger's could fill the memory
+# A limit for pyproject.toml: a stranger's could fill the memory.
+_MOST_BYTES = 1 << 20
 
 # A pip step must never replace these distributions of the base; their names are the same in every release.
 PROTECTED = r"torch|torchvision|torchaudio|triton|pytorch[-_.]triton|nvidia[-_.]nccl[-_.]cu[0-9]+"
 
 # "-r other.txt", "--constraint=c.txt", "./package", "/package", "file:///package"
 _OTHER_FILE = re.compile(r"-[rce]\b|--(?:requirement|constraint|editable)\b|\.{0,2}/|file:")
-_RELEASED_VERSION = re.compile(r"[0-9]+(?:\.[0-9]+)*")  # no pre-release, no local version
+# Neither a pre-release nor a local version.
+_RELEASED_VERSION = re.compile(r"[0-9]+(?:\.[0-9]+)*")
 
 
 def released_pin(line: str) -> str:
@@ -55,6 +57,7 @@ def read_requirements(file: Path) -> tuple[str, ...]:
     ------
     OSError : it cannot be read.
     """
+    # A line that ends in a backslash continues.
     text = re.sub(r"\\\r?\n", "", files.read_text(file, errors="replace"))
     lines = []
     for line in text.splitlines():

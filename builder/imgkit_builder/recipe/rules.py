@@ -158,6 +158,7 @@ def image_env_name(text: str) -> Iterator[Fault]:
 
 def pip_env_name(text: str) -> Iterator[Fault]:
     """Refuse the variable that would override imgkit's own constraints."""
+    # imgkit's own constraints keep the base's torch.
     if text == "PIP_CONSTRAINT":
         yield "would remove the protection of the base's torch", "use image.constraints"
 
@@ -194,6 +195,7 @@ def image_path(text: str) -> Iterator[Fault]:
 def copy_target(text: str) -> Iterator[Fault]:
     """Accept an absolute folder in the image that a user may write to."""
     yield from image_path(text)
+    # A copy there would be hidden by a mount, or would replace imgkit's own files.
     if re.match(r"/+(?:(?:proc|sys|dev|opt/imgkit)(?:/|$)|$)", text):
         yield f"{text} belongs to the system or to imgkit", "the default is /workspace"
 
@@ -233,6 +235,7 @@ def split_inherited(name: str, value: str) -> tuple[str, str] | None:
     ------
     ValueError : it does, but not as one whole element of a list with colons.
     """
+    # Only a whole element: "/x$PATH" would join two folders.
     elements = value.split(":")
     references = (f"${name}", f"${{{name}}}")
     positions = [number for number, element in enumerate(elements) if element in references]

@@ -56,6 +56,7 @@ def _simplify(node: Any) -> Any:
         node["description"] = node["description"].replace("\n", " ")
     if node.get("default", ...) is None:
         del node["default"]
+    # One form is left where the other was null.
     forms = [form for form in node.get("anyOf", ()) if form != {"type": "null"}]
     if len(forms) == 1:
         del node["anyOf"]

@@ -35,7 +35,8 @@ GIT_PATHS = (
 """Paths for ``git status``: what imgkit leaves in a folder is no change of its code."""
 _KEY_BYTES = 1 << 16
 """How much of a file imgkit reads to find a private key; a chain of certificates is shorter."""
-_MOST_BYTES = 1 << 20  # of a list of patterns
+# A limit for a list of patterns.
+_MOST_BYTES = 1 << 20
 _MOST_STARS = 4
 """Stars in one pattern: the time for a name of 240 characters grows from a second to 40 with the next one."""
 MARKERS = ("CACHEDIR.TAG", "pyvenv.cfg")
@@ -126,6 +127,7 @@ def walk_source(
         secret=[] if secret is None else secret,
         exceptions=tuple(exceptions),
     )
+    # Where git lists the files, it has read its own patterns.
     early: _Rules = _read_parent_gitignores(source)
     if listed is not None:
         early = (_GitList(names=_with_folders(listed)),)
@@ -203,6 +205,7 @@ class _Walker:
                 is_output = all(Path(entry.path, name).exists() for name in _RUN_FOLDER_NAMES)
             else:
                 is_output = _is_output(entry.name, names)
+            # What a pattern names was put there by a person.
             if not is_output or _last_decision(rules, prefix + entry.name) is not None:
                 return False
         return bool(entries)

@@ -80,6 +80,7 @@ def find_systems() -> Mapping[str, Path]:
     ------
     UsageError : the site's folder cannot be read, or has a system with the name of one that imgkit ships.
     """
+    # By name, not by file: the suffix sorts differently beside a longer name.
     shipped_files = sorted(SYSTEMS.glob(f"*{SUFFIX}"), key=lambda path: path.stem)
     systems = {path.stem: path for path in shipped_files}
     folder = site_folder()

@@ -100,6 +100,7 @@ def list_projects(steps: Iterable[PipStep]) -> tuple[InstalledProject, ...]:
     for number, step in enumerate(steps):
         if step.project is None:
             continue
+        # The image has the name that pip records, whatever the folder is called.
         name = project_name(step.project / PYPROJECT)
         folder = posixpath.normpath(step.editable) if step.editable else ""
         projects.append(InstalledProject(name=name, folder=folder, step=number))
@@ -119,6 +120,7 @@ def validate_target(target: Target) -> Target:
     position = Position(file=target.file, line=0, column=0)
     for message, hint in rules.recipe_name(target.name):
         collector.error(position, ("name",), message, hint)
+    # Any base will do: the archive has been built from one.
     image: dict[str, Any] = {"base": "scratch:none", "platform": target.platforms}
     if target.workdir:
         image["workdir"] = target.workdir
@@ -184,6 +186,7 @@ def _list_children(content: Any) -> list[tuple[str | int, Any]] | None:
         return list(enumerate(content))
     if not dataclasses.is_dataclass(content):
         return None
+    # The alias is the key in YAML: `platform` for platforms.
     children: list[tuple[str | int, Any]] = []
     for column in dataclasses.fields(content):
         children.append((column.metadata.get("alias", column.name), getattr(content, column.name)))

@@ -121,6 +121,7 @@ def key_paths(model: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...
         yield key_path
         hint = hints[field.name]
         child_path = key_path
+        # A mapping of the user's names, such as `env`.
         if typing.get_origin(hint) is collections.abc.Mapping:
             child_path = (*key_path, ANY)
         for candidate in (hint, *typing.get_args(hint)):

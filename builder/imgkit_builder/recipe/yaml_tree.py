@@ -40,7 +40,8 @@ _TYPES: Mapping[str, ScalarType] = {
 _COLLECTIONS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 _MERGE = "tag:yaml.org,2002:merge"
 
-_SYNTAX_HINTS = (  # a part of PyYAML's message, and what its writer probably has to do
+# A part of PyYAML's message, and what the author of the file probably has to do.
+_SYNTAX_HINTS = (
     ("cannot start any token", "quote text that begins with this character"),
     ("mapping values are not allowed here", 'quote text that contains ": "'),
     ("could not find expected ':'", "write `key: value`"),
@@ -184,6 +185,7 @@ def read_yaml(file: Path, problems: Collector) -> Table | None:
         if root is None:
             problems.error(start, (), "the recipe is empty", "it needs at least `image: {base: NAME:TAG}`")
             return None
+        # Only the composer has run: no tag has made an object.
         tree = _Converter(file, problems).convert(root, ())
     except yaml.MarkedYAMLError as error:
         _report_syntax(error, file, problems)
@@ -233,6 +235,7 @@ def _read_text(file: Path, start: Position, problems: Collector) -> str | None:
 def _report_syntax(error: yaml.MarkedYAMLError, file: Path, problems: Collector) -> None:
     """Report what PyYAML found, at the place that it names."""
     message = " ".join(part for part in (error.context, error.problem) if part)
+    # The place of the problem, or where its construct begins.
     mark = error.problem_mark or error.context_mark
     if "end" in message and "stream" in message:
         # Something is not closed: its beginning says more than the end of the file.

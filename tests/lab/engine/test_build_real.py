@@ -218,7 +218,8 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 with connect() as engine:
     if {purpose!r} == "export":
-        with temporary_container(engine, {standin_notorch!r}, ["true", {marker!r}], purpose="export", platform=HERE):
+        argv = ["true", {marker!r}]
+        with temporary_container(engine, {standin_notorch!r}, argv, purpose="export", platform=HERE):
             die()
     threading.Timer(2, die).start()
     run(engine, {standin_notorch!r}, ["sh", "-c", "sleep 300 # {marker}"], platform=HERE)
