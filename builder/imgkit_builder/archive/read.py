@@ -169,6 +169,7 @@ class _Selector(Generic[File]):
         self._where = where
 
     def select_by_manifest(self) -> SelectedImage[File]:
+        """Return the only image of ``manifest.json``, which ``docker save`` writes."""
         images = self._read_json("manifest.json")
         descriptions = []
         with self._explain_errors("manifest.json"):
@@ -188,6 +189,7 @@ class _Selector(Generic[File]):
         return self._make_image(config, layers, tags, named_by="manifest.json")
 
     def select_by_index(self) -> SelectedImage[File]:
+        """Return the only image of ``index.json``, which may name further indexes."""
         if self._find("index.json") is None:
             raise _no_image("it has neither manifest.json nor index.json", self._where)
         name, tags = "index.json", _to_texts(None)

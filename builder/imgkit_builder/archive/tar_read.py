@@ -99,9 +99,9 @@ class TarStream:
     def __iter__(self) -> Iterator[Member]:
         number = hole_bytes = 0
         while True:
-            self._skip()
+            self._skip_rest()
             try:
-                member = self._next()
+                member = self._read_member()
             except ValueError as error:
                 raise self._damage_error(str(error)) from None
             if member is None:
@@ -119,7 +119,7 @@ class TarStream:
 
     def body(self) -> Iterator[memoryview]:
         """Yield the current member's bytes as they lie in the archive."""
-        return self._take(self._unread)
+        return self._read_pieces(self._unread)
 
     def content(self) -> Iterator[memoryview]:
         """Yield the current file's bytes. Where it is sparse, there are zeros between those of its body."""
@@ -127,7 +127,7 @@ class TarStream:
         if member is None or member.sparse is None:
             yield from self.body()
             return
-        yield from fill_holes(member.sparse, member.content_bytes, self._take)
+        yield from fill_holes(member.sparse, member.content_bytes, self._read_pieces)
 
     # What follows runs once or more per member, of which an image has hundreds of thousands: it calls little.
 
@@ -136,7 +136,7 @@ class TarStream:
         for _ in self._chunks:
             pass
 
-    def _next(self) -> Member | None:
+    def _read_member(self) -> Member | None:
         """Read headers up to the next member's, and return it. None at the end of the archive."""
         pax: Mapping[str, bytes] = {}
         gnu: dict[bytes, bytes] = {}
@@ -144,7 +144,7 @@ class TarStream:
         # An archive made to fill the memory has endless extended headers.
         budget = self._limits.header_bytes
         while True:
-            header = self._exactly(BLOCK_BYTES)
+            header = self._read_exactly(BLOCK_BYTES)
             if header == _ZEROS:
                 return None
             _verify_checksum(header)
@@ -157,7 +157,7 @@ class TarStream:
             budget -= BLOCK_BYTES + size
             if budget < 0:
                 raise ValueError(f"extended headers of more than {self._limits.header_bytes} bytes")
-            blocks = self._exactly(size + -size % BLOCK_BYTES)
+            blocks = self._read_exactly(size + -size % BLOCK_BYTES)
             extended += (header, blocks)
             if kind == _PAX:
                 pax = _parse_pax(blocks[:size])
@@ -227,16 +227,16 @@ class TarStream:
         """Return the block after `blocks` of a sparse file's map."""
         if (len(blocks) + 1) * BLOCK_BYTES > min(most_bytes, self._limits.header_bytes):
             raise ValueError("the map of a sparse file is too long")
-        return self._exactly(BLOCK_BYTES)
+        return self._read_exactly(BLOCK_BYTES)
 
-    def _take(self, count: int) -> Iterator[memoryview]:
+    def _read_pieces(self, count: int) -> Iterator[memoryview]:
         """Yield the next `count` bytes, of which the caller may read less."""
         while count:
-            piece = self._some(count)
+            piece = self._read_some(count)
             count, self._unread = count - len(piece), self._unread - len(piece)
             yield piece
 
-    def _skip(self) -> None:
+    def _skip_rest(self) -> None:
         """Pass over what is left of the current member's body, and over the padding behind it."""
         count = self._unread + self._padding
         # What has been read already is skipped in memory.
@@ -246,11 +246,11 @@ class TarStream:
             self._pending = memoryview(b"")
             self._jump(beyond)
         else:
-            for _ in self._take(count):
+            for _ in self._read_pieces(count):
                 pass
         self._unread = self._padding = 0
 
-    def _some(self, most: int) -> memoryview:
+    def _read_some(self, most: int) -> memoryview:
         """Return the next bytes, between 1 and `most`."""
         while not self._pending:
             chunk = next(self._chunks, None)
@@ -261,15 +261,15 @@ class TarStream:
         self.position += len(piece)
         return piece
 
-    def _exactly(self, count: int) -> bytes:
+    def _read_exactly(self, count: int) -> bytes:
         """Return the next `count` bytes."""
         # Most headers lie within one chunk: then nothing is joined.
-        piece = self._some(count) if count else memoryview(b"")
+        piece = self._read_some(count) if count else memoryview(b"")
         if len(piece) == count:
             return bytes(piece)
         data = bytearray(piece)
         while len(data) < count:
-            data += self._some(count - len(data))
+            data += self._read_some(count - len(data))
         return bytes(data)
 
     def _damage_error(self, problem: str) -> CheckFailed:

@@ -144,7 +144,7 @@ def read_failure(text: str) -> Unresolved:
 
     Raises
     ------
-    ValueError : `text` is none.
+    ValueError : `text` names no step.
     """
     step, _, output = text.partition("\n")
     if step == APT:

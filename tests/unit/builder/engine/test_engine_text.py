@@ -100,8 +100,8 @@ def test_shell_names_a_socket_that_docker_would_not_find(monkeypatch: pytest.Mon
     assert shell_argv("mn5", gpus=False, host=True, endpoint=HERE)[:2] == ["docker", "run"]
     host = "unix:///run/user/1000/podman/podman.sock"
     from_variable = Endpoint(host=host, source="DOCKER_HOST")
-    assert shell_argv("mn5", gpus=False, host=True, place=from_variable)[:2] == ["docker", "run"]
-    assert shell_argv("mn5", gpus=False, host=True, place=Endpoint(host=host))[:3] == [
+    assert shell_argv("mn5", gpus=False, host=True, endpoint=from_variable)[:2] == ["docker", "run"]
+    assert shell_argv("mn5", gpus=False, host=True, endpoint=Endpoint(host=host))[:3] == [
         "docker",
         "--host",
         host,
