@@ -158,7 +158,7 @@ def test_recipe_and_lock_with_hostile_texts(
     part = LockedPlatform(
         platform="linux/amd64", source_date_epoch=1, request=LockRequest(base=EVIL, apt=(EVIL,)), base=base
     )
-    Path("mine.lock").write_text(lock_file.text(Lock(recipe=EVIL, imgkit=EVIL, platforms=(part,))))
+    Path("mine.lock").write_text(lock_file.render_lock(Lock(recipe=EVIL, imgkit=EVIL, platforms=(part,))))
     check("render", "mine.yaml", code=2, shows=False)
     check("lock", "mine.yaml", "--check", code=1, shows=False)
 

@@ -45,7 +45,7 @@ def test_every_check_of_an_image_passes(written: Path, name: str, checks: list[s
 
 
 def test_one_image_is_known_by_one_id(written: Path) -> None:
-    described = sidecar.read(written / "small.tar.gz")
+    described = sidecar.read_sidecar(written / "small.tar.gz")
     assert described is not None
     assert described.manifest is not None
     record = image.read(written / "small.sif").record

@@ -52,7 +52,7 @@ from imgkit_builder.recipe import (
     targets,
 )
 from imgkit_builder.recipe.load import load
-from imgkit_builder.recipe.targets import described_json as recipe_json
+from imgkit_builder.recipe.targets import describe_as_json as recipe_json
 from imgkit_builder.sif import image, runtime_build, sqsh
 from imgkit_builder.sif.baked_facts import BakedFacts, Distribution
 from imgkit_entrypoints import fabric, facts, json_text, known_issues, system
@@ -158,18 +158,18 @@ def _walk_tar(data: bytes, _: Path) -> None:
 
 def _gunzip(data: bytes, _: Path) -> None:
     allowance = compressed.Allowance(len(data), "x", 8 << 20)
-    for piece in compressed.unpacked([data], "gzip", name="x", allowance=allowance):
+    for piece in compressed.unpack_chunks([data], "gzip", name="x", allowance=allowance):
         assert len(piece) <= compressed.CHUNK_BYTES + 512
 
 
 def _lay_out(data: bytes, folder: Path) -> object:
     limit = 8 << 20
-    with stored.opened(_put(folder, data), folder, unpack_limit_bytes=limit) as image:
+    with stored.open_archive(_put(folder, data), folder, unpack_limit_bytes=limit) as image:
         return oci_folder.write_layout(image, folder / "laid", Silent(), unpack_limit_bytes=limit)
 
 
 def _verify_archive(path: Path) -> None:
-    contents = read.digest_archive(path, compress=compressed.kind(path), report=Silent())
+    contents = read.digest_archive(path, compress=compressed.detect_compression(path), report=Silent())
     assert contents.size_bytes == path.stat().st_size
 
 
@@ -212,9 +212,9 @@ def _sifs() -> list[bytes]:
 
 def _read_sif(path: Path) -> None:
     sif = image.read(path)
-    image.squashfs(sif)
+    image.root_superblock(sif)
     for entry in sif.descriptors:
-        image.data(sif, entry)
+        image.read_object(sif, entry)
 
 
 def _sqshs() -> list[bytes]:
@@ -224,9 +224,9 @@ def _sqshs() -> list[bytes]:
 
 
 def _read_sqsh(path: Path) -> None:
-    sqsh.structure(path)
-    sqsh.record(path)
-    sqsh.digests(path)
+    sqsh.check_structure(path)
+    sqsh.read_record(path)
+    sqsh.hash_sqsh(path)
 
 
 # ---- JSON
@@ -289,7 +289,7 @@ def _ignored(data: bytes, folder: Path) -> None:
         (folder / "in" / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / "in" / name).touch()
     patterns = tuple(data.decode("utf-8", "replace").splitlines()[:3])
-    list(sources.walk(folder, patterns, hidden=()))
+    list(sources.walk_source(folder, patterns, hidden=()))
 
 
 # ---- what a machine and a scheduler say
@@ -413,7 +413,7 @@ def _store_answers() -> list[bytes]:
 
 def _far_check(data: bytes, _: Path) -> None:
     far = Connection(remote=FAR, socket_folder=None, unshared_reason="", ask=False)
-    for target in (None, targets.find("mn5")):
+    for target in (None, targets.load_target("mn5")):
         far_check.read(data, far, target)
 
 
@@ -447,7 +447,7 @@ def _extended(data: bytes, folder: Path) -> None:
 
 def _failure(data: bytes, folder: Path) -> None:
     recipe = load(_put(folder, b"image: {base: 'b:1', apt: [x], pip: [{packages: [a]}]}\n", "r.yaml"))
-    error = answers.explain(recipe, answers.read_failure(data.decode(errors="replace")), log="log")
+    error = answers.explain_failure(recipe, answers.read_failure(data.decode(errors="replace")), log="log")
     assert len(str(error)) < 100_000
 
 
@@ -466,7 +466,7 @@ TARGETS = (
         change=mutate.in_tar,
     ),
     Target(name="archive-verify", run=_file(_verify_archive), seeds=_archives, change=mutate.in_tar),
-    Target(name="archive-peek", run=_file(oci_folder.peek), seeds=_archives, change=mutate.in_tar),
+    Target(name="archive-peek", run=_file(oci_folder.read_config), seeds=_archives, change=mutate.in_tar),
     Target(
         name="archive-gzip",
         run=_file(_verify_archive),
@@ -544,13 +544,13 @@ TARGETS = (
     ),
     Target(
         name="inside",
-        run=_text(inside.parse),
+        run=_text(inside.parse_probe),
         seeds=lambda: [f'x\n{inside._MARK}{{"pip_conflicts": [], "files": {{}}}}'.encode()],
         change=mutate.in_text,
     ),
     Target(
         name="python-of-an-image",
-        run=_text(inside.parse_python),
+        run=_text(inside.parse_python_probe),
         seeds=_lines(
             'x\nIMGKIT-PYTHON {"version": "3.11.2", "path": "/p", "machine": "x86_64", "site": "/s", "torch": "2", '
             '"entry_points": "", "built": false}'
@@ -590,7 +590,7 @@ TARGETS = (
     ),
     Target(
         name="lock",
-        run=_file(lock_file.read, "r.lock"),
+        run=_file(lock_file.read_lock, "r.lock"),
         seeds=lambda: [(ROOT / "tests/golden/recipes/locked.lock").read_bytes()],
         change=mutate.in_text,
     ),
@@ -633,7 +633,9 @@ TARGETS = (
     ),
     Target(
         name="project",
-        run=lambda data, folder: requirements.of_project((_put(folder, data, "pyproject.toml")).parent),
+        run=lambda data, folder: requirements.read_dependencies(
+            (_put(folder, data, "pyproject.toml")).parent
+        ),
         seeds=_lines('[project]\ndependencies = ["a>1", "b"]\n'),
         change=mutate.in_text,
         also=(ValueError,),

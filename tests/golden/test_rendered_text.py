@@ -29,13 +29,16 @@ RECIPES: dict[str, str | Path] = {
     "everything": HERE / "recipes" / "everything.yaml",
     "locked": HERE / "recipes" / "locked.yaml",
 }
-RENDERERS: dict[str, Callable[[Recipe], str]] = {"Dockerfile": render.dockerfile, "def": render.definition}
+RENDERERS: dict[str, Callable[[Recipe], str]] = {
+    "Dockerfile": render.render_dockerfile,
+    "def": render.render_definition,
+}
 
 
 def loaded(name: str) -> Recipe:
     """The recipe, with its lock where one lies beside it."""
     recipe = load(RECIPES[name])
-    return lock_file.follow(recipe, platform="linux/amd64") if name == "locked" else recipe
+    return lock_file.attach_lock(recipe, platform="linux/amd64") if name == "locked" else recipe
 
 
 def current(name: str, form: str) -> str:
@@ -64,7 +67,7 @@ def test_dockerfiles_pass_hadolint(tmp_path: Path, find_linter: Callable[[str], 
     files = []
     for name in RECIPES:
         files.append(tmp_path / f"{name}.Dockerfile")
-        files[-1].write_text(render.dockerfile(loaded(name)), encoding="utf-8")
+        files[-1].write_text(render.render_dockerfile(loaded(name)), encoding="utf-8")
     result = subprocess.run(
         [find_linter("hadolint"), "--config", HERE.parents[1] / ".hadolint.yaml", *files],
         capture_output=True,
@@ -77,7 +80,7 @@ def test_shell_text_passes_shellcheck(tmp_path: Path, find_linter: Callable[[str
     scripts = []
     for name in RECIPES:
         recipe = loaded(name)
-        texts = [*run_lines(render.dockerfile(recipe)), post(render.definition(recipe))]
+        texts = [*run_lines(render.render_dockerfile(recipe)), post(render.render_definition(recipe))]
         for number, text in enumerate(texts):
             scripts.append(tmp_path / f"{name}-{number}.sh")
             scripts[-1].write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
@@ -96,7 +99,7 @@ def test_shellcheck_sees_run_steps(tmp_path: Path, bad: str, find_linter: Callab
     (tmp_path / "bad.yaml").write_text(f"image: {{base: 'a:1', run: [{json.dumps(bad + ' $unset')}]}}")
     script = tmp_path / "bad.sh"
     script.write_text(
-        "#!/bin/sh\n" + "\n".join(run_lines(render.dockerfile(load(tmp_path / "bad.yaml")))) + "\n"
+        "#!/bin/sh\n" + "\n".join(run_lines(render.render_dockerfile(load(tmp_path / "bad.yaml")))) + "\n"
     )
     assert subprocess.run([find_linter("shellcheck"), script], capture_output=True).returncode == 1
 

@@ -12,7 +12,7 @@ from typing import Any
 from tars import tar_of_files
 
 from imgkit_builder.archive import stored
-from imgkit_builder.archive.oci_folder import Laid, write_layout
+from imgkit_builder.archive.oci_folder import OciLayout, write_layout
 from imgkit_builder.base.checks import Check
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.examine.verify import verify
@@ -113,10 +113,10 @@ class SampleImage:
         return members | {"index.json": json.dumps(top).encode()}
 
 
-def lay_out(path: Path, folder: Path, *, unpack_limit_bytes: int | None = None) -> Laid:
+def lay_out(path: Path, folder: Path, *, unpack_limit_bytes: int | None = None) -> OciLayout:
     """Write the archive as the OCI folder that a runtime gets."""
     folder.mkdir()
-    with stored.opened(path, folder, unpack_limit_bytes=unpack_limit_bytes) as image:
+    with stored.open_archive(path, folder, unpack_limit_bytes=unpack_limit_bytes) as image:
         return write_layout(image, folder, Silent(), unpack_limit_bytes=unpack_limit_bytes)
 
 

@@ -29,7 +29,7 @@ from tars import tar_entry
 
 from imgkit_builder.archive import oci_folder, sidecar, write
 from imgkit_builder.archive.sidecar import SavedArchive, SavedImage, Sidecar
-from imgkit_builder.archive.write import Saved
+from imgkit_builder.archive.write import SavedFile
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.examine import verify
 from imgkit_builder.oci.config import ImageConfig
@@ -76,13 +76,13 @@ class Save:
             return "absent"
         check = verify.checksum(target, hashlib.sha256(data).hexdigest(), len(data))
         if check.verdict == "ok":
-            listed, record = sidecar.read_sha256(target), sidecar.read(target)
+            listed, record = sidecar.read_sha256(target), sidecar.read_sidecar(target)
             matches = record and listed == record.archive.sha256 == hashlib.sha256(data).hexdigest()
             return kinds[data] if matches else "mismatched"
         return "incomplete" if check.found.startswith("incomplete: ") and check.hint else "mismatched"
 
     def _save(self, target: Path, kind: str) -> None:
-        write.save(self._pieces(_archive(kind)), target=target, describe=_described)
+        write.save_archive(self._pieces(_archive(kind)), target=target, describe=_described)
 
     @staticmethod
     def _pieces(data: bytes) -> Iterator[bytes]:
@@ -95,7 +95,7 @@ class StoredImage:
     """An image archive, whose layers have no file in common, in the place of an engine."""
 
     def __init__(self, path: Path) -> None:
-        config = oci_folder.peek(path)
+        config = oci_folder.read_config(path)
         assert config is not None
         self.path, self.name = path, path.stem
         self.config: ImageConfig = config
@@ -157,7 +157,7 @@ def _archive(kind: str) -> bytes:
     return kind.encode() * 30_000
 
 
-def _described(saved: Saved) -> Sidecar:
+def _described(saved: SavedFile) -> Sidecar:
     image = SavedImage(id="sha256:" + "0" * 64, tag="x:1", platform="linux/amd64", diff_ids=(), labels={})
     archive = SavedArchive(
         name=saved.path.name, size_bytes=saved.size_bytes, sha256=saved.sha256, compress=saved.compress

@@ -24,11 +24,11 @@ class SquashedFile:
 def squashed_files(path: Path) -> dict[str, SquashedFile]:
     """The files by their names; needs root where an image has files that nobody else may read."""
     files: dict[str, SquashedFile] = {}
-    for squashfs in reversed(unsquash.opened(path)):
+    for squashfs in reversed(unsquash.open_squashfs(path)):
         with tempfile.TemporaryDirectory(prefix="imgkit-") as name:
             folder = Path(name, "files")
             squashfs.unpack(folder)
-            for file in squashfs.listed():
+            for file in squashfs.list_files():
                 link, _, target = file.path.partition(" -> ") if file.mode[0] == "l" else (file.path, "", "")
                 content = target if file.mode[0] == "l" else file.size if file.mode[0] in "cb" else ""
                 if file.mode[0] == "-":

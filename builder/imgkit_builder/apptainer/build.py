@@ -126,7 +126,7 @@ def plan(request: SifRequest, pack: Pack, report: Reporter) -> tuple[BuildPlan, 
     tool, compression = _find_tools(request)
     base = definition.find_base(request.recipe, name=request.base, base_from=request.base_from, report=report)
     part = files.temporary_name(request.target.absolute(), "TOKEN")
-    argv = (str(tool.path), *runtime_build.arguments(tool, compression, part, f"../{_DEFINITION}"))
+    argv = (str(tool.path), *runtime_build.build_arguments(tool, compression, part, f"../{_DEFINITION}"))
     return _plan(request, base, pack, report), shlex.join(argv)
 
 
@@ -135,7 +135,7 @@ def _find_tools(request: SifRequest) -> tuple[RuntimeTool, Compression]:
     convert.check_target(request.target.absolute(), force=False)
     options = request.options
     tool = runtime.find_runtime(options.runtime, module_hint=options.module_hint)
-    zstd_error = mksquashfs.zstd_error(mksquashfs.find())
+    zstd_error = mksquashfs.zstd_error(mksquashfs.find_any())
     compression = conversion.choose_compression(tool.capabilities, options.compression, zstd_error=zstd_error)
     return tool, compression
 
@@ -169,8 +169,8 @@ def _place_base(base: Start, job: ConversionJob) -> Start:
         (folder / definition.FILE).symlink_to(base.source)
     elif base.source is not None:
         limit = job.options.unpack_limit_bytes
-        with entries.opened(base.source, job.work.folder, job.clock, unpack_limit_bytes=limit) as image:
-            layout = runtime_build.lay_out(image, job)
+        with entries.open_source(base.source, job.work.folder, job.clock, unpack_limit_bytes=limit) as image:
+            layout = runtime_build.write_oci_folder(image, job)
         next(job.work.folder.glob("*/oci-layout")).parent.rename(folder / definition.FOLDER)
         if isinstance(base.source, Archive):
             return definition.identified(base.source, layout.config, layout.names)
@@ -183,7 +183,7 @@ def _run_definition(text: str, job: ConversionJob, tool: RuntimeTool, *, namespa
     # A failure quotes the log, in which one can then look up the step.
     job.log.write(text)
     job.clock.stage(f"build with {tool}")
-    argv = runtime_build.arguments(tool, job.compression, job.work.part, str(file))
+    argv = runtime_build.build_arguments(tool, job.compression, job.work.part, str(file))
     job.run(*argv, folder=job.work.folder / "build", namespace=namespace)
     if not job.work.part.exists():
         raise ToolFailed(f"{tool} succeeded but wrote no file", hint=f"the full log: {job.log.name}")
@@ -195,7 +195,7 @@ def _finish(
     """Check, describe, test and publish the part file."""
     part, clock, target = job.work.part, job.clock, request.target.absolute()
     clock.stage("check")
-    sif = sif_image.structure(part)
+    sif = sif_image.check_structure(part)
     labels = {name: str(value) for name, value in (check.stated_labels(sif) or {}).items()}
     check.compare_labels(labels, {name: value for name, value in planned.labels.items() if value}, part)
     record = _write_record(request, part, sif, labels, job)
@@ -232,7 +232,7 @@ def _write_record(
     }
     raw = json.dumps(config, indent=1, sort_keys=True).encode()
     group = sif.require_root().group
-    frame.add(part, NewObject(datatype=DataType.JSON, name=_CONFIG_OBJECT, group=group, data=raw))
+    frame.add_object(part, NewObject(datatype=DataType.JSON, name=_CONFIG_OBJECT, group=group, data=raw))
     record = ImgkitRecord(
         image_id=f"sha256:{hashlib.sha256(raw).hexdigest()}",
         diff_ids=diff_ids,
@@ -251,7 +251,7 @@ def _smoke_test(part: Path, arch: str, job: ConversionJob, tool: RuntimeTool) ->
     job.clock.stage("smoke test")
     isolation = runtime.isolation(tool)
     job.clock.note(isolation.description("python3"))
-    results = smoke.check(
+    results = smoke.check_image(
         lambda argv: runtime.attempt(tool, runtime.exec_arguments(part, argv, isolation)),
         arch=arch,
         manifest=None,

@@ -55,7 +55,7 @@ with open(path, "w", encoding="utf-8") as stream:
 
 def look_program() -> str:
     """Return a program that writes what the base has into the manifest of the image."""
-    return inside.argv()[-1] + _FILL.format(
+    return inside.probe_argv()[-1] + _FILL.format(
         manifest=f"{INSIDE}/manifest.json",
         files=" ".join(f"{RUNTIME}/env/{name}" for name in _ENVIRONMENT),
         own=("OLDPWD", "PWD", "SHLVL", "_"),
@@ -85,7 +85,7 @@ def definition(recipe: Recipe, start: Start, labels: Mapping[str, str]) -> str:
     steps = tuple(Step(origin=f"imgkit: {purpose}", command=text) for purpose, text in commands.items())
     # A line of %labels is a name and a value, which has no line ends.
     rows = {key: " ".join(value.split()) for key, value in labels.items()}
-    return render.built_definition(
+    return render.render_build_definition(
         recipe,
         Additions(files=(look, links), steps=steps, labels=rows),
         base=start.image.name,
@@ -181,7 +181,7 @@ def check_space(start: Start, target: Path, temporary: Path) -> None:
 
 
 def _of_archive(path: Path) -> Start:
-    archive, config = Archive(path=path.absolute()), oci_folder.peek(path)
+    archive, config = Archive(path=path.absolute()), oci_folder.read_config(path)
     if config is None:
         # It is compressed, or damaged: reading all of it tells.
         return Start(source=archive, image=BaseImage(name=path.name, platform=host_platform()))

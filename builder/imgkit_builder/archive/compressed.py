@@ -22,28 +22,36 @@ Compress = Literal["none", "gzip", "zstd"]
 
 CHUNK_BYTES = 1 << 20
 _PIECE_BYTES = 128 << 10
+"""What zlib gets at once. It copies what it leaves of its input: small pieces take a tenth less time."""
 _AHEAD_BYTES = 4 << 20
 """What a thread unpacks at once, so that it seldom waits for the others."""
 UNPACKED_FACTOR = 100
 """Most bytes to which one byte unpacks: images reach 5, an archive made to fill a disk reaches 1000."""
 UNPACKED_LEAST_BYTES = 10**9
+"""What any archive may unpack to, so that a small one with many zeros passes."""
+_MAX_WORKERS = 8
+"""More threads than these wait for the one that reads the file."""
 _MAGICS: tuple[tuple[bytes, Compress], ...] = ((b"\x1f\x8b", "gzip"), (b"\x28\xb5\x2f\xfd", "zstd"))
-_MEMBER = b"\x1f\x8b\x08\0\0\0\0\0"
-"""The start of a gzip member without a time."""
-_REFUSED = ((b"BZh", "bzip2"), (b"\xfd7zXZ\0", "xz"))
+_MEMBER_START = b"\x1f\x8b\x08\0\0\0\0\0"
+"""The start of a gzip member without flags and time, as `imgkit save` writes them."""
+_REFUSED_MAGICS = ((b"BZh", "bzip2"), (b"\xfd7zXZ\0", "xz"))
 
 
 @dataclass(slots=True)
 class Allowance:
-    """Bytes to which an archive of `packed_bytes` may unpack; `limit_bytes` replaces the default limit."""
+    """Counts the bytes to which an archive of `packed_bytes` unpacks, and refuses too many.
+
+    The default limit is `UNPACKED_FACTOR` times its size, but at least `UNPACKED_LEAST_BYTES`.
+    """
 
     packed_bytes: int
     name: str
     limit_bytes: int | None = None
+    """Replaces the default limit."""
     unpacked_bytes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def take(self, count: int) -> None:
+    def add_unpacked(self, count: int) -> None:
         """Count unpacked bytes, also those of a compressed layer in a compressed archive.
 
         Raises
@@ -52,8 +60,9 @@ class Allowance:
         """
         with self._lock:
             self.unpacked_bytes += count
-        default = max(UNPACKED_LEAST_BYTES, UNPACKED_FACTOR * self.packed_bytes)
-        limit = default if self.limit_bytes is None else self.limit_bytes
+        limit = self.limit_bytes
+        if limit is None:
+            limit = max(UNPACKED_LEAST_BYTES, UNPACKED_FACTOR * self.packed_bytes)
         if self.unpacked_bytes > limit:
             raise CheckFailed(
                 f"its {self.packed_bytes / 1e6:.1f} MB unpack to more than {limit / 1e9:g} GB: it may "
@@ -63,7 +72,7 @@ class Allowance:
             )
 
 
-def kind(path: Path) -> Compress:
+def detect_compression(path: Path) -> Compress:
     """Return how `path` is compressed, by its first bytes.
 
     Raises
@@ -72,17 +81,17 @@ def kind(path: Path) -> Compress:
     """
     with files.open_regular(path) as stream:
         start = stream.read(8)
-    for magic, program in _REFUSED:
+    for magic, program in _REFUSED_MAGICS:
         if start.startswith(magic):
             raise UsageError(
                 f"the file is compressed with {program}; imgkit reads plain, gzip and zstd files",
                 where=str(path),
                 hint=f"{program} -dk {path}   (then pass the unpacked file)",
             )
-    return kind_of(start)
+    return compression_of(start)
 
 
-def kind_of(start: bytes) -> Compress:
+def compression_of(start: bytes) -> Compress:
     """Return how a stream that begins with `start`, at least 4 bytes, is compressed."""
     for magic, compress in _MAGICS:
         if start.startswith(magic):
@@ -90,7 +99,7 @@ def kind_of(start: bytes) -> Compress:
     return "none"
 
 
-def chunks(path: Path, *, allowance: Allowance | None = None) -> Generator[bytes, None, None]:
+def read_plain(path: Path, *, allowance: Allowance | None = None) -> Generator[bytes, None, None]:
     """Yield the plain bytes of `path`, at most 1 MiB at a time.
 
     Raises
@@ -100,25 +109,30 @@ def chunks(path: Path, *, allowance: Allowance | None = None) -> Generator[bytes
     """
     with files.open_regular(path, buffering=0) as stream:
         raw = iter(lambda: stream.read(CHUNK_BYTES), b"")
-        yield from unpacked(raw, kind(path), name=str(path), allowance=allowance)
+        compress = detect_compression(path)
+        yield from unpack_chunks(raw, compress, name=str(path), allowance=allowance)
 
 
-def unpacked(
-    raw: Iterable[bytes], compress: Compress, *, name: str, allowance: Allowance | None = None
+def unpack_chunks(
+    chunks: Iterable[bytes], compress: Compress, *, name: str, allowance: Allowance | None = None
 ) -> Generator[bytes, None, None]:
-    """Yield the plain bytes of the stream `raw`; `name` is for messages. Raises as `chunks` does."""
+    """Yield the plain bytes of a stream that is compressed with `compress`. Raises as `read_plain` does.
+
+    `name` stands in messages.
+    """
     if compress == "none":
-        yield from raw
+        yield from chunks
         return
-    for chunk in _gunzipped(raw, name) if compress == "gzip" else _unzstd(raw, name):
+    unpack = _gunzip if compress == "gzip" else _unzstd
+    for chunk in unpack(chunks, name):
         if allowance:
-            allowance.take(len(chunk))
+            allowance.add_unpacked(len(chunk))
         if chunk:
             yield chunk
 
 
 class Gunzip:
-    """Unpack a gzip stream piece by piece, in bounded memory.
+    """Unpacks a gzip stream piece by piece, in bounded memory.
 
     Raises
     ------
@@ -127,16 +141,15 @@ class Gunzip:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._inflate = zlib.decompressobj(wbits=31)
+        self._inflate = zlib.decompressobj(wbits=31)  # 31: with the header and trailer of gzip
 
     @property
-    def is_between(self) -> bool:
+    def is_between_members(self) -> bool:
         """Whether what it was fed ends with a member."""
         return self._inflate.eof
 
     def feed(self, data: bytes | memoryview) -> Iterator[bytes]:
         """Yield what `data` unpacks to, at most 1 MiB at a time."""
-        # zlib copies what it leaves of its input: small pieces take a tenth less time.
         for start in range(0, len(data), _PIECE_BYTES):
             piece = bytes(data[start : start + _PIECE_BYTES])
             while piece:
@@ -149,7 +162,7 @@ class Gunzip:
                 try:
                     plain = self._inflate.decompress(piece, CHUNK_BYTES)
                 except zlib.error as error:
-                    raise self._refused(f"is damaged: {error}") from error
+                    raise self._error(f"is damaged: {error}") from error
                 piece = self._inflate.unused_data if self._inflate.eof else self._inflate.unconsumed_tail
                 if plain:
                     yield plain
@@ -159,93 +172,102 @@ class Gunzip:
         try:
             rest = self._inflate.flush()
         except zlib.error as error:
-            raise self._refused(f"is damaged: {error}") from error
+            raise self._error(f"is damaged: {error}") from error
         if not self._inflate.eof:
-            raise self._refused("is cut short")
+            raise self._error("is cut short")
         return rest
 
-    def _refused(self, problem: str) -> CheckFailed:
+    def _error(self, problem: str) -> CheckFailed:
         return CheckFailed(f"the gzip data {problem}", where=self._name, hint="copy the file again")
 
 
-def _gunzipped(raw: Iterable[bytes], name: str) -> Iterator[bytes]:
-    pieces = iter(raw)
-    start = next(pieces, b"")
-    unpack = _unpack_members if start.find(_MEMBER, 1) > 0 else _unpack_ahead
-    return unpack(Gunzip(name), itertools.chain((start,), pieces))
+def _gunzip(chunks: Iterable[bytes], name: str) -> Iterator[bytes]:
+    """Yield the plain bytes of a gzip stream. One of several small members is unpacked by several threads."""
+    rest = iter(chunks)
+    start = next(rest, b"")
+    # In the first chunk: a file of pigz or gzip is one member.
+    has_members = start.find(_MEMBER_START, 1) > 0
+    unpack = _unpack_members if has_members else _unpack_ahead
+    return unpack(Gunzip(name), itertools.chain((start,), rest))
 
 
-def _unpack_ahead(gunzip: Gunzip, raw: Iterator[bytes]) -> Iterator[bytes]:
-    """Unpack in a thread while the caller works on what came before; `raw` is read by the caller's thread.
+def _unpack_ahead(gunzip: Gunzip, chunks: Iterator[bytes]) -> Iterator[bytes]:
+    """Unpack in a thread while the caller works on what came before. The caller's thread reads `chunks`.
 
     zlib lets other threads run, and so do writes and digests. A read may wait for ever, as from a pipe, and
     a thread that waits cannot be interrupted.
     """
     ready: list[bytes] = []
+    # One thread: the parts of a stream can only be unpacked in their order.
     with ThreadPoolExecutor(1) as pool:
-        for piece in raw:
-            plain = gunzip.feed(piece)
+        for chunk in chunks:
+            plain = gunzip.feed(chunk)
             has_more = True
             while has_more:
-                job = pool.submit(_take_some, plain)
+                job = pool.submit(_unpack_batch, plain)
                 yield from ready
                 ready, has_more = job.result()
     yield from ready
     yield gunzip.finish()
 
 
-def _take_some(plain: Iterator[bytes]) -> tuple[list[bytes], bool]:
+def _unpack_batch(plain: Iterator[bytes]) -> tuple[list[bytes], bool]:
     """Return the next 4 MiB, and whether there may be more: each step costs threads a wait for each other."""
-    chunks: list[bytes] = []
+    batch: list[bytes] = []
     budget = _AHEAD_BYTES
     for chunk in plain:
-        chunks.append(chunk)
+        batch.append(chunk)
         budget -= len(chunk)
         if budget <= 0:
-            return chunks, True
-    return chunks, False
+            return batch, True
+    return batch, False
 
 
-def _unpack_members(gunzip: Gunzip, raw: Iterator[bytes]) -> Iterator[bytes]:
+def _unpack_members(gunzip: Gunzip, chunks: Iterator[bytes]) -> Iterator[bytes]:
     """Unpack small members side by side, as `imgkit save` writes them.
 
     Where a member seems to begin, there may be other data that looks so. What was unpacked from there counts
     only if the data before ended there; `gunzip` unpacks all else.
     """
-    workers = min(process.processors(), 8)
+    workers = min(process.processors(), _MAX_WORKERS)
     jobs: deque[tuple[list[bytes], Future[list[bytes | None]]]] = deque()
-    groups = _cut(raw)
-    is_between = True
+    groups = _split_at_members(chunks)
+    is_between_members = True
     with ThreadPoolExecutor(workers) as pool:
         while True:
-            while len(jobs) <= workers and (group := next(groups, None)):
+            # One more than there are threads, so that none waits for the reader.
+            for group in itertools.islice(groups, workers + 1 - len(jobs)):
                 jobs.append((group, pool.submit(_inflate_members, group)))
             if not jobs:
                 break
             group, job = jobs.popleft()
             for piece, plain in zip(group, job.result(), strict=True):
-                if is_between and plain is not None:
+                if is_between_members and plain is not None:
                     yield plain
                 else:
                     yield from gunzip.feed(piece)
-                    is_between = gunzip.is_between
-    if not is_between:
+                    is_between_members = gunzip.is_between_members
+    # Where the last member was complete, there is nothing left to check.
+    if not is_between_members:
         yield gunzip.finish()
 
 
-def _cut(raw: Iterator[bytes]) -> Iterator[list[bytes]]:
+def _split_at_members(chunks: Iterator[bytes]) -> Iterator[list[bytes]]:
     """Cut a gzip stream where members seem to begin, and where none does for long."""
     data = b""
-    for chunk in raw:
+    for chunk in chunks:
         data += chunk
         start, pieces = 0, []
-        while (end := data.find(_MEMBER, start + 1)) > 0:
+        end = data.find(_MEMBER_START, 1)
+        while end > 0:
             pieces.append(data[start:end])
             start = end
+            end = data.find(_MEMBER_START, start + 1)
         data = data[start:]
         if len(data) > CHUNK_BYTES:
-            pieces.append(data[: -len(_MEMBER)])
-            data = data[-len(_MEMBER) :]
+            # The beginning of the next member may be cut.
+            pieces.append(data[: -len(_MEMBER_START)])
+            data = data[-len(_MEMBER_START) :]
         if pieces:
             yield pieces
     if data:
@@ -253,21 +275,23 @@ def _cut(raw: Iterator[bytes]) -> Iterator[list[bytes]]:
 
 
 def _inflate_members(pieces: list[bytes]) -> list[bytes | None]:
-    """Return what each of `pieces` unpacks to if it is one small member of a gzip file; else None."""
+    """Return what each of `pieces` unpacks to. It is None for what is not one small member of a gzip file."""
     budget = _AHEAD_BYTES
     members: list[bytes | None] = []
     for piece in pieces:
         inflate = zlib.decompressobj(wbits=31)
         members.append(None)
+        if budget <= 0:
+            continue
         with contextlib.suppress(zlib.error):
-            plain = inflate.decompress(piece, min(budget, CHUNK_BYTES)) if budget > 0 else b""
+            plain = inflate.decompress(piece, min(budget, CHUNK_BYTES))
             if inflate.eof and not inflate.unused_data:
                 members[-1] = plain
                 budget -= len(plain)
     return members
 
 
-def _unzstd(raw: Iterable[bytes], name: str) -> Iterator[bytes]:
+def _unzstd(chunks: Iterable[bytes], name: str) -> Iterator[bytes]:
     if shutil.which("zstd") is None:
         raise ToolMissing(
             "the data is compressed with zstd, and the program zstd is not on PATH",
@@ -275,7 +299,7 @@ def _unzstd(raw: Iterable[bytes], name: str) -> Iterator[bytes]:
             hint="module load zstd, or unpack the file where zstd is installed: zstd -d FILE.tar.zst",
         )
     try:
-        yield from process.through(["zstd", "-dcq"], raw)
+        yield from process.through(["zstd", "-dcq"], chunks)
     except ToolFailed as error:
         raise CheckFailed(
             f"the zstd data is damaged: {error.what}", where=name, hint="copy the file again"

@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from imgkit_builder.archive.compressed import Allowance
-from imgkit_builder.archive.stored import Region, Spool, StoredImage, StoredLayer, hashed
+from imgkit_builder.archive.stored import Region, Spool, StoredImage, StoredLayer, hash_chunks
 from imgkit_builder.archive.tar_read import (
     AUFS,
     BLOCK,
@@ -36,24 +36,32 @@ from imgkit_builder.archive.tar_read import (
 )
 from imgkit_entrypoints.errors import CheckFailed
 
+# How many links may be on one path. Linux follows 40.
 _MOST_HOPS = 255
+# Linux allows no longer name.
 _MOST_NAME_BYTES = 255
+# Linux allows no longer path, the final zero aside.
 _MOST_PATH_BYTES = 4095
 _LEAVES = (REGULAR, SYMLINK, CHARACTER, BLOCK, FIFO)
 _LAYER_SHIFT = 40
+"""A member has one number: its layer above these bits, and its position in the layer below.
+
+An int costs the tree a fifth of what a tuple or an object costs, and an image has millions of files.
+"""
+_POSITION_MASK = (1 << _LAYER_SHIFT) - 1
 
 
-def scan(
+def scan_layers(
     image: StoredImage,
-    take: Callable[[TarStream], None],
+    on_layer: Callable[[TarStream], None],
     *,
     threads: int = 1,
     unpack_limit_bytes: int | None = None,
     spool: Spool | None = None,
 ) -> StoredImage:
-    """Give the headers of each layer to `take`, the lowest first, and compare its bytes with its digest.
+    """Give the headers of each layer to `on_layer`, the lowest first, and compare its bytes with its digest.
 
-    The result is the image to read next: its layers are plain, in `spool`, or the same without one.
+    Return the image to read next. With a `spool`, its layers are the plain ones there.
 
     Raises
     ------
@@ -65,6 +73,7 @@ def scan(
     hashing: dict[Region, Future[str]] = {}
     unpacking: dict[Region, Future[tuple[StoredLayer, str]]] = {}
     layers: list[StoredLayer] = []
+    # Without `with`: at an error, nobody waits for layers that have not begun.
     pool = ThreadPoolExecutor(threads)
     try:
         for layer in image.layers:
@@ -81,9 +90,10 @@ def scan(
             try:
                 if layer.compress == "none":
                     with layer.open(bodies=False) as stream:
-                        take(stream)
+                        on_layer(stream)
                 else:
-                    image.refuse_other_digest(number, _take_compressed(layer, take, allowance))
+                    sha256 = _scan_compressed(layer, on_layer, allowance)
+                    image.refuse_other_digest(number, sha256)
             except CheckFailed:
                 # A layer with other bytes than it should have explains every other fault in it.
                 _compare_digests(image, hashing, number)
@@ -96,12 +106,12 @@ def scan(
     return dataclasses.replace(image, layers=tuple(layers))
 
 
-def _take_compressed(layer: StoredLayer, take: Callable[[TarStream], None], allowance: Allowance) -> str:
-    """Give the headers of a compressed layer to `take`, and return the sha256 of its plain bytes."""
+def _scan_compressed(layer: StoredLayer, on_layer: Callable[[TarStream], None], allowance: Allowance) -> str:
+    """Give the headers of a compressed layer to `on_layer`, and return the sha256 of its plain bytes."""
     digest = hashlib.sha256()
     with contextlib.closing(layer.plain(allowance)) as chunks:
-        stream = TarStream(hashed(chunks, digest), name=layer.name)
-        take(stream)
+        stream = TarStream(hash_chunks(chunks, digest), name=layer.name)
+        on_layer(stream)
         stream.drain()
     return digest.hexdigest()
 
@@ -125,12 +135,13 @@ class FolderEntry:
 
 
 class _Folder:
+    """A folder of the tree. `entry` is None where no layer has a member for it."""
+
     __slots__ = ("children", "entry", "layer")
 
     def __init__(self, layer: int) -> None:
         self.children: dict[str, _Node] = {}
         self.entry: FolderEntry | None = None
-        """None: no layer has a member for it."""
         self.layer = layer
         """The last layer that put the folder or something below it."""
 
@@ -147,6 +158,15 @@ class Plan:
     """Each folder after the one that it is in."""
     names: tuple[dict[int, tuple[str, ...]], ...]
     """One map per layer, from the number of a member in it to every name under which its file shows."""
+
+
+@dataclass(slots=True)
+class _FollowedLink:
+    """A link on a path. `leaves_image` says whether it leads out of the image if the host follows it."""
+
+    path: str
+    target: str
+    leaves_image: bool
 
 
 class LayerTree:
@@ -172,12 +192,12 @@ class LayerTree:
         """
         self._layer += 1
         self._linked.clear()
-        for number, member in enumerate(members):
+        for position, member in enumerate(members):
             parts = self._parts(member)
             if parts:
-                self._add(parts, member, self._layer << _LAYER_SHIFT | number)
+                self._add(parts, member, self._layer << _LAYER_SHIFT | position)
             elif member.kind != DIRECTORY:
-                raise self._refused(member, "it replaces the root folder")
+                raise self._error(member, "it replaces the root folder")
 
     def has(self, path: str) -> bool:
         """Return whether something lies at `path`, or something that is no folder above it."""
@@ -188,8 +208,8 @@ class LayerTree:
             node = node.children.get(part)
         return node is not None
 
-    def kind(self, path: str) -> bytes | None:
-        """Return the type of what a process opens at `path` if the image is its root; None: there is nothing.
+    def file_type(self, path: str) -> bytes | None:
+        """Return the type of what a process opens at `path` if the image is its root, or None.
 
         Raises
         ------
@@ -198,22 +218,25 @@ class LayerTree:
         folders, missing = self._walk(path.split("/"), path)
         if not missing:
             return DIRECTORY
-        node = folders[-1][1].children.get(missing[0])
-        return self._leaf_kind(node) if len(missing) == 1 and isinstance(node, int) else None
+        if len(missing) > 1:
+            return None
+        _, folder = folders[-1]
+        node = folder.children.get(missing[0])
+        return self._leaf_type(node) if isinstance(node, int) else None
 
-    def escape(self, path: str) -> tuple[str, str] | None:
+    def find_escape(self, path: str) -> tuple[str, str] | None:
         """Return path and target of the link through which `path` leaves the image if the host follows it.
 
         A link that leads to itself counts. The result is None if `path` stays in the image.
         """
-        links: list[tuple[str, str, bool]] = []
+        links: list[_FollowedLink] = []
         try:
             self._walk(path.split("/"), path, links)
         except CheckFailed:
-            links[-1] = (*links[-1][:2], True)
-        for link, target, leaves_image in links:
-            if leaves_image:
-                return link, target
+            links[-1].leaves_image = True
+        for link in links:
+            if link.leaves_image:
+                return link.path, link.target
         return None
 
     def special_files(self, path: str) -> Iterator[tuple[str, bytes, str]]:
@@ -221,22 +244,25 @@ class LayerTree:
 
         Links are not followed. What is no link has an empty target.
         """
-        waiting = [path]
-        while waiting:
-            path = waiting.pop()
+        stack = [path]
+        while stack:
+            path = stack.pop()
             node = self._node(path.split("/"))
             if isinstance(node, _Folder):
-                waiting += (f"{path}/{name}" for name in sorted(node.children, reverse=True))
-            elif node is not None and (kind := self._leaf_kind(node)) != REGULAR:
-                yield path, kind, self._links.get(node, "")
+                stack += (f"{path}/{name}" for name in sorted(node.children, reverse=True))
+            elif node is not None:
+                file_type = self._leaf_type(node)
+                if file_type != REGULAR:
+                    yield path, file_type, self._links.get(node, "")
 
-    def plan(self) -> Plan:
-        """Return what shows; takes the tree apart, so that its memory is free."""
+    def take_plan(self) -> Plan:
+        """Return what shows. This takes the tree apart, so that its memory is free."""
         folders: list[tuple[str, FolderEntry | None]] = []
         names: tuple[dict[int, tuple[str, ...]], ...] = tuple({} for _ in range(self._layer + 1))
-        waiting: list[tuple[str, _Folder]] = [("", self._root)]
-        while waiting:
-            path, folder = waiting.pop()
+        # A list in place of recursion: an image may have folders of any depth.
+        stack: list[tuple[str, _Folder]] = [("", self._root)]
+        while stack:
+            path, folder = stack.pop()
             if path:
                 folders.append((path, folder.entry))
                 path += "/"
@@ -244,62 +270,59 @@ class LayerTree:
             for name in sorted(folder.children, reverse=True):
                 node = folder.children.pop(name)
                 if isinstance(node, _Folder):
-                    waiting.append((path + name, node))
+                    stack.append((path + name, node))
                 else:
-                    layer_names, number = names[node >> _LAYER_SHIFT], node & ((1 << _LAYER_SHIFT) - 1)
-                    layer_names[number] = (path + name, *layer_names.get(number, ()))
+                    layer_names, position = names[node >> _LAYER_SHIFT], node & _POSITION_MASK
+                    layer_names[position] = (path + name, *layer_names.get(position, ()))
         return Plan(folders=tuple(folders), names=names)
 
     def _node(self, parts: Sequence[str]) -> _Node | None:
         """Return what lies at a path, without following links."""
         node: _Node | None = self._root
         for part in parts:
-            node = node.children.get(part) if isinstance(node, _Folder) else None
+            if not isinstance(node, _Folder):
+                return None
+            node = node.children.get(part)
         return node
 
-    def _leaf_kind(self, number: int) -> bytes:
-        return SYMLINK if number in self._links else self._special.get(number, REGULAR)
+    def _leaf_type(self, number: int) -> bytes:
+        if number in self._links:
+            return SYMLINK
+        return self._special.get(number, REGULAR)
 
     def _parts(self, member: Member) -> list[str]:
+        """Return the names in the path of `member`, and refuse those that no file may have."""
         parts = [part for part in member.name.split("/") if part not in ("", ".")]
         if ".." in parts:
-            raise self._refused(member, "its name leads out of the image with '..'")
+            raise self._error(member, "its name leads out of the image with '..'")
+        # A character has up to 4 bytes: only long names need to be encoded.
         if any(len(part) > _MOST_NAME_BYTES // 4 for part in parts):
             longest = max(len(part.encode("utf-8", "surrogateescape")) for part in parts)
             if longest > _MOST_NAME_BYTES:
-                raise self._refused(
-                    member, f"a name of {longest} bytes, and Linux has at most {_MOST_NAME_BYTES}"
-                )
+                reason = f"a name of {longest} bytes, and Linux has at most {_MOST_NAME_BYTES}"
+                raise self._error(member, reason)
         return parts
 
     def _add(self, parts: list[str], member: Member, number: int) -> None:
+        """Put `member` into the tree under its path `parts`, or apply it if it is a whiteout."""
         name = parts[-1]
         folders, missing = self._walk(parts[:-1], member.name)
-        if name == WHITEOUT:
-            raise self._refused(member, "a whiteout without a name")
         if name.startswith(WHITEOUT):
-            if not missing and (name == OPAQUE or not name.startswith(AUFS)):
-                self._white_out(folders[-1][1], "" if name == OPAQUE else name.removeprefix(WHITEOUT))
+            if name == WHITEOUT:
+                raise self._error(member, "a whiteout without a name")
+            if not missing:
+                self._apply_whiteout(folders[-1][1], name)
             return
         if member.kind not in (*_LEAVES, DIRECTORY, HARD_LINK):
-            raise self._refused(member, f"its type {member.kind!r} is not file, folder, link, device or FIFO")
+            raise self._error(member, f"its type {member.kind!r} is not file, folder, link, device or FIFO")
         # Before the target of a hard link is looked up: its folder may take the place of that target, as in
         # "a", then "a/a" as a link to "a".
-        folder = self._enter(folders, missing)
+        folder = self._make_folders(folders, missing)
         node: _Node
         if member.kind == DIRECTORY:
-            previous = folder.children.get(name)
-            node = previous if isinstance(previous, _Folder) else _Folder(self._layer)
-            node.layer = self._layer
-            node.entry = FolderEntry(
-                mode=member.mode & 0o7777,
-                uid=member.uid,
-                gid=member.gid,
-                mtime_s=member.mtime_s,
-                xattrs=member.xattrs,
-            )
+            node = self._update_folder(folder.children.get(name), member)
         elif member.kind == HARD_LINK:
-            node = self._target(member, folder, name)
+            node = self._link_target(member, folder, name)
             if node >> _LAYER_SHIFT != self._layer:
                 self._linked.add((id(folder), name))
         else:
@@ -310,15 +333,30 @@ class LayerTree:
                 self._special[number] = member.kind
         folder.children[name] = node
 
+    def _update_folder(self, previous: _Node | None, member: Member) -> _Folder:
+        """Return the folder for `member`: the `previous` one with its content, or a new one."""
+        folder = previous if isinstance(previous, _Folder) else _Folder(self._layer)
+        folder.layer = self._layer
+        folder.entry = FolderEntry(
+            mode=member.mode & 0o7777,
+            uid=member.uid,
+            gid=member.gid,
+            mtime_s=member.mtime_s,
+            xattrs=member.xattrs,
+        )
+        return folder
+
     def _walk(
-        self, parts: list[str], name: str, links: list[tuple[str, str, bool]] | None = None
+        self, parts: list[str], name: str, links: list[_FollowedLink] | None = None
     ) -> tuple[list[tuple[str, _Folder]], list[str]]:
         """Return the folders to which `parts` lead, the root first, and the names that are no folder yet.
 
-        `links` gets path and target of each link on the way, and whether it leaves the image on the host.
+        `links` receives each link on the way.
         """
+        # The path with links followed so far, and the names of it that do not exist.
         folders: list[tuple[str, _Folder]] = [("", self._root)]
         missing: list[str] = []
+        # The next name is the last one: the target of a link goes behind the rest.
         waiting, hops = parts[::-1], 0
         while waiting:
             part = waiting.pop()
@@ -330,41 +368,44 @@ class LayerTree:
                 elif len(folders) > 1:
                     folders.pop()
                 elif links:
-                    links[-1] = (*links[-1][:2], True)
+                    links[-1].leaves_image = True
                 continue
             node = None if missing else folders[-1][1].children.get(part)
             if isinstance(node, _Folder):
                 folders.append((part, node))
-            elif node is not None and (target := self._links.get(node)) is not None:
-                hops += 1
-                if links is not None:
-                    path = "/".join([*(folder_name for folder_name, _ in folders[1:]), part])
-                    links.append((path, target, target.startswith("/")))
-                if hops > _MOST_HOPS:
-                    raise CheckFailed(f"{name}: its folder is a link that leads to itself", where=self._where)
-                if target.startswith("/"):
-                    del folders[1:]
-                waiting += target.split("/")[::-1]
-            else:
+                continue
+            target = None if node is None else self._links.get(node)
+            if target is None:
                 missing.append(part)
+                continue
+            hops += 1
+            if links is not None:
+                path = "/".join([*(folder_name for folder_name, _ in folders[1:]), part])
+                links.append(_FollowedLink(path, target, leaves_image=target.startswith("/")))
+            if hops > _MOST_HOPS:
+                raise CheckFailed(f"{name}: its folder is a link that leads to itself", where=self._where)
+            if target.startswith("/"):
+                del folders[1:]
+            waiting += target.split("/")[::-1]
         if hops:
             path_bytes = sum(len(part) + 1 for part in (*(part for part, _ in folders), *missing))
             if path_bytes > _MOST_PATH_BYTES:
                 raise CheckFailed(f"{name}: too many links in its path", where=self._where)
         return folders, missing
 
-    def _enter(self, folders: list[tuple[str, _Folder]], missing: list[str]) -> _Folder:
-        """Make the missing folders, and mark all as touched by this layer; return the last one."""
+    def _make_folders(self, folders: list[tuple[str, _Folder]], missing: list[str]) -> _Folder:
+        """Make the missing folders, and mark all as touched by this layer. Return the last one."""
         for _, folder in folders:
             folder.layer = self._layer
         folder = folders[-1][1]
         for part in missing:
             # What is there and no folder, or a link that leads nowhere, gives way.
-            folder.children[part] = child = _Folder(self._layer)
+            child = _Folder(self._layer)
+            folder.children[part] = child
             folder = child
         return folder
 
-    def _target(self, member: Member, folder: _Folder, name: str) -> int:
+    def _link_target(self, member: Member, folder: _Folder, name: str) -> int:
         """Return the number of the file to which the hard link `name` in `folder` leads."""
         parts = [part for part in member.link.split("/") if part not in ("", ".")]
         if parts and ".." not in parts:
@@ -372,21 +413,30 @@ class LayerTree:
             # What has the link's own name goes before the link is made, with all that is in it.
             previous = folder.children.get(name)
             is_itself = folders[-1][1] is folder and name == parts[-1]
-            is_inside = isinstance(previous, _Folder) and any(above is previous for _, above in folders)
+            is_inside = isinstance(previous, _Folder) and any(parent is previous for _, parent in folders)
             node = folders[-1][1].children.get(parts[-1])
             if isinstance(node, int) and not (missing or is_itself or is_inside):
                 return node
-        raise self._refused(member, f"a hard link to {member.link!r}, where there is no file before it")
+        raise self._error(member, f"a hard link to {member.link!r}, where there is no file before it")
 
-    def _white_out(self, folder: _Folder, name: str) -> None:
-        """Remove what lower layers have at `name` in `folder`; everything in it where `name` is empty."""
-        waiting = [(folder, child) for child in ([name] if name else folder.children)]
-        while waiting:
-            folder, name = waiting.pop()
+    def _apply_whiteout(self, folder: _Folder, name: str) -> None:
+        """Remove what lower layers have at the path that the whiteout `name` in `folder` marks.
+
+        ``.wh.a`` removes ``a``, ``.wh..wh..opq`` everything in the folder. Other names that begin with
+        ``.wh..wh.`` are AUFS's own, and mean nothing.
+        """
+        if name == OPAQUE:
+            stack = [(folder, child) for child in folder.children]
+        elif name.startswith(AUFS):
+            return
+        else:
+            stack = [(folder, name.removeprefix(WHITEOUT))]
+        while stack:
+            folder, name = stack.pop()
             node = folder.children.get(name)
             if isinstance(node, _Folder):
                 if node.layer == self._layer:
-                    waiting += [(node, child) for child in node.children]
+                    stack += [(node, child) for child in node.children]
                 else:
                     del folder.children[name]
             elif node is not None:
@@ -394,7 +444,7 @@ class LayerTree:
                 if not is_new:
                     del folder.children[name]
 
-    def _refused(self, member: Member, reason: str) -> CheckFailed:
+    def _error(self, member: Member, reason: str) -> CheckFailed:
         return CheckFailed(
             f"{member.name!r} in a layer of the image: {reason}",
             where=self._where,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from imgkit_builder.archive import compressed, stored
 from imgkit_builder.archive.compressed import Allowance
-from imgkit_builder.archive.stored import StoredImage, StoredLayer, hashed
+from imgkit_builder.archive.stored import StoredImage, StoredLayer, hash_chunks
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.oci.config import ImageConfig
 from imgkit_entrypoints.errors import CheckFailed, UsageError
@@ -27,7 +27,7 @@ _LAYER_TYPE = "application/vnd.oci.image.layer.v1.tar"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Laid:
+class OciLayout:
     """An OCI folder that is ready for ``build oci:FOLDER``."""
 
     folder: Path
@@ -40,8 +40,8 @@ class Laid:
 
 def write_layout(
     image: StoredImage, folder: Path, report: Reporter, *, unpack_limit_bytes: int | None = None
-) -> Laid:
-    """Write `image` below the new folder `folder`; plain layers of an OCI folder become hard links.
+) -> OciLayout:
+    """Write `image` below the new folder `folder`. Plain layers of an OCI folder become hard links.
 
     Raises
     ------
@@ -50,6 +50,7 @@ def write_layout(
     config = image.selected.config
     blobs = folder / "blobs/sha256"
     blobs.mkdir(parents=True)
+    # One for all layers: an attacker could spread a bomb over many.
     allowance = Allowance(image.stored_bytes, image.where, unpack_limit_bytes)
     layers: list[dict[str, object]] = []
     layer_bytes = 0
@@ -61,34 +62,38 @@ def write_layout(
         layers.append({"mediaType": _LAYER_TYPE, "digest": layer.diff_id, "size": size})
         layer_bytes += size
         report.advance(layer_bytes)
-
-    def put(data: bytes, media_type: str) -> dict[str, object]:
-        digest = hashlib.sha256(data).hexdigest()
-        (blobs / digest).write_bytes(data)
-        return {"mediaType": media_type, "digest": f"sha256:{digest}", "size": len(data)}
-
     manifest = {
         "schemaVersion": 2,
         "mediaType": _MANIFEST_TYPE,
-        "config": put(config.raw, _CONFIG_TYPE),
+        "config": _write_blob(blobs, config.raw, _CONFIG_TYPE),
         "layers": layers,
     }
-    index = {"schemaVersion": 2, "manifests": [put(json.dumps(manifest).encode(), _MANIFEST_TYPE)]}
+    descriptor = _write_blob(blobs, json.dumps(manifest).encode(), _MANIFEST_TYPE)
+    index = {"schemaVersion": 2, "manifests": [descriptor]}
     (folder / "index.json").write_text(json.dumps(index), encoding="utf-8")
     (folder / "oci-layout").write_text('{"imageLayoutVersion": "1.0.0"}', encoding="utf-8")
-    return Laid(folder=folder, config=config, names=image.selected.names, layer_bytes=layer_bytes)
+    return OciLayout(folder=folder, config=config, names=image.selected.names, layer_bytes=layer_bytes)
 
 
-def peek(path: Path) -> ImageConfig | None:
-    """Return the image configuration of a plain archive without reading its layers; None: there is none."""
+def _write_blob(blobs: Path, data: bytes, media_type: str) -> dict[str, object]:
+    """Write `data` under its digest, and return the descriptor by which others refer to it."""
+    digest = hashlib.sha256(data).hexdigest()
+    (blobs / digest).write_bytes(data)
+    return {"mediaType": media_type, "digest": f"sha256:{digest}", "size": len(data)}
+
+
+def read_config(path: Path) -> ImageConfig | None:
+    """Return the image configuration of a plain archive without reading its layers, or None."""
     try:
-        return stored.open_image(path).selected.config if compressed.kind(path) == "none" else None
+        if compressed.detect_compression(path) != "none":
+            return None
+        return stored.open_image(path).selected.config
     except (OSError, UsageError, CheckFailed):
         return None
 
 
 def _write_layer(layer: StoredLayer, target: Path, allowance: Allowance) -> str:
-    """Write the unpacked bytes of `layer` to `target`; return their digest."""
+    """Write the unpacked bytes of `layer` to `target`, and return their digest."""
     region = layer.region
     # In an archive, a header is before it.
     if layer.compress == "none" and region.start == 0:
@@ -96,7 +101,7 @@ def _write_layer(layer: StoredLayer, target: Path, allowance: Allowance) -> str:
         return region.sha256()
     digest = hashlib.sha256()
     with target.open("wb") as file, contextlib.closing(layer.plain(allowance)) as chunks:
-        file.writelines(hashed(chunks, digest))
+        file.writelines(hash_chunks(chunks, digest))
     return digest.hexdigest()
 
 

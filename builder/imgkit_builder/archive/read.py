@@ -2,8 +2,8 @@
 
 There are three layouts. ``docker save`` before release 25 writes a folder per layer, and ``manifest.json``
 last. From 25 on it writes an OCI layout with a ``manifest.json``. Other tools write the OCI layout alone. The
-caller of `members` decides what becomes of the files, then `select` finds the image among them. Names in an
-archive are looked up and never used as paths. Standard library only.
+caller of `read_members` decides what becomes of the files, then `select_image` finds the image among them.
+Names in an archive are looked up and never used as paths. Standard library only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import posixpath
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -33,11 +33,14 @@ _BLOBS = "blobs/sha256/"
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 MAX_MEMBERS = 20_000
 """Files of an image archive; images have hundreds."""
+# How many links may follow each other. Tools write one.
 _MAX_LINKS = 8
+# How many indexes may lie within each other. Tools write two.
 _MAX_INDEX_DEPTH = 4
-AGAIN = "copy the archive again and compare its .sha256 (imgkit verify), or save it again"
+COPY_AGAIN_HINT = "copy the archive again and compare its .sha256 (imgkit verify), or save it again"
 _SAVE_HINT = "write one with: imgkit save RECIPE|IMAGE, or: docker save -o FILE.tar REPOSITORY:TAG"
 
+# The mark of zstd has 4 bytes, that of gzip 2.
 _MAGIC_BYTES = 4
 _SMALL_BYTES = 1024
 """A file of this size is kept whatever it begins with, so that a message can say that it is not JSON."""
@@ -49,7 +52,7 @@ class _StoredFile(Protocol):
     """A file of an image, wherever a consumer put it."""
 
     def document(self) -> bytes | None:
-        """Return its bytes; None if it has more than `MAX_JSON_BYTES`."""
+        """Return its bytes. None if it has more than `MAX_JSON_BYTES`."""
         ...
 
 
@@ -60,13 +63,13 @@ Find = Callable[[str], File | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Members(Generic[File]):
-    """The regular files of an archive; links inside the archive lead to them."""
+    """The regular files of an archive. Links inside the archive lead to them."""
 
     files: dict[str, File] = field(default_factory=dict)
     links: dict[str, str] = field(default_factory=dict)
 
     def find(self, name: str) -> File | None:
-        """Return the file `name`; None if the archive does not have it."""
+        """Return the file `name`. None if the archive does not have it."""
         name = posixpath.normpath(name)
         for _ in range(_MAX_LINKS):
             if name in self.files:
@@ -96,14 +99,14 @@ class SelectedImage(Generic[File]):
 
     @property
     def id_fault(self) -> str:
-        """How the configuration differs from its name; empty if it does not."""
+        """How the configuration differs from its name. It is empty if it does not."""
         if self.stated_id == self.config.image_id:
             return ""
         return f"the configuration has digest {self.config.image_id}, but is named {self.stated_id}"
 
     @property
     def count_fault(self) -> str:
-        """How the number of layers differs from the configuration's; empty if it does not."""
+        """How the number of layers differs from the configuration's. It is empty if it does not."""
         count, expected = len(self.layers), len(self.config.diff_ids)
         if count == expected:
             return ""
@@ -113,12 +116,14 @@ class SelectedImage(Generic[File]):
         """Raise CheckFailed where the configuration differs from its name or from the number of layers."""
         # Some tools give the configuration a name that is no digest.
         states_digest = len(self.stated_id) == len(self.config.image_id)
-        if fault := (self.id_fault if states_digest else "") or self.count_fault:
-            raise CheckFailed(fault, where=where, hint=AGAIN)
+        if states_digest and self.id_fault:
+            raise CheckFailed(self.id_fault, where=where, hint=COPY_AGAIN_HINT)
+        if self.count_fault:
+            raise CheckFailed(self.count_fault, where=where, hint=COPY_AGAIN_HINT)
 
 
-def members(stream: TarStream, store: Callable[[Member], File], *, where: str) -> Members[File]:
-    """Read the headers of an archive to its end; `store` returns a regular file, and may read its body.
+def read_members(stream: TarStream, store: Callable[[Member], File], *, where: str) -> Members[File]:
+    """Read the headers of an archive to its end. `store` returns a regular file, and may read its body.
 
     Raises
     ------
@@ -139,7 +144,7 @@ def members(stream: TarStream, store: Callable[[Member], File], *, where: str) -
     return result
 
 
-def select(find: Find[File], *, where: str) -> SelectedImage[File]:
+def select_image(find: Find[File], *, where: str) -> SelectedImage[File]:
     """Return the only image that ``manifest.json``, or else ``index.json``, describes.
 
     Raises
@@ -148,86 +153,97 @@ def select(find: Find[File], *, where: str) -> SelectedImage[File]:
     UsageError : several images, none, or not an image archive at all.
     """
     selector = _Selector(find, where)
-    return selector.by_manifest() if find("manifest.json") else selector.by_index()
+    return selector.select_by_manifest() if find("manifest.json") else selector.select_by_index()
 
 
-def select_oci(find: Find[File], *, where: str) -> SelectedImage[File]:
-    """Return the only image that ``index.json`` describes; raises as `select` does."""
-    return _Selector(find, where).by_index()
+def select_oci_image(find: Find[File], *, where: str) -> SelectedImage[File]:
+    """Return the only image that ``index.json`` describes. Raises as `select_image` does."""
+    return _Selector(find, where).select_by_index()
 
 
 class _Selector(Generic[File]):
-    """Read the JSON files of an image archive; `where` is for messages."""
+    """Finds the image that the JSON files of an archive describe. `where` is for messages."""
 
     def __init__(self, find: Find[File], where: str) -> None:
         self._find = find
         self._where = where
 
-    def by_manifest(self) -> SelectedImage[File]:
-        images = self._json("manifest.json")
-        with self._describing("manifest.json"):
+    def select_by_manifest(self) -> SelectedImage[File]:
+        """Return the only image of ``manifest.json``, which ``docker save`` writes."""
+        images = self._read_json("manifest.json")
+        descriptions = []
+        with self._explain_errors("manifest.json"):
             if not isinstance(images, list):
                 raise TypeError("it is not a list")
-            described = [
-                (str(image["Config"]), _texts(image.get("Layers")), _texts(image.get("RepoTags")))
-                for image in images
-            ]
-        if len(described) != 1:
-            tags = sorted(tag for _, _, image_tags in described for tag in image_tags)
-            hint = f"docker save -o FILE.tar {tags[0] if tags else 'REPOSITORY:TAG'}"
-            raise self._not_one(len(described), tags, hint)
-        ((config, layers, names),) = described
-        return self._image(config, layers, names, named_by="manifest.json")
+            for image in images:
+                layers, tags = _to_texts(image.get("Layers")), _to_texts(image.get("RepoTags"))
+                descriptions.append((str(image["Config"]), layers, tags))
+        if len(descriptions) != 1:
+            all_tags: list[str] = []
+            for _, _, tags in descriptions:
+                all_tags += tags
+            all_tags.sort()
+            hint = f"docker save -o FILE.tar {all_tags[0] if all_tags else 'REPOSITORY:TAG'}"
+            raise self._not_one_error(len(descriptions), all_tags, hint)
+        config, layers, tags = descriptions[0]
+        return self._make_image(config, layers, tags, named_by="manifest.json")
 
-    def by_index(self) -> SelectedImage[File]:
+    def select_by_index(self) -> SelectedImage[File]:
+        """Return the only image of ``index.json``, which may name further indexes."""
         if self._find("index.json") is None:
             raise _no_image("it has neither manifest.json nor index.json", self._where)
-        name, names = "index.json", _texts(None)
-        document = self._json(name)
+        name, tags = "index.json", _to_texts(None)
+        document = self._read_json(name)
         for _ in range(_MAX_INDEX_DEPTH + 1):
-            with self._describing(name):
-                # BuildKit lists attestations as further images.
-                entries = [
-                    entry
-                    for entry in document["manifests"]
-                    if _annotations(entry).get("vnd.docker.reference.type") != "attestation-manifest"
-                    and (entry.get("platform") or {}).get("architecture") != "unknown"
-                ]
-            if len(entries) != 1:
-                labels = [
-                    str(_tag(entry) or (entry.get("platform") or {}).get("architecture", "?"))
-                    for entry in entries
-                ]
-                hint = "copy one out, for example: skopeo copy oci:DIR:NAME oci:OTHER"
-                raise self._not_one(len(entries), labels, hint)
-            (entry,) = entries
-            names = _texts([_tag(entry)]) or names
+            entry = self._select_entry(name, document)
+            # The innermost index that names a tag counts.
+            tags = _to_texts([_tag(entry)]) or tags
             name = self._blob_name(entry, "index.json")
-            document = self._json(name, "index.json")
-            with self._describing(name):
+            document = self._read_json(name, "index.json")
+            with self._explain_errors(name):
                 if "manifests" not in document:
                     config = self._blob_name(document["config"], name)
                     layers = [self._blob_name(layer, name) for layer in document["layers"]]
-                    return self._image(config, layers, names, named_by=name)
-        raise self._refused(f"index.json nests indexes more than {_MAX_INDEX_DEPTH} deep")
+                    return self._make_image(config, layers, tags, named_by=name)
+        raise self._error(f"index.json nests indexes more than {_MAX_INDEX_DEPTH} deep")
 
-    def _image(
-        self, config: str, layers: Sequence[str], names: tuple[str, ...], *, named_by: str
+    def _select_entry(self, name: str, index: Any) -> Any:
+        """Return the only image or index in the `index`, which the file `name` holds."""
+        entries, labels = [], []
+        with self._explain_errors(name):
+            for entry in index["manifests"]:
+                architecture = (entry.get("platform") or {}).get("architecture")
+                # BuildKit lists attestations as further images.
+                is_attestation = (
+                    _annotations(entry).get("vnd.docker.reference.type") == "attestation-manifest"
+                )
+                if is_attestation or architecture == "unknown":
+                    continue
+                entries.append(entry)
+                labels.append(str(_tag(entry) or architecture or "?"))
+        if len(entries) != 1:
+            hint = "copy one out, for example: skopeo copy oci:DIR:NAME oci:OTHER"
+            raise self._not_one_error(len(entries), labels, hint)
+        return entries[0]
+
+    def _make_image(
+        self, config: str, layers: Sequence[str], tags: tuple[str, ...], *, named_by: str
     ) -> SelectedImage[File]:
-        raw = self._bytes(config, named_by)
-        layer_files = tuple((layer, self._file(layer, named_by)) for layer in layers)
-        with self._describing(config):
+        raw = self._read_document(config, named_by)
+        # All names are looked up before the configuration is parsed: a missing file explains more.
+        layer_files = tuple((layer, self._require_file(layer, named_by)) for layer in layers)
+        with self._explain_errors(config):
             parsed = parse_config(raw, where=self._where)
-        return SelectedImage(config=parsed, config_name=config, layers=layer_files, names=names)
+        return SelectedImage(config=parsed, config_name=config, layers=layer_files, names=tags)
 
-    def _file(self, name: str, named_by: str) -> File:
+    def _require_file(self, name: str, named_by: str) -> File:
         file = self._find(name)
         if file is None:
-            raise self._refused(f"{name!r} is missing, though {named_by} names it")
+            raise self._error(f"{name!r} is missing, though {named_by} names it")
         return file
 
-    def _bytes(self, name: str, named_by: str) -> bytes:
-        raw = self._file(name, named_by).document()
+    def _read_document(self, name: str, named_by: str) -> bytes:
+        raw = self._require_file(name, named_by).document()
         if raw is None:
             size = f"{MAX_JSON_BYTES >> 20} MiB"
             raise CheckFailed(
@@ -236,38 +252,39 @@ class _Selector(Generic[File]):
             )
         return raw
 
-    def _json(self, name: str, named_by: str = "") -> Any:
-        raw = self._bytes(name, named_by)
+    def _read_json(self, name: str, named_by: str = "") -> Any:
+        """Return the content of the JSON file `name`, whose digest must be in the name of a blob."""
+        raw = self._read_document(name, named_by)
         digest = hashlib.sha256(raw).hexdigest()
         if name.startswith(_BLOBS) and name != _BLOBS + digest:
-            raise self._refused(f"{name} is damaged: its sha256 is {digest}")
+            raise self._error(f"{name} is damaged: its sha256 is {digest}")
         try:
             return json_text.parse(raw)
         except ValueError as error:
-            raise self._refused(f"{name} is not JSON: {error}") from error
+            raise self._error(f"{name} is not JSON: {error}") from error
 
     def _blob_name(self, entry: Any, named_by: str) -> str:
-        with self._describing(named_by):
+        with self._explain_errors(named_by):
             digest = entry["digest"]
         if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
-            raise self._refused(f"{named_by} has {digest!r}, which is not a sha256 digest")
+            raise self._error(f"{named_by} has {digest!r}, which is not a sha256 digest")
         return _BLOBS + digest.removeprefix("sha256:")
 
     @contextlib.contextmanager
-    def _describing(self, name: str) -> Iterator[None]:
-        """Turn an error in the use of parsed JSON into a refusal."""
+    def _explain_errors(self, name: str) -> Iterator[None]:
+        """Turn an error in the use of the parsed JSON of `name` into a refusal of the archive."""
         try:
             yield
         except (KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise self._refused(f"{name} does not describe an image: {error!r}") from error
+            raise self._error(f"{name} does not describe an image: {error!r}") from error
 
-    def _refused(self, problem: str) -> CheckFailed:
+    def _error(self, problem: str) -> CheckFailed:
         return CheckFailed(problem, where=self._where)
 
-    def _not_one(self, count: int, labels: Sequence[str], hint: str) -> UsageError:
-        listed = ", ".join(labels) or "without tags"
+    def _not_one_error(self, count: int, labels: Sequence[str], hint: str) -> UsageError:
+        names = ", ".join(labels) or "without tags"
         return UsageError(
-            f"{count} images ({listed}), but imgkit needs exactly one", where=self._where, hint=hint
+            f"{count} images ({names}), but imgkit needs exactly one", where=self._where, hint=hint
         )
 
 
@@ -281,7 +298,8 @@ def _tag(entry: Any) -> Any:
     return values.get("io.containerd.image.name") or values.get("org.opencontainers.image.ref.name")
 
 
-def _texts(values: Any) -> tuple[str, ...]:
+def _to_texts(values: Any) -> tuple[str, ...]:
+    """Return `values` as texts without empty ones, whatever the JSON has there."""
     return tuple(str(value) for value in values or () if value)
 
 
@@ -305,7 +323,7 @@ class HashedFile:
     """Its bytes if it may be JSON."""
 
     def document(self) -> bytes | None:
-        """Return its bytes; None if it has more than `MAX_JSON_BYTES`."""
+        """Return its bytes. None if it has more than `MAX_JSON_BYTES`."""
         return self.data
 
 
@@ -323,20 +341,21 @@ class Contents:
 
 
 def archive_compression(path: Path) -> Compress | None:
-    """Return how the archive `path` is compressed; None if it is no archive.
+    """Return how the archive `path` is compressed. None if it is no archive.
 
     Raises
     ------
     UsageError : bzip2 or xz.
     """
-    compress = compressed.kind(path)
+    compress = compressed.detect_compression(path)
     if compress != "none":
         return compress
+    # A tar has its mark behind the name and the numbers of the first member.
     with files.open_regular(path) as stream:
         return "none" if stream.read(262)[257:] == b"ustar" else None
 
 
-def sha256(path: Path, *, report: Reporter) -> str:
+def hash_file(path: Path, *, report: Reporter) -> str:
     """Return the hex digest of the whole file."""
     with files.open_regular(path, buffering=0) as file:
         return files.sha256(file, 0, path.stat().st_size, advance=report.advance)
@@ -345,7 +364,7 @@ def sha256(path: Path, *, report: Reporter) -> str:
 def digest_archive(
     path: Path, *, compress: Compress, report: Reporter, unpack_limit_bytes: int | None = None
 ) -> Contents:
-    """Read the archive at `path` once, to its end even where it is damaged; unpack no more than the limit.
+    """Read the archive at `path` once, to its end even where it is damaged. Unpack no more than the limit.
 
     Nothing is written: a login node may have no room for a compressed archive's content.
 
@@ -371,14 +390,11 @@ def digest_archive(
         raw = iter(next_chunk, b"")
         allowance = Allowance(total, where, unpack_limit_bytes)
         try:
-            plain = compressed.unpacked(raw, compress, name=where, allowance=allowance)
+            plain = compressed.unpack_chunks(raw, compress, name=where, allowance=allowance)
             with contextlib.closing(plain):
-                archived = _hash_members(plain, allowance, where)
-            for name in sorted({*archived.files, *archived.links}):
-                file = archived.find(name)
-                if file and name.startswith(_BLOBS) and name != _BLOBS + file.sha256:
-                    wrong_blobs.append(name)
-            image = select(archived.find, where=where)
+                members = _hash_members(plain, allowance, where)
+            wrong_blobs = _find_wrong_blobs(members)
+            image = select_image(members.find, where=where)
             if not image.config.os:
                 raise CheckFailed("its image configuration names no operating system", where=where)
         except (CheckFailed, ToolFailed, UsageError) as error:
@@ -395,6 +411,18 @@ def digest_archive(
     )
 
 
+def _find_wrong_blobs(members: Members[HashedFile]) -> list[str]:
+    """Return the names of blobs whose bytes do not have the digest in their name."""
+    wrong_blobs = []
+    for name in sorted({*members.files, *members.links}):
+        if not name.startswith(_BLOBS):
+            continue
+        file = members.find(name)
+        if file and name != _BLOBS + file.sha256:
+            wrong_blobs.append(name)
+    return wrong_blobs
+
+
 def _hash_members(chunks: Iterator[bytes], allowance: Allowance, where: str) -> Members[HashedFile]:
     """Hash every file of an archive, and keep what may be JSON."""
     stream = TarStream(chunks, name=where)
@@ -403,12 +431,13 @@ def _hash_members(chunks: Iterator[bytes], allowance: Allowance, where: str) -> 
     def store(member: Member) -> HashedFile:
         nonlocal json_bytes
         pieces = stream.body()
+        # The first piece may be shorter than a mark.
         start = b""
-        while len(start) < _MAGIC_BYTES and (piece := next(pieces, None)):
-            start += piece
-        is_small = member.size_bytes <= _SMALL_BYTES
+        while len(start) < min(_MAGIC_BYTES, member.size_bytes):
+            start += next(pieces)
+        is_kept = member.size_bytes <= _SMALL_BYTES
         if member.size_bytes <= MAX_JSON_BYTES and start.lstrip()[:1] in (b"", b"{", b"["):
-            is_small = True
+            is_kept = True
             json_bytes += member.size_bytes
             if json_bytes > _MAX_DOCUMENTS_BYTES:
                 raise CheckFailed(
@@ -416,21 +445,35 @@ def _hash_members(chunks: Iterator[bytes], allowance: Allowance, where: str) -> 
                     where=where,
                     hint="do not use the archive if you do not know its author",
                 )
-        compress = compressed.kind_of(start)
-        gunzip = compressed.Gunzip(member.name) if compress == "gzip" else None
-        stored, unpacked, data = hashlib.sha256(), hashlib.sha256(), bytearray()
-        for piece in itertools.chain([memoryview(start)], pieces):
-            stored.update(piece)
-            for plain in gunzip.feed(piece) if gunzip else ():
-                allowance.take(len(plain))
-                unpacked.update(plain)
-            if is_small:
-                data += piece
-        if gunzip:
-            unpacked.update(gunzip.finish())
-        diff_id = "" if compress == "zstd" else f"sha256:{(unpacked if gunzip else stored).hexdigest()}"
-        return HashedFile(sha256=stored.hexdigest(), diff_id=diff_id, data=bytes(data) if is_small else None)
+        return _hash_file_in_archive(
+            itertools.chain([memoryview(start)], pieces),
+            compressed.compression_of(start),
+            allowance,
+            name=member.name,
+            is_kept=is_kept,
+        )
 
-    result = members(stream, store, where=where)
+    members = read_members(stream, store, where=where)
     stream.drain()
-    return result
+    return members
+
+
+def _hash_file_in_archive(
+    pieces: Iterable[memoryview], compress: Compress, allowance: Allowance, *, name: str, is_kept: bool
+) -> HashedFile:
+    """Return the digests of a file as it lies in the archive, and as it is once unpacked."""
+    stored, data = hashlib.sha256(), bytearray()
+    unpacked = hashlib.sha256() if compress == "gzip" else stored
+    gunzip = compressed.Gunzip(name) if compress == "gzip" else None
+    for piece in pieces:
+        stored.update(piece)
+        if gunzip:
+            for plain in gunzip.feed(piece):
+                allowance.add_unpacked(len(plain))
+                unpacked.update(plain)
+        if is_kept:
+            data += piece
+    if gunzip:
+        unpacked.update(gunzip.finish())
+    diff_id = "" if compress == "zstd" else f"sha256:{unpacked.hexdigest()}"
+    return HashedFile(sha256=stored.hexdigest(), diff_id=diff_id, data=bytes(data) if is_kept else None)

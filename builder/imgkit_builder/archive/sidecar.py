@@ -27,7 +27,8 @@ from imgkit_entrypoints.system import SystemFacts
 
 SCHEMA = 1
 
-_LINE = re.compile(r"(?P<digest>[0-9a-f]{64}) [ *](?P<name>.+)")
+# "DIGEST  NAME": sha256sum separates them by two spaces, or by " *" for binary files.
+_CHECKSUM_LINE = re.compile(r"(?P<digest>[0-9a-f]{64}) [ *](?P<name>.+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,23 +77,24 @@ def json_path(archive: Path) -> Path:
 
 
 @contextlib.contextmanager
-def replacing(sidecar: Sidecar, archive: Path) -> Iterator[None]:
+def replace_around(sidecar: Sidecar, archive: Path) -> Iterator[None]:
     """Write both files around the moment in which `archive` is renamed into place.
 
     Raises
     ------
-    OSError : one cannot be written; what is there then is `incomplete`, or as it was.
+    OSError : one cannot be written. Then `describe_incomplete` says what is there, or nothing has changed.
     """
+    # First: without it, the rest counts as an unfinished save.
     files.remove(sha256_path(archive))
     files.put(json_path(archive), to_json(sidecar))
     yield
     files.put(sha256_path(archive), f"{sidecar.archive.sha256}  {sidecar.archive.name}\n")
 
 
-def incomplete(archive: Path, sha256: str, described: Sidecar) -> tuple[str, str]:
+def describe_incomplete(archive: Path, sha256: str, described: Sidecar) -> tuple[str, str]:
     """Return what an interrupted save has left, and the command that repairs it.
 
-    `sha256` is the archive's own digest, and `described` its manifest; there is no checksum file.
+    `sha256` is the archive's own digest, and `described` its manifest. There is no checksum file.
     """
     name, checksum = shlex.quote(archive.name), sha256_path(archive).name
     if described.archive.sha256 == sha256:
@@ -102,13 +104,18 @@ def incomplete(archive: Path, sha256: str, described: Sidecar) -> tuple[str, str
 
 
 def to_json(sidecar: Sidecar) -> str:
-    """Return deterministic text; `system` and `manifest` are the baked files' own JSON."""
+    """Return deterministic text. `system` and `manifest` are the JSON of the files in the image."""
+    system = manifest = None
+    if sidecar.system:
+        system = json_text.parse(systems.to_json(sidecar.system))
+    if sidecar.manifest:
+        manifest = json_text.parse(manifests.to_json(sidecar.manifest))
     document = {
         "schema": SCHEMA,
         "image": dataclasses.asdict(sidecar.image),
         "archive": dataclasses.asdict(sidecar.archive),
-        "system": json_text.parse(systems.to_json(sidecar.system)) if sidecar.system else None,
-        "manifest": json_text.parse(manifests.to_json(sidecar.manifest)) if sidecar.manifest else None,
+        "system": system,
+        "manifest": manifest,
     }
     return json.dumps(json_text.sealed(document), indent=2, sort_keys=True) + "\n"
 
@@ -127,6 +134,7 @@ def from_json(text: str, *, where: str) -> Sidecar:
                 "a later version of imgkit wrote this sidecar", where=where, hint="use that version"
             )
         json_text.unseal(data)
+        # A key of a later version would be lost when the file is written again.
         if data.keys() != {"schema", "image", "archive", "system", "manifest"}:
             raise ValueError(f"its keys are {sorted(data)}")
         image: SavedImage = json_text.read(SavedImage, data["image"], "image", closed=True)
@@ -143,31 +151,33 @@ def from_json(text: str, *, where: str) -> Sidecar:
         raise UsageError(f"not a sidecar of imgkit save: {reason}", where=where) from error
 
 
-def read(archive: Path) -> Sidecar | None:
-    """Return the manifest beside `archive`; None if there is none.
+def read_sidecar(archive: Path) -> Sidecar | None:
+    """Return the manifest beside `archive`, or None if there is none.
 
     Raises
     ------
     UsageError : it is there but cannot be read.
     """
     path = json_path(archive)
-    text = _text(path, "sidecar")
-    return None if text is None else from_json(text, where=str(path))
+    text = _read_text(path, "sidecar")
+    if text is None:
+        return None
+    return from_json(text, where=str(path))
 
 
 def read_sha256(archive: Path) -> str | None:
-    """Return the digest that ``X.sha256`` states for `archive`; None if there is no such file.
+    """Return the digest that ``X.sha256`` states for `archive`, or None if there is no such file.
 
     Raises
     ------
     UsageError : the file has no line for `archive` in ``sha256sum``'s format.
     """
     path = sha256_path(archive)
-    text = _text(path, "checksum")
+    text = _read_text(path, "checksum")
     if text is None:
         return None
     for line in text.split("\n"):
-        match = _LINE.fullmatch(line)
+        match = _CHECKSUM_LINE.fullmatch(line)
         if match and Path(match["name"]).name == archive.name:
             return match["digest"]
     raise UsageError(
@@ -175,7 +185,7 @@ def read_sha256(archive: Path) -> str | None:
     )
 
 
-def _text(path: Path, noun: str) -> str | None:
+def _read_text(path: Path, noun: str) -> str | None:
     try:
         return files.read_text(path)
     except FileNotFoundError:

@@ -1,8 +1,8 @@
 """The image of a plain archive or an OCI folder where it lies: nothing is copied, a layer can be read twice.
 
-A layer is a range of bytes of a file. Its headers are read by seeking from one to the next, and `layers.scan`
-computes its digest meanwhile. Compressed layers are unpacked once, several at a time, into a `Spool`. Without
-room for one, they are unpacked at each reading.
+A layer is a range of bytes of a file. Its headers are read by seeking from one to the next, and
+`layers.scan_layers` computes its digest meanwhile. Compressed layers are unpacked once, several at a time,
+into a `Spool`. Without room for one, they are unpacked at each reading.
 
 Threads help: zlib, digests and writes let other threads run. The files of a spool are never flushed to the
 disk, and a small image never leaves the memory for files.
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 _Chunk = TypeVar("_Chunk", bytes, memoryview, "bytes | memoryview")
 _HEADER_BYTES = 64 << 10
 """Read at once where only headers count, and the rest is passed over."""
+# Enough to tell how a layer is compressed.
+_MAGIC_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +50,7 @@ class Region:
         return FileChunks(self.path, most=most, start=self.start, size_bytes=self.size_bytes)
 
     def document(self) -> bytes | None:
-        """Return the bytes; None if there are more than `MAX_JSON_BYTES`."""
+        """Return the bytes. None if there are more than `MAX_JSON_BYTES`."""
         if self.size_bytes > MAX_JSON_BYTES:
             return None
         with contextlib.closing(self.chunks(MAX_JSON_BYTES)) as chunks:
@@ -65,7 +67,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredLayer:
-    """One layer; ``open`` begins a new walk over its members."""
+    """One layer. ``open`` begins a new walk over its members."""
 
     region: Region
     diff_id: str
@@ -74,31 +76,32 @@ class StoredLayer:
     """What messages call it."""
     compress: compressed.Compress
     stored_sha256: str = ""
-    """Digest of its bytes as they lie in the file, where `spool` has seen them; else empty."""
+    """Digest of its bytes as they lie in the file, where `spool_archive` has seen them; else empty."""
 
     @contextlib.contextmanager
     def open(self, *, bodies: bool) -> Iterator[TarStream]:
-        """Walk over the members; without `bodies` their content is passed over where that is possible."""
+        """Walk over the members. Without `bodies`, their content is passed over where that is possible."""
         if self.compress != "none":
             with contextlib.closing(self.plain()) as plain:
                 yield TarStream(plain, name=self.name)
             return
+        # Where bodies are passed over, a large chunk would read them anyway.
         most = compressed.CHUNK_BYTES if bodies else _HEADER_BYTES
         with contextlib.closing(self.region.chunks(most)) as chunks:
             yield TarStream(chunks, name=self.name, jump=chunks.skip)
 
     def plain(self, allowance: Allowance | None = None) -> Generator[bytes, None, None]:
-        """Yield its unpacked bytes; `allowance` limits those of a compressed layer."""
+        """Yield its unpacked bytes. `allowance` limits those of a compressed layer."""
         with contextlib.closing(self.region.chunks(compressed.CHUNK_BYTES)) as raw:
-            yield from compressed.unpacked(raw, self.compress, name=self.name, allowance=allowance)
+            yield from compressed.unpack_chunks(raw, self.compress, name=self.name, allowance=allowance)
 
     def sha256(self) -> str:
         """Return the hex digest of its bytes as they lie in the file."""
         return self.stored_sha256 or self.region.sha256()
 
 
-def hashed(chunks: Iterable[_Chunk], digest: _Hash) -> Iterator[_Chunk]:
-    """Pass `chunks` on, and add them to `digest`."""
+def hash_chunks(chunks: Iterable[_Chunk], digest: _Hash) -> Iterator[_Chunk]:
+    """Yield `chunks` unchanged, and add them to `digest`."""
     for chunk in chunks:
         digest.update(chunk)
         yield chunk
@@ -131,19 +134,19 @@ class StoredImage:
                 f"layer {number} of {len(self.layers)} is damaged: its sha256 is {sha256}, "
                 f"should be {expected}",
                 where=self.where,
-                hint=read.AGAIN,
+                hint=read.COPY_AGAIN_HINT,
             )
 
 
 @contextlib.contextmanager
-def opened(
+def open_archive(
     path: Path,
     folder: Path,
     *,
     advance: Callable[[int], None] = lambda _: None,
     unpack_limit_bytes: int | None = None,
 ) -> Iterator[StoredImage]:
-    """Yield the image of the archive or OCI folder `path`; unpack a compressed archive to `folder` first.
+    """Yield the image of the archive or OCI folder `path`, of a compressed archive from a copy in `folder`.
 
     `advance` gets the number of bytes unpacked so far.
 
@@ -153,24 +156,24 @@ def opened(
     UsageError : several images, none, or no image archive at all.
     ToolMissing : a zstd archive and no ``zstd`` program.
     """
-    if path.is_dir() or compressed.kind(path) == "none":
+    if path.is_dir() or compressed.detect_compression(path) == "none":
         yield open_image(path)
         return
     plain, where = folder / "spool.tar", str(path)
     allowance = Allowance(path.stat().st_size, where, unpack_limit_bytes)
-    with contextlib.closing(compressed.chunks(path, allowance=allowance)) as chunks:
-        digests = spool(chunks, plain, where=where, advance=advance)
+    with contextlib.closing(compressed.read_plain(path, allowance=allowance)) as chunks:
+        digests = spool_archive(chunks, plain, where=where, advance=advance)
     yield open_image(plain, where=where, digests=digests)
     plain.unlink()
 
 
-def spool(
+def spool_archive(
     chunks: Iterator[bytes], path: Path, *, where: str, advance: Callable[[int], None]
 ) -> dict[int, str]:
     """Write the plain archive that comes in `chunks` to `path`, and hash every file in it on the way.
 
-    The result has the sha256 of each by the byte at which it begins. `open_image` then reads no layer once
-    more to compare it. `advance` gets the number of bytes so far.
+    The result has the sha256 of each by the byte at which it begins. With it, `open_image` need not read a
+    layer once more to compare it. `advance` gets the number of bytes so far.
 
     Raises
     ------
@@ -186,22 +189,21 @@ def spool(
         return Region(path=path, start=member.offset, size_bytes=member.size_bytes)
 
     with path.open("wb") as file:
-        stream = TarStream(_written(chunks, file, advance), name=where)
-        read.members(stream, store, where=where)
+        stream = TarStream(_write_chunks(chunks, file, advance), name=where)
+        read.read_members(stream, store, where=where)
         stream.drain()
     return digests
 
 
-def _written(chunks: Iterator[bytes], file: BinaryIO, advance: Callable[[int], None]) -> Iterator[bytes]:
-    """Pass `chunks` on, and write them to `file`."""
+def _write_chunks(chunks: Iterator[bytes], file: BinaryIO, advance: Callable[[int], None]) -> Iterator[bytes]:
+    """Yield `chunks` unchanged, and write them to `file`."""
     written_bytes = 0
     for chunk in chunks:
         try:
             file.write(chunk)
         except OSError as error:
-            reason = (
-                f"{error.strerror}, after {size_text(written_bytes)} of the image, which is put there first"
-            )
+            size = size_text(written_bytes)
+            reason = f"{error.strerror}, after {size} of the image, which is put there first"
             raise OSError(error.errno, reason) from error
         written_bytes += len(chunk)
         advance(written_bytes)
@@ -214,7 +216,9 @@ def open_image(
     where: str = "",
     digests: Mapping[int, str] = MappingProxyType({}),
 ) -> StoredImage:
-    """Find the image of the plain archive or OCI folder `path`; reads no layer. `digests` comes from `spool`.
+    """Find the image of the plain archive or OCI folder `path`, without reading a layer.
+
+    `digests` is the result of `spool_archive`.
 
     Raises
     ------
@@ -222,21 +226,21 @@ def open_image(
     UsageError : several images, none, or no image at all.
     """
     where = where or str(path)
-    selected = _select_in_folder(path, where) if path.is_dir() else _select_in_archive(path, where)
+    select = _select_in_folder if path.is_dir() else _select_in_archive
+    selected = select(path, where)
     selected.refuse_faults(where)
     layers: list[StoredLayer] = []
     for (_, region), diff_id in zip(selected.layers, selected.config.diff_ids, strict=True):
-        with contextlib.closing(region.chunks(8)) as chunks:
-            compress = compressed.kind_of(next(chunks, b""))
-        layers.append(
-            StoredLayer(
-                region=region,
-                diff_id=diff_id,
-                name=f"{where}: layer {len(layers) + 1}",
-                compress=compress,
-                stored_sha256=digests.get(region.start, ""),
-            )
+        with contextlib.closing(region.chunks(_MAGIC_BYTES)) as chunks:
+            start = next(chunks, b"")
+        layer = StoredLayer(
+            region=region,
+            diff_id=diff_id,
+            name=f"{where}: layer {len(layers) + 1}",
+            compress=compressed.compression_of(start),
+            stored_sha256=digests.get(region.start, ""),
         )
+        layers.append(layer)
     return StoredImage(selected=selected, layers=tuple(layers), where=where)
 
 
@@ -245,20 +249,22 @@ def _select_in_archive(path: Path, where: str) -> SelectedImage[Region]:
         return Region(path=path, start=member.offset, size_bytes=member.size_bytes)
 
     with contextlib.closing(FileChunks(path, most=_HEADER_BYTES)) as chunks:
-        members = read.members(TarStream(chunks, name=where, jump=chunks.skip), store, where=where)
-    return read.select(members.find, where=where)
+        members = read.read_members(TarStream(chunks, name=where, jump=chunks.skip), store, where=where)
+    return read.select_image(members.find, where=where)
 
 
 def _select_in_folder(path: Path, where: str) -> SelectedImage[Region]:
     def find(name: str) -> Region | None:
         file = path / name
-        return Region(path=file, start=0, size_bytes=file.stat().st_size) if file.is_file() else None
+        if not file.is_file():
+            return None
+        return Region(path=file, start=0, size_bytes=file.stat().st_size)
 
-    return read.select_oci(find, where=where)
+    return read.select_oci_image(find, where=where)
 
 
 class NoRoom(Exception):
-    """The plain layers take more than the spool may; none of its files is of use."""
+    """The plain layers take more than the spool may. None of its files is of use then."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -280,11 +286,11 @@ class Spool:
             path.unlink(missing_ok=True)
 
     def stop(self) -> None:
-        """Let every `unpack` end early: nobody needs the rest."""
+        """Make every `unpack` end early, because nobody needs the rest."""
         self._is_stopped = True
 
     def unpack(self, layer: StoredLayer, allowance: Allowance) -> tuple[StoredLayer, str]:
-        """Write the plain bytes of `layer` to a new file; return the layer there, and its sha256.
+        """Write the plain bytes of `layer` to a new file. Return the layer there, and its sha256.
 
         Raises
         ------
@@ -310,7 +316,9 @@ class Spool:
                     file.write(chunk)
                     size_bytes += len(chunk)
         except OSError as error:
+            if error.errno not in FULL:
+                raise
             # Somebody else fills the disk, too.
-            raise NoRoom if error.errno in FULL else error from error
+            raise NoRoom from error
         region = Region(path=path, start=0, size_bytes=size_bytes)
         return replace(layer, region=region, compress="none"), digest.hexdigest()

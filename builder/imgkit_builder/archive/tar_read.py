@@ -22,8 +22,10 @@ from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import CheckFailed
 
 _PAX, _PAX_GLOBAL, _GNU_NAME, _GNU_LINK = b"x", b"g", b"L", b"K"
+# What is read at once where only headers count. Most bodies are larger, and are passed over.
 _READ_BYTES = 16 << 10
 _HOLE = memoryview(bytes(64 << 10))
+"""The zeros of a hole; a larger one is handed out in pieces of this size."""
 
 BLOCK_BYTES = 512
 _ZEROS = bytes(BLOCK_BYTES)
@@ -38,9 +40,13 @@ CAPABILITY = "security.capability"
 
 _REGULAR_KINDS = (b"0", b"\0", b"7", _GNU_SPARSE)
 _BODILESS_KINDS = (HARD_LINK, SYMLINK, CHARACTER, BLOCK, DIRECTORY, FIFO)
+# Offsets below are those of the ustar header: name 0, mode 100, uid 108, gid 116, size 124, mtime 136,
+# checksum
+# 148, type 156, link 157, magic 257, device 329 and 337, prefix 345.
 _OCTAL = re.compile(rb"[0-7]{1,22}")
 _SIZE = re.compile(rb"[0-9]{1,19}")
 _TIME = re.compile(rb"(-?[0-9]{1,19})(\.[0-9]*)?")
+# No file and no time can be larger.
 _MOST = (1 << 63) - 1
 _MAX_NAME_BYTES = 4096
 """Linux takes no longer path."""
@@ -62,9 +68,9 @@ class TarLimits:
 
 
 class TarStream:
-    """Iterate over the members of a tar that comes in `chunks`; it skips a body that nobody reads.
+    """Iterates over the members of a tar that comes in `chunks`, and skips a body that nobody reads.
 
-    `jump` passes over that many bytes of `chunks`; by default, they are read.
+    `jump` passes over that many bytes of `chunks`. Without it, they are read.
 
     Raises
     ------
@@ -93,48 +99,52 @@ class TarStream:
     def __iter__(self) -> Iterator[Member]:
         number = hole_bytes = 0
         while True:
-            self._skip()
+            self._skip_rest()
             try:
-                member = self._next()
+                member = self._read_member()
             except ValueError as error:
-                raise self._damaged(str(error)) from None
+                raise self._damage_error(str(error)) from None
             if member is None:
                 return
             number += 1
             hole_bytes += member.content_bytes - member.size_bytes
             if number > self._limits.entries:
-                raise self._beyond(f"it has more than {self._limits.entries} entries")
+                raise self._limit_error(f"it has more than {self._limits.entries} entries")
             if hole_bytes > self._limits.hole_bytes:
-                raise self._beyond(f"its sparse files have more than {self._limits.hole_bytes / 1e9:g} GB")
+                gigabytes = f"{self._limits.hole_bytes / 1e9:g} GB"
+                raise self._limit_error(f"its sparse files have more than {gigabytes}")
             self._member = member
             self._unread, self._padding = member.size_bytes, -member.size_bytes % BLOCK_BYTES
             yield member
 
     def body(self) -> Iterator[memoryview]:
         """Yield the current member's bytes as they lie in the archive."""
-        return self._take(self._unread)
+        return self._read_pieces(self._unread)
 
     def content(self) -> Iterator[memoryview]:
-        """Yield the current file's bytes: those of its body, and zeros between them where it is sparse."""
+        """Yield the current file's bytes. Where it is sparse, there are zeros between those of its body."""
         member = self._member
         if member is None or member.sparse is None:
             yield from self.body()
             return
-        yield from expanded(member.sparse, member.content_bytes, self._take)
+        yield from fill_holes(member.sparse, member.content_bytes, self._read_pieces)
+
+    # What follows runs once or more per member, of which an image has hundreds of thousands: it calls little.
 
     def drain(self) -> None:
         """Read what follows the end: a sender fails if nobody reads its last bytes."""
         for _ in self._chunks:
             pass
 
-    def _next(self) -> Member | None:
-        """Read headers up to the next member's; None at the end of the archive."""
+    def _read_member(self) -> Member | None:
+        """Read headers up to the next member's, and return it. None at the end of the archive."""
         pax: Mapping[str, bytes] = {}
         gnu: dict[bytes, bytes] = {}
         extended: list[bytes] = []
+        # An archive made to fill the memory has endless extended headers.
         budget = self._limits.header_bytes
         while True:
-            header = self._exactly(BLOCK_BYTES)
+            header = self._read_exactly(BLOCK_BYTES)
             if header == _ZEROS:
                 return None
             _verify_checksum(header)
@@ -147,7 +157,7 @@ class TarStream:
             budget -= BLOCK_BYTES + size
             if budget < 0:
                 raise ValueError(f"extended headers of more than {self._limits.header_bytes} bytes")
-            blocks = self._exactly(size + -size % BLOCK_BYTES)
+            blocks = self._read_exactly(size + -size % BLOCK_BYTES)
             extended += (header, blocks)
             if kind == _PAX:
                 pax = _parse_pax(blocks[:size])
@@ -155,36 +165,17 @@ class TarStream:
                 gnu[kind] = blocks[:size].split(b"\0", 1)[0]
 
     def _with_sparse_map(self, member: Member) -> Member:
-        """Read the map of a sparse file in any of GNU tar's formats; other members stay as they are."""
+        """Read the map of a sparse file in any of GNU tar's formats. Other members stay as they are."""
         pax, header, size = member.pax, member.header, member.size_bytes
-        blocks: list[bytes] = []
-        numbers: list[int] = []
         if header[156:157] == _GNU_SPARSE:
             content = _parse_count(header[483:495])
-            tables, has_more = [header[386:482]], header[482]
-            while has_more:
-                blocks.append(self._map_block(blocks))
-                tables.append(blocks[-1][:504])
-                has_more = blocks[-1][504]
-            table = b"".join(tables)
-            for start in range(0, len(table), 24):
-                if table[start : start + 24].strip(b"\0"):
-                    numbers += (
-                        _parse_count(table[start : start + 12]),
-                        _parse_count(table[start + 12 : start + 24]),
-                    )
+            blocks, numbers = self._read_old_map(header)
         elif "GNU.sparse.map" in pax:
             content = _parse_decimal(pax.get("GNU.sparse.size"))
-            numbers += map(_parse_decimal, pax["GNU.sparse.map"].split(b","))
+            blocks, numbers = [], [_parse_decimal(digits) for digits in pax["GNU.sparse.map"].split(b",")]
         elif "GNU.sparse.major" in pax:
             content = _parse_decimal(pax.get("GNU.sparse.realsize"))
-            # The body begins with the map: the number of its parts, and two numbers for each, a line each.
-            count, expected = 0, 1
-            while count < expected:
-                blocks.append(self._map_block(blocks, size))
-                count += blocks[-1].count(b"\n")
-                expected = 1 + 2 * _parse_decimal(blocks[0].partition(b"\n")[0])
-            numbers += map(_parse_decimal, b"".join(blocks).split(b"\n")[1:expected])
+            blocks, numbers = self._read_map_in_body(size)
             size -= len(blocks) * BLOCK_BYTES
         elif "GNU.sparse.numblocks" in pax:
             raise ValueError("a sparse file of the outdated format 0.0")
@@ -198,68 +189,104 @@ class TarStream:
             size_bytes=size,
             offset=self.position,
             content_bytes=content,
-            sparse=_checked_map(numbers, size, content),
+            sparse=_validate_map(numbers, size, content),
         )
 
-    def _map_block(self, blocks: Sequence[bytes], most_bytes: int = _MOST) -> bytes:
+    def _read_old_map(self, header: bytes) -> tuple[list[bytes], list[int]]:
+        """Read the blocks after a header of the old GNU format. Return them, and the numbers of the map."""
+        blocks: list[bytes] = []
+        tables, has_more = [header[386:482]], header[482]
+        while has_more:
+            block = self._read_map_block(blocks)
+            blocks.append(block)
+            tables.append(block[:504])
+            has_more = block[504]
+        table = b"".join(tables)
+        numbers: list[int] = []
+        for start in range(0, len(table), 24):  # 12 digits for the offset, 12 for the size
+            if table[start : start + 24].strip(b"\0"):
+                numbers.append(_parse_count(table[start : start + 12]))
+                numbers.append(_parse_count(table[start + 12 : start + 24]))
+        return blocks, numbers
+
+    def _read_map_in_body(self, size: int) -> tuple[list[bytes], list[int]]:
+        """Read the map with which a body of `size` bytes begins.
+
+        It has the number of parts, then two lines for each. Return its blocks, and the numbers.
+        """
+        blocks: list[bytes] = []
+        count, expected = 0, 1
+        while count < expected:
+            blocks.append(self._read_map_block(blocks, size))
+            count += blocks[-1].count(b"\n")
+            expected = 1 + 2 * _parse_decimal(blocks[0].partition(b"\n")[0])
+        lines = b"".join(blocks).split(b"\n")[1:expected]
+        return blocks, [_parse_decimal(line) for line in lines]
+
+    def _read_map_block(self, blocks: Sequence[bytes], most_bytes: int = _MOST) -> bytes:
         """Return the block after `blocks` of a sparse file's map."""
         if (len(blocks) + 1) * BLOCK_BYTES > min(most_bytes, self._limits.header_bytes):
             raise ValueError("the map of a sparse file is too long")
-        return self._exactly(BLOCK_BYTES)
+        return self._read_exactly(BLOCK_BYTES)
 
-    def _take(self, count: int) -> Iterator[memoryview]:
+    def _read_pieces(self, count: int) -> Iterator[memoryview]:
+        """Yield the next `count` bytes, of which the caller may read less."""
         while count:
-            piece = self._some(count)
+            piece = self._read_some(count)
             count, self._unread = count - len(piece), self._unread - len(piece)
             yield piece
 
-    def _skip(self) -> None:
+    def _skip_rest(self) -> None:
+        """Pass over what is left of the current member's body, and over the padding behind it."""
         count = self._unread + self._padding
+        # What has been read already is skipped in memory.
         beyond = count - len(self._pending)
         if self._jump is not None and beyond > 0:
             self.position += count
             self._pending = memoryview(b"")
             self._jump(beyond)
         else:
-            for _ in self._take(count):
+            for _ in self._read_pieces(count):
                 pass
         self._unread = self._padding = 0
 
-    def _some(self, most: int) -> memoryview:
+    def _read_some(self, most: int) -> memoryview:
         """Return the next bytes, between 1 and `most`."""
         while not self._pending:
             chunk = next(self._chunks, None)
             if chunk is None:
-                raise self._damaged("cut short")
+                raise self._damage_error("cut short")
             self._pending = memoryview(chunk)
         piece, self._pending = self._pending[:most], self._pending[most:]
         self.position += len(piece)
         return piece
 
-    def _exactly(self, count: int) -> bytes:
-        piece = self._some(count) if count else memoryview(b"")
+    def _read_exactly(self, count: int) -> bytes:
+        """Return the next `count` bytes."""
+        # Most headers lie within one chunk: then nothing is joined.
+        piece = self._read_some(count) if count else memoryview(b"")
         if len(piece) == count:
             return bytes(piece)
         data = bytearray(piece)
-        while (missing := count - len(data)) > 0:
-            data += self._some(missing)
+        while len(data) < count:
+            data += self._read_some(count - len(data))
         return bytes(data)
 
-    def _damaged(self, problem: str) -> CheckFailed:
+    def _damage_error(self, problem: str) -> CheckFailed:
         return CheckFailed(
             f"{problem}, at byte {self.position}: an incomplete or damaged tar archive", where=self._name
         )
 
-    def _beyond(self, problem: str) -> CheckFailed:
+    def _limit_error(self, problem: str) -> CheckFailed:
         return CheckFailed(
             problem, where=self._name, hint="do not use the archive if you do not know its author"
         )
 
 
-def expanded(
+def fill_holes(
     sparse: Sparse, content_bytes: int, take: Callable[[int], Iterator[memoryview]]
 ) -> Iterator[memoryview]:
-    """Yield the bytes of a sparse file; `take` yields so many of those that the archive holds."""
+    """Yield the bytes of a sparse file. `take(count)` yields the next bytes that the archive holds."""
     position = 0
     for offset, size in (*sparse, (content_bytes, 0)):
         while position < offset:
@@ -270,8 +297,8 @@ def expanded(
         position += size
 
 
-def first_file(chunks: Iterator[bytes], *, name: str, most_bytes: int) -> bytes | None:
-    """Return the content of the first member; None where it is no file or has more than `most_bytes`."""
+def read_first_file(chunks: Iterator[bytes], *, name: str, most_bytes: int) -> bytes | None:
+    """Return the content of the first member. None where it is no file or has more than `most_bytes`."""
     stream = TarStream(chunks, name=name)
     member = next(iter(stream), None)
     if member is None or member.kind != REGULAR or member.content_bytes > most_bytes:
@@ -280,7 +307,7 @@ def first_file(chunks: Iterator[bytes], *, name: str, most_bytes: int) -> bytes 
 
 
 class FileChunks:
-    """Iterate over bytes of a file, at most `most` at a time; `skip` passes over some without reading them.
+    """Iterates over bytes of a file, at most `most` at a time. `skip` passes over some without reading them.
 
     Raises
     ------
@@ -322,7 +349,7 @@ class FileChunks:
         return CheckFailed(f"cannot be read: {error.strerror}", where=str(self._path))
 
 
-def headers(path: Path, *, limits: TarLimits | None = None) -> Iterator[Member]:
+def read_headers(path: Path, *, limits: TarLimits | None = None) -> Iterator[Member]:
     """Yield the members of the plain tar `path`, without reading their content.
 
     Raises
@@ -378,6 +405,7 @@ def _parse_member(
     size = 0  # some writers state a size for links, which have no body
     if kind not in _BODILESS_KINDS:
         size = _parse_decimal(pax["size"]) if "size" in pax else _parse_count(header[124:136])
+    # In this order: GNU tar writes a made-up path for a sparse file, and the real name apart.
     name = pax.get("GNU.sparse.name") or pax.get("path") or gnu.get(_GNU_NAME) or _ustar_name(header)
     link = pax.get("linkpath") or gnu.get(_GNU_LINK) or _text_field(header[157:257])
     is_device = kind in (CHARACTER, BLOCK)
@@ -401,7 +429,7 @@ def _parse_member(
 
 def _parse_number(raw: bytes) -> int:
     """Return the value of a header's field: octal digits, or base-256 for what they cannot hold."""
-    if raw[0] in (0x80, 0xFF):
+    if raw[0] in (0x80, 0xFF):  # the mark of base-256: a positive, a negative number
         value = int.from_bytes(raw[1:], "big", signed=False) - (raw[0] == 0xFF) * (1 << 8 * (len(raw) - 1))
     else:
         digits = raw.split(b"\0", 1)[0].strip(b" ")
@@ -436,17 +464,19 @@ def _parse_owner(key: str, pax: Mapping[str, bytes], field: bytes) -> int:
 
 
 def _parse_time(raw: bytes) -> int:
+    """Return the whole seconds of a time in a pax record: ``1700000000.25``."""
     match = _TIME.fullmatch(raw)
-    if match is None or abs(value := int(match[1])) > _MOST:
+    if match is None or abs(int(match[1])) > _MOST:
         raise ValueError(f"the time {raw[:40]!r} in a pax record")
-    return value
+    return int(match[1])
 
 
 def _parse_pax(data: bytes) -> dict[str, bytes]:
-    """Return the records of a pax header, ``LENGTH KEY=VALUE\\n`` each."""
+    """Return the records of a pax header, ``LENGTH KEY=VALUE\\n`` each. LENGTH counts the whole record."""
     records: dict[str, bytes] = {}
     start = 0
     while start < len(data):
+        # A record of 1 MiB has a length of 7 digits.
         digits, _, _ = data[start : start + 10].partition(b" ")
         end = start + int(digits) if _SIZE.fullmatch(digits) else 0
         if not start + len(digits) < end <= len(data):
@@ -468,17 +498,18 @@ def _verify_checksum(header: bytes) -> None:
         raise ValueError("a GNU header with a prefix, which some readers use as a folder")
 
 
-def _checked_map(numbers: Sequence[int], size_bytes: int, content_bytes: int) -> Sparse:
-    """Return the parts, none of which overlaps another, lies outside the file, or is not in the body."""
+def _validate_map(numbers: Sequence[int], size_bytes: int, content_bytes: int) -> Sparse:
+    """Return the parts. None may overlap another, lie outside the file, or be missing in the body."""
     if len(numbers) % 2:
         raise ValueError("the map of a sparse file cannot be read")
-    parts = tuple(zip(numbers[::2], numbers[1::2], strict=True))
+    offsets, lengths = numbers[::2], numbers[1::2]
+    parts = tuple(zip(offsets, lengths, strict=True))
     end = 0
     for offset, length in parts:
         if offset < end or offset + length > content_bytes:
             raise ValueError("the map of a sparse file is wrong")
         end = offset + length
-    if sum(numbers[1::2]) != size_bytes:
+    if sum(lengths) != size_bytes:
         raise ValueError("the map of a sparse file does not fit its size")
     return parts
 

@@ -15,7 +15,10 @@ END = bytes(2 * BLOCK_BYTES)
 _MOST_TIME_S = (1 << 32) - 1
 """A squashfs has 32 bits for it, and mksquashfs refuses a negative one."""
 _NAME_BYTES = 100
+"""What a header has for a name; a longer one gets a header of its own."""
 _PAX, _GNU_NAME, _GNU_LINK = b"x", b"L", b"K"
+_CHECKSUM_AS_SPACES = 8 * 0x20
+"""The checksum counts its own field of 8 bytes as spaces."""
 
 
 def header(
@@ -31,11 +34,13 @@ def header(
     device: tuple[int, int] = (0, 0),
     xattrs: Mapping[str, bytes] | None = None,
 ) -> bytes:
-    """Return the blocks before the content of `path`; `kind` is a type flag, `mode` the permission bits.
+    """Return the blocks before the content of `path`.
 
-    Of `xattrs` they hold `CAPABILITY`, and no other.
+    `kind` is a type flag such as ``tar_read.SYMLINK``, `mode` has the permission bits. Of `xattrs`, only
+    `CAPABILITY` is written.
     """
     name, target = path.encode("utf-8", "surrogateescape"), link.encode("utf-8", "surrogateescape")
+    # GNU's headers for long names and links come before the one that they are about.
     extended = b""
     if xattrs and CAPABILITY in xattrs:
         extended = pax_header({f"{XATTR}{CAPABILITY}": xattrs[CAPABILITY]})
@@ -52,7 +57,7 @@ def header(
 def ustar_header(
     *, name: bytes, kind: bytes, mode: int = 0o644, size_bytes: int = 0, mtime_s: int = 0, link: bytes = b""
 ) -> bytes:
-    """Return a plain header owned by root; `name` and `link` have at most 100 bytes.
+    """Return a plain header owned by root. `name` and `link` have at most 100 bytes.
 
     Raises
     ------
@@ -65,10 +70,11 @@ def ustar_header(
 
 
 def pax_header(records: Mapping[str, bytes]) -> bytes:
-    """Return the blocks of a pax header that holds `records`."""
+    """Return the blocks of a pax header that holds `records`: ``LENGTH KEY=VALUE\\n`` each."""
     body = b""
     for key, value in records.items():
         record = b" " + key.encode() + b"=" + value + b"\n"
+        # The length counts its own digits: with them it may need one more.
         length = len(record) + len(str(len(record)))
         length = len(record) + len(str(length))
         body += str(length).encode() + record
@@ -84,8 +90,7 @@ def padding(size_bytes: int) -> bytes:
 def _block(name: bytes, fields: bytes, kind: bytes, link: bytes, magic: bytes, device: bytes) -> bytes:
     start = name[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0") + fields
     end = kind + link[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0") + magic.ljust(72, b"\0") + device
-    # The checksum counts its own field as spaces.
-    checksum = sum(start) + sum(end) + 8 * 0x20
+    checksum = sum(start) + sum(end) + _CHECKSUM_AS_SPACES
     return (start + b"%06o\0 " % checksum + end).ljust(BLOCK_BYTES, b"\0")
 
 

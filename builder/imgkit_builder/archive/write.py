@@ -30,13 +30,17 @@ SUFFIXES: dict[Compress, str] = {"none": ".tar", "gzip": ".tar.gz", "zstd": ".ta
 
 ZSTD_HINT = "install it (apt-get install zstd, module load zstd), or use --compression gzip"
 
-_BLOCK = 256 << 10
+_BLOCK_BYTES = 256 << 10
+"""Plain bytes of one gzip member: small enough that readers unpack several side by side."""
 _FLUSH_BYTES = 64 << 20
+"""What is written before it is flushed to the disk in the background."""
+_MAX_WORKERS = 8
+"""More threads than these wait for the one that writes the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
-    """A whole archive on disk."""
+class SavedFile:
+    """A complete archive on disk."""
 
     path: Path
     sha256: str
@@ -44,42 +48,49 @@ class Saved:
     compress: Compress
 
 
-def save(
+def save_archive(
     chunks: Iterable[bytes],
     *,
     target: Path,
     compress: Compress = "none",
     expected_bytes: int | None = None,
     report: Reporter | None = None,
-    describe: Callable[[Saved], Sidecar] | None = None,
-) -> Saved:
-    """Write a tar stream to `target`: checksummed on the way, complete or absent.
+    describe: Callable[[SavedFile], Sidecar] | None = None,
+) -> SavedFile:
+    """Write a tar stream to `target`, and return its digest. The file is complete, or it is absent.
 
-    `chunks` raises if the stream is cut short; then nothing is kept. `expected_bytes` is the size of the
-    uncompressed stream, for the free-space check and the time left. `describe` gives the content of the two
-    files beside the archive; an interrupted save leaves them so that ``imgkit verify`` calls them incomplete.
+    Parameters
+    ----------
+    chunks : raises if the stream is cut short; then nothing is kept.
+    expected_bytes : the size of the uncompressed stream, for the free-space check and the time left.
+    describe : returns the content of the two files beside the archive. An interrupted save leaves them so
+    that ``imgkit verify`` calls them incomplete.
 
     Raises
     ------
-    UsageError : the target's folder is absent or has too little space, before the first chunk is asked for.
-    ToolMissing : ``zstd`` is wanted and not on PATH.
+    UsageError : the target's folder is absent or has too little space; raised before the first chunk is read.
+    ToolMissing : `compress` is ``zstd``, which is not on PATH.
     ToolFailed : no space left on the way, or ``zstd`` failed; nothing is left.
     """
     report = report or Silent()
-    preflight(target, compress=compress, expected_bytes=expected_bytes)
+    check_target(target, compress=compress, expected_bytes=expected_bytes)
     remove_leftovers(target)
     digest, size_bytes = hashlib.sha256(), 0
-    reported = _reported(chunks, target=target, expected_bytes=expected_bytes, report=report)
+    # Progress counts plain bytes, whose total is known; what is written is smaller.
+    reported = _report_progress(chunks, target=target, expected_bytes=expected_bytes, report=report)
     try:
         with contextlib.ExitStack() as sidecars, files.writing(target) as stream:
             _lock(stream)
-            for chunk in _flushed(_compressed(reported, compress), stream):
+            for chunk in _write_chunks(_compress_chunks(reported, compress), stream):
                 digest.update(chunk)
                 size_bytes += len(chunk)
-            saved = Saved(path=target, sha256=digest.hexdigest(), size_bytes=size_bytes, compress=compress)
+            saved = SavedFile(
+                path=target, sha256=digest.hexdigest(), size_bytes=size_bytes, compress=compress
+            )
             if describe:
                 files.sync(stream)  # before the old checksum goes: what can fail has happened then
-                sidecars.enter_context(sidecar.replacing(describe(saved), target))
+                # Around the renaming of the archive, which the other block does at its end.
+                sidecars.enter_context(sidecar.replace_around(describe(saved), target))
     except OSError as error:  # errors of the stream itself are not OSErrors: the engine's are typed
         if error.errno in files.FULL:
             raise ToolFailed(
@@ -91,8 +102,8 @@ def save(
     return saved
 
 
-def preflight(target: Path, *, compress: Compress, expected_bytes: int | None) -> None:
-    """Refuse now a save that would fail after minutes; raises as `save` does."""
+def check_target(target: Path, *, compress: Compress, expected_bytes: int | None) -> None:
+    """Refuse at once a save that would fail after minutes. Raises as `save_archive` does."""
     if "\n" in target.name or "\\" in target.name:
         raise UsageError("sha256sum cannot list a name with a newline or backslash", where=str(target))
     if target.is_dir():
@@ -105,19 +116,19 @@ def preflight(target: Path, *, compress: Compress, expected_bytes: int | None) -
         raise UsageError("the folder is not writable", where=str(target.parent), hint="-o ELSEWHERE.tar")
     if compress == "zstd" and shutil.which("zstd") is None:
         raise ToolMissing("the program 'zstd' is not on PATH", hint=ZSTD_HINT)
-    # PyTorch images compress to 0.3-0.45 of their size; half leaves a margin.
-    needed = (expected_bytes or 0) // (1 if compress == "none" else 2)
-    free = shutil.disk_usage(target.parent).free
-    if free < needed:
-        raise UsageError(
-            f"{size_text(needed)} needed, {size_text(free)} free",
-            where=str(target.parent),
-            hint="choose another path with -o" + (", or --compression zstd" if compress == "none" else ""),
-        )
+    needed_bytes, hint = expected_bytes or 0, "choose another path with -o"
+    if compress == "none":
+        hint += ", or --compression zstd"
+    else:
+        needed_bytes //= 2  # PyTorch images compress to 0.3-0.45 of their size; half leaves a margin
+    free_bytes = shutil.disk_usage(target.parent).free
+    if free_bytes < needed_bytes:
+        message = f"{size_text(needed_bytes)} needed, {size_text(free_bytes)} free"
+        raise UsageError(message, where=str(target.parent), hint=hint)
 
 
 def remove_leftovers(target: Path) -> None:
-    """Remove files of killed runs for the same target; a run that still writes keeps its file."""
+    """Remove files of killed runs for the same target. A run that still writes keeps its file."""
     for leftover in files.temporary_files(target):
         # Open for writing: NFS gives an exclusive lock to no other descriptor.
         with contextlib.suppress(OSError), files.open_own(leftover, os.O_RDWR) as stream:
@@ -127,14 +138,15 @@ def remove_leftovers(target: Path) -> None:
 
 
 def _lock(stream: BinaryIO) -> None:
+    """Mark the file as that of a living run, for `remove_leftovers` of another one."""
     with contextlib.suppress(OSError):
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def _reported(
+def _report_progress(
     chunks: Iterable[bytes], *, target: Path, expected_bytes: int | None, report: Reporter
 ) -> Iterator[bytes]:
-    """Pass `chunks` on and report progress."""
+    """Yield `chunks` unchanged, and report progress."""
     done_bytes = 0
     for chunk in chunks:
         if not done_bytes:
@@ -145,8 +157,8 @@ def _reported(
         yield chunk
 
 
-def _flushed(chunks: Iterator[bytes], stream: BinaryIO) -> Iterator[bytes]:
-    """Write `chunks` to `stream`, pass them on, and flush to the disk in a thread.
+def _write_chunks(chunks: Iterator[bytes], stream: BinaryIO) -> Iterator[bytes]:
+    """Write `chunks` to `stream`, yield them, and flush to the disk in a thread.
 
     The fsync at the end then has little left to do.
 
@@ -155,53 +167,54 @@ def _flushed(chunks: Iterator[bytes], stream: BinaryIO) -> Iterator[bytes]:
     OSError : the disk has failed. Linux reports that once, so the last fsync would succeed.
     """
     flush: Future[None] | None = None
-    waiting_bytes = 0
+    unflushed_bytes = 0
     with ThreadPoolExecutor(1) as pool:
         for chunk in chunks:
             stream.write(chunk)
-            waiting_bytes += len(chunk)
-            if waiting_bytes >= _FLUSH_BYTES and (flush is None or flush.done()):
+            unflushed_bytes += len(chunk)
+            if unflushed_bytes >= _FLUSH_BYTES and (flush is None or flush.done()):
                 if flush:
                     flush.result()
-                flush, waiting_bytes = pool.submit(os.fdatasync, stream.fileno()), 0
+                flush = pool.submit(os.fdatasync, stream.fileno())
+                unflushed_bytes = 0
             yield chunk
     if flush:
         flush.result()
 
 
-def _compressed(chunks: Iterator[bytes], compress: Compress) -> Iterator[bytes]:
+def _compress_chunks(chunks: Iterator[bytes], compress: Compress) -> Iterator[bytes]:
     if compress == "gzip":
-        return _gzip(chunks)
+        return _gzip_chunks(chunks)
     if compress == "zstd":
         # One worker (250 MB/s, 44 MiB) outruns the engine's stream; each further one takes 13 MiB more.
         return process.through(["zstd", "-q", "-3", "-T1", "-c"], chunks, hint=ZSTD_HINT)
     return chunks
 
 
-def _gzip(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Gzip members of 256 KiB each, made side by side: any gzip reader takes them as one file."""
-    workers = min(process.processors(), 8)
+def _gzip_chunks(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield gzip members of 256 KiB each, made side by side. Any gzip reader takes them as one file."""
+    workers = min(process.processors(), _MAX_WORKERS)
     with ThreadPoolExecutor(workers) as pool:
         pending: deque[Future[bytes]] = deque()
-        for block in _blocks(chunks):
-            pending.append(pool.submit(_member, block))
+        for block in _equal_blocks(chunks):
+            pending.append(pool.submit(_make_member, block))
             if len(pending) > workers:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
 
 
-def _member(block: bytes) -> bytes:
-    packer = zlib.compressobj(level=1, wbits=31)
+def _make_member(block: bytes) -> bytes:
+    packer = zlib.compressobj(level=1, wbits=31)  # 31: with the header and trailer of gzip
     return packer.compress(block) + packer.flush()
 
 
-def _blocks(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Blocks of equal size, so that the bytes do not depend on how the engine cut its stream."""
+def _equal_blocks(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield blocks of equal size, so that the bytes do not depend on how the engine cut its stream."""
     block = bytearray()
     for chunk in chunks:
         block += chunk
-        while len(block) >= _BLOCK:
-            yield bytes(block[:_BLOCK])
-            del block[:_BLOCK]
+        while len(block) >= _BLOCK_BYTES:
+            yield bytes(block[:_BLOCK_BYTES])
+            del block[:_BLOCK_BYTES]
     yield bytes(block)

@@ -32,7 +32,7 @@ from imgkit_entrypoints.errors import UsageError
 
 if TYPE_CHECKING:
     from imgkit_builder.archive.sidecar import Sidecar
-    from imgkit_builder.archive.write import Saved
+    from imgkit_builder.archive.write import SavedFile
     from imgkit_builder.base.progress import Reporter
     from imgkit_builder.engine import Engine, ImageInfo
     from imgkit_entrypoints.system import SystemFacts
@@ -70,10 +70,10 @@ def verb_save(
             )
         target = output or Path(stem(info.tag) + write.SUFFIXES[compress])
         # Before the engine stages 20 GB.
-        write.preflight(target.absolute(), compress=compress, expected_bytes=info.size_bytes)
+        write.check_target(target.absolute(), compress=compress, expected_bytes=info.size_bytes)
         describe = _describer(connected, info, target, report)
         with engine.save_stream(connected, info.tag, report=report) as chunks:
-            saved = write.save(
+            saved = write.save_archive(
                 chunks,
                 target=target.absolute(),
                 compress=compress,
@@ -101,7 +101,7 @@ def verb_save(
 
 def _describer(
     connected: Engine, info: ImageInfo, target: Path, report: Reporter
-) -> Callable[[Saved], Sidecar]:
+) -> Callable[[SavedFile], Sidecar]:
     """Return the function that describes the archive once it is written."""
 
     def baked(path: str, parse: Callable[[str], Baked]) -> Baked | None:
@@ -118,7 +118,7 @@ def _describer(
     values = {name: getattr(info, name) for name in ("id", "tag", "platform", "diff_ids")}
     image = sidecar.SavedImage(**values, labels=dict(info.labels))
 
-    def describe(saved: Saved) -> Sidecar:
+    def describe(saved: SavedFile) -> Sidecar:
         archive = sidecar.SavedArchive(
             name=target.name, size_bytes=saved.size_bytes, sha256=saved.sha256, compress=saved.compress
         )

@@ -46,7 +46,7 @@ def verb_doctor(
     if on in ("", HERE):
         from imgkit_builder.examine import doctor
 
-        target = targets.find(recipe) if recipe else None
+        target = targets.load_target(recipe) if recipe else None
         results = doctor.examine(target, purpose=purpose)
     else:
         from imgkit_builder.jobs.remote import check, config, connection
@@ -55,7 +55,7 @@ def verb_doctor(
             raise UsageError("--for cannot be combined with --on", where="--for", hint="leave it out")
         remote = config.find(on)
         recipe = recipe or remote.recipe
-        target = targets.find(recipe) if recipe else None
+        target = targets.load_target(recipe) if recipe else None
         results = check.examine(connection.connect(remote, ask=may_ask()), target)
     context = {"recipe": target.name if target else "", "for": purpose, "on": on}
     show_checks(results, as_json=as_json, **context)

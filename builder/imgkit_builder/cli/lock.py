@@ -25,7 +25,13 @@ from imgkit_builder.cli.progress import reporter
 from imgkit_builder.cli.recipes import load_recipe
 from imgkit_builder.image import secret_values
 from imgkit_builder.lock import changes
-from imgkit_builder.lock.resolve import LockOptions, Resolution, kept_files, resolve, write_lock
+from imgkit_builder.lock.resolve import (
+    LockOptions,
+    Resolution,
+    find_kept_wheels,
+    resolve_packages,
+    write_lock,
+)
 from imgkit_builder.oci.platform import host_platform
 from imgkit_builder.recipe import bases, lock_file
 from imgkit_builder.workflow.build import BaseOptions
@@ -74,7 +80,7 @@ def verb_lock(
         )
 
     loaded = load_recipe(recipe)
-    source = dataclasses.replace(source, base=bases.chosen(source.base, loaded))
+    source = dataclasses.replace(source, base=bases.select_base(source.base, loaded))
     if check:
         _check(loaded, base=source.base, platform=source.platform, as_json=as_json)
         return
@@ -104,8 +110,8 @@ def _lock(
 ) -> tuple[dict[str, Any], list[str]]:
     """Resolve the recipe in its base, and write the lock; return the result as JSON and for people."""
     request = _request(recipe, source.base)
-    file = lock_file.beside(recipe)
-    lock = lock_file.read(file) if file.exists() else None
+    file = lock_file.lock_path(recipe)
+    lock = lock_file.read_lock(file) if file.exists() else None
     if writes and not os.access(file.parent, os.W_OK):
         # Not after minutes of resolving.
         raise UsageError(
@@ -113,7 +119,7 @@ def _lock(
             where=str(file.parent),
             hint="copy the recipe to your own folder, or only look: --dry-run",
         )
-    values = secret_values.read(recipe)
+    values = secret_values.read_secrets(recipe)
     secrets_at = recipe.where("image", "secrets") if values.options else ""
     with engines.connect() as engine, tempfile.TemporaryDirectory(prefix="imgkit-lock-") as folder:
         choice = engines.choose(engine.facts(), source.builder, secrets_at=secrets_at)
@@ -126,12 +132,12 @@ def _lock(
             pull=source.pull,
             report=report,
         )
-        old = lock.of(image.platform) if lock else None
-        wheels = {} if options.upgrade and not options.packages else kept_files(file, old)
+        old = lock.for_platform(image.platform) if lock else None
+        wheels = {} if options.upgrade and not options.packages else find_kept_wheels(file, old)
         resolution = Resolution(
             recipe=recipe, request=request, base=image, old=old, options=options, kept_wheels=wheels
         )
-        new = resolve(
+        new = resolve_packages(
             engine,
             resolution,
             builder=dataclasses.replace(choice, options=values.options),
@@ -143,7 +149,7 @@ def _lock(
         if writes and (options.keep_files or not same):
             resolved = old if same and old else new
             write_lock(recipe, file, lock, resolved, Path(folder) if options.keep_files else None)
-    difference = changes.between(old, new)
+    difference = changes.list_changes(old, new)
     is_written = writes and not same
     data = {
         "file": file,
@@ -164,17 +170,17 @@ def _lock(
 
 def _request(recipe: Recipe, base: str | None) -> LockRequest:
     try:
-        return lock_file.request_of(recipe, base=base)
+        return lock_file.make_request(recipe, base=base)
     except (OSError, ValueError) as error:
         raise UsageError(str(error), where=recipe.where("image", "pip"), hint="correct the file") from error
 
 
 def _check(recipe: Recipe, *, base: str | None, platform: str | None, as_json: bool) -> None:
-    file = lock_file.beside(recipe)
-    target = engines.choose_platform(recipe, wanted=platform, host=host_platform())
+    file = lock_file.lock_path(recipe)
+    target = engines.choose_platform(recipe, requested=platform, host=host_platform())
     reason = ""
     try:
-        lock_file.follow(recipe, platform=target, base=base, required=True)
+        lock_file.attach_lock(recipe, platform=target, base=base, required=True)
     except UsageError as error:
         reason = str(error)
     lines = reason.split("\n") if reason else [f"{file} fits the recipe on {target}"]

@@ -15,7 +15,7 @@ from imgkit_builder.jobs.remote import config
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.project import new_folder, ownership, program, toml_file
 from imgkit_builder.recipe import targets
-from imgkit_builder.recipe.problems import shown
+from imgkit_builder.recipe.problems import shorten_path
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import ImgkitError, UsageError
 
@@ -45,7 +45,7 @@ def project_here(*, recipe: str, trusted: bool) -> ProjectFile | None:
     if not trusted:
         for path in ownership.named_paths(project, with_recipe=not recipe):
             ownership.refuse_foreign(path)
-    terminal.err(f"imgkit: values from {shown(file)}")
+    terminal.err(f"imgkit: values from {shorten_path(file)}")
     return project
 
 
@@ -95,7 +95,7 @@ def verb_init(
       imgkit init --recipe mn5 -A bsc98 --qos acc_debug mine
     """
     remote, recipe = _chosen(on, recipe)
-    parent = targets.find(recipe)
+    parent = targets.load_target(recipe)
     options = new_folder.NewFolder(
         folder=folder.absolute(),
         recipe=recipe,

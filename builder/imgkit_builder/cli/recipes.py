@@ -26,7 +26,7 @@ from imgkit_builder.cli.options import field_option
 from imgkit_builder.engine.images import image_facts
 from imgkit_builder.examine import file_facts
 from imgkit_builder.image import render
-from imgkit_builder.image.context import BuildContext, check_code, code_revision, pack
+from imgkit_builder.image.context import BuildContext, check_code, code_revision, pack_context
 from imgkit_builder.oci.manifest import BaseImage
 from imgkit_builder.recipe import bases, host_effects, lock_file, system_files, targets
 from imgkit_builder.recipe.load import load, load_system
@@ -96,7 +96,7 @@ def verb_list(
 
 
 def _list_bases(*, as_json: bool) -> None:
-    known_bases = bases.table()
+    known_bases = bases.load_table()
     rows = []
     lines = []
     for base in known_bases:
@@ -110,7 +110,7 @@ def _list_bases(*, as_json: bool) -> None:
 def _list_systems(*, as_json: bool) -> None:
     """Print each system with the strongest test of its values, or with all of them as JSON."""
     rows, table = [], []
-    for system in map(load_system, system_files.find_all()):
+    for system in map(load_system, system_files.find_systems()):
         facts, is_site = system.facts, system_files.is_site(system.file)
         title = f"{facts.title} ({system.file})" if is_site else facts.title
         table.append((system.name, facts.scheduler, system.proof.strongest, title))
@@ -153,11 +153,11 @@ def verb_show(
         show(facts.to_dict(), *facts.lines(), as_json=as_json)
         return
 
-    text = targets.described_json(load_recipe(recipe))
+    text = targets.describe_as_json(load_recipe(recipe))
     if as_json:
         terminal.document(text.rstrip() + "\n")
     else:
-        terminal.out(*targets.table(text))
+        terminal.out(*targets.format_table(text))
 
 
 def _is_image(name: str) -> bool:
@@ -221,7 +221,7 @@ def _check_recipe(file: str, *, strict: bool) -> tuple[Sequence[Problem], UsageE
     warnings: Sequence[Problem] = ()
     try:
         recipe = load(file)
-        warnings = (*recipe.warnings, *(host_effects.warnings(recipe) if strict else ()))
+        warnings = (*recipe.warnings, *(host_effects.find_host_effects(recipe) if strict else ()))
         check_code(recipe)
     except UsageError as error:
         return warnings, error
@@ -269,11 +269,11 @@ def verb_render(
       imgkit render mn5 --format def -o mn5.def
     """
     loaded = load_recipe(recipe, build_args=build_args)
-    base = bases.chosen(base, loaded)
+    base = bases.select_base(base, loaded)
     if not no_lock:
-        loaded = lock_file.follow(loaded, platform=platform or loaded.image.platforms[0], base=base)
+        loaded = lock_file.attach_lock(loaded, platform=platform or loaded.image.platforms[0], base=base)
         base = loaded.lock.base.exact if loaded.lock else base
-    make = render.dockerfile if form == "dockerfile" else render.definition
+    make = render.render_dockerfile if form == "dockerfile" else render.render_definition
     text = make(loaded, base=base, platform=platform)
     if context is not None:
         _write_context(loaded, context, base=base, platform=platform, large=large)
@@ -289,7 +289,7 @@ def _write_context(
     """Write the build context of the recipe as a tar."""
 
     def attempt(large: bool) -> BuildContext:
-        return pack(
+        return pack_context(
             recipe,
             base=BaseImage(name=base or recipe.image.base),
             platform=platform or recipe.image.platforms[0],

@@ -84,7 +84,7 @@ def add(
     if transfer:
         config.check_host(transfer, where="--transfer")
     if recipe:
-        target = targets.find(recipe)
+        target = targets.load_target(recipe)
         recipe = str(target.file) if Path(recipe).is_file() else target.name
     if volume and not pvc:
         raise UsageError("--volume without --pvc", where="--volume", hint="--pvc CLAIM:/PATH")

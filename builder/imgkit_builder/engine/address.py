@@ -26,8 +26,8 @@ from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, ToolMissing, UsageError
 
 DEFAULT_HOST = "unix:///var/run/docker.sock"
-ANSWER_S = 1.0
-"""Limit for a socket to accept a connection."""
+ACCEPT_TIMEOUT_S = 1.0
+"""Limit for a socket to accept a connection: a living engine needs milliseconds."""
 
 _DEFAULT_CONTEXT = "default"
 """The context that stands for the variables and the usual sockets; it has no files."""
@@ -35,7 +35,7 @@ _DEFAULT_CONTEXT = "default"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """Certificates for an engine behind TLS; None where there is no such file."""
+    """Certificates for an engine behind TLS. A path is None where there is no such file."""
 
     ca: Path | None
     cert: Path | None
@@ -63,23 +63,24 @@ class Endpoint:
         return "docker context use default"
 
 
-def endpoint() -> Endpoint:
+def find_endpoint() -> Endpoint:
     """Return the engine of ``DOCKER_HOST``, the chosen context, or the first usual socket that answers.
 
     Raises
     ------
     UsageError : the chosen context does not exist or is damaged.
     """
-    if host := os.environ.get("DOCKER_HOST"):
-        return Endpoint(host=host, source="DOCKER_HOST", tls=_variables_tls())
+    host = os.environ.get("DOCKER_HOST")
+    if host:
+        return Endpoint(host=host, source="DOCKER_HOST", tls=_read_variables_tls())
     name, source = os.environ.get("DOCKER_CONTEXT", ""), "DOCKER_CONTEXT"
     if not name:
         path = _settings_folder() / "config.json"
         with contextlib.suppress(OSError):
             name, source = str(_read_json(path).get("currentContext") or ""), str(path)
     if name not in ("", _DEFAULT_CONTEXT):
-        return _context_endpoint(name, source)
-    return next(_listening(), Endpoint(host=DEFAULT_HOST, tls=_variables_tls()))
+        return _read_context(name, source)
+    return next(_find_listening(), Endpoint(host=DEFAULT_HOST, tls=_read_variables_tls()))
 
 
 def _usual_sockets() -> dict[Path, str]:
@@ -89,12 +90,14 @@ def _usual_sockets() -> dict[Path, str]:
     home = Path.home()
     settings = Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config")
     colima = Path(os.environ.get("COLIMA_HOME") or home / ".colima")
-    podman_of_root = {Path("/run/podman/podman.sock"): "systemctl start podman.socket"}
-    return {
+    sockets = {
         Path(DEFAULT_HOST.removeprefix("unix://")): "sudo systemctl start docker",
         runtime / "docker.sock": "systemctl --user start docker",
         runtime / "podman/podman.sock": "systemctl --user start podman.socket",
-        **(podman_of_root if os.getuid() == 0 else {}),
+    }
+    if os.getuid() == 0:
+        sockets[Path("/run/podman/podman.sock")] = "systemctl start podman.socket"
+    return sockets | {
         # Docker Desktop on macOS and on Linux
         home / ".docker/run/docker.sock": "docker desktop start",
         home / ".docker/desktop/docker.sock": "docker desktop start",
@@ -104,16 +107,17 @@ def _usual_sockets() -> dict[Path, str]:
     }
 
 
-def _listening() -> Iterator[Endpoint]:
+def _find_listening() -> Iterator[Endpoint]:
+    """Yield the usual sockets at which an engine listens."""
     for path in _usual_sockets():
         if _accepts(path):
-            yield Endpoint(host=f"unix://{path}", tls=_variables_tls())
+            yield Endpoint(host=f"unix://{path}", tls=_read_variables_tls())
 
 
 def _accepts(path: Path) -> bool:
-    """Return whether an engine listens at `path` for this user; a stopped one leaves its file."""
+    """Return whether an engine listens at `path` for this user. A stopped one leaves its file."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-        client.settimeout(ANSWER_S)
+        client.settimeout(ACCEPT_TIMEOUT_S)
         try:
             client.connect(str(path))
         except BlockingIOError:
@@ -128,7 +132,7 @@ def _settings_folder() -> Path:
     return Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker")
 
 
-def _context_endpoint(name: str, source: str) -> Endpoint:
+def _read_context(name: str, source: str) -> Endpoint:
     """Return the engine of the context `name`, which `source` chooses.
 
     Raises
@@ -154,20 +158,20 @@ def _context_endpoint(name: str, source: str) -> Endpoint:
             where=str(path),
             hint=f"docker context inspect {name}",
         )
-    tls = _tls_files(contexts / "tls" / key / "docker", verify=not engine.get("SkipTLSVerify"))
+    tls = _find_tls_files(contexts / "tls" / key / "docker", verify=not engine.get("SkipTLSVerify"))
     has_tls = tls.ca or tls.cert or not tls.verify
     return Endpoint(host=str(engine["Host"]), source=source, context=name, tls=tls if has_tls else None)
 
 
-def _variables_tls() -> Tls | None:
-    """Return the certificates of ``DOCKER_TLS_VERIFY`` and ``DOCKER_CERT_PATH``; None without them."""
+def _read_variables_tls() -> Tls | None:
+    """Return the certificates of ``DOCKER_TLS_VERIFY`` and ``DOCKER_CERT_PATH``, or None without them."""
     folder, verify = os.environ.get("DOCKER_CERT_PATH", ""), bool(os.environ.get("DOCKER_TLS_VERIFY"))
     if not folder and not verify:
         return None
-    return _tls_files(Path(folder) if folder else _settings_folder(), verify=verify)
+    return _find_tls_files(Path(folder) if folder else _settings_folder(), verify=verify)
 
 
-def _tls_files(folder: Path, *, verify: bool) -> Tls:
+def _find_tls_files(folder: Path, *, verify: bool) -> Tls:
     paths = (folder / name for name in ("ca.pem", "cert.pem", "key.pem"))
     ca, cert, key = (path if path.is_file() else None for path in paths)
     return Tls(ca=ca, cert=cert, key=key, verify=verify)
@@ -184,16 +188,16 @@ def _read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def unreachable(engine: Endpoint, error: Exception) -> ImgkitError:
+def explain_unreachable(engine: Endpoint, error: Exception) -> ImgkitError:
     """Turn `error`, raised while connecting to `engine`, into what the user can do about it."""
     host, where = engine.host, engine.source or None
-    cause, text = _system_error(error), str(error)
+    cause, text = _find_system_error(error), str(error)
     number = cause.errno if cause else None
     if isinstance(cause, ssl.SSLError):
         # The number of such an error is TLS's own, and no system error.
-        return _untrusted(engine, cause)
+        return _explain_tls_error(engine, cause)
     if number in (errno.EACCES, errno.EPERM):
-        return _denied(host.removeprefix("unix://"))
+        return _explain_denied_socket(host.removeprefix("unix://"))
     if number in (errno.ENOENT, errno.ECONNREFUSED, errno.ENOTDIR):
         return ToolMissing(f"no Docker engine answers at {host}", where=where, hint=_start_hint(engine))
     if host.startswith("ssh://"):
@@ -213,7 +217,7 @@ def unreachable(engine: Endpoint, error: Exception) -> ImgkitError:
     return ToolFailed(f"no usable Docker engine at {host}: {text}", where=where, hint=_start_hint(engine))
 
 
-def _denied(path: str) -> ToolMissing:
+def _explain_denied_socket(path: str) -> ToolMissing:
     if os.geteuid() == 0:
         # The group and sudo do not help root: the refusal comes from the kernel's policy or from a namespace.
         hint = f"root is refused by a security policy or a user namespace: ls -lZ {path}; journalctl -k -n 20"
@@ -227,33 +231,38 @@ def _denied(path: str) -> ToolMissing:
     return ToolMissing(f"no permission for the Docker engine's socket {path}", hint=hint)
 
 
-def _untrusted(engine: Endpoint, error: ssl.SSLError) -> ToolFailed:
-    tls = engine.tls
-    files = ", ".join(str(path) for path in (tls.ca, tls.cert, tls.key) if path) if tls else ""
+def _explain_tls_error(engine: Endpoint, error: ssl.SSLError) -> ToolFailed:
+    names = "none (see DOCKER_CERT_PATH)"
+    if engine.tls:
+        paths = (engine.tls.ca, engine.tls.cert, engine.tls.key)
+        names = ", ".join(str(path) for path in paths if path) or names
     hint = (
         "ca.pem must be the CA of the engine's certificate, and the certificate must name this address; "
-        f"cert.pem and key.pem identify you. Present: {files or 'none (see DOCKER_CERT_PATH)'}"
+        f"cert.pem and key.pem identify you. Present: {names}"
     )
     what = f"no TLS with the engine at {engine.host}: {error.reason or error}"
     return ToolFailed(what, where=engine.source or None, hint=hint)
 
 
 def _start_hint(engine: Endpoint) -> str:
+    """Return how to start an engine, or how to use another one that answers."""
     if engine.source:
-        other = next((other.host for other in _listening() if other.host != engine.host), "")
-        leads = f", which leads to {other.removeprefix('unix://')}" if other else ""
-        return f"start the engine there, or: {engine.leave_command}{leads}"
+        hint = f"start the engine there, or: {engine.leave_command}"
+        for other in _find_listening():
+            if other.host != engine.host:
+                return f"{hint}, which leads to {other.host.removeprefix('unix://')}"
+        return hint
     # A stopped engine leaves its socket, and that tells which one this machine has.
-    stopped = [start for path, start in _usual_sockets().items() if path.exists() and not _accepts(path)]
-    if stopped:
-        return f"start it: {'; or: '.join(dict.fromkeys(stopped))}"
+    commands = [start for path, start in _usual_sockets().items() if path.exists() and not _accepts(path)]
+    if commands:
+        return f"start it: {'; or: '.join(dict.fromkeys(commands))}"
     return (
         "start it: sudo systemctl start docker (or systemctl --user start podman.socket); "
         "or install it: sudo apt-get install docker.io"
     )
 
 
-def _system_error(error: BaseException) -> OSError | None:
+def _find_system_error(error: BaseException) -> OSError | None:
     """Return the OSError at the bottom of `error`: SDK, requests and urllib3 each wrap it once more."""
     seen: set[int] = set()
     queue: list[object] = [error]
@@ -270,18 +279,21 @@ def _system_error(error: BaseException) -> OSError | None:
 
 
 # Ctrl-C reaches all processes of the terminal, and imgkit still has to clean up on the engine.
-_UNINTERRUPTED = ("/bin/sh", "-c", 'trap "" INT; exec "$@"', "sh")
+_IGNORE_INTERRUPT = ("/bin/sh", "-c", 'trap "" INT; exec "$@"', "sh")
 
 
 def _ssh_argv(host: str) -> list[str]:
     """Return the command that connects to ``ssh://[USER@]HOST[:PORT]``."""
     parts = urlsplit(host)
-    user = ["-l", parts.username] if parts.username else []
-    port = ["-p", str(parts.port)] if parts.port else []
-    return ["ssh", *user, *port, "-T", "--", parts.hostname or "", "docker", "system", "dial-stdio"]
+    argv = ["ssh"]
+    if parts.username:
+        argv += ["-l", parts.username]
+    if parts.port:
+        argv += ["-p", str(parts.port)]
+    return [*argv, "-T", "--", parts.hostname or "", "docker", "system", "dial-stdio"]
 
 
-def dial(host: str, timeout_s: float | None) -> socket.socket:
+def open_ssh_socket(host: str, timeout_s: float | None) -> socket.socket:
     """Start ssh to `host`, and return a socket that leads to the engine there.
 
     What ssh prints goes to this program's standard error. An engine that cannot be reached ends the
@@ -295,6 +307,7 @@ def dial(host: str, timeout_s: float | None) -> socket.socket:
     ours, theirs = socket.socketpair()
     with theirs:
         # It ends when the socket is closed.
-        subprocess.Popen([*_UNINTERRUPTED, *_ssh_argv(host)], stdin=theirs.fileno(), stdout=theirs.fileno())
+        argv = [*_IGNORE_INTERRUPT, *_ssh_argv(host)]
+        subprocess.Popen(argv, stdin=theirs.fileno(), stdout=theirs.fileno())
     ours.settimeout(timeout_s)
     return ours

@@ -14,9 +14,8 @@ from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.engine import containers
 from imgkit_builder.engine.connection import Engine
 from imgkit_builder.engine.errors import ONE_PLATFORM_HINT
-from imgkit_builder.engine.image_source import full_platform
-from imgkit_builder.engine.image_source import pull as fetch
-from imgkit_builder.engine.images import ImageInfo, can_choose, check_name, find, repository
+from imgkit_builder.engine.image_source import full_platform, pull_image
+from imgkit_builder.engine.images import ImageInfo, can_choose_platform, check_name, find_image, repository
 from imgkit_builder.image import inside
 from imgkit_builder.oci.manifest import STANDIN_LABEL, BaseImage, Probe
 from imgkit_builder.oci.platform import emulator_fault
@@ -56,33 +55,30 @@ def resolve_base(
     """
     report = report or Silent()
     name = override or recipe.image.base
+    where = recipe.where("image", "base")
+    check_name(name, where="--base" if override else where)
+    target = choose_platform(recipe, requested=platform, host=engine.platform)
     is_standin = name.startswith(STANDIN_HOST)
-    check_name(name, where="--base" if override else recipe.where("image", "base"))
-    target = choose_platform(recipe, wanted=platform, host=engine.platform)
+    image = None
     # A stand-in is in no registry, so --pull cannot renew it.
-    image = None if pull and not is_standin else find(engine, name, platform=target)
+    if is_standin or not pull:
+        image = find_image(engine, name, platform=target)
     if image is None:
         if is_standin:
             raise UsageError(f"there is no local stand-in {name!r}", hint="create it: ci/lab/base-image")
         # Before the pull: 20 GB for an architecture that cannot run here would be wasted.
-        _check_can_run(engine, target)
-        try:
-            image = fetch(engine, name, target, report)
-        except ImgkitError as error:
-            where = None if override else recipe.where("image", "base")
-            local = "without a network, use a local base: --base NAME (list them: docker images)"
-            hint = f"{error.hint}\n{local}" if error.hint else local
-            raise type(error)(error.what, where=error.where or where, hint=hint) from error
+        _refuse_without_emulator(engine, target)
+        image = _pull_base(engine, name, target, report, where=None if override else where)
     if image.platform != target:
-        raise _other_platform(engine, image, name, target, recipe)
+        raise _other_platform_error(engine, image, name, target, recipe)
     if STANDIN_LABEL in image.labels and override is None:
         raise UsageError(
             f"the base {name!r} is a stand-in without NVIDIA's software",
-            where=recipe.where("image", "base"),
+            where=where,
             hint=f"to use it anyway: --base {name}; otherwise: docker rmi {name}, then build again to pull "
             "the real one",
         )
-    _check_can_run(engine, target)
+    _refuse_without_emulator(engine, target)
     if image.manifest:
         # The classic builder would begin with the platform that the engine prefers (docker 28.5).
         exact = f"{repository(name)}@{image.manifest}"
@@ -99,27 +95,45 @@ def resolve_base(
     )
 
 
-def choose_platform(recipe: Recipe, *, wanted: str | None, host: str) -> str:
-    """Return `wanted` if the recipe allows it; default: `host` if allowed, else the recipe's first."""
+def _pull_base(engine: Engine, name: str, target: str, report: Reporter, *, where: str | None) -> ImageInfo:
+    try:
+        return pull_image(engine, name, target, report)
+    except ImgkitError as error:
+        hint = "without a network, use a local base: --base NAME (list them: docker images)"
+        if error.hint:
+            hint = f"{error.hint}\n{hint}"
+        raise type(error)(error.what, where=error.where or where, hint=hint) from error
+
+
+def choose_platform(recipe: Recipe, *, requested: str | None, host: str) -> str:
+    """Return `requested` if the recipe allows it.
+
+    By default, return `host` if allowed, else the recipe's first.
+    """
     platforms = recipe.image.platforms
-    if wanted is None:
+    if requested is None:
         return host if host in platforms else platforms[0]
-    full = full_platform(wanted)
-    if full not in platforms:
+    platform = full_platform(requested)
+    if platform not in platforms:
         raise UsageError(
-            f"{recipe.name} is not for {wanted!r}",
+            f"{recipe.name} is not for {requested!r}",
             where=recipe.where("image", "platform"),
             hint=f"it allows: {', '.join(platforms)}; omit --platform, or add the platform to the recipe",
         )
-    return full
+    return platform
 
 
-def _other_platform(engine: Engine, image: ImageInfo, name: str, target: str, recipe: Recipe) -> UsageError:
-    # The engine does not check: it builds the wrong image, or fails at the first step that runs a program.
+def _other_platform_error(
+    engine: Engine, image: ImageInfo, name: str, target: str, recipe: Recipe
+) -> UsageError:
+    """Return the error for a base of another platform.
+
+    The engine does not check: it builds the wrong image, or fails at the first step that runs a program.
+    """
     hints = [f"choose a {target} base: --base NAME"]
     if not name.startswith(STANDIN_HOST):
         pull = f"docker pull --platform {target} {name}"
-        hints.insert(0, pull if can_choose(engine) else ONE_PLATFORM_HINT)
+        hints.insert(0, pull if can_choose_platform(engine) else ONE_PLATFORM_HINT)
     if image.platform in recipe.image.platforms:
         hints.append(f"build for its platform: --platform {image.platform}")
     return UsageError(
@@ -129,7 +143,8 @@ def _other_platform(engine: Engine, image: ImageInfo, name: str, target: str, re
     )
 
 
-def _check_can_run(engine: Engine, target: str) -> None:
+def _refuse_without_emulator(engine: Engine, target: str) -> None:
+    """Raise ToolMissing if programs of the platform `target` cannot run on the engine's machine."""
     # Docker Desktop runs containers on a kernel of its own, which has its own handlers.
     in_virtual_machine = "Docker Desktop" in str(engine.info.get("OperatingSystem", ""))
     if target == engine.platform or in_virtual_machine or not engine.facts().is_here:
@@ -147,14 +162,15 @@ SCHEMA = 1
 
 
 def probe(engine: Engine, base: BaseImage) -> Probe:
-    """Return the versions inside `base`; `Probe.skipped` is the reason where it could not run.
+    """Return the versions inside `base`. If they cannot be read, `Probe.skipped` is the reason.
 
     Notes
     -----
     Importing torch takes seconds, so the result is cached. The content behind an image id never changes,
     so a cached result never becomes wrong.
     """
-    path = files.cache_dir() / "probe" / f"{base.id.partition(':')[2] or 'unknown'}.json"
+    digest = base.id.partition(":")[2] or "unknown"
+    path = files.cache_dir() / "probe" / f"{digest}.json"
     try:
         data = json_text.parse(files.read_own(path))
         if data.pop("schema") == SCHEMA:
@@ -162,8 +178,8 @@ def probe(engine: Engine, base: BaseImage) -> Probe:
     except (OSError, ValueError, KeyError, TypeError):
         pass  # no earlier run, or a damaged file
     name = base.name if engine.names_manifests else base.id or base.name
-    finished = containers.run(engine, name, inside.argv(), platform=base.platform)
-    versions = inside.parse(finished.output)
+    finished = containers.run(engine, name, inside.probe_argv(), platform=base.platform)
+    versions = inside.parse_probe(finished.output)
     if versions is None:
         return Probe(skipped=_probe_failure(engine, base, finished.returncode, finished.output))
     result = Probe(

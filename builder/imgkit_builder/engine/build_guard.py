@@ -20,7 +20,9 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+# From linux/prctl.h.
 PR_SET_CHILD_SUBREAPER = 36
+# Podman needs a second or two to remove a step's container.
 GRACE_S = 10.0
 POLL_S = 0.1
 CHUNK_BYTES = 1 << 16
@@ -46,16 +48,16 @@ def main() -> int:
     os.close(0)  # where the program ends early, imgkit has to see that nobody reads
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    code = follow(child, pipe, source)
+    code = copy_output(child, pipe, source)
     if code is None:
-        code = end(child, source, steps_only=bool(containers))
+        code = end_build(child, source, steps_only=bool(containers))
         if containers:
-            remove(containers, token)
+            remove_containers(containers, token)
     return 128 - code if code < 0 else code
 
 
-def follow(child: int, pipe: int, source: int) -> int | None:
-    """Copy the output until `child` has ended, and return its exit code; None where `pipe` closes first."""
+def copy_output(child: int, pipe: int, source: int) -> int | None:
+    """Copy the output until `child` has ended, and return its exit code. None where `pipe` closes first."""
     while True:
         ready = select.select([pipe, source], [], [], POLL_S)[0]
         if pipe in ready:
@@ -74,41 +76,48 @@ def follow(child: int, pipe: int, source: int) -> int | None:
             return os.waitstatus_to_exitcode(status)
 
 
-def end(child: int, source: int, *, steps_only: bool) -> int:
-    """End `child` and its descendants; return its exit code."""
+def end_build(child: int, source: int, *, steps_only: bool) -> int:
+    """End `child` and its descendants, and return its exit code.
+
+    With `steps_only`, `child` gets no signal: it sees its step fail, and cleans up.
+    """
     if not steps_only:
         os.killpg(0, signal.SIGTERM)
     os.set_blocking(source, False)
     deadline = time.monotonic() + GRACE_S
     while True:
         pid, status = os.waitpid(child, os.WNOHANG)
-        kill(steps())
+        kill_processes(step_processes())
         if pid:
             return os.waitstatus_to_exitcode(status)
         if time.monotonic() > deadline:
             # Podman's helper for the next podman has a session of its own, and stays.
-            kill(pid for pid in descendants() if session(pid) == os.getsid(0))
+            kill_processes(pid for pid in descendants() if session_of(pid) == os.getsid(0))
         with contextlib.suppress(BlockingIOError):
             os.read(source, CHUNK_BYTES)
         time.sleep(POLL_S)
 
 
-def kill(pids: Iterable[int]) -> None:
-    """Kill processes; one that has gone is no error."""
+def kill_processes(pids: Iterable[int]) -> None:
+    """Kill processes. One that has gone is no error."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
 
 
-def steps() -> list[int]:
+def step_processes() -> list[int]:
     """Return the first processes of the containers that this guard's descendants started."""
     depth = len(namespace_pids("self"))
-    pids = [(pid, namespace_pids(pid)) for pid in descendants()]
-    return [pid for pid, numbers in pids if len(numbers) > depth and numbers[-1] == "1"]
+    pids = []
+    for pid in descendants():
+        numbers = namespace_pids(pid)
+        if len(numbers) > depth and numbers[-1] == "1":
+            pids.append(pid)
+    return pids
 
 
-def session(pid: int) -> int:
-    """Return the session of `pid`; 0 for a process that has gone."""
+def session_of(pid: int) -> int:
+    """Return the session of `pid`, or 0 for a process that has gone."""
     try:
         return os.getsid(pid)
     except ProcessLookupError:
@@ -121,7 +130,10 @@ def namespace_pids(pid: int | str) -> list[str]:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
         return []
-    return next((line.split()[1:] for line in lines if line.startswith("NSpid:")), [])
+    for line in lines:
+        if line.startswith("NSpid:"):
+            return line.split()[1:]
+    return []
 
 
 def descendants() -> list[int]:
@@ -129,9 +141,11 @@ def descendants() -> list[int]:
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            parent = int(path.read_text(errors="replace").rpartition(")")[2].split()[1])
+            text = path.read_text(errors="replace")
         except OSError:
             continue
+        # "PID (NAME) STATE PARENT ...": a name may have parentheses and blanks.
+        parent = int(text.rpartition(")")[2].split()[1])
         children.setdefault(parent, []).append(int(path.parent.name))
     pids = [os.getpid()]
     for pid in pids:  # grows while it is read
@@ -139,14 +153,14 @@ def descendants() -> list[int]:
     return pids[1:]
 
 
-def remove(containers: str, token: str) -> None:
+def remove_containers(containers: str, token: str) -> None:
     """Remove podman's working containers that have `token`."""
     for path in Path(containers).glob("*/userdata/buildah.json"):
         with contextlib.suppress(OSError):
             if token in path.read_text(errors="replace"):
-                null = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in (0, 1, 2)]
+                no_files = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in (0, 1, 2)]
                 argv = ["podman", "--remote=false", "rm", "--force", path.parts[-3]]
-                os.waitpid(os.posix_spawnp(argv[0], argv, os.environ, file_actions=null), 0)
+                os.waitpid(os.posix_spawnp(argv[0], argv, os.environ, file_actions=no_files), 0)
 
 
 if __name__ == "__main__":

@@ -42,27 +42,25 @@ class Choice:
     """Whether buildx builds instead where the engine refuses the classic builder."""
 
 
-def choose(facts: EngineFacts, wanted: Builder = "auto", *, secrets_at: str = "") -> Choice:
-    """Return the builder that `wanted` names, else podman for Podman and the classic one for Docker.
+def choose(facts: EngineFacts, requested: Builder = "auto", *, secrets_at: str = "") -> Choice:
+    """Return the builder that `requested` names, else podman for Podman and the classic one for Docker.
 
-    `secrets_at` is the recipe's line with the secrets that the build needs: Docker then builds with buildx.
+    `secrets_at` is the recipe's line with the secrets that the build needs: Docker then builds by buildx.
 
     Raises
     ------
-    UsageError : `wanted` is not a builder of this engine, or cannot keep secrets.
+    UsageError : `requested` is not a builder of this engine, or cannot keep secrets.
     ToolMissing : its program is missing.
     """
-    choice = _choose(facts, wanted)
+    choice = _choose_without_secrets(facts, requested)
     if not secrets_at or choice.name != "classic":
         return choice
-    if wanted == "auto" and not facts.is_podman:
+    if requested == "auto" and not facts.is_podman:
         try:
-            _need_buildx()
+            _require_buildx()
         except ToolMissing as error:
-            what = (
-                f"the build needs secrets, which Docker keeps out of an image only with buildx: {error.what}"
-            )
-            raise ToolMissing(what, where=secrets_at, hint=BUILDX_PACKAGE) from error
+            reason = "the build needs secrets, which Docker keeps out of an image only with buildx"
+            raise ToolMissing(f"{reason}: {error.what}", where=secrets_at, hint=BUILDX_PACKAGE) from error
         return Choice(name="buildx")
     raise UsageError(
         "the classic builder has no build secrets: they would stay in the image",
@@ -71,7 +69,7 @@ def choose(facts: EngineFacts, wanted: Builder = "auto", *, secrets_at: str = ""
     )
 
 
-def _choose(facts: EngineFacts, requested: Builder) -> Choice:
+def _choose_without_secrets(facts: EngineFacts, requested: Builder) -> Choice:
     if requested == "classic":
         return Choice(name="classic")
     if requested == "buildx":
@@ -79,12 +77,12 @@ def _choose(facts: EngineFacts, requested: Builder) -> Choice:
             raise UsageError(
                 "Podman has no BuildKit, which buildx needs", where="--builder", hint="use --builder podman"
             )
-        _need_buildx()
+        _require_buildx()
         return Choice(name="buildx")
     if requested == "auto" and not facts.is_podman:
         return Choice(name="classic", may_change=True)
     try:
-        return Choice(name="podman", containers=_podman_containers(facts))
+        return Choice(name="podman", containers=_find_podman_containers(facts))
     except ImgkitError as error:
         if requested == "podman":
             raise
@@ -92,15 +90,17 @@ def _choose(facts: EngineFacts, requested: Builder) -> Choice:
         return Choice(name="classic", note=f"Podman builds through its API ({error.what}): {problem}")
 
 
+# What an engine without the classic builder may say: its words are not known yet.
 _REFUSAL = re.compile(
     r"page not found|\bbuilder\b.*(?:not (?:available|implemented|supported)|no longer|unsupported|removed)",
     re.IGNORECASE,
 )
+# The statuses for: method not allowed, gone, not implemented.
 _REFUSAL_STATUS = (405, 410, 501)
 
 
-def after_refusal(choice: Choice, error: ImgkitError) -> Choice | None:
-    """Return buildx where `error` says that the engine of `choice` has no classic builder; else None.
+def choose_fallback(choice: Choice, error: ImgkitError) -> Choice | None:
+    """Return buildx where `error` says that the engine of `choice` has no classic builder. Else return None.
 
     Notes
     -----
@@ -111,24 +111,32 @@ def after_refusal(choice: Choice, error: ImgkitError) -> Choice | None:
     ------
     ToolMissing : there is no buildx either.
     """
-    # An error inside a build comes from no answer with a status.
-    cause: BaseException | None = error
-    while cause and not isinstance(getattr(cause, "status_code", None), int):
-        cause = cause.__cause__
-    if not choice.may_change or cause is None:
+    status = _find_status(error)
+    if not choice.may_change or status is None:
         return None
-    if getattr(cause, "status_code", None) not in _REFUSAL_STATUS and not _REFUSAL.search(error.what):
+    if status not in _REFUSAL_STATUS and not _REFUSAL.search(error.what):
         return None
     try:
-        _need_buildx()
+        _require_buildx()
     except ToolMissing as missing:
         what = f"the engine refuses its classic builder ({error.what}), and {missing.what}"
         raise ToolMissing(what, hint=BUILDX_PACKAGE) from error
     return dataclasses.replace(choice, name="buildx", may_change=False)
 
 
+def _find_status(error: BaseException) -> int | None:
+    """Return the status of the answer that caused `error`. An error inside a build comes from none."""
+    cause: BaseException | None = error
+    while cause is not None:
+        status = getattr(cause, "status_code", None)
+        if isinstance(status, int):
+            return status
+        cause = cause.__cause__
+    return None
+
+
 def buildx_version() -> str:
-    """Return the version of ``docker buildx``; empty where there is none."""
+    """Return the version of ``docker buildx``, or an empty text where there is none."""
     if shutil.which("docker") is None:
         return ""
     result = process.run(["docker", "buildx", "version"], check=False)
@@ -139,14 +147,14 @@ def buildx_version() -> str:
     return match[1] if match else "unknown"
 
 
-def _need_buildx() -> None:
+def _require_buildx() -> None:
     install = f"{BUILDX_PACKAGE}; or use --builder classic"
     process.need("docker", install)
     if not buildx_version():
         raise ToolMissing("the docker program has no buildx", where="--builder", hint=install)
 
 
-def _podman_containers(facts: EngineFacts) -> Path:
+def _find_podman_containers(facts: EngineFacts) -> Path:
     """Return the folder of working containers, if the program podman has the same storage as the engine."""
     use_classic = "or use --builder classic"
     if not facts.is_podman:
@@ -160,7 +168,7 @@ def _podman_containers(facts: EngineFacts) -> Path:
     process.need(PODMAN[0], f"sudo apt-get install podman, {use_classic}")
     layout = "store={{.Store.GraphRoot}} driver={{.Store.GraphDriverName}}."
     # The program and the service may have different users or configurations, hence different images.
-    result = process.run([*PODMAN, "info", "--format", layout], env=own_storage(), check=False)
+    result = process.run([*PODMAN, "info", "--format", layout], env=local_podman_env(), check=False)
     match = re.search(r"^store=(.+) driver=(\S+)\.$", result.output, re.MULTILINE)
     if match is None:
         problem = result.tail().strip()[-200:]
@@ -174,7 +182,7 @@ def _podman_containers(facts: EngineFacts) -> Path:
     return Path(match[1]) / f"{match[2]}-containers"
 
 
-def own_storage() -> dict[str, str]:
+def local_podman_env() -> dict[str, str]:
     """Return this process's variables without those that send podman to another machine."""
     remote = ("CONTAINER_HOST", "CONTAINER_CONNECTION")
     return {name: value for name, value in os.environ.items() if name not in remote}

@@ -25,12 +25,12 @@ from imgkit_builder.base import files
 from imgkit_builder.base.process import pump
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.engine import containers
-from imgkit_builder.engine.builders import PODMAN, Choice, after_refusal, own_storage
+from imgkit_builder.engine.builders import PODMAN, Choice, choose_fallback, local_podman_env
 from imgkit_builder.engine.connection import Engine
-from imgkit_builder.engine.errors import broken, translated
+from imgkit_builder.engine.errors import connection_lost_error, translate_errors
 from imgkit_builder.engine.following import DOCKERFILE, BuildFollower, BuildKitFollower
 from imgkit_builder.engine.image_source import add_tag
-from imgkit_builder.engine.images import ImageInfo, check_name, find, inspect
+from imgkit_builder.engine.images import ImageInfo, check_name, find_image, inspect
 from imgkit_builder.image.render import docker_quote
 from imgkit_builder.oci import manifest as manifests
 from imgkit_builder.oci.manifest import CONTEXT_LABEL, CREATED_LABEL, time_of_build
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from imgkit_builder.recipe import Recipe
     from imgkit_builder.recipe.targets import Target
 
+# How much a request to the engine's API sends at once.
 CHUNK_BYTES = 1 << 20
 
 
@@ -86,8 +87,8 @@ def build(
     UsageError : the engine cannot read the Dockerfile or find the base.
     """
     check_name(tag)
-    old = find(engine, tag)
-    folder = _run_folder(context.manifest.recipe)
+    old = find_image(engine, tag)
+    folder = _make_log_folder(context.manifest.recipe)
     labels = manifests.labels(
         context.manifest,
         context_sha256=context.sha256,
@@ -100,34 +101,36 @@ def build(
     builder = builder or Choice(name="classic")
     if builder.note:
         report.note(builder.note)
+    platform = context.manifest.platform
 
-    def run(choice: Choice) -> str:
-        follower = BuildKitFollower if choice.name == "buildx" else BuildFollower
+    def run_builder(choice: Choice) -> str:
+        make_follower = BuildKitFollower if choice.name == "buildx" else BuildFollower
         with log.open("w", encoding="utf-8") as stream:
-            watch = follower(
+            follower = make_follower(
                 stream, dockerfile, base=context.manifest.base.name, log_path=log, report=report, hide=hide
             )
             report.stage("send the context")
             chunks = _context_chunks(context, dockerfile, report)
             if choice.name == "classic":
-                platform = context.manifest.platform
-                return _run_classic(engine, chunks, watch, platform=platform, no_cache=no_cache)
-            options = ["--platform", context.manifest.platform, *(["--no-cache"] if no_cache else [])]
-            return _run_program(engine, chunks, watch, choice, options)
+                return _run_classic(engine, chunks, follower, platform=platform, no_cache=no_cache)
+            options = ["--platform", platform]
+            if no_cache:
+                options.append("--no-cache")
+            return _run_program(engine, chunks, follower, choice, options)
 
     try:
-        ref = run(builder)
+        ref = run_builder(builder)
     except ImgkitError as error:
-        fallback = after_refusal(builder, error)
+        fallback = choose_fallback(builder, error)
         if fallback is None:
             raise
         report.note(f"the engine refuses its classic builder, so buildx builds: {error.what}")
-        ref = run(fallback)
+        ref = run_builder(fallback)
     image = inspect(engine, ref)
     # The classic builder ignores the platform if the base under this name is for another one.
-    if image.platform != context.manifest.platform:
+    if image.platform != platform:
         raise ToolFailed(
-            f"the engine built {image.platform} instead of {context.manifest.platform}",
+            f"the engine built {image.platform} instead of {platform}",
             hint=f"the base {context.manifest.base.name} has that architecture; log: {log}",
         )
     if accept:
@@ -137,7 +140,7 @@ def build(
     return Built(image=inspect(engine, tag), tag=tag, log=log, up_to_date=is_same)
 
 
-def _run_folder(name: str) -> Path:
+def _make_log_folder(name: str) -> Path:
     """Make a folder for the log of this build, in tmp if HOME is read-only."""
     parent = files.state_dir() / "builds"
     with contextlib.suppress(OSError):
@@ -151,8 +154,9 @@ def _run_folder(name: str) -> Path:
 def _creation_time(old: ImageInfo | None, context: BuildContext) -> str:
     """Return the time of creation in RFC 3339.
 
-    ``SOURCE_DATE_EPOCH`` where set; else the time of the image `old` if that was built from the same context.
-    The label then stays, so that a rebuild is fully cached and gives the same image id.
+    It is ``SOURCE_DATE_EPOCH`` where that is set. Else it is the time of the image `old`, if that was built
+    from the same context: the label then stays, so that a rebuild is fully cached and gives the same image
+    id.
     """
     is_fixed = os.environ.get("SOURCE_DATE_EPOCH", "").isdigit()
     # The context contains the manifest, hence the base's id: an equal context means an equal base.
@@ -168,11 +172,12 @@ def _label_instruction(labels: Mapping[str, str]) -> str:
     -----
     The SDK's ``labels=`` adds a step per label, 65 ms each when one of them changed (docker 20.10).
     """
-    pairs = (
-        "=".join(docker_quote(" ".join(text.splitlines())) for text in (key, value))
-        for key, value in labels.items()
-    )
+    pairs = [f"{_quote_label(key)}={_quote_label(value)}" for key, value in labels.items()]
     return f"LABEL {' '.join(pairs)}\n"
+
+
+def _quote_label(text: str) -> str:
+    return docker_quote(" ".join(text.splitlines()))
 
 
 def _context_chunks(context: BuildContext, dockerfile: str, report: Reporter) -> Generator[bytes, None, None]:
@@ -182,14 +187,16 @@ def _context_chunks(context: BuildContext, dockerfile: str, report: Reporter) ->
     member.size, member.mode = len(data), 0o644
     with context.open(report) as tar:
         yield member.tobuf(tarfile.USTAR_FORMAT) + data + bytes(-len(data) % tarfile.BLOCKSIZE)
-        while chunk := tar.read(CHUNK_BYTES):
+        chunk = tar.read(CHUNK_BYTES)
+        while chunk:
             yield chunk
+            chunk = tar.read(CHUNK_BYTES)
 
 
 def _run_classic(
     engine: Engine,
     chunks: Generator[bytes, None, None],
-    watch: BuildFollower,
+    follower: BuildFollower,
     *,
     platform: str,
     no_cache: bool,
@@ -204,7 +211,7 @@ def _run_classic(
     """
     stream: Any = chunks  # requests sends an iterator in pieces
     try:
-        with contextlib.closing(chunks), translated("build"):
+        with contextlib.closing(chunks), translate_errors("build"):
             events = engine.api.build(
                 fileobj=stream,
                 custom_context=True,
@@ -219,25 +226,25 @@ def _run_classic(
             )
             with contextlib.closing(events):
                 for event in events:
-                    watch.take(event)
-        if not watch.image_id:
+                    follower.add_event(event)
+        if not follower.image_id:
             # A dying engine may close the stream cleanly.
-            raise broken("build", "it ended before the image was finished")
+            raise connection_lost_error("build", "it ended before the image was finished")
     except BaseException as error:
-        if watch.container:
+        if follower.container:
             # The engine may be the one that died.
             with contextlib.suppress(ImgkitError):
-                containers.remove(engine, watch.container)
+                containers.remove(engine, follower.container)
         if isinstance(error, ImgkitError):
-            raise watch.located(error) from error
+            raise follower.add_location(error) from error
         raise
-    return watch.image_id
+    return follower.image_id
 
 
 def _run_program(
     engine: Engine,
     chunks: Generator[bytes, None, None],
-    watch: BuildFollower,
+    follower: BuildFollower,
     builder: Choice,
     options: list[str],
 ) -> str:
@@ -252,14 +259,16 @@ def _run_program(
     ------
     ToolFailed, UsageError : a step failed, with the recipe's line and the last output.
     """
-    id_file, metadata = (watch.log_path.with_name(name) for name in ("image-id", "build.json"))
+    id_file = follower.log_path.with_name("image-id")
+    metadata = follower.log_path.with_name("build.json")
     token = f"imgkit-{secrets.token_hex(8)}"
     options = ["--iidfile", str(id_file), "--file", DOCKERFILE, *options, *builder.options, "-"]
     if builder.name == "podman":
         # Podman's own format: for Docker's, podman takes no step from its cache on a base without dates in
         # its history. The base is local by now.
-        fixed = ("--layers", "--force-rm", "--pull=never", "--identity-label=false")
-        argv, env = [*PODMAN, "build", *fixed, "--build-arg", f"BUILD_OF_IMGKIT={token}"], own_storage()
+        argv = [*PODMAN, "build", "--layers", "--force-rm", "--pull=never", "--identity-label=false"]
+        argv += ["--build-arg", f"BUILD_OF_IMGKIT={token}"]
+        env = local_podman_env()
     else:
         argv = ["docker", "buildx", "build", "--progress", "plain", "--load"]
         options = ["--metadata-file", str(metadata), *options]
@@ -267,17 +276,18 @@ def _run_program(
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     with contextlib.closing(chunks), _guard([*argv, *options], token, builder.containers, env) as guard:
         for data in pump(guard, chunks):
-            watch.text(decoder.decode(data))
+            follower.add_text(decoder.decode(data))
         code = guard.wait()
     if code:
-        raise watch.failed(code)
+        raise follower.exit_error(code)
     try:
         if engine.names_manifests:
             # The other file has the configuration's digest, by which this engine finds no image.
             return str(json_text.load(metadata)["containerimage.digest"])
         return id_file.read_text(encoding="ascii").strip()
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise watch.located(broken("build", "it ended before the image was finished")) from error
+        lost = connection_lost_error("build", "it ended before the image was finished")
+        raise follower.add_location(lost) from error
 
 
 def _buildx_env(engine: Engine) -> dict[str, str]:
@@ -301,6 +311,7 @@ def _buildx_env(engine: Engine) -> dict[str, str]:
 def _guard(
     argv: list[str], token: str, working_containers: Path | None, env: Mapping[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
+    """Run `argv` behind ``build_guard``, which ends it when this block ends or this process does."""
     source = importlib.resources.files(__package__).joinpath("build_guard.py").read_text(encoding="utf-8")
     ended, alive = os.pipe()
     guarded = [str(ended), token, str(working_containers or ""), "--", *argv]

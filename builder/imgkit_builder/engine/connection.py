@@ -11,8 +11,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from imgkit_builder.engine import address
-from imgkit_builder.engine.address import Endpoint, unreachable
-from imgkit_builder.engine.errors import translated
+from imgkit_builder.engine.address import Endpoint, explain_unreachable
+from imgkit_builder.engine.errors import translate_errors
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing
 
 if TYPE_CHECKING:
@@ -51,14 +51,16 @@ class EngineFacts:
 
     @property
     def free_bytes(self) -> int | None:
-        """Free space where images are kept; None where this user cannot look, as inside a VM."""
+        """Free space where images are kept. None where this user cannot look, as inside a VM."""
+        if not self.is_here:
+            return None
         with contextlib.suppress(OSError):
-            return shutil.disk_usage(self.root).free if self.is_here else None
+            return shutil.disk_usage(self.root).free
         return None
 
 
 class Engine:
-    """A connection to a Docker-compatible engine; use it as a context manager.
+    """A connection to a Docker-compatible engine. Use it as a context manager.
 
     Attributes
     ----------
@@ -78,15 +80,15 @@ class Engine:
 
     @cached_property
     def version(self) -> dict[str, Any]:
-        """The engine's answer to ``/version``; only modules of this package use it."""
+        """The engine's answer to ``/version``. Only modules of this package use it."""
         # The client has it already: it asks for the engine's version of the API when it connects.
-        with translated("query the engine's version"):
+        with translate_errors("query the engine's version"):
             return dict(self.api.version())
 
     @cached_property
     def info(self) -> dict[str, Any]:
-        """The engine's answer to ``/info``; only modules of this package use it."""
-        with translated("query the engine"):
+        """The engine's answer to ``/info``. Only modules of this package use it."""
+        with translate_errors("query the engine"):
             return dict(self.api.info())
 
     @property
@@ -117,15 +119,16 @@ class Engine:
         The SDK's default of 60 s applies to all calls but build; saving an image of 20 GB stages it before
         the first byte (docker/docker-py issues 1070, 2097, 2119).
         """
-        before, self.api.timeout = self.api.timeout, None  # type: ignore[assignment]  # None is requests' "never"
+        usual_timeout = self.api.timeout
+        self.api.timeout = None  # type: ignore[assignment]  # None is requests' "never"
         try:
             yield self.api
         finally:
-            self.api.timeout = before
+            self.api.timeout = usual_timeout
 
 
 def connect(engine: Endpoint | None = None, *, timeout_s: float = ANSWER_TIMEOUT_S) -> Engine:
-    """Connect to `engine`; default: that of ``DOCKER_HOST``, the chosen context or the first usual socket.
+    """Connect to `engine`, by default that of ``DOCKER_HOST``, the chosen context or the first usual socket.
 
     Raises
     ------
@@ -139,18 +142,18 @@ def connect(engine: Endpoint | None = None, *, timeout_s: float = ANSWER_TIMEOUT
         raise ToolMissing(
             f"the Python package docker cannot be imported: {error}", hint="pip install docker"
         ) from error
-    engine = engine or address.endpoint()
+    engine = engine or address.find_endpoint()
     try:
-        return Engine(client(engine, timeout_s=timeout_s), engine)
+        return Engine(make_client(engine, timeout_s=timeout_s), engine)
     except (docker.errors.DockerException, ValueError, OSError) as error:
-        raise unreachable(engine, error) from error
+        raise explain_unreachable(engine, error) from error
 
 
 _SSH_URL = "http://engine-by-ssh:80"
 """The address that the SDK sees of an engine behind ssh."""
 
 
-def client(engine: Endpoint, *, timeout_s: float = ANSWER_TIMEOUT_S) -> docker.APIClient:
+def make_client(engine: Endpoint, *, timeout_s: float = ANSWER_TIMEOUT_S) -> docker.APIClient:
     """Return the SDK's client of `engine`, which has answered."""
     import docker
     from docker.constants import MINIMUM_DOCKER_API_VERSION
@@ -160,7 +163,7 @@ def client(engine: Endpoint, *, timeout_s: float = ANSWER_TIMEOUT_S) -> docker.A
     class EngineClient(docker.APIClient):
         def __init__(self, version: str) -> None:
             self.version_answer: dict[str, Any] = {}
-            options = client_options(engine)
+            options = sdk_options(engine)
             super().__init__(**options, version=version, timeout=timeout_s)  # type: ignore[arg-type]
             if is_ssh:
                 # The variables' proxy is not for this connection.
@@ -199,7 +202,9 @@ def _ssh_adapter(host: str) -> HTTPAdapter:
 
     class DialedConnection(urllib3.connection.HTTPConnection):
         def connect(self) -> None:
-            self.sock = address.dial(host, self.timeout if isinstance(self.timeout, float | int) else None)
+            self.sock = address.open_ssh_socket(
+                host, self.timeout if isinstance(self.timeout, float | int) else None
+            )
 
     class DialedPool(urllib3.connectionpool.HTTPConnectionPool):
         ConnectionCls = DialedConnection
@@ -212,7 +217,7 @@ def _ssh_adapter(host: str) -> HTTPAdapter:
     return DialedAdapter()
 
 
-def client_options(engine: Endpoint) -> dict[str, Any]:
+def sdk_options(engine: Endpoint) -> dict[str, Any]:
     """Return the SDK's arguments for `engine`."""
     import docker.tls
 
@@ -235,11 +240,11 @@ def engine_facts(endpoint: Endpoint, *, version: Mapping[str, Any], info: Mappin
     ToolFailed : these are no answers of an engine.
     """
     try:
-        names = [str(part.get("Name") or "") for part in version.get("Components") or ()]
+        components = [str(part.get("Name") or "") for part in version.get("Components") or ()]
         driver = str(info.get("Driver") or "unknown")
         return EngineFacts(
             endpoint=endpoint,
-            product="Podman" if "Podman Engine" in names else "Docker",
+            product="Podman" if "Podman Engine" in components else "Docker",
             version=str(version["Version"]),
             api=str(version["ApiVersion"]),
             arch=str(version["Arch"]),
@@ -255,12 +260,12 @@ def engine_facts(endpoint: Endpoint, *, version: Mapping[str, Any], info: Mappin
 
 
 def _has_containerd_store(info: Mapping[str, Any]) -> bool:
-    """Return whether ``/info`` tells of containerd's store; its driver is then a snapshotter."""
+    """Return whether ``/info`` tells of containerd's store. Its driver is then a snapshotter."""
     status = dict(pair for pair in info.get("DriverStatus") or () if len(pair) == 2)
     return str(status.get("driver-type") or "").startswith("io.containerd.snapshotter")
 
 
-def query(engine: Endpoint | None = None, *, timeout_s: float = 10.0) -> EngineFacts:
+def query_facts(engine: Endpoint | None = None, *, timeout_s: float = 10.0) -> EngineFacts:
     """Ask `engine` (default: the one that every verb uses) about itself.
 
     Raises

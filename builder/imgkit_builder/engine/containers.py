@@ -15,7 +15,7 @@ from imgkit_builder.base.process import Finished
 from imgkit_builder.engine import address
 from imgkit_builder.engine.address import Endpoint
 from imgkit_builder.engine.connection import Engine
-from imgkit_builder.engine.errors import translated
+from imgkit_builder.engine.errors import translate_errors
 from imgkit_entrypoints.terminal import unstyled
 
 NOT_FOUND = 127
@@ -29,12 +29,12 @@ import sys
 if not sys.stdin.buffer.read():
     sys.path += sys.argv[2:]
     import time
-    from imgkit_builder.engine.address import endpoint
-    from imgkit_builder.engine.connection import client
+    from imgkit_builder.engine.address import find_endpoint
+    from imgkit_builder.engine.connection import make_client
     for wait_s in (0, 2):
         time.sleep(wait_s)
         try:
-            client(endpoint()).remove_container(sys.argv[1], force=True, v=True)
+            make_client(find_endpoint()).remove_container(sys.argv[1], force=True, v=True)
             break
         except Exception:
             pass
@@ -42,16 +42,16 @@ if not sys.stdin.buffer.read():
 
 
 @contextlib.contextmanager
-def created(
+def temporary_container(
     engine: Engine,
     image: str,
     argv: Sequence[str] = ("true",),
     *,
     purpose: str,
     platform: str,
-    shown: Mapping[str, str] | None = None,
+    mounted: Mapping[str, str] | None = None,
 ) -> Iterator[str]:
-    """Yield the name of a container of `image` that would run `argv`; it is not started but always removed.
+    """Yield the name of a container of `image` that would run `argv`. It is not started but always removed.
 
     It has no network.
 
@@ -59,20 +59,19 @@ def created(
     ----------
     image : the engine's name for it, `ImageInfo.ref`.
     argv : replaces the image's entry point.
-    shown : folders of the engine's machine, and where the container has them, read-only.
+    mounted : folders of the engine's machine, and where the container has them, read-only.
     """
     import docker.types
 
     # A name of our own: after a lost answer to "create", the container can still be removed by it.
     name = f"imgkit-{purpose}-{secrets.token_hex(6)}"
-    mounts = [
-        docker.types.Mount(target, folder, type="bind", read_only=True)
-        for folder, target in (shown or {}).items()
-    ]
+    mounts = []
+    for folder, target in (mounted or {}).items():
+        mounts.append(docker.types.Mount(target, folder, type="bind", read_only=True))
     is_created = False
     with _guarded(name) as on_removed:
         try:
-            with translated(f"create a container of {image}", name=image):
+            with translate_errors(f"create a container of {image}", name=image):
                 engine.api.create_container(
                     image,
                     entrypoint=list(argv[:1]),
@@ -98,22 +97,22 @@ def created(
 
 
 def read_file(engine: Engine, name: str, path: str, *, most_bytes: int) -> bytes | None:
-    """Return the content of the file `path` in the container `name`; None where it is missing or larger."""
+    """Return the content of the file `path` in the container `name`. None where it is missing or larger."""
     import docker.errors
 
-    with translated(f"read {path}"):
+    with translate_errors(f"read {path}"):
         try:
             chunks, _ = engine.api.get_archive(name, path)
         except docker.errors.NotFound:
             return None
-        return tar_read.first_file(iter(chunks), name=path, most_bytes=most_bytes)
+        return tar_read.read_first_file(iter(chunks), name=path, most_bytes=most_bytes)
 
 
 def remove(engine: Engine, name: str) -> None:
-    """Remove the container `name`, running or not; a missing container is no error."""
+    """Remove the container `name`, running or not. A missing container is no error."""
     import docker.errors
 
-    with translated(f"remove the container {name}"):
+    with translate_errors(f"remove the container {name}"):
         try:
             engine.api.remove_container(name, force=True, v=True)
         except docker.errors.APIError as error:
@@ -129,8 +128,8 @@ def run(engine: Engine, image: str, argv: Sequence[str], *, platform: str) -> Fi
     """
     import docker.errors
 
-    with created(engine, image, argv, purpose="run", platform=platform) as name:
-        with translated(f"start {argv[0]} in {image}", name=image):
+    with temporary_container(engine, image, argv, purpose="run", platform=platform) as name:
+        with translate_errors(f"start {argv[0]} in {image}", name=image):
             try:
                 engine.api.start(name)
             except docker.errors.APIError as error:
@@ -140,7 +139,7 @@ def run(engine: Engine, image: str, argv: Sequence[str], *, platform: str) -> Fi
                 # The text before "exec:" describes what containerd and runc were doing.
                 message = message[max(message.find("exec:"), 0) :]
                 return Finished(argv=tuple(argv), returncode=NOT_FOUND, output=message)
-        with translated(f"run {argv[0]} in {image}"), engine.patient() as api:
+        with translate_errors(f"run {argv[0]} in {image}"), engine.patient() as api:
             code = int(api.wait(name)["StatusCode"])
             output: bytes = api.logs(name, stdout=True, stderr=True)
     return Finished(argv=tuple(argv), returncode=code, output=unstyled(output.decode("utf-8", "replace")))
@@ -148,7 +147,10 @@ def run(engine: Engine, image: str, argv: Sequence[str], *, platform: str) -> Fi
 
 @contextlib.contextmanager
 def _guarded(name: str) -> Iterator[Callable[[], object]]:
-    """Yield the callback that tells the guard that the container is removed; else the guard removes it."""
+    """Yield a function to call when the container `name` is removed. Without the call, a guard removes it.
+
+    The guard is a process that outlives this one, even if that is killed.
+    """
     # A session of its own: Ctrl-C at the terminal must not stop it before imgkit has cleaned up.
     with subprocess.Popen(
         [sys.executable, "-I", "-c", _GUARD, name, *filter(None, sys.path)],
@@ -166,23 +168,26 @@ _SHM_SIZE = "8g"
 """Shared memory is taken only where it is used; 8 GiB is enough for eight GPUs' NCCL and loaders."""
 
 
-def shell_argv(image: str, *, gpus: bool, host: bool, place: Endpoint, workdir: str = "") -> list[str]:
-    """Return the command that opens bash in `image` of the engine at `place`; `host` shares network and IPC.
+def shell_argv(image: str, *, gpus: bool, host: bool, endpoint: Endpoint, workdir: str = "") -> list[str]:
+    """Return the command that opens bash in `image` of an engine, in `workdir` or the image's own folder.
 
-    It starts in `workdir`, or in the image's own folder.
-
-    NCCL and data loader workers use shared memory, and Docker's default of 64 MB is too small. RDMA needs
-    unlimited locked memory (NVIDIA's advice for its PyTorch containers). Docker 29 lowers open files to
-    1,024.
+    With `host`, the container shares network and IPC with the machine. NCCL and data loader workers use
+    shared memory, and Docker's default of 64 MB is too small. RDMA needs unlimited locked memory (NVIDIA's
+    advice for
+    its PyTorch containers). Docker 29 lowers open files to 1,024.
     """
+    argv = ["docker"]  # follows variables and contexts as imgkit does
     if shutil.which("podman") and not shutil.which("docker"):
-        argv = ["podman", "--url", place.host]
-    elif not place.source and place.host != address.DEFAULT_HOST:
-        argv = ["docker", "--host", place.host]
-    else:
-        argv = ["docker"]  # follows variables and contexts as imgkit does
-    argv += ["run", *(["--ipc=host"] if host else ["--network", "none", f"--shm-size={_SHM_SIZE}"])]
+        argv = ["podman", "--url", endpoint.host]
+    elif not endpoint.source and endpoint.host != address.DEFAULT_HOST:
+        argv += ["--host", endpoint.host]
+    argv.append("run")
+    argv += ["--ipc=host"] if host else ["--network", "none", f"--shm-size={_SHM_SIZE}"]
     for limit in ("memlock=-1", "stack=67108864", "nofile=16384"):
         argv += ["--ulimit", limit]
-    argv += ["--workdir", workdir] if workdir else []
-    return [*argv, "-it", "--rm", *(["--gpus", "all"] if gpus else []), image, "bash"]
+    if workdir:
+        argv += ["--workdir", workdir]
+    argv += ["-it", "--rm"]
+    if gpus:
+        argv += ["--gpus", "all"]
+    return [*argv, image, "bash"]

@@ -11,6 +11,7 @@ from imgkit_builder.base.progress import Reporter
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
 from imgkit_entrypoints.terminal import unstyled
 
+# In lower case, as in the messages of Docker, Podman, containerd and registries.
 _UNKNOWN_IMAGE = re.compile(
     r"manifest unknown|manifest for|repository does not exist|not found: does not exist"
 )
@@ -60,11 +61,11 @@ _HINTS = (
         "and try the registry: curl -I https://REGISTRY/v2/",
     ),
 )
-"""Known problems in the output of an engine or a step, the first match counts, and what helps."""
+"""Patterns of known problems in the output of an engine or a step, and what helps. The first match counts."""
 
 
-def hint_for(text: str) -> str | None:
-    """Return the fix for a known problem that `text` mentions; None for an unknown problem."""
+def find_hint(text: str) -> str | None:
+    """Return the fix for a known problem that `text` mentions, or None for an unknown problem."""
     lower = text.lower()
     for pattern, hint in _HINTS:
         if re.search(pattern, lower):
@@ -72,7 +73,7 @@ def hint_for(text: str) -> str | None:
     return None
 
 
-def explain(message: str, *, doing: str, name: str = "") -> ImgkitError:
+def explain_message(message: str, *, doing: str, name: str = "") -> ImgkitError:
     """Return the typed error for `message`, which the engine sent.
 
     Parameters
@@ -87,7 +88,7 @@ def explain(message: str, *, doing: str, name: str = "") -> ImgkitError:
     if "invalid reference format" in lower:
         return UsageError(f"{doing}: {text}", hint="an image name looks like registry:5000/group/name:tag")
     if _LOCALLY_MISSING.search(lower):
-        return no_image(name or text)
+        return no_image_error(name or text)
     if _UNKNOWN_IMAGE.search(lower):
         return UsageError(
             f"{doing}: the registry has no such image: {text}",
@@ -96,10 +97,10 @@ def explain(message: str, *, doing: str, name: str = "") -> ImgkitError:
     if _DENIED.search(lower):
         login = f"docker login {registry_of(name)}".rstrip()
         return ToolFailed(f"{doing}: access denied: {text}", hint=login)
-    return ToolFailed(f"{doing}: {text}", hint=hint_for(lower))
+    return ToolFailed(f"{doing}: {text}", hint=find_hint(lower))
 
 
-def no_image(name: str) -> UsageError:
+def no_image_error(name: str) -> UsageError:
     """Return the error for an image that the engine does not have."""
     return UsageError(
         f"the engine has no image {name!r}",
@@ -109,13 +110,14 @@ def no_image(name: str) -> UsageError:
 
 
 def registry_of(name: str) -> str:
-    """Return ``nvcr.io`` of ``nvcr.io/nvidia/pytorch:1``; empty for Docker Hub's short names."""
+    """Return ``nvcr.io`` of ``nvcr.io/nvidia/pytorch:1``, or an empty text for Docker Hub's short names."""
     first, slash, _ = name.partition("/")
-    return first if slash and ("." in first or ":" in first or first == "localhost") else ""
+    is_host = "." in first or ":" in first or first == "localhost"
+    return first if slash and is_host else ""
 
 
 @contextlib.contextmanager
-def translated(doing: str, *, name: str = "") -> Iterator[None]:
+def translate_errors(doing: str, *, name: str = "") -> Iterator[None]:
     """Turn every exception of the SDK while `doing` into an ImgkitError."""
     import docker.errors
     import requests.exceptions
@@ -126,14 +128,14 @@ def translated(doing: str, *, name: str = "") -> Iterator[None]:
     except ImgkitError:
         raise
     except docker.errors.APIError as error:
-        raise explain(str(error.explanation or error), doing=doing, name=name) from error
+        raise explain_message(str(error.explanation or error), doing=doing, name=name) from error
     except KeyError as error:
         # The SDK looks for "message" in an answer that is an error. Podman 5 has "error" where a push fails.
         answer = getattr(error.__context__, "response", None)
         if answer is None:
             raise
         message = answer.json().get("error") or answer.text
-        raise explain(str(message), doing=doing, name=name) from error
+        raise explain_message(str(message), doing=doing, name=name) from error
     # ReadTimeout is not a DockerException; when a socket stalls, requests wraps it in ConnectionError.
     except requests.exceptions.RequestException as error:
         if isinstance(error, requests.exceptions.Timeout) or "timed out" in str(error).lower():
@@ -141,15 +143,15 @@ def translated(doing: str, *, name: str = "") -> Iterator[None]:
                 f"{doing}: the engine accepted the request and did not answer in time",
                 hint=f"it hangs or its disk is very busy (docker ps, iostat); {RESTART_HINT}",
             ) from error
-        raise broken(doing, error) from error
+        raise connection_lost_error(doing, error) from error
     except (urllib3.exceptions.HTTPError, OSError, ValueError) as error:
         # ValueError: half a JSON event, or half an HTTP chunk header, when the engine dies while sending.
-        raise broken(doing, error) from error
+        raise connection_lost_error(doing, error) from error
     except docker.errors.DockerException as error:
-        raise explain(str(error), doing=doing, name=name) from error
+        raise explain_message(str(error), doing=doing, name=name) from error
 
 
-def broken(doing: str, error: object) -> ToolFailed:
+def connection_lost_error(doing: str, error: object) -> ToolFailed:
     """Return the error for a connection that broke during an operation."""
     return ToolFailed(f"{doing}: the connection to the engine was lost: {error}", hint=RESTART_HINT)
 
@@ -158,36 +160,40 @@ Event = dict[str, Any]
 """One decoded JSON event; never leaves this package."""
 
 
-def checked(events: Iterable[Event], *, doing: str, name: str = "") -> Iterator[Event]:
-    """Yield `events`, and raise those that report an error; the SDK yields them like any other.
+def refuse_error_events(events: Iterable[Event], *, doing: str, name: str = "") -> Iterator[Event]:
+    """Yield `events`, and raise those that report an error. The SDK yields them like any other.
 
     Raises
     ------
     ToolFailed, UsageError : the engine reported an error in band, or the connection broke.
     """
-    with translated(doing, name=name):
+    with translate_errors(doing, name=name):
         for event in events:
-            message = error_of(event)
+            message = event_error(event)
             if message:
-                raise explain(message, doing=doing, name=name)
+                raise explain_message(message, doing=doing, name=name)
             yield event
 
 
-def error_of(event: Event) -> str:
-    """Return the error message inside `event`; empty where there is none."""
+def event_error(event: Event) -> str:
+    """Return the error message inside `event`, or an empty text where there is none."""
+    message = event.get("error")
     detail = event.get("errorDetail")
-    return str(event.get("error") or (detail.get("message") if isinstance(detail, dict) else "") or "")
+    if not message and isinstance(detail, dict):
+        message = detail.get("message")
+    return str(message or "")
 
 
 class LayerProgress:
-    """Bytes of a push or pull over all of its layers."""
+    """Sums the bytes of a push or pull over all of its layers."""
 
     def __init__(self, report: Reporter) -> None:
         self._report = report
         self._layers: dict[str, tuple[int, int]] = {}
+        """Bytes sent and in total, by the id of the layer."""
 
-    def take(self, event: Event) -> None:
-        """Count `event` and report the sum; extraction does not count as a transfer."""
+    def add_event(self, event: Event) -> None:
+        """Count `event` and report the sum. Extraction does not count as a transfer."""
         detail = event.get("progressDetail") or {}
         layer, status = str(event.get("id", "")), str(event.get("status", ""))
         if not detail and (layer or status):
@@ -196,5 +202,6 @@ class LayerProgress:
             # While compressing, the engine may send more than it announced.
             current = int(detail["current"])
             self._layers[layer] = (current, max(int(detail.get("total") or 0), current))
-            sent, total = map(sum, zip(*self._layers.values(), strict=True))
-            self._report.advance(sent, total)
+            sent_bytes = sum(sent for sent, _ in self._layers.values())
+            total_bytes = sum(total for _, total in self._layers.values())
+            self._report.advance(sent_bytes, total_bytes)

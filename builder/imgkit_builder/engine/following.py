@@ -14,8 +14,8 @@ from typing import Any, TextIO
 
 from imgkit_builder.base import process
 from imgkit_builder.base.progress import Reporter
-from imgkit_builder.engine.errors import Event, error_of, explain, hint_for
-from imgkit_builder.image.render import origin
+from imgkit_builder.engine.errors import Event, event_error, explain_message, find_hint
+from imgkit_builder.image.render import find_origin
 from imgkit_entrypoints import secret_patterns
 from imgkit_entrypoints.errors import ImgkitError
 from imgkit_entrypoints.terminal import unstyled
@@ -23,10 +23,13 @@ from imgkit_entrypoints.terminal import unstyled
 DOCKERFILE = "Dockerfile.imgkit"
 """Name of the Dockerfile with the labels; the context keeps its own next to it."""
 
+# "Step 2/9 : RUN make", "STEP 2/9: RUN make"
 _STEP = re.compile(r"^(?:Step|STEP) (\d+)/(\d+) ?: (.*)$")
 _RUNNING = re.compile(r"^ ---> Running in ([0-9a-f]+)$")
 _PARSE_ERROR = re.compile(r"(?:dockerfile parse error line|parse error on line) (\d+)", re.IGNORECASE)
-_REPEATED = re.compile(r'^building at STEP ".*": ', re.DOTALL)
+# Podman repeats the instruction before the message.
+_REPEATED_INSTRUCTION = re.compile(r'^building at STEP ".*": ', re.DOTALL)
+# How many characters of an instruction a message shows.
 _STEP_WIDTH = 72
 
 
@@ -46,55 +49,58 @@ class BuildFollower:
         self._log, self.log_path, self._hide = log, log_path, hide
         self._dockerfile, self._base, self.report = dockerfile, base, report
         self._tail: collections.deque[str] = collections.deque(maxlen=process.KEPT_LINES)
-        self._pending = ""
+        self._pending = ""  # the beginning of a line, whose end has not come yet
         self._step, self._steps, self._instruction = 0, 0, ""
         self.container = ""
         self.image_id = ""
 
-    def take(self, event: Event) -> None:
-        """Process one event of the engine's API; raise the error that it reports."""
-        message = self._hide(error_of(event))
+    def add_event(self, event: Event) -> None:
+        """Process one event of the engine's API. Raise the error that it reports."""
+        message = self._hide(event_error(event))
         if message:
             self._flush()
             self._log.write(message + "\n")
-            raise self._failure(message)
+            raise self._step_error(message)
         aux: dict[str, Any] = event.get("aux") or {}
         self.image_id = str(aux.get("ID") or self.image_id)
-        self.text(str(event.get("stream") or ""))
+        self.add_text(str(event.get("stream") or ""))
 
-    def text(self, text: str) -> None:
+    def add_text(self, text: str) -> None:
         """Process a piece of output."""
         *lines, self._pending = (self._pending + text).split("\n")
         for line in lines:
-            self._line(line)
+            self._add_line(line)
 
-    def failed(self, code: int) -> ImgkitError:
+    def exit_error(self, code: int) -> ImgkitError:
         """Return the error of a program that ended with the exit code `code`."""
         self._flush()
-        return self._failure(self._final_message() or f"the builder ended with exit code {code}")
+        return self._step_error(self._final_message() or f"the builder ended with exit code {code}")
 
-    def located(self, error: ImgkitError) -> ImgkitError:
-        """Add the log's path to `error`, and the recipe's line where the engine names a line."""
+    def add_location(self, error: ImgkitError) -> ImgkitError:
+        """Return `error` with the log's path, and with the recipe's line where the engine names a line."""
         hint = error.hint or ""
         if str(self.log_path) not in hint:
-            hint = self._with_log(hint)
+            hint = self._add_log(hint)
         return type(error)(error.what, where=error.where or self._origin(error.what), hint=hint)
 
-    def _failure(self, message: str) -> ImgkitError:
+    def _step_error(self, message: str) -> ImgkitError:
         """Return the error for the builder's `message` about the current step."""
-        doing = f"step {self._step}/{self._steps} ({self._short_instruction()})" if self._step else "build"
-        # Podman repeats the instruction.
-        error = explain(_REPEATED.sub("", message), doing=doing, name=self._base)
-        hint, lines = error.hint, process.last_lines("\n".join(self._tail))
+        doing = "build"
+        if self._step:
+            doing = f"step {self._step}/{self._steps} ({self._short_instruction()})"
+        error = explain_message(_REPEATED_INSTRUCTION.sub("", message), doing=doing, name=self._base)
+        hint = error.hint
+        lines = process.last_lines("\n".join(self._tail))
         # The engine only reports "returned a non-zero code": the reason is in the step's output, unless a
         # script of imgkit's own has printed what helps.
         if not hint and not any("imgkit: " in line for line in lines):
-            hint = hint_for("\n".join(lines))
-        heading = ["its last lines:"] if lines else []
-        hint = self._with_log("\n".join([*heading, *lines, *([hint] if hint else [])]))
-        return type(error)(error.what, where=self._origin(message), hint=hint)
+            hint = find_hint("\n".join(lines))
+        hints = ["its last lines:", *lines] if lines else []
+        if hint:
+            hints.append(hint)
+        return type(error)(error.what, where=self._origin(message), hint=self._add_log("\n".join(hints)))
 
-    def _line(self, line: str) -> None:
+    def _add_line(self, line: str) -> None:
         # A progress bar rewrites its line; only the last text counts.
         text = self._hide(unstyled(line).rstrip("\r").rpartition("\r")[2])
         self._log.write(text + "\n")
@@ -103,9 +109,11 @@ class BuildFollower:
         self.report.line(text)
 
     def _interpret(self, text: str) -> None:
-        if step := _STEP.match(text):
+        """Note what a line says about the steps, or keep it for a message."""
+        step, running = _STEP.match(text), _RUNNING.match(text)
+        if step is not None:
             self._start_step(int(step[1]), int(step[2]), step[3])
-        elif running := _RUNNING.match(text):
+        elif running is not None:
             self.container = running[1]
         elif text.startswith("Removing intermediate container "):
             self.container = ""
@@ -126,17 +134,20 @@ class BuildFollower:
 
     def _flush(self) -> None:
         if self._pending:
-            self._line(self._pending)
+            self._add_line(self._pending)
             self._pending = ""
 
     def _short_instruction(self) -> str:
         text = " ".join(self._instruction.split())
-        return text if len(text) <= _STEP_WIDTH else text[: _STEP_WIDTH - 3] + "..."
+        if len(text) <= _STEP_WIDTH:
+            return text
+        return text[: _STEP_WIDTH - 3] + "..."
 
-    def _with_log(self, hint: str) -> str:
+    def _add_log(self, hint: str) -> str:
         return f"{hint}\nfull log: {self.log_path}, with the Dockerfile in the same folder".strip()
 
     def _line_of_step(self, *, only: Collection[str] = ()) -> int | None:
+        """Return the line of the Dockerfile at which the current step begins, where that is known."""
         lines = instruction_lines(self._dockerfile, only=only)
         return lines[self._step - 1] if 0 < self._step <= len(lines) else None
 
@@ -146,14 +157,16 @@ class BuildFollower:
         line = int(match[1]) if match else self._line_of_step()
         if line is None:
             return None
-        return origin(self._dockerfile, line) or f"Dockerfile:{line}"
+        return find_origin(self._dockerfile, line) or f"Dockerfile:{line}"
 
 
+# "#5 [2/4] RUN make"
 _VERTEX = re.compile(r"^#(\d+) \[ *(\d+)/(\d+)\] (.*)$")
+# "#5 0.213 cc -o a a.c"
 _OUTPUT = re.compile(r"^#\d+ \d+\.\d+ ?(.*)$")
 _SOLVE_ERROR = re.compile(r"^ERROR: (?:failed to solve: |failed to build: )*(.*)$")
 _SOURCE_LINE = re.compile(rf"^{re.escape(DOCKERFILE)}:(\d+)$")
-_LAYERED = ("FROM", "RUN", "COPY", "ADD", "WORKDIR")
+_LAYER_INSTRUCTIONS = ("FROM", "RUN", "COPY", "ADD", "WORKDIR")
 """The instructions that BuildKit counts."""
 
 
@@ -164,29 +177,31 @@ class BuildKitFollower(BuildFollower):
     _error = ""
 
     def _interpret(self, text: str) -> None:
-        if step := _VERTEX.match(text):
+        step, output = _VERTEX.match(text), _OUTPUT.match(text)
+        source, error = _SOURCE_LINE.match(text), _SOLVE_ERROR.match(text)
+        if step is not None:
             # BuildKit repeats the header when it returns to a step.
             if int(step[2]) > self._step:
                 self._start_step(int(step[2]), int(step[3]), step[4])
-        elif output := _OUTPUT.match(text):
+        elif output is not None:
             self._tail.append(output[1])
-        elif source := _SOURCE_LINE.match(text):
+        elif source is not None:
             self._source_line = int(source[1])
-        elif error := _SOLVE_ERROR.match(text):
+        elif error is not None:
             self._error = error[1]
 
     def _final_message(self) -> str:
         return self._error
 
-    def _line_of_step(self, *, only: Collection[str] = _LAYERED) -> int | None:
+    def _line_of_step(self, *, only: Collection[str] = _LAYER_INSTRUCTIONS) -> int | None:
         return self._source_line or super()._line_of_step(only=only)
 
 
 def instruction_lines(text: str, *, only: Collection[str] = ()) -> tuple[int, ...]:
-    """Return the first line, from 1, of each instruction of the Dockerfile `text`; `only` of these kinds.
+    """Return the first line, from 1, of each instruction of the Dockerfile `text`.
 
-    The engine numbers its steps in the same order, from 1. Here-documents are not supported: the classic
-    builder does not know them either.
+    With `only`, other kinds of instructions are left out. The engine numbers its steps in the same order,
+    from 1. Here-documents are not supported: the classic builder does not know them either.
     """
     numbers: list[int] = []
     continued = False

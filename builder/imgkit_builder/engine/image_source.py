@@ -14,21 +14,31 @@ from imgkit_builder.archive.tar_read import REGULAR
 from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.engine import containers, images
 from imgkit_builder.engine.connection import Engine
-from imgkit_builder.engine.errors import LayerProgress, checked, explain, no_image, translated
-from imgkit_builder.engine.images import ImageInfo, check_name, find, inspect, repository
+from imgkit_builder.engine.errors import (
+    Event,
+    LayerProgress,
+    explain_message,
+    no_image_error,
+    refuse_error_events,
+    translate_errors,
+)
+from imgkit_builder.engine.images import ImageInfo, check_name, find_image, inspect, repository
 from imgkit_builder.oci.config import ImageConfig, parse_config
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 from imgkit_entrypoints.terminal import unstyled
 
+# An error message that the engine appends to a tar is shorter.
 _TAIL_BYTES = 4096
 _TAR_END = bytes(1024)
 _MAX_FILE_BYTES = 4 << 20
-_PUSHED = re.compile(r".*: digest: (sha256:[0-9a-f]{64}) size: \d+")
+_PUSHED = re.compile(
+    r".*: digest: (sha256:[0-9a-f]{64}) size: \d+"
+)  # "latest: digest: sha256:... size: 1234"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalImage:
-    """An image on a connected engine; `local_image` finds it.
+    """An image on a connected engine, as `local_image` finds it.
 
     Everything is read by the image's id: a tag that moves meanwhile cannot mix two images.
     """
@@ -45,7 +55,7 @@ class LocalImage:
         return self.info.size_bytes
 
     def save(self) -> AbstractContextManager[Iterator[bytes]]:
-        """Stream ``docker save``; the archive names the image's tag where it has one."""
+        """Stream ``docker save``. The archive names the image's tag where it has one."""
         return save_stream(self.engine, self.info.tag or self.info.ref)
 
     def export(self) -> AbstractContextManager[Iterator[bytes]]:
@@ -68,7 +78,7 @@ def local_image(engine: Engine, name: str) -> LocalImage:
 
 @contextlib.contextmanager
 def save_stream(engine: Engine, name: str, *, report: Reporter | None = None) -> Iterator[Iterator[bytes]]:
-    """Yield the chunks of ``docker save``; the archive has exactly one tag.
+    """Yield the chunks of ``docker save``. The archive has exactly one tag.
 
     Notes
     -----
@@ -84,10 +94,10 @@ def save_stream(engine: Engine, name: str, *, report: Reporter | None = None) ->
     doing = f"save {name}"
     (report or Silent()).stage(f"the engine stages {image.tag or name}")
     with contextlib.ExitStack() as stack:
-        with translated(doing, name=name):
+        with translate_errors(doing, name=name):
             archive = images.get_image(engine, image.tag or image.ref, image.platform)
             chunks = stack.enter_context(archive)
-        yield stack.enter_context(contextlib.closing(_complete(chunks, doing)))
+        yield stack.enter_context(contextlib.closing(_refuse_incomplete(chunks, doing)))
 
 
 @contextlib.contextmanager
@@ -105,28 +115,34 @@ def export_stream(engine: Engine, name: str, *, report: Reporter | None = None) 
     doing = f"export {name}"
     (report or Silent()).stage(doing)
     # By id: a tag that moves meanwhile must not mix two images.
-    with containers.created(engine, image.ref, purpose="export", platform=image.platform) as container:
-        with translated(doing, name=name), engine.patient() as api:
+    with containers.temporary_container(
+        engine, image.ref, purpose="export", platform=image.platform
+    ) as container:
+        with translate_errors(doing, name=name), engine.patient() as api:
             response = iter(api.export(container))
-        with contextlib.closing(_complete(response, doing)) as chunks:
+        with contextlib.closing(_refuse_incomplete(response, doing)) as chunks:
             yield chunks
 
 
-def _complete(chunks: Iterator[bytes], doing: str) -> Generator[bytes, None, None]:
-    """Yield `chunks`; raise at the end where the tar is incomplete.
+def _refuse_incomplete(chunks: Iterator[bytes], doing: str) -> Generator[bytes, None, None]:
+    """Yield `chunks` unchanged, and raise at the end where the tar is incomplete.
 
     The engine has already sent its status, so it appends a later error to the data, as JSON.
     """
     tail = b""
-    with translated(doing):
+    with translate_errors(doing):
         for chunk in chunks:
-            tail = chunk[-_TAIL_BYTES:] if len(chunk) >= _TAIL_BYTES else (tail + chunk)[-_TAIL_BYTES:]
+            if len(chunk) < _TAIL_BYTES:
+                tail += chunk
+            else:
+                tail = chunk
+            tail = tail[-_TAIL_BYTES:]
             yield chunk
     if tail.endswith(_TAR_END):
         return
     start = tail.rfind(b'{"errorDetail"')
     if start >= 0:
-        raise explain(unstyled(tail[start:].decode("utf-8", "replace")), doing=doing)
+        raise explain_message(unstyled(tail[start:].decode("utf-8", "replace")), doing=doing)
     raise ToolFailed(
         f"{doing}: the stream ended before the archive did",
         hint="the engine stopped or its disk is full: docker system df; journalctl -u docker -n 50",
@@ -134,23 +150,33 @@ def _complete(chunks: Iterator[bytes], doing: str) -> Generator[bytes, None, Non
 
 
 def read_file(engine: Engine, name: str, path: str) -> bytes | None:
-    """Return the content of the file `path` in the image `name`; None where it is missing or has over 4 MiB.
+    """Return the content of the file `path` in the image `name`. None where it is missing or has over 4 MiB.
 
-    It starts no container.
+    No container is started.
 
     Raises
     ------
     UsageError : no such image.
     """
     image = inspect(engine, name)
-    with containers.created(engine, image.ref, purpose="read", platform=image.platform) as container:
+    with containers.temporary_container(
+        engine, image.ref, purpose="read", platform=image.platform
+    ) as container:
         return containers.read_file(engine, container, path, most_bytes=_MAX_FILE_BYTES)
 
 
 def store_files(
-    engine: Engine, name: str, path: str, folder: Path, *, wanted: Callable[[str], bool], platform: str
+    engine: Engine,
+    name: str,
+    path: str,
+    folder: Path,
+    *,
+    is_wanted: Callable[[str], bool],
+    platform: str,
 ) -> None:
-    """Write the files below `path` whose names are `wanted` into the new `folder`, flat; starts no container.
+    """Write files below `path` in the image `name` into the new `folder`, all beside each other.
+
+    `is_wanted` chooses them by their names. No container is started.
 
     Raises
     ------
@@ -158,19 +184,20 @@ def store_files(
     CheckFailed : the engine's tar is damaged.
     """
     with (
-        containers.created(engine, name, purpose="read", platform=platform) as container,
-        translated(f"read {path} in {name}", name=name),
+        containers.temporary_container(engine, name, purpose="read", platform=platform) as container,
+        translate_errors(f"read {path} in {name}", name=name),
         engine.patient() as api,
     ):
-        stream = tar_read.TarStream(iter(api.get_archive(container, path)[0]), name=f"{path} in {name}")
+        chunks, _ = api.get_archive(container, path)
+        stream = tar_read.TarStream(iter(chunks), name=f"{path} in {name}")
         for member in stream:
             file = member.name.rpartition("/")[2]
-            if member.kind == REGULAR and wanted(file):
+            if member.kind == REGULAR and is_wanted(file):
                 with (folder / file).open("xb") as target:
                     target.writelines(stream.content())
 
 
-def pull(engine: Engine, ref: str, platform: str | None, report: Reporter) -> ImageInfo:
+def pull_image(engine: Engine, ref: str, platform: str | None, report: Reporter) -> ImageInfo:
     """Pull `ref` (tag or digest; default: ``latest``) and describe the local image.
 
     Raises
@@ -183,13 +210,15 @@ def pull(engine: Engine, ref: str, platform: str | None, report: Reporter) -> Im
     report.stage(doing)
     name, tag = _split(ref)
     progress = LayerProgress(report)
-    with translated(doing, name=ref), engine.patient() as api:
+    with translate_errors(doing, name=ref), engine.patient() as api:
         events = api.pull(name, tag=tag, stream=True, decode=True, platform=platform)
-        for event in checked(events, doing=doing, name=ref):
-            progress.take(event)
-    image = inspect(engine, ref, platform=full_platform(platform) if platform else None)
+        for event in refuse_error_events(events, doing=doing, name=ref):
+            progress.add_event(event)
+    if platform is None:
+        return inspect(engine, ref)
+    image = inspect(engine, ref, platform=full_platform(platform))
     # A tag with a single image instead of a list of platforms is pulled for any platform.
-    if platform and image.platform != full_platform(platform):
+    if image.platform != full_platform(platform):
         raise UsageError(
             f"{ref} is {image.platform}; the registry has none for {platform}",
             hint="choose another tag; to see its platforms: docker manifest inspect " + ref,
@@ -198,7 +227,7 @@ def pull(engine: Engine, ref: str, platform: str | None, report: Reporter) -> Im
 
 
 def push(engine: Engine, ref: str, report: Reporter) -> str:
-    """Push the local image `ref` to the registry in its name; return ``sha256:...`` of its manifest.
+    """Push the local image `ref` to the registry in its name, and return ``sha256:...`` of its manifest.
 
     Raises
     ------
@@ -206,19 +235,17 @@ def push(engine: Engine, ref: str, report: Reporter) -> str:
     ToolFailed : no network, no permission, or no digest came back.
     """
     doing = f"push {ref}"
-    if find(engine, ref) is None:
-        raise no_image(ref)
+    if find_image(engine, ref) is None:
+        raise no_image_error(ref)
     report.stage(doing)
     name, tag = _split(ref)
     progress = LayerProgress(report)
     digest = ""
-    # The graph drivers report it as an object; containerd's store and Podman write it into the last status.
-    with translated(doing, name=ref), engine.patient() as api:
+    with translate_errors(doing, name=ref), engine.patient() as api:
         events = api.push(name, tag=tag, stream=True, decode=True)
-        for event in checked(events, doing=doing, name=ref):
-            progress.take(event)
-            status = _PUSHED.fullmatch(str(event.get("status") or ""))
-            digest = str((event.get("aux") or {}).get("Digest") or (status[1] if status else digest))
+        for event in refuse_error_events(events, doing=doing, name=ref):
+            progress.add_event(event)
+            digest = _read_digest(event) or digest
     if not digest:
         raise ToolFailed(
             f"{doing}: the engine reported no digest", hint="push again; see: journalctl -u docker"
@@ -226,21 +253,36 @@ def push(engine: Engine, ref: str, report: Reporter) -> str:
     return digest
 
 
+def _read_digest(event: Event) -> str:
+    """Return the digest in an event of a push, if it has one.
+
+    The graph drivers report it as an object. containerd's store and Podman write it into the last status.
+    """
+    aux = event.get("aux") or {}
+    status = _PUSHED.fullmatch(str(event.get("status") or ""))
+    if status is not None:
+        return str(aux.get("Digest") or status[1])
+    return str(aux.get("Digest") or "")
+
+
 def full_platform(platform: str) -> str:
-    """Turn ``arm64``, ``linux/arm64`` or ``linux/arm64/v8`` into ``linux/arm64``."""
+    """Return ``linux/arm64`` for ``arm64``, ``linux/arm64`` or ``linux/arm64/v8``."""
     parts = platform.split("/")
-    return f"linux/{parts[0]}" if len(parts) == 1 else "/".join(parts[:2])
+    if len(parts) == 1:
+        return f"linux/{platform}"
+    return "/".join(parts[:2])
 
 
 def add_tag(engine: Engine, image: str, ref: str) -> None:
-    """Add the name `ref` to the local image `image`; an existing tag moves to it."""
+    """Add the name `ref` to the local image `image`. An existing tag moves to it."""
     check_name(ref)
     name, tag = _split(ref)
-    with translated(f"tag {image} as {ref}", name=image):
+    with translate_errors(f"tag {image} as {ref}", name=image):
         engine.api.tag(image, name, tag)
 
 
 def _split(ref: str) -> tuple[str, str]:
+    """Return the repository and the tag of `ref`."""
     name = repository(ref)
     # If no tag is given, the SDK pushes every tag of the repository.
     return name, ref[len(name) + 1 :] or "latest"

@@ -25,7 +25,7 @@ from imgkit_builder.archive.tar_read import REGULAR, TarLimits, TarStream
 from imgkit_builder.base import files
 from imgkit_builder.engine import containers
 from imgkit_builder.engine.connection import Engine, connect
-from imgkit_builder.engine.errors import no_image, translated
+from imgkit_builder.engine.errors import no_image_error, translate_errors
 from imgkit_builder.oci.manifest import STANDIN_LABEL
 from imgkit_builder.recipe.rules import parse_reference
 from imgkit_entrypoints import json_text
@@ -58,12 +58,12 @@ class ImageInfo:
 
     @property
     def tag(self) -> str:
-        """Its first tag; empty where it has none."""
+        """Its first tag. It is empty where it has none."""
         return self.tags[0] if self.tags else ""
 
 
 def inspect(engine: Engine, name: str, *, platform: str | None = None) -> ImageInfo:
-    """Describe the local image `name` (tag or id); never uses the network.
+    """Describe the local image `name` (tag or id), without using the network.
 
     Of an image with several platforms it describes `platform`, or else the one that the engine prefers.
 
@@ -71,31 +71,31 @@ def inspect(engine: Engine, name: str, *, platform: str | None = None) -> ImageI
     ------
     UsageError : there is no such image, or `name` is not an image name.
     """
-    image = find(engine, name, platform=platform)
+    image = find_image(engine, name, platform=platform)
     if image is None:
-        raise no_image(name)
+        raise no_image_error(name)
     return image
 
 
-def find(engine: Engine, name: str, *, platform: str | None = None) -> ImageInfo | None:
-    """Like `inspect`, but None where the engine has no such image."""
+def find_image(engine: Engine, name: str, *, platform: str | None = None) -> ImageInfo | None:
+    """Describe the local image `name` as `inspect` does. None where the engine has no such image."""
     import docker.errors
 
     # The engine would answer "/" with the list of its images, for example.
     check_name(name)
-    with translated(f"inspect {name}", name=name):
+    with translate_errors(f"inspect {name}", name=name):
         try:
             data = _inspect_image(engine, name, platform)
         except docker.errors.ImageNotFound:
             return None
-    return _info(engine, data, name)
+    return _make_info(engine, data, name)
 
 
-def remove(engine: Engine, name: str) -> None:
-    """Remove the image `name`, with the layers that no other image has; a missing image is no error."""
+def remove_image(engine: Engine, name: str) -> None:
+    """Remove the image `name`, with the layers that no other image has. A missing image is no error."""
     import docker.errors
 
-    with translated(f"remove the image {name}"), contextlib.suppress(docker.errors.ImageNotFound):
+    with translate_errors(f"remove the image {name}"), contextlib.suppress(docker.errors.ImageNotFound):
         engine.api.remove_image(name, force=True)
 
 
@@ -104,7 +104,7 @@ def config_json(engine: Engine, image: ImageInfo) -> bytes:
 
     The engine hands out values, not bytes: their digest is not the image id.
     """
-    with translated(f"inspect {image.ref}", name=image.ref):
+    with translate_errors(f"inspect {image.ref}", name=image.ref):
         data = _inspect_image(engine, image.ref, image.platform)
     return json.dumps(
         {
@@ -112,47 +112,56 @@ def config_json(engine: Engine, image: ImageInfo) -> bytes:
             "architecture": data.get("Architecture") or "",
             "os": data.get("Os") or "linux",
             "config": data.get("Config") or {},
-            "rootfs": {"type": "layers", "diff_ids": _layers(data)},
+            "rootfs": {"type": "layers", "diff_ids": _diff_ids(data)},
         }
     ).encode()
 
 
-def _layers(data: dict[str, Any]) -> tuple[str, ...]:
+def _diff_ids(data: dict[str, Any]) -> tuple[str, ...]:
     return tuple((data.get("RootFS") or {}).get("Layers") or ())
 
 
-def _info(engine: Engine, data: dict[str, Any], name: str) -> ImageInfo:
-    ref, platform, config, short = str(data["Id"]), platform_of(data), data.get("Config") or {}, plain(name)
+def _make_info(engine: Engine, data: dict[str, Any], name: str) -> ImageInfo:
+    """Return what the engine's answer `data` says of the image that was requested as `name`."""
+    ref, platform, config = str(data["Id"]), read_platform(data), data.get("Config") or {}
+    requested = short_name(name)
     # An engine may send null for an empty list.
-    tags = [plain(tag) for tag in data.get("RepoTags") or () if tag != "<none>:<none>"]
+    tags = [short_name(tag) for tag in data.get("RepoTags") or () if tag != "<none>:<none>"]
     # The requested name comes first, so that saving and messages use it.
-    tags.sort(key=lambda tag: tag not in (short, f"{short}:latest"))
-    digests = [plain(digest) for digest in data.get("RepoDigests") or () if not digest.startswith("<none>")]
+    tags.sort(key=lambda tag: tag not in (requested, f"{requested}:latest"))
+    digests = [short_name(name) for name in data.get("RepoDigests") or () if not name.startswith("<none>")]
     # The requested one comes first: Podman lists each name with each digest that the image has anywhere.
-    digests.sort(key=lambda digest: (digest != short, digest.partition("@")[0] != repository(short)))
-    variables = (variable.partition("=") for variable in config.get("Env") or ())
+    requested_repository = repository(requested)
+    digests.sort(key=lambda digest: (digest != requested, digest.partition("@")[0] != requested_repository))
+    env = {}
+    for variable in config.get("Env") or ():
+        key, _, value = variable.partition("=")
+        env[key] = value
     return ImageInfo(
         ref=ref,
         id=_image_id(engine, ref, platform),
         tags=tuple(tags),
         platform=platform,
         labels=dict(config.get("Labels") or {}),
-        env={key: value for key, _, value in variables},
+        env=env,
         user=str(config.get("User") or ""),
-        diff_ids=_layers(data),
+        diff_ids=_diff_ids(data),
         size_bytes=int(data.get("Size") or 0),
         digest=digests[0] if digests else "",
         manifest=str(data.get("Manifest") or ""),
     )
 
 
+# The longest comes first.
 _PREFIXES = ("docker.io/library/", "docker.io/", "localhost/")
 
 
-def plain(name: str) -> str:
+def short_name(name: str) -> str:
     """Return `name` without the registry that Podman adds: ``mn5:1`` of ``localhost/mn5:1``."""
-    prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), "")
-    return name.removeprefix(prefix)
+    for prefix in _PREFIXES:
+        if name.startswith(prefix):
+            return name.removeprefix(prefix)
+    return name
 
 
 def check_name(name: str, *, where: str | None = None) -> None:
@@ -165,36 +174,40 @@ def check_name(name: str, *, where: str | None = None) -> None:
 
 def repository(name: str) -> str:
     """Return ``host:5000/group/name`` of ``host:5000/group/name:tag@sha256:...``."""
-    tagged = name.partition("@")[0]
-    head, colon, tail = tagged.rpartition(":")
-    return head if colon and "/" not in tail else tagged
+    name_and_tag = name.partition("@")[0]
+    path, colon, tag = name_and_tag.rpartition(":")
+    # A colon before the last slash belongs to the registry's port.
+    return path if colon and "/" not in tag else name_and_tag
 
 
 CHUNK_BYTES = 2 << 20
 _INSPECT_API, _SAVE_API = "1.49", "1.48"
-"""First version of the API with the parameter ``platform``."""
+"""First versions of the API in which these requests have the parameter ``platform``."""
 
 
 def _inspect_image(engine: Engine, name: str, platform: str | None) -> dict[str, Any]:
     """Return what the engine tells of `name`: of its `platform` where the engine keeps it, else its default.
 
     ``Id`` is the same for all platforms, and the only id that other requests take. ``Manifest`` is the digest
-    of the platform's manifest; it is there only where the engine prefers another platform that it keeps.
+    of the platform's manifest. It is there only where the engine prefers another platform that it keeps.
     """
     default = _inspect(engine, name)
-    if not engine.names_manifests or not _has_api(engine, _INSPECT_API):
+    if not can_choose_platform(engine) or not engine.names_manifests:
         return default
+    is_kept = bool(default.get("Architecture"))
     platforms = [platform] if platform else []
-    if not default.get("Architecture"):
+    if not is_kept:
         # It prefers one that it does not keep.
         platforms += sorted(_local_platforms(engine, name), key=lambda local: local != engine.platform)
     for choice in platforms:
-        if choice == platform_of(default):
+        if choice == read_platform(default):
             break
-        with _ignored_errors():
+        with _ignore_errors():
             data = _inspect(engine, name, platform=_platform_json(choice))
-            manifest = {"Manifest": data["Id"]} if default.get("Architecture") else {}
-            return {**data, "Id": default["Id"], **manifest}
+            if is_kept:
+                data["Manifest"] = data["Id"]
+            data["Id"] = default["Id"]
+            return data
     return default
 
 
@@ -205,7 +218,8 @@ def _inspect(engine: Engine, name: str, **query: str) -> dict[str, Any]:
 
 
 def _local_platforms(engine: Engine, name: str) -> Iterator[str]:
-    with _ignored_errors():
+    """Yield the platforms of the image `name` that the engine keeps."""
+    with _ignore_errors():
         for manifest in _inspect(engine, name, manifests="1").get("Manifests") or ():
             platform = (manifest.get("ImageData") or {}).get("Platform")
             if manifest.get("Available") and platform:
@@ -222,27 +236,28 @@ def _query(engine: Engine, query: Mapping[str, str]) -> Iterator[None]:
         engine.api.params = {}
 
 
-def _ignored_errors() -> contextlib.AbstractContextManager[None]:
+def _ignore_errors() -> contextlib.AbstractContextManager[None]:
     import docker.errors
 
     return contextlib.suppress(docker.errors.APIError)
 
 
-def platform_of(data: Mapping[str, Any]) -> str:
+def read_platform(data: Mapping[str, Any]) -> str:
     """Return ``linux/amd64``, from what an engine tells of an image."""
     return f"{data.get('Os') or 'linux'}/{data.get('Architecture') or ''}"
 
 
-def can_choose(engine: Engine) -> bool:
+def can_choose_platform(engine: Engine) -> bool:
     """Return whether the engine shows any platform that it keeps, and not only the one that it prefers."""
     return not engine.names_manifests or _has_api(engine, _INSPECT_API)
 
 
 @contextlib.contextmanager
 def get_image(engine: Engine, name: str, platform: str) -> Iterator[Iterator[bytes]]:
-    """Yield the chunks of ``docker save``."""
-    can_select = engine.names_manifests and _has_api(engine, _SAVE_API)
-    query = {"platform": _platform_json(platform)} if can_select else {}
+    """Yield the chunks of ``docker save``, of `platform` where the engine can choose it."""
+    query = {}
+    if engine.names_manifests and _has_api(engine, _SAVE_API):
+        query["platform"] = _platform_json(platform)
     with engine.patient() as api:
         with _query(engine, query):
             chunks = api.get_image(name, CHUNK_BYTES)
@@ -266,6 +281,7 @@ _OTHER_STORES = (f"/var/lib/containerd/{_CONTENT}", f"/var/lib/desktop-container
 """The stores of a containerd that the engine did not start: the system's, and Docker Desktop's."""
 _CONTENT_INSIDE = "/imgkit-content"
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+# How many indexes may lie within each other. Tools write two.
 _MAX_INDEX_DEPTH = 4
 
 
@@ -289,7 +305,7 @@ def _image_id(engine: Engine, ref: str, platform: str) -> str:
         cached = files.read_own(path).strip()
         if _DIGEST.fullmatch(cached):
             return cached
-    digest = _id_in_store(engine, ref, platform) or _id_in_archive(engine, ref, platform)
+    digest = _read_id_in_store(engine, ref, platform) or _read_id_in_archive(engine, ref, platform)
     if digest is None:
         raise ToolFailed(
             f"the engine does not show the manifest of {ref}",
@@ -299,15 +315,15 @@ def _image_id(engine: Engine, ref: str, platform: str) -> str:
     return digest
 
 
-def _id_in_store(engine: Engine, ref: str, platform: str) -> str | None:
+def _read_id_in_store(engine: Engine, ref: str, platform: str) -> str | None:
     """Read the manifest in containerd's store, which a container shows that is never started."""
     root = engine.facts().root or "/var/lib/docker"
     for store in (f"{root}/containerd/daemon/{_CONTENT}", *_OTHER_STORES):
         # The engine refuses a folder that is not there.
         with (
             contextlib.suppress(ImgkitError),
-            containers.created(
-                engine, ref, purpose="read", platform=platform, shown={store: _CONTENT_INSIDE}
+            containers.temporary_container(
+                engine, ref, purpose="read", platform=platform, mounted={store: _CONTENT_INSIDE}
             ) as container,
         ):
 
@@ -315,32 +331,37 @@ def _id_in_store(engine: Engine, ref: str, platform: str) -> str | None:
                 path = f"{_CONTENT_INSIDE}/{digest.removeprefix('sha256:')}"
                 return containers.read_file(engine, container, path, most_bytes=read.MAX_JSON_BYTES)
 
-            if digest := _config_digest(ref, platform, read_blob):
+            digest = _find_config(ref, platform, read_blob)
+            if digest is not None:
                 return digest
     return None
 
 
-def _id_in_archive(engine: Engine, ref: str, platform: str) -> str | None:
-    """Read the save stream until the manifest has come by: slow, so only where no store is found."""
+def _read_id_in_archive(engine: Engine, ref: str, platform: str) -> str | None:
+    """Read the save stream until the manifest has come by. That is slow, so only where no store is found."""
     blobs: dict[str, bytes] = {}
-    with translated(f"save {ref}"), get_image(engine, ref, platform) as chunks:
-        tar = TarStream(chunks, name=ref, limits=TarLimits(entries=read.MAX_MEMBERS))
+    with translate_errors(f"save {ref}"), get_image(engine, ref, platform) as chunks:
+        stream = TarStream(chunks, name=ref, limits=TarLimits(entries=read.MAX_MEMBERS))
         try:
-            for member in tar:
-                if member.kind == REGULAR and member.size_bytes <= read.MAX_JSON_BYTES:
-                    data = b"".join(tar.body())
-                    # Only these can be the manifest or an index, and the layers between them stay unread.
-                    if data.startswith(b"{"):
-                        blobs[f"sha256:{member.name.rpartition('/')[2]}"] = data
-                        if digest := _config_digest(ref, platform, blobs.get):
-                            return digest
+            for member in stream:
+                if member.kind != REGULAR or member.size_bytes > read.MAX_JSON_BYTES:
+                    continue
+                data = b"".join(stream.body())
+                # Only these can be the manifest or an index, and the layers between them stay unread.
+                if not data.startswith(b"{"):
+                    continue
+                name = member.name.rpartition("/")[2]
+                blobs[f"sha256:{name}"] = data
+                digest = _find_config(ref, platform, blobs.get)
+                if digest is not None:
+                    return digest
         except CheckFailed:
             return None
     return None
 
 
-def _config_digest(digest: str, platform: str, read_blob: Callable[[str], bytes | None]) -> str | None:
-    """Return the configuration that the manifest or index `digest` names; None if a blob is missing."""
+def _find_config(digest: str, platform: str, read_blob: Callable[[str], bytes | None]) -> str | None:
+    """Return the configuration that the manifest or index `digest` names. None if a blob is missing."""
     for _ in range(_MAX_INDEX_DEPTH + 1):
         raw = read_blob(digest)
         # A digest that does not match is a blob that somebody has changed, or half of one.
@@ -385,11 +406,13 @@ class ImageFacts:
             ("recipe", facts["recipe"] or "(not built by imgkit)"),
             ("base", facts["base"]),
             ("created", facts["created"]),
-            *((f"label {shown(key)}", value) for key, value in sorted(facts["labels"].items())),
         ]
+        rows += [(f"label {shown(key)}", value) for key, value in sorted(facts["labels"].items())]
         width = max(len(key) for key, _ in rows)
         lines = [f"{key:{width}}  {value}".rstrip() for key, value in rows if value]
-        return [STANDIN_WARNING, *lines] if facts["standin"] else lines
+        if facts["standin"]:
+            lines.insert(0, STANDIN_WARNING)
+        return lines
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form, with its schema number."""

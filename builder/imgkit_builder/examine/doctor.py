@@ -99,7 +99,7 @@ def _softer(check: Check) -> Check:
 def _engine() -> Check:
     """Report the engine that every verb uses."""
     try:
-        facts = connection.query(address.endpoint())
+        facts = connection.query_facts(address.find_endpoint())
     except ImgkitError as error:
         text = f"{error.where}: {error.what}" if error.where else error.what
         return Check("docker", "fail", text, error.hint or "")
@@ -200,8 +200,8 @@ def _writer(tool: Check) -> Check:
     try:
         squasher = squash.choose()
     except ToolMissing as error:
-        path = mksquashfs.find()
-        obstacle = f"{error.what}{f' (version {mksquashfs.version(path)})' if path else ''}"
+        path = mksquashfs.find_any()
+        obstacle = f"{error.what}{f' (version {mksquashfs.read_version(path)})' if path else ''}"
         if tool.verdict in ("fail", "skip"):
             return Check(name, tool.verdict, f"cannot convert: {obstacle}, and there is no runtime", hint)
         text = f"{tool.found.partition(' at ')[0]} builds the file, which is slower: {obstacle}"

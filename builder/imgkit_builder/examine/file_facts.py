@@ -74,7 +74,7 @@ def read_file_facts(name: str) -> FileFacts:
         record, arch = sif.record, sif.arch
     else:
         kind = "sqsh"
-        record = sqsh.record(path)
+        record = sqsh.read_record(path)
         arch = record.arch if record else ""
     if record is None or not record.image_id:
         raise CheckFailed(

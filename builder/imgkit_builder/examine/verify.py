@@ -80,14 +80,14 @@ def _checked(name: str, fault: str, text: str) -> Check:
 def checksum(path: Path, actual: str, size_bytes: int) -> Check:
     """Compare the digest of `path` with both sidecars."""
     try:
-        listed, described = sidecar.read_sha256(path), sidecar.read(path)
+        listed, described = sidecar.read_sha256(path), sidecar.read_sidecar(path)
     except UsageError as error:
         return Check("sha256", "fail", error.what, f"{error.where}: {_AGAIN}")
     name, summary = sidecar.sha256_path(path).name, f"{actual} ({size_bytes} bytes)"
     if listed is None and described is None:
         return Check("sha256", "warn", f"{summary}; {name} is missing", f"copy {name} as well")
     if listed is None and described is not None:
-        return Check("sha256", "fail", *sidecar.incomplete(path, actual, described))
+        return Check("sha256", "fail", *sidecar.describe_incomplete(path, actual, described))
     recorded = {name: listed, sidecar.json_path(path).name: described.archive.sha256 if described else actual}
     wrong = [f"{name} says {digest}" for name, digest in recorded.items() if digest != actual]
     if not wrong:
@@ -113,7 +113,7 @@ def _layers(image: SelectedImage[HashedFile]) -> Check:
 
 def _against_sidecar(path: Path, contents: Contents, image: SelectedImage[HashedFile]) -> Check:
     try:
-        described = sidecar.read(path)
+        described = sidecar.read_sidecar(path)
     except UsageError as error:
         return Check("sidecar", "fail", error.what, str(error.where))
     if described is None:
@@ -145,13 +145,13 @@ def _platform(image: SelectedImage[HashedFile]) -> str:
 def _sif(path: Path, report: Reporter) -> Iterator[Check]:
     if sidecar.sha256_path(path).exists():
         report.stage(f"read {path.name}")
-        yield checksum(path, read.sha256(path, report=report), path.stat().st_size)
+        yield checksum(path, read.hash_file(path, report=report), path.stat().st_size)
     try:
         image = sif.read(path)
     except CheckFailed as error:
         yield Check("header", "fail", error.what, error.hint or _AGAIN)
         return
-    squashed = sif.squashfs(image)
+    squashed = sif.root_superblock(image)
     if image.root is None or squashed is None:
         yield Check("header", "fail", "it has no squashfs root partition", _AGAIN)
         return
@@ -172,8 +172,8 @@ def _sif(path: Path, report: Reporter) -> Iterator[Check]:
 def _sqsh(path: Path, report: Reporter) -> Iterator[Check]:
     report.stage(f"read {path.name}")
     try:
-        squashed, record = sqsh.structure(path), sqsh.record(path)
-        root_sha256, file_sha256 = sqsh.digests(path, advance=report.advance)
+        squashed, record = sqsh.check_structure(path), sqsh.read_record(path)
+        root_sha256, file_sha256 = sqsh.hash_sqsh(path, advance=report.advance)
     except CheckFailed as error:
         yield Check("squashfs", "fail", error.what, error.hint or _AGAIN)
         return

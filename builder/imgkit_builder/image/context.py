@@ -24,7 +24,7 @@ from imgkit_builder.base import files, process
 from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.base.sizes import size_text
 from imgkit_builder.image import install, members, render, skeleton, uv_export, wheel
-from imgkit_builder.image.members import Code, Packed, TarMember
+from imgkit_builder.image.members import Code, PackedCode, TarMember
 from imgkit_builder.oci import manifest as manifests
 from imgkit_builder.oci.manifest import BaseImage, Manifest
 from imgkit_builder.recipe import requirements, sources, targets
@@ -37,7 +37,7 @@ from imgkit_builder.recipe.model import (
     PipStep,
     Recipe,
 )
-from imgkit_builder.recipe.rules import inherited
+from imgkit_builder.recipe.rules import split_inherited
 from imgkit_entrypoints import __version__, system
 from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
 from imgkit_recipes import FOLDER
@@ -45,12 +45,15 @@ from imgkit_recipes import FOLDER
 _DOCKERFILE, _MANIFEST = "Dockerfile", "imgkit/manifest.json"
 """Members of the tar that depend on the base."""
 LARGE_BYTES = 10**9
-"""Code that is larger is packed only where the user agrees: often it is data that was not meant."""
+"""Code that is larger is packed only where the user agrees: often it is data that nobody meant to pack."""
+_LARGEST_SHOWN = 3
+_WORTH_SHOWING = 1 / 100
+"""Part of the whole that a folder or file must have to be named in the message about large code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildContext:
-    """The input of a build; the same recipe, base and sources give the same bytes."""
+    """The input of a build. The same recipe, base and sources give the same bytes."""
 
     dockerfile: str
     manifest: Manifest
@@ -60,33 +63,34 @@ class BuildContext:
     size_bytes: int
     files_sha256: str = ""
     """Digest of the tar without the two members that depend on the base: Dockerfile and manifest."""
-    code: Packed = field(default_factory=Packed)
+    code: PackedCode = field(default_factory=PackedCode)
     """The user's code among `members`."""
     is_locked: bool = False
     """Whether a lock decides what the build installs."""
 
     def open(self, report: Reporter | None = None) -> BinaryIO:
-        """Open the tar as a stream; read it to its end, then close it.
+        """Open the tar as a stream. Read it to its end, then close it.
 
         Raises
         ------
-        UsageError : while reading, if a file differs from what `pack` saw.
+        UsageError : while reading, if a file differs from what `pack_context` saw.
         """
-        return io.BufferedReader(_Stream(self._checked(report or Silent())), files.CHUNK_BYTES)
+        return io.BufferedReader(_ChunkReader(self._verified_chunks(report or Silent())), files.CHUNK_BYTES)
 
     def unpack(self, folder: Path) -> Mapping[str, str]:
         """Write the files below `folder`, and return the links, which are left out, by their names.
 
         Raises
         ------
-        UsageError : a file differs from what `pack` saw.
+        UsageError : a file differs from what `pack_context` saw.
         """
         with self.open() as stream:
-            return members.unpack(stream, folder)
+            return members.unpack_members(stream, folder)
 
-    def _checked(self, report: Reporter) -> Generator[bytes]:
+    def _verified_chunks(self, report: Reporter) -> Generator[bytes]:
+        """Yield the tar, and raise UsageError before its end if it is not what `pack_context` saw."""
         digest = hashlib.sha256()
-        for chunk in _reported(members.tar(self.members), report, self.size_bytes):
+        for chunk in _report_progress(members.tar_chunks(self.members), report, self.size_bytes):
             digest.update(chunk)
             # After a mismatch the last chunk is not sent: the engine builds nothing from an unfinished tar.
             if chunk is members.END and digest.hexdigest() != self.sha256:
@@ -101,7 +105,7 @@ class LargeContext(UsageError):
     """The code is larger than `LARGE_BYTES`, and nobody agreed to that."""
 
 
-def pack(
+def pack_context(
     recipe: Recipe,
     *,
     base: BaseImage,
@@ -110,7 +114,7 @@ def pack(
     large: bool = True,
     report: Reporter | None = None,
 ) -> BuildContext:
-    """Collect the input of a build; reads every copied file once.
+    """Collect the input of a build. Every copied file is read once, for its digest.
 
     Raises
     ------
@@ -118,60 +122,71 @@ def pack(
         refuses the project's uv.lock.
     LargeContext : the code is large, and `large` does not allow it; raised before a file is read.
     """
-    lock = recipe.lock
-    wheel_data = wheel.entrypoints_wheel()
+    wheel_data = wheel.make_wheel()
+    env = recipe.image.env.items()
     manifest = Manifest(
         imgkit=__version__,
         recipe=recipe.name,
         recipe_sha256=recipe.sha256,
-        base=_locked_base(base, lock.base) if lock else base,
+        base=_locked_base(base, recipe.lock.base) if recipe.lock else base,
         platform=platform,
         wheel_sha256=hashlib.sha256(wheel_data).hexdigest(),
         revision=revision,
-        projects=targets.installed(recipe.image.pip),
+        projects=targets.list_projects(recipe.image.pip),
         workdir=targets.stated_workdir(recipe),
-        env={name: value for name, value in recipe.image.env.items() if inherited(name, value) is None},
+        env={name: value for name, value in env if split_inherited(name, value) is None},
     )
-    dockerfile = render.dockerfile(recipe, base=base.name, platform=platform, base_user=base.user)
-    packed = [
-        members.file(f"imgkit/{wheel.file_name()}", wheel_data),
-        members.file("imgkit/system.json", system.to_json(recipe.system).encode()),
-        members.file(_MANIFEST, manifests.to_json(manifest).encode()),
-        *package_files(recipe),
+    dockerfile = render.render_dockerfile(recipe, base=base.name, platform=platform, base_user=base.user)
+    # The rest of the context is the user's code.
+    own_files = [
+        members.memory_file(f"imgkit/{wheel.wheel_name()}", wheel_data),
+        members.memory_file("imgkit/system.json", system.to_json(recipe.system).encode()),
+        members.memory_file(_MANIFEST, manifests.to_json(manifest).encode()),
+        *list_package_files(recipe),
     ]
-    code = _packed_code(recipe)
+    code = _collect_recipe_code(recipe)
     if not large:
         _refuse_large(code)
-    return sealed(packed, dockerfile, manifest, code=code, is_locked=lock is not None, report=report)
+    is_locked = recipe.lock is not None
+    return seal_context(own_files, dockerfile, manifest, code=code, is_locked=is_locked, report=report)
 
 
-def sealed(
-    packed: list[TarMember],
+def seal_context(
+    own_files: list[TarMember],
     dockerfile: str,
     manifest: Manifest,
     *,
-    code: Packed,
+    code: PackedCode,
     is_locked: bool = False,
     report: Reporter | None = None,
 ) -> BuildContext:
-    """Return the context of `packed` and of `code`, the user's, whose files are read once."""
-    contents = [members.file(_DOCKERFILE, dockerfile.encode()), members.folder("imgkit"), *packed]
-    contents += [members.folder(name) for name in {posixpath.dirname(folder.member) for folder in code.parts}]
-    contents += [member for part in code.parts.values() for member in part]
+    """Return the context of imgkit's `own_files` and the user's `code`, whose files are read once."""
+    contents = [
+        members.memory_file(_DOCKERFILE, dockerfile.encode()),
+        members.empty_folder("imgkit"),
+        *own_files,
+    ]
+    contents += [
+        members.empty_folder(name) for name in {posixpath.dirname(part.member) for part in code.parts}
+    ]
+    for part in code.parts.values():
+        contents += part
     # By bytes: the order of text depends on how a name outside UTF-8 was decoded.
     contents.sort(key=lambda member: os.fsencode(member.name))
+    # Two digests in one pass: the code may have gigabytes.
     digest, files_digest, size_bytes = hashlib.sha256(), hashlib.sha256(), 0
     total_bytes = sum(member.size_bytes for member in contents)
 
     def chunks() -> Iterator[bytes]:
         for member in contents:
-            for chunk in members.part(member):
-                if member.name not in (_DOCKERFILE, _MANIFEST):
+            depends_on_base = member.name in (_DOCKERFILE, _MANIFEST)
+            for chunk in members.member_chunks(member):
+                if not depends_on_base:
                     files_digest.update(chunk)
                 yield chunk
         yield members.END
 
-    for chunk in _reported(chunks(), report or Silent(), total_bytes):
+    for chunk in _report_progress(chunks(), report or Silent(), total_bytes):
         digest.update(chunk)
         size_bytes += len(chunk)
     return BuildContext(
@@ -187,16 +202,16 @@ def sealed(
 
 
 def input_sha256(recipe: Recipe, context: BuildContext, base: str) -> str:
-    """Return the digest of what `pack` has read, and of the base by its name alone.
+    """Return the digest of what `pack_context` has read, and of the base by its name alone.
 
     Without an engine, nobody knows more of the base. Two builds with the same digest have the same input,
     unless the name leads to another base by now.
     """
-    named = BaseImage(name=base, platform=context.manifest.platform)
+    base_image = BaseImage(name=base, platform=context.manifest.platform)
     if recipe.lock:
-        named = _locked_base(named, recipe.lock.base)
-    manifest = dataclasses.replace(context.manifest, base=named)
-    dockerfile = render.dockerfile(recipe, base=base, platform=manifest.platform)
+        base_image = _locked_base(base_image, recipe.lock.base)
+    manifest = dataclasses.replace(context.manifest, base=base_image)
+    dockerfile = render.render_dockerfile(recipe, base=base, platform=manifest.platform)
     texts = (context.files_sha256, dockerfile, manifests.to_json(manifest))
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()
 
@@ -207,18 +222,18 @@ def _locked_base(base: BaseImage, lock: LockedBase) -> BaseImage:
 
 
 def check_code(recipe: Recipe) -> None:
-    """Look at everything that `pack` would take from projects, copies and uv.lock.
+    """Look at everything that `pack_context` would take from projects, copies and uv.lock.
 
     Raises
     ------
-    ToolMissing, UsageError : as `pack` does.
+    ToolMissing, UsageError : as `pack_context` does.
     """
-    members.pack(_code(recipe), _secret_files(recipe))
+    members.collect_code(_list_code(recipe), _secret_files(recipe))
     if recipe.image.uv and not recipe.lock:
         uv_export.export_uv_lock(recipe)
 
 
-def _reported(chunks: Iterator[bytes], report: Reporter, total_bytes: int) -> Iterator[bytes]:
+def _report_progress(chunks: Iterator[bytes], report: Reporter, total_bytes: int) -> Iterator[bytes]:
     """Yield `chunks`, and report their bytes once a mebibyte: a tar of small files has many chunks."""
     sent_bytes = reported_bytes = 0
     for chunk in chunks:
@@ -234,23 +249,25 @@ def _secret_files(recipe: Recipe) -> list[Path]:
     return [secret.file.resolve() for secret in recipe.image.secrets if secret.file is not None]
 
 
-def _packed_code(recipe: Recipe) -> Packed:
+def _collect_recipe_code(recipe: Recipe) -> PackedCode:
     """Return what goes into the context of the user's code.
 
     Raises
     ------
-    UsageError : as `members.pack` does.
+    UsageError : as `members.collect_code` does.
     """
-    codes = tuple(_code(recipe))
+    codes = tuple(_list_code(recipe))
     hidden = _secret_files(recipe)
-    packed = members.pack((code for code in codes if not code.is_skeleton), hidden)
+    packed = members.collect_code((code for code in codes if not code.is_skeleton), hidden)
     # What stays out of a skeleton needs no message: the run brings it.
-    projects = members.pack((code for code in codes if code.is_skeleton), hidden)
-    skeletons = {code: skeleton.select(code, part) for code, part in projects.parts.items()}
-    return dataclasses.replace(packed, parts={**packed.parts, **skeletons})
+    projects = members.collect_code((code for code in codes if code.is_skeleton), hidden)
+    parts = dict(packed.parts)
+    for code, part in projects.parts.items():
+        parts[code] = skeleton.select_skeleton(code, part)
+    return dataclasses.replace(packed, parts=parts)
 
 
-def _code(recipe: Recipe) -> Iterator[Code]:
+def _list_code(recipe: Recipe) -> Iterator[Code]:
     """Yield the projects and copies of `recipe`."""
     for number, step in enumerate(recipe.image.pip):
         if step.project is not None:
@@ -285,14 +302,18 @@ def whole_project_notes(recipe: Recipe) -> Iterator[str]:
             )
 
 
-def early_code(recipe: Recipe) -> Packed:
-    """Return what the steps before pip copy: those of a lock need it too."""
-    copies = enumerate(recipe.image.copy)
-    early = {render.copy_member(number) for number, copy in copies if copy.after != "pip"}
-    return members.pack([code for code in _code(recipe) if code.member in early], _secret_files(recipe))
+def pack_early_code(recipe: Recipe) -> PackedCode:
+    """Return what the steps before pip copy. The build that makes a lock needs it too."""
+    # Where a `run` step before pip may need them.
+    early_members = set()
+    for number, copy in enumerate(recipe.image.copy):
+        if copy.after != "pip":
+            early_members.add(render.copy_member(number))
+    codes = [code for code in _list_code(recipe) if code.member in early_members]
+    return members.collect_code(codes, _secret_files(recipe))
 
 
-def _refuse_large(packed: Packed) -> None:
+def _refuse_large(packed: PackedCode) -> None:
     """Name the largest folders and files of code that is larger than `LARGE_BYTES` as a whole."""
     if packed.size_bytes <= LARGE_BYTES:
         return
@@ -301,11 +322,16 @@ def _refuse_large(packed: Packed) -> None:
         for member in part:
             name = member.name.removeprefix(f"{code.member}/").partition("/")[0]
             sizes[code.where, name] += member.size_bytes
-    largest = [item for item in sizes.most_common(3) if item[1] > sizes.total() / 100]
-    names = ", ".join(f"{name} {size_text(size_bytes)}" for (_, name), size_bytes in largest)
+    total_bytes = sizes.total()
+    largest = []
+    for (_, name), size_bytes in sizes.most_common(_LARGEST_SHOWN):
+        if size_bytes > total_bytes * _WORTH_SHOWING:
+            largest.append(f"{name} {size_text(size_bytes)}")
+    # The line to change is the one of the largest part.
+    (where, _), _ = sizes.most_common(1)[0]
     raise LargeContext(
-        f"the code for the image is {size_text(sizes.total())}: {names}",
-        where=largest[0][0][0],
+        f"the code for the image is {size_text(total_bytes)}: {', '.join(largest)}",
+        where=where,
         hint="list what the image does not need under `ignore` or in .dockerignore; bind data when a job "
         "starts; to pack all of it: --large",
     )
@@ -318,14 +344,17 @@ def code_revision(recipe: Recipe) -> str:
     skeleton of a project does not count: the code of each run has a revision of its own.
     """
     folder = recipe.file.parent.absolute()
-    for code in _code(recipe):
+    for code in _list_code(recipe):
         if not code.is_skeleton and code.source.absolute().is_relative_to(folder):
-            return revision(folder)
+            return git_revision(folder)
     return ""
 
 
-def revision(folder: Path) -> str:
-    """Return the git commit of `folder`, with ``-dirty`` after changes; empty where git does not track it."""
+def git_revision(folder: Path) -> str:
+    """Return the git commit of `folder`, with ``-dirty`` after changes.
+
+    It is empty where git does not track it.
+    """
     git = (*process.GIT, "-C", folder)
     try:
         head = process.run([*git, "rev-parse", "--verify", "HEAD"], check=False)
@@ -337,54 +366,67 @@ def revision(folder: Path) -> str:
     # A folder that is untracked inside a repository, for example in a virtual environment, has no commit.
     if head.returncode or commit is None or not tracked.output:
         return ""
-    return commit.group() + ("-dirty" if changed.output else "")
+    if changed.output:
+        return f"{commit.group()}-dirty"
+    return commit.group()
 
 
-def package_files(recipe: Recipe) -> Iterator[TarMember]:
+def list_package_files(recipe: Recipe) -> Iterator[TarMember]:
     """Yield the files of the steps that install packages: certificates, requirements, locked packages."""
     for number, file in enumerate(recipe.image.ca):
-        with members.readable(file, recipe.where("image", "ca", number), "name another file"):
-            # A file without a last line end would spoil the bundle.
-            yield members.file(render.certificate_member(number), files.read_bytes(file).rstrip() + b"\n")
+        with members.explain_read_errors(file, recipe.where("image", "ca", number), "name another file"):
+            data = files.read_bytes(file)
+        # A file without a last line end would spoil the bundle.
+        yield members.memory_file(render.certificate_member(number), data.rstrip() + b"\n")
     if recipe.image.used_secrets:
         yield _template(install.WITH_SECRETS, "with-secrets.sh")
-    yield from _locked_files(recipe, recipe.lock) if recipe.lock else _requirements_files(recipe)
+    if recipe.lock:
+        yield from _list_locked_files(recipe, recipe.lock)
+    else:
+        yield from _list_requirements_files(recipe)
 
 
 def _template(member: str, name: str) -> TarMember:
-    return members.file(member, (FOLDER / "templates" / name).read_bytes())
+    return members.memory_file(member, (FOLDER / "templates" / name).read_bytes())
 
 
-def _locked_files(recipe: Recipe, lock: LockedPlatform) -> Iterator[TarMember]:
+def _list_locked_files(recipe: Recipe, lock: LockedPlatform) -> Iterator[TarMember]:
     """Yield what only a locked build needs: its lists, and the packages that lie on this machine."""
-    yield members.file(install.LOCK_TOML, recipe.lock_text.encode())
+    yield members.memory_file(install.LOCK_TOML, recipe.lock_text.encode())
     if lock.apt:
         apt_folder = f"imgkit/{install.LOCKED_APT}"
-        yield members.folder(apt_folder)
+        yield members.empty_folder(apt_folder)
         yield _template(f"{apt_folder}/{install.SCRIPT}", install.SCRIPT)
-        yield members.file(f"{apt_folder}/{install.PACKAGES}", install.locked_packages(recipe).encode())
-        yield from _kept_files(recipe, apt_folder, lock.apt)
+        yield members.memory_file(
+            f"{apt_folder}/{install.PACKAGES}", install.render_packages(recipe).encode()
+        )
+        yield from _list_kept_files(recipe, apt_folder, lock.apt)
     for number in install.pip_step_numbers(recipe):
         wheels = install.locked_wheels(recipe, number)
         if wheels:
-            text = install.requirements_text(recipe, number)
-            yield members.file(install.requirements_file(number).member, text.encode())
+            text = install.render_requirements(recipe, number)
+            yield members.memory_file(install.requirements_file(number).member, text.encode())
         if wheels and number == UV_STEP:
-            yield members.file(install.UV_LINKS.member, install.uv_links(recipe).encode())
-        if folder := install.kept_wheels(recipe, number):
-            yield members.folder(folder.member)
-            yield from _kept_files(recipe, folder.member, wheels)
+            yield members.memory_file(install.UV_LINKS.member, install.render_uv_links(recipe).encode())
+        folder = install.kept_wheels(recipe, number)
+        if folder is not None:
+            yield members.empty_folder(folder.member)
+            yield from _list_kept_files(recipe, folder.member, wheels)
 
 
-def _kept_files(
+def _list_kept_files(
     recipe: Recipe, folder: str, packages: Iterable[LockedDeb | LockedWheel]
 ) -> Iterator[TarMember]:
+    """Yield those of `packages` that lie on this machine.
+
+    Raise CheckFailed for a file that the lock does not have.
+    """
     for package in packages:
         file = recipe.kept.get(package.file)
         if file is None:
             continue
         hint = "remove it, or make it again: imgkit lock --keep-files"
-        with members.readable(file, hint=hint), files.open_regular(file) as stream:
+        with members.explain_read_errors(file, hint=hint), files.open_regular(file) as stream:
             size_bytes = os.fstat(stream.fileno()).st_size
             sha256 = files.sha256(stream, 0, size_bytes)
         if sha256 != package.sha256:
@@ -396,26 +438,28 @@ def _kept_files(
         yield TarMember(name=f"{folder}/{package.file}", size_bytes=size_bytes, source=file)
 
 
-def _requirements_files(recipe: Recipe) -> Iterator[TarMember]:
-    """Yield the requirements of each pip step: the recipe's, or what its project needs; and the uv export."""
+def _list_requirements_files(recipe: Recipe) -> Iterator[TarMember]:
+    """Yield what uv exports, and the requirements of each pip step or of its project."""
     if recipe.image.uv:
         program = importlib.resources.files(__package__).joinpath("inside_uv.py").read_bytes()
-        yield members.file(install.UV_JSON.member, uv_export.export_uv_lock(recipe))
-        yield members.file(install.UV_PROGRAM.member, program)
+        yield members.memory_file(install.UV_JSON.member, uv_export.export_uv_lock(recipe))
+        yield members.memory_file(install.UV_PROGRAM.member, program)
     for number, step in enumerate(recipe.image.pip):
         member = install.requirements_file(number).member
         if step.project is not None:
-            with members.readable(step.project, recipe.where("image", "pip", number, "project")):
-                needed = requirements.of_project(step.project) if step.installs_dependencies else ()
-            # Installed early: an edit of the project does not repeat that.
-            yield members.file(member, "".join(f"{line}\n" for line in needed).encode())
+            # An early step installs them, which an edit of the project does not repeat.
+            dependencies: tuple[str, ...] = ()
+            with members.explain_read_errors(step.project, recipe.where("image", "pip", number, "project")):
+                if step.installs_dependencies:
+                    dependencies = requirements.read_dependencies(step.project)
+            yield members.memory_file(member, "".join(f"{line}\n" for line in dependencies).encode())
         if step.requirements is not None:
             where = recipe.where("image", "pip", number, "requirements")
-            yield members.file(member, _read_requirements(step.requirements, where))
+            yield members.memory_file(member, _read_requirements(step.requirements, where))
 
 
 def _read_requirements(file: Path, where: str) -> bytes:
-    with members.readable(file, where, "name another file"):
+    with members.explain_read_errors(file, where, "name another file"):
         data = files.read_bytes(file)
     for number, line in enumerate(data.decode(errors="replace").splitlines(), 1):
         # A recipe's check refuses this too; the file may have changed since.
@@ -428,12 +472,12 @@ def _read_requirements(file: Path, where: str) -> bytes:
     return data
 
 
-class _Stream(io.RawIOBase):
+class _ChunkReader(io.RawIOBase):
     """A readable file over chunks."""
 
     def __init__(self, chunks: Generator[bytes]) -> None:
         self._chunks = chunks
-        self._rest = memoryview(b"")
+        self._rest = memoryview(b"")  # of the last chunk
 
     def readable(self) -> bool:
         return True

@@ -1,5 +1,7 @@
-"""The Python programs that inspect an image from inside: `argv` all of one that imgkit built, and
-`python_argv` what a job needs to know of any other. Standard library only.
+"""The Python programs that inspect an image from inside. They need only the standard library.
+
+The program of `probe_argv` reports all of an image that imgkit built, that of `python_probe_argv` what a job
+needs to know of any other.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from imgkit_entrypoints import json_text
 
 _T = TypeVar("_T")
 _MARK = "IMGKIT-SEEN "
+"""Begins the line with the result, between what the image's start program prints."""
 
 # Even an old Python must run it, so that imgkit can report its version.
 _PROGRAM = """
@@ -49,7 +52,7 @@ print("MARK" + json.dumps(seen))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class ImageReport:
     """What the image's own Python reports."""
 
     machine: str
@@ -66,29 +69,30 @@ class Seen:
     """Content of the requested files that exist."""
 
 
-def argv(*files: str) -> list[str]:
-    """Return the command to run inside the image; the program also reads `files`."""
+def probe_argv(*files: str) -> list[str]:
+    """Return the command to run inside the image. Its result also has the content of `files`."""
     # -I: the user's site-packages and the host's PYTHONPATH must not change the result.
     return ["python3", "-I", "-c", _PROGRAM, *files]
 
 
-def parse(output: str) -> Seen | None:
-    """Parse the output of the program in `argv`; return None where it printed no result."""
-    return _parse(Seen, _MARK, output)
+def parse_probe(output: str) -> ImageReport | None:
+    """Return the result in the output of the program of `probe_argv`, or None if it printed none."""
+    return _parse_result(ImageReport, _MARK, output)
 
 
-def _parse(kind: type[_T], mark: str, output: str) -> _T | None:
+def _parse_result(kind: type[_T], mark: str, output: str) -> _T | None:
     """Return the last result in `output`, whatever the image prints around it.
 
     Fields of another type than `kind` has count as no result, too.
     """
     for line in reversed(output.splitlines()):
-        _, end, text = line.partition(mark)
-        if end:
-            try:
-                return cast("_T", json_text.read(kind, json_text.parse(text), "it", closed=True))
-            except (ValueError, TypeError):
-                return None
+        _, separator, text = line.partition(mark)
+        if not separator:
+            continue
+        try:
+            return cast("_T", json_text.read(kind, json_text.parse(text), "it", closed=True))
+        except (ValueError, TypeError):
+            return None
     return None
 
 
@@ -121,6 +125,7 @@ sys.stdout.flush()
 print("\\nMARK" + json.dumps(seen))
 """.replace("MARK", _PYTHON_MARK).replace("MANIFEST", MANIFEST_JSON)
 
+# sh -c _FIND_PYTHON sh PROGRAM [PYTHON]
 _FIND_PYTHON = """\
 python=${2:-$(command -v python3 || command -v python)}
 if ! command -v "${python:-python3}" > /dev/null 2>&1; then echo "no program ${python:-python3}"; exit 127; fi
@@ -129,7 +134,7 @@ exec "$python" -E -s -c "$1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PythonSeen:
+class PythonReport:
     """A Python of an image, and what it has installed."""
 
     version: str
@@ -146,7 +151,7 @@ class PythonSeen:
     """Whether the image has a manifest of imgkit."""
 
 
-def python_argv(python: str = "") -> list[str]:
+def python_probe_argv(python: str = "") -> list[str]:
     """Return the command to run inside the image.
 
     Parameters
@@ -156,6 +161,6 @@ def python_argv(python: str = "") -> list[str]:
     return ["sh", "-c", _FIND_PYTHON, "sh", _PYTHON_PROGRAM, python]
 
 
-def parse_python(output: str) -> PythonSeen | None:
-    """Parse the output of the program in `python_argv`; return None where it printed no result."""
-    return _parse(PythonSeen, _PYTHON_MARK, output)
+def parse_python_probe(output: str) -> PythonReport | None:
+    """Return the result in the output of the program of `python_probe_argv`, or None if it printed none."""
+    return _parse_result(PythonReport, _PYTHON_MARK, output)

@@ -22,11 +22,11 @@ from typing import Any
 def main(folder: Path) -> int:
     """Write the files for pip, or print all that does not fit."""
     exported = json.loads((folder / "uv.json").read_text(encoding="utf-8"))
-    constraint = folder / "constraint.txt"
+    constraint_file = folder / "constraint.txt"
     base = {}
-    for line in constraint.read_text(encoding="utf-8").splitlines():
+    for line in constraint_file.read_text(encoding="utf-8").splitlines():
         name, _, version = line.partition("==")
-        base[canonical(name)] = version
+        base[canonical_name(name)] = version
     try:
         errors = [*environment_errors(exported), *torch_errors(exported["requirements"], base)]
     except ImportError as error:
@@ -34,45 +34,51 @@ def main(folder: Path) -> int:
     if errors:
         print("uv.lock does not fit this base:", *errors, sep="\n")
         return 1
+    # An export without what only torch needs, for a base that has its own torch.
     lines = exported["beside_torch" if "torch" in base else "requirements"]
-    lines = [line for line in lines if name_of(line) not in base]
-    to_install = [line for line in lines if name_of(line) not in exported["left_to_pip"]]
-    write(folder / "requirements-uv.txt", "w", [" ".join(exported["index_options"]), *to_install])
+    lines = [line for line in lines if requirement_name(line) not in base]
+    to_install = [line for line in lines if requirement_name(line) not in exported["left_to_pip"]]
+    write_lines(folder / "requirements-uv.txt", "w", [" ".join(exported["index_options"]), *to_install])
     # A constraint needs no hash; a URL or a folder is none.
-    write(constraint, "a", [line.partition(" --hash=")[0] for line in lines if re.match(r"[\w.-]+==", line)])
+    pinned = [line for line in lines if re.match(r"[\w.-]+==", line)]
+    write_lines(constraint_file, "a", [line.partition(" --hash=")[0] for line in pinned])
     return 0
 
 
-def write(path: Path, mode: str, lines: list[str]) -> None:
-    """Write or append `lines`."""
+def write_lines(path: Path, mode: str, lines: list[str]) -> None:
+    """Write or append `lines`, by the `mode` of ``open``."""
     with path.open(mode, encoding="utf-8") as stream:
         stream.writelines(f"{line}\n" for line in lines)
 
 
-def packaging(module: str) -> Any:
+def import_packaging(module: str) -> Any:
     """Return a module of the ``packaging`` inside pip."""
     return importlib.import_module(f"pip._vendor.packaging.{module}")
 
 
-def canonical(name: str) -> str:
-    """Return the name as PyPA's specification normalises it."""
+def canonical_name(name: str) -> str:
+    """Return the name as PyPA's specification normalises it: ``Flash_Attn`` -> ``flash-attn``."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def name_of(line: str) -> str:
-    """Return the name of a requirement."""
+def requirement_name(line: str) -> str:
+    """Return the name of an exported requirement: ``numpy`` of ``numpy==2.1 --hash=...``."""
     return re.split(r"[=@ ]", line)[0]
 
 
 def environment_errors(exported: dict[str, Any]) -> list[str]:
-    """Return why the project does not allow this Python or platform; no requirement states that."""
+    """Return why the project does not allow this Python or platform. No requirement states that."""
     errors = []
     version, required = platform.python_version(), exported["requires_python"]
-    if required and not packaging("specifiers").SpecifierSet(required).contains(version, prereleases=True):
-        errors.append(f"the project requires Python {required}, and the base has {version}")
+    if required:
+        allowed = import_packaging("specifiers").SpecifierSet(required)
+        if not allowed.contains(version, prereleases=True):
+            errors.append(f"the project requires Python {required}, and the base has {version}")
     environments = exported["environments"]
-    if environments and not any(packaging("markers").Marker(marker).evaluate() for marker in environments):
-        errors.append(f"the project is only for: {' or '.join(environments)} (tool.uv.environments)")
+    if environments:
+        markers = import_packaging("markers")
+        if not any(markers.Marker(environment).evaluate() for environment in environments):
+            errors.append(f"the project is only for: {' or '.join(environments)} (tool.uv.environments)")
     return errors
 
 
@@ -83,27 +89,28 @@ def torch_errors(lines: list[str], base: dict[str, str]) -> list[str]:
     """
     errors = []
     for line in lines:
-        if name_of(line) not in base:
+        version = base.get(requirement_name(line))
+        if version is None:
             continue
-        requirement = packaging("requirements").Requirement(line.partition(" --hash=")[0])
+        requirement = import_packaging("requirements").Requirement(line.partition(" --hash=")[0])
         if requirement.marker and not requirement.marker.evaluate():
             continue
-        name, version = requirement.name, base[name_of(line)]
+        name = requirement.name
         for specifier in requirement.specifier:
-            if release(specifier.version) != release(version):
+            if parse_release(specifier.version) != parse_release(version):
                 errors.append(
                     f"{name}: uv.lock has {specifier.version}, but the base has {version}, which imgkit never"
-                    f" replaces\n  -> uv lock --upgrade-package '{name}=={release(version)}'"
+                    f" replaces\n  -> uv lock --upgrade-package '{name}=={parse_release(version)}'"
                 )
             else:
                 print(f"{name}: the base's {version} stays in place of {specifier.version}")
     return errors
 
 
-def release(version: str) -> Any:
+def parse_release(version: str) -> Any:
     """Return the release 2.3.0 of ``2.3.0a0+nv24.03``."""
-    versions = packaging("version")
-    return versions.Version(versions.Version(version).base_version)
+    module = import_packaging("version")
+    return module.Version(module.Version(version).base_version)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from imgkit_builder.recipe.model import (
     Recipe,
 )
 from imgkit_builder.recipe.requirements import PROTECTED
-from imgkit_builder.recipe.rules import expanded
+from imgkit_builder.recipe.rules import quote_inherited
 from imgkit_entrypoints.errors import UsageError
 
 CONSTRAINT = f"{INSIDE}/constraint.txt"
@@ -31,6 +31,7 @@ BASE_CONSTRAINT = f"{INSIDE}/base-constraint.txt"
 # of its own: in a base without any, it would add 11 MB to each layer.
 PIP = "PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore"
 _PYTHON_PIP = "python3 -m pip"
+# What a lock names is complete, and a source distribution would run code that no hash of a wheel covers.
 _LOCKED_OPTIONS = "--require-hashes --no-deps --only-binary=:all:"
 
 UV_JSON = ContextFile(member="imgkit/uv.json", path=f"{INSIDE}/uv.json")
@@ -39,8 +40,9 @@ UV_LINKS = ContextFile(member="imgkit/uv.html", path=f"{INSIDE}/uv.html")
 
 
 def pip_step_numbers(recipe: Recipe) -> list[int]:
-    """Return the numbers of the steps by pip, in order: that of a uv project is `UV_STEP`."""
-    return [*([UV_STEP] if recipe.image.uv else []), *range(len(recipe.image.pip))]
+    """Return the numbers of the steps by pip, in order. That of a uv project is `UV_STEP`."""
+    numbers = list(range(len(recipe.image.pip)))
+    return [UV_STEP, *numbers] if recipe.image.uv else numbers
 
 
 def step_name(number: int) -> str:
@@ -59,7 +61,7 @@ def requirements_file(number: int) -> ContextFile:
     return ContextFile(member=f"imgkit/{name}", path=f"{INSIDE}/{name}")
 
 
-def protect() -> Step:
+def protection_step() -> Step:
     """Return the step that writes the versions of the base's `PROTECTED` distributions to `CONSTRAINT`."""
     # "pip freeze" would print "torch @ file://..." for a torch built in the base, as in NVIDIA's images.
     parts = (
@@ -71,7 +73,7 @@ def protect() -> Step:
     return Step(origin=f"imgkit: {purpose}", command=f"{NEXT}&& ".join(parts))
 
 
-def filtered_constraint(recipe: Recipe) -> Step:
+def constraint_step(recipe: Recipe) -> Step:
     """Return the step that copies the base's constraint file without the dropped names."""
     constraints = recipe.image.constraints
     where = recipe.where("image", "constraints")
@@ -91,87 +93,105 @@ def filtered_constraint(recipe: Recipe) -> Step:
     return Step(origin=where, command=NEXT.join(parts))
 
 
-def pip_command(recipe: Recipe, number: int, *, pip: str = _PYTHON_PIP) -> Step:
-    """Return the step `number` that installs packages and requirements by `pip`."""
+def pip_step(recipe: Recipe, number: int, *, pip: str = _PYTHON_PIP) -> Step:
+    """Return the step `number` that installs packages and requirements by the command `pip`."""
     if number == UV_STEP:
         step, where = PipStep(), recipe.where("image", "uv")
     else:
         step, where = recipe.image.pip[number], recipe.where("image", "pip", number)
-    command = _install(recipe, step, pip)
+    command = _install_command(recipe, step, pip)
     file = requirements_file(number)
+    files: list[ContextFile] = []
     if recipe.lock:
+        files.append(file)
         wheels = kept_wheels(recipe, number)
-        files = [file, *([UV_LINKS] if number == UV_STEP else []), *([wheels] if wheels else [])]
-        command += f"{NEXT}    {pip_options(recipe, number)}{NEXT}    --requirement {file.path}"
-        advice = (
-            "imgkit: where an index no longer has a wheel of the lock: imgkit lock "
-            f"{recipe.reference} --upgrade, or put the wheel into {_lock_name(recipe)}.files/ (imgkit lock "
-            f"{recipe.reference} --keep-files stores all of them there)"
-        )
-        command += f"{NEXT}|| {{ echo {shlex.quote(advice)} >&2; exit 1; }}"
-        command += f"{NEXT}&& rm -rf {wheels.path}" if wheels else ""
+        if number == UV_STEP:
+            files.append(UV_LINKS)
+        command += f"{NEXT}    {locked_pip_options(recipe, number)}{NEXT}    --requirement {file.path}"
+        command += f"{NEXT}|| {{ echo {shlex.quote(_missing_wheel_advice(recipe))} >&2; exit 1; }}"
+        if wheels is not None:
+            files.append(wheels)
+            command += f"{NEXT}&& rm -rf {wheels.path}"
     elif number == UV_STEP:
-        files = [UV_JSON, UV_PROGRAM]
+        files += [UV_JSON, UV_PROGRAM]
         command += f"{NEXT}    {_LOCKED_OPTIONS}{NEXT}    --requirement {file.path}"
         command = f"python3 -I -B {UV_PROGRAM.path} {INSIDE}{NEXT}&& {command}"
     else:
-        files = [file] if step.requirements is not None or step.project is not None else []
-        command += f"{NEXT}    --requirement {file.path}" if files else ""
+        if step.requirements is not None or step.project is not None:
+            files.append(file)
+            command += f"{NEXT}    --requirement {file.path}"
         command += "".join(f"{NEXT}    {shlex.quote(package)}" for package in step.packages)
-    mounts = secret_mounts(step.secrets)
-    return Step(origin=where, command=command, mounts=mounts, files=tuple(files))
+    return Step(origin=where, command=command, mounts=secret_mounts(step.secrets), files=tuple(files))
 
 
-def project(recipe: Recipe, number: int, step: PipStep) -> Step:
+def _missing_wheel_advice(recipe: Recipe) -> str:
+    return (
+        "imgkit: where an index no longer has a wheel of the lock: imgkit lock "
+        f"{recipe.reference} --upgrade, or put the wheel into {_lock_name(recipe)}.files/ (imgkit lock "
+        f"{recipe.reference} --keep-files stores all of them there)"
+    )
+
+
+def project_step(recipe: Recipe, number: int, step: PipStep) -> Step:
     """Return pip step `number` that installs the user's own project."""
     member, origin = project_member(number), recipe.where("image", "pip", number)
-    target = posixpath.normpath(step.editable) if step.editable else f"{INSIDE}/{member}"
-    options = "--editable " if step.editable else ""
+    target, options = f"{INSIDE}/{member}", ""
+    if step.editable:
+        target, options = posixpath.normpath(step.editable), "--editable "
     if recipe.lock:
         options = f"--no-deps {options}"  # the locked steps have installed them
-    command = f"{_install(recipe, step)}{NEXT}    {options}{shlex.quote(target)}"
+    command = f"{_install_command(recipe, step)}{NEXT}    {options}{shlex.quote(target)}"
+    docker = command
+    if not step.editable:
+        docker += f"{NEXT}&& rm -rf {INSIDE}/project"
     return Step(
         origin=origin,
         command=command,
-        docker=command if step.editable else f"{command}{NEXT}&& rm -rf {INSIDE}/project",
+        docker=docker,
         mounts=secret_mounts(step.secrets),
         files=(ContextFile(member=member, path=target, is_folder=True, origin=origin),),
     )
 
 
-def _install(recipe: Recipe, step: PipStep, pip: str = _PYTHON_PIP) -> str:
-    """Return the command up to what it installs."""
+_PIP_CONSTRAINTS = {"keep": "", "ignore": " PIP_CONSTRAINT=''", "drop": f" PIP_CONSTRAINT={BASE_CONSTRAINT}"}
+"""Policy of ``image.constraints`` -> what replaces the base's own constraint file."""
+
+
+def _install_command(recipe: Recipe, step: PipStep, pip: str = _PYTHON_PIP) -> str:
+    """Return the command ``pip install`` with its options, without the packages."""
     # An option adds to PIP_CONSTRAINT. The variable itself would also apply in the isolated environments that
     # pip builds packages in, and those must be free to choose their torch.
-    policies = {"keep": "", "ignore": " PIP_CONSTRAINT=''", "drop": f" PIP_CONSTRAINT={BASE_CONSTRAINT}"}
-    command = with_secrets(recipe, step.secrets, "env ") + PIP + policies[recipe.image.constraints.policy]
-    command += "".join(f"{NEXT}{name}={shell_value(name, value)}" for name, value in step.env.items())
+    variables = PIP + _PIP_CONSTRAINTS[recipe.image.constraints.policy]
+    for name, value in step.env.items():
+        variables += f"{NEXT}{name}={shell_value(name, value)}"
+    command = secret_prefix(recipe, step.secrets, "env ") + variables
     command += f"{NEXT}{pip} install --no-cache-dir --constraint {CONSTRAINT}"
-    return command + (f"{NEXT}    {shlex.join(step.options)}" if step.options else "")
+    if step.options:
+        command += f"{NEXT}    {shlex.join(step.options)}"
+    return command
 
 
 def shell_value(name: str, value: str) -> str:
-    """Return the value of the variable `name` for a shell; ``/x:$NAME`` adds to the base's value."""
-    return expanded(name, value, lambda text: re.sub(r'([\\"$`])', r"\\\1", text)) or shlex.quote(value)
+    """Return the value of the variable `name` for a shell. ``/x:$NAME`` adds to the base's value."""
+    inherited = quote_inherited(name, value, lambda text: re.sub(r'([\\"$`])', r"\\\1", text))
+    return inherited or shlex.quote(value)
 
 
 def apt_step(recipe: Recipe, origin: str) -> Step:
-    """Return the apt step."""
-    files: tuple[ContextFile, ...] = ()
+    """Return the apt step. With a lock, a script downloads and installs exactly its packages."""
     if recipe.lock:
         folder = ContextFile(member=f"imgkit/{LOCKED_APT}", path=f"{INSIDE}/{LOCKED_APT}", is_folder=True)
-        files = (folder,)
         script = shlex.join(("sh", f"{folder.path}/{SCRIPT}", recipe.reference, _lock_name(recipe)))
         parts = [script, "apt-get clean", f"rm -rf /var/lib/apt/lists/* {folder.path}"]
-    else:
-        packages = "".join(f"{NEXT}    {shlex.quote(package)}" for package in recipe.image.apt)
-        parts = [
-            "apt-get update",
-            f"DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends{packages}",
-            "apt-get clean",
-            "rm -rf /var/lib/apt/lists/*",
-        ]
-    return Step(origin=origin, command=f"{NEXT}&& ".join(parts), files=files)
+        return Step(origin=origin, command=f"{NEXT}&& ".join(parts), files=(folder,))
+    packages = "".join(f"{NEXT}    {shlex.quote(package)}" for package in recipe.image.apt)
+    parts = [
+        "apt-get update",
+        f"DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends{packages}",
+        "apt-get clean",
+        "rm -rf /var/lib/apt/lists/*",
+    ]
+    return Step(origin=origin, command=f"{NEXT}&& ".join(parts))
 
 
 LOCKED_APT = "locked-apt"
@@ -190,80 +210,94 @@ _SNAPSHOTS = {
     "ubuntu": "https://snapshot.ubuntu.com/ubuntu",
     "ubuntu-ports": "https://snapshot.ubuntu.com/ubuntu",
 }
-_LATER_S = (0, 86400)
+_SNAPSHOT_DELAYS_S = (0, 24 * 3600)
 
 
-def locked_packages(recipe: Recipe) -> str:
+def render_packages(recipe: Recipe) -> str:
     """Return the content of `PACKAGES`: a line for each package of the lock, as `SCRIPT` reads it."""
     lock = recipe.lock
     assert lock is not None  # noqa: S101 - for the type checker: only a locked recipe has such a step
-    named = {re.split(r"[=/:]", package)[0] for package in recipe.image.apt}
+    # Without a version or an architecture: "git=1:2.39" is git.
+    requested = {re.split(r"[=/:]", package)[0] for package in recipe.image.apt}
     lines = []
     for deb in lock.apt:
-        mark = "manual" if deb.name in named else "auto"
-        urls = " ".join((deb.url, *snapshots(deb, lock.source_date_epoch)))
+        mark = "manual" if deb.name in requested else "auto"  # for apt-mark
+        urls = " ".join((deb.url, *snapshot_urls(deb, lock.source_date_epoch)))
         lines.append(f"{deb.sha256} {deb.file} {mark} {deb.name}:{deb.architecture} {urls}\n")
     return "".join(lines)
 
 
-def snapshots(deb: LockedDeb, epoch: int) -> tuple[str, ...]:
-    """Return where the distribution's snapshot service has `deb`; nowhere for a package of somebody else."""
+def snapshot_urls(deb: LockedDeb, epoch: int) -> tuple[str, ...]:
+    """Return where the distribution's snapshot service has `deb`.
+
+    A package of somebody else has no such URL.
+    """
     match = re.search(r"/(debian-security|debian|ubuntu-ports|ubuntu)/(pool/.+)", urlsplit(deb.url).path)
     if match is None:
         return ()
-    stamps = (time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(epoch + later)) for later in _LATER_S)
-    return tuple(f"{_SNAPSHOTS[match[1]]}/{stamp}/{match[2]}" for stamp in stamps)
+    archive, path = _SNAPSHOTS[match[1]], match[2]
+    urls = []
+    for delay_s in _SNAPSHOT_DELAYS_S:
+        stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(epoch + delay_s))
+        urls.append(f"{archive}/{stamp}/{path}")
+    return tuple(urls)
 
 
 def locked_wheels(recipe: Recipe, number: int) -> tuple[LockedWheel, ...]:
-    """Return what pip step `number` installs."""
-    return tuple(wheel for wheel in recipe.lock.pip if wheel.step == number) if recipe.lock else ()
+    """Return the wheels of the lock that pip step `number` installs."""
+    if recipe.lock is None:
+        return ()
+    return tuple(wheel for wheel in recipe.lock.pip if wheel.step == number)
 
 
 def kept_wheels(recipe: Recipe, number: int) -> ContextFile | None:
-    """Return the folder of the wheels of step `number` that lie on this machine."""
+    """Return the folder of the wheels of step `number` that lie on this machine. None if there are none."""
     if not any(wheel.file in recipe.kept for wheel in locked_wheels(recipe, number)):
         return None
     name = f"locked-pip-{step_name(number)}"
     return ContextFile(member=f"imgkit/{name}", path=f"{INSIDE}/{name}", is_folder=True)
 
 
-def pip_options(recipe: Recipe, number: int) -> str:
-    """Return the options of a locked pip step; one whose wheels are all kept asks no index."""
-    folder = kept_wheels(recipe, number)
+def locked_pip_options(recipe: Recipe, number: int) -> str:
+    """Return the options of a locked pip step. One whose wheels all lie on this machine asks no index."""
     options = _LOCKED_OPTIONS
     if number == UV_STEP:
         # The lock has the URLs of its wheels, and the project's indexes may be unknown to the base.
         options += f" --no-index{NEXT}    --find-links {UV_LINKS.path}"
     elif all(wheel.file in recipe.kept for wheel in locked_wheels(recipe, number)):
         options += " --no-index"
-    return options + (f"{NEXT}    --find-links {folder.path}" if folder else "")
+    folder = kept_wheels(recipe, number)
+    if folder is not None:
+        options += f"{NEXT}    --find-links {folder.path}"
+    return options
 
 
 def _lock_name(recipe: Recipe) -> str:
     return f"{recipe.name}{lock_file.SUFFIX}"
 
 
-def requirements_text(recipe: Recipe, number: int) -> str:
+def render_requirements(recipe: Recipe, number: int) -> str:
     """Return the requirements of a locked pip step: the options of the recipe's own file, then the wheels."""
+    lines = []
     file = None if number == UV_STEP else recipe.image.pip[number].requirements
-    lines = [line for line in (requirements.of_file(file) if file else ()) if line.startswith("-")]
+    if file is not None:
+        lines += [line for line in requirements.read_requirements(file) if line.startswith("-")]
     for wheel in locked_wheels(recipe, number):
-        is_url = wheel.direct and wheel.file not in recipe.kept and number != UV_STEP
-        spec = f"{wheel.name} @ {wheel.url}" if is_url else f"{wheel.name}=={wheel.version}"
+        spec = f"{wheel.name}=={wheel.version}"
+        if wheel.direct and wheel.file not in recipe.kept and number != UV_STEP:
+            spec = f"{wheel.name} @ {wheel.url}"
         lines.append(f"{spec} --hash=sha256:{wheel.sha256}")
     return "".join(f"{line}\n" for line in lines)
 
 
-def uv_links(recipe: Recipe) -> str:
+def render_uv_links(recipe: Recipe) -> str:
     """Return the page of links to the locked wheels of a uv project that do not lie on this machine."""
+    lines = ["<!DOCTYPE html>"]
     # Not "name @ URL" in the requirements: pip would record the address of every wheel in the image.
-    links = [
-        f'<a href="{escape(wheel.url)}#sha256={wheel.sha256}">{escape(wheel.file)}</a>'
-        for wheel in locked_wheels(recipe, UV_STEP)
-        if wheel.file not in recipe.kept
-    ]
-    return "".join(f"{line}\n" for line in ("<!DOCTYPE html>", *links))
+    for wheel in locked_wheels(recipe, UV_STEP):
+        if wheel.file not in recipe.kept:
+            lines.append(f'<a href="{escape(wheel.url)}#sha256={wheel.sha256}">{escape(wheel.file)}</a>')
+    return "".join(f"{line}\n" for line in lines)
 
 
 WITH_SECRETS = "imgkit/with-secrets"
@@ -279,13 +313,23 @@ def secret_mounts(names: Sequence[str]) -> str:
     return "".join(f"{option}{NEXT}" for option in options)
 
 
-def with_secrets(recipe: Recipe, names: Sequence[str], before: str) -> str:
-    """Return what begins a command that uses secrets: it gets them, and must not write them to a file."""
-    return f"{' '.join(secret_argv(recipe, names))}{NEXT}{before}" if names else ""
+def secret_prefix(recipe: Recipe, names: Sequence[str], command: str) -> str:
+    """Return the beginning of a command that uses the secrets `names`, up to `command`.
+
+    The script `WITH_SECRETS` gives it their values, and ends the build if it writes them to a file. Without
+    secrets the text is empty.
+    """
+    if not names:
+        return ""
+    return f"{' '.join(secret_argv(recipe, names))}{NEXT}{command}"
 
 
 def secret_argv(recipe: Recipe, names: Sequence[str]) -> tuple[str, ...]:
-    """Return the argv before a command that uses secrets."""
+    """Return the argv before a command that uses secrets: ``sh /run/... token=HF_TOKEN netrc --``."""
     variables = {secret.id: secret.env for secret in recipe.image.secrets}
-    named = (f"{name}={variables[name]}" if variables.get(name) else name for name in names)
-    return ("sh", f"/run/{WITH_SECRETS}", *named, "--")
+    # With a variable, the step sees the value there, too.
+    args = []
+    for name in names:
+        variable = variables.get(name)
+        args.append(f"{name}={variable}" if variable else name)
+    return ("sh", f"/run/{WITH_SECRETS}", *args, "--")

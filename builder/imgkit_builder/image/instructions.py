@@ -60,7 +60,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Early:
-    """Files and commands of the user that packages need; the commands start in ``/``."""
+    """Files and commands of the user that packages need. The commands start in ``/``."""
 
     copy: tuple[ContextFile, ...]
     run: tuple[Step, ...]

@@ -31,12 +31,12 @@ class TarMember:
     link: str = ""
 
 
-def file(name: str, data: bytes) -> TarMember:
+def memory_file(name: str, data: bytes) -> TarMember:
     """Return a file whose content is in memory."""
     return TarMember(name=name, data=data, size_bytes=len(data))
 
 
-def folder(name: str) -> TarMember:
+def empty_folder(name: str) -> TarMember:
     """Return a folder without its content."""
     return TarMember(name=name, kind=tarfile.DIRTYPE, mode=0o755)
 
@@ -56,7 +56,7 @@ class Code:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Packed:
+class PackedCode:
     """What goes into the context of the user's code."""
 
     parts: Mapping[Code, tuple[TarMember, ...]] = field(default_factory=dict)
@@ -68,11 +68,14 @@ class Packed:
     @property
     def size_bytes(self) -> int:
         """Return the size of all files."""
-        return sum(member.size_bytes for part in self.parts.values() for member in part)
+        size_bytes = 0
+        for part in self.parts.values():
+            size_bytes += sum(member.size_bytes for member in part)
+        return size_bytes
 
 
-def pack(codes: Iterable[Code], hidden: Collection[Path] = ()) -> Packed:
-    """Look at all files of `codes` without `hidden` ones, and read none.
+def collect_code(codes: Iterable[Code], hidden: Collection[Path] = ()) -> PackedCode:
+    """Return the members of all `codes`, without the `hidden` files. No content is read yet.
 
     Raises
     ------
@@ -80,26 +83,30 @@ def pack(codes: Iterable[Code], hidden: Collection[Path] = ()) -> Packed:
     """
     left_out: list[str] = []
     secret: list[str] = []
-    parts = {code: tuple(_members(code, hidden, left_out, secret)) for code in codes}
-    return Packed(parts=parts, left_out=tuple(dict.fromkeys(left_out)), secret=tuple(dict.fromkeys(secret)))
+    parts = {code: tuple(_list_members(code, hidden, left_out, secret)) for code in codes}
+    # Two steps may pack the same folder: each name once.
+    return PackedCode(
+        parts=parts, left_out=tuple(dict.fromkeys(left_out)), secret=tuple(dict.fromkeys(secret))
+    )
 
 
-def _members(
+def _list_members(
     code: Code, hidden: Collection[Path], left_out: list[str], secret: list[str]
 ) -> Iterator[TarMember]:
-    """Yield the files of `code`; `left_out` and `secret` receive the names of those that stay out."""
-    yield folder(code.member)
-    with readable(code.source, code.where, "name another source"):
+    """Yield the files of `code`. `left_out` and `secret` receive the names of those that stay out."""
+    yield empty_folder(code.member)
+    with explain_read_errors(code.source, code.where, "name another source"):
         status = code.source.stat()
     if not stat.S_ISDIR(status.st_mode):
         yield _regular_file(code.source, f"{code.member}/{code.source.name}", status, code.where)
         return
     root = code.source.resolve()
-    with readable(code.source):
-        for item in sources.walk(code.source, code.ignore, hidden=hidden, left_out=left_out, secret=secret):
+    walk = sources.walk_source(code.source, code.ignore, hidden=hidden, left_out=left_out, secret=secret)
+    with explain_read_errors(code.source):
+        for item in walk:
             path, name = Path(item.entry.path), f"{code.member}/{item.name}"
             if item.entry.is_dir(follow_symlinks=False):
-                yield folder(name)
+                yield empty_folder(name)
             elif item.entry.is_symlink():
                 yield _link(path, name, root)
             else:
@@ -108,6 +115,7 @@ def _members(
 
 def _regular_file(path: Path, name: str, status: os.stat_result, where: str) -> TarMember:
     if not stat.S_ISREG(status.st_mode):
+        # Whoever reads it would wait, or read a disk.
         kinds = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
         kind = kinds.get(stat.S_IFMT(status.st_mode), "a device")
         problem = f"{path} is {kind}, and only files, folders and links go into an image"
@@ -129,8 +137,8 @@ def _link(path: Path, name: str, root: Path) -> TarMember:
 
 
 @contextlib.contextmanager
-def readable(path: Path, where: str = "", hint: str = "") -> Iterator[None]:
-    """Turn an OSError inside the block into an error that names its file, by default `path`."""
+def explain_read_errors(path: Path, where: str = "", hint: str = "") -> Iterator[None]:
+    """Turn an OSError inside the block into a UsageError that names its file, by default `path`."""
     try:
         yield
     except OSError as error:
@@ -146,38 +154,45 @@ def _ignore_hint(path: Path) -> str:
     return f"add {path.name!r} to this copy's `ignore`"
 
 
-def tar(members: list[TarMember] | tuple[TarMember, ...]) -> Iterator[bytes]:
-    """Yield the archive in chunks; the last chunk is the object `END`."""
+def tar_chunks(members: list[TarMember] | tuple[TarMember, ...]) -> Iterator[bytes]:
+    """Yield the archive in chunks. The last chunk is the object `END`."""
     for member in members:
-        yield from part(member)
+        yield from member_chunks(member)
     yield END
 
 
-def part(member: TarMember) -> Iterator[bytes]:
-    """Yield the part of the archive that holds `member`."""
+def member_chunks(member: TarMember) -> Iterator[bytes]:
+    """Yield the part of the archive that holds `member`: its header, its content and the padding."""
     yield _header(member)
-    yield from _content(member)
+    yield from _read_content(member)
     yield bytes(-member.size_bytes % tarfile.BLOCKSIZE)
 
 
 END = bytes(2 * tarfile.BLOCKSIZE)
+"""Two empty blocks end every tar."""
 
 
-def unpack(stream: BinaryIO, folder: Path) -> dict[str, str]:
-    """Write what `tar` yielded below `folder`, and return the links, which are left out, by their names."""
+def unpack_members(stream: BinaryIO, folder: Path) -> dict[str, str]:
+    """Write the content of a tar of `tar_chunks` below `folder`.
+
+    Return its links, which are left out, by name.
+    """
+    # A link could lead out of the folder, and the caller makes those that it needs.
     links: dict[str, str] = {}
     with tarfile.open(fileobj=stream, mode="r|") as archive:  # noqa: TID251 - imgkit has made this tar
         for member in archive:
-            path, content = folder / member.name, archive.extractfile(member) if member.isfile() else None
+            path = folder / member.name
             if member.issym():
                 links[member.name] = member.linkname
-            elif content is None:
+                continue
+            content = archive.extractfile(member) if member.isfile() else None
+            if content is None:
                 path.mkdir(parents=True, exist_ok=True)
-            else:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with path.open("xb") as target:
-                    shutil.copyfileobj(content, target)
-                path.chmod(member.mode)
+                continue
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("xb") as target:
+                shutil.copyfileobj(content, target)
+            path.chmod(member.mode)
     return links
 
 
@@ -189,17 +204,20 @@ def _header(member: TarMember) -> bytes:
     return info.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
 
 
-def _content(member: TarMember) -> Iterator[bytes]:
+def _read_content(member: TarMember) -> Iterator[bytes]:
+    """Yield the content. Raise UsageError if the file on disk has another size than when it was listed."""
     if member.source is None:
         yield member.data
         return
     remaining = member.size_bytes
-    with readable(member.source), files.open_regular(member.source, buffering=0) as stream:
-        # Reading one byte more than expected detects a file that grew.
-        while remaining >= 0 and (chunk := stream.read(min(files.CHUNK_BYTES, remaining + 1))):
+    with explain_read_errors(member.source), files.open_regular(member.source, buffering=0) as stream:
+        while remaining >= 0:
+            # One byte more than expected shows that the file grew.
+            chunk = stream.read(min(files.CHUNK_BYTES, remaining + 1))
             remaining -= len(chunk)
-            if remaining >= 0:
-                yield chunk
+            if not chunk or remaining < 0:
+                break
+            yield chunk
     if remaining:
         raise UsageError(
             f"{member.source} {'grew' if remaining < 0 else 'shrank'} while it was read",
@@ -207,12 +225,12 @@ def _content(member: TarMember) -> Iterator[bytes]:
         )
 
 
-def holding(members: Iterable[TarMember], needles: Collection[bytes]) -> Iterator[str]:
+def find_text(members: Iterable[TarMember], needles: Collection[bytes]) -> Iterator[str]:
     """Yield the names of members whose content holds one of `needles`."""
-    longest = max(map(len, needles))
+    longest = max(len(needle) for needle in needles)
     for member in members:
-        end = b""
-        for chunk in _content(member):
+        end = b""  # of the previous chunk: a needle may lie across the border
+        for chunk in _read_content(member):
             window = end + chunk
             if any(needle in window for needle in needles):
                 yield member.name

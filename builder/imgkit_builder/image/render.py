@@ -37,22 +37,24 @@ from imgkit_builder.image.instructions import (
 from imgkit_builder.oci.manifest import LOCK_LABEL
 from imgkit_builder.recipe.model import Recipe, RunCommand
 from imgkit_builder.recipe.problems import KeyPath
-from imgkit_builder.recipe.rules import expanded
+from imgkit_builder.recipe.rules import quote_inherited
 from imgkit_entrypoints import __version__
 from imgkit_entrypoints.errors import UsageError
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
+# The comment above an instruction: "# imgkit: PURPOSE", "# --base NAME (...)", "# mn5.yaml:12-14,
+# mn5-llm.yaml:3"
 TRACE = re.compile(r"\s*# (imgkit: .+|--base .+|[^/]+:\d+(?:-\d+)?(?:, [^/]+:\d+(?:-\d+)?)*)")
 
 
-def dockerfile(
+def render_dockerfile(
     recipe: Recipe, *, base: str | None = None, platform: str | None = None, base_user: str = ""
 ) -> str:
-    """Return the text of the Dockerfile; `base` replaces the recipe's, `platform` appears only in a comment.
+    """Return the text of the Dockerfile. `base` replaces the recipe's, `platform` appears only in a comment.
 
-    Only a machine that has the base knows its user; for another one than root, name `base_user`.
+    Only a machine that has the base knows its user. If that is not root, name it by `base_user`.
 
     FROM names no platform: imgkit compares it with the base before the build. ``FROM --platform`` with a
     local image of another architecture would build the wrong image.
@@ -61,15 +63,16 @@ def dockerfile(
     ------
     UsageError : a Dockerfile cannot express a value, for example a variable with a line end.
     """
-    return _fill("dockerfile.j2", build_layers(recipe, base=base, platform=platform, base_user=base_user))
+    layers = build_layers(recipe, base=base, platform=platform, base_user=base_user)
+    return _fill_template("dockerfile.j2", layers)
 
 
-def resolver(layers: Layers, *, folder: str) -> str:
-    """Return the Dockerfile that resolves a recipe's packages; the programs in `folder` are its steps."""
-    return _fill("resolver.j2", layers, folder=folder)
+def render_resolver(layers: Layers, *, folder: str) -> str:
+    """Return the Dockerfile that resolves a recipe's packages. The programs in `folder` are its steps."""
+    return _fill_template("resolver.j2", layers, folder=folder)
 
 
-def definition(recipe: Recipe, *, base: str | None = None, platform: str | None = None) -> str:
+def render_definition(recipe: Recipe, *, base: str | None = None, platform: str | None = None) -> str:
     """Return the text of a Singularity definition file for the same image.
 
     Build the text inside the unpacked build context; its first lines have the commands.
@@ -78,10 +81,10 @@ def definition(recipe: Recipe, *, base: str | None = None, platform: str | None 
     ------
     UsageError : a definition file cannot express a value; a Dockerfile can express most of them.
     """
-    return built_definition(recipe, Additions(), base=base, platform=platform)
+    return render_build_definition(recipe, Additions(), base=base, platform=platform)
 
 
-def built_definition(
+def render_build_definition(
     recipe: Recipe,
     additions: Additions,
     *,
@@ -90,7 +93,7 @@ def built_definition(
     bootstrap: str = "docker",
     source: str = "",
 ) -> str:
-    """Return the same with `additions`, as imgkit builds it.
+    """Return the definition that imgkit itself builds: that of `render_definition`, with `additions`.
 
     Parameters
     ----------
@@ -98,42 +101,51 @@ def built_definition(
 
     Raises
     ------
-    UsageError : as in `definition`.
+    UsageError : as in `render_definition`.
     """
     layers = build_layers(recipe, base=base, platform=platform)
     if layers.uses_secrets:
         where = recipe.where("image", "secrets")
-        refuse("a build secret", "a definition file", where, "use --format dockerfile and imgkit build")
+        refuse_value("a build secret", "a definition file", where, "use --format dockerfile and imgkit build")
     for label, value in layers.labels.entries.items():
         if re.search(r"\s", label) or value != value.strip():
             problem = f"label {label!r}: white space in its name or around its value"
-            refuse(
-                problem, "a definition file", layers.labels.origin, "remove it, or use --format dockerfile"
-            )
-    steps = (*additions.steps, *_definition_steps(layers))
-    values = {"additions": additions, "steps": steps, "bootstrap": bootstrap}
-    text = _fill("definition.j2", layers, source=source or layers.base.text, **values)
+            hint = "remove it, or use --format dockerfile"
+            refuse_value(problem, "a definition file", layers.labels.origin, hint)
+    steps = (*additions.steps, *_list_definition_steps(layers))
+    text = _fill_template(
+        "definition.j2",
+        layers,
+        source=source or layers.base.text,
+        bootstrap=bootstrap,
+        additions=additions,
+        steps=steps,
+    )
     for number, line in enumerate(text.split("\n"), 1):
         # Apptainer >= 1.2 replaces {{ word }} by a build argument, and fails if there is no such argument.
-        if match := re.search(r"\{\{\s*\w+\s*\}\}", line):
-            refuse(match.group(), "a definition file", origin(text, number), "use --format dockerfile")
+        match = re.search(r"\{\{\s*\w+\s*\}\}", line)
+        if match is not None:
+            where = find_origin(text, number)
+            refuse_value(match.group(), "a definition file", where, "use --format dockerfile")
     return text
 
 
-def origin(text: str, line: int) -> str:
+def find_origin(text: str, line: int) -> str:
     """Return the comment above line `line` (from 1) of a rendered text: ``mn5.yaml:12``.
 
     An instruction made of several values gives ``mn5.yaml:12-14, mn5-llm.yaml:3``. A step of imgkit's own
     gives ``imgkit: `` and its purpose. A line above all instructions gives an empty string.
     """
-    for above in reversed(text.split("\n")[:line]):
-        if match := TRACE.fullmatch(above):
+    for earlier_line in reversed(text.split("\n")[:line]):
+        match = TRACE.fullmatch(earlier_line)
+        if match is not None:
             return match.group(1)
     return ""
 
 
-def _fill(template: str, layers: Layers, **values: object) -> str:
-    jinja = environment("templates")
+def _fill_template(name: str, layers: Layers, **values: object) -> str:
+    """Return the template `name`, filled with the fields of `layers` and with `values`."""
+    jinja = template_environment("templates")
     jinja.filters.update(
         docker_quote=docker_quote,
         docker_value=_docker_value,
@@ -142,20 +154,22 @@ def _fill(template: str, layers: Layers, **values: object) -> str:
         copy_words=_copy_words,
         copy_file=_copy_file,
     )
-    values.update((name, getattr(layers, name)) for name in layers.__slots__)
-    return jinja.get_template(template).render(values, trust=TRUST)
+    fields = {field.name: getattr(layers, field.name) for field in dataclasses.fields(layers)}
+    return jinja.get_template(name).render({**values, **fields}, trust=TRUST)
 
 
-def environment(shipped: str, folder: Path | None = None) -> Environment:
-    """Return templates from `folder`, then the `shipped` ones of that name; a missing value is an error."""
+def template_environment(shipped: str, folder: Path | None = None) -> Environment:
+    """Return templates of `folder`, then those in the `shipped` folder. A missing value is an error."""
     # Imported here: only some verbs render, and the import takes longer than the rest of "imgkit --help".
     from jinja2 import ChoiceLoader, FileSystemLoader, PackageLoader, StrictUndefined
 
     from imgkit_builder.image.sandbox import Templates
 
-    loaders = [FileSystemLoader(folder)] if folder else []
+    loaders: list[FileSystemLoader | PackageLoader] = [PackageLoader("imgkit_recipes", shipped)]
+    if folder is not None:
+        loaders.insert(0, FileSystemLoader(folder))
     jinja = Templates(
-        loader=ChoiceLoader([*loaders, PackageLoader("imgkit_recipes", shipped)]),
+        loader=ChoiceLoader(loaders),
         undefined=StrictUndefined,
         autoescape=False,
         keep_trailing_newline=True,
@@ -166,41 +180,46 @@ def environment(shipped: str, folder: Path | None = None) -> Environment:
     return jinja
 
 
-def _definition_steps(layers: Layers) -> Iterator[Step]:
+def _list_definition_steps(layers: Layers) -> Iterator[Step]:
     """Yield the steps of an image in a definition."""
     if layers.args:
         yield Step(origin=layers.args.origin, command=_export(layers.args.entries))
-    copied = [INSIDE, *(file.path for file in layers.ca.files)] if layers.ca else [INSIDE]
+    # `%files` keeps the modes of the files on this machine.
+    copied = [INSIDE]
+    if layers.ca:
+        copied += [file.path for file in layers.ca.files]
     yield _imgkit_step(
         "copied files have the same modes, whatever umask copied them",
         f"chmod -R u=rwX,go=rX {' '.join(copied)}",
     )
     if layers.ca:
         yield Step(origin=layers.ca.origin, command=f"{layers.ca.command}\n{_export(TRUST)}")
-    yield from _user_steps(layers.before_apt.copy, layers.before_apt.run, "/")
-    yield from map(_bracketed, layers.apt)
-    yield from _user_steps(layers.after_apt.copy, layers.after_apt.run, "/")
-    yield from map(_bracketed, (*layers.protect, *layers.pip))
+    yield from _list_user_steps(layers.before_apt.copy, layers.before_apt.run, "/")
+    yield from map(_add_parentheses, layers.apt)
+    yield from _list_user_steps(layers.after_apt.copy, layers.after_apt.run, "/")
+    yield from map(_add_parentheses, (*layers.protect, *layers.pip))
     workdir = layers.workdir
     yield Step(origin=layers.env.origin, command=_export(layers.env.entries))
     yield Step(origin=workdir.origin, command=f"mkdir -p -- {shlex.quote(workdir.text)}")
-    yield from _user_steps((), layers.run, workdir.text)
-    yield _bracketed(layers.install_wheel)
+    yield from _list_user_steps((), layers.run, workdir.text)
+    yield _add_parentheses(layers.install_wheel)
     for project in layers.projects:
         (folder,) = project.files
+        command = project.command
         # `%files` puts it below INSIDE, where a project stays that is not editable.
-        copy = f"{_copy_command(folder)}\n" if folder.path != f"{INSIDE}/{folder.member}" else ""
-        yield Step(origin=project.origin, command=f"{copy}{project.command}")
+        if folder.path != f"{INSIDE}/{folder.member}":
+            command = f"{_copy_command(folder)}\n{command}"
+        yield Step(origin=project.origin, command=command)
     if layers.projects:
         yield _imgkit_step("the projects are installed", f"rm -rf {INSIDE}/project")
-    yield from _user_steps(layers.copy, (), workdir.text)
+    yield from _list_user_steps(layers.copy, (), workdir.text)
     if layers.copy:
         yield _imgkit_step("the copies are in their places", f"rm -rf {INSIDE}/copy")
-    yield from _user_steps((), layers.run_after_copy, workdir.text)
+    yield from _list_user_steps((), layers.run_after_copy, workdir.text)
 
 
-def _bracketed(step: Step) -> Step:
-    """Put brackets around ``&&``: without them, only the last command would end the build when it fails."""
+def _add_parentheses(step: Step) -> Step:
+    """Put ``&&`` into parentheses. Without them, only the last command would end the build when it fails."""
     if f"{NEXT}&& " not in step.command:
         return step
     return dataclasses.replace(step, command=f"({step.command})")
@@ -210,7 +229,7 @@ def _imgkit_step(purpose: str, command: str, files: tuple[ContextFile, ...] = ()
     return Step(origin=f"imgkit: {purpose}", command=command, files=files)
 
 
-def _user_steps(copies: Sequence[ContextFile], runs: Sequence[Step], folder: str) -> Iterator[Step]:
+def _list_user_steps(copies: Sequence[ContextFile], runs: Sequence[Step], folder: str) -> Iterator[Step]:
     for copy in copies:
         yield Step(origin=copy.origin, command=_copy_command(copy))
     for run in runs:
@@ -234,8 +253,9 @@ def docker_quote(value: str) -> str:
 
 
 def _docker_value(value: str, key: str) -> str:
-    """Return the value of ENV; one that adds to the base's value names it, as Docker expands it."""
-    return expanded(key, value, lambda text: docker_quote(text)[1:-1]) or docker_quote(value)
+    """Return the value of ENV. One that adds to the base's value names it, as Docker expands it."""
+    inherited = quote_inherited(key, value, lambda text: docker_quote(text)[1:-1])
+    return inherited or docker_quote(value)
 
 
 def _docker_key(value: str) -> str:
@@ -244,8 +264,9 @@ def _docker_key(value: str) -> str:
 
 
 def _copy_words(paths: Sequence[str]) -> str:
-    """Return the JSON form of COPY; the builder expands each path once more after decoding it."""
-    return json.dumps([re.sub(r"""([\\"'$])""", r"\\\1", path) for path in paths], ensure_ascii=False)
+    """Return the JSON form of COPY. The builder expands each path once more after decoding it."""
+    escaped_paths = [re.sub(r"""([\\"'$])""", r"\\\1", path) for path in paths]
+    return json.dumps(escaped_paths, ensure_ascii=False)
 
 
 def _copy_file(file: ContextFile) -> str:
@@ -280,14 +301,12 @@ def build_layers(
     ------
     UsageError : a value does not fit on one line, or is not the name of a distribution.
     """
-    image = recipe.image
-    for path, value in _texts(dataclasses.asdict(image), ("image",)):
-        # The line ends of a command are quoted.
-        if re.search(r"[\r\0]" if path[-1] == "command" else r"[\n\r\0]", value):
-            problem = f"{'.'.join(map(str, path))}: a line end or NUL"
-            refuse(problem, "a Dockerfile", recipe.where(*path), "write it on one line")
-    lock = recipe.lock
+    _refuse_line_ends(recipe)
+    image, lock = recipe.image, recipe.lock
+    if base_user.partition(":")[0] in ("root", "0"):
+        base_user = ""
     has_workdir = ("image", "workdir") in recipe.positions
+    workdir_origin = recipe.where("image", "workdir") if has_workdir else "imgkit: the default folder"
     return Layers(
         image=image,
         name=recipe.name,
@@ -296,52 +315,75 @@ def build_layers(
         platform=platform or image.platforms[0],
         uses_secrets=bool(image.used_secrets),
         base=_base(recipe, base),
-        base_user="" if base_user.partition(":")[0] in ("root", "0") else base_user,
+        base_user=base_user,
         args=_block(recipe, "args", image.args) if image.args else None,
-        ca=_authorities(recipe) if image.ca else None,
-        before_apt=Early(copy=_copies(recipe, "base"), run=_run_steps(recipe, "base")),
-        after_apt=Early(copy=_copies(recipe, "apt"), run=_run_steps(recipe, "apt")),
-        apt=(install.apt_step(recipe, _origins(recipe, "apt", range(len(image.apt)))),)
-        if (lock.apt if lock else image.apt)
-        else (),
-        protect=_protect(recipe),
-        pip=tuple(
-            install.pip_command(recipe, number)
-            for number in install.pip_step_numbers(recipe)
-            if lock is None or install.locked_wheels(recipe, number)
-        ),
+        ca=_certificates_step(recipe) if image.ca else None,
+        before_apt=Early(copy=_list_copies(recipe, "base"), run=_list_run_steps(recipe, "base")),
+        after_apt=Early(copy=_list_copies(recipe, "apt"), run=_list_run_steps(recipe, "apt")),
+        apt=_list_apt_steps(recipe),
+        protect=_list_protection_steps(recipe),
+        pip=_list_pip_steps(recipe),
         env=_env(recipe),
-        workdir=Text(
-            origin=recipe.where("image", "workdir") if has_workdir else "imgkit: the default folder",
-            text=image.workdir,
-        ),
-        run=_run_steps(recipe, "pip"),
+        workdir=Text(origin=workdir_origin, text=image.workdir),
+        run=_list_run_steps(recipe, "pip"),
         install_wheel=_install_wheel(),
-        projects=tuple(
-            install.project(recipe, number, step)
-            for number, step in enumerate(image.pip)
-            if step.project is not None
-        ),
-        copy=_copies(recipe, "pip"),
+        projects=_list_project_steps(recipe),
+        copy=_list_copies(recipe, "pip"),
         origins=(_locked_file(install.LOCK_TOML),) if lock else (),
-        run_after_copy=_run_steps(recipe, "copy"),
+        run_after_copy=_list_run_steps(recipe, "copy"),
         labels=_labels(recipe),
     )
 
 
-def _protect(recipe: Recipe) -> tuple[Step, ...]:
+def _refuse_line_ends(recipe: Recipe) -> None:
+    """Raise UsageError for a value that does not fit on one line. The line ends of a command are quoted."""
+    for path, value in _list_texts(dataclasses.asdict(recipe.image), ("image",)):
+        refused = r"[\r\0]" if path[-1] == "command" else r"[\n\r\0]"
+        if re.search(refused, value):
+            problem = f"{'.'.join(map(str, path))}: a line end or NUL"
+            refuse_value(problem, "a Dockerfile", recipe.where(*path), "write it on one line")
+
+
+def _list_apt_steps(recipe: Recipe) -> tuple[Step, ...]:
+    packages = recipe.lock.apt if recipe.lock else recipe.image.apt
+    if not packages:
+        return ()
+    return (install.apt_step(recipe, _origins(recipe, "apt", range(len(recipe.image.apt)))),)
+
+
+def _list_pip_steps(recipe: Recipe) -> tuple[Step, ...]:
+    """Return the steps by pip. One of a lock that has no wheel installs nothing, and is left out."""
+    numbers = install.pip_step_numbers(recipe)
+    if recipe.lock:
+        numbers = [number for number in numbers if install.locked_wheels(recipe, number)]
+    return tuple(install.pip_step(recipe, number) for number in numbers)
+
+
+def _list_project_steps(recipe: Recipe) -> tuple[Step, ...]:
+    steps = enumerate(recipe.image.pip)
+    return tuple(
+        install.project_step(recipe, number, step) for number, step in steps if step.project is not None
+    )
+
+
+def _list_protection_steps(recipe: Recipe) -> tuple[Step, ...]:
+    """Return what makes pip keep packages of the base.
+
+    A run step may call pip too, and can then use the file.
+    """
     image = recipe.image
     uses_pip = image.uv or image.pip
-    # A run step may call pip too, and can then use the file.
-    steps = [install.protect()] if uses_pip or image.run else []
+    steps = []
+    if uses_pip or image.run:
+        steps.append(install.protection_step())
     if uses_pip and image.constraints.policy == "drop":
-        steps.append(install.filtered_constraint(recipe))
+        steps.append(install.constraint_step(recipe))
     return tuple(steps)
 
 
 def _install_wheel() -> Step:
-    member = f"imgkit/{wheel.file_name()}"
-    path = f"{INSIDE}/{wheel.file_name()}"
+    member = f"imgkit/{wheel.wheel_name()}"
+    path = f"{INSIDE}/{wheel.wheel_name()}"
     return _imgkit_step(
         "no index, no dependencies; forced, because a changed wheel can have the same version",
         # The base's PIP_CONSTRAINT does not apply here; if its file is missing, pip would stop.
@@ -351,17 +393,14 @@ def _install_wheel() -> Step:
     )
 
 
-def _copies(recipe: Recipe, after: str) -> tuple[ContextFile, ...]:
-    return tuple(
-        ContextFile(
-            member=copy_member(number),
-            path=posixpath.normpath(step.target),
-            is_folder=True,
-            origin=recipe.where("image", "copy", number),
-        )
-        for number, step in enumerate(recipe.image.copy)
-        if step.after == after
-    )
+def _list_copies(recipe: Recipe, after: str) -> tuple[ContextFile, ...]:
+    """Return the user's files of one position."""
+    copies = []
+    for number, step in enumerate(recipe.image.copy):
+        if step.after == after:
+            path, origin = posixpath.normpath(step.target), recipe.where("image", "copy", number)
+            copies.append(ContextFile(member=copy_member(number), path=path, is_folder=True, origin=origin))
+    return tuple(copies)
 
 
 def _locked_file(member: str) -> ContextFile:
@@ -379,17 +418,17 @@ def copy_member(number: int) -> str:
     return f"copy/{number}"
 
 
-def _texts(value: object, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
+def _list_texts(value: object, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
     """Yield every text and key below `value` with its path."""
     if isinstance(value, str):
         yield path, value
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield (*path, key), key
-            yield from _texts(item, (*path, key))
+            yield from _list_texts(item, (*path, key))
     elif isinstance(value, Sequence):
         for number, item in enumerate(value):
-            yield from _texts(item, (*path, number))
+            yield from _list_texts(item, (*path, number))
 
 
 def _base(recipe: Recipe, override: str | None) -> Text:
@@ -401,9 +440,13 @@ def _base(recipe: Recipe, override: str | None) -> Text:
     return Text(origin=f"--base (instead of {recipe.image.base}, {where})", text=override)
 
 
-def _authorities(recipe: Recipe) -> Step:
+def _certificates_step(recipe: Recipe) -> Step:
     """Return the step that adds the certificates to the system's, before the first use of the network."""
     members = [certificate_member(number) for number in range(len(recipe.image.ca))]
+    files = []
+    for member in members:
+        path = f"{CERTIFICATES}/imgkit-{posixpath.basename(member)}"
+        files.append(ContextFile(member=member, path=path))
     # A base that names a bundle for pip trusts what it holds: the variable set here must not lose that.
     parts = (
         f'if [ -f "${{PIP_CERT:-}}" ] && [ "$PIP_CERT" != {BUNDLE} ]; then',
@@ -411,36 +454,34 @@ def _authorities(recipe: Recipe) -> Step:
         "if command -v update-ca-certificates > /dev/null; then update-ca-certificates;",
         f"else mkdir -p {posixpath.dirname(BUNDLE)} && cat {CERTIFICATES}/*.crt >> {BUNDLE}; fi",
     )
-    return Step(
-        origin=_origins(recipe, "ca", range(len(members))),
-        files=tuple(
-            ContextFile(member=member, path=f"{CERTIFICATES}/imgkit-{posixpath.basename(member)}")
-            for member in members
-        ),
-        command=NEXT.join(parts),
-    )
+    origin = _origins(recipe, "ca", range(len(members)))
+    return Step(origin=origin, files=tuple(files), command=NEXT.join(parts))
 
 
-def _run_steps(recipe: Recipe, after: str) -> tuple[Step, ...]:
+def _list_run_steps(recipe: Recipe, after: str) -> tuple[Step, ...]:
     """Return the user's commands of one position."""
     commands = enumerate(recipe.image.run)
     return tuple(_run_step(recipe, number, run) for number, run in commands if run.after == after)
 
 
 def _run_step(recipe: Recipe, number: int, command: RunCommand) -> Step:
+    """Return the step of the user's command `number`, quoted for a Dockerfile and for a definition."""
     text = command.command.strip()
-    # Docker reads some beginnings as its own syntax (flags, JSON), a last backslash as a continued line, and
-    # newer engines read << as a heredoc; the exec form keeps all of them as text, and line ends too.
     has_lines = "\n" in text
-    is_plain = not (has_lines or text.startswith(("--", "[")) or "<<" in text or text.endswith("\\"))
     # Of several lines, the first that fails ends the step; a shell alone would go on.
     shell = ("/bin/sh", "-ec" if has_lines else "-c", text)
-    posix = f"sh {shell[1]} {_one_line(text) if has_lines else shlex.quote(text)}"
-    docker = text if is_plain else json.dumps(shell, ensure_ascii=False)
+    posix = f"sh {shell[1]} {_quote_on_one_line(text) if has_lines else shlex.quote(text)}"
+    # Docker reads some beginnings as its own syntax (flags, JSON), a last backslash as a continued line, and
+    # newer engines read << as a heredoc; the exec form keeps all of them as text, and line ends too.
+    docker = text
+    if has_lines or text.startswith(("--", "[")) or "<<" in text or text.endswith("\\"):
+        docker = json.dumps(shell, ensure_ascii=False)
     if command.secrets:
-        argv = (*install.secret_argv(recipe, command.secrets), *shell)
-        posix = install.with_secrets(recipe, command.secrets, "") + posix
-        docker = json.dumps(argv, ensure_ascii=False) if has_lines else posix
+        posix = install.secret_prefix(recipe, command.secrets, "") + posix
+        docker = posix
+        if has_lines:
+            argv = (*install.secret_argv(recipe, command.secrets), *shell)
+            docker = json.dumps(argv, ensure_ascii=False)
     return Step(
         origin=recipe.where("image", "run", number),
         command=posix,
@@ -449,8 +490,11 @@ def _run_step(recipe: Recipe, number: int, command: RunCommand) -> Step:
     )
 
 
-def _one_line(text: str) -> str:
-    """Return one word of a shell that is `text`: a definition ends where a line begins with ``%``."""
+def _quote_on_one_line(text: str) -> str:
+    """Return `text` as one word of a shell, without line ends.
+
+    A section of a definition ends where a line begins with ``%``.
+    """
     escaped = text.replace("\\", "\\\\").replace("\n", "\\n")
     return f'"$(printf %b {shlex.quote(escaped)})"'
 
@@ -462,43 +506,53 @@ def _env(recipe: Recipe) -> Block:
 
 
 def _labels(recipe: Recipe) -> Block:
-    """Return the labels that depend on the recipe alone; the build adds date, revision, base and context."""
-    description = " ".join(recipe.description.split())
+    """Return the labels that depend on the recipe alone. The build adds date, revision, base and context."""
     # Without its own title and version, the image would inherit those of the base's Linux distribution.
-    pairs = {
+    labels = {
         "org.opencontainers.image.title": recipe.name,
         "org.opencontainers.image.version": __version__,
-        **({"org.opencontainers.image.description": description} if description else {}),
-        **recipe.image.labels,
+    }
+    description = " ".join(recipe.description.split())
+    if description:
+        labels["org.opencontainers.image.description"] = description
+    labels |= recipe.image.labels
+    labels |= {
         "imgkit.recipe": recipe.name,
         "imgkit.recipe.sha256": recipe.sha256,
         "imgkit.version": __version__,
     }
     if recipe.lock:
-        pairs[LOCK_LABEL] = hashlib.sha256(recipe.lock_text.encode()).hexdigest()
-    return _block(recipe, "labels", pairs, "imgkit: what this image is")
+        labels[LOCK_LABEL] = hashlib.sha256(recipe.lock_text.encode()).hexdigest()
+    return _block(recipe, "labels", labels, "imgkit: what this image is")
 
 
-def _block(recipe: Recipe, key: str, pairs: Mapping[str, str], default_origin: str = "") -> Block:
-    """Return a block of `pairs`, among them the values of ``image.KEY``."""
-    return Block(origin=_origins(recipe, key, getattr(recipe.image, key)) or default_origin, entries=pairs)
+def _block(recipe: Recipe, key: str, entries: Mapping[str, str], default_origin: str = "") -> Block:
+    """Return a block of `entries`, among them the values of ``image.KEY``."""
+    origin = _origins(recipe, key, getattr(recipe.image, key))
+    return Block(origin=origin or default_origin, entries=entries)
 
 
 def _origins(recipe: Recipe, key: str, items: Iterable[str | int]) -> str:
     """Return the lines of items of ``image.KEY``, shortened: ``mn5.yaml:12-14, mn5-llm.yaml:3``."""
+    # File, first and last line.
     spans: list[tuple[str, int, int]] = []
     for item in items:
-        name, _, number = recipe.where("image", key, item).rpartition(":")
-        if not name:
-            return number
+        file, _, number = recipe.where("image", key, item).rpartition(":")
+        if not file:
+            return number  # the name of the recipe alone: no file states the value
         line = int(number)
-        if spans and spans[-1][0] == name and line in (spans[-1][2], spans[-1][2] + 1):
-            spans[-1] = (name, spans[-1][1], line)
-        else:
-            spans.append((name, line, line))
-    return ", ".join(f"{name}:{first}" + (f"-{last}" if last > first else "") for name, first, last in spans)
+        if spans:
+            last_file, first_line, last_line = spans[-1]
+            if file == last_file and line in (last_line, last_line + 1):
+                spans[-1] = (file, first_line, line)
+                continue
+        spans.append((file, line, line))
+    texts = []
+    for file, first, last in spans:
+        texts.append(f"{file}:{first}-{last}" if last > first else f"{file}:{first}")
+    return ", ".join(texts)
 
 
-def refuse(value: str, form: str, where: str, hint: str) -> NoReturn:
+def refuse_value(value: str, form: str, where: str, hint: str) -> NoReturn:
     """Raise the error for a value that a rendered form cannot express."""
     raise UsageError(f"{value} cannot appear in {form}", where=where or None, hint=hint)

@@ -22,11 +22,11 @@ import tarfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from imgkit_builder.image.members import Code, TarMember, file
+from imgkit_builder.image.members import Code, TarMember, memory_file
 from imgkit_builder.recipe import problems
-from imgkit_builder.recipe.requirements import PYPROJECT, canonical
+from imgkit_builder.recipe.requirements import PYPROJECT, canonical_name
 from imgkit_entrypoints import files
 from imgkit_entrypoints.system import WORKSPACE
 
@@ -34,9 +34,15 @@ CODE_FOLDER = f"/{WORKSPACE}"
 """Folder of an image over which a run mounts its code."""
 
 _SETUPTOOLS = "setuptools.build_meta"
+_SETUPTOOLS_BACKENDS = (_SETUPTOOLS, "setuptools.build_meta:__legacy__")
+_FLIT = "flit_core.buildapi"
 _BACKENDS = (
-    *(_SETUPTOOLS, "setuptools.build_meta:__legacy__", "hatchling.build", "flit_core.buildapi"),
-    *("poetry.core.masonry.api", "pdm.backend", "uv_build"),
+    *_SETUPTOOLS_BACKENDS,
+    "hatchling.build",
+    _FLIT,
+    "poetry.core.masonry.api",
+    "pdm.backend",
+    "uv_build",
 )
 _TOOLS = ("setuptools", "flit", "poetry", "pdm")
 """Tables below ``tool`` in which these backends name files and packages; the tables of hatch and uv also hold
@@ -58,6 +64,7 @@ _COMPILING_KEYWORDS = frozenset(
     {"ext_modules", "cmdclass", "cffi_modules", "rust_extensions", "data_files", "distclass"}
 )
 _SETUP_CFG_VERSION = re.compile(r"^version\s*=\s*attr:\s*([\w.]+)", re.MULTILINE)
+# A limit for the project's own files: a stranger's could fill the memory.
 _MOST_BYTES = 1 << 20
 _STUB = b"""\
 raise ImportError(
@@ -89,28 +96,31 @@ def unfit_reason(project: Path) -> str:
             return f"its {PYPROJECT} has tool.{key}"
     if backend == "pdm.backend" and (project / "pdm_build.py").exists():
         return "its pdm_build.py is a program"
+    # It runs for every backend of setuptools, and may read any file.
     setup_py = _read_text(project / "setup.py")
     if setup_py and not _is_declarative(setup_py):
         return "its setup.py is a program"
     return ""
 
 
-def select(code: Code, members: Iterable[TarMember]) -> tuple[TarMember, ...]:
+def select_skeleton(code: Code, members: Iterable[TarMember]) -> tuple[TarMember, ...]:
     """Return the members of the skeleton of the project `code`, all of whose files are `members`."""
     names = {posixpath.relpath(member.name, code.member): member for member in members}
     project = _Project.read(code.source, names)
     contents: dict[str, TarMember] = {}
     for name, member in names.items():
-        is_folder = member.kind == tarfile.DIRTYPE
-        if project.keeps_folder(name) if is_folder else project.is_needed(name):
+        keeps = project.keeps_folder if member.kind == tarfile.DIRTYPE else project.is_needed
+        if keeps(name):
             contents[name] = member
         elif project.is_module(name):
-            contents[name] = file(member.name, _STUB)
+            contents[name] = memory_file(member.name, _STUB)
     # A needed file can be in a folder that holds nothing else of the skeleton.
     folders = {parent for name in contents for parent in _parents(name)}
-    return tuple(
-        contents.get(name, member) for name, member in names.items() if name in contents or name in folders
-    )
+    skeleton = []
+    for name, member in names.items():
+        if name in contents or name in folders:
+            skeleton.append(contents.get(name, member))
+    return tuple(skeleton)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,15 +144,16 @@ class _Project:
         """Return the project in `folder`, whose files and folders have `names`."""
         content = _read_toml(folder)
         setup_cfg = _read_text(folder / "setup.cfg")
-        texts = [*_stated_texts(content), *re.split(r"[\s,=]+", setup_cfg)]
-        texts += _texts_in_python(_read_text(folder / "setup.py"))
+        # Any text in these files may name a file or a package that the backend looks for.
+        texts = [*_list_stated_texts(content), *re.split(r"[\s,=]+", setup_cfg)]
+        texts += _list_texts_in_python(_read_text(folder / "setup.py"))
         stated = {posixpath.normpath(text) for text in texts if text}
-        name = canonical(str(_project_table(content).get("name", ""))).replace("-", "_")
+        name = canonical_name(str(_project_table(content).get("name", ""))).replace("-", "_")
         python_names = [path for path in names if path.endswith(".py")]
         python_folders = frozenset(parent for path in python_names for parent in _parents(path))
         modules = {name, *stated}
-        uses_setuptools = _table(content, "build-system").get("build-backend", _SETUPTOOLS) in _BACKENDS[:2]
-        if uses_setuptools and not python_folders - {"."}:
+        backend = _table(content, "build-system").get("build-backend", _SETUPTOOLS)
+        if backend in _SETUPTOOLS_BACKENDS and not python_folders - {"."}:
             # setuptools finds a module beside pyproject.toml only where there is no package.
             modules.update(path.removesuffix(".py") for path in python_names)
         return cls(
@@ -156,11 +167,9 @@ class _Project:
 
     def is_needed(self, name: str) -> bool:
         """Return whether the backend needs the content of the file `name`."""
-        if name in _ROOT_FILES or any(
-            fnmatch.fnmatchcase(name, pattern) for pattern in self.license_patterns
-        ):
+        if name in _ROOT_FILES or name in self.stated:
             return True
-        if name in self.stated:
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.license_patterns):
             return True
         path = name.removesuffix("/__init__.py").removesuffix(".py")
         if path == name:
@@ -188,13 +197,16 @@ class _Project:
         return not any(parent in self.packages for parent in _parents(name))
 
     def _may_hold_packages(self, top: str) -> bool:
-        """Return whether packages can be in the folder `top`: not beside ``src``, unless they are stated."""
+        """Return whether packages can be in the folder `top`.
+
+        Beside ``src`` there are only those that are stated.
+        """
         if top == "src" or "src" not in self.python_folders:
             return True
         if "." in self.stated:  # where = ["."]
             return True
         # The first part of "my_letters", "my_letters.model", "my_letters/model" or "my_*".
-        patterns = (re.split(r"[/.]", text)[0] for text in self.stated)
+        patterns = {re.split(r"[/.]", text)[0] for text in self.stated}
         return any(fnmatch.fnmatchcase(top, pattern) for pattern in patterns)
 
 
@@ -210,7 +222,7 @@ def _parents(name: str) -> Iterator[str]:
 
 
 def _read_text(path: Path) -> str:
-    """Return the text of a file of the project; empty if there is none, or if it cannot be read."""
+    """Return the text of a file of the project. It is empty if there is none, or if it cannot be read."""
     try:
         return files.read_text(path, most_bytes=_MOST_BYTES, errors="replace")
     except (OSError, ValueError):
@@ -218,7 +230,10 @@ def _read_text(path: Path) -> str:
 
 
 def _read_toml(project: Path) -> Mapping[str, Any]:
-    """Return the content of pyproject.toml; nothing of a damaged one, which a check of the recipe reports."""
+    """Return the content of pyproject.toml.
+
+    It is empty for a damaged one, which a check of the recipe reports.
+    """
     try:
         content: Mapping[str, Any] = problems.parse_toml(_read_text(project / PYPROJECT))
     except ValueError:
@@ -227,36 +242,40 @@ def _read_toml(project: Path) -> Mapping[str, Any]:
 
 
 def _table(content: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
-    """Return a table of a TOML file; an empty one if the file has none at `keys`."""
+    """Return the table at `keys` of a TOML file. It is empty if the file has none there."""
     table: Any = content
     for key in keys:
-        table = table.get(key) if isinstance(table, dict) else None
-    return table if isinstance(table, dict) else {}
+        table = table.get(key)
+        if not isinstance(table, dict):
+            return {}
+    return cast("Mapping[str, Any]", table)
 
 
 def _project_table(content: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**_table(content, "tool", "poetry"), **_table(content, "project")}
 
 
-def _stated_texts(content: Mapping[str, Any]) -> Iterator[str]:
+def _list_stated_texts(content: Mapping[str, Any]) -> Iterator[str]:
     """Yield every key and text of the tables that a build backend reads."""
-    tables = [content.get("project"), *(_table(content, "tool").get(tool) for tool in _TOOLS)]
+    tools = _table(content, "tool")
     hatch = _table(content, "tool", "hatch")
+    tables = [content.get("project")]
+    tables += [tools.get(tool) for tool in _TOOLS]
     tables += [hatch.get(key) for key in ("version", "build", "metadata")]
     tables.append(_table(content, "tool", "uv").get("build-backend"))
-    yield from _texts(tables)
+    yield from _list_texts(tables)
 
 
-def _texts(value: object) -> Iterator[str]:
+def _list_texts(value: object) -> Iterator[str]:
     """Yield every key and text below `value`."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
         yield from value
-        yield from _texts(list(value.values()))
+        yield from _list_texts(list(value.values()))
     elif isinstance(value, list):
         for item in value:
-            yield from _texts(item)
+            yield from _list_texts(item)
 
 
 def _license_patterns(content: Mapping[str, Any]) -> Iterator[str]:
@@ -270,11 +289,14 @@ def _license_patterns(content: Mapping[str, Any]) -> Iterator[str]:
 
 def _version_modules(content: Mapping[str, Any], setup_cfg: str, name: str) -> Iterator[str]:
     """Yield the paths, without suffix, of modules from which the backend may read version and description."""
+    attributes = _SETUP_CFG_VERSION.findall(setup_cfg)
     version = _table(content, "tool", "setuptools", "dynamic", "version").get("attr")
-    attributes = [version] if isinstance(version, str) else []
-    for attribute in (*attributes, *_SETUP_CFG_VERSION.findall(setup_cfg)):
-        yield attribute.rpartition(".")[0].replace(".", "/")
-    if _table(content, "build-system").get("build-backend") != "flit_core.buildapi":
+    if isinstance(version, str):
+        attributes.append(version)
+    for attribute in attributes:  # "letters.version.__version__"
+        module = attribute.rpartition(".")[0]
+        yield module.replace(".", "/")
+    if _table(content, "build-system").get("build-backend") != _FLIT:
         return
     dynamic = _table(content, "project").get("dynamic", [])
     if "version" in dynamic or "description" in dynamic:
@@ -285,10 +307,10 @@ def _version_modules(content: Mapping[str, Any], setup_cfg: str, name: str) -> I
 def _is_declarative(setup_py: str) -> bool:
     """Return whether a setup.py only calls ``setup`` of setuptools with literal values."""
     try:
-        nodes = list(ast.walk(ast.parse(setup_py)))
+        tree = ast.parse(setup_py)
     except (SyntaxError, ValueError):
         return False
-    return all(map(_is_declarative_node, nodes))
+    return all(_is_declarative_node(node) for node in ast.walk(tree))
 
 
 def _is_declarative_node(node: ast.AST) -> bool:
@@ -302,7 +324,10 @@ def _is_declarative_node(node: ast.AST) -> bool:
     return not (isinstance(node, ast.keyword) and node.arg in _COMPILING_KEYWORDS)
 
 
-def _texts_in_python(text: str) -> Collection[str]:
+def _list_texts_in_python(text: str) -> Collection[str]:
     """Return the texts in a declarative setup.py."""
-    nodes = ast.walk(ast.parse(text))
-    return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    texts = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            texts.add(node.value)
+    return texts

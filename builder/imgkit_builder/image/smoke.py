@@ -12,7 +12,7 @@ from imgkit_builder.base import files
 from imgkit_builder.base.checks import Check
 from imgkit_builder.base.process import Finished
 from imgkit_builder.image import inside
-from imgkit_builder.image.inside import Seen
+from imgkit_builder.image.inside import ImageReport
 from imgkit_builder.oci import manifest as manifests
 from imgkit_builder.oci.manifest import MANIFEST_JSON, Manifest, Probe
 from imgkit_builder.oci.platform import kernel_names
@@ -20,13 +20,13 @@ from imgkit_builder.recipe.bases import FLOOR
 from imgkit_entrypoints import __version__, json_text, system
 from imgkit_entrypoints.errors import UsageError
 
-_REBUILD = "build the image again: imgkit build RECIPE"
+_REBUILD_HINT = "build the image again: imgkit build RECIPE"
 
 Runner = Callable[[Sequence[str]], Finished]
 """Runs a command inside the image to its end, with any exit code."""
 
 
-def check(run: Runner, *, arch: str, manifest: Manifest | None) -> tuple[Check, ...]:
+def check_image(run: Runner, *, arch: str, manifest: Manifest | None) -> tuple[Check, ...]:
     """Check an image by running two programs in it.
 
     Parameters
@@ -35,138 +35,152 @@ def check(run: Runner, *, arch: str, manifest: Manifest | None) -> tuple[Check, 
     arch : ``amd64`` or ``arm64``; empty where it is unknown.
     manifest : the provenance that the image must have; None takes the image's own manifest.
     """
-    finished = run(inside.argv(MANIFEST_JSON, str(system.SYSTEM_JSON)))
-    seen = inside.parse(finished.output)
-    if seen is None:
+    finished = run(inside.probe_argv(MANIFEST_JSON, str(system.SYSTEM_JSON)))
+    report = inside.parse_probe(finished.output)
+    if report is None:
         lines = finished.output.strip().splitlines()
         problem = lines[-1] if lines else f"exit code {finished.returncode}"
         hint = "the architecture differs, or the image has no Python: imgkit show IMAGE, imgkit doctor"
-        return (_check("python", problem=f"python3 does not run: {problem}", hint=hint),)
-    baked, manifest_check = _manifest(seen, manifest)
+        return (_make_check("python", problem=f"python3 does not run: {problem}", hint=hint),)
+    baked, manifest_check = _check_manifest(report, manifest)
+    # An image of others has no manifest, and its base is unknown.
     provenance = manifest or baked
     probe = provenance.base.probe if provenance else None
     return (
-        _arch(seen, arch),
-        _python(seen),
-        _torch(seen, probe),
-        _nccl(seen, probe),
-        _pip(seen, probe),
+        _check_arch(report, arch),
+        _check_python(report),
+        _check_torch(report, probe),
+        _check_nccl(report, probe),
+        _check_pip(report, probe),
         manifest_check,
-        _system(seen),
-        _dist_env(run(["dist-env", "--json"])),
+        _check_system(report),
+        _check_dist_env(run(["dist-env", "--json"])),
     )
 
 
-def passed_before(image_id: str) -> bool:
-    """Return whether this image has passed on this machine; the content behind an id never changes."""
+def has_passed(image_id: str) -> bool:
+    """Return whether this image has passed on this machine. The content behind an id never changes."""
     try:
-        return not files.foreign(_record(image_id))
+        return not files.foreign(_record_path(image_id))
     except OSError:
         return False
 
 
-def remember(image_id: str) -> None:
+def record_pass(image_id: str) -> None:
     """Record that this image passed."""
-    files.write_cache(_record(image_id), "")
+    files.write_cache(_record_path(image_id), "")
 
 
-def _record(image_id: str) -> Path:
+def _record_path(image_id: str) -> Path:
     # Other versions of imgkit may check more.
     return files.cache_dir() / "smoke" / __version__ / image_id.replace(":", "-")
 
 
-def _check(name: str, fact: str = "", *, problem: str = "", hint: str = "", missing: str = "") -> Check:
-    """Return a check that fails by a `problem`; without a `fact` it is skipped, as that is `missing`."""
+def _make_check(name: str, fact: str = "", *, problem: str = "", hint: str = "", missing: str = "") -> Check:
+    """Return a check that fails if there is a `problem`.
+
+    Without a `fact` it is skipped, because what it looks at is `missing`.
+    """
     if problem:
         return Check(name, "fail", problem, hint)
     return Check(name, "ok" if fact else "skip", fact or missing)
 
 
-def _arch(seen: Seen, arch: str) -> Check:
-    fits = not arch or seen.machine in kernel_names(arch)
-    problem = "" if fits else f"{seen.machine}, but the image is marked {arch}"
+def _check_arch(report: ImageReport, arch: str) -> Check:
+    problem = ""
+    if arch and report.machine not in kernel_names(arch):
+        problem = f"{report.machine}, but the image is marked {arch}"
     hint = "the base has another architecture: imgkit build RECIPE --platform linux/ARCH --pull"
-    return _check("arch", seen.machine, problem=problem, hint=hint)
+    return _make_check("arch", report.machine, problem=problem, hint=hint)
 
 
-def _python(seen: Seen) -> Check:
-    is_old = tuple(int(part) for part in seen.python.split(".")[:2]) < FLOOR
+def _check_python(report: ImageReport) -> Check:
+    is_old = tuple(int(part) for part in report.python.split(".")[:2]) < FLOOR
     hint = f"the entry points need Python {'.'.join(map(str, FLOOR))}: use a newer base"
-    return _check("python", seen.python, problem=seen.python if is_old else "", hint=hint)
+    return _make_check("python", report.python, problem=report.python if is_old else "", hint=hint)
 
 
-def _torch(seen: Seen, probe: Probe | None) -> Check:
-    is_probed = probe is not None and not probe.skipped
-    expected = probe.torch if probe and is_probed else ""
-    if seen.torch_error:
+def _check_torch(report: ImageReport, probe: Probe | None) -> Check:
+    """Check that torch can be imported, and is the base's."""
+    if report.torch_error:
         hint = "a pip or apt step broke it; list the steps: imgkit show RECIPE"
-        return _check("torch", problem=f"cannot be imported: {seen.torch_error}", hint=hint)
+        return _make_check("torch", problem=f"cannot be imported: {report.torch_error}", hint=hint)
     hint = (
         "a pip step replaced the base's torch, the only one that fits its CUDA and NCCL; find the "
         "package that requires another one (pip show torch) and pin it"
     )
-    problem = _difference(seen.torch, expected)
-    fact = seen.torch and seen.torch + ("" if is_probed else " (the base was not probed)")
+    problem, fact = "", report.torch
+    if probe is not None and not probe.skipped:
+        problem = _describe_difference(report.torch, probe.torch)
+    elif fact:
+        fact += " (the base was not probed)"
     # A base without torch serves tests of imgkit itself.
-    return _check("torch", fact, problem=problem, hint=hint, missing="the image has no torch")
+    return _make_check("torch", fact, problem=problem, hint=hint, missing="the image has no torch")
 
 
-def _nccl(seen: Seen, probe: Probe | None) -> Check:
+def _check_nccl(report: ImageReport, probe: Probe | None) -> Check:
     hint = "a pip step installed another NCCL (pip list | grep nccl): pin or drop it"
-    problem = _difference(seen.nccl, probe.nccl if probe else "")
-    missing = "torch has no CUDA" if seen.torch else "no torch"
-    return _check("nccl", seen.nccl, problem=problem, hint=hint, missing=missing)
+    problem = _describe_difference(report.nccl, probe.nccl if probe else "")
+    missing = "torch has no CUDA" if report.torch else "no torch"
+    return _make_check("nccl", report.nccl, problem=problem, hint=hint, missing=missing)
 
 
-def _difference(version: str, expected: str) -> str:
-    """Return what is wrong with a version of the image; the base may state none."""
-    return f"{version or 'none'}, the base has {expected}" if expected and version != expected else ""
+def _describe_difference(version: str, base_version: str) -> str:
+    """Return what is wrong with a version of the image. Nothing is wrong where the base's is unknown."""
+    if not base_version or version == base_version:
+        return ""
+    return f"{version or 'none'}, the base has {base_version}"
 
 
-def _pip(seen: Seen, probe: Probe | None) -> Check:
-    if seen.pip_conflicts is None:
-        return _check("pip", missing="the image has no pip")
-    conflicts_of_base = probe.pip_conflicts if probe else ()
-    new = [line for line in seen.pip_conflicts if line not in conflicts_of_base]
-    count = len(seen.pip_conflicts)
-    return _check(
-        "pip",
-        f"no new conflict ({count} of the base's own)" if count else "no conflict",
-        problem=f"new conflicts: {'; '.join(new)}" if new else "",
-        hint="pin these packages in image.pip to versions that fit the base",
-    )
+def _check_pip(report: ImageReport, probe: Probe | None) -> Check:
+    """Check that pip finds no conflict between packages that the base does not have, too."""
+    if report.pip_conflicts is None:
+        return _make_check("pip", missing="the image has no pip")
+    base_conflicts = probe.pip_conflicts if probe else ()
+    new_conflicts = [line for line in report.pip_conflicts if line not in base_conflicts]
+    if new_conflicts:
+        hint = "pin these packages in image.pip to versions that fit the base"
+        return _make_check("pip", problem=f"new conflicts: {'; '.join(new_conflicts)}", hint=hint)
+    count = len(report.pip_conflicts)
+    return _make_check("pip", f"no new conflict ({count} of the base's own)" if count else "no conflict")
 
 
-def _manifest(seen: Seen, expected: Manifest | None) -> tuple[Manifest | None, Check]:
-    text = seen.files.get(MANIFEST_JSON)
+def _check_manifest(report: ImageReport, expected: Manifest | None) -> tuple[Manifest | None, Check]:
+    """Return the image's own manifest, if it can be read, and the check that compares it with `expected`."""
+    text = report.files.get(MANIFEST_JSON)
     if text is None:
-        hint = f"imgkit did not build this image; {_REBUILD}"
-        return None, _check("manifest", problem=f"no {MANIFEST_JSON}", hint=hint)
+        hint = f"imgkit did not build this image; {_REBUILD_HINT}"
+        return None, _make_check("manifest", problem=f"no {MANIFEST_JSON}", hint=hint)
     try:
         baked = manifests.from_json(text)
     except UsageError as error:
-        return None, _check("manifest", problem=error.what, hint=error.hint or _REBUILD)
+        return None, _make_check("manifest", problem=error.what, hint=error.hint or _REBUILD_HINT)
     problem = ""
     if expected is not None and text != manifests.to_json(expected):
         problem = f"it names recipe {baked.recipe} {baked.recipe_sha256[:12]}, not this build"
     hint = f"a step of the recipe overwrote {MANIFEST_JSON}, or the cache is stale: --no-cache"
-    return baked, _check("manifest", f"{baked.recipe}, imgkit {baked.imgkit}", problem=problem, hint=hint)
+    return baked, _make_check(
+        "manifest", f"{baked.recipe}, imgkit {baked.imgkit}", problem=problem, hint=hint
+    )
 
 
-def _system(seen: Seen) -> Check:
+def _check_system(report: ImageReport) -> Check:
     path = str(system.SYSTEM_JSON)
-    text = seen.files.get(path)
+    text = report.files.get(path)
     if text is None:
-        return _check("system", problem=f"no {path}", hint=_REBUILD)
+        return _make_check("system", problem=f"no {path}", hint=_REBUILD_HINT)
     try:
         facts = system.from_json(text)
     except (ValueError, TypeError, KeyError) as error:
-        return _check("system", problem=f"{path} cannot be read: {error}", hint=_REBUILD)
-    return _check("system", f"{facts.title or '(no title)'}, {facts.scheduler}")
+        return _make_check("system", problem=f"{path} cannot be read: {error}", hint=_REBUILD_HINT)
+    return _make_check("system", f"{facts.title or '(no title)'}, {facts.scheduler}")
 
 
-def _dist_env(finished: Finished) -> Check:
-    # The output includes standard error: warnings may precede the object.
+def _check_dist_env(finished: Finished) -> Check:
+    """Check that the entry points start.
+
+    Their output includes standard error: warnings may precede the object.
+    """
     try:
         if finished.returncode != 0 or "{" not in finished.output:
             raise ValueError(finished.tail() or f"exit code {finished.returncode}")
@@ -174,6 +188,6 @@ def _dist_env(finished: Finished) -> Check:
     except ValueError as error:
         lines = str(error).splitlines()
         problem = lines[-1] if lines else "no output"
-        hint = f"the entry points are broken in this image; {_REBUILD}"
-        return _check("dist-env", problem=f"dist-env --json: {problem}", hint=hint)
-    return _check("dist-env", "dist-env --json answers")
+        hint = f"the entry points are broken in this image; {_REBUILD_HINT}"
+        return _make_check("dist-env", problem=f"dist-env --json: {problem}", hint=hint)
+    return _make_check("dist-env", "dist-env --json answers")

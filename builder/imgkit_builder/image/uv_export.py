@@ -19,9 +19,9 @@ from typing import Any
 
 from imgkit_builder.base import process
 from imgkit_builder.recipe import problems
-from imgkit_builder.recipe.lock_file import public
+from imgkit_builder.recipe.lock_file import hide_secrets
 from imgkit_builder.recipe.model import Recipe, UvProject
-from imgkit_builder.recipe.requirements import PROTECTED, PYPROJECT, canonical, name_of
+from imgkit_builder.recipe.requirements import PROTECTED, PYPROJECT, canonical_name, requirement_name
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
 from imgkit_entrypoints.files import read_text
 
@@ -32,7 +32,10 @@ _EXPORT = (
     *("--no-annotate", "--no-header"),
 )
 _PYTHONS = [f"3.{minor}" for minor in range(10, 17)]
+"""The Pythons that a base may have, among them some that do not exist yet."""
 _HASHES = r"(?: --hash=sha256:[0-9a-f]{64})+"
+# "numpy==2.1.0 ; python_version >= '3.10' --hash=sha256:...", "name @ https://host/name.whl
+# --hash=sha256:..."
 _WHEEL = re.compile(rf"[a-z0-9-]+(==\S+| @ https?://[^\s@]+\.whl)(?: ; [^\\]+?)?{_HASHES}")
 _CREDENTIALS = re.compile(r"://[^/@\s]*@")
 
@@ -54,111 +57,127 @@ def export_uv_lock(recipe: Recipe) -> bytes:
         # uv's errors quote the file.
         if not (uv.project / name).resolve().is_relative_to(uv.project.resolve()):
             raise UsageError(f"its {name} is a link out of the project", where=where, hint="copy the file")
-    project = ("--project", str(uv.project))
-    argv = [program, *_EXPORT, *_OFFLINE, *project]
-    argv += [f"--extra={extra}" for extra in uv.extras] + [f"--group={group}" for group in uv.groups]
+    argv = [program, *_EXPORT, *_OFFLINE, "--project", str(uv.project)]
+    argv += [f"--extra={extra}" for extra in uv.extras]
+    argv += [f"--group={group}" for group in uv.groups]
     try:
         requirements = _read_export(argv, uv.project)
+        # Without torch, and without what nothing but torch needs.
         beside_torch = _read_export([*argv, "--prune", "torch"], uv.project)
         pyproject = _read_pyproject(uv.project)
-        unsatisfied = next(_unsatisfied(pyproject, requirements, uv), "")
+        unsatisfied = next(_find_unsatisfied(pyproject, requirements, uv), None)
         options = index_options(recipe)
     except (ToolFailed, OSError, ValueError, TypeError, AttributeError) as error:
-        message = error.what if isinstance(error, ToolFailed) else str(error)
-        hint = error.hint if isinstance(error, ToolFailed) else None
+        message, hint = str(error), None
+        if isinstance(error, ToolFailed):
+            message, hint = error.what, error.hint
         raise UsageError(f"its uv.lock cannot be used: {message}", where=where, hint=hint) from error
-    if unsatisfied:
+    if unsatisfied is not None:
         raise UsageError(
             f"uv.lock is not up to date: {PYPROJECT} requires {unsatisfied}",
             where=where,
             hint=f"write it again: uv lock --project {uv.project}",
         )
     left_to_pip = set(_names_in_pip_steps(recipe))
-    _check_wheels(beside_torch, left_to_pip, where)
-    settings = pyproject.get("tool", {}).get("uv", {})
+    _refuse_unlocked(beside_torch, left_to_pip, where)
     content = {
-        "requires_python": pyproject.get("project", {}).get("requires-python", ""),
-        "environments": settings.get("environments", []),
+        "requires_python": pyproject["project"].get("requires-python", ""),
+        "environments": _uv_settings(pyproject).get("environments", []),
         "index_options": options,
         "left_to_pip": sorted(left_to_pip),
         "requirements": requirements,
         "beside_torch": beside_torch,
     }
     # The image has this file: a repository that a pip step builds may have a password in its URL.
-    return f"{_CREDENTIALS.sub('://', json.dumps(content, indent=1))}\n".encode()
+    text = _CREDENTIALS.sub("://", json.dumps(content, indent=1))
+    return f"{text}\n".encode()
 
 
-def _unsatisfied(pyproject: dict[str, Any], lines: list[str], uv: UvProject) -> Iterator[str]:
+def _uv_settings(pyproject: dict[str, Any]) -> dict[str, Any]:
+    settings: dict[str, Any] = pyproject.get("tool", {}).get("uv", {})
+    return settings
+
+
+def _find_unsatisfied(pyproject: dict[str, Any], lines: list[str], uv: UvProject) -> Iterator[str]:
     """Yield what pyproject.toml requires on Linux, and the export lacks or has in another version."""
     from packaging.requirements import Requirement
 
+    # One package may have several versions, each for other Pythons; one from a URL has none.
     versions: dict[str, list[str]] = {}
     for line in lines:
-        version = re.match(r"\S+==(\S+)", line)
-        versions.setdefault(name_of(line), []).extend(version.groups() if version else ())
-    overridden = pyproject.get("tool", {}).get("uv", {}).get("override-dependencies", [])
-    ignored = {canonical(pyproject["project"]["name"]), *map(name_of, overridden)}
-    environments = _environments(pyproject)
-    for text in _required(pyproject, uv):
+        locked = versions.setdefault(requirement_name(line), [])
+        match = re.match(r"\S+==(\S+)", line)
+        if match is not None:
+            locked.append(match[1])
+    overridden = _uv_settings(pyproject).get("override-dependencies", [])
+    ignored = {canonical_name(pyproject["project"]["name"]), *map(requirement_name, overridden)}
+    environments = _list_environments(pyproject)
+    for text in _list_requirements(pyproject, uv):
         requirement = Requirement(text)
-        name = canonical(requirement.name)
-        marker = requirement.marker
-        if name in ignored or not (marker is None or any(map(marker.evaluate, environments))):
+        name, marker = canonical_name(requirement.name), requirement.marker
+        if name in ignored:
             continue
-        locked = versions.get(name)
-        if locked is None:
+        if marker is not None and not any(marker.evaluate(environment) for environment in environments):
+            continue
+        if name not in versions:
             yield f"{text}, which uv.lock lacks"
-        elif locked and not any(requirement.specifier.contains(v, prereleases=True) for v in locked):
+            continue
+        locked = versions[name]
+        if locked and not any(requirement.specifier.contains(v, prereleases=True) for v in locked):
             yield f"{text}, and uv.lock has {', '.join(locked)}"
 
 
-def _required(pyproject: dict[str, Any], uv: UvProject) -> Iterator[str]:
+def _list_requirements(pyproject: dict[str, Any], uv: UvProject) -> Iterator[str]:
     """Yield the requirements of the project, and of its extras and groups that the recipe names."""
-    project, groups = pyproject["project"], pyproject.get("dependency-groups", {})
+    project = pyproject["project"]
     yield from project.get("dependencies", [])
+    extras = {canonical_name(extra) for extra in uv.extras}
     for extra, requirements in project.get("optional-dependencies", {}).items():
-        if canonical(extra) in map(canonical, uv.extras):
+        if canonical_name(extra) in extras:
             yield from requirements
-    for group, requirements in groups.items():
-        if canonical(group) in map(canonical, uv.groups):
+    groups = {canonical_name(group) for group in uv.groups}
+    for group, requirements in pyproject.get("dependency-groups", {}).items():
+        if canonical_name(group) in groups:
             # A group that includes another one has a table for it.
             yield from (requirement for requirement in requirements if isinstance(requirement, str))
 
 
-def _environments(pyproject: dict[str, Any]) -> list[dict[str, str]]:
+def _list_environments(pyproject: dict[str, Any]) -> list[dict[str, str]]:
     """Return the environments of an image that the project allows, as markers name them."""
     from packaging.markers import Marker
     from packaging.specifiers import SpecifierSet
 
-    allowed = [Marker(text) for text in pyproject.get("tool", {}).get("uv", {}).get("environments", [])]
+    allowed = [Marker(text) for text in _uv_settings(pyproject).get("environments", [])]
     requires_python = SpecifierSet(pyproject["project"].get("requires-python", ""))
     environments = []
     for python, machine in itertools.product(_PYTHONS, ("x86_64", "aarch64")):
+        version = f"{python}.99"  # newer than any: only the minor version counts
         environment = {
             "sys_platform": "linux",
             "platform_system": "Linux",
             "os_name": "posix",
             "platform_machine": machine,
             "python_version": python,
-            "python_full_version": f"{python}.99",
+            "python_full_version": version,
             "extra": "",
         }
         is_allowed = not allowed or any(marker.evaluate(environment) for marker in allowed)
-        if is_allowed and requires_python.contains(f"{python}.99"):
+        if is_allowed and requires_python.contains(version):
             environments.append(environment)
     return environments
 
 
-def _check_wheels(requirements: list[str], left_to_pip: set[str], where: str) -> None:
+def _refuse_unlocked(requirements: list[str], left_to_pip: set[str], where: str) -> None:
     """Refuse a requirement that pip could not install with a hash, unless a pip step names it."""
     for line in requirements:
-        name = name_of(line)
-        if not (name in left_to_pip or re.fullmatch(PROTECTED, name) or _WHEEL.fullmatch(line)):
-            raise UsageError(
-                f"uv.lock has {public(line)}, which is not a wheel with a sha256",
-                where=where,
-                hint=f"install it in a pip step: pip: [{{packages: [{name or 'NAME'}]}}]",
-            )
+        name = requirement_name(line)
+        if name in left_to_pip or re.fullmatch(PROTECTED, name) or _WHEEL.fullmatch(line):
+            continue
+        raise UsageError(
+            f"uv.lock has {hide_secrets(line)}, which is not a wheel with a sha256",
+            where=where,
+            hint=f"install it in a pip step: pip: [{{packages: [{name or 'NAME'}]}}]",
+        )
 
 
 def _find_uv(where: str) -> str:
@@ -182,8 +201,10 @@ def _names_in_pip_steps(recipe: Recipe) -> Iterator[str]:
         lines = list(step.packages)
         if step.requirements is not None:
             lines += read_text(step.requirements, errors="replace").splitlines()
-        # The name of a repository is known only where the requirement states it: NAME @ git+URL.
-        yield from (name_of(line) for line in lines if not line.startswith("git+"))
+        for line in lines:
+            # The name of a repository is known only where the requirement states it: NAME @ git+URL.
+            if not line.startswith("git+"):
+                yield requirement_name(line)
 
 
 def _read_pyproject(project: Path) -> dict[str, Any]:
@@ -202,13 +223,14 @@ def index_options(recipe: Recipe) -> list[str]:
     OSError, ValueError : pyproject.toml cannot be read.
     """
     uv = recipe.image.uv
-    indexes = _read_pyproject(uv.project).get("tool", {}).get("uv", {}).get("index", []) if uv else []
+    if uv is None:
+        return []
     options = []
-    for index in indexes:
+    for index in _uv_settings(_read_pyproject(uv.project)).get("index", []):
         url = str(index.get("url", ""))
-        if not re.fullmatch(r"https?://[^\s@]+", url) or public(url) != url:
+        if not re.fullmatch(r"https?://[^\s@]+", url) or hide_secrets(url) != url:
             raise UsageError(
-                f"the index {public(url)} is no plain HTTP URL; a password would be in the image",
+                f"the index {hide_secrets(url)} is no plain HTTP URL; a password would be in the image",
                 where=recipe.where("image", "uv"),
                 hint=f"change tool.uv.index in {PYPROJECT}, or name its packages in a pip step with a secret",
             )

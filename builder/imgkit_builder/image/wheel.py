@@ -22,7 +22,7 @@ from imgkit_entrypoints.cli.commands import COMMANDS, shim
 PACKAGE = imgkit_entrypoints.__name__
 
 _DIST_INFO = f"{PACKAGE}-{__version__}.dist-info"
-_LEFT_OUT: frozenset[str] = frozenset({"__pycache__", "tests"})
+_EXCLUDED_FOLDERS = frozenset({"__pycache__", "tests"})
 
 _METADATA = f"""\
 Metadata-Version: 2.1
@@ -41,16 +41,17 @@ Tag: py3-none-any
 """
 
 
-def file_name() -> str:
+def wheel_name() -> str:
     """Return the name of the wheel's file, before the wheel exists."""
     return f"{PACKAGE}-{__version__}-py3-none-any.whl"
 
 
-def entrypoints_wheel() -> bytes:
-    """Return the wheel of imgkit_entrypoints with its ``dist-*`` commands; equal sources give equal bytes."""
+def make_wheel() -> bytes:
+    """Return the wheel of imgkit_entrypoints with its ``dist-*`` commands. Equal sources give equal bytes."""
     scripts = f"{PACKAGE}-{__version__}.data/scripts/"
     contents = dict(entrypoints_files())
-    contents.update((f"{scripts}{command.name}", shim(command).encode()) for command in COMMANDS)
+    for command in COMMANDS:
+        contents[f"{scripts}{command.name}"] = shim(command).encode()
     contents[f"{_DIST_INFO}/METADATA"] = _METADATA.encode()
     contents[f"{_DIST_INFO}/WHEEL"] = _WHEEL.encode()
     contents = dict(sorted(contents.items()))
@@ -58,9 +59,10 @@ def entrypoints_wheel() -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:  # noqa: TID251 - a stream
         for name, data in contents.items():
+            mode = 0o755 if name.startswith(scripts) else 0o644
             info = zipfile.ZipInfo(name)  # its time stays 1980-01-01, the earliest in a zip file
             info.create_system = 3  # Unix, on every host: only then is the mode below read
-            info.external_attr = (stat.S_IFREG | (0o755 if name.startswith(scripts) else 0o644)) << 16
+            info.external_attr = (stat.S_IFREG | mode) << 16
             archive.writestr(info, data, zipfile.ZIP_DEFLATED, 9)
     return buffer.getvalue()
 
@@ -68,9 +70,12 @@ def entrypoints_wheel() -> bytes:
 def entrypoints_files() -> tuple[tuple[str, bytes], ...]:
     """Return the files of imgkit_entrypoints, sorted by their names, which begin with `PACKAGE`."""
     root = Path(imgkit_entrypoints.__file__).parent
-    paths = {path.relative_to(root.parent): path for path in root.rglob("*") if path.is_file()}
-    names = (name for name in paths if not _LEFT_OUT.intersection(name.parts))
-    return tuple(sorted((name.as_posix(), paths[name].read_bytes()) for name in names))
+    contents = []
+    for path in root.rglob("*"):
+        name = path.relative_to(root.parent)
+        if path.is_file() and not _EXCLUDED_FOLDERS.intersection(name.parts):
+            contents.append((name.as_posix(), path.read_bytes()))
+    return tuple(sorted(contents))
 
 
 def _record(contents: Mapping[str, bytes]) -> bytes:

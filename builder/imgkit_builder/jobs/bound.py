@@ -21,7 +21,7 @@ from pathlib import Path
 from imgkit_builder.base import files, process
 from imgkit_builder.base.process import Finished
 from imgkit_builder.image import inside, wheel
-from imgkit_builder.image.inside import PythonSeen
+from imgkit_builder.image.inside import PythonReport
 from imgkit_builder.jobs import quoting
 from imgkit_builder.jobs.job import Argv, BoundEntryPoints, Job
 from imgkit_builder.jobs.resolve import chooses_cpus
@@ -132,7 +132,7 @@ def _mount_source(mount: str) -> str:
     return mount.partition(":")[0]
 
 
-def _entry_points(job: Job, python: PythonSeen, digest: str) -> BoundEntryPoints:
+def _entry_points(job: Job, python: PythonReport, digest: str) -> BoundEntryPoints:
     """Return where the entry points of this version of imgkit are bound, for this Python of the image."""
     folder = f"{job.directory}/{FOLDER}/{name_of(job)}"
     return BoundEntryPoints(
@@ -239,7 +239,7 @@ def _run_here(argv: Sequence[str]) -> Finished:
         return Finished(argv=tuple(argv), returncode=127, output=error.what)
 
 
-def _inspect_python(job: Job, digest: str, run: Runner) -> PythonSeen:
+def _inspect_python(job: Job, digest: str, run: Runner) -> PythonReport:
     """Return what the probe prints about the image's Python, from the cache if the image was probed before.
 
     Raises
@@ -255,7 +255,7 @@ def _inspect_python(job: Job, digest: str, run: Runner) -> PythonSeen:
     if cached is not None:
         return cached
     finished = run(argv)
-    python = inside.parse_python(finished.output)
+    python = inside.parse_python_probe(finished.output)
     if python is None:
         raise _no_python_error(job, finished)
     if can_cache:
@@ -263,12 +263,12 @@ def _inspect_python(job: Job, digest: str, run: Runner) -> PythonSeen:
     return python
 
 
-def _read_cache(file: Path) -> PythonSeen | None:
+def _read_cache(file: Path) -> PythonReport | None:
     """Return the cached result of a probe; None if the file is missing, damaged or of another user."""
     try:
         if files.foreign(file):
             return None
-        python: PythonSeen = json_text.read(PythonSeen, json_text.load(file), "it", closed=True)
+        python: PythonReport = json_text.read(PythonReport, json_text.load(file), "it", closed=True)
     except (OSError, ValueError, TypeError):
         return None
     return python
@@ -284,7 +284,7 @@ def _probe_argv(job: Job) -> Argv:
     # The digest of the code would be part of the cache's key: each edit would start the image again.
     env = {name: value for name, value in job.container.env.items() if name != CODE_VARIABLE}
     probe_job = probe_job.with_container(code=None, code_folder="", data=(), workdir="", env=env)
-    python_argv = tuple(inside.python_argv(job.request.container.python))
+    python_argv = tuple(inside.python_probe_argv(job.request.container.python))
     return runtime_of(probe_job).probe_argv(probe_job, python_argv)
 
 
@@ -332,11 +332,11 @@ def _last_line(finished: Finished) -> str:
     return messages[-1] if messages else f"exit code {finished.returncode}"
 
 
-def _refuse_unusable_python(job: Job, python: PythonSeen) -> None:
+def _refuse_unusable_python(job: Job, python: PythonReport) -> None:
     """Raise UsageError if `python` cannot run the entry points, or if the nodes cannot run `python`."""
     file = job.container.image
     if "+rocm" in python.torch and not chooses_cpus(job.request):
-        message, hint = bases.for_amd(f"torch {python.torch} of this image is for AMD GPUs")
+        message, hint = bases.amd_warning(f"torch {python.torch} of this image is for AMD GPUs")
         raise UsageError(message, where=file, hint=hint)
     problem = _python_problem(job, python)
     if problem is None:
@@ -346,7 +346,7 @@ def _refuse_unusable_python(job: Job, python: PythonSeen) -> None:
     raise UsageError(f"{subject}{predicate}", where=file, hint=hint)
 
 
-def _python_problem(job: Job, python: PythonSeen) -> tuple[str, str] | None:
+def _python_problem(job: Job, python: PythonReport) -> tuple[str, str] | None:
     """Return why `python` cannot be used, as the end of a sentence, and a hint; None if it can be used."""
     major_minor = tuple(map(int, python.version.split(".")[:2]))
     if major_minor < bases.FLOOR:

@@ -283,15 +283,15 @@ def left_out_notice(code: CodeFolder, image: Path | None) -> str:
         return ""
     parents = dict.fromkeys(posixpath.dirname(name) or name for name in names)  # each once, in order
     data = json.dumps(list(parents)[:_MAX_NAMES], ensure_ascii=False)
-    return f"not sent: {sources.left_out_text(names)}; if the job reads it: data = {data} in imgkit.toml"
+    return f"not sent: {sources.describe_left_out(names)}; if the job reads it: data = {data} in imgkit.toml"
 
 
 def _names_in_image(image: Path) -> frozenset[str]:
     """Return the paths in the image's folder of code; none if no program here can read the image."""
     names: set[str] = set()
     with contextlib.suppress(CheckFailed, ToolFailed, ToolMissing, UsageError):
-        for squashfs in unsquash.opened(image):
-            for file in squashfs.listed(WORKSPACE):
+        for squashfs in unsquash.open_squashfs(image):
+            for file in squashfs.list_files(WORKSPACE):
                 # unsquashfs prints a symlink as "NAME -> TARGET".
                 names.add(file.path.partition(" -> ")[0])
     return frozenset(names)
@@ -339,7 +339,7 @@ def _list_folder(
     patterns = [*data, *(f"!{name}" for name in allow)]
     try:
         listed = _listed_by_git(folder)
-        walk = sources.walk(folder, patterns, listed=listed, left_out=left_out, secret=secret_names)
+        walk = sources.walk_source(folder, patterns, listed=listed, left_out=left_out, secret=secret_names)
         entries = [_file(entry) for entry in walk]
     except FileNotFoundError as error:
         raise UsageError(

@@ -84,7 +84,7 @@ def prepare_build(
     ------
     UsageError : the system has no queue for the job or starts no .sif, or a value is not valid.
     """
-    target = targets.find(request.system or recipe)
+    target = targets.load_target(request.system or recipe)
     kind = target.system.runtime.kind
     if runtimes.named(kind).image_suffix not in ("", ".sif"):
         raise UsageError(
@@ -144,7 +144,7 @@ def _archive_system(archive: Path, request: SubmitRequest) -> Target:
         hint = "a job has no standard input: save the image as an archive first"
         raise UsageError("--submit cannot be combined with -", where="--submit", hint=hint)
     if request.system:
-        return targets.find(request.system)
+        return targets.load_target(request.system)
     _refuse_missing_archive(archive)
     recipe = image_source.archive_target(archive)
     if recipe is None:

@@ -131,7 +131,7 @@ def find(recipe: str, request: JobRequest, default: str) -> ImageSource:
     if is_oci_folder or (file.is_file() and file.suffix not in RECIPE_SUFFIXES):
         target = archive_target(file) or _default_target(file, default)
         return ImageSource(title=title, target=target, recipe="", sif=sif, request=request, archive=file)
-    return ImageSource(title=title, target=targets.find(title), recipe=title, sif=sif, request=request)
+    return ImageSource(title=title, target=targets.load_target(title), recipe=title, sif=sif, request=request)
 
 
 def find_title(recipe: str, request: JobRequest, default: str) -> str:
@@ -192,7 +192,7 @@ def _find_remote_image(title: str, request: JobRequest) -> ImageSource:
         )
     return ImageSource(
         title=title,
-        target=targets.find(title),
+        target=targets.load_target(title),
         recipe="",
         sif=Path(),
         request=request,
@@ -204,7 +204,7 @@ def archive_target(archive: Path) -> Target | None:
     """Return the recipe's name and system that imgkit wrote beside the archive; None without them."""
     if archive.is_dir():
         return None
-    description = sidecar.read(archive)
+    description = sidecar.read_sidecar(archive)
     if description is None or description.system is None or description.manifest is None:
         return None
     return baked.target_of(description.manifest, description.system, description.image.platform, archive)
@@ -218,7 +218,7 @@ def _default_target(file: Path, default: str) -> Target:
     UsageError : the remote has no recipe.
     """
     if default:
-        return targets.find(default)
+        return targets.load_target(default)
     raise UsageError(
         "neither this file nor the remote names its system",
         where=str(file),

@@ -24,7 +24,7 @@ from imgkit_builder.jobs.runtimes import Runtime, runtime_of
 from imgkit_builder.jobs.runtimes.host import Host
 from imgkit_builder.jobs.systems import OPTIONAL, System
 from imgkit_builder.recipe import bases
-from imgkit_builder.recipe.problems import choices, shown
+from imgkit_builder.recipe.problems import allowed_hint, shorten_path
 from imgkit_builder.recipe.targets import Target
 from imgkit_entrypoints.cli.commands import COMMANDS
 from imgkit_entrypoints.errors import UsageError
@@ -189,7 +189,7 @@ def _unlisted_queue_warnings(recipe: Target, queue: str) -> Iterator[str]:
         raise UsageError(
             f"--queue {queue}, but {recipe.title} has no such queue",
             where=recipe.where("system", "partition_list"),
-            hint=choices(queue, names),
+            hint=allowed_hint(queue, names),
         )
     yield (
         f"--queue {queue}: {recipe.title} lists only {', '.join(sorted(names))}; the job is written for the "
@@ -268,7 +268,7 @@ def _missing_fields_error(recipe: Target, keys: Sequence[str], project: ProjectS
     """
     flags = " ".join(f"--{key} ..." for key in keys)
     if project:
-        file_name = shown(project.file).name
+        file_name = shorten_path(project.file).name
         lines = [f'{key} = "..." in {project.lines.get(key, file_name)}' for key in keys]
         hint = f"set {', '.join(lines)}; or add {flags}"
     else:
@@ -306,7 +306,7 @@ def _command(request: JobRequest) -> tuple[str, ...]:
     program = command[0]
     entry_points = [command.name for command in COMMANDS]
     if program.startswith("dist-") and program not in entry_points:
-        raise UsageError(f"there is no {program}", where="COMMAND", hint=choices(program, entry_points))
+        raise UsageError(f"there is no {program}", where="COMMAND", hint=allowed_hint(program, entry_points))
     return command
 
 
@@ -341,7 +341,7 @@ def _unsupported_runtime_error(
     scheduler, program = recipe.system.scheduler, runtime.program(recipe)
     supported = system.registration.runtimes
     reason, key = "", "kind"
-    hint = choices(runtime.kind, supported)
+    hint = allowed_hint(runtime.kind, supported)
     if needs_podman:
         reason = (
             f": containers of {program} belong to its service on each node, and {scheduler} neither counts "
@@ -380,7 +380,7 @@ def _refuse_amd(job: Job) -> None:
         return
     evidence, where = _amd_evidence(job)
     if evidence:
-        message, hint = bases.for_amd(evidence)
+        message, hint = bases.amd_warning(evidence)
         raise UsageError(message, where=where, hint=hint)
 
 
@@ -394,13 +394,16 @@ def _amd_evidence(job: Job) -> tuple[str, str]:
     if runtime.has_container:
         # A .sif can be its own recipe: then its base is known, and the name of the file tells less.
         if image and Path(image) != recipe.file.absolute():
-            evidence, where = bases.amd_image(runtime.image_title(image)), "--image"
+            evidence, where = bases.amd_image_evidence(runtime.image_title(image)), "--image"
         else:
-            evidence, where = bases.amd_image(recipe.base, recipe.base_env), recipe.where("image", "base")
+            evidence, where = (
+                bases.amd_image_evidence(recipe.base, recipe.base_env),
+                recipe.where("image", "base"),
+            )
         if evidence:
             return evidence, where
     if job.allocation.gpus:
-        return bases.amd_nodes(recipe.system), recipe.where("system", "node", "gpu_model")
+        return bases.amd_node_evidence(recipe.system), recipe.where("system", "node", "gpu_model")
     return "", ""
 
 

@@ -140,7 +140,7 @@ def _prepare_here(
         target = baked.target(recipe_file)
         default_image = str(recipe_file.absolute())
     else:
-        target = targets.find(recipe)
+        target = targets.load_target(recipe)
     request = request.changed(image=request.container.image or default_image)
     job = resolve(target, request)
     image_file = Path(job.container.image)

@@ -22,14 +22,14 @@ def fill(job: Job, name: str, **values: Any) -> str:
     """
     import jinja2
 
-    from imgkit_builder.image.render import environment
+    from imgkit_builder.image.render import template_environment
 
     runtime = runtime_of(job)
     folder = job.request.templates
     if folder is not None and not folder.is_dir():
         raise UsageError(f"no folder {folder}", where="--templates")
     try:
-        template = environment("templates/job", folder).get_template(name)
+        template = template_environment("templates/job", folder).get_template(name)
         return template.render(
             job=job,
             modules=runtime.modules(job),

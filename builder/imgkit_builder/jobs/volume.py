@@ -48,7 +48,7 @@ def early_job(recipe: str, request: JobRequest, remote: Remote) -> Job:
     ------
     UsageError : the system has no pods, or cannot satisfy the request.
     """
-    target = targets.find(find_title(recipe, request, remote.recipe))
+    target = targets.load_target(find_title(recipe, request, remote.recipe))
     if target.system.runtime.kind != Pod.kind:
         raise UsageError(
             f"the remote {remote.name} only stores files for pods, and {target.title} has none",

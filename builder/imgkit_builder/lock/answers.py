@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit, urlunsplit
@@ -11,12 +11,14 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 from imgkit_builder.recipe import lock_file
 from imgkit_builder.recipe.model import UV_STEP, LockedDeb, LockedWheel, Recipe
 from imgkit_builder.recipe.problems import KeyPath
-from imgkit_builder.recipe.requirements import PROTECTED, canonical, name_of
+from imgkit_builder.recipe.requirements import PROTECTED, canonical_name, requirement_name
 from imgkit_entrypoints import files, json_text
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
 
 APT = "apt"
 """The step of the Debian packages; those of pip have numbers, as in a lock."""
+# 'http://deb.debian.org/debian/pool/main/g/git/git_2.39.2-1_amd64.deb' git_1%3a2.39.2-1_amd64.deb 7171212
+# SHA256:...
 _URI = re.compile(r"'(?P<url>[^']+)' (?P<file>\S+_\S+_\S+\.deb) (?P<size>\d+)(?: SHA256:(?P<sha256>\S+))?")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _HTTP = ("http://", "https://")
@@ -34,7 +36,7 @@ class _ReportItem:
 
 
 class Unresolved(Exception):
-    """A step has no answer, or one that a lock cannot state; `explain` finds the recipe's line.
+    """A step has no answer, or one that a lock cannot state. `explain_failure` finds the recipe's line.
 
     It has either the `problem` and the `packages` to blame, with commas, or the `output` of the program.
     """
@@ -53,8 +55,10 @@ def read_debs(text: str) -> tuple[LockedDeb, ...]:
     ValueError : an answer of apt cannot be read.
     """
     debs = []
-    # Other lines are warnings of apt.
-    for match in filter(None, map(_URI.match, text.splitlines())):
+    for line in text.splitlines():
+        match = _URI.match(line)
+        if match is None:  # a warning of apt
+            continue
         name, version, architecture = match["file"].removesuffix(".deb").split("_")
         url, sha256 = without_credentials(match["url"]), match["sha256"] or ""
         if not url.startswith(_HTTP):
@@ -87,18 +91,17 @@ def read_wheels(text: str | bytes, step: int, digests: Mapping[str, str]) -> tup
     ValueError : `text` is no report.
     """
     items = json_text.read(tuple[_ReportItem, ...], json_text.parse(text), "pip", closed=True)
-    # The name of a wheel's file begins with name and version, and has "_" for "-".
-    built = {(canonical(file.split("-")[0]), "".join(file.split("-")[1:2])): file for file in digests}
+    built_files = _index_by_version(digests)
     wheels, missing = [], []
     for item in items:
         package = f"{item.name}=={item.version}"
         url = without_credentials(item.url)
         file = unquote(urlsplit(url).path.rpartition("/")[2])
-        is_of_index = file.endswith(".whl") and url.startswith(_HTTP)
+        is_in_index = file.endswith(".whl") and url.startswith(_HTTP)
         if not file.endswith(".whl"):
-            file = built.get((canonical(item.name), item.version), "")
-        sha256 = item.sha256 if is_of_index else digests.get(file, "")
-        if not is_of_index and not sha256:
+            file = built_files.get((canonical_name(item.name), item.version), "")
+        sha256 = item.sha256 if is_in_index else digests.get(file, "")
+        if not is_in_index and not sha256:
             missing.append(package)
             continue
         if not _SHA256.fullmatch(sha256) or digests.get(file, sha256) != sha256:
@@ -108,16 +111,26 @@ def read_wheels(text: str | bytes, step: int, digests: Mapping[str, str]) -> tup
             name=item.name,
             version=item.version,
             file=file,
-            url=url if is_of_index else "",
+            url=url if is_in_index else "",
             sha256=sha256,
-            kept=not is_of_index,
-            direct=is_of_index and item.direct,
+            kept=not is_in_index,
+            direct=is_in_index and item.direct,
         )
         wheels.append(wheel)
     if missing:
         packages = ", ".join(missing)
         raise Unresolved(step, f"no index has a wheel of {packages} for this base", packages)
-    return tuple(sorted(wheels, key=lambda wheel: canonical(wheel.name)))
+    return tuple(sorted(wheels, key=lambda wheel: canonical_name(wheel.name)))
+
+
+def _index_by_version(files: Iterable[str]) -> dict[tuple[str, str], str]:
+    """Return the names of wheels by the name and version with which they begin: ``flash_attn-2.5-...whl``."""
+    index = {}
+    for file in files:
+        name, _, rest = file.partition("-")
+        version = rest.partition("-")[0]
+        index[canonical_name(name), version] = file
+    return index
 
 
 def without_credentials(url: str) -> str:
@@ -127,27 +140,32 @@ def without_credentials(url: str) -> str:
 
 
 def read_failure(text: str) -> Unresolved:
-    """Return the failure that the program wrote in the base: the step, then the output.
+    """Return the failure that the program wrote in the base: a line with the step, then the output.
 
     Raises
     ------
-    ValueError : `text` is none.
+    ValueError : `text` names no step.
     """
-    name, _, output = text.partition("\n")
-    if name in (APT, "uv"):
-        return Unresolved(APT if name == APT else UV_STEP, output=output)
-    if not re.fullmatch(r"[0-9]{1,4}", name):
+    step, _, output = text.partition("\n")
+    if step == APT:
+        return Unresolved(APT, output=output)
+    if step == "uv":
+        return Unresolved(UV_STEP, output=output)
+    if not re.fullmatch(r"[0-9]{1,4}", step):
         raise ValueError("the failure names no step of a recipe")
-    return Unresolved(int(name), output=output)
+    return Unresolved(int(step), output=output)
 
 
-_MOST_LINES = 12
+_MOST_LINES = 12  # of a program's output in a hint
 _NOISE = re.compile(r"^(WARNING: |\[notice\]|DEPRECATION: |Looking in |  Downloading |Collecting | +━)")
-_BLAMED = re.compile(
+# What pip and apt write before the name of a package: "The user requested numpy==1.26".
+_BLAMED_PACKAGE = re.compile(
     r"(?:The user requested|Cannot install|found for|satisfies the requirement|Unable to locate package"
     r"|Failed building wheel for|Version '[^']*' for|Package '?) ?'?([A-Za-z0-9][A-Za-z0-9.+_-]*)"
 )
-_KEEP_FILES = "if it has only its source, or its file is in the base, keep its wheel next to the lock: {}"
+_KEEP_FILES_HINT = (
+    "if it has only its source, or its file is in the base, keep its wheel next to the lock: {}"
+)
 
 
 class _Cause(NamedTuple):
@@ -187,33 +205,47 @@ _CAUSES = (
         r"No matching distribution found for (\S+)",
         "no index has a wheel of {} for this base",
         UsageError,
-        _KEEP_FILES,
+        _KEEP_FILES_HINT,
     ),
     _Cause("", "the packages of this step could not be resolved", UsageError),
 )
-"""The first whose pattern occurs counts; the last occurs in any output."""
+"""The first whose pattern occurs counts. The last pattern occurs in any output."""
 
 
-def explain(recipe: Recipe, failure: Unresolved, *, log: str) -> ImgkitError:
+def explain_failure(recipe: Recipe, failure: Unresolved, *, log: str) -> ImgkitError:
     """Return the error at the line of `recipe` that asks for the package to blame."""
-    keep_files = f"{lock_file.command(recipe)} --keep-files"
+    keep_files = f"{lock_file.lock_command(recipe)} --keep-files"
     if failure.problem:
-        where = find_line(recipe, failure.step, failure.packages.split(", "))
-        archives = "name an archive with HTTP URLs in the base's /etc/apt/sources.list"
-        hint = archives if failure.step == APT else _KEEP_FILES.format(keep_files)
+        where = find_recipe_line(recipe, failure.step, failure.packages.split(", "))
+        hint = _KEEP_FILES_HINT.format(keep_files)
+        if failure.step == APT:
+            hint = "name an archive with HTTP URLs in the base's /etc/apt/sources.list"
         return UsageError(failure.problem, where=where, hint=hint)
-    matches = ((cause, re.search(cause.pattern, failure.output, re.IGNORECASE)) for cause in _CAUSES)
-    cause, groups = next((cause, match.groups("")) for cause, match in matches if match)
+    cause, groups = _find_cause(failure.output)
     # The cause's own package first; a resolver names others on the way to it.
-    where = find_line(recipe, failure.step, [*groups, *_BLAMED.findall(failure.output)])
-    hints = [cause.hint.format(keep_files)] if cause.hint else []
-    if lines := last_lines(failure.output):
+    packages = [*groups, *_BLAMED_PACKAGE.findall(failure.output)]
+    where = find_recipe_line(recipe, failure.step, packages)
+    hints = []
+    if cause.hint:
+        hints.append(cause.hint.format(keep_files))
+    lines = last_output_lines(failure.output)
+    if lines:
         hints += ["its output:", *lines]
-    return cause.error(cause.text.format(*groups), where=where, hint="\n".join([*hints, f"full log: {log}"]))
+    hints.append(f"full log: {log}")
+    return cause.error(cause.text.format(*groups), where=where, hint="\n".join(hints))
 
 
-def last_lines(output: str) -> list[str]:
-    """Return the last lines that explain a failure; pip's own begin with ``ERROR:``."""
+def _find_cause(output: str) -> tuple[_Cause, tuple[str, ...]]:
+    """Return the cause of a failure, and the groups of its pattern."""
+    for cause in _CAUSES:
+        match = re.search(cause.pattern, output, re.IGNORECASE)
+        if match is not None:
+            return cause, match.groups("")
+    raise AssertionError("the last cause fits any output")
+
+
+def last_output_lines(output: str) -> list[str]:
+    """Return the last lines that explain a failure. pip's own begin with ``ERROR:``."""
     # pip frames the output of a setup.py, and explains less itself.
     framed, end, _ = output.rpartition("[end of output]")
     text = framed if end else output
@@ -225,7 +257,7 @@ def last_lines(output: str) -> list[str]:
     return lines[-_MOST_LINES:]
 
 
-def find_line(recipe: Recipe, step: int | str, packages: list[str]) -> str:
+def find_recipe_line(recipe: Recipe, step: int | str, packages: list[str]) -> str:
     """Return the line of `recipe` that asks for one of `packages` in `step`, or the line of the step."""
     if step == UV_STEP:
         return recipe.where("image", "uv")
@@ -233,16 +265,18 @@ def find_line(recipe: Recipe, step: int | str, packages: list[str]) -> str:
     lines: dict[str, str] = {}
     if step == APT:
         for number, package in enumerate(recipe.image.apt):
-            lines.setdefault(name_of(package), recipe.where(*path, number))
+            lines.setdefault(requirement_name(package), recipe.where(*path, number))
     elif int(step) < len(recipe.image.pip):
-        pip = recipe.image.pip[int(step)]
-        for number, package in enumerate(pip.packages):
-            lines.setdefault(name_of(package), recipe.where(*path, "packages", number))
-        text = files.read_text(pip.requirements, errors="replace") if pip.requirements else ""
-        for number, line in enumerate(text.splitlines(), 1):
-            file = f"{pip.requirements.name}:{number}" if pip.requirements else ""
-            lines.setdefault(name_of(line), f"{recipe.where(*path, 'requirements')} ({file})")
-    for package in filter(None, map(name_of, packages)):
-        if package in lines:
-            return lines[package]
+        pip_step = recipe.image.pip[int(step)]
+        for number, package in enumerate(pip_step.packages):
+            lines.setdefault(requirement_name(package), recipe.where(*path, "packages", number))
+        if pip_step.requirements is not None:
+            where = recipe.where(*path, "requirements")
+            text = files.read_text(pip_step.requirements, errors="replace")
+            for number, line in enumerate(text.splitlines(), 1):
+                lines.setdefault(requirement_name(line), f"{where} ({pip_step.requirements.name}:{number})")
+    for package in packages:
+        name = requirement_name(package)
+        if name and name in lines:
+            return lines[name]
     return recipe.where(*path)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from imgkit_builder.recipe.model import LockedPlatform
-from imgkit_builder.recipe.requirements import canonical
+from imgkit_builder.recipe.requirements import canonical_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,21 +23,26 @@ class Change:
     """Empty where it is gone."""
 
     def __str__(self) -> str:
-        versions = (
-            f"{self.old} -> {self.new}" if self.old and self.new else self.new or f"{self.old}, removed"
-        )
+        if not self.new:
+            versions = f"{self.old}, removed"
+        elif self.old:
+            versions = f"{self.old} -> {self.new}"
+        else:
+            versions = self.new
         return f"{self.kind:4}  {self.name}  {versions}"
 
 
-def between(old: LockedPlatform | None, new: LockedPlatform) -> tuple[Change, ...]:
-    """Return the changes from `old`, which may not exist, to `new`."""
-    before = dict(_versions(old)) if old else {}
-    after = dict(_versions(new))
-    return tuple(
-        Change(kind=key[0], name=key[1], old=before.get(key, ""), new=after.get(key, ""))
-        for key in {**after, **before}  # what is gone comes last
-        if before.get(key, "") != after.get(key, "")
-    )
+def list_changes(old: LockedPlatform | None, new: LockedPlatform) -> tuple[Change, ...]:
+    """Return the changes from `old`, which may not exist, to `new`. What is gone comes last."""
+    old_versions = dict(_list_versions(old)) if old else {}
+    new_versions = dict(_list_versions(new))
+    changes = []
+    for kind, name in {**new_versions, **old_versions}:
+        old_version = old_versions.get((kind, name), "")
+        new_version = new_versions.get((kind, name), "")
+        if old_version != new_version:
+            changes.append(Change(kind=kind, name=name, old=old_version, new=new_version))
+    return tuple(changes)
 
 
 def is_same(old: LockedPlatform | None, new: LockedPlatform) -> bool:
@@ -45,14 +50,15 @@ def is_same(old: LockedPlatform | None, new: LockedPlatform) -> bool:
     return old is not None and old == dataclasses.replace(new, source_date_epoch=old.source_date_epoch)
 
 
-def _versions(part: LockedPlatform) -> Iterator[tuple[tuple[str, str], str]]:
+def _list_versions(part: LockedPlatform) -> Iterator[tuple[tuple[str, str], str]]:
+    """Yield the kind and name of each item, and its version or the beginning of its digest."""
     yield ("base", part.base.name), (part.base.digest or part.base.id)[:19]
     for deb in part.apt:
         yield ("apt", f"{deb.name}:{deb.architecture}"), deb.version
     steps: dict[str, list[str]] = {}
     for wheel in part.pip:
         # A later step may replace what an earlier one installs.
-        steps.setdefault(canonical(wheel.name), []).append(wheel.version)
+        steps.setdefault(canonical_name(wheel.name), []).append(wheel.version)
     for name, versions in steps.items():
         yield ("pip", name), ", then ".join(versions)
     # Under the same version a file may have other content: a wheel that was built again.

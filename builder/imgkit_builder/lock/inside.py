@@ -23,9 +23,14 @@ OUT = FOLDER / "out"
 FILES = OUT / "files"
 FAILED = OUT / "failed.txt"
 ARCHIVES = FOLDER / "archives"
-KEPT = ["--find-links", str(FOLDER / "kept")] if (FOLDER / "kept").is_dir() else []
+FIND_KEPT = ["--find-links", str(FOLDER / "kept")] if (FOLDER / "kept").is_dir() else []
 PREFERENCES = Path("/etc/apt/preferences.d/imgkit-lock.pref")
-PINNED = re.compile(r"(?:\(constraint\)|satisfies the requirement|found for) ([A-Za-z0-9][A-Za-z0-9._-]*)==")
+# A priority above 1000 lets apt go back to an older version.
+PIN = "Package: {}\nPin: version {}\nPin-Priority: 1001\n\n"
+# "numpy==1.26 (from -c (constraint) numpy==1.26)": pip names the constraint that it cannot meet.
+PINNED_NAME = re.compile(
+    r"(?:\(constraint\)|satisfies the requirement|found for) ([A-Za-z0-9][A-Za-z0-9._-]*)=="
+)
 INSTALL_ONLY = (
     *("--upgrade", "-U", "--force-reinstall", "--ignore-installed", "-I", "--no-compile", "--compile"),
     "--require-hashes",
@@ -57,20 +62,21 @@ def resolve_apt(packages: list[str], order: dict[str, Any]) -> None:
     """
     os.environ.update(DEBIAN_FRONTEND="noninteractive", LC_ALL="C")
     # Without it, apt goes on with half of its lists when an archive does not answer.
-    run(["apt-get", "update", "-o", "APT::Update::Error-Mode=any"])
+    run_program(["apt-get", "update", "-o", "APT::Update::Error-Mode=any"])
     if order["debs"]:
-        pin = "Package: {}\nPin: version {}\nPin-Priority: 1001\n\n"
-        PREFERENCES.write_text("".join(pin.format(*deb) for deb in order["debs"]), encoding="utf-8")
+        pins = [PIN.format(name, version) for name, version in order["debs"]]
+        PREFERENCES.write_text("".join(pins), encoding="utf-8")
     install = ["install", "-y", "--no-install-recommends", *packages]
     # By default apt names an MD5 sum where an index also has a SHA256.
-    uris = run(["apt-get", "--print-uris", "-qq", "-o", "Acquire::ForceHash=SHA256", *install])
+    uris = run_program(["apt-get", "--print-uris", "-qq", "-o", "Acquire::ForceHash=SHA256", *install])
     (OUT / "apt.txt").write_text(uris, encoding="utf-8")
     if uris and (order["keep_files"] or order["steps"]):
         # A folder of our own: many images remove every .deb from apt's.
         (ARCHIVES / "partial").mkdir(parents=True, exist_ok=True)
         options = ["-o", f"Dir::Cache::archives={ARCHIVES}", "-o", "APT::Keep-Downloaded-Packages=true"]
-        options += [] if order["steps"] else ["--download-only"]
-        run(["apt-get", *options, *install])
+        if not order["steps"]:
+            options.append("--download-only")
+        run_program(["apt-get", *options, *install])
     for file in sorted(ARCHIVES.glob("*.deb")):
         if order["keep_files"]:
             file.rename(FILES / file.name)
@@ -88,41 +94,46 @@ def resolve_pip(step: str, arguments: list[str], order: dict[str, Any]) -> None:
     pip = [sys.executable, "-m", "pip"]
     keep_files, is_last = order["keep_files"], step == list(order["steps"])[-1]
     report = OUT / f"pip-{step}.json"
-    install = [*pip, *arguments, *KEPT, "--report", str(report)]
-    install += [] if keep_files else ["--only-binary", ":all:"]
-    install += ["--dry-run"] if keep_files or is_last else []
+    install = [*pip, *arguments, *FIND_KEPT, "--report", str(report)]
+    if not keep_files:
+        install += ["--only-binary", ":all:"]
+    if keep_files or is_last:
+        install.append("--dry-run")
     install_pinned(install, order["steps"][step]["pins"])
     items = json.loads(report.read_text(encoding="utf-8"))["install"]
-    report.write_text(json.dumps([summary(item) for item in items]), encoding="utf-8")
-    if keep_files and items:
-        options = [option for option in order["steps"][step]["options"] if option not in INSTALL_ONLY]
-        fetch = ["wheel", "--no-deps", "--no-cache-dir", "--wheel-dir", str(FILES), *options, *KEPT]
-        run([*pip, *fetch, *map(requirement, items)])
-        if not is_last:
-            exact = [f"{item['metadata']['name']}=={item['metadata']['version']}" for item in items]
-            local = ["--no-deps", "--no-index", "--find-links", str(FILES), "--no-cache-dir"]
-            run([*pip, "install", *local, *exact])
+    report.write_text(json.dumps([summarize(item) for item in items]), encoding="utf-8")
+    if not keep_files or not items:
+        return
+    options = [option for option in order["steps"][step]["options"] if option not in INSTALL_ONLY]
+    download = ["wheel", "--no-deps", "--no-cache-dir", "--wheel-dir", str(FILES), *options, *FIND_KEPT]
+    run_program([*pip, *download, *map(exact_requirement, items)])
+    if not is_last:
+        packages = [f"{item['metadata']['name']}=={item['metadata']['version']}" for item in items]
+        local = ["--no-deps", "--no-index", "--find-links", str(FILES), "--no-cache-dir"]
+        run_program([*pip, "install", *local, *packages])
 
 
 def install_pinned(argv: list[str], pins: dict[str, str]) -> None:
-    """Run ``pip install`` with the locked versions `pins`, without those that no longer fit."""
+    """Run ``pip install`` with the locked versions `pins`, without those that no longer fit.
+
+    A failure names the pins to leave out. If it names none, all go.
+    """
     constraint = FOLDER / "pins.txt"
     while pins:
-        lines = (f"{name}=={version}\n" for name, version in sorted(pins.items()))
+        lines = [f"{name}=={version}\n" for name, version in sorted(pins.items())]
         constraint.write_text("".join(lines), encoding="utf-8")
         try:
-            run([*argv, "--constraint", str(constraint)])
+            run_program([*argv, "--constraint", str(constraint)])
+            return
         except subprocess.CalledProcessError as error:
-            unfit = {re.sub(r"[-_.]+", "-", name).lower() for name in PINNED.findall(error.output)}
-            unfit = unfit & pins.keys() or set(pins)
+            names = {re.sub(r"[-_.]+", "-", name).lower() for name in PINNED_NAME.findall(error.output)}
+            unfit = names & pins.keys() or set(pins)
             print(f"imgkit: locked versions do not fit: {', '.join(sorted(unfit))}", flush=True)
             pins = {name: version for name, version in pins.items() if name not in unfit}
-        else:
-            return
-    run(argv)
+    run_program(argv)
 
 
-def summary(item: dict[str, Any]) -> dict[str, Any]:
+def summarize(item: dict[str, Any]) -> dict[str, Any]:
     """Return what a lock needs of an item of pip's report, whose metadata can be megabytes."""
     download = item["download_info"]
     archive = download.get("archive_info") or {}
@@ -137,17 +148,19 @@ def summary(item: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def requirement(item: dict[str, Any]) -> str:
+def exact_requirement(item: dict[str, Any]) -> str:
     """Return the requirement that gives exactly what an item of pip's report is."""
     name, download = item["metadata"]["name"], item["download_info"]
     if not item.get("is_direct"):
         # Not the URL: pip reports it without the password of its index.
         return f"{name}=={item['metadata']['version']}"
-    vcs = download.get("vcs_info")
-    return f"{name} @ " + (f"{vcs['vcs']}+{download['url']}@{vcs['commit_id']}" if vcs else download["url"])
+    url, vcs = download["url"], download.get("vcs_info")
+    if vcs:
+        url = f"{vcs['vcs']}+{url}@{vcs['commit_id']}"
+    return f"{name} @ {url}"
 
 
-def run(argv: list[str]) -> str:
+def run_program(argv: list[str]) -> str:
     """Run a program, let its output go on line by line, and return it.
 
     Raises

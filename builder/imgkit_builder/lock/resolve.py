@@ -38,7 +38,7 @@ from imgkit_builder.recipe.model import (
     LockRequest,
     Recipe,
 )
-from imgkit_builder.recipe.requirements import canonical
+from imgkit_builder.recipe.requirements import canonical_name
 from imgkit_entrypoints import __version__
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
 from imgkit_entrypoints.files import replacing
@@ -49,7 +49,7 @@ OUT = f"{FOLDER}/out"
 _MEMBER = "imgkit/lock"
 _PROGRAM = "inside.py"
 _PACKAGE_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+~%:_!-]*\.(deb|whl)")
-_ANSWER = re.compile(r"(apt|failed)\.txt|pip-(uv|\d+)\.json")
+_ANSWER_FILE = re.compile(r"(apt|failed)\.txt|pip-(uv|\d+)\.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +63,11 @@ class LockOptions:
 
     def keeps_version(self, name: str) -> bool:
         """Return whether a locked package stays in its version, if that fits."""
-        upgraded = {canonical(package) for package in self.packages}
-        return not self.upgrade or bool(upgraded and canonical(name) not in upgraded)
+        if not self.upgrade:
+            return True
+        if not self.packages:
+            return False
+        return canonical_name(name) not in {canonical_name(package) for package in self.packages}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +84,7 @@ class Resolution:
     """The files of wheels that were built for `old`."""
 
 
-def resolve(
+def resolve_packages(
     engine: Engine,
     resolution: Resolution,
     *,
@@ -90,16 +93,16 @@ def resolve(
     folder: Path,
     report: Reporter,
 ) -> LockedPlatform:
-    """Return the lock; the files of a lock with files lie in `folder` afterwards.
+    """Return the lock. The files of a lock with files lie in `folder` afterwards.
 
     Raises
     ------
     UsageError : pip or apt finds no solution, or a package has no wheel; names the recipe's line.
     ToolFailed : a wheel cannot be built, or the network, the engine or a program fails.
     """
-    request, base = resolution.request, resolution.base
-    context = pack(resolution)
-    secret_values.refuse_in(context, values)
+    request = resolution.request
+    context = pack_request(resolution)
+    secret_values.refuse_secrets_in(context, values)
     log = ""
     if request.apt or request.uv or request.pip:
         # Locks of several recipes may be made at the same time.
@@ -107,7 +110,7 @@ def resolve(
         try:
             # Nothing from a cache: an index may have changed since.
             built = engines.build(
-                engine, context, tag=tag, report=report, builder=builder, no_cache=True, hide=values.masked
+                engine, context, tag=tag, report=report, builder=builder, no_cache=True, hide=values.mask
             )
             log = str(built.log)
             report.stage("read the answers")
@@ -116,20 +119,25 @@ def resolve(
                 built.image.ref,
                 OUT,
                 folder,
-                wanted=lambda name: bool(_PACKAGE_FILE.fullmatch(name) or _ANSWER.fullmatch(name)),
-                platform=base.platform,
+                is_wanted=_is_answer,
+                platform=resolution.base.platform,
             )
         finally:
             # The engine may be what failed.
             with contextlib.suppress(ImgkitError):
-                images.remove(engine, tag)
+                images.remove_image(engine, tag)
     try:
-        return _read_answers(folder, resolution, values.masked)
+        return _read_answers(folder, resolution, values.mask)
     except answers.Unresolved as error:
-        raise answers.explain(resolution.recipe, error, log=log) from error
+        raise answers.explain_failure(resolution.recipe, error, log=log) from error
     except (OSError, ValueError) as error:
         fault = "is missing" if isinstance(error, OSError) else "cannot be read"
         raise ToolFailed(f"an answer of the base {fault}: {error}", hint=f"full log: {log}") from error
+
+
+def _is_answer(name: str) -> bool:
+    """Return whether a file in the base's `OUT` is an answer or a package. Others may be a stranger's."""
+    return bool(_PACKAGE_FILE.fullmatch(name) or _ANSWER_FILE.fullmatch(name))
 
 
 def _read_answers(folder: Path, resolution: Resolution, mask: Callable[[str], str]) -> LockedPlatform:
@@ -139,7 +147,7 @@ def _read_answers(folder: Path, resolution: Resolution, mask: Callable[[str], st
     if failed.exists():
         raise answers.read_failure(mask(files.read_text(failed, errors="replace")))
     debs = files.read_text(folder / "apt.txt", errors="replace") if request.apt else ""
-    digests = _digests([*resolution.kept_wheels.values(), *sorted(folder.iterdir())])
+    digests = _hash_packages([*resolution.kept_wheels.values(), *sorted(folder.iterdir())])
     wheels: list[LockedWheel] = []
     for number in install.pip_step_numbers(resolution.recipe):
         answer = files.read_bytes(folder / f"pip-{install.step_name(number)}.json")
@@ -154,7 +162,8 @@ def _read_answers(folder: Path, resolution: Resolution, mask: Callable[[str], st
     )
 
 
-def _digests(paths: Iterable[Path]) -> dict[str, str]:
+def _hash_packages(paths: Iterable[Path]) -> dict[str, str]:
+    """Return the sha256 of each package in `paths`, by its name."""
     digests = {}
     for path in paths:
         if _PACKAGE_FILE.fullmatch(path.name):
@@ -163,7 +172,7 @@ def _digests(paths: Iterable[Path]) -> dict[str, str]:
     return digests
 
 
-def pack(resolution: Resolution) -> BuildContext:
+def pack_request(resolution: Resolution) -> BuildContext:
     """Return the context whose build leaves the answers in `OUT`.
 
     Raises
@@ -172,29 +181,27 @@ def pack(resolution: Resolution) -> BuildContext:
     """
     recipe, base = resolution.recipe, resolution.base
     layers = render.build_layers(recipe, base=base.name, platform=base.platform, base_user=base.user)
+    # The steps of a build, with our program in place of apt and pip.
     program = f"python3 {FOLDER}/{_PROGRAM}"
     apt = f"{program} apt" + "".join(f"{NEXT}    {shlex.quote(package)}" for package in recipe.image.apt)
-    layers = dataclasses.replace(
-        layers,
-        apt=tuple(dataclasses.replace(step, command=apt) for step in layers.apt),
-        pip=tuple(
-            install.pip_command(recipe, number, pip=f"{program} {install.step_name(number)}")
-            for number in install.pip_step_numbers(recipe)
-        ),
-    )
+    pip_steps = []
+    for number in install.pip_step_numbers(recipe):
+        pip_steps.append(install.pip_step(recipe, number, pip=f"{program} {install.step_name(number)}"))
+    apt_steps = tuple(dataclasses.replace(step, command=apt) for step in layers.apt)
+    layers = dataclasses.replace(layers, apt=apt_steps, pip=tuple(pip_steps))
     program_data = importlib.resources.files(__package__).joinpath(_PROGRAM).read_bytes()
-    packed = [
-        *context.package_files(recipe),
-        members.folder(_MEMBER),
-        members.file(f"{_MEMBER}/order.json", json.dumps(_order(resolution)).encode()),
-        members.file(f"{_MEMBER}/{_PROGRAM}", program_data),
+    own_files = [
+        *context.list_package_files(recipe),
+        members.empty_folder(_MEMBER),
+        members.memory_file(f"{_MEMBER}/order.json", json.dumps(_make_order(resolution)).encode()),
+        members.memory_file(f"{_MEMBER}/{_PROGRAM}", program_data),
     ]
     if resolution.kept_wheels:
-        packed.append(members.folder(f"{_MEMBER}/kept"))
+        own_files.append(members.empty_folder(f"{_MEMBER}/kept"))
     for name, file in resolution.kept_wheels.items():
         # A wheel can have gigabytes: it is read while it is sent.
         size_bytes = file.stat().st_size
-        packed.append(TarMember(name=f"{_MEMBER}/kept/{name}", size_bytes=size_bytes, source=file))
+        own_files.append(TarMember(name=f"{_MEMBER}/kept/{name}", size_bytes=size_bytes, source=file))
     manifest = Manifest(
         imgkit=__version__,
         recipe=recipe.name,
@@ -203,40 +210,43 @@ def pack(resolution: Resolution) -> BuildContext:
         platform=base.platform,
         wheel_sha256="",
     )
-    dockerfile = render.resolver(layers, folder=FOLDER)
-    return context.sealed(packed, dockerfile, manifest, code=context.early_code(recipe))
+    dockerfile = render.render_resolver(layers, folder=FOLDER)
+    return context.seal_context(own_files, dockerfile, manifest, code=context.pack_early_code(recipe))
 
 
-def _order(resolution: Resolution) -> dict[str, object]:
+def _make_order(resolution: Resolution) -> dict[str, object]:
     """Return what the programs in the base read."""
     recipe, old, options = resolution.recipe, resolution.old, resolution.options
-    steps = {}
+    locked_debs = old.apt if old else ()
+    locked_wheels = old.pip if old else ()
+    steps: dict[str, object] = {}
     for number in install.pip_step_numbers(recipe):
+        if number == UV_STEP:
+            # uv.lock has the versions of its step.
+            steps[install.step_name(number)] = {"options": uv_export.index_options(recipe), "pins": {}}
+            continue
         # The same package in two steps may have two versions: the pins of each step are its own.
-        pins = {
-            canonical(wheel.name): wheel.version
-            for wheel in (old.pip if old else ())
-            if wheel.step == number and options.keeps_version(wheel.name)
-        }
-        is_uv = number == UV_STEP
-        pip_options = (
-            uv_export.index_options(recipe) if is_uv else lock_file.options_of(recipe.image.pip[number])
-        )
-        # uv.lock has the versions of its step.
-        steps[install.step_name(number)] = {"options": pip_options, "pins": {} if is_uv else pins}
-    debs = [(deb.name, deb.version) for deb in (old.apt if old else ()) if options.keeps_version(deb.name)]
+        pins = {}
+        for wheel in locked_wheels:
+            if wheel.step == number and options.keeps_version(wheel.name):
+                pins[canonical_name(wheel.name)] = wheel.version
+        pip_options = lock_file.collect_pip_options(recipe.image.pip[number])
+        steps[install.step_name(number)] = {"options": pip_options, "pins": pins}
+    debs = [(deb.name, deb.version) for deb in locked_debs if options.keeps_version(deb.name)]
     return {"keep_files": options.keep_files, "debs": debs, "steps": steps}
 
 
-def kept_files(file: Path, part: LockedPlatform | None) -> dict[str, Path]:
-    """Return the wheels of `part` that no index has, by name.
+def find_kept_wheels(file: Path, part: LockedPlatform | None) -> dict[str, Path]:
+    """Return the wheels of `part` that no index has, by name. They lie beside the lock `file`.
 
     Raises
     ------
     UsageError : one is missing.
     """
-    wheels = part.pip if part else ()
-    paths = {wheel.file: lock_file.kept_folder(file) / wheel.file for wheel in wheels if wheel.kept}
+    if part is None:
+        return {}
+    folder = lock_file.kept_folder(file)
+    paths = {wheel.file: folder / wheel.file for wheel in part.pip if wheel.kept}
     for name, path in paths.items():
         if not path.is_file():
             raise UsageError(
@@ -260,10 +270,10 @@ def write_lock(
         as it was.
     """
     lock = old or Lock(recipe=recipe.name, imgkit=__version__, platforms=())
-    new = Lock(recipe=recipe.name, imgkit=__version__, platforms=lock.replaced(part).platforms)
-    content = lock_file.text(new)
+    new = Lock(recipe=recipe.name, imgkit=__version__, platforms=lock.with_platform(part).platforms)
+    content = lock_file.render_lock(new)
     # Names, versions and URLs are what the base answered: the rules of a lock apply to them too.
-    lock_file.parse(content, file)
+    lock_file.parse_lock(content, file)
     folder = lock_file.kept_folder(file)
     if new_files is not None:
         folder.mkdir(exist_ok=True)
@@ -274,6 +284,12 @@ def write_lock(
     hint = "choose a folder that this user may write to"
     with replacing(file, failed="the lock cannot be written", hint=hint) as stream:
         stream.write(content.encode())
-    old_names = {name for platform in lock.platforms for name in platform.digests}
-    for name in old_names - {name for platform in new.platforms for name in platform.digests}:
+    for name in _file_names(lock) - _file_names(new):
         (folder / name).unlink(missing_ok=True)
+
+
+def _file_names(lock: Lock) -> set[str]:
+    names: set[str] = set()
+    for part in lock.platforms:
+        names |= part.digests.keys()
+    return names

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from imgkit_builder.base import files
 from imgkit_builder.image import skeleton
-from imgkit_builder.image.render import environment
+from imgkit_builder.image.render import template_environment
 from imgkit_builder.jobs import runtimes, systems
 from imgkit_builder.project import program, toml_file
 from imgkit_builder.recipe import rules
@@ -105,7 +105,7 @@ def texts(options: NewFolder, parent: Target) -> Mapping[str, str]:
     sources = {toml_file.NAME: toml_file.NAME, options.recipe_file: "recipe.yaml", GITIGNORE: "gitignore"}
     if not program.has_code(options.folder):
         sources[PROGRAM] = PROGRAM
-    templates = environment("templates/project", None)
+    templates = template_environment("templates/project", None)
     return {file: templates.get_template(f"{source}.j2").render(values) for file, source in sources.items()}
 
 

@@ -17,7 +17,7 @@ from imgkit_builder.jobs.job import Job
 from imgkit_builder.jobs.memory import size_text
 from imgkit_builder.jobs.request import JobRequest, ProjectSource
 from imgkit_builder.project.toml_file import ProjectFile
-from imgkit_builder.recipe.problems import Position, shown
+from imgkit_builder.recipe.problems import Position, shorten_path
 
 _KEYS = ("account", "queue", "qos", "time", "nodes", "group_readable", "command")
 """Keys of the file that are also fields of `JobRequest`, whose flag replaces the key."""
@@ -71,7 +71,7 @@ def _combined_env(file_items: Sequence[str], flag_items: Sequence[str]) -> tuple
 
 def _location(position: Position) -> str:
     """Return ``imgkit.toml:4``, or ``mn5.yaml:12``."""
-    return f"{shown(position.file).name}:{position.line}"
+    return f"{shorten_path(position.file).name}:{position.line}"
 
 
 def _variable_name(item: str) -> str:

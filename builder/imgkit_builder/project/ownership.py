@@ -40,7 +40,7 @@ def named_paths(project: ProjectFile, *, with_recipe: bool) -> Iterator[Path]:
     if file.suffix not in (".yaml", ".yml") or not file.is_file():
         return
     recipe = load.load(str(file))
-    yield lock_file.beside(recipe)
+    yield lock_file.lock_path(recipe)
     for path in recipe.sources:
         if not path.is_relative_to(FOLDER) and not system_files.is_site(path):
             yield path

@@ -101,8 +101,12 @@ def is_project(folder: Path) -> bool:
 def _package_steps(folder: Path) -> PipProposal | None:
     """Return the steps that install the packages which a file in `folder` names; None if none does."""
     sources = (
-        (requirements.PYPROJECT, _lines(requirements.of_project, folder), ""),
-        (REQUIREMENTS, _lines(requirements.of_file, folder / REQUIREMENTS), f"requirements: {REQUIREMENTS}"),
+        (requirements.PYPROJECT, _lines(requirements.read_dependencies, folder), ""),
+        (
+            REQUIREMENTS,
+            _lines(requirements.read_requirements, folder / REQUIREMENTS),
+            f"requirements: {REQUIREMENTS}",
+        ),
         (CONDA, tuple(_conda_lines(folder / CONDA)), ""),
     )
     return next((_proposal(*source) for source in sources if source[1]), None)
@@ -136,13 +140,13 @@ def _proposal(file: str, lines: tuple[str, ...], as_a_whole: str) -> PipProposal
 
 
 def _is_in_base(line: str) -> bool:
-    return bool(re.fullmatch(requirements.PROTECTED, requirements.name_of(line)))
+    return bool(re.fullmatch(requirements.PROTECTED, requirements.requirement_name(line)))
 
 
 def _conda_lines(file: Path) -> Iterator[str]:
     """Yield the requirements of a conda environment; a package of another name for pip as conda writes it."""
-    tree = yaml_tree.parse(file, Collector()) if file.is_file() else None
-    dependencies = yaml_tree.plain(tree).get("dependencies") if tree else None
+    tree = yaml_tree.read_yaml(file, Collector()) if file.is_file() else None
+    dependencies = yaml_tree.to_data(tree).get("dependencies") if tree else None
     for item in dependencies if isinstance(dependencies, list) else ():
         if isinstance(item, dict) and isinstance(item.get("pip"), list):
             yield from (line for line in item["pip"] if isinstance(line, str))
@@ -153,7 +157,7 @@ def _conda_lines(file: Path) -> Iterator[str]:
 def _of_conda(spec: str) -> str:
     """Return ``numpy==1.26.*`` of ``conda-forge::numpy=1.26``; what PyPI may lack stays as it is."""
     match = _CONDA_SPEC.fullmatch(spec.strip())
-    if match is None or not _SAME_IN_CONDA.fullmatch(requirements.canonical(match["name"])):
+    if match is None or not _SAME_IN_CONDA.fullmatch(requirements.canonical_name(match["name"])):
         return f"conda:{spec}"
     versions = match["versions"] or ""
     if (build := _CONDA_BUILD.fullmatch(versions)) is not None:

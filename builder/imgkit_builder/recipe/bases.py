@@ -25,25 +25,31 @@ if TYPE_CHECKING:
     from imgkit_builder.recipe.model import Image, Recipe
 
 CURRENT = "current"
-"""The word of ``--base`` for ``image.current_base``; an image reference has a tag."""
+"""``--base current`` selects ``image.current_base``. No image has this name, since a reference has a tag."""
 FLOOR = (3, 10)
 """The oldest Python that the entry points run on."""
 NONE = "none"
-"""Value of a part that an image lacks."""
+"""The table's value for a part that an image lacks."""
 REPOSITORY = "nvcr.io/nvidia/pytorch"
 TABLE = FOLDER / "bases.toml"
 
-_OF_NGC = re.compile(r"(?:.*/)?nvidia/pytorch")
+# A mirror may have folders before the name.
+_NGC_REPOSITORY = re.compile(r"(?:.*/)?nvidia/pytorch")
+# "24.03-py3"
 _NGC_TAG = re.compile(r"([0-9]{2}\.[0-9]{2})-py3")
-_OF_PYTHON = ("python", "library/python")
+_PYTHON_REPOSITORIES = ("python", "library/python")
 """Docker Hub's image of Python, whose tag begins with the version."""
-_PLUGIN_BY = re.compile(r"ofi-nccl|libnccl-net")
-"""What a step that installs NCCL's plug-in for libfabric names."""
+_NCCL_PLUGIN = re.compile(r"ofi-nccl|libnccl-net")
+"""Occurs in the text of a step that installs NCCL's plug-in for libfabric."""
+# "rocm/pytorch:latest"
 _ROCM_NAME = re.compile(r"(?:^|[/:._-])rocm")
 _ROCM_VARIABLE = re.compile(r"(?:ROCM|HIP)_|PYTORCH_ROCM_ARCH$")
 _BEFORE_TURING = re.compile(r"\b(?:V100S?|TITAN V|P100|P40|P4|K80|M40)\b")
 """GPUs that CUDA 13 does not run on: its release notes dropped Maxwell, Pascal and Volta."""
-_WITH_ARM = re.compile(r"\bG[BH][0-9]{3}|Grace")
+# "GH200", "GB200"
+_ARM_GPU = re.compile(r"\bG[BH][0-9]{3}|Grace")
+# Finds the 550 of "550.54.15".
+_DRIVER_BRANCH = re.compile(r"[0-9]{1,9}")
 _AMD_MODEL = re.compile(r"\b(?:AMD|Instinct|Radeon|MI[0-9]{2,3}[AX]?)\b", re.IGNORECASE)
 
 
@@ -57,7 +63,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
-    """One image of NVIDIA's PyTorch; None where no source is known."""
+    """One image of NVIDIA's PyTorch. A cell is None where no source is known."""
 
     tag: str
     python: Cell | None = None
@@ -78,59 +84,71 @@ class Base:
 
     @property
     def driver(self) -> int | None:
-        """Return the first driver branch that runs the CUDA without the image's cuda-compat package.
+        """Return the first driver branch that runs the image's CUDA without its cuda-compat package.
 
-        With that package, data-centre GPUs run it on some older branches, too.
+        With that package, data-centre GPUs also run it on some older branches.
         """
-        return cuda_drivers.first_driver(self.cuda.value) if self.cuda else None
+        if self.cuda is None:
+            return None
+        return cuda_drivers.first_driver(self.cuda.value)
 
     def cells(self) -> Iterator[tuple[str, Cell | None]]:
-        """Yield the columns in their order; that of the driver follows the one of its CUDA."""
+        """Yield the columns in the order of the table.
+
+        The driver follows the CUDA that it is computed from.
+        """
         for column in fields(self):
             if column.name == "tag":
                 continue
             yield column.name, getattr(self, column.name)
             if column.name == "cuda":
-                driver = Cell(str(self.driver), cuda_drivers.SOURCE) if self.driver else None
-                yield "driver", driver
+                driver = self.driver
+                yield "driver", Cell(str(driver), cuda_drivers.SOURCE) if driver else None
 
 
 @functools.cache
-def table() -> tuple[Base, ...]:
+def load_table() -> tuple[Base, ...]:
     """Return the images in the table, oldest first.
 
     Raises
     ------
     ImgkitError : the file of the table is damaged, or a cell has no source.
     """
+    bases = []
     try:
         data = problems.parse_toml(files.read_text(TABLE))
-        sources, rows = data["sources"], data["bases"].items()
-        return tuple(
-            Base(tag=tag, **{name: Cell(value, sources[source]) for name, (value, source) in cells.items()})
-            for tag, cells in rows
-        )
+        for tag, row in data["bases"].items():
+            cells = {name: Cell(value, data["sources"][source]) for name, (value, source) in row.items()}
+            bases.append(Base(tag=tag, **cells))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         fault = f"the table of bases is damaged: {error!r}"
         raise ImgkitError(fault, where=str(TABLE), hint="install imgkit again") from error
+    return tuple(bases)
 
 
 def ngc_image(reference: str) -> Base | None:
-    """Return the row of an image that a recipe names, from NGC or a mirror of it; None for any other."""
-    image = _parsed(reference)
-    tag = _NGC_TAG.fullmatch(image.tag) if image and _OF_NGC.fullmatch(image.repository) else None
-    return next((base for base in table() if base.tag == tag[1]), None) if tag else None
+    """Return the table's row for an image of NGC or of a mirror of it.
+
+    The result is None for other images.
+    """
+    image = _parse_or_none(reference)
+    if image is None or not _NGC_REPOSITORY.fullmatch(image.repository):
+        return None
+    match = _NGC_TAG.fullmatch(image.tag)
+    if match is None:
+        return None
+    return next((base for base in load_table() if base.tag == match[1]), None)
 
 
-def _parsed(reference: str) -> ImageReference | None:
+def _parse_or_none(reference: str) -> ImageReference | None:
     try:
         return parse_reference(reference)
     except Unfit:
         return None
 
 
-def chosen(base: str | None, recipe: Recipe) -> str | None:
-    """Return the image that the value of ``--base`` means.
+def select_base(base: str | None, recipe: Recipe) -> str | None:
+    """Return the image that the value `base` of the option ``--base`` selects.
 
     Raises
     ------
@@ -147,68 +165,91 @@ def chosen(base: str | None, recipe: Recipe) -> str | None:
     return recipe.image.current_base
 
 
-def newest(system: SystemFacts) -> Base | None:
-    """Return the newest image that the driver and the GPUs of `system` run; None if the driver is unknown."""
-    branch = re.match(r"[0-9]{1,9}", system.node.driver)
-    images = _run_by(int(branch[0])) if branch else []
+def newest_base(system: SystemFacts) -> Base | None:
+    """Return the newest image that the driver and the GPUs of `system` run. None if the driver is unknown."""
+    branch = _driver_branch(system)
+    if branch is None:
+        return None
+    bases = _bases_for_driver(branch)
     if _BEFORE_TURING.search(system.node.gpu_model):
-        images = [base for base in images if base.cuda and int(base.cuda.value.partition(".")[0]) < 13]
-    return images[-1] if images else None
+        # CUDA 13 does not run on them.
+        bases = [base for base in bases if base.cuda and int(base.cuda.value.partition(".")[0]) < 13]
+    return bases[-1] if bases else None
 
 
-def platform_of(system: SystemFacts) -> str:
-    """Return the platform of the nodes of `system`, by their GPUs: Grace is arm64."""
-    return "linux/arm64" if _WITH_ARM.search(system.node.gpu_model) else "linux/amd64"
+def _driver_branch(system: SystemFacts) -> int | None:
+    match = _DRIVER_BRANCH.match(system.node.driver)
+    return int(match[0]) if match else None
 
 
-def _run_by(branch: int) -> list[Base]:
+def node_platform(system: SystemFacts) -> str:
+    """Return the platform of the nodes of `system`.
+
+    It follows from their GPUs: those with Grace are arm64.
+    """
+    return "linux/arm64" if _ARM_GPU.search(system.node.gpu_model) else "linux/amd64"
+
+
+def _bases_for_driver(branch: int) -> list[Base]:
     """Return the images whose CUDA a driver of `branch` runs, oldest first."""
-    return [base for base in table() if base.driver and base.driver <= branch]
+    return [base for base in load_table() if base.driver and base.driver <= branch]
 
 
-def doubts(image: Image, system: SystemFacts) -> Iterator[tuple[KeyPath, Fault]]:
+def find_doubts(image: Image, system: SystemFacts) -> Iterator[tuple[KeyPath, Fault]]:
     """Yield reasons why `image` would not run well on `system`, each with the key of the base."""
     for key in ("base", "current_base"):
-        if reference := getattr(image, key):
-            faults = (
-                *_old_python(reference),
-                *_old_driver(reference, system),
-                *_no_plugin(reference, image, system),
-                *map(for_amd, filter(None, (amd_image(reference),))),
-            )
-            yield from ((("image", key), fault) for fault in faults)
+        reference = getattr(image, key)
+        if not reference:
+            continue
+        faults = [
+            *_check_python(reference),
+            *_check_driver(reference, system),
+            *_check_nccl_plugin(reference, image, system),
+        ]
+        evidence = amd_image_evidence(reference)
+        if evidence:
+            faults.append(amd_warning(evidence))
+        for fault in faults:
+            yield ("image", key), fault
     yield from _known_issues(image, system)
-    if evidence := amd_nodes(system):
-        yield ("system", "node"), for_amd(evidence)
+    evidence = amd_node_evidence(system)
+    if evidence:
+        yield ("system", "node"), amd_warning(evidence)
 
 
 def _known_issues(image: Image, system: SystemFacts) -> Iterator[tuple[KeyPath, Fault]]:
     """Yield the known issues of the bases' versions and of the system's variables, each once."""
     reported: set[str] = set()
     for key in ("base", "current_base"):
-        lookup = _lookup(getattr(image, key) or "", system)
+        lookup = _make_lookup(getattr(image, key) or "", system)
         for issue in known_issues.load(system.known_issues, {}):
+            if issue.effect not in ("warn", "refuse") or issue.id in reported:
+                continue
             result = known_issues.evaluate(issue, lookup)
-            is_new = issue.effect in ("warn", "refuse") and issue.id not in reported
-            if result.state == "match" and is_new:
+            if result.state == "match":
                 reported.add(issue.id)
                 yield ("image", key), (result.message, issue.hint)
 
 
-def _lookup(reference: str, system: SystemFacts) -> known_issues.Lookup:
-    """Return what is known of a base and the nodes before a start; only a node knows other variables."""
+def _make_lookup(reference: str, system: SystemFacts) -> known_issues.Lookup:
+    """Return a function that looks up a fact about a base and the nodes, or a variable, before a job starts.
+
+    Only a node knows the variables that neither the base nor `system` sets.
+    """
+    values: dict[str, str] = {}
     base = ngc_image(reference)
-    cells = {name: cell.value for name, cell in base.cells() if cell} if base else {}
-    name_of_base, _, value_of_base = cells.get("variables", "").partition("=")
-    env = {name_of_base: value_of_base, **system.env}
-    values = {
-        **cells,
-        "arch": "aarch64" if platform_of(system) == "linux/arm64" else "x86_64",
+    if base is not None:
+        values = {name: cell.value for name, cell in base.cells() if cell}
+    # The table has one of them: "NCCL_NET_PLUGIN=ofi".
+    base_variable, _, base_value = values.get("variables", "").partition("=")
+    env = {base_variable: base_value, **system.env}
+    values |= {
+        "arch": "aarch64" if node_platform(system) == "linux/arm64" else "x86_64",
         "driver": system.node.driver,
         "fabric": system.fabric.kind,
         "gpu": system.node.gpu_model,
         "gpus": str(system.node.gpus),
-        "nodes": "2",  # of most jobs on a cluster
+        "nodes": "2",  # most jobs on a cluster have several
     }
 
     def lookup(name: str) -> Value:
@@ -217,22 +258,25 @@ def _lookup(reference: str, system: SystemFacts) -> known_issues.Lookup:
             return Value(text, f"{known_issues.FACTS[name]} {text or 'unknown'}")
         variable = name.removeprefix("$")
         text = env.get(variable, "")
-        # A node leaves out what the system sets and its network does not need.
+        # Whether it will be set is open: a node leaves out what its network does not need.
         return Value(text, f"{variable}={text}", is_requested=None, is_known=variable in env)
 
     return lookup
 
 
-def amd_image(reference: str, env: Iterable[str] = ()) -> str:
-    """Return evidence that an image, by its name and its variables' names, is for AMD GPUs; else empty."""
+def amd_image_evidence(reference: str, env: Iterable[str] = ()) -> str:
+    """Return evidence that an image is for AMD GPUs, from its name or that of a variable, or ``""``."""
     if _ROCM_NAME.search(reference):
         return f"{reference} is an image for AMD GPUs (ROCm)"
-    name = next((name for name in sorted(env) if _ROCM_VARIABLE.match(name)), "")
-    return f"{reference}, which sets {name}, is an image for AMD GPUs" if name else ""
+    # Sorted: the message must not depend on the order of a set.
+    for name in sorted(env):
+        if _ROCM_VARIABLE.match(name):
+            return f"{reference}, which sets {name}, is an image for AMD GPUs"
+    return ""
 
 
-def amd_nodes(system: SystemFacts) -> str:
-    """Return evidence that the GPUs of `system` are AMD's; else empty."""
+def amd_node_evidence(system: SystemFacts) -> str:
+    """Return evidence that the GPUs of `system` are AMD's, or an empty text."""
     if system.node.gpus and _AMD_MODEL.search(system.node.gpu_model):
         return f"{system.node.gpu_model} is a GPU of AMD"
     if "--rocm" in system.runtime.options:
@@ -240,8 +284,8 @@ def amd_nodes(system: SystemFacts) -> str:
     return ""
 
 
-def for_amd(evidence: str) -> Fault:
-    """Return the warning about an image or nodes that `evidence` shows to be AMD's."""
+def amd_warning(evidence: str) -> Fault:
+    """Return the warning about an image or nodes for AMD GPUs, with the `evidence` for that."""
     return f"{evidence}: imgkit supports only work on CPUs with it", CPU_WORK
 
 
@@ -251,10 +295,14 @@ CPU_WORK = (
 """What works with AMD's images and on its nodes."""
 
 
-def _old_python(reference: str) -> Iterator[Fault]:
-    base, image = ngc_image(reference), _parsed(reference)
-    version = base.python.value if base and base.python else ""
-    if image and image.repository in _OF_PYTHON and image.registry in ("", "docker.io"):
+def _check_python(reference: str) -> Iterator[Fault]:
+    """Yield a fault if the Python of a base is older than `FLOOR`."""
+    version = ""
+    base, image = ngc_image(reference), _parse_or_none(reference)
+    if base is not None and base.python is not None:
+        version = base.python.value
+    # Another registry may have an image of this name with any content.
+    if image and image.repository in _PYTHON_REPOSITORIES and image.registry in ("", "docker.io"):
         version = image.tag
     # Of a tag such as 3.12-slim, the version is the beginning; `latest` says nothing.
     number = re.match(r"([0-9]{1,3})\.([0-9]{1,3})(?![0-9])", version)
@@ -266,35 +314,39 @@ def _old_python(reference: str) -> Iterator[Fault]:
         )
 
 
-def _old_driver(reference: str, system: SystemFacts) -> Iterator[Fault]:
-    base = ngc_image(reference)
-    branch = re.match(r"[0-9]{1,9}", system.node.driver)
-    if base is None or base.driver is None or branch is None or int(branch[0]) >= base.driver:
+def _check_driver(reference: str, system: SystemFacts) -> Iterator[Fault]:
+    """Yield a fault if the driver of the nodes is too old for the CUDA of a base."""
+    base, branch = ngc_image(reference), _driver_branch(system)
+    if base is None or base.cuda is None or base.driver is None or branch is None or branch >= base.driver:
         return
     is_data_centre = cuda_drivers.is_data_centre_gpu(system.node.gpu_model)
     if is_data_centre and system.runtime.cuda_compat != "none":
         return  # the node agent uses the base's cuda-compat package
-    fitting = _run_by(int(branch[0]))
-    cuda = f" {base.cuda.value}" if base.cuda else ""
-    remedy = f"choose {fitting[-1].reference} or an older one" if fitting else "update the driver"
+    remedy = "update the driver"
+    older_bases = _bases_for_driver(branch)
+    if older_bases:
+        remedy = f"choose {older_bases[-1].reference} or an older one"
     yield (
-        f"CUDA{cuda} of {reference} needs driver {base.driver} or newer, and system.node.driver is "
-        f"{system.node.driver}",
+        f"CUDA {base.cuda.value} of {reference} needs driver {base.driver} or newer, "
+        f"and system.node.driver is {system.node.driver}",
         f"{remedy}; on data-centre GPUs (system.node.gpu_model), the base's cuda-compat package is used "
         "unless system.runtime.cuda_compat is none",
     )
 
 
-def _no_plugin(reference: str, image: Image, system: SystemFacts) -> Iterator[Fault]:
-    base = ngc_image(reference)
-    has_none = base is not None and base.aws_ofi_nccl is not None and base.aws_ofi_nccl.value == NONE
-    has_host_libs = system.runtime.host_libs or system.fabric.host_libs == "auto"
-    if system.fabric.kind != "slingshot" or not has_none or has_host_libs:
+def _check_nccl_plugin(reference: str, image: Image, system: SystemFacts) -> Iterator[Fault]:
+    """Yield a fault if NCCL would use TCP on Slingshot, because nobody adds its plug-in for libfabric."""
+    if system.fabric.kind != "slingshot" or system.runtime.host_libs or system.fabric.host_libs == "auto":
         return
-    commands = (step.command for step in image.run)
-    texts = (*system.runtime.binds, *commands, *(str(step.source) for step in image.copy))
-    # A recipe that installs or mounts the plug-in itself knows what it does.
-    if any(_PLUGIN_BY.search(text) for text in texts):
+    base = ngc_image(reference)
+    if base is None or base.aws_ofi_nccl is None or base.aws_ofi_nccl.value != NONE:
+        return
+    # All that may bring the plug-in: mounts, commands and copied files.
+    texts = list(system.runtime.binds)
+    texts += [step.command for step in image.run]
+    texts += [str(step.source) for step in image.copy]
+    # A recipe that installs or mounts the plug-in itself needs no advice.
+    if any(_NCCL_PLUGIN.search(text) for text in texts):
         return
     yield (
         f"{reference} has no aws-ofi-nccl: on Slingshot NCCL would use TCP",

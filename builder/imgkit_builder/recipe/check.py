@@ -11,25 +11,29 @@ from collections.abc import Iterator, Mapping
 
 from imgkit_builder.recipe import named_files, rules, systems
 from imgkit_builder.recipe.model import Document
-from imgkit_builder.recipe.problems import ANY, Collector, KeyPath, choices, key_text, nearest
+from imgkit_builder.recipe.problems import ANY, Collector, KeyPath, allowed_hint, key_text, nearest_name
 from imgkit_builder.recipe.validation import Mistake, allowed_keys, key_paths, validate
-from imgkit_builder.recipe.yaml_tree import Items, Scalar, Table, YamlNode, kind, plain
+from imgkit_builder.recipe.yaml_tree import Items, Scalar, Table, YamlNode, describe_kind, to_data
 from imgkit_entrypoints import secret_patterns
 from imgkit_entrypoints.system import SystemFacts
 
 
 def check(tree: Table, problems: Collector, *, is_complete: bool) -> Document | None:
-    """Return the values of `tree`; None after a problem, which goes to `problems`.
+    """Return the values of `tree`, and report its problems to `problems`. After a problem the result is None.
 
-    If not `is_complete`, a parent could not be read: it may state the keys that are missing here.
+    If `tree` is not complete, a parent could not be read. The parent may state the keys that are missing
+    here.
     """
-    faulty = {path for path, node in tree.walk() if isinstance(node, Scalar) and node.type == "nothing"}
-    for path in faulty:
-        _report_nothing(path, tree, problems)
-    document, mistakes = validate(Document, plain(tree))
+    # Other rules skip what has a problem already: one mistake gives one message.
+    faulty: set[KeyPath] = set()
+    for path, node in tree.walk():
+        if isinstance(node, Scalar) and node.type == "nothing":
+            faulty.add(path)
+            _report_nothing(path, node, problems)
+    document, mistakes = validate(Document, to_data(tree))
     # A value that YAML reads as none has been reported in its own words, and other rules skip faulty values.
     for mistake in mistakes:
-        path = tree.deepest(mistake.path)[1]
+        _, path = tree.deepest(mistake.path)
         if mistake.path not in faulty and (is_complete or mistake.kind != "missing"):
             _report(mistake, tree, problems)
         if mistake.kind not in ("missing", "unknown") and not mistake.is_key:
@@ -43,11 +47,12 @@ def check(tree: Table, problems: Collector, *, is_complete: bool) -> Document | 
     return document
 
 
-def _report_nothing(path: KeyPath, tree: Table, problems: Collector) -> None:
-    node, _ = tree.deepest(path)
-    text = node.text if isinstance(node, Scalar) else ""
-    message = f"{text} is read as no value" if text else "has no value"
-    hint = f'quote it if it is text: "{text}"' if text else "give it one or remove the key"
+def _report_nothing(path: KeyPath, node: Scalar, problems: Collector) -> None:
+    """Report a key without a value, or with one of YAML's words for none: ``null``, ``~``."""
+    if node.text:
+        message, hint = f"{node.text} is read as no value", f'quote it if it is text: "{node.text}"'
+    else:
+        message, hint = "has no value", "give it one or remove the key"
     problems.error(node.position, path, message, hint)
 
 
@@ -64,20 +69,25 @@ _ALIASES = {
     "ethernet": "tcp",
 }
 """Other names for allowed values."""
-_START = "an image keeps the start program of its base; a job names its command: imgkit run RECIPE -- COMMAND"
-_STAGES = "a recipe has one stage"
+_KEEPS_ENTRYPOINT = (
+    "an image keeps the start program of its base; a job names its command: imgkit run RECIPE -- COMMAND"
+)
+_ONE_STAGE = "a recipe has one stage"
 _SECOND_IMAGE = "build what is compiled in an image of its own, and copy its files, or compile it in `run`"
-_OF_DOCKERFILES: Mapping[str, tuple[str, str]] = {
-    "entrypoint": (_START, "set up the environment in `env`, or in a script that the command starts"),
-    "cmd": (_START, "remove it"),
-    "stages": (_STAGES, _SECOND_IMAGE),
-    "from": (_STAGES, f"the image to start from is `base`; {_SECOND_IMAGE}"),
+_DOCKERFILE_KEYS: Mapping[str, tuple[str, str]] = {
+    "entrypoint": (
+        _KEEPS_ENTRYPOINT,
+        "set up the environment in `env`, or in a script that the command starts",
+    ),
+    "cmd": (_KEEPS_ENTRYPOINT, "remove it"),
+    "stages": (_ONE_STAGE, _SECOND_IMAGE),
+    "from": (_ONE_STAGE, f"the image to start from is `base`; {_SECOND_IMAGE}"),
     "user": ("the steps run as root, and containers have the base's user", "remove it"),
     "expose": ("jobs use the node's own network: no port needs to be opened", "remove it"),
     "volumes": ("folders are mounted when a job starts", "system.runtime.binds, or --bind of the job"),
 }
 """Keys of `image` for what a Dockerfile can do and a recipe cannot: the reason, and the way that works."""
-_OTHER_RUNTIMES: Mapping[str, str] = {
+_UNSUPPORTED_RUNTIMES: Mapping[str, str] = {
     "shifter": "it has not been tried with one",
     "edf": "it does not write the file of srun --environment",
     "sarus": "it does not write the file of srun --edf",
@@ -94,106 +104,125 @@ _FORMS: Mapping[str, tuple[str, str]] = {
     "names": ("a mapping", "write NAME: VALUE lines below it"),
     "a mapping": ("a mapping", "write `key: value` lines below it"),
 }
-"""Form that a key expects -> its name in YAML, and how to write it."""
+"""Form that a key expects (`Mistake.expected`) -> its name in YAML, and how to write it."""
 
 
 def _report(mistake: Mistake, tree: Table, problems: Collector) -> None:
-    """Report one mistake with the words of the file."""
+    """Report a mistake that pydantic found in the terms of the file: its text, and what YAML makes of it."""
     node, path = tree.deepest(mistake.path)
+    position, message, hint = node.position, mistake.message, mistake.hint
     if mistake.kind == "missing":
-        smallest = "a recipe needs at least `image: {base: NAME:TAG}`"
-        hint = smallest if len(mistake.path) < 3 else f"add `{mistake.path[-1]}: ...`"
-        problems.error(node.position, mistake.path, mistake.message, hint)
+        path = mistake.path
+        hint = f"add `{path[-1]}: ...`"
+        if len(path) < 3:
+            hint = "a recipe needs at least `image: {base: NAME:TAG}`"
     elif mistake.is_key:
-        table, _ = tree.deepest(mistake.path[:-1])
-        message, hint = mistake.message, mistake.hint
+        path = mistake.path
+        table, _ = tree.deepest(path[:-1])
+        position = table.keys[str(path[-1])] if isinstance(table, Table) else table.position
         if mistake.kind == "unknown":
-            message, hint = _unknown_key(mistake.path)
-        position = table.keys[str(mistake.path[-1])] if isinstance(table, Table) else table.position
-        problems.error(position, mistake.path, message, hint)
-    elif mistake.kind == "rule":
-        problems.error(node.position, path, mistake.message, mistake.hint)
-    else:
-        problems.error(node.position, path, *_wrong_value(node, mistake))
+            message, hint = _describe_unknown_key(path)
+    elif mistake.kind != "rule":
+        message, hint = _describe_wrong_value(node, mistake)
+    problems.error(position, path, message, hint)
 
 
-def _unknown_key(path: KeyPath) -> tuple[str, str]:
+def _describe_unknown_key(path: KeyPath) -> tuple[str, str]:
+    """Return the message and the hint for a key that no field has."""
     name = str(path[-1])
     # Who knows Dockerfiles looks for their instructions: the reason helps more than the nearest key.
-    if path[:-1] == ("image",) and name.lower() in _OF_DOCKERFILES:
-        return _OF_DOCKERFILES[name.lower()]
+    if path[:-1] == ("image",) and name.lower() in _DOCKERFILE_KEYS:
+        return _DOCKERFILE_KEYS[name.lower()]
     allowed = allowed_keys(path, Document)
     # No field of the model: `extends` is resolved before the check.
     if path[:-1] in ((), ("system",)):
         allowed.append("extends")
-    hint = choices(name, allowed)
-    elsewhere = next((keys for keys in key_paths(Document) if keys[-1] == name), None)
-    if elsewhere and not nearest(name, allowed):
-        hint += f"; did you mean {key_text(elsewhere)}?"
+    hint = allowed_hint(name, allowed)
+    # A near name at the right level says more than the same name elsewhere.
+    if not nearest_name(name, allowed):
+        # A key of this name at another level: somebody wrote `pip` beside `image`.
+        for keys in key_paths(Document):
+            if keys[-1] == name:
+                hint += f"; did you mean {key_text(keys)}?"
+                break
     return "unknown key", hint
 
 
-def _wrong_value(node: YamlNode, mistake: Mistake) -> tuple[str, str]:
-    """Return the message and the hint for a value of a wrong type, or another one than those allowed."""
-    expects_text = mistake.kind == "choice" or mistake.expected == "text"
-    if isinstance(node, Scalar) and node.type == "text" and mistake.kind == "choice":
-        if mistake.path[-1] == "kind" and (reason := _OTHER_RUNTIMES.get(node.text.lower())):
-            return f"imgkit does not start containers by {node.text}: {reason}", _RUNTIME_HINT
-        name = _ALIASES.get(node.text.lower(), node.text)
-        return f"{node.text!r} is not known", choices(name, mistake.choices)
-    if isinstance(node, Scalar) and node.type != "text" and expects_text:
-        return f"must be text, but YAML reads {node.text} as {_reading(node)}", f'quote it: "{node.text}"'
-    if isinstance(node, Scalar) and node.type != "text" and mistake.expected == "an integer":
-        if node.type == "integer":
-            return f"YAML reads {node.text} as {_reading(node)}", "write plain decimal digits"
-        return f"must be an integer, not {kind(node)}", ""
-    if mistake.kind == "choice":
-        return f"must be text, not {kind(node)}", choices("", mistake.choices)
+def _describe_wrong_value(node: YamlNode, mistake: Mistake) -> tuple[str, str]:
+    """Return the message and the hint for a value of a wrong type, or one that is not among those allowed."""
+    is_choice = mistake.kind == "choice"
+    if isinstance(node, Scalar) and node.type == "text" and is_choice:
+        return _describe_wrong_choice(node, mistake)
+    if isinstance(node, Scalar) and node.type != "text":
+        if is_choice or mistake.expected == "text":
+            message = f"must be text, but YAML reads {node.text} as {_describe_reading(node)}"
+            return message, f'quote it: "{node.text}"'
+        if mistake.expected == "an integer" and node.type == "integer":
+            return f"YAML reads {node.text} as {_describe_reading(node)}", "write plain decimal digits"
+        if mistake.expected == "an integer":
+            return f"must be an integer, not {describe_kind(node)}", ""
+    if is_choice:
+        return f"must be text, not {describe_kind(node)}", allowed_hint("", mistake.choices)
     form, hint = _FORMS[mistake.expected]
-    return f"must be {form}, not {kind(node)}", hint
+    return f"must be {form}, not {describe_kind(node)}", hint
 
 
-def _reading(node: Scalar) -> str:
-    """Return ``the number 24.1`` for 24.10; only the type where the value equals the text."""
+def _describe_wrong_choice(node: Scalar, mistake: Mistake) -> tuple[str, str]:
+    name = node.text.lower()
+    if mistake.path[-1] == "kind" and name in _UNSUPPORTED_RUNTIMES:
+        reason = _UNSUPPORTED_RUNTIMES[name]
+        return f"imgkit does not start containers by {node.text}: {reason}", _RUNTIME_HINT
+    return f"{node.text!r} is not known", allowed_hint(_ALIASES.get(name, node.text), mistake.choices)
+
+
+def _describe_reading(node: Scalar) -> str:
+    """Return what YAML reads: ``the number 24.1`` for 24.10. Only the type if the value equals the text."""
     import yaml
 
     try:
         value = yaml.safe_load(node.text)
     except (yaml.YAMLError, ValueError, OverflowError):
-        return kind(node)
-    text = str(value).lower() if isinstance(value, bool) else str(value)
-    return kind(node) if text == node.text or node.type == "date" else f"the {node.type} {text}"
+        return describe_kind(node)
+    text = str(value)
+    if isinstance(value, bool):
+        text = text.lower()
+    if text == node.text or node.type == "date":
+        return describe_kind(node)
+    return f"the {node.type} {text}"
 
 
 # ---- texts that are allowed and deserve a look
 
-_EXPOSED = "anybody who can pull the image can read it; pass it when the job starts"
+_PUBLIC_HINT = "anybody who can pull the image can read it; pass it when the job starts"
 
 
 def _check_text(path: KeyPath, node: Scalar, problems: Collector) -> None:
     """Report a variable that cannot be expanded, and warn of secrets and of ``$`` without a meaning."""
-    name = str(path[-1])
+    name, text = str(path[-1]), node.text
     is_variable = path[0] == "image" and len(path) > 2 and path[-2] in ("env", "args")
-    has_name = is_variable or path[:-1] in (("image", "labels"), ("system", "env"))
     if is_variable:
-        for message, hint in rules.variable(name, node.text, has_earlier_value=path[1] != "args"):
-            problems.error(node.position, path, message, hint)
+        fault = next(rules.variable_value(name, text, has_earlier_value=path[1] != "args"), None)
+        if fault is not None:
+            problems.error(node.position, path, *fault)
             return
-    if secret := secret_patterns.in_value(node.text):
-        hint = named_files.IN_HISTORY if path[:2] in (("image", "pip"), ("image", "run")) else _EXPOSED
+    has_name = is_variable or path[:-1] in (("image", "labels"), ("system", "env"))
+    secret = secret_patterns.in_value(text)
+    if secret:
+        is_step = path[:2] in (("image", "pip"), ("image", "run"))
+        hint = named_files.IN_HISTORY if is_step else _PUBLIC_HINT
         problems.warn(node.position, path, f"this looks like {secret}", hint)
-    elif has_name and secret_patterns.in_name(name, node.text):
-        problems.warn(node.position, path, "this looks like a secret", _EXPOSED)
+    elif has_name and secret_patterns.in_name(name, text):
+        problems.warn(node.position, path, "this looks like a secret", _PUBLIC_HINT)
     # `/x:$PATH` is expanded; any other $ would stand in the value as it is.
-    adds_to_base = is_variable and rules.inherited(name, node.text) is not None
-    if is_variable and not adds_to_base and re.search(r"\$\{?[A-Za-z_]", node.text):
+    if is_variable and re.search(r"\$\{?[A-Za-z_]", text) and rules.split_inherited(name, text) is None:
         problems.warn(node.position, path, "variables are not expanded: the $ stays", "write the whole value")
 
 
 # ---- rules about several values
 
 
-def _tables(tree: Table, *pattern: str) -> Iterator[tuple[KeyPath, Table]]:
+def _select_tables(tree: Table, *pattern: str) -> Iterator[tuple[KeyPath, Table]]:
+    """Yield each mapping whose path fits `pattern`. A value of another kind has been reported already."""
     for path, node in tree.select(*pattern):
         if isinstance(node, Table):
             yield path, node
@@ -202,77 +231,88 @@ def _tables(tree: Table, *pattern: str) -> Iterator[tuple[KeyPath, Table]]:
 def _check_secrets(tree: Table, problems: Collector) -> None:
     """Report declarations without exactly one source or without a step, and names without a declaration."""
     declared: dict[str, tuple[Scalar, KeyPath]] = {}
-    for path, secret in _tables(tree, "image", "secrets", ANY):
+    for path, secret in _select_tables(tree, "image", "secrets", ANY):
         name = secret.entries.get("id")
         if isinstance(name, Scalar) and name.text in declared:
             problems.error(name.position, (*path, "id"), f"{name.text} is declared twice", "keep one of them")
         elif isinstance(name, Scalar):
             declared[name.text] = name, path
-        sources = [key for key in ("env", "file") if key in secret.entries]
+        sources = {"env", "file"} & secret.entries.keys()
         if len(sources) != 1:
             message = f"needs exactly one of env, file; it has {'both' if sources else 'neither'}"
             hint = "env: NAME is a variable of this machine, file: PATH a file"
             problems.error(secret.position, path, message, hint)
     # Steps of a parent may use a secret that the child declares: both are in the merged tree.
     used = set()
-    for step in ("pip", "run"):
-        for path, name in tree.select("image", step, ANY, "secrets", ANY):
-            if isinstance(name, Scalar) and name.type == "text":
-                used.add(name.text)
-                if name.text not in declared:
-                    hint = choices(name.text, declared) if declared else "declare it below image.secrets"
-                    problems.error(name.position, path, f"there is no secret {name.text!r}", hint)
-    for text, (name, path) in declared.items():
+    names = (
+        *tree.select("image", "pip", ANY, "secrets", ANY),
+        *tree.select("image", "run", ANY, "secrets", ANY),
+    )
+    for path, node in names:
+        if not isinstance(node, Scalar) or node.type != "text":
+            continue
+        used.add(node.text)
+        if node.text not in declared:
+            hint = allowed_hint(node.text, declared) if declared else "declare it below image.secrets"
+            problems.error(node.position, path, f"there is no secret {node.text!r}", hint)
+    for text, (node, path) in declared.items():
         if text not in used:
             hint = f"add secrets: [{text}] to a step of pip or run"
-            problems.warn(name.position, path, f"no step uses the secret {text}", hint)
+            problems.warn(node.position, path, f"no step uses the secret {text}", hint)
+
+
+_PIP_SOURCES = ("packages", "requirements", "project")
+_PROJECT_KEYS = {
+    "editable": "other packages have no folder of their own",
+    "ignore": "nothing else of this step is a folder",
+}
+"""Keys of a pip step that need a project, and the reason."""
 
 
 def _check_pip_steps(tree: Table, problems: Collector) -> None:
-    sources = ("packages", "requirements", "project")
-    for path, step in _tables(tree, "image", "pip", ANY):
-        present = [key for key in sources if key in step.entries]
-        if len(present) != 1:
-            message = (
-                f"needs exactly one of {', '.join(sources)}; it has {' and '.join(present) or 'none of them'}"
-            )
-            hint = "write a step for each" if present else "add packages: [NAME]"
+    """Report steps that do not install exactly one thing, and keys and options that do not fit theirs."""
+    for path, step in _select_tables(tree, "image", "pip", ANY):
+        sources = [key for key in _PIP_SOURCES if key in step.entries]
+        if len(sources) != 1:
+            present = " and ".join(sources) or "none of them"
+            message = f"needs exactly one of {', '.join(_PIP_SOURCES)}; it has {present}"
+            hint = "write a step for each" if sources else "add packages: [NAME]"
             problems.error(step.position, path, message, hint)
-        for key, reason in (
-            ("editable", "other packages have no folder of their own"),
-            ("ignore", "nothing else of this step is a folder"),
-        ):
+        for key, reason in _PROJECT_KEYS.items():
             if key in step.entries and "project" not in step.entries:
                 message = f"is for a project: {reason}"
                 problems.error(step.keys[key], (*path, key), message, "add project: FOLDER, or remove it")
-        packages = step.entries.get("packages")
+        packages, options = step.entries.get("packages"), step.entries.get("options")
         if isinstance(packages, Items) and not packages.items:
             problems.error(packages.position, (*path, "packages"), "is empty", "remove the step")
-        _, option = next(iter(step.entries.get("options", step).children()), (0, None))
-        if "options" in step.entries and isinstance(option, Scalar) and re.match("[^-]", option.text):
-            message = f"{option.text!r} is not an option"
+        # Later items may be values of the options before them.
+        first_option = options.items[0] if isinstance(options, Items) and options.items else None
+        if isinstance(first_option, Scalar) and re.match("[^-]", first_option.text):
+            message = f"{first_option.text!r} is not an option"
             hint = "options begin with -; packages go to `packages`"
-            problems.error(option.position, (*path, "options", 0), message, hint)
+            problems.error(first_option.position, (*path, "options", 0), message, hint)
 
 
 def _check_platforms(tree: Table, problems: Collector) -> None:
-    path: KeyPath = ("image", "platform")
-    for _, node in tree.select("image", "platform"):
+    """Report an empty list of platforms, and a platform that is listed twice: ``[arm64, linux/arm64]``."""
+    for path, node in tree.select("image", "platform"):
         if isinstance(node, Items) and not node.items:
             problems.error(node.position, path, "is empty", "allowed: amd64, arm64")
         platforms: set[str] = set()
         for index, item in node.children():
-            name = item.text.removeprefix("linux/") if isinstance(item, Scalar) else ""
+            if not isinstance(item, Scalar) or not item.text:
+                continue
+            name = item.text.removeprefix("linux/")
             if name in platforms:
                 message = f"linux/{name} is listed twice"
                 problems.error(item.position, (*path, index), message, "keep one of them")
-            platforms |= {name} - {""}
+            platforms.add(name)
 
 
 def _check_runtime(tree: Table, problems: Collector) -> None:
-    # The default command is singularity, which starts no container of these kinds.
+    """Report a kind of runtime that the default command, singularity, cannot start."""
     examples = {"docker": "docker", "kubernetes": "runai"}
-    for path, runtime in _tables(tree, "system", "runtime"):
+    for path, runtime in _select_tables(tree, "system", "runtime"):
         name = runtime.entries.get("kind")
         if isinstance(name, Scalar) and name.text in examples and "command" not in runtime.entries:
             message = f"kind {name.text} needs `command`: its default, singularity, is of another kind"
@@ -282,22 +322,22 @@ def _check_runtime(tree: Table, problems: Collector) -> None:
 
 def _check_scheduler(tree: Table, problems: Collector) -> None:
     for path, node in tree.select("system", "scheduler"):
-        if isinstance(node, Scalar) and node.type == "text" and not systems.is_known(node.text):
-            hint = choices(systems.with_alias(node.text), systems.names())
+        if isinstance(node, Scalar) and node.type == "text" and not systems.is_scheduler(node.text):
+            hint = allowed_hint(systems.resolve_alias(node.text), systems.scheduler_names())
             problems.error(node.position, path, f"{node.text!r} is not known", hint)
 
 
 def check_system(facts: SystemFacts, tree: Table, problems: Collector) -> None:
-    """Apply what the recipe's own scheduler knows about its section."""
-    scheduler, runtime = systems.registration(facts.scheduler), facts.runtime
+    """Report what the recipe's scheduler cannot work with, and warn of runtimes that it cannot start."""
+    scheduler, runtime = systems.find_registration(facts.scheduler), facts.runtime
     if runtime.kind not in scheduler.runtimes:
         path: KeyPath = ("system", "runtime", "kind")
         message = f"{facts.scheduler} does not start programs by {runtime.kind}: imgkit run refuses it"
-        problems.warn(tree.deepest(path)[0].position, path, message, choices("", scheduler.runtimes))
+        problems.warn(tree.position_of(path), path, message, allowed_hint("", scheduler.runtimes))
     elif runtime.kind == "docker" and scheduler.by_podman and not systems.is_podman(runtime.command):
         path = ("system", "runtime", "command")
         message = f"{facts.scheduler} starts containers by podman alone: imgkit run refuses {runtime.command}"
-        problems.warn(tree.deepest(path)[0].position, path, message, "command: podman, or podman-hpc")
+        problems.warn(tree.position_of(path), path, message, "command: podman, or podman-hpc")
     for fault in scheduler.faults(facts):
         path = ("system", *fault.path)
-        problems.error(tree.deepest(path)[0].position, path, fault.what, fault.hint)
+        problems.error(tree.position_of(path), path, fault.what, fault.hint)

@@ -13,9 +13,9 @@ from imgkit_builder.recipe.problems import KeyPath, Problem, key_text, nearest_p
 from imgkit_recipes import FOLDER
 
 PROGRAMS = ("singularity", "apptainer", "docker", "podman", "kubectl", "runai")
-_OPTIONS = ("--nv", "--rocm", "--cleanenv", "--contain", "--containall", "--no-home", "--gpus=all")
-"""Options that open nothing of the machine."""
-_VARIABLES = (
+_HARMLESS_OPTIONS = ("--nv", "--rocm", "--cleanenv", "--contain", "--containall", "--no-home", "--gpus=all")
+"""Options that give the container nothing of the machine but its GPUs."""
+_EXECUTING_VARIABLES = (
     *("PATH", "LD_PRELOAD", "LD_AUDIT", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP"),
     *("BASH_ENV", "ENV", "IFS", "PROMPT_COMMAND", "PERL5OPT", "PERL5LIB"),
 )
@@ -25,10 +25,10 @@ _HINT = "read it, and use the recipe only if you trust its author"
 Effects = Iterator[tuple[KeyPath, str]]
 
 
-def warnings(recipe: Recipe) -> tuple[Problem, ...]:
+def find_host_effects(recipe: Recipe) -> tuple[Problem, ...]:
     """Return a warning for each value with which `recipe` reaches beyond the image."""
     problems = []
-    for rule in (_runtime, _options, _variables, _secrets):
+    for rule in (_runtime_effects, _option_effects, _variable_effects, _secret_effects):
         for path, message in rule(recipe):
             position = nearest_position(recipe.positions, path)
             if position is not None and not position.file.is_relative_to(FOLDER):
@@ -36,7 +36,8 @@ def warnings(recipe: Recipe) -> tuple[Problem, ...]:
     return tuple(problems)
 
 
-def _runtime(recipe: Recipe) -> Effects:
+def _runtime_effects(recipe: Recipe) -> Effects:
+    """Yield programs that a start of the runtime runs, and folders of the machine that a job sees."""
     runtime, path = recipe.system.runtime, ("system", "runtime")
     if runtime.command not in PROGRAMS:
         yield (*path, "command"), f"runs the program {runtime.command} on the machine that starts a job"
@@ -53,8 +54,11 @@ def _runtime(recipe: Recipe) -> Effects:
         yield (*path, "binds", number), f"programs of the image see {bind} of the machine"
 
 
-def _options(recipe: Recipe) -> Effects:
-    """Options of a runtime, of mpirun or of a scheduler can name programs and folders of the machine."""
+def _option_effects(recipe: Recipe) -> Effects:
+    """Yield options of a runtime, of mpirun or of a scheduler.
+
+    They can name programs and folders of the machine.
+    """
     queue = recipe.system.queue
     for path, options in (
         (("runtime", "options"), recipe.system.runtime.options),
@@ -62,17 +66,17 @@ def _options(recipe: Recipe) -> Effects:
         (("queue", "srun"), queue.srun),
     ):
         for number, option in enumerate(options):
-            if option not in _OPTIONS:
+            if option not in _HARMLESS_OPTIONS:
                 yield ("system", *path, number), f"passes the option {option} to a program here"
 
 
-def _variables(recipe: Recipe) -> Effects:
+def _variable_effects(recipe: Recipe) -> Effects:
     for name in recipe.system.env:
-        if name in _VARIABLES:
+        if name in _EXECUTING_VARIABLES:
             yield ("system", "env", name), f"sets {name}, which decides what programs of a job execute"
 
 
-def _secrets(recipe: Recipe) -> Effects:
+def _secret_effects(recipe: Recipe) -> Effects:
     for number, secret in enumerate(recipe.image.secrets):
         source = f"the variable {secret.env}" if secret.env else f"the file {secret.file}"
         yield ("image", "secrets", number), f"gives {source} of this machine to steps of the build"

@@ -18,15 +18,15 @@ from imgkit_builder.recipe.problems import (
     KeyPath,
     Position,
     RecipeErrors,
-    choices,
-    nearest,
-    reason,
-    shown,
+    allowed_hint,
+    error_reason,
+    nearest_name,
+    shorten_path,
 )
 from imgkit_builder.recipe.requirements import PYPROJECT, UV_LOCK
 from imgkit_builder.recipe.system_files import Proof, is_path
 from imgkit_builder.recipe.validation import validate
-from imgkit_builder.recipe.yaml_tree import Items, Scalar, Table, YamlNode, kind, parse, plain
+from imgkit_builder.recipe.yaml_tree import Items, Scalar, Table, YamlNode, describe_kind, read_yaml, to_data
 from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.system import SystemFacts
@@ -52,61 +52,68 @@ def load(ref: str | Path, *, build_args: Sequence[str] = ()) -> Recipe:
     UsageError : there is no such recipe.
     """
     # A Path always means a file; a text without a slash or suffix is a shipped recipe.
-    file = locate(str(ref.absolute()) if isinstance(ref, Path) else ref, Path.cwd())
+    text = str(ref.absolute()) if isinstance(ref, Path) else ref
+    file = locate_recipe(text, Path.cwd())
     # `extends` can name any file of this machine: only what these folders hold is quoted in messages.
     folders = (file.parent, FOLDER, system_files.site_folder())
     problems = Collector(shows=tuple(folder.resolve() for folder in folders))
     # The name has no key, so no field of the model checks it.
     for message, hint in rules.recipe_name(file.stem):
         problems.error(Position(file=file, line=1, column=1), (), message, hint)
-    tree, is_complete = resolve(file, problems)
+    tree, is_complete = read_with_parents(file, problems)
     if tree is None:
         raise RecipeErrors(problems.errors)
-    tree = _with_args(tree, build_args)
-    document = _document(tree, problems, file, is_complete=is_complete)
+    tree = _replace_args(tree, build_args)
+    document = _make_document(tree, problems, file, is_complete=is_complete)
     positions = _positions(tree)
-    image: Image = _absolute(document.image, ("image",), positions)
+    image: Image = _make_absolute(document.image, ("image",), positions)
     return Recipe(
         name=file.stem,
         description=document.description,
         image=image,
         system=document.system,
         file=file,
-        sha256=_sha256(file.stem, document, image, problems),
+        sha256=_hash_content(file.stem, document, image, problems),
         positions=positions,
         sources=dict(problems.digests),
         warnings=tuple(problems.warnings),
     )
 
 
-def _document(tree: Table, problems: Collector, file: Path, *, is_complete: bool) -> Document:
-    """Return the values of `tree`, which `file` begins. Raises RecipeErrors with all `problems`."""
+def _make_document(tree: Table, problems: Collector, file: Path, *, is_complete: bool) -> Document:
+    """Return the values of `tree`, which `file` begins. Raise RecipeErrors if there are any `problems`."""
     document = check(tree, problems, is_complete=is_complete)
     if document is not None:
         # A plug-in is loaded only for a recipe that names it, and its rules see complete values.
-        if systems.is_known(document.system.scheduler):
+        if systems.is_scheduler(document.system.scheduler):
             check_system(document.system, tree, problems)
         for number, issue in enumerate(document.system.known_issues):
             for key, (message, hint) in issue.faults():
                 path: KeyPath = ("system", "known_issues", number, key)
-                problems.error(tree.deepest(path)[0].position, path, message, hint)
-        for path, (message, hint) in bases.doubts(document.image, document.system):
-            problems.warn(tree.deepest(path)[0].position, path, message, hint)
+                problems.error(tree.position_of(path), path, message, hint)
+        for path, (message, hint) in bases.find_doubts(document.image, document.system):
+            problems.warn(tree.position_of(path), path, message, hint)
     if document is None or problems.errors:
         # The requested file first, and each file from top to bottom.
-        raise RecipeErrors(
-            sorted(problems.errors, key=lambda problem: (problem.position.file != file, problem.position))
-        )
+        errors = sorted(problems.errors, key=lambda error: (error.position.file != file, error.position))
+        raise RecipeErrors(errors)
     return document
 
 
 def _positions(tree: Table) -> Mapping[KeyPath, Position]:
-    """Return the position of every value; that of a short form stands for the values which it means."""
+    """Return the position of every value.
+
+    Templates and messages ask for the expanded form of ``platform: arm64``, the list ``[arm64]``. Its item
+    has the position of the short form.
+    """
     positions = {path: node.position for path, node in tree.walk()}
-    # Templates and messages ask for the expanded form: `platform: arm64` is the list [arm64].
-    for path, below in ((("image", "platform"), 0), (("image", "constraints"), "policy")):
+    expanded_keys: tuple[tuple[KeyPath, str | int], ...] = (
+        (("image", "platform"), 0),
+        (("image", "constraints"), "policy"),
+    )
+    for path, key in expanded_keys:
         if path in positions:
-            positions.setdefault((*path, below), positions[path])
+            positions.setdefault((*path, key), positions[path])
     return positions
 
 
@@ -128,86 +135,106 @@ def load_system(name: str) -> KnownSystem:
     RecipeErrors : its file has problems; lists all of them.
     UsageError : there is no such system, or others can write its file.
     """
-    file = system_files.locate(name, Path.cwd() / "recipe")
+    file = system_files.locate_system(name, Path.cwd() / "recipe")
     problems = Collector(shows=(FOLDER.resolve(), file.parent.resolve()))
-    tree, proof = _system(file, (), problems)
+    tree, proof = _read_system(file, (), problems)
     if tree is None:
         raise RecipeErrors(problems.errors)
-    # Any image will do: the rules are those of a recipe.
+    # The rules are those of a recipe, which needs an image: any will do.
+    # Its rules are checked by pydantic, and nobody builds it.
     base = Scalar(position=tree.position, text="scratch:none")
-    recipe = _replace(Table(position=tree.position, entries={}, keys={}), ("system",), tree)
-    recipe = _replace(recipe, ("image", "base"), base)
-    facts = _document(recipe, problems, file, is_complete=True).system
+    recipe = _set_node(_empty_table(tree.position), ("system",), tree)
+    recipe = _set_node(recipe, ("image", "base"), base)
+    facts = _make_document(recipe, problems, file, is_complete=True).system
     return KnownSystem(name=name, file=file, facts=facts, proof=proof)
 
 
-def _replace(table: Table, path: tuple[str, ...], node: YamlNode) -> Table:
-    """Return `table` with `node` at `path`; tables on the way that do not exist are added."""
-    key = path[0]
-    if len(path) > 1:
-        below = table.entries.get(key)
-        empty = Table(position=node.position, entries={}, keys={})
-        node = _replace(below if isinstance(below, Table) else empty, path[1:], node)
+def _empty_table(position: Position) -> Table:
+    return Table(position=position, entries={}, keys={})
+
+
+def _set_node(table: Table, path: tuple[str, ...], node: YamlNode) -> Table:
+    """Return `table` with `node` at `path`. Mappings on the way that do not exist are added."""
+    key, *rest = path
+    if rest:
+        child = table.entries.get(key)
+        if not isinstance(child, Table):
+            child = _empty_table(node.position)
+        node = _set_node(child, tuple(rest), node)
     keys = {key: node.position, **table.keys}
     return Table(position=table.position, entries={**table.entries, key: node}, keys=keys)
 
 
-def _with_args(tree: Table, build_args: Sequence[str]) -> Table:
-    """Return `tree` with other values in ``image.args``; each keeps the position of the recipe's value."""
+def _replace_args(tree: Table, build_args: Sequence[str]) -> Table:
+    """Return `tree` with other values in ``image.args``. Each keeps the position of the recipe's value.
+
+    They are replaced before the check, so that the rules of a value apply to that of the command line too.
+    """
+    if not build_args:
+        return tree
+    args, path = tree.deepest(("image", "args"))
+    declared = args.entries if len(path) == 2 and isinstance(args, Table) else {}
     for argument in build_args:
         name, equals, value = argument.partition("=")
-        node, path = tree.deepest(("image", "args"))
-        declared = node.entries if len(path) == 2 and isinstance(node, Table) else {}
         if not equals:
             raise UsageError(f"{name!r} has no value", where="--build-arg", hint="write NAME=VALUE")
         if name not in declared:
-            hint = choices(name, declared) if declared else f'declare it below image.args: {name}: "default"'
+            hint = f'declare it below image.args: {name}: "default"'
+            if declared:
+                hint = allowed_hint(name, declared)
             raise UsageError(f"the recipe has no argument {name!r}", where="--build-arg", hint=hint)
-        # Replaced before the check, so that the rules of a value apply to that of the command line too.
         scalar = Scalar(position=declared[name].position, text=value)
-        tree = _replace(tree, ("image", "args", name), scalar)
+        tree = _set_node(tree, ("image", "args", name), scalar)
     return tree
 
 
-def _absolute(value: Any, path: KeyPath, positions: Mapping[KeyPath, Position]) -> Any:
-    """Return `value` with absolute paths; each starts at the folder of the file that states it."""
+def _make_absolute(value: Any, path: KeyPath, positions: Mapping[KeyPath, Position]) -> Any:
+    """Return `value` with absolute paths.
+
+    Each relative one starts at the folder of the file that states it.
+    """
     if isinstance(value, Path):
         # A file of this machine may be anywhere: "/" and "~" do not start at the recipe.
         return positions[path].file.parent / value.expanduser()
     if isinstance(value, tuple):
-        return tuple(_absolute(item, (*path, index), positions) for index, item in enumerate(value))
+        return tuple(_make_absolute(item, (*path, index), positions) for index, item in enumerate(value))
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return value
-    names = [field.name for field in dataclasses.fields(value)]
-    parts = {name: _absolute(getattr(value, name), (*path, name), positions) for name in names}
-    return dataclasses.replace(value, **parts)
+    changes = {}
+    for field in dataclasses.fields(value):
+        changes[field.name] = _make_absolute(getattr(value, field.name), (*path, field.name), positions)
+    return dataclasses.replace(value, **changes)
 
 
-def _sha256(name: str, document: Document, image: Image, problems: Collector) -> str:
+def _hash_content(name: str, document: Document, image: Image, problems: Collector) -> str:
     """Return the digest of the content: paths as written, the bytes of requirements, locks, certificates.
 
-    `problems` receives the digests of these files, and of the pyproject.toml of projects.
+    `problems` receives the digests of these files, and of the pyproject.toml of projects. The code of
+    projects does not count: the digest of the build context covers it.
     """
     content = {"name": name, **dataclasses.asdict(document)}
     # A build on it names it as --base does; the others are the same with any.
     del content["image"]["current_base"]
+    # Sorted, so that the order of keys in a file makes no difference.
     digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode())
-    # What a build reads besides the recipe; not the code, which the digest of the context covers.
-    locks = (image.uv.project / UV_LOCK,) if image.uv else ()
-    requirements = (step.requirements for step in image.pip if step.requirements is not None)
-    for file in (*image.ca, *requirements, *locks):
+    contents = list(image.ca)
+    contents += [step.requirements for step in image.pip if step.requirements is not None]
+    projects = [step.project for step in image.pip if step.project is not None]
+    if image.uv is not None:
+        contents.append(image.uv.project / UV_LOCK)
+        projects.append(image.uv.project)
+    for file in contents:
         file_digest = hashlib.sha256(files.read_bytes(file))
         problems.digests[file] = file_digest.hexdigest()
         digest.update(file_digest.digest())
-    projects = [step.project for step in image.pip] + [image.uv.project if image.uv else None]
-    for project in filter(None, projects):
+    for project in projects:
         pyproject = project / PYPROJECT
         problems.digests[pyproject] = hashlib.sha256(files.read_bytes(pyproject)).hexdigest()
     return digest.hexdigest()
 
 
-def locate(ref: str, folder: Path) -> Path:
-    """Return the absolute path of recipe `ref`; a relative path starts at `folder`.
+def locate_recipe(ref: str, folder: Path) -> Path:
+    """Return the absolute path of recipe `ref`. A relative path starts at `folder`.
 
     Raises
     ------
@@ -215,62 +242,72 @@ def locate(ref: str, folder: Path) -> Path:
     """
     try:
         if not is_path(ref):
-            return _shipped(ref)
+            return _locate_shipped(ref)
         file = (folder / ref).absolute()
         if file.is_dir():
-            names = sorted(str(shown(path)) for path in file.glob("*.y*ml"))
+            names = sorted(str(shorten_path(path)) for path in file.glob("*.y*ml"))
             hint = f"it contains: {', '.join(names)}" if names else "name a .yaml file"
             raise UsageError(f"{ref} is a folder, not a recipe", hint=hint)
         if not file.exists():
             siblings = {path.stem: path.name for path in file.parent.glob("*.y*ml")}
-            near = siblings.get(nearest(file.stem, siblings)) or nearest(file.stem, recipe_names())
-            hint = f"did you mean {near}?" if near else "to see the shipped recipes: imgkit list"
+            nearest = siblings.get(nearest_name(file.stem, siblings), "")
+            nearest = nearest or nearest_name(file.stem, recipe_names())
+            hint = f"did you mean {nearest}?" if nearest else "to see the shipped recipes: imgkit list"
             raise UsageError(f"there is no file {ref}", hint=hint)
         return file
     except (OSError, ValueError) as error:  # a name too long, a NUL byte, no permission
-        raise UsageError(f"{ref!r} is not a recipe: {reason(error)}") from error
+        raise UsageError(f"{ref!r} is not a recipe: {error_reason(error)}") from error
 
 
-def _shipped(name: str) -> Path:
+def _locate_shipped(name: str) -> Path:
+    """Return the file of a recipe that imgkit ships, or of a system that stands for its recipe."""
     if name in recipe_names():
         return recipe_path(name)
-    if name in system_files.find_all():
-        return system_files.locate(name, Path.cwd() / "recipe")
+    if name in system_files.find_systems():
+        return system_files.locate_system(name, Path.cwd() / "recipe")
     if not name:
-        raise UsageError("the recipe's name is empty", hint=choices("", recipe_names()))
+        raise UsageError("the recipe's name is empty", hint=allowed_hint("", recipe_names()))
     if name.endswith((".sif", ".sqsh")):
-        raise UsageError(
-            f"there is no file {name} here", hint="name its folder, or make it: imgkit sif RECIPE"
-        )
-    advice = f"; for the file {name}.yaml write ./{name}.yaml" if Path(f"{name}.yaml").is_file() else ""
-    raise UsageError(f"there is no recipe {name!r}", hint=choices(name, recipe_names()) + advice)
+        hint = "name its folder, or make it: imgkit sif RECIPE"
+        raise UsageError(f"there is no file {name} here", hint=hint)
+    hint = allowed_hint(name, recipe_names())
+    if Path(f"{name}.yaml").is_file():
+        hint += f"; for the file {name}.yaml write ./{name}.yaml"
+    raise UsageError(f"there is no recipe {name!r}", hint=hint)
 
 
-def resolve(file: Path, problems: Collector, children: Sequence[Path] = ()) -> tuple[Table | None, bool]:
-    """Read `file` and what it extends, and merge them; problems go to `problems`.
+def read_with_parents(
+    file: Path, problems: Collector, children: Sequence[Path] = ()
+) -> tuple[Table | None, bool]:
+    """Read `file` and what it extends, and merge them. What is wrong with them goes to `problems`.
 
     The second value says whether every file could be read. `children` are the resolved files that led to it.
     """
-    tree = parse(file, problems)
+    tree = read_yaml(file, problems)
     if tree is None:
         return None, False
-    if not {"image", "system"} & set(tree.entries) and file in system_files.find_all().values():
-        return _recipe_of_system(file, problems), True
+    # A known system stands for a recipe with the newest base.
+    if not {"image", "system"} & set(tree.entries) and file in system_files.find_systems().values():
+        return _make_recipe_of_system(file, problems), True
     _refuse_system_file(tree, problems)
-    child, names_system, is_complete = _with_system(tree.without("extends"), file, problems)
+    # The system first: the parent's must know whether it is replaced.
+    child, names_system, is_complete = _merge_named_system(tree.without("extends"), file, problems)
     if "extends" not in tree.entries:
         return child, is_complete
     chain = (*children, file.resolve())
     parent_file = _locate_named(tree.entries["extends"], file, ("extends",), chain, problems, "recipe")
-    parent, is_parent_complete = resolve(parent_file, problems, chain) if parent_file else (None, False)
+    if parent_file is None:
+        return child, False
+    parent, is_parent_complete = read_with_parents(parent_file, problems, chain)
     if parent is None:
         return child, False
-    # Keys of the parent's system would mix two machines, so a named system replaces all of it.
-    merged = merge_tables(parent.without("system") if names_system else parent, child, ())
-    return merged, is_complete and is_parent_complete
+    if names_system:
+        # Keys of the parent's system would mix two machines, so a named system replaces all of it.
+        parent = parent.without("system")
+    return merge_tables(parent, child, ()), is_complete and is_parent_complete
 
 
-def _recipe_of_system(file: Path, problems: Collector) -> Table:
+def _make_recipe_of_system(file: Path, problems: Collector) -> Table:
     """Return a recipe for the system in `file`, which has none: the newest base that its nodes run.
 
     Raises
@@ -279,56 +316,61 @@ def _recipe_of_system(file: Path, problems: Collector) -> Table:
     """
     name, position = file.stem, Position(file=file, line=1, column=1)
     facts = load_system(name).facts
-    base = bases.newest(facts)
+    base = bases.newest_base(facts)
     if base is None:
-        reference, driver = [(row.reference, row.driver) for row in bases.table() if row.driver][-1]
+        newest = [row for row in bases.load_table() if row.driver][-1]
         hint = (
-            f"write {name}.yaml with two lines, `image: {{base: {reference}}}` and `system: {name}`, and use "
-            f"./{name}.yaml. That base needs driver {driver}; to see older ones: imgkit list --bases"
+            f"write {name}.yaml with two lines, `image: {{base: {newest.reference}}}` and `system: {name}`, "
+            f"and use ./{name}.yaml. That base needs driver {newest.driver}; "
+            "to see older ones: imgkit list --bases"
         )
         raise UsageError(f"{name} is a system without a recipe, and its driver is not known", hint=hint)
     message = f"{name} has no recipe: the base is {base.reference}, the newest that its nodes run"
     hint = f"for another: `image: {{base: NAME:TAG}}` and `system: {name}` in a file"
     problems.warn(position, ("image", "base"), message, hint)
-    tree = Table(position=position, entries={}, keys={})
-    for key, text in (("base", base.reference), ("platform", bases.platform_of(facts))):
-        tree = _replace(tree, ("image", key), Scalar(position=position, text=text))
-    system, _ = _system(file, (), problems)
-    return tree if system is None else _replace(tree, ("system",), system)
+    tree = _empty_table(position)
+    for key, text in (("base", base.reference), ("platform", bases.node_platform(facts))):
+        tree = _set_node(tree, ("image", key), Scalar(position=position, text=text))
+    system, _ = _read_system(file, (), problems)
+    return tree if system is None else _set_node(tree, ("system",), system)
 
 
 def _refuse_system_file(tree: Table, problems: Collector) -> None:
-    """Report a file that describes a system where a recipe is expected."""
-    keys = {field.name for field in dataclasses.fields(SystemFacts)} - {"env"}
-    if not {"image", "system"} & set(tree.entries) and keys & set(tree.entries):
+    """Raise RecipeErrors if the file of `tree` describes a system where a recipe is expected."""
+    system_keys = {field.name for field in dataclasses.fields(SystemFacts)} - {"env"}
+    keys = set(tree.entries)
+    if not keys & {"image", "system"} and keys & system_keys:
         hint = f"a recipe names it: `image: {{base: NAME:TAG}}` and `system: ./{tree.position.file.name}`"
         problems.error(tree.position, (), "it describes a system, not a recipe", hint)
         raise RecipeErrors(problems.errors)
 
 
-def _with_system(tree: Table, file: Path, problems: Collector) -> tuple[Table, bool, bool]:
+def _merge_named_system(tree: Table, file: Path, problems: Collector) -> tuple[Table, bool, bool]:
     """Return `tree` with the values of the system that ``system: NAME`` or ``system: {extends: NAME}`` names.
 
-    The second value says whether it names one, which then replaces that of a recipe which `tree` extends;
-    the third whether that system could be read.
+    The second value says whether it names one, which then replaces that of a recipe which `tree` extends. The
+    third says whether that system could be read.
     """
     ref = tree.entries.get("system")
     if ref is None or (isinstance(ref, Scalar) and ref.type == "nothing"):
         return tree, False, True
     # `system: NAME` is short for `system: {extends: NAME}`; both may come without changes.
-    changes = Table(position=ref.position, entries={}, keys={})
+    changes = _empty_table(ref.position)
     if isinstance(ref, Table):
         if "extends" not in ref.entries:
             return tree, False, True
         changes, ref = ref.without("extends"), ref.entries["extends"]
     system_file = _locate_named(ref, file, ("system",), (), problems, "system")
-    base = _system(system_file, (), problems)[0] if system_file else None
+    base = None
+    if system_file is not None:
+        base, _ = _read_system(system_file, (), problems)
     if base is None:
         return tree.without("system"), True, False
     system = merge_tables(base, changes, ("system",))
-    return _replace(tree, ("system",), system), True, True
+    return _set_node(tree, ("system",), system), True, True
 
 
+# Far below Python's limit of recursion.
 _MOST_PARENTS = 50
 _NAME_HINTS = {
     "recipe": "the parent can extend a further recipe",
@@ -339,27 +381,32 @@ _NAME_HINTS = {
 def _locate_named(
     ref: YamlNode, source: Path, path: KeyPath, chain: Sequence[Path], problems: Collector, noun: str
 ) -> Path | None:
-    """Return the file of the ``recipe`` or ``system`` that `ref` in `source` names; None after a problem.
+    """Return the file of the ``recipe`` or ``system`` that `ref` in `source` names, or None after a problem.
 
     `chain` are the resolved files that led to it.
     """
     if not isinstance(ref, Scalar) or ref.type != "text":
-        message = f"must be the name or path of one {noun}, not {kind(ref)}"
+        message = f"must be the name or path of one {noun}, not {describe_kind(ref)}"
         problems.error(ref.position, path, message, _NAME_HINTS[noun])
         return None
     try:
-        file = locate(ref.text, source.parent) if noun == "recipe" else system_files.locate(ref.text, source)
+        if noun == "recipe":
+            file = locate_recipe(ref.text, source.parent)
+        else:
+            file = system_files.locate_system(ref.text, source)
     except UsageError as error:
         message = f"{error.where}: {error.what}" if error.where else error.what
-        # The hint names files that are there.
-        may_show = not is_path(ref.text) or problems.may_show(source.parent / ref.text)
-        problems.error(ref.position, path, message, (error.hint if may_show else "") or "")
+        hint = error.hint or ""
+        if is_path(ref.text) and not problems.may_show(source.parent / ref.text):
+            hint = ""  # it names files of a folder that a stranger's recipe must not list
+        problems.error(ref.position, path, message, hint)
         return None
     # Resolved: a link back to a child is a circle too.
     resolved = file.resolve()
     if resolved in chain:
-        cycle = " -> ".join(step.name for step in (*chain[chain.index(resolved) :], resolved))
-        problems.error(ref.position, path, f"is circular: {cycle}", "remove one `extends`")
+        cycle = (*chain[chain.index(resolved) :], resolved)
+        names = " -> ".join(step.name for step in cycle)
+        problems.error(ref.position, path, f"is circular: {names}", "remove one `extends`")
         return None
     if len(chain) > _MOST_PARENTS:
         problems.error(ref.position, path, f"more than {_MOST_PARENTS} files extend each other", "merge some")
@@ -367,9 +414,9 @@ def _locate_named(
     return file
 
 
-def _system(file: Path, children: Sequence[Path], problems: Collector) -> tuple[Table | None, Proof]:
+def _read_system(file: Path, children: Sequence[Path], problems: Collector) -> tuple[Table | None, Proof]:
     """Return the values of the system `file` over those that it extends, and the proof that it states."""
-    tree = parse(file, problems)
+    tree = read_yaml(file, problems)
     if tree is None:
         return None, Proof()
     # A system that brought packages would change images of recipes that only name it.
@@ -378,18 +425,24 @@ def _system(file: Path, children: Sequence[Path], problems: Collector) -> tuple[
             hint = "write its keys without `system:` above them"
             problems.error(tree.keys[key], (), "a system has no image", hint)
             return None, Proof()
-    proof = _proof(tree.entries["proof"], problems) if "proof" in tree.entries else Proof()
+    proof = Proof()
+    if "proof" in tree.entries:
+        proof = _read_proof(tree.entries["proof"], problems)
     values, parent = tree.without("proof", "extends"), tree.entries.get("extends")
     if parent is None:
         return values, proof
     chain = (*children, file.resolve())
     parent_file = _locate_named(parent, file, ("extends",), chain, problems, "system")
-    base = _system(parent_file, chain, problems)[0] if parent_file else None
-    return (None if base is None else merge_tables(base, values, ("system",))), proof
+    if parent_file is None:
+        return None, proof
+    base, _ = _read_system(parent_file, chain, problems)
+    if base is None:
+        return None, proof
+    return merge_tables(base, values, ("system",)), proof
 
 
-def _proof(node: YamlNode, problems: Collector) -> Proof:
-    proof, _ = validate(Proof, plain(node))
+def _read_proof(node: YamlNode, problems: Collector) -> Proof:
+    proof, _ = validate(Proof, to_data(node))
     if proof is None:
         hint = "write one line of text for documented, rendered, simulated or run"
         message = "does not say how the values were tested"
@@ -410,5 +463,8 @@ def merge_tables(parent: Table, child: Table, path: KeyPath) -> Table:
     """Lay the mapping `child` over `parent`, both at `path`."""
     entries = dict(parent.entries)
     for key, node in child.entries.items():
-        entries[key] = merge(entries[key], node, (*path, key)) if key in entries else node
+        if key in entries:
+            entries[key] = merge(entries[key], node, (*path, key))
+        else:
+            entries[key] = node
     return Table(position=child.position, entries=entries, keys={**parent.keys, **child.keys})

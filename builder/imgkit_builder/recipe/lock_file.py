@@ -1,6 +1,6 @@
 """A recipe's lock: TOML text with one short line per value, so that a diff shows what an upgrade changed.
 
-`follow` attaches the lock next to a recipe to it, if that is the lock of this recipe, base and platform.
+`attach_lock` attaches the lock next to a recipe to it, if that is the lock of this recipe, base and platform.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from imgkit_builder.recipe.model import (
     LOCK_SCHEMA,
     UV_STEP,
     Lock,
+    LockedPlatform,
     LockedStep,
     LockRequest,
     PipStep,
@@ -33,7 +34,7 @@ from imgkit_builder.recipe.problems import (
     RecipeErrors,
     key_text,
     parse_toml_file,
-    shown,
+    shorten_path,
 )
 from imgkit_builder.recipe.validation import validate
 from imgkit_entrypoints import files, secret_patterns
@@ -43,23 +44,24 @@ from imgkit_recipes import FOLDER
 SUFFIX = ".lock"
 KEPT_SUFFIX = ".files"
 """Follows the name of a lock: the folder of the packages that ``imgkit lock --keep-files`` stores."""
-_HEAD = "# Made by imgkit lock, which also changes it. Keep it beside its recipe, under version control.\n"
+_HEADER = "# Made by imgkit lock, which also changes it. Keep it beside its recipe, under version control.\n"
+# One package takes some hundred bytes: no lock is larger.
 _MOST_BYTES = 16 << 20
 
 
-def beside(recipe: Recipe) -> Path:
-    """Return where the lock of `recipe` lies: next to its file; for a shipped one in the working folder."""
+def lock_path(recipe: Recipe) -> Path:
+    """Return where the lock of `recipe` lies: next to its file; for a shipped one, in the working folder."""
     if recipe.file.parent == FOLDER:
         return Path.cwd() / f"{recipe.name}{SUFFIX}"
     return recipe.file.with_suffix(SUFFIX)
 
 
-def text(lock: Lock) -> str:
-    """Return the content of the file; the same lock gives the same bytes."""
-    return _HEAD + "".join(_table(lock, ""))
+def render_lock(lock: Lock) -> str:
+    """Return the content of the file. The same lock gives the same bytes."""
+    return _HEADER + "".join(_render_table(lock, ""))
 
 
-def _table(table: Any, path: str) -> Iterator[str]:
+def _render_table(table: Any, path: str) -> Iterator[str]:
     """Yield the lines of a dataclass: plain values first, as TOML requires, then the tables below it."""
     tables = []
     for field in dataclasses.fields(table):
@@ -70,25 +72,29 @@ def _table(table: Any, path: str) -> Iterator[str]:
         elif isinstance(value, tuple) and value and dataclasses.is_dataclass(value[0]):
             tables += [(f"[[{key}]]", key, item) for item in value]
         elif field.name == "schema" or value != field.default:
-            yield f"{field.name} = {_plain(value)}\n"
+            yield f"{field.name} = {_render_value(value)}\n"
     for heading, key, value in tables:
-        lines = "".join(_table(value, key))
-        if lines or heading.startswith("[["):
-            yield f"\n{heading}\n{lines}" if not lines.startswith("\n") else f"\n{heading}{lines}"
+        lines = "".join(_render_table(value, key))
+        if not lines and not heading.startswith("[["):
+            continue  # a table with defaults only; but an item of a list counts
+        separator = "" if lines.startswith("\n") else "\n"
+        yield f"\n{heading}{separator}{lines}"
 
 
-def _plain(value: str | bool | int | tuple[str, ...]) -> str:
+def _render_value(value: str | bool | int | tuple[str, ...]) -> str:
     if isinstance(value, tuple):
-        items = [_plain(item) for item in value]
-        return f"[{', '.join(items)}]" if len(items) < 2 else "[\n    " + ",\n    ".join(items) + ",\n]"
+        items = [_render_value(item) for item in value]
+        if len(items) < 2:
+            return f"[{', '.join(items)}]"
+        return "[\n    " + ",\n    ".join(items) + ",\n]"
     if isinstance(value, str):
         # A text of TOML is one of JSON, except that DEL must be escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return str(value).lower()
 
 
-def read(file: Path) -> Lock:
-    """Read `file`.
+def read_lock(file: Path) -> Lock:
+    """Return the lock in `file`.
 
     Raises
     ------
@@ -99,27 +105,31 @@ def read(file: Path) -> Lock:
         content = files.read_bytes(file, most_bytes=_MOST_BYTES).decode()
     except (OSError, ValueError) as error:
         raise UsageError(f"the lock cannot be read: {error}", where=str(file), hint=LOCK_HINT) from error
-    return parse(content, file)
+    return parse_lock(content, file)
 
 
-def parse(content: str, file: Path) -> Lock:
-    """Return the lock that `content` of `file` states. Raises as `read`."""
+def parse_lock(content: str, file: Path) -> Lock:
+    """Return the lock that `content` of `file` states. Raises as `read_lock` does."""
+    # A link beside a stranger's recipe may lead to any file of this machine.
     problems = Collector(shows=(file.parent.resolve(),))
+    # An editor of Windows may have changed the line ends.
     values = parse_toml_file(content.replace("\r\n", "\n"), file, problems, LOCK_HINT)
-    lock, faults = _checked(values)
+    lock, faults = _validate(values)
     for path, message, hint in faults:
-        text = f"{key_text(path)}: {message}{_package(path, values)}"
+        text = f"{key_text(path)}: {message}{_describe_package(path, values)}"
         problems.error(Position(file=file, line=0, column=0), (), text, hint)
     if lock is None or faults:
         raise RecipeErrors(problems.errors, of=file.name)
     return lock
 
 
+_IGNORE_HINT = "to ignore the lock: --no-lock"
 _Fault = tuple[KeyPath, str, str]
 """The path of a value, what is wrong with it, and a hint."""
 
 
-def _checked(values: dict[str, Any]) -> tuple[Lock | None, list[_Fault]]:
+def _validate(values: dict[str, Any]) -> tuple[Lock | None, list[_Fault]]:
+    """Return the lock that `values` state, and what is wrong with them."""
     # First: a later imgkit may have other keys, and each would be reported as unknown.
     schema = values.get("schema", LOCK_SCHEMA)
     if isinstance(schema, int) and schema > LOCK_SCHEMA:
@@ -133,11 +143,11 @@ def _checked(values: dict[str, Any]) -> tuple[Lock | None, list[_Fault]]:
         message = mistake.message.replace("a mapping", "a table")
         faults.append((mistake.path, message, mistake.hint or LOCK_HINT))
     if lock is not None:
-        faults = [(path, message, LOCK_HINT) for path, message in _contradictions(lock)]
+        faults += [(path, message, LOCK_HINT) for path, message in _find_contradictions(lock)]
     return lock, faults
 
 
-def _package(path: KeyPath, values: Any) -> str:
+def _describe_package(path: KeyPath, values: Any) -> str:
     """Return `` (package zsh)`` where `path` leads into a package of `values`, else an empty text."""
     name = ""
     for part in path:
@@ -150,7 +160,7 @@ def _package(path: KeyPath, values: Any) -> str:
     return f" (package {name})" if name else ""
 
 
-def _contradictions(lock: Lock) -> Iterator[tuple[KeyPath, str]]:
+def _find_contradictions(lock: Lock) -> Iterator[tuple[KeyPath, str]]:
     """Yield what is wrong with several values together."""
     platforms: set[str] = set()
     for number, part in enumerate(lock.platforms):
@@ -171,8 +181,8 @@ def _contradictions(lock: Lock) -> Iterator[tuple[KeyPath, str]]:
                 yield (*path, "pip", index, "url"), "is missing, and the wheel is not a kept one"
 
 
-def follow(recipe: Recipe, *, platform: str, base: str | None = None, required: bool = False) -> Recipe:
-    """Return `recipe` with the lock that lies next to it; unchanged where there is none.
+def attach_lock(recipe: Recipe, *, platform: str, base: str | None = None, required: bool = False) -> Recipe:
+    """Return `recipe` with the lock that lies next to it. It is unchanged where there is none.
 
     Parameters
     ----------
@@ -184,45 +194,60 @@ def follow(recipe: Recipe, *, platform: str, base: str | None = None, required: 
     UsageError : the lock cannot be read, belongs to another recipe, lacks the platform or a kept file, or is
         stale: then it names the recipe's line that the lock does not know.
     """
-    file = beside(recipe)
+    file = lock_path(recipe)
     if not file.exists():
         if required:
-            where, hint = str(shown(file)), f"make it: {command(recipe)}"
-            raise UsageError(f"{recipe.name} has no lock", where=where, hint=hint)
+            hint = f"make it: {lock_command(recipe)}"
+            raise UsageError(f"{recipe.name} has no lock", where=str(shorten_path(file)), hint=hint)
         # A lock that appears later changes what a build makes.
         return dataclasses.replace(recipe, sources={**recipe.sources, file: ""})
-    lock, where = read(file), str(shown(file))
-    again = f"{command(recipe)}; to ignore the lock: --no-lock"
-    if lock.recipe != recipe.name:
-        message = f"it is the lock of the recipe {lock.recipe!r}, and not of {recipe.name!r}"
-        raise UsageError(message, where=where, hint=f"rename or remove it, or: {again}")
-    part = lock.of(platform)
-    if part is None:
-        platforms = ", ".join(locked.platform for locked in lock.platforms) or "none"
-        message = f"the lock is not for {platform}; it has: {platforms}"
-        hint = f"{command(recipe)} --platform {platform}; to ignore the lock: --no-lock"
-        raise UsageError(message, where=where, hint=hint)
-    try:
-        request = request_of(recipe, base=base)
-    except (OSError, ValueError) as error:
-        message, where = f"a file of the recipe cannot be read: {error}", recipe.where("image", "pip")
-        raise UsageError(message, where=where, hint=f"restore it, or: {again}") from error
-    if stale := difference(request, part.request):
-        path, change = stale
-        where = "--base" if base and path == ("image", "base") else recipe.where(*path)
-        raise UsageError(f"the lock {file.name} is stale: {change}", where=where, hint=again)
+    lock = read_lock(file)
+    part = _select_platform(lock, recipe, platform, file)
+    _refuse_stale(recipe, part, file, base)
     folder = kept_folder(file)
     kept_files = {name: folder / name for name in part.digests if (folder / name).is_file()}
     for wheel in part.pip:
         if wheel.kept and wheel.file not in kept_files:
             raise UsageError(
                 f"{wheel.file} is missing, which was built when the lock was made",
-                where=str(shown(folder)),
-                hint=f"copy that folder to this machine too, or: {command(recipe)} --keep-files",
+                where=str(shorten_path(folder)),
+                hint=f"copy that folder to this machine too, or: {lock_command(recipe)} --keep-files",
             )
     sources = {**recipe.sources, file: hashlib.sha256(files.read_bytes(file)).hexdigest()}
-    lock_text = text(dataclasses.replace(lock, platforms=(part,)))
+    # The image gets the part for its platform alone.
+    lock_text = render_lock(dataclasses.replace(lock, platforms=(part,)))
     return dataclasses.replace(recipe, lock=part, lock_text=lock_text, kept=kept_files, sources=sources)
+
+
+def _select_platform(lock: Lock, recipe: Recipe, platform: str, file: Path) -> LockedPlatform:
+    """Return the part of `lock` for `platform`. Raise UsageError if there is none, or for another recipe."""
+    where = str(shorten_path(file))
+    if lock.recipe != recipe.name:
+        message = f"it is the lock of the recipe {lock.recipe!r}, and not of {recipe.name!r}"
+        hint = f"rename or remove it, or: {lock_command(recipe)}; {_IGNORE_HINT}"
+        raise UsageError(message, where=where, hint=hint)
+    part = lock.for_platform(platform)
+    if part is None:
+        platforms = ", ".join(locked.platform for locked in lock.platforms) or "none"
+        message = f"the lock is not for {platform}; it has: {platforms}"
+        hint = f"{lock_command(recipe)} --platform {platform}; {_IGNORE_HINT}"
+        raise UsageError(message, where=where, hint=hint)
+    return part
+
+
+def _refuse_stale(recipe: Recipe, part: LockedPlatform, file: Path, base: str | None) -> None:
+    """Raise UsageError if `recipe`, on `base`, asks for something else than it did when the lock was made."""
+    hint = f"{lock_command(recipe)}; {_IGNORE_HINT}"
+    try:
+        request = make_request(recipe, base=base)
+    except (OSError, ValueError) as error:
+        message, where = f"a file of the recipe cannot be read: {error}", recipe.where("image", "pip")
+        raise UsageError(message, where=where, hint=f"restore it, or: {hint}") from error
+    difference = first_difference(request, part.request)
+    if difference is not None:
+        path, change = difference
+        where = "--base" if base and path == ("image", "base") else recipe.where(*path)
+        raise UsageError(f"the lock {file.name} is stale: {change}", where=where, hint=hint)
 
 
 def kept_folder(file: Path) -> Path:
@@ -230,17 +255,24 @@ def kept_folder(file: Path) -> Path:
     return file.with_name(file.name + KEPT_SUFFIX)
 
 
-def command(recipe: Recipe) -> str:
-    """Return the command that makes the lock of `recipe`."""
-    is_shipped = recipe.file.parent == FOLDER
-    return f"imgkit lock {recipe.name if is_shipped else shlex.quote(str(shown(recipe.file)))}"
+def lock_command(recipe: Recipe) -> str:
+    """Return the command that makes the lock of `recipe`: ``imgkit lock mn5``, ``imgkit lock mine.yaml``."""
+    if recipe.file.parent == FOLDER:
+        return f"imgkit lock {recipe.name}"
+    return f"imgkit lock {shlex.quote(str(shorten_path(recipe.file)))}"
 
 
+_STEP_FIELDS = {
+    "requirements": ("packages", "packages"),
+    "options": ("options", "options"),
+    "env": ("env", "variables"),
+}
+"""Fields of a `LockedStep` -> their key in a recipe, and the noun for messages."""
 _Difference = tuple[KeyPath, str]
 """The path of a value in a recipe, or of the list that lacks one, and how it differs from the lock's."""
 
 
-def request_of(recipe: Recipe, *, base: str | None = None) -> LockRequest:
+def make_request(recipe: Recipe, *, base: str | None = None) -> LockRequest:
     """Return what `recipe` asks for, on `base` (default: the recipe's).
 
     Raises
@@ -253,68 +285,72 @@ def request_of(recipe: Recipe, *, base: str | None = None) -> LockRequest:
         base=base or image.base,
         apt=image.apt,
         constraints=(image.constraints.policy, *image.constraints.drop),
-        uv=_uv(image.uv) if image.uv else "",
-        pip=tuple(map(_locked_step, image.pip)),
+        uv=_hash_uv_project(image.uv) if image.uv else "",
+        pip=tuple(_lock_step(step) for step in image.pip),
     )
 
 
-def _uv(uv: UvProject) -> str:
+def _hash_uv_project(uv: UvProject) -> str:
     """Return the digest of what a lock takes from a uv project."""
     selection = "\0".join(("extras", *sorted(uv.extras), "groups", *sorted(uv.groups)))
-    return hashlib.sha256(
-        files.read_bytes(uv.project / requirements.UV_LOCK) + selection.encode()
-    ).hexdigest()
+    lock = files.read_bytes(uv.project / requirements.UV_LOCK)
+    return hashlib.sha256(lock + selection.encode()).hexdigest()
 
 
-def options_of(step: PipStep) -> tuple[str, ...]:
-    """Return the options of a pip step and those in its requirements file; URLs may hold credentials.
+def collect_pip_options(step: PipStep) -> tuple[str, ...]:
+    """Return the options of a pip step and those in its requirements file. Their URLs may hold credentials.
 
     Raises
     ------
     OSError : the requirements file cannot be read.
     """
-    lines = requirements.of_file(step.requirements) if step.requirements else ()
-    return (*step.options, *(word for line in lines if line.startswith("-") for word in shlex.split(line)))
+    options = list(step.options)
+    lines = requirements.read_requirements(step.requirements) if step.requirements else ()
+    for line in lines:
+        if line.startswith("-"):
+            options += shlex.split(line)
+    return tuple(options)
 
 
-def _locked_step(step: PipStep) -> LockedStep:
-    lines = requirements.of_file(step.requirements) if step.requirements else ()
-    project: tuple[str, ...] = ()
+def _lock_step(step: PipStep) -> LockedStep:
+    """Return what a pip step asks for, as a lock states it."""
+    packages = list(step.packages)
+    if step.requirements:
+        lines = requirements.read_requirements(step.requirements)
+        packages += [line for line in lines if not line.startswith("-")]
     if step.project is not None and step.installs_dependencies:
-        project = requirements.of_project(step.project)
-    packages = [line for line in lines if not line.startswith("-")]
-    variables = (f"{name}={value}" for name, value in sorted(step.env.items()))
+        packages += requirements.read_dependencies(step.project)
+    variables = [f"{name}={value}" for name, value in sorted(step.env.items())]
     return LockedStep(
-        requirements=tuple(map(public, (*step.packages, *packages, *project))),
-        options=tuple(map(public, options_of(step))),
-        env=tuple(map(public, variables)),
+        requirements=tuple(map(hide_secrets, packages)),
+        options=tuple(map(hide_secrets, collect_pip_options(step))),
+        env=tuple(map(hide_secrets, variables)),
     )
 
 
-def public(text: str) -> str:
-    """Return `text` without credentials in URLs, and with stars for other secrets, as others read it."""
+def hide_secrets(text: str) -> str:
+    """Return `text` as others may read it: without credentials in URLs, and with stars for other secrets."""
     return secret_patterns.masked(re.sub(r"://[^/@\s]*@", "://", text))
 
 
-def difference(new: LockRequest, locked: LockRequest) -> _Difference | None:
+def first_difference(new: LockRequest, locked: LockRequest) -> _Difference | None:
     """Return the first value in which the request `new` of a recipe differs from the `locked` one."""
     if new.base != locked.base:
         return ("image", "base"), f"the base is {new.base}, and was {locked.base}"
-    if change := _list_difference(new.apt, locked.apt):
+    change = _list_difference(new.apt, locked.apt)
+    if change is not None:
         return ("image", "apt", *change[0]), f"the apt packages {change[1]}"
     if new.constraints != locked.constraints:
         message = f"constraints: {' '.join(new.constraints)}, and was {' '.join(locked.constraints)}"
         return ("image", "constraints"), message
     if new.uv != locked.uv:
-        changed = "uv.lock, or the chosen extras and groups, have changed"
-        return ("image", "uv"), changed if new.uv else "there is no uv project"
+        message = "uv.lock, or the chosen extras and groups, have changed"
+        return ("image", "uv"), message if new.uv else "there is no uv project"
+    # The shorter list ends the comparison; the number of steps comes last.
     for number, (step, locked_step) in enumerate(zip(new.pip, locked.pip, strict=False)):
-        for field, key, noun in (
-            ("requirements", "packages", "packages"),
-            ("options", "options", "options"),
-            ("env", "env", "variables"),
-        ):
-            if change := _list_difference(getattr(step, field), getattr(locked_step, field)):
+        for field, (key, noun) in _STEP_FIELDS.items():
+            change = _list_difference(getattr(step, field), getattr(locked_step, field))
+            if change is not None:
                 path = ("image", "pip", number, key, *change[0])
                 return path, f"the {noun} of this pip step {change[1]}"
     # Last: an inserted step changes those after it, whose first difference says more than the number.
@@ -332,5 +368,7 @@ def _list_difference(values: Sequence[str], locked: Sequence[str]) -> _Differenc
     for number, value in enumerate(values):
         if value not in locked:
             return (number,), f"have {value!r}, which the lock does not know"
-    removed = next((value for value in locked if value not in values), None)
-    return (), "have another order" if removed is None else f"no longer have {removed!r}"
+    for value in locked:
+        if value not in values:
+            return (), f"no longer have {value!r}"
+    return (), "have another order"

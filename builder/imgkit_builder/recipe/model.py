@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from imgkit_builder.recipe import rules
-from imgkit_builder.recipe.problems import KeyPath, Position, Problem, place
+from imgkit_builder.recipe.problems import KeyPath, Position, Problem, stated_at
 from imgkit_entrypoints.rules import (
     ENV_NAME,
     LINE,
@@ -52,25 +52,30 @@ class Short:
 
 
 def _expand_platforms(value: Any) -> Any:
+    """Return ``["linux/arm64"]`` for ``arm64``.
+
+    A wrong name stays as it is, for the message that quotes it.
+    """
     names = value if isinstance(value, list | tuple) else [value]
-    # A wrong name stays as it is, so that the message quotes what the recipe says.
     return [f"linux/{name}" if f"linux/{name}" in rules.PLATFORMS else name for name in names]
 
 
-_CONSTRAINTS = "allowed: keep, ignore, {drop: [NAME, ...]}"
+_CONSTRAINTS_HINT = "allowed: keep, ignore, {drop: [NAME, ...]}"
 
 
 def _expand_constraints(value: Any) -> Any:
+    """Return the fields of `Constraints` for ``keep``, ``ignore`` or ``{drop: [NAME, ...]}``."""
     if value in ("keep", "ignore"):
         return {"policy": value}
+    if isinstance(value, str):
+        raise Unfit(f"{value!r} is not a policy", _CONSTRAINTS_HINT)
     if not isinstance(value, dict):
-        raise Unfit(
-            f"{value!r} is not a policy" if isinstance(value, str) else "is not a policy", _CONSTRAINTS
-        )
-    if unknown := set(value) - {"drop"}:
-        raise Unfit(f"unknown key {min(unknown)}", _CONSTRAINTS)
+        raise Unfit("is not a policy", _CONSTRAINTS_HINT)
+    unknown_keys = set(value) - {"drop"}
+    if unknown_keys:
+        raise Unfit(f"unknown key {min(unknown_keys)}", _CONSTRAINTS_HINT)
     if not value.get("drop"):
-        raise Unfit("drops nothing", _CONSTRAINTS)
+        raise Unfit("drops nothing", _CONSTRAINTS_HINT)
     return {"policy": "drop", **value}
 
 
@@ -85,15 +90,18 @@ def _constraints_schema(_: dict[str, Any]) -> dict[str, Any]:
     return {"anyOf": [{"enum": ["keep", "ignore"]}, drop]}
 
 
-def _with_one_of(*keys: str, **schema: Any) -> dict[str, Any]:
-    """Return `KEYS` with a JSON Schema that wants exactly one of `keys`."""
-    return {**KEYS, "json_schema_extra": {"oneOf": [{"required": [key]} for key in keys], **schema}}
+def _require_one_of(*keys: str, **schema: Any) -> dict[str, Any]:
+    """Return `KEYS` with a JSON Schema that requires exactly one of `keys`. pydantic itself ignores that."""
+    alternatives = [{"required": [key]} for key in keys]
+    return {**KEYS, "json_schema_extra": {"oneOf": alternatives, **schema}}
 
 
-_SECRET_KEYS = _with_one_of("env", "file")
+_SECRET_KEYS = _require_one_of("env", "file")
 NO_DEPS = "--no-deps"
 """Option of pip: install a project without its dependencies, which other steps install."""
-_PIP_KEYS = _with_one_of("packages", "requirements", "project", dependentRequired={"editable": ["project"]})
+_PIP_KEYS = _require_one_of(
+    "packages", "requirements", "project", dependentRequired={"editable": ["project"]}
+)
 _PLATFORM_NAMES = sorted([*rules.PLATFORMS, *(name.removeprefix("linux/") for name in rules.PLATFORMS)])
 _FILE = Rule(rules.printable, core={"type": "str"}, convert=Path)
 _SECRET_NAME = like(
@@ -199,7 +207,7 @@ class CopyStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunCommand:
-    """A shell command; a text in the list is short for ``{command: TEXT}``."""
+    """A shell command. A text in the list is short for ``{command: TEXT}``."""
 
     command: Annotated[str, Rule(rules.shell_command)]
     """What ``/bin/sh`` runs; a separate layer. Of several lines, the first that fails ends the build."""
@@ -210,7 +218,7 @@ class RunCommand:
 
     @property
     def short(self) -> str | None:
-        """Return the text that stands for this command; None where it states more."""
+        """Return the text that a recipe can write for this command. None if it has other keys, too."""
         return self.command if self == RunCommand(command=self.command) else None
 
 
@@ -262,9 +270,8 @@ class Image:
     @property
     def used_secrets(self) -> frozenset[str]:
         """Return the names of the secrets that a step uses."""
-        pip = (name for step in self.pip for name in step.secrets)
-        run = (name for step in self.run for name in step.secrets)
-        return frozenset(pip) | frozenset(run)
+        steps: tuple[PipStep | RunCommand, ...] = (*self.pip, *self.run)
+        return frozenset(name for step in steps for name in step.secrets)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,38 +315,44 @@ class Recipe:
 
     @property
     def reference(self) -> str:
-        """Return what names it on a command line in its folder: a shipped recipe's name, or the file."""
+        """Return what a command line in the recipe's folder calls it: a shipped name, or the file's name."""
         return self.name if self.file.parent == FOLDER else self.file.name
 
     def where(self, *path: str | int) -> str:
         """Return ``file.yaml:12`` for the nearest stated value at or above `path`."""
-        return place(self.positions, path, self.file)
+        return stated_at(self.positions, path, self.file)
 
 
 LOCK_SCHEMA = 1
+"""Grows when an older imgkit could misread a new lock."""
 UV_STEP = -1
 """The step of the wheels of a uv project, which come before those of the pip steps."""
 LOCK_HINT = "do not edit a lock; make it again: imgkit lock RECIPE"
 
 
-def _locked(pattern: str, fault: str) -> Rule:
-    return like(pattern, f"must be {fault}", LOCK_HINT)
+def _lock_rule(pattern: str, description: str) -> Rule:
+    """Return the rule for a value of a lock.
+
+    A person should not have written it, so the hint is `LOCK_HINT`.
+    """
+    return like(pattern, f"must be {description}", LOCK_HINT)
 
 
-def _epoch(seconds: int) -> Iterator[rules.Fault]:
+def _check_epoch(seconds: int) -> Iterator[rules.Fault]:
     if not 0 <= seconds < 1 << 32:
         yield "must be seconds since 1970, and fit into 32 bits", LOCK_HINT
 
 
 # Names and URLs of a lock are answers of a base, and end in lists for a script and for pip: without blanks,
 # quotes and control characters.
+# "git_1%3a2.43.0_amd64"
 _FILE_NAME = r"[A-Za-z0-9][A-Za-z0-9.+~%:_!-]*"
 _URL = r"https?://[A-Za-z0-9._~:/?\[\]!&+,=%-]+"
-_PLAIN_URL = "a URL of http or https, without credentials and special characters"
-Version = Annotated[Line, _locked(r"[A-Za-z0-9][A-Za-z0-9.+~:_!-]*", "a version")]
-Sha256 = Annotated[Line, _locked("[0-9a-f]{64}", "64 hex digits")]
-OptionalSha256 = Annotated[Line, _locked("([0-9a-f]{64})?", "64 hex digits")]
-Digest = Annotated[Line, _locked("(sha256:[0-9a-f]{64})?", "sha256: and 64 hex digits")]
+_URL_DESCRIPTION = "a URL of http or https, without credentials and special characters"
+Version = Annotated[Line, _lock_rule(r"[A-Za-z0-9][A-Za-z0-9.+~:_!-]*", "a version")]
+Sha256 = Annotated[Line, _lock_rule("[0-9a-f]{64}", "64 hex digits")]
+OptionalSha256 = Annotated[Line, _lock_rule("([0-9a-f]{64})?", "64 hex digits")]
+Digest = Annotated[Line, _lock_rule("(sha256:[0-9a-f]{64})?", "sha256: and 64 hex digits")]
 Number = Annotated[int, at_least(0)]
 Flag = Annotated[bool, Rule(lambda _: iter(()), core={"type": "bool", "strict": True})]
 
@@ -383,23 +396,24 @@ class LockedBase:
 
     @property
     def exact(self) -> str:
-        """Return ``REPOSITORY@sha256:...``; the name where it has a digest or no registry had the image."""
+        """Return ``REPOSITORY@sha256:...``, or the name if it has a digest or no registry had the image."""
         if "@" in self.name or not self.digest:
             return self.name
         # A digest replaces the tag; a colon before the last slash belongs to the registry's port.
-        folder, slash, last = self.name.rpartition("/")
-        return f"{folder}{slash}{last.partition(':')[0]}@{self.digest}"
+        folder, slash, name = self.name.rpartition("/")
+        repository = name.partition(":")[0]
+        return f"{folder}{slash}{repository}@{self.digest}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LockedDeb:
     """One Debian package that the apt step installs."""
 
-    name: Annotated[Line, _locked("[a-z0-9][a-z0-9+.-]+", "the name of a Debian package")]
+    name: Annotated[Line, _lock_rule("[a-z0-9][a-z0-9+.-]+", "the name of a Debian package")]
     version: Version
-    architecture: Annotated[Line, _locked("[a-z0-9][a-z0-9-]*", "an architecture")]
-    file: Annotated[Line, _locked(rf"{_FILE_NAME}\.deb", "the name of a .deb, without a folder")]
-    url: Annotated[Line, _locked(_URL, _PLAIN_URL)]
+    architecture: Annotated[Line, _lock_rule("[a-z0-9][a-z0-9-]*", "an architecture")]
+    file: Annotated[Line, _lock_rule(rf"{_FILE_NAME}\.deb", "the name of a .deb, without a folder")]
+    url: Annotated[Line, _lock_rule(_URL, _URL_DESCRIPTION)]
     sha256: Sha256
     size_bytes: Number
 
@@ -412,8 +426,8 @@ class LockedWheel:
     """Number of the step, from 0, or `UV_STEP`."""
     name: PipName
     version: Version
-    file: Annotated[Line, _locked(rf"{_FILE_NAME}\.whl", "the name of a .whl, without a folder")]
-    url: Annotated[Line, _locked(f"({_URL})?", _PLAIN_URL)] = ""
+    file: Annotated[Line, _lock_rule(rf"{_FILE_NAME}\.whl", "the name of a .whl, without a folder")]
+    url: Annotated[Line, _lock_rule(f"({_URL})?", _URL_DESCRIPTION)] = ""
     """Where it came from; empty for one that was built from a source distribution."""
     sha256: Sha256
     kept: Flag = False
@@ -427,7 +441,7 @@ class LockedPlatform:
     """All that one platform's image is made of."""
 
     platform: Annotated[Line, Rule(rules.platform)]
-    source_date_epoch: Annotated[int, Rule(_epoch, core={"type": "int", "strict": True})]
+    source_date_epoch: Annotated[int, Rule(_check_epoch, core={"type": "int", "strict": True})]
     """The time of the lock in seconds since 1970, for the snapshot services of Debian and Ubuntu."""
     request: LockRequest
     base: LockedBase
@@ -457,11 +471,12 @@ class Lock:
     platforms: tuple[LockedPlatform, ...]
     """Sorted by platform."""
 
-    def of(self, platform: str) -> LockedPlatform | None:
-        """Return the part for `platform`."""
+    def for_platform(self, platform: str) -> LockedPlatform | None:
+        """Return the part of the lock for `platform`, or None."""
         return next((part for part in self.platforms if part.platform == platform), None)
 
-    def replaced(self, part: LockedPlatform) -> Lock:
-        """Return this lock with `part` in the place of its platform's."""
+    def with_platform(self, part: LockedPlatform) -> Lock:
+        """Return a lock in which `part` replaces the part for its platform, or is added."""
         parts = {locked.platform: locked for locked in (*self.platforms, part)}
-        return dataclasses.replace(self, platforms=tuple(parts[name] for name in sorted(parts)))
+        platforms = tuple(parts[name] for name in sorted(parts))
+        return dataclasses.replace(self, platforms=platforms)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from imgkit_builder.recipe import requirements
 from imgkit_builder.recipe.model import NO_DEPS
-from imgkit_builder.recipe.problems import ANY, Collector, KeyPath, Position, nearest
+from imgkit_builder.recipe.problems import ANY, Collector, KeyPath, Position, nearest_name
 from imgkit_builder.recipe.rules import parse_reference
 from imgkit_builder.recipe.yaml_tree import Scalar, Table
 from imgkit_entrypoints import files, secret_patterns
@@ -42,30 +42,35 @@ def check(tree: Table, problems: Collector, faulty: Collection[KeyPath]) -> None
     for path, node in tree.select("image", "pip", ANY, "packages", ANY):
         if isinstance(node, Scalar):
             _check_torch(node.text, ngc_base, node.position, path, problems)
-    options = tree.select("image", "pip", ANY, "options", ANY)
-    steps_without_dependencies = [
-        path[:-2] for path, node in options if isinstance(node, Scalar) and node.text == NO_DEPS
-    ]
-    for pattern, check_content in _KEYS.items():
+    steps_without_dependencies = set()
+    for path, node in tree.select("image", "pip", ANY, "options", ANY):
+        if isinstance(node, Scalar) and node.text == NO_DEPS:
+            steps_without_dependencies.add(path[:-2])
+    # A file outside of the folder is never opened: its content could end in a message.
+    for pattern, check_content in _CONTENT_CHECKS.items():
         for path, node in tree.select(*pattern):
-            if isinstance(node, Scalar) and node.type == "text" and path not in faulty:
-                named = NamedFile(
-                    node=node,
-                    path=path,
-                    problems=problems,
-                    ngc_base=ngc_base,
-                    has_no_dependencies=path[:-1] in steps_without_dependencies,
-                )
-                file = _resolve(named, folder_allowed=pattern[-1] in ("source", "project"))
-                if file is not None:
-                    check_content(file, named)
+            if not isinstance(node, Scalar) or node.type != "text" or path in faulty:
+                continue
+            named = NamedFile(
+                node=node,
+                path=path,
+                problems=problems,
+                ngc_base=ngc_base,
+                has_no_dependencies=path[:-1] in steps_without_dependencies,
+            )
+            file = _find_file(named, folder_allowed=pattern[-1] in ("source", "project"))
+            if file is not None:
+                check_content(file, named)
 
 
-def _resolve(named: NamedFile, *, folder_allowed: bool) -> Path | None:
-    """Return the file that a value names, if it exists inside the folder of the recipe's file."""
+def _find_file(named: NamedFile, *, folder_allowed: bool) -> Path | None:
+    """Return the file that a value names.
+
+    If it is not in the folder of the recipe, report that, and return None.
+    """
     text, folder = named.node.text, named.node.position.file.resolve().parent
     try:
-        message, hint = _problem(text, folder, folder_allowed=folder_allowed)
+        message, hint = _find_problem(text, folder, folder_allowed=folder_allowed)
     except (OSError, ValueError, RuntimeError) as error:
         # RuntimeError: a circle of links, before Python 3.13
         message, hint = f"{text!r} cannot be checked: {error}", "name a file in the recipe's folder"
@@ -75,21 +80,24 @@ def _resolve(named: NamedFile, *, folder_allowed: bool) -> Path | None:
     return (folder / text).resolve()
 
 
-def _problem(text: str, folder: Path, *, folder_allowed: bool) -> tuple[str, str]:
-    """Return what is wrong with the file `text` of a recipe in `folder`, and a hint; empty if nothing is."""
-    named = folder / text
-    target = named.resolve()
+def _find_problem(text: str, folder: Path, *, folder_allowed: bool) -> tuple[str, str]:
+    """Return what is wrong with the file `text` of a recipe in `folder`, and a hint.
+
+    Both are empty if nothing is.
+    """
+    file = folder / text
+    target = file.resolve()
     if not text:
         return "is empty", "name a file"
     if Path(text).is_absolute() or text.startswith("~"):
         return f"{text} is not relative", f"paths start at the recipe's folder, {folder}"
     if not target.is_relative_to(folder):
-        way = " through a symbolic link" if ".." not in Path(text).parts else ""
+        way = "" if ".." in Path(text).parts else " through a symbolic link"
         return f"{text} leaves the recipe's folder{way}", f"put it below {folder}"
     if not target.exists():
-        names = [entry.name for entry in named.parent.iterdir()] if named.parent.is_dir() else []
-        near = nearest(named.name, names)
-        return f"there is no {text} in {folder}", f"did you mean {near}?" if near else "create it"
+        siblings = file.parent.iterdir() if file.parent.is_dir() else ()
+        nearest = nearest_name(file.name, [sibling.name for sibling in siblings])
+        return f"there is no {text} in {folder}", f"did you mean {nearest}?" if nearest else "create it"
     if target.is_dir() and not folder_allowed:
         return f"{text} is a folder", "name a file"
     if not (target.is_dir() or target.is_file()):
@@ -98,18 +106,25 @@ def _problem(text: str, folder: Path, *, folder_allowed: bool) -> tuple[str, str
 
 
 def _ngc_base(tree: Table) -> str:
-    """Return the recipe's base if it is an image of NVIDIA's PyTorch, from any registry; else nothing."""
+    """Return the recipe's base if it is an image of NVIDIA's PyTorch, from any registry.
+
+    Else the text is empty.
+    """
     for _, node in tree.select("image", "base"):
+        if not isinstance(node, Scalar):
+            continue
         with contextlib.suppress(Unfit):
-            text = node.text if isinstance(node, Scalar) else ""
-            return text if f"/{parse_reference(text).repository}".endswith("/nvidia/pytorch") else ""
+            repository = parse_reference(node.text).repository
+            if f"/{repository}".endswith("/nvidia/pytorch"):
+                return node.text
     return ""
 
 
 def _check_torch(text: str, base: str, position: Position, path: KeyPath, problems: Collector) -> None:
-    """Report a requirement that no version in the NGC image `base` fulfils: its torch is NVIDIA's own build.
+    """Report a requirement that no version in the NGC image `base` fulfils.
 
-    ``2.3.0a0+40ec155e58.nv24.03`` is a pre-release, and equals no version that an index has.
+    Its torch is NVIDIA's own build. ``2.3.0a0+40ec155e58.nv24.03`` is a pre-release, and equals no version
+    that an index has.
     """
     name = requirements.released_pin(text) if base else ""
     if name:
@@ -119,7 +134,7 @@ def _check_torch(text: str, base: str, position: Position, path: KeyPath, proble
 
 
 def _check_requirements(file: Path, named: NamedFile) -> None:
-    """Report lines that name further files: only this one goes into the image."""
+    """Report lines that name further files, of which none goes into the image, and lines with secrets."""
     problems = named.problems
     try:
         lines = files.read_text(file).splitlines()
@@ -128,13 +143,15 @@ def _check_requirements(file: Path, named: NamedFile) -> None:
         return
     problems.lines[file] = lines
     for number, line in enumerate(lines, start=1):
-        text, start = line.strip(), Position(file=file, line=number, column=1)
+        text = line.strip()
+        start = Position(file=file, line=number, column=1)
         if requirements.names_other_file(line):
-            position = Position(file=file, line=number, column=len(line) - len(line.lstrip()) + 1)
+            position = Position(file=file, line=number, column=line.index(text) + 1)
             message = f"{text!r} names a file that is not in the image"
             problems.error(position, named.path, message, "write its lines here")
         _check_torch(text, named.ngc_base, start, named.path, problems)
-        if secret := secret_patterns.in_value(text):
+        secret = secret_patterns.in_value(text)
+        if secret:
             problems.warn(start, named.path, f"this looks like {secret}", IN_HISTORY)
 
 
@@ -145,6 +162,7 @@ def _check_certificate(file: Path, named: NamedFile) -> None:
     except OSError as error:
         named.error(f"{file.name} cannot be read: {error.strerror}")
         return
+    # A .pem often holds both, and the image must not have the key.
     if b"PRIVATE KEY-----" in data:
         hint = f"keep only the certificate: openssl x509 -in {file.name} -out certificate.crt"
         named.error(f"{file.name} holds a private key, which would be in the image", hint)
@@ -154,7 +172,7 @@ def _check_certificate(file: Path, named: NamedFile) -> None:
 
 
 def _check_project(folder: Path, named: NamedFile) -> None:
-    """Report a folder without a usable pyproject.toml."""
+    """Report a folder without a usable pyproject.toml, or one whose dependencies the image cannot install."""
     if not (folder / requirements.PYPROJECT).is_file():
         hint = "name the folder that has one" if folder.is_dir() else "name a folder"
         if (folder / "setup.py").is_file():
@@ -162,7 +180,7 @@ def _check_project(folder: Path, named: NamedFile) -> None:
         named.error(f"{folder.name} has no {requirements.PYPROJECT}", hint)
         return
     try:
-        dependencies = requirements.of_project(folder)
+        dependencies = requirements.read_dependencies(folder)
     except (OSError, ValueError) as error:
         named.error(f"its {requirements.PYPROJECT} cannot be read: {error}")
         return
@@ -177,14 +195,11 @@ def _check_project(folder: Path, named: NamedFile) -> None:
 
 
 def _check_uv_project(folder: Path, named: NamedFile) -> None:
-    """Report a folder without pyproject.toml and uv.lock; uv reads them when the image is built."""
-    for name in (requirements.PYPROJECT, requirements.UV_LOCK):
-        if not (folder / name).is_file():
-            is_lock = name == requirements.UV_LOCK and folder.is_dir()
-            named.error(
-                f"{folder.name} has no {name}", "write it: uv lock" if is_lock else "name the folder of one"
-            )
-            return
+    """Report a folder without pyproject.toml or uv.lock. uv itself reads them when the image is built."""
+    if not (folder / requirements.PYPROJECT).is_file():
+        named.error(f"{folder.name} has no {requirements.PYPROJECT}", "name the folder of one")
+    elif not (folder / requirements.UV_LOCK).is_file():
+        named.error(f"{folder.name} has no {requirements.UV_LOCK}", "write it: uv lock")
 
 
 IN_HISTORY = (
@@ -193,7 +208,7 @@ IN_HISTORY = (
 )
 """The hint for a secret in a step of the build."""
 
-_KEYS: dict[tuple[str, ...], Callable[[Path, NamedFile], None]] = {
+_CONTENT_CHECKS: dict[tuple[str, ...], Callable[[Path, NamedFile], None]] = {
     ("image", "ca", ANY): _check_certificate,
     ("image", "uv", "project"): _check_uv_project,
     ("image", "pip", ANY, "requirements"): _check_requirements,

@@ -20,20 +20,24 @@ ANY = "*"
 
 SYSTEMS = "systems"
 """Folder of files that describe systems, in imgkit and at a site."""
-_SHOWN = 75
-"""Characters of the recipe's line that a problem shows before and after its place."""
+_CONTEXT_CHARACTERS = 75
+"""How much of the recipe's line a problem shows before and after its column: two fit beside each other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Position:
-    """The place of a value; `line` and `column` count from 1, in characters; 0: the file as a whole."""
+    """Where a value stands.
+
+    `line` and `column` count characters from 1; a line 0 means the file as a whole.
+    """
 
     file: Path
     line: int
     column: int
 
     def __str__(self) -> str:
-        return f"{shown(self.file)}:{self.line}:{self.column}" if self.line else str(shown(self.file))
+        file = str(shorten_path(self.file))
+        return f"{file}:{self.line}:{self.column}" if self.line else file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,22 +54,29 @@ class Problem:
     """The line at `position`."""
 
     def __str__(self) -> str:
-        text = ": ".join(filter(None, (str(self.position), self.key, self.what)))
+        parts = [part for part in (str(self.position), self.key, self.what) if part]
+        text = ": ".join(parts)
         if self.hint:
             text += f"; {self.hint}"
+        # A recipe can hold control characters and texts of any length.
         text = shortened(terminal.shown(text))
         if not self.source.strip():
             return text
-        # A long line shows what is around the problem.
         index = self.position.column - 1
-        start = max(0, index - _SHOWN) if len(self.source) > 2 * _SHOWN else 0
+        start = 0
+        if len(self.source) > 2 * _CONTEXT_CHARACTERS:
+            start = max(0, index - _CONTEXT_CHARACTERS)
         before = terminal.shown(self.source[start:index])
-        after = terminal.shown(self.source[index : start + 2 * _SHOWN])
-        return f"{text}\n    {before}{after}\n    {' ' * len(before)}^"
+        after = terminal.shown(self.source[index : start + 2 * _CONTEXT_CHARACTERS])
+        marker = " " * len(before) + "^"
+        return f"{text}\n    {before}{after}\n    {marker}"
 
 
 class RecipeErrors(UsageError):
-    """The error of an unusable recipe, or of another file `of` values; `problems` lists all its problems."""
+    """The error of an unusable recipe, or of another file, which `of` names.
+
+    It lists all `problems` of it.
+    """
 
     def __init__(self, problems: Iterable[Problem], *, of: str = "the recipe") -> None:
         self.problems = tuple(problems)
@@ -75,7 +86,9 @@ class RecipeErrors(UsageError):
 
     def __str__(self) -> str:
         texts = [str(problem) for problem in self.problems]
-        return texts[0] if len(texts) == 1 else "\n".join([f"{len(texts)} problems in {self._of}:", *texts])
+        if len(texts) == 1:
+            return texts[0]
+        return "\n".join([f"{len(texts)} problems in {self._of}:", *texts])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,23 +120,25 @@ class Collector:
             return False
 
     def _add(self, problems: list[Problem], summary: str, problem: Problem) -> None:
+        # One problem in place of all: not even their number says anything about the file.
         if self.shows is not None and not self.may_show(problem.position.file):
             start = Position(file=problem.position.file, line=1, column=1)
-            message = f"{summary}; nothing of a file outside {shown(self.shows[0])} is shown"
+            message = f"{summary}; nothing of a file outside {shorten_path(self.shows[0])} is shown"
             problem = Problem(position=start, key="", what=message, hint="look at the file itself")
             if problem in problems:
                 return
         problems.append(problem)
 
     def _problem(self, position: Position, path: KeyPath, message: str, hint: str) -> Problem:
+        source = ""
         lines = self.lines.get(position.file, [])
-        has_source = 0 < position.line <= len(lines)
-        # Logs of CI keep messages: the quoted line must not show a token that stands in it.
-        source = secret_patterns.masked(lines[position.line - 1]) if has_source else ""
+        if 0 < position.line <= len(lines):
+            # Logs of CI keep messages: the quoted line must not show a token that stands in it.
+            source = secret_patterns.masked(lines[position.line - 1])
         return Problem(position=position, key=key_text(path), what=message, hint=hint, source=source)
 
 
-def shown(file: Path) -> Path:
+def shorten_path(file: Path) -> Path:
     """Return `file` relative to the working directory if it is below it, else unchanged."""
     try:
         return file.relative_to(Path.cwd())
@@ -138,54 +153,68 @@ def nearest_position(positions: Mapping[KeyPath, Position], path: KeyPath) -> Po
     return positions.get(path)
 
 
-def place(positions: Mapping[KeyPath, Position], path: KeyPath, file: Path) -> str:
+def stated_at(positions: Mapping[KeyPath, Position], path: KeyPath, file: Path) -> str:
     """Return ``file.yaml:12`` for the nearest stated value at or above `path`, else the name of `file`."""
     position = nearest_position(positions, path)
+    text = f"{file_label(position.file)}:{position.line}" if position else file.name
     # A name may have a line break, and this is a comment in files that imgkit renders.
-    return terminal.shown(f"{label(position.file)}:{position.line}" if position else file.name)
+    return terminal.shown(text)
 
 
-def label(file: Path) -> str:
-    """Return the name of `file` for comments and tables; a system may have the name of a recipe."""
+def file_label(file: Path) -> str:
+    """Return the name of `file` for comments and tables: ``mine.yaml``, or ``systems/mn5.yaml`` for a system.
+
+    A system and a recipe may have the same name.
+    """
     return f"{SYSTEMS}/{file.name}" if file.parent.name == SYSTEMS else file.name
 
 
 def key_text(path: KeyPath) -> str:
     """Return the dotted form: ``image.pip[0].packages[2]``."""
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}"
+    return text.removeprefix(".")
 
 
-def nearest(name: str, allowed: Iterable[str]) -> str:
+def nearest_name(name: str, allowed: Iterable[str]) -> str:
     """Return the one of `allowed` that was probably meant, or an empty string."""
     # Keys and names are lower-case; a person may write Apt or MN5.
     by_lower = {choice.lower(): choice for choice in allowed}
-    matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
+    matches = difflib.get_close_matches(name.lower(), by_lower, n=1)
     return by_lower[matches[0]] if matches else ""
 
 
-def choices(name: str, allowed: Iterable[str]) -> str:
-    """Return ``allowed: b, a, c; did you mean b?``, sorted with the nearest first."""
-    near = nearest(name, allowed := tuple(allowed))
-    names = sorted(allowed, key=lambda choice: (choice != near, choice))
-    text = f"allowed: {', '.join(names)}"
-    return f"{text}; did you mean {near}?" if near else text
+def allowed_hint(name: str, allowed: Iterable[str]) -> str:
+    """Return ``allowed: b, a, c; did you mean b?``, sorted with the nearest to `name` first."""
+    names = sorted(allowed)
+    nearest = nearest_name(name, names)
+    if not nearest:
+        return f"allowed: {', '.join(names)}"
+    names.sort(key=lambda choice: choice != nearest)  # a stable sort: the others keep their order
+    return f"allowed: {', '.join(names)}; did you mean {nearest}?"
 
 
-def reason(error: Exception) -> str:
+def error_reason(error: Exception) -> str:
     """Return why a file cannot be used, without its path, which may be long."""
-    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error)
 
 
 DEEPEST = 32
-"""Tables and lists within each other, and parts of a dotted key: the time for them grows with the square."""
+"""Limit for tables and lists within each other, and for the parts of a dotted key.
+
+The time that tomllib takes grows with the square of both.
+"""
 _LONG_KEY = re.compile(
     rf"""(?<![\w"'-])(?:(?:[A-Za-z0-9_-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*){{{DEEPEST}}}"""
 )
-_PLACE = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
+_TOML_POSITION = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
 
 
 class NotToml(UsageError, ValueError):
-    """A text is not TOML, or beyond its limits; `line` and `column` count from 1."""
+    """A text is not TOML, or beyond its limits. `line` and `column` count from 1."""
 
     def __init__(self, reason: str, *, line: int, column: int) -> None:
         super().__init__(f"it is not TOML: {reason}")
@@ -203,21 +232,24 @@ def parse_toml(text: str) -> dict[str, Any]:
         import tomllib
     else:
         import tomli as tomllib
-    # tomllib takes time with the square of a dotted key's length: this is looked for before it reads.
-    if long := _LONG_KEY.search(text):
-        line = text.count("\n", 0, long.start()) + 1
+    # Before tomllib reads it, which could take hours.
+    long_key = _LONG_KEY.search(text)
+    if long_key is not None:
+        line = text.count("\n", 0, long_key.start()) + 1
         raise NotToml(f"a key has more than {DEEPEST} parts", line=line, column=1)
-    last = text.rstrip().count("\n") + 1
+    last_line = text.rstrip().count("\n") + 1
     try:
         values: dict[str, Any] = tomllib.loads(text)
         _check_limits(values)
     except RecursionError:
-        raise NotToml("its brackets are nested too deeply", line=last, column=1) from None
+        raise NotToml("its brackets are nested too deeply", line=last_line, column=1) from None
     except ValueError as error:
         # Python 3.14 has attributes for it; before, only the message has the position.
-        match = _PLACE.search(str(error))
-        line, column = (int(match[1]), int(match[2])) if match and match[1] else (last, 1)
-        raise NotToml(_PLACE.sub("", str(error)), line=line, column=column) from error
+        line, column = last_line, 1
+        match = _TOML_POSITION.search(str(error))
+        if match is not None and match[1]:
+            line, column = int(match[1]), int(match[2])
+        raise NotToml(_TOML_POSITION.sub("", str(error)), line=line, column=column) from error
     return values
 
 
@@ -237,16 +269,23 @@ def parse_toml_file(text: str, file: Path, problems: Collector, hint: str) -> di
 
 
 def _check_limits(values: dict[str, Any]) -> None:
-    """Raise ValueError for what Python reads and TOML, or a reader of the values, does not take."""
+    """Refuse what Python reads and TOML, or a reader of the values, does not take.
+
+    Raises
+    ------
+    ValueError : an integer has more than 64 bits.
+    RecursionError : more than `DEEPEST` tables and lists lie within each other.
+    """
     level: list[Any] = [values]
     for _ in range(DEEPEST):
-        if any(isinstance(value, int) and not -(1 << 63) <= value < 1 << 63 for value in level):
-            raise ValueError("an integer has more than 64 bits")
-        containers = [
-            value.values() if isinstance(value, dict) else value
-            for value in level
-            if isinstance(value, dict | list)
-        ]
-        level = [child for container in containers for child in container]
+        next_level: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                next_level += value.values()
+            elif isinstance(value, list):
+                next_level += value
+            elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+                raise ValueError("an integer has more than 64 bits")
+        level = next_level
     if level:
         raise RecursionError

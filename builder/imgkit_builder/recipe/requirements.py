@@ -11,12 +11,16 @@ from imgkit_entrypoints import files
 
 PYPROJECT = "pyproject.toml"
 UV_LOCK = "uv.lock"
+# A limit for pyproject.toml: a stranger's could fill the memory.
 _MOST_BYTES = 1 << 20
 
 # A pip step must never replace these distributions of the base; their names are the same in every release.
 PROTECTED = r"torch|torchvision|torchaudio|triton|pytorch[-_.]triton|nvidia[-_.]nccl[-_.]cu[0-9]+"
 
+# "-r other.txt", "--constraint=c.txt", "./package", "/package", "file:///package"
 _OTHER_FILE = re.compile(r"-[rce]\b|--(?:requirement|constraint|editable)\b|\.{0,2}/|file:")
+# Neither a pre-release nor a local version.
+_RELEASED_VERSION = re.compile(r"[0-9]+(?:\.[0-9]+)*")
 
 
 def released_pin(line: str) -> str:
@@ -28,13 +32,12 @@ def released_pin(line: str) -> str:
         requirement = Requirement(re.sub(r"\s(?:--|#).*", "", line.strip()))
     except InvalidRequirement:
         return ""
-    released = re.compile(r"[0-9]+(?:\.[0-9]+)*")
-    pinned = any(
-        clause.operator in ("==", "===") and released.fullmatch(clause.version)
-        for clause in requirement.specifier
-    )
-    protected = re.fullmatch(PROTECTED, requirement.name, re.IGNORECASE)
-    return requirement.name if pinned and protected else ""
+    if not re.fullmatch(PROTECTED, requirement.name, re.IGNORECASE):
+        return ""
+    for clause in requirement.specifier:
+        if clause.operator in ("==", "===") and _RELEASED_VERSION.fullmatch(clause.version):
+            return requirement.name
+    return ""
 
 
 def names_other_file(line: str) -> bool:
@@ -45,7 +48,7 @@ def names_other_file(line: str) -> bool:
     return bool(_OTHER_FILE.match(line.strip()))
 
 
-def of_file(file: Path) -> tuple[str, ...]:
+def read_requirements(file: Path) -> tuple[str, ...]:
     """Return the requirements and options that `file` states, one per line, without comments.
 
     A line that ends in a backslash continues on the next one, as pip reads it.
@@ -54,13 +57,18 @@ def of_file(file: Path) -> tuple[str, ...]:
     ------
     OSError : it cannot be read.
     """
+    # A line that ends in a backslash continues.
     text = re.sub(r"\\\r?\n", "", files.read_text(file, errors="replace"))
-    lines = (re.sub(r"(^|\s)#.*", "", line).strip() for line in text.splitlines())
-    return tuple(line for line in lines if line)
+    lines = []
+    for line in text.splitlines():
+        requirement = re.sub(r"(^|\s)#.*", "", line).strip()
+        if requirement:
+            lines.append(requirement)
+    return tuple(lines)
 
 
-def of_project(folder: Path) -> tuple[str, ...]:
-    """Return the dependencies that pyproject.toml states; none where the build backend computes them.
+def read_dependencies(folder: Path) -> tuple[str, ...]:
+    """Return the dependencies that pyproject.toml states: none where the build backend computes them.
 
     Raises
     ------
@@ -77,23 +85,28 @@ def of_project(folder: Path) -> tuple[str, ...]:
 
 
 def project_name(file: Path) -> str:
-    """Return the canonical name of the project in a pyproject.toml; empty where it states none."""
+    """Return the canonical name of the project in a pyproject.toml.
+
+    It is empty where the file states none.
+    """
     try:
         content = problems.parse_toml(files.read_text(file, most_bytes=_MOST_BYTES))
-        return canonical({**content.get("tool", {}).get("poetry", {}), **content.get("project", {})}["name"])
+        # Poetry before version 2 has a table of its own.
+        table = {**content.get("tool", {}).get("poetry", {}), **content.get("project", {})}
+        return canonical_name(table["name"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return ""
 
 
-def name_of(requirement: str) -> str:
-    """Return ``flash-attn`` of ``Flash_Attn[extra]>=2``; empty where no name begins it.
+def requirement_name(requirement: str) -> str:
+    """Return ``flash-attn`` of ``Flash_Attn[extra]>=2``, or an empty text if no name begins it.
 
     Names of Debian's packages may contain ``+``.
     """
     match = re.match(r"\s*([A-Za-z0-9](?:[A-Za-z0-9.+_-]*[A-Za-z0-9+])?)", requirement)
-    return canonical(match[1]) if match else ""
+    return canonical_name(match[1]) if match else ""
 
 
-def canonical(name: str) -> str:
+def canonical_name(name: str) -> str:
     """Return the name of a distribution as PyPA's specification normalises it."""
     return re.sub(r"[-_.]+", "-", name).lower()

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from imgkit_builder.recipe.problems import choices
+from imgkit_builder.recipe.problems import allowed_hint
 from imgkit_entrypoints.rules import IMAGE_PATH, Fault, Unfit, bind, printable, site_variables
 
 __all__ = ["Fault", "bind", "printable"]
@@ -20,15 +20,18 @@ _PLATFORM_ALIASES = {
     **dict.fromkeys(("aarch64", "arm64/v8"), "arm64"),
 }
 TUNING = ("NCCL_", "FI_", "GLOO_", "UCX_", "OMP_")
-"""Variables that a user must be able to change per run."""
-_OWN_LABELS = ("title", "version", "created", "revision", "base.name", "base.digest")
+"""Beginnings of variables that a user must be able to change per run."""
+_IMGKIT_LABELS = ("title", "version", "created", "revision", "base.name", "base.digest")
+"""What imgkit writes below ``org.opencontainers.image.``."""
 
-_APT = re.compile(r"[a-z0-9][a-z0-9+.-]+(?::[a-z0-9-]+)?(?:=[A-Za-z0-9.+:~-]+|/[a-z0-9.-]+)?")
-_BY_NAME = "name the package, and its index in `options`: [--index-url, URL]; or use `requirements`"
+# "git", "libc6:arm64", "git=1:2.39.2-1", "git/bookworm-backports"
+_APT_PACKAGE = re.compile(r"[a-z0-9][a-z0-9+.-]+(?::[a-z0-9-]+)?(?:=[A-Za-z0-9.+:~-]+|/[a-z0-9.-]+)?")
+_BY_NAME_HINT = "name the package, and its index in `options`: [--index-url, URL]; or use `requirements`"
+# "git+https://host/group/project@COMMIT", with "name @" before it or not
 _GIT_SOURCE = re.compile(
     r"(?:[A-Za-z0-9][A-Za-z0-9._-]*(?:\[[A-Za-z0-9._, -]*\])?\s*@\s*)?git\+(?P<url>.*)", re.DOTALL
 )
-_PIP_FILES = ("-r", "--requirement", "-c", "--constraint", "-e", "--editable")
+_PIP_FILE_OPTIONS = ("-r", "--requirement", "-c", "--constraint", "-e", "--editable")
 
 
 def recipe_name(text: str) -> Iterator[Fault]:
@@ -44,7 +47,7 @@ def description(text: str) -> Iterator[Fault]:
 
 
 def image_reference(text: str, *, needs_tag: bool = True) -> Iterator[Fault]:
-    """Accept an image reference, with a tag or digest if `needs_tag`. Raises Unfit as `parse_reference`."""
+    """Accept an image reference, with a tag or digest if `needs_tag`. Raises as `parse_reference` does."""
     reference = parse_reference(text)
     if needs_tag and not reference.tag and not reference.digest:
         hint = f"write {text}:TAG; an image without a tag changes over time"
@@ -53,23 +56,27 @@ def image_reference(text: str, *, needs_tag: bool = True) -> Iterator[Fault]:
 
 def platform(text: str) -> Iterator[Fault]:
     """Accept an architecture that imgkit builds for."""
-    if text not in PLATFORMS:
-        short = text.removeprefix("linux/")
-        names = [name.removeprefix("linux/") for name in PLATFORMS]
-        alias = _PLATFORM_ALIASES.get(short.lower())
-        hint = f"allowed: {', '.join(names)}; did you mean {alias}?" if alias else choices(short, names)
-        yield f"{text!r} is not supported", hint
+    if text in PLATFORMS:
+        return
+    short_name = text.removeprefix("linux/")
+    names = [name.removeprefix("linux/") for name in PLATFORMS]
+    alias = _PLATFORM_ALIASES.get(short_name.lower())
+    hint = allowed_hint(short_name, names)
+    if alias is not None:
+        hint = f"allowed: {', '.join(names)}; did you mean {alias}?"
+    yield f"{text!r} is not supported", hint
 
 
 def apt_package(text: str) -> Iterator[Fault]:
     """Accept the name of a Debian package, optionally with a version."""
-    if not _APT.fullmatch(text):
-        hint = "write NAME or NAME=VERSION, one package per item"
-        if text.startswith("-"):
-            hint = "options are not allowed; imgkit sets --no-install-recommends itself"
-        elif text.lower() != text and _APT.fullmatch(text.lower()):
-            hint = f"package names are lower-case: {text.lower()}"
-        yield f"{text!r} is not a Debian package", hint
+    if _APT_PACKAGE.fullmatch(text):
+        return
+    hint = "write NAME or NAME=VERSION, one package per item"
+    if text.startswith("-"):
+        hint = "options are not allowed; imgkit sets --no-install-recommends itself"
+    elif text.lower() != text and _APT_PACKAGE.fullmatch(text.lower()):
+        hint = f"package names are lower-case: {text.lower()}"
+    yield f"{text!r} is not a Debian package", hint
 
 
 def pip_package(text: str) -> Iterator[Fault]:
@@ -77,12 +84,13 @@ def pip_package(text: str) -> Iterator[Fault]:
     if text.startswith("-"):
         yield f"{text!r} is an option", "move it to `options` of this step, one word per item"
         return
-    if (source := _GIT_SOURCE.match(text)) is not None:
-        yield from _git_source(source["url"])
+    git_source = _GIT_SOURCE.match(text)
+    if git_source is not None:
+        yield from _check_git_commit(git_source["url"])
         return
     # pip takes these words too; PEP 508's parser would call them invalid without saying why.
     if re.match(r"(?:[a-z+]+://|git\+|\.{0,2}/)", text) or re.search(r"\.(?:whl|zip|tar\.gz)$", text):
-        yield f"{text!r} is a URL or a path", _BY_NAME
+        yield f"{text!r} is a URL or a path", _BY_NAME_HINT
         return
     from packaging.requirements import InvalidRequirement, Requirement
 
@@ -92,11 +100,11 @@ def pip_package(text: str) -> Iterator[Fault]:
         yield f"{text!r} is not a pip requirement", "write NAME, NAME==VERSION or 'NAME>=1,<2'"
         return
     if requirement.url:
-        yield f"{text!r} names a URL", _BY_NAME
+        yield f"{text!r} names a URL", _BY_NAME_HINT
 
 
-def _git_source(url: str) -> Iterator[Fault]:
-    """Accept ``https://HOST/PATH@COMMIT``; a branch or tag can name other code tomorrow."""
+def _check_git_commit(url: str) -> Iterator[Fault]:
+    """Accept ``https://HOST/PATH@COMMIT``. A branch or tag can name other code tomorrow."""
     address, _, fragment = url.partition("#")
     host, _, path = address.removeprefix("https://").partition("/")
     repository, _, commit = path.rpartition("@")
@@ -108,8 +116,9 @@ def _git_source(url: str) -> Iterator[Fault]:
             "leave it out, and let git read a secret file: secrets: [netrc] in this step",
         )
     elif not re.fullmatch(r"[0-9a-f]{40}", commit) or not repository:
-        fault = f"{commit!r} is not a whole commit" if repository else "the URL names no commit"
-        clone_url = address.rpartition("@")[0] if repository else address
+        fault, clone_url = "the URL names no commit", address
+        if repository:
+            fault, clone_url = f"{commit!r} is not a whole commit", address.rpartition("@")[0]
         yield (
             f"git+{address}: {fault}: a branch or tag can name other code tomorrow",
             f"write git+{clone_url}@COMMIT with all 40 digits; git ls-remote {clone_url} prints them",
@@ -122,7 +131,7 @@ def pip_option(text: str) -> Iterator[Fault]:
     """Accept one word of a pip command line that uses no file of the host."""
     # pip reads a short option together with its value: -rfile is -r file.
     option = text.partition("=")[0]
-    if option in _PIP_FILES or re.match(r"-[rce].", text):
+    if option in _PIP_FILE_OPTIONS or re.match(r"-[rce].", text):
         key = "`image.constraints`" if option in ("-c", "--constraint") else "`requirements`"
         yield f"{text!r} names a file that is not in the image", f"use {key}"
     elif text.startswith("-") and re.search(r"\s", text):
@@ -149,6 +158,7 @@ def image_env_name(text: str) -> Iterator[Fault]:
 
 def pip_env_name(text: str) -> Iterator[Fault]:
     """Refuse the variable that would override imgkit's own constraints."""
+    # imgkit's own constraints keep the base's torch.
     if text == "PIP_CONSTRAINT":
         yield "would remove the protection of the base's torch", "use image.constraints"
 
@@ -165,17 +175,17 @@ def label_name(text: str) -> Iterator[Fault]:
         yield f"{text!r} is not a label name", "allowed: letters, digits and . _ - /"
     elif text.startswith("imgkit."):
         yield "imgkit writes the labels that begin with imgkit.", "choose another prefix"
-    elif text.removeprefix("org.opencontainers.image.") in _OWN_LABELS and text.startswith("org."):
+    elif text.removeprefix("org.opencontainers.image.") in _IMGKIT_LABELS and text.startswith("org."):
         yield "imgkit writes this label", "remove it"
 
 
 def image_path(text: str) -> Iterator[Fault]:
     """Accept an absolute folder in the image."""
-    unseen = list(printable(text))
-    if unseen:
-        yield from unseen
+    invisible_characters = list(printable(text))
+    if invisible_characters:
+        yield from invisible_characters
     elif not text.startswith("/"):
-        yield f"{text!r} is not absolute", f"write /{text}" if text else "write /workspace"
+        yield f"{text!r} is not absolute", f"write /{text or 'workspace'}"
     elif not IMAGE_PATH.fullmatch(text):
         yield f"{text!r} contains a blank, quote, variable or wildcard", "choose a plain path"
     elif ".." in text.split("/"):
@@ -185,6 +195,7 @@ def image_path(text: str) -> Iterator[Fault]:
 def copy_target(text: str) -> Iterator[Fault]:
     """Accept an absolute folder in the image that a user may write to."""
     yield from image_path(text)
+    # A copy there would be hidden by a mount, or would replace imgkit's own files.
     if re.match(r"/+(?:(?:proc|sys|dev|opt/imgkit)(?:/|$)|$)", text):
         yield f"{text} belongs to the system or to imgkit", "the default is /workspace"
 
@@ -200,10 +211,10 @@ def shell_command(text: str) -> Iterator[Fault]:
         yield "ends with a backslash, which would join it with the next instruction", "remove it"
 
 
-def variable(name: str, value: str, *, has_earlier_value: bool) -> Iterator[Fault]:
-    """Accept ``PATH: /x:$PATH``, which adds to the base's value; refuse other texts with ``$PATH``."""
+def variable_value(name: str, value: str, *, has_earlier_value: bool) -> Iterator[Fault]:
+    """Accept ``PATH: /x:$PATH``, which adds to the base's value. Refuse other texts with ``$PATH``."""
     try:
-        parts = inherited(name, value)
+        parts = split_inherited(name, value)
     except ValueError:
         yield (
             f"imgkit cannot expand {value!r}",
@@ -214,17 +225,20 @@ def variable(name: str, value: str, *, has_earlier_value: bool) -> Iterator[Faul
         yield f"an argument has no earlier value: {value!r}", "write the value, or use image.env"
 
 
-def inherited(name: str, value: str) -> tuple[str, str] | None:
-    """Return what a list such as ``/x/bin:$PATH`` has before and after the base's value of `name`.
+def split_inherited(name: str, value: str) -> tuple[str, str] | None:
+    """Return what a list has before and after the base's value of `name`.
 
-    None where the value does not name itself.
+    ``/x/bin:$PATH`` gives ``/x/bin`` and an empty text. The result is None where the value does not name the
+    variable.
 
     Raises
     ------
     ValueError : it does, but not as one whole element of a list with colons.
     """
+    # Only a whole element: "/x$PATH" would join two folders.
     elements = value.split(":")
-    positions = [number for number, element in enumerate(elements) if element in (f"${name}", f"${{{name}}}")]
+    references = (f"${name}", f"${{{name}}}")
+    positions = [number for number, element in enumerate(elements) if element in references]
     if len(positions) == 1 and len(elements) > 1:
         before, after = elements[: positions[0]], elements[positions[0] + 1 :]
         if name not in site_variables(*before, *after):
@@ -234,24 +248,28 @@ def inherited(name: str, value: str) -> tuple[str, str] | None:
     return None
 
 
-def expanded(name: str, value: str, quote: Callable[[str], str]) -> str | None:
-    """Return `value` for a shell or a Dockerfile, with the base's value where it names itself; else None.
+def quote_inherited(name: str, value: str, quote: Callable[[str], str]) -> str | None:
+    """Return `value` quoted for a shell or a Dockerfile, with the base's value where it names itself.
 
-    `quote` escapes a text for double quotes. A base without the variable gives no empty element, which
-    would mean the current folder.
+    ``/x:$PATH`` -> ``"/x${PATH:+:$PATH}"``: a base without the variable must give no empty element, which
+    would mean the current folder. `quote` escapes a text for double quotes. The result is None where the
+    value does not name the variable.
     """
-    parts = inherited(name, value)
+    parts = split_inherited(name, value)
     if parts is None:
         return None
-    before, after = map(quote, parts)
+    before, after = quote(parts[0]), quote(parts[1])
     if not before:
         return f'"${{{name}:+${name}:}}{after}"'
-    return f'"{before}${{{name}:+:${name}}}{f":{after}" if after else ""}"'
+    if after:
+        after = f":{after}"
+    return f'"{before}${{{name}:+:${name}}}{after}"'
 
 
 MAX_NAME = 255
 """Characters of registry and repository together."""
 
+# The grammar of github.com/distribution/reference.
 _COMPONENT = re.compile(r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*")
 _LABEL = r"(?:[A-Za-z0-9]|[A-Za-z0-9][A-Za-z0-9-]*[A-Za-z0-9])"
 _DOMAIN = re.compile(rf"(?:{_LABEL}(?:\.{_LABEL})*|\[[A-Fa-f0-9:]+\])(?::[0-9]+)?")
@@ -264,7 +282,7 @@ _TRANSPORT = re.compile(r"(?:https?|docker|oci|oras|library|docker-archive|docke
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageReference:
-    """``registry/repository:tag@digest``; missing parts are empty."""
+    """``registry/repository:tag@digest``. Missing parts are empty."""
 
     registry: str
     repository: str
@@ -279,30 +297,23 @@ def parse_reference(text: str) -> ImageReference:
     ------
     Unfit : names the first problem.
     """
-    if not text:
-        raise Unfit("the image reference is empty", "write NAME:TAG")
-    if re.search(r"\s", text):
-        raise Unfit(f"{text!r} contains a blank", "an image reference is one word, NAME:TAG")
-    if "$" in text:
-        raise Unfit(f"{text} contains a variable", "recipes have no variables: write the whole name")
-    # Skopeo and Singularity name a transport; but docker:5000/x names a registry.
-    transport = _TRANSPORT.match(text)
-    if transport and ("//" in transport.group() or text.startswith(("docker-", "oci:"))):
-        fault = f"{transport.group()} is not part of an image reference"
-        raise Unfit(fault, f"write {text[transport.end() :]}")
+    _refuse_foreign_syntax(text)
     name, _, digest = text.partition("@")
     if "@" in text:
         _check_digest(digest)
     # A colon after the last slash begins the tag; an earlier colon begins a registry's port.
-    head, slash, last = name.rpartition("/")
-    last, colon, tag = last.partition(":")
+    folder, slash, base_name = name.rpartition("/")
+    base_name, colon, tag = base_name.partition(":")
+    if colon and not tag:
+        raise Unfit("the tag after the colon is empty", _TAG_HINT)
     if colon and not _TAG.fullmatch(tag):
-        raise Unfit(f"{tag!r} is not a tag" if tag else "the tag after the colon is empty", _TAG_HINT)
-    name = f"{head}{slash}{last}"
+        raise Unfit(f"{tag!r} is not a tag", _TAG_HINT)
+    name = f"{folder}{slash}{base_name}"
+    registry, repository = "", name
     first, _, rest = name.partition("/")
     # As Docker decides: a first part with a dot or colon is a host, and so is localhost.
-    has_registry = bool(rest) and (bool(re.search(r"[.:A-Z]", first)) or first == "localhost")
-    registry, repository = (first, rest) if has_registry else ("", name)
+    if rest and (first == "localhost" or re.search(r"[.:A-Z]", first)):
+        registry, repository = first, rest
     if registry and not _DOMAIN.fullmatch(registry):
         raise Unfit(f"{registry!r} is not a registry", "write HOST or HOST:PORT")
     for component in repository.split("/"):
@@ -310,6 +321,21 @@ def parse_reference(text: str) -> ImageReference:
     if len(name) > MAX_NAME:
         raise Unfit(f"the name has {len(name)} characters", f"at most {MAX_NAME} are allowed")
     return ImageReference(registry=registry, repository=repository, tag=tag, digest=digest)
+
+
+def _refuse_foreign_syntax(text: str) -> None:
+    """Raise Unfit for a variable, a blank, or a transport such as the ``docker://`` of skopeo."""
+    if not text:
+        raise Unfit("the image reference is empty", "write NAME:TAG")
+    if re.search(r"\s", text):
+        raise Unfit(f"{text!r} contains a blank", "an image reference is one word, NAME:TAG")
+    if "$" in text:
+        raise Unfit(f"{text} contains a variable", "recipes have no variables: write the whole name")
+    transport = _TRANSPORT.match(text)
+    # In docker:5000/x, docker is a registry.
+    if transport and ("//" in transport.group() or text.startswith(("docker-", "oci:"))):
+        fault = f"{transport.group()} is not part of an image reference"
+        raise Unfit(fault, f"write {text[transport.end() :]}")
 
 
 def _check_component(component: str, repository: str) -> None:

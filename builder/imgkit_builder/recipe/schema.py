@@ -12,7 +12,7 @@ from imgkit_builder.recipe.validation import adapter
 
 def schema_json() -> str:
     """Return the JSON Schema of recipe files, draft 2020-12."""
-    schema = _tidy(adapter(Document).json_schema())
+    schema = _simplify(adapter(Document).json_schema())
     definitions = schema["$defs"]
     schema["properties"]["extends"] = {
         "type": "string",
@@ -28,7 +28,7 @@ def schema_json() -> str:
         "type": "string",
         "description": "The system to start from: a name of `imgkit list --systems`, or a path.",
     }
-    facts["scheduler"]["enum"] = list(systems.names())
+    facts["scheduler"]["enum"] = list(systems.scheduler_names())
     # The recipe that this one extends may state the missing keys.
     del definitions["Image"]["required"], schema["required"]
     schema["anyOf"] = [
@@ -39,19 +39,24 @@ def schema_json() -> str:
     return json.dumps({**head, **schema}, indent=2)
 
 
-def _tidy(node: Any) -> Any:
-    """Leave out what says nothing in YAML: pydantic's titles, and null, which a recipe cannot state."""
+def _simplify(node: Any) -> Any:
+    """Return a part of the schema without what says nothing in YAML.
+
+    These are pydantic's titles, and null, which a recipe cannot state.
+    """
     if isinstance(node, list):
-        return [_tidy(item) for item in node]
+        return [_simplify(item) for item in node]
     if not isinstance(node, dict):
         return node
+    node = {key: _simplify(value) for key, value in node.items()}
+    # A recipe may have keys with these names, whose values are schemas and not texts.
     if isinstance(node.get("title"), str):
-        node = {key: value for key, value in node.items() if key != "title"}
-    if node.get("default", ...) is None:
-        node = {key: value for key, value in node.items() if key != "default"}
+        del node["title"]
     if isinstance(node.get("description"), str):
-        node = {**node, "description": node["description"].replace("\n", " ")}
-    node = {key: _tidy(value) for key, value in node.items()}
+        node["description"] = node["description"].replace("\n", " ")
+    if node.get("default", ...) is None:
+        del node["default"]
+    # One form is left where the other was null.
     forms = [form for form in node.get("anyOf", ()) if form != {"type": "null"}]
     if len(forms) == 1:
         del node["anyOf"]

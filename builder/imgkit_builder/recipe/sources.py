@@ -35,12 +35,13 @@ GIT_PATHS = (
 """Paths for ``git status``: what imgkit leaves in a folder is no change of its code."""
 _KEY_BYTES = 1 << 16
 """How much of a file imgkit reads to find a private key; a chain of certificates is shorter."""
+# A limit for a list of patterns.
 _MOST_BYTES = 1 << 20
 _MOST_STARS = 4
 """Stars in one pattern: the time for a name of 240 characters grows from a second to 40 with the next one."""
 MARKERS = ("CACHEDIR.TAG", "pyvenv.cfg")
 """A folder with such a file is a cache (bford.info/cachedir) or a virtual environment of this machine."""
-_RUN_FOLDER = {"code.json", WORKSPACE}
+_RUN_FOLDER_NAMES = {"code.json", WORKSPACE}
 """A folder with both is that of a run. With it, the code of each run would have the copies of all earlier."""
 
 
@@ -55,7 +56,7 @@ class SourceEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Patterns:
-    """Patterns for the paths below one folder."""
+    """Patterns of one list, which apply to the paths below its folder."""
 
     above: str
     """What comes before a path below the source, to make it a path below that folder: ``src/``."""
@@ -63,28 +64,29 @@ class _Patterns:
     """The folder's path below the source, with a final slash; empty for the source and for folders above."""
     spec: GitIgnoreSpec
 
-    def decision(self, path: str) -> bool | None:
-        """Return whether `path`, below the source, stays out; None where no pattern matches."""
+    def excludes(self, path: str) -> bool | None:
+        """Return whether `path`, below the source, stays out. None where no pattern matches."""
         if not path.startswith(self.below):
             return None
         return self.spec.check_file(self.above + path.removeprefix(self.below)).include
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Listed:
+class _GitList:
     """The paths that git lists, and the folders above them with a final slash."""
 
     names: frozenset[str]
 
-    def decision(self, path: str) -> bool | None:
-        """Return whether `path` stays out; None for a path of the list."""
+    def excludes(self, path: str) -> bool | None:
+        """Return True if `path` is not in the list. For a path of the list, other rules decide: None."""
         return None if path in self.names else True
 
 
-_Rules = tuple[_Patterns | _Listed, ...]
+_Rules = tuple[_Patterns | _GitList, ...]
+"""In the order of their weight: the last one that knows a path decides."""
 
 
-def walk(
+def walk_source(
     source: Path,
     ignore: Iterable[str] = (),
     *,
@@ -109,138 +111,174 @@ def walk(
     UsageError : a pattern is none, or has more than four stars.
     """
     ignore = tuple(ignore)
-    of_recipe = _Patterns(above="", below="", spec=_spec(ignore, "ignore"))
-    brought_back = (pattern[1:].rstrip("/").rpartition("/")[2] for pattern in ignore if pattern[:1] == "!")
+    recipe_patterns = _Patterns(above="", below="", spec=_compile(ignore, "ignore"))
+    exceptions = []
+    for pattern in ignore:
+        name = pattern.rstrip("/").rpartition("/")[2].removeprefix("!")
+        # "!data/" and "!*" bring back folders and files, and never a secret that happens to lie there.
+        if pattern.startswith("!") and name.strip("*?"):
+            exceptions.append(name)
     walker = _Walker(
-        of_recipe=of_recipe,
+        recipe_patterns=recipe_patterns,
         reads_gitignore=listed is None,
-        late=(*_dockerignore(source), of_recipe),
+        late=(*_read_dockerignore(source), recipe_patterns),
         hidden=frozenset(hidden),
         left_out=[] if left_out is None else left_out,
         secret=[] if secret is None else secret,
-        # "!data/" and "!*" bring back folders and files, and never a secret that happens to lie there.
-        named=tuple(name for name in brought_back if name.strip("*?")),
+        exceptions=tuple(exceptions),
     )
-    above: _Rules = _above(source) if listed is None else (_Listed(names=_with_folders(listed)),)
-    yield from walker.folder(source, "", above)
+    # Where git lists the files, it has read its own patterns.
+    early: _Rules = _read_parent_gitignores(source)
+    if listed is not None:
+        early = (_GitList(names=_with_folders(listed)),)
+    yield from walker.walk_folder(source, "", early)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Walker:
-    of_recipe: _Patterns
-    """Those of the recipe, which count last."""
+    """Walks a source, and decides for each entry whether it stays out."""
+
+    recipe_patterns: _Patterns
     late: tuple[_Patterns, ...]
-    """The patterns that win over those of folders; `of_recipe` is the last."""
+    """The patterns that win over those of folders. `recipe_patterns` is the last."""
     reads_gitignore: bool
     hidden: frozenset[Path]
     left_out: list[str]
     secret: list[str]
-    named: tuple[str, ...]
-    """The last parts of the patterns that bring something back."""
+    exceptions: tuple[str, ...]
+    """The last parts of the recipe's patterns that bring something back: ``a.key`` of ``!keys/a.key``."""
 
-    def folder(self, folder: Path, below: str, above: _Rules) -> Iterator[SourceEntry]:
-        """Yield what counts in `folder`; `below` is its path below the source, empty or with a last slash."""
+    def walk_folder(self, folder: Path, prefix: str, early: _Rules) -> Iterator[SourceEntry]:
+        """Yield what counts in `folder`.
+
+        `prefix` is its path below the source, empty or with a final slash. `early` are the rules of
+        the folders above.
+        """
         with os.scandir(folder) as scan:
             entries = sorted(scan, key=lambda entry: os.fsencode(entry.name))
-        names = {entry.name for entry in entries}
-        general = above
-        if self.reads_gitignore and ".gitignore" in names:
-            general = (*above, *_patterns(_lines(folder / ".gitignore"), folder / ".gitignore", below=below))
+        siblings = {entry.name for entry in entries}
+        if self.reads_gitignore and ".gitignore" in siblings:
+            file = folder / ".gitignore"
+            early = (*early, *_make_patterns(_read_lines(file), file, below=prefix))
         for entry in entries:
-            is_folder = entry.is_dir(follow_symlinks=False)
-            # The slash lets a folder match patterns such as "data/"; as in git, this excludes all below it.
-            name = f"{below}{entry.name}{'/' if is_folder else ''}"
             if entry.name in NEVER or entry.name.startswith(TEMPORARY) or self._is_hidden(entry):
                 continue
-            stays_out = _last_word((*general, *self.late), name)
-            if stays_out is None:
-                stays_out = (
-                    self._is_made(entry, name, general) if is_folder else _is_output(entry.name, names)
-                )
-            by_name = any(fnmatch.fnmatchcase(entry.name, pattern) for pattern in self.named)
-            is_wanted = by_name and self.of_recipe.decision(name) is False
-            if not stays_out and not is_wanted and _is_secret(entry, name):
+            is_folder = entry.is_dir(follow_symlinks=False)
+            name = prefix + entry.name
+            if is_folder:
+                # It lets a folder match patterns such as "data/"; as in git, this excludes all below it.
+                name += "/"
+            if self._stays_out(entry, name, siblings, early):
+                if self.recipe_patterns.excludes(name) is None:
+                    self.left_out.append(name)
+                continue
+            if not self._is_brought_back(entry, name) and _is_secret(entry, name):
                 self.secret.append(name)
-            elif not stays_out:
-                yield SourceEntry(name=name.rstrip("/"), entry=entry)
-                if is_folder:
-                    yield from self.folder(Path(entry.path), name, general)
-            elif self.of_recipe.decision(name) is None:
-                self.left_out.append(name)
+                continue
+            yield SourceEntry(name=name.rstrip("/"), entry=entry)
+            if is_folder:
+                yield from self.walk_folder(Path(entry.path), name, early)
 
-    def _is_made(self, folder: os.DirEntry[str], name: str, general: _Rules) -> bool:
+    def _stays_out(self, entry: os.DirEntry[str], name: str, siblings: set[str], early: _Rules) -> bool:
+        """Return whether a pattern leaves `entry` out. If none matches: whether a program made it."""
+        decision = _last_decision((*early, *self.late), name)
+        if decision is not None:
+            return decision
+        if name.endswith("/"):
+            return self._is_generated(entry, name, early)
+        return _is_output(entry.name, siblings)
+
+    def _is_generated(self, folder: os.DirEntry[str], prefix: str, early: _Rules) -> bool:
         """Return whether a program made all of `folder`.
 
         It is a cache, a virtual environment or a run folder, or it has outputs of imgkit alone.
         """
         with os.scandir(folder) as scan:
             entries = list(scan)
-        names, rules = {entry.name for entry in entries}, (*general, *self.late)
-        if not names.isdisjoint(MARKERS) or names >= _RUN_FOLDER:
+        names, rules = {entry.name for entry in entries}, (*early, *self.late)
+        if not names.isdisjoint(MARKERS) or names >= _RUN_FOLDER_NAMES:
             return True
         for entry in entries:
+            if entry.name.startswith(TEMPORARY):
+                continue
             if entry.is_dir(follow_symlinks=False):
-                is_output = all(Path(entry.path, part).exists() for part in _RUN_FOLDER)
+                is_output = all(Path(entry.path, name).exists() for name in _RUN_FOLDER_NAMES)
             else:
                 is_output = _is_output(entry.name, names)
-            is_own = is_output and _last_word(rules, name + entry.name) is None
-            if not (is_own or entry.name.startswith(TEMPORARY)):
+            # What a pattern names was put there by a person.
+            if not is_output or _last_decision(rules, prefix + entry.name) is not None:
                 return False
         return bool(entries)
+
+    def _is_brought_back(self, entry: os.DirEntry[str], name: str) -> bool:
+        """Return whether the recipe asks for `entry` by its name, so that it may be a secret."""
+        has_name = any(fnmatch.fnmatchcase(entry.name, pattern) for pattern in self.exceptions)
+        return has_name and self.recipe_patterns.excludes(name) is False
 
     def _is_hidden(self, entry: os.DirEntry[str]) -> bool:
         return any(entry.name == path.name and Path(entry.path).resolve() == path for path in self.hidden)
 
 
-def left_out_text(names: Sequence[str]) -> str:
-    """Return names that `walk` leaves out for a message: ``a, b (git, Docker or imgkit ignores it)``."""
+def describe_left_out(names: Sequence[str]) -> str:
+    """Return names that `walk_source` leaves out as text: ``a, b (git, Docker or imgkit ignores it)``."""
     rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return f"{', '.join(names[:5])}{rest} (git, Docker or imgkit ignores it)"
 
 
-def _with_folders(listed: Iterable[str]) -> frozenset[str]:
+def _with_folders(paths: Iterable[str]) -> frozenset[str]:
+    """Return `paths` and the folders above them: ``a/b/c.py`` -> ``a/``, ``a/b/``, ``a/b/c.py``."""
     names: set[str] = set()
-    for name in listed:
-        names.add(name)
-        above = name.rpartition("/")[0]
-        while above and f"{above}/" not in names:
-            names.add(f"{above}/")
-            above = above.rpartition("/")[0]
+    for path in paths:
+        names.add(path)
+        folder = path.rpartition("/")[0]
+        while folder and f"{folder}/" not in names:
+            names.add(f"{folder}/")
+            folder = folder.rpartition("/")[0]
     return frozenset(names)
 
 
-def _last_word(patterns: _Rules, path: str) -> bool | None:
-    decisions = (rules.decision(path) for rules in reversed(patterns))
-    return next((decision for decision in decisions if decision is not None), None)
+def _last_decision(rules: _Rules, path: str) -> bool | None:
+    """Return what the last of `rules` that knows `path` decides. None if none knows it."""
+    for rule in reversed(rules):
+        decision = rule.excludes(path)
+        if decision is not None:
+            return decision
+    return None
 
 
 def _is_secret(entry: os.DirEntry[str], name: str) -> bool:
-    """Return whether its name says so, or a key lies in a file with a key's name; certificates are public."""
-    by_name = secret_patterns.in_file_name(name)
+    """Return whether the name of a file says so, or a file with a key's name holds a key.
+
+    Certificates often have the same names, and are public.
+    """
+    is_secret_name = secret_patterns.in_file_name(name)
     if not entry.is_file(follow_symlinks=False):
-        return by_name
+        return is_secret_name
     may_be_public = name.lower().endswith((".pem", ".key"))
     # Of a small file without a suffix, such as id_deploy, the content decides.
     may_be_key = "." not in entry.name and entry.stat().st_size <= _KEY_BYTES
-    if not may_be_public and (by_name or not may_be_key):
-        return by_name
+    if not may_be_public and (is_secret_name or not may_be_key):
+        return is_secret_name
     with files.open_regular(Path(entry.path)) as file:
         start = file.read(_KEY_BYTES)
     return secret_patterns.is_private_key(start) or (may_be_public and not start.startswith(b"-----BEGIN "))
 
 
-def _is_output(name: str, names: set[str]) -> bool:
+def _is_output(name: str, siblings: set[str]) -> bool:
+    """Return whether `name`, which lies beside `siblings`, is the name of a file that imgkit writes."""
     # An archive is one of imgkit's only where its record lies next to it; a data set may be a .tar too.
     archive = name.removesuffix(".manifest.json").removesuffix(".sha256")
-    if ".tar" in archive and archive in names and f"{archive}.manifest.json" in names:
+    if ".tar" in archive and archive in siblings and f"{archive}.manifest.json" in siblings:
         return True
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in OUTPUTS)
 
 
-def _spec(lines: Sequence[str], where: str) -> GitIgnoreSpec:
+def _compile(lines: Sequence[str], where: str) -> GitIgnoreSpec:
+    """Return a matcher for the patterns in `lines`. `where` names their file or key for messages."""
     import pathspec
 
     for line in lines:
+        # pathspec makes a regular expression; each star multiplies its time, and ** between slashes is one.
         stars = sum(1 if part == "**" else part.count("*") for part in line.split("/"))
         if stars > _MOST_STARS and not line.startswith("#"):
             raise UsageError(
@@ -254,42 +292,48 @@ def _spec(lines: Sequence[str], where: str) -> GitIgnoreSpec:
         raise UsageError(f"a pattern cannot be read: {error}", where=where, hint="correct it") from error
 
 
-def _above(source: Path) -> tuple[_Patterns, ...]:
+def _read_parent_gitignores(source: Path) -> tuple[_Patterns, ...]:
     """Return the patterns of ``.gitignore`` above `source`, up to its repository's root, the outermost first.
 
-    A source that these patterns exclude as a whole was named on purpose: then they do not count.
+    If these patterns exclude the source as a whole, it was named on purpose, and they do not count.
     """
     source = source.resolve()
     patterns: tuple[_Patterns, ...] = ()
     for folder in (source, *source.parents):
         if folder != source:
             file, above = folder / ".gitignore", f"{source.relative_to(folder).as_posix()}/"
-            patterns = (*_patterns(_lines(file), file, above=above), *patterns)
+            patterns = (*_make_patterns(_read_lines(file), file, above=above), *patterns)
         if os.path.lexists(folder / ".git"):
-            return () if _last_word(patterns, "") else patterns
+            return () if _last_decision(patterns, "") else patterns
     return ()  # outside git, a file of somebody's home folder says nothing about this one
 
 
-def _dockerignore(source: Path) -> tuple[_Patterns, ...]:
+def _read_dockerignore(source: Path) -> tuple[_Patterns, ...]:
     """Return the patterns of ``.dockerignore``, which start at its folder, as those of gitignore's kind."""
-    anchored, file = [], source / ".dockerignore"
+    anchored_patterns, file = [], source / ".dockerignore"
     # A message may quote the patterns, and a stranger's link may lead to a secret.
     if file.is_symlink() and not file.resolve().is_relative_to(source.resolve()):
         raise UsageError("it is a link out of its folder", where=str(file), hint="put the list itself there")
-    for line in _lines(file):
+    for line in _read_lines(file):
         pattern = line.strip()
-        if pattern and not pattern.startswith("#"):
-            back = "!" if pattern.startswith("!") else ""
-            anchored.append(f"{back}/{os.path.normpath(pattern.removeprefix('!').strip().lstrip('/'))}")
-    return _patterns(anchored, file)
+        if not pattern or pattern.startswith("#"):
+            continue
+        negation = "!" if pattern.startswith("!") else ""
+        path = os.path.normpath(pattern.removeprefix("!").strip().lstrip("/"))
+        anchored_patterns.append(f"{negation}/{path}")
+    return _make_patterns(anchored_patterns, file)
 
 
-def _patterns(lines: Sequence[str], file: Path, *, above: str = "", below: str = "") -> tuple[_Patterns, ...]:
-    """Return the patterns of `file`; nothing if it has none."""
-    return (_Patterns(above=above, below=below, spec=_spec(lines, str(file))),) if lines else ()
+def _make_patterns(
+    lines: Sequence[str], file: Path, *, above: str = "", below: str = ""
+) -> tuple[_Patterns, ...]:
+    """Return the patterns of `file` as one item, or no item if it has none."""
+    if not lines:
+        return ()
+    return (_Patterns(above=above, below=below, spec=_compile(lines, str(file))),)
 
 
-def _lines(file: Path) -> list[str]:
+def _read_lines(file: Path) -> list[str]:
     if not file.is_file() or (file.name == ".gitignore" and file.is_symlink()):  # as git: it follows no link
         return []
     return files.read_text(file, most_bytes=_MOST_BYTES, errors="surrogateescape").splitlines()

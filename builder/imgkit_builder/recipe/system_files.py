@@ -13,19 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from imgkit_builder.recipe.model import KEYS
-from imgkit_builder.recipe.problems import choices, nearest, reason
+from imgkit_builder.recipe.problems import allowed_hint, error_reason, nearest_name
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.rules import Line
 from imgkit_recipes import SYSTEMS
 
 VARIABLE = "IMGKIT_SYSTEMS"
-OF_MACHINE = Path("/etc/imgkit/systems")
+MACHINE_FOLDER = Path("/etc/imgkit/systems")
 SUFFIX = ".yaml"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """How a system's values were tested, and where: one sentence each; empty: not at all."""
+    """How a system's values were tested, and where, in one sentence each. An empty text means not at all."""
 
     __pydantic_config__ = KEYS
 
@@ -57,11 +57,14 @@ def site_folder() -> Path:
     ------
     UsageError : the variable does not hold an absolute path.
     """
-    named = os.environ.get(VARIABLE, "")
-    if named and not Path(named).is_absolute():
-        hint = f"export {VARIABLE}={Path(named).absolute()}"
-        raise UsageError(f"{named!r} is not an absolute path", where=VARIABLE, hint=hint)
-    return Path(named) if named else OF_MACHINE
+    value = os.environ.get(VARIABLE, "")
+    if not value:
+        return MACHINE_FOLDER
+    folder = Path(value)
+    if not folder.is_absolute():
+        hint = f"export {VARIABLE}={folder.absolute()}"
+        raise UsageError(f"{value!r} is not an absolute path", where=VARIABLE, hint=hint)
+    return folder
 
 
 def is_site(file: Path) -> bool:
@@ -70,33 +73,35 @@ def is_site(file: Path) -> bool:
     return file.is_relative_to(folder) or file.resolve().is_relative_to(folder.resolve())
 
 
-def find_all() -> Mapping[str, Path]:
-    """Return every system that a recipe can name, with its file; those of the site come last.
+def find_systems() -> Mapping[str, Path]:
+    """Return every system that a recipe can name, with its file. Those of the site come last.
 
     Raises
     ------
     UsageError : the site's folder cannot be read, or has a system with the name of one that imgkit ships.
     """
-    shipped = {path.stem: path for path in sorted(SYSTEMS.glob(f"*{SUFFIX}"), key=lambda path: path.stem)}
+    # By name, not by file: the suffix sorts differently beside a longer name.
+    shipped_files = sorted(SYSTEMS.glob(f"*{SUFFIX}"), key=lambda path: path.stem)
+    systems = {path.stem: path for path in shipped_files}
     folder = site_folder()
     try:
-        of_site = sorted(path for path in folder.iterdir() if path.suffix == SUFFIX)
+        site_files = sorted(path for path in folder.iterdir() if path.suffix == SUFFIX)
     except FileNotFoundError:
-        if os.environ.get(VARIABLE):
-            raise UsageError(
-                "there is no such folder", where=f"{VARIABLE}={folder}", hint=f"unset {VARIABLE}"
-            ) from None
-        of_site = []
+        if not os.environ.get(VARIABLE):
+            return systems
+        where, hint = f"{VARIABLE}={folder}", f"unset {VARIABLE}"
+        raise UsageError("there is no such folder", where=where, hint=hint) from None
     except OSError as error:
         raise UsageError(f"cannot be read: {error.strerror}", where=str(folder)) from error
-    for path in of_site:
-        if path.stem in shipped:
+    for path in site_files:
+        name = path.stem
+        if name in systems:
             raise UsageError(
-                f"imgkit ships a system named {path.stem!r}",
+                f"imgkit ships a system named {name!r}",
                 where=str(path),
-                hint=f"rename the file, and begin it with `extends: {path.stem}` to change some values",
+                hint=f"rename the file, and begin it with `extends: {name}` to change some values",
             )
-    return shipped | {path.stem: path for path in of_site}
+    return systems | {path.stem: path for path in site_files}
 
 
 def is_path(ref: str) -> bool:
@@ -104,7 +109,7 @@ def is_path(ref: str) -> bool:
     return "/" in ref or ref.endswith((SUFFIX, ".yml"))
 
 
-def locate(ref: str, source: Path) -> Path:
+def locate_system(ref: str, source: Path) -> Path:
     """Return the absolute path of the system `ref`, a name or a path from the folder of the file `source`.
 
     Raises
@@ -113,39 +118,44 @@ def locate(ref: str, source: Path) -> Path:
     """
     try:
         if not is_path(ref):
-            return private(_named(ref, source))
+            file = _find_by_name(ref, source)
+            refuse_writable(file)
+            return file
         if is_site(source):
             hint = "a system of a site's folder extends another by its name"
             raise UsageError(f"{ref} is a path", hint=hint)
         file = (source.parent / ref).absolute()
         if file.is_file():
-            return private(file)
+            refuse_writable(file)
+            return file
         siblings = sorted(path.name for path in file.parent.glob("*.y*ml"))
     except (OSError, ValueError) as error:  # a name too long, a NUL byte, no permission
-        raise UsageError(f"{ref!r} is not a system: {reason(error)}") from error
-    near = nearest(file.name, siblings)
-    hint = f"did you mean {near}?" if near else "imgkit list --systems shows the known systems"
+        raise UsageError(f"{ref!r} is not a system: {error_reason(error)}") from error
+    nearest = nearest_name(file.name, siblings)
+    hint = f"did you mean {nearest}?" if nearest else "imgkit list --systems shows the known systems"
     raise UsageError(f"there is no file {ref}", hint=hint)
 
 
-def _named(name: str, source: Path) -> Path:
-    names = find_all()
-    if name in names:
-        return names[name]
+def _find_by_name(name: str, source: Path) -> Path:
+    systems = find_systems()
+    if name in systems:
+        return systems[name]
+    hint = allowed_hint(name, systems)
     sibling = source.parent / f"{name}{SUFFIX}"
-    advice = f"; for the file {sibling.name} write ./{sibling.name}" if sibling.is_file() else ""
-    raise UsageError(f"there is no system {name!r}", hint=choices(name, names) + advice)
+    if sibling.is_file():
+        hint += f"; for the file {sibling.name} write ./{sibling.name}"
+    raise UsageError(f"there is no system {name!r}", hint=hint)
 
 
-def private(file: Path) -> Path:
-    """Return `file`, unless it is a site's and another user than its owner can write it.
+def refuse_writable(file: Path) -> None:
+    """Refuse a file of the site's folder that another user than its owner can write.
 
     Raises
     ------
     UsageError : its group or all users can write it or its folder; names the command that ends that.
     """
     if not is_site(file):
-        return file
+        return
     # Who can write a folder can replace its files; behind a link, the target's folder counts too.
     for path in dict.fromkeys((site_folder(), file.parent, file.resolve().parent, file)):
         try:
@@ -157,4 +167,3 @@ def private(file: Path) -> Path:
             kind = "folder" if stat.S_ISDIR(mode) else "file"
             message = f"{writers} can write this {kind} of systems"
             raise UsageError(message, where=str(path), hint=f"chmod go-w {path}")
-    return file

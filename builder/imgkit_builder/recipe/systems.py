@@ -39,11 +39,14 @@ def _no_faults(facts: SystemFacts) -> Iterable[SystemFault]:
 
 
 _SET_BY_JOBS = ("--container-image", "--container-mounts", "--container-workdir")
+"""Options of pyxis that every job of imgkit sets."""
 
 
-def _options_of_pyxis(facts: SystemFacts) -> Iterator[SystemFault]:
+def _check_pyxis_options(facts: SystemFacts) -> Iterator[SystemFault]:
     """Yield options of another runtime, which srun refuses, and those that every job sets itself."""
-    for option in facts.runtime.options if facts.runtime.kind == "pyxis" else ():
+    if facts.runtime.kind != "pyxis":
+        return
+    for option in facts.runtime.options:
         name = option.partition("=")[0]
         if not name.startswith(("--container-", "--no-container-")):
             message, hint = f"{option} is not an option of pyxis", "--container-... and --no-container-..."
@@ -62,15 +65,17 @@ class Registration:
     """What reading a recipe needs to know about a scheduler."""
 
     aliases: tuple[str, ...] = ()
-    """Other words that people use for it, in lower case; a recipe with one of them gets a hint."""
+    """Other words that people use for it, in lower case. A recipe with one of them gets a hint."""
     runtimes: tuple[str, ...] = ("singularity", "host")
-    """What can start the program on a node with the node's variables; a job with another is refused."""
+    """What can start the program on a node with the node's variables. A job with another is refused."""
     by_podman: bool = False
-    """Whether docker among `runtimes` means Podman alone: its containers are processes of the job, which the
-    scheduler ends, while those of Docker belong to a service of the node.
+    """Whether docker among `runtimes` means Podman alone.
+
+    Its containers are processes of the job, which the scheduler ends. Those of Docker belong to a service of
+    the node.
     """
     check: Callable[[SystemFacts], Iterable[SystemFault]] = _no_faults
-    """Everything in a recipe's system section that the scheduler cannot work with."""
+    """Yields everything in a recipe's system section that the scheduler cannot work with."""
     keys: tuple[str, ...] = ()
     """Those of `SPECIAL` that the scheduler obeys."""
 
@@ -78,8 +83,8 @@ class Registration:
         """Yield what `check` reports, and keys with a value that the scheduler would ignore."""
         defaults = SystemFacts()
         for key, scheduler in SPECIAL.items():
-            value = operator.attrgetter(key)
-            if key not in self.keys and value(facts) != value(defaults):
+            value_of = operator.attrgetter(key)
+            if key not in self.keys and value_of(facts) != value_of(defaults):
                 message = f"is not used by {facts.scheduler}"
                 hint = f"remove it: only {scheduler}'s jobs obey it"
                 yield SystemFault(path=tuple(key.split(".")), what=message, hint=hint)
@@ -99,7 +104,7 @@ SHIPPED: Mapping[str, Registration] = {
     "slurm": Registration(
         runtimes=("singularity", "docker", "pyxis", "host"),
         by_podman=True,
-        check=_options_of_pyxis,
+        check=_check_pyxis_options,
         keys=_SLURM_KEYS,
     ),
     "pbs": Registration(aliases=("torque",), runtimes=("singularity", "docker", "host")),
@@ -107,7 +112,7 @@ SHIPPED: Mapping[str, Registration] = {
     "mpi": Registration(aliases=("openmpi", "mpirun"), runtimes=("docker", "singularity", "host")),
     "standalone": Registration(runtimes=("docker", "singularity", "host")),
 }
-"""Word of the recipe -> the scheduler."""
+"""Values of ``system.scheduler`` that need no plug-in."""
 
 
 def is_podman(command: str) -> bool:
@@ -119,21 +124,21 @@ RESERVED = ("kubeflow",)
 """Names that no recipe and no plug-in can have: another scheduler hands jobs to them."""
 
 
-def is_known(name: str) -> bool:
+def is_scheduler(name: str) -> bool:
     """Return whether a shipped scheduler or a plug-in has this name."""
     return name in SHIPPED or name in _plugins()
 
 
-def names() -> tuple[str, ...]:
+def scheduler_names() -> tuple[str, ...]:
     """Return what ``system.scheduler`` can be: the shipped schedulers, then plug-ins by name."""
-    return (*SHIPPED, *plugins())
+    return (*SHIPPED, *plugin_names())
 
 
-def with_alias(alias: str) -> str:
-    """Return the scheduler that has this alias; the alias itself where none has."""
-    for name in names():
+def resolve_alias(alias: str) -> str:
+    """Return the scheduler that has this alias. If none has it, return the alias itself."""
+    for name in scheduler_names():
         try:
-            aliases = registration(name).aliases
+            aliases = find_registration(name).aliases
         except ToolFailed:
             continue  # a broken plug-in: the message about the alias must not depend on it
         if alias.lower() in aliases:
@@ -141,15 +146,15 @@ def with_alias(alias: str) -> str:
     return alias
 
 
-def registration(name: str) -> Registration:
-    """Return the data of the shipped scheduler or plug-in of that name. Raises as `plugin` does."""
+def find_registration(name: str) -> Registration:
+    """Return the data of the shipped scheduler or plug-in of that name. Raises as `load_plugin` does."""
     if name in SHIPPED:
         return SHIPPED[name]
-    data: Registration = plugin(name).registration
-    return data
+    registration: Registration = load_plugin(name).registration
+    return registration
 
 
-def plugin(name: str) -> Any:
+def load_plugin(name: str) -> Any:
     """Return the object that the plug-in `name` registers.
 
     Raises
@@ -158,58 +163,61 @@ def plugin(name: str) -> Any:
     ToolFailed : it cannot be loaded; names its distribution.
     """
     # Which of two would win depends on the order of folders on sys.path.
-    first, *duplicates = _plugins()[name]
+    entry, *duplicates = _plugins()[name]
     if duplicates:
         raise ToolFailed(
             f"{len(duplicates) + 1} plug-ins add a system named {name!r}",
-            where=" and ".join(origin(entry) for entry in (first, *duplicates)),
-            hint=f"pip uninstall {distribution(duplicates[0])}",
+            where=" and ".join(distribution_and_version(item) for item in (entry, *duplicates)),
+            hint=f"pip uninstall {distribution_name(duplicates[0])}",
         )
     try:
-        system = first.load()
+        system = entry.load()
     except (Exception, SystemExit) as error:  # a plug-in's own code: anything can come out of it
-        reason = (str(error).splitlines() or [""])[0]
-        raise broken(first, f"cannot be loaded: {type(error).__name__}: {reason}") from error
+        first_line = str(error).partition("\n")[0]
+        raise plugin_error(entry, f"cannot be loaded: {type(error).__name__}: {first_line}") from error
     if not isinstance(getattr(system, "registration", None), Registration):
-        hint = f"{first.value} must be an object of a class that extends System: see CONTRIBUTING.md"
-        raise broken(first, "has no registration", hint=hint)
+        hint = f"{entry.value} must be an object of a class that extends System: see CONTRIBUTING.md"
+        raise plugin_error(entry, "has no registration", hint=hint)
     return system
 
 
-def plugins() -> tuple[str, ...]:
+def plugin_names() -> tuple[str, ...]:
     """Return the names of the schedulers that plug-ins add."""
     return tuple(sorted(_plugins()))
 
 
-def refused() -> Iterator[ImgkitError]:
-    """Yield an error for each plug-in whose name is taken by imgkit; it is never loaded."""
+def refused_plugins() -> Iterator[ImgkitError]:
+    """Yield an error for each plug-in whose name is taken by imgkit. Such a plug-in is never loaded."""
     for entry in _entries():
         if entry.name in SHIPPED or entry.name in RESERVED:
             fault = "is ignored: imgkit ships a system of that name"
-            yield broken(entry, fault, hint="rename the entry point")
+            yield plugin_error(entry, fault, hint="rename the entry point")
 
 
-def entry_of(name: str) -> EntryPoint:
+def entry_point_of(name: str) -> EntryPoint:
     """Return the entry point of the plug-in `name`."""
     return _plugins()[name][0]
 
 
-def broken(entry: EntryPoint, fault: str, *, hint: str = "") -> ToolFailed:
-    """Return the error for a plug-in that cannot be used, with its distribution."""
-    name = distribution(entry)
+def plugin_error(entry: EntryPoint, fault: str, *, hint: str = "") -> ToolFailed:
+    """Return the error for a plug-in that cannot be used.
+
+    It names the distribution that can be uninstalled.
+    """
+    name = distribution_name(entry)
     return ToolFailed(
         f"the plug-in for the system {entry.name!r} {fault}",
-        where=origin(entry),
+        where=distribution_and_version(entry),
         hint=hint or f"ask the authors of {name}, or remove it: pip uninstall {name}",
     )
 
 
-def origin(entry: EntryPoint) -> str:
+def distribution_and_version(entry: EntryPoint) -> str:
     """Return ``DISTRIBUTION VERSION``, which brought the entry point."""
     return f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.value
 
 
-def distribution(entry: EntryPoint) -> str:
+def distribution_name(entry: EntryPoint) -> str:
     """Return the name of the distribution that brought the entry point."""
     return entry.dist.name if entry.dist else entry.value
 
@@ -223,9 +231,9 @@ def _entries() -> tuple[EntryPoint, ...]:
 
 @functools.cache
 def _plugins() -> Mapping[str, tuple[EntryPoint, ...]]:
-    """Return plug-ins by name; more than one under a name where distributions disagree."""
-    entries: dict[str, tuple[EntryPoint, ...]] = {}
+    """Return plug-ins by name. A name has several entry points where distributions disagree about it."""
+    plugins: dict[str, tuple[EntryPoint, ...]] = {}
     for entry in _entries():
         if entry.name not in SHIPPED and entry.name not in RESERVED:
-            entries[entry.name] = (*entries.get(entry.name, ()), entry)
-    return entries
+            plugins[entry.name] = (*plugins.get(entry.name, ()), entry)
+    return plugins

@@ -14,7 +14,7 @@ from imgkit_builder.oci.manifest import InstalledProject
 from imgkit_builder.recipe import problems, rules, systems
 from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.model import Document, Recipe, RunCommand
-from imgkit_builder.recipe.problems import Collector, KeyPath, Position, RecipeErrors, choices, key_text
+from imgkit_builder.recipe.problems import Collector, KeyPath, Position, RecipeErrors, allowed_hint, key_text
 from imgkit_builder.recipe.requirements import PYPROJECT, project_name
 from imgkit_builder.recipe.validation import validate
 from imgkit_entrypoints import json_text, terminal
@@ -54,22 +54,22 @@ class Target:
 
     @property
     def module_line(self) -> str:
-        """Return ``module load ...`` for its runtime; empty where the recipe names no module."""
+        """Return ``module load ...`` for its runtime. It is empty where the recipe names no module."""
         return module_line(self.system)
 
     def where(self, *path: str | int) -> str:
         """Return ``file.yaml:12`` for the nearest stated value at or above `path`, for messages."""
-        return problems.place(self.positions, path, self.file)
+        return problems.stated_at(self.positions, path, self.file)
 
 
 def module_line(system: SystemFacts) -> str:
-    """Return ``module load ...`` for the runtime of `system`; empty where it needs no module."""
+    """Return ``module load ...`` for the runtime of `system`. The line is empty where it needs no module."""
     modules = system.runtime.modules
     return f"module load {' '.join(modules)}" if modules else ""
 
 
-def find(ref: str | Path) -> Target:
-    """Find the recipe `ref`: a shipped name or a recipe's file.
+def load_target(ref: str | Path) -> Target:
+    """Load the recipe `ref`, a shipped name or a recipe's file, and return what its machine needs.
 
     Raises
     ------
@@ -82,7 +82,7 @@ def find(ref: str | Path) -> Target:
         platforms=recipe.image.platforms,
         file=recipe.file,
         positions=recipe.positions,
-        projects=installed(recipe.image.pip),
+        projects=list_projects(recipe.image.pip),
         workdir=stated_workdir(recipe),
         copies=tuple(step.target for step in recipe.image.copy),
         base=recipe.image.base,
@@ -90,121 +90,145 @@ def find(ref: str | Path) -> Target:
 
 
 def stated_workdir(recipe: Recipe) -> str:
-    """Return ``image.workdir``; empty where neither the recipe nor one that it extends states it."""
+    """Return ``image.workdir``. It is empty where neither the recipe nor one that it extends states it."""
     return recipe.image.workdir if ("image", "workdir") in recipe.positions else ""
 
 
-def installed(steps: Iterable[PipStep]) -> tuple[InstalledProject, ...]:
+def list_projects(steps: Iterable[PipStep]) -> tuple[InstalledProject, ...]:
     """Return the projects that the pip steps of a recipe install."""
-    return tuple(
-        InstalledProject(
-            name=project_name(step.project / PYPROJECT),
-            folder=posixpath.normpath(step.editable) if step.editable else "",
-            step=number,
-        )
-        for number, step in enumerate(steps)
-        if step.project is not None
-    )
+    projects = []
+    for number, step in enumerate(steps):
+        if step.project is None:
+            continue
+        # The image has the name that pip records, whatever the folder is called.
+        name = project_name(step.project / PYPROJECT)
+        folder = posixpath.normpath(step.editable) if step.editable else ""
+        projects.append(InstalledProject(name=name, folder=folder, step=number))
+    return tuple(projects)
 
 
-def checked(target: Target) -> Target:
-    """Return `target`, after the rules that apply to a recipe's file.
+def validate_target(target: Target) -> Target:
+    """Apply the rules of a recipe's file to `target`, and return it.
+
+    Its values come from an archive, which a stranger may have made, and end in a job script.
 
     Raises
     ------
     UsageError : a value breaks a rule; lists all of them.
     """
-    # The values come from an archive, which a stranger may have made, and end in a job script.
-    name = target.system.scheduler
+    collector = Collector()
+    position = Position(file=target.file, line=0, column=0)
+    for message, hint in rules.recipe_name(target.name):
+        collector.error(position, ("name",), message, hint)
+    # Any base will do: the archive has been built from one.
     image: dict[str, Any] = {"base": "scratch:none", "platform": target.platforms}
     if target.workdir:
         image["workdir"] = target.workdir
-    # A recipe leaves out what has no value.
-    system = dataclasses.asdict(
-        target.system,
-        dict_factory=lambda pairs: {key: value for key, value in pairs if value is not None},
-    )
+    system = dataclasses.asdict(target.system, dict_factory=_without_none)
     _, mistakes = validate(Document, {"image": image, "system": system})
-    collector, position = Collector(), Position(file=target.file, line=0, column=0)
-    for message, hint in rules.recipe_name(target.name):
-        collector.error(position, ("name",), message, hint)
     for mistake in mistakes:
         collector.error(position, mistake.path, mistake.message, mistake.hint)
-    if not systems.is_known(name):
-        hint = choices(systems.with_alias(name), systems.names())
-        collector.error(position, ("system", "scheduler"), f"{name!r} is not known", hint)
+    scheduler = target.system.scheduler
+    if not systems.is_scheduler(scheduler):
+        hint = allowed_hint(systems.resolve_alias(scheduler), systems.scheduler_names())
+        collector.error(position, ("system", "scheduler"), f"{scheduler!r} is not known", hint)
     elif not collector.errors:
-        for fault in systems.registration(name).faults(target.system):
+        for fault in systems.find_registration(scheduler).faults(target.system):
             collector.error(position, ("system", *fault.path), fault.what, fault.hint)
     if collector.errors:
         raise RecipeErrors(collector.errors, of=target.file.name)
     return target
 
 
+def _without_none(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a mapping without the keys that have no value, as a recipe leaves them out."""
+    return {key: value for key, value in pairs if value is not None}
+
+
 SHOW_SCHEMA = 1
 
-_UNNAMED: Mapping[KeyPath, KeyPath] = {("image", "constraints", "policy"): ("image", "constraints")}
-"""Fields whose name YAML omits."""
+_SHORT_PATHS: Mapping[KeyPath, KeyPath] = {("image", "constraints", "policy"): ("image", "constraints")}
+"""Fields whose name YAML omits: ``constraints: keep`` means the policy."""
 
 
-def _values(path: KeyPath, content: Any, positions: Mapping[KeyPath, Position]) -> Iterator[dict[str, Any]]:
-    """Yield a row for each value below `content`; a default has no position."""
-    parts: list[tuple[str | int, Any]] | None = None
+def _list_values(
+    path: KeyPath, content: Any, positions: Mapping[KeyPath, Position]
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each value below `content`, which is at `path`. A default has no position."""
     if isinstance(content, RunCommand) and content.short is not None:
         content = content.short
-    if dataclasses.is_dataclass(content):
-        parts = [
-            (field.metadata.get("alias", field.name), getattr(content, field.name))
-            for field in dataclasses.fields(content)
-        ]
-    elif isinstance(content, Mapping):
-        parts = list(content.items())
-    elif isinstance(content, tuple):
-        parts = list(enumerate(content))
-    if not parts:
+    children = _list_children(content)
+    if not children:
         position = positions.get(path)
         yield {
-            "key": key_text(_UNNAMED.get(path, path)),
-            "value": None if parts == [] else content,
+            "key": key_text(_SHORT_PATHS.get(path, path)),
+            "value": content if children is None else None,
             "default": position is None,
             "file": position and position.file,
             "line": position and position.line,
             "column": position and position.column,
         }
-    for part, value in parts or ():
-        is_absent_drop = path == ("image", "constraints") and part == "drop" and not value
+        return
+    for key, value in children:
+        if path == ("image", "constraints") and key == "drop" and not value:
+            continue
         # A step shows only what it has.
-        if not is_absent_drop and not (isinstance(path[-1], int) and value in ((), None, {})):
-            yield from _values((*path, part), value, positions)
+        if isinstance(path[-1], int) and value in ((), None, {}):
+            continue
+        yield from _list_values((*path, key), value, positions)
 
 
-def table(text: str) -> list[str]:
-    """Return the text of `described_json` as a table: key, value, and ``file:line`` or ``default``."""
+def _list_children(content: Any) -> list[tuple[str | int, Any]] | None:
+    """Return the keys and values of a dataclass, a mapping or a list. None for any other value."""
+    if isinstance(content, Mapping):
+        return list(content.items())
+    if isinstance(content, tuple):
+        return list(enumerate(content))
+    if not dataclasses.is_dataclass(content):
+        return None
+    # The alias is the key in YAML: `platform` for platforms.
+    children: list[tuple[str | int, Any]] = []
+    for column in dataclasses.fields(content):
+        children.append((column.metadata.get("alias", column.name), getattr(content, column.name)))
+    return children
+
+
+_WIDEST_VALUE = 60
+"""Characters of the column of values; longer ones push their source to the right."""
+
+
+def format_table(text: str) -> list[str]:
+    """Return the text of `describe_as_json` as a table: key, value, and ``file:line`` or ``default``."""
     recipe = json_text.parse(text)
-    head = f"{recipe['name']}: {recipe['description']}" if recipe["description"] else recipe["name"]
-    rows = [(row["key"], terminal.shown(_plain(row["value"])), _source(row)) for row in recipe["values"]]
+    title = recipe["name"]
+    if recipe["description"]:
+        title += f": {recipe['description']}"
+    rows = []
+    for row in recipe["values"]:
+        value = "-" if row["value"] in (None, "") else str(row["value"])
+        rows.append((row["key"], terminal.shown(value), _describe_source(row)))
     key_width = max(len(key) for key, _, _ in rows)
-    value_width = min(max(len(value) for _, value, _ in rows), 60)
-    lines = [head, f"file    {recipe['file']}", f"sha256  {recipe['sha256']}", ""]
+    value_width = min(max(len(value) for _, value, _ in rows), _WIDEST_VALUE)
+    lines = [title, f"file    {recipe['file']}", f"sha256  {recipe['sha256']}", ""]
     lines += [f"{key:{key_width}}  {value:{value_width}}  {source}" for key, value, source in rows]
     return lines
 
 
-def _plain(value: str | int | None) -> str:
-    return "-" if value is None or value == "" else str(value)
+def _describe_source(row: Mapping[str, Any]) -> str:
+    if row["default"]:
+        return "default"
+    return f"{problems.file_label(Path(row['file']))}:{row['line']}"
 
 
-def _source(row: Mapping[str, Any]) -> str:
-    return "default" if row["default"] else f"{problems.label(Path(row['file']))}:{row['line']}"
-
-
-def described_json(recipe: Recipe) -> str:
+def describe_as_json(recipe: Recipe) -> str:
     """Return one JSON object: the resolved parts, and ``values`` with their positions."""
     image = dataclasses.asdict(recipe.image)
     image["run"] = [command.short or dataclasses.asdict(command) for command in recipe.image.run]
-    parts = (("image", recipe.image), ("system", recipe.system))
-    rows = [row for part, content in parts for row in _values((part,), content, recipe.positions)]
-    described = {
+    values = [
+        *_list_values(("image",), recipe.image, recipe.positions),
+        *_list_values(("system",), recipe.system, recipe.positions),
+    ]
+    content = {
         "schema": SHOW_SCHEMA,
         "name": recipe.name,
         "description": recipe.description,
@@ -212,7 +236,7 @@ def described_json(recipe: Recipe) -> str:
         "sha256": recipe.sha256,
         "image": image,
         "system": dataclasses.asdict(recipe.system),
-        "values": rows,
+        "values": values,
         "warnings": [str(warning) for warning in recipe.warnings],
     }
-    return json.dumps(described, indent=2, default=str)
+    return json.dumps(content, indent=2, default=str)

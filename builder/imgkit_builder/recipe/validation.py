@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from imgkit_builder.recipe.problems import ANY, KeyPath, choices
+from imgkit_builder.recipe.problems import ANY, KeyPath, allowed_hint
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.rules import Fault, Rule
 
@@ -40,15 +40,16 @@ _EXPECTED = {
 def rule_of(
     check: Callable[[Any], object], *, required: bool = False, core: Mapping[str, Any] | None = None
 ) -> Rule:
-    """Return the rule for a value that `check`, which raises UsageError, takes.
+    """Return a rule for pydantic that refuses what `check` refuses with a UsageError.
 
-    An empty text has no value, and passes unless it is `required`; `core` is that of the rule.
+    An empty text means no value, and passes unless it is `required`. `core` is that of `Rule`.
     """
 
     def rule(value: Any) -> Iterator[Fault]:
+        if not value and not required:
+            return
         try:
-            if value or required:
-                check(value)
+            check(value)
         except UsageError as error:
             yield error.what, error.hint or ""
 
@@ -72,13 +73,14 @@ class Mistake:
 
 
 def validate(model: Callable[..., Model], data: Any) -> tuple[Model | None, tuple[Mistake, ...]]:
-    """Make a value of the dataclass `model` from `data`; return it, or None and every mistake."""
+    """Make a value of the dataclass `model` from `data`. Return it, or None and every mistake in `data`."""
     from pydantic import ValidationError
 
     try:
         return adapter(model).validate_python(data), ()
     except ValidationError as error:
-        return None, tuple(_mistake(details, model) for details in error.errors(include_url=False))
+        mistakes = [_to_mistake(details, model) for details in error.errors(include_url=False)]
+        return None, tuple(mistakes)
 
 
 @functools.cache
@@ -89,7 +91,8 @@ def adapter(model: Any) -> TypeAdapter[Any]:
     return TypeAdapter(model)
 
 
-def _mistake(details: ErrorDetails, model: Any) -> Mistake:
+def _to_mistake(details: ErrorDetails, model: Any) -> Mistake:
+    """Return one of pydantic's errors as a mistake."""
     kind, path, context = details["type"], details["loc"], details.get("ctx", {})
     # So pydantic marks the key of a mapping.
     is_key = path[-1:] == ("[key]",)
@@ -98,10 +101,10 @@ def _mistake(details: ErrorDetails, model: Any) -> Mistake:
     if kind == "missing":
         return Mistake(path=path, kind="missing", message="is missing")
     if kind == "unexpected_keyword_argument":
-        hint = choices(str(path[-1]), allowed_keys(path, model))
+        hint = allowed_hint(str(path[-1]), allowed_keys(path, model))
         return Mistake(path=path, kind="unknown", message="unknown key", hint=hint, is_key=True)
     if kind == "literal_error":
-        names = tuple(re.findall("'([^']*)'", context["expected"]))
+        names = tuple(re.findall("'([^']*)'", context["expected"]))  # "'keep', 'ignore' or 'drop'"
         return Mistake(path=path, kind="choice", message="is not known", choices=names)
     if kind == "value_error":
         error = context["error"]
@@ -111,25 +114,29 @@ def _mistake(details: ErrorDetails, model: Any) -> Mistake:
 
 
 def key_paths(model: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield every key below `model` as a path without indices; `ANY` stands for a name of the user's."""
+    """Yield every key below `model` as a path without indices. `ANY` stands for a name of the user's."""
     hints = typing.get_type_hints(model)  # noqa: TID251 - lists the keys of a recipe
     for field in dataclasses.fields(model):
         key_path = (*path, field.metadata.get("alias", field.name))
         yield key_path
         hint = hints[field.name]
-        is_named = typing.get_origin(hint) is collections.abc.Mapping
+        child_path = key_path
+        # A mapping of the user's names, such as `env`.
+        if typing.get_origin(hint) is collections.abc.Mapping:
+            child_path = (*key_path, ANY)
         for candidate in (hint, *typing.get_args(hint)):
             if dataclasses.is_dataclass(candidate):
-                yield from key_paths(candidate, (*key_path, ANY) if is_named else key_path)
+                yield from key_paths(candidate, child_path)
 
 
 def allowed_keys(path: KeyPath, model: Any) -> list[str]:
     """Return the keys that `model` allows where `path` states one."""
-    above = [part for part in path[:-1] if isinstance(part, str)]
-    return [keys[-1] for keys in key_paths(model) if _fits(above, keys[:-1])]
+    parents = [part for part in path[:-1] if isinstance(part, str)]
+    return [keys[-1] for keys in key_paths(model) if _matches(parents, keys[:-1])]
 
 
-def _fits(path: list[str], pattern: tuple[str, ...]) -> bool:
-    return len(path) == len(pattern) and all(
-        part == expected or expected == ANY for part, expected in zip(path, pattern, strict=True)
-    )
+def _matches(path: list[str], pattern: tuple[str, ...]) -> bool:
+    """Return whether `path` fits `pattern`, in which `ANY` stands for every name."""
+    if len(path) != len(pattern):
+        return False
+    return all(expected in (part, ANY) for part, expected in zip(path, pattern, strict=True))

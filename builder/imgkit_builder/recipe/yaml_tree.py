@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from imgkit_builder.recipe.problems import ANY, Collector, KeyPath, Position, reason
+from imgkit_builder.recipe.problems import ANY, Collector, KeyPath, Position, error_reason
 from imgkit_entrypoints import files
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ _TYPES: Mapping[str, ScalarType] = {
 _COLLECTIONS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 _MERGE = "tag:yaml.org,2002:merge"
 
+# A part of PyYAML's message, and what the author of the file probably has to do.
 _SYNTAX_HINTS = (
     ("cannot start any token", "quote text that begins with this character"),
     ("mapping values are not allowed here", 'quote text that contains ": "'),
@@ -55,29 +56,35 @@ _SYNTAX_HINTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YamlNode:
-    """A value with its position; a list or mapping has others below it."""
+    """A value with its position. A list or mapping has others below it."""
 
     position: Position
 
     def children(self) -> Iterable[tuple[str | int, YamlNode]]:
-        """Return the parts of a list or mapping with their keys; a scalar has none."""
+        """Return the parts of a list or mapping with their keys. A scalar has none."""
         return ()
 
     def deepest(self, path: KeyPath) -> tuple[YamlNode, KeyPath]:
         """Return the node at `path`, or the last existing one above it, and the path of that node."""
         node = self
         for depth, part in enumerate(path):
-            below = dict(node.children()).get(part)
-            if below is None:
+            children = dict(node.children())
+            if part not in children:
                 return node, path[:depth]
-            node = below
+            node = children[part]
         return node, path
+
+    def position_of(self, path: KeyPath) -> Position:
+        """Return the position of the node at `path`, or of the last existing one above it."""
+        node, _ = self.deepest(path)
+        return node.position
 
     def select(self, *pattern: str) -> Iterator[tuple[KeyPath, YamlNode]]:
         """Yield each node whose path fits `pattern`, in which `ANY` stands for any key or index."""
         if not pattern:
             yield (), self
-        for part, child in self.children() if pattern else ():
+            return
+        for part, child in self.children():
             if pattern[0] in (ANY, part):
                 for path, node in child.select(*pattern[1:]):
                     yield (part, *path), node
@@ -91,7 +98,7 @@ class YamlNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scalar(YamlNode):
-    """One value; `text` is as written, without quotes."""
+    """One value. `text` is as written, without quotes."""
 
     text: str
     type: ScalarType = "text"
@@ -126,27 +133,35 @@ class Table(YamlNode):
         return Table(position=self.position, entries=entries, keys=self.keys)
 
 
-def plain(node: YamlNode) -> Any:
-    """Return the data of `node`; a value that YAML reads as something else than its text becomes a float.
+_NO_ALLOWED_TYPE = 0.5
+"""No key of a recipe takes a float, so pydantic refuses this value, and the message can quote the text."""
 
-    No key of a recipe takes a float, so its type is refused, and the message can quote the text.
-    """
+
+def to_data(node: YamlNode) -> Any:
+    """Return the data of `node` for pydantic. A scalar that no key can take becomes `_NO_ALLOWED_TYPE`."""
+    if isinstance(node, Table):
+        return {key: to_data(child) for key, child in node.children()}
+    if isinstance(node, Items):
+        return [to_data(item) for item in node.items]
     if not isinstance(node, Scalar):
-        values = {key: plain(child) for key, child in node.children()}
-        return values if isinstance(node, Table) else list(values.values())
-    if node.type == "integer":
-        # YAML also reads 0644 (octal, 420), 1_000 and 3:00:00 (sexagesimal, 10800) as integers.
-        return int(node.text) if re.fullmatch(r"-?(?:0|[1-9][0-9]{0,17})", node.text) else 0.5
+        raise TypeError(f"no data of {type(node)}")
+    if node.type == "text":
+        return node.text
+    if node.type == "nothing":
+        return None
     if node.type == "boolean":
         return node.text.lower() in ("true", "yes", "on")
-    return {"text": node.text, "nothing": None}.get(node.type, 0.5)
+    # YAML also reads 0644 (octal, 420), 1_000 and 3:00:00 (sexagesimal, 10800) as integers.
+    if node.type == "integer" and re.fullmatch(r"-?(?:0|[1-9][0-9]{0,17})", node.text):
+        return int(node.text)
+    return _NO_ALLOWED_TYPE
 
 
-def kind(node: YamlNode) -> str:
-    """Return the kind of `node`, for messages."""
+def describe_kind(node: YamlNode) -> str:
+    """Return the kind of `node` for messages: ``an integer``, ``a date``, ``a list``."""
     if isinstance(node, Scalar):
-        article = {"text": "text", "nothing": "empty", "integer": "an integer"}
-        return article.get(node.type, f"a {node.type}")
+        texts = {"text": "text", "nothing": "empty", "integer": "an integer"}
+        return texts.get(node.type, f"a {node.type}")
     return "a list" if isinstance(node, Items) else "a mapping"
 
 
@@ -154,13 +169,13 @@ class _TooManyError(Exception):
     """The expanded tree exceeds its limit."""
 
 
-def parse(file: Path, problems: Collector) -> Table | None:
-    """Read `file`; report what is wrong to `problems`, and return None if the file is unusable."""
+def read_yaml(file: Path, problems: Collector) -> Table | None:
+    """Return the mapping that `file` holds. If it is unusable, report why to `problems`, and return None."""
     import yaml
 
     # What has no line of its own is reported at the beginning of the file.
     start = Position(file=file, line=1, column=1)
-    text = _read(file, start, problems)
+    text = _read_text(file, start, problems)
     if text is None:
         return None
     # YAML's own line breaks: str.splitlines splits at further characters, which would shift the numbers.
@@ -170,16 +185,15 @@ def parse(file: Path, problems: Collector) -> Table | None:
         if root is None:
             problems.error(start, (), "the recipe is empty", "it needs at least `image: {base: NAME:TAG}`")
             return None
+        # Only the composer has run: no tag has made an object.
         tree = _Converter(file, problems).convert(root, ())
     except yaml.MarkedYAMLError as error:
         _report_syntax(error, file, problems)
         return None
     except yaml.reader.ReaderError as error:
-        before = text[: error.position]
-        column = error.position - before.rfind("\n")
-        position = Position(file=file, line=before.count("\n") + 1, column=column)
         # PyYAML names a number or a character.
         code = error.character if isinstance(error.character, int) else ord(error.character)
+        position = _end_position(file, text[: error.position])
         problems.error(position, (), f"the character U+{code:04X} is not allowed in YAML", "delete it")
         return None
     except _TooManyError:
@@ -191,39 +205,48 @@ def parse(file: Path, problems: Collector) -> Table | None:
         return None
     if tree is None or isinstance(tree, Table):
         return tree
-    problems.error(tree.position, (), f"a recipe is a mapping, not {kind(tree)}", "write `key: value` lines")
+    message = f"a recipe is a mapping, not {describe_kind(tree)}"
+    problems.error(tree.position, (), message, "write `key: value` lines")
     return None
 
 
-def _read(file: Path, start: Position, problems: Collector) -> str | None:
+def _end_position(file: Path, text: str) -> Position:
+    """Return the position behind `text`, with which `file` begins."""
+    return Position(file=file, line=text.count("\n") + 1, column=len(text) - text.rfind("\n"))
+
+
+def _read_text(file: Path, start: Position, problems: Collector) -> str | None:
+    """Return the text of `file`, or None after a problem. `problems` also receives the file's digest."""
     try:
         data = files.read_bytes(file, most_bytes=MAX_BYTES)
-        problems.digests[file] = hashlib.sha256(data).hexdigest()
     except (OSError, ValueError) as error:
-        problems.error(start, (), f"cannot be read: {reason(error)}")
+        problems.error(start, (), f"cannot be read: {error_reason(error)}")
         return None
+    problems.digests[file] = hashlib.sha256(data).hexdigest()
     try:
         return data.decode("utf-8-sig")  # editors of Windows write a mark at the beginning
     except UnicodeDecodeError as error:
-        before = data[: error.start].decode("utf-8", "replace")
-        position = Position(file=file, line=before.count("\n") + 1, column=len(before) - before.rfind("\n"))
+        position = _end_position(file, data[: error.start].decode("utf-8", "replace"))
         problems.lines[file] = data.decode("utf-8", "replace").split("\n")
         problems.error(position, (), f"not UTF-8: byte 0x{data[error.start]:02x}", "save the file as UTF-8")
         return None
 
 
 def _report_syntax(error: yaml.MarkedYAMLError, file: Path, problems: Collector) -> None:
+    """Report what PyYAML found, at the place that it names."""
     message = " ".join(part for part in (error.context, error.problem) if part)
-    # If the end of a construct is missing, the error points to its beginning.
-    marks = [error.problem_mark, error.context_mark]
+    # The place of the problem, or where its construct begins.
+    mark = error.problem_mark or error.context_mark
     if "end" in message and "stream" in message:
-        marks.reverse()
-    mark = next(filter(None, marks), None)
-    position = Position(file=file, line=mark.line + 1 if mark else 1, column=mark.column + 1 if mark else 1)
+        # Something is not closed: its beginning says more than the end of the file.
+        mark = error.context_mark or error.problem_mark
+    position = Position(file=file, line=1, column=1)
+    if mark is not None:
+        position = Position(file=file, line=mark.line + 1, column=mark.column + 1)
     if "'\\t'" in message:
         _report_tabs(position, file, problems)
         return
-    hint = next((hint for sign, hint in _SYNTAX_HINTS if sign in message), "")
+    hint = next((hint for part, hint in _SYNTAX_HINTS if part in message), "")
     message = message.replace("'<stream end>'", "the end of the file")
     problems.error(position, (), f"not YAML: {message}", hint)
 
@@ -239,12 +262,12 @@ def _report_tabs(position: Position, file: Path, problems: Collector) -> None:
 
 
 class _Converter:
-    """Converts PyYAML's nodes to ours: expands anchors, and checks keys."""
+    """Converts PyYAML's nodes to ours: expands anchors, and reports unusable keys and tags."""
 
     def __init__(self, file: Path, problems: Collector) -> None:
         self._file, self._problems = file, problems
         self._count = 0
-        self._open: set[int] = set()
+        self._open_ids: set[int] = set()  # of the lists and mappings around the current node
 
     def convert(self, node: yaml.Node, path: KeyPath) -> YamlNode | None:
         """Return our node, or None after a problem."""
@@ -255,66 +278,69 @@ class _Converter:
         if self._count > MAX_NODES:
             raise _TooManyError
         position = self._position(node)
-        if id(node) in self._open:
+        if id(node) in self._open_ids:
             self._problems.error(position, path, "this anchor contains itself", "write out its values")
             return None
-        if isinstance(node, yaml.ScalarNode):
-            if node.tag in _TYPES:
-                return Scalar(position=position, text=node.value, type=_TYPES[node.tag])
-        elif node.tag in _COLLECTIONS:
+        if isinstance(node, yaml.ScalarNode) and node.tag in _TYPES:
+            return Scalar(position=position, text=node.value, type=_TYPES[node.tag])
+        if isinstance(node, yaml.MappingNode | yaml.SequenceNode) and node.tag in _COLLECTIONS:
             # An alias is the anchor's own node: met again while it is open, it would contain itself.
-            self._open.add(id(node))
+            self._open_ids.add(id(node))
             try:
                 if isinstance(node, yaml.MappingNode):
-                    return self._table(node, position, path)
-                below = [self.convert(item, (*path, index)) for index, item in enumerate(node.value)]
-                return Items(position=position, items=tuple(item for item in below if item is not None))
+                    return self._convert_mapping(node, position, path)
+                return self._convert_list(node, position, path)
             finally:
-                self._open.discard(id(node))
+                self._open_ids.discard(id(node))
         tag = str(node.tag).replace("tag:yaml.org,2002:", "!!")
         hint = "text that begins with ! must be quoted"
         self._problems.error(position, path, f"the tag {tag} is not allowed", hint)
         return None
 
-    def _table(self, node: yaml.MappingNode, position: Position, path: KeyPath) -> Table:
-        import yaml
+    def _convert_list(self, node: yaml.SequenceNode, position: Position, path: KeyPath) -> Items:
+        items = [self.convert(item, (*path, index)) for index, item in enumerate(node.value)]
+        return Items(position=position, items=tuple(item for item in items if item is not None))
 
+    def _convert_mapping(self, node: yaml.MappingNode, position: Position, path: KeyPath) -> Table:
         entries: dict[str, YamlNode] = {}
         keys: dict[str, Position] = {}
         for key, value in node.value:
             key_position = self._position(key)
-            if key.tag == _MERGE:
-                hint = "write its keys here, or begin the recipe with `extends: NAME`"
-                self._problems.error(key_position, path, "<< is not supported", hint)
+            if not self._is_usable_key(key, key_position, path):
                 continue
-            if not isinstance(key, yaml.ScalarNode) or _TYPES.get(key.tag) != "text":
-                self._report_key(key, key_position, path)
+            name = str(key.value)
+            if name in keys:
+                message = f"stated twice; the first is on line {keys[name].line}"
+                self._problems.error(key_position, (*path, name), message, "keep one of them")
                 continue
-            below = (*path, str(key.value))
-            if key.value in keys:
-                message = f"stated twice; the first is on line {keys[key.value].line}"
-                self._problems.error(key_position, below, message, "keep one of them")
-                continue
-            keys[key.value] = key_position
-            child = self.convert(value, below)
+            keys[name] = key_position
+            child = self.convert(value, (*path, name))
             if isinstance(child, Scalar) and child.type == "nothing" and not child.text:
                 # YAML places a missing value at the next token; report it at its key.
                 child = Scalar(position=key_position, text="", type="nothing")
             if child is not None:
-                entries[key.value] = child
+                entries[name] = child
         return Table(position=position, entries=entries, keys=keys)
 
-    def _report_key(self, key: yaml.Node, position: Position, path: KeyPath) -> None:
+    def _is_usable_key(self, key: yaml.Node, position: Position, path: KeyPath) -> bool:
+        """Return whether `key` is text, and report it if it is not."""
         import yaml
 
-        if not isinstance(key, yaml.ScalarNode) or key.tag not in _TYPES:
+        key_type = _TYPES.get(key.tag)
+        if key.tag == _MERGE:
+            hint = "write its keys here, or begin the recipe with `extends: NAME`"
+            self._problems.error(position, path, "<< is not supported", hint)
+        elif not isinstance(key, yaml.ScalarNode) or key_type is None:
             self._problems.error(position, path, "a key must be text", "write `key: value`")
+        elif key_type == "text":
+            return True
         elif not key.value:
             self._problems.error(position, path, "a key is missing")
         else:
-            reading = kind(Scalar(position=position, text=key.value, type=_TYPES[key.tag]))
-            message = f"YAML reads the key {key.value} as {reading}"
+            kind = describe_kind(Scalar(position=position, text=key.value, type=key_type))
+            message = f"YAML reads the key {key.value} as {kind}"
             self._problems.error(position, path, message, f'quote it: "{key.value}"')
+        return False
 
     def _position(self, node: yaml.Node) -> Position:
         mark = node.start_mark

@@ -26,6 +26,7 @@ _MANIFEST, _SYSTEM, _LOCK = (
 )
 BAKED_FILES = (_MANIFEST, _SYSTEM)
 """Files of imgkit in an image whose text is a part of the facts."""
+# "usr/lib/python3.12/site-packages/flash_attn-2.5.dist-info": the lib folder, and the name
 _DISTRIBUTION = re.compile(r"(.*)/python3[^/]*/(?:site|dist)-packages/([^/]+)-[^/-]+\.dist-info")
 _ORIGIN = ".dist-info/direct_url.json"
 _MOST_FILE_BYTES = 1 << 20
@@ -61,8 +62,8 @@ class BakedFactsCollector:
         self._texts: dict[str, bytes] = {}
         self._names: set[str] = set()
 
-    def observed(self, entries: Iterable[ImageEntry]) -> Iterator[ImageEntry]:
-        """Yield `entries` as they are; keep a copy of what counts."""
+    def observe(self, entries: Iterable[ImageEntry]) -> Iterator[ImageEntry]:
+        """Yield `entries` unchanged, and keep a copy of what counts."""
         for entry in entries:
             for name in entry.names:
                 self.add_name(name)
@@ -77,11 +78,11 @@ class BakedFactsCollector:
         return name in BAKED_FILES or name.endswith(_ORIGIN)
 
     def add(self, name: str, data: bytes) -> None:
-        """Take the content of a file for which `wants` is true."""
+        """Keep the content of a file for which `wants` is true."""
         self._texts[name] = data
 
     def add_name(self, name: str) -> None:
-        """Take the name of a file."""
+        """Keep the name of a file, if it counts."""
         if name == _LOCK or name.endswith(".dist-info/METADATA"):
             self._names.add(name)
 
@@ -110,15 +111,23 @@ class BakedFactsCollector:
 
 
 def library_folders(path: str) -> list[str]:
-    """Return the ``lib`` folders of the prefixes on `path`, a variable PATH; relative, each once."""
+    """Return the ``lib`` folders of the prefixes on `path`, a variable PATH, as relative paths.
+
+    ``/usr/bin`` -> ``usr/lib``, ``usr/local/lib``.
+    """
     prefixes = dict.fromkeys(posixpath.dirname(folder).strip("/") for folder in path.split(":"))
-    return [f"{prefix}/{lib}".lstrip("/") for prefix in prefixes for lib in ("lib", "local/lib")]
+    folders = []
+    for prefix in prefixes:
+        folders += [f"{prefix}/lib".lstrip("/"), f"{prefix}/local/lib".lstrip("/")]
+    return folders
 
 
 def _editable_folder(direct_url: bytes) -> str:
-    """Return the folder of an editable installation (PEP 610); empty for any other."""
+    """Return the folder of an editable installation (PEP 610), or an empty text for any other."""
     try:
         origin = json_text.parse(direct_url)
-        return unquote(urlsplit(origin["url"]).path) if origin["dir_info"].get("editable") else ""
+        if not origin["dir_info"].get("editable"):
+            return ""
+        return unquote(urlsplit(origin["url"]).path)
     except (ValueError, KeyError, TypeError, AttributeError):
         return ""

@@ -35,7 +35,7 @@ def check_built(job: ConversionJob, config: ImageConfig, layer_bytes: int, *, ca
     CheckFailed : names the fault.
     """
     path = job.work.part
-    sif = image.structure(path)
+    sif = image.check_structure(path)
     root = sif.require_root()
     # A runtime that could not read a layer has written its own 40 KB of files, and exited 0.
     if root.size_bytes < layer_bytes // _MIN_SHARE:
@@ -89,7 +89,7 @@ def check_start(job: ConversionJob, tool: RuntimeTool, config: ImageConfig, *, i
 
 
 def stated_labels(sif: SifImage) -> dict[str, Any] | None:
-    """Return the labels that an object of the .sif states; None where none does. Runs nothing.
+    """Return the labels that an object of the .sif states, or None where none does. No program is run.
 
     Raises
     ------
@@ -100,7 +100,7 @@ def stated_labels(sif: SifImage) -> dict[str, Any] | None:
         if name not in objects:
             continue
         try:
-            values = json_text.parse(image.data(sif, objects[name]))
+            values = json_text.parse(image.read_object(sif, objects[name]))
             for key in keys:
                 values = values.get(key) or {}
             return dict(values)

@@ -80,19 +80,21 @@ class Format(abc.ABC):
 
     @abc.abstractmethod
     def matches(self, path: Path) -> bool:
-        """Return whether the file is of this format; False also if it cannot be read."""
+        """Return whether the file is of this format. One that cannot be read is not."""
 
     @abc.abstractmethod
     def added_files(self, config: ImageConfig, note: Callable[[str], None]) -> AddedFiles:
-        """Return the files that imgkit adds; `note` gets what it leaves out.
+        """Return the files that imgkit adds, and report to `note` what it leaves out.
 
         Raises
         ------
         UsageError : the format cannot hold a value of the configuration.
         """
 
-    def filtered(self, entries: Iterator[ImageEntry], note: Callable[[str], None]) -> Iterator[ImageEntry]:
-        """Return the `entries` that the format can hold; `note` gets what is left out."""
+    def filter_entries(
+        self, entries: Iterator[ImageEntry], note: Callable[[str], None]
+    ) -> Iterator[ImageEntry]:
+        """Return the `entries` that the format can hold, and report to `note` what is left out."""
         return entries
 
     def squashfs_offset(self, config: ImageConfig) -> int:
@@ -121,7 +123,7 @@ class Format(abc.ABC):
     def intact_record(
         self, path: Path, config: ImageConfig, accepts: Callable[[ImgkitRecord], bool]
     ) -> ImgkitRecord | None:
-        """Return the record of the undamaged file `path` if `accepts` takes it; else None."""
+        """Return the record of the undamaged file `path` if `accepts` takes it, else None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +136,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Converted:
-    """A whole and checked .sif or .sqsh."""
+    """A complete and checked .sif or .sqsh."""
 
     path: Path
     format: FormatName = "sif"
@@ -148,7 +150,7 @@ class Converted:
 
 
 class Clock:
-    """A reporter that passes everything on to another one and records the seconds of each stage."""
+    """A reporter that passes everything on to another one, and records the seconds of each stage."""
 
     def __init__(self, report: Reporter) -> None:
         self.stages: list[Stage] = []
@@ -210,18 +212,20 @@ class ConversionJob:
         on_line: Callable[[str], None] | None = None,
         namespace: bool = False,
     ) -> str:
-        """Run the runtime in the workspace and return its output; `namespace` is as in `runtime.run`."""
+        """Run the runtime in the workspace, and return its output. `namespace` is as in `runtime.run`."""
         tool = self.tool or find_runtime(self.options.runtime, module_hint=self.options.module_hint)
-        self.log.write(f"$ {tool.path} {' '.join(map(str, arguments))}\n")
-        return run(
+        args = [str(argument) for argument in arguments]
+        self.log.write(f"$ {tool.path} {' '.join(args)}\n")
+        finished = run(
             tool,
-            list(map(str, arguments)),
+            args,
             folder=folder or self.work.folder,
             env=scratch_env(self.work.folder),
             on_line=on_line or self.clock.line,
             log=self.log,
             namespace=namespace,
-        ).output
+        )
+        return finished.output
 
 
 # Of a 754 MB torch folder, in CPU seconds and MB: gzip 9 (the runtimes' default) 50, 196; gzip 6 18, 197;
@@ -237,8 +241,8 @@ def choose_compression(
 ) -> Compression:
     """Return zstd if this machine can write and mount it, else gzip.
 
-    `capabilities` are those of the runtime that compresses; None where imgkit squashes. `zstd_error` says why
-    the program that squashes cannot compress with zstd; empty where it can.
+    `capabilities` are those of the runtime that compresses, or None where imgkit squashes. `zstd_error` says
+    why the program that squashes cannot compress with zstd. It is empty where it can.
 
     Raises
     ------
@@ -267,7 +271,7 @@ def choose_compression(
 
 
 def kernel_reads_zstd(release: str | None = None) -> bool:
-    """Return whether this kernel can mount zstd squashfs, as 4.14 and later can; True if that is unknown."""
+    """Return whether this kernel can mount zstd squashfs, as 4.14 and later can. True if that is unknown."""
     numbers = (release or os.uname().release).split(".")
     try:
         return (int(numbers[0]), int(numbers[1])) >= (4, 14)

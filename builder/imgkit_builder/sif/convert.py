@@ -45,7 +45,7 @@ RUNTIME_DISK_SHARE = 3.3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionPlan:
-    """How an image is converted; decided before anything is read or written."""
+    """How an image is converted, as decided before anything is read or written."""
 
     method: Literal["stream", "export", "layers"]
     """``stream``: merged layers; ``export``: an engine's export; ``layers``: a runtime builds from layers."""
@@ -76,7 +76,7 @@ class ConversionPlan:
 
 
 def convert(source: Source, target: Path, options: Options, report: Reporter) -> Converted:
-    """Convert `source` to the file `target`, which afterwards is whole and checked, or as it was before.
+    """Convert `source` to the file `target`. Afterwards it is complete and checked, or as it was before.
 
     Raises
     ------
@@ -91,9 +91,11 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
     plan = make_plan(source, options)
     # A stream or a compressed archive hides its configuration until it lies on the disk, see below.
     config = entries.peek_config(source)
-    if config and (existing := _up_to_date(target, config, plan, options)):
-        remove_leftovers(target)  # a run that was killed after it had put the file in place
-        return existing
+    if config is not None:
+        existing = _find_existing(target, config, plan, options)
+        if existing is not None:
+            remove_leftovers(target)  # a run that was killed after it had put the file in place
+            return existing
     for note in plan.notes:
         report.note(note)
     base = tmp_base(target, options.tmpdir)
@@ -105,12 +107,14 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
         )
         limit, exports = options.unpack_limit_bytes, plan.method == "export"
         with files.flushing(work.part):
-            with entries.opened(
+            with entries.open_source(
                 source, work.folder, clock, exports=exports, unpack_limit_bytes=limit
             ) as image:
-                # Only now is it known which image a spooled source holds.
-                if config is None and (existing := _up_to_date(target, image.config, plan, options)):
-                    return existing
+                if config is None:
+                    # Only now is it known which image a spooled source holds.
+                    existing = _find_existing(target, image.config, plan, options)
+                    if existing is not None:
+                        return existing
                 _note_foreign_arch(image.config.arch, job)
                 # The plain archive of a spooled source goes when this block ends: a runtime needs the room
                 # for its own copies.
@@ -118,22 +122,22 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
                 if plan.squasher:
                     facts = _squash(image, target, job, plan)
                 else:
-                    layer_bytes = runtime_build.lay_out(image, job).layer_bytes
+                    layer_bytes = runtime_build.write_oci_folder(image, job).layer_bytes
             if plan.squasher:
                 format.complete(work.part, image.config)
             else:
                 assert plan.tool is not None  # noqa: S101 - for the type checker: this method has one
-                runtime_build.build(job, plan.tool, image.name)
+                runtime_build.run_build(job, plan.tool, image.name)
             clock.stage("check")
             # Before the test run: what is tested is the file that the user gets. The disk takes the rest of
             # it while its digest is computed.
-            record = _record(image, plan, facts)
+            record = _make_record(image, plan, facts)
             record, checksum = format.put_record(work.part, record, clock.advance)
-        _check(image.config, layer_bytes, job, plan)
+        _check_result(image.config, layer_bytes, job, plan)
         clock.stage("make durable")
         _publish(work.part, target, checksum)
         clock.finish()
-    return _converted(target, options, image.config, record, tuple(clock.stages), Path(log.name))
+    return _make_result(target, options, image.config, record, tuple(clock.stages), Path(log.name))
 
 
 def _note_foreign_arch(arch: str, job: ConversionJob) -> None:
@@ -143,7 +147,7 @@ def _note_foreign_arch(arch: str, job: ConversionJob) -> None:
         )
 
 
-def _converted(
+def _make_result(
     target: Path,
     options: Options,
     config: ImageConfig,
@@ -151,7 +155,7 @@ def _converted(
     stages: tuple[Stage, ...] = (),
     log: Path | None = None,
 ) -> Converted:
-    """Return the result; without a log, nothing was done."""
+    """Return the result. Without a log, nothing was done."""
     return Converted(
         path=target,
         format=options.format,
@@ -165,7 +169,7 @@ def _converted(
 
 
 def _publish(part: Path, target: Path, checksum: str) -> None:
-    """Put the file in place, and then its checksum, if any, next to it: after a kill, there is none."""
+    """Put the file in place, and then its checksum, if any, next to it. After a kill, there is none."""
     if checksum:
         # The checksum of the old file must not lie next to the new one, however this process ends.
         files.remove(sidecar.sha256_path(target))
@@ -186,7 +190,7 @@ def _squash(image: OpenImage, target: Path, job: ConversionJob, plan: Conversion
     collector = BakedFactsCollector()
     spool_bytes = _spool_bytes(image, target, work.folder.parent, plan)
     with file_entries(image, job, spool_bytes=spool_bytes) as stream:
-        stream = collector.observed(stream)
+        stream = collector.observe(stream)
         squash.write(stream, job, work.part, created=config.created, offset=offset, squasher=plan.squasher)
     return collector.facts(config.search_path)
 
@@ -213,10 +217,10 @@ def file_entries(
         image, job.work.folder, clock, spool_bytes=spool_bytes, unpack_limit_bytes=limit
     ) as stream:
         stream = entries.with_added_files(stream, replacing, if_missing)
-        yield entries.with_document(format.filtered(stream, clock.note), image.config)
+        yield entries.with_package_list(format.filter_entries(stream, clock.note), image.config)
 
 
-def _record(image: OpenImage, plan: ConversionPlan, facts: BakedFacts | None) -> ImgkitRecord:
+def _make_record(image: OpenImage, plan: ConversionPlan, facts: BakedFacts | None) -> ImgkitRecord:
     return ImgkitRecord(
         image_id=image.config.image_id,
         diff_ids=image.config.diff_ids,
@@ -231,7 +235,7 @@ def _record(image: OpenImage, plan: ConversionPlan, facts: BakedFacts | None) ->
     )
 
 
-def _check(config: ImageConfig, layer_bytes: int, job: ConversionJob, plan: ConversionPlan) -> None:
+def _check_result(config: ImageConfig, layer_bytes: int, job: ConversionJob, plan: ConversionPlan) -> None:
     """Check what a runtime has built, and start a program of the image if that is possible here."""
     is_tested = job.options.test and FORMATS[job.options.format].is_started_here
     can_run = is_tested and plan.tool is not None and runs_here(config.arch)
@@ -244,17 +248,21 @@ def _check(config: ImageConfig, layer_bytes: int, job: ConversionJob, plan: Conv
         check.check_start(job, plan.tool, config, is_built=plan.squasher is None)
 
 
-def _up_to_date(
+def _find_existing(
     target: Path, config: ImageConfig, plan: ConversionPlan, options: Options
 ) -> Converted | None:
     """Return the result without converting if `target` already holds this image, packed as `plan` asks."""
+    if options.force:
+        return None
 
     def accepts(record: ImgkitRecord) -> bool:
         is_same = (record.image_id, record.diff_ids) == (config.image_id, config.diff_ids)
         return is_same and plan.accepts(record, options)
 
-    record = None if options.force else FORMATS[options.format].intact_record(target, config, accepts)
-    return _converted(target, options, config, record) if record else None
+    record = FORMATS[options.format].intact_record(target, config, accepts)
+    if record is None:
+        return None
+    return _make_result(target, options, config, record)
 
 
 def check_target(target: Path, *, force: bool, format: FormatName = "sif") -> None:
@@ -303,44 +311,46 @@ def make_plan(source: Source, options: Options) -> ConversionPlan:
     requested = format.default_compression if options.compression == "auto" else options.compression
     compression = choose_compression(None, requested, zstd_error=squasher.zstd_error)
     reason = "--writer imgkit" if options.writer == "imgkit" else "it keeps all owners and needs no runtime"
-    notes = (
-        f"writer: imgkit, with {squasher}: {reason}",
-        f"the engine's export is written straight into the .{format.name}" if is_export else "",
-        squasher.note,
-        compression.note,
-    )
+    notes = [f"writer: imgkit, with {squasher}: {reason}"]
+    if is_export:
+        notes.append(f"the engine's export is written straight into the .{format.name}")
+    notes += [note for note in (squasher.note, compression.note) if note]
+    tool = None
+    if options.test and format.is_started_here:
+        tool = runtime_if_any(options.runtime)
     return ConversionPlan(
         method="export" if is_export else "stream",
         compression=compression,
         squasher=squasher,
-        tool=runtime_if_any(options.runtime) if options.test and format.is_started_here else None,
-        notes=tuple(filter(None, notes)),
+        tool=tool,
+        notes=tuple(notes),
     )
 
 
 def _plan_runtime(options: Options, reason: str, *, install: str = "") -> ConversionPlan:
-    """Return the plan of a build by the runtime; `install` is a hint if nothing here squashes."""
+    """Return the plan of a build by the runtime.
+
+    `install` is a hint for the case that nothing here squashes.
+    """
     try:
         tool = find_runtime(options.runtime, module_hint=options.module_hint)
     except ToolMissing as error:
         if not install:
             raise
         raise ToolMissing(error.what, hint=f"{error.hint}; or without a runtime: {install}") from error
-    zstd_error = mksquashfs.zstd_error(mksquashfs.find())
+    zstd_error = mksquashfs.zstd_error(mksquashfs.find_any())
     compression = choose_compression(tool.capabilities, options.compression, zstd_error=zstd_error)
     slower = " (slower)" if install else ""
-    writer = f"writer: {tool}, started through spython{slower}: {reason}"
+    notes = [f"writer: {tool}, started through spython{slower}: {reason}"]
+    if compression.note:
+        notes.append(compression.note)
     return ConversionPlan(
-        method="layers",
-        compression=compression,
-        squasher=None,
-        tool=tool,
-        notes=tuple(filter(None, (writer, compression.note))),
+        method="layers", compression=compression, squasher=None, tool=tool, notes=tuple(notes)
     )
 
 
-def commands(source: Source, target: Path, options: Options) -> tuple[str, ...]:
-    """Return what a conversion would run, for people; temporary names are placeholders.
+def list_commands(source: Source, target: Path, options: Options) -> tuple[str, ...]:
+    """Return what a conversion would run, for people. Temporary names are placeholders.
 
     Raises
     ------
@@ -352,12 +362,12 @@ def commands(source: Source, target: Path, options: Options) -> tuple[str, ...]:
     lines = [f"# {note}" for note in plan.notes]
     if plan.squasher:
         squashfs = SquashTarget(path=part, created_s=0, compression=plan.compression, folder=folder)
-        files_of = "docker export CONTAINER-OF" if plan.method == "export" else "merged layers of"
-        lines.append(f"# {files_of} {source.name} |")
+        producer = "docker export CONTAINER-OF" if plan.method == "export" else "merged layers of"
+        lines.append(f"# {producer} {source.name} |")
         lines.append(shlex.join(plan.squasher.argv(squashfs)))
     elif plan.tool:
-        image = runtime_build.address("IMAGE")
-        argv = (str(plan.tool.path), *runtime_build.arguments(plan.tool, plan.compression, part, image))
+        image = runtime_build.oci_address("IMAGE")
+        argv = (str(plan.tool.path), *runtime_build.build_arguments(plan.tool, plan.compression, part, image))
         lines += [f"cd {folder}", "# lay out the image as an OCI folder with uncompressed layers"]
         lines.append(shlex.join(argv))
     lines += ["# add the record of the image, with the digest of its squashfs", f"mv {part} {target}"]
@@ -378,10 +388,10 @@ def _check_space(source: Source, target: Path, base: Path, plan: ConversionPlan)
 
 
 def _spool_bytes(image: OpenImage, target: Path, base: Path, plan: ConversionPlan) -> int:
-    """Return what plain layers may take of `base`; 0 where compressed ones would probably not fit."""
+    """Return what plain layers may take of `base`. It is 0 where compressed ones would probably not fit."""
     if not isinstance(image.files, StoredImage):
         return 0
-    packed = image.files.packed_bytes
-    plain = image.size_bytes + int(packed * (entries.UNPACKED_FACTOR - 1))
-    spare = spare_bytes(plain, plan.disk_share, target, base)
-    return spare if spare >= packed * entries.UNPACKED_FACTOR else 0
+    packed_bytes = image.files.packed_bytes
+    plain_bytes = image.size_bytes + int(packed_bytes * (entries.UNPACKED_FACTOR - 1))
+    spare = spare_bytes(plain_bytes, plan.disk_share, target, base)
+    return spare if spare >= packed_bytes * entries.UNPACKED_FACTOR else 0

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol, runtime_checkable
 
 from imgkit_builder.archive import compressed, stored
-from imgkit_builder.archive.layers import FolderEntry, LayerTree, Plan, scan
+from imgkit_builder.archive.layers import FolderEntry, LayerTree, Plan, scan_layers
 from imgkit_builder.archive.stored import NoRoom, Spool, StoredImage
 from imgkit_builder.archive.tar_read import DIRECTORY, HARD_LINK, REGULAR, SYMLINK, Member, TarStream
 from imgkit_builder.base.progress import Reporter
@@ -40,8 +40,9 @@ UNPACKED_FACTOR = 3.0
 """Guessed ratio of a compressed archive."""
 
 # The first member of every docker export; its time is that of the export.
-_MARK = ".dockerenv"
+_EXPORT_MARK = ".dockerenv"
 _MARK_WINDOW_S = 5
+"""How far from it the times of files are that the engine makes with the container."""
 _ENGINE_FILES = frozenset({"dev/console", "etc/hostname", "etc/hosts", "etc/resolv.conf"})
 _ENGINE_FOLDERS = frozenset({"dev/pts", "dev/shm"})
 # Folders whose times the engine changes by making its files.
@@ -78,19 +79,19 @@ class ImageEntry:
         return self.names[0]
 
     def read(self) -> bytes:
-        """Return all of `content`, which may be spent afterwards."""
+        """Return all of `content`, which cannot be read again if it is an iterator."""
         return b"".join(map(bytes, self.content))
 
     def changed(self, **values: Any) -> ImageEntry:
-        """Return the same with other `values`."""
+        """Return a copy with other `values`, whose header is made from them."""
         return replace(self, header=b"", **values)
 
     def passed_on(self, content: Iterable[bytes | memoryview]) -> ImageEntry:
-        """Return the same file, with its own header, whose bytes now come from `content`."""
+        """Return a copy with the same header, whose bytes come from `content`."""
         return replace(self, content=content)
 
     def with_content(self, data: bytes) -> ImageEntry:
-        """Return the same file with `data` as its content."""
+        """Return a copy with `data` as its content."""
         return self.changed(content=(data,), size_bytes=len(data))
 
 
@@ -108,13 +109,13 @@ class Archive:
     @property
     def is_compressed(self) -> bool:
         """Whether the archive as a whole is compressed."""
-        return compressed.kind(self.path) != "none"
+        return compressed.detect_compression(self.path) != "none"
 
     @property
     def size_bytes(self) -> int:
-        """Size of the uncompressed image; an estimate if it is compressed."""
-        size = self.path.stat().st_size
-        return int(size * UNPACKED_FACTOR) if self.is_compressed else size
+        """Size of the uncompressed image, which is estimated if it is compressed."""
+        size_bytes = self.path.stat().st_size
+        return int(size_bytes * UNPACKED_FACTOR) if self.is_compressed else size_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,15 +152,15 @@ class Piped:
         return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def chunks(self) -> Generator[bytes, None, None]:
-        """Yield the plain bytes; a compressed archive is decompressed on the way."""
+        """Yield the plain bytes. A compressed archive is decompressed on the way."""
         start = self.stream.read(compressed.CHUNK_BYTES)
         raw = itertools.chain([start], iter(lambda: self.stream.read(compressed.CHUNK_BYTES), b""))
-        return compressed.unpacked(raw, compressed.kind_of(start), name="standard input")
+        return compressed.unpack_chunks(raw, compressed.compression_of(start), name="standard input")
 
 
 @runtime_checkable
 class EngineImage(Protocol):
-    """An image of a Docker engine; ``engine.LocalImage`` is one."""
+    """An image of a Docker engine. ``engine.LocalImage`` is one."""
 
     @property
     def name(self) -> str:
@@ -184,15 +185,17 @@ Source = Archive | OciFolder | Piped | EngineImage
 
 
 def is_spooled(source: Source) -> bool:
-    """Return whether the image goes to disk as a plain archive first: a stream names the order of its layers
-    last."""
+    """Return whether the image goes to disk as a plain archive first.
+
+    A stream names the order of its layers last.
+    """
     if isinstance(source, Archive):
         return source.is_compressed
     return not isinstance(source, OciFolder)
 
 
 def peek_config(source: Source) -> ImageConfig | None:
-    """Return the image configuration if it can be had without reading layers; None also if it is damaged."""
+    """Return the image configuration, or None if that would take reading layers or it is damaged."""
     if isinstance(source, EngineImage):
         return source.config
     # Reading all of it costs as much as the conversion.
@@ -218,7 +221,7 @@ class OpenImage:
 
 
 @contextlib.contextmanager
-def opened(
+def open_source(
     source: Source,
     folder: Path,
     report: Reporter,
@@ -228,7 +231,7 @@ def opened(
 ) -> Iterator[OpenImage]:
     """Yield the image of `source`, from a plain archive in `folder` if it is a stream or compressed.
 
-    With `exports`, an engine's image is not saved: it is read by its export.
+    With `exports`, an engine's image is not saved, because it is read by its export.
 
     Raises
     ------
@@ -238,25 +241,22 @@ def opened(
     if exports and isinstance(source, EngineImage):
         yield OpenImage(name=source.name, config=source.config, size_bytes=source.size_bytes, files=source)
         return
-    with _stored(source, folder, report, unpack_limit_bytes) as image:
+    with _open_stored(source, folder, report, unpack_limit_bytes) as image:
+        name = source.name
         # The engine's name is the one that the user typed; an archive may state several.
-        tags = () if isinstance(source, EngineImage) else image.selected.names
-        yield OpenImage(
-            name=tags[0] if tags else source.name,
-            config=image.selected.config,
-            size_bytes=image.stored_bytes,
-            files=image,
-        )
+        if image.selected.names and not isinstance(source, EngineImage):
+            name = image.selected.names[0]
+        yield OpenImage(name=name, config=image.selected.config, size_bytes=image.stored_bytes, files=image)
 
 
 @contextlib.contextmanager
-def _stored(
+def _open_stored(
     source: Source, folder: Path, report: Reporter, unpack_limit_bytes: int | None
 ) -> Iterator[StoredImage]:
     if isinstance(source, Archive | OciFolder):
         if is_spooled(source):
             report.stage(f"decompress {source.path.name}")
-        with stored.opened(
+        with stored.open_archive(
             source.path, folder, advance=report.advance, unpack_limit_bytes=unpack_limit_bytes
         ) as image:
             yield image
@@ -270,7 +270,7 @@ def _stored(
         chunks, total = source.save(), source.size_bytes
     spool = folder / "spool.tar"
     with chunks as plain:
-        digests = stored.spool(
+        digests = stored.spool_archive(
             plain, spool, where=source.name, advance=lambda done_bytes: report.advance(done_bytes, total)
         )
     yield stored.open_image(spool, where=source.name, digests=digests)
@@ -288,8 +288,8 @@ def image_entries(
 ) -> Iterator[Iterator[ImageEntry]]:
     """Yield the entries of `image`: what shows of its layers, or its export.
 
-    Layers are first compared with their digests. Compressed ones are unpacked once, in `folder`, if they fit
-    in `spool_bytes`; else twice.
+    Layers are first compared with their digests. Compressed ones are unpacked once, into `folder`, if they
+    fit in `spool_bytes`. Otherwise they are unpacked twice.
 
     Raises
     ------
@@ -309,7 +309,7 @@ def image_entries(
 
     def merge(spool: Spool | None) -> Iterator[ImageEntry]:
         tree = LayerTree(files.where)
-        plain = scan(
+        plain = scan_layers(
             files,
             tree.add_layer,
             threads=mksquashfs.gather_limits().processors,
@@ -317,7 +317,7 @@ def image_entries(
             spool=spool,
         )
         report.stage("merge and squash")
-        return _visible_entries(plain, tree.plan(), created_s, report)
+        return _visible_entries(plain, tree.take_plan(), created_s, report)
 
     if files.packed_bytes and spool_bytes:
         report.stage("unpack the layers")
@@ -336,6 +336,7 @@ def image_entries(
 def _visible_entries(
     image: StoredImage, plan: Plan, created_s: int, report: Reporter
 ) -> Iterator[ImageEntry]:
+    """Yield the folders of `plan`, then the files of each layer that show."""
     for path, folder in plan.folders:
         folder = folder or FolderEntry(mtime_s=created_s)
         yield ImageEntry(
@@ -363,7 +364,7 @@ def _visible_entries(
 def member_entry(
     member: Member, content: Iterable[bytes | memoryview], *, names: tuple[str, ...] = (), header: bytes = b""
 ) -> ImageEntry:
-    """Return the entry of a tar's member; `names` if they are others than its own."""
+    """Return the entry of a tar's member. `names` replaces its own name."""
     is_file = member.kind == REGULAR
     return ImageEntry(
         names=names or (member.name,),
@@ -400,7 +401,7 @@ def export_entries(
     stream = TarStream(chunks, name=name)
     for member in stream:
         # Files of the engine are told from the image's own by this time and by what they contain.
-        if member.name == _MARK:
+        if member.name == _EXPORT_MARK:
             mark_s = member.mtime_s
         is_recent = mark_s is not None and abs(member.mtime_s - mark_s) <= _MARK_WINDOW_S
         if not member.name or _is_of_engine(member, is_recent):
@@ -419,7 +420,7 @@ def export_entries(
 
 def _is_of_engine(member: Member, is_recent: bool) -> bool:
     """Return whether the engine created it together with the container."""
-    if member.name == _MARK:
+    if member.name == _EXPORT_MARK:
         return True
     if member.name in _ENGINE_FILES:
         return member.kind == REGULAR and member.size_bytes == 0 and member.mode & 0o777 == 0o755
@@ -437,11 +438,11 @@ def with_added_files(
     .sif. `if_missing` give way, and nothing of them is added behind a link of the image.
     """
     winners = {entry.name: entry for entry in replacing}
-    added = {**winners, **{entry.name: entry for entry in if_missing}}
-    tops = {path.partition("/")[0] for path in added}
+    added = winners | {entry.name: entry for entry in if_missing}
+    top_folders = {path.partition("/")[0] for path in added}
     for entry in entries:
         # Few entries lie in a folder to which imgkit adds something; the others pass without a look.
-        if any(name.partition("/")[0] in tops for name in entry.names):
+        if any(name.partition("/")[0] in top_folders for name in entry.names):
             names = tuple(name for name in entry.names if not _is_replaced(name, entry.kind, winners))
             for name in names:
                 if added.pop(name, None) and entry.kind != DIRECTORY:
@@ -461,16 +462,16 @@ def with_added_files(
 
 def _is_replaced(path: str, kind: bytes, replacing: Mapping[str, ImageEntry]) -> bool:
     """Return whether an entry of the image is where one of `replacing` goes, or below one that is a file."""
-    above = path
-    while above:
-        new = replacing.get(above)
-        if new is not None and (new.kind != DIRECTORY or (above == path and kind != DIRECTORY)):
+    parent = path
+    while parent:
+        new = replacing.get(parent)
+        if new is not None and (new.kind != DIRECTORY or (parent == path and kind != DIRECTORY)):
             return True
-        above = above.rpartition("/")[0]
+        parent = parent.rpartition("/")[0]
     return False
 
 
-def with_document(entries: Iterator[ImageEntry], config: ImageConfig) -> Iterator[ImageEntry]:
+def with_package_list(entries: Iterator[ImageEntry], config: ImageConfig) -> Iterator[ImageEntry]:
     """Yield `entries`, and behind the last one `DOCUMENT`, the list of their packages.
 
     An image whose /opt or /opt/imgkit is no folder gets none.
@@ -481,15 +482,16 @@ def with_document(entries: Iterator[ImageEntry], config: ImageConfig) -> Iterato
     for entry in entries:
         if DOCUMENT in entry.names:
             # The image was made from a .sif, and its list is that of another image.
+            names = tuple(name for name in entry.names if name != DOCUMENT)
             if entry.kind == DIRECTORY:
                 kinds[DOCUMENT] = DIRECTORY
-            elif names := tuple(name for name in entry.names if name != DOCUMENT):
+            elif names:
                 entry = entry.changed(names=names)
             else:
                 continue
         if entry.name in folders:
             kinds[entry.name] = entry.kind
-        yield observed(entry, collector)
+        yield copy_for_inventory(entry, collector)
     # The image's own folder of that name, or a link on the way: nothing is written through it.
     if DOCUMENT in kinds or set(kinds.values()) - {DIRECTORY}:
         return
@@ -502,12 +504,17 @@ def with_document(entries: Iterator[ImageEntry], config: ImageConfig) -> Iterato
     yield document.with_content(text.encode())
 
 
-def observed(entry: ImageEntry, collector: InventoryCollector) -> ImageEntry:
-    """Return `entry`, whose content can still be read; `collector` gets a copy of what it wants."""
+def copy_for_inventory(entry: ImageEntry, collector: InventoryCollector) -> ImageEntry:
+    """Give `collector` a copy of what it wants of `entry`.
+
+    Return an entry whose content can still be read.
+    """
     if entry.kind == HARD_LINK:
         for name in entry.names:
             collector.add_hard_link(name, entry.link)
-    names = [name for name in entry.names if collector.wants(name)] if entry.kind == REGULAR else []
+    if entry.kind != REGULAR:
+        return entry
+    names = [name for name in entry.names if collector.wants(name)]
     if not names:
         return entry
     # A large file is passed on unread: memory stays bounded, and the list says that it was skipped.

@@ -1,4 +1,4 @@
-"""Write a .sif around a squashfs, and edit one: add and remove data objects; none of it needs singularity.
+"""Write a .sif around a squashfs, and edit one: add and remove data objects. None of it needs singularity.
 
 `image` draws the layout and reads it.
 """
@@ -23,6 +23,7 @@ GROUP = 1
 """Every object is in it, so that one signature covers all."""
 PARTITION_ALIGN_BYTES = 4096
 """A runtime mounts a partition only at a multiple of this."""
+# These four are what Singularity and Apptainer write.
 _LAUNCH = b"#!/usr/bin/env run-singularity\n"
 _VERSION = b"01"
 _TABLE_OFFSET = 4096
@@ -37,11 +38,11 @@ class NewObject:
     datatype: int
     name: str
     group: int = GROUP
-    """Number of the group, without the bits of `image.GROUP_FLAG`; a signature covers one group."""
+    """Number of the group, without the bits of `image.GROUP_FLAG`. A signature covers one group."""
     data: bytes | Path = field(repr=False)
     extra: bytes = b""
     align: int = 1
-    """The object begins at a multiple of this; a partition at one of `PARTITION_ALIGN_BYTES`."""
+    """The object begins at a multiple of this, a partition at one of `PARTITION_ALIGN_BYTES`."""
 
     @property
     def size_bytes(self) -> int:
@@ -58,15 +59,15 @@ def put_record(path: Path, record: image.ImgkitRecord) -> None:
     """
     sif = image.read(path)
     # First, so that the new one takes the same slot: the same record gives the same bytes.
-    remove(path, [descriptor.id for descriptor in sif.descriptors if image.is_record(descriptor)])
+    remove_objects(path, [descriptor.id for descriptor in sif.descriptors if image.is_record(descriptor)])
     text, group = image.record_text(record), sif.require_root().group
-    add(path, NewObject(datatype=DataType.JSON, name=image.IMGKIT_OBJECT, group=group, data=text))
+    add_object(path, NewObject(datatype=DataType.JSON, name=image.IMGKIT_OBJECT, group=group, data=text))
     if image.read(path).record != record:
         raise CheckFailed("its record cannot be read back", where=str(path), hint="please report this")
 
 
-def add(path: Path, new: NewObject) -> Descriptor:
-    """Write `new` behind the last object of the .sif `path`; the file ends with it.
+def add_object(path: Path, new: NewObject) -> Descriptor:
+    """Write `new` behind the last object of the .sif `path`, and end the file there.
 
     The object gets the header's time, so that the result is deterministic.
 
@@ -76,10 +77,12 @@ def add(path: Path, new: NewObject) -> Descriptor:
     """
     with path.open("r+b") as stream:
         sif = image.parse(path, stream)
-        unused = [number for number, slot in enumerate(sif.slots, 1) if not slot.used]
-        if not unused:
+        unused_ids = [id for id, slot in enumerate(sif.slots, 1) if not slot.used]
+        if not unused_ids:
             raise CheckFailed(f"all {len(sif.slots)} descriptors of the .sif are in use", where=str(path))
-        descriptor = _described(new, new.size_bytes, id=unused[0], end=sif.end, time_s=sif.header.created_s)
+        descriptor = _make_descriptor(
+            new, new.size_bytes, id=unused_ids[0], end=sif.end, time_s=sif.header.created_s
+        )
         # A removed object may lie there.
         stream.truncate(sif.end)
         stream.seek(descriptor.offset)
@@ -90,27 +93,41 @@ def add(path: Path, new: NewObject) -> Descriptor:
     return descriptor
 
 
-def _described(new: NewObject, size_bytes: int, *, id: int, end: int, time_s: int) -> Descriptor:
+def _make_descriptor(new: NewObject, size_bytes: int, *, id: int, end: int, time_s: int) -> Descriptor:
     """Return the descriptor of `new` as object number `id`, behind the byte `end`."""
-    offset = -(-end // new.align) * new.align
-    padded_bytes = offset - end + size_bytes
-    group, link, uid, gid = image.GROUP_FLAG | new.group, 0, 0, 0
-    position = (offset, size_bytes, padded_bytes)
+    offset = _round_up(end, new.align)
     return Descriptor(
-        new.datatype, 1, id, group, link, *position, time_s, time_s, uid, gid, new.name.encode(), new.extra
+        datatype=new.datatype,
+        used=1,
+        id=id,
+        flagged_group=image.GROUP_FLAG | new.group,
+        link=0,
+        offset=offset,
+        size_bytes=size_bytes,
+        padded_bytes=offset - end + size_bytes,
+        created_s=time_s,
+        modified_s=time_s,
+        uid=0,
+        gid=0,
+        raw_name=new.name.encode(),
+        extra=new.extra,
     )
 
 
+def _round_up(position: int, align: int) -> int:
+    return -(-position // align) * align
+
+
 def _chunks(data: bytes | Path) -> Iterator[bytes]:
+    """Yield the bytes, or those of a file."""
     if isinstance(data, bytes):
         yield data
         return
     with files.open_regular(data) as stream:
-        while chunk := stream.read(files.CHUNK_BYTES):
-            yield chunk
+        yield from iter(lambda: stream.read(files.CHUNK_BYTES), b"")
 
 
-def remove(path: Path, ids: Collection[int]) -> None:
+def remove_objects(path: Path, ids: Collection[int]) -> None:
     """Take the objects `ids` out of the .sif `path`, overwrite them with zeros, and cut the file at its end.
 
     Raises
@@ -119,18 +136,22 @@ def remove(path: Path, ids: Collection[int]) -> None:
     """
     with path.open("r+b") as stream:
         sif = image.parse(path, stream)
-        rest = [descriptor for descriptor in sif.descriptors if descriptor.id not in ids]
-        end = max((descriptor.end for descriptor in rest), default=sif.header.data_offset)
+        remaining = [descriptor for descriptor in sif.descriptors if descriptor.id not in ids]
+        end = max((descriptor.end for descriptor in remaining), default=sif.header.data_offset)
         for descriptor in sif.descriptors:
             if descriptor.id in ids:
-                stream.seek(descriptor.offset)
                 # Zeros: a removed object must leave nothing that a later digest or a person finds.
-                for position in range(descriptor.offset, min(descriptor.end, end), files.CHUNK_BYTES):
-                    stream.write(bytes(min(files.CHUNK_BYTES, min(descriptor.end, end) - position)))
+                _write_zeros(stream, descriptor.offset, min(descriptor.end, end))
                 _write_slot(stream, sif, descriptor.id, bytes(DESCRIPTOR.size))
         stream.truncate(end)
-        free = sif.header.free + len(sif.descriptors) - len(rest)
+        free = sif.header.free + len(sif.descriptors) - len(remaining)
         _write_header(stream, sif.header, free=free, end=end)
+
+
+def _write_zeros(stream: BinaryIO, start: int, end: int) -> None:
+    stream.seek(start)
+    for position in range(start, end, files.CHUNK_BYTES):
+        stream.write(bytes(min(files.CHUNK_BYTES, end - position)))
 
 
 def _write_slot(stream: BinaryIO, sif: image.SifImage, id: int, raw: bytes) -> None:
@@ -162,10 +183,10 @@ class Frame:
     def root_offset(self) -> int:
         """Byte at which the root partition begins."""
         end = _DATA_OFFSET + len(self.definition) + len(self.oci_config)
-        return -(-end // PARTITION_ALIGN_BYTES) * PARTITION_ALIGN_BYTES
+        return _round_up(end, PARTITION_ALIGN_BYTES)
 
 
-def frame(config: ImageConfig) -> Frame:
+def make_frame(config: ImageConfig) -> Frame:
     """Return the frame of an image with this configuration.
 
     Raises
@@ -175,10 +196,9 @@ def frame(config: ImageConfig) -> Frame:
     if config.arch not in image.ARCHS:
         allowed = ", ".join(image.ARCHS[1:])
         raise CheckFailed(f"no .sif can be for the architecture {config.arch!r}", hint=f"allowed: {allowed}")
+    settings = json_text.parse(config.raw).get("config") or {}
     # An engine adds empty values that the image's own configuration lacks, where BuildKit made it.
-    settings = {
-        name: value for name, value in (json_text.parse(config.raw).get("config") or {}).items() if value
-    }
+    settings = {name: value for name, value in settings.items() if value}
     return Frame(
         arch=config.arch,
         definition=runtime_files.definition(config).encode(),
@@ -186,7 +206,7 @@ def frame(config: ImageConfig) -> Frame:
     )
 
 
-def surround(part: Path, frame: Frame) -> None:
+def write_frame(part: Path, frame: Frame) -> None:
     """Put header, table and objects around the root partition, which fills `part` from `root_offset` on."""
     header, descriptors = _layout(frame, part.stat().st_size - frame.root_offset)
     table = b"".join(DESCRIPTOR.pack(*descriptor) for descriptor in descriptors)
@@ -198,27 +218,27 @@ def surround(part: Path, frame: Frame) -> None:
             stream.writelines(_chunks(new.data))
 
 
-def has_frame(sif: image.SifImage, frame: Frame) -> bool:
-    """Return whether everything that `surround` writes for `frame` is as it wrote it.
+def is_framed_by(sif: image.SifImage, frame: Frame) -> bool:
+    """Return whether everything that `write_frame` writes for `frame` is as it wrote it.
 
     Signing changes nothing of that but two counts and the time of the last change in the header.
     """
     if sif.root is None:
         return False
     header, descriptors = _layout(frame, sif.root.size_bytes)
-    return (
-        _unchanging(sif.header) == _unchanging(header)
-        and all(
-            DESCRIPTOR.pack(*slot) == DESCRIPTOR.pack(*descriptor)
-            for slot, descriptor in zip(sif.slots, descriptors, strict=False)
-        )
-        and all(
-            image.data(sif, slot) == new.data for slot, new in zip(sif.slots, frame.objects, strict=False)
-        )
-    )
+    if _pack_fixed_fields(sif.header) != _pack_fixed_fields(header):
+        return False
+    for slot, descriptor in zip(sif.slots, descriptors, strict=False):
+        if DESCRIPTOR.pack(*slot) != DESCRIPTOR.pack(*descriptor):
+            return False
+    for slot, new in zip(sif.slots, frame.objects, strict=False):
+        if image.read_object(sif, slot) != new.data:
+            return False
+    return True
 
 
-def _unchanging(header: Header) -> bytes:
+def _pack_fixed_fields(header: Header) -> bytes:
+    """Return the bytes of `header` with zeros in the fields that change when an object is added."""
     return HEADER.pack(*header._replace(modified_s=0, free=0, data_bytes=0))
 
 
@@ -231,12 +251,12 @@ def _layout(frame: Frame, root_bytes: int) -> tuple[Header, list[Descriptor]]:
         extra=image.partition_extra(image.PartitionType.PRIMARY, frame.arch),
         align=PARTITION_ALIGN_BYTES,
     )
-    sizes = [*(new.size_bytes for new in frame.objects), root_bytes]
     # Objects lie one behind the other; only a partition is aligned.
     descriptors: list[Descriptor] = []
     end = _DATA_OFFSET
-    for id, (new, size) in enumerate(zip((*frame.objects, root), sizes, strict=True), 1):
-        descriptors.append(_described(new, size, id=id, end=end, time_s=0))
+    for id, new in enumerate((*frame.objects, root), 1):
+        size_bytes = root_bytes if new is root else new.size_bytes
+        descriptors.append(_make_descriptor(new, size_bytes, id=id, end=end, time_s=0))
         end = descriptors[-1].end
     header = Header(
         launch=_LAUNCH,
@@ -276,17 +296,17 @@ class Sif(Format):
 
     def squashfs_offset(self, config: ImageConfig) -> int:
         """Return where the room for header and objects ends."""
-        return frame(config).root_offset
+        return make_frame(config).root_offset
 
     def complete(self, part: Path, config: ImageConfig) -> None:
         """Write header and objects around the squashfs, and check the result."""
-        surround(part, frame(config))
-        image.structure(part)
+        write_frame(part, make_frame(config))
+        image.check_structure(part)
 
     def put_record(
         self, part: Path, record: image.ImgkitRecord, advance: Advance
     ) -> tuple[image.ImgkitRecord, str]:
-        """Add the record; a .sif has no checksum of the whole file."""
+        """Add the record. A .sif has no checksum of the whole file."""
         # The header states the architecture.
         record = replace(record, root_sha256=image.root_sha256(part, advance=advance), arch="")
         put_record(part, record)
@@ -298,8 +318,10 @@ class Sif(Format):
         """Return the record if `accepts` takes it and all that imgkit wrote is as it wrote it."""
 
         def is_same(sif: image.SifImage, record: image.ImgkitRecord) -> bool:
+            if not accepts(record):
+                return False
             # What a runtime wrote around its squashfs cannot be compared with anything.
-            return accepts(record) and (record.route == "layers" or has_frame(sif, frame(config)))
+            return record.route == "layers" or is_framed_by(sif, make_frame(config))
 
-        sif = image.intact(path, is_same)
+        sif = image.read_if_intact(path, is_same)
         return sif.record if sif else None

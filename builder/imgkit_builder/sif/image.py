@@ -47,10 +47,12 @@ GROUP_FLAG = 0xF0000000
 HEADER = struct.Struct("<32s10s3s3s16s8q")
 DESCRIPTOR = struct.Struct("<iBIII7q128s384s")
 _PARTITION = struct.Struct("<ii3s")
+# What a partition's descriptor says about its file system (sif.go: FsSquash, FsEncryptedSquashfs).
 _FS_SQUASHFS = 1
 _FS_ENCRYPTED = 5
 SUPERBLOCK = struct.Struct("<4sIIIIH10xQQQ8xQQQQ")
 SQUASHFS_MAGIC = b"hsqs"
+# The numbers of a header come from a file that anybody may have written. Runtimes write 48 descriptors.
 _MAX_DESCRIPTORS = 4096
 _MAX_JSON_BYTES = 4 << 20
 
@@ -68,7 +70,7 @@ Advance = Callable[[int, "int | None"], None]
 
 
 class DataType(IntEnum):
-    """Kinds of data objects that imgkit looks at; the others stay plain numbers."""
+    """Kinds of data objects that imgkit looks at. The others stay plain numbers."""
 
     DEFFILE = 0x4001
     PARTITION = 0x4004
@@ -140,22 +142,31 @@ class Descriptor(NamedTuple):
 
     @property
     def partition(self) -> int:
-        """A `PartitionType` number; 0 where the object is no partition."""
-        return int(_PARTITION.unpack_from(self.extra)[1]) if self.datatype == DataType.PARTITION else 0
+        """A `PartitionType` number, or 0 where the object is no partition."""
+        if self.datatype != DataType.PARTITION:
+            return 0
+        _, partition_type, _ = _PARTITION.unpack_from(self.extra)
+        return int(partition_type)
 
     @property
     def arch(self) -> str:
-        """Architecture of a partition; empty for other objects."""
-        return _arch_name(_PARTITION.unpack_from(self.extra)[2]) if self.partition else ""
+        """Architecture of a partition. It is empty for other objects."""
+        if not self.partition:
+            return ""
+        _, _, code = _PARTITION.unpack_from(self.extra)
+        return _arch_name(code)
 
     @property
     def encrypted(self) -> bool:
         """Whether it is a partition that a runtime mounts only with a key."""
-        return self.partition != 0 and _PARTITION.unpack_from(self.extra)[0] == _FS_ENCRYPTED
+        if not self.partition:
+            return False
+        file_system, _, _ = _PARTITION.unpack_from(self.extra)
+        return bool(file_system == _FS_ENCRYPTED)
 
 
 class Superblock(NamedTuple):
-    """The fields of a squashfs' superblock that imgkit uses, in their order; offsets count from its start."""
+    """The fields of a squashfs' superblock that imgkit uses, in their order. Offsets count from its start."""
 
     magic: bytes
     inodes: int
@@ -241,7 +252,7 @@ class SifImage:
         return None
 
     def require_root(self) -> Descriptor:
-        """Return the root partition; raise CheckFailed if there is none."""
+        """Return the root partition. Raise CheckFailed if there is none."""
         if self.root is None:
             raise CheckFailed("the .sif has no root partition", where=str(self.path))
         return self.root
@@ -257,21 +268,19 @@ class SifImage:
 
         It silently ignores those of another group.
         """
-        root = self.root
-        return tuple(
-            descriptor
-            for descriptor in self.descriptors
-            if root and descriptor.partition == PartitionType.OVERLAY and descriptor.group == root.group
-        )
+        if self.root is None:
+            return ()
+        overlays = [item for item in self.descriptors if item.partition == PartitionType.OVERLAY]
+        return tuple(overlay for overlay in overlays if overlay.group == self.root.group)
 
     @property
     def signatures(self) -> tuple[Descriptor, ...]:
-        """The signature objects; each covers one group."""
+        """The signature objects. Each covers one group."""
         return tuple(d for d in self.descriptors if d.datatype == DataType.SIGNATURE)
 
 
 def is_sif(path: Path) -> bool:
-    """Return whether the file starts like a .sif; False also if it cannot be read."""
+    """Return whether the file starts like a .sif. One that cannot be read does not."""
     try:
         with files.open_regular(path) as stream:
             stream.seek(MAGIC_OFFSET)
@@ -297,12 +306,13 @@ def read(path: Path) -> SifImage:
 
 
 def parse(path: Path, stream: BinaryIO) -> SifImage:
+    """Return the content of an open .sif. Raises as `read` does. `path` is for messages."""
     size = os.fstat(stream.fileno()).st_size
     raw = stream.read(HEADER.size)
     if len(raw) < HEADER.size or raw[MAGIC_OFFSET : MAGIC_OFFSET + len(MAGIC)] != MAGIC:
         raise CheckFailed("not a .sif file (no SIF_MAGIC in its header)", where=str(path))
     header = Header(*HEADER.unpack(raw))
-    # The numbers come from a file that anybody may have written: each is compared before it is used.
+    # Each number is compared before it is used.
     table_bytes = header.total * DESCRIPTOR.size
     if (
         not 0 <= header.free <= header.total <= _MAX_DESCRIPTORS
@@ -316,7 +326,7 @@ def parse(path: Path, stream: BinaryIO) -> SifImage:
     table = stream.read(table_bytes)
     if len(table) < table_bytes:
         raise CheckFailed(f"cut short within its descriptor table, at {size} bytes", where=str(path))
-    slots = tuple(map(Descriptor._make, DESCRIPTOR.iter_unpack(table)))
+    slots = tuple(Descriptor(*fields) for fields in DESCRIPTOR.iter_unpack(table))
     sif = SifImage(path=path, header=header, slots=slots, size_bytes=size, record=None)
     for descriptor in sif.descriptors:
         if descriptor.offset < 0 or descriptor.size_bytes < 0 or descriptor.end > size:
@@ -326,18 +336,23 @@ def parse(path: Path, stream: BinaryIO) -> SifImage:
             )
     for descriptor in sif.descriptors:
         if is_record(descriptor):
-            return dataclasses.replace(sif, record=parse_record(path, _data(stream, descriptor)))
+            record = parse_record(path, _read_data(stream, descriptor))
+            return dataclasses.replace(sif, record=record)
     return sif
 
 
 def is_record(descriptor: Descriptor) -> bool:
+    """Return whether the object is the record of imgkit."""
     return descriptor.datatype == DataType.JSON and descriptor.name == IMGKIT_OBJECT
 
 
 def _arch_name(code: bytes) -> str:
+    """Return ``amd64`` for ``02``, and ``unknown`` for what is no number of `ARCHS`."""
     digits = code.rstrip(b"\0")
-    number = int(digits) if digits.isdigit() and len(digits) < 4 else 0
-    return ARCHS[number] if number < len(ARCHS) else "unknown"
+    if not digits.isdigit() or len(digits) > 3:
+        return ARCHS[0]
+    number = int(digits)
+    return ARCHS[number] if number < len(ARCHS) else ARCHS[0]
 
 
 def arch_code(arch: str) -> bytes:
@@ -350,15 +365,15 @@ def partition_extra(kind: PartitionType, arch: str) -> bytes:
     return _PARTITION.pack(_FS_SQUASHFS, kind, arch_code(arch))
 
 
-def _data(stream: BinaryIO, descriptor: Descriptor) -> bytes:
+def _read_data(stream: BinaryIO, descriptor: Descriptor) -> bytes:
     stream.seek(descriptor.offset)
     return stream.read(min(descriptor.size_bytes, _MAX_JSON_BYTES))
 
 
-def data(image: SifImage, descriptor: Descriptor) -> bytes:
+def read_object(image: SifImage, descriptor: Descriptor) -> bytes:
     """Return the content of a small data object (at most 4 MiB of it)."""
     with files.open_regular(image.path) as stream:
-        return _data(stream, descriptor)
+        return _read_data(stream, descriptor)
 
 
 def record_text(record: ImgkitRecord) -> bytes:
@@ -371,7 +386,7 @@ def record_text(record: ImgkitRecord) -> bytes:
 
 
 def parse_record(path: Path, raw: bytes) -> ImgkitRecord:
-    """Read what `record_text` wrote; `path` is for messages.
+    """Return the record that `record_text` wrote. `path` is for messages.
 
     Raises
     ------
@@ -393,16 +408,16 @@ def parse_record(path: Path, raw: bytes) -> ImgkitRecord:
         raise CheckFailed(f"its imgkit object cannot be read: {error}", where=str(path)) from error
 
 
-def squashfs(image: SifImage) -> Superblock | None:
-    """Return the superblock of the root partition; None if there is none or not a squashfs."""
+def root_superblock(image: SifImage) -> Superblock | None:
+    """Return the superblock of the root partition, or None if there is none or not a squashfs."""
     root = image.root
     if root is None or root.size_bytes < SUPERBLOCK.size:
         return None
-    return superblock(image.path, root.offset)
+    return read_superblock(image.path, root.offset)
 
 
-def superblock(path: Path, offset: int = 0) -> Superblock | None:
-    """Return the superblock of the squashfs at byte `offset` of `path`; None if there is none."""
+def read_superblock(path: Path, offset: int = 0) -> Superblock | None:
+    """Return the superblock of the squashfs at byte `offset` of `path`, or None if there is none."""
     with files.open_regular(path) as stream:
         stream.seek(offset)
         raw = stream.read(SUPERBLOCK.size)
@@ -423,7 +438,7 @@ def root_sha256(path: Path, *, advance: Advance | None = None) -> str:
         return files.sha256(stream, root.offset, root.size_bytes, advance=advance)
 
 
-def structure(path: Path) -> SifImage:
+def check_structure(path: Path) -> SifImage:
     """Parse a .sif that was just written, and check that its root partition is a whole squashfs.
 
     Raises
@@ -431,7 +446,7 @@ def structure(path: Path) -> SifImage:
     CheckFailed : names the fault.
     """
     sif = read(path)
-    root, squashed = sif.root, squashfs(sif)
+    root, squashed = sif.root, root_superblock(sif)
     if root is None or squashed is None:
         raise CheckFailed("a .sif was written without a squashfs root partition", where=str(path))
     if squashed.used_bytes > root.size_bytes:
@@ -442,11 +457,12 @@ def structure(path: Path) -> SifImage:
     return sif
 
 
-def intact(path: Path, accepts: Callable[[SifImage, ImgkitRecord], bool]) -> SifImage | None:
+def read_if_intact(path: Path, accepts: Callable[[SifImage, ImgkitRecord], bool]) -> SifImage | None:
     """Return the .sif `path` if `accepts` takes its record and its squashfs has the recorded sha256.
 
-    None also where there is no .sif, and where it has overlay partitions: a runtime would mount them. Other
-    objects that were added later, as signatures are, make no difference. The squashfs is read last.
+    The result is also None where there is no .sif, and where it has overlay partitions: a runtime would mount
+    them. Other objects that were added later, as signatures are, make no difference. The squashfs is read
+    last.
     """
     try:
         sif = read(path)

@@ -8,6 +8,7 @@ issue 2601, singularity issues 5434 and 4397).
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import re
 import shutil
@@ -21,7 +22,7 @@ from imgkit_entrypoints import files
 from imgkit_entrypoints.arguments import digits
 
 # Where distributions put it and an ordinary user's PATH does not look.
-_SBIN = ("/usr/sbin", "/sbin", "/usr/local/sbin")
+_SBIN_FOLDERS = ("/usr/sbin", "/sbin", "/usr/local/sbin")
 _RUNTIMES = ("apptainer", "singularity")
 _CONFIGURED_PATH = re.compile(r"^\s*mksquashfs path\s*=\s*(\S.*?)\s*$", re.MULTILINE)
 _MAX_CONFIG_BYTES = 1 << 20
@@ -33,71 +34,83 @@ _MIN_MEMORY_BYTES = 128 << 20
 _MAX_MEMORY_BYTES = 512 << 20
 
 
-def tar_reader() -> Path | None:
-    """Return the mksquashfs that reads a tar from standard input (4.5 and later); None if there is none."""
-    return next((program for program in candidates() if knows(program, r"-tar\b")), None)
+def find_tar_reader() -> Path | None:
+    """Return the mksquashfs that reads a tar from standard input (4.5 and later), or None."""
+    for program in candidates():
+        if has_option(program, r"-tar\b"):
+            return program
+    return None
 
 
-def obstacle() -> str:
-    """Return why no mksquashfs here reads a tar; empty if one does."""
+def describe_obstacle() -> str:
+    """Return why no mksquashfs here reads a tar. The text is empty if one does."""
     programs = candidates()
     if not programs:
         return "mksquashfs is not on this machine"
-    return "" if tar_reader() else f"{programs[0]} cannot read a tar (no -tar in its -help)"
+    if find_tar_reader():
+        return ""
+    return f"{programs[0]} cannot read a tar (no -tar in its -help)"
 
 
-def find() -> Path | None:
-    """Return the program that `tar_reader` chooses, else any; None if there is none."""
-    return tar_reader() or next(iter(candidates()), None)
+def find_any() -> Path | None:
+    """Return the program that `find_tar_reader` chooses, or else any other. None if there is none."""
+    return find_tar_reader() or next(iter(candidates()), None)
 
 
 def zstd_error(program: Path | None) -> str:
-    """Return why `program` cannot compress with zstd; empty if it can, or if there is none to ask."""
-    return f"{program} was built without zstd" if program and not knows(program, r"zstd\b") else ""
+    """Return why `program` cannot compress with zstd.
+
+    The text is empty if it can, or if there is none to ask.
+    """
+    if program is None or has_option(program, r"zstd\b"):
+        return ""
+    return f"{program} was built without zstd"
 
 
 def candidates() -> tuple[Path, ...]:
     """Return every mksquashfs: on PATH, where an ordinary user's PATH does not look, and of a runtime."""
-    programs = [shutil.which("mksquashfs") or shutil.which("mksquashfs", path=os.pathsep.join(_SBIN))]
+    sbin = os.pathsep.join(_SBIN_FOLDERS)
+    programs = [shutil.which("mksquashfs") or shutil.which("mksquashfs", path=sbin)]
     for name in _RUNTIMES:
-        if runtime := shutil.which(name):
-            prefix = Path(runtime).resolve().parents[1]
-            # Packages bring their own; an unprivileged installation has a folder for each architecture.
-            # `singularity` may be the only name of an Apptainer.
-            bundles = (prefix / f"libexec/{flavour}/bin" for flavour in _RUNTIMES)
-            folders = (*bundles, prefix / "utils/bin", *prefix.glob("*/utils/bin"))
-            programs += [shutil.which("mksquashfs", path=str(folder)) for folder in folders]
-            programs += _configured(prefix)
+        runtime = shutil.which(name)
+        if runtime is None:
+            continue
+        prefix = Path(runtime).resolve().parents[1]
+        # Packages bring their own; an unprivileged installation has a folder for each architecture.
+        # `singularity` may be the only name of an Apptainer.
+        folders = [prefix / f"libexec/{flavour}/bin" for flavour in _RUNTIMES]
+        folders += [prefix / "utils/bin", *prefix.glob("*/utils/bin")]
+        programs += [shutil.which("mksquashfs", path=str(folder)) for folder in folders]
+        programs += _find_configured(prefix)
     return tuple(dict.fromkeys(Path(program) for program in programs if program))
 
 
-def _configured(prefix: Path) -> Iterator[str | None]:
+def _find_configured(prefix: Path) -> Iterator[str | None]:
     """Yield what ``mksquashfs path`` of a runtime's configuration names: the program, or its folder.
 
     The file is read where installations have it: below their prefix, or in /etc if that is /usr.
     """
-    for folder in (
-        prefix / "etc",
-        *prefix.glob("*/etc"),
-        *((Path("/etc"),) if prefix == Path("/usr") else ()),
-    ):
-        for flavour in _RUNTIMES:
-            try:
-                with files.open_regular(folder / flavour / f"{flavour}.conf") as stream:
-                    text = stream.read(_MAX_CONFIG_BYTES).decode("utf-8", "replace")
-            except OSError:
-                continue
-            for value in _CONFIGURED_PATH.findall(text)[-1:]:
-                yield shutil.which(value) or shutil.which("mksquashfs", path=value)
+    folders = [prefix / "etc", *prefix.glob("*/etc")]
+    if prefix == Path("/usr"):
+        folders.append(Path("/etc"))
+    for folder, flavour in itertools.product(folders, _RUNTIMES):
+        try:
+            with files.open_regular(folder / flavour / f"{flavour}.conf") as stream:
+                text = stream.read(_MAX_CONFIG_BYTES).decode("utf-8", "replace")
+        except OSError:
+            continue
+        values = _CONFIGURED_PATH.findall(text)
+        if values:
+            yield shutil.which(values[-1]) or shutil.which("mksquashfs", path=values[-1])
 
 
-def version(program: Path) -> str:
+def read_version(program: Path) -> str:
     """Return its version, as its ``-version`` says."""
     output = run([program, "-version"], check=False).output.split()
     return output[2] if len(output) > 2 else "unknown"
 
 
-def knows(program: Path, option: str) -> bool:
+def has_option(program: Path, option: str) -> bool:
     """Return whether a line of its help begins with the regular expression `option`."""
     return re.search(rf"^\s*{option}", _help(program, program.stat().st_mtime_ns), re.MULTILINE) is not None
 
@@ -130,19 +143,21 @@ class Limits:
 def gather_limits(root: Path = Path("/")) -> Limits:
     """Read affinity and the control groups (v1 or v2) of this process below `root`."""
     processors = process.processors()
-    memory: int | None = None
-    for folder in _groups(root):
-        if (quota := _cpu_quota(folder)) is not None:
+    memory_bytes: int | None = None
+    for folder in _group_folders(root):
+        quota, limit = _read_cpu_quota(folder), _read_memory_limit(folder)
+        if quota is not None:
             processors = min(processors, max(1, int(quota)))
-        if (limit := _memory_limit(folder)) is not None:
-            memory = min(memory or limit, limit)
-    return Limits(processors=processors, memory_bytes=memory)
+        if limit is not None:
+            memory_bytes = min(memory_bytes or limit, limit)
+    return Limits(processors=processors, memory_bytes=memory_bytes)
 
 
-def _groups(root: Path) -> Iterator[Path]:
+def _group_folders(root: Path) -> Iterator[Path]:
     """Yield the folders of this process's groups and all their parents: any level may set a limit."""
     mounts = root / "sys/fs/cgroup"
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in _read_text(root / "proc/self/cgroup").splitlines():
+        # "0::/user.slice" of v2, "4:cpu,cpuacct:/slurm/job_1" of v1
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         base = mounts if number == "0" and not controllers else mounts / controllers
@@ -157,25 +172,29 @@ def _groups(root: Path) -> Iterator[Path]:
                 break
 
 
-def _cpu_quota(folder: Path) -> float | None:
-    v2 = _text(folder / "cpu.max").split()
-    v1 = [_text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")]
+def _read_cpu_quota(folder: Path) -> float | None:
+    """Return the number of processors that a group may use, or None without a limit."""
+    v2 = _read_text(folder / "cpu.max").split()
+    v1 = [_read_text(folder / "cpu.cfs_quota_us"), _read_text(folder / "cpu.cfs_period_us")]
     for fields in (v2, v1):
-        quota, period = map(digits, fields) if len(fields) == 2 else (None, None)
+        if len(fields) != 2:
+            continue
+        quota, period = digits(fields[0]), digits(fields[1])
         if quota is not None and period:
             return quota / period
     return None
 
 
-def _memory_limit(folder: Path) -> int | None:
+def _read_memory_limit(folder: Path) -> int | None:
     for name in ("memory.max", "memory.limit_in_bytes"):
-        value = digits(_text(folder / name))
+        value = digits(_read_text(folder / name))
         if value is not None and value < _UNLIMITED_V1:
             return value
     return None
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
+    """Return the text of a file of the kernel. It is empty where the file cannot be read."""
     try:
         return path.read_text(encoding="ascii", errors="replace").strip()
     except OSError:

@@ -11,7 +11,7 @@ import os
 import sys
 
 CLONE_NEWUSER = 0x10000000
-EVERYBODY = "0 0 2147483648"
+ALL_USERS = "0 0 2147483648"
 """Half of all numbers: Apptainer takes a map of all of them for that of the machine itself."""
 
 
@@ -24,7 +24,7 @@ def main() -> None:
         os.read(source, 1)
         for name in ("uid_map", "gid_map"):
             with open(f"/proc/{pid}/{name}", "w") as stream:  # noqa: PTH123 - as in supervisor.py
-                stream.write(EVERYBODY)
+                stream.write(ALL_USERS)
         os._exit(0)
     if ctypes.CDLL(None).unshare(CLONE_NEWUSER) != 0:
         sys.exit("imgkit: the kernel refuses root a user namespace")

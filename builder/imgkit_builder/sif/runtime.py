@@ -49,8 +49,9 @@ FLOOR = "Singularity 3.8 or later, or any Apptainer"
 _FLAVOUR = re.compile(
     r"^(apptainer|singularity-ce|singularitypro|singularity)\s+version\s+(\S+)", re.IGNORECASE
 )
-_KEPT_LINES = 2000
+_KEPT_LINES = 2000  # of a runtime's output, for messages
 _END_GRACE_S = 3.0
+"""How long a group of processes may take to end after SIGTERM, and again after SIGKILL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +79,10 @@ class RuntimeTool:
     @property
     def below_floor(self) -> bool:
         """Whether it is older than `FLOOR` says."""
-        numbers = re.match(r"(\d{1,6})\.(\d{1,6})", self.version)
-        old = numbers is not None and (int(numbers[1]), int(numbers[2])) < (3, 8)
-        return old and self.flavour != "apptainer"
+        match = re.match(r"(\d{1,6})\.(\d{1,6})", self.version)
+        if match is None or self.flavour == "apptainer":
+            return False
+        return (int(match[1]), int(match[2])) < (3, 8)
 
 
 def find_runtime(command: str | None = None, *, module_hint: str | None = None) -> RuntimeTool:
@@ -96,20 +98,21 @@ def find_runtime(command: str | None = None, *, module_hint: str | None = None) 
     ToolMissing : there is none, or the program is no Singularity or Apptainer.
     """
     names = (command,) if command else COMMANDS
-    program = next(filter(None, map(shutil.which, names)), None)
-    if program is None:
+    programs = [program for program in map(shutil.which, names) if program]
+    if not programs:
         load = module_hint or "module avail singularity apptainer   (then: module load ...)"
         raise ToolMissing(
             f"{' or '.join(names)} is not on PATH: a .sif is made and run by one of them",
             hint=f"on a cluster: {load}; elsewhere: https://apptainer.org/docs/admin/latest/installation.html",
         )
     # Not resolve(): an Apptainer may find its own files by the name it is called.
-    path = Path(program).absolute()
+    path = Path(programs[0]).absolute()
     answer = _ask(path, "--version")
-    match = _FLAVOUR.match(answer.output.strip())
+    output = answer.output.strip()
+    match = _FLAVOUR.match(output)
     if answer.returncode != 0 or match is None:
         # Debian's package "singularity" is a game.
-        first_line = (answer.output.strip().splitlines() or ["(no output)"])[0]
+        first_line = output.splitlines()[0] if output else "(no output)"
         raise ToolMissing(
             f"{path} is not Singularity 3.x or Apptainer: its --version prints {first_line!r}",
             hint=module_hint or "choose another: --runtime-command COMMAND",
@@ -127,13 +130,15 @@ def find_runtime(command: str | None = None, *, module_hint: str | None = None) 
 
 
 def setting(tool: RuntimeTool, name: str) -> str:
-    """Return the admin's value of `name` in the runtime's configuration file; empty where it cannot be read.
+    """Return the admin's value of `name` in the runtime's configuration file, or ``""`` if it cannot be read.
 
     An ordinary user of a setuid runtime may not ask ``config global --get``, but may read the file.
     """
     match = re.search(r"^[A-Z]+_CONF_FILE=(.+)$", _ask(tool.path, "buildcfg").output, re.MULTILINE)
+    if match is None:
+        return ""
     try:
-        text = files.read_text(Path(match[1]), errors="replace") if match else ""
+        text = files.read_text(Path(match[1]), errors="replace")
     except OSError:
         return ""
     values = re.findall(rf"^\s*{re.escape(name)}\s*=\s*(.*?)\s*$", text, re.MULTILINE)
@@ -141,7 +146,7 @@ def setting(tool: RuntimeTool, name: str) -> str:
 
 
 def runtime_if_any(command: str | None = None) -> RuntimeTool | None:
-    """Find a runtime as `find_runtime` does; None where there is none and nobody asked for one by name."""
+    """Find a runtime as `find_runtime` does. None where there is none and nobody asked for one by name."""
     try:
         return find_runtime(command)
     except ToolMissing:
@@ -158,7 +163,7 @@ def attempt(tool: RuntimeTool, arguments: Sequence[str]) -> Finished:
 def _ask(path: Path, *arguments: str) -> Finished:
     lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
     argv = (str(path), *arguments)
-    code = _stream(path, argv, folder=Path.cwd(), env={}, take=lines.append)
+    code = _stream_output(path, argv, folder=Path.cwd(), env={}, on_line=lines.append)
     return Finished(argv=argv, returncode=code, output="".join(lines))
 
 
@@ -172,7 +177,7 @@ def run(
     log: TextIO | None = None,
     namespace: bool = False,
 ) -> Finished:
-    """Run the runtime with `arguments` in `folder`; both streams are drained, each line goes to `on_line`.
+    """Run the runtime with `arguments` in `folder`. Each line of its output goes to `on_line`.
 
     `env` adds to this process's environment or replaces parts of it. `namespace` runs it in a user namespace
     that ``namespace.py`` makes for root. A signal that raises (Ctrl-C) first ends the whole group of
@@ -184,7 +189,7 @@ def run(
     """
     lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
 
-    def take(line: str) -> None:
+    def keep_line(line: str) -> None:
         lines.append(line)
         if log:
             log.write(line)
@@ -192,64 +197,64 @@ def run(
             on_line(secret_patterns.masked(line.rstrip("\n")))
 
     argv = (str(tool.path), *arguments)
-    entry = (sys.executable, "-I", "-S", "-c", _source("namespace.py")) if namespace else ()
-    code = _stream(tool.path, (*entry, *argv), folder=folder or Path.cwd(), env=env or {}, take=take)
+    wrapper = (sys.executable, "-I", "-S", "-c", _source("namespace.py")) if namespace else ()
+    code = _stream_output(
+        tool.path, (*wrapper, *argv), folder=folder or Path.cwd(), env=env or {}, on_line=keep_line
+    )
     finished = Finished(argv=argv, returncode=code, output="".join(lines))
     if code != 0:
-        if log:
-            log.flush()
-        # Only a conversion or a build has a log.
-        full = f"\nthe full log: {log.name}{kill_hint(code, finished.output)}" if log else ""
         tail = secret_patterns.masked(unstyled(finished.tail())) or "(no output)"
-        raise ToolFailed(
-            f"{tool} failed with exit code {code}: {' '.join(argv[:2])}",
-            hint=f"its last lines:\n{tail}{full}",
-        )
+        hint = f"its last lines:\n{tail}"
+        if log:  # only a conversion or a build has a log
+            log.flush()
+            hint += f"\nthe full log: {log.name}{kill_hint(code, finished.output)}"
+        raise ToolFailed(f"{tool} failed with exit code {code}: {' '.join(argv[:2])}", hint=hint)
     return finished
 
 
-def _stream(
-    path: Path, argv: Sequence[str], *, folder: Path, env: Mapping[str, str], take: Callable[[str], None]
+def _stream_output(
+    path: Path, argv: Sequence[str], *, folder: Path, env: Mapping[str, str], on_line: Callable[[str], None]
 ) -> int:
-    """Run `argv`, which starts the runtime `path`, through spython; return the exit code."""
+    """Run `argv`, which starts the runtime `path`, through spython, and return the exit code."""
     from spython.utils import stream_command
 
     # Not the folder that tempfile remembers: within a conversion TMPDIR is the workspace, always cleaned.
     base = env.get("TMPDIR") or os.environ.get("TMPDIR")
-    with tempfile.TemporaryDirectory(
-        prefix="imgkit-run-", dir=base if base and Path(base).is_dir() else None
-    ) as scratch:
+    if base and not Path(base).is_dir():
+        base = None
+    with tempfile.TemporaryDirectory(prefix="imgkit-run-", dir=base) as scratch:
         pid_file = Path(scratch) / "pid"
         # Programs that the runtime starts, such as mksquashfs, often lie beside it.
-        search = f"{path.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-        variables = [f"{name}={value}" for name, value in {"PATH": search, **env}.items()]
+        search_path = f"{path.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+        variables = [f"{name}={value}" for name, value in {"PATH": search_path, **env}.items()]
         supervisor = [sys.executable, "-I", "-S", "-c", _source("supervisor.py"), str(pid_file)]
         supervised = [*supervisor, locale.getpreferredencoding(False), str(folder), *variables, "--", *argv]
         try:
             # The default pattern drops every line with "Progess" in it; this one matches nothing.
             for line in stream_command(supervised, output_type="both", no_newline_regexp=r"(?!)"):
-                take(line)
+                on_line(line)
         except subprocess.CalledProcessError as error:
             return int(error.returncode)
         except BaseException:
-            _end(pid_file)
+            _end_group(pid_file)
             raise
     return 0
 
 
 def _source(module: str) -> str:
+    """Return the text of a module of this package that runs as ``python -c``."""
     return importlib.resources.files(__package__).joinpath(module).read_text(encoding="utf-8")
 
 
-def _end(pid_file: Path) -> None:
+def _end_group(pid_file: Path) -> None:
     """End the process group that `pid_file` names, and wait until it is gone."""
     try:
         group = int(pid_file.read_text())
     except (OSError, ValueError):
         return
-    for number, grace_s in ((signal.SIGTERM, _END_GRACE_S), (signal.SIGKILL, _END_GRACE_S)):
-        end = time.monotonic() + grace_s
-        while time.monotonic() < end:
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        deadline = time.monotonic() + _END_GRACE_S
+        while time.monotonic() < deadline:
             with contextlib.suppress(ChildProcessError):
                 # A dead leader stays a member of its group until it is waited for.
                 os.waitpid(group, os.WNOHANG)
@@ -282,12 +287,15 @@ class Isolation:
     @property
     def options(self) -> tuple[str, ...]:
         """Options of ``exec`` and ``shell``."""
-        return ("--containall", "--no-home", *(() if self.network else ("--net", "--network", "none")))
+        options = ("--containall", "--no-home")
+        return options if self.network else (*options, "--net", "--network", "none")
 
     def description(self, program: str) -> str:
         """Return one line for the user: what of the image runs, and what it can reach."""
-        shared = "with this machine's network, which the runtime cannot take away"
-        return f"{program} runs in the image: no home folder, {shared if self.network else 'no network'}"
+        network = "no network"
+        if self.network:
+            network = "with this machine's network, which the runtime cannot take away"
+        return f"{program} runs in the image: no home folder, {network}"
 
 
 def isolation(tool: RuntimeTool) -> Isolation:
@@ -304,7 +312,7 @@ def isolation(tool: RuntimeTool) -> Isolation:
 
 
 def exec_arguments(image: Path, argv: Sequence[str], isolated: Isolation) -> tuple[str, ...]:
-    """Return the words after the runtime's name that run `argv` inside `image`."""
+    """Return the arguments of the runtime that run `argv` inside `image`."""
     return ("exec", *isolated.options, str(image.absolute()), *argv)
 
 
@@ -323,7 +331,7 @@ def log_file(stem: str) -> Iterator[TextIO]:
 
 
 class _Log(io.TextIOWrapper):
-    """A log that has stars in the place of secrets; others may read it, and users send it on."""
+    """A log that has stars in the place of secrets. Others may read it, and users send it on."""
 
     def write(self, text: str) -> int:
         return super().write(secret_patterns.masked(text))

@@ -25,8 +25,9 @@ LIBS = f"/{META}/libs"
 """Where a runtime binds the libraries of ``--nv``."""
 ENVIRONMENT = f"{META}/env/10-docker2singularity.sh"
 """Script with the variables of the image's configuration; the runtimes write one, too."""
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_SET = re.compile(r"(?:export |.*\|\| )?([A-Za-z_][A-Za-z0-9_]*)=(.*)")
+_VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# "export A=...", "[ -n ... ] || A=...", "A=..."
+_ASSIGNMENT = re.compile(r"(?:export |.*\|\| )?([A-Za-z_][A-Za-z0-9_]*)=(.*)")
 
 # Not %A and %B: they depend on the locale.
 _WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
@@ -67,7 +68,7 @@ exec "$@"
 
 
 def runtime_files(config: ImageConfig) -> tuple[ImageEntry, ...]:
-    """Return everything that belongs to the runtime, folders first; it replaces what the image has there."""
+    """Return everything that belongs to the runtime, folders first. It replaces what the image has there."""
     created_s = epoch(config.created)
     scripts = {
         ENVIRONMENT.removeprefix(f"{META}/"): _environment(config),
@@ -79,29 +80,30 @@ def runtime_files(config: ImageConfig) -> tuple[ImageEntry, ...]:
         "test": "#!/bin/sh\n",
     }
     texts = {"Singularity": definition(config), "labels.json": _labels(config)}
-    folders = (META, f"{META}/env", f"{META}/libs")
-    return (
-        *(ImageEntry(names=(path,), kind=DIRECTORY, mtime_s=created_s) for path in folders),
-        *(text_file(f"{META}/{name}", text, created_s, mode=0o755) for name, text in scripts.items()),
-        *(text_file(f"{META}/{name}", text, created_s) for name, text in texts.items()),
-    )
+    entries = []
+    for path in (META, f"{META}/env", f"{META}/libs"):
+        entries.append(ImageEntry(names=(path,), kind=DIRECTORY, mtime_s=created_s))
+    for name, text in scripts.items():
+        entries.append(text_file(f"{META}/{name}", text, created_s, mode=0o755))
+    for name, text in texts.items():
+        entries.append(text_file(f"{META}/{name}", text, created_s))
+    return tuple(entries)
 
 
 def mount_points(created_s: int = 0) -> tuple[ImageEntry, ...]:
     """Return what an image gets if it has nothing of that name, so that a runtime can mount there."""
-    return (
-        *(ImageEntry(names=(path,), kind=DIRECTORY, mtime_s=created_s) for path in _MOUNT_FOLDERS),
-        *(text_file(path, "", created_s) for path in _MOUNT_FILES),
-    )
+    folders = [ImageEntry(names=(path,), kind=DIRECTORY, mtime_s=created_s) for path in _MOUNT_FOLDERS]
+    files = [text_file(path, "", created_s) for path in _MOUNT_FILES]
+    return (*folders, *files)
 
 
 def runtime_links(created_s: int = 0) -> tuple[ImageEntry, ...]:
     """Return the two links into `META` that an image gets if it has nothing of that name."""
     targets = {"environment": f"{META}/env/90-environment.sh", "singularity": f"{META}/runscript"}
-    return tuple(
-        ImageEntry(names=(path,), kind=SYMLINK, mode=0o777, link=target, mtime_s=created_s)
-        for path, target in targets.items()
-    )
+    links = []
+    for path, target in targets.items():
+        links.append(ImageEntry(names=(path,), kind=SYMLINK, mode=0o777, link=target, mtime_s=created_s))
+    return tuple(links)
 
 
 def definition(config: ImageConfig) -> str:
@@ -121,12 +123,14 @@ def skipped_variables(config: ImageConfig) -> tuple[str, ...]:
 
 
 def variables(script: str) -> dict[str, str]:
-    """Return the variables that the text of `ENVIRONMENT` sets, by imgkit or by a runtime; runs nothing."""
-    # Not run: the script of an image of others could do anything.
+    """Return the variables that the text of `ENVIRONMENT` sets, by imgkit or by a runtime.
+
+    The script is not run: that of an image of others could do anything.
+    """
     values: dict[str, str] = {}
     for line in script.splitlines():
         # VALUE of imgkit is in single quotes; runtimes write NAME="${NAME:-"VALUE"}".
-        match = _SET.fullmatch(line)
+        match = _ASSIGNMENT.fullmatch(line)
         if match is None:
             continue
         name, value = match.groups()
@@ -139,41 +143,43 @@ def variables(script: str) -> dict[str, str]:
 
 
 def _can_export(name: str, value: str | None) -> bool:
-    if not _NAME.fullmatch(name) or "\0" in (value or ""):
+    """Return whether a shell can set the variable to this value."""
+    text = value or ""
+    if not _VARIABLE_NAME.fullmatch(name) or "\0" in text:
         return False
     try:
-        (value or "").encode()
+        text.encode()
     except UnicodeEncodeError:  # a lone surrogate
         return False
     return True
 
 
 def _environment(config: ImageConfig) -> str:
+    """Return the script that sets the image's variables, except those that the user has set."""
     lines = ["#!/bin/sh"]
     # The last of two values counts, as in docker run; a default would keep the first one.
     for name, value in dict(config.env).items():
         if not _can_export(name, value):
             continue
-        if name == "PATH":
-            lines.append(f"PATH={_quoted(value or '')}")
-        else:
-            lines.append(f'[ -n "${{{name}:-}}" ] || {name}={_quoted(value or "")}')
+        assignment = f"{name}={_quote(value or '')}"
+        # The user's PATH has folders of the host.
+        lines.append(assignment if name == "PATH" else f'[ -n "${{{name}:-}}" ] || {assignment}')
         lines.append(f"export {name}")
     return "\n".join((*lines, ""))
 
 
 def _runscript(config: ImageConfig) -> str:
-    cmd, entrypoint = _shell_words(config.cmd), _shell_words(config.entrypoint)
+    cmd, entrypoint = _quote_argv(config.cmd), _quote_argv(config.entrypoint)
     return _RUNSCRIPT.format(
-        cmd=cmd, entrypoint=entrypoint, evaluated_cmd=_quoted(cmd), evaluated_entrypoint=_quoted(entrypoint)
+        cmd=cmd, entrypoint=entrypoint, evaluated_cmd=_quote(cmd), evaluated_entrypoint=_quote(entrypoint)
     )
 
 
-def _shell_words(argv: Sequence[str]) -> str:
-    return " ".join(map(_quoted, argv))
+def _quote_argv(argv: Sequence[str]) -> str:
+    return " ".join(_quote(argument) for argument in argv)
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     """Quote a word for a POSIX shell, whatever bytes it has."""
     # Apptainer 1.4.5 reads \' outside of quotes as two characters in an assignment.
     return "'" + text.replace("'", "'\"'\"'") + "'"
@@ -193,6 +199,6 @@ def _labels(config: ImageConfig) -> str:
 
 def _date(created: str) -> str:
     """Return when the image was made, as the runtimes write it: minutes without a leading zero."""
-    when = datetime.datetime.fromtimestamp(epoch(created), tz=datetime.timezone.utc)
-    day = f"{_WEEKDAYS[when.weekday()]}_{when.day}_{_MONTHS[when.month - 1]}_{when.year}"
-    return f"{day}_{when:%H}:{when.minute}:{when.second}_UTC"
+    time = datetime.datetime.fromtimestamp(epoch(created), tz=datetime.timezone.utc)
+    day = f"{_WEEKDAYS[time.weekday()]}_{time.day}_{_MONTHS[time.month - 1]}_{time.year}"
+    return f"{day}_{time:%H}:{time.minute}:{time.second}_UTC"

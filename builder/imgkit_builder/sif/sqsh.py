@@ -42,11 +42,11 @@ from imgkit_entrypoints.errors import CheckFailed, UsageError
 MARK = b"IMGKSQSH"
 ENVIRONMENT = "etc/environment"
 """File with the variables of the image's configuration."""
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_SUBSTITUTED = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*\}")
+_VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_SUBSTITUTION = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*\}")
 _RESERVED = "ENROOT_"
 # What enroot 4.1 removes where one is at the beginning of a value and one at its end.
-_STRIPPED = ("'", '"', "\\")
+_REMOVED_PAIRS = ("'", '"', "\\")
 # enroot's hook mounts no GPU where the first is missing, without a word, and no CUDA where the second is.
 _GPUS = {"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
 
@@ -66,31 +66,34 @@ exec {entrypoint}"$@"
 """
 
 
-def own_files(config: ImageConfig) -> tuple[ImageEntry, ...]:
-    """Return the files in /etc that the programs read; they replace the image's own.
+def enroot_files(config: ImageConfig) -> tuple[ImageEntry, ...]:
+    """Return the files in /etc that the programs read. They replace the image's own.
 
     Raises
     ------
     UsageError : the configuration has a value that they cannot hold.
     """
     created_s = epoch(config.created)
-    texts = {ENVIRONMENT: _environment(config), "etc/fstab": "", "etc/rc": _rc(config), "etc/rc.local": ""}
-    return tuple(
-        text_file(path, text, created_s, mode=0o755 if path == "etc/rc" else 0o644)
-        for path, text in texts.items()
+    return (
+        text_file(ENVIRONMENT, _environment(config), created_s),
+        text_file("etc/fstab", "", created_s),
+        text_file("etc/rc", _rc(config), created_s, mode=0o755),
+        text_file("etc/rc.local", "", created_s),
     )
 
 
 def mount_points(config: ImageConfig) -> tuple[ImageEntry, ...]:
     """Return what an image gets if it has nothing of that name: for mounts, and the working folder."""
     created_s = epoch(config.created)
-    # ch-run mounts its own over the two files, and fails where there is nothing.
-    files = (text_file(path, "", created_s) for path in ("etc/group", "etc/passwd"))
-    entries = {entry.name: entry for entry in (*runtime_files.mount_points(created_s), *files)}
+    entries = {entry.name: entry for entry in runtime_files.mount_points(created_s)}
+    # ch-run mounts its own over these two, and fails where there is nothing.
+    for path in ("etc/group", "etc/passwd"):
+        entries[path] = text_file(path, "", created_s)
     path = ""
-    for part in filter(None, config.workdir.strip("/").split("/")):
-        path = f"{path}/{part}".lstrip("/")
-        entries.setdefault(path, ImageEntry(names=(path,), kind=DIRECTORY, mtime_s=created_s))
+    for name in config.workdir.split("/"):
+        if name:
+            path = f"{path}/{name}".lstrip("/")
+            entries.setdefault(path, ImageEntry(names=(path,), kind=DIRECTORY, mtime_s=created_s))
     return tuple(entries.values())
 
 
@@ -119,13 +122,15 @@ def without_devices(entries: Iterator[ImageEntry], note: Callable[[str], None]) 
         if entry.kind in (CHARACTER, BLOCK):
             devices += names
             continue
-        yield entry if len(names) == len(entry.names) else entry.changed(names=names)
+        if names != entry.names:
+            entry = entry.changed(names=names)
+        yield entry
     if devices:
         note(f"{len(devices)} devices outside /dev are left out, as /{devices[0]}: only root can unpack one")
 
 
 def _is_set_by_enroot(name: str) -> bool:
-    return _NAME.fullmatch(name) is not None and not name.startswith(_RESERVED)
+    return _VARIABLE_NAME.fullmatch(name) is not None and not name.startswith(_RESERVED)
 
 
 def _variables(config: ImageConfig) -> dict[str, str]:
@@ -134,28 +139,36 @@ def _variables(config: ImageConfig) -> dict[str, str]:
 
 
 def _environment(config: ImageConfig) -> str:
+    """Return the content of /etc/environment, a line for each variable."""
     variables = _variables(config)
     for name, value in variables.items():
-        fault = _text_fault(value)
-        if substituted := _SUBSTITUTED.search(value):
-            fault = f"enroot replaces {substituted[0]} by the host's variable"
-        elif "\n" in value:
-            fault = "it has a line break, and a variable has one line"
+        fault = _find_fault(value)
         if fault:
             raise UsageError(
                 f"a .sqsh cannot hold the value of {name}: {fault}",
                 where=f"ENV {name}",
                 hint=f"change image.env.{name} of the recipe (or ENV of the image), or make a .sif of it",
             )
-    # Where enroot and ch-run would remove the value's own pair of quotes, they get one to remove.
-    return "".join(
-        f"{name}='{value}'\n" if value.startswith(_STRIPPED) else f"{name}={value}\n"
-        for name, value in {**_GPUS, **variables}.items()
-    )
+    lines = []
+    for name, value in (_GPUS | variables).items():
+        # Where enroot and ch-run would remove the value's own pair of quotes, they get one to remove.
+        quoted = f"'{value}'" if value.startswith(_REMOVED_PAIRS) else value
+        lines.append(f"{name}={quoted}\n")
+    return "".join(lines)
 
 
-def _text_fault(value: str) -> str:
-    """Return why a file of text cannot have this value; empty if it can."""
+def _find_fault(value: str) -> str:
+    """Return why a line of /etc/environment cannot have this value. The text is empty if it can."""
+    substitution = _SUBSTITUTION.search(value)
+    if substitution is not None:
+        return f"enroot replaces {substitution[0]} by the host's variable"
+    if "\n" in value:
+        return "it has a line break, and a variable has one line"
+    return _find_text_fault(value)
+
+
+def _find_text_fault(value: str) -> str:
+    """Return why a file of text cannot have this value. The text is empty if it can."""
     if "\0" in value:
         return "it has a zero byte"
     try:
@@ -170,34 +183,37 @@ def _restoring_lines(config: ImageConfig) -> str:
     lines = []
     for name, value in _variables(config).items():
         bare = value.rstrip()
-        if len(bare) > 1 and bare.startswith(_STRIPPED) and bare.endswith(_STRIPPED):
+        if len(bare) > 1 and bare.startswith(_REMOVED_PAIRS) and bare.endswith(_REMOVED_PAIRS):
             stripped = shlex.quote(bare[1:-1])
             lines.append(f'[ "${{{name}-}}" != {stripped} ] || export {name}={shlex.quote(value)}\n')
     return "".join(lines)
 
 
 def _rc(config: ImageConfig) -> str:
+    """Return the script that starts the container."""
     entrypoint, cmd = config.entrypoint, config.cmd
     for instruction, values in (("ENTRYPOINT", entrypoint), ("CMD", cmd), ("WORKDIR", (config.workdir,))):
-        for fault in filter(None, map(_text_fault, values)):
-            raise UsageError(
-                f"a .sqsh cannot hold {instruction}: {fault}",
-                where=instruction,
-                hint="change it in the image",
-            )
+        for value in values:
+            fault = _find_text_fault(value)
+            if fault:
+                raise UsageError(
+                    f"a .sqsh cannot hold {instruction}: {fault}",
+                    where=instruction,
+                    hint="change it in the image",
+                )
     if not entrypoint and not cmd:
         cmd = ("/bin/sh",)
     return _RC.format(
         image_id=config.image_id,
         workdir=shlex.quote(posixpath.join("/", config.workdir)),
-        cmd="".join(f" {shlex.quote(word)}" for word in cmd),
-        entrypoint=f"{shlex.join(entrypoint)} " if entrypoint else "",
+        cmd="".join(f" {shlex.quote(argument)}" for argument in cmd),
+        entrypoint="".join(f"{shlex.quote(argument)} " for argument in entrypoint),
         restored=_restoring_lines(config),
     )
 
 
-# Sets what `variables` reads.
-_READ = (
+# A line of sh that exports the variables in /etc/environment, as enroot reads it.
+_READ_VARIABLES = (
     f"if [ -r /{ENVIRONMENT} ]; then "
     'while IFS= read -r line || [ "$line" ]; do '
     "name=${line%%=*}; value=${line#*=}; "
@@ -205,7 +221,8 @@ _READ = (
     """case $value in [\\'\\"\\\\]*[\\'\\"\\\\]) value=${value#?}; value=${value%?} ;; esac; """
     f'export "$name=$value"; done < /{ENVIRONMENT}; fi; '
 )
-_LIBS = (
+# A line of sh that adds the libraries of --nv behind the image's own.
+_ADD_LIBS = (
     f"libs={runtime_files.LIBS}; "
     'if [ -d "$libs" ]; then case ":${LD_LIBRARY_PATH-}:" in *":$libs:"*) ;; '
     '*) export LD_LIBRARY_PATH="${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}$libs" ;; esac; fi; '
@@ -213,7 +230,7 @@ _LIBS = (
 
 
 def environment_words(first: str = "") -> tuple[str, ...]:
-    """Return the words before a command in a container of Singularity, which sets no variable of a .sqsh.
+    """Return the arguments before a command in a container of Singularity, which sets no variable of a .sqsh.
 
     They set the image's variables, and find the libraries of ``--nv`` after the image's own.
 
@@ -221,14 +238,16 @@ def environment_words(first: str = "") -> tuple[str, ...]:
     ----------
     first : a command of sh between the two.
     """
-    return ("sh", "-c", f'{_READ}{f"{first}; " if first else ""}{_LIBS}exec "$@"', "sh")
+    separator = "; " if first else ""
+    return ("sh", "-c", f'{_READ_VARIABLES}{first}{separator}{_ADD_LIBS}exec "$@"', "sh")
 
 
 _PADDING_BYTES = 1 << 20
+"""How much behind a squashfs is looked at. Programs pad it with zeros, to 4 KiB as a rule."""
 
 
 def is_sqsh(path: Path) -> bool:
-    """Return whether the file is a squashfs, by whatever program; False if it is unreadable."""
+    """Return whether the file is a squashfs, by whatever program. One that cannot be read is none."""
     try:
         with files.open_regular(path) as stream:
             return stream.read(4) == image.SQUASHFS_MAGIC
@@ -236,14 +255,14 @@ def is_sqsh(path: Path) -> bool:
         return False
 
 
-def structure(path: Path) -> Superblock:
+def check_structure(path: Path) -> Superblock:
     """Return the superblock of a .sqsh.
 
     Raises
     ------
     CheckFailed : it is no squashfs, or cut short, or the end of a record is missing.
     """
-    superblock = image.superblock(path)
+    superblock = image.read_superblock(path)
     if superblock is None:
         raise CheckFailed("it is not a squashfs", where=str(path))
     size = path.stat().st_size
@@ -255,7 +274,6 @@ def structure(path: Path) -> Superblock:
         )
     with files.open_regular(path) as stream:
         stream.seek(superblock.used_bytes)
-        # Programs pad a squashfs with zeros.
         if stream.read(_PADDING_BYTES).strip(b"\0") and not files.ends_with(stream, MARK):
             raise CheckFailed(
                 "what follows the squashfs is no record of imgkit: cut short, or changed",
@@ -265,8 +283,8 @@ def structure(path: Path) -> Superblock:
     return superblock
 
 
-def record(path: Path) -> ImgkitRecord | None:
-    """Return the record of the .sqsh `path`; None where another program wrote the file.
+def read_record(path: Path) -> ImgkitRecord | None:
+    """Return the record of the .sqsh `path`, or None where another program wrote the file.
 
     Raises
     ------
@@ -286,8 +304,8 @@ def _record_text(path: Path) -> bytes | None:
     return text
 
 
-def digests(path: Path, *, advance: Advance | None = None) -> tuple[str, str]:
-    """Return the hex digests of the squashfs and of the whole file; reads it once.
+def hash_sqsh(path: Path, *, advance: Advance | None = None) -> tuple[str, str]:
+    """Return the hex digests of the squashfs and of the whole file, which is read once.
 
     Raises
     ------
@@ -300,7 +318,7 @@ def digests(path: Path, *, advance: Advance | None = None) -> tuple[str, str]:
         digest = files.sha256_begun(stream, 0, end, advance=advance)
         squashfs_sha256 = digest.hexdigest()
         stream.seek(end)
-        while chunk := stream.read(files.CHUNK_BYTES):
+        for chunk in iter(lambda: stream.read(files.CHUNK_BYTES), b""):
             digest.update(chunk)
     return squashfs_sha256, digest.hexdigest()
 
@@ -321,15 +339,17 @@ class Sqsh(Format):
         """Return the files that the programs read, and what the image gets if it lacks it."""
         for name in skipped_variables(config):
             note(f"the image sets the variable {name!r}, which enroot never sets: left out")
-        return own_files(config), mount_points(config)
+        return enroot_files(config), mount_points(config)
 
-    def filtered(self, entries: Iterator[ImageEntry], note: Callable[[str], None]) -> Iterator[ImageEntry]:
+    def filter_entries(
+        self, entries: Iterator[ImageEntry], note: Callable[[str], None]
+    ) -> Iterator[ImageEntry]:
         """Return `entries` without devices."""
         return without_devices(entries, note)
 
     def complete(self, part: Path, config: ImageConfig) -> None:
-        """Check the squashfs: nothing is around it."""
-        structure(part)
+        """Check the squashfs. Nothing is around it."""
+        check_structure(part)
 
     def put_record(self, part: Path, record: ImgkitRecord, advance: Advance) -> tuple[ImgkitRecord, str]:
         """Append the record, and return the checksum of the whole file with it."""
@@ -346,9 +366,10 @@ class Sqsh(Format):
     ) -> ImgkitRecord | None:
         """Return the record if `accepts` takes it and no byte of the file has changed."""
         try:
-            stored = record(path) if is_sqsh(path) else None
-            if stored is None or not accepts(stored):
+            record = read_record(path) if is_sqsh(path) else None
+            if record is None or not accepts(record):
                 return None
-            return stored if digests(path) == (stored.root_sha256, sidecar.read_sha256(path)) else None
+            recorded = (record.root_sha256, sidecar.read_sha256(path))
+            return record if hash_sqsh(path) == recorded else None
         except (CheckFailed, UsageError):
             return None

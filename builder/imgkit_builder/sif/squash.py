@@ -49,8 +49,9 @@ from imgkit_entrypoints.errors import CheckFailed, ToolFailed, ToolMissing
 
 INSTALL = "apt install squashfs-tools, dnf install squashfs-tools, or brew install squashfs"
 
-_PIPE_BYTES = 1 << 20
-_MAX_TIME_S = (1 << 32) - 1
+_PIPE_BYTES = 1 << 20  # what an unprivileged user may set
+_MAX_TIME_S = (1 << 32) - 1  # a squashfs has 32 bits for it
+# Characters that a pseudo file needs escaped in a name.
 _PSEUDO_SPECIAL = re.compile(rb'[\s\\"#]')
 _DEVICES = {tar_read.CHARACTER: "c", tar_read.BLOCK: "b"}
 # An attribute that no squashfs holds, as access lists are.
@@ -68,6 +69,7 @@ _LIST_ENTRY = struct.Struct("<HhHH")
 _ABSENT = (1 << 64) - 1
 # Position in the superblock of the time at which the squashfs was written.
 _MKFS_TIME_OFFSET = 8
+# A folder's inode, basic and extended.
 _FOLDER_TYPES = (1, 8)
 # Offsets in an inode: type, mode, uid and gid take two bytes each; uid and gid index the table of owners.
 _INODE_OWNERS, _INODE_TIME = 4, 8
@@ -98,11 +100,11 @@ class Squasher(abc.ABC):
     """Bytes of its temporary files per byte of the image."""
 
     def __str__(self) -> str:
-        return f"mksquashfs {mksquashfs.version(self.program)} at {self.program}"
+        return f"mksquashfs {mksquashfs.read_version(self.program)} at {self.program}"
 
     @property
     def zstd_error(self) -> str:
-        """Why this build of it cannot compress with zstd; empty if it can. 4.3 cannot."""
+        """Why this build of it cannot compress with zstd. It is empty if it can. 4.3 cannot."""
         return mksquashfs.zstd_error(self.program)
 
     @abc.abstractmethod
@@ -135,12 +137,13 @@ def choose() -> Squasher:
     ------
     ToolMissing : none does.
     """
-    if program := mksquashfs.tar_reader():
-        return TarMksquashfs(program=program)
-    obstacle = mksquashfs.obstacle()
+    tar_reader = mksquashfs.find_tar_reader()
+    if tar_reader is not None:
+        return TarMksquashfs(program=tar_reader)
+    obstacle = mksquashfs.describe_obstacle()
     # Without a pseudo file, an ordinary user's squashfs would have no other owner.
     for program in mksquashfs.candidates():
-        if mksquashfs.knows(program, r"-pf\b"):
+        if mksquashfs.has_option(program, r"-pf\b"):
             note = f"the files are written to disk once, and squashed from there (slower): {obstacle}"
             return OldMksquashfs(program=program, note=note)
     raise ToolMissing(obstacle, hint=INSTALL)
@@ -168,23 +171,24 @@ def write(
     target = SquashTarget(
         path=path, offset=offset, created_s=created_s, compression=job.compression, folder=folder
     )
+    squasher = squasher or choose()
     # A counter that entries advance as they pass: its next number is how many names were sent.
     counter = itertools.count()
-    (squasher or choose()).write(storable(entries, counter, job.clock.note), target, job)
-    sent, stored = next(counter), _count_names(path, offset)
-    if stored != sent:
+    squasher.write(strip_attributes(entries, counter, job.clock.note), target, job)
+    sent_count, stored_count = next(counter), _count_names(path, offset)
+    if stored_count != sent_count:
         raise CheckFailed(
-            f"the squashfs has other names than were sent: {stored} of {sent}",
+            f"the squashfs has other names than were sent: {stored_count} of {sent_count}",
             where=str(path),
             hint="please report this",
         )
     set_root(path, created_s, offset=offset)
 
 
-def storable(
+def strip_attributes(
     entries: Iterator[ImageEntry], counter: Iterator[int], note: Callable[[str], None]
 ) -> Iterator[ImageEntry]:
-    """Yield `entries` with no attributes but capabilities; advance `counter` by one for each name."""
+    """Yield `entries` with no attributes but capabilities, and advance `counter` by one for each name."""
     stripped = 0
     for entry in entries:
         if entry.xattrs.keys() - {CAPABILITY}:
@@ -206,14 +210,13 @@ class TarMksquashfs(Squasher):
     def argv(self, target: SquashTarget) -> list[str]:
         """Return the program and its arguments."""
         created_s = str(target.created_s)
-        return [
-            *(str(self.program), "-", str(target.path), "-tar", "-quiet"),
-            *self._options(target),
-            *(("-offset", str(target.offset)) if target.offset else ()),
-            # A tar has no entry for the root itself; by default / would get mode 0777 and the current time.
-            *("-root-mode", "0755", "-root-uid", "0", "-root-gid", "0"),
-            *("-root-time", created_s, "-mkfs-time", created_s),
-        ]
+        argv = [str(self.program), "-", str(target.path), "-tar", "-quiet", *self._options(target)]
+        if target.offset:
+            argv += ["-offset", str(target.offset)]
+        # A tar has no entry for the root itself; by default / would get mode 0777 and the current time.
+        argv += ["-root-mode", "0755", "-root-uid", "0", "-root-gid", "0"]
+        argv += ["-root-time", created_s, "-mkfs-time", created_s]
+        return argv
 
     def write(self, entries: Iterator[ImageEntry], target: SquashTarget, job: ConversionJob) -> None:
         """Feed it a tar."""
@@ -260,7 +263,7 @@ class OldMksquashfs(Squasher):
     disk_share = 1 + PACKED_SHARE
 
     def argv(self, target: SquashTarget) -> list[str]:
-        """Return the program and its arguments; it packs the unpacked files."""
+        """Return the program and its arguments, which pack the unpacked files."""
         # -pf replaces owner and mode of files that are there, and adds devices that are not.
         tree, output, owners = (str(target.folder / name) for name in ("tree", "root.sqfs", "owners"))
         return [str(self.program), tree, output, "-pf", owners, *self._options(target)]
@@ -274,7 +277,9 @@ class OldMksquashfs(Squasher):
         (target.folder / "owners").write_bytes(b"".join(tree.pseudo_file()))
         for loss in tree.losses():
             job.clock.note(f"{loss} (mksquashfs 4.5 or later loses nothing)")
-        argv = [*self.argv(target), *(() if tree.attributes else ("-no-xattrs",))]
+        argv = self.argv(target)
+        if not tree.attributes:
+            argv.append("-no-xattrs")
         job.log.write(f"$ {' '.join(argv)}\n")
         # Its standard output is a table of what it wrote.
         with running(argv, job, only_errors=True):
@@ -305,8 +310,10 @@ class UnpackedTree:
         """Number of files that have an extended attribute of theirs."""
         self._folder_times: dict[str, int] = {"": 0}
         self._lines: dict[str, str] = {}
-        """The line of each name in the pseudo file, without the name; a folder comes before what is in it.
-        Interned: most files have the same owner and mode."""
+        """The line of each name in the pseudo file, without the name. A folder comes before what is in it.
+
+        The lines are interned, since most files have the same owner and mode.
+        """
         self._lost_attributes = 0
         root.mkdir(mode=0o700)
         # A file system may label every file, as SELinux does. mksquashfs would store that.
@@ -315,21 +322,14 @@ class UnpackedTree:
     def add(self, entry: ImageEntry) -> None:
         """Write the entry and its further names."""
         for name in entry.names:
-            above, _, last = name.rpartition("/")
-            # Whatever an archive says, nothing is written outside of the tree.
-            is_inside = above in self._folder_times and not name.startswith("/")
-            if not is_inside or last in ("", ".", "..") or name in self._folder_times:
-                raise CheckFailed(f"{name!r} comes twice, or before its folder", where="the merged layers")
-            if "\n" in name:
-                raise ToolFailed(
-                    f"an old mksquashfs cannot store {name!r}, whose name has a line break",
-                    hint="squashfs-tools 4.5 or later",
-                )
+            self._refuse_name(name)
             try:
-                if name == entry.name and entry.kind != HARD_LINK:
-                    self._create(entry)
+                if name != entry.name:
+                    self._link(name, entry.name)
+                elif entry.kind == HARD_LINK:
+                    self._link(name, entry.link)
                 else:
-                    self._link(name, entry.link if name == entry.name else entry.name)
+                    self._create(entry)
             except OSError as error:
                 if error.errno in files.FULL:
                     raise
@@ -339,7 +339,24 @@ class UnpackedTree:
                     hint="--tmpdir DIR on another file system, or squashfs-tools 4.5 or later",
                 ) from error
 
+    def _refuse_name(self, name: str) -> None:
+        """Raise an error for a name that is not new, whose folder is missing, or that has a line break."""
+        folder, _, base_name = name.rpartition("/")
+        # Whatever an archive says, nothing is written outside of the tree.
+        is_inside = folder in self._folder_times and not name.startswith("/")
+        if not is_inside or base_name in ("", ".", "..") or name in self._folder_times:
+            raise CheckFailed(f"{name!r} comes twice, or before its folder", where="the merged layers")
+        if "\n" in name:
+            raise ToolFailed(
+                f"an old mksquashfs cannot store {name!r}, whose name has a line break",
+                hint="squashfs-tools 4.5 or later",
+            )
+
     def _create(self, entry: ImageEntry) -> None:
+        """Write the file, folder, link or FIFO.
+
+        A device gets only a line: an ordinary user cannot make one.
+        """
         path, kind, mode = self._path(entry.name), entry.kind, entry.mode & 0o7777
         time_s = min(max(entry.mtime_s, 0), _MAX_TIME_S)
         if kind == REGULAR:
@@ -383,9 +400,11 @@ class UnpackedTree:
                 os.setxattr(path, name, value, follow_symlinks=False)
             except (OSError, AttributeError):
                 self._lost_attributes += 1
+                continue
+            if self._is_labelled:
+                self._lost_attributes += 1
             else:
-                self.attributes += not self._is_labelled
-                self._lost_attributes += self._is_labelled
+                self.attributes += 1
 
     def finish(self, created_s: int) -> None:
         """Set the times of the folders, which every file in them has changed."""
@@ -404,8 +423,9 @@ class UnpackedTree:
         """Yield what the squashfs will lack, for people."""
         if self._lost_attributes:
             yield f"{self._lost_attributes} extended attributes are left out, which this user cannot set here"
-        if devices := sum(map(_is_device, self._lines.values())):
-            yield f"{devices} devices get the current time"
+        device_count = sum(_is_device(line) for line in self._lines.values())
+        if device_count:
+            yield f"{device_count} devices get the current time"
 
     def _path(self, name: str) -> Path:
         return self.root / os.fsdecode(_raw(name))
@@ -419,6 +439,7 @@ def _attributes(path: Path) -> list[str]:
 
 
 def _is_device(line: str) -> bool:
+    """Return whether a line of a pseudo file makes a device. Other lines modify what is there."""
     return not line.startswith("m")
 
 
@@ -428,7 +449,7 @@ def _raw(text: str) -> bytes:
 
 @contextlib.contextmanager
 def running(argv: Sequence[str], job: ConversionJob, *, only_errors: bool = False) -> Iterator[IO[bytes]]:
-    """Run mksquashfs with its standard input open; on leaving, it has succeeded or was killed.
+    """Run mksquashfs with its standard input open. At the end of the block, it has succeeded or was killed.
 
     It ends with imgkit, however that ends: left alone, it would write gigabytes that nobody uses.
     A line that is not known to be harmless is a failure: mksquashfs prints one for a file that it leaves
@@ -478,11 +499,14 @@ def running(argv: Sequence[str], job: ConversionJob, *, only_errors: bool = Fals
     if code == 0 and not is_broken and all(_HARMLESS.match(line) for line in output.splitlines()):
         return
     job.log.flush()
-    limit = ": file too large, see ulimit -f" if code == -signal.SIGXFSZ else ""
-    failed = f"failed with exit code {code}{limit}"
+    problem = "printed something unexpected"
+    if code != 0 or is_broken:
+        problem = f"failed with exit code {code}"
+    if code == -signal.SIGXFSZ:
+        problem += ": file too large, see ulimit -f"
     tail = "\n".join(last_lines(output))
     raise ToolFailed(
-        f"mksquashfs {failed if code != 0 or is_broken else 'printed something unexpected'}",
+        f"mksquashfs {problem}",
         hint=f"its last lines:\n{tail}\nthe full log: {job.log.name}{kill_hint(code)}",
     )
 
@@ -494,34 +518,39 @@ def _count_names(path: Path, offset: int) -> int:
     ------
     CheckFailed : the table of folders is compressed or damaged.
     """
-    names = position = 0
+    name_count = position = 0
     try:
         with files.open_regular(path) as stream:
-            table = b"".join(_folder_table(stream, offset))
+            table = b"".join(_read_folder_table(stream, offset))
         while position < len(table):
+            # The header of a list has the number of its entries, less one.
             followers, _, _ = _LIST_HEADER.unpack_from(table, position)
             position += _LIST_HEADER.size
             for _ in range(followers + 1):
+                # An entry has the length of its name, less one.
                 *_, length = _LIST_ENTRY.unpack_from(table, position)
                 position += _LIST_ENTRY.size + length + 1
-            names += followers + 1
+            name_count += followers + 1
     except (struct.error, ValueError) as error:
         message = "a squashfs was written whose table of folders cannot be read"
         raise CheckFailed(message, where=str(path)) from error
-    return names
+    return name_count
 
 
-def _folder_table(stream: BinaryIO, offset: int) -> Iterator[bytes]:
-    """Yield the blocks of the table of folders; raise ValueError or struct.error if it cannot be read."""
+def _read_folder_table(stream: BinaryIO, offset: int) -> Iterator[bytes]:
+    """Yield the blocks of the table of folders. Raise ValueError or struct.error if it cannot be read."""
     superblock = Superblock(*_unpack(stream, image.SUPERBLOCK, offset))
     # It ends where the first block of the next table begins, which that table's index states.
-    index = superblock.owner_table if superblock.export_table == _ABSENT else superblock.export_table
     if superblock.fragments:
         index = superblock.fragment_table
+    elif superblock.export_table != _ABSENT:
+        index = superblock.export_table
+    else:
+        index = superblock.owner_table
     (end,) = _unpack(stream, _OFFSET, offset + index)
     position = superblock.directory_table
     while position < end:
-        block = _metadata_block(stream, offset + position)
+        block = _read_metadata_block(stream, offset + position)
         if not block:
             raise ValueError("an empty block")
         yield block
@@ -533,8 +562,8 @@ def _unpack(stream: BinaryIO, form: struct.Struct, position: int) -> tuple[Any, 
     return form.unpack(stream.read(form.size))
 
 
-def _metadata_block(stream: BinaryIO, position: int) -> bytes:
-    """Return the content of an uncompressed metadata block; raise ValueError if it is compressed."""
+def _read_metadata_block(stream: BinaryIO, position: int) -> bytes:
+    """Return the content of an uncompressed metadata block. Raise ValueError if it is compressed."""
     (header,) = _unpack(stream, _BLOCK_HEADER, position)
     size = header & (_PLAIN - 1)
     data = stream.read(size)
@@ -546,7 +575,7 @@ def _metadata_block(stream: BinaryIO, position: int) -> bytes:
 def set_root(path: Path, mtime_s: int, *, offset: int = 0) -> bool:
     """Set the time of the squashfs at byte `offset` of `path`, and time and owner (root) of its root folder.
 
-    Returns False, and leaves the folder alone, if its inode is compressed.
+    Return False, and leave the folder alone, if its inode is compressed.
 
     Notes
     -----
@@ -563,7 +592,7 @@ def set_root(path: Path, mtime_s: int, *, offset: int = 0) -> bool:
         inode = superblock.root_inode & 0xFFFF
 
         def position(field_offset: int) -> int:
-            """Return where a byte of the inode is in the file; the inode may end in the next block."""
+            """Return where a byte of the inode is in the file. The inode may end in the next block."""
             block, inside = divmod(inode + field_offset, _METADATA_BYTES)
             return start + block * (_BLOCK_HEADER.size + _METADATA_BYTES) + _BLOCK_HEADER.size + inside
 
@@ -583,10 +612,10 @@ def set_root(path: Path, mtime_s: int, *, offset: int = 0) -> bool:
 
 
 def _index_of_root(stream: BinaryIO, superblock: Superblock, offset: int) -> int | None:
-    """Return the index of root in the table of owners; None if it is absent or the table is compressed."""
+    """Return the index of root in the table of owners. None if it is absent or the table is compressed."""
     try:
         (block,) = _unpack(stream, _OFFSET, offset + superblock.owner_table)
-        data = _metadata_block(stream, offset + block)
+        data = _read_metadata_block(stream, offset + block)
         owners = [owner for (owner,) in struct.iter_unpack("<I", data)]
     except (ValueError, struct.error):
         return None

@@ -14,7 +14,7 @@ import sys
 
 SIGKILL, SIGPIPE, SIGXFSZ = 9, 13, 25
 CHUNK_BYTES = 1 << 16
-LOOK_EVERY_S = 1.0
+POLL_S = 1.0  # how soon the death of the parent is seen
 
 
 def main() -> int:
@@ -39,7 +39,7 @@ def main() -> int:
     os.close(sink)
     decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
     while True:
-        if select.select([source], [], [], LOOK_EVERY_S)[0]:
+        if select.select([source], [], [], POLL_S)[0]:
             chunk = os.read(source, CHUNK_BYTES)
             try:
                 sys.stdout.buffer.write(decoder.decode(chunk, not chunk).encode(encoding, "backslashreplace"))

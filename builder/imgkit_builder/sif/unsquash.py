@@ -18,14 +18,15 @@ from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import CheckFailed, ToolMissing
 
 MOST_BYTES = 64 << 20
-"""Of a file that is read as a whole."""
+"""Size of the largest file that is read as a whole."""
 _WILDCARD = re.compile(r"[*?\[\]\\]")
-_LINE = re.compile(r"([-dlcbps]\S{9}) (\d+)/(\d+) +(\d+(?:, *\d+)?) \S+ \S+ /(.*)")
+# "-rwxr-xr-x 0/0   123 2024-03-01 12:00 /usr/bin/a"; of a device, "10, 200" in place of the size
+_LISTED_FILE = re.compile(r"([-dlcbps]\S{9}) (\d+)/(\d+) +(\d+(?:, *\d+)?) \S+ \S+ /(.*)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedFile:
-    """A line of ``unsquashfs -lln``; a name with a line break has none."""
+    """A line of ``unsquashfs -lln``. A name with a line break has none."""
 
     path: str
     """Relative; of a symlink also `` -> `` and its target."""
@@ -44,8 +45,8 @@ class Squashfs:
     path: Path
     offset: int = 0
 
-    def listed(self, *patterns: str) -> Iterator[ListedFile]:
-        """Yield the files that match a pattern of the shell, and those below; by default, all.
+    def list_files(self, *patterns: str) -> Iterator[ListedFile]:
+        """Yield the files that match a pattern of the shell, and those below. Without patterns, yield all.
 
         Raises
         ------
@@ -55,7 +56,10 @@ class Squashfs:
         rest = b""
         for chunk in process.through(self._argv("-lln", "-dest", "", str(self.path), *patterns), ()):
             *lines, rest = (rest + chunk).split(b"\n")
-            for match in filter(None, map(_LINE.fullmatch, (os.fsdecode(line) for line in lines))):
+            for line in lines:
+                match = _LISTED_FILE.fullmatch(os.fsdecode(line))
+                if match is None:  # the header, and what unsquashfs says about devices
+                    continue
                 mode, uid, gid, size, path = match.groups()
                 size = size.replace(" ", "")
                 yield ListedFile(path=path, mode=mode, uid=int(uid), gid=int(gid), size=size)
@@ -71,24 +75,26 @@ class Squashfs:
         contents = {}
         with tempfile.TemporaryDirectory(prefix="imgkit-") as scratch:
             folder = Path(scratch)
+            unpacked = folder / "files"
             names = [name for name in names if "\n" not in name]
-            patterns = "".join(_WILDCARD.sub(r"\\\g<0>", name) + "\n" for name in names)
+            patterns = [_WILDCARD.sub(r"\\\g<0>", name) + "\n" for name in names]
             with files.create(folder / "names") as stream:
-                stream.write(os.fsencode(patterns))
-            self.unpack(folder / "files", "-ef", str(folder / "names"))
+                stream.write(os.fsencode("".join(patterns)))
+            self.unpack(unpacked, "-ef", str(folder / "names"))
             for name in names:
-                file = folder / "files" / name
+                file = unpacked / name
                 # An image may have a link on the way, which leads anywhere on this machine.
-                if os.path.realpath(file) == f"{os.path.realpath(folder)}/files/{name}" and file.is_file():
-                    file.chmod(0o600)  # an image has files that nobody but root may read
-                    with files.open_regular(file) as stream:
-                        data = stream.read(MOST_BYTES + 1)
-                    if len(data) <= MOST_BYTES:
-                        contents[name] = data
+                if os.path.realpath(file) != f"{os.path.realpath(folder)}/files/{name}" or not file.is_file():
+                    continue
+                file.chmod(0o600)  # an image has files that nobody but root may read
+                with files.open_regular(file) as stream:
+                    data = stream.read(MOST_BYTES + 1)
+                if len(data) <= MOST_BYTES:
+                    contents[name] = data
         return contents
 
     def unpack(self, folder: Path, *options: str) -> None:
-        """Write all files to `folder`, or those that `options` name; owners stay those of this user.
+        """Write all files to `folder`, or those that `options` name. They belong to this user.
 
         Raises
         ------
@@ -111,14 +117,16 @@ class Squashfs:
 
 def _program() -> str:
     """Return unsquashfs 4.4 or later, which can begin within a file."""
-    beside = (str(program.with_name("unsquashfs")) for program in mksquashfs.candidates())
-    for program in filter(None, map(shutil.which, ("unsquashfs", *beside))):
-        if mksquashfs.knows(Path(program), r"-o\[ffset\]"):
+    names = ["unsquashfs"]
+    names += [str(program.with_name("unsquashfs")) for program in mksquashfs.candidates()]
+    for name in names:
+        program = shutil.which(name)
+        if program is not None and mksquashfs.has_option(Path(program), r"-o\[ffset\]"):
             return program
     raise ToolMissing("unsquashfs 4.4 or later is not on this machine", hint=squash.INSTALL)
 
 
-def opened(path: Path) -> tuple[Squashfs, ...]:
+def open_squashfs(path: Path) -> tuple[Squashfs, ...]:
     """Return what a runtime mounts of the .sif or .sqsh `path`, the uppermost first.
 
     Raises
@@ -140,7 +148,7 @@ def read(path: Path, names: Iterable[str]) -> dict[str, bytes]:
     CheckFailed, ToolMissing : as of `Squashfs.read`.
     """
     names, contents = tuple(names), dict[str, bytes]()
-    for squashfs in reversed(opened(path)):
+    for squashfs in reversed(open_squashfs(path)):
         contents |= squashfs.read(names)
     return contents
 
@@ -156,7 +164,7 @@ def baked_facts(path: Path) -> BakedFacts:
     CheckFailed : the record or the squashfs is damaged.
     ToolMissing : another program wrote the file, and there is no unsquashfs for its compression.
     """
-    record = image.read(path).record if image.is_sif(path) else sqsh.record(path)
+    record = image.read(path).record if image.is_sif(path) else sqsh.read_record(path)
     if record is not None and record.facts is not None:
         return record.facts
     collector = BakedFactsCollector()

@@ -35,6 +35,7 @@ _NO_SPACE = re.compile(r"no space left on device|disk quota exceeded|file too la
 PACKED_SHARE = 0.5
 """Size of a squashfs per image byte, with a margin: measured 0.26 to 0.4."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+"""What ``flock`` says on a file system without locks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,13 +51,14 @@ class Workspace:
 def tmp_base(target: Path, chosen: Path | None) -> Path:
     """Return the folder for temporary files: `chosen`, else that of a variable, else the target's own.
 
-    Not /tmp: on many clusters that is memory, and a conversion needs several times the image's size.
+    It is not /tmp: on many clusters that is memory, and a conversion needs several times the image's size.
     """
-    if chosen is not None:
-        base = chosen
-    else:
-        values = filter(None, map(os.environ.get, _TMP_VARIABLES))
-        base = Path(next(values, target.parent))
+    base = chosen or target.parent
+    if chosen is None:
+        for variable in _TMP_VARIABLES:
+            if os.environ.get(variable):
+                base = Path(os.environ[variable])
+                break
     base = base.expanduser().absolute()
     if not base.is_dir() or not os.access(base, os.W_OK | os.X_OK):
         raise UsageError(
@@ -77,19 +79,18 @@ def check_space(size: int, temporary: int, target: Path, base: Path) -> None:
     if not short:
         return
     # All options at once: with one of two alone, the next attempt would end here again.
-    options = ["--tmpdir DIR"] if base in short else []
-    options += ["-o FILE.sif"] if one_disk or target.parent in short else []
+    options = []
+    if base in short:
+        options.append("--tmpdir DIR")
+    if one_disk or target.parent in short:
+        options.append("-o FILE.sif")
     first, *rest = short
-    also = "".join(
-        f"; {size_text(needs[folder])} in {folder}, where {size_text(free[folder])} are free"
-        for folder in rest
+    message = (
+        f"{size_text(free[first])} are free, an image of {size_text(size)} needs {size_text(needs[first])}"
     )
-    raise CheckFailed(
-        f"{size_text(free[first])} are free, an image of {size_text(size)} needs "
-        f"{size_text(needs[first])}{also}",
-        where=str(first),
-        hint=f"{' and '.join(options)} on a larger disk",
-    )
+    for folder in rest:
+        message += f"; {size_text(needs[folder])} in {folder}, where {size_text(free[folder])} are free"
+    raise CheckFailed(message, where=str(first), hint=f"{' and '.join(options)} on a larger disk")
 
 
 def spare_bytes(size: int, disk_share: float, target: Path, base: Path) -> int:
@@ -114,7 +115,7 @@ def workspace(target: Path, base: Path) -> Iterator[Workspace]:
     """
     key, part = _key(target), files.temporary_name(target)
     folder = base / f"{_FOLDER}{key}.{secrets.token_hex(4)}"
-    with _explained_if_full(target, base), _locked(target, key, folder):
+    with _explain_full_disk(target, base), _locked(target, key, folder):
         try:
             folder.mkdir(mode=0o700)
             yield Workspace(folder=folder, part=part)
@@ -127,7 +128,10 @@ def workspace(target: Path, base: Path) -> Iterator[Workspace]:
 
 @contextlib.contextmanager
 def scratch(beside: Path, chosen: Path | None = None) -> Iterator[Path]:
-    """Yield a temporary folder where `tmp_base` says, for what is beside `beside`; removed at the end."""
+    """Yield a temporary folder where `tmp_base` says, for what is beside `beside`.
+
+    It is removed at the end.
+    """
     folder = Path(tempfile.mkdtemp(prefix=files.TEMPORARY, dir=tmp_base(beside, chosen)))
     try:
         yield folder
@@ -151,7 +155,7 @@ def _lock_path(target: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _explained_if_full(target: Path, base: Path) -> Iterator[None]:
+def _explain_full_disk(target: Path, base: Path) -> Iterator[None]:
     """Name the full disk and the option for another one, also where the runtime or mksquashfs met it."""
     try:
         yield
@@ -159,27 +163,30 @@ def _explained_if_full(target: Path, base: Path) -> Iterator[None]:
         # The programs say it in their own words, somewhere in their last lines.
         if not _NO_SPACE.search(f"{error.what} {error.hint}"):
             raise
-        raise _disk_full(target, base, error.what, error.hint or "") from error
+        raise _disk_full_error(target, base, error.what, error.hint or "") from error
     except OSError as error:
         if error.errno not in files.FULL:
             raise
-        raise _disk_full(target, base, error.strerror or "", "") from error
+        raise _disk_full_error(target, base, error.strerror or "", "") from error
 
 
-def _disk_full(target: Path, base: Path, message: str, details: str) -> ToolFailed:
+def _disk_full_error(target: Path, base: Path, message: str, details: str) -> ToolFailed:
     folder = files.fullest(target.parent, base)
     option = "-o FILE" if folder != base else "--tmpdir DIR"
     if _on_one_disk(base, target):
         option = "-o FILE, and --tmpdir DIR,"  # it fills again after either alone
-    return ToolFailed(
-        f"the disk of {folder} is full: {message}",
-        where=str(target),
-        hint="\n".join(filter(None, (f"{option} on a larger disk", details))),
-    )
+    hint = f"{option} on a larger disk"
+    if details:
+        hint += f"\n{details}"
+    return ToolFailed(f"the disk of {folder} is full: {message}", where=str(target), hint=hint)
 
 
 @contextlib.contextmanager
 def _locked(target: Path, key: str, folder: Path | None) -> Iterator[None]:
+    """Hold the lock of `target`, which names this process and its `folder`.
+
+    What a killed run of it has left is removed.
+    """
     path = _lock_path(target)
     try:
         # Not a second name of another file, either: what is in it is replaced.
@@ -209,7 +216,7 @@ def _locked(target: Path, key: str, folder: Path | None) -> Iterator[None]:
 
 
 def _lock(descriptor: int, path: Path, target: Path) -> bool:
-    """Lock; return False if the file system has no locks (then nothing is known to be stale)."""
+    """Take the lock. Return False if the file system has no locks: then nothing is known to be stale."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from imgkit_builder.oci import manifest
 from imgkit_builder.oci.manifest import InstalledProject, Manifest
-from imgkit_builder.recipe.requirements import canonical
-from imgkit_builder.recipe.targets import Target, checked
+from imgkit_builder.recipe.requirements import canonical_name
+from imgkit_builder.recipe.targets import Target, validate_target
 from imgkit_builder.sif import image, runtime_files, sqsh, unsquash
 from imgkit_builder.sif.baked_facts import BakedFactsCollector, Distribution, library_folders
 from imgkit_entrypoints import system
@@ -45,7 +45,7 @@ def target_of(image_manifest: Manifest, facts: SystemFacts, platform: str, file:
     ------
     UsageError : its system holds a value that no recipe may have.
     """
-    return checked(
+    return validate_target(
         Target(
             name=image_manifest.recipe,
             system=facts,
@@ -86,7 +86,7 @@ def projects(path: Path, name: str) -> tuple[InstalledProject, ...]:
     if any(project.name == name for project in installed):
         return installed
     distributions = _distributions(path) if facts.distributions is None else facts.distributions
-    folders = [item.folder for item in distributions if canonical(item.name) == name]
+    folders = [item.folder for item in distributions if canonical_name(item.name) == name]
     return (*installed, *(InstalledProject(name=name, folder=folder) for folder in folders))
 
 
@@ -97,7 +97,9 @@ def _distributions(path: Path) -> tuple[Distribution, ...]:
     patterns = [f"{lib}/python3*/*-packages/*.dist-info" for lib in library_folders(search_path)]
     collector = BakedFactsCollector()
     patterns.append(manifest.LOCK_TOML.lstrip("/"))
-    names = [file.path for squashfs in unsquash.opened(path) for file in squashfs.listed(*patterns)]
+    names = [
+        file.path for squashfs in unsquash.open_squashfs(path) for file in squashfs.list_files(*patterns)
+    ]
     for name in names:
         collector.add_name(name)
     for name, data in unsquash.read(path, filter(collector.wants, names)).items():
@@ -139,6 +141,6 @@ def _recorded_arch(path: Path) -> str:
     """Return the architecture in the file's header or record; another program's .sqsh does not state it."""
     if image.is_sif(path):
         return image.read(path).arch
-    sqsh.structure(path)
-    record = sqsh.record(path)
+    sqsh.check_structure(path)
+    record = sqsh.read_record(path)
     return record.arch if record else "unknown"

@@ -19,12 +19,12 @@ from imgkit_builder.base.checks import Check
 from imgkit_builder.base.flags import flag
 from imgkit_builder.base.progress import SILENT, Reporter
 from imgkit_builder.image import secret_values, smoke
-from imgkit_builder.image.context import code_revision, input_sha256, pack, whole_project_notes
+from imgkit_builder.image.context import code_revision, input_sha256, pack_context, whole_project_notes
 from imgkit_builder.oci.manifest import BaseImage
 from imgkit_builder.oci.platform import host_platform
 from imgkit_builder.recipe import bases, lock_file, sources
 from imgkit_builder.recipe.load import load
-from imgkit_builder.recipe.problems import shown
+from imgkit_builder.recipe.problems import shorten_path
 from imgkit_builder.recipe.targets import module_line
 from imgkit_builder.sif.conversion import Options
 from imgkit_builder.workflow.build_record import record_build
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from imgkit_builder.apptainer.build import BuiltSif, Pack
     from imgkit_builder.engine import Engine, ImageInfo
     from imgkit_builder.image.context import BuildContext
-    from imgkit_builder.image.members import Packed
+    from imgkit_builder.image.members import PackedCode
     from imgkit_builder.recipe import Recipe
     from imgkit_builder.recipe.problems import Problem
 
@@ -190,13 +190,13 @@ def build(
     CheckFailed : the smoke test failed.
     """
     loaded = _load(recipe, request, report)
-    values = secret_values.read(loaded)
+    values = secret_values.read_secrets(loaded)
     secrets_at = loaded.where("image", "secrets") if values.options else ""
     tag = request.tag or engines.default_tag(loaded)
     engines.check_name(tag, where="--tag")
     with engines.connect() as engine:
         builder = engines.choose(engine.facts(), request.builder, secrets_at=secrets_at)
-        target = engines.choose_platform(loaded, wanted=request.platform, host=engine.platform)
+        target = engines.choose_platform(loaded, requested=request.platform, host=engine.platform)
         loaded = _followed(loaded, target, request, report)
         base_name = _base_of(loaded, request)
         name = base_name or loaded.image.base
@@ -205,15 +205,15 @@ def build(
             engine, loaded, override=base_name, platform=request.platform, pull=request.pull, report=report
         )
         _check_base(loaded, base)
-        if evidence := bases.amd_image(name, base.env):
-            report.note(f"warning: {bases.for_amd(evidence)[0]}")
+        if evidence := bases.amd_image_evidence(name, base.env):
+            report.note(f"warning: {bases.amd_warning(evidence)[0]}")
         probe = engines.probe(engine, base)
         if probe.skipped:
             report.note(f"the base could not be probed: {probe.skipped}")
         base = dataclasses.replace(base, probe=probe)
         report.stage("context")
         context = _pack(loaded, base, request, report)
-        secret_values.refuse_in(context, values)
+        secret_values.refuse_secrets_in(context, values)
         tested: list[Check] = []
 
         def accept(image: ImageInfo) -> None:
@@ -226,7 +226,7 @@ def build(
             tag=tag,
             report=report,
             builder=dataclasses.replace(builder, options=values.options),
-            hide=values.masked,
+            hide=values.mask,
             no_cache=request.no_cache,
             accept=accept,
         )
@@ -261,7 +261,7 @@ def plan(
     UsageError, LargeContext : as `build`.
     """
     loaded = _load(recipe, request, report)
-    target = engines.choose_platform(loaded, wanted=request.platform, host=host_platform())
+    target = engines.choose_platform(loaded, requested=request.platform, host=host_platform())
     loaded = _followed(loaded, target, request, report)
     base = _base_of(loaded, request) or loaded.image.base
     tag = request.tag or engines.default_tag(loaded)
@@ -281,11 +281,11 @@ def plan(
 
 
 def _smoke(engine: Engine, image: ImageInfo, context: BuildContext, report: Reporter) -> Sequence[Check]:
-    if smoke.passed_before(image.id):
+    if smoke.has_passed(image.id):
         report.note("smoke test: skipped, this image has passed it before")
         return ()
     report.stage("smoke test")
-    results = smoke.check(
+    results = smoke.check_image(
         lambda argv: engines.run(engine, image.ref, argv, platform=image.platform),
         arch=image.platform.partition("/")[2],
         manifest=context.manifest,
@@ -296,7 +296,7 @@ def _smoke(engine: Engine, image: ImageInfo, context: BuildContext, report: Repo
             hint="\n".join(checks.table(results)) + f"\nlook inside: docker run --rm -it "
             f"{image.ref} bash; to name it anyway: --no-test",
         )
-    smoke.remember(image.id)
+    smoke.record_pass(image.id)
     return results
 
 
@@ -405,7 +405,7 @@ def _load(recipe: str | Path, request: _Build, report: Reporter) -> Recipe:
 
 def _pack(recipe: Recipe, base: BaseImage, request: _Build, report: Reporter) -> BuildContext:
     """Pack the build context, and report the files that stay out of it."""
-    context = pack(
+    context = pack_context(
         recipe,
         base=base,
         platform=base.platform,
@@ -424,14 +424,14 @@ def _followed(recipe: Recipe, platform: str, request: _Build, report: Reporter) 
 
     Raises
     ------
-    UsageError : as `lock_file.follow` does.
+    UsageError : as `lock_file.attach_lock` does.
     """
     if request.no_lock or recipe.lock:
         return recipe
-    base = bases.chosen(request.base, recipe)
-    locked = lock_file.follow(recipe, platform=platform, base=base, required=request.locked)
+    base = bases.select_base(request.base, recipe)
+    locked = lock_file.attach_lock(recipe, platform=platform, base=base, required=request.locked)
     if lock := locked.lock:
-        file = shown(lock_file.beside(locked))
+        file = shorten_path(lock_file.lock_path(locked))
         counts = f"{len(lock.apt)} apt and {len(lock.pip)} pip packages"
         local = f", {len(locked.kept)} of them kept here" if locked.kept else ""
         report.note(f"locked: {file}, {counts}{local} (to ignore it: --no-lock)")
@@ -441,7 +441,7 @@ def _followed(recipe: Recipe, platform: str, request: _Build, report: Reporter) 
 def _base_of(recipe: Recipe, request: _Build) -> str | None:
     """Return the name of the base instead of the recipe's: the lock's digest, else that of the request."""
     locked = recipe.lock.base if recipe.lock and recipe.lock.base.digest else None
-    return locked.exact if locked else bases.chosen(request.base, recipe)
+    return locked.exact if locked else bases.select_base(request.base, recipe)
 
 
 def _check_base(recipe: Recipe, base: BaseImage) -> None:
@@ -466,7 +466,7 @@ def warning_lines(problems: Iterable[Problem]) -> tuple[str, ...]:
     return tuple(line for problem in problems for line in f"warning: {problem}".split("\n"))
 
 
-def _note_left_out(code: Packed, report: Reporter) -> None:
+def _note_left_out(code: PackedCode, report: Reporter) -> None:
     """Name the files of the recipe's code that stay out of the image."""
     if code.secret:
         report.note(
@@ -474,5 +474,5 @@ def _note_left_out(code: Packed, report: Reporter) -> None:
             'one as a build secret (image.secrets); to bring one back: ignore: ["!NAME"]'
         )
     if code.left_out:
-        names = sources.left_out_text(code.left_out)
+        names = sources.describe_left_out(code.left_out)
         report.note(f'not in the image: {names}; to bring one back: ignore: ["!NAME"]')

@@ -73,7 +73,7 @@ def plan_conversion(
     """
     with _prepared(str(image), sif, options) as (source, target, options):
         conversion.check_target(target.absolute(), force=options.force, format=options.format)
-        return target, tuple(conversion.commands(source, target.absolute(), options))
+        return target, tuple(conversion.list_commands(source, target.absolute(), options))
 
 
 def refuse_format(sif: str | Path | None, options: Options) -> None:
@@ -125,7 +125,7 @@ def source_of(image: str) -> Iterator[tuple[Source, SystemFacts | None]]:
         yield Piped(stream=sys.stdin.buffer), None
     elif path.is_file() and path.suffix not in RECIPE_SUFFIXES:
         _refuse_converted(path)
-        described = sidecar.read(path)
+        described = sidecar.read_sidecar(path)
         if described:
             _refuse_unfinished(path, described)
         yield Archive(path=path), described.system if described else None
@@ -145,7 +145,7 @@ def source_of(image: str) -> Iterator[tuple[Source, SystemFacts | None]]:
 def _refuse_unfinished(path: Path, described: Sidecar) -> None:
     """Raise CheckFailed if the save of this archive has not come to its end."""
     if sidecar.read_sha256(path) is None:
-        message, mend = sidecar.incomplete(path, read.sha256(path, report=SILENT), described)
+        message, mend = sidecar.describe_incomplete(path, read.hash_file(path, report=SILENT), described)
         raise CheckFailed(message, where=str(path), hint=mend)
 
 

@@ -52,7 +52,7 @@ def smoke_test(
 def _test_image(name: str) -> tuple[Check, ...]:
     with engines.connect() as engine:
         info = engines.inspect(engine, name)
-        return smoke.check(
+        return smoke.check_image(
             lambda argv: engines.run(engine, info.ref, argv, platform=info.platform),
             arch=info.platform.partition("/")[2],
             manifest=None,
@@ -67,7 +67,7 @@ def _test_sif(path: Path, runtime: str | None, report: Reporter) -> tuple[Check,
     tool = find_runtime(runtime, module_hint=module_line(target.system if target else None))
     isolated = isolation(tool)
     report.note(isolated.description("python3"))
-    return smoke.check(
+    return smoke.check_image(
         lambda argv: process.run([str(tool.path), *exec_arguments(path, argv, isolated)], check=False),
         arch=arch,
         manifest=None,
@@ -115,7 +115,9 @@ def _docker_shell(target: str, *, host: bool, workdir: str) -> ShellCommand:
     name = image_name(target)
     with engines.connect() as engine:
         engines.inspect(engine, name)
-    argv = engines.shell_argv(name, gpus=engine.has_nvidia, host=host, place=engine.endpoint, workdir=workdir)
+    argv = engines.shell_argv(
+        name, gpus=engine.has_nvidia, host=host, endpoint=engine.endpoint, workdir=workdir
+    )
     reach = _SHARED if host else f"a shell runs in the image: {_NOTHING_SHARED}"
     return ShellCommand(argv=tuple(argv), reach=reach, image=name)
 

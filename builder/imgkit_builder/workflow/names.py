@@ -20,7 +20,7 @@ def image_name(target: str) -> str:
     if not target.endswith(RECIPE_SUFFIXES):
         return target
 
-    return default_tag(targets.find(target))
+    return default_tag(targets.load_target(target))
 
 
 def stem(image: str) -> str:
@@ -36,9 +36,9 @@ def stem(image: str) -> str:
 def system_of(image: str) -> SystemFacts | None:
     """The system of the recipe `image`, or of the shipped recipe with the image's name."""
     if image.endswith(RECIPE_SUFFIXES):
-        return targets.find(image).system
+        return targets.load_target(image).system
     name = image.rpartition("/")[2].partition(":")[0]
-    return targets.find(name).system if name in recipe_names() else None
+    return targets.load_target(name).system if name in recipe_names() else None
 
 
 def module_line(system: SystemFacts | None) -> str | None:

@@ -42,8 +42,8 @@ def _of_file(path: Path) -> str:
         json_text.parse(stored, most_bytes=unsquash.MOST_BYTES)
         return stored.decode()
     collector, wanted = InventoryCollector(), []
-    for squashfs in unsquash.opened(path):
-        for file in squashfs.listed():
+    for squashfs in unsquash.open_squashfs(path):
+        for file in squashfs.list_files():
             if file.mode.startswith("-") and collector.wants(file.path):
                 wanted.append(file.path)
                 if int(file.size) > MOST_BYTES:
@@ -52,9 +52,9 @@ def _of_file(path: Path) -> str:
         collector.add(name, data)
     if image.is_sif(path):
         sif = image.read(path)
-        arch, superblock = sif.arch, image.squashfs(sif)
+        arch, superblock = sif.arch, image.root_superblock(sif)
     else:
-        record, superblock = sqsh.record(path), sqsh.structure(path)
+        record, superblock = sqsh.read_record(path), sqsh.check_structure(path)
         arch = record.arch if record else "unknown"
     created_s = superblock.mkfs_time_s if superblock else 0
     return spdx.document(collector.inventory(arch=arch, created_s=created_s))
@@ -64,12 +64,12 @@ def _of_source(source: Source, path: Path, report: Reporter, unpack_limit_bytes:
     exports, collector = isinstance(source, entries.EngineImage), InventoryCollector()
     with (
         scratch(path.absolute() if path.exists() else Path.cwd() / "image") as folder,
-        entries.opened(
+        entries.open_source(
             source, folder, report, exports=exports, unpack_limit_bytes=unpack_limit_bytes
         ) as opened,
         entries.image_entries(opened, folder, report, unpack_limit_bytes=unpack_limit_bytes) as stream,
     ):
         for entry in stream:
-            entries.observed(entry, collector)
+            entries.copy_for_inventory(entry, collector)
     config = opened.config
     return spdx.document(collector.inventory(arch=config.arch, created_s=epoch(config.created)))

@@ -15,11 +15,11 @@ from sample_image import SampleImage, lay_out, verdicts
 from tars import tar_of_files
 
 from imgkit_builder.archive import oci_folder
-from imgkit_builder.archive.oci_folder import Laid
+from imgkit_builder.archive.oci_folder import OciLayout
 from imgkit_entrypoints.errors import CheckFailed, ToolMissing
 
 
-def lay(path: Path, tmp_path: Path) -> Laid:
+def lay(path: Path, tmp_path: Path) -> OciLayout:
     """Read the archive as conversion does; verify, the other reader, must pass it."""
     answers = verdicts(path)
     layers = answers.pop("layers")
@@ -34,7 +34,7 @@ def write(tmp_path: Path, data: bytes) -> Path:
     return path
 
 
-def assert_laid_out(laid: Laid, sample: SampleImage) -> None:
+def assert_laid_out(laid: OciLayout, sample: SampleImage) -> None:
     """The folder holds exactly the image's layers, uncompressed and in order."""
     (entry,) = json.loads((laid.folder / "index.json").read_text())["manifests"]
     blobs = laid.folder / "blobs/sha256"
@@ -161,8 +161,8 @@ def test_oci_folder_damaged_layer(sample: SampleImage, tmp_path: Path) -> None:
 
 
 def test_peek_reads_no_layers(archive: Path, sample: SampleImage, tmp_path: Path) -> None:
-    config = oci_folder.peek(archive)
+    config = oci_folder.read_config(archive)
     assert config is not None
     assert config.image_id == sample.image_id
     assert config.labels == sample.labels
-    assert oci_folder.peek(write(tmp_path, gzip.compress(archive.read_bytes()))) is None
+    assert oci_folder.read_config(write(tmp_path, gzip.compress(archive.read_bytes()))) is None

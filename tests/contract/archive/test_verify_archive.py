@@ -40,7 +40,7 @@ def describe(path: Path, **changes: object) -> Sidecar:
         name=path.name, size_bytes=contents.size_bytes, sha256=contents.sha256, compress="none"
     )
     record = Sidecar(image=image, archive=archive, system=None, manifest=None)
-    with sidecar.replacing(record, path):
+    with sidecar.replace_around(record, path):
         pass
     return record
 
@@ -148,7 +148,7 @@ def test_interrupted_save_is_incomplete_and_mended_by_its_line(archive: Path, tm
     subprocess.run(["sh", "-c", check.hint], cwd=tmp_path, check=True)
     assert verdicts(archive) == GOOD
     newer = dataclasses.replace(record, archive=dataclasses.replace(record.archive, sha256="0" * 64))
-    with contextlib.suppress(KeyboardInterrupt), sidecar.replacing(newer, archive):
+    with contextlib.suppress(KeyboardInterrupt), sidecar.replace_around(newer, archive):
         raise KeyboardInterrupt
     check = run_checks(archive)["sha256"]
     assert check.verdict == "fail"

@@ -19,7 +19,7 @@ import pytest
 
 from imgkit_builder import engine as engines
 from imgkit_builder.engine import Engine
-from imgkit_builder.image.context import BuildContext, pack
+from imgkit_builder.image.context import BuildContext, pack_context
 from imgkit_builder.oci.manifest import BaseImage
 from imgkit_builder.recipe import Recipe
 from imgkit_builder.recipe.load import load
@@ -251,4 +251,4 @@ def base() -> BaseImage:
 @pytest.fixture
 def context(recipe: Recipe, base: BaseImage) -> BuildContext:
     """The build context of the recipe."""
-    return pack(recipe, base=base, platform="linux/amd64", revision="")
+    return pack_context(recipe, base=base, platform="linux/amd64", revision="")

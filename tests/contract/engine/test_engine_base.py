@@ -76,9 +76,9 @@ def test_unknown_platform_lists_allowed(engine: Engine, recipe: Recipe) -> None:
 
 
 def test_engines_own_platform_is_preferred(recipe: Recipe) -> None:
-    assert engines.choose_platform(recipe, wanted=None, host="linux/arm64") == "linux/arm64"
-    assert engines.choose_platform(recipe, wanted=None, host="linux/s390x") == "linux/amd64"
-    assert engines.choose_platform(recipe, wanted="arm64", host="linux/amd64") == "linux/arm64"
+    assert engines.choose_platform(recipe, requested=None, host="linux/arm64") == "linux/arm64"
+    assert engines.choose_platform(recipe, requested=None, host="linux/s390x") == "linux/amd64"
+    assert engines.choose_platform(recipe, requested="arm64", host="linux/amd64") == "linux/arm64"
 
 
 @pytest.mark.parametrize(

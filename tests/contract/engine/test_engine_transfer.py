@@ -97,7 +97,7 @@ def test_refused_pull_is_typed(
 ) -> None:
     fake.on("POST", "/images/create", fake.refused(status, message))
     with pytest.raises(kind) as caught:
-        image_source.pull(engine, REF, None, Silent())
+        image_source.pull_image(engine, REF, None, Silent())
     assert advice in str(caught.value)
 
 
@@ -106,22 +106,22 @@ def test_refused_pull_is_typed(
 def test_pull_failing_midway_gives_no_stale_image(fake: Any, engine: Engine, message: str) -> None:
     fake.on("POST", "/images/create", fake.events({"status": "Downloading", "id": "x"}, fake.error(message)))
     with pytest.raises(ToolFailed, match=message):
-        image_source.pull(engine, REF, None, Silent())
+        image_source.pull_image(engine, REF, None, Silent())
 
 
 @pytest.mark.usefixtures("local")
 def test_dying_engine_breaks_a_pull(fake: Any, engine: Engine) -> None:
     fake.on("POST", "/images/create", fake.events({"status": "Downloading", "id": "x"}, dies=True))
     with pytest.raises(ToolFailed, match="broke"):
-        image_source.pull(engine, REF, None, Silent())
+        image_source.pull_image(engine, REF, None, Silent())
 
 
 @pytest.mark.usefixtures("local")
 def test_pull_of_other_platform_is_refused(fake: Any, engine: Engine) -> None:
     fake.on("POST", "/images/create", fake.events({"status": "Downloaded newer image"}))
     with pytest.raises(UsageError, match="has none for arm64"):
-        image_source.pull(engine, REF, "arm64", Silent())
-    assert image_source.pull(engine, REF, "linux/amd64", Silent()).platform == "linux/amd64"
+        image_source.pull_image(engine, REF, "arm64", Silent())
+    assert image_source.pull_image(engine, REF, "linux/amd64", Silent()).platform == "linux/amd64"
 
 
 def test_pull_by_digest_asks_for_it(fake: Any, engine: Engine) -> None:
@@ -129,7 +129,7 @@ def test_pull_by_digest_asks_for_it(fake: Any, engine: Engine) -> None:
     fake.on("POST", "/images/create", fake.events({"status": "Downloaded newer image"}))
     # Podman lists further digests, of the image as it lies in the storage.
     fake.on_image(ref, fake.image(digests=[f"registry.test/small@sha256:{'e' * 64}", ref]))
-    assert image_source.pull(engine, ref, None, Silent()).digest == ref
+    assert image_source.pull_image(engine, ref, None, Silent()).digest == ref
     (request,) = fake.requests("/images/create")
     assert request.query == {"tag": DIGEST, "fromImage": "registry.test/small"}
 
@@ -138,4 +138,4 @@ def test_pull_may_take_longer_than_an_answer(fake: Any) -> None:
     fake.on("POST", "/images/create", fake.events({"status": "Downloaded"}, delay_s=0.6))
     fake.on_image(REF, fake.image(tags=[REF]))
     with engines.connect(timeout_s=0.3) as engine:
-        assert image_source.pull(engine, REF, None, Silent()).id == fake.image_id
+        assert image_source.pull_image(engine, REF, None, Silent()).id == fake.image_id

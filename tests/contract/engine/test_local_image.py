@@ -47,7 +47,7 @@ def test_unknown_image_names_what_makes_one(engine: Engine) -> None:
 @pytest.mark.parametrize("name", ["/", "../images", "a//b", "a b", "A:1\x1b[2J"])
 def test_name_that_is_none_asks_nothing(fake: Any, engine: Engine, name: str) -> None:
     fake.on("GET", "/images/.*/json", type(fake.image())(data=[{"Id": fake.image_id}]))
-    for ask in (engines.local_image, images.find):
+    for ask in (engines.local_image, images.find_image):
         with pytest.raises(UsageError, match="not an image name") as caught:
             ask(engine, name)
         assert caught.value.hint

@@ -63,11 +63,11 @@ def lock(folder: Path) -> Path:
     part = LockedPlatform(
         platform="linux/amd64",
         source_date_epoch=1700000000,
-        request=lock_file.request_of(recipe),
+        request=lock_file.make_request(recipe),
         base=LockedBase(name=BASE, id=f"sha256:{'b' * 64}"),
     )
     file = folder / "small.lock"
-    file.write_text(lock_file.text(Lock(recipe="small", imgkit="0.3.0", platforms=(part,))))
+    file.write_text(lock_file.render_lock(Lock(recipe="small", imgkit="0.3.0", platforms=(part,))))
     return file
 
 

@@ -344,7 +344,7 @@ def test_uv_that_is_missing_is_named_with_its_install(
 
 
 def test_step_checks_the_hash_of_every_wheel(tmp_path: Path) -> None:
-    step = install.pip_command(project_recipe(tmp_path), UV_STEP)
+    step = install.pip_step(project_recipe(tmp_path), UV_STEP)
     assert step.origin == "mine.yaml:3"
     assert "--require-hashes --no-deps --only-binary=:all:" in step.command
     assert "--constraint /opt/imgkit/constraint.txt" in step.command

@@ -16,7 +16,7 @@ EINOPS = "54058201ac7087911181bfec4af6091bb59380360f069276601256a76af08193"
 
 def report(text: str) -> str:
     """Return what the program in the base makes of a report of pip."""
-    return json.dumps([inside.summary(item) for item in json.loads(text)["install"]])
+    return json.dumps([inside.summarize(item) for item in json.loads(text)["install"]])
 
 
 def item(**download: Any) -> str:

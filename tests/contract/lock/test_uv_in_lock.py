@@ -33,13 +33,13 @@ def locked(recipe: Recipe, tmp_path: Path) -> Recipe:
     part = LockedPlatform(
         platform="linux/amd64",
         source_date_epoch=1_700_000_000,
-        request=lock_file.request_of(recipe),
+        request=lock_file.make_request(recipe),
         base=LockedBase(name="python:3", digest=f"sha256:{'b' * 64}"),
         pip=answers.read_wheels(report, UV_STEP, {}),
     )
-    file = lock_file.beside(recipe)
-    file.write_text(lock_file.text(Lock(recipe="mine", imgkit="0.3.0", platforms=(part,))))
-    return lock_file.follow(recipe, platform="linux/amd64")
+    file = lock_file.lock_path(recipe)
+    file.write_text(lock_file.render_lock(Lock(recipe="mine", imgkit="0.3.0", platforms=(part,))))
+    return lock_file.attach_lock(recipe, platform="linux/amd64")
 
 
 def wheel(name: str, version: str) -> dict[str, object]:
@@ -48,7 +48,7 @@ def wheel(name: str, version: str) -> dict[str, object]:
 
 
 def context_files(recipe: Recipe) -> dict[str, bytes]:
-    return {member.name: member.data for member in context.package_files(recipe)}
+    return {member.name: member.data for member in context.list_package_files(recipe)}
 
 
 def test_locked_step_needs_the_lock_alone(recipe: Recipe, tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_locked_step_needs_the_lock_alone(recipe: Recipe, tmp_path: Path) -> Non
     ]
     link = f'<a href="https://files.example.org/einops-0.8.0-py3-none-any.whl#sha256={digest}">einops-0.8.0-'
     assert link.encode() in files["imgkit/uv.html"]
-    text = render.dockerfile(recipe)
+    text = render.render_dockerfile(recipe)
     assert 'COPY ["imgkit/uv.html", "/opt/imgkit/uv.html"]' in text
     assert "--no-index \\\n        --find-links /opt/imgkit/uv.html" in text
     assert "inside_uv" not in text
@@ -74,13 +74,13 @@ def test_kept_wheels_ask_no_server(recipe: Recipe, tmp_path: Path) -> None:
     folder.mkdir()
     names = [wheel.file for wheel in install.locked_wheels(first, UV_STEP)]
     (folder / names[0]).touch()
-    half = lock_file.follow(recipe, platform="linux/amd64")
-    assert "/opt/imgkit/locked-pip-uv" in render.definition(half)
-    assert names[0] not in install.uv_links(half)
-    assert names[1] in install.uv_links(half)
+    half = lock_file.attach_lock(recipe, platform="linux/amd64")
+    assert "/opt/imgkit/locked-pip-uv" in render.render_definition(half)
+    assert names[0] not in install.render_uv_links(half)
+    assert names[1] in install.render_uv_links(half)
     (folder / names[1]).touch()
-    complete = lock_file.follow(recipe, platform="linux/amd64")
-    assert "<a " not in install.uv_links(complete)
+    complete = lock_file.attach_lock(recipe, platform="linux/amd64")
+    assert "<a " not in install.render_uv_links(complete)
 
 
 @pytest.mark.parametrize("change", ["lock", "extras", "none"])
@@ -95,7 +95,7 @@ def test_other_uv_project_makes_the_lock_stale(recipe: Recipe, tmp_path: Path, c
     if change == "none":
         file.write_text(TEXT.partition("  uv:")[0])
     with pytest.raises(UsageError) as caught:
-        lock_file.follow(load(file), platform="linux/amd64")
+        lock_file.attach_lock(load(file), platform="linux/amd64")
     reason = (
         "there is no uv project"
         if change == "none"
@@ -109,6 +109,6 @@ def test_wheels_of_no_uv_project_are_refused(recipe: Recipe, tmp_path: Path) -> 
     lock = locked(recipe, tmp_path).lock
     assert lock is not None
     part = dataclasses.replace(lock, request=dataclasses.replace(lock.request, uv=""))
-    text = lock_file.text(Lock(recipe="mine", imgkit="0.3.0", platforms=(part,)))
+    text = lock_file.render_lock(Lock(recipe="mine", imgkit="0.3.0", platforms=(part,)))
     with pytest.raises(UsageError, match="there is no pip step -1 in the request"):
-        lock_file.parse(text, tmp_path / "mine.lock")
+        lock_file.parse_lock(text, tmp_path / "mine.lock")

@@ -343,7 +343,7 @@ def test_engine_image_without_mksquashfs_names_both_ways(
     monkeypatch.setenv("PATH", str(tmp_path))
     laptop_image = MagicMock(spec=EngineImage)
     with pytest.raises(ToolMissing) as caught:
-        convert.commands(laptop_image, tmp_path / "x.sif", Options())
+        convert.list_commands(laptop_image, tmp_path / "x.sif", Options())
     assert "brew install squashfs" in str(caught.value.hint)
     assert "imgkit save IMAGE" in str(caught.value.hint)
 

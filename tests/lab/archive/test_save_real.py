@@ -187,7 +187,7 @@ def test_ended_save_keeps_the_old_archive(image: str, tmp_path: Path, number: si
         assert leftovers == []
     else:
         assert [name[:8] for name in leftovers] == [".imgkit-"]
-        assert [file.name for file in sources.walk(tmp_path)] == ["x.tar"]
+        assert [file.name for file in sources.walk_source(tmp_path)] == ["x.tar"]
     assert imgkit("save", image, "-o", target).returncode == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "x.tar",
@@ -206,7 +206,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_full_disk_leaves_nothing(small_disk: Path) -> None:
     chunks = (os.urandom(32_768) for _ in range(1_000))
     with pytest.raises(ToolFailed, match="no space left after 8 MB"):
-        write.save(chunks, target=small_disk / "x.tar")
+        write.save_archive(chunks, target=small_disk / "x.tar")
     assert list(small_disk.iterdir()) == []
 
 

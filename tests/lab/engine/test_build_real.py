@@ -211,14 +211,15 @@ def test_killed_helper_container_is_removed(home: Path, standin_notorch: str, pu
     program = f"""
 import os, signal, threading
 from imgkit_builder.engine import connect
-from imgkit_builder.engine.containers import created, run
+from imgkit_builder.engine.containers import temporary_container, run
 HERE = "linux/amd64"
 def die():
     print("now", flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 with connect() as engine:
     if {purpose!r} == "export":
-        with created(engine, {standin_notorch!r}, ["true", {marker!r}], purpose="export", platform=HERE):
+        argv = ["true", {marker!r}]
+        with temporary_container(engine, {standin_notorch!r}, argv, purpose="export", platform=HERE):
             die()
     threading.Timer(2, die).start()
     run(engine, {standin_notorch!r}, ["sh", "-c", "sleep 300 # {marker}"], platform=HERE)
@@ -311,12 +312,12 @@ def test_push_and_pull_give_the_same_digest(registry: str, home: Path) -> None:
         digest = imgkit_json("push", local, ref)["digest"]
         docker("rmi", ref)
         with engines.connect() as engine:
-            pulled = image_source.pull(engine, f"{registry}/group/tiny@{digest}", None, Silent())
+            pulled = image_source.pull_image(engine, f"{registry}/group/tiny@{digest}", None, Silent())
             assert pulled.digest.endswith(digest)
             with pytest.raises(UsageError, match="no such image"):
-                image_source.pull(engine, f"{registry}/group/tiny:absent", None, Silent())
+                image_source.pull_image(engine, f"{registry}/group/tiny:absent", None, Silent())
             with pytest.raises(UsageError, match="has none for linux/arm64"):
-                image_source.pull(engine, ref, "linux/arm64", Silent())
+                image_source.pull_image(engine, ref, "linux/arm64", Silent())
     finally:
         for name in (local, ref, f"{registry}/group/tiny@{digest}"):
             subprocess.run(["docker", "rmi", "--force", name], capture_output=True, check=False)

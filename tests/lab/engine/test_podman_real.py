@@ -21,7 +21,7 @@ from imgkit_builder import engine as engines
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.engine import Engine, ImageInfo, builders, images
 from imgkit_builder.image.context import BuildContext
-from imgkit_builder.image.members import TarMember, tar
+from imgkit_builder.image.members import TarMember, tar_chunks
 from imgkit_builder.image.secret_values import SecretValues
 from imgkit_builder.oci.manifest import BaseImage, Manifest
 from imgkit_entrypoints.errors import ToolFailed
@@ -82,7 +82,7 @@ def context(*steps: str, copied: bytes = b"1") -> BuildContext:
             revision="",
         ),
         members=members,
-        sha256=hashlib.sha256(b"".join(tar(members))).hexdigest(),
+        sha256=hashlib.sha256(b"".join(tar_chunks(members))).hexdigest(),
         size_bytes=0,
     )
 
@@ -182,7 +182,7 @@ def test_failing_step_names_its_line(engine: Engine, builder: builders.Builder) 
     )
     assert "\nwhy-it-failed\n" in str(caught.value.hint)
     assert "step 2/5: RUN echo fine" in stages.seen
-    assert images.find(engine, "imgkit-fails") is None
+    assert images.find_image(engine, "imgkit-fails") is None
 
 
 PROGRAM = """
@@ -210,7 +210,7 @@ def test_interrupted_build_leaves_nothing(service: Path, number: signal.Signals)
     finally:
         process.kill()
     with engines.connect() as engine:
-        assert images.find(engine, "imgkit-ends") is None
+        assert images.find_image(engine, "imgkit-ends") is None
 
 
 def test_secret_is_in_the_step_and_nowhere_else(
@@ -227,7 +227,7 @@ def test_secret_is_in_the_step_and_nowhere_else(
         tag="imgkit-secret",
         report=report,
         builder=dataclasses.replace(engines.choose(engine.facts()), options=values.options),
-        hide=values.masked,
+        hide=values.mask,
     )
     assert f"length {len(value)} is ***" in report.seen
     podman("save", "--output", service / "secret.tar", "imgkit-secret")

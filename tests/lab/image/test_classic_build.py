@@ -74,7 +74,7 @@ def recipe(standin: str, code: Path, **image: object) -> Recipe:
 
 def packed(recipe: Recipe) -> BuildContext:
     base = BaseImage(name=recipe.image.base, standin=True)
-    return context.pack(recipe, base=base, platform="linux/amd64", revision="")
+    return context.pack_context(recipe, base=base, platform="linux/amd64", revision="")
 
 
 @pytest.fixture(scope="module")

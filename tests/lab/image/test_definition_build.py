@@ -42,11 +42,11 @@ def test_values_files_and_labels_are_exact(tmp_path: Path) -> None:
         sha256="0" * 64,
         positions={},
     )
-    packed = context.pack(recipe, base=BaseImage(name="b:1"), platform="linux/amd64", revision="")
+    packed = context.pack_context(recipe, base=BaseImage(name="b:1"), platform="linux/amd64", revision="")
     with packed.open() as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
         archive.extractall(tmp_path / "context")  # noqa: S202 - made one line above; Python 3.11.2 has no filter
     (tmp_path / "root" / "bin").mkdir(parents=True)
-    text = render.definition(recipe).replace("\nBootstrap: docker\n", "\nBootstrap: localimage\n")
+    text = render.render_definition(recipe).replace("\nBootstrap: docker\n", "\nBootstrap: localimage\n")
     text = text.replace("\nFrom: b:1\n", f"\nFrom: {tmp_path}/root\n")
     (tmp_path / "nasty.def").write_text(
         re.sub(r"\n%post\n.*?\n%environment\n", "\n%environment\n", text, flags=re.S)

@@ -52,7 +52,7 @@ def unpack_skeleton(project: Path, target: Path) -> None:
         sha256="0",
         positions={},
     )
-    built = context.pack(recipe, base=BaseImage(name="b"), platform="linux/amd64", revision="")
+    built = context.pack_context(recipe, base=BaseImage(name="b"), platform="linux/amd64", revision="")
     built.unpack(target.with_name("context"))
     shutil.move(target.with_name("context") / "project/0", target)
 

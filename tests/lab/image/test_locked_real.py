@@ -119,7 +119,7 @@ def locked(file: Path, site: Site, base: str) -> LockedPlatform:
     return LockedPlatform(
         platform=docker("image", "inspect", base, "--format", "{{.Os}}/{{.Architecture}}"),
         source_date_epoch=EPOCH,
-        request=lock_file.request_of(load(file), base=base),
+        request=lock_file.make_request(load(file), base=base),
         base=LockedBase(name=base, id=docker("image", "inspect", base, "--format", "{{.Id}}")),
         apt=tuple(debs),
         pip=(
@@ -137,7 +137,7 @@ def locked(file: Path, site: Site, base: str) -> LockedPlatform:
 
 def write(recipe: Path, part: LockedPlatform) -> None:
     recipe.with_suffix(".lock").write_text(
-        lock_file.text(Lock(recipe=recipe.stem, imgkit="0.3.0", platforms=(part,)))
+        lock_file.render_lock(Lock(recipe=recipe.stem, imgkit="0.3.0", platforms=(part,)))
     )
 
 

@@ -104,7 +104,7 @@ def recipe(folder: Path, index: Index, *steps: str) -> Path:
 
 
 def locked(file: Path) -> LockedPlatform:
-    (part,) = lock_file.read(file.with_suffix(".lock")).platforms
+    (part,) = lock_file.read_lock(file.with_suffix(".lock")).platforms
     return part
 
 

@@ -212,7 +212,7 @@ def test_same_data_objects(lab: Lab) -> None:
         parsed = image.read(path)
         kinds = (image.DataType.DEFFILE, image.DataType.JSON)
         all_objects = [
-            (descriptor.datatype, image.data(parsed, descriptor))
+            (descriptor.datatype, image.read_object(parsed, descriptor))
             for descriptor in parsed.descriptors
             if descriptor.datatype in kinds and descriptor.name != image.IMGKIT_OBJECT
         ]
@@ -258,7 +258,7 @@ def test_archive_same_image(lab: Lab) -> None:
 def test_oci_folder_same_image(lab: Lab, tmp_path: Path) -> None:
     oci_folder.write_layout(stored.open_image(lab.archive), tmp_path / "oci", Silent())
     answer = sif(tmp_path / "oci", "-o", "oci.sif", "--compression", "gzip", folder=lab.folder)
-    superblock = image.squashfs(image.read(lab.folder / "oci.sif"))
+    superblock = image.root_superblock(image.read(lab.folder / "oci.sif"))
     assert superblock is not None
     assert superblock.compressor == "gzip"
     assert answer["record"]["compression"] == "gzip 6"

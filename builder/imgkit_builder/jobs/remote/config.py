@@ -16,7 +16,7 @@ from imgkit_builder.base import files
 from imgkit_builder.jobs.systems import fanout, pods
 from imgkit_builder.recipe import problems
 from imgkit_builder.recipe.model import KEYS
-from imgkit_builder.recipe.problems import choices
+from imgkit_builder.recipe.problems import allowed_hint
 from imgkit_builder.recipe.validation import Mistake, rule_of, validate
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.rules import Fault, Rule, like
@@ -229,7 +229,7 @@ def find(name: str) -> Remote:
 def _unknown_remote_error(name: str, configured: Mapping[str, Remote]) -> UsageError:
     """Return the error for a `name` that none of the `configured` remotes has."""
     if configured:
-        hint = choices(name, configured)
+        hint = allowed_hint(name, configured)
     else:
         new_name = name if re.fullmatch(_NAME, name) else "NAME"
         hint = f"imgkit remote add {new_name} USER@HOST:DIR"

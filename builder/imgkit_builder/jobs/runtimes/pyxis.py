@@ -125,7 +125,7 @@ class Pyxis(Runtime):
             problem = "is not a .sqsh" if path.exists() else "does not exist"
             hint = f"imgkit sif {job.recipe.name} -o {job.recipe.name}.sqsh, or --image PATH"
             raise UsageError(f"the image {problem}", where=job.container.image, hint=hint)
-        sqsh.structure(path)
+        sqsh.check_structure(path)
         super().check_submission(job)
 
     def refuse_python(self, job: Job, flag: str) -> None:
@@ -323,5 +323,5 @@ def _is_file(text: str) -> bool:
 
 def _compressor(path: Path) -> str:
     """Return the compression of a .sqsh, such as "zstd"; empty if `path` is no .sqsh on this machine."""
-    superblock = image.superblock(path) if sqsh.is_sqsh(path) else None
+    superblock = image.read_superblock(path) if sqsh.is_sqsh(path) else None
     return superblock.compressor if superblock is not None else ""

@@ -379,12 +379,12 @@ def named(name: str) -> System:
         system: System = module.SYSTEM
         return system
     try:
-        plugin = registry.plugin(name)
+        plugin = registry.load_plugin(name)
     except KeyError:
         raise UsageError(
             f"no system is named {name!r}",
             where="system",
-            hint=f"install the plug-in that adds it again; there are {', '.join(registry.names())}",
+            hint=f"install the plug-in that adds it again; there are {', '.join(registry.scheduler_names())}",
         ) from None
     return _validate_plugin(name, plugin, map(named, registry.SHIPPED))
 
@@ -392,8 +392,8 @@ def named(name: str) -> System:
 def installed() -> Installed:
     """Return all systems, and the errors of the plug-ins that are left out because imgkit cannot use them."""
     systems: dict[str, System] = {name: named(name) for name in registry.SHIPPED}
-    errors = list(registry.refused())
-    for name in registry.plugins():
+    errors = list(registry.refused_plugins())
+    for name in registry.plugin_names():
         try:
             systems[name] = _validate_plugin(name, named(name), systems.values())
         except ToolFailed as error:
@@ -438,4 +438,4 @@ def _flag_names(options: type[Any]) -> list[str]:
 
 
 def _plugin_error(name: str, fault: str, hint: str) -> ToolFailed:
-    return registry.broken(registry.entry_of(name), fault, hint=hint)
+    return registry.plugin_error(registry.entry_point_of(name), fault, hint=hint)

@@ -40,7 +40,7 @@ def names(folder: Path) -> list[str]:
 
 
 def test_plain_archive_is_the_stream(tmp_path: Path) -> None:
-    saved = write.save(chunks(DATA), target=tmp_path / "x.tar")
+    saved = write.save_archive(chunks(DATA), target=tmp_path / "x.tar")
     assert saved.path.read_bytes() == DATA
     assert saved.sha256 == hashlib.sha256(DATA).hexdigest()
     assert saved.size_bytes == len(DATA)
@@ -48,7 +48,7 @@ def test_plain_archive_is_the_stream(tmp_path: Path) -> None:
 
 
 def test_gzip_archive_unpacks_to_the_stream(tmp_path: Path) -> None:
-    saved = write.save(chunks(DATA), target=tmp_path / "x.tar.gz", compress="gzip")
+    saved = write.save_archive(chunks(DATA), target=tmp_path / "x.tar.gz", compress="gzip")
     packed = saved.path.read_bytes()
     assert gzip.decompress(packed) == DATA
     assert saved.sha256 == hashlib.sha256(packed).hexdigest()
@@ -56,14 +56,14 @@ def test_gzip_archive_unpacks_to_the_stream(tmp_path: Path) -> None:
 
 
 def test_gzip_bytes_ignore_how_chunks_are_cut(tmp_path: Path) -> None:
-    from_small_chunks = write.save(chunks(DATA, 1_000), target=tmp_path / "1", compress="gzip")
-    from_large_chunks = write.save(chunks(DATA, 2_500_000), target=tmp_path / "2", compress="gzip")
+    from_small_chunks = write.save_archive(chunks(DATA, 1_000), target=tmp_path / "1", compress="gzip")
+    from_large_chunks = write.save_archive(chunks(DATA, 2_500_000), target=tmp_path / "2", compress="gzip")
     assert from_small_chunks.sha256 == from_large_chunks.sha256
 
 
 @needs_zstd
 def test_zstd_archive_unpacks_to_the_stream(tmp_path: Path) -> None:
-    saved = write.save(chunks(DATA), target=tmp_path / "x.tar.zst", compress="zstd")
+    saved = write.save_archive(chunks(DATA), target=tmp_path / "x.tar.zst", compress="zstd")
     assert subprocess.run(["zstd", "-dc", saved.path], capture_output=True, check=True).stdout == DATA
     assert saved.sha256 == hashlib.sha256(saved.path.read_bytes()).hexdigest()
 
@@ -71,13 +71,13 @@ def test_zstd_archive_unpacks_to_the_stream(tmp_path: Path) -> None:
 def test_absent_zstd_is_refused_before_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ToolMissing, match="zstd") as caught:
-        write.save(never(), target=tmp_path / "x.tar.zst", compress="zstd")
+        write.save_archive(never(), target=tmp_path / "x.tar.zst", compress="zstd")
     assert "--compression gzip" in str(caught.value.hint)
 
 
 def test_too_small_disk_is_refused_before_saving(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="GB needed") as caught:
-        write.save(never(), target=tmp_path / "x.tar", expected_bytes=10**18)
+        write.save_archive(never(), target=tmp_path / "x.tar", expected_bytes=10**18)
     assert "zstd" in str(caught.value.hint)
 
 
@@ -88,7 +88,7 @@ def test_too_small_disk_is_refused_before_saving(tmp_path: Path) -> None:
 def test_impossible_targets_are_refused(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(UsageError, match=message):
-        write.save(never(), target=tmp_path / name)
+        write.save_archive(never(), target=tmp_path / name)
 
 
 def test_failing_stream_keeps_the_old_archive(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_failing_stream_keeps_the_old_archive(tmp_path: Path) -> None:
     target.write_bytes(b"old")
     for compress in ("none", "gzip", "zstd") if shutil.which("zstd") else ("none", "gzip"):
         with pytest.raises(ToolFailed, match="went away"):
-            write.save(broken(), target=target, compress=compress)
+            write.save_archive(broken(), target=target, compress=compress)
     assert target.read_bytes() == b"old"
     assert names(tmp_path) == ["x.tar"]
 
@@ -117,7 +117,7 @@ def file_size_limit(size_bytes: int) -> Iterator[None]:
 
 def test_no_space_midway_leaves_nothing(tmp_path: Path) -> None:
     with file_size_limit(1 << 20), pytest.raises(ToolFailed, match="no space left after 1 MB"):
-        write.save(chunks(DATA), target=tmp_path / "x.tar")
+        write.save_archive(chunks(DATA), target=tmp_path / "x.tar")
     assert names(tmp_path) == []
 
 
@@ -139,7 +139,7 @@ def test_failed_flush_in_the_background_fails_the_save(
     monkeypatch.setattr(write, "_FLUSH_BYTES", 1)
     (tmp_path / "x.tar").write_bytes(b"old")
     with pytest.raises(ToolFailed, match="cannot write: Input/output error"):
-        write.save(slow_stream(), target=tmp_path / "x.tar")
+        write.save_archive(slow_stream(), target=tmp_path / "x.tar")
     assert names(tmp_path) == ["x.tar"]
     assert (tmp_path / "x.tar").read_bytes() == b"old"
 
@@ -153,7 +153,7 @@ def chunks():
     while True:
         yield bytes(100_000)
         time.sleep(0.01)
-archive.save(chunks(), target=Path(sys.argv[1]))
+archive.save_archive(chunks(), target=Path(sys.argv[1]))
 """
 
 
@@ -185,14 +185,14 @@ def test_killed_save_is_cleaned_by_the_next(tmp_path: Path) -> None:
     (leftover,) = names(tmp_path)
     assert leftover.startswith(".imgkit-")
     assert leftover.endswith(".x.tar.part")
-    write.save(chunks(DATA), target=target)
+    write.save_archive(chunks(DATA), target=target)
     assert names(tmp_path) == ["x.tar"]
 
 
 def test_running_save_keeps_its_file(tmp_path: Path) -> None:
     target = tmp_path / "x.tar"
     with slow_save(target):
-        write.save(chunks(DATA), target=target)
+        write.save_archive(chunks(DATA), target=target)
         assert len(names(tmp_path)) == 2
 
 
@@ -249,7 +249,9 @@ def test_progress_never_exceeds_its_total(tmp_path: Path) -> None:
             progress.append((done_bytes, total_bytes))
 
     # A tar has headers that the image's size does not count.
-    write.save(chunks(DATA), target=tmp_path / "x", expected_bytes=len(DATA) - 50_000, report=Listening())
+    write.save_archive(
+        chunks(DATA), target=tmp_path / "x", expected_bytes=len(DATA) - 50_000, report=Listening()
+    )
     assert progress[-1] == (len(DATA), len(DATA))
     assert all(total is not None and advanced <= total for advanced, total in progress)
 
@@ -262,7 +264,7 @@ from imgkit_builder.archive import write as archive
 from imgkit_builder.base import files
 for compress in ("none", "gzip"):
     chunks = (bytes(32768) for _ in range(4_000))
-    archive.save(chunks, target=Path({str(tmp_path / "x")!r}), compress=compress)
+    archive.save_archive(chunks, target=Path({str(tmp_path / "x")!r}), compress=compress)
 status = Path("/proc/self/status").read_text()
 print(status.split("VmHWM:")[1].split()[0])
 """

@@ -21,16 +21,16 @@ MEMBER = MEMBERS[3]
 
 
 def unpacked(data: bytes, size: int = 1 << 20, allowance: Allowance | None = None) -> bytes:
-    return b"".join(compressed.unpacked(chunks(data, size), "gzip", name="x", allowance=allowance))
+    return b"".join(compressed.unpack_chunks(chunks(data, size), "gzip", name="x", allowance=allowance))
 
 
 CASES = {
     "one member": gzip.compress(TEXT),
-    "as imgkit writes it": b"".join(write._gzip(chunks(TEXT + NOISE))),
+    "as imgkit writes it": b"".join(write._gzip_chunks(chunks(TEXT + NOISE))),
     "members of all sizes": b"".join(MEMBERS),
     "zeros behind the last": b"".join(MEMBERS) + bytes(2_000_000),
     "a member within a member": MEMBER + gzip.compress(NOISE + MEMBER * 3 + NOISE, 0, mtime=0) + MEMBER,
-    "a start within a member": MEMBER + gzip.compress(compressed._MEMBER * 50 + NOISE, 0, mtime=0) * 2,
+    "a start within a member": MEMBER + gzip.compress(compressed._MEMBER_START * 50 + NOISE, 0, mtime=0) * 2,
     "a member with a time": MEMBER + gzip.compress(NOISE, mtime=1) + MEMBER,
     "a member with a name": MEMBER + MEMBER[:3] + b"\x08" + MEMBER[4:10] + b"name\0" + MEMBER[10:] + MEMBER,
 }
@@ -45,12 +45,12 @@ def test_every_member_unpacks(name: str, size: int) -> None:
 def test_members_are_unpacked_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """None of them comes from the reader that goes step by step."""
     monkeypatch.setattr(compressed.Gunzip, "feed", None)
-    assert unpacked(b"".join(write._gzip(chunks(TEXT)))) == TEXT
+    assert unpacked(b"".join(write._gzip_chunks(chunks(TEXT)))) == TEXT
 
 
 @pytest.mark.parametrize("position", [5_000, -6, -1])
 def test_damaged_member_is_refused(position: int) -> None:
-    data = bytearray(b"".join(write._gzip(chunks(TEXT + NOISE))))
+    data = bytearray(b"".join(write._gzip_chunks(chunks(TEXT + NOISE))))
     data[position] ^= 0x40
     with pytest.raises(CheckFailed, match="the gzip data is damaged"):
         unpacked(bytes(data))
@@ -59,7 +59,7 @@ def test_damaged_member_is_refused(position: int) -> None:
 @pytest.mark.parametrize("missing", [1, 9, 50_000])
 def test_cut_member_is_refused(missing: int) -> None:
     with pytest.raises(CheckFailed, match="the gzip data is cut short"):
-        unpacked(b"".join(write._gzip(chunks(TEXT + NOISE)))[:-missing])
+        unpacked(b"".join(write._gzip_chunks(chunks(TEXT + NOISE)))[:-missing])
 
 
 def test_rubbish_behind_a_member_is_refused() -> None:

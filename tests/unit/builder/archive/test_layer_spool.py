@@ -11,7 +11,7 @@ import stored_images
 from tars import tar_of_files
 
 from imgkit_builder.archive import stored
-from imgkit_builder.archive.layers import scan
+from imgkit_builder.archive.layers import scan_layers
 from imgkit_builder.archive.stored import NoRoom, Spool
 from imgkit_builder.archive.tar_read import TarStream
 from imgkit_entrypoints.errors import CheckFailed
@@ -47,7 +47,7 @@ def test_spooled_layers_are_the_layers(tmp_path: Path, spool: Spool, threads: in
     layers = [tar_of_files({f"{number}/{n}": b"x" * n for n in range(5)}) for number in range(3)]
     image = write_image(tmp_path / "x.tar", layers)
     seen: list[list[str]] = []
-    plain = scan(
+    plain = scan_layers(
         image, lambda stream: seen.append([member.name for member in stream]), threads=threads, spool=spool
     )
     assert seen == [[f"{number}/{n}" for n in range(5)] for number in range(3)]
@@ -57,14 +57,14 @@ def test_spooled_layers_are_the_layers(tmp_path: Path, spool: Spool, threads: in
 
 def test_layers_without_a_spool_stay_where_they_are(tmp_path: Path) -> None:
     image = write_image(tmp_path / "x.tar", [tar_of_files({"a": b"1"})])
-    assert scan(image, lambda stream: None) == image
+    assert scan_layers(image, lambda stream: None) == image
 
 
 def test_plain_bytes_beyond_the_room_are_refused(tmp_path: Path) -> None:
     layers = [tar_of_files({"a": b"1"}), tar_of_files({"zeros": bytes(100_000)})]
     image = write_image(tmp_path / "x.tar", layers)
     with Spool(folder=tmp_path, room_bytes=50_000) as small, pytest.raises(NoRoom):
-        scan(image, lambda stream: None, threads=2, spool=small)
+        scan_layers(image, lambda stream: None, threads=2, spool=small)
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
@@ -80,21 +80,21 @@ def test_layer_with_other_bytes_is_named(tmp_path: Path, spool: Spool, number: i
             pass
 
     with pytest.raises(CheckFailed, match=f"layer {number + 1} of 3 is damaged: its sha256 is"):
-        scan(image, walk, threads=2, spool=spool)
+        scan_layers(image, walk, threads=2, spool=spool)
 
 
 def test_cut_gzip_layer_is_refused(tmp_path: Path, spool: Spool) -> None:
     layers = [tar_of_files({"a": bytes(range(256)) * 100})]
     image = write_image(tmp_path / "x.tar", layers, packed=lambda data: gzip.compress(data)[:-9])
     with pytest.raises(CheckFailed, match="the gzip data is cut short"):
-        scan(image, lambda stream: None, spool=spool)
+        scan_layers(image, lambda stream: None, spool=spool)
 
 
 def test_bomb_in_one_of_many_layers_is_refused(tmp_path: Path, spool: Spool) -> None:
     layers = [tar_of_files({f"{n}": bytes(1_000_000)}) for n in range(4)]
     image = write_image(tmp_path / "x.tar", layers)
     with pytest.raises(CheckFailed, match="unpack to more than"):
-        scan(image, lambda stream: None, threads=4, unpack_limit_bytes=3_000_000, spool=spool)
+        scan_layers(image, lambda stream: None, threads=4, unpack_limit_bytes=3_000_000, spool=spool)
 
 
 def test_equal_digests_of_other_bytes_are_compared(tmp_path: Path) -> None:
@@ -102,4 +102,4 @@ def test_equal_digests_of_other_bytes_are_compared(tmp_path: Path) -> None:
     layer, later = tar_of_files({"a": b"1"}), iter([bytes, lambda data: data[:-1] + b"1"])
     image = write_image(tmp_path / "x.tar", [layer, layer], packed=lambda data: next(later)(data))
     with pytest.raises(CheckFailed, match="layer 2 of 2 is damaged"):
-        scan(image, lambda stream: None)
+        scan_layers(image, lambda stream: None)

@@ -48,7 +48,7 @@ def tree_of(*layers: Layer) -> LayerTree:
     ],
 )
 def test_links_that_leave_the_image(layers: list[Layer], path: str, link: tuple[str, str] | None) -> None:
-    assert tree_of(*layers).escape(path) == link
+    assert tree_of(*layers).find_escape(path) == link
 
 
 @pytest.mark.parametrize(
@@ -77,12 +77,12 @@ def test_type_of_what_a_path_opens(path: str, kind: bytes | None) -> None:
         ("hard", HARD, "usr/file"),
         ("broken", LINK, "none/at/all"),
     ]
-    assert tree_of(layer).kind(path) == kind
+    assert tree_of(layer).file_type(path) == kind
 
 
 def test_type_behind_a_circle_of_links_refused() -> None:
     with pytest.raises(CheckFailed, match="leads to itself"):
-        tree_of([("a", LINK, "b"), ("b", LINK, "a")]).kind("a/x")
+        tree_of([("a", LINK, "b"), ("b", LINK, "a")]).file_type("a/x")
 
 
 def test_special_files_below_a_path() -> None:

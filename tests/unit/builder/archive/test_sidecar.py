@@ -37,9 +37,9 @@ FULL = Sidecar(
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
-    with sidecar.replacing(FULL, tmp_path / "mn5.tar"):
+    with sidecar.replace_around(FULL, tmp_path / "mn5.tar"):
         pass
-    assert sidecar.read(tmp_path / "mn5.tar") == FULL
+    assert sidecar.read_sidecar(tmp_path / "mn5.tar") == FULL
     assert sidecar.read_sha256(tmp_path / "mn5.tar") == EMPTY
 
 
@@ -63,7 +63,7 @@ def test_json_holds_the_baked_documents() -> None:
 @pytest.mark.skipif(shutil.which("sha256sum") is None, reason="no sha256sum")
 def test_sha256sum_takes_the_checksum_file(tmp_path: Path) -> None:
     (tmp_path / "mn5.tar").touch()
-    with sidecar.replacing(FULL, tmp_path / "mn5.tar"):
+    with sidecar.replace_around(FULL, tmp_path / "mn5.tar"):
         pass
     assert (
         subprocess.run(
@@ -74,21 +74,21 @@ def test_sha256sum_takes_the_checksum_file(tmp_path: Path) -> None:
 
 
 def test_absent_files_are_none(tmp_path: Path) -> None:
-    assert sidecar.read(tmp_path / "x.tar") is None
+    assert sidecar.read_sidecar(tmp_path / "x.tar") is None
     assert sidecar.read_sha256(tmp_path / "x.tar") is None
 
 
 def test_later_schema_is_refused(tmp_path: Path) -> None:
     sidecar.json_path(tmp_path / "x").write_text(sidecar.to_json(FULL).replace('"schema": 1', '"schema": 2'))
     with pytest.raises(UsageError, match="later version of imgkit"):
-        sidecar.read(tmp_path / "x")
+        sidecar.read_sidecar(tmp_path / "x")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 1}', '{"schema": 1, "image": 3}', "\0"])
 def test_what_is_no_sidecar_is_refused(tmp_path: Path, text: str) -> None:
     sidecar.json_path(tmp_path / "x").write_text(text)
     with pytest.raises(UsageError, match=r"not a sidecar") as caught:
-        sidecar.read(tmp_path / "x")
+        sidecar.read_sidecar(tmp_path / "x")
     assert caught.value.where == str(tmp_path / "x.manifest.json")
 
 

@@ -29,28 +29,28 @@ def home(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.usefixtures("home")
 def test_goes_on_without_a_cache() -> None:
     files.write_cache(files.cache_dir() / "probe/x.json", "{}")
-    assert not smoke.passed_before("sha256:1")
-    smoke.remember("sha256:1")
-    assert not smoke.passed_before("sha256:1")
+    assert not smoke.has_passed("sha256:1")
+    smoke.record_pass("sha256:1")
+    assert not smoke.has_passed("sha256:1")
 
 
 @pytest.mark.usefixtures("home")
 def test_log_of_a_build_goes_to_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert building._run_folder("mn5").parent == tmp_path
+    assert building._make_log_folder("mn5").parent == tmp_path
 
 
 def test_cache_is_written_where_it_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    smoke.remember("sha256:1")
-    assert smoke.passed_before("sha256:1")
+    smoke.record_pass("sha256:1")
+    assert smoke.has_passed("sha256:1")
 
 
 def test_cache_that_others_can_write_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    smoke.remember("sha256:1")
+    smoke.record_pass("sha256:1")
     assert stat.S_IMODE((tmp_path / "imgkit").stat().st_mode) == 0o700
     (record,) = (path for path in tmp_path.rglob("*") if path.is_file())
     record.unlink()
     record.symlink_to("/etc/hostname")
-    assert not smoke.passed_before("sha256:1")
+    assert not smoke.has_passed("sha256:1")

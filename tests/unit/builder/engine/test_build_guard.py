@@ -125,5 +125,5 @@ def test_foreign_working_container_stays(tmp_path: Path, monkeypatch: pytest.Mon
     )
     write_program(tmp_path / "podman", f'echo "$@" >> "{tmp_path}/asked"')
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    build_guard.remove(str(tmp_path / "all"), "token")
+    build_guard.remove_containers(str(tmp_path / "all"), "token")
     assert (tmp_path / "asked").read_text() == "--remote=false rm --force ours\n"

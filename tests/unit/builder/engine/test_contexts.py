@@ -15,7 +15,7 @@ import pytest
 
 from imgkit_builder.engine import address
 from imgkit_builder.engine.address import Endpoint
-from imgkit_builder.engine.connection import client_options
+from imgkit_builder.engine.connection import sdk_options
 from imgkit_entrypoints.errors import UsageError
 
 
@@ -61,22 +61,22 @@ def use(folder: Path, name: str) -> str:
 
 def test_chosen_context_is_used(docker: Path) -> None:
     source = use(docker, "lab")
-    assert address.endpoint() == Endpoint(host="unix:///lab.sock", source=source, context="lab")
+    assert address.find_endpoint() == Endpoint(host="unix:///lab.sock", source=source, context="lab")
 
 
 def test_variables_go_before_the_chosen_context(docker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use(docker, "other")
     monkeypatch.setenv("DOCKER_CONTEXT", "lab")
-    endpoint = address.endpoint()
+    endpoint = address.find_endpoint()
     assert (endpoint.host, endpoint.source) == ("unix:///lab.sock", "DOCKER_CONTEXT")
     monkeypatch.setenv("DOCKER_HOST", "tcp://here:1")
-    assert address.endpoint() == Endpoint(host="tcp://here:1", source="DOCKER_HOST")
+    assert address.find_endpoint() == Endpoint(host="tcp://here:1", source="DOCKER_HOST")
 
 
 def test_default_context_means_the_usual_socket(docker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use(docker, "lab")
     monkeypatch.setenv("DOCKER_CONTEXT", "default")
-    assert address.endpoint() == Endpoint(host=f"unix://{docker}/docker.sock")
+    assert address.find_endpoint() == Endpoint(host=f"unix://{docker}/docker.sock")
 
 
 @contextlib.contextmanager
@@ -106,7 +106,7 @@ def test_usual_sockets_are_tried_in_order(docker: Path) -> None:
     with contextlib.ExitStack() as stack:
         for socket_path in reversed(PLACES):
             stack.enter_context(listening(docker / socket_path))
-            assert address.endpoint() == Endpoint(host=f"unix://{docker / socket_path}")
+            assert address.find_endpoint() == Endpoint(host=f"unix://{docker / socket_path}")
 
 
 def test_socket_of_a_stopped_engine_is_passed_over(docker: Path) -> None:
@@ -115,23 +115,23 @@ def test_socket_of_a_stopped_engine_is_passed_over(docker: Path) -> None:
     (docker / PLACES[2]).parent.mkdir()
     (docker / PLACES[2]).touch()  # not even a socket
     with listening(docker / PLACES[-1]):
-        assert address.endpoint().host == f"unix://{docker / PLACES[-1]}"
-    assert address.endpoint().host == address.DEFAULT_HOST
+        assert address.find_endpoint().host == f"unix://{docker / PLACES[-1]}"
+    assert address.find_endpoint().host == address.DEFAULT_HOST
 
 
 def test_colima_may_live_elsewhere(docker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLIMA_HOME", str(docker / "c"))
     with listening(docker / "c/default/docker.sock"):
-        assert address.endpoint().host == f"unix://{docker}/c/default/docker.sock"
+        assert address.find_endpoint().host == f"unix://{docker}/c/default/docker.sock"
 
 
 def test_certificates_of_a_context_reach_the_sdk(docker: Path) -> None:
     use(docker, "tls")
-    endpoint = address.endpoint()
+    endpoint = address.find_endpoint()
     assert endpoint.tls is not None
     assert endpoint.tls.verify
     certificates = docker / "contexts/tls" / hashlib.sha256(b"tls").hexdigest() / "docker"
-    tls = client_options(endpoint)["tls"]
+    tls = sdk_options(endpoint)["tls"]
     assert (tls.ca_cert, tls.cert) == (
         f"{certificates}/ca.pem",
         (f"{certificates}/cert.pem", f"{certificates}/key.pem"),
@@ -142,32 +142,32 @@ def test_stated_certificates_reach_the_sdk(docker: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("DOCKER_HOST", "tcp://far:2376")
     monkeypatch.setenv("DOCKER_TLS_VERIFY", "1")
     (docker / "ca.pem").touch()
-    assert client_options(address.endpoint())["tls"].ca_cert == f"{docker}/ca.pem"
+    assert sdk_options(address.find_endpoint())["tls"].ca_cert == f"{docker}/ca.pem"
 
 
 def test_unknown_context_is_refused(docker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = use(docker, "gone")
     with pytest.raises(UsageError, match="no Docker context 'gone'") as caught:
-        address.endpoint()
+        address.find_endpoint()
     assert caught.value.where == source
     assert "docker context use default" in str(caught.value.hint)
     monkeypatch.setenv("DOCKER_CONTEXT", "gone")
     with pytest.raises(UsageError) as caught:
-        address.endpoint()
+        address.find_endpoint()
     assert (caught.value.where, "unset DOCKER_CONTEXT" in str(caught.value.hint)) == ("DOCKER_CONTEXT", True)
 
 
 def test_context_of_something_else_is_refused(docker: Path) -> None:
     use(docker, "other")
     with pytest.raises(UsageError, match="'other' names no engine"):
-        address.endpoint()
+        address.find_endpoint()
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '"x"'])
 def test_damaged_settings_are_refused(docker: Path, text: str) -> None:
     (docker / "config.json").write_text(text)
     with pytest.raises(UsageError, match="this file is not") as caught:
-        address.endpoint()
+        address.find_endpoint()
     assert caught.value.where == str(docker / "config.json")
 
 

@@ -9,7 +9,7 @@ from docker.errors import create_api_error_from_http_exception
 from imgkit_builder.engine.address import Endpoint
 from imgkit_builder.engine.building import _label_instruction
 from imgkit_builder.engine.containers import shell_argv
-from imgkit_builder.engine.errors import explain, registry_of, translated
+from imgkit_builder.engine.errors import explain_message, registry_of, translate_errors
 from imgkit_builder.engine.following import instruction_lines
 from imgkit_builder.engine.image_source import full_platform
 from imgkit_builder.engine.images import ImageFacts, ImageInfo, repository
@@ -69,12 +69,12 @@ def test_platform_spellings_are_one(text: str) -> None:
     ],
 )
 def test_message_decides_the_kind(message: str, kind: type) -> None:
-    error = explain(message, doing="push x", name="x")
+    error = explain_message(message, doing="push x", name="x")
     assert type(error) is kind
 
 
 def test_unknown_message_is_quoted_in_full() -> None:
-    assert "push x: something new" in str(explain("\x1b[91msomething new\x1b[0m", doing="push x"))
+    assert "push x: something new" in str(explain_message("\x1b[91msomething new\x1b[0m", doing="push x"))
     assert unstyled("\x1b[91mred\x1b[0m") == "red"
 
 
@@ -82,26 +82,26 @@ HERE = Endpoint(host="unix:///var/run/docker.sock")
 
 
 def test_shell_asks_for_gpus_only_if_told() -> None:
-    plain = shell_argv("mn5", gpus=False, host=True, place=HERE)
+    plain = shell_argv("mn5", gpus=False, host=True, endpoint=HERE)
     assert plain[-2:] == ["mn5", "bash"]
     assert "--gpus" not in plain
     assert "--ipc=host" in plain
-    assert shell_argv("mn5", gpus=True, host=True, place=HERE)[-4:] == ["--gpus", "all", "mn5", "bash"]
+    assert shell_argv("mn5", gpus=True, host=True, endpoint=HERE)[-4:] == ["--gpus", "all", "mn5", "bash"]
 
 
 def test_shell_shares_nothing_unasked() -> None:
-    argv = shell_argv("mn5", gpus=False, host=False, place=HERE)
+    argv = shell_argv("mn5", gpus=False, host=False, endpoint=HERE)
     assert argv[argv.index("--network") + 1] == "none"
     assert not any(arg.startswith(("--ipc", "--volume", "--mount")) for arg in argv)
 
 
 def test_shell_names_a_socket_that_docker_would_not_find(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: name if name == "docker" else None)
-    assert shell_argv("mn5", gpus=False, host=True, place=HERE)[:2] == ["docker", "run"]
+    assert shell_argv("mn5", gpus=False, host=True, endpoint=HERE)[:2] == ["docker", "run"]
     host = "unix:///run/user/1000/podman/podman.sock"
     from_variable = Endpoint(host=host, source="DOCKER_HOST")
-    assert shell_argv("mn5", gpus=False, host=True, place=from_variable)[:2] == ["docker", "run"]
-    assert shell_argv("mn5", gpus=False, host=True, place=Endpoint(host=host))[:3] == [
+    assert shell_argv("mn5", gpus=False, host=True, endpoint=from_variable)[:2] == ["docker", "run"]
+    assert shell_argv("mn5", gpus=False, host=True, endpoint=Endpoint(host=host))[:3] == [
         "docker",
         "--host",
         host,
@@ -110,7 +110,7 @@ def test_shell_names_a_socket_that_docker_would_not_find(monkeypatch: pytest.Mon
 
 def test_shell_opens_by_podman_without_docker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: name if name == "podman" else None)
-    assert shell_argv("mn5", gpus=False, host=True, place=HERE)[:3] == ["podman", "--url", HERE.host]
+    assert shell_argv("mn5", gpus=False, host=True, endpoint=HERE)[:3] == ["podman", "--url", HERE.host]
 
 
 def facts(*, standin: bool) -> ImageFacts:
@@ -151,5 +151,5 @@ def test_error_without_a_message_is_told() -> None:
         except requests.exceptions.HTTPError as error:
             create_api_error_from_http_exception(error)
 
-    with pytest.raises(ToolFailed, match="push x: dial tcp: connection refused"), translated("push x"):
+    with pytest.raises(ToolFailed, match="push x: dial tcp: connection refused"), translate_errors("push x"):
         ask()

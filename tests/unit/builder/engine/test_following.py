@@ -75,8 +75,8 @@ def follow(kind: type[BuildFollower], text: str, *, code: int = 1) -> tuple[list
     stages = Stages()
     follower = kind(io.StringIO(), DOCKERFILE, base="base:1", log_path=Path("/log"), report=stages)
     for start in range(0, len(text), 7):
-        follower.text(text[start : start + 7])
-    return stages.seen, str(follower.failed(code))
+        follower.add_text(text[start : start + 7])
+    return stages.seen, str(follower.exit_error(code))
 
 
 @pytest.mark.parametrize("text", [PODMAN, PODMAN.replace("STEP", "Step").replace(": ", " : ", 4)])
@@ -127,9 +127,9 @@ def test_missing_base_is_a_failure_before_any_step() -> None:
 def test_full_disk_gets_its_hint() -> None:
     text = BUILDX.replace("0.303", "0.303 no space left on device")
     follower = BuildKitFollower(io.StringIO(), DOCKERFILE, base="b", log_path=Path("/log"), report=Silent())
-    follower.text(text)
-    assert isinstance(follower.failed(1), ToolFailed)
-    assert "docker system df" in str(follower.failed(1))
+    follower.add_text(text)
+    assert isinstance(follower.exit_error(1), ToolFailed)
+    assert "docker system df" in str(follower.exit_error(1))
 
 
 def test_hidden_words_are_nowhere(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_hidden_words_are_nowhere(tmp_path: Path) -> None:
         report=Heard(),
         hide=lambda x: x.replace("out", "***"),
     )
-    watch.text(PODMAN)
-    error = watch.failed(1)
+    watch.add_text(PODMAN)
+    error = watch.exit_error(1)
     assert "out" not in "\n".join([log.getvalue(), *lines, str(error)]).replace("without", "")
     assert "***" in error.hint

@@ -50,26 +50,26 @@ def engine(folder: Path, answers: dict[str, object], *, status: int = 200) -> It
 
 def test_engine_tells_version_and_space(tmp_path: Path) -> None:
     with engine(tmp_path, {"/version": VERSION, "/info": {"DockerRootDir": str(tmp_path)}}) as host:
-        facts = connection.query(Endpoint(host=host))
+        facts = connection.query_facts(Endpoint(host=host))
     assert (facts.product, facts.version, facts.api, facts.arch) == ("Docker", "27.1.0", "1.46", "arm64")
     assert facts.free_bytes
 
 
 def test_images_in_a_virtual_machine_have_no_space(tmp_path: Path) -> None:
     with engine(tmp_path, {"/version": VERSION, "/info": {"DockerRootDir": "/nonexistent"}}) as host:
-        assert connection.query(Endpoint(host=host)).free_bytes is None
+        assert connection.query_facts(Endpoint(host=host)).free_bytes is None
 
 
 def test_docker_host_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with engine(tmp_path, {"/version": VERSION, "/info": {"DockerRootDir": "/"}}) as host:
         monkeypatch.setenv("DOCKER_HOST", host)
-        assert connection.query().endpoint == Endpoint(host=host, source="DOCKER_HOST")
+        assert connection.query_facts().endpoint == Endpoint(host=host, source="DOCKER_HOST")
 
 
 def test_absent_engine_names_the_start_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ToolMissing, match="no Docker engine") as caught:
-        connection.query(Endpoint(host=f"unix://{tmp_path}/absent.sock"))
+        connection.query_facts(Endpoint(host=f"unix://{tmp_path}/absent.sock"))
     assert "apt-get install docker.io" in str(caught.value.hint)
 
 
@@ -78,7 +78,7 @@ def test_dead_engine_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         listener.bind(str(tmp_path / "s"))
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/s")
     with pytest.raises(ToolMissing) as caught:
-        connection.query()
+        connection.query_facts()
     assert "unset DOCKER_HOST" in str(caught.value.hint)
 
 
@@ -87,7 +87,7 @@ def test_something_else_at_the_socket_is_told(tmp_path: Path) -> None:
         engine(tmp_path, {"/version": ["hello"]}) as host,
         pytest.raises(ToolFailed, match="no usable Docker engine"),
     ):
-        connection.query(Endpoint(host=host))
+        connection.query_facts(Endpoint(host=host))
 
 
 def test_failing_engine_is_told(tmp_path: Path) -> None:
@@ -95,10 +95,10 @@ def test_failing_engine_is_told(tmp_path: Path) -> None:
         engine(tmp_path, {"/version": {"message": "its disk is broken"}}, status=500) as host,
         pytest.raises(ToolFailed, match="its disk is broken"),
     ):
-        connection.query(Endpoint(host=host))
+        connection.query_facts(Endpoint(host=host))
 
 
 @pytest.mark.parametrize("host", ["nonsense", "tcp://"])
 def test_unknown_addresses_are_refused(host: str) -> None:
     with pytest.raises(UsageError, match="not an engine's address"):
-        connection.query(Endpoint(host=host))
+        connection.query_facts(Endpoint(host=host))

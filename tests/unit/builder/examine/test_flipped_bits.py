@@ -46,7 +46,7 @@ def archive(folder: Path) -> Path:
     saved = SavedArchive(
         name="x.tar", size_bytes=contents.size_bytes, sha256=contents.sha256, compress="none"
     )
-    with sidecar.replacing(Sidecar(image=image, archive=saved, system=None, manifest=None), path):
+    with sidecar.replace_around(Sidecar(image=image, archive=saved, system=None, manifest=None), path):
         pass
     return path
 

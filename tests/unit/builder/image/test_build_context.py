@@ -52,7 +52,9 @@ def pack(make_recipe: MakeRecipe, code: Path) -> Pack:
 
 
 def pack_recipe(recipe: Recipe, **options: Any) -> BuildContext:
-    return context.pack(recipe, base=BaseImage(name="b"), platform="linux/amd64", revision="", **options)
+    return context.pack_context(
+        recipe, base=BaseImage(name="b"), platform="linux/amd64", revision="", **options
+    )
 
 
 def names(packed: BuildContext) -> list[str]:
@@ -109,7 +111,7 @@ def test_input_has_files_and_the_name_of_the_base(make_recipe: MakeRecipe, code:
 
     def digest(name: str, **known: Any) -> str:
         base = BaseImage(name=name, platform="linux/amd64", **known)
-        packed = context.pack(recipe, base=base, platform="linux/amd64", revision="")
+        packed = context.pack_context(recipe, base=base, platform="linux/amd64", revision="")
         return context.input_sha256(recipe, packed, "b:1")
 
     by_name = digest("b:1")
@@ -123,7 +125,7 @@ def test_input_has_files_and_the_name_of_the_base(make_recipe: MakeRecipe, code:
 def test_baked_facts_read_back(make_recipe: MakeRecipe) -> None:
     recipe = make_recipe()
     base = BaseImage(name="base:1", id="sha256:1", platform="linux/arm64")
-    packed = context.pack(recipe, base=base, platform="linux/arm64", revision="abc-dirty")
+    packed = context.pack_context(recipe, base=base, platform="linux/arm64", revision="abc-dirty")
     with packed.open() as stream, tarfile.open(fileobj=io.BytesIO(stream.read())) as archive:
         texts = {m.name: archive.extractfile(m).read() for m in archive if m.isfile()}  # type: ignore[union-attr]
     assert system.from_json(texts["imgkit/system.json"].decode()) == recipe.system
@@ -138,7 +140,7 @@ def test_baked_facts_read_back(make_recipe: MakeRecipe) -> None:
 def test_manifest_has_the_recipes_own_variables(make_recipe: MakeRecipe) -> None:
     recipe = make_recipe(env={"NCCL_NET_PLUGIN": "ofi", "PATH": "/x:$PATH"})
     base = BaseImage(name="base:1", env={"NCCL_NET_PLUGIN": "spcx", "PATH": "/bin"})
-    packed = context.pack(recipe, base=base, platform="linux/amd64", revision="")
+    packed = context.pack_context(recipe, base=base, platform="linux/amd64", revision="")
     assert packed.manifest.env == {"NCCL_NET_PLUGIN": "ofi"}
     text = manifest.to_json(packed.manifest)
     assert manifest.from_json(text) == packed.manifest
@@ -272,7 +274,7 @@ def test_large_source_is_streamed(make_recipe: MakeRecipe, tmp_path: Path) -> No
     code = f"""
 import resource
 from pathlib import Path
-from imgkit_builder.image.context import pack
+from imgkit_builder.image.context import pack_context
 from imgkit_builder.oci.manifest import BaseImage
 from imgkit_builder.base.files import MTIME_S
 from imgkit_builder.recipe.model import CopyStep, Image, Recipe
@@ -280,7 +282,7 @@ from imgkit_entrypoints.system import SystemFacts
 def made(*copy):
     recipe = Recipe(name="x", image=Image(base="b:1", copy=copy), system=SystemFacts(), file=Path("/x.yaml"),
                     sha256="", positions={{}})
-    return pack(recipe, base=BaseImage(name="b:1"), platform="linux/amd64", revision="")
+    return pack_context(recipe, base=BaseImage(name="b:1"), platform="linux/amd64", revision="")
 made()  # everything is imported now
 used = int(next(line for line in open("/proc/self/status") if line.startswith("VmSize")).split()[1]) << 10
 resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20),) * 2)
@@ -386,21 +388,21 @@ def git(folder: Path, *args: str) -> None:
 
 
 def test_revision_of_a_repository(tmp_path: Path) -> None:
-    assert context.revision(tmp_path) == ""
+    assert context.git_revision(tmp_path) == ""
     git(tmp_path, "init", "-q")
-    assert context.revision(tmp_path) == ""
+    assert context.git_revision(tmp_path) == ""
     (tmp_path / "mine.yaml").write_text("x")
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-q", "-m", "x")
-    clean = context.revision(tmp_path)
+    clean = context.git_revision(tmp_path)
     assert len(clean) == 40
     leftover = tmp_path / "sub/.imgkit-sif.0a"
     leftover.mkdir(parents=True)
     for path in (leftover / "spool.tar", leftover.parent / "mine.sif"):
         path.touch()
-    assert context.revision(tmp_path) == clean
+    assert context.git_revision(tmp_path) == clean
     (tmp_path / "mine.yaml").write_text("y")
-    assert context.revision(tmp_path) == f"{clean}-dirty"
+    assert context.git_revision(tmp_path) == f"{clean}-dirty"
 
 
 def test_untracked_folder_has_no_revision(tmp_path: Path) -> None:
@@ -408,4 +410,4 @@ def test_untracked_folder_has_no_revision(tmp_path: Path) -> None:
     git(tmp_path, "commit", "-q", "--allow-empty", "-m", "x")
     (tmp_path / "venv").mkdir()
     (tmp_path / "venv" / "mine.yaml").write_text("x")
-    assert context.revision(tmp_path / "venv") == ""
+    assert context.git_revision(tmp_path / "venv") == ""

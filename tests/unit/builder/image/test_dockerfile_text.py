@@ -44,23 +44,23 @@ def instructions(text: str) -> list[str]:
 
 
 def test_layers_ordered_by_change_rate(make_recipe: MakeRecipe) -> None:
-    kinds = [line.split()[0] for line in instructions(render.dockerfile(full(make_recipe)))]
+    kinds = [line.split()[0] for line in instructions(render.render_dockerfile(full(make_recipe)))]
     assert " ".join(kinds) == "FROM RUN RUN RUN RUN COPY RUN ENV WORKDIR RUN COPY RUN COPY COPY LABEL"
 
 
 def test_only_what_classic_builders_know(make_recipe: MakeRecipe) -> None:
-    assert not re.search(BUILDKIT_ONLY, render.dockerfile(full(make_recipe)), re.MULTILINE)
+    assert not re.search(BUILDKIT_ONLY, render.render_dockerfile(full(make_recipe)), re.MULTILINE)
 
 
 def test_every_instruction_below_its_trace(make_recipe: MakeRecipe) -> None:
-    lines = render.dockerfile(full(make_recipe)).splitlines()
+    lines = render.render_dockerfile(full(make_recipe)).splitlines()
     starts = [number for number, line in enumerate(lines) if re.match(r"[A-Z]+ ", line)]
     assert len(starts) == 15
     assert all(render.TRACE.fullmatch(lines[number - 1]) for number in starts)
 
 
 def test_minimal_recipe_has_no_pip_layers(make_recipe: MakeRecipe) -> None:
-    text = render.dockerfile(make_recipe())
+    text = render.render_dockerfile(make_recipe())
     assert "apt-get" not in text
     assert "constraint.txt" not in text
     assert 'ENV PYTHONNOUSERSITE="1"\n' in text
@@ -69,7 +69,7 @@ def test_minimal_recipe_has_no_pip_layers(make_recipe: MakeRecipe) -> None:
 def test_hash_seed_changes_no_byte() -> None:
     code = (
         "from imgkit_builder.image import render; from imgkit_builder.recipe.load import load; "
-        "print(render.dockerfile(load('mn5-llm')))"
+        "print(render.render_dockerfile(load('mn5-llm')))"
     )
     outputs = {
         subprocess.run(
@@ -82,33 +82,33 @@ def test_hash_seed_changes_no_byte() -> None:
 
 def test_origin_names_recipe_line(make_recipe: MakeRecipe) -> None:
     lines = {("image", "run", 0): 41, ("image", "run", 1): 42}
-    text = render.dockerfile(make_recipe(run=("make", "make install"), lines=lines))
+    text = render.render_dockerfile(make_recipe(run=("make", "make install"), lines=lines))
     number = text.splitlines().index("RUN make install") + 1
-    assert render.origin(text, number) == "mine.yaml:42"
+    assert render.find_origin(text, number) == "mine.yaml:42"
 
 
 def test_origin_of_lists_is_a_range(make_recipe: MakeRecipe) -> None:
     lines = {("image", "apt", number): line for number, line in enumerate((7, 8, 9, 12))}
-    text = render.dockerfile(make_recipe(apt=("a", "b", "c", "d"), lines=lines))
+    text = render.render_dockerfile(make_recipe(apt=("a", "b", "c", "d"), lines=lines))
     within = text.splitlines().index("        c \\") + 1
-    assert render.origin(text, within) == "mine.yaml:7-9, mine.yaml:12"
+    assert render.find_origin(text, within) == "mine.yaml:7-9, mine.yaml:12"
 
 
 def test_origin_of_own_steps_says_imgkit(make_recipe: MakeRecipe) -> None:
-    text = render.dockerfile(make_recipe())
+    text = render.render_dockerfile(make_recipe())
     number = next(n for n, line in enumerate(text.splitlines(), 1) if "--force-reinstall" in line)
-    assert render.origin(text, number).startswith("imgkit: ")
-    assert render.origin(text, 1) == ""
+    assert render.find_origin(text, number).startswith("imgkit: ")
+    assert render.find_origin(text, 1) == ""
 
 
 def test_base_override_traced_as_option(make_recipe: MakeRecipe) -> None:
-    text = render.dockerfile(make_recipe(), base="imgkit.local/standin:1")
+    text = render.render_dockerfile(make_recipe(), base="imgkit.local/standin:1")
     assert "# --base (instead of example.org/base:1, mine.yaml:3)\nFROM imgkit.local/standin:1\n" in text
 
 
 def test_recipes_own_base_is_no_override(make_recipe: MakeRecipe) -> None:
     recipe = make_recipe()
-    assert render.dockerfile(recipe, base="example.org/base:1") == render.dockerfile(recipe)
+    assert render.render_dockerfile(recipe, base="example.org/base:1") == render.render_dockerfile(recipe)
 
 
 @pytest.mark.parametrize(
@@ -123,21 +123,21 @@ def test_constraint_policy_sets_pips_variable(
     make_recipe: MakeRecipe, policy: Constraints, prefix: str
 ) -> None:
     recipe = make_recipe(pip=(PipStep(packages=("numpy",)),), constraints=policy)
-    step = next(line for line in instructions(render.dockerfile(recipe)) if line.endswith("numpy"))
+    step = next(line for line in instructions(render.render_dockerfile(recipe)) if line.endswith("numpy"))
     assert prefix in step
     assert "--constraint /opt/imgkit/constraint.txt" in step
 
 
 def test_own_labels_beat_the_recipes(make_recipe: MakeRecipe) -> None:
     labels = {"imgkit.recipe": "forged", "org.opencontainers.image.version": "7"}
-    text = render.dockerfile(make_recipe(labels=labels))
+    text = render.render_dockerfile(make_recipe(labels=labels))
     assert "forged" not in text
     assert 'org.opencontainers.image.version="7"' in text
 
 
 @pytest.mark.parametrize("command", ["--mount=type=cache make", '["make"]', "cat <<EOF", "echo \\"])
 def test_docker_syntax_in_commands_is_inert(make_recipe: MakeRecipe, command: str) -> None:
-    text = render.dockerfile(make_recipe(run=(command,)))
+    text = render.render_dockerfile(make_recipe(run=(command,)))
     assert any(line.startswith('RUN ["/bin/sh", "-c", ') for line in text.splitlines())
 
 
@@ -154,14 +154,14 @@ def test_docker_syntax_in_commands_is_inert(make_recipe: MakeRecipe, command: st
 )
 def test_line_end_in_value_refused(make_recipe: MakeRecipe, image: dict[str, object], key: str) -> None:
     with pytest.raises(UsageError, match=re.escape(f"{key}: a line end")) as caught:
-        render.dockerfile(make_recipe(**image))
+        render.render_dockerfile(make_recipe(**image))
     assert caught.value.where == "mine.yaml:2"
 
 
 def test_drop_of_a_pattern_refused(make_recipe: MakeRecipe) -> None:
     constraints = Constraints(policy="drop", drop=("torch/d;s/.*//e",))
     with pytest.raises(UsageError, match="is not the name of a distribution"):
-        render.dockerfile(make_recipe(pip=(PipStep(packages=("numpy",)),), constraints=constraints))
+        render.render_dockerfile(make_recipe(pip=(PipStep(packages=("numpy",)),), constraints=constraints))
 
 
 def test_command_after_copy_stands_behind_it(make_recipe: MakeRecipe) -> None:
@@ -169,21 +169,21 @@ def test_command_after_copy_stands_behind_it(make_recipe: MakeRecipe) -> None:
     code = CopyStep(source=Path("/recipes/code"))
     lines = {("image", "run", 0): 9, ("image", "run", 1): 10}
     recipe = make_recipe(run=(late, "make"), copy=(code,), lines=lines)
-    steps = instructions(render.dockerfile(recipe))
+    steps = instructions(render.render_dockerfile(recipe))
     early, copied, last = (
         steps.index(x) for x in ("RUN make", 'COPY ["copy/0/", "/workspace/"]', f"RUN {late.command}")
     )
     assert early < copied < last
     assert steps[last + 1].startswith('COPY ["imgkit/system.json"')  # which changes with every commit
-    text = render.dockerfile(recipe)
-    assert render.origin(text, text.splitlines().index(f"RUN {late.command}") + 1) == "mine.yaml:9"
+    text = render.render_dockerfile(recipe)
+    assert render.find_origin(text, text.splitlines().index(f"RUN {late.command}") + 1) == "mine.yaml:9"
 
 
 def test_variables_of_a_pip_step_stay_there(make_recipe: MakeRecipe) -> None:
     steps = (PipStep(packages=("a",), env={"MAX_JOBS": "8", "FLAGS": "-O2 $x"}), PipStep(packages=("b",)))
     first, second = (
         line
-        for line in instructions(render.dockerfile(make_recipe(pip=steps)))
+        for line in instructions(render.render_dockerfile(make_recipe(pip=steps)))
         if "pip install" in line and "--no-index" not in line
     )
     assert "MAX_JOBS=8 FLAGS='-O2 $x' python3 -m pip install" in first
@@ -192,9 +192,9 @@ def test_variables_of_a_pip_step_stay_there(make_recipe: MakeRecipe) -> None:
 
 def test_authorities_come_before_the_network(make_recipe: MakeRecipe) -> None:
     recipe = make_recipe(ca=(Path("/recipes/a.crt"), Path("/recipes/b.crt")), apt=("git",))
-    kinds = [line.split()[0] for line in instructions(render.dockerfile(recipe))]
+    kinds = [line.split()[0] for line in instructions(render.render_dockerfile(recipe))]
     assert kinds[:6] == ["FROM", "COPY", "COPY", "RUN", "ENV", "RUN"]
-    post = render.definition(recipe).partition("%post")[2]
+    post = render.render_definition(recipe).partition("%post")[2]
     assert (
         0 < post.index("update-ca-certificates") < post.index("export CURL_CA_BUNDLE") < post.index("apt-get")
     )
@@ -208,7 +208,7 @@ def test_project_is_installed_late_its_needs_early(make_recipe: MakeRecipe) -> N
     recipe = make_recipe(pip=pip_steps, run=("make",), copy=(CopyStep(source=Path("/recipes/code")),))
     lines = [
         line.rpartition("--constraint /opt/imgkit/constraint.txt ")[2]
-        for line in instructions(render.dockerfile(recipe))
+        for line in instructions(render.render_dockerfile(recipe))
     ]
     positions = [
         lines.index(line)
@@ -224,7 +224,7 @@ def test_project_is_installed_late_its_needs_early(make_recipe: MakeRecipe) -> N
         )
     ]
     assert positions == sorted(positions)
-    post = render.definition(recipe).partition("%post")[2]
+    post = render.render_definition(recipe).partition("%post")[2]
     assert (
         0
         < post.index("cp -RP -- /opt/imgkit/project/1/. '/work space/b'")
@@ -248,7 +248,9 @@ def with_secrets(make_recipe: MakeRecipe) -> Recipe:
 
 def test_step_with_secrets_mounts_only_its_own(make_recipe: MakeRecipe) -> None:
     mounting_steps = [
-        line for line in instructions(render.dockerfile(with_secrets(make_recipe))) if "--mount" in line
+        line
+        for line in instructions(render.render_dockerfile(with_secrets(make_recipe)))
+        if "--mount" in line
     ]
     assert [re.findall(r"type=secret,id=(\w+)", line) for line in mounting_steps] == [
         ["github"],

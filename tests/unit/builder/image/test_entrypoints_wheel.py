@@ -18,14 +18,14 @@ import pytest
 import imgkit_builder
 import imgkit_entrypoints
 import imgkit_recipes
-from imgkit_builder.image.wheel import entrypoints_wheel, file_name
+from imgkit_builder.image.wheel import make_wheel, wheel_name
 from imgkit_entrypoints.cli.commands import COMMANDS
 
 CUT = """
 import hashlib
 import imgkit_entrypoints
-from imgkit_builder.image.wheel import entrypoints_wheel
-print(imgkit_entrypoints.__file__, hashlib.sha256(entrypoints_wheel()).hexdigest())
+from imgkit_builder.image.wheel import make_wheel
+print(imgkit_entrypoints.__file__, hashlib.sha256(make_wheel()).hexdigest())
 """
 
 
@@ -57,11 +57,11 @@ def test_same_bytes_from_site_packages(tmp_path: Path) -> None:
         (site / "imgkit_entrypoints" / stray).write_bytes(b"stale")
     for path in site.rglob("*"):
         path.chmod(0o700)
-    assert cut(site) == hashlib.sha256(entrypoints_wheel()).hexdigest()
+    assert cut(site) == hashlib.sha256(make_wheel()).hexdigest()
 
 
 def test_record_names_every_member() -> None:
-    archive = zipfile.ZipFile(io.BytesIO(entrypoints_wheel()))
+    archive = zipfile.ZipFile(io.BytesIO(make_wheel()))
     record = next(name for name in archive.namelist() if name.endswith("/RECORD"))
     rows = {row[0]: row[1:] for row in csv.reader(archive.read(record).decode().splitlines())}
     assert list(rows) == archive.namelist()
@@ -73,7 +73,7 @@ def test_record_names_every_member() -> None:
 
 
 def test_no_times_tests_or_caches() -> None:
-    archive = zipfile.ZipFile(io.BytesIO(entrypoints_wheel()))
+    archive = zipfile.ZipFile(io.BytesIO(make_wheel()))
     assert {member.date_time for member in archive.infolist()} == {(1980, 1, 1, 0, 0, 0)}
     assert not [name for name in archive.namelist() if "__pycache__" in name or "/tests/" in name]
 
@@ -92,9 +92,9 @@ def install(environment: Path, wheel: Path) -> None:
 
 
 def test_pip_installs_running_commands(environment: Path, tmp_path: Path) -> None:
-    wheel = entrypoints_wheel()
-    (tmp_path / file_name()).write_bytes(wheel)
-    install(environment, tmp_path / file_name())
+    wheel = make_wheel()
+    (tmp_path / wheel_name()).write_bytes(wheel)
+    install(environment, tmp_path / wheel_name())
     for command in COMMANDS:
         assert os.access(environment / "bin" / command.name, os.X_OK)
     checked = subprocess.run(
@@ -115,8 +115,8 @@ def test_pip_installs_running_commands(environment: Path, tmp_path: Path) -> Non
 
 
 def test_changed_wheel_replaces_its_equal(environment: Path, tmp_path: Path) -> None:
-    wheel = entrypoints_wheel()
-    path = tmp_path / file_name()
+    wheel = make_wheel()
+    path = tmp_path / wheel_name()
     path.write_bytes(wheel)
     install(environment, path)
     changed = io.BytesIO()

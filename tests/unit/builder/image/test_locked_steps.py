@@ -58,23 +58,23 @@ def recipe(tmp_path: Path) -> Recipe:
     ],
 )
 def test_snapshot_service_is_that_of_the_distribution(url: str, urls: tuple[str, ...]) -> None:
-    assert install.snapshots(dataclasses.replace(DEB, url=url), 1700000000) == urls
+    assert install.snapshot_urls(dataclasses.replace(DEB, url=url), 1700000000) == urls
 
 
 def test_packages_that_the_recipe_does_not_name_are_automatic(recipe: Recipe) -> None:
-    first, second = install.locked_packages(recipe).splitlines()
+    first, second = install.render_packages(recipe).splitlines()
     assert first.split()[:4] == ["a" * 64, "jq_1.6_amd64.deb", "manual", "jq:amd64"]
     assert second.split()[:4] == ["a" * 64, "libjq1_1.6_amd64.deb", "auto", "libjq1:amd64"]
 
 
 def test_requirements_keep_the_options_of_the_recipes_file(recipe: Recipe) -> None:
-    assert install.requirements_text(recipe, 0) == (
+    assert install.render_requirements(recipe, 0) == (
         "--extra-index-url https://index.example.org/simple\n" + f"rich==15.0 --hash=sha256:{WHEEL.sha256}\n"
     )
 
 
 def test_kept_wheels_need_no_index(recipe: Recipe) -> None:
-    assert "--no-index" not in install.pip_options(recipe, 0)
+    assert "--no-index" not in install.locked_pip_options(recipe, 0)
     with_kept_file = dataclasses.replace(recipe, kept={WHEEL.file: Path("any")})
-    assert "--no-index" in install.pip_options(with_kept_file, 0)
-    assert "--find-links /opt/imgkit/locked-pip-0" in install.pip_options(with_kept_file, 0)
+    assert "--no-index" in install.locked_pip_options(with_kept_file, 0)
+    assert "--find-links /opt/imgkit/locked-pip-0" in install.locked_pip_options(with_kept_file, 0)

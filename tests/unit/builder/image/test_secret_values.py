@@ -39,26 +39,26 @@ def recipe(make_recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def pack(recipe: Recipe) -> BuildContext:
-    return context.pack(recipe, base=BaseImage(name="b:1"), platform="linux/amd64", revision="")
+    return context.pack_context(recipe, base=BaseImage(name="b:1"), platform="linux/amd64", revision="")
 
 
 def test_options_name_sources_only(recipe: Recipe, tmp_path: Path) -> None:
-    values = secret_values.read(recipe)
+    values = secret_values.read_secrets(recipe)
     netrc = f"id=netrc,src={tmp_path}/code/netrc"
     assert values.options == ("--secret", "id=github,env=MY_TOKEN", "--secret", netrc)
     assert VALUE not in repr(values)
 
 
 def test_output_shows_stars(recipe: Recipe) -> None:
-    values = secret_values.read(recipe)
+    values = secret_values.read_secrets(recipe)
     output = f"url https://{VALUE}@x password {VALUE} machine example.org short -----KIND-----"
-    assert values.masked(output) == "url https://***@x *** *** short -----KIND-----"
+    assert values.mask(output) == "url https://***@x *** *** short -----KIND-----"
 
 
 def test_file_of_a_secret_stays_out_of_the_context(recipe: Recipe) -> None:
     packed = pack(recipe)
     assert "copy/0/netrc" not in {member.name for member in packed.members}
-    secret_values.refuse_in(packed, secret_values.read(recipe))
+    secret_values.refuse_secrets_in(packed, secret_values.read_secrets(recipe))
 
 
 def test_value_in_copied_code_refused(recipe: Recipe, tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_value_in_copied_code_refused(recipe: Recipe, tmp_path: Path) -> None:
     with pytest.raises(
         UsageError, match=r"^copy/0/settings\.py: settings\.py holds the value of a build secret"
     ) as caught:
-        secret_values.refuse_in(pack(recipe), secret_values.read(recipe))
+        secret_values.refuse_secrets_in(pack(recipe), secret_values.read_secrets(recipe))
     assert VALUE not in str(caught.value)
 
 

@@ -32,7 +32,7 @@ FLAT = {"my_letters/__init__.py": "A = 1\n", "my_letters/model/__init__.py": "B 
 
 def pack(recipe: Recipe) -> BuildContext:
     revision = context.code_revision(recipe)
-    return context.pack(recipe, base=BaseImage(name="b"), platform="linux/amd64", revision=revision)
+    return context.pack_context(recipe, base=BaseImage(name="b"), platform="linux/amd64", revision=revision)
 
 
 @pytest.fixture

@@ -54,7 +54,7 @@ def checks(
         text = "banner\nIMGKIT-SEEN " + json.dumps({**GOOD, **seen}) + "\nbye\n"
         return Finished(argv=tuple(argv), returncode=0, output=text)
 
-    return {check.name: check for check in smoke.check(run, arch=arch, manifest=manifest)}
+    return {check.name: check for check in smoke.check_image(run, arch=arch, manifest=manifest)}
 
 
 def failures(**options: Any) -> list[str]:
@@ -124,15 +124,15 @@ def test_silent_python_is_one_failure() -> None:
     def run(argv: Sequence[str]) -> Finished:
         return Finished(argv=tuple(argv), returncode=1, output="exec /usr/bin/python3: exec format error\n")
 
-    (only,) = smoke.check(run, arch="amd64", manifest=None)
+    (only,) = smoke.check_image(run, arch="amd64", manifest=None)
     assert (only.verdict, "exec format error" in only.found) == ("fail", True)
 
 
 def test_program_tells_about_this_python(tmp_path: Any) -> None:
     (tmp_path / "file").write_text("text")
-    argv = inside.argv(str(tmp_path / "file"), str(tmp_path / "absent"))
+    argv = inside.probe_argv(str(tmp_path / "file"), str(tmp_path / "absent"))
     process = subprocess.run([sys.executable, *argv[1:]], capture_output=True, text=True, check=True)
-    seen = inside.parse("noise\n" + process.stdout)
+    seen = inside.parse_probe("noise\n" + process.stdout)
     assert seen is not None
     assert seen.python.split(".")[:2] == [str(sys.version_info.major), str(sys.version_info.minor)]
     assert seen.files == {str(tmp_path / "file"): "text"}
@@ -140,4 +140,4 @@ def test_program_tells_about_this_python(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("output", ["", "IMGKIT-SEEN {cut", 'IMGKIT-SEEN {"machine": "x86_64"}'])
 def test_partial_answer_is_none(output: str) -> None:
-    assert inside.parse(output) is None
+    assert inside.parse_probe(output) is None

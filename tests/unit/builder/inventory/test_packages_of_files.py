@@ -127,7 +127,7 @@ LOCK = Lock(
 def test_locked_files_have_digest_and_place() -> None:
     inventory = collected(
         {
-            "opt/imgkit/lock.toml": lock_file.text(LOCK),
+            "opt/imgkit/lock.toml": lock_file.render_lock(LOCK),
             "var/lib/dpkg/status": STATUS,
             f"{WHERE}/a-1.dist-info/METADATA": "Name: A.b_c\nVersion: 1\n",
             f"{WHERE}/d-1.dist-info/METADATA": "Name: d\nVersion: 1\n",
@@ -146,13 +146,13 @@ def test_locked_files_have_digest_and_place() -> None:
     ("part", "damage"), [("ab" * 32, "xy" * 32), ('"curl"', '"curl'), ("[[platforms.apt]]", "[[other.apt]]")]
 )
 def test_damaged_lock_gives_no_digest(part: str, damage: str) -> None:
-    text = lock_file.text(LOCK).replace(part, damage)
+    text = lock_file.render_lock(LOCK).replace(part, damage)
     inventory = collected({"opt/imgkit/lock.toml": text, "var/lib/dpkg/status": STATUS})
     assert {package.sha256 for package in inventory.packages} == {""}
 
 
 def test_place_that_is_no_url_is_not_repeated() -> None:
-    text = lock_file.text(LOCK).replace("https://deb", "file://deb")
+    text = lock_file.render_lock(LOCK).replace("https://deb", "file://deb")
     inventory = collected({"opt/imgkit/lock.toml": text, "var/lib/dpkg/status": STATUS})
     assert {package.url for package in inventory.packages} == {""}
 

@@ -25,7 +25,7 @@ from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.resolve import resolve
 from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.jobs.transport import Local
-from imgkit_builder.recipe.targets import find
+from imgkit_builder.recipe.targets import load_target
 from imgkit_entrypoints import __version__, system
 from imgkit_entrypoints.errors import ToolMissing, UsageError
 
@@ -45,7 +45,7 @@ HELLO = JobRequest.of(command=("dist-hello",), image="/site.sif", account="a", q
 
 
 def job(folder: Path, **options: Any) -> Job:
-    return resolve(find("mn5"), HELLO.changed(directory=folder, **options))
+    return resolve(load_target("mn5"), HELLO.changed(directory=folder, **options))
 
 
 def fake(text: str = "", code: int = 0, *, digest: str = DIGEST, **seen: Any) -> bound.Runner:
@@ -203,7 +203,7 @@ def test_look_on_a_remote_mounts_what_the_remote_has(tmp_path: Path) -> None:
         return fake()(argv)
 
     request = HELLO.changed(directory=tmp_path, binds=("/far/data:/data", "/none/data"))
-    bound.bind(resolve(find(file), request), run)
+    bound.bind(resolve(load_target(file), request), run)
     [probe] = probes
     binds = [value for option, value in itertools.pairwise(probe) if option == "--bind"]
     assert binds == ["/far/lib:/far/lib:ro", "/far/data:/data", str(tmp_path)]
@@ -279,7 +279,7 @@ def test_image_of_podman_is_known_by_its_id(tmp_path: Path, text: str) -> None:
         return fake()(argv)
 
     request = HELLO.changed(image="docker.io/site/torch:1", directory=tmp_path, nodes="2")
-    bound_job = bound.bind(resolve(find(file), request), run)
+    bound_job = bound.bind(resolve(load_target(file), request), run)
     lines = systems.named("slurm").script(bound_job).text
     assert f"""podman image inspect --format '{{{{.Id}}}}' "$image")" != "sha256:{DIGEST}" ]""" in lines
     assert f"--volume {tmp_path}/imgkit-entrypoints/" in lines.replace(" \\\n    ", " ")
@@ -299,7 +299,7 @@ def checked(script: str) -> None:
 def test_python_that_prints_at_its_start_is_understood(
     tmp_path: Path, noise: str, run_python: Callable[[str], str]
 ) -> None:
-    seen = inside.parse_python(run_python(noise))
+    seen = inside.parse_python_probe(run_python(noise))
     assert seen
     assert seen.path.startswith("/")
     assert tuple(map(int, seen.version.split(".")[:2])) >= (3, 10)
@@ -309,7 +309,7 @@ def test_python_that_prints_at_its_start_is_understood(
 @pytest.fixture
 def run_python(tmp_path: Path) -> Callable[[str], str]:
     def run(noise: str) -> str:
-        argv = inside.python_argv()
+        argv = inside.python_probe_argv()
         argv[4] = f"{noise}\n{argv[4]}"
         return subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=True).stdout
 
@@ -318,4 +318,4 @@ def run_python(tmp_path: Path) -> Callable[[str], str]:
 
 @pytest.mark.parametrize("text", ["", "{}", '{"version": 3}', "[" * 100, "null"])
 def test_answer_in_another_form_is_none(text: str) -> None:
-    assert inside.parse_python(f"IMGKIT-PYTHON {text}\n") is None
+    assert inside.parse_python_probe(f"IMGKIT-PYTHON {text}\n") is None

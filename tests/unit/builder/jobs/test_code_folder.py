@@ -23,7 +23,7 @@ from imgkit_builder.jobs.request import CodeRecord, JobRequest
 from imgkit_builder.jobs.resolve import resolve
 from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.oci.manifest import InstalledProject
-from imgkit_builder.recipe.targets import find
+from imgkit_builder.recipe.targets import load_target
 from imgkit_builder.sif import convert
 from imgkit_builder.sif.conversion import Options
 from imgkit_builder.sif.entries import Archive
@@ -271,7 +271,7 @@ def test_change_while_it_is_read_is_refused(folder: Path, tmp_path: Path, text: 
 
 def test_container_gets_the_copy_of_its_run(folder: Path) -> None:
     request = JobRequest.of(command=("dist-hello",), runtime="singularity", code=folder)
-    job = resolve(find("cpu"), request)
+    job = resolve(load_target("cpu"), request)
     record = CodeRecord(sha256="ab", git="", uncommitted=True)
     argv = runtime_of(job).argv(code.with_code(job, record, Path("/d/code")), ("true",))
     binds = [argument for before, argument in itertools.pairwise(argv) if before == "--bind"]
@@ -324,7 +324,7 @@ def project(tmp_path: Path) -> Path:
 def test_project_that_the_image_has_elsewhere_is_refused(
     project: Path, sent: str, installed: InstalledProject, message: str, hint: str
 ) -> None:
-    source, image = read(project / sent), replace(find("cpu"), projects=(installed,), positions={})
+    source, image = read(project / sent), replace(load_target("cpu"), projects=(installed,), positions={})
     if not message:
         code.refuse_unused(source, image, None)
         return
@@ -335,11 +335,11 @@ def test_project_that_the_image_has_elsewhere_is_refused(
 
 def test_refused_project_names_the_recipes_line(project: Path) -> None:
     with pytest.raises(UsageError, match="the project my-proj") as caught:
-        code.refuse_unused(read(project), find(project / "mine.yaml"), None)
+        code.refuse_unused(read(project), load_target(project / "mine.yaml"), None)
     assert caught.value.where == "mine.yaml:5"
     assert "`editable: /workspace` in image.pip[1] of the recipe mine" in str(caught.value.hint)
     (project / "mine.yaml").write_text((project / "mine.yaml").read_text() + "      editable: /workspace/\n")
-    code.refuse_unused(read(project), find(project / "mine.yaml"), None)
+    code.refuse_unused(read(project), load_target(project / "mine.yaml"), None)
 
 
 DIRECT = '{"dir_info": {"editable": %s}, "url": "file:///workspace%%20a"}'
@@ -365,7 +365,9 @@ def test_project_that_any_command_installed_is_found(tmp_path: Path, direct_url:
 def test_folder_bound_over_the_code_is_refused(project: Path) -> None:
     for target, fine in (("/workspace", False), ("/workspace/p", False), ("/data", True)):
         request = JobRequest.of(command=("true",), binds=(f"{project}:{target}:ro",), runtime="singularity")
-        job = replace(resolve(find("cpu"), request), recipe=replace(find("cpu"), projects=(MINE,)))
+        job = replace(
+            resolve(load_target("cpu"), request), recipe=replace(load_target("cpu"), projects=(MINE,))
+        )
         if fine:
             code.refuse_unused_bind(job, None)
             continue

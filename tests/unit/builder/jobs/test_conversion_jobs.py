@@ -50,8 +50,8 @@ def archive(home: Path, fake_program: FakeProgram) -> Path:
         platform="linux/amd64",
         wheel_sha256="5" * 64,
     )
-    system = targets.find("mn5").system
-    with sidecar.replacing(Sidecar(image=image, archive=saved, system=system, manifest=manifest), file):
+    system = targets.load_target("mn5").system
+    with sidecar.replace_around(Sidecar(image=image, archive=saved, system=system, manifest=manifest), file):
         pass
     return file
 

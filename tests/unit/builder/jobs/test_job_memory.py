@@ -12,7 +12,7 @@ from imgkit_builder.jobs.job import Job
 from imgkit_builder.jobs.memory import Memory, parse_size, size_text
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.resolve import resolve
-from imgkit_builder.recipe.targets import find
+from imgkit_builder.recipe.targets import load_target
 from imgkit_entrypoints.errors import UsageError
 
 REQUEST = JobRequest.of(command=("dist-bench",), time="10m", directory=Path("/w"))
@@ -37,7 +37,7 @@ DOCKER = "{kind: docker, command: docker, options: [--gpus=all]}"
 def job(folder: Path, text: str, **options: Any) -> Job:
     file = folder / "mine.yaml"
     file.write_text(text)
-    return resolve(find(file), REQUEST.changed(**options))
+    return resolve(load_target(file), REQUEST.changed(**options))
 
 
 @pytest.mark.parametrize(

@@ -15,14 +15,14 @@ from imgkit_builder.jobs.job import Job
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.resolve import resolve
 from imgkit_builder.jobs.systems.mpi import MpiFlags
-from imgkit_builder.recipe.targets import find
+from imgkit_builder.recipe.targets import load_target
 
 
 def job(folder: Path, recipe: str = "mn5", **options: Any) -> Job:
     request = JobRequest.of(
         command=("dist-hello",), directory=folder, account="a", qos="acc_debug", time="5m"
     )
-    return resolve(find(recipe), request.changed(**options))
+    return resolve(load_target(recipe), request.changed(**options))
 
 
 def run_on_node(of: Job, *command: str) -> subprocess.CompletedProcess[str]:

@@ -17,7 +17,7 @@ from imgkit_entrypoints.schedulers.placement import Size
 @pytest.fixture
 def job(tmp_path: Path) -> Job:
     request = JobRequest.of(command=("dist-env",), directory=tmp_path, templates=tmp_path)
-    return resolve.resolve(targets.find("cpu"), request)
+    return resolve.resolve(targets.load_target("cpu"), request)
 
 
 @pytest.mark.parametrize(

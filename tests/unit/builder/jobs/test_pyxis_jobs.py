@@ -24,7 +24,7 @@ from imgkit_builder.jobs.resolve import resolve
 from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.oci import manifest as manifest_of
 from imgkit_builder.oci.manifest import MANIFEST_JSON, BaseImage, Manifest
-from imgkit_builder.recipe.targets import Target, find
+from imgkit_builder.recipe.targets import Target, load_target
 from imgkit_builder.sif import sqsh
 from imgkit_entrypoints import system
 from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
@@ -43,7 +43,7 @@ HELLO = JobRequest.of(command=("dist-hello",), nodes="2", time="1h", directory=P
 
 
 def recipe(**runtime: Any) -> Target:
-    target = find("cpu")
+    target = load_target("cpu")
     facts = dataclasses.replace(
         target.system, scheduler="slurm", runtime=Runtime(kind="pyxis", **runtime), fabric=Fabric()
     )

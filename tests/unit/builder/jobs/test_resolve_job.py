@@ -17,14 +17,14 @@ from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.resolve import resolve
 from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.jobs.systems.pods import PodFlags
-from imgkit_builder.recipe.targets import find
+from imgkit_builder.recipe.targets import load_target
 from imgkit_entrypoints.errors import UsageError
 
 MN5 = JobRequest.of(command=("dist-bench",), account="a1", qos="acc_debug", time="10m", directory=Path("/w"))
 
 
 def job(recipe: str | Path = "mn5", **options: Any) -> Job:
-    return resolve(find(recipe), MN5.changed(**options))
+    return resolve(load_target(recipe), MN5.changed(**options))
 
 
 def write_recipe(folder: Path, text: str) -> Path:
@@ -289,10 +289,10 @@ def test_job_on_amd_runs_on_cpus_by_choice(tmp_path: Path, base: str) -> None:
 
 
 def test_image_of_the_base_s_variables_is_refused(tmp_path: Path) -> None:
-    target = dataclasses.replace(find("mn5"), base="mine:1", base_env=("PATH", "ROCM_PATH"))
+    target = dataclasses.replace(load_target("mn5"), base="mine:1", base_env=("PATH", "ROCM_PATH"))
     with pytest.raises(UsageError, match="mine:1, which sets ROCM_PATH, is an image for AMD GPUs"):
         resolve(target, MN5)
-    sif = dataclasses.replace(target, system=find("cpu").system, file=tmp_path / "x.sif")
+    sif = dataclasses.replace(target, system=load_target("cpu").system, file=tmp_path / "x.sif")
     with pytest.raises(UsageError, match="which sets ROCM_PATH"):
         resolve(sif, JobRequest.of(command=("dist-hello",), image=str(sif.file)))
 

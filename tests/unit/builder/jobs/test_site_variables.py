@@ -67,7 +67,7 @@ class Node:
             binds=binds,
             gpus=gpus,
         )
-        job = resolve(targets.find(recipe), request)
+        job = resolve(targets.load_target(recipe), request)
         for name in ("srun", "apptainer"):
             (self.folder / name).write_text(TOOL.format(python=sys.executable, record=str(self.record)))
             (self.folder / name).chmod(0o755)
@@ -129,7 +129,7 @@ def test_olivia_starts_what_sigma2_documents(node: Node) -> None:
     first = [f"{libfabric}/lib", f"{nccl}/lib", f"{plugin}/lib", "/usr/lib64"]
     inherited = "${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"  # replaced in the container
     assert env["APPTAINERENV_LD_LIBRARY_PATH"] == ":".join(first) + inherited
-    facts = targets.find(node.folder / "site.yaml").system.on_node({**env, "PWD": str(node.folder)})
+    facts = targets.load_target(node.folder / "site.yaml").system.on_node({**env, "PWD": str(node.folder)})
     expected = {name: value.format(folder=node.folder) for name, value in DOCUMENTED_ENV.items()}
     assert {name: facts.env.get(name) for name in expected} == expected
 
@@ -170,7 +170,10 @@ def test_variables_that_the_user_names_are_none_of_the_host(tmp_path: Path) -> N
     request = JobRequest.of(
         directory=tmp_path, command=("dist-run", "train.py"), account="n", time="1h", env=env
     )
-    assert resolve(targets.find("olivia"), request).settings["IMGKIT_KEEP_ENV"] == "PYTHONPATH,PMIX_MCA_gds"
+    assert (
+        resolve(targets.load_target("olivia"), request).settings["IMGKIT_KEEP_ENV"]
+        == "PYTHONPATH,PMIX_MCA_gds"
+    )
 
 
 @pytest.mark.parametrize("text", ["$5", "$(id)", "`id`", "${X:-y}", '"; id; "', "\\"])
@@ -201,7 +204,7 @@ def test_only_names_of_variables_are_allowed(tmp_path: Path, section: str) -> No
     recipe = tmp_path / "site.yaml"
     recipe.write_text(f"image: {{base: 'ubuntu:24.04'}}\nsystem: {{{section}}}\n")
     with pytest.raises(UsageError, match=r"site\.yaml:2"):
-        targets.find(recipe)
+        targets.load_target(recipe)
 
 
 def test_node_replaces_variables_of_system_env() -> None:

@@ -24,7 +24,7 @@ from imgkit_builder.jobs.resolve import resolve
 from imgkit_builder.recipe import systems as registry
 from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.problems import RecipeErrors
-from imgkit_builder.recipe.targets import find
+from imgkit_builder.recipe.targets import load_target
 from imgkit_entrypoints.errors import ToolFailed
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -204,7 +204,7 @@ def test_broken_plugin_is_named_and_breaks_no_other(work: Path, plugins: Path, c
 def refused(work: Path) -> ToolFailed:
     """The error for a job of the recipe in `work`."""
     with pytest.raises(ToolFailed) as caught:
-        resolve(find(work / "mine.yaml"), JobRequest.of(command=("dist-pi",)))
+        resolve(load_target(work / "mine.yaml"), JobRequest.of(command=("dist-pi",)))
     return caught.value
 
 
@@ -277,7 +277,7 @@ def test_plugin_checks_the_recipe(work: Path, plugins: Path) -> None:
     assert warning.what == "fakeq does not start programs by docker: imgkit run refuses it"
     file.write_text(RECIPE + "  queue: {name: fast}\n")
     with pytest.raises(RecipeErrors) as caught:
-        find(file)
+        load_target(file)
     (problem,) = caught.value.problems
     assert (problem.key, problem.what) == ("system.queue.name", "fakeq has no queues")
     assert (problem.position.line, problem.position.column) == (5, 17)
@@ -288,4 +288,4 @@ def test_alias_names_its_system(work: Path, plugins: Path, alias: str, system: s
     plugin(plugins, PLUGIN + CHECKED)
     (work / "mine.yaml").write_text(RECIPE.replace("fakeq", alias))
     with pytest.raises(RecipeErrors, match=f"did you mean {system}"):
-        find(work / "mine.yaml")
+        load_target(work / "mine.yaml")

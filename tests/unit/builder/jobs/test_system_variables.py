@@ -52,7 +52,7 @@ def make_job(folder: Path, scheduler: str, **fields: Any) -> Job:
     recipe = folder / "site.yaml"
     recipe.write_text(json.dumps({"image": {"base": "ubuntu:24.04", "platform": "amd64"}, "system": site}))
     request = {"directory": folder, "command": SHOW, "env": ("FLAG=flag",), **fields}
-    return resolve(targets.find(recipe), JobRequest.of(**request))
+    return resolve(targets.load_target(recipe), JobRequest.of(**request))
 
 
 @pytest.mark.parametrize("runtime", ["singularity", "pyxis", "host"])
@@ -136,7 +136,7 @@ def rcp(tmp_path: Path) -> Path:
 
 def test_pods_get_the_variables_of_their_system(rcp: Path) -> None:
     request = JobRequest.of(command=("python", "a.py"), image="r/i:1", queue="q", env=("HF_HOME=/mine",))
-    job = resolve(targets.find(rcp), request)
+    job = resolve(targets.load_target(rcp), request)
     assert "-e NCCL_NSOCKS_PERTHREAD=8 " in systems.named("runai").script(job).text
     document = yaml.safe_load(systems.named("kubeflow").script(job).text)
     text = json.dumps(document)
@@ -145,7 +145,9 @@ def test_pods_get_the_variables_of_their_system(rcp: Path) -> None:
 
 
 def test_pods_refuse_a_value_that_only_a_shell_replaces(rcp: Path) -> None:
-    job = resolve(targets.find(rcp), JobRequest.of(command=("python", "a.py"), image="r/i:1", queue="q"))
+    job = resolve(
+        targets.load_target(rcp), JobRequest.of(command=("python", "a.py"), image="r/i:1", queue="q")
+    )
     with pytest.raises(UsageError) as caught:
         systems.named("runai").script(job)
     assert str(caught.value) == (

@@ -13,7 +13,7 @@ from imgkit_builder.jobs.job import Job
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.resolve import resolve
 from imgkit_builder.jobs.systems.pods import PodFlags
-from imgkit_builder.recipe.targets import Target, find
+from imgkit_builder.recipe.targets import Target, load_target
 from imgkit_entrypoints.errors import UsageError
 
 RUN = JobRequest.of(
@@ -28,7 +28,7 @@ def extend(tmp_path: Path) -> Any:
     def write(parent: str) -> Target:
         file = tmp_path / "mine.yaml"
         file.write_text(f"extends: {parent}\nimage:\n  workdir: /workspace/mine\n")
-        return find(file)
+        return load_target(file)
 
     return write
 
@@ -60,16 +60,16 @@ def test_workdir_of_a_recipe_holds_under_docker_and_singularity(extend: Any) -> 
 def test_flag_wins_over_recipe_and_code(extend: Any, tmp_path: Path) -> None:
     assert job(extend("cpu"), workdir="/srv").container.workdir == "/srv"
     code = {"runtime": "singularity", "code": tmp_path}
-    assert job(find("cpu"), **code).container.workdir == "/workspace"
+    assert job(load_target("cpu"), **code).container.workdir == "/workspace"
     assert job(extend("cpu"), **code).container.workdir == "/workspace"
-    assert job(find("cpu"), **code, workdir=".").container.workdir == ""
+    assert job(load_target("cpu"), **code, workdir=".").container.workdir == ""
 
 
 def test_run_without_container_has_no_workdir(extend: Any) -> None:
     host_job = job(extend("cpu"), runtime="host")
     assert (host_job.container.workdir, "IMGKIT_JOB_DIR" in host_job.settings) == ("", False)
     with pytest.raises(UsageError, match="has no container") as caught:
-        job(find("cpu"), runtime="host", workdir="/x")
+        job(load_target("cpu"), runtime="host", workdir="/x")
     assert "--directory" in (caught.value.hint or "")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from imgkit_builder.lock.answers import Unresolved, explain, read_failure
+from imgkit_builder.lock.answers import Unresolved, explain_failure, read_failure
 from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.model import UV_STEP, Recipe
 
@@ -148,12 +148,12 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
 @pytest.mark.parametrize("name", FAILURES)
 def test_failure_is_an_error_at_its_line(recipe: Recipe, name: str) -> None:
     step, output, expected = FAILURES[name]
-    error = explain(recipe, Unresolved(step, output=output), log="build.log")
+    error = explain_failure(recipe, Unresolved(step, output=output), log="build.log")
     assert f"{type(error).__name__}: {error}" == f"{expected}     full log: build.log"
 
 
 def test_package_without_wheel_names_its_line_and_the_remedy(recipe: Recipe) -> None:
-    error = explain(recipe, Unresolved(0, "no wheel", "x==1, flash-attn==2.5.5"), log="")
+    error = explain_failure(recipe, Unresolved(0, "no wheel", "x==1, flash-attn==2.5.5"), log="")
     _, remedy, *_ = NO_WHEEL.split("\n")
     assert str(error) == f"mine.yaml:10: no wheel\n{remedy}"
 

@@ -39,7 +39,7 @@ def recipe(tmp_path: Path) -> Recipe:
 @pytest.fixture
 def part(recipe: Recipe) -> LockedPlatform:
     return locked_platform(
-        request=lock_file.request_of(recipe),
+        request=lock_file.make_request(recipe),
         base=LockedBase(name="registry.invalid/base:1", id=f"sha256:{'c' * 64}"),
         apt=(locked_deb("jq", "1.6"),),
         pip=(locked_wheel("einops", "0.8.1"), locked_wheel("tqdm", "4.1")),
@@ -51,7 +51,7 @@ def resolution(
 ) -> Resolution:
     return Resolution(
         recipe=recipe,
-        request=lock_file.request_of(recipe),
+        request=lock_file.make_request(recipe),
         base=BaseImage(name="registry.invalid/base:1", platform="linux/amd64"),
         old=old,
         options=options or LockOptions(),
@@ -60,7 +60,7 @@ def resolution(
 
 def order(recipe: Recipe, part: LockedPlatform | None, options: LockOptions) -> dict[str, Any]:
     """Return what the program in the base reads."""
-    context = resolve.pack(resolution(recipe, part, options))
+    context = resolve.pack_request(resolution(recipe, part, options))
     (member,) = (member for member in context.members if member.name.endswith("order.json"))
     content: dict[str, Any] = json.loads(member.data)
     return content
@@ -83,7 +83,7 @@ def test_upgrade_of_all_frees_all(recipe: Recipe, part: LockedPlatform) -> None:
 
 
 def test_base_is_asked_with_the_constraints_of_a_build(recipe: Recipe) -> None:
-    context = resolve.pack(resolution(recipe))
+    context = resolve.pack_request(resolution(recipe))
     arguments = context.dockerfile.partition("inside.py 0 install")[2]
     assert "--constraint /opt/imgkit/constraint.txt" in arguments
     assert "python3 -m pip list --format=freeze" in context.dockerfile
@@ -93,7 +93,7 @@ def test_changes_are_named_old_and_new(part: LockedPlatform) -> None:
     new = dataclasses.replace(
         part, pip=(locked_wheel("einops", "0.8.2"), locked_wheel("rich", "1.0")), apt=()
     )
-    lines = [str(change) for change in changes.between(part, new) if change.kind != "file"]
+    lines = [str(change) for change in changes.list_changes(part, new) if change.kind != "file"]
     assert lines == [
         "pip   einops  0.8.1 -> 0.8.2",
         "pip   rich  1.0",
@@ -114,29 +114,29 @@ def test_files_lie_beside_the_lock_and_old_ones_go(
     built.mkdir()
     part = dataclasses.replace(part, pip=(locked_wheel("einops", "0.8.1", kept=True),), apt=())
     (built / part.pip[0].file).write_text("one")
-    file = lock_file.beside(recipe)
+    file = lock_file.lock_path(recipe)
     resolve.write_lock(recipe, file, None, part, built)
-    assert lock_file.read(file).platforms == (part,)
-    assert resolve.kept_files(file, part) == {
+    assert lock_file.read_lock(file).platforms == (part,)
+    assert resolve.find_kept_wheels(file, part) == {
         part.pip[0].file: tmp_path / "mine.lock.files" / part.pip[0].file
     }
     new = dataclasses.replace(part, pip=(locked_wheel("einops", "0.8.2", kept=True),))
     (built / new.pip[0].file).write_text("two")
-    resolve.write_lock(recipe, file, lock_file.read(file), new, built)
+    resolve.write_lock(recipe, file, lock_file.read_lock(file), new, built)
     assert [file.name for file in (tmp_path / "mine.lock.files").iterdir()] == [new.pip[0].file]
 
 
 def test_answer_of_a_base_that_no_lock_may_hold_is_not_written(recipe: Recipe, part: LockedPlatform) -> None:
     forged = dataclasses.replace(part, pip=(dataclasses.replace(part.pip[0], url="https://${HOME}/a.whl"),))
     with pytest.raises(UsageError, match=r"platforms\[0\]\.pip\[0\]\.url: .* must be a URL"):
-        resolve.write_lock(recipe, lock_file.beside(recipe), None, forged, None)
-    assert not lock_file.beside(recipe).exists()
+        resolve.write_lock(recipe, lock_file.lock_path(recipe), None, forged, None)
+    assert not lock_file.lock_path(recipe).exists()
 
 
 def test_missing_kept_wheel_is_named(recipe: Recipe, part: LockedPlatform) -> None:
     part = dataclasses.replace(part, pip=(locked_wheel("einops", "0.8.1", kept=True),))
     with pytest.raises(UsageError, match=r"einops-0\.8\.1-py3-none-any\.whl is missing"):
-        resolve.kept_files(lock_file.beside(recipe), part)
+        resolve.find_kept_wheels(lock_file.lock_path(recipe), part)
 
 
 def test_folder_that_cannot_be_written_is_named_before_the_base_is_asked(
@@ -150,7 +150,7 @@ def test_folder_that_cannot_be_written_is_named_before_the_base_is_asked(
 
 
 def test_lock_that_fits_the_recipe_passes_its_check(recipe: Recipe, part: LockedPlatform, call: Any) -> None:
-    resolve.write_lock(recipe, lock_file.beside(recipe), None, part, None)
+    resolve.write_lock(recipe, lock_file.lock_path(recipe), None, part, None)
     assert call("lock", str(recipe.file), "--check", "--platform", "linux/amd64")[0] == 0
 
 
@@ -169,12 +169,12 @@ def test_wrong_answer_names_the_log(
     built = SimpleNamespace(log="/x.log", image=SimpleNamespace(ref="lock:1"))
     monkeypatch.setattr(resolve.engines, "build", lambda *_, **__: built)
     monkeypatch.setattr(resolve.image_source, "store_files", store_files)
-    monkeypatch.setattr(resolve.images, "remove", lambda *_: None)
+    monkeypatch.setattr(resolve.images, "remove_image", lambda *_: None)
     folder = tmp_path / "answers"
     folder.mkdir()
     engine: Any = None
     with pytest.raises(ToolFailed, match=f"an answer of the base {fault}") as caught:
-        resolve.resolve(
+        resolve.resolve_packages(
             engine,
             resolution(recipe),
             builder="auto",

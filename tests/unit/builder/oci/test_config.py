@@ -33,5 +33,5 @@ def test_system_that_is_no_word_is_refused(fields: dict[str, object]) -> None:
 
 def test_architecture_without_a_number_makes_no_sif() -> None:
     with pytest.raises(CheckFailed, match=r"no \.sif can be for the architecture 'loong64'") as caught:
-        frame.frame(parse_config(config(architecture="loong64"), where="x.tar"))
+        frame.make_frame(parse_config(config(architecture="loong64"), where="x.tar"))
     assert "riscv64" in str(caught.value)

@@ -192,7 +192,7 @@ def test_run_on_a_remote_keeps_one_file_of_output(tmp_path: Path, monkeypatch: p
     Path("mine.yaml").write_text(RECIPE.replace("queue: {", "queue: {output: separate, "))
     source = ImageSource(
         title="mine",
-        target=targets.find("./mine.yaml"),
+        target=targets.load_target("./mine.yaml"),
         recipe="./mine.yaml",
         sif=Path("mine.sif"),
         request=PLAN,

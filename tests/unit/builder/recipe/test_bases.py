@@ -22,7 +22,7 @@ def warned(file: Path) -> list[str]:
 
 
 def test_every_cell_has_a_source() -> None:
-    rows = bases.table()
+    rows = bases.load_table()
     assert [row.tag for row in rows] == sorted(row.tag for row in rows)
     assert {"24.03", "26.09"} <= {row.tag for row in rows}
     for row in rows:
@@ -34,7 +34,7 @@ def test_every_cell_has_a_source() -> None:
 
 
 def test_driver_follows_from_cuda() -> None:
-    cells = {row.tag: dict(row.cells())["driver"] for row in bases.table()}
+    cells = {row.tag: dict(row.cells())["driver"] for row in bases.load_table()}
     drivers = {tag: cell.value if cell else None for tag, cell in cells.items()}
     assert drivers["22.06"] is None, "its CUDA is not known"
     assert (drivers["25.06"], drivers["25.08"]) == ("525", "580")
@@ -72,7 +72,7 @@ def test_cell_without_source_is_refused(damage: str, tmp_path: Path, monkeypatch
     file.write_text('[sources]\nnotes = "release notes"\n' + damage)
     monkeypatch.setattr(bases, "TABLE", file)
     with pytest.raises(ImgkitError) as caught:
-        bases.table.__wrapped__()
+        bases.load_table.__wrapped__()
     assert caught.value.where == str(file)
 
 
@@ -210,8 +210,8 @@ def test_every_shipped_recipe_names_a_current_base() -> None:
 
 def test_current_base_is_the_base_if_asked_for(call: Any) -> None:
     recipe = load("mn5")
-    assert bases.chosen("current", recipe) == recipe.image.current_base
-    assert bases.chosen(None, recipe) is None
+    assert bases.select_base("current", recipe) == recipe.image.current_base
+    assert bases.select_base(None, recipe) is None
     assert f"\nFROM {recipe.image.current_base}\n" in call("render", "mn5", "--base", "current")[1]
     assert f"\nFROM {recipe.image.base}\n" in call("render", "mn5")[1]
 
@@ -253,7 +253,7 @@ def test_others_are_not_taken_for_amd(write: Write, text: str) -> None:
 
 
 def test_variables_of_the_base_tell_amd() -> None:
-    reason = bases.amd_image("mine:1", ("PATH", "ROCM_PATH"))
+    reason = bases.amd_image_evidence("mine:1", ("PATH", "ROCM_PATH"))
     assert reason == "mine:1, which sets ROCM_PATH, is an image for AMD GPUs"
-    assert bases.amd_image("mine:1", ("HIP_VISIBLE_DEVICES",))
-    assert bases.amd_image("mine:1", ("PATH", "CHIP_X", "NCCL_VERSION")) == ""
+    assert bases.amd_image_evidence("mine:1", ("HIP_VISIBLE_DEVICES",))
+    assert bases.amd_image_evidence("mine:1", ("PATH", "CHIP_X", "NCCL_VERSION")) == ""

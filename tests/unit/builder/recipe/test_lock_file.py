@@ -28,27 +28,27 @@ PART = locked_platform(
     pip=(locked_wheel("rich", "13.9.4"), locked_wheel("own", "1", step=1, kept=True)),
 )
 LOCK = Lock(recipe="mine", imgkit="0.3.0", platforms=(PART,))
-TEXT = lock_file.text(LOCK)
+TEXT = lock_file.render_lock(LOCK)
 
 
 def test_text_gives_same_lock_again() -> None:
-    assert lock_file.parse(TEXT, FILE) == LOCK
-    assert lock_file.text(lock_file.parse(TEXT, FILE)) == TEXT
-    assert lock_file.parse(TEXT.replace("\n", "\r\n"), FILE) == LOCK
+    assert lock_file.parse_lock(TEXT, FILE) == LOCK
+    assert lock_file.render_lock(lock_file.parse_lock(TEXT, FILE)) == TEXT
+    assert lock_file.parse_lock(TEXT.replace("\n", "\r\n"), FILE) == LOCK
 
 
 def test_parts_are_sorted_and_replaced_by_platform() -> None:
     arm = dataclasses.replace(PART, platform="linux/arm64")
-    both = Lock(recipe="mine", imgkit="0.3.0", platforms=()).replaced(arm).replaced(PART)
+    both = Lock(recipe="mine", imgkit="0.3.0", platforms=()).with_platform(arm).with_platform(PART)
     assert [part.platform for part in both.platforms] == ["linux/amd64", "linux/arm64"]
-    assert both.replaced(dataclasses.replace(arm, apt=())).of("linux/arm64") != arm
-    assert both.of("linux/amd64") == PART
-    assert both.of("linux/riscv64") is None
+    assert both.with_platform(dataclasses.replace(arm, apt=())).for_platform("linux/arm64") != arm
+    assert both.for_platform("linux/amd64") == PART
+    assert both.for_platform("linux/riscv64") is None
 
 
 def test_upgrade_changes_lines_of_its_package_only() -> None:
     newer = dataclasses.replace(DEB, version="2.2.0-1", sha256="c" * 64)
-    after = lock_file.text(LOCK.replaced(dataclasses.replace(PART, apt=(newer,))))
+    after = lock_file.render_lock(LOCK.with_platform(dataclasses.replace(PART, apt=(newer,))))
     lines = [*difflib.unified_diff(TEXT.splitlines(), after.splitlines(), n=0, lineterm="")]
     assert [line for line in lines if line[0] == "+"][1:] == [
         '+version = "2.2.0-1"',
@@ -66,13 +66,13 @@ def test_lock_that_is_no_text_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "mine.lock"
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(UsageError) as caught:
-        lock_file.read(file)
+        lock_file.read_lock(file)
     assert caught.value.what.startswith("the lock cannot be read: 'utf-8' codec can't decode byte 0xff")
 
 
 def test_deep_lock_is_refused() -> None:
     with pytest.raises(UsageError) as caught:
-        lock_file.parse(f"a = {'[' * 5000}{']' * 5000}", FILE)
+        lock_file.parse_lock(f"a = {'[' * 5000}{']' * 5000}", FILE)
     assert caught.value.what == "it is not TOML: its brackets are nested too deeply"
 
 
@@ -81,5 +81,5 @@ def test_lock_lies_beside_its_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyP
     file.parent.mkdir()
     file.write_text("extends: cpu\n")
     monkeypatch.chdir(tmp_path)
-    assert lock_file.beside(load(file)) == file.with_name("mine.lock")
-    assert lock_file.beside(load("cpu")) == tmp_path / "cpu.lock"
+    assert lock_file.lock_path(load(file)) == file.with_name("mine.lock")
+    assert lock_file.lock_path(load("cpu")) == tmp_path / "cpu.lock"

@@ -42,31 +42,31 @@ def recipe(write: Write) -> Recipe:
 def locked(recipe: Recipe, **changes: object) -> Path:
     """Write a lock of `recipe` beside it."""
     values = {
-        "request": lock_file.request_of(recipe),
+        "request": lock_file.make_request(recipe),
         "base": LockedBase(name=recipe.image.base, digest=f"sha256:{'b' * 64}"),
         "apt": (locked_deb("tree", "2.1.0-1"),),
         "pip": (locked_wheel("rich", "15.0"),),
     }
     part = locked_platform(**{**values, **changes})
-    file = lock_file.beside(recipe)
-    file.write_text(lock_file.text(Lock(recipe=recipe.name, imgkit="0.3.0", platforms=(part,))))
+    file = lock_file.lock_path(recipe)
+    file.write_text(lock_file.render_lock(Lock(recipe=recipe.name, imgkit="0.3.0", platforms=(part,))))
     return file
 
 
 def test_lock_beside_recipe_is_attached(recipe: Recipe) -> None:
     file = locked(recipe)
-    with_lock = lock_file.follow(recipe, platform=PLATFORM)
+    with_lock = lock_file.attach_lock(recipe, platform=PLATFORM)
     assert with_lock.lock is not None
     assert with_lock.lock.base.exact == f"base.example.org/torch@sha256:{'b' * 64}"
-    assert lock_file.parse(with_lock.lock_text, file).platforms == (with_lock.lock,)
+    assert lock_file.parse_lock(with_lock.lock_text, file).platforms == (with_lock.lock,)
     assert len(with_lock.sources[file]) == 64
     assert (with_lock.kept, with_lock.sha256) == ({}, recipe.sha256)
 
 
 def test_recipe_without_lock_stays_as_it_is(recipe: Recipe) -> None:
-    without_lock = lock_file.follow(recipe, platform=PLATFORM)
+    without_lock = lock_file.attach_lock(recipe, platform=PLATFORM)
     assert without_lock.lock is None
-    assert without_lock.sources[lock_file.beside(recipe)] == ""
+    assert without_lock.sources[lock_file.lock_path(recipe)] == ""
 
 
 def test_requirements_file_that_has_gone_is_an_error(recipe: Recipe) -> None:
@@ -74,7 +74,7 @@ def test_requirements_file_that_has_gone_is_an_error(recipe: Recipe) -> None:
     file = recipe.file.with_name("needed.txt")
     file.unlink()
     with pytest.raises(UsageError) as caught:
-        lock_file.follow(recipe, platform=PLATFORM)
+        lock_file.attach_lock(recipe, platform=PLATFORM)
     reason = f"[Errno 2] No such file or directory: '{file}'"
     assert caught.value.what == f"a file of the recipe cannot be read: {reason}"
 
@@ -85,7 +85,7 @@ def test_wheel_that_only_this_machine_had_is_used(recipe: Recipe) -> None:
     folder = file.with_name("mine.lock.files")
     folder.mkdir()
     (folder / built.file).write_bytes(b"")
-    assert lock_file.follow(recipe, platform=PLATFORM).kept == {built.file: folder / built.file}
+    assert lock_file.attach_lock(recipe, platform=PLATFORM).kept == {built.file: folder / built.file}
 
 
 def test_lock_holds_no_password_of_the_recipe(write: Write) -> None:
@@ -96,7 +96,7 @@ def test_lock_holds_no_password_of_the_recipe(write: Write) -> None:
         "      env: {BUILD_PASSWORD: seCret-78}\n"
     )
     recipe = load(write(f"image:\n  base: example.org/base:1\n{steps}", "mine.yaml"))
-    text = str(lock_file.request_of(recipe))
+    text = str(lock_file.make_request(recipe))
     assert "seCret" not in text
     assert "example.org/simple" in text
 
@@ -151,22 +151,22 @@ def with_text(value: Any, path: Sequence[Any], change: Callable[[str], str]) -> 
 
 def rendered(recipe: Recipe) -> tuple[list[str], list[int]]:
     """The instructions of a locked build, and how many lines the files have that its steps read."""
-    text = render.dockerfile(recipe, base=recipe.lock.base.exact if recipe.lock else None)
+    text = render.render_dockerfile(recipe, base=recipe.lock.base.exact if recipe.lock else None)
     instructions = [
         line for line in text.replace("\\\n", "").split("\n") if line and not line.startswith("#")
     ]
     steps = range(len(recipe.image.pip))
-    files = (install.locked_packages(recipe), *(install.requirements_text(recipe, step) for step in steps))
+    files = (install.render_packages(recipe), *(install.render_requirements(recipe, step) for step in steps))
     return [line.split(" ")[0] for line in instructions], [file.count("\n") for file in files]
 
 
 def test_changed_text_of_lock_is_refused_or_changes_no_instruction(tmp_path: Path) -> None:
     shutil.copytree(GOLDEN, tmp_path, dirs_exist_ok=True)
     recipe = load(tmp_path / "locked.yaml")
-    file = lock_file.beside(recipe)
+    file = lock_file.lock_path(recipe)
     content = problems.parse_toml(file.read_text())
     lock: Lock = json_text.read(Lock, content, "lock")
-    usual = rendered(lock_file.follow(recipe, platform=PLATFORM))
+    usual = rendered(lock_file.attach_lock(recipe, platform=PLATFORM))
     assert usual[0].count("RUN") > 5
     accepted_keys = set()
     # One text of each key.
@@ -174,10 +174,10 @@ def test_changed_text_of_lock_is_refused_or_changes_no_instruction(tmp_path: Pat
     assert len(paths) > 20
     for path in paths.values():
         for shift in SHIFTS:
-            file.write_text(lock_file.text(with_text(lock, path, shift)), newline="")
+            file.write_text(lock_file.render_lock(with_text(lock, path, shift)), newline="")
             where = ""
             try:
-                with_lock = lock_file.follow(recipe, platform=PLATFORM)
+                with_lock = lock_file.attach_lock(recipe, platform=PLATFORM)
             except UsageError as error:
                 where = str(error.where)
             if where:

@@ -33,7 +33,7 @@ numpy==1.26.4 \\
 
 def test_request_has_lines_of_requirements_files(write: Write) -> None:
     write(NEEDED, "needed.txt")
-    first, second, _ = lock_file.request_of(load(write(RECIPE))).pip[-3:]
+    first, second, _ = lock_file.make_request(load(write(RECIPE))).pip[-3:]
     assert first == LockedStep(requirements=("rich",), options=("--no-build-isolation",), env=("MAX_JOBS=4",))
     assert second.requirements == ("numpy==1.26.4     --hash=sha256:00",)
     assert second.options == ("--extra-index-url", "https://index.example.org/simple")
@@ -50,14 +50,14 @@ image:
       env: {PIP_FIND_LINKS: "https://me:word-9@files.example.org/"}
     - requirements: needed.txt
 """
-    request = lock_file.request_of(load(write(text)))
+    request = lock_file.make_request(load(write(text)))
     assert "word-9" not in repr(request)
     assert request.pip[0].options == ("--index-url", "https://index.example.org/simple")
 
 
 def test_same_recipe_has_no_difference(write: Write) -> None:
     write(NEEDED, "needed.txt")
-    first = lock_file.request_of(load(write(RECIPE)))
+    first = lock_file.make_request(load(write(RECIPE)))
     write(f"# a new comment{NEEDED}", "needed.txt")
-    second = lock_file.request_of(load(write(f"description: new{RECIPE}")))
-    assert lock_file.difference(second, first) is None
+    second = lock_file.make_request(load(write(f"description: new{RECIPE}")))
+    assert lock_file.first_difference(second, first) is None

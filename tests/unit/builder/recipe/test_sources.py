@@ -30,7 +30,7 @@ def tree(tmp_path: Path) -> Tree:
 
 def listed_files(source: Path, *ignore: str) -> list[str]:
     """The files that count, without folders and lists of patterns."""
-    hits = sources.walk(source, ignore)
+    hits = sources.walk_source(source, ignore)
     return [hit.name for hit in hits if hit.entry.is_file() and not hit.entry.name.endswith("ignore")]
 
 
@@ -97,7 +97,7 @@ def test_own_outputs_and_caches_stay_out(tree: Tree) -> None:
         "box.sif/bin/sh",
     )
     assert listed_files(root) == ["box.sif/bin/sh", "data.tar", "data.tar.sha256", "run.manifest.json"]
-    assert "old" not in [file.name for file in sources.walk(root)]
+    assert "old" not in [file.name for file in sources.walk_source(root)]
     assert "old/code-0a1b.sif" in listed_files(root, "!*.sif")
 
 
@@ -106,7 +106,7 @@ def test_temporary_names_never_count(tree: Tree) -> None:
     root = tree(part, f"{files.TEMPORARY}sif.0a.1b/spool.tar", f"{files.TEMPORARY}lock.mn5.sif", ".mine.part")
     listed = [part, f"{files.TEMPORARY}sif.0a.1b/spool.tar", ".mine.part"]
     assert listed_files(root, "!*") == [".mine.part"]
-    assert [file.name for file in sources.walk(root, listed=listed)] == [".mine.part"]
+    assert [file.name for file in sources.walk_source(root, listed=listed)] == [".mine.part"]
 
 
 def test_jobs_name_their_temporary_files_alike() -> None:
@@ -128,7 +128,7 @@ def test_recipe_brings_a_file_back(tree: Tree) -> None:
 def test_names_that_stay_out_are_listed(tree: Tree) -> None:
     left_out: list[str] = []
     root = tree("a.log", "data/x", "b.py", "c.py", **{".gitignore": "*.log\ndata/\n"})
-    list(sources.walk(root, ["b.py"], left_out=left_out))
+    list(sources.walk_source(root, ["b.py"], left_out=left_out))
     assert left_out == ["a.log", "data/"]
 
 
@@ -136,7 +136,10 @@ def test_hidden_file_cannot_be_brought_back(tree: Tree) -> None:
     root = tree("token.txt", "a.py")
     (root / "link").symlink_to("token.txt")
     hidden = [(root / "token.txt").resolve()]
-    assert [file.name for file in sources.walk(root, ["!token.txt"], hidden=hidden)] == ["a.py", "link"]
+    assert [file.name for file in sources.walk_source(root, ["!token.txt"], hidden=hidden)] == [
+        "a.py",
+        "link",
+    ]
 
 
 def test_list_of_patterns_that_is_a_fifo_is_none(tree: Tree) -> None:
@@ -179,7 +182,7 @@ PUBLIC = {
 def test_files_that_hold_secrets_stay_out_and_are_named(tree: Tree) -> None:
     root = tree(**SECRETS, **PUBLIC)
     secret: list[str] = []
-    names = [file.name for file in sources.walk(root, secret=secret) if file.entry.is_file()]
+    names = [file.name for file in sources.walk_source(root, secret=secret) if file.entry.is_file()]
     assert sorted(names) == sorted(PUBLIC)
     folders = {".ssh/config": ".ssh/", ".aws/credentials": ".aws/"}
     assert sorted(secret) == sorted(folders.get(name, name) for name in SECRETS)
@@ -197,5 +200,5 @@ def test_ignored_secret_is_listed_once(tree: Tree) -> None:
     left_out: list[str] = []
     secret: list[str] = []
     root = tree(**{".env": "x", ".gitignore": ".env\n"})
-    list(sources.walk(root, left_out=left_out, secret=secret))
+    list(sources.walk_source(root, left_out=left_out, secret=secret))
     assert (left_out, secret) == ([".env"], [])

@@ -146,7 +146,7 @@ def test_proof_of_a_shipped_system_is_what_is_there(name: str) -> None:
 
 
 def test_systems_of_a_site_have_names_too(site: Path, write: Write) -> None:
-    assert list(system_files.find_all())[-1] == "ours"
+    assert list(system_files.find_systems())[-1] == "ours"
     assert load(write(f"{IMAGE}system: ours\n")).system.title == "ours"
     (site / "more.yaml").write_text("extends: ours\ntitle: more\n")
     (site / "more.yaml").chmod(0o644)

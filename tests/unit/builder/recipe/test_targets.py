@@ -15,7 +15,7 @@ from imgkit_recipes import recipe_names
 
 
 def described(recipe: str) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(targets.described_json(load(recipe)))
+    content: dict[str, Any] = json.loads(targets.describe_as_json(load(recipe)))
     return content
 
 
@@ -27,7 +27,7 @@ def read(content: dict[str, Any]) -> Target:
         platforms=tuple(content["image"]["platforms"]),
         file=Path("mine.json"),
     )
-    return targets.checked(target)
+    return targets.validate_target(target)
 
 
 @pytest.mark.parametrize("name", recipe_names())

@@ -12,7 +12,7 @@ from imgkit_builder.sif.entries import ImageEntry
 def collect_facts(files: dict[str, bytes], path: str = "/usr/bin:/opt/v/bin") -> BakedFacts:
     collector = BakedFactsCollector()
     entries = [ImageEntry(names=(name,), kind=REGULAR).with_content(data) for name, data in files.items()]
-    passed = {entry.name: entry.read() for entry in collector.observed(entries)}
+    passed = {entry.name: entry.read() for entry in collector.observe(entries)}
     assert passed == files
     return collector.facts(path)
 

@@ -29,7 +29,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
 
 
 def choose(capabilities: Capabilities | None, choice: CompressionChoice) -> Compression:
-    zstd_error = mksquashfs.zstd_error(mksquashfs.find())
+    zstd_error = mksquashfs.zstd_error(mksquashfs.find_any())
     return conversion.choose_compression(capabilities, choice, zstd_error=zstd_error)
 
 
@@ -104,7 +104,7 @@ def test_archive_gets_the_compression_of_its_system(
     install(tmp_path, monkeypatch, FULL)
     for name in ("small.tar.gz", "small.tar.gz.sha256"):
         shutil.copy(WRITTEN / name, tmp_path)
-    described = sidecar.read(WRITTEN / "small.tar.gz")
+    described = sidecar.read_sidecar(WRITTEN / "small.tar.gz")
     assert described
     facts = SystemFacts(runtime=Runtime(compression="zstd"))
     (tmp_path / "small.tar.gz.manifest.json").write_text(

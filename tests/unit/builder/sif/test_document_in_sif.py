@@ -8,7 +8,7 @@ from small_sif import CONFIG, CREATED_S
 
 from imgkit_builder.archive.tar_read import DIRECTORY, HARD_LINK, REGULAR, SYMLINK
 from imgkit_builder.inventory.collector import DOCUMENT
-from imgkit_builder.sif.entries import ImageEntry, with_document
+from imgkit_builder.sif.entries import ImageEntry, with_package_list
 
 METADATA = "srv/site-packages/a-1.dist-info/METADATA"
 
@@ -23,7 +23,7 @@ def file(*names: str, data: bytes = b"") -> ImageEntry:
 
 def document_added(*entries: ImageEntry) -> list[tuple[ImageEntry, bytes]]:
     """What comes out, each with its content, which is read as it comes."""
-    written = with_document(iter(entries), CONFIG)
+    written = with_package_list(iter(entries), CONFIG)
     return [(entry, b"".join(map(bytes, entry.content))) for entry in written]
 
 
@@ -80,7 +80,7 @@ def test_large_file_is_not_read_early() -> None:
 
     read: list[int] = []
     large = ImageEntry(names=(METADATA,), kind=REGULAR, size_bytes=1 << 40, content=content())
-    entries = with_document(iter((large,)), CONFIG)
+    entries = with_package_list(iter((large,)), CONFIG)
     assert next(entries) is large
     assert read == []
     *_, (last, data) = [(entry, b"".join(map(bytes, entry.content))) for entry in entries]

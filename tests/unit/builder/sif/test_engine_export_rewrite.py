@@ -11,7 +11,7 @@ import pytest
 from small_sif import CONFIG, CREATED_S
 
 from imgkit_builder.sif import squash
-from imgkit_builder.sif.entries import ImageEntry, export_entries, with_added_files, with_document
+from imgkit_builder.sif.entries import ImageEntry, export_entries, with_added_files, with_package_list
 from imgkit_entrypoints.errors import CheckFailed
 
 EXPORTED_S = 1795262421
@@ -57,8 +57,8 @@ def rewritten(*members: tuple[tarfile.TarInfo, bytes], form: int = tarfile.PAX_F
         for info, data in members:
             tar.addfile(info, io.BytesIO(data))
     entries = export_entries(iter([buffer.getvalue()]), created_s=CREATED_S)
-    entries = with_document(with_added_files(entries, OWN, IF_MISSING), CONFIG)
-    squash.write_tar(squash.storable(entries, itertools.count(), print), sink)
+    entries = with_package_list(with_added_files(entries, OWN, IF_MISSING), CONFIG)
+    squash.write_tar(squash.strip_attributes(entries, itertools.count(), print), sink)
     sink.seek(0)
     return tarfile.open(fileobj=sink)
 

@@ -85,7 +85,7 @@ def test_headers_pass_over_content(tmp_path: Path) -> None:
     """The first member is larger than what one read returns."""
     path = tmp_path / "layer.tar"
     path.write_bytes(tar_of_files({"large": bytes(1 << 20), "small": b"1", "etc": b""}))
-    sizes = [(member.name, member.size_bytes) for member in tar_read.headers(path)]
+    sizes = [(member.name, member.size_bytes) for member in tar_read.read_headers(path)]
     assert sizes == [("large", 1 << 20), ("small", 1), ("etc", 0)]
 
 

@@ -104,14 +104,16 @@ def test_flipped_bit_in_the_record_is_noticed(sif: Path) -> None:
 def test_signed_file_and_added_objects_are_no_difference(sif: Path) -> None:
     small_sif.sign(sif)
     small_sif.sign(sif, b"another")
-    frame.add(sif, NewObject(datatype=DataType.JSON, name="notes", data=b"{}"))
+    frame.add_object(sif, NewObject(datatype=DataType.JSON, name="notes", data=b"{}"))
     assert is_intact(sif)
     assert len(image.read(sif).signatures) == 2
 
 
 def overlay(path: Path) -> None:
     extra = image.partition_extra(PartitionType.OVERLAY, "amd64")
-    frame.add(path, NewObject(datatype=DataType.PARTITION, name="o", data=b"x", extra=extra, align=4096))
+    frame.add_object(
+        path, NewObject(datatype=DataType.PARTITION, name="o", data=b"x", extra=extra, align=4096)
+    )
 
 
 def cut(path: Path) -> None:
@@ -119,7 +121,7 @@ def cut(path: Path) -> None:
 
 
 def no_record(path: Path) -> None:
-    frame.remove(path, [image.read(path).descriptors[-1].id])
+    frame.remove_objects(path, [image.read(path).descriptors[-1].id])
 
 
 def no_sif(path: Path) -> None:

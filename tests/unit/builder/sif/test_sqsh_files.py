@@ -32,7 +32,7 @@ def config(*env: str, **settings: Any) -> ImageConfig:
 
 
 def text(of: ImageConfig, path: str) -> str:
-    return next(entry.read().decode() for entry in sqsh.own_files(of) if entry.name == path)
+    return next(entry.read().decode() for entry in sqsh.enroot_files(of) if entry.name == path)
 
 
 def environment(*env: str) -> list[str]:
@@ -102,7 +102,7 @@ def test_every_value_arrives_exactly(value: str, tmp_path: Path) -> None:
 )
 def test_a_value_that_cannot_be_held_is_refused(value: str, reason: str) -> None:
     with pytest.raises(UsageError) as error:
-        sqsh.own_files(config(f"MINE={value}"))
+        sqsh.enroot_files(config(f"MINE={value}"))
     assert reason in str(error.value)
     assert error.value.where == "ENV MINE"
     assert "image.env.MINE" in (error.value.hint or "")
@@ -160,7 +160,7 @@ def test_an_image_without_a_command_starts_a_shell() -> None:
 @pytest.mark.parametrize("settings", [{"Entrypoint": ["a\0"]}, {"Cmd": ["\ud800"]}, {"WorkingDir": "/\0"}])
 def test_a_command_that_no_script_can_hold_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="cannot hold"):
-        sqsh.own_files(config(**settings))
+        sqsh.enroot_files(config(**settings))
 
 
 def test_what_a_start_needs_is_added_where_it_lacks() -> None:
@@ -206,8 +206,8 @@ def described(path: Path) -> ImgkitRecord:
 
 def test_the_record_at_the_end_is_read_back(tmp_path: Path) -> None:
     record = described(tmp_path / "x.sqsh")
-    assert sqsh.record(tmp_path / "x.sqsh") == record
-    assert sqsh.digests(tmp_path / "x.sqsh")[0] == record.root_sha256
+    assert sqsh.read_record(tmp_path / "x.sqsh") == record
+    assert sqsh.hash_sqsh(tmp_path / "x.sqsh")[0] == record.root_sha256
     assert sqsh.is_sqsh(tmp_path / "x.sqsh")
 
 
@@ -225,12 +225,12 @@ def test_a_damaged_record_is_refused(tmp_path: Path, change: str) -> None:
         )
     path.write_bytes(data)
     with pytest.raises(CheckFailed):
-        sqsh.record(path)
+        sqsh.read_record(path)
 
 
 def test_a_squashfs_of_others_has_no_record(tmp_path: Path) -> None:
     path = tmp_path / "x.sqsh"
     path.write_bytes(b"hsqs" + bytes(200))
     assert sqsh.is_sqsh(path)
-    assert sqsh.record(path) is None
+    assert sqsh.read_record(path) is None
     assert not sqsh.is_sqsh(tmp_path / "absent")

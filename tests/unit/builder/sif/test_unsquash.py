@@ -48,7 +48,7 @@ def test_nothing_is_read_through_a_link_of_the_image(squashfs: Path) -> None:
 
 
 def test_files_are_listed_with_mode_and_owner(squashfs: Path) -> None:
-    listed = {file.path: file for file in Squashfs(path=squashfs, offset=4096).listed("a")}
+    listed = {file.path: file for file in Squashfs(path=squashfs, offset=4096).list_files("a")}
     assert listed.keys() == {"a", "a/one", "a/[x]*", "a/x"}
     listed_file = listed["a/one"]
     assert (listed_file.mode, listed_file.uid, listed_file.gid, listed_file.size) == ("-rw-r--r--", 0, 0, "1")
@@ -59,7 +59,7 @@ def test_damaged_squashfs_is_refused(squashfs: Path) -> None:
     with pytest.raises(CheckFailed, match="unsquashfs cannot read it"):
         Squashfs(path=squashfs, offset=4096).read(["a/one"])
     with pytest.raises(ToolFailed):
-        list(Squashfs(path=squashfs, offset=4096).listed())
+        list(Squashfs(path=squashfs, offset=4096).list_files())
 
 
 def test_missing_program_says_what_installs_it(squashfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

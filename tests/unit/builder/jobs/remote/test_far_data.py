@@ -21,7 +21,7 @@ from imgkit_builder.jobs.remote.connection import Connection
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.resolve import resolve
 from imgkit_builder.jobs.transport import Ssh
-from imgkit_builder.recipe.targets import find
+from imgkit_builder.recipe.targets import load_target
 from imgkit_entrypoints.errors import CheckFailed, ImgkitError, UsageError
 
 pytestmark = pytest.mark.programs("rsync")
@@ -42,7 +42,7 @@ def far(tmp_path: Path) -> Connection:
 def send(tmp_path: Path, *data: str) -> tuple[Job, list[str]]:
     """Bring the data to the remote, which is this machine. Return the job, and what the user saw."""
     request = JobRequest.of(command=("dist-hello",), directory=tmp_path / "store", data=data or ("data/x",))
-    job = resolve(find("mn5"), request.changed(account="a", qos="acc_debug", time="5m"))
+    job = resolve(load_target("mn5"), request.changed(account="a", qos="acc_debug", time="5m"))
     script = systems.named(job.system).script(job)
     prepared = PreparedJob(job=job, script=script, data=data_mounts.list_folders(request))
     transport, notes = Ssh(far(tmp_path)), Notes()

@@ -52,7 +52,7 @@ def shell_argv(folder: Path, fake_program: FakeProgram, monkeypatch: pytest.Monk
     monkeypatch.setenv("TOKEN", TOKEN)
     request = JobRequest.of(interactive=True, env=("TOKEN",), account="a", qos="acc_debug", time="10m")
     request = request.changed(directory=folder, image=f"{folder}/images/x/image.sif")
-    job = resolve(targets.find("mn5"), request)
+    job = resolve(targets.load_target("mn5"), request)
     transport = Ssh(connection.connect(Remote(name="far", address="me@far", folder=str(folder), keep_s=0)))
     return transport.foreground_argv(job, named("slurm").script(job))
 

@@ -117,7 +117,7 @@ def test_odd_values_of_a_check_are_verdicts(far: Connection) -> None:
         "owner",
     )
     Path("answer").write_bytes("\n".join((*rows, "\xff", "end", "")).encode("latin-1"))
-    verdicts = {row.name: row.verdict for row in check.examine(far, targets.find("mn5"))}
+    verdicts = {row.name: row.verdict for row in check.examine(far, targets.load_target("mn5"))}
     assert (verdicts["runtime"], verdicts["folder"]) == ("fail", "fail")
 
 
@@ -258,7 +258,7 @@ def test_submission_there_notes_what_the_job_uses(
         directory=tmp_path,
         image=f"{tmp_path}/images/x.sif",
     )
-    job = resolve(targets.find("mn5"), request)
+    job = resolve(targets.load_target("mn5"), request)
     prepared = PreparedJob(job=job, script=named("slurm").script(job))
     record = submit.start(prepared, Ssh(local), Silent())
     assert (record.answer is None, record.job.cluster, record.job.remote) == (bool(job_id), cluster, "far")

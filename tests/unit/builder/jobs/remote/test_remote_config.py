@@ -88,7 +88,7 @@ def test_files_go_through_the_host_of_the_system(
     fake_program: FakeProgram, host: str, transfer: str, login: str, expected: str
 ) -> None:
     fake_program("ssh", f"echo user me; echo hostname {login}")  # as ssh -G prints it
-    target = targets.find("mn5")
+    target = targets.load_target("mn5")
     system = dataclasses.replace(
         target.system, transfer=dataclasses.replace(target.system.transfer, host=host)
     )

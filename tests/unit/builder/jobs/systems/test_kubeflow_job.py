@@ -22,10 +22,10 @@ from imgkit_builder.jobs.resolve import resolve
 from imgkit_builder.jobs.systems.kubeflow import SYSTEM as kubeflow
 from imgkit_builder.jobs.systems.pods import KubernetesFormat, PodFlags
 from imgkit_builder.jobs.transport import Local
-from imgkit_builder.recipe.targets import find
+from imgkit_builder.recipe.targets import load_target
 from imgkit_entrypoints.errors import ToolFailed
 
-RECIPE = find("rcp")
+RECIPE = load_target("rcp")
 RCP = JobRequest.of(command=("dist-train", "--steps", "1000"), nodes="3", image="r.example/me/rcp:1")
 HOME = ("data:/data:ro", "home:/home/me")
 FORMATS: tuple[KubernetesFormat, ...] = ("pytorchjob", "trainjob")
@@ -35,7 +35,7 @@ def job(
     kind: KubernetesFormat, *, pvcs: tuple[str, ...] = (), recipe: str = "", run_as: str = "", **options: Any
 ) -> Job:
     flags = PodFlags(format=kind, pvcs=pvcs, run_as=run_as)
-    return resolve(find(recipe) if recipe else RECIPE, RCP.changed(system_flags=(flags,), **options))
+    return resolve(load_target(recipe) if recipe else RECIPE, RCP.changed(system_flags=(flags,), **options))
 
 
 def script(kind: KubernetesFormat, **options: Any) -> Script:

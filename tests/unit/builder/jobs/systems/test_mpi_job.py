@@ -13,7 +13,7 @@ from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.resolve import resolve
 from imgkit_builder.jobs.systems.mpi import SYSTEM as mpi
 from imgkit_builder.jobs.systems.mpi import MpiFlags
-from imgkit_builder.recipe.targets import find
+from imgkit_builder.recipe.targets import load_target
 from imgkit_entrypoints.errors import UsageError
 
 HOSTS = MpiFlags(hosts="node1,node2")
@@ -32,7 +32,7 @@ def changed(request: JobRequest, **options: Any) -> JobRequest:
 
 
 def job(request: JobRequest) -> Job:
-    return resolve(find("lambda"), request)
+    return resolve(load_target("lambda"), request)
 
 
 def script(request: JobRequest) -> Script:

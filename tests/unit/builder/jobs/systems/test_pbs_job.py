@@ -19,11 +19,11 @@ from imgkit_builder.jobs.resolve import resolve
 from imgkit_builder.jobs.systems.pbs import SYSTEM as pbs
 from imgkit_builder.jobs.systems.pbs import PbsFlags
 from imgkit_builder.jobs.systems.slurm import SYSTEM as slurm
-from imgkit_builder.recipe.targets import find
+from imgkit_builder.recipe.targets import load_target
 from imgkit_builder.workflow.build import SifBuildRequest
 from imgkit_entrypoints.errors import UsageError
 
-RECIPE = find("olivia-eap")
+RECIPE = load_target("olivia-eap")
 REQUEST = JobRequest.of(command=("dist-run",), time="10m", directory=Path("/my work"), nodes="2")
 STARTS = ("pals", "pbsdsh", "ssh")
 
@@ -41,7 +41,7 @@ def extended_recipe(tmp_path: Path, *lines: str) -> Any:
     """A recipe that extends olivia-eap by lines below ``system``."""
     file = tmp_path / "mine.yaml"
     file.write_text("\n".join(("extends: olivia-eap", "system:", *(f"  {line}" for line in lines), "")))
-    return find(file)
+    return load_target(file)
 
 
 def submit_request(tmp_path: Path, line: str) -> SubmitRequest:

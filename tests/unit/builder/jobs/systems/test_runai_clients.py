@@ -49,7 +49,7 @@ def job(
     **options: Any,
 ) -> Job:
     flags = pods.PodFlags(pvcs=pvcs, client=client)
-    return resolve(targets.find(recipe), RCP.changed(system_flags=(flags,), **options))
+    return resolve(targets.load_target(recipe), RCP.changed(system_flags=(flags,), **options))
 
 
 def write_recipe(tmp_path: Path, text: str) -> Path:
@@ -155,5 +155,5 @@ def test_record_with_another_kind_starts_nothing() -> None:
 
 def test_client_without_effect_is_a_warning() -> None:
     flags = pods.PodFlags(pvcs=("home:/w",), format="pytorchjob", client="v1")
-    job = resolve(targets.find("rcp"), RCP.changed(system_flags=(flags,)))
+    job = resolve(targets.load_target("rcp"), RCP.changed(system_flags=(flags,)))
     assert job.warnings == ("--client is not used with --format pytorchjob",)

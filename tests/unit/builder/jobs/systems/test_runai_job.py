@@ -14,10 +14,10 @@ from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.resolve import resolve
 from imgkit_builder.jobs.systems import pods
 from imgkit_builder.jobs.systems.runai import SYSTEM as runai
-from imgkit_builder.recipe.targets import find
+from imgkit_builder.recipe.targets import load_target
 from imgkit_entrypoints.errors import UsageError
 
-RECIPE = find("rcp")
+RECIPE = load_target("rcp")
 RCP = JobRequest.of(command=("dist-pi",), nodes="2", image="r.example/me/rcp:1")
 
 

@@ -16,10 +16,10 @@ from imgkit_builder.jobs import systems
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.resolve import resolve
 from imgkit_builder.jobs.systems.slurm import SYSTEM as slurm
-from imgkit_builder.recipe.targets import find
+from imgkit_builder.recipe.targets import load_target
 from imgkit_entrypoints.errors import UsageError
 
-RECIPE = find("mn5")
+RECIPE = load_target("mn5")
 REQUEST = JobRequest.of(
     command=("dist-run",), account="a1", qos="q", time="10m", directory=Path("/w"), nodes="2"
 )
