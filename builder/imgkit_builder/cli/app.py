@@ -48,6 +48,7 @@ VERB_GROUPS: dict[str, dict[str, Verb]] = {
             "images", "Open a shell in an image or .sif, without this machine's home folder and network."
         ),
         "push": Verb("images", "Send an image to a registry and print its digest."),
+        "add": Verb("add", "Add Python packages to a .sif, in a squashfs beside it."),
         "lock": Verb("lock", "Pin every package of a recipe's image: version, URL and sha256."),
     },
     "Jobs": {

@@ -1,0 +1,341 @@
+"""Make a squashfs with packages beside a .sif: pip runs in the image, as the user who calls it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.resources
+import json
+import os
+import re
+import shlex
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from imgkit_builder.base import files, process
+from imgkit_builder.base.flags import flag
+from imgkit_builder.base.progress import SILENT, Reporter
+from imgkit_builder.oci.platform import host_arch
+from imgkit_builder.packages import failures, record
+from imgkit_builder.packages.record import AddedPackage, PackagesRecord
+from imgkit_builder.recipe.requirements import PROTECTED
+from imgkit_builder.sif import image as sif_image
+from imgkit_builder.sif import mksquashfs, runtime, squash
+from imgkit_builder.sif.workspace import tmp_base, workspace
+from imgkit_entrypoints import __version__, json_text, secret_patterns
+from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
+
+_INSIDE = "/run/imgkit/add"
+"""Where the image has the folder of ``inside.py``."""
+_PROGRAM = "inside.py"
+_PASSED = re.compile(r"(?i:https?|all|no)_(?i:proxy)|PIP_(INDEX_URL|EXTRA_INDEX_URL|TRUSTED_HOST)")
+"""Variables of this machine that pip gets: nothing else of it is right in an image."""
+_CERTIFICATES = ("PIP_CERT", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE")
+_NOT_COPIED = (".git", ".venv", "venv", "__pycache__", "build", "dist", "runs", "*.sif", "*.sqsh", "*.tar")
+"""What of a project's folder is no source of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddRequest:
+    """What `imgkit add` installs, and into which file: its options."""
+
+    requirements: tuple[str, ...] = ()
+    """``einops``, ``omegaconf>=2.3``, or the path of a wheel."""
+    image: Path | None = flag(None, metavar="X.sif", help="The image that the packages are for.")
+    output: Path | None = flag(
+        None, "--output", "-o", metavar="FILE", help="File to write (default: X+N.sqsh beside the image)."
+    )
+    requirements_file: Path | None = flag(
+        None, "--requirements", "-r", metavar="FILE", help="File with requirements, as for pip."
+    )
+    project: Path | None = flag(
+        None, metavar="DIR", help="Folder of a project to install, with what it depends on."
+    )
+    wheels: Path | None = flag(
+        None, metavar="DIR", help="Take all packages from the wheels in this folder; needs no network."
+    )
+    replace: tuple[str, ...] = flag(
+        (), metavar="NAME", help="Allow another version of this package than the image has."
+    )
+    tmpdir: Path | None = flag(
+        None, metavar="DIR", help="Folder for temporary files (default: that of the file)."
+    )
+    runtime: str | None = flag(None, "--runtime-command", metavar="COMMAND", help="singularity or apptainer.")
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The arguments that decide what is installed."""
+        options = {"-r": self.requirements_file, "--project": self.project, "--wheels": self.wheels}
+        arguments = list(self.requirements)
+        for name, value in options.items():
+            if value is not None:
+                arguments += (name, str(value))
+        for name in self.replace:
+            arguments += ("--replace", name)
+        return tuple(arguments)
+
+    @property
+    def reads_files(self) -> bool:
+        """Whether files decide what is installed: the same request can mean something else tomorrow."""
+        is_local = any(requirement.endswith(".whl") for requirement in self.requirements)
+        return is_local or any((self.requirements_file, self.project, self.wheels))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Added:
+    """A file with packages."""
+
+    path: Path
+    size_bytes: int
+    record: PackagesRecord
+    up_to_date: bool
+    """Whether the file was there, and nothing was done."""
+
+    @property
+    def exec_line(self) -> str:
+        """The line that starts a program in the image with the packages, without imgkit."""
+        target = record.target(1)
+        image = self.path.parent / self.record.image
+        variables = f"--env PREPEND_PATH={target}/bin,PYTHONPATH={target}"
+        bind = shlex.quote(f"{self.path}:{target}:image-src=/,ro")
+        return f"singularity exec --bind {bind} {variables} {shlex.quote(str(image))} python3 ..."
+
+
+def add(request: AddRequest, report: Reporter = SILENT) -> Added:
+    """Install the packages of `request` into a new file, which afterwards is whole, or as it was before.
+
+    Raises
+    ------
+    UsageError : the request is not valid, does not fit the image, or the file cannot be written.
+    ToolMissing : there is no Singularity or no mksquashfs.
+    ToolFailed : pip or mksquashfs failed, or the disk is full.
+    """
+    image = _check_image(request)
+    _check_requirements(request)
+    target = _target(request, image)
+    digest = record.image_digest(image)
+    existing = _read_existing(target, request)
+    if existing is not None and existing.image_digest == digest and not request.reads_files:
+        return Added(path=target, size_bytes=target.stat().st_size, record=existing, up_to_date=True)
+    _refuse_foreign_arch(request, image)
+    tool = runtime.find_runtime(request.runtime)
+    with workspace(target, tmp_base(target, request.tmpdir)) as work, runtime.log_file(target.stem) as log:
+        _write_order(request, work.folder)
+        report.stage(f"pip in {image.name}")
+        answer = _run_inside(tool, image, work.folder, report, log)
+        if "failure" in answer:
+            raise failures.explain(answer, image=image, requirements=request.requirements, log=log.name)
+        report.stage("squash")
+        _squash(work.folder / "root", work.part)
+        added = _new_record(request, image, digest, answer)
+        record.append(work.part, added)
+        files.publish(work.part, target)
+    return Added(path=target, size_bytes=target.stat().st_size, record=added, up_to_date=False)
+
+
+def _check_image(request: AddRequest) -> Path:
+    """Return the path of the image; raise UsageError if there is none, or if it is no .sif."""
+    if request.image is None:
+        packages = ", ".join(request.requirements) or "PACKAGE"
+        raise UsageError(
+            "packages are added beside an image that exists, and none is named",
+            where="--image",
+            hint=f"--image X.sif; or build them into an image, by its recipe: image: {{pip: [{packages}]}}",
+        )
+    image = request.image.absolute()
+    if not sif_image.is_sif(image):
+        problem = "this is no .sif" if image.exists() else "there is no such image"
+        raise UsageError(
+            problem, where=str(request.image), hint="imgkit sif IMAGE makes a .sif of an archive or an image"
+        )
+    return image
+
+
+def _check_requirements(request: AddRequest) -> None:
+    """Raise UsageError for a requirement that pip could not read, or that has a secret in it."""
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    if not (request.requirements or request.requirements_file or request.project):
+        raise UsageError("no package given", where="PACKAGE", hint="imgkit add einops --image X.sif")
+    for text in request.requirements:
+        if text.endswith(".whl") and Path(text).is_file():
+            continue
+        try:
+            Requirement(text)
+        except InvalidRequirement:
+            raise UsageError(
+                f"{text!r} is not a requirement", where="PACKAGE", hint="NAME, 'NAME>=2.3', or X.whl"
+            ) from None
+    kind = secret_patterns.in_arguments(request.arguments)
+    if kind:
+        raise UsageError(
+            f"it holds {kind}, and the record of the file would show it",
+            where="PACKAGE",
+            hint="export PIP_INDEX_URL=..., which is not recorded",
+        )
+    for option, path in (("-r", request.requirements_file), ("--project", request.project)):
+        if path is not None and not path.exists():
+            raise UsageError("there is no such file", where=f"{option} {path}")
+    if request.wheels is not None and not any(request.wheels.glob("*.whl")):
+        raise UsageError("it holds no wheels", where=f"--wheels {request.wheels}", hint="pip download -d DIR")
+
+
+def _target(request: AddRequest, image: Path) -> Path:
+    """Return the file to write: by default ``X+N.sqsh`` beside the image, for N requirements."""
+    count = len(request.requirements) or 1
+    target = request.output or image.with_name(f"{image.stem}+{count}.sqsh")
+    target = target.absolute()
+    if not record.safe_name(str(target)):
+        raise UsageError(
+            f"no runtime can mount {str(target)!r}",
+            where="--output",
+            hint="-o FILE.sqsh with a path without colons, commas and quotes",
+        )
+    if not target.parent.is_dir():
+        raise UsageError("there is no such folder", where=str(target), hint=f"mkdir -p {target.parent}")
+    return target
+
+
+def _read_existing(target: Path, request: AddRequest) -> PackagesRecord | None:
+    """Return the record of a file that may be written again; None if there is no file.
+
+    Raises
+    ------
+    UsageError : the file holds something else.
+    """
+    if not os.path.lexists(target):
+        return None
+    existing = record.read(target) if record.is_packages(target) else None
+    if existing is not None and existing.arguments == request.arguments:
+        return existing
+    content = "is not one of imgkit add" if existing is None else f"holds {shlex.join(existing.arguments)}"
+    raise UsageError(
+        f"the file exists and {content}",
+        where=str(target),
+        hint=f"-o OTHER.sqsh, or: rm {shlex.quote(str(target))}",
+    )
+
+
+def _refuse_foreign_arch(request: AddRequest, image: Path) -> None:
+    """Raise UsageError if this machine, such as a login node, cannot run the programs of the image."""
+    arch = sif_image.read(image).arch
+    if arch in (host_arch(), "unknown"):
+        return
+    submit = "srun --nodes 1 --ntasks 1" if shutil.which("srun") else "qsub -I, then on the node:"
+    command = shlex.join(("imgkit", "add", *request.arguments, "--image", str(image)))
+    raise UsageError(
+        f"the image is for {arch}, and this machine is {host_arch()}: pip cannot run in it here",
+        where=str(image),
+        hint=f"on a node for the image: {submit} {command}",
+    )
+
+
+def _write_order(request: AddRequest, folder: Path) -> None:
+    """Write ``inside.py`` and all that it reads to `folder`."""
+    program = importlib.resources.files(__package__).joinpath(_PROGRAM).read_bytes()
+    (folder / _PROGRAM).write_bytes(program)
+    wheels = folder / "wheels"
+    wheels.mkdir()
+    requirements = []
+    for text in request.requirements:
+        if text.endswith(".whl") and Path(text).is_file():
+            _copy(Path(text), wheels / Path(text).name)
+            text = f"{_INSIDE}/wheels/{Path(text).name}"
+        requirements.append(text)
+    options = []
+    if request.wheels is not None:
+        for wheel in request.wheels.glob("*.whl"):
+            _copy(wheel, wheels / wheel.name)
+        options = ["--no-index", "--find-links", f"{_INSIDE}/wheels"]
+    if request.requirements_file is not None:
+        _copy(request.requirements_file, folder / "requirements.txt")
+        requirements += ["-r", f"{_INSIDE}/requirements.txt"]
+    if request.project is not None:
+        shutil.copytree(request.project, folder / "project", ignore=shutil.ignore_patterns(*_NOT_COPIED))
+        requirements.append(f"{_INSIDE}/project")
+    bundle = next(filter(None, map(os.environ.get, _CERTIFICATES)), "")
+    with contextlib.suppress(OSError):
+        _copy(Path(bundle), folder / "ca.pem")
+    order = {
+        "requirements": requirements,
+        "options": options,
+        "replace": request.replace,
+        "protected": PROTECTED,
+        "env": {name: value for name, value in os.environ.items() if _PASSED.fullmatch(name)},
+    }
+    with files.create(folder / "order.json") as stream:
+        stream.write(json.dumps(order).encode())
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy a regular file to the new file `target`."""
+    with files.open_regular(source) as content, files.create(target) as stream:
+        shutil.copyfileobj(content, stream)
+
+
+def _run_inside(
+    tool: runtime.RuntimeTool, image: Path, folder: Path, report: Reporter, log: Any
+) -> dict[str, Any]:
+    """Run ``inside.py`` in the image, and return its answer.
+
+    Raises
+    ------
+    UsageError : the image has no Python.
+    ToolFailed : the image does not start.
+    """
+    # Only the network: variables, home folder and /tmp of this machine would change what pip does.
+    isolated = runtime.Isolation(network=True)
+    bind = ("--bind", f"{folder}:{_INSIDE}")
+    arguments = (
+        "exec",
+        *isolated.options,
+        "--pwd",
+        "/",
+        *bind,
+        str(image),
+        "python3",
+        "-s",
+        f"{_INSIDE}/{_PROGRAM}",
+    )
+    answer_file = folder / "answer.json"
+    try:
+        runtime.run(tool, arguments, folder=Path("/"), on_line=report.line, log=log)
+        answer: dict[str, Any] = json_text.load(answer_file)
+    except ToolFailed as error:
+        if "executable file not found" not in (error.hint or ""):
+            raise
+        raise UsageError("the image has no python3", where=str(image), hint="another image") from error
+    except (OSError, ValueError) as error:
+        raise ToolFailed(f"the answer of the image cannot be read: {error}", where=str(image)) from error
+    return answer
+
+
+def _squash(root: Path, part: Path) -> None:
+    """Write the folder `root` as a squashfs."""
+    program = mksquashfs.find()
+    if program is None:
+        raise ToolMissing("mksquashfs is not on this machine", hint=squash.INSTALL)
+    compression = (
+        ["-comp", "gzip"] if mksquashfs.zstd_error(program) else ["-comp", "zstd", "-Xcompression-level", "3"]
+    )
+    options = ["-noappend", "-no-progress", "-all-root", "-no-xattrs", *compression]
+    process.run([program, root, part, *options, *mksquashfs.gather_limits().mksquashfs_options()])
+
+
+def _new_record(request: AddRequest, image: Path, digest: str, answer: dict[str, Any]) -> PackagesRecord:
+    """Return the record of what the image has answered."""
+    sif = sif_image.read(image)
+    packages = [AddedPackage(**package) for package in answer["packages"]]
+    return PackagesRecord(
+        imgkit=__version__,
+        image=image.name,
+        image_digest=digest,
+        image_id=sif.record.image_id if sif.record else "",
+        arch=sif.arch,
+        python=answer["python"],
+        arguments=request.arguments,
+        packages=tuple(sorted(packages, key=lambda package: package.name.lower())),
+        modules=tuple(sorted(set(answer["modules"]))),
+        programs=tuple(answer["programs"]),
+    )

@@ -1,0 +1,113 @@
+"""Explains why packages could not be installed in an image, from what pip printed there."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from imgkit_builder.recipe.requirements import PROTECTED, canonical
+from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
+
+_NO_NETWORK = re.compile(
+    r"NewConnectionError|Temporary failure in name resolution|ConnectTimeout|ReadTimeoutError|ProxyError"
+    r"|Connection (?:timed out|refused)|Network is unreachable|SSLError"
+)
+_CONSTRAINT = re.compile(r"\(constraint\) ([A-Za-z0-9._-]+)==(\S+)")
+_MISSING = re.compile(r"No matching distribution found for ([^\n]+)")
+_WRONG_WHEEL = re.compile(r"ERROR: (\S+\.whl) is not a supported wheel on this platform")
+_DISK_FULL = re.compile(r"No space left on device|Disk quota exceeded")
+_NOISE = re.compile(r"WARNING: |\[notice\]|DEPRECATION: |Looking in |Collecting |  Downloading | +━")
+_MOST_LINES = 12
+
+
+def explain(
+    answer: Mapping[str, Any], *, image: Path, requirements: tuple[str, ...], log: str
+) -> ImgkitError:
+    """Return the error for an `answer` of ``inside.py`` that is a failure.
+
+    Parameters
+    ----------
+    requirements : as the user typed them, for a line to type.
+    log : path of the file with all of pip's output.
+    """
+    kind, output = answer["failure"], answer["output"]
+    versions: Mapping[str, str] = answer["image"]
+    typed = shlex.join(requirements)
+    if kind == "no pip" or "no such option: --report" in output:
+        problem = "has no pip" if kind == "no pip" else "has a pip older than 22.2, which cannot do this"
+        return UsageError(
+            f"the image {problem}", where=str(image), hint=f"build one that has it: {_recipe_line(typed)}"
+        )
+    if kind == "protected":
+        return UsageError(
+            f"nothing may replace {output} {versions.get(output, '')}, which belongs to the image's torch",
+            where="--replace",
+            hint=f"build an image with another base: {_recipe_line(typed)}",
+        )
+    if _DISK_FULL.search(output):
+        return ToolFailed("No space left on device", where=str(image))
+    constraint = _CONSTRAINT.search(output)
+    if constraint:
+        return _conflict_error(canonical(constraint[1]), output, versions, typed)
+    # Without a network, pip also says that there is no such package.
+    if _NO_NETWORK.search(output):
+        platform = "manylinux_2_28_x86_64"
+        fetch = "python3 -m pip download --only-binary :all: -d wheels"
+        fetch += f" --platform {platform} --python-version {answer['python']} {typed}"
+        return ToolFailed(
+            "the image's pip cannot reach a package index from this machine",
+            where=str(image),
+            hint=f"where there is a network: {fetch}; copy the folder here, and: "
+            f"imgkit add {typed} --image {image} --wheels wheels",
+        )
+    wrong_wheel = _WRONG_WHEEL.search(output)
+    if wrong_wheel:
+        return UsageError(
+            f"{wrong_wheel[1]} is for another Python or processor than the image ({answer['python']})",
+            where=str(image),
+            hint="the wheel for this image; its name says for which one it is",
+        )
+    missing = _MISSING.search(output)
+    if missing:
+        return UsageError(
+            f"there is no {missing[1]} for Python {answer['python']} of this image",
+            where=str(image),
+            hint="\n".join(["check its name and version at the index", *_last_lines(output)]),
+        )
+    return ToolFailed(
+        "pip failed in the image",
+        where=str(image),
+        hint="\n".join([*_last_lines(output), f"full log: {log}"]),
+    )
+
+
+def _conflict_error(name: str, output: str, versions: Mapping[str, str], typed: str) -> UsageError:
+    """Return the error for a package that wants another version of `name` than the image has."""
+    askers = re.findall(rf"(?mi)^ +(\S+) (\S+) depends on ({re.escape(name)}\b[^\n]*)", output)
+    own = re.search(rf"(?mi)^ +The user requested ({re.escape(name)}[^\n]*)", output)
+    problem = f"{own[1]} is asked for" if own else "another version is asked for"
+    if askers:
+        package, version, requirement = askers[0]
+        problem = f"{package} {version} needs {requirement}"
+    problem += f", and the image has {name} {versions.get(name, '')}"
+    if re.fullmatch(PROTECTED, name) or name.startswith("nvidia-"):
+        hint = f"another version of it; or build an image with another torch: {_recipe_line(typed)}"
+    else:
+        hint = f"another version of it, or let it replace the image's: --replace {name}"
+    return UsageError(problem, where="PACKAGE", hint=hint)
+
+
+def _recipe_line(typed: str) -> str:
+    """Return what a recipe says about packages that are built into an image."""
+    packages = ", ".join(shlex.split(typed)) or "..."
+    return f"a recipe with this image's base and `pip: [{packages}]` (imgkit init)"
+
+
+def _last_lines(output: str) -> list[str]:
+    """Return the lines of pip's output that explain its failure."""
+    lines = [line.rstrip() for line in output.splitlines() if line.strip() and not _NOISE.match(line)]
+    errors = [line for line in lines if line.startswith("ERROR:")]
+    return (errors or lines)[-_MOST_LINES:]

@@ -1,0 +1,190 @@
+"""The record at the end of a squashfs with packages: the image that they were made for, and what they are.
+
+A mount ignores what follows a squashfs, as in a .sqsh of an image (`sif.sqsh`); only the mark differs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from imgkit_builder.base import files
+from imgkit_builder.recipe.requirements import canonical
+from imgkit_entrypoints import json_text
+from imgkit_entrypoints.errors import CheckFailed, UsageError
+
+TARGETS = "/run/imgkit/packages"
+"""The folder of a container below which each file with packages is mounted.
+
+No part of it is called site-packages: the node agent removes such folders from a PYTHONPATH of the host.
+"""
+_MARK = b"IMGKPACK"
+_SCHEMA = 1
+_EDGE_BYTES = 65536
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddedPackage:
+    """A package in the file."""
+
+    name: str
+    version: str
+    sha256: str
+    """Digest of the wheel or source that pip read; empty for a folder or a repository."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackagesRecord:
+    """What the file holds, and for which image."""
+
+    imgkit: str
+    """Version of imgkit."""
+    image: str
+    """Name of the image's file."""
+    image_digest: str
+    """As `image_digest` returns it."""
+    image_id: str
+    """Digest of the image's configuration; empty if imgkit did not write the image's file."""
+    arch: str
+    python: str
+    arguments: tuple[str, ...]
+    """What `imgkit add` was asked for: requirements, and options that change the result."""
+    packages: tuple[AddedPackage, ...]
+    modules: tuple[str, ...]
+    """The names that a program imports."""
+    programs: tuple[str, ...]
+    squashfs_sha256: str = ""
+
+    def command(self, image: str, file: str) -> str:
+        """Return the command that makes `file` for `image`."""
+        return shlex.join(("imgkit", "add", *self.arguments, "--image", image, "-o", file))
+
+
+def image_digest(path: Path) -> str:
+    """Return a digest that stands for the content of an image's file: of both ends and the size.
+
+    Jobs compute the same with programs of the shell (`jobs.runtimes`), also on a machine without imgkit.
+    """
+    with files.open_regular(path) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        digest = hashlib.sha256(stream.read(_EDGE_BYTES))
+        stream.seek(max(0, size - _EDGE_BYTES))
+        digest.update(stream.read(_EDGE_BYTES))
+    digest.update(f"{size}\n".encode())
+    return digest.hexdigest()
+
+
+def append(path: Path, record: PackagesRecord) -> None:
+    """Write `record` behind the squashfs `path`, with the digest of the squashfs."""
+    with files.open_regular(path) as stream:
+        digest = files.sha256(stream, 0, path.stat().st_size)
+    record = dataclasses.replace(record, squashfs_sha256=digest)
+    values = json_text.sealed({"schema": _SCHEMA, **dataclasses.asdict(record)})
+    files.append(path, files.description(json.dumps(values, indent=1).encode(), _MARK))
+
+
+def is_packages(path: Path) -> bool:
+    """Return whether the file `path` ends like one of `imgkit add`."""
+    try:
+        with files.open_regular(path) as stream:
+            return files.ends_with(stream, _MARK)
+    except OSError:
+        return False
+
+
+def read(path: Path) -> PackagesRecord:
+    """Return the record of the file `path`.
+
+    Raises
+    ------
+    UsageError : there is no such file, or `imgkit add` did not write it.
+    CheckFailed : its record is damaged.
+    """
+    return _read(path)[0]
+
+
+def squashfs_sha256(path: Path) -> str:
+    """Return the digest that the squashfs in `path` has now. Raises as `read` does."""
+    size_bytes = _read(path)[1]
+    with files.open_regular(path) as stream:
+        return files.sha256(stream, 0, size_bytes)
+
+
+def _read(path: Path) -> tuple[PackagesRecord, int]:
+    """Return the record, and the number of bytes before it."""
+    if not is_packages(path):
+        problem = "imgkit add did not write this file" if path.exists() else "there is no such file"
+        raise UsageError(problem, where=str(path), hint="imgkit add PACKAGE --image X.sif")
+    with files.open_regular(path) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        text = files.described(stream, 0, size, _MARK)
+    try:
+        values = json_text.parse(text or b"")
+        json_text.unseal(values)
+        if values.pop("schema") != _SCHEMA:
+            raise ValueError("another version of imgkit wrote it")
+        record: PackagesRecord = json_text.read(PackagesRecord, values, "it", closed=True)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckFailed(
+            f"its record cannot be read: {error}", where=str(path), hint="copy it again"
+        ) from error
+    return record, size - len(files.description(text or b"", _MARK))
+
+
+def refuse_unfit(
+    records: Iterable[tuple[str, PackagesRecord]], *, image: str, digests: Iterable[str]
+) -> None:
+    """Check that files with packages belong to an image, and can be used together.
+
+    Parameters
+    ----------
+    records : each file's path and record.
+    digests : the digests that the image is known by.
+
+    Raises
+    ------
+    UsageError : a file was made for another image, or a package is in two files with different versions.
+    """
+    known = set(digests) - {""}
+    sources: dict[str, tuple[str, str]] = {}
+    for path, record in records:
+        if not known & {record.image_digest, record.image_id}:
+            raise UsageError(
+                f"{Path(path).name} was made for another image, {record.image}, and not for this {image}",
+                where="--packages",
+                hint=record.command(image, path),
+            )
+        for package in record.packages:
+            name = canonical(package.name)
+            earlier_path, earlier_version = sources.setdefault(name, (path, package.version))
+            if earlier_version != package.version:
+                raise UsageError(
+                    f"{name} is {earlier_version} in {earlier_path}, and {package.version} in {path}",
+                    where="--packages",
+                    hint=f"make one file of both: imgkit add ... {name} --image {image}",
+                )
+
+
+def target(number: int) -> str:
+    """Return where a container has the file with packages of this number; the first is 1."""
+    return f"{TARGETS}/{number}"
+
+
+def search_first(targets: Iterable[str]) -> str:
+    """Return lines of sh that put packages before those of the image, and their programs first on PATH."""
+    folders = tuple(targets)
+    programs = ":".join(f"{folder}/bin" for folder in folders)
+    modules = ":".join(folders)
+    return f'export PYTHONPATH="{modules}${{PYTHONPATH:+:$PYTHONPATH}}" PATH="{programs}:$PATH"; exec "$@"'
+
+
+def safe_name(path: str) -> bool:
+    """Return whether a runtime can bind the file `path`: a colon or comma would end it."""
+    return re.search(r"[:,\x00-\x1f\x7f\"'\\%`$]", path) is None

@@ -1,0 +1,101 @@
+"""``inside.py`` with a real pip: this Python stands for the image, and a folder of wheels for the index."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from package_index import write_wheel
+
+from imgkit_builder import packages
+from imgkit_builder.recipe.requirements import PROTECTED
+
+NVIDIA_TORCH = "2.3.0a0+40ec155e58.nv24.3"
+
+
+def write_installed(site: Path, name: str, version: str, requires: tuple[str, ...] = ()) -> None:
+    """Write the metadata of a package that the image has."""
+    info = site / f"{name}-{version}.dist-info"
+    info.mkdir(parents=True)
+    lines = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {text}" for text in requires)]
+    (info / "METADATA").write_text("Metadata-Version: 2.1\n" + "\n".join(lines) + "\n\nVersion: 9\n")
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """The packages of an image with NVIDIA's torch, which pins triton, and with numpy."""
+    site = tmp_path / "site"
+    write_installed(site, "torch", NVIDIA_TORCH, ("triton==3.0.0", "numpy>=1"))
+    write_installed(site, "triton", "3.0.0")
+    write_installed(site, "numpy", "1.24.4")
+    write_installed(site, "old_debian", "1.0-ubuntu-unknown")
+    return site
+
+
+@pytest.fixture
+def wheels(tmp_path: Path) -> Path:
+    """What the index has."""
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    write_wheel(wheels, "modern", "1.0", requires=["torch>=2.3", "numpy"])
+    write_wheel(wheels, "stale", "1.0", requires=["torch<2.3"])
+    write_wheel(wheels, "young", "1.0", requires=["numpy>=2"])
+    write_wheel(wheels, "numpy", "2.1.0")
+    write_wheel(wheels, "torch", "2.2.0")
+    return wheels
+
+
+def add(tmp_path: Path, site: Path, wheels: Path, *requirements: str, replace: tuple[str, ...] = ()) -> Any:
+    """Return the answer for these requirements."""
+    folder = tmp_path / "add"
+    folder.mkdir()
+    order = {
+        "requirements": requirements,
+        "options": ["--no-index", "--find-links", str(wheels)],
+        "replace": replace,
+        "protected": PROTECTED,
+        "env": {},
+    }
+    (folder / "order.json").write_text(json.dumps(order))
+    program = shutil.copy(Path(packages.__file__).with_name("inside.py"), folder)
+    env = {**os.environ, "PYTHONPATH": str(site)}
+    subprocess.run([sys.executable, "-s", program], env=env, check=True, capture_output=True)
+    return json.loads((folder / "answer.json").read_text())
+
+
+def test_local_prerelease_counts_as_its_release(tmp_path: Path, site: Path, wheels: Path) -> None:
+    answer = add(tmp_path, site, wheels, "modern")
+    assert [(item["name"], item["version"]) for item in answer["packages"]] == [("modern", "1.0")]
+    assert len(answer["packages"][0]["sha256"]) == 64
+    assert answer["modules"] == ["modern"]
+    assert (tmp_path / "add/root/modern.py").exists()
+
+
+def test_torch_of_the_image_is_not_replaced(tmp_path: Path, site: Path, wheels: Path) -> None:
+    answer = add(tmp_path, site, wheels, "stale")
+    assert answer["failure"] == "pip"
+    assert "stale 1.0 depends on torch<2.3" in answer["output"]
+    assert answer["image"]["torch"] == NVIDIA_TORCH
+    assert not (tmp_path / "add/root").exists()
+
+
+def test_other_package_is_replaced_by_name(tmp_path: Path, site: Path, wheels: Path) -> None:
+    answer = add(tmp_path, site, wheels, "young", replace=("NumPy",))
+    assert {item["name"] for item in answer["packages"]} == {"numpy", "young"}
+
+
+def test_package_of_the_image_is_a_constraint(tmp_path: Path, site: Path, wheels: Path) -> None:
+    answer = add(tmp_path, site, wheels, "young")
+    assert "(constraint) numpy==1.24.4" in answer["output"]
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_nothing_replaces_torch_and_its_pins(tmp_path: Path, site: Path, wheels: Path, name: str) -> None:
+    answer = add(tmp_path, site, wheels, "modern", replace=(name,))
+    assert (answer["failure"], answer["output"]) == ("protected", name)

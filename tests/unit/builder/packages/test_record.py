@@ -1,0 +1,95 @@
+"""The record at the end of a file with packages."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from imgkit_builder.jobs.runtimes import base
+from imgkit_builder.packages import record
+from imgkit_builder.packages.record import AddedPackage, PackagesRecord
+from imgkit_entrypoints.errors import CheckFailed, UsageError
+
+EINOPS = AddedPackage(name="einops", version="0.8.1", sha256="ab" * 32)
+RECORD = PackagesRecord(
+    imgkit="0.4.0",
+    image="pytorch.sif",
+    image_digest="d1",
+    image_id="sha256:1",
+    arch="amd64",
+    python="3.10.12",
+    arguments=("einops", "omegaconf>=2.3"),
+    packages=(EINOPS,),
+    modules=("einops",),
+    programs=(),
+)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    file = tmp_path / "pytorch+2.sqsh"
+    file.write_bytes(b"hsqs" + bytes(1000))
+    record.append(file, RECORD)
+    return file
+
+
+def test_record_is_read_back(file: Path) -> None:
+    stored = record.read(file)
+    assert dataclasses.replace(stored, squashfs_sha256="") == RECORD
+    assert record.squashfs_sha256(file) == stored.squashfs_sha256
+
+
+def test_changed_record_is_refused(file: Path) -> None:
+    file.write_bytes(file.read_bytes().replace(b"0.8.1", b"0.8.2"))
+    with pytest.raises(CheckFailed, match="its record cannot be read"):
+        record.read(file)
+
+
+@pytest.mark.parametrize("content", [b"", b"hsqs"])
+def test_file_without_a_record_is_refused(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "image.sqsh"
+    file.write_bytes(content)
+    with pytest.raises(UsageError, match="imgkit add did not write this file"):
+        record.read(file)
+
+
+@pytest.mark.parametrize("size", [0, 10, 70_000, 200_000])
+def test_digest_of_an_image_is_that_of_jobs(tmp_path: Path, size: int) -> None:
+    image = tmp_path / "x.sif"
+    image.write_bytes(os.urandom(size))
+    script = base._edges("$1")
+    output = subprocess.run(["sh", "-c", script, "sh", image], check=True, capture_output=True, text=True)
+    assert output.stdout.split()[0] == record.image_digest(image)
+
+
+@pytest.mark.parametrize("digest", ["d1", "sha256:1"])
+def test_image_is_known_by_either_digest(digest: str) -> None:
+    record.refuse_unfit([("a.sqsh", RECORD)], image="other.sif", digests=[digest])
+
+
+def test_other_image_is_refused_with_the_command() -> None:
+    with pytest.raises(UsageError, match="was made for another image, pytorch") as caught:
+        record.refuse_unfit([("a.sqsh", RECORD)], image="new.sif", digests=["d2", ""])
+    assert caught.value.hint == "imgkit add einops 'omegaconf>=2.3' --image new.sif -o a.sqsh"
+
+
+def test_foreign_image_without_an_id_matches_no_other() -> None:
+    foreign = dataclasses.replace(RECORD, image_id="")
+    with pytest.raises(UsageError, match="made for another image"):
+        record.refuse_unfit([("a.sqsh", foreign)], image="new.sif", digests=["d2", ""])
+
+
+def test_two_versions_of_a_package_are_refused() -> None:
+    other = dataclasses.replace(RECORD, packages=(dataclasses.replace(EINOPS, name="Einops", version="1"),))
+    problem = re.escape("einops is 0.8.1 in a.sqsh, and 1 in b.sqsh")
+    with pytest.raises(UsageError, match=problem):
+        record.refuse_unfit([("a.sqsh", RECORD), ("b.sqsh", other)], image="x.sif", digests=["d1"])
+
+
+def test_same_version_in_two_files_is_fine() -> None:
+    record.refuse_unfit([("a.sqsh", RECORD), ("b.sqsh", RECORD)], image="x.sif", digests=["d1"])
