@@ -53,6 +53,9 @@ def verb_shell(
     node: str = typer.Option(
         "", "--node", metavar="NAME", help="With --job: a node or pod of the job (default: the first one)."
     ),
+    packages: list[str] = typer.Option(
+        [], "--packages", metavar="FILE", help="File of imgkit add with packages for the .sif."
+    ),
     workdir: str = typer.Option(
         "",
         metavar="/DIR",
@@ -85,6 +88,7 @@ def verb_shell(
     for flag, is_set, conflict in (
         ("--host", host and job, "--job"),
         ("--workdir", workdir and job, "--job"),
+        ("--packages", packages and job, "--job"),
         ("--node", node and image, "an image"),
     ):
         if is_set:
@@ -92,7 +96,7 @@ def verb_shell(
     if job:
         argv, description = _into_job(job, node, look=not dry_run)
     else:
-        command = shell_command(image, host=host, workdir=workdir)
+        command = shell_command(image, host=host, workdir=workdir, packages=packages)
         argv, description = command.argv, command.reach
         if verbose and command.image:
             terminal.err(*engines.image_facts(command.image).lines())

@@ -39,7 +39,7 @@ from imgkit_recipes import recipe_names
 
 if TYPE_CHECKING:
     from imgkit_builder.engine.images import ImageFacts
-    from imgkit_builder.examine.file_facts import FileFacts
+    from imgkit_builder.examine.file_facts import FileFacts, PackagesFacts
     from imgkit_builder.recipe.model import Recipe
     from imgkit_builder.recipe.problems import Problem
 
@@ -144,7 +144,7 @@ def verb_show(
       imgkit show mn5:latest
       imgkit show mn5.sif
     """
-    facts: FileFacts | ImageFacts | None = None
+    facts: FileFacts | PackagesFacts | ImageFacts | None = None
     if file_facts.is_image_file(recipe):
         facts = file_facts.read_file_facts(recipe)
     elif _is_image(recipe):

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from imgkit_builder.packages import record as packages_record
+from imgkit_builder.packages.record import PackagesRecord
 from imgkit_builder.sif import image, sqsh
 from imgkit_builder.sif.image import ImgkitRecord
 from imgkit_entrypoints.errors import CheckFailed
@@ -54,20 +56,48 @@ class FileFacts:
         yield "", f"{record.compression}, by {record.runtime}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackagesFacts:
+    """The record of a file of `imgkit add`."""
+
+    path: str
+    size_bytes: int
+    record: PackagesRecord
+
+    def lines(self) -> tuple[str, ...]:
+        """Return aligned lines for people."""
+        record = self.record
+        rows = [
+            ("packages", f"{self.path}  {self.size_bytes / _MB:.1f} MB  {record.arch}"),
+            ("for", f"{record.image}  {record.image_id}  Python {record.python}"),
+            ("made by", record.command(record.image, self.path)),
+            *(("", f"{package.name} {package.version}") for package in record.packages),
+            ("programs", ", ".join(record.programs)),
+        ]
+        return tuple(f"{key:8}  {value}".rstrip() for key, value in rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form, with its schema number."""
+        return {"schema": _SCHEMA, "kind": "packages", **dataclasses.asdict(self)}
+
+
 def is_image_file(name: str) -> bool:
     """Return whether the file `name` exists and is a .sif or .sqsh."""
     path = Path(name)
     return image.is_sif(path) or sqsh.is_sqsh(path)
 
 
-def read_file_facts(name: str) -> FileFacts:
-    """Return the facts of the .sif or .sqsh `name`.
+def read_file_facts(name: str) -> FileFacts | PackagesFacts:
+    """Return the facts of the .sif or .sqsh `name`, or of a file of `imgkit add`.
 
     Raises
     ------
     CheckFailed : the file has no record, or is damaged.
     """
     path = Path(name)
+    if packages_record.is_packages(path):
+        stored = packages_record.read(path)
+        return PackagesFacts(path=name, size_bytes=path.stat().st_size, record=stored)
     if image.is_sif(path):
         sif = image.read(path)
         kind: Literal["sif", "sqsh"] = "sif"

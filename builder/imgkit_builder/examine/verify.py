@@ -12,6 +12,7 @@ from imgkit_builder.base import files
 from imgkit_builder.base.checks import Check
 from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.oci import manifest
+from imgkit_builder.packages import record
 from imgkit_builder.sif import image as sif
 from imgkit_builder.sif import sqsh, unsquash
 from imgkit_builder.sif.image import ImgkitRecord
@@ -40,6 +41,8 @@ def verify(
             start = file.read(512)
     except OSError as error:
         raise UsageError(f"cannot be read: {error.strerror}", where=str(path)) from error
+    if record.is_packages(path):
+        return tuple(_packages(path, report))
     if sif.is_sif(path):
         return tuple(_sif(path, report))
     if sqsh.is_sqsh(path):
@@ -186,6 +189,29 @@ def _sqsh(path: Path, report: Reporter) -> Iterator[Check]:
         yield Check("manifest", "skip", "not checked: the squashfs is damaged")
         return
     yield _build_manifest(path, record.arch if record else "unknown")
+
+
+def _packages(path: Path, report: Reporter) -> Iterator[Check]:
+    """Check a file of `imgkit add`, and the image beside it."""
+    report.stage(f"read {path.name}")
+    try:
+        stored, actual = record.read(path), record.squashfs_sha256(path)
+    except CheckFailed as error:
+        yield Check("record", "fail", error.what, error.hint or "")
+        return
+    damage = f"has sha256 {actual}, the record says {stored.squashfs_sha256}"
+    is_whole = actual == stored.squashfs_sha256
+    yield _checked("content", "" if is_whole else damage, f"{len(stored.packages)} packages, sha256 {actual}")
+    image = path.with_name(stored.image)
+    if not image.exists():
+        yield Check("image", "skip", f"{image.name} is not beside it")
+        return
+    try:
+        record.refuse_unfit_files([str(path)], image)
+    except UsageError as error:
+        yield Check("image", "fail", error.what, error.hint or "")
+        return
+    yield Check("image", "ok", f"{image.name}, as recorded")
 
 
 def _content(name: str, record: ImgkitRecord | None, actual: str) -> Check:

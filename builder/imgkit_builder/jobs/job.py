@@ -97,6 +97,8 @@ class Container:
     """Path on the nodes of the code's folder in the store."""
     data: tuple[DataMount, ...] = ()
     """The folders of data, which are mounted read-only."""
+    packages: tuple[str, ...] = ()
+    """Paths on the nodes of the files with packages for the image."""
     bound: BoundEntryPoints | None = None
     """The entry points that are bound into the image; None: the image has its own."""
 

@@ -132,6 +132,11 @@ class ContainerRequest:
     no_code: bool = flag(False, help="Run without code, even if imgkit.toml sets it.")
     data: tuple[str, ...] = ()
     """Folders of data, as imgkit.toml names them: ``data/letters`` or ``/gpfs/letters:/data``."""
+    packages: tuple[str, ...] = flag(
+        (), metavar="FILE", help="File of imgkit add with packages for the image; may be repeated."
+    )
+    requirements: tuple[str, ...] = ()
+    """Packages that imgkit.toml asks for: a file with them is made where it is missing."""
     allow: tuple[str, ...] = flag(
         (), metavar="NAME", help="With --code: ship this file even though its name looks like a secret."
     )

@@ -16,6 +16,7 @@ from imgkit_builder.base import process
 from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.data.folder import DataFolder
 from imgkit_builder.jobs import (
+    added_packages,
     bound,
     data_mounts,
     dependencies,
@@ -143,6 +144,7 @@ def _prepare_here(
         target = targets.load_target(recipe)
     request = request.changed(image=request.container.image or default_image)
     job = resolve(target, request)
+    job = added_packages.with_packages(job)
     image_file = Path(job.container.image)
     sif = image_file if image.is_sif(image_file) else None
     code_of.refuse_unused_bind(job, sif)

@@ -14,7 +14,7 @@ from imgkit_builder.base.process import Finished
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.base.sizes import size_text
 from imgkit_builder.data.folder import DataFolder
-from imgkit_builder.jobs import bound, checks, code, data_mounts, delivery, volume
+from imgkit_builder.jobs import added_packages, bound, checks, code, data_mounts, delivery, volume
 from imgkit_builder.jobs.code import CodeFolder
 from imgkit_builder.jobs.delivery import Delivery
 from imgkit_builder.jobs.job import Argv, Job, Script
@@ -180,8 +180,8 @@ class Local(Transport):
 
     def bring_image(self, prepared: PreparedJob, report: Reporter) -> PreparedJob:
         """Check the image, which is on this machine already. See `Transport`."""
-        del report  # there is nothing to bring
         checks.before_submission(prepared.job)
+        added_packages.make_ready(prepared.job, report)
         return dataclasses.replace(prepared, image_id=_image_id(prepared.job))
 
     def with_data(self, prepared: PreparedJob, report: Reporter) -> Job:

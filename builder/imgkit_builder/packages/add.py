@@ -154,19 +154,11 @@ def _check_image(request: AddRequest) -> Path:
 
 def _check_requirements(request: AddRequest) -> None:
     """Raise UsageError for a requirement that pip could not read, or that has a secret in it."""
-    from packaging.requirements import InvalidRequirement, Requirement
-
     if not (request.requirements or request.requirements_file or request.project):
         raise UsageError("no package given", where="PACKAGE", hint="imgkit add einops --image X.sif")
     for text in request.requirements:
-        if text.endswith(".whl") and Path(text).is_file():
-            continue
-        try:
-            Requirement(text)
-        except InvalidRequirement:
-            raise UsageError(
-                f"{text!r} is not a requirement", where="PACKAGE", hint="NAME, 'NAME>=2.3', or X.whl"
-            ) from None
+        if not (text.endswith(".whl") and Path(text).is_file()):
+            check_requirement(text)
     kind = secret_patterns.in_arguments(request.arguments)
     if kind:
         raise UsageError(
@@ -179,6 +171,17 @@ def _check_requirements(request: AddRequest) -> None:
             raise UsageError("there is no such file", where=f"{option} {path}")
     if request.wheels is not None and not any(request.wheels.glob("*.whl")):
         raise UsageError("it holds no wheels", where=f"--wheels {request.wheels}", hint="pip download -d DIR")
+
+
+def check_requirement(text: str) -> None:
+    """Raise UsageError for a requirement that pip could not read."""
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    try:
+        Requirement(text)
+    except InvalidRequirement:
+        hint = "NAME, 'NAME>=2.3', or X.whl"
+        raise UsageError(f"{text!r} is not a requirement", where="PACKAGE", hint=hint) from None
 
 
 def _target(request: AddRequest, image: Path) -> Path:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from imgkit_builder.base import files
 from imgkit_builder.recipe.requirements import canonical
+from imgkit_builder.sif import image as sif_image
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import CheckFailed, UsageError
 
@@ -172,14 +173,28 @@ def refuse_unfit(
                 )
 
 
+def refuse_unfit_files(paths: Iterable[str], image: Path) -> tuple[PackagesRecord, ...]:
+    """Return the records of files with packages for the file `image`.
+
+    Raises as `read` and `refuse_unfit` do.
+    """
+    records = [(path, read(Path(path))) for path in paths]
+    digests = [image_digest(image)] if image.is_file() else []
+    sif = sif_image.read(image) if sif_image.is_sif(image) else None
+    if sif is not None and sif.record is not None:
+        digests.append(sif.record.image_id)
+    refuse_unfit(records, image=str(image), digests=digests)
+    return tuple(record for _, record in records)
+
+
 def target(number: int) -> str:
     """Return where a container has the file with packages of this number; the first is 1."""
     return f"{TARGETS}/{number}"
 
 
-def search_first(targets: Iterable[str]) -> str:
-    """Return lines of sh that put packages before those of the image, and their programs first on PATH."""
-    folders = tuple(targets)
+def search_first(count: int) -> str:
+    """Return a line of sh that runs its arguments with the packages of so many files before the image's."""
+    folders = [target(number) for number in range(1, count + 1)]
     programs = ":".join(f"{folder}/bin" for folder in folders)
     modules = ":".join(folders)
     return f'export PYTHONPATH="{modules}${{PYTHONPATH:+:$PYTHONPATH}}" PATH="{programs}:$PATH"; exec "$@"'

@@ -56,6 +56,8 @@ def under(request: JobRequest, project: ProjectFile | None) -> JobRequest:
     changes["binds"] = (*values.binds, *container.binds)
     changes["options"] = (*values.options, *request.allocation.options)
     changes["data"] = (*values.data, *container.data)
+    if not container.packages:
+        changes["requirements"] = values.packages
     changes["code"] = container.code
     if container.code is None and not container.no_code:
         changes["code"] = project.code
@@ -126,6 +128,11 @@ def of_job(job: Job, flags: JobRequest, project: ProjectFile | None) -> Iterator
     yield from _bind_sources(job, flags, project)
     for text in job.request.container.data:
         yield of_word("data", text, flag="", project=project)
+    packages = flags.container.packages or job.request.container.requirements
+    for text in packages:
+        yield of_word(
+            "packages", text, flag="--packages" if flags.container.packages else "", project=project
+        )
     yield from _env_sources(job, flags, project)
     yield from _option_sources(job, flags, project)
     yield from _system_flag_sources(flags)

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from imgkit_builder.data import spec
 from imgkit_builder.jobs import contents, memory, quoting, resolve
+from imgkit_builder.packages import add
 from imgkit_builder.recipe.model import KEYS, Flag, Short
 from imgkit_builder.recipe.problems import Collector, Position, RecipeErrors, parse_toml_file
 from imgkit_builder.recipe.system_files import is_path
@@ -60,6 +61,8 @@ class ProjectValues:
     group_readable: Flag = False
     data: tuple[Annotated[Line, rule_of(spec.parse)], ...] = ()
     """Folders of data below the file's folder, or ``/SRC:/DEST`` on the cluster."""
+    packages: tuple[Annotated[Line, rule_of(add.check_requirement)], ...] = ()
+    """Python packages for the image, which `imgkit add` puts into a file beside it."""
     command: tuple[Line, ...] = ()
 
 

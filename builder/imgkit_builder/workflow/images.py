@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from imgkit_builder import engine as engines
 from imgkit_builder.base import process
 from imgkit_builder.base.progress import SILENT, Reporter
 from imgkit_builder.image import smoke
+from imgkit_builder.packages import record
 from imgkit_builder.recipe import rules
 from imgkit_builder.sif import image as sif_image
 from imgkit_builder.sif.runtime import exec_arguments, find_runtime, isolation
@@ -85,13 +87,16 @@ class ShellCommand:
     """The engine's image; empty for a .sif."""
 
 
-def shell_command(image: str, *, host: bool = False, workdir: str = "") -> ShellCommand:
+def shell_command(
+    image: str, *, host: bool = False, workdir: str = "", packages: Sequence[str] = ()
+) -> ShellCommand:
     """Return the command that opens a shell in `image`: a local image, a .sif file or a built recipe.
 
     Parameters
     ----------
     host : share this machine's home folder and network, and for a .sif its recipe's binds and variables.
     workdir : the folder in which the shell starts; empty: the one that the recipe states.
+    packages : files of `imgkit add` for a .sif.
 
     Raises
     ------
@@ -100,7 +105,11 @@ def shell_command(image: str, *, host: bool = False, workdir: str = "") -> Shell
     for message, hint in rules.image_path(workdir) if workdir else ():
         raise UsageError(message, where="--workdir", hint=hint)
     if _is_file(image):
-        return _sif_shell(image, host=host, workdir=workdir)
+        return _sif_shell(image, host=host, workdir=workdir, packages=packages)
+    if packages:
+        raise UsageError(
+            "packages are for a .sif", where="--packages", hint="imgkit shell X.sif --packages FILE"
+        )
     try:
         return _docker_shell(image, host=host, workdir=workdir)
     except ToolMissing:
@@ -122,7 +131,7 @@ def _docker_shell(target: str, *, host: bool, workdir: str) -> ShellCommand:
     return ShellCommand(argv=tuple(argv), reach=reach, image=name)
 
 
-def _sif_shell(path: str, *, host: bool, workdir: str) -> ShellCommand:
+def _sif_shell(path: str, *, host: bool, workdir: str, packages: Sequence[str] = ()) -> ShellCommand:
     if is_sqsh(Path(path)):
         raise UsageError(
             f"{path} is not a .sif, and a runtime would start it without the variables of its image",
@@ -134,7 +143,10 @@ def _sif_shell(path: str, *, host: bool, workdir: str) -> ShellCommand:
     isolated = None if host else isolation(tool)
     values = target.system.on_node(os.environ).env if target and host else {}
     variables = [f"{name}={value}" for name, value in values.items() if name not in os.environ]
-    argv = [str(tool.path), "exec" if variables else "shell", "--nv"]
+    record.refuse_unfit_files(packages, Path(path))
+    argv = [str(tool.path), "exec" if variables or packages else "shell", "--nv"]
+    for number, file in enumerate(packages, 1):
+        argv += ["--bind", f"{Path(file).absolute()}:{record.target(number)}:image-src=/,ro"]
     options = (*(isolated.options if isolated else ()), *(runtime.options if runtime else ()))
     argv += [option for option in dict.fromkeys(options) if option != "--nv"]
     for bind in runtime.binds if runtime and host else ():
@@ -150,7 +162,9 @@ def _sif_shell(path: str, *, host: bool, workdir: str) -> ShellCommand:
         argv += ["--pwd", start]
     reach = isolated.description("a shell") if isolated else _SHARED
     # By env, as in a job: a variable of the image overrides one of this machine.
-    shell = ("env", *variables, "bash") if variables else ()
+    shell: tuple[str, ...] = ("env", *variables, "bash") if variables else ()
+    if packages:
+        shell = ("sh", "-c", record.search_first(len(packages)), "sh", *(shell or ("bash",)))
     return ShellCommand(argv=(*argv, str(Path(path).absolute()), *shell), reach=reach)
 
 

@@ -15,6 +15,7 @@ from imgkit_builder.base.process import Finished
 from imgkit_builder.image.wheel import PACKAGE
 from imgkit_builder.jobs import quoting
 from imgkit_builder.jobs.job import Argv, Container, Job, RuntimeKind
+from imgkit_builder.packages import record
 from imgkit_builder.recipe.targets import Target
 from imgkit_builder.sif import image, sqsh
 from imgkit_builder.workflow import baked
@@ -77,6 +78,8 @@ class Runtime(abc.ABC):
     """
     serves_image: bool = False
     """Whether a process of the job serves the image's files: a signal to all processes would end it too."""
+    squashfs_options: str = ""
+    """Options of a mount by which the runtime shows what is in a squashfs; empty if it cannot."""
     without_mounts: str = ""
     """Hint for a user who chooses a Python of the image, if the runtime mounts no folders."""
     opens_shells: bool = False
@@ -241,7 +244,8 @@ class Runtime(abc.ABC):
             # PYTHONPATH could not lead to the package: Python ignores it with -I, and the entry points start
             # their workers with -I, too.
             command = (python, "-I", "-m", PACKAGE, *command)
-        return self._start(job, (*_activation(job), *self._env_argv(job), *command), forward)
+        command = (*_activation(job), *self._env_argv(job), *_packages_argv(job), *command)
+        return self._start(job, command, forward)
 
     def _start(self, job: Job, command: Argv, forward: Argv) -> Argv:
         """Return the argv that starts `command` as it is."""
@@ -401,14 +405,16 @@ fi"""
     def mounts(self, job: Job) -> tuple[str, ...]:
         """Return what the container mounts of its node, each as ``SRC[:DEST[:ro]]``.
 
-        These are the run's copy of the code, the data, the host's libraries, the folders of the recipe and
-        the user, the entry points for an image that imgkit did not build, and the job's folder.
+        These are the run's copy of the code, the data, added packages, the host's libraries, the folders of
+        the recipe and the user, the entry points for an image of others, and the job's folder.
         """
         container = job.container
         mounts: list[str] = []
         if container.code:
             mounts.append(f"{job.workspace}:/{WORKSPACE}")
         mounts += [f"{data.source}:{data.target}:ro" for data in container.data]
+        for number, file in enumerate(container.packages, 1):
+            mounts.append(f"{file}:{record.target(number)}:{self.squashfs_options}")
         mounts += self._library_mounts(job)
         mounts += container.binds
         if container.bound:
@@ -523,3 +529,11 @@ def _activation(job: Job) -> Argv:
         # program with arguments; a second eval reads it as a line with several commands.
         command = f'eval "{command}"'
     return ("bash", "-c", _ACTIVATE, "bash", command)
+
+
+def _packages_argv(job: Job) -> Argv:
+    """Return the start of a command that finds added packages before those of the image."""
+    count = len(job.container.packages)
+    if not count:
+        return ()
+    return ("sh", "-c", record.search_first(count), "sh")

@@ -30,6 +30,7 @@ class Singularity(Runtime):
     usual_options = ("--nv",)
     image_suffix = ".sif"
     serves_image = True
+    squashfs_options = "image-src=/,ro"
     verb_words = 3  # singularity --quiet exec
     opens_shells = True
 
@@ -76,7 +77,7 @@ class Singularity(Runtime):
         """Return the argv of a shell in the job's image: the runtime's own, if it needs no variable."""
         job = dataclasses.replace(job, command=())
         has_variables = job.container.env or self.system_variables(job)
-        if has_variables or job.request.container.activate or _is_sqsh(job):
+        if has_variables or job.request.container.activate or job.container.packages or _is_sqsh(job):
             return super().shell(job)
         return self._argv_to_image(job, "shell")
 

@@ -1,0 +1,97 @@
+"""Mount files of `imgkit add` into a job, and make the one for the packages that imgkit.toml asks for."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path, PurePath
+
+from imgkit_builder.base.progress import Reporter
+from imgkit_builder.jobs.job import Job
+from imgkit_builder.jobs.runtimes import runtime_of
+from imgkit_builder.packages import add, record
+from imgkit_builder.packages.add import AddRequest
+from imgkit_builder.packages.record import PackagesRecord
+from imgkit_entrypoints.errors import UsageError
+
+_NAME_DIGITS = 8
+"""Length of the part of a file's name that stands for the packages in it."""
+
+
+def with_packages(job: Job) -> Job:
+    """Return `job` with its packages mounted. A file that is on this machine is checked.
+
+    Raises
+    ------
+    UsageError : the runtime cannot mount a squashfs, or a file does not fit the image.
+    """
+    requested = job.request.container
+    paths = [str(job.directory / path) for path in requested.packages]
+    if not paths and requested.requirements:
+        paths = [str(job.directory / file_name(job.container.image, requested.requirements))]
+    if not paths:
+        return job
+    runtime = runtime_of(job)
+    where = "--packages" if requested.packages else "packages"
+    if not runtime.squashfs_options:
+        raise UsageError(
+            f"{runtime.kind} mounts no squashfs, and packages are in one",
+            where=where,
+            hint="--runtime singularity; or build them into the image: image.pip of the recipe",
+        )
+    for path in paths:
+        if not record.safe_name(path):
+            hint = "rename it: no colons, commas and quotes"
+            raise UsageError(f"{path} cannot be mounted", where=where, hint=hint)
+    job = job.with_container(packages=tuple(paths))
+    if requested.packages and all(Path(path).exists() for path in (*paths, job.container.image)):
+        _check(job)
+    return job
+
+
+def file_name(image_path: str, requirements: tuple[str, ...]) -> str:
+    """Return the name of the file with these packages: ``pytorch+3f2a91c0.sqsh``."""
+    digest = hashlib.sha256("\n".join(requirements).encode()).hexdigest()
+    return f"{PurePath(image_path).stem}+{digest[:_NAME_DIGITS]}.sqsh"
+
+
+def make_ready(job: Job, report: Reporter) -> None:
+    """Make the file for the packages of imgkit.toml, unless it is there, and check all files.
+
+    Raises
+    ------
+    ImgkitError : the packages cannot be installed, or a file is missing or does not fit the image.
+    """
+    requested = job.request.container
+    if not job.container.packages:
+        return
+    if not requested.packages:
+        path = Path(job.container.packages[0])
+        request = AddRequest(
+            requirements=requested.requirements, image=Path(job.container.image), output=path
+        )
+        added = add.add(request, report)
+        if not added.up_to_date:
+            report.note(f"packages: {path}")
+    _check(job)
+
+
+def _check(job: Job) -> None:
+    """Raise UsageError if a file is missing, or does not fit the image and the command."""
+    records = record.refuse_unfit_files(job.container.packages, Path(job.container.image))
+    _refuse_unseen(job, records)
+
+
+def _refuse_unseen(job: Job, records: tuple[PackagesRecord, ...]) -> None:
+    """Raise UsageError if dist-train is to use a module of the packages: its Python ignores PYTHONPATH."""
+    if job.command[:1] != ("dist-train",):
+        return
+    modules = {module for stored in records for module in stored.modules}
+    for argument in job.command[1:]:
+        module, colon, _ = argument.rpartition("=")[2].partition(":")  # --model=PACKAGE.MODULE:FUNCTION
+        package = module.partition(".")[0]
+        if colon and package in modules:
+            raise UsageError(
+                f"dist-train does not see {package}: its Python ignores PYTHONPATH, the way to packages",
+                where="COMMAND",
+                hint="build it into the image (image.pip); or run a program of yours: -- dist-run train.py",
+            )
