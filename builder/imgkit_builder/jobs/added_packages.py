@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path, PurePath
 
 from imgkit_builder.base.progress import Reporter
@@ -48,9 +49,9 @@ def with_packages(job: Job) -> Job:
     return job
 
 
-def file_name(image_path: str, requirements: tuple[str, ...]) -> str:
+def file_name(image_path: str, requirements: Sequence[str], image_digest: str = "") -> str:
     """Return the name of the file with these packages: ``pytorch+3f2a91c0.sqsh``."""
-    digest = hashlib.sha256("\n".join(requirements).encode()).hexdigest()
+    digest = hashlib.sha256("\n".join((image_digest, *requirements)).encode()).hexdigest()
     return f"{PurePath(image_path).stem}+{digest[:_NAME_DIGITS]}.sqsh"
 
 
@@ -78,10 +79,10 @@ def make_ready(job: Job, report: Reporter) -> None:
 def _check(job: Job) -> None:
     """Raise UsageError if a file is missing, or does not fit the image and the command."""
     records = record.refuse_unfit_files(job.container.packages, Path(job.container.image))
-    _refuse_unseen(job, records)
+    refuse_unseen(job, records)
 
 
-def _refuse_unseen(job: Job, records: tuple[PackagesRecord, ...]) -> None:
+def refuse_unseen(job: Job, records: Sequence[PackagesRecord]) -> None:
     """Raise UsageError if dist-train is to use a module of the packages: its Python ignores PYTHONPATH."""
     if job.command[:1] != ("dist-train",):
         return

@@ -105,6 +105,7 @@ def prepare(
         code_of.refuse_unused(code, source.target, source.given_sif)
     job = source.early
     job = data_mounts.with_data(job, folders, f"{job.directory}/{DATA_FOLDER}")
+    job = added_packages.with_packages(job)
     job = _with_code(job, code, Ssh.code_folder)
     if code is not None and source.recipe:
         job = _with_warning(job, code_of.image_code_notice(job))
@@ -123,6 +124,7 @@ def _prepare_in_pods(
     """Return a job in pods that is submitted on this machine, and whose files the remote stores."""
     job = volume.early_job(recipe, request, remote)
     job = data_mounts.with_data(job, data, f"{job.directory}/{DATA_FOLDER}")
+    job = added_packages.with_packages(job)
     if code is not None:
         code_of.refuse_image_projects(code, job.recipe)
         job = _with_warning(job, code_of.image_code_notice(job))

@@ -19,7 +19,7 @@ from imgkit_builder.jobs.code import CodeFolder
 from imgkit_builder.jobs.delivery import Delivery
 from imgkit_builder.jobs.job import Argv, Job, Script
 from imgkit_builder.jobs.prepared import PreparedJob
-from imgkit_builder.jobs.remote import interactive, store, transfer
+from imgkit_builder.jobs.remote import interactive, packages, store, transfer
 from imgkit_builder.jobs.remote import jobs as remote_jobs
 from imgkit_builder.jobs.remote.connection import Connection
 from imgkit_builder.jobs.remote.rsync import Transferred
@@ -283,6 +283,7 @@ class Ssh(Transport):
         _report_left_out(prepared.code, source.sif, remote_image, report)
         report.stage(f"submit to {self.name}")
         job = source.resolved(self.store.home, image_path)
+        job = packages.bring(job, image_id, self.run, self.run_script, report)
         return dataclasses.replace(prepared, job=job, image_id=image_id)
 
     def with_data(self, prepared: PreparedJob, report: Reporter) -> Job:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.resources
 import json
 import os
-import re
 import shlex
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,13 @@ from imgkit_builder.sif.workspace import tmp_base, workspace
 from imgkit_entrypoints import __version__, json_text, secret_patterns
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
 
-_INSIDE = "/run/imgkit/add"
+INSIDE = "/run/imgkit/add"
 """Where the image has the folder of ``inside.py``."""
-_PROGRAM = "inside.py"
-_PASSED = re.compile(r"(?i:https?|all|no)_(?i:proxy)|PIP_(INDEX_URL|EXTRA_INDEX_URL|TRUSTED_HOST)")
+PROGRAM = "inside.py"
+PASSED = (
+    *("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
+    *("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_TRUSTED_HOST"),
+)
 """Variables of this machine that pip gets: nothing else of it is right in an image."""
 _CERTIFICATES = ("PIP_CERT", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE")
 _NOT_COPIED = (".git", ".venv", "venv", "__pycache__", "build", "dist", "runs", "*.sif", "*.sqsh", "*.tar")
@@ -128,7 +132,10 @@ def add(request: AddRequest, report: Reporter = SILENT) -> Added:
             raise failures.explain(answer, image=image, requirements=request.requirements, log=log.name)
         report.stage("squash")
         _squash(work.folder / "root", work.part)
-        added = _new_record(request, image, digest, answer)
+        added = new_record(request, image.name, digest, answer)
+        sif = sif_image.read(image)
+        if sif.record is not None:
+            added = dataclasses.replace(added, image_id=sif.record.image_id)
         record.append(work.part, added)
         files.publish(work.part, target)
     return Added(path=target, size_bytes=target.stat().st_size, record=added, up_to_date=False)
@@ -197,6 +204,9 @@ def _target(request: AddRequest, image: Path) -> Path:
         )
     if not target.parent.is_dir():
         raise UsageError("there is no such folder", where=str(target), hint=f"mkdir -p {target.parent}")
+    if not os.access(target.parent, os.W_OK | os.X_OK):
+        hint = f"-o FILE.sqsh, in a folder of yours: -o {target.name}"
+        raise UsageError(f"you may not write in {target.parent}", where=str(target), hint=hint)
     return target
 
 
@@ -236,39 +246,42 @@ def _refuse_foreign_arch(request: AddRequest, image: Path) -> None:
 
 def _write_order(request: AddRequest, folder: Path) -> None:
     """Write ``inside.py`` and all that it reads to `folder`."""
-    program = importlib.resources.files(__package__).joinpath(_PROGRAM).read_bytes()
-    (folder / _PROGRAM).write_bytes(program)
+    (folder / PROGRAM).write_bytes(program_source())
     wheels = folder / "wheels"
     wheels.mkdir()
     requirements = []
+    sources = {wheel.name: wheel for wheel in request.wheels.glob("*.whl")} if request.wheels else {}
     for text in request.requirements:
-        if text.endswith(".whl") and Path(text).is_file():
-            _copy(Path(text), wheels / Path(text).name)
-            text = f"{_INSIDE}/wheels/{Path(text).name}"
+        wheel = Path(text)
+        if wheel.suffix == ".whl" and wheel.is_file():
+            sources[wheel.name] = wheel
+            text = f"{INSIDE}/wheels/{wheel.name}"
         requirements.append(text)
-    options = []
-    if request.wheels is not None:
-        for wheel in request.wheels.glob("*.whl"):
-            _copy(wheel, wheels / wheel.name)
-        options = ["--no-index", "--find-links", f"{_INSIDE}/wheels"]
+    for name, wheel in sources.items():
+        _copy(wheel, wheels / name)
+    options = ["--no-index", "--find-links", f"{INSIDE}/wheels"] if request.wheels else []
     if request.requirements_file is not None:
         _copy(request.requirements_file, folder / "requirements.txt")
-        requirements += ["-r", f"{_INSIDE}/requirements.txt"]
+        requirements += ["-r", f"{INSIDE}/requirements.txt"]
     if request.project is not None:
         shutil.copytree(request.project, folder / "project", ignore=shutil.ignore_patterns(*_NOT_COPIED))
-        requirements.append(f"{_INSIDE}/project")
+        requirements.append(f"{INSIDE}/project")
     bundle = next(filter(None, map(os.environ.get, _CERTIFICATES)), "")
     with contextlib.suppress(OSError):
         _copy(Path(bundle), folder / "ca.pem")
-    order = {
-        "requirements": requirements,
-        "options": options,
-        "replace": request.replace,
-        "protected": PROTECTED,
-        "env": {name: value for name, value in os.environ.items() if _PASSED.fullmatch(name)},
-    }
     with files.create(folder / "order.json") as stream:
-        stream.write(json.dumps(order).encode())
+        stream.write(order(requirements, options, request.replace))
+
+
+def program_source() -> bytes:
+    """Return the text of ``inside.py``."""
+    return importlib.resources.files(__package__).joinpath(PROGRAM).read_bytes()
+
+
+def order(requirements: Sequence[str], options: Sequence[str] = (), replace: Sequence[str] = ()) -> bytes:
+    """Return the text of ``order.json``."""
+    values = {"requirements": requirements, "options": options, "replace": replace, "protected": PROTECTED}
+    return json.dumps(values).encode()
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -289,7 +302,7 @@ def _run_inside(
     """
     # Only the network: variables, home folder and /tmp of this machine would change what pip does.
     isolated = runtime.Isolation(network=True)
-    bind = ("--bind", f"{folder}:{_INSIDE}")
+    bind = ("--bind", f"{folder}:{INSIDE}")
     arguments = (
         "exec",
         *isolated.options,
@@ -299,11 +312,11 @@ def _run_inside(
         str(image),
         "python3",
         "-s",
-        f"{_INSIDE}/{_PROGRAM}",
+        f"{INSIDE}/{PROGRAM}",
     )
     answer_file = folder / "answer.json"
     try:
-        runtime.run(tool, arguments, folder=Path("/"), on_line=report.line, log=log)
+        runtime.run(tool, arguments, folder=Path("/"), env=_passed(), on_line=report.line, log=log)
         answer: dict[str, Any] = json_text.load(answer_file)
     except ToolFailed as error:
         if "executable file not found" not in (error.hint or ""):
@@ -312,6 +325,16 @@ def _run_inside(
     except (OSError, ValueError) as error:
         raise ToolFailed(f"the answer of the image cannot be read: {error}", where=str(image)) from error
     return answer
+
+
+def _passed() -> dict[str, str]:
+    """Return the variables by which a runtime hands those of `PASSED` to a clean container."""
+    values = {}
+    for name in PASSED:
+        if os.environ.get(name):
+            for prefix in ("APPTAINERENV", "SINGULARITYENV"):
+                values[f"{prefix}_{name}"] = os.environ[name]
+    return values
 
 
 def _squash(root: Path, part: Path) -> None:
@@ -326,16 +349,15 @@ def _squash(root: Path, part: Path) -> None:
     process.run([program, root, part, *options, *mksquashfs.gather_limits().mksquashfs_options()])
 
 
-def _new_record(request: AddRequest, image: Path, digest: str, answer: dict[str, Any]) -> PackagesRecord:
-    """Return the record of what the image has answered."""
-    sif = sif_image.read(image)
+def new_record(request: AddRequest, image: str, digest: str, answer: dict[str, Any]) -> PackagesRecord:
+    """Return the record of what the image has answered, still without the image's id."""
     packages = [AddedPackage(**package) for package in answer["packages"]]
     return PackagesRecord(
         imgkit=__version__,
-        image=image.name,
+        image=image,
         image_digest=digest,
-        image_id=sif.record.image_id if sif.record else "",
-        arch=sif.arch,
+        image_id="",
+        arch=answer["machine"],
         python=answer["python"],
         arguments=request.arguments,
         packages=tuple(sorted(packages, key=lambda package: package.name.lower())),

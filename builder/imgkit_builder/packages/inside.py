@@ -38,6 +38,7 @@ class Failure(Exception):
 
 def main(folder: Path) -> None:
     """Do what the order in `folder` asks for, and write the answer."""
+    os.umask(0o022)  # in the squashfs the files belong to root, and every user reads them
     order = json.loads((folder / "order.json").read_text(encoding="utf-8"))
     versions = installed_versions()
     try:
@@ -45,7 +46,7 @@ def main(folder: Path) -> None:
     except Failure as failure:
         answer = {"failure": failure.kind, "output": failure.output[-OUTPUT_CHARACTERS:]}
     answer["image"] = versions
-    answer["python"] = platform.python_version()
+    answer["python"], answer["machine"] = platform.python_version(), platform.machine()
     (folder / "answer.json").write_text(json.dumps(answer), encoding="utf-8")
 
 
@@ -56,7 +57,8 @@ def install(folder: Path, order: Mapping[str, Any], versions: Mapping[str, str])
     ------
     Failure : the image has no usable pip, or pip failed.
     """
-    if importlib.util.find_spec("pip") is None:
+    pip = importlib.util.find_spec("pip")
+    if pip is None or pip.origin is None:  # an empty folder has no origin
         raise Failure("no pip")
     protected = protected_names(order["protected"])
     for name in map(canonical, order["replace"]):
@@ -70,7 +72,7 @@ def install(folder: Path, order: Mapping[str, Any], versions: Mapping[str, str])
     constraints.write_text(
         "".join(f"{name}=={version}\n" for name, version in kept.items()), encoding="utf-8"
     )
-    env = pip_environment(folder, order["env"], shadows)
+    env = pip_environment(folder, shadows)
     report = folder / "report.json"
     resolve = [*order["options"], "--dry-run", "--report", str(report), *order["requirements"]]
     run_pip(resolve, {**env, "PIP_CONSTRAINT": str(constraints)})
@@ -152,9 +154,9 @@ def write_shadows(folder: Path, versions: Mapping[str, str]) -> None:
         (info / "INSTALLER").write_text("imgkit\n", encoding="utf-8")
 
 
-def pip_environment(folder: Path, passed: Mapping[str, str], shadows: Path) -> dict[str, str]:
-    """Return the environment of pip: the image's own, the user's settings of the network, and ours."""
-    env = {**os.environ, **passed}
+def pip_environment(folder: Path, shadows: Path) -> dict[str, str]:
+    """Return the environment of pip: that of the image, with folders and settings of our own."""
+    env = dict(os.environ)
     for name in ("TMPDIR", "PIP_CACHE_DIR"):
         env[name] = str(folder / name.lower())
         Path(env[name]).mkdir(exist_ok=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import io
 import json
 import os
 import re
@@ -86,9 +87,14 @@ def append(path: Path, record: PackagesRecord) -> None:
     """Write `record` behind the squashfs `path`, with the digest of the squashfs."""
     with files.open_regular(path) as stream:
         digest = files.sha256(stream, 0, path.stat().st_size)
-    record = dataclasses.replace(record, squashfs_sha256=digest)
+    files.append(path, to_bytes(record, digest))
+
+
+def to_bytes(record: PackagesRecord, squashfs_sha256: str) -> bytes:
+    """Return what follows the squashfs with this digest in a file."""
+    record = dataclasses.replace(record, squashfs_sha256=squashfs_sha256)
     values = json_text.sealed({"schema": _SCHEMA, **dataclasses.asdict(record)})
-    files.append(path, files.description(json.dumps(values, indent=1).encode(), _MARK))
+    return files.description(json.dumps(values, indent=1).encode(), _MARK)
 
 
 def is_packages(path: Path) -> bool:
@@ -125,18 +131,29 @@ def _read(path: Path) -> tuple[PackagesRecord, int]:
         raise UsageError(problem, where=str(path), hint="imgkit add PACKAGE --image X.sif")
     with files.open_regular(path) as stream:
         size = os.fstat(stream.fileno()).st_size
-        text = files.described(stream, 0, size, _MARK)
+        text = files.described(stream, 0, size, _MARK) or b""
+    return parse(text, str(path)), size - len(files.description(text, _MARK))
+
+
+def parse_end(end: bytes, path: str) -> PackagesRecord:
+    """Return the record in the `end` of a file on another machine. Raises as `read` does."""
+    text = files.described(io.BytesIO(end), 0, len(end), _MARK)
+    if text is None:
+        raise UsageError("imgkit add did not write this file, or you may not read it", where=path)
+    return parse(text, path)
+
+
+def parse(text: bytes, path: str) -> PackagesRecord:
+    """Return the record with this text. Raises as `read` does."""
     try:
-        values = json_text.parse(text or b"")
+        values = json_text.parse(text)
         json_text.unseal(values)
         if values.pop("schema") != _SCHEMA:
             raise ValueError("another version of imgkit wrote it")
         record: PackagesRecord = json_text.read(PackagesRecord, values, "it", closed=True)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckFailed(
-            f"its record cannot be read: {error}", where=str(path), hint="copy it again"
-        ) from error
-    return record, size - len(files.description(text or b"", _MARK))
+        raise CheckFailed(f"its record cannot be read: {error}", where=path, hint="copy it again") from error
+    return record
 
 
 def refuse_unfit(

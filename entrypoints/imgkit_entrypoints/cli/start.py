@@ -412,5 +412,12 @@ def _shadows(env: Mapping[str, str]) -> tuple[str, ...]:
         f"PYTHONPATH: {folder} contains another {name}, which shadows that of the image"
         for folder in filter(None, env.get("PYTHONPATH", "").split(":"))
         for name in ("torch", "numpy")
-        if Path(folder, name).is_dir() or Path(folder, f"{name}.py").is_file()
+        if _has_module(Path(folder), name)
     )
+
+
+def _has_module(folder: Path, name: str) -> bool:
+    try:
+        return (folder / name).is_dir() or (folder / f"{name}.py").is_file()
+    except OSError:  # a folder of the host that this user may not enter
+        return False

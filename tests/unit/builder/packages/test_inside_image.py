@@ -60,7 +60,6 @@ def add(tmp_path: Path, site: Path, wheels: Path, *requirements: str, replace: t
         "options": ["--no-index", "--find-links", str(wheels)],
         "replace": replace,
         "protected": PROTECTED,
-        "env": {},
     }
     (folder / "order.json").write_text(json.dumps(order))
     program = shutil.copy(Path(packages.__file__).with_name("inside.py"), folder)

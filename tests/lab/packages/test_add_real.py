@@ -1,0 +1,204 @@
+"""``imgkit add`` in a real image, and its packages in jobs of an ordinary user on a real Slurm."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from labkit import (
+    IMGKIT,
+    Done,
+    SlurmSite,
+    expect_success,
+    imgkit,
+    imgkit_as,
+    imgkit_json,
+    public_folder,
+    run,
+    slurm_marks,
+    small_disk,
+    until,
+)
+from package_index import write_links, write_wheel
+
+SITE = ("-A", "bsc98", "--qos", "acc_debug", "--time", "10m", "--nodes", "2")
+ONE = ("--device", "cpu", "--nproc", "1")
+PROGRAM = """\
+import os, shutil, lib, torch
+print("rank", os.environ["RANK"], lib.__file__, lib.VALUE, shutil.which("lib-program"), flush=True)
+"""
+LIB = "VALUE = {!r}\ndef main(): print('program', VALUE)\n"
+PORT = "8731"
+INDEX = {"PIP_INDEX_URL": f"http://localhost:{PORT}/simple", "PIP_TRUSTED_HOST": "localhost"}
+PROJECT_JOB = ("--image", "pytorch.sif", "--", "dist-run", *ONE, "train.py")
+
+pytestmark = [*slurm_marks, pytest.mark.xdist_group("add")]
+
+
+def add_program(wheel: Path) -> None:
+    """Give a wheel a program."""
+    info = "-".join(wheel.name.split("-")[:2])
+    with zipfile.ZipFile(wheel, "a") as archive:
+        archive.writestr(f"{info}.dist-info/entry_points.txt", "[console_scripts]\nlib-program = lib:main\n")
+
+
+@pytest.fixture(scope="module")
+def folder(standin: str) -> Iterator[Path]:
+    """A folder that every user can enter and write to, with an image and wheels for it."""
+    folder = public_folder("add")
+    wheels = folder / "wheels"
+    wheels.mkdir()
+    for version in ("1.0", "2.0"):
+        add_program(write_wheel(wheels, "lib", version, code=LIB.format(version), requires=["torch>=2"]))
+    write_wheel(wheels, "stale", "1.0", requires=["torch<2"])
+    foreign = write_wheel(wheels, "foreign", "1.0")
+    foreign.rename(foreign.with_name("foreign-1.0-cp311-cp311-manylinux_2_17_aarch64.whl"))
+    (folder / "train.py").write_text(PROGRAM)
+    try:
+        imgkit_json("sif", standin, "--no-test", "-o", folder / "pytorch.sif")
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site(SlurmSite):
+    """A login node and two nodes, for the jobs of an ordinary user."""
+
+    def imgkit(self, *args: object) -> Done:
+        home = {"HOME": str(self.state / "home/researcher"), "USER": "researcher", "SHELL": "/bin/bash"}
+        as_user = self.argv("exec", "--user", "login", "--cwd", self.folder, "--")
+        argv = (*imgkit_as(as_user, {**home, "BASH_FUNC_module%%": "() { :; }", **INDEX}), *map(str, args))
+        return run(*argv, folder="/")
+
+    def run_to_end(self, *args: object) -> str:
+        job = expect_success(self.imgkit("run", "--detach", "mn5", *SITE, *args)).stdout.strip()
+        return self.wait_for_end(job)
+
+
+@pytest.fixture(scope="module")
+def site(folder: Path) -> Iterator[Site]:
+    cluster = Site(state=Path(f"/tmp/imgkit-added-{os.getpid()}"), folder=folder)
+    try:
+        cluster.up(2, "--cpus", "80")
+        shutil.chown(folder, (cluster.state / "home/researcher").stat().st_uid)
+        yield cluster
+    finally:
+        cluster.down()
+
+
+def test_packages_come_first_on_two_nodes(site: Site, folder: Path) -> None:
+    image = ("--image", "pytorch.sif")
+    add = ("add", "lib", *image, "--wheels", "wheels", "-o", "extra.sqsh")
+    expect_success(site.imgkit(*add))
+    text = site.run_to_end(*image, "--packages", "extra.sqsh", "--", "dist-run", *ONE, "train.py")
+    path = "/run/imgkit/packages/1"
+    for rank in (0, 1):
+        assert f"rank {rank} {path}/lib.py 2.0 {path}/bin/lib-program" in text, text
+    text = site.run_to_end(*image, "--packages", "extra.sqsh", "--", "lib-program")
+    assert text.count("program 2.0") == 2, text
+    assert (folder / "extra.sqsh").stat().st_uid != 0
+
+
+def test_packages_of_a_project_are_made_when_they_change(site: Site, folder: Path) -> None:
+    """The index is on the login node, and a variable of the user names it."""
+    write_links(folder / "wheels", sorted((folder / "wheels").glob("lib-*.whl")))
+    (folder / "simple").mkdir()
+    (folder / "simple/lib").symlink_to(folder / "wheels")
+    server = site.argv(
+        "exec", "login", "--", sys.executable, "-m", "http.server", "--directory", folder, PORT
+    )
+    project = folder / "imgkit.toml"
+    with subprocess.Popen(server, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as index:
+        try:
+            for version in ("1.0", "2.0"):
+                project.write_text(f'recipe = "mn5"\npackages = ["lib=={version}"]\n')
+                job = expect_success(site.imgkit("run", "--detach", *SITE, *PROJECT_JOB)).stdout.strip()
+                text = site.wait_for_end(job)
+                assert f"rank 1 /run/imgkit/packages/1/lib.py {version} " in text, text
+            again = expect_success(site.imgkit("run", "--detach", *SITE, *PROJECT_JOB))
+            assert "pip in pytorch.sif" not in again.stderr
+            assert len(list(folder.glob("pytorch+*.sqsh"))) == 2
+            site.wait_for_end(again.stdout.strip())
+        finally:
+            index.terminate()
+            project.unlink()
+
+
+def refused(folder: Path, *args: object, code: int = 2) -> str:
+    """Return the message of ``imgkit add``, which must leave nothing behind."""
+    before = sorted(folder.rglob("*"))
+    result = imgkit("add", *args, "--image", folder / "pytorch.sif", "--wheels", folder / "wheels")
+    assert result.returncode == code, result.stderr
+    assert sorted(folder.rglob("*")) == before
+    return result.stderr
+
+
+@pytest.mark.parametrize(
+    ("package", "message"),
+    [
+        ("stale", "stale 1.0 needs torch<2, and the image has torch 2."),
+        ("nothing-like-it", "there is no nothing-like-it for Python 3"),
+        ("foreign", "there is no foreign for Python 3"),
+    ],
+)
+def test_package_that_does_not_fit_is_refused(folder: Path, package: str, message: str) -> None:
+    assert message in refused(folder, package)
+
+
+def test_wheel_of_another_architecture_is_named(folder: Path) -> None:
+    wheel = next((folder / "wheels").glob("foreign*"))
+    assert f"{wheel.name} is for another Python or processor" in refused(folder, wheel)
+
+
+def test_image_without_pip_is_refused(folder: Path) -> None:
+    hidden = {"SINGULARITY_BIND": "/var/empty:/usr/lib/python3/dist-packages/pip"}
+    Path("/var/empty").mkdir(exist_ok=True)
+    result = imgkit("add", "lib", "--image", folder / "pytorch.sif", env=hidden)
+    assert "the image has no pip" in result.stderr
+
+
+def test_folder_of_others_is_refused(folder: Path, user: str) -> None:
+    (folder / "closed").mkdir(mode=0o755)
+    as_user = imgkit_as(("runuser", "-u", user, "--"), {"HOME": "/nonexistent"})
+    target = folder / "closed/x.sqsh"
+    result = run(*as_user, "add", "lib", "--image", folder / "pytorch.sif", "-o", target, folder="/")
+    assert f"you may not write in {folder}/closed" in result.stderr
+    assert list((folder / "closed").iterdir()) == []
+
+
+def test_full_disk_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 40) as disk:
+        message = refused(folder, "lib", "-o", disk / "x.sqsh", code=4)
+        assert f"the disk of {disk} is full" in message
+        assert list(disk.iterdir()) == []
+
+
+def test_second_process_is_refused_and_a_killed_one_mended(folder: Path, tmp_path: Path) -> None:
+    target = tmp_path / "x.sqsh"
+    argv = [
+        *IMGKIT,
+        "add",
+        "lib",
+        "--image",
+        folder / "pytorch.sif",
+        "-o",
+        target,
+        "--wheels",
+        folder / "wheels",
+    ]
+    with subprocess.Popen(argv, stderr=subprocess.DEVNULL) as first:
+        until(lambda: any(tmp_path.glob(".imgkit*sif*")))
+        assert "another imgkit process is writing this file" in run(*argv).stderr
+        first.send_signal(signal.SIGKILL)
+    assert not target.exists()
+    expect_success(run(*argv))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.sqsh"]
