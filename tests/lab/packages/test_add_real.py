@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -28,6 +29,7 @@ from labkit import (
     until,
 )
 from package_index import write_links, write_wheel
+from remotekit import FarSite, far_host, login_node
 
 SITE = ("-A", "bsc98", "--qos", "acc_debug", "--time", "10m", "--nodes", "2")
 ONE = ("--device", "cpu", "--nproc", "1")
@@ -36,6 +38,10 @@ import os, shutil, lib, torch
 print("rank", os.environ["RANK"], lib.__file__, lib.VALUE, shutil.which("lib-program"), flush=True)
 """
 LIB = "VALUE = {!r}\ndef main(): print('program', VALUE)\n"
+RECIPE = """\
+image: {base: "imgkit.local/standin:24.03", platform: amd64}
+system: {scheduler: slurm, runtime: {kind: singularity}, node: {gpus: 0, cpus: 2}}
+"""
 PORT = "8731"
 INDEX = {"PIP_INDEX_URL": f"http://localhost:{PORT}/simple", "PIP_TRUSTED_HOST": "localhost"}
 PROJECT_JOB = ("--image", "pytorch.sif", "--", "dist-run", *ONE, "train.py")
@@ -95,6 +101,19 @@ def site(folder: Path) -> Iterator[Site]:
         cluster.down()
 
 
+@contextlib.contextmanager
+def index_server(site: Site, folder: Path) -> Iterator[None]:
+    """Serve `folder` on the login node."""
+    argv = site.argv("exec", "login", "--", sys.executable, "-m", "http.server", "--directory", folder, PORT)
+    with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        listens = ("exec", "login", "--", "grep", "-q", f":{int(PORT):04X} .* 0A ", "/proc/net/tcp")
+        try:
+            until(lambda: site(*listens).returncode == 0)
+            yield
+        finally:
+            server.terminate()
+
+
 def test_packages_come_first_on_two_nodes(site: Site, folder: Path) -> None:
     image = ("--image", "pytorch.sif")
     add = ("add", "lib", *image, "--wheels", "wheels", "-o", "extra.sqsh")
@@ -113,11 +132,8 @@ def test_packages_of_a_project_are_made_when_they_change(site: Site, folder: Pat
     write_links(folder / "wheels", sorted((folder / "wheels").glob("lib-*.whl")))
     (folder / "simple").mkdir()
     (folder / "simple/lib").symlink_to(folder / "wheels")
-    server = site.argv(
-        "exec", "login", "--", sys.executable, "-m", "http.server", "--directory", folder, PORT
-    )
     project = folder / "imgkit.toml"
-    with subprocess.Popen(server, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as index:
+    with index_server(site, folder):
         try:
             for version in ("1.0", "2.0"):
                 project.write_text(f'recipe = "mn5"\npackages = ["lib=={version}"]\n')
@@ -129,8 +145,59 @@ def test_packages_of_a_project_are_made_when_they_change(site: Site, folder: Pat
             assert len(list(folder.glob("pytorch+*.sqsh"))) == 2
             site.wait_for_end(again.stdout.strip())
         finally:
-            index.terminate()
             project.unlink()
+
+
+@pytest.fixture(scope="module")
+def far(site: Site) -> Iterator[FarSite]:
+    """A person's folder here, and the login node as the ordinary user."""
+    folder = Path(f"/tmp/imgkit-add-far-{os.getpid()}")
+    with far_host(folder) as host:
+        store = site.state / "home/researcher/store"
+        far_site = FarSite(far=host, cluster=site, folder=folder / "here", store=store)
+        far_site.folder.mkdir()
+        (far_site.folder / "site.yaml").write_text(RECIPE)
+        (far_site.folder / "train.py").write_text(PROGRAM)
+        (far_site.folder / "pytorch.sif").symlink_to(site.folder / "pytorch.sif")
+        login_node(host, site, user="researcher")
+        expect_success(far_site.imgkit("remote", "add", "far", f"far:{store}", "--recipe", "./site.yaml"))
+        yield far_site
+
+
+@pytest.mark.sshd
+def test_packages_stay_beside_their_image_on_a_remote(site: Site, folder: Path, far: FarSite) -> None:
+    wheel = f"http://localhost:{PORT}/wheels/lib-2.0-py3-none-any.whl"
+    (far.folder / "imgkit.toml").write_text(f'code = "."\npackages = ["lib @ {wheel}"]\n')
+    job = ("run", "pytorch.sif", "--on", "far", "--time", "5m", "--nodes", "2")
+    command = ("--", "dist-run", *ONE, "train.py")
+    with index_server(site, folder):
+        first = expect_success(far.imgkit(*job, *command))
+        assert "rank 1 /run/imgkit/packages/1/lib.py 2.0" in first.stdout
+    second = expect_success(far.imgkit(*job, *command))
+    assert "pip in" not in second.stderr
+    sent = expect_success(far.imgkit(*job, "--packages", add_here(folder), *command))
+    assert "to send: packages: " in sent.stderr
+    assert "rank 0 /run/imgkit/packages/1/lib.py 1.0" in sent.stdout
+    (image,) = (far.store / "images").glob("*-*")
+    assert len(list(image.glob("*.sqsh"))) == 2
+    assert list(image.glob(".packages*")) == []
+
+
+@pytest.mark.sshd
+def test_package_that_a_remote_cannot_install_is_refused(site: Site, far: FarSite) -> None:
+    (far.folder / "imgkit.toml").write_text('packages = ["torch<2"]\n')
+    result = far.imgkit("run", "pytorch.sif", "--on", "far", "--time", "5m", "--", "true")
+    assert result.returncode == 2
+    assert "torch<2 is asked for, and the image has torch 2." in result.stderr
+    assert list(far.store.glob("images/*/.packages*")) == []
+
+
+def add_here(folder: Path) -> Path:
+    """Return a file with lib 1.0, made on this machine."""
+    target = folder / "here.sqsh"
+    image = ("--image", folder / "pytorch.sif", "--wheels", folder / "wheels")
+    expect_success(imgkit("add", "lib==1.0", *image, "-o", target))
+    return target
 
 
 def refused(folder: Path, *args: object, code: int = 2) -> str:
