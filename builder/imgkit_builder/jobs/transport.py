@@ -332,7 +332,8 @@ class Ssh(Transport):
         if parent != f"{self.store.home}/{self.code_folder}":
             # The folder of the entry points, which `self.store` does not list.
             if not self._exists(folder.path):
-                self._send(folder, home=parent, target=f"./{name}", report=report)
+                target = folder.path.removeprefix(f"{self.store.home}/")
+                self._send(folder, home=self.store.home, target=target, report=report)
             return
         if name in self.store.code:
             report.note(f"to send: nothing of the code; {self.name} has that of {folder.source}")

@@ -22,10 +22,17 @@ def kernel_names(arch: str) -> tuple[str, ...]:
     return _KERNEL_NAMES.get(arch, (arch,))
 
 
+def arch_of(machine: str) -> str:
+    """Return the OCI architecture of what ``uname -m`` prints; that word itself if it is unknown."""
+    for arch, names in _KERNEL_NAMES.items():
+        if machine in names:
+            return arch
+    return machine
+
+
 def host_arch() -> str:
     """Return ``amd64``, ``arm64``, or the kernel's own word for another architecture."""
-    machine = platform.machine().lower()
-    return next((arch for arch, names in _KERNEL_NAMES.items() if machine in names), machine)
+    return arch_of(platform.machine().lower())
 
 
 def host_platform() -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from imgkit_builder.base import files, process
 from imgkit_builder.base.flags import flag
 from imgkit_builder.base.progress import SILENT, Reporter
-from imgkit_builder.oci.platform import host_arch
+from imgkit_builder.oci.platform import arch_of, host_arch
 from imgkit_builder.packages import failures, record
 from imgkit_builder.packages.record import AddedPackage, PackagesRecord
 from imgkit_builder.recipe.requirements import PROTECTED
@@ -357,7 +357,7 @@ def new_record(request: AddRequest, image: str, digest: str, answer: dict[str, A
         image=image,
         image_digest=digest,
         image_id="",
-        arch=answer["machine"],
+        arch=arch_of(answer["machine"]),
         python=answer["python"],
         arguments=request.arguments,
         packages=tuple(sorted(packages, key=lambda package: package.name.lower())),
