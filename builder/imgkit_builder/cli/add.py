@@ -17,7 +17,7 @@ COMMAND_CLASSES = {"add": GroupedCommand}
 
 def verb_add(
     packages: list[str] = typer.Argument(
-        None, metavar="PACKAGE...", help="Requirements, as for pip: einops, 'omegaconf>=2.3', or X.whl."
+        None, metavar="PACKAGE...", help="Requirements, as for pip: einops, 'omegaconf>=2.3'."
     ),
     *,
     options: AddRequest,

@@ -72,7 +72,6 @@ class PackagesFacts:
             ("for", f"{record.image}  {record.image_id}  Python {record.python}"),
             ("made by", record.command(record.image, self.path)),
             *(("", f"{package.name} {package.version}") for package in record.packages),
-            ("programs", ", ".join(record.programs)),
         ]
         return tuple(f"{key:8}  {value}".rstrip() for key, value in rows)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib.resources
 import json
@@ -12,7 +11,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from imgkit_builder.base import files, process
 from imgkit_builder.base.flags import flag
@@ -30,6 +29,7 @@ from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
 INSIDE = "/run/imgkit/add"
 """Where the image has the folder of ``inside.py``."""
 PROGRAM = "inside.py"
+CERTIFICATES = f"{INSIDE}.pem"
 PASSED = (
     *("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
     *("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_TRUSTED_HOST"),
@@ -45,7 +45,7 @@ class AddRequest:
     """What `imgkit add` installs, and into which file: its options."""
 
     requirements: tuple[str, ...] = ()
-    """``einops``, ``omegaconf>=2.3``, or the path of a wheel."""
+    """``einops``, ``omegaconf>=2.3``."""
     image: Path | None = flag(None, metavar="X.sif", help="The image that the packages are for.")
     output: Path | None = flag(
         None, "--output", "-o", metavar="FILE", help="File to write (default: X+N.sqsh beside the image)."
@@ -62,10 +62,6 @@ class AddRequest:
     replace: tuple[str, ...] = flag(
         (), metavar="NAME", help="Allow another version of this package than the image has."
     )
-    tmpdir: Path | None = flag(
-        None, metavar="DIR", help="Folder for temporary files (default: that of the file)."
-    )
-    runtime: str | None = flag(None, "--runtime-command", metavar="COMMAND", help="singularity or apptainer.")
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -82,8 +78,7 @@ class AddRequest:
     @property
     def reads_files(self) -> bool:
         """Whether files decide what is installed: the same request can mean something else tomorrow."""
-        is_local = any(requirement.endswith(".whl") for requirement in self.requirements)
-        return is_local or any((self.requirements_file, self.project, self.wheels))
+        return any((self.requirements_file, self.project, self.wheels))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,11 +118,9 @@ def add(request: AddRequest, report: Reporter = SILENT) -> Added:
     if existing is not None and existing.image_digest == digest and not request.reads_files:
         return Added(path=target, size_bytes=target.stat().st_size, record=existing, up_to_date=True)
     _refuse_foreign_arch(request, image)
-    tool = runtime.find_runtime(request.runtime)
-    with workspace(target, tmp_base(target, request.tmpdir)) as work, runtime.log_file(target.stem) as log:
-        _write_order(request, work.folder)
+    with workspace(target, tmp_base(target, None)) as work, runtime.log_file(target.stem) as log:
         report.stage(f"pip in {image.name}")
-        answer = _run_inside(tool, image, work.folder, report, log)
+        answer = _run_inside(image, work.folder, _write_order(request, work.folder), report, log)
         if "failure" in answer:
             raise failures.explain(answer, image=image, requirements=request.requirements, log=log.name)
         report.stage("squash")
@@ -164,8 +157,7 @@ def _check_requirements(request: AddRequest) -> None:
     if not (request.requirements or request.requirements_file or request.project):
         raise UsageError("no package given", where="PACKAGE", hint="imgkit add einops --image X.sif")
     for text in request.requirements:
-        if not (text.endswith(".whl") and Path(text).is_file()):
-            check_requirement(text)
+        check_requirement(text)
     kind = secret_patterns.in_arguments(request.arguments)
     if kind:
         raise UsageError(
@@ -173,11 +165,13 @@ def _check_requirements(request: AddRequest) -> None:
             where="PACKAGE",
             hint="export PIP_INDEX_URL=..., which is not recorded",
         )
-    for option, path in (("-r", request.requirements_file), ("--project", request.project)):
+    for option, path in (
+        ("-r", request.requirements_file),
+        ("--project", request.project),
+        ("--wheels", request.wheels),
+    ):
         if path is not None and not path.exists():
-            raise UsageError("there is no such file", where=f"{option} {path}")
-    if request.wheels is not None and not any(request.wheels.glob("*.whl")):
-        raise UsageError("it holds no wheels", where=f"--wheels {request.wheels}", hint="pip download -d DIR")
+            raise UsageError("there is no such file or folder", where=f"{option} {path}")
 
 
 def check_requirement(text: str) -> None:
@@ -187,7 +181,7 @@ def check_requirement(text: str) -> None:
     try:
         Requirement(text)
     except InvalidRequirement:
-        hint = "NAME, 'NAME>=2.3', or X.whl"
+        hint = "NAME, or 'NAME>=2.3'"
         raise UsageError(f"{text!r} is not a requirement", where="PACKAGE", hint=hint) from None
 
 
@@ -244,33 +238,28 @@ def _refuse_foreign_arch(request: AddRequest, image: Path) -> None:
     )
 
 
-def _write_order(request: AddRequest, folder: Path) -> None:
-    """Write ``inside.py`` and all that it reads to `folder`."""
+def _write_order(request: AddRequest, folder: Path) -> list[str]:
+    """Write ``inside.py`` and what it reads to `folder`, and return what else the image has to mount."""
     (folder / PROGRAM).write_bytes(program_source())
-    wheels = folder / "wheels"
-    wheels.mkdir()
-    requirements = []
-    sources = {wheel.name: wheel for wheel in request.wheels.glob("*.whl")} if request.wheels else {}
-    for text in request.requirements:
-        wheel = Path(text)
-        if wheel.suffix == ".whl" and wheel.is_file():
-            sources[wheel.name] = wheel
-            text = f"{INSIDE}/wheels/{wheel.name}"
-        requirements.append(text)
-    for name, wheel in sources.items():
-        _copy(wheel, wheels / name)
-    options = ["--no-index", "--find-links", f"{INSIDE}/wheels"] if request.wheels else []
+    requirements, options, mounts = [*request.requirements], [], []
+    if request.wheels is not None:
+        options = ["--no-index", "--find-links", f"{INSIDE}-wheels"]
+        mounts.append(f"{request.wheels.absolute()}:{INSIDE}-wheels:ro")
     if request.requirements_file is not None:
-        _copy(request.requirements_file, folder / "requirements.txt")
-        requirements += ["-r", f"{INSIDE}/requirements.txt"]
+        # Its folder: it may name other files.
+        file = request.requirements_file.absolute()
+        requirements += ["-r", f"{INSIDE}-requirements/{file.name}"]
+        mounts.append(f"{file.parent}:{INSIDE}-requirements:ro")
     if request.project is not None:
+        # A copy: a build writes into it.
         shutil.copytree(request.project, folder / "project", ignore=shutil.ignore_patterns(*_NOT_COPIED))
         requirements.append(f"{INSIDE}/project")
     bundle = next(filter(None, map(os.environ.get, _CERTIFICATES)), "")
-    with contextlib.suppress(OSError):
-        _copy(Path(bundle), folder / "ca.pem")
+    if bundle and Path(bundle).is_file():
+        mounts.append(f"{bundle}:{CERTIFICATES}:ro")
     with files.create(folder / "order.json") as stream:
         stream.write(order(requirements, options, request.replace))
+    return mounts
 
 
 def program_source() -> bytes:
@@ -284,14 +273,8 @@ def order(requirements: Sequence[str], options: Sequence[str] = (), replace: Seq
     return json.dumps(values).encode()
 
 
-def _copy(source: Path, target: Path) -> None:
-    """Copy a regular file to the new file `target`."""
-    with files.open_regular(source) as content, files.create(target) as stream:
-        shutil.copyfileobj(content, stream)
-
-
 def _run_inside(
-    tool: runtime.RuntimeTool, image: Path, folder: Path, report: Reporter, log: Any
+    image: Path, folder: Path, mounts: Sequence[str], report: Reporter, log: TextIO
 ) -> dict[str, Any]:
     """Run ``inside.py`` in the image, and return its answer.
 
@@ -301,29 +284,19 @@ def _run_inside(
     ToolFailed : the image does not start.
     """
     # Only the network: variables, home folder and /tmp of this machine would change what pip does.
-    isolated = runtime.Isolation(network=True)
-    bind = ("--bind", f"{folder}:{INSIDE}")
-    arguments = (
-        "exec",
-        *isolated.options,
-        "--pwd",
-        "/",
-        *bind,
-        str(image),
-        "python3",
-        "-s",
-        f"{INSIDE}/{PROGRAM}",
-    )
-    answer_file = folder / "answer.json"
+    options = [*runtime.Isolation(network=True).options, "--pwd", "/"]
+    for mount in (f"{folder}:{INSIDE}", *mounts):
+        options += ["--bind", mount]
+    arguments = ("exec", *options, str(image), "python3", "-s", f"{INSIDE}/{PROGRAM}")
     try:
-        runtime.run(tool, arguments, folder=Path("/"), env=_passed(), on_line=report.line, log=log)
-        answer: dict[str, Any] = json_text.load(answer_file)
+        runtime.run(
+            runtime.find_runtime(), arguments, folder=Path("/"), env=_passed(), on_line=report.line, log=log
+        )
     except ToolFailed as error:
         if "executable file not found" not in (error.hint or ""):
             raise
         raise UsageError("the image has no python3", where=str(image), hint="another image") from error
-    except (OSError, ValueError) as error:
-        raise ToolFailed(f"the answer of the image cannot be read: {error}", where=str(image)) from error
+    answer: dict[str, Any] = json_text.load(folder / "answer.json")
     return answer
 
 
@@ -362,5 +335,4 @@ def new_record(request: AddRequest, image: str, digest: str, answer: dict[str, A
         arguments=request.arguments,
         packages=tuple(sorted(packages, key=lambda package: package.name.lower())),
         modules=tuple(sorted(set(answer["modules"]))),
-        programs=tuple(answer["programs"]),
     )

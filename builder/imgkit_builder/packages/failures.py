@@ -17,8 +17,6 @@ _NO_NETWORK = re.compile(
 )
 _CONSTRAINT = re.compile(r"\(constraint\) ([A-Za-z0-9._-]+)==(\S+)")
 _MISSING = re.compile(r"No matching distribution found for ([^\n]+)")
-_WRONG_WHEEL = re.compile(r"ERROR: (\S+\.whl) is not a supported wheel on this platform")
-_DISK_FULL = re.compile(r"No space left on device|Disk quota exceeded")
 _NOISE = re.compile(r"WARNING: |\[notice\]|DEPRECATION: |Looking in |Collecting |  Downloading | +━")
 _MOST_LINES = 12
 
@@ -47,14 +45,12 @@ def explain(
             where="--replace",
             hint=f"build an image with another base: {_recipe_line(typed)}",
         )
-    if _DISK_FULL.search(output):
-        return ToolFailed("No space left on device", where=str(image))
     constraint = _CONSTRAINT.search(output)
     if constraint:
         return _conflict_error(canonical(constraint[1]), output, versions, typed)
     # Without a network, pip also says that there is no such package.
     if _NO_NETWORK.search(output):
-        platform = "manylinux_2_28_x86_64"
+        platform = f"manylinux_2_28_{answer['machine']}"
         fetch = "python3 -m pip download --only-binary :all: -d wheels"
         fetch += f" --platform {platform} --python-version {answer['python']} {typed}"
         return ToolFailed(
@@ -63,17 +59,10 @@ def explain(
             hint=f"where there is a network: {fetch}; copy the folder here, and: "
             f"imgkit add {typed} --image {image} --wheels wheels",
         )
-    wrong_wheel = _WRONG_WHEEL.search(output)
-    if wrong_wheel:
-        return UsageError(
-            f"{wrong_wheel[1]} is for another Python or processor than the image ({answer['python']})",
-            where=str(image),
-            hint="the wheel for this image; its name says for which one it is",
-        )
     missing = _MISSING.search(output)
     if missing:
         return UsageError(
-            f"there is no {missing[1]} for Python {answer['python']} of this image",
+            f"there is no {missing[1]} for Python {answer['python']} on {answer['machine']}",
             where=str(image),
             hint="\n".join(["check its name and version at the index", *_last_lines(output)]),
         )

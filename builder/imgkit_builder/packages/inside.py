@@ -87,11 +87,9 @@ def install(folder: Path, order: Mapping[str, Any], versions: Mapping[str, str])
         arguments = ["--no-deps", "--target", str(root), *order["options"], "-r", str(exact)]
         run_pip(arguments, {**env, "PIP_CONSTRAINT": str(constraints)})
     names = sorted(path.name for path in root.iterdir())
-    programs = root / "bin"
     return {
         "packages": [summary(item) for item in items],
         "modules": [name.partition(".")[0] for name in names if is_module(name)],
-        "programs": sorted(path.name for path in programs.glob("*")),
     }
 
 
@@ -160,8 +158,9 @@ def pip_environment(folder: Path, shadows: Path) -> dict[str, str]:
     for name in ("TMPDIR", "PIP_CACHE_DIR"):
         env[name] = str(folder / name.lower())
         Path(env[name]).mkdir(exist_ok=True)
-    if (folder / "ca.pem").exists():
-        env["PIP_CERT"] = str(folder / "ca.pem")
+    certificates = folder.with_name(f"{folder.name}.pem")
+    if certificates.exists():
+        env["PIP_CERT"] = str(certificates)
     search_path = [str(shadows), *filter(None, [env.get("PYTHONPATH", "")])]
     env["PYTHONPATH"] = os.pathsep.join(search_path)
     env |= {

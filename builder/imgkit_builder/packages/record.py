@@ -61,7 +61,6 @@ class PackagesRecord:
     packages: tuple[AddedPackage, ...]
     modules: tuple[str, ...]
     """The names that a program imports."""
-    programs: tuple[str, ...]
     squashfs_sha256: str = ""
 
     def command(self, image: str, file: str) -> str:

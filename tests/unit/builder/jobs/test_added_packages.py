@@ -29,7 +29,6 @@ def write_packages(image: Path, file: Path, *, digest: str = "") -> None:
         arguments=("lib",),
         packages=(),
         modules=("lib",),
-        programs=(),
     )
     record.append(file, stored)
 

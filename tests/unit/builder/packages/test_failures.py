@@ -26,7 +26,13 @@ ERROR: No matching distribution found for einops
 
 def explain(output: str, failure: str = "pip") -> ImgkitError:
     image = {"torch": "2.3.0a0+40ec155e58.nv24.3", "numpy": "1.24.4"}
-    answer: dict[str, Any] = {"failure": failure, "output": output, "image": image, "python": "3.10.12"}
+    answer: dict[str, Any] = {
+        "failure": failure,
+        "output": output,
+        "image": image,
+        "python": "3.10.12",
+        "machine": "x86_64",
+    }
     return failures.explain(answer, image=Path("x.sif"), requirements=("einops",), log="x.log")
 
 
@@ -52,7 +58,7 @@ def test_missing_network_is_told_from_a_missing_package() -> None:
     assert error.what == "the image's pip cannot reach a package index from this machine"
     assert "-d wheels --platform" in (error.hint or "")
     missing = explain(NO_NETWORK.split("\n", 1)[1])
-    assert missing.what == "there is no einops for Python 3.10.12 of this image"
+    assert missing.what == "there is no einops for Python 3.10.12 on x86_64"
 
 
 @pytest.mark.parametrize(
@@ -61,7 +67,6 @@ def test_missing_network_is_told_from_a_missing_package() -> None:
         ("no pip", "", "the image has no pip"),
         ("pip", "no such option: --report", "the image has a pip older than 22.2, which cannot do this"),
         ("protected", "torch", "nothing may replace torch 2.3.0a0"),
-        ("pip", "OSError: [Errno 28] No space left on device", "No space left on device"),
         (
             "pip",
             "ERROR: x-1-cp310-cp310-linux_aarch64.whl is not a supported wheel on this platform.",

@@ -26,7 +26,6 @@ RECORD = PackagesRecord(
     arguments=("einops", "omegaconf>=2.3"),
     packages=(EINOPS,),
     modules=("einops",),
-    programs=(),
 )
 
 
