@@ -46,7 +46,7 @@ class AddRequest:
 
     requirements: tuple[str, ...] = ()
     """``einops``, ``omegaconf>=2.3``."""
-    image: Path | None = flag(None, metavar="X.sif", help="The image that the packages are for.")
+    image: Path | None = flag(None, metavar="PATH", help="The .sif that the packages are for.")
     output: Path | None = flag(
         None, "--output", "-o", metavar="FILE", help="File to write (default: X+N.sqsh beside the image)."
     )
@@ -86,6 +86,7 @@ class Added:
     """A file with packages."""
 
     path: Path
+    image: Path
     size_bytes: int
     record: PackagesRecord
     up_to_date: bool
@@ -95,10 +96,9 @@ class Added:
     def exec_line(self) -> str:
         """The line that starts a program in the image with the packages, without imgkit."""
         target = record.target(1)
-        image = self.path.parent / self.record.image
         variables = f"--env PREPEND_PATH={target}/bin,PYTHONPATH={target}"
         bind = shlex.quote(f"{self.path}:{target}:image-src=/,ro")
-        return f"singularity exec --bind {bind} {variables} {shlex.quote(str(image))} python3 ..."
+        return f"singularity exec --bind {bind} {variables} {shlex.quote(str(self.image))} python3 ..."
 
 
 def add(request: AddRequest, report: Reporter = SILENT) -> Added:
@@ -116,7 +116,7 @@ def add(request: AddRequest, report: Reporter = SILENT) -> Added:
     digest = record.image_digest(image)
     existing = _read_existing(target, request)
     if existing is not None and existing.image_digest == digest and not request.reads_files:
-        return Added(path=target, size_bytes=target.stat().st_size, record=existing, up_to_date=True)
+        return _added(target, image, existing, up_to_date=True)
     _refuse_foreign_arch(request, image)
     with workspace(target, tmp_base(target, None)) as work, runtime.log_file(target.stem) as log:
         report.stage(f"pip in {image.name}")
@@ -131,7 +131,12 @@ def add(request: AddRequest, report: Reporter = SILENT) -> Added:
             added = dataclasses.replace(added, image_id=sif.record.image_id)
         record.append(work.part, added)
         files.publish(work.part, target)
-    return Added(path=target, size_bytes=target.stat().st_size, record=added, up_to_date=False)
+    return _added(target, image, added, up_to_date=False)
+
+
+def _added(path: Path, image: Path, stored: PackagesRecord, *, up_to_date: bool) -> Added:
+    size_bytes = path.stat().st_size
+    return Added(path=path, image=image, size_bytes=size_bytes, record=stored, up_to_date=up_to_date)
 
 
 def _check_image(request: AddRequest) -> Path:
