@@ -22,7 +22,7 @@ from imgkit_entrypoints.errors import UsageError
 PROGRAM = "train.py"
 GITIGNORE = ".gitignore"
 _TIME = "30m"
-_OUTPUTS = ("runs/", "*.sif")
+_OUTPUTS = ("runs/", "*.sif", "*.sqsh")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

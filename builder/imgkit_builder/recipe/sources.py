@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 NEVER = frozenset({".git", "__pycache__"})
 """Names that stay out, whatever a pattern says; so do those that begin with `TEMPORARY`."""
-OUTPUTS = ("*.sif",)
+OUTPUTS = ("*.sif", "*.sqsh")
 """What imgkit writes, besides archives."""
 GIT_PATHS = (
     *(".", f":(exclude,glob)**/{TEMPORARY}*", f":(exclude,glob)**/{TEMPORARY}*/**"),

@@ -54,14 +54,14 @@ def test_missing_values_are_named(call: Any) -> None:
 
 def test_existing_files_are_kept(call: Any) -> None:
     Path("train.py").write_text("mine")
-    Path(".gitignore").write_text("*.pyc\n*.sif")
+    Path(".gitignore").write_text("*.pyc\n*.sif\n*.sqsh")
     code, out, _ = call("init", "--recipe", "mn5")
     assert code == 0
     assert Path("train.py").read_text() == "mine"
     assert "kept   .gitignore" in out
     assert "added  runs/ to .gitignore" in out
     assert command_here() == ("dist-run", "train.py")
-    assert Path(".gitignore").read_text() == "*.pyc\n*.sif\nruns/\n"
+    assert Path(".gitignore").read_text() == "*.pyc\n*.sif\n*.sqsh\nruns/\n"
     Path("imgkit.toml").unlink()
     code, out, _ = call("init", "--recipe", "mn5", "--json")
     assert json.loads(out)["files"] == ["imgkit.toml"]
