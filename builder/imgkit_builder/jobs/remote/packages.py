@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
 
+from imgkit_builder.base import files
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.jobs import added_packages
 from imgkit_builder.jobs.job import Job
@@ -107,8 +108,8 @@ def _bring_file(path: str, folder: str, script: ScriptRunner, report: Reporter) 
     target = f"{folder}/{stored.squashfs_sha256}.sqsh"
     if script('if [ -e "$1" ]; then echo there; fi\n', (target,), ()) == b"":
         report.note(f"to send: packages: {path}")
-        with Path(path).open("rb") as stream:
-            script(_WRITE, (target,), iter(lambda: stream.read(1 << 20), b""))
+        with files.open_regular(Path(path)) as stream:
+            script(_WRITE, (target,), iter(lambda: stream.read(files.CHUNK_BYTES), b""))
     return target, stored
 
 
