@@ -283,9 +283,7 @@ def _probe_argv(job: Job) -> Argv:
     probe_job = dataclasses.replace(job, settings={}).with_allocation(gpus=0)
     # The digest of the code would be part of the cache's key: each edit would start the image again.
     env = {name: value for name, value in job.container.env.items() if name != CODE_VARIABLE}
-    probe_job = probe_job.with_container(
-        code=None, code_folder="", data=(), packages=(), workdir="", env=env
-    )
+    probe_job = probe_job.with_container(code=None, code_folder="", data=(), packages=(), workdir="", env=env)
     python_argv = tuple(inside.python_probe_argv(job.request.container.python))
     return runtime_of(probe_job).probe_argv(probe_job, python_argv)
 

@@ -317,7 +317,7 @@ def _passed() -> dict[str, str]:
 
 def _squash(root: Path, part: Path) -> None:
     """Write the folder `root` as a squashfs."""
-    program = mksquashfs.find()
+    program = mksquashfs.find_any()
     if program is None:
         raise ToolMissing("mksquashfs is not on this machine", hint=squash.INSTALL)
     compression = (

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from imgkit_builder.recipe.requirements import PROTECTED, canonical
+from imgkit_builder.recipe.requirements import PROTECTED, canonical_name
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
 
 _NO_NETWORK = re.compile(
@@ -47,7 +47,7 @@ def explain(
         )
     constraint = _CONSTRAINT.search(output)
     if constraint:
-        return _conflict_error(canonical(constraint[1]), output, versions, typed)
+        return _conflict_error(canonical_name(constraint[1]), output, versions, typed)
     # Without a network, pip also says that there is no such package.
     if _NO_NETWORK.search(output):
         platform = f"manylinux_2_28_{answer['machine']}"

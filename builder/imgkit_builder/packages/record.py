@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from imgkit_builder.base import files
-from imgkit_builder.recipe.requirements import canonical
+from imgkit_builder.recipe.requirements import canonical_name
 from imgkit_builder.sif import image as sif_image
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import CheckFailed, UsageError
@@ -179,7 +179,7 @@ def refuse_unfit(
                 hint=record.command(image, path),
             )
         for package in record.packages:
-            name = canonical(package.name)
+            name = canonical_name(package.name)
             earlier_path, earlier_version = sources.setdefault(name, (path, package.version))
             if earlier_version != package.version:
                 raise UsageError(
