@@ -157,20 +157,20 @@ def refuse_unused(
         raise UsageError("; ".join(effects), hint="remove the option, or add what it needs")
 
 
-def natural(text: str, least: int = 0) -> int:
+def parse_natural(text: str, least: int = 0) -> int:
     """Parse a whole number that is at least 0."""
-    value = digits(text)
+    value = parse_digits(text)
     if value is None or value < least:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
     return value
 
 
-def positive(text: str) -> int:
+def parse_positive(text: str) -> int:
     """Parse a whole number that is at least 1."""
-    return natural(text, 1)
+    return parse_natural(text, 1)
 
 
-def duration(text: str) -> int:
+def parse_duration(text: str) -> int:
     """Parse ``90``, ``90s``, ``50m`` or ``1h30m`` into seconds."""
     match = re.fullmatch(r"(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9})s?)?", text, re.ASCII)
     if not text or match is None:
@@ -179,7 +179,7 @@ def duration(text: str) -> int:
     return hours * 3600 + minutes * 60 + seconds
 
 
-def digits(text: str) -> int | None:
+def parse_digits(text: str) -> int | None:
     """Return the number of at most 18 ASCII digits; None for any other text.
 
     str.isdigit also takes ``²``, which int refuses; and older Pythons take hours for a million digits.

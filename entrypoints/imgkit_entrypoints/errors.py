@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from imgkit_entrypoints.terminal import shown
+from imgkit_entrypoints.terminal import escape_controls
 
 EXIT_NO = 1
 EXIT_USAGE = 2
@@ -25,7 +25,7 @@ _LINE = 1000
 _VALUE = re.compile(rf"""'[^'\n]{{{_LONG},}}'|"[^"\n]{{{_LONG},}}"|[^\s'"]{{{_LONG},}}""")
 
 
-def shortened(text: str) -> str:
+def shorten_message(text: str) -> str:
     """Return a message without the middle of very long quoted values, words and lines."""
     text = _VALUE.sub(lambda match: f"{match[0][:_HEAD]}…{match[0][-_TAIL:]}", text)
     lines = (line if len(line) <= _LINE else f"{line[:_LONG]}…" for line in text.split("\n"))
@@ -52,12 +52,12 @@ class ImgkitError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        lines = [shown(f"{self.where}: {self.what}" if self.where else self.what)]
+        lines = [escape_controls(f"{self.where}: {self.what}" if self.where else self.what)]
         if self.hint:
             # Indented: no line of a program's output looks like a message of imgkit.
-            hints = [shown(line.expandtabs()) for line in self.hint.split("\n")]
+            hints = [escape_controls(line.expandtabs()) for line in self.hint.split("\n")]
             lines += [f"  -> {hints[0]}", *(f"     {line}" for line in hints[1:])]
-        return shortened("\n".join(lines))
+        return shorten_message("\n".join(lines))
 
 
 class CheckFailed(ImgkitError):

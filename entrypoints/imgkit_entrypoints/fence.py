@@ -22,11 +22,11 @@ VARIABLE = "IMGKIT_FENCE"
 """RUN, for the workers of the head; only there does a rank write what all nodes share."""
 
 
-def admit(folder: Path, job_id: str, attempt: int, run: str) -> str:
+def admit_attempt(folder: Path, job_id: str, attempt: int, run: str) -> str:
     """Let only workers of `attempt` write into `folder`; return why the fence is down, empty if it stands."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        files.put(folder / FILE, f"{job_id} {attempt} {run}\n")
+        files.write_file(folder / FILE, f"{job_id} {attempt} {run}\n")
     except OSError as error:
         # The old line would keep the new workers out. A full disk can remove it.
         with contextlib.suppress(OSError):
@@ -35,7 +35,7 @@ def admit(folder: Path, job_id: str, attempt: int, run: str) -> str:
     return ""
 
 
-def check(env: Mapping[str, str]) -> None:
+def check_fence(env: Mapping[str, str]) -> None:
     """Let a worker write only while its attempt is current; where nobody says which one is, let it write.
 
     Raises

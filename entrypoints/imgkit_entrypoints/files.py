@@ -80,7 +80,7 @@ def temporary_files(target: Path) -> list[Path]:
     return [path for path in target.parent.iterdir() if name.fullmatch(path.name)]
 
 
-def create(path: Path, *, mode: int = 0o666) -> BinaryIO:
+def create_file(path: Path, *, mode: int = 0o666) -> BinaryIO:
     """Make the new file `path`, less the bits of the umask, and open it.
 
     It is open for reading too, although the stream only writes: NFS locks need a writable descriptor, and a
@@ -95,7 +95,7 @@ def create(path: Path, *, mode: int = 0o666) -> BinaryIO:
 
 
 @contextlib.contextmanager
-def writing(target: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
+def replace_file(target: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
     """Yield a new file, which replaces `target` in one step at the end; on an error `target` stays as it was.
 
     Raises
@@ -104,10 +104,10 @@ def writing(target: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
     """
     temporary = temporary_name(target)
     try:
-        with create(temporary, mode=mode) as stream:
+        with create_file(temporary, mode=mode) as stream:
             yield stream
-            sync(stream)
-        _rename(temporary, target)
+            sync_file(stream)
+        _rename_file(temporary, target)
     except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -118,48 +118,48 @@ def writing(target: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
 
 
 @contextlib.contextmanager
-def replacing(target: Path, *, failed: str, hint: str, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """Like `writing`, for a file that a user has named.
+def replace_named_file(target: Path, *, failed: str, hint: str, mode: int = 0o666) -> Iterator[BinaryIO]:
+    """Like `replace_file`, for a file that a user has named.
 
     Raises
     ------
     UsageError : the file cannot be written; its message begins with `failed`.
     """
     try:
-        with writing(target, mode=mode) as stream:
+        with replace_file(target, mode=mode) as stream:
             yield stream
     except OSError as error:
         raise UsageError(f"{failed}: {error.strerror}", where=str(target), hint=hint) from error
 
 
-def put(target: Path, text: str) -> None:
+def write_file(target: Path, text: str) -> None:
     """Write `text` as the complete content of `target`; on an error `target` stays as it was.
 
     Raises
     ------
     OSError : the file cannot be written.
     """
-    with writing(target) as stream:
+    with replace_file(target) as stream:
         stream.write(text.encode())
 
 
-def publish(temporary: Path, target: Path) -> None:
+def publish_file(temporary: Path, target: Path) -> None:
     """Make `temporary`, which another program has written, durable, then visible as `target` in one step."""
     descriptor = os.open(temporary, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    _rename(temporary, target)
+    _rename_file(temporary, target)
 
 
-def sync(stream: BinaryIO) -> None:
+def sync_file(stream: BinaryIO) -> None:
     """Make what was written into `stream` durable."""
     stream.flush()
     os.fsync(stream.fileno())
 
 
-def remove(path: Path) -> None:
+def remove_file(path: Path) -> None:
     """Remove a file for good: it is not back after a power cut.
 
     Raises
@@ -170,10 +170,10 @@ def remove(path: Path) -> None:
         path.unlink()
     except FileNotFoundError:
         return
-    _sync(path.parent)
+    _sync_folder(path.parent)
 
 
-def append(path: Path, data: bytes) -> None:
+def append_file(path: Path, data: bytes) -> None:
     """Add `data` at the end of this user's own file, which is made if it is absent.
 
     Raises
@@ -205,10 +205,10 @@ def open_regular(path: Path, *, buffering: int = -1) -> BinaryIO:
     ------
     OSError : it cannot be opened, or is not a regular file; `strerror` says which.
     """
-    return open(path, "rb", buffering, opener=_regular)
+    return open(path, "rb", buffering, opener=_open_regular)
 
 
-def _regular(name: str, _: int) -> int:
+def _open_regular(name: str, _: int) -> int:
     _refuse_special(Path(name).stat(), name)
     descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
@@ -254,7 +254,7 @@ def read_text(path: Path, *, most_bytes: int = MOST_BYTES, errors: str = "strict
 
 
 def open_own(path: Path, flags: int = os.O_RDONLY, mode: str = "rb") -> BinaryIO:
-    """Open a file that only this user can have put there; see `foreign`.
+    """Open a file that only this user can have put there; see `foreign_file_reason`.
 
     Raises
     ------
@@ -265,14 +265,14 @@ def open_own(path: Path, flags: int = os.O_RDONLY, mode: str = "rb") -> BinaryIO
     try:
         descriptor = os.open(path, safe, 0o666)
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EMLINK) and (reason := foreign(path)):
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EMLINK) and (reason := foreign_file_reason(path)):
             raise PermissionError(errno.EPERM, reason, str(path)) from error
         raise
     try:
         status = os.fstat(descriptor)
         if stat.S_ISDIR(status.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if reason := _foreign(status, path.parent):
+        if reason := _foreign_status_reason(status, path.parent):
             raise PermissionError(errno.EPERM, reason, str(path))
         return os.fdopen(descriptor, mode)  # type: ignore[return-value]  # a binary mode
     except BaseException:
@@ -290,7 +290,7 @@ def make_own_folder(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
-    if foreign_folder(path):
+    if foreign_folder_reason(path):
         raise NotADirectoryError(errno.ENOTDIR, "it is a link, a file or another user's folder", str(path))
 
 
@@ -316,7 +316,7 @@ def make_links(folder: Path, links: Mapping[str, str]) -> None:
         raise FileExistsError(errno.EEXIST, "it holds something else, or others may write there", str(folder))
 
 
-def foreign_folder(path: Path) -> bool:
+def foreign_folder_reason(path: Path) -> bool:
     """Return whether `path` is no folder of this user, of root, or of the owner of the folder around it.
 
     Raises
@@ -327,7 +327,7 @@ def foreign_folder(path: Path) -> bool:
     return not stat.S_ISDIR(status.st_mode) or not _is_trusted(status, path.parent)
 
 
-def foreign(path: Path) -> str:
+def foreign_file_reason(path: Path) -> str:
     """Return why another user may have put `path` there; empty if it is a regular file of this user or root.
 
     The folder's owner counts as this user, because a folder's owner can do anything with its files. So a file
@@ -337,7 +337,7 @@ def foreign(path: Path) -> str:
     ------
     OSError : it is absent, or cannot be seen.
     """
-    return _foreign(os.lstat(path), path.parent)
+    return _foreign_status_reason(os.lstat(path), path.parent)
 
 
 def foreign_owner(path: Path, folder: Path, *, trusts_folder: bool = False) -> str:
@@ -355,7 +355,7 @@ def foreign_owner(path: Path, folder: Path, *, trusts_folder: bool = False) -> s
         return ""
 
 
-def _foreign(status: os.stat_result, folder: Path) -> str:
+def _foreign_status_reason(status: os.stat_result, folder: Path) -> str:
     if stat.S_ISLNK(status.st_mode):
         return "it is a symbolic link"
     if not stat.S_ISREG(status.st_mode):
@@ -380,19 +380,19 @@ def _owner_of_new_files(folder: Path) -> int:
     """
     probe = temporary_name(folder / "owner")
     try:
-        with create(probe) as stream:
+        with create_file(probe) as stream:
             probe.unlink()
             return os.fstat(stream.fileno()).st_uid
     except OSError:
         return -1
 
 
-def _rename(temporary: Path, target: Path) -> None:
+def _rename_file(temporary: Path, target: Path) -> None:
     temporary.replace(target)
-    _sync(target.parent)
+    _sync_folder(target.parent)
 
 
-def _sync(folder: Path) -> None:
+def _sync_folder(folder: Path) -> None:
     """Make the names in `folder` durable, where its file system can do that."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

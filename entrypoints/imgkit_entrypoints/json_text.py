@@ -93,20 +93,20 @@ def _check_depth(level: Iterable[Any], depth: int = 0) -> None:
             _check_depth(value.values() if isinstance(value, dict) else value, depth + 1)
 
 
-def _integer(digits: str) -> int:
+def _parse_integer(digits: str) -> int:
     if len(digits) > _MOST_DIGITS:
         raise ValueError(f"a number of {len(digits)} digits")
     return int(digits)
 
 
-def _real(text: str) -> float:
+def _parse_real(text: str) -> float:
     value = float(text) if len(text) <= _MOST_DIGITS else math.inf
     if not math.isfinite(value):
         raise ValueError(f"the number {text[:_SHOWN]} is too large or has too many digits")
     return value
 
 
-def _single(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
         counts = collections.Counter(key for key, _ in pairs)
@@ -115,16 +115,19 @@ def _single(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _refuse(constant: str) -> NoReturn:
+def _refuse_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not a JSON number")
 
 
 _DECODER = json.JSONDecoder(
-    object_pairs_hook=_single, parse_int=_integer, parse_float=_real, parse_constant=_refuse
+    object_pairs_hook=_refuse_repeated_keys,
+    parse_int=_parse_integer,
+    parse_float=_parse_real,
+    parse_constant=_refuse_constant,
 )
 
 
-def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
+def seal(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return `values` with a digest of them under the key `SEAL`: `unseal` sees that a byte has changed."""
     return {**values, SEAL: _digest(values)}
 
@@ -147,7 +150,7 @@ def _digest(values: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def read(hint: Any, value: Any, name: str, *, closed: bool = False) -> Any:
+def build_value(hint: Any, value: Any, name: str, *, closed: bool = False) -> Any:
     """Build a value of the type `hint`, often a dataclass, from parsed JSON.
 
     Dataclasses come from objects, whose unknown keys are ignored unless `closed`; tuples and lists from
@@ -164,7 +167,7 @@ def read(hint: Any, value: Any, name: str, *, closed: bool = False) -> Any:
     field.
     """
     try:
-        return _reader(hint, closed)(value)
+        return _find_reader(hint, closed)(value)
     except _Misfit as misfit:
         raise ValueError(f"{name}{misfit.path}{misfit.problem}") from None
 
@@ -180,20 +183,20 @@ _Reader = Callable[[Any], Any]
 
 
 @functools.cache
-def _reader(hint: Any, closed: bool) -> _Reader:
+def _find_reader(hint: Any, closed: bool) -> _Reader:
     """Return the function that builds values of the type `hint`; it knows the annotations already."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         rules = [item for item in hint.__metadata__ if isinstance(item, Rule)]
-        return _checking(_reader(args[0], closed), rules)
+        return _check_rules(_find_reader(args[0], closed), rules)
     if type(None) in args:
-        read_value = _reader(args[0], closed)
+        read_value = _find_reader(args[0], closed)
         return lambda value: None if value is None else read_value(value)
     if origin is Literal:
-        return functools.partial(_choice, args)
+        return functools.partial(_read_choice, args)
     kind = _JSON_TYPES.get(origin or hint, dict if dataclasses.is_dataclass(hint) else hint)
     noun = _NOUNS.get(kind, "an object")
-    build = _builder(hint, closed)
+    build = _find_builder(hint, closed)
 
     def read_typed(value: Any) -> Any:
         if type(value) is not kind:
@@ -203,7 +206,7 @@ def _reader(hint: Any, closed: bool) -> _Reader:
     return read_typed
 
 
-def _checking(read_value: _Reader, rules: Sequence[Rule]) -> _Reader:
+def _check_rules(read_value: _Reader, rules: Sequence[Rule]) -> _Reader:
     def read_checked(value: Any) -> Any:
         value = read_value(value)
         if value is None:
@@ -219,21 +222,21 @@ def _checking(read_value: _Reader, rules: Sequence[Rule]) -> _Reader:
     return read_checked
 
 
-def _choice(allowed: tuple[Any, ...], value: Any) -> Any:
+def _read_choice(allowed: tuple[Any, ...], value: Any) -> Any:
     if value not in allowed:
         raise _misfit(value, " or ".join(allowed))
     return value
 
 
-def _builder(hint: Any, closed: bool) -> _Reader | None:
+def _find_builder(hint: Any, closed: bool) -> _Reader | None:
     """Return what builds a value from JSON of the right type; None where that is the value."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
         return _object_builder(hint, closed)
     if origin is collections.abc.Mapping:
-        return _mapping_builder(_reader(args[0], closed), _reader(args[1], closed))
+        return _mapping_builder(_find_reader(args[0], closed), _find_reader(args[1], closed))
     if origin in (tuple, list):
-        return _list_builder(origin, [_reader(arg, closed) for arg in args if arg is not Ellipsis])
+        return _list_builder(origin, [_find_reader(arg, closed) for arg in args if arg is not Ellipsis])
     return Path if hint is Path else None
 
 
@@ -279,7 +282,7 @@ def _list_builder(origin: Any, readers: Sequence[_Reader]) -> _Reader:
 
 def _object_builder(owner: Any, closed: bool) -> _Reader:
     hints = typing.get_type_hints(owner, include_extras=True)
-    readers = {field.name: _reader(hints[field.name], closed) for field in dataclasses.fields(owner)}
+    readers = {field.name: _find_reader(hints[field.name], closed) for field in dataclasses.fields(owner)}
     nothing = dataclasses.MISSING
     required = [
         field.name

@@ -17,7 +17,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.rules import EnvName, EnvValue, Fault, Line, Rule, Text, like
+from imgkit_entrypoints.rules import EnvName, EnvValue, Fault, Line, Rule, Text, pattern_rule
 
 TABLE = Path(__file__).with_name("known_issues.json")
 VARIABLE = "IMGKIT_KNOWN_ISSUES"
@@ -70,7 +70,7 @@ class Comparison(NamedTuple):
 
 
 @functools.cache  # a start checks each condition as it reads the row, and then evaluates it
-def parse(condition: str) -> tuple[Comparison, ...]:
+def parse_condition(condition: str) -> tuple[Comparison, ...]:
     """Return the comparisons that ``or`` joins in a condition.
 
     Raises
@@ -110,13 +110,13 @@ def _check_pattern(pattern: str) -> None:
 
 def _check_condition(text: str) -> Iterator[Fault]:
     try:
-        parse(text)
+        parse_condition(text)
     except ValueError as error:
         yield str(error), _HINT
 
 
 Condition = Annotated[Line, Rule(_check_condition)]
-IssueId = Annotated[Line, like(r"[a-z0-9][a-z0-9.-]*", "is not an id", "allowed: a-z, 0-9, - and .")]
+IssueId = Annotated[Line, pattern_rule(r"[a-z0-9][a-z0-9.-]*", "is not an id", "allowed: a-z, 0-9, - and .")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,15 +181,15 @@ Lookup = Callable[[str], Value]
 """Returns the value of a fact, or of a ``$VARIABLE``."""
 
 
-def evaluate(issue: KnownIssue, lookup: Lookup) -> IssueResult:
+def evaluate_issue(issue: KnownIssue, lookup: Lookup) -> IssueResult:
     """Compare the conditions of `issue` with the values that `lookup` knows."""
     evidence: dict[str, None] = {}
     unknown: dict[str, None] = {}
     for condition in issue.when:
-        alternatives = parse(condition)
-        states = [_holds(comparison, lookup) for comparison in alternatives]
+        alternatives = parse_condition(condition)
+        states = [_comparison_holds(comparison, lookup) for comparison in alternatives]
         if True in states:
-            names = _names(alternatives[states.index(True)])
+            names = _names_in(alternatives[states.index(True)])
             evidence.update(dict.fromkeys(lookup(name).evidence for name in names))
         elif None in states:
             unknown.update(dict.fromkeys(_unknown_names(alternatives[states.index(None)], lookup)))
@@ -201,19 +201,19 @@ def evaluate(issue: KnownIssue, lookup: Lookup) -> IssueResult:
     return IssueResult(issue, "match", ", ".join(filter(None, evidence)))
 
 
-def _names(comparison: Comparison) -> list[str]:
+def _names_in(comparison: Comparison) -> list[str]:
     """Return the facts and the variable that a comparison reads."""
     return [comparison.name] + ([comparison.operand[1:-1]] if comparison.operand.startswith("{") else [])
 
 
 def _unknown_names(comparison: Comparison, lookup: Lookup) -> list[str]:
     """Return what a comparison without an answer reads, except a version that is known."""
-    names = _names(comparison)
-    unknown = [name for name in names if not _version(lookup(name).text)] or names
+    names = _names_in(comparison)
+    unknown = [name for name in names if not _parse_version(lookup(name).text)] or names
     return [FACTS.get(name, name) for name in unknown]
 
 
-def _holds(comparison: Comparison, lookup: Lookup) -> bool | None:
+def _comparison_holds(comparison: Comparison, lookup: Lookup) -> bool | None:
     """Return whether a comparison holds; None if it compares something unknown."""
     value, operand = lookup(comparison.name), comparison.operand
     if not value.is_known:
@@ -226,7 +226,7 @@ def _holds(comparison: Comparison, lookup: Lookup) -> bool | None:
     if not operand or not (value.text or comparison.prefix):
         return None
     if comparison.operator in ("<", ">="):
-        versions = (_version(value.text), _version(operand))
+        versions = (_parse_version(value.text), _parse_version(operand))
         if () in versions:
             return False if comparison.prefix else None
         return (versions[0] < versions[1]) == (comparison.operator == "<")
@@ -235,7 +235,7 @@ def _holds(comparison: Comparison, lookup: Lookup) -> bool | None:
     return _OPERATORS[comparison.operator](value.text.lower(), operand.lower())
 
 
-def _version(text: str) -> tuple[int, ...]:
+def _parse_version(text: str) -> tuple[int, ...]:
     """Return the numbers at the beginning of a version, to compare; empty if there are none."""
     match = _VERSION.match(text)
     return tuple(map(int, match[0].split("."))) if match else ()
@@ -245,7 +245,7 @@ def _is_in(value: str, operand: str) -> bool:
     return value in [choice.strip() for choice in operand.split(",")]
 
 
-def _allows(value: str, item: str) -> bool:
+def _list_allows(value: str, item: str) -> bool:
     """Return whether a list of NCCL, ``[^]item,...;function:...``, allows `item` for all functions."""
     names = value.partition(";")[0]
     items = [part.strip() for part in names.removeprefix("^").split(",") if part.strip()]
@@ -257,25 +257,25 @@ _OPERATORS: Mapping[str, Callable[[str, str], bool]] = {
     "!=": operator.ne,
     "in": _is_in,
     "contains": operator.contains,
-    "allows": _allows,
+    "allows": _list_allows,
 }
 
 
-def load(of_system: Iterable[KnownIssue], env: Mapping[str, str]) -> tuple[KnownIssue, ...]:
+def load_issues(of_system: Iterable[KnownIssue], env: Mapping[str, str]) -> tuple[KnownIssue, ...]:
     """Return the shipped rows, those of a system and those of `VARIABLE`; of one id, the last one counts.
 
     Raises
     ------
     UsageError : a file cannot be read, or a row is wrong; names the row and its key.
     """
-    rows = [*read(TABLE), *of_system]
+    rows = [*read_issues(TABLE), *of_system]
     if path := env.get(VARIABLE):
-        rows += read(Path(path))
+        rows += read_issues(Path(path))
     by_id = {issue.id: issue for issue in rows}
     return tuple(issue for issue in by_id.values() if issue.effect != "ignore")
 
 
-def read(path: Path) -> tuple[KnownIssue, ...]:
+def read_issues(path: Path) -> tuple[KnownIssue, ...]:
     """Read a file with a list of rows.
 
     Raises
@@ -284,7 +284,7 @@ def read(path: Path) -> tuple[KnownIssue, ...]:
     """
     hint = "write a list of rows as known_issues.json has them, each with id, message, when and effect"
     try:
-        rows = json_text.read(tuple[KnownIssue, ...], json_text.load(path), "rows", closed=True)
+        rows = json_text.build_value(tuple[KnownIssue, ...], json_text.load(path), "rows", closed=True)
         for number, issue in enumerate(rows):
             for key, (what, fix) in issue.faults():
                 raise ValueError(f"rows[{number}].{key}: {what}; {fix}")

@@ -1,6 +1,6 @@
 """Rules of values as metadata of `Annotated`: a field states its type and what a value must be.
 
-pydantic applies them on the host, to what a person wrote, and `json_text.read` to all JSON. Nothing of
+pydantic applies them on the host, to what a person wrote, and `json_text.build_value` to all JSON. Nothing of
 pydantic is imported here: its schemas are plain dictionaries, and the image half starts with the standard
 library alone.
 """
@@ -66,7 +66,7 @@ class Rule:
         return self.convert(value)
 
 
-def printable(text: str, *, several_lines: bool = False) -> Iterator[Fault]:
+def printable_text(text: str, *, several_lines: bool = False) -> Iterator[Fault]:
     """Refuse line breaks, control and invisible characters.
 
     A value is one line of a Dockerfile or a job script; a shell command may have several. Invisible
@@ -88,7 +88,7 @@ def printable(text: str, *, several_lines: bool = False) -> Iterator[Fault]:
         yield f"contains the {kind} character U+{ord(bad):04X}", "delete it"
 
 
-def like(pattern: str, fault: str, hint: str) -> Rule:
+def pattern_rule(pattern: str, fault: str, hint: str) -> Rule:
     """Return the rule that a text matches `pattern` as a whole; `fault` follows the text in the message."""
 
     def check(text: str) -> Iterator[Fault]:
@@ -145,7 +145,7 @@ def site_variables(*texts: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(match["braced"] or match["plain"] for match in matches))
 
 
-def expand(text: str, env: Mapping[str, str]) -> str:
+def expand_variables(text: str, env: Mapping[str, str]) -> str:
     """Replace the variables in `text` by their values in `env`.
 
     Raises
@@ -158,7 +158,7 @@ def expand(text: str, env: Mapping[str, str]) -> str:
     return SITE_VARIABLE.sub(lambda match: env[match["braced"] or match["plain"]], text)
 
 
-def bind(text: str) -> Iterator[Fault]:
+def bind_mount(text: str) -> Iterator[Fault]:
     """Accept ``SRC[:DEST[:ro]]``, whose folders may begin with a variable of the site."""
     parts = SITE_VARIABLE.sub("/x", text).split(":")
     if len(parts) > 3 or not all(part.startswith("/") for part in parts[:2]) or "," in text:
@@ -180,13 +180,13 @@ def srun_option(text: str) -> Iterator[Fault]:
         yield f"imgkit decides {text.partition('=')[0]} itself", "remove it; --nodes of a job sets its nodes"
 
 
-LINE = Rule(printable, core={"type": "str"})
+LINE = Rule(printable_text, core={"type": "str"})
 """The first rule of a text; also of an optional one, which a person leaves out rather than states as null."""
 Line = Annotated[str, LINE]
 Text = Annotated[Line, Rule(not_empty)]
 Word = Annotated[Line, Rule(single_word)]
 VARIABLE_NAME = r"[A-Za-z_][A-Za-z0-9_]*"
-ENV_NAME = like(
+ENV_NAME = pattern_rule(
     VARIABLE_NAME,
     "is not a variable name",
     "allowed: letters, digits and _, but no digit at the beginning",
@@ -195,5 +195,5 @@ EnvName = Annotated[Line, ENV_NAME]
 EnvValue = Annotated[Line, Rule(env_value)]
 SiteValue = Annotated[EnvValue, Rule(site_value)]
 _TIME = r"(?:(?:\d+-)?\d{1,3}:\d{2}(?::\d{2})?)?"
-Walltime = Annotated[Line, like(_TIME, "is not a duration", 'write "HH:MM:SS"')]
+Walltime = Annotated[Line, pattern_rule(_TIME, "is not a duration", 'write "HH:MM:SS"')]
 """A duration as schedulers read it; empty is "not set"."""

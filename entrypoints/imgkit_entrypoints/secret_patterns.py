@@ -132,10 +132,10 @@ def is_private_key(start: bytes) -> bool:
     return bool(_PRIVATE.search(start))
 
 
-def masked(text: str) -> str:
+def mask_secrets(text: str) -> str:
     """Return `text` with a star for each character of a secret, so that columns stay the same."""
     for pattern in _PATTERNS.values():
-        text = pattern.sub(_stars, text)
+        text = pattern.sub(_mask_match, text)
     characters, end = list(text), 0
     for match in _ASSIGNED.finditer(text):
         group = next(number for number in _ENDS if match[number] is not None)
@@ -148,7 +148,7 @@ def masked(text: str) -> str:
     return "".join(characters)
 
 
-def _stars(match: re.Match[str]) -> str:
+def _mask_match(match: re.Match[str]) -> str:
     group, start = 1 if match.re.groups else 0, match.start()
     first, last = match.start(group) - start, match.end(group) - start
     # Line ends stay, so that positions in a text of several lines stay too.

@@ -25,10 +25,10 @@ from imgkit_entrypoints.rules import (
     Walltime,
     Word,
     at_least,
-    bind,
-    expand,
+    bind_mount,
+    expand_variables,
     host_folder,
-    like,
+    pattern_rule,
     site_value,
     srun_option,
 )
@@ -61,31 +61,34 @@ CompatRule = Literal["none", "major", "auto"]
 
 JobField = Literal["account", "name", "qos", "time"]
 
-Bind = Annotated[Line, Rule(bind), Rule(site_value)]
+Bind = Annotated[Line, Rule(bind_mount), Rule(site_value)]
 HostFolder = Annotated[Line, Rule(host_folder)]
 SrunOption = Annotated[Text, Rule(srun_option)]
 _DRIVER = r"(?:[0-9]{3,4}(?:\.[0-9]{1,3}){0,2})?"
 _DRIVER_HINT = 'write what nvidia-smi shows: "535.129.03"'
-DriverVersion = Annotated[Line, like(_DRIVER, "is not a version of NVIDIA's driver", _DRIVER_HINT)]
+DriverVersion = Annotated[Line, pattern_rule(_DRIVER, "is not a version of NVIDIA's driver", _DRIVER_HINT)]
 _PARTITION_HINT = "write one name as sinfo prints it, without *"
 PartitionName = Annotated[
-    Line, like(r"[A-Za-z0-9][A-Za-z0-9_.-]*", "is not the name of a partition", _PARTITION_HINT)
+    Line, pattern_rule(r"[A-Za-z0-9][A-Za-z0-9_.-]*", "is not the name of a partition", _PARTITION_HINT)
 ]
 _GRES_HINT = "write gpu:TYPE as sinfo -o %G prints it, without the number"
 Gres = Annotated[
-    Line, like(r"(?:gpu(?::[A-Za-z0-9][A-Za-z0-9_.-]*)?)?", "is not Slurm's name of GPUs", _GRES_HINT)
+    Line, pattern_rule(r"(?:gpu(?::[A-Za-z0-9][A-Za-z0-9_.-]*)?)?", "is not Slurm's name of GPUs", _GRES_HINT)
 ]
 _POOL_HINT = "write one name as runai nodepool list prints it"
-NodePool = Annotated[Line, like(r"[A-Za-z0-9][A-Za-z0-9_.-]*", "is not the name of a node pool", _POOL_HINT)]
+NodePool = Annotated[
+    Line, pattern_rule(r"[A-Za-z0-9][A-Za-z0-9_.-]*", "is not the name of a node pool", _POOL_HINT)
+]
 _INTERFACE_HINT = "write one whole name as ip link prints it, such as ib0, without = ^ and commas"
 Interface = Annotated[
-    Line, like(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,14}", "is not the name of an interface", _INTERFACE_HINT)
+    Line,
+    pattern_rule(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,14}", "is not the name of an interface", _INTERFACE_HINT),
 ]
 _SUFFIX_HINT = "allowed: letters, digits, - and ."
-HostSuffix = Annotated[Line, like(r"[A-Za-z0-9.-]*", "cannot end a host name", _SUFFIX_HINT)]
+HostSuffix = Annotated[Line, pattern_rule(r"[A-Za-z0-9.-]*", "cannot end a host name", _SUFFIX_HINT)]
 _HOST = r"(?:(?:[A-Za-z0-9._-]+@)?[A-Za-z0-9][A-Za-z0-9._-]*)?"
 _HOST_HINT = "write HOST or USER@HOST; the folder belongs in `directory`"
-Host = Annotated[Line, like(_HOST, "is not a host", _HOST_HINT)]
+Host = Annotated[Line, pattern_rule(_HOST, "is not a host", _HOST_HINT)]
 Count = Annotated[int, at_least(0)]
 OptionalCount = Annotated[int | None, at_least(0)]
 OptionalSize = Annotated[int | None, at_least(1)]
@@ -287,7 +290,7 @@ class SystemFacts:
         values, sources = dict(self.env), {JOB_FOLDER: env.get("PWD", ""), **env}
         for name, value in self.env.items():
             try:
-                values[name] = expand(value, sources)
+                values[name] = expand_variables(value, sources)
             except KeyError as error:
                 if name not in env:
                     raise UsageError(
@@ -310,5 +313,5 @@ def from_json(text: str) -> SystemFacts:
     ------
     ValueError : it is not JSON, or a value has another type than its field or breaks a rule; names the field.
     """
-    facts: SystemFacts = json_text.read(SystemFacts, json_text.parse(text), "system")
+    facts: SystemFacts = json_text.build_value(SystemFacts, json_text.parse(text), "system")
     return facts

@@ -1,7 +1,8 @@
 """The only module that prints: text of files, other machines and programs must not steer a terminal.
 
-`out` and `err` take lines. In each, what a terminal acts on or does not show becomes an escape, such as
-``\\x1b``. So does a line break: a value from elsewhere cannot begin a line and look like one of imgkit's.
+`print_results` and `print_messages` take lines. In each, what a terminal acts on or does not show
+becomes an escape, such as ``\\x1b``. So does a line break: a value from elsewhere cannot begin a line and
+look like one of imgkit's.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _SEQUENCE = re.compile(r"\x1b\[[0-9;:?]*[A-Za-z]")
 _UNFINISHED = re.compile(r"\x1b(\[[0-9;:?]{0,20})?\Z")
 
 
-def shown(text: str, *, keep: str = "") -> str:
+def escape_controls(text: str, *, keep: str = "") -> str:
     """Return `text` with an escape for each character that `repr` escapes too, except those in `keep`.
 
     These are controls, line breaks, marks of the direction of writing, what has no width, and what is no
@@ -30,7 +31,7 @@ def shown(text: str, *, keep: str = "") -> str:
     return "".join(char if char.isprintable() or char in keep else repr(char)[1:-1] for char in text)
 
 
-def unstyled(text: str) -> str:
+def strip_styles(text: str) -> str:
     """Return `text` without the sequences by which programs colour and move what a terminal shows."""
     return _SEQUENCE.sub("", text)
 
@@ -39,24 +40,24 @@ class OutputLost(OSError):
     """Standard output is closed or full, and lacks what was printed."""
 
 
-def out(*lines: str) -> None:
+def print_results(*lines: str) -> None:
     """Print results: each argument is one line of standard output.
 
     Raises
     ------
     OutputLost : they cannot be written.
     """
-    _print(sys.stdout, _join(lines))
+    _print(sys.stdout, _join_lines(lines))
 
 
-def err(*lines: str) -> None:
+def print_messages(*lines: str) -> None:
     """Print messages: each argument is one line of standard error, unless that is closed or full."""
     with contextlib.suppress(OSError):
-        sys.stderr.write(_join(lines))
+        sys.stderr.write(_join_lines(lines))
         sys.stderr.flush()
 
 
-def document(text: str) -> None:
+def print_document(text: str) -> None:
     """Print a whole text, such as JSON or a script: its exact bytes, except to a terminal.
 
     Raises
@@ -64,13 +65,13 @@ def document(text: str) -> None:
     OutputLost : it cannot be written.
     """
     if sys.stdout.isatty():
-        text = shown(text, keep="\n\t")
+        text = escape_controls(text, keep="\n\t")
     _print(sys.stdout.buffer, text.encode())  # the locale must not change encoding or line ends
 
 
-def _join(lines: tuple[str, ...]) -> str:
+def _join_lines(lines: tuple[str, ...]) -> str:
     # One text for one call: lines of several processes do not mix.
-    return "".join(f"{shown(line)}\n" for line in lines)
+    return "".join(f"{escape_controls(line)}\n" for line in lines)
 
 
 def _print(stream: IO[Any], data: str | bytes) -> None:
@@ -97,10 +98,10 @@ def open_closed_streams() -> None:
     sys.stderr = sys.stderr or open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
 
 
-def passing(*, to_err: bool = False) -> Callable[[bytes], None]:
+def output_copier(*, to_err: bool = False) -> Callable[[bytes], None]:
     """Return what passes on a program's output as it comes: exactly, except to a terminal.
 
-    There it loses its style, a carriage return ends a line, and all else is escaped as in `shown`.
+    There it loses its style, a carriage return ends a line, and all else is escaped as in `escape_controls`.
     """
     stream = sys.stderr if to_err else sys.stdout
     decoder = io.IncrementalNewlineDecoder(
@@ -116,7 +117,7 @@ def passing(*, to_err: bool = False) -> Callable[[bytes], None]:
             text = unfinished + decoder.decode(chunk)
             match = _UNFINISHED.search(text)
             unfinished = match[0] if match else ""
-            stream.write(shown(unstyled(text.removesuffix(unfinished)), keep="\n\t"))
+            stream.write(escape_controls(strip_styles(text.removesuffix(unfinished)), keep="\n\t"))
         stream.flush()
 
     return write

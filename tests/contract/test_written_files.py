@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from imgkit_builder.archive import sidecar
-from imgkit_builder.examine.verify import verify
+from imgkit_builder.examine.verify import verify_file
 from imgkit_builder.jobs import measured, records
 from imgkit_builder.jobs.request import CodeRecord
 from imgkit_builder.jobs.submitted import QueuedJob, SubmittedJob
@@ -40,7 +40,7 @@ def test_files_begin_with_this_version() -> None:
     ],
 )
 def test_every_check_of_an_image_passes(written: Path, name: str, checks: list[str]) -> None:
-    verdicts = {check.name: check.verdict for check in verify(written / name)}
+    verdicts = {check.name: check.verdict for check in verify_file(written / name)}
     assert verdicts == dict.fromkeys(checks, "ok")
 
 
@@ -61,13 +61,13 @@ def test_converted_archive_is_up_to_date(written: Path, call: Callable[..., Any]
 
 
 def test_system_in_a_sif_is_read(written: Path) -> None:
-    target = baked.target(written / "small.sif")
+    target = baked.read_target(written / "small.sif")
     assert (target.name, target.system.scheduler, target.system.fabric.kind) == ("cpu", "standalone", "tcp")
 
 
 def test_record_of_a_job_has_every_field(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(written / "state"))
-    assert records.find("4711@far") == SubmittedJob(
+    assert records.find_record("4711@far") == SubmittedJob(
         job=QueuedJob(
             id="4711",
             system="slurm",
@@ -88,6 +88,6 @@ def test_record_of_a_job_has_every_field(written: Path, monkeypatch: pytest.Monk
 
 
 def test_run_folder_is_read(written: Path) -> None:
-    measurement = measured.tail(written / "dist-train")
+    measurement = measured.last_numbers(written / "dist-train")
     assert measurement.step == 6
     assert measurement.loss is not None

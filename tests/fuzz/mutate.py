@@ -126,7 +126,7 @@ def in_sealed(data: bytes, change: Change) -> bytes:
     try:
         document = json.loads(changed)
         document.pop(json_text.SEAL, None)
-        return json.dumps(json_text.sealed(document)).encode()
+        return json.dumps(json_text.seal(document)).encode()
     except (ValueError, AttributeError, TypeError, RecursionError):
         return changed
 

@@ -219,7 +219,7 @@ def _read_sif(path: Path) -> None:
 
 def _sqshs() -> list[bytes]:
     """A .sqsh with its record."""
-    tail = files.description(image.record_text(_record(arch="amd64")), sqsh.MARK)
+    tail = files.make_trailer(image.record_text(_record(arch="amd64")), sqsh.MARK)
     return [SUPERBLOCK + tail]
 
 
@@ -357,7 +357,7 @@ def _tree(data: bytes, folder: Path) -> None:
                     (folder / path).parent.mkdir(parents=True, exist_ok=True)
                     (folder / path).write_bytes(content.encode("utf-8", "surrogatepass"))
     host = facts.gather(root=folder, env={})
-    fabric.choose(host, None, {}, nnodes=2)
+    fabric.choose_fabric(host, None, {}, nnodes=2)
     node.examine(host, None, {}, reader=facts.Reader(root=folder))
 
 
@@ -414,13 +414,13 @@ def _store_answers() -> list[bytes]:
 def _far_check(data: bytes, _: Path) -> None:
     far = Connection(remote=FAR, socket_folder=None, unshared_reason="", ask=False)
     for target in (None, targets.load_target("mn5")):
-        far_check.read(data, far, target)
+        far_check.parse_probe(data, far, target)
 
 
 def _scheduler(data: bytes, _: Path) -> None:
     text = data.decode("utf-8", "replace")
     for name in ("slurm", "pbs", "kubeflow"):
-        system = job_systems.named(name)
+        system = job_systems.get_system(name)
         system.parse_status(text)
         job_fields.is_job_id(system.parse_job_id(text, "x").partition(";")[0])
 
@@ -430,7 +430,7 @@ def _lines(*texts: str) -> Callable[[], list[bytes]]:
 
 
 def _ssh_hosts(path: Path) -> None:
-    ssh_hosts.read(str(path))
+    ssh_hosts.parse_hosts(str(path))
 
 
 def _tomls() -> list[bytes]:
@@ -492,7 +492,7 @@ TARGETS = (
     ),
     Target(
         name="image-configuration",
-        run=lambda data, _: config.epoch(config.parse_config(data, where="x").created),
+        run=lambda data, _: config.creation_time_s(config.parse_config(data, where="x").created),
         seeds=_lines(
             '{"architecture": "amd64", "os": "linux", "created": "2024-03-20T00:00:00Z", "config": {"Labels": {"a": "b"}}, '
             '"rootfs": {"diff_ids": ["sha256:' + "0" * 64 + '"]}}'
@@ -509,7 +509,7 @@ TARGETS = (
     ),
     Target(
         name="known-issues",
-        run=_file(known_issues.read),
+        run=_file(known_issues.read_issues),
         seeds=lambda: [known_issues.TABLE.read_bytes()],
         change=mutate.in_json,
     ),
@@ -531,7 +531,7 @@ TARGETS = (
         run=_checkpoint,
         seeds=lambda: [
             json.dumps(
-                json_text.sealed(
+                json_text.seal(
                     {
                         "schema": 1,
                         "step": 5,
@@ -604,13 +604,13 @@ TARGETS = (
     ),
     Target(
         name="metrics",
-        run=lambda data, folder: measured.tail(_put(folder, data, measured.METRICS).parent),
+        run=lambda data, folder: measured.last_numbers(_put(folder, data, measured.METRICS).parent),
         seeds=_lines('{"step": 1, "loss": 2.5, "time": "x"}\n{"step": 2, "loss": 1e-3, "epoch": 0.5}\n'),
         change=mutate.in_text,
     ),
     Target(
         name="bench-file",
-        run=lambda data, folder: measured.bandwidths(_put(folder, data, measured.BENCH).parent),
+        run=lambda data, folder: measured.read_bandwidths(_put(folder, data, measured.BENCH).parent),
         seeds=_lines(
             '{"verdict": {"busbw": [{"collective": "gather", "size_bytes": 8, "busbw_GBps": 0.5, "algbw_GBps": 1.0}]}}\n'
         ),
@@ -618,7 +618,7 @@ TARGETS = (
     ),
     Target(
         name="imgkit-toml",
-        run=_file(toml_file.read, "imgkit.toml"),
+        run=_file(toml_file.read_file, "imgkit.toml"),
         seeds=lambda: [
             b'recipe = "mn5"\nnodes = 2\nbinds = [\n  "/a:/b",\n]\nenv = ["A=1", "B"]\ncommand = ["x"]\n'
         ],
@@ -687,13 +687,13 @@ TARGETS = (
     ),
     Target(
         name="remote-store",
-        run=lambda data, _: store.read(data, FAR),
+        run=lambda data, _: store.parse_store(data, FAR),
         seeds=_store_answers,
         change=mutate.in_bytes,
     ),
     Target(
         name="remote-files",
-        run=lambda data, _: gc.parse(data, "far"),
+        run=lambda data, _: gc.parse_listing(data, "far"),
         seeds=_lines(
             "clock 1700000000\nfile 17.5 200 images/a.sif\nrun 5.1 mn5-7\njob 5.1 7\nnote jobs/7:slurm;two\n"
             "note jobs/7:mn5\nnote jobs/7:images/a.sif\nend\n"
@@ -724,7 +724,7 @@ TARGETS = (
     ),
     Target(
         name="job-record",
-        run=_file(records._read, "7.json"),
+        run=_file(records._read_record, "7.json"),
         seeds=_lines(
             '{"schema": 1, "id": "7", "system": "slurm", "name": "mn5", "recipe": "mn5", "directory": "/w", "cluster": "two",'
             ' "remote": "far", "answer": null, "command": ["x"], "code": {"sha256": "a", "git": "", "uncommitted": true,'

@@ -19,7 +19,7 @@ from imgkit_builder.jobs import volume
 from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.remote.store import Store
 from imgkit_builder.jobs.request import JobRequest
-from imgkit_builder.jobs.resolve import resolve
+from imgkit_builder.jobs.resolve import resolve_job
 from imgkit_builder.jobs.systems import pods
 from imgkit_builder.jobs.systems.runai import SYSTEM as runai
 from imgkit_builder.recipe.targets import load_target
@@ -85,7 +85,7 @@ def test_job_is_followed_by_commands_of_the_reference(
     request = JobRequest.of(
         command=("dist-pi",), nodes=nodes, image="r/x:1", system_flags=(pods.PodFlags(client=client),)
     )
-    job = resolve(load_target("rcp"), request)
+    job = resolve_job(load_target("rcp"), request)
     record = queued_job(id="rcp", system="runai", name="rcp", queue="me", kind=runai.script(job).kind)
     (status,) = runai.status_commands(record)
     for argv in (status, runai.log_source(record), runai.cancel_command(record)):

@@ -29,5 +29,5 @@ def keep_job(number: int = 1, **fields: Any) -> SubmittedJob:
     command = ("dist-hello",)
     values = {"id": str(number), "directory": Path.cwd(), "submitted": submitted, "command": command}
     record = submitted_job(**{**values, **fields})
-    records.keep(record)
+    records.save_record(record)
     return record

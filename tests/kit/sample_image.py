@@ -15,7 +15,7 @@ from imgkit_builder.archive import stored
 from imgkit_builder.archive.oci_folder import OciLayout, write_layout
 from imgkit_builder.base.checks import Check
 from imgkit_builder.base.progress import Silent
-from imgkit_builder.examine.verify import verify
+from imgkit_builder.examine.verify import verify_file
 
 LABELS = {"org.opencontainers.image.title": "made", "weird": 'q"uote'}
 
@@ -122,8 +122,8 @@ def lay_out(path: Path, folder: Path, *, unpack_limit_bytes: int | None = None) 
 
 def run_checks(path: Path) -> dict[str, Check]:
     """Return the checks of `imgkit verify` by name."""
-    return {check.name: check for check in verify(path)}
+    return {check.name: check for check in verify_file(path)}
 
 
 def verdicts(path: Path) -> dict[str, str]:
-    return {check.name: check.verdict for check in verify(path)}
+    return {check.name: check.verdict for check in verify_file(path)}

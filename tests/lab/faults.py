@@ -74,7 +74,7 @@ class Save:
             return "torn"
         if not data:
             return "absent"
-        check = verify.checksum(target, hashlib.sha256(data).hexdigest(), len(data))
+        check = verify.check_checksum(target, hashlib.sha256(data).hexdigest(), len(data))
         if check.verdict == "ok":
             listed, record = sidecar.read_sha256(target), sidecar.read_sidecar(target)
             matches = record and listed == record.archive.sha256 == hashlib.sha256(data).hexdigest()

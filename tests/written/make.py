@@ -96,7 +96,7 @@ def runs(target: Path) -> None:
 def job(target: Path) -> None:
     """The record of a job with every field, as `imgkit run` keeps it."""
     os.environ["XDG_STATE_HOME"] = str(target / "state")
-    records.keep(
+    records.save_record(
         SubmittedJob(
             job=QueuedJob(
                 id="4711",

@@ -84,7 +84,7 @@ class BuildPlan:
     """Those that only a build knows."""
 
 
-def build(request: SifRequest, pack: Pack, report: Reporter) -> BuiltSif:
+def build_sif(request: SifRequest, pack: Pack, report: Reporter) -> BuiltSif:
     """Build the .sif `request.target`, which afterwards is complete and tested, or as it was before.
 
     Raises
@@ -97,7 +97,7 @@ def build(request: SifRequest, pack: Pack, report: Reporter) -> BuiltSif:
     target, options = request.target.absolute(), request.options
     tool, compression = _find_tools(request)
     # Before anything is fetched or written: an administrator may have to change something first.
-    user_rights = rights.require(tool)
+    user_rights = rights.require_rights(tool)
     report.stage(f"base {request.base or request.recipe.image.base}")
     base = definition.find_base(request.recipe, name=request.base, base_from=request.base_from, report=report)
     if compression.note:
@@ -110,7 +110,7 @@ def build(request: SifRequest, pack: Pack, report: Reporter) -> BuiltSif:
             tool=tool, options=options, compression=compression, work=work, clock=clock, log=log
         )
         base = _place_base(base, job)
-        planned = _plan(request, base, pack, clock)
+        planned = _plan_build(request, base, pack, clock)
         clock.stage("unpack the context")
         folder = work.folder / "build"
         links = definition.links_script(planned.context.unpack(folder))
@@ -118,16 +118,16 @@ def build(request: SifRequest, pack: Pack, report: Reporter) -> BuiltSif:
         # Names of links may have any bytes.
         (folder / definition.LINKS).write_text(links, encoding="utf-8", errors="surrogateescape")
         _run_definition(planned.definition, job, tool, namespace=user_rights.namespace)
-        return _finish(request, base, planned, job, tool)
+        return _finish_sif(request, base, planned, job, tool)
 
 
-def plan(request: SifRequest, pack: Pack, report: Reporter) -> tuple[BuildPlan, str]:
-    """Return what `build` would run, and the runtime's command with placeholders for temporary names."""
+def plan_build(request: SifRequest, pack: Pack, report: Reporter) -> tuple[BuildPlan, str]:
+    """Return what `build_sif` would run, and the runtime's command with placeholders for temporary names."""
     tool, compression = _find_tools(request)
     base = definition.find_base(request.recipe, name=request.base, base_from=request.base_from, report=report)
     part = files.temporary_name(request.target.absolute(), "TOKEN")
     argv = (str(tool.path), *runtime_build.build_arguments(tool, compression, part, f"../{_DEFINITION}"))
-    return _plan(request, base, pack, report), shlex.join(argv)
+    return _plan_build(request, base, pack, report), shlex.join(argv)
 
 
 def _find_tools(request: SifRequest) -> tuple[RuntimeTool, Compression]:
@@ -140,7 +140,7 @@ def _find_tools(request: SifRequest) -> tuple[RuntimeTool, Compression]:
     return tool, compression
 
 
-def _plan(request: SifRequest, base: Start, pack: Pack, report: Reporter) -> BuildPlan:
+def _plan_build(request: SifRequest, base: Start, pack: Pack, report: Reporter) -> BuildPlan:
     report.stage("context")
     context = pack(base.image)
     labels = manifests.labels(
@@ -149,7 +149,7 @@ def _plan(request: SifRequest, base: Start, pack: Pack, report: Reporter) -> Bui
         created=manifests.time_of_build(),
         locked=context.is_locked,
     )
-    text = definition.definition(request.recipe, base, labels)
+    text = definition.render_definition(request.recipe, base, labels)
     return BuildPlan(context=context, definition=text, labels=labels)
 
 
@@ -173,13 +173,13 @@ def _place_base(base: Start, job: ConversionJob) -> Start:
             layout = runtime_build.write_oci_folder(image, job)
         next(job.work.folder.glob("*/oci-layout")).parent.rename(folder / definition.FOLDER)
         if isinstance(base.source, Archive):
-            return definition.identified(base.source, layout.config, layout.names)
+            return definition.identify_base(base.source, layout.config, layout.names)
     return base
 
 
 def _run_definition(text: str, job: ConversionJob, tool: RuntimeTool, *, namespace: bool) -> None:
     file = job.work.folder / _DEFINITION
-    files.put(file, text)
+    files.write_file(file, text)
     # A failure quotes the log, in which one can then look up the step.
     job.log.write(text)
     job.clock.stage(f"build with {tool}")
@@ -189,7 +189,7 @@ def _run_definition(text: str, job: ConversionJob, tool: RuntimeTool, *, namespa
         raise ToolFailed(f"{tool} succeeded but wrote no file", hint=f"the full log: {job.log.name}")
 
 
-def _finish(
+def _finish_sif(
     request: SifRequest, base: Start, planned: BuildPlan, job: ConversionJob, tool: RuntimeTool
 ) -> BuiltSif:
     """Check, describe, test and publish the part file."""
@@ -201,7 +201,7 @@ def _finish(
     record = _write_record(request, part, sif, labels, job)
     results = _smoke_test(part, sif.arch, job, tool) if request.options.test else ()
     clock.stage("make durable")
-    files.publish(part, target)
+    files.publish_file(part, target)
     clock.finish()
     return BuiltSif(
         path=target,

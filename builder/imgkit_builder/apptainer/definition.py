@@ -68,7 +68,7 @@ def links_script(links: Mapping[str, str]) -> str:
     return "\n".join(("set -e", *commands, ""))
 
 
-def definition(recipe: Recipe, start: Start, labels: Mapping[str, str]) -> str:
+def render_definition(recipe: Recipe, start: Start, labels: Mapping[str, str]) -> str:
     """Return the definition that builds `recipe` on `start`, with the further `labels`.
 
     Raises
@@ -156,7 +156,7 @@ def find_base(recipe: Recipe, *, name: str | None, base_from: str | None, report
     return start
 
 
-def identified(archive: Archive, config: ImageConfig, names: tuple[str, ...]) -> Start:
+def identify_base(archive: Archive, config: ImageConfig, names: tuple[str, ...]) -> Start:
     """Return the base in an `archive` that has been read."""
     start = Start(source=archive, image=_of_config(config, names, archive.path))
     _refuse_platform(start)
@@ -185,7 +185,7 @@ def _of_archive(path: Path) -> Start:
     if config is None:
         # It is compressed, or damaged: reading all of it tells.
         return Start(source=archive, image=BaseImage(name=path.name, platform=host_platform()))
-    return identified(archive, config, stored.open_image(path).selected.names)
+    return identify_base(archive, config, stored.open_image(path).selected.names)
 
 
 def _of_config(config: ImageConfig, names: tuple[str, ...], path: Path) -> BaseImage:

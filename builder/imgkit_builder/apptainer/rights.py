@@ -33,7 +33,7 @@ class Rights:
     """Whether root needs a user namespace of its own: see ``sif/namespace.py``."""
 
 
-def look(*, root: Path = Path("/"), uid: int | None = None) -> Rights:
+def inspect_rights(*, root: Path = Path("/"), uid: int | None = None) -> Rights:
     """Find out, from files alone, how the runtime would run the steps for this user."""
     uid = os.getuid() if uid is None else uid
     # Files alone are read: starting a container to find out would take seconds, and fail in other words.
@@ -42,7 +42,7 @@ def look(*, root: Path = Path("/"), uid: int | None = None) -> Rights:
             return Rights(way="as root")
         return Rights(way="as root of a user namespace, as root lacks a capability here", namespace=True)
     for path, refuses, allows in _SWITCHES:
-        if _text(root / path) == refuses:
+        if _read_text(root / path) == refuses:
             key = path.removeprefix("proc/sys/").replace("/", ".")
             return Rights(
                 way="",
@@ -60,22 +60,22 @@ def look(*, root: Path = Path("/"), uid: int | None = None) -> Rights:
     )
 
 
-def require(tool: RuntimeTool) -> Rights:
+def require_rights(tool: RuntimeTool) -> Rights:
     """Return how steps run here.
 
     Raises
     ------
     CheckFailed : this user cannot run the steps of a definition.
     """
-    rights = look()
+    rights = inspect_rights()
     if not rights.way:
         raise CheckFailed(f"{tool} cannot build for this user: {rights.fault}", hint=rights.hint)
     return rights
 
 
 def _has_all_capabilities(root: Path) -> bool:
-    last = _text(root / "proc/sys/kernel/cap_last_cap")
-    match = re.search(r"^CapBnd:\s*([0-9a-f]+)$", _text(root / "proc/self/status"), re.MULTILINE)
+    last = _read_text(root / "proc/sys/kernel/cap_last_cap")
+    match = re.search(r"^CapBnd:\s*([0-9a-f]+)$", _read_text(root / "proc/self/status"), re.MULTILINE)
     # Without /proc nothing is known; then the runtime reports what it lacks.
     if match is None or not last.isdigit():
         return True
@@ -87,10 +87,10 @@ def _has_range(file: Path, uid: int) -> bool:
         names = {str(uid), pwd.getpwuid(uid).pw_name}
     except KeyError:
         names = {str(uid)}
-    return any(line.split(":", 1)[0] in names for line in _text(file).splitlines())
+    return any(line.split(":", 1)[0] in names for line in _read_text(file).splitlines())
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return files.read_text(path, errors="replace").strip()
     except OSError:

@@ -229,7 +229,7 @@ def _unpack_members(gunzip: Gunzip, chunks: Iterator[bytes]) -> Iterator[bytes]:
     Where a member seems to begin, there may be other data that looks so. What was unpacked from there counts
     only if the data before ended there; `gunzip` unpacks all else.
     """
-    workers = min(process.processors(), _MAX_WORKERS)
+    workers = min(process.count_processors(), _MAX_WORKERS)
     jobs: deque[tuple[list[bytes], Future[list[bytes | None]]]] = deque()
     groups = _split_at_members(chunks)
     is_between_members = True
@@ -299,7 +299,7 @@ def _unzstd(chunks: Iterable[bytes], name: str) -> Iterator[bytes]:
             hint="module load zstd, or unpack the file where zstd is installed: zstd -d FILE.tar.zst",
         )
     try:
-        yield from process.through(["zstd", "-dcq"], chunks)
+        yield from process.filter_through(["zstd", "-dcq"], chunks)
     except ToolFailed as error:
         raise CheckFailed(
             f"the zstd data is damaged: {error.what}", where=name, hint="copy the file again"

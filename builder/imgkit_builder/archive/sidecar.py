@@ -85,10 +85,10 @@ def replace_around(sidecar: Sidecar, archive: Path) -> Iterator[None]:
     OSError : one cannot be written. Then `describe_incomplete` says what is there, or nothing has changed.
     """
     # First: without it, the rest counts as an unfinished save.
-    files.remove(sha256_path(archive))
-    files.put(json_path(archive), to_json(sidecar))
+    files.remove_file(sha256_path(archive))
+    files.write_file(json_path(archive), to_json(sidecar))
     yield
-    files.put(sha256_path(archive), f"{sidecar.archive.sha256}  {sidecar.archive.name}\n")
+    files.write_file(sha256_path(archive), f"{sidecar.archive.sha256}  {sidecar.archive.name}\n")
 
 
 def describe_incomplete(archive: Path, sha256: str, described: Sidecar) -> tuple[str, str]:
@@ -117,7 +117,7 @@ def to_json(sidecar: Sidecar) -> str:
         "system": system,
         "manifest": manifest,
     }
-    return json.dumps(json_text.sealed(document), indent=2, sort_keys=True) + "\n"
+    return json.dumps(json_text.seal(document), indent=2, sort_keys=True) + "\n"
 
 
 def from_json(text: str, *, where: str) -> Sidecar:
@@ -137,8 +137,8 @@ def from_json(text: str, *, where: str) -> Sidecar:
         # A key of a later version would be lost when the file is written again.
         if data.keys() != {"schema", "image", "archive", "system", "manifest"}:
             raise ValueError(f"its keys are {sorted(data)}")
-        image: SavedImage = json_text.read(SavedImage, data["image"], "image", closed=True)
-        archive: SavedArchive = json_text.read(SavedArchive, data["archive"], "archive", closed=True)
+        image: SavedImage = json_text.build_value(SavedImage, data["image"], "image", closed=True)
+        archive: SavedArchive = json_text.build_value(SavedArchive, data["archive"], "archive", closed=True)
         system, manifest = data["system"], data["manifest"]
         return Sidecar(
             image=image,

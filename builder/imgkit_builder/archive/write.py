@@ -79,7 +79,7 @@ def save_archive(
     # Progress counts plain bytes, whose total is known; what is written is smaller.
     reported = _report_progress(chunks, target=target, expected_bytes=expected_bytes, report=report)
     try:
-        with contextlib.ExitStack() as sidecars, files.writing(target) as stream:
+        with contextlib.ExitStack() as sidecars, files.replace_file(target) as stream:
             _lock(stream)
             for chunk in _write_chunks(_compress_chunks(reported, compress), stream):
                 digest.update(chunk)
@@ -88,7 +88,7 @@ def save_archive(
                 path=target, sha256=digest.hexdigest(), size_bytes=size_bytes, compress=compress
             )
             if describe:
-                files.sync(stream)  # before the old checksum goes: what can fail has happened then
+                files.sync_file(stream)  # before the old checksum goes: what can fail has happened then
                 # Around the renaming of the archive, which the other block does at its end.
                 sidecars.enter_context(sidecar.replace_around(describe(saved), target))
     except OSError as error:  # errors of the stream itself are not OSErrors: the engine's are typed
@@ -187,13 +187,13 @@ def _compress_chunks(chunks: Iterator[bytes], compress: Compress) -> Iterator[by
         return _gzip_chunks(chunks)
     if compress == "zstd":
         # One worker (250 MB/s, 44 MiB) outruns the engine's stream; each further one takes 13 MiB more.
-        return process.through(["zstd", "-q", "-3", "-T1", "-c"], chunks, hint=ZSTD_HINT)
+        return process.filter_through(["zstd", "-q", "-3", "-T1", "-c"], chunks, hint=ZSTD_HINT)
     return chunks
 
 
 def _gzip_chunks(chunks: Iterator[bytes]) -> Iterator[bytes]:
     """Yield gzip members of 256 KiB each, made side by side. Any gzip reader takes them as one file."""
-    workers = min(process.processors(), _MAX_WORKERS)
+    workers = min(process.count_processors(), _MAX_WORKERS)
     with ThreadPoolExecutor(workers) as pool:
         pending: deque[Future[bytes]] = deque()
         for block in _equal_blocks(chunks):

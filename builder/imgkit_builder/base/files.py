@@ -18,23 +18,23 @@ from typing import BinaryIO
 from imgkit_entrypoints.files import (
     FULL as FULL,
     TEMPORARY as TEMPORARY,
-    append as append,
-    create as create,
-    foreign as foreign,
-    foreign_folder as foreign_folder,
+    append_file as append_file,
+    create_file as create_file,
+    foreign_file_reason as foreign_file_reason,
+    foreign_folder_reason as foreign_folder_reason,
     make_own_folder as make_own_folder,
     open_own as open_own,
     open_regular as open_regular,
-    publish as publish,
-    put as put,
+    publish_file as publish_file,
+    write_file as write_file,
     read_bytes as read_bytes,
     read_own as read_own,
     read_text as read_text,
-    remove as remove,
-    sync as sync,
+    remove_file as remove_file,
+    sync_file as sync_file,
     temporary_files as temporary_files,
     temporary_name as temporary_name,
-    writing as writing,
+    replace_file as replace_file,
 )
 # isort: on
 
@@ -49,18 +49,18 @@ _END = struct.Struct("<Q8s")
 _MOST_DESCRIPTION_BYTES = 1 << 20
 
 
-def description(text: bytes, mark: bytes) -> bytes:
-    """Return what to append to a file, so that `described` finds `text` under `mark`."""
+def make_trailer(text: bytes, mark: bytes) -> bytes:
+    """Return what to append to a file, so that `read_trailer` finds `text` under `mark`."""
     return text + _END.pack(len(text), mark)
 
 
-def ends_with(stream: BinaryIO, mark: bytes) -> bool:
+def has_trailer(stream: BinaryIO, mark: bytes) -> bool:
     """Return whether the file ends with a description of this kind."""
     stream.seek(max(0, os.fstat(stream.fileno()).st_size - len(mark)))
     return stream.read(len(mark)) == mark
 
 
-def described(stream: BinaryIO, start: int, size_bytes: int, mark: bytes) -> bytes | None:
+def read_trailer(stream: BinaryIO, start: int, size_bytes: int, mark: bytes) -> bytes | None:
     """Return the text at the end of `size_bytes` from byte `start` on; None if there is none or it is cut."""
     stream.seek(max(start + size_bytes - _END.size, 0))
     tail = stream.read(_END.size)
@@ -78,10 +78,10 @@ def sha256(
 
     `advance` gets the bytes done and `size_bytes`.
     """
-    return sha256_begun(stream, start, size_bytes, advance=advance).hexdigest()
+    return start_sha256(stream, start, size_bytes, advance=advance).hexdigest()
 
 
-def sha256_begun(
+def start_sha256(
     stream: BinaryIO, start: int, size_bytes: int, *, advance: Callable[[int, int | None], None] | None = None
 ) -> hashlib._Hash:
     """Return the digest of `sha256` as an object, to which the caller adds what follows."""
@@ -97,20 +97,20 @@ def sha256_begun(
 
 def state_dir() -> Path:
     """Return the folder for logs of builds and jobs: ``$XDG_STATE_HOME/imgkit``."""
-    return _xdg("XDG_STATE_HOME", ".local/state")
+    return _xdg_folder("XDG_STATE_HOME", ".local/state")
 
 
 def cache_dir() -> Path:
     """Return the folder for files that may be deleted at any time: ``$XDG_CACHE_HOME/imgkit``."""
-    return _xdg("XDG_CACHE_HOME", ".cache")
+    return _xdg_folder("XDG_CACHE_HOME", ".cache")
 
 
 def config_dir() -> Path:
     """Return the folder for what the user has set up: ``$XDG_CONFIG_HOME/imgkit``."""
-    return _xdg("XDG_CONFIG_HOME", ".config")
+    return _xdg_folder("XDG_CONFIG_HOME", ".config")
 
 
-def _xdg(variable: str, fallback: str) -> Path:
+def _xdg_folder(variable: str, fallback: str) -> Path:
     # The XDG base directory specification says to ignore relative values.
     value = os.environ.get(variable, "")
     if value.startswith("/"):
@@ -121,17 +121,17 @@ def _xdg(variable: str, fallback: str) -> Path:
         return Path("/dev/null") / fallback / "imgkit"
 
 
-def fullest(*folders: Path) -> Path:
+def fullest_folder(*folders: Path) -> Path:
     """Return the one of `folders`, which exist, whose disk has the least free space."""
     return min(folders, key=lambda folder: shutil.disk_usage(folder).free)
 
 
-def where_full(error: OSError) -> str:
+def full_file(error: OSError) -> str:
     """Return the file whose disk is full; if `error` names none, the fullest folder that imgkit writes to."""
     if error.filename:
         return str(error.filename)
     folders = (Path.cwd(), Path(tempfile.gettempdir()), state_dir(), cache_dir())
-    return str(fullest(*(folder for folder in folders if folder.is_dir())))
+    return str(fullest_folder(*(folder for folder in folders if folder.is_dir())))
 
 
 def write_cache(target: Path, text: str) -> None:
@@ -139,11 +139,11 @@ def write_cache(target: Path, text: str) -> None:
     with contextlib.suppress(OSError):
         make_own_folder(cache_dir())
         target.parent.mkdir(parents=True, exist_ok=True)
-        put(target, text)
+        write_file(target, text)
 
 
 @contextlib.contextmanager
-def flushing(path: Path) -> Iterator[None]:
+def flush_in_background(path: Path) -> Iterator[None]:
     """Write `path` to the disk while the block adds to it, so that little is left for the last fsync.
 
     Linux begins to write a file of gigabytes only when a tenth of the memory is waiting. By then the program

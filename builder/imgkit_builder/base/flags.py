@@ -1,7 +1,7 @@
 """Flags of the command line as fields of dataclasses: each field declares its names, help and metavar.
 
 A request may be composed of other requests (`part`); its flags are then those of its parts as well. The names
-of the fields are also the keywords of the Python API (`changed`).
+of the fields are also the keywords of the Python API (`replace_fields`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Flag:
     metavar: str
     help: str
     group: str
-    """As in `flag`."""
+    """As in `option_field`."""
     minimum: float | None
 
     @property
@@ -50,7 +50,7 @@ USUAL = "Options"
 """The group of the flags that most calls of a verb need."""
 
 
-def flag(
+def option_field(
     default: Any,
     *names: str,
     help: str,
@@ -84,13 +84,13 @@ def part(kind: type[Value], *, group: str = "") -> Value:
     return typing.cast("Value", part_field)
 
 
-def declared(owner: type[Any]) -> tuple[Flag, ...]:
+def declared_options(owner: type[Any]) -> tuple[Flag, ...]:
     """Return the flags that the dataclass `owner` and its parts declare, in order."""
     types = typing.get_type_hints(owner)  # noqa: TID251 - makes options of them
     flags: list[Flag] = []
     for item in dataclasses.fields(owner):
         if "part" in item.metadata:
-            for part_flag in declared(item.metadata["part"]):
+            for part_flag in declared_options(item.metadata["part"]):
                 group = item.metadata["group"] or part_flag.group
                 flags.append(dataclasses.replace(part_flag, part=item.name, group=group))
         elif "help" in item.metadata:  # other fields are no flags
@@ -110,19 +110,19 @@ def _long_name(field_name: str) -> str:
 def flags_in(request: Any) -> tuple[str, ...]:
     """Return the first names of the flags whose values in `request` differ from their defaults."""
     names = []
-    for declared_flag in declared(type(request)):
+    for declared_flag in declared_options(type(request)):
         if declared_flag.value(request) != declared_flag.default:
             names.append(declared_flag.names[0])
     return tuple(names)
 
 
-def arguments(kind: type[Any], request: Any) -> tuple[str, ...]:
+def option_arguments(kind: type[Any], request: Any) -> tuple[str, ...]:
     """Return the arguments for the values of `request` that are no defaults: ``("--time", "1h")``.
 
     The flags are those that the dataclass `kind` declares, which `request` is of or extends.
     """
     argv: list[str] = []
-    for declared_flag in declared(kind):
+    for declared_flag in declared_options(kind):
         value = declared_flag.value(request)
         name = declared_flag.names[0]
         if value == declared_flag.default:
@@ -137,7 +137,7 @@ def arguments(kind: type[Any], request: Any) -> tuple[str, ...]:
     return tuple(argv)
 
 
-def changed(request: Value, values: Mapping[str, Any]) -> Value:
+def replace_fields(request: Value, values: Mapping[str, Any]) -> Value:
     """Return a copy of `request` with other `values`, each by the name of its field or of a field of a part.
 
     Raises
@@ -162,7 +162,7 @@ def changed(request: Value, values: Mapping[str, Any]) -> Value:
     return changed_request
 
 
-def value(request: Any, name: str) -> Any:
+def field_value(request: Any, name: str) -> Any:
     """Return the value of the field `name` of `request` or of one of its parts."""
     part_name = _part_of_field(type(request))[name]
     owner = getattr(request, part_name) if part_name else request

@@ -33,7 +33,7 @@ PIPE_BYTES = 1 << 20
 MOST_BYTES = 8 << 20
 """What is kept of a program's output. Answers have some KB, and long lists some MB."""
 _ERROR_BYTES = 1 << 16
-"""What is kept of the standard error of a program of `through`: its end."""
+"""What is kept of the standard error of a program of `filter_through`: its end."""
 _PIECE = 1 << 16
 _ERROR = re.compile(r"\b(ERROR|FATAL)\b")
 _PROGRESS = re.compile(
@@ -92,12 +92,12 @@ class ErrorsTooLong(_TooMuch):
 
 
 class Exited(ToolFailed):
-    """A program of `through` failed."""
+    """A program of `filter_through` failed."""
 
     def __init__(self, program: str, code: int, errors: bytes, hint: str) -> None:
         self.errors = errors.decode(errors="replace").strip()
         """The end of its standard error."""
-        message, hint = quoted(f"{program} failed with exit code {code}", self.errors, hint)
+        message, hint = quote_output(f"{program} failed with exit code {code}", self.errors, hint)
         super().__init__(message, hint=hint or None)
         self.code = code
 
@@ -140,7 +140,7 @@ def _is_progress(line: str) -> bool:
     return len(line) <= _SHOWN and not _ERROR.search(line) and _PROGRESS.fullmatch(line) is not None
 
 
-def quoted(message: str, output: str, hint: str = "") -> tuple[str, str]:
+def quote_output(message: str, output: str, hint: str = "") -> tuple[str, str]:
     """Return the message and hint of an error about a program, with the end of its `output`.
 
     One line of output goes into the message, more lines into the hint.
@@ -169,13 +169,13 @@ def kill_hint(code: int, output: str = "") -> str:
     )
 
 
-def need(program: str, hint: str = "", env: Mapping[str, str] | None = None) -> None:
+def require_program(program: str, hint: str = "", env: Mapping[str, str] | None = None) -> None:
     """Raise ToolMissing where `program` is not on PATH."""
     if shutil.which(program, path=env.get("PATH") if env else None) is None:
         raise ToolMissing(f"the program {program!r} is not on PATH", hint=hint or None)
 
 
-def processors() -> int:
+def count_processors() -> int:
     """Return the number of processors that this process may use."""
     try:
         return len(os.sched_getaffinity(0))
@@ -183,7 +183,7 @@ def processors() -> int:
         return os.cpu_count() or 1
 
 
-def attached(argv: Sequence[str], *, until: Callable[[], bool] | None = None) -> int:
+def run_attached(argv: Sequence[str], *, until: Callable[[], bool] | None = None) -> int:
     """Run `argv` with our streams and return its exit code; what it prints cannot steer the terminal.
 
     Parameters
@@ -194,7 +194,7 @@ def attached(argv: Sequence[str], *, until: Callable[[], bool] | None = None) ->
     ------
     ToolMissing : there is no such program.
     """
-    need(argv[0])
+    require_program(argv[0])
     out, err = sys.stdout.isatty(), sys.stderr.isatty()
     with subprocess.Popen(
         list(argv),
@@ -206,7 +206,7 @@ def attached(argv: Sequence[str], *, until: Callable[[], bool] | None = None) ->
         try:
             # A stream that is no terminal is inherited: a file takes what is printed as it is.
             if source := program.stdout or program.stderr:
-                pass_on = terminal.passing(to_err=not out)
+                pass_on = terminal.output_copier(to_err=not out)
                 while chunk := os.read(source.fileno(), PIPE_BYTES):
                     pass_on(chunk)
             code = program.wait()
@@ -231,14 +231,14 @@ def _end_when(program: subprocess.Popen[bytes], is_over: Callable[[], bool]) -> 
     program.terminate()
 
 
-def become(argv: Sequence[str], *, cwd: Path) -> NoReturn:
+def replace_process(argv: Sequence[str], *, cwd: Path) -> NoReturn:
     """Replace this process by `argv`, which inherits the terminal, signals and exit code.
 
     Raises
     ------
     ToolMissing : there is no such program.
     """
-    need(argv[0])
+    require_program(argv[0])
     os.chdir(cwd)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -248,7 +248,7 @@ def become(argv: Sequence[str], *, cwd: Path) -> NoReturn:
     os.execvp(argv[0], list(argv))  # noqa: S606 - an argv list, no shell
 
 
-def bound(argv: Sequence[str]) -> list[str]:
+def bound_to_parent(argv: Sequence[str]) -> list[str]:
     """Return the argv that starts `argv`, a program's path and arguments, and ends it if imgkit is killed.
 
     The program ends with the thread that starts it, which has to wait.
@@ -276,7 +276,7 @@ def run(
     ToolFailed : `check` and the exit code is not 0; quotes the last lines.
     """
     command = tuple(map(str, argv))
-    need(command[0], hint, env)
+    require_program(command[0], hint, env)
     with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -306,8 +306,8 @@ def run(
     return finished
 
 
-def answer(output: Generator[bytes, None, None], program: str) -> bytes:
-    """Return all of `output`, which `through` yields from `program`.
+def read_answer(output: Generator[bytes, None, None], program: str) -> bytes:
+    """Return all of `output`, which `filter_through` yields from `program`.
 
     Raises
     ------
@@ -322,7 +322,7 @@ def answer(output: Generator[bytes, None, None], program: str) -> bytes:
     return bytes(text)
 
 
-def through(
+def filter_through(
     argv: Sequence[str],
     chunks: Iterable[bytes],
     *,
@@ -342,12 +342,12 @@ def through(
     Exited : it failed; quotes its standard error.
     ErrorsTooLong : it prints errors without end; it has been ended.
     """
-    need(argv[0], hint)
+    require_program(argv[0], hint)
     with subprocess.Popen(
         argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, cwd=cwd
     ) as program:
         try:
-            errors = yield from pump(program, iter(chunks), hold=hold, name=argv[0])
+            errors = yield from pump_pipes(program, iter(chunks), hold=hold, name=argv[0])
         finally:
             # Reached on errors and when the reader stops early; harmless once the program has ended.
             program.kill()
@@ -355,7 +355,7 @@ def through(
         raise Exited(argv[0], program.returncode, errors, hint)
 
 
-def pump(
+def pump_pipes(
     program: subprocess.Popen[bytes], chunks: Iterator[bytes], *, hold: bool = False, name: str = ""
 ) -> Generator[bytes, None, bytes]:
     """Feed `chunks` to the running `program`, yield its output, and return the end of its errors.

@@ -6,7 +6,7 @@ import dataclasses
 
 import typer
 
-from imgkit_builder.cli.common import JSON, MB, VERBOSE, show, terminable
+from imgkit_builder.cli.common import JSON, MB, VERBOSE, exit_on_sigterm, print_result
 from imgkit_builder.cli.options import GroupedCommand
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.packages import add
@@ -38,7 +38,7 @@ def verb_add(
       imgkit add einops --image pytorch.sif --wheels wheels     (without a network)
     """
     request = dataclasses.replace(options, requirements=tuple(packages or ()))
-    with terminable(), reporter(as_json=as_json, verbose=verbose) as report:
+    with exit_on_sigterm(), reporter(as_json=as_json, verbose=verbose) as report:
         added = add.add(request, report)
     names = ", ".join(f"{package.name} {package.version}" for package in added.record.packages)
     state = "  up to date" if added.up_to_date else ""
@@ -50,4 +50,4 @@ def verb_add(
     ]
     data = {"file": added.path, "size_bytes": added.size_bytes, "up_to_date": added.up_to_date}
     record = dataclasses.asdict(added.record)
-    show({**data, "record": record, "exec": added.exec_line}, *lines, as_json=as_json)
+    print_result({**data, "record": record, "exec": added.exec_line}, *lines, as_json=as_json)

@@ -19,7 +19,7 @@ from imgkit_builder.base import files
 from imgkit_builder.base.process import INTERRUPTED
 from imgkit_builder.cli.options import with_options
 from imgkit_entrypoints import __version__, terminal
-from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError, shortened
+from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError, shorten_message
 
 
 class Verb(NamedTuple):
@@ -132,15 +132,15 @@ def verb_command(name: str, *, quiet: bool = False) -> Any:
     return commands.commands[name]
 
 
-def _version(value: bool) -> None:
+def _print_version(value: bool) -> None:
     if value:
-        terminal.out(f"imgkit {__version__}")
+        terminal.print_results(f"imgkit {__version__}")
         raise typer.Exit
 
 
 def _root(
     version: bool = typer.Option(
-        False, "--version", callback=_version, is_eager=True, help="Print the version."
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version."
     ),
 ) -> None:
     """Build container images for distributed PyTorch on clusters, from a recipe to a running .sif.
@@ -165,25 +165,25 @@ def main() -> None:
     try:
         code = build_app()(standalone_mode=False)
     except ImgkitError as error:
-        _end(error, as_json=as_json)
+        _print_error(error, as_json=as_json)
     except OSError as error:
         # No function expected this one: a full disk or a denied folder needs no traceback.
         full = error.errno in files.FULL
-        path = files.where_full(error) if full else error.filename
+        path = files.full_file(error) if full else error.filename
         failure = ToolFailed(
             error.strerror or str(error),
             where=str(path) if path else None,
             hint="free some space there, or write to another disk" if full else None,
         )
-        _end(failure, as_json=as_json)
+        _print_error(failure, as_json=as_json)
     except typer.Abort:
-        _end(Interrupted(_NOTHING_LEFT), as_json=as_json)
+        _print_error(Interrupted(_NOTHING_LEFT), as_json=as_json)
     except Exception as error:
         if not _is_usage_error(error):
             raise
         _end_usage(error, as_json=as_json)
     if code == Interrupted.exit_code:
-        _end(Interrupted(_NOTHING_LEFT), as_json=as_json)
+        _print_error(Interrupted(_NOTHING_LEFT), as_json=as_json)
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -205,20 +205,20 @@ def _is_usage_error(error: Exception) -> bool:
 
 
 def _end_usage(error: Any, *, as_json: bool) -> NoReturn:
-    error.message = terminal.shown(shortened(error.message))
+    error.message = terminal.escape_controls(shorten_message(error.message))
     if not as_json:
         error.show()
         sys.exit(error.exit_code)
     command = error.ctx.command_path if error.ctx else "imgkit"
-    _end(UsageError(error.format_message(), hint=f"see: {command} --help"), as_json=True)
+    _print_error(UsageError(error.format_message(), hint=f"see: {command} --help"), as_json=True)
 
 
-def _end(error: ImgkitError, *, as_json: bool) -> NoReturn:
+def _print_error(error: ImgkitError, *, as_json: bool) -> NoReturn:
     if as_json:
-        from imgkit_builder.cli.common import error_data, show
+        from imgkit_builder.cli.common import error_data, print_result
 
-        show(error_data(error), as_json=True)
-        terminal.err(json.dumps({"event": "error", "text": str(error)}))
+        print_result(error_data(error), as_json=True)
+        terminal.print_messages(json.dumps({"event": "error", "text": str(error)}))
     else:
-        terminal.err(*f"imgkit: {error}".split("\n"))
+        terminal.print_messages(*f"imgkit: {error}".split("\n"))
     sys.exit(error.exit_code)

@@ -16,17 +16,17 @@ from imgkit_builder.cli.common import (
     JSON,
     UNPACK_LIMIT,
     VERBOSE,
-    gigabytes,
+    exit_on_sigterm,
+    gigabytes_to_bytes,
     name_argument,
     output_option,
-    show,
+    print_result,
     show_checks,
-    terminable,
 )
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.examine import verify
 from imgkit_builder.oci import manifest as manifests
-from imgkit_builder.workflow.names import image_name, module_line, stem
+from imgkit_builder.workflow.names import image_name, module_line, name_stem
 from imgkit_entrypoints import system as systems
 from imgkit_entrypoints.errors import UsageError
 
@@ -61,17 +61,21 @@ def verb_save(
       imgkit save mn5
       imgkit save mn5 --compression zstd -o /scratch/mn5.tar.zst
     """
-    with terminable(), reporter(as_json=as_json, verbose=verbose) as report, engine.connect() as connected:
+    with (
+        exit_on_sigterm(),
+        reporter(as_json=as_json, verbose=verbose) as report,
+        engine.connect() as connected,
+    ):
         info = engine.inspect(connected, image_name(image))
         if not info.tag:
             raise UsageError(
                 f"the image {image} has no name, and its archive could not be used",
                 hint=f"docker tag {image} NAME:1, then: imgkit save NAME:1",
             )
-        target = output or Path(stem(info.tag) + write.SUFFIXES[compress])
+        target = output or Path(name_stem(info.tag) + write.SUFFIXES[compress])
         # Before the engine stages 20 GB.
         write.check_target(target.absolute(), compress=compress, expected_bytes=info.size_bytes)
-        describe = _describer(connected, info, target, report)
+        describe = _sidecar_maker(connected, info, target, report)
         with engine.save_stream(connected, info.tag, report=report) as chunks:
             saved = write.save_archive(
                 chunks,
@@ -82,7 +86,7 @@ def verb_save(
                 describe=describe,
             )
     described = describe(saved)
-    commands = _commands(target, described.system)
+    commands = _next_commands(target, described.system)
     lines = [f"{target}  {saved.size_bytes / 1e6:.1f} MB  sha256 {saved.sha256}"]
     if described.manifest and described.manifest.base.standin:
         lines.append("a STAND-IN without NVIDIA's software: for tests only, not for a cluster")
@@ -96,10 +100,10 @@ def verb_save(
         "sidecars": [sidecar.sha256_path(target), sidecar.json_path(target)],
         "commands": commands,
     }
-    show(data, *lines, as_json=as_json)
+    print_result(data, *lines, as_json=as_json)
 
 
-def _describer(
+def _sidecar_maker(
     connected: Engine, info: ImageInfo, target: Path, report: Reporter
 ) -> Callable[[SavedFile], Sidecar]:
     """Return the function that describes the archive once it is written."""
@@ -127,7 +131,7 @@ def _describer(
     return describe
 
 
-def _commands(path: Path, system: SystemFacts | None) -> dict[str, str]:
+def _next_commands(path: Path, system: SystemFacts | None) -> dict[str, str]:
     """Return the next commands; an empty string stands for a step that is not needed."""
     files = [str(path), str(sidecar.sha256_path(path)), str(sidecar.json_path(path))]
     host, folder, kind = "CLUSTER", "", "singularity"
@@ -173,6 +177,6 @@ def verb_verify(
       imgkit verify mn5.sif --json
     """
     with reporter(as_json=as_json, verbose=verbose) as report:
-        limit = gigabytes(unpack_limit)
-        results = verify.verify(file, report=report, unpack_limit_bytes=limit)
+        limit = gigabytes_to_bytes(unpack_limit)
+        results = verify.verify_file(file, report=report, unpack_limit_bytes=limit)
     show_checks(results, as_json=as_json, file=str(file))

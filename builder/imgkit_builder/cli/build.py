@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from imgkit_builder.base.flags import flag, flags_in
+from imgkit_builder.base.flags import flags_in, option_field
 from imgkit_builder.cli.common import (
     JSON,
     MB,
     VERBOSE,
+    exit_on_sigterm,
     flag_option,
     name_argument,
-    show,
-    terminable,
+    print_result,
     with_leave,
 )
 from imgkit_builder.cli.options import GroupedCommand
@@ -27,7 +27,7 @@ from imgkit_builder.cli.submission import SubmitOptions, refuse_without_submit, 
 from imgkit_builder.jobs import runtimes
 from imgkit_builder.workflow import build
 from imgkit_builder.workflow.build import BuildRequest, SifBuildRequest
-from imgkit_builder.workflow.names import stem
+from imgkit_builder.workflow.names import name_stem
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import UsageError
 
@@ -42,7 +42,7 @@ COMMAND_CLASSES = {"build": GroupedCommand}
 class BuildOptions(BuildRequest, SifBuildRequest):
     """The options of ``imgkit build``: both kinds of request, and which of them counts."""
 
-    program: Literal["docker", "apptainer"] = flag(
+    program: Literal["docker", "apptainer"] = option_field(
         "docker",
         "--with",
         help="docker: an engine makes an image. apptainer: Apptainer or Singularity makes a .sif; needs no "
@@ -106,7 +106,7 @@ def verb_build(
         run = build.plan_sif if dry_run else build.build_sif
 
     def attempt(large: bool) -> Any:
-        with terminable(), reporter(as_json=as_json, verbose=verbose) as report:
+        with exit_on_sigterm(), reporter(as_json=as_json, verbose=verbose) as report:
             return run(recipe, dataclasses.replace(options, large=large), report=report)
 
     result = with_leave(attempt, large=options.large, may_ask=not as_json)
@@ -114,7 +114,7 @@ def verb_build(
         _show_plan(result, as_json=as_json)
     elif options.program == "docker":
         # The next command takes the same argument, unless --tag gave the image another name.
-        _show_image(result, _next(recipe, options.tag, result.runtime), as_json=as_json)
+        _show_image(result, _next_command(recipe, options.tag, result.runtime), as_json=as_json)
     else:
         _show_sif(result, options.output or Path(result.path.name), as_json=as_json)
 
@@ -123,18 +123,18 @@ def _show_plan(plan: ImagePlan | SifPlan, *, as_json: bool) -> None:
     """Print the plan, as comments above the Dockerfile or definition."""
     data = dataclasses.asdict(plan)
     if as_json:
-        show({"dry_run": True, **data}, as_json=True)
+        print_result({"dry_run": True, **data}, as_json=True)
         return
     *rows, (_, text) = data.items()
-    comments = "".join(f"# {name:13} {terminal.shown(str(value))}\n" for name, value in rows)
-    terminal.document(f"{comments}{text.rstrip()}\n")
+    comments = "".join(f"# {name:13} {terminal.escape_controls(str(value))}\n" for name, value in rows)
+    terminal.print_document(f"{comments}{text.rstrip()}\n")
 
 
-def _next(recipe: str, tag: str | None, runtime: str) -> str:
+def _next_command(recipe: str, tag: str | None, runtime: str) -> str:
     """Return the next command for an image that was built, as it is typed."""
-    again, system_runtime = shlex.quote(tag or recipe), runtimes.named(runtime)
+    again, system_runtime = shlex.quote(tag or recipe), runtimes.get_runtime(runtime)
     if system_runtime.is_isolated:
-        return f"imgkit push {again} REGISTRY/{stem(tag or recipe)}:1"
+        return f"imgkit push {again} REGISTRY/{name_stem(tag or recipe)}:1"
     if not system_runtime.image_suffix:
         named = f" --image {again}" if tag else ""
         return f"imgkit run {shlex.quote(recipe)}{named} -- dist-hello"
@@ -147,7 +147,7 @@ def _show_image(built: BuiltImage, following: str, *, as_json: bool) -> None:
         *_standin_lines(built.standin, built.base.name),
         f"next: {following}",
     ]
-    show(dataclasses.asdict(built), *lines, as_json=as_json)
+    print_result(dataclasses.asdict(built), *lines, as_json=as_json)
 
 
 def _show_sif(built: BuiltSif, target: Path, *, as_json: bool) -> None:

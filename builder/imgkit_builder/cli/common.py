@@ -67,22 +67,22 @@ VERBOSE: bool = typer.Option(False, "--verbose", "-v", help="Show all output.")
 MB = 1e6
 
 
-def gigabytes(value: float | None) -> int | None:
+def gigabytes_to_bytes(value: float | None) -> int | None:
     """Return the bytes of so many GB; None for None."""
     return None if value is None else int(value * 1e9)
 
 
-def show(data: Mapping[str, Any], *lines: str, as_json: bool) -> None:
+def print_result(data: Mapping[str, Any], *lines: str, as_json: bool) -> None:
     """Print `data`, with the version of its schema, as indented JSON, or else `lines`."""
     if as_json:
-        terminal.document(json.dumps({"schema": SCHEMA, **data}, indent=2, default=str) + "\n")
+        terminal.print_document(json.dumps({"schema": SCHEMA, **data}, indent=2, default=str) + "\n")
     else:
-        terminal.out(*lines)
+        terminal.print_results(*lines)
 
 
 def show_checks(results: Sequence[Check], *, as_json: bool, **context: Any) -> None:
     """Print `results`, and end with exit code 1 if a check failed."""
-    show(checks.to_dict(results, **context), *checks.table(results), as_json=as_json)
+    print_result(checks.to_dict(results, **context), *checks.table(results), as_json=as_json)
     if not checks.passed(results):
         raise typer.Exit(EXIT_NO)
 
@@ -101,7 +101,7 @@ def with_leave(run: Callable[[bool], Result], *, large: bool, may_ask: bool = Tr
         return run(large)
     except LargeContext as error:
         can_ask = may_ask and sys.stdin.isatty() and sys.stderr.isatty()
-        question = terminal.shown(f"{error.where}: {error.what}. Pack all of it?")
+        question = terminal.escape_controls(f"{error.where}: {error.what}. Pack all of it?")
         if not can_ask or not typer.confirm(question, err=True):  # noqa: TID251 - the question is escaped
             raise
         return run(True)
@@ -133,14 +133,14 @@ def problem_data(problem: Problem) -> dict[str, Any]:
     }
 
 
-def columns(table: Sequence[Sequence[str]], *, most: int | None = None) -> Iterator[str]:
+def format_columns(table: Sequence[Sequence[str]], *, most: int | None = None) -> Iterator[str]:
     """Yield each row of `table` as a line; every row has as many cells.
 
     Parameters
     ----------
     most : widest column behind the first, in characters; a longer cell sticks out.
     """
-    rows = [[*map(terminal.shown, row)] for row in table]
+    rows = [[*map(terminal.escape_controls, row)] for row in table]
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     if most is not None:
         widths[1:] = (min(width, most) for width in widths[1:])
@@ -149,7 +149,7 @@ def columns(table: Sequence[Sequence[str]], *, most: int | None = None) -> Itera
 
 
 @contextlib.contextmanager
-def terminable() -> Iterator[None]:
+def exit_on_sigterm() -> Iterator[None]:
     """Let SIGTERM, which a scheduler sends at the time limit, clean up like Ctrl-C."""
 
     def interrupt(*_: object) -> None:

@@ -47,15 +47,15 @@ def verb_doctor(
         from imgkit_builder.examine import doctor
 
         target = targets.load_target(recipe) if recipe else None
-        results = doctor.examine(target, purpose=purpose)
+        results = doctor.check_machine(target, purpose=purpose)
     else:
         from imgkit_builder.jobs.remote import check, config, connection
 
         if purpose != "any":
             raise UsageError("--for cannot be combined with --on", where="--for", hint="leave it out")
-        remote = config.find(on)
+        remote = config.get_remote(on)
         recipe = recipe or remote.recipe
         target = targets.load_target(recipe) if recipe else None
-        results = check.examine(connection.connect(remote, ask=may_ask()), target)
+        results = check.check_remote(connection.connect(remote, ask=may_ask()), target)
     context = {"recipe": target.name if target else "", "for": purpose, "on": on}
     show_checks(results, as_json=as_json, **context)

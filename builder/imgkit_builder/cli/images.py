@@ -9,8 +9,8 @@ import shutil
 import typer
 
 from imgkit_builder import engine as engines
-from imgkit_builder.cli.common import JSON, VERBOSE, flag_option, name_argument, show, show_checks
-from imgkit_builder.cli.jobs import connected, runner
+from imgkit_builder.cli.common import JSON, VERBOSE, flag_option, name_argument, print_result, show_checks
+from imgkit_builder.cli.jobs import connect_to, scheduler_runner
 from imgkit_builder.cli.options import field_option
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.jobs import history, quoting, records, systems
@@ -99,13 +99,13 @@ def verb_shell(
         command = shell_command(image, host=host, workdir=workdir, packages=packages)
         argv, description = command.argv, command.reach
         if verbose and command.image:
-            terminal.err(*engines.image_facts(command.image).lines())
+            terminal.print_messages(*engines.image_facts(command.image).lines())
     if dry_run:
-        terminal.out(shlex.join(argv))
+        terminal.print_results(shlex.join(argv))
         return
-    terminal.err(f"imgkit: {description}")
+    terminal.print_messages(f"imgkit: {description}")
     if verbose or not job:  # the command for a job on a remote has 1,600 characters
-        terminal.err(f"imgkit: {shlex.join(argv)}")
+        terminal.print_messages(f"imgkit: {shlex.join(argv)}")
     if shutil.which(argv[0]) is None:
         install = "sudo apt-get install docker-cli (or docker.io)"
         hint = "run this where the job was submitted" if job else install
@@ -122,10 +122,10 @@ def _into_job(job_id: str, node: str, *, look: bool) -> tuple[tuple[str, ...], s
     """
     if node and not quoting.is_job_id(node):
         raise UsageError(f"{node!r} cannot be the name of a node or pod", where="--node")
-    record = records.find(job_id)
+    record = records.find_record(job_id)
     line = f"export IMGKIT_RUN_DIR={shlex.quote(str(record.job.run_folder))}; {record.job.shell_line}"
-    entry = systems.named(record.job.system).shell_command(record.job, line, node)
-    state = history.refresh_state(record, runner(record)).state if look else ""
+    entry = systems.get_system(record.job.system).shell_command(record.job, line, node)
+    state = history.refresh_state(record, scheduler_runner(record)).state if look else ""
     if state in (*FINAL_STATES, "waiting"):
         raise UsageError(
             f"the job {record.job.handle} {'waits' if state == 'waiting' else 'has ended'}",
@@ -141,7 +141,7 @@ def _into_job(job_id: str, node: str, *, look: bool) -> tuple[tuple[str, ...], s
         )
     if not record.job.remote:
         return entry.argv, entry.description
-    return connected(record.job.remote).interactive(entry.argv), entry.description
+    return connect_to(record.job.remote).interactive(entry.argv), entry.description
 
 
 def verb_push(
@@ -165,4 +165,4 @@ def verb_push(
             engines.add_tag(engine, name, ref)
         target = ref or name
         digest = engines.push(engine, target, report)
-    show({"ref": target, "digest": digest}, f"{target}  {digest}", as_json=as_json)
+    print_result({"ref": target, "digest": digest}, f"{target}  {digest}", as_json=as_json)

@@ -16,7 +16,7 @@ import typer
 
 from imgkit_builder.base import process
 from imgkit_builder.base.process import INTERRUPTED, Finished
-from imgkit_builder.cli.common import JSON, flag_option, show
+from imgkit_builder.cli.common import JSON, flag_option, print_result
 from imgkit_builder.cli.runs import job_data, jobs_table
 from imgkit_builder.jobs import history, quoting, records, systems
 from imgkit_builder.jobs.history import JobReport, WaitLog
@@ -49,26 +49,26 @@ def verb_status(
     if not job_id:
         _own_jobs(as_json=as_json)
         return
-    record = records.find(job_id)
-    run = runner(record)
-    report = history.report(record, run)
+    record = records.find_record(job_id)
+    run = scheduler_runner(record)
+    report = history.report_job(record, run)
     keep_state(record, report.record)
     use = history.gpu_use_of(record, run)
     if as_json:
-        data = _reported(report)
+        data = _report_to_dict(report)
         if use:
             data["gpu_use"] = dataclasses.asdict(use)
-        show(data, as_json=True)
+        print_result(data, as_json=True)
         return
     if report.argv:
-        terminal.err(f"imgkit: {_remote_prefix(record)}{shlex.join(report.argv)}")
-        terminal.passing()(report.text.encode())
+        terminal.print_messages(f"imgkit: {_remote_prefix(record)}{shlex.join(report.argv)}")
+        terminal.output_copier()(report.text.encode())
     if report.has_ended:
-        terminal.out(history.ending_text(report))
+        terminal.print_results(history.ending_text(report))
     elif report.record.state == "waiting":
-        terminal.out(history.waiting_text(record.job, report.wait))
+        terminal.print_results(history.waiting_text(record.job, report.wait))
     if use:
-        terminal.out(gpu_use.describe(use))
+        terminal.print_results(gpu_use.describe(use))
 
 
 def _own_jobs(*, as_json: bool) -> None:
@@ -85,9 +85,9 @@ def _own_jobs(*, as_json: bool) -> None:
         current = record
         try:
             if record.job.remote not in unreachable_remotes:
-                current = history.refresh_state(record, runner(record))
+                current = history.refresh_state(record, scheduler_runner(record))
         except ImgkitError as error:
-            terminal.err(f"imgkit: {record.job.handle}: {error.what}")
+            terminal.print_messages(f"imgkit: {record.job.handle}: {error.what}")
             is_complete = False
             if isinstance(error, Cut):
                 unreachable_remotes.add(record.job.remote)
@@ -97,7 +97,7 @@ def _own_jobs(*, as_json: bool) -> None:
     lines: Iterable[str] = ("no job waits or runs; imgkit runs lists those that have ended",)
     if jobs:
         lines = jobs_table(jobs)
-    show(data, *lines, as_json=as_json)
+    print_result(data, *lines, as_json=as_json)
     if not is_complete:
         raise typer.Exit(ToolFailed.exit_code)
 
@@ -116,14 +116,14 @@ def _may_run(record: SubmittedJob) -> bool:
     if record.state in FINAL_STATES:
         return False
     try:
-        reports_state = record.answer is None and systems.named(record.job.system).reports_state
+        reports_state = record.answer is None and systems.get_system(record.job.system).reports_state
     except ImgkitError:  # the system's plug-in is no longer installed
         reports_state = False
     week_ago = datetime.now(timezone.utc) - timedelta(days=7)
     return reports_state or (not record.cancelled and record.submitted >= week_ago.isoformat())
 
 
-def _reported(report: JobReport) -> dict[str, Any]:
+def _report_to_dict(report: JobReport) -> dict[str, Any]:
     """Return the object that ``imgkit status ID --json`` and ``imgkit wait ID --json`` print."""
     record = report.record
     data: dict[str, Any] = {
@@ -147,7 +147,7 @@ def keep_state(record: SubmittedJob, current: SubmittedJob) -> None:
     if current.state != record.state and records.is_kept(record):
         # A folder that cannot be written loses only the state that imgkit runs lists.
         with contextlib.suppress(OSError):
-            records.keep(current)
+            records.save_record(current)
 
 
 def may_ask() -> bool:
@@ -155,75 +155,77 @@ def may_ask() -> bool:
     return sys.stdin.isatty() and sys.stderr.isatty()
 
 
-def connected(name: str) -> Connection:
+def connect_to(name: str) -> Connection:
     """Return the connection to the remote `name`, over which no command has run yet."""
     return history.connection_to(name, may_ask=may_ask())
 
 
-def runner(record: SubmittedJob) -> Callable[[Sequence[str]], Finished]:
+def scheduler_runner(record: SubmittedJob) -> Callable[[Sequence[str]], Finished]:
     """Return a function that runs a command on the machine where the job was submitted."""
-    return history.runner(record, may_ask=may_ask())
+    return history.scheduler_runner(record, may_ask=may_ask())
 
 
 def can_follow(record: SubmittedJob) -> bool:
-    """Return whether `follow` can show the job's output.
+    """Return whether `follow_job` can show the job's output.
 
     It cannot for a local job in pods: there is no output until a node has pulled the image, and no command
     reports the end.
     """
-    system = systems.named(record.job.system)
+    system = systems.get_system(record.job.system)
     if record.job.remote:
         return True
     return system.reports_state and system.log_source(record.job)[0] == "tail"
 
 
-def follow(record: SubmittedJob) -> int:
+def follow_job(record: SubmittedJob) -> int:
     """Show the job's output, here or on its remote, until the job ends; return imgkit's exit code."""
     verbs = "logs|status|cancel|fetch" if record.job.remote else "logs|status|cancel"
     continues = f"the job continues; imgkit {verbs} {record.job.handle}"
-    _say(f"job {record.job.handle}; Ctrl-C stops following; the job continues")
-    run = runner(record)
+    _print_message(f"job {record.job.handle}; Ctrl-C stops following; the job continues")
+    run = scheduler_runner(record)
     try:
         report = _follow_to_end(record, run)
     except KeyboardInterrupt:
-        _say(continues)
+        _print_message(continues)
         return INTERRUPTED
     except Cut as error:
         raise Cut(error.what, where=error.where, hint=f"{continues}\n{error.hint}") from error
     keep_state(record, report.record)
-    _say(history.ending_text(report))
+    _print_message(history.ending_text(report))
     if report.record.state == "failed":
         for hint in history.failure_hints(report, run):
-            _say(hint)
+            _print_message(hint)
     return 0 if report.record.state in ("succeeded", "ended") else 1
 
 
-def _say(text: str) -> None:
+def _print_message(text: str) -> None:
     """Print a message of imgkit on stderr."""
-    terminal.err(f"imgkit: {text}")
+    terminal.print_messages(f"imgkit: {text}")
 
 
 def _follow_to_end(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> JobReport:
     """Show the job's output until the job ends, and return the report about its end."""
-    log = history.WaitLog(record.job, _say)
+    log = history.WaitLog(record.job, _print_message)
     if record.job.remote:
-        connection = connected(record.job.remote)
-        remote_jobs.follow(connection, record, terminal.passing(), on_status=log.update, log=_say)
-        return history.report(record, run)
-    _attach(record, run, log)
-    return history.wait(record, run, log=log)
+        connection = connect_to(record.job.remote)
+        remote_jobs.follow_output(
+            connection, record, terminal.output_copier(), on_status=log.update, log=_print_message
+        )
+        return history.report_job(record, run)
+    _show_local_output(record, run, log)
+    return history.wait_for_job(record, run, log=log)
 
 
-def _attach(record: SubmittedJob, run: Callable[[Sequence[str]], Finished], log: WaitLog) -> None:
+def _show_local_output(record: SubmittedJob, run: Callable[[Sequence[str]], Finished], log: WaitLog) -> None:
     """Show the output of a job of this machine until the job ends."""
 
     def has_ended() -> bool:
-        report = history.report(record, run)
+        report = history.report_job(record, run)
         log.update(report.record.state, report.wait)
         return report.has_ended
 
     # tail -F FILE. It would complain about a file that does not exist yet, so wait for the file.
-    argv = systems.named(record.job.system).log_source(record.job)
+    argv = systems.get_system(record.job.system).log_source(record.job)
     log_file = Path(argv[-1])
     is_over = False
     for pause_s in history.poll_pauses():
@@ -233,9 +235,9 @@ def _attach(record: SubmittedJob, run: Callable[[Sequence[str]], Finished], log:
         time.sleep(pause_s)
     if is_over:
         # Without -f or -F, tail prints the whole output and ends.
-        process.attached(tuple(option for option in argv if option not in ("-f", "-F")), until=None)
+        process.run_attached(tuple(option for option in argv if option not in ("-f", "-F")), until=None)
     else:
-        process.attached(argv, until=has_ended)
+        process.run_attached(argv, until=has_ended)
 
 
 def verb_logs(
@@ -250,15 +252,15 @@ def verb_logs(
       imgkit logs 4711
       imgkit logs 4711_3@mn5
     """
-    record = records.find(job_id or last_job_id())
-    argv = systems.named(record.job.system).log_source(record.job)
+    record = records.find_record(job_id or last_job_id())
+    argv = systems.get_system(record.job.system).log_source(record.job)
     if as_json:
-        show({"id": record.job.handle, "command": argv}, as_json=True)
+        print_result({"id": record.job.handle, "command": argv}, as_json=True)
         return
     if can_follow(record):
-        raise typer.Exit(follow(record))
-    terminal.err(f"imgkit: {shlex.join(argv)}")
-    raise typer.Exit(process.attached(argv))
+        raise typer.Exit(follow_job(record))
+    terminal.print_messages(f"imgkit: {shlex.join(argv)}")
+    raise typer.Exit(process.run_attached(argv))
 
 
 def last_job_id() -> str:
@@ -270,7 +272,7 @@ def last_job_id() -> str:
     """
     for record in records.newest_first():
         if record.answer is None:
-            terminal.err(f"imgkit: job {record.job.handle}, the last one")
+            terminal.print_messages(f"imgkit: job {record.job.handle}, the last one")
             return record.job.handle
     raise UsageError("no job was submitted from here", where="ID", hint="imgkit run prints the id")
 
@@ -290,14 +292,14 @@ def verb_wait(
       imgkit wait 4711
       imgkit wait 4711@mn5 --timeout 2h --json
     """
-    limit_s = quoting.seconds(timeout, where="--timeout") if timeout else None
-    record = records.find(job_id)
+    limit_s = quoting.parse_time_limit(timeout, where="--timeout") if timeout else None
+    record = records.find_record(job_id)
     try:
         # With --json, standard error has nothing but JSON.
-        log = None if as_json else history.WaitLog(record.job, _say)
-        report = history.wait(record, runner(record), limit_s=limit_s, log=log)
+        log = None if as_json else history.WaitLog(record.job, _print_message)
+        report = history.wait_for_job(record, scheduler_runner(record), limit_s=limit_s, log=log)
     except KeyboardInterrupt:
-        terminal.err(f"imgkit: {record.job.handle} continues; imgkit wait {record.job.handle}")
+        terminal.print_messages(f"imgkit: {record.job.handle} continues; imgkit wait {record.job.handle}")
         raise typer.Exit(INTERRUPTED) from None
     keep_state(record, report.record)
     if not report.has_ended:
@@ -305,9 +307,9 @@ def verb_wait(
             f"{record.job.handle} has not ended after {timeout}", hint=f"imgkit wait {record.job.handle}"
         )
     if as_json:
-        show(_reported(report), as_json=True)
+        print_result(_report_to_dict(report), as_json=True)
     else:
-        terminal.out(history.ending_text(report))
+        terminal.print_results(history.ending_text(report))
     raise typer.Exit(0 if report.record.state == "succeeded" else 1)
 
 
@@ -321,14 +323,14 @@ def verb_cancel(
     Examples:
       imgkit cancel 4711
     """
-    record = records.find(job_id)
-    argv = systems.named(record.job.system).cancel_command(record.job)
+    record = records.find_record(job_id)
+    argv = systems.get_system(record.job.system).cancel_command(record.job)
     if not as_json:
-        terminal.err(f"imgkit: {_remote_prefix(record)}{shlex.join(argv)}")
-    answer = history.cancel(record, runner(record))
+        terminal.print_messages(f"imgkit: {_remote_prefix(record)}{shlex.join(argv)}")
+    answer = history.cancel_job(record, scheduler_runner(record))
     if as_json:
         data = {"command": argv, "exit_code": answer.returncode, "output": answer.output}
-        show(data, as_json=True)
+        print_result(data, as_json=True)
     else:
-        terminal.passing()(answer.output.encode())
+        terminal.output_copier()(answer.output.encode())
     raise typer.Exit(answer.returncode)

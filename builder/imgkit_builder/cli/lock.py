@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import typer
 
 from imgkit_builder import engine as engines
-from imgkit_builder.base.flags import flag
+from imgkit_builder.base.flags import option_field
 from imgkit_builder.cli.common import (
     JSON,
     VERBOSE,
+    exit_on_sigterm,
     flag_option,
     name_argument,
-    show,
-    terminable,
+    print_result,
 )
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.cli.recipes import load_recipe
@@ -82,25 +82,25 @@ def verb_lock(
     loaded = load_recipe(recipe)
     source = dataclasses.replace(source, base=bases.select_base(source.base, loaded))
     if check:
-        _check(loaded, base=source.base, platform=source.platform, as_json=as_json)
+        _check_lock(loaded, base=source.base, platform=source.platform, as_json=as_json)
         return
 
     options = dataclasses.replace(options, packages=tuple(packages or ()))
-    with terminable(), reporter(as_json=as_json, verbose=verbose) as report:
-        data, lines = _lock(loaded, options, source, writes=not dry_run, report=report)
-    show(data, *lines, as_json=as_json)
+    with exit_on_sigterm(), reporter(as_json=as_json, verbose=verbose) as report:
+        data, lines = _write_lock(loaded, options, source, writes=not dry_run, report=report)
+    print_result(data, *lines, as_json=as_json)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _BaseOptions(BaseOptions):
     """The base, and what queries it."""
 
-    builder: Literal["auto", "classic", "buildx", "podman"] = flag(
+    builder: Literal["auto", "classic", "buildx", "podman"] = option_field(
         "auto", help="Builder that queries the base, as in imgkit build."
     )
 
 
-def _lock(
+def _write_lock(
     recipe: Recipe,
     options: LockOptions,
     source: _BaseOptions,
@@ -109,7 +109,7 @@ def _lock(
     report: Reporter,
 ) -> tuple[dict[str, Any], list[str]]:
     """Resolve the recipe in its base, and write the lock; return the result as JSON and for people."""
-    request = _request(recipe, source.base)
+    request = _lock_request(recipe, source.base)
     file = lock_file.lock_path(recipe)
     lock = lock_file.read_lock(file) if file.exists() else None
     if writes and not os.access(file.parent, os.W_OK):
@@ -168,14 +168,14 @@ def _lock(
     return data, [*lines, f"{file} {verdict}: {counted}"]
 
 
-def _request(recipe: Recipe, base: str | None) -> LockRequest:
+def _lock_request(recipe: Recipe, base: str | None) -> LockRequest:
     try:
         return lock_file.make_request(recipe, base=base)
     except (OSError, ValueError) as error:
         raise UsageError(str(error), where=recipe.where("image", "pip"), hint="correct the file") from error
 
 
-def _check(recipe: Recipe, *, base: str | None, platform: str | None, as_json: bool) -> None:
+def _check_lock(recipe: Recipe, *, base: str | None, platform: str | None, as_json: bool) -> None:
     file = lock_file.lock_path(recipe)
     target = engines.choose_platform(recipe, requested=platform, host=host_platform())
     reason = ""
@@ -185,6 +185,6 @@ def _check(recipe: Recipe, *, base: str | None, platform: str | None, as_json: b
         reason = str(error)
     lines = reason.split("\n") if reason else [f"{file} fits the recipe on {target}"]
     data = {"file": file, "platform": target, "current": not reason, "why": reason or None}
-    show(data, *lines, as_json=as_json)
+    print_result(data, *lines, as_json=as_json)
     if reason:
         raise typer.Exit(EXIT_NO)

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from imgkit_builder.base.flags import Flag, changed, declared
+from imgkit_builder.base.flags import Flag, declared_options, replace_fields
 from imgkit_builder.cli import scheduler_options
 from imgkit_entrypoints import terminal
 
@@ -83,7 +83,7 @@ def with_options(verb: Verb, *, quiet: bool = False) -> Verb:
 
 def field_option(owner: type[Any], field: str) -> Any:
     """Return the option that `field` of the dataclass `owner` declares, as a parameter's default."""
-    flags_of_fields = {flag.field: flag for flag in declared(owner)}
+    flags_of_fields = {flag.field: flag for flag in declared_options(owner)}
     return _typer_option(flags_of_fields[field])
 
 
@@ -113,7 +113,9 @@ class _FieldOptions:
 
     def __init__(self, prefix: str, owner: type[Any], omitted: Collection[str] = ()) -> None:
         self.owner = owner
-        self.flags = {f"{prefix}_{flag.field}": flag for flag in declared(owner) if flag.field not in omitted}
+        self.flags = {
+            f"{prefix}_{flag.field}": flag for flag in declared_options(owner) if flag.field not in omitted
+        }
 
     def parameters(self) -> list[inspect.Parameter]:
         """Return one parameter for each option."""
@@ -134,7 +136,7 @@ class _FieldOptions:
             if flag.is_negative:
                 value = not value
             fields[flag.field] = value
-        return changed(self.owner(), fields)
+        return replace_fields(self.owner(), fields)
 
 
 class GroupedCommand(TyperCommand):
@@ -176,7 +178,7 @@ class JobCommand(GroupedCommand):
         except Exception as error:
             # typer exports no class for its error about an unknown option.
             if hasattr(error, "option_name"):
-                scheduler_options.refuse(args[:end], self._own_options(ctx))
+                scheduler_options.refuse_scheduler_options(args[:end], self._own_options(ctx))
             raise
 
     def _own_options(self, ctx: Any) -> dict[str, bool]:
@@ -195,9 +197,9 @@ def _flags_of_systems(*, quiet: bool) -> list[type[Any]]:
     # Not at the top: `imgkit --help` loads this module, and must neither import systems nor find plug-ins.
     from imgkit_builder.jobs import systems
 
-    installed = systems.installed()
+    installed = systems.load_systems()
     if not quiet:
         for error in installed.errors:
-            terminal.err(*f"imgkit: {error}".split("\n"))
+            terminal.print_messages(*f"imgkit: {error}".split("\n"))
     # Systems without flags have a class in common, and so have RunAI and Kubeflow.
     return list(dict.fromkeys(system.flags for system in installed.systems.values()))

@@ -63,13 +63,13 @@ class PlainReporter(Reporter):
 
     def line(self, text: str) -> None:
         if self._verbose:
-            terminal.err(text.expandtabs())
+            terminal.print_messages(text.expandtabs())
 
     def note(self, text: str) -> None:
         self._print(text)
 
     def _print(self, text: str) -> None:
-        terminal.err(f"imgkit: {text}")
+        terminal.print_messages(f"imgkit: {text}")
 
 
 class JsonReporter(Reporter):
@@ -95,7 +95,7 @@ class JsonReporter(Reporter):
         self._emit(event="note", text=text)
 
     def _emit(self, **event: Any) -> None:
-        terminal.err(json.dumps(event))
+        terminal.print_messages(json.dumps(event))
 
 
 class LiveReporter(Reporter):
@@ -112,10 +112,10 @@ class LiveReporter(Reporter):
 
     def stage(self, text: str) -> None:
         if self._progress is None:
-            self._progress = _display()
+            self._progress = _progress_bar()
             self._progress.start()
         self._finish(self._progress)
-        self._task = self._progress.add_task(terminal.shown(text), total=None)
+        self._task = self._progress.add_task(terminal.escape_controls(text), total=None)
 
     def advance(self, done_bytes: int, total_bytes: int | None = None) -> None:
         if self._progress is not None and self._task is not None:
@@ -126,9 +126,9 @@ class LiveReporter(Reporter):
 
     def note(self, text: str) -> None:
         if self._progress is None:
-            terminal.err(f"imgkit: {text}")
+            terminal.print_messages(f"imgkit: {text}")
         else:
-            self._progress.console.print(terminal.shown(text), markup=False, highlight=False)
+            self._progress.console.print(terminal.escape_controls(text), markup=False, highlight=False)
 
     def _finish(self, progress: Progress) -> None:
         if self._task is not None:
@@ -137,7 +137,7 @@ class LiveReporter(Reporter):
             progress.update(self._task, total=task.total or max(task.completed, 1), completed=task.total or 1)
 
 
-def _display() -> Progress:
+def _progress_bar() -> Progress:
     from rich.console import Console
     from rich.progress import DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 

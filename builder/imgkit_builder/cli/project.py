@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from imgkit_builder.base.progress import Silent
-from imgkit_builder.cli.common import JSON, columns, show
+from imgkit_builder.cli.common import JSON, format_columns, print_result
 from imgkit_builder.cli.options import field_option
 from imgkit_builder.jobs.remote import config
 from imgkit_builder.jobs.request import JobRequest
@@ -36,22 +36,22 @@ def project_here(*, recipe: str, trusted: bool) -> ProjectFile | None:
     ------
     UsageError : it has problems, or users other than this one can change it or what it names.
     """
-    file = toml_file.locate(Path.cwd())
+    file = toml_file.find_file(Path.cwd())
     if file is None:
         return None
     if not trusted:
         ownership.refuse_foreign(file)
-    project = toml_file.read(file)
+    project = toml_file.read_file(file)
     if not trusted:
         for path in ownership.named_paths(project, with_recipe=not recipe):
             ownership.refuse_foreign(path)
-    terminal.err(f"imgkit: values from {shorten_path(file)}")
+    terminal.print_messages(f"imgkit: values from {shorten_path(file)}")
     return project
 
 
 def values_table(rows: Sequence[ValueSource]) -> Iterator[str]:
     """Yield lines with name, value and source of each of `rows`."""
-    return columns([(row.name, row.value or "-", row.source) for row in rows], most=60)
+    return format_columns([(row.name, row.value or "-", row.source) for row in rows], most=60)
 
 
 def values_data(rows: Sequence[ValueSource]) -> list[dict[str, Any]]:
@@ -94,7 +94,7 @@ def verb_init(
       imgkit init
       imgkit init --recipe mn5 -A bsc98 --qos acc_debug mine
     """
-    remote, recipe = _chosen(on, recipe)
+    remote, recipe = _select_remote_and_recipe(on, recipe)
     parent = targets.load_target(recipe)
     options = new_folder.NewFolder(
         folder=folder.absolute(),
@@ -102,10 +102,10 @@ def verb_init(
         remote=remote,
         values={"account": account, "queue": queue, "qos": qos, "time": time, "nodes": nodes},
     )
-    texts = new_folder.texts(options, parent)
+    texts = new_folder.file_texts(options, parent)
     next_steps = [*new_folder.next_steps(options, parent, folder)]
     pip = program.pip_steps(options.folder, editable=not new_folder.copies_code(options, parent))
-    paths = new_folder.write(folder, texts)
+    paths = new_folder.write_files(folder, texts)
     added = new_folder.complete_gitignore(folder)
     is_new_recipe = folder / options.recipe_file in paths
     left_out = ""
@@ -120,7 +120,7 @@ def verb_init(
         *([f"note   {left_out}"] if left_out else []),
         *(f"next   {line}" for line in next_steps),
     ]
-    show({"files": paths, "remote": remote, "recipe": recipe}, *lines, as_json=as_json)
+    print_result({"files": paths, "remote": remote, "recipe": recipe}, *lines, as_json=as_json)
 
 
 def _left_out_notice(folder: Path) -> str:
@@ -128,17 +128,17 @@ def _left_out_notice(folder: Path) -> str:
     from imgkit_builder.jobs import code as code_of
 
     try:
-        code = code_of.read(JobRequest.of(code=folder), large=False, report=Silent())
+        code = code_of.read_code_folder(JobRequest.of(code=folder), large=False, report=Silent())
     except ImgkitError:  # the first run reports it
         return ""
     return code_of.left_out_notice(code, None)
 
 
-def _chosen(on: str, recipe: str) -> tuple[str, str]:
+def _select_remote_and_recipe(on: str, recipe: str) -> tuple[str, str]:
     """Return the remote, empty if there is none, and the recipe."""
-    configured = list(config.remotes().values())
+    configured = list(config.read_remotes().values())
     if on:
-        remotes = [config.find(on)]
+        remotes = [config.get_remote(on)]
     elif recipe:
         spellings = (recipe, str(Path(recipe).absolute()))
         remotes = [item for item in configured if item.recipe in spellings]

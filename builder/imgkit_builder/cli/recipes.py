@@ -13,13 +13,13 @@ import typer
 from imgkit_builder.base import files
 from imgkit_builder.cli.common import (
     JSON,
-    columns,
     error_data,
     flag_option,
+    format_columns,
     name_argument,
     output_option,
+    print_result,
     problem_data,
-    show,
     with_leave,
 )
 from imgkit_builder.cli.options import field_option
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 def load_recipe(ref: str, *, build_args: Sequence[str] = ()) -> Recipe:
     """Load a recipe and print its warnings on stderr."""
     recipe = load(ref, build_args=build_args)
-    terminal.err(*warning_lines(recipe.warnings))
+    terminal.print_messages(*warning_lines(recipe.warnings))
     return recipe
 
 
@@ -92,7 +92,7 @@ def verb_list(
                 "file": recipe.file,
             }
         )
-    show({"recipes": rows}, *columns(table), as_json=as_json)
+    print_result({"recipes": rows}, *format_columns(table), as_json=as_json)
 
 
 def _list_bases(*, as_json: bool) -> None:
@@ -104,7 +104,7 @@ def _list_bases(*, as_json: bool) -> None:
         rows.append({"reference": base.reference, "tag": base.tag, **cells})
         lines.append((base.tag, *(cell.value if cell else "unknown" for _, cell in base.cells())))
     heads = (name.replace("_", "-").upper() for name, _ in known_bases[0].cells())
-    show({"bases": rows}, *columns([("TAG", *heads), *lines]), as_json=as_json)
+    print_result({"bases": rows}, *format_columns([("TAG", *heads), *lines]), as_json=as_json)
 
 
 def _list_systems(*, as_json: bool) -> None:
@@ -125,7 +125,7 @@ def _list_systems(*, as_json: bool) -> None:
                 "file": system.file,
             }
         )
-    show({"systems": rows}, *columns(table), as_json=as_json)
+    print_result({"systems": rows}, *format_columns(table), as_json=as_json)
 
 
 def verb_show(
@@ -150,14 +150,14 @@ def verb_show(
     elif _is_image(recipe):
         facts = image_facts(recipe)
     if facts is not None:
-        show(facts.to_dict(), *facts.lines(), as_json=as_json)
+        print_result(facts.to_dict(), *facts.lines(), as_json=as_json)
         return
 
     text = targets.describe_as_json(load_recipe(recipe))
     if as_json:
-        terminal.document(text.rstrip() + "\n")
+        terminal.print_document(text.rstrip() + "\n")
     else:
-        terminal.out(*targets.format_table(text))
+        terminal.print_results(*targets.format_table(text))
 
 
 def _is_image(name: str) -> bool:
@@ -196,7 +196,7 @@ def verb_check(
     if schema:
         if files:
             raise UsageError("--schema takes no FILE", where="--schema", hint="imgkit check --schema")
-        terminal.document(schema_json() + "\n")
+        terminal.print_document(schema_json() + "\n")
         return
     if not files:
         raise UsageError("no recipe given", where="FILE", hint="imgkit check FILE...")
@@ -205,14 +205,16 @@ def verb_check(
         warnings, error = _check_recipe(file, strict=strict)
         passed = error is None and not (strict and warnings)
         exit_code = max(exit_code, EXIT_USAGE if error else 0 if passed else EXIT_NO)
-        problems = _problems(error) if error else []
+        problems = _problems_to_dicts(error) if error else []
         warning_rows = [problem_data(warning) for warning in warnings]
         rows.append({"recipe": file, "passed": passed, "problems": problems, "warnings": warning_rows})
         if not as_json:
-            terminal.err(*warning_lines(warnings), *(f"imgkit: {error}".split("\n") if error else ()))
-            terminal.out(f"{'bad ' if error else 'ok  ' if passed else 'warn'} {file}")
+            terminal.print_messages(
+                *warning_lines(warnings), *(f"imgkit: {error}".split("\n") if error else ())
+            )
+            terminal.print_results(f"{'bad ' if error else 'ok  ' if passed else 'warn'} {file}")
     if as_json:
-        show({"passed": not exit_code, "recipes": rows}, as_json=True)
+        print_result({"passed": not exit_code, "recipes": rows}, as_json=True)
     raise typer.Exit(exit_code)
 
 
@@ -228,7 +230,7 @@ def _check_recipe(file: str, *, strict: bool) -> tuple[Sequence[Problem], UsageE
     return warnings, None
 
 
-def _problems(error: UsageError) -> list[dict[str, Any]]:
+def _problems_to_dicts(error: UsageError) -> list[dict[str, Any]]:
     """Return the JSON form of the problems in `error`."""
     data = error_data(error)["error"]
     return data.get("problems") or [{**{key: data[key] for key in ("what", "where", "hint")}, "key": ""}]
@@ -278,9 +280,9 @@ def verb_render(
     if context is not None:
         _write_context(loaded, context, base=base, platform=platform, large=large)
     if output is not None:
-        files.put(output, text)
+        files.write_file(output, text)
     else:
-        terminal.document(text)
+        terminal.print_document(text)
 
 
 def _write_context(
@@ -297,5 +299,5 @@ def _write_context(
             large=large,
         )
 
-    with with_leave(attempt, large=large).open() as source, files.writing(file) as target:
+    with with_leave(attempt, large=large).open() as source, files.replace_file(file) as target:
         shutil.copyfileobj(source, target, 1 << 20)

@@ -9,8 +9,8 @@ from pathlib import Path
 import typer
 
 from imgkit_builder.base.sizes import size_text
-from imgkit_builder.cli.common import HERE, JSON, columns, show
-from imgkit_builder.cli.jobs import connected
+from imgkit_builder.cli.common import HERE, JSON, format_columns, print_result
+from imgkit_builder.cli.jobs import connect_to
 from imgkit_builder.jobs import quoting
 from imgkit_builder.jobs.remote import config, connection
 from imgkit_builder.jobs.remote import gc as collector
@@ -80,7 +80,7 @@ def add(
         raise UsageError(
             f"--on {HERE} means this machine, so no remote has that name", where="NAME", hint=hint
         )
-    host, folder = config.parse(address)
+    host, folder = config.parse_address(address)
     if transfer:
         config.check_host(transfer, where="--transfer")
     if recipe:
@@ -88,7 +88,7 @@ def add(
         recipe = str(target.file) if Path(recipe).is_file() else target.name
     if volume and not pvc:
         raise UsageError("--volume without --pvc", where="--volume", hint="--pvc CLAIM:/PATH")
-    keep_s = 0 if idle_timeout == "0" else quoting.seconds(idle_timeout, where="--idle-timeout")
+    keep_s = 0 if idle_timeout == "0" else quoting.parse_time_limit(idle_timeout, where="--idle-timeout")
     remote = config.Remote(
         name=config.check_name(name),
         address=host,
@@ -100,8 +100,8 @@ def add(
         pvc=config.check_pvc(pvc, where="--pvc") if pvc else "",
         volume=config.check_volume(volume, where="--volume") if volume else "",
     )
-    config.add(remote, replace=replace)
-    show(
+    config.add_remote(remote, replace=replace)
+    print_result(
         dataclasses.asdict(remote),
         f"{name}  {host}:{folder}",
         f"next: imgkit doctor --on {name}",
@@ -112,18 +112,18 @@ def add(
 @_group.command("list")
 def list_remotes(as_json: bool = JSON) -> None:
     """List the remotes."""
-    remotes = tuple(config.remotes().values())
+    remotes = tuple(config.read_remotes().values())
     table = [(remote.name, f"{remote.address}:{remote.folder}", remote.recipe) for remote in remotes]
-    lines = columns(table) if table else ("no remotes; imgkit remote add NAME USER@HOST:DIR",)
-    show({"remotes": [dataclasses.asdict(remote) for remote in remotes]}, *lines, as_json=as_json)
+    lines = format_columns(table) if table else ("no remotes; imgkit remote add NAME USER@HOST:DIR",)
+    print_result({"remotes": [dataclasses.asdict(remote) for remote in remotes]}, *lines, as_json=as_json)
 
 
 @_group.command("remove")
 def remove(name: str = NAME, as_json: bool = JSON) -> None:
     """Remove a remote from the list; its files and jobs stay."""
-    remote = config.remove(name)
+    remote = config.remove_remote(name)
     connection.connect(remote).close()
-    show(
+    print_result(
         dataclasses.asdict(remote), f"its folder {remote.folder} on {remote.address} is kept", as_json=as_json
     )
 
@@ -148,11 +148,13 @@ def gc(
       imgkit remote gc mn5
       imgkit remote gc mn5 --days 7 --delete
     """
-    far = connected(name)
+    far = connect_to(name)
     unused = collector.find_unused(far, days)
-    removed = set(collector.remove(far, unused)) if delete else set()
+    removed = set(collector.remove_unused(far, unused)) if delete else set()
     if unused.unknown:
-        terminal.err(f"imgkit: what any job there names counts as in use: {'; '.join(unused.unknown)}")
+        terminal.print_messages(
+            f"imgkit: what any job there names counts as in use: {'; '.join(unused.unknown)}"
+        )
     rows, lines = [], []
     for folder in unused.folders:
         is_removed = folder.path in removed
@@ -184,12 +186,12 @@ def gc(
         "in_use": unused.used,
         "unused": rows,
     }
-    show(data, *lines, as_json=as_json)
+    print_result(data, *lines, as_json=as_json)
 
 
 @_group.command("disconnect")
 def disconnect(name: str = NAME, as_json: bool = JSON) -> None:
     """Close the shared connection; the next command logs in again."""
-    was_open = connection.connect(config.find(name)).close()
+    was_open = connection.connect(config.get_remote(name)).close()
     text = f"the connection to {name} has ended" if was_open else f"no connection to {name} was open"
-    show({"remote": name, "ended": was_open}, text, as_json=as_json)
+    print_result({"remote": name, "ended": was_open}, text, as_json=as_json)

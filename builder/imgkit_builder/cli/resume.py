@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from imgkit_builder.cli.common import flag_option, terminable
+from imgkit_builder.cli.common import exit_on_sigterm, flag_option
 from imgkit_builder.cli.jobs import may_ask
 from imgkit_builder.cli.options import COMMAND, JobCommand, Without
 from imgkit_builder.cli.progress import reporter
@@ -48,7 +48,7 @@ def verb_resume(
 
     if same_code and request.container.code is not None:
         raise UsageError("--same-code cannot be combined with --code", where="--code", hint="leave it out")
-    record = records.find(job_id)
+    record = records.find_record(job_id)
 
     def read(job_request: JobRequest) -> CodeFolder | None:
         return read_code(job_request, as_json=options.as_json)
@@ -57,12 +57,12 @@ def verb_resume(
     prepared = handle.prepare_resume(record, changes, read, same_code=same_code, may_ask=may_ask())
     if options.dry_run:
         if not options.as_json:
-            terminal.err(*(f"imgkit: {warning}" for warning in prepared.job.warnings))
+            terminal.print_messages(*(f"imgkit: {warning}" for warning in prepared.job.warnings))
         show_script(prepared.job, prepared.script, (), as_json=options.as_json)
         return
-    terminal.err(f"imgkit: {record.job.handle} goes on in {record.job.run_folder}")
+    terminal.print_messages(f"imgkit: {record.job.handle} goes on in {record.job.run_folder}")
     transport = handle.transport_to(handle.remote_of(record), prepared, may_ask=may_ask())
-    with terminable(), reporter(as_json=options.as_json) as report:
+    with exit_on_sigterm(), reporter(as_json=options.as_json) as report:
         ready = submit.make_ready(prepared, transport, report)
-        new_record = submit.start(ready, transport, report)
+        new_record = submit.start_job(ready, transport, report)
     show_submitted(new_record, ready, detach=options.detach, as_json=options.as_json)

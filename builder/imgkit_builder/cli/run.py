@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from imgkit_builder.base.flags import USUAL, flag
+from imgkit_builder.base.flags import USUAL, option_field
 from imgkit_builder.cli.common import (
     HERE,
     JSON,
+    exit_on_sigterm,
     flag_option,
     name_argument,
     output_option,
-    show,
-    terminable,
+    print_result,
     with_leave,
 )
-from imgkit_builder.cli.jobs import can_follow, connected, follow, last_job_id, may_ask
+from imgkit_builder.cli.jobs import can_follow, connect_to, follow_job, last_job_id, may_ask
 from imgkit_builder.cli.options import COMMAND, JobCommand
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.cli.project import project_here, values_data, values_table
@@ -105,7 +105,7 @@ def find_remote(options: JobOptions) -> tuple[Remote | None, ProjectFile | None]
     remote_name = options.on
     if not remote_name and project:
         remote_name = project.values.remote
-    remote = config.find(remote_name) if remote_name not in ("", HERE) else None
+    remote = config.get_remote(remote_name) if remote_name not in ("", HERE) else None
     return remote, project
 
 
@@ -126,23 +126,23 @@ class JobOptions:
     """The options of ``imgkit run`` and ``scaling`` that are no fields of `JobRequest`, and RECIPE."""
 
     recipe: str = ""
-    on: str = flag(
+    on: str = option_field(
         "",
         metavar="NAME",
         group=USUAL,
         help="The remote (imgkit remote add; default: that of imgkit.toml), or here: this machine.",
     )
-    base: str | None = flag(None, metavar="REF", help=f"With --on: {BASE_HELP}")
-    detach: bool = flag(
+    base: str | None = option_field(None, metavar="REF", help=f"With --on: {BASE_HELP}")
+    detach: bool = option_field(
         False,
         group=USUAL,
         help="Submit, print the job's id (imgkit scaling: the report's folder), and do not follow.",
     )
-    dry_run: bool = flag(False, group=USUAL, help="Print exactly what would be submitted, then exit.")
-    trust_folder: bool = flag(
+    dry_run: bool = option_field(False, group=USUAL, help="Print exactly what would be submitted, then exit.")
+    trust_folder: bool = option_field(
         False, help="Use the imgkit.toml here and what it names even if other users can change them."
     )
-    as_json: bool = flag(
+    as_json: bool = option_field(
         False, "--json", help="Print one JSON object and do not follow; progress as JSON lines on stderr."
     )
 
@@ -151,7 +151,7 @@ class JobOptions:
 class _Options(JobOptions):
     """The options of ``imgkit run`` that are no fields of `JobRequest`, and its argument RECIPE."""
 
-    verbose: bool = flag(
+    verbose: bool = option_field(
         False, "--verbose", "-v", help="With --dry-run: also show every resolved value and its source."
     )
 
@@ -166,7 +166,7 @@ def read_code(request: JobRequest, *, as_json: bool) -> CodeFolder | None:
 
     def read(large: bool) -> CodeFolder:
         with reporter(as_json=as_json) as report:
-            return code_folder.read(request, large=large, report=report)
+            return code_folder.read_code_folder(request, large=large, report=report)
 
     return with_leave(read, large=request.container.yes, may_ask=not as_json)
 
@@ -179,7 +179,7 @@ def _run_job(
     from imgkit_builder.jobs import handle, submit
     from imgkit_builder.project import origins
 
-    request = origins.under(flags, project)
+    request = origins.fill_from_file(flags, project)
     recipe = options.recipe if remote else local_recipe(options, project)
     code = read_code(request, as_json=options.as_json)
     prepared = submit.prepare(recipe, request, code, remote=remote, base=options.base or "")
@@ -189,22 +189,22 @@ def _run_job(
     if remote and prepared.script.foreground:
         _check_interactive(options)
     transport = handle.transport_to(remote, prepared, may_ask=may_ask())
-    _announce(options, prepared, transport, recipe)
+    _announce_job(options, prepared, transport, recipe)
     record = None
-    with terminable(), reporter(as_json=options.as_json) as report:
+    with exit_on_sigterm(), reporter(as_json=options.as_json) as report:
         ready = submit.make_ready(prepared, transport, report)
         script = ready.script
         if not script.foreground:
-            record = submit.start(ready, transport, report)
+            record = submit.start_job(ready, transport, report)
     if script.remote:
         raise typer.Exit(_run_on_hosts(script))
     if record is None:
         if ready.job.is_interactive:
             _show_comments(script)
         on_remote = f"on {transport.name}: " if remote else ""
-        terminal.err(f"imgkit: {on_remote}{shlex.join(script.submit)}")
+        terminal.print_messages(f"imgkit: {on_remote}{shlex.join(script.submit)}")
         folder = Path() if remote else ready.job.directory
-        process.become(transport.foreground_argv(ready.job, script), cwd=folder)
+        process.replace_process(transport.foreground_argv(ready.job, script), cwd=folder)
     show_submitted(record, ready, detach=options.detach, as_json=options.as_json)
 
 
@@ -247,7 +247,7 @@ def local_recipe(options: JobOptions, project: ProjectFile | None) -> str:
     )
 
 
-def _announce(options: _Options, prepared: PreparedJob, transport: Transport, recipe: str) -> None:
+def _announce_job(options: _Options, prepared: PreparedJob, transport: Transport, recipe: str) -> None:
     """Print on stderr which job is submitted where, before anything is built or sent.
 
     Raises
@@ -259,8 +259,8 @@ def _announce(options: _Options, prepared: PreparedJob, transport: Transport, re
 
     script = prepared.script
     if isinstance(transport, VolumeStore):
-        process.need(script.submit[0], "install the cluster's client, and log in with it")
-        terminal.err(
+        process.require_program(script.submit[0], "install the cluster's client, and log in with it")
+        terminal.print_messages(
             f"imgkit: {prepared.job.recipe.name}, submitted here with {script.submit[0]}; its files are on "
             f"{transport.connection.remote.name}"
         )
@@ -268,21 +268,23 @@ def _announce(options: _Options, prepared: PreparedJob, transport: Transport, re
     if isinstance(transport, Ssh):
         assert prepared.source is not None  # noqa: S101 - the job of a remote has one
         named_by = "--on" if options.on else "imgkit.toml"
-        terminal.err(
+        terminal.print_messages(
             f"imgkit: {prepared.source.title} on {transport.name} ({named_by}), submitted there with "
             f"{script.submit[0]}"
         )
         unshared_reason = transport.connection.unshared_reason
         if unshared_reason:
-            terminal.err(f"imgkit: every ssh command opens its own connection: {unshared_reason}")
+            terminal.print_messages(f"imgkit: every ssh command opens its own connection: {unshared_reason}")
     elif not script.foreground:
-        process.need(script.submit[0], _no_scheduler_hint(recipe))
-        terminal.err(
+        process.require_program(script.submit[0], _no_scheduler_hint(recipe))
+        terminal.print_messages(
             f"imgkit: {recipe} on this machine, submitted with {script.submit[0]} "
             f"(its scheduler is {prepared.job.recipe.system.scheduler})"
         )
     elif options.detach:
-        terminal.err("imgkit: --detach is not used: the command runs here, and imgkit ends with it")
+        terminal.print_messages(
+            "imgkit: --detach is not used: the command runs here, and imgkit ends with it"
+        )
 
 
 def _show_dry_run(
@@ -302,14 +304,14 @@ def _show_dry_run(
     source = prepared.source
     if remote is not None and remote.pvc:
         uid, gid = volume.UNKNOWN_IDS.split(":")
-        terminal.err(
+        terminal.print_messages(
             f"imgkit: {prepared.job.directory} stands for the folder on {remote.name}, {uid} and {gid} for "
             "your ids there"
         )
     elif source is None:
         prepared = _with_bound_entry_points(prepared)
     for warning in prepared.job.warnings:
-        terminal.err(f"imgkit: {warning}")
+        terminal.print_messages(f"imgkit: {warning}")
     values = list(origins.of_job(prepared.job, flags, project))
     if source is not None and remote is not None:
         unknown_names = ("directory",) if source.remote_image else ("image", "directory")
@@ -320,7 +322,7 @@ def _show_dry_run(
             origins.of_word("recipe", source.title, flag=recipe_argument, project=project),
             *(value for value in values if value.name not in unknown_names),
         ]
-        terminal.err(f"imgkit: {image_source.UNKNOWN_HOME} stands for the folder on {remote.name}")
+        terminal.print_messages(f"imgkit: {image_source.UNKNOWN_HOME} stands for the folder on {remote.name}")
     show_script(prepared.job, prepared.script, values if options.verbose else (), as_json=options.as_json)
 
 
@@ -346,7 +348,7 @@ def _no_scheduler_hint(recipe: str) -> str:
     """
     from imgkit_builder.jobs.remote import config
 
-    remotes = config.remotes()
+    remotes = config.read_remotes()
     names = [name for name, remote in remotes.items() if remote.recipe == recipe] or list(remotes)
     first_step = ""
     name = "NAME"
@@ -375,24 +377,26 @@ def show_submitted(record: SubmittedJob, ready: PreparedJob, *, detach: bool, as
     if has_id and not is_followed:
         data = {**script_data(ready.job, ready.script), "id": record.job.handle}
         data["folder"] = str(ready.job.directory)
-        show(data, record.job.handle, as_json=as_json)
+        print_result(data, record.job.handle, as_json=as_json)
     records.need_id(record)
     if not as_json:
         # The tasks of an array have an output each.
         verbs = ("status", "cancel") if is_array else ("status", "logs", "cancel")
         commands = [f"imgkit {verb} {record.job.handle}" for verb in verbs]
-        terminal.err(f"imgkit: {'; '.join(commands)}")
+        terminal.print_messages(f"imgkit: {'; '.join(commands)}")
     if is_array and not as_json:
-        terminal.err("imgkit: an array is not followed: each of its tasks has an id and an output of its own")
+        terminal.print_messages(
+            "imgkit: an array is not followed: each of its tasks has an id and an output of its own"
+        )
     if is_followed:
-        raise typer.Exit(follow(record))
+        raise typer.Exit(follow_job(record))
     if is_interactive and not as_json:
         _show_comments(ready.script)
 
 
 def _show_comments(script: Script) -> None:
     """Print the comments of an interactive job's script, which say what to type to get into the image."""
-    terminal.err(*(line for line in script.text.splitlines() if line.startswith("#")))
+    terminal.print_messages(*(line for line in script.text.splitlines() if line.startswith("#")))
 
 
 def show_script(job: Job, script: Script, values: Sequence[ValueSource], *, as_json: bool) -> None:
@@ -401,10 +405,10 @@ def show_script(job: Job, script: Script, values: Sequence[ValueSource], *, as_j
         data = script_data(job, script)
         if values:
             data["values"] = values_data(values)
-        show(data, as_json=True)
+        print_result(data, as_json=True)
         return
-    terminal.err(*values_table(values))
-    terminal.document(script.text)
+    terminal.print_messages(*values_table(values))
+    terminal.print_document(script.text)
 
 
 def script_data(job: Job, script: Script) -> dict[str, Any]:
@@ -434,7 +438,7 @@ def _run_on_hosts(script: Script) -> int:
     from imgkit_builder.base import process
     from imgkit_builder.jobs.systems import fanout
 
-    process.need("ssh", "apt-get install openssh-client")
+    process.require_program("ssh", "apt-get install openssh-client")
 
     def show(host: str, text: bytes, error: bool) -> None:
         stream = sys.stderr if error else sys.stdout
@@ -443,12 +447,14 @@ def _run_on_hosts(script: Script) -> int:
             # On a terminal, a progress bar ends its line by a carriage return, which would erase the host.
             lines = re.split(rb"\r+", text.rstrip(b"\r"))
         for line in lines:
-            terminal.passing(to_err=error)(f"{host}: ".encode() + line + b"\n")
+            terminal.output_copier(to_err=error)(f"{host}: ".encode() + line + b"\n")
 
     def say(text: str) -> None:
-        terminal.err(f"imgkit: {text}")
+        terminal.print_messages(f"imgkit: {text}")
 
-    return fanout.run(script.remote, show=show, say=say, sent=script.sent, head_decides=script.head_decides)
+    return fanout.run_on_hosts(
+        script.remote, show=show, say=say, sent=script.sent, head_decides=script.head_decides
+    )
 
 
 def verb_fetch(
@@ -471,18 +477,18 @@ def verb_fetch(
     from imgkit_builder.jobs.remote import fetch
 
     job_id = job_id or last_job_id()
-    record = records.find(job_id)
+    record = records.find_record(job_id)
     if not record.job.files_remote:
         raise UsageError(
             f"the job {job_id} ran here", where="ID", hint=f"its files: {record.job.directory}/runs"
         )
     folder = output or Path("runs", record.job.run_folder.name)
-    connection = connected(record.job.files_remote)
+    connection = connect_to(record.job.files_remote)
     connection.login()
     record = dataclasses.replace(record, fetched=str(folder.absolute()))
     with reporter(as_json=as_json) as report:
-        fetched = fetch.fetch(connection, record, folder, checkpoints=checkpoints, report=report)
-    records.keep(record)  # imgkit runs finds the folder
+        fetched = fetch.fetch_run(connection, record, folder, checkpoints=checkpoints, report=report)
+    records.save_record(record)  # imgkit runs finds the folder
     text = f"{folder}  {len(fetched.new)} of {fetched.files} files were new, {fetched.bytes / 1e6:.1f} MB"
     data = {
         "folder": str(folder),
@@ -493,4 +499,4 @@ def verb_fetch(
     lines = [text]
     if any(folder.glob("wandb/offline-run-*")):
         lines.append(f"wandb sync {shlex.quote(str(folder))}/wandb/offline-run-*")
-    show(data, *lines, as_json=as_json)
+    print_result(data, *lines, as_json=as_json)

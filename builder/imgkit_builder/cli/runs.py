@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from imgkit_builder.cli.common import JSON, columns, show
+from imgkit_builder.cli.common import JSON, format_columns, print_result
 from imgkit_builder.jobs import history, records
 
 if TYPE_CHECKING:
@@ -34,20 +34,20 @@ def verb_runs(
     newest = [history.with_cancellation(record) for record in records.newest_first()[:most]]
     data = {"runs": [job_data(record) for record in newest]}
     lines = jobs_table(newest) if newest else ("no runs yet; imgkit run starts one",)
-    show(data, *lines, as_json=as_json)
+    print_result(data, *lines, as_json=as_json)
 
 
 def jobs_table(jobs: Sequence[SubmittedJob]) -> Iterator[str]:
     """Yield the lines of a table with one row for each job, below a row of titles."""
     table = [("JOB", "NAME", "SUBMITTED", "STATE", "STEP", "LOSS", "IMAGE", "CODE", "COMMAND")]
     for record in jobs:
-        numbers = history.numbers(record)
+        numbers = history.last_numbers(record)
         table.append(
             (
                 record.job.handle,
                 record.job.name,
                 record.submitted[:16].replace("T", " ") or "-",
-                _state(record),
+                _recorded_state(record),
                 "-" if numbers.step is None else str(numbers.step),
                 "-" if numbers.loss is None else f"{numbers.loss:.6g}",
                 record.image_id.removeprefix("sha256:")[:12] or "-",
@@ -55,7 +55,7 @@ def jobs_table(jobs: Sequence[SubmittedJob]) -> Iterator[str]:
                 shlex.join(record.command) or "-",
             )
         )
-    return columns(table)
+    return format_columns(table)
 
 
 def job_data(record: SubmittedJob) -> dict[str, Any]:
@@ -71,12 +71,12 @@ def job_data(record: SubmittedJob) -> dict[str, Any]:
         "command": list(record.command),
         "folder": str(folder) if folder and folder.is_dir() else None,
         "submitted": record.submitted or None,
-        "state": _state(record),
-        **dataclasses.asdict(history.numbers(record)),
+        "state": _recorded_state(record),
+        **dataclasses.asdict(history.last_numbers(record)),
     }
 
 
-def _state(record: SubmittedJob) -> str:
+def _recorded_state(record: SubmittedJob) -> str:
     """Return the last recorded state; ``unknown`` for a job whose id the scheduler did not print."""
     if record.state:
         return record.state

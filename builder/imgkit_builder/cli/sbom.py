@@ -7,13 +7,13 @@ from pathlib import Path
 from imgkit_builder.cli.common import (
     UNPACK_LIMIT,
     VERBOSE,
-    gigabytes,
+    exit_on_sigterm,
+    gigabytes_to_bytes,
     name_argument,
     output_option,
-    terminable,
 )
 from imgkit_builder.cli.progress import reporter
-from imgkit_builder.workflow.sbom import document
+from imgkit_builder.workflow.sbom import sbom_document
 from imgkit_entrypoints import files, terminal
 
 
@@ -38,11 +38,11 @@ def verb_sbom(
       imgkit sbom mn5 -o mn5.spdx.json
       imgkit sbom mn5.tar.zst
     """
-    with terminable(), reporter(as_json=False, verbose=verbose) as report:
-        text = document(image, report, unpack_limit_bytes=gigabytes(unpack_limit))
+    with exit_on_sigterm(), reporter(as_json=False, verbose=verbose) as report:
+        text = sbom_document(image, report, unpack_limit_bytes=gigabytes_to_bytes(unpack_limit))
     if output is None:
-        terminal.document(text)
+        terminal.print_document(text)
         return
-    with files.replacing(output, failed="cannot be written", hint="name a writable file") as stream:
+    with files.replace_named_file(output, failed="cannot be written", hint="name a writable file") as stream:
         stream.write(text.encode())
-    terminal.err(f"imgkit: wrote {output}")
+    terminal.print_messages(f"imgkit: wrote {output}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from imgkit_builder.base.flags import USUAL, flags_in
-from imgkit_builder.cli.common import columns, name_argument, show, terminable
+from imgkit_builder.cli.common import exit_on_sigterm, format_columns, name_argument, print_result
 from imgkit_builder.cli.jobs import may_ask
 from imgkit_builder.cli.options import COMMAND, JobCommand, Without
 from imgkit_builder.cli.progress import reporter
@@ -79,40 +79,47 @@ def verb_scaling(
     transport: Transport = Local()
     if folder is not None:
         _refuse_with_continue(nodes, options, flags)
-        scaling.load(folder)  # a folder without a report is refused before anything is printed
+        scaling.load_report(folder)  # a folder without a report is refused before anything is printed
     else:
-        planned, remote = _plan(nodes, options, flags)
+        planned, remote = _plan_sizes(nodes, options, flags)
         if options.dry_run:
             _show_scripts(planned, remote, as_json=options.as_json)
             return
         transport = handle.transport_to(remote, planned[-1], may_ask=may_ask())
         transport.login()
-    with terminable(), reporter(as_json=options.as_json) as report:
+    with exit_on_sigterm(), reporter(as_json=options.as_json) as report:
         try:
             if planned:
-                for report_folder, run in scaling.submit(planned, transport, report):
+                for report_folder, run in scaling.submit_sizes(planned, transport, report):
                     folder = report_folder
                     size = run.sizes[0]  # the sizes are submitted from the largest to the smallest
                     report.note(f"{scaling.nodes_text(size.nodes)}: {size.job or size.state}")
             assert folder is not None  # noqa: S101 - `submit` yields it, or raises
             command = f"imgkit scaling --continue {shlex.quote(str(folder))}"
             if options.detach:
-                result = scaling.load(folder)
+                result = scaling.load_report(folder)
             else:
                 report.note(f"Ctrl-C leaves the jobs; {command} goes on")
-                result = scaling.finish(folder, report)
+                result = scaling.finish_report(folder, report)
         except KeyboardInterrupt:
             if folder is None:
                 raise  # no job was submitted
-            terminal.err(f"imgkit: the jobs continue: {' '.join(scaling.load(folder).pending_jobs)}")
+            terminal.print_messages(
+                f"imgkit: the jobs continue: {' '.join(scaling.load_report(folder).pending_jobs)}"
+            )
             raise typer.Exit(INTERRUPTED) from None
     data = {**dataclasses.asdict(result), "folder": str(folder)}
     if options.detach:
-        show(data, str(folder), as_json=options.as_json)
-        terminal.err(f"imgkit: once the jobs have ended: {command}")
+        print_result(data, str(folder), as_json=options.as_json)
+        terminal.print_messages(f"imgkit: once the jobs have ended: {command}")
         return
-    show(data, *columns(scaling.table(result)), *scaling.verdict(result), as_json=options.as_json)
-    terminal.err(f"imgkit: {folder / scaling.PAGE_FILE}")
+    print_result(
+        data,
+        *format_columns(scaling.table_rows(result)),
+        *scaling.verdict_sentences(result),
+        as_json=options.as_json,
+    )
+    terminal.print_messages(f"imgkit: {folder / scaling.PAGE_FILE}")
     if not all(size.is_complete for size in result.sizes):
         raise typer.Exit(EXIT_NO)
 
@@ -132,7 +139,9 @@ def _refuse_with_continue(nodes: str, options: JobOptions, flags: JobRequest) ->
         )
 
 
-def _plan(nodes: str, options: JobOptions, flags: JobRequest) -> tuple[list[PreparedJob], Remote | None]:
+def _plan_sizes(
+    nodes: str, options: JobOptions, flags: JobRequest
+) -> tuple[list[PreparedJob], Remote | None]:
     """Return the checked jobs of all sizes, and their remote; None: this machine."""
     from imgkit_builder.jobs import scaling
     from imgkit_builder.project import origins
@@ -141,10 +150,10 @@ def _plan(nodes: str, options: JobOptions, flags: JobRequest) -> tuple[list[Prep
         refuse_command_as_recipe(options.recipe, "scaling")
     sizes = scaling.parse_sizes(nodes)
     remote, project = find_remote(options)
-    request = origins.under(flags, project)
+    request = origins.fill_from_file(flags, project)
     recipe = options.recipe if remote else local_recipe(options, project)
     code = read_code(request, as_json=options.as_json)
-    planned = scaling.plan(recipe, request, sizes, code=code, remote=remote, base=options.base or "")
+    planned = scaling.plan_scaling(recipe, request, sizes, code=code, remote=remote, base=options.base or "")
     return planned, remote
 
 
@@ -152,13 +161,15 @@ def _show_scripts(planned: Sequence[PreparedJob], remote: Remote | None, *, as_j
     """Print the scripts of all sizes, and the warnings of the largest size, which are those of all."""
     from imgkit_builder.jobs import image_source, scaling
 
-    terminal.err(*(f"imgkit: {warning}" for warning in planned[-1].job.warnings))
+    terminal.print_messages(*(f"imgkit: {warning}" for warning in planned[-1].job.warnings))
     if remote is not None:
-        terminal.err(f"imgkit: {image_source.UNKNOWN_HOME} stands for the folder on {remote.name}")
+        terminal.print_messages(f"imgkit: {image_source.UNKNOWN_HOME} stands for the folder on {remote.name}")
     if as_json:
-        show({"jobs": [script_data(prepared.job, prepared.script) for prepared in planned]}, as_json=True)
+        print_result(
+            {"jobs": [script_data(prepared.job, prepared.script) for prepared in planned]}, as_json=True
+        )
         return
     for prepared in planned:
         nodes = scaling.nodes_text(prepared.job.allocation.nodes)
-        terminal.err(f"imgkit: {nodes}, in {prepared.job.directory}:")
-        terminal.document(prepared.script.text)
+        terminal.print_messages(f"imgkit: {nodes}, in {prepared.job.directory}:")
+        terminal.print_document(prepared.script.text)

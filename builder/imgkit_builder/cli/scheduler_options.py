@@ -144,7 +144,7 @@ class TypedOption(NamedTuple):
     """The argument behind the option, which may be its value."""
 
 
-def refuse(args: Sequence[str], own_options: Mapping[str, bool]) -> None:
+def refuse_scheduler_options(args: Sequence[str], own_options: Mapping[str, bool]) -> None:
     """Raise UsageError with the line to type instead, if `args` has options of a scheduler.
 
     Parameters
@@ -154,7 +154,7 @@ def refuse(args: Sequence[str], own_options: Mapping[str, bool]) -> None:
     typed_options = tuple(_options_of_others(args, own_options))
     answers: dict[str, list[tuple[TypedOption, Row, re.Match[str]]]] = {}
     for scheduler, rows in TABLES.items():
-        answers[scheduler] = [*_answers(rows, typed_options)]
+        answers[scheduler] = [*_find_answers(rows, typed_options)]
     # -N and -p mean something else to each scheduler: the one that has most of the options is meant.
     scheduler = max(answers, key=lambda name: len(answers[name]))
     if not answers[scheduler]:
@@ -181,7 +181,7 @@ def _options_of_others(args: Sequence[str], own_options: Mapping[str, bool]) -> 
     """Yield the options in `args` that the verb does not have."""
     index = 0
     while index < len(args):
-        flag, value = _split(args[index])
+        flag, value = _split_option(args[index])
         index += 1
         if flag in own_options:
             if own_options[flag] and not value:
@@ -189,12 +189,12 @@ def _options_of_others(args: Sequence[str], own_options: Mapping[str, bool]) -> 
             continue
         next_argument = args[index] if index < len(args) else ""
         if flag == "-l":
-            yield from _resources(flag, value or next_argument)
+            yield from _split_pbs_resources(flag, value or next_argument)
         elif re.match("--?[A-Za-z]", flag):
             yield TypedOption(flag, flag, value, "" if next_argument.startswith("-") else next_argument)
 
 
-def _split(argument: str) -> tuple[str, str]:
+def _split_option(argument: str) -> tuple[str, str]:
     """Return the name and the value of an option.
 
     ``--time=1h`` -> ``--time``, ``1h``; ``-N2`` -> ``-N``, ``2``. The value is empty if none is joined.
@@ -205,14 +205,14 @@ def _split(argument: str) -> tuple[str, str]:
     return flag, value
 
 
-def _resources(flag: str, value: str) -> Iterator[TypedOption]:
+def _split_pbs_resources(flag: str, value: str) -> Iterator[TypedOption]:
     """Yield the resources that `flag` of PBS requests: ``select=2:ngpus=4,walltime=1:00:00``."""
     for resource in re.split("[:,](?=[a-z_]+=)", value):
         name, _, number = resource.partition("=")
         yield TypedOption(flag, name, number)
 
 
-def _answers(
+def _find_answers(
     rows: Sequence[Row], typed_options: Sequence[TypedOption]
 ) -> Iterator[tuple[TypedOption, Row, re.Match[str]]]:
     """Yield each option for which `rows` has an answer, with its row and the match of its value."""

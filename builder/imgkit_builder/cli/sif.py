@@ -15,12 +15,12 @@ from imgkit_builder.cli.common import (
     MB,
     UNPACK_LIMIT,
     VERBOSE,
+    exit_on_sigterm,
     flag_option,
-    gigabytes,
+    gigabytes_to_bytes,
     name_argument,
     output_option,
-    show,
-    terminable,
+    print_result,
 )
 from imgkit_builder.cli.options import GroupedCommand
 from imgkit_builder.cli.progress import reporter
@@ -80,7 +80,9 @@ def verb_sif(
       imgkit sif mn5.tar --submit -A bsc98 --time 1h
     """
     named: FormatName = "sqsh" if output and output.suffix == ".sqsh" else "sif"
-    request = dataclasses.replace(options, format=format or named, unpack_limit_bytes=gigabytes(unpack_limit))
+    request = dataclasses.replace(
+        options, format=format or named, unpack_limit_bytes=gigabytes_to_bytes(unpack_limit)
+    )
     if job.submit:
         from imgkit_builder.jobs.conversion import prepare_conversion
 
@@ -90,12 +92,14 @@ def verb_sif(
     refuse_without_submit(job)
     if dry_run:
         target, commands = plan_conversion(image, output, request)
-        show({"dry_run": True, "file": target, "commands": commands}, *commands, as_json=as_json)
+        print_result({"dry_run": True, "file": target, "commands": commands}, *commands, as_json=as_json)
         return
-    with terminable(), reporter(as_json=as_json, verbose=verbose) as report:
+    with exit_on_sigterm(), reporter(as_json=as_json, verbose=verbose) as report:
         converted = convert(image, output, request, report=report)
     target = output or Path(converted.path.name)
-    following = next_line(target, "dist-train") if converted.format == "sif" else _start(converted.path)
+    following = (
+        next_line(target, "dist-train") if converted.format == "sif" else _start_command(converted.path)
+    )
     data = dataclasses.asdict(converted)
     del data["record"]["facts"]  # long, and `imgkit sbom` lists the packages
     data = {"file": data.pop("path"), **data, "next": following}
@@ -103,7 +107,7 @@ def verb_sif(
     show_stages(data, converted.stages, *lines, as_json=as_json)
 
 
-def _start(sqsh: Path) -> str:
+def _start_command(sqsh: Path) -> str:
     """Return the command that starts a .sqsh by pyxis: training, or a shell in an image of others."""
     command = ["dist-train"] if named_system(sqsh) else ["--pty", "/bin/sh"]
     return shlex.join(["srun", f"--container-image={sqsh}", *command])
@@ -126,9 +130,9 @@ def next_line(sif: Path, command: str) -> str:
     if system is None:
         return shlex.join(("singularity", "shell", str(sif)))
     runtime = system.runtime
-    starts_sif = runtimes.named(runtime.kind).image_suffix == ".sif"
+    starts_sif = runtimes.get_runtime(runtime.kind).image_suffix == ".sif"
     program, options = (runtime.command, runtime.options) if starts_sif else ("singularity", ())
-    mounts = quoting.repeat_option("--bind", map(quoting.expanding, runtime.binds))
+    mounts = quoting.repeat_option("--bind", map(quoting.quote_with_site_variables, runtime.binds))
     return " ".join(map(quoting.quote, (program, "exec", *options, *mounts, str(sif), command)))
 
 
@@ -139,7 +143,7 @@ def show_stages(data: Mapping[str, Any], stages: Sequence[Stage], *lines: str, a
     if stages:
         rows.append(f"{sum(stage.seconds for stage in stages):7.1f} s  in all")
     data = {name: value for name, value in data.items() if name != "stages"}
-    show({**data, "seconds": seconds}, *rows, *lines, as_json=as_json)
+    print_result({**data, "seconds": seconds}, *rows, *lines, as_json=as_json)
 
 
 def result_lines(

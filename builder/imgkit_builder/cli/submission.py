@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from imgkit_builder.base.flags import flag, flags_in, part
-from imgkit_builder.cli.common import terminable
+from imgkit_builder.base.flags import flags_in, option_field, part
+from imgkit_builder.cli.common import exit_on_sigterm
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.jobs.request import SubmitRequest
 from imgkit_entrypoints import terminal
@@ -22,8 +22,12 @@ _GROUP = "With --submit"
 class SubmitOptions:
     """The options of a verb that can let a job do its work."""
 
-    submit: bool = flag(False, help="Let a job of this machine's scheduler do this, and follow its output.")
-    detach: bool = flag(False, group=_GROUP, help="Submit, print the job's id, and do not follow its output.")
+    submit: bool = option_field(
+        False, help="Let a job of this machine's scheduler do this, and follow its output."
+    )
+    detach: bool = option_field(
+        False, group=_GROUP, help="Submit, print the job's id, and do not follow its output."
+    )
     request: SubmitRequest = part(SubmitRequest, group=_GROUP)
 
 
@@ -40,9 +44,9 @@ def submit_job(prepared: PreparedJob, options: SubmitOptions, *, dry_run: bool, 
 
     if dry_run:
         for warning in prepared.job.warnings:
-            terminal.err(f"imgkit: {warning}")
+            terminal.print_messages(f"imgkit: {warning}")
         show_script(prepared.job, prepared.script, (), as_json=as_json)
         return
-    with terminable(), reporter(as_json=as_json) as report:
-        record = conversion.submit(prepared, report)
+    with exit_on_sigterm(), reporter(as_json=as_json) as report:
+        record = conversion.submit_conversion(prepared, report)
     show_submitted(record, prepared, detach=options.detach, as_json=as_json)

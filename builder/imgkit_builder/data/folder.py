@@ -44,7 +44,7 @@ class DataFolder:
 
     def refuse_changed(self) -> None:
         """Raise UsageError if the files are no longer those that were listed."""
-        if read(self.spec, self.path) != self:
+        if list_folder(self.spec, self.path) != self:
             raise UsageError(
                 "it changed while it was sent",
                 where=str(self.path),
@@ -52,18 +52,18 @@ class DataFolder:
             )
 
 
-def find(spec: DataSpec, project: Path) -> DataFolder:
+def find_folder(spec: DataSpec, project: Path) -> DataFolder:
     """Return the folder of `project` that `spec` names, with a list of its files.
 
     Raises
     ------
     UsageError : the folder is missing or empty, or cannot be read; or something in it cannot be sent.
     """
-    return read(spec, project.absolute() / spec.source)
+    return list_folder(spec, project.absolute() / spec.source)
 
 
-def read(spec: DataSpec, path: Path) -> DataFolder:
-    """List the files of the folder `path`. See `find`."""
+def list_folder(spec: DataSpec, path: Path) -> DataFolder:
+    """List the files of the folder `path`. See `find_folder`."""
     if not path.is_dir():
         problem = "not a directory" if os.path.lexists(path) else "no such directory"
         hint = "the key `data` of imgkit.toml names folders of the project: make it, or remove the item"
@@ -71,7 +71,7 @@ def read(spec: DataSpec, path: Path) -> DataFolder:
     digest = hashlib.sha256(b"imgkit data 1\n")
     file_count = size_bytes = 0
     try:
-        for name, status, link in _walk(path.resolve(), ""):
+        for name, status, link in _walk_entries(path.resolve(), ""):
             size = 0
             if stat.S_ISREG(status.st_mode):
                 file_count += 1
@@ -101,7 +101,7 @@ def read(spec: DataSpec, path: Path) -> DataFolder:
     )
 
 
-def _walk(folder: Path, below: str) -> Iterator[tuple[str, os.stat_result, str]]:
+def _walk_entries(folder: Path, below: str) -> Iterator[tuple[str, os.stat_result, str]]:
     """Yield the path below the folder of data, the status and the link's target of everything in `folder`.
 
     Raises
@@ -127,7 +127,7 @@ def _walk(folder: Path, below: str) -> Iterator[tuple[str, os.stat_result, str]]
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), entry.path)
         yield name, status, link
         if stat.S_ISDIR(status.st_mode):
-            yield from _walk(Path(entry.path), f"{name}/")
+            yield from _walk_entries(Path(entry.path), f"{name}/")
 
 
 def _refuse_outside(path: str, link: str, name: str) -> None:

@@ -45,7 +45,7 @@ def find(spec: DataSpec, project: Path) -> DataFolder:
     revision = read_lock(project / LOCK).get(spec.source, repo.revision)
     path = _folder(repo, revision or "main")
     if COMMIT.fullmatch(revision) and path.is_dir():
-        return folder.read(spec, path)
+        return folder.list_folder(spec, path)
     return DataFolder(spec=spec, path=path, name=f"{repo.cache_name}@{path.name}", files=0, size_bytes=0)
 
 
@@ -85,10 +85,10 @@ def download(spec: DataSpec, project: Path, report: Reporter) -> DataFolder:
             _make_folder(repo, Path(snapshot), path)
         commits[spec.source] = path.name
         lines = [f"{item} {commit}\n" for item, commit in sorted(commits.items())]
-        files.put(project / LOCK, _LOCK_HEAD + "".join(lines))
+        files.write_file(project / LOCK, _LOCK_HEAD + "".join(lines))
     except Exception as error:  # huggingface_hub raises errors of its HTTP library, which differs by version
         raise _download_error(error, spec) from error
-    return folder.read(spec, path)
+    return folder.list_folder(spec, path)
 
 
 def _repo(spec: DataSpec) -> HubRepo:
@@ -153,7 +153,7 @@ def _make_folder(repo: HubRepo, snapshot: Path, path: Path) -> None:
         complete = Path(temporary, path.name)
         _link_files(repo, snapshot, complete)
         with contextlib.suppress(OSError):  # another run has made it in the meantime
-            files.publish(complete, path)
+            files.publish_file(complete, path)
 
 
 def _link_files(repo: HubRepo, snapshot: Path, path: Path) -> None:
@@ -165,7 +165,7 @@ def _link_files(repo: HubRepo, snapshot: Path, path: Path) -> None:
         folders = [path, cache / "snapshots" / snapshot.name]
     for part in ("blobs", "refs"):
         (cache / part).mkdir(parents=True)
-    files.put(cache / "refs" / "main", snapshot.name)
+    files.write_file(cache / "refs" / "main", snapshot.name)
     for file in sorted(snapshot.rglob("*")):
         if file.is_dir():
             continue

@@ -65,7 +65,7 @@ class DataSpec:
         return not self.source.startswith(("/", "$"))
 
 
-def parse(text: str) -> DataSpec:
+def parse_spec(text: str) -> DataSpec:
     """Return the meaning of ``data/letters``, of ``/gpfs/letters:/data`` or of ``hf://datasets/me/letters``.
 
     Raises
@@ -95,7 +95,7 @@ def parse_all(texts: Iterable[str]) -> tuple[DataSpec, ...]:
     """
     specs: list[DataSpec] = []
     for text in texts:
-        spec = parse(text)
+        spec = parse_spec(text)
         for earlier in specs:
             outer, inner = sorted((earlier.target, spec.target), key=len)
             if f"{inner}/".startswith(f"{outer}/"):
@@ -127,7 +127,7 @@ def _parse_hub_item(text: str) -> DataSpec:
 def _parse_cluster_path(text: str) -> DataSpec:
     """Return the meaning of ``/SRC:/DEST``, in which SRC may begin with a variable of the site."""
     source, _, target = text.partition(":")
-    faults = [*rules.printable(text), *rules.bind(text)]
+    faults = [*rules.printable_text(text), *rules.bind_mount(text)]
     if not faults and (not target or ":" in target):
         faults = [(f"{text!r} does not say where the job sees it", f"write {source}:/DEST")]
     faults += recipe_rules.copy_target(target) if not faults else ()

@@ -303,7 +303,7 @@ def open_ssh_socket(host: str, timeout_s: float | None) -> socket.socket:
     ------
     ToolMissing : there is no program ssh.
     """
-    process.need("ssh", "sudo apt-get install openssh-client")
+    process.require_program("ssh", "sudo apt-get install openssh-client")
     ours, theirs = socket.socketpair()
     with theirs:
         # It ends when the socket is closed.

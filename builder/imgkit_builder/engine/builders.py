@@ -149,7 +149,7 @@ def buildx_version() -> str:
 
 def _require_buildx() -> None:
     install = f"{BUILDX_PACKAGE}; or use --builder classic"
-    process.need("docker", install)
+    process.require_program("docker", install)
     if not buildx_version():
         raise ToolMissing("the docker program has no buildx", where="--builder", hint=install)
 
@@ -165,7 +165,7 @@ def _find_podman_containers(facts: EngineFacts) -> Path:
         )
     if not facts.is_here:
         raise UsageError("Podman is on another machine", where=facts.endpoint.host, hint=use_classic)
-    process.need(PODMAN[0], f"sudo apt-get install podman, {use_classic}")
+    process.require_program(PODMAN[0], f"sudo apt-get install podman, {use_classic}")
     layout = "store={{.Store.GraphRoot}} driver={{.Store.GraphDriverName}}."
     # The program and the service may have different users or configurations, hence different images.
     result = process.run([*PODMAN, "info", "--format", layout], env=local_podman_env(), check=False)

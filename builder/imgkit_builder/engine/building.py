@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from imgkit_builder.base import files
-from imgkit_builder.base.process import pump
+from imgkit_builder.base.process import pump_pipes
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.engine import containers
 from imgkit_builder.engine.builders import PODMAN, Choice, choose_fallback, local_podman_env
@@ -71,7 +71,7 @@ def build(
     report: Reporter,
     builder: Choice | None = None,
     no_cache: bool = False,
-    hide: Callable[[str], str] = secret_patterns.masked,
+    hide: Callable[[str], str] = secret_patterns.mask_secrets,
     accept: Callable[[ImageInfo], None] | None = None,
 ) -> Built:
     """Build `context` with `builder`, by default the classic one, and name the result `tag`.
@@ -96,7 +96,7 @@ def build(
         locked=context.is_locked,
     )
     dockerfile = context.dockerfile.rstrip("\n") + "\n" + _label_instruction(labels)
-    files.put(folder / "Dockerfile", hide(dockerfile))
+    files.write_file(folder / "Dockerfile", hide(dockerfile))
     log = folder / "build.log"
     builder = builder or Choice(name="classic")
     if builder.note:
@@ -275,7 +275,7 @@ def _run_program(
         env = _buildx_env(engine)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     with contextlib.closing(chunks), _guard([*argv, *options], token, builder.containers, env) as guard:
-        for data in pump(guard, chunks):
+        for data in pump_pipes(guard, chunks):
             follower.add_text(decoder.decode(data))
         code = guard.wait()
     if code:

@@ -16,7 +16,7 @@ from imgkit_builder.engine import address
 from imgkit_builder.engine.address import Endpoint
 from imgkit_builder.engine.connection import Engine
 from imgkit_builder.engine.errors import translate_errors
-from imgkit_entrypoints.terminal import unstyled
+from imgkit_entrypoints.terminal import strip_styles
 
 NOT_FOUND = 127
 """The exit code of a shell for a missing program; the engine refuses the start instead."""
@@ -142,7 +142,7 @@ def run(engine: Engine, image: str, argv: Sequence[str], *, platform: str) -> Fi
         with translate_errors(f"run {argv[0]} in {image}"), engine.patient() as api:
             code = int(api.wait(name)["StatusCode"])
             output: bytes = api.logs(name, stdout=True, stderr=True)
-    return Finished(argv=tuple(argv), returncode=code, output=unstyled(output.decode("utf-8", "replace")))
+    return Finished(argv=tuple(argv), returncode=code, output=strip_styles(output.decode("utf-8", "replace")))
 
 
 @contextlib.contextmanager

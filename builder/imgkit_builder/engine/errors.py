@@ -9,7 +9,7 @@ from typing import Any
 
 from imgkit_builder.base.progress import Reporter
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
-from imgkit_entrypoints.terminal import unstyled
+from imgkit_entrypoints.terminal import strip_styles
 
 # In lower case, as in the messages of Docker, Podman, containerd and registries.
 _UNKNOWN_IMAGE = re.compile(
@@ -82,7 +82,7 @@ def explain_message(message: str, *, doing: str, name: str = "") -> ImgkitError:
     doing : the operation, for example ``pull nvcr.io/x:1``.
     name : the image's name, for the hint.
     """
-    text = unstyled(message).strip()
+    text = strip_styles(message).strip()
     lower = text.lower()
     # Registries and engines word the same refusal in many ways, and send no code that tells them apart.
     if "invalid reference format" in lower:

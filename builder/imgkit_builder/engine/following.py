@@ -18,7 +18,7 @@ from imgkit_builder.engine.errors import Event, event_error, explain_message, fi
 from imgkit_builder.image.render import find_origin
 from imgkit_entrypoints import secret_patterns
 from imgkit_entrypoints.errors import ImgkitError
-from imgkit_entrypoints.terminal import unstyled
+from imgkit_entrypoints.terminal import strip_styles
 
 DOCKERFILE = "Dockerfile.imgkit"
 """Name of the Dockerfile with the labels; the context keeps its own next to it."""
@@ -44,7 +44,7 @@ class BuildFollower:
         base: str,
         log_path: Path,
         report: Reporter,
-        hide: Callable[[str], str] = secret_patterns.masked,
+        hide: Callable[[str], str] = secret_patterns.mask_secrets,
     ) -> None:
         self._log, self.log_path, self._hide = log, log_path, hide
         self._dockerfile, self._base, self.report = dockerfile, base, report
@@ -102,7 +102,7 @@ class BuildFollower:
 
     def _add_line(self, line: str) -> None:
         # A progress bar rewrites its line; only the last text counts.
-        text = self._hide(unstyled(line).rstrip("\r").rpartition("\r")[2])
+        text = self._hide(strip_styles(line).rstrip("\r").rpartition("\r")[2])
         self._log.write(text + "\n")
         self._log.flush()
         self._interpret(text)

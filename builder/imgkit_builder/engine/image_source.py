@@ -25,7 +25,7 @@ from imgkit_builder.engine.errors import (
 from imgkit_builder.engine.images import ImageInfo, check_name, find_image, inspect, repository
 from imgkit_builder.oci.config import ImageConfig, parse_config
 from imgkit_entrypoints.errors import ToolFailed, UsageError
-from imgkit_entrypoints.terminal import unstyled
+from imgkit_entrypoints.terminal import strip_styles
 
 # An error message that the engine appends to a tar is shorter.
 _TAIL_BYTES = 4096
@@ -142,7 +142,7 @@ def _refuse_incomplete(chunks: Iterator[bytes], doing: str) -> Generator[bytes, 
         return
     start = tail.rfind(b'{"errorDetail"')
     if start >= 0:
-        raise explain_message(unstyled(tail[start:].decode("utf-8", "replace")), doing=doing)
+        raise explain_message(strip_styles(tail[start:].decode("utf-8", "replace")), doing=doing)
     raise ToolFailed(
         f"{doing}: the stream ended before the archive did",
         hint="the engine stopped or its disk is full: docker system df; journalctl -u docker -n 50",

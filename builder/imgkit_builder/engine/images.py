@@ -31,7 +31,7 @@ from imgkit_builder.recipe.rules import parse_reference
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import CheckFailed, ImgkitError, ToolFailed, UsageError
 from imgkit_entrypoints.rules import Unfit
-from imgkit_entrypoints.terminal import shown
+from imgkit_entrypoints.terminal import escape_controls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -407,7 +407,7 @@ class ImageFacts:
             ("base", facts["base"]),
             ("created", facts["created"]),
         ]
-        rows += [(f"label {shown(key)}", value) for key, value in sorted(facts["labels"].items())]
+        rows += [(f"label {escape_controls(key)}", value) for key, value in sorted(facts["labels"].items())]
         width = max(len(key) for key, _ in rows)
         lines = [f"{key:{width}}  {value}".rstrip() for key, value in rows if value]
         if facts["standin"]:

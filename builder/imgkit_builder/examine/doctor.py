@@ -57,7 +57,7 @@ class Machine:
             return ""
 
 
-def examine(
+def check_machine(
     target: Target | None = None, *, purpose: Purpose = "any", machine: Machine | None = None
 ) -> tuple[Check, ...]:
     """Check everything within a second, and change nothing.
@@ -67,36 +67,36 @@ def examine(
     warns.
     """
     machine = machine or Machine()
-    engine, tool = _engine(), _runtime(target)
-    writer = _writer(tool)
+    engine, tool = _check_engine(), _check_runtime(target)
+    writer = _check_sif_writer(tool)
     has_runtime = tool.verdict in ("ok", "warn")
-    definitions = (_definitions(machine),) if has_runtime else ()
+    definitions = (_check_definitions(machine),) if has_runtime else ()
     tool_checks = (
         # Without a runtime this machine cannot run a .sif, but imgkit may still write one.
-        tool if writer.verdict == "fail" else _softer(tool),
-        *(_unprivileged(machine, tool) if has_runtime else ()),
+        tool if writer.verdict == "fail" else _as_warning(tool),
+        *(_check_kernel(machine, tool) if has_runtime else ()),
         *definitions,
         writer,
-        _zstd(),
-        *_disks(machine, purpose),
+        _check_zstd(),
+        *_check_disks(machine, purpose),
     )
     can_build, can_convert = engine.verdict != "fail", passed(tool_checks)
     if purpose == "build" or (purpose == "any" and can_build):
-        tool_checks = tuple(map(_softer, tool_checks))
+        tool_checks = tuple(map(_as_warning, tool_checks))
     if purpose == "build" and not can_build and any(check.verdict == "ok" for check in definitions):
         hint = f"imgkit build RECIPE --with apptainer needs no engine; {engine.hint}"
         engine = dataclasses.replace(engine, verdict="warn", hint=hint)
     if purpose == "sif" or (purpose == "any" and can_convert):
-        engine = _softer(engine)
+        engine = _as_warning(engine)
     python = Check("python", "ok", f"{platform.python_version()} at {sys.executable}")
-    return (python, engine, *_emulation(machine, target), *tool_checks)
+    return (python, engine, *_check_emulation(machine, target), *tool_checks)
 
 
-def _softer(check: Check) -> Check:
+def _as_warning(check: Check) -> Check:
     return dataclasses.replace(check, verdict="warn") if check.verdict == "fail" else check
 
 
-def _engine() -> Check:
+def _check_engine() -> Check:
     """Report the engine that every verb uses."""
     try:
         facts = connection.query_facts(address.find_endpoint())
@@ -124,7 +124,7 @@ def _engine() -> Check:
     return Check("docker", "warn", text, hint)
 
 
-def _runtime(target: Target | None) -> Check:
+def _check_runtime(target: Target | None) -> Check:
     name, kind = "singularity", target.system.runtime.kind if target else "singularity"
     try:
         tool = runtime.find_runtime(module_hint=(target.module_line or None) if target else None)
@@ -140,7 +140,7 @@ def _runtime(target: Target | None) -> Check:
     return Check(name, "ok", text)
 
 
-def _unprivileged(machine: Machine, tool: Check) -> Iterator[Check]:
+def _check_kernel(machine: Machine, tool: Check) -> Iterator[Check]:
     """Check what a runtime needs of the kernel for ordinary users; root and setuid runtimes need nothing."""
     if machine.uid == 0:
         return
@@ -148,7 +148,7 @@ def _unprivileged(machine: Machine, tool: Check) -> Iterator[Check]:
     if starter:
         yield Check("user namespaces", "ok", f"not needed: {starter} is setuid")
         return
-    yield _namespaces(machine)
+    yield _check_namespaces(machine)
     device = machine.root / "dev/fuse"
     if os.access(device, os.R_OK | os.W_OK):
         yield Check("fuse", "ok", "/dev/fuse can be opened")
@@ -168,7 +168,7 @@ def _setuid_starter(runtime_text: str) -> Path | None:
     return None
 
 
-def _namespaces(machine: Machine) -> Check:
+def _check_namespaces(machine: Machine) -> Check:
     name = "user namespaces"
     for path, refuses, fix in ((_USERNS, "0", "15000"), (_CLONE, "0", "1"), (_APPARMOR, "1", "0")):
         if machine.text(path) == refuses:
@@ -181,9 +181,9 @@ def _namespaces(machine: Machine) -> Check:
     return Check(name, "ok", f"allowed, at most {machine.text(_USERNS) or 'any number'}")
 
 
-def _definitions(machine: Machine) -> Check:
+def _check_definitions(machine: Machine) -> Check:
     """Report how steps of a recipe would run without an engine."""
-    name, access = "build --with apptainer", rights.look(root=machine.root, uid=machine.uid)
+    name, access = "build --with apptainer", rights.inspect_rights(root=machine.root, uid=machine.uid)
     if not access.way:
         return Check(name, "warn", access.fault, access.hint)
     steps = f"steps run {access.way}"
@@ -194,7 +194,7 @@ def _definitions(machine: Machine) -> Check:
     )
 
 
-def _writer(tool: Check) -> Check:
+def _check_sif_writer(tool: Check) -> Check:
     """Report how `imgkit sif` would write a file: itself, or by the runtime."""
     name, hint = "imgkit sif", squash.INSTALL
     try:
@@ -214,14 +214,14 @@ def _writer(tool: Check) -> Check:
     return Check(name, "ok", f"{text}; it runs under {runtime.FLOOR}")
 
 
-def _zstd() -> Check:
+def _check_zstd() -> Check:
     if path := shutil.which("zstd"):
         return Check("zstd", "ok", path)
     hint = "apt-get install zstd, or module load zstd; only archives saved with --compression zstd need it"
     return Check("zstd", "warn", "not on PATH", hint)
 
 
-def _disks(machine: Machine, purpose: Purpose) -> Iterator[Check]:
+def _check_disks(machine: Machine, purpose: Purpose) -> Iterator[Check]:
     current, sif_bytes = Path.cwd(), 0 if purpose == "build" else _SIF_SPACE_BYTES
     try:
         scratch = tmp_base(current / "image.sif", None)
@@ -229,14 +229,14 @@ def _disks(machine: Machine, purpose: Purpose) -> Iterator[Check]:
         yield Check("disk tmp", "fail", error.what, f"{error.where}: {error.hint}")
     else:
         shared = scratch.stat().st_dev == current.stat().st_dev
-        check = _space("disk tmp", scratch, _scratch_bytes() + (sif_bytes if shared else 0))
+        check = _check_space("disk tmp", scratch, _scratch_bytes() + (sif_bytes if shared else 0))
         if _file_system(machine, scratch) in ("tmpfs", "ramfs"):
             hint = "unpacked files would use memory: imgkit sif --tmpdir FOLDER-ON-A-DISK"
             check = Check(check.name, "warn", f"{check.found}, in memory (tmpfs)", hint)
         yield check
         if scratch == current and purpose != "build":
             return
-    yield _space("disk here", current, _BUILD_SPACE_BYTES if purpose == "build" else sif_bytes)
+    yield _check_space("disk here", current, _BUILD_SPACE_BYTES if purpose == "build" else sif_bytes)
 
 
 def _scratch_bytes() -> int:
@@ -248,7 +248,7 @@ def _scratch_bytes() -> int:
     return int(share * _NVIDIA_IMAGE_BYTES)
 
 
-def _space(name: str, folder: Path, needed_bytes: int) -> Check:
+def _check_space(name: str, folder: Path, needed_bytes: int) -> Check:
     free = shutil.disk_usage(folder).free
     text = f"{size_text(free)} free in {folder}"
     if free >= needed_bytes:
@@ -267,7 +267,7 @@ def _file_system(machine: Machine, folder: Path) -> str:
     return kind
 
 
-def _emulation(machine: Machine, target: Target | None) -> Iterator[Check]:
+def _check_emulation(machine: Machine, target: Target | None) -> Iterator[Check]:
     """Check whether images for another architecture can be built here."""
     if target is None or f"linux/{machine.arch}" in target.platforms:
         return

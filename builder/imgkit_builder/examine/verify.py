@@ -21,7 +21,7 @@ from imgkit_entrypoints.errors import CheckFailed, ImgkitError, ToolMissing, Usa
 _AGAIN = "copy it again (rsync -P resumes), or save it again"
 
 
-def verify(
+def verify_file(
     path: Path, *, report: Reporter | None = None, unpack_limit_bytes: int | None = None
 ) -> tuple[Check, ...]:
     """Check the archive, .sif or .sqsh at `path`; changes nothing.
@@ -44,9 +44,9 @@ def verify(
     if record.is_packages(path):
         return tuple(_packages(path, report))
     if sif.is_sif(path):
-        return tuple(_sif(path, report))
+        return tuple(_check_sif(path, report))
     if sqsh.is_sqsh(path):
-        return tuple(_sqsh(path, report))
+        return tuple(_check_sqsh(path, report))
     compress = read.archive_compression(path)
     if compress is None:
         raise UsageError(
@@ -58,29 +58,29 @@ def verify(
     contents = read.digest_archive(
         path, compress=compress, report=report, unpack_limit_bytes=unpack_limit_bytes
     )
-    return tuple(_archive(path, contents))
+    return tuple(_check_archive(path, contents))
 
 
-def _archive(path: Path, contents: Contents) -> Iterator[Check]:
-    yield checksum(path, contents.sha256, contents.size_bytes)
+def _check_archive(path: Path, contents: Contents) -> Iterator[Check]:
+    yield check_checksum(path, contents.sha256, contents.size_bytes)
     image = contents.image
     if image is None:
         yield Check("archive", "fail", contents.problem, _AGAIN)
         return
     tags = ", ".join(image.names) or "no tag"
     damage = f"damaged: {contents.wrong_blobs[0]}" if contents.wrong_blobs else ""
-    yield _checked("archive", damage, f"one image, {_platform(image)}, {tags}")
-    yield _checked("image id", image.id_fault, image.config.image_id)
-    yield _layers(image)
+    yield _make_check("archive", damage, f"one image, {_platform_text(image)}, {tags}")
+    yield _make_check("image id", image.id_fault, image.config.image_id)
+    yield _check_layers(image)
     yield _against_sidecar(path, contents, image)
 
 
-def _checked(name: str, fault: str, text: str) -> Check:
+def _make_check(name: str, fault: str, text: str) -> Check:
     """Return the check that fails if there is a `fault`."""
     return Check(name, "fail", fault, _AGAIN) if fault else Check(name, "ok", text)
 
 
-def checksum(path: Path, actual: str, size_bytes: int) -> Check:
+def check_checksum(path: Path, actual: str, size_bytes: int) -> Check:
     """Compare the digest of `path` with both sidecars."""
     try:
         listed, described = sidecar.read_sha256(path), sidecar.read_sidecar(path)
@@ -100,7 +100,7 @@ def checksum(path: Path, actual: str, size_bytes: int) -> Check:
     return Check("sha256", "fail", f"is {actual}, {', '.join(wrong)}{short}", _AGAIN)
 
 
-def _layers(image: SelectedImage[HashedFile]) -> Check:
+def _check_layers(image: SelectedImage[HashedFile]) -> Check:
     if image.count_fault:
         return Check("layers", "fail", image.count_fault, _AGAIN)
     for (layer, file), diff_id in zip(image.layers, image.config.diff_ids, strict=True):
@@ -121,34 +121,34 @@ def _against_sidecar(path: Path, contents: Contents, image: SelectedImage[Hashed
         return Check("sidecar", "fail", error.what, str(error.where))
     if described is None:
         return Check("sidecar", "skip", f"{sidecar.json_path(path).name} is missing")
-    if difference := _difference(described, contents, image):
+    if difference := _describe_difference(described, contents, image):
         hint = "the sidecar belongs to another archive: copy both again"
         return Check("sidecar", "fail", difference, hint)
     recorded = described.image
     return Check("sidecar", "ok", f"{recorded.tag}, {recorded.platform}, {recorded.id}")
 
 
-def _difference(described: Sidecar, contents: Contents, image: SelectedImage[HashedFile]) -> str:
+def _describe_difference(described: Sidecar, contents: Contents, image: SelectedImage[HashedFile]) -> str:
     recorded = described.image
     if recorded.id != image.config.image_id:
         return f"it describes image {recorded.id}, the archive has {image.config.image_id}"
     if recorded.diff_ids != image.config.diff_ids:
         return "its list of layers differs from that in the archive"
-    if recorded.platform != _platform(image):
-        return f"it says {recorded.platform}, the archive has {_platform(image)}"
+    if recorded.platform != _platform_text(image):
+        return f"it says {recorded.platform}, the archive has {_platform_text(image)}"
     if described.archive.size_bytes != contents.size_bytes:
         return f"it says {described.archive.size_bytes} bytes, the archive has {contents.size_bytes}"
     return ""
 
 
-def _platform(image: SelectedImage[HashedFile]) -> str:
+def _platform_text(image: SelectedImage[HashedFile]) -> str:
     return f"{image.config.os}/{image.config.arch}"
 
 
-def _sif(path: Path, report: Reporter) -> Iterator[Check]:
+def _check_sif(path: Path, report: Reporter) -> Iterator[Check]:
     if sidecar.sha256_path(path).exists():
         report.stage(f"read {path.name}")
-        yield checksum(path, read.hash_file(path, report=report), path.stat().st_size)
+        yield check_checksum(path, read.hash_file(path, report=report), path.stat().st_size)
     try:
         image = sif.read(path)
     except CheckFailed as error:
@@ -161,7 +161,7 @@ def _sif(path: Path, report: Reporter) -> Iterator[Check]:
     summary = f"{image.arch}, {len(image.descriptors)} objects, squashfs with {squashed.compressor}"
     yield Check("header", "ok", summary)
     report.stage(f"read {path.name}")
-    root = _content("root partition", image.record, sif.root_sha256(path, advance=report.advance))
+    root = _check_content("root partition", image.record, sif.root_sha256(path, advance=report.advance))
     yield root
     if image.record is not None and image.overlays:
         text = f"{len(image.overlays)} partitions that a runtime lays over the image, and imgkit writes none"
@@ -172,7 +172,7 @@ def _sif(path: Path, report: Reporter) -> Iterator[Check]:
     yield _build_manifest(path, image.arch)
 
 
-def _sqsh(path: Path, report: Reporter) -> Iterator[Check]:
+def _check_sqsh(path: Path, report: Reporter) -> Iterator[Check]:
     report.stage(f"read {path.name}")
     try:
         squashed, record = sqsh.check_structure(path), sqsh.read_record(path)
@@ -180,10 +180,10 @@ def _sqsh(path: Path, report: Reporter) -> Iterator[Check]:
     except CheckFailed as error:
         yield Check("squashfs", "fail", error.what, error.hint or _AGAIN)
         return
-    yield checksum(path, file_sha256, path.stat().st_size)
+    yield check_checksum(path, file_sha256, path.stat().st_size)
     arch = record.arch if record else "unknown architecture"
     yield Check("squashfs", "ok", f"{arch}, with {squashed.compressor}")
-    content = _content("content", record, root_sha256)
+    content = _check_content("content", record, root_sha256)
     yield content
     if content.verdict == "fail":
         yield Check("manifest", "skip", "not checked: the squashfs is damaged")
@@ -201,7 +201,9 @@ def _packages(path: Path, report: Reporter) -> Iterator[Check]:
         return
     damage = f"has sha256 {actual}, the record says {stored.squashfs_sha256}"
     is_whole = actual == stored.squashfs_sha256
-    yield _checked("content", "" if is_whole else damage, f"{len(stored.packages)} packages, sha256 {actual}")
+    yield _make_check(
+        "content", "" if is_whole else damage, f"{len(stored.packages)} packages, sha256 {actual}"
+    )
     image = path.with_name(stored.image)
     if not image.exists():
         yield Check("image", "skip", f"{image.name} is not beside it")
@@ -214,7 +216,7 @@ def _packages(path: Path, report: Reporter) -> Iterator[Check]:
     yield Check("image", "ok", f"{image.name}, as recorded")
 
 
-def _content(name: str, record: ImgkitRecord | None, actual: str) -> Check:
+def _check_content(name: str, record: ImgkitRecord | None, actual: str) -> Check:
     """Compare the digest of a squashfs with the record of its .sif or .sqsh."""
     if record is None:
         text = f"sha256 {actual}; the file has no record of imgkit"

@@ -90,7 +90,7 @@ def _parse_result(kind: type[_T], mark: str, output: str) -> _T | None:
         if not separator:
             continue
         try:
-            return cast("_T", json_text.read(kind, json_text.parse(text), "it", closed=True))
+            return cast("_T", json_text.build_value(kind, json_text.parse(text), "it", closed=True))
         except (ValueError, TypeError):
             return None
     return None

@@ -28,7 +28,7 @@ class SecretValues:
         """Return `text` with stars for these values, and for what else looks like a secret."""
         for line in self.lines:
             text = text.replace(line, "***")
-        return secret_patterns.masked(text)
+        return secret_patterns.mask_secrets(text)
 
 
 def read_secrets(recipe: Recipe) -> SecretValues:

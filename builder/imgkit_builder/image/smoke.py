@@ -61,7 +61,7 @@ def check_image(run: Runner, *, arch: str, manifest: Manifest | None) -> tuple[C
 def has_passed(image_id: str) -> bool:
     """Return whether this image has passed on this machine. The content behind an id never changes."""
     try:
-        return not files.foreign(_record_path(image_id))
+        return not files.foreign_file_reason(_record_path(image_id))
     except OSError:
         return False
 

@@ -191,7 +191,7 @@ def _find_uv(where: str) -> str:
 
 def _read_export(argv: list[str], project: Path) -> list[str]:
     """Return the exported requirements, one a line."""
-    output = process.answer(process.through(argv, (), cwd=project), "uv").decode()
+    output = process.read_answer(process.filter_through(argv, (), cwd=project), "uv").decode()
     return re.sub(r" \\\n *", " ", output).splitlines()
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import imgkit_entrypoints
 from imgkit_entrypoints import __version__
-from imgkit_entrypoints.cli.commands import COMMANDS, shim
+from imgkit_entrypoints.cli.commands import COMMANDS, shim_text
 
 PACKAGE = imgkit_entrypoints.__name__
 
@@ -51,7 +51,7 @@ def make_wheel() -> bytes:
     scripts = f"{PACKAGE}-{__version__}.data/scripts/"
     contents = dict(entrypoints_files())
     for command in COMMANDS:
-        contents[f"{scripts}{command.name}"] = shim(command).encode()
+        contents[f"{scripts}{command.name}"] = shim_text(command).encode()
     contents[f"{_DIST_INFO}/METADATA"] = _METADATA.encode()
     contents[f"{_DIST_INFO}/WHEEL"] = _WHEEL.encode()
     contents = dict(sorted(contents.items()))

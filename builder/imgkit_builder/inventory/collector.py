@@ -82,7 +82,7 @@ class InventoryCollector:
         if path.endswith(packages.PYTHON_ENDINGS):
             self._keep(self._python, path, packages.python_package(path, text))
         elif path in _RELEASES:
-            self._releases[path] = _release(text)
+            self._releases[path] = _parse_os_release(text)
         else:
             self._add_debian(path, text)
 
@@ -156,7 +156,7 @@ class InventoryCollector:
             self._left_out.add(f"/{path}: {reason}".encode("ascii", "backslashreplace").decode())
 
 
-def _release(text: str) -> dict[str, str]:
+def _parse_os_release(text: str) -> dict[str, str]:
     """Return the variables of an os-release file that are plain words."""
     pairs = (line.partition("=") for line in text.splitlines())
     values = {name: value.strip("\"'") for name, _, value in pairs}
@@ -173,7 +173,7 @@ def _locked_files(text: str) -> dict[_LockKey, tuple[str, str]]:
     files = {}
     for table in _HEAD.split(text)[1:]:
         lines = table.partition("\n[")[0].splitlines()
-        values = {pair[1]: _plain(pair[2]) for pair in map(_VALUE.fullmatch, lines) if pair}
+        values = {pair[1]: _unquote(pair[2]) for pair in map(_VALUE.fullmatch, lines) if pair}
         sha256, url = values.get("sha256", ""), values.get("url", "")
         if _SHA256.fullmatch(sha256):
             key = _lock_key(values.get("name", ""), values.get("version", ""), values.get("architecture", ""))
@@ -181,7 +181,7 @@ def _locked_files(text: str) -> dict[_LockKey, tuple[str, str]]:
     return files
 
 
-def _plain(text: str) -> str:
+def _unquote(text: str) -> str:
     """Return the value of a TOML text in quotes; empty where it is none."""
     try:
         value = json_text.parse(text)

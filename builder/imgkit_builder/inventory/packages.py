@@ -82,7 +82,7 @@ class Inventory:
 def debian_packages(text: str) -> Iterator[Package | str]:
     """Yield the packages that the list `text` says are there, or what is wrong with an entry."""
     for number, paragraph in enumerate(filter(None, _PARAGRAPH_END.split(text.strip())), 1):
-        fields = _fields(paragraph)
+        fields = _field_reader(paragraph)
         name, version, architecture = fields("Package"), fields("Version"), fields("Architecture")
         state = fields("Status").split()
         if state and state[-1] in ("not-installed", "config-files"):
@@ -94,7 +94,7 @@ def debian_packages(text: str) -> Iterator[Package | str]:
             yield f"entry {number} is not a package"
 
 
-def _fields(paragraph: str) -> Callable[[str], str]:
+def _field_reader(paragraph: str) -> Callable[[str], str]:
     """Return what gives the first value of a field of `paragraph`; empty where there is none."""
     message = HeaderParser().parsestr(paragraph)
     return lambda name: str(message.get(name, "")).strip()
@@ -105,8 +105,8 @@ def python_package(path: str, text: str) -> Package | None:
 
     The name of the file says name and version where `text` does not, where it is too large.
     """
-    entry = _entry(path)
-    fields = _fields(_PARAGRAPH_END.split(text.lstrip(), 1)[0])
+    entry = _package_path(path)
+    fields = _field_reader(_PARAGRAPH_END.split(text.lstrip(), 1)[0])
     name, version = fields("Name"), fields("Version")
     if not _NAME.fullmatch(name) or not _VERSION.fullmatch(version):
         name, version = (*entry.name.split("-"), "", "")[:2]
@@ -117,10 +117,10 @@ def python_package(path: str, text: str) -> Package | None:
 
 def folder_of(path: str) -> str:
     """Return the folder of the package that the file `path` describes."""
-    return str(_entry(path).parent)
+    return str(_package_path(path).parent)
 
 
-def _entry(path: str) -> PurePosixPath:
+def _package_path(path: str) -> PurePosixPath:
     """Return the path of the package that the file `path` describes, without the ending of the file."""
     ending = next(suffix for suffix in PYTHON_ENDINGS if path.endswith(suffix))
     return PurePosixPath("/", path.removesuffix(ending))

@@ -22,14 +22,14 @@ _IMAGE = "SPDXRef-Image"
 _BASE = "SPDXRef-Base"
 
 
-def document(inventory: Inventory) -> str:
+def spdx_document(inventory: Inventory) -> str:
     """Return the document that lists `inventory`."""
     name = inventory.recipe or "image"
-    packages = [_image(name, _IMAGE, comment=f"linux/{inventory.arch}")]
-    packages += [_base(inventory)] if inventory.base else []
+    packages = [_image_element(name, _IMAGE, comment=f"linux/{inventory.arch}")]
+    packages += [_base_element(inventory)] if inventory.base else []
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(inventory.created_s))
-    listed = [_package(item, inventory) for item in inventory.packages]
-    baked = [_file(item) for item in inventory.baked]
+    listed = [_package_element(item, inventory) for item in inventory.packages]
+    baked = [_file_element(item) for item in inventory.baked]
     data: dict[str, Any] = {
         "spdxVersion": "SPDX-2.3",
         "dataLicense": "CC0-1.0",
@@ -39,11 +39,11 @@ def document(inventory: Inventory) -> str:
         "packages": [*packages, *listed],
         "files": baked,
         "relationships": [
-            _relation("SPDXRef-DOCUMENT", "DESCRIBES", _IMAGE),
-            *([_relation(_IMAGE, "DESCENDANT_OF", _BASE)] if inventory.base else []),
-            *(_relation(_IMAGE, "CONTAINS", item["SPDXID"]) for item in listed),
+            _relationship("SPDXRef-DOCUMENT", "DESCRIBES", _IMAGE),
+            *([_relationship(_IMAGE, "DESCENDANT_OF", _BASE)] if inventory.base else []),
+            *(_relationship(_IMAGE, "CONTAINS", item["SPDXID"]) for item in listed),
             # A package with files would need a digest over all files of the image.
-            *(_relation("SPDXRef-DOCUMENT", "DESCRIBES", item["SPDXID"]) for item in baked),
+            *(_relationship("SPDXRef-DOCUMENT", "DESCRIBES", item["SPDXID"]) for item in baked),
         ],
     }
     if inventory.left_out:
@@ -52,7 +52,7 @@ def document(inventory: Inventory) -> str:
     return json.dumps(data, indent=1) + "\n"
 
 
-def _image(name: str, spdx_id: str, **fields: Any) -> dict[str, Any]:
+def _image_element(name: str, spdx_id: str, **fields: Any) -> dict[str, Any]:
     return {
         "name": name,
         "SPDXID": spdx_id,
@@ -63,19 +63,19 @@ def _image(name: str, spdx_id: str, **fields: Any) -> dict[str, Any]:
     }
 
 
-def _base(inventory: Inventory) -> dict[str, Any]:
+def _base_element(inventory: Inventory) -> dict[str, Any]:
     digest = inventory.base_digest
     if not digest:
-        return _image(inventory.base, _BASE)
-    checksums = [_sha256(digest.removeprefix("sha256:"))]
-    return _image(inventory.base, _BASE, versionInfo=digest, checksums=checksums)
+        return _image_element(inventory.base, _BASE)
+    checksums = [_sha256_element(digest.removeprefix("sha256:"))]
+    return _image_element(inventory.base, _BASE, versionInfo=digest, checksums=checksums)
 
 
-def _sha256(digest: str) -> dict[str, str]:
+def _sha256_element(digest: str) -> dict[str, str]:
     return {"algorithm": "SHA256", "checksumValue": digest}
 
 
-def _package(package: Package, inventory: Inventory) -> dict[str, Any]:
+def _package_element(package: Package, inventory: Inventory) -> dict[str, Any]:
     purl = {
         "referenceCategory": "PACKAGE-MANAGER",
         "referenceType": "purl",
@@ -83,34 +83,34 @@ def _package(package: Package, inventory: Inventory) -> dict[str, Any]:
     }
     element: dict[str, Any] = {
         "name": package.name,
-        "SPDXID": _id(package.kind, package.name, package.version, package.architecture, package.folder),
+        "SPDXID": _spdx_id(package.kind, package.name, package.version, package.architecture, package.folder),
         "versionInfo": package.version,
         "downloadLocation": package.url or _NONE,
         "filesAnalyzed": False,
         "externalRefs": [purl],
     }
     if package.sha256:
-        element["checksums"] = [_sha256(package.sha256)]
+        element["checksums"] = [_sha256_element(package.sha256)]
     if package.folder:
         element["comment"] = f"in {package.folder}"
     return element
 
 
-def _file(item: BakedFile) -> dict[str, Any]:
+def _file_element(item: BakedFile) -> dict[str, Any]:
     return {
         "fileName": f".{item.path}",
-        "SPDXID": _id("File", item.path),
-        "checksums": [{"algorithm": "SHA1", "checksumValue": item.sha1}, _sha256(item.sha256)],
+        "SPDXID": _spdx_id("File", item.path),
+        "checksums": [{"algorithm": "SHA1", "checksumValue": item.sha1}, _sha256_element(item.sha256)],
         "comment": "put there by imgkit",
     }
 
 
-def _id(kind: str, *parts: str) -> str:
+def _spdx_id(kind: str, *parts: str) -> str:
     """Return an id of letters and digits that stands for `parts` alone."""
     return f"SPDXRef-{kind}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:20]}"
 
 
-def _relation(item: str, kind: str, related: str) -> dict[str, str]:
+def _relationship(item: str, kind: str, related: str) -> dict[str, str]:
     return {"spdxElementId": item, "relationshipType": kind, "relatedSpdxElement": related}
 
 

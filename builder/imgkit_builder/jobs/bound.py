@@ -51,7 +51,7 @@ _NOTICES = ("imgkit: the command of --activate", "module load ")
 
 
 def is_foreign(job: Job) -> bool:
-    """Return whether `bind` inspects the image of a ``dist-*`` command on this machine.
+    """Return whether `bind_entry_points` inspects the image of a ``dist-*`` command on this machine.
 
     It does so if the image has no record of imgkit, or if the user chooses a Python in it.
 
@@ -63,7 +63,7 @@ def is_foreign(job: Job) -> bool:
     return job.runs_entry_point and runtime_of(job).is_foreign(job)
 
 
-def bind(job: Job, run: Runner | None = None) -> Job:
+def bind_entry_points(job: Job, run: Runner | None = None) -> Job:
     """Return `job` with imgkit's entry points bound into its image, or unchanged if the image has its own.
 
     A job that runs no ``dist-*`` command needs no entry points. If this machine does not have the image, the
@@ -137,14 +137,14 @@ def _entry_points(job: Job, python: PythonReport, digest: str) -> BoundEntryPoin
     folder = f"{job.directory}/{FOLDER}/{name_of(job)}"
     return BoundEntryPoints(
         version=__version__,
-        folder=quoting.check("--directory", folder),
+        folder=quoting.check_flag_value("--directory", folder),
         python=python.path,
         site=python.entry_points or python.site,
         digest="" if digest == _NO_DIGEST else digest,
     )
 
 
-def members(job: Job) -> tuple[tuple[str, bytes], ...]:
+def bound_files(job: Job) -> tuple[tuple[str, bytes], ...]:
     """Return the names and contents of the files that are bound into the image.
 
     These are the files of the package, ``system.json`` with the job's system, and a ``.gitignore``.
@@ -161,19 +161,19 @@ def members(job: Job) -> tuple[tuple[str, bytes], ...]:
 
 
 def name_of(job: Job) -> str:
-    """Return the name of the folder with `members`: imgkit's version and a digest of the files."""
+    """Return the name of the folder with `bound_files`: imgkit's version and a digest of the files."""
     digest = hashlib.sha256()
-    for name, data in members(job):
+    for name, data in bound_files(job):
         digest.update(f"{name} {len(data)}\n".encode() + data)
     return f"{__version__}-{digest.hexdigest()[:12]}"
 
 
-def write(job: Job, folder: Path) -> None:
-    """Write `members` to `folder`, which must not exist."""
-    for name, data in members(job):
+def write_bound_files(job: Job, folder: Path) -> None:
+    """Write `bound_files` to `folder`, which must not exist."""
+    for name, data in bound_files(job):
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        with files.create(path) as stream:
+        with files.create_file(path) as stream:
             stream.write(data)
 
 
@@ -189,7 +189,7 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
     UsageError : `target` is a link or belongs to another user, who could change what the job executes.
     """
     if os.path.lexists(target):
-        if target.is_symlink() or files.foreign_folder(target):
+        if target.is_symlink() or files.foreign_folder_reason(target):
             message = "it is a link or belongs to another user, and the job would execute what is in it"
             raise UsageError(message, where=str(target), hint="remove it, or choose another --directory")
         return
@@ -197,7 +197,7 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
     temporary = files.temporary_name(target)
     try:
         fill(temporary)
-        files.publish(temporary, target)
+        files.publish_file(temporary, target)
     except OSError:
         if not target.is_dir():  # else another submission has created it in the meantime
             raise
@@ -266,9 +266,9 @@ def _inspect_python(job: Job, digest: str, run: Runner) -> PythonReport:
 def _read_cache(file: Path) -> PythonReport | None:
     """Return the cached result of a probe; None if the file is missing, damaged or of another user."""
     try:
-        if files.foreign(file):
+        if files.foreign_file_reason(file):
             return None
-        python: PythonReport = json_text.read(PythonReport, json_text.load(file), "it", closed=True)
+        python: PythonReport = json_text.build_value(PythonReport, json_text.load(file), "it", closed=True)
     except (OSError, ValueError, TypeError):
         return None
     return python

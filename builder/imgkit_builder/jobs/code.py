@@ -67,7 +67,7 @@ class CodeFolder:
     """Names that stay out, because git or Docker ignores them or imgkit wrote them."""
 
 
-def read(request: JobRequest, *, large: bool, report: Reporter) -> CodeFolder:
+def read_code_folder(request: JobRequest, *, large: bool, report: Reporter) -> CodeFolder:
     """Read the folder of ``--code``; this takes time if the folder is large.
 
     Raises
@@ -100,12 +100,12 @@ def read(request: JobRequest, *, large: bool, report: Reporter) -> CodeFolder:
         folder=folder,
         tree=tree,
         record=CodeRecord(sha256=tree.sha256, git=git_description, uncommitted=not is_committed),
-        projects=tuple(_projects(folder, entries)),
+        projects=tuple(_find_python_projects(folder, entries)),
         left_out=left_out,
     )
 
 
-def _projects(folder: Path, entries: Iterable[CodeFile]) -> Iterator[InstalledProject]:
+def _find_python_projects(folder: Path, entries: Iterable[CodeFile]) -> Iterator[InstalledProject]:
     """Yield the Python projects of the code: one for each pyproject.toml in it.
 
     Code without a pyproject.toml at its top may be a part of a project, such as its folder ``src``. Then the
@@ -136,7 +136,7 @@ def with_code(job: Job, code: CodeRecord, store: Path) -> Job:
     ----------
     store : folder on the nodes that holds the code, in a folder named by its digest.
     """
-    folder = quoting.check("--code", str(store / code.sha256))
+    folder = quoting.check_flag_value("--code", str(store / code.sha256))
     env = dict(job.container.env)
     if runtime_of(job).mounts_folders:
         env[run_code.CODE_VARIABLE] = code.sha256
@@ -213,7 +213,7 @@ def _refuse_unused(projects: Sequence[InstalledProject], flag: str, recipe: Targ
     else:
         top_folders = ("", f"/{WORKSPACE}")
         top_names = [project.name for project in projects if project.folder in top_folders]
-        installed_projects = baked.projects(sif, top_names[0] if top_names else "")
+        installed_projects = baked.read_projects(sif, top_names[0] if top_names else "")
     for project in projects:
         for installed in installed_projects:
             # Without a folder, pip has copied the installed project to site-packages.
@@ -340,7 +340,7 @@ def _list_folder(
     try:
         listed = _listed_by_git(folder)
         walk = sources.walk_source(folder, patterns, listed=listed, left_out=left_out, secret=secret_names)
-        entries = [_file(entry) for entry in walk]
+        entries = [_describe_file(entry) for entry in walk]
     except FileNotFoundError as error:
         raise UsageError(
             "it was removed while imgkit read it", where=str(error.filename), hint="run the command again"
@@ -366,7 +366,7 @@ def _secret_files_error(folder: Path, names: Sequence[str]) -> UsageError:
     )
 
 
-def _file(entry: sources.SourceEntry) -> CodeFile:
+def _describe_file(entry: sources.SourceEntry) -> CodeFile:
     """Return what the code holds of `entry`; raise UsageError for a device, socket or pipe."""
     path = Path(entry.entry.path)
     status = entry.entry.stat(follow_symlinks=False)
@@ -397,7 +397,7 @@ def _listed_by_git(folder: Path) -> Collection[str] | None:
     """
     argv = (*process.GIT, "-C", str(folder), "ls-files", "--cached", "--others", "-z", "--exclude-standard")
     try:
-        output = b"".join(process.through(argv, []))
+        output = b"".join(process.filter_through(argv, []))
     except (ToolMissing, ToolFailed):
         return None
     names: list[str] = []

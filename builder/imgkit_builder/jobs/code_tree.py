@@ -56,7 +56,7 @@ class CodeTree:
         tree_digest = hashlib.sha256(b"imgkit code 1\n")
         for name, file in self.files.items():
             if file.kind == "file":
-                self._digests[name] = _digest(file)
+                self._digests[name] = _sha256_of_file(file)
                 read_bytes += file.size_bytes
                 report.advance(read_bytes, self.size_bytes)
             fields = (name, file.kind, str(file.executable), file.link, self._digests.get(name, ""))
@@ -95,7 +95,7 @@ class CodeTree:
                 mode = 0o555 if file.executable else 0o444
                 if writable:
                     mode |= 0o200
-                with files.create(target) as stream:
+                with files.create_file(target) as stream:
                     stream.writelines(self._unchanged_content(file))
                 # rsync --link-dest links a file to that of an older folder only if mode and time are equal.
                 target.chmod(mode)
@@ -115,7 +115,7 @@ class CodeTree:
         """Yield the bytes of a file; raise UsageError if they are not those that the constructor read."""
         digest = hashlib.sha256()
         left_bytes = file.size_bytes
-        with _readable(file.source), files.open_regular(file.source, buffering=0) as stream:
+        with _translate_read_errors(file.source), files.open_regular(file.source, buffering=0) as stream:
             # One byte more than expected detects a file that grew.
             while chunk := stream.read(min(files.CHUNK_BYTES, left_bytes + 1)):
                 digest.update(chunk)
@@ -128,16 +128,16 @@ class CodeTree:
             raise _changed_error(file.source)
 
 
-def _digest(file: CodeFile) -> str:
+def _sha256_of_file(file: CodeFile) -> str:
     """Return the SHA-256 of a file; raise UsageError if its size is not the one that was listed."""
-    with _readable(file.source), files.open_regular(file.source, buffering=0) as stream:
+    with _translate_read_errors(file.source), files.open_regular(file.source, buffering=0) as stream:
         if os.fstat(stream.fileno()).st_size != file.size_bytes:
             raise _changed_error(file.source)
         return files.sha256(stream, 0, file.size_bytes)
 
 
 @contextlib.contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def _translate_read_errors(path: Path) -> Iterator[None]:
     """Turn an OSError of the block into a UsageError that names the file."""
     try:
         yield

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from imgkit_builder.base.flags import declared
+from imgkit_builder.base.flags import declared_options
 from imgkit_builder.jobs import quoting
 from imgkit_builder.jobs.job import Job
 from imgkit_builder.jobs.request import ContainerRequest, JobRequest
@@ -46,7 +46,7 @@ def with_mounts_and_variables(job: Job, *, passes_names: bool) -> Job:
     request, runtime = job.request, runtime_of(job)
     requested = request.container
     _refuse_code(requested)
-    workdir = _workdir(job.recipe, requested) if runtime.has_container else ""
+    workdir = _select_workdir(job.recipe, requested) if runtime.has_container else ""
     secret_file = _path_on_nodes(job, "--secret-file", request.launch.secret_file)
     # In another working directory, the node agent cannot take its current folder for that of the job.
     starts_elsewhere = bool(workdir) if runtime.has_container else requested.code is not None
@@ -58,10 +58,10 @@ def with_mounts_and_variables(job: Job, *, passes_names: bool) -> Job:
     }
     settings = {name: value for name, value in settings.items() if value}
     job = job.with_container(
-        binds=_binds(job, secret_file),
+        binds=_all_mounts(job, secret_file),
         workdir=workdir,
-        env=dict(variable(text) for text in requested.env if "=" in text),
-        names=_names(requested, passes_names),
+        env=dict(split_variable(text) for text in requested.env if "=" in text),
+        names=_secret_variable_names(requested, passes_names),
         env_file=_path_on_nodes(job, "--env-file", requested.env_file),
     )
     return dataclasses.replace(job, settings={**job.settings, **settings})
@@ -77,7 +77,7 @@ def _refuse_code(requested: ContainerRequest) -> None:
         raise UsageError("--code cannot be combined with --no-code", where="--code", hint=hint)
 
 
-def _workdir(recipe: Target, requested: ContainerRequest) -> str:
+def _select_workdir(recipe: Target, requested: ContainerRequest) -> str:
     """Return the folder of the container in which the command starts; empty for the job's folder.
 
     Without ``--workdir``, the command starts in the run's copy of its code, or else in the folder that the
@@ -102,7 +102,7 @@ def _workdir(recipe: Target, requested: ContainerRequest) -> str:
 def refuse_secrets(recipe: Target, request: JobRequest) -> None:
     """Raise UsageError for a secret in a value that the job script, the record or argument lists will show.
 
-    The value of ``--env`` is not checked here, but by `variable`.
+    The value of ``--env`` is not checked here, but by `split_variable`.
     """
     system = recipe.system
     texts = [
@@ -125,7 +125,7 @@ def refuse_secrets(recipe: Target, request: JobRequest) -> None:
 def _flag_values(request: JobRequest) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield each flag of the request but ``--env``, with its values as text."""
     for flags in (request, *request.system_flags):
-        for flag in declared(type(flags)):
+        for flag in declared_options(type(flags)):
             if flag.field == "env":
                 continue
             value = flag.value(flags)
@@ -133,7 +133,7 @@ def _flag_values(request: JobRequest) -> Iterator[tuple[str, tuple[str, ...]]]:
             yield flag.names[0], tuple(map(str, values))
 
 
-def _names(requested: ContainerRequest, passes_names: bool) -> tuple[str, ...]:
+def _secret_variable_names(requested: ContainerRequest, passes_names: bool) -> tuple[str, ...]:
     """Return the variables of ``--env NAME``, whose values no script or argument list may show.
 
     Raises
@@ -152,7 +152,7 @@ def _names(requested: ContainerRequest, passes_names: bool) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def variable(text: str) -> tuple[str, str]:
+def split_variable(text: str) -> tuple[str, str]:
     """Return the name and value of ``NAME=VALUE``; the value of ``NAME`` alone is empty.
 
     Raises
@@ -183,7 +183,7 @@ def _check_name(name: str, text: str) -> None:
     text : the value of ``--env`` that the message shows, with secrets masked.
     """
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-        masked = secret_patterns.masked(text)
+        masked = secret_patterns.mask_secrets(text)
         raise UsageError(f"{masked!r} is not a variable", where="--env", hint="NAME=VALUE, or NAME")
 
 
@@ -194,10 +194,10 @@ def _path_on_nodes(job: Job, flag: str, file: Path | None) -> str:
     """
     if file is None:
         return ""
-    return quoting.check(flag, str(job.directory / file))
+    return quoting.check_flag_value(flag, str(job.directory / file))
 
 
-def _binds(job: Job, secret_file: str) -> tuple[str, ...]:
+def _all_mounts(job: Job, secret_file: str) -> tuple[str, ...]:
     """Return the mounts of the recipe, then those of ``--bind``, then the secret's file.
 
     The secret's file is mounted only if it is not in the job's folder, which each container mounts.
@@ -208,7 +208,7 @@ def _binds(job: Job, secret_file: str) -> tuple[str, ...]:
     """
     requested = job.request.container.binds
     for bind in requested:
-        for message, hint in (*rules.printable(bind), *rules.bind(bind)):
+        for message, hint in (*rules.printable_text(bind), *rules.bind_mount(bind)):
             raise UsageError(message, where="--bind", hint=hint)
     binds = (*job.recipe.system.runtime.binds, *requested)
     if job.request.container.code is not None:

@@ -23,7 +23,7 @@ from imgkit_builder.recipe.targets import Target
 from imgkit_builder.sif.conversion import Options
 from imgkit_builder.workflow.build import SifBuildRequest
 from imgkit_builder.workflow.convert import refuse_format
-from imgkit_builder.workflow.names import RECIPE_SUFFIXES, stem
+from imgkit_builder.workflow.names import RECIPE_SUFFIXES, name_stem
 from imgkit_entrypoints.errors import UsageError
 
 _OPTIONS = Options()
@@ -53,10 +53,10 @@ def prepare_conversion(
     archive = Path(archive)
     recipe = _archive_system(archive, request)
     runtime = recipe.system.runtime
-    image = request.directory.absolute() / (output or f"{stem(str(archive))}.{options.format}")
+    image = request.directory.absolute() / (output or f"{name_stem(str(archive))}.{options.format}")
     if options.compression == "auto":
         options = dataclasses.replace(options, compression=runtime.compression)
-    arguments = flags.arguments(Options, options)
+    arguments = flags.option_arguments(Options, options)
     if image.suffix != f".{options.format}":
         arguments += ("--format", options.format)
     if options.unpack_limit_bytes is not None:
@@ -64,8 +64,8 @@ def prepare_conversion(
     if verbose:
         arguments += ("--verbose",)
     command = ("imgkit", "sif", str(archive.absolute()), "-o", str(image), *arguments)
-    job = _resolve(recipe, request, image, command)
-    if options.format == "sif" and runtimes.named(runtime.kind).image_suffix == ".sqsh":
+    job = _resolve_conversion(recipe, request, image, command)
+    if options.format == "sif" and runtimes.get_runtime(runtime.kind).image_suffix == ".sqsh":
         warning = f"{recipe.title} starts images by {runtime.kind}, which takes no .sif: --format sqsh"
         job = dataclasses.replace(job, warnings=(*job.warnings, warning))
     return _with_script(job)
@@ -86,7 +86,7 @@ def prepare_build(
     """
     target = targets.load_target(request.system or recipe)
     kind = target.system.runtime.kind
-    if runtimes.named(kind).image_suffix not in ("", ".sif"):
+    if runtimes.get_runtime(kind).image_suffix not in ("", ".sif"):
         raise UsageError(
             f"the job builds a .sif, and {kind} starts none",
             where="--submit",
@@ -96,14 +96,14 @@ def prepare_build(
     # Any other text is the name of a recipe, which must not become a path.
     source = str(file.absolute()) if file.suffix in RECIPE_SUFFIXES else str(recipe)
     image = request.directory.absolute() / (build.output or f"{file.stem}.sif")
-    arguments = flags.arguments(SifBuildRequest, dataclasses.replace(build, output=None))
+    arguments = flags.option_arguments(SifBuildRequest, dataclasses.replace(build, output=None))
     if verbose:
         arguments += ("--verbose",)
     command = ("imgkit", "build", source, "--with", "apptainer", *arguments, "-o", str(image))
-    return _with_script(_resolve(target, request, image, command))
+    return _with_script(_resolve_conversion(target, request, image, command))
 
 
-def submit(prepared: PreparedJob, report: Reporter) -> SubmittedJob:
+def submit_conversion(prepared: PreparedJob, report: Reporter) -> SubmittedJob:
     """Submit a job of `prepare_conversion` or `prepare_build` on this machine, and save its record.
 
     Raises
@@ -117,11 +117,11 @@ def submit(prepared: PreparedJob, report: Reporter) -> SubmittedJob:
     for warning in job.warnings:
         report.note(warning)
     hint = f"submit it on a login node of the system, or run it here: {shlex.join(job.command)}"
-    process.need(prepared.script.submit[0], hint)
-    return submission.start(prepared, Local(), report)
+    process.require_program(prepared.script.submit[0], hint)
+    return submission.start_job(prepared, Local(), report)
 
 
-def _resolve(recipe: Target, request: SubmitRequest, image: Path, command: Argv) -> Job:
+def _resolve_conversion(recipe: Target, request: SubmitRequest, image: Path, command: Argv) -> Job:
     """Return the job that makes `image` by `command` on the system of `recipe`."""
     values = dataclasses.asdict(request)
     del values["system"]  # `recipe` has it
@@ -130,7 +130,7 @@ def _resolve(recipe: Target, request: SubmitRequest, image: Path, command: Argv)
 
 def _with_script(job: Job) -> PreparedJob:
     """Return `job` with the script that its system submits."""
-    return PreparedJob(job=job, script=systems.named(job.system).conversion_script(job))
+    return PreparedJob(job=job, script=systems.get_system(job.system).conversion_script(job))
 
 
 def _archive_system(archive: Path, request: SubmitRequest) -> Target:

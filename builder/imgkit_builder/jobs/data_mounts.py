@@ -36,7 +36,7 @@ def list_folders(request: JobRequest) -> tuple[DataFolder, ...]:
         if item.hub:
             folders.append(hub.find(item, project))
         elif item.is_local:
-            folders.append(folder.find(item, project))
+            folders.append(folder.find_folder(item, project))
     return tuple(folders)
 
 
@@ -78,7 +78,7 @@ def with_data(job: Job, folders: Iterable[DataFolder], store: str = "") -> Job:
     for item in specs:
         source = sources.get(item, item.source)
         if item in sources:
-            quoting.check("data", source)
+            quoting.check_flag_value("data", source)
         _refuse_unmountable(job, item, source)
         mounts.append(DataMount(source=source, target=item.target))
     if any(item.hub for item in specs):

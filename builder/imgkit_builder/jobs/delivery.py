@@ -58,7 +58,7 @@ class Delivery:
         """
         remote = self.connection.remote
         self.report.stage(f"look at {remote.name}")
-        contents = store.look(self.connection, program=program, code=code)
+        contents = store.open_store(self.connection, program=program, code=code)
         if not contents.has_program:
             raise UsageError(
                 f"{remote.address} has no {program}",
@@ -135,7 +135,7 @@ class Delivery:
         """Remove older images of the project that no job uses. Only report a failure: the job can start."""
         try:
             unused_paths, images = gc.find_superseded(self.connection, contents.images, image)
-            removed_paths = gc.remove(self.connection, unused_paths)
+            removed_paths = gc.remove_unused(self.connection, unused_paths)
         except ToolFailed as error:
             self.report.note(f"older images were not removed: {error.what}")
             return

@@ -40,7 +40,7 @@ class JobHandle:
         ------
         ToolFailed : the scheduler did not answer; the job may run.
         """
-        return history.report(self.record, history.runner(self.record)).record.state
+        return history.report_job(self.record, history.scheduler_runner(self.record)).record.state
 
     def wait(self, timeout_s: float | None = None) -> JobState:
         """Wait until the job has ended, or for `timeout_s` seconds, and return the job's state.
@@ -50,7 +50,9 @@ class JobHandle:
         UsageError : the system's commands do not report whether a job has ended.
         ToolFailed : the scheduler has not answered even once.
         """
-        return history.wait(self.record, history.runner(self.record), limit_s=timeout_s).record.state
+        return history.wait_for_job(
+            self.record, history.scheduler_runner(self.record), limit_s=timeout_s
+        ).record.state
 
     def logs(self) -> str:
         """Return the output so far; empty if there is no output yet.
@@ -60,12 +62,12 @@ class JobHandle:
         UsageError : the job is an array, whose tasks have an output each.
         """
         # The system's command follows the output and would not end. Of tail, the last argument is the file.
-        argv = systems.named(self.record.job.system).log_source(self.record.job)
+        argv = systems.get_system(self.record.job.system).log_source(self.record.job)
         if argv[0] == "tail":
             argv = ("tail", "-c", str(_MAX_LOG_BYTES), "--", argv[-1])
         else:
             argv = tuple(argument for argument in argv if argument != "--follow")
-        answer = history.runner(self.record)(argv)
+        answer = history.scheduler_runner(self.record)(argv)
         if answer.returncode != 0:
             return ""
         return answer.output
@@ -85,7 +87,7 @@ class JobHandle:
             return record.job.run_folder
         target = Path(folder or Path("runs", record.job.run_folder.name))
         connection = history.connection_to(record.job.files_remote)
-        fetch.fetch(connection, record, target, checkpoints=checkpoints, report=Silent())
+        fetch.fetch_run(connection, record, target, checkpoints=checkpoints, report=Silent())
         return target
 
     def resume(
@@ -110,7 +112,7 @@ class JobHandle:
             return _read_code(request, report)
 
         prepared = prepare_resume(self.record, changes or JobRequest(), read_code, same_code=same_code)
-        record = submit.submit(prepared, transport_to(remote_of(self.record), prepared), report)
+        record = submit.submit_job(prepared, transport_to(remote_of(self.record), prepared), report)
         return JobHandle(record=records.need_id(record))
 
     def cancel(self) -> None:
@@ -120,7 +122,7 @@ class JobHandle:
         ------
         ToolFailed : the scheduler refused to cancel it; quotes the scheduler's message.
         """
-        answer = history.cancel(self.record, history.runner(self.record))
+        answer = history.cancel_job(self.record, history.scheduler_runner(self.record))
         if answer.returncode != 0:
             raise history.command_failed(self.record, answer.argv, answer)
 
@@ -150,10 +152,10 @@ def run(
     if base and not on:
         raise UsageError("a base is for a remote", where="base", hint="name a remote: on=NAME")
     report = report or Silent()
-    remote = config.find(on) if on else None
+    remote = config.get_remote(on) if on else None
     code = _read_code(request, report)
     prepared = submit.prepare(recipe, request, code, remote=remote, base=base)
-    record = submit.submit(prepared, transport_to(remote, prepared), report)
+    record = submit.submit_job(prepared, transport_to(remote, prepared), report)
     return JobHandle(record=records.need_id(record))
 
 
@@ -161,7 +163,7 @@ def _read_code(request: JobRequest, report: Reporter) -> CodeFolder | None:
     """Return the code of the request; None if it has none."""
     if request.container.code is None:
         return None
-    return code_of.read(request, large=request.container.yes, report=report)
+    return code_of.read_code_folder(request, large=request.container.yes, report=report)
 
 
 def prepare_resume(
@@ -184,8 +186,8 @@ def prepare_resume(
     ------
     UsageError : the job cannot be resumed.
     """
-    recorded = resume.load(record)
-    run = history.runner(record, may_ask=may_ask)
+    recorded = resume.load_request(record)
+    run = history.scheduler_runner(record, may_ask=may_ask)
     run_on_files = history.files_runner(record, may_ask=may_ask)
     resume.refuse_unended(record, run, run_on_files, has_command=bool(changes.launch.command))
     request = resume.with_flags(recorded.request, changes)
@@ -203,7 +205,7 @@ def prepare_resume(
 def remote_of(record: SubmittedJob) -> Remote | None:
     """Return the remote on which the job was submitted or that stores its files; None: this machine."""
     name = record.job.files_remote
-    return config.find(name) if name else None
+    return config.get_remote(name) if name else None
 
 
 def submit_conversion(prepared: PreparedJob, *, report: Reporter | None = None) -> JobHandle:
@@ -214,7 +216,7 @@ def submit_conversion(prepared: PreparedJob, *, report: Reporter | None = None) 
     UsageError : this machine lacks the job's folder, or what it makes the image from.
     ToolMissing, ToolFailed : this machine has no such scheduler, or the scheduler refused the job.
     """
-    return JobHandle(record=records.need_id(conversion.submit(prepared, report or Silent())))
+    return JobHandle(record=records.need_id(conversion.submit_conversion(prepared, report or Silent())))
 
 
 def transport_to(remote: Remote | None, prepared: PreparedJob, *, may_ask: bool = False) -> Transport:
@@ -242,4 +244,4 @@ def find_job(job_id: str) -> JobHandle:
     UsageError : no job with this id was submitted from this machine.
     ToolFailed : the scheduler's id of the job is unknown.
     """
-    return JobHandle(record=records.find(job_id))
+    return JobHandle(record=records.find_record(job_id))

@@ -27,7 +27,7 @@ from imgkit_entrypoints.launch import gpu_use, stop_protocol
 from imgkit_entrypoints.rollcall.messages import GpuUse
 
 
-def runner(record: SubmittedJob, *, may_ask: bool = False) -> Callable[[Sequence[str]], Finished]:
+def scheduler_runner(record: SubmittedJob, *, may_ask: bool = False) -> Callable[[Sequence[str]], Finished]:
     """Return a function that runs a command on the machine where the job was submitted, to its end.
 
     Parameters
@@ -38,7 +38,7 @@ def runner(record: SubmittedJob, *, may_ask: bool = False) -> Callable[[Sequence
 
 
 def files_runner(record: SubmittedJob, *, may_ask: bool = False) -> Callable[[Sequence[str]], Finished]:
-    """Return a function that runs a command on the machine that has the job's files. See `runner`."""
+    """Return a function that runs a command where the job's files are. See `scheduler_runner`."""
     return _runner_on(record.job.files_remote, may_ask=may_ask)
 
 
@@ -46,15 +46,15 @@ def _runner_on(remote: str, *, may_ask: bool) -> Callable[[Sequence[str]], Finis
     """Return a function that runs a command on the remote of this name; empty: on this machine."""
     if not remote:
         return functools.partial(process.run, check=False)
-    return functools.partial(remote_jobs.finished, connection_to(remote, may_ask=may_ask))
+    return functools.partial(remote_jobs.run_scheduler_command, connection_to(remote, may_ask=may_ask))
 
 
 def connection_to(remote: str, *, may_ask: bool = False) -> Connection:
     """Return the connection to the remote of this name, over which no command has run yet.
 
-    The parameter `may_ask` is that of `runner`.
+    The parameter `may_ask` is that of `scheduler_runner`.
     """
-    return connection.connect(config.find(remote), ask=may_ask)
+    return connection.connect(config.get_remote(remote), ask=may_ask)
 
 
 def folder_of(record: SubmittedJob) -> Path | None:
@@ -64,12 +64,12 @@ def folder_of(record: SubmittedJob) -> Path | None:
     return Path(record.fetched) if record.fetched else None
 
 
-def numbers(record: SubmittedJob) -> LastNumbers:
+def last_numbers(record: SubmittedJob) -> LastNumbers:
     """Return the last step and loss of the run, without numbers if its files are not on this machine."""
     folder = folder_of(record)
     if folder is None:
         return LastNumbers()
-    return measured.tail(folder)
+    return measured.last_numbers(folder)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ class JobReport:
         return self.record.state in FINAL_STATES
 
 
-def report(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> JobReport:
+def report_job(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> JobReport:
     """Return the job's state from the scheduler, or from the run folder if the scheduler has forgotten it.
 
     Parameters
@@ -103,18 +103,18 @@ def report(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> Jo
     ------
     ToolFailed : the scheduler did not answer; the job may run.
     """
-    latest = _report(record, run)
+    latest = _report_state(record, run)
     # A program that saves its state when it is cancelled ends with an exit code, which looks like a failure.
     if latest.record.state in ("failed", "ended") and records.is_cancelled(record):
         return dataclasses.replace(latest, record=dataclasses.replace(latest.record, state="cancelled"))
     return latest
 
 
-def _report(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> JobReport:
+def _report_state(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> JobReport:
     """Return the same as `report`, but without regard to whether imgkit cancelled the job."""
     if record.answer is not None:
         return JobReport(record=record)  # without an id, the scheduler cannot be asked
-    system = systems.named(record.job.system)
+    system = systems.get_system(record.job.system)
     may_run = record.state not in FINAL_STATES
     for number, argv in enumerate(system.status_commands(record.job)):
         # The first command asks the queue, the others the scheduler's memory of jobs that have ended.
@@ -190,13 +190,13 @@ def _file_of_run(record: SubmittedJob, name: str, run: Callable[[Sequence[str]],
     return run(("cat", "--", str(record.job.run_folder / name))).output
 
 
-def cancel(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> Finished:
+def cancel_job(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> Finished:
     """Run the scheduler's command that cancels the job, and mark the record as cancelled if it succeeds."""
-    answer = run(systems.named(record.job.system).cancel_command(record.job))
+    answer = run(systems.get_system(record.job.system).cancel_command(record.job))
     # A task of an array has no record of its own.
     if answer.returncode == 0 and records.is_kept(record):
         with contextlib.suppress(OSError):  # the job is cancelled all the same
-            records.keep(dataclasses.replace(record, cancelled=True))
+            records.save_record(dataclasses.replace(record, cancelled=True))
     return answer
 
 
@@ -212,7 +212,7 @@ def with_cancellation(record: SubmittedJob) -> SubmittedJob:
 
 def command_failed(record: SubmittedJob, argv: Sequence[str], answer: Finished) -> ToolFailed:
     """Return the error for a failed command of the scheduler about `record`; quotes the command's message."""
-    message, hint = process.quoted(
+    message, hint = process.quote_output(
         f"{argv[0]} failed with exit code {answer.returncode}", answer.output.strip()
     )
     return ToolFailed(message, where=record.job.handle, hint=hint or None)
@@ -252,7 +252,7 @@ def failure_hints(latest: JobReport, run: Callable[[Sequence[str]], Finished]) -
 
 def _end_of_output(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> str:
     """Return the end of the job's output; empty if that is not in a file."""
-    log_argv = systems.named(record.job.system).log_source(record.job)
+    log_argv = systems.get_system(record.job.system).log_source(record.job)
     log_files = [argument for argument in log_argv if argument.startswith("/")]
     if not log_files:
         return ""
@@ -269,7 +269,7 @@ def _memory_remedy(record: SubmittedJob) -> str:
 def ending_text(report: JobReport) -> str:
     """Return the line about how a job has ended, with the command or the folder that leads to its files."""
     record = report.record
-    text = f"{record.job.handle} {_outcome(report)}"
+    text = f"{record.job.handle} {_outcome_text(report)}"
     if not report.argv and report.code is not None and record.state != "cancelled":
         text += ", by its run folder"
     if record.job.array:
@@ -291,10 +291,10 @@ def can_resume(record: SubmittedJob) -> bool:
 
 def can_choose_folder(record: SubmittedJob) -> bool:
     """Return whether a job of this system can go on in the run folder of an earlier one."""
-    return bool(record.job.store) or systems.named(record.job.system).resumes_jobs
+    return bool(record.job.store) or systems.get_system(record.job.system).resumes_jobs
 
 
-def _outcome(report: JobReport) -> str:
+def _outcome_text(report: JobReport) -> str:
     """Return the predicate of `ending_text`: how the job ended."""
     state = report.record.state
     if state == "succeeded":
@@ -371,7 +371,7 @@ def poll_pauses() -> Iterator[float]:
     yield from itertools.repeat(POLL_S[-1])
 
 
-def wait(
+def wait_for_job(
     record: SubmittedJob,
     run: Callable[[Sequence[str]], Finished],
     *,
@@ -390,7 +390,7 @@ def wait(
     UsageError : the system's commands do not report whether a job has ended.
     ToolFailed : the scheduler has not answered even once.
     """
-    if not systems.named(record.job.system).reports_state:
+    if not systems.get_system(record.job.system).reports_state:
         raise UsageError(
             f"imgkit cannot ask {record.job.system} whether a job has ended",
             where=record.job.handle,
@@ -400,7 +400,7 @@ def wait(
     latest = None
     for pause_s in poll_pauses():
         try:
-            latest = report(record, run)
+            latest = report_job(record, run)
             if log:
                 log.update(latest.record.state, latest.wait)
         except ToolFailed:
@@ -421,6 +421,6 @@ def refresh_state(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]
     ------
     ToolFailed : the scheduler did not answer; the job may run.
     """
-    if record.state in FINAL_STATES or not systems.named(record.job.system).reports_state:
+    if record.state in FINAL_STATES or not systems.get_system(record.job.system).reports_state:
         return record
-    return report(record, run).record
+    return report_job(record, run).record

@@ -14,7 +14,7 @@ from imgkit_builder.jobs import runtimes, systems
 from imgkit_builder.jobs.job import Job, Script
 from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.request import JobRequest
-from imgkit_builder.jobs.resolve import resolve
+from imgkit_builder.jobs.resolve import resolve_job
 from imgkit_builder.jobs.runtimes.host import Host
 from imgkit_builder.jobs.runtimes.pod import Pod
 from imgkit_builder.jobs.systems import fanout
@@ -22,7 +22,7 @@ from imgkit_builder.recipe import targets
 from imgkit_builder.recipe.targets import Target
 from imgkit_builder.sif import image, sqsh
 from imgkit_builder.workflow import baked
-from imgkit_builder.workflow.names import RECIPE_SUFFIXES, stem
+from imgkit_builder.workflow.names import RECIPE_SUFFIXES, name_stem
 from imgkit_entrypoints.errors import UsageError
 
 UNKNOWN_HOME = "/imgkit"
@@ -86,7 +86,7 @@ class ImageSource:
         image : path of the .sif, absolute or in `home`.
         """
         request = self.request.changed(directory=Path(home), image=str(Path(home, image)))
-        return _with_joined_output(resolve(self.target, request))
+        return _with_joined_output(resolve_job(self.target, request))
 
 
 def _with_joined_output(job: Job) -> Job:
@@ -101,7 +101,7 @@ def _with_joined_output(job: Job) -> Job:
     return dataclasses.replace(job, recipe=recipe, warnings=(*job.warnings, warning))
 
 
-def find(recipe: str, request: JobRequest, default: str) -> ImageSource:
+def find_image_source(recipe: str, request: JobRequest, default: str) -> ImageSource:
     """Return the image source that `recipe` names, or else imgkit.toml, or else the remote.
 
     Parameters
@@ -126,7 +126,7 @@ def find(recipe: str, request: JobRequest, default: str) -> ImageSource:
     folder = Path()
     if project and project.recipe and not recipe:
         folder = project.file.parent
-    sif = folder / f"{stem(title)}.sif"
+    sif = folder / f"{name_stem(title)}.sif"
     is_oci_folder = Path(file, "oci-layout").exists()
     if is_oci_folder or (file.is_file() and file.suffix not in RECIPE_SUFFIXES):
         target = archive_target(file) or _default_target(file, default)
@@ -137,7 +137,7 @@ def find(recipe: str, request: JobRequest, default: str) -> ImageSource:
 def find_title(recipe: str, request: JobRequest, default: str) -> str:
     """Return the recipe that the command line names, or else imgkit.toml, or else the remote.
 
-    The parameters and the error are those of `find`.
+    The parameters and the error are those of `find_image_source`.
     """
     project_recipe = request.project.recipe if request.project else ""
     title = recipe or project_recipe or default
@@ -171,7 +171,7 @@ def _find_local_sif(title: str, request: JobRequest, default: str) -> ImageSourc
     """
     sif = Path(title)
     is_foreign = not baked.has_manifest(sif)
-    target = _default_target(sif, default) if is_foreign else baked.target(sif)
+    target = _default_target(sif, default) if is_foreign else baked.read_target(sif)
     return ImageSource(title=title, target=target, recipe="", sif=sif, request=request, is_foreign=is_foreign)
 
 
@@ -281,7 +281,7 @@ def refuse_flags(request: JobRequest, base: str) -> None:
 def refuse_runtime(source: ImageSource) -> None:
     """Raise UsageError if the runtime of the request or of the system does not start a .sif."""
     requested = source.request.container.runtime
-    runtime = runtimes.named(requested or source.target.system.runtime.kind)
+    runtime = runtimes.get_runtime(requested or source.target.system.runtime.kind)
     if runtime.kind == Host.kind:
         where = "--runtime" if requested else source.target.where("system", "runtime", "kind")
         raise _no_container_error(where)
@@ -303,7 +303,7 @@ def refuse_script(job: Job, script: Script) -> None:
 
     It takes one on the standard input of its command, or runs it in the terminal of an interactive job.
     """
-    takes_jobs = systems.named(job.system).queue.submit != ""
+    takes_jobs = systems.get_system(job.system).queue.submit != ""
     if not takes_jobs or not (script.on_stdin or job.is_interactive):
         raise _no_queue_error(job.recipe)
 

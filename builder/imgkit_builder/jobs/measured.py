@@ -34,11 +34,11 @@ class LastNumbers:
     loss: float | None = None
 
 
-def tail(folder: Path) -> LastNumbers:
+def last_numbers(folder: Path) -> LastNumbers:
     """Return the last step and the last loss of the run in `folder`."""
     last_step = None
     # A killed run repeats steps when it goes on: the last line counts, not the highest step.
-    for numbers in reversed(rows(folder)):
+    for numbers in reversed(last_metrics(folder)):
         step = numbers.pop("step", None)
         if type(step) is not int or not 0 <= step < _MAX_STEP:
             continue
@@ -49,19 +49,19 @@ def tail(folder: Path) -> LastNumbers:
     return LastNumbers(step=last_step)
 
 
-def rows(folder: Path) -> list[dict[str, float]]:
+def last_metrics(folder: Path) -> list[dict[str, float]]:
     """Return the numbers in the last lines of the run's metrics, the oldest line first.
 
     Values that are no numbers are left out: ``{"step": 1, "name": "a"}`` -> ``{"step": 1}``.
     """
     numbers_of_lines = []
-    for line in _objects(_last_lines(folder / METRICS)):
+    for line in _parse_json_lines(_last_lines(folder / METRICS)):
         # Not isinstance: JSON's true is an int in Python.
         numbers_of_lines.append({key: value for key, value in line.items() if type(value) in (int, float)})
     return numbers_of_lines
 
 
-def _objects(lines: list[bytes]) -> Iterator[dict[str, Any]]:
+def _parse_json_lines(lines: list[bytes]) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects among `lines`."""
     for line in lines:
         try:
@@ -119,10 +119,10 @@ def gpu_use_of(folder: Path) -> GpuUse | None:
         return None
 
 
-def bandwidths(folder: Path) -> tuple[Bandwidth, ...]:
+def read_bandwidths(folder: Path) -> tuple[Bandwidth, ...]:
     """Return the bandwidths of each collective that a run of dist-bench measured; none without its file."""
     try:
-        bench: _BenchFile = json_text.read(_BenchFile, json_text.load(folder / BENCH), BENCH)
+        bench: _BenchFile = json_text.build_value(_BenchFile, json_text.load(folder / BENCH), BENCH)
     except (OSError, ValueError):
         return ()
     return bench.verdict.busbw

@@ -45,7 +45,7 @@ FIELDS: Mapping[str, Field] = {
 }
 
 
-def check(flag: str, value: str) -> str:
+def check_flag_value(flag: str, value: str) -> str:
     """Return `value` if it matches the pattern of `flag`, or if it is empty, which means "not set".
 
     Raises
@@ -70,7 +70,7 @@ INHERITED = "${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 _OPTION = re.compile(r"[A-Za-z0-9._@+:=,/^*()\[\]|&!~%-]+")
 
 
-def option(value: str, *, where: str = "--option") -> str:
+def check_scheduler_option(value: str, *, where: str = "--option") -> str:
     """Return `value`, an option for the scheduler, if it can be a directive.
 
     Parameters
@@ -125,7 +125,7 @@ def is_job_id(text: str) -> bool:
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
-def seconds(text: str, *, where: str) -> int:
+def parse_time_limit(text: str, *, where: str) -> int:
     """Return a time limit in seconds.
 
     The forms are ``HH:MM:SS``, ``D-HH:MM:SS``, ``MM:SS``, and a number with a unit, ``90m`` or ``2h``.
@@ -164,7 +164,7 @@ def _parse_clock(text: str) -> int:
     return days * 86400 + hours * 3600 + minutes * 60 + seconds
 
 
-def clock(seconds: int) -> str:
+def format_time_limit(seconds: int) -> str:
     """Return a time in seconds as ``HH:MM:SS``; the hours can exceed 24."""
     return f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
 
@@ -179,7 +179,7 @@ class Shell(str):
     __slots__ = ()
 
 
-def expanding(text: str) -> str:
+def quote_with_site_variables(text: str) -> str:
     """Return `text` as shell text, in which the shell on the node replaces the variables of the site.
 
     A text without such variables is returned as it is, and `quote` quotes it.
@@ -195,14 +195,14 @@ def expanding(text: str) -> str:
     return Shell(f'"{special.sub(escape, text)}"')
 
 
-def exports(variables: Mapping[str, str]) -> list[str]:
+def export_lines(variables: Mapping[str, str]) -> list[str]:
     """Return shell lines that export `variables`; variables of the site in their values are replaced."""
-    return [f"export {name}={quote(expanding(value))}" for name, value in variables.items()]
+    return [f"export {name}={quote(quote_with_site_variables(value))}" for name, value in variables.items()]
 
 
 def default_exports(variables: Mapping[str, str]) -> list[str]:
-    """Return shell lines that export, as `exports` does, those of `variables` that the shell has not set."""
-    pairs = zip(variables, exports(variables), strict=True)
+    """Return shell lines that export those of `variables` that the shell has not set. See `export_lines`."""
+    pairs = zip(variables, export_lines(variables), strict=True)
     return [f'if [ -z "${{{name}+set}}" ]; then {line}; fi' for name, line in pairs]
 
 
@@ -216,7 +216,7 @@ def repeat_option(option: str, values: Iterable[str]) -> tuple[str, ...]:
     return tuple(argument for value in values for argument in (option, value))
 
 
-def line(argv: Sequence[str], *, indent: str = "    ") -> str:
+def command_line(argv: Sequence[str], *, indent: str = "    ") -> str:
     """Return a command as shell text, quoted, over several lines if it is longer than `WIDTH`.
 
     A line ends only between two arguments.

@@ -17,23 +17,23 @@ from imgkit_entrypoints.errors import ToolFailed, UsageError
 SCHEMA = 1
 _QUEUED_JOB_FIELDS = tuple(field.name for field in dataclasses.fields(QueuedJob))
 _READ_ERRORS = (OSError, ValueError, TypeError, KeyError, AttributeError, UsageError)
-"""Exceptions of `_read` and `_path` for a record that does not exist or is damaged."""
+"""Exceptions of `_read_record` and `_record_path` for a record that does not exist or is damaged."""
 _MAX_LISTED_JOBS = 5
 """Number of jobs that the error about an unknown id lists, the one submitted last at the end."""
 
 
-def keep(record: SubmittedJob) -> None:
-    """Save `record` in a file, from which `find` reads it."""
-    folder = _folder()
+def save_record(record: SubmittedJob) -> None:
+    """Save `record` in a file, from which `find_record` reads it."""
+    folder = _records_folder()
     folder.mkdir(parents=True, exist_ok=True)
     fields = dataclasses.asdict(record)
     job_fields = fields.pop("job")
     # The fields of the job stand beside the others, because that is simpler for programs that read the file.
     data = {"schema": SCHEMA, **job_fields, **fields}
-    files.put(folder / f"{record.job.handle}.json", json.dumps(data, indent=2, default=str) + "\n")
+    files.write_file(folder / f"{record.job.handle}.json", json.dumps(data, indent=2, default=str) + "\n")
 
 
-def find(job_id: str) -> SubmittedJob:
+def find_record(job_id: str) -> SubmittedJob:
     """Return the record of a job that this user submitted from this machine.
 
     Parameters
@@ -47,7 +47,7 @@ def find(job_id: str) -> SubmittedJob:
     ToolFailed : the record has no id of the scheduler, so that nothing can be asked about the job.
     """
     try:
-        record = _read(_path(job_id))
+        record = _read_record(_record_path(job_id))
     except _READ_ERRORS as error:
         # A task has no file of its own: its record is made from that of its array.
         task_record = _find_task(job_id)
@@ -59,7 +59,7 @@ def find(job_id: str) -> SubmittedJob:
 
 def _unknown_job_error(job_id: str) -> UsageError:
     """Return the error for an id without a record; its hint lists the jobs that were submitted last."""
-    paths = sorted(_folder().glob("*.json"), key=lambda path: path.stat().st_mtime)
+    paths = sorted(_records_folder().glob("*.json"), key=lambda path: path.stat().st_mtime)
     hint = "imgkit run prints the id"
     if paths:
         last_ids = [path.stem for path in paths[-_MAX_LISTED_JOBS:]]
@@ -81,7 +81,7 @@ def need_id(record: SubmittedJob) -> SubmittedJob:
 
 def _unknown_id_error(job: QueuedJob, answer: str) -> ToolFailed:
     """Return the error for a job that was submitted, but whose id is not in the scheduler's `answer`."""
-    argv = systems.named(job.system).queue.own_jobs
+    argv = systems.get_system(job.system).queue.own_jobs
     command = shlex.join(argv) if argv else f"the commands of {job.system}"
     suffix = f" on {job.remote}" if job.remote else ""
     answer = answer.strip()
@@ -97,9 +97,9 @@ def _unknown_id_error(job: QueuedJob, answer: str) -> ToolFailed:
 def newest_first() -> tuple[SubmittedJob, ...]:
     """Return all records, the job that was submitted last first; a damaged record is left out."""
     loaded = []
-    for path in _folder().glob("*.json"):
+    for path in _records_folder().glob("*.json"):
         try:
-            loaded.append(_read(path))
+            loaded.append(_read_record(path))
         except _READ_ERRORS:
             continue
     return tuple(sorted(loaded, key=lambda record: record.submitted, reverse=True))
@@ -113,7 +113,7 @@ def of_run(record: SubmittedJob) -> tuple[SubmittedJob, ...]:
 
 def is_kept(record: SubmittedJob) -> bool:
     """Return whether `record` has a file; the record of an array's task has none."""
-    return _path(record.job.handle).exists()
+    return _record_path(record.job.handle).exists()
 
 
 def is_cancelled(record: SubmittedJob) -> bool:
@@ -122,7 +122,7 @@ def is_cancelled(record: SubmittedJob) -> bool:
     The file is read again: another imgkit may have cancelled the job since `record` was read.
     """
     try:
-        return _read(_path(record.job.handle)).cancelled
+        return _read_record(_record_path(record.job.handle)).cancelled
     except _READ_ERRORS:
         return False
 
@@ -141,7 +141,7 @@ def _find_task(job_id: str) -> SubmittedJob | None:
     return None
 
 
-def _read(path: Path) -> SubmittedJob:
+def _read_record(path: Path) -> SubmittedJob:
     """Return the record in the file `path`.
 
     Raises
@@ -152,18 +152,18 @@ def _read(path: Path) -> SubmittedJob:
     """
     fields = json_text.load(path)
     job_fields = {name: fields.pop(name) for name in _QUEUED_JOB_FIELDS if name in fields}
-    record: SubmittedJob = json_text.read(SubmittedJob, {**fields, "job": job_fields}, "record")
+    record: SubmittedJob = json_text.build_value(SubmittedJob, {**fields, "job": job_fields}, "record")
     job = record.job
     are_valid = quoting.is_job_id(job.id) and all(
         quoting.is_job_id(name) for name in (job.cluster, job.remote, job.store, job.run_name) if name
     )
     if not are_valid:
         raise ValueError(f"{job.handle!r} is not a job id")
-    quoting.check("--name", job.name)
+    quoting.check_flag_value("--name", job.name)
     return record
 
 
-def _path(job_id: str) -> Path:
+def _record_path(job_id: str) -> Path:
     """Return the file of a record.
 
     ``4711`` also finds the file of ``4711@REMOTE``, if no local job and only one remote has this number.
@@ -174,15 +174,15 @@ def _path(job_id: str) -> Path:
     """
     if not all(quoting.is_job_id(name) for name in job_id.split("@", 1)):
         raise ValueError(f"{job_id!r} is not a job id")
-    path = _folder() / f"{job_id}.json"
+    path = _records_folder() / f"{job_id}.json"
     if "@" in job_id or path.exists():
         return path
-    paths_on_remotes = list(_folder().glob(f"{glob.escape(job_id)}@*.json"))
+    paths_on_remotes = list(_records_folder().glob(f"{glob.escape(job_id)}@*.json"))
     if len(paths_on_remotes) == 1:
         return paths_on_remotes[0]
     return path
 
 
-def _folder() -> Path:
+def _records_folder() -> Path:
     """Return the folder with one file for each record."""
     return files.state_dir() / "jobs"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from imgkit_builder.base import flags
-from imgkit_builder.base.flags import USUAL, flag, part
+from imgkit_builder.base.flags import USUAL, option_field, part
 
 RuntimeName = Literal["singularity", "docker", "pyxis", "host"]
 
@@ -41,11 +41,13 @@ Flags = TypeVar("Flags", bound=SystemFlags)
 class QueueRequest:
     """The queue of a job, its account and its time limit; empty means "as in the recipe"."""
 
-    time: str = flag("", metavar="HH:MM:SS", group=USUAL, help="Time limit, for example 00:30:00, 90m or 2h.")
-    account: str = flag("", "--account", "-A", group=USUAL, help="Account or project to charge.")
-    queue: str = flag("", "--queue", "-q", group=USUAL, help="Queue, partition or RunAI project.")
-    qos: str = flag("", group=USUAL, help="Quality of service (Slurm).")
-    options: tuple[str, ...] = flag(
+    time: str = option_field(
+        "", metavar="HH:MM:SS", group=USUAL, help="Time limit, for example 00:30:00, 90m or 2h."
+    )
+    account: str = option_field("", "--account", "-A", group=USUAL, help="Account or project to charge.")
+    queue: str = option_field("", "--queue", "-q", group=USUAL, help="Queue, partition or RunAI project.")
+    qos: str = option_field("", group=USUAL, help="Quality of service (Slurm).")
+    options: tuple[str, ...] = option_field(
         (), "--option", metavar="WORD", help="Additional scheduler option, one word: --option=--exclusive."
     )
 
@@ -54,29 +56,31 @@ class QueueRequest:
 class AllocationRequest(QueueRequest):
     """The resources that the scheduler is asked for; None and empty mean "as in the recipe"."""
 
-    nodes: str = flag(
+    nodes: str = option_field(
         "",
         metavar="N|N+S",
         group=USUAL,
         help="Number of nodes (default: 1, or all --hosts). 16+1 takes 17 nodes, one as a spare for a node "
         "that is lost.",
     )
-    gpus: int | None = flag(None, metavar="G", help="GPUs per node (default: all).")
-    cpus: int | None = flag(None, metavar="C", help="CPUs per node.")
-    mem: str = flag("", metavar="SIZE", help="Memory per node, for example 440G.")
-    mem_per_gpu: str = flag("", metavar="SIZE", help="Memory per GPU, for example 110G.")
+    gpus: int | None = option_field(None, metavar="G", help="GPUs per node (default: all).")
+    cpus: int | None = option_field(None, metavar="C", help="CPUs per node.")
+    mem: str = option_field("", metavar="SIZE", help="Memory per node, for example 440G.")
+    mem_per_gpu: str = option_field("", metavar="SIZE", help="Memory per GPU, for example 110G.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubmitRequest(QueueRequest):
     """A job that makes an image on a node: ``imgkit sif --submit`` and ``imgkit build --submit``."""
 
-    system: str = flag("", metavar="RECIPE", help="Recipe whose system takes the job (default: the image's).")
-    name: str = flag("", help="Job name (default: the recipe's name with -sif).")
-    directory: Path = flag(
+    system: str = option_field(
+        "", metavar="RECIPE", help="Recipe whose system takes the job (default: the image's)."
+    )
+    name: str = option_field("", help="Job name (default: the recipe's name with -sif).")
+    directory: Path = option_field(
         Path(), metavar="DIR", help="Folder in which the job runs; relative paths of other options are in it."
     )
-    templates: Path | None = flag(
+    templates: Path | None = option_field(
         None, metavar="DIR", help="Folder of custom templates; they replace the shipped ones."
     )
 
@@ -87,91 +91,93 @@ class LaunchRequest:
 
     command: tuple[str, ...] = ()
     """``dist-...`` with its arguments, or any other program; empty for a shell."""
-    nproc: int | None = flag(None, metavar="N", help="Processes per node (default: one per GPU).")
-    max_failures: int | None = flag(
+    nproc: int | None = option_field(None, metavar="N", help="Processes per node (default: one per GPU).")
+    max_failures: int | None = option_field(
         None,
         metavar="K",
         help="Failures (lost nodes or workers) to survive before the run is aborted (default: 3 with spares, "
         "else 0).",
     )
-    preflight: bool = flag(
+    preflight: bool = option_field(
         False, help="Measure all nodes first, for a minute at most, and start without outliers or not at all."
     )
-    stop_before_s: int | None = flag(
+    stop_before_s: int | None = option_field(
         None,
         "--stop-before",
         metavar="SECONDS",
         help="Ask the program to save this long before the time limit (Slurm); 0: never.",
     )
-    interactive: bool = flag(False, "--interactive", "-i", help="Allocate nodes for interactive work.")
-    secret_file: Path | None = flag(
+    interactive: bool = option_field(
+        False, "--interactive", "-i", help="Allocate nodes for interactive work."
+    )
+    secret_file: Path | None = option_field(
         None,
         metavar="FILE",
         help="Shared secret by which nodes authenticate each other, at this path on all of them (default: "
         "the job creates a new one at each start).",
     )
-    require_secret: bool = flag(False, help="Refuse multi-node runs without a shared secret.")
+    require_secret: bool = option_field(False, help="Refuse multi-node runs without a shared secret.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContainerRequest:
     """The container, and the code, folders and variables that the command finds in it."""
 
-    image: str = flag(
+    image: str = option_field(
         "",
         metavar="PATH|REF",
         help="Image to run, also one that imgkit did not build (default: RECIPE.sif here, or RECIPE:latest); "
         "for imgkit run, its path on the remote.",
     )
-    code: Path | None = flag(
+    code: Path | None = option_field(
         None,
         metavar="DIR",
         group=USUAL,
         help="Folder of code: each run starts in a copy of its own, /workspace in the container.",
     )
-    no_code: bool = flag(False, help="Run without code, even if imgkit.toml sets it.")
+    no_code: bool = option_field(False, help="Run without code, even if imgkit.toml sets it.")
     data: tuple[str, ...] = ()
     """Folders of data, as imgkit.toml names them: ``data/letters`` or ``/gpfs/letters:/data``."""
-    packages: tuple[str, ...] = flag(
+    packages: tuple[str, ...] = option_field(
         (), metavar="FILE", help="File of imgkit add with packages for the image; may be repeated."
     )
     requirements: tuple[str, ...] = ()
     """Packages that imgkit.toml asks for: a file with them is made where it is missing."""
-    allow: tuple[str, ...] = flag(
+    allow: tuple[str, ...] = option_field(
         (), metavar="NAME", help="With --code: ship this file even though its name looks like a secret."
     )
-    yes: bool = flag(False, help="With --code: do not ask above 100 MB or 10,000 files.")
-    workdir: str = flag(
+    yes: bool = option_field(False, help="With --code: do not ask above 100 MB or 10,000 files.")
+    workdir: str = option_field(
         "",
         metavar="/DIR",
         help="Folder of the container in which the command starts (default: /workspace with --code, or the "
         "recipe's image.workdir, else the job's folder); .: the job's folder.",
     )
-    binds: tuple[str, ...] = flag(
+    binds: tuple[str, ...] = option_field(
         (), "--bind", metavar="/SRC[:/DEST[:ro]]", help="Folder to mount into the container."
     )
-    env: tuple[str, ...] = flag(
+    env: tuple[str, ...] = option_field(
         (),
         metavar="NAME[=VALUE]",
         group=USUAL,
         help="Environment variable for the program. NAME alone takes the value from here "
         "and shows it nowhere.",
     )
-    env_file: Path | None = flag(
+    env_file: Path | None = option_field(
         None,
         metavar="FILE",
         help="Private file with lines NAME=VALUE, at this path on all nodes, which read it at the start.",
     )
-    runtime: RuntimeName | None = flag(
+    runtime: RuntimeName | None = option_field(
         None, help="What starts the program (default: the recipe's runtime); host: no container."
     )
-    python: str = flag(
+    python: str = option_field(
         "",
         metavar="PATH",
         help="Python of an image that imgkit did not build (default: its python3); imgkit binds its entry "
         "points there.",
     )
-    activate: str = flag(
+    activate: str = option_field(
         "",
         metavar="COMMAND",
         help="Command of bash that activates an environment of such an image first, for example "
@@ -237,12 +243,12 @@ class JobRequest:
     allocation: AllocationRequest = part(AllocationRequest)
     launch: LaunchRequest = part(LaunchRequest)
     container: ContainerRequest = part(ContainerRequest)
-    name: str = flag("", help="Job name (default: the recipe's name).")
-    directory: Path = flag(Path(), metavar="DIR", help="Folder in which the job runs.")
-    group_readable: bool = flag(
+    name: str = option_field("", help="Job name (default: the recipe's name).")
+    directory: Path = option_field(Path(), metavar="DIR", help="Folder in which the job runs.")
+    group_readable: bool = option_field(
         False, help="Let your group read the run folder, which is closed to others by default (Slurm, PBS)."
     )
-    templates: Path | None = flag(
+    templates: Path | None = option_field(
         None, metavar="DIR", help="Folder of custom templates; they replace the shipped ones."
     )
     system_flags: tuple[SystemFlags, ...] = ()
@@ -260,11 +266,11 @@ class JobRequest:
         ------
         TypeError : a request has no field with such a name.
         """
-        return flags.changed(cls(), values)
+        return flags.replace_fields(cls(), values)
 
     def changed(self, **values: Any) -> JobRequest:
         """Return this request with other values, by the names that `of` takes."""
-        return flags.changed(self, values)
+        return flags.replace_fields(self, values)
 
     def flags(self, kind: type[Flags]) -> Flags:
         """Return the system's own flags that the class `kind` declares; their defaults if none was given."""

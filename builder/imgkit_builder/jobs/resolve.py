@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from imgkit_builder.base.flags import declared, flags_in
+from imgkit_builder.base.flags import declared_options, flags_in
 from imgkit_builder.jobs import contents, quoting, runtimes, systems
 from imgkit_builder.jobs.job import Allocation, Container, Job
 from imgkit_builder.jobs.memory import Memory, parse_size, size_text
@@ -33,7 +33,7 @@ from imgkit_entrypoints.schedulers.placement import Size, size_examples
 from imgkit_entrypoints.system import CUDA_COMPAT, HOST_LIBS
 
 
-def resolve(recipe: Target, request: JobRequest) -> Job:
+def resolve_job(recipe: Target, request: JobRequest) -> Job:
     """Return the job that `request` becomes on the system of `recipe`.
 
     Raises
@@ -43,19 +43,19 @@ def resolve(recipe: Target, request: JobRequest) -> Job:
     """
     recipe = _in_partition(recipe, request.allocation.queue or recipe.system.queue.name)
     scheduler = recipe.system.scheduler
-    system = systems.named(scheduler)
+    system = systems.get_system(scheduler)
     allocation = _queue_allocation(recipe, request, system)
     contents.refuse_secrets(recipe, request)
     directory = request.directory.absolute()
-    quoting.check("--directory", str(directory))
-    runtime = _runtime(recipe, request.container.runtime, system)
-    command = _command(request)
+    quoting.check_flag_value("--directory", str(directory))
+    runtime = _select_runtime(recipe, request.container.runtime, system)
+    command = _job_command(request)
     image = runtime.image(contents.requested_image(request), recipe.name, directory)
     job = Job(
         recipe=recipe,
         request=request,
         system=request.flags(system.flags).system or scheduler,
-        name=quoting.check("--name", request.name or recipe.name),
+        name=quoting.check_flag_value("--name", request.name or recipe.name),
         directory=directory,
         allocation=allocation,
         container=Container(image=image, runtime=runtime.kind),
@@ -72,7 +72,7 @@ def resolve(recipe: Target, request: JobRequest) -> Job:
             hint="build it into the image (image.copy), and leave --code out, or add --no-code",
         )
     job = _with_nodes(job, system)
-    job = dataclasses.replace(job, settings=_settings(job, system))
+    job = dataclasses.replace(job, settings=_agent_settings(job, system))
     job = contents.with_mounts_and_variables(job, passes_names=system.passes_names)
     runtime.check(job)
     _refuse_amd(job)
@@ -90,7 +90,7 @@ def resolve_conversion(recipe: Target, request: JobRequest, image: Path) -> Job:
     UsageError : a value is not valid, the recipe requires another one, or the job would show a secret.
     ToolFailed : the system is a plug-in that cannot be loaded.
     """
-    system = systems.named(recipe.system.scheduler)
+    system = systems.get_system(recipe.system.scheduler)
     warnings = (
         *_unused_flag_warnings(recipe, request, system),
         *_unlisted_queue_warnings(recipe, request.allocation.queue),
@@ -101,8 +101,8 @@ def resolve_conversion(recipe: Target, request: JobRequest, image: Path) -> Job:
         recipe=recipe,
         request=request,
         system=recipe.system.scheduler,
-        name=quoting.check("--name", request.name or f"{recipe.name}-sif"),
-        directory=Path(quoting.check("--directory", str(request.directory.absolute()))),
+        name=quoting.check_flag_value("--name", request.name or f"{recipe.name}-sif"),
+        directory=Path(quoting.check_flag_value("--directory", str(request.directory.absolute()))),
         allocation=_queue_allocation(recipe, request, system),
         container=Container(image=str(image), runtime="no-container"),
         command=request.launch.command,
@@ -140,7 +140,7 @@ _MINIMA = {"nproc": 1, "cpus": 1, "gpus": 0, "max_failures": 0, "stop_before_s":
 
 def _refuse_small(request: JobRequest) -> None:
     """Raise UsageError for a number in the request that is below its minimum."""
-    for flag in declared(JobRequest):
+    for flag in declared_options(JobRequest):
         minimum = _MINIMA.get(flag.field)
         value = flag.value(request)
         if minimum is None or value is None or value >= minimum:
@@ -206,10 +206,10 @@ def _queue_allocation(recipe: Target, request: JobRequest, system: System) -> Al
     """
     requested, defaults = request.allocation, recipe.system.queue
     allocation = Allocation(
-        account=quoting.check("--account", requested.account or defaults.account),
-        queue=quoting.check("--queue", requested.queue or defaults.name),
-        qos=quoting.check("--qos", requested.qos or defaults.qos),
-        time=_time(recipe, requested),
+        account=quoting.check_flag_value("--account", requested.account or defaults.account),
+        queue=quoting.check_flag_value("--queue", requested.queue or defaults.name),
+        qos=quoting.check_flag_value("--qos", requested.qos or defaults.qos),
+        time=_time_limit(recipe, requested),
     )
     if request.launch.interactive and not system.needs_fields_for_shells:
         return allocation
@@ -229,15 +229,15 @@ def _with_nodes(job: Job, system: System) -> Job:
     """
     recipe, request = job.recipe, job.request
     _refuse_small(request)
-    gpus = _gpus(recipe, request)
+    gpus = _gpus_per_node(recipe, request)
     default_nodes = request.flags(system.flags).default_nodes
-    memory = _memory(recipe, request.allocation, gpus)
+    memory = _memory_per_node(recipe, request.allocation, gpus)
     if "mem" not in (*system.uses, *runtime_of(job).used_flags()):
         memory = None
     return job.with_allocation(
         size=parse_nodes(request.allocation.nodes or str(default_nodes)),
         gpus=gpus,
-        cpus=_cpus(recipe, request, gpus),
+        cpus=_cpus_per_node(recipe, request, gpus),
         memory=memory,
         stop_before_s=_stop_before(request, job.allocation.time),
     )
@@ -283,7 +283,7 @@ def _missing_fields_error(recipe: Target, keys: Sequence[str], project: ProjectS
     )
 
 
-def _command(request: JobRequest) -> tuple[str, ...]:
+def _job_command(request: JobRequest) -> tuple[str, ...]:
     """Return the command of the job; it is empty for an interactive shell.
 
     Raises
@@ -310,14 +310,14 @@ def _command(request: JobRequest) -> tuple[str, ...]:
     return command
 
 
-def _runtime(recipe: Target, requested: RuntimeName | None, system: System) -> Runtime:
+def _select_runtime(recipe: Target, requested: RuntimeName | None, system: System) -> Runtime:
     """Return the runtime that starts the command on each node: the requested one, or that of the recipe.
 
     Raises
     ------
     UsageError : jobs of this system cannot use the runtime.
     """
-    runtime = runtimes.named(requested or recipe.system.runtime.kind)
+    runtime = runtimes.get_runtime(requested or recipe.system.runtime.kind)
     # A Docker container is a child of Docker's daemon: the scheduler would neither count its CPUs and memory
     # nor end it with the job. Podman's containers are processes of the job.
     needs_podman = system.registration.by_podman and runtime.belongs_to_service(runtime.program(recipe))
@@ -407,7 +407,7 @@ def _amd_evidence(job: Job) -> tuple[str, str]:
     return "", ""
 
 
-def _settings(job: Job, system: System) -> Mapping[str, str]:
+def _agent_settings(job: Job, system: System) -> Mapping[str, str]:
     """Return the variables that pass options of the request to the node agent."""
     request, runtime = job.request, runtime_of(job)
     facts = job.recipe.system
@@ -460,7 +460,7 @@ def parse_nodes(text: str) -> Size:
         raise UsageError(str(error), where="--nodes", hint=size_examples(text, "--nodes ")) from None
 
 
-def _gpus(recipe: Target, request: JobRequest) -> int:
+def _gpus_per_node(recipe: Target, request: JobRequest) -> int:
     """Return the GPUs per node: the requested number, or else all of them.
 
     Raises
@@ -487,7 +487,7 @@ def _node_limit_error(recipe: Target, key: str, number: int, limit: int) -> Usag
     )
 
 
-def _cpus(recipe: Target, request: JobRequest, gpus: int) -> int | None:
+def _cpus_per_node(recipe: Target, request: JobRequest, gpus: int) -> int | None:
     """Return the CPUs per node for a job with `gpus` GPUs per node; None leaves the number to the system.
 
     Raises
@@ -522,7 +522,7 @@ def _cpus_of_processes(request: JobRequest, node_cpus: int | None) -> int | None
     return min(nproc, node_cpus)
 
 
-def _memory(recipe: Target, requested: AllocationRequest, gpus: int) -> Memory | None:
+def _memory_per_node(recipe: Target, requested: AllocationRequest, gpus: int) -> Memory | None:
     """Return the memory per node for a job with `gpus` GPUs per node; None leaves it to the scheduler.
 
     Raises
@@ -578,7 +578,7 @@ def _memory_limit_error(recipe: Target, memory: Memory, limit_MiB: int) -> Usage
     )
 
 
-def _time(recipe: Target, requested: QueueRequest) -> str:
+def _time_limit(recipe: Target, requested: QueueRequest) -> str:
     """Return the time limit as ``HH:MM:SS``; empty if neither the request nor the recipe has one.
 
     Raises
@@ -590,16 +590,16 @@ def _time(recipe: Target, requested: QueueRequest) -> str:
     if not text:
         return ""
     where = "--time" if requested.time else recipe.where("system", "queue", "time")
-    time_s = quoting.seconds(text, where=where)
+    time_s = quoting.parse_time_limit(text, where=where)
     # The limit of a QoS replaces that of the queue: it is shorter for tests, or longer for a few users.
     name = requested.qos or queue.qos
     if name not in queue.limits:
         name = requested.queue or queue.name
     if name in queue.limits:
         where = recipe.where("system", "queue", "limits", name)
-        if time_s > quoting.seconds(queue.limits[name], where=where):
+        if time_s > quoting.parse_time_limit(queue.limits[name], where=where):
             raise _time_limit_error(queue.limits, name, time_s, where)
-    return quoting.clock(time_s)
+    return quoting.format_time_limit(time_s)
 
 
 def _time_limit_error(limits: Mapping[str, str], name: str, time_s: int, where: str) -> UsageError:
@@ -609,7 +609,7 @@ def _time_limit_error(limits: Mapping[str, str], name: str, time_s: int, where: 
     if other_limits:
         other_queue += f" ({', '.join(other_limits)})"
     return UsageError(
-        f"--time {quoting.clock(time_s)}, but {name} ends jobs after {limits[name]}",
+        f"--time {quoting.format_time_limit(time_s)}, but {name} ends jobs after {limits[name]}",
         where=where,
         hint=f"--time {limits[name]}, or {other_queue}; dist-train resumes where a job left off",
     )
@@ -627,7 +627,7 @@ def _stop_before(request: JobRequest, time_limit: str) -> int:
     UsageError : ``--stop-before`` is not shorter than the time limit.
     """
     stop_before_s = request.launch.stop_before_s
-    limit_s = quoting.seconds(time_limit, where="--time") if time_limit else None
+    limit_s = quoting.parse_time_limit(time_limit, where="--time") if time_limit else None
     if stop_before_s is None:
         is_short = limit_s is not None and limit_s < SHORT_S
         return 0 if is_short else STOP_BEFORE_S

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from imgkit_builder.base.flags import declared
+from imgkit_builder.base.flags import declared_options
 from imgkit_builder.base.process import Finished
 from imgkit_builder.jobs import history, records, systems
 from imgkit_builder.jobs.request import CodeRecord, JobRequest, ResumedRun
@@ -58,7 +58,7 @@ def to_json(recipe: str | Path, request: JobRequest, base: str, *, remote: str) 
     return json.dumps(data, default=str)
 
 
-def load(record: SubmittedJob) -> RecordedRequest:
+def load_request(record: SubmittedJob) -> RecordedRequest:
     """Return the request of a job.
 
     Raises
@@ -80,11 +80,11 @@ def load(record: SubmittedJob) -> RecordedRequest:
         )
     try:
         data = json_text.parse(record.request)
-        request: JobRequest = json_text.read(JobRequest, data["request"], "request")
-        system = systems.named(record.job.system)
+        request: JobRequest = json_text.build_value(JobRequest, data["request"], "request")
+        system = systems.get_system(record.job.system)
         flags = data["system_flags"].get(system.flags.__name__)
         if flags is not None:
-            request = request.changed(system_flags=(json_text.read(system.flags, flags, "request"),))
+            request = request.changed(system_flags=(json_text.build_value(system.flags, flags, "request"),))
         return RecordedRequest(recipe=data["recipe"], base=data["base"], request=request)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UsageError(
@@ -100,7 +100,7 @@ def with_flags(recorded: JobRequest, flags: JobRequest) -> JobRequest:
     A value replaces that of the job. Of variables, one replaces that of the same name, and the others stay.
     """
     changes: dict[str, Any] = {}
-    for flag in declared(JobRequest):
+    for flag in declared_options(JobRequest):
         value = flag.value(flags)
         if value == flag.default:
             continue
@@ -127,7 +127,7 @@ def find_run(record: SubmittedJob, run: Run, *, same_code: bool) -> ResumedRun:
         # An earlier resume may have brought newer code than that of this job.
         answer = run(("cat", "--", str(folder / "code.json")))
         try:
-            code = json_text.read(CodeRecord, json_text.parse(answer.output), "code.json")
+            code = json_text.build_value(CodeRecord, json_text.parse(answer.output), "code.json")
         except ValueError:  # the job has not started
             code = record.code
     return ResumedRun(job=record.job.handle, folder=folder, code=code)
@@ -150,15 +150,15 @@ def refuse_unended(record: SubmittedJob, run: Run, run_on_files: Run, *, has_com
     """
     latest = None
     for job_record in records.of_run(record):
-        if not systems.named(job_record.job.system).reports_state:
+        if not systems.get_system(job_record.job.system).reports_state:
             if not (job_record.cancelled or _is_deleted(job_record, run)):
                 raise _unknown_end_error(job_record)
             continue
-        report = history.report(job_record, run)
+        report = history.report_job(job_record, run)
         if not report.has_ended:
             raise _unended_error(report.record)
         if report.record != job_record:
-            records.keep(report.record)
+            records.save_record(report.record)
         latest = latest or report.record
     if latest is None or latest.state != "succeeded":
         return
@@ -166,7 +166,7 @@ def refuse_unended(record: SubmittedJob, run: Run, run_on_files: Run, *, has_com
     is_stopped = latest.stopped or run_on_files(("test", "-e", str(stop_file))).returncode == 0
     if is_stopped:
         # A submission that fails removes the file all the same, and the next one must know of it.
-        records.keep(dataclasses.replace(latest, stopped=True))
+        records.save_record(dataclasses.replace(latest, stopped=True))
     elif not has_command:
         raise UsageError(
             f"{latest.job.handle} completed: the program has ended well by itself",
@@ -187,7 +187,7 @@ def _unended_error(record: SubmittedJob) -> UsageError:
 
 def _is_deleted(record: SubmittedJob, run: Run) -> bool:
     """Return whether the job's system says that it has no such job."""
-    status_argv = systems.named(record.job.system).status_commands(record.job)[0]
+    status_argv = systems.get_system(record.job.system).status_commands(record.job)[0]
     answer = run(status_argv)
     return answer.returncode != 0 and bool(_NO_SUCH_JOB.search(answer.output))
 

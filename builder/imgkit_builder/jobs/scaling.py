@@ -128,7 +128,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def plan(
+def plan_scaling(
     recipe: str,
     request: JobRequest,
     sizes: Sequence[int],
@@ -161,7 +161,7 @@ def _refuse_unmeasurable(prepared: PreparedJob) -> None:
     script = prepared.script
     is_batch = not (script.foreground or script.remote or script.is_array)
     has_run_folder = is_batch and not runtime_of(job).is_isolated
-    if has_run_folder and systems.named(job.system).reports_state:
+    if has_run_folder and systems.get_system(job.system).reports_state:
         return
     message = f"imgkit scaling needs batch jobs with a run folder, which {job.system} does not start here"
     raise UsageError(message, hint="a recipe for Slurm or PBS, without job arrays")
@@ -178,16 +178,16 @@ def refuse_unstartable(job: Job, script: Script, run: Callable[[Sequence[str]], 
     directives = "\n".join(re.findall("^#SBATCH (.+)$", script.text, re.MULTILINE))
     answer = run(("sbatch", "--test-only", *shlex.split(directives), "--wrap=true"))
     if answer.returncode != 0:
-        message, hint = process.quoted(
+        message, hint = process.quote_output(
             f"no job starts on {nodes_text(job.allocation.nodes)}", answer.output.strip()
         )
         raise UsageError(message, where="--nodes", hint=hint or "fewer nodes, or another --queue")
 
 
-def submit(
+def submit_sizes(
     planned: Sequence[PreparedJob], transport: Transport, report: Reporter
 ) -> Iterator[tuple[Path, ScalingRun]]:
-    """Submit the jobs of `plan`; yield the report's folder and its content after each of them.
+    """Submit the jobs of `plan_scaling`; yield the report's folder and its content after each of them.
 
     The largest job goes first: if the scheduler refuses it, no other job waits in the queue. The image and
     the code are brought to the system once, for all jobs.
@@ -200,21 +200,21 @@ def submit(
     *smaller_jobs, largest = planned
     refuse_unstartable(largest.job, largest.script, transport.run)
     ready = submission.make_ready(largest, transport, report)
-    record = records.need_id(submission.start(ready, transport, report))
+    record = records.need_id(submission.start_job(ready, transport, report))
     folder = Path(f"{largest.job.name}-scaling-{record.job.id}")
     folder.mkdir(exist_ok=True)
     run = ScalingRun(
         name=largest.job.name,
-        facts=_facts(ready.job, record),
+        facts=_shared_facts(ready.job, record),
         script=ready.script.text,
         sizes=(ScalingSize(nodes=largest.job.allocation.nodes, job=record.job.handle),),
     )
-    save(folder, run)
+    save_report(folder, run)
     yield folder, run
     for prepared in reversed(smaller_jobs):
         size = _submit_smaller(submission.with_files_of(ready, prepared), transport)
         run = dataclasses.replace(run, sizes=(size, *run.sizes))
-        save(folder, run)
+        save_report(folder, run)
         yield folder, run
 
 
@@ -222,13 +222,13 @@ def _submit_smaller(ready: PreparedJob, transport: Transport) -> ScalingSize:
     """Submit the job of one size, and return the size with the job's id, or with the error as its state."""
     nodes = ready.job.allocation.nodes
     try:
-        record = records.need_id(submission.start(ready, transport, Silent()))
+        record = records.need_id(submission.start_job(ready, transport, Silent()))
     except ToolFailed as error:
         return ScalingSize(nodes=nodes, state=error.what)
     return ScalingSize(nodes=nodes, job=record.job.handle)
 
 
-def _facts(job: Job, record: SubmittedJob) -> dict[str, str]:
+def _shared_facts(job: Job, record: SubmittedJob) -> dict[str, str]:
     """Return the values that all sizes share, by the names that the page prints; some may be empty."""
     return {
         "system": job.recipe.system.title or job.recipe.name,
@@ -241,7 +241,7 @@ def _facts(job: Job, record: SubmittedJob) -> dict[str, str]:
     }
 
 
-def finish(folder: Path, report: Reporter) -> ScalingRun:
+def finish_report(folder: Path, report: Reporter) -> ScalingRun:
     """Wait for the jobs of a report's folder, and write the page into it.
 
     Raises
@@ -249,7 +249,7 @@ def finish(folder: Path, report: Reporter) -> ScalingRun:
     UsageError : `folder` is not the folder of a report.
     ToolFailed : the scheduler or the remote did not answer.
     """
-    run = load(folder)
+    run = load_report(folder)
     sizes = list(run.sizes)
     for number, size in enumerate(sizes):
         if size.state:
@@ -257,14 +257,14 @@ def finish(folder: Path, report: Reporter) -> ScalingRun:
         report.stage(f"wait for {size.job}, {nodes_text(size.nodes)}")
         sizes[number] = _wait_for_size(size, folder)
         # Saved after each job, so that a wait which is interrupted goes on with the next one.
-        save(folder, dataclasses.replace(run, sizes=tuple(sizes)))
-    run = compare(dataclasses.replace(run, sizes=tuple(sizes)))
-    save(folder, run)
-    files.put(folder / PAGE_FILE, page(run))
+        save_report(folder, dataclasses.replace(run, sizes=tuple(sizes)))
+    run = add_speedups(dataclasses.replace(run, sizes=tuple(sizes)))
+    save_report(folder, run)
+    files.write_file(folder / PAGE_FILE, render_page(run))
     return run
 
 
-def load(folder: Path) -> ScalingRun:
+def load_report(folder: Path) -> ScalingRun:
     """Read the data file of a report's folder.
 
     Raises
@@ -272,7 +272,7 @@ def load(folder: Path) -> ScalingRun:
     UsageError : `folder` has no data file, or a damaged one.
     """
     try:
-        run: ScalingRun = json_text.read(ScalingRun, json_text.load(folder / DATA_FILE), "scaling")
+        run: ScalingRun = json_text.build_value(ScalingRun, json_text.load(folder / DATA_FILE), "scaling")
     except (OSError, ValueError) as error:
         raise UsageError(
             f"it is not the folder of a report: {error}",
@@ -289,22 +289,22 @@ def _wait_for_size(size: ScalingSize, folder: Path) -> ScalingSize:
     figures: dict[str, float] = {}
     with contextlib.suppress(CheckFailed):  # the job has ended without a run folder
         run_folder = handle.fetch(folder / f"{size.nodes}-nodes")
-        figures = measure(run_folder, size.nodes)
+        figures = measure_run(run_folder, size.nodes)
     return dataclasses.replace(size, state=state, figures=figures)
 
 
-def save(folder: Path, run: ScalingRun) -> None:
+def save_report(folder: Path, run: ScalingRun) -> None:
     """Write the data file of a report's folder."""
-    files.put(folder / DATA_FILE, json.dumps(dataclasses.asdict(run), indent=2) + "\n")
+    files.write_file(folder / DATA_FILE, json.dumps(dataclasses.asdict(run), indent=2) + "\n")
 
 
-def measure(run_folder: Path, nodes: int) -> dict[str, float]:
+def measure_run(run_folder: Path, nodes: int) -> dict[str, float]:
     """Return the figures of a run on `nodes` nodes, by the names that `ScalingSize.figures` has.
 
     A figure is left out if the files of the run do not contain it.
     """
     figures = _launch_figures(run_folder, nodes)
-    rows = measured.rows(run_folder)
+    rows = measured.last_metrics(run_folder)
     rate = mean_rate(rows)
     if rate:
         figures["samples_per_s"] = rate
@@ -320,11 +320,11 @@ def measure(run_folder: Path, nodes: int) -> dict[str, float]:
         values = [row[name] for row in rows if name in row]
         if values:
             figures[name] = statistics.fmean(values)
-    for bandwidth in measured.bandwidths(run_folder):
+    for bandwidth in measured.read_bandwidths(run_folder):
         figures[f"{bandwidth.collective} busbw_GBps"] = bandwidth.busbw_GBps
         figures[f"{bandwidth.collective} algbw_GBps"] = bandwidth.algbw_GBps
         figures[f"{bandwidth.collective} size_bytes"] = bandwidth.size_bytes
-    # `load` reads floats only: 4 is no float in JSON, 4.0 is one.
+    # `load_report` reads floats only: 4 is no float in JSON, 4.0 is one.
     return {name: float(value) for name, value in figures.items()}
 
 
@@ -369,7 +369,7 @@ def mean_rate(rows: Sequence[Mapping[str, float]]) -> float | None:
     return total_steps / total_s
 
 
-def compare(run: ScalingRun) -> ScalingRun:
+def add_speedups(run: ScalingRun) -> ScalingRun:
     """Return `run` with the speed-up and the parallel efficiency of each size whose job ran to its end.
 
     Both are relative to the smallest of these sizes. They are computed from the samples per second if each of
@@ -400,9 +400,9 @@ def _compare_size(size: ScalingSize, reference: ScalingSize, compared_by: str) -
     return dataclasses.replace(size, figures={**size.figures, "speedup": speedup, "efficiency": efficiency})
 
 
-def table(run: ScalingRun) -> list[list[str]]:
+def table_rows(run: ScalingRun) -> list[list[str]]:
     """Return the rows of the table, its header first; a figure that no size has is left out."""
-    columns = _columns(run)
+    columns = _figure_columns(run)
     titles = [title for title, _ in columns.values()]
     rows = [["nodes", "job", *titles, "state"]]
     for size in run.sizes:
@@ -413,7 +413,7 @@ def table(run: ScalingRun) -> list[list[str]]:
     return rows
 
 
-def _columns(run: ScalingRun) -> dict[str, tuple[str, str]]:
+def _figure_columns(run: ScalingRun) -> dict[str, tuple[str, str]]:
     """Return the title and the format of each figure in the table, by the figure's name."""
     names = dict.fromkeys(name for size in run.sizes for name in size.figures)
     columns = {name: column for name, column in FIGURES.items() if name in names}
@@ -433,7 +433,7 @@ _COMPARED_BY_TEXTS = {
 }
 
 
-def verdict(run: ScalingRun) -> list[str]:
+def verdict_sentences(run: ScalingRun) -> list[str]:
     """Return sentences on which sizes failed, up to which size the job scales, and what CSC would miss."""
     lines = [f"{nodes_text(size.nodes)}: {size.state}" for size in run.sizes if not size.is_complete]
     if not run.compared_by:
@@ -456,7 +456,7 @@ def verdict(run: ScalingRun) -> list[str]:
     return lines
 
 
-def page(run: ScalingRun) -> str:
+def render_page(run: ScalingRun) -> str:
     """Return the Markdown page, with the parts of CSC's report in their order."""
     facts = "\n".join(f"{name}: {text}" for name, text in run.facts.items() if text)
     has_gpu_use = any("gpu_percent" in size.figures for size in run.sizes)
@@ -467,8 +467,8 @@ def page(run: ScalingRun) -> str:
         "(Describe what the program computes, on which data, how it is parallelized, and its I/O.)",
         _code_block(facts),
         "## Results",
-        _markdown_table(table(run)),
-        *verdict(run),
+        _markdown_table(table_rows(run)),
+        *verdict_sentences(run),
         "" if has_gpu_use else gpu_note,
         "## Job script of the largest size",
         _code_block(run.script),

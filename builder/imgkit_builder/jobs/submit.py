@@ -1,6 +1,7 @@
 """Prepare a job and submit it, here or on a remote, for the command line, the Python API and scaling alike.
 
-`prepare` has no effect. `submit` brings the image and the code to the machine of the transport, and submits.
+`prepare` has no effect. `submit_job` brings the image and the code to the machine of the transport, and
+submits.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from imgkit_builder.jobs.job import Job, Script
 from imgkit_builder.jobs.prepared import PreparedJob
 from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.request import JobRequest, ResumedRun
-from imgkit_builder.jobs.resolve import resolve
+from imgkit_builder.jobs.resolve import resolve_job
 from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.jobs.submitted import QueuedJob, SubmittedJob
 from imgkit_builder.jobs.transport import (
@@ -78,7 +79,7 @@ def prepare(
     ----------
     recipe : a shipped name, a recipe's file, or a .sif to run on its own system; for a remote also an
         archive, or empty for the remote's default.
-    code : the code of the request, as `code.read` returns it.
+    code : the code of the request, as `code.read_code_folder` returns it.
     remote : the remote on which the job is submitted; None: this machine.
     base : with `remote`, another base image than the recipe's.
     data : the request's folders of data, as `data_mounts.list_folders` returns them; None: list them.
@@ -98,7 +99,7 @@ def prepare(
     if remote.pvc:
         in_pods = _prepare_in_pods(str(recipe), request, code, remote, folders)
         return dataclasses.replace(in_pods, request=recorded)
-    source = image_source.find(str(recipe), request, remote.recipe)
+    source = image_source.find_image_source(str(recipe), request, remote.recipe)
     source = dataclasses.replace(source, base=base)
     image_source.refuse_runtime(source)
     if code is not None:
@@ -109,7 +110,7 @@ def prepare(
     job = _with_code(job, code, Ssh.code_folder)
     if code is not None and source.recipe:
         job = _with_warning(job, code_of.image_code_notice(job))
-    script = systems.named(job.system).script(job)
+    script = systems.get_system(job.system).script(job)
     image_source.refuse_script(job, script)
     return PreparedJob(job=job, script=script, code=code, data=folders, source=source, request=recorded)
 
@@ -136,16 +137,16 @@ def _prepare_in_pods(
 def _prepare_here(
     recipe: str | Path, request: JobRequest, code: CodeFolder | None, data: tuple[DataFolder, ...]
 ) -> PreparedJob:
-    """Return a job that is submitted on this machine. See `prepare`."""
+    """Return a job that is submitted on this machine. See `prepare_job`."""
     recipe_file = Path(recipe)
     default_image = ""
     if image.is_sif(recipe_file) or sqsh.is_sqsh(recipe_file):
-        target = baked.target(recipe_file)
+        target = baked.read_target(recipe_file)
         default_image = str(recipe_file.absolute())
     else:
         target = targets.load_target(recipe)
     request = request.changed(image=request.container.image or default_image)
-    job = resolve(target, request)
+    job = resolve_job(target, request)
     job = added_packages.with_packages(job)
     image_file = Path(job.container.image)
     sif = image_file if image.is_sif(image_file) else None
@@ -157,7 +158,7 @@ def _prepare_here(
             code_of.refuse_unused(code, target, sif)
         if has_container and not request.container.image:
             job = _with_warning(job, code_of.image_code_notice(job))
-        if systems.named(job.system).code_copier == "imgkit":
+        if systems.get_system(job.system).code_copier == "imgkit":
             job = code_of.with_run_folder(job)
         is_readable = sif is not None or sqsh.is_sqsh(image_file)
         job = _with_warning(job, code_of.left_out_notice(code, image_file if is_readable else None))
@@ -185,7 +186,7 @@ def _with_warning(job: Job, warning: str) -> Job:
     return dataclasses.replace(job, warnings=(*job.warnings, warning)) if warning else job
 
 
-def submit(prepared: PreparedJob, transport: Transport, report: Reporter | None = None) -> SubmittedJob:
+def submit_job(prepared: PreparedJob, transport: Transport, report: Reporter | None = None) -> SubmittedJob:
     """Bring the image, the data and the code to where the job starts, submit the job, and save its record.
 
     Parameters
@@ -203,7 +204,7 @@ def submit(prepared: PreparedJob, transport: Transport, report: Reporter | None 
         raise _foreground_error(prepared.job)
     report = report or Silent()
     ready = make_ready(prepared, transport, report)
-    return start(ready, transport, report)
+    return start_job(ready, transport, report)
 
 
 def _foreground_error(job: Job) -> UsageError:
@@ -218,7 +219,7 @@ def _foreground_error(job: Job) -> UsageError:
     )
 
 
-def start(ready: PreparedJob, transport: Transport, report: Reporter) -> SubmittedJob:
+def start_job(ready: PreparedJob, transport: Transport, report: Reporter) -> SubmittedJob:
     """Submit a job that `make_ready` has prepared, and save its record.
 
     Raises
@@ -228,7 +229,7 @@ def start(ready: PreparedJob, transport: Transport, report: Reporter) -> Submitt
     """
     record = _submit_script(ready, transport)
     try:
-        records.keep(record)
+        records.save_record(record)
     except OSError as error:
         # Not an error of the command: the job exists, and its own system can follow it.
         report.note(_unsaved_record_warning(record, error))
@@ -268,7 +269,7 @@ def make_ready(prepared: PreparedJob, transport: Transport, report: Reporter) ->
         transport.make_run_folder(job, with_image.code, report)
     if job.request.resumed is not None:
         _prepare_resumed_folder(job.request.resumed, with_image.code, job, transport)
-    return dataclasses.replace(with_image, job=job, script=systems.named(job.system).script(job))
+    return dataclasses.replace(with_image, job=job, script=systems.get_system(job.system).script(job))
 
 
 def with_files_of(ready: PreparedJob, prepared: PreparedJob) -> PreparedJob:
@@ -280,7 +281,7 @@ def with_files_of(ready: PreparedJob, prepared: PreparedJob) -> PreparedJob:
     if prepared.source is not None:
         job = prepared.source.resolved(str(ready.job.directory), ready.job.container.image)
     job = dataclasses.replace(job, container=ready.job.container)
-    script = systems.named(job.system).script(job)
+    script = systems.get_system(job.system).script(job)
     return dataclasses.replace(prepared, job=job, script=script, image_id=ready.image_id)
 
 
@@ -294,7 +295,7 @@ def look_into(prepared: PreparedJob, transport: Transport) -> PreparedJob:
 
 def _with_script(job: Job, code: CodeFolder | None = None) -> PreparedJob:
     """Return `job` with the script that its system submits."""
-    return PreparedJob(job=job, script=systems.named(job.system).script(job), code=code)
+    return PreparedJob(job=job, script=systems.get_system(job.system).script(job), code=code)
 
 
 def _prepare_resumed_folder(
@@ -316,7 +317,7 @@ def _prepare_resumed_folder(
         )
     if code is not None:
         store = home / transport.code_folder
-        workspace.update(resumed, store, code.record, transport.run_script)
+        workspace.update_workspace(resumed, store, code.record, transport.run_script)
     for name, source in runtime_of(job).data_links(job).items():
         transport.run_script(_LINK_DATA, (source, str(resumed.folder / WORKSPACE / name)), ())
     old_files = [str(resumed.folder / name) for name in (stop_protocol.BY_PERSON, stop_protocol.RESULT)]
@@ -330,8 +331,8 @@ def _entry_points_folder(job: Job) -> Folder:
         path=job.container.bound.folder,
         label="entry points",
         source="",
-        size_bytes=sum(len(data) for _, data in bound.members(job)),
-        write=lambda folder: bound.write(job, folder),
+        size_bytes=sum(len(data) for _, data in bound.bound_files(job)),
+        write=lambda folder: bound.write_bound_files(job, folder),
     )
 
 
@@ -340,7 +341,7 @@ def _submit_script(ready: PreparedJob, transport: Transport) -> SubmittedJob:
     job = ready.job
     output = transport.start(job, ready.script)
     try:
-        record = submitted(job, ready.script, output, remote=transport.name)
+        record = record_submission(job, ready.script, output, remote=transport.name)
     except ToolFailed as error:
         # kubectl and runai refuse a second job of the same name, because the name is the id of a job in pods.
         if not re.search("already ?exists", f"{error.what}\n{error.hint}", re.IGNORECASE):
@@ -358,7 +359,7 @@ def _existing_job_error(job: Job, error: ToolFailed) -> ToolFailed:
     return ToolFailed(error.what, where=error.where, hint=hint.strip())
 
 
-def submitted(
+def record_submission(
     job: Job, script: Script, output: Generator[bytes, None, None], *, remote: str = ""
 ) -> SubmittedJob:
     """Return the record of a job that has just been submitted.
@@ -402,7 +403,7 @@ def submitted(
 def _answer_text(output: Generator[bytes, None, None], system: str) -> str:
     """Return the answer of the scheduler, or only its start if it is too long for an answer."""
     try:
-        answer = process.answer(output, system)
+        answer = process.read_answer(output, system)
     except process.TooLong as error:
         answer = error.start
     return answer.decode(errors="replace")
@@ -412,7 +413,7 @@ def _parse_job_id(answer: str, job: Job) -> tuple[str, str]:
     """Return the job's id and its cluster, which may be empty. Return ("", "") if `answer` has no id."""
     try:
         # sbatch prints "4711;CLUSTER" on a site with several clusters.
-        job_id, _, cluster = systems.named(job.system).parse_job_id(answer, job.name).partition(";")
+        job_id, _, cluster = systems.get_system(job.system).parse_job_id(answer, job.name).partition(";")
     except Exception:  # of a plug-in: the job exists all the same
         return "", ""
     if not quoting.is_job_id(job_id) or (cluster and not quoting.is_job_id(cluster)):

@@ -10,7 +10,7 @@ from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_entrypoints.errors import UsageError
 
 
-def fill(job: Job, name: str, **values: Any) -> str:
+def render_template(job: Job, name: str, **values: Any) -> str:
     """Render the template `name` and return the text.
 
     The template is one of the user's folder of ``--templates``, or else a shipped one. It can use `job`,
@@ -61,5 +61,5 @@ def run_folder_lines(job: Job, job_id: str) -> str:
     # A subshell: where a person types the lines, set -e would end the shell of the job.
     lines = f'dir={runs}/{job.name}-"{job_id}"\nexport IMGKIT_RUN_DIR=$dir\n(set -e\n'
     for name in ("run-folder.sh.j2", "workspace.sh.j2"):
-        lines += fill(job, name)
+        lines += render_template(job, name)
     return f"{lines})"

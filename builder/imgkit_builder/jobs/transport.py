@@ -176,7 +176,7 @@ class Local(Transport):
 
     def run_script(self, script: str, args: Iterable[str], data: Iterable[bytes]) -> bytes:
         """Run a script. See `Transport`."""
-        return b"".join(process.through(("sh", "-c", script, "sh", *args), data))
+        return b"".join(process.filter_through(("sh", "-c", script, "sh", *args), data))
 
     def bring_image(self, prepared: PreparedJob, report: Reporter) -> PreparedJob:
         """Check the image, which is on this machine already. See `Transport`."""
@@ -203,7 +203,7 @@ class Local(Transport):
         folder = Path(job.run_folder)
         folder.parent.mkdir(exist_ok=True)
         folder.mkdir(mode=0o700)
-        files.put(folder / "code.json", f"{code_folder.record.text}\n")
+        files.write_file(folder / "code.json", f"{code_folder.record.text}\n")
         bound.write_folder(folder / WORKSPACE, code_folder.tree.write_copy)
         for name, source in runtime_of(job).data_links(job).items():
             mount_point = folder / WORKSPACE / name
@@ -216,11 +216,11 @@ class Local(Transport):
         if runtime_of(job).arch_error(job) is not None:
             # This image's Python cannot be started here. The submission refuses the image.
             return job
-        return bound.bind(job)
+        return bound.bind_entry_points(job)
 
     def start(self, job: Job, script: Script) -> Generator[bytes, None, None]:
         """Submit the script in the job's folder. See `Transport`."""
-        process.need(
+        process.require_program(
             script.submit[0],
             "run this on a login node of the system, or copy the output of imgkit run --dry-run there",
         )
@@ -228,7 +228,7 @@ class Local(Transport):
         if script.on_stdin:
             stdin.append(script.text.encode())
         folder = None if runtime_of(job).is_isolated else job.directory
-        return process.through(script.submit, stdin, cwd=folder)
+        return process.filter_through(script.submit, stdin, cwd=folder)
 
     def foreground_argv(self, job: Job, script: Script) -> Argv:
         """Return the script's own command. See `Transport`."""
@@ -253,7 +253,7 @@ class Ssh(Transport):
 
     def run(self, argv: Sequence[str]) -> Finished:
         """Run a command in the environment of a login shell. See `Transport`."""
-        return remote_jobs.finished(self.connection, argv)
+        return remote_jobs.run_scheduler_command(self.connection, argv)
 
     def run_script(self, script: str, args: Iterable[str], data: Iterable[bytes]) -> bytes:
         """Run a script. See `Transport`."""
@@ -387,15 +387,15 @@ class Ssh(Transport):
         assert prepared.source is not None  # noqa: S101 - `prepare` has been told the remote
         if not prepared.source.has_unknown_entry_points:
             return prepared.job
-        return bound.bind(prepared.job, self.run)
+        return bound.bind_entry_points(prepared.job, self.run)
 
     def start(self, job: Job, script: Script) -> Generator[bytes, None, None]:
         """Submit the script in the job's folder. See `Transport`."""
-        return remote_jobs.start(self.connection, job, script)
+        return remote_jobs.submit_script(self.connection, job, script)
 
     def foreground_argv(self, job: Job, script: Script) -> Argv:
         """Write the script to the remote, and return the ssh that runs it. See `Transport`."""
-        return interactive.argv(self.connection, job, script)
+        return interactive.interactive_argv(self.connection, job, script)
 
 
 class VolumeStore(Local):
@@ -423,7 +423,7 @@ class VolumeStore(Local):
         self.login()
         report.stage(f"look at {self.connection.remote.name}")
         sha256 = prepared.code.record.sha256 if prepared.code else ""
-        self._files.store = store.look(self.connection, program="sh", code=sha256)
+        self._files.store = store.open_store(self.connection, program="sh", code=sha256)
         job = volume.job_on(self._store, prepared.job, self.connection.remote)
         return dataclasses.replace(prepared, job=job)
 

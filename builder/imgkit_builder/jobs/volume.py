@@ -16,7 +16,7 @@ from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.remote.connection import Connection
 from imgkit_builder.jobs.remote.store import Store, note_lines, pod_folder
 from imgkit_builder.jobs.request import JobRequest
-from imgkit_builder.jobs.resolve import resolve
+from imgkit_builder.jobs.resolve import resolve_job
 from imgkit_builder.jobs.runtimes.pod import Pod
 from imgkit_builder.jobs.systems import pods
 from imgkit_builder.recipe import targets
@@ -56,7 +56,7 @@ def early_job(recipe: str, request: JobRequest, remote: Remote) -> Job:
             hint=f"a recipe with scheduler: runai, or imgkit remote add {remote.name} ... without --pvc",
         )
     home = f"{pods.parse_claim(remote.pvc).path}{UNKNOWN_HOME}"
-    job = _resolve(target, request, remote, home, UNKNOWN_IDS)
+    job = _resolve_pod_job(target, request, remote, home, UNKNOWN_IDS)
     if request.resumed is not None:
         return code_of.in_run_folder(job, f"{home}/runs/{request.resumed.folder.name}")
     return code_of.with_run_folder(job)
@@ -70,17 +70,17 @@ def job_on(store: Store, early: Job, remote: Remote) -> Job:
     UsageError : the store is not on the volume.
     """
     home = pod_folder(remote, store.home, store.volume)
-    job = _resolve(early.recipe, early.request, remote, home, store.ids)
+    job = _resolve_pod_job(early.recipe, early.request, remote, home, store.ids)
     return code_of.in_run_folder(job, f"{home}/runs/{PurePosixPath(early.run_folder).name}")
 
 
-def _resolve(target: Target, request: JobRequest, remote: Remote, home: str, ids: str) -> Job:
+def _resolve_pod_job(target: Target, request: JobRequest, remote: Remote, home: str, ids: str) -> Job:
     """Return the job of `request` in the folder `home` of its pods, under these `ids`."""
     flags = request.flags(pods.PodFlags)
     volumes = tuple(dict.fromkeys((remote.pvc, *flags.pvcs)))
     other_flags = [item for item in request.system_flags if not isinstance(item, pods.PodFlags)]
     flags = dataclasses.replace(flags, pvcs=volumes, run_as=ids)
-    return resolve(target, request.changed(directory=Path(home), system_flags=(*other_flags, flags)))
+    return resolve_job(target, request.changed(directory=Path(home), system_flags=(*other_flags, flags)))
 
 
 def make_run_folder(connection: Connection, store: Store, job: Job) -> None:

@@ -91,7 +91,7 @@ class Update:
     """Files that both the run and the user have changed."""
 
 
-def parse(output: bytes) -> Listing:
+def parse_listing(output: bytes) -> Listing:
     """Return the listing that `LIST` has printed.
 
     Raises
@@ -147,7 +147,7 @@ def plan_update(listing: Listing) -> Update:
     return Update(copied=tuple(copied), removed=tuple(removed), conflicts=tuple(conflicts))
 
 
-def update(resumed: ResumedRun, store: Path, today: CodeRecord, run_script: RunScript) -> None:
+def update_workspace(resumed: ResumedRun, store: Path, today: CodeRecord, run_script: RunScript) -> None:
     """Bring today's code into the run's copy. Files that the run has changed or made stay.
 
     Parameters
@@ -162,7 +162,7 @@ def update(resumed: ResumedRun, store: Path, today: CodeRecord, run_script: RunS
     ToolFailed : the files cannot be listed or written.
     """
     hint = f"to go on with the run's code: imgkit resume {resumed.job} --same-code"
-    listing = parse(run_script(LIST, (str(resumed.folder), str(store), today.sha256), ()))
+    listing = parse_listing(run_script(LIST, (str(resumed.folder), str(store), today.sha256), ()))
     if not listing.has_copy:
         return  # the job's script makes it
     if not listing.sent:

@@ -90,7 +90,7 @@ def read_wheels(text: str | bytes, step: int, digests: Mapping[str, str]) -> tup
     Unresolved : packages have no wheel, or one that only the base has, and `digests` lacks it.
     ValueError : `text` is no report.
     """
-    items = json_text.read(tuple[_ReportItem, ...], json_text.parse(text), "pip", closed=True)
+    items = json_text.build_value(tuple[_ReportItem, ...], json_text.parse(text), "pip", closed=True)
     built_files = _index_by_version(digests)
     wheels, missing = [], []
     for item in items:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from imgkit_builder import engine as engines
 from imgkit_builder.base import files
-from imgkit_builder.base.flags import flag
+from imgkit_builder.base.flags import option_field
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.engine import image_source, images
 from imgkit_builder.engine.builders import Choice
@@ -41,7 +41,7 @@ from imgkit_builder.recipe.model import (
 from imgkit_builder.recipe.requirements import canonical_name
 from imgkit_entrypoints import __version__
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
-from imgkit_entrypoints.files import replacing
+from imgkit_entrypoints.files import replace_named_file
 
 FOLDER = f"{INSIDE}/lock"
 """The folder of the request, the programs and their answers in the base."""
@@ -56,8 +56,10 @@ _ANSWER_FILE = re.compile(r"(apt|failed)\.txt|pip-(uv|\d+)\.json")
 class LockOptions:
     """How to lock, besides what the recipe states: options of ``imgkit lock``."""
 
-    keep_files: bool = flag(False, help="Also store every file next to the lock, and build missing wheels.")
-    upgrade: bool = flag(False, help="Upgrade packages to the newest versions that fit.")
+    keep_files: bool = option_field(
+        False, help="Also store every file next to the lock, and build missing wheels."
+    )
+    upgrade: bool = option_field(False, help="Upgrade packages to the newest versions that fit.")
     packages: tuple[str, ...] = ()
     """The only packages that `upgrade` is about; empty for all."""
 
@@ -279,10 +281,13 @@ def write_lock(
         folder.mkdir(exist_ok=True)
         for name in sorted(part.digests):
             if (new_files / name).is_file():
-                with files.writing(folder / name) as stream, files.open_regular(new_files / name) as package:
+                with (
+                    files.replace_file(folder / name) as stream,
+                    files.open_regular(new_files / name) as package,
+                ):
                     shutil.copyfileobj(package, stream)
     hint = "choose a folder that this user may write to"
-    with replacing(file, failed="the lock cannot be written", hint=hint) as stream:
+    with replace_named_file(file, failed="the lock cannot be written", hint=hint) as stream:
         stream.write(content.encode())
     for name in _file_names(lock) - _file_names(new):
         (folder / name).unlink(missing_ok=True)

@@ -68,7 +68,7 @@ def parse_config(raw: bytes, *, where: str, image_id: str | None = None) -> Imag
             diff_ids=diff_ids,
             labels={str(name): str(value) for name, value in labels.items()},
             created=str(values.get("created") or ""),
-            env=tuple(_variable(text) for text in settings.get("Env") or ()),
+            env=tuple(_split_variable(text) for text in settings.get("Env") or ()),
             entrypoint=_texts(settings.get("Entrypoint")),
             cmd=_texts(settings.get("Cmd")),
             workdir=str(settings.get("WorkingDir") or ""),
@@ -84,7 +84,7 @@ def parse_config(raw: bytes, *, where: str, image_id: str | None = None) -> Imag
     return config
 
 
-def _variable(text: str) -> tuple[str, str | None]:
+def _split_variable(text: str) -> tuple[str, str | None]:
     name, equals, value = text.partition("=")
     return name, value if equals else None
 
@@ -93,7 +93,7 @@ def _texts(values: list[str] | None) -> tuple[str, ...]:
     return tuple(str(value) for value in values or ())
 
 
-def epoch(created: str) -> int:
+def creation_time_s(created: str) -> int:
     """Return the seconds since 1970 of an image's creation; 0 where it has none."""
     match = re.match(r"(\d{4})-(\d\d)-(\d\d)T(\d\d):(\d\d):(\d\d)", created)
     if match is None:

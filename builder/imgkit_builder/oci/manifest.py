@@ -140,7 +140,7 @@ def from_json(text: str) -> Manifest:
             raise UsageError(
                 "the manifest is from a later imgkit", hint="use that version, or build the image again"
             )
-        manifest: Manifest = json_text.read(Manifest, data, "manifest", closed=True)
+        manifest: Manifest = json_text.build_value(Manifest, data, "manifest", closed=True)
         return manifest
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UsageError(f"not an imgkit manifest: {error}") from error

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from imgkit_builder.base import files, process
-from imgkit_builder.base.flags import flag
+from imgkit_builder.base.flags import option_field
 from imgkit_builder.base.progress import SILENT, Reporter
 from imgkit_builder.oci.platform import arch_of, host_arch
 from imgkit_builder.packages import failures, record
@@ -46,20 +46,20 @@ class AddRequest:
 
     requirements: tuple[str, ...] = ()
     """``einops``, ``omegaconf>=2.3``."""
-    image: Path | None = flag(None, metavar="PATH", help="The .sif that the packages are for.")
-    output: Path | None = flag(
+    image: Path | None = option_field(None, metavar="PATH", help="The .sif that the packages are for.")
+    output: Path | None = option_field(
         None, "--output", "-o", metavar="FILE", help="File to write (default: X+N.sqsh beside the image)."
     )
-    requirements_file: Path | None = flag(
+    requirements_file: Path | None = option_field(
         None, "--requirements", "-r", metavar="FILE", help="File with requirements, as for pip."
     )
-    project: Path | None = flag(
+    project: Path | None = option_field(
         None, metavar="DIR", help="Folder of a project to install, with what it depends on."
     )
-    wheels: Path | None = flag(
+    wheels: Path | None = option_field(
         None, metavar="DIR", help="Take all packages from the wheels in this folder; needs no network."
     )
-    replace: tuple[str, ...] = flag(
+    replace: tuple[str, ...] = option_field(
         (), metavar="NAME", help="Allow another version of this package than the image has."
     )
 
@@ -130,7 +130,7 @@ def add(request: AddRequest, report: Reporter = SILENT) -> Added:
         if sif.record is not None:
             added = dataclasses.replace(added, image_id=sif.record.image_id)
         record.append(work.part, added)
-        files.publish(work.part, target)
+        files.publish_file(work.part, target)
     return _added(target, image, added, up_to_date=False)
 
 
@@ -262,7 +262,7 @@ def _write_order(request: AddRequest, folder: Path) -> list[str]:
     bundle = next(filter(None, map(os.environ.get, _CERTIFICATES)), "")
     if bundle and Path(bundle).is_file():
         mounts.append(f"{bundle}:{CERTIFICATES}:ro")
-    with files.create(folder / "order.json") as stream:
+    with files.create_file(folder / "order.json") as stream:
         stream.write(order(requirements, options, request.replace))
     return mounts
 

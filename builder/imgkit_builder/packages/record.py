@@ -86,21 +86,21 @@ def append(path: Path, record: PackagesRecord) -> None:
     """Write `record` behind the squashfs `path`, with the digest of the squashfs."""
     with files.open_regular(path) as stream:
         digest = files.sha256(stream, 0, path.stat().st_size)
-    files.append(path, to_bytes(record, digest))
+    files.append_file(path, to_bytes(record, digest))
 
 
 def to_bytes(record: PackagesRecord, squashfs_sha256: str) -> bytes:
     """Return what follows the squashfs with this digest in a file."""
     record = dataclasses.replace(record, squashfs_sha256=squashfs_sha256)
-    values = json_text.sealed({"schema": _SCHEMA, **dataclasses.asdict(record)})
-    return files.description(json.dumps(values, indent=1).encode(), _MARK)
+    values = json_text.seal({"schema": _SCHEMA, **dataclasses.asdict(record)})
+    return files.make_trailer(json.dumps(values, indent=1).encode(), _MARK)
 
 
 def is_packages(path: Path) -> bool:
     """Return whether the file `path` ends like one of `imgkit add`."""
     try:
         with files.open_regular(path) as stream:
-            return files.ends_with(stream, _MARK)
+            return files.has_trailer(stream, _MARK)
     except OSError:
         return False
 
@@ -130,13 +130,13 @@ def _read(path: Path) -> tuple[PackagesRecord, int]:
         raise UsageError(problem, where=str(path), hint="imgkit add PACKAGE --image X.sif")
     with files.open_regular(path) as stream:
         size = os.fstat(stream.fileno()).st_size
-        text = files.described(stream, 0, size, _MARK) or b""
-    return parse(text, str(path)), size - len(files.description(text, _MARK))
+        text = files.read_trailer(stream, 0, size, _MARK) or b""
+    return parse(text, str(path)), size - len(files.make_trailer(text, _MARK))
 
 
 def parse_end(end: bytes, path: str) -> PackagesRecord:
     """Return the record in the `end` of a file on another machine. Raises as `read` does."""
-    text = files.described(io.BytesIO(end), 0, len(end), _MARK)
+    text = files.read_trailer(io.BytesIO(end), 0, len(end), _MARK)
     if text is None:
         raise UsageError("imgkit add did not write this file, or you may not read it", where=path)
     return parse(text, path)
@@ -149,7 +149,7 @@ def parse(text: bytes, path: str) -> PackagesRecord:
         json_text.unseal(values)
         if values.pop("schema") != _SCHEMA:
             raise ValueError("another version of imgkit wrote it")
-        record: PackagesRecord = json_text.read(PackagesRecord, values, "it", closed=True)
+        record: PackagesRecord = json_text.build_value(PackagesRecord, values, "it", closed=True)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckFailed(f"its record cannot be read: {error}", where=path, hint="copy it again") from error
     return record

@@ -52,7 +52,7 @@ class NewFolder:
         """Return the command of jobs; nothing if it is unclear which program of the folder to start."""
         if not program.has_code(self.folder):
             return ("dist-run", PROGRAM, "--epochs", "5")
-        programs = program.programs(self.folder)
+        programs = program.find_start_scripts(self.folder)
         return ("dist-run", programs[0]) if len(programs) == 1 else ()
 
     @property
@@ -65,16 +65,16 @@ class NewFolder:
 
 def copies_code(options: NewFolder, parent: Target) -> bool:
     """Return whether the image holds the code: pods get no other, and some projects must be built from it."""
-    is_isolated = runtimes.named(parent.system.runtime.kind).is_isolated
+    is_isolated = runtimes.get_runtime(parent.system.runtime.kind).is_isolated
     return is_isolated or bool(options.unfit_reason)
 
 
-def texts(options: NewFolder, parent: Target) -> Mapping[str, str]:
+def file_texts(options: NewFolder, parent: Target) -> Mapping[str, str]:
     """Return the content of each file by its name; `parent` is the recipe that `options` name.
 
     A folder with Python gets no example, and the packages and the command of its own program.
     """
-    facts, system = parent.system.queue, systems.named(parent.system.scheduler)
+    facts, system = parent.system.queue, systems.get_system(parent.system.scheduler)
     # imgkit run warns of a key that the scheduler does not use.
     used = system.uses
     required = _required_keys(parent)
@@ -96,8 +96,8 @@ def texts(options: NewFolder, parent: Target) -> Mapping[str, str]:
         "unused": [key for key, value in queue.items() if not value and key in used and key not in required],
         "required": required,
         "nodes": int(nodes) if nodes.isdecimal() else nodes,
-        "command": _command(options, parent),
-        "programs": program.programs(options.folder),
+        "command": _job_command(options, parent),
+        "programs": program.find_start_scripts(options.folder),
         "copies": copies,
         "unfit_reason": options.unfit_reason,
         "pip": program.pip_steps(options.folder, editable=not copies),
@@ -109,7 +109,7 @@ def texts(options: NewFolder, parent: Target) -> Mapping[str, str]:
     return {file: templates.get_template(f"{source}.j2").render(values) for file, source in sources.items()}
 
 
-def _command(options: NewFolder, parent: Target) -> tuple[str, ...]:
+def _job_command(options: NewFolder, parent: Target) -> tuple[str, ...]:
     """Return the command of jobs. It starts in the code of the run, or names the program in the image."""
     if not options.command or not copies_code(options, parent):
         return options.command
@@ -127,7 +127,7 @@ def next_steps(options: NewFolder, parent: Target, folder: Path) -> Iterator[str
     """Yield the commands to type next, with values that only the user knows in capitals."""
     cd = "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "
     if not options.command:
-        names = " or ".join(program.programs(options.folder)) or "your program"
+        names = " or ".join(program.find_start_scripts(options.folder)) or "your program"
         yield f"command in imgkit.toml: the one that starts {names}"
     recipe, ref = f"./{options.recipe_file}", f"REGISTRY/{options.name}:1"
     build, push = f"{cd}imgkit build {recipe}", f"imgkit push {recipe} {ref}"
@@ -143,12 +143,12 @@ def next_steps(options: NewFolder, parent: Target, folder: Path) -> Iterator[str
         if not has_value and key != "time" and not options.values[key]:
             yield f"{key} in imgkit.toml, which {parent.name} needs"
     yield from commands or [f"{cd}imgkit run --dry-run && imgkit run"]
-    starts_files = runtimes.named(parent.system.runtime.kind).image_suffix
-    if systems.named(parent.system.scheduler).takes_hosts and not starts_files:
+    starts_files = runtimes.get_runtime(parent.system.runtime.kind).image_suffix
+    if systems.get_system(parent.system.scheduler).takes_hosts and not starts_files:
         yield f"{push} && imgkit run --hosts HOST1,HOST2 --image {ref}"
 
 
-def write(folder: Path, contents: Mapping[str, str]) -> tuple[Path, ...]:
+def write_files(folder: Path, contents: Mapping[str, str]) -> tuple[Path, ...]:
     """Write `contents` by file name, except what exists, and return the paths that were written.
 
     Raises
@@ -156,7 +156,7 @@ def write(folder: Path, contents: Mapping[str, str]) -> tuple[Path, ...]:
     UsageError : a value is wrong, or the folder has an imgkit.toml; nothing is written.
     """
     # A wrong flag is found before any file is written.
-    toml_file.parse(contents[toml_file.NAME], folder / toml_file.NAME)
+    toml_file.parse_text(contents[toml_file.NAME], folder / toml_file.NAME)
     if os.path.lexists(folder / toml_file.NAME):
         raise UsageError(
             f"there is an {toml_file.NAME}", where=str(folder), hint="edit it, or remove it for a new one"
@@ -164,7 +164,7 @@ def write(folder: Path, contents: Mapping[str, str]) -> tuple[Path, ...]:
     folder.mkdir(parents=True, exist_ok=True)
     paths = tuple(folder / name for name in contents if not os.path.lexists(folder / name))
     for path in paths:
-        files.put(path, contents[path.name])
+        files.write_file(path, contents[path.name])
     return paths
 
 
@@ -180,5 +180,5 @@ def complete_gitignore(folder: Path) -> tuple[str, ...]:
     lines = tuple(line for line in _OUTPUTS if line not in text.splitlines())
     if lines:
         line_end = "" if not text or text.endswith("\n") else "\n"
-        files.put(path, text + line_end + "\n".join(lines) + "\n")
+        files.write_file(path, text + line_end + "\n".join(lines) + "\n")
     return lines

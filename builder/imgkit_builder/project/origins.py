@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from imgkit_builder.base import flags as job_flags
-from imgkit_builder.base.flags import declared, flags_in
+from imgkit_builder.base.flags import declared_options, flags_in
 from imgkit_builder.jobs.job import Job
 from imgkit_builder.jobs.memory import size_text
 from imgkit_builder.jobs.request import JobRequest, ProjectSource
@@ -25,7 +25,7 @@ _MEMORY_KEYS = ("mem", "mem_per_gpu")
 """The same, but the flag of either key replaces both."""
 
 
-def under(request: JobRequest, project: ProjectFile | None) -> JobRequest:
+def fill_from_file(request: JobRequest, project: ProjectFile | None) -> JobRequest:
     """Return `request`, which has the values of flags only, with the file's values where no flag was given.
 
     ``--bind``, ``--env`` and ``--option`` add to the values of the file, but a variable of a flag replaces
@@ -37,18 +37,18 @@ def under(request: JobRequest, project: ProjectFile | None) -> JobRequest:
     source = ProjectSource(
         file=project.file,
         recipe=project.recipe,
-        lines={key: _location(position) for key, position in project.positions.items()},
+        lines={key: _location_text(position) for key, position in project.positions.items()},
         sets_directory=request.directory == Path(),
     )
     changes: dict[str, Any] = {}
     for key in _KEYS:
-        changes[key] = job_flags.value(request, key) or getattr(values, key)
+        changes[key] = job_flags.field_value(request, key) or getattr(values, key)
     if request.launch.interactive:
         # The command of the file is that of its runs: without one on the command line, a shell opens.
         changes["command"] = request.launch.command
     if source.sets_directory:
         changes["directory"] = project.file.parent
-    if not any(job_flags.value(request, key) for key in _MEMORY_KEYS):
+    if not any(job_flags.field_value(request, key) for key in _MEMORY_KEYS):
         for key in _MEMORY_KEYS:
             changes[key] = getattr(values, key)
     container = request.container
@@ -71,7 +71,7 @@ def _combined_env(file_items: Sequence[str], flag_items: Sequence[str]) -> tuple
     return (*inherited, *flag_items)
 
 
-def _location(position: Position) -> str:
+def _location_text(position: Position) -> str:
     """Return ``imgkit.toml:4``, or ``mn5.yaml:12``."""
     return f"{shorten_path(position.file).name}:{position.line}"
 
@@ -99,7 +99,7 @@ class ValueSource:
             return self.flag
         if self.position is None:
             return "default"
-        return _location(self.position)
+        return _location_text(self.position)
 
 
 def of_word(
@@ -171,7 +171,7 @@ def _option_sources(job: Job, flags: JobRequest, project: ProjectFile | None) ->
 def _system_flag_sources(flags: JobRequest) -> Iterator[ValueSource]:
     """Yield the values of flags that only one system has."""
     for system_flags in flags.system_flags:
-        for declared_flag in declared(type(system_flags)):
+        for declared_flag in declared_options(type(system_flags)):
             value = declared_flag.value(system_flags)
             flag = declared_flag.names[0]
             if value != declared_flag.default:

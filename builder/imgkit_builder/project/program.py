@@ -43,7 +43,7 @@ class PipProposal:
     """Lines of the file that the steps lack: the base has them, or they do not name a package of PyPI."""
 
 
-def programs(folder: Path) -> tuple[str, ...]:
+def find_start_scripts(folder: Path) -> tuple[str, ...]:
     """Return the programs in `folder` that a job may start; several if none has a usual name."""
     for name in _USUAL:
         if (folder / name).is_file():
@@ -52,7 +52,7 @@ def programs(folder: Path) -> tuple[str, ...]:
     names = sorted(
         f"{stem}.py" for stem in stems if _NAME.fullmatch(stem) and not _NOT_STARTED.fullmatch(stem)
     )
-    return tuple(name for name in names if _STARTS.search(_text(folder / name)))
+    return tuple(name for name in names if _STARTS.search(_read_beginning(folder / name)))
 
 
 def has_code(folder: Path) -> bool:
@@ -91,7 +91,7 @@ def pip_steps(folder: Path, *, editable: bool) -> PipProposal | None:
 
 def is_project(folder: Path) -> bool:
     """Return whether pip can install `folder`: its pyproject.toml names a build system and describes it."""
-    text = _text(folder / requirements.PYPROJECT)
+    text = _read_beginning(folder / requirements.PYPROJECT)
     has_build_system = re.search(r"^\[build-system\]", text, re.MULTILINE) is not None
     is_described = re.search(r"^\[(project|tool\.poetry)\]", text, re.MULTILINE) is not None
     has_setup = (folder / "setup.py").is_file() or (folder / "setup.cfg").is_file()
@@ -101,25 +101,25 @@ def is_project(folder: Path) -> bool:
 def _package_steps(folder: Path) -> PipProposal | None:
     """Return the steps that install the packages which a file in `folder` names; None if none does."""
     sources = (
-        (requirements.PYPROJECT, _lines(requirements.read_dependencies, folder), ""),
+        (requirements.PYPROJECT, _requirement_lines(requirements.read_dependencies, folder), ""),
         (
             REQUIREMENTS,
-            _lines(requirements.read_requirements, folder / REQUIREMENTS),
+            _requirement_lines(requirements.read_requirements, folder / REQUIREMENTS),
             f"requirements: {REQUIREMENTS}",
         ),
         (CONDA, tuple(_conda_lines(folder / CONDA)), ""),
     )
-    return next((_proposal(*source) for source in sources if source[1]), None)
+    return next((_propose_step(*source) for source in sources if source[1]), None)
 
 
-def _text(file: Path) -> str:
+def _read_beginning(file: Path) -> str:
     try:
         return files.read_text(file, errors="replace")
     except (OSError, ValueError):
         return ""
 
 
-def _lines(read: Callable[[Path], tuple[str, ...]], path: Path) -> tuple[str, ...]:
+def _requirement_lines(read: Callable[[Path], tuple[str, ...]], path: Path) -> tuple[str, ...]:
     """Return what `read` finds in `path`; nothing if it is missing or damaged, which imgkit check reports."""
     try:
         return read(path)
@@ -127,14 +127,14 @@ def _lines(read: Callable[[Path], tuple[str, ...]], path: Path) -> tuple[str, ..
         return ()
 
 
-def _proposal(file: str, lines: tuple[str, ...], as_a_whole: str) -> PipProposal:
+def _propose_step(file: str, lines: tuple[str, ...], as_a_whole: str) -> PipProposal:
     """Return the step for the `lines` of `file`: `as_a_whole`, or a list of those that pip can install."""
     unfit = {line for line in lines if _is_in_base(line) or requirements.names_other_file(line)}
     if as_a_whole and not unfit:
         return PipProposal(file=file, steps=(as_a_whole,))
     # A list takes less than a file: no options, no URLs.
     packages = [line for line in lines if line not in unfit and not [*rules.pip_package(line)]]
-    left_out = tuple(terminal.shown(line) for line in lines if line not in packages)
+    left_out = tuple(terminal.escape_controls(line) for line in lines if line not in packages)
     steps = (f"packages: {json.dumps(packages)}",) if packages else ()
     return PipProposal(file=file, steps=steps, left_out=left_out)
 

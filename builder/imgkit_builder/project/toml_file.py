@@ -42,24 +42,24 @@ class ProjectValues:
 
     remote: Line = ""
     recipe: Line = ""
-    account: Annotated[str, rule_of(partial(quoting.check, "--account"))] = ""
-    queue: Annotated[str, rule_of(partial(quoting.check, "--queue"))] = ""
-    qos: Annotated[str, rule_of(partial(quoting.check, "--qos"))] = ""
-    time: Annotated[str, rule_of(partial(quoting.seconds, where=""))] = ""
+    account: Annotated[str, rule_of(partial(quoting.check_flag_value, "--account"))] = ""
+    queue: Annotated[str, rule_of(partial(quoting.check_flag_value, "--queue"))] = ""
+    qos: Annotated[str, rule_of(partial(quoting.check_flag_value, "--qos"))] = ""
+    time: Annotated[str, rule_of(partial(quoting.parse_time_limit, where=""))] = ""
     nodes: Annotated[str, rule_of(resolve.parse_nodes), Short(_number_as_text)] = ""
     mem: Annotated[str, rule_of(partial(memory.parse_size, where=""))] = ""
     mem_per_gpu: Annotated[str, rule_of(partial(memory.parse_size, where=""))] = ""
     options: tuple[
-        Annotated[Line, rule_of(partial(quoting.option, where="options"), required=True)], ...
+        Annotated[Line, rule_of(partial(quoting.check_scheduler_option, where="options"), required=True)], ...
     ] = ()
     """Options for the scheduler, after those of the recipe, one word each."""
     binds: tuple[Bind, ...] = ()
-    env: tuple[Annotated[EnvValue, rule_of(contents.variable)], ...] = ()
+    env: tuple[Annotated[EnvValue, rule_of(contents.split_variable)], ...] = ()
     """``NAME=VALUE``, or ``NAME`` for the value that the variable has on this machine."""
     code: Line = ""
     """Folder of code to mount over /workspace, relative to the file's folder."""
     group_readable: Flag = False
-    data: tuple[Annotated[Line, rule_of(spec.parse)], ...] = ()
+    data: tuple[Annotated[Line, rule_of(spec.parse_spec)], ...] = ()
     """Folders of data below the file's folder, or ``/SRC:/DEST`` on the cluster."""
     packages: tuple[Annotated[Line, rule_of(add.check_requirement)], ...] = ()
     """Python packages for the image, which `imgkit add` puts into a file beside it."""
@@ -96,7 +96,7 @@ class ProjectFile:
         return self.file.parent / self.values.code
 
 
-def locate(folder: Path) -> Path | None:
+def find_file(folder: Path) -> Path | None:
     """Return the ``imgkit.toml`` of `folder`, or of the nearest folder above it in its git repository.
 
     Outside of a repository only `folder` counts: a file in /tmp or a home says nothing about what lies below.
@@ -112,7 +112,7 @@ def locate(folder: Path) -> Path | None:
     return None
 
 
-def read(file: Path) -> ProjectFile:
+def read_file(file: Path) -> ProjectFile:
     """Read `file`.
 
     Raises
@@ -126,10 +126,10 @@ def read(file: Path) -> ProjectFile:
             raise ValueError(f"it has more than {_MAX_LINES} lines")
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot be read: {error}", where=str(file), hint="correct or remove it") from error
-    return parse(text, file)
+    return parse_text(text, file)
 
 
-def parse(text: str, file: Path) -> ProjectFile:
+def parse_text(text: str, file: Path) -> ProjectFile:
     """Return the values in `text`, the content of `file`.
 
     Raises
@@ -138,19 +138,19 @@ def parse(text: str, file: Path) -> ProjectFile:
     """
     problems = Collector(shows=(file.parent.resolve(),))
     data = parse_toml_file(text, file, problems, 'write KEY = "VALUE"')
-    positions = {key: _position(key, text, file) for key in data}
+    positions = {key: _key_position(key, text, file) for key in data}
     non_empty = {key: value for key, value in data.items() if value != ""}
     values, mistakes = validate(ProjectValues, non_empty)
     for mistake in mistakes:
         key = str(mistake.path[0])
-        problems.error(positions[key], mistake.path, mistake.message, _hint(mistake))
+        problems.error(positions[key], mistake.path, mistake.message, _mistake_hint(mistake))
     if values is None or problems.errors:
         errors = sorted(problems.errors, key=lambda problem: problem.position.line)
         raise RecipeErrors(errors, of=NAME)
     return ProjectFile(file=file, values=values, positions=positions)
 
 
-def _hint(mistake: Mistake) -> str:
+def _mistake_hint(mistake: Mistake) -> str:
     """Return how to write a value of the right type, or else the hint of the rule that refuses the value."""
     if mistake.kind != "type":
         return mistake.hint
@@ -161,7 +161,7 @@ def _hint(mistake: Mistake) -> str:
     return 'write "TEXT"'
 
 
-def _position(key: str, text: str, file: Path) -> Position:
+def _key_position(key: str, text: str, file: Path) -> Position:
     """Return the position of the line that sets `key`.
 
     The line begins with the key: ``time = "10m"``, or ``[time]`` for a table, which is an error. If no line

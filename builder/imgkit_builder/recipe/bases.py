@@ -222,10 +222,10 @@ def _known_issues(image: Image, system: SystemFacts) -> Iterator[tuple[KeyPath, 
     reported: set[str] = set()
     for key in ("base", "current_base"):
         lookup = _make_lookup(getattr(image, key) or "", system)
-        for issue in known_issues.load(system.known_issues, {}):
+        for issue in known_issues.load_issues(system.known_issues, {}):
             if issue.effect not in ("warn", "refuse") or issue.id in reported:
                 continue
-            result = known_issues.evaluate(issue, lookup)
+            result = known_issues.evaluate_issue(issue, lookup)
             if result.state == "match":
                 reported.add(issue.id)
                 yield ("image", key), (result.message, issue.hint)

@@ -330,7 +330,7 @@ def _lock_step(step: PipStep) -> LockedStep:
 
 def hide_secrets(text: str) -> str:
     """Return `text` as others may read it: without credentials in URLs, and with stars for other secrets."""
-    return secret_patterns.masked(re.sub(r"://[^/@\s]*@", "://", text))
+    return secret_patterns.mask_secrets(re.sub(r"://[^/@\s]*@", "://", text))
 
 
 def first_difference(new: LockRequest, locked: LockRequest) -> _Difference | None:

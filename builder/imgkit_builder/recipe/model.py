@@ -25,7 +25,7 @@ from imgkit_entrypoints.rules import (
     Text,
     Unfit,
     at_least,
-    like,
+    pattern_rule,
 )
 from imgkit_entrypoints.system import SystemFacts
 from imgkit_recipes import FOLDER
@@ -103,8 +103,8 @@ _PIP_KEYS = _require_one_of(
     "packages", "requirements", "project", dependentRequired={"editable": ["project"]}
 )
 _PLATFORM_NAMES = sorted([*rules.PLATFORMS, *(name.removeprefix("linux/") for name in rules.PLATFORMS)])
-_FILE = Rule(rules.printable, core={"type": "str"}, convert=Path)
-_SECRET_NAME = like(
+_FILE = Rule(rules.printable_text, core={"type": "str"}, convert=Path)
+_SECRET_NAME = pattern_rule(
     "[A-Za-z0-9][A-Za-z0-9_.-]*", "is not a name of a secret", "allowed: letters, digits and _ . -"
 )
 _SECRET_FILE = Rule(rules.secret_file, core={"type": "str"}, convert=Path)
@@ -335,7 +335,7 @@ def _lock_rule(pattern: str, description: str) -> Rule:
 
     A person should not have written it, so the hint is `LOCK_HINT`.
     """
-    return like(pattern, f"must be {description}", LOCK_HINT)
+    return pattern_rule(pattern, f"must be {description}", LOCK_HINT)
 
 
 def _check_epoch(seconds: int) -> Iterator[rules.Fault]:

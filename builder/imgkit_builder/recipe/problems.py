@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from imgkit_entrypoints import secret_patterns, terminal
-from imgkit_entrypoints.errors import UsageError, shortened
+from imgkit_entrypoints.errors import UsageError, shorten_message
 
 KeyPath = tuple[str | int, ...]
 """Path of a resolved value, for example ``("image", "pip", 0, "packages", 2)``."""
@@ -59,15 +59,15 @@ class Problem:
         if self.hint:
             text += f"; {self.hint}"
         # A recipe can hold control characters and texts of any length.
-        text = shortened(terminal.shown(text))
+        text = shorten_message(terminal.escape_controls(text))
         if not self.source.strip():
             return text
         index = self.position.column - 1
         start = 0
         if len(self.source) > 2 * _CONTEXT_CHARACTERS:
             start = max(0, index - _CONTEXT_CHARACTERS)
-        before = terminal.shown(self.source[start:index])
-        after = terminal.shown(self.source[index : start + 2 * _CONTEXT_CHARACTERS])
+        before = terminal.escape_controls(self.source[start:index])
+        after = terminal.escape_controls(self.source[index : start + 2 * _CONTEXT_CHARACTERS])
         marker = " " * len(before) + "^"
         return f"{text}\n    {before}{after}\n    {marker}"
 
@@ -134,7 +134,7 @@ class Collector:
         lines = self.lines.get(position.file, [])
         if 0 < position.line <= len(lines):
             # Logs of CI keep messages: the quoted line must not show a token that stands in it.
-            source = secret_patterns.masked(lines[position.line - 1])
+            source = secret_patterns.mask_secrets(lines[position.line - 1])
         return Problem(position=position, key=key_text(path), what=message, hint=hint, source=source)
 
 
@@ -158,7 +158,7 @@ def stated_at(positions: Mapping[KeyPath, Position], path: KeyPath, file: Path) 
     position = nearest_position(positions, path)
     text = f"{file_label(position.file)}:{position.line}" if position else file.name
     # A name may have a line break, and this is a comment in files that imgkit renders.
-    return terminal.shown(text)
+    return terminal.escape_controls(text)
 
 
 def file_label(file: Path) -> str:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from imgkit_builder.recipe.problems import allowed_hint
-from imgkit_entrypoints.rules import IMAGE_PATH, Fault, Unfit, bind, printable, site_variables
+from imgkit_entrypoints.rules import IMAGE_PATH, Fault, Unfit, bind_mount, printable_text, site_variables
 
-__all__ = ["Fault", "bind", "printable"]
+__all__ = ["Fault", "bind_mount", "printable_text"]
 
 PLATFORMS = ("linux/amd64", "linux/arm64")
 _PLATFORM_ALIASES = {
@@ -43,7 +43,7 @@ def recipe_name(text: str) -> Iterator[Fault]:
 
 def description(text: str) -> Iterator[Fault]:
     """Accept one line, which may end in a line break, as YAML's blocks do."""
-    yield from printable(text.rstrip("\n"))
+    yield from printable_text(text.rstrip("\n"))
 
 
 def image_reference(text: str, *, needs_tag: bool = True) -> Iterator[Fault]:
@@ -181,7 +181,7 @@ def label_name(text: str) -> Iterator[Fault]:
 
 def image_path(text: str) -> Iterator[Fault]:
     """Accept an absolute folder in the image."""
-    invisible_characters = list(printable(text))
+    invisible_characters = list(printable_text(text))
     if invisible_characters:
         yield from invisible_characters
     elif not text.startswith("/"):
@@ -202,7 +202,7 @@ def copy_target(text: str) -> Iterator[Fault]:
 
 def shell_command(text: str) -> Iterator[Fault]:
     """Accept a command for the shell, of one or several lines, that the classic builder supports."""
-    yield from printable(text.rstrip("\n"), several_lines=True)
+    yield from printable_text(text.rstrip("\n"), several_lines=True)
     if not text.strip():
         yield "is empty", "remove it"
     elif text.lstrip().startswith("--"):

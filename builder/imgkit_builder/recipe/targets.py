@@ -206,7 +206,7 @@ def format_table(text: str) -> list[str]:
     rows = []
     for row in recipe["values"]:
         value = "-" if row["value"] in (None, "") else str(row["value"])
-        rows.append((row["key"], terminal.shown(value), _describe_source(row)))
+        rows.append((row["key"], terminal.escape_controls(value), _describe_source(row)))
     key_width = max(len(key) for key, _, _ in rows)
     value_width = min(max(len(value) for _, value, _ in rows), _WIDEST_VALUE)
     lines = [title, f"file    {recipe['file']}", f"sha256  {recipe['sha256']}", ""]

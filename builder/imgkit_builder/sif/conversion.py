@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TextIO
 
-from imgkit_builder.base.flags import flag
+from imgkit_builder.base.flags import option_field
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.oci.config import ImageConfig
 from imgkit_builder.sif.entries import ImageEntry
@@ -40,32 +40,32 @@ class Options:
     format: FormatName = "sif"
     unpack_limit_bytes: int | None = None
     """Most bytes that an archive may unpack to; None: 100 times its size, and at least 1 GB."""
-    writer: WriterChoice = flag(
+    writer: WriterChoice = option_field(
         "auto",
         help="imgkit: write the file with mksquashfs. runtime: let Singularity or Apptainer build it from "
         "the layers, through spython. auto: imgkit if mksquashfs is available, else runtime; prints which.",
     )
-    compression: CompressionChoice = flag(
+    compression: CompressionChoice = option_field(
         "auto",
         help="auto: runtime.compression of the system, if it states one; else gzip in a .sqsh, and in a "
         ".sif zstd if this machine can write and mount it, else gzip.",
     )
-    tmpdir: Path | None = flag(
+    tmpdir: Path | None = option_field(
         None,
         metavar="DIR",
         help="Folder for temporary files (default: $IMGKIT_TMPDIR, $APPTAINER_TMPDIR, $SINGULARITY_TMPDIR, "
         "$TMPDIR, else next to the file).",
     )
-    force: bool = flag(
+    force: bool = option_field(
         False, help="Convert even if the file is up to date; overwrite a file of another format."
     )
-    runtime: str | None = flag(
+    runtime: str | None = option_field(
         None,
         "--runtime-command",
         metavar="COMMAND",
         help="Name or path of the runtime (default: singularity, else apptainer).",
     )
-    test: bool = flag(True, "--no-test", help="Do not test the result by running it.")
+    test: bool = option_field(True, "--no-test", help="Do not test the result by running it.")
 
 
 class Format(abc.ABC):

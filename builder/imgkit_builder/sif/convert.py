@@ -106,7 +106,7 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
             tool=plan.tool, options=options, compression=plan.compression, work=work, clock=clock, log=log
         )
         limit, exports = options.unpack_limit_bytes, plan.method == "export"
-        with files.flushing(work.part):
+        with files.flush_in_background(work.part):
             with entries.open_source(
                 source, work.folder, clock, exports=exports, unpack_limit_bytes=limit
             ) as image:
@@ -172,10 +172,10 @@ def _publish(part: Path, target: Path, checksum: str) -> None:
     """Put the file in place, and then its checksum, if any, next to it. After a kill, there is none."""
     if checksum:
         # The checksum of the old file must not lie next to the new one, however this process ends.
-        files.remove(sidecar.sha256_path(target))
-    files.publish(part, target)
+        files.remove_file(sidecar.sha256_path(target))
+    files.publish_file(part, target)
     if checksum:
-        files.put(sidecar.sha256_path(target), f"{checksum}  {target.name}\n")
+        files.write_file(sidecar.sha256_path(target), f"{checksum}  {target.name}\n")
 
 
 def _squash(image: OpenImage, target: Path, job: ConversionJob, plan: ConversionPlan) -> BakedFacts:

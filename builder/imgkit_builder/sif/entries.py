@@ -32,7 +32,7 @@ from imgkit_builder.archive.tar_read import DIRECTORY, HARD_LINK, REGULAR, SYMLI
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.inventory import spdx
 from imgkit_builder.inventory.collector import BAKED, DOCUMENT, MOST_BYTES, InventoryCollector
-from imgkit_builder.oci.config import ImageConfig, epoch
+from imgkit_builder.oci.config import ImageConfig, creation_time_s
 from imgkit_builder.sif import mksquashfs
 from imgkit_entrypoints.errors import CheckFailed, UsageError
 
@@ -295,7 +295,7 @@ def image_entries(
     ------
     CheckFailed : a layer is damaged or holds what no image may.
     """
-    files, created_s = image.files, epoch(image.config.created)
+    files, created_s = image.files, creation_time_s(image.config.created)
     if not isinstance(files, StoredImage):
         report.stage("export and squash")
         with files.export() as chunks:
@@ -495,11 +495,11 @@ def with_package_list(entries: Iterator[ImageEntry], config: ImageConfig) -> Ite
     # The image's own folder of that name, or a link on the way: nothing is written through it.
     if DOCUMENT in kinds or set(kinds.values()) - {DIRECTORY}:
         return
-    created_s = epoch(config.created)
+    created_s = creation_time_s(config.created)
     for folder in folders:
         if folder not in kinds:
             yield ImageEntry(names=(folder,), kind=DIRECTORY, mtime_s=created_s)
-    text = spdx.document(collector.inventory(arch=config.arch, created_s=created_s))
+    text = spdx.spdx_document(collector.inventory(arch=config.arch, created_s=created_s))
     document = ImageEntry(names=(DOCUMENT,), kind=REGULAR, mode=0o644, mtime_s=created_s)
     yield document.with_content(text.encode())
 

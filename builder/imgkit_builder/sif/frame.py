@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from imgkit_builder.base import files
-from imgkit_builder.oci.config import ImageConfig, epoch
+from imgkit_builder.oci.config import ImageConfig, creation_time_s
 from imgkit_builder.sif import image, runtime_files
 from imgkit_builder.sif.conversion import AddedFiles, Format
 from imgkit_builder.sif.image import DESCRIPTOR, HEADER, Advance, DataType, Descriptor, Header
@@ -290,7 +290,7 @@ class Sif(Format):
         """Return the runtime's files, and what the image gets if it lacks it."""
         for name in runtime_files.skipped_variables(config):
             note(f"the image sets the variable {name!r}, which no shell can set: left out")
-        created_s = epoch(config.created)
+        created_s = creation_time_s(config.created)
         links, folders = runtime_files.runtime_links(created_s), runtime_files.mount_points(created_s)
         return runtime_files.runtime_files(config), (*links, *folders)
 

@@ -381,7 +381,7 @@ def record_text(record: ImgkitRecord) -> bytes:
     values = dataclasses.asdict(record)
     if not record.arch:
         del values["arch"]
-    values = json_text.sealed({"schema": RECORD_SCHEMA, **values})
+    values = json_text.seal({"schema": RECORD_SCHEMA, **values})
     return json.dumps(values, indent=1, sort_keys=True).encode()
 
 
@@ -402,7 +402,7 @@ def parse_record(path: Path, raw: bytes) -> ImgkitRecord:
             )
         json_text.unseal(values)
         del values["schema"]
-        record: ImgkitRecord = json_text.read(ImgkitRecord, values, "it", closed=True)
+        record: ImgkitRecord = json_text.build_value(ImgkitRecord, values, "it", closed=True)
         return record
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckFailed(f"its imgkit object cannot be read: {error}", where=str(path)) from error

@@ -19,7 +19,7 @@ from pathlib import Path
 from imgkit_builder.base import process
 from imgkit_builder.base.process import run
 from imgkit_entrypoints import files
-from imgkit_entrypoints.arguments import digits
+from imgkit_entrypoints.arguments import parse_digits
 
 # Where distributions put it and an ordinary user's PATH does not look.
 _SBIN_FOLDERS = ("/usr/sbin", "/sbin", "/usr/local/sbin")
@@ -142,7 +142,7 @@ class Limits:
 
 def gather_limits(root: Path = Path("/")) -> Limits:
     """Read affinity and the control groups (v1 or v2) of this process below `root`."""
-    processors = process.processors()
+    processors = process.count_processors()
     memory_bytes: int | None = None
     for folder in _group_folders(root):
         quota, limit = _read_cpu_quota(folder), _read_memory_limit(folder)
@@ -179,7 +179,7 @@ def _read_cpu_quota(folder: Path) -> float | None:
     for fields in (v2, v1):
         if len(fields) != 2:
             continue
-        quota, period = digits(fields[0]), digits(fields[1])
+        quota, period = parse_digits(fields[0]), parse_digits(fields[1])
         if quota is not None and period:
             return quota / period
     return None
@@ -187,7 +187,7 @@ def _read_cpu_quota(folder: Path) -> float | None:
 
 def _read_memory_limit(folder: Path) -> int | None:
     for name in ("memory.max", "memory.limit_in_bytes"):
-        value = digits(_read_text(folder / name))
+        value = parse_digits(_read_text(folder / name))
         if value is not None and value < _UNLIMITED_V1:
             return value
     return None

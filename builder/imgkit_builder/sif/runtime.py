@@ -39,7 +39,7 @@ from imgkit_builder.base import files
 from imgkit_builder.base.process import Finished, kill_hint
 from imgkit_entrypoints import secret_patterns
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing
-from imgkit_entrypoints.terminal import unstyled
+from imgkit_entrypoints.terminal import strip_styles
 
 COMMANDS = ("singularity", "apptainer")
 """Tried in this order; an Apptainer installs both names."""
@@ -194,7 +194,7 @@ def run(
         if log:
             log.write(line)
         if on_line:
-            on_line(secret_patterns.masked(line.rstrip("\n")))
+            on_line(secret_patterns.mask_secrets(line.rstrip("\n")))
 
     argv = (str(tool.path), *arguments)
     wrapper = (sys.executable, "-I", "-S", "-c", _source("namespace.py")) if namespace else ()
@@ -203,7 +203,7 @@ def run(
     )
     finished = Finished(argv=argv, returncode=code, output="".join(lines))
     if code != 0:
-        tail = secret_patterns.masked(unstyled(finished.tail())) or "(no output)"
+        tail = secret_patterns.mask_secrets(strip_styles(finished.tail())) or "(no output)"
         hint = f"its last lines:\n{tail}"
         if log:  # only a conversion or a build has a log
             log.flush()
@@ -323,9 +323,9 @@ def log_file(stem: str) -> Iterator[TextIO]:
     try:
         folder = files.state_dir() / "sif"
         folder.mkdir(parents=True, exist_ok=True)
-        stream = files.create(folder / name)
+        stream = files.create_file(folder / name)
     except (OSError, RuntimeError):  # RuntimeError: no home folder at all
-        stream = files.create(Path(tempfile.gettempdir()) / name)
+        stream = files.create_file(Path(tempfile.gettempdir()) / name)
     with stream, _Log(stream, encoding="utf-8", errors="replace") as log:
         yield log
 
@@ -334,4 +334,4 @@ class _Log(io.TextIOWrapper):
     """A log that has stars in the place of secrets. Others may read it, and users send it on."""
 
     def write(self, text: str) -> int:
-        return super().write(secret_patterns.masked(text))
+        return super().write(secret_patterns.mask_secrets(text))

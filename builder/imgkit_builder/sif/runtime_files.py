@@ -16,7 +16,7 @@ import shlex
 from collections.abc import Sequence
 
 from imgkit_builder.archive.tar_read import DIRECTORY, REGULAR, SYMLINK
-from imgkit_builder.oci.config import ImageConfig, epoch
+from imgkit_builder.oci.config import ImageConfig, creation_time_s
 from imgkit_builder.sif.entries import ImageEntry
 
 META = ".singularity.d"
@@ -69,7 +69,7 @@ exec "$@"
 
 def runtime_files(config: ImageConfig) -> tuple[ImageEntry, ...]:
     """Return everything that belongs to the runtime, folders first. It replaces what the image has there."""
-    created_s = epoch(config.created)
+    created_s = creation_time_s(config.created)
     scripts = {
         ENVIRONMENT.removeprefix(f"{META}/"): _environment(config),
         "env/90-environment.sh": "#!/bin/sh\n",
@@ -199,6 +199,6 @@ def _labels(config: ImageConfig) -> str:
 
 def _date(created: str) -> str:
     """Return when the image was made, as the runtimes write it: minutes without a leading zero."""
-    time = datetime.datetime.fromtimestamp(epoch(created), tz=datetime.timezone.utc)
+    time = datetime.datetime.fromtimestamp(creation_time_s(created), tz=datetime.timezone.utc)
     day = f"{_WEEKDAYS[time.weekday()]}_{time.day}_{_MONTHS[time.month - 1]}_{time.year}"
     return f"{day}_{time:%H}:{time.minute}:{time.second}_UTC"

@@ -31,7 +31,7 @@ from pathlib import Path
 from imgkit_builder.archive import sidecar
 from imgkit_builder.archive.tar_read import BLOCK, CHARACTER, DIRECTORY, HARD_LINK
 from imgkit_builder.base import files
-from imgkit_builder.oci.config import ImageConfig, epoch
+from imgkit_builder.oci.config import ImageConfig, creation_time_s
 from imgkit_builder.sif import image, runtime_files
 from imgkit_builder.sif.conversion import AddedFiles, Format
 from imgkit_builder.sif.entries import ImageEntry
@@ -73,7 +73,7 @@ def enroot_files(config: ImageConfig) -> tuple[ImageEntry, ...]:
     ------
     UsageError : the configuration has a value that they cannot hold.
     """
-    created_s = epoch(config.created)
+    created_s = creation_time_s(config.created)
     return (
         text_file(ENVIRONMENT, _environment(config), created_s),
         text_file("etc/fstab", "", created_s),
@@ -84,7 +84,7 @@ def enroot_files(config: ImageConfig) -> tuple[ImageEntry, ...]:
 
 def mount_points(config: ImageConfig) -> tuple[ImageEntry, ...]:
     """Return what an image gets if it has nothing of that name: for mounts, and the working folder."""
-    created_s = epoch(config.created)
+    created_s = creation_time_s(config.created)
     entries = {entry.name: entry for entry in runtime_files.mount_points(created_s)}
     # ch-run mounts its own over these two, and fails where there is nothing.
     for path in ("etc/group", "etc/passwd"):
@@ -274,7 +274,7 @@ def check_structure(path: Path) -> Superblock:
         )
     with files.open_regular(path) as stream:
         stream.seek(superblock.used_bytes)
-        if stream.read(_PADDING_BYTES).strip(b"\0") and not files.ends_with(stream, MARK):
+        if stream.read(_PADDING_BYTES).strip(b"\0") and not files.has_trailer(stream, MARK):
             raise CheckFailed(
                 "what follows the squashfs is no record of imgkit: cut short, or changed",
                 where=str(path),
@@ -296,9 +296,9 @@ def read_record(path: Path) -> ImgkitRecord | None:
 
 def _record_text(path: Path) -> bytes | None:
     with files.open_regular(path) as stream:
-        if not files.ends_with(stream, MARK):
+        if not files.has_trailer(stream, MARK):
             return None
-        text = files.described(stream, 0, os.fstat(stream.fileno()).st_size, MARK)
+        text = files.read_trailer(stream, 0, os.fstat(stream.fileno()).st_size, MARK)
     if text is None:
         raise CheckFailed("its record is damaged", where=str(path), hint="copy it again")
     return text
@@ -313,9 +313,9 @@ def hash_sqsh(path: Path, *, advance: Advance | None = None) -> tuple[str, str]:
     """
     text, end = _record_text(path), path.stat().st_size
     if text is not None:
-        end -= len(files.description(text, MARK))
+        end -= len(files.make_trailer(text, MARK))
     with files.open_regular(path) as stream:
-        digest = files.sha256_begun(stream, 0, end, advance=advance)
+        digest = files.start_sha256(stream, 0, end, advance=advance)
         squashfs_sha256 = digest.hexdigest()
         stream.seek(end)
         for chunk in iter(lambda: stream.read(files.CHUNK_BYTES), b""):
@@ -354,10 +354,10 @@ class Sqsh(Format):
     def put_record(self, part: Path, record: ImgkitRecord, advance: Advance) -> tuple[ImgkitRecord, str]:
         """Append the record, and return the checksum of the whole file with it."""
         with files.open_regular(part) as stream:
-            digest = files.sha256_begun(stream, 0, part.stat().st_size, advance=advance)
+            digest = files.start_sha256(stream, 0, part.stat().st_size, advance=advance)
         record = dataclasses.replace(record, root_sha256=digest.hexdigest())
-        tail = files.description(image.record_text(record), MARK)
-        files.append(part, tail)
+        tail = files.make_trailer(image.record_text(record), MARK)
+        files.append_file(part, tail)
         digest.update(tail)
         return record, digest.hexdigest()
 

@@ -38,8 +38,8 @@ from typing import IO, Any, BinaryIO
 from imgkit_builder.archive import tar_read, tar_write
 from imgkit_builder.archive.tar_read import CAPABILITY, DIRECTORY, FIFO, HARD_LINK, REGULAR, SYMLINK
 from imgkit_builder.base import files
-from imgkit_builder.base.process import bound, kill_hint, last_lines
-from imgkit_builder.oci.config import epoch
+from imgkit_builder.base.process import bound_to_parent, kill_hint, last_lines
+from imgkit_builder.oci.config import creation_time_s
 from imgkit_builder.sif import image, mksquashfs
 from imgkit_builder.sif.conversion import Compression, ConversionJob
 from imgkit_builder.sif.entries import ImageEntry
@@ -167,7 +167,7 @@ def write(
     ToolMissing, ToolFailed : nothing here squashes, or it failed or printed something unexpected.
     CheckFailed : the squashfs has other names than it should have.
     """
-    created_s, folder = epoch(created), job.work.folder
+    created_s, folder = creation_time_s(created), job.work.folder
     target = SquashTarget(
         path=path, offset=offset, created_s=created_s, compression=job.compression, folder=folder
     )
@@ -463,7 +463,7 @@ def running(argv: Sequence[str], job: ConversionJob, *, only_errors: bool = Fals
     env = {name: value for name, value in os.environ.items() if name != "SOURCE_DATE_EPOCH"}
     with tempfile.TemporaryFile() as messages:
         process = subprocess.Popen(
-            bound(argv),
+            bound_to_parent(argv),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL if only_errors else messages,
             stderr=messages,

@@ -54,7 +54,7 @@ class Squashfs:
         ToolFailed : the squashfs is damaged.
         """
         rest = b""
-        for chunk in process.through(self._argv("-lln", "-dest", "", str(self.path), *patterns), ()):
+        for chunk in process.filter_through(self._argv("-lln", "-dest", "", str(self.path), *patterns), ()):
             *lines, rest = (rest + chunk).split(b"\n")
             for line in lines:
                 match = _LISTED_FILE.fullmatch(os.fsdecode(line))
@@ -78,7 +78,7 @@ class Squashfs:
             unpacked = folder / "files"
             names = [name for name in names if "\n" not in name]
             patterns = [_WILDCARD.sub(r"\\\g<0>", name) + "\n" for name in names]
-            with files.create(folder / "names") as stream:
+            with files.create_file(folder / "names") as stream:
                 stream.write(os.fsencode("".join(patterns)))
             self.unpack(unpacked, "-ef", str(folder / "names"))
             for name in names:

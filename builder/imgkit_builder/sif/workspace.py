@@ -171,7 +171,7 @@ def _explain_full_disk(target: Path, base: Path) -> Iterator[None]:
 
 
 def _disk_full_error(target: Path, base: Path, message: str, details: str) -> ToolFailed:
-    folder = files.fullest(target.parent, base)
+    folder = files.fullest_folder(target.parent, base)
     option = "-o FILE" if folder != base else "--tmpdir DIR"
     if _on_one_disk(base, target):
         option = "-o FILE, and --tmpdir DIR,"  # it fills again after either alone

@@ -18,7 +18,7 @@ from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
 from imgkit_entrypoints.system import SystemFacts
 
 
-def target(path: Path) -> Target:
+def read_target(path: Path) -> Target:
     """Return the recipe's name and system inside the .sif or .sqsh `path`.
 
     Raises
@@ -62,12 +62,12 @@ def target_of(image_manifest: Manifest, facts: SystemFacts, platform: str, file:
 def system_facts(path: Path) -> SystemFacts | None:
     """Return the system that the .sif or .sqsh `path` names, as it stands there; None if it names none.
 
-    `target` checks the values as those of a recipe. That needs a compiled package, and one environment may
-    serve machines of several architectures.
+    `read_target` checks the values as those of a recipe. That needs a compiled package, and one environment
+    may serve machines of several architectures.
 
     Raises
     ------
-    CheckFailed, ToolMissing : as of `target`.
+    CheckFailed, ToolMissing : as of `read_target`.
     """
     text = unsquash.baked_facts(path).system
     try:
@@ -76,21 +76,21 @@ def system_facts(path: Path) -> SystemFacts | None:
         raise CheckFailed(f"its system cannot be read: {error}", where=str(path)) from error
 
 
-def projects(path: Path, name: str) -> tuple[InstalledProject, ...]:
+def read_projects(path: Path, name: str) -> tuple[InstalledProject, ...]:
     """Return the projects that the .sif `path` has by its recipe.
 
-    The project `name` is among them also if another command installed it. Raises as `target` does.
+    The project `name` is among them also if another command installed it. Raises as `read_target` does.
     """
     facts = unsquash.baked_facts(path)
     installed = manifest.from_json(facts.manifest).projects if facts.manifest else ()
     if any(project.name == name for project in installed):
         return installed
-    distributions = _distributions(path) if facts.distributions is None else facts.distributions
+    distributions = _read_distributions(path) if facts.distributions is None else facts.distributions
     folders = [item.folder for item in distributions if canonical_name(item.name) == name]
     return (*installed, *(InstalledProject(name=name, folder=folder) for folder in folders))
 
 
-def _distributions(path: Path) -> tuple[Distribution, ...]:
+def _read_distributions(path: Path) -> tuple[Distribution, ...]:
     """Return the Python packages of a .sif that another program wrote."""
     script = unsquash.read(path, [runtime_files.ENVIRONMENT]).get(runtime_files.ENVIRONMENT, b"")
     search_path = runtime_files.variables(script.decode(errors="replace")).get("PATH", "")
@@ -121,7 +121,7 @@ _SHELLS = ("sh", "bash", "dash", "busybox")
 _PROGRAMS = tuple(f"{folder}/{name}" for folder in ("usr/bin", "bin") for name in _SHELLS)
 
 
-def arch(path: Path) -> str:
+def read_arch(path: Path) -> str:
     """Return the architecture of a .sif or .sqsh, stated or that of a program; empty if it is unknown."""
     try:
         recorded = _recorded_arch(path)

@@ -16,7 +16,7 @@ from imgkit_builder.apptainer import build as builds
 from imgkit_builder.apptainer.build import SifRequest
 from imgkit_builder.base import checks
 from imgkit_builder.base.checks import Check
-from imgkit_builder.base.flags import flag
+from imgkit_builder.base.flags import option_field
 from imgkit_builder.base.progress import SILENT, Reporter
 from imgkit_builder.image import secret_values, smoke
 from imgkit_builder.image.context import code_revision, input_sha256, pack_context, whole_project_notes
@@ -46,33 +46,35 @@ BASE_HELP = "Base image instead of the recipe's; current: the recipe's current_b
 class BaseOptions:
     """The base of an image, also of one whose packages are locked; None takes the recipe's value."""
 
-    base: str | None = flag(None, metavar="REF", help=BASE_HELP)
-    platform: str | None = flag(
+    base: str | None = option_field(None, metavar="REF", help=BASE_HELP)
+    platform: str | None = option_field(
         None, metavar="PLATFORM", help="linux/amd64 or linux/arm64, if the recipe allows both."
     )
-    pull: bool = flag(False, help="Pull the base even if it is local.")
+    pull: bool = option_field(False, help="Pull the base even if it is local.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Build(BaseOptions):
     """What both kinds of build can be asked for."""
 
-    build_args: tuple[str, ...] = flag(
+    build_args: tuple[str, ...] = option_field(
         (), "--build-arg", metavar="NAME=VALUE", help="Value for the recipe's image.args; repeatable."
     )
-    locked: bool = flag(False, help="Build from the recipe's lock; fail if there is none, or if it is stale.")
-    no_lock: bool = flag(False, help="Build without the recipe's lock.")
-    no_cache: bool = flag(False, help="Run every step again.")
-    no_test: bool = flag(False, help="Skip the smoke test.")
-    large: bool = flag(False, help="Do not ask for confirmation above 1 GB of code.")
+    locked: bool = option_field(
+        False, help="Build from the recipe's lock; fail if there is none, or if it is stale."
+    )
+    no_lock: bool = option_field(False, help="Build without the recipe's lock.")
+    no_cache: bool = option_field(False, help="Run every step again.")
+    no_test: bool = option_field(False, help="Skip the smoke test.")
+    large: bool = option_field(False, help="Do not ask for confirmation above 1 GB of code.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuildRequest(_Build):
     """How an engine builds an image."""
 
-    tag: str | None = flag(None, help="Tag of the image (default: RECIPE:latest).")
-    builder: Literal["auto", "classic", "buildx", "podman"] = flag(
+    tag: str | None = option_field(None, help="Tag of the image (default: RECIPE:latest).")
+    builder: Literal["auto", "classic", "buildx", "podman"] = option_field(
         "auto",
         help="classic: the engine's API. buildx: docker buildx. podman: podman build. "
         "auto: podman for Podman, else classic.",
@@ -83,25 +85,25 @@ class BuildRequest(_Build):
 class SifBuildRequest(_Build):
     """How Singularity or Apptainer builds a .sif."""
 
-    output: Path | None = flag(
+    output: Path | None = option_field(
         None,
         "--output",
         "-o",
         metavar="X.sif",
         help="Without Docker: file to write (default: RECIPE.sif).",
     )
-    base_from: str | None = flag(
+    base_from: str | None = option_field(
         None,
         metavar="PATH|registry",
         help="Without Docker: an archive, an OCI folder or a .sif of the base (default: its registry).",
     )
-    tmpdir: Path | None = flag(
+    tmpdir: Path | None = option_field(
         None,
         metavar="DIR",
         help="Without Docker: folder for temporary files, best on a large local disk (default: "
         "$IMGKIT_TMPDIR, $APPTAINER_TMPDIR, $SINGULARITY_TMPDIR, $TMPDIR, else next to the .sif).",
     )
-    runtime: str | None = flag(
+    runtime: str | None = option_field(
         None,
         "--runtime-command",
         metavar="COMMAND",
@@ -189,7 +191,7 @@ def build(
     ToolFailed : a step failed.
     CheckFailed : the smoke test failed.
     """
-    loaded = _load(recipe, request, report)
+    loaded = _load_recipe(recipe, request, report)
     values = secret_values.read_secrets(loaded)
     secrets_at = loaded.where("image", "secrets") if values.options else ""
     tag = request.tag or engines.default_tag(loaded)
@@ -197,7 +199,7 @@ def build(
     with engines.connect() as engine:
         builder = engines.choose(engine.facts(), request.builder, secrets_at=secrets_at)
         target = engines.choose_platform(loaded, requested=request.platform, host=engine.platform)
-        loaded = _followed(loaded, target, request, report)
+        loaded = _follow_lock(loaded, target, request, report)
         base_name = _base_of(loaded, request)
         name = base_name or loaded.image.base
         report.stage(f"base {name}")
@@ -212,13 +214,13 @@ def build(
             report.note(f"the base could not be probed: {probe.skipped}")
         base = dataclasses.replace(base, probe=probe)
         report.stage("context")
-        context = _pack(loaded, base, request, report)
+        context = _pack_context(loaded, base, request, report)
         secret_values.refuse_secrets_in(context, values)
         tested: list[Check] = []
 
         def accept(image: ImageInfo) -> None:
             if not request.no_test:
-                tested.extend(_smoke(engine, image, context, report))
+                tested.extend(_run_smoke_test(engine, image, context, report))
 
         built = engines.build(
             engine,
@@ -260,14 +262,14 @@ def plan(
     ------
     UsageError, LargeContext : as `build`.
     """
-    loaded = _load(recipe, request, report)
+    loaded = _load_recipe(recipe, request, report)
     target = engines.choose_platform(loaded, requested=request.platform, host=host_platform())
-    loaded = _followed(loaded, target, request, report)
+    loaded = _follow_lock(loaded, target, request, report)
     base = _base_of(loaded, request) or loaded.image.base
     tag = request.tag or engines.default_tag(loaded)
     engines.check_name(base, where="--base")
     engines.check_name(tag, where="--tag")
-    context = _pack(loaded, BaseImage(name=base, platform=target), request, report)
+    context = _pack_context(loaded, BaseImage(name=base, platform=target), request, report)
     return ImagePlan(
         recipe=loaded.name,
         file=loaded.file,
@@ -280,7 +282,9 @@ def plan(
     )
 
 
-def _smoke(engine: Engine, image: ImageInfo, context: BuildContext, report: Reporter) -> Sequence[Check]:
+def _run_smoke_test(
+    engine: Engine, image: ImageInfo, context: BuildContext, report: Reporter
+) -> Sequence[Check]:
     if smoke.has_passed(image.id):
         report.note("smoke test: skipped, this image has passed it before")
         return ()
@@ -314,7 +318,7 @@ def build_sif(
     CheckFailed : the smoke test failed.
     """
     sif_request, pack_context = _sif_request(recipe, request, report)
-    return builds.build(sif_request, pack_context, report)
+    return builds.build_sif(sif_request, pack_context, report)
 
 
 def plan_sif(
@@ -327,7 +331,7 @@ def plan_sif(
     UsageError, LargeContext, ToolMissing : as `build_sif`.
     """
     sif_request, pack_context = _sif_request(recipe, request, report)
-    planned, command = builds.plan(sif_request, pack_context, report)
+    planned, command = builds.plan_build(sif_request, pack_context, report)
     base = planned.context.manifest.base
     return SifPlan(
         recipe=sif_request.recipe.name,
@@ -344,9 +348,9 @@ def plan_sif(
 
 def _sif_request(recipe: str | Path, request: SifBuildRequest, report: Reporter) -> tuple[SifRequest, Pack]:
     """Return the request to `apptainer.build`, and what packs the context for a base."""
-    loaded = _load(recipe, request, report)
+    loaded = _load_recipe(recipe, request, report)
     _refuse_for_sif(loaded, request)
-    loaded = _followed(loaded, host_platform(), request, report)
+    loaded = _follow_lock(loaded, host_platform(), request, report)
     if loaded.lock and not loaded.lock.base.digest and request.base_from in (None, "registry"):
         raise UsageError(
             f"the lock's base {loaded.lock.base.name} was never in a registry: only its id is known",
@@ -356,7 +360,7 @@ def _sif_request(recipe: str | Path, request: SifBuildRequest, report: Reporter)
 
     def pack_context(base: BaseImage) -> BuildContext:
         _check_base(loaded, base)
-        return _pack(loaded, base, request, report)
+        return _pack_context(loaded, base, request, report)
 
     sif_request = SifRequest(
         recipe=loaded,
@@ -393,7 +397,7 @@ def _refuse_for_sif(recipe: Recipe, request: SifBuildRequest) -> None:
         )
 
 
-def _load(recipe: str | Path, request: _Build, report: Reporter) -> Recipe:
+def _load_recipe(recipe: str | Path, request: _Build, report: Reporter) -> Recipe:
     """Load the recipe, and report its warnings. Raise UsageError if it must follow its lock, and must not."""
     if request.locked and request.no_lock:
         raise UsageError("--locked cannot be combined with --no-lock", where="--no-lock")
@@ -403,7 +407,7 @@ def _load(recipe: str | Path, request: _Build, report: Reporter) -> Recipe:
     return loaded
 
 
-def _pack(recipe: Recipe, base: BaseImage, request: _Build, report: Reporter) -> BuildContext:
+def _pack_context(recipe: Recipe, base: BaseImage, request: _Build, report: Reporter) -> BuildContext:
     """Pack the build context, and report the files that stay out of it."""
     context = pack_context(
         recipe,
@@ -419,7 +423,7 @@ def _pack(recipe: Recipe, base: BaseImage, request: _Build, report: Reporter) ->
     return context
 
 
-def _followed(recipe: Recipe, platform: str, request: _Build, report: Reporter) -> Recipe:
+def _follow_lock(recipe: Recipe, platform: str, request: _Build, report: Reporter) -> Recipe:
     """Return `recipe` with its lock, unless the request says otherwise or there is none.
 
     Raises

@@ -10,17 +10,17 @@ from imgkit_builder.base import files
 
 def record_build(input_sha256: str, image_id: str) -> None:
     """Keep `image_id` as the result of the last build from this input."""
-    files.write_cache(_path(input_sha256), image_id)
+    files.write_cache(_record_path(input_sha256), image_id)
 
 
 def built_image_id(input_sha256: str) -> str:
     """Return the id of the image that was last built from this input. Return "" if none is known here."""
     try:
-        text = files.read_text(_path(input_sha256))
+        text = files.read_text(_record_path(input_sha256))
     except OSError:
         return ""
     return text if re.fullmatch(r"sha256:[0-9a-f]{64}", text) else ""
 
 
-def _path(input_sha256: str) -> Path:
+def _record_path(input_sha256: str) -> Path:
     return files.cache_dir() / "builds" / input_sha256

@@ -22,7 +22,7 @@ from imgkit_builder.workflow.names import (
     RECIPE_SUFFIXES,
     image_name,
     module_line,
-    stem,
+    name_stem,
     system_of,
 )
 from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
@@ -58,7 +58,7 @@ def convert(
     CheckFailed : the archive is damaged, or the new .sif fails its check.
     ToolMissing, ToolFailed : as of the runtime, mksquashfs or the engine.
     """
-    with _prepared(str(image), sif, options) as (source, target, options):
+    with _prepare_source(str(image), sif, options) as (source, target, options):
         return conversion.convert(source, target, options, report)
 
 
@@ -71,7 +71,7 @@ def plan_conversion(
     ------
     UsageError, CheckFailed, ToolMissing : as `convert`.
     """
-    with _prepared(str(image), sif, options) as (source, target, options):
+    with _prepare_source(str(image), sif, options) as (source, target, options):
         conversion.check_target(target.absolute(), force=options.force, format=options.format)
         return target, tuple(conversion.list_commands(source, target.absolute(), options))
 
@@ -94,7 +94,9 @@ def refuse_format(sif: str | Path | None, options: Options) -> None:
 
 
 @contextlib.contextmanager
-def _prepared(image: str, sif: str | Path | None, options: Options) -> Iterator[tuple[Source, Path, Options]]:
+def _prepare_source(
+    image: str, sif: str | Path | None, options: Options
+) -> Iterator[tuple[Source, Path, Options]]:
     refuse_format(sif, options)
     with source_of(image) as (source, system):
         if image == "-" and sif is None:
@@ -106,7 +108,7 @@ def _prepared(image: str, sif: str | Path | None, options: Options) -> Iterator[
             module_hint=module_line(system),
             compression=compression_for(system, options.compression),
         )
-        yield source, Path(sif or f"{stem(image)}.{options.format}"), options
+        yield source, Path(sif or f"{name_stem(image)}.{options.format}"), options
 
 
 def compression_for(system: SystemFacts | None, choice: CompressionChoice = "auto") -> CompressionChoice:
@@ -136,7 +138,7 @@ def source_of(image: str) -> Iterator[tuple[Source, SystemFacts | None]]:
             raise UsageError(
                 "there is no such archive",
                 where=image,
-                hint=f"save it on the build host: imgkit save {stem(image)}",
+                hint=f"save it on the build host: imgkit save {name_stem(image)}",
             )
         with engine_image(image) as engine_source:
             yield engine_source, system_of(image)
@@ -167,7 +169,7 @@ def engine_image(image: str) -> Iterator[EngineImage]:
     try:
         opened = engine.connect()
     except ToolMissing as error:
-        hint = f"{error.hint}\nwithout Docker, give the archive: imgkit sif {stem(image)}.tar"
+        hint = f"{error.hint}\nwithout Docker, give the archive: imgkit sif {name_stem(image)}.tar"
         raise ToolMissing(error.what, where=error.where, hint=hint) from error
     with opened as connected:
         yield engine.local_image(connected, name)

@@ -20,7 +20,7 @@ from imgkit_builder.sif.sqsh import is_sqsh
 from imgkit_builder.workflow import baked
 from imgkit_builder.workflow.names import RECIPE_SUFFIXES, image_name, module_line
 from imgkit_entrypoints.errors import ImgkitError, ToolMissing, UsageError
-from imgkit_entrypoints.rules import expand
+from imgkit_entrypoints.rules import expand_variables
 
 if TYPE_CHECKING:
     from imgkit_builder.base.checks import Check
@@ -151,7 +151,7 @@ def _sif_shell(path: str, *, host: bool, workdir: str, packages: Sequence[str] =
     argv += [option for option in dict.fromkeys(options) if option != "--nv"]
     for bind in runtime.binds if runtime and host else ():
         try:
-            argv += ["--bind", expand(bind, os.environ)]
+            argv += ["--bind", expand_variables(bind, os.environ)]
         except KeyError as error:
             raise UsageError(
                 f"the image's system mounts {bind}, but ${error.args[0]} is not set here",
@@ -171,7 +171,7 @@ def _sif_shell(path: str, *, host: bool, workdir: str, packages: Sequence[str] =
 def _target_of(path: Path) -> Target | None:
     """Return the recipe's name and system inside a .sif; None if imgkit did not build its image."""
     try:
-        return baked.target(path)
+        return baked.read_target(path)
     except ImgkitError:
         return None
 

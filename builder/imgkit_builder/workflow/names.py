@@ -23,7 +23,7 @@ def image_name(target: str) -> str:
     return default_tag(targets.load_target(target))
 
 
-def stem(image: str) -> str:
+def name_stem(image: str) -> str:
     """``mn5`` of ``dir/mn5.tar.gz``, ``mn5.yaml``, ``mn5:latest``; ``mine-1`` of ``host:5000/grp/mine:1``."""
     last = image.rstrip("/").rpartition("/")[2]
     for suffix in (*ARCHIVE_SUFFIXES, *RECIPE_SUFFIXES):

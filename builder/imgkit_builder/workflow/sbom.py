@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from imgkit_builder.inventory import spdx
 from imgkit_builder.inventory.collector import DOCUMENT, MOST_BYTES, InventoryCollector
-from imgkit_builder.oci.config import epoch
+from imgkit_builder.oci.config import creation_time_s
 from imgkit_builder.sif import entries, image, sqsh, unsquash
 from imgkit_builder.sif.workspace import scratch
 from imgkit_builder.workflow.convert import source_of
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from imgkit_builder.sif.entries import Source
 
 
-def document(name: str, report: Reporter, *, unpack_limit_bytes: int | None = None) -> str:
+def sbom_document(name: str, report: Reporter, *, unpack_limit_bytes: int | None = None) -> str:
     """Return the SPDX document of the image called `name`; a .sif of imgkit has its own.
 
     Raises
@@ -57,7 +57,7 @@ def _of_file(path: Path) -> str:
         record, superblock = sqsh.read_record(path), sqsh.check_structure(path)
         arch = record.arch if record else "unknown"
     created_s = superblock.mkfs_time_s if superblock else 0
-    return spdx.document(collector.inventory(arch=arch, created_s=created_s))
+    return spdx.spdx_document(collector.inventory(arch=arch, created_s=created_s))
 
 
 def _of_source(source: Source, path: Path, report: Reporter, unpack_limit_bytes: int | None) -> str:
@@ -72,4 +72,6 @@ def _of_source(source: Source, path: Path, report: Reporter, unpack_limit_bytes:
         for entry in stream:
             entries.copy_for_inventory(entry, collector)
     config = opened.config
-    return spdx.document(collector.inventory(arch=config.arch, created_s=epoch(config.created)))
+    return spdx.spdx_document(
+        collector.inventory(arch=config.arch, created_s=creation_time_s(config.created))
+    )

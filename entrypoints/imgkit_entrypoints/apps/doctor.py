@@ -213,9 +213,9 @@ def main() -> None:
                 "world_size": world_size,
                 "nodes": [dataclasses.asdict(node) for node in nodes],
             }
-            terminal.document(json.dumps(document, indent=2) + "\n")
+            terminal.print_document(json.dumps(document, indent=2) + "\n")
         else:
-            terminal.out(*table(nodes), verdict_line(nodes, world_size, strict=options.strict))
+            terminal.print_results(*table(nodes), verdict_line(nodes, world_size, strict=options.strict))
         store.set("code", "1" if hosts else "0")
     # Rank 0 may need its timeout for the start, for the sum, and again for the others; this is longer.
     store.wait(["code"], datetime.timedelta(seconds=4 * (options.timeout + LATE_S)))

@@ -64,10 +64,10 @@ def main() -> None:
         dist.all_reduce(total)
         if ranks.rank == 0:
             footer = f"latency: half the median of {ROUND_TRIPS} round trips of 8 bytes, {dist.get_backend()}"
-            terminal.out(*table(peers), footer, f"all_reduce of ones: {total.item():.0f}")
+            terminal.print_results(*table(peers), footer, f"all_reduce of ones: {total.item():.0f}")
     if total.item() != ranks.world_size:
         error = f"rank {ranks.rank}: all_reduce of {ranks.world_size} ones gave {total.item():.0f}"
-        sys.exit(terminal.shown(error))
+        sys.exit(terminal.escape_controls(error))
 
 
 def time_round_trips(peer: int, host: str, ranks: Ranks) -> float | None:
@@ -95,7 +95,7 @@ def time_round_trips(peer: int, host: str, ranks: Ranks) -> float | None:
             latencies.append(time.perf_counter() - start_s)
             if number.item() != turn + peer:
                 error = f"rank {peer} on {host} answered {number.item()} to {turn}; {turn + peer} is right"
-                sys.exit(terminal.shown(error))
+                sys.exit(terminal.escape_controls(error))
     return statistics.median(latencies[WARM_UP:]) / 2 if latencies else None
 
 

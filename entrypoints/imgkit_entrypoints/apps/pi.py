@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.apps.share import share
-from imgkit_entrypoints.arguments import Option, add_options, positive
+from imgkit_entrypoints.arguments import Option, add_options, parse_positive
 from imgkit_entrypoints.errors import EXIT_NO
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ ALONE = 50_000_000
 ROUNDING = 1e-12
 SHOWN = 16
 """Most processes that are listed one by one; a larger run lists the slowest, the median and the fastest."""
-OPTIONS = (Option("--intervals", "number of intervals", positive, "N", default=100_000_000),)
+OPTIONS = (Option("--intervals", "number of intervals", parse_positive, "N", default=100_000_000),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +145,7 @@ def main() -> None:
         seconds = max(ranks.gather(time.perf_counter() - start_s))
         results = ranks.gather(work)
         if ranks.rank == 0:
-            terminal.out(*report(value, intervals, results, seconds, alone))
+            terminal.print_results(*report(value, intervals, results, seconds, alone))
     if abs(value - math.pi) > tolerance(intervals):
         error = (
             f"the error of pi is above {tolerance(intervals):.1e}: a node or the network gave wrong values"

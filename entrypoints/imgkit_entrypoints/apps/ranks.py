@@ -82,7 +82,7 @@ def refuse(text: str, exit_code: int) -> NoReturn:
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(REFUSE_S)
     if not user_program.report(text):
-        terminal.err(*text.split("\n"))
+        terminal.print_messages(*text.split("\n"))
     sys.exit(exit_code)
 
 
@@ -117,7 +117,7 @@ def run_worker(main: Callable[[], None], *, end: Callable[[], None] = lambda: No
                 user_program.excepthook(type(error), error, error.__traceback__)
             code = EXIT_NO
     if not isinstance(code, int):
-        terminal.err(*str(code).split("\n"))
+        terminal.print_messages(*str(code).split("\n"))
         code = EXIT_NO
     try:
         end()

@@ -78,7 +78,7 @@ class LossyOutput(io.FileIO):
         except OSError as error:
             with contextlib.suppress(KeyError, OSError):
                 note = Path(os.environ["IMGKIT_STOP_DIR"], stop_protocol.LOST_OUTPUT)
-                files.put(note, error.strerror or str(error))
+                files.write_file(note, error.strerror or str(error))
             return len(data)
 
 

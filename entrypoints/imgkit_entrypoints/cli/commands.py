@@ -77,7 +77,7 @@ COMMANDS: tuple[Command, ...] = (
 )
 
 
-def shim(command: Command) -> str:
+def shim_text(command: Command) -> str:
     """Return the text of the command's executable.
 
     ``-I`` ignores a host PYTHONPATH, ``~/.local`` and the current folder: a ``json.py`` in any of them would

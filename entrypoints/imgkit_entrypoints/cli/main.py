@@ -16,7 +16,7 @@ from pathlib import Path
 from imgkit_entrypoints import __version__, fabric, facts, json_text, terminal
 from imgkit_entrypoints.cli import start
 from imgkit_entrypoints.cli.commands import COMMANDS, Command
-from imgkit_entrypoints.cli.options import ENV_OPTIONS, launch_parser, read_options, variable
+from imgkit_entrypoints.cli.options import ENV_OPTIONS, flag_variable, launch_parser, read_options
 from imgkit_entrypoints.cli.start import Worker
 from imgkit_entrypoints.errors import EXIT_NO, ImgkitError, NoPlan, UsageError
 from imgkit_entrypoints.launch import plan, run_code
@@ -45,35 +45,35 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _exit_code(argv: tuple[str, ...]) -> int | str | None:
     """Run ``NAME ARGS``, print its error, and return its exit code."""
     try:
-        return _run(argv, os.environ)
+        return _run_command(argv, os.environ)
     except SystemExit as error:  # of argparse, after --help
         return error.code
     except terminal.OutputLost as error:
         return _report_lost_output(error)
     except ImgkitError as error:
         # Errors of a dry run are printed as JSON too, also errors in the options themselves.
-        if "--json" in argv and ("--dry-run" in argv or os.environ.get(variable("--dry-run")) == "1"):
+        if "--json" in argv and ("--dry-run" in argv or os.environ.get(flag_variable("--dry-run")) == "1"):
             document = {"schema": plan.SCHEMA, "error": _error_dict(error)}
             with contextlib.suppress(terminal.OutputLost):
-                terminal.document(json.dumps(document, indent=2) + "\n")
-        terminal.err(*f"{argv[0] if argv else 'imgkit_entrypoints'}: {error}".split("\n"))
+                terminal.print_document(json.dumps(document, indent=2) + "\n")
+        terminal.print_messages(*f"{argv[0] if argv else 'imgkit_entrypoints'}: {error}".split("\n"))
         return error.exit_code
     except KeyboardInterrupt:
         return 130
 
 
 def _report_lost_output(error: OSError) -> int:
-    start.say(f"standard output is closed or full ({error.strerror}): output is lost")
+    start.print_message(f"standard output is closed or full ({error.strerror}): output is lost")
     return EXIT_NO
 
 
-def program() -> None:
+def run_as_named() -> None:
     """Run the command that this process was started as: pip's ``dist-*`` scripts of an installed package."""
     main((Path(sys.argv[0]).name, *sys.argv[1:]))
 
 
-def _run(argv: tuple[str, ...], env: Mapping[str, str]) -> int:
-    command = _command(argv[0] if argv else "")
+def _run_command(argv: tuple[str, ...], env: Mapping[str, str]) -> int:
+    command = _find_command(argv[0] if argv else "")
     run_code.refuse_missing_code(env)
     if command.name == "dist-env":
         return _dist_env(command, argv, env)
@@ -83,10 +83,10 @@ def _run(argv: tuple[str, ...], env: Mapping[str, str]) -> int:
     options, worker = parse(command, argv, env)
     if command.name == "dist-doctor" and not options.dry_run:
         return _dist_doctor(options, worker, env)
-    return start.launch(options, worker, env)
+    return start.launch_worker(options, worker, env)
 
 
-def _command(name: str) -> Command:
+def _find_command(name: str) -> Command:
     for command in COMMANDS:
         if command.name == name:
             return command
@@ -105,19 +105,19 @@ def _dist_env(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> 
     if parsed.shell and (other_form := "--json" if options.json else "--dry-run" if options.dry_run else ""):
         raise UsageError(f"--shell cannot be combined with {other_form}", hint="dist-env --help")
     if options.dry_run:
-        return start.launch(options, Worker(argv=(), is_imgkits=True), env)
+        return start.launch_worker(options, Worker(argv=(), is_imgkits=True), env)
     host, system = facts.gather(env=env), facts.system_facts(env=env)
     warnings: tuple[str, ...] = ()
     nnodes, head = 1, ""
     try:
         resolved = start.find_placement(options.placement, env)
         recipe = system.scheduler if system else ""
-        warnings = resolve.warnings(resolved, options.placement, env, recipe=recipe)
+        warnings = resolve.placement_warnings(resolved, options.placement, env, recipe=recipe)
         nnodes, head = resolved.nnodes, resolved.head
         placement: dict[str, object] = {**dataclasses.asdict(resolved), "source": dict(resolved.source)}
     except ImgkitError as error:
         placement = {"error": _error_dict(error)}
-    network = fabric.choose(host, system, env, nnodes=nnodes, head=head)
+    network = fabric.choose_fabric(host, system, env, nnodes=nnodes, head=head)
     if parsed.shell:
         _print_exports(network, env)
     elif options.json:
@@ -137,10 +137,10 @@ def _dist_env(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> 
                 "refusals": list(map(str, network.refusals)),
             },
         }
-        terminal.document(json.dumps(document, indent=2) + "\n")
+        terminal.print_document(json.dumps(document, indent=2) + "\n")
     else:
         title = system.title or system.scheduler if system else "no /opt/imgkit/system.json"
-        terminal.out(
+        terminal.print_results(
             f"host       {host.hostname}, {host.arch}, Python {host.python}",
             f"           {host.cpus} processors ({host.cpus_source}), {host.gpus} GPUs ({host.gpus_source})",
             f"system     {title}",
@@ -165,9 +165,9 @@ def _print_exports(network: fabric.FabricPlan, env: Mapping[str, str]) -> None:
     lines |= {name: f"unset {name}\n" for name in network.unset if name in env}
     for name, line in lines.items():
         if re.fullmatch(VARIABLE_NAME, name):  # a shell would run the rest of any other name
-            terminal.document(line)
+            terminal.print_document(line)
         else:
-            start.say(f"warning: {name!r} is not a variable name, so it is not in these lines")
+            start.print_message(f"warning: {name!r} is not a variable name, so it is not in these lines")
 
 
 def _dist_doctor(options: LaunchOptions, worker: Worker, env: Mapping[str, str]) -> int:
@@ -179,9 +179,9 @@ def _dist_doctor(options: LaunchOptions, worker: Worker, env: Mapping[str, str])
         try:
             placement = start.find_placement(options.placement, env)
         except NoPlan as error:
-            start.say(*f"this node only: {error}".split("\n"))
+            start.print_message(*f"this node only: {error}".split("\n"))
         else:
             if placement.nnodes > 1 or options.request.nproc != "auto":
                 request = dataclasses.replace(options.request, prefix=False)
-                return start.launch(dataclasses.replace(options, request=request), worker, env)
+                return start.launch_worker(dataclasses.replace(options, request=request), worker, env)
     return node.main(arguments, {**env, "IMGKIT_DEVICE": options.request.device})

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from imgkit_entrypoints import __version__
-from imgkit_entrypoints.arguments import Need, Option, Parser, add_options, natural, positive
+from imgkit_entrypoints.arguments import Need, Option, Parser, add_options, parse_natural, parse_positive
 from imgkit_entrypoints.cli.commands import Command
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch import per_node
@@ -16,7 +16,7 @@ from imgkit_entrypoints.schedulers.placement import PlacementRequest, Size, size
 from imgkit_entrypoints.schedulers.resolve import NAMES
 
 
-def choice(*allowed: str) -> Callable[[str], str]:
+def choice_type(*allowed: str) -> Callable[[str], str]:
     """Return a type that takes one of `allowed`; argparse does not apply its own choices to defaults."""
 
     def check(text: str) -> str:
@@ -27,22 +27,22 @@ def choice(*allowed: str) -> Callable[[str], str]:
     return check
 
 
-def processes(text: str) -> str:
+def parse_processes(text: str) -> str:
     """Check a number of processes, or ``auto``."""
     if text != "auto":
-        positive(text)
+        parse_positive(text)
     return text
 
 
-def port(text: str) -> int:
+def parse_port(text: str) -> int:
     """Parse a number of a port."""
-    number = positive(text)
+    number = parse_positive(text)
     if number > 65535:
         raise argparse.ArgumentTypeError(f"{text} is not a port from 1 to 65535")
     return number
 
 
-def size(text: str) -> Size:
+def parse_size(text: str) -> Size:
     """Parse ``N`` or ``N+S`` nodes."""
     try:
         return Size.parse(text)
@@ -54,18 +54,18 @@ OPTIONS = (
     Option(
         "--nproc",
         "processes on this node",
-        processes,
+        parse_processes,
         "N|auto",
         default="auto",
         unset="auto, one per GPU",
         aliases=("--nproc-per-node", "--nproc_per_node"),
     ),
-    Option("--scheduler", f"launcher: {', '.join(NAMES)}", choice(*NAMES), "NAME", unset="detected"),
-    Option("--nnodes", "nodes, or nodes and spares", size, "N|N+S", unset="the scheduler's number"),
+    Option("--scheduler", f"launcher: {', '.join(NAMES)}", choice_type(*NAMES), "NAME", unset="detected"),
+    Option("--nnodes", "nodes, or nodes and spares", parse_size, "N|N+S", unset="the scheduler's number"),
     Option(
         "--node-rank",
         "rank of this node; the head is 0",
-        natural,
+        parse_natural,
         "RANK",
         unset="the scheduler's",
         aliases=("--node_rank",),
@@ -79,7 +79,7 @@ OPTIONS = (
     Option(
         "--port",
         "torchrun's port on the head",
-        port,
+        parse_port,
         "PORT",
         unset="from the job id",
         aliases=("--master-port", "--master_port"),
@@ -87,19 +87,24 @@ OPTIONS = (
     Option(
         "--max-failures",
         "lost nodes and failed workers to survive",
-        natural,
+        parse_natural,
         "K",
         unset=f"{DEFAULT_FAILURES} with spares, else 0",
         aliases=("--max-restarts", "--max_restarts"),
     ),
     Option(
-        "--lost-after", "silence after which a node counts as lost", positive, "S", default=30, unset="30 s"
+        "--lost-after",
+        "silence after which a node counts as lost",
+        parse_positive,
+        "S",
+        default=30,
+        unset="30 s",
     ),
     Option(
         "--start",
         "start method of the workers. fork: torchrun imports torch once for all of them; exec: each is a "
         "separate interpreter",
-        choice("auto", "fork", "exec"),
+        choice_type("auto", "fork", "exec"),
         "METHOD",
         default="auto",
         unset="fork for imgkit's programs on CPUs, else exec",
@@ -108,17 +113,17 @@ OPTIONS = (
     Option(
         "--rollcall-timeout",
         "time for all nodes to join, and then for all ranks to connect",
-        positive,
+        parse_positive,
         "S",
         default=120,
         unset="120 s",
     ),
-    Option("--grace", "time to save in after a stop request", positive, "S", default=60, unset="60 s"),
+    Option("--grace", "time to save in after a stop request", parse_positive, "S", default=60, unset="60 s"),
     Option(
         "--hang-after",
         "report a rank as stuck after S seconds without progress, or three times its longest step if that is "
         "longer; 0: never",
-        natural,
+        parse_natural,
         "S",
         default=60,
     ),
@@ -216,7 +221,7 @@ class _VariableValue(NamedTuple):
     def parse(self, help_command: str) -> object:
         """Return the value; raise UsageError, which names the variable, if there is none."""
         flag = self.option.names
-        name = variable(flag)
+        name = flag_variable(flag)
         assert callable(self.option.type)  # noqa: S101 - argparse does not apply a list of values to defaults
         try:
             return self.option.type(self.text)
@@ -236,7 +241,7 @@ def launch_parser(command: Command, env: Mapping[str, str], options: Sequence[Op
     device = Option(
         "--device",
         "device to run on",
-        choice("auto", "cuda", "cpu"),
+        choice_type("auto", "cuda", "cpu"),
         "auto|cuda|cpu",
         default=command.device,
         unset="cuda where GPUs are visible" if command.device == "auto" else command.device,
@@ -258,7 +263,7 @@ def _values_of_variables(options: Iterable[Option], env: Mapping[str, str]) -> d
     for option in options:
         flag = option.names.split()[0]
         name = flag.strip("-").replace("-", "_")
-        text = env.get(variable(flag), "")
+        text = env.get(flag_variable(flag), "")
         if option.action == "store_true":
             values[name] = _is_on(flag, env)
         elif option.action == "append":
@@ -321,17 +326,17 @@ def read_options(parsed: argparse.Namespace, command: Command, argv: Sequence[st
     )
 
 
-def variable(flag: str) -> str:
+def flag_variable(flag: str) -> str:
     """Return the variable that stands in for `flag`."""
     return "IMGKIT_" + flag.strip("-").replace("-", "_").upper()
 
 
 def _is_on(flag: str, env: Mapping[str, str]) -> bool:
-    value = env.get(variable(flag), "")
+    value = env.get(flag_variable(flag), "")
     if value not in ("", "0", "1"):
         raise UsageError(
             f"{value!r} is neither 0 nor 1",
-            where=variable(flag),
-            hint=f"{variable(flag)}=1 for {flag}, else 0",
+            where=flag_variable(flag),
+            hint=f"{flag_variable(flag)}=1 for {flag}, else 0",
         )
     return value == "1"

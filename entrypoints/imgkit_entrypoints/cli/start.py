@@ -146,7 +146,7 @@ def find_placement(request: PlacementRequest, env: Mapping[str, str]) -> Placeme
     return resolve.find_placement(request, env, read, head_suffix=suffix)
 
 
-def launch(options: LaunchOptions, worker: Worker, env: Mapping[str, str]) -> int:
+def launch_worker(options: LaunchOptions, worker: Worker, env: Mapping[str, str]) -> int:
     """Launch `worker` on this node, or with ``--dry-run`` print how; return the exit code.
 
     Raises
@@ -163,9 +163,9 @@ def launch(options: LaunchOptions, worker: Worker, env: Mapping[str, str]) -> in
         source = secret.source(options.secret_file, env, shared_home=_shared_home(env)) if meets else ""
         planned = dataclasses.replace(launch_plan, secret=source)
         if options.json:
-            terminal.document(json.dumps(planned.to_dict(), indent=2) + "\n")
+            terminal.print_document(json.dumps(planned.to_dict(), indent=2) + "\n")
         else:
-            terminal.out(*planned.lines())
+            terminal.print_results(*planned.lines())
         return 0
     has_secret_flag = options.require_secret and placement.nnodes > 1
     needing_agent = {
@@ -264,13 +264,15 @@ def make_plan(
     if worker.is_imgkits:
         child_env.pop("PYTHONPATH", None)  # a json.py in it would end every worker
     absent = absent_files(reader, child_env)
-    odd = resolve.warnings(placement, options.placement, env, recipe=system.scheduler if system else "")
+    odd = resolve.placement_warnings(
+        placement, options.placement, env, recipe=system.scheduler if system else ""
+    )
     is_cluster_node = bool(host.gpus or host.rdma or host.cxi)  # a laptop needs no word about a scheduler
     warnings = (
         *odd,
         *launch_plan.warnings,
         *(str(fabric.Finding(what=what, fix=fix)) for what, fix in absent),
-        *(() if worker.is_imgkits else _shadows(child_env)),
+        *(() if worker.is_imgkits else _shadowing_folders(child_env)),
     )
     hidden = launch_plan.hidden if is_cluster_node else launch_plan.hidden.union(odd)
     notes = tuple(filter(None, (environment.text, *offline.notes)))
@@ -293,7 +295,7 @@ def _run_rank(launch_plan: LaunchPlan, child_env: Mapping[str, str], env: Mappin
     """Replace this process by one rank."""
     from imgkit_entrypoints.launch.stop_protocol import RunFolder
 
-    if folder := RunFolder.of(env, say):  # else the node agent asks
+    if folder := RunFolder.of(env, print_message):  # else the node agent asks
         folder.refuse_unusable()
         folder.refuse_stopped()
     os.execvpe(launch_plan.argv[0], launch_plan.argv, child_env)  # noqa: S606 - an argv list, no shell
@@ -313,8 +315,8 @@ def _run_agent(
 
     if launch_plan.placement.node_rank == 0:
         for text in launch_plan.announcements(verbose=options.verbose):
-            say(text)
-    carrier = sockets.selected(host, child_env) if options.network_test else None
+            print_message(text)
+    carrier = sockets.selected_interface(host, child_env) if options.network_test else None
     node = NodeInfo(
         host=host.hostname,
         software=gather.read_software(torch=host.torch_version, nccl=host.nccl_version),
@@ -325,19 +327,19 @@ def _run_agent(
     )
     cache = launch_plan.cache if options.compile_cache else None
     if cache and (problem := cache.unpack()) and launch_plan.placement.node_rank == 0:
-        say(problem)
+        print_message(problem)
     config = NodeConfig(
         argv=launch_plan.argv,
         env=child_env,
         placement=launch_plan.placement,
         node=node,
         timeouts=options.timeouts,
-        log=say,
+        log=print_message,
         max_failures=launch_plan.max_failures,
         secret=run_secret,
         preflight=PREFLIGHT if options.preflight else None,
         log_dir=options.request.log_dir,
-        on_success=partial(_pack, cache) if cache else None,
+        on_success=partial(_pack_cache, cache) if cache else None,
         is_per_node=launch_plan.mode == "per-node",
         gpu_query=gpu_use.query_argv(host.worker_gpus) if launch_plan.env["IMGKIT_DEVICE"] == "cuda" else (),
         plan_text="".join(f"{line}\n" for line in launch_plan.lines()),
@@ -345,9 +347,9 @@ def _run_agent(
     return NodeAgent(config).run()
 
 
-def _pack(cache: compile_cache.CompileCache) -> None:
+def _pack_cache(cache: compile_cache.CompileCache) -> None:
     if message := cache.pack():
-        say(message)
+        print_message(message)
 
 
 def link_host_libraries(links: Mapping[str, str]) -> None:
@@ -389,7 +391,7 @@ def _find_secret(options: LaunchOptions, env: Mapping[str, str], placement: Plac
         # Started by hand, the run has no job id that strangers would have to know, and always the same port.
         is_by_hand = not placement.job_id and placement.port is None
         alternative = f", or at least the same random port to all nodes: --port {ports.any_free()}"
-        say(
+        print_message(
             f"no secret is set: any program that reaches port {port} of {placement.head} can join this run. "
             f"To prevent that, {remedy}" + (alternative if is_by_hand else "")
         )
@@ -401,12 +403,12 @@ def _shared_home(env: Mapping[str, str]) -> bool:
     return path is not None and storage.on_network_disk(facts.Reader(root=facts.root_of(env)), str(path))
 
 
-def say(text: str, *more_lines: str) -> None:
+def print_message(text: str, *more_lines: str) -> None:
     """Print a message of one line or several; results alone go to stdout."""
-    terminal.err(f"imgkit: {text}", *more_lines)
+    terminal.print_messages(f"imgkit: {text}", *more_lines)
 
 
-def _shadows(env: Mapping[str, str]) -> tuple[str, ...]:
+def _shadowing_folders(env: Mapping[str, str]) -> tuple[str, ...]:
     """Name folders of PYTHONPATH, kept for the user program, that hide the image's torch or numpy."""
     return tuple(
         f"PYTHONPATH: {folder} contains another {name}, which shadows that of the image"

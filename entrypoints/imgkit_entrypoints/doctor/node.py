@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 from imgkit_entrypoints import __version__, fabric, facts, terminal
-from imgkit_entrypoints.arguments import Option, add_options, positive
+from imgkit_entrypoints.arguments import Option, add_options, parse_positive
 from imgkit_entrypoints.doctor.checks import CHECKS, Check, Subject, Verdict
 from imgkit_entrypoints.errors import EXIT_NO
 from imgkit_entrypoints.fabric import FabricPlan, library_path
@@ -29,7 +29,7 @@ OPTIONS = (
         "list every known issue with the values that match on this node, or the condition that does not",
         action="store_true",
     ),
-    Option("--timeout", "time limit of a collective in seconds", positive, "S", default=60),
+    Option("--timeout", "time limit of a collective in seconds", parse_positive, "S", default=60),
 )
 
 
@@ -52,18 +52,20 @@ def main(argv: Sequence[str], env: Mapping[str, str], *, nnodes: int = 1) -> int
     if options.known_issues:
         results = _plan(host, system, env, nnodes).issues
         if options.json:
-            terminal.document(json.dumps(issues_to_dict(results, host=host.hostname), indent=2) + "\n")
+            terminal.print_document(json.dumps(issues_to_dict(results, host=host.hostname), indent=2) + "\n")
         else:
-            terminal.out(*issues_table(results))
+            terminal.print_results(*issues_table(results))
         return 0
     checks = examine(host, system, env, reader=reader, nnodes=nnodes)
     is_good = passed(checks, strict=options.strict)
     if options.json:
-        terminal.document(json.dumps(to_dict(checks, passed=is_good, host=host.hostname), indent=2) + "\n")
+        terminal.print_document(
+            json.dumps(to_dict(checks, passed=is_good, host=host.hostname), indent=2) + "\n"
+        )
     else:
-        terminal.out(*table(checks), summary(checks))
+        terminal.print_results(*table(checks), summary(checks))
         if not is_good and passed(checks):
-            terminal.out("FAILED: --strict counts warnings as failures")
+            terminal.print_results("FAILED: --strict counts warnings as failures")
     return 0 if is_good else EXIT_NO
 
 
@@ -97,7 +99,7 @@ def _user_env(env: Mapping[str, str]) -> dict[str, str]:
 
 def _plan(host: HostFacts, system: SystemFacts | None, env: Mapping[str, str], nnodes: int) -> FabricPlan:
     # Always the plan of a run on several nodes: users ask the doctor about those.
-    return fabric.choose(host, system, _user_env(env), nnodes=max(2, nnodes))
+    return fabric.choose_fabric(host, system, _user_env(env), nnodes=max(2, nnodes))
 
 
 def passed(checks: Sequence[Check], *, strict: bool = False) -> bool:

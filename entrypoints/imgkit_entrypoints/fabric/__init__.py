@@ -1,6 +1,6 @@
 """The network variables of a machine: one function per fabric decides them from the facts.
 
-Nothing here reads a file: `choose` is a pure function of facts, recipe and environment.
+Nothing here reads a file: `choose_fabric` is a pure function of facts, recipe and environment.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UNKNOWN_IMAGE = "/opt/imgkit/manifest.json states no variables of an image, so t
 __all__ = ["Decision", "FabricPlan", "Finding", "choose"]
 
 
-def choose(
+def choose_fabric(
     facts: HostFacts,
     system: SystemFacts | None,
     env: Mapping[str, str],
@@ -45,13 +45,13 @@ def choose(
     sockets.use_partition(draft, system, env.get(PARTITION, ""))
     # imgkit run sets the recipe's variables for a shell or a script, which may start this: not the user's.
     draft.env = {name: value for name, value in env.items() if draft.recipe.get(name) != value}
-    kind, reason, is_requested = _kind(draft)
-    library_path.decide(draft, kind)
-    plugin.decide(draft, kind)
+    kind, reason, is_requested = _select_kind(draft)
+    library_path.decide_library_path(draft, kind)
+    plugin.decide_plugin(draft, kind)
     devices, rate = _FABRICS[kind](draft, system)
     if not is_requested:
         _compare_with_recipe(draft, system, kind, reason, rate)
-    results = issues.apply(draft, kind, system)
+    results = issues.apply_known_issues(draft, kind, system)
     draft.report_rest()
     return FabricPlan(
         kind=kind,
@@ -59,7 +59,7 @@ def choose(
         env=dict(draft.chosen),
         decisions=tuple(draft.decisions),
         unset=tuple(dict.fromkeys(name for name in draft.unset if name not in draft.chosen)),
-        warnings=(*draft.warnings, *issue_findings(results, "warn"), *lint.check(draft, kind)),
+        warnings=(*draft.warnings, *issue_findings(results, "warn"), *lint.check_variables(draft, kind)),
         blockers=tuple(draft.blockers),
         issues=results,
         devices=devices,
@@ -73,27 +73,27 @@ _Carriers = tuple[tuple[str, ...], float | None]
 """Devices that carry the traffic, and their rate."""
 
 
-def _infiniband(draft: PlanDraft, system: SystemFacts | None) -> _Carriers:
+def _decide_infiniband(draft: PlanDraft, system: SystemFacts | None) -> _Carriers:
     """Decide for InfiniBand: exact ports; no GID index, because it routes by LID."""
-    used = ports.decide(draft)
+    used = ports.decide_ports(draft)
     lids = "; ".join(f"{port.path}/lid: {port.lid or 'none'}" for port in used)
     draft.refuse_image(ports.GID_INDEX, f"InfiniBand routes by LID ({lids})")
     draft.note(
         ports.GID_INDEX, "", f"InfiniBand routes by LID; NCCL 2.22.3 and later ignore the variable ({lids})"
     )
-    sockets.decide(draft, prefer=sockets.usable_names(draft.facts, "ib"))
-    return _rdma(draft, used, "InfiniBand")
+    sockets.decide_interface(draft, prefer=sockets.usable_names(draft.facts, "ib"))
+    return _decide_rdma(draft, used, "InfiniBand")
 
 
-def _roce(draft: PlanDraft, system: SystemFacts | None) -> _Carriers:
+def _decide_roce(draft: PlanDraft, system: SystemFacts | None) -> _Carriers:
     """Decide for RDMA over Ethernet: exact ports, and the GID index if NCCL does not find it itself."""
-    used = ports.decide(draft)
+    used = ports.decide_ports(draft)
     ports.decide_gid(draft, used)
-    sockets.decide(draft)
-    return _rdma(draft, used, "RoCE")
+    sockets.decide_interface(draft)
+    return _decide_rdma(draft, used, "RoCE")
 
 
-def _rdma(draft: PlanDraft, used: tuple[Port, ...], kind: str) -> _Carriers:
+def _decide_rdma(draft: PlanDraft, used: tuple[Port, ...], kind: str) -> _Carriers:
     sockets.refuse_threads(draft, kind)
     if used:
         states = ", ".join(f"{port.path}/state: {port.state}" for port in used)
@@ -109,10 +109,10 @@ def _refuse_net(draft: PlanDraft, networks: tuple[str, ...], reason: str) -> Non
         draft.refuse("NCCL_NET", reason)
 
 
-def _slingshot(draft: PlanDraft, system: SystemFacts | None) -> _Carriers:
+def _decide_slingshot(draft: PlanDraft, system: SystemFacts | None) -> _Carriers:
     """Decide for Slingshot: the plugin's settings, and the bootstrap interfaces."""
     cxi = draft.facts.cxi
-    slingshot.decide(draft)
+    slingshot.decide_slingshot(draft)
     hsn = [item for item in draft.facts.interfaces if item.name.startswith("hsn")]
     running = [item for item in hsn if item.running]
     running = [item for item in running if item.addresses] or running
@@ -120,11 +120,11 @@ def _slingshot(draft: PlanDraft, system: SystemFacts | None) -> _Carriers:
         sockets.refuse_absent(draft)
         if draft.several:
             states = "; ".join(map(sockets.state_of, running))
-            value = sockets.spell([item.name for item in running], draft.facts)
+            value = sockets.format_interfaces([item.name for item in running], draft.facts)
             draft.set(sockets.NCCL, value, f"NCCL's bootstrap uses the fabric's interfaces: {states}")
             draft.set(sockets.GLOO, running[0].name, f"Gloo uses only one interface: {states}")
     else:
-        sockets.decide(draft)
+        sockets.decide_interface(draft)
     sockets.refuse_threads(draft, "Slingshot")
     rates = [(item.speed_Mbps or slingshot.NIC_Gbps * 1000) / 1000 for item in running]
     down = [item for item in hsn if not item.running]
@@ -138,10 +138,10 @@ def _slingshot(draft: PlanDraft, system: SystemFacts | None) -> _Carriers:
     return tuple(device.name for device in cxi), rate
 
 
-def _tcp(draft: PlanDraft, system: SystemFacts | None) -> _Carriers:
+def _decide_tcp(draft: PlanDraft, system: SystemFacts | None) -> _Carriers:
     """Decide for TCP sockets: which interface NCCL uses, and that it does not look for RDMA devices."""
     facts = draft.facts
-    idle, unused = ports.choose(facts, draft.nics)
+    idle, unused = ports.choose_ports(facts, draft.nics)
     ports.report_unused(draft, unused)
     layers = {device.name: {port.link_layer for port in device.ports} for device in facts.rdma}
     efa = [device for device in facts.rdma if not layers[device.name] & {"InfiniBand", "Ethernet"}]
@@ -162,26 +162,31 @@ def _tcp(draft: PlanDraft, system: SystemFacts | None) -> _Carriers:
     if not efa:
         _refuse_net(draft, ("socket",), "the data uses TCP (/sys/class/infiniband, /sys/class/cxi)")
     # Sockets run over the fabric's interfaces as well, and faster than over the one with the default route.
-    interface = sockets.decide(draft, prefer=sockets.usable_names(facts, "hsn", "ib"))
+    interface = sockets.decide_interface(draft, prefer=sockets.usable_names(facts, "hsn", "ib"))
     sockets.decide_threads(draft, interface)
     if interface is None:
         return (), None
     return (interface.name,), interface.speed_Mbps / 1000 if interface.speed_Mbps else None
 
 
-_FABRICS = {"infiniband": _infiniband, "roce": _roce, "slingshot": _slingshot, "tcp": _tcp}
+_FABRICS = {
+    "infiniband": _decide_infiniband,
+    "roce": _decide_roce,
+    "slingshot": _decide_slingshot,
+    "tcp": _decide_tcp,
+}
 
 
-def _kind(draft: PlanDraft) -> tuple[FabricKind, str, bool]:
+def _select_kind(draft: PlanDraft) -> tuple[FabricKind, str, bool]:
     """Return fabric, reason, and whether TCP was requested; else cxi, then active RDMA ports, then TCP."""
     net, disable = draft.request("NCCL_NET"), draft.request("NCCL_IB_DISABLE")
     if net is not None and net.value.lower() == "socket":
         return "tcp", f"NCCL_NET={net.value} ({net.source})", True
     if draft.facts.cxi:
-        return "slingshot", f"Slingshot NICs: {slingshot.nics(draft.facts)}", False
+        return "slingshot", f"Slingshot NICs: {slingshot.nics_text(draft.facts)}", False
     if disable is not None and disable.value.strip() not in ("", "0"):
         return "tcp", f"NCCL_IB_DISABLE={disable.value} ({disable.source})", True
-    used = ports.in_use(draft) or ports.choose(draft.facts, draft.nics)[0]
+    used = ports.in_use(draft) or ports.choose_ports(draft.facts, draft.nics)[0]
     if used:
         layers = "; ".join(f"{port.path}/link_layer: {port.link_layer}" for port in used)
         return ("infiniband" if used[0].link_layer == "InfiniBand" else "roce"), layers, False

@@ -15,7 +15,9 @@ from imgkit_entrypoints.known_issues import FACTS, IssueResult, Value
 from imgkit_entrypoints.system import FabricKind, SystemFacts
 
 
-def apply(draft: PlanDraft, kind: FabricKind, system: SystemFacts | None) -> tuple[IssueResult, ...]:
+def apply_known_issues(
+    draft: PlanDraft, kind: FabricKind, system: SystemFacts | None
+) -> tuple[IssueResult, ...]:
     """Set the variables of the issues that appear on this node, and return the result of every row.
 
     The rows are compared in their order: a later one sees what an earlier one set.
@@ -24,14 +26,14 @@ def apply(draft: PlanDraft, kind: FabricKind, system: SystemFacts | None) -> tup
     ------
     UsageError : a file with rows is wrong.
     """
-    node_facts = _facts(draft, kind, system)
+    node_facts = _condition_facts(draft, kind, system)
 
     def lookup(name: str) -> Value:
-        return node_facts[name] if name in FACTS else _variable(draft, name[1:])
+        return node_facts[name] if name in FACTS else _variable_value(draft, name[1:])
 
     results = []
-    for issue in known_issues.load(system.known_issues if system else (), draft.env):
-        result = known_issues.evaluate(issue, lookup)
+    for issue in known_issues.load_issues(system.known_issues if system else (), draft.env):
+        result = known_issues.evaluate_issue(issue, lookup)
         results.append(result)
         if result.state == "match" and issue.effect == "set":
             for variable, value in issue.env.items():
@@ -39,14 +41,14 @@ def apply(draft: PlanDraft, kind: FabricKind, system: SystemFacts | None) -> tup
     return tuple(results)
 
 
-def _variable(draft: PlanDraft, name: str) -> Value:
+def _variable_value(draft: PlanDraft, name: str) -> Value:
     """Return the value of a variable that a worker will see."""
     text, preset = draft.value(name) or "", draft.preset(name)
     evidence = draft.quote(name) if preset else f"{name}={text!r}" if text else f"{name} is not set"
     return Value(text, evidence, is_requested=draft.request(name) is not None)
 
 
-def _facts(draft: PlanDraft, kind: FabricKind, system: SystemFacts | None) -> Mapping[str, Value]:
+def _condition_facts(draft: PlanDraft, kind: FabricKind, system: SystemFacts | None) -> Mapping[str, Value]:
     """Return the facts that conditions may name; those that this node does not show are empty."""
     facts, env = draft.facts, draft.env
     cuda = facts.torch_cuda or env.get("CUDA_VERSION", "")
@@ -54,7 +56,7 @@ def _facts(draft: PlanDraft, kind: FabricKind, system: SystemFacts | None) -> Ma
     if facts.gpu_devices:
         gpu = ", ".join({device.model: None for device in facts.gpu_devices})
         gpu_source = f"/proc/driver/nvidia/gpus/{facts.gpu_devices[0].address}/information"
-    net_plugin, libfabric = _net_plugin(draft), _library(draft, "libfabric.so.1")
+    net_plugin, libfabric = _net_plugin(draft), _find_library(draft, "libfabric.so.1")
     tasks = re.match(r"[0-9]{1,9}", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
     values = {
         "arch": (facts.arch, ""),
@@ -79,10 +81,10 @@ def _facts(draft: PlanDraft, kind: FabricKind, system: SystemFacts | None) -> Ma
         "torch": (facts.torch_version, ""),
         "ucx": (env.get("OPENUCX_VERSION", ""), "OPENUCX_VERSION"),
     }
-    return {name: Value(text, _quote(name, text, source)) for name, (text, source) in values.items()}
+    return {name: Value(text, _quote_variable(name, text, source)) for name, (text, source) in values.items()}
 
 
-def _quote(name: str, text: str, source: str) -> str:
+def _quote_variable(name: str, text: str, source: str) -> str:
     return f"{FACTS[name]} {text or 'unknown'}" + (f" ({source})" if text and source else "")
 
 
@@ -93,12 +95,12 @@ def _net_plugin(draft: PlanDraft) -> Library | Candidate | None:
         [file for name in software.plugins(value) for file in software.plugin_files(name)] if value else ()
     )
     for name in names or reversed(PLUGINS):
-        if library := _library(draft, name):
+        if library := _find_library(draft, name):
             return library
     return None
 
 
-def _library(draft: PlanDraft, name: str) -> Library | Candidate | None:
+def _find_library(draft: PlanDraft, name: str) -> Library | Candidate | None:
     """Return the library that workers load under `name`: the host's where the plan uses that."""
     host = draft.facts.host_libraries.host if name in draft.links and draft.facts.host_libraries else ()
     for candidate in host:

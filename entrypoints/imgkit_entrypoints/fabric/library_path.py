@@ -27,7 +27,7 @@ _OF_RUNTIME = "/.singularity.d/libs"
 """Folder of the driver's libraries, which the runtime adds to the image's path."""
 
 
-def decide(draft: PlanDraft, kind: FabricKind) -> None:
+def decide_library_path(draft: PlanDraft, kind: FabricKind) -> None:
     """Decide LD_LIBRARY_PATH where the recipe or a variable asks for it."""
     compat = draft.facts.cuda_compat
     compat_folder = _decide_compat(draft, compat) if compat else ""
@@ -147,10 +147,10 @@ class _LoadCheck:
     def evidence(self, library: Candidate) -> str:
         """Return what was compared."""
         versions = library.object.needs.get("libc.so.6", ()) if library.object else ()
-        newest = _newest(versions, "GLIBC")
+        newest = _newest_version(versions, "GLIBC")
         needed = f"GLIBC_{newest}" if newest else "no version of glibc"
         libc = self.image.get("libc.so.6")
-        return f"the host's; it needs {needed}, {_has(libc, 'GLIBC_') if libc else ''}"
+        return f"the host's; it needs {needed}, {_supported_text(libc, 'GLIBC_') if libc else ''}"
 
     def fault(self, name: str) -> str:
         """Return why the image cannot load the host's `name`; empty if it can."""
@@ -170,7 +170,7 @@ class _LoadCheck:
         if library.name not in PLUGINS and shared.soname != library.name:
             return f"has the SONAME {shared.soname or '(none)'} ({library.path})"
         if image := self.image.get(library.name):
-            lost = [version for version in _defined(image) if version not in shared.defines]
+            lost = [version for version in _defined_versions(image) if version not in shared.defines]
             if lost:
                 return f"lacks {lost[-1]}, which the image's has ({image.path})"
         faults = (self._need_fault(library, needed) for needed in shared.needed)
@@ -199,7 +199,7 @@ class _LoadCheck:
                 return ""
             if host and needed not in OF_IMAGE and (fault := self.fault(needed)):
                 return f"needs {version}, and the host's {needed} {fault}"
-            return f"needs {version}, {_has(image, version)}"
+            return f"needs {version}, {_supported_text(image, version)}"
         if host is None:
             where = "the image does not have" if needed in OF_IMAGE else "neither the image nor the host has"
             return f"needs {needed}, which {where}"
@@ -215,27 +215,29 @@ def _missing_version(library: Candidate, server: Candidate) -> str:
     A library that defines no versions at all serves every one: the dynamic linker only warns then.
     """
     needs = library.object.needs.get(server.name, ()) if library.object else ()
-    defined = _defined(server)
-    return max((need for need in needs if defined and need not in defined), key=_order, default="")
+    defined = _defined_versions(server)
+    return max((need for need in needs if defined and need not in defined), key=_version_key, default="")
 
 
-def _defined(library: Candidate) -> tuple[str, ...]:
+def _defined_versions(library: Candidate) -> tuple[str, ...]:
     return library.object.defines if library.object is not None else ()
 
 
-def _order(version: str) -> tuple[int, ...]:
+def _version_key(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"[0-9]{1,9}", version))
 
 
-def _newest(versions: Sequence[str], prefix: str) -> str:
+def _newest_version(versions: Sequence[str], prefix: str) -> str:
     """Return the number of the newest version ``PREFIX_N``."""
     pattern = rf"{re.escape(prefix)}_[0-9.]+"
-    newest = max((version for version in versions if re.fullmatch(pattern, version)), key=_order, default="")
+    newest = max(
+        (version for version in versions if re.fullmatch(pattern, version)), key=_version_key, default=""
+    )
     return newest[len(prefix) + 1 :]
 
 
-def _has(server: Candidate, version: str) -> str:
-    newest = _newest(_defined(server), version.rpartition("_")[0])
+def _supported_text(server: Candidate, version: str) -> str:
+    newest = _newest_version(_defined_versions(server), version.rpartition("_")[0])
     return f"the image has {newest} ({server.path})" if newest else f"which the image's {server.path} lacks"
 
 
@@ -255,7 +257,7 @@ def _decide_compat(draft: PlanDraft, compat: CudaCompat) -> str:
 
 def _has_newer_major(draft: PlanDraft) -> bool:
     """Return whether the image's CUDA is known to be of a newer major version than the driver supports."""
-    driver = _order(draft.facts.driver_version)
+    driver = _version_key(draft.facts.driver_version)
     needed = cuda_drivers.parse_cuda(draft.env.get("CUDA_VERSION", ""))
     if not driver or needed is None or driver[0] > cuda_drivers.NEWEST_BRANCH:
         return False
@@ -267,7 +269,7 @@ def _compat_fault(draft: PlanDraft, compat: CudaCompat) -> tuple[str, str]:
     facts, cuda_version = draft.facts, draft.env.get("CUDA_VERSION", "")
     if not compat.folder:
         return f"the image has no {COMPAT}/libcuda.so.1", ""
-    driver = _order(facts.driver_version)
+    driver = _version_key(facts.driver_version)
     needed = cuda_drivers.parse_cuda(cuda_version)
     if not driver or needed is None:
         text = facts.driver or "does not exist"
@@ -283,7 +285,7 @@ def _compat_fault(draft: PlanDraft, compat: CudaCompat) -> tuple[str, str]:
     if needed <= supported:
         return text, ""
     library = re.search(r"libcuda\.so\.([0-9]{3,5}(?:\.[0-9]{1,5}){1,2})$", compat.target)
-    if library and _order(library[1]) <= driver:
+    if library and _version_key(library[1]) <= driver:
         return f"{text}, but its {compat.target} is not newer than the driver", ""
     models = sorted({gpu.model for gpu in facts.gpu_devices})
     if not models:

@@ -21,7 +21,7 @@ Findings = Iterator[tuple[str, str]]
 """What a rule found, and the remedy."""
 
 
-def check(draft: PlanDraft, kind: FabricKind) -> tuple[Finding, ...]:
+def check_variables(draft: PlanDraft, kind: FabricKind) -> tuple[Finding, ...]:
     """Return one finding per dangerous variable, with its value and its origin."""
     return tuple(Finding(problem, fix) for rule in _RULES for problem, fix in rule(draft, kind))
 
@@ -41,13 +41,13 @@ def _rdma_off(draft: PlanDraft, kind: FabricKind) -> Findings:
     is_off = disable is not None and disable.is_users and disable.value.strip() not in ("", "0")
     if kind != "tcp" or not (is_socket or is_off):
         return
-    used, _ = ports.choose(facts, draft.nics)
+    used, _ = ports.choose_ports(facts, draft.nics)
     rate, names = ports.line_rate_Gbps(facts, used), ", ".join(port.name for port in used)
     if facts.cxi:
-        rate, names = slingshot.NIC_Gbps * len(facts.cxi), slingshot.nics(facts)
+        rate, names = slingshot.NIC_Gbps * len(facts.cxi), slingshot.nics_text(facts)
     if not names:
         return
-    best = sockets.best(facts, draft.head, sockets.usable_names(facts, "hsn", "ib"))
+    best = sockets.best_interface(facts, draft.head, sockets.usable_names(facts, "hsn", "ib"))
     interface, speed = (best[0].name, best[0].speed_Mbps) if best else ("no interface", None)
     fast = f"{rate:g} Gbit/s" if rate else "more"
     slow = f"{speed / 1000:g} Gbit/s at most" if speed else "less, at an unknown rate"
@@ -76,7 +76,7 @@ def _socket_numbers(draft: PlanDraft, kind: FabricKind) -> Findings:
         )
 
 
-def _gid(draft: PlanDraft, kind: FabricKind) -> Findings:
+def _check_gid_index(draft: PlanDraft, kind: FabricKind) -> Findings:
     preset = draft.preset(ports.GID_INDEX)
     if preset is None or preset.value == "" or kind not in ("infiniband", "roce"):
         return
@@ -113,12 +113,12 @@ def _slot_fault(index: int, port: Port) -> str:
     return ""
 
 
-def _hca(draft: PlanDraft, kind: FabricKind) -> Findings:
+def _check_hcas(draft: PlanDraft, kind: FabricKind) -> Findings:
     preset = draft.preset(ports.HCA)
     if preset is None or kind not in ("infiniband", "roce") or not preset.value:
         return
     value, quote = preset.value, draft.quote(ports.HCA)
-    chosen, unused = ports.choose(draft.facts, draft.nics)
+    chosen, unused = ports.choose_ports(draft.facts, draft.nics)
     items = [item.split(":") for item in value.lstrip("^=").split(",")]
     used = ports.in_use(draft)
     for name, *_ in items if value[:1] not in ("^", "=") else ():
@@ -129,7 +129,7 @@ def _hca(draft: PlanDraft, kind: FabricKind) -> Findings:
     reasons = {item.port.name: item.reason for item in unused}
     for port in used:
         if port.name in reasons:
-            fix = f"set {ports.HCA}={ports.spell(chosen)}, or {draft.how_to_unset(ports.HCA)}"
+            fix = f"set {ports.HCA}={ports.format_hcas(chosen)}, or {draft.how_to_unset(ports.HCA)}"
             yield f"{quote} also selects {port.name} ({reasons[port.name]})", fix
 
 
@@ -140,7 +140,7 @@ def _gdr_level(draft: PlanDraft, kind: FabricKind) -> Findings:
         yield problem, f"use one of {', '.join(GDR_LEVELS)}, in capitals"
 
 
-def _interfaces(draft: PlanDraft, kind: FabricKind) -> Findings:
+def _check_interfaces(draft: PlanDraft, kind: FabricKind) -> Findings:
     for variable in INTERFACES:
         preset = draft.preset(variable)
         if preset is None or not preset.value or not draft.facts.interfaces:
@@ -182,7 +182,7 @@ def unknown_names(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in candidates if name not in KNOWN_NAMES and name not in OLD_NAMES)
 
 
-def _closest(text: str, choices: Iterable[str], similarity: float = SIMILARITY) -> str:
+def _closest_choice(text: str, choices: Iterable[str], similarity: float = SIMILARITY) -> str:
     """Return the choice that is most like `text`; empty if none is like it."""
     from difflib import get_close_matches  # a start without misspelled names does without it
 
@@ -194,7 +194,7 @@ def _closest(text: str, choices: Iterable[str], similarity: float = SIMILARITY) 
 def similar_name(name: str) -> str:
     """Return the known variable that is most like `name`; empty if none is like it."""
     prefix = name.partition("_")[0]
-    return _closest(name, (known_name for known_name in KNOWN_NAMES if known_name.startswith(prefix)))
+    return _closest_choice(name, (known_name for known_name in KNOWN_NAMES if known_name.startswith(prefix)))
 
 
 def _misspelled_names(draft: PlanDraft, kind: FabricKind) -> Findings:
@@ -215,10 +215,10 @@ def _misspelled_values(draft: PlanDraft, kind: FabricKind) -> Findings:
             choices += [(function.strip(), FUNCTIONS)] if function else []
             for item, choice in choices:
                 if item.lower() not in map(str.lower, choice):
-                    yield _misspelled(draft, variable, item, choice)
+                    yield _misspelling(draft, variable, item, choice)
     net = draft.preset("NCCL_NET")
     if net and net.value.strip() and net.value.partition("_v")[0].lower() not in map(str.lower, NETS):
-        right = _closest(net.value, NETS, 0.6)
+        right = _closest_choice(net.value, NETS, 0.6)
         yield (
             f"{draft.quote('NCCL_NET')} is neither IB nor Socket nor a known plug-in's name: NCCL ends with "
             '"network not found" or "Failed to initialize any NET plugin" unless a plug-in has this name',
@@ -226,9 +226,9 @@ def _misspelled_values(draft: PlanDraft, kind: FabricKind) -> Findings:
         )
 
 
-def _misspelled(draft: PlanDraft, variable: str, item: str, choices: tuple[str, ...]) -> tuple[str, str]:
+def _misspelling(draft: PlanDraft, variable: str, item: str, choices: tuple[str, ...]) -> tuple[str, str]:
     """Return the finding that `item` of the variable's value is not in `choices`, and its remedy."""
-    right, unset = _closest(item, choices, 0.5), draft.how_to_unset(variable)
+    right, unset = _closest_choice(item, choices, 0.5), draft.how_to_unset(variable)
     problem = (
         f"{draft.quote(variable)}: {item!r} is none of {', '.join(choices)}. NCCL {REFUSES_FROM} and later "
         'end with "invalid usage", earlier versions ignore it'
@@ -334,6 +334,14 @@ _FAMILIES = (
 
 
 _RULES = (
-    *(_visible_gpus, _rdma_off, _socket_numbers, _gid, _hca, _gdr_level, _interfaces),
+    *(
+        _visible_gpus,
+        _rdma_off,
+        _socket_numbers,
+        _check_gid_index,
+        _check_hcas,
+        _gdr_level,
+        _check_interfaces,
+    ),
     *(_misspelled_names, _misspelled_values),
 )

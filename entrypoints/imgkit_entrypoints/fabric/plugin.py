@@ -18,13 +18,13 @@ def is_ofi(value: str) -> bool:
     return "ofi" in value.rpartition("/")[2].lower()
 
 
-def files(facts: HostFacts, value: str) -> tuple[str, ...]:
+def plugin_files(facts: HostFacts, value: str) -> tuple[str, ...]:
     """Return the paths of the plug-ins that a value names, without those that are absent."""
     names = (name for plugin in software.plugins(value) for name in software.plugin_files(plugin))
     return tuple(library.path for library in map(facts.library, names) if library)
 
 
-def decide(draft: PlanDraft, kind: FabricKind) -> None:
+def decide_plugin(draft: PlanDraft, kind: FabricKind) -> None:
     """Leave out a plug-in of the image that is not there, and warn about one of the user or the recipe."""
     preset = draft.preset(VARIABLE)
     missing: dict[str, None] = {}

@@ -23,7 +23,7 @@ _STATES = {
     "3: ARMED": "the subnet manager has not activated it",
 }
 _NEARNESS = ("under its PCI switch", "on its NUMA node", "near it")
-"""By the `distance` of the nearest NIC."""
+"""By the `gpu_distance` of the nearest NIC."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,9 @@ class UnusedPort:
 _Pair = tuple[RdmaDevice, Port]
 
 
-def choose(facts: HostFacts, nics: int | None = None) -> tuple[tuple[Port, ...], tuple[UnusedPort, ...]]:
+def choose_ports(
+    facts: HostFacts, nics: int | None = None
+) -> tuple[tuple[Port, ...], tuple[UnusedPort, ...]]:
     """Return the ports to use, and the other ports with their reasons.
 
     NCCL itself uses every ACTIVE port, including storage and management NICs, and refuses to mix InfiniBand
@@ -47,8 +49,8 @@ def choose(facts: HostFacts, nics: int | None = None) -> tuple[tuple[Port, ...],
     """
     unused: list[UnusedPort] = []
     active: list[_Pair] = []
-    for device, port in _pairs(facts):
-        if reason := _fault(port):
+    for device, port in _ports_with_devices(facts):
+        if reason := _port_fault(port):
             unused.append(UnusedPort(port, reason))
         else:
             active.append((device, port))
@@ -59,18 +61,18 @@ def choose(facts: HostFacts, nics: int | None = None) -> tuple[tuple[Port, ...],
         reason += ": NCCL cannot mix InfiniBand and Ethernet"
         unused += [UnusedPort(port, reason) for _, port in active if port not in infiniband]
         return infiniband, tuple(unused)
-    active, without_gid = _addressed(active)
-    near, far = _nearest(facts, active)
+    active, without_gid = _keep_addressed(active)
+    near, far = _keep_nearest(facts, active)
     if len(near) < (nics or 0):
         near, far = active, []
     return tuple(port for _, port in near), (*unused, *without_gid, *far)
 
 
-def _pairs(facts: HostFacts) -> tuple[_Pair, ...]:
+def _ports_with_devices(facts: HostFacts) -> tuple[_Pair, ...]:
     return tuple((device, port) for device in facts.rdma for port in device.ports)
 
 
-def _fault(port: Port) -> str:
+def _port_fault(port: Port) -> str:
     """Return why NCCL cannot use a port; empty if it can."""
     if port.link_layer not in ("InfiniBand", "Ethernet"):
         evidence = f"{port.path}/link_layer: {port.link_layer}"
@@ -81,7 +83,7 @@ def _fault(port: Port) -> str:
     return ""
 
 
-def _addressed(pairs: list[_Pair]) -> tuple[list[_Pair], list[UnusedPort]]:
+def _keep_addressed(pairs: list[_Pair]) -> tuple[list[_Pair], list[UnusedPort]]:
     """Keep the ports with an IPv4 RoCE v2 GID, if there are any."""
     gids = [pick_gid(port.gids) for _, port in pairs]
     has_gid = [gid is not None and gid.kind == "RoCE v2" for gid in gids]
@@ -96,9 +98,9 @@ def _addressed(pairs: list[_Pair]) -> tuple[list[_Pair], list[UnusedPort]]:
     return list(itertools.compress(pairs, has_gid)), without_gid
 
 
-def _nearest(facts: HostFacts, pairs: list[_Pair]) -> tuple[list[_Pair], list[UnusedPort]]:
+def _keep_nearest(facts: HostFacts, pairs: list[_Pair]) -> tuple[list[_Pair], list[UnusedPort]]:
     """Keep the ports nearest to a GPU; all ports, if a distance is unknown."""
-    distances = [distance(facts, device) for device, _ in pairs]
+    distances = [gpu_distance(facts, device) for device, _ in pairs]
     if not pairs or None in distances:
         return pairs, []
     best = min(item for item in distances if item is not None)
@@ -113,7 +115,7 @@ def _nearest(facts: HostFacts, pairs: list[_Pair]) -> tuple[list[_Pair], list[Un
     return near, far
 
 
-def distance(facts: HostFacts, device: RdmaDevice) -> int | None:
+def gpu_distance(facts: HostFacts, device: RdmaDevice) -> int | None:
     """Return 0 if a GPU is under the same PCI switch, 1: on the same NUMA node, 2: neither; None: unknown."""
     gpus = facts.gpu_devices
     if not gpus or not (device.pci or device.numa_node is not None):
@@ -127,7 +129,7 @@ def distance(facts: HostFacts, device: RdmaDevice) -> int | None:
     return 1 if any(gpu.numa_node == device.numa_node for gpu in gpus) else 2
 
 
-def spell(ports: Iterable[Port]) -> str:
+def format_hcas(ports: Iterable[Port]) -> str:
     """Return ports as a value of NCCL_IB_HCA; ``=`` makes names exact: mlx5_1 also selects mlx5_10."""
     return "=" + ",".join(port.name for port in ports)
 
@@ -139,7 +141,7 @@ def parse_selection(selection: str) -> tuple[bool, bool, list[str]]:
     return selection.startswith("^"), body.startswith("="), names
 
 
-def matching(selection: str, ports: Iterable[Port]) -> tuple[Port, ...]:
+def match_ports(selection: str, ports: Iterable[Port]) -> tuple[Port, ...]:
     """Return the ports that a value of NCCL_IB_HCA selects (``[^][=]name[:port[:rail[:plane]]],...``)."""
     excludes, is_exact, names = parse_selection(selection)
 
@@ -157,17 +159,19 @@ def in_use(draft: PlanDraft) -> tuple[Port, ...]:
     """Return the ports that NCCL will use, by the rule or by an existing value of NCCL_IB_HCA."""
     request = draft.request(HCA)
     if request is None:
-        return choose(draft.facts, draft.nics)[0]
-    return matching(request.value, [port for _, port in _pairs(draft.facts) if not _fault(port)])
+        return choose_ports(draft.facts, draft.nics)[0]
+    return match_ports(
+        request.value, [port for _, port in _ports_with_devices(draft.facts) if not _port_fault(port)]
+    )
 
 
-def decide(draft: PlanDraft) -> tuple[Port, ...]:
+def decide_ports(draft: PlanDraft) -> tuple[Port, ...]:
     """Decide NCCL_IB_HCA and report the other ports; return the ports that NCCL will use."""
-    chosen, unused = choose(draft.facts, draft.nics)
+    chosen, unused = choose_ports(draft.facts, draft.nics)
     states = (
         f"{port.path}: state {port.state}, {port.link_layer}, {port.rate or 'no rate'}" for port in chosen
     )
-    draft.set(HCA, spell(chosen), f"the ACTIVE ports of the fabric: {'; '.join(states)}")
+    draft.set(HCA, format_hcas(chosen), f"the ACTIVE ports of the fabric: {'; '.join(states)}")
     report_unused(draft, unused)
     used = in_use(draft)
     if not used:
@@ -175,7 +179,7 @@ def decide(draft: PlanDraft) -> tuple[Port, ...]:
         draft.warn(
             f"{HCA}={draft.value(HCA)} selects no ACTIVE port of this machine (available: "
             f"{available}): NCCL would use TCP",
-            f"{draft.how_to_unset(HCA)}, or set {HCA}={spell(chosen)}",
+            f"{draft.how_to_unset(HCA)}, or set {HCA}={format_hcas(chosen)}",
         )
     _report_cards(draft, used)
     _check_rates(draft, used)
@@ -189,7 +193,7 @@ def report_unused(draft: PlanDraft, unused: Iterable[UnusedPort]) -> None:
         draft.report(HCA, item.port.name, f"left out: {item.reason}")
 
 
-def _device(facts: HostFacts, port: Port) -> RdmaDevice:
+def _device_of_port(facts: HostFacts, port: Port) -> RdmaDevice:
     return next(device for device in facts.rdma if device.name == port.device)
 
 
@@ -197,14 +201,14 @@ def _report_cards(draft: PlanDraft, used: Sequence[Port]) -> None:
     """Report ports that NCCL merges into one NIC, and virtual functions."""
     cards: dict[str, list[Port]] = {}
     for port in used:
-        device = _device(draft.facts, port)
+        device = _device_of_port(draft.facts, port)
         cards.setdefault(device.card, []).append(port)
         if device.physical:
             reason = f"{device.path}/device/physfn -> {device.physical}: a virtual function of that card"
             draft.report(HCA, port.name, reason, used=True)
     for card, ports in cards.items():
         if len(ports) > 1:
-            path = _device(draft.facts, ports[0]).path
+            path = _device_of_port(draft.facts, ports[0]).path
             reason = f"one card ({path}/device: {card}): NCCL merges its ports into one NIC"
             draft.report(HCA, ",".join(port.name for port in ports), reason, used=True)
 
@@ -228,7 +232,7 @@ def _check_rates(draft: PlanDraft, used: Sequence[Port]) -> None:
 
 def _check_devices(draft: PlanDraft, used: Sequence[Port]) -> None:
     """Warn about a device of sysfs that this container cannot open, or that no library supports."""
-    devices = tuple(dict.fromkeys(_device(draft.facts, port) for port in used))
+    devices = tuple(dict.fromkeys(_device_of_port(draft.facts, port) for port in used))
     for device in devices:
         if not device.verbs_opens:
             file = device.verbs or f"/dev/infiniband/uverbs* for {device.name}"
@@ -252,7 +256,7 @@ def line_rate_Gbps(facts: HostFacts, used: Sequence[Port]) -> float | None:
 
     A virtual function does not add to its own card.
     """
-    devices = {port.name: _device(facts, port) for port in used}
+    devices = {port.name: _device_of_port(facts, port) for port in used}
     cards = {device.card for device in devices.values() if not device.physical}
     total = 0.0
     for port in used:

@@ -35,20 +35,20 @@ def plugin(facts: HostFacts, links: Mapping[str, str]) -> str:
     return links.get("libnccl-net.so") or (library.path if library else "")
 
 
-def nics(facts: HostFacts) -> str:
+def nics_text(facts: HostFacts) -> str:
     """Return the NICs as /sys shows them: ``/sys/class/cxi: cxi0 cxi1``."""
     folder = facts.cxi[0].path.rpartition("/")[0]
     return f"{folder}: {' '.join(device.name for device in facts.cxi)}"
 
 
-def decide(draft: PlanDraft) -> None:
+def decide_slingshot(draft: PlanDraft) -> None:
     """Decide the libfabric and NCCL settings of this fabric."""
-    names = nics(draft.facts)
+    names = nics_text(draft.facts)
     for variable, value, reason in SETTINGS:
         draft.set(variable, value, f"{reason} ({names})")
     # NCCL would look for no other plug-in than the image's.
     preset = draft.image_preset(plugins.VARIABLE)
-    if preset and not (plugins.is_ofi(preset.value) and plugins.files(draft.facts, preset.value)):
+    if preset and not (plugins.is_ofi(preset.value) and plugins.plugin_files(draft.facts, preset.value)):
         draft.refuse(plugins.VARIABLE, f"Slingshot needs aws-ofi-nccl ({names})")
     _decide_net(draft)
 
@@ -65,7 +65,7 @@ def _decide_net(draft: PlanDraft) -> None:
         reason = f"{plugins.VARIABLE}={pinned.value} ({pinned.source}) names the plugin; "
         draft.note("NCCL_NET", "AWS Libfabric", f"{reason}CSCS advises against setting both")
     else:
-        reason = f"{nics(draft.facts)}: NCCL stops instead of using TCP; plugin: {path or 'not found'}"
+        reason = f"{nics_text(draft.facts)}: NCCL stops instead of using TCP; plugin: {path or 'not found'}"
         draft.set("NCCL_NET", "AWS Libfabric", reason)
     if not path and not pinned and draft.value("NCCL_NET") in ("AWS Libfabric", "Libfabric", "OFI"):
         draft.warn(

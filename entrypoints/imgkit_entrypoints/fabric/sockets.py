@@ -20,7 +20,7 @@ _SELF_TUNED = {"0x1d0f": "AWS", "0x1ae0": "Google"}
 _FAST_Mbps = 100_000
 
 
-def usable(facts: HostFacts) -> tuple[Interface, ...]:
+def usable_interfaces(facts: HostFacts) -> tuple[Interface, ...]:
     """Return the interfaces that another node could reach: up, with an address, no loopback and no bridge."""
     return tuple(
         item
@@ -31,46 +31,51 @@ def usable(facts: HostFacts) -> tuple[Interface, ...]:
 
 def usable_names(facts: HostFacts, *prefixes: str) -> list[str]:
     """Return the names of the usable interfaces that begin with one of `prefixes`."""
-    return [item.name for item in usable(facts) if item.name.startswith(prefixes)]
+    return [item.name for item in usable_interfaces(facts) if item.name.startswith(prefixes)]
 
 
-def best(facts: HostFacts, head: str = "", prefer: Sequence[str] = ()) -> tuple[Interface, str] | None:
+def best_interface(
+    facts: HostFacts, head: str = "", prefer: Sequence[str] = ()
+) -> tuple[Interface, str] | None:
     """Return the interface on which nodes connect, and the reason; None if there is none.
 
     Order: the interface whose network contains the head; one of `prefer`; the interface of the default route;
     the first one.
     """
     loopback = next((item for item in facts.interfaces if item.name == "lo"), None)
-    if loopback and _inside(head, "127.0.0.0/8"):
-        return loopback, f"the head is {head}: all nodes are on this machine ({describe(loopback)})"
-    candidates = usable(facts)
+    if loopback and _is_inside(head, "127.0.0.0/8"):
+        return loopback, f"the head is {head}: all nodes are on this machine ({describe_interface(loopback)})"
+    candidates = usable_interfaces(facts)
     if not candidates:
         return None
     by_name = {item.name: item for item in candidates}
     routes = [route for route in facts.routes if route.interface in by_name]
     for route in routes:
-        if route.gateway == "0.0.0.0" and _inside(head, route.network):  # noqa: S104
+        if route.gateway == "0.0.0.0" and _is_inside(head, route.network):  # noqa: S104
             return by_name[route.interface], f"the head {head} is in its network {route.network}"
     for name in prefer:
         if name in by_name:
-            return by_name[name], f"the fabric's own interface ({describe(by_name[name])})"
+            return by_name[name], f"the fabric's own interface ({describe_interface(by_name[name])})"
     defaults = [route for route in routes if route.network == "0.0.0.0/0"]
     if defaults:
         route = min(defaults, key=lambda route: route.metric)
         interface = by_name[route.interface]
-        return interface, f"/proc/net/route: the default route via {route.gateway} ({describe(interface)})"
+        return (
+            interface,
+            f"/proc/net/route: the default route via {route.gateway} ({describe_interface(interface)})",
+        )
     first = next((item for item in candidates if item.ipv4), candidates[0])
-    return first, f"the first interface that is up with an address ({describe(first)})"
+    return first, f"the first interface that is up with an address ({describe_interface(first)})"
 
 
-def _inside(head: str, network: str) -> bool:
+def _is_inside(head: str, network: str) -> bool:
     try:
         return ipaddress.ip_address(head) in ipaddress.ip_network(network)
     except ValueError:
         return False
 
 
-def describe(interface: Interface) -> str:
+def describe_interface(interface: Interface) -> str:
     """Return the interface as /sys shows it."""
     speed = f", speed {interface.speed_Mbps} Mb/s" if interface.speed_Mbps else ""
     return f"{state_of(interface)}{speed}, {', '.join(interface.addresses)}"
@@ -81,14 +86,14 @@ def state_of(interface: Interface) -> str:
     return f"/sys/class/net/{interface.name}/operstate: {interface.state}"
 
 
-def spell(names: Sequence[str], facts: HostFacts) -> str:
+def format_interfaces(names: Sequence[str], facts: HostFacts) -> str:
     """Return names as a value of NCCL_SOCKET_IFNAME; ``=`` makes prefixes exact."""
     unselected = [item.name for item in facts.interfaces if item.name not in names]
     is_exact = any(text.startswith(name) for text in unselected for name in names)
     return ("=" if is_exact else "") + ",".join(names)
 
 
-def matching(selection: str, interfaces: Iterable[Interface]) -> tuple[Interface, ...]:
+def match_interfaces(selection: str, interfaces: Iterable[Interface]) -> tuple[Interface, ...]:
     """Return the interfaces that a value of NCCL_SOCKET_IFNAME selects (``[^][=]prefix,...``)."""
     excludes, is_exact, names = ports.parse_selection(selection)
 
@@ -100,13 +105,13 @@ def matching(selection: str, interfaces: Iterable[Interface]) -> tuple[Interface
 
 def matching_gloo(name: str, interfaces: Iterable[Interface]) -> tuple[Interface, ...]:
     """Return the interface that a value of GLOO_SOCKET_IFNAME names."""
-    return matching(f"={name}", interfaces)
+    return match_interfaces(f"={name}", interfaces)
 
 
-MATCHING = {NCCL: matching, GLOO: matching_gloo}
+MATCHING = {NCCL: match_interfaces, GLOO: matching_gloo}
 
 
-def selected(facts: HostFacts, env: Mapping[str, str]) -> Interface | None:
+def selected_interface(facts: HostFacts, env: Mapping[str, str]) -> Interface | None:
     """Return the interface that a worker with `env` connects over; None if no variable selects one."""
     is_cuda = env.get("IMGKIT_DEVICE") == "cuda"
     for variable in (NCCL, GLOO) if is_cuda else (GLOO, NCCL):
@@ -116,10 +121,10 @@ def selected(facts: HostFacts, env: Mapping[str, str]) -> Interface | None:
     return None
 
 
-def decide(draft: PlanDraft, prefer: Sequence[str] = ()) -> Interface | None:
+def decide_interface(draft: PlanDraft, prefer: Sequence[str] = ()) -> Interface | None:
     """Decide the interface of NCCL's bootstrap and of Gloo; only a run on several nodes needs one."""
     refuse_absent(draft)
-    choice = best(draft.facts, draft.head, prefer)
+    choice = best_interface(draft.facts, draft.head, prefer)
     if choice is None:
         reason = "no interface except lo is up with an address (/sys/class/net, /proc/net/fib_trie)"
         draft.note(NCCL, "", reason)
@@ -128,7 +133,7 @@ def decide(draft: PlanDraft, prefer: Sequence[str] = ()) -> Interface | None:
             draft.block(f"{reason}: nodes cannot connect", fix)
         return None
     interface, reason = choice
-    value = spell([interface.name], draft.facts)
+    value = format_interfaces([interface.name], draft.facts)
     if draft.several:
         draft.set(NCCL, value, reason)
         draft.set(GLOO, interface.name, reason)
@@ -143,7 +148,7 @@ def use_partition(draft: PlanDraft, system: SystemFacts | None, partition: str) 
     if names:
         present = {item.name for item in draft.facts.interfaces}
         gloo = next((name for name in names if name in present), names[0])
-        draft.recipe = {**draft.recipe, NCCL: spell(names, draft.facts), GLOO: gloo}
+        draft.recipe = {**draft.recipe, NCCL: format_interfaces(names, draft.facts), GLOO: gloo}
         draft.partition = partition
 
 
@@ -152,7 +157,7 @@ def refuse_absent(draft: PlanDraft) -> None:
     interfaces = draft.facts.interfaces
     for variable in (NCCL, GLOO):
         value = draft.value(variable)
-        if value and interfaces and not matching(value, interfaces):
+        if value and interfaces and not match_interfaces(value, interfaces):
             names = ", ".join(item.name for item in interfaces)
             draft.refuse(variable, f"this machine has no such interface (/sys/class/net: {names})")
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from imgkit_entrypoints.arguments import digits
+from imgkit_entrypoints.arguments import parse_digits
 from imgkit_entrypoints.facts.host_facts import Gpu, Limit
 from imgkit_entrypoints.facts.reader import Reader
 
@@ -225,7 +225,7 @@ def gpus(reader: Reader, env: Mapping[str, str], closed: Mapping[str, str]) -> V
     for entry, count in collections.Counter(usable).items():
         if count > 1:
             return VisibleGpus(0, source, f"{setting} names {entry} twice, so CUDA shows no GPU at all")
-    valid = list(itertools.takewhile(lambda entry: (digits(entry) or 0) < len(devices), usable))
+    valid = list(itertools.takewhile(lambda entry: (parse_digits(entry) or 0) < len(devices), usable))
     if len(valid) < len(usable):
         problem = (
             f"{setting} names {usable[len(valid)]}, but there are {len(devices)} GPUs "
@@ -247,7 +247,7 @@ def gpu_devices(reader: Reader) -> tuple[Gpu, ...]:
             values[key] = value.strip()
         address = name.lower()
         link = f"{_PCI}/{address}"
-        minor = digits(values.get("Device Minor", ""))
+        minor = parse_digits(values.get("Device Minor", ""))
         gpu = Gpu(
             model=values.get("Model", ""),
             address=address,
@@ -314,7 +314,7 @@ def limit(reader: Reader, name: str) -> Limit:
     for line in (reader.text("/proc/self/limits") or "").splitlines():
         if line.startswith(name):
             soft, *_ = (*line[len(name) :].split(), "")
-            return Limit(value=digits(soft), unlimited=soft == "unlimited")
+            return Limit(value=parse_digits(soft), unlimited=soft == "unlimited")
     return Limit()
 
 

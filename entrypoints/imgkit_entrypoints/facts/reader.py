@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from imgkit_entrypoints.arguments import digits
+from imgkit_entrypoints.arguments import parse_digits
 from imgkit_entrypoints.errors import UsageError
 
 _PIECE_BYTES = 1 << 16
@@ -83,7 +83,7 @@ class Reader:
     def number(self, path: str) -> int | None:
         """Return the content of the file as an integer; None if it is not one."""
         text = self.text(path) or ""
-        value = digits(text.removeprefix("-"))
+        value = parse_digits(text.removeprefix("-"))
         return -value if value is not None and text.startswith("-") else value
 
     def names(self, folder: str, like: str = "") -> tuple[str, ...]:

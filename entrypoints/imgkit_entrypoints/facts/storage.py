@@ -37,12 +37,12 @@ def write_MBps(folder: Path) -> float:
 def _time_write(folder: Path) -> float:
     """Return the seconds in which a new file of `WRITTEN_BYTES` is on the disk; it is removed again."""
     path = files.temporary_name(folder / "imgkit-written")
-    with files.create(path, mode=0o600) as stream:
+    with files.create_file(path, mode=0o600) as stream:
         path.unlink()  # the space is free again even after a kill
         start = time.perf_counter()
         for _ in range(WRITTEN_BYTES // len(_PIECE)):
             stream.write(_PIECE)
-        files.sync(stream)
+        files.sync_file(stream)
         return time.perf_counter() - start
 
 

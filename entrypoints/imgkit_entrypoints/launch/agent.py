@@ -329,7 +329,7 @@ class NodeAgent:
         size = self.session.placement.size
         if self._run_folder is None or (size is None and not self.config.max_failures):
             return
-        if problem := fence.admit(self._run_folder.path, self.job_id, attempt, self._run_id):
+        if problem := fence.admit_attempt(self._run_folder.path, self.job_id, attempt, self._run_id):
             self.log(f"warning: {problem}")
 
     def _preflight(self) -> State:

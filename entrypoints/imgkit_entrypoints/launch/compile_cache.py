@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from imgkit_entrypoints import files
-from imgkit_entrypoints.errors import UsageError, shortened
+from imgkit_entrypoints.errors import UsageError, shorten_message
 
 FOLDERS = {
     "TRITON_CACHE_DIR": "triton",
@@ -59,7 +59,7 @@ def find_folder(env: Mapping[str, str], key: str, *, is_shared: Callable[[str], 
     for parent in filter(None, (env.get("TMPDIR"), "/tmp", "/dev/shm")):  # noqa: S108 - the folder is the user's own
         folder = Path(parent).absolute() / f"imgkit-cache-{os.geteuid()}-{key}"
         is_usable = os.access(parent, os.W_OK | os.X_OK) and not is_shared(parent)
-        if is_usable and not (os.path.lexists(folder) and files.foreign_folder(folder)):
+        if is_usable and not (os.path.lexists(folder) and files.foreign_folder_reason(folder)):
             return folder
     return None
 
@@ -142,7 +142,7 @@ class CompileCache:
             self._packed = frozenset(names)
         except (OSError, EOFError, ValueError, RuntimeError, zlib.error, zipfile.BadZipFile) as error:
             reason = getattr(error, "strerror", None) or str(error)
-            return f"{self.file} is not used: {shortened(reason)}"
+            return f"{self.file} is not used: {shorten_message(reason)}"
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         return ""
@@ -167,7 +167,7 @@ class CompileCache:
                     raise ValueError(f"it holds {member.filename!r}, which is no file of a cache")
                 path = target / member.filename
                 path.parent.mkdir(parents=True, exist_ok=True)
-                with archive.open(member) as source, files.create(path, mode=0o700) as output:
+                with archive.open(member) as source, files.create_file(path, mode=0o700) as output:
                     shutil.copyfileobj(source, output)
         return [member.filename for member in members]
 
@@ -184,7 +184,7 @@ class CompileCache:
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with (
-                files.writing(self.file, mode=0o600) as stream,
+                files.replace_file(self.file, mode=0o600) as stream,
                 zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive,  # noqa: TID251 - a stream
             ):
                 archive.writestr(zipfile.ZipInfo(HEADER), self.key)

@@ -78,4 +78,4 @@ def bind_to_cpus(env: Mapping[str, str], local_rank: int) -> None:
         os.sched_setaffinity(0, os.sched_getaffinity(0) & parse_cpu_list(cpu_list))
     except OSError as error:  # the job has lost these processors since the plan was made
         problem = f"local rank {local_rank} is not bound to the processors {cpu_list}: {error.strerror}"
-        terminal.err(f"imgkit: warning: {problem}")
+        terminal.print_messages(f"imgkit: warning: {problem}")

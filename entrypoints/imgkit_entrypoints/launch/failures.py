@@ -22,7 +22,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from imgkit_entrypoints import files, json_text, terminal
-from imgkit_entrypoints.errors import EXIT_NO, shortened
+from imgkit_entrypoints.errors import EXIT_NO, shorten_message
 from imgkit_entrypoints.launch import explain
 from imgkit_entrypoints.launch.user_program import RECORD
 from imgkit_entrypoints.rollcall.messages import LINE, LINES, RankFailure
@@ -83,13 +83,13 @@ def note_codes(env: Mapping[str, str], codes: Mapping[int, int], *, is_imgkits: 
     """
     content = {"is_imgkits": is_imgkits, "codes": {str(rank): code for rank, code in codes.items()}}
     with contextlib.suppress(KeyError, OSError):
-        files.put(Path(env["IMGKIT_STOP_DIR"]) / CODES, json.dumps(content))
+        files.write_file(Path(env["IMGKIT_STOP_DIR"]) / CODES, json.dumps(content))
 
 
 def note_torchrun(env: Mapping[str, str], text: str) -> bool:
     """Leave the error by which torchrun itself ends for its node agent; False: it cannot be left."""
     try:
-        files.put(Path(env["IMGKIT_STOP_DIR"]) / f"{RECORD}{_TORCHRUN}", f"{time.time()}\n{text}")
+        files.write_file(Path(env["IMGKIT_STOP_DIR"]) / f"{RECORD}{_TORCHRUN}", f"{time.time()}\n{text}")
     except (KeyError, OSError):
         return False
     return True
@@ -182,7 +182,7 @@ def of_command(code: int, output: str) -> RankFailure:
 
 def limit_lines(text: str) -> tuple[str, ...]:
     """Return the lines of `text` as a message between nodes can carry them: the first ones and the last."""
-    lines = [shortened(line.expandtabs())[:LINE] for line in text.split("\n")]
+    lines = [shorten_message(line.expandtabs())[:LINE] for line in text.split("\n")]
     result, size = list[str](), 0
     for position in (*range(min(HEAD_LINES, len(lines))), *range(len(lines) - 1, HEAD_LINES - 1, -1)):
         size += len(json.dumps(lines[position])) + 2
@@ -273,7 +273,7 @@ def one_line(entry: NodeFailure) -> str:
     """Return the line by which another node than the head names its worker."""
     failure = entry.failure
     last = next((line for line in reversed(failure.lines) if line.strip()), "")
-    reason = f": {shortened(last.strip())[:200]}" if last else ""
+    reason = f": {shorten_message(last.strip())[:200]}" if last else ""
     log = f"; full log: {failure.log}" if failure.log else ""
     return f"{_failed_name(failure)} on {entry.node} failed, {ending(failure.code)}{reason}{log}"
 
@@ -315,7 +315,7 @@ def write_log(text: str, folder: str, node: str, attempt: int) -> str:
     node : the node's part of the file's name, which no other node agent of the run has.
     """
     name = f"errors-{node}" + (f"-attempt{attempt}" if attempt > 1 else "")
-    content = terminal.shown(terminal.unstyled(text), keep="\n\t")
+    content = terminal.escape_controls(terminal.strip_styles(text), keep="\n\t")
     for path in (PurePath(folder, f"{name}.log") if folder else None, None):
         try:
             if path is not None:
@@ -323,7 +323,7 @@ def write_log(text: str, folder: str, node: str, attempt: int) -> str:
                 target.parent.mkdir(parents=True, exist_ok=True)
             else:
                 target = Path(tempfile.mkdtemp(prefix="imgkit-")) / f"{name}.log"
-            files.put(target, content)
+            files.write_file(target, content)
         except OSError:
             continue
         return str(target.absolute())

@@ -112,7 +112,7 @@ def describe(use: GpuUse) -> str:
 def parse(text: str) -> GpuUse | None:
     """Return the use in the text of a run folder's `stop_protocol.GPU_USE`; None if it is another text."""
     try:
-        use: GpuUse = json_text.read(GpuUse, json_text.parse(text), "GPU use")
+        use: GpuUse = json_text.build_value(GpuUse, json_text.parse(text), "GPU use")
     except ValueError:
         return None
     return use

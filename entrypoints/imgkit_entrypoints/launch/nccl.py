@@ -21,7 +21,7 @@ from itertools import groupby
 from pathlib import Path
 
 from imgkit_entrypoints import files
-from imgkit_entrypoints.arguments import digits
+from imgkit_entrypoints.arguments import parse_digits
 from imgkit_entrypoints.schedulers.hostlist import number_ranges
 
 RAS_DEFAULT = "localhost:28028"
@@ -45,7 +45,7 @@ def ras_address(env: Mapping[str, str]) -> tuple[str, int] | None:
     if env.get("IMGKIT_DEVICE") != "cuda" or env.get("NCCL_RAS_ENABLE") == "0":
         return None
     host, _, port = env.get("NCCL_RAS_ADDR", RAS_DEFAULT).rpartition(":")
-    number = digits(port)
+    number = parse_digits(port)
     if not host or number is None or not 0 < number < 1 << 16:
         return None  # NCCL does not listen there either
     return host.strip("[]"), number
@@ -199,4 +199,4 @@ def recorder_dumps(env: Mapping[str, str], since: float) -> str:
 
 
 def _as_number(text: str) -> tuple[int, str]:
-    return (-1 if (number := digits(text)) is None else number, text)
+    return (-1 if (number := parse_digits(text)) is None else number, text)

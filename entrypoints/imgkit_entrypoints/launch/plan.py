@@ -16,7 +16,7 @@ from pathlib import Path, PurePath
 from typing import Any, Literal
 
 from imgkit_entrypoints import fabric
-from imgkit_entrypoints.arguments import digits
+from imgkit_entrypoints.arguments import parse_digits
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.fabric import Decision
 from imgkit_entrypoints.facts import HostFacts
@@ -252,7 +252,7 @@ def make(
     NoPlan : no launch can be right: the recipe's GPUs are not visible, or the nodes could not connect.
     """
     device = _device(request, host, system, env)
-    network = fabric.choose(host, system, env, nnodes=placement.nnodes, head=placement.head)
+    network = fabric.choose_fabric(host, system, env, nnodes=placement.nnodes, head=placement.head)
     blockers = (*network.refusals, *(network.blockers if placement.nnodes > 1 else ()))
     if blockers and device.value == "cuda":
         raise NoPlan(
@@ -385,7 +385,7 @@ def _expected_gpus(system: SystemFacts | None, env: Mapping[str, str]) -> tuple[
         model = f" ({system.node.gpu_model})" if system.node.gpu_model else ""
         return system.node.gpus, f"{SYSTEM_JSON}{model}"
     name = next((name for name in _GPU_VARIABLES if env.get(name)), "")
-    return digits(env.get(name, "")) or 0, name
+    return parse_digits(env.get(name, "")) or 0, name
 
 
 def _nproc(
@@ -413,7 +413,7 @@ def _nproc(
 def _operators_nproc(text: str, host: HostFacts) -> tuple[int, str]:
     """Return the processes that `_PET_NPROC` means, as torchrun reads its ``--nproc-per-node``."""
     counts = {"auto": host.gpus or host.cpus, "gpu": host.gpus, "cpu": host.cpus}
-    number = counts.get(text) or digits(text)
+    number = counts.get(text) or parse_digits(text)
     if not number or number >= 10**6:
         reason = f" ({host.gpus_source})" if text == "gpu" else ""
         raise NoPlan(

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from imgkit_entrypoints import files
-from imgkit_entrypoints.arguments import digits
+from imgkit_entrypoints.arguments import parse_digits
 from imgkit_entrypoints.launch import stop_protocol
 from imgkit_entrypoints.launch.stop_protocol import RunFolder
 from imgkit_entrypoints.rollcall.messages import PHASES, RENDEZVOUS, STARTING, WORKERS
@@ -78,7 +78,7 @@ def start_began_s(env: Mapping[str, str], folder: RunFolder | None) -> float:
     in it. A later start of one job begins when the earlier one has last written to the folder.
     """
     process_s = process_began_s()
-    job_s = digits(env.get("SLURM_JOB_START_TIME", ""))
+    job_s = parse_digits(env.get("SLURM_JOB_START_TIME", ""))
     if folder is None or job_s is None:
         return process_s
     age_s = time.time() - max(float(job_s), folder.last_change_s())
@@ -105,7 +105,7 @@ def rendezvous(env: Mapping[str, str]) -> Iterator[None]:
 def note(env: Mapping[str, str], phase: str) -> None:
     """Note for the node agent how far torchrun of this node is (`messages.PHASES`)."""
     with contextlib.suppress(KeyError, OSError):  # without a note, nobody ends the start
-        files.put(Path(env["IMGKIT_STOP_DIR"]) / stop_protocol.PHASE, phase)
+        files.write_file(Path(env["IMGKIT_STOP_DIR"]) / stop_protocol.PHASE, phase)
 
 
 def read_phase(stop_folder: Path) -> str:

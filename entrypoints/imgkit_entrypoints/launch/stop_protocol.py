@@ -97,7 +97,7 @@ def locked_folder(path: Path) -> Iterator[None]:
     files.make_own_folder(path)
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(FileExistsError):
-            lock = stack.enter_context(files.create(path / LOCK))
+            lock = stack.enter_context(files.create_file(path / LOCK))
             with contextlib.suppress(OSError):  # a file system without locks: nobody removes the folder then
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         try:
@@ -129,7 +129,7 @@ def _remove_abandoned(parent: Path) -> None:
                 age_s = time.time() - os.fstat(lock.fileno()).st_mtime
         except OSError:  # in use, of another user, or of an imgkit without locks
             continue
-        if age_s > NEW_S and not files.foreign_folder(path):
+        if age_s > NEW_S and not files.foreign_folder_reason(path):
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -148,14 +148,14 @@ def clear(stop_folder: Path) -> None:
 def raise_flag(stop_folder: Path, reason: str) -> None:
     """Ask the program to save and end."""
     with contextlib.suppress(OSError):
-        files.put(stop_folder / STOP, f"{reason}\n")
+        files.write_file(stop_folder / STOP, f"{reason}\n")
 
 
 def release(stop_folder: Path) -> None:
     """Let torchrun of the head leave, whose store the workers of other nodes have used until now."""
     if not (stop_folder / RELEASE).exists():
         with contextlib.suppress(OSError):
-            files.put(stop_folder / RELEASE, "")
+            files.write_file(stop_folder / RELEASE, "")
 
 
 def lost_output(stop_folder: Path) -> str:
@@ -207,7 +207,7 @@ class RunFolder:
     """A folder whose files ask a run to stop."""
 
     path: Path
-    say: Callable[[str], None] = field(default=terminal.err, compare=False)
+    say: Callable[[str], None] = field(default=terminal.print_messages, compare=False)
     """Takes the reason why a file does not count, once for each."""
     _reported: set[str] = field(default_factory=set, compare=False)
 
@@ -263,7 +263,7 @@ class RunFolder:
 
     def _has(self, name: str) -> bool:
         try:
-            problem = files.foreign(self.path / name)
+            problem = files.foreign_file_reason(self.path / name)
         except OSError:  # also where a network disk fails
             return False
         if problem and name not in self._reported:
@@ -279,7 +279,7 @@ class RunFolder:
         OSError : it cannot be written.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        files.put(self.path / name, text)
+        files.write_file(self.path / name, text)
 
     def request_requeue(self, state: str) -> int:
         """Ask the job script to requeue the job, and return the exit code of the run, whose state is saved.

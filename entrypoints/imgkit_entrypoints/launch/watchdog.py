@@ -113,7 +113,7 @@ def connecting(env: Mapping[str, str]) -> Iterator[None]:
 
 def _new(path: Path) -> BinaryIO:
     path.unlink(missing_ok=True)  # a worker before this one may still write to its own
-    return files.create(path)
+    return files.create_file(path)
 
 
 def shared(path: Path, size: int) -> mmap.mmap:

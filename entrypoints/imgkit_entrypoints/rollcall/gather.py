@@ -271,7 +271,7 @@ class _Head:
         hosts = [self.placement.hosts[rank] for rank in ranks if rank < len(self.placement.hosts)]
         if len(hosts) < len(ranks):  # the scheduler has not named all hosts
             return text
-        return f"{text} ({hostlist.folded(hosts)})"
+        return f"{text} ({hostlist.fold_hosts(hosts)})"
 
     def _present(self) -> str:
         return f"{len(self.nodes)}/{self.placement.nnodes} present"

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from imgkit_entrypoints import json_text
-from imgkit_entrypoints.rules import Fault, Rule, like
-from imgkit_entrypoints.terminal import shown
+from imgkit_entrypoints.rules import Fault, Rule, pattern_rule
+from imgkit_entrypoints.terminal import escape_controls
 
 # How far torchrun of a node is: not yet in its rendezvous, in it, past it, or all its ranks try to connect.
 PHASES = STARTING, RENDEZVOUS, WORKERS, CONNECTING = ("", "rendezvous", "workers", "connecting")
@@ -41,7 +41,7 @@ def _between(low: int, high: int) -> Rule:
     return Rule(check)
 
 
-_ESCAPED = Rule(lambda _: iter(()), convert=shown)
+_ESCAPED = Rule(lambda _: iter(()), convert=escape_controls)
 """The rule of a text that is printed: it has an escape for each control character."""
 
 NodeRank = Annotated[int, _between(0, MAX_NODES)]
@@ -90,8 +90,8 @@ class NodeInfo:
 class ProbePort:
     """The port that a node has opened for the test of the network. Hints with commands name it."""
 
-    address: Annotated[str, like(r"[0-9A-Fa-f:.]{1,45}", "is not an address", "")]
-    interface: Annotated[str, like(r"[\w.:@-]{0,32}", "is not an interface", "")]
+    address: Annotated[str, pattern_rule(r"[0-9A-Fa-f:.]{1,45}", "is not an address", "")]
+    interface: Annotated[str, pattern_rule(r"[\w.:@-]{0,32}", "is not an interface", "")]
     port: Port
 
 
@@ -126,7 +126,7 @@ class Heartbeat:
 
     positions: Positions | None = None
     """Of the sender's workers; from the head, of all workers."""
-    phase: Annotated[str, like("|".join(PHASES), "is not a phase", "")] = STARTING
+    phase: Annotated[str, pattern_rule("|".join(PHASES), "is not a phase", "")] = STARTING
     """Of torchrun, from a node to the head."""
 
 
@@ -229,7 +229,7 @@ class AttemptStart:
     """Another free port on the head, for a command of dist-run --per-node."""
     head: Name = ""
     """Address of the head by which such a command connects."""
-    token: Annotated[str, like(r"[0-9a-f]{0,8}", "is not a token", "")] = ""
+    token: Annotated[str, pattern_rule(r"[0-9a-f]{0,8}", "is not a token", "")] = ""
     """Names the run on all nodes."""
     world_size: Annotated[int, _between(0, MAX_NODES << 8)] = 0
     """Processes of all nodes that take part."""
@@ -355,5 +355,5 @@ def decode(line: bytes) -> Message:
     name = values.get("type") if isinstance(values, dict) else None
     if not isinstance(name, str) or name not in _TYPES:
         raise ValueError("it is no message")
-    message: Message = json_text.read(_TYPES[name], values, name)
+    message: Message = json_text.build_value(_TYPES[name], values, name)
     return message

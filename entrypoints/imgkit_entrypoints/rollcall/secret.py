@@ -201,7 +201,7 @@ def _make_secret(path: Path) -> bool:
     temporary = files.temporary_name(path)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with files.create(temporary, mode=0o600) as stream:
+        with files.create_file(temporary, mode=0o600) as stream:
             stream.write(secrets.token_bytes(MIN_BYTES))
             stream.flush()
             os.fsync(stream.fileno())

@@ -313,7 +313,7 @@ class NumberLog:
             mean = total / count
             text += f"  {name} {mean:.6g}"
             values[name] = mean if math.isfinite(mean) else None  # JSON has no NaN
-        terminal.out(f"{text}  {rate:.1f} steps/s")
+        terminal.print_results(f"{text}  {rate:.1f} steps/s")
         self._metrics.add(values)
         self._last_line_s = time.monotonic()
         self._start_line()

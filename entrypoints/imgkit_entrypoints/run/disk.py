@@ -56,7 +56,7 @@ def make_temporary_folder(folder: Path, step: int, env: Mapping[str, str] = os.e
     ------
     OSError : it cannot be made, or the attempt of this worker is over (fence.py).
     """
-    fence.check(env)
+    fence.check_fence(env)
     folder.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(folder)
     # Random: what an earlier run has left under the same name may be impossible to remove.
@@ -92,15 +92,15 @@ def commit(
     """
     folder, token = temporary.parent, temporary.suffix
     target = folder / checkpoint_name(step)
-    manifest = json_text.sealed({"schema": SCHEMA, "step": step, "files": dict(rows)})
-    files.put(temporary / MANIFEST, json.dumps(manifest))
-    fence.check(env)
+    manifest = json_text.seal({"schema": SCHEMA, "step": step, "files": dict(rows)})
+    files.write_file(temporary / MANIFEST, json.dumps(manifest))
+    fence.check_fence(env)
     if os.path.lexists(target):
         owner = files.foreign_owner(target, folder.parent)
         if owner:
             raise OSError(errno.EPERM, f"{target.name} belongs to user {owner}")
         target.rename(folder / f"{LEAVING}{target.name}{token}")
-    files.publish(temporary, target)
+    files.publish_file(temporary, target)
     for path in _old_checkpoints(folder, target, keep):
         # A rename first: a checkpoint that is removed halfway must not count.
         try:
@@ -126,7 +126,7 @@ def set_aside(checkpoints: Iterable[Path]) -> None:
     ------
     OSError : one cannot be renamed, or the attempt of this worker is over (fence.py).
     """
-    fence.check(os.environ)
+    fence.check_fence(os.environ)
     for path in checkpoints:
         if os.path.lexists(path):
             path.rename(path.with_name(f"{SKIPPED}{path.name}.{secrets.token_hex(4)}"))

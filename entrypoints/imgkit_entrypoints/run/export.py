@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     add_options(parser, OPTIONS)
     options = parser.parse_args(argv)
     step, count = export(options.checkpoint, options.file, options.part)
-    terminal.out(f"{options.file}: {count} tensors of step {step}")
+    terminal.print_results(f"{options.file}: {count} tensors of step {step}")
     return 0
 
 
@@ -85,13 +85,13 @@ def export(path: Path, target: Path, part: str | None = None) -> tuple[int, int]
     ranks = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
     checkpoint, problems = find_newest(path, ranks)
     for problem in problems.values():
-        terminal.err(f"dist-train export: checkpoint skipped: {problem}")
+        terminal.print_messages(f"dist-train export: checkpoint skipped: {problem}")
     if checkpoint is None:
         hint = "name a run folder, or checkpoints/step-N in it"
         raise UsageError("no valid checkpoint found", where=str(path), hint=hint)
     keys = find_weights(checkpoint, part)
     hint = "free space, or name a file in another folder"
-    with files.replacing(target, failed="cannot write the weights", hint=hint) as stream:
+    with files.replace_named_file(target, failed="cannot write the weights", hint=hint) as stream:
         write_safetensors(checkpoint, keys, stream)
     return checkpoint.step, len(keys)
 

@@ -46,7 +46,7 @@ class MetricsFile:
     def add(self, values: Mapping[str, Any]) -> None:
         """Append a line to ``metrics.jsonl``."""
         line = json.dumps(values) + "\n"
-        self.write(lambda folder: files.append(folder / METRICS, line.encode()))
+        self.write(lambda folder: files.append_file(folder / METRICS, line.encode()))
 
 
 def utc_timestamp() -> str:

@@ -32,7 +32,7 @@ from imgkit_entrypoints.run.tracked import has_state
 
 
 def _say(text: str) -> None:
-    terminal.err(f"run: {text}")
+    terminal.print_messages(f"run: {text}")
 
 
 class Run:

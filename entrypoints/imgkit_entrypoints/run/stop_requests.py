@@ -130,13 +130,13 @@ def report_saved(
     agent_folder = env.get("IMGKIT_STOP_DIR")
     if agent_folder:
         if ranks.local_rank == 0:
-            fence.check(env)
-            files.put(Path(agent_folder) / stop_protocol.SAVED, f"{job_id} {step}\n")
+            fence.check_fence(env)
+            files.write_file(Path(agent_folder) / stop_protocol.SAVED, f"{job_id} {step}\n")
         return 0
     if "TORCHELASTIC_RUN_ID" not in env:  # neither dist-run nor torchrun has started this process
         return EXIT_SAVED
     if ranks.rank == 0:
-        fence.check(env)
+        fence.check_fence(env)
         run_folder = RunFolder(path=folder, say=say)
         code = run_folder.request_requeue(f"{job_id} {step}")
         run_folder.write(stop_protocol.RESULT, f"{job_id} {code}\n")

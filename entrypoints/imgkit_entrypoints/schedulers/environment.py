@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from imgkit_entrypoints.arguments import digits
+from imgkit_entrypoints.arguments import parse_digits
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.schedulers.hostlist import expand_nodelist
 
@@ -14,12 +14,12 @@ Read = Callable[[str], "str | None"]
 NODES = "IMGKIT_NODES"
 
 
-def unique(names: Sequence[str]) -> tuple[str, ...]:
+def unique_names(names: Sequence[str]) -> tuple[str, ...]:
     """Return each name once, in the order of first appearance."""
     return tuple(dict.fromkeys(names))
 
 
-def short(name: str) -> str:
+def short_host(name: str) -> str:
     """Return a host name without its domain; addresses stay complete."""
     return name if name.replace(".", "").isdigit() or ":" in name else name.split(".", 1)[0]
 
@@ -61,7 +61,7 @@ class Environment(dict[str, str]):
         text = self.get(name, "").strip()
         if not text:
             raise NoPlan(f"{name} is not set", hint="start the container without --cleanenv")
-        value = digits(text) if len(text) < 10 else None
+        value = parse_digits(text) if len(text) < 10 else None
         if value is None or value < least:
             raise NoPlan(f"{text!r} is not a whole number of at least {least}", where=name)
         return value
@@ -86,8 +86,8 @@ class Environment(dict[str, str]):
 
     def position_in(self, hosts: Sequence[str]) -> int | None:
         """Return the index of this machine in `hosts`; None if it is not there exactly once."""
-        name = short(self.hostname())
-        positions = [index for index, host in enumerate(hosts) if name and short(host) == name]
+        name = short_host(self.hostname())
+        positions = [index for index, host in enumerate(hosts) if name and short_host(host) == name]
         return positions[0] if len(positions) == 1 else None
 
     def node_rank(self, hosts: Sequence[str], *variables: str) -> tuple[int | None, str]:
@@ -105,8 +105,8 @@ class Environment(dict[str, str]):
         """
         text = self.get(NODES, "")
         if "[" in text or "]" in text:
-            return unique(expand_nodelist(text, where=NODES))
-        return unique(text.replace(",", " ").split())
+            return unique_names(expand_nodelist(text, where=NODES))
+        return unique_names(text.replace(",", " ").split())
 
     def listed_hosts(self) -> tuple[tuple[str, ...], str]:
         """Return the hosts of IMGKIT_NODES, else of PBS' node file, and the variable; empty without both."""
@@ -114,7 +114,7 @@ class Environment(dict[str, str]):
             return hosts, NODES
         # Most containers do not show the file.
         text = self.read(self["PBS_NODEFILE"]) if self.get("PBS_NODEFILE") else None
-        hosts = unique((text or "").split())
+        hosts = unique_names((text or "").split())
         return hosts, "PBS_NODEFILE" if hosts else ""
 
     def named_hosts(

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import NoReturn
 
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.terminal import shown
+from imgkit_entrypoints.terminal import escape_controls
 
 MOST = 65536
 """Hosts in one list: Slurm's own limit of a range (MAX_RANGE in src/common/hostlist.c)."""
@@ -52,16 +52,16 @@ def expand_counts(text: str, *, where: str = "") -> tuple[int, ...]:
     for item in text.split(","):
         match = _COUNT.fullmatch(item)
         if match is None:
-            _refuse(text, position, "a count like 4 or 4(x2) was expected", where)
+            _raise_error(text, position, "a count like 4 or 4(x2) was expected", where)
         repeats = int(match["repeats"] or 1)
         if len(counts) + repeats > MOST:
-            _refuse(text, position, f"more than {MOST} nodes", where)
+            _raise_error(text, position, f"more than {MOST} nodes", where)
         counts += [int(match["count"])] * repeats
         position += len(item) + 1
     return tuple(counts)
 
 
-def folded(hosts: Iterable[str]) -> str:
+def fold_hosts(hosts: Iterable[str]) -> str:
     """Return hosts as Slurm prints them, ``node[003-007,012]``; `expand_nodelist` reads it.
 
     Only the last number before the first dot becomes a range, or the last number of an address.
@@ -170,11 +170,14 @@ class _Expansion:
             position += 1
 
     def refuse(self, position: int, reason: str) -> NoReturn:
-        _refuse(self.text, position, reason, self.where)
+        _raise_error(self.text, position, reason, self.where)
 
 
-def _refuse(text: str, position: int, reason: str, where: str) -> NoReturn:
+def _raise_error(text: str, position: int, reason: str, where: str) -> NoReturn:
     # The caret must stand under its position on a terminal, where a long list would hide it.
-    before, after = shown(text[max(0, position - 50) : position]), shown(text[position : position + 50])
+    before, after = (
+        escape_controls(text[max(0, position - 50) : position]),
+        escape_controls(text[position : position + 50]),
+    )
     hint = f"the list, at this position:\n{before}{after}\n{' ' * len(before)}^"
     raise NoPlan(reason, where=where or None, hint=hint)

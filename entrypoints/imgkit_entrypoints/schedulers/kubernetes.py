@@ -15,7 +15,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from imgkit_entrypoints.arguments import digits
+from imgkit_entrypoints.arguments import parse_digits
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.schedulers.environment import Environment
 from imgkit_entrypoints.schedulers.placement import Placement
@@ -56,7 +56,7 @@ def find_placement(env: Environment) -> Placement:
             hint="leave elasticPolicy out of the PyTorchJob, or --min-replicas out of runai",
         )
     nnodes = env.number(nnodes_from or "PET_NNODES", least=1)
-    requested = digits(env.get("IMGKIT_NNODES", ""))
+    requested = parse_digits(env.get("IMGKIT_NNODES", ""))
     if nnodes_from == "WORLD_SIZE" and requested is not None:
         # The only ambiguous number: one operator counts pods in it, another counts processes.
         nnodes, nnodes_from = requested, "IMGKIT_NNODES"

@@ -21,7 +21,7 @@ import shlex
 from collections.abc import Sequence
 
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.schedulers.environment import NODES, Environment, short
+from imgkit_entrypoints.schedulers.environment import NODES, Environment, short_host
 from imgkit_entrypoints.schedulers.placement import Placement, WrongStart
 
 NAME = "pbs"
@@ -69,7 +69,7 @@ def find_placement(env: Environment) -> Placement:
     ranks = ("PBS_NODENUM", "IMGKIT_NODE_RANK")
     node_rank, rank_from = (0, nnodes_from) if nnodes == 1 else env.node_rank(hosts, *ranks)
     if node_rank is None:
-        host = short(env.hostname()) or "its name"
+        host = short_host(env.hostname()) or "its name"
         raise NoPlan(
             f"this host is not in the job's host list: {host} is not one of {names}",
             where="PBS_NODENUM",

@@ -14,7 +14,7 @@ from typing import NoReturn, Protocol
 
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.schedulers import kubernetes, manual, pbs, slurm, standalone
-from imgkit_entrypoints.schedulers.environment import Environment, Read, short
+from imgkit_entrypoints.schedulers.environment import Environment, Read, short_host
 from imgkit_entrypoints.schedulers.mpi import HYDRA, HYDRA_OWN, OPENMPI, PALS
 from imgkit_entrypoints.schedulers.placement import Direct, Placement, PlacementRequest, WrongStart
 
@@ -40,17 +40,17 @@ def find_placement(
         placement = _requested_placement(request, resolved_env)
     except NoPlan as error:
         if error.where and error.where in resolved_env:  # the modules read flags as variables
-            error.where = _flags(env).get(error.where, error.where)
+            error.where = _flags_from_variables(env).get(error.where, error.where)
         raise
-    return _apply(request, _on_fast_network(placement, head_suffix), env)
+    return _apply_request(request, _on_fast_network(placement, head_suffix), env)
 
 
 def _requested_placement(request: PlacementRequest, resolved_env: Environment) -> Placement:
     """Return the placement by the module that `find_placement` names first."""
     _refuse_nesting(resolved_env)
-    claimants = _claimants(resolved_env)
+    claimants = _find_launchers(resolved_env)
     if request.scheduler:
-        placement = _placement_by(_named(request.scheduler, resolved_env), request, resolved_env)
+        placement = _placement_by(_get_scheduler(request.scheduler, resolved_env), request, resolved_env)
     elif request.nnodes and request.nnodes > 1 and request.node_rank is not None and request.head is not None:
         # The flags say everything about this node, so that no launcher is asked.
         placement = manual.find_placement(resolved_env)
@@ -76,12 +76,12 @@ def _on_fast_network(placement: Placement, suffix: str) -> Placement:
     return dataclasses.replace(placement, head=f"{name}{suffix}{dot}{domain}", source=source)
 
 
-def warnings(
+def placement_warnings(
     placement: Placement, request: PlacementRequest, env: Mapping[str, str], *, recipe: str
 ) -> tuple[str, ...]:
     """Describe what is odd about a placement, though no error, in an image for the scheduler `recipe`."""
     is_alone = placement.scheduler == standalone.NAME and placement.direct is None
-    text = unseen(recipe, env)
+    text = missing_launcher_clause(recipe, env)
     if not text or not is_alone or request.scheduler or request.nnodes:
         return ()
     return (
@@ -109,7 +109,7 @@ def _placement_by(module: Scheduler, request: PlacementRequest, env: Environment
         return module.find_placement(env)
     except WrongStart as error:
         if request.nnodes == 1:
-            return standalone.alone()
+            return standalone.single_node()
         host_command = _command_on_host(request.command, env)
         command = module.per_node_command(host_command, nnodes=error.nnodes, env=env)
         hint = f"start it once per node:\n{command}\n(or, to use this node alone: --nnodes 1)"
@@ -159,8 +159,8 @@ def _check_host(placement: Placement, env: Environment) -> None:
     if placement.nnodes > 1 and position not in (None, placement.node_rank):
         source, rank_from = (placement.source.get(field, "") for field in ("hosts", "node_rank"))
         raise NoPlan(
-            f"this is node {placement.node_rank} according to {rank_from}, but {short(env.hostname())} is "
-            f"host {position} of {source}",
+            f"this is node {placement.node_rank} according to {rank_from}, "
+            f"but {short_host(env.hostname())} is host {position} of {source}",
             where=f"{source}: {', '.join(placement.hosts[:8])}",
             hint="list the hosts in the order of their ranks: awk '!s[$0]++' keeps the order, sort does not",
         )
@@ -186,12 +186,12 @@ def _as_environment(request: PlacementRequest, env: Environment) -> Environment:
     return Environment(variables, env.read)
 
 
-def _flags(env: Mapping[str, str]) -> dict[str, str]:
+def _flags_from_variables(env: Mapping[str, str]) -> dict[str, str]:
     """Return the flag that each variable of `_VARIABLES` stands for, if it is not itself set."""
     return {name: f"--{field.replace('_', '-')}" for field, name in _VARIABLES.items() if not env.get(name)}
 
 
-def _apply(request: PlacementRequest, placement: Placement, env: Mapping[str, str]) -> Placement:
+def _apply_request(request: PlacementRequest, placement: Placement, env: Mapping[str, str]) -> Placement:
     """Return the placement with the requested port and spares, and with sources under the user's names.
 
     Raises
@@ -205,7 +205,7 @@ def _apply(request: PlacementRequest, placement: Placement, env: Mapping[str, st
     if request.direct and direct is None:
         nnodes = placement.nnodes
         direct = Direct(rank=placement.node_rank, local_rank=0, world_size=nnodes, local_world_size=1)
-    flags = _flags(env)
+    flags = _flags_from_variables(env)
     return dataclasses.replace(
         placement,
         port=port,
@@ -293,7 +293,7 @@ OVERLAPS: tuple[Overlap, ...] = (
 )
 
 
-def _claimants(env: Environment) -> list[Scheduler]:
+def _find_launchers(env: Environment) -> list[Scheduler]:
     """Return the launchers that show, without those that a known overlap explains."""
     claimants = {module.NAME: module for module in LAUNCHERS if module.claims(env)}
     for overlap in OVERLAPS:  # the order matters: an explained launcher explains no other
@@ -302,7 +302,7 @@ def _claimants(env: Environment) -> list[Scheduler]:
     return list(claimants.values())
 
 
-def _named(name: str, env: Environment) -> Scheduler:
+def _get_scheduler(name: str, env: Environment) -> Scheduler:
     """Return the module that ``--scheduler`` names.
 
     Raises
@@ -321,14 +321,14 @@ def _named(name: str, env: Environment) -> Scheduler:
     return claimants[0]
 
 
-def claims(env: Mapping[str, str]) -> tuple[str, ...]:
+def launcher_variables(env: Mapping[str, str]) -> tuple[str, ...]:
     """Return one variable of each launcher that shows."""
     return tuple(name for module in LAUNCHERS for name in module.claims(Environment(env))[:1])
 
 
-def unseen(name: str, env: Mapping[str, str]) -> str:
+def missing_launcher_clause(name: str, env: Mapping[str, str]) -> str:
     """Return one clause if `name`, the recipe's scheduler, should show and no launcher does; else empty."""
-    if name not in SHOWING or claims(env):
+    if name not in SHOWING or launcher_variables(env):
         return ""
     return f"the recipe says {name}, but no scheduler variable is set here"
 

@@ -17,9 +17,9 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 
-from imgkit_entrypoints.arguments import digits
+from imgkit_entrypoints.arguments import parse_digits
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.schedulers.environment import Environment, short
+from imgkit_entrypoints.schedulers.environment import Environment, short_host
 from imgkit_entrypoints.schedulers.hostlist import expand_counts, expand_nodelist
 from imgkit_entrypoints.schedulers.placement import Direct, Placement, WrongStart
 
@@ -115,7 +115,7 @@ def find_placement(env: Environment) -> Placement:
         head=head,
         job_id=job_id,
         source=source,
-        direct=None if _is_shell(env) else _direct(env, nnodes, node_rank),
+        direct=None if _is_shell(env) else _direct_rank(env, nnodes, node_rank),
     )
 
 
@@ -171,7 +171,7 @@ def _job_nodes(env: Environment) -> tuple[int, str]:
 def _is_shell(env: Environment) -> bool:
     """Return True if the step is a shell of Slurm: ids -5 and -6, which some versions print unsigned."""
     text = env.get(env.first(FIELDS["step_id"]), "")
-    return text.startswith("-") or (digits(text) or 0) >= 0xFFFFFFF0
+    return text.startswith("-") or (parse_digits(text) or 0) >= 0xFFFFFFF0
 
 
 def _outside_a_step(env: Environment) -> Placement:
@@ -193,7 +193,7 @@ def _outside_a_step(env: Environment) -> Placement:
             nnodes=nnodes,
         )
     name = env.hostname()
-    if not on_node and hosts and name and short(name) != short(hosts[0]):
+    if not on_node and hosts and name and short_host(name) != short_host(hosts[0]):
         raise WrongStart(
             f"this shell runs on {name}, but the job's node is {hosts[0]}",
             where=env.quote(hosts_from),
@@ -210,7 +210,7 @@ def _job_id(env: Environment) -> tuple[str, str]:
     return ".".join(env[name] for name in names), ", ".join(names)
 
 
-def _direct(env: Environment, nnodes: int, node_rank: int) -> Direct | None:
+def _direct_rank(env: Environment, nnodes: int, node_rank: int) -> Direct | None:
     """Return the rank of this task where a node has several tasks."""
     name = env.first(FIELDS["tasks"])
     if name:

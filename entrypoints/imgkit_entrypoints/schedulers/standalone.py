@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.schedulers.environment import Environment, unique
+from imgkit_entrypoints.schedulers.environment import Environment, unique_names
 from imgkit_entrypoints.schedulers.placement import Direct, Placement
 
 NAME = "standalone"
@@ -27,7 +27,11 @@ def find_placement(env: Environment) -> Placement:
     """
     if env.present(*WORKER) == WORKER and env.number("WORLD_SIZE", least=1) > 1:
         return _direct_placement(env)
-    hosts = unique((env.read(env["LSB_DJOB_HOSTFILE"]) or "").split()) if env.get("LSB_DJOB_HOSTFILE") else ()
+    hosts = (
+        unique_names((env.read(env["LSB_DJOB_HOSTFILE"]) or "").split())
+        if env.get("LSB_DJOB_HOSTFILE")
+        else ()
+    )
     if len(hosts) > 1:
         raise NoPlan(
             f"this is an LSF job on {len(hosts)} hosts ({', '.join(hosts[:8])}): LSF is not supported",
@@ -35,10 +39,10 @@ def find_placement(env: Environment) -> Placement:
             hint=f"on each host, give --nnodes {len(hosts)} --node-rank RANK --head {hosts[0]}. To use this "
             "host alone: --scheduler standalone",
         )
-    return alone()
+    return single_node()
 
 
-def alone() -> Placement:
+def single_node() -> Placement:
     """Return one node, with no other node to find."""
     return Placement(scheduler=NAME, nnodes=1, node_rank=0)
 

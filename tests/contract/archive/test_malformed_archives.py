@@ -15,7 +15,7 @@ from sample_image import SampleImage, digest, lay_out, layer_tar, run_checks
 from tars import tar_of_files
 
 from imgkit_builder.archive import compressed, read
-from imgkit_builder.examine.verify import verify
+from imgkit_builder.examine.verify import verify_file
 from imgkit_entrypoints.errors import CheckFailed, ImgkitError, UsageError
 
 NO_ARCHIVE = "neither an image archive"
@@ -320,7 +320,7 @@ def test_damage_fails_verify(case: Case, sample: SampleImage, tmp_path: Path) ->
     path = written(case, sample, tmp_path)
     if case.check == "usage":
         with pytest.raises(UsageError, match=case.verify_message or NO_ARCHIVE):
-            verify(path)
+            verify_file(path)
         return
     checks = run_checks(path)
     # The digest is that of the whole file, wherever the damage is.

@@ -18,7 +18,7 @@ from tars import tar_of_files
 from imgkit_builder.archive import read, sidecar
 from imgkit_builder.archive.sidecar import SavedArchive, SavedImage, Sidecar
 from imgkit_builder.base.progress import Silent
-from imgkit_builder.examine.verify import verify
+from imgkit_builder.examine.verify import verify_file
 from imgkit_builder.workflow.convert import source_of
 from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
 
@@ -92,7 +92,7 @@ def test_zstd_archive_needs_the_program(
     path.write_bytes(zstd(tar_of_files(sample.legacy_members())))
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(ToolMissing, match="zstd"):
-        verify(path)
+        verify_file(path)
 
 
 def test_flipped_byte_fails_the_checksum(archive: Path) -> None:
@@ -136,7 +136,7 @@ def test_unreadable_sidecar_fails(archive: Path) -> None:
 @pytest.mark.parametrize("name", ["absent.tar", "."])
 def test_absent_file_is_a_usage_error(tmp_path: Path, name: str) -> None:
     with pytest.raises(UsageError, match="cannot be read"):
-        verify(tmp_path / name)
+        verify_file(tmp_path / name)
 
 
 def test_interrupted_save_is_incomplete_and_mended_by_its_line(archive: Path, tmp_path: Path) -> None:

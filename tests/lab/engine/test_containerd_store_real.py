@@ -105,7 +105,7 @@ def test_sidecar_of_another_image_is_not_ok(small: str, folder: Path) -> None:
     described = json.loads(path.read_text())
     del described[json_text.SEAL]
     described["image"]["id"] = "sha256:" + "0" * 64
-    path.write_text(json.dumps(json_text.sealed(described)))
+    path.write_text(json.dumps(json_text.seal(described)))
     result = imgkit("verify", folder / "other.tar")
     assert result.returncode == 1
     assert "it describes image sha256:0000" in result.stdout

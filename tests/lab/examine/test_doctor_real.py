@@ -21,6 +21,6 @@ def test_missing_runtime_is_a_warning_beside_an_engine(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    checks = {check.name: check for check in doctor.examine(purpose=purpose)}
+    checks = {check.name: check for check in doctor.check_machine(purpose=purpose)}
     assert checks["docker"].verdict == "ok"
     assert checks["singularity"].verdict == "warn"

@@ -190,7 +190,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from imgkit_entrypoints import fabric, facts, files
 from imgkit_entrypoints.fabric import library_path
-plan = fabric.choose(facts.gather(), None, os.environ)
+plan = fabric.choose_fabric(facts.gather(), None, os.environ)
 print(*(decision.reason for decision in plan.decisions if decision.variable == "libcxi.so.1"))
 files.make_links(Path(library_path.links_folder(plan.links)), plan.links)
 env = {**os.environ, "LD_LIBRARY_PATH": plan.env["LD_LIBRARY_PATH"]}

@@ -114,19 +114,19 @@ def test_files_come_and_go_behind_a_banner(
         reached = connection.connect(Remote(name="mine", address="far", folder=str(home)))
         send_code(reached, tmp_path / "my code", str(home))
         assert (home / "code/x/a b.py").read_text() == "1\n"
-        fetched = fetch.fetch(reached, record, target, checkpoints=False, report=Silent())
+        fetched = fetch.fetch_run(reached, record, target, checkpoints=False, report=Silent())
         log = Path(jobs.log_file(record)).name
         expected = {"metrics.jsonl", "a\nb/$(touch x) 'y'", log}
         assert {str(path.relative_to(target)) for path in fetched.new} == expected
         assert (fetched.files, fetched.bytes) == (3, 9)
-        assert fetch.fetch(reached, record, target, checkpoints=False, report=Silent()).new == ()
+        assert fetch.fetch_run(reached, record, target, checkpoints=False, report=Silent()).new == ()
         (target / "metrics.jsonl").write_text("changed here")
-        fetched = fetch.fetch(reached, record, target, checkpoints=True, report=Silent())
+        fetched = fetch.fetch_run(reached, record, target, checkpoints=True, report=Silent())
         assert {path.name for path in fetched.new} == {"metrics.jsonl", "w"}
         assert (target / "metrics.jsonl").read_text() == "1\n"
         job_without_a_run = submitted_job(id="8", directory=home, remote="mine")
         with pytest.raises(CheckFailed, match=r"there is no .*/runs/mn5-8 on mine yet"):
-            fetch.fetch(reached, job_without_a_run, tmp_path / "none", checkpoints=False, report=Silent())
+            fetch.fetch_run(reached, job_without_a_run, tmp_path / "none", checkpoints=False, report=Silent())
     assert "store" not in "".join(far.calls())
 
 
@@ -290,7 +290,7 @@ def test_login_node_needs_no_python(far: FarHost, tmp_path: Path, monkeypatch: p
         for name, value in far.env.items():
             monkeypatch.setenv(name, value)
         reached = connection.connect(Remote(name="mine", address="far", folder=f"{tmp_path}/a b"))
-        far_store = store.look(reached, program="sh")
+        far_store = store.open_store(reached, program="sh")
         send_code(reached, tmp_path / "my code", far_store.home)
         assert (tmp_path / "a b/code/x/a b.py").read_text() == "1\n"
         assert gc.find_unused(reached, 30).folders == ()

@@ -32,7 +32,7 @@ def served() -> Iterator[FarHost]:
 @pytest.fixture
 def data(tmp_path: Path) -> DataFolder:
     files = {f"data/x/part {number}": os.urandom(MB) for number in range(6)}
-    return folder.find(spec.parse("data/x"), write_files(tmp_path / "project", files))
+    return folder.find_folder(spec.parse_spec("data/x"), write_files(tmp_path / "project", files))
 
 
 def send(home: Path, data: DataFolder, *earlier: str) -> Path:
@@ -64,13 +64,13 @@ def test_next_version_needs_room_for_what_changed_alone(tmp_path: Path, data: Da
     try:
         first = send(disk / "store", data)
         (data.path / "part 0").write_bytes(os.urandom(MB))
-        second = send(disk / "store", folder.read(data.spec, data.path), first.name)
+        second = send(disk / "store", folder.list_folder(data.spec, data.path), first.name)
         assert (first / "part 1").stat().st_ino == (second / "part 1").stat().st_ino
         (data.path / "part 9").write_bytes(os.urandom(4 * MB))
         with pytest.raises(CheckFailed, match="the disk of far is full") as caught:
-            send(disk / "store", folder.read(data.spec, data.path), second.name)
+            send(disk / "store", folder.list_folder(data.spec, data.path), second.name)
         assert "imgkit remote gc far --delete" in str(caught.value.hint)
         with pytest.raises(CheckFailed, match=r"10\.5 MB to send to far, but .* free"):
-            send(disk / "store", folder.read(data.spec, data.path))
+            send(disk / "store", folder.list_folder(data.spec, data.path))
     finally:
         output("umount", disk)

@@ -103,7 +103,7 @@ def test_image_that_is_chosen_meanwhile_stays(
     unused = gc.find_unused(connected, 30)
     assert [folder.path for folder in unused.folders] == [f"images/{IMAGE}"]
     (image / "image.sif").touch()
-    assert gc.remove(connected, unused) == ()
+    assert gc.remove_unused(connected, unused) == ()
     assert [path.name for path in image.parent.iterdir()] == [IMAGE]
 
 
@@ -117,7 +117,7 @@ def test_two_removals_at_once_do_not_collide(
     assert len(unused.folders) == 16
     removed: list[str] = []
     threads = [
-        threading.Thread(target=lambda: removed.extend(gc.remove(connected, unused))) for _ in range(3)
+        threading.Thread(target=lambda: removed.extend(gc.remove_unused(connected, unused))) for _ in range(3)
     ]
     for thread in threads:
         thread.start()
@@ -150,12 +150,12 @@ def test_new_image_of_a_project_replaces_older_ones(
     put_file(store / "jobs/7", f"standalone\nx\n{images[3].path}\n")
     put_file(store / "runs/x-7/result", "7 85\n")
     (store / "runs/x-7/checkpoints/step-0000000005").mkdir(parents=True)
-    monkeypatch.setattr(gc, "unfinished", lambda connection, system: frozenset())
+    monkeypatch.setattr(gc, "unfinished_jobs", lambda connection, system: frozenset())
     os.link(store / images[2].path, store / "mine.sif")
     connected = reach(far, store, monkeypatch)
     unused, by_path = gc.find_superseded(connected, images, remote_image("f"))
     # The newest older one stays, one has another name, and one belongs to a run that can be resumed.
-    assert gc.remove(connected, unused) == (f"images/{images[1].name}",)
+    assert gc.remove_unused(connected, unused) == (f"images/{images[1].name}",)
     assert by_path[f"images/{images[1].name}"] == images[1]
     assert sorted(path.name for path in (store / "images").iterdir()) == sorted(
         images[number].name for number in (0, 2, 3)

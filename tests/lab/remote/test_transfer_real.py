@@ -44,7 +44,7 @@ def reach(folder: Path, *, keep_s: int = 600, bwlimit: float = 0.0) -> Connectio
 
 
 def look(folder: Path) -> store.Store:
-    return store.look(reach(folder), program="sh")
+    return store.open_store(reach(folder), program="sh")
 
 
 def send(folder: Path, sif: Path, report: Notes | None = None, *, basis: RemoteImage | None = None) -> Path:

@@ -505,7 +505,7 @@ def rewrite_index(path):
     manifest = json.loads((path / "manifest.json").read_text())
     json_text.unseal(manifest)
     manifest["files"][".metadata"] = disk.file_row(path / ".metadata")
-    (path / "manifest.json").write_text(json.dumps(json_text.sealed(manifest)))
+    (path / "manifest.json").write_text(json.dumps(json_text.seal(manifest)))
 """
 
 

@@ -124,7 +124,7 @@ def test_kill_after_the_file_has_its_name_is_tidied(
 
     target = tmp_path / "x.sif"
     with monkeypatch.context() as patched:
-        patched.setattr(files, "publish", publish)
+        patched.setattr(files, "publish_file", publish)
         assert kill(sources.plain, target) == -signal.SIGKILL
     assert len(list(tmp_path.iterdir())) == 3
     assert_next_run_mends(sources.plain, target, sources.new)

@@ -285,7 +285,7 @@ def test_runtimes_that_start_no_sqsh_refuse_it(refused: Callable[..., str], fold
 
 def test_a_sqsh_is_not_sent_to_a_remote(sqsh: Path) -> None:
     with pytest.raises(UsageError, match=r"imgkit run sends a \.sif, and this is a \.sqsh"):
-        image_source.find(str(sqsh), JobRequest.of(), "cpu")
+        image_source.find_image_source(str(sqsh), JobRequest.of(), "cpu")
 
 
 def test_a_value_that_no_line_holds_leaves_no_file(refused: Callable[..., str], tmp_path: Path) -> None:
@@ -344,7 +344,7 @@ def test_a_killed_conversion_leaves_the_old_file_or_none(
 
 def test_a_kill_before_the_checksum_leaves_none(folder: Path, sqsh: Path, tmp_path: Path) -> None:
     def patch() -> None:
-        sqsh_files.files.put = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        sqsh_files.files.write_file = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
 
     target = tmp_path / "x.sqsh"
     target.write_bytes(b"hsqs the old one")

@@ -60,7 +60,7 @@ class Net:
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """Expected result of `fabric.choose` for a tree."""
+    """Expected result of `fabric.choose_fabric` for a tree."""
 
     kind: str
     rate_Gbps: float | None

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from imgkit_builder.recipe.load import load
-from imgkit_entrypoints.errors import UsageError, shortened
+from imgkit_entrypoints.errors import UsageError, shorten_message
 
 
 @pytest.mark.parametrize("value", ["x" * 5000, "word " * 1000, "/a" * 2000])
 @pytest.mark.parametrize("form", ["{0!r} is no name; near: {0!r}", "there is no {0}", '"{0}"'])
 def test_long_value_is_shortened(value: str, form: str) -> None:
-    text = shortened(form.format(value))
+    text = shorten_message(form.format(value))
     assert "…" in text
     assert len(text) < 260
     assert str(UsageError(form.format(value), where=value, hint=value)).count("\n") == 1
@@ -21,7 +21,7 @@ def test_long_value_is_shortened(value: str, form: str) -> None:
 
 def test_ordinary_text_stays_as_it_is() -> None:
     text = "it's here: 'a b' and \"c\"\n  -> " + "try this, " * 60 + "\n" + "/folder" * 20
-    assert shortened(text) == text
+    assert shorten_message(text) == text
 
 
 @pytest.mark.parametrize(

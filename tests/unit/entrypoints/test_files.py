@@ -67,7 +67,7 @@ def test_planted_link_is_not_followed(
     folder.mkdir()
     (folder / name.format(pid=os.getpid())).symlink_to(victim)
     try:
-        files.put(folder / "state-saved", "7 40\n")
+        files.write_file(folder / "state-saved", "7 40\n")
     except FileExistsError:
         assert file_names(folder) == []
     else:
@@ -78,14 +78,14 @@ def test_planted_link_is_not_followed(
 def test_link_at_the_target_is_replaced(tmp_path: Path, victim: Path) -> None:
     target = tmp_path / "config.json"
     target.symlink_to(victim)
-    files.put(target, "{}")
+    files.write_file(target, "{}")
     assert (target.is_symlink(), target.read_text(), victim.read_text()) == (False, "{}", "mine\n")
 
 
 def test_new_file_has_the_mode_of_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
-        files.put(tmp_path / "x", "")
+        files.write_file(tmp_path / "x", "")
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "x").stat().st_mode) == 0o640
@@ -100,7 +100,7 @@ def test_file_then_folder_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyP
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", recording)
-    files.put(tmp_path / "x", "")
+    files.write_file(tmp_path / "x", "")
     assert synced == [False, True]
 
 
@@ -108,16 +108,16 @@ def test_failed_sync_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.Monk
     def broken(_: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    files.put(tmp_path / "x", "old")
+    files.write_file(tmp_path / "x", "old")
     monkeypatch.setattr(os, "fsync", broken)
     with pytest.raises(OSError, match="Input/output"):
-        files.put(tmp_path / "x", "new")
+        files.write_file(tmp_path / "x", "new")
     assert (file_names(tmp_path), (tmp_path / "x").read_text()) == (["x"], "old")
 
 
 def test_interrupt_leaves_the_old_file_alone(tmp_path: Path) -> None:
-    files.put(tmp_path / "x", "old")
-    with contextlib.suppress(KeyboardInterrupt), files.writing(tmp_path / "x") as stream:
+    files.write_file(tmp_path / "x", "old")
+    with contextlib.suppress(KeyboardInterrupt), files.replace_file(tmp_path / "x") as stream:
         stream.write(b"new")
         raise KeyboardInterrupt
     assert (file_names(tmp_path), (tmp_path / "x").read_text()) == (["x"], "old")
@@ -139,7 +139,7 @@ def test_lines_are_added_to_a_file_of_ones_own_only(
     target = tmp_path / "metrics.jsonl"
     plant(*((victim, target) if plant is os.link else (target, victim)))
     with pytest.raises(PermissionError, match=reason):
-        files.append(target, b"{}\n")
+        files.append_file(target, b"{}\n")
     with pytest.raises(PermissionError, match=reason):
         files.read_own(target)
     assert victim.read_text() == "mine\n"
@@ -150,7 +150,7 @@ def test_strangers_file_takes_no_lines(shared: Path) -> None:
     target = shared / "metrics.jsonl"
     as_stranger(lambda: (target.touch(), target.chmod(0o666)))
     with pytest.raises(PermissionError):  # in a sticky folder the kernel itself may refuse
-        files.append(target, b"{}\n")
+        files.append_file(target, b"{}\n")
     assert target.read_bytes() == b""
 
 

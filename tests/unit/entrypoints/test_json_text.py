@@ -150,16 +150,16 @@ class Shelf:
 )
 def test_fault_is_named_with_its_place(data: object, problem: str) -> None:
     with pytest.raises(ValueError, match="^" + re.escape(problem) + "$"):
-        json_text.read(Shelf, data, "shelf", closed=True)
+        json_text.build_value(Shelf, data, "shelf", closed=True)
 
 
 def test_value_has_the_types_of_its_fields() -> None:
     data = {"wheels": [{"name": "X", "size": None, "later": 1}], "folder": "/x", "size": [1, 2, 3]}
     shelf = Shelf(wheels=(Wheel(name="x"),), folder=Path("/x"), size=(1, 2, 3))
-    assert json_text.read(Shelf, data, "shelf") == shelf
+    assert json_text.build_value(Shelf, data, "shelf") == shelf
 
 
 @pytest.mark.parametrize("value", [1, 1.0, True, None, [], {}])
 def test_text_is_text_alone(value: object) -> None:
     with pytest.raises(ValueError, match=r"shelf\.folder is "):
-        json_text.read(Shelf, {"wheels": [], "folder": value}, "shelf")
+        json_text.build_value(Shelf, {"wheels": [], "folder": value}, "shelf")

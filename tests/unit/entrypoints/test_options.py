@@ -6,14 +6,16 @@ from dataclasses import dataclass
 
 import pytest
 
-from imgkit_entrypoints.arguments import Option, Parser, add_options, declared_options, natural, option
+from imgkit_entrypoints.arguments import Option, Parser, add_options, declared_options, option, parse_natural
 from imgkit_entrypoints.errors import UsageError
 
 
 @dataclass(frozen=True)
 class Limits:
-    tasks: int = option("--tasks", "number of tasks", natural, "N", default=0, heading="limits")
-    stop_after_s: int | None = option("--stop-after", "time limit", natural, "S", unset="none", one_of="end")
+    tasks: int = option("--tasks", "number of tasks", parse_natural, "N", default=0, heading="limits")
+    stop_after_s: int | None = option(
+        "--stop-after", "time limit", parse_natural, "S", unset="none", one_of="end"
+    )
     stop_at: str | None = option("--stop-at", "end", metavar="DATE", aliases=("--until",), one_of="end")
 
 

@@ -65,12 +65,12 @@ def test_formats_of_secrets_are_found(text: str) -> None:
 @pytest.mark.parametrize("text", HARMLESS)
 def test_ordinary_values_are_no_secrets(text: str) -> None:
     assert secret_patterns.in_value(text) == ""
-    assert secret_patterns.masked(text) == text
+    assert secret_patterns.mask_secrets(text) == text
 
 
 @pytest.mark.parametrize("text", SECRETS)
 def test_stars_hide_the_secret_and_keep_columns(text: str) -> None:
-    hidden = secret_patterns.masked(f"before {text} after")
+    hidden = secret_patterns.mask_secrets(f"before {text} after")
     assert len(hidden) == len(f"before {text} after")
     assert hidden.startswith("before ")
     assert hidden.endswith(" after")
@@ -79,7 +79,7 @@ def test_stars_hide_the_secret_and_keep_columns(text: str) -> None:
 
 
 def test_stars_keep_the_place_of_a_password() -> None:
-    assert secret_patterns.masked("https_proxy=http://ana:pw@proxy:3128") == (
+    assert secret_patterns.mask_secrets("https_proxy=http://ana:pw@proxy:3128") == (
         "https_proxy=http://******@proxy:3128"
     )
 
@@ -222,5 +222,5 @@ def test_ordinary_file_names_are_no_secrets(path: str) -> None:
     ],
 )
 def test_stars_hide_a_value_by_its_name(text: str) -> None:
-    assert "hunter2" not in secret_patterns.masked(text)
-    assert secret_patterns.masked(text).replace("*", "") != text
+    assert "hunter2" not in secret_patterns.mask_secrets(text)
+    assert secret_patterns.mask_secrets(text).replace("*", "") != text

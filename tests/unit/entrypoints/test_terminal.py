@@ -26,23 +26,23 @@ TEXT = st.text(st.characters(codec=None))
 @given(TEXT)
 @example(f"{EVIL}\ud800")
 def test_shown_text_is_printable(text: str) -> None:
-    printable = terminal.shown(text)
+    printable = terminal.escape_controls(text)
     assert printable.isprintable()
-    assert terminal.shown(printable) == printable
+    assert terminal.escape_controls(printable) == printable
     assert (printable == text) == text.isprintable()
 
 
 def test_escapes_name_the_character() -> None:
-    assert terminal.shown("a\x1b[2J\n\t\u202e") == r"a\x1b[2J\n\t\u202e"
-    assert terminal.shown("a\n\tb\r", keep="\n\t") == "a\n\tb\\r"
-    assert terminal.shown("größer … 日本") == "größer … 日本"
+    assert terminal.escape_controls("a\x1b[2J\n\t\u202e") == r"a\x1b[2J\n\t\u202e"
+    assert terminal.escape_controls("a\n\tb\r", keep="\n\t") == "a\n\tb\\r"
+    assert terminal.escape_controls("größer … 日本") == "größer … 日本"
 
 
 @given(st.lists(TEXT, max_size=4))
 @example([EVIL, ""])
 def test_each_argument_is_one_line(lines: list[str]) -> None:
     with pytest.MonkeyPatch.context() as patch, pipe(patch) as read:
-        terminal.out(*lines)
+        terminal.print_results(*lines)
         printed = read().decode()
     assert printed.count("\n") == len(lines)
     assert printed.replace("\n", "").isprintable()
@@ -93,10 +93,10 @@ SCRIPT = "#!/bin/sh\n\techo 'a\x1b[2J\x9b' # \u202e\n"
 
 def test_document_is_exact_except_to_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     with pipe(monkeypatch) as read:
-        terminal.document(SCRIPT)
+        terminal.print_document(SCRIPT)
         assert read() == SCRIPT.encode()
     with pipe(monkeypatch, is_terminal=True) as read:
-        terminal.document(SCRIPT)
+        terminal.print_document(SCRIPT)
         output = read().decode().expandtabs()
     assert output == "#!/bin/sh\n        echo 'a\\x1b[2J\\x9b' # \\u202e\n"
 
@@ -111,7 +111,7 @@ def test_program_cannot_steer_a_terminal_wherever_its_output_is_cut(cuts: list[i
     parts = [PROGRAM[start:end] for start, end in itertools.pairwise(boundaries)]
     for is_terminal, expected in ((False, PROGRAM.replace(b"\r\n", b"\n")), (True, SEEN.encode())):
         with pytest.MonkeyPatch.context() as patch, pipe(patch, is_terminal=is_terminal) as read:
-            write = terminal.passing()
+            write = terminal.output_copier()
             for part in parts:
                 write(part)
             assert read() == expected

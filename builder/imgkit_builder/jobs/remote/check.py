@@ -9,7 +9,7 @@ from imgkit_builder.base.checks import Check
 from imgkit_builder.jobs import systems
 from imgkit_builder.jobs.remote import store
 from imgkit_builder.jobs.remote.config import Remote
-from imgkit_builder.jobs.remote.connection import FIND_PROGRAM, Connection, unreadable
+from imgkit_builder.jobs.remote.connection import FIND_PROGRAM, Connection, unreadable_answer
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.errors import UsageError
 
@@ -82,7 +82,7 @@ echo end
 )
 
 
-def examine(connection: Connection, target: Target | None) -> tuple[Check, ...]:
+def check_remote(connection: Connection, target: Target | None) -> tuple[Check, ...]:
     """Check everything that a job or a transfer needs on the remote, and return the results.
 
     Parameters
@@ -101,16 +101,16 @@ def examine(connection: Connection, target: Target | None) -> tuple[Check, ...]:
         "program": _submit_program(target) or programs[0],
         "schedulers": " ".join(programs),
     }
-    stream = connection.stream(_PROBE, values, args=_modules(target))
-    return read(connection.answer(stream), connection, target)
+    stream = connection.stream(_PROBE, values, args=_modules_of_recipe(target))
+    return parse_probe(connection.answer(stream), connection, target)
 
 
-def read(output: bytes, connection: Connection, target: Target | None) -> tuple[Check, ...]:
+def parse_probe(output: bytes, connection: Connection, target: Target | None) -> tuple[Check, ...]:
     """Return the checks for the `output` of `_PROBE`.
 
     Parameters
     ----------
-    connection, target : as in `examine`.
+    connection, target : as in `check_remote`.
 
     Raises
     ------
@@ -121,19 +121,19 @@ def read(output: bytes, connection: Connection, target: Target | None) -> tuple[
         key, _, value = line.partition(" ")
         answer.setdefault(key, []).append(value.strip())
     if "end" not in answer:
-        raise unreadable(connection.remote.name, output)
+        raise unreadable_answer(connection.remote.name, output)
     if connection.remote.pvc:
         folder = _check_folder(answer, connection.remote)
         return (*_check_login(answer, connection), folder, _check_volume(answer, connection.remote))
     return (
         *_check_login(answer, connection),
         _check_scheduler(answer, target),
-        _check_runtime(answer, _modules(target)),
+        _check_runtime(answer, _modules_of_recipe(target)),
         _check_folder(answer, connection.remote),
     )
 
 
-def _modules(target: Target | None) -> tuple[str, ...]:
+def _modules_of_recipe(target: Target | None) -> tuple[str, ...]:
     """Return the environment modules that jobs of the recipe load before they start the runtime."""
     if target is None:
         return ()
@@ -154,7 +154,7 @@ def _submit_programs() -> Mapping[str, str]:
     """Return the program that submits jobs by the name of the system: ``{"slurm": "sbatch", ...}``."""
     programs = {}
     for name in SHIPPED:
-        program = systems.named(name).queue.submit
+        program = systems.get_system(name).queue.submit
         if program:
             programs[name] = program
     return programs

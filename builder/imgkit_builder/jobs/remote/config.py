@@ -19,7 +19,7 @@ from imgkit_builder.recipe.model import KEYS
 from imgkit_builder.recipe.problems import allowed_hint
 from imgkit_builder.recipe.validation import Mistake, rule_of, validate
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.rules import Fault, Rule, like
+from imgkit_entrypoints.rules import Fault, Rule, pattern_rule
 
 FOLDER = "imgkit"
 """Default folder of imgkit on a remote, below the home folder there."""
@@ -156,10 +156,12 @@ class _RemoteFile:
 
     __pydantic_config__ = KEYS
 
-    remotes: Mapping[Annotated[str, like(_NAME, "is not a valid name of a remote", _NAME_HINT)], RemoteTable]
+    remotes: Mapping[
+        Annotated[str, pattern_rule(_NAME, "is not a valid name of a remote", _NAME_HINT)], RemoteTable
+    ]
 
 
-def parse(text: str) -> tuple[str, str]:
+def parse_address(text: str) -> tuple[str, str]:
     """Return the address and the folder of ``USER@HOST[:DIR]``. The folder is `FOLDER` if DIR is left out.
 
     Raises
@@ -198,12 +200,12 @@ def check_name(name: str) -> str:
     return name
 
 
-def path() -> Path:
+def remotes_file() -> Path:
     """Return the path of the file that lists the remotes. The file need not exist."""
     return files.config_dir() / "remotes.toml"
 
 
-def remotes() -> dict[str, Remote]:
+def read_remotes() -> dict[str, Remote]:
     """Return all remotes by name, in the order of the file. Return an empty dict if the file does not exist.
 
     Raises
@@ -213,14 +215,14 @@ def remotes() -> dict[str, Remote]:
     return _parse_file(_read_file())
 
 
-def find(name: str) -> Remote:
+def get_remote(name: str) -> Remote:
     """Return the remote `name`.
 
     Raises
     ------
     UsageError : no remote has this name; the hint lists the names, the most similar one first.
     """
-    configured = remotes()
+    configured = read_remotes()
     if name not in configured:
         raise _unknown_remote_error(name, configured)
     return configured[name]
@@ -236,7 +238,7 @@ def _unknown_remote_error(name: str, configured: Mapping[str, Remote]) -> UsageE
     return UsageError(f"there is no remote {name!r}", where="--on", hint=hint)
 
 
-def add(remote: Remote, *, replace: bool = False) -> None:
+def add_remote(remote: Remote, *, replace: bool = False) -> None:
     """Append `remote` to the file. Comments and the tables of other remotes stay as the user wrote them.
 
     Parameters
@@ -262,7 +264,7 @@ def _taken_name_error(name: str) -> UsageError:
     """Return the error for a new remote whose `name` another remote has."""
     return UsageError(
         f"the remote {name} already exists",
-        where=str(path()),
+        where=str(remotes_file()),
         hint=f"imgkit remote add {name} ... --replace",
     )
 
@@ -279,14 +281,14 @@ def _format_table(remote: Remote) -> str:
     return "\n".join(lines) + "\n"
 
 
-def remove(name: str) -> Remote:
+def remove_remote(name: str) -> Remote:
     """Remove the remote `name` from the file and return it. Nothing on the cluster changes.
 
     Raises
     ------
     UsageError : no remote has this name.
     """
-    remote = find(name)
+    remote = get_remote(name)
     _write_file(_remove_table(_read_file(), name))
     return remote
 
@@ -299,20 +301,20 @@ def _read_file() -> str:
     UsageError : the file cannot be read, is larger than `_MAX_BYTES` or is not UTF-8.
     """
     try:
-        return files.read_text(path(), most_bytes=_MAX_BYTES)
+        return files.read_text(remotes_file(), most_bytes=_MAX_BYTES)
     except FileNotFoundError:
         return ""
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"cannot be read: {error}", where=str(path()), hint="correct or remove the file"
+            f"cannot be read: {error}", where=str(remotes_file()), hint="correct or remove the file"
         ) from error
 
 
 def _write_file(text: str) -> None:
     """Replace the file by one with `text` that only this user can read."""
-    target = path()
+    target = remotes_file()
     files.make_own_folder(target.parent)
-    with files.writing(target, mode=0o600) as stream:
+    with files.replace_file(target, mode=0o600) as stream:
         stream.write(text.encode())
 
 
@@ -340,7 +342,7 @@ def _parse_file(text: str) -> dict[str, Remote]:
 
 def _not_toml_error(error: problems.NotToml) -> UsageError:
     """Return the error for a file that is not TOML, with the line at which the TOML parser failed."""
-    return UsageError(error.what, where=f"{path()}:{error.line}", hint="correct the file")
+    return UsageError(error.what, where=f"{remotes_file()}:{error.line}", hint="correct the file")
 
 
 def _wrong_value_error(mistake: Mistake) -> UsageError:
@@ -348,7 +350,7 @@ def _wrong_value_error(mistake: Mistake) -> UsageError:
     # The first part of the path is "remotes", which is not in the file.
     key = ".".join(str(part) for part in mistake.path[1:])
     message = f"{key}: {mistake.message}"
-    return UsageError(message, where=str(path()), hint=mistake.hint or "correct the value")
+    return UsageError(message, where=str(remotes_file()), hint=mistake.hint or "correct the value")
 
 
 def _remove_table(text: str, name: str) -> str:

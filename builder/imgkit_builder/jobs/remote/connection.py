@@ -95,7 +95,7 @@ class Connection:
 
     def answer(self, output: Generator[bytes, None, None]) -> bytes:
         """Return all of `output`, which `stream` yields. The errors are those of `run`."""
-        return process.answer(output, f"a command on {self.remote.name}")
+        return process.read_answer(output, f"a command on {self.remote.name}")
 
     def stream(
         self,
@@ -125,7 +125,7 @@ class Connection:
         token = secrets.token_hex(16)
         host = self.host(by_transfer=by_transfer)
         text = f"{self.prelude(token, values)}\nset -- {shlex.join(args)}\n{script}".encode()
-        source = process.through(
+        source = process.filter_through(
             (*self.ssh_argv(host), LOGIN_SHELL_LINE.format(count=len(text))),
             itertools.chain([text], data),
             hold=hold,
@@ -225,12 +225,14 @@ class Connection:
             message = f"a command on {name} failed with exit code {code}"
             return ScriptFailed(message, where=name, code=code, output=output)
         hint = self._failure_hint(errors, host)
-        message, hint = process.quoted(f"ssh to {host} failed", output or "the connection was lost", hint)
+        message, hint = process.quote_output(
+            f"ssh to {host} failed", output or "the connection was lost", hint
+        )
         return Cut(message, where=name, hint=hint)
 
     def _failure_hint(self, errors: str, host: str) -> str:
         """Return the hint for an ssh to `host` that could not connect and printed `errors`."""
-        hint = fanout.after(errors, host)
+        hint = fanout.ssh_remedy(errors, host)
         if self.ask or "Permission denied" not in errors:
             return hint
         check = f"in a terminal, where ssh can ask: imgkit doctor --on {self.remote.name}"
@@ -250,7 +252,7 @@ def _startup_hint(host: str) -> str:
     return f"look at the start-up files of that account: ssh {shlex.quote(host)} echo works"
 
 
-def unreadable(remote: str, output: bytes) -> ToolFailed:
+def unreadable_answer(remote: str, output: bytes) -> ToolFailed:
     """Return the error for an `output` of `remote` that is cut short or not that of imgkit's script."""
     return ToolFailed(
         f"the answer cannot be read, or is cut short; its first line: {process.first_line(output)}",
@@ -334,5 +336,5 @@ def _no_command_error(banner: bytes, host: str) -> ToolFailed:
     banner_end = banner[-_SHOWN_BANNER_BYTES:].decode(errors="replace").strip()
     if banner_end:
         message += "; it printed"
-    message, hint = process.quoted(message, banner_end, _startup_hint(host))
+    message, hint = process.quote_output(message, banner_end, _startup_hint(host))
     return ToolFailed(message, hint=hint)

@@ -39,7 +39,7 @@ class Fetched:
     """Size of the files in `new`."""
 
 
-def fetch(
+def fetch_run(
     connection: Connection, record: SubmittedJob, folder: Path, *, checkpoints: bool, report: Reporter
 ) -> Fetched:
     """Copy the run folder and the output of the job into `folder`. Other files in `folder` stay.
@@ -63,7 +63,7 @@ def fetch(
     if not record.job.store:  # the output of pods is in the run folder
         log = jobs.log_file(record)
         log_args = ("-rt", f"--include=/{_escape_pattern(log.name)}", "--exclude=*", "remote:./", target)
-        rsync.run(connection, str(log.parent), log_args, report)
+        rsync.run_rsync(connection, str(log.parent), log_args, report)
     exclude: tuple[str, ...] = () if checkpoints else ("--exclude=checkpoints/",)
     run_folder = str(record.job.run_folder)
     with tempfile.NamedTemporaryFile(
@@ -75,7 +75,7 @@ def fetch(
             file.flush()
             exclude += (f"--exclude-from={file.name}", "--prune-empty-dirs")
         try:
-            rsync.run(connection, run_folder, (*_OPTIONS, *exclude, "remote:./", target), report)
+            rsync.run_rsync(connection, run_folder, (*_OPTIONS, *exclude, "remote:./", target), report)
         except ScriptFailed as error:
             if error.code != rsync.NO_FOLDER:
                 raise
@@ -93,7 +93,7 @@ def _unchanged_code(connection: Connection, record: SubmittedJob) -> list[str]:
     if record.code is None:
         return []
     args = (str(record.job.run_folder), f"{record.job.directory}/code", "")
-    listing = workspace.parse(b"".join(connection.stream(workspace.LIST, {}, args=args)))
+    listing = workspace.parse_listing(b"".join(connection.stream(workspace.LIST, {}, args=args)))
     names = []
     for name, version in listing.sent.items():
         # A file of patterns has one a line.

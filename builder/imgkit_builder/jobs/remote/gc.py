@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from imgkit_builder.jobs import systems
 from imgkit_builder.jobs.quoting import is_job_id
 from imgkit_builder.jobs.remote import jobs
-from imgkit_builder.jobs.remote.connection import Connection, unreadable
+from imgkit_builder.jobs.remote.connection import Connection, unreadable_answer
 from imgkit_builder.jobs.remote.store import IMAGE_NAME, SIF, RemoteImage
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 
@@ -153,10 +153,10 @@ def find_unused(connection: Connection, days: int) -> Unused:
     Cut, ScriptFailed : the remote cannot be reached, or cannot list its files.
     ToolFailed : the remote's answer is cut short.
     """
-    listing = _list(connection)
+    listing = _list_store(connection)
     waiting = _waiting_jobs(connection, listing)
     before_s = listing.clock_s - days * DAY_S
-    return choose(listing, waiting, before_s)
+    return select_unused(listing, waiting, before_s)
 
 
 def find_superseded(
@@ -184,7 +184,7 @@ def find_superseded(
     by_path = {f"images/{image.name}": image for image in older[1:]}
     if not by_path:
         return Unused(folders=(), used=0, ended_jobs=(), before_s=0, unknown=()), {}
-    listing = _list(connection)
+    listing = _list_store(connection)
     waiting = _waiting_jobs(connection, listing)
     needed_paths: set[str] = set()
     for note in listing.notes:
@@ -205,7 +205,7 @@ def find_superseded(
     return unused, by_path
 
 
-def remove(connection: Connection, unused: Unused) -> tuple[str, ...]:
+def remove_unused(connection: Connection, unused: Unused) -> tuple[str, ...]:
     """Remove the folders and job notes of `unused` from the store.
 
     A folder that was used after `unused` was determined stays: the script compares its time with
@@ -233,13 +233,13 @@ def remove(connection: Connection, unused: Unused) -> tuple[str, ...]:
     return tuple(removed_paths)
 
 
-def _list(connection: Connection) -> StoreListing:
+def _list_store(connection: Connection) -> StoreListing:
     """Return the listing of the store on the remote. It is empty if the remote has no folder of imgkit."""
     output = connection.run(_LIST, {"folder": connection.remote.folder})
-    return parse(output, connection.remote.name)
+    return parse_listing(output, connection.remote.name)
 
 
-def parse(output: bytes, remote: str) -> StoreListing:
+def parse_listing(output: bytes, remote: str) -> StoreListing:
     """Return the listing of a store from the `output` of `_LIST`. Unknown lines are left out.
 
     Parameters
@@ -253,7 +253,7 @@ def parse(output: bytes, remote: str) -> StoreListing:
     lines = output.decode(errors="replace").splitlines()
     clock = _CLOCK.fullmatch(lines[0]) if lines else None
     if clock is None or lines[-1] != "end":
-        raise unreadable(remote, output)
+        raise unreadable_answer(remote, output)
     folders = []
     for line in lines:
         match = _FOLDER.fullmatch(line)
@@ -343,7 +343,7 @@ def _runs_matching(pattern: re.Pattern[str], lines: Sequence[str]) -> set[str]:
     return runs
 
 
-def choose(listing: StoreListing, waiting: WaitingJobs, before_s: float) -> Unused:
+def select_unused(listing: StoreListing, waiting: WaitingJobs, before_s: float) -> Unused:
     """Return the folders and job notes of `listing` that are not in use.
 
     Parameters
@@ -388,10 +388,10 @@ def _unknown_reasons(waiting: WaitingJobs) -> tuple[str, ...]:
 def _waiting_jobs(connection: Connection, listing: StoreListing) -> WaitingJobs:
     """Return the jobs that have not ended of each system that a job note of the listing names."""
     names = dict.fromkeys(note.system for note in listing.notes)
-    return {name: unfinished(connection, name) for name in names}
+    return {name: unfinished_jobs(connection, name) for name in names}
 
 
-def unfinished(connection: Connection, name: str) -> Collection[str] | str:
+def unfinished_jobs(connection: Connection, name: str) -> Collection[str] | str:
     """Return the ids of all jobs of a system that have not ended, or a text that says why they are unknown.
 
     Parameters
@@ -404,7 +404,7 @@ def unfinished(connection: Connection, name: str) -> Collection[str] | str:
     """
     system_name, _, cluster = name.partition(";")
     try:
-        system = systems.named(system_name)
+        system = systems.get_system(system_name)
     except (UsageError, ToolFailed) as error:
         return error.what
     if not system.queue.unfinished_ids:
@@ -414,7 +414,7 @@ def unfinished(connection: Connection, name: str) -> Collection[str] | str:
         # An argument with "{cluster}" is for a scheduler of several clusters only.
         if cluster or "{" not in argument:
             argv.append(argument.format(cluster=cluster))
-    result = jobs.finished(connection, argv)
+    result = jobs.run_scheduler_command(connection, argv)
     if result.returncode != 0:
         return f"{argv[0]} failed with exit code {result.returncode}: {result.tail()}"
     return frozenset(result.output.split())

@@ -36,7 +36,7 @@ case $image in images/*) ln -- "$image" "$link" 2> /dev/null && trap 'rm -f -- "
 """
 
 
-def argv(connection: Connection, job: Job, script: Script) -> Argv:
+def interactive_argv(connection: Connection, job: Job, script: Script) -> Argv:
     """Return the argv that runs `script` in this terminal, after writing `script` to a file on the remote.
 
     Raises

@@ -19,7 +19,7 @@ from imgkit_builder.jobs.submitted import JobState, SubmittedJob, WaitInfo
 from imgkit_entrypoints.errors import ToolFailed
 
 ATTEMPTS = 5
-"""The number of connections in a row without new output after which `follow` gives up."""
+"""The number of connections in a row without new output after which `follow_output` gives up."""
 
 _MARK_START = "\x1e"
 """First character of the mark in `_FOLLOW`. Output that has it is held back until the next bytes come."""
@@ -98,7 +98,7 @@ exit 0
 _REST = 'if [ -e "$log" ]; then exec tail -c "+$from" -- "$log"; fi\n'
 
 
-def start(connection: Connection, job: Job, script: Script) -> Generator[bytes, None, None]:
+def submit_script(connection: Connection, job: Job, script: Script) -> Generator[bytes, None, None]:
     """Submit `script` in the job's folder on the remote, and yield what the scheduler prints.
 
     Raises
@@ -130,7 +130,7 @@ def start(connection: Connection, job: Job, script: Script) -> Generator[bytes, 
 def _rejected_error(error: ScriptFailed, program: str, remote: Remote) -> ToolFailed:
     """Return the error for a submit `program` that failed on the remote, with its message."""
     message = f"{program} on {remote.name} failed with exit code {error.code}"
-    message, hint = process.quoted(message, error.output)
+    message, hint = process.quote_output(message, error.output)
     return ToolFailed(message, hint=hint or None)
 
 
@@ -143,7 +143,7 @@ def _lost_submission_error(error: Cut, remote: Remote) -> ToolFailed:
     )
 
 
-def finished(connection: Connection, argv: Sequence[str]) -> Finished:
+def run_scheduler_command(connection: Connection, argv: Sequence[str]) -> Finished:
     """Run a scheduler command on the remote, and return its exit code and its output with its errors.
 
     Raises
@@ -164,7 +164,7 @@ def finished(connection: Connection, argv: Sequence[str]) -> Finished:
     return Finished(argv=tuple(argv), returncode=exit_code, output=output)
 
 
-def follow(
+def follow_output(
     connection: Connection,
     record: SubmittedJob,
     write: Callable[[bytes], None],
@@ -183,7 +183,7 @@ def follow(
     ------
     Cut : `ATTEMPTS` connections in a row were lost before new output came.
     """
-    system = systems.named(record.job.system)
+    system = systems.get_system(record.job.system)
     status_argv = system.status_commands(record.job)[0] if system.reports_state else ()
     mark = _MARK_START + secrets.token_hex(16)  # a random number, so that no output has it
     values = {
@@ -251,5 +251,5 @@ def split_stream(chunks: Iterable[bytes], mark: bytes) -> Generator[bytes | str,
 
 def log_file(record: SubmittedJob) -> PurePosixPath:
     """Return the file on the remote to which the job's output goes."""
-    argv = systems.named(record.job.system).log_source(record.job)
+    argv = systems.get_system(record.job.system).log_source(record.job)
     return PurePosixPath(argv[-1])  # "tail ... FILE"

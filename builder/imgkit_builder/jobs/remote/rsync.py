@@ -75,7 +75,7 @@ class Transferred:
         return f"{self.files} file{plural}, {size_text(self.size_bytes)}"
 
 
-def run(
+def run_rsync(
     connection: Connection, folder: str, args: Sequence[str], report: Reporter, size_bytes: int | None = None
 ) -> Transferred | None:
     """Run rsync with `args`, in which ``remote:PATH`` is a path relative to `folder` on the remote.
@@ -94,7 +94,7 @@ def run(
     Cut : the connection was lost.
     ScriptFailed : rsync failed.
     """
-    process.need("rsync", hint=INSTALL)
+    process.require_program("rsync", hint=INSTALL)
     host = connection.host(by_transfer=True)
     # openrsync splits the value of --rsh at blanks, so the folder is in /tmp, whose path has none. `shell` is
     # started by sh, because some sites mount /tmp without permission to execute files.
@@ -102,11 +102,11 @@ def run(
         status = Path(work, "status")  # rsync_shell writes the exit code of ssh into it
         config = _shell_config(connection, host, folder, status)
         shell = shlex.join((sys.executable, "-I", "-S", rsync_shell.__file__, config))
-        files.put(status, "")
-        files.put(Path(work, "shell"), f'exec {shell} "$@"\n')
+        files.write_file(status, "")
+        files.write_file(Path(work, "shell"), f'exec {shell} "$@"\n')
         argv = (shutil.which("rsync") or "rsync", *_OPTIONS, f"--rsh=sh {work}/shell", *args)
         try:
-            return _run_with_progress(process.bound(argv), report, size_bytes)
+            return _run_with_progress(process.bound_to_parent(argv), report, size_bytes)
         except ErrorsTooLong as error:
             raise connection.flood_error(error, host) from error
         except Exited as error:
@@ -145,7 +145,7 @@ def _run_with_progress(argv: Sequence[str], report: Reporter, size_bytes: int | 
     """Run rsync, and report the sum of the bytes of finished files and of the current file as progress."""
     finished_bytes = 0
     tail = b""
-    for chunk in process.through(argv, ()):
+    for chunk in process.filter_through(argv, ()):
         tail = (tail + chunk)[-_TAIL_BYTES:]
         for match in _POSITION.finditer(chunk):
             position = finished_bytes + _parse_number(match["bytes"].decode())

@@ -39,13 +39,13 @@ def main(config_json: str, _host: str, *args: str) -> int:
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as ssh:
         assert ssh.stdin is not None  # noqa: S101 - for the type checker: both are pipes
         assert ssh.stdout is not None  # noqa: S101
-        threading.Thread(target=_send, args=(ssh, ssh.stdin, script), daemon=True).start()
+        threading.Thread(target=_send_script_and_output, args=(ssh, ssh.stdin, script), daemon=True).start()
         output = ssh.stdout.fileno()
         data = _skip_banner(output, config["token"].encode() + b"\n")
         if data is None:
             code = _end_without_command(ssh)
         else:
-            _copy(data, output, 1)
+            _copy_stream(data, output, 1)
             code = ssh.wait()
     # "r+b" does not create the file: this process may outlive imgkit's temporary folder, and a new file would
     # make its removal fail.
@@ -69,9 +69,9 @@ def _end_without_command(ssh: subprocess.Popen[bytes]) -> int:
     return 1
 
 
-def _send(ssh: subprocess.Popen[bytes], sink: IO[bytes], script: bytes) -> None:
+def _send_script_and_output(ssh: subprocess.Popen[bytes], sink: IO[bytes], script: bytes) -> None:
     """Send the script and then the output of rsync to ssh. Kill ssh if it goes on after rsync has ended."""
-    _copy(script, 0, sink.fileno())
+    _copy_stream(script, 0, sink.fileno())
     sink.close()
     try:
         ssh.wait(_END_S)
@@ -79,7 +79,7 @@ def _send(ssh: subprocess.Popen[bytes], sink: IO[bytes], script: bytes) -> None:
         ssh.kill()
 
 
-def _copy(data: bytes, source: int, sink: int) -> None:
+def _copy_stream(data: bytes, source: int, sink: int) -> None:
     """Write `data` and then everything from `source` to `sink`, until `source` ends or `sink` is closed."""
     with contextlib.suppress(OSError):
         while data:

@@ -27,7 +27,7 @@ from pathlib import Path, PurePosixPath
 from imgkit_builder.jobs import quoting
 from imgkit_builder.jobs.job import Job
 from imgkit_builder.jobs.remote.config import Remote
-from imgkit_builder.jobs.remote.connection import FIND_PROGRAM, Connection, unreadable
+from imgkit_builder.jobs.remote.connection import FIND_PROGRAM, Connection, unreadable_answer
 from imgkit_builder.jobs.systems import pods
 from imgkit_builder.sif import image
 from imgkit_entrypoints import json_text
@@ -156,7 +156,7 @@ class Store:
     data: tuple[str, ...] = ()
     """Names of the folders of data, the one that was used last first."""
     incoming_code: str = ""
-    """Digest of the code for which `look` has made an empty folder in ``code/.incoming``; empty: for none."""
+    """Digest of the code for which `open_store` has made an empty folder in ``code/.incoming``, or empty."""
     volume: str = ""
     """Absolute path of the root of the volume with imgkit's folder; empty if the remote does not know it."""
     ids: str = ""
@@ -256,7 +256,7 @@ def note_lines(job: Job, run_folder: str = "") -> tuple[str, ...]:
     return (job.system, job.name, *paths)
 
 
-def look(connection: Connection, *, program: str, code: str = "") -> Store:
+def open_store(connection: Connection, *, program: str, code: str = "") -> Store:
     """Return the content of the store. Create the store if it does not exist. This takes one round trip.
 
     Parameters
@@ -267,15 +267,15 @@ def look(connection: Connection, *, program: str, code: str = "") -> Store:
     Raises
     ------
     Cut, ScriptFailed : the remote cannot be reached, or the folder cannot be created.
-    ToolFailed, UsageError : in the cases of `read`.
+    ToolFailed, UsageError : in the cases of `parse_store`.
     """
     remote = connection.remote
     values = {"folder": remote.folder, "program": program, "code": code, "volume": remote.volume}
     output = connection.run(_LOOK, values)
-    return read(output, remote)
+    return parse_store(output, remote)
 
 
-def read(output: bytes, remote: Remote) -> Store:
+def parse_store(output: bytes, remote: Remote) -> Store:
     """Return the content of the store of `remote` from the `output` of its script.
 
     Folders that imgkit did not name and images with a damaged note are left out.
@@ -301,7 +301,7 @@ def read(output: bytes, remote: Remote) -> Store:
             if stored is not None and stored.name == line.value:
                 images.append(stored)
     if not values["home"] and not values["owner"]:
-        raise unreadable(remote.name, output)
+        raise unreadable_answer(remote.name, output)
     error = home_error(values["home"], values["owner"], remote)
     if error is not None:
         raise error
@@ -336,7 +336,7 @@ def home_error(home: str, owner: str, remote: Remote) -> UsageError | None:
     # replaced by a character that no path in a job can have.
     checked_path = home.replace("\N{REPLACEMENT CHARACTER}", "\0")
     try:
-        quoting.check("--directory", checked_path)
+        quoting.check_flag_value("--directory", checked_path)
     except UsageError as error:
         return UsageError(
             f"{home!r}, the folder's real path, cannot be used in a job",
@@ -429,7 +429,7 @@ def _parse_lines(output: bytes, remote: Remote) -> Iterator[_Line]:
             break
         note = stream.read(int(size))
         yield _Line(key=key, value=name, note=note)
-    raise unreadable(remote.name, output)
+    raise unreadable_answer(remote.name, output)
 
 
 def _parse_note(note: bytes) -> RemoteImage | None:
@@ -438,7 +438,7 @@ def _parse_note(note: bytes) -> RemoteImage | None:
         values = json_text.parse(note, most_bytes=_MOST_NOTE_BYTES)
         if values.pop("schema") != _NOTE_SCHEMA:
             return None
-        stored: RemoteImage = json_text.read(RemoteImage, values, "it", closed=True)
+        stored: RemoteImage = json_text.build_value(RemoteImage, values, "it", closed=True)
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
     return stored

@@ -31,7 +31,7 @@ from imgkit_builder.base.progress import Reporter
 from imgkit_builder.base.sizes import size_text
 from imgkit_builder.data.folder import DataFolder
 from imgkit_builder.jobs.remote import rsync
-from imgkit_builder.jobs.remote.connection import Connection, Cut, ScriptFailed, unreadable
+from imgkit_builder.jobs.remote.connection import Connection, Cut, ScriptFailed, unreadable_answer
 from imgkit_builder.jobs.remote.rsync import Transferred
 from imgkit_builder.jobs.remote.store import NOTE, SIF, RemoteImage, free_bytes
 from imgkit_entrypoints.errors import CheckFailed
@@ -167,7 +167,7 @@ def send_folder(
     links = tuple(f"--link-dest={rsync.FOLDER}/{name}" for name in similar)
     options = ("-rpt", "--links", "--checksum", *links)
     source = Source(path=path, label=label, size_bytes=size_bytes, options=options, is_prepared=is_prepared)
-    return _upload(connection, source, home=home, target=target, report=report)
+    return _send_and_publish(connection, source, home=home, target=target, report=report)
 
 
 def send_data(
@@ -197,7 +197,7 @@ def send_data(
         check=folder.refuse_changed,
         may_be_linked=bool(earlier),
     )
-    return _upload(connection, source, home=home, target=f"data/{folder.name}", report=report)
+    return _send_and_publish(connection, source, home=home, target=f"data/{folder.name}", report=report)
 
 
 def send_image(
@@ -230,7 +230,7 @@ def send_image(
         folder = Path(work, image.name)
         folder.mkdir()
         (folder / SIF).symlink_to(sif.absolute())
-        files.put(folder / NOTE, image.to_json().decode())
+        files.write_file(folder / NOTE, image.to_json().decode())
         source = Source(
             path=folder,
             label="image",
@@ -239,10 +239,10 @@ def send_image(
             image=image,
             basis=basis.name if basis else "",
         )
-        return _upload(connection, source, home=home, target=f"images/{image.name}", report=report)
+        return _send_and_publish(connection, source, home=home, target=f"images/{image.name}", report=report)
 
 
-def _upload(
+def _send_and_publish(
     connection: Connection, source: Source, *, home: str, target: str, report: Reporter
 ) -> Transferred | None:
     """Send `source` and publish it as `target`. Connect again while the transfer makes progress.
@@ -259,7 +259,7 @@ def _upload(
         try:
             arrived_bytes = 0
             if not is_prepared:
-                arrived_bytes = _prepare(connection, values, source, is_retry=failures > 0)
+                arrived_bytes = _prepare_incoming(connection, values, source, is_retry=failures > 0)
             is_prepared = False
             if arrived_bytes > best_arrived_bytes:
                 failures = 0
@@ -267,7 +267,7 @@ def _upload(
             if arrived_bytes:
                 report.note(f"{size_text(arrived_bytes)} of {size_text(source.size_bytes)} were sent before")
             report.stage(f"send the {source.label} to {remote}")
-            sent = _send(connection, values, source, report)
+            sent = _send_files(connection, values, source, report)
             if source.check is not None:
                 source.check()
             report.stage(f"check the {source.label} on {remote}")
@@ -303,7 +303,7 @@ def _publish(connection: Connection, values: Mapping[str, str], source: Source) 
         return
     if output == b"different\n":
         raise _different_error(connection.remote.name, source)
-    raise unreadable(connection.remote.name, output)
+    raise unreadable_answer(connection.remote.name, output)
 
 
 def _root_values(image: RemoteImage | None) -> dict[str, str]:
@@ -327,7 +327,9 @@ def _different_error(remote: str, source: Source) -> CheckFailed:
     )
 
 
-def _prepare(connection: Connection, values: Mapping[str, str], source: Source, *, is_retry: bool) -> int:
+def _prepare_incoming(
+    connection: Connection, values: Mapping[str, str], source: Source, *, is_retry: bool
+) -> int:
     """Create the folder in ``.incoming`` and return how many bytes of the content it has already.
 
     Parameters
@@ -343,7 +345,7 @@ def _prepare(connection: Connection, values: Mapping[str, str], source: Source, 
     output = connection.run(_PREPARE, {**values, "wait": wait}, by_transfer=True)
     answer = _PREPARED.fullmatch(output)
     if answer is None:
-        raise unreadable(connection.remote.name, output)
+        raise unreadable_answer(connection.remote.name, output)
     arrived_bytes = min(int(answer["arrived_bytes"]), source.size_bytes)
     free = free_bytes(answer["df_row"].decode(errors="replace"))
     if free is not None and free < source.size_bytes and not source.may_be_linked:
@@ -371,14 +373,14 @@ def _space_hint(connection: Connection) -> str:
     return f"what no job uses: imgkit remote gc {name} --delete; or another folder: {another}"
 
 
-def _send(
+def _send_files(
     connection: Connection, values: Mapping[str, str], source: Source, report: Reporter
 ) -> Transferred | None:
-    """Send the files of `source` into the folder in ``.incoming``. The result is that of `rsync.run`.
+    """Send the files of `source` into the folder in ``.incoming``. The result is that of `rsync.run_rsync`.
 
     Raises
     ------
-    Cut, ToolMissing, ScriptFailed : in the cases of `rsync.run`.
+    Cut, ToolMissing, ScriptFailed : in the cases of `rsync.run_rsync`.
     CheckFailed : the disk of the remote is full, or the user's quota is used up.
     """
     folder = f"{values['home']}/{values['folder']}"
@@ -389,7 +391,7 @@ def _send(
         options.append(f"--bwlimit={max(1, limit_kib)}")  # 0 would be no limit
     args = (*options, f"{source.path.absolute()}/", f"remote:.incoming/{values['name']}/")
     try:
-        return rsync.run(connection, folder, args, report, source.size_bytes)
+        return rsync.run_rsync(connection, folder, args, report, source.size_bytes)
     except ScriptFailed as error:
         if not _FULL_DISK.search(error.output):
             raise

@@ -24,11 +24,11 @@ _RUNTIMES: Mapping[str, Runtime] = {
 }
 
 
-def named(kind: str) -> Runtime:
+def get_runtime(kind: str) -> Runtime:
     """Return the runtime of this kind, which the recipe's ``system.runtime.kind`` or ``--runtime`` names."""
     return _RUNTIMES[kind]
 
 
 def runtime_of(job: Job) -> Runtime:
     """Return the runtime that starts the command of `job`."""
-    return named(job.container.runtime)
+    return get_runtime(job.container.runtime)

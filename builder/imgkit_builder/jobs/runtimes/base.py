@@ -172,7 +172,7 @@ class Runtime(abc.ABC):
 
     def _image_arch(self, path: Path) -> str:
         """Return the architecture of the image file; empty if it is unknown or the image is no file."""
-        return baked.arch(path) if sqsh.is_sqsh(path) else ""
+        return baked.read_arch(path) if sqsh.is_sqsh(path) else ""
 
     def image_digest(self, job: Job, run: Runner) -> str:
         """Return a digest that stands for the image's content; "folder" for an image that is a folder.
@@ -180,7 +180,9 @@ class Runtime(abc.ABC):
         The digest is empty if the image does not exist or cannot be read on the machine where `run` runs
         commands. A folder has no digest, because nothing short stands for its files.
         """
-        check = f'if [ -d "$1" ]; then echo folder; elif [ -r "$1" ]; then {_edges("$1")}; fi'
+        check = (
+            f'if [ -d "$1" ]; then echo folder; elif [ -r "$1" ]; then {_digest_of_ends_command("$1")}; fi'
+        )
         fields = run(("sh", "-c", check, "sh", job.container.image)).output.split()
         return fields[0] if fields else ""
 
@@ -244,7 +246,7 @@ class Runtime(abc.ABC):
             # PYTHONPATH could not lead to the package: Python ignores it with -I, and the entry points start
             # their workers with -I, too.
             command = (python, "-I", "-m", PACKAGE, *command)
-        command = (*_activation(job), *self._env_argv(job), *_packages_argv(job), *command)
+        command = (*_activation_argv(job), *self._env_argv(job), *_packages_argv(job), *command)
         return self._start(job, command, forward)
 
     def _start(self, job: Job, command: Argv, forward: Argv) -> Argv:
@@ -342,13 +344,13 @@ class Runtime(abc.ABC):
         container = job.container
         variables = self.system_variables(job)
         lines = self._require_site_variables(job, variables)
-        lines += quoting.exports(job.settings)
+        lines += quoting.export_lines(job.settings)
         if container.env_file:
             lines.append(_READ_ENV.format(file=shlex.quote(container.env_file)))
         if container.bound is not None and container.bound.digest:
             lines.append(self._refuse_changed_image(job, container.bound.digest))
         if JOB_FOLDER in site_variables(*variables.values()):
-            lines += quoting.exports({JOB_FOLDER: str(job.directory)})
+            lines += quoting.export_lines({JOB_FOLDER: str(job.directory)})
         if not self.environment_by_options:
             lines += quoting.default_exports(variables)
         return tuple(lines)
@@ -398,7 +400,7 @@ fi"""
 
     def _digest_command(self, job: Job, digest: str) -> tuple[str, str]:
         """Return the shell command that prints the digest of ``$image``, and what it prints for `digest`."""
-        return _edges("$image"), f"{digest}  -"
+        return _digest_of_ends_command("$image"), f"{digest}  -"
 
     # The mounts
 
@@ -513,13 +515,13 @@ def with_targets(mounts: Iterable[str]) -> Iterator[str]:
     return (mount if ":" in mount else f"{mount}:{mount}" for mount in mounts)
 
 
-def _edges(variable: str) -> str:
+def _digest_of_ends_command(variable: str) -> str:
     """Return the shell command that prints the digest of the ends and the size of the file in `variable`."""
     ends = f'head -c {_EDGE_BYTES} "{variable}"; tail -c {_EDGE_BYTES} "{variable}"'
     return f'{{ {ends}; stat -L -c %s "{variable}"; }} | sha256sum'
 
 
-def _activation(job: Job) -> Argv:
+def _activation_argv(job: Job) -> Argv:
     """Return the start of a command that activates an environment of the image; empty without --activate."""
     command = job.request.container.activate
     if not command:

@@ -99,9 +99,11 @@ class Docker(Runtime):
         # never expanded.
         expanded = {name: value for name, value in job.settings.items() if name not in container.env}
         expanded |= self.system_variables(job)
-        assignments = [quoting.expanding(f"{name}={value}") for name, value in expanded.items()]
+        assignments = [
+            quoting.quote_with_site_variables(f"{name}={value}") for name, value in expanded.items()
+        ]
         assignments += [f"{name}={value}" for name, value in container.env.items()]
-        mounts = map(quoting.expanding, with_targets(self.mounts(job)))
+        mounts = map(quoting.quote_with_site_variables, with_targets(self.mounts(job)))
         env_file = ("--env-file", container.env_file) if container.env_file else ()
         return (
             *(self.program(job.recipe), "run", "--rm", *self.options(job)),

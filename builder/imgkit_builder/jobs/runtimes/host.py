@@ -61,7 +61,7 @@ class Host(Runtime):
         """Return `command`, which starts in the run's copy of the code if there is one."""
         if job.container.code is None:
             return command
-        return ("sh", "-c", _START_IN_CODE, "sh", quoting.expanding(job.workspace), *command)
+        return ("sh", "-c", _START_IN_CODE, "sh", quoting.quote_with_site_variables(job.workspace), *command)
 
     def _entry_point_python(self, job: Job) -> str:
         return f"{job.container.image}/bin/python3" if job.container.image else "python3"

@@ -146,7 +146,7 @@ class Pyxis(Runtime):
     def warnings(self, job: Job) -> Iterator[str]:
         """Yield a warning about an image that only some nodes can start."""
         path = Path(job.container.image)
-        compressor = _compressor(path)
+        compressor = _read_compression(path)
         supported = ("gzip", "xz", "lzo", job.recipe.system.runtime.compression)
         if compressor and compressor not in supported:
             yield (
@@ -169,7 +169,7 @@ class Pyxis(Runtime):
         image_name = job.container.image
         if not _is_file(image_name):
             return ("sh", "-c", _CHECK_NODE, "sh", "", "")
-        compressor = _compressor(Path(image_name))
+        compressor = _read_compression(Path(image_name))
         note = f" (compressed with {compressor})" if compressor else ""
         return ("sh", "-c", _CHECK_NODE, "sh", image_name, note)
 
@@ -200,7 +200,7 @@ class Pyxis(Runtime):
         mounts = dict.fromkeys(with_targets(self.mounts(job)))  # without duplicates, in order
         return (
             f"--container-image={container.image}",
-            quoting.expanding(f"--container-mounts={','.join(mounts)}"),
+            quoting.quote_with_site_variables(f"--container-mounts={','.join(mounts)}"),
             f"--container-workdir={container.workdir or job.directory}",
             *default_options,
             *options,
@@ -321,7 +321,7 @@ def _is_file(text: str) -> bool:
     return text.endswith(SQSH_SUFFIXES) or text.startswith(("/", "./", "../"))
 
 
-def _compressor(path: Path) -> str:
+def _read_compression(path: Path) -> str:
     """Return the compression of a .sqsh, such as "zstd"; empty if `path` is no .sqsh on this machine."""
     superblock = image.read_superblock(path) if sqsh.is_sqsh(path) else None
     return superblock.compressor if superblock is not None else ""

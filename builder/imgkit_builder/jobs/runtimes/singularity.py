@@ -93,7 +93,7 @@ class Singularity(Runtime):
         # LD_LIBRARY_PATH by its own value, so it stands in single quotes.
         return (
             *lines,
-            f"libraries={quoting.quote(quoting.expanding(':'.join(libraries)))}",
+            f"libraries={quoting.quote(quoting.quote_with_site_variables(':'.join(libraries)))}",
             f"export {prefix}_LD_LIBRARY_PATH=\"$libraries\"'{quoting.INHERITED}'",
         )
 
@@ -106,7 +106,7 @@ class Singularity(Runtime):
 
     def _argv_to_image(self, job: Job, verb: str) -> Argv:
         """Return the runtime's command up to and with the image."""
-        binds = quoting.repeat_option("--bind", map(quoting.expanding, self.mounts(job)))
+        binds = quoting.repeat_option("--bind", map(quoting.quote_with_site_variables, self.mounts(job)))
         workdir = job.container.workdir
         pwd = ("--pwd", workdir) if workdir else ()  # older versions of apptainer lack --cwd
         return (self.program(job.recipe), _QUIET, verb, *self.options(job), *binds, *pwd, job.container.image)

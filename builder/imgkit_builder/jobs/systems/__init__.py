@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, Literal
 
-from imgkit_builder.base.flags import declared
+from imgkit_builder.base.flags import declared_options
 from imgkit_builder.jobs import quoting, runtimes
 from imgkit_builder.jobs.job import Argv, Job, Script
 from imgkit_builder.jobs.request import JobRequest, SystemFlags
@@ -133,7 +133,7 @@ class System(abc.ABC):
         """
         message = "there is no scheduler to submit this to"
         hint = f"here: {shlex.join(job.command)}"
-        if runtimes.named(job.recipe.system.runtime.kind).is_isolated:
+        if runtimes.get_runtime(job.recipe.system.runtime.kind).is_isolated:
             message = "pods pull their image from a registry; a .sif is of no use to them"
             hint = f"imgkit push {job.recipe.name} REGISTRY/{job.recipe.name}:1"
         raise UsageError(message, where="--submit", hint=hint)
@@ -257,7 +257,9 @@ def recipe_options(job: Job, key: str) -> Argv:
     """
     options = []
     for index, option in enumerate(getattr(job.recipe.system.queue, key)):
-        options.append(quoting.option(option, where=job.recipe.where("system", "queue", key, index)))
+        options.append(
+            quoting.check_scheduler_option(option, where=job.recipe.where("system", "queue", key, index))
+        )
     return tuple(options)
 
 
@@ -268,7 +270,7 @@ def options_with_values(options: Mapping[str, object]) -> Argv:
 
 def user_options(job: Job) -> Argv:
     """Return the options of ``--option``; raise UsageError for one that is not one word."""
-    return tuple(map(quoting.option, job.request.allocation.options))
+    return tuple(map(quoting.check_scheduler_option, job.request.allocation.options))
 
 
 def find_job_id(output: str, form: str) -> str:
@@ -313,7 +315,7 @@ def mounted_folders(job: Job) -> Argv:
     paths = [bind.partition(":")[0] for bind in job.container.binds]
     paths += [mount.source for mount in job.container.data]
     sources = dict.fromkeys(paths)  # each once, in order
-    return tuple(map(quoting.expanding, sources))
+    return tuple(map(quoting.quote_with_site_variables, sources))
 
 
 def program_starts_once(command: Sequence[str]) -> tuple[str, ...]:
@@ -366,7 +368,7 @@ class Installed:
     errors: tuple[ImgkitError, ...]
 
 
-def named(name: str) -> System:
+def get_system(name: str) -> System:
     """Return the system with the name `name`, which imgkit or a plug-in has.
 
     Raises
@@ -386,16 +388,16 @@ def named(name: str) -> System:
             where="system",
             hint=f"install the plug-in that adds it again; there are {', '.join(registry.scheduler_names())}",
         ) from None
-    return _validate_plugin(name, plugin, map(named, registry.SHIPPED))
+    return _validate_plugin(name, plugin, map(get_system, registry.SHIPPED))
 
 
-def installed() -> Installed:
+def load_systems() -> Installed:
     """Return all systems, and the errors of the plug-ins that are left out because imgkit cannot use them."""
-    systems: dict[str, System] = {name: named(name) for name in registry.SHIPPED}
+    systems: dict[str, System] = {name: get_system(name) for name in registry.SHIPPED}
     errors = list(registry.refused_plugins())
     for name in registry.plugin_names():
         try:
-            systems[name] = _validate_plugin(name, named(name), systems.values())
+            systems[name] = _validate_plugin(name, get_system(name), systems.values())
         except ToolFailed as error:
             errors.append(error)
     return Installed(systems=systems, errors=tuple(errors))
@@ -434,7 +436,7 @@ def _validate_plugin(name: str, plugin: Any, systems: Iterable[System]) -> Syste
 
 def _flag_names(options: type[Any]) -> list[str]:
     """Return the names of all flags that a dataclass declares."""
-    return [name for flag in declared(options) for name in flag.names]
+    return [name for flag in declared_options(options) for name in flag.names]
 
 
 def _plugin_error(name: str, fault: str, hint: str) -> ToolFailed:

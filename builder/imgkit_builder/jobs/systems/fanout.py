@@ -99,7 +99,7 @@ $imgkit_secret
 END"""
 
 
-def guarded(command: Argv, sent: SentInput = SentInput()) -> Argv:
+def guard_command(command: Argv, sent: SentInput = SentInput()) -> Argv:
     """Return `command` under a guard that ends it when standard input ends.
 
     The host needs a POSIX shell and ``setsid``.
@@ -121,7 +121,7 @@ class _Host:
 
     def __init__(self, name: str, line: str, data: bytes, show: Show) -> None:
         self.name = name
-        # The terminal's Ctrl-C must not end it; `run` passes it on.
+        # The terminal's Ctrl-C must not end it; `run_on_hosts` passes it on.
         self.process = subprocess.Popen(
             [*SSH, name, line],
             stdin=subprocess.PIPE,
@@ -166,7 +166,7 @@ class _Host:
         return code if code >= 0 else 128 - code
 
 
-def run(
+def run_on_hosts(
     remote: Sequence[tuple[str, str]],
     *,
     show: Show,
@@ -195,13 +195,13 @@ def run(
             show(host, text, is_error)
 
     data = _first_lines(sent)
-    with _signals() as signals, _closing([]) as hosts:
-        # One by one: if a later ssh cannot start, `_closing` ends the hosts before it.
+    with _collect_stop_signals() as signals, _close_at_exit([]) as hosts:
+        # One by one: if a later ssh cannot start, `_close_at_exit` ends the hosts before it.
         hosts += (_Host(name, line, data, show_line) for name, line in remote)
-        return _wait(hosts, signals, say, head_decides=head_decides)
+        return _wait_for_hosts(hosts, signals, say, head_decides=head_decides)
 
 
-def _wait(
+def _wait_for_hosts(
     hosts: Sequence[_Host], signals: list[int], say: Callable[[str], None], *, head_decides: bool
 ) -> int:
     """Wait until all hosts have ended, and return the exit code of the run.
@@ -263,7 +263,7 @@ def _force_to_end(hosts: Sequence[_Host]) -> None:
 
 
 @contextlib.contextmanager
-def _closing(hosts: list[_Host]) -> Iterator[list[_Host]]:
+def _close_at_exit(hosts: list[_Host]) -> Iterator[list[_Host]]:
     """Yield `hosts`; on exit, end the ssh of all of them and everything that they started."""
     try:
         yield hosts
@@ -279,7 +279,7 @@ def _closing(hosts: list[_Host]) -> Iterator[list[_Host]]:
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[list[int]]:
+def _collect_stop_signals() -> Iterator[list[int]]:
     """Yield a list to which each stop signal that arrives is appended."""
     received: list[int] = []
 
@@ -299,7 +299,7 @@ SECOND_FACTOR = "Permission denied (keyboard-interactive)"
 """What ssh says where the key was accepted, and only the answer to a question is missing or wrong."""
 
 
-def after(message: str, host: str) -> str:
+def ssh_remedy(message: str, host: str) -> str:
     """Return the command that helps where ssh to `host` has ended with `message`."""
     name = shlex.quote(host)
     if "IDENTIFICATION HAS CHANGED" in message:
@@ -328,7 +328,7 @@ _MOST_BYTES = 4 << 20
 """A larger file is no list of hosts, and is not read."""
 
 
-def read(text: str) -> tuple[str, ...]:
+def parse_hosts(text: str) -> tuple[str, ...]:
     """Return the hosts in order, the head first.
 
     `text` is ``a,b``, or the path of a file with one host per line (``#`` begins a comment). A path has a

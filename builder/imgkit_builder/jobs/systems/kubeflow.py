@@ -50,7 +50,7 @@ class Kubeflow(pods.Pods):
         if job.recipe.system.queue.node_pools:
             raise _node_pools_error(job)
         document = _pytorchjob(job) if kind == "pytorchjob" else _trainjob(job)
-        text = _yaml(_without_empty_values(document))
+        text = _to_yaml(_without_empty_values(document))
         if job.is_interactive:
             text = "\n".join((*_interactive_comments(job, kind), text))
         return Script(text=text, submit=("kubectl", "create", "-f", "-"), on_stdin=True)
@@ -101,7 +101,7 @@ SYSTEM = Kubeflow()
 def _interactive_comments(job: Job, kind: str) -> tuple[str, ...]:
     """Return comment lines that say how to enter the pods of an interactive job and how to delete it."""
     queue = job.allocation.queue
-    namespace = f" --namespace={_namespace(queue)}" if queue else ""
+    namespace = f" --namespace={_runai_namespace(queue)}" if queue else ""
     enter_commands = (
         f"kubectl get pods{namespace} --selector={_SELECTORS[kind]}={job.name}",
         f"kubectl exec{namespace} --stdin --tty POD -- bash",
@@ -110,7 +110,7 @@ def _interactive_comments(job: Job, kind: str) -> tuple[str, ...]:
     return pods.interactive_comments(job, enter_commands, delete_command)
 
 
-def _yaml(document: Mapping[str, Any]) -> str:
+def _to_yaml(document: Mapping[str, Any]) -> str:
     """Return the document as YAML, with quotes around text that kubectl could read as another type.
 
     PyYAML writes some text without quotes that other readers take for a number or a boolean: kubectl reads
@@ -222,7 +222,7 @@ def _pytorchjob(job: Job) -> dict[str, Any]:
             "template": pod_template,
         }
     spec = {"runPolicy": {"cleanPodPolicy": pods_to_delete}, "pytorchReplicaSpecs": replicas}
-    return _document(job, "kubeflow.org/v1", "PyTorchJob", spec)
+    return _kubernetes_document(job, "kubeflow.org/v1", "PyTorchJob", spec)
 
 
 def _pytorch_pod(job: Job) -> dict[str, Any]:
@@ -231,10 +231,10 @@ def _pytorch_pod(job: Job) -> dict[str, Any]:
         "name": "pytorch",  # the operator sets its variables only in the container of this name
         "image": job.container.image,
         # args, not command: the image's entry point stays, as with RunAI's client.
-        "args": [*pods.command(job)],
-        "workingDir": pods.workdir(job) or None,
-        "env": _env(job),
-        "resources": _resources(job),
+        "args": [*pods.pod_command(job)],
+        "workingDir": pods.pod_workdir(job) or None,
+        "env": _pod_variables(job),
+        "resources": _pod_resources(job),
     }
     scheduler = "runai-scheduler" if job.allocation.queue else None
     return _pod_template(job, container, schedulerName=scheduler)
@@ -251,14 +251,14 @@ def _trainjob(job: Job) -> dict[str, Any]:
         raise _spares_of_trainjob_error(job)
     # command, not args: the runtime may have a command of its own, for example torchrun. A trainer has no
     # field for the working directory, so env changes to it.
-    folder = pods.workdir(job)
+    folder = pods.pod_workdir(job)
     change_folder = ["env", f"--chdir={folder}"] if folder else []
     trainer = {
         "image": job.container.image,
-        "command": [*change_folder, *pods.command(job)],
+        "command": [*change_folder, *pods.pod_command(job)],
         "numNodes": job.allocation.nodes,
-        "env": _env(job),
-        "resourcesPerNode": _resources(job),
+        "env": _pod_variables(job),
+        "resourcesPerNode": _pod_resources(job),
     }
     # Kubeflow Trainer has the field runtimePatches from 2.2 on. Before, its fields for the same had other
     # names.
@@ -266,7 +266,7 @@ def _trainjob(job: Job) -> dict[str, Any]:
     job_set = {"template": {"spec": {"replicatedJobs": [node]}}}
     patch = {"manager": "imgkit/job", "trainingRuntimeSpec": job_set}
     spec = {"runtimeRef": {"name": RUNTIME}, "trainer": trainer, "runtimePatches": [patch]}
-    return _document(job, "trainer.kubeflow.org/v1alpha1", "TrainJob", spec)
+    return _kubernetes_document(job, "trainer.kubeflow.org/v1alpha1", "TrainJob", spec)
 
 
 def _spares_of_trainjob_error(job: Job) -> UsageError:
@@ -278,9 +278,9 @@ def _spares_of_trainjob_error(job: Job) -> UsageError:
     )
 
 
-def _document(job: Job, version: str, kind: str, spec: Mapping[str, Any]) -> dict[str, Any]:
+def _kubernetes_document(job: Job, version: str, kind: str, spec: Mapping[str, Any]) -> dict[str, Any]:
     """Return a document of Kubernetes with the job's name and namespace."""
-    namespace = _namespace(job.allocation.queue) if job.allocation.queue else None
+    namespace = _runai_namespace(job.allocation.queue) if job.allocation.queue else None
     metadata = {"name": pods.check_name(job), "namespace": namespace}
     return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": dict(spec)}
 
@@ -305,7 +305,7 @@ def _pod_template(job: Job, container: Mapping[str, Any], **spec: Any) -> dict[s
     if job.makes_secret:
         mounts.append({"name": "secret", "mountPath": str(MOUNTED.parent), "readOnly": True})
         volumes.append({"name": "secret", "secret": _secret_source(job)})
-    for index, claim in enumerate(pods.claims(job)):
+    for index, claim in enumerate(pods.volume_claims(job)):
         name = f"volume{index}"
         mounts.append({"name": name, "mountPath": str(claim.path), "readOnly": claim.read_only or None})
         volumes.append({"name": name, "persistentVolumeClaim": {"claimName": claim.name}})
@@ -341,22 +341,22 @@ def _secret_source(job: Job) -> dict[str, Any]:
     }
 
 
-def _namespace(project: str) -> str:
+def _runai_namespace(project: str) -> str:
     """Return the namespace of a RunAI project (docs.run.ai, "Support for other Kubernetes Applications")."""
     return f"runai-{project}"
 
 
-def _env(job: Job) -> list[dict[str, Any]]:
+def _pod_variables(job: Job) -> list[dict[str, Any]]:
     """Return the variables of each pod. Those of ``--env NAME`` get their values from the user's Secret."""
     env: list[dict[str, Any]] = []
-    for name, value in pods.variables(job).items():
-        env.append({"name": name, "value": pods.literal(value)})
+    for name, value in pods.pod_variables(job).items():
+        env.append({"name": name, "value": pods.escape_for_kubernetes(value)})
     for name in job.container.names:
         env.append({"name": name, "valueFrom": {"secretKeyRef": {"name": pods.SECRET, "key": name}}})
     return env
 
 
-def _resources(job: Job) -> dict[str, Any]:
+def _pod_resources(job: Job) -> dict[str, Any]:
     """Return the resources of each pod; Kubernetes takes GPUs only as a limit."""
     allocation = job.allocation
     gpus = {"nvidia.com/gpu": str(allocation.gpus)} if allocation.gpus else {}
@@ -376,4 +376,4 @@ def _kind_and_name(record: QueuedJob) -> tuple[str, str]:
 
 
 def _namespace_options(record: QueuedJob) -> Argv:
-    return (f"--namespace={_namespace(record.queue)}",) if record.queue else ()
+    return (f"--namespace={_runai_namespace(record.queue)}",) if record.queue else ()

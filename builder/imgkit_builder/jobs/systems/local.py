@@ -6,7 +6,7 @@ from typing import NoReturn
 
 from imgkit_builder.jobs import quoting
 from imgkit_builder.jobs.job import Argv, Job, Script
-from imgkit_builder.jobs.quoting import line
+from imgkit_builder.jobs.quoting import command_line
 from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.jobs.submitted import QueuedJob
 from imgkit_builder.jobs.systems import System, user_options, with_folders
@@ -52,7 +52,7 @@ class Standalone(ForegroundSystem):
             argv = runtime.with_options(argv, *runtime.terminal_options)
         argv = runtime.with_options(argv, *user_options(job))
         argv = host_argv(job, argv)
-        return Script(text=f"{code_comment(job)}{line(argv)}\n", submit=argv, foreground=True)
+        return Script(text=f"{code_comment(job)}{command_line(argv)}\n", submit=argv, foreground=True)
 
 
 SYSTEM = Standalone()

@@ -10,9 +10,9 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from imgkit_builder.base.flags import flag
+from imgkit_builder.base.flags import option_field
 from imgkit_builder.jobs.job import Argv, Job, Script, SentInput
-from imgkit_builder.jobs.quoting import line, repeat_option
+from imgkit_builder.jobs.quoting import command_line, repeat_option
 from imgkit_builder.jobs.request import SystemFlags
 from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.jobs.systems import (
@@ -49,16 +49,16 @@ FORWARD = (
 class MpiFlags(SystemFlags):
     """Flags that only hosts without a scheduler have."""
 
-    hosts: str = flag(
+    hosts: str = option_field(
         "", metavar="A,B|./FILE", help="MPI, ssh: the nodes, the head first; or a file with one per line."
     )
-    direct: bool = flag(False, help="MPI: mpirun starts every rank itself, without torchrun.")
-    ssh: bool = flag(False, help="Start the hosts by ssh, without mpirun.")
+    direct: bool = option_field(False, help="MPI: mpirun starts every rank itself, without torchrun.")
+    ssh: bool = option_field(False, help="Start the hosts by ssh, without mpirun.")
     names: tuple[str, ...] = field(default=(), init=False)
     """The hosts of `hosts`; a file is read once."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "names", fanout.read(self.hosts))
+        object.__setattr__(self, "names", fanout.parse_hosts(self.hosts))
 
     @property
     def default_nodes(self) -> int:
@@ -94,7 +94,7 @@ class Mpi(local.ForegroundSystem):
         """Return the ``mpirun`` line, or one ``ssh`` line for each host."""
         _check_hosts(job)
         if job.is_interactive and not job.command:
-            return _shell(job)
+            return _interactive_script(job)
         return _by_ssh(job) if job.flags(MpiFlags).ssh else _by_mpirun(job)
 
 
@@ -176,7 +176,7 @@ def _by_mpirun(job: Job) -> Script:
         comments += f"# On {head}, or on none of them: mpirun gives rank 0 to its own host.\n"
     if not runtime_of(job).serves_image:
         comments += "# To save and end: kill -USR1 this mpirun; Ctrl-C leaves programs one second.\n"
-    return Script(text=comments + line(argv) + "\n", submit=argv, foreground=True)
+    return Script(text=comments + command_line(argv) + "\n", submit=argv, foreground=True)
 
 
 def _mpirun_argv(job: Job) -> Argv:
@@ -184,7 +184,7 @@ def _mpirun_argv(job: Job) -> Argv:
     hosts = _hosts(job)
     nodes = job.allocation.nodes
     runtime = runtime_of(job)
-    forward = _forward(job)
+    forward = _forwarded_variables(job)
     options = [
         *repeat_option("-x", job.container.names),
         *job.recipe.system.queue.options,
@@ -197,7 +197,7 @@ def _mpirun_argv(job: Job) -> Argv:
     if not job.flags(MpiFlags).direct:
         host_options = ("-H", ",".join(hosts)) if hosts else ()
         return OPENMPI.start_argv(command, nnodes=nodes, forward=forward, options=(*host_options, *options))
-    ranks = _ranks(job)
+    ranks = _processes_per_node(job)
     slots = ",".join(f"{host}:{ranks}" for host in hosts)
     host_options = ("-H", slots) if hosts else ()
     return (
@@ -207,7 +207,7 @@ def _mpirun_argv(job: Job) -> Argv:
     )
 
 
-def _forward(job: Job) -> Mapping[str, str]:
+def _forwarded_variables(job: Job) -> Mapping[str, str]:
     """Return the variables that mpirun sets on all nodes; the user's own values override them."""
     hosts = _hosts(job) or ("127.0.0.1",)
     if job.allocation.nodes == 1 and not job.flags(MpiFlags).direct:
@@ -216,7 +216,7 @@ def _forward(job: Job) -> Mapping[str, str]:
     return {name: job.container.env.get(name, value) for name, value in rendezvous.items()}
 
 
-def _ranks(job: Job) -> int:
+def _processes_per_node(job: Job) -> int:
     """Return the number of processes on each node."""
     return job.request.launch.nproc or job.allocation.gpus or 1
 
@@ -242,14 +242,14 @@ def _by_ssh(job: Job) -> Script:
     port = job.container.env.get("IMGKIT_PORT") or str(FIRST_PORT + secrets.randbelow(PORTS - 1))
     for rank, host in enumerate(hosts):
         command = _node_command(job, rank, port)
-        rows.append(line(("ssh", "-t", host, _remote_line(job, _node_argv(job, command)))))
+        rows.append(command_line(("ssh", "-t", host, _remote_line(job, _node_argv(job, command)))))
         guarded_lines.append((host, _remote_line(job, _guarded_argv(job, command))))
     return Script(
         text="\n".join((*rows, *_torch_rows(job))) + "\n",
         submit=(),
         foreground=True,
         remote=tuple(guarded_lines),
-        sent=_sent(job),
+        sent=_ssh_input(job),
         head_decides=job.outlives_nodes,
     )
 
@@ -277,7 +277,7 @@ def _node_command(job: Job, rank: int, port: str) -> Argv:
     hosts = _hosts(job)
     if len(hosts) == 1:
         return job.command
-    head = _head(job)
+    head = _head_host(job)
     if _starts_node_agent(job):
         return manual.start_argv(
             job.command, nnodes=job.allocation.size, node_rank=rank, head=head, port=port
@@ -297,7 +297,7 @@ def _starts_node_agent(job: Job) -> bool:
     return job.runs_entry_point and job.command[0] != "dist-env"
 
 
-def _head(job: Job) -> str:
+def _head_host(job: Job) -> str:
     """Return the name of the first host, without its user."""
     return _hosts(job)[0].rpartition("@")[2]
 
@@ -313,16 +313,16 @@ def _guarded_argv(job: Job, command: Argv) -> Argv:
     The guard runs inside the container: its standard input, which is that of the container, ends with the
     connection.
     """
-    sent = _sent(job)
+    sent = _ssh_input(job)
     runtime = runtime_of(job)
     if not runtime.has_container:
-        return fanout.guarded(_node_argv(job, command), sent)
-    argv = runtime.argv(job, fanout.guarded(command, sent))
+        return fanout.guard_command(_node_argv(job, command), sent)
+    argv = runtime.argv(job, fanout.guard_command(command, sent))
     argv = runtime.with_options(argv, *runtime.input_options)
     return local.host_argv(job, argv)
 
 
-def _sent(job: Job) -> SentInput:
+def _ssh_input(job: Job) -> SentInput:
     """Return what imgkit sends through the input of each ssh.
 
     Only a node agent expects a secret on its own input.
@@ -364,13 +364,19 @@ def _torch_program(command: Argv) -> Argv:
 def _torch_launch(job: Job, program: Argv, rank: int) -> Argv:
     """Return the command by which PyTorch's launcher starts `program` on the host with this node rank."""
     return (
-        *("python3", "-m", "torch.distributed.launch", "--use-env", f"--nproc_per_node={_ranks(job)}"),
+        *(
+            "python3",
+            "-m",
+            "torch.distributed.launch",
+            "--use-env",
+            f"--nproc_per_node={_processes_per_node(job)}",
+        ),
         *(f"--nnodes={job.allocation.nodes}", f"--node_rank={rank}"),
-        *(f"--master_addr={_head(job)}", f"--master_port={MASTER_PORT}", *program),
+        *(f"--master_addr={_head_host(job)}", f"--master_port={MASTER_PORT}", *program),
     )
 
 
-def _shell(job: Job) -> Script:
+def _interactive_script(job: Job) -> Script:
     """Return the command of a shell in the container on one host; without a host, on this machine.
 
     Raises
@@ -394,4 +400,4 @@ def _shell(job: Job) -> Script:
     runtime = runtime_of(job)
     shell = runtime.with_options(runtime.shell(job), *runtime.terminal_options)
     argv = ("ssh", "-t", _hosts(job)[0], _remote_line(job, local.host_argv(job, shell)))
-    return Script(text=f"{local.code_comment(job)}{line(argv)}\n", submit=argv, foreground=True)
+    return Script(text=f"{local.code_comment(job)}{command_line(argv)}\n", submit=argv, foreground=True)

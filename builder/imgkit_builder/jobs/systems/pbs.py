@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal, NoReturn
 
-from imgkit_builder.base.flags import flag
+from imgkit_builder.base.flags import option_field
 from imgkit_builder.jobs.job import Argv, Job, Script
 from imgkit_builder.jobs.memory import size_text
-from imgkit_builder.jobs.quoting import Shell, line
+from imgkit_builder.jobs.quoting import Shell, command_line
 from imgkit_builder.jobs.request import SystemFlags
 from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.jobs.submitted import JobState, JobStatus, QueuedJob, WaitInfo
@@ -33,7 +33,7 @@ from imgkit_builder.jobs.systems import (
     recipe_options,
     with_folders,
 )
-from imgkit_builder.jobs.templates import fill, run_folder_lines
+from imgkit_builder.jobs.templates import render_template, run_folder_lines
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.rollcall.secret import VARIABLE
@@ -49,7 +49,9 @@ PATIENCE_S = 30
 class PbsFlags(SystemFlags):
     """Flags that only PBS has."""
 
-    pbs_start: Literal["pals", "pbsdsh", "ssh"] = flag("pals", help="PBS: what starts one process per node.")
+    pbs_start: Literal["pals", "pbsdsh", "ssh"] = option_field(
+        "pals", help="PBS: what starts one process per node."
+    )
 
 
 STATES: Mapping[str, JobState] = {
@@ -100,15 +102,15 @@ class Pbs(System):
         # The script itself starts the processes of other hosts, unless PALS does.
         by_task = start if nodes > 1 and start != "pals" else ""
         rdzv = nodes > 1 and job.recipe.system.env.get("FI_CXI_RDZV_PROTO") == "alt_read"
-        text = fill(
+        text = render_template(
             job,
             "pbs.sh.j2",
-            directives=_directives(("-S", "/bin/bash", "-j", "oe", *_resource_options(job))),
+            directives=_directive_texts(("-S", "/bin/bash", "-j", "oe", *_resource_options(job))),
             by_task=by_task,
             patience_s=PATIENCE_S,
             rdzv=rdzv and not by_task,
-            node=line(_node_command(job, rdzv=rdzv)),
-            words=line(_remote_command(by_task)) if by_task else "",
+            node=command_line(_node_command(job, rdzv=rdzv)),
+            words=command_line(_remote_command(by_task)) if by_task else "",
         )
         is_array = any(option.startswith("-J") for option in options_of(job))
         return Script(text=text, submit=("qsub",), on_stdin=True, is_array=is_array)
@@ -122,8 +124,12 @@ class Pbs(System):
         """
         if not job.recipe.system.queue.sif:
             raise _no_sif_options_error(job)
-        directives = _directives(("-S", "/bin/bash", "-j", "oe", *_common_options(job), *options_of(job)))
-        text = fill(job, "sif.sh.j2", prefix="#PBS", directives=directives, command=line(job.command))
+        directives = _directive_texts(
+            ("-S", "/bin/bash", "-j", "oe", *_common_options(job), *options_of(job))
+        )
+        text = render_template(
+            job, "sif.sh.j2", prefix="#PBS", directives=directives, command=command_line(job.command)
+        )
         return Script(text=text, submit=("qsub",), on_stdin=True)
 
     def parse_job_id(self, output: str, name: str) -> str:
@@ -208,7 +214,7 @@ def _no_sif_options_error(job: Job) -> UsageError:
     return UsageError(
         f"the recipe {name} does not name the nodes that make a .sif",
         where=job.recipe.where("system", "queue"),
-        hint=f"{line(job.command)} on a node; or queue.sif: [-l, select=1:ncpus=8] in a "
+        hint=f"{command_line(job.command)} on a node; or queue.sif: [-l, select=1:ncpus=8] in a "
         f"recipe that extends {name}",
     )
 
@@ -242,7 +248,7 @@ def _common_options(job: Job) -> Argv:
     return tuple(options)
 
 
-def _directives(options: Sequence[str]) -> list[str]:
+def _directive_texts(options: Sequence[str]) -> list[str]:
     """Return the texts of ``#PBS`` lines, one for each option with its value."""
     rows: list[str] = []
     for option in options:
@@ -294,7 +300,7 @@ def _interactive_script(job: Job) -> Script:
         )
     argv = ("qsub", "-I", *_resource_options(job))
     runtime = runtime_of(job)
-    shell = line(with_folders(job, runtime.shell(job)))
+    shell = command_line(with_folders(job, runtime.shell(job)))
     comments = (
         "# In the shell that it gives, on one of the nodes:",
         f"#   cd {shlex.quote(str(job.directory))}",
@@ -304,4 +310,4 @@ def _interactive_script(job: Job) -> Script:
         *(f"#   {row}" for row in shell.split("\n")),
         "# On all nodes: imgkit run --on here --dry-run ... > job.sh, no --interactive; then: bash job.sh",
     )
-    return Script(text="\n".join((*comments, line(argv), "")), submit=argv, foreground=True)
+    return Script(text="\n".join((*comments, command_line(argv), "")), submit=argv, foreground=True)

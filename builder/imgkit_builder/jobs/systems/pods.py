@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Literal
 
-from imgkit_builder.base.flags import flag
+from imgkit_builder.base.flags import option_field
 from imgkit_builder.jobs.job import Argv, Job
 from imgkit_builder.jobs.memory import size_text
 from imgkit_builder.jobs.quoting import quote
 from imgkit_builder.jobs.request import JobRequest, SystemFlags
 from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.jobs.systems import System, part_of_nodes, program_starts_once, runai_client
-from imgkit_builder.jobs.templates import fill
+from imgkit_builder.jobs.templates import render_template
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.rules import site_variables
@@ -44,11 +44,11 @@ KubernetesFormat = Literal["runai", "pytorchjob", "trainjob"]
 class PodFlags(SystemFlags):
     """Flags that only jobs in pods have."""
 
-    format: KubernetesFormat = flag("runai", help="Kubernetes: output format.")
-    pvcs: tuple[str, ...] = flag(
+    format: KubernetesFormat = option_field("runai", help="Kubernetes: output format.")
+    pvcs: tuple[str, ...] = option_field(
         (), "--pvc", metavar="CLAIM:/PATH", help="Kubernetes: volume to mount into the pods (:ro: read-only)."
     )
-    client: runai_client.Client | None = flag(
+    client: runai_client.Client | None = option_field(
         None, help="RunAI: client to write the command for (default: the one on PATH)."
     )
 
@@ -201,7 +201,7 @@ def parse_claim(text: str, *, where: str = "--pvc") -> Claim:
     return Claim(name=match[1], path=PurePosixPath(match[2]), read_only=bool(match[3]))
 
 
-def claims(job: Job) -> tuple[Claim, ...]:
+def volume_claims(job: Job) -> tuple[Claim, ...]:
     """Return the volumes of ``--pvc``.
 
     Raises
@@ -217,7 +217,7 @@ def claims(job: Job) -> tuple[Claim, ...]:
     return tuple(parsed)
 
 
-def directory(job: Job) -> PurePosixPath | None:
+def pod_directory(job: Job) -> PurePosixPath | None:
     """Return the folder of ``--directory``, or that of a remote that stores files, in which the pods work.
 
     The result is None if the user did not set the option: then the pods work in the folder that the image
@@ -235,7 +235,7 @@ def directory(job: Job) -> PurePosixPath | None:
     if is_default or is_set_by_project:
         return None
     path = PurePosixPath(request.directory)
-    is_on_volume = any(path.is_relative_to(claim.path) for claim in claims(job))
+    is_on_volume = any(path.is_relative_to(claim.path) for claim in volume_claims(job))
     if not is_on_volume:
         raise UsageError(
             f"{path} is not on a volume of the pods",
@@ -245,7 +245,7 @@ def directory(job: Job) -> PurePosixPath | None:
     return path
 
 
-def workdir(job: Job) -> str:
+def pod_workdir(job: Job) -> str:
     """Return the folder in which the pods start; empty for the folder that the image sets.
 
     With code, that is the run folder, because the run's copy of the code does not exist yet. Kubernetes would
@@ -257,7 +257,7 @@ def workdir(job: Job) -> str:
     """
     if job.container.code is not None:
         return job.run_folder
-    folder = directory(job)
+    folder = pod_directory(job)
     if job.container.workdir:
         return job.container.workdir
     return str(folder) if folder else ""
@@ -272,15 +272,15 @@ def start_script(job: Job) -> str:
     folder = PurePosixPath(job.container.workdir or job.directory)
     if folder.is_relative_to(f"/{WORKSPACE}"):
         folder = PurePosixPath(job.workspace) / folder.relative_to(f"/{WORKSPACE}")
-    return fill(job, "pod.sh.j2", folder=str(folder))
+    return render_template(job, "pod.sh.j2", folder=str(folder))
 
 
-def command(job: Job) -> Argv:
+def pod_command(job: Job) -> Argv:
     """Return the command of each pod. The pods of an interactive job sleep until the user enters them."""
     argv = ASLEEP if job.is_interactive else kubernetes.start_argv(job.command)
     if job.container.code is not None:
         argv = ("bash", f"{job.run_folder}/{START_SCRIPT}", *argv)
-    return tuple(map(literal, argv))
+    return tuple(map(escape_for_kubernetes, argv))
 
 
 def user_ids(job: Job) -> tuple[str, str] | None:
@@ -292,7 +292,7 @@ def user_ids(job: Job) -> tuple[str, str] | None:
     return (uid, gid) if uid else None
 
 
-def variables(job: Job) -> Mapping[str, str]:
+def pod_variables(job: Job) -> Mapping[str, str]:
     """Return the variables of each pod.
 
     The user's values override those of the recipe, these the settings of the node agent, and these the
@@ -326,8 +326,8 @@ def _output_folders(job: Job) -> dict[str, str]:
     """
     if job.run_folder:
         return {"IMGKIT_RUN_DIR": job.run_folder, "IMGKIT_LOG_DIR": f"{job.run_folder}/logs"}
-    folder = directory(job)
-    writable_paths = [claim.path for claim in claims(job) if not claim.read_only]
+    folder = pod_directory(job)
+    writable_paths = [claim.path for claim in volume_claims(job) if not claim.read_only]
     if not writable_paths:
         return {}
     parent = writable_paths[0]
@@ -343,7 +343,7 @@ def memory_quantity(job: Job) -> str:
     return f"{size_text(memory.node_MiB)}i" if memory else ""
 
 
-def literal(text: str) -> str:
+def escape_for_kubernetes(text: str) -> str:
     """Return `text` escaped for Kubernetes, which replaces ``$(NAME)`` and reads ``$$`` as ``$``."""
     return re.sub(r"\$(?=[$(])", "$$", text)
 

@@ -29,12 +29,12 @@ class RunAI(pods.Pods):
         """Return the command. For an interactive job, comments above it explain how to work in its pods."""
         name = pods.check_name(job)
         argv = (
-            *_options(job, name),
+            *_command_options(job, name),
             *job.recipe.system.queue.options,
             *user_options(job),
-            *("--", *pods.command(job)),
+            *("--", *pods.pod_command(job)),
         )
-        kind = _kind(job)
+        kind = _job_kind(job)
         text = f"{_command_text(argv)}\n"
         if job.is_interactive:
             text = "\n".join((*_interactive_comments(job, name, kind), text))
@@ -50,9 +50,9 @@ class RunAI(pods.Pods):
         yield from super().check(job, is_submitted=is_submitted)
         if not is_submitted:
             return
-        kind = _kind(job)
+        kind = _job_kind(job)
         if kind:
-            argv = (*_options(job, job.name), *job.recipe.system.queue.options)
+            argv = (*_command_options(job, job.name), *job.recipe.system.queue.options)
             runai_client.refuse_unknown((*kind.split(), "submit"), argv)
 
     def parse_job_id(self, output: str, name: str) -> str:
@@ -61,32 +61,45 @@ class RunAI(pods.Pods):
 
     def status_commands(self, record: QueuedJob) -> tuple[Argv, ...]:
         """Return the command that shows the job, its pods and its events."""
-        return (_job_command(record.kind, "describe", record.name, _project(record.queue)),)
+        return (_job_command(record.kind, "describe", record.name, _project_arguments(record.queue)),)
 
     def log_source(self, record: QueuedJob) -> Argv:
         """Return the command that follows the output of the first pod.
 
         The logs of all pods are on the volume, if the job has one that can be written to.
         """
-        project = _project(record.queue)
-        return (runai_client.PROGRAM, *_commands(record.kind), "logs", record.name, "--follow", *project)
+        project = _project_arguments(record.queue)
+        return (
+            runai_client.PROGRAM,
+            *_kind_arguments(record.kind),
+            "logs",
+            record.name,
+            "--follow",
+            *project,
+        )
 
     def shell_command(self, record: QueuedJob, line: str, node: str) -> JobShell:
         """Return the command that opens a shell in a pod's container, next to the job's program."""
-        argv = (runai_client.PROGRAM, *_commands(record.kind), "bash", record.name, *_project(record.queue))
+        argv = (
+            runai_client.PROGRAM,
+            *_kind_arguments(record.kind),
+            "bash",
+            record.name,
+            *_project_arguments(record.queue),
+        )
         if node:
             argv = (*argv, "--pod", node)
         return JobShell(argv=argv, description=pods.SAME_CONTAINER)
 
     def cancel_command(self, record: QueuedJob) -> Argv:
         """Return the command that ends the job and deletes its pods."""
-        return _job_command(record.kind, "delete", record.name, _project(record.queue))
+        return _job_command(record.kind, "delete", record.name, _project_arguments(record.queue))
 
 
 SYSTEM = RunAI()
 
 
-def _kind(job: Job) -> str:
+def _job_kind(job: Job) -> str:
     """Return the one of `KINDS` by which the later client takes the job; empty for the first client."""
     return "" if pods.client_of(job) == "v1" else _later_kind(job)
 
@@ -98,11 +111,11 @@ def _later_kind(job: Job) -> str:
 
 def _job_command(kind: str, verb: str, name: str, project: Argv) -> Argv:
     """Return the command about one job: ``runai training VERB NAME``, or ``runai VERB job NAME``."""
-    argv = (*_commands(kind), verb) if kind else (verb, "job")
+    argv = (*_kind_arguments(kind), verb) if kind else (verb, "job")
     return (runai_client.PROGRAM, *argv, name, *project)
 
 
-def _commands(kind: str) -> Argv:
+def _kind_arguments(kind: str) -> Argv:
     """Return the arguments that stand for the kind of a job in commands of the later client.
 
     Raises
@@ -116,11 +129,11 @@ def _commands(kind: str) -> Argv:
     return tuple(kind.split())
 
 
-def _project(queue: str) -> Argv:
+def _project_arguments(queue: str) -> Argv:
     return ("--project", queue) if queue else ()
 
 
-def _options(job: Job, name: str) -> Iterator[str]:
+def _command_options(job: Job, name: str) -> Iterator[str]:
     """Yield the command up to the options of the recipe and of the user.
 
     Raises
@@ -128,11 +141,11 @@ def _options(job: Job, name: str) -> Iterator[str]:
     UsageError : the pods cannot have the folder, a volume or a variable of the job.
     """
     allocation = job.allocation
-    claims = pods.claims(job)
-    folder = pods.workdir(job)
+    claims = pods.volume_claims(job)
+    folder = pods.pod_workdir(job)
     is_first_client = pods.client_of(job) == "v1"
     yield from _submit_command(job, name, is_first_client=is_first_client)
-    yield from (*_project(allocation.queue), "--image", job.container.image)
+    yield from (*_project_arguments(allocation.queue), "--image", job.container.image)
     if allocation.nodes > 1:
         yield from ("--workers", str(allocation.nodes - 1))  # the pods after the first
     if is_first_client:
@@ -195,8 +208,8 @@ def _variable_options(job: Job, *, is_first_client: bool) -> Iterator[str]:
     """Yield the options that set the variables of the pods."""
     # All references have the short form -e. The long one is --environment in 2.18, and --environment-variable
     # in 2.24.
-    for name, value in pods.variables(job).items():
-        yield from ("-e", f"{name}={pods.literal(value)}")
+    for name, value in pods.pod_variables(job).items():
+        yield from ("-e", f"{name}={pods.escape_for_kubernetes(value)}")
     for name in job.container.names:
         if is_first_client:
             # docs.run.ai/v2.13/admin/workloads/secrets: the client passes only the reference to the Secret.
@@ -218,7 +231,7 @@ def _command_text(argv: Argv) -> str:
 
 def _interactive_comments(job: Job, name: str, kind: str) -> Argv:
     """Return comment lines that say how to enter the pods of an interactive job and how to delete it."""
-    project = _project(job.allocation.queue)
+    project = _project_arguments(job.allocation.queue)
     enter_command = " ".join((runai_client.PROGRAM, *kind.split(), "bash", name, *project))
     enter_commands = [enter_command]
     workers = job.allocation.nodes - 1

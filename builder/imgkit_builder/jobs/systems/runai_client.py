@@ -30,7 +30,7 @@ def on_path() -> Client | None:
     UsageError : the ``runai`` on PATH is neither client.
     """
     program = shutil.which(PROGRAM)
-    return _client(program) if program else None
+    return _identify_client(program) if program else None
 
 
 def refuse_unknown(command: Sequence[str], argv: Iterable[str]) -> None:
@@ -46,12 +46,12 @@ def refuse_unknown(command: Sequence[str], argv: Iterable[str]) -> None:
     program = shutil.which(PROGRAM)
     if program is None:
         return
-    supported = _options(program, tuple(command))
+    supported = _read_options(program, tuple(command))
     if not supported:
         raise UsageError(
             f"{program} has no command {' '.join(command)}",
             where="--client",
-            hint=f"--client {_client(program)}, the one that is on PATH",
+            hint=f"--client {_identify_client(program)}, the one that is on PATH",
         )
     for argument in argv:
         option = argument.partition("=")[0]
@@ -64,16 +64,16 @@ def refuse_unknown(command: Sequence[str], argv: Iterable[str]) -> None:
 
 
 @functools.cache
-def _client(program: str) -> Client:
+def _identify_client(program: str) -> Client:
     """Return which of the clients `program` is.
 
     Raises
     ------
     UsageError : the program has neither client's command for several pods.
     """
-    if "--workers" in _options(program, (*PYTORCH, "submit")):
+    if "--workers" in _read_options(program, (*PYTORCH, "submit")):
         return "v2"
-    if "--workers" in _options(program, ("submit-dist", "pytorch")):
+    if "--workers" in _read_options(program, ("submit-dist", "pytorch")):
         return "v1"
     raise UsageError(
         f"{program} is no runai client that imgkit knows: it has neither training pytorch submit nor "
@@ -84,7 +84,7 @@ def _client(program: str) -> Client:
 
 
 @functools.cache
-def _options(program: str, command: tuple[str, ...]) -> frozenset[str]:
+def _read_options(program: str, command: tuple[str, ...]) -> frozenset[str]:
     """Return the options in the help of a command; empty if the program has no such command."""
     result = process.run([program, *command, "--help"], check=False)
     if result.returncode:

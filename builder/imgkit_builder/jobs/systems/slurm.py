@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from imgkit_builder.jobs.job import Argv, Job, Script
 from imgkit_builder.jobs.memory import size_text
-from imgkit_builder.jobs.quoting import Shell, line, quote
+from imgkit_builder.jobs.quoting import Shell, command_line, quote
 from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.jobs.submitted import JobState, JobStatus, QueuedJob, WaitInfo
 from imgkit_builder.jobs.systems import (
@@ -25,7 +25,7 @@ from imgkit_builder.jobs.systems import (
     options_with_values,
     with_folders,
 )
-from imgkit_builder.jobs.templates import fill, run_folder_lines
+from imgkit_builder.jobs.templates import render_template, run_folder_lines
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.schedulers import slurm
 
@@ -125,18 +125,18 @@ class Slurm(System):
         """Return the script for ``sbatch``, or the ``salloc`` line of an interactive job."""
         if job.is_interactive:
             argv = ("salloc", *_resource_options(job), "bash", "-lc", _interactive_line(job))
-            return Script(text=line(argv) + "\n", submit=argv, foreground=True)
+            return Script(text=command_line(argv) + "\n", submit=argv, foreground=True)
         is_array = any(re.match(r"--array\b|-a", option) for option in options_of(job))
         container = runtime_of(job).argv(job, job.command, forward=PODMAN_FORWARD)
-        text = fill(
+        text = render_template(
             job,
             "slurm.sh.j2",
-            directives=_directives(job, is_array=is_array),
+            directives=_directive_options(job, is_array=is_array),
             array=is_array,
-            folder_check=line(_folder_check(job)),
-            node_check=line(_node_check(job)),
-            start=line(_srun_argv(job, container)),
-            start_in_node=line(_srun_argv(job, (*_IN_NODE, *container))),
+            folder_check=command_line(_folder_check(job)),
+            node_check=command_line(_node_check(job)),
+            start=command_line(_srun_argv(job, container)),
+            start_in_node=command_line(_srun_argv(job, (*_IN_NODE, *container))),
         )
         return Script(text=text, submit=SUBMIT, on_stdin=True, is_array=is_array)
 
@@ -148,7 +148,9 @@ class Slurm(System):
             *("--nodes=1", "--ntasks=1"),
             *_queue_options(job),
         )
-        text = fill(job, "sif.sh.j2", prefix="#SBATCH", directives=directives, command=line(job.command))
+        text = render_template(
+            job, "sif.sh.j2", prefix="#SBATCH", directives=directives, command=command_line(job.command)
+        )
         return Script(text=text, submit=SUBMIT, on_stdin=True)
 
     def parse_job_id(self, output: str, name: str) -> str:
@@ -274,7 +276,7 @@ def _cluster_options(cluster: str) -> Argv:
     return (f"--clusters={cluster}",) if cluster else ()
 
 
-def _directives(job: Job, *, is_array: bool) -> Argv:
+def _directive_options(job: Job, *, is_array: bool) -> Argv:
     """Return the options in the ``#SBATCH`` lines of the job's script."""
     directives = [
         f"--job-name={job.name}",
@@ -399,12 +401,12 @@ def _interactive_line(job: Job) -> str:
     lines += runtime.exports(job)
     node_check = _node_check(job)
     if node_check:
-        lines.append(_quoted(node_check))
+        lines.append(_quote_argv(node_check))
     argv = _first_node_shell(job)
     if job.command:
         container = runtime.argv(job, job.command, forward=PODMAN_FORWARD)
         argv = _srun_argv(job, _with_folders(job, container))
-    lines.append(f"exec {_quoted(argv)}")
+    lines.append(f"exec {_quote_argv(argv)}")
     text = " && ".join(lines)
     folder_lines = run_folder_lines(job, "$SLURM_JOB_ID")
     # Not joined by &&, within which bash ignores set -e.
@@ -418,5 +420,5 @@ def _first_node_shell(job: Job) -> Argv:
     return ("srun", "--nodes=1", "--ntasks=1", *cpus, *job.recipe.system.queue.srun, "--pty", *shell)
 
 
-def _quoted(argv: Argv) -> str:
+def _quote_argv(argv: Argv) -> str:
     return " ".join(map(quote, argv))

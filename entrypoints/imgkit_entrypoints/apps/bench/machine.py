@@ -119,7 +119,7 @@ def read_machine(
     versions = {"imgkit": __version__, **software}
     try:
         host, system = facts.gather(env=env), facts.system_facts(env=env)
-        network = fabric.choose(host, system, env, nnodes=nodes, head=env.get("MASTER_ADDR", ""))
+        network = fabric.choose_fabric(host, system, env, nnodes=nodes, head=env.get("MASTER_ADDR", ""))
     except ImgkitError:
         return Machine(fingerprint=versions)
     models = {gpu.model for gpu in host.gpu_devices}

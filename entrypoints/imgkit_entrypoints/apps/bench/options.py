@@ -14,9 +14,9 @@ from imgkit_entrypoints.arguments import (
     Parser,
     add_options,
     declared_options,
-    natural,
     option,
-    positive,
+    parse_natural,
+    parse_positive,
     refuse_unused,
 )
 
@@ -33,7 +33,7 @@ Meaning of the figures, and fields of the saved file: docs/guides/bench.md."""
 
 
 def _factor(text: str) -> int:
-    value = positive(text)
+    value = parse_positive(text)
     if value < 2:
         raise argparse.ArgumentTypeError("a factor of 1 would never reach --max: 2 or more")
     return value
@@ -120,7 +120,7 @@ class BenchOptions:
         default=True,
     )
     iters: int | None = option(
-        "--iters", "timed iterations of each size", positive, "N", heading="iterations", one_of="amount"
+        "--iters", "timed iterations of each size", parse_positive, "N", heading="iterations", one_of="amount"
     )
     """None: as many as fit into `seconds`."""
     seconds: float = option(
@@ -132,12 +132,12 @@ class BenchOptions:
         one_of="amount",
     )
     warmup_iters: int = option(
-        "--warmup-iters", "untimed iterations before each size", natural, "N", default=5
+        "--warmup-iters", "untimed iterations before each size", parse_natural, "N", default=5
     )
     timeout_s: int = option(
         "--timeout",
         "time limit of a collective in seconds; with NCCL, of one batch",
-        positive,
+        parse_positive,
         "S",
         default=300,
     )

@@ -204,7 +204,7 @@ def save(path: Path, text: str, usage: str) -> None:
     ------
     UsageError : it cannot be written.
     """
-    with files.replacing(path, failed="cannot save", hint=f"name a writable file: {usage}") as file:
+    with files.replace_named_file(path, failed="cannot save", hint=f"name a writable file: {usage}") as file:
         file.write(text.encode())
 
 

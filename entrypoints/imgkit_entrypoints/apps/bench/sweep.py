@@ -173,7 +173,7 @@ class Sweep:
 
     def _print(self, *lines: str) -> None:
         if self._setup.ranks.rank == 0:
-            terminal.out(*lines)
+            terminal.print_results(*lines)
 
     def _note(self, text: str) -> None:
         """Print a sentence, and keep it for the JSON file."""

@@ -77,7 +77,7 @@ def _end_at_failure(error: CheckFailed) -> NoReturn:
     if isinstance(error, BadSample):
         report += f"\n{error.trace}"
     if not user_program.report(report):
-        terminal.err(*text.split("\n"))
+        terminal.print_messages(*text.split("\n"))
     sys.exit(error.exit_code)
 
 
@@ -220,7 +220,7 @@ def _tokens_per_sample(batch: Any) -> int | None:
 
 def say(text: str) -> None:
     """Print a message on stderr; stdout is for results."""
-    terminal.err(f"dist-train: {text}")
+    terminal.print_messages(f"dist-train: {text}")
 
 
 def plugin_table(config: Config) -> dict[str, tuple[str, plugins.Contract, Any]]:

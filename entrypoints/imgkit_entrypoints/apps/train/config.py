@@ -19,7 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from imgkit_entrypoints.apps.train import plugins
-from imgkit_entrypoints.arguments import Option, declared_options, duration, natural, option, positive
+from imgkit_entrypoints.arguments import (
+    Option,
+    declared_options,
+    option,
+    parse_duration,
+    parse_natural,
+    parse_positive,
+)
 from imgkit_entrypoints.errors import UsageError
 
 # The built-in models, each with its default optimizer, learning rate and steps of warm-up.
@@ -145,31 +152,41 @@ class Config:
         default="builtin",
     )
     samples: int | None = option(
-        "--samples", "number of built-in samples", positive, "N", unset="depends on the model"
+        "--samples", "number of built-in samples", parse_positive, "N", unset="depends on the model"
     )
     image_size: int = option(
-        "--image-size", "pixels of the square to crop images from a folder to", positive, "N", default=224
+        "--image-size",
+        "pixels of the square to crop images from a folder to",
+        parse_positive,
+        "N",
+        default=224,
     )
     seed: int = option("--seed", "random seed of the weights, the data and its order", int, "N", default=0)
     workers: int = option(
-        "--workers", "data loading processes per rank; 0: load in the rank itself", natural, "N", default=0
+        "--workers",
+        "data loading processes per rank; 0: load in the rank itself",
+        parse_natural,
+        "N",
+        default=0,
     )
     steps: int | None = option(
-        "--steps", "optimizer steps", positive, "N", unset=str(STEPS), heading="steps and batches"
+        "--steps", "optimizer steps", parse_positive, "N", unset=str(STEPS), heading="steps and batches"
     )
     epochs: int | None = option(
-        "--epochs", "passes over the data; with --steps, whichever ends first", positive, "N"
+        "--epochs", "passes over the data; with --steps, whichever ends first", parse_positive, "N"
     )
-    batch_size: int | None = option("--batch-size", "samples per rank and batch", positive, "N", unset="32")
+    batch_size: int | None = option(
+        "--batch-size", "samples per rank and batch", parse_positive, "N", unset="32"
+    )
     global_batch: int | None = option(
         "--global-batch",
         "samples per step, by gradient accumulation",
-        positive,
+        parse_positive,
         "N",
         unset="--batch-size x ranks",
     )
     stop_after_s: int | None = option(
-        "--stop-after", "save and stop this time after the first attempt: 50m, 1h30m", duration, "TIME"
+        "--stop-after", "save and stop this time after the first attempt: 50m, 1h30m", parse_duration, "TIME"
     )
     lr: float = option(
         "--lr",
@@ -196,7 +213,11 @@ class Config:
         default="constant",
     )
     warmup_steps: int = option(
-        "--warmup-steps", "steps of learning rate warm-up", natural, "N", unset="20 for a resnet, else 0"
+        "--warmup-steps",
+        "steps of learning rate warm-up",
+        parse_natural,
+        "N",
+        unset="20 for a resnet, else 0",
     )
     clip: float | None = option("--clip", "maximum norm of the gradient", _norm, "X", unset="no limit")
     on_nan: str = option(
@@ -244,7 +265,7 @@ class Config:
         "N|Ne",
         default="1000",
     )
-    keep: int = option("--keep", "number of checkpoints to keep", positive, "K", default=2)
+    keep: int = option("--keep", "number of checkpoints to keep", parse_positive, "K", default=2)
     resume: str = option(
         "--resume",
         "newest valid checkpoint of the run folder, none, or that of a path",
@@ -270,7 +291,7 @@ class Config:
     log_every: int = option(
         "--log-every",
         f"print a line every N steps, and every {LINE_EVERY_S} s; 0: a tenth of the run",
-        natural,
+        parse_natural,
         "N",
         default=0,
     )

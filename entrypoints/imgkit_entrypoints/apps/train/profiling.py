@@ -182,4 +182,4 @@ def _write_trace(recorder: profile, config: Config, ranks: Ranks) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = files.temporary_name(target)
     recorder.export_chrome_trace(str(temporary))
-    files.publish(temporary, target)
+    files.publish_file(temporary, target)

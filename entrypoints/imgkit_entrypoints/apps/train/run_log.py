@@ -91,7 +91,7 @@ class RunLog:
         self._waited_s = workload.waited_s()
         self._start_s = time.perf_counter()
         self._metrics.write(lambda folder: folder.mkdir(parents=True, exist_ok=True))
-        self._metrics.write(lambda folder: files.put(folder / "config.json", config.to_json()))
+        self._metrics.write(lambda folder: files.write_file(folder / "config.json", config.to_json()))
         self._metrics.write(lambda folder: _drop_lines_after(folder / METRICS, workload.start))
 
     def add(self, latest: LatestSteps) -> None:
@@ -112,7 +112,7 @@ class RunLog:
         """Report the loss on held-out data, which took `seconds` to compute."""
         self._eval_loss = loss
         self._evaluation_s += seconds
-        terminal.out(f"{self._progress(step)}  held out: loss {loss:.6f}")
+        terminal.print_results(f"{self._progress(step)}  held out: loss {loss:.6f}")
         self._metrics.add({**self._position(step), "eval_loss": _finite(loss)})
         self._loggers.log(step, {"eval_loss": loss})
 
@@ -152,7 +152,7 @@ class RunLog:
         self._metrics.add(values)
         self._loggers.log(values.pop("step"), {**values, **numbers})
         left_s = (time.perf_counter() - self._start_s) / (step - workload.start) * (workload.steps - step)
-        terminal.out(self._format_line(step, values, left_s))
+        terminal.print_results(self._format_line(step, values, left_s))
 
     def _average(self, parts: Sequence[LatestSteps]) -> tuple[float | None, dict[str, float | None]]:
         """Return the mean loss and the means of the user's numbers, or None where all steps were skipped."""
@@ -210,7 +210,7 @@ class RunLog:
             "longest_save_stall_s": stall_s,
         }
         text = json.dumps(summary, indent=2) + "\n"
-        self._metrics.write(lambda folder: files.put(folder / "summary.json", text))
+        self._metrics.write(lambda folder: files.write_file(folder / "summary.json", text))
         self._metrics.write(_write_curves)
         longest = max(starts, key=lambda name: starts[name], default="")  # the longest part of the start
         durations = {
@@ -221,7 +221,9 @@ class RunLog:
         }
         breakdown = ", ".join(f"{seconds:.1f} s {name}" for name, seconds in durations.items() if seconds)
         losses = f"loss {self._first_loss:.6f} -> {self._last_loss:.6f}"
-        terminal.out(f"{losses}, {self._ranks} ranks, {rate:.0f} samples/s while training; {breakdown}")
+        terminal.print_results(
+            f"{losses}, {self._ranks} ranks, {rate:.0f} samples/s while training; {breakdown}"
+        )
 
 
 def _finite(value: float) -> float | None:
@@ -236,7 +238,7 @@ def _drop_lines_after(path: Path, step: int) -> None:
             lines = stream.read().decode(errors="replace").splitlines(keepends=True)
     except FileNotFoundError:
         return
-    files.put(path, "".join(line for line in lines if _step_of_line(line) <= step))
+    files.write_file(path, "".join(line for line in lines if _step_of_line(line) <= step))
 
 
 def _step_of_line(line: str) -> float:
@@ -258,7 +260,7 @@ def _write_curves(folder: Path) -> None:
 
     losses = curves.Chart("loss", {"trained on": points("loss"), "held out": points("eval_loss")})
     rates = curves.Chart("samples/s", {"": points("samples_per_s")}, from_zero=True)
-    files.put(folder / "curves.svg", curves.draw_charts((losses, rates)))
+    files.write_file(folder / "curves.svg", curves.draw_charts((losses, rates)))
 
 
 def format_duration(seconds: float) -> str:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from xml.etree import ElementTree
 
-from imgkit_entrypoints.arguments import digits
+from imgkit_entrypoints.arguments import parse_digits
 from imgkit_entrypoints.doctor.checks.check import Check, Subject
 from imgkit_entrypoints.facts import health
 from imgkit_entrypoints.facts.health import PcieLink
@@ -116,7 +116,7 @@ def _gpu_problems(gpu: ElementTree.Element) -> Iterator[Check]:
     errors = 0
     for counter in gpu.findall("ecc_errors/volatile/*"):
         if "uncorrectable" in counter.tag:
-            errors += digits(counter.text or "") or 0
+            errors += parse_digits(counter.text or "") or 0
     if errors:
         text = f"{evidence} {errors} uncorrectable ECC errors since the last reset"
         yield Check("gpu health", "warn", text, reset)

@@ -32,7 +32,7 @@ def net_plugin(subject: Subject) -> Iterator[Check]:
     if plugin.VARIABLE in subject.plan.unset or not value:
         return
     fix = "put the folders of what it needs on LD_LIBRARY_PATH, or use a plug-in for this image's glibc"
-    for path in plugin.files(subject.facts, value):
+    for path in plugin.plugin_files(subject.facts, value):
         # Loaded by another program: a plug-in's constructors may do anything.
         fault = health.load_fault(path) if subject.reader.live else ""
         if fault:
@@ -178,7 +178,7 @@ def gpudirect(subject: Subject) -> Iterator[Check]:
     for device in facts.rdma:
         if device.name not in names:
             continue
-        distance = ports.distance(facts, device)
+        distance = ports.gpu_distance(facts, device)
         evidence = f"{device.name}: {device.path}/device -> {device.pci or '?'}, numa_node {device.numa_node}"
         if distance is None:
             yield Check("affinity", "unknown", evidence, "show the topology: nvidia-smi topo -m")

@@ -9,7 +9,7 @@ from imgkit_entrypoints.doctor.checks.check import Check, Subject
 from imgkit_entrypoints.fabric import lint
 from imgkit_entrypoints.facts import HostFacts, Reader
 from imgkit_entrypoints.facts.software import absent_files
-from imgkit_entrypoints.schedulers.resolve import claims, unseen
+from imgkit_entrypoints.schedulers.resolve import launcher_variables, missing_launcher_clause
 
 LIBC = (
     "/usr/lib/{machine}-linux-gnu/libc.so.6",
@@ -21,10 +21,10 @@ LIBC = (
 def scheduler(subject: Subject) -> Iterator[Check]:
     """Check that the job is visible; a container with --cleanenv hides it."""
     name = subject.system.scheduler if subject.system else ""
-    if text := unseen(name, subject.env):
+    if text := missing_launcher_clause(name, subject.env):
         fix = "in a job: start the container without --cleanenv and --containall; elsewhere this is expected"
         yield Check("scheduler", "warn", text, fix)
-    elif variables := claims(subject.env):
+    elif variables := launcher_variables(subject.env):
         yield Check("scheduler", "ok", ", ".join(variables))
 
 

@@ -191,7 +191,7 @@ class _Leader:
         if self._config.folder is None:
             return
         try:
-            files.put(self._config.folder / FILE, report.to_json())
+            files.write_file(self._config.folder / FILE, report.to_json())
         except OSError as error:
             self._config.log(f"warning: {self._config.folder / FILE}: {error.strerror}")
 

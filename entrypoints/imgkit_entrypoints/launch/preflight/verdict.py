@@ -149,7 +149,7 @@ class Report:
     def exclude(self) -> str:
         """The hosts of all outliers, as an option of the scheduler if it has one."""
         hosts = [node.host for node in self.verdict.outliers]
-        folded = hostlist.folded(hosts) if hosts else ""
+        folded = hostlist.fold_hosts(hosts) if hosts else ""
         return f"--exclude={folded}" if folded and self.scheduler == "slurm" else folded
 
     def table(self) -> list[str]:
@@ -174,7 +174,7 @@ class Report:
         for node in verdict.nodes:
             for note in node.notes:
                 hosts_by_note.setdefault(note, []).append(node.host)
-        lines += [f"note: {hostlist.folded(hosts)}: {note}" for note, hosts in hosts_by_note.items()]
+        lines += [f"note: {hostlist.fold_hosts(hosts)}: {note}" for note, hosts in hosts_by_note.items()]
         return [*lines, self._summary()]
 
     def _summary(self) -> str:

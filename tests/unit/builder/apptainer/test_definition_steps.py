@@ -26,7 +26,7 @@ MANIFEST = Manifest(
 @pytest.fixture
 def text(make_recipe: Callable[..., Recipe]) -> str:
     recipe = make_recipe(run=("echo 1", "echo 2"), lines={("image", "run", 1): 9})
-    return definition.definition(recipe, BASE, {"a.label": "b  c", "empty": ""})
+    return definition.render_definition(recipe, BASE, {"a.label": "b  c", "empty": ""})
 
 
 def test_definition_names_the_line_of_each_step(text: str) -> None:

@@ -273,12 +273,12 @@ print(status.split("VmHWM:")[1].split()[0])
 
 
 def test_failing_filter_is_quoted() -> None:
-    output = process.through(["sh", "-c", "echo the reason >&2; exit 3"], chunks(DATA))
+    output = process.filter_through(["sh", "-c", "echo the reason >&2; exit 3"], chunks(DATA))
     with pytest.raises(ToolFailed, match="exit code 3: the reason"):
         list(output)
 
 
 def test_filter_is_ended_when_the_reader_stops() -> None:
-    output = process.through(["cat"], iter(lambda: bytes(65_536), None))
+    output = process.filter_through(["cat"], iter(lambda: bytes(65_536), None))
     assert next(output)
     output.close()  # type: ignore[attr-defined]  # hangs or leaves a process where it is not ended

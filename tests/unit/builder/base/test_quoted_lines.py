@@ -48,8 +48,8 @@ def test_many_errors_leave_room_for_the_end() -> None:
 
 
 def test_one_line_becomes_part_of_the_message() -> None:
-    assert process.quoted("x failed", "\r 10%\r 20%\nERROR: why\n", "do this") == (
+    assert process.quote_output("x failed", "\r 10%\r 20%\nERROR: why\n", "do this") == (
         "x failed: ERROR: why",
         "do this",
     )
-    assert process.quoted("x failed", " 10%\n", "do this") == ("x failed", "do this")
+    assert process.quote_output("x failed", " 10%\n", "do this") == ("x failed", "do this")

@@ -17,7 +17,7 @@ LOCAL = "a folder of the project: data/NAME; or a path on the cluster: /SRC:/DES
 
 
 def find(project: Path, source: str = "data/x") -> DataFolder:
-    return folder.find(spec.parse(source), project)
+    return folder.find_folder(spec.parse_spec(source), project)
 
 
 def test_item_is_of_the_project_or_of_the_cluster() -> None:
@@ -39,7 +39,7 @@ def test_item_is_of_the_project_or_of_the_cluster() -> None:
     ],
 )
 def test_item_of_the_hub_has_a_place_in_the_code(text: str, repo: HubRepo, target: str) -> None:
-    item = spec.parse(text)
+    item = spec.parse_spec(text)
     assert (item.hub, item.target, item.is_local) == (repo, f"/workspace/hf/{target}", True)
 
 
@@ -48,7 +48,7 @@ def test_item_of_the_hub_has_a_place_in_the_code(text: str, repo: HubRepo, targe
 )
 def test_other_items_of_the_hub_are_refused(text: str) -> None:
     with pytest.raises(UsageError) as caught:
-        spec.parse(text)
+        spec.parse_spec(text)
     assert caught.value.what == f"{text!r} is no model or data set of the hub"
     assert str(caught.value.hint).startswith("hf://NAME or hf://datasets/NAME")
 

@@ -36,7 +36,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 def download(item: str, project: Path) -> DataFolder:
-    return hub_data.download(spec.parse(item), project, Notes())
+    return hub_data.download(spec.parse_spec(item), project, Notes())
 
 
 def text(path: Path) -> str:
@@ -83,10 +83,10 @@ def test_lock_keeps_the_commit_until_its_line_goes(hub: Hub, tmp_path: Path) -> 
     download("hf://datasets/me/letters", tmp_path)
     assert f"\nhf://me/tiny {first.path.name}\n" in text(lock)
     asked = len(hub.requests)
-    assert hub_data.find(spec.parse("hf://me/tiny"), tmp_path) == first
+    assert hub_data.find(spec.parse_spec("hf://me/tiny"), tmp_path) == first
     assert len(hub.requests) == asked
     lock.unlink()
-    assert hub_data.find(spec.parse("hf://me/tiny"), tmp_path).name == "models--me--tiny@main"
+    assert hub_data.find(spec.parse_spec("hf://me/tiny"), tmp_path).name == "models--me--tiny@main"
     newest = download("hf://me/tiny", tmp_path)
     assert newest.path.name == second
     assert newest.project_part == first.project_part, "the next revision would be sent as a whole"
@@ -95,7 +95,7 @@ def test_lock_keeps_the_commit_until_its_line_goes(hub: Hub, tmp_path: Path) -> 
 def test_second_run_needs_no_internet(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = download("hf://me/tiny", tmp_path)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    assert hub_data.find(spec.parse("hf://me/tiny"), tmp_path) == first
+    assert hub_data.find(spec.parse_spec("hf://me/tiny"), tmp_path) == first
 
 
 def test_token_opens_a_gated_model_and_is_in_no_file(
@@ -170,6 +170,6 @@ def test_cache_that_cannot_be_written_is_named(
 def test_lock_with_something_else_is_refused(tmp_path: Path, text: str, number: int | None) -> None:
     (tmp_path / "hf.lock").write_text(text)
     with pytest.raises(UsageError) as caught:
-        hub_data.find(spec.parse("hf://me/tiny"), tmp_path)
+        hub_data.find(spec.parse_spec("hf://me/tiny"), tmp_path)
     assert caught.value.where == f"{tmp_path}/hf.lock" + (f":{number}" if number else "")
     assert str(caught.value.hint).startswith("remove")

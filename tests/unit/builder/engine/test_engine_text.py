@@ -15,7 +15,7 @@ from imgkit_builder.engine.image_source import full_platform
 from imgkit_builder.engine.images import ImageFacts, ImageInfo, repository
 from imgkit_builder.oci.manifest import STANDIN_LABEL
 from imgkit_entrypoints.errors import ToolFailed, UsageError
-from imgkit_entrypoints.terminal import unstyled
+from imgkit_entrypoints.terminal import strip_styles
 
 
 def test_steps_map_to_first_lines() -> None:
@@ -75,7 +75,7 @@ def test_message_decides_the_kind(message: str, kind: type) -> None:
 
 def test_unknown_message_is_quoted_in_full() -> None:
     assert "push x: something new" in str(explain_message("\x1b[91msomething new\x1b[0m", doing="push x"))
-    assert unstyled("\x1b[91mred\x1b[0m") == "red"
+    assert strip_styles("\x1b[91mred\x1b[0m") == "red"
 
 
 HERE = Endpoint(host="unix:///var/run/docker.sock")

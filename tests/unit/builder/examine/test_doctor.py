@@ -64,7 +64,7 @@ def root(tmp_path: Path) -> Callable[..., Machine]:
 
 
 def look(*args: object, **options: object) -> dict[str, Check]:
-    return {check.name: check for check in doctor.examine(*args, **options)}  # type: ignore[arg-type]
+    return {check.name: check for check in doctor.check_machine(*args, **options)}  # type: ignore[arg-type]
 
 
 def test_machine_with_nothing_fails(programs: Path) -> None:
@@ -86,7 +86,7 @@ def test_missing_engine_fails_only_builders(
     cases: tuple[tuple[Verdict, Verdict], ...] = (("warn", verdict), ("ok", "warn"))
     for way, expected in cases:
         build_check = Check("build --with apptainer", way, "x", "x")
-        monkeypatch.setattr(doctor, "_definitions", lambda _, check=build_check: check)
+        monkeypatch.setattr(doctor, "_check_definitions", lambda _, check=build_check: check)
         check = look(purpose=purpose, machine=Machine(uid=0))["docker"]
         assert check.verdict == expected
         assert ("--with apptainer" in check.hint) == (purpose == "build" and way == "ok")

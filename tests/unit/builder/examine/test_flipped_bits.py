@@ -15,7 +15,7 @@ from imgkit_builder.archive import read, sidecar
 from imgkit_builder.archive.sidecar import SavedArchive, SavedImage, Sidecar
 from imgkit_builder.base import checks
 from imgkit_builder.base.progress import Silent
-from imgkit_builder.examine.verify import verify
+from imgkit_builder.examine.verify import verify_file
 from imgkit_entrypoints.errors import ImgkitError
 from imgkit_entrypoints.run import disk
 
@@ -25,7 +25,7 @@ Kind = tuple[Path, Callable[[], bool]]
 
 def refused(path: Path) -> bool:
     try:
-        return not checks.passed(verify(path))
+        return not checks.passed(verify_file(path))
     except ImgkitError:
         return True
 

@@ -47,21 +47,21 @@ EMPTY = dataclasses.replace(
 @pytest.mark.parametrize("inventory", [FULL, EMPTY], ids=["full", "empty"])
 def test_spdx_library_accepts_the_document(inventory: Inventory, tmp_path: Path) -> None:
     path = tmp_path / "x.spdx.json"
-    path.write_text(spdx.document(inventory))
+    path.write_text(spdx.spdx_document(inventory))
     assert validate_full_spdx_document(parse_file(str(path)), "SPDX-2.3") == []
 
 
 def test_only_the_content_decides_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = spdx.document(FULL)
+    first = spdx.spdx_document(FULL)
     monkeypatch.setenv("TZ", "Asia/Tokyo")
     monkeypatch.setenv("USER", "somebody")
-    assert spdx.document(dataclasses.replace(FULL)) == first
-    assert spdx.document(dataclasses.replace(FULL, arch="arm64")) != first
+    assert spdx.spdx_document(dataclasses.replace(FULL)) == first
+    assert spdx.spdx_document(dataclasses.replace(FULL, arch="arm64")) != first
 
 
 def test_ids_of_other_content_are_other_ids() -> None:
     changed = dataclasses.replace(FULL, created_s=1)
-    names = [json.loads(spdx.document(inventory))["documentNamespace"] for inventory in (FULL, changed)]
+    names = [json.loads(spdx.spdx_document(inventory))["documentNamespace"] for inventory in (FULL, changed)]
     assert names[0] != names[1]
 
 
@@ -74,4 +74,4 @@ def test_package_urls_are_those_of_the_library() -> None:
 
 
 def test_left_out_files_are_named() -> None:
-    assert "dpkg/status: too large" in json.loads(spdx.document(FULL))["comment"]
+    assert "dpkg/status: too large" in json.loads(spdx.spdx_document(FULL))["comment"]

@@ -22,7 +22,7 @@ from imgkit_builder.image import inside
 from imgkit_builder.jobs import bound, checks, submit, systems
 from imgkit_builder.jobs.job import Job
 from imgkit_builder.jobs.request import JobRequest
-from imgkit_builder.jobs.resolve import resolve
+from imgkit_builder.jobs.resolve import resolve_job
 from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.jobs.transport import Local
 from imgkit_builder.recipe.targets import load_target
@@ -45,7 +45,7 @@ HELLO = JobRequest.of(command=("dist-hello",), image="/site.sif", account="a", q
 
 
 def job(folder: Path, **options: Any) -> Job:
-    return resolve(load_target("mn5"), HELLO.changed(directory=folder, **options))
+    return resolve_job(load_target("mn5"), HELLO.changed(directory=folder, **options))
 
 
 def fake(text: str = "", code: int = 0, *, digest: str = DIGEST, **seen: Any) -> bound.Runner:
@@ -61,7 +61,7 @@ def fake(text: str = "", code: int = 0, *, digest: str = DIGEST, **seen: Any) ->
 
 
 def bind(folder: Path, run: bound.Runner, **options: Any) -> Job:
-    return bound.bind(job(folder, **options), run)
+    return bound.bind_entry_points(job(folder, **options), run)
 
 
 def test_entry_points_are_bound_and_started_by_the_image_s_python(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_entry_points_are_bound_and_started_by_the_image_s_python(tmp_path: Path
 def put(job: Job) -> None:
     """Write the folder that is bound where the job looks for it."""
     assert job.container.bound
-    bound.write_folder(Path(job.container.bound.folder), functools.partial(bound.write, job))
+    bound.write_folder(Path(job.container.bound.folder), functools.partial(bound.write_bound_files, job))
 
 
 def test_folder_holds_the_package_and_the_system(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_encrypted_sif_is_refused(tmp_path: Path) -> None:
     assert data.count(plain + b"02") == 1
     path.write_bytes(data.replace(plain + b"02", encrypted + b"02"))
     with pytest.raises(UsageError, match="the \\.sif is encrypted"):
-        bound.bind(job(tmp_path, image=str(path)))
+        bound.bind_entry_points(job(tmp_path, image=str(path)))
 
 
 def test_foreign_architecture_is_named_before_a_look(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_look_on_a_remote_mounts_what_the_remote_has(tmp_path: Path) -> None:
         return fake()(argv)
 
     request = HELLO.changed(directory=tmp_path, binds=("/far/data:/data", "/none/data"))
-    bound.bind(resolve(load_target(file), request), run)
+    bound.bind_entry_points(resolve_job(load_target(file), request), run)
     [probe] = probes
     binds = [value for option, value in itertools.pairwise(probe) if option == "--bind"]
     assert binds == ["/far/lib:/far/lib:ro", "/far/data:/data", str(tmp_path)]
@@ -279,8 +279,8 @@ def test_image_of_podman_is_known_by_its_id(tmp_path: Path, text: str) -> None:
         return fake()(argv)
 
     request = HELLO.changed(image="docker.io/site/torch:1", directory=tmp_path, nodes="2")
-    bound_job = bound.bind(resolve(load_target(file), request), run)
-    lines = systems.named("slurm").script(bound_job).text
+    bound_job = bound.bind_entry_points(resolve_job(load_target(file), request), run)
+    lines = systems.get_system("slurm").script(bound_job).text
     assert f"""podman image inspect --format '{{{{.Id}}}}' "$image")" != "sha256:{DIGEST}" ]""" in lines
     assert f"--volume {tmp_path}/imgkit-entrypoints/" in lines.replace(" \\\n    ", " ")
     checked(lines)

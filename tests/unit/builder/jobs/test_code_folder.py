@@ -20,7 +20,7 @@ from imgkit_builder.image.context import LargeContext
 from imgkit_builder.jobs import code
 from imgkit_builder.jobs.code_tree import CodeTree
 from imgkit_builder.jobs.request import CodeRecord, JobRequest
-from imgkit_builder.jobs.resolve import resolve
+from imgkit_builder.jobs.resolve import resolve_job
 from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.oci.manifest import InstalledProject
 from imgkit_builder.recipe.targets import load_target
@@ -42,7 +42,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def read(folder: Path, *, large: bool = False, **flags: object) -> code.CodeFolder:
-    return code.read(JobRequest.of(code=folder).changed(**flags), large=large, report=Silent())
+    return code.read_code_folder(JobRequest.of(code=folder).changed(**flags), large=large, report=Silent())
 
 
 def names(tree: CodeTree) -> list[str]:
@@ -271,7 +271,7 @@ def test_change_while_it_is_read_is_refused(folder: Path, tmp_path: Path, text: 
 
 def test_container_gets_the_copy_of_its_run(folder: Path) -> None:
     request = JobRequest.of(command=("dist-hello",), runtime="singularity", code=folder)
-    job = resolve(load_target("cpu"), request)
+    job = resolve_job(load_target("cpu"), request)
     record = CodeRecord(sha256="ab", git="", uncommitted=True)
     argv = runtime_of(job).argv(code.with_code(job, record, Path("/d/code")), ("true",))
     binds = [argument for before, argument in itertools.pairwise(argv) if before == "--bind"]
@@ -358,15 +358,17 @@ def test_project_that_any_command_installed_is_found(tmp_path: Path, direct_url:
         files[-1][0].size = len(direct_url)
     (tmp_path / "x.tar").write_bytes(archive([files], config={"Env": ["PATH=/x/bin:/usr/bin"]}))
     convert.convert(Archive(path=tmp_path / "x.tar"), tmp_path / "x.sif", Options(test=False), Silent())
-    assert baked.projects(tmp_path / "x.sif", "my-proj") == (InstalledProject(name="my-proj", folder=folder),)
-    assert baked.projects(tmp_path / "x.sif", "proj") == ()
+    assert baked.read_projects(tmp_path / "x.sif", "my-proj") == (
+        InstalledProject(name="my-proj", folder=folder),
+    )
+    assert baked.read_projects(tmp_path / "x.sif", "proj") == ()
 
 
 def test_folder_bound_over_the_code_is_refused(project: Path) -> None:
     for target, fine in (("/workspace", False), ("/workspace/p", False), ("/data", True)):
         request = JobRequest.of(command=("true",), binds=(f"{project}:{target}:ro",), runtime="singularity")
         job = replace(
-            resolve(load_target("cpu"), request), recipe=replace(load_target("cpu"), projects=(MINE,))
+            resolve_job(load_target("cpu"), request), recipe=replace(load_target("cpu"), projects=(MINE,))
         )
         if fine:
             code.refuse_unused_bind(job, None)

@@ -70,7 +70,7 @@ def test_archive_names_the_system_of_its_conversion(archive: Path, call: Any) ->
     assert last_command(script) == ["exec", "imgkit", "sif", str(archive), "-o", str(image)]
     assert call(*argv, "--detach")[:2] == (0, "7\n")
     assert (archive.parent / "script").read_text() == script
-    assert records.find("7").job.name == "mine-sif"
+    assert records.find_record("7").job.name == "mine-sif"
 
 
 def test_submitted_conversion_has_no_run_folder(archive: Path, call: Any, fake_program: FakeProgram) -> None:

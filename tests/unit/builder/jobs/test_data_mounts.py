@@ -16,7 +16,7 @@ from imgkit_builder.jobs import code, scaling, submit
 from imgkit_builder.jobs.prepared import PreparedJob
 from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.request import JobRequest
-from imgkit_builder.jobs.templates import fill
+from imgkit_builder.jobs.templates import render_template
 from imgkit_builder.jobs.transport import Local
 from imgkit_entrypoints.errors import UsageError
 
@@ -30,7 +30,9 @@ def project(home: Path) -> Path:
 
 
 def read(folder: Path, *data: str) -> list[str]:
-    return [*code.read(JobRequest.of(code=folder, data=data), large=False, report=Silent()).tree.files]
+    return [
+        *code.read_code_folder(JobRequest.of(code=folder, data=data), large=False, report=Silent()).tree.files
+    ]
 
 
 def test_local_folder_is_mounted_from_where_it_lies(call: Any, project: Path) -> None:
@@ -87,7 +89,7 @@ def test_program_without_a_container_finds_the_hub_in_its_copy(call: Any, projec
 def test_code_has_the_places_of_the_hub_and_no_lock(project: Path) -> None:
     (project / "hf.lock").write_text(f"hf://me/tiny {'0' * 40}\n")
     request = JobRequest.of(code=project, data=("hf://me/tiny", "hf://datasets/me/letters"))
-    tree = code.read(request, large=False, report=Silent()).tree
+    tree = code.read_code_folder(request, large=False, report=Silent()).tree
     folders = ("hf", "hf/hub", "hf/hub/models--me--tiny", "hf/data", "hf/data/me", "hf/data/me/letters")
     assert [name for name in tree.files if name.startswith("hf")] == [
         *folders,
@@ -143,12 +145,14 @@ def prepare(project: Path, recipe: str, *command: str, **options: str) -> Prepar
     """Return a job without a container that has code and data."""
     request = JobRequest.of(code=project, directory=project, data=("data/x",), runtime="host")
     request = request.changed(command=command, **options)
-    return submit.prepare(recipe, request, code.read(request, large=False, report=Silent()))
+    return submit.prepare(recipe, request, code.read_code_folder(request, large=False, report=Silent()))
 
 
 def test_sizes_of_a_scaling_share_one_list_of_the_data(project: Path) -> None:
     request = JobRequest.of(command=("true",), data=("data/x",), account="a", qos="acc_debug", time="5m")
-    jobs = scaling.plan("mn5", request, (1, 2), remote=Remote(name="far", address="far", folder="/far"))
+    jobs = scaling.plan_scaling(
+        "mn5", request, (1, 2), remote=Remote(name="far", address="far", folder="/far")
+    )
     ((first,), (second,)) = (job.data for job in jobs)
     assert first is second
 
@@ -166,7 +170,7 @@ def test_script_links_the_data_into_the_copy_of_the_code(project: Path, tmp_path
     prepared.code.tree.write(Path(prepared.job.container.code_folder))
     run_folder = tmp_path / "my run"
     run_folder.mkdir()
-    script = f"set -e\ndir={shlex.quote(str(run_folder))}\n{fill(prepared.job, 'workspace.sh.j2')}"
+    script = f"set -e\ndir={shlex.quote(str(run_folder))}\n{render_template(prepared.job, 'workspace.sh.j2')}"
     for _ in range(2):  # a requeue keeps the copy
         subprocess.run(["bash", "-c", script], check=True)
     assert (run_folder / "workspace/data/x/train").read_text() == "1\n"

@@ -40,7 +40,7 @@ def test_ended_job_is_shown_by_the_accounting(call: Any, program: FakeProgram) -
     assert "1     TIMEOUT  0:0" in out
     assert f"1 failed; run folder: {Path.cwd()}/runs/mn5-1\n" in out
     assert "imgkit: sacct --allocations --jobs=1" in err
-    assert records.find("1").state == "failed"
+    assert records.find_record("1").state == "failed"
 
 
 def test_forgotten_job_is_shown_by_its_run_folder(call: Any, program: FakeProgram) -> None:
@@ -186,12 +186,12 @@ def test_task_of_an_array_is_found_by_its_id(call: Any) -> None:
     keep_job(1, array=True)
     keep_job(2, id="2[].s", system="pbs", array=True)
     keep_job(3, array=True, remote="far")
-    assert records.find("1_4").job.id == "1_4"
-    assert {records.find(job_id).job.id for job_id in ("2[4]", "2[4].s")} == {"2[4].s"}
-    assert records.find("3_0@far").job.handle == "3_0@far"
+    assert records.find_record("1_4").job.id == "1_4"
+    assert {records.find_record(job_id).job.id for job_id in ("2[4]", "2[4].s")} == {"2[4].s"}
+    assert records.find_record("3_0@far").job.handle == "3_0@far"
     for job_id in ("1_", "1[4]", "2_4", "2[4].t", "2[x]", "3_0@near", "10_1"):
         with pytest.raises(UsageError, match="no record of a job"):
-            records.find(job_id)
+            records.find_record(job_id)
     assert call("logs", "1_4", "--json")[0] == 0
     assert "1 is an array job" in call("logs", "1")[2]
     assert "mn5.o2.4" in call("logs", "2[4]", "--json")[1]
@@ -201,7 +201,7 @@ def test_shell_in_a_job_has_its_container(call: Any, program: FakeProgram) -> No
     Path("mn5.sif").mkdir()  # a sandbox: imgkit does not look inside
     program("sbatch", "cat > script; echo 7")
     request = JobRequest.of(command=("dist-hello",), account="a", qos="acc_debug", time="10m", env=("A=b c",))
-    submit.submit(submit.prepare("mn5", request), Local())
+    submit.submit_job(submit.prepare("mn5", request), Local())
     code, out, _ = call("shell", "--job", "7", "--dry-run")
     assert code == 0
     assert out.startswith("srun --jobid=7 --overlap --nodes=1 --ntasks=1 ")
@@ -229,7 +229,7 @@ def test_shell_in_a_job_shows_its_command_on_request(program: FakeProgram, optio
 def test_shell_in_a_pod_is_in_the_job_s_container() -> None:
     def shell_command(node: str = "", **fields: Any) -> str:
         queued = queued_job(name="a", **fields)
-        return " ".join(systems.named(queued.system).shell_command(queued, "", node).argv)
+        return " ".join(systems.get_system(queued.system).shell_command(queued, "", node).argv)
 
     assert shell_command(system="runai", id="a", queue="p") == "runai bash a --project p"
     assert shell_command("a-worker-0", system="runai", id="a") == "runai bash a --pod a-worker-0"
@@ -290,7 +290,7 @@ def test_wait_ends_with_the_job(
     program("sacct", f"echo 'JobID State ExitCode'; echo '1     {history}'")
     actual, out, _ = call("wait", "1", "--json")
     assert (actual, data.items() <= json.loads(out).items()) == (code, True)
-    assert records.find("1").state == data["state"]
+    assert records.find_record("1").state == data["state"]
     assert call("wait", "1")[0] == code
 
 

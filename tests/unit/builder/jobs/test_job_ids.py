@@ -59,7 +59,7 @@ def submitted(call: Any, system: str, answer: bytes, *args: str) -> tuple[object
 def test_id_in_the_answer_is_kept(call: Any, system: str, answer: bytes, expected: tuple[str, str]) -> None:
     code, out, err = submitted(call, system, answer)
     assert (code, out) == (0, f"{expected[0]}\n"), err
-    record = records.find(expected[0])
+    record = records.find_record(expected[0])
     assert (record.job.id, record.job.cluster, record.answer) == (*expected, None)
 
 

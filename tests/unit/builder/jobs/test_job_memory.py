@@ -11,7 +11,7 @@ from imgkit_builder.jobs import systems
 from imgkit_builder.jobs.job import Job
 from imgkit_builder.jobs.memory import Memory, parse_size, size_text
 from imgkit_builder.jobs.request import JobRequest
-from imgkit_builder.jobs.resolve import resolve
+from imgkit_builder.jobs.resolve import resolve_job
 from imgkit_builder.recipe.targets import load_target
 from imgkit_entrypoints.errors import UsageError
 
@@ -37,7 +37,7 @@ DOCKER = "{kind: docker, command: docker, options: [--gpus=all]}"
 def job(folder: Path, text: str, **options: Any) -> Job:
     file = folder / "mine.yaml"
     file.write_text(text)
-    return resolve(load_target(file), REQUEST.changed(**options))
+    return resolve_job(load_target(file), REQUEST.changed(**options))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_partition_and_request_decide_on_memory(
     tmp_path: Path, options: dict[str, Any], directive: str
 ) -> None:
     own = job(tmp_path, OWN % ("slurm", SINGULARITY) + PARTITIONS, **options)
-    lines = systems.named("slurm").script(own).text.splitlines()
+    lines = systems.get_system("slurm").script(own).text.splitlines()
     assert [line for line in lines if "--mem" in line and line.startswith("#SBATCH")] == (
         [f"#SBATCH {directive}"] if directive else []
     )
@@ -92,7 +92,7 @@ def test_partition_and_request_decide_on_memory(
 
 
 def test_chunk_of_pbs_has_the_memory_of_its_gpus(tmp_path: Path) -> None:
-    script = systems.named("pbs").script(job(tmp_path, OWN % ("pbs", SINGULARITY), gpus=2)).text
+    script = systems.get_system("pbs").script(job(tmp_path, OWN % ("pbs", SINGULARITY), gpus=2)).text
     assert "select=1:ngpus=2:mem=240gb:mpiprocs=1" in script
 
 
@@ -103,6 +103,6 @@ def test_only_docker_limits_memory_without_a_scheduler(
 ) -> None:
     own = job(tmp_path, OWN % (scheduler, runtime), mem="64G")
     assert own.allocation.memory == (Memory(size_MiB=64 << 10) if is_limited else None)
-    assert ("--memory=64g" in systems.named(scheduler).script(own).text) == is_limited
+    assert ("--memory=64g" in systems.get_system(scheduler).script(own).text) == is_limited
     warning = f"--mem is not used: mine ({scheduler}) has no such flag"
     assert (warning in own.warnings) == (not is_limited)

@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
 def ready(folder: Path, recipe: str = "cpu", **options: object) -> PreparedJob:
     """Return a job of this folder's code after all that precedes its start."""
     request = JobRequest.of(code=folder, directory=folder, **{"command": ("dist-run", "train.py"), **options})
-    prepared = submit.prepare(recipe, request, code.read(request, large=False, report=Silent()))
+    prepared = submit.prepare(recipe, request, code.read_code_folder(request, large=False, report=Silent()))
     return submit.make_ready(prepared, Local(), Silent())
 
 

@@ -13,7 +13,7 @@ import pytest
 from imgkit_builder.jobs import systems
 from imgkit_builder.jobs.job import Job
 from imgkit_builder.jobs.request import JobRequest
-from imgkit_builder.jobs.resolve import resolve
+from imgkit_builder.jobs.resolve import resolve_job
 from imgkit_builder.jobs.systems.mpi import MpiFlags
 from imgkit_builder.recipe.targets import load_target
 
@@ -22,7 +22,7 @@ def job(folder: Path, recipe: str = "mn5", **options: Any) -> Job:
     request = JobRequest.of(
         command=("dist-hello",), directory=folder, account="a", qos="acc_debug", time="5m"
     )
-    return resolve(load_target(recipe), request.changed(**options))
+    return resolve_job(load_target(recipe), request.changed(**options))
 
 
 def run_on_node(of: Job, *command: str) -> subprocess.CompletedProcess[str]:
@@ -72,7 +72,7 @@ def test_each_start_looks_before_the_container(
     tmp_path: Path, recipe: str, options: dict[str, Any], looks: int
 ) -> None:
     mounting_job = job(tmp_path, recipe, binds=("/data/v1:/in:ro",), **options)
-    script = systems.named(mounting_job.system).script(mounting_job)
+    script = systems.get_system(mounting_job.system).script(mounting_job)
     lines = [line for line in script.text.splitlines() if "torch.distributed.launch" not in line]
     assert "\n".join(lines).count("/data/v1 -- ") == looks
     for _, line in script.remote:
@@ -85,7 +85,9 @@ def test_job_that_mounts_nothing_has_no_look(tmp_path: Path) -> None:
 
 def test_pyxis_looks_in_a_step_of_its_own(tmp_path: Path) -> None:
     mounting_job = job(tmp_path, binds=("/data:/in:ro",), runtime="pyxis", image="ubuntu")
-    text = " ".join(systems.named(mounting_job.system).script(mounting_job).text.replace("\\\n", " ").split())
+    text = " ".join(
+        systems.get_system(mounting_job.system).script(mounting_job).text.replace("\\\n", " ").split()
+    )
     look, _, start = text.partition(" sh /data -- sh -c ")
     assert "srun --overlap --input=none --ntasks-per-node=1 sh -c" in look
     assert "--container-image=ubuntu" in start

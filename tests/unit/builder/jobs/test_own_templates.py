@@ -17,7 +17,7 @@ from imgkit_entrypoints.schedulers.placement import Size
 @pytest.fixture
 def job(tmp_path: Path) -> Job:
     request = JobRequest.of(command=("dist-env",), directory=tmp_path, templates=tmp_path)
-    return resolve.resolve(targets.load_target("cpu"), request)
+    return resolve.resolve_job(targets.load_target("cpu"), request)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_templates_run_no_program_and_write_no_file(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.sh.j2").write_text(text)
     with pytest.raises(UsageError):
-        templates.fill(job, "mine.sh.j2")
+        templates.render_template(job, "mine.sh.j2")
     assert [path.name for path in tmp_path.iterdir()] == ["mine.sh.j2"]
 
 
@@ -51,4 +51,4 @@ def test_templates_use_values_filters_and_macros(job: Job, tmp_path: Path) -> No
         "{{ 'x y' | sh_quote }}"
     )
     alone = job.with_allocation(size=Size.parse("2+1"))
-    assert templates.fill(alone, "mine.sh.j2") == "33 [0, 1] a-b 'x y'"
+    assert templates.render_template(alone, "mine.sh.j2") == "33 [0, 1] a-b 'x y'"

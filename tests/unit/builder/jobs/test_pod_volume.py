@@ -37,7 +37,7 @@ def volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_program: FakePr
     fake_program("ssh", 'for line; do :; done\nexec sh -c "$line"')
     root = tmp_path / "volume"
     root.mkdir()
-    config.add(
+    config.add_remote(
         Remote(
             name="mlo",
             address="far",
@@ -63,7 +63,7 @@ def submit(call: Any, *options: str) -> Path:
         *("--", "sh", "train.sh"),
     )
     assert code in (0, None), f"{out}\n{err}"
-    return records.find("mlo").job.run_folder
+    return records.find_record("mlo").job.run_folder
 
 
 def start_pod(argv: list[str], folder: Path) -> subprocess.Popen[str]:
@@ -139,7 +139,7 @@ def test_resumed_pods_go_on_in_the_run_folder(call: Any, volume: Path, first_run
     assert pod.wait(timeout=60) == 0
     assert (run_folder / "workspace/place").read_text() == f"{run_folder}/workspace\n" * 2
     assert (run_folder / "workspace/train.sh").read_text() == f"{PROGRAM}echo edited\n"
-    assert records.find("mlo").job.run_folder == run_folder
+    assert records.find_record("mlo").job.run_folder == run_folder
 
 
 def test_pods_of_a_deleted_job_go_on_with_the_code_of_the_run(
@@ -222,9 +222,9 @@ def test_folder_outside_of_the_volume_is_refused(home: str, volume_root: str, me
 
 
 def test_root_of_the_volume_that_is_missing_is_refused(call: Any, volume: Path, first_runai: Path) -> None:
-    remote = config.find("mlo")
-    text = config.path().read_text().replace(f'volume = "{volume}"', 'volume = "/nowhere"')
-    config.path().write_text(text)
+    remote = config.get_remote("mlo")
+    text = config.remotes_file().read_text().replace(f'volume = "{volume}"', 'volume = "/nowhere"')
+    config.remotes_file().write_text(text)
     code, _, err = call(
         *("run", "--on", "mlo", "--image", "r/x:1", "--trust-folder", "--", "sh", "train.sh"),
     )

@@ -20,7 +20,7 @@ from imgkit_builder.base.progress import Silent
 from imgkit_builder.jobs import bound, checks, code, submit
 from imgkit_builder.jobs.job import Job
 from imgkit_builder.jobs.request import JobRequest
-from imgkit_builder.jobs.resolve import resolve
+from imgkit_builder.jobs.resolve import resolve_job
 from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.oci import manifest as manifest_of
 from imgkit_builder.oci.manifest import MANIFEST_JSON, BaseImage, Manifest
@@ -51,7 +51,7 @@ def recipe(**runtime: Any) -> Target:
 
 
 def job(of: Target | None = None, **options: Any) -> Job:
-    return resolve(of or recipe(), HELLO.changed(**options))
+    return resolve_job(of or recipe(), HELLO.changed(**options))
 
 
 def command_of(of: Job) -> tuple[str, ...]:
@@ -363,7 +363,7 @@ def test_sqsh_of_another_program_is_looked_into_by(
     arguments_file = starter(program)
     pyxis_job = job(image=str(image), directory=tmp_path, binds=(f"{tmp_path}:/data:ro",), activate="A=1")
     checks.before_submission(pyxis_job)
-    bound_job = bound.bind(pyxis_job)
+    bound_job = bound.bind_entry_points(pyxis_job)
     arguments = arguments_file.read_text().splitlines()
     assert {str(image), "A=1"} <= {*arguments}
     assert f"{tmp_path}:/data" in " ".join(arguments)
@@ -374,7 +374,7 @@ def test_sqsh_of_another_program_is_looked_into_by(
     started = ("bash", "A=1", "/opt/x/bin/python", "-I", "-m", "imgkit_entrypoints", "dist-hello")
     assert command_of(bound_job)[-7:] == started
     before = arguments_file.read_text()
-    assert bound.bind(pyxis_job) == bound_job
+    assert bound.bind_entry_points(pyxis_job) == bound_job
     assert arguments_file.read_text() == before  # the second job does not look
 
 
@@ -396,7 +396,7 @@ def test_sqsh_that_cannot_run_the_entry_points_is_refused(
     if fake:
         starter("apptainer", **fake)
     with pytest.raises((ToolMissing, UsageError), match=message) as caught:
-        bound.bind(job(image=str(image), directory=tmp_path, **options))
+        bound.bind_entry_points(job(image=str(image), directory=tmp_path, **options))
     if not fake:
         assert all(name in str(caught.value.hint) for name in STARTERS)
 
@@ -449,7 +449,7 @@ def test_changed_code_leaves_no_folder(tmp_path: Path) -> None:
     (tmp_path / "code").mkdir()
     (tmp_path / "code/a.py").write_text("1")
     request = HELLO.changed(code=tmp_path / "code")
-    read = code.read(request, large=False, report=Silent())
+    read = code.read_code_folder(request, large=False, report=Silent())
     (tmp_path / "code/a.py").write_text("22")
     target = tmp_path / "imgkit-entrypoints/x"
     with pytest.raises(UsageError, match="it changed while imgkit read it"):

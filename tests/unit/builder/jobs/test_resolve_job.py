@@ -14,7 +14,7 @@ import pytest
 from imgkit_builder.jobs import checks, quoting, systems
 from imgkit_builder.jobs.job import Job
 from imgkit_builder.jobs.request import JobRequest
-from imgkit_builder.jobs.resolve import resolve
+from imgkit_builder.jobs.resolve import resolve_job
 from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.jobs.systems.pods import PodFlags
 from imgkit_builder.recipe.targets import load_target
@@ -24,7 +24,7 @@ MN5 = JobRequest.of(command=("dist-bench",), account="a1", qos="acc_debug", time
 
 
 def job(recipe: str | Path = "mn5", **options: Any) -> Job:
-    return resolve(load_target(recipe), MN5.changed(**options))
+    return resolve_job(load_target(recipe), MN5.changed(**options))
 
 
 def write_recipe(folder: Path, text: str) -> Path:
@@ -57,7 +57,7 @@ system:
 
 def directives(recipe: Path, queue: str) -> list[str]:
     """Options of the job's script that Slurm gets by the recipe, without those of every job."""
-    script = systems.named("slurm").script(job(recipe, queue=queue, nodes="2")).text
+    script = systems.get_system("slurm").script(job(recipe, queue=queue, nodes="2")).text
     names = re.compile("#SBATCH (--(?:gres|cpus-per-task|exclusive|network|constraint).*)")
     return names.findall(script)
 
@@ -81,7 +81,7 @@ def test_processes_get_no_more_cpus_than_a_node_has() -> None:
 
 def test_network_option_of_the_user_reaches_srun() -> None:
     options = ("--network=x", "--exclusive")
-    script = systems.named("slurm").script(job(interactive=True, options=options)).text
+    script = systems.get_system("slurm").script(job(interactive=True, options=options)).text
     allocation, _, start = script.partition("exec srun ")
     assert "--network=x --exclusive" in allocation
     assert "--network=x" in start
@@ -175,14 +175,14 @@ NO_ACCOUNT = {"qos": "", "account": ""}
 
 def test_podman_under_slurm_gets_the_variables_of_the_step(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, RUNTIME.format("mn5") + PODMAN + "    options: [--gpu, --ipc=private]\n")
-    text = systems.named("slurm").script(job(recipe, nodes="2")).text.replace(" \\\n    ", " ")
+    text = systems.get_system("slurm").script(job(recipe, nodes="2")).text.replace(" \\\n    ", " ")
     start = next(line for line in text.splitlines() if "podman-hpc" in line)
     options = "--rm --nv --gpu --ipc=private --network=host --cgroups=disabled --pull=never"
     assert f"podman-hpc run {options}" in start
     assert "--env 'SLURM*' --env 'IMGKIT_*' --env CUDA_VISIBLE_DEVICES" in start
     assert "--ipc=host" not in start
     assert "nofile" not in start  # Podman keeps the limits of the node
-    assert "--gpu " not in systems.named("slurm").script(job(recipe, gpus=0)).text
+    assert "--gpu " not in systems.get_system("slurm").script(job(recipe, gpus=0)).text
 
 
 @pytest.mark.parametrize("base", ["olivia-eap", "lambda", "cpu"])
@@ -240,8 +240,8 @@ def test_job_tells_its_gpus_where_the_image_states_none(tmp_path: Path) -> None:
     ],
 )
 def test_time_is_read_as_schedulers_do(text: str, seconds: int) -> None:
-    assert quoting.seconds(text, where="--time") == seconds
-    assert quoting.seconds(quoting.clock(seconds), where="--time") == seconds
+    assert quoting.parse_time_limit(text, where="--time") == seconds
+    assert quoting.parse_time_limit(quoting.format_time_limit(seconds), where="--time") == seconds
 
 
 def test_short_job_is_not_asked_to_save() -> None:
@@ -291,10 +291,10 @@ def test_job_on_amd_runs_on_cpus_by_choice(tmp_path: Path, base: str) -> None:
 def test_image_of_the_base_s_variables_is_refused(tmp_path: Path) -> None:
     target = dataclasses.replace(load_target("mn5"), base="mine:1", base_env=("PATH", "ROCM_PATH"))
     with pytest.raises(UsageError, match="mine:1, which sets ROCM_PATH, is an image for AMD GPUs"):
-        resolve(target, MN5)
+        resolve_job(target, MN5)
     sif = dataclasses.replace(target, system=load_target("cpu").system, file=tmp_path / "x.sif")
     with pytest.raises(UsageError, match="which sets ROCM_PATH"):
-        resolve(sif, JobRequest.of(command=("dist-hello",), image=str(sif.file)))
+        resolve_job(sif, JobRequest.of(command=("dist-hello",), image=str(sif.file)))
 
 
 def test_other_image_replaces_the_recipe_s(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_job_is_submitted_again_with_its_values(home: Path, end_job: EndJob, cal
     expected = first.replace("dir=$PWD/runs/mn5-$SLURM_JOB_ID", f"dir={run_folder}")
     expected = expected.replace("--time=00:10:00", "--time=08:00:00").replace("MODE=fast", "MODE=slow")
     assert script_of(home) == expected
-    record = records.find("4711")
+    record = records.find_record("4711")
     assert record.job.run_folder == run_folder
     assert token not in (home / "state/imgkit/jobs/4711.json").read_text()
 
@@ -162,7 +162,7 @@ def test_run_stopped_by_a_person_goes_on(end_job: EndJob, fake_program: FakeProg
     fake_program("sbatch", "cat > script; echo 4712")
     assert call("resume", "4711", "--detach")[:2] == (0, "4712\n")
     assert not (run_folder / "result").exists()
-    assert records.find("4712").job.run_folder == run_folder
+    assert records.find_record("4712").job.run_folder == run_folder
 
 
 @pytest.mark.parametrize(

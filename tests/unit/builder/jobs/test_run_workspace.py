@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def store(tmp_path: Path, folder: Path) -> Path:
     """The folder of the code in the store of the job's folder."""
-    tree = code.read(JobRequest.of(code=folder), large=False, report=Silent()).tree
+    tree = code.read_code_folder(JobRequest.of(code=folder), large=False, report=Silent()).tree
     target = tmp_path / ".imgkit-code" / tree.sha256
     tree.write(target)
     return target
@@ -67,7 +67,9 @@ def end(script: subprocess.Popen[str]) -> Result:
 
 def digest(store: Path) -> str:
     """Return the digest of what the store has now."""
-    return code.read(JobRequest.of(code=store / "workspace"), large=False, report=Silent()).tree.sha256
+    return code.read_code_folder(
+        JobRequest.of(code=store / "workspace"), large=False, report=Silent()
+    ).tree.sha256
 
 
 @pytest.mark.usefixtures("store")

@@ -19,7 +19,7 @@ BANDWIDTHS = ("busbw (GB/s)", "algbw (GB/s)", "size (B)")
 
 
 def report(*sizes: ScalingSize) -> ScalingRun:
-    return scaling.compare(ScalingRun(name="mn5", facts={}, script="#SBATCH\n", sizes=sizes))
+    return scaling.add_speedups(ScalingRun(name="mn5", facts={}, script="#SBATCH\n", sizes=sizes))
 
 
 def size(nodes: int, state: str = "succeeded", **figures: float) -> ScalingSize:
@@ -93,7 +93,7 @@ def test_figures_come_from_the_files_of_the_run(tmp_path: Path) -> None:
     for name, text, time_s in (("launch.txt", "nproc               4    x\n", 100), ("result", "7 0\n", 160)):
         (tmp_path / name).write_text(text)
         os.utime(tmp_path / name, (time_s, time_s))
-    assert scaling.measure(tmp_path, 2) == {"ranks": 8, "wall_s": 60}
+    assert scaling.measure_run(tmp_path, 2) == {"ranks": 8, "wall_s": 60}
     lines: list[Any] = [
         {"step": 1, "samples_per_s": 10, "memory_MiB": 90, "mfu": 0.2},
         {"step": 1, "eval_loss": 1.0},
@@ -102,7 +102,7 @@ def test_figures_come_from_the_files_of_the_run(tmp_path: Path) -> None:
         {"step": 41, "samples_per_s": 300, "memory_MiB": 80},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"st')
-    figures = scaling.measure(tmp_path, 2)
+    figures = scaling.measure_run(tmp_path, 2)
     # 10 steps at 100 and 30 steps at 300 take the same time.
     assert figures["samples_per_s"] == pytest.approx(200)
     assert figures["memory_MiB"] == 90
@@ -112,24 +112,24 @@ def test_figures_come_from_the_files_of_the_run(tmp_path: Path) -> None:
 def test_report_has_the_use_of_gpus_that_was_recorded(tmp_path: Path) -> None:
     use = {"readings": 480, "gpu_percent": 87.4, "memory_MiB": 61240.0}
     (tmp_path / "gpu-use.json").write_text(json.dumps(use))
-    recorded = scaling.measure(tmp_path, 1)
+    recorded = scaling.measure_run(tmp_path, 1)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "samples_per_s": 10, "memory_MiB": 9000}\n')
-    with_own_memory = scaling.measure(tmp_path, 2)
+    with_own_memory = scaling.measure_run(tmp_path, 2)
     run = report(size(1, **recorded, wall_s=9), size(2, **with_own_memory, wall_s=6), size(4, wall_s=4))
-    titles, *rows = scaling.table(run)
+    titles, *rows = scaling.table_rows(run)
     use_column, memory_column = titles.index("GPU use (%)"), titles.index("memory (MiB)")
     assert [(row[use_column], row[memory_column]) for row in rows] == [
         ("87", "61240"),
         ("87", "9000"),
         ("-", "-"),
     ]
-    assert "If GPU utilization is asked for" not in scaling.page(run)
+    assert "If GPU utilization is asked for" not in scaling.render_page(run)
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"readings": 0, "gpu_percent": 1.0, "memory_MiB": 1.0}', "\xff"])
 def test_damaged_file_of_gpu_use_has_no_figures(tmp_path: Path, text: str) -> None:
     (tmp_path / "gpu-use.json").write_text(text, encoding="latin-1")
-    assert scaling.measure(tmp_path, 2) == {}
+    assert scaling.measure_run(tmp_path, 2) == {}
 
 
 def test_table_of_dist_bench_has_its_bandwidths(tmp_path: Path) -> None:
@@ -138,41 +138,43 @@ def test_table_of_dist_bench_has_its_bandwidths(tmp_path: Path) -> None:
         bandwidths = {"busbw_GBps": size_bytes / 5, "algbw_GBps": size_bytes / 10}
         verdicts.append({"collective": name, "size_bytes": size_bytes, **bandwidths, "percent": None})
     (tmp_path / "bench.json").write_text(json.dumps({"verdict": {"sentences": [], "busbw": verdicts}}))
-    figures = scaling.measure(tmp_path, 2)
+    figures = scaling.measure_run(tmp_path, 2)
     run = report(size(1, **figures), size(2, wall_s=1))
     titles = [f"{name} {title}" for name in ("all_reduce", "broadcast") for title in BANDWIDTHS]
-    assert scaling.table(run) == [
+    assert scaling.table_rows(run) == [
         ["nodes", "job", *titles, "state"],
         ["1", "471", "12.8", "6.4", "64", "3.2", "1.6", "16", "succeeded"],
         ["2", "472", *"------", "succeeded"],
     ]
-    assert scaling.verdict(run) == ["The bandwidths are those of the largest size that dist-bench measured."]
+    assert scaling.verdict_sentences(run) == [
+        "The bandwidths are those of the largest size that dist-bench measured."
+    ]
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"verdict": {"busbw": [{"size_bytes": 1}]}}'])
 def test_damaged_file_of_dist_bench_has_no_figures(tmp_path: Path, text: str) -> None:
     (tmp_path / "bench.json").write_text(text)
-    assert scaling.measure(tmp_path, 2) == {}
+    assert scaling.measure_run(tmp_path, 2) == {}
 
 
 def test_measured_figures_are_read_again(tmp_path: Path) -> None:
     (tmp_path / "launch.txt").write_text("nproc               4    x\n")
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "samples_per_s": 10, "memory_MiB": 90}\n')
-    run = report(size(1, **scaling.measure(tmp_path, 1)), size(2))
-    scaling.save(tmp_path, run)
-    assert scaling.load(tmp_path) == run
+    run = report(size(1, **scaling.measure_run(tmp_path, 1)), size(2))
+    scaling.save_report(tmp_path, run)
+    assert scaling.load_report(tmp_path) == run
 
 
 def test_run_that_took_no_time_is_not_compared(tmp_path: Path) -> None:
     for name in ("launch.txt", "result"):
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (100, 100))
-    run = report(size(1, **scaling.measure(tmp_path, 1)), size(2, wall_s=8), size(4, wall_s=5))
+    run = report(size(1, **scaling.measure_run(tmp_path, 1)), size(2, wall_s=8), size(4, wall_s=5))
     assert [row.figures.get("efficiency") for row in run.sizes] == [None, 1.0, pytest.approx(0.8)]
 
 
 def test_run_without_files_has_no_figures(tmp_path: Path) -> None:
-    assert scaling.measure(tmp_path, 2) == {}
+    assert scaling.measure_run(tmp_path, 2) == {}
 
 
 def test_one_line_is_better_than_no_rate() -> None:
@@ -186,7 +188,7 @@ def test_efficiency_is_relative_to_the_smallest_complete_size() -> None:
     )
     assert [row.figures.get("efficiency") for row in run.sizes] == [None, 1.0, pytest.approx(0.7)]
     assert run.sizes[2].figures["speedup"] == pytest.approx(2.8)
-    assert scaling.verdict(run) == [
+    assert scaling.verdict_sentences(run) == [
         "1 node: failed",
         "Speed-up and efficiency are relative to 2 nodes, by samples/s.",
         "The parallel efficiency is at least 75% on up to 2 nodes.",
@@ -197,12 +199,12 @@ def test_efficiency_is_relative_to_the_smallest_complete_size() -> None:
 def test_one_size_without_a_rate_makes_all_compare_by_time() -> None:
     run = report(size(1, samples_per_s=1, wall_s=90), size(2, wall_s=50), size(4, samples_per_s=1, wall_s=30))
     assert [row.figures["efficiency"] for row in run.sizes] == [1.0, pytest.approx(0.9), pytest.approx(0.75)]
-    assert "by wall time: right if every size does the same work" in " ".join(scaling.verdict(run))
+    assert "by wall time: right if every size does the same work" in " ".join(scaling.verdict_sentences(run))
 
 
 def test_table_has_what_was_measured() -> None:
     run = report(size(1, samples_per_s=100, memory_MiB=7), size(2, "failed"))
-    assert scaling.table(run) == [
+    assert scaling.table_rows(run) == [
         ["nodes", "job", "samples/s", "speed-up", "efficiency", "memory (MiB)", "state"],
         ["1", "471", "100", "1.00", "100.0%", "7", "succeeded"],
         ["2", "472", "-", "-", "-", "-", "failed"],
@@ -212,8 +214,10 @@ def test_table_has_what_was_measured() -> None:
 def test_page_shows_texts_that_are_no_markdown() -> None:
     script = "a=`b`\n```\n\n# c\n"
     sizes = (ScalingSize(nodes=1, state="no | such"), size(2))
-    run = scaling.compare(ScalingRun(name="x", facts={"command": "echo `a`"}, script=script, sizes=sizes))
-    page = scaling.page(run)
+    run = scaling.add_speedups(
+        ScalingRun(name="x", facts={"command": "echo `a`"}, script=script, sizes=sizes)
+    )
+    page = scaling.render_page(run)
     assert "\n\n    command: echo `a`\n\n" in page
     assert page.endswith("\n\n    a=`b`\n    ```\n\n    # c\n")
     assert "no \\| such" in page

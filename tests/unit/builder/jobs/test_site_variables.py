@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from imgkit_builder.jobs import systems
-from imgkit_builder.jobs.quoting import expanding, quote
+from imgkit_builder.jobs.quoting import quote, quote_with_site_variables
 from imgkit_builder.jobs.request import JobRequest
-from imgkit_builder.jobs.resolve import resolve
+from imgkit_builder.jobs.resolve import resolve_job
 from imgkit_builder.recipe import targets
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.system import SystemFacts
@@ -67,7 +67,7 @@ class Node:
             binds=binds,
             gpus=gpus,
         )
-        job = resolve(targets.load_target(recipe), request)
+        job = resolve_job(targets.load_target(recipe), request)
         for name in ("srun", "apptainer"):
             (self.folder / name).write_text(TOOL.format(python=sys.executable, record=str(self.record)))
             (self.folder / name).chmod(0o755)
@@ -81,7 +81,7 @@ class Node:
             "SLURM_CPUS_PER_TASK": "1",
             "BASH_FUNC_module%%": f'() {{ case $2 in {cases} *) echo "no module $2" >&2; return 1;; esac\n}}',
         }
-        script = systems.named(job.recipe.system.scheduler).script(job).text
+        script = systems.get_system(job.recipe.system.scheduler).script(job).text
         result = subprocess.run(
             ["bash"], input=script, env=env, cwd=self.folder, capture_output=True, text=True, timeout=60
         )
@@ -171,14 +171,14 @@ def test_variables_that_the_user_names_are_none_of_the_host(tmp_path: Path) -> N
         directory=tmp_path, command=("dist-run", "train.py"), account="n", time="1h", env=env
     )
     assert (
-        resolve(targets.load_target("olivia"), request).settings["IMGKIT_KEEP_ENV"]
+        resolve_job(targets.load_target("olivia"), request).settings["IMGKIT_KEEP_ENV"]
         == "PYTHONPATH,PMIX_MCA_gds"
     )
 
 
 @pytest.mark.parametrize("text", ["$5", "$(id)", "`id`", "${X:-y}", '"; id; "', "\\"])
 def test_text_around_a_variable_stays_text(text: str) -> None:
-    text_in_shell = quote(expanding(f"$ROOT/{text}"))
+    text_in_shell = quote(quote_with_site_variables(f"$ROOT/{text}"))
     result = subprocess.run(
         ["bash", "-c", f"printf %s {text_in_shell}"],
         env={"ROOT": "/a b"},

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 from file_tree import write_files, write_program
 
-from imgkit_builder.base.flags import declared
+from imgkit_builder.base.flags import declared_options
 from imgkit_builder.cli import run
 from imgkit_builder.jobs import systems
 from imgkit_builder.jobs.request import JobRequest
-from imgkit_builder.jobs.resolve import resolve
+from imgkit_builder.jobs.resolve import resolve_job
 from imgkit_builder.recipe import systems as registry
 from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.problems import RecipeErrors
@@ -164,10 +164,10 @@ BROKEN = {
         "declares flags that cannot be read",
     ),
 }
-for option in declared(run._Options):
+for option in declared_options(run._Options):
     flag = option.names[-1]
     BROKEN[f"flag {flag} of the verb"] = (
-        PLUGIN.replace('flag("slow",', f'flag("slow", "{flag}",'),
+        PLUGIN.replace('option_field("slow",', f'option_field("slow", "{flag}",'),
         f"has the flag {flag}, which is taken",
     )
 
@@ -194,7 +194,7 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_broken_plugin_is_named_and_breaks_no_other(work: Path, plugins: Path, case: str) -> None:
     body, message = BROKEN[case]
     plugin(plugins, body)
-    installed = systems.installed()
+    installed = systems.load_systems()
     assert set(installed.systems) == set(registry.SHIPPED)
     for error in (*installed.errors, refused(work)):
         assert error.where == "fakeq-dist 1.0"
@@ -204,7 +204,7 @@ def test_broken_plugin_is_named_and_breaks_no_other(work: Path, plugins: Path, c
 def refused(work: Path) -> ToolFailed:
     """The error for a job of the recipe in `work`."""
     with pytest.raises(ToolFailed) as caught:
-        resolve(load_target(work / "mine.yaml"), JobRequest.of(command=("dist-pi",)))
+        resolve_job(load_target(work / "mine.yaml"), JobRequest.of(command=("dist-pi",)))
     return caught.value
 
 
@@ -227,11 +227,11 @@ def test_broken_plugin_gives_no_traceback(work: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["slurm", "standalone", "kubeflow"])
 def test_name_of_a_shipped_system_is_refused(plugins: Path, name: str) -> None:
     plugin(plugins, PLUGIN, name=name)
-    installed = systems.installed()
+    installed = systems.load_systems()
     assert set(installed.systems) == set(registry.SHIPPED)
     (error,) = installed.errors
     assert f"the plug-in for the system '{name}' is ignored: imgkit ships a system of that name" in error.what
-    assert "imgkit_builder.jobs.systems" in type(systems.named(name)).__module__
+    assert "imgkit_builder.jobs.systems" in type(systems.get_system(name)).__module__
 
 
 def test_two_plugins_of_one_name_are_refused(work: Path, plugins: Path) -> None:
@@ -245,7 +245,7 @@ def test_two_plugins_of_one_name_are_refused(work: Path, plugins: Path) -> None:
 def test_two_plugins_with_one_flag_are_refused(plugins: Path) -> None:
     plugin(plugins, PLUGIN)
     plugin(plugins, PLUGIN, name="other", distribution="other-dist")
-    installed = systems.installed()
+    installed = systems.load_systems()
     assert "fakeq" in installed.systems
     (error,) = installed.errors
     assert (error.where, "has the flag --lane" in error.what) == ("other-dist 1.0", True)

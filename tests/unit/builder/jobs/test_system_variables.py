@@ -19,7 +19,7 @@ from imgkit_builder.base.progress import Silent
 from imgkit_builder.jobs import systems
 from imgkit_builder.jobs.job import Job
 from imgkit_builder.jobs.request import JobRequest
-from imgkit_builder.jobs.resolve import resolve
+from imgkit_builder.jobs.resolve import resolve_job
 from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.oci import manifest
 from imgkit_builder.oci.manifest import MANIFEST_JSON, BaseImage, Manifest
@@ -52,7 +52,7 @@ def make_job(folder: Path, scheduler: str, **fields: Any) -> Job:
     recipe = folder / "site.yaml"
     recipe.write_text(json.dumps({"image": {"base": "ubuntu:24.04", "platform": "amd64"}, "system": site}))
     request = {"directory": folder, "command": SHOW, "env": ("FLAG=flag",), **fields}
-    return resolve(targets.load_target(recipe), JobRequest.of(**request))
+    return resolve_job(targets.load_target(recipe), JobRequest.of(**request))
 
 
 @pytest.mark.parametrize("runtime", ["singularity", "pyxis", "host"])
@@ -62,7 +62,7 @@ def test_script_sets_what_the_user_does_not(tmp_path: Path, runtime: str) -> Non
     write_program(tmp_path / "singularity", SINGULARITY)
     (tmp_path / "site.sqsh").touch()
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "USERS": "mine"}
-    script = systems.named("slurm").script(job).text
+    script = systems.get_system("slurm").script(job).text
     result = subprocess.run(
         ["bash"], input=script, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
@@ -75,7 +75,7 @@ def test_docker_gets_what_the_user_does_not_set(tmp_path: Path) -> None:
     job = make_job(tmp_path, "standalone", runtime="docker", image="a:1", env_file=file)
     write_program(tmp_path / "docker", 'printf "%s\\n" "$@"')
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    argv = systems.named("standalone").script(job).submit
+    argv = systems.get_system("standalone").script(job).submit
     output = subprocess.run(argv, env=env, stdout=subprocess.PIPE, text=True, check=True, timeout=60).stdout
     rows = output.splitlines()
     values = {rows[number + 1] for number, row in enumerate(rows) if row == "--env"}
@@ -83,7 +83,9 @@ def test_docker_gets_what_the_user_does_not_set(tmp_path: Path) -> None:
 
 
 def test_dist_commands_read_the_variables_in_the_image(tmp_path: Path) -> None:
-    script = systems.named("slurm").script(make_job(tmp_path, "slurm", command=("dist-run", "a.py"))).text
+    script = (
+        systems.get_system("slurm").script(make_job(tmp_path, "slurm", command=("dist-run", "a.py"))).text
+    )
     assert "TEXT" not in script
     assert "HF_HOME" not in script
 
@@ -136,20 +138,20 @@ def rcp(tmp_path: Path) -> Path:
 
 def test_pods_get_the_variables_of_their_system(rcp: Path) -> None:
     request = JobRequest.of(command=("python", "a.py"), image="r/i:1", queue="q", env=("HF_HOME=/mine",))
-    job = resolve(targets.load_target(rcp), request)
-    assert "-e NCCL_NSOCKS_PERTHREAD=8 " in systems.named("runai").script(job).text
-    document = yaml.safe_load(systems.named("kubeflow").script(job).text)
+    job = resolve_job(targets.load_target(rcp), request)
+    assert "-e NCCL_NSOCKS_PERTHREAD=8 " in systems.get_system("runai").script(job).text
+    document = yaml.safe_load(systems.get_system("kubeflow").script(job).text)
     text = json.dumps(document)
     assert '{"name": "NCCL_NSOCKS_PERTHREAD", "value": "8"}' in text
     assert '{"name": "HF_HOME", "value": "/mine"}' in text
 
 
 def test_pods_refuse_a_value_that_only_a_shell_replaces(rcp: Path) -> None:
-    job = resolve(
+    job = resolve_job(
         targets.load_target(rcp), JobRequest.of(command=("python", "a.py"), image="r/i:1", queue="q")
     )
     with pytest.raises(UsageError) as caught:
-        systems.named("runai").script(job)
+        systems.get_system("runai").script(job)
     assert str(caught.value) == (
         "pods.yaml:4: system.env sets HF_HOME=$SCRATCH/hf, and a pod replaces no variable in it\n"
         "  -> --env HF_HOME=VALUE"

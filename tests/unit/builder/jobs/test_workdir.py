@@ -11,7 +11,7 @@ import pytest
 from imgkit_builder.jobs import systems
 from imgkit_builder.jobs.job import Job
 from imgkit_builder.jobs.request import JobRequest
-from imgkit_builder.jobs.resolve import resolve
+from imgkit_builder.jobs.resolve import resolve_job
 from imgkit_builder.jobs.systems.pods import PodFlags
 from imgkit_builder.recipe.targets import Target, load_target
 from imgkit_entrypoints.errors import UsageError
@@ -34,11 +34,11 @@ def extend(tmp_path: Path) -> Any:
 
 
 def job(target: Target, **options: Any) -> Job:
-    return resolve(target, RUN.changed(**options))
+    return resolve_job(target, RUN.changed(**options))
 
 
 def argv(job: Job) -> tuple[str, ...]:
-    return systems.named(job.system).script(job).submit
+    return systems.get_system(job.system).script(job).submit
 
 
 def test_workdir_of_a_recipe_holds_under_docker_and_singularity(extend: Any) -> None:
@@ -52,7 +52,7 @@ def test_workdir_of_a_recipe_holds_under_docker_and_singularity(extend: Any) -> 
     assert "IMGKIT_JOB_DIR=/w" in singularity
     shell = argv(job(target, runtime="singularity", command=(), interactive=True))
     assert "--pwd" in shell
-    script = systems.named("slurm").script(job(extend("mn5"))).text
+    script = systems.get_system("slurm").script(job(extend("mn5"))).text
     assert "--pwd /workspace/mine" in script.replace("\\\n    ", "")
     assert "export IMGKIT_JOB_DIR=/w\n" in script
 
@@ -94,7 +94,7 @@ def test_pods_start_there_too(extend: Any, options: dict[str, str], start: str) 
     assert command[command.index("--working-dir") + 1] == start
     for form, text in (("pytorchjob", f"workingDir: {start}\n"), ("trainjob", f"--chdir={start}\n")):
         kubernetes = dataclasses.replace(flags, format=form)
-        script = systems.named("kubeflow").script(
+        script = systems.get_system("kubeflow").script(
             job(extend("rcp"), **pods, **options, system_flags=(kubernetes,))
         )
         assert text in script.text

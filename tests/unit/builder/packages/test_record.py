@@ -61,7 +61,7 @@ def test_file_without_a_record_is_refused(tmp_path: Path, content: bytes) -> Non
 def test_digest_of_an_image_is_that_of_jobs(tmp_path: Path, size: int) -> None:
     image = tmp_path / "x.sif"
     image.write_bytes(os.urandom(size))
-    script = base._edges("$1")
+    script = base._digest_of_ends_command("$1")
     output = subprocess.run(["sh", "-c", script, "sh", image], check=True, capture_output=True, text=True)
     assert output.stdout.split()[0] == record.image_digest(image)
 

@@ -49,7 +49,7 @@ def written(text: str, folder: Path = Path()) -> Path:
 
 
 def test_every_key_is_read_with_its_line(tmp_path: Path) -> None:
-    project = toml_file.read(written(FULL, tmp_path))
+    project = toml_file.read_file(written(FULL, tmp_path))
     assert project.values == ProjectValues(
         remote="mn5",
         recipe="./mine.yaml",
@@ -76,7 +76,7 @@ def test_every_key_is_read_with_its_line(tmp_path: Path) -> None:
 
 def test_huge_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
-        toml_file.read(written("\n" * 501, tmp_path))
+        toml_file.read_file(written("\n" * 501, tmp_path))
     assert caught.value.what == "cannot be read: it has more than 500 lines"
 
 
@@ -85,11 +85,11 @@ def test_nearest_file_of_the_repository_counts(tmp_path: Path) -> None:
     below.mkdir(parents=True)
     written("account = 'outside'", tmp_path)
     top = written("account = 'top'", tmp_path / "repository")
-    assert toml_file.locate(below) is None  # no repository: a file above says nothing
+    assert toml_file.find_file(below) is None  # no repository: a file above says nothing
     (tmp_path / "repository/.git").mkdir()
-    assert toml_file.locate(below) == top
+    assert toml_file.find_file(below) == top
     nearer = written("account = 'nearer'", tmp_path / "repository/src")
-    assert toml_file.locate(below) == nearer
+    assert toml_file.find_file(below) == nearer
 
 
 def sources(out: str) -> dict[str, tuple[str, str]]:
@@ -199,7 +199,7 @@ def test_run_on_a_remote_keeps_one_file_of_output(tmp_path: Path, monkeypatch: p
     )
     (warning,) = source.early.warnings
     assert warning == "mine.yaml:3: imgkit follows one file of a remote job: joined"
-    script = systems.named("slurm").script(source.early).text
+    script = systems.get_system("slurm").script(source.early).text
     assert "#SBATCH --output=" in script
     assert "--error" not in script
 

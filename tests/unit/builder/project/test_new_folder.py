@@ -78,7 +78,7 @@ def test_data_that_jobs_would_not_see_is_named(call: Any) -> None:
 
 
 def command_here() -> tuple[str, ...]:
-    return toml_file.read(Path("imgkit.toml").absolute()).values.command
+    return toml_file.read_file(Path("imgkit.toml").absolute()).values.command
 
 
 STARTS = 'if __name__ == "__main__":\n'
@@ -200,7 +200,7 @@ def test_code_is_in_the_image_only_where_a_run_cannot_bring_it(
     write_files(Path(), {"train.py": "", "pyproject.toml": pyproject, "setup.py": setup_py})
     assert call("init", "--recipe", recipe)[0] == 0
     (file,) = tmp_path.glob("*.yaml")
-    image, values = load(file).image, toml_file.read(tmp_path / "imgkit.toml").values
+    image, values = load(file).image, toml_file.read_file(tmp_path / "imgkit.toml").values
     assert (bool(image.copy), bool(values.code)) == (copies, not copies)
     assert image.pip[0].editable == (None if copies else "/workspace")
     assert values.command == ("dist-run", "/workspace/train.py" if copies else "train.py")

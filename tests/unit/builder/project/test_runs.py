@@ -59,7 +59,7 @@ def test_newest_run_comes_first(call: Any) -> None:
 
 
 def test_run_without_metrics_has_no_numbers(home: Path) -> None:
-    assert measured.tail(home).step is None
+    assert measured.last_numbers(home).step is None
 
 
 def test_no_runs_is_an_answer(call: Any) -> None:
@@ -108,7 +108,7 @@ def test_exit_code_of_the_program_counts_before_that_of_ended_tasks(
         (0, "JobId=1 JobState=FAILED ExitCode=143:0"),
         result,
     ]
-    report = history.report(keep_job(1), fake_scheduler(remaining_answers))
+    report = history.report_job(keep_job(1), fake_scheduler(remaining_answers))
     assert (report.record.state, report.code, remaining_answers) == ("failed", code, [])
 
 
@@ -122,4 +122,4 @@ def test_repeated_steps_count_once() -> None:
     lines: list[object] = [{"step": step, "loss": 9.0} for step in (1, 2, 3)]
     killed = ['{"step": 4, "lo', '{"step": 5, "loss": NaN}', "[1]", '{"step": true, "loss": 1}', "7"]
     again = [{"step": 2, "loss": 1, "name": "x", "on": True}, {"step": 3, "eval_loss": 0.5}]
-    assert measured.tail(put("x", *lines, *killed, *again)) == LastNumbers(step=3, loss=1.0)
+    assert measured.last_numbers(put("x", *lines, *killed, *again)) == LastNumbers(step=3, loss=1.0)

@@ -165,7 +165,7 @@ def test_changed_text_of_lock_is_refused_or_changes_no_instruction(tmp_path: Pat
     recipe = load(tmp_path / "locked.yaml")
     file = lock_file.lock_path(recipe)
     content = problems.parse_toml(file.read_text())
-    lock: Lock = json_text.read(Lock, content, "lock")
+    lock: Lock = json_text.build_value(Lock, content, "lock")
     usual = rendered(lock_file.attach_lock(recipe, platform=PLATFORM))
     assert usual[0].count("RUN") > 5
     accepted_keys = set()

@@ -11,7 +11,7 @@ import pytest
 import small_sif
 
 from imgkit_builder.base import checks
-from imgkit_builder.examine.verify import verify
+from imgkit_builder.examine.verify import verify_file
 from imgkit_builder.oci.config import ImageConfig, parse_config
 from imgkit_builder.sif import frame, image
 from imgkit_builder.sif.baked_facts import BakedFacts, Distribution
@@ -96,7 +96,7 @@ def test_flipped_bit_in_the_record_is_noticed(sif: Path) -> None:
     for byte in range(record.offset, record.end):
         bit_flips.flip(sif, byte * 8 + byte % 8)
         assert not is_intact(sif), byte
-        assert not checks.passed(verify(sif)), byte
+        assert not checks.passed(verify_file(sif)), byte
         bit_flips.flip(sif, byte * 8 + byte % 8)
     assert is_intact(sif)
 

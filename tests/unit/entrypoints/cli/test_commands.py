@@ -15,7 +15,7 @@ import pytest
 from imgkit_entrypoints import facts
 from imgkit_entrypoints.apps.share import share
 from imgkit_entrypoints.cli import options
-from imgkit_entrypoints.cli.commands import COMMANDS, shim
+from imgkit_entrypoints.cli.commands import COMMANDS, shim_text
 
 DRY = ("--dry-run", "--json")
 
@@ -253,7 +253,7 @@ def test_files_in_the_current_folder_do_not_matter(tmp_path: Path):
 
 def test_every_command_has_a_shim_of_its_name():
     for spec in COMMANDS:
-        assert shim(spec).endswith(f'exec python3 -I -m imgkit_entrypoints {spec.name} "$@"\n')
+        assert shim_text(spec).endswith(f'exec python3 -I -m imgkit_entrypoints {spec.name} "$@"\n')
 
 
 def test_gpus_without_device_files_do_not_count(tmp_path: Path):

@@ -17,4 +17,4 @@ def test_refusal_is_as_recorded(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    refusals.check(case, main.program, tmp_path, monkeypatch, capsys)
+    refusals.check(case, main.run_as_named, tmp_path, monkeypatch, capsys)

@@ -75,7 +75,7 @@ HARMLESS = {
 @pytest.mark.parametrize("danger", DANGERS)
 def test_danger_is_named_with_remedy(machine: Machine, danger: str):
     tree, env, message = DANGERS[danger]
-    plan = fabric.choose(machine(tree, env=env), None, env, nnodes=2)
+    plan = fabric.choose_fabric(machine(tree, env=env), None, env, nnodes=2)
     assert any(message in str(text) for text in plan.warnings), plan.warnings
     assert not set(env) & set(plan.env)
     for warning in plan.warnings:
@@ -86,11 +86,11 @@ def test_danger_is_named_with_remedy(machine: Machine, danger: str):
 @pytest.mark.parametrize("case", HARMLESS)
 def test_right_values_pass_in_silence(machine: Machine, case: str):
     tree, env = HARMLESS[case]
-    assert fabric.choose(machine(tree, env=env), None, env, nnodes=2).warnings == ()
+    assert fabric.choose_fabric(machine(tree, env=env), None, env, nnodes=2).warnings == ()
 
 
 def test_gid_that_older_nccl_needs_passes(machine: Machine):
-    plan = fabric.choose(machine("roce_pod", "2.20.5"), None, {"NCCL_IB_GID_INDEX": "9"}, nnodes=2)
+    plan = fabric.choose_fabric(machine("roce_pod", "2.20.5"), None, {"NCCL_IB_GID_INDEX": "9"}, nnodes=2)
     assert plan.warnings == ()
 
 
@@ -98,13 +98,13 @@ def test_remedy_names_the_file_of_a_value(machine: Machine):
     facts = replace(
         machine("none"), nccl_settings=(Setting(name="NCCL_ALGO", value="Rin", path="/etc/nccl.conf"),)
     )
-    (warning,) = fabric.choose(facts, None, {}, nnodes=2).warnings
+    (warning,) = fabric.choose_fabric(facts, None, {}, nnodes=2).warnings
     assert warning.fix.endswith("remove NCCL_ALGO from /etc/nccl.conf")
 
 
 def test_recipe_that_turns_rdma_off_is_right(machine: Machine):
     system = SystemFacts(env={"NCCL_IB_DISABLE": "1"})
-    assert fabric.choose(machine("ib4_ndr200"), system, {}, nnodes=2).warnings == ()
+    assert fabric.choose_fabric(machine("ib4_ndr200"), system, {}, nnodes=2).warnings == ()
 
 
 def test_unknown_names_are_found():
@@ -114,5 +114,5 @@ def test_unknown_names_are_found():
 
 def test_recipes_values_are_checked_too(machine: Machine):
     system = SystemFacts(env={"FI_PROVIDER": "efa"})
-    plan = fabric.choose(machine("cxi4"), system, {}, nnodes=2)
+    plan = fabric.choose_fabric(machine("cxi4"), system, {}, nnodes=2)
     assert any("FI_PROVIDER='efa' (from the recipe)" in str(text) for text in plan.warnings)

@@ -17,7 +17,7 @@ Recipes = Mapping[str, SystemFacts]
 
 
 def choose(facts: HostFacts, system: SystemFacts | None = None, nnodes: int = 2, **env: str):
-    return fabric.choose(facts, system, env, nnodes=nnodes)
+    return fabric.choose_fabric(facts, system, env, nnodes=nnodes)
 
 
 def decision(plan: fabric.FabricPlan, variable: str, value: str | None = None) -> fabric.Decision:
@@ -215,12 +215,12 @@ def test_clean_protocol_is_accepted(machine: Machine, protocols: str):
 
 def test_heads_network_decides_interface(machine: Machine):
     host = machine("ib4_ndr200")
-    plan = fabric.choose(host, None, {}, nnodes=2, head="10.0.0.9")
+    plan = fabric.choose_fabric(host, None, {}, nnodes=2, head="10.0.0.9")
     assert plan.env["GLOO_SOCKET_IFNAME"] == "eno1"
 
 
 def test_loopback_head_means_loopback(machine: Machine):
-    plan = fabric.choose(machine("none"), None, {}, nnodes=2, head="127.0.0.1")
+    plan = fabric.choose_fabric(machine("none"), None, {}, nnodes=2, head="127.0.0.1")
     assert plan.env["GLOO_SOCKET_IFNAME"] == "lo"
 
 

@@ -76,12 +76,12 @@ def with_plugins(host: HostFacts, image: Mapping[str, str] | None) -> HostFacts:
 def test_facts_correct_the_image(machine: Machine, on: str, name: str, value: str, expected: str):
     env = {name: value}
     host = with_plugins(machine(on, env=env), {"PATH": "/bin", **env})
-    plan = fabric.choose(host, None, env, nnodes=2)
+    plan = fabric.choose_fabric(host, None, env, nnodes=2)
     expected_value = {KEPT: value, GONE: None}.get(expected, expected)
     assert reached(plan, env, name) == expected_value
     assert (plan.kind, plan.devices) == (
-        fabric.choose(replace(host, image_env={}), None, {}, nnodes=2).kind,
-        fabric.choose(replace(host, image_env={}), None, {}, nnodes=2).devices,
+        fabric.choose_fabric(replace(host, image_env={}), None, {}, nnodes=2).kind,
+        fabric.choose_fabric(replace(host, image_env={}), None, {}, nnodes=2).devices,
     )
     decisions = [item for item in plan.decisions if item.variable == name]
     assert not any("set by the user" in str(text) for text in (*decisions, *plan.warnings))
@@ -95,7 +95,7 @@ def test_other_value_than_the_images_is_the_users(
 ):
     env = {name: value}
     host = with_plugins(machine(on, env=env), {"PATH": "/bin", name: "another"})
-    plan = fabric.choose(host, None, env, nnodes=2)
+    plan = fabric.choose_fabric(host, None, env, nnodes=2)
     assert reached(plan, env, name) == value
     assert {item.origin for item in plan.decisions if item.variable == name and item.value == value} <= {
         "user"
@@ -106,8 +106,8 @@ def test_other_value_than_the_images_is_the_users(
 def test_recipe_replaces_the_image(machine: Machine, on: str, name: str, value: str, expected: str):
     env, system = {name: "of the image"}, SystemFacts(env={name: value})
     host = with_plugins(machine(on, env=env), {"PATH": "/bin", **env})
-    plan = fabric.choose(host, system, env, nnodes=2)
-    bare = fabric.choose(host, system, {}, nnodes=2)
+    plan = fabric.choose_fabric(host, system, env, nnodes=2)
+    bare = fabric.choose_fabric(host, system, {}, nnodes=2)
     assert reached(plan, env, name) == reached(bare, {}, name)
     assert dict(plan.env) == dict(bare.env)
 
@@ -117,7 +117,7 @@ def test_without_manifest_all_values_are_the_users(
     machine: Machine, on: str, name: str, value: str, expected: str
 ):
     env = {name: value}
-    plan = fabric.choose(with_plugins(machine(on, env=env), None), None, env, nnodes=2)
+    plan = fabric.choose_fabric(with_plugins(machine(on, env=env), None), None, env, nnodes=2)
     assert reached(plan, env, name) == value
     assert "no variables of an image" in plan.image
 
@@ -127,7 +127,8 @@ def test_interface_of_the_partition_is_that_of_the_recipe(machine: Machine):
     system = SystemFacts(env={"NCCL_SOCKET_IFNAME": "ib0"}, partitions=partitions)
     host = machine("ib4_ndr200")
     plans = {
-        name: fabric.choose(host, system, {"SLURM_JOB_PARTITION": name}, nnodes=2) for name in ("a", "b", "c")
+        name: fabric.choose_fabric(host, system, {"SLURM_JOB_PARTITION": name}, nnodes=2)
+        for name in ("a", "b", "c")
     }
     assert plans["a"].env["NCCL_SOCKET_IFNAME"].lstrip("=") == "eno1,ib0"
     assert plans["a"].env["GLOO_SOCKET_IFNAME"] == "eno1"
@@ -139,7 +140,7 @@ def test_interface_of_the_partition_is_that_of_the_recipe(machine: Machine):
     assert any("eth9" in item.value and "not used" in item.reason for item in plans["b"].decisions)
     assert plans["c"].env["NCCL_SOCKET_IFNAME"] == "ib0"
     user = {"SLURM_JOB_PARTITION": "a", "NCCL_SOCKET_IFNAME": "ib0"}
-    assert "NCCL_SOCKET_IFNAME" not in fabric.choose(host, system, user, nnodes=2).env
+    assert "NCCL_SOCKET_IFNAME" not in fabric.choose_fabric(host, system, user, nnodes=2).env
 
 
 @pytest.mark.parametrize("image", [{}, {"NCCL_SOCKET_IFNAME": "ib0"}])
@@ -147,7 +148,7 @@ def test_recipes_value_in_the_environment_is_the_recipes(machine: Machine, image
     """A shell or a script that ``imgkit run`` has started has the recipe's variables."""
     env = {"NCCL_SOCKET_IFNAME": "ib0", "NCCL_NET_GDR_LEVEL": "PHB"}
     found = replace(machine("none", env=env), image_env=image)
-    started, alone = (fabric.choose(found, SystemFacts(env=env), part, nnodes=2) for part in (env, {}))
+    started, alone = (fabric.choose_fabric(found, SystemFacts(env=env), part, nnodes=2) for part in (env, {}))
     assert started.decisions == alone.decisions
     assert (started.env, started.unset) == (alone.env, alone.unset)
     assert started.env["NCCL_SOCKET_IFNAME"] == "eth0"  # this machine has no ib0
@@ -156,14 +157,14 @@ def test_recipes_value_in_the_environment_is_the_recipes(machine: Machine, image
 def test_images_plugin_keeps_slingshots_guard_and_warning(machine: Machine):
     env = {"NCCL_NET_PLUGIN": "spcx"}
     host = machine("cxi4", env=env)
-    of_image = fabric.choose(replace(host, image_env=env), None, env, nnodes=2)
+    of_image = fabric.choose_fabric(replace(host, image_env=env), None, env, nnodes=2)
     assert of_image.env["NCCL_NET"] == "AWS Libfabric"
     assert of_image.unset == ("NCCL_NET_PLUGIN",)
     assert any("aws-ofi-nccl" in str(text) for text in of_image.warnings)
     (decision,) = (item for item in of_image.decisions if item.variable == "NCCL_NET_PLUGIN")
     assert (decision.origin, decision.used) == ("image", False)
     assert decision.reason.startswith("from the image, not used: ")
-    of_user = fabric.choose(replace(host, image_env={"PATH": "/bin"}), None, env, nnodes=2)
+    of_user = fabric.choose_fabric(replace(host, image_env={"PATH": "/bin"}), None, env, nnodes=2)
     assert "NCCL_NET" not in of_user.env
     assert of_user.unset == ()
 
@@ -171,7 +172,7 @@ def test_images_plugin_keeps_slingshots_guard_and_warning(machine: Machine):
 def test_images_ofi_plugin_that_is_absent_is_dropped(machine: Machine):
     env = {"NCCL_NET_PLUGIN": "ofi"}
     host = replace(machine("cxi4", env=env), image_env=env)
-    plan = fabric.choose(host, None, env, nnodes=2)
+    plan = fabric.choose_fabric(host, None, env, nnodes=2)
     assert (plan.env["NCCL_NET"], plan.unset) == ("AWS Libfabric", ("NCCL_NET_PLUGIN",))
 
 
@@ -179,7 +180,7 @@ def test_decision_names_who_made_it(machine: Machine):
     env = {"NCCL_CROSS_NIC": "0", "NCCL_PROTO": "^LL128", "NCCL_NET_GDR_LEVEL": "SYS"}
     image = {"NCCL_PROTO": "^LL128", "NCCL_NET_GDR_LEVEL": "SYS"}
     system = SystemFacts(env={"FI_CXI_DEFAULT_TX_SIZE": "512"})
-    plan = fabric.choose(replace(machine("cxi4", env=env), image_env=image), system, env, nnodes=2)
+    plan = fabric.choose_fabric(replace(machine("cxi4", env=env), image_env=image), system, env, nnodes=2)
     origins = {item.variable: item.origin for item in plan.decisions}
     assert origins["NCCL_CROSS_NIC"] == "user"
     assert origins["FI_CXI_DEFAULT_TX_SIZE"] == "recipe"
@@ -193,7 +194,7 @@ def test_nccl_conf_is_not_hidden_by_the_image(machine: Machine):
     env = {"NCCL_CROSS_NIC": "0"}
     setting = Setting(name="NCCL_CROSS_NIC", value="2", path="/home/u/.nccl.conf")
     host = replace(machine("none", env=env), image_env=env, nccl_settings=(setting,))
-    plan = fabric.choose(host, None, env, nnodes=2)
+    plan = fabric.choose_fabric(host, None, env, nnodes=2)
     assert plan.env["NCCL_CROSS_NIC"] == "2"
     (decision,) = (item for item in plan.decisions if item.variable == "NCCL_CROSS_NIC")
     assert decision.origin == "user"
@@ -204,7 +205,7 @@ def test_user_insists_by_nccl_conf(machine: Machine):
     env = {"NCCL_NET_PLUGIN": "spcx"}
     setting = Setting(name="NCCL_NET_PLUGIN", value="spcx", path="/home/u/.nccl.conf")
     host = replace(with_plugins(machine("cxi4", env=env), env), nccl_settings=(setting,))
-    plan = fabric.choose(host, None, env, nnodes=2)
+    plan = fabric.choose_fabric(host, None, env, nnodes=2)
     assert reached(plan, env, "NCCL_NET_PLUGIN") == "spcx"
     assert "NCCL_NET" not in plan.env
 
@@ -215,7 +216,9 @@ def test_named_plugin_without_file_is_warned_about(machine: Machine, on: str, se
     env = {"NCCL_NET_PLUGIN": "spcx"}
     system = SystemFacts(env=env) if setter == "recipe" else None
     env_of_user = env if setter == "user" else {}
-    plan = fabric.choose(replace(machine(on), image_env={"PATH": "/bin"}), system, env_of_user, nnodes=2)
+    plan = fabric.choose_fabric(
+        replace(machine(on), image_env={"PATH": "/bin"}), system, env_of_user, nnodes=2
+    )
     (warning,) = (str(text) for text in plan.warnings if "spcx" in str(text))
     assert "cannot be opened, there is no spcx or libnccl-net-spcx.so on the library path" in warning
     assert ("uses TCP" in warning) == (on == "cxi4")
@@ -232,7 +235,7 @@ def test_plugin_that_is_there_is_not_warned_about(planted, value: str):
         (folder / name).touch()
     (root / "opt/mine.so").touch()
     env = {"NCCL_NET_PLUGIN": value, "LD_LIBRARY_PATH": "/opt/hpcx", "IMGKIT_NCCL_VERSION": "2.27.3"}
-    plan = fabric.choose(facts.gather(root, env), None, env, nnodes=2)
+    plan = fabric.choose_fabric(facts.gather(root, env), None, env, nnodes=2)
     assert plan.warnings == ()
 
 

@@ -22,7 +22,7 @@ from imgkit_entrypoints.system import Node, SystemFacts
 
 Machine = Callable[..., HostFacts]
 CASES: Mapping[str, Any] = json.loads(Path(__file__).with_name("known_issues.json").read_text())
-ROWS = {issue.id: issue for issue in known_issues.read(known_issues.TABLE)}
+ROWS = {issue.id: issue for issue in known_issues.read_issues(known_issues.TABLE)}
 SITE = {"id": "site", "message": "the site says so", "when": ["arch contains 64"], "effect": "warn"}
 
 
@@ -33,7 +33,7 @@ def choose(machine: Machine, case: Mapping[str, Any], env: Mapping[str, str] | N
         changes["libraries"] = tuple(Library(**library) for library in changes["libraries"])
     host = replace(machine(case["tree"], env=env), **changes)
     system = SystemFacts(node=Node(gpu_model=case["gpu_model"])) if "gpu_model" in case else None
-    return fabric.choose(host, system, env, nnodes=case.get("nodes", 2))
+    return fabric.choose_fabric(host, system, env, nnodes=case.get("nodes", 2))
 
 
 def near_miss(name: str) -> dict[str, Any]:
@@ -110,20 +110,23 @@ def test_guard_against_ll128_holds_for_an_unknown_nccl(machine: Machine):
     ],
 )
 def test_condition_compares_a_value(condition: str, values: dict[str, str], expected: str):
-    assert known_issues.evaluate(row(when=(condition,)), lookup(**values)).state == expected
+    assert known_issues.evaluate_issue(row(when=(condition,)), lookup(**values)).state == expected
 
 
 def test_issue_of_a_variable_that_only_a_node_knows_is_unknown():
     values = {"$A": Value("1", is_requested=None), "$B": Value("", is_known=False)}
     for condition, name in (("$A is requested", "$A"), ("$B != 0", "$B"), ("$B is unset", "$B")):
-        result = known_issues.evaluate(row(when=(condition,)), values.__getitem__)
+        result = known_issues.evaluate_issue(row(when=(condition,)), values.__getitem__)
         assert (result.state, result.reason) == ("unknown", f"unknown: {name}")
 
 
 def test_unknown_fact_is_named_unless_another_condition_fails():
     issue = row(when=("libfabric < 2.0", "arch == aarch64"))
-    assert known_issues.evaluate(issue, lookup(arch="aarch64")).reason == "unknown: libfabric version"
-    assert known_issues.evaluate(issue, lookup(arch="x86_64")).reason == "needs arch == aarch64 (arch=x86_64)"
+    assert known_issues.evaluate_issue(issue, lookup(arch="aarch64")).reason == "unknown: libfabric version"
+    assert (
+        known_issues.evaluate_issue(issue, lookup(arch="x86_64")).reason
+        == "needs arch == aarch64 (arch=x86_64)"
+    )
 
 
 def test_site_replaces_and_ignores_rows(machine: Machine, tmp_path: Path):
@@ -136,7 +139,7 @@ def test_site_replaces_and_ignores_rows(machine: Machine, tmp_path: Path):
         "the site says so"
     ]
     system = SystemFacts(known_issues=(row(message="of the system"),))
-    plan = fabric.choose(machine("none"), system, {})
+    plan = fabric.choose_fabric(machine("none"), system, {})
     assert any(item.what.startswith("of the system (architecture ") for item in plan.warnings)
 
 
@@ -172,7 +175,7 @@ def test_malformed_row_is_refused_with_its_key(tmp_path: Path, changes: dict[str
     file = tmp_path / "rows.json"
     file.write_text(json.dumps([SITE, {**SITE, **changes}]))
     with pytest.raises(UsageError) as error:
-        known_issues.load((), {known_issues.VARIABLE: str(file)})
+        known_issues.load_issues((), {known_issues.VARIABLE: str(file)})
     assert message in error.value.what
     assert error.value.where == str(file)
 
@@ -183,4 +186,4 @@ def test_file_without_rows_is_refused(tmp_path: Path, content: str | None):
     if content is not None:
         file.write_text(content)
     with pytest.raises(UsageError, match="known issues cannot be read"):
-        known_issues.load((), {known_issues.VARIABLE: str(file)})
+        known_issues.load_issues((), {known_issues.VARIABLE: str(file)})

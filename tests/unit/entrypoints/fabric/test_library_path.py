@@ -51,7 +51,7 @@ def root(planted: Planted) -> Path:
 
 def choose(root: Path, env: Mapping[str, str] | None = None, nnodes: int = 2) -> fabric.FabricPlan:
     env = {**(AUTO if env is None else env), "IMGKIT_ROOT": str(root), "IMGKIT_NCCL_VERSION": "2.27.3"}
-    return fabric.choose(facts.gather(env=env), None, env, nnodes=nnodes)
+    return fabric.choose_fabric(facts.gather(env=env), None, env, nnodes=nnodes)
 
 
 def reason(plan: fabric.FabricPlan, name: str) -> str:

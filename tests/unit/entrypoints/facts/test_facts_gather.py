@@ -317,7 +317,7 @@ def test_garbled_files_are_no_error(planted: Planted, garbage: str):
     for path in files:
         before = path.read_text()
         path.write_text(garbage)
-        fabric.choose(facts.gather(root, {}), None, {}, nnodes=2)
+        fabric.choose_fabric(facts.gather(root, {}), None, {}, nnodes=2)
         path.write_text(before)
 
 

@@ -43,7 +43,7 @@ from imgkit_entrypoints.rollcall.messages import (
 )
 from imgkit_entrypoints.rollcall.server import HeadConnection, Server
 from imgkit_entrypoints.rollcall.session import HeadSession, MemberSession
-from imgkit_entrypoints.terminal import shown
+from imgkit_entrypoints.terminal import escape_controls
 
 OFFER = ProbePort(address="10.0.0.1", interface="eth0", port=40001)
 REQUEST = JoinRequest(
@@ -262,14 +262,14 @@ class Fuzzed:
 
     def log(self, text: str) -> None:
         """Take a line of the log."""
-        assert shown(text) == text
+        assert escape_controls(text) == text
 
     def check(self, events: list[Event]) -> None:
         """Check that the texts of events print well."""
         for event in events:
-            assert shown(repr(event)) == repr(event)
+            assert escape_controls(repr(event)) == repr(event)
             for value in dataclasses.asdict(event).values():
-                assert not isinstance(value, str) or shown(value) == value
+                assert not isinstance(value, str) or escape_controls(value) == value
 
     def to_head(self, line: bytes) -> None:
         """Send a line of a node to a head in the session."""

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.schedulers.hostlist import expand_counts, expand_nodelist, folded, number_ranges
+from imgkit_entrypoints.schedulers.hostlist import expand_counts, expand_nodelist, fold_hosts, number_ranges
 
 # Right-hand sides are the output of `scontrol show hostnames` of Slurm 22.05, which refuses text after a
 # bracket; newer versions write such text.
@@ -196,7 +196,7 @@ def test_malformed_counts_are_pointed_at(text: str, column: int) -> None:
     ],
 )
 def test_hosts_fold_into_ranges(hosts: str, text: str) -> None:
-    assert folded(hosts.split()) == text
+    assert fold_hosts(hosts.split()) == text
 
 
 NAMES = st.from_regex(r"[a-z]{1,2}[0-9]{1,3}(-ib|\.x)?|[a-z]{1,3}", fullmatch=True)
@@ -204,7 +204,7 @@ NAMES = st.from_regex(r"[a-z]{1,2}[0-9]{1,3}(-ib|\.x)?|[a-z]{1,3}", fullmatch=Tr
 
 @given(hosts=st.lists(NAMES, min_size=1, max_size=30, unique=True))
 def test_folded_hosts_expand_to_the_same(hosts: list[str]) -> None:
-    assert sorted(expand_nodelist(folded(hosts))) == sorted(hosts)
+    assert sorted(expand_nodelist(fold_hosts(hosts))) == sorted(hosts)
 
 
 def test_ranges_of_numbers_ascend() -> None:

@@ -99,7 +99,7 @@ def test_flags_complete_what_the_launcher_says(
 
 
 def odd(env: dict[str, str], recipe: str = "slurm", **flags: Any) -> tuple[str, ...]:
-    return resolve.warnings(placement_of(env, **flags), request_of(**flags), env, recipe=recipe)
+    return resolve.placement_warnings(placement_of(env, **flags), request_of(**flags), env, recipe=recipe)
 
 
 @pytest.mark.parametrize("recipe", ["slurm", "pbs"])

@@ -41,9 +41,9 @@ def send(folder: Path, home: Path) -> tuple[Path, str]:
     """Return the folder on the remote, which is this machine, and what the user saw."""
     far = connection.connect(Remote(name="far", address="far", folder=str(home), keep_s=0))
     notes = Notes()
-    read = code.read(JobRequest.of(code=folder), large=False, report=notes)
+    read = code.read_code_folder(JobRequest.of(code=folder), large=False, report=notes)
     transport = Ssh(far)
-    transport.store = store.look(far, program="sh", code=read.record.sha256)
+    transport.store = store.open_store(far, program="sh", code=read.record.sha256)
     path = home / "code" / read.record.sha256
     sent = Folder(
         path=str(path),
@@ -104,7 +104,7 @@ def test_edit_in_a_file_sends_it_once(folder: Path, tmp_path: Path) -> None:
 
 
 def test_read_only_part_of_a_failed_try_is_used(folder: Path, tmp_path: Path) -> None:
-    digest = code.read(JobRequest.of(code=folder), large=False, report=Silent()).record.sha256
+    digest = code.read_code_folder(JobRequest.of(code=folder), large=False, report=Silent()).record.sha256
     leave_part(tmp_path / "far/code/.incoming" / digest / "workspace/.imgkit-part/table", folder / "table")
     target, text = send(folder, tmp_path / "far")
     assert " of 200.0 kB were sent before\n" in text
@@ -132,7 +132,7 @@ def test_removed_file_is_gone(folder: Path, tmp_path: Path) -> None:
 
 
 def test_file_that_cannot_be_written_is_no_full_disk(folder: Path, tmp_path: Path) -> None:
-    digest = code.read(JobRequest.of(code=folder), large=False, report=Silent()).record.sha256
+    digest = code.read_code_folder(JobRequest.of(code=folder), large=False, report=Silent()).record.sha256
     (tmp_path / "far/code/.incoming" / digest / "workspace/table/obstacle").mkdir(parents=True)
     with pytest.raises(ScriptFailed, match=r"a command on far failed with exit code 23\n") as caught:
         send(folder, tmp_path / "far")
@@ -158,5 +158,5 @@ def test_missing_rsync_here_names_what_installs_it(
     far = connection.connect(Remote(name="far", address="far", keep_s=0))
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     with pytest.raises(ToolMissing, match="rsync") as caught:
-        rsync.run(far, "/x", (), Notes())
+        rsync.run_rsync(far, "/x", (), Notes())
     assert "apt-get install rsync" in str(caught.value.hint)

@@ -19,7 +19,7 @@ from imgkit_builder.jobs.remote import connection, gc, store
 from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.remote.connection import Connection
 from imgkit_builder.jobs.request import JobRequest
-from imgkit_builder.jobs.resolve import resolve
+from imgkit_builder.jobs.resolve import resolve_job
 from imgkit_builder.jobs.transport import Ssh
 from imgkit_builder.recipe.targets import load_target
 from imgkit_entrypoints.errors import CheckFailed, ImgkitError, UsageError
@@ -42,11 +42,11 @@ def far(tmp_path: Path) -> Connection:
 def send(tmp_path: Path, *data: str) -> tuple[Job, list[str]]:
     """Bring the data to the remote, which is this machine. Return the job, and what the user saw."""
     request = JobRequest.of(command=("dist-hello",), directory=tmp_path / "store", data=data or ("data/x",))
-    job = resolve(load_target("mn5"), request.changed(account="a", qos="acc_debug", time="5m"))
-    script = systems.named(job.system).script(job)
+    job = resolve_job(load_target("mn5"), request.changed(account="a", qos="acc_debug", time="5m"))
+    script = systems.get_system(job.system).script(job)
     prepared = PreparedJob(job=job, script=script, data=data_mounts.list_folders(request))
     transport, notes = Ssh(far(tmp_path)), Notes()
-    transport.store = store.look(transport.connection, program="sh")
+    transport.store = store.open_store(transport.connection, program="sh")
     return transport.with_data(prepared, notes), notes.texts
 
 
@@ -60,7 +60,7 @@ def test_data_is_sent_once_and_mounted_read_only(project: Path, tmp_path: Path) 
     assert source(job).parent == tmp_path / "store/data"
     assert (source(job) / "sub/test").read_text() == "2\n"
     assert (source(job) / "train").stat().st_mode & 0o222 == 0
-    assert f"{source(job)}:/workspace/data/x:ro" in systems.named("slurm").script(job).text
+    assert f"{source(job)}:/workspace/data/x:ro" in systems.get_system("slurm").script(job).text
     again, texts = send(tmp_path)
     assert (source(again), texts) == (source(job), [])
 
@@ -120,5 +120,5 @@ def test_unused_version_is_removed_even_if_it_is_write_protected(project: Path, 
     os.utime(first, (5, 5))
     unused = gc.find_unused(far(tmp_path), days=30)
     assert [item.path for item in unused.folders] == [f"data/{first.name}"]
-    gc.remove(far(tmp_path), unused)
+    gc.remove_unused(far(tmp_path), unused)
     assert list((tmp_path / "store/data").glob("[0-9a-f]*")) == [source(job)]

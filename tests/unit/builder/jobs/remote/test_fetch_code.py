@@ -21,7 +21,7 @@ def test_unchanged_code_stays_on_the_remote(tmp_path: Path) -> None:
     folder = write_files(
         tmp_path / "here", {"train.py": "1", "a[b] *.py": "2", "lib/same.py": "3", "x.csv": "4"}
     )
-    read = code.read(JobRequest.of(code=folder), large=False, report=Silent())
+    read = code.read_code_folder(JobRequest.of(code=folder), large=False, report=Silent())
     store = tmp_path / "my store"
     read.tree.write(store / "code" / read.record.sha256)
     run_folder = store / "runs/mn5-7"
@@ -33,7 +33,7 @@ def test_unchanged_code_stays_on_the_remote(tmp_path: Path) -> None:
     far = connection.connect(Remote(name="far", address="far", folder=str(store), keep_s=0))
     record = submitted_job(directory=store, remote="far", code=read.record)
     target = tmp_path / "fetched"
-    fetch.fetch(far, record, target, checkpoints=False, report=Silent())
+    fetch.fetch_run(far, record, target, checkpoints=False, report=Silent())
     names = {
         str(path.relative_to(target)) for path in target.rglob("*") if path.is_file() or path.name == "lib"
     }

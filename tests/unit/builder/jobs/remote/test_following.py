@@ -41,7 +41,7 @@ def test_answers_come_between_unchanged_output(
     fake_program("squeue", SQUEUE)
     written = bytearray()
     states: list[tuple[JobState, WaitInfo]] = []
-    jobs.follow(
+    jobs.follow_output(
         connection.connect(Remote(name="far", address="me@far", folder="/x", keep_s=0)),
         submitted_job(directory=tmp_path, remote="far"),
         written.extend,

@@ -16,8 +16,8 @@ from terminals import Terminal
 from imgkit_builder.jobs.remote import connection
 from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.request import JobRequest
-from imgkit_builder.jobs.resolve import resolve
-from imgkit_builder.jobs.systems import named
+from imgkit_builder.jobs.resolve import resolve_job
+from imgkit_builder.jobs.systems import get_system
 from imgkit_builder.jobs.transport import Ssh
 from imgkit_builder.recipe import targets
 
@@ -52,9 +52,9 @@ def shell_argv(folder: Path, fake_program: FakeProgram, monkeypatch: pytest.Monk
     monkeypatch.setenv("TOKEN", TOKEN)
     request = JobRequest.of(interactive=True, env=("TOKEN",), account="a", qos="acc_debug", time="10m")
     request = request.changed(directory=folder, image=f"{folder}/images/x/image.sif")
-    job = resolve(targets.load_target("mn5"), request)
+    job = resolve_job(targets.load_target("mn5"), request)
     transport = Ssh(connection.connect(Remote(name="far", address="me@far", folder=str(folder), keep_s=0)))
-    return transport.foreground_argv(job, named("slurm").script(job))
+    return transport.foreground_argv(job, get_system("slurm").script(job))
 
 
 def test_shell_gets_values_that_no_argument_shows(shell_argv: tuple[str, ...], folder: Path) -> None:

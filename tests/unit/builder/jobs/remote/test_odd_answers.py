@@ -24,8 +24,8 @@ from imgkit_builder.jobs.remote import check, connection, gc, jobs, rsync, store
 from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.remote.connection import Connection
 from imgkit_builder.jobs.request import JobRequest
-from imgkit_builder.jobs.resolve import resolve
-from imgkit_builder.jobs.systems import named
+from imgkit_builder.jobs.resolve import resolve_job
+from imgkit_builder.jobs.systems import get_system
 from imgkit_builder.jobs.transport import Ssh
 from imgkit_builder.recipe import targets
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
@@ -53,11 +53,11 @@ def far(local: Connection) -> Connection:
 
 
 def look(far: Connection) -> object:
-    return store.look(far, program="sbatch")
+    return store.open_store(far, program="sbatch")
 
 
 def prepare(far: Connection) -> object:
-    return transfer._prepare(far, {}, SOURCE, is_retry=False)
+    return transfer._prepare_incoming(far, {}, SOURCE, is_retry=False)
 
 
 READERS: dict[str, tuple[Callable[[Connection], object], tuple[str, ...]]] = {
@@ -83,7 +83,7 @@ READERS: dict[str, tuple[Callable[[Connection], object], tuple[str, ...]]] = {
         lambda far: gc.find_unused(far, 30),
         ("", "clock 5\n", f"clock {DIGITS}\nend\n", "Welcome\nend\n"),
     ),
-    "check": (lambda far: check.examine(far, None), ("", "clock 5\nhome /x\n")),
+    "check": (lambda far: check.check_remote(far, None), ("", "clock 5\nhome /x\n")),
 }
 
 
@@ -117,14 +117,14 @@ def test_odd_values_of_a_check_are_verdicts(far: Connection) -> None:
         "owner",
     )
     Path("answer").write_bytes("\n".join((*rows, "\xff", "end", "")).encode("latin-1"))
-    verdicts = {row.name: row.verdict for row in check.examine(far, targets.load_target("mn5"))}
+    verdicts = {row.name: row.verdict for row in check.check_remote(far, targets.load_target("mn5"))}
     assert (verdicts["runtime"], verdicts["folder"]) == ("fail", "fail")
 
 
 @pytest.mark.parametrize("name", [*READERS, "scheduler"])
 def test_answer_without_end_is_refused(far: Connection, name: str) -> None:
     write_program(SSH, ANSWERS.replace("cat answer", "yes"))
-    read = READERS[name][0] if name in READERS else lambda far: jobs.finished(far, ("squeue",))
+    read = READERS[name][0] if name in READERS else lambda far: jobs.run_scheduler_command(far, ("squeue",))
     with pytest.raises(TooLong, match=r"a command on far printed more than 8 MB.*first line: y$"):
         read(far)
 
@@ -134,7 +134,7 @@ def test_answer_without_end_is_refused(far: Connection, name: str) -> None:
 def test_errors_without_end_are_refused(far: Connection, name: str, floods: str) -> None:
     endless = "yes 'no space left' >&2"
     write_program(SSH, endless if floods == "before" else HANDSHAKE + endless)
-    read = READERS[name][0] if name in READERS else lambda far: jobs.finished(far, ("squeue",))
+    read = READERS[name][0] if name in READERS else lambda far: jobs.run_scheduler_command(far, ("squeue",))
     message = "a command on me@far printed more than 8 MB of error messages; their first line: no space left"
     with pytest.raises(ToolFailed) as caught:
         read(far)
@@ -155,7 +155,7 @@ def test_missing_rsync_there_names_what_installs_it(far: Connection, tmp_path: P
     write_program(SSH, f"{HANDSHAKE}exit 127")
     Path("image").touch()
     with pytest.raises(ToolMissing, match="there is no rsync on me@far") as caught:
-        rsync.run(far, "/x", ("-t", f"{tmp_path}/image", "remote:./"), SILENT)
+        rsync.run_rsync(far, "/x", ("-t", f"{tmp_path}/image", "remote:./"), SILENT)
     assert "dnf install rsync" in str(caught.value.hint)
 
 
@@ -166,7 +166,7 @@ def test_rsync_ends_where_the_remote_prints_without_end(far: Connection, tmp_pat
     Path("image").write_bytes(b"x" * 1000)
     start_s = time.monotonic()
     with pytest.raises(ToolFailed):
-        rsync.run(far, "/x", ("-t", f"{tmp_path}/image", "remote:./"), SILENT)
+        rsync.run_rsync(far, "/x", ("-t", f"{tmp_path}/image", "remote:./"), SILENT)
     assert time.monotonic() - start_s < 50
     cmdline = Path("/proc", Path("pid").read_text().strip(), "cmdline")
     # An empty file is that of an ended process whose parent has not asked for its exit code.
@@ -258,9 +258,9 @@ def test_submission_there_notes_what_the_job_uses(
         directory=tmp_path,
         image=f"{tmp_path}/images/x.sif",
     )
-    job = resolve(targets.load_target("mn5"), request)
-    prepared = PreparedJob(job=job, script=named("slurm").script(job))
-    record = submit.start(prepared, Ssh(local), Silent())
+    job = resolve_job(targets.load_target("mn5"), request)
+    prepared = PreparedJob(job=job, script=get_system("slurm").script(job))
+    record = submit.start_job(prepared, Ssh(local), Silent())
     assert (record.answer is None, record.job.cluster, record.job.remote) == (bool(job_id), cluster, "far")
     if note is None:
         assert list(Path("jobs").iterdir()) == []
@@ -269,16 +269,16 @@ def test_submission_there_notes_what_the_job_uses(
     text = Path("jobs", job_id).read_text()
     assert text == f"{note}\nmn5\nimages/x.sif\n"
     rows = "".join(f"note jobs/{job_id}:{line}\n" for line in text.splitlines())
-    (job_note,) = gc.parse(f"clock 5\njob 1 {job_id}\n{rows}end\n".encode(), "far").notes
+    (job_note,) = gc.parse_listing(f"clock 5\njob 1 {job_id}\n{rows}end\n".encode(), "far").notes
     assert (job_note.id, job_note.system, job_note.folders) == (job_id, note, ("images/x.sif",))
 
 
 def test_note_of_a_file_that_is_no_id_is_left_out() -> None:
     rows = "".join(f"job 1 {name}\n" for name in ("../x", "-x", "a b", "7"))
-    assert [note.id for note in gc.parse(f"clock 5\n{rows}end\n".encode(), "far").notes] == ["7"]
+    assert [note.id for note in gc.parse_listing(f"clock 5\n{rows}end\n".encode(), "far").notes] == ["7"]
 
 
 def test_waiting_jobs_of_a_cluster_are_asked_for_there(local: Connection, fake_program: FakeProgram) -> None:
     fake_program("squeue", 'echo "$*" > arguments; echo 4711')
-    assert gc.unfinished(local, "slurm;two") == {"4711"}
+    assert gc.unfinished_jobs(local, "slurm;two") == {"4711"}
     assert Path("arguments").read_text() == "--noheader --format=%A --clusters=two\n"

@@ -33,7 +33,7 @@ def remotes_file(home: Path) -> Path:
     ],
 )
 def test_address_has_a_host_and_a_folder(text: str, address: str, folder: str) -> None:
-    assert config.parse(text) == (address, folder)
+    assert config.parse_address(text) == (address, folder)
 
 
 def test_remote_comes_back_as_it_was_added(remotes_file: Path) -> None:
@@ -46,9 +46,9 @@ def test_remote_comes_back_as_it_was_added(remotes_file: Path) -> None:
         keep_s=60,
         bwlimit=1.5,
     )
-    config.add(remote)
-    config.add(Remote(name="two", address="other"))
-    assert config.remotes() == {"mn5": remote, "two": Remote(name="two", address="other")}
+    config.add_remote(remote)
+    config.add_remote(Remote(name="two", address="other"))
+    assert config.read_remotes() == {"mn5": remote, "two": Remote(name="two", address="other")}
     assert stat.S_IMODE(remotes_file.stat().st_mode) == 0o600
 
 
@@ -56,7 +56,7 @@ def test_remote_comes_back_as_it_was_added(remotes_file: Path) -> None:
 def test_table_is_removed_however_its_name_is_quoted(remotes_file: Path, header: str) -> None:
     remotes_file.parent.mkdir(parents=True)
     remotes_file.write_text(f"{header}\naddress = 'x'\n")
-    config.remove("b")
+    config.remove_remote("b")
     assert remotes_file.read_text() == ""
 
 
@@ -65,10 +65,10 @@ def test_other_lines_of_the_file_stay(remotes_file: Path) -> None:
     remotes_file.write_text(
         "# mine\n[a]\naddress = 'x' # why\n\n[ \"b\" ]\naddress = 'y'\n# of b\n[c]\naddress='z'\n"
     )
-    config.remove("b")
+    config.remove_remote("b")
     assert remotes_file.read_text() == "# mine\n[a]\naddress = 'x' # why\n\n[c]\naddress='z'\n"
-    config.add(Remote(name="c", address="new"), replace=True)
-    assert config.find("c").address == "new"
+    config.add_remote(Remote(name="c", address="new"), replace=True)
+    assert config.get_remote("c").address == "new"
     assert "# why" in remotes_file.read_text()
 
 

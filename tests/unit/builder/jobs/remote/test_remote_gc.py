@@ -31,35 +31,35 @@ def listing(*folders: StoredFolder, notes: Sequence[JobNote] = ()) -> StoreListi
 
 
 def test_old_image_without_a_job_is_unused() -> None:
-    unused = gc.choose(listing(folder(IMAGE), folder(CODE, NEW)), {}, LIMIT)
+    unused = gc.select_unused(listing(folder(IMAGE), folder(CODE, NEW)), {}, LIMIT)
     assert [folder.path for folder in unused.folders] == [IMAGE]
     assert unused.used == 1
 
 
 def test_image_and_code_of_a_waiting_job_stay() -> None:
     store = listing(folder(IMAGE), folder(CODE), notes=[note(IMAGE, CODE)])
-    unused = gc.choose(store, {"slurm": {"7"}}, LIMIT)
+    unused = gc.select_unused(store, {"slurm": {"7"}}, LIMIT)
     assert (unused.folders, unused.used, unused.ended_jobs) == ((), 2, ())
 
 
 def test_run_of_late_keeps_its_image() -> None:
     store = listing(folder(IMAGE), notes=[note(IMAGE, used_s=NEW)])
-    assert gc.choose(store, {"slurm": ()}, LIMIT).folders == ()
+    assert gc.select_unused(store, {"slurm": ()}, LIMIT).folders == ()
 
 
 def test_ended_job_keeps_nothing() -> None:
-    unused = gc.choose(listing(folder(IMAGE), notes=[note(IMAGE)]), {"slurm": {"77"}}, LIMIT)
+    unused = gc.select_unused(listing(folder(IMAGE), notes=[note(IMAGE)]), {"slurm": {"77"}}, LIMIT)
     assert [folder.path for folder in unused.folders] == [IMAGE]
     assert unused.ended_jobs == ("7",)
 
 
 def test_silent_scheduler_keeps_all_images_of_jobs() -> None:
-    unused = gc.choose(listing(folder(IMAGE), notes=[note(IMAGE)]), {"slurm": "squeue failed"}, LIMIT)
+    unused = gc.select_unused(listing(folder(IMAGE), notes=[note(IMAGE)]), {"slurm": "squeue failed"}, LIMIT)
     assert (unused.folders, unused.unknown) == ((), ("squeue failed",))
 
 
 def parse(*rows: str) -> StoreListing:
-    return gc.parse("\n".join(("clock 1000", *rows, "end", "")).encode(), "far")
+    return gc.parse_listing("\n".join(("clock 1000", *rows, "end", "")).encode(), "far")
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_empty_note_names_no_folder() -> None:
 @pytest.mark.parametrize("text", ["", "clock 1\n", "clock x\nend\n", "end\n"])
 def test_answer_that_is_cut_short_is_refused(text: str) -> None:
     with pytest.raises(ToolFailed, match="cut short"):
-        gc.parse(text.encode(), "far")
+        gc.parse_listing(text.encode(), "far")
 
 
 NEEDED = f"images/{remote_image('c').name}"
@@ -147,8 +147,8 @@ def superseded(
     monkeypatch: pytest.MonkeyPatch, store: StoreListing, images: Sequence[RemoteImage] = NEWEST_FIRST
 ) -> list[str]:
     """Return the letters of the images that a run of the image ``f`` would remove."""
-    monkeypatch.setattr(gc, "_list", lambda connection: store)
-    monkeypatch.setattr(gc, "unfinished", lambda connection, name: {"7"})
+    monkeypatch.setattr(gc, "_list_store", lambda connection: store)
+    monkeypatch.setattr(gc, "unfinished_jobs", lambda connection, name: {"7"})
     far: Connection = object()  # type: ignore[assignment]
     unused, by_path = gc.find_superseded(far, images, remote_image("f"))
     return [by_path[folder.path].root_sha256[0] for folder in unused.folders]

@@ -104,9 +104,9 @@ def test_further_size_costs_one_call_of_ssh(
 def test_api_sends_the_code_of_the_project_file(far_image: str, sbatch: Path, tmp_path: Path) -> None:
     Path("imgkit.toml").write_text('code = "."\n')
     Path("mine.yaml").write_text(RECIPE.replace("project: .", "project: ., editable: /workspace"))
-    project = toml_file.read(Path("imgkit.toml").absolute())
+    project = toml_file.read_file(Path("imgkit.toml").absolute())
     request = imgkit.JobRequest.of(command=("true",), image=far_image)
-    imgkit.run("mine.yaml", origins.under(request, project), on="far")
+    imgkit.run("mine.yaml", origins.fill_from_file(request, project), on="far")
     [sent] = (tmp_path / "store/code").glob("*/workspace")
     assert (sent / "mine.yaml").exists()
     assert f"--reflink=auto {sent}/. " in (sbatch / "1").read_text()

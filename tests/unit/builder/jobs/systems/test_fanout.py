@@ -26,7 +26,8 @@ from imgkit_builder.jobs.systems import fanout
 def show(host, text, error):
     print(host, "error" if error else "output", text.decode(), flush=True)
 fanout.END_S = float(sys.argv[2])
-sys.exit(fanout.run(json.loads(sys.argv[1]), show=show, say=lambda text: print("said", text, flush=True)))
+say = lambda text: print("said", text, flush=True)
+sys.exit(fanout.run_on_hosts(json.loads(sys.argv[1]), show=show, say=say))
 """
 
 
@@ -40,7 +41,7 @@ def hosts(fake_program: FakeProgram, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def line(*argv: str) -> str:
-    return shlex.join(fanout.guarded(argv))
+    return shlex.join(fanout.guard_command(argv))
 
 
 def run(*remote: tuple[str, str], **options: Any) -> tuple[int, list[str]]:
@@ -53,7 +54,7 @@ def run(*remote: tuple[str, str], **options: Any) -> tuple[int, list[str]]:
     def say(text: str) -> None:
         output.append(f"said {text}")
 
-    return fanout.run(remote, show=show, say=say, **options), output
+    return fanout.run_on_hosts(remote, show=show, say=say, **options), output
 
 
 @pytest.mark.parametrize("code", [0, 3])
@@ -235,7 +236,7 @@ def test_secret_and_variables_come_by_standard_input_alone(
         'read -r secret; echo "$secret"; printf "%s\\n" "$IMGKIT_SECRET_FILE$TOKEN"; env; ps -eo args\n'
     )
     sent = SentInput(secret=True, names=("TOKEN",))
-    command = shlex.join(fanout.guarded(("sh", str(program)), sent))
+    command = shlex.join(fanout.guard_command(("sh", str(program)), sent))
     code, output = run(("a", command), ("b", command), sent=sent)
     assert code == 0, output
     secrets = [text.split() for text in output if re.fullmatch("[ab] output [0-9a-f]{64}", text)]

@@ -29,17 +29,17 @@ from imgkit_builder.jobs import systems
     ],
 )
 def test_answer_says_the_state(system: str, output: str, state: str) -> None:
-    assert systems.named(system).parse_status(output).state == state
+    assert systems.get_system(system).parse_status(output).state == state
 
 
 @pytest.mark.parametrize("system", ["slurm", "pbs"])
 def test_system_with_a_queue_lists_its_jobs(system: str) -> None:
-    assert systems.named(system).queue.unfinished_ids
+    assert systems.get_system(system).queue.unfinished_ids
 
 
 @pytest.mark.parametrize("name", systems.MODULES)
 def test_scheduler_is_a_class_of_at_most_nine_methods(name: str) -> None:
-    system = systems.named(name)
+    system = systems.get_system(name)
     methods = {
         method
         for owner in type(system).__mro__[:-2]  # System extends ABC, and that object

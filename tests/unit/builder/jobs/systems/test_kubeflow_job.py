@@ -18,7 +18,7 @@ from imgkit_builder.jobs import submit
 from imgkit_builder.jobs.job import Job, Script
 from imgkit_builder.jobs.prepared import PreparedJob
 from imgkit_builder.jobs.request import JobRequest
-from imgkit_builder.jobs.resolve import resolve
+from imgkit_builder.jobs.resolve import resolve_job
 from imgkit_builder.jobs.systems.kubeflow import SYSTEM as kubeflow
 from imgkit_builder.jobs.systems.pods import KubernetesFormat, PodFlags
 from imgkit_builder.jobs.transport import Local
@@ -35,7 +35,9 @@ def job(
     kind: KubernetesFormat, *, pvcs: tuple[str, ...] = (), recipe: str = "", run_as: str = "", **options: Any
 ) -> Job:
     flags = PodFlags(format=kind, pvcs=pvcs, run_as=run_as)
-    return resolve(load_target(recipe) if recipe else RECIPE, RCP.changed(system_flags=(flags,), **options))
+    return resolve_job(
+        load_target(recipe) if recipe else RECIPE, RCP.changed(system_flags=(flags,), **options)
+    )
 
 
 def script(kind: KubernetesFormat, **options: Any) -> Script:
@@ -156,7 +158,7 @@ def test_name_that_exists_starts_nothing(fake_program: FakeProgram) -> None:
     existing = job("pytorchjob")
     prepared = PreparedJob(job=existing, script=kubeflow.script(existing))
     with pytest.raises(ToolFailed) as caught:
-        submit.start(prepared, Local(), Silent())
+        submit.start_job(prepared, Local(), Silent())
     assert str(caught.value.hint).startswith("nothing was started: a job named rcp exists")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from imgkit_builder.jobs.request import JobRequest
-from imgkit_builder.jobs.resolve import resolve
+from imgkit_builder.jobs.resolve import resolve_job
 from imgkit_builder.jobs.systems.local import SYSTEM as local
 from imgkit_builder.recipe.targets import load_target
 
@@ -17,7 +17,7 @@ TRAIN = JobRequest.of(command=("dist-train",), directory=Path("/home/me"))
 
 
 def command(request: JobRequest, recipe: str | Path = "cpu") -> tuple[str, ...]:
-    return local.script(resolve(load_target(recipe), request)).submit
+    return local.script(resolve_job(load_target(recipe), request)).submit
 
 
 def test_terminal_only_where_asked_for() -> None:

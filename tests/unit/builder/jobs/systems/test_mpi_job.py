@@ -10,7 +10,7 @@ import pytest
 from imgkit_builder.jobs import checks
 from imgkit_builder.jobs.job import Job, Script
 from imgkit_builder.jobs.request import JobRequest
-from imgkit_builder.jobs.resolve import resolve
+from imgkit_builder.jobs.resolve import resolve_job
 from imgkit_builder.jobs.systems.mpi import SYSTEM as mpi
 from imgkit_builder.jobs.systems.mpi import MpiFlags
 from imgkit_builder.recipe.targets import load_target
@@ -32,7 +32,7 @@ def changed(request: JobRequest, **options: Any) -> JobRequest:
 
 
 def job(request: JobRequest) -> Job:
-    return resolve(load_target("lambda"), request)
+    return resolve_job(load_target("lambda"), request)
 
 
 def script(request: JobRequest) -> Script:

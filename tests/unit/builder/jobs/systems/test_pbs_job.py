@@ -15,7 +15,7 @@ from job_records import queued_job
 from imgkit_builder.jobs import checks, conversion
 from imgkit_builder.jobs.job import Job
 from imgkit_builder.jobs.request import JobRequest, SubmitRequest
-from imgkit_builder.jobs.resolve import resolve
+from imgkit_builder.jobs.resolve import resolve_job
 from imgkit_builder.jobs.systems.pbs import SYSTEM as pbs
 from imgkit_builder.jobs.systems.pbs import PbsFlags
 from imgkit_builder.jobs.systems.slurm import SYSTEM as slurm
@@ -30,7 +30,7 @@ STARTS = ("pals", "pbsdsh", "ssh")
 
 def job(recipe: Any = RECIPE, *, pbs_start: Any = "pals", **options: Any) -> Job:
     flags = PbsFlags(pbs_start=pbs_start)
-    return resolve(recipe, REQUEST.changed(system_flags=(flags,), **options))
+    return resolve_job(recipe, REQUEST.changed(system_flags=(flags,), **options))
 
 
 def text(recipe: Any = RECIPE, **options: Any) -> str:

@@ -14,7 +14,7 @@ from job_records import queued_job
 from imgkit_builder.jobs import checks, records
 from imgkit_builder.jobs.job import Job
 from imgkit_builder.jobs.request import JobRequest
-from imgkit_builder.jobs.resolve import resolve
+from imgkit_builder.jobs.resolve import resolve_job
 from imgkit_builder.jobs.systems import pods, runai_client
 from imgkit_builder.jobs.systems.runai import SYSTEM as runai
 from imgkit_builder.recipe import targets
@@ -49,7 +49,7 @@ def job(
     **options: Any,
 ) -> Job:
     flags = pods.PodFlags(pvcs=pvcs, client=client)
-    return resolve(targets.load_target(recipe), RCP.changed(system_flags=(flags,), **options))
+    return resolve_job(targets.load_target(recipe), RCP.changed(system_flags=(flags,), **options))
 
 
 def write_recipe(tmp_path: Path, text: str) -> Path:
@@ -138,7 +138,7 @@ def test_submitted_job_is_followed_by_its_commands(
     code, out, err = call(*argv)
     assert (code, out) == (0, "rcp\n"), err
     assert called.read_text().split()[: len(commands) + 2] == [*commands, "submit", "rcp"]
-    assert records.find("rcp").job.kind == " ".join(commands)
+    assert records.find_record("rcp").job.kind == " ".join(commands)
     answer = json.loads(call("status", "rcp", "--json")[1])
     assert answer["output"].split() == [*commands, "describe", "rcp", "--project", "me"]
     call("cancel", "rcp")
@@ -155,5 +155,5 @@ def test_record_with_another_kind_starts_nothing() -> None:
 
 def test_client_without_effect_is_a_warning() -> None:
     flags = pods.PodFlags(pvcs=("home:/w",), format="pytorchjob", client="v1")
-    job = resolve(targets.load_target("rcp"), RCP.changed(system_flags=(flags,)))
+    job = resolve_job(targets.load_target("rcp"), RCP.changed(system_flags=(flags,)))
     assert job.warnings == ("--client is not used with --format pytorchjob",)

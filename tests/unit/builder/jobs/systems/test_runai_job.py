@@ -11,7 +11,7 @@ import pytest
 
 from imgkit_builder.jobs.job import Job, Script
 from imgkit_builder.jobs.request import JobRequest
-from imgkit_builder.jobs.resolve import resolve
+from imgkit_builder.jobs.resolve import resolve_job
 from imgkit_builder.jobs.systems import pods
 from imgkit_builder.jobs.systems.runai import SYSTEM as runai
 from imgkit_builder.recipe.targets import load_target
@@ -23,7 +23,7 @@ RCP = JobRequest.of(command=("dist-pi",), nodes="2", image="r.example/me/rcp:1")
 
 def job(*, pvcs: tuple[str, ...] = ("home:/home/me",), **options: Any) -> Job:
     flags = pods.PodFlags(pvcs=pvcs, client="v1")
-    return resolve(RECIPE, RCP.changed(system_flags=(flags,), **options))
+    return resolve_job(RECIPE, RCP.changed(system_flags=(flags,), **options))
 
 
 def script(**options: Any) -> Script:

@@ -14,7 +14,7 @@ from job_records import queued_job
 
 from imgkit_builder.jobs import systems
 from imgkit_builder.jobs.request import JobRequest
-from imgkit_builder.jobs.resolve import resolve
+from imgkit_builder.jobs.resolve import resolve_job
 from imgkit_builder.jobs.systems.slurm import SYSTEM as slurm
 from imgkit_builder.recipe.targets import load_target
 from imgkit_entrypoints.errors import UsageError
@@ -26,7 +26,7 @@ REQUEST = JobRequest.of(
 
 
 def text(**options: Any) -> str:
-    return slurm.script(resolve(RECIPE, REQUEST.changed(**options))).text
+    return slurm.script(resolve_job(RECIPE, REQUEST.changed(**options))).text
 
 
 def srun(script: str) -> list[str]:

@@ -14,7 +14,7 @@ ROW = "7  gpu PENDING, 2 nodes, elapsed 0:00, start {}  ({})\n"
 
 def slurm_text(reason: str, start: str = "N/A", **fields: str) -> str:
     """Return what imgkit prints about a job that waits for this reason."""
-    status = systems.named("slurm").parse_status(ROW.format(start, reason))
+    status = systems.get_system("slurm").parse_status(ROW.format(start, reason))
     assert status.state == "waiting"
     return history.waiting_text(queued_job(**fields), status.wait)
 
@@ -60,7 +60,7 @@ def test_estimate_names_the_clock_of_a_remote() -> None:
 
 def test_running_row_has_no_reason() -> None:
     row = "7  gpu RUNNING, 2 nodes, elapsed 1:00, start 2026-11-28T22:40:07  node[1-2]\n"
-    assert systems.named("slurm").parse_status(row).wait == WaitInfo()
+    assert systems.get_system("slurm").parse_status(row).wait == WaitInfo()
 
 
 QSTAT = """\
@@ -80,10 +80,10 @@ Job Id: 7.s
     [("Sat Nov 28 22:40:07 2026", "2026-11-28T22:40"), ("UNSET", "")],
 )
 def test_comment_of_pbs_is_the_reason(estimate: str, expected_start: str) -> None:
-    status = systems.named("pbs").parse_status(QSTAT.format("Q", estimate))
+    status = systems.get_system("pbs").parse_status(QSTAT.format("Q", estimate))
     reason = "Not Running: Insufficient amount of resource: ngpus (R: 8 A: 0 T: 8, more)"
     assert status.wait == WaitInfo(reason=reason, expected_start=expected_start)
-    assert systems.named("pbs").parse_status(QSTAT.format("R", estimate)).wait == WaitInfo()
+    assert systems.get_system("pbs").parse_status(QSTAT.format("R", estimate)).wait == WaitInfo()
 
 
 SOON = WaitInfo(reason="Priority", expected_start="2026-11-28T22:40")
@@ -120,10 +120,10 @@ def test_change_is_logged_once(readings: tuple[WaitInfo | JobState, ...], lines:
 
 
 def test_every_change_names_an_option_of_run() -> None:
-    from imgkit_builder.base.flags import declared
+    from imgkit_builder.base.flags import declared_options
     from imgkit_builder.jobs.request import JobRequest
 
-    names = {name for flag in declared(JobRequest) for name in flag.names}
+    names = {name for flag in declared_options(JobRequest) for name in flag.names}
     for text in CHANGES.values():
         options = [word.partition("=")[0] for word in text.split() if word.startswith("-")]
         assert options, text

@@ -97,7 +97,7 @@ def test_folder_of_images_needs_pillow(tmp_path: Path, monkeypatch: pytest.Monke
     ("text", "seconds"), [("90", 90), ("90s", 90), ("50m", 3000), ("1h30m", 5400), ("1h5s", 3605), ("0", 0)]
 )
 def test_times_are_seconds(text: str, seconds: float) -> None:
-    assert arguments.duration(text) == seconds
+    assert arguments.parse_duration(text) == seconds
 
 
 @pytest.mark.parametrize("module", ["own.py", "own", "pkg.deep"])
