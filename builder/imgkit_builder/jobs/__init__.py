@@ -1,5 +1,6 @@
-"""Jobs: a recipe and a user's request become the text that is submitted, and the words that submit it.
+"""Turn a recipe and a user's request into a job script, and submit it to the recipe's scheduler.
 
-``request`` holds the user's flags. ``resolve`` checks them against the recipe's system and returns a ``Job``,
-``systems`` turns the job into a ``Script``, and ``submit`` submits it. Only ``submit`` has an effect.
+``request`` holds the user's flags. ``resolve`` checks them against the recipe's system and returns a ``Job``.
+``systems`` turns the job into a ``Script``: the text of the job and the command that submits it. ``submit``
+brings the image, the data and the code to the machine of the job, and runs that command.
 """

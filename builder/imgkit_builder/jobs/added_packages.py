@@ -1,4 +1,8 @@
-"""Mount files of `imgkit add` into a job, and make the one for the packages that imgkit.toml asks for."""
+"""Mount files of `imgkit add` into a job.
+
+Such a file is a squashfs with Python packages that the image lacks. The user names files by ``--packages``.
+Without that flag, the file with the packages that imgkit.toml lists is mounted, and made if it is missing.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +18,19 @@ from imgkit_builder.packages.add import AddRequest
 from imgkit_builder.packages.record import PackagesRecord
 from imgkit_entrypoints.errors import UsageError
 
+# Hexadecimal digits of a digest of the packages, in a file's name: the "3f2a91c0" of "pytorch+3f2a91c0.sqsh".
 _NAME_DIGITS = 8
-"""Length of the part of a file's name that stands for the packages in it."""
 
 
 def with_packages(job: Job) -> Job:
-    """Return `job` with its packages mounted. A file that is on this machine is checked.
+    """Return `job` with the files of its packages mounted.
+
+    Files of ``--packages`` are checked if all of them and the image are on this machine. The file for the
+    packages of imgkit.toml may not exist yet, and `make_ready` makes and checks it.
 
     Raises
     ------
-    UsageError : the runtime cannot mount a squashfs, or a file does not fit the image.
+    UsageError : the runtime cannot mount a squashfs or the path of a file, or a file does not fit the image.
     """
     requested = job.request.container
     paths = [str(job.directory / path) for path in requested.packages]
@@ -44,19 +51,27 @@ def with_packages(job: Job) -> Job:
             hint = "rename it: no colons, commas and quotes"
             raise UsageError(f"{path} cannot be mounted", where=where, hint=hint)
     job = job.with_container(packages=tuple(paths))
+    # On a remote, the image and the files may be on that machine only: then they are checked there.
     if requested.packages and all(Path(path).exists() for path in (*paths, job.container.image)):
         _check(job)
     return job
 
 
 def file_name(image_path: str, requirements: Sequence[str], image_digest: str = "") -> str:
-    """Return the name of the file with these packages: ``pytorch+3f2a91c0.sqsh``."""
+    """Return the name of the file with these packages, for example ``pytorch+3f2a91c0.sqsh``.
+
+    The name is that of the image and a digest of the packages, so other packages are in another file.
+
+    Parameters
+    ----------
+    image_digest : distinguishes images of the same name. It is empty for an image of this machine.
+    """
     digest = hashlib.sha256("\n".join((image_digest, *requirements)).encode()).hexdigest()
     return f"{PurePath(image_path).stem}+{digest[:_NAME_DIGITS]}.sqsh"
 
 
 def make_ready(job: Job, report: Reporter) -> None:
-    """Make the file for the packages of imgkit.toml, unless it is there, and check all files.
+    """Make the file for the packages of imgkit.toml if it is missing or outdated, and check all files.
 
     Raises
     ------
@@ -66,6 +81,7 @@ def make_ready(job: Job, report: Reporter) -> None:
     if not job.container.packages:
         return
     if not requested.packages:
+        # Without --packages, the job mounts one file, which has the packages of imgkit.toml.
         path = Path(job.container.packages[0])
         request = AddRequest(
             requirements=requested.requirements, image=Path(job.container.image), output=path
@@ -77,13 +93,20 @@ def make_ready(job: Job, report: Reporter) -> None:
 
 
 def _check(job: Job) -> None:
-    """Raise UsageError if a file is missing, or does not fit the image and the command."""
+    """Raise UsageError if a file of packages is missing, or does not fit the image or the command."""
     records = record.refuse_unfit_files(job.container.packages, Path(job.container.image))
     refuse_unseen(job, records)
 
 
 def refuse_unseen(job: Job, records: Sequence[PackagesRecord]) -> None:
-    """Raise UsageError if dist-train is to use a module of the packages: its Python ignores PYTHONPATH."""
+    """Raise UsageError if a job runs dist-train with a function of the packages, such as its ``--model``.
+
+    Packages are found by PYTHONPATH. dist-train starts Python with ``-I``, which ignores that variable.
+
+    Parameters
+    ----------
+    records : the records of the files of packages, which name the modules in them.
+    """
     if job.command[:1] != ("dist-train",):
         return
     modules = {module for stored in records for module in stored.modules}

@@ -2,8 +2,8 @@
 
 A probe starts the image's own Python on the machine that submits, with the mounts and options of the job.
 It prints what that Python has installed. The result is cached by a digest of the image, so that a later
-submission of the same image starts nothing. The digest of a .sif covers its two ends and its size; for an
-image of an engine, it is the image's id.
+submission of the same image starts nothing. The digest of a .sif covers its two ends and its size. The
+digest of an image of an engine is the image's id.
 """
 
 from __future__ import annotations
@@ -34,26 +34,30 @@ from imgkit_entrypoints import __version__, json_text, system
 from imgkit_entrypoints.errors import ToolMissing, UsageError
 from imgkit_entrypoints.launch.run_code import CODE_VARIABLE
 
+# Folder of a job's folder with one folder of entry points for each version of their content.
 FOLDER = "imgkit-entrypoints"
-"""Folder of a job's folder with one folder of entry points for each version of their content."""
 
 _CHOOSE = "choose one: --python PATH of the image, or --activate 'COMMAND' that puts one on PATH"
 _CHOOSE_OTHER = _CHOOSE.replace("one", "another", 1)
 
+# What `Runtime.image_digest` returns for an image that is a folder. Nothing short stands for the content of
+# a folder, so the probe of such an image is not cached.
 _NO_DIGEST = "folder"
-"""What `Runtime.image_digest` returns for an image that is a folder: nothing stands for its content."""
 
+# Start of the message of a probe that ran in the image and found no Python there. Without this message, the
+# container or the command of --activate has failed before the probe ran.
 _PROBE_MESSAGE = "no program "
-"""Start of the probe's message if it ran in the image and found no Python there."""
 
+# Starts of lines that do not explain a failure. The first is imgkit's own message after a failed command of
+# --activate, and the second is what the modules of some sites print when they are loaded.
 _NOTICES = ("imgkit: the command of --activate", "module load ")
-"""Starts of lines that explain no failure: a line of imgkit, and what the modules of some sites print."""
 
 
 def is_foreign(job: Job) -> bool:
-    """Return whether `bind_entry_points` inspects the image of a ``dist-*`` command on this machine.
+    """Return whether a ``dist-*`` command runs in an image to which imgkit must bind its entry points.
 
-    It does so if the image has no record of imgkit, or if the user chooses a Python in it.
+    The entry points must be bound if the image has no record of imgkit, or if the user chooses a Python in
+    the image. `bind_entry_points` inspects such an image.
 
     Raises
     ------
@@ -66,16 +70,18 @@ def is_foreign(job: Job) -> bool:
 def bind_entry_points(job: Job, run: Runner | None = None) -> Job:
     """Return `job` with imgkit's entry points bound into its image, or unchanged if the image has its own.
 
-    A job that runs no ``dist-*`` command needs no entry points. If this machine does not have the image, the
-    job is returned unchanged too: the checks of the submission report a missing image.
+    A job that runs no ``dist-*`` command needs no entry points. The job is also returned unchanged if this
+    machine does not have the image and the user chooses no Python in it. The checks of the submission report
+    the missing image.
 
     Parameters
     ----------
-    run : runs a command on the remote that takes the job; default: on this machine.
+    run : runs a command on the remote that takes the job. Without it, commands run on this machine.
 
     Raises
     ------
-    UsageError : no Python of the image can run the entry points; the message says what the image has.
+    UsageError : no Python of the image can run the entry points, or the image cannot be read. The message
+        says what the image has.
     ToolMissing : the container runtime is not installed on this machine.
     """
     python_flag = _chosen_python(job)
@@ -83,12 +89,13 @@ def bind_entry_points(job: Job, run: Runner | None = None) -> Job:
     if not needs_probe:
         return job
     digest = runtime_of(job).image_digest(job, run or _run_here)
-    if not digest:
+    if not digest:  # the image does not exist on that machine, or cannot be read
         if run is None and not python_flag:
             return job
         raise _unreadable_image_error(job, is_remote=run is not None)
     runner = run or _run_here
     python = _inspect_python(_with_present_mounts(job, runner), digest, runner)
+    # That an image on a remote is one of imgkit, with entry points of its own, is known only after the probe.
     has_entry_points = python.built and bool(python.entry_points)
     if has_entry_points and not python_flag:
         return job
@@ -128,12 +135,16 @@ def _with_present_mounts(job: Job, run: Runner) -> Job:
 
 
 def _mount_source(mount: str) -> str:
-    """Return the path on the node of a mount ``SRC[:DEST[:ro]]``."""
+    """Return the path on the node of a mount: ``/data:/mnt:ro`` -> ``/data``."""
     return mount.partition(":")[0]
 
 
 def _entry_points(job: Job, python: PythonReport, digest: str) -> BoundEntryPoints:
-    """Return where the entry points of this version of imgkit are bound, for this Python of the image."""
+    """Return the record of which entry points are bound into the image, and where.
+
+    They replace the entry points of an image that has some, and otherwise they are bound into the first
+    folder that `python` searches for packages.
+    """
     folder = f"{job.directory}/{FOLDER}/{name_of(job)}"
     return BoundEntryPoints(
         version=__version__,
@@ -161,7 +172,10 @@ def bound_files(job: Job) -> tuple[tuple[str, bytes], ...]:
 
 
 def name_of(job: Job) -> str:
-    """Return the name of the folder with `bound_files`: imgkit's version and a digest of the files."""
+    """Return the name of the folder with `bound_files`, such as ``0.5.0-3f2a91c04b7d``.
+
+    It is imgkit's version and a digest of the files, so other files are in another folder.
+    """
     digest = hashlib.sha256()
     for name, data in bound_files(job):
         digest.update(f"{name} {len(data)}\n".encode() + data)
@@ -178,7 +192,7 @@ def write_bound_files(job: Job, folder: Path) -> None:
 
 
 def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
-    """Create the folder `target`, unless it exists; no other process sees it half written.
+    """Create the folder `target`, unless it exists. No other process sees it half written.
 
     Parameters
     ----------
@@ -206,7 +220,9 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
 
 
 def _chosen_python(job: Job) -> str:
-    """Return the flag by which the user chooses a Python of the image; empty if no flag does.
+    """Return the flag by which the user chooses a Python of the image: ``--python`` or ``--activate``.
+
+    The result is empty if the user chooses none.
 
     Raises
     ------
@@ -232,7 +248,11 @@ def _chosen_python(job: Job) -> str:
 
 
 def _run_here(argv: Sequence[str]) -> Finished:
-    """Run a command on this machine; a missing program gives exit code 127, as from a shell."""
+    """Run a command on this machine.
+
+    A program that is missing does not raise. The result then has exit code 127, as from a shell, and the
+    message in its output, so that a missing program looks the same here and on a remote.
+    """
     try:
         return process.run(argv, check=False)
     except ToolMissing as error:
@@ -240,7 +260,9 @@ def _run_here(argv: Sequence[str]) -> Finished:
 
 
 def _inspect_python(job: Job, digest: str, run: Runner) -> PythonReport:
-    """Return what the probe prints about the image's Python, from the cache if the image was probed before.
+    """Return what the probe prints about the image's Python.
+
+    The probe does not run if the cache has its result, from the same image, command and version of imgkit.
 
     Raises
     ------
@@ -248,6 +270,7 @@ def _inspect_python(job: Job, digest: str, run: Runner) -> PythonReport:
     ToolMissing : the container runtime is missing where `run` runs it.
     """
     argv = _probe_argv(job)
+    # The result depends on the image, on the command with the user's --python and --activate, and on imgkit.
     key = hashlib.sha256(json.dumps([__version__, digest, *argv]).encode()).hexdigest()
     cache_file = files.cache_dir() / "looks" / f"{key}.json"
     can_cache = digest != _NO_DIGEST
@@ -264,7 +287,10 @@ def _inspect_python(job: Job, digest: str, run: Runner) -> PythonReport:
 
 
 def _read_cache(file: Path) -> PythonReport | None:
-    """Return the cached result of a probe; None if the file is missing, damaged or of another user."""
+    """Return the cached result of a probe, or None if there is none.
+
+    A file that is damaged or belongs to another user counts as missing, and the image is probed again.
+    """
     try:
         if files.foreign_file_reason(file):
             return None
@@ -277,8 +303,9 @@ def _read_cache(file: Path) -> PythonReport | None:
 def _probe_argv(job: Job) -> Argv:
     """Return the command that runs the probe in the job's image on the machine that submits.
 
-    The container starts with the job's runtime, options and mounts. It gets no GPUs, code, working directory
-    or settings of the node agent: the probe does not need them, and a login node may lack them.
+    The container starts with the job's runtime, options and mounts. It gets no GPUs, code, data, packages,
+    working directory or settings of the node agent. The probe does not need them, and a login node may lack
+    them.
     """
     probe_job = dataclasses.replace(job, settings={}).with_allocation(gpus=0)
     # The digest of the code would be part of the cache's key: each edit would start the image again.
@@ -298,6 +325,7 @@ def _no_python_error(job: Job, finished: Finished) -> UsageError | ToolMissing:
     has_probe_run = last_line.startswith(_PROBE_MESSAGE)
     file, runtime = job.container.image, runtime_of(job)
     program = runtime.probe_program(job)
+    # A shell returns 127 for a program that is missing, here the container runtime.
     if program and finished.returncode == 127 and not has_probe_run:
         return ToolMissing(
             f"imgkit has to look into this image, which it did not build, but {program!r} fails here: "
@@ -326,7 +354,10 @@ def _no_python_error(job: Job, finished: Finished) -> UsageError | ToolMissing:
 
 
 def _last_line(finished: Finished) -> str:
-    """Return the last line of a command's output that explains its failure, or else its exit code."""
+    """Return the last line of a command's output that can explain its failure.
+
+    Without such a line, the result is the exit code: ``exit code 255``.
+    """
     lines = [line.strip() for line in finished.output.splitlines()]
     messages = [line for line in lines if line and not line.startswith(_NOTICES)]
     return messages[-1] if messages else f"exit code {finished.returncode}"
@@ -335,6 +366,7 @@ def _last_line(finished: Finished) -> str:
 def _refuse_unusable_python(job: Job, python: PythonReport) -> None:
     """Raise UsageError if `python` cannot run the entry points, or if the nodes cannot run `python`."""
     file = job.container.image
+    # Wheels of torch for AMD GPUs have versions such as 2.5.1+rocm6.2.
     if "+rocm" in python.torch and not chooses_cpus(job.request):
         message, hint = bases.amd_warning(f"torch {python.torch} of this image is for AMD GPUs")
         raise UsageError(message, where=file, hint=hint)
@@ -347,7 +379,10 @@ def _refuse_unusable_python(job: Job, python: PythonReport) -> None:
 
 
 def _python_problem(job: Job, python: PythonReport) -> tuple[str, str] | None:
-    """Return why `python` cannot be used, as the end of a sentence, and a hint; None if it can be used."""
+    """Return the reason why `python` cannot be used and a hint, or None if it can be used.
+
+    The reason is the end of a sentence that begins with the path and the version: `` and has no torch``.
+    """
     major_minor = tuple(map(int, python.version.split(".")[:2]))
     if major_minor < bases.FLOOR:
         return f"; the entry points need Python {'.'.join(map(str, bases.FLOOR))}", _CHOOSE_OTHER

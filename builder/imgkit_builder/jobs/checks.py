@@ -13,13 +13,14 @@ from imgkit_entrypoints.rollcall import secret
 
 
 def before_submission(job: Job) -> None:
-    """Check the folder, image and variables of a job before it waits in a queue.
+    """Check the folder, image and variables of a job, so that it does not wait in a queue only to fail.
 
     Raises
     ------
     UsageError : the folder, the image or a variable is missing, or the image is for other nodes.
     CheckFailed : a .sqsh is cut short.
     """
+    # Pods have none of this machine's folders, so the job's folder need not exist here.
     runtime = runtime_of(job)
     if not runtime.is_isolated and not job.directory.is_dir():
         raise UsageError(f"no folder {job.directory}", where="--directory")
@@ -32,10 +33,13 @@ def before_submission(job: Job) -> None:
 def check_environment(job: Job) -> None:
     """Check the variables of ``--env NAME`` and the file of ``--env-file``.
 
+    A file that is not on this machine is not checked. The nodes read it when the job starts.
+
     Raises
     ------
     UsageError : a variable is not set or has a line break, or other users can read the file.
     """
+    # Pods get their variables from Kubernetes, not from this machine.
     if not runtime_of(job).is_isolated:
         for name in job.container.names:
             _check_variable(name)
@@ -52,5 +56,6 @@ def _check_variable(name: str) -> None:
         raise UsageError(
             f"{name} is not set here", where="--env", hint=f"export {name}=..., or --env-file FILE"
         )
+    # Commands on other hosts read the values as lines NAME=VALUE (`systems.fanout`).
     if "\n" in value:
         raise UsageError(f"{name} holds a line break", where="--env", hint="put it into a file")

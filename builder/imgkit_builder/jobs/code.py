@@ -1,6 +1,8 @@
-"""Read the folder of ``--code``: which of its files go to the nodes, and what the run's record says of them.
+"""Read the folder of ``--code``, and refuse code that the job would not run.
 
-Code that a job would not run is refused: a project that Python finds elsewhere in the image.
+Files that git or Docker ignores stay on this machine, and so do files that usually hold secrets. The other
+files go to the nodes, and the run's record has their digest. A project that the image has installed in
+another folder is refused, because Python would import the image's copy and not that of ``--code``.
 """
 
 from __future__ import annotations
@@ -38,17 +40,18 @@ from imgkit_entrypoints.errors import CheckFailed, ToolFailed, ToolMissing, Usag
 from imgkit_entrypoints.launch import run_code
 from imgkit_entrypoints.system import WORKSPACE
 
+# Code of more than 100 MB or 10,000 files is sent only if the user agrees (--yes), because such code often
+# contains data by mistake.
 LARGE_BYTES = 100 * 10**6
 MANY_FILES = 10_000
-"""More code is sent only if the user agrees: often it contains data by mistake."""
+# 1 MB. A larger file or folder that stays out of the code is probably data that the program reads.
 _DATA_BYTES = 10**6
-"""What is larger and left out is probably data, which the program reads."""
+# Number of folders of data that one message names, so that it stays readable.
 _MAX_NAMES = 3
-"""Folders of data that a line names, so that it stays readable."""
+# Suffixes of files that imgkit writes: images, descriptions and digests. None of them is data of the program.
 _NO_DATA = (".sif", ".sqsh", ".manifest.json", ".sha256")
-"""Ends of the names of files that imgkit writes."""
+# Variable that keeps ``__pycache__`` out of the run's copy of the code.
 _NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
-"""Variable that keeps ``__pycache__`` out of the run's copy of the code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,21 +62,26 @@ class CodeFolder:
     tree: CodeTree
     record: CodeRecord
     projects: tuple[InstalledProject, ...]
-    """The Python projects in it, with their folders in the job.
+    """The Python projects in `folder`, with their folders in the job, such as ``/workspace``.
 
-    A project has no folder if the code is only a part of it: its pyproject.toml lies above `folder`.
+    A project has no folder if the code is only a part of it, and its pyproject.toml lies above `folder`.
     """
     left_out: tuple[str, ...] = ()
-    """Names that stay out, because git or Docker ignores them or imgkit wrote them."""
+    """Names of files and folders that git or Docker ignores or that imgkit wrote, which are not sent."""
 
 
 def read_code_folder(request: JobRequest, *, large: bool, report: Reporter) -> CodeFolder:
-    """Read the folder of ``--code``; this takes time if the folder is large.
+    """Read all files of the folder of ``--code`` that go to the nodes, and return their content.
+
+    Parameters
+    ----------
+    large : whether the user agrees to code of more than `LARGE_BYTES` or `MANY_FILES`.
+    report : receives the progress of reading.
 
     Raises
     ------
     UsageError : the folder is missing or empty, contains files that look secret, or cannot be read.
-    LargeContext : the folder is large, and `large` is false; raised before any file is read.
+    LargeContext : the folder is large, and `large` is false. It is raised before any file is read.
     """
     assert request.container.code is not None  # noqa: S101 - the caller has looked
     folder = request.container.code
@@ -106,7 +114,7 @@ def read_code_folder(request: JobRequest, *, large: bool, report: Reporter) -> C
 
 
 def _find_python_projects(folder: Path, entries: Iterable[CodeFile]) -> Iterator[InstalledProject]:
-    """Yield the Python projects of the code: one for each pyproject.toml in it.
+    """Yield a Python project for each pyproject.toml in the code.
 
     Code without a pyproject.toml at its top may be a part of a project, such as its folder ``src``. Then the
     project of the nearest pyproject.toml above `folder` is yielded, too, without a folder in the job.
@@ -114,10 +122,12 @@ def _find_python_projects(folder: Path, entries: Iterable[CodeFile]) -> Iterator
     files = {entry.name: entry.source for entry in entries if entry.kind == "file"}
     for name, file in files.items():
         if posixpath.basename(name) == PYPROJECT:
+            # "libs/a/pyproject.toml" -> "/workspace/libs/a"
             project_folder = posixpath.normpath(f"/{WORKSPACE}/{posixpath.dirname(name)}")
             yield InstalledProject(name=project_name(file), folder=project_folder)
     if PYPROJECT in files:
         return
+    # Only a folder with packages, or a folder "src", can be what the project above installs.
     path = folder.resolve()
     has_package = any(posixpath.basename(name) == "__init__.py" for name in files)
     if not has_package and path.name != "src":
@@ -132,9 +142,11 @@ def _find_python_projects(folder: Path, entries: Iterable[CodeFile]) -> Iterator
 def with_code(job: Job, code: CodeRecord, store: Path) -> Job:
     """Return `job` with the code of which its run gets a copy.
 
+    The command also gets PYTHONDONTWRITEBYTECODE, unless the user or the recipe's system sets this variable.
+
     Parameters
     ----------
-    store : folder on the nodes that holds the code, in a folder named by its digest.
+    store : folder on the nodes with all code. Each version of the code is in a folder named by its digest.
     """
     folder = quoting.check_flag_value("--code", str(store / code.sha256))
     env = dict(job.container.env)
@@ -146,7 +158,10 @@ def with_code(job: Job, code: CodeRecord, store: Path) -> Job:
 
 
 def with_run_folder(job: Job) -> Job:
-    """Return `job` with a new run folder, which imgkit makes because the job has no script that does."""
+    """Return `job` with the path of a new run folder: ``runs/NAME-20261128-224000-3f2a`` in the job's folder.
+
+    imgkit itself makes the folder of such a job, because the job has no script that makes it.
+    """
     started = datetime.now().astimezone()
     token = secrets.token_hex(2)  # two runs can start in the same second
     return in_run_folder(job, f"{job.directory}/runs/{job.name}-{started:%Y%m%d-%H%M%S}-{token}")
@@ -158,15 +173,18 @@ def in_run_folder(job: Job, folder: str) -> Job:
 
 
 def refuse_unused(code: CodeFolder, recipe: Target, sif: Path | None) -> None:
-    """Refuse code with a project that the image has installed elsewhere: Python would import that copy.
+    """Refuse code with a project that the image has installed in another folder.
+
+    Python would import the image's copy of the project, and ignore the user's changes without a message.
 
     Parameters
     ----------
-    sif : the image, if this machine has it; otherwise the projects that `recipe` installs are compared.
+    sif : the image, if this machine has it. Without it, the projects that `recipe` installs are compared.
 
     Raises
     ------
-    UsageError : the image would run its own copy; names the recipe's line if it is known, and what to write.
+    UsageError : the image would run its own copy. The error names the recipe's line if it is known, and what
+        to write there.
     """
     _refuse_unused(code.projects, f"--code {code.folder}", recipe, sif)
 
@@ -178,7 +196,7 @@ def refuse_image_projects(code: CodeFolder, recipe: Target) -> None:
 
     Raises
     ------
-    UsageError : the image would run its own copy; names the recipe's line if it is known.
+    UsageError : the image would run its own copy. The error names the recipe's line if it is known.
     """
     for project in code.projects:
         for installed in recipe.projects:
@@ -209,6 +227,7 @@ def refuse_unused_bind(job: Job, sif: Path | None) -> None:
 def _refuse_unused(projects: Sequence[InstalledProject], flag: str, recipe: Target, sif: Path | None) -> None:
     """Raise UsageError for the first of `projects` that the image has installed in another folder."""
     if sif is None:
+        # Without the image, only the recipe says which projects it installs, and in which folders.
         installed_projects = recipe.projects
     else:
         top_folders = ("", f"/{WORKSPACE}")
@@ -248,7 +267,10 @@ def _unused_project_error(
 
 
 def _pip_step(installed: InstalledProject, recipe: Target) -> int | None:
-    """Return the number of the pip step that installs the project; None if no step is known to."""
+    """Return the index in the recipe's ``image.pip`` of the step that installs the project.
+
+    The result is None if neither the recipe nor the image's record names a step.
+    """
     for project in (*recipe.projects, installed):
         if project.name == installed.name and project.step is not None:
             return project.step
@@ -256,7 +278,10 @@ def _pip_step(installed: InstalledProject, recipe: Target) -> int | None:
 
 
 def image_code_notice(job: Job) -> str:
-    """Return a line if the recipe copies code to where the run's own code is; empty if it does not."""
+    """Return a line about code that the recipe copies into the image where the run's own code is mounted.
+
+    The result is empty if the recipe copies nothing below ``/workspace``.
+    """
     for number, target in enumerate(job.recipe.copies):
         if f"{posixpath.normpath(target)}/".startswith(f"/{WORKSPACE}/"):
             where = job.recipe.where("image", "copy", number)
@@ -266,13 +291,14 @@ def image_code_notice(job: Job) -> str:
 
 
 def left_out_notice(code: CodeFolder, image: Path | None) -> str:
-    """Return one line about files that stay out of the code and that the job may need; empty without any.
+    """Return one line about files that stay out of the code although the job may need them.
 
-    These are files of more than 1 MB, and files that the image has in the folder of the code.
+    These are files and folders of more than 1 MB, and files that the image has in the folder of the code. The
+    result is empty if there are no such files.
 
     Parameters
     ----------
-    image : a .sif or .sqsh on this machine; None if there is none, or another image.
+    image : the job's image if it is a .sif or .sqsh on this machine. With None, only the sizes are checked.
     """
     image_names = _names_in_image(image) if image and code.left_out else frozenset()
     names: list[str] = []
@@ -287,7 +313,10 @@ def left_out_notice(code: CodeFolder, image: Path | None) -> str:
 
 
 def _names_in_image(image: Path) -> frozenset[str]:
-    """Return the paths in the image's folder of code; none if no program here can read the image."""
+    """Return the paths of the files below ``/workspace`` in the image, such as ``workspace/data/a.bin``.
+
+    The result is empty if no program on this machine can read the image.
+    """
     names: set[str] = set()
     with contextlib.suppress(CheckFailed, ToolFailed, ToolMissing, UsageError):
         for squashfs in unsquash.open_squashfs(image):
@@ -298,11 +327,12 @@ def _names_in_image(image: Path) -> frozenset[str]:
 
 
 def _holds_data(folder: Path, name: str) -> bool:
-    """Return whether a file or folder that stays out has more than 1 MB and looks like data.
+    """Return whether a file or folder that stays out of the code has more than 1 MB and looks like data.
 
-    Run folders, images, archives of imgkit, caches and virtual environments do not.
+    Run folders, images, archives of imgkit, caches and virtual environments do not look like data.
     """
     path = folder / name
+    # imgkit writes X.tar.manifest.json beside an archive X.tar, so that file shows that `path` is an archive.
     if name.startswith("runs/") or name.endswith(_NO_DATA) or Path(f"{path}.manifest.json").exists():
         return False
     if any(Path(path, marker).exists() for marker in sources.MARKERS):
@@ -321,22 +351,22 @@ def _holds_data(folder: Path, name: str) -> bool:
 def _list_folder(
     folder: Path, allow: Sequence[str], data: Iterable[str]
 ) -> tuple[list[CodeFile], tuple[str, ...]]:
-    """Return the entries of `folder` that go to the nodes, and the names that are ignored.
+    """Return the entries of `folder` that go to the nodes, and the names of the ignored entries.
 
-    A folder comes before its content.
+    In the list, a folder comes before its content.
 
     Parameters
     ----------
-    allow : names of files to send although such files usually hold secrets.
-    data : patterns of the folders of data, which are no code.
+    allow : names of files that are sent even though such files usually hold secrets.
+    data : patterns, as in .gitignore, of the folders of data. They are sent separately from the code.
 
     Raises
     ------
-    UsageError : a file cannot be read or usually holds a secret, or a special file is among them.
+    UsageError : a file cannot be read or usually holds a secret, or is a device, socket or pipe.
     """
     left_out: list[str] = []
     secret_names: list[str] = []
-    patterns = [*data, *(f"!{name}" for name in allow)]
+    patterns = [*data, *(f"!{name}" for name in allow)]  # "!" un-ignores a name, as in .gitignore
     try:
         listed = _listed_by_git(folder)
         walk = sources.walk_source(folder, patterns, listed=listed, left_out=left_out, secret=secret_names)
@@ -367,7 +397,12 @@ def _secret_files_error(folder: Path, names: Sequence[str]) -> UsageError:
 
 
 def _describe_file(entry: sources.SourceEntry) -> CodeFile:
-    """Return what the code holds of `entry`; raise UsageError for a device, socket or pipe."""
+    """Return the description of a file, folder or link of the code.
+
+    Raises
+    ------
+    UsageError : `entry` is a device, socket or pipe.
+    """
     path = Path(entry.entry.path)
     status = entry.entry.stat(follow_symlinks=False)
     if stat.S_ISDIR(status.st_mode):
@@ -393,7 +428,7 @@ def _describe_file(entry: sources.SourceEntry) -> CodeFile:
 def _listed_by_git(folder: Path) -> Collection[str] | None:
     """Return the paths below `folder` that git tracks or does not ignore.
 
-    None is returned where `folder` is in no repository, or where git ignores the folder itself.
+    The result is None if git is not installed, if `folder` is in no repository, or if git ignores all of it.
     """
     argv = (*process.GIT, "-C", str(folder), "ls-files", "--cached", "--others", "-z", "--exclude-standard")
     try:
@@ -433,7 +468,11 @@ def _git_state(folder: Path) -> tuple[str, bool]:
 
 
 def _refuse_large(folder: Path, entries: Sequence[CodeFile]) -> None:
-    """Raise LargeContext for code of more than `LARGE_BYTES` or `MANY_FILES`; it names the largest parts."""
+    """Raise LargeContext for code of more than `LARGE_BYTES` or `MANY_FILES`.
+
+    The error names the three top-level entries with the most bytes or files, because data that is in the code
+    by mistake is most often one folder.
+    """
     sizes: collections.Counter[str] = collections.Counter()
     counts: collections.Counter[str] = collections.Counter()
     for entry in entries:

@@ -1,7 +1,8 @@
-"""A folder of code that is read once: the same files give the same digest, whatever their owners and times.
+"""Read a folder of code once, and write its content to the store of code or to the folder of a run.
 
-The store has it as a read-only folder that is named by the digest, with the code in its folder `WORKSPACE`.
-Each run works in a copy of its own.
+The content has a digest. The same files give the same digest, whatever their owners and times. The store
+has a read-only folder for each version of the code. It is named by the digest, and the code is in its folder
+`WORKSPACE`. Each run works in a copy of its own.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from imgkit_builder.base.progress import Reporter
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.system import WORKSPACE
 
+# Modification times of the code are spread over 2^29 seconds, which is 17 years. See `CodeTree._mtime_s`.
 _MTIME_RANGE_S = 1 << 29
-"""Modification times of the code are spread over 17 years."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,13 +29,13 @@ class CodeFile:
     """A file, folder or symlink of the code."""
 
     name: str
-    """Its path below the folder of the code."""
+    """The path below the folder of the code, such as ``src/train.py``."""
     kind: Literal["file", "dir", "symlink"]
     source: Path
     size_bytes: int = 0
     executable: bool = False
     link: str = ""
-    """Target of a symlink, which is copied as it is."""
+    """Target of a symlink. The link is copied as a link, even if its target is not in the code."""
 
 
 class CodeTree:
@@ -49,10 +50,11 @@ class CodeTree:
 
     def __init__(self, code_files: Iterable[CodeFile], report: Reporter) -> None:
         self.files = {file.name: file for file in code_files}
-        """By their names; a folder comes before its content."""
+        """The entries of the code, by their names. A folder comes before its content."""
         self.size_bytes = sum(file.size_bytes for file in self.files.values())
         self._digests: dict[str, str] = {}
         read_bytes = 0
+        # The 1 is the version of what is hashed: one line of fields for each entry, as below.
         tree_digest = hashlib.sha256(b"imgkit code 1\n")
         for name, file in self.files.items():
             if file.kind == "file":
@@ -62,10 +64,14 @@ class CodeTree:
             fields = (name, file.kind, str(file.executable), file.link, self._digests.get(name, ""))
             tree_digest.update(b"\0".join(os.fsencode(field) for field in fields) + b"\n")
         self.sha256 = tree_digest.hexdigest()
-        """Digest of the names, kinds, contents and executable bits; it names the folder on the nodes."""
+        """Digest of the names, kinds, contents, executable bits and links. The folder on the nodes has it as
+        its name.
+        """
 
     def write(self, folder: Path) -> None:
-        """Write the code to `folder`, which must not exist, as the store has it: nobody can change a file.
+        """Write the code to the folder `WORKSPACE` in the new folder `folder`. The files are read-only.
+
+        This is how the store has the code.
 
         Raises
         ------
@@ -75,7 +81,9 @@ class CodeTree:
         self._write_files(folder / WORKSPACE, writable=False)
 
     def write_copy(self, folder: Path) -> None:
-        """Write the code to `folder`, which must not exist, as the copy of a run: its files can be changed.
+        """Write the code to `folder`, which must not exist. The owner can change the files.
+
+        This is the copy in which a run works.
 
         Raises
         ------
@@ -84,6 +92,12 @@ class CodeTree:
         self._write_files(folder, writable=True)
 
     def _write_files(self, folder: Path, *, writable: bool) -> None:
+        """Write all files, folders and links of the code to `folder`, which must not exist.
+
+        Parameters
+        ----------
+        writable : whether the owner can change the files.
+        """
         folder.mkdir()
         for name, file in self.files.items():
             target = folder / name
@@ -92,6 +106,7 @@ class CodeTree:
             elif file.kind == "symlink":
                 target.symlink_to(file.link)
             else:
+                # In the store, nobody may change a file. In a run's copy, its owner may.
                 mode = 0o555 if file.executable else 0o444
                 if writable:
                     mode |= 0o200
@@ -106,13 +121,21 @@ class CodeTree:
         """Return the modification time of a file, which depends on its content alone.
 
         Python uses the bytecode in ``__pycache__`` if the time and size of the source are those that the
-        bytecode records. A run may have written bytecode of another version of the file, of the same size:
-        with one time for all files, Python would run that.
+        bytecode records. A run may have written bytecode of another version of the file, of the same size.
+        If all files had one time, Python would run that bytecode.
         """
+        # 8 hexadecimal digits are 32 bits of the digest, more than the range needs.
         return files.MTIME_S + int(self._digests[name][:8], 16) % _MTIME_RANGE_S
 
     def _unchanged_content(self, file: CodeFile) -> Iterator[bytes]:
-        """Yield the bytes of a file; raise UsageError if they are not those that the constructor read."""
+        """Yield the bytes of a file in chunks, and check that they are those that the constructor read.
+
+        The last chunk is checked before it is yielded, so that no complete copy of a changed file is written.
+
+        Raises
+        ------
+        UsageError : the file has grown, shrunk or changed.
+        """
         digest = hashlib.sha256()
         left_bytes = file.size_bytes
         with _translate_read_errors(file.source), files.open_regular(file.source, buffering=0) as stream:
@@ -129,7 +152,12 @@ class CodeTree:
 
 
 def _sha256_of_file(file: CodeFile) -> str:
-    """Return the SHA-256 of a file; raise UsageError if its size is not the one that was listed."""
+    """Return the SHA-256 of the content of a file.
+
+    Raises
+    ------
+    UsageError : the file cannot be read, or its size has changed since it was listed.
+    """
     with _translate_read_errors(file.source), files.open_regular(file.source, buffering=0) as stream:
         if os.fstat(stream.fileno()).st_size != file.size_bytes:
             raise _changed_error(file.source)

@@ -1,6 +1,7 @@
 """Add the folders and variables of the recipe and the request to a job's container.
 
-A value that no runtime can use, or that other users could read although it is secret, is refused.
+Two kinds of values are refused: values that no runtime can use, and secrets that other users could read in
+the job script, in records or in argument lists.
 """
 
 from __future__ import annotations
@@ -26,7 +27,12 @@ from imgkit_entrypoints.system import JOB_FOLDER, WORKSPACE
 
 
 def requested_image(request: JobRequest) -> str:
-    """Return the value of ``--image``; raise UsageError if it has a control character."""
+    """Return the value of ``--image``, which is empty without the flag.
+
+    Raises
+    ------
+    UsageError : the value has a control character.
+    """
     if any(ord(letter) < 32 for letter in request.container.image):
         raise UsageError(f"{request.container.image!r} holds a control character", where="--image")
     return request.container.image
@@ -57,6 +63,7 @@ def with_mounts_and_variables(job: Job, *, passes_names: bool) -> Job:
         JOB_FOLDER: str(job.directory) if needs_job_folder else "",
     }
     settings = {name: value for name, value in settings.items() if value}
+    # `env` has the variables whose values the script may show, and `names` has those of --env NAME.
     job = job.with_container(
         binds=_all_mounts(job, secret_file),
         workdir=workdir,
@@ -78,17 +85,17 @@ def _refuse_code(requested: ContainerRequest) -> None:
 
 
 def _select_workdir(recipe: Target, requested: ContainerRequest) -> str:
-    """Return the folder of the container in which the command starts; empty for the job's folder.
+    """Return the folder of the container in which the command starts, or "" for the job's folder.
 
-    Without ``--workdir``, the command starts in the run's copy of its code, or else in the folder that the
-    recipe states.
+    Without ``--workdir``, the command starts in the run's copy of its code. Without code, it starts in the
+    folder that the recipe states.
 
     Raises
     ------
     UsageError : the value of ``--workdir`` cannot be a folder of a container.
     """
     workdir = requested.workdir
-    if workdir == ".":
+    if workdir == ".":  # overrides the folder that the recipe states
         return ""
     if workdir:
         for message, hint in rules.image_path(workdir):
@@ -123,7 +130,10 @@ def refuse_secrets(recipe: Target, request: JobRequest) -> None:
 
 
 def _flag_values(request: JobRequest) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield each flag of the request but ``--env``, with its values as text."""
+    """Yield each flag of the request with its values as text, for example ``("--bind", ("/data:/mnt",))``.
+
+    The flag ``--env`` is left out, because `split_variable` checks its value.
+    """
     for flags in (request, *request.system_flags):
         for flag in declared_options(type(flags)):
             if flag.field == "env":
@@ -149,11 +159,11 @@ def _secret_variable_names(requested: ContainerRequest, passes_names: bool) -> t
             where="--env",
             hint=f"a file of mode 600 with a line {names[0]}=VALUE, and --env-file FILE",
         )
-    return tuple(dict.fromkeys(names))
+    return tuple(dict.fromkeys(names))  # each name once, in the order of the flags
 
 
 def split_variable(text: str) -> tuple[str, str]:
-    """Return the name and value of ``NAME=VALUE``; the value of ``NAME`` alone is empty.
+    """Return the name and the value of ``NAME=VALUE``. The value of ``NAME`` alone is empty.
 
     Raises
     ------
@@ -188,9 +198,17 @@ def _check_name(name: str, text: str) -> None:
 
 
 def _path_on_nodes(job: Job, flag: str, file: Path | None) -> str:
-    """Return the path on the nodes of the value of `flag`; empty if the flag is not used.
+    """Return the path of `file` on the nodes, or "" if the flag is not used.
 
     A relative path is below the job's folder.
+
+    Parameters
+    ----------
+    flag : the flag whose value is `file`. Messages name it.
+
+    Raises
+    ------
+    UsageError : the path has a character that a job script cannot contain.
     """
     if file is None:
         return ""
@@ -213,6 +231,7 @@ def _all_mounts(job: Job, secret_file: str) -> tuple[str, ...]:
     binds = (*job.recipe.system.runtime.binds, *requested)
     if job.request.container.code is not None:
         _refuse_hidden_code(binds)
+    # Containers mount the job's folder, so a file in it needs no mount of its own. Pods mount no such folder.
     is_outside = secret_file and not Path(secret_file).is_relative_to(job.directory)
     if is_outside and not runtime_of(job).is_isolated:
         return (*binds, f"{secret_file}:{secret_file}:ro")

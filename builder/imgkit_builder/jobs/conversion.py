@@ -1,4 +1,7 @@
-"""Jobs of this machine's scheduler that make an image file: ``imgkit sif`` or ``imgkit build`` on a node."""
+"""Submit jobs to this machine's scheduler that make an image file on a node.
+
+Such a job runs ``imgkit sif`` or ``imgkit build`` in a queue that the recipe's ``queue.sif`` names.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +41,14 @@ def prepare_conversion(
     *,
     verbose: bool = False,
 ) -> PreparedJob:
-    """Return the job that runs ``imgkit sif`` on `archive`; nothing is written or run.
+    """Return the job that runs ``imgkit sif`` on `archive`. Nothing is written or run.
 
     Parameters
     ----------
     archive : an archive or an OCI folder, on a file system that the nodes share.
-    output : the file to write; default: NAME.sif or NAME.sqsh in the job's folder.
+    output : the file to write. The default is NAME.sif or NAME.sqsh in the job's folder.
+    options : how the image is packed. The compression ``auto`` is replaced by that of the recipe's system.
+    verbose : whether the command of the job gets ``--verbose``.
 
     Raises
     ------
@@ -60,11 +65,12 @@ def prepare_conversion(
     if image.suffix != f".{options.format}":
         arguments += ("--format", options.format)
     if options.unpack_limit_bytes is not None:
-        arguments += ("--unpack-limit", str(options.unpack_limit_bytes / 1e9))
+        arguments += ("--unpack-limit", str(options.unpack_limit_bytes / 1e9))  # the flag is in GB
     if verbose:
         arguments += ("--verbose",)
     command = ("imgkit", "sif", str(archive.absolute()), "-o", str(image), *arguments)
     job = _resolve_conversion(recipe, request, image, command)
+    # The recipe's own jobs could not start the file: pyxis, for example, takes only a .sqsh.
     if options.format == "sif" and runtimes.get_runtime(runtime.kind).image_suffix == ".sqsh":
         warning = f"{recipe.title} starts images by {runtime.kind}, which takes no .sif: --format sqsh"
         job = dataclasses.replace(job, warnings=(*job.warnings, warning))
@@ -78,7 +84,13 @@ def prepare_build(
     *,
     verbose: bool = False,
 ) -> PreparedJob:
-    """Return the job that runs ``imgkit build --with apptainer`` on `recipe`; nothing is written or run.
+    """Return the job that runs ``imgkit build --with apptainer`` on `recipe`. Nothing is written or run.
+
+    Parameters
+    ----------
+    recipe : a shipped name or a recipe's file. Its system takes the job, unless `request` names another one.
+    build : the flags of ``imgkit build`` that the job's command repeats.
+    verbose : whether the command of the job gets ``--verbose``.
 
     Raises
     ------
@@ -110,7 +122,7 @@ def submit_conversion(prepared: PreparedJob, report: Reporter) -> SubmittedJob:
     ------
     UsageError : this machine lacks the job's folder, or what it makes the image from.
     ToolMissing : the scheduler's command is not on PATH.
-    ToolFailed : the scheduler refused the job; quotes the scheduler's message.
+    ToolFailed : the scheduler refused the job. The error quotes the scheduler's message.
     """
     job = prepared.job
     _refuse_missing_files(job)
@@ -124,7 +136,7 @@ def submit_conversion(prepared: PreparedJob, report: Reporter) -> SubmittedJob:
 def _resolve_conversion(recipe: Target, request: SubmitRequest, image: Path, command: Argv) -> Job:
     """Return the job that makes `image` by `command` on the system of `recipe`."""
     values = dataclasses.asdict(request)
-    del values["system"]  # `recipe` has it
+    del values["system"]  # a JobRequest has no such field, and `recipe` has the system
     return resolve_conversion(recipe, JobRequest.of(**values, command=command), image)
 
 
@@ -134,13 +146,15 @@ def _with_script(job: Job) -> PreparedJob:
 
 
 def _archive_system(archive: Path, request: SubmitRequest) -> Target:
-    """Return the recipe whose system takes the job: the requested one, or that of the image in `archive`.
+    """Return the recipe whose system takes the job.
+
+    It is the recipe of ``--system``, or else that of the image in `archive`.
 
     Raises
     ------
     UsageError : there is no such archive or recipe, or nothing names a system.
     """
-    if str(archive) == "-":
+    if str(archive) == "-":  # the image on standard input
         hint = "a job has no standard input: save the image as an archive first"
         raise UsageError("--submit cannot be combined with -", where="--submit", hint=hint)
     if request.system:
@@ -154,14 +168,18 @@ def _archive_system(archive: Path, request: SubmitRequest) -> Target:
 
 
 def _refuse_missing_files(job: Job) -> None:
-    """Raise UsageError if this machine lacks the job's folder, or what the job makes its image from."""
+    """Raise UsageError if this machine lacks the job's folder, or what the job makes its image from.
+
+    The image is made from an archive, or from a recipe and the base that ``--base-from`` names.
+    """
     if not job.directory.is_dir():
         raise UsageError(f"no folder {job.directory}", where="--directory")
+    # "imgkit sif ARCHIVE ..." or "imgkit build RECIPE ..."
     _, verb, source, *arguments = job.command
     if verb == "sif":
         _refuse_missing_archive(Path(source))
         return
-    load(source)
+    load(source)  # raises if there is no such recipe
     if "--base-from" not in arguments:
         return
     base = arguments[arguments.index("--base-from") + 1]

@@ -1,4 +1,8 @@
-"""Mount the folders of data of a request into its job, and make their places in the code of the run."""
+"""Mount the folders of data of a request into its job.
+
+Data comes from a folder of this machine, from a path of the cluster, or from a repository of the Hugging Face
+hub. If it is mounted below the run's code, the code gets an empty folder as the mount point.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ from imgkit_entrypoints.system import WORKSPACE
 def list_folders(request: JobRequest) -> tuple[DataFolder, ...]:
     """Return the folders of data that are on this machine, with lists of their files.
 
-    A repository of the hub has no files before `download`.
+    Paths of the cluster are left out. A repository of the hub that was not downloaded yet has no files.
 
     Raises
     ------
@@ -41,7 +45,7 @@ def list_folders(request: JobRequest) -> tuple[DataFolder, ...]:
 
 
 def download(folders: Iterable[DataFolder], request: JobRequest, report: Reporter) -> tuple[DataFolder, ...]:
-    """Return `folders`, after a download of those repositories of the hub that this machine lacks.
+    """Download the repositories of the hub that this machine lacks, and return `folders` with their files.
 
     Raises
     ------
@@ -50,13 +54,14 @@ def download(folders: Iterable[DataFolder], request: JobRequest, report: Reporte
     project = _project_folder(request)
     complete = []
     for item in folders:
-        if item.files == 0:
+        if item.files == 0:  # a repository of the hub that this machine lacks
             item = hub.download(item.spec, project, report)
         complete.append(item)
     return tuple(complete)
 
 
 def _project_folder(request: JobRequest) -> Path:
+    """Return the folder of imgkit.toml, or the current one. Relative paths of data are below it."""
     return request.project.file.parent if request.project else Path()
 
 
@@ -65,18 +70,19 @@ def with_data(job: Job, folders: Iterable[DataFolder], store: str = "") -> Job:
 
     Parameters
     ----------
-    folders : those of this machine.
-    store : the folder on the nodes with copies of `folders`; empty: they are mounted from where they lie.
+    folders : the folders of data that are on this machine, as `list_folders` returns them.
+    store : the folder on the nodes with copies of `folders`. If it is empty, the folders are mounted from
+        this machine's paths.
 
     Raises
     ------
-    UsageError : the job's runtime mounts no folders, or not this one.
+    UsageError : the job's runtime cannot mount a folder.
     """
     specs = spec.parse_all(job.request.container.data)
     sources = {item.spec: f"{store}/{item.name}" if store else str(item.path) for item in folders}
     mounts = []
     for item in specs:
-        source = sources.get(item, item.source)
+        source = sources.get(item, item.source)  # a path of the cluster is its own source
         if item in sources:
             quoting.check_flag_value("data", source)
         _refuse_unmountable(job, item, source)
@@ -87,7 +93,10 @@ def with_data(job: Job, folders: Iterable[DataFolder], store: str = "") -> Job:
 
 
 def _with_hub_variables(job: Job) -> Job:
-    """Return `job` with the variables by which its command finds the hub's models without internet."""
+    """Return `job` with the variables by which its command finds the hub's repositories without internet.
+
+    The user's own values of these variables take precedence in a container.
+    """
     runtime = runtime_of(job)
     workspace = f"/{WORKSPACE}" if runtime.mounts_folders else job.workspace
     home = f"{workspace}/{spec.HUB_HOME}"
@@ -99,7 +108,12 @@ def _with_hub_variables(job: Job) -> Job:
 
 
 def _refuse_unmountable(job: Job, item: DataSpec, source: str) -> None:
-    """Raise UsageError if the job's command cannot see the data at its place."""
+    """Raise UsageError if the job's command cannot see the data at the path that `item` names.
+
+    Parameters
+    ----------
+    source : the path of the data on the nodes. It may begin with a variable of the site: ``$SCRATCH/a``.
+    """
     runtime = runtime_of(job)
     if item.hub and job.request.container.code is None:
         raise UsageError(
@@ -160,14 +174,15 @@ def path_error(path: str, state: str, machine: str) -> UsageError:
 
 
 def is_in_code(target: str) -> bool:
-    """Return whether a path of the job is in the copy of the code."""
+    """Return whether a path in the container is below ``/workspace``, the run's copy of its code."""
     return target.startswith(f"/{WORKSPACE}/")
 
 
 def mount_points(request: JobRequest, entries: Iterable[CodeFile]) -> Iterator[CodeFile]:
-    """Yield the folders that the code lacks, and over which data is mounted: no runtime makes them there.
+    """Yield the folders that the code lacks and over which data is mounted, with their parents.
 
-    A data set of the hub also gets a link to it in the hub's cache.
+    The code must contain these mount points, because no runtime makes them in the run's copy of the code. For
+    a data set of the hub, a link in the hub's cache is yielded too, by which huggingface_hub finds it.
 
     Raises
     ------
@@ -200,9 +215,10 @@ def mount_points(request: JobRequest, entries: Iterable[CodeFile]) -> Iterator[C
 
 
 def code_patterns(request: JobRequest, code: Path) -> Iterator[str]:
-    """Yield a pattern, as in .gitignore, for each folder of data in the folder `code`: it is not code.
+    """Yield a pattern, as in .gitignore, for each folder of data in the folder `code`: ``/data/letters``.
 
-    The lock of the hub's items is none either: a download writes it when the code has been read.
+    The patterns keep data out of the code. The file with the hub's locked versions stays out too, because a
+    download writes it after the code has been read.
     """
     project = _project_folder(request)
     root = code.absolute()

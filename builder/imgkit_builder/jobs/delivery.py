@@ -1,4 +1,8 @@
-"""Make the image of a job available on a remote: build it if what goes into it has changed, convert, send."""
+"""Make the image of a job available on a remote.
+
+An image is built if what goes into it has changed, converted to a .sif, and sent. Each of these steps is left
+out if the remote has its result.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ from imgkit_entrypoints.errors import CheckFailed, ToolFailed, ToolMissing, Usag
 def has_content(sif: Path, image: RemoteImage) -> bool:
     """Return whether the local .sif has the same content as the image on the remote.
 
-    They differ if the local .sif is of an earlier build, or if there is no local .sif.
+    The result is false if the local .sif is of an earlier build, or if there is no local .sif.
     """
     try:
         return store.describe_sif(sif).root_sha256 == image.root_sha256
@@ -48,8 +52,8 @@ class Delivery:
 
         Parameters
         ----------
-        program : the program that submits the job, such as ``sbatch``; the remote must have it.
-        code : digest of the code that the job uses; empty: the job uses none.
+        program : the program that submits the job, such as ``sbatch``. The remote must have it.
+        code : digest of the code that the job uses, or "" for a job without code.
 
         Raises
         ------
@@ -75,7 +79,10 @@ class Delivery:
         return contents, self._bring_sif(contents)
 
     def _bring_recipe(self, contents: Store) -> RemoteImage:
-        """Return the image of the recipe. Build and send it if the remote has no image of the same input."""
+        """Return the image of the recipe, after building and sending it if the remote does not have it.
+
+        An image on the remote is used if it was built from the same input, which is all that goes into it.
+        """
         request = BuildRequest(base=self.source.base or None)
         input_sha256 = plan(self.source.recipe, request).input_sha256
         image = _find_built_image(contents, input_sha256)
@@ -106,6 +113,7 @@ class Delivery:
 
     def _describe_sif(self, input_sha256: str = "") -> RemoteImage:
         """Return the description of the local .sif that is stored beside the image on the remote."""
+        # By this name, older images of the same project are found and removed when a newer one has been sent.
         project = f"{socket.gethostname()}:{self.source.project_folder.absolute()}"
         return store.describe_sif(self.source.sif, input_sha256=input_sha256, project=project)
 
@@ -132,7 +140,10 @@ class Delivery:
         return image
 
     def _remove_superseded(self, contents: Store, image: RemoteImage) -> None:
-        """Remove older images of the project that no job uses. Only report a failure: the job can start."""
+        """Remove older images of the project that no job uses.
+
+        A failure is only reported, because the job can start all the same.
+        """
         try:
             unused_paths, images = gc.find_superseded(self.connection, contents.images, image)
             removed_paths = gc.remove_unused(self.connection, unused_paths)
@@ -142,7 +153,7 @@ class Delivery:
         for path in removed_paths:
             older_image = images[path]
             name = older_image.title.removesuffix(".sif")
-            short_id = older_image.image_id.removeprefix("sha256:")[:4]
+            short_id = older_image.image_id.removeprefix("sha256:")[:4]  # tells two images of one name apart
             self.report.note(f"removed {name}-{short_id}.sif, {size_text(older_image.sif_bytes)}")
 
     def _convert_recipe(self) -> None:
@@ -156,7 +167,7 @@ class Delivery:
 
         Raises
         ------
-        ToolMissing : this machine cannot write a .sif; says how to convert the archive on the remote.
+        ToolMissing : this machine cannot write a .sif. The hint says how the remote can convert the archive.
         """
         try:
             convert(archive, self.source.sif, report=self.report)
@@ -171,10 +182,10 @@ class Delivery:
 
 
 def _find_built_image(contents: Store, input_sha256: str) -> RemoteImage | None:
-    """Return the remote's image that was built from this input.
+    """Return the remote's image that was built from this input, or None if the remote has none.
 
-    If this machine has built from the input, the image must be that of the last build. Otherwise an image
-    that another machine built from it is as good.
+    If this machine has built from the input, the image must be that of its last build. Otherwise an image
+    that another machine built from the same input is as good.
     """
     image_id = built_image_id(input_sha256)
     if image_id:

@@ -1,4 +1,8 @@
-"""Dependencies between jobs: the scheduler's option with job ids as imgkit prints them, ``4711@mn5``."""
+"""Translate job ids in a scheduler's option for dependencies between jobs.
+
+imgkit prints the id of a job on a remote as ``4711@mn5``. Users write it into the scheduler's option, and the
+scheduler itself knows only ``4711``.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,10 @@ from collections.abc import Iterable
 
 from imgkit_entrypoints.errors import UsageError
 
+# Start of an option that names other jobs: "--dependency=afterok:1" and "-dafterok:1" of Slurm, and
+# "depend=afterok:1" after "-W" of PBS.
 _DEPENDENCY = re.compile(r"--dependency=|-d|(-W)?depend=")
-"""Start of an option that names other jobs: ``--dependency=afterok:1`` and ``-dafterok:1`` of Slurm, and
-``depend=afterok:1`` after ``-W`` of PBS.
-"""
+# A job id as imgkit prints it: "4711@mn5", "4711.pbs01@lab", "4711[3].pbs01@lab".
 _HANDLE = re.compile(r"(?P<id>[0-9][A-Za-z0-9_.\[\]-]*)@(?P<remote>[A-Za-z0-9][A-Za-z0-9._-]*)")
 
 
@@ -21,7 +25,7 @@ def with_scheduler_ids(options: Iterable[str], remote: str) -> tuple[str, ...]:
 
     Parameters
     ----------
-    remote : the remote on which the new job is submitted; empty: this machine.
+    remote : the remote on which the new job is submitted, or "" for this machine.
 
     Raises
     ------
@@ -29,6 +33,7 @@ def with_scheduler_ids(options: Iterable[str], remote: str) -> tuple[str, ...]:
     """
 
     def scheduler_id(match: re.Match[str]) -> str:
+        """Return the part of ``4711@mn5`` that the scheduler knows."""
         if match["remote"] != remote:
             raise _other_scheduler_error(match, remote)
         return match["id"]

@@ -1,4 +1,7 @@
-"""Run a command as a job, here or on a remote, and follow it: ``imgkit run`` as a function."""
+"""The Python API for jobs: submit a command as a job, here or on a remote, and follow the job.
+
+`run` is ``imgkit run`` as a function. It returns a `JobHandle`, which can also cancel or resume the job.
+"""
 
 from __future__ import annotations
 
@@ -18,27 +21,32 @@ from imgkit_builder.jobs.submitted import JobState, SubmittedJob
 from imgkit_builder.jobs.transport import Local, Ssh, Transport, VolumeStore
 from imgkit_entrypoints.errors import UsageError
 
+# `JobHandle.logs` asks for the last 16 MiB of an output that is in a file.
 _MAX_LOG_BYTES = 16 << 20
-"""Part of a job's output that `JobHandle.logs` returns, from the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobHandle:
-    """A submitted job: the result of `run`, or of `find_job` for a job that was submitted earlier."""
+    """A submitted job.
+
+    `run` returns the handle of a new job, and `find_job` that of a job that was submitted earlier.
+    """
 
     record: SubmittedJob
 
     @property
     def id(self) -> str:
-        """The scheduler's id of the job, with ``@REMOTE`` for a job on a remote."""
+        """The scheduler's id of the job, with ``@REMOTE`` for a job on a remote: ``4711``, ``4711@mn5``."""
         return self.record.job.handle
 
     def status(self) -> JobState:
-        """Return the job's state from the scheduler, or from the run folder of a job that it has forgotten.
+        """Return the job's state.
+
+        The scheduler is asked. If it has forgotten the job, the state follows from the files of the run.
 
         Raises
         ------
-        ToolFailed : the scheduler did not answer; the job may run.
+        ToolFailed : the scheduler did not answer. The job may still run.
         """
         return history.report_job(self.record, history.scheduler_runner(self.record)).record.state
 
@@ -55,11 +63,13 @@ class JobHandle:
         ).record.state
 
     def logs(self) -> str:
-        """Return the output so far; empty if there is no output yet.
+        """Return the job's output so far. It is empty if there is none yet, or if it cannot be read.
+
+        Only the end of a large output is returned.
 
         Raises
         ------
-        UsageError : the job is an array, whose tasks have an output each.
+        UsageError : the job is an array. Each of its tasks has an output of its own.
         """
         # The system's command follows the output and would not end. Of tail, the last argument is the file.
         argv = systems.get_system(self.record.job.system).log_source(self.record.job)
@@ -73,14 +83,14 @@ class JobHandle:
         return answer.output
 
     def fetch(self, folder: str | Path | None = None, *, checkpoints: bool = False) -> Path:
-        """Copy the run folder from the job's remote, and return the copy.
+        """Copy the run folder from the job's remote, and return the path of the copy.
 
-        A job of this machine needs no copy: return its run folder, and do not use the parameters.
+        A job of this machine needs no copy. Its run folder is returned, and the parameters are not used.
 
         Parameters
         ----------
-        folder : the copy; default: ``runs/NAME-ID`` in the current folder.
-        checkpoints : also copy the checkpoints of a training.
+        folder : where the copy is written. The default is ``runs/NAME-ID`` in the current folder.
+        checkpoints : whether the checkpoints of a training are copied too.
         """
         record = self.record
         if not record.job.files_remote:
@@ -93,17 +103,18 @@ class JobHandle:
     def resume(
         self, changes: JobRequest | None = None, *, same_code: bool = False, report: Reporter | None = None
     ) -> JobHandle:
-        """Submit the job again, which has ended, in the same run folder.
+        """Submit a job that has ended again, in the same run folder, and return the new job.
 
         Parameters
         ----------
-        changes : the values that replace those of the job; default: none.
-        same_code : go on with the run's copy of the code as it is.
+        changes : the values that replace those of the job. By default, nothing is changed.
+        same_code : whether the run goes on with its copy of the code as it is. If not, today's code is sent.
         report : receives progress and warnings.
 
         Raises
         ------
-        UsageError : the run goes on, or its program has ended well by itself and `changes` has no command.
+        UsageError : the run has not ended, or its program has ended well by itself and `changes` has no
+            command.
         ImgkitError : the transfer or the submission failed.
         """
         report = report or Silent()
@@ -120,7 +131,7 @@ class JobHandle:
 
         Raises
         ------
-        ToolFailed : the scheduler refused to cancel it; quotes the scheduler's message.
+        ToolFailed : the scheduler refused to cancel it. The error quotes the scheduler's message.
         """
         answer = history.cancel_job(self.record, history.scheduler_runner(self.record))
         if answer.returncode != 0:
@@ -135,13 +146,14 @@ def run(
     base: str = "",
     report: Reporter | None = None,
 ) -> JobHandle:
-    """Submit the job of `request`.
+    """Submit the job of `request`, and return its handle.
 
     Parameters
     ----------
-    recipe : a shipped name, a recipe's file, or a .sif; for a remote also an archive.
-    on : a remote, to which the image is built and sent first; empty: the scheduler of this machine.
-    base : with `on`, another base image than the recipe's.
+    recipe : a shipped name, a recipe's file, or a .sif. For a remote, it can also be an archive.
+    on : the name of a remote. The image is built and sent there first. Without it, the scheduler of this
+        machine takes the job.
+    base : another base image than the recipe's, for a job on a remote.
     report : receives progress and warnings.
 
     Raises
@@ -160,7 +172,7 @@ def run(
 
 
 def _read_code(request: JobRequest, report: Reporter) -> CodeFolder | None:
-    """Return the code of the request; None if it has none."""
+    """Read the code of the request and return it, or None if the request has no code."""
     if request.container.code is None:
         return None
     return code_of.read_code_folder(request, large=request.container.yes, report=report)
@@ -174,12 +186,15 @@ def prepare_resume(
     same_code: bool,
     may_ask: bool = False,
 ) -> PreparedJob:
-    """Return the job that goes on in the run folder of `record`; nothing is written or submitted.
+    """Return the job that goes on in the run folder of `record`. Nothing is sent or submitted.
+
+    The states that the scheduler reports are saved in the records of the run's jobs.
 
     Parameters
     ----------
     changes : the values that replace those of the job.
     read_code : reads the code of a request. It is not called with `same_code`.
+    same_code : whether the run goes on with its copy of the code as it is.
     may_ask : whether ssh may ask a person for a password or a second factor.
 
     Raises
@@ -203,7 +218,10 @@ def prepare_resume(
 
 
 def remote_of(record: SubmittedJob) -> Remote | None:
-    """Return the remote on which the job was submitted or that stores its files; None: this machine."""
+    """Return the remote that has the job's files, or None if this machine has them.
+
+    It is the remote on which the job was submitted, or the remote that stores the files of a job in pods.
+    """
     name = record.job.files_remote
     return config.get_remote(name) if name else None
 
@@ -220,9 +238,10 @@ def submit_conversion(prepared: PreparedJob, *, report: Reporter | None = None) 
 
 
 def transport_to(remote: Remote | None, prepared: PreparedJob, *, may_ask: bool = False) -> Transport:
-    """Return the transport to the machine that submits the job: `remote`, or this machine.
+    """Return the transport to the machine that submits the job.
 
-    A remote that only stores gets the files of a job of this machine.
+    `remote` submits it, or this machine if `remote` is None. This machine also submits a job whose remote
+    only stores files for pods; then the transport brings the files to that remote.
 
     Parameters
     ----------

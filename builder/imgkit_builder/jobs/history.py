@@ -1,4 +1,8 @@
-"""The records of submitted jobs: their states, how they ended, and what their files on this machine say."""
+"""Report the states of submitted jobs, why they wait, and how they ended.
+
+The scheduler is asked first. It forgets jobs some time after their end, and then the record of the job on
+this machine and the files in its run folder say how it ended.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,9 @@ from imgkit_entrypoints.rollcall.messages import GpuUse
 
 
 def scheduler_runner(record: SubmittedJob, *, may_ask: bool = False) -> Callable[[Sequence[str]], Finished]:
-    """Return a function that runs a command on the machine where the job was submitted, to its end.
+    """Return a function that runs a command on the machine where the job was submitted.
+
+    The function returns when the command has ended. A failed command does not raise.
 
     Parameters
     ----------
@@ -38,34 +44,42 @@ def scheduler_runner(record: SubmittedJob, *, may_ask: bool = False) -> Callable
 
 
 def files_runner(record: SubmittedJob, *, may_ask: bool = False) -> Callable[[Sequence[str]], Finished]:
-    """Return a function that runs a command where the job's files are. See `scheduler_runner`."""
+    """Return a function that runs a command on the machine that has the job's files.
+
+    This is another machine than that of `scheduler_runner` for a job in pods whose files a remote stores.
+    """
     return _runner_on(record.job.files_remote, may_ask=may_ask)
 
 
 def _runner_on(remote: str, *, may_ask: bool) -> Callable[[Sequence[str]], Finished]:
-    """Return a function that runs a command on the remote of this name; empty: on this machine."""
+    """Return a function that runs a command on the remote of this name, or on this machine for ``""``."""
     if not remote:
         return functools.partial(process.run, check=False)
     return functools.partial(remote_jobs.run_scheduler_command, connection_to(remote, may_ask=may_ask))
 
 
 def connection_to(remote: str, *, may_ask: bool = False) -> Connection:
-    """Return the connection to the remote of this name, over which no command has run yet.
+    """Return a connection to the remote of this name. ssh connects when the first command runs.
 
-    The parameter `may_ask` is that of `scheduler_runner`.
+    Parameters
+    ----------
+    may_ask : whether ssh may ask a person for a password or a second factor.
     """
     return connection.connect(config.get_remote(remote), ask=may_ask)
 
 
 def folder_of(record: SubmittedJob) -> Path | None:
-    """Return the folder on this machine with the run's files; None before the first fetch from a remote."""
+    """Return the folder on this machine with the run's files.
+
+    The result is None for a run on a remote whose files were not fetched yet.
+    """
     if not record.job.files_remote:
         return record.job.run_folder
     return Path(record.fetched) if record.fetched else None
 
 
 def last_numbers(record: SubmittedJob) -> LastNumbers:
-    """Return the last step and loss of the run, without numbers if its files are not on this machine."""
+    """Return the last step and loss of the run. Both are None if its files are not on this machine."""
     folder = folder_of(record)
     if folder is None:
         return LastNumbers()
@@ -79,11 +93,11 @@ class JobReport:
     record: SubmittedJob
     """The job's record, with its state."""
     argv: tuple[str, ...] = ()
-    """The scheduler's command that knew the job; empty: no command knew it."""
+    """The scheduler's command that knew the job. It is empty if no command knew it."""
     text: str = ""
     """The part of the command's output that is shown to people."""
     code: int | None = None
-    """The job's exit code; if `argv` is empty, the code is from the run folder."""
+    """The job's exit code, or None if it is not known. If `argv` is empty, it is from the run folder."""
     wait: WaitInfo = dataclasses.field(default_factory=WaitInfo)
 
     @property
@@ -93,7 +107,10 @@ class JobReport:
 
 
 def report_job(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> JobReport:
-    """Return the job's state from the scheduler, or from the run folder if the scheduler has forgotten it.
+    """Return the state of a job, and how it ended if it has ended.
+
+    The scheduler is asked. If it has forgotten the job, the state is from the job's record or run folder. A
+    job that imgkit has cancelled counts as cancelled, whatever its exit code is.
 
     Parameters
     ----------
@@ -101,7 +118,7 @@ def report_job(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -
 
     Raises
     ------
-    ToolFailed : the scheduler did not answer; the job may run.
+    ToolFailed : the scheduler did not answer. The job may still run.
     """
     latest = _report_state(record, run)
     # A program that saves its state when it is cancelled ends with an exit code, which looks like a failure.
@@ -111,7 +128,7 @@ def report_job(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -
 
 
 def _report_state(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> JobReport:
-    """Return the same as `report`, but without regard to whether imgkit cancelled the job."""
+    """Return the same as `report_job`, but do not check whether imgkit has cancelled the job."""
     if record.answer is not None:
         return JobReport(record=record)  # without an id, the scheduler cannot be asked
     system = systems.get_system(record.job.system)
@@ -132,13 +149,17 @@ def _report_state(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]
         is_in_queue = asks_queue and has_succeeded and bool(answer.output.strip())
         if is_in_queue or status.state in FINAL_STATES:
             return _scheduler_report(record, argv, status, run)
+        # Another failure of the queue's command does not mean that the job has ended.
         if asks_queue and may_run and not has_succeeded and not _says_unknown_job(system, answer):
             raise command_failed(record, argv, answer)
     return _report_without_scheduler(record, run)
 
 
 def _says_unknown_job(system: System, answer: Finished) -> bool:
-    """Return whether the command failed because its scheduler has forgotten the job, which has ended then."""
+    """Return whether a status command failed because its scheduler no longer has the job.
+
+    Such a job has ended: schedulers forget jobs some time after their end.
+    """
     return system.reports_state and bool(re.search(system.queue.unknown_job, answer.output))
 
 
@@ -155,7 +176,11 @@ def _scheduler_report(
 
 
 def _report_without_scheduler(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> JobReport:
-    """Return the report of a job that the scheduler has forgotten, from its record or its run folder."""
+    """Return the report of a job that the scheduler has forgotten.
+
+    The state is that of the record if an earlier look saved how the job ended. Otherwise it follows from the
+    exit code in the run folder, and without such a code it is ``ended``.
+    """
     if record.state in FINAL_STATES and record.state != "ended":
         # An earlier look recorded it while the scheduler still knew the job.
         return JobReport(record=record)
@@ -169,17 +194,27 @@ def _report_without_scheduler(record: SubmittedJob, run: Callable[[Sequence[str]
 
 
 def _code_in_run_folder(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> int | None:
-    """Return the exit code that the head's node agent wrote at the end of the run, or None without one."""
+    """Return the exit code that the head's node agent wrote into the run folder at the end of the run.
+
+    The result is None if it has written none, for example because it was killed.
+    """
     return stop_protocol.result_code(_file_of_run(record, stop_protocol.RESULT, run))
 
 
 def gpu_use_of(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> GpuUse | None:
-    """Return how much the run has used its GPUs until now, or None if no node agent has written it."""
+    """Return how much the run has used its GPUs until now.
+
+    The result is None if no node agent has written it, as in jobs on CPUs.
+    """
     return gpu_use.parse(_file_of_run(record, stop_protocol.GPU_USE, run))
 
 
 def _file_of_run(record: SubmittedJob, name: str, run: Callable[[Sequence[str]], Finished]) -> str:
-    """Return the text of a file in the job's run folder; without the file, another text or none."""
+    """Return the text of a file in the job's run folder.
+
+    If there is no such file, the result is empty or the error message of ``cat``. The caller must parse the
+    text strictly.
+    """
     # The tasks of an array have run folders of their own, so there is no single file.
     # `run` does not reach a remote that only stores.
     if record.job.array or record.job.store:
@@ -191,7 +226,10 @@ def _file_of_run(record: SubmittedJob, name: str, run: Callable[[Sequence[str]],
 
 
 def cancel_job(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> Finished:
-    """Run the scheduler's command that cancels the job, and mark the record as cancelled if it succeeds."""
+    """Cancel the job by its scheduler's command, and return the result of the command.
+
+    If the command succeeds, the job's record says from then on that imgkit has cancelled the job.
+    """
     answer = run(systems.get_system(record.job.system).cancel_command(record.job))
     # A task of an array has no record of its own.
     if answer.returncode == 0 and records.is_kept(record):
@@ -201,9 +239,9 @@ def cancel_job(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -
 
 
 def with_cancellation(record: SubmittedJob) -> SubmittedJob:
-    """Return `record` with the state ``cancelled`` if imgkit has cancelled the job and has not asked since.
+    """Return `record` with the state ``cancelled`` if imgkit has cancelled the job and its end is not known.
 
-    The job may still need a moment to end, and the scheduler then says how it did.
+    The job may still need a moment to end. This function does not ask the scheduler about it.
     """
     if record.cancelled and record.state not in FINAL_STATES:
         return dataclasses.replace(record, state="cancelled")
@@ -211,30 +249,35 @@ def with_cancellation(record: SubmittedJob) -> SubmittedJob:
 
 
 def command_failed(record: SubmittedJob, argv: Sequence[str], answer: Finished) -> ToolFailed:
-    """Return the error for a failed command of the scheduler about `record`; quotes the command's message."""
+    """Return the error for a command of the scheduler that failed. It quotes the command's message."""
     message, hint = process.quote_output(
         f"{argv[0]} failed with exit code {answer.returncode}", answer.output.strip()
     )
     return ToolFailed(message, where=record.job.handle, hint=hint or None)
 
 
+# The error of torch's init_process_group in a program that no launcher has started:
+# "environment variable RANK expected, but not set".
 _NO_RANK = re.compile(r"environment variable \w+ expected, but not set")
-"""The error of torch's init_process_group in a program that no launcher has started."""
+# What schedulers print about a job that exceeded its memory: its state, or a message in its output.
 _OUT_OF_MEMORY = re.compile(
     r"OUT_OF_MEMORY"
     r"|\boom_kill event|\bexceeded memory limit"  # a step of Slurm, with and without cgroups
     r"|job killed: mem \S+ exceeded limit"  # PBS
-    r"|\bOOMKilled"
+    r"|\bOOMKilled"  # Kubernetes
 )
-"""What schedulers print about a job that exceeded its memory: its state, or a message in its output."""
+# Exit code of a program that SIGKILL (signal 9) has ended: 128 + 9. The kernel sends it when memory runs out.
 _KILLED_CODE = 137
-"""Exit code of a program that SIGKILL has ended: 128 + 9."""
+# `failure_hints` looks for these texts in the last 64 KiB of the job's output.
 _TAIL_BYTES = 64 << 10
-"""Part of the job's output in which `failure_hints` looks for these texts, from the end."""
 
 
 def failure_hints(latest: JobReport, run: Callable[[Sequence[str]], Finished]) -> Iterator[str]:
-    """Yield explanations of a job's failure: too little memory, or a command that starts no ranks."""
+    """Yield explanations of a job's failure, each with what the user can do.
+
+    Two causes are recognized: the job had too little memory, or its command started no ranks. Nothing is
+    yielded for an array, or if neither cause applies.
+    """
     record = latest.record
     if record.job.array:
         return  # each task has an output of its own
@@ -251,7 +294,7 @@ def failure_hints(latest: JobReport, run: Callable[[Sequence[str]], Finished]) -
 
 
 def _end_of_output(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> str:
-    """Return the end of the job's output; empty if that is not in a file."""
+    """Return the last 64 KiB of the job's output, or "" if a command shows the output and no file has it."""
     log_argv = systems.get_system(record.job.system).log_source(record.job)
     log_files = [argument for argument in log_argv if argument.startswith("/")]
     if not log_files:
@@ -260,14 +303,17 @@ def _end_of_output(record: SubmittedJob, run: Callable[[Sequence[str]], Finished
 
 
 def _memory_remedy(record: SubmittedJob) -> str:
-    """Return what to type after a job that ran out of memory, with the size that it had."""
+    """Return the advice for a job that ran out of memory, with the size of memory that it had."""
     if record.memory:
         return f"it had {record.memory}; request more, or use fewer data workers"
     return "it stated no size, so it had the scheduler's default; add --mem SIZE, or use fewer data workers"
 
 
 def ending_text(report: JobReport) -> str:
-    """Return the line about how a job has ended, with the command or the folder that leads to its files."""
+    """Return the line about how a job has ended, and where its files are.
+
+    For example: ``4711@mn5 failed with exit code 1; imgkit resume 4711@mn5; imgkit fetch 4711@mn5``.
+    """
     record = report.record
     text = f"{record.job.handle} {_outcome_text(report)}"
     if not report.argv and report.code is not None and record.state != "cancelled":
@@ -284,7 +330,11 @@ def ending_text(report: JobReport) -> str:
 
 
 def can_resume(record: SubmittedJob) -> bool:
-    """Return whether `imgkit resume` can submit the job again."""
+    """Return whether `imgkit resume` can submit the job again in its run folder.
+
+    It cannot do so for arrays, for jobs whose request is not recorded, and on systems whose jobs cannot go on
+    in the folder of an earlier job.
+    """
     has_one_folder = not record.job.array and records.is_kept(record)
     return has_one_folder and bool(record.request) and can_choose_folder(record)
 
@@ -295,7 +345,7 @@ def can_choose_folder(record: SubmittedJob) -> bool:
 
 
 def _outcome_text(report: JobReport) -> str:
-    """Return the predicate of `ending_text`: how the job ended."""
+    """Return how the job ended, as the predicate of a sentence: ``was cancelled``."""
     state = report.record.state
     if state == "succeeded":
         return "completed"
@@ -311,9 +361,9 @@ def _outcome_text(report: JobReport) -> str:
 
 
 def waiting_text(job: QueuedJob, wait: WaitInfo) -> str:
-    """Return the line about a job that waits: the reason, the estimate, and what the user can do.
+    """Return the line about a job that waits: ``waiting: Priority; expected start 2026-11-28T22:40``.
 
-    For example: ``waiting: Priority; expected start 2026-11-28T22:40``.
+    It has the scheduler's reason and estimate, and what the user can do if the job would never start.
     """
     text = "waiting"
     if wait.reason:
@@ -330,17 +380,17 @@ def waiting_text(job: QueuedJob, wait: WaitInfo) -> str:
 
 
 class WaitLog:
-    """Logs why a job waits, once per change, and that it runs after such a wait."""
+    """Log why a job waits whenever the reason changes, and log ``running`` when such a wait is over."""
 
     def __init__(self, job: QueuedJob, log: Callable[[str], None]) -> None:
         self._job = job
         self._log = log
         self._state: JobState = ""
         self._logged: WaitInfo | None = None
-        """What was logged last about this wait; None: nothing, or the job does not wait."""
+        """What was logged last about this wait. It is None if the job does not wait or nothing was logged."""
 
     def update(self, state: JobState, wait: WaitInfo) -> None:
-        """Log what was read just now, if it is news."""
+        """Log the state that the scheduler has just reported, if the user does not know it yet."""
         if state == "waiting":
             if self._is_news(wait):
                 self._log(waiting_text(self._job, wait))
@@ -352,7 +402,7 @@ class WaitLog:
         self._state = state
 
     def _is_news(self, wait: WaitInfo) -> bool:
-        """Return whether the user does not know `wait` yet."""
+        """Return whether `wait` has something that was not logged yet."""
         if self._logged is None:
             # A scheduler needs a moment to find a reason, and on an idle cluster the job has started by then.
             return bool(wait.reason) or self._state == "waiting"
@@ -361,8 +411,9 @@ class WaitLog:
         return wait.reason != self._logged.reason or is_first_estimate
 
 
+# Seconds between two questions about a job. The last value repeats: to ask more often would load the
+# scheduler.
 POLL_S = (1.0, 1.0, 2.0, 3.0, 5.0, 10.0, 10.0, 30.0)
-"""Seconds between two questions about a job; the last one repeats. More would load the scheduler."""
 
 
 def poll_pauses() -> Iterator[float]:
@@ -382,8 +433,8 @@ def wait_for_job(
 
     Parameters
     ----------
-    limit_s : None: wait without a limit.
-    log : is updated with each report.
+    limit_s : the longest wait in seconds. None waits without a limit.
+    log : is updated with the state of each report.
 
     Raises
     ------
@@ -415,11 +466,13 @@ def wait_for_job(
 
 
 def refresh_state(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> SubmittedJob:
-    """Return `record` with the state that the scheduler reports now; a final state stays as it is.
+    """Return `record` with the state that the scheduler reports now.
+
+    The scheduler is not asked about a job that has ended, or if its commands do not report states.
 
     Raises
     ------
-    ToolFailed : the scheduler did not answer; the job may run.
+    ToolFailed : the scheduler did not answer. The job may still run.
     """
     if record.state in FINAL_STATES or not systems.get_system(record.job.system).reports_state:
         return record

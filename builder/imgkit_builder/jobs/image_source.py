@@ -1,4 +1,7 @@
-"""Where the image of a job on a remote comes from: a recipe, an archive, a .sif, or a file that is there."""
+"""Find out from where a job on a remote gets its image, and refuse what cannot be run on a remote.
+
+The image is built from a recipe, converted from an archive, sent as a .sif, or is on the remote already.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,8 @@ from imgkit_builder.workflow import baked
 from imgkit_builder.workflow.names import RECIPE_SUFFIXES, name_stem
 from imgkit_entrypoints.errors import UsageError
 
+# Path that stands for imgkit's folder on a remote until imgkit has connected to the remote.
 UNKNOWN_HOME = "/imgkit"
-"""Stands for imgkit's folder on a remote before imgkit has looked there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,22 +40,25 @@ class ImageSource:
     """The recipe, archive or .sif as the command line, imgkit.toml or the remote names it."""
     target: Target
     recipe: str
-    """The recipe as the user names it; empty for an archive or a .sif."""
+    """The recipe as the user names it, or "" if the image does not come from a recipe."""
     sif: Path
-    """The local .sif. It may not exist yet: an archive or the image of a recipe is converted to it."""
+    """The local .sif. An archive or the image of a recipe is converted to it, so it may not exist yet."""
     request: JobRequest
     archive: Path | None = None
-    """The archive or OCI folder; None for a recipe or a .sif."""
+    """The archive or OCI folder, or None if the image does not come from one."""
     remote_image: str = ""
-    """Absolute path of an image that is on the remote already; then nothing is built or sent."""
+    """Absolute path of an image that is on the remote already, or "". Such an image is not built or sent."""
     is_foreign: bool = False
     """Whether `sif` was not built by imgkit."""
     base: str = ""
-    """Another base image than the recipe's."""
+    """The base image that replaces the recipe's (``--base``), or ""."""
 
     @property
     def given_sif(self) -> Path | None:
-        """The local .sif that the user named; None for a recipe, an archive or an image on the remote."""
+        """The local .sif if the user named it.
+
+        The property is None for a recipe, an archive or an image on the remote, even if `sif` exists.
+        """
         if self.recipe or self.archive or self.remote_image:
             return None
         return self.sif
@@ -68,13 +74,19 @@ class ImageSource:
 
     @property
     def has_unknown_entry_points(self) -> bool:
-        """Whether imgkit must look into the image to see if it has the entry points."""
+        """Whether imgkit must start Python in the image to see if it has the entry points.
+
+        Only an image that imgkit built is known to have them, and only in its own Python.
+        """
         container = self.request.container
         return bool(self.remote_image or self.is_foreign or container.python or container.activate)
 
     @property
     def early(self) -> Job:
-        """The job before imgkit has looked at the remote: `UNKNOWN_HOME` stands for imgkit's folder there."""
+        """The job before imgkit has connected to the remote.
+
+        In its paths, `UNKNOWN_HOME` stands for imgkit's folder on the remote.
+        """
         return self.resolved(UNKNOWN_HOME, self.remote_image or "image.sif")
 
     def resolved(self, home: str, image: str) -> Job:
@@ -90,7 +102,10 @@ class ImageSource:
 
 
 def _with_joined_output(job: Job) -> Job:
-    """Return `job` with stdout and stderr in one file, and with a warning if its recipe wants two."""
+    """Return `job` with stdout and stderr in one file, because imgkit follows only one file of a remote job.
+
+    If the recipe asks for two files, the job gets a warning.
+    """
     system = job.recipe.system
     if system.queue.output == "joined":
         return job
@@ -102,16 +117,18 @@ def _with_joined_output(job: Job) -> Job:
 
 
 def find_image_source(recipe: str, request: JobRequest, default: str) -> ImageSource:
-    """Return the image source that `recipe` names, or else imgkit.toml, or else the remote.
+    """Return the image source of a job on a remote.
+
+    The command line names it. If it does not, imgkit.toml does, and otherwise the remote.
 
     Parameters
     ----------
-    recipe : a recipe, an archive, an OCI folder or a .sif; empty if the command line names none.
-    default : the recipe of the remote; empty if it has none.
+    recipe : a recipe, an archive, an OCI folder or a .sif, or "" if the command line names none.
+    default : the recipe of the remote, or "" if it has none.
 
     Raises
     ------
-    UsageError : the command line, imgkit.toml and the remote name no recipe, or there is no such recipe.
+    UsageError : nothing names a recipe, there is no such recipe, or the file names no system.
     """
     project = request.project
     title = find_title(recipe, request, default)
@@ -135,9 +152,18 @@ def find_image_source(recipe: str, request: JobRequest, default: str) -> ImageSo
 
 
 def find_title(recipe: str, request: JobRequest, default: str) -> str:
-    """Return the recipe that the command line names, or else imgkit.toml, or else the remote.
+    """Return the recipe, archive or .sif that the command line, imgkit.toml or the remote names.
 
-    The parameters and the error are those of `find_image_source`.
+    The command line takes precedence, and then imgkit.toml.
+
+    Parameters
+    ----------
+    recipe : what the command line names, or "".
+    default : the recipe of the remote, or "" if it has none.
+
+    Raises
+    ------
+    UsageError : none of the three names a recipe.
     """
     project_recipe = request.project.recipe if request.project else ""
     title = recipe or project_recipe or default
@@ -167,7 +193,8 @@ def _sqsh_error(title: str) -> UsageError:
 def _find_local_sif(title: str, request: JobRequest, default: str) -> ImageSource:
     """Return the source for the local .sif `title`.
 
-    An image that imgkit did not build names no system: it runs on that of the remote's recipe, `default`.
+    An image that imgkit did not build does not name its system. It runs on the system of the remote's recipe,
+    `default`.
     """
     sif = Path(title)
     is_foreign = not baked.has_manifest(sif)
@@ -178,6 +205,7 @@ def _find_local_sif(title: str, request: JobRequest, default: str) -> ImageSourc
 def _find_remote_image(title: str, request: JobRequest) -> ImageSource:
     """Return the source for an image that is on the remote already, on the system of the recipe `title`."""
     remote_image = request.container.image
+    # A colon or comma would end the path in an option that mounts it.
     if not re.fullmatch(r"/[^\x00-\x1f\x7f:,]*", remote_image):
         raise UsageError(
             f"{remote_image!r} is not a path on the remote",
@@ -201,7 +229,11 @@ def _find_remote_image(title: str, request: JobRequest) -> ImageSource:
 
 
 def archive_target(archive: Path) -> Target | None:
-    """Return the recipe's name and system that imgkit wrote beside the archive; None without them."""
+    """Return the recipe's name and system that imgkit wrote beside an archive, in ``X.tar.manifest.json``.
+
+    The result is None for a folder, and for an archive without such a file.
+    """
+    # Only an archive of `imgkit save` has files beside it. An OCI folder has none.
     if archive.is_dir():
         return None
     description = sidecar.read_sidecar(archive)
@@ -211,7 +243,11 @@ def archive_target(archive: Path) -> Target | None:
 
 
 def _default_target(file: Path, default: str) -> Target:
-    """Return the recipe `default` of the remote, because `file` does not name a system.
+    """Return the remote's recipe `default`, whose system runs an image that does not name its own.
+
+    Parameters
+    ----------
+    file : the archive or .sif. Only the error message contains it.
 
     Raises
     ------
@@ -227,10 +263,10 @@ def _default_target(file: Path, default: str) -> Target:
 
 
 def with_transfer_host(remote: Remote, source: ImageSource) -> Remote:
-    """Return `remote` with the system's host for files as the host to which files are sent.
+    """Return `remote` with the host that the system has for file transfers.
 
-    Return `remote` unchanged if the user names such a host, or if the system has none or has only the login
-    host. The user's name on the host is that on the login host, unless the system's recipe names one.
+    Return `remote` unchanged if the user has named such a host for the remote, or if the system has no host
+    beside the login host. The user's name is the same as on the login host, unless the system names another.
     """
     host = source.target.system.transfer.host
     if remote.transfer or not fanout.is_host(host):
@@ -246,7 +282,10 @@ def with_transfer_host(remote: Remote, source: ImageSource) -> Remote:
 
 
 def _ssh_config(address: str) -> dict[str, str]:
-    """Return ssh's options for `address`, such as ``hostname`` and ``user``; none if ssh fails."""
+    """Return ssh's options for `address`, such as ``{"hostname": "glogin1.bsc.es", "user": "me", ...}``.
+
+    ~/.ssh/config has been applied to them. The result is empty if ssh fails.
+    """
     # -G prints one option a line, "hostname glogin1.bsc.es", after ~/.ssh/config has been applied.
     output = process.run(("ssh", "-G", "--", address), check=False).output
     options = {}
@@ -256,8 +295,8 @@ def _ssh_config(address: str) -> dict[str, str]:
     return options
 
 
+# Flags that only jobs of this machine have. On a remote, imgkit chooses the folder of the job.
 _LOCAL_FLAGS = ("--directory",)
-"""Flags for jobs of this machine: on a remote, imgkit chooses the folder and sends the image itself."""
 
 
 def refuse_flags(request: JobRequest, base: str) -> None:
@@ -279,7 +318,10 @@ def refuse_flags(request: JobRequest, base: str) -> None:
 
 
 def refuse_runtime(source: ImageSource) -> None:
-    """Raise UsageError if the runtime of the request or of the system does not start a .sif."""
+    """Raise UsageError if the job's runtime does not start a .sif, the only format that imgkit sends.
+
+    The runtime is that of ``--runtime``, or else that of the system.
+    """
     requested = source.request.container.runtime
     runtime = runtimes.get_runtime(requested or source.target.system.runtime.kind)
     if runtime.kind == Host.kind:
@@ -301,7 +343,7 @@ def _no_container_error(where: str) -> UsageError:
 def refuse_script(job: Job, script: Script) -> None:
     """Raise UsageError if the job's scheduler does not take the script over ssh.
 
-    It takes one on the standard input of its command, or runs it in the terminal of an interactive job.
+    The scheduler's command must read the script from its standard input, or the job must be interactive.
     """
     takes_jobs = systems.get_system(job.system).queue.submit != ""
     if not takes_jobs or not (script.on_stdin or job.is_interactive):

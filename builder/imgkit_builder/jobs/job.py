@@ -16,8 +16,8 @@ from imgkit_entrypoints.system import WORKSPACE
 if TYPE_CHECKING:
     from imgkit_builder.recipe.targets import Target
 
+# A command with its arguments, or a part of such a command.
 Argv = tuple[str, ...]
-"""A command with its arguments, or a part of such a command."""
 RuntimeKind = Literal["singularity", "docker", "pyxis", "host", "kubernetes", "no-container"]
 
 
@@ -26,9 +26,9 @@ class DataMount:
     """A folder of data that the job's command reads."""
 
     source: str
-    """Its path on the nodes; it may begin with a variable of the site."""
+    """The path on the nodes. It may begin with a variable of the site, such as ``$SCRATCH/letters``."""
     target: str
-    """Its path for the command."""
+    """The path by which the command reads the data, such as ``/data``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,10 @@ class BoundEntryPoints:
     site: str
     """The folder of the image that this Python searches for packages."""
     digest: str
-    """Digest by which `imgkit_builder.jobs.bound` sees that the image has changed; empty: not known."""
+    """Digest of the image when imgkit inspected it, or "" for an image that is a folder.
+
+    The job refuses to start if the image has another digest then.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,20 +59,20 @@ class Allocation:
     gpus: int = 0
     """GPUs per node."""
     cpus: int | None = None
-    """CPUs per node."""
+    """CPUs per node. None leaves the number to the scheduler."""
     memory: Memory | None = None
-    """Memory per node; None leaves it to the scheduler."""
+    """Memory per node. None leaves it to the scheduler."""
     time: str
-    """``HH:MM:SS``, or empty."""
+    """The time limit as ``HH:MM:SS``, or "" for the scheduler's default."""
     account: str
     queue: str
     qos: str
     stop_before_s: int = 0
-    """Seconds before the time limit at which the program is asked to save; 0: never."""
+    """Seconds before the time limit at which the program is asked to save. 0 means never."""
 
     @property
     def nodes(self) -> int:
-        """Number of nodes on which the command starts, with the spares."""
+        """Number of nodes on which the command starts, including the spares."""
         return self.size.started
 
 
@@ -78,34 +81,36 @@ class Container:
     """The container of a job's command, and the code, folders and variables that the command finds in it."""
 
     image: str
-    """Path of a .sif, or an image reference. Without a container, the virtual environment, or empty. Of the
-    runtime ``no-container``, the path of the image that the command makes.
+    """Path of a .sif, or an image reference.
+
+    Without a container, it is the path of a virtual environment, or empty. For the runtime ``no-container``,
+    it is the path of the image that the command makes.
     """
     runtime: RuntimeKind
     binds: tuple[str, ...] = ()
     workdir: str = ""
-    """Folder of the container in which the command starts; empty: the job's folder."""
+    """Folder of the container in which the command starts, or "" for the job's folder."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables that are set for the command: the user's own, and those of a job with code."""
     names: tuple[str, ...] = ()
-    """Further variables of the user, by name only. Their values may be secret: no script contains them."""
+    """Names of further variables of the user. No script contains their values, because they may be secret."""
     env_file: str = ""
-    """Path of a file with further variables; empty without one."""
+    """Path of a file with further variables, or ""."""
     code: CodeRecord | None = None
-    """The code of which the run gets a copy; None without ``--code``."""
+    """The code of which the run gets a copy, or None for a run without code."""
     code_folder: str = ""
     """Path on the nodes of the code's folder in the store."""
     data: tuple[DataMount, ...] = ()
     """The folders of data, which are mounted read-only."""
     packages: tuple[str, ...] = ()
-    """Paths on the nodes of the files with packages for the image."""
+    """Paths on the nodes of the files of `imgkit add`, with packages for the image."""
     bound: BoundEntryPoints | None = None
-    """The entry points that are bound into the image; None: the image has its own."""
+    """The entry points that are bound into the image, or None if the image needs none or has its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A job with all its values."""
+    """A job with all its values, as `resolve.resolve_job` has checked them."""
 
     recipe: Target
     request: JobRequest
@@ -116,24 +121,28 @@ class Job:
     allocation: Allocation
     container: Container
     command: Argv = ()
-    """Empty for a shell."""
+    """The command and its arguments, or () for an interactive shell."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """``IMGKIT_*`` variables for the node agent in the container."""
     run_folder: str = ""
-    """Path of the run folder if imgkit itself makes it, which it does for code on a system without a queue.
+    """Path of the run folder if imgkit itself makes it before the job starts.
 
-    If it is empty, the job's script makes the folder, and names it in IMGKIT_RUN_DIR.
+    imgkit does so for jobs with code that start at once, and for jobs in pods whose files a remote stores. If
+    the path is empty, the job's script makes the folder, and names it in IMGKIT_RUN_DIR.
     """
     warnings: tuple[str, ...] = ()
 
     @property
     def workspace(self) -> str:
-        """The folder on the nodes with the run's copy of its code; a shell there expands $IMGKIT_RUN_DIR."""
+        """The folder on the nodes with the run's copy of its code.
+
+        It may begin with ``$IMGKIT_RUN_DIR``, which the shell of the job's script expands.
+        """
         return f"{self.run_folder or '$IMGKIT_RUN_DIR'}/{WORKSPACE}"
 
     @property
     def runs_entry_point(self) -> bool:
-        """Whether `command` is an entry point, ``dist-...``, which an image must contain."""
+        """Whether `command` is one of imgkit's entry points, such as ``dist-run``."""
         return bool(self.command) and self.command[0].startswith("dist-")
 
     @property
@@ -143,7 +152,10 @@ class Job:
 
     @property
     def outlives_nodes(self) -> bool:
-        """Whether the node agents go on when a node is lost: the launcher must not end them then."""
+        """Whether the node agents go on when a node is lost, so that a spare can replace it.
+
+        The launcher of such a job must not end the other node agents.
+        """
         return self.allocation.size.spares > 0 and self.request.launch.max_failures != 0
 
     @property
@@ -160,7 +172,12 @@ class Job:
         return dataclasses.replace(self, container=dataclasses.replace(self.container, **values))
 
     def flags(self, kind: type[Flags]) -> Flags:
-        """Return the flags that only the job's system has; `kind` is the class that declares them."""
+        """Return the values of the flags that only the job's system has.
+
+        Parameters
+        ----------
+        kind : the class of the system that declares the flags.
+        """
         return self.request.flags(kind)
 
 
@@ -172,7 +189,7 @@ class SentInput:
     """
 
     secret: bool = False
-    """Whether a new secret of the run is sent; a node agent reads it."""
+    """Whether a new secret is sent, by which the node agents of the run authenticate each other."""
     names: tuple[str, ...] = ()
     """Names of variables that are sent with the values that they have on this machine."""
 
@@ -185,18 +202,19 @@ class Script:
     submit: Argv
     """The command that submits the job: ``sbatch --parsable``."""
     on_stdin: bool = False
-    """Whether `submit` reads `text` from its standard input. If not, `text` only shows `submit`, or is a file
-    that `submit` names.
+    """Whether `submit` reads `text` from its standard input.
+
+    If not, `text` is the content of a file that `submit` names, or only shows the command to people.
     """
     foreground: bool = False
-    """Whether `submit` is the run itself: its output is that of the run, and it prints no job id."""
+    """Whether `submit` is the run itself. Its output is then that of the run, and it prints no job id."""
     remote: tuple[tuple[str, str], ...] = ()
-    """Each host with the command line for its shell. ssh starts all of them, and `submit` is not used."""
+    """Pairs of a host and the command line for its shell. ssh starts all, and `submit` is not used."""
     sent: SentInput = SentInput()
-    """Input that each of the hosts' command lines reads first."""
+    """Input that the command line of each host reads first."""
     head_decides: bool = False
-    """Whether the run ends with the command of the first host. If not, it ends when one of any host fails."""
+    """Whether the run ends with the command of the first host. If not, it ends when any command fails."""
     kind: str = ""
-    """The scheduler's name for this kind of job, if it needs that to find a job."""
+    """The scheduler's name for this kind of job, if its commands need that name to find a job."""
     is_array: bool = False
-    """Whether the job is an array of tasks; each task has an id, a run folder and an output of its own."""
+    """Whether the job is an array of tasks. Each task has an id, a run folder and an output of its own."""

@@ -1,6 +1,7 @@
-"""The numbers in a run folder: the lines of ``metrics.jsonl``, the bandwidths of dist-bench, the use of GPUs.
+"""Read the numbers in a run folder.
 
-dist-train writes the lines, and so may any other program.
+These are the lines of ``metrics.jsonl``, the bandwidths that dist-bench measured, and the use of GPUs.
+dist-train writes ``metrics.jsonl``, and any other program may write it too.
 """
 
 from __future__ import annotations
@@ -15,27 +16,30 @@ from imgkit_entrypoints import files, json_text
 from imgkit_entrypoints.launch import gpu_use, stop_protocol
 from imgkit_entrypoints.rollcall.messages import GpuUse
 
+# The file in a run folder with one JSON object per line, such as ``{"step": 10, "loss": 2.5}``.
 METRICS = "metrics.jsonl"
-"""The file in a run folder with one JSON object per line, such as ``{"step": 10, "loss": 2.5}``."""
+# The file in a run folder with the results of dist-bench (docs/guides/bench.md).
 BENCH = "bench.json"
-"""The file in a run folder with the results of dist-bench (docs/guides/bench.md)."""
+# Only the last 64 KiB of ``metrics.jsonl`` are read, because ``imgkit runs`` reads the files of many runs.
 _TAIL_BYTES = 64 << 10
-"""Part of the file that is read, from the end."""
 _MAX_LINE_BYTES = 64 << 10
+# A larger number in the field "step" cannot be a number of steps, and such a line is skipped.
 _MAX_STEP = 1 << 62
-"""A step of this size or more is not a number of steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastNumbers:
-    """The last step and loss that a run has written; None: the run has written none."""
+    """The last step and loss that a run has written. Each is None if the run has written none."""
 
     step: int | None = None
     loss: float | None = None
 
 
 def last_numbers(folder: Path) -> LastNumbers:
-    """Return the last step and the last loss of the run in `folder`."""
+    """Return the last step and the last loss of the run in `folder`.
+
+    The two can be from different lines, because a program need not write the loss in each line.
+    """
     last_step = None
     # A killed run repeats steps when it goes on: the last line counts, not the highest step.
     for numbers in reversed(last_metrics(folder)):
@@ -62,7 +66,7 @@ def last_metrics(folder: Path) -> list[dict[str, float]]:
 
 
 def _parse_json_lines(lines: list[bytes]) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects among `lines`."""
+    """Yield the JSON objects in `lines`. Lines that are no JSON or no object are skipped."""
     for line in lines:
         try:
             value = json_text.parse(line, most_bytes=_MAX_LINE_BYTES)
@@ -74,9 +78,9 @@ def _parse_json_lines(lines: list[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def _last_lines(file: Path) -> list[bytes]:
-    """Return the lines in the last 64 KiB of `file`; none if it cannot be read.
+    """Return the lines in the last 64 KiB of `file`, or an empty list if it cannot be read.
 
-    The file of a long run is large, and ``imgkit runs`` reads the files of many runs.
+    The first of them can be the end of a longer line.
     """
     try:
         with files.open_regular(file) as stream:
@@ -89,7 +93,10 @@ def _last_lines(file: Path) -> list[bytes]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bandwidth:
-    """The bandwidths of a collective at the largest size that dist-bench measured; GBps is 1e9 B/s."""
+    """The bandwidths of a collective, such as ``all_reduce``, at the largest size that dist-bench measured.
+
+    1 GBps is 1e9 bytes per second.
+    """
 
     collective: str
     size_bytes: int
@@ -112,7 +119,10 @@ class _BenchFile:
 
 
 def gpu_use_of(folder: Path) -> GpuUse | None:
-    """Return how much a run used its GPUs; None without the file of its node agents, as on CPUs."""
+    """Return how much a run used its GPUs.
+
+    The result is None if the node agents have not written the file, as in a run on CPUs.
+    """
     try:
         return gpu_use.parse(files.read_text(folder / stop_protocol.GPU_USE))
     except (OSError, UnicodeDecodeError):
@@ -120,7 +130,10 @@ def gpu_use_of(folder: Path) -> GpuUse | None:
 
 
 def read_bandwidths(folder: Path) -> tuple[Bandwidth, ...]:
-    """Return the bandwidths of each collective that a run of dist-bench measured; none without its file."""
+    """Return the bandwidths of each collective that a run of dist-bench measured.
+
+    The result is empty if the file of dist-bench is missing or cannot be parsed, as in all other runs.
+    """
     try:
         bench: _BenchFile = json_text.build_value(_BenchFile, json_text.load(folder / BENCH), BENCH)
     except (OSError, ValueError):

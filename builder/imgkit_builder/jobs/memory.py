@@ -1,4 +1,4 @@
-"""The memory of a job: sizes as users write them, and the size on each node."""
+"""Parse and print the sizes of memory that users request, for each node or for each GPU of a node."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from imgkit_entrypoints.errors import UsageError
 
 _SIZE = re.compile(r"([1-9][0-9]{0,6})([MGT])i?B?", re.IGNORECASE)  # "110G", "440GB", "512M", "1TiB"
+# Units are powers of 1024, with and without an "i", because Slurm, PBS and Docker count so: 1 GB is 1024 MiB.
 _MIB_OF_UNIT = {"M": 1, "G": 1 << 10, "T": 1 << 20}
-"""Units are powers of 1024, with and without an i: Slurm, PBS and Docker count so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,18 +17,18 @@ class Memory:
     """The memory that a job requests on each node."""
 
     size_MiB: int
-    """On each node, or for each GPU."""
+    """The size that the user requested, for each node or for each GPU. See `gpus`."""
     gpus: int = 0
-    """The GPUs of a node, each of which adds `size_MiB`; 0: the size is that of a node."""
+    """Number of GPUs of a node, each of which adds `size_MiB`. With 0, `size_MiB` is the size of a node."""
 
     @property
     def node_MiB(self) -> int:
-        """The memory on each node."""
+        """The memory on each node in MiB."""
         return self.size_MiB * (self.gpus or 1)
 
     @property
     def flag(self) -> str:
-        """The flag that requests this memory."""
+        """The flag of ``imgkit run`` that requests this memory."""
         return "--mem-per-gpu" if self.gpus else "--mem"
 
     @property
@@ -38,7 +38,11 @@ class Memory:
 
 
 def parse_size(text: str, *, where: str) -> int:
-    """Return a size such as ``110G``, ``440GB`` or ``512M`` in MiB.
+    """Return a size such as ``110G``, ``440GB`` or ``512M`` in MiB: ``2G`` -> 2048.
+
+    Parameters
+    ----------
+    where : the flag that has the value. Messages name it.
 
     Raises
     ------
@@ -52,6 +56,6 @@ def parse_size(text: str, *, where: str) -> int:
 
 
 def size_text(size_MiB: int) -> str:
-    """Return a size in G, or in M if it is no whole number of G: ``440G``, ``1536M``."""
+    """Return a size in G, or in M if it is not a whole number of G: 2048 -> ``2G``, 1536 -> ``1536M``."""
     size_GiB, rest_MiB = divmod(size_MiB, 1 << 10)
     return f"{size_MiB}M" if rest_MiB else f"{size_GiB}G"

@@ -1,4 +1,4 @@
-"""A job before its image and its code are where it starts, and before it is submitted."""
+"""Describe a job before its image and its code are brought to its machine, and before it is submitted."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ class PreparedJob:
     """A job with its script, before anything is built, sent or submitted."""
 
     job: Job
-    """On a remote, `image_source.UNKNOWN_HOME` stands in its paths until imgkit has looked there."""
+    """The job. In paths on a remote, `image_source.UNKNOWN_HOME` stands for imgkit's folder there.
+
+    `submit.make_ready` replaces it by the real path.
+    """
     script: Script
     code: CodeFolder | None = None
-    """The code of which the run gets a copy; None without ``--code``."""
+    """The code of which the run gets a copy, or None for a run without code."""
     data: tuple[DataFolder, ...] = ()
     """The folders of data that are on this machine."""
     source: ImageSource | None = None
-    """Where the image of a job on a remote comes from; None for a job of this machine."""
+    """Where the image of a job on a remote comes from, or None for a job of this machine."""
     image_id: str = ""
-    """The image's id; empty: not known."""
+    """The image's id, or "" if it is not known."""
     request: str = ""
-    """The request for the job's record, as in `SubmittedJob`."""
+    """The request for the job's record, as `resume.to_json` writes it."""

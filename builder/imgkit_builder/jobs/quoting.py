@@ -1,7 +1,8 @@
 """Check and quote the values in a job script.
 
-No shell quotes the values of directives (``#SBATCH``, ``#PBS``) and names. Each has a pattern; a value that
-does not match is refused, never escaped. Arguments of commands are quoted for the shell.
+Directives (``#SBATCH``, ``#PBS``) are comments for the shell, so their values cannot be quoted for it. Each
+value has a pattern, and a value that does not match is refused and never escaped. The same is true of names.
+Arguments of commands are quoted for the shell.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Field:
 _WORD = Field(
     pattern=r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,127}", allowed="letters, digits and . _ @ + -, no blanks"
 )
-# A blank is safe in a directive, because the value is in double quotes. The excluded characters would end or
+# A path may have blanks, because a directive has it in double quotes. The excluded characters would end or
 # change the quoted text, and a colon or comma would end the path in a mount option.
 _PATH = Field(
     pattern=r"/[^\x00-\x1f\x7f\"'\\%`$:,]*", allowed="an absolute path without quotes and \\ % $ ` : ,"
@@ -46,7 +47,9 @@ FIELDS: Mapping[str, Field] = {
 
 
 def check_flag_value(flag: str, value: str) -> str:
-    """Return `value` if it matches the pattern of `flag`, or if it is empty, which means "not set".
+    """Return `value` if it matches the pattern of `flag` in `FIELDS`.
+
+    An empty value means that the flag is not set, and is returned too.
 
     Raises
     ------
@@ -59,19 +62,24 @@ def check_flag_value(flag: str, value: str) -> str:
 
 
 def search_first(libraries: Sequence[str]) -> str:
-    """Return the shell command that puts folders of libraries at the start of LD_LIBRARY_PATH."""
+    """Return the shell command that puts folders of libraries at the start of LD_LIBRARY_PATH.
+
+    For example: ``export LD_LIBRARY_PATH="/a:/b${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"``.
+    """
     return f'export LD_LIBRARY_PATH="{":".join(libraries)}{INHERITED}"'
 
 
+# Shell text for the end of a new LD_LIBRARY_PATH. The shell replaces it by a colon and the old value, or by
+# nothing if the variable is not set or empty.
 INHERITED = "${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
-"""Shell text for the end of a new LD_LIBRARY_PATH: the value that the variable has where the shell runs."""
 
-
+# One word of a scheduler's option, such as "--exclusive" or "select=1:ncpus=4". It has no blanks and quotes,
+# which could start a second option, and none of the characters $ ` \ # ; < > ? { }.
 _OPTION = re.compile(r"[A-Za-z0-9._@+:=,/^*()\[\]|&!~%-]+")
 
 
 def check_scheduler_option(value: str, *, where: str = "--option") -> str:
-    """Return `value`, an option for the scheduler, if it can be a directive.
+    """Return `value`, an option for the scheduler, if it can be the value of a directive.
 
     Parameters
     ----------
@@ -96,10 +104,10 @@ def check_scheduler_option(value: str, *, where: str = "--option") -> str:
 
 
 def _without_blanks(value: str) -> list[str]:
-    """Return the words by which an option with blanks can be written: ``--x y`` -> ``--x=y``.
+    """Return an option with blanks as a list of words without blanks, for a hint: ``--x y`` -> ``--x=y``.
 
     PBS takes a short option and its value as two words: ``-l x`` -> ``-l``, ``x``. The list is empty if no
-    such form is known.
+    form without blanks is known.
     """
     parts = value.split(" ")
     name = parts[0]
@@ -115,20 +123,25 @@ def _without_blanks(value: str) -> list[str]:
 
 
 def is_job_id(text: str) -> bool:
-    """Return whether `text` can be a job's id.
+    """Return whether `text` can be a job's id: ``4711``, ``4711_3``, ``4711[3].pbs01``.
 
-    An id becomes an argument of the scheduler's commands and a part of file names.
+    An id becomes an argument of the scheduler's commands and a part of file names. So it cannot begin with a
+    hyphen, and it cannot contain a slash, blank or ``..``.
     """
     return ".." not in text and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.\[\]+-]{0,126}", text) is not None
 
 
-_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}  # seconds in each unit of "90m"
 
 
 def parse_time_limit(text: str, *, where: str) -> int:
     """Return a time limit in seconds.
 
     The forms are ``HH:MM:SS``, ``D-HH:MM:SS``, ``MM:SS``, and a number with a unit, ``90m`` or ``2h``.
+
+    Parameters
+    ----------
+    where : the flag or the line of a file that has the value. Messages name it.
 
     Raises
     ------
@@ -141,7 +154,7 @@ def parse_time_limit(text: str, *, where: str) -> int:
 
 
 def _parse_number_with_unit(text: str) -> int:
-    """Return the seconds of ``90m``; 0 if `text` has another form."""
+    """Return the seconds in a number with a unit, ``90m`` -> 5400, or 0 if `text` has another form."""
     match = re.fullmatch(r"(\d{1,5})([smhd])", text)
     if match is None:
         return 0
@@ -150,7 +163,10 @@ def _parse_number_with_unit(text: str) -> int:
 
 
 def _parse_clock(text: str) -> int:
-    """Return the seconds of ``MM:SS``, ``HH:MM:SS`` or ``D-HH:MM:SS``; 0 if `text` has another form."""
+    """Return the seconds of ``MM:SS``, ``HH:MM:SS`` or ``D-HH:MM:SS``.
+
+    The result is 0 if `text` has another form, or if its minutes or seconds are 60 or more.
+    """
     match = re.fullmatch(r"(\d{1,4}):(\d{2})", text)
     if match is not None:
         minutes, seconds = int(match[1]), int(match[2])  # "90:00" is an hour and a half
@@ -165,24 +181,28 @@ def _parse_clock(text: str) -> int:
 
 
 def format_time_limit(seconds: int) -> str:
-    """Return a time in seconds as ``HH:MM:SS``; the hours can exceed 24."""
+    """Return a time in seconds as ``HH:MM:SS``. The hours can exceed 24: 90000 -> ``25:00:00``."""
     return f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
 
 
+# Number of characters at which `command_line` breaks a line. A single argument can be longer.
 WIDTH = 100
-"""Characters of a line of a job script, where an argument is not longer."""
 
 
 class Shell(str):
-    """Shell text of imgkit that the job script's shell expands. It is never a value of the user."""
+    """Shell text that `quote` does not quote, so that the shell of the job script expands it.
+
+    imgkit itself writes such text. A value of the user is never used as one without escaping.
+    """
 
     __slots__ = ()
 
 
 def quote_with_site_variables(text: str) -> str:
-    """Return `text` as shell text, in which the shell on the node replaces the variables of the site.
+    """Return `text` as shell text in which the shell on the node expands the variables of the site.
 
-    A text without such variables is returned as it is, and `quote` quotes it.
+    The result is in double quotes, with all other special characters escaped: ``$SCRATCH/5$`` becomes
+    ``"$SCRATCH/5\\$"``. A text without variables is returned as it is, and `quote` quotes it.
     """
     if not SITE_VARIABLE.search(text):
         return text
@@ -196,30 +216,41 @@ def quote_with_site_variables(text: str) -> str:
 
 
 def export_lines(variables: Mapping[str, str]) -> list[str]:
-    """Return shell lines that export `variables`; variables of the site in their values are replaced."""
+    """Return shell lines that export `variables`, one for each: ``export NAME=VALUE``.
+
+    The shell on the node expands variables of the site in the values.
+    """
     return [f"export {name}={quote(quote_with_site_variables(value))}" for name, value in variables.items()]
 
 
 def default_exports(variables: Mapping[str, str]) -> list[str]:
-    """Return shell lines that export those of `variables` that the shell has not set. See `export_lines`."""
+    """Return shell lines that export `variables`, except those that are set where the shell runs.
+
+    The values are written as by `export_lines`.
+    """
     pairs = zip(variables, export_lines(variables), strict=True)
     return [f'if [ -z "${{{name}+set}}" ]; then {line}; fi' for name, line in pairs]
 
 
 def quote(argument: str) -> str:
-    """Return `argument` quoted for the shell; a `Shell` text is returned as it is."""
+    """Return `argument` quoted for the shell. A `Shell` text is returned as it is."""
     return str(argument) if isinstance(argument, Shell) else shlex.quote(argument)
 
 
 def repeat_option(option: str, values: Iterable[str]) -> tuple[str, ...]:
-    """Return `option` before each of `values`, for example ``-x A -x B``."""
+    """Return argv with `option` before each of `values`: ``"-x"``, ``["A", "B"]`` -> ``-x A -x B``."""
     return tuple(argument for value in values for argument in (option, value))
 
 
 def command_line(argv: Sequence[str], *, indent: str = "    ") -> str:
-    """Return a command as shell text, quoted, over several lines if it is longer than `WIDTH`.
+    """Return a command as shell text with quoted arguments.
 
-    A line ends only between two arguments.
+    A command that is longer than `WIDTH` is broken into several lines, between two arguments. Each line but
+    the last ends with a backslash.
+
+    Parameters
+    ----------
+    indent : blanks before each line but the first.
     """
     lines: list[str] = []
     current_line = ""

@@ -1,4 +1,8 @@
-"""The records of jobs that were submitted from this machine, one file each."""
+"""Save and find the records of jobs that were submitted from this machine.
+
+Each record is a JSON file in the folder ``jobs`` of imgkit's state folder. It is named by the job's id as
+imgkit prints it, for example ``4711@mn5.json``.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +18,16 @@ from imgkit_builder.jobs.submitted import QueuedJob, SubmittedJob
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 
-SCHEMA = 1
+SCHEMA = 1  # version of the format of a record, for other programs that read the file
 _QUEUED_JOB_FIELDS = tuple(field.name for field in dataclasses.fields(QueuedJob))
+# Exceptions of `_read_record` and `_record_path` for a record that does not exist or is damaged.
 _READ_ERRORS = (OSError, ValueError, TypeError, KeyError, AttributeError, UsageError)
-"""Exceptions of `_read_record` and `_record_path` for a record that does not exist or is damaged."""
+# The error about an unknown id lists the ids of the last five jobs, the latest at the end.
 _MAX_LISTED_JOBS = 5
-"""Number of jobs that the error about an unknown id lists, the one submitted last at the end."""
 
 
 def save_record(record: SubmittedJob) -> None:
-    """Save `record` in a file, from which `find_record` reads it."""
+    """Save `record` in its file, where `find_record` finds it. An older version of the record is replaced."""
     folder = _records_folder()
     folder.mkdir(parents=True, exist_ok=True)
     fields = dataclasses.asdict(record)
@@ -38,13 +42,13 @@ def find_record(job_id: str) -> SubmittedJob:
 
     Parameters
     ----------
-    job_id : ``4711``, or ``4711@REMOTE``. For one task of an array job, ``4711_3`` (Slurm) or ``4711[3]``
-        (PBS).
+    job_id : ``4711`` or ``4711@REMOTE``, or the id of one task of an array job: ``4711_3`` (Slurm) or
+        ``4711[3]`` (PBS). The remote can be left out if only one record has the number.
 
     Raises
     ------
     UsageError : no record has the id.
-    ToolFailed : the record has no id of the scheduler, so that nothing can be asked about the job.
+    ToolFailed : the record has no id of the scheduler, so the scheduler cannot be asked about the job.
     """
     try:
         record = _read_record(_record_path(job_id))
@@ -58,7 +62,7 @@ def find_record(job_id: str) -> SubmittedJob:
 
 
 def _unknown_job_error(job_id: str) -> UsageError:
-    """Return the error for an id without a record; its hint lists the jobs that were submitted last."""
+    """Return the error for an id without a record. Its hint lists the jobs that were submitted last."""
     paths = sorted(_records_folder().glob("*.json"), key=lambda path: path.stat().st_mtime)
     hint = "imgkit run prints the id"
     if paths:
@@ -72,7 +76,8 @@ def need_id(record: SubmittedJob) -> SubmittedJob:
 
     Raises
     ------
-    ToolFailed : the scheduler printed no id when the job was submitted; says which command shows it.
+    ToolFailed : the scheduler printed no id when the job was submitted. The hint has the command that shows
+        the id.
     """
     if record.answer is not None:
         raise _unknown_id_error(record.job, record.answer)
@@ -95,7 +100,7 @@ def _unknown_id_error(job: QueuedJob, answer: str) -> ToolFailed:
 
 
 def newest_first() -> tuple[SubmittedJob, ...]:
-    """Return all records, the job that was submitted last first; a damaged record is left out."""
+    """Return all records, beginning with the job that was submitted last. Damaged records are left out."""
     loaded = []
     for path in _records_folder().glob("*.json"):
         try:
@@ -112,14 +117,14 @@ def of_run(record: SubmittedJob) -> tuple[SubmittedJob, ...]:
 
 
 def is_kept(record: SubmittedJob) -> bool:
-    """Return whether `record` has a file; the record of an array's task has none."""
+    """Return whether `record` has a file. The record of one task of an array has none."""
     return _record_path(record.job.handle).exists()
 
 
 def is_cancelled(record: SubmittedJob) -> bool:
     """Return whether imgkit has cancelled the job.
 
-    The file is read again: another imgkit may have cancelled the job since `record` was read.
+    The file is read again, because another imgkit process may have cancelled the job since `record` was read.
     """
     try:
         return _read_record(_record_path(record.job.handle)).cancelled
@@ -128,7 +133,10 @@ def is_cancelled(record: SubmittedJob) -> bool:
 
 
 def _find_task(job_id: str) -> SubmittedJob | None:
-    """Return the record for a task of an array job, or None if no array has this task."""
+    """Return a record for one task of an array job, or None if no array has this task.
+
+    It is that of the array, with the id of the task.
+    """
     task, _, remote = job_id.partition("@")
     for record in newest_first():
         if not record.job.array or remote not in ("", record.job.remote):
@@ -147,8 +155,8 @@ def _read_record(path: Path) -> SubmittedJob:
     Raises
     ------
     OSError : the file cannot be read.
-    ValueError, UsageError : the id or the name cannot be that of a job. Both become arguments of commands
-        and parts of paths.
+    ValueError, UsageError : the file is damaged, or the id or the name cannot be that of a job. Both are
+        checked because they become arguments of commands and parts of paths.
     """
     fields = json_text.load(path)
     job_fields = {name: fields.pop(name) for name in _QUEUED_JOB_FIELDS if name in fields}
@@ -164,9 +172,9 @@ def _read_record(path: Path) -> SubmittedJob:
 
 
 def _record_path(job_id: str) -> Path:
-    """Return the file of a record.
+    """Return the path of the file with the record of a job, which may not exist.
 
-    ``4711`` also finds the file of ``4711@REMOTE``, if no local job and only one remote has this number.
+    ``4711`` also finds the file of ``4711@REMOTE``, if only one remote and not this machine has that number.
 
     Raises
     ------

@@ -1,7 +1,7 @@
-"""The request for one job: an allocation, a launch and a container, as a user asks for them.
+"""Declare what a user can request of a job: its allocation, its launch and its container.
 
-The fields declare the flags of ``imgkit run`` (`base.flags`). Flags that only one system has are fields of
-that system's own subclass of `SystemFlags`.
+Each field that `option_field` makes is a flag of ``imgkit run`` (`base.flags`). Flags that only one system
+has are fields of that system's own subclass of `SystemFlags`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SystemFlags:
 
     @property
     def system(self) -> str:
-        """Name of another system to which a flag gives the job; empty: the recipe's system takes it."""
+        """Name of the system that takes the job instead of the recipe's, if a flag chooses one, or ""."""
         return ""
 
 
@@ -39,7 +39,7 @@ Flags = TypeVar("Flags", bound=SystemFlags)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueRequest:
-    """The queue of a job, its account and its time limit; empty means "as in the recipe"."""
+    """The queue of a job, its account and its time limit. An empty value means "as in the recipe"."""
 
     time: str = option_field(
         "", metavar="HH:MM:SS", group=USUAL, help="Time limit, for example 00:30:00, 90m or 2h."
@@ -54,7 +54,7 @@ class QueueRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocationRequest(QueueRequest):
-    """The resources that the scheduler is asked for; None and empty mean "as in the recipe"."""
+    """The resources that the scheduler is asked for. None and empty values mean "as in the recipe"."""
 
     nodes: str = option_field(
         "",
@@ -71,7 +71,7 @@ class AllocationRequest(QueueRequest):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubmitRequest(QueueRequest):
-    """A job that makes an image on a node: ``imgkit sif --submit`` and ``imgkit build --submit``."""
+    """The request for a job that makes an image: ``imgkit sif --submit`` or ``imgkit build --submit``."""
 
     system: str = option_field(
         "", metavar="RECIPE", help="Recipe whose system takes the job (default: the image's)."
@@ -90,7 +90,7 @@ class LaunchRequest:
     """The command that runs on each node, and how it starts and stops."""
 
     command: tuple[str, ...] = ()
-    """``dist-...`` with its arguments, or any other program; empty for a shell."""
+    """A ``dist-*`` command or any other program, with its arguments. It is empty for an interactive shell."""
     nproc: int | None = option_field(None, metavar="N", help="Processes per node (default: one per GPU).")
     max_failures: int | None = option_field(
         None,
@@ -136,13 +136,19 @@ class ContainerRequest:
         help="Folder of code: each run starts in a copy of its own, /workspace in the container.",
     )
     no_code: bool = option_field(False, help="Run without code, even if imgkit.toml sets it.")
+    # Fields without `option_field` have no flag. Only imgkit.toml and the Python API set `data` and
+    # `requirements`.
     data: tuple[str, ...] = ()
-    """Folders of data, as imgkit.toml names them: ``data/letters`` or ``/gpfs/letters:/data``."""
+    """Folders of data, as imgkit.toml names them.
+
+    ``data/letters`` is a folder of the project, ``/gpfs/letters:/data`` is a path of the cluster, and
+    ``hf://datasets/me/letters`` is a repository of the hub.
+    """
     packages: tuple[str, ...] = option_field(
         (), metavar="FILE", help="File of imgkit add with packages for the image; may be repeated."
     )
     requirements: tuple[str, ...] = ()
-    """Packages that imgkit.toml asks for: a file with them is made where it is missing."""
+    """Packages that imgkit.toml lists for the image. If the file with them is missing, it is made."""
     allow: tuple[str, ...] = option_field(
         (), metavar="NAME", help="With --code: ship this file even though its name looks like a secret."
     )
@@ -186,7 +192,7 @@ class ContainerRequest:
 
     @property
     def python_flag(self) -> str:
-        """The flag that chooses a Python of the image: ``--python`` or ``--activate``; empty without one."""
+        """The flag by which the user chooses a Python of the image: ``--python``, ``--activate`` or ""."""
         if self.python:
             return "--python"
         if self.activate:
@@ -196,15 +202,15 @@ class ContainerRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProjectSource:
-    """The imgkit.toml whose values a request has where no flag was given."""
+    """The imgkit.toml that provides the values of a request for which no flag was given."""
 
     file: Path
     recipe: str
-    """The recipe that the file names; empty: it names none."""
+    """The recipe that the file names, or ""."""
     lines: Mapping[str, str]
-    """The line of each key, for messages: ``imgkit.toml:4``."""
+    """The position of each key of the file, for messages: ``{"queue": "imgkit.toml:4"}``."""
     sets_directory: bool
-    """Whether the job runs in the file's folder, because no flag names another one."""
+    """Whether the job runs in the file's folder, because no flag names another folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,11 +218,11 @@ class CodeRecord:
     """The code of a run, as the run's record describes it."""
 
     sha256: str
-    """Digest of the code, which is the name of its folder."""
+    """Digest of the code, which is the name of its folder in the store."""
     git: str
-    """Output of ``git describe --always --dirty`` in the code's folder; empty outside of a repository."""
+    """Output of ``git describe --always --dirty`` in the code's folder, or "" outside of a repository."""
     uncommitted: bool
-    """Whether no commit holds exactly this code."""
+    """Whether the code has changes that are not committed. It is true outside of a repository."""
 
     @property
     def text(self) -> str:
@@ -226,14 +232,16 @@ class CodeRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumedRun:
-    """The run of an earlier job, which a job continues."""
+    """The run of an earlier job that a new job continues."""
 
     job: str
-    """The id of the earlier job."""
+    """The id of the earlier job, with ``@REMOTE`` for a job on a remote."""
     folder: Path
     """The run folder, on the machine on which the job runs."""
     code: CodeRecord | None = None
-    """The code of the run, if the job goes on with the run's copy as it is; None: today's code is sent."""
+    """The code of the run, if the new job goes on with the run's copy as it is. With None, today's code is
+    sent.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,15 +260,17 @@ class JobRequest:
         None, metavar="DIR", help="Folder of custom templates; they replace the shipped ones."
     )
     system_flags: tuple[SystemFlags, ...] = ()
-    """One value of the `flags` class of each system of which a flag was given."""
+    """Flags that only one system has: one object for each system of which a flag was given."""
     project: ProjectSource | None = None
-    """The imgkit.toml whose values the request has where no flag was given; None without such a file."""
+    """The imgkit.toml that provides values for which no flag was given, or None without such a file."""
     resumed: ResumedRun | None = None
-    """The run that the job continues in the same run folder; None: the job starts a new run."""
+    """The run that the job continues in the same run folder, or None for a job that starts a new run."""
 
     @classmethod
     def of(cls, **values: Any) -> JobRequest:
-        """Return a request with these values, by the names of the fields: ``stop_before_s=60``.
+        """Return a request with these values, for example ``JobRequest.of(nodes="2", stop_before_s=60)``.
+
+        The names are those of the fields, also of the fields of `allocation`, `launch` and `container`.
 
         Raises
         ------
@@ -269,11 +279,14 @@ class JobRequest:
         return flags.replace_fields(cls(), values)
 
     def changed(self, **values: Any) -> JobRequest:
-        """Return this request with other values, by the names that `of` takes."""
+        """Return a copy of this request with other values, by the names that `of` takes."""
         return flags.replace_fields(self, values)
 
     def flags(self, kind: type[Flags]) -> Flags:
-        """Return the system's own flags that the class `kind` declares; their defaults if none was given."""
+        """Return the values of the flags that the class `kind` declares.
+
+        A flag that was not given has its default.
+        """
         for system_flags in self.system_flags:
             if isinstance(system_flags, kind):
                 return system_flags

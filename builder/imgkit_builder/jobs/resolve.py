@@ -1,5 +1,7 @@
-"""Resolve a request on a recipe's system: find the value of each field, and check it against the limits that
-the recipe states.
+"""Resolve a request on a recipe's system: choose the value of each field, and check it.
+
+A value is that of the request, or else that of the recipe, or else a default. It is checked against the
+limits that the recipe states for its queues and nodes. Nothing is written or run.
 """
 
 from __future__ import annotations
@@ -38,9 +40,11 @@ def resolve_job(recipe: Target, request: JobRequest) -> Job:
 
     Raises
     ------
-    UsageError : the system cannot satisfy a value; names the recipe's line if the recipe sets the limit.
+    UsageError : the system cannot satisfy a value. The error names the recipe's line if the recipe sets the
+        limit.
     ToolFailed : the system is a plug-in that cannot be loaded.
     """
+    # First of all, because the limits below are those of the partition's nodes.
     recipe = _in_partition(recipe, request.allocation.queue or recipe.system.queue.name)
     scheduler = recipe.system.scheduler
     system = systems.get_system(scheduler)
@@ -81,13 +85,16 @@ def resolve_job(recipe: Target, request: JobRequest) -> Job:
 
 
 def resolve_conversion(recipe: Target, request: JobRequest, image: Path) -> Job:
-    """Return the job that makes the file `image` by the command of `request`, which is one of imgkit.
+    """Return the job that makes the file `image`.
 
-    It takes one node without GPUs, from the queue that ``queue.sif`` of the recipe names.
+    The command of `request` makes it. That is ``imgkit sif`` or ``imgkit build``.
+
+    The job takes one node without GPUs, from the queue that ``queue.sif`` of the recipe names.
 
     Raises
     ------
-    UsageError : a value is not valid, the recipe requires another one, or the job would show a secret.
+    UsageError : a value is not valid, the recipe requires a field that nobody states, or the job would show a
+        secret.
     ToolFailed : the system is a plug-in that cannot be loaded.
     """
     system = systems.get_system(recipe.system.scheduler)
@@ -111,12 +118,15 @@ def resolve_conversion(recipe: Target, request: JobRequest, image: Path) -> Job:
 
 
 def _with_sif_queue(recipe: Target, system: System) -> Target:
-    """Return `recipe` with the queue, QoS and options that ``queue.sif`` names in place of its own ones."""
+    """Return `recipe` with the queue, QoS and options of ``queue.sif`` in place of those of its jobs.
+
+    ``["--qos=gp_debug", "--exclusive"]`` -> the QoS ``gp_debug``, no queue, and the option ``--exclusive``.
+    """
     queue = recipe.system.queue
     names = {"name": "", "qos": ""}
     options: list[str] = []
     positions = dict(recipe.positions)
-    remaining = iter(enumerate(queue.sif))
+    remaining = iter(enumerate(queue.sif))  # an iterator, because an option can take the next argument too
     for index, argument in remaining:
         option, _, value = argument.partition("=")
         if option in system.queue.fields:
@@ -134,8 +144,8 @@ def _with_sif_queue(recipe: Target, system: System) -> Target:
     return dataclasses.replace(recipe, system=facts, positions=positions)
 
 
+# The smallest number that each field of a request may have. With 0 GPUs, a job runs on CPUs.
 _MINIMA = {"nproc": 1, "cpus": 1, "gpus": 0, "max_failures": 0, "stop_before_s": 0}
-"""The smallest number that each field of a request may have."""
 
 
 def _refuse_small(request: JobRequest) -> None:
@@ -152,7 +162,8 @@ def _refuse_small(request: JobRequest) -> None:
 def _in_partition(recipe: Target, name: str) -> Target:
     """Return `recipe` with the partition's nodes as ``system.node``, and its options in ``system.queue``.
 
-    Messages about these values name their lines below ``system.partitions``.
+    Messages about these values name their lines below ``system.partitions``. The recipe is returned unchanged
+    if it does not list the partition.
     """
     partition = recipe.system.partitions.get(name)
     if partition is None:
@@ -171,11 +182,11 @@ def _in_partition(recipe: Target, name: str) -> Target:
 
 
 def _unlisted_queue_warnings(recipe: Target, queue: str) -> Iterator[str]:
-    """Yield a warning about a queue that the system does not list, and whose nodes may thus be others.
+    """Yield a warning about a queue that the system does not list, because its nodes may differ.
 
     Raises
     ------
-    UsageError : the system's list is complete.
+    UsageError : the system does not list the queue, and its list is complete.
     """
     facts = recipe.system
     names = {facts.queue.name, *facts.partitions, *facts.queue.limits}
@@ -198,7 +209,7 @@ def _unlisted_queue_warnings(recipe: Target, queue: str) -> Iterator[str]:
 
 
 def _queue_allocation(recipe: Target, request: JobRequest, system: System) -> Allocation:
-    """Return an allocation with the account, queue, QoS and time limit; its nodes are not set.
+    """Return an allocation with the account, queue, QoS and time limit. `_with_nodes` adds the nodes.
 
     Raises
     ------
@@ -213,6 +224,7 @@ def _queue_allocation(recipe: Target, request: JobRequest, system: System) -> Al
     )
     if request.launch.interactive and not system.needs_fields_for_shells:
         return allocation
+    # The field system.queue.name of a recipe is the queue of a request.
     keys = ["queue" if field == "name" else field for field in defaults.required]
     missing_keys = [key for key in keys if not getattr(allocation, key)]
     if missing_keys:
@@ -221,7 +233,9 @@ def _queue_allocation(recipe: Target, request: JobRequest, system: System) -> Al
 
 
 def _with_nodes(job: Job, system: System) -> Job:
-    """Return `job` with the number of its nodes, and the GPUs, CPUs and memory of each.
+    """Return `job` with the number of its nodes, and the GPUs, CPUs and memory of each node.
+
+    The job requests no memory if neither its system nor its runtime has an option for that.
 
     Raises
     ------
@@ -246,7 +260,10 @@ def _with_nodes(job: Job, system: System) -> Job:
 def _unused_flag_warnings(
     recipe: Target, request: JobRequest, system: System, runtime: Runtime | None = None
 ) -> Iterator[str]:
-    """Yield a warning for each flag of the request that both the system and the runtime, if any, ignore."""
+    """Yield a warning for each flag of the request that neither the system nor the runtime uses.
+
+    Flags of another system are among them.
+    """
     used_names = (*system.uses, *(runtime.used_flags() if runtime else ()))
     unused_names = {f"--{name}" for name in OPTIONAL if name not in used_names}
     ignored_names = [name for name in flags_in(request) if name in unused_names]
@@ -263,8 +280,8 @@ def _missing_fields_error(recipe: Target, keys: Sequence[str], project: ProjectS
 
     Parameters
     ----------
-    keys : the fields, as in imgkit.toml; their flags have the same names.
-    project : the imgkit.toml of the request, if there is one: the hint names its lines.
+    keys : the fields, as in imgkit.toml, for example ``["account"]``. Their flags have the same names.
+    project : the imgkit.toml of the request, if there is one. The hint names its lines.
     """
     flags = " ".join(f"--{key} ..." for key in keys)
     if project:
@@ -284,11 +301,12 @@ def _missing_fields_error(recipe: Target, keys: Sequence[str], project: ProjectS
 
 
 def _job_command(request: JobRequest) -> tuple[str, ...]:
-    """Return the command of the job; it is empty for an interactive shell.
+    """Return the command of the job, which is empty for an interactive shell.
 
     Raises
     ------
-    UsageError : the command is missing, has a line break, or is an unknown ``dist-*`` command.
+    UsageError : the command is missing, contains a line break or a null byte, or is an unknown ``dist-*``
+        command.
     """
     command = request.launch.command
     if not command:
@@ -311,7 +329,9 @@ def _job_command(request: JobRequest) -> tuple[str, ...]:
 
 
 def _select_runtime(recipe: Target, requested: RuntimeName | None, system: System) -> Runtime:
-    """Return the runtime that starts the command on each node: the requested one, or that of the recipe.
+    """Return the runtime that starts the command on each node.
+
+    It is that of ``--runtime``, or else that of the recipe.
 
     Raises
     ------
@@ -336,7 +356,7 @@ def _unsupported_runtime_error(
     Parameters
     ----------
     needs_podman : whether Podman would work instead of Docker.
-    is_requested : whether ``--runtime`` names the runtime, and not the recipe.
+    is_requested : whether the user named the runtime by ``--runtime``. If not, the recipe named it.
     """
     scheduler, program = recipe.system.scheduler, runtime.program(recipe)
     supported = system.registration.runtimes
@@ -363,7 +383,10 @@ def _unsupported_runtime_error(
 
 
 def chooses_cpus(request: JobRequest) -> bool:
-    """Return whether the user chooses CPUs, by ``--gpus 0`` or by ``--device cpu`` in the command."""
+    """Return whether the user chooses to run on CPUs.
+
+    That is so with ``--gpus 0``, or with ``--device cpu`` in the command.
+    """
     if request.allocation.gpus == 0:
         return True
     command_line = " ".join(request.launch.command)
@@ -385,9 +408,9 @@ def _refuse_amd(job: Job) -> None:
 
 
 def _amd_evidence(job: Job) -> tuple[str, str]:
-    """Return what shows that the image or the nodes are for AMD GPUs, and where that is stated.
+    """Return what shows that the image or the nodes are for AMD GPUs, and the flag or line that states it.
 
-    The evidence is empty if nothing shows it.
+    Both texts are empty if nothing shows it.
     """
     recipe, runtime = job.recipe, runtime_of(job)
     image = job.request.container.image
@@ -408,7 +431,7 @@ def _amd_evidence(job: Job) -> tuple[str, str]:
 
 
 def _agent_settings(job: Job, system: System) -> Mapping[str, str]:
-    """Return the variables that pass options of the request to the node agent."""
+    """Return the variables that pass options of the request to the node agent. Empty ones are left out."""
     request, runtime = job.request, runtime_of(job)
     facts = job.recipe.system
     launch, allocation = request.launch, job.allocation
@@ -443,17 +466,20 @@ def _agent_settings(job: Job, system: System) -> Mapping[str, str]:
     return {name: value for name, value in settings.items() if value}
 
 
+# How long before the time limit a program is asked to save, unless "--stop-before" is given. This is twice
+# the node agent's grace period of a minute: Slurm's signal can come up to a minute early.
 STOP_BEFORE_S = 120
-"""How long before the time limit a program is asked to save, unless ``--stop-before`` is given.
-
-This is twice the node agent's grace period of a minute: Slurm's signal can come up to a minute early.
-"""
+# Jobs of less than 10 minutes are not asked to save before their end unless "--stop-before" is given.
 SHORT_S = 600
-"""Shorter jobs are not asked to save before their end unless ``--stop-before`` is given."""
 
 
 def parse_nodes(text: str) -> Size:
-    """Return the number of nodes that ``N`` or ``N+SPARES`` means; raise UsageError for any other text."""
+    """Return the number of nodes and spares that a value of ``--nodes`` means: ``16+1`` -> 16 and 1.
+
+    Raises
+    ------
+    UsageError : `text` is not ``N`` or ``N+SPARES``.
+    """
     try:
         return Size.parse(text)
     except ValueError as error:
@@ -461,7 +487,7 @@ def parse_nodes(text: str) -> Size:
 
 
 def _gpus_per_node(recipe: Target, request: JobRequest) -> int:
-    """Return the GPUs per node: the requested number, or else all of them.
+    """Return the requested number of GPUs per node, or else the number that a node has.
 
     Raises
     ------
@@ -471,7 +497,7 @@ def _gpus_per_node(recipe: Target, request: JobRequest) -> int:
     gpus = request.allocation.gpus
     if gpus is None:
         return node_gpus
-    # The system of an image has no positions; its 0 may mean that nobody stated a number.
+    # The system that an image records has no positions. Its 0 may mean that nobody stated a number.
     is_limit = node_gpus or ("system", "node", "gpus") in recipe.positions
     if is_limit and gpus > node_gpus:
         raise _node_limit_error(recipe, "gpus", gpus, node_gpus)
@@ -479,7 +505,12 @@ def _gpus_per_node(recipe: Target, request: JobRequest) -> int:
 
 
 def _node_limit_error(recipe: Target, key: str, number: int, limit: int) -> UsageError:
-    """Return the error for a request of more than `limit` GPUs or CPUs per node; `key` names the field."""
+    """Return the error for a request of more GPUs or CPUs per node than a node has.
+
+    Parameters
+    ----------
+    key : the field of ``system.node``, ``gpus`` or ``cpus``. The flag has the same name.
+    """
     return UsageError(
         f"--{key} {number}, but a node has {limit}",
         where=recipe.where("system", "node", key),
@@ -488,7 +519,10 @@ def _node_limit_error(recipe: Target, key: str, number: int, limit: int) -> Usag
 
 
 def _cpus_per_node(recipe: Target, request: JobRequest, gpus: int) -> int | None:
-    """Return the CPUs per node for a job with `gpus` GPUs per node; None leaves the number to the system.
+    """Return the CPUs per node for a job with `gpus` GPUs per node.
+
+    Without ``--cpus``, the job gets the CPUs that belong to its GPUs. Without GPUs, it gets a CPU for each
+    process of ``--nproc``, or else all CPUs of a node. None leaves the number to the system.
 
     Raises
     ------
@@ -515,7 +549,10 @@ def _cpus_per_node(recipe: Target, request: JobRequest, gpus: int) -> int | None
 
 
 def _cpus_of_processes(request: JobRequest, node_cpus: int | None) -> int | None:
-    """Return a CPU for each process of ``--nproc``, at most those of a node, or else all of the node."""
+    """Return the number of processes of ``--nproc``, but at most that of the CPUs of a node.
+
+    Without ``--nproc``, the result is the number of CPUs of a node, or None if the recipe states none.
+    """
     nproc = request.launch.nproc
     if nproc is None or node_cpus is None:
         return nproc or node_cpus
@@ -523,7 +560,10 @@ def _cpus_of_processes(request: JobRequest, node_cpus: int | None) -> int | None
 
 
 def _memory_per_node(recipe: Target, requested: AllocationRequest, gpus: int) -> Memory | None:
-    """Return the memory per node for a job with `gpus` GPUs per node; None leaves it to the scheduler.
+    """Return the memory per node for a job with `gpus` GPUs per node.
+
+    It is the value of ``--mem`` or ``--mem-per-gpu``, or else the default of the recipe. None leaves it to
+    the scheduler, for example because an option of the scheduler states the memory.
 
     Raises
     ------
@@ -558,7 +598,10 @@ def _memory_per_node(recipe: Target, requested: AllocationRequest, gpus: int) ->
 
 
 def _states_memory(recipe: Target, requested: AllocationRequest) -> bool:
-    """Return whether an option for the scheduler requests memory: ``--mem-per-cpu=8G``, ``mem=64gb``."""
+    """Return whether an option for the scheduler requests memory.
+
+    Such options are ``--mem-per-cpu=8G`` of Slurm and ``mem=64gb`` of PBS.
+    """
     queue = recipe.system.queue
     options = (*queue.options, *queue.chunk, *requested.options)
     return any(re.match("(?:--|--cpu-)?mem", option) for option in options)
@@ -579,7 +622,7 @@ def _memory_limit_error(recipe: Target, memory: Memory, limit_MiB: int) -> Usage
 
 
 def _time_limit(recipe: Target, requested: QueueRequest) -> str:
-    """Return the time limit as ``HH:MM:SS``; empty if neither the request nor the recipe has one.
+    """Return the time limit as ``HH:MM:SS``, or "" if neither the request nor the recipe states one.
 
     Raises
     ------
@@ -603,7 +646,13 @@ def _time_limit(recipe: Target, requested: QueueRequest) -> str:
 
 
 def _time_limit_error(limits: Mapping[str, str], name: str, time_s: int, where: str) -> UsageError:
-    """Return the error for a job that is longer than the limit of the queue or QoS `name`."""
+    """Return the error for a job that is longer than the limit of the queue or QoS `name`.
+
+    Parameters
+    ----------
+    limits : the limits of all queues and QoS. The hint names the others.
+    where : the recipe's line with the limit.
+    """
     other_queue = "another queue"
     other_limits = [f"{key} {limit}" for key, limit in limits.items() if key != name]
     if other_limits:
@@ -616,11 +665,11 @@ def _time_limit_error(limits: Mapping[str, str], name: str, time_s: int, where: 
 
 
 def _stop_before(request: JobRequest, time_limit: str) -> int:
-    """Return how many seconds before the time limit the program is asked to save; 0 means never.
+    """Return how many seconds before the time limit the program is asked to save. 0 means never.
 
     Parameters
     ----------
-    time_limit : ``HH:MM:SS``; empty if the job has no limit.
+    time_limit : the limit as ``HH:MM:SS``, or "" if the job has none.
 
     Raises
     ------

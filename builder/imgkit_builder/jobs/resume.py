@@ -1,4 +1,8 @@
-"""Submit a job again in its run folder: what its record says of the request, and when that is refused."""
+"""Find out from the record of a job how to submit it again in its run folder, or refuse to do so.
+
+`to_json` writes the request into the record of a job, and `load_request` reads it. `refuse_unended` refuses a
+run that has not ended.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +23,15 @@ from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch import stop_protocol
 
+# What the clients of Kubernetes and RunAI print about a name that no job has: "NotFound", "does not exist".
 _NO_SUCH_JOB = re.compile(r"not ?found|does not exist", re.IGNORECASE)
-"""What Kubernetes and RunAI's clients print about a name that no job has."""
+# A function that runs a command on the machine of a job to its end, and returns its exit code and output.
 Run = Callable[[Sequence[str]], Finished]
-"""Runs a command on the machine of a job, to its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRequest:
-    """The arguments with which a job was prepared."""
+    """The arguments of `submit.prepare` for a job that was submitted earlier."""
 
     recipe: str
     base: str
@@ -35,9 +39,15 @@ class RecordedRequest:
 
 
 def to_json(recipe: str | Path, request: JobRequest, base: str, *, remote: str) -> str:
-    """Return the request for a job's record. Of secret variables, it has the names alone.
+    """Return the arguments of a submission as JSON text for the job's record.
 
-    Paths on this machine become absolute, because `imgkit resume` may run in another folder.
+    Variables that may be secret (``--env NAME``) are in it by name only. Paths on this machine become
+    absolute, because `imgkit resume` may run in another folder.
+
+    Parameters
+    ----------
+    base : the base image that replaces the recipe's, or "".
+    remote : the remote on which the job is submitted, or "" for this machine.
     """
     recipe_file = Path(recipe)
     if recipe_file.is_file():
@@ -59,11 +69,11 @@ def to_json(recipe: str | Path, request: JobRequest, base: str, *, remote: str) 
 
 
 def load_request(record: SubmittedJob) -> RecordedRequest:
-    """Return the request of a job.
+    """Return the arguments with which a job was submitted, from its record.
 
     Raises
     ------
-    UsageError : the job cannot be resumed; says why.
+    UsageError : the job cannot be resumed. The message says why.
     """
     handle = record.job.handle
     if record.job.array or not records.is_kept(record):
@@ -95,14 +105,15 @@ def load_request(record: SubmittedJob) -> RecordedRequest:
 
 
 def with_flags(recorded: JobRequest, flags: JobRequest) -> JobRequest:
-    """Return the request of a job with the values of `flags`.
+    """Return the recorded request of a job, changed by the flags of `imgkit resume`.
 
-    A value replaces that of the job. Of variables, one replaces that of the same name, and the others stay.
+    The value of a flag replaces the recorded one. A variable of ``--env`` only replaces the variable of the
+    same name, and the other variables of the job stay.
     """
     changes: dict[str, Any] = {}
     for flag in declared_options(JobRequest):
         value = flag.value(flags)
-        if value == flag.default:
+        if value == flag.default:  # the flag was not given
             continue
         if flag.field == "env":
             names = {item.partition("=")[0] for item in value}
@@ -115,11 +126,12 @@ def with_flags(recorded: JobRequest, flags: JobRequest) -> JobRequest:
 
 
 def find_run(record: SubmittedJob, run: Run, *, same_code: bool) -> ResumedRun:
-    """Return the run of a job.
+    """Return the run of a job, for a new job that continues it.
 
     Parameters
     ----------
-    same_code : whether the run goes on with its copy of the code as it is.
+    run : runs a command on the machine that has the run folder.
+    same_code : whether the run goes on with its copy of the code as it is. Then the result has its code.
     """
     folder = record.job.run_folder
     code = None
@@ -134,21 +146,25 @@ def find_run(record: SubmittedJob, run: Run, *, same_code: bool) -> ResumedRun:
 
 
 def refuse_unended(record: SubmittedJob, run: Run, run_on_files: Run, *, has_command: bool) -> None:
-    """Refuse to resume a run that goes on, or whose program has ended well by itself.
+    """Refuse to resume a run that has not ended, or whose program has ended well by itself.
 
-    The states of all jobs in the run folder are saved, because the next start removes the run's result.
+    The states of all jobs in the run folder are saved in their records, because the next start removes the
+    run's result. A program that a person stopped has not ended by itself, so its run can be resumed.
 
     Parameters
     ----------
+    record : the record of one of the run's jobs.
+    run : runs a command on the machine that submitted the job.
     run_on_files : runs a command on the machine that has the run folder.
     has_command : whether a new command is given, such as one with more epochs.
 
     Raises
     ------
-    UsageError : the run goes on, or has ended well by itself.
-    ToolFailed : the scheduler did not answer; the job may run.
+    UsageError : the run has not ended, or has ended well by itself.
+    ToolFailed : the scheduler did not answer. The job may still run.
     """
     latest = None
+    # The first record is that of the job that used the run folder last.
     for job_record in records.of_run(record):
         if not systems.get_system(job_record.job.system).reports_state:
             if not (job_record.cancelled or _is_deleted(job_record, run)):
@@ -176,7 +192,7 @@ def refuse_unended(record: SubmittedJob, run: Run, run_on_files: Run, *, has_com
 
 
 def _unended_error(record: SubmittedJob) -> UsageError:
-    """Return the error for a run that a job that has not ended continues."""
+    """Return the error for a run of which the job of `record` has not ended."""
     handle = record.job.handle
     return UsageError(
         f"the run goes on: {handle} is {record.state or 'submitted'}",
@@ -186,14 +202,14 @@ def _unended_error(record: SubmittedJob) -> UsageError:
 
 
 def _is_deleted(record: SubmittedJob, run: Run) -> bool:
-    """Return whether the job's system says that it has no such job."""
+    """Return whether the job's system reports that it has no such job, because the job was deleted."""
     status_argv = systems.get_system(record.job.system).status_commands(record.job)[0]
     answer = run(status_argv)
     return answer.returncode != 0 and bool(_NO_SUCH_JOB.search(answer.output))
 
 
 def _unknown_end_error(record: SubmittedJob) -> UsageError:
-    """Return the error for a job whose scheduler does not report its end, and which may go on."""
+    """Return the error for a job that may still run, on a system that does not report the end of jobs."""
     handle = record.job.handle
     return UsageError(
         f"{handle} may go on: the commands of {record.job.system} do not report whether it has ended",

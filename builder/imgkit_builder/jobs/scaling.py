@@ -1,9 +1,9 @@
-"""``imgkit scaling``: one command on several numbers of nodes, and a report on its parallel efficiency.
+"""``imgkit scaling``: run one command on several numbers of nodes, and report its parallel efficiency.
 
-The rate of a run is what its program writes into ``metrics.jsonl`` in its run folder: lines with ``step`` and
-``samples_per_s`` of all ranks, as dist-train does. If a size has no rate, all sizes are compared by wall
-time, which is right only if each does the same work. Runs of dist-bench are not compared: their figures are
-the bandwidths of its collectives.
+The program writes its rate into ``metrics.jsonl`` in the run folder, as dist-train does: each line has
+``step``, and ``samples_per_s`` of all ranks. If a size has no rate, all sizes are compared by wall time,
+which is right only if each does the same work. Runs of dist-bench are not compared, because dist-bench takes
+as long on any number of nodes. Their figures are the bandwidths of its collectives.
 
 The page has the form that computing centres ask for:
 
@@ -45,11 +45,13 @@ from imgkit_entrypoints.errors import CheckFailed, ToolFailed, UsageError
 from imgkit_entrypoints.launch.agent import PLAN_FILE
 from imgkit_entrypoints.launch.stop_protocol import RESULT
 
+# Files in the folder of a report: what was measured, for imgkit, and the page for people.
 DATA_FILE, PAGE_FILE = "scaling.json", "scaling.md"
+# Smallest parallel efficiency with which CSC grants larger jobs.
 NEEDED_EFFICIENCY = 0.75
-"""Smallest parallel efficiency with which CSC grants larger jobs."""
+# Smallest number of sizes that CSC asks for.
 NEEDED_SIZES = 3
-"""Smallest number of sizes that CSC asks for."""
+# Title and format of each figure that a size may have. "wall_s" does not contain the time in the queue.
 FIGURES = {
     "ranks": ("ranks", ".0f"),
     "samples_per_s": ("samples/s", ".4g"),
@@ -60,36 +62,38 @@ FIGURES = {
     "gpu_percent": ("GPU use (%)", ".0f"),
     "mfu": ("MFU", ".1%"),
 }
-"""Title and format of each figure that a size may have; ``wall_s`` is without the time in the queue."""
+# The same for the figures of each collective of dist-bench, such as "all_reduce busbw_GBps".
 _BANDWIDTH_FIGURES = {
     "busbw_GBps": ("busbw (GB/s)", ".4g"),
     "algbw_GBps": ("algbw (GB/s)", ".4g"),
     "size_bytes": ("size (B)", ".0f"),
 }
-"""The same for the figures of each collective of dist-bench, such as ``all_reduce busbw_GBps``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingSize:
-    """The job on one number of nodes."""
+    """The job on one number of nodes, and what was measured in it."""
 
     nodes: int
     job: str = ""
-    """The job's id; empty: the job could not be submitted."""
+    """The job's id, or "" if the job could not be submitted."""
     state: str = ""
-    """How the job ended, or why it could not be submitted; empty: not known yet."""
+    """How the job ended, or why it could not be submitted. It is empty if that is not known yet."""
     figures: Mapping[str, float] = field(default_factory=dict)
-    """Measured values; `FIGURES` has their names, and `_BANDWIDTH_FIGURES` has those behind a collective."""
+    """Measured values by their names: ``{"wall_s": 61.5, "all_reduce busbw_GBps": 92.1}``.
+
+    `FIGURES` has the names, and `_BANDWIDTH_FIGURES` has those that follow the name of a collective.
+    """
 
     @property
     def is_complete(self) -> bool:
-        """Whether the job has run to its end."""
+        """Whether the job has run to its end. A job of unknown outcome (``ended``) counts as well."""
         return self.state in ("succeeded", "ended")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingRun:
-    """The content of `DATA_FILE`: all sizes, the smallest first, and the values that they share."""
+    """The content of `DATA_FILE`: the values that all sizes share, and the sizes in ascending order."""
 
     schema: int = 1
     name: str
@@ -99,7 +103,10 @@ class ScalingRun:
     """The job script of the largest size."""
     sizes: tuple[ScalingSize, ...] = ()
     compared_by: str = ""
-    """The figure from which speed-up and efficiency are computed; empty before the end and for dist-bench."""
+    """The figure from which speed-up and efficiency are computed, ``samples_per_s`` or ``wall_s``.
+
+    It is empty before all jobs have ended, and for dist-bench.
+    """
 
     @property
     def pending_jobs(self) -> list[str]:
@@ -113,7 +120,7 @@ def nodes_text(nodes: int) -> str:
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """Return the numbers of nodes in ``1,2,4,8``.
+    """Return the numbers of nodes in a value of ``--nodes``: ``1,2,4`` -> (1, 2, 4).
 
     Raises
     ------
@@ -137,9 +144,13 @@ def plan_scaling(
     remote: Remote | None = None,
     base: str = "",
 ) -> list[PreparedJob]:
-    """Return the job of each size; nothing is written or submitted.
+    """Return the job of each size. Nothing is written or submitted.
 
-    The folders of data are listed once. The parameters are those of `submit.prepare`.
+    The folders of data are listed once for all jobs.
+
+    Parameters
+    ----------
+    sizes : the numbers of nodes, the smallest first. The other parameters are those of `submit.prepare`.
 
     Raises
     ------
@@ -156,7 +167,10 @@ def plan_scaling(
 
 
 def _refuse_unmeasurable(prepared: PreparedJob) -> None:
-    """Raise UsageError if imgkit cannot see when the job ends, or cannot read its run folder."""
+    """Raise UsageError if imgkit cannot see when the job ends, or cannot read its run folder.
+
+    Pods have no run folder that imgkit can read, and each task of an array has a run folder of its own.
+    """
     job = prepared.job
     script = prepared.script
     is_batch = not (script.foreground or script.remote or script.is_array)
@@ -168,10 +182,14 @@ def _refuse_unmeasurable(prepared: PreparedJob) -> None:
 
 
 def refuse_unstartable(job: Job, script: Script, run: Callable[[Sequence[str]], Finished]) -> None:
-    """Raise UsageError if Slurm would never start `job`.
+    """Raise UsageError if Slurm would never start `job`. Jobs of other schedulers are not checked.
 
-    sbatch accepts more nodes than the partition allows to one job, and lets it wait for ever
-    (PartitionNodeLimit); with ``--test-only`` it refuses.
+    sbatch accepts a job of more nodes than the partition allows, and the job then waits for ever with the
+    reason PartitionNodeLimit. With ``--test-only``, sbatch refuses such a job.
+
+    Parameters
+    ----------
+    run : runs a command on the machine that submits the job.
     """
     if script.submit[0] != "sbatch":
         return
@@ -187,10 +205,10 @@ def refuse_unstartable(job: Job, script: Script, run: Callable[[Sequence[str]], 
 def submit_sizes(
     planned: Sequence[PreparedJob], transport: Transport, report: Reporter
 ) -> Iterator[tuple[Path, ScalingRun]]:
-    """Submit the jobs of `plan_scaling`; yield the report's folder and its content after each of them.
+    """Submit the jobs of `plan_scaling`, and yield the report's folder and its content after each of them.
 
-    The largest job goes first: if the scheduler refuses it, no other job waits in the queue. The image and
-    the code are brought to the system once, for all jobs.
+    The largest job goes first, so that no other job waits in the queue if the scheduler refuses it. The image
+    and the code are brought to the system once, for all jobs.
 
     Raises
     ------
@@ -219,7 +237,10 @@ def submit_sizes(
 
 
 def _submit_smaller(ready: PreparedJob, transport: Transport) -> ScalingSize:
-    """Submit the job of one size, and return the size with the job's id, or with the error as its state."""
+    """Submit the job of one size, and return the size with the id of the job.
+
+    If the scheduler refuses the job, nothing is raised, and the error is the state of the size.
+    """
     nodes = ready.job.allocation.nodes
     try:
         record = records.need_id(submission.start_job(ready, transport, Silent()))
@@ -229,7 +250,7 @@ def _submit_smaller(ready: PreparedJob, transport: Transport) -> ScalingSize:
 
 
 def _shared_facts(job: Job, record: SubmittedJob) -> dict[str, str]:
-    """Return the values that all sizes share, by the names that the page prints; some may be empty."""
+    """Return the values that all sizes share, by the names that the page prints. Unknown values are empty."""
     return {
         "system": job.recipe.system.title or job.recipe.name,
         "command": shlex.join(job.command),
@@ -242,7 +263,7 @@ def _shared_facts(job: Job, record: SubmittedJob) -> dict[str, str]:
 
 
 def finish_report(folder: Path, report: Reporter) -> ScalingRun:
-    """Wait for the jobs of a report's folder, and write the page into it.
+    """Wait for the jobs of a report, and write the page with their figures into the report's folder.
 
     Raises
     ------
@@ -283,7 +304,10 @@ def load_report(folder: Path) -> ScalingRun:
 
 
 def _wait_for_size(size: ScalingSize, folder: Path) -> ScalingSize:
-    """Wait for the job of `size`, fetch its run folder, and return the size with its state and figures."""
+    """Wait for the job of `size`, fetch its run folder, and return the size with its state and figures.
+
+    The run folder of a job on a remote is copied to ``N-nodes`` in `folder`, the report's folder.
+    """
     handle = find_job(size.job)
     state = handle.wait()
     figures: dict[str, float] = {}
@@ -329,11 +353,15 @@ def measure_run(run_folder: Path, nodes: int) -> dict[str, float]:
 
 
 def _launch_figures(run_folder: Path, nodes: int) -> dict[str, float]:
-    """Return the figures ``ranks`` and ``wall_s`` of a run, as far as its node agents have written files."""
+    """Return the figures ``ranks`` and ``wall_s`` of a run, from the files of its node agents.
+
+    A figure is left out if its file is missing, because the node agents have not started or not ended.
+    """
     figures: dict[str, float] = {}
     plan_file = run_folder / PLAN_FILE
     with contextlib.suppress(OSError):  # no node agent has started, or none has ended
         plan_text = files.read_text(plan_file, errors="replace")
+        # The plan has a line that begins with "nproc" and the number of processes on each node.
         nproc = re.search(r"^nproc +([0-9]+) ", plan_text, re.MULTILINE)
         if nproc:
             figures["ranks"] = int(nproc[1]) * nodes
@@ -351,7 +379,7 @@ def mean_rate(rows: Sequence[Mapping[str, float]]) -> float | None:
     Parameters
     ----------
     rows : lines of ``metrics.jsonl``. The ``samples_per_s`` of a line is the rate of the steps since the line
-        before it. The rate of the first line contains the warm-up, so it counts only if there is no other.
+        before it. The rate of the first line contains the warm-up, so it is used only if there is no other.
     """
     rated_rows = [row for row in rows if "step" in row and row.get("samples_per_s", 0) > 0]
     if not rated_rows:
@@ -373,8 +401,8 @@ def add_speedups(run: ScalingRun) -> ScalingRun:
     """Return `run` with the speed-up and the parallel efficiency of each size whose job ran to its end.
 
     Both are relative to the smallest of these sizes. They are computed from the samples per second if each of
-    these sizes has that figure, and from the wall time otherwise. A run of dist-bench has neither: it takes
-    as long on any number of nodes.
+    these sizes has that figure, and from the wall time otherwise. Runs of dist-bench are returned unchanged,
+    because dist-bench takes as long on any number of nodes.
     """
     if any(name.endswith(" busbw_GBps") for size in run.sizes for name in size.figures):
         return run
@@ -392,7 +420,12 @@ def add_speedups(run: ScalingRun) -> ScalingRun:
 
 
 def _compare_size(size: ScalingSize, reference: ScalingSize, compared_by: str) -> ScalingSize:
-    """Return `size` with its speed-up and efficiency over `reference`; both have the figure `compared_by`."""
+    """Return `size` with its speed-up and efficiency relative to `reference`.
+
+    Parameters
+    ----------
+    compared_by : the figure that is compared. Both sizes have it.
+    """
     ratio = size.figures[compared_by] / reference.figures[compared_by]
     # A job is twice as fast with twice the samples per second, or with half the wall time.
     speedup = ratio if compared_by == "samples_per_s" else 1 / ratio
@@ -401,7 +434,7 @@ def _compare_size(size: ScalingSize, reference: ScalingSize, compared_by: str) -
 
 
 def table_rows(run: ScalingRun) -> list[list[str]]:
-    """Return the rows of the table, its header first; a figure that no size has is left out."""
+    """Return the rows of the table, beginning with its header. A figure that no size has is left out."""
     columns = _figure_columns(run)
     titles = [title for title, _ in columns.values()]
     rows = [["nodes", "job", *titles, "state"]]
@@ -414,11 +447,14 @@ def table_rows(run: ScalingRun) -> list[list[str]]:
 
 
 def _figure_columns(run: ScalingRun) -> dict[str, tuple[str, str]]:
-    """Return the title and the format of each figure in the table, by the figure's name."""
+    """Return the title and the format of each figure in the table, by the figure's name.
+
+    The figures of the collectives of dist-bench come last.
+    """
     names = dict.fromkeys(name for size in run.sizes for name in size.figures)
     columns = {name: column for name, column in FIGURES.items() if name in names}
     if not run.compared_by:
-        columns.pop("wall_s", None)  # that of dist-bench is its own choice
+        columns.pop("wall_s", None)  # dist-bench chooses itself how long it runs
     for name in names:
         collective, _, figure = name.partition(" ")
         if figure in _BANDWIDTH_FIGURES:
@@ -434,7 +470,10 @@ _COMPARED_BY_TEXTS = {
 
 
 def verdict_sentences(run: ScalingRun) -> list[str]:
-    """Return sentences on which sizes failed, up to which size the job scales, and what CSC would miss."""
+    """Return sentences for the page about the result of all sizes.
+
+    They say which sizes failed, up to which size the efficiency is sufficient, and what CSC would miss.
+    """
     lines = [f"{nodes_text(size.nodes)}: {size.state}" for size in run.sizes if not size.is_complete]
     if not run.compared_by:
         return [*lines, "The bandwidths are those of the largest size that dist-bench measured."]
@@ -482,7 +521,7 @@ def _code_block(text: str) -> str:
 
 
 def _markdown_table(rows: Sequence[Sequence[str]]) -> str:
-    """Return `rows` as a Markdown table; the first row is the header."""
+    """Return `rows` as a Markdown table. The first row is the header."""
     lines = []
     for row in rows:
         cells = [cell.replace("|", "\\|") for cell in row]

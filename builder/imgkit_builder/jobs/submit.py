@@ -1,7 +1,8 @@
-"""Prepare a job and submit it, here or on a remote, for the command line, the Python API and scaling alike.
+"""Prepare a job and submit it, here or on a remote.
 
-`prepare` has no effect. `submit_job` brings the image and the code to the machine of the transport, and
-submits.
+The command line, the Python API and `imgkit scaling` use the same functions. `prepare` writes and runs
+nothing. `submit_job` brings the image, the data and the code to the machine of the transport, and submits
+the job there.
 """
 
 from __future__ import annotations
@@ -54,14 +55,15 @@ from imgkit_entrypoints.errors import ToolFailed, UsageError
 from imgkit_entrypoints.launch import stop_protocol
 from imgkit_entrypoints.system import WORKSPACE
 
+# Replace a mount point in a run's copy of its code, or the link to older data, by a link to the data. The
+# arguments are the path of the data and that of the link.
 _LINK_DATA = """\
 cd -- "$(dirname -- "$2")" 2> /dev/null || exit 0 # the job has not started: its script makes the link
 if [ -d "$2" ] && [ ! -L "$2" ]; then rmdir -- "$2"; fi
 ln -sfn -- "$1" "$2"
 """
-"""Replace a mount point in a run's copy of its code, or the link to older data, by a link to the data."""
+# If the scheduler prints no job id, the job's record contains the first 1000 characters of its answer.
 _MAX_ANSWER_CHARS = 1000
-"""Length of the scheduler's answer in a record without an id."""
 
 
 def prepare(
@@ -73,16 +75,17 @@ def prepare(
     base: str = "",
     data: Sequence[DataFolder] | None = None,
 ) -> PreparedJob:
-    """Return the job that `request` becomes, and its script; nothing is written or run.
+    """Return the job that `request` becomes, and its script. Nothing is written, sent or submitted.
 
     Parameters
     ----------
-    recipe : a shipped name, a recipe's file, or a .sif to run on its own system; for a remote also an
-        archive, or empty for the remote's default.
+    recipe : a shipped name, a recipe's file, or a .sif to run on its own system. For a remote, it can also be
+        an archive, or empty for the remote's default.
     code : the code of the request, as `code.read_code_folder` returns it.
-    remote : the remote on which the job is submitted; None: this machine.
-    base : with `remote`, another base image than the recipe's.
-    data : the request's folders of data, as `data_mounts.list_folders` returns them; None: list them.
+    remote : the remote on which the job is submitted or that stores its files. None means this machine.
+    base : another base image than the recipe's, for a job on a remote.
+    data : the request's folders of data, as `data_mounts.list_folders` returns them. With None, they are
+        listed here.
 
     Raises
     ------
@@ -90,6 +93,7 @@ def prepare(
     """
     folders = tuple(data_mounts.list_folders(request) if data is None else data)
     recorded = resume.to_json(recipe, request, base, remote=remote.name if remote else "")
+    # A remote with a volume only stores files for pods: the client on this machine submits the job.
     scheduler_remote = remote.name if remote and not remote.pvc else ""
     options = dependencies.with_scheduler_ids(request.allocation.options, scheduler_remote)
     request = request.changed(options=options)
@@ -104,6 +108,7 @@ def prepare(
     image_source.refuse_runtime(source)
     if code is not None:
         code_of.refuse_unused(code, source.target, source.given_sif)
+    # In the paths of the early job and its script, UNKNOWN_HOME stands for imgkit's folder on the remote.
     job = source.early
     job = data_mounts.with_data(job, folders, f"{job.directory}/{DATA_FOLDER}")
     job = added_packages.with_packages(job)
@@ -122,7 +127,7 @@ def _prepare_in_pods(
     remote: Remote,
     data: tuple[DataFolder, ...],
 ) -> PreparedJob:
-    """Return a job in pods that is submitted on this machine, and whose files the remote stores."""
+    """Return a job in pods that this machine submits, and whose files `remote` stores on a volume."""
     job = volume.early_job(recipe, request, remote)
     job = data_mounts.with_data(job, data, f"{job.directory}/{DATA_FOLDER}")
     job = added_packages.with_packages(job)
@@ -137,7 +142,7 @@ def _prepare_in_pods(
 def _prepare_here(
     recipe: str | Path, request: JobRequest, code: CodeFolder | None, data: tuple[DataFolder, ...]
 ) -> PreparedJob:
-    """Return a job that is submitted on this machine. See `prepare_job`."""
+    """Return a job that is submitted on this machine. The parameters are those of `prepare`."""
     recipe_file = Path(recipe)
     default_image = ""
     if image.is_sif(recipe_file) or sqsh.is_sqsh(recipe_file):
@@ -171,7 +176,7 @@ def _with_code(job: Job, code: CodeFolder | None, folder: str) -> Job:
 
     Parameters
     ----------
-    folder : the store of code, in the job's folder.
+    folder : name of the store of code in the job's folder, such as ``.imgkit-code``.
     """
     record = code.record if code else None
     if record is None and job.request.resumed:
@@ -182,7 +187,7 @@ def _with_code(job: Job, code: CodeFolder | None, folder: str) -> Job:
 
 
 def _with_warning(job: Job, warning: str) -> Job:
-    """Return `job` with one more warning, unless that is empty."""
+    """Return `job` with one more warning, or unchanged if `warning` is empty."""
     return dataclasses.replace(job, warnings=(*job.warnings, warning)) if warning else job
 
 
@@ -191,13 +196,14 @@ def submit_job(prepared: PreparedJob, transport: Transport, report: Reporter | N
 
     Parameters
     ----------
-    report : receives progress and warnings; default: nothing is reported.
+    transport : reaches the machine that submits the job. See `handle.transport_to`.
+    report : receives progress and warnings. Without it, nothing is reported.
 
     Raises
     ------
     UsageError : the system cannot satisfy the request, or has no scheduler.
     ToolMissing : the scheduler's command is not on PATH.
-    ToolFailed : the scheduler refused the job; quotes the scheduler's message.
+    ToolFailed : the scheduler refused the job. The error quotes the scheduler's message.
     ImgkitError : a build, a conversion or a transfer failed.
     """
     if prepared.script.foreground:
@@ -208,7 +214,10 @@ def submit_job(prepared: PreparedJob, transport: Transport, report: Reporter | N
 
 
 def _foreground_error(job: Job) -> UsageError:
-    """Return the error for a job without an id, which only the command line runs, in its terminal."""
+    """Return the error for a job that has no id, because it runs in the terminal that starts it.
+
+    Only the command line runs such jobs.
+    """
     reason, where = f"{job.recipe.name} has no scheduler", "system.scheduler"
     if job.is_interactive:
         reason, where = "the job is interactive", "interactive"
@@ -220,18 +229,18 @@ def _foreground_error(job: Job) -> UsageError:
 
 
 def start_job(ready: PreparedJob, transport: Transport, report: Reporter) -> SubmittedJob:
-    """Submit a job that `make_ready` has prepared, and save its record.
+    """Submit a job that `make_ready` has prepared, save its record, and return the record.
 
     Raises
     ------
     ToolMissing : the scheduler's command is not on PATH.
-    ToolFailed : the scheduler refused the job; quotes the scheduler's message.
+    ToolFailed : the scheduler refused the job. The error quotes the scheduler's message.
     """
     record = _submit_script(ready, transport)
     try:
         records.save_record(record)
     except OSError as error:
-        # Not an error of the command: the job exists, and its own system can follow it.
+        # This must not look like a failed submission: the job exists, and the scheduler's commands follow it.
         report.note(_unsaved_record_warning(record, error))
     return record
 
@@ -257,6 +266,7 @@ def make_ready(prepared: PreparedJob, transport: Transport, report: Reporter) ->
     for warning in prepared.job.warnings:
         report.note(warning)
     data = data_mounts.download(prepared.data, prepared.job.request, report)
+    # The order matters: `bring_image` reads what a remote has already, and the other steps use its result.
     with_image = transport.bring_image(dataclasses.replace(prepared, data=data), report)
     job = transport.with_data(with_image, report)
     job = _with_code(job, with_image.code, transport.code_folder)
@@ -288,7 +298,8 @@ def with_files_of(ready: PreparedJob, prepared: PreparedJob) -> PreparedJob:
 def look_into(prepared: PreparedJob, transport: Transport) -> PreparedJob:
     """Return `prepared` with the entry points bound into an image that imgkit did not build.
 
-    Python starts once in the image, to find out where it searches for packages. Nothing is written.
+    Python starts once in the image, to find out where it searches for packages. Only the result of this probe
+    is written, to imgkit's cache.
     """
     return _with_script(transport.with_entry_points(prepared), prepared.code)
 
@@ -302,6 +313,13 @@ def _prepare_resumed_folder(
     resumed: ResumedRun, code: CodeFolder | None, job: Job, transport: Transport
 ) -> None:
     """Bring today's code into the copy of a run that has ended, and remove what would keep it from starting.
+
+    The links to data in the copy are replaced by links to today's data. The file ``stop`` of a person and the
+    result of the run are removed.
+
+    Parameters
+    ----------
+    code : today's code, or None if the run goes on with its copy as it is.
 
     Raises
     ------
@@ -337,7 +355,7 @@ def _entry_points_folder(job: Job) -> Folder:
 
 
 def _submit_script(ready: PreparedJob, transport: Transport) -> SubmittedJob:
-    """Submit the script of `ready`, and return the record to follow the job by."""
+    """Submit the script of `ready`, and return the record by which imgkit follows the job."""
     job = ready.job
     output = transport.start(job, ready.script)
     try:
@@ -371,7 +389,7 @@ def record_submission(
     ----------
     script : the script that was submitted.
     output : the output of the command that submits `script`.
-    remote : the remote on which that command runs; empty: on this machine.
+    remote : the remote on which that command runs, or "" for this machine.
     """
     answer = _answer_text(output, job.system)
     job_id, cluster = _parse_job_id(answer, job)
@@ -401,7 +419,12 @@ def record_submission(
 
 
 def _answer_text(output: Generator[bytes, None, None], system: str) -> str:
-    """Return the answer of the scheduler, or only its start if it is too long for an answer."""
+    """Return the answer of the scheduler as text, or only its first part if the answer is too long to be one.
+
+    Parameters
+    ----------
+    system : the name of the scheduler. Messages contain it.
+    """
     try:
         answer = process.read_answer(output, system)
     except process.TooLong as error:
@@ -410,7 +433,10 @@ def _answer_text(output: Generator[bytes, None, None], system: str) -> str:
 
 
 def _parse_job_id(answer: str, job: Job) -> tuple[str, str]:
-    """Return the job's id and its cluster, which may be empty. Return ("", "") if `answer` has no id."""
+    """Return the job's id and its cluster from the answer of the scheduler: ``("4711", "")``.
+
+    The cluster is empty unless the site has several. Both are empty if `answer` has no id.
+    """
     try:
         # sbatch prints "4711;CLUSTER" on a site with several clusters.
         job_id, _, cluster = systems.get_system(job.system).parse_job_id(answer, job.name).partition(";")

@@ -1,4 +1,4 @@
-"""Render job scripts from the shipped templates or from the user's own."""
+"""Render job scripts from the shipped templates, or from those in the user's folder of ``--templates``."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from imgkit_entrypoints.errors import UsageError
 
 
 def render_template(job: Job, name: str, **values: Any) -> str:
-    """Render the template `name` and return the text.
+    """Render the template `name`, such as ``run-folder.sh.j2``, and return the text.
 
-    The template is one of the user's folder of ``--templates``, or else a shipped one. It can use `job`,
+    A template in the folder of ``--templates`` replaces the shipped one of the same name. It can use `job`,
     ``modules``, ``exports``, ``data_links`` and `values`.
 
     Raises
     ------
-    UsageError : the folder of ``--templates`` is missing, or a template in it is faulty; names file and line.
+    UsageError : the folder of ``--templates`` is missing, or a template in it is faulty. The error names the
+        file, and the line of a syntax error.
     """
+    # Not at the top of the file, so that only commands that render a template load jinja2.
     import jinja2
 
     from imgkit_builder.image.render import template_environment
@@ -49,11 +51,11 @@ def render_template(job: Job, name: str, **values: Any) -> str:
 def run_folder_lines(job: Job, job_id: str) -> str:
     """Return shell lines that make the run folder of an interactive job, with the run's copy of the code.
 
-    Without code, such a job has no run folder, and the result is empty.
+    An interactive job without code has no run folder, and the result is empty.
 
     Parameters
     ----------
-    job_id : the variable of the shell that has the job's id.
+    job_id : shell text with the variable that has the job's id, such as ``$SLURM_JOB_ID``.
     """
     if job.container.code is None:
         return ""

@@ -1,4 +1,8 @@
-"""Where a job is submitted: on this machine, or on a remote over ssh."""
+"""Bring the files of a job to the machine that submits it, and run the scheduler's commands there.
+
+`Local` submits on this machine, and `Ssh` on a remote. `VolumeStore` submits jobs in pods on this machine,
+and brings their files to a remote that has the volume of the pods.
+"""
 
 from __future__ import annotations
 
@@ -29,27 +33,31 @@ from imgkit_builder.jobs.submitted import SubmittedJob
 from imgkit_builder.sif import image
 from imgkit_entrypoints.system import WORKSPACE
 
+# Folder in imgkit's folder on a remote with the data of all projects.
 DATA_FOLDER = "data"
-"""Folder in imgkit's folder on a remote with the data of all projects."""
+# Print "missing PATH" for each path that does not exist, and "closed PATH" for each that cannot be read.
 _CHECK_DATA = """\
 printf '%s\\n' "$paths" | while IFS= read -r path; do
     if [ ! -e "$path" ]; then echo "missing $path"; elif [ ! -r "$path" ]; then echo "closed $path"; fi
 done
 """
+# Number of folders of earlier code on a remote in which rsync looks for equal files (--link-dest).
 _MAX_SIMILAR_FOLDERS = 3
-"""Number of folders of code on a remote in which rsync looks for equal files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Folder:
-    """A folder that a job mounts or copies; its name follows from its content, so it is written once."""
+    """A folder that a job mounts or copies.
+
+    Its name follows from its content. So a folder that exists is complete, and is never written again.
+    """
 
     path: str
-    """Its absolute path where the job runs."""
+    """The absolute path of the folder where the job runs."""
     label: str
-    """What messages call it."""
+    """The name of the folder in messages, such as ``code``."""
     source: str
-    """Where its content comes from; empty: from imgkit."""
+    """The folder on this machine from which the content comes, or "" if imgkit itself provides it."""
     size_bytes: int
     write: Callable[[Path], None]
     """Writes the content to a folder that does not exist."""
@@ -67,16 +75,19 @@ def folder_of_code(code: CodeFolder, job: Job) -> Folder:
 
 
 class Transport(abc.ABC):
-    """How commands and files get to the machine that submits a job."""
+    """The way in which commands and files get to the machine that submits a job.
+
+    The methods are called in the order of `submit.make_ready`: image, data, code, entry points.
+    """
 
     name: str = ""
-    """The remote; empty: this machine."""
+    """Name of the remote that submits the job, or "" for this machine."""
     code_folder: str
-    """Folder in the job's folder, in which `put` writes the job's code in a folder of its own."""
+    """Name of the store of code in the job's folder. Each version of the code has a folder in it."""
 
     @abc.abstractmethod
     def run(self, argv: Sequence[str]) -> Finished:
-        """Run a command there, to its end.
+        """Run a command on that machine to its end, and return its exit code and output.
 
         Raises
         ------
@@ -86,20 +97,25 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def run_script(self, script: str, args: Iterable[str], data: Iterable[bytes]) -> bytes:
-        """Run a script of sh there, and return its output.
+        """Run a script of sh on the machine that has the job's files, and return its output.
 
         Parameters
         ----------
+        args : the arguments of the script, ``$1`` and so on.
         data : the chunks of the script's standard input.
 
         Raises
         ------
-        ToolFailed : the script failed; quotes its standard error. Or the remote cannot be reached.
+        ToolFailed : the script failed, and the error quotes its standard error. Or the remote cannot be
+            reached.
         """
 
     @abc.abstractmethod
     def login(self) -> None:
-        """Connect before any progress is shown: a progress bar would hide ssh's question for a password."""
+        """Connect to the remote, so that ssh asks for a password now.
+
+        This is done before any progress is shown, because a progress bar would hide the question.
+        """
 
     @abc.abstractmethod
     def bring_image(self, prepared: PreparedJob, report: Reporter) -> PreparedJob:
@@ -112,7 +128,7 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def with_data(self, prepared: PreparedJob, report: Reporter) -> Job:
-        """Bring the job's data to that machine, and return the job with its paths there.
+        """Bring the job's data to that machine, and return the job with the paths of the data there.
 
         Raises
         ------
@@ -122,18 +138,28 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def put(self, folder: Folder, report: Reporter) -> None:
-        """Write the folder on that machine, complete or not at all. Do nothing if it exists already."""
+        """Write the folder on that machine, or do nothing if it exists already.
+
+        No other process sees the folder half written.
+        """
 
     def make_run_folder(self, job: Job, code_folder: CodeFolder | None, report: Reporter) -> None:
-        """Make the run folder of a job that has one before it starts, with its code or the way to it."""
+        """Make the run folder of a job whose script does not make it.
+
+        The folder gets the run's copy of the code, or a script that makes the copy.
+
+        Parameters
+        ----------
+        code_folder : the code, or None if a resumed run goes on with its copy as it is.
+        """
         raise NotImplementedError(f"the jobs of {self.name} make their run folders")
 
     def home_of(self, job: Job) -> Path:
-        """Return the folder of code and runs, on the machine that has them."""
+        """Return the folder with the code and the run folders, by its path on the machine that has them."""
         return job.directory
 
     def with_store(self, record: SubmittedJob, job: Job) -> SubmittedJob:
-        """Return `record`, for a job whose files another machine stores with their paths on that machine."""
+        """Return `record` with the paths of the job's files, if another machine than this one stores them."""
         del job  # its files are where it is submitted
         return record
 
@@ -148,13 +174,13 @@ class Transport(abc.ABC):
         Raises
         ------
         ToolMissing : the scheduler's command is not on PATH.
-        ToolFailed : the scheduler refused the job; the error quotes its message. Or the connection was lost:
-            the job may be in the queue all the same.
+        ToolFailed : the scheduler refused the job, and the error quotes its message. Or the connection was
+            lost, and the job may be in the queue all the same.
         """
 
     @abc.abstractmethod
     def foreground_argv(self, job: Job, script: Script) -> Argv:
-        """Return the argv that runs a script of the foreground in this terminal.
+        """Return the argv that runs a script with `Script.foreground` in this terminal.
 
         Raises
         ------
@@ -163,7 +189,7 @@ class Transport(abc.ABC):
 
 
 class Local(Transport):
-    """This machine."""
+    """The transport of jobs that this machine submits. Most files are where they are needed already."""
 
     code_folder = ".imgkit-code"  # `--code .` leaves it out
 
@@ -179,7 +205,7 @@ class Local(Transport):
         return b"".join(process.filter_through(("sh", "-c", script, "sh", *args), data))
 
     def bring_image(self, prepared: PreparedJob, report: Reporter) -> PreparedJob:
-        """Check the image, which is on this machine already. See `Transport`."""
+        """Check the image, which is on this machine already, and make the file of its added packages."""
         checks.before_submission(prepared.job)
         added_packages.make_ready(prepared.job, report)
         return dataclasses.replace(prepared, image_id=_image_id(prepared.job))
@@ -197,24 +223,25 @@ class Local(Transport):
         bound.write_folder(Path(folder.path), folder.write)
 
     def make_run_folder(self, job: Job, code_folder: CodeFolder | None, report: Reporter) -> None:
-        """Make the folder of a job that starts at once, with the run's copy of the code. See `Transport`."""
+        """Make the run folder of a job that starts at once, with the run's copy of the code."""
         del report  # a folder of code takes a second
         assert code_folder is not None  # noqa: S101 - only code needs the folder before the start
         folder = Path(job.run_folder)
         folder.parent.mkdir(exist_ok=True)
-        folder.mkdir(mode=0o700)
+        folder.mkdir(mode=0o700)  # closed to other users, as the run folders of job scripts
         files.write_file(folder / "code.json", f"{code_folder.record.text}\n")
         bound.write_folder(folder / WORKSPACE, code_folder.tree.write_copy)
         for name, source in runtime_of(job).data_links(job).items():
+            # The code has an empty folder there, over which a container would mount the data.
             mount_point = folder / WORKSPACE / name
             mount_point.rmdir()
             mount_point.symlink_to(source)
 
     def with_entry_points(self, prepared: PreparedJob) -> Job:
-        """Look into an image that imgkit did not build. See `Transport`."""
+        """Inspect an image that imgkit did not build, if this machine can start it. See `Transport`."""
         job = prepared.job
         if runtime_of(job).arch_error(job) is not None:
-            # This image's Python cannot be started here. The submission refuses the image.
+            # The image is not for the processors of the nodes. The checks of the submission refuse it.
             return job
         return bound.bind_entry_points(job)
 
@@ -227,17 +254,18 @@ class Local(Transport):
         stdin = []
         if script.on_stdin:
             stdin.append(script.text.encode())
+        # The directory of a job in pods is a path in the pods, and need not exist here.
         folder = None if runtime_of(job).is_isolated else job.directory
         return process.filter_through(script.submit, stdin, cwd=folder)
 
     def foreground_argv(self, job: Job, script: Script) -> Argv:
         """Return the script's own command. See `Transport`."""
-        del job  # the caller changes to its folder
+        del job  # the caller changes to the job's folder
         return script.submit
 
 
 class Ssh(Transport):
-    """A remote: commands run there over ssh, and rsync sends files."""
+    """The transport of jobs that a remote submits. Commands run over ssh, and rsync sends files."""
 
     code_folder = "code"
 
@@ -245,7 +273,7 @@ class Ssh(Transport):
         self.connection = connection
         self.name = connection.remote.name
         self.store: Store | None = None
-        """imgkit's folder on the remote. `bring_image` reads it; None before that."""
+        """What imgkit's folder on the remote contains. It is None until `bring_image` has read it."""
 
     def login(self) -> None:
         """Connect. See `Transport`."""
@@ -262,14 +290,14 @@ class Ssh(Transport):
     def bring_image(self, prepared: PreparedJob, report: Reporter) -> PreparedJob:
         """Build, convert and send the image as far as the remote lacks it. See `Transport`.
 
-        Keep the contents of imgkit's folder on the remote in `self.store`: `put` needs them to see what the
+        The contents of imgkit's folder on the remote are kept in `self.store`, from which `put` sees what the
         remote has already.
         """
         source = prepared.source
         assert source is not None  # noqa: S101 - `prepare` has been told the remote
         checks.check_environment(prepared.job)
         self.login()
-        # The first word of the submission, such as sbatch or qsub: a remote without it is refused at once.
+        # The program that submits, such as sbatch or qsub. A remote without it is refused before a transfer.
         scheduler_program = prepared.script.submit[0]
         code_sha256 = prepared.code.record.sha256 if prepared.code else ""
         image_delivery = Delivery(source=source, connection=self.connection, report=report)
@@ -278,6 +306,7 @@ class Ssh(Transport):
         image_id = ""
         if remote_image is not None:
             image_path = remote_image.path
+            # The job's record names the image by its id only if imgkit built it.
             if not source.is_foreign:
                 image_id = remote_image.image_id
         _report_left_out(prepared.code, source.sif, remote_image, report)
@@ -295,14 +324,17 @@ class Ssh(Transport):
         return job
 
     def send_data(self, folders: Iterable[DataFolder], report: Reporter) -> None:
-        """Send the folders of data that the remote lacks."""
+        """Send the folders of data that the remote lacks. `bring_image` must have read what it has."""
         assert self.store is not None  # noqa: S101 - `bring_image` comes first
         for folder in folders:
             if folder.name not in self.store.data:
                 self._send_data(folder, self.store, report)
 
     def _refuse_missing_data(self, job: Job) -> None:
-        """Raise UsageError if a path of the cluster is missing there, or cannot be read."""
+        """Raise UsageError if a path of the cluster is missing on the remote, or cannot be read there.
+
+        Paths with a variable of the site are not checked, because only the nodes know the variable.
+        """
         home = str(job.directory)
         paths = [
             mount.source for mount in job.container.data if not mount.source.startswith((f"{home}/", "$"))
@@ -315,7 +347,7 @@ class Ssh(Transport):
             raise data_mounts.path_error(path, state, self.name)
 
     def _send_data(self, folder: DataFolder, store: Store, report: Reporter) -> None:
-        """Send a folder of data; its files that an earlier version on the remote has are not sent."""
+        """Send a folder of data. Files that an earlier version of it on the remote has are not sent again."""
         title = f"{folder.spec.source}, {folder.files} files, {size_text(folder.size_bytes)}"
         earlier = [name for name in store.data if name.endswith(f"-{folder.project_part}")]
         report.note(f"to send: data: {title}")
@@ -360,9 +392,12 @@ class Ssh(Transport):
         is_prepared: bool = False,
         report: Reporter,
     ) -> Transferred | None:
-        """Write the folder's content to a temporary folder, and send that. See `transfer.send_folder`."""
+        """Write the folder's content to a temporary folder, and send that folder by rsync.
+
+        The parameters are those of `transfer.send_folder`.
+        """
         with tempfile.TemporaryDirectory(prefix="imgkit-") as work:
-            # A copy: what rsync reads is what the digest names, even if somebody edits a file meanwhile.
+            # rsync reads a copy: what it sends has the digest, even if somebody edits a file in the meantime.
             copy = Path(work, target.rpartition("/")[2])
             folder.write(copy)
             return transfer.send_folder(
@@ -383,7 +418,7 @@ class Ssh(Transport):
         return output == b"exists\n"
 
     def with_entry_points(self, prepared: PreparedJob) -> Job:
-        """Look into an image that imgkit may not have built. See `Transport`."""
+        """Inspect the image on the remote, unless it is known to have the entry points. See `Transport`."""
         assert prepared.source is not None  # noqa: S101 - `prepare` has been told the remote
         if not prepared.source.has_unknown_entry_points:
             return prepared.job
@@ -399,7 +434,7 @@ class Ssh(Transport):
 
 
 class VolumeStore(Local):
-    """This machine for jobs in pods, with a remote that stores their code and run folders on a volume."""
+    """The transport of jobs in pods that this machine submits. A remote stores their files on a volume."""
 
     code_folder = "code"
 
@@ -409,7 +444,7 @@ class VolumeStore(Local):
 
     @property
     def _store(self) -> Store:
-        """imgkit's folder on the remote, which `bring_image` has read."""
+        """What imgkit's folder on the remote contains. `bring_image` must have read it."""
         assert self._files.store is not None  # noqa: S101 - `bring_image` comes first
         return self._files.store
 
@@ -418,7 +453,10 @@ class VolumeStore(Local):
         self._files.login()
 
     def bring_image(self, prepared: PreparedJob, report: Reporter) -> PreparedJob:
-        """Look at the remote for the job's paths. Pods pull their image themselves. See `Transport`."""
+        """Read imgkit's folder on the remote, and return the job with its paths in the pods.
+
+        No image is brought, because pods pull theirs from a registry.
+        """
         checks.before_submission(prepared.job)
         self.login()
         report.stage(f"look at {self.connection.remote.name}")
@@ -428,15 +466,16 @@ class VolumeStore(Local):
         return dataclasses.replace(prepared, job=job)
 
     def with_data(self, prepared: PreparedJob, report: Reporter) -> Job:
-        """Send the data to the remote; paths that only pods have are not checked. See `Transport`."""
+        """Send the data to the remote. Paths that only pods have are not checked. See `Transport`."""
         job = data_mounts.with_data(prepared.job, prepared.data, f"{prepared.job.directory}/{DATA_FOLDER}")
         self._files.send_data(prepared.data, report)
         return job
 
     def make_run_folder(self, job: Job, code_folder: CodeFolder | None, report: Reporter) -> None:
-        """Send the code, and make the folder with the script that copies it. See `Transport`."""
+        """Send the code, and make the run folder with the script that copies the code into it."""
         if code_folder is not None:
             assert job.container.code is not None  # noqa: S101 - the job has the code of the folder
+            # In the job, the path of the code is that in the pods. The remote has the folder by another path.
             path = f"{self._store.home}/{self.code_folder}/{job.container.code.sha256}"
             folder = dataclasses.replace(folder_of_code(code_folder, job), path=path)
             self._files.put(folder, report)
@@ -448,15 +487,15 @@ class VolumeStore(Local):
 
     def home_of(self, job: Job) -> Path:
         """Return imgkit's folder on the remote. See `Transport`."""
-        del job  # its folder is the path in pods
+        del job  # job.directory is the path in the pods
         return Path(self._store.home)
 
     def with_entry_points(self, prepared: PreparedJob) -> Job:
-        """Return the job as it is: nothing can be bound into the image of a pod. See `Transport`."""
+        """Return the job unchanged, because nothing can be bound into the image of a pod."""
         return prepared.job
 
     def with_store(self, record: SubmittedJob, job: Job) -> SubmittedJob:
-        """Add the remote and the paths of the job's files there. See `Transport`."""
+        """Return `record` with the name of the remote, and with the paths of the job's files on it."""
         queued = dataclasses.replace(
             record.job,
             directory=Path(self._store.home),
@@ -469,7 +508,13 @@ class VolumeStore(Local):
 def _report_left_out(
     code_folder: CodeFolder | None, sif: Path, remote_image: RemoteImage | None, report: Reporter
 ) -> None:
-    """Report files that stay out of the code and that the job may need."""
+    """Report files that stay out of the code although the job may need them.
+
+    Parameters
+    ----------
+    sif : the local .sif, which may not exist.
+    remote_image : the job's image on the remote, or None if imgkit did not send it.
+    """
     if code_folder is None:
         return
     # The local .sif of a recipe may be of an earlier build than the image on the remote.
@@ -480,10 +525,7 @@ def _report_left_out(
 
 
 def _image_id(job: Job) -> str:
-    """Return the id of the job's local .sif.
-
-    Return "" if the image is no .sif, or if imgkit did not build it.
-    """
+    """Return the id of the job's local .sif, or "" if the image is no .sif or imgkit did not build it."""
     path = Path(job.container.image)
     if not image.is_sif(path):
         return ""

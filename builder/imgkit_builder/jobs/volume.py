@@ -1,7 +1,8 @@
-"""Jobs in pods whose files a remote stores: ssh and rsync reach the files, and pods have them on a volume.
+"""Prepare jobs in pods whose files a remote stores.
 
-The remote has the folder by one path, ``/mnt/mlo/scratch/homes/me/imgkit``, and pods have it by another one,
-``/mloscratch/homes/me/imgkit``. The client on this machine submits the jobs.
+ssh and rsync reach the files on the remote, and the pods have the same files on a volume. The two paths of
+imgkit's folder differ: it is ``/mnt/mlo/scratch/homes/me/imgkit`` on the remote, for example, and
+``/mloscratch/homes/me/imgkit`` in the pods. The client on this machine submits the jobs.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from imgkit_builder.recipe import targets
 from imgkit_builder.recipe.targets import Target
 from imgkit_entrypoints.errors import UsageError
 
+# Text that stands for the user's ids on a remote until imgkit has connected to the remote.
 UNKNOWN_IDS = "UID:GID"
-"""Stands for the user's ids on a remote before imgkit has looked there."""
 
-# The run folder exists before the pods start: Kubernetes would make it as root. The note is for gc, which
-# keeps what it names, because nobody on the remote knows whether the pods still run.
+# Make the run folder of a job. It must exist before the pods start, because Kubernetes would make it as root.
+# The note in the folder "jobs" is for `imgkit remote gc`, which keeps what the note names, because nobody on
+# the remote knows whether the pods still run.
 _MAKE_RUN_FOLDER = """\
 umask 077
 cd -- "$folder" && printf '%s\\n' "$note" > "jobs/$id" || exit 1
@@ -40,9 +42,10 @@ if [ -n "$record" ] && [ ! -d workspace ]; then printf '%s\\n' "$record" > code.
 
 
 def early_job(recipe: str, request: JobRequest, remote: Remote) -> Job:
-    """Return the job before imgkit has looked at the remote, with a new run folder or that which it resumes.
+    """Return the job before imgkit has connected to the remote.
 
-    `UNKNOWN_HOME` on the volume stands for imgkit's folder, and `UNKNOWN_IDS` for the user's ids.
+    It has a new run folder, or that of the run that it resumes. `UNKNOWN_HOME` on the volume stands for
+    imgkit's folder, and `UNKNOWN_IDS` stands for the user's ids.
 
     Raises
     ------
@@ -63,11 +66,11 @@ def early_job(recipe: str, request: JobRequest, remote: Remote) -> Job:
 
 
 def job_on(store: Store, early: Job, remote: Remote) -> Job:
-    """Return the job of `early_job` with its paths in pods, and with the user's ids on the remote.
+    """Return the job of `early_job` with its real paths in the pods, and with the user's ids on the remote.
 
     Raises
     ------
-    UsageError : the store is not on the volume.
+    UsageError : imgkit's folder on the remote is not on the volume.
     """
     home = pod_folder(remote, store.home, store.volume)
     job = _resolve_pod_job(early.recipe, early.request, remote, home, store.ids)
@@ -75,18 +78,26 @@ def job_on(store: Store, early: Job, remote: Remote) -> Job:
 
 
 def _resolve_pod_job(target: Target, request: JobRequest, remote: Remote, home: str, ids: str) -> Job:
-    """Return the job of `request` in the folder `home` of its pods, under these `ids`."""
+    """Return the job of `request` in pods.
+
+    Parameters
+    ----------
+    home : path of imgkit's folder in the pods, in which the job runs.
+    ids : the user and group under which the pods run: ``UID:GID``.
+    """
     flags = request.flags(pods.PodFlags)
-    volumes = tuple(dict.fromkeys((remote.pvc, *flags.pvcs)))
+    volumes = tuple(dict.fromkeys((remote.pvc, *flags.pvcs)))  # each volume once
     other_flags = [item for item in request.system_flags if not isinstance(item, pods.PodFlags)]
     flags = dataclasses.replace(flags, pvcs=volumes, run_as=ids)
     return resolve_job(target, request.changed(directory=Path(home), system_flags=(*other_flags, flags)))
 
 
 def make_run_folder(connection: Connection, store: Store, job: Job) -> None:
-    """Make the run folder of `job` in the store, with the script that copies the code and starts the command.
+    """Make the run folder of `job` on the remote, with the script that starts the job in its pods.
 
-    The run folder of a job that resumes a run is there.
+    The script copies the code and starts the command. A job without code needs no script.
+
+    A job that resumes a run uses the folder of that run, which exists, and only gets a new script.
 
     Raises
     ------

@@ -1,7 +1,9 @@
-"""The run's copy of its code: what the run has changed in it, and today's code for a run that is resumed.
+"""Bring today's code into a run's copy of its code when the run is resumed.
 
-A file of the copy is as it was sent if it has the size and the time of the file in the store: the times of
-code follow from its content (`code_tree`).
+Files that the run has changed or made stay as they are.
+Three versions of each file are compared: the one that was sent, today's, and that in the copy. A file of the
+copy is as it was sent if it has the size and the time of the file in the store, because the times of code
+follow from its content (`code_tree`).
 """
 
 from __future__ import annotations
@@ -15,13 +17,16 @@ from imgkit_builder.jobs.request import CodeRecord, ResumedRun
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed, UsageError
 from imgkit_entrypoints.system import WORKSPACE
 
+# A function that runs a script of sh on the machine that has the run folder. The parameters are the
+# script, its arguments, and the chunks of its standard input.
 RunScript = Callable[[str, Iterable[str], Iterable[bytes]], bytes]
-"""Runs a script of sh where the job runs, with its arguments and its standard input; returns the output."""
+# Number of changed files that an error names, so that it stays readable.
 _MAX_NAMES = 5
-"""Changed files that an error names, so that it stays readable."""
+# The format of find's -printf. It prints two texts for each file: the path, and then the kind, size, time,
+# mode and a link's target. For example: "./train.py" and "f 1024 1700000000.0000000000 644 ".
 _FIELDS = "%p\\0%y %s %T@ %m %l\\0"
-"""Two texts that find prints for a file: the path, and kind, size, time, mode and a link's target."""
 
+# Print the files of the code that was sent, of today's code and of the run's copy, each list after its title.
 # The arguments are the run folder, the folder of all code in the store, and the digest of today's code, which
 # may be empty. The file code.json names the code of which the copy was made. Of folders, only empty ones are
 # listed, on which data is mounted. In the copy, only files that the code has are looked at, because a run can
@@ -44,9 +49,10 @@ for digest in "$sent" $3; do (list_names "$2/$digest"); done |
     xargs -0 -r sh -c 'find "$@" -maxdepth 0 -printf "{_FIELDS}"' sh 2> /dev/null
 printf 'end\\0\\0'
 """
-# The arguments are the run folder, the folder of today's code, the size of the list of files to copy, and
-# code.json. The list and then that of the files to remove are on standard input. tar writes a new file for
-# each, which has no inode in common with the store; an archive that is cut short stops the script.
+# Copy files of today's code into the run's copy, and remove others from it. The arguments are the run folder,
+# the folder of today's code, the size of the list of files to copy, and the new text of code.json. The list
+# of files to copy is on standard input, followed by that of the files to remove. tar writes a new file for
+# each, so that it has no inode in common with the store. An archive that is cut short stops the script.
 _UPDATE = """\
 set -e
 archive=$1/.imgkit-update.tar
@@ -62,8 +68,9 @@ xargs -0 -r sh -c '
 printf '%s\\n' "$4" > ../code.json
 """
 
+# The values by which versions of a file are compared, as `_parse_version` returns them: ("f", SIZE, TIME,
+# EXECUTABLE) for a file, ("l", TARGET) for a link, and ("d",) for an empty folder.
 Version = tuple[str, ...]
-"""What two versions of a file differ in: kind, size, time and the executable bit, or a link's target."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,26 +80,27 @@ class Listing:
     has_copy: bool
     """Whether the run has a copy. It has none if its job has not started."""
     sent: Mapping[str, Version]
-    """The code of which the copy was made; empty if the store no longer has it."""
+    """The files of which the copy was made. It is empty if the store no longer has them."""
     today: Mapping[str, Version]
+    """The files of today's code."""
     current: Mapping[str, Version]
-    """The files of the copy that `sent` or `today` has, too."""
+    """The files of the copy, except those that neither `sent` nor `today` has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """What makes a run's copy that of today's code, without what the run has changed."""
+    """The changes that bring today's code into a run's copy and keep what the run has changed."""
 
     copied: tuple[str, ...]
     """Files of today's code that are new or edited."""
     removed: tuple[str, ...]
     """Files that were sent and that today's code no longer has."""
     conflicts: tuple[str, ...]
-    """Files that both the run and the user have changed."""
+    """Files that both the run and the user have changed, so that no update is possible."""
 
 
 def parse_listing(output: bytes) -> Listing:
-    """Return the listing that `LIST` has printed.
+    """Return the lists of files that the script `LIST` has printed.
 
     Raises
     ------
@@ -115,7 +123,10 @@ def parse_listing(output: bytes) -> Listing:
 
 
 def _parse_version(fields: str) -> Version:
-    """Return the version of a file from the second text of `_FIELDS`."""
+    """Return the version of a file from the second text of `_FIELDS`.
+
+    ``f 1024 1700000000.5 755 `` -> ``("f", "1024", "1700000000.5", "64")``.
+    """
     kind, size, time, mode, target = fields.split(" ", 4)
     if kind == "l":
         return (kind, target)
@@ -127,14 +138,19 @@ def _parse_version(fields: str) -> Version:
 
 
 def plan_update(listing: Listing) -> Update:
-    """Return what makes the run's copy that of today's code."""
+    """Return the changes that bring today's code into the run's copy.
+
+    A file is copied or removed only if the user has changed it since it was sent. If the run has changed it
+    too, and today's code still has it, it is a conflict. A file that the run has changed and today's code no
+    longer has stays.
+    """
     copied: list[str] = []
     removed: list[str] = []
     conflicts: list[str] = []
     for name in sorted({*listing.sent, *listing.today}):
         sent, today, current = (files.get(name) for files in (listing.sent, listing.today, listing.current))
-        is_edited = today != sent
-        is_changed = current != sent
+        is_edited = today != sent  # by the user
+        is_changed = current != sent  # by the run
         if not is_edited or current == today:
             continue
         if is_changed:
@@ -150,10 +166,13 @@ def plan_update(listing: Listing) -> Update:
 def update_workspace(resumed: ResumedRun, store: Path, today: CodeRecord, run_script: RunScript) -> None:
     """Bring today's code into the run's copy. Files that the run has changed or made stay.
 
+    Nothing is done if the run has no copy yet. The job's script then makes it from today's code.
+
     Parameters
     ----------
-    store : the folder on the nodes with all code.
-    today : the code of today, which `store` has.
+    store : the folder with all code, on the machine that has the run folder.
+    today : today's code, which `store` has already.
+    run_script : runs the scripts `LIST` and `_UPDATE` on that machine.
 
     Raises
     ------
