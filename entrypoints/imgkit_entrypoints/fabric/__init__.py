@@ -20,7 +20,7 @@ from imgkit_entrypoints.system import PARTITION, FabricKind, SystemFacts
 
 UNKNOWN_IMAGE = "/opt/imgkit/manifest.json states no variables of an image, so they count as set by the user"
 
-__all__ = ["Decision", "FabricPlan", "Finding", "choose"]
+__all__ = ["Decision", "FabricPlan", "Finding", "choose_fabric"]
 
 
 def choose_fabric(

@@ -17,7 +17,7 @@ from imgkit_builder.jobs.runtimes.pod import Pod
 from imgkit_builder.jobs.runtimes.pyxis import Pyxis
 from imgkit_builder.jobs.runtimes.singularity import Singularity
 
-__all__ = ["Runtime", "named", "runtime_of"]
+__all__ = ["Runtime", "get_runtime", "runtime_of"]
 
 _RUNTIMES: Mapping[str, Runtime] = {
     runtime.kind: runtime for runtime in (Singularity(), Docker(), Pyxis(), Host(), Pod(), NoContainer())

@@ -25,7 +25,7 @@ from imgkit_builder.recipe import systems as registry
 from imgkit_builder.recipe.systems import Registration, SystemFault
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
 
-__all__ = ["Installed", "Registration", "System", "SystemFault", "installed", "named"]
+__all__ = ["Installed", "Registration", "System", "SystemFault", "get_system", "load_systems"]
 
 MODULES: Mapping[str, str] = {
     "slurm": "slurm",
