@@ -1,1 +1,1 @@
-"""Builds a recipe without an engine: the runtime runs the rendered definition, and the result is a .sif."""
+"""Build a recipe without an engine. Singularity or Apptainer runs its definition and writes a .sif."""

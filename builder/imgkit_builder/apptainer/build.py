@@ -1,6 +1,7 @@
-"""Build a recipe without an engine to a tested .sif at its final name.
+"""Build a recipe to a .sif without an engine (``imgkit build --with apptainer``).
 
-The runtime runs the rendered definition. Record, configuration and smoke test then complete the file.
+The runtime, Singularity or Apptainer, runs the rendered definition and writes a temporary file. imgkit adds a
+configuration and its record to that file, runs the smoke test in it, and moves it to its final name.
 """
 
 from __future__ import annotations
@@ -36,32 +37,33 @@ from imgkit_entrypoints.errors import CheckFailed, ToolFailed
 if TYPE_CHECKING:
     from imgkit_builder.image.context import BuildContext
 
+# The name of the rendered definition in the workspace.
 _DEFINITION = "imgkit.def"
 _ROUTE = "definition"
-"""The route in the record of such a .sif."""
+"""The `route` in the record of a .sif that this module builds."""
 _CONFIG_OBJECT = "imgkit-config"
-"""Name of the JSON object with the configuration whose digest is the image id."""
+"""The name of the object of the .sif that holds a configuration, whose digest is the image id (ADR 14)."""
 
 Pack = Callable[[BaseImage], "BuildContext"]
-"""Makes the build context for a base."""
+"""A function that packs the build context for a base."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SifRequest:
-    """What to build from, and where to."""
+    """The recipe to build, its base, the file to write, and the options of the conversion."""
 
     recipe: Recipe
     target: Path
     options: Options
     base: str | None = None
-    """Name of the base instead of the recipe's."""
+    """The name of another base than the recipe's. None: the recipe's."""
     base_from: str | None = None
-    """A file, an OCI folder, or ``registry``, which is the default."""
+    """The path of a file or an OCI folder that holds the base, or ``registry``. None: ``registry``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltSif:
-    """A whole and tested .sif."""
+    """A .sif that is complete at its final name, and has passed its smoke test unless that was skipped."""
 
     path: Path
     size_bytes: int
@@ -70,33 +72,38 @@ class BuiltSif:
     record: ImgkitRecord
     labels: Mapping[str, str]
     checks: tuple[Check, ...]
+    """The smoke test. Empty if it was skipped."""
     stages: tuple[Stage, ...]
     log: Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildPlan:
-    """What a build runs."""
+    """The build context and the definition of a build."""
 
     context: BuildContext
     definition: str
     labels: Mapping[str, str]
-    """Those that only a build knows."""
+    """The labels that only a build knows; see `oci.manifest.labels`."""
 
 
 def build_sif(request: SifRequest, pack: Pack, report: Reporter) -> BuiltSif:
-    """Build the .sif `request.target`, which afterwards is complete and tested, or as it was before.
+    """Build the .sif `request.target`, test it, and return it.
+
+    On an error, the target stays as it was before.
 
     Raises
     ------
-    UsageError : a definition cannot express the recipe, there is no such base, or the target is no .sif.
+    UsageError : a definition cannot express the recipe, there is no such base, or the target is another kind
+        of file than a .sif.
     ToolMissing : there is no runtime.
-    ToolFailed : a step failed; quotes the runtime's last lines and names the log.
+    ToolFailed : a step failed. The error quotes the runtime's last lines and names the log.
     CheckFailed : this user cannot build here, the base is damaged, or the result fails its smoke test.
     """
     target, options = request.target.absolute(), request.options
     tool, compression = _find_tools(request)
-    # Before anything is fetched or written: an administrator may have to change something first.
+    # This comes before anything is fetched or written, as an administrator may have to change something
+    # first.
     user_rights = rights.require_rights(tool)
     report.stage(f"base {request.base or request.recipe.image.base}")
     base = definition.find_base(request.recipe, name=request.base, base_from=request.base_from, report=report)
@@ -115,14 +122,17 @@ def build_sif(request: SifRequest, pack: Pack, report: Reporter) -> BuiltSif:
         folder = work.folder / "build"
         links = definition.links_script(planned.context.unpack(folder))
         (folder / definition.LOOK).write_text(definition.look_program(), encoding="utf-8")
-        # Names of links may have any bytes.
+        # File names on Linux may hold any bytes. Python has read bytes that are not UTF-8 as surrogates.
         (folder / definition.LINKS).write_text(links, encoding="utf-8", errors="surrogateescape")
         _run_definition(planned.definition, job, tool, namespace=user_rights.namespace)
         return _finish_sif(request, base, planned, job, tool)
 
 
 def plan_build(request: SifRequest, pack: Pack, report: Reporter) -> tuple[BuildPlan, str]:
-    """Return what `build_sif` would run, and the runtime's command with placeholders for temporary names."""
+    """Return the plan of `build_sif`, and the command line of the runtime.
+
+    In the command, TOKEN and a relative path stand for names that only a build knows.
+    """
     tool, compression = _find_tools(request)
     base = definition.find_base(request.recipe, name=request.base, base_from=request.base_from, report=report)
     part = files.temporary_name(request.target.absolute(), "TOKEN")
@@ -131,7 +141,13 @@ def plan_build(request: SifRequest, pack: Pack, report: Reporter) -> tuple[Build
 
 
 def _find_tools(request: SifRequest) -> tuple[RuntimeTool, Compression]:
-    """Return the runtime, and how it compresses. Raises UsageError if the target exists and is no .sif."""
+    """Return the runtime, and the compression that it will use.
+
+    Raises
+    ------
+    UsageError : the target exists and is not a .sif.
+    ToolMissing : there is no runtime.
+    """
     convert.check_target(request.target.absolute(), force=False)
     options = request.options
     tool = runtime.find_runtime(options.runtime, module_hint=options.module_hint)
@@ -141,6 +157,7 @@ def _find_tools(request: SifRequest) -> tuple[RuntimeTool, Compression]:
 
 
 def _plan_build(request: SifRequest, base: Start, pack: Pack, report: Reporter) -> BuildPlan:
+    """Pack the context for the base `base`, and render the definition."""
     report.stage("context")
     context = pack(base.image)
     labels = manifests.labels(
@@ -154,11 +171,14 @@ def _plan_build(request: SifRequest, base: Start, pack: Pack, report: Reporter) 
 
 
 def _place_base(base: Start, job: ConversionJob) -> Start:
-    """Put a base that is on this machine where the definition expects it, after comparing its digests.
+    """Put a base that is a file on this machine to the place in the workspace that the definition names.
+
+    The base's digests are compared first. An archive is unpacked to an OCI folder, and the base returned for
+    it has the name and id that were read on the way. A base in a registry is returned unchanged.
 
     Raises
     ------
-    CheckFailed : it has changed since it was made.
+    CheckFailed : the content of the base does not match its digests.
     """
     folder = job.work.folder / "build"
     folder.mkdir()
@@ -178,9 +198,15 @@ def _place_base(base: Start, job: ConversionJob) -> Start:
 
 
 def _run_definition(text: str, job: ConversionJob, tool: RuntimeTool, *, namespace: bool) -> None:
+    """Run the runtime on the definition `text`. It writes the temporary file of the workspace.
+
+    Raises
+    ------
+    ToolFailed : a step failed, or the runtime succeeded without writing the file.
+    """
     file = job.work.folder / _DEFINITION
     files.write_file(file, text)
-    # A failure quotes the log, in which one can then look up the step.
+    # The log begins with the definition, so that a user can look up the step that failed.
     job.log.write(text)
     job.clock.stage(f"build with {tool}")
     argv = runtime_build.build_arguments(tool, job.compression, job.work.part, str(file))
@@ -192,7 +218,7 @@ def _run_definition(text: str, job: ConversionJob, tool: RuntimeTool, *, namespa
 def _finish_sif(
     request: SifRequest, base: Start, planned: BuildPlan, job: ConversionJob, tool: RuntimeTool
 ) -> BuiltSif:
-    """Check, describe, test and publish the part file."""
+    """Check the temporary file, write its record, run the smoke test, and move it to the target."""
     part, clock, target = job.work.part, job.clock, request.target.absolute()
     clock.stage("check")
     sif = sif_image.check_structure(part)
@@ -219,8 +245,9 @@ def _finish_sif(
 def _write_record(
     request: SifRequest, part: Path, sif: SifImage, labels: Mapping[str, str], job: ConversionJob
 ) -> ImgkitRecord:
-    """Write the configuration and the record into the part file."""
-    # A definition has no layers: the one squashfs stands for them.
+    """Write the configuration and the record into the temporary file `part`, and return the record."""
+    # A definition makes no layers, and no engine has a configuration of the image. So imgkit writes one in
+    # the form of OCI, with the root partition as its only layer (ADR 14).
     root = sif_image.root_sha256(part, advance=job.clock.advance)
     diff_ids = (f"sha256:{root}",)
     config = {
@@ -248,6 +275,7 @@ def _write_record(
 
 
 def _smoke_test(part: Path, arch: str, job: ConversionJob, tool: RuntimeTool) -> Sequence[Check]:
+    """Return the checks of the smoke test, run in the temporary file. Raise CheckFailed if one failed."""
     job.clock.stage("smoke test")
     isolation = runtime.isolation(tool)
     job.clock.note(isolation.description("python3"))

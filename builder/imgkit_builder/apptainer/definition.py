@@ -1,7 +1,7 @@
-"""The definition that the runtime builds, and its base: an archive, an OCI folder, a .sif or an image in a
-registry.
+"""Render the definition file that the runtime builds, and find its base.
 
-Its first step looks into the base, and it has the labels that only a build knows.
+The base is an archive, an OCI folder, a .sif or an image in a registry. The first step of the definition
+reads the versions in the base and writes them into the image's manifest.
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ from imgkit_entrypoints.errors import CheckFailed, UsageError
 
 LOOK = "imgkit/look.py"
 LINKS = "imgkit/links.sh"
-"""Files beside the build context that only a build has."""
+"""Files of a build by a definition, which are put into the build context's folder."""
 
 RUNTIME = "/.singularity.d"
-"""Folder in which the runtime keeps what a base states."""
+"""The folder of an image in which the runtime keeps its own files."""
+# Scripts in that folder that set the base's variables.
 _ENVIRONMENT = ("10-docker2singularity.sh", "90-environment.sh", "91-environment.sh")
 
+# The end of a program that runs in the base. Its beginning, of `inside.probe_argv`, leaves what it has found
+# out in the variable `seen`.
 _FILL = """
 path = "{manifest}"
 with open(path, encoding="utf-8") as stream:
@@ -54,7 +57,7 @@ with open(path, "w", encoding="utf-8") as stream:
 
 
 def look_program() -> str:
-    """Return a program that writes what the base has into the manifest of the image."""
+    """Return a Python program that writes the versions and variables of the base into the manifest."""
     return inside.probe_argv()[-1] + _FILL.format(
         manifest=f"{INSIDE}/manifest.json",
         files=" ".join(f"{RUNTIME}/env/{name}" for name in _ENVIRONMENT),
@@ -63,13 +66,17 @@ def look_program() -> str:
 
 
 def links_script(links: Mapping[str, str]) -> str:
-    """Return a script that makes the symlinks of the context: the runtime's copy would follow them."""
+    """Return a shell script that makes the symbolic links of the build context inside the image.
+
+    They are not in the context's folder, because the runtime follows links when it copies files into the
+    image.
+    """
     commands = (f"ln -s -- {shlex.quote(to)} {shlex.quote(f'{INSIDE}/{name}')}" for name, to in links.items())
     return "\n".join(("set -e", *commands, ""))
 
 
 def render_definition(recipe: Recipe, start: Start, labels: Mapping[str, str]) -> str:
-    """Return the definition that builds `recipe` on `start`, with the further `labels`.
+    """Return the definition that builds `recipe` on the base `start`. `labels` are added to the recipe's own.
 
     Raises
     ------
@@ -78,12 +85,13 @@ def render_definition(recipe: Recipe, start: Start, labels: Mapping[str, str]) -
     look, links = (
         ContextFile(member=name, path=f"{INSIDE}/{name.rpartition('/')[2]}") for name in (LOOK, LINKS)
     )
+    # Both steps come before those of the recipe. The second one removes both files from the image.
     commands = {
         "inspect the base": f"if command -v python3 > /dev/null; then python3 -I -B {look.path} || :; fi",
         "the links of copied folders": f"sh {links.path}\nrm {look.path} {links.path}",
     }
     steps = tuple(Step(origin=f"imgkit: {purpose}", command=text) for purpose, text in commands.items())
-    # A line of %labels is a name and a value, which has no line ends.
+    # A line of the section %labels is a name and a value, so a value cannot contain line breaks.
     rows = {key: " ".join(value.split()) for key, value in labels.items()}
     return render.render_build_definition(
         recipe,
@@ -96,42 +104,53 @@ def render_definition(recipe: Recipe, start: Start, labels: Mapping[str, str]) -
 
 
 REGISTRY = "registry"
-"""The value of ``--base-from`` that names no file."""
+"""The value of ``--base-from`` for an image in its registry. Every other value is a path."""
 FOLDER, FILE = "base", "base.sif"
-"""Names of the base in the folder in which the runtime builds."""
+"""The names of a base in the folder in which the runtime builds: an OCI folder, or a .sif."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """The base of a build."""
+    """The base of a build, and where its files are."""
 
     source: Archive | OciFolder | Path | None
-    """An archive, an OCI folder or a .sif on this machine; None: the runtime pulls the image by its name."""
+    """An archive, an OCI folder or the path of a .sif.
+
+    None: the runtime pulls the image from its registry.
+    """
     image: BaseImage
-    """Of a compressed archive, only the name is known before it has been read."""
+    """What is known about the image.
+
+    Of a compressed archive, this is only its name until it has been read.
+    """
 
     @property
     def bootstrap(self) -> str:
-        """Return the definition's word for this kind of base."""
+        """The value of ``Bootstrap:`` in the definition for this kind of base."""
         return "docker" if self.source is None else "localimage" if isinstance(self.source, Path) else "oci"
 
     @property
     def location(self) -> str:
-        """Return where the definition says that the base is."""
+        """The value of ``From:`` in the definition: the name of the image, or of a file or folder."""
         return {"docker": self.image.name, "localimage": FILE, "oci": FOLDER}[self.bootstrap]
 
 
 def find_base(recipe: Recipe, *, name: str | None, base_from: str | None, report: Reporter) -> Start:
-    """Find the base `name` (by default the recipe's) in `base_from`: a file, an OCI folder, or a registry.
+    """Return the base of a build. A base that is a file or folder on this machine is read for its image id.
+
+    Parameters
+    ----------
+    name : the name of the base. None: the recipe's.
+    base_from : the path of an archive, an OCI folder or a .sif, or ``registry``. None: ``registry``.
 
     Raises
     ------
-    UsageError : there is no such file, or it is no image.
-    CheckFailed : it is damaged, or for another platform than this machine's.
+    UsageError : there is no such file, or it is not an image.
+    CheckFailed : the image is damaged, or for another platform than this machine's.
     """
     name = name or recipe.image.base
     if base_from in (None, REGISTRY):
-        # A tag may move; only a digest says which image it is.
+        # A tag can name another image tomorrow, so that only a digest identifies the image.
         digest = name if "@sha256:" in name else ""
         return Start(source=None, image=BaseImage(name=name, digest=digest, platform=host_platform()))
     path = Path(str(base_from)).expanduser()
@@ -157,14 +176,21 @@ def find_base(recipe: Recipe, *, name: str | None, base_from: str | None, report
 
 
 def identify_base(archive: Archive, config: ImageConfig, names: tuple[str, ...]) -> Start:
-    """Return the base in an `archive` that has been read."""
+    """Return the base in `archive`, whose configuration and names have been read.
+
+    Raises
+    ------
+    CheckFailed : the base is for another platform than this machine's.
+    """
     start = Start(source=archive, image=_of_config(config, names, archive.path))
     _refuse_platform(start)
     return start
 
 
 def check_space(start: Start, target: Path, temporary: Path) -> None:
-    """Look for free space before the work; the size of a base in a registry is unknown.
+    """Check that there is enough space before the build begins.
+
+    Nothing is checked for a base in a registry, whose size is unknown.
 
     Raises
     ------
@@ -174,21 +200,24 @@ def check_space(start: Start, target: Path, temporary: Path) -> None:
         return
     if isinstance(start.source, Path):
         size = int(start.source.stat().st_size * entries.UNPACKED_FACTOR)
-        share = 1.0  # its files once, as its layers are merged already
+        # The runtime unpacks the files of a .sif once, as they are not in layers.
+        share = 1.0
     else:
         size, share = start.source.size_bytes, RUNTIME_DISK_SHARE
     require_space(size, int(size * share), target, temporary)
 
 
 def _of_archive(path: Path) -> Start:
+    """Return the base in the archive `path`."""
     archive, config = Archive(path=path.absolute()), oci_folder.read_config(path)
     if config is None:
-        # It is compressed, or damaged: reading all of it tells.
+        # The archive is compressed or damaged. `identify_base` is called once all of it has been read.
         return Start(source=archive, image=BaseImage(name=path.name, platform=host_platform()))
     return identify_base(archive, config, stored.open_image(path).selected.names)
 
 
 def _of_config(config: ImageConfig, names: tuple[str, ...], path: Path) -> BaseImage:
+    """Return the base with `config`. Without a name in the archive or folder `path`, its file name counts."""
     return BaseImage(
         name=names[0] if names else path.name,
         id=config.image_id,
@@ -199,9 +228,10 @@ def _of_config(config: ImageConfig, names: tuple[str, ...], path: Path) -> BaseI
 
 
 def _of_sif(path: Path) -> Start:
+    """Return the base in the .sif `path`."""
     sif = sif_image.read(path)
     record = sif.record
-    # A .sif of another tool states no image: its root partition is what can be named.
+    # A .sif that another tool made names no image. The digest of its root partition identifies it instead.
     identity = record.image_id if record else ""
     image = BaseImage(
         name=(record.source if record else "") or path.name,
@@ -213,6 +243,7 @@ def _of_sif(path: Path) -> Start:
 
 
 def _refuse_platform(start: Start) -> None:
+    """Raise CheckFailed if the base is for another platform than this machine's."""
     platform, host = start.image.platform, host_platform()
     if platform != host:
         raise CheckFailed(

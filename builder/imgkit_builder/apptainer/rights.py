@@ -1,4 +1,8 @@
-"""What this user may do here: how the runtime becomes root for the steps of a definition."""
+"""Find out how the runtime becomes root for the steps of a definition, and whether this user can do that.
+
+The steps install packages, for which they have to run as root. For an ordinary user, the runtime does so in
+a user namespace.
+"""
 
 from __future__ import annotations
 
@@ -17,26 +21,30 @@ _SWITCHES = (
     ("proc/sys/user/max_user_namespaces", "0", "15000"),
     ("proc/sys/kernel/unprivileged_userns_clone", "0", "1"),
 )
-"""Files that switch user namespaces off, the value that does, and one that does not."""
+"""Settings of the kernel for user namespaces: file, the value that forbids them, and one that allows them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rights:
-    """How steps run."""
+    """How the steps of a definition run for this user."""
 
     way: str
-    """A phrase for people; empty where they cannot run."""
+    """A phrase for people, such as ``as root``. Empty if the steps cannot run."""
     fault: str = ""
-    """Why they cannot, or what steps cannot do."""
+    """Why the steps cannot run, or what they cannot do."""
     hint: str = ""
+    """How to get more rights."""
     namespace: bool = False
-    """Whether root needs a user namespace of its own: see ``sif/namespace.py``."""
+    """Whether root needs a user namespace because it lacks a capability; see ``sif/namespace.py``."""
 
 
 def inspect_rights(*, root: Path = Path("/"), uid: int | None = None) -> Rights:
-    """Find out, from files alone, how the runtime would run the steps for this user."""
+    """Return how the runtime would run the steps for the user `uid`, by default this one.
+
+    Only files below `root` are read. To start a container and see would take seconds, and a failure would
+    come with the runtime's message instead of ours.
+    """
     uid = os.getuid() if uid is None else uid
-    # Files alone are read: starting a container to find out would take seconds, and fail in other words.
     if uid == 0:
         if _has_all_capabilities(root):
             return Rights(way="as root")
@@ -49,6 +57,8 @@ def inspect_rights(*, root: Path = Path("/"), uid: int | None = None) -> Rights:
                 fault=f"/{path} is {refuses}: ordinary users get no user namespace",
                 hint=f"ask an administrator: sysctl -w {key}={allows}; or build where Docker is",
             )
+    # With a range of user numbers and newuidmap, files can belong to several users, as in a real root's
+    # build.
     has_ranges = all(_has_range(root / f"etc/{name}", uid) for name in ("subuid", "subgid"))
     if has_ranges and shutil.which("newuidmap"):
         return Rights(way="as root of a user namespace, with the users of /etc/subuid")
@@ -61,7 +71,7 @@ def inspect_rights(*, root: Path = Path("/"), uid: int | None = None) -> Rights:
 
 
 def require_rights(tool: RuntimeTool) -> Rights:
-    """Return how steps run here.
+    """Return how the steps of a definition run for this user with the runtime `tool`.
 
     Raises
     ------
@@ -74,15 +84,17 @@ def require_rights(tool: RuntimeTool) -> Rights:
 
 
 def _has_all_capabilities(root: Path) -> bool:
+    """Return whether root has every capability of the kernel. In a container it may lack some."""
     last = _read_text(root / "proc/sys/kernel/cap_last_cap")
     match = re.search(r"^CapBnd:\s*([0-9a-f]+)$", _read_text(root / "proc/self/status"), re.MULTILINE)
-    # Without /proc nothing is known; then the runtime reports what it lacks.
+    # Without /proc nothing is known. The answer is then yes, and the runtime reports what is missing.
     if match is None or not last.isdigit():
         return True
     return int(match[1], 16) == (1 << (int(last) + 1)) - 1
 
 
 def _has_range(file: Path, uid: int) -> bool:
+    """Return whether `file`, /etc/subuid or /etc/subgid, has a range for the user `uid` or its name."""
     try:
         names = {str(uid), pwd.getpwuid(uid).pw_name}
     except KeyError:
@@ -91,6 +103,7 @@ def _has_range(file: Path, uid: int) -> bool:
 
 
 def _read_text(path: Path) -> str:
+    """Return the stripped content of a small file, or "" if it cannot be read."""
     try:
         return files.read_text(path, errors="replace").strip()
     except OSError:

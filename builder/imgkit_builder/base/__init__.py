@@ -1,1 +1,1 @@
-"""Programs, files, progress, checks and the platform: every other room builds on these."""
+"""Programs, files, progress, checks and command-line flags. Every other package builds on these modules."""

@@ -1,4 +1,7 @@
-"""The result of a check, for ``test``, ``verify`` and ``doctor``. Standard library only."""
+"""The result of one check, as ``imgkit test``, ``verify`` and ``doctor`` print it.
+
+This module imports the standard library only.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +10,30 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+# Version of the JSON form that `to_dict` returns.
 SCHEMA = 1
 
+# Only "fail" counts as a failure in `passed`. "skip": the check could not be made, or was not needed.
 Verdict = Literal["ok", "warn", "fail", "skip"]
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of one check: ``Check("zstd", "warn", "not on PATH", "apt-get install zstd")``."""
+    """The result of one check.
+
+    For example, ``Check("zstd", "warn", "not on PATH", "apt-get install zstd")``.
+    """
 
     name: str
     verdict: Verdict
     found: str
-    """A version, a digest, the first line of an error."""
+    """What the check saw, such as a version, a digest or the first line of an error."""
     hint: str = ""
-    """The fix, where the verdict is not ok."""
+    """How to fix the problem. A check that is ok may have a remark here; most have the empty string."""
 
 
 def passed(checks: Sequence[Check]) -> bool:
-    """Return whether no check failed."""
+    """Return True unless a check failed. Warnings and skipped checks do not count as failures."""
     return all(check.verdict != "fail" for check in checks)
 
 
@@ -40,7 +48,11 @@ def to_dict(checks: Sequence[Check], **context: Any) -> dict[str, Any]:
 
 
 def table(checks: Sequence[Check]) -> Iterator[str]:
-    """Yield aligned lines: one for each check, and its hint below."""
+    """Yield the lines of a table for people.
+
+    Each check has one line with its verdict, name and finding in aligned columns. A line with its hint
+    follows if there is one.
+    """
     width = max((len(check.name) for check in checks), default=0)
     for check in checks:
         yield f"{check.verdict:4}  {check.name:{width}}  {check.found}"

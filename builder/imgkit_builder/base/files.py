@@ -1,4 +1,7 @@
-"""The folders for imgkit's own files, and what both halves share about files."""
+"""The folders for imgkit's own files, and functions that read, hash and write files.
+
+The functions that the entry points need as well are defined in ``imgkit_entrypoints.files``.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-# Handed on under the same names; sorting would give each a statement of its own.
+# These names are re-exported: `name as name` tells type checkers so. isort would split the statement into one
+# import per name.
 # isort: off
 from imgkit_entrypoints.files import (
     FULL as FULL,
@@ -38,30 +42,41 @@ from imgkit_entrypoints.files import (
 )
 # isort: on
 
+# 1 MB: how much of a file is read, hashed or written at a time.
 CHUNK_BYTES = 1 << 20
+# Seconds between two calls of fsync in `flush_in_background`.
 _FLUSH_EVERY_S = 1.0
 
-# 1980-01-01: zip files and wheels, which a user may make inside the image, hold no earlier time.
+# The modification time of files in images: 1980-01-01, in seconds since 1970. Zip files and wheels, which a
+# user may make inside the image, cannot hold an earlier time.
 MTIME_S = 315532800
 
 _END = struct.Struct("<Q8s")
-"""What stands behind a description at the end of a file: its length, and the mark of its kind."""
+"""The last 16 bytes of a file with a description: the length of that text, and 8 bytes that name its kind."""
+# 1 MB. A larger length is treated as damage, and nothing is read.
 _MOST_DESCRIPTION_BYTES = 1 << 20
 
 
 def make_trailer(text: bytes, mark: bytes) -> bytes:
-    """Return what to append to a file, so that `read_trailer` finds `text` under `mark`."""
+    """Return the bytes to append to a file so that `read_trailer` finds `text` under `mark`.
+
+    They are `text`, its length in 8 bytes, and `mark`, which has 8 bytes and names the kind of text.
+    """
     return text + _END.pack(len(text), mark)
 
 
 def has_trailer(stream: BinaryIO, mark: bytes) -> bool:
-    """Return whether the file ends with a description of this kind."""
+    """Return whether the last bytes of the file are `mark`, with which the result of `make_trailer` ends."""
     stream.seek(max(0, os.fstat(stream.fileno()).st_size - len(mark)))
     return stream.read(len(mark)) == mark
 
 
 def read_trailer(stream: BinaryIO, start: int, size_bytes: int, mark: bytes) -> bytes | None:
-    """Return the text at the end of `size_bytes` from byte `start` on; None if there is none or it is cut."""
+    """Return the text that `make_trailer` packed, read from the end of a range of `stream`.
+
+    The range has `size_bytes` and begins at byte `start`. Return None if it does not end with `mark`, or if
+    the recorded length is 0, over 1 MB or larger than the range.
+    """
     stream.seek(max(start + size_bytes - _END.size, 0))
     tail = stream.read(_END.size)
     length, actual_mark = _END.unpack(tail) if len(tail) == _END.size else (0, b"")
@@ -74,9 +89,10 @@ def read_trailer(stream: BinaryIO, start: int, size_bytes: int, mark: bytes) -> 
 def sha256(
     stream: BinaryIO, start: int, size_bytes: int, *, advance: Callable[[int, int | None], None] | None = None
 ) -> str:
-    """Return the hex digest of `size_bytes` of `stream` from byte `start` on, or of fewer where it ends.
+    """Return the SHA-256 digest, in hex, of `size_bytes` of `stream` from byte `start` on.
 
-    `advance` gets the bytes done and `size_bytes`.
+    If the stream ends earlier, the digest covers the bytes that there are. `advance` is called after each
+    chunk with the number of bytes done so far and `size_bytes`.
     """
     return start_sha256(stream, start, size_bytes, advance=advance).hexdigest()
 
@@ -84,7 +100,7 @@ def sha256(
 def start_sha256(
     stream: BinaryIO, start: int, size_bytes: int, *, advance: Callable[[int, int | None], None] | None = None
 ) -> hashlib._Hash:
-    """Return the digest of `sha256` as an object, to which the caller adds what follows."""
+    """Return the digest of the same bytes as `sha256`, as a hashlib object that the caller can update."""
     digest, position = hashlib.sha256(), 0
     stream.seek(start)
     while chunk := stream.read(max(0, min(CHUNK_BYTES, size_bytes - position))):
@@ -96,38 +112,50 @@ def start_sha256(
 
 
 def state_dir() -> Path:
-    """Return the folder for logs of builds and jobs: ``$XDG_STATE_HOME/imgkit``."""
+    """Return the folder for logs of builds and jobs.
+
+    This is ``$XDG_STATE_HOME/imgkit`` or ``~/.local/state/imgkit``.
+    """
     return _xdg_folder("XDG_STATE_HOME", ".local/state")
 
 
 def cache_dir() -> Path:
-    """Return the folder for files that may be deleted at any time: ``$XDG_CACHE_HOME/imgkit``."""
+    """Return the folder for files that may be deleted at any time.
+
+    This is ``$XDG_CACHE_HOME/imgkit`` or ``~/.cache/imgkit``.
+    """
     return _xdg_folder("XDG_CACHE_HOME", ".cache")
 
 
 def config_dir() -> Path:
-    """Return the folder for what the user has set up: ``$XDG_CONFIG_HOME/imgkit``."""
+    """Return the folder for the user's settings, ``$XDG_CONFIG_HOME/imgkit`` or ``~/.config/imgkit``."""
     return _xdg_folder("XDG_CONFIG_HOME", ".config")
 
 
 def _xdg_folder(variable: str, fallback: str) -> Path:
+    """Return the folder ``imgkit`` in the folder that `variable` names, or in `fallback` of the home."""
     # The XDG base directory specification says to ignore relative values.
     value = os.environ.get(variable, "")
     if value.startswith("/"):
         return Path(value) / "imgkit"
     try:
         return Path.home() / fallback / "imgkit"
-    except RuntimeError:  # no home folder at all: nothing can be written there, as in a read-only one
+    except RuntimeError:  # the user has no home folder
+        # Nothing can be written below /dev/null. Callers treat that like a read-only home folder.
         return Path("/dev/null") / fallback / "imgkit"
 
 
 def fullest_folder(*folders: Path) -> Path:
-    """Return the one of `folders`, which exist, whose disk has the least free space."""
+    """Return that one of `folders` whose disk has the least free space. All of them must exist."""
     return min(folders, key=lambda folder: shutil.disk_usage(folder).free)
 
 
 def full_file(error: OSError) -> str:
-    """Return the file whose disk is full; if `error` names none, the fullest folder that imgkit writes to."""
+    """Return the path to name in a message about a full disk.
+
+    This is the file in `error`. If `error` names none, it is the folder with the least free space among the
+    current folder, the temporary folder, and imgkit's folders for state and cache.
+    """
     if error.filename:
         return str(error.filename)
     folders = (Path.cwd(), Path(tempfile.gettempdir()), state_dir(), cache_dir())
@@ -135,7 +163,10 @@ def full_file(error: OSError) -> str:
 
 
 def write_cache(target: Path, text: str) -> None:
-    """Write a file of `cache_dir` if that can be written: a read-only HOME costs time, no more."""
+    """Write `text` to `target`, a file in `cache_dir`, and ignore an error.
+
+    If the home folder is read-only, the caller only has to work out the cached value again next time.
+    """
     with contextlib.suppress(OSError):
         make_own_folder(cache_dir())
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -144,25 +175,27 @@ def write_cache(target: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def flush_in_background(path: Path) -> Iterator[None]:
-    """Write `path` to the disk while the block adds to it, so that little is left for the last fsync.
+    """Sync `path` to the disk once a second while the block writes to it, so that the last fsync is short.
 
     Linux begins to write a file of gigabytes only when a tenth of the memory is waiting. By then the program
     that makes the file has often ended, and the processors would idle until the disk is done.
 
     Raises
     ------
-    OSError : the disk did not take all of it. A later fsync would not say so again.
+    OSError : the disk did not take all of it. It is raised here because Linux reports such an error only
+        once: a later fsync of the file can succeed.
     """
     ended = threading.Event()
     errors: list[OSError] = []
 
     def flush() -> None:
+        """Sync the file again and again until the block ends or the disk reports an error."""
         while not ended.wait(_FLUSH_EVERY_S) and not errors:
             try:
                 with open_regular(path) as stream:
                     os.fsync(stream.fileno())
             except FileNotFoundError:
-                continue  # it is not there yet
+                continue  # the block has not created it yet
             except OSError as error:
                 errors.append(error)
 

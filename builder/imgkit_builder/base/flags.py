@@ -1,7 +1,8 @@
-"""Flags of the command line as fields of dataclasses: each field declares its names, help and metavar.
+"""Flags of the command line, declared as fields of dataclasses.
 
-A request may be composed of other requests (`part`); its flags are then those of its parts as well. The names
-of the fields are also the keywords of the Python API (`replace_fields`).
+`option_field` makes a field that carries the names, help and metavar of its flag. A request, such as
+`JobRequest`, may contain other requests (`part`), whose flags it then has as well. The names of the fields
+are also the keywords of the Python API (`replace_fields`).
 """
 
 from __future__ import annotations
@@ -17,37 +18,39 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flag:
-    """One flag, as its field declares it."""
+    """One flag of the command line, with what its field declares about it."""
 
     field: str
+    """The name of the dataclass field, ``stop_before`` for ``--stop-before``."""
     part: str
-    """The part of the request that has the field; empty: the request itself."""
+    """The name of the part of the request that has the field. Empty if the request itself has it."""
     names: tuple[str, ...]
-    """``--account``, then short forms: ``-A``."""
+    """The long name and then the short ones: ``("--account", "-A")``."""
     type: Any
-    """The field's type: str, int, bool, Path or a Literal, also with ``| None``. A flag of the type
+    """The field's type, which is str, int, bool, Path or a Literal, also with ``| None``. A flag of the type
     ``tuple[str, ...]`` can be repeated.
     """
     default: Any
     metavar: str
     help: str
     group: str
-    """As in `option_field`."""
+    """The heading above the flag in ``--help``; see `option_field`."""
     minimum: float | None
+    """The smallest number that the flag takes. None if there is no limit."""
 
     @property
     def is_negative(self) -> bool:
-        """Whether the flag turns off what its field has turned on: ``--no-test`` for ``test = True``."""
+        """Whether the flag sets a field to False that is True by default: ``--no-test`` for ``test``."""
         return self.default is True
 
     def value(self, request: Any) -> Any:
-        """Return the value that `request` has for this flag."""
+        """Return the value of this flag's field in `request` or in the part that has the field."""
         owner = getattr(request, self.part) if self.part else request
         return getattr(owner, self.field)
 
 
 USUAL = "Options"
-"""The group of the flags that most calls of a verb need."""
+"""The heading in ``--help`` above the flags that most calls of a verb need."""
 
 
 def option_field(
@@ -63,10 +66,11 @@ def option_field(
     Parameters
     ----------
     default : the field's value without the flag. If it is True, the flag sets the field to False.
-    names : ``--account``, ``-A``; default: ``--`` and the field's name.
+    names : the names of the flag, such as ``--account``, ``-A``. Without any, it is ``--`` and the field's
+        name.
     help : the flag's description in ``--help``.
     metavar : the value's name in ``--help``.
-    group : the heading above the flag in ``--help``; empty: the heading of the verb's other options.
+    group : the heading above the flag in ``--help``. Empty: the heading of the verb's other options.
     minimum : the smallest number that the flag takes.
     """
     metadata = {"names": names, "help": help, "metavar": metavar, "group": group, "minimum": minimum}
@@ -74,18 +78,19 @@ def option_field(
 
 
 def part(kind: type[Value], *, group: str = "") -> Value:
-    """Return a dataclass field that contains a request of `kind`; the dataclass has its flags, too.
+    """Return a dataclass field that holds a request of `kind`, whose flags the dataclass then has as well.
 
     Parameters
     ----------
-    group : the heading above these flags in ``--help``; empty: each flag's own.
+    group : the heading above all of these flags in ``--help``. Empty: each flag keeps its own heading.
     """
+    # For type checkers, the field has the type of the value that an instance holds in it.
     part_field: Any = field(default_factory=kind, metadata={"part": kind, "group": group})
     return typing.cast("Value", part_field)
 
 
 def declared_options(owner: type[Any]) -> tuple[Flag, ...]:
-    """Return the flags that the dataclass `owner` and its parts declare, in order."""
+    """Return the flags that the dataclass `owner` and its parts declare, in the order of the fields."""
     types = typing.get_type_hints(owner)  # noqa: TID251 - makes options of them
     flags: list[Flag] = []
     for item in dataclasses.fields(owner):
@@ -117,9 +122,10 @@ def flags_in(request: Any) -> tuple[str, ...]:
 
 
 def option_arguments(kind: type[Any], request: Any) -> tuple[str, ...]:
-    """Return the arguments for the values of `request` that are no defaults: ``("--time", "1h")``.
+    """Return the arguments that set the values of `request` which differ from their defaults.
 
-    The flags are those that the dataclass `kind` declares, which `request` is of or extends.
+    For example, a request with the time 1h and a verbose flag gives ``("--time", "1h", "--verbose")``. Only
+    the flags that the dataclass `kind` declares count; `request` is an instance of `kind` or of a subclass.
     """
     argv: list[str] = []
     for declared_flag in declared_options(kind):
@@ -138,12 +144,15 @@ def option_arguments(kind: type[Any], request: Any) -> tuple[str, ...]:
 
 
 def replace_fields(request: Value, values: Mapping[str, Any]) -> Value:
-    """Return a copy of `request` with other `values`, each by the name of its field or of a field of a part.
+    """Return a copy of `request` in which the fields named in `values` have the values given there.
+
+    A name may be that of a field of the request, or of a field of one of its parts.
 
     Raises
     ------
     TypeError : neither the request nor a part has a field with such a name.
     """
+    # Both the request and its parts are frozen, so that each part is replaced once, with all its changes.
     part_of_field = _part_of_field(type(request))
     changes: dict[str, Any] = {}
     part_changes: dict[str, dict[str, Any]] = {}
@@ -170,7 +179,10 @@ def field_value(request: Any, name: str) -> Any:
 
 
 def _part_of_field(kind: type[Any]) -> Mapping[str, str]:
-    """Return the name of the part that has each field, or "" for a field of the request itself."""
+    """Return for each field the name of the part that has it, or "" if the request itself has it.
+
+    For example, ``{"directory": "", "launch": "", "command": "launch"}``.
+    """
     parts = {}
     for item in dataclasses.fields(kind):
         parts[item.name] = ""

@@ -1,4 +1,9 @@
-"""The only module that starts programs: argv lists, both streams drained, output kept for the error."""
+"""Functions that run other programs: git, ssh, squashfs tools, engines and schedulers.
+
+The program and its arguments are always a list, and no shell is involved. The functions that capture output
+read both streams of the program all the time, because a program blocks once a pipe is full. They keep the end
+of its output for the error message.
+"""
 
 from __future__ import annotations
 
@@ -24,31 +29,43 @@ from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, ToolMissing
 
 TAIL_LINES = 20
-"""Lines of a failed program that an error quotes."""
+"""How many lines of a failed program's output an error quotes."""
 KEPT_LINES = 1000
-"""Lines of a step of a build in which its errors are looked for."""
+"""How many of the last lines of a build step are kept, to quote its errors from them."""
 INTERRUPTED = 130
-"""Exit code of what Ctrl-C has ended, as a shell reports SIGINT."""
+"""Exit code after Ctrl-C, 128 + SIGINT, as a shell reports it."""
+# 1 MB: the size of pipes and of reads from them. It is the most that an unprivileged user may set, unless
+# /proc/sys/fs/pipe-max-size was raised.
 PIPE_BYTES = 1 << 20
 MOST_BYTES = 8 << 20
-"""What is kept of a program's output. Answers have some KB, and long lists some MB."""
+"""8 MB: the most that is kept of a program's output. Answers have a few KB, and long lists a few MB."""
 _ERROR_BYTES = 1 << 16
-"""What is kept of the standard error of a program of `filter_through`: its end."""
+"""64 KB: how much of the end of standard error `filter_through` keeps."""
+# 64 KB: how much `run` reads at a time.
 _PIECE = 1 << 16
+# Lines of a failed build that matter although others follow: "ERROR: No matching distribution found".
 _ERROR = re.compile(r"\b(ERROR|FATAL)\b")
+# Lines of progress, which an error does not quote.
 _PROGRESS = re.compile(
     r"[^A-Za-z]*\d ?%(?!.*[A-Za-z]{5}).*"  # "32,768  16%  31.25MB/s", " 45%|##  | 45/100 [00:03<00:04]"
     r"|.*[=#]{3}.*\d ?%.*|.*\d ?%.*[=#]{3}.*"  # "blob 3a5f [====>---] 31 % 5s"
     r"|.*[━█▓]{3}.*"  # pip's, without a percentage
 )
 _SHOWN = 200
-"""Characters of a line that an error quotes."""
+"""How many characters of a program's first line an error quotes. A line of progress is no longer, either."""
+# Seconds between two looks whether a program that has closed its output has ended.
 _POLL_S = 0.02
 GIT = ("git", "--no-optional-locks", "-c", "core.fsmonitor=false")
-"""The start of a read-only git command: git would run a monitor that a folder of another user names."""
+"""The beginning of a read-only git command.
 
-# Arguments: the pid of imgkit, then the program. The kernel remembers the request through exec. Python
-# ignores the two signals, and the program would inherit that.
+Without these options git could lock the index for a refresh, and it would run the program that the setting
+``core.fsmonitor`` of the repository names, which may be another user's.
+"""
+
+# A program for Python that asks the kernel for SIGKILL when its parent ends, and then becomes another
+# program. Its arguments are the pid of imgkit, and the other program with its arguments. The request stays in
+# force after exec. If imgkit has ended before the request, the parent is another process already, which
+# getppid shows. Python ignores SIGPIPE and SIGXFSZ, and the other program would inherit that.
 _BOUND = """
 import os, sys
 from _signal import SIG_DFL, SIGKILL, SIGPIPE, SIGXFSZ, signal
@@ -67,7 +84,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 class _TooMuch(ToolFailed):
-    """A program printed more than `MOST_BYTES`."""
+    """A program printed more than `MOST_BYTES`. The subclasses say to which stream."""
 
     kind = ""
 
@@ -76,7 +93,7 @@ class _TooMuch(ToolFailed):
             f"{program} printed more than {MOST_BYTES >> 20} MB {self.kind} first line: {first_line(start)}"
         )
         self.start = start
-        """What it printed first."""
+        """The beginning of what the program printed."""
 
 
 class TooLong(_TooMuch):
@@ -86,13 +103,13 @@ class TooLong(_TooMuch):
 
 
 class ErrorsTooLong(_TooMuch):
-    """A program printed more than `MOST_BYTES` of error messages, and nothing else meanwhile."""
+    """A program printed more than `MOST_BYTES` of error messages, and neither read nor answered meanwhile."""
 
     kind = "of error messages; their"
 
 
 class Exited(ToolFailed):
-    """A program of `filter_through` failed."""
+    """A program that `filter_through` started ended with another exit code than 0."""
 
     def __init__(self, program: str, code: int, errors: bytes, hint: str) -> None:
         self.errors = errors.decode(errors="replace").strip()
@@ -104,28 +121,33 @@ class Exited(ToolFailed):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """A program that has ended."""
+    """The exit code and the output of a program that has ended."""
 
     argv: tuple[str, ...]
     returncode: int
     output: str
-    """Standard output and standard error, merged; of more than `MOST_BYTES` the end."""
+    """Standard output and standard error in one text.
+
+    If there is more than `MOST_BYTES`, only the end is kept.
+    """
 
     def tail(self) -> str:
-        """Return the last lines, as quoted in errors."""
+        """Return the lines of the output that an error quotes; see `last_lines`."""
         return "\n".join(last_lines(self.output))
 
 
 def first_line(output: bytes) -> str:
-    """Return the first line with text in a program's output, as quoted in errors."""
+    """Return the first line of `output` that is not blank, cut for an error message, or ``(nothing)``."""
     text = output[:_PIECE].decode(errors="replace").strip()
     return text.split("\n", 1)[0].strip()[:_SHOWN] or "(nothing)"
 
 
 def last_lines(output: str, most: int = TAIL_LINES) -> list[str]:
-    """Return what an error quotes of a failed program's output: its end, and its last errors before that.
+    """Return the lines of a failed program's output that an error message quotes.
 
-    Progress bars and empty lines are left out. Of a line that was rewritten, the last text counts.
+    At most half of these lines, whose number is `most`, are the last ones with ERROR or FATAL in them. The
+    others are the end of the output. Progress bars and empty lines are left out. Of a line that was rewritten
+    by carriage returns, the last text counts.
     """
     texts = (line.rstrip().rpartition("\r")[2] for line in output.split("\n"))
     lines = [text for text in texts if text and not _is_progress(text)]
@@ -136,7 +158,8 @@ def last_lines(output: str, most: int = TAIL_LINES) -> list[str]:
 
 
 def _is_progress(line: str) -> bool:
-    # A longer line is no bar, and could take long to match.
+    """Return whether `line` is a progress bar or a percentage, and not an error."""
+    # A longer line is no progress bar, and the regular expression could take long on it.
     return len(line) <= _SHOWN and not _ERROR.search(line) and _PROGRESS.fullmatch(line) is not None
 
 
@@ -152,14 +175,18 @@ def quote_output(message: str, output: str, hint: str = "") -> tuple[str, str]:
 
 
 _KILL_CODES = (-signal.SIGKILL, -signal.SIGXCPU, 128 + signal.SIGKILL, 128 + signal.SIGXCPU)
-"""Exit codes, of Python and of a shell, of a program that used more memory or CPU time than it may."""
-_KILL_MESSAGE = re.compile(r"signal: (killed|CPU time limit exceeded)")  # Go's, of a runtime whose child died
+"""Exit codes after SIGKILL, which the kernel sends for want of memory, and SIGXCPU, at a limit of CPU time.
+
+Python reports a signal as a negative number, a shell as 128 plus its number.
+"""
+# What a program in Go, such as Apptainer, prints when a child process has died of a signal.
+_KILL_MESSAGE = re.compile(r"signal: (killed|CPU time limit exceeded)")
 
 
 def kill_hint(code: int, output: str = "") -> str:
-    """Return a further line for the hint about a conversion whose program has failed.
+    """Return a line to add to the hint of an error about a conversion whose program has failed.
 
-    The line is empty unless the exit code or the output says that the system ended the program.
+    Return the empty string unless `code` or `output` shows that the system killed the program.
     """
     if code not in _KILL_CODES and _KILL_MESSAGE.search(output) is None:
         return ""
@@ -170,13 +197,13 @@ def kill_hint(code: int, output: str = "") -> str:
 
 
 def require_program(program: str, hint: str = "", env: Mapping[str, str] | None = None) -> None:
-    """Raise ToolMissing where `program` is not on PATH."""
+    """Raise ToolMissing if `program` is not on PATH, which is that of `env` if `env` is given."""
     if shutil.which(program, path=env.get("PATH") if env else None) is None:
         raise ToolMissing(f"the program {program!r} is not on PATH", hint=hint or None)
 
 
 def count_processors() -> int:
-    """Return the number of processors that this process may use."""
+    """Return the number of processors that this process may use, which may be fewer than the machine has."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # not on macOS
@@ -184,11 +211,15 @@ def count_processors() -> int:
 
 
 def run_attached(argv: Sequence[str], *, until: Callable[[], bool] | None = None) -> int:
-    """Run `argv` with our streams and return its exit code; what it prints cannot steer the terminal.
+    """Run `argv` with the standard streams of this process, and return its exit code.
+
+    What it prints on a terminal goes through `terminal.output_copier`, so that it cannot steer the terminal.
+    The exit code is `INTERRUPTED` after Ctrl-C.
 
     Parameters
     ----------
-    until : called from time to time; when it returns true, the program is ended, and the result is 0.
+    until : called at first every few seconds, then every 10. When it returns True, the program gets SIGTERM,
+        and the result is 0.
 
     Raises
     ------
@@ -204,7 +235,7 @@ def run_attached(argv: Sequence[str], *, until: Callable[[], bool] | None = None
         if until is not None:
             threading.Thread(target=_end_when, args=(program, until), daemon=True).start()
         try:
-            # A stream that is no terminal is inherited: a file takes what is printed as it is.
+            # A stream that is no terminal is inherited, so that a file gets what is printed unchanged.
             if source := program.stdout or program.stderr:
                 pass_on = terminal.output_copier(to_err=not out)
                 while chunk := os.read(source.fileno(), PIPE_BYTES):
@@ -217,7 +248,10 @@ def run_attached(argv: Sequence[str], *, until: Callable[[], bool] | None = None
 
 
 def _end_when(program: subprocess.Popen[bytes], is_over: Callable[[], bool]) -> None:
-    """End `program` a moment after `is_over`, which is called soon at first, then every 10 seconds."""
+    """Terminate `program` once `is_over` returns True. Return without that if the program ends by itself.
+
+    `is_over` is called after 1, 2, 4, 7 and 12 seconds, and then every 10 seconds.
+    """
     for wait_s in itertools.chain((1.0, 1.0, 2.0, 3.0, 5.0), itertools.repeat(10.0)):
         with contextlib.suppress(subprocess.TimeoutExpired):
             program.wait(wait_s)
@@ -227,12 +261,12 @@ def _end_when(program: subprocess.Popen[bytes], is_over: Callable[[], bool]) -> 
             if is_over():
                 break
     with contextlib.suppress(subprocess.TimeoutExpired):
-        program.wait(2.0)  # for what tail, which looks once a second, has not shown
+        program.wait(2.0)  # `program` may be tail, which looks for new lines once a second
     program.terminate()
 
 
 def replace_process(argv: Sequence[str], *, cwd: Path) -> NoReturn:
-    """Replace this process by `argv`, which inherits the terminal, signals and exit code.
+    """Replace this process by `argv`, started in `cwd`. It keeps the terminal and the process id.
 
     Raises
     ------
@@ -242,19 +276,20 @@ def replace_process(argv: Sequence[str], *, cwd: Path) -> NoReturn:
     os.chdir(cwd)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Python ignores these two, and the program would inherit that.
+    # Python ignores these two signals, and the program would inherit that.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     os.execvp(argv[0], list(argv))  # noqa: S606 - an argv list, no shell
 
 
 def bound_to_parent(argv: Sequence[str]) -> list[str]:
-    """Return the argv that starts `argv`, a program's path and arguments, and ends it if imgkit is killed.
+    """Return a command that runs `argv`, and that the kernel kills if imgkit is killed.
 
-    The program ends with the thread that starts it, which has to wait.
+    `argv` begins with the path of the program. The kernel also kills the program when the thread that started
+    it ends, so that thread has to wait for the program.
     """
-    # Only Linux can do that, and a process that has become another user may be unable to start its Python:
-    # then the program starts without it.
+    # Only Linux can do that. A process that has become another user may have no right to start its Python. In
+    # these cases the program is started directly.
     if sys.platform != "linux" or not os.access(sys.executable, os.X_OK):
         return list(argv)
     return [sys.executable, "-I", "-S", "-c", _BOUND, str(os.getpid()), *argv]
@@ -268,12 +303,12 @@ def run(
     check: bool = True,
     hint: str = "",
 ) -> Finished:
-    """Run `argv` to its end.
+    """Run `argv` to its end, without standard input, and return its exit code and output.
 
     Raises
     ------
     ToolMissing : the program is not on PATH; `hint` explains how to install it.
-    ToolFailed : `check` and the exit code is not 0; quotes the last lines.
+    ToolFailed : `check` is True and the exit code is not 0. The error quotes the last lines.
     """
     command = tuple(map(str, argv))
     require_program(command[0], hint, env)
@@ -287,15 +322,16 @@ def run(
     ) as process:
         assert process.stdout is not None  # noqa: S101 - for the type checker: stdout=PIPE
         try:
-            # Every piece but the last is full, so that this keeps the last `MOST_BYTES`.
+            # The deque drops the oldest pieces. Every piece but the last is full, so that about `MOST_BYTES`
+            # remain.
             pieces = collections.deque(
                 iter(partial(process.stdout.read, _PIECE), b""), maxlen=MOST_BYTES // _PIECE
             )
         except BaseException:
-            # Ctrl-C ends us while the program may ignore it.
+            # Ctrl-C ends imgkit, but the program may ignore it.
             process.kill()
             raise
-    # Not text=True: a carriage return, by which a progress bar rewrites its line, would become a line break.
+    # With text=True, the carriage return by which a progress bar rewrites its line would become a line break.
     output = b"".join(pieces).decode(errors="replace").replace("\r\n", "\n")
     finished = Finished(argv=command, returncode=process.returncode, output=output)
     if check and finished.returncode != 0:
@@ -307,11 +343,11 @@ def run(
 
 
 def read_answer(output: Generator[bytes, None, None], program: str) -> bytes:
-    """Return all of `output`, which `filter_through` yields from `program`.
+    """Return all of `output` in one piece. It comes from `filter_through`; `program` is named in the error.
 
     Raises
     ------
-    TooLong : it is more than `MOST_BYTES`; the program has been ended.
+    TooLong : there is more than `MOST_BYTES`. Closing the generator has then ended the program.
     """
     text = bytearray()
     with contextlib.closing(output):
@@ -330,17 +366,20 @@ def filter_through(
     hint: str = "",
     hold: bool = False,
 ) -> Generator[bytes, None, None]:
-    """Feed `chunks` to a program and yield its output, with bounded memory and no thread.
+    """Start the program `argv`, feed `chunks` to its standard input, and yield its output as it comes.
+
+    Neither input nor output is collected in memory, and no thread is needed. If the caller stops early, the
+    program is killed.
 
     Parameters
     ----------
-    hold : leave its standard input open behind the last chunk, until it ends by itself.
+    hold : leave the program's standard input open after the last chunk, until the program ends by itself.
 
     Raises
     ------
     ToolMissing : the program is not on PATH.
-    Exited : it failed; quotes its standard error.
-    ErrorsTooLong : it prints errors without end; it has been ended.
+    Exited : the program failed. The error quotes the end of its standard error.
+    ErrorsTooLong : the program printed error messages without end, and was killed.
     """
     require_program(argv[0], hint)
     with subprocess.Popen(
@@ -358,17 +397,20 @@ def filter_through(
 def pump_pipes(
     program: subprocess.Popen[bytes], chunks: Iterator[bytes], *, hold: bool = False, name: str = ""
 ) -> Generator[bytes, None, bytes]:
-    """Feed `chunks` to the running `program`, yield its output, and return the end of its errors.
+    """Feed `chunks` to the running `program`, and yield its output as it comes.
+
+    The generator's return value is the end of the program's standard error.
 
     Parameters
     ----------
-    program : its standard input and output are pipes without buffers; its standard error may be one.
-    hold : leave its standard input open behind the last chunk.
+    program : a process whose standard input and output are unbuffered pipes. Its standard error may be
+        one, too.
+    hold : leave its standard input open after the last chunk.
     name : the program's name in errors.
 
     Raises
     ------
-    ErrorsTooLong : it prints errors without end, and neither reads nor answers meanwhile.
+    ErrorsTooLong : the program prints error messages without end, and neither reads nor answers meanwhile.
     """
     assert program.stdin is not None  # noqa: S101 - for the type checker: both are pipes
     assert program.stdout is not None  # noqa: S101
@@ -376,9 +418,12 @@ def pump_pipes(
     # A blocking write could wait for a program that waits for us to read its output.
     os.set_blocking(sink.fileno(), False)
     for pipe in (sink, source):
-        # Fewer, larger writes; beyond a user's pipe quota this is refused, and the default stays.
+        # Larger pipes need fewer writes. Beyond the quota of a user's pipes Linux refuses this, and the pipe
+        # keeps its default size.
         with contextlib.suppress(OSError, AttributeError):
             fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    # `waiting` is the part of the current chunk that the program has not read yet. `is_fed` means that no
+    # chunk follows.
     waiting, is_fed = memoryview(b""), False
     pipes = [source, errors] if errors else [source]
     first_errors, last_errors, error_bytes = b"", b"", 0
@@ -389,8 +434,9 @@ def pump_pipes(
             waiting, is_fed = memoryview(chunk or b""), chunk is None
             if is_fed and not hold:
                 sink.close()
-        # What a program leaves behind, such as a shared connection of ssh, may hold its standard error open:
-        # after its output, only its own end counts. What it printed until then is read once more.
+        # A process that the program leaves behind, such as a shared connection of ssh, may keep the standard
+        # error open. So the loop does not wait for its end: once the output is closed, it polls until the
+        # program has ended, and reads once more what is there.
         has_ended = source.closed and program.poll() is not None
         timeout_s = None if not source.closed else 0.0 if has_ended else _POLL_S
         readable, writable, _ = select.select(pipes, [sink] if waiting else [], [], timeout_s)
@@ -398,11 +444,12 @@ def pump_pipes(
             try:
                 waiting = waiting[os.write(sink.fileno(), waiting) :]
             except BrokenPipeError:
-                # It has read enough; whether that is an error, its exit code says.
+                # The program does not read on. Its exit code tells whether that is an error.
                 waiting, is_fed = memoryview(b""), True
                 sink.close()
         if writable or source in readable:
-            error_bytes = 0  # a program that reads or answers may have a warning for each of many files
+            # A program that still reads or answers may print a warning for each of many files.
+            error_bytes = 0
         if errors and errors in readable:
             data = os.read(errors.fileno(), PIPE_BYTES)
             if not data:

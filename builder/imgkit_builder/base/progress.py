@@ -1,4 +1,7 @@
-"""How library functions report progress without printing: the verbs choose the output."""
+"""The interface by which library functions report progress.
+
+The functions print nothing themselves. A verb passes them a reporter that prints lines, a bar or JSON.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,13 @@ from typing import Protocol
 
 
 class Reporter(Protocol):
-    """Receives progress; implementations are in ``cli/progress.py``."""
+    """Receives the progress of a function. The implementations that print it are in ``cli/progress.py``."""
 
     def stage(self, text: str) -> None:
-        """Begin a stage, for example ``squash``, and end the one before."""
+        """Begin a stage, for example ``squash``. This ends the stage before it."""
 
     def advance(self, done_bytes: int, total_bytes: int | None = None) -> None:
-        """Report the bytes done so far in this stage; called often."""
+        """Report how many bytes of this stage are done, and how many there are. This is called often."""
 
     def line(self, text: str) -> None:
         """Report one line of a tool's output."""
@@ -22,7 +25,7 @@ class Reporter(Protocol):
 
 
 class Silent:
-    """Reports nothing."""
+    """A reporter that ignores everything."""
 
     def stage(self, text: str) -> None:
         """Ignore."""
@@ -38,4 +41,4 @@ class Silent:
 
 
 SILENT = Silent()
-"""The default of functions that report progress."""
+"""The default value of the parameter `report` of functions that report progress."""

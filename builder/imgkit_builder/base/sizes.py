@@ -1,7 +1,8 @@
-"""Sizes for people."""
+"""Sizes in bytes as text for people."""
 
 from __future__ import annotations
 
+# Powers of 1000, as disks and registries count.
 _UNITS = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
 
 

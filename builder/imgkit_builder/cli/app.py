@@ -1,6 +1,6 @@
-"""The list of verbs, and `main`.
+"""The command line ``imgkit``: the list of its verbs, and `main`.
 
-A verb's module is imported when the verb is used, so that ``imgkit --help`` stays quick.
+The module of a verb is imported only when the verb is used, so that ``imgkit --help`` stays quick.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError, short
 
 
 class Verb(NamedTuple):
-    """A verb of ``imgkit``."""
+    """A verb of ``imgkit``, such as ``build``, with what ``imgkit --help`` prints about it."""
 
     module: str
-    """The module of ``cli`` with ``verb_NAME``, or with the group of verbs in its ``GROUPS``."""
+    """The module of ``cli`` that defines ``verb_NAME``, or a group of verbs in its ``GROUPS``."""
     help: str
-    """The first sentence of its help."""
+    """The first sentence of the verb's help, written here so that the module need not be imported."""
 
 
 VERB_GROUPS: dict[str, dict[str, Verb]] = {
@@ -73,28 +73,34 @@ VERB_GROUPS: dict[str, dict[str, Verb]] = {
         "sbom": Verb("sbom", "List the packages in an image, with versions and digests."),
     },
 }
-"""Group of ``--help`` to its verbs, the commonest first."""
+"""The headings in ``imgkit --help``, and the verbs below each of them."""
 
 VERBS = {name: verb for group in VERB_GROUPS.values() for name, verb in group.items()}
 
 
 class GroupedVerbs(TyperGroup):
-    """Lists the verbs under the headings of `VERB_GROUPS`, and imports a verb's module when it is used."""
+    """The command ``imgkit``.
+
+    It lists the verbs under headings, and imports a verb's module when it is used.
+    """
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
+        # These stand for the verbs in --help. `resolve_command` replaces the one that is used.
         for name, verb in VERBS.items():
             self.add_command(TyperCommand(name, help=verb.help))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the name and the command of the verb that `args` begin with, and the other arguments."""
         name, command, rest = super().resolve_command(ctx, args)
+        # While the shell completes an argument, messages about plug-ins would be in the way.
         if name in VERBS:
             command = verb_command(name, quiet=ctx.resilient_parsing)
         return name, command, rest
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write a section for each group."""
+        """Write a section of the help for each group of verbs."""
+        # As in click: the width that is left for the help of a verb beside its name.
         limit = formatter.width - 6 - max(map(len, self.commands))
         for title, verbs in VERB_GROUPS.items():
             rows = [(name, self.commands[name].get_short_help_str(limit)) for name in verbs]
@@ -103,7 +109,7 @@ class GroupedVerbs(TyperGroup):
 
 
 def build_app() -> typer.Typer:
-    """Return the typer application."""
+    """Return the typer application, whose verbs are not imported yet."""
     app = typer.Typer(
         name="imgkit",
         cls=GroupedVerbs,
@@ -118,10 +124,14 @@ def build_app() -> typer.Typer:
 
 
 def verb_command(name: str, *, quiet: bool = False) -> Any:
-    """Return the command of the verb `name`; `quiet` is that of `with_options`."""
+    """Import the module of the verb `name` and return its command.
+
+    `quiet` is the parameter of `with_options`.
+    """
     module = importlib.import_module(f"imgkit_builder.cli.{VERBS[name].module}")
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     app.callback()(_root)  # so that typer returns a group, also for a single verb
+    # The module has a group of verbs of this name, as for `remote`, or a function verb_NAME.
     if group := getattr(module, "GROUPS", {}).get(name):
         app.add_typer(group, name=name)
     else:
@@ -133,6 +143,7 @@ def verb_command(name: str, *, quiet: bool = False) -> Any:
 
 
 def _print_version(value: bool) -> None:
+    """Print the version and exit, if ``--version`` is given."""
     if value:
         terminal.print_results(f"imgkit {__version__}")
         raise typer.Exit
@@ -154,20 +165,22 @@ def _root(
 
 
 def main() -> None:
-    """Run the command line; an error prints one message and exits with the code of its kind.
+    """Run the command line, and exit.
 
-    The message goes to stderr. With ``--json`` one JSON object goes to stdout, also for a wrong command line,
-    and stderr gets a JSON line.
+    An error is printed on stderr as one message, and the exit code is that of the kind of error. With
+    ``--json``, an error is one JSON object on stdout and one JSON line on stderr, also if the command line is
+    wrong.
     """
     argv = sys.argv[1:]
-    # Words behind "--" belong to the user's program.
+    # Arguments after "--" belong to the user's program, which may have a --json of its own.
     as_json = "--json" in (argv[: argv.index("--")] if "--" in argv else argv)
+    # typer raises errors instead of printing them, so that all errors are printed in one form.
     try:
         code = build_app()(standalone_mode=False)
     except ImgkitError as error:
         _print_error(error, as_json=as_json)
     except OSError as error:
-        # No function expected this one: a full disk or a denied folder needs no traceback.
+        # No function has handled this error. A full disk or a folder without permission needs no traceback.
         full = error.errno in files.FULL
         path = files.full_file(error) if full else error.filename
         failure = ToolFailed(
@@ -182,6 +195,7 @@ def main() -> None:
         if not _is_usage_error(error):
             raise
         _end_usage(error, as_json=as_json)
+    # After Ctrl-C, typer raises Abort or returns this exit code.
     if code == Interrupted.exit_code:
         _print_error(Interrupted(_NOTHING_LEFT), as_json=as_json)
     sys.exit(code if isinstance(code, int) else 0)
@@ -191,20 +205,22 @@ _NOTHING_LEFT = "interrupted; no partial file is left"
 
 
 class Interrupted(ImgkitError):
-    """The user pressed Ctrl-C; typer has turned that into this code."""
+    """The user pressed Ctrl-C, or the process got SIGTERM in a block of `exit_on_sigterm`."""
 
     exit_code = INTERRUPTED
 
 
 def _is_usage_error(error: Exception) -> bool:
-    """Return whether typer raised `error` about the command line.
+    """Return whether `error` is one of typer's errors about a wrong command line.
 
-    typer exports one kind of its usage errors and not their base class; only they have both attributes.
+    typer exports only one kind of these errors, and not their base class. They are recognized by two
+    attributes, which no other error has.
     """
     return hasattr(error, "ctx") and getattr(error, "exit_code", None) == UsageError.exit_code
 
 
 def _end_usage(error: Any, *, as_json: bool) -> NoReturn:
+    """Print `error`, an error of typer about the command line, and exit."""
     error.message = terminal.escape_controls(shorten_message(error.message))
     if not as_json:
         error.show()
@@ -214,6 +230,7 @@ def _end_usage(error: Any, *, as_json: bool) -> NoReturn:
 
 
 def _print_error(error: ImgkitError, *, as_json: bool) -> NoReturn:
+    """Print `error` in the form that `main` describes, and exit with its code."""
     if as_json:
         from imgkit_builder.cli.common import error_data, print_result
 

@@ -1,4 +1,4 @@
-"""Archives: save an image, verify an archive, .sif or .sqsh."""
+"""``imgkit save`` and ``imgkit verify``: write an archive, and check an archive, .sif or .sqsh."""
 
 from __future__ import annotations
 
@@ -106,10 +106,13 @@ def verb_save(
 def _sidecar_maker(
     connected: Engine, info: ImageInfo, target: Path, report: Reporter
 ) -> Callable[[SavedFile], Sidecar]:
-    """Return the function that describes the archive once it is written."""
+    """Return a function that makes the sidecar of the archive once its size and digest are known.
+
+    What the sidecar says about the image is read now, while the engine is connected.
+    """
 
     def baked(path: str, parse: Callable[[str], Baked]) -> Baked | None:
-        """Return a file that imgkit baked into the image; None for an image that imgkit did not build."""
+        """Return the parsed file `path` of the image, or None if imgkit did not build the image."""
         data = engine.read_file(connected, info.ref, path)
         try:
             return parse(data.decode()) if data is not None else None
@@ -132,8 +135,12 @@ def _sidecar_maker(
 
 
 def _next_commands(path: Path, system: SystemFacts | None) -> dict[str, str]:
-    """Return the next commands; an empty string stands for a step that is not needed."""
+    """Return the commands that copy, verify and convert the archive `path`, by their purpose.
+
+    The values of the image's system are filled in. The command is empty for a step that is not needed.
+    """
     files = [str(path), str(sidecar.sha256_path(path)), str(sidecar.json_path(path))]
+    # The values for an image that names no system.
     host, folder, kind = "CLUSTER", "", "singularity"
     module = module_line(system) or ""
     job_options: list[str] = []
@@ -145,7 +152,7 @@ def _next_commands(path: Path, system: SystemFacts | None) -> dict[str, str]:
             module = ""
             account = ["-A", "ACCOUNT"] if "account" in system.queue.required else []
             job_options = ["--submit", *account, "--time", "1h"]
-    # Quoted for this shell; the user replaces the words in capitals.
+    # Quoted for the shell of this machine. The user replaces the words in capitals.
     address = shlex.quote(f"{'' if '@' in host else 'USER@'}{host}:{folder}")
     convert = {
         "singularity": ["imgkit", "sif", path.name, *job_options],

@@ -1,4 +1,4 @@
-"""``imgkit build``: a recipe becomes a tested image or .sif; ``--dry-run`` prints the plan."""
+"""``imgkit build``: build and test the image or .sif of a recipe, or print the plan with ``--dry-run``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ COMMAND_CLASSES = {"build": GroupedCommand}
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions(BuildRequest, SifBuildRequest):
-    """The options of ``imgkit build``: both kinds of request, and which of them counts."""
+    """The options of ``imgkit build``: those of both kinds of request, and ``--with``, which selects one."""
 
     program: Literal["docker", "apptainer"] = option_field(
         "docker",
@@ -54,7 +54,7 @@ NOT_WITH = {
     "docker": ("--output", "--base-from", "--tmpdir", "--runtime-command"),
     "apptainer": ("--tag", "--builder"),
 }
-"""Options that only the other program has."""
+"""The options that cannot be used with each value of ``--with``."""
 
 
 def verb_build(
@@ -120,19 +120,27 @@ def verb_build(
 
 
 def _show_plan(plan: ImagePlan | SifPlan, *, as_json: bool) -> None:
-    """Print the plan, as comments above the Dockerfile or definition."""
+    """Print the values of the plan as comments, followed by the Dockerfile or definition."""
     data = dataclasses.asdict(plan)
     if as_json:
         print_result({"dry_run": True, **data}, as_json=True)
         return
+    # The last field of both plans is the Dockerfile or definition.
     *rows, (_, text) = data.items()
     comments = "".join(f"# {name:13} {terminal.escape_controls(str(value))}\n" for name, value in rows)
     terminal.print_document(f"{comments}{text.rstrip()}\n")
 
 
 def _next_command(recipe: str, tag: str | None, runtime: str) -> str:
-    """Return the next command for an image that was built, as it is typed."""
+    """Return the command to type after a build, which depends on how jobs of the recipe start the image.
+
+    Parameters
+    ----------
+    tag : the value of ``--tag``, or None.
+    runtime : the kind of runtime of the recipe's system, such as ``singularity``.
+    """
     again, system_runtime = shlex.quote(tag or recipe), runtimes.get_runtime(runtime)
+    # Pods pull their image from a registry. Docker starts the image itself. The other runtimes start a file.
     if system_runtime.is_isolated:
         return f"imgkit push {again} REGISTRY/{name_stem(tag or recipe)}:1"
     if not system_runtime.image_suffix:
@@ -142,6 +150,7 @@ def _next_command(recipe: str, tag: str | None, runtime: str) -> str:
 
 
 def _show_image(built: BuiltImage, following: str, *, as_json: bool) -> None:
+    """Print the image that was built, and the command to type next."""
     lines = [
         f"{built.tag}  {built.id}  {built.size_bytes / MB:.1f} MB  {built.platform}",
         *_standin_lines(built.standin, built.base.name),
@@ -151,6 +160,7 @@ def _show_image(built: BuiltImage, following: str, *, as_json: bool) -> None:
 
 
 def _show_sif(built: BuiltSif, target: Path, *, as_json: bool) -> None:
+    """Print the .sif that was built, the seconds of each stage, and the command to type next."""
     base, following = built.base, next_line(target, "dist-train")
     data = dataclasses.asdict(built)
     del data["record"]["facts"]
@@ -163,9 +173,11 @@ def _show_sif(built: BuiltSif, target: Path, *, as_json: bool) -> None:
         "next": following,
     }
     lines = result_lines(built, target, following)
+    # Before the last line, which is the next command.
     lines[-1:-1] = _standin_lines(base.standin, base.name)
     show_stages(data, built.stages, *lines, as_json=as_json)
 
 
 def _standin_lines(is_standin: bool, base: str) -> list[str]:
+    """Return the warning about a base without NVIDIA software, or nothing for other bases."""
     return [f"a STAND-IN: {base} has no NVIDIA software; for tests only"] if is_standin else []

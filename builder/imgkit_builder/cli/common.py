@@ -1,4 +1,4 @@
-"""Options, questions and output that several verb groups share."""
+"""Options, questions and output that the modules of several verbs share."""
 
 from __future__ import annotations
 
@@ -25,15 +25,19 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 SCHEMA = 1
-"""Version of the JSON that verbs print."""
+"""The version of the JSON that verbs print, under the key ``schema``."""
 HERE = "here"
-"""The value of ``--on`` for this machine, where an imgkit.toml names a remote."""
+"""The value of ``--on`` for this machine, for use when imgkit.toml names a remote."""
 
 
 def complete_names(incomplete: str) -> list[str]:
-    """Return the names of recipes, files and folders that begin with `incomplete`, for the shell."""
+    """Return the names that the shell can offer for the argument `incomplete`.
+
+    They are the shipped recipes, and the folders, recipes, archives and .sif files whose names begin with it.
+    """
     names = [name for name in recipe_names() if name.startswith(incomplete)]
     suffixes = (*RECIPE_SUFFIXES, *ARCHIVE_SUFFIXES, ".sif")
+    # "dir/na" stands for the names in dir/ that begin with "na".
     folder, _, start = incomplete.rpartition("/")
     directory = Path(f"{folder}/") if "/" in incomplete else Path()
     paths = sorted(path for path in directory.glob("*") if path.name.startswith(start))
@@ -42,7 +46,7 @@ def complete_names(incomplete: str) -> list[str]:
 
 
 def name_argument(metavar: str, help: str, default: Any = ...) -> Any:
-    """Return an argument that the shell completes with names of recipes and files."""
+    """Return an argument that the shell completes with names of recipes and files (`complete_names`)."""
     return typer.Argument(default, metavar=metavar, autocompletion=complete_names, help=help)
 
 
@@ -64,16 +68,20 @@ UNPACK_LIMIT: float | None = typer.Option(
     help="Largest size of a compressed archive once unpacked (default: 100 times the file, at least 1).",
 )
 VERBOSE: bool = typer.Option(False, "--verbose", "-v", help="Show all output.")
+# Bytes in a MB, for text.
 MB = 1e6
 
 
 def gigabytes_to_bytes(value: float | None) -> int | None:
-    """Return the bytes of so many GB; None for None."""
+    """Return the number of bytes in `value` GB of 10^9 bytes each. Return None for None."""
     return None if value is None else int(value * 1e9)
 
 
 def print_result(data: Mapping[str, Any], *lines: str, as_json: bool) -> None:
-    """Print `data`, with the version of its schema, as indented JSON, or else `lines`."""
+    """Print `data` and the version of its schema as indented JSON, or `lines` if `as_json` is False.
+
+    A key ``schema`` in `data` takes precedence over the usual version.
+    """
     if as_json:
         terminal.print_document(json.dumps({"schema": SCHEMA, **data}, indent=2, default=str) + "\n")
     else:
@@ -81,20 +89,29 @@ def print_result(data: Mapping[str, Any], *lines: str, as_json: bool) -> None:
 
 
 def show_checks(results: Sequence[Check], *, as_json: bool, **context: Any) -> None:
-    """Print `results`, and end with exit code 1 if a check failed."""
+    """Print `results` as a table or as JSON with the keys of `context`.
+
+    Exit with code 1 if a check failed.
+    """
     print_result(checks.to_dict(results, **context), *checks.table(results), as_json=as_json)
     if not checks.passed(results):
         raise typer.Exit(EXIT_NO)
 
 
 def with_leave(run: Callable[[bool], Result], *, large: bool, may_ask: bool = True) -> Result:
-    """Return what `run` does; its argument is the leave to pack large code, which a person may still give.
+    """Call `run`, and return its result. If the code is large, ask the user whether to go on.
+
+    Parameters
+    ----------
+    run : packs code. Its argument tells whether it may pack more than 1 GB; otherwise it raises LargeContext.
+    large : whether the user has allowed that by a flag.
+    may_ask : whether the verb may ask. It also needs a terminal for that.
 
     Raises
     ------
-    LargeContext : the code is large, and there is nobody to ask, or the answer is no.
+    LargeContext : the code is large, and there is nobody to ask, or the answer was no.
     """
-    # Most verbs load this module, and pack nothing.
+    # Imported here, because most verbs load this module and pack nothing.
     from imgkit_builder.image.context import LargeContext
 
     try:
@@ -110,7 +127,7 @@ def with_leave(run: Callable[[bool], Result], *, large: bool, may_ask: bool = Tr
 def error_data(error: ImgkitError) -> dict[str, Any]:
     """Return the JSON form of `error`: ``{"schema": 1, "error": {"what", "where", "hint", "exit_code"}}``.
 
-    The error of a recipe also has ``problems``, one entry for each.
+    The error of a recipe also has ``problems``, with one entry for each problem.
     """
     data: dict[str, Any] = {
         "what": error.what,
@@ -134,11 +151,12 @@ def problem_data(problem: Problem) -> dict[str, Any]:
 
 
 def format_columns(table: Sequence[Sequence[str]], *, most: int | None = None) -> Iterator[str]:
-    """Yield each row of `table` as a line; every row has as many cells.
+    """Yield each row of `table` as a line of aligned columns. All rows must have the same number of cells.
 
     Parameters
     ----------
-    most : widest column behind the first, in characters; a longer cell sticks out.
+    most : the largest width of a column after the first one, in characters. A longer cell is not cut: it
+        moves the rest of its line to the right. None: no limit.
     """
     rows = [[*map(terminal.escape_controls, row)] for row in table]
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
@@ -150,7 +168,10 @@ def format_columns(table: Sequence[Sequence[str]], *, most: int | None = None) -
 
 @contextlib.contextmanager
 def exit_on_sigterm() -> Iterator[None]:
-    """Let SIGTERM, which a scheduler sends at the time limit, clean up like Ctrl-C."""
+    """Raise KeyboardInterrupt in the block on SIGTERM, so that files are cleaned up as after Ctrl-C.
+
+    A scheduler sends SIGTERM at the time limit of a job.
+    """
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Verbs for built images: test, shell, push."""
+"""``imgkit test``, ``shell`` and ``push``: verbs for images that were built."""
 
 from __future__ import annotations
 
@@ -114,15 +114,17 @@ def verb_shell(
 
 
 def _into_job(job_id: str, node: str, *, look: bool) -> tuple[tuple[str, ...], str]:
-    """Return the argv that opens a shell in the job, and what it runs in.
+    """Return the command that opens a shell in the job, and a text about what the shell runs in.
 
     Parameters
     ----------
+    node : the node or pod in which to open the shell, or "" for the default.
     look : ask the scheduler first whether the job runs.
     """
     if node and not quoting.is_job_id(node):
         raise UsageError(f"{node!r} cannot be the name of a node or pod", where="--node")
     record = records.find_record(job_id)
+    # The shell gets this variable, as the job has it.
     line = f"export IMGKIT_RUN_DIR={shlex.quote(str(record.job.run_folder))}; {record.job.shell_line}"
     entry = systems.get_system(record.job.system).shell_command(record.job, line, node)
     state = history.refresh_state(record, scheduler_runner(record)).state if look else ""

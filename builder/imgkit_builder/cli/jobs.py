@@ -72,9 +72,10 @@ def verb_status(
 
 
 def _own_jobs(*, as_json: bool) -> None:
-    """Show each job that had not ended when imgkit last asked, with its state now.
+    """Print a table of the jobs that had not ended when imgkit last asked, with their states now.
 
-    A remote that cannot be reached is reported once, and its other jobs are shown with their last states.
+    A remote that cannot be reached is reported once. Its other jobs are shown with the last known states, and
+    the exit code is that of `ToolFailed`.
     """
     jobs = []
     unreachable_remotes = set()
@@ -87,6 +88,7 @@ def _own_jobs(*, as_json: bool) -> None:
             if record.job.remote not in unreachable_remotes:
                 current = history.refresh_state(record, scheduler_runner(record))
         except ImgkitError as error:
+            # The other jobs are shown all the same.
             terminal.print_messages(f"imgkit: {record.job.handle}: {error.what}")
             is_complete = False
             if isinstance(error, Cut):
@@ -103,7 +105,7 @@ def _own_jobs(*, as_json: bool) -> None:
 
 
 def _remote_prefix(record: SubmittedJob) -> str:
-    """Return ``on REMOTE: `` for a command that runs on the job's remote, and "" on this machine."""
+    """Return ``on REMOTE: `` for the message about a command on the job's remote, and "" for this machine."""
     return f"on {record.job.remote}: " if record.job.remote else ""
 
 
@@ -124,7 +126,7 @@ def _may_run(record: SubmittedJob) -> bool:
 
 
 def _report_to_dict(report: JobReport) -> dict[str, Any]:
-    """Return the object that ``imgkit status ID --json`` and ``imgkit wait ID --json`` print."""
+    """Return the data that ``imgkit status ID --json`` and ``imgkit wait ID --json`` print."""
     record = report.record
     data: dict[str, Any] = {
         "id": record.job.handle,
@@ -142,8 +144,8 @@ def _report_to_dict(report: JobReport) -> dict[str, Any]:
 
 
 def keep_state(record: SubmittedJob, current: SubmittedJob) -> None:
-    """Save `current`, which is `record` with the job's state now, if the state has changed."""
-    # The record of a task is derived from that of an array job, which alone is kept.
+    """Save `current` if its state differs from that of `record`, the same job as it was before."""
+    # A task of an array has no file of its own: its record is derived from that of the array.
     if current.state != record.state and records.is_kept(record):
         # A folder that cannot be written loses only the state that imgkit runs lists.
         with contextlib.suppress(OSError):
@@ -156,7 +158,7 @@ def may_ask() -> bool:
 
 
 def connect_to(name: str) -> Connection:
-    """Return the connection to the remote `name`, over which no command has run yet."""
+    """Return a connection to the remote `name`. No command has run over it yet."""
     return history.connection_to(name, may_ask=may_ask())
 
 
@@ -178,7 +180,11 @@ def can_follow(record: SubmittedJob) -> bool:
 
 
 def follow_job(record: SubmittedJob) -> int:
-    """Show the job's output, here or on its remote, until the job ends; return imgkit's exit code."""
+    """Show the output of the job until it ends, and return the exit code for imgkit.
+
+    The exit code is 0 if the job succeeded, or ended without a known result. It is `INTERRUPTED` after
+    Ctrl-C, which leaves the job running, and 1 otherwise.
+    """
     verbs = "logs|status|cancel|fetch" if record.job.remote else "logs|status|cancel"
     continues = f"the job continues; imgkit {verbs} {record.job.handle}"
     _print_message(f"job {record.job.handle}; Ctrl-C stops following; the job continues")
@@ -224,7 +230,8 @@ def _show_local_output(record: SubmittedJob, run: Callable[[Sequence[str]], Fini
         log.update(report.record.state, report.wait)
         return report.has_ended
 
-    # tail -F FILE. It would complain about a file that does not exist yet, so wait for the file.
+    # `argv` is "tail -F FILE". tail would complain about a file that does not exist yet, so wait for the
+    # file.
     argv = systems.get_system(record.job.system).log_source(record.job)
     log_file = Path(argv[-1])
     is_over = False

@@ -1,4 +1,4 @@
-"""``imgkit lock``: a recipe's packages, with version, URL and sha256, in a file next to it."""
+"""``imgkit lock``: write a recipe's packages, with version, URL and sha256, to a file next to the recipe."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def verb_lock(
 
 @dataclass(frozen=True, kw_only=True)
 class _BaseOptions(BaseOptions):
-    """The base, and what queries it."""
+    """The options about the base, and about the builder that runs steps in it."""
 
     builder: Literal["auto", "classic", "buildx", "podman"] = option_field(
         "auto", help="Builder that queries the base, as in imgkit build."
@@ -108,12 +108,15 @@ def _write_lock(
     writes: bool,
     report: Reporter,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Resolve the recipe in its base, and write the lock; return the result as JSON and for people."""
+    """Resolve the packages of the recipe in its base, and write the lock.
+
+    Return the result as JSON data, and as lines for people. With `writes` False, no file is changed.
+    """
     request = _lock_request(recipe, source.base)
     file = lock_file.lock_path(recipe)
     lock = lock_file.read_lock(file) if file.exists() else None
     if writes and not os.access(file.parent, os.W_OK):
-        # Not after minutes of resolving.
+        # Checked first, because to resolve the packages takes minutes.
         raise UsageError(
             "no permission to write the lock here",
             where=str(file.parent),
@@ -133,6 +136,8 @@ def _write_lock(
             report=report,
         )
         old = lock.for_platform(image.platform) if lock else None
+        # An upgrade of everything resolves all packages anew, so that wheels kept beside the lock do not
+        # count.
         wheels = {} if options.upgrade and not options.packages else find_kept_wheels(file, old)
         resolution = Resolution(
             recipe=recipe, request=request, base=image, old=old, options=options, kept_wheels=wheels
@@ -147,6 +152,7 @@ def _write_lock(
         )
         same = changes.is_same(old, new)
         if writes and (options.keep_files or not same):
+            # A lock with the same packages is written only to keep files beside it.
             resolved = old if same and old else new
             write_lock(recipe, file, lock, resolved, Path(folder) if options.keep_files else None)
     difference = changes.list_changes(old, new)
@@ -169,6 +175,10 @@ def _write_lock(
 
 
 def _lock_request(recipe: Recipe, base: str | None) -> LockRequest:
+    """Return what the lock of `recipe` has to resolve.
+
+    Raise UsageError if a file of its pip steps is wrong.
+    """
     try:
         return lock_file.make_request(recipe, base=base)
     except (OSError, ValueError) as error:
@@ -176,6 +186,7 @@ def _lock_request(recipe: Recipe, base: str | None) -> LockRequest:
 
 
 def _check_lock(recipe: Recipe, *, base: str | None, platform: str | None, as_json: bool) -> None:
+    """Print whether the lock fits the recipe. If it does not, print the reason and exit with code 1."""
     file = lock_file.lock_path(recipe)
     target = engines.choose_platform(recipe, requested=platform, host=host_platform())
     reason = ""

@@ -1,6 +1,8 @@
-"""Options that are fields of a dataclass: `with_options` writes them into the signature that typer reads.
+"""Make typer options of the fields of a dataclass.
 
-A verb takes the dataclass itself: ``def verb_build(recipe: str = ..., *, request: BuildRequest)``.
+A verb takes the dataclass itself: ``def verb_build(recipe: str = ..., *, request: BuildRequest)``. typer
+reads the options from the signature of a function, so `with_options` makes one with a parameter for each
+field.
 """
 
 from __future__ import annotations
@@ -21,12 +23,15 @@ from imgkit_entrypoints import terminal
 
 Verb = Callable[..., None]
 COMMAND = "imgkit.command"
-"""Key of ``Context.meta``: the arguments behind ``--``."""
+"""The key of ``Context.meta`` under which a verb finds the arguments after ``--``."""
 _KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY  # typer calls by keyword, so defaults may stand in any order
 
 
 class Without:
-    """Fields of a request that are no options of a verb: ``Annotated[JobRequest, Without("nodes")]``."""
+    """Names the fields of a request that a verb does not have as options.
+
+    For example, ``request: Annotated[JobRequest, Without("nodes")]`` has no option ``--nodes``.
+    """
 
     def __init__(self, *fields: str) -> None:
         self.fields = fields
@@ -36,21 +41,25 @@ def with_options(verb: Verb, *, quiet: bool = False) -> Verb:
     """Return a function for typer that has an option for each field of the dataclasses that `verb` takes.
 
     typer makes options of a function's parameters. For each parameter of `verb` whose type is a dataclass,
-    the function has a parameter for each field. For a parameter of the type ``tuple[SystemFlags, ...]``, it
-    has those of the flags of all systems. When typer calls the function, it creates the dataclasses from the
-    options' values, and calls `verb`. The tuple has only the systems of which an option was given.
+    the returned function has a parameter for each field. For a parameter of the type
+    ``tuple[SystemFlags, ...]``, it has one for each flag of all systems.
+
+    When typer calls the returned function, that creates the dataclasses from the values of the options, and
+    calls `verb`. The tuple has only the systems of which an option was given.
 
     Parameters
     ----------
-    quiet : do not report plug-ins that cannot be used.
+    quiet : do not report plug-ins that cannot be used, as while the shell completes an argument.
     """
     parameters: list[inspect.Parameter] = []
+    # By the names of the parameters of `verb`.
     requests: dict[str, _FieldOptions] = {}
     system_requests: dict[str, list[_FieldOptions]] = {}
     for parameter in inspect.signature(verb, eval_str=True).parameters.values():
         name = parameter.name
         kind = parameter.annotation
         omitted: Collection[str] = ()
+        # Annotated[JobRequest, Without("nodes")]
         if typing.get_origin(kind) is Annotated:
             kind, without = typing.get_args(kind)
             omitted = without.fields
@@ -71,6 +80,7 @@ def with_options(verb: Verb, *, quiet: bool = False) -> Verb:
         for name, field_options in requests.items():
             values[name] = field_options.take(values)
         for name, options_of_systems in system_requests.items():
+            # Flags with their default values were not given, and their system is left out.
             all_flags = [field_options.take(values) for field_options in options_of_systems]
             values[name] = tuple(flags for flags in all_flags if flags != type(flags)())
         verb(**values)
@@ -82,18 +92,21 @@ def with_options(verb: Verb, *, quiet: bool = False) -> Verb:
 
 
 def field_option(owner: type[Any], field: str) -> Any:
-    """Return the option that `field` of the dataclass `owner` declares, as a parameter's default."""
+    """Return the typer option that `field` of the dataclass `owner` declares.
+
+    A verb uses it as the default of a parameter, as typer expects.
+    """
     flags_of_fields = {flag.field: flag for flag in declared_options(owner)}
     return _typer_option(flags_of_fields[field])
 
 
 def _typer_option(flag: Flag) -> Any:
-    """Return the typer option of `flag`, as a parameter's default."""
+    """Return the typer option for `flag`, to use as the default of a parameter."""
     default = flag.default
     if isinstance(default, tuple):
-        default = list(default)  # typer takes lists only
+        default = list(default)  # typer knows lists as repeated options, and no tuples of any length
     if flag.is_negative:
-        default = False  # --no-test is not given
+        default = False  # the value of the option --no-test; the field `test` is True then
     return typer.Option(
         default,
         *flag.names,
@@ -105,10 +118,10 @@ def _typer_option(flag: Flag) -> Any:
 
 
 class _FieldOptions:
-    """The options of one dataclass without `omitted` fields, as parameters whose names begin with `prefix`.
+    """The options of the dataclass `owner`, apart from its `omitted` fields.
 
-    Without the prefix, fields of two systems could not have the same name, and no field could be named
-    ``with``, which is a keyword of Python.
+    They are parameters whose names begin with `prefix`. Without the prefix, the flags of two systems could
+    not have the same name, and none could be called ``with``, which is a keyword of Python.
     """
 
     def __init__(self, prefix: str, owner: type[Any], omitted: Collection[str] = ()) -> None:
@@ -118,7 +131,7 @@ class _FieldOptions:
         }
 
     def parameters(self) -> list[inspect.Parameter]:
-        """Return one parameter for each option."""
+        """Return a parameter for each option, with the option as its default."""
         parameters = []
         for name, flag in self.flags.items():
             kind = list[str] if isinstance(flag.default, tuple) else flag.type
@@ -127,7 +140,7 @@ class _FieldOptions:
         return parameters
 
     def take(self, values: dict[str, Any]) -> Any:
-        """Remove the values of the options from `values`, and return the dataclass with these values."""
+        """Remove the values of these options from `values`, and return an instance of `owner` with them."""
         fields = {}
         for name, flag in self.flags.items():
             value = values.pop(name)
@@ -143,10 +156,11 @@ class GroupedCommand(TyperCommand):
     """A verb whose help lists its options in groups."""
 
     default_group = "Options"
-    """Heading of the options without a group."""
+    """The heading of the options without a group."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write a section for the arguments, and one for each group of options."""
+        """Write a section of the help for the arguments, and one for each group of options."""
+        # These come first and in this order. Other groups follow.
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": [], "Advanced": []}
         for parameter in self.get_params(ctx):
             title = getattr(parameter, "rich_help_panel", None) or self.default_group
@@ -162,27 +176,31 @@ class GroupedCommand(TyperCommand):
 
 
 class JobCommand(GroupedCommand):
-    """A verb that submits jobs: a command follows ``--``, and most of its many options are rarely needed."""
+    """A verb that submits jobs, such as ``run``. The command of the job follows ``--``.
+
+    Most of the many options are rarely needed, so that those without a group are listed as advanced.
+    """
 
     default_group = "Advanced"
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
-        """Parse the arguments before ``--``, and keep the others as the command.
+        """Parse the arguments before ``--``, and store those after it in ``ctx.meta`` as the job's command.
 
-        click would take the first word of the command for RECIPE where that is left out.
+        click would take the first word of the command for the argument RECIPE if that is left out.
         """
         end = args.index("--") if "--" in args else len(args)
         ctx.meta[COMMAND] = tuple(args[end + 1 :])
         try:
             return super().parse_args(ctx, args[:end])
         except Exception as error:
-            # typer exports no class for its error about an unknown option.
+            # An unknown option may be one of a scheduler, and gets a better message then. typer does not
+            # export the class of this error, which has an attribute of its own.
             if hasattr(error, "option_name"):
                 scheduler_options.refuse_scheduler_options(args[:end], self._own_options(ctx))
             raise
 
     def _own_options(self, ctx: Any) -> dict[str, bool]:
-        """Return the name of each option, and whether it takes a value."""
+        """Return the names of the verb's options, and for each whether it takes a value."""
         takes_value = {}
         parameters: list[Any] = self.get_params(ctx)
         for parameter in parameters:
@@ -194,12 +212,13 @@ class JobCommand(GroupedCommand):
 
 def _flags_of_systems(*, quiet: bool) -> list[type[Any]]:
     """Return the dataclasses of all systems' flags. Report plug-ins that cannot be used, unless `quiet`."""
-    # Not at the top: `imgkit --help` loads this module, and must neither import systems nor find plug-ins.
+    # Not at the top of the module: `imgkit --help` loads it, and should neither import the systems nor search
+    # for plug-ins.
     from imgkit_builder.jobs import systems
 
     installed = systems.load_systems()
     if not quiet:
         for error in installed.errors:
             terminal.print_messages(*f"imgkit: {error}".split("\n"))
-    # Systems without flags have a class in common, and so have RunAI and Kubeflow.
+    # Each class once: systems without flags have the same class, and so have RunAI and Kubeflow.
     return list(dict.fromkeys(system.flags for system in installed.systems.values()))

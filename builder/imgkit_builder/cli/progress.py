@@ -1,4 +1,7 @@
-"""Progress on stderr: a live display on a terminal, plain lines elsewhere, JSON lines for scripts."""
+"""Print progress on stderr.
+
+On a terminal it is a live display, elsewhere plain lines, and with ``--json`` JSON lines for scripts.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,17 @@ from imgkit_entrypoints import terminal
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
+# Seconds between two reports of bytes, in plain lines and as JSON.
 PLAIN_EVERY_S = 5.0
 JSON_EVERY_S = 1.0
 
 
 @contextlib.contextmanager
 def reporter(*, as_json: bool = False, verbose: bool = False) -> Iterator[Reporter]:
-    """Yield the reporter for stderr and the flags."""
+    """Yield the reporter for the given flags: JSON, plain lines, or a live display on a terminal.
+
+    With ``--verbose`` it is plain lines, because only they show the output of tools.
+    """
     if as_json:
         yield JsonReporter()
     elif verbose or not sys.stderr.isatty():
@@ -35,7 +42,10 @@ def reporter(*, as_json: bool = False, verbose: bool = False) -> Iterator[Report
 
 
 class PlainReporter(Reporter):
-    """One line per stage; bytes at most every five seconds; tool output only with ``-v``."""
+    """Prints a line for each stage, and for its bytes at most every five seconds.
+
+    The output of tools is printed only with ``-v``.
+    """
 
     def __init__(self, *, verbose: bool) -> None:
         self._verbose = verbose
@@ -52,11 +62,12 @@ class PlainReporter(Reporter):
         if now - self._printed_s < PLAIN_EVERY_S:
             return
         self._printed_s = now
+        # The clock may not have moved since the stage began: avoid a division by zero.
         rate = done_bytes / max(now - self._start_s, 1e-9)
         text = f"{self._stage}: {done_bytes / 1e6:.0f} MB"
         if total_bytes:
             text += f" of {total_bytes / 1e6:.0f} MB"
-        if rate > 1e6:  # the engine still prepares its stream: its speed is not known yet
+        if rate > 1e6:  # below 1 MB/s the engine is still preparing its stream, and this is not its speed
             text += f", {rate / 1e6:.0f} MB/s"
             text += f", {max(total_bytes - done_bytes, 0) / rate:.0f} s left" if total_bytes else ""
         self._print(text)
@@ -73,12 +84,16 @@ class PlainReporter(Reporter):
 
 
 class JsonReporter(Reporter):
-    """One JSON object per event on stderr, bytes at most every second; stdout is left to the result."""
+    """Prints a JSON object for each event on stderr, and for bytes at most one a second.
+
+    stdout is kept for the result.
+    """
 
     _next_bytes = 0.0
-    """Time before which no further event of bytes is printed."""
+    """The time of ``time.monotonic`` before which no further event about bytes is printed."""
 
     def stage(self, text: str) -> None:
+        # The first bytes of a stage are reported at once.
         self._next_bytes = 0.0
         self._emit(event="stage", text=text)
 
@@ -99,13 +114,16 @@ class JsonReporter(Reporter):
 
 
 class LiveReporter(Reporter):
-    """A bar or spinner per stage, by rich, which loads slowly: not before the first stage."""
+    """Shows a bar or a spinner for each stage.
+
+    The library rich draws them. It loads slowly, and is imported at the first stage.
+    """
 
     _progress: Progress | None = None
     _task: TaskID | None = None
 
     def close(self) -> None:
-        """Leave the last stage on the terminal."""
+        """Finish the last stage and stop the display. What it shows stays on the terminal."""
         if self._progress is not None:
             self._finish(self._progress)
             self._progress.stop()
@@ -122,7 +140,7 @@ class LiveReporter(Reporter):
             self._progress.update(self._task, completed=done_bytes, total=total_bytes)
 
     def line(self, text: str) -> None:
-        """Ignore: the log has it, and ``-v`` shows it."""
+        """Ignore the line. The log has it, and ``-v`` shows it."""
 
     def note(self, text: str) -> None:
         if self._progress is None:
@@ -131,6 +149,7 @@ class LiveReporter(Reporter):
             self._progress.console.print(terminal.escape_controls(text), markup=False, highlight=False)
 
     def _finish(self, progress: Progress) -> None:
+        """Show the current stage as complete."""
         if self._task is not None:
             task = progress.tasks[progress.task_ids.index(self._task)]
             # A stage without a known size ends with a full bar, not with a frozen spinner.
@@ -138,6 +157,7 @@ class LiveReporter(Reporter):
 
 
 def _progress_bar() -> Progress:
+    """Return rich's display on stderr. Brackets in the text of a stage are printed as they are."""
     from rich.console import Console
     from rich.progress import DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 

@@ -1,4 +1,4 @@
-"""``imgkit init``, and what the verbs of jobs do with an ``imgkit.toml``."""
+"""``imgkit init``, and how the verbs for jobs find an ``imgkit.toml`` and print its values."""
 
 from __future__ import annotations
 
@@ -25,16 +25,18 @@ if TYPE_CHECKING:
 
 
 def project_here(*, recipe: str, trusted: bool) -> ProjectFile | None:
-    """Return the imgkit.toml of this folder or above it, and print its path on stderr; None if there is none.
+    """Return the imgkit.toml of this folder or above it, and print its path on stderr.
+
+    Return None if there is no such file.
 
     Parameters
     ----------
-    recipe : the one that the user named, if any; the file's own is then not used.
-    trusted : do not check who can change the file and what it names.
+    recipe : the recipe on the command line, or "". If there is one, that of the file is not used.
+    trusted : do not check whether other users can change the file and what it names.
 
     Raises
     ------
-    UsageError : it has problems, or users other than this one can change it or what it names.
+    UsageError : the file has problems, or other users can change it or what it names.
     """
     file = toml_file.find_file(Path.cwd())
     if file is None:
@@ -50,7 +52,7 @@ def project_here(*, recipe: str, trusted: bool) -> ProjectFile | None:
 
 
 def values_table(rows: Sequence[ValueSource]) -> Iterator[str]:
-    """Yield lines with name, value and source of each of `rows`."""
+    """Yield a line of aligned columns for each of `rows`: its name, value and source."""
     return format_columns([(row.name, row.value or "-", row.source) for row in rows], most=60)
 
 
@@ -124,18 +126,31 @@ def verb_init(
 
 
 def _left_out_notice(folder: Path) -> str:
-    """Return a line about data that jobs would not see; empty if there is none, or it cannot be known."""
+    """Return a line about files of `folder` that would stay out of the code of a job.
+
+    It is empty if there are none, or if the code cannot be read.
+    """
     from imgkit_builder.jobs import code as code_of
 
     try:
         code = code_of.read_code_folder(JobRequest.of(code=folder), large=False, report=Silent())
-    except ImgkitError:  # the first run reports it
+    except ImgkitError:  # imgkit run will report this error
         return ""
     return code_of.left_out_notice(code, None)
 
 
 def _select_remote_and_recipe(on: str, recipe: str) -> tuple[str, str]:
-    """Return the remote, empty if there is none, and the recipe."""
+    """Return the name of the remote, or "", and the recipe for a new imgkit.toml.
+
+    Parameters
+    ----------
+    on : the value of ``--on``. If it is empty, the only remote, or the only one with this recipe, is taken.
+    recipe : the value of ``--recipe``. If it is empty, the default recipe of the remote is taken.
+
+    Raises
+    ------
+    UsageError : no recipe is given, and no single remote has one.
+    """
     configured = list(config.read_remotes().values())
     if on:
         remotes = [config.get_remote(on)]

@@ -96,6 +96,7 @@ def verb_list(
 
 
 def _list_bases(*, as_json: bool) -> None:
+    """Print the base images that imgkit knows, with the versions in them."""
     known_bases = bases.load_table()
     rows = []
     lines = []
@@ -108,10 +109,11 @@ def _list_bases(*, as_json: bool) -> None:
 
 
 def _list_systems(*, as_json: bool) -> None:
-    """Print each system with the strongest test of its values, or with all of them as JSON."""
+    """Print each known cluster and how its values were tested: the strongest test, or all tests as JSON."""
     rows, table = [], []
     for system in map(load_system, system_files.find_systems()):
         facts, is_site = system.facts, system_files.is_site(system.file)
+        # The path of a site's own file tells it apart from a shipped one.
         title = f"{facts.title} ({system.file})" if is_site else facts.title
         table.append((system.name, facts.scheduler, system.proof.strongest, title))
         rows.append(
@@ -161,12 +163,12 @@ def verb_show(
 
 
 def _is_image(name: str) -> bool:
-    """Whether `name` can only be an image reference: it has a tag, digest or slash and is no file."""
+    """Return whether `name` can only be an image: it has a tag, a digest or a slash, and is not a file."""
     if name.endswith(RECIPE_SUFFIXES) or name.startswith((".", "/", "~")):
         return False
     try:
         return (":" in name or "/" in name) and not Path(name).exists()
-    except OSError:  # too long for a file name, but not for an image
+    except OSError:  # the name is too long for a file, but not for an image
         return True
 
 
@@ -219,7 +221,7 @@ def verb_check(
 
 
 def _check_recipe(file: str, *, strict: bool) -> tuple[Sequence[Problem], UsageError | None]:
-    """Return the warnings and the error of a recipe."""
+    """Load the recipe `file`, and return its warnings and its error, which is None if it has none."""
     warnings: Sequence[Problem] = ()
     try:
         recipe = load(file)
@@ -232,6 +234,7 @@ def _check_recipe(file: str, *, strict: bool) -> tuple[Sequence[Problem], UsageE
 
 def _problems_to_dicts(error: UsageError) -> list[dict[str, Any]]:
     """Return the JSON form of the problems in `error`."""
+    # An error that is not about the text of the recipe has no list, and counts as one problem without a key.
     data = error_data(error)["error"]
     return data.get("problems") or [{**{key: data[key] for key in ("what", "where", "hint")}, "key": ""}]
 
@@ -288,7 +291,7 @@ def verb_render(
 def _write_context(
     recipe: Recipe, file: Path, *, base: str | None, platform: str | None, large: bool
 ) -> None:
-    """Write the build context of the recipe as a tar."""
+    """Write the build context of the recipe to `file`, as a tar."""
 
     def attempt(large: bool) -> BuildContext:
         return pack_context(

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from imgkit_builder.project.toml_file import ProjectFile
 
 COMMAND_CLASSES = {"run": JobCommand}
-"""Classes for verbs that need another one than typer's: ``run`` has a command behind ``--``."""
+"""The classes of verbs that need another one than typer's. In ``run``, a command follows ``--``."""
 
 
 def verb_run(
@@ -95,7 +95,10 @@ def verb_run(
 
 
 def find_remote(options: JobOptions) -> tuple[Remote | None, ProjectFile | None]:
-    """Return the remote of a job, and the imgkit.toml whose values the job takes; None: there is none."""
+    """Return the remote of a job, and the imgkit.toml whose values the job takes.
+
+    The remote is None for a job on this machine. The file is None if there is none, or if it does not count.
+    """
     from imgkit_builder.jobs.remote import config
 
     project = None
@@ -110,7 +113,10 @@ def find_remote(options: JobOptions) -> tuple[Remote | None, ProjectFile | None]
 
 
 def refuse_command_as_recipe(recipe: str, verb: str = "run") -> None:
-    """Raise UsageError if the word before ``--`` is an entry point or a Python program."""
+    """Raise UsageError if the argument RECIPE is an entry point or a Python program.
+
+    The user has then left out the ``--`` before the command.
+    """
     if not re.fullmatch(r"dist-\w+|.+\.py", recipe):
         return
     command = f"dist-run {recipe}" if recipe.endswith(".py") else recipe
@@ -123,7 +129,10 @@ def refuse_command_as_recipe(recipe: str, verb: str = "run") -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobOptions:
-    """The options of ``imgkit run`` and ``scaling`` that are no fields of `JobRequest`, and RECIPE."""
+    """The options of ``imgkit run`` and ``scaling`` about the submission, and the argument RECIPE.
+
+    The options about the job itself are the fields of `JobRequest`.
+    """
 
     recipe: str = ""
     on: str = option_field(
@@ -149,7 +158,7 @@ class JobOptions:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Options(JobOptions):
-    """The options of ``imgkit run`` that are no fields of `JobRequest`, and its argument RECIPE."""
+    """The options of ``imgkit run`` about the submission, and the argument RECIPE."""
 
     verbose: bool = option_field(
         False, "--verbose", "-v", help="With --dry-run: also show every resolved value and its source."
@@ -157,9 +166,9 @@ class _Options(JobOptions):
 
 
 def read_code(request: JobRequest, *, as_json: bool) -> CodeFolder | None:
-    """Return the code of ``--code``; None without the flag.
+    """Read the folder of ``--code``, and return its description. Return None if the request has no code.
 
-    Above the size at which ``--yes`` matters, ask the person whether to go on.
+    If the folder is large and ``--yes`` is not given, ask the user whether to go on.
     """
     if request.container.code is None:
         return None
@@ -174,7 +183,10 @@ def read_code(request: JobRequest, *, as_json: bool) -> CodeFolder | None:
 def _run_job(
     options: _Options, remote: Remote | None, flags: JobRequest, project: ProjectFile | None
 ) -> None:
-    """Submit the job on the remote or on this machine, or run it in this process without a scheduler."""
+    """Submit the job on the remote or on this machine.
+
+    Without a scheduler, run it in place of this process.
+    """
     from imgkit_builder.base import process
     from imgkit_builder.jobs import handle, submit
     from imgkit_builder.project import origins
@@ -196,8 +208,10 @@ def _run_job(
         script = ready.script
         if not script.foreground:
             record = submit.start_job(ready, transport, report)
+    # A job on a list of hosts (--hosts), which imgkit starts over ssh itself.
     if script.remote:
         raise typer.Exit(_run_on_hosts(script))
+    # The script runs in the foreground: it replaces this process.
     if record is None:
         if ready.job.is_interactive:
             _show_comments(script)
@@ -209,11 +223,11 @@ def _run_job(
 
 
 def _check_interactive(options: _Options) -> None:
-    """Check that this terminal can take over an interactive job of a remote.
+    """Refuse an interactive job on a remote that could not use this terminal.
 
     Raises
     ------
-    UsageError : standard input is no terminal, or the options have ``--detach`` or ``--json``.
+    UsageError : standard input is no terminal, or ``--detach`` or ``--json`` is given.
     """
     for name, value in {"--detach": options.detach, "--json": options.as_json}.items():
         if value:
@@ -228,7 +242,7 @@ def _check_interactive(options: _Options) -> None:
 
 
 def local_recipe(options: JobOptions, project: ProjectFile | None) -> str:
-    """Return the recipe of a job on this machine.
+    """Return the recipe of a job on this machine, from the command line or from imgkit.toml.
 
     Raises
     ------
@@ -258,6 +272,7 @@ def _announce_job(options: _Options, prepared: PreparedJob, transport: Transport
     from imgkit_builder.jobs.transport import Ssh, VolumeStore
 
     script = prepared.script
+    # Pods: the job is submitted from this machine, but its files are on a remote.
     if isinstance(transport, VolumeStore):
         process.require_program(script.submit[0], "install the cluster's client, and log in with it")
         terminal.print_messages(
@@ -294,9 +309,9 @@ def _show_dry_run(
     flags: JobRequest,
     project: ProjectFile | None,
 ) -> None:
-    """Print the script; with ``--verbose``, print all values and their sources as well.
+    """Print the script of the job, and with ``--verbose`` also all values and their sources.
 
-    imgkit does not use ssh for this: a placeholder stands for paths on a remote that are not known.
+    imgkit does not connect to a remote for this. Placeholders stand for paths there that are not known.
     """
     from imgkit_builder.jobs import image_source, volume
     from imgkit_builder.project import origins
@@ -314,6 +329,7 @@ def _show_dry_run(
         terminal.print_messages(f"imgkit: {warning}")
     values = list(origins.of_job(prepared.job, flags, project))
     if source is not None and remote is not None:
+        # These values are placeholders on a remote, so that they are not listed.
         unknown_names = ("directory",) if source.remote_image else ("image", "directory")
         on_flag = "--on" if options.on else ""
         recipe_argument = "RECIPE" if options.recipe else ""
@@ -327,7 +343,11 @@ def _show_dry_run(
 
 
 def _with_bound_entry_points(prepared: PreparedJob) -> PreparedJob:
-    """Return a local job as it would be submitted, with a warning if its image is for another CPU."""
+    """Return a local job as it would be submitted, for a dry run.
+
+    The entry points are bound into an image that imgkit did not build. An image for another architecture
+    gives a warning, and is refused by a submission.
+    """
     from imgkit_builder.jobs import submit
     from imgkit_builder.jobs.runtimes import runtime_of
     from imgkit_builder.jobs.transport import Local
@@ -342,9 +362,9 @@ def _with_bound_entry_points(prepared: PreparedJob) -> PreparedJob:
 
 
 def _no_scheduler_hint(recipe: str) -> str:
-    """Return the hint for a machine on which the recipe's scheduler is not on PATH.
+    """Return the hint for an error about the recipe's scheduler, which is not on PATH here.
 
-    It names a remote whose recipe this is, or else any remote, or else how to add a remote.
+    It names a remote that has this recipe, or else any remote. If there is none, it says how to add one.
     """
     from imgkit_builder.jobs.remote import config
 
@@ -365,10 +385,11 @@ def _no_scheduler_hint(recipe: str) -> str:
 def show_submitted(record: SubmittedJob, ready: PreparedJob, *, detach: bool, as_json: bool) -> None:
     """Print the id of a job that has just been submitted, and follow the job's output if that is possible.
 
-    If the output is followed, it is printed on stdout, so that the id is printed on stderr only.
+    The output goes to stdout, so that the id of a job that is followed is printed on stderr only.
     """
     from imgkit_builder.jobs import records
 
+    # `answer` is the text of a scheduler in which imgkit found no job id.
     has_id = record.answer is None
     is_array = record.job.array
     is_interactive = ready.job.request.launch.interactive
@@ -380,7 +401,7 @@ def show_submitted(record: SubmittedJob, ready: PreparedJob, *, detach: bool, as
         print_result(data, record.job.handle, as_json=as_json)
     records.need_id(record)
     if not as_json:
-        # The tasks of an array have an output each.
+        # Each task of an array has its own output, so that there are no logs of the array.
         verbs = ("status", "cancel") if is_array else ("status", "logs", "cancel")
         commands = [f"imgkit {verb} {record.job.handle}" for verb in verbs]
         terminal.print_messages(f"imgkit: {'; '.join(commands)}")
@@ -400,7 +421,7 @@ def _show_comments(script: Script) -> None:
 
 
 def show_script(job: Job, script: Script, values: Sequence[ValueSource], *, as_json: bool) -> None:
-    """Print `script` on stdout, and `values` on stderr; with `as_json`, one object with both."""
+    """Print `script` on stdout and `values` on stderr, or one JSON object with both on stdout."""
     if as_json:
         data = script_data(job, script)
         if values:
@@ -412,7 +433,7 @@ def show_script(job: Job, script: Script, values: Sequence[ValueSource], *, as_j
 
 
 def script_data(job: Job, script: Script) -> dict[str, Any]:
-    """Return the JSON object about a job and its script."""
+    """Return the data about a job and its script that ``--json`` prints."""
     return {
         "recipe": job.recipe.name,
         "scheduler": job.recipe.system.scheduler,
@@ -444,7 +465,8 @@ def _run_on_hosts(script: Script) -> int:
         stream = sys.stderr if error else sys.stdout
         lines = [text]
         if stream.isatty():
-            # On a terminal, a progress bar ends its line by a carriage return, which would erase the host.
+            # A progress bar ends with a carriage return. On a terminal, the next text would overwrite the
+            # host.
             lines = re.split(rb"\r+", text.rstrip(b"\r"))
         for line in lines:
             terminal.output_copier(to_err=error)(f"{host}: ".encode() + line + b"\n")

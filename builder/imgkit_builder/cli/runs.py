@@ -1,4 +1,4 @@
-"""``imgkit runs``: the table of submitted jobs, which ``imgkit status`` prints as well."""
+"""``imgkit runs``, and the table of submitted jobs, which ``imgkit status`` prints as well."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ def verb_runs(
 
 
 def jobs_table(jobs: Sequence[SubmittedJob]) -> Iterator[str]:
-    """Yield the lines of a table with one row for each job, below a row of titles."""
+    """Return the lines of a table of `jobs`, which begins with a line of titles."""
     table = [("JOB", "NAME", "SUBMITTED", "STATE", "STEP", "LOSS", "IMAGE", "CODE", "COMMAND")]
+    # Times are shown to the minute, and digests with 12 digits.
     for record in jobs:
         numbers = history.last_numbers(record)
         table.append(
@@ -59,7 +60,7 @@ def jobs_table(jobs: Sequence[SubmittedJob]) -> Iterator[str]:
 
 
 def job_data(record: SubmittedJob) -> dict[str, Any]:
-    """Return the JSON object about a job, with the last step and loss of its run."""
+    """Return the data about a job for ``--json``, with the last step and loss of its run."""
     folder = history.folder_of(record)
     return {
         "id": record.job.handle,
@@ -77,7 +78,11 @@ def job_data(record: SubmittedJob) -> dict[str, Any]:
 
 
 def _recorded_state(record: SubmittedJob) -> str:
-    """Return the last recorded state; ``unknown`` for a job whose id the scheduler did not print."""
+    """Return the last state that imgkit has seen of the job.
+
+    It is ``submitted`` for a job that imgkit has not asked about yet, and ``unknown`` for one whose id the
+    scheduler did not print.
+    """
     if record.state:
         return record.state
     return "submitted" if record.answer is None else "unknown"

@@ -125,7 +125,10 @@ def verb_scaling(
 
 
 def _refuse_with_continue(nodes: str, options: JobOptions, flags: JobRequest) -> None:
-    """Raise UsageError for a flag or argument beside ``--continue``: the report has its jobs already."""
+    """Raise UsageError if another flag or argument is given with ``--continue``.
+
+    The report that it continues has its jobs already.
+    """
     names = [name for name in (*flags_in(flags), *flags_in(options)) if name != "--json"]
     if nodes:
         names.append("--nodes")
@@ -142,7 +145,10 @@ def _refuse_with_continue(nodes: str, options: JobOptions, flags: JobRequest) ->
 def _plan_sizes(
     nodes: str, options: JobOptions, flags: JobRequest
 ) -> tuple[list[PreparedJob], Remote | None]:
-    """Return the checked jobs of all sizes, and their remote; None: this machine."""
+    """Check the jobs of all numbers of nodes in `nodes`, and return them with their remote.
+
+    The remote is None for jobs on this machine. ``1,2,4`` gives three jobs.
+    """
     from imgkit_builder.jobs import scaling
     from imgkit_builder.project import origins
 
@@ -158,7 +164,10 @@ def _plan_sizes(
 
 
 def _show_scripts(planned: Sequence[PreparedJob], remote: Remote | None, *, as_json: bool) -> None:
-    """Print the scripts of all sizes, and the warnings of the largest size, which are those of all."""
+    """Print the scripts of all jobs.
+
+    Their warnings are the same, so that those of the largest job are printed.
+    """
     from imgkit_builder.jobs import image_source, scaling
 
     terminal.print_messages(*(f"imgkit: {warning}" for warning in planned[-1].job.warnings))

@@ -1,7 +1,7 @@
-"""Options of schedulers that users type by habit, such as ``-N 2``, and what to type instead.
+"""Recognize options of schedulers that users type by habit, such as ``-N 2``, and say what to type instead.
 
-The tables are data. A row answers an option that ``imgkit run`` does not have; where imgkit has no option of
-its own for it, the row passes it on by ``--option``.
+Each row of the tables answers an option that ``imgkit run`` does not have. The answer is imgkit's own option
+for it. If there is none, ``--option`` passes the option on to the scheduler.
 """
 
 from __future__ import annotations
@@ -15,45 +15,51 @@ from imgkit_entrypoints.errors import UsageError
 
 
 class Row(NamedTuple):
-    """An option of a scheduler, and what to type instead."""
+    """An option of a scheduler, and what to type instead in ``imgkit run``."""
 
     names: str
     """The names of the option, separated by blanks."""
     value: str
-    """Regular expression for the whole value; empty: the option takes no value."""
+    """A regular expression for the whole value. Empty: the option takes no value."""
     answer: str
-    """The options of imgkit; ``{0}`` is the first group of `value`. Empty: leave the option out."""
+    """The options of imgkit to type. ``{0}`` is the first group of `value`. Empty: leave the option out."""
     note: str = ""
-    """What else the user should know."""
+    """A further sentence for the user. ``{name}`` is the option's name."""
 
 
+# Regular expressions for values.
 ANY = "(.+)"
 NUMBER = r"(\d+)"
 
 
 def _passed_on(*names: str) -> tuple[Row, ...]:
-    """Return rows that pass an option with a value on, under the last of its names.
+    """Return a row for each of `names` that passes an option with its value on to the scheduler.
 
-    A directive of Slurm is one word, so the long name and the value are joined by ``=``.
+    An item has one or more names of the same option: ``"-d --dependency"``. The last one is passed on, joined
+    to the value by ``=``, because a directive of Slurm is one word.
     """
     return tuple(Row(row_names, ANY, f"--option={row_names.split()[-1]}={{0}}") for row_names in names)
 
 
 def _flags_passed_on(*names: str) -> tuple[Row, ...]:
-    """Return rows that pass an option without a value on."""
+    """Return a row for each of `names` that passes an option without a value on to the scheduler."""
     return tuple(Row(name, "", f"--option={name}") for name in names)
 
 
+# Notes that several rows have.
 _ONE_OUTPUT = "{name}: the output is in the job's folder (--directory), and imgkit logs ID prints it"
 _GPU_TYPE = r"([A-Za-z][\w.-]*)"
 _TYPE_NOTE = "the type of GPUs is system.node.gres in a recipe: gpu:{0}"
 _SLURM = (
+    # A range of nodes, 2-4, becomes its lower end.
     Row("-N", rf"{NUMBER}(?:-\d+)?", "--nodes {0}"),
     Row("-p --partition", ANY, "--queue {0}"),
+    # In Slurm, a time that is one number is in minutes.
     Row("-t", NUMBER, "--time {0}m"),
     Row("-t", ANY, "--time {0}"),
-    # 0-9 is an array of PBS.
+    # A value such as 0-9 is not a name: in PBS, -J 0-9 asks for an array of jobs.
     Row("-J --job-name", r"((?!\d+-\d).+)", "--name {0}"),
+    # GPUs are given as a number, or as a type and a number: gpu:4, gpu:a100:4.
     Row("--gres", f"gpu:{NUMBER}", "--gpus {0}"),
     Row("--gres", f"gpu:{_GPU_TYPE}:{NUMBER}", "--gpus {1}", _TYPE_NOTE),
     Row("--gpus-per-node", NUMBER, "--gpus {0}"),
@@ -78,8 +84,10 @@ _SLURM = (
     Row("--export", ANY, "", "{name}: --env NAME or --env NAME=VALUE for each variable"),
     Row("--signal", ANY, "--stop-before SECONDS"),
     Row("--test-only", "", "--dry-run"),
+    # Options that pyxis adds to srun.
     Row("--container-image", ANY, "--image {0}"),
     Row("--container-mounts", ANY, "--bind {0}"),
+    # imgkit has no options for the following.
     *_flags_passed_on("--exclusive", "--contiguous", "--requeue", "--no-requeue", "--hold", "--overcommit"),
     *_passed_on("-d --dependency", "-a --array", "-C --constraint", "-w --nodelist", "-x --exclude"),
     *_passed_on("-b --begin", "-L --licenses", "-M --clusters", "-m --distribution", "--exclusive", "--gres"),
@@ -87,8 +95,9 @@ _SLURM = (
     *_passed_on("--mem-per-cpu", "--deadline", "--priority", "--wckey", "--threads-per-core"),
 )
 _PBS = (
+    # In PBS, -N is the name of the job, which begins with a letter.
     Row("-N", r"([A-Za-z].*)", "--name {0}"),
-    # The resources of `-l` are looked up one by one.
+    # Resources of -l, such as "-l select=2:ngpus=4", are looked up one by one under their own names.
     Row(
         "select nodes",
         NUMBER,
@@ -105,6 +114,7 @@ _PBS = (
         "",
         "{name}: imgkit starts one node agent on each node; --nproc P: P processes",
     ),
+    # A directive of PBS has the name and the value of an option in two words.
     Row("place", ANY, "--option=-l --option=place={0}"),
     Row("-P", ANY, "-A {0}"),
     Row("-I", "", "--interactive"),
@@ -128,20 +138,25 @@ _RUNAI = (
     *_passed_on("--node-pools", "--node-type", "--run-as-user"),
     *_flags_passed_on("--large-shm", "--preemptible"),
 )
+# The order decides if two schedulers have the same number of the options typed.
 TABLES: Mapping[str, tuple[Row, ...]] = {"Slurm": _SLURM, "PBS": _PBS, "RunAI": _RUNAI}
-"""The rows of each scheduler. Of several rows for an option, the first whose `value` matches counts."""
+"""The rows for each scheduler.
+
+If several rows have an option's name, the first whose `value` matches counts.
+"""
 
 
 class TypedOption(NamedTuple):
     """An option that imgkit does not have, as a user typed it."""
 
     flag: str
+    """The option as typed, ``-l``."""
     name: str
-    """The name in the tables: `flag`, or the resource ``select`` of ``-l select=2``."""
+    """The name to look up in the tables: `flag`, or for ``-l select=2`` the resource ``select``."""
     value: str
-    """The value that is joined to the option; empty without one."""
+    """The value that is joined to the option, ``2`` in ``-N2``. Empty if there is none."""
     next_argument: str = ""
-    """The argument behind the option, which may be its value."""
+    """The argument after the option, which may be its value."""
 
 
 def refuse_scheduler_options(args: Sequence[str], own_options: Mapping[str, bool]) -> None:
@@ -149,13 +164,15 @@ def refuse_scheduler_options(args: Sequence[str], own_options: Mapping[str, bool
 
     Parameters
     ----------
-    own_options : name of each option of the verb, and whether it takes a value.
+    args : the arguments before ``--``.
+    own_options : the names of the verb's own options, and for each whether it takes a value.
     """
     typed_options = tuple(_options_of_others(args, own_options))
     answers: dict[str, list[tuple[TypedOption, Row, re.Match[str]]]] = {}
     for scheduler, rows in TABLES.items():
         answers[scheduler] = [*_find_answers(rows, typed_options)]
-    # -N and -p mean something else to each scheduler: the one that has most of the options is meant.
+    # Options such as -N and -p mean something else to each scheduler. The user has probably meant the one
+    # that knows most of the options.
     scheduler = max(answers, key=lambda name: len(answers[name]))
     if not answers[scheduler]:
         return
@@ -195,7 +212,7 @@ def _options_of_others(args: Sequence[str], own_options: Mapping[str, bool]) -> 
 
 
 def _split_option(argument: str) -> tuple[str, str]:
-    """Return the name and the value of an option.
+    """Return the name and the value of the option `argument`.
 
     ``--time=1h`` -> ``--time``, ``1h``; ``-N2`` -> ``-N``, ``2``. The value is empty if none is joined.
     """
@@ -206,7 +223,11 @@ def _split_option(argument: str) -> tuple[str, str]:
 
 
 def _split_pbs_resources(flag: str, value: str) -> Iterator[TypedOption]:
-    """Yield the resources that `flag` of PBS requests: ``select=2:ngpus=4,walltime=1:00:00``."""
+    """Yield the resources in `value`, which follows `flag`, the option ``-l`` of PBS.
+
+    ``select=2:ngpus=4,walltime=1:00:00`` -> ``select`` 2, ``ngpus`` 4, ``walltime`` 1:00:00.
+    """
+    # A colon or comma separates resources only where a name and "=" follow it.
     for resource in re.split("[:,](?=[a-z_]+=)", value):
         name, _, number = resource.partition("=")
         yield TypedOption(flag, name, number)
@@ -215,7 +236,7 @@ def _split_pbs_resources(flag: str, value: str) -> Iterator[TypedOption]:
 def _find_answers(
     rows: Sequence[Row], typed_options: Sequence[TypedOption]
 ) -> Iterator[tuple[TypedOption, Row, re.Match[str]]]:
-    """Yield each option for which `rows` has an answer, with its row and the match of its value."""
+    """Yield each option for which `rows` has an answer, with that row and the match of the option's value."""
     for option in typed_options:
         for row in rows:
             if option.name not in row.names.split():

@@ -1,4 +1,4 @@
-"""``imgkit sif``: any image to a .sif or .sqsh."""
+"""``imgkit sif``: convert any image to a .sif or .sqsh."""
 
 from __future__ import annotations
 
@@ -108,13 +108,16 @@ def verb_sif(
 
 
 def _start_command(sqsh: Path) -> str:
-    """Return the command that starts a .sqsh by pyxis: training, or a shell in an image of others."""
+    """Return the srun command that starts a .sqsh with pyxis.
+
+    It starts ``dist-train``, or a shell if imgkit did not build the image.
+    """
     command = ["dist-train"] if named_system(sqsh) else ["--pty", "/bin/sh"]
     return shlex.join(["srun", f"--container-image={sqsh}", *command])
 
 
 def named_system(file: Path) -> SystemFacts | None:
-    """Return the system that a .sif or .sqsh names. Return None if it names none, or cannot be read."""
+    """Return the system that a .sif or .sqsh names, or None if it names none or cannot be read."""
     try:
         return baked.system_facts(file)
     except (ImgkitError, OSError):
@@ -124,20 +127,22 @@ def named_system(file: Path) -> SystemFacts | None:
 def next_line(sif: Path, command: str) -> str:
     """Return the command that runs `command` in `sif` with the options of the system that its image is for.
 
-    An image that imgkit did not build names no system and has no ``dist-*`` commands: then it opens a shell.
+    An image that imgkit did not build has no ``dist-*`` commands, so that the command opens a shell in it
+    instead.
     """
     system = named_system(sif)
     if system is None:
         return shlex.join(("singularity", "shell", str(sif)))
     runtime = system.runtime
     starts_sif = runtimes.get_runtime(runtime.kind).image_suffix == ".sif"
+    # The options of another runtime mean nothing to Singularity.
     program, options = (runtime.command, runtime.options) if starts_sif else ("singularity", ())
     mounts = quoting.repeat_option("--bind", map(quoting.quote_with_site_variables, runtime.binds))
     return " ".join(map(quoting.quote, (program, "exec", *options, *mounts, str(sif), command)))
 
 
 def show_stages(data: Mapping[str, Any], stages: Sequence[Stage], *lines: str, as_json: bool) -> None:
-    """Print a result as `show` does, with the seconds of each stage that led to it, and their sum."""
+    """Print `data` or `lines` as `print_result` does, with the seconds of each stage and their sum."""
     seconds = {stage.name: round(stage.seconds, 2) for stage in stages}
     rows = [f"{stage.seconds:7.1f} s  {stage.name}" for stage in stages]
     if stages:
@@ -149,7 +154,10 @@ def show_stages(data: Mapping[str, Any], stages: Sequence[Stage], *lines: str, a
 def result_lines(
     result: Converted | BuiltSif, target: Path, following: str, *, up_to_date: bool = False
 ) -> list[str]:
-    """Return what people read about the file that a conversion or a build has written to `target`."""
+    """Return the lines for people about the file that a conversion or a build has written to `target`.
+
+    `following` is the command to type next.
+    """
     record = result.record
     summary = f"{result.size_bytes / MB:.1f} MB  {result.arch}  {record.compression}, {record.runtime}"
     return [

@@ -1,4 +1,7 @@
-"""``--submit`` of ``imgkit sif`` and ``imgkit build``: a job of this machine's scheduler does the work."""
+"""The option ``--submit`` of ``imgkit sif`` and ``imgkit build``, by which a job does their work.
+
+The job is one of this machine's scheduler.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,13 @@ from imgkit_entrypoints.errors import UsageError
 if TYPE_CHECKING:
     from imgkit_builder.jobs.prepared import PreparedJob
 
+# The heading in --help of the options that count only with --submit.
 _GROUP = "With --submit"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubmitOptions:
-    """The options of a verb that can let a job do its work."""
+    """The options of a verb whose work a job can do."""
 
     submit: bool = option_field(
         False, help="Let a job of this machine's scheduler do this, and follow its output."
@@ -32,13 +36,13 @@ class SubmitOptions:
 
 
 def refuse_without_submit(options: SubmitOptions) -> None:
-    """Raise UsageError for an option of a job; the caller has seen that ``--submit`` is not given."""
+    """Raise UsageError if one of `options` is given. The caller has checked that ``--submit`` is not."""
     for name in flags_in(options):
         raise UsageError(f"{name} is for a job", where=name, hint="add --submit, or leave it out")
 
 
 def submit_job(prepared: PreparedJob, options: SubmitOptions, *, dry_run: bool, as_json: bool) -> None:
-    """Submit the job, print its id and follow its output; for a dry run, print its script."""
+    """Submit the job `prepared`, print its id and follow its output. A dry run prints its script instead."""
     from imgkit_builder.cli.run import show_script, show_submitted
     from imgkit_builder.jobs import conversion
 

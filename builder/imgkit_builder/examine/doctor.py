@@ -1,7 +1,7 @@
-"""Checks of this machine and its engine: can it build, save and convert images?
+"""Check whether this machine and its engine can build, save and convert images.
 
-Runs on a laptop, in a pipeline and on a cluster's login node, and loads the engine's SDK only where there is
-an engine to ask. Every verdict other than ok names a fix.
+The checks run on a laptop, in a CI pipeline and on a cluster's login node. The engine's SDK is loaded only if
+there is an engine to ask.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ from imgkit_entrypoints.errors import ImgkitError, ToolMissing, UsageError
 Purpose = Literal["any", "build", "sif"]
 
 _NVIDIA_IMAGE_BYTES = 20 * 10**9
-"""Rough size of NVIDIA's PyTorch images, uncompressed."""
+"""20 GB, the rough size of NVIDIA's PyTorch images, uncompressed."""
 _SIF_SPACE_BYTES = int(PACKED_SHARE * _NVIDIA_IMAGE_BYTES)
-"""Space for a .sif of such an image."""
+"""The space for a .sif of such an image."""
 _BUILD_SPACE_BYTES = 2 * _NVIDIA_IMAGE_BYTES
-"""Space for such an image, and for its archive or the layers of the next one."""
+"""The space for such an image, and for its archive or the layers of the next one."""
 
+# Settings of the kernel, relative to the root folder, that can forbid ordinary users to create a user
+# namespace.
 _USERNS = "proc/sys/user/max_user_namespaces"
 _CLONE = "proc/sys/kernel/unprivileged_userns_clone"
 _APPARMOR = "proc/sys/kernel/apparmor_restrict_unprivileged_userns"
@@ -43,14 +45,14 @@ _APPARMOR = "proc/sys/kernel/apparmor_restrict_unprivileged_userns"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The machine to look at; tests use another root or user."""
+    """The machine to check. Tests pass another root folder, user or architecture."""
 
     root: Path = Path("/")
     uid: int = field(default_factory=os.getuid)
     arch: str = field(default_factory=host_arch)
 
     def text(self, path: str) -> str:
-        """Return the stripped content of a small file below the root; empty where it cannot be read."""
+        """Return the stripped content of the file `path` below the root, or "" if it cannot be read."""
         try:
             return files.read_text(self.root / path, errors="replace").strip()
         except OSError:
@@ -60,16 +62,20 @@ class Machine:
 def check_machine(
     target: Target | None = None, *, purpose: Purpose = "any", machine: Machine | None = None
 ) -> tuple[Check, ...]:
-    """Check everything within a second, and change nothing.
+    """Return the checks of this machine. They take at most about a second, and change nothing.
 
-    A check fails where it rules out `purpose`: ``build`` needs an engine or a runtime that builds, ``sif``
-    everything but the engine, ``any`` either of the two. Where only the other purpose needs it, the check
-    warns.
+    Parameters
+    ----------
+    target : the recipe whose module, runtime and platform count, too.
+    purpose : what the machine is for. ``build`` needs an engine or a runtime that can build. ``sif`` needs
+        everything except the engine. ``any`` needs one of the two. A check fails only if `purpose` needs it;
+        otherwise it warns.
     """
     machine = machine or Machine()
     engine, tool = _check_engine(), _check_runtime(target)
     writer = _check_sif_writer(tool)
     has_runtime = tool.verdict in ("ok", "warn")
+    # A missing runtime is reported once, and not by the checks of what it would need as well.
     definitions = (_check_definitions(machine),) if has_runtime else ()
     tool_checks = (
         # Without a runtime this machine cannot run a .sif, but imgkit may still write one.
@@ -83,6 +89,7 @@ def check_machine(
     can_build, can_convert = engine.verdict != "fail", passed(tool_checks)
     if purpose == "build" or (purpose == "any" and can_build):
         tool_checks = tuple(map(_as_warning, tool_checks))
+    # A runtime can replace the engine in a build.
     if purpose == "build" and not can_build and any(check.verdict == "ok" for check in definitions):
         hint = f"imgkit build RECIPE --with apptainer needs no engine; {engine.hint}"
         engine = dataclasses.replace(engine, verdict="warn", hint=hint)
@@ -93,11 +100,12 @@ def check_machine(
 
 
 def _as_warning(check: Check) -> Check:
+    """Return `check` with a warning instead of a failure."""
     return dataclasses.replace(check, verdict="warn") if check.verdict == "fail" else check
 
 
 def _check_engine() -> Check:
-    """Report the engine that every verb uses."""
+    """Check the engine that the verbs would use, its builders, and its space for images."""
     try:
         facts = connection.query_facts(address.find_endpoint())
     except ImgkitError as error:
@@ -125,6 +133,7 @@ def _check_engine() -> Check:
 
 
 def _check_runtime(target: Target | None) -> Check:
+    """Check the runtime, Singularity or Apptainer. It is not needed if `target` runs with another kind."""
     name, kind = "singularity", target.system.runtime.kind if target else "singularity"
     try:
         tool = runtime.find_runtime(module_hint=(target.module_line or None) if target else None)
@@ -141,7 +150,10 @@ def _check_runtime(target: Target | None) -> Check:
 
 
 def _check_kernel(machine: Machine, tool: Check) -> Iterator[Check]:
-    """Check what a runtime needs of the kernel for ordinary users; root and setuid runtimes need nothing."""
+    """Check what the runtime `tool` needs of the kernel to start a container for an ordinary user.
+
+    Root needs nothing, and neither does a runtime that is installed setuid.
+    """
     if machine.uid == 0:
         return
     starter = _setuid_starter(tool.found)
@@ -149,6 +161,7 @@ def _check_kernel(machine: Machine, tool: Check) -> Iterator[Check]:
         yield Check("user namespaces", "ok", f"not needed: {starter} is setuid")
         return
     yield _check_namespaces(machine)
+    # Without setuid, a runtime mounts the .sif by FUSE.
     device = machine.root / "dev/fuse"
     if os.access(device, os.R_OK | os.W_OK):
         yield Check("fuse", "ok", "/dev/fuse can be opened")
@@ -159,7 +172,10 @@ def _check_kernel(machine: Machine, tool: Check) -> Iterator[Check]:
 
 
 def _setuid_starter(runtime_text: str) -> Path | None:
+    """Return the setuid helper of the installation that `runtime_text`, of `_check_runtime`, names."""
+    # The text is "singularity 4.1.0 at /usr/bin/singularity, any compression".
     program = runtime_text.partition(" at ")[2].partition(",")[0]
+    # PREFIX/bin/singularity belongs to PREFIX/libexec/singularity/bin/starter-suid.
     prefix = Path(program).resolve().parent.parent
     for flavour in runtime.COMMANDS:
         starter = prefix / "libexec" / flavour / "bin" / "starter-suid"
@@ -169,7 +185,9 @@ def _setuid_starter(runtime_text: str) -> Path | None:
 
 
 def _check_namespaces(machine: Machine) -> Check:
+    """Check whether the kernel lets ordinary users create a user namespace."""
     name = "user namespaces"
+    # Each setting, the value that forbids it, and a value that allows it.
     for path, refuses, fix in ((_USERNS, "0", "15000"), (_CLONE, "0", "1"), (_APPARMOR, "1", "0")):
         if machine.text(path) == refuses:
             key = path.removeprefix("proc/sys/").replace("/", ".")
@@ -182,7 +200,7 @@ def _check_namespaces(machine: Machine) -> Check:
 
 
 def _check_definitions(machine: Machine) -> Check:
-    """Report how steps of a recipe would run without an engine."""
+    """Check how the steps of a recipe would run without an engine, in ``imgkit build --with apptainer``."""
     name, access = "build --with apptainer", rights.inspect_rights(root=machine.root, uid=machine.uid)
     if not access.way:
         return Check(name, "warn", access.fault, access.hint)
@@ -195,7 +213,7 @@ def _check_definitions(machine: Machine) -> Check:
 
 
 def _check_sif_writer(tool: Check) -> Check:
-    """Report how `imgkit sif` would write a file: itself, or by the runtime."""
+    """Check how ``imgkit sif`` would write a file: itself, or by the runtime `tool`, which is slower."""
     name, hint = "imgkit sif", squash.INSTALL
     try:
         squasher = squash.choose()
@@ -215,6 +233,7 @@ def _check_sif_writer(tool: Check) -> Check:
 
 
 def _check_zstd() -> Check:
+    """Check whether the program zstd is on PATH, which reads archives that were compressed with it."""
     if path := shutil.which("zstd"):
         return Check("zstd", "ok", path)
     hint = "apt-get install zstd, or module load zstd; only archives saved with --compression zstd need it"
@@ -222,12 +241,14 @@ def _check_zstd() -> Check:
 
 
 def _check_disks(machine: Machine, purpose: Purpose) -> Iterator[Check]:
+    """Check the space in the folder for temporary files, and in the current folder."""
     current, sif_bytes = Path.cwd(), 0 if purpose == "build" else _SIF_SPACE_BYTES
     try:
         scratch = tmp_base(current / "image.sif", None)
     except UsageError as error:
         yield Check("disk tmp", "fail", error.what, f"{error.where}: {error.hint}")
     else:
+        # On the same disk, the .sif needs its space besides the temporary files.
         shared = scratch.stat().st_dev == current.stat().st_dev
         check = _check_space("disk tmp", scratch, _scratch_bytes() + (sif_bytes if shared else 0))
         if _file_system(machine, scratch) in ("tmpfs", "ramfs"):
@@ -249,6 +270,7 @@ def _scratch_bytes() -> int:
 
 
 def _check_space(name: str, folder: Path, needed_bytes: int) -> Check:
+    """Check whether `folder` has `needed_bytes` of free space."""
     free = shutil.disk_usage(folder).free
     text = f"{size_text(free)} free in {folder}"
     if free >= needed_bytes:
@@ -258,9 +280,10 @@ def _check_space(name: str, folder: Path, needed_bytes: int) -> Check:
 
 
 def _file_system(machine: Machine, folder: Path) -> str:
-    """Return the type of the file system of `folder`; empty where it is unknown."""
+    """Return the type of the file system that holds `folder`, such as ``ext4``, or "" if it is unknown."""
     folder, depth, kind = folder.resolve(), 0, ""
     for line in machine.text("proc/mounts").splitlines():
+        # The kernel writes a blank in a path as \040.
         mount = Path(line.split()[1].replace("\\040", " "))
         if folder.is_relative_to(mount) and len(mount.parts) >= depth:
             depth, kind = len(mount.parts), line.split()[2]
@@ -268,7 +291,7 @@ def _file_system(machine: Machine, folder: Path) -> str:
 
 
 def _check_emulation(machine: Machine, target: Target | None) -> Iterator[Check]:
-    """Check whether images for another architecture can be built here."""
+    """Check the emulator for the architecture of `target`, if that is not this machine's."""
     if target is None or f"linux/{machine.arch}" in target.platforms:
         return
     arch = target.platforms[0].partition("/")[2]

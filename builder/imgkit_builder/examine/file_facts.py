@@ -1,4 +1,4 @@
-"""What `imgkit show` prints of a .sif or .sqsh."""
+"""The facts that ``imgkit show`` prints about a .sif, a .sqsh, or a file of ``imgkit add``."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from imgkit_builder.sif import image, sqsh
 from imgkit_builder.sif.image import ImgkitRecord
 from imgkit_entrypoints.errors import CheckFailed
 
+# Version of the JSON form.
 _SCHEMA = 2
+# Bytes in a MB, for text.
 _MB = 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileFacts:
-    """The record of a .sif or .sqsh that imgkit wrote, with what the file itself says."""
+    """A .sif or .sqsh that imgkit wrote: its size and architecture, and the record in it."""
 
     kind: Literal["sif", "sqsh"]
     path: str
@@ -35,7 +37,7 @@ class FileFacts:
         return tuple(f"{key:{width}}  {value}".rstrip() for key, value in rows)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form, with its schema number, without the facts about packages."""
+        """Return the JSON form with its schema number. The record's facts about packages are left out."""
         record = dataclasses.asdict(self.record)
         del record["facts"]
         return {
@@ -48,6 +50,7 @@ class FileFacts:
         }
 
     def _rows(self) -> Iterator[tuple[str, str]]:
+        """Yield the rows of the table. The first cell is empty in a row that continues the row above it."""
         record = self.record
         yield self.kind, f"{self.path}  {self.size_bytes / _MB:.1f} MB  {self.arch}"
         yield "image", f"{record.source}  {record.image_id}"
@@ -58,7 +61,7 @@ class FileFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackagesFacts:
-    """The record of a file of `imgkit add`."""
+    """A file of packages that ``imgkit add`` wrote: its size, and the record in it."""
 
     path: str
     size_bytes: int
@@ -87,7 +90,7 @@ def is_image_file(name: str) -> bool:
 
 
 def read_file_facts(name: str) -> FileFacts | PackagesFacts:
-    """Return the facts of the .sif or .sqsh `name`, or of a file of `imgkit add`.
+    """Return the facts about the file `name`, which is a .sif, a .sqsh, or a file of ``imgkit add``.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Compare an archive, .sif or .sqsh with its sidecars and records. Standard library only."""
+"""Compare an archive, .sif, .sqsh or file of packages with the digests in its sidecars and records."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ from imgkit_builder.sif import sqsh, unsquash
 from imgkit_builder.sif.image import ImgkitRecord
 from imgkit_entrypoints.errors import CheckFailed, ImgkitError, ToolMissing, UsageError
 
+# The hint for a damaged file. "rsync -P" keeps the part that has arrived.
 _AGAIN = "copy it again (rsync -P resumes), or save it again"
 
 
 def verify_file(
     path: Path, *, report: Reporter | None = None, unpack_limit_bytes: int | None = None
 ) -> tuple[Check, ...]:
-    """Check the archive, .sif or .sqsh at `path`; changes nothing.
+    """Return the checks of the archive, .sif, .sqsh or file of packages at `path`. Nothing is changed.
 
     Parameters
     ----------
-    unpack_limit_bytes : an archive that unpacks to more fails (default: `compressed.Allowance`).
+    unpack_limit_bytes : the largest size of an archive once it is unpacked. A larger one fails. The default
+        is that of `compressed.Allowance`.
 
     Raises
     ------
-    UsageError : the file is missing, or is neither an image archive, a .sif nor a .sqsh.
+    UsageError : the file cannot be read, or is of none of these kinds.
     ToolMissing : a zstd archive needs the ``zstd`` program.
     """
     report = report or Silent()
@@ -62,6 +64,7 @@ def verify_file(
 
 
 def _check_archive(path: Path, contents: Contents) -> Iterator[Check]:
+    """Check the archive against its sidecars, and its layers and image id against its configuration."""
     yield check_checksum(path, contents.sha256, contents.size_bytes)
     image = contents.image
     if image is None:
@@ -76,12 +79,16 @@ def _check_archive(path: Path, contents: Contents) -> Iterator[Check]:
 
 
 def _make_check(name: str, fault: str, text: str) -> Check:
-    """Return the check that fails if there is a `fault`."""
+    """Return a failed check with the text `fault`, or one that is ok with `text` if `fault` is empty."""
     return Check(name, "fail", fault, _AGAIN) if fault else Check(name, "ok", text)
 
 
 def check_checksum(path: Path, actual: str, size_bytes: int) -> Check:
-    """Compare the digest of `path` with both sidecars."""
+    """Compare `actual`, the SHA-256 of the file `path`, with the digests in its two sidecars.
+
+    Without sidecars the check warns. It fails if only the .json is there, as after a save that was
+    interrupted.
+    """
     try:
         listed, described = sidecar.read_sha256(path), sidecar.read_sidecar(path)
     except UsageError as error:
@@ -91,6 +98,7 @@ def check_checksum(path: Path, actual: str, size_bytes: int) -> Check:
         return Check("sha256", "warn", f"{summary}; {name} is missing", f"copy {name} as well")
     if listed is None and described is not None:
         return Check("sha256", "fail", *sidecar.describe_incomplete(path, actual, described))
+    # A .json that is missing cannot disagree, and counts as if it had the right digest.
     recorded = {name: listed, sidecar.json_path(path).name: described.archive.sha256 if described else actual}
     wrong = [f"{name} says {digest}" for name, digest in recorded.items() if digest != actual]
     if not wrong:
@@ -101,9 +109,11 @@ def check_checksum(path: Path, actual: str, size_bytes: int) -> Check:
 
 
 def _check_layers(image: SelectedImage[HashedFile]) -> Check:
+    """Compare the digests of the layers with those that the configuration lists."""
     if image.count_fault:
         return Check("layers", "fail", image.count_fault, _AGAIN)
     for (layer, file), diff_id in zip(image.layers, image.config.diff_ids, strict=True):
+        # The digest of the unpacked layer is empty where the layer was not unpacked.
         if file.diff_id not in ("", diff_id):
             text = f"{layer} has {file.diff_id}, the configuration says {diff_id}"
             return Check("layers", "fail", text, _AGAIN)
@@ -115,6 +125,7 @@ def _check_layers(image: SelectedImage[HashedFile]) -> Check:
 
 
 def _against_sidecar(path: Path, contents: Contents, image: SelectedImage[HashedFile]) -> Check:
+    """Compare the image in the archive with the description in the .json sidecar, if there is one."""
     try:
         described = sidecar.read_sidecar(path)
     except UsageError as error:
@@ -129,6 +140,7 @@ def _against_sidecar(path: Path, contents: Contents, image: SelectedImage[Hashed
 
 
 def _describe_difference(described: Sidecar, contents: Contents, image: SelectedImage[HashedFile]) -> str:
+    """Return the first difference between the sidecar and the archive, or "" if there is none."""
     recorded = described.image
     if recorded.id != image.config.image_id:
         return f"it describes image {recorded.id}, the archive has {image.config.image_id}"
@@ -146,6 +158,7 @@ def _platform_text(image: SelectedImage[HashedFile]) -> str:
 
 
 def _check_sif(path: Path, report: Reporter) -> Iterator[Check]:
+    """Check a .sif: its checksum file, header, root partition, overlays, and the manifest in the image."""
     if sidecar.sha256_path(path).exists():
         report.stage(f"read {path.name}")
         yield check_checksum(path, read.hash_file(path, report=report), path.stat().st_size)
@@ -173,6 +186,7 @@ def _check_sif(path: Path, report: Reporter) -> Iterator[Check]:
 
 
 def _check_sqsh(path: Path, report: Reporter) -> Iterator[Check]:
+    """Check a .sqsh: its checksum file, squashfs, content, and the manifest in the image."""
     report.stage(f"read {path.name}")
     try:
         squashed, record = sqsh.check_structure(path), sqsh.read_record(path)
@@ -192,7 +206,7 @@ def _check_sqsh(path: Path, report: Reporter) -> Iterator[Check]:
 
 
 def _packages(path: Path, report: Reporter) -> Iterator[Check]:
-    """Check a file of `imgkit add`, and the image beside it."""
+    """Check a file of ``imgkit add``, and whether it fits the image beside it."""
     report.stage(f"read {path.name}")
     try:
         stored, actual = record.read(path), record.squashfs_sha256(path)
@@ -217,7 +231,7 @@ def _packages(path: Path, report: Reporter) -> Iterator[Check]:
 
 
 def _check_content(name: str, record: ImgkitRecord | None, actual: str) -> Check:
-    """Compare the digest of a squashfs with the record of its .sif or .sqsh."""
+    """Compare `actual`, the digest of a squashfs, with the one in the record of its .sif or .sqsh."""
     if record is None:
         text = f"sha256 {actual}; the file has no record of imgkit"
         return Check(name, "warn", text, "another tool made it: imgkit sif writes a record")
@@ -229,7 +243,7 @@ def _check_content(name: str, record: ImgkitRecord | None, actual: str) -> Check
 
 
 def _build_manifest(path: Path, arch: str) -> Check:
-    """Read the manifest of the build, and compare it with the file."""
+    """Check that the image has a manifest of imgkit, and that it names the architecture of the file."""
     name = "manifest"
     try:
         facts = unsquash.baked_facts(path)

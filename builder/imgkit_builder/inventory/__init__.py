@@ -1,4 +1,5 @@
-"""What an image holds: packages, their digests, and the document that lists them. Pure.
+"""List what an image holds: its packages, their digests, and the SPDX document about them.
 
-Read in this order: ``packages``, ``collector``, ``spdx``.
+These modules read and write no files; their callers pass in the content. Read them in this order:
+``packages``, ``collector``, ``spdx``.
 """

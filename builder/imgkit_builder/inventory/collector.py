@@ -1,11 +1,12 @@
-"""Collect what an inventory needs while the files of an image pass by, in any order.
+"""Collect the facts for an inventory from the files of an image, which come in any order.
 
-Only files of interest are read, each up to a limit, and what is kept of them is small. Whatever an image
-holds, collecting ends with an inventory that says what it leaves out. Hard links are followed within the
-collected names, so that none leads out of the image.
+Only files of interest are read, each up to a limit, and little is kept of them. A file that is too large or
+damaged does not end the collection; the inventory names it under `left_out`. Hard links are followed within
+the collected names only, so that none leads out of the image.
 
-The lock that an image was made by is read as ``recipe.lock_file`` writes it. Python reads TOML from 3.11 on.
-The list must have the same bytes on every Python, so `_locked_files` takes just the lines that it needs.
+The lock from which an image was built is read as ``recipe.lock_file`` writes it. Python's standard library
+reads TOML from 3.11 on. The inventory must have the same bytes on every Python, so `_locked_files` does not
+parse TOML: it takes just the lines that it needs.
 """
 
 from __future__ import annotations
@@ -25,23 +26,28 @@ from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import UsageError
 
 BAKED = "opt/imgkit"
-"""Folder of imgkit's own files in an image."""
+"""The folder of imgkit's own files in an image."""
 DOCUMENT = f"{BAKED}/sbom.spdx.json"
-"""Place of an image's own document, which no inventory lists."""
+"""The path of the SPDX document that an image holds about itself. No inventory lists this file."""
 
 MOST_BYTES = 16 << 20
-"""The largest file that is read. The largest dpkg lists have 5 MB."""
+"""16 MB, the size of the largest file that is read. The largest lists of dpkg have 5 MB."""
+# Limits that keep an inventory small, whatever the image holds.
 _MOST_PACKAGES = 50_000
 _MOST_LEFT_OUT = 100
+# dpkg's list, and the folder that a distroless image has instead, with one file per package.
 _STATUS = "var/lib/dpkg/status"
 _STATUS_FOLDER = "var/lib/dpkg/status.d/"
+# Files that name the distribution. The first one that does so counts.
 _RELEASES = ("etc/os-release", "usr/lib/os-release")
 Kept = TypeVar("Kept")
 _LockKey = tuple[str, str, str]
-"""Name, version and architecture of a package; the last is empty for a Python package."""
+"""The name, version and architecture of a package. A Python package has an empty architecture."""
 
+# A value of os-release, such as ubuntu or 22.04.
 _WORD = re.compile(r"[a-z0-9._-]{1,64}")
 
+# The beginning of a table of the lock, [[platforms.apt]], and a line of it, version = "2.3.0".
 _HEAD = re.compile(r"^\[\[platforms\.(?:apt|pip)\]\]$", re.MULTILINE)
 _VALUE = re.compile(r'(name|version|architecture|url|sha256) = (".*")')
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -49,21 +55,32 @@ _URL = re.compile(r"https?://[A-Za-z0-9._~:/?\[\]!&+,=%-]{1,2000}")  # as recipe
 
 
 class InventoryCollector:
-    """Gets files and links of interest, and makes the inventory of them."""
+    """Takes the files and hard links of an image that describe packages, and returns the inventory.
+
+    The caller asks `wants` about every file, and passes on the content of those it wants.
+    """
 
     def __init__(self) -> None:
         self._packages: list[Package] = []
         self._python: dict[str, Package | None] = {}
-        """Files that describe a Python package, by their path."""
+        """The package that each collected file describes, by the path of the file.
+
+        None if it describes none.
+        """
         self._hard_links: dict[str, str] = {}
+        """The target of each hard link that has the name of such a file."""
         self._releases: dict[str, dict[str, str]] = {}
         self._baked: list[BakedFile] = []
         self._manifest: Manifest | None = None
         self._locked: dict[_LockKey, tuple[str, str]] = {}
+        """The sha256 and URL that the lock records for a package."""
         self._left_out: set[str] = set()
 
     def wants(self, path: str) -> bool:
-        """Return whether `add` has a use for the file `path`. This costs little, as it sees every file."""
+        """Return whether `add` needs the content of the file `path`.
+
+        It is fast, as callers ask about every file.
+        """
         if path.endswith(packages.PYTHON_ENDINGS):
             return True
         if path.startswith(_STATUS_FOLDER):
@@ -72,12 +89,17 @@ class InventoryCollector:
         return in_baked or path == _STATUS or path in _RELEASES
 
     def add(self, path: str, data: bytes | None) -> None:
-        """Take the content of a file for which `wants` is true. None stands for more than `MOST_BYTES`."""
+        """Take the content of a file for which `wants` is true.
+
+        It is None if the file exceeds `MOST_BYTES`.
+        """
         if data is None:
             self._leave_out(path, "too large")
         elif path.startswith(BAKED):
             self._add_baked(path, data)
             return
+        # A Python package can be named by its path alone, so a file that is too large goes on as an empty
+        # text.
         text = (data or b"").decode("utf-8", "replace")
         if path.endswith(packages.PYTHON_ENDINGS):
             self._keep(self._python, path, packages.python_package(path, text))
@@ -87,12 +109,12 @@ class InventoryCollector:
             self._add_debian(path, text)
 
     def add_hard_link(self, path: str, target: str) -> None:
-        """Take a hard link that may give a Python package a second name."""
+        """Take a hard link, by which the file that describes a Python package may have a second path."""
         if self.wants(path):
             self._keep(self._hard_links, path, target)
 
     def inventory(self, *, arch: str, created_s: int) -> Inventory:
-        """Return what the files say about an image for `arch`, made at `created_s`."""
+        """Return the inventory of the files so far, of an image for `arch` created `created_s` after 1970."""
         release = next((self._releases[path] for path in _RELEASES if self._releases.get(path)), {})
         base = self._manifest.base if self._manifest else BaseImage(name="")
         packages = {self._with_origin(package) for package in (*self._packages, *self._pythons())}
@@ -110,6 +132,7 @@ class InventoryCollector:
         )
 
     def _add_baked(self, path: str, data: bytes) -> None:
+        """Record a file of imgkit, and read it if it is the manifest or the lock."""
         sha1 = hashlib.sha1(data, usedforsecurity=False).hexdigest()
         sha256 = hashlib.sha256(data).hexdigest()
         self._baked.append(BakedFile(path=f"/{path}", sha1=sha1, sha256=sha256))
@@ -122,6 +145,7 @@ class InventoryCollector:
             self._locked = _locked_files(data.decode("utf-8", "replace"))
 
     def _add_debian(self, path: str, text: str) -> None:
+        """Record the Debian packages in `text`, and what is wrong with its other entries."""
         for package in packages.debian_packages(text):
             if len(self._packages) >= _MOST_PACKAGES:
                 self._leave_out(path, f"more than {_MOST_PACKAGES} packages")
@@ -132,6 +156,10 @@ class InventoryCollector:
                 self._leave_out(path, package)
 
     def _pythons(self) -> list[Package]:
+        """Return the installed Python packages.
+
+        If a hard link points to a collected file, the package is also in the folder of the link.
+        """
         pythons = dict(self._python)
         for path, target in self._hard_links.items():
             if path.endswith(packages.PYTHON_ENDINGS):
@@ -140,36 +168,47 @@ class InventoryCollector:
         return [package for package in pythons.values() if package and packages.is_installed_python(package)]
 
     def _keep(self, entries: dict[str, Kept], path: str, value: Kept) -> None:
+        """Set ``entries[path]``. If `entries` is full, leave the file out and say so in the inventory."""
         if len(entries) < _MOST_PACKAGES:
             entries[path] = value
         else:
             self._left_out.add(f"more than {_MOST_PACKAGES} files that describe packages, or links to them")
 
     def _with_origin(self, package: Package) -> Package:
-        """Return the package with what the lock says about its file."""
+        """Return `package` with the digest and URL that the lock records for it.
+
+        Without a lock both are empty.
+        """
         key = _lock_key(package.name, package.version, package.architecture)
         sha256, url = self._locked.get(key, ("", ""))
         return dataclasses.replace(package, sha256=sha256, url=url)
 
     def _leave_out(self, path: str, reason: str) -> None:
+        """Record that the file `path` is not in the inventory.
+
+        Beyond `_MOST_LEFT_OUT`, files are not named.
+        """
         if len(self._left_out) < _MOST_LEFT_OUT:
             self._left_out.add(f"/{path}: {reason}".encode("ascii", "backslashreplace").decode())
 
 
 def _parse_os_release(text: str) -> dict[str, str]:
-    """Return the variables of an os-release file that are plain words."""
+    """Return ID and VERSION_ID of an os-release file, without those whose values are not plain words."""
     pairs = (line.partition("=") for line in text.splitlines())
     values = {name: value.strip("\"'") for name, _, value in pairs}
     return {name: values[name] for name in ("ID", "VERSION_ID") if _WORD.fullmatch(values.get(name, ""))}
 
 
 def _lock_key(name: str, version: str, architecture: str) -> _LockKey:
-    """Return the key of a Debian package, or of a Python package, whose name has several spellings."""
+    """Return the key of a package in a lock. The spellings of a Python package's name have the same key."""
     return (name if architecture else canonicalize_name(name), version, architecture)
 
 
 def _locked_files(text: str) -> dict[_LockKey, tuple[str, str]]:
-    """Return sha256 and URL of the packages in the lock `text`, and pass over what imgkit does not write."""
+    """Return the sha256 and URL of each package in the lock `text`.
+
+    Lines that imgkit does not write are skipped.
+    """
     files = {}
     for table in _HEAD.split(text)[1:]:
         lines = table.partition("\n[")[0].splitlines()
@@ -182,7 +221,7 @@ def _locked_files(text: str) -> dict[_LockKey, tuple[str, str]]:
 
 
 def _unquote(text: str) -> str:
-    """Return the value of a TOML text in quotes; empty where it is none."""
+    """Return the text in the quotes of `text`, read as JSON. Return the empty string if that fails."""
     try:
         value = json_text.parse(text)
     except ValueError:

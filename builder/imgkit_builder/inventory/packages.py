@@ -1,8 +1,8 @@
-"""The values of an inventory, and the Debian and Python packages that the files of an image describe.
+"""The values of an inventory, and functions that read Debian and Python packages from files of an image.
 
 dpkg's list has one paragraph of mail headers per package. A distroless image has a file for each package
-instead of the list. Python packages are found as pip finds them: METADATA of wheels, PKG-INFO of eggs and of
-distutils.
+instead of the list. Python packages are found as pip finds them, by METADATA of wheels and by PKG-INFO of
+eggs and distutils.
 """
 
 from __future__ import annotations
@@ -14,77 +14,85 @@ from email.parser import HeaderParser
 from pathlib import PurePosixPath
 from typing import Literal
 
+# The first paragraph holds the headers. In a METADATA file, a long description may follow.
 _PARAGRAPH_END = re.compile(r"\r?\n[ \t\r]*\n")
+# The files may be a stranger's, and their texts go into a document. So each value must have its usual form.
 _DEB_NAME = re.compile(r"[a-z0-9][a-z0-9+.-]{1,127}")
 _DEB_VERSION = re.compile(r"[0-9A-Za-z.+:~-]{1,128}")
 _ARCHITECTURE = re.compile(r"[a-z0-9-]{0,32}")
 
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,126}[A-Za-z0-9])?")
 _VERSION = re.compile(r"[0-9A-Za-z.!+_*-]{1,128}")
+# The folders in which Python looks for packages. Debian's own Python calls its folder dist-packages.
 _FOLDERS = ("site-packages", "dist-packages")
 PYTHON_ENDINGS = (".dist-info/METADATA", ".egg-info/PKG-INFO", ".egg/EGG-INFO/PKG-INFO", ".egg-info")
-"""How files end that describe a Python package."""
+"""The ends of the paths of files that describe a Python package."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Package:
-    """An installed package."""
+    """A Debian or Python package that is installed in an image."""
 
     kind: Literal["deb", "pypi"]
     name: str
     version: str
     architecture: str = ""
-    """``amd64`` or ``all``; empty for a Python package."""
+    """The architecture of a Debian package, ``amd64`` or ``all``. Empty for a Python package."""
     folder: str = ""
-    """Folder of a Python package, ``/usr/lib/python3/dist-packages``; empty for a Debian package."""
+    """The folder of a Python package, ``/usr/lib/python3/dist-packages``. Empty for a Debian package."""
     sha256: str = ""
-    """Hex digest of the file that was installed; empty where the image does not record it."""
+    """The digest in hex of the .deb or wheel that was installed. Empty if the image does not record it."""
     url: str = ""
-    """Place from which that file came; empty where the image does not record it."""
+    """The URL from which that file was downloaded. Empty if the image does not record it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class BakedFile:
-    """A file that imgkit put into the image."""
+    """A file of imgkit itself in an image."""
 
     path: str
     sha1: str
-    """Hex digest; SPDX 2.3 demands one."""
+    """The SHA-1 digest in hex, which SPDX 2.3 demands of every file."""
     sha256: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inventory:
-    """Everything that is known about what an image holds; the same files give the same value."""
+    """What is known about the packages and files in an image. The same files give the same value."""
 
     recipe: str
-    """Name of the recipe; empty for an image that imgkit did not build."""
+    """The name of the recipe. Empty for an image that imgkit did not build."""
     base: str
-    """Name of the base image; empty where it is not known."""
+    """The name of the base image. Empty if it is not known."""
     base_digest: str
-    """``sha256:...`` of the base's manifest, or of its configuration if it was never in a registry."""
+    """The digest ``sha256:...`` of the base in its registry, or its image id if it was never in one."""
     distribution: str
-    """``debian``, ``ubuntu``; empty where the image does not say it."""
+    """The distribution, ``debian`` or ``ubuntu``. Empty if the image has no os-release file that names it."""
     release: str
-    """``12``, ``22.04``."""
+    """The release of the distribution, ``12`` or ``22.04``."""
     arch: str
-    """``amd64``, as in OCI."""
+    """The architecture in the words of OCI, for example ``amd64``."""
     created_s: int
-    """Seconds since 1970 of the image's creation."""
+    """The time of the image's creation in seconds since 1970."""
     packages: tuple[Package, ...]
-    """Sorted by their fields, the kind first."""
+    """The packages, sorted by their fields, the kind first."""
     baked: tuple[BakedFile, ...]
-    """Sorted by path."""
+    """The files of imgkit, sorted by path."""
     left_out: tuple[str, ...]
-    """What could not be read, and why, sorted."""
+    """Sorted texts about what could not be read: ``/var/lib/dpkg/status: too large``."""
 
 
 def debian_packages(text: str) -> Iterator[Package | str]:
-    """Yield the packages that the list `text` says are there, or what is wrong with an entry."""
+    """Yield the installed packages in `text`, which is dpkg's list or one paragraph of it.
+
+    For an entry that is not a valid package, yield a text about it: ``entry 7 is not a package``.
+    """
     for number, paragraph in enumerate(filter(None, _PARAGRAPH_END.split(text.strip())), 1):
         fields = _field_reader(paragraph)
         name, version, architecture = fields("Package"), fields("Version"), fields("Architecture")
         state = fields("Status").split()
+        # "Status: deinstall ok config-files": only the settings of a removed package are still there. An
+        # entry without a status counts as installed.
         if state and state[-1] in ("not-installed", "config-files"):
             continue
         is_valid = _DEB_NAME.fullmatch(name) and _DEB_VERSION.fullmatch(version)
@@ -95,15 +103,16 @@ def debian_packages(text: str) -> Iterator[Package | str]:
 
 
 def _field_reader(paragraph: str) -> Callable[[str], str]:
-    """Return what gives the first value of a field of `paragraph`; empty where there is none."""
+    """Return a function from the name of a field to its first value in `paragraph`, or to "" without one."""
     message = HeaderParser().parsestr(paragraph)
     return lambda name: str(message.get(name, "")).strip()
 
 
 def python_package(path: str, text: str) -> Package | None:
-    """Return the package that the file `path` describes; None where it is none.
+    """Return the Python package that the file at `path` with the content `text` describes.
 
-    The name of the file says name and version where `text` does not, where it is too large.
+    If `text` does not give a valid name and version, as when the file was too large to read, both are taken
+    from the path: ``torch-2.3.0.dist-info/METADATA``. Return None if the path does not have them, either.
     """
     entry = _package_path(path)
     fields = _field_reader(_PARAGRAPH_END.split(text.lstrip(), 1)[0])
@@ -116,16 +125,19 @@ def python_package(path: str, text: str) -> Package | None:
 
 
 def folder_of(path: str) -> str:
-    """Return the folder of the package that the file `path` describes."""
+    """Return the folder that holds the package which the file at `path` describes, with a leading ``/``."""
     return str(_package_path(path).parent)
 
 
 def _package_path(path: str) -> PurePosixPath:
-    """Return the path of the package that the file `path` describes, without the ending of the file."""
+    """Return `path` without its ending of `PYTHON_ENDINGS`: ``/usr/lib/site-packages/torch-2.3.0``."""
     ending = next(suffix for suffix in PYTHON_ENDINGS if path.endswith(suffix))
     return PurePosixPath("/", path.removesuffix(ending))
 
 
 def is_installed_python(package: Package) -> bool:
-    """Return whether Python finds it; what another one has in a folder of its own, as setuptools, is none."""
+    """Return whether `package` is in a folder in which Python looks for packages.
+
+    The copies that another package brings along in a folder of its own, as setuptools does, do not count.
+    """
     return PurePosixPath(package.folder).name in _FOLDERS

@@ -1,8 +1,8 @@
-"""An inventory as SPDX 2.3 JSON (https://spdx.github.io/spdx-spec/v2.3/).
+"""Write an inventory as SPDX 2.3 JSON (https://spdx.github.io/spdx-spec/v2.3/).
 
-The same inventory gives the same bytes: the namespace, which must differ between documents, is their digest.
-Scanners find a package in their databases by its URL (github.com/package-url/purl-spec). Licenses are left
-out, which SPDX 2.3 reads as NOASSERTION.
+The same inventory gives the same bytes. The namespace, which must differ between documents, is made from
+their digest. Scanners find a package in their databases by its package URL
+(github.com/package-url/purl-spec). Licenses are left out, which SPDX 2.3 reads as NOASSERTION.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from imgkit_builder.inventory.packages import BakedFile, Inventory, Package
 from imgkit_entrypoints import __version__
 
 _NAMESPACE = "https://spdx.org/spdxdocs/imgkit-"
+# SPDX's word for a value that is not known.
 _NONE = "NOASSERTION"
+# The ids of the two packages that stand for the image and its base.
 _IMAGE = "SPDXRef-Image"
 _BASE = "SPDXRef-Base"
 
 
 def spdx_document(inventory: Inventory) -> str:
-    """Return the document that lists `inventory`."""
+    """Return the SPDX document about `inventory` as JSON text."""
     name = inventory.recipe or "image"
     packages = [_image_element(name, _IMAGE, comment=f"linux/{inventory.arch}")]
     packages += [_base_element(inventory)] if inventory.base else []
@@ -53,6 +55,7 @@ def spdx_document(inventory: Inventory) -> str:
 
 
 def _image_element(name: str, spdx_id: str, **fields: Any) -> dict[str, Any]:
+    """Return the package that stands for an image, with further `fields`."""
     return {
         "name": name,
         "SPDXID": spdx_id,
@@ -64,6 +67,7 @@ def _image_element(name: str, spdx_id: str, **fields: Any) -> dict[str, Any]:
 
 
 def _base_element(inventory: Inventory) -> dict[str, Any]:
+    """Return the package that stands for the base image, with its digest if that is known."""
     digest = inventory.base_digest
     if not digest:
         return _image_element(inventory.base, _BASE)
@@ -76,6 +80,7 @@ def _sha256_element(digest: str) -> dict[str, str]:
 
 
 def _package_element(package: Package, inventory: Inventory) -> dict[str, Any]:
+    """Return the package of the document for a Debian or Python package."""
     purl = {
         "referenceCategory": "PACKAGE-MANAGER",
         "referenceType": "purl",
@@ -97,6 +102,7 @@ def _package_element(package: Package, inventory: Inventory) -> dict[str, Any]:
 
 
 def _file_element(item: BakedFile) -> dict[str, Any]:
+    """Return the file element for a file of imgkit in the image."""
     return {
         "fileName": f".{item.path}",
         "SPDXID": _spdx_id("File", item.path),
@@ -106,7 +112,10 @@ def _file_element(item: BakedFile) -> dict[str, Any]:
 
 
 def _spdx_id(kind: str, *parts: str) -> str:
-    """Return an id of letters and digits that stands for `parts` alone."""
+    """Return an id in the document, ``SPDXRef-deb-1f...``, made from a digest of `parts`.
+
+    SPDX allows letters, digits, dots and hyphens in an id, and versions have other characters.
+    """
     return f"SPDXRef-{kind}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:20]}"
 
 
@@ -115,7 +124,11 @@ def _relationship(item: str, kind: str, related: str) -> dict[str, str]:
 
 
 def package_url(package: Package, inventory: Inventory) -> str:
-    """Return the package URL of `package` in the image of `inventory`."""
+    """Return the package URL of `package`.
+
+    For example, ``pkg:pypi/torch@2.3.0`` or
+    ``pkg:deb/ubuntu/zlib1g@1:1.2.11?arch=amd64&distro=ubuntu-22.04``.
+    """
     version = quote(package.version, safe=":")
     if package.kind == "pypi":
         return f"pkg:pypi/{package.name.lower().replace('_', '-')}@{version}"

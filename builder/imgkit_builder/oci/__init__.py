@@ -1,1 +1,1 @@
-"""Values of an OCI image that stand alone: its configuration, its manifest of imgkit, and its platform."""
+"""Values that describe an image: its OCI configuration, imgkit's manifest in it, and its platform."""

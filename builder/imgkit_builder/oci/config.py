@@ -1,4 +1,4 @@
-"""Image configurations: the JSON whose digest is the image id."""
+"""Image configurations: the JSON document of an OCI image whose digest is the image id."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from imgkit_entrypoints.errors import CheckFailed
 
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")
-"""The name of an architecture or an operating system."""
+"""The name of an architecture or an operating system, such as ``amd64``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,34 +21,41 @@ class ImageConfig:
     """The fields of an image configuration that imgkit uses."""
 
     image_id: str
-    """``sha256:...``."""
+    """``sha256:...``, by default the digest of `raw`."""
     raw: bytes
-    """The JSON."""
+    """The bytes of the JSON document, from which the digest was made."""
     os: str
-    """``linux``; empty where the configuration does not state it."""
+    """``linux``. Empty if the configuration does not name the operating system."""
     arch: str
-    """``amd64``, as in OCI."""
+    """The architecture in the words of OCI, for example ``amd64``."""
     diff_ids: tuple[str, ...]
+    """The digests of the uncompressed layers, the lowest layer first, each ``sha256:...``."""
     labels: Mapping[str, str]
     created: str
+    """The time of the build in RFC 3339. Empty if the configuration does not state it."""
     env: tuple[tuple[str, str | None], ...] = ()
-    """Names and values of ENV in their order; None where the configuration has a name alone."""
+    """The names and values of ENV in their order. The value is None where the text has no ``=``."""
     entrypoint: tuple[str, ...] = ()
     cmd: tuple[str, ...] = ()
     workdir: str = ""
 
     @property
     def search_path(self) -> str:
-        """Its variable PATH; empty where it has none."""
+        """The value of the image's variable PATH. Empty if the image does not set it."""
         return dict(self.env).get("PATH") or ""
 
 
 def parse_config(raw: bytes, *, where: str, image_id: str | None = None) -> ImageConfig:
-    """Read an image configuration; the image id defaults to the digest of `raw`.
+    """Parse the JSON document `raw` of an image configuration.
+
+    Parameters
+    ----------
+    where : the file or image that the error names.
+    image_id : the image id if it is known from elsewhere. By default it is the digest of `raw`.
 
     Raises
     ------
-    CheckFailed : it is not an image configuration, or it has no layers.
+    CheckFailed : `raw` is not an image configuration, or the image has no layers.
     """
     try:
         values = json_text.parse(raw)
@@ -85,16 +92,21 @@ def parse_config(raw: bytes, *, where: str, image_id: str | None = None) -> Imag
 
 
 def _split_variable(text: str) -> tuple[str, str | None]:
+    """Return the name and the value of ``NAME=VALUE``. The value of a text without ``=`` is None."""
     name, equals, value = text.partition("=")
     return name, value if equals else None
 
 
 def _texts(values: list[str] | None) -> tuple[str, ...]:
+    """Return the items of a JSON list as text, and nothing for a key that is missing or null."""
     return tuple(str(value) for value in values or ())
 
 
 def creation_time_s(created: str) -> int:
-    """Return the seconds since 1970 of an image's creation; 0 where it has none."""
+    """Return the time `created` of an image in seconds since 1970.
+
+    For example, ``1970-01-02T00:00:00Z`` gives 86400. Return 0 if `created` is empty or is not a time.
+    """
     match = re.match(r"(\d{4})-(\d\d)-(\d\d)T(\d\d):(\d\d):(\d\d)", created)
     if match is None:
         return 0
@@ -102,4 +114,5 @@ def creation_time_s(created: str) -> int:
         when = datetime.datetime(*map(int, match.groups()), tzinfo=datetime.timezone.utc)  # type: ignore[misc,arg-type]
     except ValueError:
         return 0
+    # Squashfs stores a time in 32 bits without a sign.
     return min(max(int(when.timestamp()), 0), (1 << 32) - 1)

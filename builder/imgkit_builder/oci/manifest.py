@@ -1,4 +1,7 @@
-"""Provenance of an image, stored in it as ``/opt/imgkit/manifest.json``. Standard library only."""
+"""The manifest: where an image comes from, stored in it as ``/opt/imgkit/manifest.json``.
+
+This module imports the standard library only, apart from the entry points.
+"""
 
 from __future__ import annotations
 
@@ -13,90 +16,107 @@ from typing import Any
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import UsageError
 
+# Version of the JSON form. `from_json` refuses every other one.
 SCHEMA = 1
 MANIFEST_JSON = "/opt/imgkit/manifest.json"
 LOCK_TOML = "/opt/imgkit/lock.toml"
-"""The lock in an image that was built by one."""
+"""The file in an image that holds the lock from which it was built."""
+# A base with this label has no NVIDIA software. Images on it are for tests only.
 STANDIN_LABEL = "imgkit.standin"
+# The digest of the build context.
 CONTEXT_LABEL = "imgkit.context.sha256"
+# The digest of the lock. Empty in an image that was built without a lock.
 LOCK_LABEL = "imgkit.lock.sha256"
 CREATED_LABEL = "org.opencontainers.image.created"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """Versions in the base, found by running it once; `skipped` is the reason where it could not run."""
+    """The versions of programs in the base image, which imgkit runs once to find them out."""
 
     python: str = ""
     torch: str = ""
-    """``torch.__version__``; empty where there is no torch."""
+    """The text of ``torch.__version__``. Empty if the base has no torch."""
     cuda: str = ""
     nccl: str = ""
-    """``2.20.5``; empty without CUDA."""
+    """The version of NCCL, ``2.20.5``. Empty without CUDA."""
     pip_conflicts: tuple[str, ...] = ()
-    """Lines of ``pip check`` in the base: conflicts that the recipe did not cause."""
+    """The lines that ``pip check`` prints in the base. The recipe did not cause these conflicts."""
     skipped: str = ""
+    """The reason why the base could not run. Empty if it has run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseImage:
-    """The base image as the engine reports it."""
+    """The base image of a build, as the engine or the file that holds it describes it."""
 
     name: str
     id: str = ""
-    """``sha256:...`` of the image configuration."""
+    """The image id of the base, ``sha256:...``, which is the digest of its configuration."""
     digest: str = ""
-    """``repo@sha256:...``; empty for an image that was never in a registry, which `id` identifies."""
+    """The base in a registry, ``repo@sha256:...``. Empty if it was never in one; then `id` identifies it."""
     platform: str = ""
     standin: bool = False
-    """Whether the base has the label ``imgkit.standin``: no NVIDIA software, for tests only."""
+    """Whether the base has the label ``imgkit.standin``.
+
+    Such a base has no NVIDIA software, and is for tests.
+    """
     env: Mapping[str, str] = field(default_factory=dict)
-    """Its variables; empty where they are unknown, as every image has a PATH."""
+    """The base's variables. Empty if they are unknown: every image has at least PATH."""
     user: str = ""
-    """Its containers start as this user; empty for root."""
+    """The user as whom containers of the base start. Empty means root."""
     probe: Probe = Probe()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstalledProject:
-    """A project that an image has installed."""
+    """A Python project of the user that is installed in an image."""
 
     name: str
-    """The canonical name."""
+    """The name as PyPI normalizes it: ``my-project`` for ``My_Project``."""
     folder: str = ""
-    """Where an editable installation leads in the image; empty: pip has copied the project."""
+    """The folder in the image to which an editable installation leads.
+
+    Empty if pip has copied the project.
+    """
     step: int | None = None
-    """Number of the recipe's pip step that installs it, from 0; None: another command did."""
+    """The number of the recipe's pip step that installs it, from 0. None if another command has done that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Provenance stored in the image; the same inputs give the same bytes."""
+    """The provenance that is stored in an image. The same inputs give the same bytes."""
 
     imgkit: str
+    """The version of imgkit that built the image."""
     recipe: str
     recipe_sha256: str
     base: BaseImage
     platform: str
     wheel_sha256: str
-    """Digest of the imgkit_entrypoints wheel in the image."""
+    """The digest of the wheel of ``imgkit_entrypoints`` that is installed in the image."""
     revision: str = ""
-    """git commit of the recipe's folder, with ``-dirty`` after changes; empty outside git, and where the
-    image has no files of that folder."""
+    """The git commit of the recipe's folder, followed by ``-dirty`` if the folder has changes.
+
+    Empty outside git, and if the image has no files of that folder.
+    """
     projects: tuple[InstalledProject, ...] = ()
-    """What the recipe's pip steps install of the user's own."""
+    """The user's own projects that the recipe's pip steps install."""
     workdir: str = ""
-    """The folder in which jobs start, if the recipe states one."""
+    """The folder in which jobs start. Empty if the recipe does not set it."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """The recipe's ``image.env``, without values that add to the base's. A launch tells by this and by the
-    base's variables which ones the image brings."""
+    """The variables of the recipe's ``image.env``, without values that extend those of the base.
+
+    From these and from the base's variables a launch knows which variables come from the image.
+    """
 
 
 def labels(manifest: Manifest, *, context_sha256: str, created: str, locked: bool) -> dict[str, str]:
-    """Return the labels that only a build knows, sorted; those of the recipe are in the rendered text.
+    """Return the labels whose values only a build knows, sorted by name.
 
-    An empty revision is written too: otherwise the image would inherit the revision of NVIDIA's image. So is
-    an empty label of a lock, on a base that was built by one.
+    The recipe's own labels are in the rendered Dockerfile or definition. A label without a value is set to
+    the empty string: otherwise the image would inherit the revision of NVIDIA's image, or the lock's digest
+    of a base that was built from a lock.
     """
     base = manifest.base
     result = {
@@ -112,27 +132,30 @@ def labels(manifest: Manifest, *, context_sha256: str, created: str, locked: boo
 
 
 def time_of_build() -> str:
-    """Return the time of a build that begins now, in RFC 3339; ``SOURCE_DATE_EPOCH`` where that is set."""
+    """Return the time of a build that begins now, in RFC 3339: ``2024-05-01T12:00:00Z``.
+
+    If the variable ``SOURCE_DATE_EPOCH`` is set, it gives the time instead of the clock.
+    """
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now_s()))
 
 
 def now_s() -> int:
-    """Return the seconds since 1970; ``SOURCE_DATE_EPOCH`` where that is set."""
+    """Return the time of now in seconds since 1970, or the value of ``SOURCE_DATE_EPOCH`` if that is set."""
     epoch = os.environ.get("SOURCE_DATE_EPOCH", "")
     return int(epoch) if epoch.isdigit() else int(time.time())
 
 
 def to_json(manifest: Manifest) -> str:
-    """Return deterministic text."""
+    """Return `manifest` as JSON text. Equal manifests give equal text."""
     return json.dumps({"schema": SCHEMA, **dataclasses.asdict(manifest)}, indent=2, sort_keys=True) + "\n"
 
 
 def from_json(text: str) -> Manifest:
-    """Read what `to_json` wrote.
+    """Return the manifest in `text`, which `to_json` has written.
 
     Raises
     ------
-    UsageError : it is not a manifest, or has a later schema.
+    UsageError : `text` is not a manifest, or it has another schema.
     """
     try:
         data: dict[str, Any] = json_text.parse(text)

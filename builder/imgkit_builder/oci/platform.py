@@ -1,4 +1,8 @@
-"""Architectures: the host's own, and those that a binfmt_misc handler of the kernel emulates."""
+"""The architectures whose programs this machine can run.
+
+These are its own, and those for which its kernel has a handler in binfmt_misc, which starts an emulator
+(qemu).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import platform
 from collections.abc import Mapping
 from pathlib import Path
 
+# The folder of the handlers, relative to the root folder.
 BINFMT = Path("proc/sys/fs/binfmt_misc")
 
 _KERNEL_NAMES: Mapping[str, tuple[str, ...]] = {
@@ -14,7 +19,7 @@ _KERNEL_NAMES: Mapping[str, tuple[str, ...]] = {
     "ppc64le": ("ppc64le",),
     "riscv64": ("riscv64",),
 }
-"""Architecture as OCI names it, and what ``uname -m`` calls it; Linux's word comes first."""
+"""The name of an architecture in OCI, and its names in ``uname -m``. The first of these is that of Linux."""
 
 
 def kernel_names(arch: str) -> tuple[str, ...]:
@@ -23,7 +28,10 @@ def kernel_names(arch: str) -> tuple[str, ...]:
 
 
 def arch_of(machine: str) -> str:
-    """Return the OCI architecture of what ``uname -m`` prints; that word itself if it is unknown."""
+    """Return the name in OCI of `machine`, which ``uname -m`` prints.
+
+    An unknown name is returned unchanged.
+    """
     for arch, names in _KERNEL_NAMES.items():
         if machine in names:
             return arch
@@ -31,12 +39,12 @@ def arch_of(machine: str) -> str:
 
 
 def host_arch() -> str:
-    """Return ``amd64``, ``arm64``, or the kernel's own word for another architecture."""
+    """Return the architecture of this machine, as `arch_of` names it: ``amd64`` or ``arm64``."""
     return arch_of(platform.machine().lower())
 
 
 def host_platform() -> str:
-    """Return ``linux/amd64``: the platform of images that run here without an emulator."""
+    """Return the platform of images that run here without an emulator, for example ``linux/amd64``."""
     return f"linux/{host_arch()}"
 
 
@@ -46,16 +54,18 @@ def runs_here(arch: str, *, root: Path = Path("/")) -> bool:
 
 
 def emulator_fault(arch: str, *, root: Path = Path("/")) -> str:
-    """Return why the kernel cannot emulate `arch` inside containers; an empty string where it can."""
+    """Return why the kernel cannot emulate `arch` inside containers. Return the empty string if it can."""
     handler = root / BINFMT / f"qemu-{kernel_names(arch)[0]}"
     try:
         lines = handler.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
         return f"there is no emulator: {handler} is missing"
+    # The first line of a handler's file is "enabled" or "disabled".
     if not lines or lines[0] != "enabled":
         return f"the emulator is switched off: {handler} begins with {lines[:1]}"
     flags = next((line.partition(":")[2].strip() for line in lines if line.startswith("flags:")), "")
     if "F" not in flags:
-        # F: the kernel keeps the emulator open. Otherwise it looks for it inside the container.
+        # With the flag F, the kernel opens the emulator when the handler is registered. Without it, the
+        # kernel looks for the emulator inside the container, where it is not.
         return f"the emulator does not work in containers: {handler} has flags {flags!r}, without F"
     return ""

@@ -1,1 +1,1 @@
-"""A folder of one's own: its ``imgkit.toml``, what was run from it, and how the runs compare."""
+"""A project folder of the user: its ``imgkit.toml``, the files of ``imgkit init``, and sources of values."""

@@ -1,4 +1,7 @@
-"""The files of ``imgkit init``: ``imgkit.toml``, a recipe, ``.gitignore``, and a program if there is none."""
+"""Write the files of ``imgkit init`` into a folder.
+
+These are ``imgkit.toml``, a recipe and ``.gitignore``, and an example program if the folder has no Python.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,12 @@ from imgkit_builder.recipe.system_files import is_path
 from imgkit_builder.recipe.targets import Target
 from imgkit_entrypoints.errors import UsageError
 
+# The example program.
 PROGRAM = "train.py"
 GITIGNORE = ".gitignore"
+# The time limit in a new imgkit.toml, where neither the user nor the recipe sets one.
 _TIME = "30m"
+# What imgkit writes into a folder, in the syntax of .gitignore.
 _OUTPUTS = ("runs/", "*.sif", "*.sqsh")
 
 
@@ -31,25 +37,28 @@ class NewFolder:
 
     folder: Path
     recipe: str
-    """The recipe that the folder's own extends, as the user names it."""
+    """The recipe that the folder's own recipe extends: a shipped name or a path, as the user typed it."""
     remote: str = ""
     values: Mapping[str, str]
-    """Values of flags for keys of ``imgkit.toml``: account, queue, qos, time, nodes; empty: not given."""
+    """The values of flags for the keys account, queue, qos, time and nodes. Empty: the flag was not given."""
 
     @property
     def name(self) -> str:
-        """Return the name of the image and its jobs: that of the folder, where an image can have it."""
+        """The name of the image and its jobs, made from that of the folder: ``My Project`` -> ``my-project``.
+
+        It is ``project`` if no valid name is left.
+        """
         name = re.sub(r"[^a-z0-9]+", "-", self.folder.name.lower()).strip("-")[:40]
         return "project" if not name or [*rules.recipe_name(name)] else name
 
     @property
     def recipe_file(self) -> str:
-        """Return the name of the folder's recipe."""
+        """The file name of the folder's recipe."""
         return f"{self.name}.yaml"
 
     @property
     def command(self) -> tuple[str, ...]:
-        """Return the command of jobs; nothing if it is unclear which program of the folder to start."""
+        """The command of jobs. Empty if the folder has several programs that a job may start, or none."""
         if not program.has_code(self.folder):
             return ("dist-run", PROGRAM, "--epochs", "5")
         programs = program.find_start_scripts(self.folder)
@@ -57,25 +66,34 @@ class NewFolder:
 
     @property
     def unfit_reason(self) -> str:
-        """Return why the image needs all files of the folder's project; empty if it does not."""
+        """Why the image needs all files of the folder's project. Empty if it does not need them."""
         if not program.is_project(self.folder):
             return ""
         return skeleton.unfit_reason(self.folder)
 
 
 def copies_code(options: NewFolder, parent: Target) -> bool:
-    """Return whether the image holds the code: pods get no other, and some projects must be built from it."""
+    """Return whether the image has to hold the folder's code.
+
+    It does where jobs run in pods, which get no other code, and where the project must be built from all its
+    files.
+    """
     is_isolated = runtimes.get_runtime(parent.system.runtime.kind).is_isolated
     return is_isolated or bool(options.unfit_reason)
 
 
 def file_texts(options: NewFolder, parent: Target) -> Mapping[str, str]:
-    """Return the content of each file by its name; `parent` is the recipe that `options` name.
+    """Return the content of each file by its name.
 
-    A folder with Python gets no example, and the packages and the command of its own program.
+    In a folder with Python, there is no example program, and the files name the packages and the command of
+    the folder's own program.
+
+    Parameters
+    ----------
+    parent : the recipe that `options` name.
     """
     facts, system = parent.system.queue, systems.get_system(parent.system.scheduler)
-    # imgkit run warns of a key that the scheduler does not use.
+    # Only these keys go into imgkit.toml: imgkit run warns about a key that the scheduler does not use.
     used = system.uses
     required = _required_keys(parent)
     # A recipe that is a file is named by a path from the folder, so that both can move or be cloned together.
@@ -84,7 +102,7 @@ def file_texts(options: NewFolder, parent: Target) -> Mapping[str, str]:
     queue = {key: value for key, value in options.values.items() if key != "nodes"}
     if not queue["time"] and not facts.time and "time" in used:
         queue["time"] = _TIME
-    # The list of hosts is the number of nodes.
+    # On a system that takes a list of hosts (--hosts), that list decides about the number of nodes.
     nodes = options.values["nodes"] or ("" if system.takes_hosts else "1")
     copies = copies_code(options, parent)
     values = {
@@ -110,7 +128,10 @@ def file_texts(options: NewFolder, parent: Target) -> Mapping[str, str]:
 
 
 def _job_command(options: NewFolder, parent: Target) -> tuple[str, ...]:
-    """Return the command of jobs. It starts in the code of the run, or names the program in the image."""
+    """Return the command of jobs, in which the program has its path in the image if the image holds the code.
+
+    Otherwise jobs start in the folder of the run's code, and the name of the program is enough.
+    """
     if not options.command or not copies_code(options, parent):
         return options.command
     launcher, name, *arguments = options.command
@@ -118,13 +139,16 @@ def _job_command(options: NewFolder, parent: Target) -> tuple[str, ...]:
 
 
 def _required_keys(parent: Target) -> Mapping[str, bool]:
-    """Return the keys that a job on the system needs, and whether its recipe has a value for each."""
+    """Return each key that a job on the system of `parent` needs, and whether that recipe sets it."""
     queue = parent.system.queue
     return {"queue" if key == "name" else key: bool(getattr(queue, key)) for key in queue.required}
 
 
 def next_steps(options: NewFolder, parent: Target, folder: Path) -> Iterator[str]:
-    """Yield the commands to type next, with values that only the user knows in capitals."""
+    """Yield the steps that follow ``imgkit init``, one a line.
+
+    They are commands, or keys of imgkit.toml to fill in. Values that only the user knows are in capitals.
+    """
     cd = "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "
     if not options.command:
         names = " or ".join(program.find_start_scripts(options.folder)) or "your program"
@@ -149,13 +173,13 @@ def next_steps(options: NewFolder, parent: Target, folder: Path) -> Iterator[str
 
 
 def write_files(folder: Path, contents: Mapping[str, str]) -> tuple[Path, ...]:
-    """Write `contents` by file name, except what exists, and return the paths that were written.
+    """Write each file of `contents` that does not exist yet, and return the paths of the new files.
 
     Raises
     ------
-    UsageError : a value is wrong, or the folder has an imgkit.toml; nothing is written.
+    UsageError : a value is wrong, or the folder has an imgkit.toml. In both cases nothing is written.
     """
-    # A wrong flag is found before any file is written.
+    # This finds a wrong value of a flag before any file is written.
     toml_file.parse_text(contents[toml_file.NAME], folder / toml_file.NAME)
     if os.path.lexists(folder / toml_file.NAME):
         raise UsageError(
@@ -169,9 +193,10 @@ def write_files(folder: Path, contents: Mapping[str, str]) -> tuple[Path, ...]:
 
 
 def complete_gitignore(folder: Path) -> tuple[str, ...]:
-    """Add imgkit's outputs to the user's .gitignore, and return the lines that it lacked.
+    """Add the missing lines for imgkit's outputs to the user's .gitignore, and return them.
 
-    Else git would take images of gigabytes. Other lines of the template could hide files of the user.
+    Without them git would add images of gigabytes. The other lines of the template are not added, as they
+    could hide files of the user.
     """
     path = folder / GITIGNORE
     if path.is_symlink() or not path.is_file():

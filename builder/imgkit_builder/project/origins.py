@@ -1,6 +1,6 @@
-"""Combine flags with ``imgkit.toml``, and find the source of each value of a job.
+"""Combine flags with the values of ``imgkit.toml``, and tell where each value of a job comes from.
 
-A flag replaces a value of ``imgkit.toml``, which replaces a value of the recipe.
+A flag takes precedence over ``imgkit.toml``, and ``imgkit.toml`` over the recipe.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from imgkit_builder.project.toml_file import ProjectFile
 from imgkit_builder.recipe.problems import Position, shorten_path
 
 _KEYS = ("account", "queue", "qos", "time", "nodes", "group_readable", "command")
-"""Keys of the file that are also fields of `JobRequest`, whose flag replaces the key."""
+"""Keys of the file that are also fields of `JobRequest`. The flag of such a field replaces the key."""
 _MEMORY_KEYS = ("mem", "mem_per_gpu")
-"""The same, but the flag of either key replaces both."""
+"""Keys for the memory. The flag of either of them replaces both keys of the file."""
 
 
 def fill_from_file(request: JobRequest, project: ProjectFile | None) -> JobRequest:
-    """Return `request`, which has the values of flags only, with the file's values where no flag was given.
+    """Return `request` with the values of the file `project` where no flag was given.
 
-    ``--bind``, ``--env`` and ``--option`` add to the values of the file, but a variable of a flag replaces
-    the file's variable of the same name. The job runs in the file's folder, unless a flag names another one.
+    `request` has the values of flags only. ``--bind``, ``--env`` and ``--option`` add to the values of the
+    file, but a variable of a flag replaces the file's variable of the same name. The job runs in the file's
+    folder, unless a flag names another one.
     """
     if project is None:
         return request
@@ -44,7 +45,7 @@ def fill_from_file(request: JobRequest, project: ProjectFile | None) -> JobReque
     for key in _KEYS:
         changes[key] = job_flags.field_value(request, key) or getattr(values, key)
     if request.launch.interactive:
-        # The command of the file is that of its runs: without one on the command line, a shell opens.
+        # An interactive job without a command opens a shell. The command of the file is for its other jobs.
         changes["command"] = request.launch.command
     if source.sets_directory:
         changes["directory"] = project.file.parent
@@ -65,36 +66,39 @@ def fill_from_file(request: JobRequest, project: ProjectFile | None) -> JobReque
 
 
 def _combined_env(file_items: Sequence[str], flag_items: Sequence[str]) -> tuple[str, ...]:
-    """Return the variables of the file that no flag sets, then those of flags: ``NAME`` or ``NAME=VALUE``."""
+    """Return the variables of the file that no flag sets, followed by those of the flags.
+
+    An item is ``NAME`` or ``NAME=VALUE``.
+    """
     flag_variables = {_variable_name(item) for item in flag_items}
     inherited = [item for item in file_items if _variable_name(item) not in flag_variables]
     return (*inherited, *flag_items)
 
 
 def _location_text(position: Position) -> str:
-    """Return ``imgkit.toml:4``, or ``mn5.yaml:12``."""
+    """Return the name and line of `position`, for example ``imgkit.toml:4``."""
     return f"{shorten_path(position.file).name}:{position.line}"
 
 
 def _variable_name(item: str) -> str:
-    """Return ``NAME`` for ``NAME=VALUE`` or ``NAME``."""
+    """Return the name in `item`, which is ``NAME=VALUE`` or ``NAME``."""
     return item.partition("=")[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueSource:
-    """One value of a job, and the flag or the file that sets it."""
+    """One value of a job, and the flag or the line of a file that sets it."""
 
     name: str
     value: str
     flag: str = ""
-    """The flag that sets the value; empty: no flag does."""
+    """The flag that sets the value. Empty if no flag does."""
     position: Position | None = None
-    """The position in ``imgkit.toml`` or in a recipe that sets the value; None: no file does."""
+    """The place in ``imgkit.toml`` or in a recipe that sets the value. None if no file does."""
 
     @property
     def source(self) -> str:
-        """``--time``, ``imgkit.toml:4``, ``mn5.yaml:12`` or ``default``."""
+        """The source as text for people: ``--time``, ``imgkit.toml:4``, ``mn5.yaml:12`` or ``default``."""
         if self.flag:
             return self.flag
         if self.position is None:
@@ -105,13 +109,13 @@ class ValueSource:
 def of_word(
     name: str, value: str, *, flag: str, project: ProjectFile | None, default: Position | None = None
 ) -> ValueSource:
-    """Return the value `name` with its source: a flag, or else the file, or else a recipe.
+    """Return the value `name` with its source, which is a flag, or else the file, or else the recipe.
 
     Parameters
     ----------
-    flag : the flag that was given; empty: no flag was given.
-    project : the file, which counts if it sets the key `name`.
-    default : the position in the recipe; None: the recipe does not set the value.
+    flag : the flag that was given, or "".
+    project : the ``imgkit.toml``, which is the source if it sets the key `name`.
+    default : the place in the recipe that sets the value. None if the recipe does not set it.
     """
     if flag:
         return ValueSource(name=name, value=value, flag=flag)
@@ -123,7 +127,7 @@ def of_word(
 
 
 def of_job(job: Job, flags: JobRequest, project: ProjectFile | None) -> Iterator[ValueSource]:
-    """Yield every value of `job` with its source; `flags` is a request with the values of flags only."""
+    """Yield every value of `job` with its source. The request `flags` has the values of flags only."""
     yield from _single_value_sources(job, flags, project)
     yield from _bind_sources(job, flags, project)
     for text in job.request.container.data:
@@ -141,7 +145,7 @@ def of_job(job: Job, flags: JobRequest, project: ProjectFile | None) -> Iterator
 def _single_value_sources(job: Job, flags: JobRequest, project: ProjectFile | None) -> Iterator[ValueSource]:
     """Yield the values that one flag or one key sets."""
     positions = job.recipe.positions
-    # Every value has the name of its flag. --no-code decides the code, too.
+    # A value has the name of its flag without the dashes. --no-code also decides about the value "code".
     flag_of_value = {flag.lstrip("-").removeprefix("no-"): flag for flag in flags_in(flags)}
     if flags.launch.command:
         flag_of_value["command"] = "--"
@@ -157,7 +161,7 @@ def _single_value_sources(job: Job, flags: JobRequest, project: ProjectFile | No
 
 
 def _option_sources(job: Job, flags: JobRequest, project: ProjectFile | None) -> Iterator[ValueSource]:
-    """Yield the scheduler's options, which the file and flags add to those of the recipe."""
+    """Yield the scheduler's options: those of the recipe, then of the file, then of flags."""
     for number, option in enumerate(job.recipe.system.queue.options):
         position = job.recipe.positions.get(("system", "queue", "options", number))
         yield ValueSource(name="option", value=option, position=position)
@@ -169,7 +173,7 @@ def _option_sources(job: Job, flags: JobRequest, project: ProjectFile | None) ->
 
 
 def _system_flag_sources(flags: JobRequest) -> Iterator[ValueSource]:
-    """Yield the values of flags that only one system has."""
+    """Yield the values of flags that belong to one kind of scheduler. No file sets them."""
     for system_flags in flags.system_flags:
         for declared_flag in declared_options(type(system_flags)):
             value = declared_flag.value(system_flags)
@@ -179,7 +183,10 @@ def _system_flag_sources(flags: JobRequest) -> Iterator[ValueSource]:
 
 
 def _single_values(job: Job) -> dict[str, tuple[Any, ...]]:
-    """Return each value that one flag or one key sets, followed by the keys of the recipe that can set it."""
+    """Return each value that one flag or one key sets, by its name.
+
+    The value is followed by the keys of the recipe that can set it, the strongest first.
+    """
     return {
         "nodes": (job.allocation.size,),
         "gpus": (job.allocation.gpus, "system.node.gpus"),
@@ -202,7 +209,10 @@ def _single_values(job: Job) -> dict[str, tuple[Any, ...]]:
 
 
 def _memory_value(job: Job) -> dict[str, tuple[str, str]]:
-    """Return the memory by the name of the flag that requests it; nothing if the scheduler decides."""
+    """Return the memory of the job, under the name of its flag, and the key of the recipe that can set it.
+
+    The result is empty if the scheduler decides about the memory.
+    """
     memory = job.allocation.memory
     if memory is None:
         return {}
@@ -211,7 +221,7 @@ def _memory_value(job: Job) -> dict[str, tuple[str, str]]:
 
 
 def _bind_sources(job: Job, flags: JobRequest, project: ProjectFile | None) -> Iterator[ValueSource]:
-    """Yield the folders that the recipe, the file and flags mount."""
+    """Yield the folders that the job mounts: those of the recipe, the file and the flags."""
     file_binds = project.values.binds if project else ()
     file_position = project.positions.get("binds") if project else None
     recipe_bind_count = len(job.recipe.system.runtime.binds)
@@ -234,7 +244,7 @@ def _env_sources(job: Job, flags: JobRequest, project: ProjectFile | None) -> It
     flag_variables = {_variable_name(item) for item in flags.container.env}
     file_variables = {_variable_name(item) for item in file_env}
     for name in (*job.container.env, *job.container.names):
-        # The value of a variable that the user only names may be a secret.
+        # The value of a variable that the user names without a value may be a secret, and is not shown.
         text = f"{name} (with its value from here)"
         if name in job.container.env:
             text = f"{name}={job.container.env[name]}"

@@ -1,7 +1,7 @@
-"""Refuse an ``imgkit.toml`` that nobody named, and what it names, if other users can change it.
+"""Refuse an ``imgkit.toml`` that other users can change, and files that it names.
 
-Its values decide where a job runs, what it mounts and what it starts. A path that the user types is consent,
-and is not checked.
+imgkit reads that file because it is in the current folder or above it. Its values decide where a job runs,
+what it mounts and what it starts. A path that the user has typed is taken as consent, and is not checked.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from imgkit_builder.recipe import load, lock_file, system_files
 from imgkit_entrypoints.errors import UsageError
 from imgkit_recipes import FOLDER
 
+# The option of the verbs that skips these checks.
 OPTION = "--trust-folder"
 _LOOK = f"read it; if you trust it, add {OPTION}"
 
 
 def named_paths(project: ProjectFile, *, with_recipe: bool) -> Iterator[Path]:
-    """Yield what `project` names: its code folder, its recipe with the lock, ``hf.lock``, and every file that
-    it reads.
+    """Yield the paths that decide what a job of `project` does, apart from the file itself.
 
-    A site's systems are left out: the environment names their folder, and `system_files` has stricter rules.
+    They are the code folder and ``hf.lock``, and with `with_recipe` also the recipe, its lock, and the files
+    that the recipe reads. The system files of a site are left out: an environment variable names their
+    folder, and `system_files` has stricter rules for them.
     """
     if project.code is not None:
         yield project.code
@@ -49,11 +51,11 @@ def named_paths(project: ProjectFile, *, with_recipe: bool) -> Iterator[Path]:
 def refuse_foreign(path: Path) -> None:
     """Raise an error if users other than this one, root and the owner of imgkit can change `path`.
 
-    Of a link, both the link and what it leads to count. A path that does not exist passes.
+    For a symbolic link, both the link and its target are checked. A path that does not exist is accepted.
 
     Raises
     ------
-    UsageError : names the owner or the mode, and what to type.
+    UsageError : another user can change it. The error names the owner and the mode, and what to type.
     """
     if not path.exists():
         return
@@ -66,7 +68,8 @@ def refuse_foreign(path: Path) -> None:
             raise UsageError(message, where=str(end), hint=_LOOK)
         for writable in (end, *end.parents):
             status = end.lstat() if writable == end else writable.stat()
-            # The mode of a link means nothing, and in a sticky folder such as /tmp only owners replace files.
+            # Linux ignores the mode of a link. In a folder with the sticky bit, such as /tmp, only the owner
+            # of a file can replace it.
             is_safe = stat.S_ISLNK(status.st_mode) or (writable != end and status.st_mode & stat.S_ISVTX)
             if status.st_mode & stat.S_IWOTH and not is_safe:
                 message = f"every user can {'write it' if writable == end else f'replace it in {writable}'}"
@@ -76,7 +79,7 @@ def refuse_foreign(path: Path) -> None:
 
 
 def _owner_and_mode(status: os.stat_result) -> tuple[str, str]:
-    """Return the name of the owner, or the id of one without a name, and the mode in octal digits."""
+    """Return the owner's name, or ``user ID`` if it has no name, and the mode in octal digits: ``0644``."""
     mode = f"{stat.S_IMODE(status.st_mode):04o}"
     try:
         return pwd.getpwuid(status.st_uid).pw_name, mode

@@ -1,4 +1,4 @@
-"""What ``imgkit init`` finds in a folder with a program: how to start it, and the packages that it needs."""
+"""Look into a folder for ``imgkit init``: which program to start, and the packages that it needs."""
 
 from __future__ import annotations
 
@@ -17,34 +17,45 @@ from imgkit_entrypoints import files, terminal
 REQUIREMENTS = "requirements.txt"
 CONDA = "environment.yml"
 
+# Usual names of training programs. The first one that the folder has is the program to start.
 _USUAL = ("train.py", "main.py", "run.py", "pretrain.py", "finetune.py", "src/train.py", "src/main.py")
+# Names without blanks and other characters that a shell would need quoted.
 _NAME = re.compile(r"[\w.-]+")
+# Python files that people do not start as their training: tests and tools for packaging.
 _NOT_STARTED = re.compile(r"setup|conftest|test_.*|.*_test|noxfile|versioneer")
+# A file with `if __name__ == "__main__":` is meant to be started.
 _STARTS = re.compile(r"^if __name__ ?==", re.MULTILINE)
-# conda has other names than PyPI, and packages that are no Python: only these are certain.
+# Packages that have the same name in conda and on PyPI. Others may have another name there (pytorch is
+# torch), or are not Python packages.
 _SAME_IN_CONDA = re.compile(
     "accelerate|datasets|diffusers|einops|evaluate|h5py|hydra-core|ipython|jupyter|matplotlib|networkx|numpy|"
     "omegaconf|pandas|pillow|psutil|pyarrow|pyyaml|requests|scikit-image|scikit-learn|scipy|seaborn|"
     "sentencepiece|tensorboard|timm|tokenizers|tqdm|transformers|wandb|zarr"
 )
+# "conda-forge::numpy=1.26", "numpy >=1.26"
 _CONDA_SPEC = re.compile(r"(?:[\w/.-]+::)?(?P<name>[\w.-]+)\s*(?P<versions>[<>=!~].*)?")
+# "=1.26", "==1.26", or with a build "=1.26.4=py311h64a7726_0"
 _CONDA_BUILD = re.compile(r"={1,2}(?P<version>[0-9][\w.]*)(?P<exact>=[^=]*)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipProposal:
-    """The steps of the recipe's ``pip``, and what of their file they lack."""
+    """A proposal for the steps under ``pip`` in a new recipe."""
 
     file: str
     """The file in the folder that names the packages."""
     steps: tuple[str, ...]
-    """The steps as YAML; empty if nothing is left."""
+    """The steps as YAML, ``requirements: requirements.txt``. Empty if pip has nothing to install."""
     left_out: tuple[str, ...] = ()
-    """Lines of the file that the steps lack: the base has them, or they do not name a package of PyPI."""
+    """Lines of the file that are in no step: the base has the package, or the line names none of PyPI."""
 
 
 def find_start_scripts(folder: Path) -> tuple[str, ...]:
-    """Return the programs in `folder` that a job may start; several if none has a usual name."""
+    """Return the programs in `folder` that a job may start.
+
+    If one has a usual name, such as ``train.py``, it is the only one. Otherwise the result has the
+    Python files with the line ``if __name__ == ...``, sorted by name, without tests and packaging tools.
+    """
     for name in _USUAL:
         if (folder / name).is_file():
             return (name,)
@@ -56,19 +67,20 @@ def find_start_scripts(folder: Path) -> tuple[str, ...]:
 
 
 def has_code(folder: Path) -> bool:
-    """Return whether there is Python in `folder` or in a folder of it."""
+    """Return whether there is a Python file in `folder` or directly in one of its folders."""
     return any(path.is_file() for pattern in ("*.py", "*/*.py") for path in folder.glob(pattern))
 
 
 def pip_steps(folder: Path, *, editable: bool) -> PipProposal | None:
-    """Return the steps that install what the program in `folder` needs; None if no file says that.
+    """Return the steps that install what the program in `folder` needs. Return None if no file names that.
 
-    The dependencies in pyproject.toml come first, then requirements.txt, then environment.yml. A project that
-    pip can install is installed after them, so that its own modules can be imported from everywhere.
+    The packages come from the first of these that names some: the dependencies in pyproject.toml,
+    requirements.txt, environment.yml. If pip can install the folder as a project, a last step does so, so
+    that its own modules can be imported from everywhere.
 
     Parameters
     ----------
-    editable : whether the run's code is mounted over the project.
+    editable : whether jobs mount the run's code over the project, which is then installed as editable.
     """
     packages = _package_steps(folder)
     if not is_project(folder):
@@ -90,7 +102,11 @@ def pip_steps(folder: Path, *, editable: bool) -> PipProposal | None:
 
 
 def is_project(folder: Path) -> bool:
-    """Return whether pip can install `folder`: its pyproject.toml names a build system and describes it."""
+    """Return whether pip can install `folder` as a project.
+
+    Its pyproject.toml must have the table ``build-system``, and the project must be described there or in
+    setup.py or setup.cfg.
+    """
     text = _read_beginning(folder / requirements.PYPROJECT)
     has_build_system = re.search(r"^\[build-system\]", text, re.MULTILINE) is not None
     is_described = re.search(r"^\[(project|tool\.poetry)\]", text, re.MULTILINE) is not None
@@ -99,7 +115,7 @@ def is_project(folder: Path) -> bool:
 
 
 def _package_steps(folder: Path) -> PipProposal | None:
-    """Return the steps that install the packages which a file in `folder` names; None if none does."""
+    """Return the steps for the packages that a file in `folder` names, or None if none names any."""
     sources = (
         (requirements.PYPROJECT, _requirement_lines(requirements.read_dependencies, folder), ""),
         (
@@ -113,6 +129,7 @@ def _package_steps(folder: Path) -> PipProposal | None:
 
 
 def _read_beginning(file: Path) -> str:
+    """Return the text of `file`, or "" if it cannot be read."""
     try:
         return files.read_text(file, errors="replace")
     except (OSError, ValueError):
@@ -120,7 +137,10 @@ def _read_beginning(file: Path) -> str:
 
 
 def _requirement_lines(read: Callable[[Path], tuple[str, ...]], path: Path) -> tuple[str, ...]:
-    """Return what `read` finds in `path`; nothing if it is missing or damaged, which imgkit check reports."""
+    """Return the requirements that `read` finds in `path`.
+
+    The result is empty if the file is missing or damaged. ``imgkit check`` reports a damaged one.
+    """
     try:
         return read(path)
     except (OSError, ValueError):
@@ -128,11 +148,15 @@ def _requirement_lines(read: Callable[[Path], tuple[str, ...]], path: Path) -> t
 
 
 def _propose_step(file: str, lines: tuple[str, ...], as_a_whole: str) -> PipProposal:
-    """Return the step for the `lines` of `file`: `as_a_whole`, or a list of those that pip can install."""
+    """Return the step that installs the packages in the `lines` of `file`.
+
+    It is `as_a_whole` if that is not empty and all lines are fit for it. Otherwise it is a list of the lines
+    that pip can install.
+    """
     unfit = {line for line in lines if _is_in_base(line) or requirements.names_other_file(line)}
     if as_a_whole and not unfit:
         return PipProposal(file=file, steps=(as_a_whole,))
-    # A list takes less than a file: no options, no URLs.
+    # A list of packages in a recipe cannot hold options and URLs, as a requirements file can.
     packages = [line for line in lines if line not in unfit and not [*rules.pip_package(line)]]
     left_out = tuple(terminal.escape_controls(line) for line in lines if line not in packages)
     steps = (f"packages: {json.dumps(packages)}",) if packages else ()
@@ -140,11 +164,15 @@ def _propose_step(file: str, lines: tuple[str, ...], as_a_whole: str) -> PipProp
 
 
 def _is_in_base(line: str) -> bool:
+    """Return whether the package in `line` is one that comes with the base image and must not be replaced."""
     return bool(re.fullmatch(requirements.PROTECTED, requirements.requirement_name(line)))
 
 
 def _conda_lines(file: Path) -> Iterator[str]:
-    """Yield the requirements of a conda environment; a package of another name for pip as conda writes it."""
+    """Yield the requirements in a conda environment.
+
+    A package that PyPI may not have begins with ``conda:``.
+    """
     tree = yaml_tree.read_yaml(file, Collector()) if file.is_file() else None
     dependencies = yaml_tree.to_data(tree).get("dependencies") if tree else None
     for item in dependencies if isinstance(dependencies, list) else ():
@@ -155,7 +183,10 @@ def _conda_lines(file: Path) -> Iterator[str]:
 
 
 def _of_conda(spec: str) -> str:
-    """Return ``numpy==1.26.*`` of ``conda-forge::numpy=1.26``; what PyPI may lack stays as it is."""
+    """Return a requirement of conda as one for pip: ``conda-forge::numpy=1.26`` -> ``numpy==1.26.*``.
+
+    A package that PyPI may not have is returned as ``conda:`` and the text of conda.
+    """
     match = _CONDA_SPEC.fullmatch(spec.strip())
     if match is None or not _SAME_IN_CONDA.fullmatch(requirements.canonical_name(match["name"])):
         return f"conda:{spec}"

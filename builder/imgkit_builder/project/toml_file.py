@@ -1,4 +1,4 @@
-"""``imgkit.toml``: the values of ``imgkit run`` in a folder, each with its position in the file."""
+"""Read ``imgkit.toml``, which holds the values of ``imgkit run`` for the jobs of a folder."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from imgkit_entrypoints.system import Bind
 NAME = "imgkit.toml"
 _MAX_BYTES = 32 << 10
 _MAX_LINES = 500
-"""Limits of the file, which may be a stranger's: a file with ten values is far smaller."""
+"""Limits of the file, which may be a stranger's. A usual file with ten values is far smaller."""
 
 
 def _number_as_text(value: Any) -> Any:
-    """Return ``"2"`` for 2, so that ``nodes = 2`` needs no quotes, and any other value unchanged."""
+    """Return an integer as text, so that ``nodes = 2`` needs no quotes, and any other value unchanged."""
+    # `type`, because True is an instance of int, too.
     if type(value) is int:
         return str(value)
     return value
@@ -36,7 +37,10 @@ def _number_as_text(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProjectValues:
-    """The keys of the file. A key takes the same values as the flag of its name. Empty: it is not set."""
+    """The values of the file by key. A key takes the same values as the flag of that name.
+
+    An empty value means that the file does not set the key.
+    """
 
     __pydantic_config__ = KEYS
 
@@ -52,23 +56,23 @@ class ProjectValues:
     options: tuple[
         Annotated[Line, rule_of(partial(quoting.check_scheduler_option, where="options"), required=True)], ...
     ] = ()
-    """Options for the scheduler, after those of the recipe, one word each."""
+    """Options for the scheduler, which follow those of the recipe. Each is one argument."""
     binds: tuple[Bind, ...] = ()
     env: tuple[Annotated[EnvValue, rule_of(contents.split_variable)], ...] = ()
-    """``NAME=VALUE``, or ``NAME`` for the value that the variable has on this machine."""
+    """Variables: ``NAME=VALUE``, or ``NAME`` for the value that the variable has on this machine."""
     code: Line = ""
-    """Folder of code to mount over /workspace, relative to the file's folder."""
+    """The folder of code to mount over /workspace, relative to the file's folder."""
     group_readable: Flag = False
     data: tuple[Annotated[Line, rule_of(spec.parse_spec)], ...] = ()
-    """Folders of data below the file's folder, or ``/SRC:/DEST`` on the cluster."""
+    """Data of the job: folders below the file's folder, or ``/SRC:/DEST`` on the cluster."""
     packages: tuple[Annotated[Line, rule_of(add.check_requirement)], ...] = ()
-    """Python packages for the image, which `imgkit add` puts into a file beside it."""
+    """Requirements of Python packages, which ``imgkit add`` puts into a file beside the image."""
     command: tuple[Line, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProjectFile:
-    """An ``imgkit.toml`` that was read."""
+    """The values of an ``imgkit.toml``, and their positions in it."""
 
     file: Path
     values: ProjectValues
@@ -77,7 +81,7 @@ class ProjectFile:
 
     @property
     def recipe_file(self) -> Path | None:
-        """The recipe's file or the .sif that the file names; None for a shipped recipe."""
+        """The path of the recipe or .sif that the file names. None for a shipped recipe."""
         recipe = self.values.recipe
         if is_path(recipe) or recipe.endswith(".sif"):
             return self.file.parent / recipe
@@ -85,21 +89,22 @@ class ProjectFile:
 
     @property
     def recipe(self) -> str:
-        """The path of the recipe's file or of the .sif, or the name of a shipped recipe."""
+        """The recipe as the command line names it: the path of a recipe or .sif, or a shipped name."""
         return str(self.recipe_file or self.values.recipe)
 
     @property
     def code(self) -> Path | None:
-        """The folder of code to mount over /workspace; None: the file names none."""
+        """The path of the folder of code to mount over /workspace. None if the file names none."""
         if not self.values.code:
             return None
         return self.file.parent / self.values.code
 
 
 def find_file(folder: Path) -> Path | None:
-    """Return the ``imgkit.toml`` of `folder`, or of the nearest folder above it in its git repository.
+    """Return the ``imgkit.toml`` of `folder`, or of the nearest folder above it in the same git repository.
 
-    Outside of a repository only `folder` counts: a file in /tmp or a home says nothing about what lies below.
+    Outside of a repository only `folder` itself is searched, because a file in /tmp or in a home folder is
+    not meant for the folders below it. Return None if there is no such file.
     """
     folder = folder.absolute()
     candidates = (folder, *folder.parents)
@@ -113,7 +118,7 @@ def find_file(folder: Path) -> Path | None:
 
 
 def read_file(file: Path) -> ProjectFile:
-    """Read `file`.
+    """Read the ``imgkit.toml`` at `file`.
 
     Raises
     ------
@@ -130,7 +135,7 @@ def read_file(file: Path) -> ProjectFile:
 
 
 def parse_text(text: str, file: Path) -> ProjectFile:
-    """Return the values in `text`, the content of `file`.
+    """Parse `text`, the content of `file`.
 
     Raises
     ------
@@ -151,7 +156,11 @@ def parse_text(text: str, file: Path) -> ProjectFile:
 
 
 def _mistake_hint(mistake: Mistake) -> str:
-    """Return how to write a value of the right type, or else the hint of the rule that refuses the value."""
+    """Return the hint for a mistake.
+
+    For a wrong type it shows how to write the right one. Otherwise it is the hint of the rule that was
+    broken.
+    """
     if mistake.kind != "type":
         return mistake.hint
     if mistake.expected == "a list":

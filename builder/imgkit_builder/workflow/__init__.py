@@ -1,4 +1,4 @@
-"""What the verbs do, for programs: build, convert, look into an image, run on a cluster.
+"""The work behind the verbs for images: build, convert, test, open a shell, list the packages.
 
-Each function takes and returns frozen values, prints nothing, and reports progress to a `Reporter`.
+The functions take and return frozen values, print nothing, and report progress to a `Reporter`.
 """

@@ -1,6 +1,7 @@
-"""The system that a .sif is for, its projects and its architecture, read from its record.
+"""Read from a .sif or .sqsh which system it is for, its projects and its architecture.
 
-No runtime is needed. A file that imgkit did not write has no record: unsquashfs reads what is needed.
+No runtime is needed: the record that imgkit writes into the file holds these facts. A file of another program
+has no record, and unsquashfs reads the facts from the image.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from imgkit_entrypoints.system import SystemFacts
 
 
 def read_target(path: Path) -> Target:
-    """Return the recipe's name and system inside the .sif or .sqsh `path`.
+    """Return what the image in the .sif or .sqsh `path` says about its recipe and system.
 
     Raises
     ------
-    CheckFailed : it is damaged, or imgkit did not build its image.
-    ToolMissing : another program wrote it, and there is no unsquashfs for its compression.
-    UsageError : its system holds a value that no recipe may have.
+    CheckFailed : the file is damaged, or imgkit did not build its image.
+    ToolMissing : another program wrote the file, and there is no unsquashfs for its compression.
+    UsageError : the system in the image has a value that no recipe may have.
     """
     facts = unsquash.baked_facts(path)
     if not facts.manifest or not facts.system:
@@ -39,11 +40,17 @@ def read_target(path: Path) -> Target:
 
 
 def target_of(image_manifest: Manifest, facts: SystemFacts, platform: str, file: Path) -> Target:
-    """Return the recipe's name and system of the image in `file`, from what imgkit wrote into or beside it.
+    """Return the recipe's name, system and projects as one value.
+
+    Parameters
+    ----------
+    image_manifest, facts : the manifest and the system that imgkit wrote into the image or beside it.
+    platform : the platform of the image, ``linux/amd64``.
+    file : the file that holds the image.
 
     Raises
     ------
-    UsageError : its system holds a value that no recipe may have.
+    UsageError : the system has a value that no recipe may have.
     """
     return validate_target(
         Target(
@@ -60,14 +67,14 @@ def target_of(image_manifest: Manifest, facts: SystemFacts, platform: str, file:
 
 
 def system_facts(path: Path) -> SystemFacts | None:
-    """Return the system that the .sif or .sqsh `path` names, as it stands there; None if it names none.
+    """Return the system that the image in the .sif or .sqsh `path` names, or None if it names none.
 
-    `read_target` checks the values as those of a recipe. That needs a compiled package, and one environment
-    may serve machines of several architectures.
+    Unlike `read_target`, this does not check the values as those of a recipe. That check needs a compiled
+    package (pydantic), which may be missing if one environment serves machines of several architectures.
 
     Raises
     ------
-    CheckFailed, ToolMissing : as of `read_target`.
+    CheckFailed, ToolMissing : as in `read_target`, or the system cannot be parsed.
     """
     text = unsquash.baked_facts(path).system
     try:
@@ -77,9 +84,15 @@ def system_facts(path: Path) -> SystemFacts | None:
 
 
 def read_projects(path: Path, name: str) -> tuple[InstalledProject, ...]:
-    """Return the projects that the .sif `path` has by its recipe.
+    """Return the user's projects that are installed in the .sif `path`.
 
-    The project `name` is among them also if another command installed it. Raises as `read_target` does.
+    These are the projects of the recipe's pip steps. The project `name` is added if it was installed in
+    another way.
+
+    Raises
+    ------
+    CheckFailed, ToolMissing : as in `read_target`.
+    UsageError : the manifest in the image cannot be read.
     """
     facts = unsquash.baked_facts(path)
     installed = manifest.from_json(facts.manifest).projects if facts.manifest else ()
@@ -91,15 +104,19 @@ def read_projects(path: Path, name: str) -> tuple[InstalledProject, ...]:
 
 
 def _read_distributions(path: Path) -> tuple[Distribution, ...]:
-    """Return the Python packages of a .sif that another program wrote."""
+    """Return the Python packages in the .sif `path`, whose record does not list them."""
+    # As in a container, the variable PATH says which Python counts. A runtime has written it into this
+    # script.
     script = unsquash.read(path, [runtime_files.ENVIRONMENT]).get(runtime_files.ENVIRONMENT, b"")
     search_path = runtime_files.variables(script.decode(errors="replace")).get("PATH", "")
     patterns = [f"{lib}/python3*/*-packages/*.dist-info" for lib in library_folders(search_path)]
     collector = BakedFactsCollector()
+    # With a lock in the image, packages have no origin, so the collector has to know whether there is one.
     patterns.append(manifest.LOCK_TOML.lstrip("/"))
     names = [
         file.path for squashfs in unsquash.open_squashfs(path) for file in squashfs.list_files(*patterns)
     ]
+    # Two calls of unsquashfs: the first one has listed all names, and the second reads the files that count.
     for name in names:
         collector.add_name(name)
     for name, data in unsquash.read(path, filter(collector.wants, names)).items():
@@ -108,7 +125,7 @@ def _read_distributions(path: Path) -> tuple[Distribution, ...]:
 
 
 def has_manifest(path: Path) -> bool:
-    """Return whether imgkit built the image of a .sif or .sqsh; True where this machine cannot read it."""
+    """Return whether imgkit built the image in a .sif or .sqsh. Return True if it cannot be read here."""
     try:
         return bool(unsquash.baked_facts(path).manifest)
     except (CheckFailed, ToolMissing, UsageError):
@@ -116,13 +133,18 @@ def has_manifest(path: Path) -> bool:
 
 
 _MACHINES = {0x3E: "amd64", 0xB7: "arm64", 0x15: "ppc64le", 0xF3: "riscv64"}
-"""Field ``e_machine`` of an ELF program."""
+"""The field ``e_machine`` in the header of an ELF program, and the architecture that it stands for."""
+# Shells, one of which nearly every image has. The header of such a program tells the architecture of the
+# image.
 _SHELLS = ("sh", "bash", "dash", "busybox")
 _PROGRAMS = tuple(f"{folder}/{name}" for folder in ("usr/bin", "bin") for name in _SHELLS)
 
 
 def read_arch(path: Path) -> str:
-    """Return the architecture of a .sif or .sqsh, stated or that of a program; empty if it is unknown."""
+    """Return the architecture of a .sif or .sqsh in the words of OCI, or "" if it cannot be found out.
+
+    A file that does not state its architecture has that of a shell in the image.
+    """
     try:
         recorded = _recorded_arch(path)
         programs = {} if recorded != "unknown" else unsquash.read(path, _PROGRAMS)
@@ -131,6 +153,7 @@ def read_arch(path: Path) -> str:
     if recorded != "unknown":
         return recorded
     for data in programs.values():
+        # An ELF header has a 1 in byte 5 for little-endian numbers, and e_machine in bytes 18 and 19.
         is_little = data[:4] == b"\x7fELF" and data[5:6] == b"\x01"
         if is_little and (machine := _MACHINES.get(int.from_bytes(data[18:20], "little"))):
             return machine
@@ -138,7 +161,7 @@ def read_arch(path: Path) -> str:
 
 
 def _recorded_arch(path: Path) -> str:
-    """Return the architecture in the file's header or record; another program's .sqsh does not state it."""
+    """Return the architecture that the file states, or ``unknown``, as for a .sqsh of another program."""
     if image.is_sif(path):
         return image.read(path).arch
     sqsh.check_structure(path)

@@ -1,6 +1,6 @@
-"""Build and test the image of a recipe by an engine, or its .sif by Singularity or Apptainer.
+"""Build and test a recipe's image with an engine, or its .sif with Singularity or Apptainer.
 
-The fields of the two requests declare the options of ``imgkit build``.
+The fields of `BuildRequest` and `SifBuildRequest` declare the options of ``imgkit build``.
 """
 
 from __future__ import annotations
@@ -41,10 +41,14 @@ if TYPE_CHECKING:
 BASE_HELP = "Base image instead of the recipe's; current: the recipe's current_base."
 
 
-# Without slots: the options of the command line are both kinds of request at once.
+# These dataclasses have no slots: the options of ``imgkit build`` inherit from both kinds of request, and
+# Python allows only one base class with slots.
 @dataclass(frozen=True, kw_only=True)
 class BaseOptions:
-    """The base of an image, also of one whose packages are locked; None takes the recipe's value."""
+    """The options about the base of an image, of ``imgkit build`` and ``imgkit lock``.
+
+    None stands for the recipe's value.
+    """
 
     base: str | None = option_field(None, metavar="REF", help=BASE_HELP)
     platform: str | None = option_field(
@@ -55,7 +59,7 @@ class BaseOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class _Build(BaseOptions):
-    """What both kinds of build can be asked for."""
+    """The options that both kinds of build have."""
 
     build_args: tuple[str, ...] = option_field(
         (), "--build-arg", metavar="NAME=VALUE", help="Value for the recipe's image.args; repeatable."
@@ -71,7 +75,7 @@ class _Build(BaseOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class BuildRequest(_Build):
-    """How an engine builds an image."""
+    """The options of a build by an engine."""
 
     tag: str | None = option_field(None, help="Tag of the image (default: RECIPE:latest).")
     builder: Literal["auto", "classic", "buildx", "podman"] = option_field(
@@ -83,7 +87,7 @@ class BuildRequest(_Build):
 
 @dataclass(frozen=True, kw_only=True)
 class SifBuildRequest(_Build):
-    """How Singularity or Apptainer builds a .sif."""
+    """The options of a build by Singularity or Apptainer."""
 
     output: Path | None = option_field(
         None,
@@ -122,32 +126,32 @@ class BuiltBase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltImage:
-    """An image in the engine that has passed its smoke test."""
+    """An image in the engine that was built, and has passed its smoke test unless that was skipped."""
 
     id: str
     tag: str
     up_to_date: bool
-    """The build gave the image that the tag already named: every step came from the engine's cache."""
+    """Whether the tag named this image before: every step of the build came from the engine's cache."""
     platform: str
     size_bytes: int
     standin: bool
-    """The base has none of NVIDIA's software: for tests only."""
+    """Whether the base is a stand-in for tests, without NVIDIA software."""
     base: BuiltBase
     locked: bool
-    """It was built from the recipe's lock."""
+    """Whether the image was built from the recipe's lock."""
     runtime: str
     """The kind of runtime of the recipe's system: ``singularity``, ``docker`` or ``kubernetes``."""
     log: Path
     input_sha256: str
-    """As in `ImagePlan`."""
+    """The digest of the input of the build; see `ImagePlan`."""
     labels: Mapping[str, str]
     checks: tuple[Check, ...] = ()
-    """The smoke test; empty if it was skipped, or passed before."""
+    """The checks of the smoke test. Empty if it was skipped, or if the image has passed it before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImagePlan:
-    """What a build by an engine would do."""
+    """The plan of a build by an engine, which a dry run prints."""
 
     recipe: str
     file: Path
@@ -156,13 +160,16 @@ class ImagePlan:
     tag: str
     context_bytes: int
     input_sha256: str
-    """Digest of the context, with the base by its name: equal where a build would use the same input."""
+    """The digest of the build context and of the base's name.
+
+    Builds of the same input have the same digest.
+    """
     dockerfile: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SifPlan:
-    """What a build by Singularity or Apptainer would do."""
+    """The plan of a build by Singularity or Apptainer, which a dry run prints."""
 
     recipe: str
     file: Path
@@ -178,10 +185,10 @@ class SifPlan:
 def build(
     recipe: str | Path, request: BuildRequest = BuildRequest(), *, report: Reporter = SILENT
 ) -> BuiltImage:
-    """Build and test the image of `recipe`, a shipped one or a file.
+    """Build the image of `recipe`, which is a shipped name or a file, and test it.
 
-    The engine takes every step from its cache that it can. The image is tagged last: a failed build leaves
-    the old image in place.
+    The engine reuses every step that it has in its cache. The image is tagged last, so that the tag still
+    names the old image after a failed build.
 
     Raises
     ------
@@ -193,11 +200,13 @@ def build(
     """
     loaded = _load_recipe(recipe, request, report)
     values = secret_values.read_secrets(loaded)
+    # The line of the recipe to name if the builder cannot pass on secrets.
     secrets_at = loaded.where("image", "secrets") if values.options else ""
     tag = request.tag or engines.default_tag(loaded)
     engines.check_name(tag, where="--tag")
     with engines.connect() as engine:
         builder = engines.choose(engine.facts(), request.builder, secrets_at=secrets_at)
+        # A lock has a part for each platform, and names the base by its digest, so both come before the base.
         target = engines.choose_platform(loaded, requested=request.platform, host=engine.platform)
         loaded = _follow_lock(loaded, target, request, report)
         base_name = _base_of(loaded, request)
@@ -212,12 +221,15 @@ def build(
         probe = engines.probe(engine, base)
         if probe.skipped:
             report.note(f"the base could not be probed: {probe.skipped}")
+        # The versions in the base become a part of the manifest in the image.
         base = dataclasses.replace(base, probe=probe)
         report.stage("context")
         context = _pack_context(loaded, base, request, report)
+        # A secret in a file of the context would become a part of the image.
         secret_values.refuse_secrets_in(context, values)
         tested: list[Check] = []
 
+        # The engine calls this before it moves the tag, so that a failed test leaves the tag where it is.
         def accept(image: ImageInfo) -> None:
             if not request.no_test:
                 tested.extend(_run_smoke_test(engine, image, context, report))
@@ -256,11 +268,11 @@ def build(
 def plan(
     recipe: str | Path, request: BuildRequest = BuildRequest(), *, report: Reporter = SILENT
 ) -> ImagePlan:
-    """Work out what `build` would do, without an engine.
+    """Return what `build` would do. No engine is needed for that.
 
     Raises
     ------
-    UsageError, LargeContext : as `build`.
+    UsageError, LargeContext : as in `build`.
     """
     loaded = _load_recipe(recipe, request, report)
     target = engines.choose_platform(loaded, requested=request.platform, host=host_platform())
@@ -285,6 +297,13 @@ def plan(
 def _run_smoke_test(
     engine: Engine, image: ImageInfo, context: BuildContext, report: Reporter
 ) -> Sequence[Check]:
+    """Return the checks of the smoke test in `image`. It is not run again in an image that has passed it.
+
+    Raises
+    ------
+    CheckFailed : a check failed.
+    """
+    # The content behind an image id never changes.
     if smoke.has_passed(image.id):
         report.note("smoke test: skipped, this image has passed it before")
         return ()
@@ -307,7 +326,9 @@ def _run_smoke_test(
 def build_sif(
     recipe: str | Path, request: SifBuildRequest = SifBuildRequest(), *, report: Reporter = SILENT
 ) -> BuiltSif:
-    """Build and test a .sif of `recipe` by Singularity or Apptainer, without an engine and without root.
+    """Build the .sif of `recipe` with Singularity or Apptainer, and test it.
+
+    Neither an engine nor root is needed.
 
     Raises
     ------
@@ -324,11 +345,11 @@ def build_sif(
 def plan_sif(
     recipe: str | Path, request: SifBuildRequest = SifBuildRequest(), *, report: Reporter = SILENT
 ) -> SifPlan:
-    """Work out what `build_sif` would do.
+    """Return what `build_sif` would do.
 
     Raises
     ------
-    UsageError, LargeContext, ToolMissing : as `build_sif`.
+    UsageError, LargeContext, ToolMissing : as in `build_sif`.
     """
     sif_request, pack_context = _sif_request(recipe, request, report)
     planned, command = builds.plan_build(sif_request, pack_context, report)
@@ -347,9 +368,10 @@ def plan_sif(
 
 
 def _sif_request(recipe: str | Path, request: SifBuildRequest, report: Reporter) -> tuple[SifRequest, Pack]:
-    """Return the request to `apptainer.build`, and what packs the context for a base."""
+    """Return the request for `apptainer.build.build_sif`, and a function that packs the context of a base."""
     loaded = _load_recipe(recipe, request, report)
     _refuse_for_sif(loaded, request)
+    # A definition is built for this machine's platform only.
     loaded = _follow_lock(loaded, host_platform(), request, report)
     if loaded.lock and not loaded.lock.base.digest and request.base_from in (None, "registry"):
         raise UsageError(
@@ -380,8 +402,9 @@ def _sif_request(recipe: str | Path, request: SifBuildRequest, report: Reporter)
 
 
 def _refuse_for_sif(recipe: Recipe, request: SifBuildRequest) -> None:
-    """Raise UsageError for another platform than this machine's, and for secrets in a definition."""
+    """Raise UsageError if the build is for another platform than this machine's, or uses secrets."""
     host = host_platform()
+    # A recipe for several platforms is built for this machine's, if that is one of them.
     platform = request.platform or (host if host in recipe.image.platforms else recipe.image.platforms[0])
     if platform != host:
         raise UsageError(
@@ -398,7 +421,12 @@ def _refuse_for_sif(recipe: Recipe, request: SifBuildRequest) -> None:
 
 
 def _load_recipe(recipe: str | Path, request: _Build, report: Reporter) -> Recipe:
-    """Load the recipe, and report its warnings. Raise UsageError if it must follow its lock, and must not."""
+    """Load the recipe, and report its warnings.
+
+    Raises
+    ------
+    UsageError : the recipe has problems, or ``--locked`` and ``--no-lock`` are both given.
+    """
     if request.locked and request.no_lock:
         raise UsageError("--locked cannot be combined with --no-lock", where="--no-lock")
     loaded = load(str(recipe), build_args=request.build_args)
@@ -408,7 +436,7 @@ def _load_recipe(recipe: str | Path, request: _Build, report: Reporter) -> Recip
 
 
 def _pack_context(recipe: Recipe, base: BaseImage, request: _Build, report: Reporter) -> BuildContext:
-    """Pack the build context, and report the files that stay out of it."""
+    """Pack the build context for `base`, and report the files of the recipe's code that stay out of it."""
     context = pack_context(
         recipe,
         base=base,
@@ -424,11 +452,11 @@ def _pack_context(recipe: Recipe, base: BaseImage, request: _Build, report: Repo
 
 
 def _follow_lock(recipe: Recipe, platform: str, request: _Build, report: Reporter) -> Recipe:
-    """Return `recipe` with its lock, unless the request says otherwise or there is none.
+    """Return `recipe` with its lock, or unchanged if there is no lock or the request has ``--no-lock``.
 
     Raises
     ------
-    UsageError : as `lock_file.attach_lock` does.
+    UsageError : as in `lock_file.attach_lock`, for example because the lock is stale.
     """
     if request.no_lock or recipe.lock:
         return recipe
@@ -443,18 +471,18 @@ def _follow_lock(recipe: Recipe, platform: str, request: _Build, report: Reporte
 
 
 def _base_of(recipe: Recipe, request: _Build) -> str | None:
-    """Return the name of the base instead of the recipe's: the lock's digest, else that of the request."""
+    """Return the name of the base to use, or None for the recipe's base.
+
+    The digest in the lock takes precedence over ``--base``.
+    """
+    # The base of a lock has no digest if it was never in a registry.
     locked = recipe.lock.base if recipe.lock and recipe.lock.base.digest else None
     return locked.exact if locked else bases.select_base(request.base, recipe)
 
 
 def _check_base(recipe: Recipe, base: BaseImage) -> None:
-    """Compare the base with the lock.
-
-    Raises
-    ------
-    CheckFailed : it is another image.
-    """
+    """Raise CheckFailed if `base` is another image than the one in the recipe's lock."""
+    # The id of a base in a registry is not known before it has been pulled, and is empty then.
     locked_id = recipe.lock.base.id if recipe.lock else ""
     if locked_id and base.id and base.id != locked_id:
         raise CheckFailed(
@@ -466,12 +494,15 @@ def _check_base(recipe: Recipe, base: BaseImage) -> None:
 
 
 def warning_lines(problems: Iterable[Problem]) -> tuple[str, ...]:
-    """Return the lines of `problems` as warnings, each with its source."""
+    """Return the lines to print for `problems`.
+
+    Each problem begins with ``warning:`` and its place in a file.
+    """
     return tuple(line for problem in problems for line in f"warning: {problem}".split("\n"))
 
 
 def _note_left_out(code: PackedCode, report: Reporter) -> None:
-    """Name the files of the recipe's code that stay out of the image."""
+    """Report the files of the recipe's code that stay out of the image, and how to bring them back."""
     if code.secret:
         report.note(
             f"not in the image, as they usually hold secrets: {', '.join(code.secret)}; a step can use "

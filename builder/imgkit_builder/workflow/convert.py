@@ -1,4 +1,7 @@
-"""Convert an archive, an OCI folder or an image of the engine to a .sif or .sqsh."""
+"""Find the image to convert, and convert it to a .sif or .sqsh.
+
+The image is an archive, an OCI folder, an image of the engine, or standard input.
+"""
 
 from __future__ import annotations
 
@@ -43,20 +46,24 @@ def convert(
     *,
     report: Reporter = SILENT,
 ) -> Converted:
-    """Convert `image` to the file `sif`, and check it; NAME.sif in this folder where none is named.
+    """Convert `image` to the file `sif`, and check the result.
 
-    An older one is replaced in one step, and only by a checked one; one that is up to date stays.
+    An older file is replaced in one step, and only by a file that has passed the check. A file that is up to
+    date stays as it is.
 
     Parameters
     ----------
-    image : an archive, a built recipe, an image of the engine, an OCI folder, or ``-``: standard input.
-    options : its compression ``auto`` stands for that of the image's system, if that states one.
+    image : an archive, a built recipe, an image of the engine, an OCI folder, or ``-`` for standard input.
+    sif : the file to write. By default it is in the current folder and has the name of the image:
+        ``mn5.sif``.
+    options : the options of the conversion. The compression ``auto`` is that of the image's system, if that
+        names one.
 
     Raises
     ------
-    UsageError : there is no such image, or the target is not a .sif.
-    CheckFailed : the archive is damaged, or the new .sif fails its check.
-    ToolMissing, ToolFailed : as of the runtime, mksquashfs or the engine.
+    UsageError : there is no such image, or the target exists and is a file of another format.
+    CheckFailed : the archive is damaged, or the new file fails its check.
+    ToolMissing, ToolFailed : the runtime, mksquashfs or the engine is missing or failed.
     """
     with _prepare_source(str(image), sif, options) as (source, target, options):
         return conversion.convert(source, target, options, report)
@@ -65,11 +72,11 @@ def convert(
 def plan_conversion(
     image: str | Path, sif: str | Path | None = None, options: Options = _DEFAULTS
 ) -> tuple[Path, tuple[str, ...]]:
-    """Return the target and the commands that `convert` would run.
+    """Return the file that `convert` would write, and the commands that it would run.
 
     Raises
     ------
-    UsageError, CheckFailed, ToolMissing : as `convert`.
+    UsageError, CheckFailed, ToolMissing : as in `convert`.
     """
     with _prepare_source(str(image), sif, options) as (source, target, options):
         conversion.check_target(target.absolute(), force=options.force, format=options.format)
@@ -77,7 +84,8 @@ def plan_conversion(
 
 
 def refuse_format(sif: str | Path | None, options: Options) -> None:
-    """Raise UsageError if `options` do not write such a file as `sif` names."""
+    """Raise UsageError if the format in `options` does not fit the name `sif` or the other options."""
+    # A name with another suffix says nothing about the format.
     named = {".sif": "sif", ".sqsh": "sqsh"}.get(Path(sif or "").suffix, options.format)
     if options.format != named:
         raise UsageError(
@@ -97,6 +105,10 @@ def refuse_format(sif: str | Path | None, options: Options) -> None:
 def _prepare_source(
     image: str, sif: str | Path | None, options: Options
 ) -> Iterator[tuple[Source, Path, Options]]:
+    """Yield the image to convert, the file to write, and the options with the values of the image's system.
+
+    The connection to an engine is closed at the end of the block.
+    """
     refuse_format(sif, options)
     with source_of(image) as (source, system):
         if image == "-" and sif is None:
@@ -112,21 +124,28 @@ def _prepare_source(
 
 
 def compression_for(system: SystemFacts | None, choice: CompressionChoice = "auto") -> CompressionChoice:
-    """Return `choice`, else what the system states.
+    """Return `choice`, or the compression of `system` if `choice` is ``auto``.
 
-    ``auto`` is left where neither chooses: gzip in a .sqsh, and in a .sif zstd if this machine mounts that.
+    The result is ``auto`` if neither of them names one. That means gzip in a .sqsh. In a .sif it means zstd
+    if this machine can mount that.
     """
     return choice if choice != "auto" or system is None else system.runtime.compression
 
 
 @contextlib.contextmanager
 def source_of(image: str) -> Iterator[tuple[Source, SystemFacts | None]]:
-    """Yield the source called `image`, and its system if that is known; an engine stays connected."""
+    """Yield the image called `image`, and its system or None if that is not known.
+
+    `image` is ``-``, the path of an archive or OCI folder, a recipe, or the name of an image in the engine.
+    An engine stays connected within the block.
+    """
     path = Path(image)
+    # A file named like a recipe stands for the image that was built from it.
     if image == "-":
         yield Piped(stream=sys.stdin.buffer), None
     elif path.is_file() and path.suffix not in RECIPE_SUFFIXES:
         _refuse_converted(path)
+        # imgkit save has written this file beside the archive. It names the system of the image.
         described = sidecar.read_sidecar(path)
         if described:
             _refuse_unfinished(path, described)
@@ -145,13 +164,14 @@ def source_of(image: str) -> Iterator[tuple[Source, SystemFacts | None]]:
 
 
 def _refuse_unfinished(path: Path, described: Sidecar) -> None:
-    """Raise CheckFailed if the save of this archive has not come to its end."""
+    """Raise CheckFailed if the checksum beside the archive is missing, as after an interrupted save."""
     if sidecar.read_sha256(path) is None:
         message, mend = sidecar.describe_incomplete(path, read.hash_file(path, report=SILENT), described)
         raise CheckFailed(message, where=str(path), hint=mend)
 
 
 def _refuse_converted(path: Path) -> None:
+    """Raise UsageError if `path` is a .sif or .sqsh already."""
     if is_sif(path):
         raise UsageError("it is a .sif already", where=str(path), hint=f"check it: imgkit test {path}")
     if is_sqsh(path):
@@ -164,7 +184,7 @@ def _refuse_converted(path: Path) -> None:
 
 @contextlib.contextmanager
 def engine_image(image: str) -> Iterator[EngineImage]:
-    """Yield the image called `image` of a Docker engine, which stays connected."""
+    """Yield the image called `image` of the engine, which stays connected within the block."""
     name = image_name(image)
     try:
         opened = engine.connect()

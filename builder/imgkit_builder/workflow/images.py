@@ -1,4 +1,4 @@
-"""Look into an image of the engine or a .sif: the smoke test, and the command that opens a shell."""
+"""Run the smoke test in an image of the engine or a .sif, and make the command that opens a shell in it."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from imgkit_builder.base.checks import Check
     from imgkit_builder.recipe.targets import Target
 
+# For messages: what of this machine a program in the image can reach.
 _NOTHING_SHARED = "without folders of this machine and without a network"
 _SHARED = "a shell runs in the image, with this machine's network, and for a .sif its home folder"
 
@@ -33,11 +34,11 @@ _SHARED = "a shell runs in the image, with this machine's network, and for a .si
 def smoke_test(
     image: str | Path, *, runtime: str | None = None, report: Reporter = SILENT
 ) -> tuple[Check, ...]:
-    """Run the smoke test in `image`: a local image, a .sif file or a built recipe.
+    """Run the smoke test in `image`, which is an image of the engine, a .sif file or a built recipe.
 
     Parameters
     ----------
-    runtime : singularity or apptainer, for a .sif; None: the first of them on PATH.
+    runtime : the runtime for a .sif, ``singularity`` or ``apptainer``. None: the first of them on PATH.
 
     Raises
     ------
@@ -52,6 +53,7 @@ def smoke_test(
 
 
 def _test_image(name: str) -> tuple[Check, ...]:
+    """Run the smoke test in the image `name` of the engine."""
     with engines.connect() as engine:
         info = engines.inspect(engine, name)
         return smoke.check_image(
@@ -62,6 +64,7 @@ def _test_image(name: str) -> tuple[Check, ...]:
 
 
 def _test_sif(path: Path, runtime: str | None, report: Reporter) -> tuple[Check, ...]:
+    """Run the smoke test in the .sif `path` with the runtime `runtime`, or the first one on PATH."""
     if not sif_image.is_sif(path):
         raise UsageError(f"{path} is not a .sif", hint=f"to check an archive: imgkit verify {path}")
     arch = sif_image.read(path).arch
@@ -78,29 +81,32 @@ def _test_sif(path: Path, runtime: str | None, report: Reporter) -> tuple[Check,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShellCommand:
-    """The command that opens a shell in an image."""
+    """The command that opens a shell in an image, and what it can reach."""
 
     argv: tuple[str, ...]
     reach: str
-    """What of this machine the shell can reach, for people."""
+    """A sentence for people about what the shell can reach of this machine."""
     image: str = ""
-    """The engine's image; empty for a .sif."""
+    """The name of the engine's image. Empty for a .sif."""
 
 
 def shell_command(
     image: str, *, host: bool = False, workdir: str = "", packages: Sequence[str] = ()
 ) -> ShellCommand:
-    """Return the command that opens a shell in `image`: a local image, a .sif file or a built recipe.
+    """Return the command that opens a shell in `image`.
+
+    `image` is an image of the engine, a .sif file or a built recipe.
 
     Parameters
     ----------
-    host : share this machine's home folder and network, and for a .sif its recipe's binds and variables.
-    workdir : the folder in which the shell starts; empty: the one that the recipe states.
-    packages : files of `imgkit add` for a .sif.
+    host : share this machine's home folder and network. A .sif also gets the binds and variables of its
+        recipe.
+    workdir : the folder in which the shell starts. Empty: the one that the recipe sets.
+    packages : files of ``imgkit add``, which only a .sif can have.
 
     Raises
     ------
-    UsageError, ToolMissing : as `smoke_test`.
+    UsageError, ToolMissing : as in `smoke_test`.
     """
     for message, hint in rules.image_path(workdir) if workdir else ():
         raise UsageError(message, where="--workdir", hint=hint)
@@ -113,7 +119,7 @@ def shell_command(
     try:
         return _docker_shell(image, host=host, workdir=workdir)
     except ToolMissing:
-        # A cluster has no engine: there the name means the .sif made from the image.
+        # A cluster has no engine. There the name means the .sif that was made of the image.
         beside = Path(f"{image}.sif")
         if not beside.is_file():
             raise
@@ -121,6 +127,7 @@ def shell_command(
 
 
 def _docker_shell(target: str, *, host: bool, workdir: str) -> ShellCommand:
+    """Return the command for the image `target` of the engine, which must exist."""
     name = image_name(target)
     with engines.connect() as engine:
         engines.inspect(engine, name)
@@ -132,6 +139,7 @@ def _docker_shell(target: str, *, host: bool, workdir: str) -> ShellCommand:
 
 
 def _sif_shell(path: str, *, host: bool, workdir: str, packages: Sequence[str] = ()) -> ShellCommand:
+    """Return the command for the .sif `path`."""
     if is_sqsh(Path(path)):
         raise UsageError(
             f"{path} is not a .sif, and a runtime would start it without the variables of its image",
@@ -142,12 +150,16 @@ def _sif_shell(path: str, *, host: bool, workdir: str, packages: Sequence[str] =
     tool = find_runtime(module_hint=module_line(target.system if target else None))
     isolated = None if host else isolation(tool)
     values = target.system.on_node(os.environ).env if target and host else {}
+    # A variable that the user has set keeps its value.
     variables = [f"{name}={value}" for name, value in values.items() if name not in os.environ]
     record.refuse_unfit_files(packages, Path(path))
+    # `shell` runs no command in the image, but env and sh are needed to set variables.
     argv = [str(tool.path), "exec" if variables or packages else "shell", "--nv"]
+    # A file of packages is a squashfs, which the runtime mounts to a folder of its own.
     for number, file in enumerate(packages, 1):
         argv += ["--bind", f"{Path(file).absolute()}:{record.target(number)}:image-src=/,ro"]
     options = (*(isolated.options if isolated else ()), *(runtime.options if runtime else ()))
+    # Each option once; --nv is there already.
     argv += [option for option in dict.fromkeys(options) if option != "--nv"]
     for bind in runtime.binds if runtime and host else ():
         try:
@@ -161,7 +173,8 @@ def _sif_shell(path: str, *, host: bool, workdir: str, packages: Sequence[str] =
     if start := workdir or (target.workdir if target else ""):
         argv += ["--pwd", start]
     reach = isolated.description("a shell") if isolated else _SHARED
-    # By env, as in a job: a variable of the image overrides one of this machine.
+    # env sets the variables inside the container, as in a job (ADR 5). A variable that is set outside would
+    # be overridden by the image's variable of the same name.
     shell: tuple[str, ...] = ("env", *variables, "bash") if variables else ()
     if packages:
         shell = ("sh", "-c", record.search_first(len(packages)), "sh", *(shell or ("bash",)))
@@ -169,7 +182,10 @@ def _sif_shell(path: str, *, host: bool, workdir: str, packages: Sequence[str] =
 
 
 def _target_of(path: Path) -> Target | None:
-    """Return the recipe's name and system inside a .sif; None if imgkit did not build its image."""
+    """Return the recipe's name and system in a .sif.
+
+    Return None if they cannot be read, as from other images.
+    """
     try:
         return baked.read_target(path)
     except ImgkitError:
@@ -177,7 +193,12 @@ def _target_of(path: Path) -> Target | None:
 
 
 def _is_file(target: str) -> bool:
-    """Return whether `target` is a .sif file rather than an image or recipe."""
+    """Return whether `target` is a file, such as a .sif, and not an image of the engine or a recipe.
+
+    Raises
+    ------
+    UsageError : `target` is the name of a .sif that does not exist.
+    """
     if target.endswith(RECIPE_SUFFIXES):
         return False
     if Path(target).is_file():

@@ -1,4 +1,4 @@
-"""What one word on the command line means: a recipe, its file, an archive, or an image and its tag."""
+"""Interpret the argument IMAGE of a verb: a recipe, its file, an archive, or an image and its tag."""
 
 from __future__ import annotations
 
@@ -11,12 +11,17 @@ from imgkit_recipes import recipe_names
 if TYPE_CHECKING:
     from imgkit_entrypoints.system import SystemFacts
 
+# How the names of archives and recipes end.
 ARCHIVE_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.zst")
 RECIPE_SUFFIXES = (".yaml", ".yml")
 
 
 def image_name(target: str) -> str:
-    """The image called `target`; a recipe's file stands for the image that imgkit build makes of it."""
+    """Return the name of the engine's image that `target` stands for.
+
+    The file of a recipe stands for the image that ``imgkit build`` makes of it: ``mine.yaml`` ->
+    ``mine:latest``.
+    """
     if not target.endswith(RECIPE_SUFFIXES):
         return target
 
@@ -24,17 +29,25 @@ def image_name(target: str) -> str:
 
 
 def name_stem(image: str) -> str:
-    """``mn5`` of ``dir/mn5.tar.gz``, ``mn5.yaml``, ``mn5:latest``; ``mine-1`` of ``host:5000/grp/mine:1``."""
+    """Return the beginning of the names of files that are made of `image`.
+
+    ``dir/mn5.tar.gz``, ``mn5.yaml`` and ``mn5:latest`` -> ``mn5``; ``host:5000/grp/mine:1`` -> ``mine-1``.
+    """
     last = image.rstrip("/").rpartition("/")[2]
     for suffix in (*ARCHIVE_SUFFIXES, *RECIPE_SUFFIXES):
         if last.endswith(suffix):
             return last.removesuffix(suffix)
+    # A digest after @ is left out. Only a tag other than latest tells images of one name apart.
     name, _, version = last.partition("@")[0].partition(":")
     return name if version in ("", "latest") else f"{name}-{version}"
 
 
 def system_of(image: str) -> SystemFacts | None:
-    """The system of the recipe `image`, or of the shipped recipe with the image's name."""
+    """Return the system of the recipe `image`, or of the shipped recipe that has the image's name.
+
+    ``mn5``, ``mn5:latest`` and ``registry/mn5:1`` stand for the recipe mn5. Return None if there is no such
+    recipe.
+    """
     if image.endswith(RECIPE_SUFFIXES):
         return targets.load_target(image).system
     name = image.rpartition("/")[2].partition(":")[0]
@@ -42,5 +55,5 @@ def system_of(image: str) -> SystemFacts | None:
 
 
 def module_line(system: SystemFacts | None) -> str | None:
-    """``module load ...`` of the system's runtime; None if it needs no module."""
+    """Return ``module load ...`` for the runtime of `system`, or None if it needs no module."""
     return (targets.module_line(system) or None) if system else None

@@ -1,4 +1,4 @@
-"""The list of packages in any image, as ``imgkit sbom`` prints it."""
+"""List the packages in any image, as ``imgkit sbom`` prints them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,19 @@ if TYPE_CHECKING:
 
 
 def sbom_document(name: str, report: Reporter, *, unpack_limit_bytes: int | None = None) -> str:
-    """Return the SPDX document of the image called `name`; a .sif of imgkit has its own.
+    """Return the SPDX document of the image called `name`.
+
+    If a .sif or .sqsh holds a document of its own, this is returned. Otherwise the document is made from the
+    files of the image.
+
+    Parameters
+    ----------
+    unpack_limit_bytes : the largest size of a compressed archive once it is unpacked.
 
     Raises
     ------
     UsageError : there is no such image.
-    CheckFailed : it is damaged.
+    CheckFailed : the image is damaged.
     ToolMissing : there is no unsquashfs for the compression of a .sif or .sqsh, or no zstd for an archive.
     """
     path = Path(name)
@@ -37,15 +44,19 @@ def sbom_document(name: str, report: Reporter, *, unpack_limit_bytes: int | None
 
 
 def _of_file(path: Path) -> str:
+    """Return the document of the .sif or .sqsh `path`, its own or a new one."""
     stored = unsquash.read(path, [DOCUMENT]).get(DOCUMENT, b"")
     with contextlib.suppress(ValueError):
         json_text.parse(stored, most_bytes=unsquash.MOST_BYTES)
         return stored.decode()
+    # Reading costs a run of unsquashfs. So the names are listed first, and the files that count are read at
+    # once.
     collector, wanted = InventoryCollector(), []
     for squashfs in unsquash.open_squashfs(path):
         for file in squashfs.list_files():
             if file.mode.startswith("-") and collector.wants(file.path):
                 wanted.append(file.path)
+                # A file that is too large is not read. The inventory says that it is left out.
                 if int(file.size) > MOST_BYTES:
                     collector.add(wanted.pop(), None)
     for name, data in unsquash.read(path, wanted).items():
@@ -56,11 +67,13 @@ def _of_file(path: Path) -> str:
     else:
         record, superblock = sqsh.read_record(path), sqsh.check_structure(path)
         arch = record.arch if record else "unknown"
+    # The time in a squashfs that imgkit writes is that of the image's creation.
     created_s = superblock.mkfs_time_s if superblock else 0
     return spdx.spdx_document(collector.inventory(arch=arch, created_s=created_s))
 
 
 def _of_source(source: Source, path: Path, report: Reporter, unpack_limit_bytes: int | None) -> str:
+    """Return the document of an archive, an OCI folder or an image of the engine. All its files pass by."""
     exports, collector = isinstance(source, entries.EngineImage), InventoryCollector()
     with (
         scratch(path.absolute() if path.exists() else Path.cwd() / "image") as folder,
