@@ -1,1 +1,1 @@
-"""The data of a project: folders that all of its runs read, in neither image nor code."""
+"""The data of a project: folders that all of its runs read, outside of the image and the code."""

@@ -1,7 +1,8 @@
 """List a folder of data, and name it after what is in it.
 
-A folder of data can be too large to read it before each run. As for rsync and make, a file has changed if its
-size or its time of change differs.
+A folder of data can be so large that reading all of it before each run would take too long. So this module
+does not read the files: like rsync and make, it takes a file for changed if its size or modification time
+differs.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from pathlib import Path
 from imgkit_builder.data.spec import DataSpec
 from imgkit_entrypoints.errors import UsageError
 
+# The project's part of a folder's name: 12 hex digits of a SHA-256, as an image's folder has behind its id.
+# `jobs.remote.store.IMAGE_NAME` matches both kinds of names.
 _PROJECT_DIGITS = 12
-"""Length of the part of a name that stands for the project."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,21 +31,25 @@ class DataFolder:
     spec: DataSpec
     path: Path
     name: str
-    """``DIGEST-PROJECT``: the digest of the list of files, and of the machine, the project and the folder.
+    """``DIGEST-PROJECT``, the name of the folder on a remote.
 
-    Two projects never share a name. A folder that has changed gets another name, so a job that runs goes on
-    with the files that it started with.
+    DIGEST is that of the list of files. PROJECT stands for the machine and the folder's path, so two projects
+    do not share a name. A folder that has changed gets another name, so a job that runs keeps the files that
+    it started with. The folder of a hub repository that has not been downloaded is named otherwise: see
+    `hub.find`.
     """
     files: int
+    """Number of regular files in the folder and below it."""
     size_bytes: int
+    """Total size of these files."""
 
     @property
     def project_part(self) -> str:
-        """The part of the name that stays when the files change."""
+        """Return PROJECT of the `name`, which stays when the files change."""
         return self.name.rpartition("-")[2]
 
     def refuse_changed(self) -> None:
-        """Raise UsageError if the files are no longer those that were listed."""
+        """List the folder again, and raise UsageError if its files have changed since it was listed."""
         if list_folder(self.spec, self.path) != self:
             raise UsageError(
                 "it changed while it was sent",
@@ -53,21 +59,27 @@ class DataFolder:
 
 
 def find_folder(spec: DataSpec, project: Path) -> DataFolder:
-    """Return the folder of `project` that `spec` names, with a list of its files.
+    """List the folder of data that `spec` names in the project's folder `project`.
 
     Raises
     ------
-    UsageError : the folder is missing or empty, or cannot be read; or something in it cannot be sent.
+    UsageError : the folder is missing, empty or unreadable, or holds something that cannot be sent.
     """
     return list_folder(spec, project.absolute() / spec.source)
 
 
 def list_folder(spec: DataSpec, path: Path) -> DataFolder:
-    """List the files of the folder `path`. See `find_folder`."""
+    """Walk through the folder `path` of `spec`, and return its name, its number of files and their size.
+
+    Raises
+    ------
+    UsageError : in the cases of `find_folder`.
+    """
     if not path.is_dir():
         problem = "not a directory" if os.path.lexists(path) else "no such directory"
         hint = "the key `data` of imgkit.toml names folders of the project: make it, or remove the item"
         raise UsageError(problem, where=str(path), hint=hint)
+    # The first line is the version of the form below. With another form, all folders get other names.
     digest = hashlib.sha256(b"imgkit data 1\n")
     file_count = size_bytes = 0
     try:
@@ -77,7 +89,7 @@ def list_folder(spec: DataSpec, path: Path) -> DataFolder:
                 file_count += 1
                 size = status.st_size
                 size_bytes += size
-            # The time of a folder says nothing: a program that looks into it may have renewed it.
+            # The time of a folder does not count: a program that looks into the folder may have changed it.
             time_ns = 0 if stat.S_ISDIR(status.st_mode) else status.st_mtime_ns
             fields = (name, str(stat.S_IFMT(status.st_mode)), str(size), str(time_ns), link)
             digest.update(b"\0".join(os.fsencode(field) for field in fields) + b"\n")
@@ -89,7 +101,8 @@ def list_folder(spec: DataSpec, path: Path) -> DataFolder:
         ) from error
     if not file_count:
         raise UsageError("it holds no files", where=str(path), hint="fill it, or remove it from `data`")
-    # All revisions of a repository of the hub are versions of one folder, and share files.
+    # All revisions of a hub repository are in folders side by side. With their common parent as the project,
+    # they count as versions of one folder, so that a new revision shares files with the earlier ones.
     common_path = path.parent if spec.hub else path
     project = hashlib.sha256(os.fsencode(f"{socket.gethostname()}:{common_path}")).hexdigest()
     return DataFolder(
@@ -102,11 +115,19 @@ def list_folder(spec: DataSpec, path: Path) -> DataFolder:
 
 
 def _walk_entries(folder: Path, below: str) -> Iterator[tuple[str, os.stat_result, str]]:
-    """Yield the path below the folder of data, the status and the link's target of everything in `folder`.
+    """Yield the name, the status and the target of each file, folder and link in `folder` and below it.
+
+    The name is the path below the folder of data, such as ``train/0001.tar``. The target is empty if the
+    entry is no link.
+
+    Parameters
+    ----------
+    below : the path of `folder` below the folder of data, with a slash at its end; empty for that folder.
 
     Raises
     ------
-    UsageError : a device, socket or pipe is among it, a link leads out of the data, or a file is unreadable.
+    UsageError : an entry is a device, socket or pipe, or a link that leads out of the data.
+    OSError : a folder or a file cannot be read.
     """
     with os.scandir(folder) as scan:
         entries = sorted(scan, key=lambda entry: os.fsencode(entry.name))
@@ -131,7 +152,16 @@ def _walk_entries(folder: Path, below: str) -> Iterator[tuple[str, os.stat_resul
 
 
 def _refuse_outside(path: str, link: str, name: str) -> None:
-    """Raise UsageError for a link to something that is not sent: on the remote it would lead nowhere."""
+    """Raise UsageError if a link leads out of the folder of data.
+
+    Its target is not sent, so the link would lead nowhere on the remote.
+
+    Parameters
+    ----------
+    path : the link's path on this machine, for the message.
+    link : the link's target, as written in the link.
+    name : the link's path below the folder of data.
+    """
     target = os.path.normpath(os.path.join(os.path.dirname(name), link))  # noqa: PTH118, PTH120 - no file is meant
     if link.startswith("/") or target == ".." or target.startswith("../"):
         raise UsageError(

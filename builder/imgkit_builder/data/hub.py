@@ -1,13 +1,14 @@
-"""Download models and data sets of the Hugging Face hub, as jobs without internet find them.
+"""Download models and data sets of the Hugging Face hub for jobs without internet.
 
-huggingface_hub downloads into the user's own cache. The folder that jobs see has hard links to its files, and
-what that cache lacks or has too much of:
+huggingface_hub downloads into the user's own cache. For the jobs, this module makes a folder with hard links
+to the files of that cache. The folder is laid out as the cache, with these differences:
 
-* ``refs/main`` leads to the wanted revision. Without it, the plain name of a model is not found offline, and
-  a download of a given revision does not write it (huggingface_hub 2.4).
-* A data set has its files in folders, too: ``load_dataset("me/name")`` does not read the cache offline
-  (datasets 5.2), but ``load_dataset(FOLDER)`` does.
-* There are no other revisions. Files are links to ``blobs/DIGEST``, so that the next revision shares them.
+* ``refs/main`` leads to the revision of the project. A download of a given revision does not write this file,
+  and without it, the plain name of a model is not found offline (huggingface_hub 2.4).
+* A data set has its files at their own paths, too. ``load_dataset("me/name")`` does not read the cache
+  offline (datasets 5.2), but ``load_dataset(FOLDER)`` reads such a folder.
+* The folder has one revision only. Its files are links to ``blobs/DIGEST``, so that the next revision shares
+  those that stay the same.
 """
 
 from __future__ import annotations
@@ -31,28 +32,35 @@ LOCK = "hf.lock"
 _LOCK_HEAD = (
     "# Made by imgkit run: the commits of hf:// in imgkit.toml. Remove a line to take the newest one.\n"
 )
+# Largest size of hf.lock that is read. A line has about 100 bytes, so it is room for some 600 items.
 _MAX_LOCK_BYTES = 1 << 16
 
 
 def find(spec: DataSpec, project: Path) -> DataFolder:
-    """Return the folder of a repository of the hub; without files if it has to be downloaded.
+    """Return the folder of the hub repository that `spec` names.
+
+    If the repository has to be downloaded first, the result has the number of files 0 and a name of the form
+    ``models--openai-community--gpt2@main``.
 
     Raises
     ------
     UsageError : ``hf.lock`` or the folder cannot be read.
     """
     repo = _repo(spec)
+    # The commit in hf.lock comes before the branch or tag in imgkit.toml, which may have moved since.
     revision = read_lock(project / LOCK).get(spec.source, repo.revision)
     path = _folder(repo, revision or "main")
+    # Folders are named after commits. A branch or tag has to be looked up at the hub.
     if COMMIT.fullmatch(revision) and path.is_dir():
         return folder.list_folder(spec, path)
     return DataFolder(spec=spec, path=path, name=f"{repo.cache_name}@{path.name}", files=0, size_bytes=0)
 
 
 def download(spec: DataSpec, project: Path, report: Reporter) -> DataFolder:
-    """Download a repository of the hub, make its folder, and note its commit in the project's ``hf.lock``.
+    """Download a hub repository, make its folder for jobs, and write its commit into ``hf.lock``.
 
-    Two downloads at once wait for each other's files. Without internet, the cache may have all files.
+    Two downloads at the same time wait for each other's files. Without internet, the function succeeds if the
+    user's cache already has all files of the revision.
 
     Raises
     ------
@@ -92,24 +100,34 @@ def download(spec: DataSpec, project: Path, report: Reporter) -> DataFolder:
 
 
 def _repo(spec: DataSpec) -> HubRepo:
+    """Return the hub repository of `spec`. Callers have checked that `spec` names one."""
     assert spec.hub is not None  # noqa: S101 - the caller has looked
     return spec.hub
 
 
 def _cache() -> Path:
-    """Return the hub's cache: huggingface_hub looks at the same variables, but may not be installed."""
+    """Return the user's cache of the hub, by default ``~/.cache/huggingface/hub``.
+
+    The variables and their order are those of huggingface_hub, which cannot be asked because it may not be
+    installed.
+    """
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or f"{home}/huggingface"
     return Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser().absolute()
 
 
 def _folder(repo: HubRepo, revision: str) -> Path:
-    """Return the folder that jobs see. It lies beside the cache, as hard links need."""
+    """Return the folder of a revision that jobs see: ``.../imgkit/models--openai-community--gpt2/COMMIT``.
+
+    It is beside the hub's cache, because hard links need the same file system.
+    """
     return _cache().parent / "imgkit" / repo.cache_name / revision
 
 
 def read_lock(file: Path) -> dict[str, str]:
-    """Return the commit of each item in ``hf.lock``; nothing if there is no such file.
+    """Return the commit of each item in ``hf.lock``: ``{"hf://openai-community/gpt2": "607a30d7..."}``.
+
+    The result is empty if the file does not exist.
 
     Raises
     ------
@@ -132,14 +150,16 @@ def read_lock(file: Path) -> dict[str, str]:
 
 
 def _progress_bar(report: Reporter) -> type:
-    """Return a class for huggingface_hub that reports bytes to `report`, and prints nothing."""
+    """Return a progress bar for huggingface_hub that reports the bytes to `report` and prints nothing."""
     from tqdm import tqdm
 
     class Bar(tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **options: Any) -> None:
+            # tqdm writes into this buffer, not onto the terminal, which belongs to `report`.
             super().__init__(*args, **{**options, "file": io.StringIO()})
 
         def display(self, *args: Any, **options: Any) -> None:
+            # huggingface_hub also has bars that count files. Only those with the unit "B" count bytes.
             if self.unit == "B":
                 report.advance(int(self.n), self.total or None)
 
@@ -147,17 +167,24 @@ def _progress_bar(report: Reporter) -> type:
 
 
 def _make_folder(repo: HubRepo, snapshot: Path, path: Path) -> None:
-    """Make the folder `path` of a snapshot in the cache; no other process sees it half made."""
+    """Make the folder `path` for jobs from a `snapshot` in the hub's cache.
+
+    The folder is filled under a temporary name and then renamed, so that no other process sees a part of it.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=files.TEMPORARY) as temporary:
         complete = Path(temporary, path.name)
         _link_files(repo, snapshot, complete)
-        with contextlib.suppress(OSError):  # another run has made it in the meantime
+        # The rename fails if another run has made the folder in the meantime. That one has the same files.
+        with contextlib.suppress(OSError):
             files.publish_file(complete, path)
 
 
 def _link_files(repo: HubRepo, snapshot: Path, path: Path) -> None:
-    """Fill the folder `path` as the cache is laid out, and that of a data set also with its files."""
+    """Fill the folder `path` with the files of `snapshot`, laid out as the hub's cache.
+
+    A data set has its files at their own paths, and the layout of the cache in the folder `HUB_CACHE` below.
+    """
     cache = path
     folders = [cache / "snapshots" / snapshot.name]
     if repo.is_data_set:
@@ -177,12 +204,13 @@ def _link_files(repo: HubRepo, snapshot: Path, path: Path) -> None:
             link = parent / file.relative_to(snapshot)
             link.parent.mkdir(parents=True, exist_ok=True)
             link.symlink_to(os.path.relpath(copy, link.parent))
-            # The time of a link says nothing, but a folder of data is named after it, too.
+            # `list_folder` makes the folder's name also from the times of links. With a fixed time, a folder
+            # that is made again gets the same name.
             os.utime(link, (0, 0), follow_symlinks=False)
 
 
 def _download_error(error: Exception, spec: DataSpec) -> ImgkitError:
-    """Return what `error`, of huggingface_hub or of a write, means for the user."""
+    """Return the error to show for a download that failed with `error`, which any library may have raised."""
     from huggingface_hub import constants, errors
 
     page = f"{constants.ENDPOINT}/{spec.source.removeprefix('hf://').partition('@')[0]}"

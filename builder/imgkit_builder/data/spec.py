@@ -1,7 +1,7 @@
-"""Parse an item of the key ``data``: a folder of the project, a path on the cluster, or what the hub has.
+"""Parse the items of the key ``data``: folders of the project, paths on the cluster, and hub repositories.
 
-Jobs see models of the Hugging Face hub in ``/workspace/hf/hub``, which has the layout of the hub's cache, and
-data sets in ``/workspace/hf/data``, since ``datasets`` does not read that cache without internet.
+Jobs see models of the Hugging Face hub in ``/workspace/hf/hub``, which has the layout of the hub's cache.
+They see data sets in ``/workspace/hf/data``, because ``datasets`` does not read that cache without internet.
 """
 
 from __future__ import annotations
@@ -16,17 +16,20 @@ from imgkit_entrypoints import rules
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.system import WORKSPACE
 
+# A path of the project that needs no quotes in a mount option, in which ":" and "," separate the parts, and
+# that rsync and shells do not take for a pattern.
 _PROJECT_PATH = re.compile(r"[^\x00-\x1f\x7f\"'\\%`$:,*?\[\]]+")
-"""A path that needs no quotes in a mount option, and is no pattern."""
 HUB_HOME = "hf"
 """The folder of the run's code that is HF_HOME in a job with items of the hub."""
 HUB_CACHE = ".hub"
-"""Folder in a data set that is laid out as the hub's cache; `datasets` ignores it for its name."""
+"""Folder in a data set that is laid out as the hub's cache. `datasets` ignores it for its leading dot."""
+# "hf://openai-community/gpt2", "hf://gpt2@v1.0", "hf://datasets/me/letters@refs/pr/3"
 _HUB_ITEM = re.compile(
     r"hf://(?P<kind>datasets/)?(?P<name>[a-z0-9][\w.-]*(/[a-z0-9][\w.-]*)?)(@(?P<revision>[a-z0-9][\w./-]*))?",
     re.ASCII | re.IGNORECASE,
 )
 COMMIT = re.compile(r"[0-9a-f]{40}")
+"""The complete id of a commit of the hub, a SHA-1 as in Git."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,36 +40,42 @@ class HubRepo:
     """``openai-community/gpt2``, or ``gpt2``."""
     is_data_set: bool
     revision: str
-    """A branch, a tag or a commit; empty: the newest commit."""
+    """A branch, a tag or a commit. If it is empty, the newest commit is meant."""
 
     @property
     def cache_name(self) -> str:
-        """The name of the repository's folder in the hub's cache, ``models--openai-community--gpt2``."""
+        """Return the repository's folder in the hub's cache: ``models--openai-community--gpt2``."""
         kind = "datasets" if self.is_data_set else "models"
         return "--".join((kind, *self.name.split("/")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSpec:
-    """What one item of ``data`` means."""
+    """One item of ``data``: where the data comes from, and where the job sees it."""
 
     source: str
-    """A folder of the project, relative to it; or a path on the nodes, which may begin with a variable. Of a
-    repository of the hub, the item.
+    """The path of a folder, or the item itself for a repository of the hub.
+
+    A folder of the project has a path relative to the project, ``data/letters``. A folder on the nodes has an
+    absolute path, or one that begins with a variable of the site: ``/gpfs/letters``, ``$SCRATCH/letters``.
     """
     target: str
-    """Absolute path at which the job sees it."""
+    """Absolute path at which the job sees the data."""
     hub: HubRepo | None = None
-    """The repository of the hub; None for a folder."""
+    """The repository of the hub. It is None for a folder."""
 
     @property
     def is_local(self) -> bool:
-        """Whether the data is on this machine, and has to be sent to a remote."""
+        """Return whether the data is on this machine, so that it has to be sent to a remote."""
+        # Items of the hub count, too. They are downloaded here and sent like a folder of the project.
         return not self.source.startswith(("/", "$"))
 
 
 def parse_spec(text: str) -> DataSpec:
-    """Return the meaning of ``data/letters``, of ``/gpfs/letters:/data`` or of ``hf://datasets/me/letters``.
+    """Parse an item such as ``data/letters``, ``/gpfs/letters:/data`` or ``hf://datasets/me/letters``.
+
+    The first form is a folder of the project, the second one a folder of the cluster with its path in the
+    job, and the third one a repository of the hub.
 
     Raises
     ------
@@ -77,6 +86,7 @@ def parse_spec(text: str) -> DataSpec:
     if text.startswith(("/", "$")):
         return _parse_cluster_path(text)
     path = posixpath.normpath(text)
+    # A leading dot means the project itself, a folder outside of it, or a hidden one.
     if not _PROJECT_PATH.fullmatch(text) or path.startswith((".", "~")):
         raise UsageError(
             f"{text!r} is not a folder of data",
@@ -87,11 +97,11 @@ def parse_spec(text: str) -> DataSpec:
 
 
 def parse_all(texts: Iterable[str]) -> tuple[DataSpec, ...]:
-    """Return the meaning of all items.
+    """Parse all items, and check that no two of them overlap in the job.
 
     Raises
     ------
-    UsageError : an item cannot be parsed, or the job would see one inside another.
+    UsageError : an item cannot be parsed, or the target of one is the target of another or below it.
     """
     specs: list[DataSpec] = []
     for text in texts:
@@ -109,8 +119,10 @@ def parse_all(texts: Iterable[str]) -> tuple[DataSpec, ...]:
 
 
 def _parse_hub_item(text: str) -> DataSpec:
-    """Return the meaning of ``hf://NAME@REVISION``."""
+    """Parse ``hf://NAME[@REVISION]`` or ``hf://datasets/NAME[@REVISION]``."""
     match = _HUB_ITEM.fullmatch(text)
+    # "--" separates the parts of a folder's name in the hub's cache, so a name that has it would be
+    # ambiguous.
     if match is None or ".." in text or "--" in match["name"]:
         raise UsageError(
             f"{text!r} is no model or data set of the hub",
@@ -125,7 +137,7 @@ def _parse_hub_item(text: str) -> DataSpec:
 
 
 def _parse_cluster_path(text: str) -> DataSpec:
-    """Return the meaning of ``/SRC:/DEST``, in which SRC may begin with a variable of the site."""
+    """Parse ``/SRC:/DEST``. SRC may begin with a variable of the site: ``$SCRATCH/letters:/data``."""
     source, _, target = text.partition(":")
     faults = [*rules.printable_text(text), *rules.bind_mount(text)]
     if not faults and (not target or ":" in target):

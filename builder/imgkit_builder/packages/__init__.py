@@ -1,1 +1,1 @@
-"""Packages for an image that exists: pip runs in it, and a squashfs beside it holds what it lacks."""
+"""Add packages to an image that exists: pip runs in it, and a squashfs beside it holds the result."""

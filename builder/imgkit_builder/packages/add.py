@@ -1,4 +1,9 @@
-"""Make a squashfs with packages beside a .sif: pip runs in the image, as the user who calls it."""
+"""Make a squashfs with packages beside a .sif.
+
+pip runs in the image, as the user who calls imgkit, and installs into a folder of this machine. The folder
+becomes a squashfs, with a record of the packages at its end. Jobs mount the squashfs into the image; the .sif
+itself does not change.
+"""
 
 from __future__ import annotations
 
@@ -27,25 +32,28 @@ from imgkit_entrypoints import __version__, json_text, secret_patterns
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
 
 INSIDE = "/run/imgkit/add"
-"""Where the image has the folder of ``inside.py``."""
+"""Path in the container of the folder with ``inside.py``, its order and its answer."""
 PROGRAM = "inside.py"
 CERTIFICATES = f"{INSIDE}.pem"
+"""Path in the container of this machine's certificates, if a variable names some. ``inside.py`` uses them."""
 PASSED = (
     *("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
     *("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_TRUSTED_HOST"),
 )
-"""Variables of this machine that pip gets: nothing else of it is right in an image."""
+"""Variables of this machine that pip in the image gets. The others do not fit an image, for example paths."""
+# Variables that name a file of certificates, in the order in which they are asked.
 _CERTIFICATES = ("PIP_CERT", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE")
+# Files and folders of a project that are not part of its source: version control, environments, earlier
+# builds, runs and images.
 _NOT_COPIED = (".git", ".venv", "venv", "__pycache__", "build", "dist", "runs", "*.sif", "*.sqsh", "*.tar")
-"""What of a project's folder is no source of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddRequest:
-    """What `imgkit add` installs, and into which file: its options."""
+    """The arguments and options of `imgkit add`: what to install, and into which file."""
 
     requirements: tuple[str, ...] = ()
-    """``einops``, ``omegaconf>=2.3``."""
+    """Requirements as pip takes them: ``einops``, ``omegaconf>=2.3``."""
     image: Path | None = option_field(None, metavar="PATH", help="The .sif that the packages are for.")
     output: Path | None = option_field(
         None, "--output", "-o", metavar="FILE", help="File to write (default: X+N.sqsh beside the image)."
@@ -65,7 +73,10 @@ class AddRequest:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """The arguments that decide what is installed."""
+        """Return the arguments that decide what is installed: ``("einops", "--replace", "numpy")``.
+
+        They stand in the file's record. The image and the output file are not among them.
+        """
         options = {"-r": self.requirements_file, "--project": self.project, "--wheels": self.wheels}
         arguments = list(self.requirements)
         for name, value in options.items():
@@ -77,24 +88,27 @@ class AddRequest:
 
     @property
     def reads_files(self) -> bool:
-        """Whether files decide what is installed: the same request can mean something else tomorrow."""
+        """Return whether files of this machine decide what is installed.
+
+        Their content can change, so the same request may install something else the next time.
+        """
         return any((self.requirements_file, self.project, self.wheels))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Added:
-    """A file with packages."""
+    """The result of `add`: a file with packages, and the image that it is for."""
 
     path: Path
     image: Path
     size_bytes: int
     record: PackagesRecord
     up_to_date: bool
-    """Whether the file was there, and nothing was done."""
+    """Whether the file already had these packages for this image, so that nothing was installed."""
 
     @property
     def exec_line(self) -> str:
-        """The line that starts a program in the image with the packages, without imgkit."""
+        """Return the shell line that starts Python in the image with the packages, without imgkit."""
         target = record.target(1)
         variables = f"--env PREPEND_PATH={target}/bin,PYTHONPATH={target}"
         bind = shlex.quote(f"{self.path}:{target}:image-src=/,ro")
@@ -102,7 +116,11 @@ class Added:
 
 
 def add(request: AddRequest, report: Reporter = SILENT) -> Added:
-    """Install the packages of `request` into a new file, which afterwards is whole, or as it was before.
+    """Install the packages of `request` into a new file, and return a description of the file.
+
+    The file is complete when it gets its name. If an error is raised, an earlier file stays as it was.
+    Nothing is installed if the file was made by an equal request for the same image, unless the request reads
+    files.
 
     Raises
     ------
@@ -126,6 +144,8 @@ def add(request: AddRequest, report: Reporter = SILENT) -> Added:
         report.stage("squash")
         _squash(work.folder / "root", work.part)
         added = new_record(request, image.name, digest, answer)
+        # `record.refuse_unfit` also accepts an image by its id. A .sif that imgkit packed again from the same
+        # image has another digest, but the same id.
         sif = sif_image.read(image)
         if sif.record is not None:
             added = dataclasses.replace(added, image_id=sif.record.image_id)
@@ -135,12 +155,13 @@ def add(request: AddRequest, report: Reporter = SILENT) -> Added:
 
 
 def _added(path: Path, image: Path, stored: PackagesRecord, *, up_to_date: bool) -> Added:
+    """Return the result of `add` for the file `path`, which exists."""
     size_bytes = path.stat().st_size
     return Added(path=path, image=image, size_bytes=size_bytes, record=stored, up_to_date=up_to_date)
 
 
 def _check_image(request: AddRequest) -> Path:
-    """Return the path of the image; raise UsageError if there is none, or if it is no .sif."""
+    """Return the absolute path of the image. Raise UsageError if none is named, or if it is not a .sif."""
     if request.image is None:
         packages = ", ".join(request.requirements) or "PACKAGE"
         raise UsageError(
@@ -158,11 +179,18 @@ def _check_image(request: AddRequest) -> Path:
 
 
 def _check_requirements(request: AddRequest) -> None:
-    """Raise UsageError for a requirement that pip could not read, or that has a secret in it."""
+    """Check what the request asks pip to install.
+
+    Raises
+    ------
+    UsageError : the request names no package, a requirement has a wrong form, an argument has a secret in it,
+        or a file or folder does not exist.
+    """
     if not (request.requirements or request.requirements_file or request.project):
         raise UsageError("no package given", where="PACKAGE", hint="imgkit add einops --image X.sif")
     for text in request.requirements:
         check_requirement(text)
+    # The arguments stand in the record at the end of the file, which others may read.
     kind = secret_patterns.in_arguments(request.arguments)
     if kind:
         raise UsageError(
@@ -180,7 +208,7 @@ def _check_requirements(request: AddRequest) -> None:
 
 
 def check_requirement(text: str) -> None:
-    """Raise UsageError for a requirement that pip could not read."""
+    """Raise UsageError if `text` is not a requirement by PEP 508, such as ``omegaconf>=2.3``."""
     from packaging.requirements import InvalidRequirement, Requirement
 
     try:
@@ -191,7 +219,15 @@ def check_requirement(text: str) -> None:
 
 
 def _target(request: AddRequest, image: Path) -> Path:
-    """Return the file to write: by default ``X+N.sqsh`` beside the image, for N requirements."""
+    """Return the absolute path of the file to write.
+
+    The default is ``X+N.sqsh`` beside the image ``X.sif``. N is the number of requirements on the command
+    line, or 1 if there are none.
+
+    Raises
+    ------
+    UsageError : no runtime can mount the path, or this user cannot write into its folder.
+    """
     count = len(request.requirements) or 1
     target = request.output or image.with_name(f"{image.stem}+{count}.sqsh")
     target = target.absolute()
@@ -210,11 +246,13 @@ def _target(request: AddRequest, image: Path) -> Path:
 
 
 def _read_existing(target: Path, request: AddRequest) -> PackagesRecord | None:
-    """Return the record of a file that may be written again; None if there is no file.
+    """Return the record of the file `target`, if it exists and an equal request made it.
+
+    Return None if the file does not exist.
 
     Raises
     ------
-    UsageError : the file holds something else.
+    UsageError : the file exists, but `imgkit add` did not write it, or wrote it for other arguments.
     """
     if not os.path.lexists(target):
         return None
@@ -230,7 +268,10 @@ def _read_existing(target: Path, request: AddRequest) -> PackagesRecord | None:
 
 
 def _refuse_foreign_arch(request: AddRequest, image: Path) -> None:
-    """Raise UsageError if this machine, such as a login node, cannot run the programs of the image."""
+    """Raise UsageError if the image is for another architecture than that of this machine.
+
+    The hint has the command that runs `imgkit add` on a node of the cluster.
+    """
     arch = sif_image.read(image).arch
     if arch in (host_arch(), "unknown"):
         return
@@ -244,19 +285,22 @@ def _refuse_foreign_arch(request: AddRequest, image: Path) -> None:
 
 
 def _write_order(request: AddRequest, folder: Path) -> list[str]:
-    """Write ``inside.py`` and what it reads to `folder`, and return what else the image has to mount."""
+    """Write ``inside.py``, its order and a copy of the project into `folder`.
+
+    Return the mounts of everything else that pip reads, each as ``SRC:DEST:ro``.
+    """
     (folder / PROGRAM).write_bytes(program_source())
     requirements, options, mounts = [*request.requirements], [], []
     if request.wheels is not None:
         options = ["--no-index", "--find-links", f"{INSIDE}-wheels"]
         mounts.append(f"{request.wheels.absolute()}:{INSIDE}-wheels:ro")
     if request.requirements_file is not None:
-        # Its folder: it may name other files.
+        # The whole folder of the file is mounted, because the file may name others beside it: "-r base.txt".
         file = request.requirements_file.absolute()
         requirements += ["-r", f"{INSIDE}-requirements/{file.name}"]
         mounts.append(f"{file.parent}:{INSIDE}-requirements:ro")
     if request.project is not None:
-        # A copy: a build writes into it.
+        # The project is copied and not mounted, because a build writes into the folder.
         shutil.copytree(request.project, folder / "project", ignore=shutil.ignore_patterns(*_NOT_COPIED))
         requirements.append(f"{INSIDE}/project")
     bundle = next(filter(None, map(os.environ.get, _CERTIFICATES)), "")
@@ -268,12 +312,18 @@ def _write_order(request: AddRequest, folder: Path) -> list[str]:
 
 
 def program_source() -> bytes:
-    """Return the text of ``inside.py``."""
+    """Return the source of ``inside.py``, which runs in the image."""
     return importlib.resources.files(__package__).joinpath(PROGRAM).read_bytes()
 
 
 def order(requirements: Sequence[str], options: Sequence[str] = (), replace: Sequence[str] = ()) -> bytes:
-    """Return the text of ``order.json``."""
+    """Return the content of ``order.json``, by which ``inside.py`` knows what to install.
+
+    Parameters
+    ----------
+    options : options for pip, such as ``--no-index``.
+    replace : names of packages that may get another version than the image has.
+    """
     values = {"requirements": requirements, "options": options, "replace": replace, "protected": PROTECTED}
     return json.dumps(values).encode()
 
@@ -281,14 +331,20 @@ def order(requirements: Sequence[str], options: Sequence[str] = (), replace: Seq
 def _run_inside(
     image: Path, folder: Path, mounts: Sequence[str], report: Reporter, log: TextIO
 ) -> dict[str, Any]:
-    """Run ``inside.py`` in the image, and return its answer.
+    """Run ``inside.py`` in the image, and return its answer, which may describe a failure of pip.
+
+    Parameters
+    ----------
+    folder : the folder with ``inside.py`` and its order. The container mounts it as `INSIDE`.
+    mounts : further mounts, each as ``SRC:DEST:ro``.
 
     Raises
     ------
     UsageError : the image has no Python.
     ToolFailed : the image does not start.
     """
-    # Only the network: variables, home folder and /tmp of this machine would change what pip does.
+    # Of this machine, the container gets only the network. Its variables, home folder and /tmp would change
+    # what pip does.
     options = [*runtime.Isolation(network=True).options, "--pwd", "/"]
     for mount in (f"{folder}:{INSIDE}", *mounts):
         options += ["--bind", mount]
@@ -306,7 +362,10 @@ def _run_inside(
 
 
 def _passed() -> dict[str, str]:
-    """Return the variables by which a runtime hands those of `PASSED` to a clean container."""
+    """Return the variables by which the runtime sets those of `PASSED` in a container.
+
+    Apptainer reads ``APPTAINERENV_NAME``, and SingularityCE reads ``SINGULARITYENV_NAME``.
+    """
     values = {}
     for name in PASSED:
         if os.environ.get(name):
@@ -316,10 +375,11 @@ def _passed() -> dict[str, str]:
 
 
 def _squash(root: Path, part: Path) -> None:
-    """Write the folder `root` as a squashfs."""
+    """Write the folder `root` into the file `part` as a squashfs. Raise ToolMissing without mksquashfs."""
     program = mksquashfs.find_any()
     if program is None:
         raise ToolMissing("mksquashfs is not on this machine", hint=squash.INSTALL)
+    # Not every build of mksquashfs can write zstd.
     compression = (
         ["-comp", "gzip"] if mksquashfs.zstd_error(program) else ["-comp", "zstd", "-Xcompression-level", "3"]
     )
@@ -328,7 +388,13 @@ def _squash(root: Path, part: Path) -> None:
 
 
 def new_record(request: AddRequest, image: str, digest: str, answer: dict[str, Any]) -> PackagesRecord:
-    """Return the record of what the image has answered, still without the image's id."""
+    """Return the record for the `answer` of ``inside.py``, without the id of the image and the digest.
+
+    Parameters
+    ----------
+    image : the name of the image's file.
+    digest : the digest of that file, as `record.image_digest` returns it.
+    """
     packages = [AddedPackage(**package) for package in answer["packages"]]
     return PackagesRecord(
         imgkit=__version__,

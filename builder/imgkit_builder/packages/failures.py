@@ -1,4 +1,7 @@
-"""Explains why packages could not be installed in an image, from what pip printed there."""
+"""Explain why packages could not be installed in an image, from the output of pip.
+
+The answer of ``inside.py`` has the output as text, in which this module searches for known messages.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +18,29 @@ _NO_NETWORK = re.compile(
     r"NewConnectionError|Temporary failure in name resolution|ConnectTimeout|ReadTimeoutError|ProxyError"
     r"|Connection (?:timed out|refused)|Network is unreachable|SSLError"
 )
+# "The user requested (constraint) numpy==1.26.4": a package of the image stands in the way.
 _CONSTRAINT = re.compile(r"\(constraint\) ([A-Za-z0-9._-]+)==(\S+)")
 _MISSING = re.compile(r"No matching distribution found for ([^\n]+)")
+# Lines of pip that say nothing about a failure. "━" is the progress bar.
 _NOISE = re.compile(r"WARNING: |\[notice\]|DEPRECATION: |Looking in |Collecting |  Downloading | +━")
+# Lines of pip's output that a hint shows at most. The log has all of them.
 _MOST_LINES = 12
 
 
 def explain(
     answer: Mapping[str, Any], *, image: Path, requirements: tuple[str, ...], log: str
 ) -> ImgkitError:
-    """Return the error for an `answer` of ``inside.py`` that is a failure.
+    """Return the error for an `answer` of ``inside.py`` that describes a failure.
 
     Parameters
     ----------
-    requirements : as the user typed them, for a line to type.
+    requirements : the requirements as the user typed them, for the commands in hints.
     log : path of the file with all of pip's output.
     """
     kind, output = answer["failure"], answer["output"]
     versions: Mapping[str, str] = answer["image"]
     typed = shlex.join(requirements)
+    # `inside.py` needs pip's --report, which pip has from 22.2 on.
     if kind == "no pip" or "no such option: --report" in output:
         problem = "has no pip" if kind == "no pip" else "has a pip older than 22.2, which cannot do this"
         return UsageError(
@@ -48,8 +55,9 @@ def explain(
     constraint = _CONSTRAINT.search(output)
     if constraint:
         return _conflict_error(canonical_name(constraint[1]), output, versions, typed)
-    # Without a network, pip also says that there is no such package.
+    # This comes before the search for a missing package: without a network, pip prints that message, too.
     if _NO_NETWORK.search(output):
+        # The command downloads wheels for the image's processor and Python, whatever machine runs it.
         platform = f"manylinux_2_28_{answer['machine']}"
         fetch = "python3 -m pip download --only-binary :all: -d wheels"
         fetch += f" --platform {platform} --python-version {answer['python']} {typed}"
@@ -74,7 +82,7 @@ def explain(
 
 
 def _conflict_error(name: str, output: str, versions: Mapping[str, str], typed: str) -> UsageError:
-    """Return the error for a package that wants another version of `name` than the image has."""
+    """Return the error for a request that needs another version of the package `name` than the image has."""
     askers = re.findall(rf"(?mi)^ +(\S+) (\S+) depends on ({re.escape(name)}\b[^\n]*)", output)
     own = re.search(rf"(?mi)^ +The user requested ({re.escape(name)}[^\n]*)", output)
     problem = f"{own[1]} is asked for" if own else "another version is asked for"
@@ -82,6 +90,7 @@ def _conflict_error(name: str, output: str, versions: Mapping[str, str], typed: 
         package, version, requirement = askers[0]
         problem = f"{package} {version} needs {requirement}"
     problem += f", and the image has {name} {versions.get(name, '')}"
+    # `inside.py` refuses to replace what belongs to the image's torch, so --replace would not help.
     if re.fullmatch(PROTECTED, name) or name.startswith("nvidia-"):
         hint = f"another version of it; or build an image with another torch: {_recipe_line(typed)}"
     else:
@@ -90,13 +99,17 @@ def _conflict_error(name: str, output: str, versions: Mapping[str, str], typed: 
 
 
 def _recipe_line(typed: str) -> str:
-    """Return what a recipe says about packages that are built into an image."""
+    """Return, for a hint, what to write into a recipe so that the packages become part of a new image."""
     packages = ", ".join(shlex.split(typed)) or "..."
     return f"a recipe with this image's base and `pip: [{packages}]` (imgkit init)"
 
 
 def _last_lines(output: str) -> list[str]:
-    """Return the lines of pip's output that explain its failure."""
+    """Return the last lines of pip's output that explain its failure.
+
+    These are the lines that begin with ``ERROR:``. If there are none, they are all lines except progress and
+    notices.
+    """
     lines = [line.rstrip() for line in output.splitlines() if line.strip() and not _NOISE.match(line)]
     errors = [line for line in lines if line.startswith("ERROR:")]
     return (errors or lines)[-_MOST_LINES:]

@@ -1,12 +1,13 @@
-"""Resolves and installs packages inside an image, by its pip. Standard library only.
+"""Resolve and install packages inside an image with the image's own pip.
 
-``inside.py`` reads ``order.json`` next to it, and writes ``answer.json`` and the folder ``root`` there. The
-exit code is 0 also after a failure, which the answer then describes.
+This file runs with the Python of the image, so it uses the standard library only. It reads ``order.json``
+beside it, and writes ``answer.json`` and the folder ``root`` there. The exit code is 0 even if the packages
+cannot be installed; then the answer describes the failure.
 
-Everything that the image has is a constraint. pip sees a pre-release of the image as its release: NVIDIA's
-torch is ``2.3.0a0+40ec155e58.nv24.3``, and a package that needs ``torch>=2.3`` must accept it. pip compares
-with what it finds installed, so a folder that it searches first has a copy of the metadata of such a package,
-with the release as its version.
+All packages of the image are constraints for pip. A pre-release in the image must count as its release:
+NVIDIA's torch is ``2.3.0a0+40ec155e58.nv24.3``, and a package that needs ``torch>=2.3`` must accept it. pip
+compares requirements with the metadata of installed packages. So a folder that pip searches first, "shadows",
+has a copy of the metadata of such a package, with the release as its version.
 """
 
 from __future__ import annotations
@@ -25,11 +26,17 @@ from pathlib import Path
 from typing import Any
 
 OUTPUT_CHARACTERS = 20_000
-"""The end of pip's output that an answer holds."""
+"""Number of characters at the end of pip's output that an answer has. The errors of pip are at the end."""
 
 
 class Failure(Exception):
-    """The packages cannot be installed; `kind` says why, and `output` is what pip printed."""
+    """The packages cannot be installed.
+
+    Parameters
+    ----------
+    kind : ``no pip``, ``protected`` for a package that must not be replaced, or ``pip`` if pip failed.
+    output : what pip printed, or the name of the protected package.
+    """
 
     def __init__(self, kind: str, output: str = "") -> None:
         super().__init__(kind)
@@ -37,7 +44,7 @@ class Failure(Exception):
 
 
 def main(folder: Path) -> None:
-    """Do what the order in `folder` asks for, and write the answer."""
+    """Install what ``order.json`` in `folder` names, and write ``answer.json`` there."""
     os.umask(0o022)  # in the squashfs the files belong to root, and every user reads them
     order = json.loads((folder / "order.json").read_text(encoding="utf-8"))
     versions = installed_versions()
@@ -51,14 +58,21 @@ def main(folder: Path) -> None:
 
 
 def install(folder: Path, order: Mapping[str, Any], versions: Mapping[str, str]) -> dict[str, Any]:
-    """Install what the image lacks into ``root``, and return what that is.
+    """Install the packages of `order` that the image lacks into the folder ``root``.
+
+    pip runs twice. The first run only resolves the requirements against everything in the image. The second
+    one installs exactly the result of the first, without looking at dependencies again.
+
+    Returns
+    -------
+    The keys ``packages`` and ``modules`` of the answer: the installed packages, and the names to import.
 
     Raises
     ------
-    Failure : the image has no usable pip, or pip failed.
+    Failure : the image has no pip, a package to replace is protected, or pip failed.
     """
     pip = importlib.util.find_spec("pip")
-    if pip is None or pip.origin is None:  # an empty folder has no origin
+    if pip is None or pip.origin is None:  # an empty folder is a namespace package, which has no origin
         raise Failure("no pip")
     protected = protected_names(order["protected"])
     for name in map(canonical, order["replace"]):
@@ -66,6 +80,7 @@ def install(folder: Path, order: Mapping[str, Any], versions: Mapping[str, str])
             raise Failure("protected", name)
     replaced = set(map(canonical, order["replace"]))
     kept = {name: version for name, version in released(versions).items() if name not in replaced}
+    # Shadows are needed only for packages whose version pip shall see changed.
     shadows = folder / "shadows"
     write_shadows(shadows, {name: version for name, version in kept.items() if version != versions[name]})
     constraints = folder / "constraints.txt"
@@ -82,7 +97,8 @@ def install(folder: Path, order: Mapping[str, Any], versions: Mapping[str, str])
     if items:
         exact = folder / "exact.txt"
         exact.write_text("".join(f"{line}\n" for line in exact_requirements(items)), encoding="utf-8")
-        # The constraints of the image's own configuration must not apply either.
+        # The versions are exact, so nothing is constrained now. The variable still names the file, so that
+        # the constraints of the image's own configuration do not apply either.
         constraints.write_text("", encoding="utf-8")
         arguments = ["--no-deps", "--target", str(root), *order["options"], "-r", str(exact)]
         run_pip(arguments, {**env, "PIP_CONSTRAINT": str(constraints)})
@@ -94,7 +110,10 @@ def install(folder: Path, order: Mapping[str, Any], versions: Mapping[str, str])
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the version of each distribution that Python finds; of two, the first one counts."""
+    """Return the version of each distribution on Python's search path, by its normalised name.
+
+    If a distribution is there twice, the first one counts, because Python imports that one.
+    """
     versions: dict[str, str] = {}
     for distribution in metadata.distributions():
         name = distribution.metadata["Name"]
@@ -104,12 +123,17 @@ def installed_versions() -> dict[str, str]:
 
 
 def protected_names(pattern: str) -> set[str]:
-    """Return the distributions that nothing may replace: by their names, or because torch pins them."""
+    """Return the names of the distributions that nothing may replace.
+
+    These are the installed ones whose whole name matches `pattern`, and all that the image's torch requires
+    in one exact version.
+    """
     names = {name for name in installed_versions() if re.fullmatch(pattern, name)}
     try:
         requirements = metadata.requires("torch") or []
     except metadata.PackageNotFoundError:
         return names
+    # "nvidia-cudnn-cu12==9.1.0.70; platform_system == 'Linux'", or "triton (==3.1.0)" in older metadata
     for requirement in requirements:
         match = re.match(r"([A-Za-z0-9._-]+)\s*\(?==", requirement)
         if match:
@@ -118,10 +142,10 @@ def protected_names(pattern: str) -> set[str]:
 
 
 def released(versions: Mapping[str, str]) -> dict[str, str]:
-    """Return the versions as pip shall see them: a local pre-release as its release.
+    """Return `versions` as pip shall see them, with a pre-release that has a local version as its release.
 
-    ``2.3.0a0+40ec155e58.nv24.3`` becomes ``2.3.0+40ec155e58.nv24.3``. A version that PEP 440 does not know,
-    as Debian's packages have them, is left out: pip could not read it as a constraint.
+    ``2.3.0a0+40ec155e58.nv24.3`` becomes ``2.3.0+40ec155e58.nv24.3``. A version that is not valid by PEP 440,
+    as some of Debian's packages have, is left out, because pip could not read it as a constraint.
     """
     versioning = importlib.import_module("pip._vendor.packaging.version")
     result = {}
@@ -136,12 +160,12 @@ def released(versions: Mapping[str, str]) -> dict[str, str]:
 
 
 def write_shadows(folder: Path, versions: Mapping[str, str]) -> None:
-    """Write the metadata of installed distributions to `folder`, with other versions."""
+    """Write a copy of the metadata of installed distributions into `folder`, with the `versions` instead."""
     folder.mkdir()
     for name, version in versions.items():
         distribution = metadata.distribution(name)
         text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or f"Name: {name}\n"
-        # Only in the header: a description may have such a line, too.
+        # The version is replaced only in the header, because a description may have such a line, too.
         header, blank, description = text.partition("\n\n")
         header = re.sub(r"(?m)^Version:.*\n?", "", header).rstrip("\n")
         info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
@@ -153,7 +177,11 @@ def write_shadows(folder: Path, versions: Mapping[str, str]) -> None:
 
 
 def pip_environment(folder: Path, shadows: Path) -> dict[str, str]:
-    """Return the environment of pip: that of the image, with folders and settings of our own."""
+    """Return the environment for pip.
+
+    It is that of the image, with temporary folders in `folder`, `shadows` before the image's packages, and
+    settings that keep pip from asking questions.
+    """
     env = dict(os.environ)
     for name in ("TMPDIR", "PIP_CACHE_DIR"):
         env[name] = str(folder / name.lower())
@@ -176,11 +204,11 @@ def pip_environment(folder: Path, shadows: Path) -> dict[str, str]:
 
 
 def run_pip(arguments: list[str], env: Mapping[str, str]) -> None:
-    """Run ``pip install``, and let its output go on line by line.
+    """Run ``pip install`` with `arguments`, and print its output line by line while it runs.
 
     Raises
     ------
-    Failure : it failed.
+    Failure : pip exited with an error. The failure has all of pip's output.
     """
     argv = [sys.executable, "-s", "-m", "pip", "install", "--no-warn-script-location", *arguments]
     lines = []
@@ -195,9 +223,11 @@ def run_pip(arguments: list[str], env: Mapping[str, str]) -> None:
 
 
 def exact_requirements(items: list[dict[str, Any]]) -> list[str]:
-    """Return lines of a requirements file that name exactly what pip's report has.
+    """Return the lines of a requirements file for exactly the items of pip's report.
 
-    Either each line has a hash or none: pip then requires one of all.
+    An example is ``einops==0.8.0 --hash=sha256:5f...``. A package of a URL or repository has the form
+    ``NAME @ git+https://...@COMMIT``. No line has a hash if one of the items has none, because pip requires a
+    hash of all requirements as soon as one has it.
     """
     has_hashes = all(summary(item)["sha256"] for item in items)
     lines = []
@@ -217,9 +247,12 @@ def exact_requirements(items: list[dict[str, Any]]) -> list[str]:
 
 
 def summary(item: Mapping[str, Any]) -> dict[str, str]:
-    """Return the name, version and digest of an item of pip's report."""
+    """Return the name, version and SHA-256 of an item of pip's report.
+
+    The SHA-256 is empty for a folder or a repository.
+    """
     archive = item["download_info"].get("archive_info") or {}
-    # pip before 23.0 states ``hash`` alone.
+    # pip before 23.0 writes only the key ``hash``, whose value is ``sha256=DIGEST``.
     sha256 = archive.get("hashes", {}).get("sha256") or archive.get("hash") or ""
     return {
         "name": item["metadata"]["name"],
@@ -229,12 +262,15 @@ def summary(item: Mapping[str, Any]) -> dict[str, str]:
 
 
 def is_module(name: str) -> bool:
-    """Return whether something in the folder of packages can be imported."""
+    """Return whether a file or folder called `name` in the folder of packages can be imported.
+
+    ``einops`` and ``six.py`` can; ``einops-0.8.0.dist-info`` and ``bin`` cannot.
+    """
     return name.partition(".")[0].isidentifier() and name not in ("bin", "__pycache__")
 
 
 def canonical(name: str) -> str:
-    """Return the name as PyPA's specification normalises it."""
+    """Return the normalised name of a package: ``Ruamel.YAML_clib`` -> ``ruamel-yaml-clib``."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 

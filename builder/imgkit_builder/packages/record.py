@@ -1,6 +1,7 @@
-"""The record at the end of a squashfs with packages: the image that they were made for, and what they are.
+"""The record at the end of a squashfs with packages: which packages it holds, and which image they are for.
 
-A mount ignores what follows a squashfs, as in a .sqsh of an image (`sif.sqsh`); only the mark differs.
+A mount ignores everything that follows a squashfs in a file. The .sqsh of an image ends in the same way
+(`sif.sqsh`), with another mark.
 """
 
 from __future__ import annotations
@@ -27,51 +28,58 @@ TARGETS = "/run/imgkit/packages"
 
 No part of it is called site-packages: the node agent removes such folders from a PYTHONPATH of the host.
 """
+# The last bytes of the file, by which it is recognized.
 _MARK = b"IMGKPACK"
 _SCHEMA = 1
+# Bytes of each end of an image file that stand for its content. `jobs.runtimes.base` has the same number,
+# with the reason.
 _EDGE_BYTES = 65536
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddedPackage:
-    """A package in the file."""
+    """A package in a file of `imgkit add`."""
 
     name: str
     version: str
     sha256: str
-    """Digest of the wheel or source that pip read; empty for a folder or a repository."""
+    """Digest of the wheel or source archive that pip read. It is empty for a folder or a repository."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackagesRecord:
-    """What the file holds, and for which image."""
+    """The packages in a file of `imgkit add`, and the image that they are for."""
 
     imgkit: str
     """Version of imgkit."""
     image: str
     """Name of the image's file."""
     image_digest: str
-    """As `image_digest` returns it."""
+    """Digest of the image's file, as the function `image_digest` returns it."""
     image_id: str
-    """Digest of the image's configuration; empty if imgkit did not write the image's file."""
+    """Digest of the image's configuration. It is empty if imgkit did not write the image's file."""
     arch: str
+    """Architecture of the image, such as ``amd64``."""
     python: str
+    """Version of the image's Python, such as ``3.12.3``."""
     arguments: tuple[str, ...]
-    """What `imgkit add` was asked for: requirements, and options that change the result."""
+    """The arguments of `imgkit add` that decide what is installed, as in `AddRequest.arguments`."""
     packages: tuple[AddedPackage, ...]
     modules: tuple[str, ...]
-    """The names that a program imports."""
+    """The names that a program imports, such as ``einops``."""
     squashfs_sha256: str = ""
+    """Digest of the squashfs before the record. It is empty until the record is written."""
 
     def command(self, image: str, file: str) -> str:
-        """Return the command that makes `file` for `image`."""
+        """Return the `imgkit add` command that makes a file with the same packages as `file` for `image`."""
         return shlex.join(("imgkit", "add", *self.arguments, "--image", image, "-o", file))
 
 
 def image_digest(path: Path) -> str:
-    """Return a digest that stands for the content of an image's file: of both ends and the size.
+    """Return a digest that stands for the content of the image file `path`.
 
-    Jobs compute the same with programs of the shell (`jobs.runtimes`), also on a machine without imgkit.
+    It is the digest of the two ends of the file and of its size, so that a large file is not read as a whole.
+    Jobs compute the same digest with shell commands (`jobs.runtimes.base`) on machines without imgkit.
     """
     with files.open_regular(path) as stream:
         size = os.fstat(stream.fileno()).st_size
@@ -83,21 +91,21 @@ def image_digest(path: Path) -> str:
 
 
 def append(path: Path, record: PackagesRecord) -> None:
-    """Write `record` behind the squashfs `path`, with the digest of the squashfs."""
+    """Append `record` to the file `path`, which is a squashfs, together with the digest of the squashfs."""
     with files.open_regular(path) as stream:
         digest = files.sha256(stream, 0, path.stat().st_size)
     files.append_file(path, to_bytes(record, digest))
 
 
 def to_bytes(record: PackagesRecord, squashfs_sha256: str) -> bytes:
-    """Return what follows the squashfs with this digest in a file."""
+    """Return the bytes to append to a squashfs that has the digest `squashfs_sha256`."""
     record = dataclasses.replace(record, squashfs_sha256=squashfs_sha256)
     values = json_text.seal({"schema": _SCHEMA, **dataclasses.asdict(record)})
     return files.make_trailer(json.dumps(values, indent=1).encode(), _MARK)
 
 
 def is_packages(path: Path) -> bool:
-    """Return whether the file `path` ends like one of `imgkit add`."""
+    """Return whether the file `path` ends with the mark of `imgkit add`. An unreadable file does not."""
     try:
         with files.open_regular(path) as stream:
             return files.has_trailer(stream, _MARK)
@@ -117,14 +125,19 @@ def read(path: Path) -> PackagesRecord:
 
 
 def squashfs_sha256(path: Path) -> str:
-    """Return the digest that the squashfs in `path` has now. Raises as `read` does."""
+    """Compute the digest of the squashfs in `path`, to compare with that in the record.
+
+    Raises
+    ------
+    UsageError, CheckFailed : in the cases of `read`.
+    """
     size_bytes = _read(path)[1]
     with files.open_regular(path) as stream:
         return files.sha256(stream, 0, size_bytes)
 
 
 def _read(path: Path) -> tuple[PackagesRecord, int]:
-    """Return the record, and the number of bytes before it."""
+    """Return the record of the file `path`, and the size of the squashfs before it in bytes."""
     if not is_packages(path):
         problem = "imgkit add did not write this file" if path.exists() else "there is no such file"
         raise UsageError(problem, where=str(path), hint="imgkit add PACKAGE --image X.sif")
@@ -135,7 +148,12 @@ def _read(path: Path) -> tuple[PackagesRecord, int]:
 
 
 def parse_end(end: bytes, path: str) -> PackagesRecord:
-    """Return the record in the `end` of a file on another machine. Raises as `read` does."""
+    """Return the record of a file on another machine, of which only the last bytes, `end`, are here.
+
+    Raises
+    ------
+    UsageError, CheckFailed : in the cases of `read`.
+    """
     text = files.read_trailer(io.BytesIO(end), 0, len(end), _MARK)
     if text is None:
         raise UsageError("imgkit add did not write this file, or you may not read it", where=path)
@@ -143,7 +161,12 @@ def parse_end(end: bytes, path: str) -> PackagesRecord:
 
 
 def parse(text: bytes, path: str) -> PackagesRecord:
-    """Return the record with this text. Raises as `read` does."""
+    """Return the record that the JSON `text` of the file `path` describes.
+
+    Raises
+    ------
+    CheckFailed : the text is damaged, or another version of imgkit wrote it.
+    """
     try:
         values = json_text.parse(text)
         json_text.unseal(values)
@@ -158,18 +181,20 @@ def parse(text: bytes, path: str) -> PackagesRecord:
 def refuse_unfit(
     records: Iterable[tuple[str, PackagesRecord]], *, image: str, digests: Iterable[str]
 ) -> None:
-    """Check that files with packages belong to an image, and can be used together.
+    """Check that files with packages are for an image, and that a job can use all of them together.
 
     Parameters
     ----------
-    records : each file's path and record.
-    digests : the digests that the image is known by.
+    records : the path and the record of each file.
+    image : the image's path, for messages.
+    digests : the digests of the image's file and configuration that are known. Empty ones do not count.
 
     Raises
     ------
     UsageError : a file was made for another image, or a package is in two files with different versions.
     """
     known = set(digests) - {""}
+    # The file that has a package first, and the version there, by the package's normalised name.
     sources: dict[str, tuple[str, str]] = {}
     for path, record in records:
         if not known & {record.image_digest, record.image_id}:
@@ -190,9 +215,11 @@ def refuse_unfit(
 
 
 def refuse_unfit_files(paths: Iterable[str], image: Path) -> tuple[PackagesRecord, ...]:
-    """Return the records of files with packages for the file `image`.
+    """Read the records of the files `paths`, check that a job can use them with `image`, and return them.
 
-    Raises as `read` and `refuse_unfit` do.
+    Raises
+    ------
+    UsageError, CheckFailed : in the cases of `read` and of `refuse_unfit`.
     """
     records = [(path, read(Path(path))) for path in paths]
     digests = [image_digest(image)] if image.is_file() else []
@@ -204,12 +231,12 @@ def refuse_unfit_files(paths: Iterable[str], image: Path) -> tuple[PackagesRecor
 
 
 def target(number: int) -> str:
-    """Return where a container has the file with packages of this number; the first is 1."""
+    """Return the path in a container of the file with packages of this `number`. The first one is 1."""
     return f"{TARGETS}/{number}"
 
 
 def search_first(count: int) -> str:
-    """Return a line of sh that runs its arguments with the packages of so many files before the image's."""
+    """Return a line of sh that runs its arguments with the packages of `count` files before the image's."""
     folders = [target(number) for number in range(1, count + 1)]
     programs = ":".join(f"{folder}/bin" for folder in folders)
     modules = ":".join(folders)
@@ -217,5 +244,8 @@ def search_first(count: int) -> str:
 
 
 def safe_name(path: str) -> bool:
-    """Return whether a runtime can bind the file `path`: a colon or comma would end it."""
+    """Return whether a runtime can bind the file `path`.
+
+    A colon or a comma would end the path in the option, and the other characters have a meaning for a shell.
+    """
     return re.search(r"[:,\x00-\x1f\x7f\"'\\%`$]", path) is None

@@ -1,7 +1,9 @@
-"""Clusters over ssh: what is there, what has to move, and the jobs that run there.
+"""Remotes: clusters that ssh reaches, with the files that imgkit keeps there and the jobs that run there.
 
-``config`` is the list of remotes, ``connection`` runs a script on one, and ``check`` reports on it. ``store``
-is imgkit's folder there. ``rsync`` runs rsync over the same connection: ``transfer`` sends a file or a folder
-into the store, ``code`` the code of a job, and ``fetch`` brings a run back. ``jobs`` submits and follows. The
-cluster needs POSIX sh, coreutils, find, rsync and the scheduler; imgkit installs nothing there.
+``config`` reads and writes the list of remotes, ``connection`` runs a script on one of them, and ``check``
+reports on it. ``store`` is imgkit's folder there, ``gc`` removes unused files from it, and ``packages`` adds
+packages to an image in it. ``rsync`` runs rsync over the same connection. With it, ``transfer`` sends an
+image, code or data into the store, and ``fetch`` copies a run folder back. ``jobs`` submits a job and follows
+its output, and ``interactive`` starts an interactive one. The cluster needs POSIX sh, coreutils, find, rsync
+and the scheduler. imgkit installs nothing there.
 """

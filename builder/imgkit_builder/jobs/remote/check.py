@@ -17,11 +17,27 @@ if TYPE_CHECKING:
     from imgkit_builder.recipe.targets import Target
 
 _LOW_SPACE_BYTES = 20e9
-"""Free space below which the check warns. An image of a few GB, its partial copy and the runs must fit."""
+"""Free space below which the check warns: an image of a few GB, its partial copy and the runs must fit."""
 Answer = Mapping[str, Sequence[str]]
 """The values in the remote's answer by their key: ``{"login": ["me on login1, x86_64, /bin/bash"], ...}``."""
 
-# Each line of the answer is a key, a blank and a value.
+# The script that collects everything for the checks. Its arguments are the modules of the recipe. Each line
+# of its output is a key, a blank and a value:
+#
+# login     the user, the host, its processor and the login shell
+# lacks     a program that is missing, one per line
+# sbatch    its version, and the same for the submit program of each other scheduler
+# broken    the error of such a program that is there, but fails
+# owner     the owner of imgkit's folder if it belongs to another user
+# home      the real path of imgkit's folder
+# closed    the reason why nothing can be written there
+# volume    the root of the volume that has the folder
+# ids       the ids of the user
+# disk      the row of df about the file system
+# quota     the row of quota or lfs about the user
+# runtime   the version of Singularity or Apptainer
+# modules   the modules of these names, if there is a module command
+# end       the last line, without which the output is cut short
 _PROBE = (
     """\
 echo "login $(id -un) on $(uname -n), $(uname -m), ${SHELL:-sh}"
@@ -87,7 +103,7 @@ def check_remote(connection: Connection, target: Target | None) -> tuple[Check, 
 
     Parameters
     ----------
-    target : the recipe of the remote, whose scheduler and modules are checked; None if it has no recipe.
+    target : the recipe of the remote, whose scheduler and modules are checked. It is None without a recipe.
 
     Raises
     ------
@@ -98,6 +114,7 @@ def check_remote(connection: Connection, target: Target | None) -> tuple[Check, 
     values = {
         "folder": connection.remote.folder,
         "volume": connection.remote.volume,
+        # FIND_PROGRAM extends PATH for this program. Without a recipe, any scheduler may be there.
         "program": _submit_program(target) or programs[0],
         "schedulers": " ".join(programs),
     }
@@ -123,6 +140,7 @@ def parse_probe(output: bytes, connection: Connection, target: Target | None) ->
     if "end" not in answer:
         raise unreadable_answer(connection.remote.name, output)
     if connection.remote.pvc:
+        # Such a remote only stores the files of pods. It needs no scheduler and no runtime.
         folder = _check_folder(answer, connection.remote)
         return (*_check_login(answer, connection), folder, _check_volume(answer, connection.remote))
     return (
@@ -261,7 +279,8 @@ def _check_volume(answer: Answer, remote: Remote) -> Check:
 def _format_quota(row: str) -> str:
     """Return a short form of a row of ``quota`` or ``lfs quota``: ``"/home 3G 5G 6G ..." -> "3G used, ..."``.
 
-    The columns are the file system, the used space, the soft limit and the hard limit. A limit of 0 is none.
+    The columns are the file system, the used space, the soft limit and the hard limit. A limit of 0 means
+    that there is no limit.
     """
     fields = row.split()
     if len(fields) < 4:

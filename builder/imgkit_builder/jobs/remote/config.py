@@ -1,4 +1,11 @@
-"""The clusters that a person has named: ``~/.config/imgkit/remotes.toml``, which holds no secret."""
+"""Read and write the list of remotes, ``~/.config/imgkit/remotes.toml``. The file has no secrets.
+
+Each table of the file is a remote::
+
+    [mn5]
+    address = "me@login.example.org"
+    folder = "/scratch/me/imgkit"
+"""
 
 from __future__ import annotations
 
@@ -25,11 +32,12 @@ FOLDER = "imgkit"
 """Default folder of imgkit on a remote, below the home folder there."""
 KEEP_S = 600
 """Default number of seconds for which an unused ssh connection stays open."""
-_MAX_KEEP_S = 86400
+_MAX_KEEP_S = 86400  # a day
+# A name becomes the key of a table in the file and a part of messages and commands, without quotes.
 _NAME = r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}"
 _NAME_HINT = "up to 32 letters, digits and _ -, for example mn5"
 _MAX_BYTES = 1 << 20
-"""Size above which the file is refused."""
+"""Largest size of the file that is read. A remote takes about 200 bytes."""
 # Quotes, "\", "$", "`" and a leading "~" have a meaning in a shell, and a leading "-" begins an option.
 # Singularity splits bind options at ":" and ",", and Slurm replaces "%" in the name of the output file.
 _NOT_IN_FOLDER = r"\x00-\x1f\x7f\"'\\%`$:,"
@@ -42,11 +50,17 @@ _ADDRESS = re.compile(
 
 
 def check_folder(folder: str, *, where: str) -> str:
-    """Return `folder` without a leading ``~/`` if a job script can contain its path.
+    """Return `folder` without a leading ``~/``, after checking that a job script can contain its path.
+
+    A relative path is below the home folder on the remote.
+
+    Parameters
+    ----------
+    where : what the error names as the place of the value.
 
     Raises
     ------
-    UsageError : the path has a character with a meaning in job scripts or bind options; names `where`.
+    UsageError : the path has a character with a meaning in job scripts or bind options.
     """
     folder = folder.removeprefix("~/")
     if not _FOLDER.fullmatch(folder):
@@ -59,11 +73,11 @@ def check_folder(folder: str, *, where: str) -> str:
 
 
 def check_host(text: str, *, where: str = "") -> str:
-    """Return `text` if it is the address of a host.
+    """Return `text`, after checking that it is the address of a host.
 
     Raises
     ------
-    UsageError : `text` is not an address; names `where`.
+    UsageError : `text` is not an address. The error names `where`.
     """
     if not fanout.is_host(text):
         hint = "USER@HOST, or a Host of ~/.ssh/config"
@@ -72,17 +86,17 @@ def check_host(text: str, *, where: str = "") -> str:
 
 
 def _keep_s_faults(seconds: int) -> Iterator[Fault]:
-    """Yield a fault if `seconds` is out of range. It is the rule of `RemoteTable.keep_s`."""
+    """Yield a fault if `seconds` is out of range. This is the rule of the field `RemoteTable.keep_s`."""
     if not 0 <= seconds <= _MAX_KEEP_S:
         yield f"must be 0 to {_MAX_KEEP_S} seconds", ""
 
 
 def check_bwlimit(mb_per_s: float, *, where: str = "") -> float:
-    """Return `mb_per_s` if it is the limit of a bandwidth.
+    """Return `mb_per_s`, after checking that it can limit a bandwidth. 0 means no limit.
 
     Raises
     ------
-    UsageError : the number is negative or not finite; names `where`.
+    UsageError : the number is negative or not finite. The error names `where`.
     """
     if not 0 <= mb_per_s < math.inf:
         hint = "a number of MB/s, for example 5; 0: no limit"
@@ -91,11 +105,11 @@ def check_bwlimit(mb_per_s: float, *, where: str = "") -> float:
 
 
 def check_pvc(text: str, *, where: str = "") -> str:
-    """Return `text` if it is ``CLAIM:/PATH``, a volume to which pods can write.
+    """Return `text`, after checking that it has the form ``CLAIM:/PATH`` of a volume to which pods can write.
 
     Raises
     ------
-    UsageError : `text` has another form, or the volume is read-only; names `where`.
+    UsageError : `text` has another form, or the volume is read-only. The error names `where`.
     """
     if pods.parse_claim(text, where=where).read_only:
         raise UsageError(
@@ -105,11 +119,12 @@ def check_pvc(text: str, *, where: str = "") -> str:
 
 
 def check_volume(path: str, *, where: str = "") -> str:
-    """Return `path` without a slash at its end if it is the absolute path of a folder.
+    """Return `path` without a slash at its end, after checking that it is the absolute path of a folder.
 
     Raises
     ------
-    UsageError : the path is relative, or has a character that no path in a job can have; names `where`.
+    UsageError : the path is relative, or has a character that no path in a job can have. The error names
+        `where`.
     """
     if not path.startswith("/"):
         hint = "the path at which the remote has the volume, for example /mnt/mlo/scratch"
@@ -119,7 +134,7 @@ def check_volume(path: str, *, where: str = "") -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteTable:
-    """The keys of a remote in the file."""
+    """The table of a remote in the file, without its name."""
 
     address: Annotated[str, rule_of(check_host, required=True)]
     """``USER@HOST``, or a Host of ~/.ssh/config."""
@@ -132,14 +147,18 @@ class RemoteTable:
     keep_s: Annotated[int, Rule(_keep_s_faults, core={"type": "int", "strict": True})] = KEEP_S
     """Seconds for which an unused connection stays open. If it is 0, each command connects by itself."""
     bwlimit: Annotated[float, rule_of(check_bwlimit, core={"type": "float", "strict": True})] = 0.0
-    """Limit for uploads, in MB/s; 0: no limit."""
+    """Limit for uploads, in MB/s. 0 means no limit."""
     pvc: Annotated[str, rule_of(check_pvc)] = ""
     """``CLAIM:/PATH``: the volume on which pods have `folder`, and its path in pods.
 
-    Such a remote only stores: the client on this machine submits the jobs. Empty: the remote takes jobs.
+    Such a remote only stores files, and the client on this machine submits the jobs. If it is empty, the
+    remote takes jobs itself.
     """
     volume: Annotated[str, rule_of(check_volume)] = ""
-    """With `pvc`: path of the volume's root on the remote. Empty: the mount point above `folder` there."""
+    """With `pvc`, the path of the volume's root on the remote.
+
+    If it is empty, the root is the mount point of the file system that has `folder`.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +171,7 @@ class Remote(RemoteTable):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RemoteFile:
-    """The content of the file. In the file itself, the tables of the remotes have no common key."""
+    """The content of the file under the key ``remotes``, which the file itself does not have."""
 
     __pydantic_config__ = KEYS
 

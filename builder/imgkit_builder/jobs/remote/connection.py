@@ -24,10 +24,13 @@ from imgkit_builder.jobs.systems.fanout import SSH_FAILED
 from imgkit_entrypoints.errors import ToolFailed
 
 _MAX_SOCKET_BYTES = 103
-"""The longest path of a socket on macOS; on Linux it can have four bytes more."""
+"""The longest path of a socket on macOS. On Linux, the path can have four bytes more."""
 _SOCKET_NAME_BYTES = 1 + 40 + 17
 """The slash, the digest for ``%C``, and the random suffix that ssh appends while it creates the socket."""
+# Bytes before the line with the token after which the output counts as that of a login shell without a
+# command.
 _MAX_BANNER_BYTES = 1 << 20
+# How much of a banner and of a script's errors a message shows.
 _SHOWN_BANNER_BYTES = 200
 _SHOWN_LINES = 5
 _NO_VALUES: Mapping[str, str] = {}
@@ -50,18 +53,24 @@ if ! command -v "$program" > /dev/null 2>&1; then
     PATH=${more:-$PATH}:/usr/local/bin:/usr/sbin
 fi
 """
-"""Extend PATH if it lacks `program`.
+"""Lines of a script that extend PATH with that of a login shell if no folder of PATH has ``$program``.
 
 Some sites put the scheduler on the PATH of login shells only, in /etc/profile or the user's start-up files.
 """
 
 
 class Cut(ToolFailed):
-    """ssh could not connect, or the connection was lost."""
+    """ssh could not connect, or the connection was lost. The same command may succeed later."""
 
 
 class ScriptFailed(ToolFailed):
-    """The script ran on the remote and failed. `code` is its exit code, `output` the end of its errors."""
+    """A script ran on the remote and failed.
+
+    Parameters
+    ----------
+    code : the exit code of the script.
+    output : the end of what the script wrote to its standard error.
+    """
 
     def __init__(self, message: str, *, where: str, code: int, output: str) -> None:
         super().__init__(message, where=where, hint=f"its last lines:\n{output}" if output else None)
@@ -71,7 +80,7 @@ class ScriptFailed(ToolFailed):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connection:
-    """The way to run scripts on a remote."""
+    """A way to run scripts on a remote. It is not an open connection: each script starts its own ssh."""
 
     remote: Remote
     socket_folder: Path | None
@@ -294,7 +303,10 @@ def _find_socket_folder() -> tuple[Path | None, str]:
 
 
 def _prepare_socket_folder(folder: Path) -> str:
-    """Create `folder` if it does not exist. Return why it cannot hold sockets; empty if it can."""
+    """Create `folder` if it does not exist, and return the reason why it cannot hold sockets.
+
+    The result is empty if it can.
+    """
     is_too_long = len(os.fsencode(folder)) + _SOCKET_NAME_BYTES > _MAX_SOCKET_BYTES
     # ssh splits the value of ControlPath at blanks and quotes, and expands "%".
     if is_too_long or set(str(folder)) & set(" %\"'\\"):

@@ -21,14 +21,15 @@ from imgkit_builder.jobs.submitted import SubmittedJob
 from imgkit_entrypoints.errors import CheckFailed
 from imgkit_entrypoints.system import WORKSPACE
 
-# Without -p, files get the permissions of new local files. The name of a run's secret file begins with a dot.
+# Without -p, files get the permissions of new local files. The name of a run's secret file begins with a dot,
+# so the secret is not copied.
 _OPTIONS = ("-rt", "--exclude=.*")
-_WILDCARD = re.compile(r"[\[*?]")
+_WILDCARD = re.compile(r"[\[*?]")  # the characters that make a name a pattern for rsync
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fetched:
-    """The result of a fetch."""
+    """The result of a fetch: the local folder, and what has changed in it."""
 
     folder: Path
     new: tuple[Path, ...]
@@ -89,14 +90,18 @@ def fetch_run(
 
 
 def _unchanged_code(connection: Connection, record: SubmittedJob) -> list[str]:
-    """Return the files of the code that the run's copy has as they were sent."""
+    """Return the names of the code files in the run's copy that are still as they were sent.
+
+    The result is empty for a job without code.
+    """
     if record.code is None:
         return []
     args = (str(record.job.run_folder), f"{record.job.directory}/code", "")
     listing = workspace.parse_listing(b"".join(connection.stream(workspace.LIST, {}, args=args)))
     names = []
     for name, version in listing.sent.items():
-        # A file of patterns has one a line.
+        # rsync reads the names from a file with one pattern per line, so a name with a line break is left
+        # out.
         if listing.current.get(name) == version and "\n" not in name:
             names.append(name)
     return names

@@ -20,6 +20,7 @@ from imgkit_builder.jobs.remote.store import IMAGE_NAME, SIF, RemoteImage
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 
 DAY_S = 86400
+# The name of an image, of a folder of data (the same form) or of a folder of code.
 _NAME = rf"(?:{IMAGE_NAME.pattern}|[0-9a-f]{{64}})"
 _PATH = re.compile(rf"(images|code|data)/(\.incoming/)?({_NAME}|\.{_NAME}\.gone)")
 """The paths that imgkit gives to folders in a store.
@@ -28,7 +29,8 @@ _PATH = re.compile(rf"(images|code|data)/(\.incoming/)?({_NAME}|\.{_NAME}\.gone)
 ``images/.NAME.gone`` before it removes it.
 """
 
-# The lines of the answer of `_LIST`.
+# The lines of the answer of `_LIST`, such as "folder 1764400000 805306368 1 images/NAME", "run 1764400000.5
+# NAME" and "note jobs/4711:slurm". The file jobs/4711 has a line "note" for each of its lines.
 _CLOCK = re.compile(r"clock (?P<time_s>\d{1,12})")
 _FOLDER = re.compile(r"folder (?P<time_s>\d{1,12}) (?P<size_bytes>\d{1,18}) (?P<links>\d{1,9}) (?P<path>.+)")
 _CHANGE = re.compile(r"(?P<kind>run|job) (?P<time_s>\d{1,12})(?:\.\d*)? (?P<name>.+)")
@@ -43,7 +45,9 @@ WaitingJobs = Mapping[str, Collection[str] | str]
 A text in place of the ids says why they are unknown; then each job of that system may still be waiting.
 """
 
-# The folder's time is the newer one of the folder and its .sif: a submission renews only that of the .sif.
+# The script that lists the store. The time of a folder is the newer one of the folder and its .sif, because a
+# submission renews only that of the .sif. The size is that on disk, and `links` counts the hard links of the
+# .sif.
 _LIST = f"""\
 cd -- "$folder" 2> /dev/null || {{ echo "clock $(date +%s)"; echo end; exit 0; }}
 echo "clock $(date +%s)"
@@ -72,9 +76,10 @@ if [ -d jobs ]; then
 fi
 echo end
 """
-# A folder is renamed before it is removed. A submission that chooses the folder at the same time either
-# renews its time before the rename, and then the folder gets its name back, or finds no folder and fails with
-# an error. In both cases no job is queued whose files are gone.
+# The script that removes the folders in its standard input and the notes in its arguments. A folder is
+# renamed before it is removed. A submission that chooses the folder at the same time either renews its time
+# before the rename, and then the folder gets its name back, or finds no folder and fails with an error. In
+# both cases, no job is queued whose files are gone.
 _REMOVE = f"""\
 cd -- "$folder" || exit 1
 while IFS= read -r path; do

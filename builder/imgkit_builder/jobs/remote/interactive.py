@@ -1,7 +1,8 @@
-"""Start an interactive job of a remote in this terminal: over ssh, salloc or qsub -I gets a terminal there.
+"""Start an interactive job of a remote in this terminal. Over ssh, salloc or qsub -I gets a terminal there.
 
-The input of that ssh is the terminal, and other users of the login node can see its arguments. So the job's
-script, which may have values of variables, first goes to a private file on the remote.
+The script of the job may have values of variables. It cannot go through the input of that ssh, which is the
+terminal, nor through its arguments, which other users of the login node can see. So imgkit first writes it to
+a private file on the remote.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ import shlex
 from imgkit_builder.jobs.job import Argv, Job, Script
 from imgkit_builder.jobs.remote.connection import Connection
 
-# mktemp makes the file private. A file that is an hour old was never started: its ssh could not connect.
+# Write the standard input to a new file, and print its name. mktemp makes the file private. A file that is an
+# hour old was never started, because its ssh could not connect.
 _WRITE = """\
 cd -- "$folder" || exit 1
 find . -maxdepth 1 -name '.interactive.*' -mmin +60 -exec rm -f {} +
 file=$(mktemp .interactive.XXXXXXXXXX) && cat > "$file" && echo "$file"
 """
-# The job has no id yet, and so no note by which `gc.find_superseded` would keep its image. A second hard link
-# to the .sif does that until the script ends. Without hard links, two later images of the project replace it.
+# The first lines of the job's script. They remove the script's own file, and renew the times of the image and
+# the code, so that `gc` keeps them. The job has no id yet, and so no note by which `gc.find_superseded` would
+# keep its image. A second hard link to the .sif does that until the script ends. On a file system without
+# hard links, two later images of the project replace it.
 _START = """\
 rm -f -- "$0"
 cd -- {folder} || exit 1
@@ -37,7 +41,7 @@ case $image in images/*) ln -- "$image" "$link" 2> /dev/null && trap 'rm -f -- "
 
 
 def interactive_argv(connection: Connection, job: Job, script: Script) -> Argv:
-    """Return the argv that runs `script` in this terminal, after writing `script` to a file on the remote.
+    """Write `script` to a file on the remote, and return the argv that runs it there in this terminal.
 
     Raises
     ------
@@ -50,7 +54,11 @@ def interactive_argv(connection: Connection, job: Job, script: Script) -> Argv:
 
 
 def _script_text(job: Job, script: Script) -> str:
-    """Return the script with the values of the user's variables, after checks of what the job mounts."""
+    """Return the text of the file for `script`.
+
+    The first lines check that the image and the code still exist, and export the values of the user's
+    variables.
+    """
     folder = str(job.directory)
     image = job.container.image.removeprefix(f"{folder}/")
     code_folder = job.container.code_folder.removeprefix(f"{folder}/")

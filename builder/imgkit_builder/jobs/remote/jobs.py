@@ -21,12 +21,14 @@ from imgkit_entrypoints.errors import ToolFailed
 ATTEMPTS = 5
 """The number of connections in a row without new output after which `follow_output` gives up."""
 
+# The first character of the mark in `_FOLLOW`, "record separator", which text rarely has. Output from this
+# character on is held back until the next bytes show whether it is a mark.
 _MARK_START = "\x1e"
-"""First character of the mark in `_FOLLOW`. Output that has it is held back until the next bytes come."""
 
-# The arguments are the first line of the note jobs/ID, its other lines, the paths of the job's .sif, code and
-# data, one a line, and then the submit command. The script keeps them in arguments until it has submitted the
-# job: the environment of the submission has the user's variables, which may have any name.
+# The script that submits a job. Its arguments are the first line of the note jobs/ID, the other lines of the
+# note, the paths of the job's .sif, code and data (one per line), and then the submit command. The script
+# keeps these values in arguments, and not in variables, until it has submitted the job: the environment of
+# the submission has the user's variables, which may have any name.
 _SUBMIT = (
     FIND_PROGRAM
     + """\
@@ -52,11 +54,14 @@ exit 0
 """
 )
 _RUN = FIND_PROGRAM + 'exec "$@" 2>&1 < /dev/null\n'
+# The script that prints the job's output from the byte $from on, and in between the scheduler's answers about
+# the job. Its arguments are the status command.
+#
 # imgkit keeps the script's standard input open and writes nothing to it. When the connection ends, the input
 # ends, and the subshell that reads it ends tail.
-# Each row of the scheduler's answer is printed between two marks, amid the output that tail copies; two marks
-# without a row end the answer. A pipe takes up to 4096 bytes in one piece, so that tail cannot print within a
-# row.
+#
+# Each row of the scheduler's answer is printed between two marks. Two marks without a row end the answer. A
+# pipe takes up to 4096 bytes in one piece, so rows are cut at 3000 bytes, and tail cannot print within a row.
 _FOLLOW = (
     FIND_PROGRAM
     + """\
@@ -93,8 +98,8 @@ wait "$tail" 2> /dev/null
 exit 0
 """
 )
-# Print the output that tail missed. tail -F looks for a file that does not exist yet once a second only, and
-# then also reads it once a second.
+# The script that prints the output which tail missed at the job's end. `tail -F` looks only once a second for
+# a file that does not exist yet, and then also reads it only once a second.
 _REST = 'if [ -e "$log" ]; then exec tail -c "+$from" -- "$log"; fi\n'
 
 
@@ -250,6 +255,6 @@ def split_stream(chunks: Iterable[bytes], mark: bytes) -> Generator[bytes | str,
 
 
 def log_file(record: SubmittedJob) -> PurePosixPath:
-    """Return the file on the remote to which the job's output goes."""
+    """Return the path on the remote of the file to which the job's output goes."""
     argv = systems.get_system(record.job.system).log_source(record.job)
     return PurePosixPath(argv[-1])  # "tail ... FILE"

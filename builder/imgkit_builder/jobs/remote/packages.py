@@ -1,4 +1,8 @@
-"""Packages for an image on a remote: pip runs there, and the file stays beside the image."""
+"""Add packages to an image on a remote.
+
+pip runs in the image on the login node, and the file with the packages stays beside the image there. Later
+jobs with the same requirements find it. A file that is on this machine is sent instead.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +25,18 @@ from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 
 ScriptRunner = Callable[[str, Iterable[str], Iterable[bytes]], bytes]
-"""Runs a script of sh on the remote with arguments and a standard input, and returns its output."""
+"""A function that runs a script of sh on the remote with arguments and a standard input.
+
+It returns the output of the script.
+"""
+# Bytes at the end of a file that are read from the remote to find the record in them.
 _END_BYTES = 1 << 20
 
-# Arguments: the new file, the image, the runtime's program, the text of `inside.py`, and modules. Prints the
-# folder in which the squashfs is ready, its digest, and the answer of `inside.py`; of a failure only that.
+# Make the squashfs. The arguments are the new file, the image, the runtime's program, the text of
+# `inside.py`, and the modules to load. The standard input is the order for `inside.py`. The script prints the
+# folder in which the squashfs is ready, the digest of the squashfs, and the answer of `inside.py`. If pip
+# failed, it prints only the answer. For mksquashfs, PATH is extended by the folder in which Apptainer has its
+# own programs.
 _INSTALL = (
     """\
 umask 077
@@ -59,7 +70,8 @@ fi
 cat "$folder/answer.json"
 """
 )
-# Arguments: the folder that `_INSTALL` printed, and the new file. Appends the standard input.
+# Append the standard input, which is the record, to the squashfs, and give the file its name. The arguments
+# are the folder that `_INSTALL` printed, and the new file.
 _PUBLISH = """\
 cat >> "$1/out" && mv -f -- "$1/out" "$2"
 code=$?
@@ -67,23 +79,30 @@ chmod -R u+w "$1"
 rm -rf -- "$1"
 exit "$code"
 """
-# Arguments: the new file. It contains the standard input.
+# Write the standard input into a new file, whose path is the argument. It gets its name when it is complete.
 _WRITE = 'umask 077; cat > "$1.part" && mv -f -- "$1.part" "$1"\n'
 
 
 def bring(job: Job, image_id: str, run: Runner, script: ScriptRunner, report: Reporter) -> Job:
-    """Return `job` with its packages on the remote, after sending or making what is not there.
+    """Return `job` with its packages on the remote, after sending or making the files that are missing.
+
+    Parameters
+    ----------
+    image_id : the id of the image, for which the packages must have been made; empty if it is unknown.
+    run : runs a command on the remote.
+    script : runs a script on the remote.
 
     Raises
     ------
-    ImgkitError : a file does not fit the image, or the packages cannot be installed there.
+    ImgkitError : a file was made for another image, or the packages cannot be installed there.
     """
     job = added_packages.with_packages(job)
     if not job.container.packages:
         return job
     digest = runtime_of(job).image_digest(job, run)
     requested, image = job.request.container, job.container.image
-    # What lies beside an image in the store goes with it.
+    # A file beside an image in the store is removed together with the image. For other images, the file is in
+    # the job's folder.
     folder = posixpath.dirname(image)
     if not image.startswith(f"{job.directory}/images/"):
         folder = str(job.directory)
@@ -100,7 +119,11 @@ def bring(job: Job, image_id: str, run: Runner, script: ScriptRunner, report: Re
 
 
 def _bring_file(path: str, folder: str, script: ScriptRunner, report: Reporter) -> tuple[str, PackagesRecord]:
-    """Return the path on the remote and the record of a file that is there, or here and is then sent."""
+    """Return the path on the remote and the record of the file with packages `path`.
+
+    A file on this machine is sent to `folder` on the remote, if it is not there yet. A path that does not
+    exist here is one on the remote.
+    """
     if not Path(path).exists():
         end = script('tail -c "$2" -- "$1"\n', (path, str(_END_BYTES)), ())
         return path, record.parse_end(end, path)
@@ -116,7 +139,19 @@ def _bring_file(path: str, folder: str, script: ScriptRunner, report: Reporter) 
 def _make(
     job: Job, target: str, digest: str, script: ScriptRunner, report: Reporter
 ) -> tuple[str, PackagesRecord]:
-    """Return the path and the record of the file with the packages of imgkit.toml; make it once."""
+    """Return the path on the remote and the record of the file with the packages of the job's requirements.
+
+    The file `target` is made by the first job that needs it.
+
+    Parameters
+    ----------
+    digest : the digest of the image, for the record.
+
+    Raises
+    ------
+    UsageError : the login node cannot run the image.
+    ImgkitError : pip failed, or the answer cannot be read.
+    """
     there = script('if [ -e "$1" ]; then tail -c "$2" -- "$1"; fi\n', (target, str(_END_BYTES)), ())
     if there:
         return target, record.parse_end(there, target)
@@ -137,6 +172,7 @@ def _make(
             where="packages",
             hint=f"on a node: srun --nodes 1 --ntasks 1 {command}; then --packages {target}",
         ) from error
+    # The answer of `inside.py` is a JSON object. The folder and the digest before it have no brace.
     head, _, text = output.partition("{")
     try:
         answer = json_text.parse("{" + text)

@@ -41,8 +41,14 @@ NO_FOLDER = 125
 _NOT_FOUND = 127
 """Exit code of the remote command if it does not find rsync."""
 _CONNECTION_LOST = (10, 12, 30, 35, SSH_FAILED)
-"""Exit codes of rsync for errors in the socket and the protocol and for two time limits, and that of ssh."""
+"""Exit codes that mean a lost connection.
+
+Those of rsync are for errors in the socket (10) and the protocol (12), and for two time limits (30 and 35).
+The last one is that of ssh.
+"""
 _OPTIONS = (f"--partial-dir={PARTIAL}", "--timeout=60", "--progress", "--stats")
+# The script that starts rsync's server in the folder. Its arguments are those with which rsync calls the
+# server.
 _SERVER = FIND_PROGRAM + f'umask 077\ncd -- "$folder" || exit {NO_FOLDER}\nexec "$@"\n'
 _POSITION = re.compile(rb"\r\s*(?P<bytes>[\d,.']+)\s+(?P<percent>\d+)%")
 """A line of ``--progress`` about the current file: ``\\r  1,048,576  25%  12.30MB/s  0:00:01``."""

@@ -36,6 +36,7 @@ from imgkit_entrypoints.errors import UsageError
 FOLDERS = ("images", "code", "data")
 """The folders in the store into which imgkit sends files."""
 SIF = "image.sif"
+"""Name of the .sif in an image's folder, whatever its name was on the machine that sent it."""
 NOTE = "image.json"
 """Name of the file beside the .sif that describes the image."""
 IMAGE_NAME = re.compile(r"[0-9a-f]{64}-[0-9a-f]{12}")
@@ -44,9 +45,9 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 _NOTE_SIZE = re.compile(r"\d{1,9}", re.ASCII)
 _NOTE_SCHEMA = 1
 _MOST_NOTE_BYTES = 1 << 16
-"""A note of an image with 500 layers has 40 kB."""
+"""Largest size of a note that is read. The note of an image with 500 layers has 40 kB."""
 _DF_NUMBERS = re.compile(r"\s\d+\s+\d+\s+(?P<free_kib>-?\d{1,15})\s+(?:\d+%|-)\s")
-"""Size, used space, free space and use in ``df -Pk``. Free space can be negative."""
+"""The numbers in a row of ``df -Pk``: size, used space, free space and use. Free space can be negative."""
 
 FIND_OWNER = """\
 owner=
@@ -54,7 +55,10 @@ if [ -e "$folder" ] && [ ! -O "$folder" ]; then
     owner=$(find -H "$folder" -maxdepth 0 -printf %u) && echo "owner $owner"
 fi
 """
-"""Print the folder's owner if that is another user, who could replace the files that this user's jobs run."""
+"""Lines of a script that print the owner of ``$folder`` if it belongs to another user.
+
+That user could replace the files that this user's jobs run.
+"""
 
 FIND_VOLUME = """\
 if [ -n "$volume" ]; then
@@ -65,7 +69,10 @@ fi
 echo "volume $volume"
 echo "ids $(id -u):$(id -g)"
 """
-"""Print the root of the volume that has the current folder, and the ids of the user: pods need both."""
+"""Lines of a script that print the root of the volume with the current folder, and the ids of the user.
+
+Pods need both, to find the files on the volume and to be allowed to read them.
+"""
 
 # The code and the output of a run may be private, so the umask keeps other users out of all new folders. The
 # script renews the time of the code's folder, by which `imgkit remote gc` knows that it is in use. For code
@@ -108,7 +115,10 @@ class RemoteImage:
     """An image in a store: the content of the file `NOTE` beside its .sif."""
 
     image_id: str
-    """``sha256:...`` of the image's configuration; of an image that imgkit did not build, of its content."""
+    """``sha256:...``, the digest of the image's configuration.
+
+    For an image that imgkit did not build, it is the digest of the root partition.
+    """
     root_sha256: str
     """Hex digest of the root partition."""
     root_offset: int
@@ -118,11 +128,11 @@ class RemoteImage:
     sif_bytes: int
     arch: str
     diff_ids: tuple[str, ...] = ()
-    """``sha256:...`` of each layer, lowest first; empty for an image that imgkit did not build."""
+    """``sha256:...`` of each layer, the lowest first. It is empty for an image that imgkit did not build."""
     title: str = ""
     """The file name of the .sif on the machine that sent it, such as ``letters.sif``."""
     input_sha256: str = ""
-    """Digest of the build's input if `imgkit run` built the image. It is empty if the user named a .sif."""
+    """Digest of the build's input if `imgkit run` built the image. It is empty for a .sif of the user."""
     project: str = ""
     """The host and folder of the project whose run sent the image."""
 
@@ -150,15 +160,15 @@ class Store:
     has_program: bool
     """Whether the remote has the scheduler's program."""
     images: tuple[RemoteImage, ...]
-    """The images, the one that changed last first."""
+    """The images, in the order of their last change, the newest first."""
     code: tuple[str, ...]
-    """Digests of the folders of code, the one that was used last first."""
+    """Digests of the folders of code, in the order of their last use, the newest first."""
     data: tuple[str, ...] = ()
-    """Names of the folders of data, the one that was used last first."""
+    """Names of the folders of data, in the order of their last use, the newest first."""
     incoming_code: str = ""
     """Digest of the code for which `open_store` has made an empty folder in ``code/.incoming``, or empty."""
     volume: str = ""
-    """Absolute path of the root of the volume with imgkit's folder; empty if the remote does not know it."""
+    """Absolute path of the root of the volume with imgkit's folder, or empty if the remote cannot name it."""
     ids: str = ""
     """``UID:GID`` of the user on the remote."""
 
@@ -182,9 +192,10 @@ class Store:
         return None
 
     def closest_image(self, new: RemoteImage) -> RemoteImage | None:
-        """Return the image that shares most layers with `new`; of equal ones, an image with the same title.
+        """Return the image that shares most layers with `new`, as the basis of a transfer.
 
-        Return None if no image of the same architecture shares a layer or the title.
+        Among images that share equally many, one with the same title is preferred. Return None if no image of
+        the same architecture shares a layer or the title.
         """
         closest = None
         closest_similarity = (0, False)
@@ -242,12 +253,13 @@ def note_lines(job: Job, run_folder: str = "") -> tuple[str, ...]:
 
     Parameters
     ----------
-    run_folder : the path of a run folder whose name is not ``NAME-ID``; empty: it is.
+    run_folder : the path of the run folder of a resumed job, whose name is not ``NAME-ID``. It is empty for
+        all other jobs.
     """
     home = f"{job.directory}/"
     container = job.container
     paths = [container.code_folder, *(mount.source for mount in container.data)]
-    # A folder of data elsewhere on the cluster is not imgkit's to keep.
+    # Folders of data outside of the store are left out, because `gc` never removes them.
     paths = [path.removeprefix(home) for path in paths if path.startswith(home)]
     if container.image.startswith("/"):  # pods pull their image
         paths.insert(0, container.image.removeprefix(home))
@@ -401,7 +413,7 @@ class _Line:
     key: str
     value: str
     note: bytes = b""
-    """Content of the note, of which only a line of an image has one."""
+    """Content of the note of an image. All other lines have no note."""
 
 
 def _parse_lines(output: bytes, remote: Remote) -> Iterator[_Line]:

@@ -43,7 +43,10 @@ _WAIT_S = 60
 _FULL_DISK = re.compile(r"(No space left on device|Disk quota exceeded) \(\d+\)")
 """The text and number of the system's error, as rsync prints them: ``mkstemp "..." failed: TEXT (28)``."""
 _DATA_MODES = "--chmod=Du+rwx,Fa-w"
-"""Option of rsync: all runs read the files of data, and a later version has hard links to them."""
+"""Option of rsync that makes files read-only and folders writable for the user.
+
+All runs read the same files of data, and a later version has hard links to them, so nothing may change them.
+"""
 
 # When a connection is lost, rsync on the remote moves its temporary file .image.sif.XXXXXX into the folder
 # for partial files, at once or at its time limit. If it was killed, the temporary file stays beside that
@@ -120,7 +123,7 @@ class Source:
     options: tuple[str, ...]
     """Options of rsync for this kind of content."""
     check: Callable[[], None] | None = None
-    """Raises an error if the content has changed since the transfer began."""
+    """Function that raises an error if the content has changed since the transfer began."""
     may_be_linked: bool = False
     """Whether most files may get hard links to those of an earlier folder, and then need no space."""
     is_prepared: bool = False

@@ -1,7 +1,7 @@
-"""Runtimes: what starts a job's command on a node, one class in a module each.
+"""Runtimes, which start a job's command on a node. Each one is a class in a module of its own.
 
-They write argv and lines of shell, and look into image files that are here. Only `image_digest` runs
-something, by the function that it gets.
+A runtime writes argv and lines of shell, and reads image files that are on this machine. It runs no commands,
+except that `image_digest` runs one with the function that its caller passes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""The base of the runtimes: what is the same for most of them, and where they differ."""
+"""The base class of the runtimes. It has what most of them share, and names what each of them defines.
+
+The variables of a job reach the command in one of two ways. Docker gets them as options
+(`environment_by_options`). The other runtimes inherit the settings from the shell that starts them, and
+``env`` sets the user's variables inside the container.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +30,24 @@ from imgkit_entrypoints.rules import site_variables
 from imgkit_entrypoints.system import HOST, HOST_FOLDERS, JOB_FOLDER, SYSTEM_JSON, WORKSPACE
 
 Runner = Callable[[Sequence[str]], Finished]
-"""Runs a command where the job is submitted, to its end; exit code 127 where a program is missing."""
+"""A function that runs a command where the job is submitted, and waits for its end.
 
+The exit code is 127 if the program is missing, as in a shell.
+"""
+
+# Options by which the containers of Apptainer, Singularity, Docker and Podman see the GPUs of their node. A
+# job without GPUs leaves them out.
 _GPU_OPTIONS = ("--nv", "--nvccli", "--rocm", "--gpus=all", "--gpu", "--device=nvidia.com/gpu=all")
-"""Options that a job without GPUs leaves out."""
 
 _READ_ENV = (
     'while IFS= read -r text || [ "$text" ]; do case ${{text%%=*}} in "" | [0-9]* | *[!A-Za-z0-9_]*) ;; '
     '*) export "${{text?}}" ;; esac; done < {file}'
 )
-"""Reads lines NAME=VALUE without executing them, and skips all others."""
+"""Shell text that exports the lines ``NAME=VALUE`` of a file without executing them, and skips all others."""
 
+# Runs the command of --activate, and then the program in the same shell, which has the variables that the
+# command has set. What the command prints goes to standard error, so that it does not mix with the program's
+# output.
 _ACTIVATE = """\
 eval "$1" >&2 || { echo "imgkit: the command of --activate failed with exit code $?: $1" >&2; exit 3; }
 shift
@@ -43,45 +55,52 @@ exec "$@"
 """
 
 _EDGE_BYTES = 65536
-"""Bytes of each end of an image file that stand for its content.
+"""Number of bytes at each end of an image file that stand for the content of the file.
 
-A .sif begins with its table and its superblock, and ends with the tables of its squashfs, which hold the
-place, size and time of every file. To read all of it would take a minute on each node.
+A .sif begins with its table and its superblock. It ends with the tables of its squashfs, which hold the
+position, size and time of every file. To read the whole file would take a minute on each node.
 """
 
+# The end of the shell's message about a variable that a job uses: "SCRATCH: imgkit: no module has set it".
 _NOT_SET = "no module has set it on this node (system.runtime.modules)"
 
 SQSH_SUFFIXES = (".sqsh", ".squashfs")
+"""Suffixes of a plain squashfs. They decide where the file itself is not on this machine."""
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
-"""The GPUs that programs use. At some sites, Slurm shows one GPU to the only task of a node, unless srun
-inherits this variable."""
+"""Variable with the numbers of the GPUs that a program may use: ``0,1,2,3``.
+
+At some sites, Slurm shows only one GPU to the only task of a node, unless srun inherits this variable.
+"""
 _BELOW_HOST_FOLDERS = tuple(f"{folder}/" for folder in HOST_FOLDERS)
 
 
 class Runtime(abc.ABC):
-    """What starts a job's command on a node: a container runtime, or nothing but the node itself."""
+    """A way to start a job's command on a node: by a container runtime, or on the node itself."""
 
     kind: RuntimeKind
     """Name of the runtime in ``system.runtime.kind`` and ``--runtime``."""
     usual_options: Argv = ()
-    """Options of every start if the recipe's runtime is of another kind."""
+    """Options of every start if the recipe does not set them, because its runtime is of another kind."""
     image_suffix: str = ""
-    """Suffix of the image files that the runtime starts; empty if it starts no files."""
+    """Suffix of the image files that the runtime starts. It is empty if the runtime starts no files."""
     has_container: bool = True
     """Whether the command runs in a container."""
     is_isolated: bool = False
     """Whether the command sees neither folders nor variables of the machine that submits the job."""
     environment_by_options: bool = False
-    """Whether options set the variables and the folder of the command.
+    """Whether options of the runtime set the variables and the working directory of the command.
 
-    Otherwise the command has those of the shell that starts it.
+    Otherwise the command has those of the shell that starts the runtime.
     """
     serves_image: bool = False
-    """Whether a process of the job serves the image's files: a signal to all processes would end it too."""
+    """Whether a process of the job serves the image's files.
+
+    Such a process must not get the signals that are meant for the program, because the files would be lost.
+    """
     squashfs_options: str = ""
-    """Options of a mount by which the runtime shows what is in a squashfs; empty if it cannot."""
+    """Options of a mount that shows the content of a squashfs, or empty if the runtime has no such mount."""
     without_mounts: str = ""
-    """Hint for a user who chooses a Python of the image, if the runtime mounts no folders."""
+    """Hint for a user who chooses a Python of the image with a runtime that mounts no folders."""
     opens_shells: bool = False
     """Whether a login shell on a node of a running job can open a shell in the job's image."""
     verb_words: int = 2
@@ -92,9 +111,10 @@ class Runtime(abc.ABC):
     """Options by which the command gets the terminal."""
 
     def data_links(self, job: Job) -> Mapping[str, str]:
-        """Return the links in the run's copy of its code to folders of data, each with its target.
+        """Return the links to folders of data to make in the run's copy of its code, each with its target.
 
-        They take the place of mounts where the runtime makes none.
+        An example is ``{"data/letters": "/scratch/me/imgkit/data/..."}``. The links take the place of mounts
+        for runtimes that mount no folders. For all others the result is empty.
         """
         if self.mounts_folders:
             return {}
@@ -126,14 +146,14 @@ class Runtime(abc.ABC):
         """
 
     def image_title(self, name: str) -> str:
-        """Return the part of an image's name that says what is in it."""
+        """Return the part of an image's name that tells people what is in the image."""
         return name
 
     def is_foreign(self, job: Job) -> bool:
         """Return whether imgkit must bind its entry points into the image.
 
-        That is so if the record of the image does not say that imgkit built it, or if the user chooses a
-        Python in it.
+        That is the case if imgkit did not build the image, as its record shows, or if the user chooses a
+        Python in the image.
 
         Raises
         ------
@@ -155,9 +175,10 @@ class Runtime(abc.ABC):
         return is_image and not baked.has_manifest(path)
 
     def arch_error(self, job: Job) -> UsageError | None:
-        """Return the error for an image file that the nodes' processors cannot run; None if it fits.
+        """Return the error for an image file that the nodes' processors cannot run.
 
-        The result is also None if the architecture is unknown, for example without the file on this machine.
+        Return None if they can run it, or if its architecture is unknown, for example because the file is not
+        on this machine.
         """
         path = Path(job.container.image)
         arch = self._image_arch(path)
@@ -171,14 +192,15 @@ class Runtime(abc.ABC):
         )
 
     def _image_arch(self, path: Path) -> str:
-        """Return the architecture of the image file; empty if it is unknown or the image is no file."""
+        """Return the architecture of the image file, such as ``arm64``. It is empty if it is unknown."""
         return baked.read_arch(path) if sqsh.is_sqsh(path) else ""
 
     def image_digest(self, job: Job, run: Runner) -> str:
-        """Return a digest that stands for the image's content; "folder" for an image that is a folder.
+        """Return a digest that stands for the content of the job's image.
 
-        The digest is empty if the image does not exist or cannot be read on the machine where `run` runs
-        commands. A folder has no digest, because nothing short stands for its files.
+        It is computed on the machine where `run` runs commands. The result is empty if the image does not
+        exist or cannot be read there. It is "folder" for an image that is a folder, whose files have no short
+        digest.
         """
         check = (
             f'if [ -d "$1" ]; then echo folder; elif [ -r "$1" ]; then {_digest_of_ends_command("$1")}; fi'
@@ -221,7 +243,10 @@ class Runtime(abc.ABC):
             raise UsageError(message, where=flag, hint=self.without_mounts)
 
     def belongs_to_service(self, program: str) -> bool:
-        """Return whether the containers of `program` belong to a service of the node, and not to the job."""
+        """Return whether a service of the node starts the containers of `program`, as Docker's does.
+
+        Such containers are not processes of the job.
+        """
         return False
 
     def can_mount(self, path: str) -> bool:
@@ -250,13 +275,19 @@ class Runtime(abc.ABC):
         return self._start(job, command, forward)
 
     def _start(self, job: Job, command: Argv, forward: Argv) -> Argv:
-        """Return the argv that starts `command` as it is."""
+        """Return the argv that starts `command`, to which `argv` has added what runs before it.
+
+        Parameters
+        ----------
+        forward : as in `argv`.
+        """
         return command
 
     def _entry_point_python(self, job: Job) -> str:
-        """Return the Python that runs the package with ``dist-*``; empty if the image has these programs.
+        """Return the path of the Python that runs ``dist-*`` as a module of the entry points' package.
 
-        An image of imgkit has the programs. imgkit binds only the package into other images.
+        The result is empty for an image of imgkit, which has these programs. Into other images, imgkit binds
+        only the package.
         """
         return job.container.bound.python if job.container.bound else ""
 
@@ -308,22 +339,25 @@ class Runtime(abc.ABC):
         return (*argv[: self.verb_words], *options, *argv[self.verb_words :])
 
     def node_check(self, job: Job) -> Argv:
-        """Return the argv that checks each node before Slurm starts the container; empty for no check."""
+        """Return the argv that checks each node before Slurm starts the container there.
+
+        The result is empty if the runtime needs no such check.
+        """
         return ()
 
     def _facts(self, recipe: Target) -> system.Runtime:
-        """Return ``system.runtime`` of the recipe, or the usual values if that is of another kind."""
+        """Return ``system.runtime`` of the recipe, or this runtime's defaults if that is of another kind."""
         facts = recipe.system.runtime
         if facts.kind == self.kind:
             return facts
         return system.Runtime(command=self.kind, options=self.usual_options)
 
     def program(self, recipe: Target) -> str:
-        """Return the runtime's command."""
+        """Return the name or path of the runtime's program, such as ``apptainer``."""
         return self._facts(recipe).command
 
     def options(self, job: Job) -> Argv:
-        """Return the options of every start."""
+        """Return the runtime's options for each start of the job: those of the recipe, or the usual ones."""
         options = self._facts(job.recipe).options
         if job.allocation.gpus:
             return options
@@ -389,7 +423,10 @@ class Runtime(abc.ABC):
         return variables
 
     def _refuse_changed_image(self, job: Job, digest: str) -> str:
-        """Return shell lines that end the job on a node where its image is missing or has another digest."""
+        """Return shell lines that end the job on a node where its image is missing or has another digest.
+
+        The entry points are bound into the Python that imgkit found in the image with this `digest`.
+        """
         command, expected_output = self._digest_command(job, digest)
         return f"""\
 image={shlex.quote(job.container.image)}
@@ -405,10 +442,11 @@ fi"""
     # The mounts
 
     def mounts(self, job: Job) -> tuple[str, ...]:
-        """Return what the container mounts of its node, each as ``SRC[:DEST[:ro]]``.
+        """Return the mounts of the job's container, each as ``SRC[:DEST[:ro]]``. SRC is a path on the node.
 
-        These are the run's copy of the code, the data, added packages, the host's libraries, the folders of
-        the recipe and the user, the entry points for an image of others, and the job's folder.
+        They are, in this order, the run's copy of the code, the data, added packages, the host's libraries,
+        the folders of the recipe and of the user, the entry points for an image that imgkit did not build,
+        and the job's folder.
         """
         container = job.container
         mounts: list[str] = []
@@ -440,7 +478,8 @@ fi"""
                 yield f"{folder}:{HOST}{folder}:ro"
             return
         if self.environment_by_options:
-            # Docker would also need an option for LD_LIBRARY_PATH: only the node agent uses libraries there.
+            # Docker would also need an option for LD_LIBRARY_PATH, so with Docker only the node agent uses
+            # libraries of the host.
             return
         for folder in libraries:
             yield f"{folder}:{folder}:ro"
@@ -452,7 +491,7 @@ fi"""
             return ()
         return facts.runtime.host_libs
 
-    # A look into an image that imgkit did not build
+    # Inspecting an image that imgkit did not build
 
     def probe_argv(self, job: Job, probe: Argv) -> Argv:
         """Return the argv that runs `probe` in the image on this machine, after loading the site's modules.
@@ -465,15 +504,17 @@ fi"""
         modules = self.modules(job)
         if not modules:
             return argv
-        # Without the module command, the runtime may be on PATH; if it is not, bash says so.
+        # Without the module command, the runtime may be on PATH. If it is not, bash reports the missing
+        # program.
         load_modules = shlex.join(("module", "load", *modules))
         script = f'if type module > /dev/null 2>&1; then {load_modules} || exit; fi; exec "$@"'
         return ("bash", "-lc", script, "bash", *argv)
 
     def probe_program(self, job: Job) -> str:
-        """Return what `probe_argv` needs on this machine: the modules, or else the runtime's program.
+        """Return, for messages, what `probe_argv` needs on this machine.
 
-        The result is empty if `probe_argv` itself finds the program.
+        That is the line that loads the modules of the recipe, or the runtime's program if there are none. The
+        result is empty if `probe_argv` itself finds the program.
         """
         return job.recipe.module_line or self.program(job.recipe)
 
@@ -483,6 +524,7 @@ fi"""
 
 
 def _encrypted_sif_error(path: Path) -> UsageError:
+    """Return the error for an encrypted .sif, into which imgkit cannot look."""
     return UsageError(
         "the .sif is encrypted: each node would need its key",
         where=str(path),
@@ -491,14 +533,14 @@ def _encrypted_sif_error(path: Path) -> UsageError:
 
 
 def check_reference(text: str) -> str:
-    """Return `text`, the name of an image; raise UsageError if a program would take it for an option."""
+    """Return `text`, the name of an image. Raise UsageError if it begins with "-", like an option."""
     if text.startswith("-"):
         raise UsageError(f"{text!r} is not an image", where="--image")
     return text
 
 
 def user_variables(container: Container) -> set[str]:
-    """Return the names of the variables that the user sets by options or in the file of ``--env-file``."""
+    """Return the names of the variables that the user sets, by ``--env`` or in the file of ``--env-file``."""
     names = {*container.env, *container.names}
     if container.env_file:
         # A variable that the file sets must not count as one of system.env: `_env_argv` would make the file's
@@ -516,13 +558,23 @@ def with_targets(mounts: Iterable[str]) -> Iterator[str]:
 
 
 def _digest_of_ends_command(variable: str) -> str:
-    """Return the shell command that prints the digest of the ends and the size of the file in `variable`."""
+    """Return the shell command that prints the SHA-256 of a file's two ends and its size.
+
+    `packages.record.image_digest` computes the same digest.
+
+    Parameters
+    ----------
+    variable : the shell's text for the path of the file, such as ``$image``.
+    """
     ends = f'head -c {_EDGE_BYTES} "{variable}"; tail -c {_EDGE_BYTES} "{variable}"'
     return f'{{ {ends}; stat -L -c %s "{variable}"; }} | sha256sum'
 
 
 def _activation_argv(job: Job) -> Argv:
-    """Return the start of a command that activates an environment of the image; empty without --activate."""
+    """Return the start of a command that first runs the command line of ``--activate`` in the image.
+
+    The result is empty without ``--activate``.
+    """
     command = job.request.container.activate
     if not command:
         return ()
@@ -534,7 +586,10 @@ def _activation_argv(job: Job) -> Argv:
 
 
 def _packages_argv(job: Job) -> Argv:
-    """Return the start of a command that finds added packages before those of the image."""
+    """Return the start of a command that finds added packages before those of the image.
+
+    The result is empty for a job without added packages.
+    """
     count = len(job.container.packages)
     if not count:
         return ()

@@ -1,4 +1,4 @@
-"""Docker, or Podman, whose command has the same options."""
+"""Docker, and Podman, whose command has the same options. Jobs under Slurm use Podman."""
 
 from __future__ import annotations
 
@@ -14,27 +14,29 @@ from imgkit_builder.jobs.runtimes.base import Runner, Runtime, check_reference, 
 from imgkit_builder.recipe.systems import is_podman
 
 _OPEN_FILES = "--ulimit=nofile=16384"
-"""Docker's option for every job: Docker 29 lowers the limit to 1,024, too few for data workers and a head.
+"""Docker's option for the number of open files.
 
-A larger one would keep a container from starting where the engine's own limit is lower (rootless, sandboxes).
+Docker 29 lowers the limit to 1,024, which is too low for data workers and for a head. With a larger number,
+no container would start where the engine's own limit is lower, as in rootless engines and sandboxes.
 """
 
 _PODMAN_OPTIONS = ("--network=host", "--ipc=host", "--cgroups=disabled", "--pull=never")
-"""Options of Podman under Slurm that the recipe does not set.
+"""Options that Podman gets under Slurm unless the recipe sets them.
 
-The nodes meet on the host's network, and the workers of a node in its shared memory. The processes stay in
-the cgroup of the step, so that Slurm counts and ends them. A thousand nodes do not ask a registry at once.
+The nodes communicate on the host's network, and the workers of a node in its shared memory. With
+``--cgroups=disabled`` the processes stay in the cgroup of the step, so that Slurm accounts for them and ends
+them. With ``--pull=never`` a thousand nodes do not ask a registry at the same time.
 """
 
 _WITHOUT_SCHEDULER = ("standalone", "mpi")
-"""Systems on which nothing but the container limits the memory of a job."""
+"""Systems on which no scheduler limits the memory of a job, so that an option of the container has to."""
 
 
 class Docker(Runtime):
     """Docker or Podman."""
 
     kind = "docker"
-    # NVIDIA's page of the image asks for them.
+    # NVIDIA's page of its PyTorch image asks for the options of the first line.
     usual_options = (
         *("--gpus=all", "--ipc=host", "--ulimit=memlock=-1", "--ulimit=stack=67108864"),
         "--network=host",  # NCCL and the rendezvous choose their own ports between the nodes
@@ -44,16 +46,16 @@ class Docker(Runtime):
     terminal_options = ("--interactive", "--tty")
 
     def image(self, text: str, recipe: str, directory: Path) -> str:
-        """Return the name of the image; without `text`, that of the recipe's image."""
+        """Return the name of the image, by default that of the recipe's own image: ``RECIPE:latest``."""
         return check_reference(text) or f"{recipe}:latest"
 
     def is_foreign(self, job: Job) -> bool:
-        """Return whether the user names an image or chooses a Python in it."""
+        """Return whether the user names an image or chooses a Python in it. The default image is imgkit's."""
         container = job.request.container
         return bool(container.image or container.python_flag)
 
     def image_digest(self, job: Job, run: Runner) -> str:
-        """Return the id of the image; empty if the engine has no such image."""
+        """Return the id of the image, ``sha256:...``. It is empty if the engine has no such image."""
         argv = (self.program(job.recipe), "image", "inspect", "--format", "{{.Id}}", job.container.image)
         result = run(argv)
         image_id = result.output.strip().rpartition("\n")[2]  # warnings come before it
@@ -62,11 +64,11 @@ class Docker(Runtime):
         return image_id
 
     def belongs_to_service(self, program: str) -> bool:
-        """Return whether `program` is Docker: the containers of Podman are processes of the job."""
+        """Return whether `program` is Docker. The containers of Podman are processes of the job itself."""
         return not is_podman(program)
 
     def warnings(self, job: Job) -> Iterator[str]:
-        """Yield a warning about a command that starts in the container, where its files are lost."""
+        """Yield a warning if the command starts in a folder of the image, where new files are lost."""
         requested = job.request.container
         if job.container.workdir and not requested.workdir and requested.code is None:
             yield (
@@ -76,11 +78,11 @@ class Docker(Runtime):
             )
 
     def used_flags(self) -> tuple[str, ...]:
-        """Return the flags of memory. See `Runtime`."""
+        """Return the flags of memory, for which Docker has an option. See `Runtime`."""
         return ("mem", "mem-per-gpu")
 
     def options(self, job: Job) -> Argv:
-        """Return the options of every start, with those that the recipe leaves to imgkit."""
+        """Return the options of each start: those of the recipe, and those that it leaves to imgkit."""
         options = super().options(job)
         memory = job.allocation.memory
         if memory and job.system in _WITHOUT_SCHEDULER:
@@ -116,5 +118,6 @@ class Docker(Runtime):
         )
 
     def _digest_command(self, job: Job, digest: str) -> tuple[str, str]:
+        """Return the shell command that prints the id of the image on the node, and the expected id."""
         program = shlex.quote(self.program(job.recipe))
         return f"{program} image inspect --format '{{{{.Id}}}}' \"$image\"", digest

@@ -14,11 +14,11 @@ _START_IN_CODE = (
     'cd -- "$1" || { echo "imgkit: node $(uname -n) has no $1, the run\'s copy of the code: all nodes need '
     'the job\'s folder (--directory)" >&2; exit 2; }; shift; exec "$@"'
 )
-"""Runs its arguments from the second on in the folder that the first one names."""
+"""Shell text that changes into the folder of its first argument, and runs the other arguments there."""
 
 
 class Host(Runtime):
-    """The node without a container."""
+    """The node itself, without a container. The "image" of a job is a virtual environment, or nothing."""
 
     kind = "host"
     has_container = False
@@ -26,7 +26,7 @@ class Host(Runtime):
     opens_shells = True
 
     def image(self, text: str, recipe: str, directory: Path) -> str:
-        """Return the path of the virtual environment; empty for the node's own Python."""
+        """Return the path of the virtual environment. It is empty for the node's own Python."""
         return str(directory / text) if text else ""
 
     def check(self, job: Job) -> None:
@@ -39,7 +39,8 @@ class Host(Runtime):
     def check_submission(self, job: Job) -> None:
         """Raise UsageError if the virtual environment does not exist."""
         folder = job.container.image
-        # Its Python is not run: a login node can have another processor than the nodes it was made on.
+        # The Python of the environment is not run here: this can be a login node with another processor than
+        # the nodes for which the environment was made.
         if folder and not os.path.lexists(f"{folder}/bin/python3"):
             raise UsageError(
                 f"no virtual environment {folder}",
@@ -52,7 +53,7 @@ class Host(Runtime):
         return job.recipe.system.runtime.host_modules
 
     def exports(self, job: Job) -> tuple[str, ...]:
-        """Return shell lines that set the variables, the library path last."""
+        """Return shell lines that set the variables, and at the end the path of the host's libraries."""
         libraries = self.listed_libraries(job)
         search = (quoting.search_first(libraries),) if libraries else ()
         return (*super().exports(job), *search)
@@ -64,4 +65,5 @@ class Host(Runtime):
         return ("sh", "-c", _START_IN_CODE, "sh", quoting.quote_with_site_variables(job.workspace), *command)
 
     def _entry_point_python(self, job: Job) -> str:
+        """Return the Python of the virtual environment, or else the first ``python3`` on PATH."""
         return f"{job.container.image}/bin/python3" if job.container.image else "python3"

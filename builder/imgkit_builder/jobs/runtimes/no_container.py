@@ -1,4 +1,4 @@
-"""No container: the command is imgkit itself, which makes an image file on the node."""
+"""No container. The job's command is imgkit itself, which makes an image file on the node."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ class NoContainer(Runtime):
         return job.recipe.system.runtime.modules
 
     def exports(self, job: Job) -> tuple[str, ...]:
-        """Return no lines: the variables of the system are for programs in an image."""
+        """Return no shell lines, because the variables of the system are for programs in an image."""
         return ()

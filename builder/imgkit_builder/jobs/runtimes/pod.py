@@ -1,4 +1,4 @@
-"""Pods: Kubernetes starts the command in the image, and has folders and variables of its own."""
+"""Pods of Kubernetes, which starts the command in the image. Folders and variables are fields of a pod."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Pod(Runtime):
     without_mounts = "build an image with that one as its base"
 
     def image(self, text: str, recipe: str, directory: Path) -> str:
-        """Return the name of the image; raise UsageError if none is named."""
+        """Return the name of the image in a registry. Raise UsageError if the user names none."""
         if not text:
             reference = f"REGISTRY/{recipe}:1"
             raise UsageError(

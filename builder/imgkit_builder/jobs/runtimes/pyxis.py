@@ -1,15 +1,16 @@
-"""pyxis: options of srun by which it starts the job's step in a container of enroot.
+"""pyxis, a plug-in of Slurm. With its options, srun starts the job's step in a container of enroot.
 
 Notes
 -----
-Seen with pyxis 0.24 and enroot 4.1, or read in pyxis' args.c:
+The following was observed with pyxis 0.24 and enroot 4.1, or read in pyxis' args.c:
 
-* The image's variables win over the job's, and LANG, LANGUAGE and LC_ALL of the job are dropped, unless
-  --container-env (from 0.15) names them. PATH is that of a login shell of the image, /etc/profile, and not
-  that of its ENV. So the container starts with a line of shell that reads PATH from enroot's
-  /etc/environment, and env sets the job's variables.
-* A mount becomes a line of fstab with three words: no name in it can have a blank.
-* The whole step is in the container: nothing of it can ask Slurm.
+* Variables of the image override those of the job, and LANG, LANGUAGE and LC_ALL of the job are dropped,
+  except for variables that --container-env (from 0.15 on) names. PATH is that of a login shell in the image,
+  from /etc/profile, and not that of the image's ENV. So the container starts with a line of shell that reads
+  PATH from enroot's /etc/environment, and env sets the job's variables.
+* A mount becomes a line of fstab with three fields, which are separated by blanks. So no path in it can have
+  a blank.
+* The whole step is in the container, where the commands of Slurm are missing. So nothing in it can ask Slurm.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ _SET_IMAGE_PATH = (
     'if [ -r /etc/environment ]; then while IFS= read -r line || [ "$line" ]; do '
     'case $line in PATH=/*) export "$line" ;; esac; done < /etc/environment; fi; '
 )
-"""Sets PATH to that of the image's ENV, which enroot and imgkit write without quotes."""
+"""Shell text that sets PATH to that of the image's ENV, from /etc/environment.
+
+enroot and imgkit write the value into that file without quotes.
+"""
 _NEEDS_FILE_HINT = (
     "imgkit binds its entry points only into a file: "
     "enroot import -o NAME.sqsh docker://REGISTRY#NAME:TAG, then --image NAME.sqsh"
@@ -43,6 +47,8 @@ _REQUIRE_ENTRY_POINTS = (
     '{ echo "imgkit: the image has no dist-run, so imgkit did not build it; '
     f'{_NEEDS_FILE_HINT}" >&2; exit 2; }}; '
 )
+# "SRC", "SRC:DEST" or "SRC:DEST:ro", without characters that end the option or a field of fstab, or have a
+# meaning for a shell.
 _MOUNT = re.compile(r"[^\s,$\\\"'#:]+(:[^\s,$\\\"'#:]+){0,2}")
 
 _CHECK_NODE = (
@@ -55,14 +61,15 @@ _CHECK_NODE = (
     'said=$(unsquashfs -l "$1" etc/environment 2>&1) || echo "imgkit: unsquashfs of node $(uname -n) cannot '
     'read $1$2: $(printf %s "$said" | head -n 1); it starts only where pyxis mounts it by squashfuse" >&2'
 )
-"""Checks a node; its arguments are the image file (empty for a registry's image) and a note for the warning.
+"""Shell text that checks a node before the container starts there. `Pyxis.node_check` describes the checks.
 
-An image that unsquashfs cannot read is only a warning: squashfuse may read it, and only pyxis knows which one
-it uses.
+The arguments are the image file, which is empty for an image of a registry, and a note for the warning. If
+unsquashfs cannot read the image, the text only prints a warning: squashfuse may be able to, and only pyxis
+knows which of them it uses.
 """
 
 _STARTERS = ("apptainer", "singularity", "enroot")
-"""Programs that start a .sqsh where srun cannot: the first of them on PATH looks into it."""
+"""Programs that start a .sqsh without srun. imgkit inspects an image with the first of them on PATH."""
 
 
 class Pyxis(Runtime):
@@ -72,9 +79,9 @@ class Pyxis(Runtime):
     image_suffix = ".sqsh"
 
     def image(self, text: str, recipe: str, directory: Path) -> str:
-        """Return the image as pyxis takes it: the path of a .sqsh, or ``[REGISTRY#]NAME[:TAG]``.
+        """Return the image in the form that pyxis takes: the path of a .sqsh, or ``[REGISTRY#]NAME[:TAG]``.
 
-        Without `text`, the image is the recipe's .sqsh in the job's `directory`.
+        If `text` is empty, the image is the recipe's .sqsh in the job's `directory`.
 
         Raises
         ------
@@ -129,7 +136,7 @@ class Pyxis(Runtime):
         super().check_submission(job)
 
     def refuse_python(self, job: Job, flag: str) -> None:
-        """Raise UsageError for an image of a registry, whose Python `flag` chooses."""
+        """Raise UsageError if `flag` chooses a Python in an image of a registry, which is no file."""
         if not _is_file(job.container.image):
             message = f"imgkit does not look into {job.container.image}, an image of a registry"
             raise UsageError(message, where=flag, hint=_NEEDS_FILE_HINT)
@@ -157,10 +164,10 @@ class Pyxis(Runtime):
     def node_check(self, job: Job) -> Argv:
         """Return the argv that checks each node before Slurm starts the container there.
 
-        It ends the job if a node cannot read the image file, and warns if unsquashfs of the node cannot. The
-        check is a step of its own without a container, because pyxis mounts the image before anything of the
-        job's step runs; enroot's own message ("Invalid image format") names neither the compression nor
-        unsquashfs.
+        The check ends the job if a node cannot read the image file, and warns if the node's unsquashfs cannot
+        unpack it. It is a step of its own without a container, because pyxis mounts the image before anything
+        of the job's step runs. enroot's own message ("Invalid image format") names neither the compression
+        nor unsquashfs.
 
         In a job that Slurm has requeued, it first removes the containers of the earlier start. Slurm can kill
         pyxis before pyxis removes them, and the container of the new start, which has the same name, would
@@ -187,7 +194,7 @@ class Pyxis(Runtime):
         return (*lines, *super().exports(job))
 
     def _start(self, job: Job, command: Argv, forward: Argv) -> Argv:
-        """Return options of srun, and the shell that runs `command` in the container which pyxis starts."""
+        """Return the options of srun for pyxis, and then the shell that runs `command` in the container."""
         container = job.container
         options = self.options(job)
         default_options: list[str] = []
@@ -242,7 +249,7 @@ class Pyxis(Runtime):
         return (program, "start", *no_gpus, *mount_options, *image_and_probe)
 
     def probe_program(self, job: Job) -> str:
-        """Return no program: `probe_argv` has found one on PATH."""
+        """Return an empty text, because `probe_argv` itself finds a program on PATH."""
         return ""
 
     def typed_shell(self, job: Job) -> str:
@@ -288,7 +295,7 @@ def _refuse_pyxis_variables() -> None:
 
 
 def _lost_nodes_error(job: Job) -> UsageError:
-    """Return the error for a job that shall outlive its nodes."""
+    """Return the error for a job that must go on when a node is lost, which pyxis does not allow."""
     size = job.allocation.size
     return UsageError(
         f"--nodes {size}: with pyxis the whole step is in the container, where no "
@@ -309,6 +316,7 @@ def _mount_error(job: Job, mount: str) -> UsageError:
 
 
 def _no_starter_error(job: Job) -> ToolMissing:
+    """Return the error for a .sqsh that imgkit must inspect on a machine with none of `_STARTERS`."""
     return ToolMissing(
         "imgkit has to look into this image, which it did not build, and nothing here starts a .sqsh",
         where=job.container.image,
@@ -317,11 +325,11 @@ def _no_starter_error(job: Job) -> ToolMissing:
 
 
 def _is_file(text: str) -> bool:
-    """Return whether an image is the path of a file, and not a name of a registry."""
+    """Return whether `text` is the path of an image file, and not the name of an image in a registry."""
     return text.endswith(SQSH_SUFFIXES) or text.startswith(("/", "./", "../"))
 
 
 def _read_compression(path: Path) -> str:
-    """Return the compression of a .sqsh, such as "zstd"; empty if `path` is no .sqsh on this machine."""
+    """Return the compression of a .sqsh, such as "zstd". It is empty if `path` is not a .sqsh here."""
     superblock = image.read_superblock(path) if sqsh.is_sqsh(path) else None
     return superblock.compressor if superblock is not None else ""

@@ -1,4 +1,4 @@
-"""Singularity and Apptainer: a .sif, a sandbox or a plain squashfs."""
+"""Singularity and Apptainer, which start a .sif, a sandbox (a folder) or a plain squashfs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ from imgkit_builder.sif import image, sqsh
 from imgkit_entrypoints.errors import UsageError
 
 _QUIET = "--quiet"
-"""Option that leaves out INFO lines, on every node; warnings and errors stay."""
+"""Option that leaves out the INFO lines, which each node would print. Warnings and errors stay."""
 
 _CLEAN = re.compile(r"--(cleanenv|containall)(=.*)?|-[cfinpuw]*[eC].*")
-"""Options that keep the node's variables out of the container; short ones can be combined."""
+"""Options that keep the node's variables out of the container. Short ones can be combined: ``-ce``."""
 
 _UNCLEAN = "unset APPTAINER_CLEANENV SINGULARITY_CLEANENV APPTAINER_CONTAINALL SINGULARITY_CONTAINALL"
-"""A user's shell may set them: without the node's variables in the container, each node would run alone."""
+"""Shell line that unsets variables which have the effect of the options in `_CLEAN`.
+
+A user's shell may set them. Without the node's variables in the container, the node agents would not find
+each other, and each node would run alone.
+"""
 
 
 class Singularity(Runtime):
@@ -35,7 +39,7 @@ class Singularity(Runtime):
     opens_shells = True
 
     def image(self, text: str, recipe: str, directory: Path) -> str:
-        """Return the path of the image; without `text`, that of the recipe's .sif in `directory`."""
+        """Return the path of the image. If `text` is empty, that is the recipe's .sif in `directory`."""
         return str(directory / (text or f"{recipe}.sif"))
 
     def image_title(self, name: str) -> str:
@@ -43,12 +47,14 @@ class Singularity(Runtime):
         return PurePath(name).name
 
     def _lacks_manifest(self, path: Path) -> bool:
+        """Return whether `path` is an image file or a sandbox on this machine that has no imgkit manifest."""
         if not path.is_dir():
             return super()._lacks_manifest(path)
         is_sandbox = (path / "usr").is_dir()
         return is_sandbox and not Path(f"{path}{MANIFEST_JSON}").exists()
 
     def _image_arch(self, path: Path) -> str:
+        """Return the architecture from the header of a .sif, or that of a .sqsh. See `Runtime`."""
         return image.read(path).arch if image.is_sif(path) else super()._image_arch(path)
 
     def check(self, job: Job) -> None:
@@ -74,7 +80,10 @@ class Singularity(Runtime):
         super().check_submission(job)
 
     def shell(self, job: Job) -> Argv:
-        """Return the argv of a shell in the job's image: the runtime's own, if it needs no variable."""
+        """Return the argv of a shell in the job's image.
+
+        It is ``singularity shell``, unless something has to be set in the container before the shell starts.
+        """
         job = dataclasses.replace(job, command=())
         has_variables = job.container.env or self.system_variables(job)
         if has_variables or job.request.container.activate or job.container.packages or _is_sqsh(job):
@@ -98,14 +107,16 @@ class Singularity(Runtime):
         )
 
     def _start(self, job: Job, command: Argv, forward: Argv) -> Argv:
+        """Return the ``singularity exec`` command that starts `command`."""
         set_env: Argv = ()
         if _is_sqsh(job):
+            # A plain squashfs has no variables of the image that the runtime could set, as a .sif has.
             libraries = self.listed_libraries(job)
             set_env = sqsh.environment_words(quoting.search_first(libraries) if libraries else "")
         return (*self._argv_to_image(job, "exec"), *set_env, *command)
 
     def _argv_to_image(self, job: Job, verb: str) -> Argv:
-        """Return the runtime's command up to and with the image."""
+        """Return the runtime's command line up to the image: ``singularity --quiet VERB OPTIONS IMAGE``."""
         binds = quoting.repeat_option("--bind", map(quoting.quote_with_site_variables, self.mounts(job)))
         workdir = job.container.workdir
         pwd = ("--pwd", workdir) if workdir else ()  # older versions of apptainer lack --cwd
@@ -113,7 +124,7 @@ class Singularity(Runtime):
 
 
 def _is_sqsh(job: Job) -> bool:
-    """Return whether the image is a plain squashfs; by its name if the file is not on this machine."""
+    """Return whether the image is a plain squashfs. The suffix decides if the file is not on this machine."""
     return job.container.image.endswith(SQSH_SUFFIXES) or sqsh.is_sqsh(Path(job.container.image))
 
 

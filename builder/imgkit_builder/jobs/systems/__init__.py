@@ -1,7 +1,8 @@
-"""Systems: everything that ``imgkit run`` knows about a scheduler, one module each, loaded by name.
+"""Systems: everything that ``imgkit run`` knows about a scheduler. Each one is a module, loaded by its name.
 
-What recipes need of a shipped one is in ``recipe/systems.py``. A plug-in adds one by an entry point of the
-group ``imgkit.systems``: an object of a class that extends `System`.
+``recipe/systems.py`` has what recipes need to know about the systems that imgkit ships. A plug-in adds a
+system with an entry point of the group ``imgkit.systems``, whose object is an instance of a subclass of
+`System`.
 """
 
 from __future__ import annotations
@@ -35,12 +36,13 @@ MODULES: Mapping[str, str] = {
     "standalone": "local",
     "kubeflow": "kubeflow",
 }
-"""Name of a system -> the module here that has its `SYSTEM`.
+"""The module in this package that has the `SYSTEM` of each name.
 
-No recipe names ``kubeflow``: it takes jobs of RunAI.
+No recipe names ``kubeflow``, which takes jobs of RunAI with another ``--format``.
 """
 
 
+# The description of a shell for which the runtime starts another container: see `JobShell.description`.
 NEW_CONTAINER = (
     "a new container on a node of the job, with the job's image, folders and variables; it is not "
     "the one in which the job's program runs"
@@ -53,67 +55,72 @@ class JobShell:
 
     argv: Argv
     description: str
-    """What the shell runs in, for people."""
+    """Where the shell runs, as a text for people."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueCommands:
-    """Commands of a scheduler, and what one of its messages and some of its options mean."""
+    """Commands of a scheduler, and the meaning of one of its messages and of some of its options."""
 
     submit: str = ""
-    """The program that queues scripts on a login node; empty if no remote takes jobs of this system."""
+    """The program that queues scripts on a login node. It is empty if no remote takes jobs of this system."""
     own_jobs: Argv = ()
-    """The command that lists this user's jobs. A user whose job id is unknown gets it as a hint."""
+    """The command that lists this user's jobs. It is the hint for a user whose job id is unknown."""
     unfinished_ids: Argv = ()
     """The command that prints the ids of all jobs that wait or run.
 
-    An argument with ``{cluster}`` is left out unless the scheduler named a cluster.
+    An argument with ``{cluster}`` is left out unless the job's id names a cluster.
     """
     unknown_job: str = ""
-    """Pattern for the output of a failed status command; a match means that the scheduler has no such job.
+    """Regular expression for the output of a status command that failed because there is no such job.
 
-    Both Python and ``grep -E`` read the pattern.
+    It must mean the same for Python and for ``grep -E``, which searches on a remote.
     """
     fields: Mapping[str, Literal["name", "qos"]] = field(default_factory=dict)
-    """Option of the scheduler that names a queue or a QoS -> the field of ``system.queue`` that it sets."""
+    """The field of ``system.queue`` that an option of the scheduler sets: ``{"--qos": "qos", ...}``."""
 
 
 class System(abc.ABC):
-    """A scheduler, or the lack of one: it writes jobs and the commands about them, and runs nothing."""
+    """A scheduler, or the way to start jobs without one.
+
+    A system writes the script of a job and the commands about it, and reads their output. It runs no
+    commands.
+    """
 
     flags: type[Any] = SystemFlags
     """A `SystemFlags` dataclass with the flags that only this system has (`request.flag`)."""
     uses: tuple[str, ...] = ()
-    """Flags out of `OPTIONAL` that mean something on this system; the others cause a warning."""
+    """Flags out of `OPTIONAL` that have a meaning on this system. The others cause a warning."""
     registration: Registration = Registration()
-    """What recipes need to know: aliases, runtimes, checks of the system section."""
+    """What recipes need to know about the system: its aliases, its runtimes and the checks of its section."""
     placement: str = ""
-    """How each of several nodes detects its rank: a name that ``dist-run --scheduler`` takes.
+    """How each of several nodes detects its rank, as a name that ``dist-run --scheduler`` takes.
 
-    If it is empty, the node agent detects it by the variables that the scheduler or the script sets.
+    If it is empty, the node agent decides by the variables that the scheduler or the script sets.
     """
     passes_names: bool = False
-    """Whether ``--env NAME`` works: the program gets the value from here, and no text has it."""
+    """Whether ``--env NAME`` works: the program gets the value of this shell, which no script contains."""
     spares_take_over: bool = False
-    """Whether the node agents of the other nodes go on when a node is lost, so a spare can replace it."""
+    """Whether the other node agents go on when a node is lost, so that a spare node can replace it."""
     hides_gpus: bool = True
     """Whether programs see only the GPUs that the job asked for."""
     takes_hosts: bool = False
-    """Whether the user names the nodes."""
+    """Whether the user names the nodes (``--hosts``), because no scheduler chooses them."""
     needs_fields_for_shells: bool = True
     """Whether an interactive job must have the fields that ``system.queue.required`` names."""
     reports_state: bool = True
     """Whether `parse_status` can tell a job that runs from one that has ended."""
     resumes_jobs: bool = False
-    """Whether a job's script can go on in the run folder of an earlier job."""
+    """Whether a job can continue in the run folder of an earlier job."""
     code_copier: Literal["", "script", "imgkit"] = ""
-    """What copies a job's code into its run folder before the start; empty: jobs here take no code.
+    """What copies a job's code into its run folder before the start.
 
-    ``script``: the job's script, by the template ``workspace.sh.j2``. ``imgkit``: imgkit itself, which also
-    makes the run folder, for a run that starts at once.
+    With ``script``, the job's script copies it (template ``workspace.sh.j2``). With ``imgkit``, imgkit copies
+    it and makes the run folder, because the run starts at once. If it is empty, jobs of this system take no
+    code.
     """
     queue: QueueCommands = QueueCommands()
-    """The scheduler's own commands, beside those about one job."""
+    """Commands of the scheduler, other than those about one job."""
 
     @abc.abstractmethod
     def script(self, job: Job) -> Script:
@@ -143,7 +150,8 @@ class System(abc.ABC):
 
         Parameters
         ----------
-        is_submitted : this machine submits the job now, so what only this machine can know is checked, too.
+        is_submitted : whether this machine submits the job now. Then the check includes what depends on this
+            machine, for example a program on its PATH.
 
         Raises
         ------
@@ -153,24 +161,25 @@ class System(abc.ABC):
         return (*program_starts_once(job.command), *part_of_nodes(job), *spares)
 
     def parse_job_id(self, output: str, name: str) -> str:
-        """Return ``ID`` or ``ID;CLUSTER`` from what the command that submits the job `name` printed.
+        """Find the job's id in the `output` of the command that submitted the job `name`.
 
-        The result is empty if the output has no id. The caller checks that the result can be an id.
+        Return ``ID``, or ``ID;CLUSTER`` where Slurm manages several clusters. The result is empty if the
+        output has no id. The caller checks that the result has the form of an id.
         """
         lines = output.strip().splitlines()
         return lines[-1] if lines else ""
 
     @abc.abstractmethod
     def status_commands(self, record: QueuedJob) -> tuple[Argv, ...]:
-        """Return commands to run in turn until one knows the job.
+        """Return the commands that print the job's state, to be run in turn until one of them knows the job.
 
-        The first one prints nothing, or fails, once the job has left the queue.
+        The first one asks the queue. It prints nothing, or fails, once the job has left the queue.
         """
 
     def parse_status(self, output: str) -> JobStatus:
-        """Return the state that the output of a status command says, and why a job waits.
+        """Parse the output of a status command: the job's state, and the reason of its wait.
 
-        The state of an array is that of all its tasks.
+        The state of an array is made from those of its tasks (`array_state`).
         """
         return JobStatus(state="", text=output)
 
@@ -178,7 +187,7 @@ class System(abc.ABC):
     def log_source(self, record: QueuedJob) -> Argv:
         """Return the command that follows the job's output.
 
-        If that is ``tail``, its last argument is the file.
+        If the command is ``tail``, its last argument must be the path of the file, which remotes use.
         """
 
     @abc.abstractmethod
@@ -190,12 +199,13 @@ class System(abc.ABC):
 
         Parameters
         ----------
-        line : opens a shell in a container like the job's, in a login shell on one of its nodes.
-        node : the node or pod; empty for the first one.
+        line : a command line for a login shell on a node of the job. It opens a shell in a container like the
+            job's.
+        node : the node or pod in which the shell opens. If it is empty, that is the first one.
 
         Raises
         ------
-        UsageError : the system starts nothing in a running job.
+        UsageError : the system cannot start anything in a running job.
         """
         raise UsageError(
             f"{record.system} starts no shell in a running job",
@@ -210,15 +220,17 @@ def array_state(states: Iterable[JobState]) -> JobState:
     An array runs while a task runs, and waits while a task waits. It has failed if all tasks ended and one
     has failed. Without tasks, the state is unknown ("").
     """
+    # The first of these states that a task has is that of the array.
     order: tuple[JobState, ...] = ("running", "waiting", "", "failed", "cancelled", "succeeded")
     return min(states, key=order.index, default="")
 
 
 def task_id(record: QueuedJob, job_id: str) -> str:
-    """Return the complete id of the task `job_id` of the array `record`; empty if it is none of its tasks.
+    """Return the complete id of the task `job_id` of the array job `record`, or empty if it is no such task.
 
-    Slurm's form is ``ARRAY_INDEX``. That of PBS is ``SEQUENCE[INDEX].SERVER``, where `job_id` may lack the
-    server; the id of the array is ``SEQUENCE[].SERVER``.
+    Slurm's form is ``ARRAY_INDEX``: ``4711_3``. That of PBS is ``SEQUENCE[INDEX].SERVER``:
+    ``4711[3].server``, of which `job_id` may lack the server. The array itself has the id
+    ``SEQUENCE[].SERVER``.
     """
     sequence, brackets, server = record.id.partition("[]")
     if not brackets:
@@ -229,7 +241,12 @@ def task_id(record: QueuedJob, job_id: str) -> str:
 
 
 def need_task(record: QueuedJob, example: str) -> None:
-    """Raise UsageError for an array job as a whole, which has no output and no run folder."""
+    """Raise UsageError if `record` is an array job, which as a whole has no output and no run folder.
+
+    Parameters
+    ----------
+    example : the id of a task, for the hint.
+    """
     if record.array:
         raise UsageError(
             f"{record.handle} is an array job: each task has its own output and run folder",
@@ -239,11 +256,11 @@ def need_task(record: QueuedJob, example: str) -> None:
 
 
 def options_of(job: Job) -> Argv:
-    """Return the options for the scheduler: those of the recipe, and those of ``--option``.
+    """Return the options for the scheduler: those of the recipe, and then those of ``--option``.
 
     Raises
     ------
-    UsageError : an option is not one word, so that it cannot be a directive.
+    UsageError : an option is not one word, so that it cannot be a directive of a script.
     """
     return (*recipe_options(job, "options"), *user_options(job))
 
@@ -264,20 +281,20 @@ def recipe_options(job: Job, key: str) -> Argv:
 
 
 def options_with_values(options: Mapping[str, object]) -> Argv:
-    """Return ``OPTION=VALUE`` for each option whose value is neither empty nor zero."""
+    """Return ``OPTION=VALUE`` for each option whose value is neither empty nor zero nor None."""
     return tuple(f"{option}={value}" for option, value in options.items() if value)
 
 
 def user_options(job: Job) -> Argv:
-    """Return the options of ``--option``; raise UsageError for one that is not one word."""
+    """Return the scheduler options of ``--option``. Raise UsageError if one of them is not one word."""
     return tuple(map(quoting.check_scheduler_option, job.request.allocation.options))
 
 
 def find_job_id(output: str, form: str) -> str:
-    """Return the last line of `output` if it is the only job id there; else empty.
+    """Return the last line of `output` if it is the only job id in the output.
 
-    If other lines have the form of an id, too, nobody can tell which of them is the job's. The same id may
-    be printed twice.
+    The result is empty if the last line is no id, or if another line has a different id: then nobody can tell
+    which of them is the job's. Other text may come before the id.
 
     Parameters
     ----------
@@ -293,14 +310,14 @@ _REQUIRE_FOLDERS = (
     'mounts (--bind, data, --secret-file or system.runtime.binds)" >&2; exit 2; }; shift; done; '
     'shift; exec "$@"'
 )
-"""Runs the command after ``--`` if all paths before it exist."""
+"""Shell text that runs the command after ``--`` in its arguments if all paths before it exist on the node."""
 
 
 def with_folders(job: Job, argv: Argv) -> Argv:
-    """Return `argv` after a check that ends on a node without all paths that the job mounts.
+    """Return an argv that runs `argv` only if the node has all paths that the job mounts.
 
-    Without the check, the message of a container runtime does not name the node, and docker creates an empty
-    folder.
+    Without this check, a container runtime's message would not name the node, and docker would create an
+    empty folder in place of a missing one.
     """
     folders = mounted_folders(job)
     if not folders:
@@ -309,7 +326,11 @@ def with_folders(job: Job, argv: Argv) -> Argv:
 
 
 def mounted_folders(job: Job) -> Argv:
-    """Return the paths on the nodes that the job's container mounts, as shell text for the nodes."""
+    """Return the paths on the nodes of ``--bind``, ``system.runtime.binds`` and the data, each once.
+
+    They are shell text, in which the shell of a node replaces variables of the site. The result is empty for
+    a runtime that mounts no folders.
+    """
     if not runtime_of(job).mounts_folders:
         return ()
     paths = [bind.partition(":")[0] for bind in job.container.binds]
@@ -319,7 +340,10 @@ def mounted_folders(job: Job) -> Argv:
 
 
 def program_starts_once(command: Sequence[str]) -> tuple[str, ...]:
-    """Return a warning if `command` neither is a ``dist-...`` of the image nor has one in its arguments."""
+    """Return a warning if `command` starts only one process per node.
+
+    That is assumed if neither the command nor one of its arguments is a ``dist-...`` program.
+    """
     if not command or any(re.search(r"\bdist-[a-z]", argument) for argument in command):
         return ()
     name = command[0]
@@ -331,7 +355,7 @@ def program_starts_once(command: Sequence[str]) -> tuple[str, ...]:
 
 
 def part_of_nodes(job: Job, note: str = "") -> tuple[str, ...]:
-    """Return a warning if a job of several nodes uses only some GPUs of each; `note` is added to it."""
+    """Return a warning, which includes `note`, if a job of several nodes uses only some GPUs of each."""
     nodes = job.allocation.nodes
     gpus = job.allocation.gpus
     gpus_of_node = job.recipe.system.node.gpus
@@ -341,7 +365,7 @@ def part_of_nodes(job: Job, note: str = "") -> tuple[str, ...]:
 
 
 def spare_waits_for_nothing(job: Job) -> tuple[str, ...]:
-    """Return a warning if the job has spare nodes, for systems where a lost node ends the run."""
+    """Return a warning if the job has spare nodes. It is for systems on which a lost node ends the run."""
     if not job.allocation.size.spares:
         return ()
     return (
@@ -351,25 +375,25 @@ def spare_waits_for_nothing(job: Job) -> tuple[str, ...]:
 
 
 OPTIONAL = ("account", "queue", "qos", "time", "cpus", "mem", "mem-per-gpu", "stop-before", "group-readable")
-"""Flags of every job that mean nothing on some systems."""
+"""Flags that all jobs accept, but that mean nothing on some systems."""
 
 _OWN_NAMES = (
     *("--on", "--base", "--detach", "--dry-run", "--verbose", "-v", "--trust-folder", "--json"),
     *("--help", "-h"),
 )
-"""Flags of ``imgkit run`` itself, which `cli` declares."""
+"""Flags of ``imgkit run`` itself, which `cli` declares. A plug-in cannot have flags of the same name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Installed:
-    """Every system that a recipe can name, by that name, and the errors of plug-ins that cannot be used."""
+    """All systems that a recipe can name, and the errors of plug-ins that imgkit cannot use."""
 
     systems: Mapping[str, System]
     errors: tuple[ImgkitError, ...]
 
 
 def get_system(name: str) -> System:
-    """Return the system with the name `name`, which imgkit or a plug-in has.
+    """Load the system `name` from its module here or from a plug-in, and return it.
 
     Raises
     ------
@@ -392,7 +416,7 @@ def get_system(name: str) -> System:
 
 
 def load_systems() -> Installed:
-    """Return all systems, and the errors of the plug-ins that are left out because imgkit cannot use them."""
+    """Load all systems. Return them with the errors of the plug-ins that imgkit leaves out."""
     systems: dict[str, System] = {name: get_system(name) for name in registry.SHIPPED}
     errors = list(registry.refused_plugins())
     for name in registry.plugin_names():
@@ -425,6 +449,7 @@ def _validate_plugin(name: str, plugin: Any, systems: Iterable[System]) -> Syste
         flag_names = _flag_names(plugin.flags)
     except Exception as error:  # whatever the plug-in's own code raises
         raise _plugin_error(name, f"declares flags that cannot be read: {error}", "") from None
+    # `imgkit run` has the flags of all systems, so no two of them can have the same name.
     reserved = {*_OWN_NAMES, *_flag_names(JobRequest)}
     for system in systems:
         reserved.update(_flag_names(system.flags))
@@ -440,4 +465,5 @@ def _flag_names(options: type[Any]) -> list[str]:
 
 
 def _plugin_error(name: str, fault: str, hint: str) -> ToolFailed:
+    """Return the error for the plug-in that adds the system `name`. `fault` continues a sentence about it."""
     return registry.plugin_error(registry.entry_point_of(name), fault, hint=hint)

@@ -1,8 +1,9 @@
-"""One ssh command per host, all at once: output by host, one exit code, and nothing left on the hosts.
+"""Run one ssh command per host, all at the same time, and leave no process on the hosts.
 
 ssh does not end what it started: without a terminal, the other host never notices a lost connection. So a
-guard runs there, between the connection and the command, and reads its standard input. A line asks the
-command to end. The end of the input forces it to end; that also happens when this process is killed.
+guard, a small shell script, runs there between the connection and the command. It reads its standard input. A
+line in it asks the command to end. The end of the input forces the command to end, which also happens when
+this process is killed.
 """
 
 from __future__ import annotations
@@ -35,25 +36,29 @@ SSH = (
     # A lost host is noticed within a minute.
     *("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=3"),
 )
-"""ssh never asks for anything, neither a password nor about an unknown host key."""
+"""The start of each ssh command. ssh asks for nothing, neither a password nor about an unknown host key."""
 SSH_FAILED = 255
+"""Exit code of ssh if it could not connect or lost the connection (ssh(1))."""
 PEERS_S = 20.0
-"""Time for the other hosts to end with their own message after a command has failed."""
+"""Seconds that the other hosts have to end with their own message after a command has failed."""
 KILL_S = 5
-"""Time from TERM to KILL after the input of a guard has ended."""
+"""Seconds from TERM to KILL after the input of a guard has ended."""
 END_S = KILL_S + 3.0
-"""Time for all guards to finish then."""
+"""Seconds until all guards should have finished after the end of their input: the KILL needs some time."""
 LINE_BYTES = 1 << 16
-"""Longer lines are shown in parts."""
+"""Bytes of the longest line that is shown as one. Longer lines are shown in parts."""
 
 POLL_S = 0.1
+"""Seconds between two looks at the hosts."""
 
 Show = Callable[[str, bytes, bool], None]
-"""A function of the host, a line of its output, and whether that came from standard error."""
+"""A function that shows output. It gets the host, a line, and whether that came from standard error."""
 
-# KILL goes to the whole group, even after the command has ended: a process that it left would hold the
-# connection.
-# The shell's own output is dropped: it reports every process that a signal ended.
+# The guard. `{start}` starts the command in the background, in a process group of its own.
+# KILL goes to the whole group, even after the command has ended, because a process that it left behind would
+# keep the connection open. The loop after the first `wait` is needed because a trapped signal ends `wait`
+# before the command has ended. The shell's own output is dropped, because it reports every process that a
+# signal ended.
 _GUARD = """\
 exec 3<&0 </dev/null
 {start}
@@ -84,10 +89,12 @@ def _first_lines(sent: SentInput) -> bytes:
     return b"".join(os.fsencode(text) + b"\n" for text in (secret, *variables, ""))
 
 
-# setsid: the command gets a process group of its own, which the guard can end. 3 is the guard's input.
+# With setsid, the command gets a process group of its own, which the guard can end. Descriptor 3 is the
+# guard's input, which the command must not read.
 _START = 'setsid "$@" 3<&- &'
-# `unset`, because a variable of that name may be exported. The value is in no argument and no variable of the
-# command, which reads it from its input.
+# The text reads the lines of `_first_lines`. `unset` is needed because a variable of that name may be
+# exported. The value stands in no argument and in no variable of the command, which reads it from its input
+# (`_START_FED`).
 _READ = """\
 unset imgkit_secret
 IFS= read -r imgkit_secret <&3
@@ -100,9 +107,13 @@ END"""
 
 
 def guard_command(command: Argv, sent: SentInput = SentInput()) -> Argv:
-    """Return `command` under a guard that ends it when standard input ends.
+    """Return an argv that runs `command` under a guard, which ends it when the standard input ends.
 
     The host needs a POSIX shell and ``setsid``.
+
+    Parameters
+    ----------
+    sent : what the guard reads first, and passes on to the command.
     """
     start = _START_FED.format(variable=VARIABLE) if sent.secret else _START
     if sent != SentInput():
@@ -115,13 +126,15 @@ class _Host:
 
     Parameters
     ----------
-    line : what the host's shell runs.
-    data : what the guard in `line` reads first.
+    line : the command line for the host's shell, which starts a guard.
+    data : the first bytes for the guard's input.
+    show : gets the lines of the output, from two threads.
     """
 
     def __init__(self, name: str, line: str, data: bytes, show: Show) -> None:
         self.name = name
-        # The terminal's Ctrl-C must not end it; `run_on_hosts` passes it on.
+        # In a session of its own, ssh does not get the terminal's Ctrl-C. `run_on_hosts` asks the guard
+        # instead.
         self.process = subprocess.Popen(
             [*SSH, name, line],
             stdin=subprocess.PIPE,
@@ -139,11 +152,15 @@ class _Host:
         self.send(data)
 
     def _show(self, stream: BinaryIO, is_error: bool, show: Show) -> None:
+        """Pass the lines of `stream` to `show` until it ends. This runs in a thread of its own."""
         while line := stream.readline(LINE_BYTES):
             show(self.name, line.removesuffix(b"\n"), is_error)
 
     def send(self, data: bytes) -> None:
-        """Write to the guard. If ssh has ended, its own message says why, so that is no error here."""
+        """Write `data` to the guard's input.
+
+        An error is ignored: it means that ssh has ended, and ssh's own message says why.
+        """
         assert self.process.stdin is not None  # noqa: S101 - for the type checker: it is a pipe
         with contextlib.suppress(OSError, ValueError):
             self.process.stdin.write(data)
@@ -156,7 +173,7 @@ class _Host:
             self.process.stdin.close()
 
     def exit_code(self) -> int | None:
-        """Return the exit code once all output is shown; None before.
+        """Return the exit code of ssh. Return None until ssh has ended and all of its output has been shown.
 
         The code is 128 + N after signal N, as in a shell.
         """
@@ -174,19 +191,20 @@ def run_on_hosts(
     sent: SentInput = SentInput(),
     head_decides: bool = False,
 ) -> int:
-    """Run each host's line in its shell, and return the first exit code that was not 0.
+    """Run a command line on each host, and return the first exit code that was not 0, or 0.
 
-    When one host has failed, the others have `PEERS_S` to end.
-
-    The first Ctrl-C or TERM asks all commands to end. The second one forces them to, within seconds.
+    When the command of one host has failed, the others have `PEERS_S` seconds to end. The first Ctrl-C or
+    TERM asks all commands to end. The second one forces them to end within seconds. If no
+    command failed before the signal, the result is 128 + N for signal N.
 
     Parameters
     ----------
-    remote : the hosts, and the line for the shell of each.
-    show : called by several threads, one at a time.
-    say : called with messages for the user.
-    sent : what the guards of the lines read first.
-    head_decides : only the first host counts. The others go on without a host that has failed.
+    remote : the name of each host, and the line for its shell.
+    show : gets the output. Several threads call it, but only one at a time.
+    say : gets messages for the user.
+    sent : what the guards in the lines read first.
+    head_decides : whether only the first host's exit code counts. Then the other hosts go on after one has
+        failed.
     """
     lock = threading.Lock()
 
@@ -246,25 +264,26 @@ def _wait_for_hosts(
 
 
 def _failure_message(host: _Host, code: int) -> str:
+    """Return the message about a host whose ssh has ended with an exit code that is not 0."""
     subject = "could not be reached, or ssh" if code == SSH_FAILED else "its command"
     return f"{host.name}: {subject} ended with exit code {code}"
 
 
 def _ask_to_end(hosts: Sequence[_Host]) -> None:
-    """Send a line to all guards: each of them then asks its command to end."""
+    """Send a line to all guards, each of which then sends TERM to its command."""
     for host in hosts:
         host.send(b"end\n")
 
 
 def _force_to_end(hosts: Sequence[_Host]) -> None:
-    """End the input of all guards: each of them then kills its command after `KILL_S`."""
+    """End the input of all guards, each of which then sends TERM to its command, and KILL after `KILL_S`."""
     for host in hosts:
         host.end()
 
 
 @contextlib.contextmanager
 def _close_at_exit(hosts: list[_Host]) -> Iterator[list[_Host]]:
-    """Yield `hosts`; on exit, end the ssh of all of them and everything that they started."""
+    """Yield the list `hosts`. On exit, end the ssh of all hosts in it and everything that they started."""
     try:
         yield hosts
     finally:
@@ -280,7 +299,7 @@ def _close_at_exit(hosts: list[_Host]) -> Iterator[list[_Host]]:
 
 @contextlib.contextmanager
 def _collect_stop_signals() -> Iterator[list[int]]:
-    """Yield a list to which each stop signal that arrives is appended."""
+    """Yield a list of the INT, TERM and HUP signals that have arrived. It grows until the context ends."""
     received: list[int] = []
 
     def on_signal(number: int, _: object) -> None:
@@ -296,11 +315,11 @@ def _collect_stop_signals() -> Iterator[list[int]]:
 
 
 SECOND_FACTOR = "Permission denied (keyboard-interactive)"
-"""What ssh says where the key was accepted, and only the answer to a question is missing or wrong."""
+"""ssh's message if the key was accepted, and only the answer to a question is missing or wrong."""
 
 
 def ssh_remedy(message: str, host: str) -> str:
-    """Return the command that helps where ssh to `host` has ended with `message`."""
+    """Return a hint for an ssh to `host` that ended with the error `message`. It has a command to type."""
     name = shlex.quote(host)
     if "IDENTIFICATION HAS CHANGED" in message:
         bare = shlex.quote(host.rpartition("@")[2])
@@ -319,24 +338,24 @@ def ssh_remedy(message: str, host: str) -> str:
     return f"ssh -v {name} true"
 
 
-# No word can begin with "-": ssh and mpirun would read it as an option.
+# Neither part can begin with "-", because ssh and mpirun would take it for an option.
 _USER = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 
 
 _MOST_BYTES = 4 << 20
-"""A larger file is no list of hosts, and is not read."""
+"""Largest size of a file of hosts that is read. It is room for about 100,000 hosts."""
 
 
 def parse_hosts(text: str) -> tuple[str, ...]:
-    """Return the hosts in order, the head first.
+    """Return the hosts that `text` lists, the head first: ``"node1,me@node2" -> node1, me@node2``.
 
-    `text` is ``a,b``, or the path of a file with one host per line (``#`` begins a comment). A path has a
-    slash, a host has none.
+    If `text` has a slash, as no host has, it is the path of a file with one host per line. ``#`` begins a
+    comment.
 
     Raises
     ------
-    UsageError : the file cannot be read, or it or `text` has something that is no host, or a host twice.
+    UsageError : the file cannot be read, a host has a wrong form, or a host occurs twice.
     """
     if "/" in text:
         sources = _read_file(Path(text))
@@ -357,7 +376,7 @@ def parse_hosts(text: str) -> tuple[str, ...]:
 
 
 def is_here(host: str) -> bool:
-    """Return whether `host` is this machine: a socket can be bound to one of its addresses."""
+    """Return whether `host` is this machine, which means that a socket can bind to one of its addresses."""
     try:
         addresses = socket.getaddrinfo(host.rpartition("@")[2], 0, type=socket.SOCK_STREAM)
     except OSError:
@@ -373,7 +392,7 @@ def is_here(host: str) -> bool:
 
 
 def _read_file(file: Path) -> list[tuple[str, str]]:
-    """Return the hosts in a file, each after its line: ``("./FILE:3", "node2")``.
+    """Return the hosts in a file, each with its line for messages: ``("./FILE:3", "node2")``.
 
     Raises
     ------
@@ -389,7 +408,7 @@ def _read_file(file: Path) -> list[tuple[str, str]]:
     for number, line in enumerate(lines, 1):
         fields = line.partition("#")[0].split()
         if fields:
-            # Only the name: files for Open MPI have "slots=N" after it.
+            # The rest of the line is ignored: files for Open MPI have "slots=N" after the name.
             sources.append((f"{file}:{number}", fields[0]))
     if not sources:
         raise UsageError("the file has no hosts", where=str(file), hint="write one host per line")
@@ -397,7 +416,7 @@ def _read_file(file: Path) -> list[tuple[str, str]]:
 
 
 def is_host(text: str) -> bool:
-    """Return whether `text` is a host, also as ``USER@HOST``, that no program takes for an option."""
+    """Return whether `text` is ``HOST`` or ``USER@HOST``. HOST is a name or an address without brackets."""
     user, at, name = text.rpartition("@")
     if at and not re.fullmatch(_USER, user):
         return False

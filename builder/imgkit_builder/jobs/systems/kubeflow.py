@@ -1,6 +1,6 @@
-"""Kubeflow: the same job as a PyTorchJob (Training Operator v1) or a TrainJob (Trainer v2), for ``kubectl``.
+"""Kubeflow: write jobs of RunAI as a PyTorchJob (Training Operator v1) or a TrainJob (Trainer v2).
 
-The recipe has options of RunAI's client; each of them becomes a part of the document.
+The recipe's options are those of RunAI's client. Each of them becomes a part of the document for Kubernetes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ STATES: Mapping[str, JobState] = {
     "Complete": "succeeded",
     "Failed": "failed",
 }
-"""Types of the conditions of a PyTorchJob (kubeflow.org/v1) and of a TrainJob (v1alpha1)."""
+"""The meaning of the types of conditions of a PyTorchJob (kubeflow.org/v1) and of a TrainJob (v1alpha1)."""
+# The label by which the pods of a job are found, by the kind of the job.
 _SELECTORS = {
     "pytorchjob": "training.kubeflow.org/job-name",
     "trainjob": "jobset.sigs.k8s.io/jobset-name",
@@ -36,16 +37,16 @@ _SELECTORS = {
 
 
 class Kubeflow(pods.Pods):
-    """Kubeflow: documents that kubectl creates. RunAI hands jobs to it; no recipe names it."""
+    """Kubeflow, whose jobs are documents that kubectl creates. No recipe names it: RunAI passes jobs on."""
 
     queue = QueueCommands(
-        # Their names begin with the job's name.
+        # The command lists pods, whose names begin with the job's name.
         own_jobs=("kubectl", "get", "pods", "--namespace=runai-PROJECT"),
         unknown_job="NotFound",
     )
 
     def script(self, job: Job) -> Script:
-        """Return the document for ``kubectl create``; for an interactive job, comments stand above it."""
+        """Return the document for ``kubectl create``. That of an interactive job begins with comments."""
         kind = pods.format_of(job)
         if job.recipe.system.queue.node_pools:
             raise _node_pools_error(job)
@@ -56,7 +57,10 @@ class Kubeflow(pods.Pods):
         return Script(text=text, submit=("kubectl", "create", "-f", "-"), on_stdin=True)
 
     def parse_job_id(self, output: str, name: str) -> str:
-        """Return ``KIND.NAME`` from ``pytorchjob.kubeflow.org/NAME created``: kubectl needs both parts."""
+        """Return the id ``KIND.NAME`` of the job from ``pytorchjob.kubeflow.org/NAME created``.
+
+        Later commands of kubectl need both parts.
+        """
         match = re.search(r"^(\w+)\.\S*/(\S+) created", output, re.MULTILINE)
         return f"{match[1]}.{match[2]}" if match else ""
 
@@ -66,7 +70,7 @@ class Kubeflow(pods.Pods):
         return (("kubectl", "describe", kind, name, *_namespace_options(record)),)
 
     def parse_status(self, output: str) -> JobStatus:
-        """Return the state of the newest condition that is true; ``kubectl describe`` lists it last."""
+        """Return the state of the newest condition that is true, which ``kubectl describe`` lists last."""
         conditions = re.findall(r"^ *Status: +True\n +Type: +(\w+)$", output, re.MULTILINE)
         state: JobState = STATES.get(conditions[-1], "") if conditions else ""
         return JobStatus(state=state, text=output)
@@ -113,9 +117,10 @@ def _interactive_comments(job: Job, kind: str) -> tuple[str, ...]:
 def _to_yaml(document: Mapping[str, Any]) -> str:
     """Return the document as YAML, with quotes around text that kubectl could read as another type.
 
-    PyYAML writes some text without quotes that other readers take for a number or a boolean: kubectl reads
+    PyYAML writes some text without quotes that other readers take for a number or a boolean. kubectl reads
     1e-4 as a number, and Kubernetes refuses a number as an argument of a command. So only text that begins
-    like a word, an option or a path stays without quotes; "y" and "n" are booleans in YAML 1.1.
+    like a word, an option or a path stays without quotes. "y" and "n" get quotes, because they are booleans
+    in YAML 1.1.
     """
     import yaml
 
@@ -132,7 +137,7 @@ def _to_yaml(document: Mapping[str, Any]) -> str:
 
 
 def _without_empty_values(value: Any) -> Any:
-    """Return a copy of `value` whose mappings, at any depth, have no value that is None, {} or []."""
+    """Return a copy of `value` without the keys of mappings, at any depth, whose value is None, {} or []."""
     if isinstance(value, list):
         return [_without_empty_values(item) for item in value]
     if not isinstance(value, dict):
@@ -146,12 +151,17 @@ class _ClientOptions:
     """The options for RunAI's client that the recipe and the user set, as parts of a document."""
 
     annotations: Mapping[str, str]
+    """Annotations of the pods, from ``--annotation NAME=VALUE``."""
     resources: Mapping[str, str]
+    """Limits of the pods, from ``--extended-resource NAME=COUNT``."""
     large_shm: bool
+    """Whether ``--large-shm`` asks for shared memory without the default limit."""
 
 
 def _parse_client_options(job: Job) -> _ClientOptions:
-    """Return the options for RunAI's client, each of which is ``--name=value`` or the items --name and value.
+    """Parse the options for RunAI's client of the recipe and the user.
+
+    Each option is one item, ``--name=value``, or two, ``--name`` and ``value``.
 
     Raises
     ------
@@ -177,6 +187,7 @@ def _parse_client_options(job: Job) -> _ClientOptions:
 
 
 def _unsupported_option_error(job: Job, flag: str) -> UsageError:
+    """Return the error for an option of RunAI's client that no field of the document stands for."""
     return UsageError(
         f"{flag} cannot be part of a {pods.format_of(job)}",
         where="--option",
@@ -186,6 +197,7 @@ def _unsupported_option_error(job: Job, flag: str) -> UsageError:
 
 
 def _node_pools_error(job: Job) -> UsageError:
+    """Return the error for node pools in the recipe, which only RunAI's client can name."""
     return UsageError(
         f"node_pools cannot be part of a {pods.format_of(job)}",
         where=job.recipe.where("system", "queue", "node_pools"),
@@ -194,16 +206,17 @@ def _node_pools_error(job: Job) -> UsageError:
 
 
 def _pytorchjob(job: Job) -> dict[str, Any]:
-    """Return a PyTorchJob: a master pod for the first node, and a worker pod for each other node.
+    """Return a PyTorchJob with a master pod for the first node and a worker pod for each other node.
 
-    By default no pod starts again, and all pods stay with their logs after the end of the job.
+    No pod starts again, and all pods stay with their logs after the end of the job, unless the job must go on
+    when a node is lost.
     """
     pod_template = _pytorch_pod(job)
     master_restarts = worker_restarts = "Never"
     pods_to_delete = "None"
     if job.outlives_nodes:
-        # The master's exit code is that of the job. ExitCode starts a master again that was killed (exit code
-        # 128 or more).
+        # The master's exit code is that of the job. With ExitCode, a master that was killed (exit code 128 or
+        # more) starts again.
         master_restarts = "ExitCode"
         # Workers fail without the master, and start again with it. With Never, the operator would mark the
         # job as failed after one lost pod, although the run goes on; with OnFailure it makes a new pod.
@@ -241,7 +254,7 @@ def _pytorch_pod(job: Job) -> dict[str, Any]:
 
 
 def _trainjob(job: Job) -> dict[str, Any]:
-    """Return a TrainJob, which completes the cluster's training runtime `RUNTIME`.
+    """Return a TrainJob, which fills in the training runtime `RUNTIME` of the cluster.
 
     Raises
     ------
@@ -270,6 +283,7 @@ def _trainjob(job: Job) -> dict[str, Any]:
 
 
 def _spares_of_trainjob_error(job: Job) -> UsageError:
+    """Return the error for a TrainJob with spare nodes."""
     size = job.allocation.size
     return UsageError(
         f"--nodes {size}, but a TrainJob ends on all nodes when one pod has failed a few times",
@@ -323,17 +337,18 @@ def _pod_template(job: Job, container: Mapping[str, Any], **spec: Any) -> dict[s
 
 
 def _security_context(job: Job) -> dict[str, Any]:
-    """Return the ids of the pods' user; nothing for those that the image or the cluster sets."""
+    """Return the ids of the pods' user. The result is empty if the image or the cluster sets them."""
     ids = pods.user_ids(job)
     if ids is None:
         return {}
-    # The names UID and GID stand for the numbers before imgkit has looked at the remote.
+    # Before imgkit has looked at the remote, the texts "UID" and "GID" stand for the numbers.
+    # Kubernetes takes the ids as numbers, not as text.
     uid, gid = (int(text) if text.isdecimal() else text for text in ids)
     return {"runAsUser": uid, "runAsGroup": gid}
 
 
 def _secret_source(job: Job) -> dict[str, Any]:
-    """Return the volume source that has the key for the roll call out of the user's Secret."""
+    """Return the source of a volume with the key for the roll call, from the user's Secret."""
     return {
         "secretName": pods.SECRET,
         "items": [{"key": MOUNTED.name, "path": MOUNTED.name}],
@@ -357,7 +372,7 @@ def _pod_variables(job: Job) -> list[dict[str, Any]]:
 
 
 def _pod_resources(job: Job) -> dict[str, Any]:
-    """Return the resources of each pod; Kubernetes takes GPUs only as a limit."""
+    """Return the resources of each pod. GPUs are among the limits, because Kubernetes takes them only so."""
     allocation = job.allocation
     gpus = {"nvidia.com/gpu": str(allocation.gpus)} if allocation.gpus else {}
     return {
@@ -376,4 +391,5 @@ def _kind_and_name(record: QueuedJob) -> tuple[str, str]:
 
 
 def _namespace_options(record: QueuedJob) -> Argv:
+    """Return kubectl's option for the namespace of the job's RunAI project."""
     return (f"--namespace={_runai_namespace(record.queue)}",) if record.queue else ()

@@ -1,4 +1,4 @@
-"""One machine without a scheduler: the container starts at once."""
+"""One machine without a scheduler, on which the job's container starts at once."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from imgkit_entrypoints.errors import UsageError
 
 
 class ForegroundSystem(System):
-    """Base of the systems whose run is the command itself, so that no job id exists."""
+    """Base of the systems on which a run is the command itself, so that there is no queue and no job id."""
 
+    # The command inherits the environment of this process, so a value of --env NAME stands in no script. All
+    # GPUs of the machine are visible, because no scheduler has assigned any.
     hides_gpus = False
     passes_names = True
     reports_state = False
     code_copier = "imgkit"
     where = "on this machine"
-    """Where the command runs, for messages."""
+    """Where the command runs, as a part of messages."""
 
     def status_commands(self, record: QueuedJob) -> NoReturn:
-        """Raise UsageError: there is no queue that could be asked about a run."""
+        """Raise UsageError, because there is no queue to ask about a run."""
         raise UsageError(f"a run {self.where} has no job id", hint="it ends with its command")
 
     log_source = cancel_command = status_commands
@@ -48,7 +50,7 @@ class Standalone(ForegroundSystem):
         runtime = runtime_of(job)
         argv = runtime.argv(job, job.command) if job.command else runtime.shell(job)
         if job.is_interactive:
-            # Only for an interactive job: docker refuses to use a pipe as a terminal.
+            # Other jobs must not get these options: docker refuses to use a pipe as a terminal.
             argv = runtime.with_options(argv, *runtime.terminal_options)
         argv = runtime.with_options(argv, *user_options(job))
         argv = host_argv(job, argv)
@@ -59,7 +61,10 @@ SYSTEM = Standalone()
 
 
 def code_comment(job: Job) -> str:
-    """Return a comment line for a person who runs a printed command; empty if the job has no code."""
+    """Return a comment line for a user who runs a printed command by hand.
+
+    It is empty if the job has no code.
+    """
     if job.container.code is None:
         return ""
     return f"# imgkit run first makes {job.workspace}, the run's copy of the code.\n"
@@ -69,9 +74,10 @@ _REQUIRE_CODE = (
     '[ -d "$1" ] || { echo "imgkit: node $(uname -n) has no $1, the run\'s copy of the code: all nodes need '
     'the job\'s folder (--directory), or the image the code (image.copy)" >&2; exit 2; }; shift; exec "$@"'
 )
-"""Runs its arguments from the second on if the folder that the first one names exists.
+"""Shell text that runs its second and following arguments if the folder of its first argument exists.
 
-Docker would create the folder, empty, and another runtime's message does not name the node.
+Without this check, docker would create an empty folder, and the message of another runtime would not name the
+node.
 """
 
 
@@ -90,15 +96,15 @@ def _with_settings(job: Job, argv: Argv) -> Argv:
     """
     runtime = runtime_of(job)
     if any(isinstance(argument, quoting.Shell) for argument in argv):
-        # Only a shell on the node knows the variables of the site, which `argv` has in it.
+        # `argv` has variables of the site in it, whose values only a shell on the node knows.
         command = " ".join(map(quoting.quote, argv))
         return ("sh", "-c", "; ".join((*runtime.exports(job), f"exec {command}")))
     if runtime.environment_by_options:
         return argv
     has_defaults = not runtime.has_container and runtime.system_variables(job)
     if job.recipe.system.runtime.host_libs or job.container.env_file or has_defaults:
-        # Only a shell on the node knows the values there: folders of libraries come before the value of the
-        # node, and a default applies only if the node has no value.
+        # Only a shell on the node knows the node's own values. Folders of libraries are put before such a
+        # value, and a default applies only if the node has none.
         return ("sh", "-c", "; ".join((*runtime.exports(job), 'exec "$@"')), "sh", *argv)
     settings = [f"{name}={value}" for name, value in job.settings.items()]
     return ("env", *settings, *argv) if settings else argv

@@ -1,4 +1,8 @@
-"""Hosts without a scheduler: mpirun, or one ssh command per host, which ``submit`` runs all at once."""
+"""Hosts without a scheduler. mpirun starts the job, or one ssh command per host, which run at the same time.
+
+With ``--direct``, mpirun starts each rank. Otherwise a node agent starts on each host, and starts the ranks
+there.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,7 @@ from imgkit_entrypoints.schedulers.mpi import OPENMPI
 from imgkit_entrypoints.schedulers.placement import FIRST_PORT, PORTS
 
 MASTER_PORT = 29500
-"""torchrun's default, for the user's own programs. Launchers of imgkit agree on a free port."""
+"""Default port of torchrun, for the user's own programs. Node agents of imgkit agree on a free port."""
 FORWARD = (
     *OPENMPI.fields.rank,
     *OPENMPI.fields.world_size,
@@ -42,7 +46,7 @@ FORWARD = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-"""Variables that docker passes into the container; other runtimes pass all of mpirun's."""
+"""Variables that docker is told to pass into the container. Other runtimes pass all variables of mpirun."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,14 +59,14 @@ class MpiFlags(SystemFlags):
     direct: bool = option_field(False, help="MPI: mpirun starts every rank itself, without torchrun.")
     ssh: bool = option_field(False, help="Start the hosts by ssh, without mpirun.")
     names: tuple[str, ...] = field(default=(), init=False)
-    """The hosts of `hosts`; a file is read once."""
+    """The names that `hosts` lists. They are parsed here so that a file is read only once."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "names", fanout.parse_hosts(self.hosts))
 
     @property
     def default_nodes(self) -> int:
-        """One node for each host."""
+        """Return the number of nodes without ``--nodes``: that of the hosts, or 1 without hosts."""
         return len(self.names) or 1
 
 
@@ -79,7 +83,7 @@ class Mpi(local.ForegroundSystem):
 
         Raises
         ------
-        UsageError : if `is_submitted`, an order of hosts that mpirun would change.
+        UsageError : with `is_submitted`, mpirun would give rank 0 to another host than the first one.
         """
         flags = job.flags(MpiFlags)
         if is_submitted and not flags.ssh:
@@ -91,7 +95,7 @@ class Mpi(local.ForegroundSystem):
             yield from spare_waits_for_nothing(job)
 
     def script(self, job: Job) -> Script:
-        """Return the ``mpirun`` line, or one ``ssh`` line for each host."""
+        """Return the ``mpirun`` line of the job, or with ``--ssh`` one ``ssh`` line for each host."""
         _check_hosts(job)
         if job.is_interactive and not job.command:
             return _interactive_script(job)
@@ -102,11 +106,12 @@ SYSTEM = Mpi()
 
 
 def _hosts(job: Job) -> tuple[str, ...]:
+    """Return the hosts of ``--hosts``, the head first. The result is empty for a job on this machine."""
     return job.flags(MpiFlags).names
 
 
 def _check_hosts(job: Job) -> None:
-    """Check that the hosts are one for each node, and that the program which starts them can use them.
+    """Check that there is one host for each node, and that mpirun can use the hosts if it starts the job.
 
     Raises
     ------
@@ -136,7 +141,7 @@ def _check_hosts(job: Job) -> None:
 
 
 def _host_count_error(hosts: Sequence[str], nodes: int) -> UsageError:
-    """Return the error for a number of hosts that is not that of the nodes."""
+    """Return the error for a job whose number of hosts differs from its number of `nodes`."""
     if not hosts:
         return UsageError(
             f"{nodes} nodes, but 0 hosts",
@@ -168,7 +173,7 @@ def _check_order(hosts: Sequence[str]) -> None:
 
 
 def _by_mpirun(job: Job) -> Script:
-    """Return the ``mpirun`` line, after comments for a user who runs it by hand."""
+    """Return a script with the ``mpirun`` line, which follows comments for a user who runs it by hand."""
     argv = _mpirun_argv(job)
     comments = local.code_comment(job)
     if job.allocation.nodes > 1:
@@ -180,7 +185,7 @@ def _by_mpirun(job: Job) -> Script:
 
 
 def _mpirun_argv(job: Job) -> Argv:
-    """Return the ``mpirun`` command: it starts a node agent on each host, or with ``--direct`` every rank."""
+    """Return the ``mpirun`` command. It starts a node agent on each host, or with ``--direct`` each rank."""
     hosts = _hosts(job)
     nodes = job.allocation.nodes
     runtime = runtime_of(job)
@@ -197,6 +202,7 @@ def _mpirun_argv(job: Job) -> Argv:
     if not job.flags(MpiFlags).direct:
         host_options = ("-H", ",".join(hosts)) if hosts else ()
         return OPENMPI.start_argv(command, nnodes=nodes, forward=forward, options=(*host_options, *options))
+    # "node1:4,node2:4": mpirun fills the slots of a host before it starts ranks on the next one.
     ranks = _processes_per_node(job)
     slots = ",".join(f"{host}:{ranks}" for host in hosts)
     host_options = ("-H", slots) if hosts else ()
@@ -208,7 +214,10 @@ def _mpirun_argv(job: Job) -> Argv:
 
 
 def _forwarded_variables(job: Job) -> Mapping[str, str]:
-    """Return the variables that mpirun sets on all nodes; the user's own values override them."""
+    """Return the variables that mpirun sets on all nodes. A value that the user sets replaces imgkit's.
+
+    The result is empty for a node agent on one node, which needs none of them.
+    """
     hosts = _hosts(job) or ("127.0.0.1",)
     if job.allocation.nodes == 1 and not job.flags(MpiFlags).direct:
         return {}
@@ -217,14 +226,15 @@ def _forwarded_variables(job: Job) -> Mapping[str, str]:
 
 
 def _processes_per_node(job: Job) -> int:
-    """Return the number of processes on each node."""
+    """Return the number of processes on each node: that of ``--nproc``, or one per GPU, or 1."""
     return job.request.launch.nproc or job.allocation.gpus or 1
 
 
 def _by_ssh(job: Job) -> Script:
-    """Return one command for each host.
+    """Return a script with one command for each host.
 
-    The script has them as ``ssh`` lines, for terminals of the user. ``imgkit run`` starts them behind guards.
+    The text of the script has them as ``ssh`` lines, for terminals of the user. ``imgkit run`` starts the
+    commands of `Script.remote` instead, in which a guard ends the command with the connection (`fanout`).
     """
     hosts = _hosts(job)
     rows = [
@@ -237,8 +247,8 @@ def _by_ssh(job: Job) -> Script:
             f"# imgkit run also sends the values of {', '.join(job.container.names)}; these lines do not."
         )
     guarded_lines = []
-    # A run by hand has no job id, from which a port could follow: two runs on one head would meet, and a
-    # stranger would know where.
+    # A run by hand has no job id from which a port could be computed. With a fixed port, two runs on one head
+    # would meet, and a stranger would know the port. So the port is random.
     port = job.container.env.get("IMGKIT_PORT") or str(FIRST_PORT + secrets.randbelow(PORTS - 1))
     for rank, host in enumerate(hosts):
         command = _node_command(job, rank, port)
@@ -255,7 +265,10 @@ def _by_ssh(job: Job) -> Script:
 
 
 def _torch_rows(job: Job) -> list[str]:
-    """Return comment lines with the same job for PyTorch's own launcher; empty if it cannot start the job."""
+    """Return comment lines that start the same job with PyTorch's own launcher.
+
+    The result is empty if that launcher cannot start the job.
+    """
     if job.allocation.size.spares:
         return []
     program = _torch_program(job.command)
@@ -270,9 +283,9 @@ def _torch_rows(job: Job) -> list[str]:
 
 
 def _node_command(job: Job, rank: int, port: str) -> Argv:
-    """Return the job's command with the node's rank and the address of the head.
+    """Return the job's command for the host with this node rank, with the rank and the address of the head.
 
-    A node agent gets them as flags. The user's own program gets them as variables.
+    A node agent gets them as flags, and a program of the user as variables. A job on one host needs neither.
     """
     hosts = _hosts(job)
     if len(hosts) == 1:
@@ -293,7 +306,7 @@ def _node_command(job: Job, rank: int, port: str) -> Argv:
 
 
 def _starts_node_agent(job: Job) -> bool:
-    """Return whether the job's command starts a node agent, as each ``dist-...`` except ``dist-env`` does."""
+    """Return whether the job's command starts a node agent, as all ``dist-...`` except ``dist-env`` do."""
     return job.runs_entry_point and job.command[0] != "dist-env"
 
 
@@ -308,9 +321,9 @@ def _node_argv(job: Job, command: Argv) -> Argv:
 
 
 def _guarded_argv(job: Job, command: Argv) -> Argv:
-    """Return the argv of `_node_argv`, for `fanout`, with a guard that ends `command`.
+    """Return an argv like that of `_node_argv`, but with a guard of `fanout` that ends `command`.
 
-    The guard runs inside the container: its standard input, which is that of the container, ends with the
+    The guard runs inside the container. Its standard input is that of the container, which ends with the
     connection.
     """
     sent = _ssh_input(job)
@@ -323,15 +336,18 @@ def _guarded_argv(job: Job, command: Argv) -> Argv:
 
 
 def _ssh_input(job: Job) -> SentInput:
-    """Return what imgkit sends through the input of each ssh.
+    """Return what imgkit sends to each host through the input of ssh.
 
-    Only a node agent expects a secret on its own input.
+    The secret is sent only to node agents, which expect it on their standard input.
     """
     return SentInput(secret=job.makes_secret and _starts_node_agent(job), names=job.container.names)
 
 
 def _remote_line(job: Job, argv: Argv) -> str:
-    """Return `argv` as one line for the shell of a host: ssh would join several arguments with blanks."""
+    """Return `argv` as one line for a host's shell. ssh would join several arguments with blanks.
+
+    The line changes into the job's folder first, unless options of the runtime set the working directory.
+    """
     if runtime_of(job).environment_by_options:
         return shlex.join(argv)
     return f"cd {shlex.quote(str(job.directory))} && exec {shlex.join(argv)}"
@@ -340,8 +356,8 @@ def _remote_line(job: Job, argv: Argv) -> str:
 def _torch_program(command: Argv) -> Argv:
     """Return the arguments by which ``torch.distributed.launch`` starts the program of `command`.
 
-    The result is empty if torch cannot start it: `command` is no ``dist-...`` of imgkit, asks for its help,
-    or has options of ``dist-run``, which mean nothing to torch.
+    The result is empty if torch cannot start the program. That is so if `command` is not a ``dist-...`` of
+    imgkit, asks for its help, or has options of ``dist-run``, which mean nothing to torch.
     """
     from imgkit_entrypoints.cli import options
 
@@ -362,7 +378,7 @@ def _torch_program(command: Argv) -> Argv:
 
 
 def _torch_launch(job: Job, program: Argv, rank: int) -> Argv:
-    """Return the command by which PyTorch's launcher starts `program` on the host with this node rank."""
+    """Return the command with which PyTorch's launcher starts `program` on the host of node rank `rank`."""
     return (
         *(
             "python3",
@@ -377,7 +393,7 @@ def _torch_launch(job: Job, program: Argv, rank: int) -> Argv:
 
 
 def _interactive_script(job: Job) -> Script:
-    """Return the command of a shell in the container on one host; without a host, on this machine.
+    """Return the command of a shell in the container on the job's only host, or else on this machine.
 
     Raises
     ------

@@ -1,8 +1,8 @@
-"""PBS: a batch script, or the line that allocates nodes for interactive work.
+"""PBS: write a batch script, or the line that allocates nodes for interactive work.
 
-The default start is the mpiexec of PALS: it passes the environment on and returns the exit code. On Slingshot
-it sets the SLINGSHOT_* variables that libfabric's cxi provider needs. pbsdsh and ssh are for systems without
-it.
+By default, the mpiexec of PALS starts one process per node. It passes the environment on and returns the exit
+code. On Slingshot it sets the SLINGSHOT_* variables that libfabric's cxi provider needs. pbsdsh and ssh are
+for systems without PALS.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ from imgkit_entrypoints.schedulers import pbs
 from imgkit_entrypoints.schedulers.mpi import PALS
 
 RUN_DIR = "IMGKIT_RUN_DIR"
+"""Variable with the path of the run folder."""
 PATIENCE_S = 30
-"""Time for node agents on the other hosts to end after one has failed: they learn of it within seconds."""
+"""Seconds that other node agents have to end after one has failed. They learn of it within seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +59,10 @@ STATES: Mapping[str, JobState] = {
     **dict.fromkeys("QHWTSM", "waiting"),
     **dict.fromkeys("RBEU", "running"),
 }
-"""States of a job in the queue (qstat(1)): B is an array that has started, E a job that exits."""
+"""The meaning of PBS' letters for the state of a job in the queue (qstat(1)).
+
+Among them, B is an array that has started, and E is a job that is about to end.
+"""
 _SHOWN_ATTRIBUTES = frozenset(
     {
         "Job Id",
@@ -74,7 +78,7 @@ _SHOWN_ATTRIBUTES = frozenset(
         "Exit_status",
     }
 )
-"""Attributes of a job that people read."""
+"""Attributes in the output of ``qstat -f`` that a status shows. There are dozens of others."""
 
 
 class Pbs(System):
@@ -94,13 +98,15 @@ class Pbs(System):
     )
 
     def script(self, job: Job) -> Script:
-        """Return the script for ``qsub``, or the ``qsub -I`` line of an interactive job."""
+        """Return the script for ``qsub``, or for an interactive job the ``qsub -I`` line."""
         if job.is_interactive:
             return _interactive_script(job)
         nodes = job.allocation.nodes
         start = job.flags(PbsFlags).pbs_start
-        # The script itself starts the processes of other hosts, unless PALS does.
+        # The script itself starts the processes on the other hosts, with pbsdsh or ssh, unless PALS does.
         by_task = start if nodes > 1 and start != "pals" else ""
+        # The recipe chooses a rendezvous protocol of the cxi provider for which PALS needs an option (see the
+        # template).
         rdzv = nodes > 1 and job.recipe.system.env.get("FI_CXI_RDZV_PROTO") == "alt_read"
         text = render_template(
             job,
@@ -133,17 +139,17 @@ class Pbs(System):
         return Script(text=text, submit=("qsub",), on_stdin=True)
 
     def parse_job_id(self, output: str, name: str) -> str:
-        """Return the id that ``qsub`` prints: ``SEQUENCE.SERVER``, or ``SEQUENCE[].SERVER`` of an array."""
+        """Return the id that ``qsub`` prints: ``4711.server``, or ``4711[].server`` for an array."""
         return find_job_id(output, r"[0-9]+(\[[0-9]*\])?(\..+)?")
 
     def status_commands(self, record: QueuedJob) -> tuple[Argv, ...]:
-        """Return the commands for a job in the queue, and for one in the history that a server may keep."""
+        """Return the commands that ask the queue, and the history that a server may keep."""
         return (("qstat", "-f", record.id), ("qstat", "-x", "-f", record.id))
 
     def parse_status(self, output: str) -> JobStatus:
-        """Return the state of the job, its exit code, and the attributes that people read.
+        """Parse the output of ``qstat -f``: the job's state, its exit code, and the fields for people.
 
-        A finished job has a state that says nothing about success: its exit status decides.
+        The state of a finished job does not tell whether it succeeded, so its exit status decides.
         """
         output = output.replace("\n\t", "")  # qstat breaks long values at 80 columns
         text = ""
@@ -161,9 +167,9 @@ class Pbs(System):
         return JobStatus(state=state, text=text, code=code, wait=wait)
 
     def log_source(self, record: QueuedJob) -> Argv:
-        """Return the command that follows the output by the name of its file.
+        """Return the command that follows the output in the file ``NAME.oSEQUENCE`` in the job's folder.
 
-        Most systems copy the file into the job's folder only when the job ends; ``tail -F`` waits for it.
+        Most systems copy the file there only when the job ends. ``tail -F`` waits until the file exists.
 
         Raises
         ------
@@ -176,11 +182,11 @@ class Pbs(System):
         return ("tail", "-n", "+1", "-F", str(path))
 
     def cancel_command(self, record: QueuedJob) -> Argv:
-        """Return the command that ends the job."""
+        """Return the command that ends the job, or all tasks of an array."""
         return ("qdel", record.id)
 
     def shell_command(self, record: QueuedJob, line: str, node: str) -> NoReturn:
-        """Raise UsageError: PBS starts tasks only from within a job."""
+        """Raise UsageError, because PBS starts tasks only from within a job. The hint uses ssh instead."""
         shell = f"ssh -t {node or 'NODE'} {shlex.quote('bash -lc ' + shlex.quote(line))}"
         raise UsageError(
             "PBS starts no shell in a running job from outside",
@@ -194,15 +200,15 @@ SYSTEM = Pbs()
 
 
 def _wait_info(output: str) -> WaitInfo:
-    """Return what ``qstat -f`` says about the wait of a job.
+    """Return the reason of a job's wait and its expected start from the output of ``qstat -f``.
 
-    The comment is the scheduler's reason. The estimate exists only where the site has turned it on.
+    The reason is the scheduler's comment. The start is estimated only where the site has turned that on.
     """
     comment = re.search(r"^ *comment = (.*)$", output, re.MULTILINE)
     estimate = re.search(r"^ *estimated\.start_time = (.*)$", output, re.MULTILINE)
     expected_start = ""
     if estimate:
-        # Another form, such as UNSET, is no time.
+        # PBS can also print a text that is no time, such as UNSET.
         with contextlib.suppress(ValueError):
             start = datetime.strptime(estimate[1].strip(), "%a %b %d %H:%M:%S %Y")
             expected_start = start.isoformat(timespec="minutes")
@@ -210,6 +216,7 @@ def _wait_info(output: str) -> WaitInfo:
 
 
 def _no_sif_options_error(job: Job) -> UsageError:
+    """Return the error for a recipe without ``queue.sif``, the options for a node that makes a .sif."""
     name = job.recipe.name
     return UsageError(
         f"the recipe {name} does not name the nodes that make a .sif",
@@ -222,13 +229,13 @@ def _no_sif_options_error(job: Job) -> UsageError:
 def _resource_options(job: Job) -> Argv:
     """Return the options for the resources to request, in the form that directives and ``qsub -I`` share."""
     allocation = job.allocation
-    # PBS has no memory per GPU, and writes units in lower case.
+    # PBS cannot request memory per GPU, and writes units in lower case: "440gb".
     memory = f"{size_text(allocation.memory.node_MiB)}b".lower() if allocation.memory else ""
     chunk = (
         f"select={allocation.nodes}",
         *options_with_values({"ncpus": allocation.cpus, "ngpus": allocation.gpus, "mem": memory}),
-        # The node file has a line for each MPI process of a chunk: one line a node, and one process, which
-        # starts the others.
+        # The node file has a line for each MPI process of a chunk. With one process per chunk, it has one
+        # line per node. That process starts the others.
         "mpiprocs=1",
         *recipe_options(job, "chunk"),
     )
@@ -236,7 +243,7 @@ def _resource_options(job: Job) -> Argv:
 
 
 def _common_options(job: Job) -> Argv:
-    """Return the options that all jobs have: name, queue, account and time limit."""
+    """Return the options for the name, the queue, the account and the time limit, which all jobs have."""
     allocation = job.allocation
     options = ["-N", job.name]
     if allocation.queue:
@@ -249,7 +256,7 @@ def _common_options(job: Job) -> Argv:
 
 
 def _directive_texts(options: Sequence[str]) -> list[str]:
-    """Return the texts of ``#PBS`` lines, one for each option with its value."""
+    """Return the texts of ``#PBS`` lines: ``["-N", "run", "-q", "gpu"] -> ["-N run", "-q gpu"]``."""
     rows: list[str] = []
     for option in options:
         if option.startswith("-") or not rows:
@@ -264,7 +271,7 @@ def _node_command(job: Job, *, rdzv: bool) -> Argv:
 
     Parameters
     ----------
-    rdzv : the script has options for the network in the array ``network``, which mpiexec of PALS takes.
+    rdzv : whether the script sets options for the network in the array ``network``, which PALS' mpiexec gets.
     """
     nodes = job.allocation.nodes
     by_pals = nodes > 1 and job.flags(PbsFlags).pbs_start == "pals"
@@ -279,14 +286,14 @@ def _node_command(job: Job, *, rdzv: bool) -> Argv:
 
 
 def _remote_command(by_task: str) -> Argv:
-    """Return the command by which the script runs ``$task`` on another host, for pbsdsh or for ssh."""
+    """Return the command with which the script runs the text ``$task`` on another host, by pbsdsh or ssh."""
     if by_task == "pbsdsh":
         return pbs.start_argv(("/bin/bash", "-lc", Shell('"$task; node"')), line=Shell('"${lines[rank]}"'))
     return ("ssh", "-o", "BatchMode=yes", Shell('"${hosts[rank]}"'), "/bin/bash", "-l", "-s")
 
 
 def _interactive_script(job: Job) -> Script:
-    """Return the ``qsub -I`` line, after comments with the lines to type in the shell that it opens.
+    """Return the ``qsub -I`` line. Comments above it have the lines to type in the shell that it opens.
 
     Raises
     ------

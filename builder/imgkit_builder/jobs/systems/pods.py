@@ -1,4 +1,4 @@
-"""Jobs in pods, for RunAI and Kubeflow alike: flags, versions, names, volumes, variables and warnings."""
+"""What jobs in pods have in common for RunAI and Kubeflow: flags, names, volumes, variables and warnings."""
 
 from __future__ import annotations
 
@@ -24,17 +24,25 @@ from imgkit_entrypoints.schedulers import kubernetes
 from imgkit_entrypoints.system import WORKSPACE
 
 ASLEEP = ("sleep", "infinity")
-"""The command of the pods of an interactive job."""
+"""The command of the pods of an interactive job. They wait until the user enters them."""
 SECRET = "imgkit"  # noqa: S105 - a name
-"""The user's Secret in the job's namespace: the key `secret` is for the roll call, others for ``--env``."""
+"""Name of the user's Secret in the job's namespace.
+
+Its key ``secret`` is for the roll call. The other keys are the values of ``--env NAME``.
+"""
+# A label of a host name (RFC 1123), which Kubernetes demands of many names.
 _LABEL = r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?"
 START_SCRIPT = "start.sh"
 """The file in the run folder that copies the code and starts the command."""
+# The description of a shell in the job's own container: see `JobShell.description`.
 SAME_CONTAINER = (
     "a shell in the container of the job's first pod (--node POD: another one), next to its program"
 )
 NAME_LIMIT = 50
-"""Operators append text like ``-worker-123``, and the whole can have 63 letters (RFC 1123)."""
+"""Longest name of a job.
+
+Operators append text such as ``-worker-123``, and the result can have 63 letters (RFC 1123).
+"""
 
 
 KubernetesFormat = Literal["runai", "pytorchjob", "trainjob"]
@@ -53,16 +61,16 @@ class PodFlags(SystemFlags):
     )
 
     run_as: str = ""
-    """``UID:GID`` of the user on a remote that stores the job's files; empty: no remote stores them."""
+    """``UID:GID`` of the user on a remote that stores the job's files. It is empty without such a remote."""
 
     @property
     def system(self) -> str:
-        """Name of the system that takes the job if ``--format`` requests a document; else empty."""
+        """Return the system that takes the job for this ``--format``: ``kubeflow``, or empty for RunAI."""
         return "" if self.format == "runai" else "kubeflow"
 
 
 class Pods(System):
-    """What RunAI and Kubeflow have in common."""
+    """Base of the systems whose jobs run in pods, RunAI and Kubeflow."""
 
     flags = PodFlags
     registration = SHIPPED["runai"]
@@ -75,7 +83,8 @@ class Pods(System):
 
         Raises
         ------
-        UsageError : the job has code, and the pods have no folder with it, or would run that of the image.
+        UsageError : the job has code that the pods cannot get, or its command names a file of the image
+            instead.
         """
         request = job.request
         if request.container.code is not None:
@@ -130,10 +139,10 @@ def _runai_warnings(job: Job) -> Iterator[str]:
 
 
 def client_of(job: Job) -> runai_client.Client:
-    """Return RunAI's client that takes the job.
+    """Return the version of RunAI's client for which the job's command is written.
 
-    The flag ``--client`` comes before the recipe, and that before the client on PATH. Without any of them,
-    the result is the later client.
+    It is that of ``--client``, or that of the recipe, or that on PATH. Without any of them, it is the later
+    one.
 
     Raises
     ------
@@ -143,13 +152,13 @@ def client_of(job: Job) -> runai_client.Client:
 
 
 def _chosen_client(job: Job) -> runai_client.Client | None:
-    """Return the client that ``--client`` or the recipe names; None if neither does."""
+    """Return the client that ``--client`` or else the recipe names. Return None if neither names one."""
     return job.flags(PodFlags).client or job.recipe.system.queue.client or None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """A persistent volume claim, and its path in the pods."""
+    """A persistent volume claim, and the path at which pods mount its volume."""
 
     name: str
     path: PurePosixPath
@@ -165,7 +174,7 @@ def format_of(job: Job) -> KubernetesFormat:
 
 
 def check_name(job: Job) -> str:
-    """Return the job's name if Kubernetes accepts it: it is the job's id, and part of its pods' host names.
+    """Return the job's name, which is its id and a part of its pods' host names, if Kubernetes accepts it.
 
     Raises
     ------
@@ -178,7 +187,10 @@ def check_name(job: Job) -> str:
 
 
 def _pod_name_error(name: str) -> UsageError:
-    """Return the error for a job's name that Kubernetes does not accept; its hint has a similar name."""
+    """Return the error for a job's name that Kubernetes does not accept. The hint suggests a similar name.
+
+    ``My_Run.2`` becomes ``my-run-2``.
+    """
     label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     similar_name = label[:NAME_LIMIT].rstrip("-")
     return UsageError(
@@ -218,10 +230,10 @@ def volume_claims(job: Job) -> tuple[Claim, ...]:
 
 
 def pod_directory(job: Job) -> PurePosixPath | None:
-    """Return the folder of ``--directory``, or that of a remote that stores files, in which the pods work.
+    """Return the job's folder in the pods: that of ``--directory``, or that of the remote with its files.
 
-    The result is None if the user did not set the option: then the pods work in the folder that the image
-    sets. A folder that imgkit.toml sets counts as not set, because it is on this machine and not in the pods.
+    Return None if the user did not set the option. Then the pods work in the folder that the image sets. A
+    folder that imgkit.toml sets does not count, because it is on this machine and not in the pods.
 
     Raises
     ------
@@ -246,10 +258,10 @@ def pod_directory(job: Job) -> PurePosixPath | None:
 
 
 def pod_workdir(job: Job) -> str:
-    """Return the folder in which the pods start; empty for the folder that the image sets.
+    """Return the folder in which the pods start. It is empty for the folder that the image sets.
 
-    With code, that is the run folder, because the run's copy of the code does not exist yet. Kubernetes would
-    make a missing folder as root.
+    A job with code starts in its run folder, because the run's copy of the code does not exist yet.
+    Kubernetes would create a missing folder as root.
 
     Raises
     ------
@@ -264,11 +276,12 @@ def pod_workdir(job: Job) -> str:
 
 
 def start_script(job: Job) -> str:
-    """Return the text of the script in the run folder with which the pods of a job with code start.
+    """Return the text of the file `START_SCRIPT`, which copies the code and starts the command in a pod.
 
-    It is a file and no argument: older runai clients split and expand arguments once more.
+    The text is in a file and not in an argument, because older runai clients split and expand arguments once
+    more.
     """
-    # /workspace is a folder of the image, in which pods mount nothing.
+    # Pods mount nothing at /workspace, which is a folder of the image. The run's copy takes its place.
     folder = PurePosixPath(job.container.workdir or job.directory)
     if folder.is_relative_to(f"/{WORKSPACE}"):
         folder = PurePosixPath(job.workspace) / folder.relative_to(f"/{WORKSPACE}")
@@ -284,9 +297,10 @@ def pod_command(job: Job) -> Argv:
 
 
 def user_ids(job: Job) -> tuple[str, str] | None:
-    """Return the user id and the group id of the pods; None for those that the image or the cluster sets.
+    """Return the user id and the group id of the pods. Return None if the image or the cluster sets them.
 
-    Only this user can enter the folder on the volume.
+    A job whose files are on a remote has the ids of the user there, because only that user can enter the
+    folder.
     """
     uid, _, gid = job.flags(PodFlags).run_as.partition(":")
     return (uid, gid) if uid else None
@@ -295,15 +309,15 @@ def user_ids(job: Job) -> tuple[str, str] | None:
 def pod_variables(job: Job) -> Mapping[str, str]:
     """Return the variables of each pod.
 
-    The user's values override those of the recipe, these the settings of the node agent, and these the
-    folders for output and state.
+    If a variable is set more than once, the user's value counts, then that of the recipe, then the settings
+    of the node agent, and then the folders for output and state.
 
     Raises
     ------
     UsageError : a variable of the recipe has another one in its value, which only a shell would replace.
     """
     folders = _output_folders(job)
-    # The user of an interactive job types any command: its pods get the variables as for a shell.
+    # In an interactive job, the user can type any command. So its pods get the variables that a shell gets.
     program_job = dataclasses.replace(job, command=()) if job.is_interactive else job
     system_variables = runtime_of(job).system_variables(program_job)
     for name, value in system_variables.items():
@@ -317,12 +331,11 @@ def pod_variables(job: Job) -> Mapping[str, str]:
 
 
 def _output_folders(job: Job) -> dict[str, str]:
-    """Return the variables for the run folder and its logs; nothing if no volume can be written to.
+    """Return the variables with the run folder and its logs, or nothing without a writable volume.
 
-    With a remote that stores the job's files, imgkit has made the run folder.
-
-    The run folder is below the job's folder if that can be written to, and else on the first such volume. It
-    has the job's name, which is its id, so the folder is known without asking the cluster.
+    If a remote stores the job's files, imgkit has made the run folder there. Otherwise the run folder is
+    below the job's folder if that is on a writable volume, or else on the first writable volume. It has the
+    job's name, which is its id, so imgkit knows the folder without asking the cluster.
     """
     if job.run_folder:
         return {"IMGKIT_RUN_DIR": job.run_folder, "IMGKIT_LOG_DIR": f"{job.run_folder}/logs"}
@@ -338,18 +351,21 @@ def _output_folders(job: Job) -> dict[str, str]:
 
 
 def memory_quantity(job: Job) -> str:
-    """Return the memory of each pod as Kubernetes writes it, ``440Gi``; empty leaves it to the cluster."""
+    """Return the memory of each pod as Kubernetes writes it, ``440Gi``, or empty for no request."""
     memory = job.allocation.memory
     return f"{size_text(memory.node_MiB)}i" if memory else ""
 
 
 def escape_for_kubernetes(text: str) -> str:
-    """Return `text` escaped for Kubernetes, which replaces ``$(NAME)`` and reads ``$$`` as ``$``."""
+    """Return `text` escaped for Kubernetes, which replaces ``$(NAME)`` and reads ``$$`` as ``$``.
+
+    ``$(date)`` becomes ``$$(date)``.
+    """
     return re.sub(r"\$(?=[$(])", "$$", text)
 
 
 def interactive_comments(job: Job, enter_commands: Sequence[str], delete_command: str) -> tuple[str, ...]:
-    """Return comment lines for an interactive job: how to enter its pods, what to type there, how to end it.
+    """Return comment lines that say how to enter the pods of an interactive job and how to end it.
 
     Parameters
     ----------

@@ -1,7 +1,8 @@
-"""RunAI: the one command that submits a job, for the first client or a later one.
+"""RunAI: write the command that submits a job, for the first client of RunAI or for the later one.
 
-tests/golden/runai keeps the options that each client's reference lists, with its address. The ``dist-...``
-command alone follows ``--``: no shell reads it again, so nothing is quoted twice.
+The two clients have different commands and options. tests/golden/runai has the options that the reference of
+each client lists, with its address. The job's command follows ``--`` as separate arguments, so that no shell
+reads it again and nothing has to be quoted twice.
 """
 
 from __future__ import annotations
@@ -15,18 +16,22 @@ from imgkit_builder.jobs.systems import JobShell, pods, runai_client, user_optio
 from imgkit_entrypoints.errors import UsageError
 
 KINDS = ("training", "training pytorch")
-"""Commands of the later client for one pod and for several. A job of the first client has an empty kind."""
+"""The kinds of jobs of the later client, for one pod and for several: ``runai training pytorch submit``.
+
+The kind of a job of the first client is empty.
+"""
 
 
 class RunAI(pods.Pods):
-    """RunAI: its own client, or for ``--format`` the documents of Kubeflow."""
+    """RunAI by its own client. With another ``--format``, `Kubeflow` takes the job."""
 
     uses = ("queue", "cpus", "mem", "mem-per-gpu")
 
+    # The output of the client's "describe" is shown to the user as it is; imgkit reads no state from it.
     reports_state = False
 
     def script(self, job: Job) -> Script:
-        """Return the command. For an interactive job, comments above it explain how to work in its pods."""
+        """Return the command that submits the job. For an interactive job, comments explain how to use it."""
         name = pods.check_name(job)
         argv = (
             *_command_options(job, name),
@@ -41,7 +46,9 @@ class RunAI(pods.Pods):
         return Script(text=text, submit=argv, kind=kind)
 
     def check(self, job: Job, *, is_submitted: bool = False) -> Iterator[str]:
-        """Yield warnings, and compare the options for the later client with the help of the client on PATH.
+        """Yield warnings about requests that the user may not have meant.
+
+        With `is_submitted`, check that the client on PATH has all options of a command for the later client.
 
         Raises
         ------
@@ -56,7 +63,7 @@ class RunAI(pods.Pods):
             runai_client.refuse_unknown((*kind.split(), "submit"), argv)
 
     def parse_job_id(self, output: str, name: str) -> str:
-        """Return the job's name, which is its id."""
+        """Return `name`, the job's name, because it is also its id. The output is not used."""
         return name
 
     def status_commands(self, record: QueuedJob) -> tuple[Argv, ...]:
@@ -66,7 +73,7 @@ class RunAI(pods.Pods):
     def log_source(self, record: QueuedJob) -> Argv:
         """Return the command that follows the output of the first pod.
 
-        The logs of all pods are on the volume, if the job has one that can be written to.
+        The logs of all pods are in the run folder, if the job has a volume that can be written to.
         """
         project = _project_arguments(record.queue)
         return (
@@ -100,23 +107,24 @@ SYSTEM = RunAI()
 
 
 def _job_kind(job: Job) -> str:
-    """Return the one of `KINDS` by which the later client takes the job; empty for the first client."""
+    """Return the kind of the job, which is one of `KINDS`. It is empty for the first client."""
     return "" if pods.client_of(job) == "v1" else _later_kind(job)
 
 
 def _later_kind(job: Job) -> str:
+    """Return the kind that the later client has for a job of this number of pods."""
     one_pod, several_pods = KINDS
     return several_pods if job.allocation.nodes > 1 else one_pod
 
 
 def _job_command(kind: str, verb: str, name: str, project: Argv) -> Argv:
-    """Return the command about one job: ``runai training VERB NAME``, or ``runai VERB job NAME``."""
+    """Return a command about a job: ``runai training VERB NAME``, or ``runai VERB job NAME``."""
     argv = (*_kind_arguments(kind), verb) if kind else (verb, "job")
     return (runai_client.PROGRAM, *argv, name, *project)
 
 
 def _kind_arguments(kind: str) -> Argv:
-    """Return the arguments that stand for the kind of a job in commands of the later client.
+    """Return the kind of a job as arguments: ``"training pytorch" -> "training", "pytorch"``.
 
     Raises
     ------
@@ -130,11 +138,14 @@ def _kind_arguments(kind: str) -> Argv:
 
 
 def _project_arguments(queue: str) -> Argv:
+    """Return the option for RunAI's project, which is the job's queue. It is empty without a queue."""
     return ("--project", queue) if queue else ()
 
 
 def _command_options(job: Job, name: str) -> Iterator[str]:
-    """Yield the command up to the options of the recipe and of the user.
+    """Yield the arguments of the submission up to the options of the recipe and of the user.
+
+    The first client and the later one have different names for most options.
 
     Raises
     ------
@@ -179,7 +190,7 @@ def _submit_command(job: Job, name: str, *, is_first_client: bool) -> Argv:
 
 
 def _node_pool_options(job: Job, *, is_first_client: bool) -> Argv:
-    """Return the options that name the node pools, the one to try first at the beginning."""
+    """Return the options that name the node pools, in the order in which RunAI tries them."""
     node_pools = job.recipe.system.queue.node_pools
     if is_first_client and node_pools:
         return ("--node-pools", ",".join(node_pools))  # a string, unlike the later client's array
@@ -230,7 +241,10 @@ def _command_text(argv: Argv) -> str:
 
 
 def _interactive_comments(job: Job, name: str, kind: str) -> Argv:
-    """Return comment lines that say how to enter the pods of an interactive job and how to delete it."""
+    """Return comment lines that say how to enter the pods of an interactive job and how to delete it.
+
+    With several pods, there is a command to enter each of them.
+    """
     project = _project_arguments(job.allocation.queue)
     enter_command = " ".join((runai_client.PROGRAM, *kind.split(), "bash", name, *project))
     enter_commands = [enter_command]

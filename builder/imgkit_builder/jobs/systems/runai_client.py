@@ -1,7 +1,7 @@
-"""RunAI's client on PATH: which one it is, and which options its commands have.
+"""Find out which of RunAI's clients is on PATH, and which options its commands have.
 
-Its own help decides, not its version: the first client and the later one were both released with 2.18 of the
-platform, and what ``runai version`` prints is not documented.
+The client's help decides and not its version. The first client and the later one were both released with 2.18
+of the platform, and the output of ``runai version`` is not documented.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ from imgkit_builder.base import process
 from imgkit_entrypoints.errors import UsageError
 
 Client = Literal["v1", "v2"]
-"""The first client has ``runai submit`` and ``submit-dist``, the later one ``runai training submit``."""
+"""``v1`` is the first client, which has ``runai submit`` and ``runai submit-dist``.
+
+``v2`` is the later one, which has ``runai training submit`` and ``runai training pytorch submit``.
+"""
 PROGRAM = "runai"
 PYTORCH = ("training", "pytorch")
-"""Words of the later client's commands for a job of several pods; one pod has the first of them."""
+"""The start of the later client's commands about a job of several pods: ``runai training pytorch submit``."""
 
 
 def on_path() -> Client | None:
-    """Return the client on PATH; None if there is no ``runai``.
+    """Return the version of the client on PATH. Return None if there is no ``runai``.
 
     Raises
     ------
@@ -34,10 +37,10 @@ def on_path() -> Client | None:
 
 
 def refuse_unknown(command: Sequence[str], argv: Iterable[str]) -> None:
-    """Check the options in `argv` by the help of ``runai COMMAND``, if there is a ``runai`` on PATH.
+    """Check that the help of ``runai COMMAND`` lists the options in `argv`. Without ``runai``, check nothing.
 
-    This is for the later client. The help of the first client does not list all options that it takes; for
-    example, ``--pvc`` is missing.
+    This is for the later client only. The help of the first client does not list all options that it takes;
+    for example, ``--pvc`` is missing.
 
     Raises
     ------
@@ -65,7 +68,7 @@ def refuse_unknown(command: Sequence[str], argv: Iterable[str]) -> None:
 
 @functools.cache
 def _identify_client(program: str) -> Client:
-    """Return which of the clients `program` is.
+    """Return the version of the client `program`, by the commands that its help lists.
 
     Raises
     ------
@@ -85,7 +88,7 @@ def _identify_client(program: str) -> Client:
 
 @functools.cache
 def _read_options(program: str, command: tuple[str, ...]) -> frozenset[str]:
-    """Return the options in the help of a command; empty if the program has no such command."""
+    """Return the options in the help of a command. The result is empty if the program has no such command."""
     result = process.run([program, *command, "--help"], check=False)
     if result.returncode:
         return frozenset()

@@ -1,4 +1,8 @@
-"""Slurm: a batch script, or the line that allocates nodes for interactive work."""
+"""Slurm: write a batch script, or the line that allocates nodes for interactive work.
+
+One task per node starts by srun, in which the node agent starts the workers. The steps before it check the
+nodes.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +33,7 @@ from imgkit_builder.jobs.templates import render_template, run_folder_lines
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.schedulers import slurm
 
+# With --parsable, sbatch prints only the id, and the cluster if there are several.
 SUBMIT = ("sbatch", "--parsable")
 STATES: Mapping[str, JobState] = {
     "PENDING": "waiting",
@@ -56,25 +61,29 @@ STATES: Mapping[str, JobState] = {
     "REVOKED": "failed",
     "TIMEOUT": "failed",
 }
-"""Slurm's states (slurm.schedmd.com/job_state_codes.html)."""
+"""The meaning of Slurm's states (slurm.schedmd.com/job_state_codes.html)."""
 _STATE = re.compile(
     r"\bJobState=(?P<scontrol>[A-Z_]+)"
     r"|^ *[0-9]\S*  \S+ (?P<squeue>[A-Z_]+),"
     r"|^ *[0-9]\S* +(?P<sacct>[A-Z_]{3,})\b",
     re.MULTILINE,
 )
-"""The state in the output of each of `status_commands`; rows of squeue and sacct begin with the job's id."""
+"""The state in the output of each of `status_commands`, of which rows of squeue and sacct begin with an id.
+
+``JobState=RUNNING`` is of scontrol, ``4711  gpu RUNNING, ...`` of squeue, and ``4711  RUNNING  0:0`` of
+sacct.
+"""
 _CODE = re.compile(
     r"\bExitCode=([0-9]{1,3}):|^ *[0-9]\S* +[A-Z_]{3,}(?: by [0-9]+)? +([0-9]{1,3}):", re.MULTILINE
 )
-"""The exit code, before that of the signal, in the output of scontrol or sacct."""
+"""The exit code in the output of scontrol or sacct. In ``1:0`` the code is 1, and 0 is that of a signal."""
 _WAITING_ROW = re.compile(
     r"^ *(?P<id>[0-9]\S*)  \S+ [A-Z_]+, \S+ nodes, elapsed \S+, start (?P<start>\S+)  \((?P<reason>.*)\) *$",
     re.MULTILINE,
 )
-"""A row of squeue about a job that waits. Of a job that runs, nodes stand in place of ``(REASON)``."""
+"""A row of squeue about a job that waits. The row of a job that runs has nodes in place of ``(REASON)``."""
 _START = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}")
-"""A start without its seconds. Slurm prints ``N/A`` without an estimate."""
+"""The expected start of a job, without its seconds. Slurm prints ``N/A`` if it has no estimate."""
 CHANGES: Mapping[str, str] = {
     "PartitionTimeLimit": "a shorter --time or another --queue",
     "PartitionNodeLimit": "other --nodes or another --queue",
@@ -92,7 +101,7 @@ CHANGES: Mapping[str, str] = {
     "BadConstraints": "another --option=--constraint=...",
     "DependencyNeverSatisfied": "another --option=--dependency=...",
 }
-"""Pattern of a reason that ends only when the job changes -> the option to change.
+"""The options to change, by the pattern of a reason for which a job waits until it changes.
 
 Slurm's list of reasons is slurm.schedmd.com/job_reason_codes.html.
 """
@@ -101,7 +110,7 @@ NOTES: Mapping[str, str] = {
     "ReqNodeNotAvail": "scontrol show reservation and sinfo --list-reasons may tell until when",
     "JobHeldUser": "scontrol release {id} lets it start",
 }
-"""Pattern of a reason that may end while the job stays as it is -> what to know about it."""
+"""A note for the user, by the pattern of a reason that may end while the job stays as it is."""
 
 
 class Slurm(System):
@@ -122,7 +131,7 @@ class Slurm(System):
     )
 
     def script(self, job: Job) -> Script:
-        """Return the script for ``sbatch``, or the ``salloc`` line of an interactive job."""
+        """Return the script for ``sbatch``, or for an interactive job the ``salloc`` line."""
         if job.is_interactive:
             argv = ("salloc", *_resource_options(job), "bash", "-lc", _interactive_line(job))
             return Script(text=command_line(argv) + "\n", submit=argv, foreground=True)
@@ -154,17 +163,17 @@ class Slurm(System):
         return Script(text=text, submit=SUBMIT, on_stdin=True)
 
     def parse_job_id(self, output: str, name: str) -> str:
-        """Return what ``sbatch --parsable`` prints: ``ID``, or ``ID;CLUSTER`` of one of several clusters."""
+        """Return the id that ``sbatch --parsable`` prints: ``4711``, or ``4711;CLUSTER``."""
         return find_job_id(output, r"[0-9]+(;.+)?")
 
     def status_commands(self, record: QueuedJob) -> tuple[Argv, ...]:
-        """Return the commands that ask the queue, the accounting, and Slurm's controller.
+        """Return the commands that ask the queue, the accounting and Slurm's controller.
 
         The controller remembers a job for some minutes after its end.
         """
         cluster = _cluster_options(record.cluster)
-        # %S is the start, or the expected start of a job that waits. From 20.02 on, --noheader leaves out the
-        # name of a single cluster, too.
+        # %S is the start, or the expected start of a job that waits. --noheader also leaves out the line with
+        # the name of a single cluster, from 20.02 on.
         row = "%i  %P %T, %D nodes, elapsed %M, start %S  %R"
         columns = "JobID%-20,State%-20,ExitCode,Elapsed,Start,End,NodeList%-30"
         return (
@@ -174,12 +183,12 @@ class Slurm(System):
         )
 
     def parse_status(self, output: str) -> JobStatus:
-        """Return the state that squeue, sacct or scontrol printed; of an array, that of all its tasks.
+        """Parse the output of squeue, sacct or scontrol: the job's state, and its exit code or its wait.
 
-        The exit code is the highest of all tasks. From the many fields that scontrol prints for a task, the
-        text has those that people read.
+        The state of an array is made from those of its tasks, and its exit code is the highest of theirs. Of
+        the many fields that scontrol prints for a task, the text has those that people read.
         """
-        # Only one group matches, that of the command which printed the output.
+        # In each match, only one group has a text: that of the command which printed the output.
         names = (match[match.lastgroup or 0] for match in _STATE.finditer(output))
         state = array_state(STATES.get(name, "") for name in names)
         codes = [int(by_scontrol or by_sacct) for by_scontrol, by_sacct in _CODE.findall(output)]
@@ -206,8 +215,8 @@ class Slurm(System):
         need_task(record, f"{record.id}_0")
         output = record.directory / f"{record.name}-{record.id}.out"
         errors = output.with_name(f"{record.name}-{record.id}.err")
-        # Most recipes have one file for both. The folder of a remote's job is not on this machine, and then
-        # only the output is followed.
+        # Most recipes have one file for output and errors. The folder of a job on a remote is not on this
+        # machine, so only its output is followed.
         files = [str(errors)] if errors.is_file() else []
         return ("tail", "-n", "+1", "-f", *files, str(output))
 
@@ -216,7 +225,7 @@ class Slurm(System):
         return ("scancel", *_cluster_options(record.cluster), record.id)
 
     def shell_command(self, record: QueuedJob, line: str, node: str) -> JobShell:
-        """Return the command of a separate step, which shares the nodes with the job's.
+        """Return the command of another step of the job, which shares the nodes with the step that runs.
 
         Raises
         ------
@@ -232,7 +241,8 @@ class Slurm(System):
         if record.id.isdecimal():
             argv: Argv = ("srun", f"--jobid={record.id}", *step)
             return JobShell(argv=argv, description=NEW_CONTAINER)
-        # A task of an array: srun does not take ARRAY_INDEX, but the job number that each task has besides.
+        # This is a task of an array. srun does not take its ARRAY_INDEX, but the job number that it has as
+        # well.
         print_number = shlex.join(("squeue", *cluster, "--noheader", f"--jobs={record.id}", "--format=%A"))
         script = (
             f'id=$({print_number}) && : "${{id:?{record.id} does not run}}" && exec srun --jobid="$id" "$@"'
@@ -246,7 +256,10 @@ SYSTEM = Slurm()
 
 
 def _wait_info(output: str) -> WaitInfo:
-    """Return what squeue says about the wait of a job; of an array, about its first tasks that wait."""
+    """Return the reason and the end of a job's wait from the output of squeue.
+
+    Of an array, the first row of tasks that wait counts.
+    """
     row = _WAITING_ROW.search(output)
     if row is None:
         return WaitInfo()
@@ -264,7 +277,7 @@ def _wait_info(output: str) -> WaitInfo:
 
 
 def _find_text(texts: Mapping[str, str], reason: str) -> str:
-    """Return the text of the first pattern that matches the whole `reason`; empty if none does."""
+    """Return the text of the first pattern that matches the whole `reason`. It is empty if none matches."""
     for pattern, text in texts.items():
         if re.fullmatch(pattern, reason):
             return text
@@ -272,7 +285,10 @@ def _find_text(texts: Mapping[str, str], reason: str) -> str:
 
 
 def _cluster_options(cluster: str) -> Argv:
-    """Return the option by which Slurm's commands find a job on the cluster that sbatch named, if any."""
+    """Return the option with which Slurm's commands look on `cluster`, which sbatch named with the job's id.
+
+    The result is empty if sbatch named no cluster.
+    """
     return (f"--clusters={cluster}",) if cluster else ()
 
 
@@ -285,10 +301,12 @@ def _directive_options(job: Job, *, is_array: bool) -> Argv:
     ]
     stop_before_s = job.allocation.stop_before_s
     if stop_before_s:
-        # B: the signal goes to the script alone. A step's signal reaches every process of it. For ordinary
-        # users one of them serves the image's files; the run would die of a bus error.
+        # With "B:" the signal goes to the script alone. Without it, the signal would reach all processes of
+        # the step. For ordinary users, one of them serves the image's files, and the run would die of a bus
+        # error.
         directives.append(f"--signal=B:USR1@{stop_before_s}")
     if stop_before_s or job.outlives_nodes:
+        # A requeued job continues its output files; by default Slurm would empty them.
         directives += ("--requeue", "--open-mode=append")
     return tuple(directives)
 
@@ -298,7 +316,7 @@ def _output_options(job: Job, id_pattern: str) -> Argv:
 
     Parameters
     ----------
-    id_pattern : what sbatch replaces by the job's id in the names of the files, for example ``%j``.
+    id_pattern : the part of the files' names that sbatch replaces by the job's id, for example ``%j``.
     """
     folder = str(job.directory)
     options = [
@@ -338,16 +356,16 @@ def _queue_options(job: Job) -> Argv:
 
 
 _IN_NODE = ("bash", "-c", Shell('"$task"'), "node")
-"""Words that run a node agent within the function of templates/job/slurm-spares.sh.j2."""
+"""Arguments that start a node agent in the shell function of templates/job/slurm-spares.sh.j2."""
 
 
-# With --overlap, the next step need not wait until Slurm has cleaned up after this one. --input=none leaves
-# what the user types to the next step.
+# With --overlap, the next step does not wait until Slurm has cleaned up after this one. With --input=none,
+# this step does not read what the user types for the next one.
 _STEP_BEFORE = ("srun", "--overlap", "--input=none", "--ntasks-per-node=1")
 """The start of a command that runs once on each node before the job's own step."""
 
 PODMAN_FORWARD = ("SLURM*", "IMGKIT_*", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-"""Variables that podman passes into the container; it alone expands the stars."""
+"""Variables that podman passes into the container. Among the runtimes, only podman expands the stars."""
 
 
 def _with_folders(job: Job, argv: Argv) -> Argv:
@@ -359,7 +377,10 @@ def _with_folders(job: Job, argv: Argv) -> Argv:
 
 
 def _node_check(job: Job) -> Argv:
-    """Return the step that checks each node before pyxis starts the container; empty for other runtimes."""
+    """Return the step that checks each node before pyxis starts the container there.
+
+    The result is empty for the other runtimes, which check nothing in a step of its own.
+    """
     argv = runtime_of(job).node_check(job)
     if not argv:
         return ()
@@ -367,9 +388,9 @@ def _node_check(job: Job) -> Argv:
 
 
 def _folder_check(job: Job) -> Argv:
-    """Return the step that looks for the folders which the job mounts on each node; empty without folders.
+    """Return the step that checks on each node that the folders which the job mounts exist.
 
-    For pyxis, `_node_check` looks for them.
+    The result is empty if the job mounts none, and for pyxis, for which `_node_check` looks for the folders.
     """
     folders = mounted_folders(job)
     if not folders or runtime_of(job).node_check(job):
@@ -381,8 +402,8 @@ def _srun_argv(job: Job, argv: Argv) -> Argv:
     """Return the ``srun`` command that starts `argv` on all nodes of the job."""
     options: list[str] = []
     if job.allocation.cpus:
-        # From 22.05 to 23.02 srun does not inherit --cpus-per-task. As a variable, it follows the directive
-        # when somebody edits the script.
+        # srun of 22.05 to 23.02 does not inherit --cpus-per-task. With the variable as its value, the option
+        # follows the directive if somebody edits the script.
         options.append(Shell('--cpus-per-task="$SLURM_CPUS_PER_TASK"'))
     # srun does not read --network from the script's directives.
     options += [option for option in options_of(job) if option.startswith("--network=")]
@@ -395,7 +416,10 @@ def _srun_argv(job: Job, argv: Argv) -> Argv:
 
 
 def _interactive_line(job: Job) -> str:
-    """Return the shell line for salloc: it runs the command on all nodes, or a shell on the first node."""
+    """Return the shell line that salloc runs.
+
+    The line runs the job's command on all nodes, or opens a shell on the first node if there is no command.
+    """
     runtime = runtime_of(job)
     lines = [f"module load {shlex.quote(name)}" for name in runtime.modules(job)]
     lines += runtime.exports(job)
@@ -409,7 +433,7 @@ def _interactive_line(job: Job) -> str:
     lines.append(f"exec {_quote_argv(argv)}")
     text = " && ".join(lines)
     folder_lines = run_folder_lines(job, "$SLURM_JOB_ID")
-    # Not joined by &&, within which bash ignores set -e.
+    # The lines are not joined by &&, within which bash ignores set -e.
     return f"set -e\n{folder_lines}\n{text}" if folder_lines else text
 
 
@@ -421,4 +445,5 @@ def _first_node_shell(job: Job) -> Argv:
 
 
 def _quote_argv(argv: Argv) -> str:
+    """Return `argv` as shell text on one line."""
     return " ".join(map(quote, argv))
