@@ -1,6 +1,7 @@
-"""The ``dist-*`` commands. In an image they are sh shims that run ``python3 -I -m imgkit_entrypoints NAME``.
+"""The table of all ``dist-*`` commands.
 
-An installation by pip has them as scripts too (pyproject.toml).
+In an image, the commands are sh scripts that run ``python3 -I -m imgkit_entrypoints NAME`` (`shim_text`). An
+installation by pip has them as scripts too (pyproject.toml).
 """
 
 from __future__ import annotations
@@ -20,18 +21,25 @@ class Command:
 
     name: str
     summary: str
+    """The description of the command in its ``--help``."""
     app: str | None = None
-    """Module that each worker runs; None for a command without workers of its own."""
+    """Module that each worker runs. None for a command without workers of its own."""
     options: str | None = None
-    """Module whose ``OPTIONS`` are the command's own, if it is not `app`; it imports no torch."""
+    """Module whose ``OPTIONS`` are the command's own, if that is not `app`. It must not import torch."""
     device: str = "auto"
     """Default of ``--device``."""
     prints_json: bool = False
-    """``--json`` prints the result as JSON, and not the plan of a dry run alone."""
+    """True if ``--json`` prints the result as JSON. Otherwise it applies only to a dry run."""
     verbs: Mapping[str, str] = field(default_factory=dict)
-    """First word -> module whose ``main(words)`` runs here without a launch; it imports no torch."""
+    """Modules of subcommands by their first word, such as ``dist-train export``.
+
+    The function ``main(words)`` of the module runs in this process, without a launch. It must not import
+    torch.
+    """
 
 
+# Modules are named by text and imported only by the command that needs them, so that --dry-run never imports
+# torch (docs/adr/0007-packages.md).
 COMMANDS: tuple[Command, ...] = (
     Command(
         name="dist-run",
@@ -78,9 +86,9 @@ COMMANDS: tuple[Command, ...] = (
 
 
 def shim_text(command: Command) -> str:
-    """Return the text of the command's executable.
+    """Return the text of the command's executable in an image.
 
-    ``-I`` ignores a host PYTHONPATH, ``~/.local`` and the current folder: a ``json.py`` in any of them would
-    break the node agent before its first line.
+    With ``-I``, Python ignores a PYTHONPATH of the host, ``~/.local`` and the current folder. A ``json.py``
+    in any of them would break the node agent before its first line.
     """
     return f'#!/bin/sh\nexec python3 -I -m imgkit_entrypoints {command.name} "$@"\n'

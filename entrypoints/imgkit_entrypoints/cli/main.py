@@ -1,4 +1,8 @@
-"""Every ``dist-*`` program: find the command and run it; ``dist-env`` and ``dist-doctor`` run here."""
+"""The entry point of every ``dist-*`` program: find the command, run it, and print its error.
+
+Most commands start workers (start.py). ``dist-env`` runs in this process, and so does ``dist-doctor`` for one
+node.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,10 @@ from imgkit_entrypoints.system import to_json
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run ``NAME ARGS`` and exit with its code."""
+    """Run ``NAME ARGS`` and exit with its exit code.
+
+    If standard output cannot be flushed, report that, and do not exit with 0.
+    """
     argv = tuple(sys.argv[1:] if argv is None else argv)
     terminal.open_closed_streams()
     code = _exit_code(argv)
@@ -35,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         try:
             stream.flush()
         except OSError as error:
-            # Python would fail in the same way when it exits, and end with code 120.
+            # Python flushes again when it exits. It would fail in the same way, and end with code 120.
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # noqa: TID251 - a device of the system
             if stream is sys.stdout and code == 0:
                 code = _report_lost_output(error)
@@ -43,15 +50,16 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _exit_code(argv: tuple[str, ...]) -> int | str | None:
-    """Run ``NAME ARGS``, print its error, and return its exit code."""
+    """Run ``NAME ARGS``, print its error if there is one, and return the exit code."""
     try:
         return _run_command(argv, os.environ)
-    except SystemExit as error:  # of argparse, after --help
+    except SystemExit as error:  # argparse exits after --help and --version
         return error.code
     except terminal.OutputLost as error:
         return _report_lost_output(error)
     except ImgkitError as error:
-        # Errors of a dry run are printed as JSON too, also errors in the options themselves.
+        # A dry run with --json prints its errors as JSON too. If the options themselves are wrong, there are
+        # no parsed options, so the command line is searched for the flags.
         if "--json" in argv and ("--dry-run" in argv or os.environ.get(flag_variable("--dry-run")) == "1"):
             document = {"schema": plan.SCHEMA, "error": _error_dict(error)}
             with contextlib.suppress(terminal.OutputLost):
@@ -59,25 +67,32 @@ def _exit_code(argv: tuple[str, ...]) -> int | str | None:
         terminal.print_messages(*f"{argv[0] if argv else 'imgkit_entrypoints'}: {error}".split("\n"))
         return error.exit_code
     except KeyboardInterrupt:
-        return 130
+        return 130  # 128 plus the number of SIGINT, as a shell reports it
 
 
 def _report_lost_output(error: OSError) -> int:
+    """Print that standard output is lost, and return the exit code for that."""
     start.print_message(f"standard output is closed or full ({error.strerror}): output is lost")
     return EXIT_NO
 
 
 def run_as_named() -> None:
-    """Run the command that this process was started as: pip's ``dist-*`` scripts of an installed package."""
+    """Run the command by whose name this process was started: the entry point of pip's ``dist-*`` scripts."""
     main((Path(sys.argv[0]).name, *sys.argv[1:]))
 
 
 def _run_command(argv: tuple[str, ...], env: Mapping[str, str]) -> int:
+    """Run ``NAME ARGS`` and return the exit code.
+
+    Raises
+    ------
+    ImgkitError : the command is unknown, an option is wrong, or the run cannot start.
+    """
     command = _find_command(argv[0] if argv else "")
     run_code.refuse_missing_code(env)
     if command.name == "dist-env":
         return _dist_env(command, argv, env)
-    if argv[1:] and argv[1] in command.verbs:
+    if argv[1:] and argv[1] in command.verbs:  # "dist-train export ...": a subcommand without a launch
         return int(importlib.import_module(command.verbs[argv[1]]).main(argv[2:]))
     parse = start.parse_user_program if command.app is None else start.parse_app
     options, worker = parse(command, argv, env)
@@ -87,6 +102,7 @@ def _run_command(argv: tuple[str, ...], env: Mapping[str, str]) -> int:
 
 
 def _find_command(name: str) -> Command:
+    """Return the command with this name; raise UsageError, which lists all names, if there is none."""
     for command in COMMANDS:
         if command.name == name:
             return command
@@ -95,11 +111,16 @@ def _find_command(name: str) -> Command:
 
 
 def _error_dict(error: ImgkitError) -> dict[str, str | None]:
+    """Return the JSON form of an error."""
     return {"what": error.what, "where": error.where, "hint": error.hint}
 
 
 def _dist_env(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> int:
-    """Print the settings of a launch as text, as JSON or as export lines; return the exit code."""
+    """Print the facts of this node and the settings of a launch, and return the exit code.
+
+    The form is text, JSON (``--json``) or export lines for a shell (``--shell``). With ``--dry-run``, print
+    the plan of a launch instead, as any other command does.
+    """
     parsed = launch_parser(command, env, ENV_OPTIONS).parse_args(argv[1:])
     options = read_options(parsed, command, argv)
     if parsed.shell and (other_form := "--json" if options.json else "--dry-run" if options.dry_run else ""):
@@ -109,6 +130,7 @@ def _dist_env(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> 
     host, system = facts.gather(env=env), facts.system_facts(env=env)
     warnings: tuple[str, ...] = ()
     nnodes, head = 1, ""
+    # Without a placement, the facts of this node are still of use. The error is printed in its place.
     try:
         resolved = start.find_placement(options.placement, env)
         recipe = system.scheduler if system else ""
@@ -123,7 +145,7 @@ def _dist_env(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> 
     elif options.json:
         matches = tuple(item for item in network.issues if item.state == "match")
         host_facts = dataclasses.asdict(host)
-        del host_facts["image_env"]  # the decisions name those that matter
+        del host_facts["image_env"]  # all variables of the image; the decisions name those that matter
         document = {
             "schema": plan.SCHEMA,
             "imgkit": __version__,
@@ -159,26 +181,34 @@ def _dist_env(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> 
 
 
 def _print_exports(network: fabric.FabricPlan, env: Mapping[str, str]) -> None:
+    """Print the variables of the network as lines for ``eval "$(dist-env --shell)"``.
+
+    Make the links to libraries of the host as well, since some of the variables name their folder.
+    """
     start.link_host_libraries(network.links)
     lines = {name: f"export {name}={shlex.quote(value)}\n" for name, value in sorted(network.env.items())}
-    # The recipe's other variables are set by nothing.
+    # Only variables that are set need a line that removes them.
     lines |= {name: f"unset {name}\n" for name in network.unset if name in env}
     for name, line in lines.items():
-        if re.fullmatch(VARIABLE_NAME, name):  # a shell would run the rest of any other name
+        if re.fullmatch(VARIABLE_NAME, name):  # a shell would run a part of any other name as a command
             terminal.print_document(line)
         else:
             start.print_message(f"warning: {name!r} is not a variable name, so it is not in these lines")
 
 
 def _dist_doctor(options: LaunchOptions, worker: Worker, env: Mapping[str, str]) -> int:
-    """Check this node, or all nodes of the job with one collective between them; return the exit code."""
+    """Check this node, or all nodes of the job with one collective between them. Return the exit code.
+
+    All nodes are checked if this is a job of several nodes, or if ``--nproc`` is given.
+    """
     from imgkit_entrypoints.doctor import node  # no other command needs its checks
 
+    # The worker's argv is "python3 -I -u -m MODULE ARGS", and the checks here take the same ARGS.
     arguments = worker.argv[worker.argv.index("-m") + 2 :]
     if "--known-issues" not in arguments:
         try:
             placement = start.find_placement(options.placement, env)
-        except NoPlan as error:
+        except NoPlan as error:  # a wrong start is no reason not to check this node
             start.print_message(*f"this node only: {error}".split("\n"))
         else:
             if placement.nnodes > 1 or options.request.nproc != "auto":

@@ -1,4 +1,9 @@
-"""The options of a launch, the same for every command; ``IMGKIT_*`` variables stand in for flags."""
+"""The options of a launch, which are the same for every command.
+
+Each option can also be set by a variable: ``--rollcall-timeout 60`` by ``IMGKIT_ROLLCALL_TIMEOUT=60``. The
+command line takes precedence: the text of a variable is parsed only if its option is not given there.
+Switches are an exception: their variables must always be 0 or 1.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +22,10 @@ from imgkit_entrypoints.schedulers.resolve import NAMES
 
 
 def choice_type(*allowed: str) -> Callable[[str], str]:
-    """Return a type that takes one of `allowed`; argparse does not apply its own choices to defaults."""
+    """Return a function for `Option.type` that accepts one of `allowed`.
+
+    argparse has choices of its own, but does not apply them to defaults, from which variables come.
+    """
 
     def check(text: str) -> str:
         if text not in allowed:
@@ -28,14 +36,14 @@ def choice_type(*allowed: str) -> Callable[[str], str]:
 
 
 def parse_processes(text: str) -> str:
-    """Check a number of processes, or ``auto``."""
+    """Return `text`, which must be a number of processes from 1 or ``auto``."""
     if text != "auto":
         parse_positive(text)
     return text
 
 
 def parse_port(text: str) -> int:
-    """Parse a number of a port."""
+    """Return the port number from 1 to 65535 that `text` means."""
     number = parse_positive(text)
     if number > 65535:
         raise argparse.ArgumentTypeError(f"{text} is not a port from 1 to 65535")
@@ -43,7 +51,7 @@ def parse_port(text: str) -> int:
 
 
 def parse_size(text: str) -> Size:
-    """Parse ``N`` or ``N+S`` nodes."""
+    """Return the nodes that ``N`` or ``N+S`` means. The error for other texts says what to type instead."""
     try:
         return Size.parse(text)
     except ValueError as error:
@@ -163,9 +171,9 @@ OPTIONS = (
     Option("--dry-run", "show every resolved value and its source, then exit", action="store_true"),
     Option("--verbose -v", "print the reasons for all settings at the start, too (-v)", action="store_true"),
 )
-"""The options of every launch; ``IMGKIT_*`` variables stand in for them.
+"""The options of every launch.
 
-The aliases are spellings of torchrun and torch.distributed.launch, for existing command lines.
+The aliases are spellings of torchrun and torch.distributed.launch, so that existing command lines work.
 """
 RUN_OPTIONS = (
     Option("-m", "run a module instead of a script", action="store_true", dest="module"),
@@ -189,7 +197,8 @@ RUN_OPTIONS = (
     ),
     Option("program", "your script or module and its arguments", nargs=argparse.REMAINDER),
 )
-"""The options that dist-run alone has."""
+"""The options that only dist-run has."""
+# With --per-node, there are no workers to which these options could apply.
 _TORCHRUN_ONLY = (
     "--nproc",
     "--start",
@@ -207,19 +216,28 @@ PER_NODE_NEEDS = (
     ),
     Need(option="--worker-arg", reason="without --per-node", met=lambda options: options.per_node),
 )
-"""Which options of dist-run have no effect with ``--per-node``, or without it."""
+"""The options of dist-run that have no effect with ``--per-node`` or without it. To give one is an error."""
 ENV_OPTIONS = (Option("--shell", 'print export lines: eval "$(dist-env --shell)"', action="store_true"),)
-"""The options that dist-env alone has."""
+"""The options that only dist-env has."""
 
 
 class _VariableValue(NamedTuple):
-    """The text of a variable that stands in for an option."""
+    """The text of a variable that sets an option, while it is not parsed yet.
+
+    It is the default of the option in the parser. If the option is on the command line, the text is never
+    parsed.
+    """
 
     option: Option
     text: str
 
     def parse(self, help_command: str) -> object:
-        """Return the value; raise UsageError, which names the variable, if there is none."""
+        """Return the value that the text means.
+
+        Raises
+        ------
+        UsageError : the text is not a value of the option. The error names the variable and `help_command`.
+        """
         flag = self.option.names
         name = flag_variable(flag)
         assert callable(self.option.type)  # noqa: S101 - argparse does not apply a list of values to defaults
@@ -229,15 +247,21 @@ class _VariableValue(NamedTuple):
             hint = f"its values are those of {flag}: {help_command}"
             raise UsageError(str(error), where=name, hint=hint) from None
         except UsageError as error:
+            # The hint shows the flag, but the user has set the variable: "--nnodes 4" becomes
+            # "IMGKIT_NNODES=4".
             hint = (error.hint or "").replace(f"{flag} ", f"{name}=")
             raise UsageError(error.what, where=name, hint=hint) from None
 
 
 def launch_parser(command: Command, env: Mapping[str, str], options: Sequence[Option] = ()) -> Parser:
-    """Return a parser with the launch's options, and with the `options` that only this command has."""
+    """Return a parser with the options of a launch, and with the `options` that only this command has.
+
+    The defaults are those of the variables in `env`.
+    """
     parser = Parser(prog=command.name, description=command.summary, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"imgkit {__version__}")
     json_help = "print one JSON object" if command.prints_json else "with --dry-run: print one JSON object"
+    # The default of --device differs between commands, so the option is not in OPTIONS.
     device = Option(
         "--device",
         "device to run on",
@@ -255,18 +279,20 @@ def launch_parser(command: Command, env: Mapping[str, str], options: Sequence[Op
 
 
 def _values_of_variables(options: Iterable[Option], env: Mapping[str, str]) -> dict[str, object]:
-    """Return the values of the ``IMGKIT_*`` variables that stand in for `options`, as new defaults.
+    """Return the values of the ``IMGKIT_*`` variables for `options`, as new defaults of the parser.
 
-    A text is parsed by `read_options`, and only if the option is not on the command line.
+    `read_options` parses the text of a variable, and only if the option is not on the command line.
     """
     values: dict[str, object] = {}
     for option in options:
+        # In "--verbose -v", the first spelling names the variable, and argparse's attribute.
         flag = option.names.split()[0]
         name = flag.strip("-").replace("-", "_")
         text = env.get(flag_variable(flag), "")
         if option.action == "store_true":
             values[name] = _is_on(flag, env)
         elif option.action == "append":
+            # An option that can be repeated has its values separated by commas.
             values[name] = [part for part in text.split(",") if part]
         elif text:
             values[name] = _VariableValue(option, text)
@@ -274,11 +300,15 @@ def _values_of_variables(options: Iterable[Option], env: Mapping[str, str]) -> d
 
 
 def read_options(parsed: argparse.Namespace, command: Command, argv: Sequence[str]) -> LaunchOptions:
-    """Return the parsed values; `argv` is the whole command line, for errors that show it.
+    """Return the options of the launch from a parsed command line.
+
+    Parameters
+    ----------
+    argv : the whole command line, for errors that show it.
 
     Raises
     ------
-    UsageError : a variable has a wrong value, or ``--json`` is given where only a dry run prints JSON.
+    UsageError : a variable has a wrong value, or ``--json`` is given, but only a dry run prints JSON.
     """
     for name, value in vars(parsed).items():
         if isinstance(value, _VariableValue):
@@ -327,11 +357,12 @@ def read_options(parsed: argparse.Namespace, command: Command, argv: Sequence[st
 
 
 def flag_variable(flag: str) -> str:
-    """Return the variable that stands in for `flag`."""
+    """Return the variable that sets the option `flag`: ``--log-dir`` -> IMGKIT_LOG_DIR."""
     return "IMGKIT_" + flag.strip("-").replace("-", "_").upper()
 
 
 def _is_on(flag: str, env: Mapping[str, str]) -> bool:
+    """Return whether the variable of a switch is 1. Any value but 1, 0 or an empty text is an error."""
     value = env.get(flag_variable(flag), "")
     if value not in ("", "0", "1"):
         raise UsageError(

@@ -1,4 +1,9 @@
-"""A launch on this node, from the command line to the node agent: the workers' command and the plan."""
+"""A launch on this node, from the command line to the node agent.
+
+`parse_app` and `parse_user_program` return the options and the workers' command. `launch_worker` finds the
+placement of this node, makes the plan with all its warnings, and runs the node agent. With ``--direct``, or
+if the launcher has started every rank itself, there is no node agent: this process becomes the rank.
+"""
 
 from __future__ import annotations
 
@@ -39,21 +44,24 @@ from imgkit_entrypoints.schedulers import resolve
 from imgkit_entrypoints.schedulers.placement import Placement, PlacementRequest
 from imgkit_entrypoints.system import HOST_LIBS
 
+# "python", "python3" or "python3.11" before a script.
 _PYTHON = re.compile(r"python(3(\.[0-9]+)?)?")
 _USAGE = "dist-run [OPTIONS] SCRIPT|-m MODULE [ARGS]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worker:
-    """What torchrun starts for each rank."""
+    """The command that torchrun starts for each rank."""
 
     argv: tuple[str, ...]
     is_imgkits: bool
-    """It is a program of this package: the current folder and PYTHONPATH do not reach it."""
+    """True for a program of this package, which imports nothing from the current folder or PYTHONPATH."""
 
 
 def parse_app(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> tuple[LaunchOptions, Worker]:
-    """Return the options of the launch, and the app of `command` with the rest of `argv`.
+    """Return the options of the launch, and the app of `command` as the worker.
+
+    The app gets all arguments that are not options of the launch, and parses them again in each worker.
 
     Raises
     ------
@@ -64,11 +72,14 @@ def parse_app(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> 
     full_parser = launch_parser(command, env, app.OPTIONS)
     full_parser.formatter_class = argparse.RawDescriptionHelpFormatter
     full_parser.epilog = getattr(app, "EXAMPLES", None)
-    full_parser.parse_args(argv[1:])  # one check of everything, and --help with all groups
+    # The first parser knows all options: it checks the whole line, and prints --help with all groups. The
+    # second one knows only those of the launch, and leaves the app's arguments.
+    full_parser.parse_args(argv[1:])
     parsed, arguments = launch_parser(command, env).parse_known_args(argv[1:])
     if hasattr(app, "check"):
         app.check(arguments, env)
     options = read_options(parsed, command, argv)
+    # --json is an option of the launch, but an app that prints its result as JSON needs it as well.
     arguments += ["--json"] if command.prints_json and options.json else []
     worker_argv = (sys.executable, "-I", "-u", "-m", command.app, *arguments)
     return options, Worker(argv=worker_argv, is_imgkits=True)
@@ -77,7 +88,10 @@ def parse_app(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> 
 def parse_user_program(
     command: Command, argv: Sequence[str], env: Mapping[str, str]
 ) -> tuple[LaunchOptions, Worker]:
-    """Return the options of the launch, and the user program that follows them in `argv`.
+    """Return the options of the launch, and the user's program that follows them in `argv`.
+
+    With ``--per-node``, the program is any command, which runs as it is. Otherwise it runs in
+    user_program.py.
 
     Raises
     ------
@@ -99,6 +113,7 @@ def parse_user_program(
         _refuse_missing_run_folder((*program, *parsed.worker_arg), env)
         return read_options(parsed, command, argv), Worker(argv=tuple(program), is_imgkits=False)
     if not parsed.module and _PYTHON.fullmatch(PurePath(program[0]).name):
+        # The hint is the same line without the interpreter and its usual option -u.
         before = [arg for arg in argv[1 : len(argv) - len(program)] if arg != "--"]
         script = [arg for arg in program[1:] if arg != "-u"]
         raise UsageError(
@@ -112,6 +127,7 @@ def parse_user_program(
 
 
 def _refuse_missing_run_folder(node_command: Sequence[str], env: Mapping[str, str]) -> None:
+    """Raise UsageError if a command with ``--per-node`` uses ``{run_dir}``, but there is no run folder."""
     if not env.get("IMGKIT_RUN_DIR") and per_node.uses_placeholder(node_command, "run_dir"):
         raise UsageError(
             "the command uses {run_dir}, but this run has no run folder",
@@ -121,12 +137,17 @@ def _refuse_missing_run_folder(node_command: Sequence[str], env: Mapping[str, st
 
 
 def _program_options_hint(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> str:
-    """Return the command line with the options of the program behind it; empty if no program is in sight."""
+    """Return a hint with the user's command line in the right order, after an unknown option.
+
+    The unknown options before a ``.py`` file are most likely those of the program: ``dist-run --lr 1
+    train.py`` -> ``dist-run train.py --lr 1``. The hint is empty if no argument ends with ``.py``.
+    """
     position = next((index for index, arg in enumerate(argv) if index and arg.endswith(".py")), 0)
     if not position:
         return ""
     launch_options = list(argv[1:position])
     _, rest = launch_parser(command, env).parse_known_args(launch_options)
+    # Remove each unknown argument where it stands last, so that an equal value of an option before it stays.
     for arg in reversed(rest):
         del launch_options[len(launch_options) - 1 - launch_options[::-1].index(arg)]
     line = shlex.join([command.name, *launch_options, argv[position], *rest, *argv[position + 1 :]])
@@ -134,11 +155,11 @@ def _program_options_hint(command: Command, argv: Sequence[str], env: Mapping[st
 
 
 def find_placement(request: PlacementRequest, env: Mapping[str, str]) -> Placement:
-    """Find this node's rank and the other nodes of the job.
+    """Return this node's rank and the other nodes of the job.
 
     Raises
     ------
-    NoPlan : there is none, or two launchers contradict each other.
+    NoPlan : no placement can be right, or two launchers contradict each other.
     """
     system = facts.system_facts(env=env)
     suffix = system.fabric.head_suffix if system else ""
@@ -147,18 +168,19 @@ def find_placement(request: PlacementRequest, env: Mapping[str, str]) -> Placeme
 
 
 def launch_worker(options: LaunchOptions, worker: Worker, env: Mapping[str, str]) -> int:
-    """Launch `worker` on this node, or with ``--dry-run`` print how; return the exit code.
+    """Launch `worker` on this node, and return the exit code. With ``--dry-run``, only print the plan.
 
     Raises
     ------
-    NoPlan : no launch can be right. UsageError : this Python has no torch, a file prevents the run from
-    starting, the working directory was deleted, or the file of the secret is not safe. ToolFailed : see
+    NoPlan : no launch can work. UsageError : this Python has no torch, a file prevents the run from starting,
+    the working directory was deleted, or the file of the secret is not safe. ToolFailed : see
     `NodeAgent.run`.
     """
     _refuse_deleted_folder(env)
     placement, host = find_placement(options.placement, env), facts.gather(env=env)
     launch_plan, child_env = make_plan(options, worker, env, placement, host)
     if options.dry_run:
+        # A dry run names the source of the secret, but neither reads nor makes it.
         meets = placement.nnodes > 1 and launch_plan.mode != "direct"
         source = secret.source(options.secret_file, env, shared_home=_shared_home(env)) if meets else ""
         planned = dataclasses.replace(launch_plan, secret=source)
@@ -207,7 +229,7 @@ def launch_worker(options: LaunchOptions, worker: Worker, env: Mapping[str, str]
 
 
 def _refuse_deleted_folder(env: Mapping[str, str]) -> None:
-    """Raise UsageError where no path leads to the working directory, since torch would not say so."""
+    """Raise UsageError if the working directory was deleted. The later error of torch would not say so."""
     try:
         Path.cwd()
     except OSError as error:
@@ -221,7 +243,7 @@ def _refuse_deleted_folder(env: Mapping[str, str]) -> None:
 def make_plan(
     options: LaunchOptions, worker: Worker, env: Mapping[str, str], placement: Placement, host: HostFacts
 ) -> tuple[LaunchPlan, dict[str, str]]:
-    """Return the plan with all its warnings, and the workers' environment."""
+    """Return the plan with all its warnings and notes, and the workers' whole environment."""
     system, reader = facts.system_facts(env=env), facts.Reader(root=facts.root_of(env))
     launch_plan = plan.make(
         options.request,
@@ -242,7 +264,7 @@ def make_plan(
     )
     cache = _compile_cache(options, env, host, reader)
     cache_variables = compile_cache.variables(cache.folder, env) if cache else {}
-    unset = dict.fromkeys((*launch_plan.unset, *environment.unset))
+    unset = dict.fromkeys((*launch_plan.unset, *environment.unset))  # each name once, in order
     offline = internet.OfflineSettings(env={}, notes=())
     if not worker.is_imgkits:
         offline = internet.settings(
@@ -254,20 +276,23 @@ def make_plan(
     launch_plan = dataclasses.replace(
         launch_plan,
         unset=tuple(unset),
+        # Of two values for a variable, the later one in this list counts.
         env={**environment.env, **cache_variables, **offline.env, **launch_plan.env},
         environment=environment,
         cache=cache,
     )
     child_env = {name: value for name, value in env.items() if name not in unset}
     child_env |= launch_plan.env
-    child_env.pop(secret.VARIABLE, None)
+    child_env.pop(secret.VARIABLE, None)  # only the node agent needs the secret
     if worker.is_imgkits:
         child_env.pop("PYTHONPATH", None)  # a json.py in it would end every worker
     absent = absent_files(reader, child_env)
     odd = resolve.placement_warnings(
         placement, options.placement, env, recipe=system.scheduler if system else ""
     )
-    is_cluster_node = bool(host.gpus or host.rdma or host.cxi)  # a laptop needs no word about a scheduler
+    # Without GPUs and a fast network, this is most likely a laptop, where a warning about the scheduler is
+    # noise.
+    is_cluster_node = bool(host.gpus or host.rdma or host.cxi)
     warnings = (
         *odd,
         *launch_plan.warnings,
@@ -276,7 +301,8 @@ def make_plan(
     )
     hidden = launch_plan.hidden if is_cluster_node else launch_plan.hidden.union(odd)
     notes = tuple(filter(None, (environment.text, *offline.notes)))
-    if not environment.changes_variables:  # containers allow core dumps by default: no line for each start
+    # Containers allow core dumps by default, so a note about them alone would appear at every start.
+    if not environment.changes_variables:
         hidden |= {environment.text}
     return dataclasses.replace(launch_plan, warnings=warnings, hidden=hidden, notes=notes), child_env
 
@@ -284,7 +310,8 @@ def make_plan(
 def _compile_cache(
     options: LaunchOptions, env: Mapping[str, str], host: HostFacts, reader: facts.Reader
 ) -> compile_cache.CompileCache | None:
-    """Return this node's cache of compiled code; None where no folder can hold it."""
+    """Return this node's cache of compiled code, or None if no folder can hold it."""
+    # In an image, its manifest gives the key. Elsewhere, the version of torch and the Python environment do.
     key = compile_cache.make_key(reader.text(MANIFEST_JSON) or f"{host.torch_version} {sys.prefix}")
     folder = compile_cache.find_folder(env, key, is_shared=partial(storage.on_network_disk, reader))
     file = options.compile_cache and files.in_job_folder(Path(options.compile_cache), env).absolute()
@@ -292,10 +319,16 @@ def _compile_cache(
 
 
 def _run_rank(launch_plan: LaunchPlan, child_env: Mapping[str, str], env: Mapping[str, str]) -> int:
-    """Replace this process by one rank."""
+    """Replace this process by one rank, in direct mode.
+
+    Raises
+    ------
+    UsageError : the run folder cannot be used, or has a file that prevents the run from starting.
+    """
     from imgkit_entrypoints.launch.stop_protocol import RunFolder
 
-    if folder := RunFolder.of(env, print_message):  # else the node agent asks
+    # In other modes, the node agent makes these two checks.
+    if folder := RunFolder.of(env, print_message):
         folder.refuse_unusable()
         folder.refuse_stopped()
     os.execvpe(launch_plan.argv[0], launch_plan.argv, child_env)  # noqa: S606 - an argv list, no shell
@@ -308,7 +341,7 @@ def _run_agent(
     host: HostFacts,
     run_secret: bytes | None,
 ) -> int:
-    """Run the node agent; return its exit code."""
+    """Run the node agent of this node, and return its exit code. The head announces the plan first."""
     from imgkit_entrypoints.launch.agent import NodeAgent, NodeConfig  # --dry-run prints sooner without it
     from imgkit_entrypoints.rollcall import gather
     from imgkit_entrypoints.rollcall.messages import NodeInfo
@@ -316,6 +349,7 @@ def _run_agent(
     if launch_plan.placement.node_rank == 0:
         for text in launch_plan.announcements(verbose=options.verbose):
             print_message(text)
+    # The interface whose address the other nodes test. None skips the test.
     carrier = sockets.selected_interface(host, child_env) if options.network_test else None
     node = NodeInfo(
         host=host.hostname,
@@ -348,16 +382,19 @@ def _run_agent(
 
 
 def _pack_cache(cache: compile_cache.CompileCache) -> None:
+    """Pack the compiled code after a successful run, and print what was done."""
     if message := cache.pack():
         print_message(message)
 
 
 def link_host_libraries(links: Mapping[str, str]) -> None:
-    """Make the folder on the library path that has the host's libraries, if a plan uses any.
+    """Make the folder of links to libraries of the host, which is on the library path of the workers.
+
+    Do nothing if the plan uses no library of the host.
 
     Raises
     ------
-    UsageError : it cannot be made, or is not as this user would make it.
+    UsageError : the folder cannot be made, or another user may have made it.
     """
     if not links:
         return
@@ -370,11 +407,13 @@ def link_host_libraries(links: Mapping[str, str]) -> None:
 
 
 def _find_secret(options: LaunchOptions, env: Mapping[str, str], placement: Placement) -> bytes | None:
-    """Return the secret by which the nodes authenticate each other; None: none is needed or set.
+    """Return the secret by which the nodes authenticate each other, or None if none is needed or set.
+
+    Without a secret on several nodes, the head prints how to set one.
 
     Raises
     ------
-    NoPlan : the start is open, but must not be. UsageError : see `secret.find`.
+    NoPlan : no secret is set, but ``--require-secret`` is given. UsageError : see `secret.find`.
     """
     if placement.nnodes == 1 or placement.direct is not None:
         return None
@@ -388,7 +427,8 @@ def _find_secret(options: LaunchOptions, env: Mapping[str, str], placement: Plac
         )
     if placement.node_rank == 0:
         port = ports.rollcall_port(placement.job_id, placement.port)
-        # Started by hand, the run has no job id that strangers would have to know, and always the same port.
+        # A run that is started by hand has no job id that strangers would have to know, and so always the
+        # same port.
         is_by_hand = not placement.job_id and placement.port is None
         alternative = f", or at least the same random port to all nodes: --port {ports.any_free()}"
         print_message(
@@ -399,17 +439,21 @@ def _find_secret(options: LaunchOptions, env: Mapping[str, str], placement: Plac
 
 
 def _shared_home(env: Mapping[str, str]) -> bool:
+    """Return whether the secret file in the user's home is on a network disk, which other nodes share."""
     path = secret.home_file(env)
     return path is not None and storage.on_network_disk(facts.Reader(root=facts.root_of(env)), str(path))
 
 
 def print_message(text: str, *more_lines: str) -> None:
-    """Print a message of one line or several; results alone go to stdout."""
+    """Print a message to standard error. Standard output is for results alone."""
     terminal.print_messages(f"imgkit: {text}", *more_lines)
 
 
 def _shadowing_folders(env: Mapping[str, str]) -> tuple[str, ...]:
-    """Name folders of PYTHONPATH, kept for the user program, that hide the image's torch or numpy."""
+    """Return warnings about folders of PYTHONPATH with a torch or numpy that hides the image's.
+
+    PYTHONPATH stays for the user's program, which may need its own modules from there.
+    """
     return tuple(
         f"PYTHONPATH: {folder} contains another {name}, which shadows that of the image"
         for folder in filter(None, env.get("PYTHONPATH", "").split(":"))
@@ -419,7 +463,8 @@ def _shadowing_folders(env: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _has_module(folder: Path, name: str) -> bool:
+    """Return whether Python would find the package or module `name` in `folder`."""
     try:
         return (folder / name).is_dir() or (folder / f"{name}.py").is_file()
-    except OSError:  # a folder of the host that this user may not enter
+    except OSError:  # this user may not enter the folder
         return False

@@ -1,10 +1,15 @@
-"""The node agent: run torchrun, or one program, on this node and end it well.
+"""The node agent: run torchrun, or one program, on this node and end it in an orderly way.
 
 There is one agent on each node, and the head's agent decides about attempts (attempts.py). Three processes
-belong together: this one, which takes the signals and holds the connection to the other nodes; the guard,
-below which everything runs (guard.py); torchrun. Schedulers signal every process of a job step, so torchrun
-and its workers start with `STOP_SIGNALS` blocked. Only this process acts on them, by the stop flag
-(stop_protocol.py). A user program has them unblocked again (user_program.py).
+belong together on each node:
+
+* the node agent, which takes the signals and holds the connection to the other nodes,
+* the guard, below which everything else runs (guard.py),
+* torchrun, or the user's own command (per_node.py).
+
+Schedulers signal every process of a job step, so torchrun and its workers start with `STOP_SIGNALS` blocked.
+Only the node agent acts on a signal: it raises the stop flag (stop_protocol.py), which the program reads. A
+user program has the signals unblocked again (user_program.py).
 """
 
 from __future__ import annotations
@@ -64,56 +69,64 @@ from imgkit_entrypoints.rollcall.session import HeadSession, Readable, Session
 from imgkit_entrypoints.schedulers.placement import Placement, Size
 
 TICK_S = 1.0
-"""Longest time between two looks at the other nodes, the stop file and the workers."""
+"""Longest time in seconds between two checks of the other nodes, the stop file and the workers."""
 BESIDE_S = 60.0
-"""Longest time after a success for which the others wait for the head."""
+"""Longest time in seconds for which the other nodes wait while the head runs `on_success`."""
 ALONE_S = 10.0
-"""Time after which a node says that its command has ended before the head's: many end together."""
+"""Seconds after which a node reports that its command ended before that of the head.
+
+The commands of a run usually end within moments of each other, and then no message is needed.
+"""
 PLAN_FILE = "launch.txt"
+"""File in the run's folder with every setting and its reason."""
 EXPLAINED_CHARACTERS = 64 * 1024
-"""Last characters of the error output that are searched for known failures."""
+"""Number of last characters of the error output that are searched for known failures (explain.py)."""
 
 
 State = Callable[[], "State | None"]
-"""A method of `NodeAgent`: it does what the agent does in this state, and returns the next one; None: end."""
+"""A method of `NodeAgent` that does the work of one state and returns the next state, or None at the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeConfig:
-    """What a node agent needs to know."""
+    """The command, the environment and the limits with which a node agent runs."""
 
     argv: Sequence[str]
-    """The command; `plan.fill` or `per_node.fill` puts in what the roll call decides."""
+    """The command. `plan.fill` or `per_node.fill` replaces its markers by what the roll call decides."""
     env: Mapping[str, str]
-    """The whole environment of the command; the stop protocol's variables and the line prefix are added.
+    """The whole environment of the command. The agent adds the stop protocol's variables and the line prefix.
 
-    IMGKIT_STOP_DIR is the parent of the node's stop folder; unset, the folder is a temporary one."""
+    If IMGKIT_STOP_DIR is set, it is the parent of the node's stop folder. Otherwise the folder is temporary.
+    """
     placement: Placement
     node: NodeInfo
-    """This node, as the others see it."""
+    """What this node reports about itself to the other nodes."""
     timeouts: Timeouts
     log: Callable[..., None]
-    """Prints one message of one or several lines."""
+    """Function that prints one message. Each argument is one line of the message."""
     max_failures: int = 0
-    """Lost nodes and failed workers that the run survives by a new attempt."""
+    """Number of lost nodes and failed workers after which the run still starts a new attempt."""
     secret: bytes | None = None
-    """What all nodes of the run know, and no stranger; None: an open start."""
+    """The secret that all nodes of the run share. With None, any program can join the roll call."""
     preflight: str | None = None
-    """The module that measures a node before the start; None: no preflight."""
+    """The module that measures a node before the start, or None for a run without a preflight."""
     log_dir: str | None = None
-    """Folder for the log of a failed run; None: the run's folder, or a temporary one."""
+    """Folder for the log of a failed run. With None, the log goes to the run's folder or a temporary one."""
     on_success: Callable[[], None] | None = None
-    """What the head does when the command has succeeded or saved, while the other nodes wait."""
+    """Function that the head calls once its command has succeeded or saved, while the other nodes wait."""
     is_per_node: bool = False
-    """The command is the user's own, and no torchrun (per_node.py)."""
+    """True if the command is the user's own and runs once on each node, without torchrun (per_node.py)."""
     gpu_query: Sequence[str] = ()
-    """The command that prints how much the GPUs of this node are used (gpu_use.py); empty: none is used."""
+    """The command that prints how much this node's GPUs are used (gpu_use.py).
+
+    Empty on a run without GPUs.
+    """
     plan_text: str = ""
     """Every setting with its reason, for `PLAN_FILE` in the run's folder."""
 
 
 class NodeAgent:
-    """One node of a run, from the meeting of all nodes to its exit code: a state machine.
+    """A state machine for one node of a run, from the meeting of all nodes to the exit code.
 
     ========= =================================== ========================================== ==========
     state     what the agent does                 event                                      next state
@@ -153,28 +166,34 @@ class NodeAgent:
         self._run_folder = run_folder if self.is_head else None
         self._signals = CollectedSignals()
         self._deadline = Deadline()
-        """The end of the program by force; between attempts, the end of the waiting."""
+        """Time at which the program is ended by force. Between attempts, time at which the waiting ends."""
         self._session: Session | None = None
         self._attempts: Attempts | None = None
-        """Set on the head."""
+        """The decisions about attempts. Set on the head only, after the roll call."""
         self._order: AttemptStart | None = None
-        """The attempt that the head has ordered."""
+        """The attempt that the head has ordered and this node has not started yet."""
         self._cancelled = 0
-        """The latest attempt that the head has ended."""
+        """Number of the latest attempt that the head has ended, or 0."""
         self._run_code: int | None = None
-        """The exit code of the run, once the head has ended it."""
+        """The exit code of the run. It is None until the head ends the run."""
         self._is_head_lost = False
         self._command: GuardedCommand | None = None
         self._attempt = 0
         self._attempt_began = 0.0
         self._code = EXIT_NO
-        """Exit code of this node alone in its latest attempt; at the end, that of the agent."""
+        """Exit code of this node alone in its latest attempt.
+
+        After the last one, the agent's own exit code.
+        """
         self._failure: RankFailure | None = None
-        """The first failed worker of this node in the latest attempt."""
+        """The worker of this node that failed first in the latest attempt."""
         self._saved_state = ""
-        """Job id and step of the state that the latest attempt has saved; empty: it has saved none."""
+        """Job id and step that the latest attempt has saved, such as ``4711.0 300``.
+
+        Empty if it saved nothing.
+        """
         self._stall = ""
-        """Why the start of this attempt took too long; only the head knows."""
+        """Message about a start of this attempt that took too long. Only the head sets it (`StartWatch`)."""
         self._is_output_lost = False
         self._final_lines: tuple[str, ...] = ()
         began_s = start_began_s(config.env, self._run_folder)
@@ -184,12 +203,13 @@ class NodeAgent:
         self._run_id = secrets.token_hex(4)
         self._stop_folder = Path()
         self._folders = ExitStack()
-        """Further folders, which are removed after the run."""
-        # The roll call of the head raises it; the command keeps it.
+        """Folders that the agent makes during the run, such as Ray's, and removes after it."""
+        # The head raises its own limit of open files in the roll call (rollcall/gather.py). The command still
+        # gets the limit that the user or the scheduler has set.
         self._open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._env: Mapping[str, str] = {}
         self._memory = config.env.get(explain.MEMORY, "")
-        # Of the current attempt:
+        # These three belong to one attempt: `_start_command` makes them anew.
         self._watchdog: Watchdog
         self._late_records: LateRecords
         self._start_watch: StartWatch | None
@@ -217,7 +237,9 @@ class NodeAgent:
                     PLAN_FILE, self.config.plan_text, "the reasons of the settings are not there"
                 )
             try:
-                if self._shared_folder:  # on every node: none waits in the roll call for one that has refused
+                # Every node looks for the stop file. If only the head refused, the others would wait for it
+                # in the roll call.
+                if self._shared_folder:
                     self._shared_folder.refuse_stopped()
                 self._run_states()
             except ImgkitError as error:
@@ -226,13 +248,14 @@ class NodeAgent:
             finally:
                 if self._final_lines:
                     self.log(*self._final_lines)
-                # Last, for the job script:
+                # The job script takes this file as the end of the run, so it is written last.
                 text = f"{self.job_id} {self._code}\n"
                 loss = "the job script and imgkit status will not see how the run has ended"
                 self._write_run_file(RESULT, text, loss)
         return self._code
 
     def _run_states(self) -> None:
+        """Run one state after another, set the exit code, and close all processes and connections."""
         state: State | None = self._gather
         try:
             while state:
@@ -254,7 +277,10 @@ class NodeAgent:
                 self._log_summary(self._session)
 
     def _log_summary(self, session: HeadSession) -> None:
-        """Print where the time of the run went, and how much it used its GPUs, as far as that is known."""
+        """Print one line about where the time of the run went and how much it used its GPUs.
+
+        Print only the parts that are known, and nothing without any.
+        """
         texts = [self._timer.summary(session.placement.nnodes)]
         use = self._write_gpu_use(session)
         if use:
@@ -264,7 +290,10 @@ class NodeAgent:
             self.log(line)
 
     def _write_gpu_use(self, session: HeadSession) -> GpuUse | None:
-        """Write how much the GPUs of all nodes were used until now into the run's folder, and return it."""
+        """Write the GPU use of all nodes so far into the run's folder, and return it.
+
+        Return None and write nothing if no node has read its GPUs yet.
+        """
         use = gpu_use.combine(session.gpu_uses.values())
         if use:
             text = json.dumps(dataclasses.asdict(use)) + "\n"
@@ -275,12 +304,12 @@ class NodeAgent:
 
     @property
     def session(self) -> Session:
-        """The connections to the other nodes, after they have met."""
+        """Return the connections to the other nodes, which exist once all nodes have met."""
         assert self._session is not None  # noqa: S101 - every state after gather has it
         return self._session
 
     def _gather(self) -> State:
-        """Meet the agents of all nodes."""
+        """Meet the agents of all nodes, and return the preflight or the first attempt as the next state."""
         config = self.config
         self._start_up.ends("container", process_began_s())
         self._start_up.ends("node_agent")
@@ -295,7 +324,7 @@ class NodeAgent:
         )
         self._start_up.ends("roll_call")
         self._session.lost_after_s = config.timeouts.lost_after_s
-        guard.adopt_orphans()  # for the case that a guard itself is killed
+        guard.adopt_orphans()  # if a guard is killed, its processes become children of this one
         self._env = self._command_env()
         if isinstance(self._session, HeadSession):
             for warning in self._session.warnings:
@@ -315,7 +344,7 @@ class NodeAgent:
         """Return the environment of the command, the same in every attempt."""
         config = self.config
         env = {
-            # torchrun knows no host name: each line of --tee says [host:rank].
+            # torchrun's own prefix for the lines of --tee names no host. This one is "[host:rank]: ".
             "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": f"[{config.node.host.replace('$', '$$')}:${{rank}}]: ",
             **config.env,
             "IMGKIT_STOP_DIR": str(self._stop_folder),
@@ -325,7 +354,11 @@ class NodeAgent:
         return {**env, fence.VARIABLE: self._run_id} if self.is_head else env
 
     def _admit_attempt(self, attempt: int) -> None:
-        """Let only workers of `attempt` write into the run's folder, if there may be another attempt."""
+        """Let only workers of `attempt` write into the run's folder.
+
+        Workers of an earlier attempt may still run on a lost node. A run that can have only one attempt needs
+        no such fence.
+        """
         size = self.session.placement.size
         if self._run_folder is None or (size is None and not self.config.max_failures):
             return
@@ -333,7 +366,7 @@ class NodeAgent:
             self.log(f"warning: {problem}")
 
     def _preflight(self) -> State:
-        """Measure all nodes; the run goes on without those that are left out."""
+        """Measure all nodes, then begin the first attempt without the slow ones."""
         assert self.config.preflight  # noqa: S101 - else this state is skipped
         size, nnodes = self.session.placement.size, self.session.placement.nnodes
         needs = PreflightConfig(
@@ -350,15 +383,21 @@ class NodeAgent:
         return self._begin_attempts(excluded)
 
     def _begin_attempts(self, excluded: Collection[int] = ()) -> State:
+        """On the head, order the first attempt without the nodes in `excluded`. Return the next state."""
         if self._attempts:
             self._attempts.start(excluded)
         return self._start
 
     def _start(self) -> State | None:
-        """Wait for the head's next attempt, and start the command in it."""
+        """Wait for the head's next attempt, and start the command in it.
+
+        Return None, the end, if the head ends the run or is lost, after a second signal, or if the other
+        nodes take too long to stop. A node that is a spare in the attempt stays in this state.
+        """
         report_at = float("inf")
         if self.config.is_per_node and not self.is_head and self._code == 0 and not self._deadline.has_begun:
-            # It may be right, but `ray symmetric-run` also returns 0 where Ray has failed on its node.
+            # The command may have finished as intended. But `ray symmetric-run` also returns 0 if Ray has
+            # failed on its node, so the user should know if the head's command goes on for long.
             report_at = time.monotonic() + ALONE_S
         self._deadline = Deadline()
         if self.stop:
@@ -389,14 +428,17 @@ class NodeAgent:
         return self._stop if self.stop else self._watch
 
     def _start_command(self, order: AttemptStart, node_rank: int) -> None:
-        """Start the command of an attempt; nothing if the attempt is over before it has begun here."""
+        """Start the command of an attempt under a guard, with a new watchdog.
+
+        Start nothing if the head has cancelled the attempt in the meantime. `self._command` is then None.
+        """
         folder = self._stop_folder
         self._attempt, self._attempt_began, self._code = order.attempt, time.time(), EXIT_NO
         self._deadline, self._stall, self._saved_state, self.session.phase = Deadline(), "", "", STARTING
         if self.config.is_per_node:
             self._deadline = Deadline(self.config.timeouts.grace_s)
         stop_protocol.clear(folder)
-        if self.stop:  # it has come while the others started
+        if self.stop:  # the request came while the other nodes started
             self._raise_flag(self.stop)
         self._late_records = LateRecords(folder)
         hang_after_s = self.config.timeouts.hang_after_s
@@ -409,7 +451,7 @@ class NodeAgent:
         first_s = self._timer.start_attempt(folder)
         if order.attempt <= self._cancelled:
             return
-        # A later attempt begins with torchrun.
+        # The parts before torchrun, such as the roll call, belong to the first attempt only.
         parts = self._start_up if order.attempt == 1 else StartUp(time.monotonic())
         argv, variables = self._fill_command(order, node_rank)
         self._command = GuardedCommand(
@@ -432,7 +474,7 @@ class NodeAgent:
             self.log(f"{program} starts again {waited_s:.1f} s after the failure was noticed")
 
     def _fill_command(self, order: AttemptStart, node_rank: int) -> tuple[Sequence[str], Mapping[str, str]]:
-        """Return the argv of an attempt, and the variables that only this attempt has."""
+        """Return the argv of an attempt, and the variables that are different in each attempt."""
         config = self.config
         if not config.is_per_node:
             argv = plan.fill(
@@ -449,20 +491,20 @@ class NodeAgent:
         variables = per_node.variables(values)
         if not config.env.get(per_node.RAY_TMPDIR):
             path = per_node.ray_folder(order)
-            with suppress(OSError):  # without the variable, Ray itself says which folder it cannot use
+            with suppress(OSError):  # without the variable, Ray itself reports which folder it cannot use
                 self._folders.enter_context(stop_protocol.locked_folder(path))
                 variables[per_node.RAY_TMPDIR] = str(path)
         return per_node.fill(config.argv, values), variables
 
     def _watch(self) -> State:
-        """Watch the command until it has ended, or has to end."""
+        """Watch the command until it has ended or must be ended. Return the next state."""
         while self._supervise_tick():
             if self.stop or self._deadline.at < float("inf"):
                 return self._stop
         return self._restart
 
     def _stop(self) -> State:
-        """Wait until the program has saved and ended; from the deadline on, end it by force."""
+        """Wait until the program has saved and ended. From the deadline on, end it step by step by force."""
         while self._supervise_tick():
             if self._deadline.is_due() and self._command:
                 was_forced = self._deadline.is_forced
@@ -473,7 +515,10 @@ class NodeAgent:
         return self._restart
 
     def _supervise_tick(self) -> bool:
-        """React to whatever happens within a tick; return False once nothing of the command is left."""
+        """Wait up to one tick, and react to the command, the other nodes and the workers.
+
+        Return False once no process of the command is left.
+        """
         session, command = self.session, self._command
         assert command is not None  # noqa: S101 - the states that watch it have it
         self._wait(command, self._signals)
@@ -513,14 +558,14 @@ class NodeAgent:
             self._write_gpu_use(self._session)
 
     def _report_lost_output(self) -> None:
-        """Say once that what the ranks print is lost."""
+        """Report once that the output of the ranks is lost, because standard output is closed or full."""
         if self._is_output_lost or not (reason := stop_protocol.lost_output(self._stop_folder)):
             return
         self._is_output_lost = True
         self.log(f"standard output is closed or full ({reason}): output of the ranks is lost")
 
     def _restart(self) -> State:
-        """Explain how the attempt has ended on this node, and report it to the head."""
+        """Explain how the attempt ended on this node, and report that to the head."""
         command, self._command = self._command, None
         if command:
             self._code = self._node_code(command.wait())
@@ -543,17 +588,24 @@ class NodeAgent:
         return self._start
 
     def _run_while_connected(self, function: Callable[[], None]) -> None:
-        """Run `function`, and stay in touch with the other nodes meanwhile."""
+        """Run `function` in a thread, and answer the other nodes in the meantime.
+
+        Return when it has ended, or after `BESIDE_S` seconds.
+        """
         thread = threading.Thread(target=function, daemon=True)
         thread.start()
-        thread.join(0.1)
+        thread.join(0.1)  # a function that ends at once need not wait for a whole tick
         end = time.monotonic() + BESIDE_S
         while thread.is_alive() and time.monotonic() < end:
             self._wait(self._signals)
             self._handle_events()
 
     def _node_code(self, code: int) -> int:
-        """Return the exit code of this node alone, where its command ended with `code`."""
+        """Return the exit code of this node alone, given the `code` with which its command ended.
+
+        A saved state counts more than the code, and the reason for which the agent ended the program counts
+        more than the signal that it used. A program that a signal killed has 128 plus its number.
+        """
         step, problem = stop_protocol.saved_step(self._stop_folder, self.job_id)
         if problem:
             self.log(f"warning: {problem}")
@@ -575,7 +627,10 @@ class NodeAgent:
         return code if code > 0 else 128 - code
 
     def _first_failure(self, command: GuardedCommand) -> RankFailure | None:
-        """Return the worker of this node that failed first, and write the log."""
+        """Return the worker of this node that failed first, with the path of the full log that is written.
+
+        Return None, and write no log, if no worker or command is known to have failed by itself.
+        """
         failure: RankFailure | None
         if self.config.is_per_node:
             if self._deadline.has_begun:
@@ -593,9 +648,9 @@ class NodeAgent:
         return dataclasses.replace(failure, log=log)
 
     def _explain(self, command: GuardedCommand) -> None:
-        """Report what is known about a failure of the attempt."""
+        """Print the known explanations of a failed attempt, and where NCCL's flight recorder wrote."""
         failed_rank = self._failure if self._failure and self._failure.rank is not None else None
-        # What is known of a killed rank is in the final message.
+        # A rank without a traceback was usually killed, and the final message explains that.
         is_silent = failed_rank is not None and not failed_rank.lines
         if not self.stop and not self._deadline.has_begun and not is_silent:
             is_alone = self.session.placement.nnodes == 1
@@ -607,9 +662,13 @@ class NodeAgent:
             self.log(dumps)
 
     def _failure_lines(self, *, of_previous: bool = False) -> tuple[str, ...]:
-        """Return the lines about a failed run; `of_previous`: about the attempt before this one."""
+        """Return the lines about a failed run, which are printed last.
+
+        The head describes the failure that came first on any node, and every other node has one line about
+        its own worker. With `of_previous`, the lines are about the attempt before this one.
+        """
         session, name = self.session, self._node_name()
-        if self._stall:  # what the ranks have left is a consequence
+        if self._stall:  # the ranks failed because the agent ended them, so their errors say nothing
             return (self._stall,)
         if isinstance(session, HeadSession):
             return failures.of_run(session, name, self.log, memory=self._memory, of_previous=of_previous)
@@ -624,7 +683,10 @@ class NodeAgent:
         return self.session.node_name(self.session.placement.node_rank, self.config.node.host)
 
     def _finish(self) -> int:
-        """Return the exit code of this node; ask the job script to requeue a run with a new state."""
+        """Return the exit code of this node, and ask the job script to requeue a run that has saved.
+
+        The code is that of the whole run if the head has ended it, else that of this node.
+        """
         if self._run_code is not None:
             code = self._run_code
         elif self._is_head_lost:
@@ -636,7 +698,7 @@ class NodeAgent:
         if code not in (0, EXIT_SAVED):
             self._final_lines = self._failure_lines()
         if code == EXIT_SAVED and self.stop and not self.stop.requeue:
-            return 0  # a person asked for it: nobody is to requeue the job
+            return 0  # a person asked for the stop, so the job script must not requeue the job
         if code == EXIT_SAVED and self._saved_state and self._run_folder:
             # A scheduler's exit code does not say that the state was saved: Slurm reports the code of a task
             # that it has killed.
@@ -647,7 +709,10 @@ class NodeAgent:
         return code
 
     def _write_run_file(self, name: str, text: str, loss: str) -> None:
-        """Write a file into the run's folder; where that fails, warn of the `loss`."""
+        """Write a file into the run's folder. If that fails, print a warning that ends with `loss`.
+
+        Do nothing for an empty `text`, or on a node that does not look after the folder.
+        """
         if self._run_folder is None or not text:
             return
         try:
@@ -656,10 +721,14 @@ class NodeAgent:
             self.log(f"warning: {self._run_folder.path}: {error.strerror}; {loss}")
 
     def _patience_s(self) -> float:
-        """Return the seconds that the others have to save and end, in which this node has nothing to do."""
+        """Return the seconds that the other nodes may take to save and end: the grace time and three steps.
+
+        The steps are HUP, QUIT and KILL (guarded.py).
+        """
         return self.config.timeouts.grace_s + 3 * guarded.END_STEP_S
 
     def _wait(self, *sources: Readable) -> None:
+        """Wait for a message or one of `sources`, for a tick at most and not past the deadline."""
         self.session.wait(sources, min(TICK_S, max(0.0, self._deadline.at - time.monotonic())))
         self._signals.drain()
 
@@ -676,12 +745,16 @@ class NodeAgent:
             self._attempts.check(stopped=self.stop is not None)
 
     def _check_run_folder(self) -> None:
-        """Act on a request in the run's folder. A person's counts also after another one."""
+        """Stop the run if a file in its folder asks for it.
+
+        The request of a person also counts after one for a requeue, since the job must then stay ended.
+        """
         request = self._run_folder.request() if self._run_folder else None
         if request and (self.stop is None or (self.stop.requeue and not request.requeue)):
             self._stop_all(request)
 
     def _handle_event(self, event: Event) -> None:
+        """React to one message of another node. Messages of other kinds need no reaction here."""
         match event:
             case StopOrder():
                 reason = f"{event.reason} on {event.node}"
@@ -700,11 +773,15 @@ class NodeAgent:
                 self._run_code = event.code
 
     def _stop_all(self, request: StopRequest) -> None:
+        """Pass a stop request of this node on to all other nodes, and stop this one."""
         self.session.report(StopOrder(reason=request.reason, requeue=request.requeue))
         self.request_stop(request)
 
     def request_stop(self, request: StopRequest) -> None:
-        """Ask the program to save and end, once. Of two requests, the one of a person counts."""
+        """Ask the program to save and end. A second request changes only whether the job is requeued.
+
+        If one of two requests is a person's, that one counts, and the run ends for good.
+        """
         if self.stop:
             if self.stop.requeue and not request.requeue:
                 self.stop = request
@@ -717,10 +794,12 @@ class NodeAgent:
             self._deadline.set_within(self._patience_s(), "the other nodes are not done")
 
     def _raise_flag(self, request: StopRequest) -> None:
+        """Make the program's stop file, and set the deadline at which the program is ended by force."""
         grace_s = self.config.timeouts.grace_s
         stop_protocol.raise_flag(self._stop_folder, request.reason)
         self.log(f"{request.reason}: asked the program to save and end, waiting up to {grace_s:g} s")
         if self.config.is_per_node:
-            self._deadline.set_now("the grace time is over")  # TERM is its stop request
+            # An ordinary command reads no stop file, so TERM, the first step, is its request to stop.
+            self._deadline.set_now("the grace time is over")
         else:
             self._deadline.set_within(grace_s, "the grace time is over")

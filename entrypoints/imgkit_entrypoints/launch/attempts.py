@@ -1,8 +1,10 @@
 """The head's decisions about attempts: when one is over, whether another one starts, and with which nodes.
 
-Nodes report to the head, and nobody else decides. `Attempts` keeps the state; `assign_ranks`, `end_reason`
-and `describe_cause` are the rules, pure functions of what the head knows. A node has a number from the roll
-call, which never changes, and a node rank in an attempt. The head is number 0, and rank 0 of every attempt.
+All nodes report to the head, and only the head decides. `Attempts` keeps the state. `assign_ranks`,
+`end_reason` and `describe_cause` are the rules: pure functions of what the head knows.
+
+A node has a number from the roll call, which never changes, and a node rank, which may differ between
+attempts. The head is number 0, and rank 0 of every attempt.
 """
 
 from __future__ import annotations
@@ -18,19 +20,23 @@ from imgkit_entrypoints.rollcall.messages import CONNECTING, RENDEZVOUS, STARTIN
 from imgkit_entrypoints.rollcall.session import HeadSession
 from imgkit_entrypoints.schedulers.placement import Size
 
+# Exit codes of a node that has done its part of an attempt: its command succeeded, or has saved its state.
 GOOD = (0, EXIT_SAVED)
+# Largest number of nodes that one message names. It only counts the rest.
 MAX_NAMED = 8
-"""Most nodes that one message names."""
 MIN_START_S = 10.0
-"""Least time of a rendezvous: a node that finds no store yet calls again after seconds."""
+"""Shortest limit for a rendezvous in seconds.
+
+A node that finds no store yet tries again some seconds later.
+"""
 PEER_FAILED_S = 10.0
-"""Time that the head waits for the cause where the first workers failed because a rank elsewhere is gone.
+"""Seconds that the head waits for the cause if the first workers failed because another rank is gone.
 
 With --per-node, it is also the time in which the head's command may end after that of another node: `ray
 symmetric-run` ends its cluster, and with it the commands of the others, before it returns its exit code.
 """
 QUICK_S = 60.0
-"""A second failure so soon after a start ends the run, where no worker has noted its progress."""
+"""Two failures in a row end the run if both came within so many seconds of a start, before any step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,22 +44,25 @@ class FailedAttempt:
     """The end of an attempt that did not finish."""
 
     cause: str
-    """The node, and what the head has seen of it: a lost connection, silence, or an exit code."""
+    """The node and what the head has seen of it, such as ``n3 ended with exit code 1``."""
     position: int | None
-    """Furthest position of a worker (launch/watchdog.py); None: no worker has noted one."""
+    """Position of the furthest worker (launch/watchdog.py), or None if no worker has noted a position."""
     after_s: float
-    """Seconds from the attempt's start."""
+    """Seconds from the attempt's start to the failure."""
     code: int = EXIT_TOOL_FAILED
     """Exit code of the run if this failure ends it."""
 
     @property
     def step(self) -> int | None:
-        """The step at which the furthest worker was; None where none is known, or before the first step."""
+        """Return the step at which the furthest worker was, or None before the first step or if unknown.
+
+        Positions 1 and 2, within step 1 and after it, both mean step 1.
+        """
         return None if self.position is None or self.position < 0 else (self.position + 1) // 2
 
 
 class Attempts:
-    """All attempts of a run, as the head starts and ends them."""
+    """The attempts of a run. The head starts and ends them, and in the end the run."""
 
     def __init__(
         self,
@@ -65,9 +74,14 @@ class Attempts:
         fence: Callable[[int], None],
         is_per_node: bool = False,
     ) -> None:
-        """`fence` is called with an attempt's number before it starts.
+        """Prepare a run of `size`. `start` begins its first attempt.
 
-        With `is_per_node`, the nodes run commands of their own, and the exit code of the head's is the run's.
+        Parameters
+        ----------
+        max_failures : number of failures after which the run still starts another attempt.
+        fence : called with an attempt's number before the attempt starts.
+        is_per_node : the nodes run the user's own commands, and the exit code of the head's command is that
+            of the run.
         """
         self._session, self._size, self._max_failures = session, size, max_failures
         self._log, self._fence, self._is_per_node = log, fence, is_per_node
@@ -76,7 +90,8 @@ class Attempts:
         self._started_at = 0.0
         self._failures: list[FailedAttempt] = []
         self._failure: FailedAttempt | None = None
-        """The first sign that the current attempt fails."""
+        """The first sign that the current attempt fails. None while all is well."""
+        # True once the head has told all nodes to end the current attempt.
         self._is_cancelled = False
         self._excluded: set[int] = set()
         self._logged_losses: set[int] = set()
@@ -85,7 +100,9 @@ class Attempts:
         """Time at which the last failure was noticed, on the monotonic clock."""
 
     def start(self, excluded: Collection[int] = ()) -> None:
-        """Start the next attempt with the nodes that are there, from now on without those in `excluded`.
+        """Start the next attempt with the nodes that are alive, or end the run if that makes no sense.
+
+        The nodes in `excluded` take no part in this attempt and all later ones.
 
         Raises
         ------
@@ -93,12 +110,14 @@ class Attempts:
         """
         self._excluded |= set(excluded)
         alive = [number for number in self._session.alive if number not in self._excluded]
+        # Before the first attempt there are no ranks to keep, hence None.
         ranks = assign_ranks(alive, self._size.training, self._ranks or None)
         code = self._failure.code if self._failure else EXIT_TOOL_FAILED
         if not ranks:
             self._end_run(f"{_nodes_text(len(alive))} left, and the run needs {self._size.training}", code)
             return
         if self._failures and (reason := end_reason(self._failures, self._max_failures)):
+            # The last two causes, the latest one first.
             causes = "; before that: ".join(failure.cause for failure in self._failures[:-3:-1])
             self._end_run(f"{reason} ({causes})", code)
             return
@@ -115,15 +134,18 @@ class Attempts:
         self._session.start_attempt(self._number, ranks)
 
     def check(self, *, stopped: bool) -> None:
-        """React to what the nodes have reported; `stopped`: the run was asked to save and end."""
+        """React to the reports of the nodes: end the attempt, start the next one, or end the run.
+
+        `stopped` is True if the run was asked to save and end. The agent calls this at every tick.
+        """
         session = self._session
         if self._is_over or not self._ranks:
             return
         if not session.reports and len(session.lost) == len(self._logged_losses) and self._failure is None:
-            return  # no news; the rest costs work for every node
+            return  # nothing is new, and what follows takes time for every node
         self._log_losses()
         members = self._ranks.keys()
-        # In the order of their arrival: the first failure decides about the exit code.
+        # The reports are in the order of their arrival, so the first bad code is that of the first failure.
         codes = {number: report.code for number, report in session.reports.items() if number in members}
         lost = {number for number in members & session.lost.keys() if codes.get(number) not in GOOD}
         bad = {number: code for number, code in codes.items() if code not in GOOD}
@@ -140,7 +162,8 @@ class Attempts:
             )
         if self._is_per_node and self._failure and 0 in bad and not self._is_cancelled:
             self._failure = dataclasses.replace(self._failure, code=bad[0])
-        # Asked to stop, a node whose neighbour failed may still save.
+        # During a stop request the others go on after a failure, since they may still save. During normal
+        # work they are ended, but not before the cause of the failure is known.
         if self._failure and not self._is_cancelled and (lost or (not stopped and self._has_cause(bad))):
             self._is_cancelled = True
             session.send_all(EndAttempt(attempt=self._number, reason=self._failure.cause))
@@ -154,7 +177,10 @@ class Attempts:
         self._close_attempt(self._failure, lost, codes, stopped=stopped)
 
     def _end_after_head(self, lost: Collection[int], bad: Mapping[int, int]) -> None:
-        """End the commands of the other nodes, since the head's has succeeded and its code counts."""
+        """End the commands of the other nodes after the head's has succeeded, whose exit code is the run's.
+
+        A failure of another node until now is printed, but no longer counts.
+        """
         if self._is_cancelled:
             return
         if lost or bad:
@@ -170,10 +196,13 @@ class Attempts:
     def _close_attempt(
         self, failure: FailedAttempt, lost: Collection[int], codes: Mapping[int, int], *, stopped: bool
     ) -> None:
-        """Start another attempt or end the run, now that this one is over on all nodes."""
+        """Start another attempt or end the run, now that this one is over on all nodes.
+
+        A stopped run ends: with `EXIT_SAVED` if any node has saved, else with the code of a failure.
+        """
         reported = [self._session.reports[number].position for number in codes]
         positions = [position for position in (failure.position, *reported) if position is not None]
-        # A node that is lost meanwhile explains why the workers of others have failed.
+        # A node that was lost in the meantime explains why the workers of others have failed.
         cause = self._cause(lost, {}) if lost else failure.cause
         last = dataclasses.replace(failure, cause=cause, position=max(positions, default=None))
         self._failures.append(last)
@@ -186,7 +215,11 @@ class Attempts:
             self._end_run("a stop was requested", failure.code if lost else code)
 
     def _has_cause(self, bad: Collection[int]) -> bool:
-        """Return False for some seconds while the failed nodes only report that a rank elsewhere is gone."""
+        """Return whether the cause of the failure is among the reports of the failed nodes `bad`.
+
+        If they only report that a rank elsewhere is gone, return False until `PEER_FAILED_S` have passed.
+        With --per-node, the head's command counts as the cause, so that its exit code can still arrive.
+        """
         failures = [self._session.reports[number].failure for number in bad]
         is_consequence = all(failure is not None and failure.after_peer for failure in failures)
         if self._is_per_node and 0 not in bad:
@@ -194,12 +227,14 @@ class Attempts:
         return not is_consequence or time.monotonic() - self.failed_at > PEER_FAILED_S
 
     def _log_losses(self) -> None:
+        """Print each lost node once."""
         for number in self._session.lost.keys() - self._logged_losses:
             self._logged_losses.add(number)
             role = "" if number in self._ranks else ", a spare"
             self._log(f"lost {self._session.node_name(number)}{role}: {self._session.lost[number]}")
 
     def _cause(self, lost: Collection[int], bad: Mapping[int, int]) -> str:
+        """Return `describe_cause` for nodes by number: `lost` ones, and the exit codes in `bad`."""
         name, reasons = self._session.node_name, self._session.lost
         return describe_cause(
             {name(number): reasons[number] for number in sorted(lost)},
@@ -207,13 +242,14 @@ class Attempts:
         )
 
     def _end_run(self, reason: str, code: int) -> None:
-        if self._max_failures or self._size.spares:  # else nobody expects another attempt
+        # A run that never has a second attempt needs no message about it.
+        if self._max_failures or self._size.spares:
             self._log(f"no further attempt: {reason}")
         self._session.send_all(EndRun(code=code))
         self._is_over = True
 
     def _rank_changes(self, ranks: Mapping[int, int]) -> str:
-        """Name the nodes that take another rank than before."""
+        """Return the end of a message about the nodes with a new rank: ``; n4 takes rank 1``, or nothing."""
         changed = [(rank, number) for number, rank in ranks.items() if self._ranks.get(number) != rank]
         return "".join(
             f"; {self._session.node_name(number)} takes rank {rank}" for rank, number in sorted(changed)
@@ -221,10 +257,10 @@ class Attempts:
 
 
 class StartWatch:
-    """The start of one attempt until all ranks are connected, as the head sees it.
+    """The head's watch over the start of one attempt, until all ranks are connected.
 
     Nodes wait in torchrun's rendezvous, and ranks in init_process_group, for each other's keys in torch's
-    store. Everybody who reaches its port can delete them, and torch would wait for up to 30 minutes.
+    store. Anyone who can reach its port can delete them, and torch would then wait for up to 30 minutes.
     """
 
     def __init__(self, session: HeadSession, limit_s: float) -> None:
@@ -233,10 +269,11 @@ class StartWatch:
         self._since = 0.0
 
     def stalled(self) -> str:
-        """Return why the attempt has to end; empty: it has not, or not yet.
+        """Return why the attempt must end. Empty while its start is in order or within the limit.
 
-        The time counts while every node is in the rendezvous or past it: torchrun of a node that is not may
-        still be read from a slow file system. In the same way, it counts while every rank tries to connect.
+        The limit applies while every node is in the rendezvous or past it. A node that is not there yet may
+        still be reading torchrun from a slow file system. In the same way, the limit applies while every rank
+        tries to connect.
         """
         phases = self._session.phases
         phase = ""
@@ -272,15 +309,17 @@ class StartWatch:
 def assign_ranks(
     alive: Sequence[int], nnodes: int, previous: Mapping[int, int] | None = None
 ) -> Mapping[int, int]:
-    """Return the node ranks of the next attempt by number; empty where too few nodes are there.
+    """Return the node rank of each node that trains in the next attempt, by the node's number.
 
-    A node keeps its rank of the attempt before, and a rank that is free goes to a spare.
+    A node keeps its rank of the attempt before, and a free rank goes to a spare: with nodes 0, 2 and 3 alive,
+    2 ranks and ``{0: 0, 1: 1}`` before, the result is ``{0: 0, 2: 1}``. It is empty if fewer than `nnodes`
+    nodes are alive.
 
     Parameters
     ----------
-    alive : numbers of the nodes that are there, in order.
-    nnodes : nodes that train.
-    previous : node ranks by number of the attempt before; None: this is the first one.
+    alive : numbers of the nodes that are alive, in ascending order.
+    nnodes : number of nodes that train.
+    previous : node ranks of the attempt before, by number. None before the first attempt.
     """
     if len(alive) < nnodes:
         return {}
@@ -290,7 +329,11 @@ def assign_ranks(
 
 
 def end_reason(failures: Sequence[FailedAttempt], max_failures: int) -> str:
-    """Return why the run ends after the last of `failures`; empty: a further attempt may help."""
+    """Return why the run ends after the last of `failures`. Empty if another attempt may help.
+
+    The reasons are more than `max_failures` failures, two in a row at the same step, or two soon after a
+    start.
+    """
     if len(failures) > max_failures:
         number = f"{max_failures} failure" + ("s" if max_failures != 1 else "")
         return f"--max-failures {max_failures}" + (f": the run survives {number}" if max_failures else "")
@@ -308,14 +351,19 @@ def end_reason(failures: Sequence[FailedAttempt], max_failures: int) -> str:
 
 
 def describe_cause(lost: Mapping[str, str], codes: Mapping[str, int]) -> str:
-    """Return the cause of a failure: nodes that are lost with the reason, else the first code of a node.
+    """Return the cause of a failure: all lost nodes with the reasons, or else the first exit code of a node.
 
-    A node whose connection has closed explains the failures of the others, whose workers waited for its own.
+    A lost node explains why other nodes failed: their workers waited for those of the lost node.
+
+    Parameters
+    ----------
+    lost : reason by the name of each lost node.
+    codes : exit code by the name of each failed node, the first failure first.
     """
     if lost:
         return "; ".join(f"lost {node}: {reason}" for node, reason in lost.items())
     node, code = next(iter(codes.items()))
-    try:
+    try:  # 137 is 128 + 9: the command was killed by SIGKILL
         return f"{node} ended with exit code {code} ({signal.Signals(code - 128).name})"
     except ValueError:
         return f"{node} ended with exit code {code}"

@@ -1,14 +1,14 @@
 """The folder of compiled code, private to this user on each node, and its copy in one file.
 
-Triton's cache below a home that nodes share loses files between its check and its read: one rank ends with
-"Stale file handle", and the others wait for it (triton issues 2688 and 11512, pytorch issue 173679). A cold
-cache costs minutes on every node. So each node compiles into a folder of its own disk, which is keyed by the
-image. With ``--compile-cache FILE``, node 0 packs the folder at the end, and all nodes unpack it at the next
-start.
+If nodes share a home directory, Triton's cache in it loses files between its check and its read. One rank
+then ends with "Stale file handle", and the others wait for it (triton issues 2688 and 11512, pytorch issue
+173679). A cold cache costs minutes on every node. So each node compiles into a folder on its own disk, whose
+name depends on the image. With ``--compile-cache FILE``, node 0 packs the folder at the end, and all nodes
+unpack it at the next start.
 
-The files are machine code that workers load. So the folder and FILE must be this user's own. FILE is a zip
-file, which has no links, and is unpacked as a whole or not at all: a damaged one, or one with a path that
-leads elsewhere, is not used.
+The files are machine code that workers load, so the folder and FILE must belong to this user. FILE is a zip
+file, from which no links are made. It is unpacked as a whole or not at all: a damaged file, or one with a
+path that leads elsewhere, is not used.
 """
 
 from __future__ import annotations
@@ -36,25 +36,27 @@ FOLDERS = {
     "MPLCONFIGDIR": "matplotlib",
     "TORCH_EXTENSIONS_DIR": "torch_extensions",
 }
-"""Variables of the workers, and their folders within the cache."""
+"""The variable by which each library finds its cache, and the folder for it within ours."""
 BUILD_LOCK = "lock"
 """Name of the file by which torch shows that a process builds an extension (torch/utils/file_baton.py)."""
 HEADER = "imgkit-compile-cache"
-"""First member of a packed cache: the key of the image that has compiled it."""
+"""Name of the first member of a packed cache. Its content is the key of the image that compiled the rest."""
+# Largest total size of the files in a packed cache: 16 GiB.
 MOST_BYTES = 16 << 30
+# Offset of the first member's name in a zip file: the header before it has 30 bytes.
 _NAME_AT = 30
-"""Where a zip file has the name of its first member."""
 
 
 def find_folder(env: Mapping[str, str], key: str, *, is_shared: Callable[[str], bool]) -> Path | None:
-    """Return where this node's cache is: on its own disk, else in memory; None if there is neither.
+    """Return the folder for this node's cache, such as ``/tmp/imgkit-cache-1000-0f3a5c7b9d1e``.
 
-    Another user may have made a folder of this name, which then is not used.
+    It is in TMPDIR, /tmp or /dev/shm: the first that this user can write to and that only this node has.
+    Return None without any. If another user has made a folder of this name, the next place is tried.
 
     Parameters
     ----------
-    key : the image, as `make_key` returns it.
-    is_shared : whether a path is on a file system that several nodes mount.
+    key : the key of the image, from `make_key`.
+    is_shared : returns whether a path is on a file system that several nodes mount.
     """
     for parent in filter(None, (env.get("TMPDIR"), "/tmp", "/dev/shm")):  # noqa: S108 - the folder is the user's own
         folder = Path(parent).absolute() / f"imgkit-cache-{os.geteuid()}-{key}"
@@ -65,32 +67,36 @@ def find_folder(env: Mapping[str, str], key: str, *, is_shared: Callable[[str], 
 
 
 def make_key(image: str) -> str:
-    """Return the name for the caches of an image; `image` is its manifest, or else what is known of it."""
+    """Return the key of an image's caches: 12 hexadecimal digits of a digest.
+
+    `image` is the text of its manifest. Without a manifest, it is any text that differs between images.
+    """
     return hashlib.sha256(image.encode()).hexdigest()[:12]
 
 
 def variables(folder: Path, env: Mapping[str, str]) -> dict[str, str]:
-    """Return the workers' variables, without those that `env` already has."""
+    """Return the variables that lead libraries to their parts of `folder`, except those set in `env`."""
     return {name: str(folder / part) for name, part in FOLDERS.items() if name not in env}
 
 
 @dataclass(slots=True, kw_only=True)
 class CompileCache:
-    """The cache of this node."""
+    """The folder of compiled code on this node, and the file into which node 0 packs it."""
 
     folder: Path
     key: str
+    """The key of the image (`make_key`). A packed cache with another key is not unpacked."""
     file: Path | None = None
-    """Where node 0 packs it; None: nowhere."""
+    """The packed cache. None if nothing is unpacked or packed."""
     _packed: frozenset[str] = frozenset()
-    """Names that `file` has, as far as it is used."""
+    """Names of the files that `unpack` has taken from `file`."""
 
     def make(self) -> None:
-        """Make the folder, or take the one that an earlier run of this user has left.
+        """Make the folder and its parts, or use those that an earlier run of this user has left.
 
         Raises
         ------
-        UsageError : it cannot be made, or is another user's.
+        UsageError : a folder cannot be made, or belongs to another user.
         """
         try:
             for path in (self.folder, *(self.folder / part for part in FOLDERS.values())):
@@ -114,7 +120,7 @@ class CompileCache:
         # process, or the program that replaces it, has ended.
         in_use = os.open(extensions, os.O_RDONLY | os.O_DIRECTORY)  # noqa: TID251 - a folder
         os.set_inheritable(in_use, True)
-        # It fails if another start holds its lock, or if the file system has no locks.
+        # The exclusive lock fails if another start holds a lock, or if the file system has no locks.
         with contextlib.suppress(OSError):
             fcntl.flock(in_use, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for lock in extensions.rglob(BUILD_LOCK):
@@ -123,11 +129,13 @@ class CompileCache:
             fcntl.flock(in_use, fcntl.LOCK_SH)
 
     def unpack(self) -> str:
-        """Add the files of `file` to the folder; return why they are not used, empty if they are.
+        """Add the files of the packed cache to the folder. Return why it is not used, if so.
+
+        The text is empty if the files were added, or if there is no packed cache yet.
 
         Raises
         ------
-        UsageError : `file` is no packed cache, so that packing would replace a file of another kind.
+        UsageError : `file` is not a packed cache. Packing would later replace a file of another kind.
         """
         if self.file is None or not os.path.lexists(self.file):
             return ""
@@ -148,7 +156,15 @@ class CompileCache:
         return ""
 
     def _extract(self, stream: BinaryIO, target: Path) -> list[str]:
-        """Write the files of a packed cache below `target`, and return their names."""
+        """Write the files of a packed cache below `target`, and return their names.
+
+        Raises
+        ------
+        UsageError : `stream` is not a packed cache. ValueError : it is too large, is for another image, or
+        has a path that leads out of the folders of a cache.
+        """
+        # A file of another kind is an error, but a damaged cache is only skipped. So the name at the start is
+        # checked before zipfile reads the list at the end.
         if stream.read(_NAME_AT + len(HEADER))[_NAME_AT:] != HEADER.encode():
             raise UsageError(
                 "this file exists, and is no packed cache of compiled code",
@@ -172,7 +188,10 @@ class CompileCache:
         return [member.filename for member in members]
 
     def pack(self) -> str:
-        """Write `file` if the folder has files that it lacks; return what was done, empty if nothing."""
+        """Write the packed cache if the folder has files that it lacks. Return a message about that.
+
+        The message is empty if there was nothing to do. Locks of torch and links are left out.
+        """
         paths = (path for part in FOLDERS.values() for path in (self.folder / part).rglob("*"))
         names = sorted(
             str(path.relative_to(self.folder))
@@ -187,9 +206,10 @@ class CompileCache:
                 files.replace_file(self.file, mode=0o600) as stream,
                 zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive,  # noqa: TID251 - a stream
             ):
+                # The header comes first, so that `_extract` finds its name at a fixed offset.
                 archive.writestr(zipfile.ZipInfo(HEADER), self.key)
                 for name in names:
-                    with contextlib.suppress(FileNotFoundError):  # a worker's temporary file is gone by now
+                    with contextlib.suppress(FileNotFoundError):  # a worker's temporary file that is gone
                         archive.write(self.folder / name, name)
         except OSError as error:
             return f"warning: {self.file}: {error.strerror}; the next start compiles again"

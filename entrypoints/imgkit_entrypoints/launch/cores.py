@@ -1,8 +1,8 @@
 """The processors of each worker: those of the job that are on the NUMA node of the worker's GPU.
 
-The threads of a worker on another socket than its GPU copy each batch over the link between the sockets.
-torchrun has an option for this, ``--numa-binding``, but only since torch 2.9. It needs the program numactl,
-which few images have, and raises without it.
+If a worker's threads run on another socket than its GPU, each batch is copied over the link between the
+sockets. torchrun has an option against this, ``--numa-binding``, but only since torch 2.9. The option needs
+the program numactl, which few images have, and fails without it.
 """
 
 from __future__ import annotations
@@ -17,23 +17,31 @@ from imgkit_entrypoints.facts.compute import parse_cpu_list
 from imgkit_entrypoints.schedulers.hostlist import expand_counts
 
 VARIABLE = "IMGKIT_CPUS"
-"""For torchrun (apps/torchrun.py): the NUMA node's processors by local rank, ``0-39;0-39;40-79;40-79``."""
+"""Variable for torchrun (apps/torchrun.py) with the processors of each local rank's NUMA node.
+
+With four workers on two NUMA nodes, its value is ``0-39;0-39;40-79;40-79``.
+"""
+# Slurm's processors of the job on each node, such as ``80(x4)``.
 _JOB_CPUS = "SLURM_JOB_CPUS_PER_NODE"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuBinding:
-    """The processors of the workers, and the reason for them."""
+    """The processors of the workers, with the reason for the choice."""
 
     value: str = ""
-    """The value of `VARIABLE`; empty: the workers are not bound."""
+    """The value of `VARIABLE`. Empty if the workers are not bound."""
     reason: str = ""
+    """Why the workers get these processors, or why they are not bound."""
     cpus_per_worker: int = 0
-    """The smallest share of a worker in these processors; workers on one NUMA node share them."""
+    """Processors of the worker that gets fewest. Workers on the same NUMA node share its processors."""
 
 
 def choose_binding(host: HostFacts, nproc: int, env: Mapping[str, str]) -> CpuBinding:
-    """Return the processors of `nproc` workers, one per GPU; none where binding could do harm.
+    """Return the processors of `nproc` workers with one GPU each.
+
+    The workers are not bound if that could do harm: on one NUMA node, if the GPU of a worker is unknown, if
+    its NUMA node has too few processors, or if this process has fewer processors than the job.
 
     Raises
     ------
@@ -44,6 +52,7 @@ def choose_binding(host: HostFacts, nproc: int, env: Mapping[str, str]) -> CpuBi
     job_cpus = min(expand_counts(env.get(_JOB_CPUS) or "0", where=_JOB_CPUS))
     if len(host.numa_cpus) < 2:
         return CpuBinding(reason="/sys/devices/system/node does not show two NUMA nodes with processors")
+    # The job has the whole node, but the launcher has bound this process to a part of it.
     if job_cpus >= total > len(allowed):
         problem = f"{_JOB_CPUS}: the job has all {total} processors, but was bound to"
         return CpuBinding(reason=f"{problem} {host.allowed_cpus}")
@@ -57,6 +66,7 @@ def choose_binding(host: HostFacts, nproc: int, env: Mapping[str, str]) -> CpuBi
     shares = []
     for node in nodes:
         cpu_list = "" if node is None else host.numa_cpus.get(node, "")
+        # Workers whose GPUs are on the same NUMA node share its processors evenly.
         share = len(allowed & parse_cpu_list(cpu_list)) // nodes.count(node)
         if not share:
             return CpuBinding(reason=f"too few processors are allowed on NUMA node {node} ({evidence})")
@@ -66,9 +76,10 @@ def choose_binding(host: HostFacts, nproc: int, env: Mapping[str, str]) -> CpuBi
 
 
 def bind_to_cpus(env: Mapping[str, str], local_rank: int) -> None:
-    """Keep this thread, and the processes that it starts, on those of its processors that a worker may use.
+    """Bind this thread, and the processes that it starts, to the processors of the worker `local_rank`.
 
-    Without `VARIABLE` in `env`, nothing changes. Where the system refuses, a warning is printed.
+    Processors that this process may not use now stay out. Do nothing without `VARIABLE` in `env`. If the
+    system refuses the binding, print a warning.
     """
     cpu_lists = env.get(VARIABLE, "")
     if not cpu_lists:

@@ -1,4 +1,8 @@
-"""Known failure texts of torchrun, torch and NCCL, each with its cause and a remedy."""
+"""Known failure texts of torchrun, torch and NCCL, each with its cause and a remedy.
+
+`explain` searches the error output of a failed run for the patterns of `KNOWN`. The order of the table
+matters: one failure often leaves several of these texts, and the most specific one comes first.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ def memory_remedy(requested: str) -> str:
 
     Parameters
     ----------
-    requested : the value of `MEMORY`; empty: the scheduler gave its default.
+    requested : the value of `MEMORY`. Empty if the job did not request memory and got the default.
     """
     advice = "request more memory (imgkit run --mem SIZE)"
     if requested:
@@ -25,34 +29,37 @@ def memory_remedy(requested: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """The cause of a failure and its remedy."""
+    """A failure text that was found, with its cause and remedy."""
 
     text: str
-    """The text, as it was printed."""
+    """The line of the output in which the pattern begins, at most 300 characters of it."""
     cause: str
     remedy: str
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The three of them in a log."""
+        """Return the three lines that are printed: the cause, the text and the remedy."""
         return f"why: {self.cause}", f"  seen: {self.text}", f"  -> {self.remedy}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Known:
+    """One entry of the table: a pattern, and what its text means."""
+
     pattern: str
     cause: str
-    """It may use the pattern's named groups."""
+    """The cause. It may use the pattern's named groups, such as ``{host}``."""
     remedy: str
     stops: bool = False
-    """Later entries of the table would only repeat this one."""
+    """True if the entries after this one would only repeat it, so that the search ends here."""
 
 
+# Marker in the table for the text of `memory_remedy`, which depends on the job.
 _MEMORY_REMEDY = "memory"
-"""Stands for the text of `memory_remedy`, which depends on the job."""
 START_ALL = "start this command once on every node (Slurm: srun --ntasks-per-node=1; PBS: mpiexec --ppn 1)"
 
-# The most specific first. The texts are those of torch 2.13, unless a comment says otherwise.
+# The most specific entries come first. The texts are those of torch 2.13, unless a comment says otherwise. A
+# group that a pattern needs twice has a 2 at its second name: `host` and `host2`.
 KNOWN: tuple[_Known, ...] = (
     _Known(
         pattern=r"Timed out after .{1,40}? waiting for clients\. (?P<here>\d+)/(?P<all>\d+) clients joined",
@@ -189,7 +196,7 @@ def explain(text: str, *, memory: str = "", has_cause: bool = False) -> tuple[Ex
     Parameters
     ----------
     memory : the value of `MEMORY`.
-    has_cause : a rank is known that failed by itself, so that closed connections need no explanation.
+    has_cause : a rank is known that failed by itself, so closed connections need no explanation.
     """
     return tuple(_explanations(text, memory, first=not has_cause))
 
@@ -201,6 +208,7 @@ def _explanations(text: str, memory: str, *, first: bool) -> Iterator[Explanatio
         if match is None or (entry is KNOWN[-1] and not first):
             continue
         groups = {name.rstrip("2"): value for name, value in match.groupdict().items() if value is not None}
+        # From the last line break before the match to the next one.
         line = text[text.rfind("\n", 0, match.start()) + 1 :].partition("\n")[0].strip()
         remedy = memory_remedy(memory) if entry.remedy == _MEMORY_REMEDY else entry.remedy
         yield Explanation(text=line[:300], cause=entry.cause.format(**groups), remedy=remedy)

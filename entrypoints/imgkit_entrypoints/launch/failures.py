@@ -1,10 +1,12 @@
-"""The end of a failed run: which worker failed first, and what its user sees last, once.
+"""The end of a failed run: find the worker that failed first, and print its error once, as the last thing.
 
 A worker that ends by an exception leaves a record in its node's stop folder (user_program.py), and torchrun
-leaves the exit codes of all workers of the node (apps/torchrun.py). The node agent finds the first failure
-of its node, and reports it to the head with the end of the attempt. When one rank is gone, those that wait
-for it fail, too; such a consequence counts only if there is nothing else. The head prints the failure that
-came first on any node, and every other node one line.
+leaves the exit codes of all failed workers of the node (apps/torchrun.py). The node agent finds the first
+failure of its node, and reports it to the head with the end of the attempt.
+
+When one rank is gone, the ranks that wait for it fail as well. Such a consequence counts only if no other
+failure is known. The head prints the failure that came first on any node, and every other node prints one
+line.
 """
 
 from __future__ import annotations
@@ -31,45 +33,51 @@ if TYPE_CHECKING:
     from imgkit_entrypoints.rollcall.session import HeadSession
 
 CODES = "torchrun-failed"
-"""File in the stop folder: exit codes of failed workers by rank."""
+"""File in the stop folder with the exit codes of failed workers by rank."""
+# Stands for the rank in the name of torchrun's own record: "failed-torchrun" beside "failed-3".
 _TORCHRUN = "torchrun"
-"""Stands for the rank in the name of torchrun's own record."""
 LATE_S, LATE_AFTER_PEER_S = 5.0, 30.0
-"""A worker that ends by an exception, and is still there after this time, has its traceback printed."""
+"""Seconds after which a failed worker that has not ended has its traceback printed at once.
+
+The second limit is for errors that only say that another rank is gone.
+"""
 HEAD_LINES, MAX_BYTES = 20, 40_000
-"""First lines of a long text that are kept, besides its last ones; and bytes of all of them as JSON."""
+"""Number of first lines of a long text that are kept besides its last ones, and the bytes of all as JSON."""
 COMMAND_LINES = 20
-"""Last lines of a failed command that are printed at the end: enough for a short traceback."""
+"""Number of last lines of a failed command that are printed at the end: enough for a short traceback."""
+# Signals by which torchrun ends the other workers once one has failed.
 _BY_TORCHRUN = (-signal.SIGHUP, -signal.SIGTERM)
-"""torchrun ends the other workers so, once one has failed."""
+# What torch, gloo and NCCL print when another rank is gone.
 _AFTER_PEER = re.compile(
     r"(?:reset|closed) by peer|Broken pipe|Socket closed|Connection refused|DistStoreError|DistNetworkError"
     r"|ncclRemoteError|ncclSystemError|remote process exited|recvValue failed|Failed to recv, got 0 bytes"
     r"|Timed out waiting \d+ms for (?:recv|send)|connectFullMesh failed|Watchdog caught collective"
 )
-"""What torch, gloo and NCCL say where another rank is gone."""
+# C++ frames in the text of a torch error: "frame #3: c10d::TCPStore::get(...) + 0x1f (0x7f... in ...)".
 _STACK_IN_CPP = re.compile(r"(?m)^(?:Exception raised from .* \(most recent call first\):|frame #\d+: .*)\n?")
+# The line of a traceback that names the exception: "torch.distributed.DistStoreError: ...".
 _ERROR = re.compile(r"(?m)^[\w.]+(?:Error|Exception)\b")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRecord:
-    """The last words of a worker."""
+    """The error with which a worker, or torchrun itself, has ended."""
 
     rank: int | None
-    """None: torchrun."""
+    """The worker's rank, or None for torchrun."""
     at: float
-    """Seconds of the epoch."""
+    """Time of the error in seconds of the epoch."""
     text: str
+    """The traceback, or the message of SystemExit."""
 
     @property
     def after_peer(self) -> bool:
-        """True if it waited for a rank or node that is gone."""
+        """Return whether the error is only a consequence: it says that another rank or node is gone."""
         return _AFTER_PEER.search(self.text) is not None
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """What a user needs of it: of torchrun the error alone, and of nobody the stack in C++."""
+        """Return the lines for the user: the text without C++ frames, and of torchrun only its last error."""
         text = _STACK_IN_CPP.sub("", self.text)
         if self.rank is None and (errors := list(_ERROR.finditer(text))):
             text = text[errors[-1].start() :]
@@ -77,9 +85,10 @@ class RankRecord:
 
 
 def note_codes(env: Mapping[str, str], codes: Mapping[int, int], *, is_imgkits: bool) -> None:
-    """Leave the exit codes of a node's failed workers for its node agent; torchrun's part.
+    """Write the exit codes of a node's failed workers into the stop folder, for the node agent.
 
-    A program of this package (`is_imgkits`) that leaves with a code has printed or recorded the reason.
+    torchrun's process calls this. A program of this package (`is_imgkits`) that ends with an exit code has
+    already printed or recorded the reason, so `of_node` does not count it as silent.
     """
     content = {"is_imgkits": is_imgkits, "codes": {str(rank): code for rank, code in codes.items()}}
     with contextlib.suppress(KeyError, OSError):
@@ -87,7 +96,7 @@ def note_codes(env: Mapping[str, str], codes: Mapping[int, int], *, is_imgkits: 
 
 
 def note_torchrun(env: Mapping[str, str], text: str) -> bool:
-    """Leave the error by which torchrun itself ends for its node agent; False: it cannot be left."""
+    """Write the error with which torchrun itself ends into the stop folder. Return False if that fails."""
     try:
         files.write_file(Path(env["IMGKIT_STOP_DIR"]) / f"{RECORD}{_TORCHRUN}", f"{time.time()}\n{text}")
     except (KeyError, OSError):
@@ -96,7 +105,7 @@ def note_torchrun(env: Mapping[str, str], text: str) -> bool:
 
 
 def clear(stop_folder: Path) -> None:
-    """Remove what an earlier attempt has left.
+    """Remove the records and exit codes of an earlier attempt.
 
     Raises
     ------
@@ -107,7 +116,10 @@ def clear(stop_folder: Path) -> None:
 
 
 def records(stop_folder: Path) -> list[RankRecord]:
-    """Return what workers of this node have left, the first one first."""
+    """Return the records that workers of this node have left, in the order of their times.
+
+    Files that are not complete records are left out: a worker may be writing one now.
+    """
     entries = []
     for path in stop_folder.glob(f"{RECORD}*"):
         rank = path.name.removeprefix(RECORD)
@@ -120,7 +132,10 @@ def records(stop_folder: Path) -> list[RankRecord]:
 
 
 def _read_codes(stop_folder: Path) -> tuple[Mapping[int, int], bool]:
-    """Return what `note_codes` has left."""
+    """Return the exit codes by rank that `note_codes` has written, and its `is_imgkits`.
+
+    Without a readable file, return no codes and False.
+    """
     try:
         content = json_text.parse(files.read_own(stop_folder / CODES))
         return {int(rank): int(code) for rank, code in content["codes"].items()}, bool(content["is_imgkits"])
@@ -129,13 +144,19 @@ def _read_codes(stop_folder: Path) -> tuple[Mapping[int, int], bool]:
 
 
 def of_node(stop_folder: Path, killed_by: int = 0) -> RankFailure | None:
-    """Return the worker of this node that failed first; None where none is known to have failed.
+    """Return the worker of this node that failed first, or None if none is known to have failed.
 
-    `killed_by` is the signal that ended torchrun itself, not sent by its node agent; 0: none.
+    A worker with an error of its own comes first, then one that ended without a record (most often killed),
+    then one whose error is a consequence.
+
+    Parameters
+    ----------
+    killed_by : number of the signal that ended torchrun itself, or 0. Signals of the node agent do not count.
     """
     (codes, is_imgkits), entries = _read_codes(stop_folder), records(stop_folder)
     causes = [record for record in entries if not record.after_peer]
     recorded = {record.rank for record in entries}
+    # Failed workers without a record that torchrun has not ended itself.
     silent = [
         rank
         for rank, code in codes.items()
@@ -148,7 +169,7 @@ def of_node(stop_folder: Path, killed_by: int = 0) -> RankFailure | None:
     if not entries:
         return None
     record = (causes or entries)[0]
-    # Python ends with 1 after an exception; a torchrun that was ended meanwhile has left no codes.
+    # torchrun leaves no codes if it was ended before it could. Python ends with 1 after an exception.
     code = EXIT_NO if record.rank is None else codes.get(record.rank, EXIT_NO)
     return RankFailure(
         rank=record.rank,
@@ -165,8 +186,8 @@ def of_command(code: int, output: str) -> RankFailure:
 
     Parameters
     ----------
-    code : its exit code; negative: the signal that ended it.
-    output : what it has written to standard error.
+    code : the command's exit code, or the negative number of the signal that ended it.
+    output : the end of what the command has written to standard error.
     """
     text = "\n".join(output.rstrip("\n").split("\n")[-COMMAND_LINES:])
     return RankFailure(
@@ -181,9 +202,14 @@ def of_command(code: int, output: str) -> RankFailure:
 
 
 def limit_lines(text: str) -> tuple[str, ...]:
-    """Return the lines of `text` as a message between nodes can carry them: the first ones and the last."""
+    """Return the lines of `text`, shortened so that a message between nodes can carry them.
+
+    Of a longer text, the first `HEAD_LINES` and as many of the last lines as fit are kept, with a line
+    between them that counts the others.
+    """
     lines = [shorten_message(line.expandtabs())[:LINE] for line in text.split("\n")]
     result, size = list[str](), 0
+    # Take the head first and then the tail from its end, so that the middle is what does not fit.
     for position in (*range(min(HEAD_LINES, len(lines))), *range(len(lines) - 1, HEAD_LINES - 1, -1)):
         size += len(json.dumps(lines[position])) + 2
         if size > MAX_BYTES or len(result) >= LINES - 1:
@@ -195,14 +221,17 @@ def limit_lines(text: str) -> tuple[str, ...]:
 
 
 class LateRecords:
-    """Reports an exception at once where its worker does not end, as one that waits for other ranks."""
+    """Reports the exception of a worker that does not end afterwards.
+
+    Such a worker may wait for other ranks at its exit, and the run would show no error until it ends.
+    """
 
     def __init__(self, stop_folder: Path) -> None:
         self._folder = stop_folder
         self._reported: set[int | None] = set()
 
     def look(self) -> Iterator[tuple[str, ...]]:
-        """Yield the lines of each new report, mostly none; call it about once a second."""
+        """Yield the lines of each new report, a title and the traceback. Call it about once a second."""
         for record in records(self._folder):
             late_s = LATE_AFTER_PEER_S if record.after_peer else LATE_S
             if record.rank not in self._reported and time.time() - record.at > late_s:
@@ -218,25 +247,29 @@ class NodeFailure:
     at: float
     """When the worker failed, on the head's monotonic clock."""
     node: str
-    """The node, as users know it."""
+    """The name by which users know the node."""
     failure: RankFailure
 
 
 def first(reported: Iterable[NodeFailure]) -> NodeFailure | None:
-    """Return the failure that came first. A consequence of another rank's end counts only without others."""
+    """Return the failure that came first, or None without any.
+
+    A failure that is a consequence of another rank's end counts only if there is no other.
+    """
     return min(reported, key=lambda entry: (entry.failure.after_peer, entry.at), default=None)
 
 
 def of_run(
     session: HeadSession, head: str, log: Callable[..., None], *, memory: str, of_previous: bool
 ) -> tuple[str, ...]:
-    """Return the last lines that the head prints; empty where no failed worker is known.
+    """Return the last lines that the head prints about a failed attempt. Empty if no failed worker is known.
 
     Parameters
     ----------
-    head : the head's name, also where it is the only node.
+    head : the head's name, also if it is the only node.
+    log : prints the explanations of a failure that is only a consequence.
     memory : the value of `explain.MEMORY`.
-    of_previous : of the attempt before the one that starts now.
+    of_previous : True for the attempt before the one that starts now.
     """
     reported = [
         NodeFailure(at=at, node=session.node_name(number) if number else head, failure=failure)
@@ -247,14 +280,23 @@ def of_run(
         return ()
     if (
         cause.failure.after_peer and session.placement.nnodes > 1
-    ):  # each node has left the explanation to the head
+    ):  # on several nodes, the node agents leave this explanation to the head
         for explanation in explain.explain("\n".join(cause.failure.lines), memory=memory):
             log(*explanation.lines)
     return block(cause, reported, memory=memory)
 
 
 def block(cause: NodeFailure, reported: Sequence[NodeFailure] = (), *, memory: str = "") -> tuple[str, ...]:
-    """Return the last lines of a failed run: rank, node, exit code, log, and the user's own traceback."""
+    """Return the last lines of a failed run: rank, node, exit code, path of the log, and the traceback.
+
+    Without a traceback, the last line says what usually ends a worker in this way.
+
+    Parameters
+    ----------
+    cause : the failure that came first.
+    reported : all failures; those besides `cause` are named in one line.
+    memory : the value of `explain.MEMORY`.
+    """
     failure = cause.failure
     followers = [_failed_name(entry.failure) for entry in reported if entry is not cause]
     lines = [f"{_failed_name(failure)} on {cause.node} failed first: {ending(failure.code)}"]
@@ -270,7 +312,10 @@ def block(cause: NodeFailure, reported: Sequence[NodeFailure] = (), *, memory: s
 
 
 def one_line(entry: NodeFailure) -> str:
-    """Return the line by which another node than the head names its worker."""
+    """Return the line about the failed worker of a node, which nodes other than the head print.
+
+    An example is ``rank 3 on n2 failed, exit code 1: ValueError: no data; full log: /logs/errors-n2.log``.
+    """
     failure = entry.failure
     last = next((line for line in reversed(failure.lines) if line.strip()), "")
     reason = f": {shorten_message(last.strip())[:200]}" if last else ""
@@ -286,6 +331,7 @@ def _failed_name(failure: RankFailure) -> str:
     return "the command" if failure.is_command else _name(failure.rank)
 
 
+# What `block` prints about a worker without a traceback, by the signal that ended it.
 _NO_REASON = "it left no traceback; what it printed is above and in the full log"
 _STACK = "it left no traceback; a program of dist-run prints one with PYTHONFAULTHANDLER=1"
 _SILENT = {
@@ -297,7 +343,7 @@ _KILLED = "it left no traceback; most often the kernel has killed it because mem
 
 
 def ending(code: int) -> str:
-    """Return how a worker has ended, in words."""
+    """Return how a worker has ended: ``exit code 1``, or ``killed by SIGKILL`` for -9."""
     if code >= 0:
         return f"exit code {code}"
     try:
@@ -307,12 +353,15 @@ def ending(code: int) -> str:
 
 
 def write_log(text: str, folder: str, node: str, attempt: int) -> str:
-    """Write the full log of this node into `folder`, or a temporary one; return its path, or nothing.
+    """Write the full log of this node, and return its path.
+
+    If `folder` cannot be written, use a temporary folder. If that fails as well, return an empty text.
 
     Parameters
     ----------
-    folder : of the user's logs, or of the run; empty: there is none.
-    node : the node's part of the file's name, which no other node agent of the run has.
+    text : the error output. Colours are removed and control characters are escaped.
+    folder : the folder of the user's logs or of the run. Empty for a temporary folder.
+    node : the node's part of the file's name, which must differ between the node agents of a run.
     """
     name = f"errors-{node}" + (f"-attempt{attempt}" if attempt > 1 else "")
     content = terminal.escape_controls(terminal.strip_styles(text), keep="\n\t")

@@ -1,8 +1,9 @@
-"""How much a run uses its GPUs: each node agent reads its own, and the head's writes the result.
+"""How much a run uses its GPUs: each node agent reads those of its node, and the head's writes the result.
 
-One nvidia-smi on each node prints a reading every ten seconds until the run ends. To start one for each
-reading would take 50 to 100 ms of a processor, and seconds on a node with many GPUs. To call NVML in the node
-agent would be cheaper still, but a driver that hangs would hold up the process that has to end the run then.
+One nvidia-smi on each node prints a reading every ten seconds until the run ends. Starting it for each
+reading would take 50 to 100 ms of a processor, and seconds on a node with many GPUs. Calling NVML in the node
+agent would be cheaper still, but if the driver hangs, that call would block the process that has to end the
+run.
 """
 
 from __future__ import annotations
@@ -19,18 +20,23 @@ from imgkit_entrypoints.facts.host_facts import Gpu
 from imgkit_entrypoints.rollcall.messages import GpuUse
 
 START_AFTER_S = 10.0
-"""Time of the program before the first reading, in which it imports its libraries."""
+"""Seconds from the start of the program to the first reading. The program imports its libraries first."""
 WRITE_EVERY_S = 60.0
-"""Time between two writes of the result during a run: each is a burden for a shared file system."""
+"""Seconds between two writes of the result during a run, since each is a load on a shared file system."""
+# Seconds between two readings, for nvidia-smi's --loop.
 _READ_EVERY_S = 10
+# Percent and MiB in a line of the query: "87, 61234". A GPU with MIG prints "[N/A], 61234", which does not
+# count.
 _READING = re.compile(rb"(100|[0-9]{1,2}), ([0-9]{1,9})")
-"""A line of the query: ``87, 61234``. A GPU with MIG prints ``[N/A], 61234``, which does not count."""
+# Longest wait in seconds for nvidia-smi after KILL, since it may hang in the driver.
 _END_S = 1.0
-"""Longest wait for nvidia-smi after KILL, since it may hang in the driver."""
 
 
 def query_argv(gpus: Sequence[Gpu]) -> list[str]:
-    """Return the command that prints use and memory of `gpus` for ever; without any, of all that it sees."""
+    """Return the command that prints the use and memory of `gpus` every ten seconds, without an end.
+
+    With no `gpus`, it prints those of all GPUs that nvidia-smi sees.
+    """
     argv = ["nvidia-smi", "--query-gpu=utilization.gpu,memory.used", "--format=csv,noheader,nounits"]
     if gpus:
         argv.append(f"--id={','.join(gpu.address for gpu in gpus)}")
@@ -42,7 +48,7 @@ class GpuMonitor:
 
     Parameters
     ----------
-    argv : the command of `query_argv`; empty: the run uses no GPUs.
+    argv : the command of `query_argv`. Empty if the run uses no GPUs; there are no readings then.
     """
 
     def __init__(self, argv: Sequence[str]) -> None:
@@ -53,7 +59,7 @@ class GpuMonitor:
         self._readings = self._percent_sum = self._peak_MiB = 0
 
     def start(self) -> None:
-        """Start nvidia-smi at the first call. A node without it has no readings."""
+        """Start nvidia-smi. Later calls do nothing. A node without nvidia-smi has no readings."""
         argv, self._argv = self._argv, ()
         if not argv:
             return
@@ -63,13 +69,17 @@ class GpuMonitor:
             )
             self._output = self._process.stdout
             assert self._output is not None  # noqa: S101 - it is a pipe
-            os.set_blocking(self._output.fileno(), False)
+            os.set_blocking(self._output.fileno(), False)  # `read` must not wait for the next reading
 
     def read(self) -> GpuUse | None:
-        """Take in what nvidia-smi has printed, and return the use until now; None if there is nothing new."""
+        """Read what nvidia-smi has printed, and return the use since the start.
+
+        Return None if there is no new reading.
+        """
         if self._output is None:
             return None
         data = self._output.read() or b""
+        # The last part has no line end yet, and belongs to the next call.
         *lines, self._partial_line = (self._partial_line + data).split(b"\n")
         matches = [match for match in map(_READING.fullmatch, lines) if match]
         for match in matches:
@@ -85,7 +95,7 @@ class GpuMonitor:
         )
 
     def close(self) -> None:
-        """End nvidia-smi."""
+        """End nvidia-smi, if it was started."""
         if self._process:
             self._process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -93,7 +103,10 @@ class GpuMonitor:
 
 
 def combine(uses: Collection[GpuUse]) -> GpuUse | None:
-    """Return the use of several nodes together; None if no node has read anything."""
+    """Return the use of several nodes together, or None if no node has a reading.
+
+    The percentage is the mean of all readings, and the memory is that of the GPU that used most.
+    """
     readings = sum(use.readings for use in uses)
     if not readings:
         return None
@@ -103,14 +116,14 @@ def combine(uses: Collection[GpuUse]) -> GpuUse | None:
 
 
 def describe(use: GpuUse) -> str:
-    """Return the use as people read it."""
+    """Return the use as a text, such as ``GPUs 87 % in use on average, at most 59.8 GiB of memory``."""
     return (
         f"GPUs {use.gpu_percent:.0f} % in use on average, at most {use.memory_MiB / 1024:.1f} GiB of memory"
     )
 
 
 def parse(text: str) -> GpuUse | None:
-    """Return the use in the text of a run folder's `stop_protocol.GPU_USE`; None if it is another text."""
+    """Return the use that the file `stop_protocol.GPU_USE` holds, or None if `text` is not of that format."""
     try:
         use: GpuUse = json_text.build_value(GpuUse, json_text.parse(text), "GPU use")
     except ValueError:

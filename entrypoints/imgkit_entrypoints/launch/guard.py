@@ -1,16 +1,19 @@
-"""A small process between the node agent and torchrun. No process of a run outlives it.
+"""The guard: a small process between the node agent and torchrun. No process of a run outlives it.
 
-torchrun puts each worker into a session of its own, and none of them ends when its parent is killed. So the
-guard is the parent of torchrun and adopts every orphan below it (PR_SET_CHILD_SUBREAPER). Then the run is
-over exactly when the guard has no child. It reads commands from the node agent on one pipe (``signal N``,
-``terminate``, ``kill``) and reports on another (``started PID``, ``exit CODE``, ``clean NAMES``). End of file
-on the first pipe means that the node agent is gone, whatever killed it. Everything then ends at once.
+torchrun puts each worker into a session of its own, and no worker ends when its parent is killed. So the
+guard is the parent of torchrun and adopts every orphan below it (PR_SET_CHILD_SUBREAPER). The run is over
+exactly when the guard has no child.
 
-Run by path with the standard library alone: ``python3 -I -S guard.py CONTROL STATUS FILES KIND COMMAND...``.
-FILES is the soft limit of open files for the command, since the node agent of the head raises its own
-(rollcall/gather.py). With the KIND ``torchrun``, the command inherits the mask of blocked signals through the
-guard. With ``node``, the command of dist-run --per-node, it starts with no signal blocked, and USR1 and USR2
-ignored: schedulers send them as a warning, and the node agent turns them into TERM.
+The guard reads commands from the node agent on one pipe: ``signal N``, ``terminate`` and ``kill``. It reports
+on another: ``started PID``, ``failed REASON``, ``exit CODE``, and at the end ``clean NAMES`` or ``stuck
+NAMES``. End of file on the first pipe means that the node agent is gone. Everything then ends at once.
+
+The node agent runs this file by path, with the standard library alone, as
+``python3 -I -S guard.py CONTROL STATUS FILES KIND COMMAND...``. FILES is the soft limit of open files for the
+command, since the node agent of the head raises its own (rollcall/gather.py). With the KIND ``torchrun``, the
+command inherits the mask of blocked signals through the guard. The KIND ``node`` is for the command of
+dist-run --per-node, which starts with no signal blocked, but with USR1 and USR2 ignored: schedulers send them
+as a warning, and the node agent turns them into TERM.
 """
 
 from __future__ import annotations
@@ -24,18 +27,23 @@ import sys
 import time
 from collections.abc import Iterator
 
+# The option's number in prctl(2), from linux/prctl.h.
 PR_SET_CHILD_SUBREAPER = 36
 LEAVE_S = 3.0
 """Seconds that processes left by the program have to end by themselves, once torchrun has ended."""
 REAP_S = 8.0
 """Seconds to wait after KILL. A process that is still there hangs in the kernel, and no signal reaches it."""
+# Seconds between two looks at processes that are about to end.
 TICK_S = 0.05
 PROC = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
-"""Opened early: the process that serves the image's files can end first, and no path leads to /proc then."""
+"""Descriptor of /proc, opened at the start.
+
+The process that serves the image's files can end before the guard, and then no path leads to /proc.
+"""
 
 
 def adopt_orphans() -> bool:
-    """Make this process the parent of every orphan below it; False if the system cannot."""
+    """Make this process the parent of every orphan below it. Return False if the system cannot do that."""
     try:
         import ctypes
 
@@ -45,9 +53,10 @@ def adopt_orphans() -> bool:
 
 
 def descendants() -> dict[int, str]:
-    """Process ids below this one, with their names."""
+    """Return the names of all processes below this one, by process id."""
     parents: dict[int, tuple[int, str]] = dict(_list_processes())
     below: dict[int, str] = {}
+    # The list is in no order, so repeat until no process has a parent that was added after it was looked at.
     has_grown = True
     while has_grown:
         has_grown = False
@@ -59,13 +68,14 @@ def descendants() -> dict[int, str]:
 
 
 def _list_processes() -> Iterator[tuple[int, tuple[int, str]]]:
+    """Yield the id of each living process of the node, with its parent's id and its name."""
     for entry in os.listdir(PROC):  # noqa: PTH208 - pathlib costs this process a third of its start
         if entry.isdigit():
             with contextlib.suppress(OSError, ValueError):
-                # "12 (a name) S 1 ...": the name may hold spaces and parentheses.
+                # A line is "12 (name) S 1 ...", and the name may contain spaces and parentheses.
                 head, _, tail = _read_proc_file(f"{entry}/stat").rpartition(b")")
                 state, parent = tail.split()[:2]
-                if state not in (b"Z", b"X"):
+                if state not in (b"Z", b"X"):  # a zombie or dead: no signal has an effect any more
                     yield int(entry), (int(parent), head.partition(b"(")[2].decode(errors="replace"))
 
 
@@ -78,7 +88,7 @@ def _read_proc_file(path: str) -> bytes:
 
 
 def reap(codes: dict[int, int]) -> bool:
-    """Collect the codes of ended children into `codes`; False when no child is left."""
+    """Collect the exit codes of ended children into `codes`. Return False when no child is left."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -90,7 +100,7 @@ def reap(codes: dict[int, int]) -> bool:
 
 
 def end_all(within_s: float = REAP_S) -> tuple[str, ...]:
-    """KILL and collect everything below this process; return the names of what is left after `within_s`."""
+    """Kill and collect every process below this one. Return the names of those left after `within_s`."""
     end = time.monotonic() + within_s
     while reap({}):
         for pid in descendants():
@@ -103,10 +113,19 @@ def end_all(within_s: float = REAP_S) -> tuple[str, ...]:
 
 
 def main(control: int, status: int, open_files: int, kind: str, command: list[str]) -> None:
-    """Run `command` and watch over it until nothing of it is left."""
+    """Run `command`, obey the node agent's commands, and end when no process is left.
+
+    Parameters
+    ----------
+    control : descriptor of the pipe with the node agent's commands.
+    status : descriptor of the pipe for reports.
+    open_files : soft limit of open files for the command.
+    kind : ``torchrun`` or ``node``; see the module.
+    """
     resource.setrlimit(resource.RLIMIT_NOFILE, (open_files, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     can_adopt = adopt_orphans()
-    # A handler, not SIG_IGN: handlers end at exec, so that torchrun can still be ended by these two.
+    # SIG_IGN would be inherited, and torchrun could not be ended by these two signals. Handlers are reset at
+    # exec.
     for number in (signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, lambda *_: None)
     for descriptor in (control, status):
@@ -119,8 +138,8 @@ def main(control: int, status: int, open_files: int, kind: str, command: list[st
         return
     _report(status, f"started {child}" + ("" if can_adopt else " alone"))
     codes: dict[int, int] = {}
-    steps: set[str] = set()
-    signalled: set[int] = set()
+    steps: set[str] = set()  # names of the commands that have come until now
+    signalled: set[int] = set()  # processes that have got TERM
     while "kill" not in steps and reap(codes) and child not in codes:
         steps |= _take_steps(control, child, (woken,), 1.0)
         if "terminate" in steps and not signalled:
@@ -129,9 +148,11 @@ def main(control: int, status: int, open_files: int, kind: str, command: list[st
         _report(status, f"exit {codes[child]}")
         leave_at = time.monotonic()
         if "terminate" in steps:
-            _terminate(signalled)  # those that were just being started before
-            leave_at = float("inf")  # the node agent sends "kill" in time
-        elif codes[child] >= 0:  # it may still be tidying up; workers of a killed one know nothing yet
+            _terminate(signalled)  # processes that were just being started at the first TERM
+            leave_at = float("inf")  # the node agent sends "kill" when the grace time is over
+        elif codes[child] >= 0:
+            # The processes left by a command that has exited may still be tidying up. If it was killed, its
+            # workers do not know that yet, and waiting would not help.
             leave_at += LEAVE_S
         while "kill" not in steps and reap(codes) and time.monotonic() < leave_at:
             steps |= _take_steps(control, None, (), TICK_S)
@@ -147,19 +168,20 @@ def _start_command(command: list[str], kind: str) -> int:
 
     Raises
     ------
-    OSError : it cannot be started.
+    OSError : `command` cannot be started.
     """
-    # Python ignores these two, and that would be inherited.
+    # Python ignores these two signals, and the command would inherit that.
     usual = (signal.SIGPIPE, signal.SIGXFSZ)
     if kind == "torchrun":
         return os.posix_spawnp(command[0], command, os.environ, setsigdef=usual)
     for number in (signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # also inherited
+        signal.signal(number, signal.SIG_IGN)  # the command inherits this, as intended
     return os.posix_spawnp(command[0], command, os.environ, setsigdef=usual, setsigmask=())
 
 
 def _wake_on_child() -> int:
     """Return a descriptor that becomes readable when a child ends."""
+    # select() does not return for a signal by itself: Python writes a byte into this pipe (set_wakeup_fd).
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     os.set_blocking(writer, False)
@@ -169,9 +191,10 @@ def _wake_on_child() -> int:
 
 
 def _take_steps(control: int, child: int | None, wakers: tuple[int, ...], seconds: float) -> set[str]:
-    """Wait for the node agent's commands or a byte on `wakers`, and return the names of the commands.
+    """Wait up to `seconds` for commands of the node agent or a byte on `wakers`. Return the commands' names.
 
-    ``signal`` is obeyed here. ``kill`` is also returned where the node agent is gone.
+    The command ``signal N`` is carried out here: `child` gets the signal. If the node agent is gone, the
+    result is ``kill``.
     """
     readable, _, _ = select.select([control, *wakers], [], [], seconds)
     for descriptor in wakers:
@@ -185,12 +208,12 @@ def _take_steps(control: int, child: int | None, wakers: tuple[int, ...], second
         name, _, number = line.partition(" ")
         names.add(name)
         if name == "signal" and child is not None:
-            os.kill(child, int(number))  # not collected yet, so this id is still its own
+            os.kill(child, int(number))  # the child was not collected yet, so its id is not used again
     return names
 
 
 def _terminate(signalled: set[int]) -> None:
-    """Send TERM to every process below this one that is not in `signalled`, and add it there."""
+    """Send TERM to every process below this one that is not in `signalled`, and add its id there."""
     for pid in descendants().keys() - signalled:
         signalled.add(pid)
         with contextlib.suppress(OSError):
@@ -198,6 +221,7 @@ def _terminate(signalled: set[int]) -> None:
 
 
 def _report(status: int, line: str) -> None:
+    """Write one line for the node agent, if it is still there."""
     with contextlib.suppress(OSError):  # the node agent is gone
         os.write(status, f"{line}\n".encode())
 

@@ -1,4 +1,8 @@
-"""The command of this node below its guard (guard.py), and its end by force from a deadline on."""
+"""The command of this node below its guard (guard.py), and its end by force from a deadline on.
+
+`GuardedCommand` is the node agent's side of the guard: it starts the command, takes the guard's reports, and
+copies the error output. `Deadline` says when the command is ended, and with which signals.
+"""
 
 from __future__ import annotations
 
@@ -20,29 +24,30 @@ from imgkit_entrypoints.launch import guard
 from imgkit_entrypoints.launch.user_program import MARK, STOP_SIGNALS
 
 TAIL_BYTES = 1 << 20
-"""The end of the error output that is kept for the log of a failed run."""
+"""Number of last bytes of the error output that are kept for the log of a failed run: 1 MiB."""
+# torch prints this warning in every process, for each connection from an address without a name.
 _NO_HOST_NAME = b"[c10d] The hostname of the client socket cannot be retrieved. err=-"
-"""A warning of torch about each connection from an address without a name, in every process."""
+# What may precede the text of a line: "[n3:4]: " of torchrun's --tee, and "[rank4]:" of torch's tracebacks.
 _PREFIX = rb"(?:\[[^\]\n]*\]: )?(?:\[rank\d+\]:)?"
+# Lines that are of use in a log alone: lines with a mark (user_program.py), and C++ stacks of torch's store.
+# Every process prints such a stack after its torchrun has ended.
 _LOG_ONLY = re.compile(
     _PREFIX + rb"(?:" + MARK.encode() + rb"|\[[WE]\d{4} [^\]\n]*TCPStore\.cpp:\d+\] "
     rb"|\[[WE]\d{4} [^\]\n]*ProcessGroupNCCL\.cpp:\d+\] (?:\[[^\]\n]*\] ?)*Failed to check the "
     rb"|Exception raised from [^\n]* \(most recent call first\):|frame #\d+: |<omitting python frames>)"
 )
-"""Lines that are of use in a log alone: marked ones (user_program.py), and stacks of torch's store in C++,
-which every process prints whose torchrun has ended."""
 
 
 class GuardedCommand:
-    """A command and its guard; `close` ends everything that is left of them.
+    """A command and its guard. `close` ends everything that is left of them.
 
     Parameters
     ----------
-    log : takes messages about the command.
-    repeats_warnings : False: a warning that all nodes of a run print comes from another one.
-    open_files : soft limit of the command's open files; None: that of this process.
+    log : prints messages about the command.
+    repeats_warnings : False leaves out a warning that all nodes of a run print, since another node prints it.
+    open_files : soft limit of the command's open files. None keeps the limit of this process.
     inherited : descriptors that the command gets under the same numbers.
-    kind : how the guard starts the command: torchrun or node (guard.py).
+    kind : how the guard starts the command: ``torchrun`` or ``node`` (guard.py).
     """
 
     def __init__(
@@ -60,21 +65,26 @@ class GuardedCommand:
             open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._argv, self._log, self._kind = argv, log, kind
         self.code: int | None = None
-        """Exit code of the command; negative: the signal that ended it; None: it still runs."""
+        """Exit code of the command, or the negative number of the signal that ended it.
+
+        None while it runs.
+        """
         self._buffer = b""
         self._is_forced = False
         control, self._control = os.pipe()
         self._status, status = os.pipe()
         os.set_blocking(self._status, False)
+        # -I and -S: the guard uses the standard library alone.
         python = (sys.executable or "python3", "-I", "-S", guard.__file__)
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # inherited by all below
+        # Every process below inherits the mask. This process gets its own one back right after the start.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             self._process = subprocess.Popen(
                 [*python, str(control), str(status), str(open_files), kind, *argv],
                 env=dict(env),
                 stderr=subprocess.PIPE,
                 pass_fds=(control, status, *inherited),
-                start_new_session=True,  # a kill of this process' group must leave the guard
+                start_new_session=True,  # a signal to the group of this process must not reach the guard
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -87,7 +97,7 @@ class GuardedCommand:
     def close(self) -> None:
         """Close the pipes to the guard, which then ends everything that is left."""
         for descriptor in (self._control, self._status):
-            with contextlib.suppress(OSError):  # closed before
+            with contextlib.suppress(OSError):  # the pipe was closed before
                 os.close(descriptor)
         self._control = self._status = -1
 
@@ -96,7 +106,7 @@ class GuardedCommand:
         return self._status
 
     def read(self) -> bool:
-        """Take in the guard's reports; False once nothing of the command is left.
+        """Handle the guard's new reports. Return False once no process of the command is left.
 
         Raises
         ------
@@ -109,10 +119,10 @@ class GuardedCommand:
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         for line in lines:
             self._handle_report(line.decode())
-        return bool(data)
+        return bool(data)  # end of file: the guard has ended, and everything below it
 
     def send(self, step: str) -> None:
-        """Have the guard take `step` towards the end: ``signal N`` or ``kill``."""
+        """Have the guard take one step towards the end: ``signal N``, ``terminate`` or ``kill``."""
         self._is_forced = True
         with contextlib.suppress(OSError):  # the guard has ended by itself
             os.write(self._control, f"{step}\n".encode())
@@ -129,10 +139,11 @@ class GuardedCommand:
         return self.code
 
     def tail(self) -> str:
-        """Return the end of the command's error output, also of the lines that were not printed."""
+        """Return the end of the command's error output, including the lines that were not printed."""
         return self._copier.tail().decode(errors="replace").replace(MARK, "")
 
     def _handle_report(self, line: str) -> None:
+        """React to one line of the guard, such as ``exit 1`` or ``clean python3 wandb-core``."""
         event, _, value = line.partition(" ")
         if event == "exit":
             self.code = int(value)
@@ -142,7 +153,7 @@ class GuardedCommand:
                 where=self._argv[0],
                 hint="check that the image contains it; dist-env shows what the image has",
             )
-        elif event == "started" and value.endswith(" alone"):
+        elif event == "started" and value.endswith(" alone"):  # the guard could not become a subreaper
             self._log(
                 "warning: the guard cannot adopt orphaned processes on this machine; a killed torchrun may "
                 "leave some running"
@@ -158,16 +169,17 @@ class GuardedCommand:
             self._log(f"these processes hang in the kernel and cannot be killed: {value}")
 
 
+# A line without a text. One such line follows a C++ stack.
 _EMPTY = re.compile(_PREFIX + rb"\n")
 
 
 class _Copier(threading.Thread):
-    """Copies the command's error output to ours, and keeps the end of it.
+    """Copies the command's error output to our own, and keeps the end of it.
 
-    Not copied are lines `_LOG_ONLY`, and `_NO_HOST_NAME` after the first.
+    Lines that match `_LOG_ONLY` are not copied, and neither is `_NO_HOST_NAME` after the first time.
 
-    It is a thread because a slow terminal must not hold up the heartbeat. It does not wait for whole lines:
-    of one that arrives in two parts, the first decides.
+    The copier is a thread because a slow terminal must not delay the heartbeat. It does not wait for whole
+    lines: if a line arrives in two parts, the first part decides whether it is copied.
     """
 
     def __init__(self, source: IO[bytes], *, has_warned: bool) -> None:
@@ -190,21 +202,22 @@ class _Copier(threading.Thread):
             while target is not None and data:
                 try:
                     data = data[os.write(target, data) :]
-                except OSError:  # ours is closed: read on, so that the program can go on writing
+                except OSError:  # our own output is closed: read on, so that the program does not block
                     target = None
 
     def tail(self) -> bytes:
-        """Return the end of what was read."""
+        """Return the last `TAIL_BYTES` that were read."""
         return b"".join(tuple(self._chunks))[-TAIL_BYTES:]
 
     def _visible_lines(self, data: bytes) -> Iterator[bytes]:
+        """Yield the lines and parts of lines in `data` that are copied."""
         for line in re.findall(rb"[^\n]*\n|[^\n]+", data):
             if not self._in_line:
-                # An empty line follows a stack.
+                # The empty line after a hidden stack belongs to it.
                 is_end = self._is_hidden and _EMPTY.fullmatch(line) is not None
                 self._is_hidden = is_end or _LOG_ONLY.match(line) is not None
                 if _NO_HOST_NAME in line:
-                    self._is_hidden, self._has_warned = self._has_warned, True
+                    self._is_hidden, self._has_warned = self._has_warned, True  # only the first is shown
             self._in_line = not line.endswith(b"\n")
             if not self._is_hidden:
                 yield line
@@ -213,10 +226,10 @@ class _Copier(threading.Thread):
 END_STEP_S = 5.0
 """Seconds between HUP, QUIT and KILL."""
 QUICK_STEP_S = 2.0
-"""Seconds between HUP and KILL where the program could save nothing: others of its run are gone."""
+"""Seconds between HUP and KILL if the program cannot save any more, since other nodes of its run are gone."""
+# Commands to the guard. HUP and QUIT go to torchrun alone, and "terminate" is TERM for every process.
 _HUP, _QUIT = (f"signal {int(number)}" for number in (signal.SIGHUP, signal.SIGQUIT))
 _TERMINATE, _KILL = "terminate", "kill"
-"""TERM for every process of the command; KILL."""
 
 
 class Deadline:
@@ -224,16 +237,17 @@ class Deadline:
 
     Parameters
     ----------
-    grace_s : for a command of dist-run --per-node: its first step is TERM, and KILL follows after this time.
+    grace_s : for a command of dist-run --per-node, the seconds between TERM and KILL, its only steps. None
+        for torchrun.
     """
 
     def __init__(self, grace_s: float | None = None) -> None:
         self.at = float("inf")
         """Time of the next step, on the monotonic clock."""
         self.has_begun = False
-        """The first step was taken."""
+        """True once the first step was taken."""
         self.is_forced = False
-        """A step was taken after which the program cannot save."""
+        """True once a step was taken after which the program cannot save."""
         self.reason = ""
         self._steps = [_HUP, _QUIT, _KILL]
         self._step_s, self._quick_step_s = END_STEP_S, QUICK_STEP_S
@@ -242,13 +256,16 @@ class Deadline:
             self._step_s = self._quick_step_s = grace_s
 
     def set_within(self, seconds: float, reason: str) -> None:
-        """End the program in `seconds`, unless an earlier end is set or was forced."""
+        """End the program in `seconds`, unless an earlier end is set or has begun by force."""
         at = time.monotonic() + seconds
         if not self.is_forced and at < self.at:
             self.at, self.reason = at, reason
 
     def set_now(self, reason: str) -> None:
-        """Begin the end of the program now; one that has begun goes on, with quick steps."""
+        """Begin the end of the program now, with quick steps and without QUIT.
+
+        An end that has already begun goes on from the step where it is.
+        """
         now = time.monotonic()
         if not self.has_begun:
             self.reason, self.at = reason, now
@@ -260,7 +277,7 @@ class Deadline:
         return time.monotonic() >= self.at
 
     def next_step(self) -> str:
-        """Take the next step; return it as a command to the guard."""
+        """Take the next step, and return it as a command to the guard."""
         step = self._steps.pop(0)
         self.has_begun = True
         self.is_forced = step != _TERMINATE

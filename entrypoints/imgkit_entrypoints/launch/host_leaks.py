@@ -1,10 +1,15 @@
-"""What the host's environment must not bring into the workers.
+"""Remove the settings of the host that would harm the workers in the container.
 
-Singularity and pyxis hand every variable of the node on to the container, and so do MPI's launchers. There,
-XALT's LD_PRELOAD names a file that the image lacks, PMIX_* make an MPI of the image talk to the launcher of
-the node agent (pyxis issue 88, shapepipe issue 744), a virtual environment of the host hides the image's
-packages, and a TMPDIR of PBS is too long for the name of a socket. A thousand ranks that fail fill a scratch
-folder with core dumps.
+Singularity and pyxis pass every variable of the node on to the container, and so do MPI's launchers. In the
+container, some of them do harm:
+
+* XALT's LD_PRELOAD names a file that the image lacks.
+* PMIX_* make an MPI library of the image talk to the launcher of the node agent (pyxis issue 88, shapepipe
+  issue 744).
+* A virtual environment of the host hides the image's packages.
+* A TMPDIR of PBS is too long for the name of a socket.
+
+Core dumps are switched off as well: a thousand ranks that fail would fill a scratch folder with them.
 """
 
 from __future__ import annotations
@@ -24,13 +29,18 @@ from imgkit_entrypoints.errors import UsageError
 CORE = "core"
 """Name by which ``--keep-env`` keeps core dumps, as limits.conf(5) calls them."""
 MOST_TMPDIR = 60
-"""Characters of a TMPDIR below which names of sockets fit into 107 bytes (unix(7)): multiprocessing adds
-``/pymp-XXXXXXXX/listener-XXXXXXXX``, torch ``/torch-shm-dir-XXXXXX/manager.sock``."""
+"""Longest TMPDIR in characters with which the names of sockets in it still fit into 107 bytes (unix(7)).
+
+multiprocessing adds ``/pymp-XXXXXXXX/listener-XXXXXXXX``, and torch ``/torch-shm-dir-XXXXXX/manager.sock``.
+"""
 _MPI = re.compile(r"(?:PMIX|PMI2?|OMPI)_")
+# Variables that a launcher sets for each process. Without any, no launcher of MPI has started this process,
+# and other variables with these prefixes are settings of the user.
 _OF_LAUNCHER = ("PMIX_RANK", "PMIX_NAMESPACE", "PMI_RANK", "PMI_FD", "PMI_PORT", "OMPI_COMM_WORLD_RANK")
-"""Without one of them, no launcher of MPI has started this process, and the others are settings."""
 _OF_PYTHON = ("VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME")
+# A folder of PYTHONPATH with such a part in its path holds installed packages, not the user's own modules.
 _PACKAGES = {"site-packages", "dist-packages"}
+# One of these is set in every container of Singularity or Apptainer.
 _CONTAINER = ("SINGULARITY_CONTAINER", "APPTAINER_CONTAINER")
 
 
@@ -39,27 +49,32 @@ class CleanEnvironment:
     """The changes to the environment of the workers, and to the limits of this process."""
 
     env: Mapping[str, str] = field(default_factory=dict)
-    """Variables with another value."""
+    """Variables that get another value."""
     unset: tuple[str, ...] = ()
+    """Variables that are removed."""
     text: str = ""
-    """What was changed, in one line; empty: nothing."""
+    """One line about the changes. Empty if nothing is changed."""
     limits_core: bool = False
+    """True if core dumps are switched off."""
     tmpdir: str = ""
-    """The long folder behind a short TMPDIR; empty: it stays."""
+    """The long folder to which the new, short TMPDIR is a link. Empty if TMPDIR stays as it is."""
 
     @property
     def changes_variables(self) -> bool:
-        """Whether a variable is changed or removed."""
+        """Return whether a variable is changed or removed."""
         return bool(self.env or self.unset)
 
     def apply(self) -> None:
-        """Make the short TMPDIR, and switch core dumps off for this process and all that it starts.
+        """Make the link for a short TMPDIR, and switch core dumps off for this process and its children.
+
+        The variables are not changed here: the caller passes them to the workers.
 
         Raises
         ------
-        UsageError : the link for TMPDIR cannot be made, or is not as this user would make it.
+        UsageError : the link for TMPDIR cannot be made, or another user may have made it.
         """
         if self.limits_core:
+            # Only the soft limit: a program may raise it again.
             resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
         if self.tmpdir:
             link = PurePath(self.env["TMPDIR"])
@@ -80,16 +95,18 @@ def clean(
     is_mpi_rank: bool = False,
     exists: Callable[[str], bool] = os.path.exists,
 ) -> CleanEnvironment:
-    """Find what of `env` comes from the host and must not reach the workers.
+    """Return the changes that keep harmful settings of the host away from the workers.
 
     Parameters
     ----------
-    image_env : the image's own variables, which stay; None: unknown.
-    keep : names of variables that stay, also with ``*``, and `CORE`.
+    image_env : the image's own variables, which stay. None if they are unknown.
+    keep : names of variables that stay, or patterns such as ``PMIX_*``. `CORE` keeps core dumps.
     prefix : ``sys.prefix`` of the Python that runs the workers.
-    is_mpi_rank : this process is a rank of an MPI launcher, whose variables it needs.
+    is_mpi_rank : True if this process is a rank of an MPI launcher, whose variables it needs.
+    exists : returns whether a path exists in the container.
     """
     image = image_env or {}
+    # A variable with the image's own value does not come from the host.
     names = [
         name
         for name, value in env.items()
@@ -101,6 +118,7 @@ def clean(
     changes: dict[str, str] = {}
     if "LD_PRELOAD" in names:
         changes["LD_PRELOAD"] = " ".join(_loadable(env["LD_PRELOAD"], exists))
+    # Outside of a container, a virtual environment is the user's own.
     if image_env is not None or any(name in env for name in _CONTAINER):
         changes |= _without_python(env, names, image, prefix)
     changes = {name: value for name, value in changes.items() if value != env[name]}
@@ -130,13 +148,16 @@ def may_remove(name: str) -> bool:
 
 
 def _counted(names: Sequence[str]) -> list[str]:
-    """Return one text for all variables of each prefix, ``PMIX_* (12)``."""
+    """Return one text for all variables of each prefix, such as ``PMIX_* (12)``."""
     prefixes = [name.partition("_")[0] for name in names]
     return [f"{prefix}_* ({prefixes.count(prefix)})" for prefix in dict.fromkeys(prefixes)]
 
 
 def _loadable(preload: str, exists: Callable[[str], bool]) -> list[str]:
-    """Return the libraries of a LD_PRELOAD that exist here, without XALT, which counts jobs of the host."""
+    """Return the libraries of an LD_PRELOAD that exist here, without XALT, which counts jobs of the host.
+
+    A name without a slash stays: the loader searches for it on the library path.
+    """
     libraries = re.split(r"[\s:]+", preload.strip())
     return [path for path in libraries if "xalt" not in path.lower() and ("/" not in path or exists(path))]
 
@@ -144,7 +165,11 @@ def _loadable(preload: str, exists: Callable[[str], bool]) -> list[str]:
 def _without_python(
     env: Mapping[str, str], names: Sequence[str], image: Mapping[str, str], prefix: str
 ) -> dict[str, str]:
-    """Return variables of Python without what belongs to a Python of the host; empty: nothing is left."""
+    """Return new values for variables of Python, without what belongs to a Python of the host.
+
+    Folders of installed packages leave PYTHONPATH, and programs of a virtual environment leave PATH. A
+    variable with an empty value is to be removed.
+    """
     changes = {}
     if "PYTHONPATH" in names:
         of_image = image.get("PYTHONPATH", "").split(":")

@@ -1,7 +1,7 @@
-"""Services on the internet that a program is likely to call, on nodes that may not reach them.
+"""Settings and notes about internet services that a program is likely to call, on nodes without internet.
 
-Compute nodes of most clusters have no internet. A program that calls the Hugging Face hub then fails after
-minutes of attempts, and one that logs to Weights & Biases waits at its start.
+Compute nodes of most clusters cannot reach the internet. A program that calls the Hugging Face hub then fails
+after minutes of attempts, and one that logs to Weights & Biases waits at its start.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 ATTEMPT_S = 1.0
-"""Time for one attempt to connect, with the look-up of the name. An answer takes much less."""
+"""Seconds for one attempt to connect, including the look-up of the name. An answer takes much less."""
+# Each of these variables moves the hub's files out of ~/.cache/huggingface.
 _HUB_CACHES = ("HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME")
-"""Variables that move the hub's files out of ``~/.cache/huggingface``."""
+# Variables that name a site's proxy. Only the program's library can tell whether it works, so no connection
+# is tried with one of them.
 _PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
-"""Variables that name a site's way to the internet; only the program's library can tell whether it works."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,15 +28,19 @@ class Service:
     package: str
     """The Python package that calls the service."""
     url_variable: str
-    """Variable with another address of the service."""
+    """Variable by which the user sets another address of the service."""
     default_url: str
     offline_variables: Mapping[str, tuple[str, ...]]
-    """Variables by which the library stays offline, each with the values that mean so."""
+    """Variables that keep the library offline, each with the values that do so in lower case."""
     used_variables: tuple[str, ...] = ()
-    """Variables that only a program sets which calls the service."""
+    """Variables that users set only for programs that call the service."""
 
     def is_used(self, env: Mapping[str, str], has_package: Callable[[str], bool]) -> bool:
-        """Return whether a program in this environment is likely to call the service."""
+        """Return whether a program in this environment is likely to call the service.
+
+        It is not if the library is offline. Otherwise one of the service's variables is set, or the Python of
+        the program has its package.
+        """
         for name, values in self.offline_variables.items():
             if env.get(name, "").lower() in values:
                 return False
@@ -44,7 +49,7 @@ class Service:
         return has_package(self.package)
 
     def url(self, env: Mapping[str, str]) -> str:
-        """Return the address of the service."""
+        """Return the address of the service: the user's, or else the default."""
         return env.get(self.url_variable) or self.default_url
 
 
@@ -66,12 +71,12 @@ WANDB = Service(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineSettings:
-    """What a start does about services that its program is likely to call."""
+    """Variables and messages about services that the program is likely to call."""
 
     env: Mapping[str, str]
-    """Variables for the workers."""
+    """Variables that the workers get in addition, such as ``WANDB_MODE=offline``."""
     notes: tuple[str, ...]
-    """Lines for the user about services that this node cannot reach."""
+    """Lines for the user about services that this node cannot reach, or that fill the home directory."""
 
 
 def settings(
@@ -85,9 +90,9 @@ def settings(
 
     Parameters
     ----------
-    has_package : whether the program's Python has a package.
-    can_connect : whether this node can connect to the service with this URL.
-    is_shared : whether a folder is on a file system that several nodes mount.
+    has_package : returns whether the program's Python has a package.
+    can_connect : returns whether this node can connect to the service at a URL.
+    is_shared : returns whether a folder is on a file system that several nodes mount.
     """
     variables: dict[str, str] = {}
     notes = []
@@ -106,7 +111,8 @@ def settings(
             )
     if WANDB.is_used(env, has_package):
         run_folder = env.get("IMGKIT_RUN_DIR")
-        # Otherwise the files are in the folder of the job, or in /tmp of a node if that cannot be written.
+        # Without WANDB_DIR, the files are in the job's folder, or in /tmp of a node if that cannot be
+        # written.
         if run_folder and not env.get("WANDB_DIR"):
             variables["WANDB_DIR"] = run_folder
         if not env.get("WANDB_MODE") and not has_proxy and not can_connect(WANDB.url(env)):
@@ -116,7 +122,7 @@ def settings(
 
 
 def can_connect(url: str) -> bool:
-    """Return whether the host of `url` accepts a connection within `ATTEMPT_S`."""
+    """Return whether the host of `url` accepts a connection within `ATTEMPT_S` seconds."""
     address = urllib.parse.urlsplit(url)
     if not address.hostname:
         return False
@@ -133,7 +139,7 @@ def can_connect(url: str) -> bool:
             return
         has_connected.set()
 
-    # The look-up of a name knows no time limit, so that it may outlive this function.
+    # The look-up of a name has no time limit, so it runs in a thread that may outlive this function.
     attempt = threading.Thread(target=connect, daemon=True)
     attempt.start()
     attempt.join(ATTEMPT_S)

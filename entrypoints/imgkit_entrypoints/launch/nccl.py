@@ -1,11 +1,11 @@
-"""What NCCL itself knows of a hang: an answer of its RAS threads, and the files of its flight recorder.
+"""Ask NCCL about a hang: the answer of its RAS threads, and the files of torch's flight recorder.
 
-RAS says which ranks a communicator misses, and which have launched fewer collectives. From 2.24 on, every
-process with a communicator has a RAS thread that answers on a port of its node. The protocol is lines of
-text; NCCL closes the connection after its answer. Format and limits: NCCL User Guide, "RAS", and
+RAS knows which ranks a communicator misses, and which have launched fewer collectives. From NCCL 2.24 on,
+every process with a communicator has a RAS thread that answers on a port of its node. The protocol is lines
+of text, and NCCL closes the connection after its answer. Format and limits: NCCL User Guide, "RAS", and
 src/ras/client_support.cc of NCCL 2.24.3 to 2.30.7.
 
-The flight recorder is torch's: files about each rank's collectives after a timeout.
+The flight recorder is a part of torch. After a timeout, it writes one file per rank about its collectives.
 """
 
 from __future__ import annotations
@@ -24,55 +24,69 @@ from imgkit_entrypoints import files
 from imgkit_entrypoints.arguments import parse_digits
 from imgkit_entrypoints.schedulers.hostlist import number_ranges
 
+# The address at which RAS listens unless NCCL_RAS_ADDR names another one.
 RAS_DEFAULT = "localhost:28028"
 LIMIT_S = 8.0
-"""Time for all of it. NCCL waits `_PEERS_S` for a process that is silent, and as long again in large jobs."""
+"""Seconds for the whole question.
+
+NCCL waits `_PEERS_S` seconds for a process that is silent, and as long again in large jobs.
+"""
+# Largest answer that is read: 1 MiB.
 MOST_BYTES = 1 << 20
 SHOWN = 24
-"""Lines of a report."""
+"""Largest number of lines in a report."""
+# Seconds that NCCL is asked to wait for other processes ("TIMEOUT 2").
 _PEERS_S = 2
+# Seconds to connect, and to wait for the first line of the protocol.
 _GREETING_S = 1.0
+# The processes of a node share the port. The kernel may choose a stopped process, which never greets.
 _TRIES = 3
-"""The processes of a node share the port. The kernel may choose a stopped one, which never greets."""
+# Characters of a line that are kept.
 _LONGEST = 160
+# The headings in an answer. The lists of errors and of warnings follow each other at its end.
 _PROBLEMS = "\nErrors\n======\n"
 _OTHERS = re.compile(r"Warnings|=+")
+# "  Rank 3 -- GPU 3 managed by process 4711 on node n2"
 _RANK = re.compile(r"  Rank (\d{1,9}) -- GPU [^-]{1,40} managed by process \d+ on node (\S+)")
 
 
 def ras_address(env: Mapping[str, str]) -> tuple[str, int] | None:
-    """Return host and port at which NCCL answers; None where the workers of `env` have no NCCL or no RAS."""
+    """Return the host and port at which NCCL's RAS answers, or None if the workers of `env` do not use it."""
     if env.get("IMGKIT_DEVICE") != "cuda" or env.get("NCCL_RAS_ENABLE") == "0":
         return None
     host, _, port = env.get("NCCL_RAS_ADDR", RAS_DEFAULT).rpartition(":")
     number = parse_digits(port)
     if not host or number is None or not 0 < number < 1 << 16:
-        return None  # NCCL does not listen there either
+        return None  # NCCL does not listen at such an address either
     return host.strip("[]"), number
 
 
 def question(env: Mapping[str, str]) -> Question | None:
-    """Ask the NCCL of the workers of `env`; None where it cannot be asked."""
+    """Start a question to the NCCL of the workers of `env`. Return None if it cannot be asked."""
     address = ras_address(env)
     return Question(*address) if address else None
 
 
 class Question:
-    """One question to NCCL, asked in a thread: a node agent that waited for the answer would not beat."""
+    """One question to NCCL, which is asked in a thread.
+
+    While a node agent waited for the answer itself, it would send no heartbeat, and would count as lost.
+    """
 
     def __init__(self, host: str, port: int) -> None:
         self.lines: list[str] = []
-        """Lines for the report; none where nothing listens or the time is over."""
+        """Lines for the report. Empty while there is no answer, and if nothing listens at the address."""
         self._until = time.monotonic() + LIMIT_S
         self._thread = threading.Thread(target=self._ask, args=(host, port), daemon=True)
         self._thread.start()
 
     @property
     def is_open(self) -> bool:
-        """Whether the answer may still come."""
+        """Return whether the answer may still come."""
         return self._thread.is_alive() and time.monotonic() < self._until
 
     def _ask(self, host: str, port: int) -> None:
+        """Ask, and set `lines` to the report or to the reason why there is none."""
         name = f"NCCL's RAS ({host}:{port})"
         try:
             self.lines = [f"  {name}:", *(f"    {line}" for line in report(_answer(host, port)))]
@@ -85,6 +99,13 @@ class Question:
 
 
 def _answer(host: str, port: int) -> bytes:
+    """Return NCCL's answer to VERBOSE STATUS.
+
+    Raises
+    ------
+    TimeoutError : no process has greeted. ConnectionResetError : NCCL has closed the connection. ValueError :
+    another program listens there.
+    """
     for _ in range(_TRIES):
         with (
             socket.create_connection((host, port), timeout=_GREETING_S) as link,
@@ -106,13 +127,14 @@ def _answer(host: str, port: int) -> bytes:
 
 
 def report(answer: bytes) -> list[str]:
-    """Return the errors and warnings in NCCL's answer to VERBOSE STATUS, at most `SHOWN` lines.
+    """Return the errors and warnings in NCCL's answer to VERBOSE STATUS.
 
-    Ranks that NCCL lists one below the other become one line for each node.
+    After `SHOWN` lines, one more line counts the rest. Ranks that NCCL lists one below the other become one
+    line for each node.
 
     Raises
     ------
-    ValueError : it is no such answer.
+    ValueError : `answer` has no list of errors.
     """
     _, separator, problems = answer[:MOST_BYTES].decode("ascii", "replace").partition(_PROBLEMS)
     if not separator:
@@ -126,6 +148,7 @@ def report(answer: bytes) -> list[str]:
 
 
 def _folded(lines: list[str]) -> Iterator[str]:
+    """Yield `lines`, with one line for consecutive ranks of a node: ``  Ranks 0-3,5 on node n2``."""
     matches = ((line, _RANK.fullmatch(line)) for line in lines)
     for node, pairs in groupby(matches, lambda pair: pair[1][2] if pair[1] else None):
         group = list(pairs)
@@ -136,16 +159,19 @@ def _folded(lines: list[str]) -> Iterator[str]:
 
 
 DUMP_PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-"""Variables with the beginning of the files' names, to which torch adds the rank. Older versions read the
-second; newer ones warn about it."""
+"""Variables with the beginning of the files' names, to which torch adds the rank.
+
+Older versions read the second name, and newer versions warn about it.
+"""
 RENAMED = (2, 9)
-"""Version of torch that first reads the first name, and records and dumps by itself."""
+"""First version of torch that reads the first name, and that records and dumps by default."""
 
 
 def recorder_variables(env: Mapping[str, str], torch: str, job_id: str) -> dict[str, str]:
     """Return the variables that make torch of version `torch` record and dump where `recorder_dumps` looks.
 
-    Variables that `env` already has are left out.
+    Variables that `env` already has are left out. If no safe folder can be used, or if the user has named
+    one, the variables for the files' names are left out as well.
     """
     if env.get("IMGKIT_DEVICE") != "cuda":
         return {}
@@ -153,7 +179,7 @@ def recorder_variables(env: Mapping[str, str], torch: str, job_id: str) -> dict[
     prefix = str(folder / f"nccl-{re.sub('[^A-Za-z0-9.-]', '_', job_id)}-rank-") if folder else ""
     version = re.match(r"([0-9]{1,9})\.([0-9]{1,9})", torch)
     variables = {
-        # torchrun sets 1, which tears NCCL down during the dump. This is torch's own default.
+        # torchrun sets this to 1, and NCCL is then torn down during the dump. 3 is torch's own default.
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     }
@@ -166,12 +192,16 @@ def recorder_variables(env: Mapping[str, str], torch: str, job_id: str) -> dict[
 
 
 def _folder(env: Mapping[str, str]) -> Path | None:
-    """The run's folder, or one of this user's own where others could plant links, which torch follows."""
+    """Return the folder for the recorder's files: the run's folder, or else the one for temporary files.
+
+    torch follows links. So if other users can write to that folder, return a private folder in it, or None if
+    that cannot be made.
+    """
     folder = Path(env.get("IMGKIT_RUN_DIR") or tempfile.gettempdir())
     try:
         shared = folder.stat().st_mode & 0o022
     except OSError:
-        return folder  # a folder that the run makes
+        return folder  # the run makes this folder later
     if not shared:
         return folder
     private = folder / f"imgkit-nccl-{os.geteuid()}"
@@ -183,7 +213,10 @@ def _folder(env: Mapping[str, str]) -> Path | None:
 
 
 def recorder_dumps(env: Mapping[str, str], since: float) -> str:
-    """Return a line about the files written after `since` (seconds of the epoch); empty if there are none."""
+    """Return a line about the recorder's files that were written after `since`. Empty without any.
+
+    `since` is in seconds of the epoch.
+    """
     prefix = next((env[name] for name in DUMP_PREFIXES if env.get(name)), "")
     if not prefix:
         return ""
@@ -199,4 +232,5 @@ def recorder_dumps(env: Mapping[str, str], since: float) -> str:
 
 
 def _as_number(text: str) -> tuple[int, str]:
+    """Return a sort key: texts that are not numbers first, then numbers by value."""
     return (-1 if (number := parse_digits(text)) is None else number, text)

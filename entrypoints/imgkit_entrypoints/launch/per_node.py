@@ -1,8 +1,8 @@
-"""The command of ``dist-run --per-node``, which runs once on each node in the place of torchrun.
+"""The command of ``dist-run --per-node``, which runs once on each node in place of torchrun.
 
-The node agent replaces placeholders in its arguments (`PLACEHOLDERS`), and gives it the same values as
-variables. Ray keeps its sockets and logs below RAY_TMPDIR. The node agent makes that folder and
-removes it after the run. The path is short, for that of a Unix socket has at most 107 characters.
+The node agent replaces placeholders in the command's arguments (`PLACEHOLDERS`), and passes the same values
+as variables. Ray keeps its sockets and logs below RAY_TMPDIR. The node agent makes that folder and removes it
+after the run. Its path is short, since the path of a Unix socket can have at most 107 characters.
 """
 
 from __future__ import annotations
@@ -23,25 +23,29 @@ PLACEHOLDERS = {
     "node_rank": "NODE_RANK",
     "nproc": "IMGKIT_NPROC",
     "world_size": "",
-    "run_dir": "",  # IMGKIT_RUN_DIR is set before
+    "run_dir": "",  # the environment already has IMGKIT_RUN_DIR
 }
-"""The variable that has the same value, by the name in braces; empty: there is none."""
+"""The variable with the same value by the placeholder's name, or an empty text if there is no variable.
+
+``{head}`` in an argument becomes the head's address, which MASTER_ADDR holds as well.
+"""
 _NAMES = "|".join(PLACEHOLDERS)
+# Group 1 is the inner part of "{{head}}", which stands for a literal "{head}". Group 2 is the name in
+# "{head}".
 _PLACEHOLDER = re.compile(rf"\{{(\{{(?:{_NAMES})\}})\}}|\{{({_NAMES})\}}")
-"""``{{head}}``, which means a literal ``{head}``, or ``{head}``."""
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-"""Variables of one worker: a program that starts several would take them for its own."""
+"""Variables of one worker, which are removed. A program that starts workers would take them as its own."""
 RAY_TMPDIR = "RAY_TMPDIR"
 RAY_PREFIX = "imgkit-ray-"
 RAY_PARENT = "/tmp"  # noqa: S108 - the folder below it is the user's own, and has a random name
-"""Parent of RAY_TMPDIR, the same on all nodes: Ray takes the head's folder on each of them.
+"""Parent of RAY_TMPDIR, which must be the same on all nodes: Ray uses the path of the head on each of them.
 
-It is short, since Ray adds about 68 characters: `ray/session_TIME_PID/sockets/plasma_store`.
+It must be short, since Ray adds about 68 characters: ``ray/session_TIME_PID/sockets/plasma_store``.
 """
 
 
 def placeholder_values(order: AttemptStart, node_rank: int, nproc: int, run_dir: str) -> dict[str, str]:
-    """Return the value of each placeholder in the attempt that `order` starts."""
+    """Return the value of each placeholder on this node, in the attempt that `order` starts."""
     return {
         "head": order.head,
         "port": str(order.port),
@@ -55,7 +59,11 @@ def placeholder_values(order: AttemptStart, node_rank: int, nproc: int, run_dir:
 
 
 def fill(argv: Iterable[str], values: Mapping[str, str]) -> list[str]:
-    """Return `argv` with the values in place of the placeholders; other braces stay as they are."""
+    """Return `argv` with `values` in place of the placeholders. All other braces stay as they are.
+
+    With ``{"port": "29500", ...}``, ``["--port={port}", "{{port}}", "{x}"]`` becomes
+    ``["--port=29500", "{port}", "{x}"]``.
+    """
 
     def value(match: re.Match[str]) -> str:
         return match[1] or values[match[2]]
@@ -69,10 +77,13 @@ def uses_placeholder(argv: Iterable[str], name: str) -> bool:
 
 
 def variables(values: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that have the same values as the placeholders."""
+    """Return the environment variables with the values of the placeholders, such as MASTER_ADDR."""
     return {variable: values[name] for name, variable in PLACEHOLDERS.items() if variable}
 
 
 def ray_folder(order: AttemptStart) -> Path:
-    """Return the folder for RAY_TMPDIR in an attempt: a next cluster finds nothing of the last one."""
+    """Return the folder for RAY_TMPDIR in the attempt of `order`.
+
+    Each attempt has its own, so that a new Ray cluster finds no files of the last one.
+    """
     return Path(RAY_PARENT, f"{RAY_PREFIX}{order.token}-{order.attempt}")

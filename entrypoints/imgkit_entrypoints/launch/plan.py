@@ -1,7 +1,7 @@
 """The whole decision about a launch: what a command line requests, and the plan that `make` derives from it.
 
-This module reads nothing from the machine. The plan's argv has markers for values that are known later,
-when the nodes have met; `fill` replaces them.
+This module reads nothing from the machine: the facts about it come in as arguments. The plan's argv has
+markers for values that are known only after all nodes have met. `fill` replaces these markers.
 """
 
 from __future__ import annotations
@@ -29,88 +29,97 @@ from imgkit_entrypoints.schedulers.placement import Placement, PlacementRequest,
 from imgkit_entrypoints.system import SYSTEM_JSON, SystemFacts
 
 DEFAULT_FAILURES = 3
-"""Failures that a run with a range or spares survives where the user gives no number."""
+"""Number of failures that a run with spares survives if the user gives no ``--max-failures``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """The processes that the user wants on this node; ``auto`` leaves a value to the plan."""
+    """The processes that the user requests on this node. ``auto`` leaves a value to the plan."""
 
     nproc: str = "auto"
+    """Number of processes on this node, in digits."""
     device: str = "auto"
+    """``cuda`` or ``cpu``."""
     max_failures: int | None = None
-    """Failures that the run survives by a new attempt; None: `DEFAULT_FAILURES` with spares, else 0."""
+    """Failures after which the run starts a new attempt.
+
+    None means `DEFAULT_FAILURES` with spares, else 0.
+    """
     start: str = "auto"
-    """Whether the workers are forks of torchrun (fork) or interpreters of their own (exec)."""
+    """Start method of the workers: ``fork`` for forks of torchrun, ``exec`` for separate interpreters."""
     log_dir: str | None = None
+    """Folder for the output of each process, or None to save no output."""
     prefix: bool = True
-    """Each line of output bears ``[host:rank]``."""
+    """True if each line of output begins with ``[host:rank]``."""
     binds_cpus: bool = True
-    """Each worker runs on the processors beside its GPU (cores.py)."""
+    """True if each worker may run only on the processors beside its GPU (cores.py)."""
     is_per_node: bool = False
-    """The command runs once on each node, without torchrun (per_node.py)."""
+    """True if the command runs once on each node, without torchrun (per_node.py)."""
     worker_args: tuple[str, ...] = ()
-    """Further arguments of that command on every node but the head."""
+    """Further arguments of a command with `is_per_node` on every node but the head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """Seconds that the node agent waits."""
+    """The node agent's time limits in seconds. Each is an option of the command line."""
 
     grace_s: float = 60.0
-    """Time from a stop request to the end by force."""
+    """Time from a stop request until the program is ended by force."""
     rollcall_s: float = 120.0
-    """Time in which all nodes must call, and longest time of torchrun's rendezvous."""
+    """Time in which all nodes must join the roll call, and longest time of torchrun's rendezvous."""
     hang_after_s: float = 60.0
-    """Time after which a worker that does not move is reported; 0: never."""
+    """Time without progress after which a worker is reported as stuck. 0 switches the reports off."""
     lost_after_s: float = 30.0
-    """Silence after which a node counts as lost."""
+    """Time of silence after which a node counts as lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchOptions:
-    """The launch's part of a command line."""
+    """The part of a command line that concerns the launch, and not the program."""
 
     placement: PlacementRequest
     request: Request
     timeouts: Timeouts
     dry_run: bool
-    """Show every resolved value and its source, then exit."""
+    """True to show every resolved value and its source, and then exit."""
     json: bool = False
-    """A dry run prints one JSON object."""
+    """True if a dry run prints one JSON object."""
     verbose: bool = False
-    """Print the reasons for all settings at the start."""
+    """True to print the reasons for all settings at the start."""
     network_test: bool = True
-    """The nodes test the network between them before torchrun starts."""
+    """True if the nodes test the network between them before torchrun starts."""
     secret_file: str | None = None
-    """The file that the user or the job script names; ``-`` is standard input."""
+    """Path of the secret that the user or the job script names, or ``-`` for standard input."""
     require_secret: bool = False
-    """Several nodes do not start without a secret."""
+    """True if a run on several nodes must not start without a secret."""
     preflight: bool = False
-    """Measure the nodes before the start."""
+    """True to measure the nodes before the start."""
     compile_cache: str | None = None
-    """The file from which compiled code is unpacked, and into which it is packed."""
+    """The file from which compiled code is unpacked at the start, and into which it is packed at the end."""
     keep_env: tuple[str, ...] = ()
-    """Variables of the host that the workers keep."""
+    """Variables of the host that the workers keep, such as ``PMIX_*`` (host_leaks.py)."""
 
 
+# Version of the JSON document of --dry-run.
 SCHEMA = 1
 Mode = Literal["torchrun", "direct", "per-node"]
+"""What starts the workers: torchrun, the launcher (which starts each rank), or the user's own command."""
 
+# First version of torch whose torchrun has --shutdown-timeout: its wait between the signal that it passes on
+# and KILL. By default it waits 30 s, longer than the node agent. All other flags are in torch 2.3 as well.
 _SHUTDOWN_SINCE = (2, 12)
-"""Version of torch whose torchrun has a flag for its wait between the signal that it passes on and KILL. By
-default it is 30 s, longer than we wait. All other flags are in 2.3 as well."""
 ENDED_TOGETHER = ("pbs", "pals", "openmpi", "hydra")
 """Launchers that end all processes of a job when one of its nodes is gone."""
 
+# Variables with the number of GPUs that a job has on each node: that of imgkit's job script, and Slurm's.
 _GPU_VARIABLES = ("IMGKIT_GPUS", "SLURM_GPUS_ON_NODE")
-"""Variables with the GPUs that a job has on each node, of imgkit's job script and of Slurm."""
 MAX_WARNINGS = 2
-"""Most lines about warnings at the start."""
+"""Largest number of lines about warnings at the start."""
+# Width of the column of values in a dry run. The source follows right behind a longer value.
 _WIDEST = 24
-"""Longest value after which the sources of a dry run are still aligned."""
+# Kubeflow's operators give the number of processes in this variable. The plan reads it, and removes it from
+# the environment, since torchrun would read it as well.
 _PET_NPROC = "PET_NPROC_PER_NODE"
-"""Variable in which Kubeflow's operators give the number of processes; torchrun is kept from reading it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,32 +128,40 @@ class LaunchPlan:
 
     placement: Placement
     max_failures: int
-    """Lost nodes and failed workers that the run survives by a new attempt."""
+    """Lost nodes and failed workers after which the run still starts a new attempt."""
     mode: Mode
     nproc: int
+    """Number of workers on this node."""
     argv: tuple[str, ...]
+    """The command, with markers such as `PORT_PENDING`."""
     env: Mapping[str, str]
-    """Variables set on top of the process' own."""
+    """Variables that the workers get on top of those of this process."""
     unset: tuple[str, ...]
+    """Variables that are removed from the workers' environment."""
     decisions: tuple[Decision, ...]
+    """The values that imgkit or the user has chosen, each with its reason."""
     warnings: tuple[str, ...]
     links: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Libraries of the host that workers load: the file in the container by the name that programs open."""
+    """Libraries of the host that the workers load: path in the container by the name that programs open."""
     image: str = ""
-    """Why a value that the image set counts as the user's; empty: the image's variables are known."""
+    """Why a value that the image set counts as the user's. Empty if the image's variables are known."""
     secret: str = ""
-    """The place that the secret of the roll call comes from; empty: the start is open, or on one node."""
+    """The source of the roll call's secret, for a dry run. Empty without a secret, and on one node."""
     environment: CleanEnvironment = dataclasses.field(default_factory=CleanEnvironment)
-    """What the workers do not get of the host."""
+    """The settings of the host that the workers do not get."""
     cache: CompileCache | None = None
-    """The folder of compiled code on this node; None: the workers' programs choose their own."""
+    """The folder of compiled code on this node. With None, the programs choose their own folders."""
     notes: tuple[str, ...] = ()
-    """What is different for the workers on this node, a line each."""
+    """Lines about what is different for the workers on this node."""
     hidden: frozenset[str] = frozenset()
-    """Notes and warnings that do not matter here, as about an unused network: ``-v`` prints them."""
+    """Notes and warnings that do not matter here, such as about an unused network. ``-v`` prints them."""
 
     def announcements(self, *, verbose: bool) -> Iterator[str]:
-        """Yield what the head prints at the start: few lines, or all values with their reasons."""
+        """Yield the lines that the head prints at the start.
+
+        There are few lines, with at most `MAX_WARNINGS` about warnings. With `verbose`, all values and
+        warnings follow, with their reasons.
+        """
         nnodes, device = self.placement.nnodes, self.env.get("IMGKIT_DEVICE", "")
         nodes = "1 node" if nnodes == 1 else f"{nnodes} nodes"
         processes = "1 process" if self.nproc == 1 else f"{self.nproc} processes"
@@ -158,6 +175,7 @@ class LaunchPlan:
             yield from self.warnings
             return
         warnings = [text for text in self.warnings if text not in self.hidden]
+        # One line is for the number of the others.
         visible = warnings if len(warnings) <= MAX_WARNINGS else warnings[: MAX_WARNINGS - 1]
         yield from (f"warning: {text}" for text in visible)
         if len(visible) < len(warnings):
@@ -174,7 +192,7 @@ class LaunchPlan:
         yield f"command: {shlex.join(self.argv)}"
 
     def _values(self) -> Iterator[tuple[str, str, str]]:
-        """Names and values, each with its source."""
+        """Yield the name, the value and the source of everything that the plan decides."""
         placement, source = self.to_dict()["placement"], self.placement.source
         default = {"nnodes": "this machine alone", "node_rank": "the only node", "port": "from the job id"}
         yield "scheduler", self.placement.scheduler, ""
@@ -199,7 +217,7 @@ class LaunchPlan:
             yield name, "-", "removed from the workers' environment"
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form, of ``--dry-run --json``."""
+        """Return the document that ``--dry-run --json`` prints."""
         placement = self.placement
         return {
             "schema": SCHEMA,
@@ -211,7 +229,7 @@ class LaunchPlan:
                 "node_rank": placement.node_rank,
                 "hosts": list(placement.hosts),
                 "head": placement.head,
-                # The nodes meet on this port, and agree on torchrun's own port there.
+                # The port of the roll call, in which the nodes agree on torchrun's own port.
                 "port": ports.rollcall_port(placement.job_id, placement.port),
                 "job_id": placement.job_id,
             },
@@ -240,16 +258,19 @@ def make(
     env: Mapping[str, str],
     is_imgkits: bool = False,
 ) -> LaunchPlan:
-    """Decide how to start `worker` (its argv) on the node `placement`.
+    """Decide how to start the command `worker` on the node `placement`, and return the plan.
 
     Parameters
     ----------
+    worker : argv of one worker, or with ``--per-node`` of the command.
     torchrun : the module that runs torchrun.
-    is_imgkits : whether `worker` is a program of this package.
+    host : what was found on this machine.
+    system : the image's recipe for a cluster, or None in an image without one.
+    is_imgkits : True if `worker` is a program of this package.
 
     Raises
     ------
-    NoPlan : no launch can be right: the recipe's GPUs are not visible, or the nodes could not connect.
+    NoPlan : no launch can work, since the recipe's GPUs are not visible, or the nodes could not connect.
     """
     device = _device(request, host, system, env)
     network = fabric.choose_fabric(host, system, env, nnodes=placement.nnodes, head=placement.head)
@@ -261,7 +282,7 @@ def make(
             hint=f"{blockers[0].fix}; --device cpu runs over gloo",
         )
     nproc = _nproc(request, device.value, host, placement, env)
-    binding = cores.CpuBinding()
+    binding = cores.CpuBinding()  # without a reason, it is not shown
     if not request.binds_cpus:
         binding = cores.CpuBinding(reason="--no-cpu-binding")
     elif device.value == "cuda" and not request.is_per_node and not placement.direct:
@@ -272,7 +293,7 @@ def make(
         decided[threads.variable] = threads.value
     if binding.value:
         decided[cores.VARIABLE] = binding.value
-    # The names tell the program which values are the node agent's choices and not the user's.
+    # IMGKIT_DECIDED names the variables that are imgkit's choice, and not the user's.
     variables = {"IMGKIT_DEVICE": device.value, "IMGKIT_DECIDED": ",".join(sorted(decided)), **decided}
     command = tuple(worker)
     mode: Mode = "torchrun"
@@ -284,11 +305,12 @@ def make(
         command += request.worker_args if placement.node_rank else ()
     else:
         command = (*_torchrun(torchrun, request, placement, host, nproc.value), *command)
-        # Read by apps/torchrun.py. A fork has not been tried with CUDA, and another program may not bear it.
+        # apps/torchrun.py reads IMGKIT_START. Forks were not tried with CUDA, and a user's program may not
+        # work in one.
         forks = request.start == "fork" or (request.start == "auto" and is_imgkits and device.value == "cpu")
         variables["IMGKIT_START"] = "fork" if forks else "exec"
     network_warnings = tuple(map(str, network.warnings))
-    # Gloo on one node takes lo: what the recipe expects of the cluster's network says nothing about this run.
+    # On one node, Gloo uses the loopback interface. Warnings about the cluster's network do not matter then.
     uses_network = device.value == "cuda" or placement.nnodes > 1
     cpus = Decision(cores.VARIABLE, binding.value, binding.reason, used=bool(binding.value))
     own_decisions = (decision for decision in (device, nproc, cpus, threads) if decision and decision.reason)
@@ -299,7 +321,7 @@ def make(
         nproc=int(nproc.value),
         argv=command,
         env=variables,
-        # torchrun reads PET_* as defaults of its flags and dies of some that operators send, as of
+        # torchrun reads PET_* as defaults of its flags, and fails with some that operators set, such as
         # PET_STANDALONE="".
         unset=(
             *sorted(name for name in env if name.startswith("PET_")),
@@ -319,6 +341,10 @@ def make(
 
 
 def _max_failures(request: Request, placement: Placement) -> int:
+    """Return the number of failures after which the run starts a new attempt.
+
+    Direct ranks have no node agent.
+    """
     if placement.direct is not None:
         return 0
     if request.max_failures is not None:
@@ -327,7 +353,10 @@ def _max_failures(request: Request, placement: Placement) -> int:
 
 
 def _useless_spares(placement: Placement) -> tuple[str, ...]:
-    """Return a warning where the launcher of the processes ends the job together with one node."""
+    """Return a warning if spares cannot replace a lost node, and nothing otherwise.
+
+    Ranks without torchrun have no spares, and the launchers in `ENDED_TOGETHER` end the job with one node.
+    """
     if placement.size is None or not placement.size.spares:
         return ()
     if placement.direct is not None:
@@ -343,13 +372,19 @@ def _useless_spares(placement: Placement) -> tuple[str, ...]:
 def _device(
     request: Request, host: HostFacts, system: SystemFacts | None, env: Mapping[str, str]
 ) -> Decision:
+    """Choose ``cuda`` or ``cpu``.
+
+    Raises
+    ------
+    NoPlan : no GPU is visible, but the user, the image or the job asks for one; or the GPUs are AMD's.
+    """
     if request.device == "cpu":
         return Decision(variable="device", value="cpu", reason="")
     _refuse_amd(host)
     if host.gpus:
         return Decision(variable="device", value="cuda", reason=f"{host.gpus} GPUs: {host.gpus_source}")
     expected, source = _expected_gpus(system, env)
-    # Else a forgotten --nv would silently start ranks on the CPU, with --nproc as many as there are GPUs.
+    # Without this error, a forgotten --nv would silently start the ranks on the CPU.
     if request.device == "cuda" or expected:
         reason = f"{source} says {expected} per node" if expected else "--device cuda asks for one"
         ask = f"request GPUs from the scheduler (Slurm: --gres=gpu:{expected or 'N'})"
@@ -364,7 +399,7 @@ def _device(
 
 
 def _refuse_amd(host: HostFacts) -> None:
-    """Raise NoPlan for AMD's GPUs or software, where the plan would be one process on the CPU."""
+    """Raise NoPlan for an image or a node with AMD GPUs. Otherwise the run would silently use the CPU."""
     if host.rocm:
         problem, remedy = "the image is made for AMD GPUs", "an image for NVIDIA GPUs"
     elif host.amd_gpus and not host.gpus:
@@ -380,7 +415,10 @@ def _refuse_amd(host: HostFacts) -> None:
 
 
 def _expected_gpus(system: SystemFacts | None, env: Mapping[str, str]) -> tuple[int, str]:
-    """Return the GPUs that this node must have, and who says so: the image, else the job."""
+    """Return the number of GPUs that this node must have, and its source: the image, or else the job.
+
+    The number is 0 if neither says anything.
+    """
     if system is not None and system.node.gpus:
         model = f" ({system.node.gpu_model})" if system.node.gpu_model else ""
         return system.node.gpus, f"{SYSTEM_JSON}{model}"
@@ -391,6 +429,12 @@ def _expected_gpus(system: SystemFacts | None, env: Mapping[str, str]) -> tuple[
 def _nproc(
     request: Request, device: str, host: HostFacts, placement: Placement, env: Mapping[str, str]
 ) -> Decision:
+    """Choose the number of workers on this node.
+
+    Raises
+    ------
+    NoPlan : several workers would share a GPU, or the number of an operator cannot be read.
+    """
     if placement.direct is not None:
         number, reason = placement.direct.local_world_size, f"{placement.scheduler} started them"
     elif request.nproc != "auto":
@@ -411,7 +455,14 @@ def _nproc(
 
 
 def _operators_nproc(text: str, host: HostFacts) -> tuple[int, str]:
-    """Return the processes that `_PET_NPROC` means, as torchrun reads its ``--nproc-per-node``."""
+    """Return the number of processes that the text of `_PET_NPROC` means, and the reason.
+
+    The text is a number, ``auto``, ``gpu`` or ``cpu``, as for torchrun's ``--nproc-per-node``.
+
+    Raises
+    ------
+    NoPlan : the text is none of these, or means no process.
+    """
     counts = {"auto": host.gpus or host.cpus, "gpu": host.gpus, "cpu": host.cpus}
     number = counts.get(text) or parse_digits(text)
     if not number or number >= 10**6:
@@ -430,7 +481,7 @@ def _operators_nproc(text: str, host: HostFacts) -> tuple[int, str]:
 def _unused_nproc(
     request: Request, placement: Placement, nproc: str, env: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """Return a warning if the number that an operator gives is not the one of the run."""
+    """Return a warning if an operator gives another number of processes than the run uses."""
     value = env.get(_PET_NPROC, "")
     if (placement.direct is None and request.nproc == "auto") or value in ("", "auto", nproc):
         return ()
@@ -445,13 +496,17 @@ def _threads(
     system: SystemFacts | None,
     env: Mapping[str, str],
 ) -> Decision | None:
+    """Choose OMP_NUM_THREADS: the user's value, or else the processors of this node per worker.
+
+    Return None if the recipe sets the variable, since the plan of the network then includes it.
+    """
     name = "OMP_NUM_THREADS"
     value, images_value = env.get(name), (host.image_env or {}).get(name)
     if system is not None and name in system.env and value in (None, images_value, system.env[name]):
-        return None  # the network's plan has the recipe's variables
+        return None
     replaced = f"; replaces the image's {images_value!r}" if value and value == images_value else ""
-    # PBS sets it to the chunk's processors, and mpiexec hands it on. That is no wish of the user's, and nproc
-    # times too many.
+    # PBS sets the variable to all processors of the chunk, and mpiexec passes it on. The user has not chosen
+    # that value, and with it each of the nproc workers would start threads for the whole chunk.
     by_pbs = bool(env.get("PBS_JOBID")) and value in (env.get("NCPUS"), str(host.cpus))
     if value and not by_pbs and not replaced:
         return Decision(variable=name, value=value, reason="set by the user", origin="user")
@@ -479,11 +534,12 @@ def _ranks(placement: Placement) -> dict[str, str]:
 def _torchrun(
     module: str, request: Request, placement: Placement, host: HostFacts, nproc: str
 ) -> tuple[str, ...]:
-    # Each node has its own folder: torchrun's paths name no host, and nodes may share a file system.
+    """Return the argv of torchrun, which the worker's argv follows."""
+    # Each node has its own folder, since torchrun's paths name no host and nodes may share a file system.
     logs = str(PurePath(request.log_dir, host_label(host.hostname))) if request.log_dir else LOGS_PENDING
     if request.log_dir and _max_failures(request, placement):
         logs = str(PurePath(logs, ATTEMPT_PENDING))
-    # A container without a network cannot resolve the host's name: the run would hang for ten minutes.
+    # A container without a network cannot resolve the host's name, and the run would hang for ten minutes.
     head = placement.head if placement.nnodes > 1 else "127.0.0.1"
     nnodes, node_rank = str(placement.nnodes), str(placement.node_rank)
     if placement.size and placement.nnodes > 1:
@@ -491,43 +547,50 @@ def _torchrun(
     match = re.match(r"([0-9]{1,9})\.([0-9]{1,9})", host.torch_version)
     version = tuple(map(int, match.groups())) if match else ()
     return (
-        # -I and --no-python: neither torchrun nor our workers look into the current folder or a PYTHONPATH.
-        # -u: torchrun copies the workers' lines, and would buffer them until its end if stdout is a file.
+        # With -I and --no-python, neither torchrun nor imgkit's programs import from the current folder or a
+        # PYTHONPATH. Without -u, torchrun would buffer the workers' lines until its end if stdout is a file.
         *(sys.executable or "python3", "-I", "-u", "-m", module),
-        # Always the static rendezvous. torchrun's other one, c10d, is also that of --standalone. It ignores
-        # the node rank, and it unpickles a value of a store that listens on all addresses and lists its keys:
-        # the value of a stranger in the network would run as this user.
+        # Always use the static rendezvous. The other one, c10d, which --standalone also uses, ignores the
+        # node rank. It also unpickles a value of a store that listens on all addresses and lists its keys, so
+        # that anyone in the network could run code as this user.
         *("--rdzv-backend", "static", "--nnodes", nnodes, "--node-rank", node_rank),
         *("--master-addr", head, "--master-port", PORT_PENDING),
         *("--nproc-per-node", nproc, "--max-restarts", "0"),
-        *("--monitor-interval", "0.1"),  # torch 2.3 checks its workers every 5 s only
+        *("--monitor-interval", "0.1"),  # seconds; torch 2.3 checks its workers only every 5 s by default
         *(("--shutdown-timeout", "3") if version >= _SHUTDOWN_SINCE else ()),
         *("--tee", "3" if request.prefix else "0", "--log-dir", logs, "--no-python"),
-        "--",  # torchrun's parser would read the program's --max as a short --max-restarts, and refuse it
+        "--",  # without it, torchrun would read a program's --max as a short form of --max-restarts
     )
 
 
 def host_label(host: str) -> str:
-    """Return a host name as a part of a path."""
+    """Return a host name as a part of a path: characters other than letters, digits, ``._-`` become ``_``."""
     return re.sub(r"[^A-Za-z0-9._-]", "_", host).lstrip(".") or "node"
 
 
 PORT_PENDING = "<port from the roll call>"
-"""Stands for torchrun's port: the head chooses a free one during the roll call."""
+"""Marker for torchrun's port. The head chooses a free one during the roll call."""
 NNODES_PENDING = "<number of nodes of this attempt>"
-"""Stands for the nodes that train, where the run has spares."""
+"""Marker for the number of nodes that train, in a run with spares."""
 NODE_RANK_PENDING = "<node rank of this attempt>"
-"""Stands for this node's number among them."""
+"""Marker for this node's rank among the nodes that train."""
 ATTEMPT_PENDING = "<attempt>"
-"""Stands for the attempt's number, also within a path."""
+"""Marker for ``attempt1``, ``attempt2`` and so on. It may be a part of a path."""
 LOGS_PENDING = "<log folder of this run>"
-"""Stands for a folder that the node agent removes after the run. torchrun would leave its own behind."""
+"""Marker for a folder that the node agent removes after the run. torchrun would not remove its own."""
 
 
 def fill(
     argv: Sequence[str], *, attempt: int, port: int, nnodes: int, node_rank: int, logs: Path
 ) -> list[str]:
-    """Return `argv` with the values in place of the markers."""
+    """Return `argv` with the values of an attempt in place of the markers.
+
+    Parameters
+    ----------
+    attempt : number of the attempt, from 1.
+    port : port of torchrun's store on the head.
+    logs : folder for torchrun's logs, where the user has named none.
+    """
     values = {
         PORT_PENDING: str(port),
         NNODES_PENDING: str(nnodes),

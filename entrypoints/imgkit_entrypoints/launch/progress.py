@@ -1,7 +1,8 @@
 """Where the time of a start went: until the first step, in steps, and in saves.
 
-The program notes its steps and saves in shared memory (`ProgressNotes`). The head's node agent reads these
-notes after each attempt, and prints one line at the end (`StepTimer`), if the program has noted a step.
+The program writes notes about its steps and saves into shared memory (`ProgressNotes`). The head's node agent
+reads these notes after each attempt (`StepTimer`). It prints one line at the end, if the program has noted a
+step.
 """
 
 from __future__ import annotations
@@ -16,14 +17,19 @@ from pathlib import Path
 from imgkit_entrypoints import files
 from imgkit_entrypoints.launch.watchdog import shared
 
+# Name of the file in the stop folder that rank 0 and the node agent share.
 PROGRESS_FILE = "progress"
+# Begin of the first step, end of the latest step or save, both of time.monotonic, and seconds spent in saves.
 PROGRESS_LAYOUT = struct.Struct("3d")
 ROUNDED_S = 100.0
-"""A start of this length or more is shown in whole seconds."""
+"""A start of so many seconds or more is shown in whole seconds."""
 
 
 class ProgressNotes:
-    """The notes, as the worker writes them. Without a node agent they go nowhere."""
+    """The notes of a worker about its steps and saves. Only rank 0 writes them for the node agent.
+
+    On other ranks, without a node agent or on a full disk, the notes stay in this process.
+    """
 
     def __init__(self, folder: str | None, rank: int) -> None:
         self._notes = memoryview(bytearray(PROGRESS_LAYOUT.size)).cast("d")
@@ -35,7 +41,8 @@ class ProgressNotes:
         """Note that a step begins."""
         if not self._notes[0]:
             self._notes[1] = time.monotonic()
-            self._notes[0] = self._notes[1]  # last: from now on the notes count
+            # Written last, since the node agent ignores the notes while this number is 0.
+            self._notes[0] = self._notes[1]
 
     def moved(self) -> None:
         """Note that a step is done."""
@@ -43,7 +50,7 @@ class ProgressNotes:
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """Note the time for which training waits for a save."""
+        """Count the time in this context as time for which training waits for a save."""
         began_s = time.monotonic()
         yield
         self._notes[1] = time.monotonic()
@@ -51,16 +58,16 @@ class ProgressNotes:
 
 
 def clear_progress(folder: Path) -> None:
-    """Forget the notes of an earlier attempt."""
+    """Remove the notes of an earlier attempt."""
     with contextlib.suppress(OSError):
         (folder / PROGRESS_FILE).unlink(missing_ok=True)
 
 
 def read_progress(folder: Path) -> tuple[float, float, float] | None:
-    """Return the notes of an attempt; None before its first step, and where the program writes none.
+    """Return the notes of an attempt, or None before its first step and for a program that writes none.
 
-    They are the beginning of the first step and the end of the latest step or save, both of `time.monotonic`,
-    and the seconds between the two in which training waited for a save.
+    The three numbers are the beginning of the first step, the end of the latest step or save, both of
+    `time.monotonic`, and the seconds between the two in which training waited for a save.
     """
     try:
         with files.open_regular(folder / PROGRESS_FILE) as file:
@@ -72,11 +79,11 @@ def read_progress(folder: Path) -> tuple[float, float, float] | None:
 
 
 class StepTimer:
-    """Adds up the notes of a start's attempts.
+    """Adds up the notes of all attempts of a start.
 
     Parameters
     ----------
-    began_s : beginning of the start.
+    began_s : time at which the start began, on the monotonic clock.
     """
 
     def __init__(self, began_s: float) -> None:
@@ -86,23 +93,26 @@ class StepTimer:
         self._has_steps = False
 
     def start_attempt(self, folder: Path) -> float:
-        """Begin an attempt whose program notes its steps in `folder`; return when the first attempt began."""
+        """Begin an attempt whose program writes its notes into `folder`.
+
+        Return the time at which the first attempt of this start began, on the monotonic clock.
+        """
         clear_progress(folder)
         now_s = time.monotonic()
         if self._first_attempt_s is None:
-            self._first_attempt_s = now_s  # what came before belongs to this attempt's starting
+            self._first_attempt_s = now_s  # the time before belongs to the starting of this attempt
         else:
             self._attempt_s = now_s
         return self._first_attempt_s
 
     def end_attempt(self, folder: Path) -> None:
-        """Add the notes of the attempt."""
+        """Add the notes of the attempt that has ended, if its program has written any."""
         notes, end_s = read_progress(folder), time.monotonic()
         if notes is None:
             return
         self._has_steps = True
         first_s, last_s, saving_s = notes
-        # The program has written these numbers: none of them may make a part negative, or too long.
+        # The program may have written any numbers. None of them may make a part negative or too long.
         first_s = min(max(first_s, self._attempt_s), end_s)
         steps_s = min(max(last_s, first_s), end_s) - first_s
         saving_s = min(max(saving_s, 0.0), steps_s)
@@ -111,7 +121,10 @@ class StepTimer:
         self._parts["saving"] += saving_s
 
     def summary(self, nodes: int) -> str:
-        """Return the line for a start on `nodes` nodes; empty if its program has noted no step."""
+        """Return the line about a start on `nodes` nodes. Empty if its program has noted no step.
+
+        An example is ``412 s on 2 nodes: starting 31 s (8 %), training 370 s (90 %), saving 11 s (3 %)``.
+        """
         if not self._has_steps:
             return ""
         total_s = time.monotonic() - self._began_s

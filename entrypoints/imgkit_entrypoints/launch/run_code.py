@@ -1,7 +1,7 @@
-"""The check that the container of a job has the run's copy of its code.
+"""The check that the run's copy of the code is mounted in the container of a job.
 
-A runtime may leave a mount out without an error. The job would then run the code of the image, and nobody
-would know.
+A container runtime may leave out a mount without an error. The job would then silently run the code of the
+image.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.system import WORKSPACE
 
 CODE_VARIABLE = "IMGKIT_CODE"
-"""Variable of a container with code of the run: the digest of the code that was sent."""
+"""Variable with the digest of the code that was sent with the run. It is not set if the run has no code."""
+# Each line describes a mount: "36 35 98:0 / /workspace rw,noatime - ext3 /dev/root rw".
 _MOUNTS = "/proc/self/mountinfo"
 
 
 def refuse_missing_code(env: Mapping[str, str]) -> None:
-    """Raise NoPlan if the run has code of its own, and nothing is mounted where its copy belongs.
+    """Raise NoPlan if the run has code of its own, but nothing is mounted at the place for its copy.
 
-    What is in the copy does not matter: the program may have changed it before a requeue.
+    The content of the copy is not compared with the digest: the program may have changed files before a
+    requeue.
     """
     code = env.get(CODE_VARIABLE, "")
     if not code:

@@ -1,12 +1,12 @@
-"""The time from a job's start to its first step, in parts that follow each other, and the part that may hang.
+"""The time from a job's start to its first step in consecutive parts, and the phases of torchrun's start.
 
-The node agent measures the first parts and hands them to the workers by a variable; dist-train goes on. All
-instants are those of `time.monotonic`, one clock for all processes of a node.
+The node agent measures the first parts and passes them to the workers in a variable. dist-train measures the
+rest. All times are of `time.monotonic`, which is one clock for all processes of a node.
 
-In torchrun's rendezvous, nodes wait for each other's keys in torch's store. Everybody who reaches its port
-can delete them (SECURITY.md), and torchrun would wait for 15 minutes. So each torchrun notes in the stop
-folder how far it is, the beats of the roll call carry that to the head, and the head ends a rendezvous that
-takes too long (attempts.py).
+In torchrun's rendezvous, nodes wait for each other's keys in torch's store. Anyone who can reach its port can
+delete these keys (SECURITY.md), and torchrun would then wait for 15 minutes. So each torchrun writes its
+phase into the stop folder, the heartbeats carry it to the head, and the head ends a rendezvous that takes too
+long (attempts.py).
 """
 
 from __future__ import annotations
@@ -24,32 +24,43 @@ from imgkit_entrypoints.launch.stop_protocol import RunFolder
 from imgkit_entrypoints.rollcall.messages import PHASES, RENDEZVOUS, STARTING, WORKERS
 
 VARIABLE = "IMGKIT_START_UP"
+"""Variable with the end of the last part and the seconds of each part: ``8123.500 container=3.200 ...``."""
 FIRST_ATTEMPT = "IMGKIT_FIRST_ATTEMPT"
-"""The instant at which this start's first attempt began on the worker's node, also in later attempts."""
+"""Variable with the time at which this start's first attempt began on the node.
+
+It is the same in all attempts.
+"""
 
 
 class StartUp:
-    """Seconds by the name of the part, in order. The next part begins where the last one ended."""
+    """The seconds of each part of a start, in order. A part begins where the one before ended."""
 
     def __init__(self, at_s: float, parts: Mapping[str, float] | None = None) -> None:
         self.parts = dict(parts or {})
-        self._at_s = at_s
+        self._at_s = at_s  # the end of the last part, on the monotonic clock
 
     @classmethod
     def of_worker(cls, env: Mapping[str, str]) -> StartUp:
-        """Go on where the node agent that started this worker has stopped; begin here if there was none."""
+        """Return the parts that the node agent of this worker has measured, and the part ``torchrun``.
+
+        The part ``torchrun`` ends when this process began. A worker without a node agent begins with no
+        parts.
+        """
         began_s = process_began_s()
         try:
             at_s, *entries = env[VARIABLE].split()
             parts = {name: float(value) for name, _, value in (entry.partition("=") for entry in entries)}
             start = cls(float(at_s), parts)
-        except (KeyError, ValueError):  # no node agent, or somebody else's variable
+        except (KeyError, ValueError):  # there is no node agent, or the variable is not imgkit's
             return cls(began_s)
         start.ends("torchrun", began_s)
         return start
 
     def ends(self, name: str, at_s: float | None = None) -> None:
-        """Count the time since the last call to part `name`; it ends at `at_s`, by default now."""
+        """End the part `name` at `at_s`, by default now. It has begun at the end of the part before.
+
+        A name that is used again adds to its part.
+        """
         now_s = time.monotonic() if at_s is None else at_s
         self.parts[name] = self.parts.get(name, 0.0) + max(0.0, now_s - self._at_s)
         self._at_s = max(self._at_s, now_s)
@@ -60,22 +71,22 @@ class StartUp:
 
 
 def first_attempt_s(env: Mapping[str, str]) -> float:
-    """Return when the first attempt began; now, if no node agent has started this worker."""
+    """Return when the first attempt began, on the monotonic clock. Without a node agent, return now."""
     try:
         return min(float(env[FIRST_ATTEMPT]), time.monotonic())
-    except (KeyError, ValueError):  # or somebody else's variable
+    except (KeyError, ValueError):  # there is no node agent, or the variable is not imgkit's
         return time.monotonic()
 
 
+# 400 days in seconds. A job's start time before that, or in the future, is wrong.
 LONGEST_S = 400 * 86400
-"""No job is older."""
 
 
 def start_began_s(env: Mapping[str, str], folder: RunFolder | None) -> float:
-    """Return when this start began: with its job where Slurm says when, else with this process.
+    """Return when this start began, on the monotonic clock: with its Slurm job, or else with this process.
 
-    The job's time counts only in a run's folder: an interactive allocation has begun long before the commands
-    in it. A later start of one job begins when the earlier one has last written to the folder.
+    The job's time counts only for a run with a folder, since an interactive allocation begins long before the
+    commands in it. A later start in the same job begins when the earlier one has last written to the folder.
     """
     process_s = process_began_s()
     job_s = parse_digits(env.get("SLURM_JOB_START_TIME", ""))
@@ -86,30 +97,37 @@ def start_began_s(env: Mapping[str, str], folder: RunFolder | None) -> float:
 
 
 def process_began_s() -> float:
-    """Return when this process began; a fork begins with the fork."""
+    """Return when this process began, on the monotonic clock. A forked process began with the fork."""
     ticks = int(
         Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
     )  # proc_pid_stat(5): starttime
+    # The start is in clock ticks since boot, on a clock that also runs while the machine sleeps.
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.monotonic() - age_s
 
 
 @contextlib.contextmanager
 def rendezvous(env: Mapping[str, str]) -> Iterator[None]:
-    """Note for the node agent when torchrun of this node is in its rendezvous, and when it is past it."""
+    """Report to the node agent that torchrun is in its rendezvous, and after the context that it is past it.
+
+    If the rendezvous fails, nothing more is reported.
+    """
     note(env, RENDEZVOUS)
     yield
     note(env, WORKERS)
 
 
 def note(env: Mapping[str, str], phase: str) -> None:
-    """Note for the node agent how far torchrun of this node is (`messages.PHASES`)."""
-    with contextlib.suppress(KeyError, OSError):  # without a note, nobody ends the start
+    """Write the phase of this node's torchrun, one of `messages.PHASES`, for the node agent.
+
+    Do nothing without a node agent. If the file cannot be written, the head does not limit the start.
+    """
+    with contextlib.suppress(KeyError, OSError):
         files.write_file(Path(env["IMGKIT_STOP_DIR"]) / stop_protocol.PHASE, phase)
 
 
 def read_phase(stop_folder: Path) -> str:
-    """Return how far torchrun of this node is."""
+    """Return the phase of this node's torchrun. It is `STARTING` while torchrun has written nothing."""
     try:
         phase = files.read_own(stop_folder / stop_protocol.PHASE)
     except (OSError, UnicodeDecodeError):

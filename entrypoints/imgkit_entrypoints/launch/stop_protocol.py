@@ -1,9 +1,9 @@
 """How a run is stopped: signals, files in the run's folder, and the protocol between node agent and program.
 
-**The program's side** is two files in ``IMGKIT_STOP_DIR``, a node's folder. The node agent makes ``stop``
-when the program should save and end; its one line is the reason. A program that has saved writes
-``state-saved`` with one line ``JOB_ID STEP`` (the job id is in ``IMGKIT_JOB_ID``) and exits with 0. The
-node agent then exits with 85, "requeue me", or with 0 if a person requested it. At a step boundary::
+**The program's side** is two files in the node's folder ``IMGKIT_STOP_DIR``. The node agent makes ``stop``
+when the program should save and end. Its only line is the reason. A program that has saved writes
+``state-saved`` with one line ``JOB_ID STEP`` (the job id is in ``IMGKIT_JOB_ID``) and exits with 0. The node
+agent then exits with 85, "requeue me", or with 0 if a person requested the stop. At a step boundary::
 
     stop, job = Path(os.environ["IMGKIT_STOP_DIR"]), os.environ["IMGKIT_JOB_ID"]
     if (stop / "stop").exists():
@@ -14,11 +14,11 @@ node agent then exits with 85, "requeue me", or with 0 if a person requested it.
 Ranks see the file at slightly different times, so they must agree on the step by an all-reduce first.
 
 **Requests** come as signals (`CollectedSignals`) or as files in the run's folder (IMGKIT_RUN_DIR,
-`RunFolder`), which people, job scripts and all nodes share. A person's request is ``touch RUN_DIR/stop``:
-the run saves and ends with 0, nobody requeues it, and it does not start again while the file is there. A
-job script touches ``stop-for-requeue`` before its time limit: the run saves and ends with 85, and the
-next start clears the file. A run with a new state leaves ``requeue``, upon which the script requeues the
-job. Reasons: docs/adr/0009-one-stop-file.md.
+`RunFolder`), which people, job scripts and all nodes share. A person's request is ``touch RUN_DIR/stop``: the
+run saves and ends with 0, is not requeued, and does not start again while the file is there. A job script
+touches ``stop-for-requeue`` before its time limit: the run saves and ends with 85, and the next start removes
+the file. A run that has saved a new state leaves ``requeue``, and the job script then requeues the job. The
+reasons for this protocol are in docs/adr/0009-one-stop-file.md.
 """
 
 from __future__ import annotations
@@ -43,22 +43,28 @@ from imgkit_entrypoints.launch import failures
 from imgkit_entrypoints.launch.per_node import RAY_PREFIX
 from imgkit_entrypoints.launch.user_program import STOP_SIGNALS
 
+# The two files of the protocol in a stop folder.
 STOP, SAVED = "stop", "state-saved"
 PHASE, RELEASE = "torchrun", "others-have-ended"
-"""How far torchrun is (start_up.py), and whether the head's may leave; no part of the protocol."""
+"""Files in the stop folder that are not part of the protocol.
+
+The first has the phase of torchrun (start_up.py). The second lets the head's torchrun exit.
+"""
 LOST_OUTPUT = "lost-output"
-"""Why torchrun could not print the output of its workers; no part of the protocol."""
+"""File with the reason why torchrun could not print its workers' output. It is not part of the protocol."""
 TEMPORARY = "imgkit-stop-"
-"""How the name of a temporary stop folder begins."""
+"""Prefix of the name of a temporary stop folder."""
 LOCK, NEW_S = "lock", 60.0
-"""File that the node agent locks in it, and seconds in which a folder may not be locked yet."""
+"""File that the node agent locks in a temporary folder, and seconds that a new one may be without a lock."""
 LOCAL_JOB = "local"
-"""Value of IMGKIT_JOB_ID if no scheduler gave one."""
+"""Value of IMGKIT_JOB_ID if no scheduler gave a job id."""
 
 
 @contextlib.contextmanager
 def folder(parent: Path | None, node_rank: int) -> Iterator[Path]:
-    """Yield this node's stop folder without old marks; without `parent`, a temporary one.
+    """Yield this node's stop folder, without files of an earlier run.
+
+    The folder is ``PARENT/nodeRANK``. Without `parent`, it is a temporary one, which is removed afterwards.
 
     Raises
     ------
@@ -70,7 +76,7 @@ def folder(parent: Path | None, node_rank: int) -> Iterator[Path]:
                 path = _temporary_folder()
                 stack.enter_context(locked_folder(path))
                 _remove_abandoned(path.parent)
-            else:  # it may lie on a file system that all nodes share
+            else:  # all nodes may share the file system of the parent, so each node has its own folder
                 path = parent / f"node{node_rank}"
                 files.make_own_folder(path)
             clear(path)
@@ -85,20 +91,20 @@ def folder(parent: Path | None, node_rank: int) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def locked_folder(path: Path) -> Iterator[None]:
-    """Make a folder of this user unless it is there, lock it, and remove it afterwards.
+    """Make a folder of this user unless it exists, lock it, and remove it afterwards.
 
-    Nodes that share the file system share the folder, which the first of them locks. A later start of this
-    user removes a folder whose lock nobody holds, since its node agent was killed.
+    Nodes that share the file system share the folder, and the first of them locks it. If a node agent is
+    killed, its lock is gone, and a later start of this user removes the folder (`_remove_abandoned`).
 
     Raises
     ------
-    OSError : it cannot be made, or belongs to another user.
+    OSError : the folder cannot be made, or belongs to another user.
     """
     files.make_own_folder(path)
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(FileExistsError):
             lock = stack.enter_context(files.create_file(path / LOCK))
-            with contextlib.suppress(OSError):  # a file system without locks: nobody removes the folder then
+            with contextlib.suppress(OSError):  # without locks, no later start removes the folder
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         try:
             yield
@@ -107,6 +113,12 @@ def locked_folder(path: Path) -> Iterator[None]:
 
 
 def _temporary_folder() -> Path:
+    """Make a temporary folder in the usual place, in memory or in the current folder.
+
+    Raises
+    ------
+    OSError : none of them can be written.
+    """
     last: OSError | None = None
     for parent in (None, "/dev/shm", os.curdir):  # noqa: S108 - a container may have a read-only root without /tmp
         try:
@@ -118,9 +130,10 @@ def _temporary_folder() -> Path:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Remove the stop folders of this user's node agents that were killed.
+    """Remove the stop folders and Ray folders of this user's node agents that were killed.
 
-    Slurm kills all processes of a cancelled job that hangs, so nobody can remove its folder at once.
+    Slurm kills all processes of a cancelled job that hangs, so its node agent cannot remove the folder
+    itself.
     """
     for path in (*parent.glob(f"{TEMPORARY}*"), *parent.glob(f"{RAY_PREFIX}*")):
         try:
@@ -134,11 +147,11 @@ def _remove_abandoned(parent: Path) -> None:
 
 
 def clear(stop_folder: Path) -> None:
-    """Remove the marks of an earlier run.
+    """Remove the files of an earlier run or attempt from the stop folder.
 
     Raises
     ------
-    OSError : a mark cannot be removed.
+    OSError : a file cannot be removed.
     """
     for name in (STOP, SAVED, PHASE, RELEASE, LOST_OUTPUT):
         (stop_folder / name).unlink(missing_ok=True)
@@ -146,20 +159,23 @@ def clear(stop_folder: Path) -> None:
 
 
 def raise_flag(stop_folder: Path, reason: str) -> None:
-    """Ask the program to save and end."""
+    """Make the file ``stop``, which asks the program to save and end. `reason` is its content."""
     with contextlib.suppress(OSError):
         files.write_file(stop_folder / STOP, f"{reason}\n")
 
 
 def release(stop_folder: Path) -> None:
-    """Let torchrun of the head leave, whose store the workers of other nodes have used until now."""
+    """Let torchrun of the head exit.
+
+    It waits for this, since workers of other nodes use its store until they end.
+    """
     if not (stop_folder / RELEASE).exists():
         with contextlib.suppress(OSError):
             files.write_file(stop_folder / RELEASE, "")
 
 
 def lost_output(stop_folder: Path) -> str:
-    """Return why torchrun could not print the output of its workers; empty if all of it is printed."""
+    """Return why torchrun could not print the output of its workers. Empty if all of it was printed."""
     try:
         return files.read_text(stop_folder / LOST_OUTPUT)
     except (OSError, UnicodeDecodeError):
@@ -167,7 +183,11 @@ def lost_output(stop_folder: Path) -> str:
 
 
 def saved_step(stop_folder: Path, job_id: str) -> tuple[str | None, str]:
-    """Return the step that this job's program has saved, or None, and why an existing mark does not count."""
+    """Return the step that the program of this job has saved, and a problem with the file ``state-saved``.
+
+    The step is None if nothing was saved, and ``?`` if the file names none. The problem says why an existing
+    file does not count, such as one of another job. It is empty otherwise.
+    """
     mark = stop_folder / SAVED
     try:
         job, *steps = files.read_own(mark).split() or ["nothing"]
@@ -182,47 +202,53 @@ def saved_step(stop_folder: Path, job_id: str) -> tuple[str | None, str]:
     return (steps[0] if steps else "?"), ""
 
 
+# Files in the run's folder. The first two are requests: of a person, and of a job script before its time
+# limit.
 BY_PERSON, FOR_REQUEUE = "stop", "stop-for-requeue"
 RESULT = "result"
-"""Name of the file that says how a run has ended: ``JOB_ID CODE``."""
+"""Name of the file with the exit code of the run: ``JOB_ID CODE``."""
 GPU_USE = "gpu-use.json"
-"""Name of the file that says how much the GPUs of all nodes were used until now (gpu_use.py)."""
+"""Name of the file with the use of the GPUs of all nodes so far (gpu_use.py)."""
 REQUEUE = "requeue"
-"""Name of the file upon which the job script requeues the job."""
+"""Name of the file that tells the job script to requeue the job."""
 REQUEUED = "requeued"
-"""Name of the file with the state of the last requeue: ``JOB_ID STEP``."""
+"""Name of the file with the saved state at the last requeue: ``JOB_ID STEP``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRequest:
-    """A reason to save and end."""
+    """A request to save and end."""
 
     reason: str
+    """The source of the request: the name of a signal or the path of a file."""
     requeue: bool
-    """The run is to go on later: it ends with 85. False: a person wants it to stay ended."""
+    """True if the run should go on later, so that it ends with 85.
+
+    False if a person has ended it for good.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFolder:
-    """A folder whose files ask a run to stop."""
+    """The run's folder, in which the run, the job script and people leave files for each other."""
 
     path: Path
     say: Callable[[str], None] = field(default=terminal.print_messages, compare=False)
-    """Takes the reason why a file does not count, once for each."""
+    """Prints messages, such as the reason why a file is ignored, once for each file."""
     _reported: set[str] = field(default_factory=set, compare=False)
 
     @classmethod
     def of(cls, env: Mapping[str, str], say: Callable[[str], None]) -> RunFolder | None:
-        """Return the folder that IMGKIT_RUN_DIR names, if any."""
+        """Return the folder that IMGKIT_RUN_DIR names, or None if the variable is not set."""
         path = env.get("IMGKIT_RUN_DIR")
         return cls(path=Path(path), say=say) if path else None
 
     def stop_file(self) -> Path | None:
-        """The file by which a person has asked this run to stop, and not to start."""
+        """Return the file by which a person asks this run to stop or not to start, if it is there."""
         return self.path / BY_PERSON if self._has(BY_PERSON) else None
 
     def refuse_stopped(self) -> None:
-        """Raise UsageError where a person has asked the run not to start."""
+        """Raise UsageError if a person has asked the run not to start."""
         if file := self.stop_file():
             raise UsageError(
                 "this file prevents the run from starting",
@@ -231,23 +257,23 @@ class RunFolder:
             )
 
     def refuse_unusable(self) -> None:
-        """Raise UsageError where a run cannot write the folder, before its workers start."""
+        """Raise UsageError if the run cannot write the folder. Called before the workers start."""
         where, hint = f"IMGKIT_RUN_DIR: {self.path}", "name a writable folder that all nodes share"
         files.refuse_unusable_folder(self.path, "run folder", where=where, hint=hint)
 
     def clear(self) -> None:
-        """Remove the files of an earlier start, by which script and run talk to each other.
+        """Remove the files that the job script and an earlier start have left for each other.
 
         Raises
         ------
-        UsageError : one is there and cannot be removed.
+        UsageError : a file that counts cannot be removed.
         """
         for name in (FOR_REQUEUE, REQUEUE, RESULT, GPU_USE, fence.FILE):
             try:
                 (self.path / name).unlink(missing_ok=True)
             except OSError as error:
                 if not self._has(name):
-                    continue  # what does not count may stay
+                    continue  # a file that does not count, as of another user, may stay
                 raise UsageError(
                     f"files of an earlier run cannot be removed: {error.strerror}",
                     where=f"IMGKIT_RUN_DIR: {error.filename}",
@@ -255,16 +281,17 @@ class RunFolder:
                 ) from error
 
     def request(self) -> StopRequest | None:
-        """Return the request that is there now; of two, the one of a person counts."""
+        """Return the request that is in the folder now, or None. Of two, the one of a person counts."""
         for name in (BY_PERSON, FOR_REQUEUE):
             if self._has(name):
                 return StopRequest(reason=str(self.path / name), requeue=name == FOR_REQUEUE)
         return None
 
     def _has(self, name: str) -> bool:
+        """Return whether a file that counts is there. Print once why another user's file does not count."""
         try:
             problem = files.foreign_file_reason(self.path / name)
-        except OSError:  # also where a network disk fails
+        except OSError:  # there is no such file, or a network disk fails
             return False
         if problem and name not in self._reported:
             self._reported.add(name)
@@ -272,24 +299,25 @@ class RunFolder:
         return not problem
 
     def write(self, name: str, text: str) -> None:
-        """Write a file for people and for the job script.
+        """Write a file for people and for the job script. Make the folder if needed.
 
         Raises
         ------
-        OSError : it cannot be written.
+        OSError : the file cannot be written.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         files.write_file(self.path / name, text)
 
     def request_requeue(self, state: str) -> int:
-        """Ask the job script to requeue the job, and return the exit code of the run, whose state is saved.
+        """Ask the job script to requeue the job, and return the exit code of the run.
 
-        A job whose last requeue had the same state makes no progress: it is not requeued again. Neither is
-        one that a person has asked to stop; its exit code is 0.
+        The run has saved its state. A job that has the same state as at its last requeue makes no progress,
+        and is not requeued again. A job that a person has asked to stop is not requeued either, and its exit
+        code is 0.
 
         Parameters
         ----------
-        state : job id and step of the saved state: ``4711.0 300``.
+        state : job id and step of the saved state, such as ``4711.0 300``.
 
         Raises
         ------
@@ -307,14 +335,14 @@ class RunFolder:
         return EXIT_SAVED
 
     def _last_requeued_state(self) -> str:
-        """Return the state of the last requeue; empty if there was none."""
+        """Return the saved state at the last requeue. Empty if there was none."""
         try:
             return files.read_own(self.path / REQUEUED).strip()
         except (OSError, UnicodeDecodeError):
             return ""
 
     def last_change_s(self) -> float:
-        """Return when an earlier start has last written here, in seconds of the epoch; 0: it has not."""
+        """Return when an earlier start has last written here, in seconds of the epoch, or 0 if none has."""
         latest = 0.0
         for name in (RESULT, fence.FILE):
             with contextlib.suppress(OSError):
@@ -323,13 +351,19 @@ class RunFolder:
 
 
 def result_code(text: str) -> int | None:
-    """Return the exit code in the text of a run folder's `RESULT`; None where the text is another one."""
+    """Return the exit code in the text of the file `RESULT`: 85 for ``4711.0 85``.
+
+    None for any other text.
+    """
     match = re.fullmatch(r"\S+ ([0-9]{1,3})\n?", text, re.ASCII)
     return int(match[1]) if match else None
 
 
 REPEAT_S = 2.0
-"""A signal that repeats sooner is the same one: launchers forward what the scheduler sends to all anyway."""
+"""Seconds within which a repeated signal counts as the same one.
+
+Schedulers signal every process, and launchers forward the signal to the processes in addition.
+"""
 
 
 class CollectedSignals:
@@ -338,14 +372,14 @@ class CollectedSignals:
     def __init__(self) -> None:
         self.received: list[int] = []
         self.is_repeated = False
-        """TERM or INT came a second time: the user wants the end now."""
+        """True once TERM or INT has come a second time, which means that the user wants the end now."""
         self._last: dict[int, float] = {}
         self._reader, self._writer = os.pipe()
         for descriptor in (self._reader, self._writer):
             os.set_blocking(descriptor, False)
 
     def note(self, number: int, _frame: FrameType | None) -> None:
-        """Handle signal `number`."""
+        """Record signal `number`. This is the signal handler."""
         now = time.monotonic()
         last = self._last.get(number)
         self._last[number] = now
@@ -355,7 +389,7 @@ class CollectedSignals:
             self.is_repeated = True
 
     def first(self) -> str:
-        """Return the name of the first signal; empty while there is none."""
+        """Return the name of the first signal, such as ``SIGTERM``. Empty while there is none."""
         return signal.Signals(self.received[0]).name if self.received else ""
 
     def fileno(self) -> int:
@@ -363,7 +397,7 @@ class CollectedSignals:
         return self._reader
 
     def drain(self) -> None:
-        """Read away the bytes that the signals have left in the descriptor."""
+        """Discard the bytes that signals have written to the descriptor."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._reader, 4096)
 
@@ -371,8 +405,8 @@ class CollectedSignals:
     def collecting(self) -> Iterator[CollectedSignals]:
         """Collect signals within this context, and ignore them afterwards.
 
-        srun ends the other tasks by TERM when the first one has ended: a process that is about to leave keeps
-        its own exit code.
+        When the first task of a step has ended, srun ends the others with TERM. A process that is about to
+        exit must not be killed by that, since it would lose its own exit code.
         """
         for number in STOP_SIGNALS:
             signal.signal(number, self.note)

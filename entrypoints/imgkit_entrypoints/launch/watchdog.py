@@ -1,12 +1,16 @@
-"""The watchdog: which workers no longer move, and where they stand.
+"""The watchdog: find workers that no longer move, and report where they are stuck.
 
-Each worker notes its position in a few bytes of shared memory, and the node agent reads them. This needs
-neither the worker's interpreter, which a C call may hold, nor a running process; a note costs one store to
-memory. A program of dist-run that notes nothing (user_program.py) is judged by its main thread: one that has
-not waited for anything new since the last look, whatever it does, is stuck or in one long call. The stacks
-come from faulthandler's handler, which is C as well. It writes those of the main thread, in which it runs:
-the frames of a thread that runs on meanwhile are no place to read. The node agents' heartbeat carries the
-positions of the other nodes (rollcall/session.py).
+Each worker writes its position into a few bytes of shared memory, and the node agent reads them. This works
+while a C call holds the worker's interpreter, and even while the process is stopped. A note costs the worker
+one store to memory. The heartbeats of the node agents carry the positions of the other nodes
+(rollcall/session.py).
+
+A user program of dist-run writes no positions (user_program.py), so it is judged by its main thread. If the
+kernel counts no new waits of that thread since the last check, the program is stuck or in one long call.
+
+The stacks come from faulthandler's signal handler, which is written in C and so needs no interpreter either.
+It writes the stack of the main thread, in which it runs. The frames of other threads, which go on running in
+the meantime, cannot be read safely.
 """
 
 from __future__ import annotations
@@ -33,39 +37,54 @@ if TYPE_CHECKING:
 
 
 LAYOUT = struct.Struct("qqq")
-"""Process id, position, signs of life at this position; -1 of them: the program notes nothing.
+"""Process id, position, and number of signs of life at this position. The last is -1 for a user program.
 
-The position is twice the number of steps done, less one within a step, and negative before the first step."""
+The position is twice the number of steps that are done, or one less within a step: 5 within step 3, and 6
+after it. Before the first step, it is negative.
+"""
+# The position before the first step.
 BEFORE = -1
 PATIENCE, PATIENCE_BEFORE = 3, 10
-"""A worker is late after three times its longest step, and one that notes nothing after three times
-``--hang-after``. Before its first step it may be compiling, and is late after ten times ``--hang-after``; not
-where it waits for other ranks in `CONNECTS`."""
+"""Factors of the time after which a worker is late.
+
+A worker is late after ``--hang-after``, or after three times its longest step if that is longer. A user
+program is late after three times ``--hang-after``. Before its first step, a worker may be compiling, and is
+late after ten times ``--hang-after``. While it waits for other ranks in `CONNECTS`, neither factor applies.
+"""
 CONNECTS = "init_process_group"
-"""Where ranks meet in torch's store, whose keys everybody can delete who reaches its port (SECURITY.md)."""
+"""Function in which ranks meet in torch's store.
+
+Anyone who can reach its port can delete the keys (SECURITY.md).
+"""
 CONNECT_LOOK_S = 10.0
-"""Time between two looks at whether a worker without a sign of life is in `CONNECTS`."""
+"""Seconds between two checks of whether a worker without a sign of life waits in `CONNECTS`."""
 IDLE_S, IDLE_SHARE = 3.0, 0.05
-"""A worker that waits for others uses at most this share of a processor for so long. One that works is not
-asked: threads that run are no place to read frames from."""
+"""A worker that uses at most this share of a processor for so many seconds is waiting for others.
+
+Before its first step, only such a worker is asked for its stack, since the frames of running threads cannot
+be read safely.
+"""
 MAX_IDLE_WAITS = 5
-"""A main thread that was woken so often since the last look, by signals and the like, may still be stuck."""
+"""A main thread with so many waits since the last check may still be stuck, since signals wake it as well."""
 ANSWER_S, WAKE_S = 5.0, 1.5
-"""Time for stacks to arrive, and time in which the request for them counts as no sign of life."""
+"""Seconds in which stacks arrive, and seconds in which the request for them counts as no sign of life."""
 MAX_FRAMES = 12
 """Number of innermost frames in a report."""
 STOPPED = {
     "T": "it is stopped (SIGSTOP); to continue it: kill -CONT {pid}",
     "t": "it is stopped by a debugger",
 }
-"""Reasons by the state in /proc/PID/status."""
+"""The reason for no stack by the first letter of the process' state in /proc/PID/status."""
 _STACK = "stack, innermost first:"
+# Frames of Python and of imgkit that start the program: "<frozen runpy>:88 _run_code".
 _START_FRAME = re.compile(r"(?:<frozen runpy>|.*/(?:runpy|user_program)\.py):\d+ ")
-"""Frames of Python and of imgkit that start the program."""
 
 
 class Pulse:
-    """This worker's position, as the node agent sees it. No node agent or no room: the notes go nowhere."""
+    """The position of this worker in memory that its node agent reads.
+
+    Without a node agent, or without room for the file, the position stays in this process.
+    """
 
     def __init__(self, folder: str | None, rank: int) -> None:
         self._memory: mmap.mmap | bytearray = bytearray(LAYOUT.size)
@@ -76,11 +95,11 @@ class Pulse:
                 faulthandler.register(STACK_SIGNAL, file=self._stacks, all_threads=False)
         self._notes = memoryview(self._memory).cast("q")
         self._notes[1] = BEFORE
-        self._notes[0] = os.getpid()  # last: from now on it counts
+        self._notes[0] = os.getpid()  # written last, since the watchdog ignores notes without a process id
 
     @property
     def progress(self) -> tuple[int, int]:
-        """The position of this worker, and its signs of life there."""
+        """Return the position of this worker, and the number of its signs of life there."""
         return self._notes[1], self._notes[2]
 
     def begins(self, step: int) -> None:
@@ -96,13 +115,13 @@ class Pulse:
         self._notes[2] += 1
 
     def ends(self) -> None:
-        """Note that this worker is no longer watched."""
+        """Note that this worker should not be watched any more."""
         self._notes[0] = 0
 
 
 @contextlib.contextmanager
 def connecting(env: Mapping[str, str]) -> Iterator[None]:
-    """Have this worker watched while it opens the process group; one with a run is watched already."""
+    """Have this worker watched while it opens the process group, unless it is watched already."""
     folder, rank = env.get("IMGKIT_STOP_DIR"), env.get("RANK", "0")
     is_watched = folder is None or Path(folder, f"pulse-{rank}").exists()
     pulse = None if is_watched else Pulse(folder, int(rank))
@@ -112,43 +131,54 @@ def connecting(env: Mapping[str, str]) -> Iterator[None]:
 
 
 def _new(path: Path) -> BinaryIO:
-    path.unlink(missing_ok=True)  # a worker before this one may still write to its own
+    """Make a new file at `path`."""
+    path.unlink(missing_ok=True)  # a worker of an earlier attempt may still write to the old file
     return files.create_file(path)
 
 
 def shared(path: Path, size: int) -> mmap.mmap:
-    """Make the file `path` of `size` zeros, whose bytes other processes see as they change.
+    """Make the file `path` with `size` zeros, and return it as memory that other processes can read.
 
     Raises
     ------
-    OSError : there is no room for it.
+    OSError : there is no room for the file.
     """
     with _new(path) as file:
-        file.write(bytes(size))  # a hole in a full file system would end the worker by SIGBUS
+        # Without written zeros, a store into the memory on a full file system would end the worker by SIGBUS.
+        file.write(bytes(size))
         file.flush()
         return mmap.mmap(file.fileno(), size)
 
 
 @dataclass(slots=True, kw_only=True)
 class _Worker:
+    """One worker, as the watchdog has last seen it. Times are of the monotonic clock."""
+
     rank: int
     pid: int
     position: int
     signs: int
+    """Signs of life at this position. For a user program, voluntary waits of its main thread."""
     notes_nothing: bool
+    """True for a user program, which writes no positions."""
     since: float
+    """Time of the last sign of life."""
     longest_s: float = 0.0
-    """Longest time between two signs of life since its first step, reported hangs left out."""
+    """Longest time between two signs of life since the first step, without hangs that were reported."""
     stacks_from: int | None = None
-    """Size of its file of stacks when the node agent asked for new ones."""
+    """Size of the file of stacks when the watchdog asked for new ones. None while it has not asked."""
     asked_at: float = 0.0
+    """Time at which the watchdog last asked for stacks."""
     cpu_s: float = 0.0
+    """Processor time that the worker had used at `cpu_read_at`."""
     cpu_read_at: float = 0.0
     idle_since: float = math.inf
+    """Time since which the worker has hardly used a processor."""
     connects: bool = False
-    """It waits in `CONNECTS`."""
+    """True if the worker waits in `CONNECTS`."""
 
     def patience_s(self, hang_after_s: float) -> float:
+        """Return the seconds without a sign of life after which this worker is late."""
         factor = 1
         if self.notes_nothing and not self.connects:
             factor = PATIENCE
@@ -158,7 +188,7 @@ class _Worker:
 
 
 class Watchdog:
-    """The workers of one node, as its node agent sees them."""
+    """The workers of one node. `look` returns reports about those that no longer move."""
 
     def __init__(
         self,
@@ -167,24 +197,34 @@ class Watchdog:
         hang_after_s: float,
         ask_nccl: Callable[[], Question | None] = lambda: None,
     ) -> None:
-        """Watch the workers that note their positions in `folder`; `ask_nccl` asks NCCL, where it can be."""
+        """Watch the workers that write their positions into `folder`.
+
+        Parameters
+        ----------
+        host : name of this node in reports.
+        hang_after_s : the value of ``--hang-after``. 0 switches the reports off.
+        ask_nccl : starts a question to NCCL, or returns None if it cannot be asked.
+        """
         self._folder, self._host, self._hang_after_s, self._ask_nccl = folder, host, hang_after_s, ask_nccl
         self._question: Question | None = None
         self._workers: dict[int, _Worker] = {}
         self._asked_at = 0.0
         self._reported: set[int] = set()
-        """Ranks that are reported as late."""
+        """Ranks that were reported as late and have not moved since."""
         for path in folder.glob("pulse-*"):
             path.unlink(missing_ok=True)
 
     @property
     def positions(self) -> Positions | None:
-        """Positions of the slowest and the furthest worker of this node; None while there are none."""
+        """Return the positions of this node's slowest and furthest worker, or None without workers."""
         positions = [worker.position for worker in self._workers.values()]
         return (min(positions), max(positions)) if positions else None
 
     def furthest(self) -> int | None:
-        """Return the furthest position that a worker of this node has noted, also one that has ended."""
+        """Return the furthest position that a worker of this node has written.
+
+        Ended workers count as well.
+        """
         return max((position for _, _, position, _ in self._notes()), default=None)
 
     def connects(self, nproc: int) -> bool:
@@ -193,7 +233,15 @@ class Watchdog:
         return len(workers) == nproc and all(worker.connects for worker in workers)
 
     def look(self, of_run: Positions | None = None) -> list[str]:
-        """Return new reports, mostly none; call it about once a second."""
+        """Check all workers, and return new reports. Call this about once a second.
+
+        A report takes several calls: first the late workers are asked for their stacks, and NCCL for its
+        state, and a later call has the answers.
+
+        Parameters
+        ----------
+        of_run : positions of the slowest and the furthest worker of the whole run.
+        """
         now = time.monotonic()
         reports = self._update(now)
         for worker in self._workers.values():
@@ -207,7 +255,8 @@ class Watchdog:
         slowest = [worker for worker in self._workers.values() if worker.position == low]
         late = [worker for worker in slowest if now - worker.since >= worker.patience_s(self._hang_after_s)]
         notes_nothing = any(worker.notes_nothing for worker in late)
-        # Of programs that note nothing, one that is late is enough: the others may wait for it in short naps.
+        # Report if all of the slowest workers are late. For user programs, one late worker is enough, since
+        # the others may wait for it in short naps.
         if not late or (len(late) < len(slowest) and not notes_nothing):
             return reports
         if all(worker.rank in self._reported for worker in late) or (notes_nothing and self._reported):
@@ -217,7 +266,7 @@ class Watchdog:
             self._ask(worker, now)
         if unasked:
             self._asked_at = now
-            # Where all ranks wait, all nodes report, and one answer is enough.
+            # If all ranks are at the same position, all nodes report, and one answer of NCCL is enough.
             has_rank_0 = any(worker.rank == 0 for worker in slowest)
             self._question = self._ask_nccl() if low < high or has_rank_0 else None
             return reports
@@ -234,7 +283,11 @@ class Watchdog:
         return [*reports, "\n".join((title, *self._stacks(slowest, answers), *nccl))]
 
     def _look_for_connect(self, worker: _Worker, now: float) -> None:
-        """Find out whether a worker without a sign of life waits in `CONNECTS`, once in a while."""
+        """Find out whether a worker without a sign of life waits in `CONNECTS`.
+
+        The worker is asked for its stack every `CONNECT_LOOK_S` seconds, or every ``--hang-after`` if that is
+        shorter, and only while it is idle.
+        """
         look_s = max(2 * WAKE_S, min(CONNECT_LOOK_S, self._hang_after_s or CONNECT_LOOK_S))
         if worker.stacks_from is None:
             is_due = now - max(worker.since, worker.asked_at) >= look_s
@@ -246,15 +299,16 @@ class Watchdog:
                 worker.stacks_from = None
 
     def _update(self, now: float) -> list[str]:
-        """Read what the workers have noted; report those that move again."""
-        moved: dict[float, list[_Worker]] = {}
-        is_calm = not self._reported  # else others have waited for the reported ones
+        """Read the notes of all workers. Return reports about those that move again after a report."""
+        moved: dict[float, list[_Worker]] = {}  # by the whole seconds of the hang
+        # While a worker is reported, others wait for it, so their steps do not show how long a step takes.
+        is_calm = not self._reported
         notes = list(self._notes())
         for rank in self._workers.keys() - {rank for rank, *_ in notes}:
             self._forget(rank)
         for rank, pid, position, signs in notes:
             worker, status = self._workers.get(rank), _status(pid)
-            if not status:  # ended
+            if not status:  # the process has ended
                 self._forget(rank)
                 continue
             notes_nothing = signs < 0
@@ -271,7 +325,7 @@ class Watchdog:
                     since=now,
                 )
             elif notes_nothing and now - worker.asked_at <= WAKE_S:
-                worker.signs = signs  # the signal itself has woken it
+                worker.signs = signs  # the request for stacks has woken the main thread
             elif notes_nothing and signs - worker.signs <= MAX_IDLE_WAITS:
                 continue
             elif (worker.position, worker.signs) != (position, signs):
@@ -286,11 +340,12 @@ class Watchdog:
         return [f"{self._name(workers)} moved again after {seconds} s" for seconds, workers in moved.items()]
 
     def _forget(self, rank: int) -> None:
+        """Stop watching a worker that has ended or was replaced."""
         self._workers.pop(rank, None)
         self._reported.discard(rank)
 
     def _notes(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yield the rank of each worker, and what it has noted."""
+        """Yield the rank, the process id, the position and the signs of life of each worker."""
         for path in self._folder.glob("pulse-*"):
             with contextlib.suppress(OSError, struct.error):
                 pid, position, signs = LAYOUT.unpack(files.read_bytes(path))
@@ -298,16 +353,19 @@ class Watchdog:
                     yield int(path.name.partition("-")[2]), pid, position, signs
 
     def _ask(self, worker: _Worker, now: float) -> None:
+        """Ask a worker for its stack by a signal, and remember where in the file its answer begins."""
         path = self._folder / f"stacks-{worker.rank}"
         worker.stacks_from = path.stat().st_size if path.exists() else 0
         worker.asked_at = now
         caught = int(_status(worker.pid).get("SigCgt", "0"), 16)
-        if caught >> (STACK_SIGNAL - 1) & 1:  # else the signal would end it, or a new process with its id
+        # Bit n - 1 of SigCgt stands for a handler of signal n. Without one, the signal would end the process,
+        # or a new process that has got its id.
+        if caught >> (STACK_SIGNAL - 1) & 1:
             with contextlib.suppress(OSError):
                 os.kill(worker.pid, STACK_SIGNAL)
 
     def _answer(self, worker: _Worker) -> str:
-        """Return why `worker` stands, as far as one can see; empty while its stacks may still come."""
+        """Return the stack of `worker`, or why it has none. Empty while the stack may still come."""
         with contextlib.suppress(OSError):
             text = files.read_bytes(self._folder / f"stacks-{worker.rank}")[worker.stacks_from :]
             if stack := _main_stack(text.decode(errors="replace")):
@@ -315,6 +373,10 @@ class Watchdog:
         return STOPPED.get(_status(worker.pid).get("State", "")[:1], "").format(pid=worker.pid)
 
     def _title(self, late: list[_Worker], seconds: float, low: int, high: int) -> str:
+        """Return the first line of a report about workers that are `late`.
+
+        `low` and `high` are the positions of the slowest and the furthest worker of the run.
+        """
         name = self._name(late)
         if all(worker.connects for worker in late):
             reason = "ranks are missing, or torch's store has lost their keys"
@@ -326,9 +388,10 @@ class Watchdog:
         return f"no rank has moved from {_step(low)} for {seconds:.0f} s"
 
     def _stacks(self, workers: list[_Worker], answers: Mapping[int, str]) -> Iterator[str]:
-        """Yield the stacks, equal ones once.
+        """Yield each different stack once, with all workers that have it.
 
-        The few that differ from the rest come first: they are more likely the cause; the rest wait for them.
+        Workers without a stack come first, then stacks of few workers. They are more likely the cause: most
+        workers have the same stack and wait for the others.
         """
         groups: dict[str, list[_Worker]] = {}
         for worker in workers:
@@ -338,24 +401,27 @@ class Watchdog:
             yield f"  {self._name(group)} (process {pids}): {answer}"
 
     def _name(self, workers: list[_Worker]) -> str:
+        """Return the name of some workers of this node, such as ``ranks 4, 6 on n2``."""
         ranks = sorted(worker.rank for worker in workers)
         return f"rank{'s' if ranks[1:] else ''} {', '.join(map(str, ranks))} on {self._host}"
 
 
 def _silence(worker: _Worker) -> str:
+    """Return why a worker has sent no stack."""
     if _status(worker.pid).get("State", "").startswith("D"):
         return "no stack: it hangs in the kernel, in a file system or a driver"
     return f"no stack: it did not answer signal {STACK_SIGNAL} in {ANSWER_S:g} s"
 
 
 def _step(position: int) -> str:
+    """Return a position in words: -1 is ``its start``, 5 is ``step 3``, 6 is ``the end of step 3``."""
     if position < 0:
         return "its start"
     return f"the end of step {position // 2}" if position % 2 == 0 else f"step {(position + 1) // 2}"
 
 
 def _status(pid: int) -> dict[str, str]:
-    """Read /proc/PID/status; empty when the process has ended."""
+    """Return the fields of /proc/PID/status by name. Empty if the process has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except (OSError, UnicodeDecodeError):
@@ -365,12 +431,16 @@ def _status(pid: int) -> dict[str, str]:
 
 
 def _is_idle(worker: _Worker, now: float) -> bool:
-    """Return whether the worker has hardly used a processor for `IDLE_S`; call it about once a second."""
+    """Return whether the worker has hardly used a processor for `IDLE_S` seconds.
+
+    Each call also records the processor time for the next one. Call this about once a second.
+    """
     try:
-        # The name in parentheses can hold anything; user and system time are the 12th and 13th after it.
+        # The name in parentheses may contain anything. User and system time are the 12th and 13th field after
+        # it.
         fields = Path(f"/proc/{worker.pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
         cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):  # ended
+    except (OSError, ValueError, IndexError):  # the process has ended
         return False
     is_busy = cpu_s - worker.cpu_s > IDLE_SHARE * (now - worker.cpu_read_at)
     worker.idle_since = now if is_busy else min(worker.idle_since, now)
@@ -379,7 +449,10 @@ def _is_idle(worker: _Worker, now: float) -> bool:
 
 
 def _main_stack(text: str) -> str:
-    """Return the main thread's innermost frames in faulthandler's text; empty while it is not there yet."""
+    """Return the main thread's innermost frames from faulthandler's text. Empty while there are none.
+
+    ``File "train.py", line 12 in step`` becomes ``train.py:12 step``.
+    """
     match = re.search(r"(?m)^Stack \(most recent call first\):\n((?:  .*\n)+)", text)
     if match is None:
         return ""

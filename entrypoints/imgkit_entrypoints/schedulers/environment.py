@@ -1,4 +1,8 @@
-"""Variables and files that say which node of its job this process is on, with the errors for wrong values."""
+"""Variables and files that say which node of its job this process is on, with the errors for wrong values.
+
+Many methods of `Environment` return a value together with the variable that it comes from. The variable
+appears in a dry run and in error messages, so that the user knows which one to change.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,9 @@ from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.schedulers.hostlist import expand_nodelist
 
 Read = Callable[[str], "str | None"]
-"""Function from an absolute path to the file's content; None where it cannot be read."""
+"""Function that returns the content of the file at an absolute path, or None if it cannot be read."""
 
+# The hosts of the job in the order of the node ranks: "n1,n2", "n1 n2" or "n[1-2]".
 NODES = "IMGKIT_NODES"
 
 
@@ -20,15 +25,16 @@ def unique_names(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def short_host(name: str) -> str:
-    """Return a host name without its domain; addresses stay complete."""
+    """Return a host name without its domain: ``n1.example.org`` -> ``n1``. Addresses stay complete."""
+    # An IPv4 address has only digits and dots, and an IPv6 address has colons.
     return name if name.replace(".", "").isdigit() or ":" in name else name.split(".", 1)[0]
 
 
 class Environment(dict[str, str]):
-    """The variables of this process, and how it reads a file.
+    """The variables of this process, and a function that reads files.
 
-    An empty variable counts as not set: training operators set those that they do not use to the empty
-    string.
+    An empty variable counts as not set, since training operators set variables that they do not use to the
+    empty string.
     """
 
     def __init__(self, variables: Mapping[str, str], read: Read = lambda path: None) -> None:
@@ -40,15 +46,15 @@ class Environment(dict[str, str]):
         return tuple(name for name in names if self.get(name))
 
     def first(self, names: Sequence[str]) -> str:
-        """Return the first of `names` that is set; empty if none is."""
+        """Return the first of `names` that is set, or an empty text if none is."""
         return next((name for name in names if self.get(name)), "")
 
     def variable(self, names: Sequence[str]) -> str:
-        """Return the first of `names` that is set; if none is, the first of all, for an error message."""
+        """Return the first of `names` that is set. If none is, return the first name for an error message."""
         return self.first(names) or names[0]
 
     def quote(self, *names: str) -> str:
-        """Return ``NAME=VALUE, NAME=VALUE`` with those of `names` that are set, for an error message."""
+        """Return those of `names` that are set for an error message, as ``NAME=VALUE, NAME=VALUE``."""
         return ", ".join(f"{name}={self[name]}" for name in self.present(*names))
 
     def number(self, name: str, *, least: int = 0) -> int:
@@ -61,13 +67,13 @@ class Environment(dict[str, str]):
         text = self.get(name, "").strip()
         if not text:
             raise NoPlan(f"{name} is not set", hint="start the container without --cleanenv")
-        value = parse_digits(text) if len(text) < 10 else None
+        value = parse_digits(text) if len(text) < 10 else None  # no count or rank has ten digits
         if value is None or value < least:
             raise NoPlan(f"{text!r} is not a whole number of at least {least}", where=name)
         return value
 
     def port(self, name: str) -> int | None:
-        """Return the port in variable `name`; None where it is not set.
+        """Return the port in variable `name`, or None if it is not set.
 
         Raises
         ------
@@ -81,27 +87,34 @@ class Environment(dict[str, str]):
         return port
 
     def hostname(self) -> str:
-        """Return the name of this machine; empty where /proc does not show it."""
+        """Return the name of this machine, or an empty text if /proc does not show it."""
         return (self.read("/proc/sys/kernel/hostname") or "").strip()
 
     def position_in(self, hosts: Sequence[str]) -> int | None:
-        """Return the index of this machine in `hosts`; None if it is not there exactly once."""
+        """Return the index of this machine in `hosts`, or None if it is not there exactly once.
+
+        Host names are compared without their domains.
+        """
         name = short_host(self.hostname())
         positions = [index for index, host in enumerate(hosts) if name and short_host(host) == name]
         return positions[0] if len(positions) == 1 else None
 
     def node_rank(self, hosts: Sequence[str], *variables: str) -> tuple[int | None, str]:
-        """Return the rank of this node and where it comes from: one of `variables`, or its host name."""
+        """Return the rank of this node and its source: the first of `variables` that is set, or ``hostname``.
+
+        The rank is None if no variable is set and this machine is not in `hosts`.
+        """
         if name := self.first(variables):
             return self.number(name), name
         position = self.position_in(hosts)
         return position, "" if position is None else "hostname"
 
     def requested_nodes(self) -> tuple[str, ...]:
-        """Return the hosts of IMGKIT_NODES in their order, each once; empty if it is not set.
+        """Return the hosts of IMGKIT_NODES in their order, each once. Empty if the variable is not set.
 
-        A list with brackets is read as Slurm's compact form. Repeats are dropped: a PBS node file has a line
-        for each process of a host.
+        A list with brackets is read as Slurm's compact form: ``n[1-2]`` -> n1, n2. Otherwise commas and
+        spaces separate the hosts. Repeats are dropped, since a PBS node file has a line for each process of a
+        host.
         """
         text = self.get(NODES, "")
         if "[" in text or "]" in text:
@@ -109,10 +122,13 @@ class Environment(dict[str, str]):
         return unique_names(text.replace(",", " ").split())
 
     def listed_hosts(self) -> tuple[tuple[str, ...], str]:
-        """Return the hosts of IMGKIT_NODES, else of PBS' node file, and the variable; empty without both."""
+        """Return the hosts of IMGKIT_NODES, or else of PBS' node file, and the name of the variable.
+
+        Both are empty if neither is known.
+        """
         if hosts := self.requested_nodes():
             return hosts, NODES
-        # Most containers do not show the file.
+        # In most containers, the path of the file does not exist.
         text = self.read(self["PBS_NODEFILE"]) if self.get("PBS_NODEFILE") else None
         hosts = unique_names((text or "").split())
         return hosts, "PBS_NODEFILE" if hosts else ""
@@ -120,9 +136,10 @@ class Environment(dict[str, str]):
     def named_hosts(
         self, nnodes: int, hosts: tuple[str, ...], hosts_from: str
     ) -> tuple[tuple[str, ...], str]:
-        """Return hosts and where they come from: IMGKIT_NODES wins over `hosts` of the launcher.
+        """Return the hosts and their source. IMGKIT_NODES takes precedence over the launcher's `hosts`.
 
-        On clusters where each node has a second name on the fast network, IMGKIT_NODES holds those names.
+        On some clusters, each node has a second name on the fast network. IMGKIT_NODES then holds those
+        names.
 
         Raises
         ------
@@ -140,10 +157,10 @@ class Environment(dict[str, str]):
         return requested, NODES
 
     def head(self, nnodes: int, hosts: tuple[str, ...], hosts_from: str, *variables: str) -> tuple[str, str]:
-        """Return the address of node 0 and where it comes from.
+        """Return the address of node 0 and its source.
 
-        That is IMGKIT_HEAD, the first host, or one of `variables`. Both are empty where none of them is
-        known, and on one node.
+        The source is IMGKIT_HEAD, that of `hosts` for their first one, or one of `variables`, in this order.
+        Both are empty on one node, and if nothing says where node 0 is.
         """
         if nnodes == 1:
             return "", ""

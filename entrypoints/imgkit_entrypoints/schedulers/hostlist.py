@@ -1,6 +1,8 @@
-"""Slurm's compact lists: ``node-[42,49-51]`` of hosts, ``2(x3),1`` of counts.
+"""Slurm's compact lists of hosts and counts.
 
-They are parsed here because images have no scontrol. A malformed list never falls back to this machine alone.
+``node-[42,49-51]`` means node-42, node-49, node-50 and node-51, and ``2(x3),1`` means 2, 2, 2 and 1. The
+lists are parsed here because images have no scontrol. A malformed list is an error: a run must never fall
+back to this machine alone.
 """
 
 from __future__ import annotations
@@ -14,26 +16,36 @@ from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.terminal import escape_controls
 
 MOST = 65536
-"""Hosts in one list: Slurm's own limit of a range (MAX_RANGE in src/common/hostlist.c)."""
+"""Largest number of hosts in a list: Slurm's own limit of a range (MAX_RANGE in src/common/hostlist.c)."""
 
 LONGEST_NAME = 253
-"""Characters of a host name (RFC 1123)."""
+"""Largest number of characters in a host name (RFC 1123)."""
+# "4", or "4(x2)" for two nodes with 4 each.
 _COUNT = re.compile(r"(?P<count>[0-9]{1,9})(?:\(x(?P<repeats>[0-9]{1,9})\))?")
+# A part of a name outside of brackets: "node-" in "node-[1-2]".
 _NAME_PART = re.compile(r"[^\s()\[\],]+")
+# "7", or "5-7" for 5, 6 and 7.
 _RANGE = re.compile("([0-9]+)(?:-([0-9]+))?")
+# A name with its last number: "node", "003" and "-ib" of "node003-ib".
 _NUMBERED = re.compile(r"(.*?)([0-9]{1,18})([^0-9]*)", re.ASCII)
 
 
 def expand_nodelist(text: str, *, where: str = "") -> tuple[str, ...]:
-    """Return the hosts that a compact list names, in its order, unsorted and with repeats.
+    """Return the hosts that a compact list names: ``"a3,a[5-7]" -> a3, a5, a6, a7``.
 
-    Node 0 of a step is the first host of its list. Like Slurm, a range keeps the width of its low bound:
-    ``n[098-101]`` is n098 n099 n100 n101, ``n[8-12]`` has no zeros. Several brackets in a name multiply in
-    Slurm's order (`scontrol show hostnames`, 22.05): the last runs fastest, then the first, the second, ...
+    The order is that of the list, since node 0 of a step is its first host. Repeats stay. Like in Slurm,
+    numbers have at least as many digits as the low end of their range: ``n[098-101]`` is n098, n099, n100,
+    n101, and ``n[8-12]`` has no zeros. If a name has several brackets, the numbers vary in Slurm's order
+    (`scontrol show hostnames`, 22.05): those of the last bracket fastest, then those of the first, the second
+    and so on.
+
+    Parameters
+    ----------
+    where : the variable with the list, for errors.
 
     Raises
     ------
-    NoPlan : the list is empty, malformed or names more than 65536 hosts; a caret marks the position.
+    NoPlan : the list is empty, malformed or names more than 65536 hosts. A caret marks the position.
     """
     if text.strip() in ("", "(null)"):
         raise NoPlan(f"the node list {text!r} names no host", where=where or None)
@@ -41,7 +53,7 @@ def expand_nodelist(text: str, *, where: str = "") -> tuple[str, ...]:
 
 
 def expand_counts(text: str, *, where: str = "") -> tuple[int, ...]:
-    """Return the numbers of a list like ``4(x2),3``, one per node.
+    """Return the numbers of a list of counts, one per node: ``"4(x2),3" -> 4, 4, 3``.
 
     Raises
     ------
@@ -62,14 +74,15 @@ def expand_counts(text: str, *, where: str = "") -> tuple[int, ...]:
 
 
 def fold_hosts(hosts: Iterable[str]) -> str:
-    """Return hosts as Slurm prints them, ``node[003-007,012]``; `expand_nodelist` reads it.
+    """Return hosts as Slurm prints them: ``n3, n4, n5, n9 -> "n[3-5,9]"``.
 
-    Only the last number before the first dot becomes a range, or the last number of an address.
+    `expand_nodelist` reads such a list. Only one number of a name becomes a range: the last one before the
+    first dot, or the last one of an address.
     """
-    groups: dict[str, list[str]] = {}  # by the name with an asterisk for its number
+    groups: dict[str, list[str]] = {}  # the numbers by the rest of the name: {"n*": ["3", "4", "5", "9"]}
     for host in hosts:
         label, dot, domain = host.partition(".")
-        if label.isdigit():
+        if label.isdigit():  # an address such as 10.0.0.7 has no domain
             label, dot, domain = host, "", ""
         if match := _NUMBERED.fullmatch(label):
             groups.setdefault(f"{match[1]}*{match[3]}{dot}{domain}", []).append(match[2])
@@ -82,8 +95,11 @@ def fold_hosts(hosts: Iterable[str]) -> str:
 
 
 def number_ranges(numbers: Iterable[str]) -> str:
-    """Return decimal numbers as ranges in ascending order, ``003-007,012``; a range keeps its width."""
-    ranges: list[list[str]] = []
+    """Return decimal numbers as ranges in ascending order, such as ``003-007,012``.
+
+    A range contains only numbers of the same width: 9 and 10 form ``9-10``, but 9 and 010 stay apart.
+    """
+    ranges: list[list[str]] = []  # the first and, if it differs, the last number of each range
     for number in sorted(set(numbers), key=lambda number: (int(number), len(number))):
         if ranges and number == f"{int(ranges[-1][-1]) + 1:0{len(ranges[-1][0])}d}":
             ranges[-1][1:] = [number]
@@ -93,13 +109,17 @@ def number_ranges(numbers: Iterable[str]) -> str:
 
 
 class _Expansion:
-    """A list that is read from left to right; a refusal points at a position in it."""
+    """The expansion of a list, which is read from left to right.
+
+    An error points at its position in the list.
+    """
 
     def __init__(self, text: str, where: str) -> None:
         self.text = text
         self.where = where
 
     def hosts(self) -> list[str]:
+        """Return the hosts of the whole list."""
         hosts: list[str] = []
         start = 0
         while start <= len(self.text):
@@ -111,10 +131,13 @@ class _Expansion:
         return hosts
 
     def names(self, start: int) -> tuple[list[str], int]:
-        """Return the host at `start`, or all hosts that its brackets stand for, and where it ends."""
-        parts: list[list[str]] = []
-        brackets: list[int] = []
-        position, size = start, 1
+        """Return all hosts that the item at `start` stands for, and the position of its end.
+
+        The end is a comma or the end of the list.
+        """
+        parts: list[list[str]] = []  # choices for each part of the name: "n[1-2]" has ["n"] and ["1", "2"]
+        brackets: list[int] = []  # indices of the parts that were in brackets
+        position, size = start, 1  # the size is the number of hosts
         while (character := self.text[position : position + 1]) not in ("", ","):
             end = self.text.find("]", position)
             if match := _NAME_PART.match(self.text, position):
@@ -137,8 +160,8 @@ class _Expansion:
             self.refuse(start, "a host name is missing")
         if sum(len(part[-1]) for part in parts) > LONGEST_NAME:
             self.refuse(start, f"a host name of more than {LONGEST_NAME} characters")
-        # Slowest to fastest. Two brackets expand in reading order; with more, Slurm expands the part before
-        # the last bracket from its right end.
+        # The order of the brackets from the slowest to the fastest. Two brackets vary in reading order. With
+        # more, Slurm expands the part before the last bracket from its right end.
         order = [*reversed(brackets[:-1]), *brackets[-1:]]
         names = []
         for choice in itertools.product(*(parts[index] for index in order)):
@@ -147,7 +170,7 @@ class _Expansion:
         return names, position
 
     def numbers(self, position: int, end: int) -> list[str]:
-        """Return the numbers in brackets, each as wide as the low bound of its range."""
+        """Return the numbers between `position` and `end`, each as wide as the low end of its range."""
         numbers: list[str] = []
         while True:
             match = _RANGE.match(self.text, position, end)
@@ -170,11 +193,13 @@ class _Expansion:
             position += 1
 
     def refuse(self, position: int, reason: str) -> NoReturn:
+        """Raise the NoPlan that shows `position` in the list."""
         _raise_error(self.text, position, reason, self.where)
 
 
 def _raise_error(text: str, position: int, reason: str, where: str) -> NoReturn:
-    # The caret must stand under its position on a terminal, where a long list would hide it.
+    # The hint shows at most 50 characters on each side, so that the caret stands under its position: a
+    # terminal would wrap a long list. Control characters would move the caret as well.
     before, after = (
         escape_controls(text[max(0, position - 50) : position]),
         escape_controls(text[position : position + 50]),

@@ -3,11 +3,11 @@
 Notes
 -----
 Operators use the same names with different meanings. RANK and WORLD_SIZE count pods in the operator v1 of the
-RunAI tutorials. In later ones WORLD_SIZE is pods x processes; these also set PET_NNODES and PET_NODE_RANK, so
-PET_* win where they are set. Empty ones (``PET_STANDALONE=""``) count as not set. Pods of a job with an
-elasticPolicy have a range in PET_NNODES, and are refused. Source: kubeflow/training-operator
-pkg/controller.v1/pytorch/{envvar,elastic}.go. EPFL's page on RunAI also lists LOCAL_RANK, which is 0 in
-every pod.
+RunAI tutorials. In later operators, WORLD_SIZE is the number of pods times that of processes. These operators
+also set PET_NNODES and PET_NODE_RANK, so PET_* take precedence if they are set. Empty variables
+(``PET_STANDALONE=""``) count as not set. Pods of a job with an elasticPolicy have a range in PET_NNODES, and
+are refused. Source: kubeflow/training-operator pkg/controller.v1/pytorch/{envvar,elastic}.go. EPFL's page on
+RunAI also lists LOCAL_RANK, which is 0 in every pod.
 """
 
 from __future__ import annotations
@@ -23,30 +23,32 @@ from imgkit_entrypoints.schedulers.placement import Placement
 NAME = "kubeflow"
 
 OWN = ("PET_NNODES", "PET_NODE_RANK", "PET_RDZV_ENDPOINT")
-"""Variables that only operators set; anybody may set RANK and the like."""
+"""Variables that only operators set."""
+# Variables that operators set, but job scripts and other launchers as well. All three together count.
 PLAIN = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
 
 
 def claims(env: Environment) -> tuple[str, ...]:
-    """Return the variables that show a pod of a training operator."""
+    """Return the variables that show a pod of a training operator. Empty outside of such a pod."""
     has_plain = env.present(*PLAIN) == PLAIN and not _is_rank(env)
     return (*env.present(*OWN), *(PLAIN if has_plain else ()))
 
 
 def _is_rank(env: Environment) -> bool:
-    """Return True if the plain variables number one process of several on a node, and not a pod."""
+    """Return whether the plain variables describe one of several processes on a node, and not a pod."""
+    # With --direct, the user says that this process is a rank. Local rank 0 is then no sign of a pod.
     if env.get("IMGKIT_DIRECT") == "1" and env.present("LOCAL_RANK"):
         return True
     return (env.get("LOCAL_RANK") or "0") != "0" or (env.get("LOCAL_WORLD_SIZE") or "1") != "1"
 
 
 def find_placement(env: Environment) -> Placement:
-    """Return the pod that this process runs in.
+    """Return the pod in which this process runs. A pod counts as a node.
 
     Raises
     ------
-    NoPlan : the number of pods is a range, the rank is not below it, or no variable says where the first
-    pod is.
+    NoPlan : the number of pods is a range, the rank is not below that number, or no variable says where the
+    first pod is.
     """
     nnodes_from = env.first(("PET_NNODES", "WORLD_SIZE"))
     if ":" in env.get("PET_NNODES", ""):
@@ -58,7 +60,7 @@ def find_placement(env: Environment) -> Placement:
     nnodes = env.number(nnodes_from or "PET_NNODES", least=1)
     requested = parse_digits(env.get("IMGKIT_NNODES", ""))
     if nnodes_from == "WORLD_SIZE" and requested is not None:
-        # The only ambiguous number: one operator counts pods in it, another counts processes.
+        # WORLD_SIZE is ambiguous: one operator counts pods in it, another one processes. So --nnodes decides.
         nnodes, nnodes_from = requested, "IMGKIT_NNODES"
     rank_from = env.first(("PET_NODE_RANK", "RANK"))
     node_rank = env.number(rank_from or "PET_NODE_RANK") if nnodes > 1 else 0
@@ -73,6 +75,8 @@ def find_placement(env: Environment) -> Placement:
     hosts, source["hosts"] = env.named_hosts(nnodes, (), "")
     head, head_from = env.head(nnodes, hosts, source["hosts"], "PET_MASTER_ADDR", "MASTER_ADDR")
     port_from = env.first(("PET_MASTER_PORT", "MASTER_PORT"))
+    # PET_RDZV_ENDPOINT is "HOST:PORT" or "HOST". It takes precedence over MASTER_ADDR, but not over
+    # PET_MASTER_ADDR and the variables of the user.
     endpoint = env.get("PET_RDZV_ENDPOINT", "")
     if nnodes > 1 and endpoint and head_from not in ("IMGKIT_HEAD", "IMGKIT_NODES", "PET_MASTER_ADDR"):
         head, _, port = endpoint.partition(":")
@@ -99,10 +103,10 @@ def find_placement(env: Environment) -> Placement:
 
 
 def start_argv(command: Sequence[str]) -> tuple[str, ...]:
-    """Return the argv of a pod's command, which the operator runs once in each pod."""
+    """Return `command` as it is, since the operator runs it once in each pod."""
     return tuple(command)
 
 
 def per_node_command(command: Sequence[str], *, nnodes: int, env: Environment) -> str:
-    """Return the command of a pod."""
+    """Return the line that starts `command` in a pod: the command itself."""
     return shlex.join(command)

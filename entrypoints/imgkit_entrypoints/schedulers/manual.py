@@ -1,4 +1,8 @@
-"""Nodes started by hand: the same command on each, with its node rank and the address of node 0."""
+"""Nodes that are started by hand: the same command on each, with its node rank and the address of node 0.
+
+The flags come in as variables: ``--nnodes`` as IMGKIT_NNODES, ``--node-rank`` as IMGKIT_NODE_RANK and
+``--head`` as IMGKIT_HEAD (resolve.py).
+"""
 
 from __future__ import annotations
 
@@ -14,17 +18,17 @@ NAME = "manual"
 
 
 def claims(env: Environment) -> tuple[str, ...]:
-    """Return the variables, or flags written as variables, that ask for several nodes."""
+    """Return the variables that ask for several nodes. Flags count as their variables."""
     several = env.get("IMGKIT_NNODES", "1") != "1"
     return (*(("IMGKIT_NNODES",) if several else ()), *env.present(NODES))
 
 
 def find_placement(env: Environment) -> Placement:
-    """Return the node that the user says this is.
+    """Return the placement that the user's flags and variables describe.
 
     Raises
     ------
-    NoPlan : something is missing; the message names everything that is missing.
+    NoPlan : a flag is missing or contradicts another. The message names all missing flags.
     """
     hosts = env.requested_nodes()
     nnodes_from = env.first(("IMGKIT_NNODES", NODES))
@@ -35,6 +39,7 @@ def find_placement(env: Environment) -> Placement:
             where=NODES,
             hint=f"leave --nnodes out, or list the {nnodes} hosts in the order of their ranks",
         )
+    # With --nnodes 1, the list may still name several hosts. It then says nothing about this run.
     hosts = hosts if len(hosts) == nnodes else ()
     node_rank, rank_from = (0, nnodes_from) if nnodes == 1 else env.node_rank(hosts, "IMGKIT_NODE_RANK")
     head, head_from = env.head(nnodes, hosts, NODES, "MASTER_ADDR")
@@ -54,6 +59,7 @@ def find_placement(env: Environment) -> Placement:
             where=rank_from,
             hint=f"node ranks are 0 to {nnodes - 1}; HOST of --head has 0",
         )
+    # MASTER_PORT is the port at MASTER_ADDR, so it counts only with that head.
     port = env.port("MASTER_PORT") if head_from == "MASTER_ADDR" else None
     source = {"nnodes": nnodes_from, "node_rank": rank_from, "head": head_from}
     source |= {"hosts": NODES if hosts else "", "port": "MASTER_PORT" if port is not None else ""}
@@ -65,8 +71,13 @@ def find_placement(env: Environment) -> Placement:
 def start_argv(
     command: Sequence[str], *, nnodes: int | Size, node_rank: int | str, head: str, port: str | int = ""
 ) -> tuple[str, ...]:
-    """Return the argv for one node; what follows a script is for the script, so the options precede it."""
+    """Return the argv that starts `command` on one node of several.
+
+    The options follow the ``dist-*`` word, since arguments behind a script are the script's own:
+    ``dist-run train.py`` -> ``dist-run --nnodes 2 --node-rank 0 --head n1 train.py``.
+    """
     argv = list(command)
+    # The command may begin with a container runtime: "apptainer exec image.sif dist-run ...".
     name_index = next((index for index, arg in enumerate(argv) if PurePath(arg).name.startswith("dist-")), 0)
     options = ["--nnodes", str(nnodes), "--node-rank", str(node_rank), "--head", head]
     options += ["--port", str(port)] if port else []
@@ -74,6 +85,6 @@ def start_argv(
 
 
 def per_node_command(command: Sequence[str], *, nnodes: int, env: Environment) -> str:
-    """Return the line for each node; the user fills in RANK and HOST."""
+    """Return the line to type on each node. The user replaces RANK, and HOST if the head is not known."""
     head = env.get("IMGKIT_HEAD") or "HOST"
     return shlex.join(start_argv(command, nnodes=nnodes, node_rank="RANK", head=head))

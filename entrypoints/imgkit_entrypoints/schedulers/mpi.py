@@ -1,13 +1,14 @@
 """The MPI launchers Open MPI, Cray PALS and Hydra: their start line, and how a rank finds its node.
 
-An MPI launcher starts ranks. It tells a rank how many ranks run on its node, and nothing else about nodes.
-With one rank per node, a rank stands for its node and torchrun starts the workers. With several ranks per
+An MPI launcher starts ranks. It tells each rank how many ranks run on its node, and nothing else about nodes.
+With one rank per node, a rank stands for its node, and torchrun starts the workers. With several ranks per
 node, every process already is a rank (direct mode).
 
 Notes
 -----
-No launcher passes on a host list or the address of node 0. Either IMGKIT_NODES or IMGKIT_HEAD is passed on,
-or PBS' node file is readable. Binding must be off: by default all workers of a node share one core.
+No launcher passes on a host list or the address of node 0. So IMGKIT_NODES or IMGKIT_HEAD must be passed on,
+or PBS' node file must be readable. The launcher's binding must be off, since by default all workers of a node
+would share one core.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from imgkit_entrypoints.schedulers.placement import Direct, Placement, WrongStar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankVariables:
-    """Variables that one launcher sets for its ranks; in each group the first that is set counts."""
+    """The variables that a launcher sets for its ranks. In each group, the first one that is set counts."""
 
     rank: tuple[str, ...]
     world_size: tuple[str, ...]
@@ -31,45 +32,47 @@ class RankVariables:
     local_world_size: tuple[str, ...]
     node_rank: tuple[str, ...] = ()
     job_id: tuple[str, ...]
-    """Only variables that are equal on every rank: the port is computed from them. The id joins all that are
-    set.
+    """Variables that are equal on every rank, since the port is computed from the job id.
+
+    The job id joins the values of all of them that are set.
     """
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """All variables that a container must be handed."""
+        """Return all variables, which must be passed into a container."""
         ranks = (*self.rank, *self.world_size, *self.local_rank, *self.local_world_size)
         return (*ranks, *self.node_rank, *self.job_id)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MpiLauncher:
-    """One MPI launcher: the variables of its ranks, and the argv of its start line."""
+    """An MPI launcher: the variables of its ranks, and the argv of its start line."""
 
     NAME: str
-    """The name is in capitals, like the constant of a module: both are a `Scheduler` (resolve.py)."""
+    """The launcher's name. It is in capitals as in the modules, since both are a `Scheduler` (resolve.py)."""
     fields: RankVariables
     shown_by: tuple[str, ...]
-    """Variables; each shows that this launcher started the process."""
+    """Variables, each of which shows that this launcher started the process."""
     shown_with: tuple[str, ...] = ()
-    """Variables: at least one must be set as well for `shown_by` to count."""
+    """Variables of which at least one must be set for `shown_by` to count. Empty if none is needed."""
     forward: tuple[str, ...]
-    """Variables that the start line passes on where they are set."""
+    """Variables that the start line passes on if they are set."""
     program: str
+    """The launcher's program, such as ``mpirun``."""
     count: str
-    """Option before the number of processes."""
+    """Option before the number of processes, such as ``-n``."""
     once_per_node: tuple[str, ...]
     """Options that start one process on each node and leave it unbound."""
     export: tuple[str, ...]
     """Options that set variable {name} to {value} for the processes."""
 
     def claims(self, env: Environment) -> tuple[str, ...]:
-        """Return the variables that show this launcher; empty if it did not start this process."""
+        """Return the variables that show this launcher. Empty if it did not start this process."""
         counts = not self.shown_with or env.present(*self.shown_with)
         return env.present(*self.shown_by) if counts else ()
 
     def exporting(self, name: str, value: str) -> tuple[str, ...]:
-        """Return the options that set variable `name` for all processes."""
+        """Return the options that set a variable for all processes, such as ``-x NAME=VALUE``."""
         return tuple(part.format(name=name, value=value) for part in self.export)
 
     def start_argv(
@@ -80,17 +83,20 @@ class MpiLauncher:
         forward: Mapping[str, str] | None = None,
         options: Sequence[str] = (),
     ) -> tuple[str, ...]:
-        """Return the argv that starts `command` once on each node, with the variables of `forward` set."""
+        """Return the argv that starts `command` once on each node, with the variables of `forward` set.
+
+        `options` are further options of the launcher.
+        """
         exports = (part for item in (forward or {}).items() for part in self.exporting(*item))
         return (self.program, self.count, str(nnodes), *self.once_per_node, *exports, *options, *command)
 
     def per_node_command(self, command: Sequence[str], *, nnodes: int, env: Environment) -> str:
-        """Return the line to type instead of a start on one node only."""
+        """Return the line that starts `command` on all nodes, for the error about a start on one node."""
         forward = {name: env[name] for name in env.present(*self.forward)}
         return shlex.join(self.start_argv(command, nnodes=nnodes, forward=forward))
 
     def find_placement(self, env: Environment) -> Placement:
-        """Return the node that this process runs on; with several processes per node also its rank.
+        """Return the node on which this process runs. With several processes per node, it includes the rank.
 
         Raises
         ------
@@ -113,6 +119,7 @@ class MpiLauncher:
                 hint=f"{self._hint('IMGKIT_HEAD', host or 'HOST')}: the host of rank 0, under a name that "
                 "the other nodes can reach",
             )
+        # MASTER_PORT is the port at MASTER_ADDR, so it counts only with that head.
         port = env.port("MASTER_PORT") if source["head"] == "MASTER_ADDR" else None
         job_id_from = env.present(*self.fields.job_id)
         source |= {"hosts": hosts_from, "job_id": ", ".join(job_id_from)}
@@ -129,14 +136,25 @@ class MpiLauncher:
         )
 
     def _hint(self, name: str, value: str) -> str:
+        """Return a hint that shows how the launcher's start line sets the variable `name`."""
         return f"start it with `{' '.join((self.program, *self.exporting(name, value)))} ...`"
 
     def _size_variables(self, env: Environment) -> tuple[str, str]:
-        """Return what gives the ranks in all and the ranks of this node; empty where no variable is set."""
+        """Return the variables with the number of all ranks and of those on this node.
+
+        A name is empty if no such variable is set.
+        """
         return env.first(self.fields.world_size), env.first(self.fields.local_world_size)
 
     def _ranks(self, env: Environment, hosts: int) -> Direct:
-        """Return rank and sizes of this process; the number of `hosts` completes what no variable says."""
+        """Return the rank of this process, and the numbers of ranks in the job and on this node.
+
+        If no variable gives one of the numbers, it is computed from the number of `hosts`.
+
+        Raises
+        ------
+        NoPlan : the numbers are unknown, or contradict each other.
+        """
         fields = self.fields
         size_from, local_from = self._size_variables(env)
         if not hosts and not (size_from and local_from):
@@ -172,13 +190,16 @@ class MpiLauncher:
         return Direct(rank=rank, local_rank=local_rank, world_size=size, local_world_size=local_size)
 
     def _is_alone(self, env: Environment) -> bool:
-        """Return whether rank and node have one number, which a second rank on the node would not have."""
+        """Return whether this looks like the only rank of its node.
+
+        Rank and node then have the same number, which a second rank on the node would not have.
+        """
         groups = (self.fields.rank, self.fields.node_rank, self.fields.local_rank)
         rank, node, local = (env.get(env.first(names), "") for names in groups)
         return rank == node != "" and local in ("", "0")
 
     def _unknown(self, env: Environment, numbers: str, names: Sequence[str]) -> NoPlan:
-        """Return the error for a missing number, with the variables that are set."""
+        """Return the error for a number that none of the variables `names` gives."""
         hosts = "" if env.get(NODES) else ", and there is no host list"
         return NoPlan(
             f"the number of {numbers} is unknown: none of {', '.join(names)} is set{hosts}",
@@ -188,7 +209,12 @@ class MpiLauncher:
         )
 
     def _check_hosts(self, env: Environment, nnodes: int, hosts: tuple[str, ...], hosts_from: str) -> None:
-        """Refuse a host list of another length than the number of nodes that were started."""
+        """Raise an error if the host list has another length than the number of nodes that were started.
+
+        Raises
+        ------
+        WrongStart : only one node was started. NoPlan : another number of nodes was started.
+        """
         if not hosts or len(hosts) == nnodes:
             return
         size_from, local_from = self._size_variables(env)
@@ -203,7 +229,11 @@ class MpiLauncher:
         )
 
     def _node_rank(self, env: Environment, ranks: Direct, nnodes: int) -> tuple[int, str]:
-        """Return the rank of this node, and the variable that it comes from."""
+        """Return the rank of this node, and the variable from which it comes.
+
+        Without a variable for the node, it follows from the rank, as launchers place ranks in one of two
+        orders.
+        """
         if name := env.first(self.fields.node_rank):
             node_rank = env.number(name)
             if node_rank >= nnodes:
@@ -211,6 +241,7 @@ class MpiLauncher:
                 raise NoPlan(problem, where=f"{name}={node_rank}")
             return node_rank, name
         name = env.first(self.fields.rank)
+        # With 2 nodes of 2 ranks, ranks 0 and 1 are on the same node (they fill it), or on different ones.
         fills_nodes = ranks.rank % ranks.local_world_size == ranks.local_rank
         if not fills_nodes and ranks.rank // nnodes == ranks.local_rank:
             return ranks.rank % nnodes, name  # consecutive ranks are on different nodes
@@ -239,9 +270,9 @@ OPENMPI = MpiLauncher(
 
 PALS = MpiLauncher(
     NAME="pals",
-    # PALS_PPN, PALS_CPU_BIND and PALS_DEPTH are inputs that sites preset: they show nothing. Some systems do
-    # not set PALS_SIZE, so PMI_SIZE comes first and the host list last. Slurm's Cray plugin sets PALS_* as
-    # well: there Slurm places the process.
+    # PALS_PPN, PALS_CPU_BIND and PALS_DEPTH are inputs that sites preset, so they do not show that PALS
+    # started the process. Some systems do not set PALS_SIZE, so PMI_SIZE comes first and the host list last.
+    # Slurm's Cray plugin sets PALS_* as well, but Slurm then places the process (resolve.OVERLAPS).
     fields=RankVariables(
         rank=("PALS_RANKID",),
         world_size=("PMI_SIZE", "PALS_SIZE"),
@@ -260,7 +291,7 @@ PALS = MpiLauncher(
 """Cray PALS, the ``mpiexec`` of HPE systems with PBS."""
 
 HYDRA_OWN: tuple[str, ...] = ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-"""Variables that only Hydra sets; Slurm's and HPE's launchers set PMI_* too."""
+"""Variables that only Hydra sets. PMI_* are also set by the launchers of Slurm and HPE."""
 
 HYDRA = MpiLauncher(
     NAME="hydra",

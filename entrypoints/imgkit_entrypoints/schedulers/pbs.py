@@ -4,11 +4,13 @@ Notes
 -----
 * PBS runs the job script on the first host only, and starts nothing on the others by itself. A launcher
   started once in the script would wait for agents that nobody starts.
-* PBS_NODEFILE has a line for each chunk x mpiprocs. Its path is in PBS' spool, which a container does not
-  show. So the job script passes the list on as IMGKIT_NODES, in its order: the script runs on the first host.
+* PBS_NODEFILE has a line for each chunk x mpiprocs. Its path is in PBS' spool folder, which is not in a
+  container. So the job script passes the list on as IMGKIT_NODES, in the same order: the script runs on the
+  first host.
 * A task that pbsdsh starts gets PBS_NODENUM, its host's index, and none of the script's exports. PBS_TASKNUM
   is decimal in the script and 8 hexadecimal digits in a task. It distinguishes the two and is never a rank.
-* pbsdsh starts one task for each LINE of the node file: with mpiprocs=2 two on a host, hence ``-n INDEX``.
+* pbsdsh starts one task for each line of the node file, so two on a host with mpiprocs=2. With ``-n INDEX``,
+  it starts one task for one line.
 * pbsdsh ends with 0 even if its tasks fail, and their output does not pass through it.
 
 Source: openpbs src/resmom/start_exec.c, mom_comm.c, src/cmds/pbsdsh.c.
@@ -29,24 +31,27 @@ NAME = "pbs"
 FORWARD: tuple[str, ...] = (NODES,)
 """Variables that a job script passes to the processes."""
 
+# PBS_TASKNUM of a task that pbsdsh has started. In the job script, it is a decimal number.
 _SPAWNED = re.compile("[0-9A-Fa-f]{8}")
+# Shell commands for the hosts of the node file without repeats, and for the index of each host's first line.
 _UNIQUE_NODES = "awk '!seen[$0]++' \"$PBS_NODEFILE\""
 _FIRST_LINES = "awk '!seen[$0]++{print NR-1}' \"$PBS_NODEFILE\""
 
 
 def claims(env: Environment) -> tuple[str, ...]:
-    """Return the variables that show a PBS job."""
+    """Return the variables that show a PBS job. Empty outside of a job."""
     return env.present("PBS_JOBID", "PBS_NODENUM", "PBS_NODEFILE")
 
 
 def find_placement(env: Environment) -> Placement:
-    """Return the host of a PBS job that this process was started on.
+    """Return the host of a PBS job on which this process was started.
 
     Raises
     ------
     WrongStart : this is the job script itself, but the job has several hosts.
     NoPlan : the job's hosts are unknown, or this host is not one of them.
     """
+    # --nnodes 1 on the command line, which comes in as IMGKIT_NNODES, asks for this host alone.
     hosts, hosts_from = env.listed_hosts()
     nnodes, nnodes_from = len(hosts), hosts_from
     if not hosts:
@@ -94,10 +99,14 @@ def find_placement(env: Environment) -> Placement:
 
 
 def start_argv(command: Sequence[str], *, line: str) -> tuple[str, ...]:
-    """Return the argv that starts `command` through pbsdsh on the host of a line of the node file, from 0.
+    """Return the argv that starts `command` through pbsdsh on one host.
 
-    The command sees no variable, module or folder of the job script. pbsdsh itself always ends with 0;
-    ``-v`` makes it print the task's exit status.
+    The command does not get the variables, modules or working directory of the job script. pbsdsh itself
+    always ends with 0, so ``-v`` is given: it prints the exit status of the task.
+
+    Parameters
+    ----------
+    line : index of a line of the host in the node file, from 0.
     """
     return ("pbsdsh", "-v", "-n", line, "--", *command)
 
@@ -105,7 +114,7 @@ def start_argv(command: Sequence[str], *, line: str) -> tuple[str, ...]:
 def per_node_command(command: Sequence[str], *, nnodes: int, env: Environment) -> str:
     """Return the lines for the job script: PALS' mpiexec, and pbsdsh for systems without it."""
     command_line = shlex.join(command)
-    # The script is one double-quoted word, so the command inside keeps its own quotes as \".
+    # With pbsdsh, the command is a part of a double-quoted word, so these characters in it need a backslash.
     quoted = re.sub(r'(["\\$`])', r"\\\1", command_line)
     return "\n     ".join(
         (
@@ -121,9 +130,10 @@ def per_node_command(command: Sequence[str], *, nnodes: int, env: Environment) -
 
 
 def _is_script(env: Environment) -> bool:
-    """Return True if PBS started this process through the job script, and not as a task on a host."""
+    """Return whether this process belongs to the job script, and was not started as a task on a host."""
     if env.present("PBS_TASKNUM") and _SPAWNED.fullmatch(env["PBS_TASKNUM"]):
         return False
     if env.get("PBS_NODENUM", "0") != "0":
         return False  # the script runs on host 0
+    # Without both variables, the process counts as a task if the hosts were passed on to it.
     return bool(env.present("PBS_ENVIRONMENT", "PBS_TASKNUM")) or not env.present(NODES)

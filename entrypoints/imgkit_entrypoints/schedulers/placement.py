@@ -1,4 +1,4 @@
-"""Which node of its job this process is on, and the request that shapes it."""
+"""The placement of this process: which node of its job it runs on. Also the request of the user for it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from dataclasses import dataclass
 
 from imgkit_entrypoints.errors import NoPlan
 
-# Linux takes the ports from 32768 on for outgoing connections. Ray takes 10002 to 19999 for its workers, and
-# refuses one of them as the port of its head.
+# The range of computed ports: 20000 to 30999. Linux takes the ports from 32768 on for outgoing connections.
+# Ray takes 10002 to 19999 for its workers, and refuses one of them as the port of its head.
 FIRST_PORT = 20000
 PORTS = 11000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Direct:
-    """One rank: the launcher started every rank of the node itself, and torchrun has nothing to do."""
+    """The rank of this process, if the launcher has started every rank itself and torchrun is not used."""
 
     rank: int
     local_rank: int
@@ -28,20 +28,20 @@ class Direct:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """Nodes that a run uses and keeps in reserve: the value of ``--nnodes``."""
+    """The number of nodes that a run uses and keeps in reserve: the value of ``--nnodes``."""
 
     training: int
-    """Nodes that train."""
+    """Number of nodes that train."""
     spares: int = 0
-    """Further nodes, which wait for the loss of one."""
+    """Number of further nodes, which wait until a node is lost."""
 
     @classmethod
     def parse(cls, text: str) -> Size:
-        """Return the size that ``N`` or ``N+S`` means.
+        """Return the size that a text means: ``4`` is four nodes, and ``4+1`` is four nodes and a spare.
 
         Raises
         ------
-        ValueError : it is neither; `size_examples` has what to type instead.
+        ValueError : the text is neither ``N`` nor ``N+S``. `size_examples` returns what to type instead.
         """
         match = re.fullmatch(r"([0-9]{1,7})(?:\+([0-9]{1,7}))?", text.strip(), re.ASCII)
         if match is None and _RANGE.fullmatch(text.strip()):
@@ -58,20 +58,22 @@ class Size:
 
     @property
     def started(self) -> int:
-        """Nodes on which the command is started."""
+        """Return the number of nodes on which the command is started, spares included."""
         return self.training + self.spares
 
 
+# "MIN:MAX" nodes, which torchrun and some schedulers accept.
 _RANGE = re.compile(r"([0-9]{1,7}):([0-9]{1,7})", re.ASCII)
-"""``MIN:MAX``, as torchrun and some schedulers accept it."""
 
 
 def size_examples(text: str, option: str) -> str:
-    """Return what to type instead of `text`, which `Size.parse` refuses: ``--nnodes 4, or --nnodes 4+1``.
+    """Return what to type instead of a text that `Size.parse` refuses.
+
+    For the range ``2:4``, it is ``--nnodes 4, or --nnodes 4+1 with one spare``.
 
     Parameters
     ----------
-    option : the option or variable with the text between it and its value.
+    option : what precedes the value: ``"--nnodes "``, or the variable with an equals sign.
     """
     ends = _RANGE.fullmatch(text.strip())
     nodes = max(1, *map(int, ends.groups())) if ends else 4
@@ -80,41 +82,45 @@ def size_examples(text: str, option: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """One node of a job. It counts nodes, never processes; only `direct` counts ranks."""
+    """The node of a job on which this process runs. It counts nodes, and only `direct` counts ranks."""
 
     scheduler: str
-    """Module that placed the process: slurm, pbs, pals, openmpi, hydra, kubeflow, manual or standalone."""
+    """Launcher that placed the process: slurm, pbs, pals, openmpi, hydra, kubeflow, manual or standalone."""
     nnodes: int
     node_rank: int
     hosts: tuple[str, ...] = ()
-    """Hosts in the order of the node ranks; empty where the launcher does not give them."""
+    """Hosts in the order of the node ranks. Empty if the launcher does not give them."""
     head: str = ""
-    """Name or address of node 0 that the others can reach; empty on one node."""
+    """Name or address by which the other nodes reach node 0. Empty on one node."""
     port: int | None = None
-    """Port that the scheduler or the user gave; None leaves it to `job_port`."""
+    """Port that the scheduler or the user gave. With None, it is computed by `job_port`."""
     job_id: str = ""
-    """A text that is equal on all nodes and differs between starts; empty where the launcher has none."""
+    """A text that is equal on all nodes and differs between starts. Empty if the launcher has none."""
     source: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Field -> the variables or the flag that it came from."""
+    """The variables or the flag from which a field comes, by the field's name."""
     direct: Direct | None = None
+    """The rank of this process in direct mode. None if torchrun starts the workers."""
     size: Size | None = None
-    """The size with its spares; None: all `nnodes` train."""
+    """The size of a run with spares. None if all `nnodes` train."""
 
     def numbered(self, nnodes: int, node_rank: int) -> Placement:
-        """Return this node's position in a run that `nnodes` nodes have started, numbered by the head."""
+        """Return this placement with the numbers that the head has given in the roll call.
+
+        If they differ from the launcher's, the hosts are dropped, since their order does not apply any more.
+        """
         if (nnodes, node_rank) == (self.nnodes, self.node_rank):
             return self
         return dataclasses.replace(self, nnodes=nnodes, node_rank=node_rank, hosts=())
 
     @property
     def base_port(self) -> int:
-        """The given port, else the port computed from the job id: all nodes agree without a message."""
+        """Return the given port, or else the one computed from the job id. All nodes have the same one."""
         return job_port(self.job_id) if self.port is None else self.port
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementRequest:
-    """The request of flags and ``IMGKIT_*`` variables; None leaves a field to the scheduler."""
+    """The placement that flags and ``IMGKIT_*`` variables request. None leaves a field to the scheduler."""
 
     scheduler: str | None = None
     size: Size | None = None
@@ -122,21 +128,22 @@ class PlacementRequest:
     head: str | None = None
     port: int | None = None
     direct: bool = False
+    """True if this process is a rank itself (``--direct``)."""
     command: tuple[str, ...] = ("dist-run",)
-    """Words of this command, for the errors that show how to start it."""
+    """Argv of this command, for errors that show how to start it."""
 
     @property
     def nnodes(self) -> int | None:
-        """Nodes on which this command is started, spares included."""
+        """Return the number of nodes on which this command is started, spares included, if requested."""
         return self.size.started if self.size else None
 
 
 class WrongStart(NoPlan):
-    """The allocation has several nodes, but only this one process was started on them.
+    """The error for an allocation of several nodes on which only this one process was started.
 
     Parameters
     ----------
-    nnodes : nodes of the allocation.
+    nnodes : number of nodes of the allocation.
     """
 
     def __init__(self, problem: str, *, where: str, nnodes: int) -> None:
@@ -145,9 +152,8 @@ class WrongStart(NoPlan):
 
 
 def job_port(job_id: str) -> int:
-    """Return a port from 15000 to 30999 that is equal wherever it is computed for the same job.
+    """Return a port from 20000 to 30999, which is the same on all nodes of a job.
 
-    From 32768 on, Linux hands out ports for outgoing connections, so such a port is sometimes taken. crc32 is
-    used because Python's own hash of a text differs between processes.
+    crc32 is used because Python's own hash of a text differs between processes.
     """
     return FIRST_PORT + zlib.crc32(job_id.encode()) % PORTS

@@ -1,7 +1,8 @@
-"""Flags, environment and launcher resolved to one `Placement`, and the refusals where they disagree.
+"""Find the `Placement` of this process from flags, environment and launcher, and refuse contradictions.
 
-Every launcher's module is pure: environment and files come in as arguments. Two launchers that show at
-once are refused, unless a known overlap explains it.
+The module of each launcher is pure: the environment and a function that reads files come in as arguments. A
+launcher "shows" if its variables are set (`Scheduler.claims`). If two launchers show at once, that is an
+error, unless a known overlap explains it (`OVERLAPS`).
 """
 
 from __future__ import annotations
@@ -22,37 +23,39 @@ from imgkit_entrypoints.schedulers.placement import Direct, Placement, Placement
 def find_placement(
     request: PlacementRequest, env: Mapping[str, str], read: Read, *, head_suffix: str = ""
 ) -> Placement:
-    """Find the position of this process from flags, the environment and sometimes a file.
+    """Return the placement of this process, from flags, the environment and sometimes a file.
 
-    Order: a torchrun worker is refused; the flag ``--scheduler``; complete flags (``--nnodes --node-rank
-    --head``); the one launcher whose variables are set; IMGKIT_NODES; this machine alone.
+    A worker of torchrun is refused. Otherwise the first of these decides: the flag ``--scheduler``; the
+    complete flags ``--nnodes --node-rank --head``; the one launcher whose variables are set; IMGKIT_NODES or
+    IMGKIT_NNODES; this machine alone.
 
     Parameters
     ----------
-    head_suffix : ends the head's name if it comes from Slurm's list of nodes (``fabric.head_suffix``).
+    head_suffix : added to the head's name if that comes from Slurm's list of nodes (``fabric.head_suffix``).
 
     Raises
     ------
-    NoPlan : no placement can be right; the hint says what to start instead.
+    NoPlan : no placement can be right. The hint says what to start instead.
     """
     resolved_env = _as_environment(request, Environment(env, read))
     try:
         placement = _requested_placement(request, resolved_env)
     except NoPlan as error:
-        if error.where and error.where in resolved_env:  # the modules read flags as variables
+        # The modules read flags as variables, but the error should name what the user has typed.
+        if error.where and error.where in resolved_env:
             error.where = _flags_from_variables(env).get(error.where, error.where)
         raise
     return _apply_request(request, _on_fast_network(placement, head_suffix), env)
 
 
 def _requested_placement(request: PlacementRequest, resolved_env: Environment) -> Placement:
-    """Return the placement by the module that `find_placement` names first."""
+    """Return the placement by the first module in the order of `find_placement`."""
     _refuse_nesting(resolved_env)
     claimants = _find_launchers(resolved_env)
     if request.scheduler:
         placement = _placement_by(_get_scheduler(request.scheduler, resolved_env), request, resolved_env)
     elif request.nnodes and request.nnodes > 1 and request.node_rank is not None and request.head is not None:
-        # The flags say everything about this node, so that no launcher is asked.
+        # The flags say everything about this node, so no launcher needs to be asked.
         placement = manual.find_placement(resolved_env)
         _compare_rank(claimants, placement, resolved_env)
     elif len(claimants) > 1:
@@ -65,7 +68,11 @@ def _requested_placement(request: PlacementRequest, resolved_env: Environment) -
 
 
 def _on_fast_network(placement: Placement, suffix: str) -> Placement:
-    """Give the head its name on the fast network, unless somebody has named the head or the hosts."""
+    """Return the placement with the head's name on the fast network.
+
+    With the suffix ``-ib``, ``n1`` becomes ``n1-ib``. A head or a host list that the user has named stays as
+    it is.
+    """
     hosts_from = placement.source.get("hosts", "")
     if not suffix or not placement.head or hosts_from not in slurm.FIELDS["hosts"]:
         return placement
@@ -79,7 +86,12 @@ def _on_fast_network(placement: Placement, suffix: str) -> Placement:
 def placement_warnings(
     placement: Placement, request: PlacementRequest, env: Mapping[str, str], *, recipe: str
 ) -> tuple[str, ...]:
-    """Describe what is odd about a placement, though no error, in an image for the scheduler `recipe`."""
+    """Return warnings about a placement that is odd, but not an error.
+
+    Parameters
+    ----------
+    recipe : the scheduler for which the image was built. Empty if there is none.
+    """
     is_alone = placement.scheduler == standalone.NAME and placement.direct is None
     text = missing_launcher_clause(recipe, env)
     if not text or not is_alone or request.scheduler or request.nnodes:
@@ -91,7 +103,8 @@ def placement_warnings(
 
 
 def _refuse_nesting(env: Environment) -> None:
-    # Only torchrun sets these two. RANK and LOCAL_RANK are in pods as well.
+    """Raise NoPlan if this process is already a worker of torchrun."""
+    # Only torchrun sets these two variables. Pods have RANK and LOCAL_RANK as well.
     where = env.quote("TORCHELASTIC_RUN_ID", "GROUP_RANK")
     if where:
         raise NoPlan(
@@ -105,6 +118,12 @@ def _refuse_nesting(env: Environment) -> None:
 
 
 def _placement_by(module: Scheduler, request: PlacementRequest, env: Environment) -> Placement:
+    """Return the placement by `module`. With ``--nnodes 1``, a start on one node of several is allowed.
+
+    Raises
+    ------
+    NoPlan : only one node of several was started. The hint is the line that starts all of them.
+    """
     try:
         return module.find_placement(env)
     except WrongStart as error:
@@ -117,11 +136,16 @@ def _placement_by(module: Scheduler, request: PlacementRequest, env: Environment
 
 
 def _command_on_host(command: Sequence[str], env: Environment) -> tuple[str, ...]:
-    """Return the command as it is typed on the host: the argv that starts this container, then `command`."""
+    """Return the argv to type on the host: that of this container, followed by `command`.
+
+    An example is ``apptainer exec --nv image.sif dist-run train.py``. Outside of a container of Singularity
+    or Apptainer, return `command` as it is.
+    """
     for runtime in ("apptainer", "singularity"):
         image = env.get(f"{runtime.upper()}_CONTAINER")
         if image:
-            # Without squashfuse the runtime unpacks the .sif into a temporary folder, which the first names.
+            # Without squashfuse, the runtime unpacks the .sif into a temporary folder. *_CONTAINER is then
+            # the path of that folder, and *_NAME still has the name of the .sif.
             name = env.get(f"{runtime.upper()}_NAME") or PurePath(image).name
             image = image if PurePath(image).name == name else name
             binds = env.get(f"{runtime.upper()}_BIND")
@@ -132,15 +156,16 @@ def _command_on_host(command: Sequence[str], env: Environment) -> tuple[str, ...
 
 
 def _compare_rank(claimants: Sequence[Scheduler], placement: Placement, env: Environment) -> None:
-    """Refuse a rank that the shell of the job script filled in, which is 0 on every node.
+    """Raise NoPlan if ``--node-rank`` differs from the rank by a launcher.
 
-    ``srun dist-run --node-rank $SLURM_NODEID`` is such a line: the script's shell expands it, not the task.
+    In ``srun dist-run --node-rank $SLURM_NODEID``, the shell of the job script expands the variable, and not
+    the task. The flag is then 0 on every node.
     """
     for module in claimants:
         try:
             launched = module.find_placement(env)
         except NoPlan:
-            continue  # ssh, for example, started this process: the flags are the only source
+            continue  # ssh, for example, has started this process, so the flags are the only source
         is_same_run = launched.nnodes == placement.nnodes and launched.direct is None
         if is_same_run and launched.node_rank != placement.node_rank:
             name = launched.source.get("node_rank", "")
@@ -154,7 +179,10 @@ def _compare_rank(claimants: Sequence[Scheduler], placement: Placement, env: Env
 
 
 def _check_host(placement: Placement, env: Environment) -> None:
-    """Refuse a host list in another order than the ranks: the other nodes would wait at the wrong host."""
+    """Raise NoPlan if the host list is in another order than the ranks.
+
+    The other nodes would then call the wrong host.
+    """
     position = env.position_in(placement.hosts)
     if placement.nnodes > 1 and position not in (None, placement.node_rank):
         source, rank_from = (placement.source.get(field, "") for field in ("hosts", "node_rank"))
@@ -166,7 +194,8 @@ def _check_host(placement: Placement, env: Environment) -> None:
         )
 
 
-# Field of `PlacementRequest` -> the variable that the modules read; `_as_environment` writes flags there.
+# The variable that the modules read for a field of `PlacementRequest`. `_as_environment` sets it from the
+# flag.
 _VARIABLES: Mapping[str, str] = {
     "nnodes": "IMGKIT_NNODES",
     "node_rank": "IMGKIT_NODE_RANK",
@@ -177,22 +206,25 @@ _VARIABLES: Mapping[str, str] = {
 
 
 def _as_environment(request: PlacementRequest, env: Environment) -> Environment:
-    """Return the environment with every flag written as its variable."""
+    """Return the environment with every flag as its variable: ``--node-rank 2`` is IMGKIT_NODE_RANK=2."""
     variables = dict(env)
     for field, name in _VARIABLES.items():
         value = getattr(request, field)
+        # None and False mean that the flag is not given, so a variable of the user stays.
         if value is not None and value is not False:
             variables[name] = str(int(value)) if isinstance(value, (bool, int)) else value
     return Environment(variables, env.read)
 
 
 def _flags_from_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the flag that each variable of `_VARIABLES` stands for, if it is not itself set."""
+    """Return the flag for each variable of `_VARIABLES` that is not set: ``--head`` for IMGKIT_HEAD."""
     return {name: f"--{field.replace('_', '-')}" for field, name in _VARIABLES.items() if not env.get(name)}
 
 
 def _apply_request(request: PlacementRequest, placement: Placement, env: Mapping[str, str]) -> Placement:
-    """Return the placement with the requested port and spares, and with sources under the user's names.
+    """Return the placement with the requested port and spares.
+
+    The sources name flags where the values come from flags, and not the variables that the modules read.
 
     Raises
     ------
@@ -216,7 +248,7 @@ def _apply_request(request: PlacementRequest, placement: Placement, env: Mapping
 
 
 def _compare_flags(placement: Placement, request: PlacementRequest) -> None:
-    """Refuse a flag that differs from the launcher: neither may win silently."""
+    """Raise NoPlan if a flag contradicts the launcher. Neither may silently take precedence."""
     size, scheduler = request.size, placement.scheduler
     if size and not size.training <= placement.nnodes <= size.started:
         raise NoPlan(
@@ -236,40 +268,46 @@ def _compare_flags(placement: Placement, request: PlacementRequest) -> None:
 
 
 class Scheduler(Protocol):
-    """The interface of a launcher's module; some also have a `start_argv` with arguments of its own."""
+    """The interface of a launcher's module. Most also have a `start_argv`, whose arguments differ."""
 
     @property
     def NAME(self) -> str:
-        """Name of the launcher, a value of ``--scheduler``."""
+        """Return the name of the launcher, a value of ``--scheduler``."""
 
     def claims(self, env: Environment) -> tuple[str, ...]:
-        """Return the variables that show this launcher; empty if it did not start this process."""
+        """Return the variables that show this launcher. Empty if it did not start this process."""
 
     def find_placement(self, env: Environment) -> Placement:
-        """Return the node of this process; raise WrongStart where only one node of several was started."""
+        """Return the node of this process.
+
+        Raises
+        ------
+        WrongStart : only one node of several was started. NoPlan : the variables contradict each other.
+        """
 
     def per_node_command(self, command: Sequence[str], *, nnodes: int, env: Environment) -> str:
-        """Return the command that starts one process on each node."""
+        """Return the line that starts `command` once on each node."""
 
 
 SHOWING: tuple[str, ...] = ("slurm", "pbs")
-"""Schedulers of recipes that show in every job; the others do not show in a job of one node."""
+"""Schedulers of recipes whose variables are set in every job. The others set none in a job of one node."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Two launchers whose variables appear together for a known reason: the first one places the process."""
+    """Two launchers whose variables appear together for a known reason. The first one places the process."""
 
     first: str
     second: str
     unless: tuple[str, ...] = ()
-    """If any of these is set, the second launcher really is at work too."""
+    """Variables that show that the second launcher really has started the process. Then it is an error."""
 
 
+# The launchers that are recognized by their variables. Without any of them, `manual` or `standalone` applies.
 LAUNCHERS: tuple[Scheduler, ...] = (slurm, PALS, pbs, OPENMPI, HYDRA, kubernetes)
 BY_NAME: Mapping[str, Scheduler] = {module.NAME: module for module in (*LAUNCHERS, manual, standalone)}
 
-# Name in recipes and flags -> the modules that it may mean.
+# Launchers by a name in recipes and flags that may mean several of them.
 ALIASES: Mapping[str, tuple[str, ...]] = {
     "runai": ("kubeflow",),
     "kubernetes": ("kubeflow",),
@@ -283,9 +321,10 @@ OVERLAPS: tuple[Overlap, ...] = (
     Overlap("slurm", "pals"),
     Overlap("slurm", "hydra", unless=HYDRA_OWN),
     Overlap("pals", "hydra", unless=HYDRA_OWN),
-    # mpiexec is the right way to start inside a PBS job: it knows the ranks, PBS knows only the job.
+    # mpiexec is the right way to start inside a PBS job. It knows the ranks, while PBS knows only the job.
     *(Overlap(name, "pbs") for name in ("pals", "openmpi", "hydra")),
-    # RANK, WORLD_SIZE and MASTER_ADDR alone are torch's own names, which many job scripts export.
+    # RANK, WORLD_SIZE and MASTER_ADDR are torch's own names, which many job scripts export. Beside another
+    # launcher, they show a pod only if a variable is set that only operators set.
     *(
         Overlap(module.NAME, "kubeflow", unless=kubernetes.OWN)
         for module in (slurm, PALS, pbs, OPENMPI, HYDRA)
@@ -296,18 +335,19 @@ OVERLAPS: tuple[Overlap, ...] = (
 def _find_launchers(env: Environment) -> list[Scheduler]:
     """Return the launchers that show, without those that a known overlap explains."""
     claimants = {module.NAME: module for module in LAUNCHERS if module.claims(env)}
-    for overlap in OVERLAPS:  # the order matters: an explained launcher explains no other
+    # The order of the table matters, since a launcher that was removed does not explain another one.
+    for overlap in OVERLAPS:
         if overlap.first in claimants and not env.present(*overlap.unless):
             claimants.pop(overlap.second, None)
     return list(claimants.values())
 
 
 def _get_scheduler(name: str, env: Environment) -> Scheduler:
-    """Return the module that ``--scheduler`` names.
+    """Return the module that ``--scheduler`` names. Of several, it is the first whose variables are set.
 
     Raises
     ------
-    NoPlan : its variables are not set.
+    NoPlan : the variables of that launcher are not set.
     """
     modules = [BY_NAME[module_name] for module_name in ALIASES.get(name, (name,))]
     if modules[0] in (manual, standalone):
@@ -322,19 +362,22 @@ def _get_scheduler(name: str, env: Environment) -> Scheduler:
 
 
 def launcher_variables(env: Mapping[str, str]) -> tuple[str, ...]:
-    """Return one variable of each launcher that shows."""
+    """Return one variable of each launcher that shows, as evidence of a job."""
     return tuple(name for module in LAUNCHERS for name in module.claims(Environment(env))[:1])
 
 
 def missing_launcher_clause(name: str, env: Mapping[str, str]) -> str:
-    """Return one clause if `name`, the recipe's scheduler, should show and no launcher does; else empty."""
+    """Return a clause for a warning if the recipe's scheduler `name` should show, but no launcher does.
+
+    Otherwise return an empty text.
+    """
     if name not in SHOWING or launcher_variables(env):
         return ""
     return f"the recipe says {name}, but no scheduler variable is set here"
 
 
 def _refuse_two(claimants: Sequence[Scheduler], env: Environment) -> NoReturn:
-    """Raise the NoPlan that names both launchers and the flag that decides."""
+    """Raise the NoPlan that names two launchers that show at once, and the flag that chooses one."""
     names = [f"{module.NAME} ({', '.join(module.claims(env)[:3])})" for module in claimants]
     flags = " or ".join(f"--scheduler {module.NAME}" for module in claimants)
     raise NoPlan(

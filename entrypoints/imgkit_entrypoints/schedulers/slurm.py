@@ -5,10 +5,11 @@ Notes
 The variables follow Slurm's src/common/env.c and were seen on 22.05:
 
 * A batch script has SLURM_PROCID=0 and SLURM_NODEID=0 too, so they do not prove that srun started this
-  process. SLURM_STEP_NUM_NODES and SLURM_STEP_NODELIST do: only srun sets them. SLURM_STEP_ID does not: the
-  batch script (-5) and salloc's interactive shell (-6) have one as well.
-* SLURM_LAUNCH_NODE_IPADDR is the node where srun ran. Under salloc that is a login node, never the head.
-* srun stopped inheriting --cpus-per-task in 22.05 and does so again since 23.11: it is always written out.
+  process. SLURM_STEP_NUM_NODES and SLURM_STEP_NODELIST do prove it, since only srun sets them. SLURM_STEP_ID
+  does not, since the batch script (-5) and salloc's interactive shell (-6) have one as well.
+* SLURM_LAUNCH_NODE_IPADDR is the node where srun ran. Under salloc, that is a login node and never the head.
+* srun stopped inheriting --cpus-per-task in 22.05, and inherits it again since 23.11. So start lines always
+  contain it.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from imgkit_entrypoints.schedulers.placement import Direct, Placement, WrongStar
 
 NAME = "slurm"
 
+# Variables of a step. If a field has several names, the first one that is set counts.
 FIELDS: Mapping[str, tuple[str, ...]] = {
     "nnodes": ("SLURM_STEP_NUM_NODES",),
     "hosts": ("SLURM_STEP_NODELIST",),
-    "node_rank": ("SLURM_NODEID",),  # not PROCID: they differ with several tasks on a node
+    "node_rank": ("SLURM_NODEID",),  # SLURM_PROCID differs with several tasks on a node
     "job_id": ("SLURM_JOB_ID", "SLURM_JOBID"),
     "step_id": ("SLURM_STEP_ID", "SLURM_STEPID"),
     "tasks": ("SLURM_STEP_TASKS_PER_NODE",),
@@ -36,27 +38,29 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "local_rank": ("SLURM_LOCALID",),
     "world_size": ("SLURM_STEP_NUM_TASKS",),
 }
+# Variables of the whole job, which a batch script and a shell of salloc have as well.
 JOB_FIELDS: Mapping[str, tuple[str, ...]] = {
     "nnodes": ("SLURM_JOB_NUM_NODES", "SLURM_NNODES"),
     "hosts": ("SLURM_JOB_NODELIST", "SLURM_NODELIST"),
 }
 
 OUTLIVES_NODES = ("--no-kill", "--kill-on-bad-exit=0", "--wait=0")
-"""srun's options for a step that continues without a lost node; the job needs --no-kill as well."""
+"""srun's options for a step that continues without a lost node. The job needs --no-kill as well."""
 
-# Not every *_PACK_GROUP_*: 22.05 sets SLURM_JOB_CPUS_PER_NODE_PACK_GROUP_0 in every step of a batch script.
+# The node lists of a heterogeneous job's components. Other *_PACK_GROUP_* do not show such a job: Slurm 22.05
+# sets SLURM_JOB_CPUS_PER_NODE_PACK_GROUP_0 in every step of a batch script.
 _HET = re.compile(r"SLURM_JOB_NODELIST_(?:HET|PACK)_GROUP_[0-9]+")
 
 
 def claims(env: Environment) -> tuple[str, ...]:
-    """Return the variables that show a Slurm job; empty outside a job."""
+    """Return the variables that show a Slurm job. Empty outside of a job."""
     names = (*FIELDS["nnodes"], *FIELDS["hosts"], *JOB_FIELDS["nnodes"], *JOB_FIELDS["hosts"])
     # The salloc shell of a heterogeneous job has none of these, only the lists of its components.
     return (*env.present(*names), *_components(env))
 
 
 def find_placement(env: Environment) -> Placement:
-    """Return the node of a step that this process was started on.
+    """Return the node of a step on which this process was started.
 
     Raises
     ------
@@ -90,6 +94,7 @@ def find_placement(env: Environment) -> Placement:
     if node_rank >= nnodes:
         problem = f"{rank_from} is {node_rank}, but the step has only nodes 0 to {nnodes - 1}"
         raise NoPlan(problem, where=rank_from)
+    # SLURMD_NODENAME is the name of this node, so a rank that belongs to another node shows here.
     node = env.get("SLURMD_NODENAME", "")
     if node in hosts and hosts[node_rank] != node and hosts.count(node) == 1:
         raise NoPlan(
@@ -129,8 +134,11 @@ def start_argv(
 ) -> tuple[str, ...]:
     """Return the argv that starts `command` once on each of `nnodes` nodes of this job.
 
-    Each node gets `cpus` CPUs. With `outlives_nodes`, neither a task that ends nor a lost node ends the
-    others.
+    Parameters
+    ----------
+    cpus : number of CPUs on each node. None leaves the number to Slurm.
+    outlives_nodes : True if the step goes on when a task ends or a node is lost.
+    options : further options of srun.
     """
     return (
         *("srun", f"--nodes={nnodes}", f"--ntasks={nnodes}", "--ntasks-per-node=1"),
@@ -141,9 +149,10 @@ def start_argv(
 
 
 def per_node_command(command: Sequence[str], *, nnodes: int, env: Environment) -> str:
-    """Return the line to type instead, in the same allocation, with all CPUs of the job on each node."""
+    """Return the line that starts `command` on all nodes of this allocation, with all CPUs of the job."""
     cpus = None
     if counts := env.get("SLURM_JOB_CPUS_PER_NODE"):
+        # Each task gets the same number, so the smallest node decides.
         cpus = min(expand_counts(counts, where="SLURM_JOB_CPUS_PER_NODE"))
     elif env.present("SLURM_CPUS_PER_TASK"):
         cpus = env.number("SLURM_CPUS_PER_TASK", least=1)
@@ -151,17 +160,21 @@ def per_node_command(command: Sequence[str], *, nnodes: int, env: Environment) -
 
 
 def _components(env: Environment) -> tuple[str, ...]:
+    """Return the variables with the components of a heterogeneous job. Empty in any other job."""
     return tuple(name for name in sorted(env) if _HET.fullmatch(name))
 
 
 def _expand_hosts(env: Environment, names: Sequence[str]) -> tuple[tuple[str, ...], str]:
-    """Return the hosts of the first of `names` that is set, and its name; both are empty without it."""
+    """Return the hosts in the first of the variables `names` that is set, and its name.
+
+    Both are empty if none is set.
+    """
     name = env.first(names)
     return (expand_nodelist(env[name], where=name) if name else ()), name
 
 
 def _job_nodes(env: Environment) -> tuple[int, str]:
-    """Return the number of nodes of the allocation and the variable that gives it; 0 where none does."""
+    """Return the number of nodes of the allocation, and the variable that gives it. It is 0 if none does."""
     if name := env.first(JOB_FIELDS["nnodes"]):
         return env.number(name, least=1), name
     hosts, name = _expand_hosts(env, JOB_FIELDS["hosts"])
@@ -169,7 +182,10 @@ def _job_nodes(env: Environment) -> tuple[int, str]:
 
 
 def _is_shell(env: Environment) -> bool:
-    """Return True if the step is a shell of Slurm: ids -5 and -6, which some versions print unsigned."""
+    """Return whether the step is a shell of Slurm: its id is -5 for a batch script, or -6 for salloc.
+
+    Some versions print the id as an unsigned number, such as 4294967290 for -6.
+    """
     text = env.get(env.first(FIELDS["step_id"]), "")
     return text.startswith("-") or (parse_digits(text) or 0) >= 0xFFFFFFF0
 
@@ -177,11 +193,15 @@ def _is_shell(env: Environment) -> bool:
 def _outside_a_step(env: Environment) -> Placement:
     """Return the placement of a process that srun has not started.
 
-    That is right only in a job of one node, and on that node.
+    There is one only in a job of one node, and on that node.
+
+    Raises
+    ------
+    WrongStart : the job has several nodes, or this shell is not on the job's node.
     """
     nnodes, nnodes_from = _job_nodes(env)
     hosts, hosts_from = _expand_hosts(env, JOB_FIELDS["hosts"])
-    # A batch script has the variable, a salloc shell on the login node does not.
+    # A batch script has SLURM_NODEID, and a shell of salloc on the login node does not.
     on_node = bool(env.first(FIELDS["node_rank"]))
     if nnodes > 1:
         shell = f"of salloc, outside the job of {nnodes} nodes"
@@ -205,13 +225,21 @@ def _outside_a_step(env: Environment) -> Placement:
 
 
 def _job_id(env: Environment) -> tuple[str, str]:
-    """Return the ids of job and step, since two steps of one job may share a node, and their variables."""
+    """Return the ids of job and step as ``4711.0``, and the variables that give them.
+
+    The step is included since two steps of one job may share a node.
+    """
     names = env.present(env.first(FIELDS["job_id"]), env.first(FIELDS["step_id"]))
     return ".".join(env[name] for name in names), ", ".join(names)
 
 
 def _direct_rank(env: Environment, nnodes: int, node_rank: int) -> Direct | None:
-    """Return the rank of this task where a node has several tasks."""
+    """Return the rank of this task in a step with several tasks on a node. None with one task on each node.
+
+    Raises
+    ------
+    NoPlan : the numbers of tasks and nodes contradict each other, or a number is missing.
+    """
     name = env.first(FIELDS["tasks"])
     if name:
         counts = expand_counts(env[name], where=name)
@@ -219,6 +247,7 @@ def _direct_rank(env: Environment, nnodes: int, node_rank: int) -> Direct | None
             problem = f"{name} has counts for {len(counts)} nodes, but the step has {nnodes}: {env[name]}"
             raise NoPlan(problem, where=name)
     else:
+        # Without the counts of each node, all nodes must have the same number of tasks.
         name = env.first(FIELDS["world_size"])
         total = env.number(name, least=1) if name else nnodes
         if total % nnodes:

@@ -1,4 +1,4 @@
-"""One node and no launcher: a workstation, an interactive session, a single pod."""
+"""One node without a launcher, such as a workstation, an interactive session or a single pod."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ from imgkit_entrypoints.schedulers.environment import Environment, unique_names
 from imgkit_entrypoints.schedulers.placement import Direct, Placement
 
 NAME = "standalone"
+# All three together show that some launcher has started this process as one rank.
 WORKER: tuple[str, ...] = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
 def claims(env: Environment) -> tuple[str, ...]:
-    """Return nothing: no variable shows it, it remains where no launcher shows."""
+    """Return nothing. No variable shows this module: it is used if no launcher shows."""
     return ()
 
 
 def find_placement(env: Environment) -> Placement:
-    """Return this machine alone.
+    """Return this machine alone, or with ``--direct`` the rank that an unknown launcher has given.
 
     Raises
     ------
-    NoPlan : the process is already one rank of several, or an unsupported launcher has several hosts.
+    NoPlan : the process is already one rank of several, or a job of LSF has several hosts.
     """
     if env.present(*WORKER) == WORKER and env.number("WORLD_SIZE", least=1) > 1:
         return _direct_placement(env)
+    # LSF is not supported, but a job of LSF on one host is a run on this machine alone.
     hosts = (
         unique_names((env.read(env["LSB_DJOB_HOSTFILE"]) or "").split())
         if env.get("LSB_DJOB_HOSTFILE")
@@ -43,19 +45,21 @@ def find_placement(env: Environment) -> Placement:
 
 
 def single_node() -> Placement:
-    """Return one node, with no other node to find."""
+    """Return the placement of a run on this machine alone."""
     return Placement(scheduler=NAME, nnodes=1, node_rank=0)
 
 
 def per_node_command(command: Sequence[str], *, nnodes: int, env: Environment) -> str:
-    """Return the command itself."""
+    """Return the line that starts `command`: the command itself."""
     return shlex.join(command)
 
 
 def _direct_placement(env: Environment) -> Placement:
-    """Return the rank that an unknown launcher gave, which is used only with --direct.
+    """Return the placement of a rank that an unknown launcher has started. It is used only with ``--direct``.
 
-    Every node must have the same number of ranks.
+    Raises
+    ------
+    NoPlan : ``--direct`` is not given, a variable is missing, or the nodes have different numbers of ranks.
     """
     where = env.quote(*WORKER)
     if env.get("IMGKIT_DIRECT") != "1":

@@ -1,5 +1,6 @@
-"""``--preflight``: the nodes are measured between the roll call and the start of torchrun.
+"""``--preflight``: measure all nodes between the roll call and the start of torchrun.
 
-`run` leads a node through the stages; its measuring process (apps/preflight) uses the code of dist-doctor and
-dist-bench. `verdict` says which nodes are slow, and which links.
+The module `run` leads a node through the stages of the measurement. The measuring process of a node
+(apps/preflight) uses the code of dist-doctor and dist-bench. The module `verdict` decides which nodes and
+which links are slow.
 """

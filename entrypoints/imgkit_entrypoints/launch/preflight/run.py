@@ -1,8 +1,9 @@
-"""One node's part in the preflight; the head leads all nodes through the stages and judges them.
+"""One node's part in the preflight. The head leads all nodes through the stages and judges them.
 
-Each node has one measuring process, below a guard of its own: it hangs or dies without the node agent. A
-node whose process hangs is out at the stage's limit, and the others go on. On the head, a second process
-serves the store in which they meet. It measures nothing, and hangs with none of them.
+Each node has one measuring process below a guard of its own, so that the node agent survives if that process
+hangs or dies. A node whose process hangs is out at the stage's time limit, and the others go on. On the head,
+a second process serves the store in which the measuring processes meet. It measures nothing, so it does not
+hang with any of them.
 """
 
 from __future__ import annotations
@@ -32,41 +33,52 @@ from imgkit_entrypoints.rollcall.messages import (
 from imgkit_entrypoints.rollcall.session import HeadSession, Readable, Session, wait
 
 ROUNDS = 3
-"""Rounds of pairs: with three partners, a node that reaches nobody differs from a connection that is down."""
+"""Number of rounds in which pairs of nodes measure their link.
+
+With three partners, a node that reaches nobody can be told from a single connection that is down.
+"""
 ALONE_S, PAIR_S = 40, 6
-"""Limits of the stages, 58 s together. The first includes the start of the measuring processes."""
+"""Limits in seconds of the stage in which each node is alone, and of each round of pairs: 58 s together.
+
+The first one includes the start of the measuring processes.
+"""
 ANSWER_S = 2.0
-"""Further time for a node's answer to reach the head."""
+"""Seconds after a stage's limit in which a node's answer can still reach the head."""
+# Longest wait in seconds for a message before the time limits are checked.
 TICK_S = 0.25
+# Name of the report in the run's folder.
 FILE = "preflight.json"
 STORE = "store"
-"""Argument of a process that serves the store in which the others meet, and the figure of its port."""
+"""Argument of the process that serves the store, and name of the store's port in its answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreflightConfig:
-    """What the preflight needs to know of the run."""
+    """What the preflight takes from the run."""
 
     module: str
     """The module that measures a node."""
     env: Mapping[str, str]
     """Environment of the workers."""
     open_files: int
+    """Soft limit of open files for the measuring process, the same as for the workers."""
     signals: CollectedSignals
     log: Callable[..., None]
     folder: Path | None
-    """The run's folder, for `FILE`."""
+    """The run's folder, into which the report `FILE` is written. None on nodes other than the head."""
     spares: int = 0
-    """Nodes that the run can do without."""
+    """Number of nodes that the run can do without."""
 
 
 def run_preflight(session: Session, config: PreflightConfig) -> tuple[int, ...]:
     """Measure all nodes of `session`, and return the numbers of those that the run leaves out.
 
+    Every node calls this function, and all of them return the same result or raise the same `CheckFailed`.
+
     Raises
     ------
-    CheckFailed : on all nodes: more nodes are outliers than the run can do without. NoPlan : a stop was asked
-    for, or the head is gone.
+    CheckFailed : more nodes are outliers than the run can do without. NoPlan : a stop was requested, or the
+    head is lost.
     """
     placement = session.placement
     env = {
@@ -79,7 +91,7 @@ def run_preflight(session: Session, config: PreflightConfig) -> tuple[int, ...]:
     try:
         if isinstance(session, HeadSession):
             return _Leader(session, process, config).lead()
-        while True:
+        while True:  # until the head has judged, or is lost
             for event in _poll(session, process, config):
                 if isinstance(event, PreflightEnd):
                     return event.left_out
@@ -94,11 +106,11 @@ def run_preflight(session: Session, config: PreflightConfig) -> tuple[int, ...]:
 def _poll(
     session: Session, process: MeasuringProcess, config: PreflightConfig, sources: Sequence[Readable] = ()
 ) -> Iterator[Event]:
-    """Wait a moment, let this node's process begin and end stages, and yield all other events.
+    """Wait up to `TICK_S`, let this node's process begin and end stages, and yield all other events.
 
     Raises
     ------
-    NoPlan : a stop was asked for, here or on another node.
+    NoPlan : a stop was requested on this node or another one.
     """
     session.wait([*process.sources, *sources, config.signals], TICK_S)
     for event in session.poll():
@@ -117,22 +129,25 @@ def _poll(
 
 
 class _Leader:
-    """The head's side."""
+    """The head's side of the preflight: it gives orders to all nodes, and collects their answers."""
 
     def __init__(self, session: HeadSession, process: MeasuringProcess, config: PreflightConfig) -> None:
         self._session, self._process, self._config = session, process, config
         self._store = MeasuringProcess(config, config.env, (STORE,))
         self._port = 0
-        """Port of the store; 0 until it is served."""
+        """Port of the store. It is 0 until the process that serves the store has answered."""
         self._nodes = {
             rank: NodeResult(rank=rank, host=self._host(rank)) for rank in range(session.placement.nnodes)
         }
         self._links: list[LinkResult] = []
         self._answers: dict[int, MeasureResult] = {}
-        """Answers in the present stage."""
+        """Answers of the current stage by rank."""
 
     def lead(self) -> tuple[int, ...]:
-        """Lead all nodes through the stages, judge them, and report the verdict to everybody."""
+        """Lead all nodes through the stages, judge them, and send the verdict to all of them.
+
+        Return the ranks of the nodes that the run leaves out.
+        """
         start, nnodes = time.monotonic(), len(self._nodes)
         try:
             if nnodes > 1:
@@ -147,21 +162,29 @@ class _Leader:
                     failed=answer.failed,
                     notes=answer.notes,
                 )
+            # Among n nodes, n - 1 rounds (n, if n is odd) pair each two nodes once. Without a store, no two
+            # nodes can meet.
             for turn in range(min(ROUNDS, nnodes + nnodes % 2 - 1) if self._store_port() else 0):
-                # Nodes that are out keep their seats, so that no two nodes meet twice.
+                # Nodes that are out keep their numbers in `pair_up`, so that no two nodes meet twice.
                 pairs = [pair for pair in pair_up(nnodes, turn) if not self._out() & set(pair)]
                 self._config.log(f"preflight: pairs of nodes measure the network, up to {PAIR_S} s")
                 self._measure(turn + 1, pairs, PAIR_S)
-                # The partner of a node that hangs is not to blame.
+                # If a node hangs, the result of its pair says nothing about the partner.
                 self._links += [self._link_result(pair) for pair in pairs if not self._out() & set(pair)]
         finally:
             self._store.close()
         return self._conclude(time.monotonic() - start)
 
     def _conclude(self, seconds: float) -> tuple[int, ...]:
+        """Judge the results, print and save the report, and send the verdict to all nodes.
+
+        Raises
+        ------
+        CheckFailed : the run cannot do without the outliers.
+        """
         verdict = judge(list(self._nodes.values()), self._links)
         excluded = tuple(sorted(node.rank for node in verdict.excluded))
-        # Nobody can take the place of the head, where the nodes have met.
+        # No spare can replace the head, since all nodes are connected to it.
         passed = len(excluded) <= self._config.spares and 0 not in excluded
         report = Report(
             verdict=verdict,
@@ -188,6 +211,7 @@ class _Leader:
         raise error
 
     def _save(self, report: Report) -> None:
+        """Write the report into the run's folder, if there is one. Print a warning if that fails."""
         if self._config.folder is None:
             return
         try:
@@ -196,7 +220,13 @@ class _Leader:
             self._config.log(f"warning: {self._config.folder / FILE}: {error.strerror}")
 
     def _measure(self, stage: int, groups: Sequence[tuple[int, ...]], limit_s: int) -> None:
-        """Have all groups measure at once, and take their answers; a node that hangs is out."""
+        """Have all groups measure at the same time, and collect their answers. A node that hangs is out.
+
+        Parameters
+        ----------
+        stage : number of the stage: 0 is each node alone, 1 and higher are rounds of pairs.
+        groups : ranks that measure together.
+        """
         self._answers = {}
         for group in groups:
             order = MeasureRequest(stage=stage, limit_s=limit_s, group=group, store=self._port)
@@ -214,22 +244,26 @@ class _Leader:
                 self._nodes[rank] = replace(self._nodes[rank], error=answer.error)
 
     def _link_result(self, pair: tuple[int, int]) -> LinkResult:
+        """Return the bandwidth between two nodes from their answers, or why there is none."""
         answers = [self._answers[rank] for rank in pair]
         errors = [answer.error for answer in answers if answer.error]
         rate = dict(answers[0].figures).get("bandwidth")
         return LinkResult(nodes=pair, GBps=None if errors else rate, error=", ".join(errors))
 
     def _store_port(self) -> int:
-        """Return the port of the store, once it is served; 0: it is not."""
+        """Wait for the port of the store, and return it.
+
+        It is 0 if the store is not served within `PAIR_S`.
+        """
         deadline = time.monotonic() + PAIR_S
         while not self._port and self._store.sources and time.monotonic() < deadline:
-            self._turn(-1)
+            self._turn(-1)  # no stage has this number, so no answer of a node is taken
         return self._port
 
     def _turn(self, stage: int) -> None:
-        """Wait a moment, and hear all nodes and the process that serves the store."""
+        """Wait up to a tick, and take the answers for `stage`, lost nodes and the port of the store."""
         for _ in _poll(self._session, self._process, self._config, self._store.sources):
-            pass  # a lost node is in `gone` too
+            pass  # the session keeps what the events say, such as lost nodes
         for rank, reason in self._session.lost.items():
             self._nodes[rank] = replace(self._nodes[rank], error=f"lost: {reason}", is_gone=True)
         for rank, answer in self._session.measurements.items():
@@ -239,20 +273,25 @@ class _Leader:
             self._port = int(dict(served.figures).get(STORE, 0))
 
     def _out(self) -> set[int]:
+        """Return the ranks of the nodes that take no further part."""
         return {rank for rank, node in self._nodes.items() if node.error}
 
     def _host(self, rank: int) -> str:
-        """Return the name of a node, if possible the scheduler's: its option excludes the node by it."""
+        """Return the name of a node.
+
+        The scheduler's name comes first, since its ``--exclude`` needs that one.
+        """
         names = self._session.placement.hosts[rank : rank + 1]
         return names[0] if names else self._session.host(rank)
 
 
 class MeasuringProcess:
-    """One process that measures stage after stage. One that hangs is ended, and the next stage has a new one.
+    """The process that measures stage after stage. If it hangs, the next stage starts a new one.
 
     Parameters
     ----------
-    arguments : follow the number of the socket.
+    env : environment of the process.
+    arguments : arguments of the module after the number of the socket.
     """
 
     def __init__(
@@ -266,11 +305,11 @@ class MeasuringProcess:
 
     @property
     def sources(self) -> Sequence[Readable]:
-        """Descriptors to wait for."""
+        """Return the descriptors to wait for. Empty without a process."""
         return self._process or ()
 
     def start(self) -> None:
-        """Start the process if there is none."""
+        """Start the process, unless it runs already."""
         if self._process:
             return
         ours, theirs = socket.socketpair()
@@ -289,14 +328,17 @@ class MeasuringProcess:
         self._process = command, Connection(ours)
 
     def request(self, order: MeasureRequest) -> None:
-        """Have the process measure; `answer` has the result later."""
+        """Send `order` to the process, and start it if needed. `answer` returns the result later."""
         self.start()
         assert self._process is not None  # noqa: S101 - start has made it
         self._order, self._deadline = order, time.monotonic() + order.limit_s
         self._process[1].send(order)
 
     def answer(self) -> MeasureResult | None:
-        """Return what the process has measured, or why it has not; None: nothing yet."""
+        """Return the result of the last order, or the error instead of it. Return None while it is not there.
+
+        An error may come from the process, or it has ended, or it hangs beyond the limit of the order.
+        """
         if self._process is None:
             return None
         command, connection = self._process
@@ -325,12 +367,14 @@ class MeasuringProcess:
         self._commands.clear()
 
     def _finish(self, answer: MeasureResult) -> MeasureResult:
+        """Close the order with `answer`, and return it."""
         self._order = None
         if answer.error:
-            self._end()  # after an error it may hold a broken process group
+            self._end()  # after an error, the process may have a broken process group
         return answer
 
     def _end(self) -> None:
+        """End the process without waiting for it. `close` waits for all of them."""
         if self._process:
             command, connection = self._process
             connection.close()

@@ -1,8 +1,8 @@
-"""Which node is slow, and which link: the verdict on the figures of a preflight. Pure functions.
+"""The verdict on the figures of a preflight: which nodes and which links are slow. Pure functions.
 
-A node is an outlier if it hangs, if a check of dist-doctor fails, or if its own work, matrix products, is
-more than `TOLERANCE` below the median of all nodes. What two nodes measure says nothing about one of them: a
-slow link is reported, and leaves nobody out.
+A node is an outlier if it hangs, if a check of dist-doctor fails, if its matrix products are more than
+`TOLERANCE` slower than the median of all nodes, or if it reaches none of its partners. A slow link does not
+say which of its two nodes is slow, so it is reported, and no node is left out for it.
 """
 
 from __future__ import annotations
@@ -16,68 +16,79 @@ from imgkit_entrypoints import __version__
 from imgkit_entrypoints.schedulers import hostlist
 
 TOLERANCE = 0.25
-"""Part of the median by which a node or a link may be slower."""
+"""Part of the median by which a node or a link may be slower: 25 %."""
 MIN_NODES = 4
-"""No median of fewer nodes says what is usual, so a preflight of them only reports."""
+"""With fewer nodes, the median does not show what is usual, so a preflight only reports outliers."""
 MAX_ROWS = 64
-"""Nodes up to which the table has a row for each; beyond, only for outliers."""
+"""Largest number of nodes for which the table has a row for each.
+
+With more nodes, it has only the outliers.
+"""
+# Version of the JSON document.
 SCHEMA = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeResult:
-    """What one node has measured, and what it could not."""
+    """The measurements of one node, and its errors."""
 
     rank: int
     host: str
     matmul_TFLOPs: float | None = None
+    """Speed of matrix products, or None if it was not measured."""
     error: str = ""
-    """Why the node is out without any figure: it hangs, its measuring process ended, or it is gone."""
+    """Why the node takes no further part: it hangs, its measuring process has ended, or it is lost."""
     is_gone: bool = False
-    """Its node agent has left: it cannot take part, whatever the others measure."""
+    """True if the node agent is lost, so that the node cannot take part in the run at all."""
     failed: tuple[str, ...] = ()
     """Checks of dist-doctor that failed."""
     notes: tuple[str, ...] = ()
-    """What is worth a line, and leaves nobody out."""
+    """Findings that are printed, but do not make the node an outlier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkResult:
-    """What two nodes have measured together."""
+    """The measurement of the link between two nodes."""
 
     nodes: tuple[int, int]
+    """Ranks of the two nodes."""
     GBps: float | None = None
+    """Bandwidth, or None if there was an error."""
     error: str = ""
-    """Why there is no figure."""
+    """Why there is no bandwidth."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What the figures of all nodes say."""
+    """The outliers among all nodes, and the slow links."""
 
     nodes: Sequence[NodeResult]
     links: Sequence[LinkResult]
     median_TFLOPs: float | None
     reasons: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    """Why a node is an outlier, by rank; the worst node first."""
+    """Reasons why a node is an outlier, by its rank. The slowest node comes first."""
     slow_links: tuple[str, ...] = ()
+    """A line for each slow link, such as ``n1 - n2: 3.1 GB/s, 40 % below the median of 5.2``."""
 
     @property
     def outliers(self) -> tuple[NodeResult, ...]:
-        """The bad nodes, the worst first."""
+        """Return the outliers, the slowest first."""
         by_rank = {node.rank: node for node in self.nodes}
         return tuple(by_rank[rank] for rank in self.reasons)
 
     @property
     def excluded(self) -> tuple[NodeResult, ...]:
-        """The outliers that must not take part: only those that are gone where few nodes were compared."""
+        """Return the outliers that must not take part. With few nodes, these are only the lost ones."""
         return tuple(node for node in self.outliers if node.is_gone or len(self.nodes) >= MIN_NODES)
 
 
 def judge(nodes: Sequence[NodeResult], links: Sequence[LinkResult]) -> Verdict:
-    """Judge all nodes and links of a preflight."""
+    """Judge all nodes and links of a preflight.
+
+    Links of outliers are not judged: they say nothing more about the network.
+    """
     rates = [node.matmul_TFLOPs for node in nodes if node.matmul_TFLOPs is not None]
-    # If most nodes could not measure anything, the few that could are not what is usual.
+    # If most nodes could not measure anything, the few that could do not show what is usual.
     median = statistics.median(rates) if rates and 2 * len(rates) >= len(nodes) else None
     reasons = {}
     for node in sorted(nodes, key=lambda node: (node.matmul_TFLOPs or 0.0, node.rank)):
@@ -94,6 +105,7 @@ def judge(nodes: Sequence[NodeResult], links: Sequence[LinkResult]) -> Verdict:
 
 
 def _reasons(node: NodeResult, median: float | None, links: Sequence[LinkResult]) -> Iterator[str]:
+    """Yield the reasons why `node` is an outlier. Without any, it is none."""
     if node.error:
         yield node.error
         return
@@ -103,12 +115,14 @@ def _reasons(node: NodeResult, median: float | None, links: Sequence[LinkResult]
     elif median and node.matmul_TFLOPs is not None and node.matmul_TFLOPs < (1 - TOLERANCE) * median:
         below = 100 * (1 - node.matmul_TFLOPs / median)
         yield f"matmul {node.matmul_TFLOPs:.3g} TFLOP/s, {below:.0f} % below the median of {median:.3g}"
+    # One broken link does not show which of its nodes is at fault, but several without a good one do.
     errors = [link.error for link in links if node.rank in link.nodes]
     if len(errors) > 1 and all(errors):
         yield f"it exchanges data with none of {len(errors)} partners: {errors[0]}"
 
 
 def _slow_links(links: Sequence[LinkResult], hosts: Mapping[int, str]) -> Iterator[str]:
+    """Yield a line for each link that is broken, or slower than the median by more than `TOLERANCE`."""
     rates = [link.GBps for link in links if link.GBps is not None]
     median = statistics.median(rates) if rates else 0.0
     for link in links:
@@ -121,9 +135,11 @@ def _slow_links(links: Sequence[LinkResult], hosts: Mapping[int, str]) -> Iterat
 
 
 def pair_up(nodes: int, turn: int) -> tuple[tuple[int, int], ...]:
-    """Return the pairs of one round among nodes 0 to `nodes` - 1; with an odd number, one rests.
+    """Return the pairs of one round among nodes 0 to `nodes` - 1. With an odd number, one node rests.
 
-    The circle method: one seat stays, the others turn. All rounds together pair each two nodes once.
+    This is the circle method of tournaments: one seat stays, and the others turn around it. All rounds
+    together pair each two nodes once. With four nodes, round 0 is ``(0, 3), (1, 2)`` and round 1 is ``(1, 3),
+    (0, 2)``.
     """
     seats = nodes + nodes % 2 - 1
     if seats < 1:
@@ -136,24 +152,26 @@ def pair_up(nodes: int, turn: int) -> tuple[tuple[int, int], ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """A finished preflight, for people and as JSON."""
+    """The report of a finished preflight, as a table for people and as JSON."""
 
     verdict: Verdict
     seconds: float
+    """Time that the preflight took."""
     left_out: tuple[int, ...]
-    """Node ranks that take no part in the run."""
+    """Ranks of the nodes that take no part in the run."""
     passed: bool
+    """True if the run starts."""
     scheduler: str
 
     @property
     def exclude(self) -> str:
-        """The hosts of all outliers, as an option of the scheduler if it has one."""
+        """Return the hosts of all outliers: under Slurm ``--exclude=n[3-4]``, else ``n[3-4]``."""
         hosts = [node.host for node in self.verdict.outliers]
         folded = hostlist.fold_hosts(hosts) if hosts else ""
         return f"--exclude={folded}" if folded and self.scheduler == "slurm" else folded
 
     def table(self) -> list[str]:
-        """Return the lines with the figures of all nodes, and below them what is wrong."""
+        """Return the lines of the report: a table with all figures, then outliers, slow links and notes."""
         verdict = self.verdict
         nodes = verdict.nodes if len(verdict.nodes) <= MAX_ROWS else verdict.outliers
         rows = [("node", "matmul", "bandwidth"), ("", "TFLOP/s", "GB/s")]
@@ -170,6 +188,7 @@ class Report:
         for node in verdict.outliers:
             lines += [f"OUTLIER {self._name(node)}: {reason}" for reason in verdict.reasons[node.rank]]
         lines += [f"SLOW LINK {text}" for text in verdict.slow_links]
+        # Nodes with the same note share a line.
         hosts_by_note: dict[str, list[str]] = {}
         for node in verdict.nodes:
             for note in node.notes:
@@ -178,7 +197,7 @@ class Report:
         return [*lines, self._summary()]
 
     def _summary(self) -> str:
-        """Return the result in one line."""
+        """Return the result in one line, which names the outliers and says whether the run starts."""
         nodes, outliers = len(self.verdict.nodes), self.verdict.outliers
         text = f"preflight of {nodes} node{'s' * (nodes > 1)} in {self.seconds:.0f} s: "
         if not outliers:
@@ -214,13 +233,13 @@ class Report:
         return json.dumps(document, indent=2, allow_nan=False) + "\n"
 
     def _name(self, node: NodeResult) -> str:
-        """Return the host, with the node's rank where several nodes have its name."""
+        """Return the host. Add the node's rank if several nodes have this name, or if the name is empty."""
         is_ambiguous = sum(peer.host == node.host for peer in self.verdict.nodes) > 1
         return f"{node.host} (rank {node.rank})" if is_ambiguous or not node.host else node.host
 
 
 def best_GBps(rank: int, links: Iterable[LinkResult]) -> float | None:
-    """Return the best bandwidth of a node with any partner."""
+    """Return the best bandwidth that a node reached with any partner, or None if it has none."""
     return max((link.GBps for link in links if rank in link.nodes and link.GBps is not None), default=None)
 
 
