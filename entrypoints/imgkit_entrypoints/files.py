@@ -231,6 +231,8 @@ def open_regular(path: Path, *, buffering: int = -1) -> BinaryIO:
 
 
 def _open_regular(name: str, _: int) -> int:
+    """Open a regular file for reading, and return its descriptor; an opener for ``open``."""
+    # A check before the open, because some devices act when they are opened.
     _refuse_special(Path(name).stat(), name)
     descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:

@@ -86,6 +86,7 @@ def _join_lines(lines: tuple[str, ...]) -> str:
 
 
 def _print(stream: IO[Any], data: str | bytes) -> None:
+    """Write `data` to standard output or its buffer, and raise `OutputLost` if that fails."""
     try:
         sys.stdout.flush()
         stream.write(data)

@@ -323,8 +323,8 @@ def gid_evidence(port: Port, gid: Gid) -> str:
 def decide_gid(draft: PlanDraft, ports: Sequence[Port]) -> None:
     """Decide the GID index for these RoCE ports.
 
-    It is set only for NCCL below 2.21, which does not search for it. If the ports then need different
-    indices, or if a port has no IPv4 GID, a run on several nodes is blocked.
+    It is set only for NCCL below 2.21, which does not search for it. A run on several nodes is blocked if the
+    ports then need different indices, and with every version if a port has no IPv4 GID.
     """
     search = next((name for name in GID_SEARCH if draft.preset(name)), None)
     if search:

@@ -98,6 +98,7 @@ def xids(reader: Reader) -> str:
 
 
 def _run(*command: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command without input for at most `COMMAND_S`, and return its output and exit code."""
     return subprocess.run(
         command,
         stdin=subprocess.DEVNULL,

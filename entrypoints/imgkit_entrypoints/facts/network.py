@@ -149,6 +149,7 @@ def _verbs(reader: Reader) -> dict[str, str]:
 
 
 def _rdma_device(reader: Reader, name: str, verbs: str) -> RdmaDevice:
+    """Read an RDMA device; `verbs` is its device file, or empty if sysfs names none."""
     path = f"{SYSFS}/{name}"
     numbers = reader.names(f"{path}/ports", "[0-9]{1,9}")
     return RdmaDevice(
@@ -167,6 +168,7 @@ def _rdma_device(reader: Reader, name: str, verbs: str) -> RdmaDevice:
 
 
 def _rdma_port(reader: Reader, device: str, number: int) -> Port:
+    """Read a port of an RDMA device from /sys/class/infiniband/DEVICE/ports/NUMBER."""
     path = f"{SYSFS}/{device}/ports/{number}"
     state, phys_state, link_layer, rate, lid = (
         reader.text(f"{path}/{file}") or "" for file in ("state", "phys_state", "link_layer", "rate", "lid")
