@@ -135,6 +135,7 @@ def processes(reader: Reader) -> tuple[Limit, str]:
 
     The lowest of these limits counts.
     """
+    # The user's limit counts threads as well, and so does pids.max of a cgroup.
     user_limit = limit(reader, "Max processes")
     limits = [(user_limit.value, f"/proc/self/limits: Max processes {user_limit}")]
     for _, folder in _cgroups(reader, "pids"):

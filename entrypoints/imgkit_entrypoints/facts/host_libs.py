@@ -148,6 +148,7 @@ class _Search:
         if library.object is not None:
             origin = str(PurePosixPath(target).parent)
             folders = [*library.object.rpath, *library.object.runpath]
+            # $ORIGIN is the folder of the library itself, as in "$ORIGIN/../lib".
             folders = [text.replace("$ORIGIN", origin).replace("${ORIGIN}", origin) for text in folders]
             for needed in library.object.needed:
                 self.add(needed, folders)
@@ -173,6 +174,7 @@ def _follow_on_host(reader: Reader, path: str) -> str:
     The container cannot follow them by itself, because the host's root is `HOST` here: an absolute link to
     /opt/cray means /run/imgkit/host/opt/cray.
     """
+    # `parts` is a stack whose last item is the next part of the path.
     resolved, parts = PurePosixPath("/"), [*reversed(PurePosixPath(path).parts[1:])]
     for _ in range(_MOST_LINKS * 16):
         if not parts:

@@ -55,6 +55,7 @@ def library_folders(reader: Reader, env: Mapping[str, str]) -> tuple[str, ...]:
         if line.startswith("/")
     )
     triple = f"{platform.machine()}-linux-gnu"
+    # Debian and Ubuntu have folders such as /usr/lib/x86_64-linux-gnu, other distributions have /usr/lib64.
     fixed = (f"/lib/{triple}", f"/usr/lib/{triple}", "/lib64", "/usr/lib64", "/lib", "/usr/lib")
     user = (folder for folder in env.get("LD_LIBRARY_PATH", "").split(":") if folder.startswith("/"))
     return tuple(dict.fromkeys((*user, *configured, *fixed)))
@@ -278,6 +279,7 @@ def nccl(reader: Reader, env: Mapping[str, str], image: tuple[str, str]) -> tupl
             problem, hint = f"{option!r} is not an NCCL version", "give, for example, 2.20.5"
             raise UsageError(problem, where="IMGKIT_NCCL_VERSION", hint=hint)
         return option, f"IMGKIT_NCCL_VERSION={option}", ""
+    # The wheel's metadata is a folder such as nvidia_nccl_cu12-2.20.5.dist-info.
     for folder in _python_folders():
         for name in reader.names(folder, r"nvidia_nccl_cu\d+-\d.*\.dist-info"):
             if (version := _version(name.split("-")[1])) and _is_linked_to_wheel(reader):
