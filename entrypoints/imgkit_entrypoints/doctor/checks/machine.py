@@ -160,6 +160,7 @@ def limits(subject: Subject) -> Iterator[Check]:
 
     A port in the kernel's range may be taken by an outgoing connection when torchrun wants to listen there.
     """
+    # Name of the check, limit, least value, and the options of ulimit that raise it.
     for name, limit, least, flag in (
         ("stack", subject.facts.stack, STACK_BYTES, "-s 8192"),
         ("open files", subject.facts.open_files, OPEN_FILES, "-n 65536; docker: --ulimit nofile=16384"),
@@ -173,6 +174,7 @@ def limits(subject: Subject) -> Iterator[Check]:
         return
     first, last = subject.facts.ephemeral_ports
     evidence = f"/proc/sys/net/ipv4/ip_local_port_range: {first} {last}"
+    # Ports of jobs follow from the job id and are all in this range (schedulers/placement.py).
     last_of_job = FIRST_PORT + PORTS - 1
     if first > last_of_job or last < FIRST_PORT:
         yield Check("ports", "ok", evidence)

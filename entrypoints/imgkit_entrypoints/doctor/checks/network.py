@@ -99,6 +99,7 @@ def _dead_siblings(subject: Subject, used: list[Port]) -> set[str]:
     nics = subject.system.fabric.nics if subject.system else None
     if nics is not None and len(used) >= nics:
         return set()
+    # Cards without a link count as failed only if they are fewer than those that work.
     return set(dead) if len(set(dead.values())) < len(working) else set()
 
 
@@ -142,6 +143,7 @@ def slingshot(subject: Subject) -> Iterator[Check]:
     else:
         names = ", ".join(f"/dev/{device.name}" for device in facts.cxi)
         yield Check("slingshot", "ok", f"{names} can be opened")
+    # A library may come from the host (`links`) or be on the library path.
     plugin_path = slingshot_plugin(facts, links)
     needed = ("libfabric.so.1", "libcxi.so.1")
     missing = [name for name in needed if name not in links and facts.library(name) is None]
@@ -188,6 +190,7 @@ def gpudirect(subject: Subject) -> Iterator[Check]:
         evidence = "/sys/module/nvidia_peermem does not exist, and there is no open kernel module for DMA-BUF"
         fix = "on the node: modprobe nvidia_peermem. Until then data is copied through host memory"
         yield Check("gpudirect", "warn", evidence, fix)
+    # Only the devices of ports in use: "mlx5_0:1" is a port of mlx5_0.
     names = {name.partition(":")[0] for name in subject.plan.devices}
     for device in facts.rdma:
         if device.name not in names:

@@ -71,6 +71,7 @@ def newest_glibc(reader: Reader, path: str) -> int:
 def variables(subject: Subject) -> Iterator[Check]:
     """Check that variables that name a file name one that exists, and that NCCL or Gloo knows each name."""
     settings = {item.name: item.value for item in subject.facts.nccl_settings}
+    # The user's environment counts before an nccl.conf file, and that before the recipe.
     env = {**(subject.system.env if subject.system else {}), **settings, **subject.env}
     for text, fix in absent_files(subject.reader, env):
         yield Check("variables", "warn", text, fix)
