@@ -1,3 +1,3 @@
-"""The image half of imgkit: runs inside the container, standard library only outside ``apps``."""
+"""The half of imgkit that runs inside the container. Outside ``apps`` it needs only the standard library."""
 
 __version__ = "0.3.0"

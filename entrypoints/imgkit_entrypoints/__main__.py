@@ -1,4 +1,4 @@
-"""``python3 -I -m imgkit_entrypoints dist-train ...``."""
+"""Run a command of the package, as in ``python3 -I -m imgkit_entrypoints dist-train ...``."""
 
 from imgkit_entrypoints.cli.main import main
 

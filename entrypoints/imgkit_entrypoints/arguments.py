@@ -1,4 +1,8 @@
-"""Command lines: how an option is declared, a parser that raises, and numbers with clear errors."""
+"""Declare and parse the options of the ``dist-*`` commands.
+
+argparse does the work. Here are the declaration of an option, a parser that raises `UsageError` instead of
+ending the process, and types of numbers with clear errors.
+"""
 
 from __future__ import annotations
 
@@ -22,35 +26,36 @@ class Option:
     """
 
     names: str
-    """The spellings in the help, ``--verbose -v``, or the name of a positional argument."""
+    """The spellings in the help, such as ``--verbose -v``, or the name of a positional argument."""
     help: str
-    """The default is added to it."""
+    """Text of the help, to which the default value is added."""
     type: Callable[[str], object] | tuple[str, ...] = str
-    """Parses the value, or lists all values."""
+    """The function that parses the value, or a tuple of all values."""
     metavar: str | None = None
     _: dataclasses.KW_ONLY
     default: object = None
     unset: str = ""
-    """What the help calls the default; empty: `default` itself."""
+    """How the help describes the default, such as ``from the job id``. Empty for the value of `default`."""
     action: Any = "store"
-    """As of argparse: ``store_true`` makes a switch."""
+    """The action of argparse; ``store_true`` makes a switch."""
     nargs: str | None = None
     dest: str | None = None
-    """Name of the parsed value; None: derived from the option's name."""
+    """Attribute of the parsed value. None if argparse derives it from the option's name."""
     aliases: tuple[str, ...] = ()
-    """More spellings, which the help does not show."""
+    """Further spellings, which the help does not show."""
     heading: str = ""
-    """Title of a new group in the help, which this option and those after it belong to."""
+    """Title of a new group in the help for this option and those after it."""
     one_of: str = ""
-    """Only one option with the same text here may be given."""
+    """Options with the same text here exclude each other."""
 
     def keywords(self) -> dict[str, Any]:
-        """Return the keywords of argparse's ``add_argument``."""
+        """Return the keyword arguments for argparse's ``add_argument``."""
         keywords = {
             name: getattr(self, name)
             for name in ("help", "metavar", "default", "action", "nargs", "dest")
             if getattr(self, name) is not None
         }
+        # argparse refuses a type for actions without a value, such as store_true.
         if self.action in ("store", "append"):
             keywords["choices" if isinstance(self.type, tuple) else "type"] = self.type
         default = self.unset or self.default
@@ -60,7 +65,7 @@ class Option:
 
 
 def add_options(parser: argparse.ArgumentParser, options: Iterable[Option]) -> None:
-    """Add the options to a parser, below their headings in its help."""
+    """Add options to a parser, with their groups in the help."""
     group: argparse._ActionsContainer = parser
     exclusive: dict[str, argparse._ActionsContainer] = {}
     for option in options:
@@ -72,18 +77,22 @@ def add_options(parser: argparse.ArgumentParser, options: Iterable[Option]) -> N
                 exclusive[option.one_of] = group.add_mutually_exclusive_group()
             target = exclusive[option.one_of]
         action = target.add_argument(*option.names.split(), **option.keywords())
+        # An option of its own for the hidden spellings, because argparse shows all spellings of an option.
         if option.aliases:
             hidden = {"dest": action.dest, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
             target.add_argument(*option.aliases, **option.keywords() | hidden)
 
 
 def option(*args: Any, **keywords: Any) -> Any:
-    """Return a dataclass field for the value of an `Option` with these arguments."""
+    """Return a dataclass field that holds the value of an option; the arguments are those of `Option`."""
     return dataclasses.field(metadata={"option": Option(*args, **keywords)})
 
 
 def declared_options(kind: Any) -> Iterator[Option]:
-    """Yield the options of the fields of dataclass `kind`; the parsed values have the names of the fields."""
+    """Yield the option of each field of the dataclass `kind`, which was made with `option`.
+
+    A parsed value gets the name of its field.
+    """
     for field in dataclasses.fields(kind):
         declaration: Option = field.metadata["option"]
         if declaration.names.startswith("-"):  # argparse refuses a name for a positional argument
@@ -92,7 +101,7 @@ def declared_options(kind: Any) -> Iterator[Option]:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are exceptions, so that ``--dry-run`` shows them like all others."""
+    """A parser that raises `UsageError` for a wrong command line, which ``--dry-run`` can then show."""
 
     def parse_args(  # type: ignore[override]  # no caller gives a namespace of a class of its own
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -101,7 +110,8 @@ class Parser(argparse.ArgumentParser):
         try:
             options, unknown = self.parse_known_args(argv, namespace)
         except UsageError as error:
-            # argparse takes the value of an unknown option for a positional argument: name the option.
+            # argparse takes the value of an unknown option for a positional argument and complains about
+            # that. The message should name the unknown option instead.
             prefixes = tuple(
                 f"argument {action.metavar}:" for action in self._actions if not action.option_strings
             )
@@ -118,6 +128,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message, hint=f"{self.prog} --help")
 
     def _unknown(self, args: Sequence[str]) -> str:
+        """Return the message about arguments that no option takes, with similar options if there are any."""
         options = [arg.partition("=")[0] for arg in args if arg.startswith("-")]
         if not options:
             return f"unexpected argument{'s' * (len(args) > 1)} {' '.join(args)}"
@@ -130,19 +141,26 @@ class Parser(argparse.ArgumentParser):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """What an option needs to have an effect."""
+    """The condition under which an option has an effect."""
 
     option: str
-    """The option, or a positional argument by its metavar."""
+    """The option's name, or the metavar of a positional argument."""
     reason: str
-    """Why it has no effect otherwise: ``without --optimizer sgd``, ``with --compute``."""
+    """End of the message if the condition is not met: ``without --optimizer sgd``, ``with --compute``."""
     met: Callable[[argparse.Namespace], object]
+    """Returns a true value if the parsed options meet the condition."""
 
 
 def refuse_unused(
     parser: argparse.ArgumentParser, options: argparse.Namespace, needs: Iterable[Need]
 ) -> None:
-    """Raise UsageError for options that are not at their default and have no effect."""
+    """Refuse options that the user has set, but that have no effect with the other options.
+
+    Raises
+    ------
+    UsageError : an option differs from its default, and its condition in `needs` is not met.
+    """
+    # The attribute of the parsed value for each spelling of an option.
     defaults = parser.parse_args([])
     fields = {
         name: action.dest for action in parser._actions for name in action.option_strings or (action.metavar,)
@@ -158,7 +176,7 @@ def refuse_unused(
 
 
 def parse_natural(text: str, least: int = 0) -> int:
-    """Parse a whole number that is at least 0."""
+    """Parse a whole number of at least `least`; a type for argparse."""
     value = parse_digits(text)
     if value is None or value < least:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
@@ -166,12 +184,13 @@ def parse_natural(text: str, least: int = 0) -> int:
 
 
 def parse_positive(text: str) -> int:
-    """Parse a whole number that is at least 1."""
+    """Parse a whole number of at least 1; a type for argparse."""
     return parse_natural(text, 1)
 
 
 def parse_duration(text: str) -> int:
-    """Parse ``90``, ``90s``, ``50m`` or ``1h30m`` into seconds."""
+    """Parse a duration into seconds: ``90 -> 90``, ``50m -> 3000``, ``1h30m -> 5400``."""
+    # Each part is optional, and so is the "s"; an empty text is refused below.
     match = re.fullmatch(r"(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9})s?)?", text, re.ASCII)
     if not text or match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 90, 90s, 50m or 1h30m")
@@ -180,8 +199,9 @@ def parse_duration(text: str) -> int:
 
 
 def parse_digits(text: str) -> int | None:
-    """Return the number of at most 18 ASCII digits; None for any other text.
+    """Return the number that a text of 1 to 18 ASCII digits holds, or None for any other text.
 
-    str.isdigit also takes ``²``, which int refuses; and older Pythons take hours for a million digits.
+    str.isdigit accepts characters such as ``²``, which int refuses. Older versions of Python need hours for
+    a million digits.
     """
     return int(text) if 0 < len(text) <= 18 and text.isascii() and text.isdigit() else None

@@ -1,8 +1,8 @@
-"""NVIDIA's drivers: which version of CUDA each branch of them supports.
+"""Look up which versions of CUDA a branch of NVIDIA's driver supports, and which ones it runs.
 
-There are two questions, with different answers. A driver *supports* every CUDA up to that of its own
-release. A driver also *runs* the later minor versions of the same major version ("minor-version
-compatibility"): driver 535 supports CUDA 12.2, and runs a program that was built with CUDA 12.9.
+A driver *supports* every CUDA up to the one of its own release. It also *runs* later minor versions of the
+same major version, which NVIDIA calls minor-version compatibility. For example, driver 535 supports CUDA
+12.2, and runs a program that was built with CUDA 12.9.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ _DATA_CENTRE = re.compile(
     r"\b(Tesla|P4|P40|P100|V100S?|T4|A2|A10G?|A16|A30|A40|A100X?|A800|L4|L20|L40S?|H20|H100|H200|H800|GH200|"
     r"B100|B200|B300|GB200|GB300)\b"
 )
-"""GPUs for data centres, by the names that the driver gives them."""
+"""Names of GPUs for data centres, as the driver shows them: ``NVIDIA H100 80GB HBM3``."""
+# Words that show that a card is none for data centres, although its name may match the list above.
 _WORKSTATION = re.compile(r"\b(RTX|GTX|GeForce|Quadro|TITAN|Active)\b")
 
 CudaVersion = tuple[int, int]
-"""Major and minor version of CUDA."""
+"""Major and minor version of CUDA, such as ``(12, 9)``."""
 
 _RELEASES: tuple[tuple[int, CudaVersion], ...] = (
     *((450, (11, 0)), (455, (11, 1)), (460, (11, 2)), (465, (11, 3)), (470, (11, 4)), (495, (11, 5))),
@@ -30,13 +31,13 @@ _RELEASES: tuple[tuple[int, CudaVersion], ...] = (
 Source: NVIDIA, release notes of the CUDA Toolkit, table of drivers.
 """
 NEWEST_BRANCH = _RELEASES[-1][0]
-"""The newest driver branch of the table; nothing is known about later ones."""
+"""The newest driver branch in the table. What later branches support is unknown."""
 SOURCE = "NVIDIA, CUDA Compatibility, minor version compatibility, table 1"
-"""Where the first driver of a major version is stated."""
+"""The document that states the first driver for each major version, for messages."""
 
 
 def parse_cuda(text: str) -> CudaVersion | None:
-    """Return the version in ``12.9`` or ``12.9.1``; None for any other text."""
+    """Return the version at the beginning of a text, ``12.9.1 -> (12, 9)``, or None if there is none."""
     match = re.match(r"([0-9]{1,5})\.([0-9]{1,5})", text)
     if match is None:
         return None
@@ -44,7 +45,10 @@ def parse_cuda(text: str) -> CudaVersion | None:
 
 
 def supported_cuda(branch: int) -> CudaVersion:
-    """Return the newest CUDA that a driver of `branch` supports; (0, 0) if it is older than the table."""
+    """Return the newest CUDA that a driver branch supports, ``535 -> (12, 2)``.
+
+    The version is (0, 0) for a branch that is older than the table.
+    """
     supported = (0, 0)
     for first_branch, cuda in _RELEASES:
         if first_branch <= branch:
@@ -53,9 +57,9 @@ def supported_cuda(branch: int) -> CudaVersion:
 
 
 def first_driver(cuda: str) -> int | None:
-    """Return the first driver branch that runs a version of CUDA, such as ``12.9`` or ``13``.
+    """Return the first driver branch that runs a version of CUDA: ``12.9 -> 525``, ``13 -> 580``.
 
-    That is the branch of the first release of the major version. Return None for a major version that is not
+    That is the branch of the first release of the major version. Returns None for a major version that is not
     in the table.
     """
     major = cuda.partition(".")[0]
@@ -66,8 +70,8 @@ def first_driver(cuda: str) -> int | None:
 
 
 def is_data_centre_gpu(model: str) -> bool:
-    """Return whether a GPU, by the name that the driver gives it, is one for data centres.
+    """Return True if the driver's name of a GPU is that of one for data centres.
 
-    NVIDIA supports forward compatibility, a newer libcuda than the driver's, on these alone.
+    Only on these does NVIDIA support forward compatibility, which is a libcuda that is newer than the driver.
     """
     return _DATA_CENTRE.search(model) is not None and _WORKSTATION.search(model) is None

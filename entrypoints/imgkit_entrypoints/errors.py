@@ -1,6 +1,6 @@
-"""The one family of errors: what happened, where, and what to do next.
+"""The errors that imgkit raises. Each says what happened, where, and what to do next.
 
-Library functions raise; only ``main`` prints and exits. Exit codes are part of the interface:
+Functions raise them, and only ``main`` prints them and exits. The exit codes are part of the interface:
 0 done, 1 the check ran and the answer is no, 2 usage or recipe, 3 a needed tool is missing, 4 a tool failed,
 5 no usable launch plan, 85 state saved, requeue me.
 """
@@ -11,6 +11,7 @@ import re
 
 from imgkit_entrypoints.terminal import escape_controls
 
+# The module's docstring has the meaning of each exit code.
 EXIT_NO = 1
 EXIT_USAGE = 2
 EXIT_TOOL_MISSING = 3
@@ -20,13 +21,15 @@ EXIT_SAVED = 85
 
 
 _LONG, _HEAD, _TAIL = 200, 40, 20
-"""A value of more characters is shortened to its head and tail: a message may repeat it three times."""
+"""A value of `_LONG` or more characters is cut to its first 40 and last 20, as a message may repeat it."""
+# Longest line of a message, in characters.
 _LINE = 1000
+# A quoted text, or a word without quotes and spaces.
 _VALUE = re.compile(rf"""'[^'\n]{{{_LONG},}}'|"[^"\n]{{{_LONG},}}"|[^\s'"]{{{_LONG},}}""")
 
 
 def shorten_message(text: str) -> str:
-    """Return a message without the middle of very long quoted values, words and lines."""
+    """Return a message in which very long values, words and lines are cut: ``'aaaa…aaaa'``."""
     text = _VALUE.sub(lambda match: f"{match[0][:_HEAD]}…{match[0][-_TAIL:]}", text)
     lines = (line if len(line) <= _LINE else f"{line[:_LONG]}…" for line in text.split("\n"))
     return "\n".join(lines)
@@ -54,14 +57,14 @@ class ImgkitError(Exception):
     def __str__(self) -> str:
         lines = [escape_controls(f"{self.where}: {self.what}" if self.where else self.what)]
         if self.hint:
-            # Indented: no line of a program's output looks like a message of imgkit.
+            # A hint may quote a program's output. Indentation keeps its lines from looking like imgkit's own.
             hints = [escape_controls(line.expandtabs()) for line in self.hint.split("\n")]
             lines += [f"  -> {hints[0]}", *(f"     {line}" for line in hints[1:])]
         return shorten_message("\n".join(lines))
 
 
 class CheckFailed(ImgkitError):
-    """The check ran, and the answer is no."""
+    """A check ran, and its answer is no."""
 
 
 class UsageError(ImgkitError):
@@ -77,12 +80,12 @@ class ToolMissing(ImgkitError):
 
 
 class ToolFailed(ImgkitError):
-    """A program or service ran and failed; `hint` quotes its last lines and names the full log."""
+    """A program or service ran and failed. `hint` quotes its last lines and names the full log."""
 
     exit_code = EXIT_TOOL_FAILED
 
 
 class NoPlan(ImgkitError):
-    """No launch here can be right."""
+    """There is no launch plan that could work here."""
 
     exit_code = EXIT_NO_PLAN

@@ -1,9 +1,9 @@
-"""The fence around the run's folder: what workers of an earlier attempt write there no longer counts.
+"""Keep workers of an earlier attempt from writing into the run folder.
 
-A node that is cut off may still have workers of an attempt that the others have given up. So the head
-writes the file ``attempt`` before each attempt, one line ``JOB_ID ATTEMPT RUN``. A worker looks there before
-a checkpoint or ``state-saved`` is renamed into place. RUN differs between starts of the node
-agents, since a requeued job has the same id and begins with attempt 1 again.
+A node that is cut off may still have workers of an attempt that the other nodes have given up. So the head
+writes the file ``attempt`` before each attempt. It has one line ``JOB_ID ATTEMPT RUN``, and a worker reads it
+before it renames a checkpoint or ``state-saved`` into place. RUN differs between starts of the node agents,
+because a requeued job has the same id and begins with attempt 1 again.
 """
 
 from __future__ import annotations
@@ -19,16 +19,20 @@ FILE = "attempt"
 
 
 VARIABLE = "IMGKIT_FENCE"
-"""RUN, for the workers of the head; only there does a rank write what all nodes share."""
+"""Variable with RUN for the workers of the head. Only ranks there write files that all nodes share."""
 
 
 def admit_attempt(folder: Path, job_id: str, attempt: int, run: str) -> str:
-    """Let only workers of `attempt` write into `folder`; return why the fence is down, empty if it stands."""
+    """Write the file that admits only workers of `attempt` to `folder`.
+
+    Returns a warning if the file cannot be written, so that workers of an earlier attempt may still write,
+    and otherwise an empty text.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         files.write_file(folder / FILE, f"{job_id} {attempt} {run}\n")
     except OSError as error:
-        # The old line would keep the new workers out. A full disk can remove it.
+        # The line of the earlier attempt would keep the new workers out. A full disk can still remove it.
         with contextlib.suppress(OSError):
             (folder / FILE).unlink()
         return f"{folder / FILE}: {error.strerror}; workers of an earlier attempt may still write"
@@ -36,7 +40,9 @@ def admit_attempt(folder: Path, job_id: str, attempt: int, run: str) -> str:
 
 
 def check_fence(env: Mapping[str, str]) -> None:
-    """Let a worker write only while its attempt is current; where nobody says which one is, let it write.
+    """Check that this worker's attempt is the current one, before the worker writes into the run folder.
+
+    Nothing is checked outside of a run, or if the file cannot be read.
 
     Raises
     ------
@@ -49,6 +55,7 @@ def check_fence(env: Mapping[str, str]) -> None:
         current = files.read_own(Path(folder) / FILE).split()
     except (OSError, UnicodeDecodeError):
         return
+    # Workers of other nodes do not have RUN, so only job and attempt count for them.
     run = env.get(VARIABLE)
     if current != [env.get("IMGKIT_JOB_ID", ""), attempt, *([run] if run else current[2:])]:
         content = " ".join(current)[:200]

@@ -1,8 +1,8 @@
-"""Files that are complete or absent, and that no other user can redirect.
+"""Read and write files so that they are complete or absent, and that no other user can redirect them.
 
-Others may write into a run's folder, a project's folder or /tmp. So a new file gets a random name and is made
-with O_EXCL, which follows no planted link. It takes its name by a rename, which replaces a link and never
-follows it. A file that changes what imgkit does counts only if it is this user's own.
+Other users may write into a run folder, a project folder or /tmp. So a new file is made under a random name
+with O_EXCL, which follows no link that somebody has put there. A rename then gives the file its name; it
+replaces a link and never follows it. A file that changes what imgkit does counts only if this user owns it.
 """
 
 from __future__ import annotations
@@ -22,38 +22,46 @@ from typing import BinaryIO
 from imgkit_entrypoints.errors import UsageError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors of a full disk, a used up quota, and a file beyond the limit of its size."""
+"""Errors of a full disk, a quota that is used up, and a file beyond the limit of its size."""
 
 TEMPORARY = ".imgkit-"
-"""How every name begins that imgkit makes beside a user's files for a while: parts of files, locks, folders.
+"""Beginning of the name of each temporary file, lock and folder that imgkit makes beside a user's files.
 
-A killed process leaves them there. They never go into an image, or to a run as code.
+A killed process leaves them behind. They are left out when files go into an image or to a run.
 """
 MOST_BYTES = 16 << 20
-"""What `read_bytes` and `read_text` take where the caller names no other limit."""
+"""Largest file that `read_bytes` and `read_text` accept, unless the caller states another limit."""
 
+# The part of a small file that `read_own` reads.
 _MARK_BYTES = 1 << 16
+# Bytes of one read of `read_bytes`.
 _PIECE_BYTES = 1 << 20
 
 
 def in_job_folder(path: Path, env: Mapping[str, str]) -> Path:
-    """Return `path`, below the job's folder if it is relative, also where the program starts elsewhere.
+    """Return a path that counts from the job's folder if it is relative.
 
-    Such a folder is in the image, which is read-only, or whose changes are lost with the container.
+    The program may start in a folder of the image instead, which is read-only, or whose changes are lost with
+    the container.
     """
     return Path(env.get("IMGKIT_JOB_DIR", ""), path)
 
 
 def refuse_unusable_folder(path: Path, name: str, *, where: str, hint: str) -> None:
-    """Raise UsageError if `path` cannot be a folder that this user writes; it need not exist.
+    """Raise UsageError if this user cannot write to the folder `path`, or could not make it.
 
-    Nothing is made. Of a folder that is absent, only the first one above it that exists counts.
+    Nothing is made. If the folder is absent, the nearest one above it that exists must at least be a folder.
+
+    Parameters
+    ----------
+    name : what the message calls the folder, such as ``log folder``.
     """
     if fault := _folder_fault(path):
         raise UsageError(f"the {name} cannot be written: {fault}", where=where, hint=hint)
 
 
 def _folder_fault(path: Path) -> str:
+    """Return why `path` cannot be a folder that this user writes, or an empty text."""
     for folder in (path, *path.parents):
         try:
             mode = folder.stat().st_mode
@@ -70,25 +78,32 @@ def _folder_fault(path: Path) -> str:
 
 
 def temporary_name(target: Path, token: str = "") -> Path:
-    """Return a free name beside `target`, so that the rename stays within one file system."""
+    """Return a temporary name in the folder of `target`, so that a rename stays within one file system.
+
+    For example ``model.pt -> .imgkit-1f2e3d4c.model.pt.part``. The token is random unless it is stated.
+    """
     return target.with_name(f"{TEMPORARY}{token or secrets.token_hex(4)}.{target.name}.part")
 
 
 def temporary_files(target: Path) -> list[Path]:
-    """Return the files with a `temporary_name` of `target`, of a killed process or one that writes."""
+    """Return the temporary files of `target`, which a killed process left or a running one still writes."""
     name = re.compile(rf"{re.escape(TEMPORARY)}[0-9a-f]{{8}}\.{re.escape(target.name)}\.part")
     return [path for path in target.parent.iterdir() if name.fullmatch(path.name)]
 
 
 def create_file(path: Path, *, mode: int = 0o666) -> BinaryIO:
-    """Make the new file `path`, less the bits of the umask, and open it.
+    """Create the file `path`, and return a stream that writes to it.
 
-    It is open for reading too, although the stream only writes: NFS locks need a writable descriptor, and a
-    shared mapping a readable one.
+    The descriptor is open for reading as well, because a lock on NFS needs a writable one, and a shared
+    memory mapping a readable one.
+
+    Parameters
+    ----------
+    mode : permissions of the file, before the umask.
 
     Raises
     ------
-    FileExistsError : the name is taken, also by a link that leads nowhere.
+    FileExistsError : the name exists, even as a link that leads nowhere.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return open(path, "wb", opener=lambda name, _: os.open(name, flags, mode))
@@ -96,11 +111,13 @@ def create_file(path: Path, *, mode: int = 0o666) -> BinaryIO:
 
 @contextlib.contextmanager
 def replace_file(target: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """Yield a new file, which replaces `target` in one step at the end; on an error `target` stays as it was.
+    """Yield a new file that replaces `target` in one step when the block ends.
+
+    If the block raises, `target` stays as it was.
 
     Raises
     ------
-    OSError : the file cannot be written; if the disk is full, the error names `target`.
+    OSError : the file cannot be written. If the disk is full, the error names `target`.
     """
     temporary = temporary_name(target)
     try:
@@ -112,18 +129,22 @@ def replace_file(target: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
         with contextlib.suppress(OSError):
             temporary.unlink()
         if isinstance(error, OSError) and error.errno in FULL:
-            # A write has no name in its error, and a copy names the file that it reads.
+            # The error of a write names no file, and that of a copy names the file that it reads.
             error.filename, error.filename2 = str(target), None
         raise
 
 
 @contextlib.contextmanager
 def replace_named_file(target: Path, *, failed: str, hint: str, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """Like `replace_file`, for a file that a user has named.
+    """Replace a file that the user has named; see `replace_file`.
+
+    Parameters
+    ----------
+    failed : beginning of the error message, such as ``the report cannot be written``.
 
     Raises
     ------
-    UsageError : the file cannot be written; its message begins with `failed`.
+    UsageError : the file cannot be written.
     """
     try:
         with replace_file(target, mode=mode) as stream:
@@ -133,7 +154,7 @@ def replace_named_file(target: Path, *, failed: str, hint: str, mode: int = 0o66
 
 
 def write_file(target: Path, text: str) -> None:
-    """Write `text` as the complete content of `target`; on an error `target` stays as it was.
+    """Replace the content of `target` with `text` in one step. On an error `target` stays as it was.
 
     Raises
     ------
@@ -144,7 +165,7 @@ def write_file(target: Path, text: str) -> None:
 
 
 def publish_file(temporary: Path, target: Path) -> None:
-    """Make `temporary`, which another program has written, durable, then visible as `target` in one step."""
+    """Rename a file that another program has written to `target`, after its content is on the disk."""
     descriptor = os.open(temporary, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -154,17 +175,17 @@ def publish_file(temporary: Path, target: Path) -> None:
 
 
 def sync_file(stream: BinaryIO) -> None:
-    """Make what was written into `stream` durable."""
+    """Wait until everything that was written to `stream` is on the disk."""
     stream.flush()
     os.fsync(stream.fileno())
 
 
 def remove_file(path: Path) -> None:
-    """Remove a file for good: it is not back after a power cut.
+    """Remove a file, if it exists, so that it does not come back after a power failure.
 
     Raises
     ------
-    OSError : it is there and cannot be removed.
+    OSError : the file exists and cannot be removed.
     """
     try:
         path.unlink()
@@ -174,45 +195,49 @@ def remove_file(path: Path) -> None:
 
 
 def append_file(path: Path, data: bytes) -> None:
-    """Add `data` at the end of this user's own file, which is made if it is absent.
+    """Append `data` to a file of this user, which is created if it does not exist.
 
     Raises
     ------
-    OSError : the file cannot be written, or is not this user's own; `strerror` says which.
+    OSError : the file cannot be written, or does not belong to this user; `strerror` says which.
     """
     with open_own(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, "ab") as stream:
         stream.write(data)
 
 
 def read_own(path: Path) -> str:
-    """Return the text of a small file of this user.
+    """Return the text of a small file of this user (its first 64 KiB).
 
     Raises
     ------
-    OSError : the file cannot be read, or is not this user's own; `strerror` says which.
-    UnicodeDecodeError : it is not text.
+    OSError : the file cannot be read, or does not belong to this user; `strerror` says which.
+    UnicodeDecodeError : the file is not UTF-8.
     """
     with open_own(path) as stream:
         return stream.read(_MARK_BYTES).decode()
 
 
 def open_regular(path: Path, *, buffering: int = -1) -> BinaryIO:
-    """Open a file for reading that a stranger may have put there: no named pipe, no device and no socket.
+    """Open a regular file for reading, and refuse everything else that a stranger may have put there.
 
-    A pipe without a writer would block for ever, /dev/zero has no end, and some devices act when opened.
+    A named pipe without a writer would block for ever, /dev/zero has no end, and some devices act when they
+    are opened.
 
     Raises
     ------
-    OSError : it cannot be opened, or is not a regular file; `strerror` says which.
+    OSError : the file cannot be opened, or is not a regular file; `strerror` says which.
     """
     return open(path, "rb", buffering, opener=_open_regular)
 
 
 def _open_regular(name: str, _: int) -> int:
+    """Open a regular file for reading, and return its descriptor; an opener for ``open``."""
+    # A check before the open, because some devices act when they are opened.
     _refuse_special(Path(name).stat(), name)
     descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
-        _refuse_special(os.fstat(descriptor), name)  # the name may be another file's by now
+        # A second check, because the name may belong to another file by now.
+        _refuse_special(os.fstat(descriptor), name)
     except OSError:
         os.close(descriptor)
         raise
@@ -220,6 +245,7 @@ def _open_regular(name: str, _: int) -> int:
 
 
 def _refuse_special(status: os.stat_result, name: str) -> None:
+    """Raise OSError for a folder, named pipe, device or socket."""
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
     if not stat.S_ISREG(status.st_mode):
@@ -227,15 +253,15 @@ def _refuse_special(status: os.stat_result, name: str) -> None:
 
 
 def read_bytes(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
-    """Read a regular file of at most `most_bytes`; see `open_regular`.
+    """Return the content of a regular file of at most `most_bytes`.
 
     Raises
     ------
-    OSError : as `open_regular`, or it has more bytes.
+    OSError : the file cannot be read, is not a regular file, or has more bytes.
     """
     content = bytearray()
     with open_regular(path, buffering=0) as stream:
-        # A read of all that may be there would take that much memory before it begins.
+        # In pieces, because one read of `most_bytes` would allocate that much memory for a small file.
         while piece := stream.read(min(most_bytes + 1 - len(content), _PIECE_BYTES)):
             content += piece
     if len(content) > most_bytes:
@@ -244,27 +270,38 @@ def read_bytes(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
 
 
 def read_text(path: Path, *, most_bytes: int = MOST_BYTES, errors: str = "strict") -> str:
-    """Read a regular file of UTF-8 as `read_bytes` does.
+    """Return the text of a regular file of at most `most_bytes` in UTF-8.
+
+    Parameters
+    ----------
+    errors : what to do with bytes that are not UTF-8, as in ``bytes.decode``.
 
     Raises
     ------
-    OSError : as `read_bytes`. UnicodeDecodeError : it is not UTF-8, and `errors` is strict.
+    OSError : the file cannot be read, is not a regular file, or has more bytes.
+    UnicodeDecodeError : the file is not UTF-8, and `errors` is ``strict``.
     """
     return read_bytes(path, most_bytes=most_bytes).decode(errors=errors)
 
 
 def open_own(path: Path, flags: int = os.O_RDONLY, mode: str = "rb") -> BinaryIO:
-    """Open a file that only this user can have put there; see `foreign_file_reason`.
+    """Open a file that no other user can have put there; see `foreign_file_reason`.
+
+    Parameters
+    ----------
+    flags : flags for ``os.open``, such as O_APPEND.
+    mode : mode of the stream, a binary one.
 
     Raises
     ------
-    PermissionError : it is a link, no regular file, or another user's; `strerror` says which.
+    PermissionError : it is a link, not a regular file, or another user's file; `strerror` says which.
     """
-    # O_NONBLOCK: a named pipe without a writer would block for ever.
+    # With O_NONBLOCK, a named pipe without a writer does not block.
     safe = flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         descriptor = os.open(path, safe, 0o666)
     except OSError as error:
+        # What O_NOFOLLOW and O_NONBLOCK raise for a link, and for a named pipe or a socket.
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EMLINK) and (reason := foreign_file_reason(path)):
             raise PermissionError(errno.EPERM, reason, str(path)) from error
         raise
@@ -281,11 +318,11 @@ def open_own(path: Path, flags: int = os.O_RDONLY, mode: str = "rb") -> BinaryIO
 
 
 def make_own_folder(path: Path) -> None:
-    """Make the folder `path`, into which no other user can write, or take the one that this user has made.
+    """Create the folder `path` with permissions for this user alone, or accept the one that exists.
 
     Raises
     ------
-    OSError : it cannot be made, or it is a link, no folder, or another user's.
+    OSError : the folder cannot be created, or `path` is a link, a file or another user's folder.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
@@ -295,11 +332,11 @@ def make_own_folder(path: Path) -> None:
 
 
 def make_links(folder: Path, links: Mapping[str, str]) -> None:
-    """Make `folder` with a symbolic link for each of `links`, or take it if it holds exactly these.
+    """Create `folder` with a symbolic link for each name in `links`, or accept one that holds exactly these.
 
     Raises
     ------
-    OSError : it cannot be made, holds something else, or others could have put something into it.
+    OSError : the folder cannot be created, holds something else, or is writable by others.
     """
     new = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=folder.parent))
     try:
@@ -317,36 +354,37 @@ def make_links(folder: Path, links: Mapping[str, str]) -> None:
 
 
 def foreign_folder_reason(path: Path) -> bool:
-    """Return whether `path` is no folder of this user, of root, or of the owner of the folder around it.
+    """Return True unless `path` is a folder of this user, of root, or of the owner of the folder above it.
 
     Raises
     ------
-    OSError : it is absent, or cannot be seen.
+    OSError : the path does not exist, or cannot be seen.
     """
     status = os.lstat(path)
     return not stat.S_ISDIR(status.st_mode) or not _is_trusted(status, path.parent)
 
 
 def foreign_file_reason(path: Path) -> str:
-    """Return why another user may have put `path` there; empty if it is a regular file of this user or root.
+    """Return why another user may have put the file `path` there, or an empty text if nobody can have.
 
-    The folder's owner counts as this user, because a folder's owner can do anything with its files. So a file
-    that a person makes outside of a container, where the program is root, is the person's own.
+    A regular file of this user or of root is trusted. So is one of the owner of its folder, who can do
+    anything with the files in it anyway. This matters in a container in which the program is root: files that
+    the person has made outside of it belong to another user there.
 
     Raises
     ------
-    OSError : it is absent, or cannot be seen.
+    OSError : the file does not exist, or cannot be seen.
     """
     return _foreign_status_reason(os.lstat(path), path.parent)
 
 
 def foreign_owner(path: Path, folder: Path, *, trusts_folder: bool = False) -> str:
-    """Return the number of the other user who has made `path`, which lies below `folder`.
+    """Return the number of another user who owns `path`, which lies below `folder`, or an empty text.
 
-    Empty if it was made by this user, root or, with `trusts_folder`, the owner of `folder`; and if it cannot
-    be seen.
+    The text is empty if the owner is this user, root or, with `trusts_folder`, the owner of `folder`. It is
+    also empty if the path cannot be seen.
     """
-    # In a container, the program may be root, and the folder that of the person who has started it.
+    # In a container the program may be root, while the folder belongs to the person who has started it.
     is_trusted = _is_trusted if trusts_folder or os.geteuid() == 0 else _is_own
     try:
         status = os.lstat(path)
@@ -356,6 +394,7 @@ def foreign_owner(path: Path, folder: Path, *, trusts_folder: bool = False) -> s
 
 
 def _foreign_status_reason(status: os.stat_result, folder: Path) -> str:
+    """Return why the file with this status is not trusted, or an empty text; see `foreign_file_reason`."""
     if stat.S_ISLNK(status.st_mode):
         return "it is a symbolic link"
     if not stat.S_ISREG(status.st_mode):
@@ -366,17 +405,19 @@ def _foreign_status_reason(status: os.stat_result, folder: Path) -> str:
 
 
 def _is_trusted(status: os.stat_result, folder: Path) -> bool:
+    """Return True if the owner is this user, root, or the owner of `folder`."""
     return status.st_uid == folder.stat().st_uid or _is_own(status, folder)
 
 
 def _is_own(status: os.stat_result, folder: Path) -> bool:
+    """Return True if the owner is this user or root, or whom NFS makes the owner of this user's files."""
     return status.st_uid in (os.geteuid(), 0) or status.st_uid == _owner_of_new_files(folder)
 
 
 def _owner_of_new_files(folder: Path) -> int:
-    """Return this process's user in `folder`, or -1 if it cannot make a file there.
+    """Return the user who owns a file that this process creates in `folder`, or -1 if it cannot create one.
 
-    NFS turns root into nobody.
+    It may be another user than that of the process, because NFS turns root into nobody.
     """
     probe = temporary_name(folder / "owner")
     try:
@@ -393,14 +434,15 @@ def _rename_file(temporary: Path, target: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the names in `folder` durable, where its file system can do that."""
+    """Wait until new and removed names in `folder` are on the disk, if its file system can do that."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except PermissionError:  # a folder in which one may write, and not look
+    except PermissionError:  # the folder can be written, but not read
         return
     try:
         os.fsync(descriptor)
     except OSError as error:
+        # The file system does not support fsync of a folder.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:

@@ -1,7 +1,7 @@
-"""Read data that another program, machine or person wrote, and check it by the annotations of dataclasses.
+"""Read JSON that another program, machine or person wrote, and build dataclasses from it.
 
-This is the only reader of JSON: every fault of a text is a ValueError. It bounds size, nesting and digits. It
-refuses a key that occurs twice, since readers differ in the one that counts.
+All of imgkit reads JSON with this module. Every fault of a text is a ValueError. Size, nesting and the number
+of digits have limits. A key that occurs twice is refused, because programs differ in which one counts.
 """
 
 from __future__ import annotations
@@ -23,24 +23,26 @@ from imgkit_entrypoints import files
 from imgkit_entrypoints.rules import Rule, Unfit
 
 MOST_BYTES = 4 << 20
-"""Registries refuse larger manifests, and imgkit's own files are smaller."""
+"""Largest text in bytes. Registries refuse larger manifests, and imgkit's own files are smaller."""
 SEAL = "self_sha256"
-"""Key of the digest of all other keys and values, as json.dumps writes them with sorted keys."""
+"""Key of the SHA-256 of all other keys and values, as json.dumps writes them with sorted keys."""
 DEEPEST = 100
-"""Lists and objects within each other."""
+"""How many lists and objects may be nested within each other."""
 MOST_BRACKETS = 100_000
-"""Lists and objects in one text: 4 MiB of empty lists would take 100 MB of memory."""
+"""How many lists and objects a text may have. 4 MiB of empty lists would take 100 MB of memory."""
+# Longest number. Python needs quadratic time to read one.
 _MOST_DIGITS = 100
 _SHOWN = 60
-"""Characters of a wrong value that a message repeats."""
+"""How many characters of a wrong value a message repeats."""
 
 
 def parse(text: str | bytes, *, most_bytes: int = MOST_BYTES, most_brackets: int = MOST_BRACKETS) -> Any:
-    """Parse a JSON text; bytes are UTF-8.
+    """Return the value of a JSON text. Bytes are read as UTF-8.
 
     Raises
     ------
-    ValueError : no JSON, too large, too deep, a key twice, or a number that is not finite or has 100 digits.
+    ValueError : the text is not JSON, is too large or nested too deeply, has a key twice, or has a number
+        that is not finite or has more than 100 digits.
     """
     if len(text) > most_bytes:
         raise ValueError(f"it has more than {most_bytes} bytes")
@@ -50,22 +52,22 @@ def parse(text: str | bytes, *, most_bytes: int = MOST_BYTES, most_brackets: int
 
 
 def load(path: Path, *, most_bytes: int = MOST_BYTES) -> Any:
-    """Parse the file `path`, and read no more of it than `most_bytes`.
+    """Return the value of a JSON file of at most `most_bytes`.
 
     Raises
     ------
-    OSError : it cannot be read, is not a regular file, or has more bytes.
-    ValueError : as `parse`.
+    OSError : the file cannot be read, is not a regular file, or has more bytes.
+    ValueError : see `parse`.
     """
     return parse(files.read_bytes(path, most_bytes=most_bytes), most_bytes=most_bytes)
 
 
 def first_object(output: str) -> Any:
-    """Parse the first JSON object in what a program printed, between its warnings.
+    """Return the first JSON object in the output of a program, which may print warnings around it.
 
     Raises
     ------
-    ValueError : there is none, or as `parse`.
+    ValueError : there is none; see also `parse`.
     """
     start = output.find("{")
     if start < 0:
@@ -75,6 +77,8 @@ def first_object(output: str) -> Any:
 
 
 def _decode(text: str, decode: Callable[[str], Any], most_brackets: int) -> Any:
+    """Decode a text, and raise ValueError if it has too many brackets or is nested too deeply."""
+    # Brackets inside of strings count too, which only makes the limit a little lower.
     if text.count("[") + text.count("{") > most_brackets:
         raise ValueError(f"it has more than {most_brackets} lists and objects")
     try:
@@ -86,6 +90,7 @@ def _decode(text: str, decode: Callable[[str], Any], most_brackets: int) -> Any:
 
 
 def _check_depth(level: Iterable[Any], depth: int = 0) -> None:
+    """Raise RecursionError if the values of `level` are nested more than `DEEPEST` deep."""
     if depth > DEEPEST:
         raise RecursionError
     for value in level:
@@ -100,6 +105,7 @@ def _parse_integer(digits: str) -> int:
 
 
 def _parse_real(text: str) -> float:
+    """Return the number of a text with a point or an exponent; 1e999 is too large for a float."""
     value = float(text) if len(text) <= _MOST_DIGITS else math.inf
     if not math.isfinite(value):
         raise ValueError(f"the number {text[:_SHOWN]} is too large or has too many digits")
@@ -107,6 +113,7 @@ def _parse_real(text: str) -> float:
 
 
 def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object from its keys and values, and raise ValueError if a key occurs twice."""
     values = dict(pairs)
     if len(values) < len(pairs):
         counts = collections.Counter(key for key, _ in pairs)
@@ -116,6 +123,7 @@ def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(constant: str) -> NoReturn:
+    """Refuse NaN and Infinity, which Python's decoder would accept."""
     raise ValueError(f"{constant} is not a JSON number")
 
 
@@ -128,19 +136,19 @@ _DECODER = json.JSONDecoder(
 
 
 def seal(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values` with a digest of them under the key `SEAL`: `unseal` sees that a byte has changed."""
+    """Return `values` with a digest of them under the key `SEAL`, by which `unseal` finds a change."""
     return {**values, SEAL: _digest(values)}
 
 
 def unseal(values: dict[str, Any]) -> None:
-    """Take the digest out of parsed `values`.
+    """Check the digest of parsed `values`, and remove it from them.
 
-    Two kinds of change have no meaning and pass: other spaces between values, and the case of a hex digit in
-    an escape such as ``\\u00e9``.
+    Changes that do not change a value are not found. They are other spaces between values, and the case of a
+    hex digit in an escape such as ``\\u00e9``.
 
     Raises
     ------
-    ValueError : it is missing, or differs from that of the other values.
+    ValueError : the digest is missing, or is not that of the other values.
     """
     if values.pop(SEAL, "") != _digest(values):
         raise ValueError("its content does not match its sha256")
@@ -151,20 +159,21 @@ def _digest(values: Mapping[str, Any]) -> str:
 
 
 def build_value(hint: Any, value: Any, name: str, *, closed: bool = False) -> Any:
-    """Build a value of the type `hint`, often a dataclass, from parsed JSON.
+    """Build a value of the type `hint`, usually a dataclass, from parsed JSON.
 
-    Dataclasses come from objects, whose unknown keys are ignored unless `closed`; tuples and lists from
-    arrays; ``X | None`` from null or an X. The types are compared exactly: 1 is no float, true no integer.
-    The rules of an annotation (rules.py) apply to each value but null, and to the keys of a mapping.
+    A dataclass is built from an object, a tuple or list from an array, and ``X | None`` from null or an X.
+    Types must match exactly: 1 is not a float, and true is not an integer. The rules in annotations
+    (rules.py) apply to each value except null, and to the keys of a mapping.
 
     Parameters
     ----------
-    name : that of the value in errors.
+    name : how errors call the value; a field of it is called ``name.field[0]``.
+    closed : refuse unknown keys of objects, which are ignored otherwise.
 
     Raises
     ------
-    ValueError : a value has another type than its field or breaks a rule, or a field is missing; names the
-    field.
+    ValueError : a value has another type than its field or breaks a rule, or a field is missing. The message
+        names the field.
     """
     try:
         return _find_reader(hint, closed)(value)
@@ -173,7 +182,10 @@ def build_value(hint: Any, value: Any, name: str, *, closed: bool = False) -> An
 
 
 class _Misfit(Exception):
-    """A value that does not fit the annotation of its field. `path` leads there, and grows on the way out."""
+    """A value does not fit the annotation of its field.
+
+    `path` leads to the value, such as ``.ports[2].state``. Each caller puts its part in front.
+    """
 
     def __init__(self, problem: str) -> None:
         self.path, self.problem = "", problem
@@ -184,11 +196,15 @@ _Reader = Callable[[Any], Any]
 
 @functools.cache
 def _find_reader(hint: Any, closed: bool) -> _Reader:
-    """Return the function that builds values of the type `hint`; it knows the annotations already."""
+    """Return a function that builds values of the type `hint`.
+
+    The functions are cached, so that the annotations of a type are read only once.
+    """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         rules = [item for item in hint.__metadata__ if isinstance(item, Rule)]
         return _check_rules(_find_reader(args[0], closed), rules)
+    # X | None: the first type is X
     if type(None) in args:
         read_value = _find_reader(args[0], closed)
         return lambda value: None if value is None else read_value(value)
@@ -198,6 +214,7 @@ def _find_reader(hint: Any, closed: bool) -> _Reader:
     noun = _NOUNS.get(kind, "an object")
     build = _find_builder(hint, closed)
 
+    # Not isinstance, because True is an instance of int.
     def read_typed(value: Any) -> Any:
         if type(value) is not kind:
             raise _misfit(value, noun)
@@ -207,6 +224,8 @@ def _find_reader(hint: Any, closed: bool) -> _Reader:
 
 
 def _check_rules(read_value: _Reader, rules: Sequence[Rule]) -> _Reader:
+    """Return a reader that applies `rules` to each value that `read_value` builds, except None."""
+
     def read_checked(value: Any) -> Any:
         value = read_value(value)
         if value is None:
@@ -223,13 +242,14 @@ def _check_rules(read_value: _Reader, rules: Sequence[Rule]) -> _Reader:
 
 
 def _read_choice(allowed: tuple[Any, ...], value: Any) -> Any:
+    """Return a value of a ``Literal``, or raise `_Misfit` if it is none of those that are allowed."""
     if value not in allowed:
         raise _misfit(value, " or ".join(allowed))
     return value
 
 
 def _find_builder(hint: Any, closed: bool) -> _Reader | None:
-    """Return what builds a value from JSON of the right type; None where that is the value."""
+    """Return a function that builds a value from JSON of the right type, or None if that is the value."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
         return _object_builder(hint, closed)
@@ -241,6 +261,7 @@ def _find_builder(hint: Any, closed: bool) -> _Reader | None:
 
 
 def _read_parts(values: Mapping[str, Any], readers: Mapping[str, _Reader]) -> dict[str, Any]:
+    """Read the values of an object for which there is a reader, by their keys."""
     parts, name = {}, ""
     try:
         for name, read_value in readers.items():
@@ -261,7 +282,10 @@ def _mapping_builder(read_key: _Reader, read_value: _Reader) -> _Reader:
 
 
 def _list_builder(origin: Any, readers: Sequence[_Reader]) -> _Reader:
-    """Return what builds a list or tuple: one reader is for each item, several are for one item each."""
+    """Return a function that builds a list or tuple (`origin`) from an array.
+
+    A single reader reads all items. Several readers read one item each, so the array must have their number.
+    """
     is_fixed = len(readers) > 1
 
     def build_list(values: list[Any]) -> Any:
@@ -281,6 +305,7 @@ def _list_builder(origin: Any, readers: Sequence[_Reader]) -> _Reader:
 
 
 def _object_builder(owner: Any, closed: bool) -> _Reader:
+    """Return a function that builds the dataclass `owner` from an object."""
     hints = typing.get_type_hints(owner, include_extras=True)
     readers = {field.name: _find_reader(hints[field.name], closed) for field in dataclasses.fields(owner)}
     nothing = dataclasses.MISSING
@@ -304,9 +329,11 @@ def _object_builder(owner: Any, closed: bool) -> _Reader:
 
 
 def _misfit(value: Any, noun: str) -> _Misfit:
+    """Return the error that a value is not what `noun` says: ``is "4", not a whole number``."""
     return _Misfit(f" is {json.dumps(value, default=str)[:200]}, not {noun}")
 
 
 _JSON_TYPES: Mapping[Any, type] = {tuple: list, list: list, collections.abc.Mapping: dict, Path: str}
-"""Types of Python -> those of the parsed JSON; a dataclass comes from a dict, others from themselves."""
+"""The type of parsed JSON for types that JSON does not have. A dataclass comes from a dict."""
+# How messages call the types of parsed JSON.
 _NOUNS = {str: "text", int: "a whole number", float: "a number", bool: "true or false", list: "a list"}

@@ -1,8 +1,9 @@
-"""Known issues of versions and settings as data: when one appears, what to do then, and who documents it.
+"""Known issues of versions and settings, as rows of data.
 
-``known_issues.json`` has the rows that imgkit ships. A condition compares a named fact, such as the version
-of NCCL, or a variable; nothing in a row is executed. This module reads no machine: nodes evaluate the rows
-in `fabric.issues`, and ``imgkit check`` with the versions of a base image.
+A row states when an issue appears, what to do then, and who documents it. ``known_issues.json`` has the rows
+that imgkit ships. A condition compares a named fact, such as the version of NCCL, or a variable, and nothing
+in a row is executed. This module reads no machine: nodes evaluate the rows in `fabric.issues`, and
+``imgkit check`` evaluates them with the versions of a base image.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from imgkit_entrypoints.rules import EnvName, EnvValue, Fault, Line, Rule, Text,
 
 TABLE = Path(__file__).with_name("known_issues.json")
 VARIABLE = "IMGKIT_KNOWN_ISSUES"
-"""Variable that names a JSON file with further rows."""
+"""Variable with the path of a JSON file that has further rows."""
 FACTS: Mapping[str, str] = {
     "arch": "architecture",
     "aws_ofi_nccl": "aws-ofi-nccl version",
@@ -45,37 +46,38 @@ FACTS: Mapping[str, str] = {
     "torch": "torch version",
     "ucx": "UCX version",
 }
-"""Facts that a condition may name, as messages call them."""
+"""The facts that a condition may name, each with its name in messages."""
 
+# "nccl < 2.29.3", "$NCCL_PROTO is set", "driver < {cuda_driver}"
 _CONDITION = re.compile(r"(\$?[A-Za-z_][A-Za-z0-9_]*) (<|>=|==|!=|in|contains|matches|allows|is) (\S.*)")
 _VERSION = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,9})*")
 _HINT = "for example: nccl < 2.29.3, arch in aarch64, x86_64, or $NCCL_PROTO is set"
 _STATES = {"$": ("set", "unset", "requested"), "": ("unknown",)}
-"""What ``is`` tests of a variable, and of a fact."""
+"""The states that ``is`` can test, for a variable (``$``) and for a fact."""
 
 
 class Comparison(NamedTuple):
-    """One of the alternatives of a condition."""
+    """One comparison of a condition: ``driver < {cuda_driver}``."""
 
     name: str
-    """A fact, or ``$VARIABLE``."""
+    """The name of a fact, or ``$VARIABLE``."""
     operator: str
     operand: str
-    """A value, or ``{fact}``."""
+    """A value, or ``{fact}`` for the value of another fact."""
 
     @property
     def prefix(self) -> str:
-        """``$`` for a variable, empty for a fact."""
+        """``$`` if the comparison reads a variable, and empty if it reads a fact."""
         return "$" if self.name.startswith("$") else ""
 
 
 @functools.cache  # a start checks each condition as it reads the row, and then evaluates it
 def parse_condition(condition: str) -> tuple[Comparison, ...]:
-    """Return the comparisons that ``or`` joins in a condition.
+    """Return the comparisons of a condition, which ``or`` joins: ``arch is unknown or nccl < 2.29`` has two.
 
     Raises
     ------
-    ValueError : it is no condition, or names an unknown fact.
+    ValueError : the text is not a condition, or names a fact that does not exist.
     """
     comparisons = []
     for text in condition.split(" or "):
@@ -83,6 +85,7 @@ def parse_condition(condition: str) -> tuple[Comparison, ...]:
         if match is None:
             raise ValueError(f"{text.strip()!r} is not a condition")
         comparison = Comparison(*match.groups())
+        # Both sides may name a fact: "driver < {cuda_driver}"
         names = [] if comparison.prefix else [comparison.name]
         is_fact = comparison.operand.startswith("{")
         names += [comparison.operand[1:-1]] if is_fact else []
@@ -101,7 +104,7 @@ def parse_condition(condition: str) -> tuple[Comparison, ...]:
 
 
 def _check_pattern(pattern: str) -> None:
-    """Raise ValueError if `pattern` is no regular expression."""
+    """Raise ValueError if `pattern` is not a regular expression."""
     try:
         re.compile(pattern)
     except re.error as error:
@@ -109,6 +112,7 @@ def _check_pattern(pattern: str) -> None:
 
 
 def _check_condition(text: str) -> Iterator[Fault]:
+    """Check a condition of a row, as a rule of rules.py."""
     try:
         parse_condition(text)
     except ValueError as error:
@@ -141,7 +145,7 @@ class KnownIssue:
     """Day on which somebody read the source, ``YYYY-MM-DD``."""
 
     def faults(self) -> Iterator[tuple[str, Fault]]:
-        """Yield what is wrong with several values together, each with the key."""
+        """Yield the faults of values that do not fit each other, each with the key that has to change."""
         if not self.when and self.effect != "ignore":
             yield "when", ("has no condition, so the row would always match", _HINT)
         if (self.effect == "set") != bool(self.env):
@@ -150,39 +154,46 @@ class KnownIssue:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A fact or a variable of a machine; an unknown fact and an unset variable are empty."""
+    """The value of a fact or a variable. The text of an unknown fact or an unset variable is empty."""
 
     text: str
     evidence: str = ""
-    """The value with its source, as messages quote it."""
+    """The value with its source, for messages."""
     is_requested: bool | None = False
-    """True for a variable that the user, an nccl.conf or the recipe sets, not the image; None: unknown."""
+    """True for a variable that the user, an nccl.conf file or the recipe sets, and not only the image.
+
+    None means that this is unknown.
+    """
     is_known: bool = True
-    """False for a variable that only a node can show."""
+    """False for a variable whose value only a node can show."""
 
 
 @dataclass(frozen=True, slots=True)
 class IssueResult:
-    """Whether an issue appears on a machine."""
+    """The result of comparing an issue with a machine."""
 
     issue: KnownIssue
     state: Literal["match", "no match", "unknown"]
     reason: str
-    """The values that match, the condition that does not hold, or the facts that are unknown."""
+    """The values that match, the condition that is not met, or the facts that are unknown."""
 
     @property
     def message(self) -> str:
-        """What a row that matches says, with its evidence and its source."""
+        """The message of the issue, with the evidence, the id and the source in parentheses."""
         parts = (self.reason, f"known issue {self.issue.id}", self.issue.source)
         return f"{self.issue.message} ({'; '.join(filter(None, parts))})"
 
 
 Lookup = Callable[[str], Value]
-"""Returns the value of a fact, or of a ``$VARIABLE``."""
+"""A function that returns the value of a fact, such as ``nccl``, or of a ``$VARIABLE``."""
 
 
 def evaluate_issue(issue: KnownIssue, lookup: Lookup) -> IssueResult:
-    """Compare the conditions of `issue` with the values that `lookup` knows."""
+    """Compare the conditions of an issue with the values of a machine.
+
+    The issue matches if every condition is met. A condition that is not met decides before one with an
+    unknown value.
+    """
     evidence: dict[str, None] = {}
     unknown: dict[str, None] = {}
     for condition in issue.when:
@@ -202,24 +213,28 @@ def evaluate_issue(issue: KnownIssue, lookup: Lookup) -> IssueResult:
 
 
 def _names_in(comparison: Comparison) -> list[str]:
-    """Return the facts and the variable that a comparison reads."""
+    """Return the names of the facts and the variable that a comparison reads."""
     return [comparison.name] + ([comparison.operand[1:-1]] if comparison.operand.startswith("{") else [])
 
 
 def _unknown_names(comparison: Comparison, lookup: Lookup) -> list[str]:
-    """Return what a comparison without an answer reads, except a version that is known."""
+    """Return the names that make a comparison unknown, as messages call them.
+
+    Of two versions, only one may be unknown; the other one is then left out.
+    """
     names = _names_in(comparison)
     unknown = [name for name in names if not _parse_version(lookup(name).text)] or names
     return [FACTS.get(name, name) for name in unknown]
 
 
 def _comparison_holds(comparison: Comparison, lookup: Lookup) -> bool | None:
-    """Return whether a comparison holds; None if it compares something unknown."""
+    """Return whether a comparison is true, or None if one of its values is unknown."""
     value, operand = lookup(comparison.name), comparison.operand
     if not value.is_known:
         return None
     if comparison.operator == "is":
         is_set = bool(value.text)
+        # "unset" for a variable and "unknown" for a fact both mean that the text is empty.
         return value.is_requested if operand == "requested" else is_set == (operand == "set")
     if operand.startswith("{"):
         operand = lookup(operand[1:-1]).text
@@ -227,6 +242,7 @@ def _comparison_holds(comparison: Comparison, lookup: Lookup) -> bool | None:
         return None
     if comparison.operator in ("<", ">="):
         versions = (_parse_version(value.text), _parse_version(operand))
+        # A variable without a version is a wrong value and not an unknown one, so the comparison is false.
         if () in versions:
             return False if comparison.prefix else None
         return (versions[0] < versions[1]) == (comparison.operator == "<")
@@ -236,17 +252,24 @@ def _comparison_holds(comparison: Comparison, lookup: Lookup) -> bool | None:
 
 
 def _parse_version(text: str) -> tuple[int, ...]:
-    """Return the numbers at the beginning of a version, to compare; empty if there are none."""
+    """Return the numbers at the beginning of a version for comparisons: ``2.20.5+cuda12 -> (2, 20, 5)``.
+
+    The tuple is empty if the text does not begin with a number.
+    """
     match = _VERSION.match(text)
     return tuple(map(int, match[0].split("."))) if match else ()
 
 
 def _is_in(value: str, operand: str) -> bool:
+    """Return True if `value` is one of the choices in `operand`: ``arm64, aarch64``."""
     return value in [choice.strip() for choice in operand.split(",")]
 
 
 def _list_allows(value: str, item: str) -> bool:
-    """Return whether a list of NCCL, ``[^]item,...;function:...``, allows `item` for all functions."""
+    """Return True if a list of NCCL allows `item` for all functions.
+
+    The format is ``[^]item,...;function:...``. For example ``^LL128`` allows every item but LL128.
+    """
     names = value.partition(";")[0]
     items = [part.strip() for part in names.removeprefix("^").split(",") if part.strip()]
     return bool(items) and (item in items) != names.startswith("^")
@@ -262,12 +285,16 @@ _OPERATORS: Mapping[str, Callable[[str, str], bool]] = {
 
 
 def load_issues(of_system: Iterable[KnownIssue], env: Mapping[str, str]) -> tuple[KnownIssue, ...]:
-    """Return the shipped rows, those of a system and those of `VARIABLE`; of one id, the last one counts.
+    """Return the rows that imgkit ships, those of a system, and those of the file that `VARIABLE` names.
+
+    If several rows have the same id, the last one replaces the others. Rows with the effect ``ignore`` are
+    removed.
 
     Raises
     ------
-    UsageError : a file cannot be read, or a row is wrong; names the row and its key.
+    UsageError : a file cannot be read, or a row is not valid. The message names the row and the key.
     """
+    # Later rows replace earlier ones, so the site's file comes last.
     rows = [*read_issues(TABLE), *of_system]
     if path := env.get(VARIABLE):
         rows += read_issues(Path(path))
@@ -276,11 +303,11 @@ def load_issues(of_system: Iterable[KnownIssue], env: Mapping[str, str]) -> tupl
 
 
 def read_issues(path: Path) -> tuple[KnownIssue, ...]:
-    """Read a file with a list of rows.
+    """Return the rows of a JSON file.
 
     Raises
     ------
-    UsageError : it cannot be read, or a row is wrong; names the row and its key.
+    UsageError : the file cannot be read, or a row is not valid. The message names the row and the key.
     """
     hint = "write a list of rows as known_issues.json has them, each with id, message, when and effect"
     try:

@@ -1,8 +1,8 @@
-"""Rules of values as metadata of `Annotated`: a field states its type and what a value must be.
+"""Rules for the values of fields, which stand in the metadata of `Annotated`.
 
-pydantic applies them on the host, to what a person wrote, and `json_text.build_value` to all JSON. Nothing of
-pydantic is imported here: its schemas are plain dictionaries, and the image half starts with the standard
-library alone.
+On the host, pydantic applies the rules to what a person wrote. `json_text.build_value` applies them to all
+JSON. pydantic is not imported here, because the image half has only the standard library. That works because
+the schemas of pydantic are plain dictionaries.
 """
 
 from __future__ import annotations
@@ -14,18 +14,20 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 Fault = tuple[str, str]
-"""What is wrong with a value, and how to correct it."""
+"""What is wrong with a value, and what to write instead: ``("is empty", "remove it")``."""
 Check = Callable[[Any], Iterator[Fault]]
+"""A function that yields the faults of a value, and nothing for a value that is right."""
 
 _INVISIBLE = ("Cc", "Cf", "Cs", "Zl", "Zp")
-"""Categories of Unicode: control, format, surrogates, separators of lines and paragraphs."""
+"""Categories of Unicode: control, format, surrogate, line separator and paragraph separator."""
+# An absolute path without characters that a shell or a Dockerfile would interpret.
 IMAGE_PATH = re.compile(r"/[^\s$\"'\\`*?\[\]]*")
 SITE_VARIABLE = re.compile(r"\$(?:\{(?P<braced>[A-Za-z_][A-Za-z0-9_]*)\}|(?P<plain>[A-Za-z_][A-Za-z0-9_]*))")
-"""``$NAME`` or ``${NAME}``: a variable that a module of the site sets on the node, such as EBROOTNCCL."""
+"""``$NAME`` or ``${NAME}``. Environment modules of the site set such variables on the node: EBROOTNCCL."""
 
 
 class Unfit(ValueError):
-    """A value breaks a rule; `hint` says what to write instead."""
+    """A value breaks a rule. `hint` says what to write instead."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -34,18 +36,22 @@ class Unfit(ValueError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rule:
-    """What a value of the annotated type must be."""
+    """A rule that values of the annotated type must meet.
+
+    The methods with underscores are those that pydantic calls for the metadata of a type.
+    """
 
     # No field is in the repr, which the documentation of a type shows.
     check: Check = field(repr=False)
-    """Yield what is wrong with a value."""
+    """Yields what is wrong with a value."""
     core: Mapping[str, Any] | None = field(default=None, repr=False)
-    """pydantic's schema of the value before the check; None: that of the type."""
+    """pydantic's schema for the value before the check. None for the schema of the annotated type."""
     convert: Callable[[Any], Any] = field(default=lambda value: value, repr=False)
-    """Make the value from what passed the check."""
+    """Makes the field's value from a value that passed the check."""
     schema: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """Keys for the JSON Schema."""
+    """Keys that are added to the JSON Schema of the type, such as ``minimum``."""
 
+    # "no-info" and "function-after": pydantic calls `apply` with the value alone, after the type was checked.
     def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> dict[str, Any]:
         inner = handler(source) if self.core is None else dict(self.core)
         validator = {"type": "no-info", "function": self.apply}
@@ -55,11 +61,11 @@ class Rule:
         return {**handler(core), **self.schema}
 
     def apply(self, value: Any) -> Any:
-        """Return the converted value.
+        """Check a value, and return it as the field has it.
 
         Raises
         ------
-        Unfit : it does not pass the check.
+        Unfit : the value does not pass the check.
         """
         for message, hint in self.check(value):
             raise Unfit(message, hint)
@@ -67,17 +73,23 @@ class Rule:
 
 
 def printable_text(text: str, *, several_lines: bool = False) -> Iterator[Fault]:
-    """Refuse line breaks, control and invisible characters.
+    """Refuse line breaks, control characters and invisible characters.
 
-    A value is one line of a Dockerfile or a job script; a shell command may have several. Invisible
-    characters, such as marks of the direction of writing, make a text look like another one.
+    A value becomes a line of a Dockerfile or a job script, so it must not have a line break. Invisible
+    characters, such as marks of the direction of writing, can make a text look like another one.
+
+    Parameters
+    ----------
+    several_lines : accept line breaks, as in a shell command.
     """
     if text.isprintable():
         return
+    # Spaces such as U+00A0 are not printable either, but their category is none of `_INVISIBLE`.
     allowed = "\t\n" if several_lines else "\t"
     unseen = (letter for letter in text if unicodedata.category(letter) in _INVISIBLE)
     bad = next((letter for letter in unseen if letter not in allowed), "")
     if bad and bad in "\n\r\x85\u2028\u2029":
+        # A single line with a line break at its end is YAML's block "|".
         is_block = text.strip().count("\n") == 0
         yield (
             "contains a line break",
@@ -89,7 +101,13 @@ def printable_text(text: str, *, several_lines: bool = False) -> Iterator[Fault]
 
 
 def pattern_rule(pattern: str, fault: str, hint: str) -> Rule:
-    """Return the rule that a text matches `pattern` as a whole; `fault` follows the text in the message."""
+    """Return the rule that the whole text matches `pattern`.
+
+    Parameters
+    ----------
+    fault : what the message says after the text, such as ``is not a variable name``.
+    hint : what to write instead.
+    """
 
     def check(text: str) -> Iterator[Fault]:
         if not re.fullmatch(pattern, text, re.ASCII):
@@ -99,7 +117,7 @@ def pattern_rule(pattern: str, fault: str, hint: str) -> Rule:
 
 
 def at_least(least: int) -> Rule:
-    """Return the rule of an integer with a lower bound; YAML's booleans are no integers."""
+    """Return the rule that an integer is at least `least`. YAML's booleans do not count as integers."""
 
     def check(value: int) -> Iterator[Fault]:
         if value < least:
@@ -109,19 +127,19 @@ def at_least(least: int) -> Rule:
 
 
 def not_empty(text: str) -> Iterator[Fault]:
-    """Refuse a text without a character."""
+    """Refuse a text that is empty or has only white space."""
     if not text.strip():
         yield "is empty", "remove it"
 
 
 def single_word(text: str) -> Iterator[Fault]:
-    """Accept a program, module or host: one word."""
+    """Accept a text without white space, such as the name of a program, module or host."""
     if not text or re.search(r"\s", text):
         yield f"{text!r} is not one word", "write it without blanks"
 
 
 def env_value(text: str) -> Iterator[Fault]:
-    """Accept the value of a variable, which no shell reads."""
+    """Refuse a value that a shell would have to execute, such as ``$(nproc)``, because no shell reads it."""
     if substitution := re.search(r"\$\(\(|\$\(|`[^`]*`", text):
         form = {"$((": "$((...))", "$(": "$(...)"}.get(substitution.group(), "`...`")
         yield (
@@ -131,7 +149,7 @@ def env_value(text: str) -> Iterator[Fault]:
 
 
 def site_value(text: str) -> Iterator[Fault]:
-    """Accept ``$NAME`` and ``${NAME}``, which are replaced on the node, and no other ``$``."""
+    """Refuse a ``$``, except in ``$NAME`` and ``${NAME}``, which are replaced on the node."""
     if "$" in SITE_VARIABLE.sub("", text):
         yield (
             f"{text!r} has a $ that begins no variable",
@@ -140,17 +158,17 @@ def site_value(text: str) -> Iterator[Fault]:
 
 
 def site_variables(*texts: str) -> tuple[str, ...]:
-    """Return the names of the variables in `texts`, each once."""
+    """Return the names of the variables in `texts`, each once: ``"$A/lib", "${B}" -> A, B``."""
     matches = (match for text in texts for match in SITE_VARIABLE.finditer(text))
     return tuple(dict.fromkeys(match["braced"] or match["plain"] for match in matches))
 
 
 def expand_variables(text: str, env: Mapping[str, str]) -> str:
-    """Replace the variables in `text` by their values in `env`.
+    """Return `text` with its variables replaced by their values in `env`.
 
     Raises
     ------
-    KeyError : one is not set, or empty; the argument is its name.
+    KeyError : a variable is not set, or empty. The argument is its name.
     """
     for name in site_variables(text):
         if not env.get(name):
@@ -159,7 +177,8 @@ def expand_variables(text: str, env: Mapping[str, str]) -> str:
 
 
 def bind_mount(text: str) -> Iterator[Fault]:
-    """Accept ``SRC[:DEST[:ro]]``, whose folders may begin with a variable of the site."""
+    """Accept a mount ``SRC[:DEST[:ro]]``, whose folders may begin with a variable of the site."""
+    # The "/x" stands for the absolute path that a variable holds.
     parts = SITE_VARIABLE.sub("/x", text).split(":")
     if len(parts) > 3 or not all(part.startswith("/") for part in parts[:2]) or "," in text:
         yield f"{text!r} is not a bind", "write /SRC, /SRC:/DEST or /SRC:/DEST:ro"
@@ -168,20 +187,24 @@ def bind_mount(text: str) -> Iterator[Fault]:
 
 
 def host_folder(text: str) -> Iterator[Fault]:
-    """Accept a folder on the nodes, for a bind and for LD_LIBRARY_PATH, also with variables of the site."""
+    """Accept an absolute path on the nodes, which may begin with a variable of the site.
+
+    It goes into a bind and into LD_LIBRARY_PATH, where colons and commas separate folders.
+    """
     if not IMAGE_PATH.fullmatch(SITE_VARIABLE.sub("/x", text)) or re.search("[:,]", text):
         hint = "write an absolute path without blanks, quotes and : , or begin it with $NAME of a module"
         yield f"{text!r} is not a folder on the nodes", hint
 
 
 def srun_option(text: str) -> Iterator[Fault]:
-    """Accept an option of srun that leaves the number of its tasks alone."""
+    """Refuse an option of srun that changes its nodes or tasks, or what happens when a task fails."""
     if re.match(r"--(?:nodes|ntasks|ntasks-per-node|kill-on-bad-exit|wait|no-kill)\b|-[nNKkW]", text):
         yield f"imgkit decides {text.partition('=')[0]} itself", "remove it; --nodes of a job sets its nodes"
 
 
 LINE = Rule(printable_text, core={"type": "str"})
-"""The first rule of a text; also of an optional one, which a person leaves out rather than states as null."""
+"""The first rule of every text. An optional text is left out and not null."""
+# Types of fields: a type below has the rules of the types that it is made of, and its own.
 Line = Annotated[str, LINE]
 Text = Annotated[Line, Rule(not_empty)]
 Word = Annotated[Line, Rule(single_word)]
@@ -194,6 +217,7 @@ ENV_NAME = pattern_rule(
 EnvName = Annotated[Line, ENV_NAME]
 EnvValue = Annotated[Line, Rule(env_value)]
 SiteValue = Annotated[EnvValue, Rule(site_value)]
+# "HH:MM", "HH:MM:SS" or "D-HH:MM:SS"
 _TIME = r"(?:(?:\d+-)?\d{1,3}:\d{2}(?::\d{2})?)?"
 Walltime = Annotated[Line, pattern_rule(_TIME, "is not a duration", 'write "HH:MM:SS"')]
-"""A duration as schedulers read it; empty is "not set"."""
+"""A duration as schedulers read it, such as ``12:00:00``. An empty text means that it is not set."""

@@ -1,4 +1,8 @@
-"""The one list of what looks like a secret: names of variables, formats of tokens, names of files."""
+"""Recognize secrets by the names of variables and options, by the formats of tokens, and by file names.
+
+No other module has such a list. Names that programs of machine learning use for other things, such as
+``--pad-token``, do not count.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +14,31 @@ _STRONG = re.compile(
     r"TOKEN(?!IZER|S(?:$|_))|SECRET|PASSW(?:OR)?D|PASSPHRASE|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL|"
     r"(?:^|_)(?:PWD|JWT|COOKIE)$|(?<!BY)(?<!COM)(?<!SUR)PASS$"
 )
-"""Names of variables, in capital letters."""
+"""Names of variables in capital letters that mean a secret: ``HF_TOKEN``, ``DB_PASSWORD``, ``SSH_PASS``.
+
+Names such as ``TOKENIZER``, ``BYPASS`` and ``COMPASS`` do not match.
+"""
 _STRONG_OPTION = re.compile(
     r"(?:SECRET|PASSW(?:OR)?D|PASSPHRASE|(?:API|ACCESS|SECRET|PRIVATE)_?KEY|CREDENTIALS?)$|"
     r"(?:^|_)(?:PWD|JWT|COOKIE)$|^(?:PASS|(?:API|ACCESS|AUTH|BEARER|HF|HUB|GITHUB|GITLAB|WANDB|LOGIN|MY)?_?TOKEN)$"
 )
-"""Names of options and of settings in small letters: the last words of the name decide, since many other
-options of a program have such a word in front, ``--token-dropout`` or ``--pad-token``.
+"""Names of options, and of settings in small letters, that mean a secret: ``--hf-token``, ``api_key``.
+
+The last words of the name decide, because many other options only begin with such a word
+(``--token-dropout``) or have another meaning (``--pad-token``).
 """
 _WEAK = re.compile(r"(?:^|_)(?:KEY|AUTH|PAT|PASS|TOKEN)$")
-"""Names that also mean other things: ``IMAGE_KEY=pixel_values``."""
+"""Names that mean a secret only if the value looks random: ``IMAGE_KEY=pixel_values`` is none."""
 _LOCATION = re.compile(r"_(?:FILE|PATH|DIR|FOLDER|NAME)$")
-"""Names of where a secret is, and not of the secret."""
+"""Ends of names that say where a secret is: ``PASSWORD_FILE``."""
 _SWITCH = re.compile(r"--?(?:no|require|use|ask|show|hide|prompt)[-_]")
-"""Beginnings of options that usually take no value: the next word is something else."""
+"""Beginnings of options that usually take no value: the argument after ``--use-token`` is not its value."""
+# At least 16 characters without white space, with a digit and a letter.
 _RANDOM = re.compile(r"(?=.*\d)(?=.*[A-Za-z])\S{16,}")
 _HARMLESS = re.compile(r"|/.*|\$.*|<.*|\[.*\]|\*+|[\d.]+|true|false|yes|no|on|off|none|null", re.IGNORECASE)
-"""Harmless values: nothing, a path, another variable, a word of a tokenizer, stars, a number, a switch."""
+"""Values that are no secrets: nothing, ``/path``, ``$NAME``, ``<pad>``, ``[PAD]``, ``***``, ``1.5``, yes."""
 
+# What messages call the kind of secret, and its pattern.
 _VALUES = {
     "a GitHub token": r"\bgh[pousr]_[A-Za-z0-9]{36,}|\bgithub_pat_\w{40,}",
     "a GitLab token": r"\bgl(?:pat|dt|rt|cbt)-[\w-]{20,}",
@@ -42,7 +53,9 @@ _VALUES = {
     "an AWS access key": r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b",
     "a Slack token": r"\bxox[abeoprs]-[\w-]{10,}",
     "a JSON web token": r"\beyJ[\w-]{10,2000}\.eyJ[\w-]{10,2000}\.[\w-]+",
+    # The header alone is enough. If the end of the key follows, all of it is masked.
     "a private key": r"(?s)-----BEGIN [A-Z ]*PRIVATE KEY[A-Z ]*-----(?:.{0,20000}?-----END [A-Z ]*-----)?",
+    # From here on the position decides. A value that begins with $ is a variable, and so no secret.
     "a URL with a password": r"(?i)\b[a-z][a-z0-9+.-]{0,20}://([^\s/:@]*:(?!\$)[^\s/]+)@",
     "a URL with a token": r"(?i)\bhttps?://([^\s/:$@]{16,})@",
     "an authorization header": r"(?i)\bauthorization\s*[:=]\s*[\"']?(?:bearer|basic|token)\s+"
@@ -52,19 +65,22 @@ _VALUES = {
     "a password for curl": r"\bcurl\b[^|;&\n]{0,400}?\s(?:-u|--user)[ =]?[\"']?"
     r"([^\s:\"'$]+:(?![$\"'])[^\s\"']+)",
 }
-"""Formats that their issuers publish, and positions of a password in a URL, a header and a command.
+"""Formats of tokens as their issuers publish them, and places of passwords in URLs, headers and commands.
 
-A group of a pattern is the part that is secret; the whole match is where there is none. Repetitions have an
-upper bound wherever a long text of a stranger could otherwise cost quadratic time.
+The group of a pattern is the part that is secret; without a group it is the whole match. Repetitions have an
+upper bound wherever a long text from somebody else could otherwise cost quadratic time.
 """
 _PATTERNS = {kind: re.compile(pattern) for kind, pattern in _VALUES.items()}
 _ASSIGNED = re.compile(
     r"""\b([A-Za-z_]\w{0,200})["']?(\s{0,20}[:=]\s{0,20})"""
     r"""(?=(?:"([^"\n]{0,200})|'([^'\n]{0,200})|([^\s"',;&|(){}\[\]]{1,200})))"""
 )
-"""A name and what separates it from its value, which is only looked at: ``run: TOKEN=x`` has two names."""
+"""A name, a separator, and a value in double, in single or in no quotes: ``TOKEN=x``, ``"token": "x"``.
+
+The value is in a lookahead, so that the next match may begin in it: ``run: TOKEN=x`` has two names.
+"""
 _ENDS = {3: '"\n', 4: "'\n", 5: " \t\r\n\"',;&|(){}[]"}
-"""Group of `_ASSIGNED` -> the characters that end its value."""
+"""Characters that end a value, by the group of `_ASSIGNED` that matched it."""
 
 _FILES = (
     *(".env", ".env.*", ".netrc", "_netrc", ".git-credentials", ".pypirc", ".npmrc", ".pgpass", ".my.cnf"),
@@ -73,18 +89,22 @@ _FILES = (
     *("*.pem", "*.key", "*.ppk", "*.p12", "*.pfx", "*.jks", "*.keystore"),
     *(".ssh/", ".gnupg/", ".aws/", ".azure/", ".kube/", ".oci/"),
 )
-"""Names of files, in lower case, and of folders with a slash, that usually hold secrets."""
+"""Names of files, and of folders with a slash, that usually hold secrets. All are in lower case."""
 _BELOW = (
     *("/.docker/config.json", "/.config/gcloud/", "/.config/gh/", "/.config/imgkit/"),
     *("/.cache/huggingface/token", "/.cache/huggingface/stored_tokens"),
 )
-"""The same, where the folder above decides."""
+"""Files and folders that hold secrets only below a certain folder: ``config.json`` of ``.docker``."""
+# Files such as .env.example, which show the names of variables and are meant to be published.
 _TEMPLATES = re.compile(r"\.env\.(?:example|sample|template|dist|defaults?)")
 _PRIVATE = re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY|PuTTY-User-Key-File")
 
 
 def in_name(name: str, value: str) -> bool:
-    """Return whether a variable or an option called `name` with this value is probably a secret."""
+    """Return True if a variable or an option with this name and value is probably a secret.
+
+    Names in capital letters are taken for variables, and others for options or settings.
+    """
     capital = re.sub(r"[-.]", "_", name.lstrip("-")).upper()
     if _HARMLESS.fullmatch(value) or _LOCATION.search(capital):
         return False
@@ -93,12 +113,13 @@ def in_name(name: str, value: str) -> bool:
 
 
 def in_value(value: str) -> str:
-    """Return the kind of secret in `value`, in words; empty where there is none of a known kind."""
+    """Return which kind of secret a text has, such as ``a GitHub token``, or an empty text if it has none."""
     for kind, pattern in _PATTERNS.items():
         if pattern.search(value):
             return kind
     for match in _ASSIGNED.finditer(value):
         name, between, *texts = match.groups(default="")
+        # Of the forms "NAME: VALUE", only JSON's with quotes around the name counts here.
         is_json = between.strip() == ":" and value[match.end(1)] in "\"'"
         if (between == "=" or is_json) and in_name(name, "".join(texts)):
             return f"a secret called {name}"
@@ -106,11 +127,15 @@ def in_value(value: str) -> str:
 
 
 def in_arguments(arguments: Sequence[str]) -> str:
-    """Return the first secret among the arguments of a command, without its value; empty without one."""
+    """Return a description of the first secret in the arguments of a command, or an empty text.
+
+    The description does not have the value: ``a GitHub token in argument 3``.
+    """
     for number, text in enumerate(arguments):
         if kind := in_value(text):
             return f"{kind} in argument {number + 1}"
         option, between, value = text.partition("=")
+        # "--token VALUE": the value is the next argument, unless that is an option itself
         if not between and not _SWITCH.match(option):
             value = next((after for after in arguments[number + 1 : number + 2] if after[:1] != "-"), "")
         if re.fullmatch(r"--?[A-Za-z][\w.-]*", option) and in_name(option, value):
@@ -119,7 +144,7 @@ def in_arguments(arguments: Sequence[str]) -> str:
 
 
 def in_file_name(path: str) -> bool:
-    """Return whether the file at `path`, or with a final slash the folder, usually holds secrets."""
+    """Return True if a file of this name usually holds secrets. A path of a folder ends with a slash."""
     lower = f"/{path.lower()}"
     name = lower[lower.rstrip("/").rindex("/") + 1 :]
     if _TEMPLATES.fullmatch(name):
@@ -128,18 +153,22 @@ def in_file_name(path: str) -> bool:
 
 
 def is_private_key(start: bytes) -> bool:
-    """Return whether the content of a file that begins with `start` holds a private key as text."""
+    """Return True if the first bytes of a file have the header of a private key (PEM or PuTTY)."""
     return bool(_PRIVATE.search(start))
 
 
 def mask_secrets(text: str) -> str:
-    """Return `text` with a star for each character of a secret, so that columns stay the same."""
+    """Return `text` with a star in place of each character of a secret.
+
+    The length stays the same, so that positions in messages stay right.
+    """
     for pattern in _PATTERNS.values():
         text = pattern.sub(_mask_match, text)
     characters, end = list(text), 0
     for match in _ASSIGNED.finditer(text):
         group = next(number for number in _ENDS if match[number] is not None)
         position = match.start(group)
+        # `end` is where the last value that was masked ends.
         if position >= end and in_name(match[1], match[group]):
             while position < len(text) and text[position] not in _ENDS[group]:
                 characters[position] = "*"
@@ -149,6 +178,7 @@ def mask_secrets(text: str) -> str:
 
 
 def _mask_match(match: re.Match[str]) -> str:
+    """Return the text of a match with stars for its group, or for all of it if the pattern has no group."""
     group, start = 1 if match.re.groups else 0, match.start()
     first, last = match.start(group) - start, match.end(group) - start
     # Line ends stay, so that positions in a text of several lines stay too.

@@ -1,7 +1,8 @@
-"""System facts: the part of a recipe that every image carries as ``/opt/imgkit/system.json``.
+"""The system facts, which are the part of a recipe that every image has in ``/opt/imgkit/system.json``.
 
-Both halves read these plain dataclasses and apply every rule of their annotations: the image half with the
-standard library alone (json_text.py), the host half with pydantic, where a person wrote the values.
+Both halves of imgkit read them into these dataclasses and apply the rules in the annotations. The image half
+does so with the standard library alone (json_text.py). The host half uses pydantic for what a person wrote,
+with the docstrings of the fields as descriptions.
 """
 
 from __future__ import annotations
@@ -33,24 +34,29 @@ from imgkit_entrypoints.rules import (
     srun_option,
 )
 
+# Version of the format of system.json.
 SCHEMA = 1
 PARTITION = "SLURM_JOB_PARTITION"
-"""Variable with the one partition in which a job runs."""
+"""Variable with the name of the partition in which a job runs."""
 SYSTEM_JSON = Path("/opt/imgkit/system.json")
 JOB_FOLDER = "IMGKIT_JOB_DIR"
-"""Variable with the job's folder where a container starts elsewhere; unset: it is the current folder."""
+"""Variable with the job's folder. It is unset if that is the current folder of the container."""
 WORKSPACE = "workspace"
-"""The run's copy of its code: a folder of the run folder, which containers mount in their root folder."""
+"""Folder of the run folder with the run's copy of its code. Containers mount it in their root folder."""
 
 HOST = "/run/imgkit/host"
-"""Folder of the container below which the host's folders are bound, each at its own path."""
+"""Folder in the container where folders of the host are bound: the host's /usr is /run/imgkit/host/usr."""
 HOST_FOLDERS = ("/usr", "/opt")
-"""Folders of the host that are always bound there; every host has them."""
+"""Folders of the host that are always bound below `HOST`. Every host has them."""
 HOST_LIBS = "IMGKIT_HOST_LIBS"
-"""``none``, ``auto``, or ``auto:FOLDER:FOLDER`` with folders of the host that are searched first."""
-CUDA_COMPAT = "IMGKIT_CUDA_COMPAT"
-"""A `CompatRule`: as the recipe's ``runtime.cuda_compat``, before which it counts."""
+"""Variable that replaces the recipe's ``fabric.host_libs``: ``none``, ``auto``, or ``auto:FOLDER:FOLDER``.
 
+The folders are searched first; they are paths of the host.
+"""
+CUDA_COMPAT = "IMGKIT_CUDA_COMPAT"
+"""Variable that replaces the recipe's ``runtime.cuda_compat``. Its value is a `CompatRule`."""
+
+# Values of the recipe's settings. The docstring of each field below says what they mean.
 RuntimeKind = Literal["singularity", "docker", "pyxis", "kubernetes"]
 CompressionChoice = Literal["auto", "zstd", "gzip"]
 FabricKind = Literal["infiniband", "roce", "slingshot", "tcp"]
@@ -64,6 +70,7 @@ JobField = Literal["account", "name", "qos", "time"]
 Bind = Annotated[Line, Rule(bind_mount), Rule(site_value)]
 HostFolder = Annotated[Line, Rule(host_folder)]
 SrunOption = Annotated[Text, Rule(srun_option)]
+# "535.129.03" or "580"
 _DRIVER = r"(?:[0-9]{3,4}(?:\.[0-9]{1,3}){0,2})?"
 _DRIVER_HINT = 'write what nvidia-smi shows: "535.129.03"'
 DriverVersion = Annotated[Line, pattern_rule(_DRIVER, "is not a version of NVIDIA's driver", _DRIVER_HINT)]
@@ -71,6 +78,7 @@ _PARTITION_HINT = "write one name as sinfo prints it, without *"
 PartitionName = Annotated[
     Line, pattern_rule(r"[A-Za-z0-9][A-Za-z0-9_.-]*", "is not the name of a partition", _PARTITION_HINT)
 ]
+# "gpu" or "gpu:h100"
 _GRES_HINT = "write gpu:TYPE as sinfo -o %G prints it, without the number"
 Gres = Annotated[
     Line, pattern_rule(r"(?:gpu(?::[A-Za-z0-9][A-Za-z0-9_.-]*)?)?", "is not Slurm's name of GPUs", _GRES_HINT)
@@ -79,6 +87,7 @@ _POOL_HINT = "write one name as runai nodepool list prints it"
 NodePool = Annotated[
     Line, pattern_rule(r"[A-Za-z0-9][A-Za-z0-9_.-]*", "is not the name of a node pool", _POOL_HINT)
 ]
+# Linux limits the name of an interface to 15 characters.
 _INTERFACE_HINT = "write one whole name as ip link prints it, such as ib0, without = ^ and commas"
 Interface = Annotated[
     Line,
@@ -86,6 +95,7 @@ Interface = Annotated[
 ]
 _SUFFIX_HINT = "allowed: letters, digits, - and ."
 HostSuffix = Annotated[Line, pattern_rule(r"[A-Za-z0-9.-]*", "cannot end a host name", _SUFFIX_HINT)]
+# "HOST", "USER@HOST", or nothing
 _HOST = r"(?:(?:[A-Za-z0-9._-]+@)?[A-Za-z0-9][A-Za-z0-9._-]*)?"
 _HOST_HINT = "write HOST or USER@HOST; the folder belongs in `directory`"
 Host = Annotated[Line, pattern_rule(_HOST, "is not a host", _HOST_HINT)]
@@ -257,19 +267,21 @@ class SystemFacts:
     """Faults of versions and settings that nodes and ``imgkit check`` look for, besides imgkit's own rows."""
 
     def in_partition(self, partition: str) -> SystemFacts:
-        """Return these facts with the nodes and the scheduler options of `partition`.
+        """Return these facts with the values of `partition` in `node`, and its options in `queue`.
 
-        A partition that is not listed has the nodes of `node` and the options of `queue`.
+        For a partition that the recipe does not list, `node` and `queue` stay as they are.
         """
         listed = self.partitions.get(partition, Partition())
+        # These two are not fields of `node`. None and an empty text mean that a value is not set.
         values = dataclasses.asdict(listed)
         del values["interfaces"], values["options"]
         changes = {name: value for name, value in values.items() if value not in (None, "")}
+        # The partition's default size replaces both sizes of `node`, also that for each GPU.
         if "default_memory_GB" in changes:
             changes.setdefault("memory_per_gpu_GB", None)
         options = (*self.queue.options, *listed.options)
         if listed.gpus == 0 and self.node.gpus:
-            # The options of `queue` are for nodes with GPUs, such as a constraint that others do not meet.
+            # The options of `queue` are for nodes with GPUs, such as a constraint that no other node meets.
             options = listed.options
         return dataclasses.replace(
             self,
@@ -278,14 +290,19 @@ class SystemFacts:
         )
 
     def on_node(self, env: Mapping[str, str]) -> SystemFacts:
-        """Return these facts with the variables of the site in `self.env` replaced by their values in `env`.
+        """Return these facts with the site's variables in the values of `self.env` replaced.
 
-        The job's folder is the current one where no variable names it. A variable that the user sets is not
-        needed, so its value may name what the node lacks.
+        For example ``$EBROOTNCCL/lib -> /apps/NCCL/2.20.5/lib``. If no variable names the job's folder, it is
+        the current one. If the user sets a variable of the recipe, the recipe's value is not needed, and its
+        site variables need not exist.
+
+        Parameters
+        ----------
+        env : the environment on the node.
 
         Raises
         ------
-        UsageError : a variable is not set here.
+        UsageError : a variable of the site is not set on this node.
         """
         values, sources = dict(self.env), {JOB_FOLDER: env.get("PWD", ""), **env}
         for name, value in self.env.items():
@@ -302,16 +319,17 @@ class SystemFacts:
 
 
 def to_json(facts: SystemFacts) -> str:
-    """Serialize `facts` with the schema number as deterministic JSON text."""
+    """Return the text of system.json, which is the same for the same facts."""
     return json.dumps({"schema": SCHEMA, **dataclasses.asdict(facts)}, indent=2, sort_keys=True) + "\n"
 
 
 def from_json(text: str) -> SystemFacts:
-    """Parse the text of `to_json`; unknown keys of a later version are ignored.
+    """Return the facts in the text of a system.json. Unknown keys of a later version are ignored.
 
     Raises
     ------
-    ValueError : it is not JSON, or a value has another type than its field or breaks a rule; names the field.
+    ValueError : the text is not JSON, or a value has another type than its field or breaks a rule. The
+        message names the field.
     """
     facts: SystemFacts = json_text.build_value(SystemFacts, json_text.parse(text), "system")
     return facts

@@ -1,8 +1,8 @@
-"""The only module that prints: text of files, other machines and programs must not steer a terminal.
+"""Print lines so that text of files, other machines and programs cannot control the terminal.
 
-`print_results` and `print_messages` take lines. In each, what a terminal acts on or does not show
-becomes an escape, such as ``\\x1b``. So does a line break: a value from elsewhere cannot begin a line and
-look like one of imgkit's.
+No other module prints. `print_results` and `print_messages` replace each character that a terminal acts on or
+does not show by an escape such as ``\\x1b``. They do so with line breaks as well, so that no value from
+elsewhere can begin a line that looks like one of imgkit's.
 """
 
 from __future__ import annotations
@@ -16,15 +16,21 @@ import sys
 from collections.abc import Callable
 from typing import IO, Any
 
+# Control sequences for colours and for moving the cursor: "\x1b[31m", "\x1b[2K"
 _SEQUENCE = re.compile(r"\x1b\[[0-9;:?]*[A-Za-z]")
+# The beginning of such a sequence at the end of a chunk. The next chunk may have the rest.
 _UNFINISHED = re.compile(r"\x1b(\[[0-9;:?]{0,20})?\Z")
 
 
 def escape_controls(text: str, *, keep: str = "") -> str:
-    """Return `text` with an escape for each character that `repr` escapes too, except those in `keep`.
+    """Return `text` with an escape for each character that is not printable, as `repr` writes it.
 
-    These are controls, line breaks, marks of the direction of writing, what has no width, and what is no
-    character at all. A text that was escaped stays as it is.
+    These are control characters, line breaks, marks of the direction of writing, and characters without
+    width. For example a tab becomes ``\\t``. Escaping a text twice changes nothing.
+
+    Parameters
+    ----------
+    keep : characters that are not escaped.
     """
     if text.isprintable():
         return text
@@ -32,37 +38,42 @@ def escape_controls(text: str, *, keep: str = "") -> str:
 
 
 def strip_styles(text: str) -> str:
-    """Return `text` without the sequences by which programs colour and move what a terminal shows."""
+    """Return `text` without the control sequences that set colours or move the cursor."""
     return _SEQUENCE.sub("", text)
 
 
 class OutputLost(OSError):
-    """Standard output is closed or full, and lacks what was printed."""
+    """Standard output is closed or full, so that something is missing from it."""
 
 
 def print_results(*lines: str) -> None:
-    """Print results: each argument is one line of standard output.
+    """Print results to standard output, one line for each argument.
 
     Raises
     ------
-    OutputLost : they cannot be written.
+    OutputLost : the lines cannot be written.
     """
     _print(sys.stdout, _join_lines(lines))
 
 
 def print_messages(*lines: str) -> None:
-    """Print messages: each argument is one line of standard error, unless that is closed or full."""
+    """Print messages to standard error, one line for each argument.
+
+    Nothing happens if standard error is closed or full.
+    """
     with contextlib.suppress(OSError):
         sys.stderr.write(_join_lines(lines))
         sys.stderr.flush()
 
 
 def print_document(text: str) -> None:
-    """Print a whole text, such as JSON or a script: its exact bytes, except to a terminal.
+    """Print a whole text, such as JSON or a script, to standard output.
+
+    A file or pipe gets exactly the bytes of the text. On a terminal, control characters are escaped.
 
     Raises
     ------
-    OutputLost : it cannot be written.
+    OutputLost : the text cannot be written.
     """
     if sys.stdout.isatty():
         text = escape_controls(text, keep="\n\t")
@@ -70,11 +81,12 @@ def print_document(text: str) -> None:
 
 
 def _join_lines(lines: tuple[str, ...]) -> str:
-    # One text for one call: lines of several processes do not mix.
+    # Written with one call, so that lines of several processes do not mix.
     return "".join(f"{escape_controls(line)}\n" for line in lines)
 
 
 def _print(stream: IO[Any], data: str | bytes) -> None:
+    """Write `data` to standard output or its buffer, and raise `OutputLost` if that fails."""
     try:
         sys.stdout.flush()
         stream.write(data)
@@ -84,10 +96,10 @@ def _print(stream: IO[Any], data: str | bytes) -> None:
 
 
 def open_closed_streams() -> None:
-    """Open standard input, output and error where they are closed, so that writing to them fails as before.
+    """Open /dev/null for reading in place of standard streams that are closed, so that writing still fails.
 
-    Otherwise the next file or socket of this process gets the free descriptor, and the programs that it
-    starts print into that.
+    Otherwise the next file or socket of this process would get the free descriptor, and programs that it
+    starts would print into that.
     """
     for descriptor in (0, 1, 2):
         try:
@@ -99,9 +111,14 @@ def open_closed_streams() -> None:
 
 
 def output_copier(*, to_err: bool = False) -> Callable[[bytes], None]:
-    """Return what passes on a program's output as it comes: exactly, except to a terminal.
+    """Return a function that copies a program's output to our own, chunk by chunk.
 
-    There it loses its style, a carriage return ends a line, and all else is escaped as in `escape_controls`.
+    A file or pipe gets exactly the same bytes. On a terminal, colours are removed, a carriage return ends a
+    line, and other control characters are escaped.
+
+    Parameters
+    ----------
+    to_err : copy to standard error instead of standard output.
     """
     stream = sys.stderr if to_err else sys.stdout
     decoder = io.IncrementalNewlineDecoder(
@@ -111,6 +128,7 @@ def output_copier(*, to_err: bool = False) -> Callable[[bytes], None]:
 
     def write(chunk: bytes) -> None:
         nonlocal unfinished
+        # A chunk may end within a character or a control sequence, so the rest waits for the next chunk.
         if not stream.isatty():
             stream.buffer.write(chunk)
         else:

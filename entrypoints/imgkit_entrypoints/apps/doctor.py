@@ -1,7 +1,8 @@
-"""``dist-doctor`` on all nodes: each node checks itself, one all_reduce is verified, the bad host is named.
+"""``dist-doctor`` on all nodes.
 
-The ranks exchange their answers through the launch's store, not through the network under test. So the
-answers arrive even where NCCL hangs or gives wrong values.
+Each node checks itself, all ranks verify an all_reduce, and rank 0 names the bad host. The ranks exchange
+their answers through the launch's store and not through the network under test. So the answers arrive even
+if NCCL hangs or returns wrong values.
 """
 
 from __future__ import annotations
@@ -30,37 +31,42 @@ if TYPE_CHECKING:
     import torch
 
 ELEMENTS = 1 << 18
-"""1 MiB of float32: most wrong results on GH200 with Slingshot had this size (NVIDIA/nccl issue 2001)."""
+"""Numbers in the all_reduce, which are 1 MiB of float32.
+
+Most wrong results on GH200 with Slingshot had this size (NVIDIA/nccl issue 2001).
+"""
+# Number of times that the all_reduce runs.
 REPEATS = 5
 LATE_S = 15
-"""Extra time for a rank to answer after its own timeout."""
+"""Extra seconds for a rank to answer after its own timeout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Findings of one rank."""
+    """What one rank found, as it sends it to rank 0."""
 
     rank: int
     host: str
     device: str
     seconds: float = 0.0
-    """Time until its result or its error."""
+    """Time until the collective ended or failed."""
     error: str = ""
+    """First line of the collective's error; empty if there was none."""
     wrong: tuple[int, ...] = ()
     """Ranks whose values arrived corrupted at this rank."""
     checks: tuple[Check, ...] = ()
-    """Checks of the whole node; only the first rank of each node has them."""
+    """Checks of the whole node, which only the first rank of each node runs."""
     machine: str = ""
-    """Boot id, which is equal in all containers of a machine."""
+    """Boot id of the machine, which is the same in all of its containers."""
     time_s: float = 0.0
-    """Its clock directly after the collective, in seconds of the epoch; 0: there was none."""
+    """Time of the node directly after the collective, in seconds since the epoch; 0 if that failed."""
     nccl_host: str = ""
-    """Identity of the machine for NCCL; see `_nccl_host`."""
+    """What NCCL takes for the identity of the machine; see `_nccl_host`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeVerdict:
-    """The verdict on one host."""
+    """The verdict on one node, with its reasons and the checks that are not ok."""
 
     host: str
     ranks: tuple[int, ...]
@@ -70,20 +76,21 @@ class NodeVerdict:
 
 
 def judge(hosts: Sequence[str], answers: Mapping[int, Answer], timeout_s: int) -> tuple[NodeVerdict, ...]:
-    """Find the bad host.
+    """Return a verdict on every node, by which the bad one can be told from its victims.
 
-    If the values of a rank arrive wrong at most others, that rank is at fault; otherwise the receiver is.
-    A node whose only trouble is a failed collective gets "unknown" if another node is at fault: it may be a
-    victim.
+    If the values of a rank arrive wrong at most others, that rank is at fault; otherwise the receiver is. A
+    node whose only problem is a failed collective gets the verdict ``unknown`` if another node is at fault,
+    because it may be a victim of that node.
 
     Parameters
     ----------
-    hosts : host of every rank; empty where the rank never reported one.
-    answers : findings by rank; a missing rank never answered.
+    hosts : host of every rank; empty if the rank never reported one.
+    answers : answers by rank; a rank that is missing never answered.
     """
     blamed: dict[int, list[str]] = {}
     complaints = Counter(sender for answer in answers.values() for sender in answer.wrong)
     heard = sum(not answer.error for answer in answers.values())
+    # Ranks whose values arrived wrong at more than half of the ranks that got a result.
     senders = {sender for sender, count in complaints.items() if 2 * count > heard}
     ranks_by_host: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
@@ -103,7 +110,10 @@ def judge(hosts: Sequence[str], answers: Mapping[int, Answer], timeout_s: int) -
 
 
 def _compare(answer: Answer, answers: Mapping[int, Answer]) -> Iterator[Check]:
-    """Yield warnings that follow from the answers of other nodes: split machines, and a wrong clock."""
+    """Yield the warnings that need the answers of other nodes.
+
+    They are about GPUs of one machine between which NCCL would use the network, and about a wrong clock.
+    """
     hosts = {
         peer.host
         for peer in answers.values()
@@ -129,6 +139,13 @@ def _judge_node(
     blamed: Mapping[int, Sequence[str]],
     has_suspects: bool,
 ) -> NodeVerdict:
+    """Return the verdict on one node.
+
+    Parameters
+    ----------
+    blamed : reasons by the rank that is at fault.
+    has_suspects : some rank is at fault, or a check failed on some node.
+    """
     node_answers = [answers[rank] for rank in ranks if rank in answers]
     checks = [check for answer in node_answers for check in (*answer.checks, *_compare(answer, answers))]
     problems = tuple(check for check in checks if check.verdict != "ok")
@@ -153,7 +170,7 @@ def _judge_node(
 
 
 def table(nodes: Sequence[NodeVerdict]) -> Iterator[str]:
-    """Yield one line per node, with its problems below."""
+    """Yield the lines of the report: one for each node, with its problems below."""
     width = max(len(node.host) for node in nodes)
     for node in nodes:
         ranks = f"rank {node.ranks[0]}" if len(node.ranks) == 1 else f"ranks {_spans(node.ranks)}"
@@ -166,18 +183,18 @@ def table(nodes: Sequence[NodeVerdict]) -> Iterator[str]:
 
 
 def _spans(ranks: Sequence[int]) -> str:
-    """``0-3`` or ``0,2,4``."""
+    """Return ranks as a short text: ``0-3`` if there is no gap, and otherwise ``0,2,4``."""
     last = ranks[0] + len(ranks) - 1
     return f"{ranks[0]}-{last}" if ranks[-1] == last else ",".join(str(rank) for rank in ranks)
 
 
 def failed(nodes: Sequence[NodeVerdict], *, strict: bool) -> list[str]:
-    """Hosts that failed; with `strict`, a warning is a failure."""
+    """Return the hosts that failed. With `strict`, a warning counts as a failure."""
     return [node.host for node in nodes if node.verdict == "fail" or (strict and node.verdict == "warn")]
 
 
 def verdict_line(nodes: Sequence[NodeVerdict], world_size: int, *, strict: bool = False) -> str:
-    """Return the last line, which names the failed hosts."""
+    """Return the last line of the report, which names the failed hosts."""
     scope = f"{len(nodes)} node{'s' * (len(nodes) > 1)}, {world_size} ranks"
     if hosts := failed(nodes, strict=strict):
         hint = "" if failed(nodes, strict=False) else ": --strict counts warnings as failures"
@@ -186,22 +203,22 @@ def verdict_line(nodes: Sequence[NodeVerdict], world_size: int, *, strict: bool 
 
 
 def main() -> None:
-    """Run one worker; all workers exit with the common verdict."""
+    """Run one worker. All workers exit with the same code, which rank 0 decides."""
     import torch.distributed as dist
 
     options = parse_options()
-    # If any library hangs, the kernel ends this process.
+    # If a library hangs, the kernel ends this process by SIGALRM.
     signal.alarm(5 * (options.timeout + LATE_S))
     store, rank, world_size = next(
         dist.rendezvous("env://", timeout=datetime.timedelta(seconds=options.timeout + LATE_S))
     )
-    # A prefix per attempt: keys of an earlier attempt would be taken for answers.
+    # Each attempt has its own prefix, so that keys of an earlier one are not taken for answers.
     store = dist.PrefixStore(f"doctor/{os.environ.get('IMGKIT_ATTEMPT', '1')}", store)
     store.set(f"host/{rank}", _host())
     answer = dataclasses.replace(_verify_sum(store, rank, world_size, options.timeout), **_examine_node())
     store.set(f"answer/{rank}", json.dumps(dataclasses.asdict(answer)))
     if rank == 0:
-        # Wait until every rank has had its time: a hanging rank is a finding as well.
+        # Every rank gets its full time, because a rank that hangs is a finding as well.
         hosts, answers = _collect(store, world_size, options.timeout + LATE_S)
         nodes = judge(hosts, answers, options.timeout)
         hosts = failed(nodes, strict=options.strict)
@@ -217,32 +234,40 @@ def main() -> None:
         else:
             terminal.print_results(*table(nodes), verdict_line(nodes, world_size, strict=options.strict))
         store.set("code", "1" if hosts else "0")
-    # Rank 0 may need its timeout for the start, for the sum, and again for the others; this is longer.
+    # Rank 0 may need its timeout for the start, for the sum, and again for the others, so wait longer.
     store.wait(["code"], datetime.timedelta(seconds=4 * (options.timeout + LATE_S)))
     code = int(store.get("code"))
     store.add("finished", 1)
-    if rank == 0:  # it may host the store, so it leaves last, but does not wait for ranks that hang
+    # Rank 0 may serve the store, so it leaves last. It waits at most `LATE_S` for ranks that hang.
+    if rank == 0:
         end_s = time.monotonic() + LATE_S
         while store.add("finished", 0) < world_size and time.monotonic() < end_s:
             time.sleep(0.05)
     sys.stdout.flush()
-    # Not sys.exit: a group that hangs in a collective would hang again in its destructor.
+    # After sys.exit, a group that hangs in a collective would hang again in its destructor.
     os._exit(code)
 
 
 def _host() -> str:
-    """Return the name of this node with its rank, since two containers may have the same name."""
+    """Return the name of this node, with its node rank if there are several: ``gpu07 (node 3)``.
+
+    Two containers may have the same name.
+    """
     group = os.environ.get("GROUP_RANK")
     return f"{platform.node()} (node {group})" if group and _has_peers() else platform.node()
 
 
 def _has_peers() -> bool:
+    """Return True if the run has other nodes."""
     nodes = os.environ.get("GROUP_WORLD_SIZE")  # torchrun sets it; a rank that MPI started has none
     return nodes != "1" if nodes else os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE")
 
 
 def _examine_node() -> dict[str, Any]:
-    """Return the checks of the node as fields of `Answer`, on its first rank alone."""
+    """Run the checks of the node on its first rank, and return the results as fields of `Answer`.
+
+    Other ranks return no fields.
+    """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return {}
     try:
@@ -261,7 +286,10 @@ def _examine_node() -> dict[str, Any]:
 
 
 def _nccl_host(host: facts.HostFacts) -> str:
-    """Identity by which NCCL finds ranks that can share memory (its misc/utils.cc, shm transport)."""
+    """Return the identity by which NCCL finds ranks on the same machine, which can share memory.
+
+    It is the host name (or NCCL_HOSTID) and the device of /dev/shm (misc/utils.cc and the shm transport).
+    """
     try:
         shm = Path(SHM).stat().st_dev
     except OSError:
@@ -270,7 +298,7 @@ def _nccl_host(host: facts.HostFacts) -> str:
 
 
 def _verify_sum(store: Any, rank: int, world_size: int, timeout_s: int) -> Answer:
-    """Run the collective; its result or its error is the answer."""
+    """Run the collective, and return its result or its error as the answer of this rank."""
     import torch
     import torch.distributed as dist
 
@@ -305,17 +333,17 @@ def _verify_sum(store: Any, rank: int, world_size: int, timeout_s: int) -> Answe
 
 
 def _wrong_senders(rank: int, world_size: int, device: torch.device) -> tuple[int, ...]:
-    """Ranks whose values arrive wrong.
+    """Run the all_reduce, and return the ranks whose values arrive wrong.
 
-    Each rank fills the places i with i % world_size == rank and sends zeros elsewhere, so every place has one
-    sender.
+    A rank sends its values at the positions i with i % world_size == rank, and zeros elsewhere. So each value
+    of the sum comes from one rank.
     """
     import torch
     import torch.distributed as dist
 
     count = max(ELEMENTS, world_size)
     owner = torch.arange(count, device=device).remainder_(world_size)
-    # Whole numbers below 2^24: exact in float32.
+    # Whole numbers up to 2^20, since float32 is exact only up to 2^24.
     values = torch.arange(count, device=device).remainder_(1 << 20).add_(1).to(torch.float32)
     bad = torch.zeros(count, dtype=torch.bool, device=device)
     for _ in range(REPEATS):
@@ -326,7 +354,10 @@ def _wrong_senders(rank: int, world_size: int, device: torch.device) -> tuple[in
 
 
 def _collect(store: Any, world_size: int, wait_s: int) -> tuple[list[str], dict[int, Answer]]:
-    """Return the host of every rank, and the answers that arrive within `wait_s` seconds for all ranks."""
+    """Return the host of every rank, and the answers that arrive within `wait_s` seconds.
+
+    The time is for all ranks together. A rank that did not answer may still have reported its host.
+    """
     end_s = time.monotonic() + wait_s
     answers: dict[int, Answer] = {}
     hosts = [""] * world_size
@@ -343,6 +374,7 @@ def _collect(store: Any, world_size: int, wait_s: int) -> tuple[list[str], dict[
 
 
 def _read(store: Any, key: str, wait_s: float) -> str | None:
+    """Return the text of a key in the store, or None if it does not arrive within `wait_s` seconds."""
     try:
         store.wait([key], datetime.timedelta(seconds=wait_s))
     except Exception:  # no such key: DistStoreError or RuntimeError, depending on torch's version

@@ -1,7 +1,7 @@
-"""Shared parts of the SVG charts of dist-bench and dist-train, without a plotting library.
+"""The common parts of the SVG charts of dist-bench and dist-train, which need no plotting library.
 
-Charts are readable without colours (markers, dashes, labels) and on light and dark pages. They use plain
-classes and attributes only, because converters for papers do not support CSS variables.
+Markers, dashes and labels make the charts readable without colours, and they fit light and dark pages. They
+use only plain classes and attributes, because converters for papers do not support CSS variables.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from html import escape
 
-# The palette of Okabe and Ito, which colour-blind readers can tell apart, with light variants for dark pages.
+# The palette of Okabe and Ito, which colour-blind readers can tell apart. Each colour is for light pages, and
+# its lighter variant for dark ones.
 COLOURS = (
     ("#0072b2", "#56b4e9"),
     ("#d55e00", "#f0894a"),
@@ -19,7 +20,8 @@ COLOURS = (
     ("#4a4a4a", "#c8c8c8"),
 )
 DASHES = ("", "7 3", "2 3")
-"""Dash patterns: solid for the first round of colours, then dashed for the next two."""
+"""Dash patterns (stroke-dasharray). With more lines than colours, the second and third round are dashed."""
+# Classes .s0, .s1, ... set the stroke of the lines, and .f0, .f1, ... fill their markers.
 STYLE = (
     ".paper{fill:#fff}.grid{stroke:#e3e5e8}.frame{stroke:#8a9099;fill:none}"
     "text{font:12px system-ui,'DejaVu Sans',Helvetica,Arial,sans-serif;fill:#1c1f23}"
@@ -34,11 +36,11 @@ STYLE = (
     )
     + "}"
 )
-"""CSS for the page or file that holds the drawings."""
+"""The CSS for the page or file that has the drawings."""
 
 
 def document(body: str, width: int, height: int) -> str:
-    """One SVG file that holds `body`."""
+    """Return the text of an SVG file with the elements in `body`."""
     return (
         '<?xml version="1.0" encoding="UTF-8"?>\n'
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
@@ -47,5 +49,5 @@ def document(body: str, width: int, height: int) -> str:
 
 
 def escaped(value: str) -> str:
-    """Escape `value` for HTML and XML, and replace the characters that XML forbids."""
+    """Return a text escaped for HTML and XML, in which U+FFFD replaces characters that XML forbids."""
     return escape(re.sub("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", value))

@@ -1,4 +1,7 @@
-"""The smallest message passing: every rank tells where it runs, and rank 0 times round trips to each."""
+"""``dist-hello``, the smallest program with messages between ranks.
+
+Every rank reports its host and device, and rank 0 measures round trips to each other rank.
+"""
 
 from __future__ import annotations
 
@@ -16,24 +19,24 @@ if TYPE_CHECKING:
     from imgkit_entrypoints.run.ranks import Ranks
 
 WARM_UP, ROUND_TRIPS = 3, 20
-"""Round trips to each rank that do not count, and those that do."""
+"""Number of round trips to each rank that do not count, and of those that do."""
 OPTIONS = ()
-"""dist-hello has the options of the launch alone."""
+"""dist-hello has no options besides those of the launch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """One rank, as rank 0 sees it."""
+    """What rank 0 knows about a rank."""
 
     rank: int
     host: str
     device: str
     seconds: float | None = None
-    """Half the median round trip of 8 bytes; None for rank 0 itself."""
+    """Half of the median round trip of 8 bytes; None for rank 0 itself."""
 
 
 def table(peers: Sequence[Peer]) -> list[str]:
-    """Return aligned plain text with rank, host, device and latency."""
+    """Return the lines of an aligned table with rank, host, device and latency."""
     rows = [("rank", "host", "device", "latency")]
     for peer in peers:
         latency = "-" if peer.seconds is None else f"{peer.seconds * 1e6:.1f} us"
@@ -45,7 +48,7 @@ def table(peers: Sequence[Peer]) -> list[str]:
 
 
 def main() -> None:
-    """Run one worker."""
+    """Run one worker: gather hosts and devices, time the round trips, and verify a sum over all ranks."""
     import torch
     import torch.distributed as dist
 
@@ -71,9 +74,10 @@ def main() -> None:
 
 
 def time_round_trips(peer: int, host: str, ranks: Ranks) -> float | None:
-    """Send numbers from rank 0 to `peer`, which adds its rank to each; return half the median time.
+    """Send numbers from rank 0 to `peer` and back, and return half of the median time in seconds.
 
-    A call of all ranks; on the others than rank 0 it returns None.
+    All ranks call this function, and it returns None on every rank but 0. `peer` adds its rank to each
+    number, so that rank 0 sees a wrong answer and ends the run.
     """
     import torch
     import torch.distributed as dist

@@ -1,4 +1,7 @@
-"""Pi as the integral of 4/(1+x^2) over [0, 1] by the trapezoid rule, the points shared by all ranks."""
+"""``dist-pi``: compute pi as the integral of 4/(1+x^2) over [0, 1] with the trapezoid rule.
+
+The points of the rule are divided among all ranks.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +29,17 @@ BLOCK = 65_536
 # A GPU has no such cache, and every block costs a kernel launch and a wait.
 BLOCK_CUDA = 1 << 24
 ALONE = 50_000_000
-"""Most points of the run that rank 0 makes alone."""
+"""Largest number of points that rank 0 computes alone, while all others wait."""
+# What rounding may add to the error of pi.
 ROUNDING = 1e-12
 SHOWN = 16
-"""Most processes that are listed one by one; a larger run lists the slowest, the median and the fastest."""
+"""A run with more processes lists only the slowest one, the median and the fastest one."""
 OPTIONS = (Option("--intervals", "number of intervals", parse_positive, "N", default=100_000_000),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Work of one process."""
+    """The number of points that a process computed, and the time that it took."""
 
     rank: int
     host: str
@@ -44,20 +48,24 @@ class Work:
 
     @property
     def points_per_s(self) -> float:
-        """Speed of the process; 0 if it had no points."""
+        """Speed of the process, or 0 if it had no points."""
         return self.points / self.seconds if self.points else 0.0
 
 
 def end_points(first: int, end: int, intervals: int) -> float:
-    """Excess of ``range(first, end)`` if every point has weight 1: half the integrand at each end of [0, 1].
+    """Return how much the sum over ``range(first, end)`` is too large if every point has the weight 1.
 
-    The integrand 4/(1+x^2) is 4 at 0 and 2 at 1.
+    In the trapezoid rule, the two ends of [0, 1] have the weight 1/2. The integrand 4/(1+x^2) is 4 at 0 and 2
+    at 1, so the excess is 2 for the first point, 1 for the last one, and 0 for all others.
     """
     return (2.0 if first == 0 < end else 0.0) + (1.0 if first <= intervals < end else 0.0)
 
 
 def tolerance(intervals: int) -> float:
-    """Largest accepted error: the rule's own, h^2/12 * (f'(1) - f'(0)) = 1/(6 n^2), plus rounding."""
+    """Return the largest error of pi that is accepted for n intervals.
+
+    The trapezoid rule's own error is h^2/12 * (f'(1) - f'(0)) = 1/(6 n^2). Rounding is added to it.
+    """
     return 1.0 / (6.0 * intervals * intervals) + ROUNDING
 
 
@@ -66,8 +74,8 @@ def report(value: float, intervals: int, results: Sequence[Work], seconds: float
 
     Parameters
     ----------
-    seconds : time of the slowest process from the common start to the sum.
-    alone : rank 0 while all others are idle; the parallel efficiency compares with its speed.
+    seconds : time of the slowest process from the common start until it has the sum.
+    alone : work of rank 0 while all others were idle. The parallel efficiency compares with its speed.
     """
     ordered = sorted(results, key=lambda work: work.points_per_s)
     middle = ordered[len(ordered) // 2]
@@ -92,12 +100,16 @@ def report(value: float, intervals: int, results: Sequence[Work], seconds: float
 
 
 def partial_sum(first: int, end: int, intervals: int, ranks: Ranks) -> float:
-    """Sum of 4/(1+x^2) over x = i/intervals, i in ``range(first, end)``; the ends of [0, 1] count half."""
+    """Return the sum of 4/(1+x^2) over the points x = i/intervals with i in ``range(first, end)``.
+
+    The points 0 and 1 count half.
+    """
     import torch
 
     block = BLOCK_CUDA if ranks.device.type == "cuda" else BLOCK
     block = max(1, min(block, end - first))
-    # 4/(1+(i/n)^2) = 4 n^2 * 1/(n^2+i^2): whole numbers until the division, and one pass fewer.
+    # 4/(1+(i/n)^2) is computed as 4 n^2 * 1/(n^2+i^2). That has whole numbers until the division, and needs
+    # one pass over the block less.
     square = float(intervals) ** 2
     points = torch.arange(first, first + block, dtype=torch.float64, device=ranks.device)
     offset = torch.full((), square, dtype=torch.float64, device=ranks.device)
@@ -113,7 +125,7 @@ def partial_sum(first: int, end: int, intervals: int, ranks: Ranks) -> float:
 
 
 def timed_sum(first: int, end: int, intervals: int, ranks: Ranks) -> tuple[float, Work]:
-    """Return a `partial_sum`, and what it took."""
+    """Return a `partial_sum`, and the work that it was."""
     start_s = time.perf_counter()
     value = partial_sum(first, end, intervals, ranks)
     seconds = time.perf_counter() - start_s
@@ -121,7 +133,7 @@ def timed_sum(first: int, end: int, intervals: int, ranks: Ranks) -> tuple[float
 
 
 def main() -> None:
-    """Run one worker."""
+    """Run one worker: time rank 0 alone, then the sum of all ranks, and compare the result with pi."""
     import torch
     import torch.distributed as dist
 

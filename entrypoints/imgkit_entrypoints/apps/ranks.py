@@ -1,4 +1,8 @@
-"""The process group that every app opens, and how a worker leaves."""
+"""Open the process group of a worker, and end the worker without a hang.
+
+torch's process group and gloo's threads can hang or abort at the end of a process. The functions below say
+how, and with which versions of torch.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +25,10 @@ from imgkit_entrypoints.launch import user_program, watchdog
 from imgkit_entrypoints.run.ranks import Ranks
 
 REFUSE_S = 5.0
-"""Time that the others give local rank 0 to leave first; a loaded machine starts workers seconds apart."""
+"""How long other ranks wait until local rank 0 has left. A loaded machine starts workers seconds apart."""
 RELEASE_S = 0.05
 """Time in which a thread of gloo gets the GIL and releases its last work."""
+# Process groups that must not be destroyed before the worker ends.
 _alive: list[object] = []
 
 
@@ -36,14 +41,15 @@ def opened(
     rank: int = -1,
     world_size: int = -1,
 ) -> Iterator[Ranks]:
-    """Join the process group that torchrun prepared, or the one in `store`: nccl between GPUs, else gloo.
+    """Join the process group that torchrun prepared, or the one in `store`, and yield its ranks.
 
-    A collective that takes longer than `timeout_s` fails; None leaves torch's own limits of 10 or 30 minutes.
+    The backend is nccl between GPUs, and gloo otherwise.
 
     Parameters
     ----------
-    device : device of this rank; None: the local rank's GPU if IMGKIT_DEVICE is cuda, else the CPU.
-    store, rank, world_size : the group without torchrun.
+    timeout_s : time limit of a collective; None for torch's own limits of 10 (nccl) or 30 minutes (gloo).
+    device : device of this rank; by default the local rank's GPU if IMGKIT_DEVICE is cuda, and else the CPU.
+    store, rank, world_size : the group to join if torchrun has not prepared one.
     """
     local_rank = int(os.environ["LOCAL_RANK"])
     timeout = None if timeout_s is None else datetime.timedelta(seconds=timeout_s)
@@ -53,7 +59,8 @@ def opened(
     backend, connected = "gloo", {}
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        # device_id makes NCCL connect now, on the right GPU, instead of guessing it at the first collective.
+        # With device_id, NCCL connects now and on the right GPU, instead of guessing the GPU at the first
+        # collective.
         backend, connected = "nccl", {"device_id": device}
     with contextlib.nullcontext() if store else watchdog.connecting(os.environ):
         dist.init_process_group(
@@ -64,8 +71,8 @@ def opened(
             rank=dist.get_rank(), local_rank=local_rank, world_size=dist.get_world_size(), device=device
         )
     finally:
-        # The group's destructor holds the GIL and waits for a thread of gloo, which may wait for the GIL to
-        # release its last work: 4 of 10 ranks hung after a gather (torch 2.3 and 2.5).
+        # The group's destructor holds the GIL while it waits for a thread of gloo, and that thread may wait
+        # for the GIL to release its last work. 4 of 10 ranks hung after a gather (torch 2.3 and 2.5).
         if store is None:
             _alive.append(dist.group.WORLD)  # until the worker leaves
         else:
@@ -74,10 +81,11 @@ def opened(
 
 
 def refuse(text: str, exit_code: int) -> NoReturn:
-    """Report the lines of `text` once per node and leave with `exit_code`; every rank of the node calls this.
+    """Print the lines of `text` once per node, and end this worker with `exit_code`.
 
-    torchrun ends all others when the first one leaves, so local rank 0 leaves first. Another rank that still
-    runs after `REFUSE_S` has no torchrun above it, or is the only one with this reason: it prints it as well.
+    Every rank of the node calls this function. torchrun ends all workers when the first one leaves, so local
+    rank 0 leaves first. A rank that still runs after `REFUSE_S` has no torchrun above it, or is the only one
+    with this problem, so it prints the lines as well.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(REFUSE_S)
@@ -87,18 +95,22 @@ def refuse(text: str, exit_code: int) -> NoReturn:
 
 
 def run_worker(main: Callable[[], None], *, end: Callable[[], None] = lambda: None) -> NoReturn:
-    """Run a worker's `main` and leave with its exit code, without finalizing the interpreter.
+    """Run a worker's `main`, and end the process with its exit code without finalizing the interpreter.
 
     DDP keeps the group alive beyond destroy_process_group, and with it gloo's threads, which release their
-    last works late. If such a thread asks for the GIL of an interpreter that is finalizing, the worker ends
+    last works late. If such a thread asks for the GIL while the interpreter is finalizing, the worker ends
     with SIGABRT after a correct run (torch 2.13 on Python 3.11: 1 run in 8, also of a bare DDP loop).
-    An exception also ends the process here, reported by sys.excepthook. Destructors of objects in its frames
-    would wait for the other ranks, which wait for this one: a bare DDP loop in which one rank raises hangs
-    until gloo's timeout.
 
-    `end` is called last, and changes nothing of the exit code.
+    An exception is reported by sys.excepthook, and then also ends the process here. Otherwise destructors of
+    objects in its frames would wait for the other ranks, which wait for this one. A bare DDP loop in which
+    one rank raises hangs until gloo's timeout.
 
-    Python's garbage collector starts here, and ignores what the imports have made (``apps/__init__.py``).
+    Python's garbage collector is switched on here. It ignores the objects that imports have made
+    (``apps/__init__.py``).
+
+    Parameters
+    ----------
+    end : called last; what it raises is printed and does not change the exit code.
     """
     gc.freeze()
     gc.enable()

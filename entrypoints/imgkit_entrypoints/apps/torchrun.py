@@ -1,14 +1,19 @@
-"""torchrun itself, started by the node agent with nine changes.
+"""torchrun itself, which the node agent starts with nine changes.
 
-It ends the remaining workers of a failed group by HUP. TERM is blocked in them or does nothing, since
-schedulers send it to every process, and torchrun would wait 30 s before KILL. When the node agent ends it, by
-HUP or QUIT, it prints nothing: the node agent has said why. After success it exits without tearing its
-interpreter down, which takes 0.4 s with torch. What it says about failed workers goes to the full log of the
-node agent alone (launch/failures.py); for a program of this package, it passes the exit code on. With
-``IMGKIT_START=fork`` its workers are forks of it: torch is imported once for all of them, and they share the
-memory of what it imports. It starts each worker on the processors beside its GPU (launch/cores.py). It notes
-for the node agent when its rendezvous begins and ends. Where its standard output is closed or full, it notes
-that and goes on. And at its end it waits for the other nodes without torch's store.
+1. It ends the remaining workers of a failed group by HUP. TERM is blocked in them or does nothing, because
+   schedulers send it to every process, and torchrun would wait 30 s before KILL.
+2. When the node agent ends it, by HUP or QUIT, it prints nothing, because the node agent has said why.
+3. After success it exits without tearing its interpreter down, which takes 0.4 s with torch.
+4. Its report of failed workers goes only to the full log of the node agent (launch/failures.py). For a
+   program of this package, it passes the exit code on.
+5. With ``IMGKIT_START=fork`` its workers are forks of it. So torch is imported once for all of them, and they
+   share the memory of what it imports.
+6. It starts each worker on the processors beside its GPU (launch/cores.py).
+7. It notes for the node agent when its rendezvous begins and ends.
+8. If its standard output is closed or full, it notes that and goes on.
+9. At its end it waits for the other nodes without torch's store.
+
+Where torch has no setting for a change, a function of torch is replaced at run time.
 """
 
 from __future__ import annotations
@@ -44,7 +49,9 @@ from imgkit_entrypoints.apps.ranks import run_worker
 from imgkit_entrypoints.errors import EXIT_NO
 from imgkit_entrypoints.launch import cores, failures, start_up, stop_protocol, user_program
 
+# How the modules of imgkit's own programs begin, such as imgkit_entrypoints.apps.train.
 _OWN = "imgkit_entrypoints.apps."
+# Time between two looks for the node agent's note that this process may end.
 RELEASE_LOOK_S = 0.02
 LOGGERS = [
     logging.getLogger(name)
@@ -55,11 +62,11 @@ LOGGERS = [
         "torch.multiprocessing.spawn",
     )
 ]
-"""What torchrun says about its workers: for the log of the node agent alone."""
+"""Loggers with which torchrun reports about its workers. The reports go only to the node agent's log."""
 
 
 class LogHandler(logging.Handler):
-    """Writes to the log of the node agent, and not to the terminal."""
+    """Writes records to the log of the node agent, and not to the terminal."""
 
     def emit(self, record: logging.LogRecord) -> None:
         user_program.mark(self.format(record))
@@ -68,7 +75,8 @@ class LogHandler(logging.Handler):
 class LossyOutput(io.FileIO):
     """Standard output that drops what it cannot write, and notes the reason for the node agent.
 
-    Otherwise the thread in which torch copies the output of a worker ends, and the rest is lost unsaid.
+    Without it, the thread in which torch copies the output of a worker would end at the first error, and the
+    rest of the output would be lost without a message.
     """
 
     def write(self, data: Any) -> int:
@@ -83,10 +91,15 @@ class LossyOutput(io.FileIO):
 
 
 def run_torchrun(run: Callable[[], None], *, is_imgkits: bool) -> None:
-    """Run torchrun by `run`. Its report of failed workers goes to the node agent and its log.
+    """Run torchrun, and pass its report of failed workers to the node agent and its log.
 
-    It prints nothing if the node agent ends it: other signals than the node agent's are blocked here, or end
-    torchrun at once.
+    If the node agent ends torchrun by a signal, nothing is printed. Other signals than those of the node
+    agent are blocked here, or end torchrun at once.
+
+    Parameters
+    ----------
+    run : function that runs torchrun, such as ``torch.distributed.run.main``.
+    is_imgkits : the workers run a program of this package, whose exit codes have a meaning.
     """
     for logger in LOGGERS:
         logger.handlers, logger.propagate = [LogHandler()], False
@@ -120,18 +133,23 @@ def run_torchrun(run: Callable[[], None], *, is_imgkits: bool) -> None:
 
 
 _FORKS: list[api.MultiprocessContext] = []
-"""The latest workers that are forks: of them, torch reports one failure alone, and not always the first."""
+"""The current group of forked workers. torch reports only one failure of forks, and not always the first."""
 
 
 def _codes_of_forks(local_rank: int, rank: int) -> dict[int, int]:
-    """Return the exit codes of failed forks by rank; the worker `local_rank` has `rank`."""
+    """Return the exit codes of failed forks by rank.
+
+    Parameters
+    ----------
+    local_rank, rank : both numbers of one worker, from which the ranks of all others follow.
+    """
     processes = _FORKS[-1]._pc.processes if _FORKS else []
     first = rank - local_rank
     return {first + number: failure.exitcode for number, failure in enumerate(processes) if failure.exitcode}
 
 
 def note_the_rendezvous() -> None:
-    """Note for the node agent from when to when this node waits for others in torch's store."""
+    """Change torchrun so that it notes for the node agent when its rendezvous begins and ends."""
     by_torch = SimpleElasticAgent._rendezvous
 
     def note_times(agent: SimpleElasticAgent, group: object) -> None:
@@ -142,10 +160,11 @@ def note_the_rendezvous() -> None:
 
 
 def wait_for_the_other_nodes() -> None:
-    """Have torchrun of the head wait at its end for the node agent's word, and no other one wait.
+    """Change torchrun so that it waits at its end for a note of the node agent, and only on the head.
 
-    torchrun's own barrier is a counter in a store that strangers can write: they could hold it up for five
-    minutes. The head's torchrun serves this store, so it must outlive the workers of all nodes.
+    The head's torchrun serves torch's store, so it must outlive the workers of all nodes. torchrun's own
+    barrier for this is a counter in the store. Others on the network can write to that, and could hold up the
+    barrier for five minutes.
     """
     by_torch = SimpleElasticAgent._exit_barrier
 
@@ -154,7 +173,7 @@ def wait_for_the_other_nodes() -> None:
         if not folder:
             by_torch(agent)
         elif group.group_rank == 0 and group.group_world_size > 1:
-            # What removes old files of /tmp may have taken the folder: no word comes then.
+            # If a cleaner of /tmp has removed the folder, no note can come.
             while Path(folder).exists() and not Path(folder, stop_protocol.RELEASE).exists():
                 time.sleep(RELEASE_LOOK_S)
 
@@ -162,9 +181,10 @@ def wait_for_the_other_nodes() -> None:
 
 
 def start_workers_on_their_cpus() -> None:
-    """Have torchrun start each worker on the processors beside its GPU, if the plan names any.
+    """Change torchrun so that it starts each worker on the processors beside its GPU, if the plan names any.
 
-    A process inherits the processors of the thread that starts it, so they count from its first import on.
+    A process inherits the processors of the thread that starts it. So they are right from the worker's first
+    import on.
     """
     if cores.VARIABLE not in os.environ:
         return
@@ -182,9 +202,9 @@ def start_workers_on_their_cpus() -> None:
 
 
 def main_of_forks() -> None:
-    """Run torchrun with workers that are forked from this process, which has imported torch for all of them.
+    """Run torchrun with workers that are forks of this process, which has imported torch for all of them.
 
-    Nothing here has started a thread of torch's or a CUDA context, so that a fork is safe.
+    This is safe because nothing here has started a thread of torch or a CUDA context.
     """
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, parse_args
@@ -192,7 +212,8 @@ def main_of_forks() -> None:
     try:
         multiprocessing.get_context("fork").Event()
         tempfile.gettempdir()
-    except OSError:  # a container without a writable /dev/shm or /tmp: torch's side of a fork needs both
+    except OSError:
+        # The container has no writable /dev/shm or /tmp. torch needs both for forks, so start processes.
         main()
         return
     config, _, argv = config_from_args(parse_args(sys.argv[1:]))
@@ -204,7 +225,7 @@ def main_of_forks() -> None:
     by_torch = api.MultiprocessContext._is_done
 
     def is_done(self: api.MultiprocessContext) -> bool:
-        """Take the exit code 0 for success: torch would wait for ever for what the function returns."""
+        """Count the exit code 0 as success. torch would wait for ever for what the function returns."""
         _FORKS[:] = [self]
         for rank, process in enumerate(self._pc.processes):
             if process.exitcode == 0:
@@ -219,48 +240,55 @@ _TERMINATE = popen_fork.Popen.terminate
 
 
 def _hang_up(process: popen_fork.Popen) -> None:
+    """End a forked worker by HUP, if it still runs."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGHUP)
 
 
 def _own_module(argv: Sequence[str]) -> str:
-    """Name of the module that holds the imports of a program of this package; empty for others."""
+    """Return the module of the program in `argv`, or an empty text if it is not one of this package.
+
+    For a package it is the module ``__main__`` in it, which has the imports.
+    """
     name = next((argument for argument in argv if argument.startswith(_OWN)), "")
     spec = importlib.util.find_spec(name) if name else None
     return f"{name}.__main__" if spec and spec.submodule_search_locations else name
 
 
 def worker(*argv: str) -> None:
-    """Run the worker in a forked process as ``python3 WORDS`` would."""
+    """Run a worker in a forked process, as ``python3 ARGV`` would."""
     popen_fork.Popen.terminate = _TERMINATE  # type: ignore[method-assign]
     cores.bind_to_cpus(os.environ, int(os.environ["LOCAL_RANK"]))
     for number in (signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_DFL)  # the agent's handlers are here too
+        signal.signal(number, signal.SIG_DFL)  # a fork inherits the handlers of torchrun
     run_worker(lambda: _run_program(argv), end=(lambda: None) if _own_module(argv) else _end_of_interpreter)
 
 
 def _end_of_interpreter() -> None:
-    """Wait for the program's threads and call what it gave to atexit, as Python does at the end of `main`."""
+    """Wait for the program's threads and call its atexit functions, as Python does at the end."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
 
 
 def _run_program(argv: Sequence[str]) -> None:
+    """Run the program of a forked worker, which is a module of this package or the user's own program."""
     if _own_module(argv):
         option = argv.index("-m")
         sys.argv = ["-m", *argv[option + 2 :]]
-        # It was imported before the fork for the sake of its imports; runpy warns about a loaded module.
+        # The module was imported before the fork for the sake of its imports. It is removed here, because
+        # runpy warns about a module that is loaded.
         sys.modules.pop(_own_module(argv), None)
         runpy.run_module(argv[option + 1], run_name="__main__", alter_sys=True)
         return
-    # This interpreter is isolated, and that of such a program is not.
+    # torchrun runs isolated (python3 -I), but the user's program expects its folder and PYTHONPATH.
     folders = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
     sys.path[0:0] = ["", *folders]
     user_program.main(list(argv[argv.index(user_program.__file__) + 1 :]))
 
 
 if __name__ == "__main__":
+    # The signal that ends the remaining workers of a failed group; see the first change above.
     api._get_default_signal = lambda: signal.SIGHUP  # torch has no setting for this
     note_the_rendezvous()
     wait_for_the_other_nodes()

@@ -1,4 +1,7 @@
-"""``dist-doctor`` on this node: problems that would break or slow a distributed run, with their fixes."""
+"""``dist-doctor`` on this node.
+
+It reports problems that would break or slow down a distributed run, each with what the user can do.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,10 @@ from imgkit_entrypoints.facts import HostFacts, Reader
 from imgkit_entrypoints.known_issues import IssueResult
 from imgkit_entrypoints.system import SystemFacts
 
+# Version of the format of the JSON documents.
 SCHEMA = 1
 DECIDED = "IMGKIT_DECIDED"
-"""Variable with the comma-separated names that the node agent itself set for a worker, and not the user."""
+"""Variable with the names of the variables that the node agent, and not the user, set: ``NCCL_NET,...``."""
 OPTIONS = (
     Option("--strict", "treat warnings as errors", action="store_true"),
     Option(
@@ -34,14 +38,18 @@ OPTIONS = (
 
 
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the options of dist-doctor and ``--json``, from `argv` or this process' command line."""
+    """Parse the options of dist-doctor, with ``--json``, from `argv` or from this process' command line."""
     parser = argparse.ArgumentParser(prog="dist-doctor", allow_abbrev=False)
     add_options(parser, (*OPTIONS, Option("--json", "print one JSON object", action="store_true")))
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str], env: Mapping[str, str], *, nnodes: int = 1) -> int:
-    """Check this node and print the result; the exit code is 1 if a check fails.
+    """Check this node, print the report, and return the exit code, which is 1 if a check fails.
+
+    Parameters
+    ----------
+    nnodes : nodes of the run; on one node, a problem between nodes is only a warning.
 
     Raises
     ------
@@ -77,7 +85,7 @@ def examine(
     reader: Reader,
     nnodes: int = 1,
 ) -> tuple[Check, ...]:
-    """Return the results of every check that applies to this node.
+    """Run every check, and return the results of those that apply to this node.
 
     Parameters
     ----------
@@ -91,30 +99,30 @@ def examine(
 
 
 def _user_env(env: Mapping[str, str]) -> dict[str, str]:
-    """Return `env` without what the node agent itself has set."""
+    """Return `env` without the variables that the node agent has set."""
     decided = env.get(DECIDED, "").split(",")
-    # The path keeps what is not the node agent's; what is, `library_path` finds in it.
+    # LD_LIBRARY_PATH also has folders of the user. `library_path` tells them from those of the node agent.
     return {name: env[name] for name in env if name not in decided or name == library_path.VARIABLE}
 
 
 def _plan(host: HostFacts, system: SystemFacts | None, env: Mapping[str, str], nnodes: int) -> FabricPlan:
-    # Always the plan of a run on several nodes: users ask the doctor about those.
+    """Return the network plan for at least two nodes, because users ask dist-doctor about such runs."""
     return fabric.choose_fabric(host, system, _user_env(env), nnodes=max(2, nnodes))
 
 
 def passed(checks: Sequence[Check], *, strict: bool = False) -> bool:
-    """Return True if no check failed; with `strict`, a warning is a failure."""
+    """Return True if no check failed. With `strict`, a warning counts as a failure."""
     return not any(check.verdict == "fail" or (strict and check.verdict == "warn") for check in checks)
 
 
 def to_dict(checks: Sequence[Check], *, passed: bool, host: str) -> dict[str, Any]:
-    """Return the JSON form, with ``{name, verdict, evidence, fix}`` for each check."""
+    """Return the document for ``--json``, with ``{name, verdict, evidence, fix}`` for each check."""
     rows = [dataclasses.asdict(check) for check in checks]
     return {"schema": SCHEMA, "imgkit": __version__, "host": host, "passed": passed, "checks": rows}
 
 
 def table(checks: Sequence[Check]) -> Iterator[str]:
-    """Yield aligned lines: one for each check, and its fix below."""
+    """Yield the lines of the report: one for each check, with its fix in the line below."""
     width = max((len(check.name) for check in checks), default=0)
     for check in checks:
         yield f"{check.verdict:7}  {check.name:{width}}  {check.evidence}"
@@ -123,7 +131,11 @@ def table(checks: Sequence[Check]) -> Iterator[str]:
 
 
 def issues_table(results: Sequence[IssueResult]) -> Iterator[str]:
-    """Yield a line for each known issue: what it does if it matches, else why it does not."""
+    """Yield a line for each known issue.
+
+    The line of an issue that matches has its effect and message, and further lines have its hint and source.
+    The line of any other issue says why it does not match.
+    """
     width = max(len(result.issue.id) for result in results)
     for result in results:
         is_match = result.state == "match"
@@ -137,7 +149,7 @@ def issues_table(results: Sequence[IssueResult]) -> Iterator[str]:
 
 
 def issues_to_dict(results: Sequence[IssueResult], *, host: str) -> dict[str, Any]:
-    """Return the JSON form of `issues_table`, with every key of the rows."""
+    """Return the document for ``--known-issues --json``, with every key of the rows."""
     rows = [
         {"state": item.state, "reason": item.reason, **dataclasses.asdict(item.issue)} for item in results
     ]
@@ -145,21 +157,25 @@ def issues_to_dict(results: Sequence[IssueResult], *, host: str) -> dict[str, An
 
 
 def summary(checks: Sequence[Check]) -> str:
-    """Return the number of checks by verdict: ``12 ok, 1 warn``."""
+    """Return the last line of the report, which counts the checks by verdict: ``12 ok, 1 warn``."""
     counts = Counter(check.verdict for check in checks)
     return ", ".join(f"{counts[verdict]} {verdict}" for verdict in get_args(Verdict) if counts[verdict])
 
 
 CLOCKS_APART_S = 1.0
-"""Difference from which tickets, certificates and the order of log lines suffer."""
+"""Difference between clocks that gets a warning. Tickets, certificates and the order of log lines suffer."""
 
 
 def clock_remark(time_s: float, all_s: Sequence[float]) -> str:
-    """Compare this node's time with those that all nodes read at one moment; empty if it is right.
+    """Return a remark if a node's clock is wrong, or an empty text if it is right.
+
+    The clock is compared with the median of all nodes, for example
+    ``its clock is 2.5 s ahead of the median of all nodes``.
 
     Parameters
     ----------
-    time_s, all_s : seconds of the epoch.
+    time_s : time of this node in seconds since the epoch.
+    all_s : times of all nodes, which they read at the same moment.
     """
     ahead_s = time_s - statistics.median(all_s)
     if abs(ahead_s) < CLOCKS_APART_S:

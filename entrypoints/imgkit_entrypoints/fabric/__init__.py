@@ -1,6 +1,7 @@
-"""The network variables of a machine: one function per fabric decides them from the facts.
+"""Decide the network variables of a node, with one function for each fabric.
 
-Nothing here reads a file: `choose_fabric` is a pure function of facts, recipe and environment.
+The fabrics are InfiniBand, RoCE, Slingshot and plain TCP. Nothing here reads a file: `choose_fabric` is a
+pure function of the node's facts, the recipe and the environment.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ def choose_fabric(
     nnodes: int = 1,
     head: str = "",
 ) -> FabricPlan:
-    """Decide the network variables of this node; variables of the user are kept and reported.
+    """Return the network variables of this node, each with the reason for its value.
 
-    Those that the image brings are replaced where the facts say otherwise.
+    A variable that the user has set keeps its value and is only reported. A variable of the image is replaced
+    where the facts of the node ask for another value.
 
     Parameters
     ----------
@@ -43,7 +45,8 @@ def choose_fabric(
     recipe, nics = (system.env, system.fabric.nics) if system else ({}, None)
     draft = PlanDraft(facts=facts, env=env, recipe=recipe, nnodes=nnodes, head=head, nics=nics)
     sockets.use_partition(draft, system, env.get(PARTITION, ""))
-    # imgkit run sets the recipe's variables for a shell or a script, which may start this: not the user's.
+    # `imgkit run` exports the recipe's variables to the shell or script from which a launch may start. A
+    # variable with exactly the recipe's value therefore does not count as one of the user.
     draft.env = {name: value for name, value in env.items() if draft.recipe.get(name) != value}
     kind, reason, is_requested = _select_kind(draft)
     library_path.decide_library_path(draft, kind)
@@ -70,11 +73,14 @@ def choose_fabric(
 
 
 _Carriers = tuple[tuple[str, ...], float | None]
-"""Devices that carry the traffic, and their rate."""
+"""Devices that carry the traffic and their rate in Gbit/s: ``(("mlx5_0:1", "mlx5_1:1"), 400.0)``."""
 
 
 def _decide_infiniband(draft: PlanDraft, system: SystemFacts | None) -> _Carriers:
-    """Decide for InfiniBand: exact ports; no GID index, because it routes by LID."""
+    """Decide the variables for InfiniBand: the exact ports, the interface, and no GID index.
+
+    InfiniBand routes by LID. NCCL 2.22.3 and later do not even read NCCL_IB_GID_INDEX there.
+    """
     used = ports.decide_ports(draft)
     lids = "; ".join(f"{port.path}/lid: {port.lid or 'none'}" for port in used)
     draft.refuse_image(ports.GID_INDEX, f"InfiniBand routes by LID ({lids})")
@@ -86,7 +92,10 @@ def _decide_infiniband(draft: PlanDraft, system: SystemFacts | None) -> _Carrier
 
 
 def _decide_roce(draft: PlanDraft, system: SystemFacts | None) -> _Carriers:
-    """Decide for RDMA over Ethernet: exact ports, and the GID index if NCCL does not find it itself."""
+    """Decide the variables for RDMA over Ethernet: the exact ports, the GID index and the interface.
+
+    The GID index is set only for a version of NCCL that does not search for it (`ports.decide_gid`).
+    """
     used = ports.decide_ports(draft)
     ports.decide_gid(draft, used)
     sockets.decide_interface(draft)
@@ -94,6 +103,7 @@ def _decide_roce(draft: PlanDraft, system: SystemFacts | None) -> _Carriers:
 
 
 def _decide_rdma(draft: PlanDraft, used: tuple[Port, ...], kind: str) -> _Carriers:
+    """Leave out variables that would keep NCCL off its RDMA ports, and return these ports with their rate."""
     sockets.refuse_threads(draft, kind)
     if used:
         states = ", ".join(f"{port.path}/state: {port.state}" for port in used)
@@ -103,18 +113,24 @@ def _decide_rdma(draft: PlanDraft, used: tuple[Port, ...], kind: str) -> _Carrie
 
 
 def _refuse_net(draft: PlanDraft, networks: tuple[str, ...], reason: str) -> None:
-    """Leave out a network of NCCL that the image pins, if it is none of `networks`."""
+    """Leave out the image's NCCL_NET if it names none of `networks` (in lower case)."""
     preset = draft.image_preset("NCCL_NET")
+    # The version behind a plug-in's name does not count: "IBext_v8" is "ibext".
     if preset is not None and preset.value.partition("_v")[0].lower() not in networks:
         draft.refuse("NCCL_NET", reason)
 
 
 def _decide_slingshot(draft: PlanDraft, system: SystemFacts | None) -> _Carriers:
-    """Decide for Slingshot: the plugin's settings, and the bootstrap interfaces."""
+    """Decide the variables for Slingshot: the plug-in's settings, and the interfaces of the bootstrap.
+
+    A network interface of the fabric that is down gets a warning, because its NIC carries no traffic.
+    """
     cxi = draft.facts.cxi
     slingshot.decide_slingshot(draft)
+    # Slingshot's network interfaces are named hsn0, hsn1, ...
     hsn = [item for item in draft.facts.interfaces if item.name.startswith("hsn")]
     running = [item for item in hsn if item.running]
+    # Those with an address come first. Without any, all that are up are used.
     running = [item for item in running if item.addresses] or running
     if running:
         sockets.refuse_absent(draft)
@@ -133,16 +149,22 @@ def _decide_slingshot(draft: PlanDraft, system: SystemFacts | None) -> _Carriers
             f"{item.name} is down ({sockets.state_of(item)}): its NIC carries no traffic",
             f"report the node to the site with the output of: ip link show {item.name}",
         )
-    # A container with a network of its own shows no hsn interface, but its NICs work.
+    # A container with a network of its own shows no hsn interface, but its NICs work. Then every NIC counts
+    # with the usual rate.
     rate = sum(rates) if len(rates) + len(down) == len(cxi) else slingshot.NIC_Gbps * len(cxi)
     return tuple(device.name for device in cxi), rate
 
 
 def _decide_tcp(draft: PlanDraft, system: SystemFacts | None) -> _Carriers:
-    """Decide for TCP sockets: which interface NCCL uses, and that it does not look for RDMA devices."""
+    """Decide the variables for TCP sockets: NCCL's interface, and that NCCL skips RDMA devices.
+
+    Amazon's EFA is the exception. It has an RDMA device, but NCCL reaches it only through the aws-ofi-nccl
+    plug-in, so a node with EFA gets a warning instead of NCCL_IB_DISABLE.
+    """
     facts = draft.facts
     idle, unused = ports.choose_ports(facts, draft.nics)
     ports.report_unused(draft, unused)
+    # The ports of an EFA device have neither of the two link layers.
     layers = {device.name: {port.link_layer for port in device.ports} for device in facts.rdma}
     efa = [device for device in facts.rdma if not layers[device.name] & {"InfiniBand", "Ethernet"}]
     if efa and not idle:
@@ -161,7 +183,8 @@ def _decide_tcp(draft: PlanDraft, system: SystemFacts | None) -> _Carriers:
         draft.set("NCCL_IB_DISABLE", "1", reason)
     if not efa:
         _refuse_net(draft, ("socket",), "the data uses TCP (/sys/class/infiniband, /sys/class/cxi)")
-    # Sockets run over the fabric's interfaces as well, and faster than over the one with the default route.
+    # TCP also works over the fabric's own interfaces (hsn0, ib0), and faster than over the one with the
+    # default route.
     interface = sockets.decide_interface(draft, prefer=sockets.usable_names(facts, "hsn", "ib"))
     sockets.decide_threads(draft, interface)
     if interface is None:
@@ -178,12 +201,17 @@ _FABRICS = {
 
 
 def _select_kind(draft: PlanDraft) -> tuple[FabricKind, str, bool]:
-    """Return fabric, reason, and whether TCP was requested; else cxi, then active RDMA ports, then TCP."""
+    """Return the node's fabric, the evidence for it, and whether a variable requested TCP.
+
+    A request for TCP comes first: NCCL_NET=Socket, or NCCL_IB_DISABLE=1 on a node without Slingshot. Without
+    one, Slingshot NICs decide, then RDMA ports that NCCL can use. TCP is left where there are neither.
+    """
     net, disable = draft.request("NCCL_NET"), draft.request("NCCL_IB_DISABLE")
     if net is not None and net.value.lower() == "socket":
         return "tcp", f"NCCL_NET={net.value} ({net.source})", True
     if draft.facts.cxi:
         return "slingshot", f"Slingshot NICs: {slingshot.nics_text(draft.facts)}", False
+    # Below the check for Slingshot, because NCCL uses no verbs there and NCCL_IB_DISABLE changes nothing.
     if disable is not None and disable.value.strip() not in ("", "0"):
         return "tcp", f"NCCL_IB_DISABLE={disable.value} ({disable.source})", True
     used = ports.in_use(draft) or ports.choose_ports(draft.facts, draft.nics)[0]
@@ -199,19 +227,23 @@ def _select_kind(draft: PlanDraft) -> tuple[FabricKind, str, bool]:
 def _compare_with_recipe(
     draft: PlanDraft, system: SystemFacts | None, kind: FabricKind, reason: str, rate: float | None
 ) -> None:
-    """Report a fabric or a rate that is not that of the recipe's system."""
+    """Report that this node has another fabric or a lower rate than the recipe states for its system.
+
+    A node with GPUs that has only TCP blocks a run on several nodes. Every other difference is a warning.
+    """
     if system is None or system.fabric.kind == "tcp":
         return
     expected = system.fabric
     if kind != expected.kind:
         problem = f"the recipe says {expected.kind}, but this machine has {kind} ({reason})"
         if kind == "tcp" and draft.several and draft.facts.gpus:
-            # One such node makes NCCL fail or hang: it uses TCP, the others do not.
+            # One such node makes NCCL fail or hang, because it uses TCP while the others use the fabric.
             draft.block(problem, "repair the node, or use TCP on all nodes: NCCL_IB_DISABLE=1")
         else:
             fix = "correct system.fabric.kind in the recipe, "
             draft.warn(problem, f"{fix}or repair what /sys/class/infiniband and cxi lack")
     elif rate is not None and expected.line_rate_Gbps and rate < expected.line_rate_Gbps:
+        # Decisions about a port have values such as "mlx5_0:1"; those not used are the ports left out.
         unused = ", ".join(item.value for item in draft.decisions if not item.used and ":" in item.value)
         used = ", ".join(f"{port.name} {port.rate}" for port in ports.in_use(draft)) or "no RDMA port"
         left_out = f"; left out: {unused}" if unused else ""

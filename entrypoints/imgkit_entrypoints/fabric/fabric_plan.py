@@ -1,7 +1,8 @@
-"""The network decisions of a node, each with its reason, and the draft in which they are made.
+"""The plan with a node's network decisions, and the draft that collects them.
 
-Precedence is decided here alone: the user's environment and an nccl.conf, then the recipe, the facts, and
-last the image. A variable comes from the image if its value is the one that the image's manifest states.
+Only this module decides which of several values of a variable wins. The order is: the user's environment, an
+nccl.conf file, the recipe, the facts of the node, and last the image. A variable counts as the image's if it
+has the value that the image's manifest states.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ Origin = Literal["user", "recipe", "facts", "image"]
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One variable: its value, or why it is not set."""
+    """What was decided about one variable: its value and the reason, also for a value that is not set."""
 
     variable: str
     value: str
     reason: str
-    """One sentence with its evidence: a path and its content, or a variable."""
+    """A sentence with its evidence, which is a path with its content, or a variable."""
     used: bool = True
     """False if the value is only reported, and workers do not get it."""
     origin: Origin = "facts"
@@ -42,13 +43,13 @@ class Finding:
     """A setting or a part of this machine that is slow, dangerous or useless."""
 
     what: str
-    """Finding with its evidence."""
+    """The problem and its evidence, as one sentence without a period."""
     fix: str
-    """The variable, the file or the command that mends it."""
+    """What the user can do about it, such as a variable to set or a command to run."""
     check: str = "network"
-    """What dist-doctor calls it."""
+    """Name of the check under which dist-doctor lists the finding."""
     is_failure: bool = False
-    """True if NCCL does not use what it concerns, which is a failed check."""
+    """True if the check of dist-doctor fails; otherwise it is a warning there."""
 
     def __str__(self) -> str:
         return f"{self.what}. {self.fix[:1].upper()}{self.fix[1:]}"
@@ -56,11 +57,11 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FabricPlan:
-    """Network of a launch on this node."""
+    """Every network decision for a launch on this node."""
 
     kind: FabricKind
     reason: str
-    """Why it is this kind."""
+    """Evidence for `kind`: ``/sys/class/infiniband/mlx5_0/ports/1/link_layer: InfiniBand``."""
     env: Mapping[str, str]
     """Variables to set, without those that the user has set."""
     decisions: tuple[Decision, ...]
@@ -71,7 +72,7 @@ class FabricPlan:
     blockers: tuple[Finding, ...] = ()
     """Reasons why NCCL would fail or hang between nodes; they do not matter on one node or with gloo."""
     issues: tuple[IssueResult, ...] = ()
-    """IssueResult of every row of known issues."""
+    """Result of every row of known issues, also of those that do not match."""
     devices: tuple[str, ...] = ()
     """Devices that carry the traffic: ``mlx5_0:1``, ``cxi0``, ``eth0``."""
     line_rate_Gbps: float | None = None
@@ -79,7 +80,7 @@ class FabricPlan:
     links: Mapping[str, str] = field(default_factory=dict)
     """Libraries of the host that workers load: the file in the container by the name that programs open."""
     image: str = ""
-    """Why a value that the image set counts as the user's; empty: the image's variables are known."""
+    """Why the image's variables count as set by the user. Empty if the image's manifest states them."""
 
     @property
     def refusals(self) -> tuple[Finding, ...]:
@@ -88,7 +89,12 @@ class FabricPlan:
 
 
 def issue_findings(results: Iterable[IssueResult], effect: str) -> tuple[Finding, ...]:
-    """Return what the rows with `effect` that match say to the user."""
+    """Return a finding for each matching row of known issues that has this `effect`.
+
+    Parameters
+    ----------
+    effect : ``warn`` or ``refuse``; see `known_issues.Issue`.
+    """
     matches = (item for item in results if item.state == "match" and item.issue.effect == effect)
     return tuple(
         Finding(item.message, item.issue.hint, "known issue", effect == "refuse") for item in matches
@@ -97,11 +103,11 @@ def issue_findings(results: Iterable[IssueResult], effect: str) -> tuple[Finding
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
-    """A value that was set before any decision."""
+    """A value that a variable has before imgkit decides anything."""
 
     value: str
     source: str
-    """``set by the user``, with its file, ``from the recipe``, or ``from the image``."""
+    """Text for messages: ``set by the user in /etc/nccl.conf``, ``from the recipe``, ``from the image``."""
     location: str = ""
     """File or part of the recipe that sets it; empty for the environment."""
     origin: Origin
@@ -125,8 +131,9 @@ class PlanDraft:
     nics: int | None = None
     """NICs of a node according to the recipe."""
     partition: str = ""
-    """The Slurm partition for which the recipe states interfaces; `recipe` has them then."""
+    """The Slurm partition whose interfaces `sockets.use_partition` put into `recipe`; else empty."""
     decisions: list[Decision] = field(default_factory=list)
+    # Variables that workers get, then names that they must not inherit from recipe or image.
     chosen: dict[str, str] = field(default_factory=dict)
     unset: list[str] = field(default_factory=list)
     links: dict[str, str] = field(default_factory=dict)
@@ -140,13 +147,17 @@ class PlanDraft:
         return self.nnodes > 1
 
     def preset(self, variable: str) -> Preset | None:
-        """Return the value that is already set, unless it was refused or replaced."""
+        """Return the value that `variable` has already, with its source, or None if nobody set it.
+
+        A value that `refuse` left out does not count, nor one of the image that `set` replaced.
+        """
         image_sets = self.image_sets(variable)
         if variable in self.env and not image_sets:
             return Preset(value=self.env[variable], source="set by the user", origin="user")
         for setting in self.facts.nccl_settings:
             if setting.name == variable:
-                # NCCL reads it only if the environment has none, so setting another would override it.
+                # NCCL reads an nccl.conf only for variables that the environment lacks. Setting the variable
+                # would therefore override the user's file.
                 source = f"set by the user in {setting.path}"
                 return Preset(value=setting.value, source=source, location=setting.path, origin="user")
         if variable in self.recipe and variable not in self.unset:
@@ -160,49 +171,59 @@ class PlanDraft:
         return None
 
     def image_sets(self, variable: str) -> bool:
-        """Return whether the environment has the value of `variable` that the image brings.
+        """Return True if the environment has the value of `variable` that the image's manifest states.
 
-        A user who exports the same value looks the same.
+        A user who exports exactly the image's value cannot be told apart from the image.
         """
         image = self.facts.image_env
         return image is not None and variable in self.env and image.get(variable) == self.env[variable]
 
     def request(self, variable: str) -> Preset | None:
-        """Return a value that somebody chose for this run or system, and not the image for all of them."""
+        """Return the value of the user or the recipe, who chose it for this run or system.
+
+        Returns None if only the image sets the variable, or nobody does.
+        """
         preset = self.preset(variable)
         return None if preset is None or preset.origin == "image" else preset
 
     def image_preset(self, variable: str) -> Preset | None:
-        """Return the image's value, if nobody else has set one."""
+        """Return the image's value, or None if the user or the recipe sets the variable or nobody does."""
         preset = self.preset(variable)
         return preset if preset is not None and preset.origin == "image" else None
 
     def names(self) -> tuple[str, ...]:
-        """Return every variable that is already set."""
+        """Return the names of all variables in the environment, in nccl.conf files and in the recipe."""
         settings = (setting.name for setting in self.facts.nccl_settings)
         return tuple(dict.fromkeys((*self.env, *settings, *self.recipe)))
 
     def value(self, variable: str) -> str | None:
-        """Return the value that a worker will see according to the decisions so far."""
+        """Return the value that workers would get after the decisions so far, or None if there is none."""
         preset = self.preset(variable)
         return preset.value if preset else self.chosen.get(variable)
 
     def warn(self, problem: str, fix: str, *, failed_check: str = "") -> None:
-        """Report what is slow or dangerous, with its remedy; it may fail a check of dist-doctor."""
+        """Add a warning about something slow or dangerous.
+
+        Parameters
+        ----------
+        fix : what the user can do about it.
+        failed_check : name of the check of dist-doctor that fails for this reason; empty for a mere warning.
+        """
         self.warnings.append(Finding(problem, fix, failed_check or "network", bool(failed_check)))
 
     def block(self, problem: str, fix: str) -> None:
-        """Report a reason why NCCL would fail or hang between nodes, with its remedy."""
+        """Add a reason why NCCL would fail or hang between nodes, and what the user can do about it."""
         self.blockers.append(Finding(problem, fix))
 
     def quote(self, variable: str) -> str:
-        """Return a value with its origin, as findings quote it."""
+        """Return a value with its source for a message: ``NCCL_IB_HCA='mlx5' (from the recipe)``."""
         preset = self.preset(variable)
         return f"{variable}={preset.value!r} ({preset.source})" if preset else f"{variable}=''"
 
     def how_to_unset(self, variable: str) -> str:
-        """Return how to take away a value, by its origin."""
+        """Return what a user must do to get rid of a value: ``unset NCCL_NET`` if the environment has it."""
         preset = self.preset(variable)
+        # The container sets the image's variables again, so they can only be replaced.
         if preset is not None and preset.origin == "image":
             return f"set another {variable} (--env, or the recipe's system.env)"
         if preset is None or not preset.location:
@@ -212,11 +233,14 @@ class PlanDraft:
     def report(
         self, variable: str, value: str, reason: str, *, used: bool = False, origin: Origin = "facts"
     ) -> None:
-        """Add a decision."""
+        """Add a decision to the report without changing what workers get."""
         self.decisions.append(Decision(variable, value, reason, used, origin))
 
     def set(self, variable: str, value: str, reason: str) -> None:
-        """Set `variable`; if the user or the recipe did, keep that value and report both."""
+        """Set `variable` for the workers, unless the user or the recipe has set it already.
+
+        Their value is kept, and the report names both. A different value of the image is replaced.
+        """
         preset = self.preset(variable)
         if preset is not None and (preset.origin != "image" or preset.value == value):
             same = "imgkit would set the same" if preset.value == value else f"imgkit would set {value!r}"
@@ -227,7 +251,7 @@ class PlanDraft:
         self.report(variable, value, f"{reason}{replaced}", used=True)
 
     def note(self, variable: str, value: str, reason: str) -> None:
-        """Report a value without setting it; a value that is already set, also the image's, is kept."""
+        """Report what `variable` could be without setting it. A value that is already set is kept."""
         preset = self.preset(variable)
         if preset is None:
             self.report(variable, value, reason)
@@ -235,17 +259,21 @@ class PlanDraft:
             self._keep(variable, preset, f"{preset.source}; not needed: {reason}")
 
     def _keep(self, variable: str, preset: Preset, reason: str) -> None:
-        """Report a value that is already set, and hand it to the workers unless it reaches them anyway."""
+        """Report a value that is already set, and pass it to the workers unless they inherit it anyway."""
         image_sets = self.image_sets(variable)
         if preset.origin == "recipe" or (preset.is_users and image_sets):
-            # In the second case the value is that of an nccl.conf, which the image's variable would hide.
+            # The second condition is true for a value of an nccl.conf. NCCL would not read it there, because
+            # the environment has the image's value.
             self.chosen[variable] = preset.value
         if preset.origin != "image" and image_sets and self.env[variable] != preset.value:
             reason = f"{reason}; replaces the image's {self.env[variable]!r}"
         self.report(variable, preset.value, reason, used=True, origin=preset.origin)
 
     def refuse(self, variable: str, reason: str) -> None:
-        """Leave out a value of the recipe or the image that is wrong here; a value of the user stays."""
+        """Keep a value of the recipe or the image from the workers, because it is wrong on this node.
+
+        A value of the user is kept.
+        """
         preset = self.preset(variable)
         if preset is not None and not preset.is_users:
             self.unset.append(variable)
@@ -253,12 +281,15 @@ class PlanDraft:
             self.report(variable, preset.value, reason, origin=preset.origin)
 
     def refuse_image(self, variable: str, reason: str) -> None:
-        """Leave out a value of the image that is wrong here; a value of the user or the recipe stays."""
+        """Keep a value of the image from the workers, because it is wrong on this node.
+
+        A value of the user or the recipe is kept.
+        """
         if self.image_preset(variable):
             self.refuse(variable, reason)
 
     def report_rest(self) -> None:
-        """Report variables without a decision: the recipe's other variables, and those of nccl.conf files."""
+        """Keep and report the variables of the recipe and of nccl.conf files that have no decision yet."""
         decided = {decision.variable for decision in self.decisions}
         for variable, value in self.recipe.items():
             preset = self.preset(variable)

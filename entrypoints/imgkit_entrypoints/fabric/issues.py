@@ -1,4 +1,7 @@
-"""Known issues on a node: the facts that conditions name, and what a row that matches does to the plan."""
+"""Compare the table of known issues with a node, and set the variables of the issues that match.
+
+A condition in the table names a fact, such as ``nccl``, or a variable, such as ``$NCCL_PROTO``.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,13 @@ from imgkit_entrypoints.system import FabricKind, SystemFacts
 def apply_known_issues(
     draft: PlanDraft, kind: FabricKind, system: SystemFacts | None
 ) -> tuple[IssueResult, ...]:
-    """Set the variables of the issues that appear on this node, and return the result of every row.
+    """Set the variables of the issues that this node has, and return the result of every row.
 
-    The rows are compared in their order: a later one sees what an earlier one set.
+    The rows are compared in their order, so a later row sees what an earlier row has set.
 
     Raises
     ------
-    UsageError : a file with rows is wrong.
+    UsageError : a file with known issues is not valid.
     """
     node_facts = _condition_facts(draft, kind, system)
 
@@ -42,21 +45,26 @@ def apply_known_issues(
 
 
 def _variable_value(draft: PlanDraft, name: str) -> Value:
-    """Return the value of a variable that a worker will see."""
+    """Return the value that workers would get for a variable, with its evidence for messages."""
     text, preset = draft.value(name) or "", draft.preset(name)
     evidence = draft.quote(name) if preset else f"{name}={text!r}" if text else f"{name} is not set"
     return Value(text, evidence, is_requested=draft.request(name) is not None)
 
 
 def _condition_facts(draft: PlanDraft, kind: FabricKind, system: SystemFacts | None) -> Mapping[str, Value]:
-    """Return the facts that conditions may name; those that this node does not show are empty."""
+    """Return the value of each fact that a condition may name. A fact that is unknown here has an empty text.
+
+    The tuples in `values` hold the text of a fact and its evidence, such as the file that shows it.
+    """
     facts, env = draft.facts, draft.env
+    # CUDA_VERSION is a variable of NVIDIA's base images.
     cuda = facts.torch_cuda or env.get("CUDA_VERSION", "")
     gpu, gpu_source = system.node.gpu_model if system else "", "the recipe"
     if facts.gpu_devices:
         gpu = ", ".join({device.model: None for device in facts.gpu_devices})
         gpu_source = f"/proc/driver/nvidia/gpus/{facts.gpu_devices[0].address}/information"
     net_plugin, libfabric = _net_plugin(draft), _find_library(draft, "libfabric.so.1")
+    # Slurm writes the tasks per node of the step as "4(x2),3"; the first number is enough.
     tasks = re.match(r"[0-9]{1,9}", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
     values = {
         "arch": (facts.arch, ""),
@@ -85,15 +93,17 @@ def _condition_facts(draft: PlanDraft, kind: FabricKind, system: SystemFacts | N
 
 
 def _quote_variable(name: str, text: str, source: str) -> str:
+    """Return a fact with its evidence for a message: ``NCCL 2.20.5 (/usr/lib/libnccl.so.2 -> ...)``."""
     return f"{FACTS[name]} {text or 'unknown'}" + (f" ({source})" if text and source else "")
 
 
 def _net_plugin(draft: PlanDraft) -> Library | Candidate | None:
-    """Return the plug-in that NCCL opens."""
+    """Return the network plug-in that NCCL would open, or None if none of its files exists."""
     value = draft.value(plugin.VARIABLE)
     names = (
         [file for name in software.plugins(value) for file in software.plugin_files(name)] if value else ()
     )
+    # Without the variable NCCL opens libnccl-net.so, which is the last of PLUGINS.
     for name in names or reversed(PLUGINS):
         if library := _find_library(draft, name):
             return library
@@ -101,7 +111,10 @@ def _net_plugin(draft: PlanDraft) -> Library | Candidate | None:
 
 
 def _find_library(draft: PlanDraft, name: str) -> Library | Candidate | None:
-    """Return the library that workers load under `name`: the host's where the plan uses that."""
+    """Return the library that workers load under `name`, or None if there is none.
+
+    This is the host's library if the plan links that into the container, and otherwise the image's.
+    """
     host = draft.facts.host_libraries.host if name in draft.links and draft.facts.host_libraries else ()
     for candidate in host:
         if candidate.target == draft.links[name]:
@@ -110,6 +123,7 @@ def _find_library(draft: PlanDraft, name: str) -> Library | Candidate | None:
 
 
 def _compat_state(draft: PlanDraft) -> str:
+    """Return whether CUDA's forward compatibility is ``used``, ``unused`` or ``absent`` from the image."""
     if any(item.variable == library_path.COMPAT_KEY and item.used for item in draft.decisions):
         return "used"
     return "unused" if draft.facts.has_cuda_compat else "absent"

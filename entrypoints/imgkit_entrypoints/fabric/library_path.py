@@ -1,8 +1,9 @@
-"""What comes in front of the library path: CUDA's forward compatibility, and libraries of the host.
+"""Decide which folders go in front of LD_LIBRARY_PATH.
 
-A library of the host is used only if the image can load it: every version of a symbol that it needs must be
-defined by the library that will serve it. The dynamic linker compares the same versions, but only when NCCL
-has already begun, and NCCL then uses TCP or ends.
+They hold CUDA's libraries for forward compatibility, and libraries of the host such as libfabric. A library
+of the host is used only if the image can load it, which means that every symbol version that it needs (such
+as GLIBC_2.34) is defined by the library that will serve it. The dynamic linker compares the same versions,
+but only after NCCL has started, and NCCL then falls back to TCP or ends.
 """
 
 from __future__ import annotations
@@ -19,16 +20,21 @@ from imgkit_entrypoints.facts.host_libs import COMPAT, FABRIC_LIBRARIES, LINKS, 
 from imgkit_entrypoints.system import HOST, HOST_FOLDERS, FabricKind
 
 VARIABLE = "LD_LIBRARY_PATH"
+# Settings of the recipe (fabric.host_libs, runtime.cuda_compat), as reports name them.
 KEY = "host_libs"
 COMPAT_KEY = "cuda_compat"
 _FOLLOWS = "which is not used"
-"""Part of a fault that follows from that of another library, which is reported itself."""
+"""Part of a fault that is due to another library. That library gets a warning of its own."""
 _OF_RUNTIME = "/.singularity.d/libs"
-"""Folder of the driver's libraries, which the runtime adds to the image's path."""
+"""Folder with the driver's libraries, which Singularity and Apptainer add to the image's path (``--nv``)."""
 
 
 def decide_library_path(draft: PlanDraft, kind: FabricKind) -> None:
-    """Decide LD_LIBRARY_PATH where the recipe or a variable asks for it."""
+    """Decide LD_LIBRARY_PATH, if workers need libraries of the host or CUDA's forward compatibility.
+
+    The order of the folders is: forward compatibility, the folders that the user added, the links to the
+    host's libraries, and the folders of the image.
+    """
     compat = draft.facts.cuda_compat
     compat_folder = _decide_compat(draft, compat) if compat else ""
     if draft.facts.host_libraries:
@@ -50,15 +56,19 @@ def decide_library_path(draft: PlanDraft, kind: FabricKind) -> None:
 
 
 def links_folder(links: Mapping[str, str]) -> str:
-    """Return the node's folder with a link for each library; the same libraries have the same folder."""
+    """Return the folder of the node that holds a link for each library.
+
+    Its name has a hash of `links`, so that runs with the same libraries share one folder.
+    """
     digest = hashlib.sha256(repr(sorted(links.items())).encode()).hexdigest()[:12]
     return f"{LINKS}{os.getuid()}-{digest}"
 
 
 def _current_folders(draft: PlanDraft) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the folders of the library path that the user added, and those of image and runtime.
+    """Return the folders of the library path that the user added, and then those of image and runtime.
 
-    Those that an outer launch put there are left out: this one decides again.
+    Folders that an outer launch of imgkit put there are left out, because this launch decides about them
+    again.
     """
     compat = draft.facts.cuda_compat.folder if draft.facts.cuda_compat else ""
     folders = [
@@ -66,7 +76,7 @@ def _current_folders(draft: PlanDraft) -> tuple[tuple[str, ...], tuple[str, ...]
         for folder in (draft.value(VARIABLE) or "").split(":")
         if folder and folder != compat and not folder.startswith(LINKS)
     ]
-    # Without a manifest nobody knows the image's path: what the runtime leaves of it counts as the user's.
+    # Without a manifest the image's own path is unknown. All that the variable has then counts as the user's.
     image_path = (draft.facts.image_env or {}).get(VARIABLE, "")
     image_folders = {_OF_RUNTIME, *image_path.split(":")}
     users = tuple(folder for folder in folders if folder not in image_folders)
@@ -74,7 +84,10 @@ def _current_folders(draft: PlanDraft) -> tuple[tuple[str, ...], tuple[str, ...]
 
 
 def _decide_host(draft: PlanDraft, libraries: HostLibraries, kind: FabricKind) -> None:
-    """Choose the libraries of the host, and report each with its reason."""
+    """Choose the libraries of the host that workers load, and put them into the plan's links.
+
+    Every library is reported with its reason. One that the image cannot load gets a warning.
+    """
     source = libraries.source
     if kind != "slingshot":
         draft.report(KEY, "auto", f"the fabric is {kind}, which needs none of them ({source})")
@@ -99,45 +112,51 @@ def _decide_host(draft: PlanDraft, libraries: HostLibraries, kind: FabricKind) -
             draft.report(name, path, reason, origin="user")
         elif fault := check.fault(name):
             draft.report(name, library.path, f"{name} {fault}")
-            # The two names of the plug-in are mostly one file.
+            # The plug-in's two names are usually links to one file, so one warning is enough.
             if _FOLLOWS not in fault and not (name == PLUGINS[1] and PLUGINS[0] in check.host):
                 draft.warn(f"{KEY}: the host's {library.path} is not used: {name} {fault}", _remedy(fault))
     selected = check.select()
     for name, library in selected.items():
         draft.links[name] = library.target
         draft.report(name, library.path, check.evidence(library), used=True)
-    # NCCL opens the second name; an installation may have the first one alone.
+    # NCCL opens libnccl-net.so, but an installation may have only libnccl-net-ofi.so.
     if PLUGINS[0] in selected and PLUGINS[1] not in check.host:
         draft.links[PLUGINS[1]] = selected[PLUGINS[0]].target
 
 
 def _remedy(fault: str) -> str:
+    """Return what the user can do about a library of the host that the image cannot load."""
     if "GLIBC" in fault:
         return "use a newer base image, or libraries built in the image"
     return "use libraries that fit the image, or build them in the image"
 
 
 class _LoadCheck:
-    """Which libraries of the host the image can load."""
+    """Finds out which libraries of the host the image can load.
+
+    A library may need others, which come from the image or from the host. Names are those that programs open,
+    such as ``libfabric.so.1``.
+    """
 
     def __init__(self, libraries: HostLibraries, user_folders: Sequence[str]) -> None:
         self.user_folders = user_folders
         self.host = {library.name: library for library in libraries.host}
         self.image = {library.name: library for library in libraries.image}
         self.faults: dict[str, str] = {}
-        """The fault of each library of the host; empty: it can be loaded."""
+        """Why each library of the host cannot be loaded; empty if it can. Filled by `fault`."""
 
     def user_path(self, name: str) -> str:
-        """Return the path of the user's own library; empty if the user has none."""
+        """Return the path of a library in one of the user's folders, or an empty text if there is none."""
         path = self.image[name].path if name in self.image else ""
         return path if path.rpartition("/")[0] in self.user_folders else ""
 
     def select(self) -> dict[str, Candidate]:
-        """Return the fabric's libraries that can be loaded, and what they need of the host."""
+        """Return the fabric's libraries that can be loaded, with all libraries of the host that they need."""
         selected: dict[str, Candidate] = {}
         names = [name for name in FABRIC_LIBRARIES if name in self.host and not self.user_path(name)]
         names = [name for name in names if not self.fault(name)]
-        for name in names:  # grows
+        # The loop appends to the list that it walks through, until all needed libraries are there.
+        for name in names:
             library = self.host[name]
             if name not in selected and library.object is not None:
                 selected[name] = library
@@ -145,7 +164,10 @@ class _LoadCheck:
         return selected
 
     def evidence(self, library: Candidate) -> str:
-        """Return what was compared."""
+        """Return the comparison of a library with the image's glibc, for the report.
+
+        For example ``the host's; it needs GLIBC_2.34, the image has 2.35 (/usr/lib/libc.so.6)``.
+        """
         versions = library.object.needs.get("libc.so.6", ()) if library.object else ()
         newest = _newest_version(versions, "GLIBC")
         needed = f"GLIBC_{newest}" if newest else "no version of glibc"
@@ -153,13 +175,15 @@ class _LoadCheck:
         return f"the host's; it needs {needed}, {_supported_text(libc, 'GLIBC_') if libc else ''}"
 
     def fault(self, name: str) -> str:
-        """Return why the image cannot load the host's `name`; empty if it can."""
+        """Return why the image cannot load the host's library `name`, or an empty text if it can."""
         if name not in self.faults:
-            self.faults[name] = ""  # libraries that need each other
+            # The entry ends the recursion for libraries that need each other.
+            self.faults[name] = ""
             self.faults[name] = self._find_fault(self.host[name])
         return self.faults[name]
 
     def _find_fault(self, library: Candidate) -> str:
+        """Compare a library of the host with the image, and return the first fault or an empty text."""
         shared, libc = library.object, self.image.get("libc.so.6")
         if shared is None:
             return f"of the host {library.fault} ({library.path})"
@@ -169,6 +193,8 @@ class _LoadCheck:
             return f"is for {shared.machine}, the image is for {libc.object.machine} ({library.path})"
         if library.name not in PLUGINS and shared.soname != library.name:
             return f"has the SONAME {shared.soname or '(none)'} ({library.path})"
+        # Workers will load the host's file instead of the image's, so it must define every symbol version
+        # that the image's defines.
         if image := self.image.get(library.name):
             lost = [version for version in _defined_versions(image) if version not in shared.defines]
             if lost:
@@ -177,18 +203,20 @@ class _LoadCheck:
         return next(filter(None, faults), "")
 
     def from_host(self, library: Candidate, needed: str) -> bool:
-        """Return whether `library` gets the library `needed` from the host."""
+        """Return True if the host, and not the image, provides the library `needed` to `library`."""
         if needed in OF_IMAGE or needed not in self.host or self.user_path(needed):
             return False
+        # Apart from the fabric's own libraries, the image's file comes first if it is new enough.
         image = self.image.get(needed)
         if image is not None and needed not in FABRIC_LIBRARIES and not _missing_version(library, image):
             return False
         return not self.fault(needed) and not _missing_version(library, self.host[needed])
 
     def _need_fault(self, library: Candidate, needed: str) -> str:
-        """Return why `library` cannot get the library `needed`; empty if it can."""
+        """Return why neither image nor host can provide `needed` to `library`, or an empty text."""
         image, host = self.image.get(needed), self.host.get(needed)
         if self.from_host(library, needed):
+            # The dynamic linker searches an RPATH before LD_LIBRARY_PATH, and so before the links.
             for folder in library.object.rpath if library.object else ():
                 if image is not None and image.path == f"{folder}/{needed}":
                     return f"has the RPATH {folder}, where the image has another {needed}"
@@ -210,9 +238,10 @@ class _LoadCheck:
 
 
 def _missing_version(library: Candidate, server: Candidate) -> str:
-    """Return the newest version that `library` needs of `server`, which lacks it; empty if there is none.
+    """Return the newest symbol version that `library` needs and `server` lacks, or an empty text.
 
-    A library that defines no versions at all serves every one: the dynamic linker only warns then.
+    For example ``GLIBC_2.38``. A library that defines no versions at all can serve every program, because the
+    dynamic linker only warns then.
     """
     needs = library.object.needs.get(server.name, ()) if library.object else ()
     defined = _defined_versions(server)
@@ -224,11 +253,15 @@ def _defined_versions(library: Candidate) -> tuple[str, ...]:
 
 
 def _version_key(version: str) -> tuple[int, ...]:
+    """Return the numbers of a version for comparisons: ``GLIBC_2.34 -> (2, 34)``."""
     return tuple(int(part) for part in re.findall(r"[0-9]{1,9}", version))
 
 
 def _newest_version(versions: Sequence[str], prefix: str) -> str:
-    """Return the number of the newest version ``PREFIX_N``."""
+    """Return the number of the newest version with a prefix, or an empty text if no version has it.
+
+    For example ``("GLIBC_2.17", "GLIBC_2.34"), "GLIBC" -> "2.34"``.
+    """
     pattern = rf"{re.escape(prefix)}_[0-9.]+"
     newest = max(
         (version for version in versions if re.fullmatch(pattern, version)), key=_version_key, default=""
@@ -237,15 +270,17 @@ def _newest_version(versions: Sequence[str], prefix: str) -> str:
 
 
 def _supported_text(server: Candidate, version: str) -> str:
+    """Return which version the image's library has of the kind of `version`, for a message."""
     newest = _newest_version(_defined_versions(server), version.rpartition("_")[0])
     return f"the image has {newest} ({server.path})" if newest else f"which the image's {server.path} lacks"
 
 
 def _decide_compat(draft: PlanDraft, compat: CudaCompat) -> str:
-    """Report and return the folder of CUDA's forward compatibility; empty where it must not be used."""
+    """Report CUDA's forward compatibility, and return its folder, or an empty text if it is not used."""
     if compat.is_for_major and not _has_newer_major(draft):
-        return ""  # the driver runs the image's CUDA: nothing is decided
+        return ""  # the driver runs the image's CUDA, so there is nothing to decide
     fault, reason = _compat_fault(draft, compat)
+    # If a folder that the user added has a libcuda.so.1, that library is kept.
     user_folders = _current_folders(draft)[0]
     folder = next((folder for folder in compat.cuda_folders if folder in user_folders), "")
     if not fault and folder:
@@ -256,7 +291,10 @@ def _decide_compat(draft: PlanDraft, compat: CudaCompat) -> str:
 
 
 def _has_newer_major(draft: PlanDraft) -> bool:
-    """Return whether the image's CUDA is known to be of a newer major version than the driver supports."""
+    """Return True if the image's CUDA has a newer major version than the driver supports.
+
+    Returns False if one of the versions is unknown, or the driver is newer than imgkit's table.
+    """
     driver = _version_key(draft.facts.driver_version)
     needed = cuda_drivers.parse_cuda(draft.env.get("CUDA_VERSION", ""))
     if not driver or needed is None or driver[0] > cuda_drivers.NEWEST_BRANCH:
@@ -265,7 +303,7 @@ def _has_newer_major(draft: PlanDraft) -> bool:
 
 
 def _compat_fault(draft: PlanDraft, compat: CudaCompat) -> tuple[str, str]:
-    """Return why forward compatibility must not be used, or why it is used."""
+    """Return two texts, one of which is empty: why forward compatibility is not used, and why it is used."""
     facts, cuda_version = draft.facts, draft.env.get("CUDA_VERSION", "")
     if not compat.folder:
         return f"the image has no {COMPAT}/libcuda.so.1", ""
@@ -284,6 +322,7 @@ def _compat_fault(draft: PlanDraft, compat: CudaCompat) -> tuple[str, str]:
         return f"driver {facts.driver_version} {reason}", ""
     if needed <= supported:
         return text, ""
+    # The name of the real file ends with the driver version that it belongs to: libcuda.so.575.57.08.
     library = re.search(r"libcuda\.so\.([0-9]{3,5}(?:\.[0-9]{1,5}){1,2})$", compat.target)
     if library and _version_key(library[1]) <= driver:
         return f"{text}, but its {compat.target} is not newer than the driver", ""

@@ -1,8 +1,8 @@
-"""Warnings about variables that are dangerous, useless, misspelled, or spelled for another version of NCCL.
+"""Warn about variables that are dangerous, useless, misspelled, or meant for another version of NCCL.
 
-Every rule is a function ``(draft, kind)`` that yields pairs: a finding, and its remedy. It checks
-values that the user, an nccl.conf or the recipe set. Sources: NCCL's user guide (env.rst) and source,
-unless a rule names another.
+Every rule is a function ``(draft, kind)`` that yields pairs of a problem and its remedy. The rules check
+values of the user, of an nccl.conf file, of the recipe and of the image. Their sources are NCCL's user guide
+(env.rst) and its code, unless a rule names another one.
 """
 
 from __future__ import annotations
@@ -15,18 +15,21 @@ from imgkit_entrypoints.fabric.fabric_plan import INTERFACES, Finding, PlanDraft
 from imgkit_entrypoints.facts.host_facts import Port
 from imgkit_entrypoints.system import FabricKind
 
+# How far apart GPU and NIC may be for GPUDirect, from the same device to the whole system (env.rst).
 GDR_LEVELS = ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS")
+# NCCL allows NCCL_SOCKET_NTHREADS x NCCL_NSOCKS_PERTHREAD sockets up to this number for a connection.
 MOST_SOCKETS = 64
 Findings = Iterator[tuple[str, str]]
-"""What a rule found, and the remedy."""
+"""Pairs of a problem with its evidence, and what the user can do about it."""
 
 
 def check_variables(draft: PlanDraft, kind: FabricKind) -> tuple[Finding, ...]:
-    """Return one finding per dangerous variable, with its value and its origin."""
+    """Apply every rule to the draft, and return what they find in their order."""
     return tuple(Finding(problem, fix) for rule in _RULES for problem, fix in rule(draft, kind))
 
 
 def _visible_gpus(draft: PlanDraft, kind: FabricKind) -> Findings:
+    """Check that CUDA_VISIBLE_DEVICES names GPUs that exist, each once."""
     if draft.facts.gpus_problem:
         count = len(draft.facts.gpu_devices)
         numbers = ",".join(map(str, range(count)))
@@ -35,7 +38,7 @@ def _visible_gpus(draft: PlanDraft, kind: FabricKind) -> Findings:
 
 
 def _rdma_off(draft: PlanDraft, kind: FabricKind) -> Findings:
-    """Price of TCP where RDMA works: the ports' rate against the interface's."""
+    """Warn that the user turned RDMA off where it works, and compare its rate with that of TCP."""
     facts, net, disable = draft.facts, draft.preset("NCCL_NET"), draft.preset("NCCL_IB_DISABLE")
     is_socket = net is not None and net.is_users and net.value.lower() == "socket"
     is_off = disable is not None and disable.is_users and disable.value.strip() not in ("", "0")
@@ -59,6 +62,7 @@ def _rdma_off(draft: PlanDraft, kind: FabricKind) -> Findings:
 
 
 def _socket_numbers(draft: PlanDraft, kind: FabricKind) -> Findings:
+    """Check that the two numbers of NCCL's sockets are numbers, and that their product is not too large."""
     numbers = []
     for name in sockets.THREADS:
         text = draft.value(name)
@@ -77,11 +81,14 @@ def _socket_numbers(draft: PlanDraft, kind: FabricKind) -> Findings:
 
 
 def _check_gid_index(draft: PlanDraft, kind: FabricKind) -> Findings:
+    """Check that NCCL_IB_GID_INDEX is a number, and the right one for every RoCE port in use."""
     preset = draft.preset(ports.GID_INDEX)
     if preset is None or preset.value == "" or kind not in ("infiniband", "roce"):
         return
     quote, unset = draft.quote(ports.GID_INDEX), draft.how_to_unset(ports.GID_INDEX)
     used = ports.in_use(draft)
+    # NCCL reads the value with strtoll(text, NULL, 0) and ignores what it cannot read, so that the text
+    # "RoCE v2", which a script took from the wrong file, means index 0.
     if not re.fullmatch(r"\s*[-+]?(0[xX][0-9a-fA-F]+|\d+)\s*", preset.value):
         number = re.match(r"\s*[-+]?\d+", preset.value)
         gids = [gid for gid in (ports.pick_gid(port.gids) for port in used) if gid]
@@ -97,7 +104,7 @@ def _check_gid_index(draft: PlanDraft, kind: FabricKind) -> Findings:
 
 
 def _slot_fault(index: int, port: Port) -> str:
-    """Return why slot `index` is wrong for a port; empty if it is right."""
+    """Return why slot `index` of the GID table is wrong for a port, or an empty text if it is right."""
     slot = next((gid for gid in port.gids if gid.index == index), None)
     best = ports.pick_gid(port.gids)
     advice = f"{port.name} needs {best.index}" if best else f"{port.name} has no IPv4 GID at all"
@@ -114,6 +121,7 @@ def _slot_fault(index: int, port: Port) -> str:
 
 
 def _check_hcas(draft: PlanDraft, kind: FabricKind) -> Findings:
+    """Check that NCCL_IB_HCA selects neither ports of the wrong kind nor more devices than it names."""
     preset = draft.preset(ports.HCA)
     if preset is None or kind not in ("infiniband", "roce") or not preset.value:
         return
@@ -121,6 +129,7 @@ def _check_hcas(draft: PlanDraft, kind: FabricKind) -> Findings:
     chosen, unused = ports.choose_ports(draft.facts, draft.nics)
     items = [item.split(":") for item in value.lstrip("^=").split(",")]
     used = ports.in_use(draft)
+    # Without "=" a name is a prefix: mlx5_1 selects mlx5_10 to mlx5_19 as well.
     for name, *_ in items if value[:1] not in ("^", "=") else ():
         devices = sorted({port.device for port in used if port.device.startswith(name)})
         if name in devices and len(devices) > 1:
@@ -134,13 +143,16 @@ def _check_hcas(draft: PlanDraft, kind: FabricKind) -> Findings:
 
 
 def _gdr_level(draft: PlanDraft, kind: FabricKind) -> Findings:
+    """Check that NCCL_NET_GDR_LEVEL is a level that NCCL knows."""
     preset = draft.preset("NCCL_NET_GDR_LEVEL")
+    # NCCL still accepts the numbers 0 to 5 of its earlier versions.
     if preset and preset.value not in (*GDR_LEVELS, *"012345"):
         problem = f"{draft.quote('NCCL_NET_GDR_LEVEL')} is unknown, and NCCL silently ignores it"
         yield problem, f"use one of {', '.join(GDR_LEVELS)}, in capitals"
 
 
 def _check_interfaces(draft: PlanDraft, kind: FabricKind) -> Findings:
+    """Check that the interface variables select an interface that is up, and that other nodes can reach."""
     for variable in INTERFACES:
         preset = draft.preset(variable)
         if preset is None or not preset.value or not draft.facts.interfaces:
@@ -156,34 +168,46 @@ def _check_interfaces(draft: PlanDraft, kind: FabricKind) -> Findings:
             yield f"{draft.quote(variable)}: other nodes cannot reach {', '.join(names)}", unset
 
 
+# Names with other prefixes belong to other programs and are not checked.
 _PREFIXES = ("NCCL_", "GLOO_", "TORCH_")
 OLD_NAMES = ("NCCL_ASYNC_ERROR_HANDLING", "NCCL_BLOCKING_WAIT", "NCCL_DESYNC_DEBUG", "NCCL_IB_CUDA_SUPPORT")
-"""Names that earlier versions read; a known issue has the present ones."""
+"""Names that earlier versions read. They are no misspellings: known_issues.json names their successors."""
 SIMILARITY = 0.85
-"""Least likeness of a misspelled name to the correct one, by difflib's measure."""
+"""How similar a misspelled name must be to the correct one: 1 is equal (``difflib.get_close_matches``)."""
+# Functions for which NCCL_ALGO and NCCL_PROTO can have values of their own: "allreduce:tree;broadcast:ring".
 FUNCTIONS = ("Broadcast", "Reduce", "AllGather", "ReduceScatter", "AllReduce")
 LISTS = {
     "NCCL_ALGO": ("Tree", "Ring", "CollNetDirect", "CollNetChain", "NVLS", "NVLSTree", "PAT"),
     "NCCL_PROTO": ("LL", "LL128", "Simple"),
 }
-"""Items of a list (``[function:][^]item,...;...``), in any case: parseList in NCCL's tuning.cc."""
+"""Items that a value may list, in upper or lower case.
+
+The format is ``[function:][^]item,...;...`` (parseList in NCCL's tuning.cc), for example ``^LL128`` or
+``allreduce:tree,ring;broadcast:ring``.
+"""
 REFUSES_FROM = "2.24"
-"""First version of NCCL that stops at an unknown item; earlier ones ignore it."""
+"""First version of NCCL that stops at an unknown item. Earlier versions ignore it."""
 NETS = (
     *("IB", "Socket", "AWS Libfabric", "Libfabric", "OFI", "IBext", "UCX", "GPUDirectTCPX", "FasTrak"),
     "gIB",
 )
-"""NCCL's own networks, and the names by which known plug-ins answer; ``IBext_v8`` and the like count too."""
+"""NCCL's own networks, and the names of known plug-ins. A version such as in ``IBext_v8`` is ignored."""
 
 
 def unknown_names(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the names of NCCL, Gloo or torch that none of their versions up to now reads."""
+    """Return the names that look like variables of NCCL, Gloo or torch, but that no version of them reads.
+
+    Names of plug-ins and of torch's compiler are left out.
+    """
     candidates = (name for name in names if name.startswith(_PREFIXES) and not name.startswith(_FAMILIES))
     return tuple(name for name in candidates if name not in KNOWN_NAMES and name not in OLD_NAMES)
 
 
 def _closest_choice(text: str, choices: Iterable[str], similarity: float = SIMILARITY) -> str:
-    """Return the choice that is most like `text`; empty if none is like it."""
+    """Return the choice that is most similar to `text`, or an empty text if none is similar enough.
+
+    Upper and lower case do not matter.
+    """
     from difflib import get_close_matches  # a start without misspelled names does without it
 
     spellings = {choice.lower(): choice for choice in choices}
@@ -192,13 +216,13 @@ def _closest_choice(text: str, choices: Iterable[str], similarity: float = SIMIL
 
 
 def similar_name(name: str) -> str:
-    """Return the known variable that is most like `name`; empty if none is like it."""
+    """Return the known variable that is most similar to `name`, or an empty text if none is similar."""
     prefix = name.partition("_")[0]
     return _closest_choice(name, (known_name for known_name in KNOWN_NAMES if known_name.startswith(prefix)))
 
 
 def _misspelled_names(draft: PlanDraft, kind: FabricKind) -> Findings:
-    """Unknown names that are like a known one; a name that is like none may belong to a plug-in."""
+    """Report unknown names that are similar to a known one. Other unknown names may belong to a plug-in."""
     for name in unknown_names(draft.names()):
         if right := similar_name(name):
             problem = f"{draft.quote(name)}: no library reads this variable; did you mean {right}?"
@@ -206,10 +230,11 @@ def _misspelled_names(draft: PlanDraft, kind: FabricKind) -> Findings:
 
 
 def _misspelled_values(draft: PlanDraft, kind: FabricKind) -> Findings:
-    """Values of NCCL_ALGO, NCCL_PROTO and NCCL_NET that NCCL does not know."""
+    """Report values of NCCL_ALGO, NCCL_PROTO and NCCL_NET that NCCL does not know."""
     for variable, allowed in LISTS.items():
         preset = draft.preset(variable)
         for part in preset.value.split(";") if preset else ():
+            # "allreduce:^tree,ring" -> function "allreduce", items "tree" and "ring"
             function, _, items = part.rpartition(":")
             choices = [(item.strip(), allowed) for item in items.strip().removeprefix("^").split(",")]
             choices += [(function.strip(), FUNCTIONS)] if function else []
@@ -227,7 +252,7 @@ def _misspelled_values(draft: PlanDraft, kind: FabricKind) -> Findings:
 
 
 def _misspelling(draft: PlanDraft, variable: str, item: str, choices: tuple[str, ...]) -> tuple[str, str]:
-    """Return the finding that `item` of the variable's value is not in `choices`, and its remedy."""
+    """Return the problem that `item` in a variable's value is not one of `choices`, and its remedy."""
     right, unset = _closest_choice(item, choices, 0.5), draft.how_to_unset(variable)
     problem = (
         f"{draft.quote(variable)}: {item!r} is none of {', '.join(choices)}. NCCL {REFUSES_FROM} and later "
@@ -235,7 +260,7 @@ def _misspelling(draft: PlanDraft, variable: str, item: str, choices: tuple[str,
     )
     if not right:
         return problem, unset
-    # Only the complete item: Tree,Tre must not become Treee,Tree.
+    # Replace the complete item only: in "Tree,Tre" the item "Tre" must not change "Tree" to "Treee".
     corrected = re.sub(rf"(?<!\w){re.escape(item)}(?!\w)", right, draft.value(variable) or "")
     return problem, f"set {variable}='{corrected}', or {unset}"
 
@@ -319,7 +344,7 @@ USE_RTLD_GLOBAL VERSION WARM_POOL XPU_ARCH_LIST
 """
 """Variables of torch 2.3 to 2.13 that users set."""
 _BUILD = "DIR HOME INCLUDE_DIR INCLUDE_DIRS INCLUDE_PATH LIB LIBRARY LIB_DIR PATH ROOT ROOT_DIR"
-"""Paths that modules and builds set; NCCL does not read them."""
+"""Ends of names such as ``NCCL_HOME``, which environment modules and builds set. NCCL does not read them."""
 KNOWN_NAMES = frozenset(
     f"{prefix}{name}"
     for prefix, names in (("NCCL_", f"{_NCCL} {_BUILD}"), ("GLOO_", f"{_GLOO} {_BUILD}"), ("TORCH_", _TORCH))

@@ -1,7 +1,7 @@
-"""The network plug-in that ``NCCL_NET_PLUGIN`` names: its files, and what NCCL does without them.
+"""Check that the network plug-in named by ``NCCL_NET_PLUGIN`` can be opened.
 
-NCCL opens the name as it is, then ``libnccl-net-NAME.so``, and goes on with its own networks if there is
-neither (user guide, NCCL_NET_PLUGIN).
+NCCL opens the name as it is, then ``libnccl-net-NAME.so``. If neither exists, NCCL silently goes on with its
+own networks (user guide, NCCL_NET_PLUGIN).
 """
 
 from __future__ import annotations
@@ -14,20 +14,23 @@ VARIABLE = software.NET_PLUGIN
 
 
 def is_ofi(value: str) -> bool:
-    """Return whether a value names aws-ofi-nccl."""
+    """Return True if a value of NCCL_NET_PLUGIN names aws-ofi-nccl: ``ofi``, ``/opt/libnccl-net-ofi.so``."""
     return "ofi" in value.rpartition("/")[2].lower()
 
 
 def plugin_files(facts: HostFacts, value: str) -> tuple[str, ...]:
-    """Return the paths of the plug-ins that a value names, without those that are absent."""
+    """Return the paths of the plug-in files that exist for a value of NCCL_NET_PLUGIN."""
     names = (name for plugin in software.plugins(value) for name in software.plugin_files(plugin))
     return tuple(library.path for library in map(facts.library, names) if library)
 
 
 def decide_plugin(draft: PlanDraft, kind: FabricKind) -> None:
-    """Leave out a plug-in of the image that is not there, and warn about one of the user or the recipe."""
+    """Check that every plug-in of NCCL_NET_PLUGIN has a file that NCCL can open.
+
+    If one has none, the image's value is left out, while a value of the user or the recipe gets a warning.
+    """
     preset = draft.preset(VARIABLE)
-    missing: dict[str, None] = {}
+    missing: dict[str, None] = {}  # file names in the order in which NCCL tries them
     for plugin in software.plugins(preset.value) if preset else ():
         names = software.plugin_files(plugin)
         if not any(draft.facts.library(name) or name in draft.links for name in names):

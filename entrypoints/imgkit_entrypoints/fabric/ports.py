@@ -1,8 +1,8 @@
-"""The RDMA ports that NCCL should use (NCCL_IB_HCA), and the GID of a RoCE port (NCCL_IB_GID_INDEX).
+"""Decide which RDMA ports NCCL uses (NCCL_IB_HCA), and the GID of RoCE ports (NCCL_IB_GID_INDEX).
 
-NCCL 2.21 and later find the GID themselves (net_ib/connect.cc: NCCL_IB_ADDR_FAMILY,
-NCCL_IB_ROCE_VERSION_NUM), and their guide advises against NCCL_IB_GID_INDEX. Earlier versions use index
-0, which is link-local.
+NCCL 2.21 and later search for the GID themselves (net_ib/connect.cc: NCCL_IB_ADDR_FAMILY,
+NCCL_IB_ROCE_VERSION_NUM), and the guide of these versions advises against NCCL_IB_GID_INDEX. Earlier versions
+use index 0, which is link-local.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from imgkit_entrypoints.facts.host_facts import Gid, HostFacts, Port, RdmaDevice
 HCA = "NCCL_IB_HCA"
 OPEN_FIX = "docker: --device /dev/infiniband; Kubernetes: rdma/rdma=1; Singularity: no --contain"
 """Remedy for a device file that cannot be opened."""
+# Contents of a port's file `state`, as drivers/infiniband/core/sysfs.c of Linux prints them.
 _STATES = {
     "1: DOWN": "no link: check the cable, the switch, and whether the interface is up",
     "2: INIT": "no subnet manager has configured it",
     "3: ARMED": "the subnet manager has not activated it",
 }
 _NEARNESS = ("under its PCI switch", "on its NUMA node", "near it")
-"""By the `gpu_distance` of the nearest NIC."""
+"""How messages describe a GPU, by the `gpu_distance` of a NIC: 0, 1 or 2."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnusedPort:
-    """A port that is not used, and the reason."""
+    """A port that NCCL should not use, and the reason."""
 
     port: Port
     reason: str
@@ -40,12 +41,15 @@ _Pair = tuple[RdmaDevice, Port]
 def choose_ports(
     facts: HostFacts, nics: int | None = None
 ) -> tuple[tuple[Port, ...], tuple[UnusedPort, ...]]:
-    """Return the ports to use, and the other ports with their reasons.
+    """Return the ports that NCCL should use, and the other ports, each with the reason.
 
     NCCL itself uses every ACTIVE port, including storage and management NICs, and refuses to mix InfiniBand
-    with RoCE. The rule: if one port is InfiniBand, no Ethernet port is used. Among RoCE ports, those with an
-    IPv4 RoCE v2 GID are used, and among these the ones nearest to a GPU. Distance does not count if
-    fewer ports than the recipe's `nics` would remain.
+    with RoCE. Here, if one port is InfiniBand, no Ethernet port is used. Among RoCE ports, those with an IPv4
+    GID of type RoCE v2 are used, and among these the ones nearest to a GPU.
+
+    Parameters
+    ----------
+    nics : number of NICs that the recipe states. Distance does not count if fewer ports would remain.
     """
     unused: list[UnusedPort] = []
     active: list[_Pair] = []
@@ -73,7 +77,7 @@ def _ports_with_devices(facts: HostFacts) -> tuple[_Pair, ...]:
 
 
 def _port_fault(port: Port) -> str:
-    """Return why NCCL cannot use a port; empty if it can."""
+    """Return why NCCL cannot use a port, or an empty text if it can."""
     if port.link_layer not in ("InfiniBand", "Ethernet"):
         evidence = f"{port.path}/link_layer: {port.link_layer}"
         return f"{evidence}: NCCL cannot use it through verbs (EFA needs the aws-ofi-nccl plugin)"
@@ -84,7 +88,7 @@ def _port_fault(port: Port) -> str:
 
 
 def _keep_addressed(pairs: list[_Pair]) -> tuple[list[_Pair], list[UnusedPort]]:
-    """Keep the ports with an IPv4 RoCE v2 GID, if there are any."""
+    """Return the ports with an IPv4 GID of type RoCE v2, and the others. Without any, all ports are kept."""
     gids = [pick_gid(port.gids) for _, port in pairs]
     has_gid = [gid is not None and gid.kind == "RoCE v2" for gid in gids]
     if not any(has_gid):
@@ -99,7 +103,7 @@ def _keep_addressed(pairs: list[_Pair]) -> tuple[list[_Pair], list[UnusedPort]]:
 
 
 def _keep_nearest(facts: HostFacts, pairs: list[_Pair]) -> tuple[list[_Pair], list[UnusedPort]]:
-    """Keep the ports nearest to a GPU; all ports, if a distance is unknown."""
+    """Return the ports nearest to a GPU, and the others. If a distance is unknown, all ports are kept."""
     distances = [gpu_distance(facts, device) for device, _ in pairs]
     if not pairs or None in distances:
         return pairs, []
@@ -116,11 +120,15 @@ def _keep_nearest(facts: HostFacts, pairs: list[_Pair]) -> tuple[list[_Pair], li
 
 
 def gpu_distance(facts: HostFacts, device: RdmaDevice) -> int | None:
-    """Return 0 if a GPU is under the same PCI switch, 1: on the same NUMA node, 2: neither; None: unknown."""
+    """Return how far a NIC is from the nearest GPU, or None if that is unknown.
+
+    The distance is 0 under the same PCI switch, 1 on the same NUMA node, and 2 otherwise.
+    """
     gpus = facts.gpu_devices
     if not gpus or not (device.pci or device.numa_node is not None):
         return None
-    # The second part is a bridge: a common first part is only the root complex.
+    # In "pci0000:16/0000:16:01.0/..." the second part is a bridge. Devices that share only the first part
+    # share no more than the root complex.
     bridge = device.pci.split("/")[:2]
     if len(bridge) == 2 and any(gpu.pci.split("/")[:2] == bridge for gpu in gpus):
         return 0
@@ -130,19 +138,30 @@ def gpu_distance(facts: HostFacts, device: RdmaDevice) -> int | None:
 
 
 def format_hcas(ports: Iterable[Port]) -> str:
-    """Return ports as a value of NCCL_IB_HCA; ``=`` makes names exact: mlx5_1 also selects mlx5_10."""
+    """Return the value of NCCL_IB_HCA that selects exactly these ports: ``=mlx5_0:1,mlx5_1:1``.
+
+    The value begins with ``=``, because NCCL otherwise reads names as prefixes: mlx5_1 also selects mlx5_10.
+    """
     return "=" + ",".join(port.name for port in ports)
 
 
 def parse_selection(selection: str) -> tuple[bool, bool, list[str]]:
-    """Return of ``[^][=]name,...`` whether it excludes, whether names are exact, and the names."""
+    """Parse a selection in the format ``[^][=]name,...``, as of NCCL_IB_HCA and NCCL_SOCKET_IFNAME.
+
+    Returns whether it excludes the names, whether they are exact, and the names:
+    ``^=eth0,lo -> True, True, ["eth0", "lo"]``.
+    """
     body = selection.removeprefix("^")
     names = [name for name in body.removeprefix("=").split(",") if name]
     return selection.startswith("^"), body.startswith("="), names
 
 
 def match_ports(selection: str, ports: Iterable[Port]) -> tuple[Port, ...]:
-    """Return the ports that a value of NCCL_IB_HCA selects (``[^][=]name[:port[:rail[:plane]]],...``)."""
+    """Return the ports that a value of NCCL_IB_HCA selects.
+
+    The format is ``[^][=]name[:port[:rail[:plane]]],...``, for example ``=mlx5_0:1,mlx5_1``. Rail and plane
+    are ignored.
+    """
     excludes, is_exact, names = parse_selection(selection)
 
     def is_listed(port: Port) -> bool:
@@ -156,7 +175,10 @@ def match_ports(selection: str, ports: Iterable[Port]) -> tuple[Port, ...]:
 
 
 def in_use(draft: PlanDraft) -> tuple[Port, ...]:
-    """Return the ports that NCCL will use, by the rule or by an existing value of NCCL_IB_HCA."""
+    """Return the ports that NCCL will use.
+
+    The user's or recipe's NCCL_IB_HCA selects them; without one, `choose_ports` does.
+    """
     request = draft.request(HCA)
     if request is None:
         return choose_ports(draft.facts, draft.nics)[0]
@@ -166,7 +188,10 @@ def in_use(draft: PlanDraft) -> tuple[Port, ...]:
 
 
 def decide_ports(draft: PlanDraft) -> tuple[Port, ...]:
-    """Decide NCCL_IB_HCA and report the other ports; return the ports that NCCL will use."""
+    """Decide NCCL_IB_HCA, and return the ports that NCCL will use.
+
+    The other ports are reported. Slow ports and devices that cannot be opened get warnings.
+    """
     chosen, unused = choose_ports(draft.facts, draft.nics)
     states = (
         f"{port.path}: state {port.state}, {port.link_layer}, {port.rate or 'no rate'}" for port in chosen
@@ -188,7 +213,7 @@ def decide_ports(draft: PlanDraft) -> tuple[Port, ...]:
 
 
 def report_unused(draft: PlanDraft, unused: Iterable[UnusedPort]) -> None:
-    """Report the ports that are not used."""
+    """Report the ports that NCCL should not use, each with the reason."""
     for item in unused:
         draft.report(HCA, item.port.name, f"left out: {item.reason}")
 
@@ -198,7 +223,7 @@ def _device_of_port(facts: HostFacts, port: Port) -> RdmaDevice:
 
 
 def _report_cards(draft: PlanDraft, used: Sequence[Port]) -> None:
-    """Report ports that NCCL merges into one NIC, and virtual functions."""
+    """Report which ports are virtual functions, and which ones NCCL merges into one NIC."""
     cards: dict[str, list[Port]] = {}
     for port in used:
         device = _device_of_port(draft.facts, port)
@@ -214,7 +239,7 @@ def _report_cards(draft: PlanDraft, used: Sequence[Port]) -> None:
 
 
 def _check_rates(draft: PlanDraft, used: Sequence[Port]) -> None:
-    """Warn about ports that are slower than others, or whose rate is unknown."""
+    """Warn about ports that are slower than the fastest one, and ports whose rate is unknown."""
     best = max((port.rate_Gbps or 0 for port in used), default=0)
     for port in used:
         if port.rate_Gbps is None:
@@ -231,7 +256,7 @@ def _check_rates(draft: PlanDraft, used: Sequence[Port]) -> None:
 
 
 def _check_devices(draft: PlanDraft, used: Sequence[Port]) -> None:
-    """Warn about a device of sysfs that this container cannot open, or that no library supports."""
+    """Warn about a device that this container cannot open, or that no driver of libibverbs supports."""
     devices = tuple(dict.fromkeys(_device_of_port(draft.facts, port) for port in used))
     for device in devices:
         if not device.verbs_opens:
@@ -240,6 +265,7 @@ def _check_devices(draft: PlanDraft, used: Sequence[Port]) -> None:
             draft.warn(problem, OPEN_FIX, failed_check="rdma devices")
     fix = "add libibverbs1 and ibverbs-providers to the recipe's image.apt; --nv does not add them"
     providers = draft.facts.verbs_providers
+    # 0x15b3 is the PCI vendor of Mellanox (NVIDIA), whose NICs need the provider mlx5.
     needs_mlx5 = any(device.vendor == "0x15b3" for device in devices)
     if devices and draft.facts.library("libibverbs.so.1") is None:
         problem = "libibverbs.so.1 is not on the library path: NCCL would use TCP"
@@ -252,9 +278,9 @@ def _check_devices(draft: PlanDraft, used: Sequence[Port]) -> None:
 
 
 def line_rate_Gbps(facts: HostFacts, used: Sequence[Port]) -> float | None:
-    """Return the rate of all ports together, in 1e9 bit/s; None if one is unknown.
+    """Return the rate of all ports together in Gbit/s, or None if one of the rates is unknown.
 
-    A virtual function does not add to its own card.
+    A virtual function whose card is also in use does not count, because both share the card's rate.
     """
     devices = {port.name: _device_of_port(facts, port) for port in used}
     cards = {device.card for device in devices.values() if not device.physical}
@@ -277,22 +303,29 @@ GID_SEARCH = ("NCCL_IB_ADDR_FAMILY", "NCCL_IB_ADDR_RANGE", "NCCL_IB_ROCE_VERSION
 
 
 def pick_gid(gids: Sequence[Gid]) -> Gid | None:
-    """Return the GID that NCCL's search finds; None if there is no IPv4 GID, and the search stays at index 0.
+    """Return the GID that NCCL's own search finds, or None if the port has no IPv4 GID.
 
-    The result is the first IPv4-mapped GID of type RoCE v2, else the first IPv4-mapped one. NCCL's own loop
-    looks different; a test compares both.
+    It is the first IPv4-mapped GID of type RoCE v2, or else the first IPv4-mapped one. Without any, NCCL
+    stays at index 0. NCCL's loop is written in another way, and a test compares both.
     """
     mapped = [gid for gid in gids if gid.ipv4]
     return min(mapped, key=lambda gid: (gid.kind != "RoCE v2", gid.index), default=None)
 
 
 def gid_evidence(port: Port, gid: Gid) -> str:
-    """Return the slot of /sys with its content."""
+    """Return a slot of the GID table with its content, for a message.
+
+    For example ``/sys/class/infiniband/mlx5_0/ports/1/gids/3: 0000:...:0a00:0001 (10.0.0.1), RoCE v2``.
+    """
     return f"{port.path}/gids/{gid.index}: {gid.value} ({gid.ipv4 or 'no IPv4'}), {gid.kind or 'no type'}"
 
 
 def decide_gid(draft: PlanDraft, ports: Sequence[Port]) -> None:
-    """Decide the GID index for these RoCE ports; it is set only for a version of NCCL that needs it."""
+    """Decide the GID index for these RoCE ports.
+
+    It is set only for NCCL below 2.21, which does not search for it. A run on several nodes is blocked if the
+    ports then need different indices, and with every version if a port has no IPv4 GID.
+    """
     search = next((name for name in GID_SEARCH if draft.preset(name)), None)
     if search:
         evidence = f"{search}={draft.value(search)}"
@@ -337,6 +370,7 @@ def decide_gid(draft: PlanDraft, ports: Sequence[Port]) -> None:
 
 
 def _block_without_gid(draft: PlanDraft, port: Port) -> None:
+    """Block a run on several nodes because a port has no IPv4 GID, unless the GID index is set already."""
     slots = ", ".join(f"{gid.index}: {gid.value} {gid.kind}".strip() for gid in port.gids) or "all empty"
     netdev = next((gid.netdev for gid in port.gids if gid.netdev), "its interface")
     reason = f"{port.name} has no IPv4 GID, so NCCL uses index 0; {port.path}/gids: {slots}"

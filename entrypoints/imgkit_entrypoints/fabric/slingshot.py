@@ -1,6 +1,7 @@
-"""Slingshot 11: NCCL uses libfabric's cxi provider through the aws-ofi-nccl plugin, and no verbs.
+"""Decide the variables of Slingshot 11.
 
-The settings come from HewlettPackard/shs-ccl-docs (ccl_env.sh and guide), in the column that Olivia's
+NCCL reaches Slingshot without verbs, through the aws-ofi-nccl plug-in and the cxi provider of libfabric. The
+settings come from HewlettPackard/shs-ccl-docs (ccl_env.sh and guide), in the column that Olivia's
 documentation follows (Sigma2, "PyTorch multi-node", May 2026). CSCS and Isambard-AI use other buffer sizes.
 """
 
@@ -12,8 +13,11 @@ from imgkit_entrypoints.fabric import plugin as plugins
 from imgkit_entrypoints.fabric.fabric_plan import PlanDraft
 from imgkit_entrypoints.facts import HostFacts
 
+# Rate of one Slingshot 11 NIC in each direction.
 NIC_Gbps = 200.0
+# HPE's guide and the sites differ in buffer sizes; each reason names whose column it follows.
 _COLUMN = "HPE's guide (shs-ccl-docs), Olivia's column"
+# Variable, value, and the first part of the reason that reports show.
 SETTINGS: tuple[tuple[str, str, str], ...] = (
     ("NCCL_NET_GDR_LEVEL", "PHB", _COLUMN),
     ("NCCL_CROSS_NIC", "1", _COLUMN),
@@ -23,6 +27,8 @@ SETTINGS: tuple[tuple[str, str, str], ...] = (
     ("FI_CXI_DEFAULT_TX_SIZE", "2048", _COLUMN),
     ("FI_CXI_RX_MATCH_MODE", "hybrid", _COLUMN),
     ("FI_CXI_RDZV_PROTO", "alt_read", f"{_COLUMN}; the job also needs --network=disable_rdzv_get"),
+    # These three are for correct results. Without them, GH200 nodes with NCCL 2.27.3 and later had wrong
+    # results in about 30 % of the runs (NVIDIA/nccl#2001).
     ("FI_CXI_RDZV_EAGER_SIZE", "0", f"{_COLUMN}; for correct results, not for speed"),
     ("FI_CXI_RDZV_GET_MIN", "0", f"{_COLUMN}; for correct results, not for speed"),
     ("FI_CXI_RDZV_THRESHOLD", "0", f"{_COLUMN}; for correct results, not for speed"),
@@ -30,23 +36,26 @@ SETTINGS: tuple[tuple[str, str, str], ...] = (
 
 
 def plugin(facts: HostFacts, links: Mapping[str, str]) -> str:
-    """Return the path of the plugin, the host's or the one on the library path; empty if there is none."""
+    """Return the path of aws-ofi-nccl, or an empty text if the node has none.
+
+    The host's file, if it is linked into the container, comes before the one on the library path.
+    """
     library = facts.library("libnccl-net-ofi.so") or facts.library("libnccl-net.so")
     return links.get("libnccl-net.so") or (library.path if library else "")
 
 
 def nics_text(facts: HostFacts) -> str:
-    """Return the NICs as /sys shows them: ``/sys/class/cxi: cxi0 cxi1``."""
+    """Return the NICs of the node with their folder, for a message: ``/sys/class/cxi: cxi0 cxi1``."""
     folder = facts.cxi[0].path.rpartition("/")[0]
     return f"{folder}: {' '.join(device.name for device in facts.cxi)}"
 
 
 def decide_slingshot(draft: PlanDraft) -> None:
-    """Decide the libfabric and NCCL settings of this fabric."""
+    """Decide the variables of libfabric and NCCL, and leave out a plug-in of the image that does not fit."""
     names = nics_text(draft.facts)
     for variable, value, reason in SETTINGS:
         draft.set(variable, value, f"{reason} ({names})")
-    # NCCL would look for no other plug-in than the image's.
+    # An image that names a plug-in keeps NCCL from looking for any other, such as the host's aws-ofi-nccl.
     preset = draft.image_preset(plugins.VARIABLE)
     if preset and not (plugins.is_ofi(preset.value) and plugins.plugin_files(draft.facts, preset.value)):
         draft.refuse(plugins.VARIABLE, f"Slingshot needs aws-ofi-nccl ({names})")
@@ -54,7 +63,10 @@ def decide_slingshot(draft: PlanDraft) -> None:
 
 
 def _decide_net(draft: PlanDraft) -> None:
-    """Decide NCCL_NET between nodes, so that NCCL stops instead of silently falling back to TCP."""
+    """Set NCCL_NET for a run on several nodes, so that NCCL stops instead of falling back to TCP.
+
+    On one node the variable is left out, because the plug-in would only allocate memory for nothing.
+    """
     path = plugin(draft.facts, draft.links)
     if not draft.several:
         draft.refuse("NCCL_NET", "on one node the plugin allocates memory for nothing (HPE's guide)")
@@ -67,6 +79,7 @@ def _decide_net(draft: PlanDraft) -> None:
     else:
         reason = f"{nics_text(draft.facts)}: NCCL stops instead of using TCP; plugin: {path or 'not found'}"
         draft.set("NCCL_NET", "AWS Libfabric", reason)
+    # Versions of aws-ofi-nccl after 1.11 answer to the names "Libfabric" and "OFI", too.
     if not path and not pinned and draft.value("NCCL_NET") in ("AWS Libfabric", "Libfabric", "OFI"):
         draft.warn(
             "aws-ofi-nccl (libnccl-net-ofi.so, libnccl-net.so) is not on the library path: NCCL will stop "

@@ -1,4 +1,8 @@
-"""The network interface of NCCL and Gloo: always for the bootstrap, and without RDMA for the data as well."""
+"""Decide the network interface of NCCL and Gloo.
+
+NCCL connects its processes over this interface even where the data uses RDMA. Without RDMA, the data uses it
+as well.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +16,21 @@ from imgkit_entrypoints.system import Partition, SystemFacts
 
 NCCL, GLOO = INTERFACES
 THREADS = ("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD")
+# Prefixes of interfaces that containers, virtual machines and tunnels create. Other nodes cannot reach them.
 _VIRTUAL = (
     *("docker", "virbr", "veth", "br-", "cni", "flannel", "cali", "tun", "kube", "podman", "ifb", "dummy"),
 )
 _SELF_TUNED = {"0x1d0f": "AWS", "0x1ae0": "Google"}
 """PCI vendors for which NCCL chooses the number of sockets itself (net_socket.cc)."""
+# NCCL's user guide recommends more sockets "for generic 100G networks", so not below 100 Gbit/s.
 _FAST_Mbps = 100_000
 
 
 def usable_interfaces(facts: HostFacts) -> tuple[Interface, ...]:
-    """Return the interfaces that another node could reach: up, with an address, no loopback and no bridge."""
+    """Return the interfaces that another node could reach.
+
+    They are up and have an address. Loopback and the interfaces of containers are left out.
+    """
     return tuple(
         item
         for item in facts.interfaces
@@ -37,10 +46,15 @@ def usable_names(facts: HostFacts, *prefixes: str) -> list[str]:
 def best_interface(
     facts: HostFacts, head: str = "", prefer: Sequence[str] = ()
 ) -> tuple[Interface, str] | None:
-    """Return the interface on which nodes connect, and the reason; None if there is none.
+    """Return the interface over which nodes should connect, and the reason, or None if none is usable.
 
-    Order: the interface whose network contains the head; one of `prefer`; the interface of the default route;
-    the first one.
+    The first of these decides: the network of the interface contains the head; the interface is one of
+    `prefer`; the default route uses it; it is the first usable interface.
+
+    Parameters
+    ----------
+    head : address of node 0, or empty. A loopback address means that all nodes are on this machine.
+    prefer : names of interfaces, the best one first.
     """
     loopback = next((item for item in facts.interfaces if item.name == "lo"), None)
     if loopback and _is_inside(head, "127.0.0.0/8"):
@@ -51,6 +65,7 @@ def best_interface(
     by_name = {item.name: item for item in candidates}
     routes = [route for route in facts.routes if route.interface in by_name]
     for route in routes:
+        # A route without a gateway leads to a network in which this node is itself.
         if route.gateway == "0.0.0.0" and _is_inside(head, route.network):  # noqa: S104
             return by_name[route.interface], f"the head {head} is in its network {route.network}"
     for name in prefer:
@@ -69,6 +84,7 @@ def best_interface(
 
 
 def _is_inside(head: str, network: str) -> bool:
+    """Return True if the address `head` is in `network`; False also for an empty one or a host name."""
     try:
         return ipaddress.ip_address(head) in ipaddress.ip_network(network)
     except ValueError:
@@ -76,25 +92,36 @@ def _is_inside(head: str, network: str) -> bool:
 
 
 def describe_interface(interface: Interface) -> str:
-    """Return the interface as /sys shows it."""
+    """Return the state, speed and addresses of an interface for a message.
+
+    For example ``/sys/class/net/eth0/operstate: up, speed 25000 Mb/s, 10.0.0.1``.
+    """
     speed = f", speed {interface.speed_Mbps} Mb/s" if interface.speed_Mbps else ""
     return f"{state_of(interface)}{speed}, {', '.join(interface.addresses)}"
 
 
 def state_of(interface: Interface) -> str:
-    """Return the file with the interface's state, and its content."""
+    """Return the state of an interface with its file: ``/sys/class/net/eth0/operstate: up``."""
     return f"/sys/class/net/{interface.name}/operstate: {interface.state}"
 
 
 def format_interfaces(names: Sequence[str], facts: HostFacts) -> str:
-    """Return names as a value of NCCL_SOCKET_IFNAME; ``=`` makes prefixes exact."""
+    """Return the value of NCCL_SOCKET_IFNAME that selects exactly `names`.
+
+    NCCL reads the names as prefixes. If one is also the prefix of another interface, the value begins with
+    ``=``, which makes the names exact: ``["eth1"] -> "=eth1"`` on a node with eth1 and eth10.
+    """
     unselected = [item.name for item in facts.interfaces if item.name not in names]
     is_exact = any(text.startswith(name) for text in unselected for name in names)
     return ("=" if is_exact else "") + ",".join(names)
 
 
 def match_interfaces(selection: str, interfaces: Iterable[Interface]) -> tuple[Interface, ...]:
-    """Return the interfaces that a value of NCCL_SOCKET_IFNAME selects (``[^][=]prefix,...``)."""
+    """Return the interfaces that a value of NCCL_SOCKET_IFNAME selects.
+
+    The format is ``[^][=]prefix,...``: ``^`` excludes what follows, and ``=`` makes the names exact. For
+    example ``^docker,lo`` selects all interfaces whose names begin with neither of the two.
+    """
     excludes, is_exact, names = ports.parse_selection(selection)
 
     def is_listed(interface: str) -> bool:
@@ -104,15 +131,20 @@ def match_interfaces(selection: str, interfaces: Iterable[Interface]) -> tuple[I
 
 
 def matching_gloo(name: str, interfaces: Iterable[Interface]) -> tuple[Interface, ...]:
-    """Return the interface that a value of GLOO_SOCKET_IFNAME names."""
+    """Return the interface that a value of GLOO_SOCKET_IFNAME names, which must be the exact name."""
     return match_interfaces(f"={name}", interfaces)
 
 
+# The function that reads the value of each variable.
 MATCHING = {NCCL: match_interfaces, GLOO: matching_gloo}
 
 
 def selected_interface(facts: HostFacts, env: Mapping[str, str]) -> Interface | None:
-    """Return the interface that a worker with `env` connects over; None if no variable selects one."""
+    """Return the interface over which a worker with the variables `env` connects.
+
+    Returns None if no variable is set, or if it selects no interface that is up with an address. With GPUs
+    the variable of NCCL comes first, otherwise that of Gloo.
+    """
     is_cuda = env.get("IMGKIT_DEVICE") == "cuda"
     for variable in (NCCL, GLOO) if is_cuda else (GLOO, NCCL):
         if value := env.get(variable):
@@ -122,7 +154,11 @@ def selected_interface(facts: HostFacts, env: Mapping[str, str]) -> Interface | 
 
 
 def decide_interface(draft: PlanDraft, prefer: Sequence[str] = ()) -> Interface | None:
-    """Decide the interface of NCCL's bootstrap and of Gloo; only a run on several nodes needs one."""
+    """Set the interface of NCCL's bootstrap and of Gloo for a run on several nodes, and return it.
+
+    On one node the interface is only reported. Without a usable interface, a run on several nodes is blocked
+    and None is returned.
+    """
     refuse_absent(draft)
     choice = best_interface(draft.facts, draft.head, prefer)
     if choice is None:
@@ -143,9 +179,10 @@ def decide_interface(draft: PlanDraft, prefer: Sequence[str] = ()) -> Interface 
 
 
 def use_partition(draft: PlanDraft, system: SystemFacts | None, partition: str) -> None:
-    """Take the interfaces that the recipe states for a partition, before those of its ``env``."""
+    """Replace the interfaces in the draft's recipe by those that the recipe states for a Slurm partition."""
     names = system.partitions.get(partition, Partition()).interfaces if system else ()
     if names:
+        # NCCL takes several interfaces, Gloo only one: the first that this node has.
         present = {item.name for item in draft.facts.interfaces}
         gloo = next((name for name in names if name in present), names[0])
         draft.recipe = {**draft.recipe, NCCL: format_interfaces(names, draft.facts), GLOO: gloo}
@@ -153,7 +190,10 @@ def use_partition(draft: PlanDraft, system: SystemFacts | None, partition: str) 
 
 
 def refuse_absent(draft: PlanDraft) -> None:
-    """Leave out interface names of the recipe that this machine does not have: NCCL would not start."""
+    """Leave out interface names of the recipe or the image that this node does not have.
+
+    NCCL would not start with them.
+    """
     interfaces = draft.facts.interfaces
     for variable in (NCCL, GLOO):
         value = draft.value(variable)
@@ -163,7 +203,11 @@ def refuse_absent(draft: PlanDraft) -> None:
 
 
 def decide_threads(draft: PlanDraft, interface: Interface | None) -> None:
-    """Decide the socket numbers of NCCL's TCP transport, if its default of one socket is too low."""
+    """Set the number of sockets of NCCL's TCP transport for an interface of 100 Gbit/s or more.
+
+    NCCL's default of one socket cannot fill such an interface. On AWS and Google Cloud NCCL chooses the
+    number itself, so nothing is set there.
+    """
     if interface is None or not draft.several or (interface.speed_Mbps or 0) < _FAST_Mbps:
         return
     folder = f"/sys/class/net/{interface.name}"
@@ -178,6 +222,6 @@ def decide_threads(draft: PlanDraft, interface: Interface | None) -> None:
 
 
 def refuse_threads(draft: PlanDraft, kind: str) -> None:
-    """Leave out socket numbers of the recipe if the data does not use TCP."""
+    """Leave out the recipe's or image's number of sockets, which matters only where the data uses TCP."""
     for variable in THREADS:
         draft.refuse(variable, f"it only affects TCP, but the data uses {kind}")

@@ -1,6 +1,7 @@
-"""Facts of this machine: the only reader of /sys, /proc, /dev and /opt/imgkit.
+"""Read the facts of this machine. No other package reads /sys, /proc, /dev and /opt/imgkit.
 
-``IMGKIT_ROOT=/some/dir`` redirects every read, so a tree of files shows the decisions on another machine.
+``IMGKIT_ROOT=/some/dir`` redirects every read to a tree of files, which shows how imgkit would decide on
+another machine.
 """
 
 from __future__ import annotations
@@ -20,9 +21,13 @@ __all__ = ["HostFacts", "Reader", "gather", "root_of", "system_facts"]
 
 
 def gather(root: Path | None = None, env: Mapping[str, str] = os.environ) -> HostFacts:
-    """Read the machine under `root` (default: ``IMGKIT_ROOT``, else ``/``) and `env`.
+    """Read the facts of the machine from files and from the environment `env`.
 
-    No missing file is fatal: its fact is empty, and the decision that needs it says so.
+    A missing file is no error. Its fact is empty, and the decision that needs the fact says so.
+
+    Parameters
+    ----------
+    root : folder that replaces ``/``; by default ``IMGKIT_ROOT``, or ``/`` where that is not set.
 
     Raises
     ------
@@ -37,6 +42,7 @@ def gather(root: Path | None = None, env: Mapping[str, str] = os.environ) -> Hos
     image_nccl = software.image_nccl(reader, env)
     nccl_version, nccl_source, nccl_of = software.nccl(reader, env, image_nccl)
     nccl_settings = software.nccl_settings(reader, env)
+    # Plug-ins by name come from three places, so recipe and nccl.conf are read before the libraries.
     recipe = software.recipe(reader)
     libraries = software.libraries(reader, env, software.named_plugins(recipe, env, nccl_settings))
     return HostFacts(
@@ -89,11 +95,15 @@ def gather(root: Path | None = None, env: Mapping[str, str] = os.environ) -> Hos
 
 
 def system_facts(path: Path | None = None, env: Mapping[str, str] = os.environ) -> system.SystemFacts | None:
-    """Return the recipe's facts for the partition of this job; None in an image of another tool.
+    """Return the recipe's facts for the partition of this job, or None in an image of another tool.
+
+    Parameters
+    ----------
+    path : the file with the facts; by default /opt/imgkit/system.json.
 
     Raises
     ------
-    UsageError : the file exists, but imgkit did not write it so, or it names a variable that is not set.
+    UsageError : the file is not valid, or names a variable that is not set.
     """
     path = path or Reader(root=root_of(env)).real_path(str(system.SYSTEM_JSON))
     try:

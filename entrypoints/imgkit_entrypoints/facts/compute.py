@@ -1,4 +1,4 @@
-"""Processors, GPUs and limits: the part of the node that this process may use."""
+"""Read the processors, GPUs and limits of the node, as far as this process may use them."""
 
 from __future__ import annotations
 
@@ -15,25 +15,27 @@ from imgkit_entrypoints.facts.host_facts import Gpu, Limit
 from imgkit_entrypoints.facts.reader import Reader
 
 _CPU_LIST = re.compile(r"[0-9]{1,4}(-[0-9]{1,4})?(,[0-9]{1,4}(-[0-9]{1,4})?)*")
-"""The kernel's format of a set of processors, such as ``0-39,80-119``; no kernel has 10,000 of them."""
+"""The kernel's format of a set of processors, such as ``0-39,80-119``. No kernel supports 10,000 of them."""
+# Characters, so that a damaged or hostile file costs no time. 4096 is PATH_MAX of Linux.
 _LONGEST_PATH = _LONGEST_CPU_LIST = 4096
 
 
 def cpus(reader: Reader) -> tuple[int, str]:
-    """Return the number of processors that are allowed (at least 1), and the evidence.
+    """Return the number of processors that this process may use (at least 1), and the evidence.
 
-    os.cpu_count() would be wrong: a job step owns a part of the node, and torch would start threads
-    for all of it.
+    It follows from the affinity and the quotas of the cgroups. os.cpu_count() would be wrong, because a job
+    step has only a part of the node, and torch would start threads for all of it.
     """
     count, source = _affinity(reader)
     quota, quota_source = min(_quotas(reader), default=(None, ""))
     if quota is None:
         return count, source
-    # Rounded down: one thread above the quota makes all threads wait for the next period.
+    # Rounded down, because one thread above the quota makes all threads wait for the next period.
     return min(count, max(1, int(quota))), f"{source}; {quota_source}"
 
 
 def _affinity(reader: Reader) -> tuple[int, str]:
+    """Return the number of processors on which this process may run, and the evidence."""
     text = allowed_cpus(reader)
     if text:
         return len(parse_cpu_list(text)), f"/proc/self/status: Cpus_allowed_list {text}"
@@ -41,7 +43,10 @@ def _affinity(reader: Reader) -> tuple[int, str]:
 
 
 def allowed_cpus(reader: Reader) -> str:
-    """Return the list of the processors on which this process may run; empty if it is unknown."""
+    """Return the processors on which this process may run as the kernel lists them: ``0-39,80-119``.
+
+    The text is empty if they are unknown.
+    """
     for line in (reader.text("/proc/self/status") or "").splitlines():
         name, _, value = line.partition(":")
         if name == "Cpus_allowed_list" and parse_cpu_list(value.strip()):
@@ -50,9 +55,9 @@ def allowed_cpus(reader: Reader) -> str:
 
 
 def numa_cpus(reader: Reader) -> Mapping[int, str]:
-    """Return the list of processors of each NUMA node that has some.
+    """Return the processors of each NUMA node as the kernel lists them: ``{0: "0-39", 1: "40-79"}``.
 
-    A GPU with memory of its own in the kernel's sense, as in a GH200, is a NUMA node without processors.
+    Nodes without processors are left out. The memory of a GPU can be such a node, as in a GH200.
     """
     lists = {}
     for name in reader.names("/sys/devices/system/node", "node[0-9]{1,4}"):
@@ -63,7 +68,10 @@ def numa_cpus(reader: Reader) -> Mapping[int, str]:
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:
-    """Return the processors of a list such as ``0-3,8``; none where it is no such list."""
+    """Return the numbers in a list of processors: ``0-3,8 -> 0, 1, 2, 3, 8``.
+
+    The set is empty if `text` is not such a list.
+    """
     if len(text) > _LONGEST_CPU_LIST or not _CPU_LIST.fullmatch(text):
         return frozenset()
     cpus: set[int] = set()
@@ -74,9 +82,13 @@ def parse_cpu_list(text: str) -> frozenset[int]:
 
 
 def _quotas(reader: Reader) -> Iterator[tuple[float, str]]:
-    """Yield the quota of every cgroup above this process, in both versions, with its evidence."""
+    """Yield the CPU quota of every cgroup above this process, in processors, with the evidence.
+
+    Cgroups without a quota are left out. Both versions of cgroups are read.
+    """
     for version, folder in _cgroups(reader, "cpu"):
         if version == 2:
+            # "150000 100000" is 1.5 processors; "max 100000" is no quota
             text = reader.text(f"{folder}/cpu.max") or ""
             match = re.fullmatch(r"([0-9]{1,18}) ([0-9]{1,18})", text)
             if match and int(match[2]):
@@ -89,7 +101,10 @@ def _quotas(reader: Reader) -> Iterator[tuple[float, str]]:
 
 
 def _cgroups(reader: Reader, controller: str) -> Iterator[tuple[int, str]]:
-    """Yield version and folder of every cgroup above this process that may have the controller's files."""
+    """Yield version and folder of each cgroup above this process that may have files of `controller`.
+
+    The process' own cgroup comes first, the root last. Some of the folders may not exist.
+    """
     for line in (reader.text("/proc/self/cgroup") or "").splitlines():
         # "0::/slurm/job_7" in version 2, "4:cpu,cpuacct:/slurm/job_7" in version 1
         fields = line.split(":", 2)
@@ -110,12 +125,17 @@ def _cgroups(reader: Reader, controller: str) -> Iterator[tuple[int, str]]:
         # In a container the path is often the host's and not mounted: then our cgroup is the mount's top.
         cgroup = PurePosixPath("/") / path.lstrip("/")
         for folder in (cgroup, *cgroup.parents):
-            for mount in dict.fromkeys(mounts):  # the two are one where the controller has its own mount
+            # The two mounts are the same folder if the controller has a mount of its own.
+            for mount in dict.fromkeys(mounts):
                 yield version, f"{mount}{folder}".rstrip("/")
 
 
 def processes(reader: Reader) -> tuple[Limit, str]:
-    """Return the most processes and threads that this process may have, and the evidence."""
+    """Return how many processes and threads the user and the cgroups may have, and the evidence.
+
+    The lowest of these limits counts.
+    """
+    # The user's limit counts threads as well, and so does pids.max of a cgroup.
     user_limit = limit(reader, "Max processes")
     limits = [(user_limit.value, f"/proc/self/limits: Max processes {user_limit}")]
     for _, folder in _cgroups(reader, "pids"):
@@ -130,31 +150,36 @@ def processes(reader: Reader) -> tuple[Limit, str]:
 
 @dataclass(frozen=True, slots=True)
 class VisibleGpus:
-    """Number of GPUs that a worker could use, and the evidence."""
+    """The number of GPUs that a worker could use, and the evidence."""
 
     count: int
     source: str
     problem: str = ""
-    """Mistake in CUDA_VISIBLE_DEVICES."""
+    """A mistake in CUDA_VISIBLE_DEVICES with its effect; empty if there is none."""
 
 
 ONLY_NVIDIA = "imgkit uses NVIDIA GPUs only"
-"""Part of the evidence for no GPU on a node that has GPUs of other makers alone."""
+"""Part of the evidence on a node that has only GPUs of other makers."""
 NVIDIA_FILES = r"nvidia\d+"
 """Names of the device files of NVIDIA GPUs."""
 _OTHER_FILES = r"kfd|dri|accel|hl\d+|davinci\d+|neuron\d+"
-"""Names of the device files, and of folders with those, of other makers' GPUs."""
+"""Device files, or folders with them, of GPUs and accelerators of other makers."""
+# Makers by the PCI vendor in /sys/bus/pci/devices/*/vendor.
 _MAKERS = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel", "0x1da3": "Habana"}
 _CLASS_DISPLAY, _CLASS_3D, _CLASS_OTHER_DISPLAY, _CLASS_ACCELERATOR = "0x03", "0x0302", "0x0380", "0x1200"
-"""How the PCI class of a device begins, as in include/linux/pci_ids.h; all displays have the first one."""
+"""How the PCI class of a device begins (include/linux/pci_ids.h). Every display's class begins with 0x03."""
 _PCI = "/sys/bus/pci/devices"
 _DRIVER_GPUS = "/proc/driver/nvidia/gpus"
 
 
 def _pci_gpus(reader: Reader, *, computing: bool = False) -> Mapping[str, int]:
-    """Return the number of GPUs and accelerators on the PCI bus by maker, also of those a container hides.
+    """Return the number of GPUs and accelerators on the PCI bus by maker: ``{"NVIDIA": 4}``.
 
-    `computing` leaves out those of AMD that drive a display.
+    The bus also shows GPUs whose device files a container hides.
+
+    Parameters
+    ----------
+    computing : leave out cards of AMD that drive a display.
     """
     counts: collections.Counter[str] = collections.Counter()
     for address in reader.names(_PCI):
@@ -162,7 +187,8 @@ def _pci_gpus(reader: Reader, *, computing: bool = False) -> Mapping[str, int]:
         vendor = reader.text(f"{_PCI}/{address}/vendor") or ""
         maker = _MAKERS.get(vendor, "")
         classes = [_CLASS_3D, _CLASS_ACCELERATOR]
-        # Service processors and processors of Intel have a display, too.
+        # Service processors of servers, and processors of Intel, have a display too. So a plain display
+        # counts only for a maker of the table, and not for Intel.
         if maker == "Intel" or (computing and maker == "AMD"):
             classes.append(_CLASS_OTHER_DISPLAY)
         elif maker:
@@ -173,7 +199,12 @@ def _pci_gpus(reader: Reader, *, computing: bool = False) -> Mapping[str, int]:
 
 
 def _hidden_gpus(reader: Reader, has_files: bool) -> str:
-    """Return what /dev, /proc and /sys show of GPUs on a node where none can be used."""
+    """Return what /dev, /proc and /sys show of GPUs on a node where none can be used, for a message.
+
+    Parameters
+    ----------
+    has_files : the node has device files of NVIDIA GPUs, which cannot be opened.
+    """
     other_files, driver_gpus = reader.names("/dev", _OTHER_FILES), reader.names(_DRIVER_GPUS)
     makers = _pci_gpus(reader)
     evidence = []
@@ -183,6 +214,7 @@ def _hidden_gpus(reader: Reader, has_files: bool) -> str:
         evidence.append(f"{_DRIVER_GPUS}: the driver has {len(driver_gpus)}")
     if makers:
         evidence.append(f"{_PCI}: {', '.join(f'{count} of {maker}' for maker, count in makers.items())}")
+    # /dev/dri alone is no evidence, because every display has it.
     has_nvidia = has_files or driver_gpus or "NVIDIA" in makers
     if (makers or {*other_files} - {"dri"}) and not has_nvidia:
         evidence.append(ONLY_NVIDIA)
@@ -190,9 +222,10 @@ def _hidden_gpus(reader: Reader, has_files: bool) -> str:
 
 
 def amd_gpus(reader: Reader) -> str:
-    """Return evidence of AMD GPUs that could compute, unless the node shows one of NVIDIA's; else empty.
+    """Return evidence of AMD GPUs that could compute, or an empty text.
 
-    /dev/kfd is the device of AMD's compute driver. A card that only drives a display counts with it alone.
+    The text is also empty on a node that shows a GPU of NVIDIA. A card that drives a display counts only if
+    there is /dev/kfd, the device file of AMD's compute driver.
     """
     accelerators = _pci_gpus(reader, computing=True)
     has_nvidia = reader.names("/dev", NVIDIA_FILES) or reader.names(_DRIVER_GPUS) or "NVIDIA" in accelerators
@@ -203,7 +236,12 @@ def amd_gpus(reader: Reader) -> str:
 
 
 def gpus(reader: Reader, env: Mapping[str, str], closed: Mapping[str, str]) -> VisibleGpus:
-    """Return the number of GPUs that a worker could use; `closed` is that of `software.closed_gpus`."""
+    """Return the number of GPUs that a worker could use, by device files and CUDA_VISIBLE_DEVICES.
+
+    Parameters
+    ----------
+    closed : device files that cannot be opened, with the reason (`software.closed_gpus`).
+    """
     files = reader.names("/dev", NVIDIA_FILES)
     devices = tuple(name for name in files if f"/dev/{name}" not in closed)
     visible = env.get("CUDA_VISIBLE_DEVICES")
@@ -218,8 +256,8 @@ def gpus(reader: Reader, env: Mapping[str, str], closed: Mapping[str, str]) -> V
     if visible is None:
         return VisibleGpus(len(devices), evidence)
     source = f"{setting}, {len(devices)} device files"
-    # CUDA ends the list at the first unknown entry, which is usually -1. Both rules are CUDA's:
-    # _parse_visible_devices and _device_count_nvml of torch/cuda/__init__.py.
+    # CUDA ends the list at the first unknown entry, usually -1, and shows no GPU if an entry occurs twice.
+    # torch repeats both rules in _parse_visible_devices and _device_count_nvml of torch/cuda/__init__.py.
     entries = [entry.strip() for entry in visible.split(",") if entry.strip()]
     usable = list(itertools.takewhile(lambda entry: entry != "-1", entries))
     for entry, count in collections.Counter(usable).items():
@@ -236,9 +274,12 @@ def gpus(reader: Reader, env: Mapping[str, str], closed: Mapping[str, str]) -> V
 
 
 def gpu_devices(reader: Reader) -> tuple[Gpu, ...]:
-    """Return the GPUs that the driver shows, by PCI address, even if this container may not use them."""
+    """Return the GPUs that the driver shows, sorted by PCI address.
+
+    Some of them may belong to other jobs, or be closed to this container.
+    """
     gpus = []
-    # Addresses have a fixed width, and their digits are hexadecimal: the order of the texts is that of CUDA.
+    # Addresses such as 0000:1b:00.0 have a fixed width, so sorting the texts gives CUDA's order.
     for name in sorted(reader.names(_DRIVER_GPUS)):
         text = reader.text(f"{_DRIVER_GPUS}/{name}/information") or ""
         values = {}
@@ -266,15 +307,17 @@ def worker_gpus(
     visible: VisibleGpus,
     closed: Mapping[str, str],
 ) -> tuple[Gpu, ...]:
-    """Return the GPUs that workers can use in the order of their local ranks; none if that is unknown.
+    """Return the GPUs that workers can use, in the order of their local ranks.
 
-    CUDA numbers the fastest GPUs first, and equal ones by PCI address. The order of models is unknown.
-    The same holds where CUDA_VISIBLE_DEVICES names GPUs by anything but their numbers.
+    The result is empty if the order is unknown. CUDA numbers the fastest GPUs first, and equal ones by PCI
+    address, so it is known only for GPUs of one model. It is also unknown if CUDA_VISIBLE_DEVICES names a GPU
+    by anything but its number.
 
     Parameters
     ----------
-    devices : the GPUs of `gpu_devices`; some may belong to other jobs.
-    closed : that of `software.closed_gpus`.
+    devices : the result of `gpu_devices`; some of these GPUs may belong to other jobs.
+    visible : the result of `gpus`.
+    closed : device files that cannot be opened (`software.closed_gpus`).
     """
     usable = []
     for gpu in devices:
@@ -293,25 +336,29 @@ def worker_gpus(
 
 
 def pci_path(reader: Reader, link: str) -> str:
-    """Return the PCI path of the device behind `link`, bridges first: ``pci0000:16/0000:16:01.0/...``."""
+    """Return the PCI path of the device behind `link`, or an empty text if it is no PCI device.
+
+    The path begins with the root complex and the bridges: ``pci0000:16/0000:16:01.0/0000:17:00.0``.
+    """
     _, separator, path = reader.target(link).partition("/pci")
     return f"pci{path}" if separator else ""
 
 
 def numa_node(reader: Reader, folder: str) -> int | None:
-    """Return the NUMA node of a device; None if the kernel reports -1 or no number."""
+    """Return the NUMA node of a device, or None if the kernel does not know it and reports -1."""
     number = reader.number(f"{folder}/numa_node")
     return None if number is None or number < 0 else number
 
 
 def driver(reader: Reader) -> str:
-    """Return the first line of the NVIDIA driver's version."""
+    """Return the first line of the NVIDIA driver's version file, or an empty text without the driver."""
     return (reader.text("/proc/driver/nvidia/version") or "").partition("\n")[0]
 
 
 def limit(reader: Reader, name: str) -> Limit:
-    """Return the soft limit `name` of /proc/self/limits."""
+    """Return the soft limit `name` of /proc/self/limits, such as ``Max processes``."""
     for line in (reader.text("/proc/self/limits") or "").splitlines():
+        # "Max locked memory         65536                65536                bytes"
         if line.startswith(name):
             soft, *_ = (*line[len(name) :].split(), "")
             return Limit(value=parse_digits(soft), unlimited=soft == "unlimited")
@@ -319,7 +366,7 @@ def limit(reader: Reader, name: str) -> Limit:
 
 
 def shm_bytes(reader: Reader) -> int | None:
-    """Return the size of /dev/shm; a tree does not show it."""
+    """Return the size of /dev/shm in bytes, or None if it is unknown, as in a tree of files."""
     if not reader.live:
         return None
     try:
@@ -330,7 +377,7 @@ def shm_bytes(reader: Reader) -> int | None:
 
 
 def ephemeral_ports(reader: Reader) -> tuple[int, int] | None:
-    """Return the first and last port of those that the kernel hands out for outgoing connections."""
+    """Return the first and last port that the kernel assigns to outgoing connections, or None if unknown."""
     text = reader.text("/proc/sys/net/ipv4/ip_local_port_range") or ""
     match = re.fullmatch(r"([0-9]{1,18})\s+([0-9]{1,18})", text)
     return (int(match[1]), int(match[2])) if match else None

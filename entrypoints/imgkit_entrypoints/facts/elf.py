@@ -1,7 +1,7 @@
-"""What the dynamic linker reads of a shared object: names, needed libraries, and versions of its symbols.
+"""Read the names, needed libraries and symbol versions of a shared object, as the dynamic linker does.
 
-The layout is that of the System V gABI and of glibc's elf.h. A file may be damaged or made to harm: every
-offset is compared with the file's size, and every table with a limit.
+The System V gABI and glibc's elf.h define the layout. Because a file may be damaged or hostile, every offset
+is compared with the file's size, and the size of every table with a limit.
 """
 
 from __future__ import annotations
@@ -15,61 +15,66 @@ from typing import BinaryIO
 
 from imgkit_entrypoints import files
 
+# Limits for files that are damaged or hostile.
 _MOST_SEGMENTS = 256
 _MOST_ENTRIES = 4096
-"""Most entries of a table: of the dynamic section, and of needed or defined versions."""
+"""Largest number of entries in the dynamic section, and of needed or defined versions."""
 _MOST_NAMES_BYTES = 8 << 20
-"""Most bytes of the table of names; that of a large C++ library has 3 MB."""
+"""Largest size of the string table. That of a large C++ library has 3 MB."""
 _MOST_NAME_BYTES = 1024
 
+# Numbers of elf.h: the file type ET_DYN, the segments PT_LOAD and PT_DYNAMIC, and the tags DT_NEEDED, ...
 _SHARED_OBJECT = 3
 _LOAD, _DYNAMIC = 1, 2
 _NEEDED, _STRTAB, _STRSZ, _SONAME, _RPATH, _RUNPATH = 1, 5, 10, 14, 15, 29
 _VERDEF, _VERDEFNUM, _VERNEED, _VERNEEDNUM = 0x6FFFFFFC, 0x6FFFFFFD, 0x6FFFFFFE, 0x6FFFFFFF
 _WEAK, _BASE = 2, 1
-"""A weak version may be absent; the base version is the file's own name."""
+"""VER_FLG_WEAK and VER_FLG_BASE: a weak version may be missing; the base version is the file's own name."""
+# e_machine (EM_X86_64, EM_AARCH64) to the name of the architecture.
 MACHINES = {62: "x86_64", 183: "aarch64"}
 
 
 class NotShared(ValueError):
-    """The file is not a whole shared object of a known kind; the text says why."""
+    """A file is not a complete 64-bit shared object. The text is the end of a sentence about the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedObject:
-    """Names and versions in the dynamic section of a library."""
+    """The names and symbol versions in the dynamic section of a library."""
 
     machine: str
     """Architecture as ``uname -m`` prints it."""
     soname: str
     needed: tuple[str, ...]
     rpath: tuple[str, ...]
-    """Folders that are searched before LD_LIBRARY_PATH, as written."""
+    """Folders that the dynamic linker searches before LD_LIBRARY_PATH; they may contain ``$ORIGIN``."""
     runpath: tuple[str, ...]
-    """Folders that are searched after it."""
+    """Folders that the dynamic linker searches after LD_LIBRARY_PATH."""
     needs: Mapping[str, tuple[str, ...]]
-    """Versions by the library that must define them: ``{"libc.so.6": ("GLIBC_2.34",)}``."""
+    """Needed symbol versions by the library that must define them: ``{"libc.so.6": ("GLIBC_2.34",)}``."""
     defines: tuple[str, ...]
-    """Versions that it defines; empty where its symbols have none."""
+    """Symbol versions that the library defines. Empty if its symbols have no versions."""
 
 
 def read(path: Path) -> SharedObject:
-    """Read the shared object `path`.
+    """Return the names and symbol versions of the shared object `path`.
 
     Raises
     ------
-    NotShared : it is not one, or is damaged. OSError : it cannot be read.
+    NotShared : the file is no shared object, or is damaged.
+    OSError : the file cannot be read.
     """
     with files.open_regular(path) as file:
         return _Object(file).parse()
 
 
 class _Object:
-    """One open file, and the numbers of its header."""
+    """A shared object that is open for reading. Its header is parsed at the start."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
         self.size = os.fstat(file.fileno()).st_size
+        # Bytes 4 to 6 of e_ident: ELFCLASS64, ELFDATA2LSB, EV_CURRENT.
         identity = self.at(0, 16)
         if identity[:4] != b"\x7fELF":
             raise NotShared("is not an ELF file")
@@ -84,7 +89,12 @@ class _Object:
         self.segments = [*struct.iter_unpack("<IIQQQQQQ", self.at(table, 56 * count))]
 
     def at(self, offset: int, length: int) -> bytes:
-        """Return bytes of the file."""
+        """Return `length` bytes of the file from `offset`.
+
+        Raises
+        ------
+        NotShared : the file has fewer bytes.
+        """
         if offset + length > self.size:
             raise NotShared(f"is truncated: bytes {offset} to {offset + length} of {self.size}")
         self.file.seek(offset)
@@ -94,13 +104,19 @@ class _Object:
         return data
 
     def offset(self, address: int) -> int:
-        """Return the offset in the file of an address in memory."""
+        """Return the offset in the file that belongs to an address in memory, by the loaded segments."""
         for kind, _, offset, start, _, in_file, _, _ in self.segments:
             if kind == _LOAD and start <= address < start + in_file:
                 return int(offset + address - start)
         raise NotShared(f"names the address {address:#x}, which no segment holds")
 
     def parse(self) -> SharedObject:
+        """Return what the dynamic section holds.
+
+        Raises
+        ------
+        NotShared : the file is damaged, or a table is larger than its limit.
+        """
         dynamic = self._dynamic()
         first = {tag: values[0] for tag, values in dynamic.items()}
         if _STRTAB not in first or not 0 < first.get(_STRSZ, 0) <= _MOST_NAMES_BYTES:
@@ -121,6 +137,7 @@ class _Object:
         )
 
     def _dynamic(self) -> Mapping[int, list[int]]:
+        """Return the values of the dynamic section by tag. A tag such as DT_NEEDED has several values."""
         values: dict[int, list[int]] = {}
         segment = next((entry for entry in self.segments if entry[0] == _DYNAMIC), None)
         if segment is None:
@@ -133,7 +150,14 @@ class _Object:
         raise NotShared("has a dynamic section without an end")
 
     def _chain(self, offset: int, count: int, layout: str) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Yield offset and fields of each entry of a chain, whose last field leads to the next one."""
+        """Yield offset and fields of each entry of a linked list of versions.
+
+        The last field of an entry is the distance to the next one, or 0 at the end.
+
+        Parameters
+        ----------
+        layout : format of an entry for `struct`.
+        """
         if count > _MOST_ENTRIES:
             raise NotShared(f"has a table of more than {_MOST_ENTRIES} versions")
         for _ in range(count):
@@ -144,6 +168,7 @@ class _Object:
             offset += fields[-1]
 
     def _needs(self, names: bytes, address: int | None, count: int) -> Mapping[str, tuple[str, ...]]:
+        """Return the versions of the table .gnu.version_r by library, without weak ones."""
         versions: dict[str, list[str]] = {}
         total = 0
         libraries = self._chain(self.offset(address), count, "<HHIII") if address else ()
@@ -158,6 +183,7 @@ class _Object:
         return {file_name: tuple(items) for file_name, items in versions.items()}
 
     def _defines(self, names: bytes, address: int | None, count: int) -> Iterator[str]:
+        """Yield the symbol versions of the table .gnu.version_d, without the base version."""
         entries = self._chain(self.offset(address), count, "<HHHHIII") if address else ()
         for offset, (_, flags, _, parts, _, first, _) in entries:
             if parts and not flags & _BASE:
@@ -165,6 +191,7 @@ class _Object:
 
 
 def _name(names: bytes, offset: int) -> str:
+    """Return the name at `offset` of the string table, where it ends with a zero byte."""
     end = names.find(b"\0", offset, offset + _MOST_NAME_BYTES)
     if offset >= len(names) or end < 0:
         raise NotShared("names something outside its table of names")

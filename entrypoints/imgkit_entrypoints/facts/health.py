@@ -1,4 +1,7 @@
-"""Health of GPUs, ports and PCIe links: read for dist-doctor only, because a launch has no time for it."""
+"""Read the health of GPUs, ports and PCIe links.
+
+Only dist-doctor uses this module, because a launch has no time for commands such as nvidia-smi.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,11 @@ from dataclasses import dataclass
 from imgkit_entrypoints.facts.host_facts import HostFacts
 from imgkit_entrypoints.facts.reader import Reader
 
+# Time limit of each command, in seconds.
 COMMAND_S = 30.0
 NVIDIA_SMI = "/commands/nvidia-smi.xml"
 XIDS = "/commands/xid.txt"
-"""Files of a tree (``IMGKIT_ROOT``) with what the commands printed."""
+"""Files in a tree of files (``IMGKIT_ROOT``) that hold the output of the commands."""
 ERRORS = (
     "symbol_error",
     "link_error_recovery",
@@ -24,32 +28,35 @@ ERRORS = (
     "local_link_integrity_errors",
     "excessive_buffer_overrun_errors",
 )
-"""Counters of bad cables and switches (Documentation/ABI/stable/sysfs-class-infiniband)."""
+"""Counters that bad cables and switches increase (Documentation/ABI/stable/sysfs-class-infiniband)."""
 GTps_Gbps = ((64.0, 242 / 256), (8.0, 128 / 130), (0.0, 8 / 10))
-"""Least GT/s per lane, and the share that is data: PCIe's codings since generations 6, 3 and 1."""
+"""Lowest GT/s of a lane, and the share of it that is data, by PCIe's coding.
+
+PCIe has had a new coding in generation 6 (242 of 256 bytes), 3 (128b/130b) and 1 (8b/10b).
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PcieLink:
-    """Link of a GPU or a NIC to its slot."""
+    """The link between a GPU or NIC and its slot, as sysfs shows it."""
 
     device: str
     path: str
     width: int
     most_width: int
     speed: str
-    """Content of the file: ``32.0 GT/s PCIe``."""
+    """Content of the file ``current_link_speed``: ``32.0 GT/s PCIe``."""
 
     @property
     def rate_Gbps(self) -> float | None:
-        """Rate in one direction, in 1e9 bit/s."""
+        """Rate in one direction in Gbit/s, or None if the speed is unknown."""
         match = re.match(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) GT/s", self.speed)
         lane = float(match[1]) if match else 0.0
         return next(lane * share * self.width for least, share in GTps_Gbps if lane >= least) or None
 
 
 def links(reader: Reader, facts: HostFacts) -> tuple[PcieLink, ...]:
-    """Return the PCIe links of all GPUs and NICs, where sysfs shows them; a virtual function has none."""
+    """Return the PCIe links of all GPUs and NICs that sysfs shows. A virtual function has no link."""
     addresses = {gpu.address: gpu.address for gpu in facts.gpu_devices}
     paths = {nic.name: nic.pci for nic in facts.rdma} | {nic.name: nic.pci for nic in facts.cxi}
     addresses |= {name: path.rsplit("/", 1)[-1] for name, path in paths.items() if path}
@@ -64,7 +71,7 @@ def links(reader: Reader, facts: HostFacts) -> tuple[PcieLink, ...]:
 
 
 def port_errors(reader: Reader, facts: HostFacts) -> dict[str, dict[str, int]]:
-    """Return the error counters that are not zero, by the name of their port."""
+    """Return the error counters that are not zero: ``{"mlx5_0:1": {"symbol_error": 4}}``."""
     errors: dict[str, dict[str, int]] = {}
     for port in (port for device in facts.rdma for port in device.ports):
         for name in ERRORS:
@@ -74,20 +81,24 @@ def port_errors(reader: Reader, facts: HostFacts) -> dict[str, dict[str, int]]:
 
 
 def nvidia_smi(reader: Reader) -> str:
-    """Return nvidia-smi's report as XML; empty where it is not available."""
+    """Return the report of nvidia-smi as XML, or an empty text if the program is absent or fails."""
     if not reader.live:
         return reader.text(NVIDIA_SMI) or ""
     return _output("nvidia-smi", "-q", "-x")
 
 
 def xids(reader: Reader) -> str:
-    """Return the kernel log's lines with errors of GPUs; empty where it cannot be read."""
+    """Return the lines of the kernel log with Xid errors of GPUs, or an empty text.
+
+    The text is also empty if this process may not read the log.
+    """
     if not reader.live:
         return reader.text(XIDS) or ""
     return "\n".join(line for line in _output("dmesg").splitlines() if "NVRM: Xid" in line)
 
 
 def _run(*command: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command without input for at most `COMMAND_S`, and return its output and exit code."""
     return subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
@@ -101,6 +112,7 @@ def _run(*command: str, env: Mapping[str, str] | None = None) -> subprocess.Comp
 
 
 def _output(*command: str) -> str:
+    """Return what a command prints, or an empty text if it is absent, fails, or takes too long."""
     try:
         result = _run(*command)
     except (OSError, subprocess.SubprocessError):
@@ -109,11 +121,13 @@ def _output(*command: str) -> str:
 
 
 def load_fault(path: str, library_path: str | None = None) -> str:
-    """Return why the dynamic linker cannot load a library here; empty if it can.
+    """Return why the dynamic linker cannot load a library, or an empty text if it can.
+
+    Another process loads it, because the library's constructors may do anything.
 
     Parameters
     ----------
-    library_path : replaces LD_LIBRARY_PATH.
+    library_path : value of LD_LIBRARY_PATH for the load; None for that of this process.
     """
     env = None if library_path is None else {**os.environ, "LD_LIBRARY_PATH": library_path}
     code = "import ctypes, sys; ctypes.CDLL(sys.argv[1])"

@@ -1,4 +1,7 @@
-"""Facts of a machine as values; raw texts are kept, so that a reason can quote them."""
+"""The values that hold the facts of a machine.
+
+They keep the texts of files as they were read, so that a message can quote them as evidence.
+"""
 
 from __future__ import annotations
 
@@ -12,29 +15,29 @@ from imgkit_entrypoints.facts.elf import SharedObject
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gid:
-    """One used slot of a port's GID table; empty slots are left out."""
+    """One slot of a port's GID table that is in use."""
 
     index: int
     value: str
-    """Eight groups of four hex digits."""
+    """Eight groups of four hex digits: ``fe80:0000:0000:0000:b226:28ff:fed3:b0f0``."""
     kind: str
     """``RoCE v2``, ``IB/RoCE v1``, or empty where the kernel does not report it."""
     netdev: str = ""
 
     @property
     def address(self) -> ipaddress.IPv6Address:
-        """The GID as an address."""
+        """The GID as an IPv6 address."""
         return ipaddress.IPv6Address(self.value)
 
     @property
     def ipv4(self) -> str:
-        """The mapped IPv4 address, or empty."""
+        """The IPv4 address that the GID maps, such as ``10.0.0.1``, or an empty text."""
         mapped = self.address.ipv4_mapped
         return str(mapped) if mapped else ""
 
     @property
     def link_local(self) -> bool:
-        """True for fe80:0:0:0:..., which NCCL skips."""
+        """True for an address that begins with fe80:0:0:0, which NCCL's search skips."""
         return self.address.packed[:8] == b"\xfe\x80" + bytes(6)
 
 
@@ -46,27 +49,30 @@ class Port:
     number: int
     path: str
     state: str
-    """Content of the file: ``4: ACTIVE``."""
+    """Content of the file ``state``: ``4: ACTIVE``."""
     phys_state: str
     link_layer: str
     rate: str
-    """Content of the file: ``200 Gb/sec (2X NDR)``."""
+    """Content of the file ``rate``: ``200 Gb/sec (2X NDR)``."""
     lid: str = ""
     gids: tuple[Gid, ...] = ()
 
     @property
     def name(self) -> str:
-        """Name for NCCL_IB_HCA: ``mlx5_0:1``."""
+        """The port as NCCL_IB_HCA names it: ``mlx5_0:1``."""
         return f"{self.device}:{self.number}"
 
     @property
     def active(self) -> bool:
-        """True in state 4, the only one that NCCL uses."""
+        """True in state 4 (ACTIVE). NCCL uses no port in another state."""
         return self.state.split(":")[0] == "4"
 
     @property
     def rate_Gbps(self) -> float | None:
-        """Rate of the link, in 1e9 bit/s; None if unknown: kernels print SDR for a new speed."""
+        """Rate of the link in Gbit/s, or None if it is unknown.
+
+        A kernel that does not know the speed of a new NIC prints SDR, so SDR counts as unknown.
+        """
         match = re.match(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) Gb/sec \(([0-9]{1,9})X (\w+)\)", self.rate)
         return float(match[1]) if match and match[3] != "SDR" else None
 
@@ -79,12 +85,12 @@ class RdmaDevice:
     path: str
     node_type: str
     pci: str
-    """PCI address with the path of bridges above it; empty without a ``device`` link."""
+    """PCI path with the bridges above the device: ``pci0000:16/0000:16:01.0/0000:17:00.0``; may be empty."""
     numa_node: int | None
     """None if the kernel reports -1 or no number."""
     vendor: str
     physical: str
-    """PCI address of the card that a virtual function belongs to; else empty."""
+    """PCI address of the card that a virtual function belongs to; empty for other devices."""
     netdevs: tuple[str, ...]
     verbs: str
     """Device file, for example ``/dev/infiniband/uverbs0``; empty if sysfs names none."""
@@ -94,7 +100,11 @@ class RdmaDevice:
 
     @property
     def card(self) -> str:
-        """PCI address by which NCCL merges ports and virtual functions of one card (net_ib/init.cc)."""
+        """The address by which NCCL merges the ports and virtual functions of one card (net_ib/init.cc).
+
+        The ports of a card differ in the last digit of their address, and virtual functions also in the two
+        digits of the device: ``0000:17:00.1 -> 0000:17:00.0``. Without an address it is the device's name.
+        """
         address = self.pci.rsplit("/", 1)[-1]
         if not address:
             return self.name
@@ -120,23 +130,23 @@ class Interface:
 
     name: str
     state: str
-    """operstate: ``up``, ``down``, ``unknown`` (lo, some virtual ones)."""
+    """Content of the file ``operstate``: ``up``, ``down``, or ``unknown`` for lo and some virtual ones."""
     speed_Mbps: int | None
     addresses: tuple[str, ...]
-    """IPv4 first, then IPv6 that is not link-local."""
+    """IPv4 addresses, then the IPv6 addresses that are not link-local."""
     physical: bool
-    """True if the interface has a device."""
+    """True if sysfs links the interface to a device."""
     pci: str = ""
     vendor: str = ""
 
     @property
     def running(self) -> bool:
-        """True if NCCL may use it."""
+        """True if the interface is up, or does not report its state, as lo."""
         return self.state in ("up", "unknown")
 
     @property
     def ipv4(self) -> str:
-        """First IPv4 address, or empty."""
+        """The first IPv4 address, or an empty text."""
         return next((text for text in self.addresses if ":" not in text), "")
 
 
@@ -153,7 +163,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One GPU of the driver's /proc, which also a container without ``--nv`` shows."""
+    """One GPU that the driver shows in /proc. A container without ``--nv`` shows it as well."""
 
     model: str
     address: str
@@ -166,7 +176,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """A resource limit; it is unknown if it has no value and is not unlimited."""
+    """A resource limit. ``Limit()``, which has no value and is not unlimited, means that it is unknown."""
 
     value: int | None = None
     unlimited: bool = False
@@ -177,42 +187,42 @@ class Limit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Library:
-    """A shared library that the dynamic linker would find."""
+    """A shared library that the dynamic linker finds under its name."""
 
     name: str
     path: str
     target: str
-    """The file behind the link: ``/usr/lib/.../libnccl.so.2.20.5``."""
+    """The file behind all links: ``/usr/lib/.../libnccl.so.2.20.5``."""
     version: str = ""
-    """Version of libfabric or aws-ofi-nccl; empty for others, and if unknown."""
+    """Version of libfabric or aws-ofi-nccl. Empty for other libraries, and if it is unknown."""
     opens: str = ""
-    """Library that aws-ofi-nccl opens while it runs, by a name without a version."""
+    """``libcudart.so`` if the library is an aws-ofi-nccl that opens it while it runs; else empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A library that the host or the image offers under a name."""
+    """A file that the host or the image has for the name of a library."""
 
     name: str
     path: str
-    """Path on its own side."""
+    """Path on the host, or in the image, without following links."""
     target: str
-    """Path in the container of the file behind all links; empty where a link leads out of what is bound."""
+    """Path in the container of the file behind all links. Empty if a link leads to a folder not bound."""
     object: SharedObject | None = None
     version: str = ""
-    """As `Library.version`."""
+    """See `Library.version`."""
     opens: str = ""
-    """As `Library.opens`."""
+    """See `Library.opens`."""
     fault: str = ""
-    """Why the file is no shared object."""
+    """Why the file cannot be read as a shared object; empty if `object` is set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostLibraries:
-    """Libraries of the fabric on the host, what they need there, and what the image has of all of these."""
+    """The fabric's libraries on the host with all that they need, and the image's files of the same names."""
 
     source: str
-    """Who asks for them: a variable, or the recipe."""
+    """The variable or the setting of the recipe that asks for the host's libraries."""
     bound: bool
     """True if the host's folders are visible in the container."""
     host: tuple[Candidate, ...] = ()
@@ -224,20 +234,20 @@ class CudaCompat:
     """The image's libraries for CUDA's forward compatibility."""
 
     source: str
-    """Who asks for them: a variable, the recipe, or nobody, so that the default counts."""
+    """The variable or the setting of the recipe that asks for them, or ``the default``."""
     is_for_major: bool = False
-    """Whether they are used only for a newer major version of CUDA than the driver supports."""
+    """True if they are used only when the image's CUDA has a newer major version than the driver supports."""
     folder: str = ""
-    """Folder with its libcuda.so.1; empty: the image has none."""
+    """Folder with the image's libcuda.so.1; empty if the image has none."""
     target: str = ""
-    """The file behind that: ``/usr/local/cuda/compat/lib.real/libcuda.so.575.57.08``."""
+    """The file behind it: ``/usr/local/cuda/compat/lib.real/libcuda.so.575.57.08``."""
     cuda_folders: tuple[str, ...] = ()
-    """Folders of the library path that have a libcuda.so.1 as well, in order."""
+    """Folders of the library path that also have a libcuda.so.1, in their order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A variable set in an nccl.conf file, where no shell shows it."""
+    """A variable in an nccl.conf file, which NCCL reads and no shell shows."""
 
     name: str
     value: str
@@ -246,7 +256,10 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
-    """Facts of the machine as this process sees it."""
+    """The facts of the machine, as this process sees it. Unknown facts are empty or None.
+
+    A field ``X_source`` holds the evidence for the field ``X``.
+    """
 
     hostname: str
     arch: str
@@ -263,27 +276,29 @@ class HostFacts:
     amd_gpus: str = ""
     """Evidence of AMD GPUs on a node that shows none of NVIDIA's; empty without them."""
     allowed_cpus: str = ""
-    """The same processors by affinity alone, as the kernel lists them: ``0-39,80-119``."""
+    """Processors on which this process may run, without regard to quotas: ``0-39,80-119``."""
     numa_cpus: Mapping[int, str] = field(default_factory=dict)
-    """List of the processors of each NUMA node; nodes that have only memory are left out."""
+    """Processors of each NUMA node, ``{0: "0-39"}``. Nodes that have only memory are left out."""
     worker_gpus: tuple[Gpu, ...] = ()
-    """GPUs that workers can use, by local rank; empty if CUDA's order of them is unknown."""
+    """GPUs that workers can use, by local rank. Empty if CUDA's order of them is unknown."""
     gpu_devices: tuple[Gpu, ...] = ()
+    """GPUs that the driver shows, also those of other jobs."""
     driver: str = ""
     """First line of /proc/driver/nvidia/version."""
     kernel: str = ""
     boot_id: str = ""
     memlock: Limit = Limit()
-    """Most bytes of locked memory."""
+    """Limit of locked memory in bytes."""
     stack: Limit = Limit()
-    """Most bytes of stack."""
+    """Limit of the stack in bytes."""
     open_files: Limit = Limit()
     processes: Limit = Limit()
-    """Most processes and threads, of the user's limit and of the cgroups."""
+    """Limit of processes and threads: the lowest of those of the user and the cgroups."""
     processes_source: str = ""
     shm_bytes: int | None = None
-    """Size of /dev/shm."""
+    """Size of /dev/shm in bytes."""
     ephemeral_ports: tuple[int, int] | None = None
+    """First and last port that the kernel assigns to outgoing connections."""
     rdma: tuple[RdmaDevice, ...] = ()
     rdma_cm: bool = False
     """True if /dev/infiniband/rdma_cm could be opened."""
@@ -298,14 +313,14 @@ class HostFacts:
     verbs_providers: tuple[str, ...] = ()
     torch_version: str = ""
     torch_cuda: str = ""
-    """Version of CUDA that torch is built for."""
+    """Version of CUDA that torch is built for; empty for a torch of CPUs."""
     rocm: str = ""
     """Evidence that this image is made for AMD GPUs; empty if it is not."""
     nccl_version: str = ""
-    """``2.20.5``; empty if unknown."""
+    """Version of the NCCL that torch loads: ``2.20.5``; empty if unknown."""
     nccl_source: str = ""
     nccl_of: str = ""
-    """``torch`` if torch loads the NCCL of a wheel beside it, ``image`` if that on the library path."""
+    """``torch`` if torch loads the NCCL of a wheel, ``image`` if it loads the one on the library path."""
     image_nccl: str = ""
     """Version of the NCCL on the library path."""
     numa_fault: str = ""
@@ -314,23 +329,23 @@ class HostFacts:
     """True if the image or a folder of the library path has libraries for CUDA's forward compatibility."""
     nccl_settings: tuple[Setting, ...] = ()
     image_env: Mapping[str, str] | None = None
-    """Variables that the image sets, by its manifest; None: unknown, as in an image of another tool."""
+    """Variables that the image sets, from its manifest. None if unknown, as in an image of another tool."""
     host_libraries: HostLibraries | None = None
-    """None: nobody asks for them."""
+    """None if neither a variable nor the recipe asks for libraries of the host."""
     cuda_compat: CudaCompat | None = None
-    """None: nobody asks for it."""
+    """None if forward compatibility must not be used."""
 
     @property
     def nccl(self) -> tuple[int, ...] | None:
-        """NCCL version as comparable numbers; None if unknown."""
+        """The NCCL version as numbers that can be compared, ``(2, 20, 5)``, or None if it is unknown."""
         return tuple(int(part) for part in self.nccl_version.split(".")) if self.nccl_version else None
 
     @property
     def driver_version(self) -> str:
-        """Version of the NVIDIA driver: ``580.159.04``; empty if unknown."""
+        """Version of the NVIDIA driver, such as ``580.159.04``, or an empty text if it is unknown."""
         match = re.search(r"\b[0-9]{3,5}\.[0-9]{1,5}(?:\.[0-9]{1,5})?", self.driver)
         return match[0] if match else ""
 
     def library(self, name: str) -> Library | None:
-        """Return the library `name`, or None."""
+        """Return the library with this name on the library path, or None if there is none."""
         return next((library for library in self.libraries if library.name == name), None)

@@ -1,7 +1,8 @@
-"""Libraries of the host that a job script binds below `HOST`, where no program finds them by itself.
+"""Read the libraries of the host, and the image's CUDA forward compatibility.
 
-They are read for a recipe with ``fabric.host_libs: auto``; `fabric.library_path` decides which of them
-workers load. Also read: the image's own libraries of these names, and its CUDA forward compatibility.
+A job script binds folders of the host below `HOST` (/run/imgkit/host), where programs do not find libraries
+by themselves. For a recipe with ``fabric.host_libs: auto`` this module reads the host's libraries and the
+image's libraries of the same names. `fabric.library_path` decides which of them workers load.
 """
 
 from __future__ import annotations
@@ -31,13 +32,16 @@ PLUGINS = ("libnccl-net-ofi.so", "libnccl-net.so")
 """Names of aws-ofi-nccl; NCCL looks for the second one."""
 FABRIC_LIBRARIES = ("libcxi.so.1", "libfabric.so.1", *PLUGINS)
 LINKS = "/tmp/imgkit-host-libs-"  # noqa: S108 - files.make_links refuses another's
-"""How the name begins of a folder with links to the chosen libraries, on the path of a program in a run."""
+"""Beginning of the name of the folder with links to the chosen libraries, which is on the library path."""
 CRAY = "/opt/cray/libfabric"
 """HPE's folder of libfabric, with one folder for each version."""
+# Where CUDA's images keep the newer libcuda.so.1 for forward compatibility.
 COMPAT = "/usr/local/cuda/compat"
 _COMPAT_FOLDERS = (COMPAT, f"{COMPAT}/lib.real", f"{COMPAT}/lib")
 """CUDA's images have the libraries in the first, NGC's in the second (its start script makes the third)."""
+# The search ends after so many libraries.
 _MOST_LIBRARIES = 128
+# Linux follows at most 40 links in a path.
 _MOST_LINKS = 40
 OF_IMAGE = frozenset(
     (
@@ -47,16 +51,21 @@ OF_IMAGE = frozenset(
         *("libcuda.so.1", "libnvidia-ml.so.1"),
     )
 )
-"""Libraries that never come from the host: those of glibc and the compiler are one set with the image's, and
-the runtime brings those of the driver."""
+"""Libraries that never come from the host.
+
+Those of glibc and of the compiler must fit each other, so all come from the image. The container runtime
+provides those of the driver.
+"""
 
 
 def requested_by(recipe: SystemFacts, env: Mapping[str, str]) -> tuple[str, tuple[str, ...]]:
-    """Return who asks for the host's libraries, and the folders to search first; empty: nobody does.
+    """Return the setting that asks for the host's libraries, and the folders to search first.
+
+    The variable `HOST_LIBS` counts before the recipe. The text is empty if nothing asks for the libraries.
 
     Raises
     ------
-    UsageError : the variable has another value.
+    UsageError : `HOST_LIBS` is neither ``none`` nor ``auto[:/FOLDER]...``.
     """
     if value := env.get(HOST_LIBS):
         mode, *folders = value.split(":")
@@ -70,11 +79,11 @@ def requested_by(recipe: SystemFacts, env: Mapping[str, str]) -> tuple[str, tupl
 
 
 def libraries(reader: Reader, recipe: SystemFacts, env: Mapping[str, str]) -> HostLibraries | None:
-    """Return what the host and the image have of the fabric's libraries; None if nobody asks.
+    """Return the fabric's libraries of the host and the image, or None if nothing asks for the host's.
 
     Raises
     ------
-    UsageError : `HOST_LIBS` has another value than those that it may have.
+    UsageError : `HOST_LIBS` is neither ``none`` nor ``auto[:/FOLDER]...``.
     """
     source, first = requested_by(recipe, env)
     if not source:
@@ -87,14 +96,14 @@ def libraries(reader: Reader, recipe: SystemFacts, env: Mapping[str, str]) -> Ho
         host_folders=_host_folders(reader, first),
         image_folders=tuple(folder for folder in folders if not folder.startswith(LINKS)),
     )
-    # The image's C library decides, also where no library of the host could be read.
+    # The image's C library is always added, because it decides whether a library of the host can be loaded.
     for name in (*FABRIC_LIBRARIES, "libc.so.6"):
         search.add(name)
     return HostLibraries(source=source, bound=True, host=tuple(search.host), image=tuple(search.image))
 
 
 def _host_folders(reader: Reader, first: Sequence[str]) -> tuple[str, ...]:
-    """Return the folders of the host in which to look, in order."""
+    """Return the folders of the host to search: `first`, HPE's libfabric (newest first), the system's."""
     versions = sorted(reader.names(f"{HOST}{CRAY}"), key=natural, reverse=True)
     cray = (f"{CRAY}/{version}/lib64" for version in versions)
     triple = f"{platform.machine()}-linux-gnu"
@@ -104,7 +113,7 @@ def _host_folders(reader: Reader, first: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(slots=True, kw_only=True)
 class _Search:
-    """The walk over what libraries need, on both sides."""
+    """Collects libraries of host and image, and then the libraries that those of the host need."""
 
     reader: Reader
     host_folders: tuple[str, ...]
@@ -114,7 +123,12 @@ class _Search:
     seen: set[str] = field(default_factory=set)
 
     def add(self, name: str, near: Sequence[str] = ()) -> None:
-        """Add `name` of both sides, and then what the host's file needs; `near` are folders of the host."""
+        """Add the image's and the host's file for `name`, and then the libraries that the host's file needs.
+
+        Parameters
+        ----------
+        near : folders of the host to search first, from the RPATH and RUNPATH of the library that needs this.
+        """
         if name in self.seen or len(self.seen) >= _MOST_LIBRARIES or "/" in name:
             return
         self.seen.add(name)
@@ -134,11 +148,13 @@ class _Search:
         if library.object is not None:
             origin = str(PurePosixPath(target).parent)
             folders = [*library.object.rpath, *library.object.runpath]
+            # $ORIGIN is the folder of the library itself, as in "$ORIGIN/../lib".
             folders = [text.replace("$ORIGIN", origin).replace("${ORIGIN}", origin) for text in folders]
             for needed in library.object.needed:
                 self.add(needed, folders)
 
     def _read(self, name: str, path: str, target: str) -> Candidate:
+        """Read the file `target` for a library, and note the fault of one that cannot be read."""
         if not target or not self.reader.exists(target):
             fault = f"is a link out of what is bound ({', '.join(HOST_FOLDERS)})"
             return Candidate(name=name, path=path, target="", fault=fault)
@@ -153,7 +169,12 @@ class _Search:
 
 
 def _follow_on_host(reader: Reader, path: str) -> str:
-    """Return `path` of the host with its links followed as the host does; empty if they do not end there."""
+    """Return `path` of the host with all links followed, or an empty text if there are too many.
+
+    The container cannot follow them by itself, because the host's root is `HOST` here: an absolute link to
+    /opt/cray means /run/imgkit/host/opt/cray.
+    """
+    # `parts` is a stack whose last item is the next part of the path.
     resolved, parts = PurePosixPath("/"), [*reversed(PurePosixPath(path).parts[1:])]
     for _ in range(_MOST_LINKS * 16):
         if not parts:
@@ -174,11 +195,13 @@ def _follow_on_host(reader: Reader, path: str) -> str:
 
 
 def compat(reader: Reader, recipe: SystemFacts, env: Mapping[str, str]) -> CudaCompat | None:
-    """Return the image's folder for CUDA's forward compatibility; None if it must not be used.
+    """Return the image's libraries for CUDA's forward compatibility, or None if the rule is ``none``.
+
+    The variable `CUDA_COMPAT` counts before the recipe.
 
     Raises
     ------
-    UsageError : the value of `CUDA_COMPAT` is no `CompatRule`.
+    UsageError : `CUDA_COMPAT` is none of ``none``, ``major`` and ``auto``.
     """
     rules = get_args(CompatRule)
     value = env.get(CUDA_COMPAT, "")

@@ -1,7 +1,7 @@
-"""Network devices, read from files only: interfaces, IPv4 routes, RDMA devices, and Slingshot's cxi devices.
+"""Read the interfaces, IPv4 routes, RDMA devices and Slingshot devices of the machine, from files only.
 
-Files of /sys/class/infiniband follow Linux:
-drivers/infiniband/core/sysfs.c, Documentation/ABI/stable/sysfs-class-infiniband.
+The files of /sys/class/infiniband are those of Linux (drivers/infiniband/core/sysfs.c,
+Documentation/ABI/stable/sysfs-class-infiniband).
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from imgkit_entrypoints.facts.reader import Reader
 
 
 def interfaces(reader: Reader) -> tuple[Interface, ...]:
-    """Return every interface with its addresses, IPv4 first."""
+    """Return every network interface with its state and addresses."""
     folder = "/sys/class/net"
+    # Only folders are interfaces: bonding puts the file bonding_masters there.
     names = [name for name in reader.names(folder) if reader.exists(f"{folder}/{name}/")]
     v4, v6 = _ipv4(reader, names), _ipv6(reader)
     interfaces = []
@@ -29,6 +30,7 @@ def interfaces(reader: Reader) -> tuple[Interface, ...]:
         interface = Interface(
             name=name,
             state=reader.text(f"{path}/operstate") or "",
+            # The kernel reports -1 for an unknown speed.
             speed_Mbps=speed if speed and speed > 0 else None,
             addresses=(*v4.get(name, ()), *v6.get(name, ())),
             physical=reader.exists(f"{path}/device"),
@@ -40,12 +42,13 @@ def interfaces(reader: Reader) -> tuple[Interface, ...]:
 
 
 def routes(reader: Reader) -> tuple[Route, ...]:
-    """Return the routes of /proc/net/route that are up."""
+    """Return the IPv4 routes of /proc/net/route that are up. Lines that cannot be read are left out."""
     routes = []
+    # "eth0  0000000A  00000000  0001  0  0  100  00FFFFFF ..." is the route to 10.0.0.0/24
     for line in (reader.text("/proc/net/route") or "").splitlines()[1:]:
         try:
             interface, network, gateway, flags, _, _, metric, mask, *_ = line.split()
-            if int(flags, 16) & 1:
+            if int(flags, 16) & 1:  # RTF_UP
                 subnet = ipaddress.ip_network(f"{_address(network)}/{_address(mask)}", strict=False)
                 routes.append(
                     Route(
@@ -61,15 +64,18 @@ def routes(reader: Reader) -> tuple[Route, ...]:
 
 
 def _address(text: str) -> str:
-    # The kernel prints the number in memory order.
+    """Return the IPv4 address of a number in /proc/net/route: ``0100000A -> 10.0.0.1``."""
+    # The kernel prints the bytes in the order of a little-endian machine.
     return str(ipaddress.IPv4Address(bytes.fromhex(text)[::-1]))
 
 
 def _ipv4(reader: Reader, names: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
-    """Return IPv4 addresses by interface: each local one of fib_trie is on the interface with its network.
+    """Return the IPv4 addresses of each interface.
 
-    If several interfaces share a network, as rails of a fabric often do, the files do not say which one has
-    which address. The addresses are assigned in order: whether an interface has an address stays right.
+    /proc/net/fib_trie lists the local addresses without their interfaces, so an address is assigned to the
+    interface with a route to its network. If several interfaces share a network, as the rails of a fabric
+    often do, the files do not say which one has which address. Then they are assigned in order, which at
+    least tells correctly whether an interface has an address.
     """
     local = _local(reader.text("/proc/net/fib_trie") or "")
     addresses: dict[str, tuple[str, ...]] = {"lo": tuple(text for text in local if text.startswith("127."))}
@@ -79,7 +85,7 @@ def _ipv4(reader: Reader, names: Sequence[str]) -> Mapping[str, tuple[str, ...]]
             network_owners = owners.setdefault(ipaddress.IPv4Network(route.network), [])
             if route.interface not in network_owners:
                 network_owners.append(route.interface)
-    # The narrowest network first: a host route to a peer has no local address, a /16 follows its /24.
+    # Narrow networks come first, so that an address in a /24 is not assigned to the /16 around it.
     assigned: set[str] = set()
     for network in sorted(owners, key=lambda network: -network.prefixlen):
         inside = [text for text in local if text not in assigned and ipaddress.IPv4Address(text) in network]
@@ -90,7 +96,8 @@ def _ipv4(reader: Reader, names: Sequence[str]) -> Mapping[str, tuple[str, ...]]
 
 
 def _local(trie: str) -> tuple[str, ...]:
-    """Return the addresses marked ``host LOCAL``, each once, in the order of the file."""
+    """Return the local addresses of /proc/net/fib_trie, each once, in the order of the file."""
+    # The line "|-- 10.0.0.1" names an address, and "/32 host LOCAL" below it marks it as local.
     local: dict[str, None] = {}
     address = ""
     for line in trie.splitlines():
@@ -111,6 +118,7 @@ def _is_address(text: str, kind: type[ipaddress.IPv4Address] | type[ipaddress.IP
 
 
 def _ipv6(reader: Reader) -> Mapping[str, tuple[str, ...]]:
+    """Return the IPv6 addresses of each interface in /proc/net/if_inet6, without link-local ones."""
     addresses: dict[str, tuple[str, ...]] = {}
     for line in (reader.text("/proc/net/if_inet6") or "").splitlines():
         try:
@@ -127,13 +135,13 @@ SYSFS = "/sys/class/infiniband"
 
 
 def rdma_devices(reader: Reader) -> tuple[RdmaDevice, ...]:
-    """Return every RDMA device with its ports and used GIDs."""
+    """Return every RDMA device of /sys/class/infiniband with its ports and their GIDs."""
     verbs = _verbs(reader)
     return tuple(_rdma_device(reader, name, verbs.get(name, "")) for name in reader.names(SYSFS))
 
 
 def _verbs(reader: Reader) -> dict[str, str]:
-    """Return the file under /dev/infiniband by device name."""
+    """Return the device file of each RDMA device: ``{"mlx5_0": "/dev/infiniband/uverbs0"}``."""
     folder = "/sys/class/infiniband_verbs"
     names = reader.names(folder, "uverbs.*")
     devices = {name: reader.text(f"{folder}/{name}/ibdev") for name in names}
@@ -141,6 +149,7 @@ def _verbs(reader: Reader) -> dict[str, str]:
 
 
 def _rdma_device(reader: Reader, name: str, verbs: str) -> RdmaDevice:
+    """Read an RDMA device; `verbs` is its device file, or empty if sysfs names none."""
     path = f"{SYSFS}/{name}"
     numbers = reader.names(f"{path}/ports", "[0-9]{1,9}")
     return RdmaDevice(
@@ -159,6 +168,7 @@ def _rdma_device(reader: Reader, name: str, verbs: str) -> RdmaDevice:
 
 
 def _rdma_port(reader: Reader, device: str, number: int) -> Port:
+    """Read a port of an RDMA device from /sys/class/infiniband/DEVICE/ports/NUMBER."""
     path = f"{SYSFS}/{device}/ports/{number}"
     state, phys_state, link_layer, rate, lid = (
         reader.text(f"{path}/{file}") or "" for file in ("state", "phys_state", "link_layer", "rate", "lid")
@@ -177,10 +187,12 @@ def _rdma_port(reader: Reader, device: str, number: int) -> Port:
 
 
 def _gids(reader: Reader, port: str) -> tuple[Gid, ...]:
+    """Return the slots of a port's GID table that are in use, by index."""
     gids = []
     for slot in reader.names(f"{port}/gids", "[0-9]{1,9}"):
         value = reader.text(f"{port}/gids/{slot}") or ""
-        # A table has up to 256 slots, most of them empty; the attributes of an empty slot answer EINVAL.
+        # A table has up to 256 slots. Most are empty, which means a GID of zeros, and reading the attributes
+        # of an empty slot fails with EINVAL.
         if value.strip("0:") and _is_address(value, ipaddress.IPv6Address):
             kind = reader.text(f"{port}/gid_attrs/types/{slot}") or ""
             netdev = reader.text(f"{port}/gid_attrs/ndevs/{slot}") or ""
@@ -189,14 +201,14 @@ def _gids(reader: Reader, port: str) -> tuple[Gid, ...]:
 
 
 def opens(reader: Reader, path: str) -> bool:
-    """Return True if the device file opens for reading and writing: only then may this container use it.
+    """Return True if a device file can be opened for reading and writing, so that this container can use it.
 
-    A tree has plain files instead.
+    In a tree of files (``IMGKIT_ROOT``) it is enough that the file exists.
     """
     if not reader.live:
         return reader.exists(path)
     try:
-        # Not os.access: a container's device rules apply only when a file is opened.
+        # os.access is not enough, because a container's device rules apply only when a file is opened.
         os.close(os.open(reader.real_path(path), os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK))  # noqa: TID251 - a device
     except OSError:
         return False
@@ -204,7 +216,7 @@ def opens(reader: Reader, path: str) -> bool:
 
 
 def cxi_devices(reader: Reader) -> tuple[CxiDevice, ...]:
-    """Return the Slingshot NICs, from any of the three folders that show them."""
+    """Return the Slingshot NICs, with the path in the first of three folders that shows them."""
     paths: dict[str, str] = {}
     for folder in ("/sys/class/cxi", "/sys/class/cxi_user", "/dev"):
         for name in reader.names(folder, r"cxi\d+"):

@@ -1,4 +1,8 @@
-"""Reads below a root folder that replaces ``/``; paths are those of the machine."""
+"""Read files below a folder that replaces ``/``.
+
+Paths are always those of the machine: with the root /tmp/tree, ``/proc/self/status`` is read from
+/tmp/tree/proc/self/status.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +16,14 @@ from pathlib import Path
 from imgkit_entrypoints.arguments import parse_digits
 from imgkit_entrypoints.errors import UsageError
 
+# Bytes of one read.
 _PIECE_BYTES = 1 << 16
 _MOST_BYTES = 4 << 20
-"""A file is read no further; those of sysfs have a page."""
+"""Reading stops after about so many bytes. A file of sysfs has at most a page."""
 
 
 def root_of(env: Mapping[str, str]) -> Path:
-    """Return the folder that replaces ``/``.
+    """Return the folder that replaces ``/``, which ``IMGKIT_ROOT`` names, or ``/`` if that is not set.
 
     Raises
     ------
@@ -33,37 +38,39 @@ def root_of(env: Mapping[str, str]) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reader:
-    """Reads files, folders and links under `root`; an unreadable one is None or empty, never an error.
+    """Reads files, folders and links below `root`. What cannot be read is None or empty, and never an error.
 
-    Many reads fail in ordinary use: an empty GID slot answers EINVAL, and a container hides half of /sys.
+    Many reads fail in ordinary use. For example, an empty GID slot answers EINVAL, and a container hides half
+    of /sys.
     """
 
     root: Path
 
     @property
     def live(self) -> bool:
-        """True if the root is that of this machine."""
+        """True if `root` is this machine's own, and not a tree of files."""
         return self.root == Path("/")
 
     def real_path(self, path: str) -> Path:
-        """Return where `path` of the machine is."""
+        """Return the path below `root` for a path of the machine."""
         return self.root / path.lstrip("/")
 
     def text(self, path: str) -> str | None:
-        """Return the content of the file without surrounding white space; None if it cannot be read."""
+        """Return the text of a file without white space around it, or None if it cannot be read."""
         content = self.content(path)
         return None if content is None else content.decode("utf-8", "replace").strip()
 
     def content(self, path: str) -> bytes | None:
-        """Return the bytes of the file; None if it cannot be read.
+        """Return the bytes of a file, or None if it cannot be read.
 
-        A tree may come from somebody else: a link out of it would show a file of this machine.
+        A tree of files may come from somebody else. A link that leads out of it is not followed, because it
+        would show a file of this machine.
         """
         try:
             if not self.live and not self._holds(path):
                 return None
             # pathlib is too slow: a machine has thousands of GID slots, and a launch waits for all of them.
-            # Not blocking, and not to the end: a tree may hold a FIFO, or a link to /dev/zero.
+            # O_NONBLOCK and the limit are for a tree that holds a FIFO or a link to /dev/zero.
             handle = os.open(f"{self.root}/{path}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # noqa: TID251
             try:
                 content = bytearray()
@@ -77,17 +84,23 @@ class Reader:
             return None
 
     def _holds(self, path: str) -> bool:
+        """Return True if `path` is a regular file below `root` after all links are followed."""
         real = os.path.realpath(f"{self.root}/{path}")  # pathlib is too slow here, too
         return real.startswith(_resolved(self.root)) and Path(real).is_file()
 
     def number(self, path: str) -> int | None:
-        """Return the content of the file as an integer; None if it is not one."""
+        """Return the content of a file as an integer, or None if it is not one."""
         text = self.text(path) or ""
         value = parse_digits(text.removeprefix("-"))
         return -value if value is not None and text.startswith("-") else value
 
     def names(self, folder: str, like: str = "") -> tuple[str, ...]:
-        """Return the names in `folder` that match `like`, in natural order: mlx5_10 after mlx5_2."""
+        """Return the names in a folder in natural order, so that mlx5_10 comes after mlx5_2.
+
+        Parameters
+        ----------
+        like : regular expression that must match the whole name; empty for all names.
+        """
         try:
             names = [path.name for path in self.real_path(folder).iterdir()]
         except OSError:
@@ -95,11 +108,11 @@ class Reader:
         return tuple(sorted((name for name in names if not like or re.fullmatch(like, name)), key=natural))
 
     def exists(self, path: str) -> bool:
-        """Return True if `path` exists (a dangling link does not)."""
+        """Return True if `path` exists. A link that leads nowhere does not count."""
         return self.real_path(path).exists()
 
     def target(self, path: str) -> str:
-        """Return `path` of the machine with all links followed; empty if it does not exist."""
+        """Return a path of the machine with all links followed, or an empty text if it does not exist."""
         if not self.exists(path):
             return ""
         target, root = os.path.realpath(self.real_path(path)), os.path.realpath(self.root)
@@ -113,6 +126,6 @@ def _resolved(folder: Path) -> str:
 
 
 def natural(name: str) -> tuple[tuple[int, str], ...]:
-    """Return a sort key that compares runs of digits as numbers."""
+    """Return a sort key that compares digits as numbers: ``mlx5_2`` comes before ``mlx5_10``."""
     parts = re.split("([0-9]+)", name, flags=re.ASCII)
     return tuple((int(part), "") if number % 2 else (-1, part) for number, part in enumerate(parts))

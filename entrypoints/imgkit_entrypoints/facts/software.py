@@ -1,4 +1,7 @@
-"""Software of image and driver: libraries, NCCL's version and configuration files, GPUDirect."""
+"""Read the software of the image and the driver: libraries, NCCL with its configuration files, GPUDirect.
+
+Nothing is imported or loaded for this, because an import of torch takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ from imgkit_entrypoints.system import SystemFacts
 
 MANIFEST_JSON = "/opt/imgkit/manifest.json"
 
+# Libraries of a fabric, by the names under which programs open them.
 LIBRARIES = (
     "libibverbs.so.1",
     "librdmacm.so.1",
@@ -35,12 +39,15 @@ LIBRARIES = (
 _CUDA = "libcuda.so.1"
 _CUDART = "libcudart.so"
 _INITIALIZING = b"Initializing aws-ofi-nccl "
-"""What aws-ofi-nccl prints at its start, in front of its version."""
+"""Text in the file of aws-ofi-nccl, which prints it at its start in front of its version."""
 _PLUGIN_VERSION = re.compile(rb"[0-9]{1,9}(?:\.[0-9]{1,9})*")
 
 
 def library_folders(reader: Reader, env: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the folders in which the dynamic linker looks, in its order."""
+    """Return the folders that the dynamic linker searches, in its order.
+
+    They are those of LD_LIBRARY_PATH, of /etc/ld.so.conf.d, and the system's. Relative folders are left out.
+    """
     configured = (
         line.strip()
         for name in reader.names("/etc/ld.so.conf.d")
@@ -48,13 +55,19 @@ def library_folders(reader: Reader, env: Mapping[str, str]) -> tuple[str, ...]:
         if line.startswith("/")
     )
     triple = f"{platform.machine()}-linux-gnu"
+    # Debian and Ubuntu have folders such as /usr/lib/x86_64-linux-gnu, other distributions have /usr/lib64.
     fixed = (f"/lib/{triple}", f"/usr/lib/{triple}", "/lib64", "/usr/lib64", "/lib", "/usr/lib")
     user = (folder for folder in env.get("LD_LIBRARY_PATH", "").split(":") if folder.startswith("/"))
     return tuple(dict.fromkeys((*user, *configured, *fixed)))
 
 
 def libraries(reader: Reader, env: Mapping[str, str], plugin_files: Sequence[str]) -> tuple[Library, ...]:
-    """Return the first file of each library of a fabric, and of `plugin_files`, which may be paths."""
+    """Return the libraries of a fabric that exist, each with the first file on the library path.
+
+    Parameters
+    ----------
+    plugin_files : further libraries, by name or absolute path (`named_plugins`).
+    """
     folders = library_folders(reader, env)
     libraries = []
     inspected: dict[str, tuple[str, str]] = {}
@@ -63,19 +76,24 @@ def libraries(reader: Reader, env: Mapping[str, str], plugin_files: Sequence[str
         path = next((path for path in paths if reader.exists(path)), None)
         if path:
             target = reader.target(path)
-            if target not in inspected:  # the plug-in's two names are mostly one file
+            if target not in inspected:  # the plug-in's two names are usually links to one file
                 inspected[target] = inspect_library(reader, name, target)
             version, opens = inspected[target]
             libraries.append(Library(name=name, path=path, target=target, version=version, opens=opens))
         elif name in plugin_files and reader.live and f"/{name}\0".encode() in _linker_cache():
-            # A site's own ld.so.conf may name folders that are not read here.
+            # The site's ld.so.conf may name folders that `library_folders` does not know. The linker's cache
+            # has the names of all libraries in them.
             libraries.append(Library(name=name, path=name, target=name))
     return tuple(libraries)
 
 
 def inspect_library(reader: Reader, name: str, target: str) -> tuple[str, str]:
-    """Return the version of libfabric or aws-ofi-nccl, and what the latter opens; empty for others."""
+    """Return the version of libfabric or aws-ofi-nccl, and the library that aws-ofi-nccl opens while it runs.
+
+    Both texts are empty for other libraries.
+    """
     if name.startswith("libfabric."):
+        # The file pkgconfig/libfabric.pc beside the library, or a path such as /opt/cray/libfabric/1.22.0/
         text = reader.text(f"{target.rpartition('/')[0]}/pkgconfig/libfabric.pc") or ""
         match = re.search(r"^Version:\s*(\S+)", text, re.MULTILINE) or re.search(
             r"/libfabric/([0-9][^/]*)/", target
@@ -83,7 +101,8 @@ def inspect_library(reader: Reader, name: str, target: str) -> tuple[str, str]:
         return match[1] if match else "", ""
     if not name.startswith("libnccl-net"):
         return "", ""
-    # Nothing else in its folder has the version. A pattern for all of it would take twice as long.
+    # Only the plug-in itself holds its version. A regular expression for the whole text would take twice as
+    # long as find.
     content = reader.content(target) or b""
     start = content.find(_INITIALIZING)
     version = _PLUGIN_VERSION.match(content, start + len(_INITIALIZING)) if start >= 0 else None
@@ -97,9 +116,10 @@ _NO_FILES = ("none", "STATIC_PLUGIN")
 
 
 def plugins(value: str) -> tuple[str, ...]:
-    """Return the plug-ins in a value of `NET_PLUGIN`, which newer versions of NCCL read as a list.
+    """Return the plug-ins in a value of `NET_PLUGIN`: ``ofi,/opt/libnccl-net.so`` has two.
 
-    A relative path is left out: it depends on the folder in which a worker starts.
+    Newer versions of NCCL read the value as a list. A relative path is left out, because it depends on the
+    folder in which a worker starts.
     """
     names = (name.strip() for name in value.split(","))
     return tuple(
@@ -108,14 +128,14 @@ def plugins(value: str) -> tuple[str, ...]:
 
 
 def plugin_files(plugin: str) -> tuple[str, ...]:
-    """Return the files that NCCL tries to open for a plug-in, in its order."""
+    """Return the files that NCCL tries to open for a plug-in: ``ofi -> ofi, libnccl-net-ofi.so``."""
     return (plugin,) if "/" in plugin else (plugin, f"libnccl-net-{plugin}.so")
 
 
 def named_plugins(
     recipe: SystemFacts, env: Mapping[str, str], settings: Sequence[Setting]
 ) -> tuple[str, ...]:
-    """Return the files of the plug-ins that the environment, an nccl.conf or the recipe names."""
+    """Return the files of all plug-ins that the environment, an nccl.conf file or the recipe names."""
     values = [env.get(NET_PLUGIN), *(item.value for item in settings if item.name == NET_PLUGIN)]
     values.append(recipe.env.get(NET_PLUGIN))
     names = (name for value in values if value for name in plugins(value))
@@ -123,9 +143,9 @@ def named_plugins(
 
 
 def recipe(reader: Reader) -> SystemFacts:
-    """Return the recipe's facts in this image; without values if there are none, or none that can be read.
+    """Return the recipe's facts from /opt/imgkit/system.json, or the defaults if it cannot be read.
 
-    `facts.system_facts` reports a file that cannot be read.
+    `facts.system_facts` reports the error to the user.
     """
     try:
         return system.from_json(reader.text(str(system.SYSTEM_JSON)) or "{}")
@@ -134,11 +154,11 @@ def recipe(reader: Reader) -> SystemFacts:
 
 
 def image_env(reader: Reader) -> Mapping[str, str] | None:
-    """Return the variables that base and recipe of the image set; None if no manifest states them."""
+    """Return the variables that the image's base and recipe set, or None if no manifest states them."""
     data = manifest(reader)
     base, env = data.get("base"), data.get("env")
     inherited = base.get("env") if isinstance(base, dict) else None
-    # Every image has a PATH: without a variable, nothing is known about its base.
+    # Every image sets at least PATH, so a manifest without variables of the base knows nothing about it.
     if not inherited or not isinstance(inherited, dict):
         return None
     variables = {**inherited, **(env if isinstance(env, dict) else {})}
@@ -146,7 +166,7 @@ def image_env(reader: Reader) -> Mapping[str, str] | None:
 
 
 def manifest(reader: Reader) -> dict[str, Any]:
-    """Return the image's manifest; empty if there is none that can be read."""
+    """Return the image's manifest (/opt/imgkit/manifest.json), or an empty one if it cannot be read."""
     try:
         data = json_text.parse(reader.text(MANIFEST_JSON) or "{}")
     except ValueError:
@@ -155,10 +175,10 @@ def manifest(reader: Reader) -> dict[str, Any]:
 
 
 def closed_gpus(reader: Reader, env: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the device files of NVIDIA GPUs that no program here can use, each with the reason.
+    """Return the device files of NVIDIA GPUs that programs in this container cannot use, with the reasons.
 
-    Apptainer mounts the whole /dev, also without ``--nv``, which brings the driver's library. Slurm closes
-    the GPUs of other jobs to this one.
+    There are two causes. Apptainer mounts all of /dev, but brings the driver's library only with ``--nv``.
+    And Slurm closes the GPUs of other jobs.
     """
     paths = [f"/dev/{name}" for name in reader.names("/dev", NVIDIA_FILES)]
     if not reader.live:
@@ -166,13 +186,14 @@ def closed_gpus(reader: Reader, env: Mapping[str, str]) -> Mapping[str, str]:
     has_cuda = paths and any(reader.exists(f"{folder}/{_CUDA}") for folder in library_folders(reader, env))
     if paths and not has_cuda and f"/{_CUDA}\0".encode() not in _linker_cache():
         return dict.fromkeys(paths, f"no {_CUDA}, which --nv adds")
-    # They are not opened: the driver of an idle GPU takes seconds for that.
+    # os.access instead of opening the files, because the driver takes seconds to open an idle GPU.
     return {
         path: "not accessible to this process" for path in paths if not os.access(path, os.R_OK | os.W_OK)
     }
 
 
 def _linker_cache() -> bytes:
+    """Return the dynamic linker's cache, a binary file with the names of libraries between zero bytes."""
     # Not through the reader, which makes a text of it.
     try:
         return files.read_bytes(Path("/etc/ld.so.cache"))
@@ -181,9 +202,9 @@ def _linker_cache() -> bytes:
 
 
 def verbs_providers(reader: Reader, env: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the names of libibverbs' drivers, such as ``mlx5``.
+    """Return the names of libibverbs' drivers (providers), such as ``mlx5``.
 
-    Without a driver NCCL reports "No device found".
+    Without the driver of a device NCCL reports "No device found".
     """
     providers = {name.removesuffix(".driver") for name in reader.names("/etc/libibverbs.d", r".*\.driver")}
     for folder in library_folders(reader, env):
@@ -193,10 +214,10 @@ def verbs_providers(reader: Reader, env: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def torch(reader: Reader) -> str:
-    """Return the version of the image's torch, such as ``2.3.0a0+40ec155e58.nv24.3``; empty if there is none.
+    """Return the version of the image's torch, such as ``2.3.0a0+40ec155e58.nv24.3``, or an empty text.
 
-    The source is torch's version.py: importing torch takes seconds, and importlib.metadata would take a
-    quarter of our start-up.
+    It is read from torch/version.py. An import of torch takes seconds, and importlib.metadata would take a
+    quarter of imgkit's start-up.
     """
     match = _VERSION_LINE.search(_torch_version_file(reader)[1])
     return match[1] if match else ""
@@ -206,7 +227,7 @@ _VERSION_LINE = re.compile(r"^__version__ = '([^']+)'", re.MULTILINE)
 
 
 def _torch_version_file(reader: Reader) -> tuple[str, str]:
-    """Return path and content of the version.py of the torch that Python finds; empty if there is none."""
+    """Return path and content of the version.py of the torch that Python would import, or two empty texts."""
     for folder in _python_folders():
         path = f"{folder}/torch/version.py"
         text = reader.text(path)
@@ -216,7 +237,8 @@ def _torch_version_file(reader: Reader) -> tuple[str, str]:
 
 
 def torch_cuda(reader: Reader) -> str:
-    """Return the version of CUDA that torch is built for; empty if it is built for CPUs."""
+    """Return the version of CUDA that torch is built for, or an empty text for a torch of CPUs."""
+    # "cuda: Optional[str] = '12.4'", or "cuda = None"
     match = re.search(r"^cuda(?:: [^=\n]+)? = '([^'\n]+)'", _torch_version_file(reader)[1], re.MULTILINE)
     return match[1] if match else ""
 
@@ -226,9 +248,10 @@ def _python_folders() -> tuple[str, ...]:
 
 
 def rocm(reader: Reader) -> str:
-    """Return evidence that this image is made for AMD GPUs; empty if it is not.
+    """Return evidence that this image is made for AMD GPUs, or an empty text if it is not.
 
-    torch decides where there is one: a node's ROCm may be mounted into a container with another torch.
+    If the image has torch, torch's build decides, because the node's /opt/rocm may be mounted into a
+    container whose torch is for other GPUs.
     """
     path, text = _torch_version_file(reader)
     if path:
@@ -238,10 +261,14 @@ def rocm(reader: Reader) -> str:
 
 
 def nccl(reader: Reader, env: Mapping[str, str], image: tuple[str, str]) -> tuple[str, str, str]:
-    """Return the version of the NCCL that torch loads here, its source, and whose it is; empty if unknown.
+    """Return version, source and owner of the NCCL that torch loads; all are empty if it is unknown.
 
-    torch is not imported, because that takes seconds. The third value is ``torch`` for the wheel beside it,
-    ``image`` for a system library, whose version and source are `image`, as of `image_nccl`.
+    The owner is ``torch`` for a wheel beside torch, ``image`` for the library on the library path, and empty
+    if the user states the version.
+
+    Parameters
+    ----------
+    image : the result of `image_nccl`.
 
     Raises
     ------
@@ -252,6 +279,7 @@ def nccl(reader: Reader, env: Mapping[str, str], image: tuple[str, str]) -> tupl
             problem, hint = f"{option!r} is not an NCCL version", "give, for example, 2.20.5"
             raise UsageError(problem, where="IMGKIT_NCCL_VERSION", hint=hint)
         return option, f"IMGKIT_NCCL_VERSION={option}", ""
+    # The wheel's metadata is a folder such as nvidia_nccl_cu12-2.20.5.dist-info.
     for folder in _python_folders():
         for name in reader.names(folder, r"nvidia_nccl_cu\d+-\d.*\.dist-info"):
             if (version := _version(name.split("-")[1])) and _is_linked_to_wheel(reader):
@@ -261,7 +289,10 @@ def nccl(reader: Reader, env: Mapping[str, str], image: tuple[str, str]) -> tupl
 
 
 def image_nccl(reader: Reader, env: Mapping[str, str]) -> tuple[str, str]:
-    """Return the version of the NCCL on the library path, and its source; both are empty if unknown."""
+    """Return version and source of the NCCL on the library path; both are empty if it is unknown.
+
+    The name of the library's file has the version. Otherwise NCCL_VERSION, which NVIDIA's images set, counts.
+    """
     for folder in library_folders(reader, env):
         target = reader.target(f"{folder}/libnccl.so.2")
         if match := re.search(r"libnccl\.so\.(\d+\.\d+\.\d+)$", target):
@@ -271,10 +302,10 @@ def image_nccl(reader: Reader, env: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _is_linked_to_wheel(reader: Reader) -> bool:
-    """Return whether torch's library names the folder of the NCCL wheel, before any library path.
+    """Return True if torch's library names the folder of the NCCL wheel in its RPATH or RUNPATH.
 
-    That of an NGC image does not, even if another package brought the wheel. A library that cannot be read
-    counts as one of a wheel.
+    The torch of an NGC image does not, even if another package has installed the wheel. A torch whose library
+    cannot be read counts as linked to the wheel.
     """
     folder = _torch_version_file(reader)[0].rpartition("/")[0]
     try:
@@ -285,12 +316,16 @@ def _is_linked_to_wheel(reader: Reader) -> bool:
 
 
 def _version(text: str) -> str:
+    """Return the version at the beginning of a text: ``2.20.5-1+cuda12.4 -> 2.20.5``."""
     match = re.match(r"\d+\.\d+(\.\d+)?", text)
     return match[0] if match else ""
 
 
 def nccl_settings(reader: Reader, env: Mapping[str, str]) -> tuple[Setting, ...]:
-    """Return the settings of nccl.conf files; the first file that names a variable counts."""
+    """Return the settings of nccl.conf files. If two files set a variable, the user's file counts.
+
+    The user's file is that of NCCL_CONF_FILE, or ~/.nccl.conf. The other one is /etc/nccl.conf.
+    """
     home = env.get("HOME", "")
     user_file = env.get("NCCL_CONF_FILE") or (f"{home}/.nccl.conf" if home.startswith("/") else "")
     settings: dict[str, Setting] = {}
@@ -303,11 +338,11 @@ def nccl_settings(reader: Reader, env: Mapping[str, str]) -> tuple[Setting, ...]
 
 
 FILES = ("NCCL_TOPO_FILE", "NCCL_GRAPH_FILE", "NCCL_CONF_FILE", "NCCL_IBVERBS_LIB")
-"""Variables that name a file, which NCCL reads at its start."""
+"""Variables whose value is the path of a file that NCCL reads at its start."""
 
 
 def absent_files(reader: Reader, env: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """Return what is wrong with each variable of `env` whose file does not exist, and the remedy."""
+    """Return a problem and its remedy for each variable of `FILES` whose file does not exist."""
     names = [name for name in FILES if env.get(name, "").startswith("/") and not reader.exists(env[name])]
     return tuple(
         (
@@ -319,7 +354,10 @@ def absent_files(reader: Reader, env: Mapping[str, str]) -> tuple[tuple[str, str
 
 
 def peermem(reader: Reader) -> str:
-    """Return the version file of the peer memory module with its content; empty if there is none (gdr.cc)."""
+    """Return the version file of the peer memory module with its content, or an empty text without one.
+
+    The paths are those that NCCL tries (gdr.cc).
+    """
     for path in (
         "/sys/module/nvidia_peermem/version",
         "/sys/kernel/mm/memory_peers/nv_mem/version",
@@ -332,19 +370,26 @@ def peermem(reader: Reader) -> str:
 
 
 def dmabuf(reader: Reader) -> bool:
-    """Return True if GPU memory can be shared as DMA-BUF: open kernel module, and Linux >= 5.12."""
+    """Return True if NICs can read GPU memory through DMA-BUF.
+
+    That needs the driver's open kernel module and Linux 5.12 or later.
+    """
     kernel = re.match(r"([0-9]{1,9})\.([0-9]{1,9})", reader.text("/proc/sys/kernel/osrelease") or "")
     is_open = "Open Kernel Module" in driver(reader)
     return bool(kernel and is_open and (int(kernel[1]), int(kernel[2])) >= (5, 12))
 
 
 _CAP_SYS_NICE = 1 << 23
-"""Linux, include/uapi/linux/capability.h."""
+"""The bit of CAP_SYS_NICE in CapEff (include/uapi/linux/capability.h of Linux)."""
 
 
 def numa_fault(reader: Reader) -> str:
-    """Return evidence that docker's system call filter refuses NUMA calls; empty if nothing does."""
+    """Return evidence that a container's system call filter refuses NUMA calls, or an empty text.
+
+    Docker's filter allows these calls only with CAP_SYS_NICE.
+    """
     status = reader.text("/proc/self/status") or ""
+    # "Seccomp: 2" means that a filter is active.
     seccomp = re.search(r"^Seccomp:\s*2$", status, re.MULTILINE)
     capabilities = re.search(r"^CapEff:\s*([0-9a-f]{1,16})$", status, re.MULTILINE)
     if not seccomp or not capabilities or int(capabilities[1], 16) & _CAP_SYS_NICE:

@@ -1,4 +1,4 @@
-"""The file system below a path, and how fast this node writes to it."""
+"""Find out which file system a path is on, and how fast this node writes to it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from pathlib import Path
 from imgkit_entrypoints import files
 from imgkit_entrypoints.facts.reader import Reader
 
+# Size of each file of the measurement.
 WRITTEN_BYTES = 16 << 20
 TURNS = 3
-"""Files of `WRITTEN_BYTES`; the fastest counts, since a busy moment says nothing about the disk."""
+"""Number of files. The fastest one counts, because a busy moment says nothing about the disk."""
 ENOUGH_S = 2.0
 """Time after which no further file is written."""
 _PIECE = bytes(1 << 20)
 
 
 def write_MBps(folder: Path) -> float:
-    """Write new files into `folder` that nobody else sees; return 1e6 bytes a second.
+    """Measure the speed of writing to `folder` with new files, and return it in MB/s (1e6 bytes a second).
 
-    The time of a file ends when it is on the disk (fsync).
+    The time of a file ends when it is on the disk (fsync). The files are removed from the folder at once.
 
     Raises
     ------
@@ -35,10 +36,10 @@ def write_MBps(folder: Path) -> float:
 
 
 def _time_write(folder: Path) -> float:
-    """Return the seconds in which a new file of `WRITTEN_BYTES` is on the disk; it is removed again."""
+    """Write a file of `WRITTEN_BYTES`, and return the seconds until it is on the disk."""
     path = files.temporary_name(folder / "imgkit-written")
     with files.create_file(path, mode=0o600) as stream:
-        path.unlink()  # the space is free again even after a kill
+        path.unlink()  # the file system frees the space at the end, even after a kill
         start = time.perf_counter()
         for _ in range(WRITTEN_BYTES // len(_PIECE)):
             stream.write(_PIECE)
@@ -50,18 +51,21 @@ _NETWORK = re.compile(
     r"nfs4?|lustre|gpfs|beegfs|ceph|panfs|wekafs|pvfs2|orangefs|afs|glusterfs|ocfs2|gfs2|cifs|smb3"
     r"|fuse\.(?:ceph|ceph-fuse|glusterfs|sshfs|juicefs|mfs|moosefs|seaweedfs|lizardfs|dfuse)"
 )
-"""Types of file systems that several nodes mount. Others may be: a FUSE mount can also be a local disk."""
+"""Types of file systems that several nodes can mount, as the kernel names them.
+
+The list is not complete. Other FUSE types are left out, because they can also be local disks.
+"""
 
 
 def on_network_disk(reader: Reader, path: str) -> bool:
-    """Return whether `path`, which may not exist yet, is on a network file system."""
+    """Return True if `path`, which need not exist, is on a network file system."""
     return bool(_NETWORK.fullmatch(_file_system(reader, path)))
 
 
 def _file_system(reader: Reader, path: str) -> str:
-    """Return the type of the file system that `path` is on, as the kernel calls it; empty if unknown.
+    """Return the type of the file system that `path` is on, such as ``lustre``, or an empty text.
 
-    Source: /proc/self/mountinfo, proc_pid_mountinfo(5).
+    It is read from /proc/self/mountinfo, whose format is in proc_pid_mountinfo(5).
     """
     resolved = os.path.realpath(path)
     file_system = ""

@@ -1,1 +1,1 @@
-"""The measuring process of a preflight, one on each node; the node agent (launch/preflight) leads it."""
+"""The process that measures a node in a preflight. The node agent (launch/preflight) starts and leads it."""

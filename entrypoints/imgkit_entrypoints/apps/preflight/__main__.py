@@ -1,4 +1,8 @@
-"""``python -m imgkit_entrypoints.apps.preflight FD [store]``: measure what the node agent asks for on FD."""
+"""Measure what the node agent asks for: ``python -m imgkit_entrypoints.apps.preflight FD [store]``.
+
+FD is the number of a socket to the node agent, on which requests and answers are lines. With ``store``, the
+process serves the store in which the processes of all nodes meet, and measures nothing.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +16,12 @@ from imgkit_entrypoints.rollcall import messages
 from imgkit_entrypoints.rollcall.messages import MeasureRequest, MeasureResult
 
 EARLIER_S = 1.5
-"""Time before the limit of a stage at which a process that waits for its partner says so."""
+"""How long before the limit of a stage a process that waits for its partner answers that it is not done."""
 
 
 def give_up(connection: socket.socket, order: MeasureRequest) -> None:
-    """Answer that a stage is not done, and end the process."""
+    """Answer that a stage was not done in time, and end the process."""
+    # One node in the group has no partner that could hang.
     culprit = "this node or a partner hangs" if len(order.group) > 1 else "it hangs"
     error = f"not done within {order.limit_s - EARLIER_S:g} s: {culprit}"
     send(connection, MeasureResult(stage=order.stage, error=error))
@@ -24,18 +29,19 @@ def give_up(connection: socket.socket, order: MeasureRequest) -> None:
 
 
 def send(connection: socket.socket, answer: MeasureResult) -> None:
-    """Send an answer."""
+    """Send an answer to the node agent as one line."""
     connection.sendall(messages.encode(answer) + b"\n")
 
 
 def measure_all(connection: socket.socket) -> None:
-    """Answer orders until the node agent closes the socket, each before its limit.
+    """Answer each order of the node agent before its time limit, until the node agent closes the socket.
 
-    The limit counts from the arrival of the order: that of the first one includes the import of torch.
+    The limit counts from the arrival of an order, so that of the first one includes the import of torch.
     """
     for line in connection.makefile("rb"):
         order = messages.decode(line)
         assert isinstance(order, MeasureRequest)
+        # A collective that hangs cannot be interrupted, so a thread answers and ends the process.
         timer = threading.Timer(max(0.5, order.limit_s - EARLIER_S), give_up, (connection, order))
         timer.daemon = True
         timer.start()
@@ -51,9 +57,10 @@ def measure_all(connection: socket.socket) -> None:
 
 
 def serve(connection: socket.socket) -> None:
-    """Serve the store in which the measuring processes of all nodes meet, until the node agent is done."""
+    """Serve the store in which the processes of all nodes meet, until the node agent closes the socket."""
     from torch.distributed import TCPStore
 
+    # Port 0 lets the kernel choose a free port, which the answer reports.
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     send(connection, MeasureResult(stage=0, figures=((STORE, float(store.port)),)))
     connection.recv(1)

@@ -1,4 +1,8 @@
-"""The stages of a preflight on this node: dist-doctor's checks with matrix products, then an exchange."""
+"""Measure the stages of a preflight on this node.
+
+The stage of a single node has dist-doctor's checks and the speed of matrix products. The stage of a pair of
+nodes has the bandwidth between them.
+"""
 
 from __future__ import annotations
 
@@ -16,29 +20,33 @@ from imgkit_entrypoints.doctor.node import examine
 from imgkit_entrypoints.rollcall.messages import MeasureRequest, MeasureResult
 
 MATMUL_S = 10.0
-"""So long that a device which throttles when it is warm shows it."""
+"""Duration of the matrix products. A device that throttles when it gets warm shows it in this time."""
 WIDTH = {"cpu": 1024, "cuda": 8192}
-"""Rows of the square matrices: large enough that a product keeps the whole device busy."""
+"""Rows of the square matrices, which are so large that a product keeps the whole device busy."""
 PRODUCTS = {"cpu": 1, "cuda": 20}
-"""Products between two looks at the clock."""
+"""Number of products between two readings of the clock."""
+# Duration of the exchange between two nodes.
 EXCHANGE_S = 1.0
 EXCHANGED_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
-"""Small enough that a link of 20 Mbit/s still gives a figure within the limit of its stage."""
+"""Message size, so small that a link of 20 Mbit/s still gives a figure within the limit of its stage."""
 MAX_TEXTS, MAX_CHARACTERS = 16, 500
-"""Checks and notes of one stage that fit into a message, and characters of each."""
+"""How many failed checks, and how many warnings, a message has, and how many characters of each."""
 
 
 def measure(order: MeasureRequest) -> MeasureResult:
-    """Measure one stage; a collective call of the nodes in ``order.group``.
+    """Measure one stage, and return its figures and the findings of dist-doctor.
+
+    All nodes in ``order.group`` call this function at the same time.
 
     Raises
     ------
-    Exception : of any type: what torch's backends raise, and what a device cannot do.
+    Exception : of any type, since torch's backends and devices fail with different ones.
     """
     kind = "cuda" if os.environ.get("IMGKIT_DEVICE") == "cuda" else "cpu"
     if len(order.group) > 1:
         return MeasureResult(stage=order.stage, figures=(("bandwidth", exchange_GBps(order, kind)),))
     host, reader = facts.gather(), facts.Reader(root=facts.root_of(os.environ))
+    # A problem that stops NCCL between nodes does not stop gloo, which CPUs use.
     nnodes = 2 if kind == "cuda" else 1
     checks = examine(host, facts.system_facts(), os.environ, reader=reader, nnodes=nnodes)
 
@@ -51,7 +59,10 @@ def measure(order: MeasureRequest) -> MeasureResult:
 
 
 def matmul_TFLOPs(kind: str, threads: int) -> float:
-    """Multiply matrices on all devices at once; return 1e12 operations a second of the slowest one."""
+    """Multiply matrices on all devices at once, and return the speed of the slowest one in TFLOP/s.
+
+    A product of two matrices with n rows has 2 n^3 operations.
+    """
     torch.set_num_threads(max(1, threads))
     width, dtype = WIDTH[kind], torch.bfloat16 if kind == "cuda" else torch.float32
     count = torch.cuda.device_count() if kind == "cuda" else 1
@@ -63,6 +74,7 @@ def matmul_TFLOPs(kind: str, threads: int) -> float:
         for matrix, result in zip(matrices, results, strict=True):
             for _ in range(PRODUCTS[kind]):
                 torch.mm(matrix, matrix, out=result)
+        # CUDA only queues the products, so the clock is read after all devices are done.
         for device in devices if kind == "cuda" else ():
             torch.cuda.synchronize(device)
         products += PRODUCTS[kind]
@@ -70,7 +82,7 @@ def matmul_TFLOPs(kind: str, threads: int) -> float:
 
 
 def exchange_GBps(order: MeasureRequest, kind: str) -> float:
-    """Return the bandwidth of each direction between the two nodes of ``order.group``."""
+    """Return the bandwidth of each direction between the two nodes of ``order.group``, in GB/s."""
     limit = datetime.timedelta(seconds=order.limit_s)
     store = dist.TCPStore(os.environ["MASTER_ADDR"], order.store, is_master=False, timeout=limit)
     with ranks.opened(

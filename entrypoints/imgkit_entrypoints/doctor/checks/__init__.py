@@ -1,7 +1,7 @@
-"""Checks of a node before the first collective: one pure function per check.
+"""The checks of dist-doctor on a node, which need no other node. Each check is one function.
 
-A check that does not apply, such as InfiniBand on a laptop, yields no result. Limits and texts come from
-NCCL's user guide, "Troubleshooting", unless a check names another source.
+A check yields one result or several. One that does not apply, such as InfiniBand on a laptop, yields none.
+Limits and texts come from NCCL's user guide, "Troubleshooting", unless a check names another source.
 """
 
 from __future__ import annotations
@@ -20,4 +20,4 @@ CHECKS = (
     *(software.glibc, machine.iommu, machine.nccl, software.variables),
     *(health.pcie, health.port_errors, health.gpu_health, health.xids),
 )
-"""In the order of the report."""
+"""All checks, in the order of the report."""

@@ -1,4 +1,4 @@
-"""The result of a check, and the facts that checks read."""
+"""The result of a check, and the input of the checks."""
 
 from __future__ import annotations
 
@@ -10,33 +10,36 @@ from imgkit_entrypoints.facts import HostFacts, Reader
 from imgkit_entrypoints.system import SystemFacts
 
 Verdict = Literal["ok", "warn", "unknown", "fail"]
-"""In the order of the summary."""
+"""The verdicts in the order of the summary line. ``unknown`` means that a fact is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Result of one check."""
+    """One result of a check, which is a line of the report."""
 
     name: str
     verdict: Verdict
     evidence: str
-    """Finding with its source: a path with its content, or a variable."""
+    """What was found and where, such as a path with its content, or a variable."""
     fix: str = ""
-    """Next step, if the verdict is not ok."""
+    """What the user can do next; empty if the verdict is ok."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """Facts of the node that the checks read."""
+    """Everything that the checks read about the node."""
 
     facts: HostFacts
     system: SystemFacts | None
+    """Facts of the recipe. None in an image of another tool."""
     env: dict[str, str]
+    """The environment without the variables that the node agent has set."""
     plan: FabricPlan
-    """Network plan of a run on several nodes."""
+    """Network plan for several nodes, even if this run has only one."""
     several: bool
-    """True if this run has several nodes: a problem between nodes is then a failure instead of a warning."""
+    """True if this run has several nodes. Then a problem between nodes is a failure and not a warning."""
     reader: Reader
+    """Reads the few files that are not among the facts of a launch."""
 
     @property
     def rdma(self) -> bool:
@@ -45,5 +48,5 @@ class Subject:
 
     @property
     def between(self) -> Verdict:
-        """Verdict of a problem that only affects traffic between nodes."""
+        """The verdict for a problem that only affects traffic between nodes."""
         return "fail" if self.several else "warn"

@@ -1,4 +1,4 @@
-"""Checks of the hardware's health: PCIe links, error counters, GPU memory, clocks, the kernel log."""
+"""Check the health of the hardware: PCIe links, error counters, GPU memory, clocks and the kernel log."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ SLOWDOWNS = {
     "hw_slowdown": "a hardware slowdown",
     "sw_thermal_slowdown": "heat (by the driver)",
 }
-"""Reasons for low clocks that a healthy node never has; the power cap is none of them."""
+"""Reasons for low clocks that a healthy node never has. A power cap is not one of them."""
 PROGRAM_XIDS = {13, 31, 43, 45}
-"""Xid numbers that a faulty program causes (NVIDIA, "Xid errors"); the others mean hardware or driver."""
+"""Xid numbers that a faulty program causes (NVIDIA, "Xid errors"). Others point to the hardware or driver."""
+# Meaning of some Xid numbers of hardware and driver, for the message.
 XIDS = {
     48: "double-bit ECC error",
     63: "a memory row was remapped",
@@ -35,11 +36,14 @@ XIDS = {
 _XID_LINE = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): ([0-9]{1,9})")
 """``NVRM: Xid (PCI:0000:1b:00): 79, GPU has fallen off the bus.`` in the kernel log."""
 _MAX_LINE_CHARACTERS = 160
-"""The part of such a line that a check quotes."""
+"""How much of a line of the kernel log a check quotes."""
 
 
 def pcie(subject: Subject) -> Iterator[Check]:
-    """Check that GPUs have their full width, and NICs at least the rate of their ports."""
+    """Check that the PCIe links of GPUs and NICs have all their lanes.
+
+    A NIC with fewer lanes passes if its link is still as fast as its ports.
+    """
     port_rates = {}
     for device in subject.facts.rdma:
         port_rates[device.name] = sum(port.rate_Gbps or 0 for port in device.ports if port.active)
@@ -62,7 +66,12 @@ def pcie(subject: Subject) -> Iterator[Check]:
 
 
 def _narrow_link(link: PcieLink, needed_Gbps: float | None) -> Check:
-    """Return the warning about a link with too few lanes; `needed_Gbps` is the rate of a NIC's ports."""
+    """Return the warning about a link with too few lanes.
+
+    Parameters
+    ----------
+    needed_Gbps : rate of the ports of a NIC; None for a GPU.
+    """
     evidence = f"{link.device}: {link.path}/current_link_width: {link.width} of {link.most_width} lanes "
     if link.rate_Gbps:
         evidence += f"({link.speed}, {link.rate_Gbps:.0f} Gbit/s)"
@@ -76,7 +85,7 @@ def _narrow_link(link: PcieLink, needed_Gbps: float | None) -> Check:
 
 
 def port_errors(subject: Subject) -> Iterator[Check]:
-    """Check that no port in use has counted errors."""
+    """Check that no port in use has counted errors of its cable or switch."""
     counts = health.port_errors(subject.reader, subject.facts)
     for name in subject.plan.devices:
         errors = counts.get(name)
@@ -91,7 +100,7 @@ def port_errors(subject: Subject) -> Iterator[Check]:
 
 
 def gpu_health(subject: Subject) -> Iterator[Check]:
-    """Check that no GPU has memory errors or is slowed down, as far as nvidia-smi reports it."""
+    """Check that nvidia-smi reports neither memory errors nor reduced clocks for any GPU."""
     report = health.nvidia_smi(subject.reader) if subject.facts.gpu_devices else ""
     if not report:
         return
@@ -113,6 +122,7 @@ def _gpu_problems(gpu: ElementTree.Element) -> Iterator[Check]:
     name = gpu.get("id", "")
     evidence = f"{name}: nvidia-smi -q:"
     reset = f"stop all programs on it, then: sudo nvidia-smi -r -i {name}, or reboot the node"
+    # There are several counters of uncorrectable errors, such as "dram_uncorrectable".
     errors = 0
     for counter in gpu.findall("ecc_errors/volatile/*"):
         if "uncorrectable" in counter.tag:
@@ -135,9 +145,10 @@ def _gpu_problems(gpu: ElementTree.Element) -> Iterator[Check]:
 
 
 def _active_clock_reasons(gpu: ElementTree.Element) -> set[str]:
-    """Return why the clocks of a GPU are low, without the prefix of the names: ``hw_thermal_slowdown``."""
+    """Return the active reasons for low clocks of a GPU, such as ``hw_thermal_slowdown``."""
     reasons = set()
-    for kind in ("event", "throttle"):  # older drivers call them throttle reasons
+    # Older drivers call them "clocks_throttle_reasons".
+    for kind in ("event", "throttle"):
         for reason in gpu.findall(f"clocks_{kind}_reasons/*"):
             if reason.text == "Active":
                 reasons.add(re.sub("clocks_(event|throttle)_reason_", "", reason.tag))
@@ -145,8 +156,9 @@ def _active_clock_reasons(gpu: ElementTree.Element) -> set[str]:
 
 
 def xids(subject: Subject) -> Iterator[Check]:
-    """Check that the kernel log has no error of a GPU's hardware."""
+    """Check that the kernel log has no Xid error of a GPU's hardware or driver."""
     log = health.xids(subject.reader) if subject.facts.gpu_devices else ""
+    # Only the last line is reported for each GPU and number.
     last_lines: dict[tuple[str, int], str] = {}
     for line in log.splitlines():
         match = _XID_LINE.search(line)

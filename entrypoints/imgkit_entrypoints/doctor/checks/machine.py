@@ -1,4 +1,4 @@
-"""Checks of the node itself: image, GPUs, processors, limits."""
+"""Check the node itself: its image, GPUs, processors and limits."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from imgkit_entrypoints.schedulers.placement import FIRST_PORT, PORTS
 
 MIB, GIB = 1 << 20, 1 << 30
 STACK_BYTES = 8 * MIB
-"""Stack that NCCL's graph search needs; 2 MB overflow."""
+"""Stack that NCCL's search for a topology graph needs. It overflows a stack of 2 MB."""
+# Files that a process must be able to open. 1024 is Linux' default.
 OPEN_FILES = 1024
 PROCESSES = 1024
-"""Least number of processes and threads: every core has several threads of OpenMP, NCCL and data workers."""
+"""Least number of processes and threads. Each core has several threads of OpenMP, NCCL and data workers."""
 SHM = "/dev/shm"  # noqa: S108 - its size is asked for, nothing is put there
 SHM_BYTES = GIB
+# Docker's default size of /dev/shm.
 DOCKER_SHM_BYTES = 64 * MIB
+# Platform of an image, as its manifest states it, to the output of `uname -m`.
 MACHINES = {"linux/amd64": "x86_64", "linux/arm64": "aarch64"}
 
 
@@ -30,6 +33,7 @@ def image(subject: Subject) -> Iterator[Check]:
         evidence = "/opt/imgkit/system.json does not exist, so the expected hardware is unknown"
         yield Check("image", "unknown", evidence, "run inside an image that imgkit built")
         return
+    # "linux/arm64/v8" has a variant, which does not matter here.
     platform = str(software.manifest(subject.reader).get("platform", ""))
     machine = MACHINES.get("/".join(platform.split("/")[:2]))
     evidence = f"/opt/imgkit/manifest.json: {platform or 'no platform'}; this machine is {subject.facts.arch}"
@@ -42,7 +46,10 @@ def image(subject: Subject) -> Iterator[Check]:
 
 
 def gpus(subject: Subject) -> Iterator[Check]:
-    """Check that the node has as many GPUs as the recipe says."""
+    """Check that the node has as many GPUs as the recipe states.
+
+    An image or a node for AMD GPUs fails, because imgkit supports only CUDA and NCCL.
+    """
     facts = subject.facts
     expected = subject.system.node.gpus if subject.system else 0
     evidence = f"{facts.gpus} visible ({facts.gpus_source})"
@@ -59,6 +66,7 @@ def gpus(subject: Subject) -> Iterator[Check]:
         return
     requested = expected or len(facts.gpu_devices)
     fix = f"start the container with --nv, and request GPUs (Slurm: --gres=gpu:{requested})"
+    # The driver shows GPUs in /proc even if the container was started without --nv.
     are_hidden = facts.gpu_devices and "CUDA_VISIBLE_DEVICES" not in subject.env
     if not facts.gpus and (expected or are_hidden):
         yield Check("gpus", "warn" if on_cpu else "fail", evidence, fix)
@@ -70,7 +78,10 @@ def gpus(subject: Subject) -> Iterator[Check]:
 
 
 def driver(subject: Subject) -> Iterator[Check]:
-    """Report the driver and the image's CUDA; a driver that is too old is a known issue."""
+    """Report the versions of the driver and of the image's CUDA.
+
+    A driver that is too old for the CUDA is reported as a known issue.
+    """
     if not subject.facts.gpus:
         return
     cuda = subject.env.get("CUDA_VERSION", "")
@@ -97,7 +108,7 @@ def cpus(subject: Subject) -> Iterator[Check]:
 
 
 def memlock(subject: Subject) -> Iterator[Check]:
-    """Check that RDMA may lock enough memory, because it registers buffers."""
+    """Check that the limit of locked memory allows RDMA, which locks the buffers that it registers."""
     limit = subject.facts.memlock
     if not subject.rdma:
         return
@@ -131,7 +142,7 @@ def shm(subject: Subject) -> Iterator[Check]:
 
 
 def disk(subject: Subject) -> Iterator[Check]:
-    """Check that temporary files can be written; a tree does not show it."""
+    """Check that temporary files can be written. There is no check for a tree of files (``IMGKIT_ROOT``)."""
     if not subject.reader.live:
         return
     folder = tempfile.gettempdir()
@@ -145,7 +156,11 @@ def disk(subject: Subject) -> Iterator[Check]:
 
 
 def limits(subject: Subject) -> Iterator[Check]:
-    """Check that stack and open files suffice, and that the kernel does not hand out the job's ports."""
+    """Check the limits of stack and open files, and that the kernel does not assign the ports of jobs.
+
+    A port in the kernel's range may be taken by an outgoing connection when torchrun wants to listen there.
+    """
+    # Name of the check, limit, least value, and the options of ulimit that raise it.
     for name, limit, least, flag in (
         ("stack", subject.facts.stack, STACK_BYTES, "-s 8192"),
         ("open files", subject.facts.open_files, OPEN_FILES, "-n 65536; docker: --ulimit nofile=16384"),
@@ -159,6 +174,7 @@ def limits(subject: Subject) -> Iterator[Check]:
         return
     first, last = subject.facts.ephemeral_ports
     evidence = f"/proc/sys/net/ipv4/ip_local_port_range: {first} {last}"
+    # Ports of jobs follow from the job id and are all in this range (schedulers/placement.py).
     last_of_job = FIRST_PORT + PORTS - 1
     if first > last_of_job or last < FIRST_PORT:
         yield Check("ports", "ok", evidence)
@@ -171,6 +187,7 @@ def limits(subject: Subject) -> Iterator[Check]:
 def processes(subject: Subject) -> Iterator[Check]:
     """Check that the user and the container may have enough processes and threads."""
     limit, source = subject.facts.processes, subject.facts.processes_source
+    # Four for each core, for the reason at PROCESSES.
     least = max(PROCESSES, 4 * subject.facts.cpus)
     if limit == Limit():
         return
@@ -186,7 +203,10 @@ def processes(subject: Subject) -> Iterator[Check]:
 
 
 def iommu(subject: Subject) -> Iterator[Check]:
-    """Report an IOMMU, which may slow traffic between GPUs; only a measurement shows whether it does."""
+    """Report that the node has an IOMMU, which may slow down traffic between GPUs.
+
+    The verdict is unknown, because only a measurement shows whether it does.
+    """
     names = subject.reader.names("/sys/class/iommu") if subject.facts.gpus > 1 else ()
     if names:
         evidence = f"/sys/class/iommu: {', '.join(names)}; "
@@ -196,7 +216,7 @@ def iommu(subject: Subject) -> Iterator[Check]:
 
 
 def nccl(subject: Subject) -> Iterator[Check]:
-    """Report the version of NCCL, and settings of nccl.conf files."""
+    """Report the version of NCCL, and the settings in nccl.conf files."""
     facts = subject.facts
     if facts.nccl_version:
         yield Check("nccl", "ok", f"{facts.nccl_version} ({facts.nccl_source})")

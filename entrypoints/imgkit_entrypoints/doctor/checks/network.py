@@ -1,4 +1,4 @@
-"""Checks of the network between nodes: decisions, devices, libraries, distance from the GPUs."""
+"""Check the network between nodes: the plan's decisions, devices, libraries and distance from the GPUs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from imgkit_entrypoints.system import HOST_LIBS
 
 
 def network(subject: Subject) -> Iterator[Check]:
-    """Report the kind of network, its blockers, the known issues, and every other warning."""
+    """Report the kind of network, and every blocker, known issue and warning of its plan."""
     plan = subject.plan
     rate = f", {plan.line_rate_Gbps:g} Gbit/s" if plan.line_rate_Gbps else ""
     devices = ", ".join(plan.devices) or "no device"
@@ -33,7 +33,7 @@ def net_plugin(subject: Subject) -> Iterator[Check]:
         return
     fix = "put the folders of what it needs on LD_LIBRARY_PATH, or use a plug-in for this image's glibc"
     for path in plugin.plugin_files(subject.facts, value):
-        # Loaded by another program: a plug-in's constructors may do anything.
+        # `load_fault` loads the plug-in in another process, because its constructors may do anything.
         fault = health.load_fault(path) if subject.reader.live else ""
         if fault:
             yield Check(
@@ -44,19 +44,25 @@ def net_plugin(subject: Subject) -> Iterator[Check]:
 
 
 def bootstrap(subject: Subject) -> Iterator[Check]:
-    """Report the interface for the bootstrap of NCCL and Gloo, which is TCP even if the data uses RDMA."""
+    """Report the interface for the bootstrap of NCCL and Gloo.
+
+    The bootstrap uses TCP even if the data uses RDMA.
+    """
     if not subject.facts.interfaces:
         fix = "start the container with /sys, without --contain"
         yield Check("interface", "unknown", "/sys/class/net shows no interface", fix)
         return
-    # A missing interface is one of the network's blockers.
+    # If no interface can be used, `network` reports it as a blocker.
     for decision in subject.plan.decisions:
         if decision.variable == sockets.NCCL and decision.value:
             yield Check("interface", "ok", f"{decision.value}: {decision.reason}")
 
 
 def rdma_ports(subject: Subject) -> Iterator[Check]:
-    """Check that every port is active, and that its rate is known."""
+    """Report the RDMA ports in use, and check the other ports for faults.
+
+    A port without a link is a fault only if no port can be used, or if `_dead_siblings` names it.
+    """
     by_name = {port.name: port for device in subject.facts.rdma for port in device.ports}
     used = [port for name, port in by_name.items() if name in subject.plan.devices]
     if used:
@@ -68,6 +74,7 @@ def rdma_ports(subject: Subject) -> Iterator[Check]:
         port = by_name.get(decision.value) if decision.variable == ports.HCA and not decision.used else None
         if port is None or port.active:
             continue
+        # State 1 is DOWN, so the port has no link.
         if used and port.state.startswith("1:") and port.name not in dead:
             continue  # a port with another purpose, or without a cable
         fix = "report the node to the site with the output of ibstat; for INIT, check the subnet manager"
@@ -76,9 +83,10 @@ def rdma_ports(subject: Subject) -> Iterator[Check]:
 
 
 def _dead_siblings(subject: Subject, used: list[Port]) -> set[str]:
-    """Return the ports without a link on a card of their own, where most cards of this kind work.
+    """Return the ports without a link that should have one.
 
-    Such a card has failed. The second port of a card with a working one often has no cable on purpose.
+    A card has failed if none of its ports has a link while most cards of this kind work. But the second port
+    of a working card often has no cable on purpose. Nothing is missing if the recipe's number of NICs works.
     """
     cards = {port.name: device.card for device in subject.facts.rdma for port in device.ports}
     kinds, working = {port.link_layer for port in used}, {cards[port.name] for port in used}
@@ -91,11 +99,15 @@ def _dead_siblings(subject: Subject, used: list[Port]) -> set[str]:
     nics = subject.system.fabric.nics if subject.system else None
     if nics is not None and len(used) >= nics:
         return set()
+    # Cards without a link count as failed only if they are fewer than those that work.
     return set(dead) if len(set(dead.values())) < len(working) else set()
 
 
 def verbs(subject: Subject) -> Iterator[Check]:
-    """Report the device files and libraries of InfiniBand and RoCE; what fails is among the findings."""
+    """Report the device files and libraries of InfiniBand and RoCE.
+
+    Their failures are warnings of the plan, which `network` reports.
+    """
     facts, names = subject.facts, {name.partition(":")[0] for name in subject.plan.devices}
     devices = [device for device in facts.rdma if device.name in names]
     if subject.plan.kind not in ("infiniband", "roce") or not devices:
@@ -114,14 +126,14 @@ def verbs(subject: Subject) -> Iterator[Check]:
 
 
 def roce_gid(subject: Subject) -> Iterator[Check]:
-    """Report the GID of RoCE; a port without an IPv4 GID is one of the network's blockers."""
+    """Report the GID of RoCE ports. A port without an IPv4 GID is a blocker, which `network` reports."""
     reasons = [item.reason for item in subject.plan.decisions if item.variable == ports.GID_INDEX]
     if subject.plan.kind == "roce" and reasons and not subject.plan.blockers:
         yield Check("gid", "ok", "; ".join(reasons))
 
 
 def slingshot(subject: Subject) -> Iterator[Check]:
-    """Check that Slingshot's devices can be opened, and that NCCL's plugin for them has its libraries."""
+    """Check that Slingshot's devices can be opened, and that NCCL's plug-in and its libraries exist."""
     facts, links = subject.facts, subject.plan.links
     if subject.plan.kind != "slingshot":
         return
@@ -131,6 +143,7 @@ def slingshot(subject: Subject) -> Iterator[Check]:
     else:
         names = ", ".join(f"/dev/{device.name}" for device in facts.cxi)
         yield Check("slingshot", "ok", f"{names} can be opened")
+    # A library may come from the host (`links`) or be on the library path.
     plugin_path = slingshot_plugin(facts, links)
     needed = ("libfabric.so.1", "libcxi.so.1")
     missing = [name for name in needed if name not in links and facts.library(name) is None]
@@ -145,7 +158,10 @@ def slingshot(subject: Subject) -> Iterator[Check]:
 
 
 def _host_libraries(subject: Subject) -> Iterator[Check]:
-    """Check that the dynamic linker loads what the plan takes from the host."""
+    """Check that the dynamic linker can load the libraries that the plan takes from the host.
+
+    The folder with links is made for this as a launch makes it.
+    """
     links = subject.plan.links
     if not links or not subject.reader.live:
         return
@@ -163,7 +179,7 @@ def _host_libraries(subject: Subject) -> Iterator[Check]:
 
 
 def gpudirect(subject: Subject) -> Iterator[Check]:
-    """Check that NICs can read the GPUs' memory directly, and are near the GPUs."""
+    """Check that NICs can read the memory of GPUs directly, and that each NIC in use is near a GPU."""
     facts = subject.facts
     if not (facts.gpus and subject.rdma):
         return
@@ -174,6 +190,7 @@ def gpudirect(subject: Subject) -> Iterator[Check]:
         evidence = "/sys/module/nvidia_peermem does not exist, and there is no open kernel module for DMA-BUF"
         fix = "on the node: modprobe nvidia_peermem. Until then data is copied through host memory"
         yield Check("gpudirect", "warn", evidence, fix)
+    # Only the devices of ports in use: "mlx5_0:1" is a port of mlx5_0.
     names = {name.partition(":")[0] for name in subject.plan.devices}
     for device in facts.rdma:
         if device.name not in names:

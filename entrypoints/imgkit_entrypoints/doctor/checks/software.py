@@ -1,4 +1,4 @@
-"""Checks of image and host together: scheduler, glibc, variables, mounted image."""
+"""Check how image and host fit together: scheduler, glibc, variables and the mount of the image."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from imgkit_entrypoints.facts import HostFacts, Reader
 from imgkit_entrypoints.facts.software import absent_files
 from imgkit_entrypoints.schedulers.resolve import launcher_variables, missing_launcher_clause
 
+# Where distributions have the C library, such as /usr/lib/x86_64-linux-gnu/libc.so.6 on Ubuntu.
 LIBC = (
     "/usr/lib/{machine}-linux-gnu/libc.so.6",
     "/usr/lib64/libc.so.6",
@@ -19,7 +20,7 @@ LIBC = (
 
 
 def scheduler(subject: Subject) -> Iterator[Check]:
-    """Check that the job is visible; a container with --cleanenv hides it."""
+    """Check that the scheduler's variables are visible. A container with --cleanenv hides them."""
     name = subject.system.scheduler if subject.system else ""
     if text := missing_launcher_clause(name, subject.env):
         fix = "in a job: start the container without --cleanenv and --containall; elsewhere this is expected"
@@ -46,7 +47,7 @@ def glibc(subject: Subject) -> Iterator[Check]:
 
 
 def image_glibc(facts: HostFacts, reader: Reader) -> tuple[str, int]:
-    """Return the path of the C library and N of its newest ``GLIBC_2.N``; 0 if there is none."""
+    """Return the path of the image's C library and its version: 34 for ``GLIBC_2.34``, 0 if unknown."""
     for template in LIBC:
         path = template.format(machine=facts.arch)
         if newest := newest_glibc(reader, path):
@@ -55,26 +56,28 @@ def image_glibc(facts: HostFacts, reader: Reader) -> tuple[str, int]:
 
 
 def needed_glibc(facts: HostFacts, reader: Reader) -> dict[str, int]:
-    """Return N of the newest ``GLIBC_2.N`` that each library of the fabric needs, by the library's path."""
-    # NCCL is always the image's own, and has hundreds of megabytes.
+    """Return which glibc each library of the fabric needs: ``{"/usr/lib/libfabric.so.1.2": 34}``."""
+    # NCCL is left out: it always belongs to the image, and has hundreds of megabytes.
     paths = [library.target for library in facts.libraries if library.name != "libnccl.so.2"]
     return {path: newest for path in paths if (newest := newest_glibc(reader, path))}
 
 
 def newest_glibc(reader: Reader, path: str) -> int:
-    """Return N of the newest ``GLIBC_2.N`` among the symbol versions of a library; 0 if there is none."""
+    """Return N of the newest ``GLIBC_2.N`` in the text of a library, or 0 if it has none."""
     versions = re.findall(r"\bGLIBC_2\.([0-9]{1,3})\b", reader.text(path) or "")
     return max(map(int, versions), default=0)
 
 
 def variables(subject: Subject) -> Iterator[Check]:
-    """Check that every variable names a file that exists, and is one that NCCL or Gloo knows."""
+    """Check that variables that name a file name one that exists, and that NCCL or Gloo knows each name."""
     settings = {item.name: item.value for item in subject.facts.nccl_settings}
+    # The user's environment counts before an nccl.conf file, and that before the recipe.
     env = {**(subject.system.env if subject.system else {}), **settings, **subject.env}
     for text, fix in absent_files(subject.reader, env):
         yield Check("variables", "warn", text, fix)
     for name in lint.unknown_names(env):
-        # A name that is like a known one is among the network's warnings; torch's prefix is anybody's.
+        # `network` warns about a name that is similar to a known one. Names with TORCH_ are left out, because
+        # other packages use this prefix too.
         if not name.startswith("TORCH_") and not lint.similar_name(name):
             evidence = f"{name}={env[name]}: neither NCCL (2.10 to 2.30) nor Gloo reads this variable"
             fix = f"unset {name}, unless a plug-in of this site reads it"
@@ -82,7 +85,10 @@ def variables(subject: Subject) -> Iterator[Check]:
 
 
 def fuse(subject: Subject) -> Iterator[Check]:
-    """Check that no process of the job, which the scheduler's signal would end, mounts the image."""
+    """Check that the image is not served by a squashfuse process of the job step.
+
+    A signal of Slurm to the step would end this process, and with it the program that runs from the image.
+    """
     if "SLURM_JOB_ID" not in subject.env:
         return
     ancestors = set(_ancestors(subject.reader))
@@ -97,6 +103,7 @@ def fuse(subject: Subject) -> Iterator[Check]:
 
 
 def _ancestors(reader: Reader) -> Iterator[str]:
+    """Yield the process ids of this process and its parents, beginning with ``self``."""
     number = "self"
     while number not in ("", "0"):
         yield number
@@ -104,6 +111,7 @@ def _ancestors(reader: Reader) -> Iterator[str]:
 
 
 def _parent(reader: Reader, number: str) -> str:
+    """Return the id of a process' parent as a text, or an empty text if it is unknown."""
     status = reader.text(f"/proc/{number}/status") or ""
     match = re.search(r"^PPid:\s*([0-9]{1,9})$", status, re.MULTILINE)
     return match[1] if match else ""
