@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import TextIOWrapper
@@ -136,3 +138,16 @@ def test_node_with_hostile_files_is_shown_harmless(
     assert printed.replace("\n", "").isprintable()
     assert "good" in printed
     assert not [line for line in printed.split("\n") if line.startswith("ok    signature")]
+
+
+@pytest.mark.parametrize(("closed", "descriptor"), [("0<&-", 0), ("2>&-", 2)])
+def test_closed_stream_is_open_also_in_programs_that_are_started(closed: str, descriptor: int) -> None:
+    program = (
+        "import subprocess; from imgkit_entrypoints import terminal; terminal.open_closed_streams(); "
+        f"subprocess.run(['sh', '-c', 'test -e /proc/$$/fd/{descriptor} && echo open'])"
+    )
+    line = f'exec "$0" -c "$1" {closed}'
+    result = subprocess.run(
+        ["sh", "-c", line, sys.executable, program], capture_output=True, text=True, timeout=60
+    )
+    assert result.stdout == "open\n"
