@@ -31,9 +31,12 @@ No part of it is called site-packages: the node agent removes such folders from 
 # The last bytes of the file, by which it is recognized.
 _MARK = b"IMGKPACK"
 _SCHEMA = 1
-# Bytes of each end of an image file that stand for its content. `jobs.runtimes.base` has the same number,
-# with the reason.
-_EDGE_BYTES = 65536
+EDGE_BYTES = 65536
+"""Number of bytes at each end of an image file that stand for the content of the file.
+
+A .sif begins with its table and its superblock. It ends with the tables of its squashfs, which hold the
+position, size and time of every file. To read the whole file would take a minute on each node.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,9 +86,9 @@ def image_digest(path: Path) -> str:
     """
     with files.open_regular(path) as stream:
         size = os.fstat(stream.fileno()).st_size
-        digest = hashlib.sha256(stream.read(_EDGE_BYTES))
-        stream.seek(max(0, size - _EDGE_BYTES))
-        digest.update(stream.read(_EDGE_BYTES))
+        digest = hashlib.sha256(stream.read(EDGE_BYTES))
+        stream.seek(max(0, size - EDGE_BYTES))
+        digest.update(stream.read(EDGE_BYTES))
     digest.update(f"{size}\n".encode())
     return digest.hexdigest()
 

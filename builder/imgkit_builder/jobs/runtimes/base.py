@@ -54,12 +54,6 @@ shift
 exec "$@"
 """
 
-_EDGE_BYTES = 65536
-"""Number of bytes at each end of an image file that stand for the content of the file.
-
-A .sif begins with its table and its superblock. It ends with the tables of its squashfs, which hold the
-position, size and time of every file. To read the whole file would take a minute on each node.
-"""
 
 # The end of the shell's message about a variable that a job uses: "SCRATCH: imgkit: no module has set it".
 _NOT_SET = "no module has set it on this node (system.runtime.modules)"
@@ -566,7 +560,7 @@ def _digest_of_ends_command(variable: str) -> str:
     ----------
     variable : the shell's text for the path of the file, such as ``$image``.
     """
-    ends = f'head -c {_EDGE_BYTES} "{variable}"; tail -c {_EDGE_BYTES} "{variable}"'
+    ends = f'head -c {record.EDGE_BYTES} "{variable}"; tail -c {record.EDGE_BYTES} "{variable}"'
     return f'{{ {ends}; stat -L -c %s "{variable}"; }} | sha256sum'
 
 
