@@ -193,7 +193,7 @@ def small_disk(folder: Path, kib: int) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        output("umount", folder)
+        output("umount", "--lazy", folder)  # after a failure, a program may still have a file open there
 
 
 def imgkit_as(prefix: Sequence[str], env: Mapping[str, str]) -> tuple[str, ...]:

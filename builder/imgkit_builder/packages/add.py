@@ -349,9 +349,11 @@ def _run_inside(
     for mount in (f"{folder}:{INSIDE}", *mounts):
         options += ["--bind", mount]
     arguments = ("exec", *options, str(image), "python3", "-s", f"{INSIDE}/{PROGRAM}")
+    # What a killed process leaves is then in the workspace, which the next one removes.
+    env = {**_passed(), "TMPDIR": str(folder)}
     try:
         runtime.run(
-            runtime.find_runtime(), arguments, folder=Path("/"), env=_passed(), on_line=report.line, log=log
+            runtime.find_runtime(), arguments, folder=Path("/"), env=env, on_line=report.line, log=log
         )
     except ToolFailed as error:
         if "executable file not found" not in (error.hint or ""):

@@ -73,4 +73,4 @@ def test_next_version_needs_room_for_what_changed_alone(tmp_path: Path, data: Da
         with pytest.raises(CheckFailed, match=r"10\.5 MB to send to far, but .* free"):
             send(disk / "store", folder.list_folder(data.spec, data.path))
     finally:
-        output("umount", disk)
+        output("umount", "--lazy", disk)  # after a failure, rsync may still have a file open there
