@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,6 +63,13 @@ def wait_for_prompt(terminal: Terminal) -> None:
     terminal.read_until("> ")
 
 
+def cancel_job(site: FarSite, terminal: Terminal) -> None:
+    """End the job that `salloc` named at the terminal; the queue may still show the one before."""
+    job = re.search(r"Granted job allocation (\d+)", terminal.text)
+    assert job, terminal.text
+    site.cluster("scancel", job[1])
+
+
 def queue(site: FarSite) -> str:
     return site.cluster("squeue", "--noheader").stdout.strip()
 
@@ -114,7 +122,7 @@ def test_interrupt_ends_a_shell_that_waits(site: FarSite) -> None:
 def test_end_of_the_allocation_ends_the_shell(site: FarSite) -> None:
     with at_terminal(site) as terminal:
         wait_for_prompt(terminal)
-        site.cluster("scancel", queue(site).split()[0])
+        cancel_job(site, terminal)
         terminal.wait()  # salloc exits with 0 here
     assert "has been revoked" in terminal.text
 
@@ -122,7 +130,7 @@ def test_end_of_the_allocation_ends_the_shell(site: FarSite) -> None:
 def test_end_of_the_allocation_fails_a_command(site: FarSite) -> None:
     with at_terminal(site, "--", "sh", "-c", "echo $((40 + 2))x; sleep 600") as terminal:
         terminal.read_until("42x")
-        site.cluster("scancel", queue(site).split()[0])
+        cancel_job(site, terminal)
         assert terminal.wait() == 143
     assert "has been revoked" in terminal.text
 
