@@ -84,8 +84,8 @@ def test_shell_on_a_node_has_the_code_and_the_terminal(site: FarSite) -> None:
         # The new size travels by ssh and srun.
         terminal.type("until [ \"$(stty size)\" = '33 77' ]; do sleep 0.1; done; echo size $((1 + 1))\n")
         terminal.read_until("size 2")
-        # One program, which prints when the terminal is its own. Between `echo` and the start of `sleep`, bash may
-        # take the interrupt for itself: `sleep` then goes on, and the end of the shell waits for it.
+        # One program, which prints when the terminal is its own. Between an `echo` and the start of `sleep`,
+        # bash may take the interrupt for itself: `sleep` then goes on, and the end of the shell waits for it.
         terminal.type("sh -c \"echo slee''ps; exec sleep 600\"\n")
         terminal.read_until("sleeps")
         terminal.type("\x03")
