@@ -342,7 +342,9 @@ def _run_agent(
     run_secret: bytes | None,
 ) -> int:
     """Run the node agent of this node, and return its exit code. The head announces the plan first."""
-    from imgkit_entrypoints.launch.agent import NodeAgent, NodeConfig  # --dry-run prints sooner without it
+    # --dry-run prints sooner without these modules.
+    from imgkit_entrypoints.launch.agent import NodeAgent
+    from imgkit_entrypoints.launch.node_attempt import NodeCommand, NodeConfig
     from imgkit_entrypoints.rollcall import gather
     from imgkit_entrypoints.rollcall.messages import NodeInfo
 
@@ -362,9 +364,15 @@ def _run_agent(
     cache = launch_plan.cache if options.compile_cache else None
     if cache and (problem := cache.unpack()) and launch_plan.placement.node_rank == 0:
         print_message(problem)
-    config = NodeConfig(
+    uses_gpus = launch_plan.env["IMGKIT_DEVICE"] == "cuda"
+    command = NodeCommand(
         argv=launch_plan.argv,
         env=child_env,
+        is_per_node=launch_plan.mode == "per-node",
+        gpu_query=gpu_use.query_argv(host.worker_gpus) if uses_gpus else (),
+    )
+    config = NodeConfig(
+        command=command,
         placement=launch_plan.placement,
         node=node,
         timeouts=options.timeouts,
@@ -374,8 +382,6 @@ def _run_agent(
         preflight=PREFLIGHT if options.preflight else None,
         log_dir=options.request.log_dir,
         on_success=partial(_pack_cache, cache) if cache else None,
-        is_per_node=launch_plan.mode == "per-node",
-        gpu_query=gpu_use.query_argv(host.worker_gpus) if launch_plan.env["IMGKIT_DEVICE"] == "cuda" else (),
         plan_text="".join(f"{line}\n" for line in launch_plan.lines()),
     )
     return NodeAgent(config).run()
