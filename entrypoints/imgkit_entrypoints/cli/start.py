@@ -38,7 +38,7 @@ from imgkit_entrypoints.launch import (
     plan,
     user_program,
 )
-from imgkit_entrypoints.launch.plan import LaunchOptions, LaunchPlan
+from imgkit_entrypoints.launch.plan import LaunchOptions, LaunchPlan, NodeSetup, StartMessages
 from imgkit_entrypoints.rollcall import ports, secret
 from imgkit_entrypoints.schedulers import resolve
 from imgkit_entrypoints.schedulers.placement import Placement, PlacementRequest
@@ -202,7 +202,7 @@ def launch_worker(options: LaunchOptions, worker: Worker, env: Mapping[str, str]
                 f"{flag} needs a node agent, and ranks that start without torchrun have none",
                 hint="leave out --direct, or start one process per node",
             )
-    if options.compile_cache is not None and launch_plan.cache is None:
+    if options.compile_cache is not None and launch_plan.setup.cache is None:
         raise UsageError(
             "no folder on this node's own disk or in its memory can hold compiled code",
             where="--compile-cache",
@@ -218,10 +218,11 @@ def launch_worker(options: LaunchOptions, worker: Worker, env: Mapping[str, str]
             hint="in an image: build it on a base with torch, or add torch to the recipe's image.pip; "
             "elsewhere: pip install torch",
         )
-    link_host_libraries(launch_plan.links)
-    launch_plan.environment.apply()
-    if launch_plan.cache:
-        launch_plan.cache.make()
+    setup = launch_plan.setup
+    link_host_libraries(setup.links)
+    setup.environment.apply()
+    if setup.cache:
+        setup.cache.make()
     run_secret = _find_secret(options, env, placement)
     if launch_plan.mode == "direct":
         return _run_rank(launch_plan, child_env, env)
@@ -245,7 +246,7 @@ def make_plan(
 ) -> tuple[LaunchPlan, dict[str, str]]:
     """Return the plan with all its warnings and notes, and the workers' whole environment."""
     system, reader = facts.system_facts(env=env), facts.Reader(root=facts.root_of(env))
-    launch_plan = plan.make(
+    launch_plan = plan.decide_launch(
         options.request,
         worker.argv,
         torchrun=TORCHRUN,
@@ -278,8 +279,7 @@ def make_plan(
         unset=tuple(unset),
         # Of two values for a variable, the later one in this list counts.
         env={**environment.env, **cache_variables, **offline.env, **launch_plan.env},
-        environment=environment,
-        cache=cache,
+        setup=NodeSetup(links=launch_plan.setup.links, environment=environment, cache=cache),
     )
     child_env = {name: value for name, value in env.items() if name not in unset}
     child_env |= launch_plan.env
@@ -295,16 +295,21 @@ def make_plan(
     is_cluster_node = bool(host.gpus or host.rdma or host.cxi)
     warnings = (
         *odd,
-        *launch_plan.warnings,
+        *launch_plan.messages.warnings,
         *(str(fabric.Finding(what=what, fix=fix)) for what, fix in absent),
         *(() if worker.is_imgkits else _shadowing_folders(child_env)),
     )
-    hidden = launch_plan.hidden if is_cluster_node else launch_plan.hidden.union(odd)
-    notes = tuple(filter(None, (environment.text, *offline.notes)))
+    hidden = launch_plan.messages.hidden
+    if not is_cluster_node:
+        hidden |= set(odd)
+    notes = offline.notes
+    if environment.text:
+        notes = (environment.text, *notes)
     # Containers allow core dumps by default, so a note about them alone would appear at every start.
     if not environment.changes_variables:
         hidden |= {environment.text}
-    return dataclasses.replace(launch_plan, warnings=warnings, hidden=hidden, notes=notes), child_env
+    messages = StartMessages(warnings=warnings, notes=notes, hidden=hidden)
+    return dataclasses.replace(launch_plan, messages=messages), child_env
 
 
 def _compile_cache(
@@ -361,7 +366,7 @@ def _run_agent(
         address=carrier.addresses[0] if carrier else "",
         interface=carrier.name if carrier else "",
     )
-    cache = launch_plan.cache if options.compile_cache else None
+    cache = launch_plan.setup.cache if options.compile_cache else None
     if cache and (problem := cache.unpack()) and launch_plan.placement.node_rank == 0:
         print_message(problem)
     uses_gpus = launch_plan.env["IMGKIT_DEVICE"] == "cuda"

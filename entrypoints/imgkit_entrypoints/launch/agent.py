@@ -151,7 +151,7 @@ class NodeAgent:
         code = EXIT_NO
         with (
             self._signals.collecting(),
-            stop_protocol.folder(parent, self.config.placement.node_rank) as stop_folder,
+            stop_protocol.use_stop_folder(parent, self.config.placement.node_rank) as stop_folder,
             ExitStack() as folders,
         ):
             self._files.prepare(self.config.plan_text)
@@ -241,7 +241,7 @@ class NodeAgent:
             config.node,
             timeout_s=config.timeouts.rollcall_s,
             log=self.log,
-            stop_reason=self._signals.first,
+            stop_reason=self._signals.first_name,
             secret=config.secret,
             all_reach_head=config.command.is_per_node,
         )
@@ -420,7 +420,7 @@ class NodeAgent:
         self._handle_events()
         attempt.check_workers()
         if self._attempts and self._attempts.have_others_ended():
-            stop_protocol.release(self.context.stop_folder)
+            stop_protocol.release_torchrun(self.context.stop_folder)
         self._report_lost_output()
         if time.time() - attempt.began_at >= gpu_use.START_AFTER_S:
             self._gpu_monitor.start()
@@ -440,7 +440,7 @@ class NodeAgent:
         """Report once that the output of the ranks is lost, because standard output is closed or full."""
         if self._is_output_lost:
             return
-        reason = stop_protocol.lost_output(self.context.stop_folder)
+        reason = stop_protocol.lost_output_reason(self.context.stop_folder)
         if reason:
             self._is_output_lost = True
             self.log(f"standard output is closed or full ({reason}): output of the ranks is lost")
@@ -490,13 +490,15 @@ class NodeAgent:
             return (attempt.stall,)
         if isinstance(self._session, HeadSession):
             name = self.context.node_name
-            return failures.of_run(self._session, name, self.log, memory=memory, of_previous=of_previous)
+            return failures.describe_run_failure(
+                self._session, name, self.log, memory=memory, of_previous=of_previous
+            )
         if attempt is None or attempt.failure is None:
             return ()
         failure = NodeFailure(at=0.0, node=self.context.node_name, failure=attempt.failure)
         if self._orders.is_head_lost:
-            return failures.block(failure, memory=memory)
-        return (failures.one_line(failure),)
+            return failures.describe_failure(failure, memory=memory)
+        return (failures.summarize_failure(failure),)
 
     def _exit_code(self) -> int:
         """Return the exit code of the whole run if the head has ended it, else that of this node."""
@@ -542,7 +544,7 @@ class NodeAgent:
         if self._signals.is_repeated and not self._deadline.is_forced:
             self._deadline.set_within(0.0, "a second signal")
         elif self._signals.received and not self.stop:
-            self._stop_all(StopRequest(reason=self._signals.first(), requeue=True))
+            self._stop_all(StopRequest(reason=self._signals.first_name(), requeue=True))
         request = self._files.stop_request()
         # A person's request also counts after one for a requeue, since the job must then stay ended.
         if request and (self.stop is None or (self.stop.requeue and not request.requeue)):

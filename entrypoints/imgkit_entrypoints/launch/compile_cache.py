@@ -58,7 +58,9 @@ def find_folder(env: Mapping[str, str], key: str, *, is_shared: Callable[[str], 
     key : the key of the image, from `make_key`.
     is_shared : returns whether a path is on a file system that several nodes mount.
     """
-    for parent in filter(None, (env.get("TMPDIR"), "/tmp", "/dev/shm")):  # noqa: S108 - the folder is the user's own
+    for parent in (env.get("TMPDIR"), "/tmp", "/dev/shm"):  # noqa: S108 - the folder is the user's own
+        if not parent:
+            continue
         folder = Path(parent).absolute() / f"imgkit-cache-{os.geteuid()}-{key}"
         is_usable = os.access(parent, os.W_OK | os.X_OK) and not is_shared(parent)
         if is_usable and not (os.path.lexists(folder) and files.foreign_folder_reason(folder)):

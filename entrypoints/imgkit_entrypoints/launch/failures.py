@@ -94,7 +94,7 @@ def note_codes(env: Mapping[str, str], codes: Mapping[int, int], *, is_imgkits: 
     """Write the exit codes of a node's failed workers into the stop folder, for the node agent.
 
     torchrun's process calls this. A program of this package (`is_imgkits`) that ends with an exit code has
-    already printed or recorded the reason, so `of_node` does not count it as silent.
+    already printed or recorded the reason, so `find_node_failure` does not count it as silent.
     """
     content = {"is_imgkits": is_imgkits, "codes": {str(rank): code for rank, code in codes.items()}}
     with contextlib.suppress(KeyError, OSError):
@@ -110,7 +110,7 @@ def note_torchrun(env: Mapping[str, str], text: str) -> bool:
     return True
 
 
-def clear(stop_folder: Path) -> None:
+def clear_records(stop_folder: Path) -> None:
     """Remove the records and exit codes of an earlier attempt.
 
     Raises
@@ -121,7 +121,7 @@ def clear(stop_folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def records(stop_folder: Path) -> list[RankRecord]:
+def read_records(stop_folder: Path) -> list[RankRecord]:
     """Return the records that workers of this node have left, in the order of their times.
 
     Files that are not complete records are left out: a worker may be writing one now.
@@ -152,7 +152,7 @@ def _read_codes(stop_folder: Path) -> tuple[Mapping[int, int], bool]:
         return {}, False
 
 
-def of_node(stop_folder: Path, killed_by: int = 0) -> RankFailure | None:
+def find_node_failure(stop_folder: Path, killed_by: int = 0) -> RankFailure | None:
     """Return the worker of this node that failed first, or None if none is known to have failed.
 
     A worker with an error of its own comes first, then one that ended without a record (most often killed),
@@ -163,7 +163,7 @@ def of_node(stop_folder: Path, killed_by: int = 0) -> RankFailure | None:
     killed_by : number of the signal that ended torchrun itself, or 0. Signals of the node agent do not count.
     """
     codes, is_imgkits = _read_codes(stop_folder)
-    entries = records(stop_folder)
+    entries = read_records(stop_folder)
     causes = [record for record in entries if not record.after_peer]
     if not causes:
         recorded_ranks = {record.rank for record in entries}
@@ -190,7 +190,7 @@ def of_node(stop_folder: Path, killed_by: int = 0) -> RankFailure | None:
     )
 
 
-def of_command(code: int, output: str) -> RankFailure:
+def command_failure(code: int, output: str) -> RankFailure:
     """Return the failure of a command of dist-run --per-node.
 
     Parameters
@@ -244,9 +244,9 @@ class LateRecords:
         self._folder = stop_folder
         self._reported: set[int | None] = set()
 
-    def look(self) -> Iterator[tuple[str, ...]]:
+    def new_reports(self) -> Iterator[tuple[str, ...]]:
         """Yield the lines of each new report, a title and the traceback. Call it about once a second."""
-        for record in records(self._folder):
+        for record in read_records(self._folder):
             late_s = LATE_AFTER_PEER_S if record.after_peer else LATE_S
             if record.rank not in self._reported and time.time() - record.at > late_s:
                 self._reported.add(record.rank)
@@ -266,7 +266,7 @@ class NodeFailure:
     failure: RankFailure
 
 
-def first(reported: Iterable[NodeFailure]) -> NodeFailure | None:
+def first_failure(reported: Iterable[NodeFailure]) -> NodeFailure | None:
     """Return the failure that came first, or None without any.
 
     A failure that is a consequence of another rank's end counts only if there is no other.
@@ -274,7 +274,7 @@ def first(reported: Iterable[NodeFailure]) -> NodeFailure | None:
     return min(reported, key=lambda entry: (entry.failure.after_peer, entry.at), default=None)
 
 
-def of_run(
+def describe_run_failure(
     session: HeadSession, head: str, log: Callable[..., None], *, memory: str, of_previous: bool
 ) -> tuple[str, ...]:
     """Return the last lines that the head prints about a failed attempt. Empty if no failed worker is known.
@@ -290,17 +290,19 @@ def of_run(
     for at, number, failure in session.previous_failures if of_previous else session.failures:
         name = session.node_name(number) if number else head
         reported.append(NodeFailure(at=at, node=name, failure=failure))
-    cause = first(reported)
+    cause = first_failure(reported)
     if cause is None:
         return ()
     # On several nodes, the node agents leave this explanation to the head.
     if cause.failure.after_peer and session.placement.nnodes > 1:
         for explanation in explain.explain("\n".join(cause.failure.lines), memory=memory):
             log(*explanation.lines)
-    return block(cause, reported, memory=memory)
+    return describe_failure(cause, reported, memory=memory)
 
 
-def block(cause: NodeFailure, reported: Sequence[NodeFailure] = (), *, memory: str = "") -> tuple[str, ...]:
+def describe_failure(
+    cause: NodeFailure, reported: Sequence[NodeFailure] = (), *, memory: str = ""
+) -> tuple[str, ...]:
     """Return the last lines of a failed run: rank, node, exit code, path of the log, and the traceback.
 
     Without a traceback, the last line says what usually ends a worker in this way.
@@ -313,7 +315,7 @@ def block(cause: NodeFailure, reported: Sequence[NodeFailure] = (), *, memory: s
     """
     failure = cause.failure
     followers = [_failed_name(entry.failure) for entry in reported if entry is not cause]
-    lines = [f"{_failed_name(failure)} on {cause.node} failed first: {ending(failure.code)}"]
+    lines = [f"{_failed_name(failure)} on {cause.node} failed first: {describe_ending(failure.code)}"]
     if followers:
         names = ", ".join(followers[:MAX_FOLLOWERS])
         if len(followers) > MAX_FOLLOWERS:
@@ -327,13 +329,13 @@ def block(cause: NodeFailure, reported: Sequence[NodeFailure] = (), *, memory: s
     return (*lines, _SILENT.get(failure.code, _NO_REASON))
 
 
-def one_line(entry: NodeFailure) -> str:
+def summarize_failure(entry: NodeFailure) -> str:
     """Return the line about the failed worker of a node, which nodes other than the head print.
 
     An example is ``rank 3 on n2 failed, exit code 1: ValueError: no data; full log: /logs/errors-n2.log``.
     """
     failure = entry.failure
-    text = f"{_failed_name(failure)} on {entry.node} failed, {ending(failure.code)}"
+    text = f"{_failed_name(failure)} on {entry.node} failed, {describe_ending(failure.code)}"
     filled_lines = [line.strip() for line in failure.lines if line.strip()]
     if filled_lines:
         text += f": {shorten_message(filled_lines[-1])[:MAX_REASON]}"
@@ -350,7 +352,7 @@ def _failed_name(failure: RankFailure) -> str:
     return "the command" if failure.is_command else _rank_name(failure.rank)
 
 
-# What `block` prints about a worker without a traceback, by the signal that ended it.
+# What `describe_failure` prints about a worker without a traceback, by the signal that ended it.
 _NO_REASON = "it left no traceback; what it printed is above and in the full log"
 _STACK = "it left no traceback; a program of dist-run prints one with PYTHONFAULTHANDLER=1"
 _SILENT = {
@@ -361,7 +363,7 @@ _SILENT = {
 _KILLED = "it left no traceback; most often the kernel has killed it because memory ran out"
 
 
-def ending(code: int) -> str:
+def describe_ending(code: int) -> str:
     """Return how a worker has ended: ``exit code 1``, or ``killed by SIGKILL`` for -9."""
     if code >= 0:
         return f"exit code {code}"

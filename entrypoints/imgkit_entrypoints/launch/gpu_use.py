@@ -81,12 +81,14 @@ class GpuMonitor:
         data = self._output.read() or b""
         # The last part has no line end yet, and belongs to the next call.
         *lines, self._partial_line = (self._partial_line + data).split(b"\n")
-        matches = [match for match in map(_READING.fullmatch, lines) if match]
-        for match in matches:
-            self._readings += 1
-            self._percent_sum += int(match[1])
-            self._peak_MiB = max(self._peak_MiB, int(match[2]))
-        if not matches:
+        before = self._readings
+        for line in lines:
+            match = _READING.fullmatch(line)
+            if match:
+                self._readings += 1
+                self._percent_sum += int(match[1])
+                self._peak_MiB = max(self._peak_MiB, int(match[2]))
+        if self._readings == before:
             return None
         return GpuUse(
             readings=self._readings,

@@ -43,7 +43,7 @@ class NodeCommand:
     """The command that a node agent runs in each attempt."""
 
     argv: Sequence[str]
-    """The command. `plan.fill` or `per_node.fill` replaces its markers by what the roll call decides."""
+    """The command. Each attempt replaces its markers (plan.py) or placeholders (per_node.py)."""
     env: Mapping[str, str]
     """The whole environment of the command. The agent adds the stop protocol's variables and the line prefix.
 
@@ -155,13 +155,13 @@ class NodeAttempt:
         """Message about a start that took too long. Only the head sets it (`StartWatch`)."""
         self._is_asked_to_stop = False
         self._command: GuardedCommand | None = None
-        stop_protocol.clear(node.stop_folder)
+        stop_protocol.clear_stop_folder(node.stop_folder)
         self._late_records = LateRecords(node.stop_folder)
         self._watchdog = Watchdog(
             node.stop_folder,
             node.config.node.host,
             timeouts.hang_after_s,
-            lambda: nccl.question(node.env),
+            lambda: nccl.ask_about_hang(node.env),
         )
         self._start_watch: StartWatch | None = None
         if isinstance(node.session, HeadSession):
@@ -196,7 +196,7 @@ class NodeAttempt:
         """Return the argv of this attempt, and the variables that are different in each attempt."""
         node, order, command = self._node, self._order, self._node.config.command
         if not command.is_per_node:
-            argv = plan.fill(
+            argv = plan.fill_markers(
                 command.argv,
                 attempt=order.attempt,
                 port=order.port,
@@ -207,13 +207,13 @@ class NodeAttempt:
             return argv, {}
         run_dir = command.env.get("IMGKIT_RUN_DIR", "")
         values = per_node.placeholder_values(order, self._node_rank, node.config.node.nproc, run_dir)
-        variables = per_node.variables(values)
+        variables = per_node.placeholder_variables(values)
         if not command.env.get(per_node.RAY_TMPDIR):
             path = per_node.ray_folder(order)
             with suppress(OSError):  # without the variable, Ray itself reports which folder it cannot use
                 node.folders.enter_context(stop_protocol.locked_folder(path))
                 variables[per_node.RAY_TMPDIR] = str(path)
-        return per_node.fill(command.argv, values), variables
+        return per_node.fill_placeholders(command.argv, values), variables
 
     def close(self) -> None:
         """End everything that is left of the command."""
@@ -266,7 +266,7 @@ class NodeAttempt:
         session.positions = self._watchdog.positions
         if session.phase not in (WORKERS, CONNECTING):
             session.phase = start_up.read_phase(self._node.stop_folder)
-        elif self._watchdog.connects(self._node.config.node.nproc):
+        elif self._watchdog.are_all_connecting(self._node.config.node.nproc):
             session.phase = CONNECTING
         else:
             session.phase = WORKERS
@@ -274,9 +274,9 @@ class NodeAttempt:
             self.stall = self._start_watch.stalled()
             if self.stall:
                 self.deadline.set_now(self.stall)
-        for report in self._watchdog.look(session.run_positions):
+        for report in self._watchdog.new_reports(session.run_positions):
             self._log(*report.split("\n"))
-        for lines in self._late_records.look():
+        for lines in self._late_records.new_reports():
             self._log(*lines)
 
     def finish(self, *, received_signal: int | None, is_head_lost: bool) -> None:
@@ -289,7 +289,7 @@ class NodeAttempt:
         """
         command_code = self._running_command.wait()
         self.is_running = False
-        step, problem = stop_protocol.saved_step(self._node.stop_folder, self._node.config.job_id)
+        step, problem = stop_protocol.read_saved_step(self._node.stop_folder, self._node.config.job_id)
         if problem:
             self._log(f"warning: {problem}")
         if step is not None:
@@ -350,12 +350,12 @@ class NodeAttempt:
         if node.config.command.is_per_node:
             if self.deadline.has_begun:
                 return None
-            failure = failures.of_command(command.code or 0, command.tail())
+            failure = failures.command_failure(command.code or 0, command.tail())
         else:
             killed_by = 0
             if command.code is not None and not self.deadline.is_forced:
                 killed_by = max(0, -command.code)
-            failure = failures.of_node(node.stop_folder, killed_by)
+            failure = failures.find_node_failure(node.stop_folder, killed_by)
         if failure is None:
             return None
         name = plan.host_label(node.config.node.host)
@@ -369,6 +369,6 @@ class NodeAttempt:
         return AttemptEnded(
             code=self.code,
             attempt=self._order.attempt,
-            position=self._watchdog.furthest(),
+            position=self._watchdog.furthest_position(),
             failure=self.failure,
         )

@@ -100,7 +100,7 @@ class Pulse:
         self._memory: mmap.mmap | bytearray = bytearray(LAYOUT.size)
         if folder:
             with contextlib.suppress(OSError):
-                self._memory = shared(Path(folder) / f"pulse-{rank}", LAYOUT.size)
+                self._memory = map_shared_file(Path(folder) / f"pulse-{rank}", LAYOUT.size)
                 self._stacks = _replace_file(Path(folder) / f"stacks-{rank}")
                 faulthandler.register(STACK_SIGNAL, file=self._stacks, all_threads=False)
         self._notes = memoryview(self._memory).cast("q")
@@ -147,7 +147,7 @@ def _replace_file(path: Path) -> BinaryIO:
     return files.create_file(path)
 
 
-def shared(path: Path, size: int) -> mmap.mmap:
+def map_shared_file(path: Path, size: int) -> mmap.mmap:
     """Make the file `path` with `size` zeros, and return it as memory that other processes can read.
 
     Raises
@@ -216,16 +216,16 @@ class _Worker:
     """Size of the file of stacks when the watchdog asked for new ones. None while it has not asked."""
     asked_at: float = 0.0
     """Time at which the watchdog last asked for stacks."""
-    connects: bool = False
+    is_connecting: bool = False
     """True if the worker waits in `CONNECTS`."""
     idle_timer: _IdleTimer = field(default_factory=_IdleTimer)
 
     def patience_s(self, hang_after_s: float) -> float:
         """Return the seconds without a sign of life after which this worker is late."""
         factor = 1
-        if self.notes_nothing and not self.connects:
+        if self.notes_nothing and not self.is_connecting:
             factor = PATIENCE
-        elif self.position < 0 and not self.connects:
+        elif self.position < 0 and not self.is_connecting:
             factor = PATIENCE_BEFORE
         return max(hang_after_s * factor, self.longest_s * PATIENCE)
 
@@ -235,7 +235,7 @@ class _Worker:
 
 
 class Watchdog:
-    """The workers of one node. `look` returns reports about those that no longer move."""
+    """The workers of one node. `new_reports` returns reports about those that no longer move."""
 
     def __init__(
         self,
@@ -267,19 +267,19 @@ class Watchdog:
         positions = [worker.position for worker in self._workers.values()]
         return (min(positions), max(positions)) if positions else None
 
-    def furthest(self) -> int | None:
+    def furthest_position(self) -> int | None:
         """Return the furthest position that a worker of this node has written.
 
         Ended workers count as well.
         """
         return max((note.position for note in self._read_notes()), default=None)
 
-    def connects(self, nproc: int) -> bool:
+    def are_all_connecting(self, nproc: int) -> bool:
         """Return whether all `nproc` workers of this node wait in `CONNECTS`."""
         workers = self._workers.values()
-        return len(workers) == nproc and all(worker.connects for worker in workers)
+        return len(workers) == nproc and all(worker.is_connecting for worker in workers)
 
-    def look(self, of_run: Positions | None = None) -> list[str]:
+    def new_reports(self, of_run: Positions | None = None) -> list[str]:
         """Check all workers, and return new reports. Call this about once a second.
 
         A report takes several calls: first the late workers are asked for their stacks, and NCCL for its
@@ -293,7 +293,7 @@ class Watchdog:
         reports = self._update(now)
         for worker in self._workers.values():
             is_late = self._hang_after_s > 0 and worker.is_late(self._hang_after_s, now)
-            if worker.position < 0 and not worker.connects and not is_late:
+            if worker.position < 0 and not worker.is_connecting and not is_late:
                 self._look_for_connect(worker, now)
         local = self.positions
         if local is None or not self._hang_after_s:
@@ -320,7 +320,7 @@ class Watchdog:
         if not all(answers.values()) and now - self._asked_at < ANSWER_S:
             return reports
         for worker in slowest:
-            worker.connects = CONNECTS in answers[worker.rank]
+            worker.is_connecting = CONNECTS in answers[worker.rank]
         self._reported |= {worker.rank for worker in late}
         seconds = min(now - worker.since for worker in late)
         lines = [self._title(late, seconds, low, high), *self._stacks(slowest, answers)]
@@ -355,8 +355,8 @@ class Watchdog:
             return
         answer = self._answer(worker)
         if answer or now - worker.asked_at >= ANSWER_S:
-            worker.connects = CONNECTS in answer
-            if not worker.connects:
+            worker.is_connecting = CONNECTS in answer
+            if not worker.is_connecting:
                 worker.stacks_from = None
 
     def _update(self, now: float) -> list[str]:
@@ -404,8 +404,10 @@ class Watchdog:
             worker.position, worker.signs, worker.since = note.position, signs, now
             worker.stacks_from = None
             if notes_nothing:  # any other worker keeps it, since `connecting` itself ends its notes
-                worker.connects = False
-        return [f"{self._name(workers)} moved again after {seconds} s" for seconds, workers in moved.items()]
+                worker.is_connecting = False
+        return [
+            f"{self._ranks_text(workers)} moved again after {seconds} s" for seconds, workers in moved.items()
+        ]
 
     def _forget(self, rank: int) -> None:
         """Stop watching a worker that has ended or was replaced."""
@@ -448,8 +450,8 @@ class Watchdog:
 
         `low` and `high` are the positions of the slowest and the furthest worker of the run.
         """
-        name = self._name(late)
-        if all(worker.connects for worker in late):
+        name = self._ranks_text(late)
+        if all(worker.is_connecting for worker in late):
             reason = "ranks are missing, or torch's store has lost their keys"
             return f"{name} in {CONNECTS} for {seconds:.0f} s: {reason}"
         if any(worker.notes_nothing for worker in late):
@@ -470,9 +472,9 @@ class Watchdog:
             groups.setdefault(answer, []).append(worker)
         for answer, group in sorted(groups.items(), key=lambda item: (_STACK in item[0], len(item[1]))):
             pids = ", ".join(str(worker.pid) for worker in group)
-            yield f"  {self._name(group)} (process {pids}): {answer}"
+            yield f"  {self._ranks_text(group)} (process {pids}): {answer}"
 
-    def _name(self, workers: list[_Worker]) -> str:
+    def _ranks_text(self, workers: list[_Worker]) -> str:
         """Return the name of some workers of this node, such as ``ranks 4, 6 on n2``."""
         ranks = sorted(worker.rank for worker in workers)
         label = "rank" if len(ranks) == 1 else "ranks"

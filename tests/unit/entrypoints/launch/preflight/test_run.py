@@ -216,7 +216,7 @@ def test_nodes_that_hang_leave_their_partners_a_clean_record(signals: CollectedS
 def test_signal_ends_the_preflight_everywhere(signals: CollectedSignals) -> None:
     def stopped(rank: int, order: MeasureRequest) -> MeasureResult:
         if rank == 0:
-            signals.note(signal.SIGTERM, None)
+            signals.record(signal.SIGTERM, None)
             os.write(signals._writer, b"x")
         return good(rank, order)
 
