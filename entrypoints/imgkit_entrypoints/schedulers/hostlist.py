@@ -84,14 +84,18 @@ def fold_hosts(hosts: Iterable[str]) -> str:
         label, dot, domain = host.partition(".")
         if label.isdigit():  # an address such as 10.0.0.7 has no domain
             label, dot, domain = host, "", ""
-        if match := _NUMBERED.fullmatch(label):
+        match = _NUMBERED.fullmatch(label)
+        if match:
             groups.setdefault(f"{match[1]}*{match[3]}{dot}{domain}", []).append(match[2])
         else:
             groups[host] = []
-    return ",".join(
-        name.replace("*", f"[{number_ranges(numbers)}]" if len(set(numbers)) > 1 else "".join(numbers[:1]))
-        for name, numbers in groups.items()
-    )
+    names = []
+    for name, numbers in groups.items():
+        if len(set(numbers)) > 1:
+            names.append(name.replace("*", f"[{number_ranges(numbers)}]"))
+        else:
+            names.append(name.replace("*", "".join(numbers[:1])))
+    return ",".join(names)
 
 
 def number_ranges(numbers: Iterable[str]) -> str:
@@ -138,9 +142,11 @@ class _Expansion:
         parts: list[list[str]] = []  # choices for each part of the name: "n[1-2]" has ["n"] and ["1", "2"]
         brackets: list[int] = []  # indices of the parts that were in brackets
         position, size = start, 1  # the size is the number of hosts
-        while (character := self.text[position : position + 1]) not in ("", ","):
+        while position < len(self.text) and self.text[position] != ",":
+            character = self.text[position]
             end = self.text.find("]", position)
-            if match := _NAME_PART.match(self.text, position):
+            match = _NAME_PART.match(self.text, position)
+            if match:
                 parts.append([match[0]])
                 position = match.end()
             elif character == "]":
@@ -200,9 +206,7 @@ class _Expansion:
 def _raise_error(text: str, position: int, reason: str, where: str) -> NoReturn:
     # The hint shows at most 50 characters on each side, so that the caret stands under its position: a
     # terminal would wrap a long list. Control characters would move the caret as well.
-    before, after = (
-        escape_controls(text[max(0, position - 50) : position]),
-        escape_controls(text[position : position + 50]),
-    )
+    before = escape_controls(text[max(0, position - 50) : position])
+    after = escape_controls(text[position : position + 50])
     hint = f"the list, at this position:\n{before}{after}\n{' ' * len(before)}^"
     raise NoPlan(reason, where=where or None, hint=hint)

@@ -71,7 +71,7 @@ class MpiLauncher:
         counts = not self.shown_with or env.present(*self.shown_with)
         return env.present(*self.shown_by) if counts else ()
 
-    def exporting(self, name: str, value: str) -> tuple[str, ...]:
+    def export_options(self, name: str, value: str) -> tuple[str, ...]:
         """Return the options that set a variable for all processes, such as ``-x NAME=VALUE``."""
         return tuple(part.format(name=name, value=value) for part in self.export)
 
@@ -87,7 +87,9 @@ class MpiLauncher:
 
         `options` are further options of the launcher.
         """
-        exports = (part for item in (forward or {}).items() for part in self.exporting(*item))
+        exports: list[str] = []
+        for name, value in (forward or {}).items():
+            exports += self.export_options(name, value)
         return (self.program, self.count, str(nnodes), *self.once_per_node, *exports, *options, *command)
 
     def per_node_command(self, command: Sequence[str], *, nnodes: int, env: Environment) -> str:
@@ -137,7 +139,7 @@ class MpiLauncher:
 
     def _hint(self, name: str, value: str) -> str:
         """Return a hint that shows how the launcher's start line sets the variable `name`."""
-        return f"start it with `{' '.join((self.program, *self.exporting(name, value)))} ...`"
+        return f"start it with `{' '.join((self.program, *self.export_options(name, value)))} ...`"
 
     def _size_variables(self, env: Environment) -> tuple[str, str]:
         """Return the variables with the number of all ranks and of those on this node.
@@ -234,7 +236,8 @@ class MpiLauncher:
         Without a variable for the node, it follows from the rank, as launchers place ranks in one of two
         orders.
         """
-        if name := env.first(self.fields.node_rank):
+        name = env.first(self.fields.node_rank)
+        if name:
             node_rank = env.number(name)
             if node_rank >= nnodes:
                 problem = f"this is node {node_rank}, but the job has only nodes 0 to {nnodes - 1}"

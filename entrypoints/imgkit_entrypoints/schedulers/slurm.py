@@ -47,6 +47,8 @@ JOB_FIELDS: Mapping[str, tuple[str, ...]] = {
 OUTLIVES_NODES = ("--no-kill", "--kill-on-bad-exit=0", "--wait=0")
 """srun's options for a step that continues without a lost node. The job needs --no-kill as well."""
 
+# Ids of Slurm's own steps are small negative numbers (slurm.h). Here is -16 as an unsigned number of 32 bits.
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
 # The node lists of a heterogeneous job's components. Other *_PACK_GROUP_* do not show such a job: Slurm 22.05
 # sets SLURM_JOB_CPUS_PER_NODE_PACK_GROUP_0 in every step of a batch script.
 _HET = re.compile(r"SLURM_JOB_NODELIST_(?:HET|PACK)_GROUP_[0-9]+")
@@ -67,7 +69,8 @@ def find_placement(env: Environment) -> Placement:
     WrongStart : this is the shell of the batch script or of salloc, and the allocation has several nodes.
     NoPlan : a heterogeneous job, or variables that contradict each other.
     """
-    if components := _components(env):
+    components = _components(env)
+    if components:
         raise NoPlan(
             "this is a heterogeneous Slurm job, which is not supported",
             where=env.quote(*components[:2]),
@@ -140,18 +143,21 @@ def start_argv(
     outlives_nodes : True if the step goes on when a task ends or a node is lost.
     options : further options of srun.
     """
-    return (
-        *("srun", f"--nodes={nnodes}", f"--ntasks={nnodes}", "--ntasks-per-node=1"),
-        *(() if cpus is None else (f"--cpus-per-task={cpus}",)),
-        *(OUTLIVES_NODES if outlives_nodes else ("--kill-on-bad-exit=1",)),
-        *(*options, *command),
-    )
+    argv = ["srun", f"--nodes={nnodes}", f"--ntasks={nnodes}", "--ntasks-per-node=1"]
+    if cpus is not None:
+        argv.append(f"--cpus-per-task={cpus}")
+    if outlives_nodes:
+        argv += OUTLIVES_NODES
+    else:
+        argv.append("--kill-on-bad-exit=1")
+    return (*argv, *options, *command)
 
 
 def per_node_command(command: Sequence[str], *, nnodes: int, env: Environment) -> str:
     """Return the line that starts `command` on all nodes of this allocation, with all CPUs of the job."""
     cpus = None
-    if counts := env.get("SLURM_JOB_CPUS_PER_NODE"):
+    counts = env.get("SLURM_JOB_CPUS_PER_NODE")
+    if counts:
         # Each task gets the same number, so the smallest node decides.
         cpus = min(expand_counts(counts, where="SLURM_JOB_CPUS_PER_NODE"))
     elif env.present("SLURM_CPUS_PER_TASK"):
@@ -170,12 +176,15 @@ def _expand_hosts(env: Environment, names: Sequence[str]) -> tuple[tuple[str, ..
     Both are empty if none is set.
     """
     name = env.first(names)
-    return (expand_nodelist(env[name], where=name) if name else ()), name
+    if not name:
+        return (), ""
+    return expand_nodelist(env[name], where=name), name
 
 
 def _job_nodes(env: Environment) -> tuple[int, str]:
     """Return the number of nodes of the allocation, and the variable that gives it. It is 0 if none does."""
-    if name := env.first(JOB_FIELDS["nnodes"]):
+    name = env.first(JOB_FIELDS["nnodes"])
+    if name:
         return env.number(name, least=1), name
     hosts, name = _expand_hosts(env, JOB_FIELDS["hosts"])
     return len(hosts), name
@@ -187,7 +196,8 @@ def _is_shell(env: Environment) -> bool:
     Some versions print the id as an unsigned number, such as 4294967290 for -6.
     """
     text = env.get(env.first(FIELDS["step_id"]), "")
-    return text.startswith("-") or (parse_digits(text) or 0) >= 0xFFFFFFF0
+    number = parse_digits(text)
+    return text.startswith("-") or (number is not None and number >= _FIRST_SPECIAL_STEP)
 
 
 def _outside_a_step(env: Environment) -> Placement:
