@@ -80,7 +80,8 @@ def parse_app(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> 
         app.check(arguments, env)
     options = read_options(parsed, command, argv)
     # --json is an option of the launch, but an app that prints its result as JSON needs it as well.
-    arguments += ["--json"] if command.prints_json and options.json else []
+    if command.prints_json and options.json:
+        arguments.append("--json")
     worker_argv = (sys.executable, "-I", "-u", "-m", command.app, *arguments)
     return options, Worker(argv=worker_argv, is_imgkits=True)
 
@@ -208,7 +209,8 @@ def launch_worker(options: LaunchOptions, worker: Worker, env: Mapping[str, str]
             where="--compile-cache",
             hint="set TMPDIR to a folder of this node that you can write",
         )
-    if log_dir := options.request.log_dir:
+    log_dir = options.request.log_dir
+    if log_dir:
         where, hint = f"--log-dir {log_dir}", "name a folder that this node can write"
         files.refuse_unusable_folder(Path(log_dir), "log folder", where=where, hint=hint)
     if launch_plan.mode != "per-node" and find_spec("torch") is None:
@@ -333,7 +335,8 @@ def _run_rank(launch_plan: LaunchPlan, child_env: Mapping[str, str], env: Mappin
     from imgkit_entrypoints.launch.stop_protocol import RunFolder
 
     # In other modes, the node agent makes these two checks.
-    if folder := RunFolder.of(env, print_message):
+    folder = RunFolder.of(env, print_message)
+    if folder:
         folder.refuse_unusable()
         folder.refuse_stopped()
     os.execvpe(launch_plan.argv[0], launch_plan.argv, child_env)  # noqa: S606 - an argv list, no shell
@@ -367,8 +370,10 @@ def _run_agent(
         interface=carrier.name if carrier else "",
     )
     cache = launch_plan.setup.cache if options.compile_cache else None
-    if cache and (problem := cache.unpack()) and launch_plan.placement.node_rank == 0:
-        print_message(problem)
+    if cache:
+        problem = cache.unpack()
+        if problem and launch_plan.placement.node_rank == 0:
+            print_message(problem)
     uses_gpus = launch_plan.env["IMGKIT_DEVICE"] == "cuda"
     command = NodeCommand(
         argv=launch_plan.argv,
@@ -394,7 +399,8 @@ def _run_agent(
 
 def _pack_cache(cache: compile_cache.CompileCache) -> None:
     """Pack the compiled code after a successful run, and print what was done."""
-    if message := cache.pack():
+    message = cache.pack()
+    if message:
         print_message(message)
 
 
@@ -428,7 +434,8 @@ def _find_secret(options: LaunchOptions, env: Mapping[str, str], placement: Plac
     """
     if placement.nnodes == 1 or placement.direct is not None:
         return None
-    if run_secret := secret.find(options.secret_file, env, shared_home=_shared_home(env)):
+    run_secret = secret.find(options.secret_file, env, shared_home=_shared_home(env))
+    if run_secret:
         return run_secret
     make = secret.MAKE.format(file="FILE")
     remedy = f"create one file for all nodes with {make}, and pass --secret-file FILE"
@@ -437,14 +444,14 @@ def _find_secret(options: LaunchOptions, env: Mapping[str, str], placement: Plac
             "no secret is set, so other programs could join this run", where="--require-secret", hint=remedy
         )
     if placement.node_rank == 0:
-        port = ports.rollcall_port(placement.job_id, placement.port)
         # A run that is started by hand has no job id that strangers would have to know, and so always the
         # same port.
-        is_by_hand = not placement.job_id and placement.port is None
-        alternative = f", or at least the same random port to all nodes: --port {ports.any_free()}"
+        if not placement.job_id and placement.port is None:
+            remedy += f", or at least the same random port to all nodes: --port {ports.any_free()}"
+        port = ports.rollcall_port(placement.job_id, placement.port)
         print_message(
             f"no secret is set: any program that reaches port {port} of {placement.head} can join this run. "
-            f"To prevent that, {remedy}" + (alternative if is_by_hand else "")
+            f"To prevent that, {remedy}"
         )
     return None
 
@@ -465,12 +472,13 @@ def _shadowing_folders(env: Mapping[str, str]) -> tuple[str, ...]:
 
     PYTHONPATH stays for the user's program, which may need its own modules from there.
     """
-    return tuple(
-        f"PYTHONPATH: {folder} contains another {name}, which shadows that of the image"
-        for folder in filter(None, env.get("PYTHONPATH", "").split(":"))
-        for name in ("torch", "numpy")
-        if _has_module(Path(folder), name)
-    )
+    warnings = []
+    for folder in filter(None, env.get("PYTHONPATH", "").split(":")):
+        for name in ("torch", "numpy"):
+            if _has_module(Path(folder), name):
+                problem = f"contains another {name}, which shadows that of the image"
+                warnings.append(f"PYTHONPATH: {folder} {problem}")
+    return tuple(warnings)
 
 
 def _has_module(folder: Path, name: str) -> bool:
