@@ -137,7 +137,8 @@ def slingshot(subject: Subject) -> Iterator[Check]:
     facts, links = subject.facts, subject.plan.links
     if subject.plan.kind != "slingshot":
         return
-    if closed := [device.name for device in facts.cxi if not device.opens]:
+    closed = [device.name for device in facts.cxi if not device.opens]
+    if closed:
         fix = "Slurm: use a job step with a network allocation; Singularity: no --contain"
         yield Check("slingshot", subject.between, f"cannot be opened: {', '.join(closed)}", fix)
     else:
@@ -147,7 +148,8 @@ def slingshot(subject: Subject) -> Iterator[Check]:
     plugin_path = slingshot_plugin(facts, links)
     needed = ("libfabric.so.1", "libcxi.so.1")
     missing = [name for name in needed if name not in links and facts.library(name) is None]
-    missing += [] if plugin_path else ["libnccl-net.so"]
+    if not plugin_path:
+        missing.append("libnccl-net.so")
     if missing:
         fix = "in the recipe: system.fabric.host_libs: auto, and their folders in system.runtime.host_libs; "
         fix += "otherwise NCCL uses TCP"
@@ -168,9 +170,10 @@ def _host_libraries(subject: Subject) -> Iterator[Check]:
     folder, search_path = library_path.links_folder(links), subject.plan.env[library_path.VARIABLE]
     try:
         files.make_links(Path(folder), links)
-        faults = [text for name in links if (text := health.load_fault(f"{folder}/{name}", search_path))]
+        faults = [health.load_fault(f"{folder}/{name}", search_path) for name in links]
     except OSError as error:
         faults = [str(error)]
+    faults = list(filter(None, faults))
     if faults:
         fix = f"to run without them: {HOST_LIBS}=none"
         yield Check("host libraries", subject.between, faults[0], fix)
