@@ -224,7 +224,7 @@ def launch_worker(options: LaunchOptions, worker: Worker, env: Mapping[str, str]
     link_host_libraries(setup.links)
     setup.environment.apply()
     if setup.cache:
-        setup.cache.make()
+        setup.cache.make_folders()
     run_secret = _find_secret(options, env, placement)
     if launch_plan.mode == "direct":
         return _run_rank(launch_plan, child_env, env)
@@ -258,7 +258,7 @@ def make_plan(
         env=env,
         is_imgkits=worker.is_imgkits,
     )
-    environment = host_leaks.clean(
+    environment = host_leaks.clean_environment(
         env,
         host.image_env,
         keep=options.keep_env,
@@ -266,11 +266,11 @@ def make_plan(
         is_mpi_rank=placement.direct is not None,
     )
     cache = _compile_cache(options, env, host, reader)
-    cache_variables = compile_cache.variables(cache.folder, env) if cache else {}
+    cache_variables = compile_cache.cache_variables(cache.folder, env) if cache else {}
     unset = dict.fromkeys((*launch_plan.unset, *environment.unset))  # each name once, in order
     offline = internet.OfflineSettings(env={}, notes=())
     if not worker.is_imgkits:
-        offline = internet.settings(
+        offline = internet.offline_settings(
             {**env, **environment.env, **launch_plan.env},
             has_package=lambda name: find_spec(name) is not None,
             can_connect=internet.can_connect,

@@ -107,7 +107,7 @@ def _quote_fact(name: str, text: str, source: str) -> str:
 def _net_plugin(draft: PlanDraft) -> Library | Candidate | None:
     """Return the network plug-in that NCCL would open, or None if none of its files exists."""
     file_names: list[str] = []
-    for name in software.plugins(draft.value(plugin.VARIABLE) or ""):
+    for name in software.split_plugins(draft.value(plugin.VARIABLE) or ""):
         file_names += software.plugin_files(name)
     # Without the variable NCCL opens libnccl-net.so, which is the last of PLUGINS.
     for file_name in file_names or reversed(PLUGINS):

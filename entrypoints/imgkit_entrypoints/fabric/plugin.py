@@ -21,7 +21,7 @@ def is_ofi(value: str) -> bool:
 def plugin_files(facts: HostFacts, value: str) -> tuple[str, ...]:
     """Return the paths of the plug-in files that exist for a value of NCCL_NET_PLUGIN."""
     paths = []
-    for plugin in software.plugins(value):
+    for plugin in software.split_plugins(value):
         for name in software.plugin_files(plugin):
             library = facts.library(name)
             if library:
@@ -36,7 +36,7 @@ def decide_plugin(draft: PlanDraft, kind: FabricKind) -> None:
     """
     preset = draft.preset(VARIABLE)
     missing: dict[str, None] = {}  # file names in the order in which NCCL tries them
-    for plugin in software.plugins(preset.value) if preset else ():
+    for plugin in software.split_plugins(preset.value) if preset else ():
         names = software.plugin_files(plugin)
         if not any(draft.facts.library(name) or name in draft.links for name in names):
             missing.update(dict.fromkeys(names))

@@ -197,7 +197,7 @@ def _follow_on_host(reader: Reader, path: str) -> str:
     return ""
 
 
-def compat(reader: Reader, recipe: SystemFacts, env: Mapping[str, str]) -> CudaCompat | None:
+def find_cuda_compat(reader: Reader, recipe: SystemFacts, env: Mapping[str, str]) -> CudaCompat | None:
     """Return the image's libraries for CUDA's forward compatibility, or None if the rule is ``none``.
 
     The variable `CUDA_COMPAT` counts before the recipe.

@@ -117,7 +117,7 @@ _NO_FILES = ("none", "STATIC_PLUGIN")
 """Values of `NET_PLUGIN` for which NCCL opens no file."""
 
 
-def plugins(value: str) -> tuple[str, ...]:
+def split_plugins(value: str) -> tuple[str, ...]:
     """Return the plug-ins in a value of `NET_PLUGIN`: ``ofi,/opt/libnccl-net.so`` has two.
 
     Newer versions of NCCL read the value as a list. A relative path is left out, because it depends on the
@@ -143,12 +143,12 @@ def named_plugins(
     values = [setting.value for setting in settings if setting.name == NET_PLUGIN]
     file_names: dict[str, None] = {}  # each name once, in order
     for value in (env.get(NET_PLUGIN, ""), *values, recipe.env.get(NET_PLUGIN, "")):
-        for name in plugins(value):
+        for name in split_plugins(value):
             file_names.update(dict.fromkeys(plugin_files(name)))
     return tuple(file_names)
 
 
-def recipe(reader: Reader) -> SystemFacts:
+def read_recipe(reader: Reader) -> SystemFacts:
     """Return the recipe's facts from /opt/imgkit/system.json, or the defaults if it cannot be read.
 
     `facts.system_facts` reports the error to the user.
@@ -219,7 +219,7 @@ def verbs_providers(reader: Reader, env: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(sorted(providers))
 
 
-def torch(reader: Reader) -> str:
+def torch_version(reader: Reader) -> str:
     """Return the version of the image's torch, such as ``2.3.0a0+40ec155e58.nv24.3``, or an empty text.
 
     It is read from torch/version.py. An import of torch takes seconds, and importlib.metadata would take a
@@ -253,7 +253,7 @@ def _python_folders() -> tuple[str, ...]:
     return tuple(folder for folder in sys.path if folder.startswith("/"))
 
 
-def rocm(reader: Reader) -> str:
+def rocm_evidence(reader: Reader) -> str:
     """Return evidence that this image is made for AMD GPUs, or an empty text if it is not.
 
     If the image has torch, torch's build decides, because the node's /opt/rocm may be mounted into a
@@ -266,7 +266,7 @@ def rocm(reader: Reader) -> str:
     return next((path for path in ("/opt/rocm/.info/version", "/opt/rocm") if reader.exists(path)), "")
 
 
-def nccl(reader: Reader, env: Mapping[str, str], image: tuple[str, str]) -> tuple[str, str, str]:
+def loaded_nccl(reader: Reader, env: Mapping[str, str], image: tuple[str, str]) -> tuple[str, str, str]:
     """Return version, source and owner of the NCCL that torch loads; all are empty if it is unknown.
 
     The owner is ``torch`` for a wheel beside torch, ``image`` for the library on the library path, and empty

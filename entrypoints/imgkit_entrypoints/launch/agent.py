@@ -120,7 +120,6 @@ class NodeAgent:
         # All nodes share the folder, so the head looks after it.
         own_folder = self._run_folder if config.is_head else None
         self._files = RunFiles(own_folder, config.job_id, config.log)
-        self._session: Session | None = None
         self._context: NodeContext | None = None
         self._attempts: Attempts | None = None
         """The decisions about attempts. Set on the head only, after the roll call."""
@@ -191,10 +190,10 @@ class NodeAgent:
             self._gpu_monitor.close()
             if self._attempt:
                 self._attempt.close()
-            if self._session:
-                self._session.close()
-            if isinstance(self._session, HeadSession):
-                self._log_summary(self._session)
+            if self._context:
+                self.session.close()
+                if isinstance(self.session, HeadSession):
+                    self._log_summary(self.session)
         if final_lines:
             self.log(*final_lines)
         return code
@@ -215,8 +214,7 @@ class NodeAgent:
     @property
     def session(self) -> Session:
         """Return the connections to the other nodes, which exist once all nodes have met."""
-        assert self._session is not None  # noqa: S101 - every state after gather has it
-        return self._session
+        return self.context.session
 
     @property
     def context(self) -> NodeContext:
@@ -236,7 +234,7 @@ class NodeAgent:
         config = self.config
         self._start_up.ends("container", process_began_s())
         self._start_up.ends("node_agent")
-        self._session = gather.meet(
+        session = gather.meet(
             config.placement,
             config.node,
             timeout_s=config.timeouts.rollcall_s,
@@ -246,23 +244,23 @@ class NodeAgent:
             all_reach_head=config.command.is_per_node,
         )
         self._start_up.ends("roll_call")
-        self._session.lost_after_s = config.timeouts.lost_after_s
+        session.lost_after_s = config.timeouts.lost_after_s
         guard.adopt_orphans()  # if a guard is killed, its processes become children of this one
         self._context = NodeContext(
             config=config,
-            session=self._session,
+            session=session,
             env=self._command_env(stop_folder),
             open_files=self._open_files,
             stop_folder=stop_folder,
             log_folder=self._log_folder(),
             folders=folders,
         )
-        if isinstance(self._session, HeadSession):
-            for warning in self._session.warnings:
+        if isinstance(session, HeadSession):
+            for warning in session.warnings:
                 self.log(f"warning: {warning}")
             self._attempts = Attempts(
-                self._session,
-                self._session.placement.size or Size(training=self._session.placement.nnodes),
+                session,
+                session.placement.size or Size(training=session.placement.nnodes),
                 max_failures=config.max_failures,
                 log=self.log,
                 fence=self._admit_attempt,
@@ -429,12 +427,12 @@ class NodeAgent:
 
     def _report_gpu_use(self) -> None:
         """Report new readings of this node's GPUs; the head writes the use of all nodes once a minute."""
-        use = self._gpu_monitor.read()
+        use = self._gpu_monitor.read_use()
         if use is None:
             return
         self.session.report(use)
-        if isinstance(self._session, HeadSession):
-            self._files.write_gpu_use_when_due(self._session)
+        if isinstance(self.session, HeadSession):
+            self._files.write_gpu_use_when_due(self.session)
 
     def _report_lost_output(self) -> None:
         """Report once that the output of the ranks is lost, because standard output is closed or full."""
@@ -488,10 +486,10 @@ class NodeAgent:
         # The ranks of a stalled start failed because the agent ended them, so their errors say nothing.
         if attempt and attempt.stall:
             return (attempt.stall,)
-        if isinstance(self._session, HeadSession):
+        if isinstance(self.session, HeadSession):
             name = self.context.node_name
             return failures.describe_run_failure(
-                self._session, name, self.log, memory=memory, of_previous=of_previous
+                self.session, name, self.log, memory=memory, of_previous=of_previous
             )
         if attempt is None or attempt.failure is None:
             return ()

@@ -302,7 +302,7 @@ class StartWatch:
         self._since = 0.0
         """Time of the last change of `_phase`, on the monotonic clock."""
 
-    def stalled(self) -> str:
+    def stall_reason(self) -> str:
         """Return why the attempt must end. Empty while its start is in order or within the limit.
 
         The limit applies while every node is in the rendezvous or past it. A node that is not there yet may

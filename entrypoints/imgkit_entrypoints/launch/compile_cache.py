@@ -76,7 +76,7 @@ def make_key(image: str) -> str:
     return hashlib.sha256(image.encode()).hexdigest()[:12]
 
 
-def variables(folder: Path, env: Mapping[str, str]) -> dict[str, str]:
+def cache_variables(folder: Path, env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that lead libraries to their parts of `folder`, except those set in `env`."""
     return {name: str(folder / part) for name, part in FOLDERS.items() if name not in env}
 
@@ -93,7 +93,7 @@ class CompileCache:
     _packed: frozenset[str] = frozenset()
     """Names of the files that `unpack` has taken from `file`."""
 
-    def make(self) -> None:
+    def make_folders(self) -> None:
         """Make the folder and its parts, or use those that an earlier run of this user has left.
 
         Raises

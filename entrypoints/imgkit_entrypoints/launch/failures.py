@@ -295,7 +295,7 @@ def describe_run_failure(
         return ()
     # On several nodes, the node agents leave this explanation to the head.
     if cause.failure.after_peer and session.placement.nnodes > 1:
-        for explanation in explain.explain("\n".join(cause.failure.lines), memory=memory):
+        for explanation in explain.find_explanations("\n".join(cause.failure.lines), memory=memory):
             log(*explanation.lines)
     return describe_failure(cause, reported, memory=memory)
 

@@ -69,9 +69,9 @@ class GpuMonitor:
             )
             self._output = self._process.stdout
             assert self._output is not None  # noqa: S101 - it is a pipe
-            os.set_blocking(self._output.fileno(), False)  # `read` must not wait for the next reading
+            os.set_blocking(self._output.fileno(), False)  # `read_use` must not wait for the next reading
 
-    def read(self) -> GpuUse | None:
+    def read_use(self) -> GpuUse | None:
         """Read what nvidia-smi has printed, and return the use since the start.
 
         Return None if there is no new reading.
@@ -104,7 +104,7 @@ class GpuMonitor:
                 self._process.wait(_END_S)
 
 
-def combine(uses: Collection[GpuUse]) -> GpuUse | None:
+def combine_uses(uses: Collection[GpuUse]) -> GpuUse | None:
     """Return the use of several nodes together, or None if no node has a reading.
 
     The percentage is the mean of all readings, and the memory is that of the GPU that used most.

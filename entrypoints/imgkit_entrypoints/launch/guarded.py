@@ -105,7 +105,7 @@ class GuardedCommand:
         """Return the descriptor that becomes readable when the guard reports something."""
         return self._status
 
-    def read(self) -> bool:
+    def read_reports(self) -> bool:
         """Handle the guard's new reports. Return False once no process of the command is left.
 
         Raises
@@ -121,13 +121,13 @@ class GuardedCommand:
             self._handle_report(line.decode())
         return bool(data)  # end of file: the guard has ended, and everything below it
 
-    def send(self, step: str) -> None:
+    def send_step(self, step: str) -> None:
         """Have the guard take one step towards the end: ``signal N``, ``terminate`` or ``kill``."""
         self._is_forced = True
         with contextlib.suppress(OSError):  # the guard has ended by itself
             os.write(self._control, f"{step}\n".encode())
 
-    def wait(self) -> int:
+    def wait_for_guard(self) -> int:
         """Close the pipes, wait for the guard, and return the command's exit code."""
         self.close()
         self._process.wait()
@@ -138,7 +138,7 @@ class GuardedCommand:
         self._copier.join(timeout=2.0)
         return self.code
 
-    def tail(self) -> str:
+    def output_tail(self) -> str:
         """Return the end of the command's error output, including the lines that were not printed."""
         return self._copier.tail().decode(errors="replace").replace(MARK, "")
 

@@ -86,7 +86,7 @@ class CleanEnvironment:
                 raise UsageError(problem, where=str(link.parent), hint=hint) from error
 
 
-def clean(
+def clean_environment(
     env: Mapping[str, str],
     image_env: Mapping[str, str] | None,
     *,
@@ -148,7 +148,7 @@ def clean(
 
 
 def may_remove(name: str) -> bool:
-    """Return whether `clean` may remove or change this variable of a user."""
+    """Return whether `clean_environment` may remove or change this variable of a user."""
     return _MPI.match(name) is not None or name in ("LD_PRELOAD", "TMPDIR", "PYTHONPATH", *_OF_PYTHON)
 
 

@@ -241,7 +241,7 @@ class NodeAttempt:
         step = self.deadline.next_step()
         if self.deadline.is_forced and not was_forced:
             self._log(f"ending the program: {self.deadline.reason}")
-        self._command.send(step)
+        self._command.send_step(step)
 
     def fileno(self) -> int:
         """Return the descriptor that becomes readable when the guard reports something."""
@@ -249,7 +249,7 @@ class NodeAttempt:
 
     def read_reports(self) -> bool:
         """Handle the guard's new reports. Return False once no process of the command is left."""
-        return self._running_command.read()
+        return self._running_command.read_reports()
 
     @property
     def _running_command(self) -> GuardedCommand:
@@ -271,7 +271,7 @@ class NodeAttempt:
         else:
             session.phase = WORKERS
         if self._start_watch and not self.stall:
-            self.stall = self._start_watch.stalled()
+            self.stall = self._start_watch.stall_reason()
             if self.stall:
                 self.deadline.set_now(self.stall)
         for report in self._watchdog.new_reports(session.run_positions):
@@ -287,7 +287,7 @@ class NodeAttempt:
         received_signal : number of the first signal that this node agent has received.
         is_head_lost : True if the command was ended because the head is lost.
         """
-        command_code = self._running_command.wait()
+        command_code = self._running_command.wait_for_guard()
         self.is_running = False
         step, problem = stop_protocol.read_saved_step(self._node.stop_folder, self._node.config.job_id)
         if problem:
@@ -332,9 +332,9 @@ class NodeAttempt:
         if not self._is_asked_to_stop and not self.deadline.has_begun and not is_silent:
             is_alone = self._node.session.placement.nnodes == 1
             has_cause = failed_rank is not None and not (failed_rank.after_peer and is_alone)
-            output = self._running_command.tail()[-EXPLAINED_CHARACTERS:]
+            output = self._running_command.output_tail()[-EXPLAINED_CHARACTERS:]
             memory = self._node.config.command.memory
-            for explanation in explain.explain(output, memory=memory, has_cause=has_cause):
+            for explanation in explain.find_explanations(output, memory=memory, has_cause=has_cause):
                 self._log(*explanation.lines)
         dumps = nccl.recorder_dumps(self._node.env, self.began_at)
         if dumps:
@@ -350,7 +350,7 @@ class NodeAttempt:
         if node.config.command.is_per_node:
             if self.deadline.has_begun:
                 return None
-            failure = failures.command_failure(command.code or 0, command.tail())
+            failure = failures.command_failure(command.code or 0, command.output_tail())
         else:
             killed_by = 0
             if command.code is not None and not self.deadline.is_forced:
@@ -361,7 +361,7 @@ class NodeAttempt:
         name = plan.host_label(node.config.node.host)
         if node.session.host_index > 0:  # a second node agent on the same host
             name += f"-{node.session.host_index + 1}"
-        log = failures.write_log(command.tail(), node.log_folder, name, self._order.attempt)
+        log = failures.write_log(command.output_tail(), node.log_folder, name, self._order.attempt)
         return dataclasses.replace(failure, log=log)
 
     def report(self) -> AttemptEnded:

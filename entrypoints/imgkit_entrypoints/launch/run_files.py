@@ -64,7 +64,7 @@ class RunFiles:
 
         Return None and write nothing if no node has read its GPUs yet.
         """
-        use = gpu_use.combine(session.gpu_uses.values())
+        use = gpu_use.combine_uses(session.gpu_uses.values())
         if use:
             text = json.dumps(dataclasses.asdict(use)) + "\n"
             self._write(stop_protocol.GPU_USE, text, "imgkit will not see how much its GPUs are used")

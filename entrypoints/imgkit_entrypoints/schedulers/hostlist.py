@@ -49,7 +49,7 @@ def expand_nodelist(text: str, *, where: str = "") -> tuple[str, ...]:
     """
     if text.strip() in ("", "(null)"):
         raise NoPlan(f"the node list {text!r} names no host", where=where or None)
-    return tuple(_Expansion(text, where).hosts())
+    return tuple(_Expansion(text, where).read_hosts())
 
 
 def expand_counts(text: str, *, where: str = "") -> tuple[int, ...]:
@@ -122,19 +122,19 @@ class _Expansion:
         self.text = text
         self.where = where
 
-    def hosts(self) -> list[str]:
+    def read_hosts(self) -> list[str]:
         """Return the hosts of the whole list."""
         hosts: list[str] = []
         start = 0
         while start <= len(self.text):
-            names, end = self.names(start)
+            names, end = self.read_item(start)
             if len(hosts) + len(names) > MOST:
                 self.refuse(start, f"more than {MOST} hosts")
             hosts += names
             start = end + 1  # behind the comma
         return hosts
 
-    def names(self, start: int) -> tuple[list[str], int]:
+    def read_item(self, start: int) -> tuple[list[str], int]:
         """Return all hosts that the item at `start` stands for, and the position of its end.
 
         The end is a comma or the end of the list.
@@ -157,7 +157,7 @@ class _Expansion:
                 self.refuse(position, "[ without ]")
             else:
                 brackets.append(len(parts))
-                parts.append(self.numbers(position + 1, end))
+                parts.append(self.read_numbers(position + 1, end))
                 size *= len(parts[-1])
                 if size > MOST:
                     self.refuse(position, f"more than {MOST} hosts")
@@ -175,7 +175,7 @@ class _Expansion:
             names.append("".join(chosen.get(index, part[0]) for index, part in enumerate(parts)))
         return names, position
 
-    def numbers(self, position: int, end: int) -> list[str]:
+    def read_numbers(self, position: int, end: int) -> list[str]:
         """Return the numbers between `position` and `end`, each as wide as the low end of its range."""
         numbers: list[str] = []
         while True:

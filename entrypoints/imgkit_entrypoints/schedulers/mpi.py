@@ -160,7 +160,9 @@ class MpiLauncher:
         fields = self.fields
         size_from, local_from = self._size_variables(env)
         if not hosts and not (size_from and local_from):
-            raise self._unknown(env, "nodes", fields.local_world_size if size_from else fields.world_size)
+            raise self._unknown_number_error(
+                env, "nodes", fields.local_world_size if size_from else fields.world_size
+            )
         if local_from:
             local_size = env.number(local_from, least=1)
         elif size_from:
@@ -168,7 +170,9 @@ class MpiLauncher:
         elif self._is_alone(env):
             local_size = 1
         else:
-            raise self._unknown(env, "ranks on this node", (*fields.local_world_size, *fields.world_size))
+            raise self._unknown_number_error(
+                env, "ranks on this node", (*fields.local_world_size, *fields.world_size)
+            )
         size = env.number(size_from, least=1) if size_from else local_size * hosts
         rank_from, local_rank_from = env.variable(fields.rank), env.first(fields.local_rank)
         rank = env.number(rank_from)
@@ -200,7 +204,7 @@ class MpiLauncher:
         rank, node, local = (env.get(env.first(names), "") for names in groups)
         return rank == node != "" and local in ("", "0")
 
-    def _unknown(self, env: Environment, numbers: str, names: Sequence[str]) -> NoPlan:
+    def _unknown_number_error(self, env: Environment, numbers: str, names: Sequence[str]) -> NoPlan:
         """Return the error for a number that none of the variables `names` gives."""
         hosts = "" if env.get(NODES) else ", and there is no host list"
         return NoPlan(

@@ -37,7 +37,7 @@ def find_placement(
     ------
     NoPlan : no placement can be right. The hint says what to start instead.
     """
-    resolved_env = _as_environment(request, Environment(env, read))
+    resolved_env = _flags_as_variables(request, Environment(env, read))
     try:
         placement = _requested_placement(request, resolved_env)
     except NoPlan as error:
@@ -202,7 +202,7 @@ def _check_host(placement: Placement, env: Environment) -> None:
         )
 
 
-# The variable that the modules read for a field of `PlacementRequest`. `_as_environment` sets it from the
+# The variable that the modules read for a field of `PlacementRequest`. `_flags_as_variables` sets it from the
 # flag.
 _VARIABLES: Mapping[str, str] = {
     "nnodes": "IMGKIT_NNODES",
@@ -213,7 +213,7 @@ _VARIABLES: Mapping[str, str] = {
 }
 
 
-def _as_environment(request: PlacementRequest, env: Environment) -> Environment:
+def _flags_as_variables(request: PlacementRequest, env: Environment) -> Environment:
     """Return the environment with every flag as its variable: ``--node-rank 2`` is IMGKIT_NODE_RANK=2."""
     variables = dict(env)
     for field, name in _VARIABLES.items():

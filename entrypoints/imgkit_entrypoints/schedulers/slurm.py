@@ -58,7 +58,7 @@ def claims(env: Environment) -> tuple[str, ...]:
     """Return the variables that show a Slurm job. Empty outside of a job."""
     names = (*FIELDS["nnodes"], *FIELDS["hosts"], *JOB_FIELDS["nnodes"], *JOB_FIELDS["hosts"])
     # The salloc shell of a heterogeneous job has none of these, only the lists of its components.
-    return (*env.present(*names), *_components(env))
+    return (*env.present(*names), *_hetjob_variables(env))
 
 
 def find_placement(env: Environment) -> Placement:
@@ -69,7 +69,7 @@ def find_placement(env: Environment) -> Placement:
     WrongStart : this is the shell of the batch script or of salloc, and the allocation has several nodes.
     NoPlan : a heterogeneous job, or variables that contradict each other.
     """
-    components = _components(env)
+    components = _hetjob_variables(env)
     if components:
         raise NoPlan(
             "this is a heterogeneous Slurm job, which is not supported",
@@ -77,7 +77,7 @@ def find_placement(env: Environment) -> Placement:
             hint="request all nodes in one component: no `:` in the request, and no `#SBATCH hetjob`",
         )
     if not env.present(*FIELDS["nnodes"], *FIELDS["hosts"]):
-        return _outside_a_step(env)
+        return _find_placement_outside_step(env)
     hosts, hosts_from = _expand_hosts(env, FIELDS["hosts"])
     nnodes_from = env.first(FIELDS["nnodes"])
     nnodes = env.number(nnodes_from, least=1) if nnodes_from else len(hosts)
@@ -165,7 +165,7 @@ def per_node_command(command: Sequence[str], *, nnodes: int, env: Environment) -
     return shlex.join(start_argv(command, nnodes=nnodes, cpus=cpus))
 
 
-def _components(env: Environment) -> tuple[str, ...]:
+def _hetjob_variables(env: Environment) -> tuple[str, ...]:
     """Return the variables with the components of a heterogeneous job. Empty in any other job."""
     return tuple(name for name in sorted(env) if _HET.fullmatch(name))
 
@@ -200,7 +200,7 @@ def _is_shell(env: Environment) -> bool:
     return text.startswith("-") or (number is not None and number >= _FIRST_SPECIAL_STEP)
 
 
-def _outside_a_step(env: Environment) -> Placement:
+def _find_placement_outside_step(env: Environment) -> Placement:
     """Return the placement of a process that srun has not started.
 
     There is one only in a job of one node, and on that node.

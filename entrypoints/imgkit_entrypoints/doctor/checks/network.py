@@ -8,7 +8,7 @@ from pathlib import Path
 from imgkit_entrypoints import files
 from imgkit_entrypoints.doctor.checks.check import Check, Subject, Verdict
 from imgkit_entrypoints.fabric import library_path, plugin, ports, sockets
-from imgkit_entrypoints.fabric.slingshot import plugin as slingshot_plugin
+from imgkit_entrypoints.fabric.slingshot import find_plugin
 from imgkit_entrypoints.facts import health
 from imgkit_entrypoints.facts.host_facts import Port
 from imgkit_entrypoints.system import HOST_LIBS
@@ -145,7 +145,7 @@ def slingshot(subject: Subject) -> Iterator[Check]:
         names = ", ".join(f"/dev/{device.name}" for device in facts.cxi)
         yield Check("slingshot", "ok", f"{names} can be opened")
     # A library may come from the host (`links`) or be on the library path.
-    plugin_path = slingshot_plugin(facts, links)
+    plugin_path = find_plugin(facts, links)
     needed = ("libfabric.so.1", "libcxi.so.1")
     missing = [name for name in needed if name not in links and facts.library(name) is None]
     if not plugin_path:

@@ -120,7 +120,7 @@ def _poll(
             raise NoPlan(f"stopped during the preflight: {event.reason} on {event.node}")
         else:
             yield event
-    answer = process.answer()
+    answer = process.take_answer()
     if answer:
         session.report(answer)
     config.signals.drain()
@@ -283,7 +283,7 @@ class _Leader:
         for rank, answer in self._session.measurements.items():
             if answer.stage == stage:
                 self._answers[rank] = answer
-        store_answer = self._store.answer()
+        store_answer = self._store.take_answer()
         if store_answer:
             self._port = int(dict(store_answer.figures).get(STORE, 0))
 
@@ -341,13 +341,13 @@ class MeasuringProcess:
         self._process = command, Connection(ours)
 
     def request(self, order: MeasureRequest) -> None:
-        """Send `order` to the process, and start it if needed. `answer` returns the result later."""
+        """Send `order` to the process, and start it if needed. `take_answer` returns the result later."""
         self.start()
         assert self._process is not None  # noqa: S101 - start has made it
         self._order, self._deadline = order, time.monotonic() + order.limit_s
         self._process[1].send(order)
 
-    def answer(self) -> MeasureResult | None:
+    def take_answer(self) -> MeasureResult | None:
         """Return the result of the last order, or the error instead of it. Return None while it is not there.
 
         An error may come from the process, or it has ended, or it hangs beyond the limit of the order.
@@ -360,7 +360,7 @@ class MeasuringProcess:
                 continue
             if self._order is None or message.stage == self._order.stage:
                 return self._finish(message)
-        is_running = command.read() and command.code is None and not connection.error
+        is_running = command.read_reports() and command.code is None and not connection.error
         if self._order is None or (is_running and time.monotonic() < self._deadline):
             return None
         if is_running:
@@ -374,9 +374,9 @@ class MeasuringProcess:
         """End the process, and wait until nothing of it is left."""
         self._end()
         for command in self._commands:
-            while command.read():
+            while command.read_reports():
                 wait([command], 1.0)
-            command.wait()
+            command.wait_for_guard()
         self._commands.clear()
 
     def _finish(self, answer: MeasureResult) -> MeasureResult:
@@ -391,6 +391,6 @@ class MeasuringProcess:
         if self._process:
             command, connection = self._process
             connection.close()
-            command.send("kill")
+            command.send_step("kill")
             self._commands.append(command)
         self._process = None

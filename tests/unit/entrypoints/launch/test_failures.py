@@ -195,8 +195,8 @@ def copied(*parts: bytes) -> tuple[str, str]:
         "import os, sys\nfrom imgkit_entrypoints.launch.guarded import GuardedCommand\n"
         f"child = GuardedCommand([sys.executable, '-c', {code!r}], os.environ, print)\n"
         "import select\n"
-        "while select.select([child], [], []) and child.read(): pass\n"
-        "child.wait()\nprint(repr(child.tail()))\n"
+        "while select.select([child], [], []) and child.read_reports(): pass\n"
+        "child.wait_for_guard()\nprint(repr(child.output_tail()))\n"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
     return result.stderr.decode(), ast.literal_eval(result.stdout.decode())
