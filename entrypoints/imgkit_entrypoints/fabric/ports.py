@@ -89,17 +89,17 @@ def _port_fault(port: Port) -> str:
 
 def _keep_addressed(pairs: list[_Pair]) -> tuple[list[_Pair], list[UnusedPort]]:
     """Return the ports with an IPv4 GID of type RoCE v2, and the others. Without any, all ports are kept."""
-    addressed, others = [], []
+    addressed, unaddressed = [], []
     for device, port in pairs:
         gid = pick_gid(port.gids)
         if gid is not None and gid.kind == "RoCE v2":
             addressed.append((device, port))
         else:
             reason = "no IPv4 GID of type RoCE v2, but other ports have one"
-            others.append(UnusedPort(port, f"{port.path}/gids: {reason}"))
+            unaddressed.append(UnusedPort(port, f"{port.path}/gids: {reason}"))
     if not addressed:
         return pairs, []
-    return addressed, others
+    return addressed, unaddressed
 
 
 def _keep_nearest(facts: HostFacts, pairs: list[_Pair]) -> tuple[list[_Pair], list[UnusedPort]]:
