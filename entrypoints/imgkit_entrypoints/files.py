@@ -56,7 +56,8 @@ def refuse_unusable_folder(path: Path, name: str, *, where: str, hint: str) -> N
     ----------
     name : what the message calls the folder, such as ``log folder``.
     """
-    if fault := _folder_fault(path):
+    fault = _folder_fault(path)
+    if fault:
         raise UsageError(f"the {name} cannot be written: {fault}", where=where, hint=hint)
 
 
@@ -302,14 +303,17 @@ def open_own(path: Path, flags: int = os.O_RDONLY, mode: str = "rb") -> BinaryIO
         descriptor = os.open(path, safe, 0o666)
     except OSError as error:
         # What O_NOFOLLOW and O_NONBLOCK raise for a link, and for a named pipe or a socket.
-        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EMLINK) and (reason := foreign_file_reason(path)):
-            raise PermissionError(errno.EPERM, reason, str(path)) from error
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EMLINK):
+            reason = foreign_file_reason(path)
+            if reason:
+                raise PermissionError(errno.EPERM, reason, str(path)) from error
         raise
     try:
         status = os.fstat(descriptor)
         if stat.S_ISDIR(status.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if reason := _foreign_status_reason(status, path.parent):
+        reason = _foreign_status_reason(status, path.parent)
+        if reason:
             raise PermissionError(errno.EPERM, reason, str(path))
         return os.fdopen(descriptor, mode)  # type: ignore[return-value]  # a binary mode
     except BaseException:

@@ -85,10 +85,11 @@ def parse_condition(condition: str) -> tuple[Comparison, ...]:
         if match is None:
             raise ValueError(f"{text.strip()!r} is not a condition")
         comparison = Comparison(*match.groups())
-        # Both sides may name a fact: "driver < {cuda_driver}"
-        names = [] if comparison.prefix else [comparison.name]
         is_fact = comparison.operand.startswith("{")
-        names += [comparison.operand[1:-1]] if is_fact else []
+        # Both sides may name a fact: "driver < {cuda_driver}"
+        names = _names_in(comparison)
+        if comparison.prefix:
+            names.remove(comparison.name)
         for name in names:
             if name not in FACTS:
                 raise ValueError(f"{name!r} is not a fact; known are {', '.join(FACTS)}")
@@ -214,7 +215,10 @@ def evaluate_issue(issue: KnownIssue, lookup: Lookup) -> IssueResult:
 
 def _names_in(comparison: Comparison) -> list[str]:
     """Return the names of the facts and the variable that a comparison reads."""
-    return [comparison.name] + ([comparison.operand[1:-1]] if comparison.operand.startswith("{") else [])
+    names = [comparison.name]
+    if comparison.operand.startswith("{"):  # "driver < {cuda_driver}"
+        names.append(comparison.operand[1:-1])
+    return names
 
 
 def _unknown_names(comparison: Comparison, lookup: Lookup) -> list[str]:
@@ -296,8 +300,9 @@ def load_issues(of_system: Iterable[KnownIssue], env: Mapping[str, str]) -> tupl
     """
     # Later rows replace earlier ones, so the site's file comes last.
     rows = [*read_issues(TABLE), *of_system]
-    if path := env.get(VARIABLE):
-        rows += read_issues(Path(path))
+    site_file = env.get(VARIABLE)
+    if site_file:
+        rows += read_issues(Path(site_file))
     by_id = {issue.id: issue for issue in rows}
     return tuple(issue for issue in by_id.values() if issue.effect != "ignore")
 

@@ -140,7 +140,8 @@ def single_word(text: str) -> Iterator[Fault]:
 
 def env_value(text: str) -> Iterator[Fault]:
     """Refuse a value that a shell would have to execute, such as ``$(nproc)``, because no shell reads it."""
-    if substitution := re.search(r"\$\(\(|\$\(|`[^`]*`", text):
+    substitution = re.search(r"\$\(\(|\$\(|`[^`]*`", text)
+    if substitution:
         form = {"$((": "$((...))", "$(": "$(...)"}.get(substitution.group(), "`...`")
         yield (
             f"{form} is not executed: the variable would hold this text as it is written",

@@ -132,7 +132,8 @@ def in_arguments(arguments: Sequence[str]) -> str:
     The description does not have the value: ``a GitHub token in argument 3``.
     """
     for number, text in enumerate(arguments):
-        if kind := in_value(text):
+        kind = in_value(text)
+        if kind:
             return f"{kind} in argument {number + 1}"
         option, between, value = text.partition("=")
         # "--token VALUE": the value is the next argument, unless that is an option itself

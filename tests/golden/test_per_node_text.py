@@ -44,7 +44,7 @@ def filled(command: str, node_rank: int) -> str:
     """Return what a node starts for a command line of the page."""
     options, worker = parse_user_program(DIST_RUN, shlex.split(command), ENV)
     placement = Placement(scheduler="slurm", nnodes=2, node_rank=node_rank, hosts=("n1", "n2"), head="n1")
-    launch_plan = plan.make(
+    launch_plan = plan.decide_launch(
         options.request,
         worker.argv,
         torchrun="torchrun",
@@ -63,7 +63,7 @@ def filled(command: str, node_rank: int) -> str:
         world_size=8,
     )
     values = per_node.placeholder_values(order, node_rank, launch_plan.nproc, ENV["IMGKIT_RUN_DIR"])
-    return shlex.join(per_node.fill(launch_plan.argv, values))
+    return shlex.join(per_node.fill_placeholders(launch_plan.argv, values))
 
 
 def test_commands_are_as_recorded() -> None:

@@ -42,7 +42,7 @@ from imgkit_builder.jobs.submitted import SubmittedJob
 from imgkit_builder.jobs.transport import Transport
 from imgkit_entrypoints import __version__, json_text
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed, UsageError
-from imgkit_entrypoints.launch.agent import PLAN_FILE
+from imgkit_entrypoints.launch.run_files import PLAN_FILE
 from imgkit_entrypoints.launch.stop_protocol import RESULT
 
 # Files in the folder of a report: what was measured, for imgkit, and the page for people.

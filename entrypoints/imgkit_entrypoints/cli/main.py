@@ -14,7 +14,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from imgkit_entrypoints import __version__, fabric, facts, json_text, terminal
@@ -27,7 +27,7 @@ from imgkit_entrypoints.launch import plan, run_code
 from imgkit_entrypoints.launch.plan import LaunchOptions
 from imgkit_entrypoints.rules import VARIABLE_NAME
 from imgkit_entrypoints.schedulers import resolve
-from imgkit_entrypoints.system import to_json
+from imgkit_entrypoints.system import SystemFacts, to_json
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -123,8 +123,10 @@ def _dist_env(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> 
     """
     parsed = launch_parser(command, env, ENV_OPTIONS).parse_args(argv[1:])
     options = read_options(parsed, command, argv)
-    if parsed.shell and (other_form := "--json" if options.json else "--dry-run" if options.dry_run else ""):
-        raise UsageError(f"--shell cannot be combined with {other_form}", hint="dist-env --help")
+    other_forms = {"--json": options.json, "--dry-run": options.dry_run}
+    for flag, is_given in other_forms.items():
+        if parsed.shell and is_given:
+            raise UsageError(f"--shell cannot be combined with {flag}", hint="dist-env --help")
     if options.dry_run:
         return start.launch_worker(options, Worker(argv=(), is_imgkits=True), env)
     host, system = facts.gather(env=env), facts.system_facts(env=env)
@@ -143,41 +145,64 @@ def _dist_env(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> 
     if parsed.shell:
         _print_exports(network, env)
     elif options.json:
-        matches = tuple(item for item in network.issues if item.state == "match")
-        host_facts = dataclasses.asdict(host)
-        del host_facts["image_env"]  # all variables of the image; the decisions name those that matter
-        document = {
-            "schema": plan.SCHEMA,
-            "imgkit": __version__,
-            "host": host_facts,
-            "system": None if system is None else json_text.parse(to_json(system)),
-            "placement": placement,
-            "fabric": {
-                **dataclasses.asdict(dataclasses.replace(network, env=dict(network.env), issues=matches)),
-                "warnings": list(map(str, network.warnings)),
-                "blockers": list(map(str, network.blockers)),
-                "refusals": list(map(str, network.refusals)),
-            },
-        }
+        document = _node_document(host, system, placement, network)
         terminal.print_document(json.dumps(document, indent=2) + "\n")
     else:
-        title = system.title or system.scheduler if system else "no /opt/imgkit/system.json"
-        terminal.print_results(
-            f"host       {host.hostname}, {host.arch}, Python {host.python}",
-            f"           {host.cpus} processors ({host.cpus_source}), {host.gpus} GPUs ({host.gpus_source})",
-            f"system     {title}",
-            *(
-                f"placement  {key}: {value}"
-                for key, value in placement.items()
-                if value not in (None, "", (), {})
-            ),
-            *((f"image      unknown: {network.image}",) if network.image else ()),
-            f"fabric     {network.kind}: {network.reason}",
-            *(f"  {'set ' if decision.used else 'note'} {decision}" for decision in network.decisions),
-            *(f"  warn {text}" for text in (*warnings, *network.warnings, *network.blockers)),
-            *(f"  refuse {text}" for text in network.refusals),
-        )
+        terminal.print_results(*_describe_node(host, system, placement, network, warnings))
     return 0
+
+
+def _node_document(
+    host: facts.HostFacts,
+    system: SystemFacts | None,
+    placement: Mapping[str, object],
+    network: fabric.FabricPlan,
+) -> dict[str, object]:
+    """Return what ``dist-env --json`` prints."""
+    matches = tuple(item for item in network.issues if item.state == "match")
+    host_facts = dataclasses.asdict(host)
+    del host_facts["image_env"]  # all variables of the image; the decisions name those that matter
+    return {
+        "schema": plan.SCHEMA,
+        "imgkit": __version__,
+        "host": host_facts,
+        "system": None if system is None else json_text.parse(to_json(system)),
+        "placement": placement,
+        "fabric": {
+            **dataclasses.asdict(dataclasses.replace(network, env=dict(network.env), issues=matches)),
+            "warnings": list(map(str, network.warnings)),
+            "blockers": list(map(str, network.blockers)),
+            "refusals": list(map(str, network.refusals)),
+        },
+    }
+
+
+def _describe_node(
+    host: facts.HostFacts,
+    system: SystemFacts | None,
+    placement: Mapping[str, object],
+    network: fabric.FabricPlan,
+    warnings: Sequence[str],
+) -> Iterator[str]:
+    """Yield the lines that ``dist-env`` prints, with `warnings` about the placement."""
+    yield f"host       {host.hostname}, {host.arch}, Python {host.python}"
+    yield f"           {host.cpus} processors ({host.cpus_source}), {host.gpus} GPUs ({host.gpus_source})"
+    if system is None:
+        yield "system     no /opt/imgkit/system.json"
+    else:
+        yield f"system     {system.title or system.scheduler}"
+    for key, value in placement.items():
+        if value not in (None, "", (), {}):
+            yield f"placement  {key}: {value}"
+    if network.image:
+        yield f"image      unknown: {network.image}"
+    yield f"fabric     {network.kind}: {network.reason}"
+    for decision in network.decisions:
+        yield f"  {'set ' if decision.used else 'note'} {decision}"
+    for text in (*warnings, *network.warnings, *network.blockers):
+        yield f"  warn {text}"
+    for finding in network.refusals:
+        yield f"  refuse {finding}"
 
 
 def _print_exports(network: fabric.FabricPlan, env: Mapping[str, str]) -> None:

@@ -38,7 +38,7 @@ from imgkit_entrypoints.launch import (
     plan,
     user_program,
 )
-from imgkit_entrypoints.launch.plan import LaunchOptions, LaunchPlan
+from imgkit_entrypoints.launch.plan import LaunchOptions, LaunchPlan, NodeSetup, StartMessages
 from imgkit_entrypoints.rollcall import ports, secret
 from imgkit_entrypoints.schedulers import resolve
 from imgkit_entrypoints.schedulers.placement import Placement, PlacementRequest
@@ -80,7 +80,8 @@ def parse_app(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> 
         app.check(arguments, env)
     options = read_options(parsed, command, argv)
     # --json is an option of the launch, but an app that prints its result as JSON needs it as well.
-    arguments += ["--json"] if command.prints_json and options.json else []
+    if command.prints_json and options.json:
+        arguments.append("--json")
     worker_argv = (sys.executable, "-I", "-u", "-m", command.app, *arguments)
     return options, Worker(argv=worker_argv, is_imgkits=True)
 
@@ -202,13 +203,14 @@ def launch_worker(options: LaunchOptions, worker: Worker, env: Mapping[str, str]
                 f"{flag} needs a node agent, and ranks that start without torchrun have none",
                 hint="leave out --direct, or start one process per node",
             )
-    if options.compile_cache is not None and launch_plan.cache is None:
+    if options.compile_cache is not None and launch_plan.setup.cache is None:
         raise UsageError(
             "no folder on this node's own disk or in its memory can hold compiled code",
             where="--compile-cache",
             hint="set TMPDIR to a folder of this node that you can write",
         )
-    if log_dir := options.request.log_dir:
+    log_dir = options.request.log_dir
+    if log_dir:
         where, hint = f"--log-dir {log_dir}", "name a folder that this node can write"
         files.refuse_unusable_folder(Path(log_dir), "log folder", where=where, hint=hint)
     if launch_plan.mode != "per-node" and find_spec("torch") is None:
@@ -218,10 +220,11 @@ def launch_worker(options: LaunchOptions, worker: Worker, env: Mapping[str, str]
             hint="in an image: build it on a base with torch, or add torch to the recipe's image.pip; "
             "elsewhere: pip install torch",
         )
-    link_host_libraries(launch_plan.links)
-    launch_plan.environment.apply()
-    if launch_plan.cache:
-        launch_plan.cache.make()
+    setup = launch_plan.setup
+    link_host_libraries(setup.links)
+    setup.environment.apply()
+    if setup.cache:
+        setup.cache.make_folders()
     run_secret = _find_secret(options, env, placement)
     if launch_plan.mode == "direct":
         return _run_rank(launch_plan, child_env, env)
@@ -245,7 +248,7 @@ def make_plan(
 ) -> tuple[LaunchPlan, dict[str, str]]:
     """Return the plan with all its warnings and notes, and the workers' whole environment."""
     system, reader = facts.system_facts(env=env), facts.Reader(root=facts.root_of(env))
-    launch_plan = plan.make(
+    launch_plan = plan.decide_launch(
         options.request,
         worker.argv,
         torchrun=TORCHRUN,
@@ -255,7 +258,7 @@ def make_plan(
         env=env,
         is_imgkits=worker.is_imgkits,
     )
-    environment = host_leaks.clean(
+    environment = host_leaks.clean_environment(
         env,
         host.image_env,
         keep=options.keep_env,
@@ -263,11 +266,11 @@ def make_plan(
         is_mpi_rank=placement.direct is not None,
     )
     cache = _compile_cache(options, env, host, reader)
-    cache_variables = compile_cache.variables(cache.folder, env) if cache else {}
+    cache_variables = compile_cache.cache_variables(cache.folder, env) if cache else {}
     unset = dict.fromkeys((*launch_plan.unset, *environment.unset))  # each name once, in order
     offline = internet.OfflineSettings(env={}, notes=())
     if not worker.is_imgkits:
-        offline = internet.settings(
+        offline = internet.offline_settings(
             {**env, **environment.env, **launch_plan.env},
             has_package=lambda name: find_spec(name) is not None,
             can_connect=internet.can_connect,
@@ -278,8 +281,7 @@ def make_plan(
         unset=tuple(unset),
         # Of two values for a variable, the later one in this list counts.
         env={**environment.env, **cache_variables, **offline.env, **launch_plan.env},
-        environment=environment,
-        cache=cache,
+        setup=NodeSetup(links=launch_plan.setup.links, environment=environment, cache=cache),
     )
     child_env = {name: value for name, value in env.items() if name not in unset}
     child_env |= launch_plan.env
@@ -295,16 +297,21 @@ def make_plan(
     is_cluster_node = bool(host.gpus or host.rdma or host.cxi)
     warnings = (
         *odd,
-        *launch_plan.warnings,
+        *launch_plan.messages.warnings,
         *(str(fabric.Finding(what=what, fix=fix)) for what, fix in absent),
         *(() if worker.is_imgkits else _shadowing_folders(child_env)),
     )
-    hidden = launch_plan.hidden if is_cluster_node else launch_plan.hidden.union(odd)
-    notes = tuple(filter(None, (environment.text, *offline.notes)))
+    hidden = launch_plan.messages.hidden
+    if not is_cluster_node:
+        hidden |= set(odd)
+    notes = offline.notes
+    if environment.text:
+        notes = (environment.text, *notes)
     # Containers allow core dumps by default, so a note about them alone would appear at every start.
     if not environment.changes_variables:
         hidden |= {environment.text}
-    return dataclasses.replace(launch_plan, warnings=warnings, hidden=hidden, notes=notes), child_env
+    messages = StartMessages(warnings=warnings, notes=notes, hidden=hidden)
+    return dataclasses.replace(launch_plan, messages=messages), child_env
 
 
 def _compile_cache(
@@ -328,7 +335,8 @@ def _run_rank(launch_plan: LaunchPlan, child_env: Mapping[str, str], env: Mappin
     from imgkit_entrypoints.launch.stop_protocol import RunFolder
 
     # In other modes, the node agent makes these two checks.
-    if folder := RunFolder.of(env, print_message):
+    folder = RunFolder.of(env, print_message)
+    if folder:
         folder.refuse_unusable()
         folder.refuse_stopped()
     os.execvpe(launch_plan.argv[0], launch_plan.argv, child_env)  # noqa: S606 - an argv list, no shell
@@ -342,7 +350,9 @@ def _run_agent(
     run_secret: bytes | None,
 ) -> int:
     """Run the node agent of this node, and return its exit code. The head announces the plan first."""
-    from imgkit_entrypoints.launch.agent import NodeAgent, NodeConfig  # --dry-run prints sooner without it
+    # --dry-run prints sooner without these modules.
+    from imgkit_entrypoints.launch.agent import NodeAgent
+    from imgkit_entrypoints.launch.node_attempt import NodeCommand, NodeConfig
     from imgkit_entrypoints.rollcall import gather
     from imgkit_entrypoints.rollcall.messages import NodeInfo
 
@@ -359,12 +369,20 @@ def _run_agent(
         address=carrier.addresses[0] if carrier else "",
         interface=carrier.name if carrier else "",
     )
-    cache = launch_plan.cache if options.compile_cache else None
-    if cache and (problem := cache.unpack()) and launch_plan.placement.node_rank == 0:
-        print_message(problem)
-    config = NodeConfig(
+    cache = launch_plan.setup.cache if options.compile_cache else None
+    if cache:
+        problem = cache.unpack()
+        if problem and launch_plan.placement.node_rank == 0:
+            print_message(problem)
+    uses_gpus = launch_plan.env["IMGKIT_DEVICE"] == "cuda"
+    command = NodeCommand(
         argv=launch_plan.argv,
         env=child_env,
+        is_per_node=launch_plan.mode == "per-node",
+        gpu_query=gpu_use.query_argv(host.worker_gpus) if uses_gpus else (),
+    )
+    config = NodeConfig(
+        command=command,
         placement=launch_plan.placement,
         node=node,
         timeouts=options.timeouts,
@@ -374,8 +392,6 @@ def _run_agent(
         preflight=PREFLIGHT if options.preflight else None,
         log_dir=options.request.log_dir,
         on_success=partial(_pack_cache, cache) if cache else None,
-        is_per_node=launch_plan.mode == "per-node",
-        gpu_query=gpu_use.query_argv(host.worker_gpus) if launch_plan.env["IMGKIT_DEVICE"] == "cuda" else (),
         plan_text="".join(f"{line}\n" for line in launch_plan.lines()),
     )
     return NodeAgent(config).run()
@@ -383,7 +399,8 @@ def _run_agent(
 
 def _pack_cache(cache: compile_cache.CompileCache) -> None:
     """Pack the compiled code after a successful run, and print what was done."""
-    if message := cache.pack():
+    message = cache.pack()
+    if message:
         print_message(message)
 
 
@@ -417,7 +434,8 @@ def _find_secret(options: LaunchOptions, env: Mapping[str, str], placement: Plac
     """
     if placement.nnodes == 1 or placement.direct is not None:
         return None
-    if run_secret := secret.find(options.secret_file, env, shared_home=_shared_home(env)):
+    run_secret = secret.find(options.secret_file, env, shared_home=_shared_home(env))
+    if run_secret:
         return run_secret
     make = secret.MAKE.format(file="FILE")
     remedy = f"create one file for all nodes with {make}, and pass --secret-file FILE"
@@ -426,14 +444,14 @@ def _find_secret(options: LaunchOptions, env: Mapping[str, str], placement: Plac
             "no secret is set, so other programs could join this run", where="--require-secret", hint=remedy
         )
     if placement.node_rank == 0:
-        port = ports.rollcall_port(placement.job_id, placement.port)
         # A run that is started by hand has no job id that strangers would have to know, and so always the
         # same port.
-        is_by_hand = not placement.job_id and placement.port is None
-        alternative = f", or at least the same random port to all nodes: --port {ports.any_free()}"
+        if not placement.job_id and placement.port is None:
+            remedy += f", or at least the same random port to all nodes: --port {ports.any_free()}"
+        port = ports.rollcall_port(placement.job_id, placement.port)
         print_message(
             f"no secret is set: any program that reaches port {port} of {placement.head} can join this run. "
-            f"To prevent that, {remedy}" + (alternative if is_by_hand else "")
+            f"To prevent that, {remedy}"
         )
     return None
 
@@ -454,12 +472,13 @@ def _shadowing_folders(env: Mapping[str, str]) -> tuple[str, ...]:
 
     PYTHONPATH stays for the user's program, which may need its own modules from there.
     """
-    return tuple(
-        f"PYTHONPATH: {folder} contains another {name}, which shadows that of the image"
-        for folder in filter(None, env.get("PYTHONPATH", "").split(":"))
-        for name in ("torch", "numpy")
-        if _has_module(Path(folder), name)
-    )
+    warnings = []
+    for folder in filter(None, env.get("PYTHONPATH", "").split(":")):
+        for name in ("torch", "numpy"):
+            if _has_module(Path(folder), name):
+                problem = f"contains another {name}, which shadows that of the image"
+                warnings.append(f"PYTHONPATH: {folder} {problem}")
+    return tuple(warnings)
 
 
 def _has_module(folder: Path, name: str) -> bool:

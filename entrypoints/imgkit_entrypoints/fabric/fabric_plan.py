@@ -95,10 +95,12 @@ def issue_findings(results: Iterable[IssueResult], effect: str) -> tuple[Finding
     ----------
     effect : ``warn`` or ``refuse``; see `known_issues.Issue`.
     """
-    matches = (item for item in results if item.state == "match" and item.issue.effect == effect)
-    return tuple(
-        Finding(item.message, item.issue.hint, "known issue", effect == "refuse") for item in matches
-    )
+    findings = []
+    for result in results:
+        if result.state == "match" and result.issue.effect == effect:
+            hint = result.issue.hint
+            findings.append(Finding(result.message, hint, "known issue", is_failure=effect == "refuse"))
+    return tuple(findings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,9 +135,10 @@ class PlanDraft:
     partition: str = ""
     """The Slurm partition whose interfaces `sockets.use_partition` put into `recipe`; else empty."""
     decisions: list[Decision] = field(default_factory=list)
-    # Variables that workers get, then names that they must not inherit from recipe or image.
     chosen: dict[str, str] = field(default_factory=dict)
+    """Variables that workers get."""
     unset: list[str] = field(default_factory=list)
+    """Variables that workers must not inherit from the recipe or the image."""
     links: dict[str, str] = field(default_factory=dict)
     """`FabricPlan.links`."""
     warnings: list[Finding] = field(default_factory=list)

@@ -46,8 +46,13 @@ def apply_known_issues(
 
 def _variable_value(draft: PlanDraft, name: str) -> Value:
     """Return the value that workers would get for a variable, with its evidence for messages."""
-    text, preset = draft.value(name) or "", draft.preset(name)
-    evidence = draft.quote(name) if preset else f"{name}={text!r}" if text else f"{name} is not set"
+    text = draft.value(name) or ""
+    if draft.preset(name):
+        evidence = draft.quote(name)
+    elif text:
+        evidence = f"{name}={text!r}"
+    else:
+        evidence = f"{name} is not set"
     return Value(text, evidence, is_requested=draft.request(name) is not None)
 
 
@@ -89,23 +94,25 @@ def _condition_facts(draft: PlanDraft, kind: FabricKind, system: SystemFacts | N
         "torch": (facts.torch_version, ""),
         "ucx": (env.get("OPENUCX_VERSION", ""), "OPENUCX_VERSION"),
     }
-    return {name: Value(text, _quote_variable(name, text, source)) for name, (text, source) in values.items()}
+    return {name: Value(text, _quote_fact(name, text, source)) for name, (text, source) in values.items()}
 
 
-def _quote_variable(name: str, text: str, source: str) -> str:
+def _quote_fact(name: str, text: str, source: str) -> str:
     """Return a fact with its evidence for a message: ``NCCL 2.20.5 (/usr/lib/libnccl.so.2 -> ...)``."""
-    return f"{FACTS[name]} {text or 'unknown'}" + (f" ({source})" if text and source else "")
+    if text and source:
+        return f"{FACTS[name]} {text} ({source})"
+    return f"{FACTS[name]} {text or 'unknown'}"
 
 
 def _net_plugin(draft: PlanDraft) -> Library | Candidate | None:
     """Return the network plug-in that NCCL would open, or None if none of its files exists."""
-    value = draft.value(plugin.VARIABLE)
-    names = (
-        [file for name in software.plugins(value) for file in software.plugin_files(name)] if value else ()
-    )
+    file_names: list[str] = []
+    for name in software.split_plugins(draft.value(plugin.VARIABLE) or ""):
+        file_names += software.plugin_files(name)
     # Without the variable NCCL opens libnccl-net.so, which is the last of PLUGINS.
-    for name in names or reversed(PLUGINS):
-        if library := _find_library(draft, name):
+    for file_name in file_names or reversed(PLUGINS):
+        library = _find_library(draft, file_name)
+        if library:
             return library
     return None
 
@@ -115,10 +122,10 @@ def _find_library(draft: PlanDraft, name: str) -> Library | Candidate | None:
 
     This is the host's library if the plan links that into the container, and otherwise the image's.
     """
-    host = draft.facts.host_libraries.host if name in draft.links and draft.facts.host_libraries else ()
-    for candidate in host:
-        if candidate.target == draft.links[name]:
-            return candidate
+    if name in draft.links and draft.facts.host_libraries:
+        for candidate in draft.facts.host_libraries.host:
+            if candidate.target == draft.links[name]:
+                return candidate
     return draft.facts.library(name)
 
 

@@ -12,6 +12,7 @@ import hashlib
 import os
 import re
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from imgkit_entrypoints import cuda_drivers
 from imgkit_entrypoints.fabric.fabric_plan import PlanDraft
@@ -70,17 +71,20 @@ def _current_folders(draft: PlanDraft) -> tuple[tuple[str, ...], tuple[str, ...]
     Folders that an outer launch of imgkit put there are left out, because this launch decides about them
     again.
     """
-    compat = draft.facts.cuda_compat.folder if draft.facts.cuda_compat else ""
-    folders = [
-        folder
-        for folder in (draft.value(VARIABLE) or "").split(":")
-        if folder and folder != compat and not folder.startswith(LINKS)
-    ]
     # Without a manifest the image's own path is unknown. All that the variable has then counts as the user's.
-    image_path = (draft.facts.image_env or {}).get(VARIABLE, "")
-    image_folders = {_OF_RUNTIME, *image_path.split(":")}
-    users = tuple(folder for folder in folders if folder not in image_folders)
-    return users, tuple(folder for folder in folders if folder in image_folders)
+    image_path = draft.facts.image_env.get(VARIABLE, "") if draft.facts.image_env else ""
+    known_image_folders = {_OF_RUNTIME, *image_path.split(":")}
+    compat_folder = draft.facts.cuda_compat.folder if draft.facts.cuda_compat else ""
+    path = draft.value(VARIABLE) or ""
+    user_folders, image_folders = [], []
+    for folder in path.split(":"):
+        if folder in ("", compat_folder) or folder.startswith(LINKS):
+            continue
+        if folder in known_image_folders:
+            image_folders.append(folder)
+        else:
+            user_folders.append(folder)
+    return tuple(user_folders), tuple(image_folders)
 
 
 def _decide_host(draft: PlanDraft, libraries: HostLibraries, kind: FabricKind) -> None:
@@ -106,15 +110,20 @@ def _decide_host(draft: PlanDraft, libraries: HostLibraries, kind: FabricKind) -
         draft.warn(problem, "list their folders in the recipe's system.runtime.host_libs")
     for name in names:
         library = check.host[name]
-        if path := check.user_path(name):
+        path = check.user_path(name)
+        if path:
             folder = path.rpartition("/")[0]
             reason = f"{VARIABLE} names {folder}, which comes before the host's {library.path}"
             draft.report(name, path, reason, origin="user")
-        elif fault := check.fault(name):
-            draft.report(name, library.path, f"{name} {fault}")
-            # The plug-in's two names are usually links to one file, so one warning is enough.
-            if _FOLLOWS not in fault and not (name == PLUGINS[1] and PLUGINS[0] in check.host):
-                draft.warn(f"{KEY}: the host's {library.path} is not used: {name} {fault}", _remedy(fault))
+            continue
+        fault = check.fault(name)
+        if not fault:
+            continue  # reported below
+        draft.report(name, library.path, f"{name} {fault}")
+        # The plug-in's two names are usually links to one file, so one warning is enough.
+        is_second_name = name == PLUGINS[1] and PLUGINS[0] in check.host
+        if _FOLLOWS not in fault and not is_second_name:
+            draft.warn(f"{KEY}: the host's {library.path} is not used: {name} {fault}", _remedy(fault))
     selected = check.select()
     for name, library in selected.items():
         draft.links[name] = library.target
@@ -195,12 +204,16 @@ class _LoadCheck:
             return f"has the SONAME {shared.soname or '(none)'} ({library.path})"
         # Workers will load the host's file instead of the image's, so it must define every symbol version
         # that the image's defines.
-        if image := self.image.get(library.name):
-            lost = [version for version in _defined_versions(image) if version not in shared.defines]
-            if lost:
-                return f"lacks {lost[-1]}, which the image's has ({image.path})"
-        faults = (self._need_fault(library, needed) for needed in shared.needed)
-        return next(filter(None, faults), "")
+        image = self.image.get(library.name)
+        if image:
+            missing = [version for version in _defined_versions(image) if version not in shared.defines]
+            if missing:
+                return f"lacks {missing[-1]}, which the image's has ({image.path})"
+        for needed in shared.needed:
+            fault = self._need_fault(library, needed)
+            if fault:
+                return fault
+        return ""
 
     def from_host(self, library: Candidate, needed: str) -> bool:
         """Return True if the host, and not the image, provides the library `needed` to `library`."""
@@ -225,13 +238,15 @@ class _LoadCheck:
             version = _missing_version(library, image)
             if not version:
                 return ""
-            if host and needed not in OF_IMAGE and (fault := self.fault(needed)):
+            fault = self.fault(needed) if host and needed not in OF_IMAGE else ""
+            if fault:
                 return f"needs {version}, and the host's {needed} {fault}"
             return f"needs {version}, {_supported_text(image, version)}"
         if host is None:
             where = "the image does not have" if needed in OF_IMAGE else "neither the image nor the host has"
             return f"needs {needed}, which {where}"
-        if fault := self.fault(needed):
+        fault = self.fault(needed)
+        if fault:
             reason = _FOLLOWS if needed in FABRIC_LIBRARIES else f"and {needed} {fault}"
             return f"needs {needed}, {reason}"
         return f"needs {_missing_version(library, host)} of {needed}, which the host's lacks"
@@ -243,9 +258,11 @@ def _missing_version(library: Candidate, server: Candidate) -> str:
     For example ``GLIBC_2.38``. A library that defines no versions at all can serve every program, because the
     dynamic linker only warns then.
     """
-    needs = library.object.needs.get(server.name, ()) if library.object else ()
     defined = _defined_versions(server)
-    return max((need for need in needs if defined and need not in defined), key=_version_key, default="")
+    if library.object is None or not defined:
+        return ""
+    needs = library.object.needs.get(server.name, ())
+    return max((need for need in needs if need not in defined), key=_version_key, default="")
 
 
 def _defined_versions(library: Candidate) -> tuple[str, ...]:
@@ -262,11 +279,9 @@ def _newest_version(versions: Sequence[str], prefix: str) -> str:
 
     For example ``("GLIBC_2.17", "GLIBC_2.34"), "GLIBC" -> "2.34"``.
     """
-    pattern = rf"{re.escape(prefix)}_[0-9.]+"
-    newest = max(
-        (version for version in versions if re.fullmatch(pattern, version)), key=_version_key, default=""
-    )
-    return newest[len(prefix) + 1 :]
+    pattern = re.compile(rf"{re.escape(prefix)}_[0-9.]+")
+    matching = filter(pattern.fullmatch, versions)
+    return max(matching, key=_version_key, default="").removeprefix(f"{prefix}_")
 
 
 def _supported_text(server: Candidate, version: str) -> str:
@@ -277,51 +292,66 @@ def _supported_text(server: Candidate, version: str) -> str:
 
 def _decide_compat(draft: PlanDraft, compat: CudaCompat) -> str:
     """Report CUDA's forward compatibility, and return its folder, or an empty text if it is not used."""
-    if compat.is_for_major and not _has_newer_major(draft):
-        return ""  # the driver runs the image's CUDA, so there is nothing to decide
-    fault, reason = _compat_fault(draft, compat)
+    versions = _cuda_versions(draft)
+    if compat.is_for_major and (versions is None or not versions.has_newer_major):
+        return ""  # the driver runs the image's CUDA, or that is unknown, so there is nothing to decide
+    fault, reason = _compat_fault(draft, compat, versions)
     # If a folder that the user added has a libcuda.so.1, that library is kept.
     user_folders = _current_folders(draft)[0]
-    folder = next((folder for folder in compat.cuda_folders if folder in user_folders), "")
-    if not fault and folder:
-        fault = f"{VARIABLE} names {folder}, which has a libcuda.so.1 as well"
+    user_cuda = [folder for folder in compat.cuda_folders if folder in user_folders]
+    if not fault and user_cuda:
+        fault = f"{VARIABLE} names {user_cuda[0]}, which has a libcuda.so.1 as well"
     value = compat.folder or COMPAT
     draft.report(COMPAT_KEY, value, f"{fault or reason} ({compat.source})", used=not fault)
     return "" if fault else compat.folder
 
 
-def _has_newer_major(draft: PlanDraft) -> bool:
-    """Return True if the image's CUDA has a newer major version than the driver supports.
+class _CudaVersions(NamedTuple):
+    """The CUDA that the image needs, and the newest one that the driver supports."""
 
-    Returns False if one of the versions is unknown, or the driver is newer than imgkit's table.
-    """
+    needed: cuda_drivers.CudaVersion
+    supported: cuda_drivers.CudaVersion
+    driver: tuple[int, ...]
+
+    @property
+    def is_driver_listed(self) -> bool:
+        """Return False if the driver is newer than imgkit's table, so that it may support more."""
+        return self.driver[0] <= cuda_drivers.NEWEST_BRANCH
+
+    @property
+    def has_newer_major(self) -> bool:
+        """Return whether the image needs a newer major version than the driver is known to support."""
+        return self.is_driver_listed and self.needed[0] > self.supported[0]
+
+
+def _cuda_versions(draft: PlanDraft) -> _CudaVersions | None:
+    """Return the versions that decide about forward compatibility, or None if one of them is unknown."""
     driver = _version_key(draft.facts.driver_version)
     needed = cuda_drivers.parse_cuda(draft.env.get("CUDA_VERSION", ""))
-    if not driver or needed is None or driver[0] > cuda_drivers.NEWEST_BRANCH:
-        return False
-    return needed[0] > cuda_drivers.supported_cuda(driver[0])[0]
+    if not driver or needed is None:
+        return None
+    return _CudaVersions(needed, cuda_drivers.supported_cuda(driver[0]), driver)
 
 
-def _compat_fault(draft: PlanDraft, compat: CudaCompat) -> tuple[str, str]:
+def _compat_fault(draft: PlanDraft, compat: CudaCompat, versions: _CudaVersions | None) -> tuple[str, str]:
     """Return two texts, one of which is empty: why forward compatibility is not used, and why it is used."""
-    facts, cuda_version = draft.facts, draft.env.get("CUDA_VERSION", "")
+    facts = draft.facts
     if not compat.folder:
         return f"the image has no {COMPAT}/libcuda.so.1", ""
-    driver = _version_key(facts.driver_version)
-    needed = cuda_drivers.parse_cuda(cuda_version)
-    if not driver or needed is None:
+    if versions is None:
         text = facts.driver or "does not exist"
+        cuda_version = draft.env.get("CUDA_VERSION", "")
         return f"unknown versions: /proc/driver/nvidia/version {text}; CUDA_VERSION={cuda_version!r}", ""
-    supported = cuda_drivers.supported_cuda(driver[0])
+    needed, supported, driver = versions
     text = (
         f"driver {facts.driver_version} supports CUDA {supported[0]}.{supported[1]}, the image has "
         f"{needed[0]}.{needed[1]}"
     )
-    if driver[0] > cuda_drivers.NEWEST_BRANCH and needed > supported:
-        reason = "is newer than imgkit's table, so the CUDA that it supports is unknown"
-        return f"driver {facts.driver_version} {reason}", ""
     if needed <= supported:
         return text, ""
+    if not versions.is_driver_listed:
+        reason = "is newer than imgkit's table, so the CUDA that it supports is unknown"
+        return f"driver {facts.driver_version} {reason}", ""
     # The name of the real file ends with the driver version that it belongs to: libcuda.so.575.57.08.
     library = re.search(r"libcuda\.so\.([0-9]{3,5}(?:\.[0-9]{1,5}){1,2})$", compat.target)
     if library and _version_key(library[1]) <= driver:

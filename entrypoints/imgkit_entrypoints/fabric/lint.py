@@ -25,10 +25,13 @@ Findings = Iterator[tuple[str, str]]
 
 def check_variables(draft: PlanDraft, kind: FabricKind) -> tuple[Finding, ...]:
     """Apply every rule to the draft, and return what they find in their order."""
-    return tuple(Finding(problem, fix) for rule in _RULES for problem, fix in rule(draft, kind))
+    findings = []
+    for rule in _RULES:
+        findings += [Finding(problem, fix) for problem, fix in rule(draft, kind)]
+    return tuple(findings)
 
 
-def _visible_gpus(draft: PlanDraft, kind: FabricKind) -> Findings:
+def _check_visible_gpus(draft: PlanDraft, kind: FabricKind) -> Findings:
     """Check that CUDA_VISIBLE_DEVICES names GPUs that exist, each once."""
     if draft.facts.gpus_problem:
         count = len(draft.facts.gpu_devices)
@@ -37,7 +40,7 @@ def _visible_gpus(draft: PlanDraft, kind: FabricKind) -> Findings:
         yield draft.facts.gpus_problem, fix
 
 
-def _rdma_off(draft: PlanDraft, kind: FabricKind) -> Findings:
+def _check_rdma_off(draft: PlanDraft, kind: FabricKind) -> Findings:
     """Warn that the user turned RDMA off where it works, and compare its rate with that of TCP."""
     facts, net, disable = draft.facts, draft.preset("NCCL_NET"), draft.preset("NCCL_IB_DISABLE")
     is_socket = net is not None and net.is_users and net.value.lower() == "socket"
@@ -61,7 +64,7 @@ def _rdma_off(draft: PlanDraft, kind: FabricKind) -> Findings:
     yield f"{problem}and TCP over {interface} carries {slow}", draft.how_to_unset(name)
 
 
-def _socket_numbers(draft: PlanDraft, kind: FabricKind) -> Findings:
+def _check_socket_numbers(draft: PlanDraft, kind: FabricKind) -> Findings:
     """Check that the two numbers of NCCL's sockets are numbers, and that their product is not too large."""
     numbers = []
     for name in sockets.THREADS:
@@ -90,17 +93,25 @@ def _check_gid_index(draft: PlanDraft, kind: FabricKind) -> Findings:
     # NCCL reads the value with strtoll(text, NULL, 0) and ignores what it cannot read, so that the text
     # "RoCE v2", which a script took from the wrong file, means index 0.
     if not re.fullmatch(r"\s*[-+]?(0[xX][0-9a-fA-F]+|\d+)\s*", preset.value):
-        number = re.match(r"\s*[-+]?\d+", preset.value)
-        gids = [gid for gid in (ports.pick_gid(port.gids) for port in used) if gid]
-        right = f"; the right index here is {gids[0].index}" if gids else ""
-        problem = f"{quote} is not a number, and NCCL silently reads {int(number[0]) if number else 0}"
-        yield problem, f"{unset}{right}"
+        match = re.match(r"\s*[-+]?\d+", preset.value)
+        number = int(match[0]) if match else 0
+        fix = unset
+        for port in used:
+            gid = ports.pick_gid(port.gids)
+            if gid:
+                fix += f"; the right index here is {gid.index}"
+                break
+        yield f"{quote} is not a number, and NCCL silently reads {number}", fix
         return
     index = int(preset.value, 0)
-    for port in used if kind == "roce" and index >= 0 else ():
-        if fault := _slot_fault(index, port):
+    if kind != "roce" or index < 0:
+        return
+    for port in used:
+        fault = _slot_fault(index, port)
+        if fault:
             best = ports.pick_gid(port.gids)
-            yield f"{quote}: {fault}", f"set {ports.GID_INDEX}={best.index}, or {unset}" if best else unset
+            fix = f"set {ports.GID_INDEX}={best.index}, or {unset}" if best else unset
+            yield f"{quote}: {fault}", fix
 
 
 def _slot_fault(index: int, port: Port) -> str:
@@ -130,7 +141,8 @@ def _check_hcas(draft: PlanDraft, kind: FabricKind) -> Findings:
     items = [item.split(":") for item in value.lstrip("^=").split(",")]
     used = ports.in_use(draft)
     # Without "=" a name is a prefix: mlx5_1 selects mlx5_10 to mlx5_19 as well.
-    for name, *_ in items if value[:1] not in ("^", "=") else ():
+    has_prefixes = not value.startswith(("^", "="))
+    for name, *_ in items if has_prefixes else ():
         devices = sorted({port.device for port in used if port.device.startswith(name)})
         if name in devices and len(devices) > 1:
             problem = f"{quote}: {name} is a prefix and selects {', '.join(devices)}"
@@ -142,7 +154,7 @@ def _check_hcas(draft: PlanDraft, kind: FabricKind) -> Findings:
             yield f"{quote} also selects {port.name} ({reasons[port.name]})", fix
 
 
-def _gdr_level(draft: PlanDraft, kind: FabricKind) -> Findings:
+def _check_gdr_level(draft: PlanDraft, kind: FabricKind) -> Findings:
     """Check that NCCL_NET_GDR_LEVEL is a level that NCCL knows."""
     preset = draft.preset("NCCL_NET_GDR_LEVEL")
     # NCCL still accepts the numbers 0 to 5 of its earlier versions.
@@ -221,26 +233,28 @@ def similar_name(name: str) -> str:
     return _closest_choice(name, (known_name for known_name in KNOWN_NAMES if known_name.startswith(prefix)))
 
 
-def _misspelled_names(draft: PlanDraft, kind: FabricKind) -> Findings:
+def _check_names(draft: PlanDraft, kind: FabricKind) -> Findings:
     """Report unknown names that are similar to a known one. Other unknown names may belong to a plug-in."""
     for name in unknown_names(draft.names()):
-        if right := similar_name(name):
+        right = similar_name(name)
+        if right:
             problem = f"{draft.quote(name)}: no library reads this variable; did you mean {right}?"
             yield problem, f"rename it to {right}"
 
 
-def _misspelled_values(draft: PlanDraft, kind: FabricKind) -> Findings:
+def _check_values(draft: PlanDraft, kind: FabricKind) -> Findings:
     """Report values of NCCL_ALGO, NCCL_PROTO and NCCL_NET that NCCL does not know."""
     for variable, allowed in LISTS.items():
         preset = draft.preset(variable)
         for part in preset.value.split(";") if preset else ():
             # "allreduce:^tree,ring" -> function "allreduce", items "tree" and "ring"
             function, _, items = part.rpartition(":")
-            choices = [(item.strip(), allowed) for item in items.strip().removeprefix("^").split(",")]
-            choices += [(function.strip(), FUNCTIONS)] if function else []
-            for item, choice in choices:
-                if item.lower() not in map(str.lower, choice):
-                    yield _misspelling(draft, variable, item, choice)
+            names = [(item.strip(), allowed) for item in items.strip().removeprefix("^").split(",")]
+            if function:
+                names.append((function.strip(), FUNCTIONS))
+            for name, choices in names:
+                if name.lower() not in map(str.lower, choices):
+                    yield _misspelling(draft, variable, name, choices)
     net = draft.preset("NCCL_NET")
     if net and net.value.strip() and net.value.partition("_v")[0].lower() not in map(str.lower, NETS):
         right = _closest_choice(net.value, NETS, 0.6)
@@ -359,14 +373,14 @@ _FAMILIES = (
 
 
 _RULES = (
-    *(
-        _visible_gpus,
-        _rdma_off,
-        _socket_numbers,
-        _check_gid_index,
-        _check_hcas,
-        _gdr_level,
-        _check_interfaces,
-    ),
-    *(_misspelled_names, _misspelled_values),
+    _check_visible_gpus,
+    _check_rdma_off,
+    _check_socket_numbers,
+    _check_gid_index,
+    _check_hcas,
+    _check_gdr_level,
+    _check_interfaces,
+    _check_names,
+    _check_values,
 )
+"""The rules, in the order in which their findings are printed."""

@@ -20,8 +20,13 @@ def is_ofi(value: str) -> bool:
 
 def plugin_files(facts: HostFacts, value: str) -> tuple[str, ...]:
     """Return the paths of the plug-in files that exist for a value of NCCL_NET_PLUGIN."""
-    names = (name for plugin in software.plugins(value) for name in software.plugin_files(plugin))
-    return tuple(library.path for library in map(facts.library, names) if library)
+    paths = []
+    for plugin in software.split_plugins(value):
+        for name in software.plugin_files(plugin):
+            library = facts.library(name)
+            if library:
+                paths.append(library.path)
+    return tuple(paths)
 
 
 def decide_plugin(draft: PlanDraft, kind: FabricKind) -> None:
@@ -31,7 +36,7 @@ def decide_plugin(draft: PlanDraft, kind: FabricKind) -> None:
     """
     preset = draft.preset(VARIABLE)
     missing: dict[str, None] = {}  # file names in the order in which NCCL tries them
-    for plugin in software.plugins(preset.value) if preset else ():
+    for plugin in software.split_plugins(preset.value) if preset else ():
         names = software.plugin_files(plugin)
         if not any(draft.facts.library(name) or name in draft.links for name in names):
             missing.update(dict.fromkeys(names))
@@ -41,6 +46,8 @@ def decide_plugin(draft: PlanDraft, kind: FabricKind) -> None:
         draft.refuse(VARIABLE, f"{' or '.join(missing)} is not on the library path")
         return
     problem = f"{draft.quote(VARIABLE)} cannot be opened, there is no {' or '.join(missing)} "
-    problem += "on the library path: NCCL ignores it" + (" and uses TCP" if kind == "slingshot" else "")
+    problem += "on the library path: NCCL ignores it"
+    if kind == "slingshot":
+        problem += " and uses TCP"
     fix = f"put its folder on LD_LIBRARY_PATH, or {draft.how_to_unset(VARIABLE)}"
     draft.warn(problem, fix, failed_check="plug-in")

@@ -7,7 +7,6 @@ use index 0, which is link-local.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -54,7 +53,8 @@ def choose_ports(
     unused: list[UnusedPort] = []
     active: list[_Pair] = []
     for device, port in _ports_with_devices(facts):
-        if reason := _port_fault(port):
+        reason = _port_fault(port)
+        if reason:
             unused.append(UnusedPort(port, reason))
         else:
             active.append((device, port))
@@ -89,28 +89,31 @@ def _port_fault(port: Port) -> str:
 
 def _keep_addressed(pairs: list[_Pair]) -> tuple[list[_Pair], list[UnusedPort]]:
     """Return the ports with an IPv4 GID of type RoCE v2, and the others. Without any, all ports are kept."""
-    gids = [pick_gid(port.gids) for _, port in pairs]
-    has_gid = [gid is not None and gid.kind == "RoCE v2" for gid in gids]
-    if not any(has_gid):
+    addressed, unaddressed = [], []
+    for device, port in pairs:
+        gid = pick_gid(port.gids)
+        if gid is not None and gid.kind == "RoCE v2":
+            addressed.append((device, port))
+        else:
+            reason = "no IPv4 GID of type RoCE v2, but other ports have one"
+            unaddressed.append(UnusedPort(port, f"{port.path}/gids: {reason}"))
+    if not addressed:
         return pairs, []
-    reason = "no IPv4 GID of type RoCE v2, but other ports have one"
-    without_gid = [
-        UnusedPort(port, f"{port.path}/gids: {reason}")
-        for (_, port), addressed in zip(pairs, has_gid, strict=True)
-        if not addressed
-    ]
-    return list(itertools.compress(pairs, has_gid)), without_gid
+    return addressed, unaddressed
 
 
 def _keep_nearest(facts: HostFacts, pairs: list[_Pair]) -> tuple[list[_Pair], list[UnusedPort]]:
     """Return the ports nearest to a GPU, and the others. If a distance is unknown, all ports are kept."""
-    distances = [gpu_distance(facts, device) for device, _ in pairs]
-    if not pairs or None in distances:
-        return pairs, []
-    best = min(item for item in distances if item is not None)
+    distances = []
+    for device, _ in pairs:
+        distance = gpu_distance(facts, device)
+        if distance is None:
+            return pairs, []
+        distances.append(distance)
+    best = min(distances, default=0)
     near, far = [], []
-    for (device, port), item in zip(pairs, distances, strict=True):
-        if item == best:
+    for (device, port), distance in zip(pairs, distances, strict=True):
+        if distance == best:
             near.append((device, port))
             continue
         evidence = f"{device.path}/device -> {device.pci}, numa_node {device.numa_node}"
@@ -165,8 +168,10 @@ def match_ports(selection: str, ports: Iterable[Port]) -> tuple[Port, ...]:
     excludes, is_exact, names = parse_selection(selection)
 
     def is_listed(port: Port) -> bool:
-        for name, number, *_ in ((*name.split(":"), "") for name in names):
-            is_same = port.device == name if is_exact else port.device.startswith(name)
+        for name in names:
+            device, _, rest = name.partition(":")
+            number = rest.partition(":")[0]
+            is_same = port.device == device if is_exact else port.device.startswith(device)
             if is_same and number in ("", str(port.number)):
                 return True
         return False
@@ -182,9 +187,8 @@ def in_use(draft: PlanDraft) -> tuple[Port, ...]:
     request = draft.request(HCA)
     if request is None:
         return choose_ports(draft.facts, draft.nics)[0]
-    return match_ports(
-        request.value, [port for _, port in _ports_with_devices(draft.facts) if not _port_fault(port)]
-    )
+    usable = [port for _, port in _ports_with_devices(draft.facts) if not _port_fault(port)]
+    return match_ports(request.value, usable)
 
 
 def decide_ports(draft: PlanDraft) -> tuple[Port, ...]:

@@ -35,7 +35,7 @@ SETTINGS: tuple[tuple[str, str, str], ...] = (
 )
 
 
-def plugin(facts: HostFacts, links: Mapping[str, str]) -> str:
+def find_plugin(facts: HostFacts, links: Mapping[str, str]) -> str:
     """Return the path of aws-ofi-nccl, or an empty text if the node has none.
 
     The host's file, if it is linked into the container, comes before the one on the library path.
@@ -67,7 +67,7 @@ def _decide_net(draft: PlanDraft) -> None:
 
     On one node the variable is left out, because the plug-in would only allocate memory for nothing.
     """
-    path = plugin(draft.facts, draft.links)
+    path = find_plugin(draft.facts, draft.links)
     if not draft.several:
         draft.refuse("NCCL_NET", "on one node the plugin allocates memory for nothing (HPE's guide)")
         draft.note("NCCL_NET", "AWS Libfabric", "one node needs no network; it is set only between nodes")

@@ -75,10 +75,8 @@ def best_interface(
     if defaults:
         route = min(defaults, key=lambda route: route.metric)
         interface = by_name[route.interface]
-        return (
-            interface,
-            f"/proc/net/route: the default route via {route.gateway} ({describe_interface(interface)})",
-        )
+        reason = f"/proc/net/route: the default route via {route.gateway} ({describe_interface(interface)})"
+        return interface, reason
     first = next((item for item in candidates if item.ipv4), candidates[0])
     return first, f"the first interface that is up with an address ({describe_interface(first)})"
 
@@ -147,7 +145,8 @@ def selected_interface(facts: HostFacts, env: Mapping[str, str]) -> Interface | 
     """
     is_cuda = env.get("IMGKIT_DEVICE") == "cuda"
     for variable in (NCCL, GLOO) if is_cuda else (GLOO, NCCL):
-        if value := env.get(variable):
+        value = env.get(variable)
+        if value:
             interfaces = MATCHING[variable](value, facts.interfaces)
             return next((item for item in interfaces if item.running and item.addresses), None)
     return None

@@ -40,10 +40,10 @@ def gather(root: Path | None = None, env: Mapping[str, str] = os.environ) -> Hos
     cpus, cpus_source = compute.cpus(reader)
     processes, processes_source = compute.processes(reader)
     image_nccl = software.image_nccl(reader, env)
-    nccl_version, nccl_source, nccl_of = software.nccl(reader, env, image_nccl)
+    nccl_version, nccl_source, nccl_of = software.loaded_nccl(reader, env, image_nccl)
     nccl_settings = software.nccl_settings(reader, env)
     # Plug-ins by name come from three places, so recipe and nccl.conf are read before the libraries.
-    recipe = software.recipe(reader)
+    recipe = software.read_recipe(reader)
     libraries = software.libraries(reader, env, software.named_plugins(recipe, env, nccl_settings))
     return HostFacts(
         hostname=reader.text("/proc/sys/kernel/hostname") or platform.node(),
@@ -70,7 +70,7 @@ def gather(root: Path | None = None, env: Mapping[str, str] = os.environ) -> Hos
         shm_bytes=compute.shm_bytes(reader),
         ephemeral_ports=compute.ephemeral_ports(reader),
         rdma=network.rdma_devices(reader),
-        rdma_cm=network.opens(reader, "/dev/infiniband/rdma_cm"),
+        rdma_cm=network.can_open(reader, "/dev/infiniband/rdma_cm"),
         cxi=network.cxi_devices(reader),
         interfaces=network.interfaces(reader),
         routes=network.routes(reader),
@@ -78,9 +78,9 @@ def gather(root: Path | None = None, env: Mapping[str, str] = os.environ) -> Hos
         dmabuf=software.dmabuf(reader),
         libraries=libraries,
         verbs_providers=software.verbs_providers(reader, env),
-        torch_version=software.torch(reader),
+        torch_version=software.torch_version(reader),
         torch_cuda=software.torch_cuda(reader),
-        rocm=software.rocm(reader),
+        rocm=software.rocm_evidence(reader),
         nccl_version=nccl_version,
         nccl_source=nccl_source,
         nccl_of=nccl_of,
@@ -90,7 +90,7 @@ def gather(root: Path | None = None, env: Mapping[str, str] = os.environ) -> Hos
         nccl_settings=nccl_settings,
         image_env=software.image_env(reader),
         host_libraries=host_libs.libraries(reader, recipe, env),
-        cuda_compat=host_libs.compat(reader, recipe, env),
+        cuda_compat=host_libs.find_cuda_compat(reader, recipe, env),
     )
 
 

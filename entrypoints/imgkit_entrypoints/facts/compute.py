@@ -228,11 +228,14 @@ def amd_gpus(reader: Reader) -> str:
     there is /dev/kfd, the device file of AMD's compute driver.
     """
     accelerators = _pci_gpus(reader, computing=True)
-    has_nvidia = reader.names("/dev", NVIDIA_FILES) or reader.names(_DRIVER_GPUS) or "NVIDIA" in accelerators
-    evidence = ["/dev/kfd"] if reader.exists("/dev/kfd") else []
-    if count := accelerators.get("AMD", 0):
-        evidence.append(f"{_PCI}: {count} of AMD")
-    return "" if has_nvidia else "; ".join(evidence)
+    if reader.names("/dev", NVIDIA_FILES) or reader.names(_DRIVER_GPUS) or "NVIDIA" in accelerators:
+        return ""
+    evidence = []
+    if reader.exists("/dev/kfd"):
+        evidence.append("/dev/kfd")
+    if "AMD" in accelerators:
+        evidence.append(f"{_PCI}: {accelerators['AMD']} of AMD")
+    return "; ".join(evidence)
 
 
 def gpus(reader: Reader, env: Mapping[str, str], closed: Mapping[str, str]) -> VisibleGpus:

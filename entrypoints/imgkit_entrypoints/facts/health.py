@@ -51,8 +51,13 @@ class PcieLink:
     def rate_Gbps(self) -> float | None:
         """Rate in one direction in Gbit/s, or None if the speed is unknown."""
         match = re.match(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) GT/s", self.speed)
-        lane = float(match[1]) if match else 0.0
-        return next(lane * share * self.width for least, share in GTps_Gbps if lane >= least) or None
+        if match is None:
+            return None
+        lane_GTps = float(match[1])
+        for least_GTps, share in GTps_Gbps:
+            if lane_GTps >= least_GTps:
+                return lane_GTps * share * self.width or None
+        return None
 
 
 def links(reader: Reader, facts: HostFacts) -> tuple[PcieLink, ...]:
@@ -73,10 +78,12 @@ def links(reader: Reader, facts: HostFacts) -> tuple[PcieLink, ...]:
 def port_errors(reader: Reader, facts: HostFacts) -> dict[str, dict[str, int]]:
     """Return the error counters that are not zero: ``{"mlx5_0:1": {"symbol_error": 4}}``."""
     errors: dict[str, dict[str, int]] = {}
-    for port in (port for device in facts.rdma for port in device.ports):
-        for name in ERRORS:
-            if count := reader.number(f"{port.path}/counters/{name}"):
-                errors.setdefault(port.name, {})[name] = count
+    for device in facts.rdma:
+        for port in device.ports:
+            for name in ERRORS:
+                count = reader.number(f"{port.path}/counters/{name}")
+                if count:
+                    errors.setdefault(port.name, {})[name] = count
     return errors
 
 

@@ -67,12 +67,15 @@ def requested_by(recipe: SystemFacts, env: Mapping[str, str]) -> tuple[str, tupl
     ------
     UsageError : `HOST_LIBS` is neither ``none`` nor ``auto[:/FOLDER]...``.
     """
-    if value := env.get(HOST_LIBS):
+    value = env.get(HOST_LIBS)
+    if value:
         mode, *folders = value.split(":")
         if mode not in ("none", "auto") or any(not folder.startswith("/") for folder in folders):
             hint = "auto, auto:/FOLDER:/FOLDER or none"
             raise UsageError(f"{value!r} is neither none nor auto", where=HOST_LIBS, hint=hint)
-        return (f"{HOST_LIBS}={value}", tuple(folders)) if mode == "auto" else ("", ())
+        if mode == "none":
+            return "", ()
+        return f"{HOST_LIBS}={value}", tuple(folders)
     if recipe.fabric.host_libs != "auto":
         return "", ()
     return f"{SYSTEM_JSON}: fabric.host_libs auto", recipe.runtime.host_libs
@@ -194,7 +197,7 @@ def _follow_on_host(reader: Reader, path: str) -> str:
     return ""
 
 
-def compat(reader: Reader, recipe: SystemFacts, env: Mapping[str, str]) -> CudaCompat | None:
+def find_cuda_compat(reader: Reader, recipe: SystemFacts, env: Mapping[str, str]) -> CudaCompat | None:
     """Return the image's libraries for CUDA's forward compatibility, or None if the rule is ``none``.
 
     The variable `CUDA_COMPAT` counts before the recipe.

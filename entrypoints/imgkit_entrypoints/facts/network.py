@@ -162,7 +162,7 @@ def _rdma_device(reader: Reader, name: str, verbs: str) -> RdmaDevice:
         physical=reader.target(f"{path}/device/physfn").rsplit("/", 1)[-1],
         netdevs=reader.names(f"{path}/device/net"),
         verbs=verbs,
-        verbs_opens=bool(verbs) and opens(reader, verbs),
+        verbs_opens=bool(verbs) and can_open(reader, verbs),
         ports=tuple(_rdma_port(reader, name, int(number)) for number in numbers),
     )
 
@@ -200,7 +200,7 @@ def _gids(reader: Reader, port: str) -> tuple[Gid, ...]:
     return tuple(gids)
 
 
-def opens(reader: Reader, path: str) -> bool:
+def can_open(reader: Reader, path: str) -> bool:
     """Return True if a device file can be opened for reading and writing, so that this container can use it.
 
     In a tree of files (``IMGKIT_ROOT``) it is enough that the file exists.
@@ -227,7 +227,7 @@ def cxi_devices(reader: Reader) -> tuple[CxiDevice, ...]:
             path=path,
             numa_node=numa_node(reader, f"{path}/device"),
             pci=pci_path(reader, f"{path}/device"),
-            opens=opens(reader, f"/dev/{name}"),
+            opens=can_open(reader, f"/dev/{name}"),
         )
         for name, path in paths.items()
     )

@@ -48,12 +48,11 @@ def library_folders(reader: Reader, env: Mapping[str, str]) -> tuple[str, ...]:
 
     They are those of LD_LIBRARY_PATH, of /etc/ld.so.conf.d, and the system's. Relative folders are left out.
     """
-    configured = (
-        line.strip()
-        for name in reader.names("/etc/ld.so.conf.d")
-        for line in (reader.text(f"/etc/ld.so.conf.d/{name}") or "").splitlines()
-        if line.startswith("/")
-    )
+    configured = []
+    for name in reader.names("/etc/ld.so.conf.d"):
+        for line in (reader.text(f"/etc/ld.so.conf.d/{name}") or "").splitlines():
+            if line.startswith("/"):
+                configured.append(line.strip())
     triple = f"{platform.machine()}-linux-gnu"
     # Debian and Ubuntu have folders such as /usr/lib/x86_64-linux-gnu, other distributions have /usr/lib64.
     fixed = (f"/lib/{triple}", f"/usr/lib/{triple}", "/lib64", "/usr/lib64", "/lib", "/usr/lib")
@@ -93,11 +92,10 @@ def inspect_library(reader: Reader, name: str, target: str) -> tuple[str, str]:
     Both texts are empty for other libraries.
     """
     if name.startswith("libfabric."):
-        # The file pkgconfig/libfabric.pc beside the library, or a path such as /opt/cray/libfabric/1.22.0/
         text = reader.text(f"{target.rpartition('/')[0]}/pkgconfig/libfabric.pc") or ""
-        match = re.search(r"^Version:\s*(\S+)", text, re.MULTILINE) or re.search(
-            r"/libfabric/([0-9][^/]*)/", target
-        )
+        match = re.search(r"^Version:\s*(\S+)", text, re.MULTILINE)
+        if match is None:  # without this file, a path such as /opt/cray/libfabric/1.22.0/ has the version
+            match = re.search(r"/libfabric/([0-9][^/]*)/", target)
         return match[1] if match else "", ""
     if not name.startswith("libnccl-net"):
         return "", ""
@@ -105,9 +103,13 @@ def inspect_library(reader: Reader, name: str, target: str) -> tuple[str, str]:
     # long as find.
     content = reader.content(target) or b""
     start = content.find(_INITIALIZING)
-    version = _PLUGIN_VERSION.match(content, start + len(_INITIALIZING)) if start >= 0 else None
-    opens = _CUDART if version and f"\0{_CUDART}\0".encode() in content else ""
-    return version[0].decode() if version else "", opens
+    if start < 0:
+        return "", ""
+    version = _PLUGIN_VERSION.match(content, start + len(_INITIALIZING))
+    if version is None:
+        return "", ""
+    opens = _CUDART if f"\0{_CUDART}\0".encode() in content else ""
+    return version[0].decode(), opens
 
 
 NET_PLUGIN = "NCCL_NET_PLUGIN"
@@ -115,16 +117,18 @@ _NO_FILES = ("none", "STATIC_PLUGIN")
 """Values of `NET_PLUGIN` for which NCCL opens no file."""
 
 
-def plugins(value: str) -> tuple[str, ...]:
+def split_plugins(value: str) -> tuple[str, ...]:
     """Return the plug-ins in a value of `NET_PLUGIN`: ``ofi,/opt/libnccl-net.so`` has two.
 
     Newer versions of NCCL read the value as a list. A relative path is left out, because it depends on the
     folder in which a worker starts.
     """
-    names = (name.strip() for name in value.split(","))
-    return tuple(
-        name for name in names if name and name not in _NO_FILES and (name.startswith("/") or "/" not in name)
-    )
+    names = []
+    for name in map(str.strip, value.split(",")):
+        is_relative = "/" in name and not name.startswith("/")
+        if name and name not in _NO_FILES and not is_relative:
+            names.append(name)
+    return tuple(names)
 
 
 def plugin_files(plugin: str) -> tuple[str, ...]:
@@ -136,13 +140,15 @@ def named_plugins(
     recipe: SystemFacts, env: Mapping[str, str], settings: Sequence[Setting]
 ) -> tuple[str, ...]:
     """Return the files of all plug-ins that the environment, an nccl.conf file or the recipe names."""
-    values = [env.get(NET_PLUGIN), *(item.value for item in settings if item.name == NET_PLUGIN)]
-    values.append(recipe.env.get(NET_PLUGIN))
-    names = (name for value in values if value for name in plugins(value))
-    return tuple(dict.fromkeys(file for name in names for file in plugin_files(name)))
+    values = [setting.value for setting in settings if setting.name == NET_PLUGIN]
+    file_names: dict[str, None] = {}  # each name once, in order
+    for value in (env.get(NET_PLUGIN, ""), *values, recipe.env.get(NET_PLUGIN, "")):
+        for name in split_plugins(value):
+            file_names.update(dict.fromkeys(plugin_files(name)))
+    return tuple(file_names)
 
 
-def recipe(reader: Reader) -> SystemFacts:
+def read_recipe(reader: Reader) -> SystemFacts:
     """Return the recipe's facts from /opt/imgkit/system.json, or the defaults if it cannot be read.
 
     `facts.system_facts` reports the error to the user.
@@ -213,7 +219,7 @@ def verbs_providers(reader: Reader, env: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(sorted(providers))
 
 
-def torch(reader: Reader) -> str:
+def torch_version(reader: Reader) -> str:
     """Return the version of the image's torch, such as ``2.3.0a0+40ec155e58.nv24.3``, or an empty text.
 
     It is read from torch/version.py. An import of torch takes seconds, and importlib.metadata would take a
@@ -247,7 +253,7 @@ def _python_folders() -> tuple[str, ...]:
     return tuple(folder for folder in sys.path if folder.startswith("/"))
 
 
-def rocm(reader: Reader) -> str:
+def rocm_evidence(reader: Reader) -> str:
     """Return evidence that this image is made for AMD GPUs, or an empty text if it is not.
 
     If the image has torch, torch's build decides, because the node's /opt/rocm may be mounted into a
@@ -260,7 +266,7 @@ def rocm(reader: Reader) -> str:
     return next((path for path in ("/opt/rocm/.info/version", "/opt/rocm") if reader.exists(path)), "")
 
 
-def nccl(reader: Reader, env: Mapping[str, str], image: tuple[str, str]) -> tuple[str, str, str]:
+def loaded_nccl(reader: Reader, env: Mapping[str, str], image: tuple[str, str]) -> tuple[str, str, str]:
     """Return version, source and owner of the NCCL that torch loads; all are empty if it is unknown.
 
     The owner is ``torch`` for a wheel beside torch, ``image`` for the library on the library path, and empty
@@ -274,7 +280,8 @@ def nccl(reader: Reader, env: Mapping[str, str], image: tuple[str, str]) -> tupl
     ------
     UsageError : ``IMGKIT_NCCL_VERSION`` is not a version.
     """
-    if option := env.get("IMGKIT_NCCL_VERSION"):
+    option = env.get("IMGKIT_NCCL_VERSION")
+    if option:
         if _version(option) != option:
             problem, hint = f"{option!r} is not an NCCL version", "give, for example, 2.20.5"
             raise UsageError(problem, where="IMGKIT_NCCL_VERSION", hint=hint)
@@ -282,7 +289,8 @@ def nccl(reader: Reader, env: Mapping[str, str], image: tuple[str, str]) -> tupl
     # The wheel's metadata is a folder such as nvidia_nccl_cu12-2.20.5.dist-info.
     for folder in _python_folders():
         for name in reader.names(folder, r"nvidia_nccl_cu\d+-\d.*\.dist-info"):
-            if (version := _version(name.split("-")[1])) and _is_linked_to_wheel(reader):
+            version = _version(name.split("-")[1])
+            if version and _is_linked_to_wheel(reader):
                 return version, f"{folder}/{name}", "torch"
     version, source = image
     return version, source, "image" if version else ""
@@ -295,10 +303,13 @@ def image_nccl(reader: Reader, env: Mapping[str, str]) -> tuple[str, str]:
     """
     for folder in library_folders(reader, env):
         target = reader.target(f"{folder}/libnccl.so.2")
-        if match := re.search(r"libnccl\.so\.(\d+\.\d+\.\d+)$", target):
+        match = re.search(r"libnccl\.so\.(\d+\.\d+\.\d+)$", target)
+        if match:
             return match[1], f"{folder}/libnccl.so.2 -> {target}"
     version = _version(env.get("NCCL_VERSION", ""))
-    return (version, f"NCCL_VERSION={env['NCCL_VERSION']}") if version else ("", "")
+    if not version:
+        return "", ""
+    return version, f"NCCL_VERSION={env['NCCL_VERSION']}"
 
 
 def _is_linked_to_wheel(reader: Reader) -> bool:
@@ -329,8 +340,8 @@ def nccl_settings(reader: Reader, env: Mapping[str, str]) -> tuple[Setting, ...]
     home = env.get("HOME", "")
     user_file = env.get("NCCL_CONF_FILE") or (f"{home}/.nccl.conf" if home.startswith("/") else "")
     settings: dict[str, Setting] = {}
-    for path in (user_file, "/etc/nccl.conf"):
-        for line in (reader.text(path) or "").splitlines() if path else ():
+    for path in filter(None, (user_file, "/etc/nccl.conf")):
+        for line in (reader.text(path) or "").splitlines():
             name, equals, value = line.partition("=")
             if equals and not name.startswith("#"):
                 settings.setdefault(name.strip(), Setting(name=name.strip(), value=value.strip(), path=path))

@@ -10,6 +10,7 @@ attempts. The head is number 0, and rank 0 of every attempt.
 from __future__ import annotations
 
 import dataclasses
+import operator
 import signal
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -58,7 +59,9 @@ class FailedAttempt:
 
         Positions 1 and 2, within step 1 and after it, both mean step 1.
         """
-        return None if self.position is None or self.position < 0 else (self.position + 1) // 2
+        if self.position is None or self.position < 0:
+            return None
+        return (self.position + 1) // 2
 
 
 class Attempts:
@@ -86,13 +89,15 @@ class Attempts:
         self._session, self._size, self._max_failures = session, size, max_failures
         self._log, self._fence, self._is_per_node = log, fence, is_per_node
         self._number = 0
+        """Number of the current attempt, from 1."""
         self._ranks: Mapping[int, int] = {}
+        """Node ranks of the nodes that take part in it, by number."""
         self._started_at = 0.0
         self._failures: list[FailedAttempt] = []
         self._failure: FailedAttempt | None = None
         """The first sign that the current attempt fails. None while all is well."""
-        # True once the head has told all nodes to end the current attempt.
         self._is_cancelled = False
+        """True once the head has told all nodes to end the current attempt."""
         self._excluded: set[int] = set()
         self._logged_losses: set[int] = set()
         self._is_over = False
@@ -116,18 +121,18 @@ class Attempts:
         if not ranks:
             self._end_run(f"{_nodes_text(len(alive))} left, and the run needs {self._size.training}", code)
             return
-        if self._failures and (reason := end_reason(self._failures, self._max_failures)):
-            # The last two causes, the latest one first.
-            causes = "; before that: ".join(failure.cause for failure in self._failures[:-3:-1])
+        reason = end_reason(self._failures, self._max_failures)
+        if reason:
+            last_causes = [failure.cause for failure in self._failures[-2:]]
+            causes = "; before that: ".join(reversed(last_causes))
             self._end_run(f"{reason} ({causes})", code)
             return
         self._number += 1
-        if self._number > 1:
-            self._log(
-                f"attempt {self._number} starts with {_nodes_text(len(ranks))}{self._rank_changes(ranks)}"
-            )
-        elif spares := [self._session.node_name(number) for number in alive if number not in ranks]:
-            self._log(f"{_nodes_text(len(ranks))} train; {', '.join(spares)} wait{'s' * (len(spares) == 1)}")
+        if self._number == 1:
+            self._log_spares([number for number in alive if number not in ranks])
+        else:
+            changes = self._rank_changes(ranks)
+            self._log(f"attempt {self._number} starts with {_nodes_text(len(ranks))}{changes}")
         self._ranks, self._started_at = ranks, time.monotonic()
         self._failure, self._is_cancelled = None, False
         self._fence(self._number)
@@ -153,28 +158,40 @@ class Attempts:
         if self._is_per_node and codes.get(0) in GOOD and not was_ended:
             self._end_after_head(lost, bad)
         elif (lost or bad) and self._failure is None:
-            self.failed_at = time.monotonic()
-            self._failure = FailedAttempt(
-                cause=self._cause(lost, bad),
-                position=session.run_positions[1] if session.run_positions else None,
-                after_s=self.failed_at - self._started_at,
-                code=EXIT_TOOL_FAILED if lost else next(iter(bad.values())),
-            )
-        if self._is_per_node and self._failure and 0 in bad and not self._is_cancelled:
-            self._failure = dataclasses.replace(self._failure, code=bad[0])
-        # During a stop request the others go on after a failure, since they may still save. During normal
-        # work they are ended, but not before the cause of the failure is known.
-        if self._failure and not self._is_cancelled and (lost or (not stopped and self._has_cause(bad))):
-            self._is_cancelled = True
-            session.send_all(EndAttempt(attempt=self._number, reason=self._failure.cause))
+            self._failure = self._first_failure(lost, bad)
+        if self._failure and not self._is_cancelled:
+            if self._is_per_node and 0 in bad:
+                self._failure = dataclasses.replace(self._failure, code=bad[0])
+            # During a stop request the others go on after a failure, since they may still save. During normal
+            # work they are ended, but not before the cause of the failure is known.
+            if lost or (not stopped and self._has_cause(bad)):
+                self._is_cancelled = True
+                session.send_all(EndAttempt(attempt=self._number, reason=self._failure.cause))
         if codes.keys() | lost != members:
             return
-        if self._failure is None:
-            code = EXIT_SAVED if EXIT_SAVED in codes.values() else 0
-            session.send_all(EndRun(code=codes[0] if self._is_per_node else code))
-            self._is_over = True
+        if self._failure:
+            self._close_attempt(self._failure, lost, codes, stopped=stopped)
             return
-        self._close_attempt(self._failure, lost, codes, stopped=stopped)
+        code = EXIT_SAVED if EXIT_SAVED in codes.values() else 0
+        session.send_all(EndRun(code=codes[0] if self._is_per_node else code))
+        self._is_over = True
+
+    def _first_failure(self, lost: Collection[int], bad: Mapping[int, int]) -> FailedAttempt:
+        """Return the failure that the head has just noticed, and set `failed_at`.
+
+        Parameters
+        ----------
+        lost : numbers of the lost nodes.
+        bad : exit codes of the failed nodes by number, the first failure first.
+        """
+        self.failed_at = time.monotonic()
+        positions = self._session.run_positions
+        return FailedAttempt(
+            cause=self._cause(lost, bad),
+            position=positions[1] if positions else None,
+            after_s=self.failed_at - self._started_at,
+            code=EXIT_TOOL_FAILED if lost else next(iter(bad.values())),
+        )
 
     def _end_after_head(self, lost: Collection[int], bad: Mapping[int, int]) -> None:
         """End the commands of the other nodes after the head's has succeeded, whose exit code is the run's.
@@ -200,19 +217,24 @@ class Attempts:
 
         A stopped run ends: with `EXIT_SAVED` if any node has saved, else with the code of a failure.
         """
+        if lost:  # a node that was lost in the meantime explains why the workers of others have failed
+            failure = dataclasses.replace(failure, cause=self._cause(lost, {}))
         reported = [self._session.reports[number].position for number in codes]
         positions = [position for position in (failure.position, *reported) if position is not None]
-        # A node that was lost in the meantime explains why the workers of others have failed.
-        cause = self._cause(lost, {}) if lost else failure.cause
-        last = dataclasses.replace(failure, cause=cause, position=max(positions, default=None))
-        self._failures.append(last)
+        furthest = max(positions, default=None)
+        self._failures.append(dataclasses.replace(failure, position=furthest))
         if not stopped:
             self.start()
-        elif EXIT_SAVED in codes.values():
-            self._end_run("a stop was requested", EXIT_SAVED)
+            return
+        if EXIT_SAVED in codes.values():
+            code = EXIT_SAVED
+        elif lost:
+            code = failure.code
+        elif self._is_per_node:
+            code = codes[0]
         else:
-            code = codes[0] if self._is_per_node else max(codes.values())
-            self._end_run("a stop was requested", failure.code if lost else code)
+            code = max(codes.values())
+        self._end_run("a stop was requested", code)
 
     def _has_cause(self, bad: Collection[int]) -> bool:
         """Return whether the cause of the failure is among the reports of the failed nodes `bad`.
@@ -225,6 +247,14 @@ class Attempts:
         if self._is_per_node and 0 not in bad:
             is_consequence = True
         return not is_consequence or time.monotonic() - self.failed_at > PEER_FAILED_S
+
+    def _log_spares(self, spares: Sequence[int]) -> None:
+        """Print which nodes wait as spares at the start of the run, if any."""
+        if not spares:
+            return
+        names = ", ".join(self._session.node_name(number) for number in spares)
+        verb = "waits" if len(spares) == 1 else "wait"
+        self._log(f"{_nodes_text(self._size.training)} train; {names} {verb}")
 
     def _log_losses(self) -> None:
         """Print each lost node once."""
@@ -242,6 +272,7 @@ class Attempts:
         )
 
     def _end_run(self, reason: str, code: int) -> None:
+        """End the run on all nodes with `code`, and print the reason why no attempt follows."""
         # A run that never has a second attempt needs no message about it.
         if self._max_failures or self._size.spares:
             self._log(f"no further attempt: {reason}")
@@ -250,10 +281,11 @@ class Attempts:
 
     def _rank_changes(self, ranks: Mapping[int, int]) -> str:
         """Return the end of a message about the nodes with a new rank: ``; n4 takes rank 1``, or nothing."""
-        changed = [(rank, number) for number, rank in ranks.items() if self._ranks.get(number) != rank]
-        return "".join(
-            f"; {self._session.node_name(number)} takes rank {rank}" for rank, number in sorted(changed)
-        )
+        text = ""
+        for number, rank in sorted(ranks.items(), key=operator.itemgetter(1)):
+            if self._ranks.get(number) != rank:
+                text += f"; {self._session.node_name(number)} takes rank {rank}"
+        return text
 
 
 class StartWatch:
@@ -266,38 +298,41 @@ class StartWatch:
     def __init__(self, session: HeadSession, limit_s: float) -> None:
         self._session, self._limit_s = session, max(limit_s, MIN_START_S)
         self._phase = ""
+        """Phase to which the limit applies now. Empty while it applies to none."""
         self._since = 0.0
+        """Time of the last change of `_phase`, on the monotonic clock."""
 
-    def stalled(self) -> str:
+    def stall_reason(self) -> str:
         """Return why the attempt must end. Empty while its start is in order or within the limit.
 
         The limit applies while every node is in the rendezvous or past it. A node that is not there yet may
         still be reading torchrun from a slow file system. In the same way, the limit applies while every rank
         tries to connect.
         """
-        phases = self._session.phases
+        node_phases = self._session.phases
         phase = ""
-        if RENDEZVOUS in phases.values() and STARTING not in phases.values():
+        if RENDEZVOUS in node_phases.values() and STARTING not in node_phases.values():
             phase = RENDEZVOUS
-        elif all(value == CONNECTING for value in phases.values()):
+        elif all(node_phase == CONNECTING for node_phase in node_phases.values()):
             phase = CONNECTING
         now = time.monotonic()
         if phase != self._phase:
             self._phase, self._since = phase, now
         if not phase or now - self._since < self._limit_s:
             return ""
-        waiting = [self._session.node_name(number) for number, value in phases.items() if value == phase]
-        names = ", ".join(waiting[:MAX_NAMED])
+        waiting = [number for number, node_phase in node_phases.items() if node_phase == phase]
+        names = ", ".join(self._session.node_name(number) for number in waiting[:MAX_NAMED])
         if len(waiting) > MAX_NAMED:
             names += f" and {len(waiting) - MAX_NAMED} more"
-        problem = (
-            f"the ranks did not connect within {self._limit_s:g} s (--rollcall-timeout); all of them are in "
-            f"init_process_group: {names}"
-        )
         if phase == RENDEZVOUS:
             problem = (
                 f"torchrun's rendezvous did not complete within {self._limit_s:g} s (--rollcall-timeout); "
                 f"without workers: {names}"
+            )
+        else:
+            problem = (
+                f"the ranks did not connect within {self._limit_s:g} s (--rollcall-timeout); "
+                f"all of them are in init_process_group: {names}"
             )
         return (
             f"{problem}. They wait for torch's store on port {self._session.port} of the head: a firewall "
@@ -323,20 +358,25 @@ def assign_ranks(
     """
     if len(alive) < nnodes:
         return {}
-    ranks = {number: rank for number, rank in (previous or {}).items() if number in alive}
-    free = sorted(set(range(nnodes)) - set(ranks.values()))
-    return ranks | dict(zip(sorted(set(alive) - ranks.keys()), free, strict=False))
+    previous = previous or {}
+    kept_ranks = {number: rank for number, rank in previous.items() if number in alive}
+    free_ranks = sorted(set(range(nnodes)) - set(kept_ranks.values()))
+    unranked = sorted(set(alive) - kept_ranks.keys())
+    return kept_ranks | dict(zip(unranked, free_ranks, strict=False))  # the last ones stay spares
 
 
 def end_reason(failures: Sequence[FailedAttempt], max_failures: int) -> str:
-    """Return why the run ends after the last of `failures`. Empty if another attempt may help.
+    """Return why the run ends after the last of `failures`.
 
-    The reasons are more than `max_failures` failures, two in a row at the same step, or two soon after a
-    start.
+    The result is empty if there are none, or if another attempt may help. The reasons are more than
+    `max_failures` failures, two in a row at the same step, or two soon after a start.
     """
     if len(failures) > max_failures:
-        number = f"{max_failures} failure" + ("s" if max_failures != 1 else "")
-        return f"--max-failures {max_failures}" + (f": the run survives {number}" if max_failures else "")
+        reason = f"--max-failures {max_failures}"
+        if max_failures:
+            plural = "s" if max_failures > 1 else ""
+            reason += f": the run survives {max_failures} failure{plural}"
+        return reason
     if len(failures) < 2:
         return ""
     first, last = failures[-2:]

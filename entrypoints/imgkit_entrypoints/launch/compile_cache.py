@@ -58,7 +58,9 @@ def find_folder(env: Mapping[str, str], key: str, *, is_shared: Callable[[str], 
     key : the key of the image, from `make_key`.
     is_shared : returns whether a path is on a file system that several nodes mount.
     """
-    for parent in filter(None, (env.get("TMPDIR"), "/tmp", "/dev/shm")):  # noqa: S108 - the folder is the user's own
+    for parent in (env.get("TMPDIR"), "/tmp", "/dev/shm"):  # noqa: S108 - the folder is the user's own
+        if not parent:
+            continue
         folder = Path(parent).absolute() / f"imgkit-cache-{os.geteuid()}-{key}"
         is_usable = os.access(parent, os.W_OK | os.X_OK) and not is_shared(parent)
         if is_usable and not (os.path.lexists(folder) and files.foreign_folder_reason(folder)):
@@ -74,7 +76,7 @@ def make_key(image: str) -> str:
     return hashlib.sha256(image.encode()).hexdigest()[:12]
 
 
-def variables(folder: Path, env: Mapping[str, str]) -> dict[str, str]:
+def cache_variables(folder: Path, env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that lead libraries to their parts of `folder`, except those set in `env`."""
     return {name: str(folder / part) for name, part in FOLDERS.items() if name not in env}
 
@@ -91,7 +93,7 @@ class CompileCache:
     _packed: frozenset[str] = frozenset()
     """Names of the files that `unpack` has taken from `file`."""
 
-    def make(self) -> None:
+    def make_folders(self) -> None:
         """Make the folder and its parts, or use those that an earlier run of this user has left.
 
         Raises

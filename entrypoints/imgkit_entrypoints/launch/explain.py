@@ -1,7 +1,7 @@
 """Known failure texts of torchrun, torch and NCCL, each with its cause and a remedy.
 
-`explain` searches the error output of a failed run for the patterns of `KNOWN`. The order of the table
-matters: one failure often leaves several of these texts, and the most specific one comes first.
+`find_explanations` searches the error output of a failed run for the patterns of `KNOWN`. The order of the
+table matters: one failure often leaves several of these texts, and the most specific one comes first.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ KNOWN: tuple[_Known, ...] = (
 )
 
 
-def explain(text: str, *, memory: str = "", has_cause: bool = False) -> tuple[Explanation, ...]:
+def find_explanations(text: str, *, memory: str = "", has_cause: bool = False) -> tuple[Explanation, ...]:
     """Return the known causes of the failures in `text`, the most specific first.
 
     Parameters

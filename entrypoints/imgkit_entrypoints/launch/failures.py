@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from imgkit_entrypoints import files, json_text, terminal
@@ -36,13 +36,18 @@ CODES = "torchrun-failed"
 """File in the stop folder with the exit codes of failed workers by rank."""
 # Stands for the rank in the name of torchrun's own record: "failed-torchrun" beside "failed-3".
 _TORCHRUN = "torchrun"
-LATE_S, LATE_AFTER_PEER_S = 5.0, 30.0
-"""Seconds after which a failed worker that has not ended has its traceback printed at once.
-
-The second limit is for errors that only say that another rank is gone.
-"""
-HEAD_LINES, MAX_BYTES = 20, 40_000
-"""Number of first lines of a long text that are kept besides its last ones, and the bytes of all as JSON."""
+LATE_S = 5.0
+"""Seconds after which a failed worker that has not ended has its traceback printed at once."""
+LATE_AFTER_PEER_S = 30.0
+"""The same for an error that only says that another rank is gone, since that rank's error explains it."""
+HEAD_LINES = 20
+"""Number of first lines of a long text that are kept besides its last ones."""
+MAX_BYTES = 40_000
+"""Largest size in bytes of such a text as JSON, since one message between nodes carries it."""
+MAX_FOLLOWERS = 8
+"""Largest number of workers that the final message names besides the one that failed first."""
+MAX_REASON = 200
+"""Largest number of characters of an error in the one line of a node other than the head."""
 COMMAND_LINES = 20
 """Number of last lines of a failed command that are printed at the end: enough for a short traceback."""
 # Signals by which torchrun ends the other workers once one has failed.
@@ -79,7 +84,8 @@ class RankRecord:
     def lines(self) -> tuple[str, ...]:
         """Return the lines for the user: the text without C++ frames, and of torchrun only its last error."""
         text = _STACK_IN_CPP.sub("", self.text)
-        if self.rank is None and (errors := list(_ERROR.finditer(text))):
+        errors = list(_ERROR.finditer(text))
+        if self.rank is None and errors:
             text = text[errors[-1].start() :]
         return limit_lines(text.rstrip("\n"))
 
@@ -88,7 +94,7 @@ def note_codes(env: Mapping[str, str], codes: Mapping[int, int], *, is_imgkits: 
     """Write the exit codes of a node's failed workers into the stop folder, for the node agent.
 
     torchrun's process calls this. A program of this package (`is_imgkits`) that ends with an exit code has
-    already printed or recorded the reason, so `of_node` does not count it as silent.
+    already printed or recorded the reason, so `find_node_failure` does not count it as silent.
     """
     content = {"is_imgkits": is_imgkits, "codes": {str(rank): code for rank, code in codes.items()}}
     with contextlib.suppress(KeyError, OSError):
@@ -104,7 +110,7 @@ def note_torchrun(env: Mapping[str, str], text: str) -> bool:
     return True
 
 
-def clear(stop_folder: Path) -> None:
+def clear_records(stop_folder: Path) -> None:
     """Remove the records and exit codes of an earlier attempt.
 
     Raises
@@ -115,19 +121,22 @@ def clear(stop_folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def records(stop_folder: Path) -> list[RankRecord]:
+def read_records(stop_folder: Path) -> list[RankRecord]:
     """Return the records that workers of this node have left, in the order of their times.
 
     Files that are not complete records are left out: a worker may be writing one now.
     """
     entries = []
     for path in stop_folder.glob(f"{RECORD}*"):
-        rank = path.name.removeprefix(RECORD)
+        suffix = path.name.removeprefix(RECORD)  # "3" for rank 3, or "torchrun"
+        if not suffix.isdigit() and suffix != _TORCHRUN:
+            continue
         with contextlib.suppress(OSError, ValueError):
             seconds, _, text = files.read_text(path, errors="replace").partition("\n")
             at = float(seconds)
-            if (rank.isdigit() or rank == _TORCHRUN) and math.isfinite(at):
-                entries.append(RankRecord(rank=int(rank) if rank.isdigit() else None, at=at, text=text))
+            rank = None if suffix == _TORCHRUN else int(suffix)
+            if math.isfinite(at):
+                entries.append(RankRecord(rank=rank, at=at, text=text))
     return sorted(entries, key=lambda record: record.at)
 
 
@@ -143,7 +152,7 @@ def _read_codes(stop_folder: Path) -> tuple[Mapping[int, int], bool]:
         return {}, False
 
 
-def of_node(stop_folder: Path, killed_by: int = 0) -> RankFailure | None:
+def find_node_failure(stop_folder: Path, killed_by: int = 0) -> RankFailure | None:
     """Return the worker of this node that failed first, or None if none is known to have failed.
 
     A worker with an error of its own comes first, then one that ended without a record (most often killed),
@@ -153,27 +162,27 @@ def of_node(stop_folder: Path, killed_by: int = 0) -> RankFailure | None:
     ----------
     killed_by : number of the signal that ended torchrun itself, or 0. Signals of the node agent do not count.
     """
-    (codes, is_imgkits), entries = _read_codes(stop_folder), records(stop_folder)
+    codes, is_imgkits = _read_codes(stop_folder)
+    entries = read_records(stop_folder)
     causes = [record for record in entries if not record.after_peer]
-    recorded = {record.rank for record in entries}
-    # Failed workers without a record that torchrun has not ended itself.
-    silent = [
-        rank
-        for rank, code in codes.items()
-        if rank not in recorded and code not in _BY_TORCHRUN and not (is_imgkits and code > 0)
-    ]
-    if not causes and (silent or killed_by):
-        rank = silent[0] if silent else None
-        code = codes[silent[0]] if silent else -killed_by
-        return RankFailure(rank=rank, code=code, age_ms=0, after_peer=False, log="")
+    if not causes:
+        recorded_ranks = {record.rank for record in entries}
+        for rank, code in codes.items():
+            has_reason = rank in recorded_ranks or (is_imgkits and code > 0)
+            if not has_reason and code not in _BY_TORCHRUN:
+                return RankFailure(rank=rank, code=code, age_ms=0, after_peer=False, log="")
+        if killed_by:
+            return RankFailure(rank=None, code=-killed_by, age_ms=0, after_peer=False, log="")
     if not entries:
         return None
-    record = (causes or entries)[0]
+    record = causes[0] if causes else entries[0]
     # torchrun leaves no codes if it was ended before it could. Python ends with 1 after an exception.
-    code = EXIT_NO if record.rank is None else codes.get(record.rank, EXIT_NO)
+    exit_code = EXIT_NO
+    if record.rank is not None:
+        exit_code = codes.get(record.rank, EXIT_NO)
     return RankFailure(
         rank=record.rank,
-        code=code,
+        code=exit_code,
         age_ms=max(0, int(1000 * (time.time() - record.at))),
         after_peer=not causes,
         log="",
@@ -181,7 +190,7 @@ def of_node(stop_folder: Path, killed_by: int = 0) -> RankFailure | None:
     )
 
 
-def of_command(code: int, output: str) -> RankFailure:
+def command_failure(code: int, output: str) -> RankFailure:
     """Return the failure of a command of dist-run --per-node.
 
     Parameters
@@ -189,7 +198,8 @@ def of_command(code: int, output: str) -> RankFailure:
     code : the command's exit code, or the negative number of the signal that ended it.
     output : the end of what the command has written to standard error.
     """
-    text = "\n".join(output.rstrip("\n").split("\n")[-COMMAND_LINES:])
+    last_lines = output.rstrip("\n").split("\n")[-COMMAND_LINES:]
+    text = "\n".join(last_lines)
     return RankFailure(
         rank=None,
         is_command=True,
@@ -208,16 +218,20 @@ def limit_lines(text: str) -> tuple[str, ...]:
     between them that counts the others.
     """
     lines = [shorten_message(line.expandtabs())[:LINE] for line in text.split("\n")]
-    result, size = list[str](), 0
+    head, tail = list[str](), list[str]()
+    size = 0
     # Take the head first and then the tail from its end, so that the middle is what does not fit.
     for position in (*range(min(HEAD_LINES, len(lines))), *range(len(lines) - 1, HEAD_LINES - 1, -1)):
-        size += len(json.dumps(lines[position])) + 2
-        if size > MAX_BYTES or len(result) >= LINES - 1:
-            omitted = len(lines) - len(result)
-            result.insert(HEAD_LINES, f"... {omitted} more lines in the full log ...")
+        size += len(json.dumps(lines[position])) + 2  # with ", " between two elements
+        number = len(head) + len(tail)
+        if size > MAX_BYTES or number >= LINES - 1:
+            head.append(f"... {len(lines) - number} more lines in the full log ...")
             break
-        result.insert(position if position < HEAD_LINES else HEAD_LINES, lines[position])
-    return tuple(result)
+        if position < HEAD_LINES:
+            head.append(lines[position])
+        else:
+            tail.append(lines[position])
+    return (*head, *reversed(tail))
 
 
 class LateRecords:
@@ -230,13 +244,14 @@ class LateRecords:
         self._folder = stop_folder
         self._reported: set[int | None] = set()
 
-    def look(self) -> Iterator[tuple[str, ...]]:
+    def new_reports(self) -> Iterator[tuple[str, ...]]:
         """Yield the lines of each new report, a title and the traceback. Call it about once a second."""
-        for record in records(self._folder):
+        for record in read_records(self._folder):
             late_s = LATE_AFTER_PEER_S if record.after_peer else LATE_S
             if record.rank not in self._reported and time.time() - record.at > late_s:
                 self._reported.add(record.rank)
-                title = f"{_name(record.rank)} has failed, and its process has not ended after {late_s:g} s"
+                name = _rank_name(record.rank)
+                title = f"{name} has failed, and its process has not ended after {late_s:g} s"
                 yield (title, *record.lines)
 
 
@@ -251,7 +266,7 @@ class NodeFailure:
     failure: RankFailure
 
 
-def first(reported: Iterable[NodeFailure]) -> NodeFailure | None:
+def first_failure(reported: Iterable[NodeFailure]) -> NodeFailure | None:
     """Return the failure that came first, or None without any.
 
     A failure that is a consequence of another rank's end counts only if there is no other.
@@ -259,7 +274,7 @@ def first(reported: Iterable[NodeFailure]) -> NodeFailure | None:
     return min(reported, key=lambda entry: (entry.failure.after_peer, entry.at), default=None)
 
 
-def of_run(
+def describe_run_failure(
     session: HeadSession, head: str, log: Callable[..., None], *, memory: str, of_previous: bool
 ) -> tuple[str, ...]:
     """Return the last lines that the head prints about a failed attempt. Empty if no failed worker is known.
@@ -271,22 +286,23 @@ def of_run(
     memory : the value of `explain.MEMORY`.
     of_previous : True for the attempt before the one that starts now.
     """
-    reported = [
-        NodeFailure(at=at, node=session.node_name(number) if number else head, failure=failure)
-        for at, number, failure in (session.previous_failures if of_previous else session.failures)
-    ]
-    cause = first(reported)
+    reported = []
+    for at, number, failure in session.previous_failures if of_previous else session.failures:
+        name = session.node_name(number) if number else head
+        reported.append(NodeFailure(at=at, node=name, failure=failure))
+    cause = first_failure(reported)
     if cause is None:
         return ()
-    if (
-        cause.failure.after_peer and session.placement.nnodes > 1
-    ):  # on several nodes, the node agents leave this explanation to the head
-        for explanation in explain.explain("\n".join(cause.failure.lines), memory=memory):
+    # On several nodes, the node agents leave this explanation to the head.
+    if cause.failure.after_peer and session.placement.nnodes > 1:
+        for explanation in explain.find_explanations("\n".join(cause.failure.lines), memory=memory):
             log(*explanation.lines)
-    return block(cause, reported, memory=memory)
+    return describe_failure(cause, reported, memory=memory)
 
 
-def block(cause: NodeFailure, reported: Sequence[NodeFailure] = (), *, memory: str = "") -> tuple[str, ...]:
+def describe_failure(
+    cause: NodeFailure, reported: Sequence[NodeFailure] = (), *, memory: str = ""
+) -> tuple[str, ...]:
     """Return the last lines of a failed run: rank, node, exit code, path of the log, and the traceback.
 
     Without a traceback, the last line says what usually ends a worker in this way.
@@ -299,10 +315,12 @@ def block(cause: NodeFailure, reported: Sequence[NodeFailure] = (), *, memory: s
     """
     failure = cause.failure
     followers = [_failed_name(entry.failure) for entry in reported if entry is not cause]
-    lines = [f"{_failed_name(failure)} on {cause.node} failed first: {ending(failure.code)}"]
+    lines = [f"{_failed_name(failure)} on {cause.node} failed first: {describe_ending(failure.code)}"]
     if followers:
-        rest = f" and {len(followers) - 8} more" if len(followers) > 8 else ""
-        lines.append(f"  then on other nodes: {', '.join(followers[:8])}{rest}")
+        names = ", ".join(followers[:MAX_FOLLOWERS])
+        if len(followers) > MAX_FOLLOWERS:
+            names += f" and {len(followers) - MAX_FOLLOWERS} more"
+        lines.append(f"  then on other nodes: {names}")
     lines.append(f"  full log on that node: {failure.log}" if failure.log else "  there is no full log")
     if failure.lines:
         return (*lines, *failure.lines)
@@ -311,27 +329,30 @@ def block(cause: NodeFailure, reported: Sequence[NodeFailure] = (), *, memory: s
     return (*lines, _SILENT.get(failure.code, _NO_REASON))
 
 
-def one_line(entry: NodeFailure) -> str:
+def summarize_failure(entry: NodeFailure) -> str:
     """Return the line about the failed worker of a node, which nodes other than the head print.
 
     An example is ``rank 3 on n2 failed, exit code 1: ValueError: no data; full log: /logs/errors-n2.log``.
     """
     failure = entry.failure
-    last = next((line for line in reversed(failure.lines) if line.strip()), "")
-    reason = f": {shorten_message(last.strip())[:200]}" if last else ""
-    log = f"; full log: {failure.log}" if failure.log else ""
-    return f"{_failed_name(failure)} on {entry.node} failed, {ending(failure.code)}{reason}{log}"
+    text = f"{_failed_name(failure)} on {entry.node} failed, {describe_ending(failure.code)}"
+    filled_lines = [line.strip() for line in failure.lines if line.strip()]
+    if filled_lines:
+        text += f": {shorten_message(filled_lines[-1])[:MAX_REASON]}"
+    if failure.log:
+        text += f"; full log: {failure.log}"
+    return text
 
 
-def _name(rank: int | None) -> str:
+def _rank_name(rank: int | None) -> str:
     return _TORCHRUN if rank is None else f"rank {rank}"
 
 
 def _failed_name(failure: RankFailure) -> str:
-    return "the command" if failure.is_command else _name(failure.rank)
+    return "the command" if failure.is_command else _rank_name(failure.rank)
 
 
-# What `block` prints about a worker without a traceback, by the signal that ended it.
+# What `describe_failure` prints about a worker without a traceback, by the signal that ended it.
 _NO_REASON = "it left no traceback; what it printed is above and in the full log"
 _STACK = "it left no traceback; a program of dist-run prints one with PYTHONFAULTHANDLER=1"
 _SILENT = {
@@ -342,7 +363,7 @@ _SILENT = {
 _KILLED = "it left no traceback; most often the kernel has killed it because memory ran out"
 
 
-def ending(code: int) -> str:
+def describe_ending(code: int) -> str:
     """Return how a worker has ended: ``exit code 1``, or ``killed by SIGKILL`` for -9."""
     if code >= 0:
         return f"exit code {code}"
@@ -363,17 +384,17 @@ def write_log(text: str, folder: str, node: str, attempt: int) -> str:
     folder : the folder of the user's logs or of the run. Empty for a temporary folder.
     node : the node's part of the file's name, which must differ between the node agents of a run.
     """
-    name = f"errors-{node}" + (f"-attempt{attempt}" if attempt > 1 else "")
+    name = f"errors-{node}"
+    if attempt > 1:
+        name += f"-attempt{attempt}"
     content = terminal.escape_controls(terminal.strip_styles(text), keep="\n\t")
-    for path in (PurePath(folder, f"{name}.log") if folder else None, None):
+    for parent in (folder, "") if folder else ("",):
         try:
-            if path is not None:
-                target = Path(path)
-                target.parent.mkdir(parents=True, exist_ok=True)
-            else:
-                target = Path(tempfile.mkdtemp(prefix="imgkit-")) / f"{name}.log"
-            files.write_file(target, content)
+            if parent:
+                Path(parent).mkdir(parents=True, exist_ok=True)
+            path = Path(parent or tempfile.mkdtemp(prefix="imgkit-"), f"{name}.log")
+            files.write_file(path, content)
         except OSError:
             continue
-        return str(target.absolute())
+        return str(path.absolute())
     return ""

@@ -69,9 +69,9 @@ class GpuMonitor:
             )
             self._output = self._process.stdout
             assert self._output is not None  # noqa: S101 - it is a pipe
-            os.set_blocking(self._output.fileno(), False)  # `read` must not wait for the next reading
+            os.set_blocking(self._output.fileno(), False)  # `read_use` must not wait for the next reading
 
-    def read(self) -> GpuUse | None:
+    def read_use(self) -> GpuUse | None:
         """Read what nvidia-smi has printed, and return the use since the start.
 
         Return None if there is no new reading.
@@ -81,12 +81,14 @@ class GpuMonitor:
         data = self._output.read() or b""
         # The last part has no line end yet, and belongs to the next call.
         *lines, self._partial_line = (self._partial_line + data).split(b"\n")
-        matches = [match for match in map(_READING.fullmatch, lines) if match]
-        for match in matches:
-            self._readings += 1
-            self._percent_sum += int(match[1])
-            self._peak_MiB = max(self._peak_MiB, int(match[2]))
-        if not matches:
+        before = self._readings
+        for line in lines:
+            match = _READING.fullmatch(line)
+            if match:
+                self._readings += 1
+                self._percent_sum += int(match[1])
+                self._peak_MiB = max(self._peak_MiB, int(match[2]))
+        if self._readings == before:
             return None
         return GpuUse(
             readings=self._readings,
@@ -102,7 +104,7 @@ class GpuMonitor:
                 self._process.wait(_END_S)
 
 
-def combine(uses: Collection[GpuUse]) -> GpuUse | None:
+def combine_uses(uses: Collection[GpuUse]) -> GpuUse | None:
     """Return the use of several nodes together, or None if no node has a reading.
 
     The percentage is the mean of all readings, and the memory is that of the GPU that used most.

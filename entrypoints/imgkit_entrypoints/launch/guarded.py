@@ -105,7 +105,7 @@ class GuardedCommand:
         """Return the descriptor that becomes readable when the guard reports something."""
         return self._status
 
-    def read(self) -> bool:
+    def read_reports(self) -> bool:
         """Handle the guard's new reports. Return False once no process of the command is left.
 
         Raises
@@ -121,13 +121,13 @@ class GuardedCommand:
             self._handle_report(line.decode())
         return bool(data)  # end of file: the guard has ended, and everything below it
 
-    def send(self, step: str) -> None:
+    def send_step(self, step: str) -> None:
         """Have the guard take one step towards the end: ``signal N``, ``terminate`` or ``kill``."""
         self._is_forced = True
         with contextlib.suppress(OSError):  # the guard has ended by itself
             os.write(self._control, f"{step}\n".encode())
 
-    def wait(self) -> int:
+    def wait_for_guard(self) -> int:
         """Close the pipes, wait for the guard, and return the command's exit code."""
         self.close()
         self._process.wait()
@@ -138,7 +138,7 @@ class GuardedCommand:
         self._copier.join(timeout=2.0)
         return self.code
 
-    def tail(self) -> str:
+    def output_tail(self) -> str:
         """Return the end of the command's error output, including the lines that were not printed."""
         return self._copier.tail().decode(errors="replace").replace(MARK, "")
 
@@ -192,7 +192,7 @@ class _Copier(threading.Thread):
 
     def run(self) -> None:
         """Copy until every process has closed the other end."""
-        target: int | None = 2
+        target: int | None = 2  # standard error
         while data := os.read(self._source.fileno(), 65536):
             self._chunks.append(data)
             self._size += len(data)
@@ -216,8 +216,9 @@ class _Copier(threading.Thread):
                 # The empty line after a hidden stack belongs to it.
                 is_end = self._is_hidden and _EMPTY.fullmatch(line) is not None
                 self._is_hidden = is_end or _LOG_ONLY.match(line) is not None
-                if _NO_HOST_NAME in line:
-                    self._is_hidden, self._has_warned = self._has_warned, True  # only the first is shown
+                if _NO_HOST_NAME in line:  # only the first such line is shown
+                    self._is_hidden = self._has_warned
+                    self._has_warned = True
             self._in_line = not line.endswith(b"\n")
             if not self._is_hidden:
                 yield line
@@ -227,9 +228,11 @@ END_STEP_S = 5.0
 """Seconds between HUP, QUIT and KILL."""
 QUICK_STEP_S = 2.0
 """Seconds between HUP and KILL if the program cannot save any more, since other nodes of its run are gone."""
-# Commands to the guard. HUP and QUIT go to torchrun alone, and "terminate" is TERM for every process.
-_HUP, _QUIT = (f"signal {int(number)}" for number in (signal.SIGHUP, signal.SIGQUIT))
-_TERMINATE, _KILL = "terminate", "kill"
+# Commands to the guard. HUP and QUIT go to torchrun alone.
+_HUP = f"signal {int(signal.SIGHUP)}"
+_QUIT = f"signal {int(signal.SIGQUIT)}"
+_TERMINATE = "terminate"  # TERM for every process
+_KILL = "kill"
 
 
 class Deadline:
@@ -269,7 +272,8 @@ class Deadline:
         now = time.monotonic()
         if not self.has_begun:
             self.reason, self.at = reason, now
-        self._step_s, self._steps = self._quick_step_s, [step for step in self._steps if step != _QUIT]
+        self._step_s = self._quick_step_s
+        self._steps = [step for step in self._steps if step != _QUIT]
         self.at = min(self.at, now + self._quick_step_s)
 
     def is_due(self) -> bool:
@@ -281,5 +285,7 @@ class Deadline:
         step = self._steps.pop(0)
         self.has_begun = True
         self.is_forced = step != _TERMINATE
-        self.at = time.monotonic() + self._step_s if self._steps else float("inf")
+        self.at = float("inf")
+        if self._steps:
+            self.at = time.monotonic() + self._step_s
         return step

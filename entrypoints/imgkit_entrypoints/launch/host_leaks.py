@@ -86,7 +86,7 @@ class CleanEnvironment:
                 raise UsageError(problem, where=str(link.parent), hint=hint) from error
 
 
-def clean(
+def clean_environment(
     env: Mapping[str, str],
     image_env: Mapping[str, str] | None,
     *,
@@ -106,32 +106,37 @@ def clean(
     exists : returns whether a path exists in the container.
     """
     image = image_env or {}
-    # A variable with the image's own value does not come from the host.
-    names = [
-        name
-        for name, value in env.items()
-        if image.get(name) != value and not any(fnmatchcase(name, pattern) for pattern in keep)
-    ]
-    is_launched = not is_mpi_rank and any(name in env for name in _OF_LAUNCHER)
-    unset = [name for name in names if is_launched and _MPI.match(name)]
-    parts = _counted(unset)
+    names = []
+    for name, value in env.items():
+        is_kept = any(fnmatchcase(name, pattern) for pattern in keep)
+        # A variable with the image's own value does not come from the host.
+        if not is_kept and image.get(name) != value:
+            names.append(name)
+    unset = []
+    if not is_mpi_rank and any(name in env for name in _OF_LAUNCHER):
+        unset = [name for name in names if _MPI.match(name)]
+    parts = _count_by_prefix(unset)
     changes: dict[str, str] = {}
     if "LD_PRELOAD" in names:
-        changes["LD_PRELOAD"] = " ".join(_loadable(env["LD_PRELOAD"], exists))
+        changes["LD_PRELOAD"] = " ".join(_loadable_libraries(env["LD_PRELOAD"], exists))
     # Outside of a container, a virtual environment is the user's own.
     if image_env is not None or any(name in env for name in _CONTAINER):
-        changes |= _without_python(env, names, image, prefix)
+        changes |= _remove_host_python(env, names, image, prefix)
     changes = {name: value for name, value in changes.items() if value != env[name]}
     parts += changes
     unset += [name for name, value in changes.items() if not value]
-    tmpdir = env.get("TMPDIR", "") if "TMPDIR" in names and len(env["TMPDIR"]) > MOST_TMPDIR else ""
-    if tmpdir:
+    limits_core = CORE not in keep and resource.getrlimit(resource.RLIMIT_CORE)[0] != 0
+    if limits_core:
+        parts.append("core dumps")
+    texts = []
+    if parts:
+        texts.append(f"without {', '.join(parts)} of the host")
+    tmpdir = ""
+    if "TMPDIR" in names and len(env["TMPDIR"]) > MOST_TMPDIR:
+        tmpdir = env["TMPDIR"]
         digest = hashlib.sha256(tmpdir.encode()).hexdigest()[:8]
         changes["TMPDIR"] = f"/tmp/imgkit-tmp-{os.geteuid()}-{digest}/t"  # noqa: S108 - the user's own folder in it
-    limits_core = CORE not in keep and resource.getrlimit(resource.RLIMIT_CORE)[0] != 0
-    parts += ["core dumps"] if limits_core else []
-    texts = [f"without {', '.join(parts)} of the host"] if parts else []
-    texts += [f"with TMPDIR={changes['TMPDIR']} for a path of {len(tmpdir)} characters"] if tmpdir else []
+        texts.append(f"with TMPDIR={changes['TMPDIR']} for a path of {len(tmpdir)} characters")
     text = f"workers start {' and '.join(texts)} (to keep one: --keep-env NAME)" if texts else ""
     return CleanEnvironment(
         env={name: value for name, value in changes.items() if value},
@@ -143,26 +148,30 @@ def clean(
 
 
 def may_remove(name: str) -> bool:
-    """Return whether `clean` may remove or change this variable of a user."""
+    """Return whether `clean_environment` may remove or change this variable of a user."""
     return _MPI.match(name) is not None or name in ("LD_PRELOAD", "TMPDIR", "PYTHONPATH", *_OF_PYTHON)
 
 
-def _counted(names: Sequence[str]) -> list[str]:
+def _count_by_prefix(names: Sequence[str]) -> list[str]:
     """Return one text for all variables of each prefix, such as ``PMIX_* (12)``."""
     prefixes = [name.partition("_")[0] for name in names]
     return [f"{prefix}_* ({prefixes.count(prefix)})" for prefix in dict.fromkeys(prefixes)]
 
 
-def _loadable(preload: str, exists: Callable[[str], bool]) -> list[str]:
+def _loadable_libraries(preload: str, exists: Callable[[str], bool]) -> list[str]:
     """Return the libraries of an LD_PRELOAD that exist here, without XALT, which counts jobs of the host.
 
     A name without a slash stays: the loader searches for it on the library path.
     """
-    libraries = re.split(r"[\s:]+", preload.strip())
-    return [path for path in libraries if "xalt" not in path.lower() and ("/" not in path or exists(path))]
+    libraries = []
+    for path in re.split(r"[\s:]+", preload.strip()):
+        can_load = "/" not in path or exists(path)
+        if can_load and "xalt" not in path.lower():
+            libraries.append(path)
+    return libraries
 
 
-def _without_python(
+def _remove_host_python(
     env: Mapping[str, str], names: Sequence[str], image: Mapping[str, str], prefix: str
 ) -> dict[str, str]:
     """Return new values for variables of Python, without what belongs to a Python of the host.
@@ -182,10 +191,8 @@ def _without_python(
     for name in _OF_PYTHON:
         if name in names and env[name] != prefix:
             changes[name] = ""
-            programs = f"{env[name]}/bin"
-            path = [
-                folder for folder in changes.get("PATH", env.get("PATH", "")).split(":") if folder != programs
-            ]
             if "PATH" in env:
-                changes["PATH"] = ":".join(path)
+                folders = changes.get("PATH", env["PATH"]).split(":")
+                programs = f"{env[name]}/bin"
+                changes["PATH"] = ":".join(folder for folder in folders if folder != programs)
     return changes

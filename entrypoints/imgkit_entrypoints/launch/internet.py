@@ -79,7 +79,7 @@ class OfflineSettings:
     """Lines for the user about services that this node cannot reach, or that fill the home directory."""
 
 
-def settings(
+def offline_settings(
     env: Mapping[str, str],
     *,
     has_package: Callable[[str], bool],

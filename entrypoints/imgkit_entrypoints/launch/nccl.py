@@ -48,6 +48,7 @@ _PROBLEMS = "\nErrors\n======\n"
 _OTHERS = re.compile(r"Warnings|=+")
 # "  Rank 3 -- GPU 3 managed by process 4711 on node n2"
 _RANK = re.compile(r"  Rank (\d{1,9}) -- GPU [^-]{1,40} managed by process \d+ on node (\S+)")
+_RANK_NUMBER = re.compile(r"(?m)^  Rank (\d{1,9}) -- ")
 
 
 def ras_address(env: Mapping[str, str]) -> tuple[str, int] | None:
@@ -61,7 +62,7 @@ def ras_address(env: Mapping[str, str]) -> tuple[str, int] | None:
     return host.strip("[]"), number
 
 
-def question(env: Mapping[str, str]) -> Question | None:
+def ask_about_hang(env: Mapping[str, str]) -> Question | None:
     """Start a question to the NCCL of the workers of `env`. Return None if it cannot be asked."""
     address = ras_address(env)
     return Question(*address) if address else None
@@ -89,7 +90,10 @@ class Question:
         """Ask, and set `lines` to the report or to the reason why there is none."""
         name = f"NCCL's RAS ({host}:{port})"
         try:
-            self.lines = [f"  {name}:", *(f"    {line}" for line in report(_answer(host, port)))]
+            self.lines = [
+                f"  {name}:",
+                *(f"    {line}" for line in summarize_answer(_read_answer(host, port))),
+            ]
         except (ConnectionError, socket.gaierror):
             return  # NCCL is older, has no communicator yet, or has ended
         except TimeoutError:
@@ -98,7 +102,7 @@ class Question:
             self.lines = [f"  {name} sent an unreadable answer: {error}"]
 
 
-def _answer(host: str, port: int) -> bytes:
+def _read_answer(host: str, port: int) -> bytes:
     """Return NCCL's answer to VERBOSE STATUS.
 
     Raises
@@ -126,7 +130,7 @@ def _answer(host: str, port: int) -> bytes:
     raise TimeoutError
 
 
-def report(answer: bytes) -> list[str]:
+def summarize_answer(answer: bytes) -> list[str]:
     """Return the errors and warnings in NCCL's answer to VERBOSE STATUS.
 
     After `SHOWN` lines, one more line counts the rest. Ranks that NCCL lists one below the other become one
@@ -140,22 +144,29 @@ def report(answer: bytes) -> list[str]:
     if not separator:
         raise ValueError("it contains no list of errors")
     lines = [line for line in problems.split("\n") if line and not _OTHERS.fullmatch(line)]
-    entries = [re.sub("[^ -~]", "?", line)[:_LONGEST] for line in _folded(lines)]
-    if not entries:
+    if not lines:
         return ["all ranks of all communicators answer, and have launched the same number of collectives"]
-    rest = [f"and {len(entries) - SHOWN} more lines"] if entries[SHOWN:] else []
-    return entries[:SHOWN] + rest
+    entries = [re.sub("[^ -~]", "?", line)[:_LONGEST] for line in _fold_ranks(lines)]
+    if len(entries) > SHOWN:
+        entries[SHOWN:] = [f"and {len(entries) - SHOWN} more lines"]
+    return entries
 
 
-def _folded(lines: list[str]) -> Iterator[str]:
+def _fold_ranks(lines: list[str]) -> Iterator[str]:
     """Yield `lines`, with one line for consecutive ranks of a node: ``  Ranks 0-3,5 on node n2``."""
-    matches = ((line, _RANK.fullmatch(line)) for line in lines)
-    for node, pairs in groupby(matches, lambda pair: pair[1][2] if pair[1] else None):
-        group = list(pairs)
-        if node is None or len(group) == 1:
-            yield from (line for line, _ in group)
+    for node, group in groupby(lines, _node_of_rank_line):
+        node_lines = list(group)
+        if node is None or len(node_lines) == 1:
+            yield from node_lines
         else:
-            yield f"  Ranks {number_ranges(match[1] for _, match in group if match)} on node {node}"
+            ranks = _RANK_NUMBER.findall("\n".join(node_lines))
+            yield f"  Ranks {number_ranges(ranks)} on node {node}"
+
+
+def _node_of_rank_line(line: str) -> str | None:
+    """Return the node that a line about a rank names, or None for any other line."""
+    match = _RANK.fullmatch(line)
+    return match[2] if match else None
 
 
 DUMP_PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
@@ -175,23 +186,29 @@ def recorder_variables(env: Mapping[str, str], torch: str, job_id: str) -> dict[
     """
     if env.get("IMGKIT_DEVICE") != "cuda":
         return {}
-    folder = None if any(name in env for name in DUMP_PREFIXES) else _folder(env)
-    prefix = str(folder / f"nccl-{re.sub('[^A-Za-z0-9.-]', '_', job_id)}-rank-") if folder else ""
-    version = re.match(r"([0-9]{1,9})\.([0-9]{1,9})", torch)
+    prefix = ""
+    if not any(name in env for name in DUMP_PREFIXES):
+        folder = _recorder_folder(env)
+        if folder:
+            job_name = re.sub("[^A-Za-z0-9.-]", "_", job_id)
+            prefix = str(folder / f"nccl-{job_name}-rank-")
     variables = {
         # torchrun sets this to 1, and NCCL is then torn down during the dump. 3 is torch's own default.
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     }
-    if version and tuple(map(int, version.groups())) >= RENAMED:
-        variables[DUMP_PREFIXES[0]] = prefix
+    match = re.match(r"([0-9]{1,9})\.([0-9]{1,9})", torch)
+    if match and (int(match[1]), int(match[2])) >= RENAMED:
+        prefix_variable = DUMP_PREFIXES[0]
     else:
-        variables |= {DUMP_PREFIXES[1]: prefix, "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
-    unused = set(env) if prefix else {*env, *DUMP_PREFIXES}
-    return {name: value for name, value in variables.items() if name not in unused}
+        prefix_variable = DUMP_PREFIXES[1]
+        variables["TORCH_NCCL_TRACE_BUFFER_SIZE"] = "2000"
+    if prefix:
+        variables[prefix_variable] = prefix
+    return {name: value for name, value in variables.items() if name not in env}
 
 
-def _folder(env: Mapping[str, str]) -> Path | None:
+def _recorder_folder(env: Mapping[str, str]) -> Path | None:
     """Return the folder for the recorder's files: the run's folder, or else the one for temporary files.
 
     torch follows links. So if other users can write to that folder, return a private folder in it, or None if
@@ -221,16 +238,18 @@ def recorder_dumps(env: Mapping[str, str], since: float) -> str:
     if not prefix:
         return ""
     folder, name = Path(prefix).parent, Path(prefix).name
-    written = [path for path in folder.glob(f"{name}*") if path.stat().st_mtime >= since]
-    if not written:
+    new_files = [path for path in folder.glob(f"{name}*") if path.stat().st_mtime >= since]
+    if not new_files:
         return ""
-    ranks = ", ".join(sorted((path.name.removeprefix(name) for path in written), key=_as_number))
+    suffixes = [path.name.removeprefix(name) for path in new_files]
+    ranks = ", ".join(sorted(suffixes, key=_number_key))
     return (
         f"NCCL's flight recorder has written {prefix}N for rank {ranks}, with the collectives. "
         f"To compare them: torchfrtrace --prefix {name} {folder}"
     )
 
 
-def _as_number(text: str) -> tuple[int, str]:
+def _number_key(text: str) -> tuple[int, str]:
     """Return a sort key: texts that are not numbers first, then numbers by value."""
-    return (-1 if (number := parse_digits(text)) is None else number, text)
+    number = parse_digits(text)
+    return (-1 if number is None else number, text)

@@ -58,7 +58,7 @@ def placeholder_values(order: AttemptStart, node_rank: int, nproc: int, run_dir:
     }
 
 
-def fill(argv: Iterable[str], values: Mapping[str, str]) -> list[str]:
+def fill_placeholders(argv: Iterable[str], values: Mapping[str, str]) -> list[str]:
     """Return `argv` with `values` in place of the placeholders. All other braces stay as they are.
 
     With ``{"port": "29500", ...}``, ``["--port={port}", "{{port}}", "{x}"]`` becomes
@@ -72,11 +72,11 @@ def fill(argv: Iterable[str], values: Mapping[str, str]) -> list[str]:
 
 
 def uses_placeholder(argv: Iterable[str], name: str) -> bool:
-    """Return whether `fill` would replace the placeholder `name`."""
+    """Return whether `fill_placeholders` would replace the placeholder `name`."""
     return any(match[2] == name for arg in argv for match in _PLACEHOLDER.finditer(arg))
 
 
-def variables(values: Mapping[str, str]) -> dict[str, str]:
+def placeholder_variables(values: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables with the values of the placeholders, such as MASTER_ADDR."""
     return {variable: values[name] for name, variable in PLACEHOLDERS.items() if variable}
 

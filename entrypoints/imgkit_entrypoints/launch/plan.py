@@ -1,7 +1,7 @@
-"""The whole decision about a launch: what a command line requests, and the plan that `make` derives from it.
+"""The whole decision about a launch: what a command line requests, and the plan that is derived from it.
 
-This module reads nothing from the machine: the facts about it come in as arguments. The plan's argv has
-markers for values that are known only after all nodes have met. `fill` replaces these markers.
+This module reads nothing from the machine: the facts about it come in as arguments of `decide_launch`. The
+plan's argv has markers for values that are known only after all nodes have met. `fill_markers` replaces them.
 """
 
 from __future__ import annotations
@@ -120,6 +120,31 @@ _WIDEST = 24
 # Kubeflow's operators give the number of processes in this variable. The plan reads it, and removes it from
 # the environment, since torchrun would read it as well.
 _PET_NPROC = "PET_NPROC_PER_NODE"
+# A larger number of processes on a node is a typing error.
+_MAX_NPROC = 999_999
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartMessages:
+    """What a start prints besides the plan's values."""
+
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    """Lines about what is different for the workers on this node."""
+    hidden: frozenset[str] = frozenset()
+    """Notes and warnings that do not matter here, such as about an unused network. ``-v`` prints them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSetup:
+    """What has to be made on this node before the workers start."""
+
+    links: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Libraries of the host that the workers load: path in the container by the name that programs open."""
+    environment: CleanEnvironment = dataclasses.field(default_factory=CleanEnvironment)
+    """The settings of the host that the workers do not get."""
+    cache: CompileCache | None = None
+    """The folder of compiled code on this node. With None, the programs choose their own folders."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,21 +165,12 @@ class LaunchPlan:
     """Variables that are removed from the workers' environment."""
     decisions: tuple[Decision, ...]
     """The values that imgkit or the user has chosen, each with its reason."""
-    warnings: tuple[str, ...]
-    links: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Libraries of the host that the workers load: path in the container by the name that programs open."""
+    messages: StartMessages = StartMessages()
+    setup: NodeSetup = dataclasses.field(default_factory=NodeSetup)
     image: str = ""
     """Why a value that the image set counts as the user's. Empty if the image's variables are known."""
     secret: str = ""
     """The source of the roll call's secret, for a dry run. Empty without a secret, and on one node."""
-    environment: CleanEnvironment = dataclasses.field(default_factory=CleanEnvironment)
-    """The settings of the host that the workers do not get."""
-    cache: CompileCache | None = None
-    """The folder of compiled code on this node. With None, the programs choose their own folders."""
-    notes: tuple[str, ...] = ()
-    """Lines about what is different for the workers on this node."""
-    hidden: frozenset[str] = frozenset()
-    """Notes and warnings that do not matter here, such as about an unused network. ``-v`` prints them."""
 
     def announcements(self, *, verbose: bool) -> Iterator[str]:
         """Yield the lines that the head prints at the start.
@@ -162,54 +178,64 @@ class LaunchPlan:
         There are few lines, with at most `MAX_WARNINGS` about warnings. With `verbose`, all values and
         warnings follow, with their reasons.
         """
-        nnodes, device = self.placement.nnodes, self.env.get("IMGKIT_DEVICE", "")
-        nodes = "1 node" if nnodes == 1 else f"{nnodes} nodes"
-        processes = "1 process" if self.nproc == 1 else f"{self.nproc} processes"
-        if self.mode == "per-node":
-            processes = "1 command"
-        each = " on each" if nnodes > 1 else ""
-        yield f"{nodes}, {processes}{each}, {device}" + ("" if verbose else " (to see why: -v)")
-        yield from (text for text in self.notes if verbose or text not in self.hidden)
         if verbose:
+            yield self._title()
+            yield from self.messages.notes
             yield from (str(decision) for decision in self.decisions if decision.used)
-            yield from self.warnings
+            yield from self.messages.warnings
             return
-        warnings = [text for text in self.warnings if text not in self.hidden]
-        # One line is for the number of the others.
-        visible = warnings if len(warnings) <= MAX_WARNINGS else warnings[: MAX_WARNINGS - 1]
+        yield f"{self._title()} (to see why: -v)"
+        hidden = self.messages.hidden
+        yield from (text for text in self.messages.notes if text not in hidden)
+        warnings = [text for text in self.messages.warnings if text not in hidden]
+        visible = warnings
+        if len(warnings) > MAX_WARNINGS:
+            visible = warnings[: MAX_WARNINGS - 1]  # the last line is for the number of the others
         yield from (f"warning: {text}" for text in visible)
         if len(visible) < len(warnings):
             yield f"{len(warnings) - len(visible)} more warnings (to see them: -v)"
 
+    def _title(self) -> str:
+        """Return the size of the run, such as ``2 nodes, 4 processes on each, cuda``."""
+        nnodes = self.placement.nnodes
+        processes = "1 process" if self.nproc == 1 else f"{self.nproc} processes"
+        if self.mode == "per-node":
+            processes = "1 command"
+        device = self.env.get("IMGKIT_DEVICE", "")
+        if nnodes == 1:
+            return f"1 node, {processes}, {device}"
+        return f"{nnodes} nodes, {processes} on each, {device}"
+
     def lines(self) -> Iterator[str]:
         """Yield the text of ``--dry-run``: each value with its source, the warnings, and the command."""
-        rows = [*self._values()]
-        names, values = (max(len(row[column]) for row in rows) for column in (0, 1))
+        rows = list(self._values())
+        name_width = max(len(name) for name, _, _ in rows)
+        value_width = min(_WIDEST, max(len(value) for _, value, _ in rows))
         for name, value, source in rows:
-            yield f"{name:{names}}  {value:{min(values, _WIDEST)}}  {source}".rstrip()
-        yield from (f"note: {text}" for text in self.notes)
-        yield from (f"warning: {text}" for text in self.warnings)
+            yield f"{name:{name_width}}  {value:{value_width}}  {source}".rstrip()
+        yield from (f"note: {text}" for text in self.messages.notes)
+        yield from (f"warning: {text}" for text in self.messages.warnings)
         yield f"command: {shlex.join(self.argv)}"
 
     def _values(self) -> Iterator[tuple[str, str, str]]:
         """Yield the name, the value and the source of everything that the plan decides."""
-        placement, source = self.to_dict()["placement"], self.placement.source
+        placement = self.to_dict()["placement"]
         default = {"nnodes": "this machine alone", "node_rank": "the only node", "port": "from the job id"}
         yield "scheduler", self.placement.scheduler, ""
         for name in ("nnodes", "node_rank", "hosts", "head", "port", "job_id"):
-            value = placement[name]
-            text = ",".join(value) if name == "hosts" else str(value)
-            yield name, text or "-", source.get(name, "") or default.get(name, "")
+            text = ",".join(placement[name]) if name == "hosts" else str(placement[name])
+            source = self.placement.source.get(name) or default.get(name, "")
+            yield name, text or "-", source
         yield "max_failures", str(self.max_failures), "failures that the run survives"
         starters = {"torchrun": "torchrun", "direct": self.placement.scheduler, "per-node": "the command"}
         yield "mode", self.mode, f"{starters[self.mode]} starts the workers"
         yield "secret", self.secret or "-", "" if self.secret else "not needed, or none is set"
         if self.image and any(decision.origin == "user" for decision in self.decisions):
             yield "image", "unknown", self.image
-        decided = {decision.variable for decision in self.decisions}
         for decision in self.decisions:
             reason = decision.reason if decision.used else f"not set: {decision.reason}"
             yield decision.variable, decision.value or "-", reason
+        decided = {decision.variable for decision in self.decisions}
         for name, value in self.env.items():
             if name not in decided:
                 yield name, value, "set by imgkit for the workers"
@@ -242,12 +268,12 @@ class LaunchPlan:
             "env": dict(self.env),
             "unset": list(self.unset),
             "decisions": [dataclasses.asdict(decision) for decision in self.decisions],
-            "notes": list(self.notes),
-            "warnings": list(self.warnings),
+            "notes": list(self.messages.notes),
+            "warnings": list(self.messages.warnings),
         }
 
 
-def make(
+def decide_launch(
     request: Request,
     worker: Sequence[str],
     *,
@@ -272,75 +298,93 @@ def make(
     ------
     NoPlan : no launch can work, since the recipe's GPUs are not visible, or the nodes could not connect.
     """
-    device = _device(request, host, system, env)
+    device = _choose_device(request, host, system, env)
     network = fabric.choose_fabric(host, system, env, nnodes=placement.nnodes, head=placement.head)
-    blockers = (*network.refusals, *(network.blockers if placement.nnodes > 1 else ()))
-    if blockers and device.value == "cuda":
-        raise NoPlan(
-            blockers[0].what,
-            where=f"fabric {network.kind}",
-            hint=f"{blockers[0].fix}; --device cpu runs over gloo",
-        )
-    nproc = _nproc(request, device.value, host, placement, env)
-    binding = cores.CpuBinding()  # without a reason, it is not shown
-    if not request.binds_cpus:
-        binding = cores.CpuBinding(reason="--no-cpu-binding")
-    elif device.value == "cuda" and not request.is_per_node and not placement.direct:
-        binding = cores.choose_binding(host, int(nproc.value), env)
-    threads = _threads(host, int(nproc.value), binding, system, env)
-    decided = dict(network.env)
+    if device.value == "cuda":
+        _refuse_blocked_network(network, placement)
+    nproc = _choose_nproc(request, device.value, host, placement, env)
+    binding = _choose_binding(request, device.value, host, placement, int(nproc.value), env)
+    threads = _choose_threads(host, int(nproc.value), binding, system, env)
+    chosen = dict(network.env)
     if threads and threads.origin != "user":
-        decided[threads.variable] = threads.value
+        chosen[threads.variable] = threads.value
     if binding.value:
-        decided[cores.VARIABLE] = binding.value
+        chosen[cores.VARIABLE] = binding.value
     # IMGKIT_DECIDED names the variables that are imgkit's choice, and not the user's.
-    variables = {"IMGKIT_DEVICE": device.value, "IMGKIT_DECIDED": ",".join(sorted(decided)), **decided}
-    command = tuple(worker)
+    variables = {"IMGKIT_DEVICE": device.value, "IMGKIT_DECIDED": ",".join(sorted(chosen)), **chosen}
+    # torchrun reads PET_* as defaults of its flags, and fails with some that operators set, such as
+    # PET_STANDALONE="".
+    unset = sorted(name for name in env if name.startswith("PET_"))
     mode: Mode = "torchrun"
     if placement.direct is not None:
         mode = "direct"
-        variables |= _ranks(placement)
+        argv = tuple(worker)
+        variables |= _rank_variables(placement)
     elif request.is_per_node:
         mode = "per-node"
-        command += request.worker_args if placement.node_rank else ()
+        argv = tuple(worker)
+        if placement.node_rank > 0:
+            argv += request.worker_args
+        unset += [name for name in per_node.RANK_VARIABLES if name in env]
     else:
-        command = (*_torchrun(torchrun, request, placement, host, nproc.value), *command)
+        argv = (*_torchrun_argv(torchrun, request, placement, host, nproc.value), *worker)
         # apps/torchrun.py reads IMGKIT_START. Forks were not tried with CUDA, and a user's program may not
         # work in one.
-        forks = request.start == "fork" or (request.start == "auto" and is_imgkits and device.value == "cpu")
+        can_fork = is_imgkits and device.value == "cpu"
+        forks = request.start == "fork" or (request.start == "auto" and can_fork)
         variables["IMGKIT_START"] = "fork" if forks else "exec"
-    network_warnings = tuple(map(str, network.warnings))
+    network_warnings = tuple(str(finding) for finding in network.warnings)
     # On one node, Gloo uses the loopback interface. Warnings about the cluster's network do not matter then.
     uses_network = device.value == "cuda" or placement.nnodes > 1
     cpus = Decision(cores.VARIABLE, binding.value, binding.reason, used=bool(binding.value))
     own_decisions = (decision for decision in (device, nproc, cpus, threads) if decision and decision.reason)
     return LaunchPlan(
         placement=placement,
-        max_failures=_max_failures(request, placement),
+        max_failures=_choose_max_failures(request, placement),
         mode=mode,
         nproc=int(nproc.value),
-        argv=command,
+        argv=argv,
         env=variables,
-        # torchrun reads PET_* as defaults of its flags, and fails with some that operators set, such as
-        # PET_STANDALONE="".
-        unset=(
-            *sorted(name for name in env if name.startswith("PET_")),
-            *(name for name in per_node.RANK_VARIABLES if mode == "per-node" and name in env),
-            *network.unset,
-        ),
+        unset=(*unset, *network.unset),
         decisions=(*own_decisions, *network.decisions),
-        links=network.links,
+        setup=NodeSetup(links=network.links),
         image=network.image,
-        warnings=(
-            *_unused_nproc(request, placement, nproc.value, env),
-            *_useless_spares(placement),
-            *network_warnings,
+        messages=StartMessages(
+            warnings=(
+                *_unused_nproc(request, placement, nproc.value, env),
+                *_useless_spares(placement),
+                *network_warnings,
+            ),
+            hidden=frozenset(() if uses_network else network_warnings),
         ),
-        hidden=frozenset(() if uses_network else network_warnings),
     )
 
 
-def _max_failures(request: Request, placement: Placement) -> int:
+def _refuse_blocked_network(network: fabric.FabricPlan, placement: Placement) -> None:
+    """Raise NoPlan if NCCL cannot work with this node's network."""
+    blockers = list(network.refusals)
+    if placement.nnodes > 1:
+        blockers += network.blockers
+    if blockers:
+        raise NoPlan(
+            blockers[0].what,
+            where=f"fabric {network.kind}",
+            hint=f"{blockers[0].fix}; --device cpu runs over gloo",
+        )
+
+
+def _choose_binding(
+    request: Request, device: str, host: HostFacts, placement: Placement, nproc: int, env: Mapping[str, str]
+) -> cores.CpuBinding:
+    """Choose the processors of each worker. A result without a reason is not shown in a dry run."""
+    if not request.binds_cpus:
+        return cores.CpuBinding(reason="--no-cpu-binding")
+    if device != "cuda" or request.is_per_node or placement.direct:
+        return cores.CpuBinding()
+    return cores.choose_binding(host, nproc, env)
+
+
+def _choose_max_failures(request: Request, placement: Placement) -> int:
     """Return the number of failures after which the run starts a new attempt.
 
     Direct ranks have no node agent.
@@ -369,7 +413,7 @@ def _useless_spares(placement: Placement) -> tuple[str, ...]:
     )
 
 
-def _device(
+def _choose_device(
     request: Request, host: HostFacts, system: SystemFacts | None, env: Mapping[str, str]
 ) -> Decision:
     """Choose ``cuda`` or ``cpu``.
@@ -386,7 +430,9 @@ def _device(
     expected, source = _expected_gpus(system, env)
     # Without this error, a forgotten --nv would silently start the ranks on the CPU.
     if request.device == "cuda" or expected:
-        reason = f"{source} says {expected} per node" if expected else "--device cuda asks for one"
+        reason = f"{source} says {expected} per node"
+        if not expected:
+            reason = "--device cuda asks for one"
         ask = f"request GPUs from the scheduler (Slurm: --gres=gpu:{expected or 'N'})"
         remedy = f"start the container with --nv (docker: --gpus=all), and {ask}"
         if ONLY_NVIDIA in host.gpus_source:
@@ -420,13 +466,17 @@ def _expected_gpus(system: SystemFacts | None, env: Mapping[str, str]) -> tuple[
     The number is 0 if neither says anything.
     """
     if system is not None and system.node.gpus:
-        model = f" ({system.node.gpu_model})" if system.node.gpu_model else ""
-        return system.node.gpus, f"{SYSTEM_JSON}{model}"
-    name = next((name for name in _GPU_VARIABLES if env.get(name)), "")
-    return parse_digits(env.get(name, "")) or 0, name
+        source = str(SYSTEM_JSON)
+        if system.node.gpu_model:
+            source += f" ({system.node.gpu_model})"
+        return system.node.gpus, source
+    for name in _GPU_VARIABLES:
+        if env.get(name):
+            return parse_digits(env[name]) or 0, name
+    return 0, ""
 
 
-def _nproc(
+def _choose_nproc(
     request: Request, device: str, host: HostFacts, placement: Placement, env: Mapping[str, str]
 ) -> Decision:
     """Choose the number of workers on this node.
@@ -465,7 +515,7 @@ def _operators_nproc(text: str, host: HostFacts) -> tuple[int, str]:
     """
     counts = {"auto": host.gpus or host.cpus, "gpu": host.gpus, "cpu": host.cpus}
     number = counts.get(text) or parse_digits(text)
-    if not number or number >= 10**6:
+    if not number or number > _MAX_NPROC:
         reason = f" ({host.gpus_source})" if text == "gpu" else ""
         raise NoPlan(
             f"{text[:200]!r} is not a number of processes on this node{reason}",
@@ -483,13 +533,18 @@ def _unused_nproc(
 ) -> tuple[str, ...]:
     """Return a warning if an operator gives another number of processes than the run uses."""
     value = env.get(_PET_NPROC, "")
-    if (placement.direct is None and request.nproc == "auto") or value in ("", "auto", nproc):
+    if value in ("", "auto", nproc):
         return ()
-    reason = "--nproc takes precedence" if placement.direct is None else f"{placement.scheduler} started them"
+    if placement.direct is not None:
+        reason = f"{placement.scheduler} started them"
+    elif request.nproc != "auto":
+        reason = "--nproc takes precedence"
+    else:
+        return ()
     return (f"{_PET_NPROC}={value[:200]} is not used: {reason}, {nproc} on this node",)
 
 
-def _threads(
+def _choose_threads(
     host: HostFacts,
     nproc: int,
     binding: cores.CpuBinding,
@@ -501,10 +556,13 @@ def _threads(
     Return None if the recipe sets the variable, since the plan of the network then includes it.
     """
     name = "OMP_NUM_THREADS"
-    value, images_value = env.get(name), (host.image_env or {}).get(name)
+    value = env.get(name)
+    images_value = host.image_env.get(name) if host.image_env else None
     if system is not None and name in system.env and value in (None, images_value, system.env[name]):
         return None
-    replaced = f"; replaces the image's {images_value!r}" if value and value == images_value else ""
+    replaced = ""
+    if value and value == images_value:
+        replaced = f"; replaces the image's {images_value!r}"
     # PBS sets the variable to all processors of the chunk, and mpiexec passes it on. The user has not chosen
     # that value, and with it each of the nproc workers would start threads for the whole chunk.
     by_pbs = bool(env.get("PBS_JOBID")) and value in (env.get("NCPUS"), str(host.cpus))
@@ -518,7 +576,7 @@ def _threads(
     return Decision(variable=name, value=str(max(1, cpus)), reason=f"{reason}{replaced}")
 
 
-def _ranks(placement: Placement) -> dict[str, str]:
+def _rank_variables(placement: Placement) -> dict[str, str]:
     """Return the variables that torchrun would have set for this worker."""
     assert placement.direct is not None  # noqa: S101 - the caller branches on it
     return {
@@ -531,21 +589,25 @@ def _ranks(placement: Placement) -> dict[str, str]:
     }
 
 
-def _torchrun(
+def _torchrun_argv(
     module: str, request: Request, placement: Placement, host: HostFacts, nproc: str
 ) -> tuple[str, ...]:
     """Return the argv of torchrun, which the worker's argv follows."""
-    # Each node has its own folder, since torchrun's paths name no host and nodes may share a file system.
-    logs = str(PurePath(request.log_dir, host_label(host.hostname))) if request.log_dir else LOGS_PENDING
-    if request.log_dir and _max_failures(request, placement):
-        logs = str(PurePath(logs, ATTEMPT_PENDING))
+    logs = LOGS_PENDING
+    if request.log_dir:
+        # Each node has its own folder, since torchrun's paths name no host and nodes may share a file system.
+        logs = str(PurePath(request.log_dir, host_label(host.hostname)))
+        if _choose_max_failures(request, placement):
+            logs = str(PurePath(logs, ATTEMPT_PENDING))
     # A container without a network cannot resolve the host's name, and the run would hang for ten minutes.
     head = placement.head if placement.nnodes > 1 else "127.0.0.1"
     nnodes, node_rank = str(placement.nnodes), str(placement.node_rank)
     if placement.size and placement.nnodes > 1:
         nnodes, node_rank = NNODES_PENDING, NODE_RANK_PENDING
+    shutdown_option: tuple[str, ...] = ()
     match = re.match(r"([0-9]{1,9})\.([0-9]{1,9})", host.torch_version)
-    version = tuple(map(int, match.groups())) if match else ()
+    if match and (int(match[1]), int(match[2])) >= _SHUTDOWN_SINCE:
+        shutdown_option = ("--shutdown-timeout", "3")
     return (
         # With -I and --no-python, neither torchrun nor imgkit's programs import from the current folder or a
         # PYTHONPATH. Without -u, torchrun would buffer the workers' lines until its end if stdout is a file.
@@ -557,8 +619,9 @@ def _torchrun(
         *("--master-addr", head, "--master-port", PORT_PENDING),
         *("--nproc-per-node", nproc, "--max-restarts", "0"),
         *("--monitor-interval", "0.1"),  # seconds; torch 2.3 checks its workers only every 5 s by default
-        *(("--shutdown-timeout", "3") if version >= _SHUTDOWN_SINCE else ()),
-        *("--tee", "3" if request.prefix else "0", "--log-dir", logs, "--no-python"),
+        *shutdown_option,
+        *("--tee", "3" if request.prefix else "0"),  # 3: both standard output and standard error
+        *("--log-dir", logs, "--no-python"),
         "--",  # without it, torchrun would read a program's --max as a short form of --max-restarts
     )
 
@@ -580,7 +643,7 @@ LOGS_PENDING = "<log folder of this run>"
 """Marker for a folder that the node agent removes after the run. torchrun would not remove its own."""
 
 
-def fill(
+def fill_markers(
     argv: Sequence[str], *, attempt: int, port: int, nnodes: int, node_rank: int, logs: Path
 ) -> list[str]:
     """Return `argv` with the values of an attempt in place of the markers.

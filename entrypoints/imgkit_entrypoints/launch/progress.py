@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from imgkit_entrypoints import files
-from imgkit_entrypoints.launch.watchdog import shared
+from imgkit_entrypoints.launch.watchdog import map_shared_file
 
 # Name of the file in the stop folder that rank 0 and the node agent share.
 PROGRESS_FILE = "progress"
@@ -35,7 +35,9 @@ class ProgressNotes:
         self._notes = memoryview(bytearray(PROGRESS_LAYOUT.size)).cast("d")
         if folder and rank == 0:
             with contextlib.suppress(OSError):
-                self._notes = memoryview(shared(Path(folder) / PROGRESS_FILE, PROGRESS_LAYOUT.size)).cast("d")
+                self._notes = memoryview(
+                    map_shared_file(Path(folder) / PROGRESS_FILE, PROGRESS_LAYOUT.size)
+                ).cast("d")
 
     def trains(self) -> None:
         """Note that a step begins."""

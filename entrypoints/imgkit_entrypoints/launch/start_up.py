@@ -49,7 +49,10 @@ class StartUp:
         began_s = process_began_s()
         try:
             at_s, *entries = env[VARIABLE].split()
-            parts = {name: float(value) for name, _, value in (entry.partition("=") for entry in entries)}
+            parts = {}
+            for entry in entries:  # "container=3.200"
+                name, _, value = entry.partition("=")
+                parts[name] = float(value)
             start = cls(float(at_s), parts)
         except (KeyError, ValueError):  # there is no node agent, or the variable is not imgkit's
             return cls(began_s)
@@ -67,7 +70,8 @@ class StartUp:
 
     def text(self) -> str:
         """Return the value of `VARIABLE`."""
-        return " ".join((f"{self._at_s:.3f}", *(f"{name}={value:.3f}" for name, value in self.parts.items())))
+        entries = [f"{name}={value:.3f}" for name, value in self.parts.items()]
+        return " ".join([f"{self._at_s:.3f}", *entries])
 
 
 def first_attempt_s(env: Mapping[str, str]) -> float:
@@ -93,14 +97,17 @@ def start_began_s(env: Mapping[str, str], folder: RunFolder | None) -> float:
     if folder is None or job_s is None:
         return process_s
     age_s = time.time() - max(float(job_s), folder.last_change_s())
-    return min(process_s, time.monotonic() - age_s) if 0 <= age_s <= LONGEST_S else process_s
+    if not 0 <= age_s <= LONGEST_S:
+        return process_s
+    return min(process_s, time.monotonic() - age_s)
 
 
 def process_began_s() -> float:
     """Return when this process began, on the monotonic clock. A forked process began with the fork."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     ticks = int(
-        Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
-    )  # proc_pid_stat(5): starttime
+        fields[19]
+    )  # "starttime" of proc_pid_stat(5), whose fields after the name begin with the third
     # The start is in clock ticks since boot, on a clock that also runs while the machine sleeps.
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.monotonic() - age_s
@@ -112,12 +119,12 @@ def rendezvous(env: Mapping[str, str]) -> Iterator[None]:
 
     If the rendezvous fails, nothing more is reported.
     """
-    note(env, RENDEZVOUS)
+    write_phase(env, RENDEZVOUS)
     yield
-    note(env, WORKERS)
+    write_phase(env, WORKERS)
 
 
-def note(env: Mapping[str, str], phase: str) -> None:
+def write_phase(env: Mapping[str, str], phase: str) -> None:
     """Write the phase of this node's torchrun, one of `messages.PHASES`, for the node agent.
 
     Do nothing without a node agent. If the file cannot be written, the head does not limit the start.

@@ -43,25 +43,28 @@ from imgkit_entrypoints.launch import failures
 from imgkit_entrypoints.launch.per_node import RAY_PREFIX
 from imgkit_entrypoints.launch.user_program import STOP_SIGNALS
 
-# The two files of the protocol in a stop folder.
-STOP, SAVED = "stop", "state-saved"
-PHASE, RELEASE = "torchrun", "others-have-ended"
-"""Files in the stop folder that are not part of the protocol.
-
-The first has the phase of torchrun (start_up.py). The second lets the head's torchrun exit.
-"""
+STOP = "stop"
+"""File of the protocol in a stop folder that asks the program to save and end."""
+SAVED = "state-saved"
+"""File of the protocol in a stop folder that says what the program has saved."""
+PHASE = "torchrun"
+"""File in a stop folder with the phase of torchrun (start_up.py). It is not part of the protocol."""
+RELEASE = "others-have-ended"
+"""File in a stop folder that lets the head's torchrun exit. It is not part of the protocol."""
 LOST_OUTPUT = "lost-output"
 """File with the reason why torchrun could not print its workers' output. It is not part of the protocol."""
 TEMPORARY = "imgkit-stop-"
 """Prefix of the name of a temporary stop folder."""
-LOCK, NEW_S = "lock", 60.0
-"""File that the node agent locks in a temporary folder, and seconds that a new one may be without a lock."""
+LOCK = "lock"
+"""File that the node agent locks in a temporary folder."""
+NEW_S = 60.0
+"""Seconds after which a temporary folder without a lock counts as left behind. A start locks it earlier."""
 LOCAL_JOB = "local"
 """Value of IMGKIT_JOB_ID if no scheduler gave a job id."""
 
 
 @contextlib.contextmanager
-def folder(parent: Path | None, node_rank: int) -> Iterator[Path]:
+def use_stop_folder(parent: Path | None, node_rank: int) -> Iterator[Path]:
     """Yield this node's stop folder, without files of an earlier run.
 
     The folder is ``PARENT/nodeRANK``. Without `parent`, it is a temporary one, which is removed afterwards.
@@ -79,7 +82,7 @@ def folder(parent: Path | None, node_rank: int) -> Iterator[Path]:
             else:  # all nodes may share the file system of the parent, so each node has its own folder
                 path = parent / f"node{node_rank}"
                 files.make_own_folder(path)
-            clear(path)
+            clear_stop_folder(path)
         except OSError as error:
             raise UsageError(
                 f"the stop folder cannot be used: {error.strerror}",
@@ -119,14 +122,10 @@ def _temporary_folder() -> Path:
     ------
     OSError : none of them can be written.
     """
-    last: OSError | None = None
-    for parent in (None, "/dev/shm", os.curdir):  # noqa: S108 - a container may have a read-only root without /tmp
-        try:
+    for parent in (None, "/dev/shm"):  # noqa: S108 - a container may have a read-only root without /tmp
+        with contextlib.suppress(OSError):
             return Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=parent)).absolute()
-        except OSError as error:
-            last = error
-    assert last is not None  # noqa: S101 - the loop has run
-    raise last
+    return Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=os.curdir)).absolute()
 
 
 def _remove_abandoned(parent: Path) -> None:
@@ -146,7 +145,7 @@ def _remove_abandoned(parent: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def clear(stop_folder: Path) -> None:
+def clear_stop_folder(stop_folder: Path) -> None:
     """Remove the files of an earlier run or attempt from the stop folder.
 
     Raises
@@ -155,7 +154,7 @@ def clear(stop_folder: Path) -> None:
     """
     for name in (STOP, SAVED, PHASE, RELEASE, LOST_OUTPUT):
         (stop_folder / name).unlink(missing_ok=True)
-    failures.clear(stop_folder)
+    failures.clear_records(stop_folder)
 
 
 def raise_flag(stop_folder: Path, reason: str) -> None:
@@ -164,7 +163,7 @@ def raise_flag(stop_folder: Path, reason: str) -> None:
         files.write_file(stop_folder / STOP, f"{reason}\n")
 
 
-def release(stop_folder: Path) -> None:
+def release_torchrun(stop_folder: Path) -> None:
     """Let torchrun of the head exit.
 
     It waits for this, since workers of other nodes use its store until they end.
@@ -174,7 +173,7 @@ def release(stop_folder: Path) -> None:
             files.write_file(stop_folder / RELEASE, "")
 
 
-def lost_output(stop_folder: Path) -> str:
+def lost_output_reason(stop_folder: Path) -> str:
     """Return why torchrun could not print the output of its workers. Empty if all of it was printed."""
     try:
         return files.read_text(stop_folder / LOST_OUTPUT)
@@ -182,29 +181,32 @@ def lost_output(stop_folder: Path) -> str:
         return ""
 
 
-def saved_step(stop_folder: Path, job_id: str) -> tuple[str | None, str]:
+def read_saved_step(stop_folder: Path, job_id: str) -> tuple[str | None, str]:
     """Return the step that the program of this job has saved, and a problem with the file ``state-saved``.
 
     The step is None if nothing was saved, and ``?`` if the file names none. The problem says why an existing
     file does not count, such as one of another job. It is empty otherwise.
     """
-    mark = stop_folder / SAVED
+    path = stop_folder / SAVED
     try:
-        job, *steps = files.read_own(mark).split() or ["nothing"]
+        fields = files.read_own(path).split()  # "4711.0 300"
     except FileNotFoundError:
         return None, ""
     except OSError as error:
-        return None, f"{mark} is ignored: {error.strerror}"
+        return None, f"{path} is ignored: {error.strerror}"
     except UnicodeDecodeError as error:
-        return None, f"{mark} cannot be read: {error}"
+        return None, f"{path} cannot be read: {error}"
+    job = fields[0] if fields else "nothing"
     if job != job_id:
-        return None, f"{mark} names job {job}, not {job_id} (IMGKIT_JOB_ID), so it is ignored"
-    return (steps[0] if steps else "?"), ""
+        return None, f"{path} names job {job}, not {job_id} (IMGKIT_JOB_ID), so it is ignored"
+    step = fields[1] if len(fields) > 1 else "?"
+    return step, ""
 
 
-# Files in the run's folder. The first two are requests: of a person, and of a job script before its time
-# limit.
-BY_PERSON, FOR_REQUEUE = "stop", "stop-for-requeue"
+BY_PERSON = "stop"
+"""Name of the file in the run's folder by which a person asks the run to stop, and not to start again."""
+FOR_REQUEUE = "stop-for-requeue"
+"""Name of the file in the run's folder by which a job script asks the run to stop before its time limit."""
 RESULT = "result"
 """Name of the file with the exit code of the run: ``JOB_ID CODE``."""
 GPU_USE = "gpu-use.json"
@@ -249,7 +251,8 @@ class RunFolder:
 
     def refuse_stopped(self) -> None:
         """Raise UsageError if a person has asked the run not to start."""
-        if file := self.stop_file():
+        file = self.stop_file()
+        if file:
             raise UsageError(
                 "this file prevents the run from starting",
                 where=str(file),
@@ -378,7 +381,7 @@ class CollectedSignals:
         for descriptor in (self._reader, self._writer):
             os.set_blocking(descriptor, False)
 
-    def note(self, number: int, _frame: FrameType | None) -> None:
+    def record(self, number: int, _frame: FrameType | None) -> None:
         """Record signal `number`. This is the signal handler."""
         now = time.monotonic()
         last = self._last.get(number)
@@ -388,7 +391,7 @@ class CollectedSignals:
         elif now - last > REPEAT_S and number in (signal.SIGTERM, signal.SIGINT):
             self.is_repeated = True
 
-    def first(self) -> str:
+    def first_name(self) -> str:
         """Return the name of the first signal, such as ``SIGTERM``. Empty while there is none."""
         return signal.Signals(self.received[0]).name if self.received else ""
 
@@ -409,7 +412,7 @@ class CollectedSignals:
         exit must not be killed by that, since it would lose its own exit code.
         """
         for number in STOP_SIGNALS:
-            signal.signal(number, self.note)
+            signal.signal(number, self.record)
         wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         try:
             yield self

@@ -51,14 +51,13 @@ def main(argv: list[str]) -> None:
     """Run the program as ``python3 PROGRAM ARGS`` would, and report the error that ends it."""
     sys.excepthook = excepthook
     os.register_at_fork(after_in_child=_name_bad_samples)
-    show_stacks()
-    if signal.SIGTERM in signal.pthread_sigmask(
-        signal.SIG_BLOCK, ()
-    ):  # TERM is blocked only if a node agent has started torchrun
+    open_watchdog_files()
+    blocked_signals = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    if signal.SIGTERM in blocked_signals:  # only if a node agent has started torchrun
         for number in STOP_SIGNALS:
             signal.signal(number, lambda *_: None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        os.register_at_fork(after_in_child=_heed_the_parent)
+        os.register_at_fork(after_in_child=_obey_parent_only)
     options = []
     while argv[0] in ("--pass-local-rank", "-m"):
         options.append(argv.pop(0))
@@ -83,7 +82,7 @@ def main(argv: list[str]) -> None:
         raise
 
 
-def show_stacks() -> None:
+def open_watchdog_files() -> None:
     """Make the files by which the node agent's watchdog sees this process and its stacks (watchdog.py).
 
     Do nothing without a node agent.
@@ -117,7 +116,8 @@ def _create(path: str) -> BinaryIO:
 def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Report the exception that ends this worker. Without a node agent, print it as Python does."""
     try:
-        reported = report(described(error, trace), sample=sample_of(trace), unreachable=unreachable_of(error))
+        text = described(error, trace)
+        reported = report(text, sample=find_sample(trace), unreachable=find_unreachable(error))
     except Exception:  # the exception cannot be printed, or the program has changed these modules
         reported = False
     if not reported:
@@ -132,19 +132,22 @@ def described(error: BaseException, trace: TracebackType | None) -> str:
     frames say nothing, so return the error alone.
     """
     frames = own_frames(trace)
-    is_missing = frames is None and _starts_only(trace)
+    is_missing = frames is None and _failed_to_start(trace)
     if frames is None and not is_missing:
         frames = trace
     return "".join(traceback.format_exception(type(error), error, frames, chain=not is_missing)).rstrip("\n")
 
 
-def _starts_only(trace: TracebackType | None) -> bool:
+def _failed_to_start(trace: TracebackType | None) -> bool:
     """Return whether the error came up while the program was started.
 
     The innermost frame outside of runpy and Python's import system is then one of this module.
     """
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace)]
-    return next((file == __file__ for file in reversed(files) if not _is_pythons(file)), False)
+    for file in reversed(files):
+        if not _is_pythons(file):
+            return file == __file__
+    return False
 
 
 def own_frames(trace: TracebackType | None) -> TracebackType | None:
@@ -157,8 +160,10 @@ def own_frames(trace: TracebackType | None) -> TracebackType | None:
 def _is_runner(frame: FrameType) -> bool:
     """Return whether `frame` is of Python's start of programs, of this package or of torch."""
     file = frame.f_code.co_filename
+    folders = [os.path.dirname(os.path.dirname(__file__))]  # noqa: PTH120
     torch = getattr(sys.modules.get("torch"), "__file__", None)
-    folders = [os.path.dirname(os.path.dirname(__file__)), *([os.path.dirname(torch)] if torch else ())]  # noqa: PTH120
+    if torch:
+        folders.append(os.path.dirname(torch))  # noqa: PTH120
     return _is_pythons(file) or any(file.startswith(f"{folder}{os.sep}") for folder in folders)
 
 
@@ -167,7 +172,7 @@ def _is_pythons(file: str) -> bool:
     return file.startswith("<frozen ") or file == runpy.__file__
 
 
-def sample_of(trace: TracebackType | None) -> Any:
+def find_sample(trace: TracebackType | None) -> Any:
     """Return the index of the sample that torch's DataLoader was reading, or None if it was reading none."""
     index = None
     while trace is not None:
@@ -178,7 +183,7 @@ def sample_of(trace: TracebackType | None) -> Any:
     return index
 
 
-def unreachable_of(error: BaseException | None) -> str:
+def find_unreachable(error: BaseException | None) -> str:
     """Return the ``HOST:PORT`` to which `error`, or an error that led to it, could not connect, if any.
 
     The messages of many libraries do not name the host. But all of these libraries connect by functions of
@@ -187,7 +192,8 @@ def unreachable_of(error: BaseException | None) -> str:
     host, errors = "", list[BaseException]()
     while error is not None and error not in errors and not host:
         errors.append(error)
-        for frame, _ in traceback.walk_tb(error.__traceback__ if isinstance(error, OSError) else None):
+        frames = error.__traceback__ if isinstance(error, OSError) else None
+        for frame, _ in traceback.walk_tb(frames):
             name, values = frame.f_code.co_name, frame.f_locals
             if name in ("create_connection", "getaddrinfo") and "host" in values and "port" in values:
                 host = f"{values['host']}:{values['port']}"
@@ -247,13 +253,13 @@ def _name_bad_samples() -> None:
     by_torch = wrapper.__init__
 
     def named(self: object, exc_info: Any = None, where: str = "in background") -> None:
-        sample = sample_of((exc_info or sys.exc_info())[2])
+        sample = find_sample((exc_info or sys.exc_info())[2])
         by_torch(self, exc_info, where if sample is None else f"{where}, at sample {sample} of the data set")
 
     wrapper.__init__ = named
 
 
-def _heed_the_parent() -> None:
+def _obey_parent_only() -> None:
     """In a forked process, end by TERM only if the parent has sent it.
 
     A thread waits for TERM, since a signal handler in Python does not see the sender.

@@ -23,10 +23,10 @@ import os
 import re
 import struct
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from imgkit_entrypoints import files
 from imgkit_entrypoints.launch.user_program import STACK_SIGNAL
@@ -44,12 +44,15 @@ after it. Before the first step, it is negative.
 """
 # The position before the first step.
 BEFORE = -1
-PATIENCE, PATIENCE_BEFORE = 3, 10
-"""Factors of the time after which a worker is late.
+PATIENCE = 3
+"""A user program is late after so many times ``--hang-after``.
 
-A worker is late after ``--hang-after``, or after three times its longest step if that is longer. A user
-program is late after three times ``--hang-after``. Before its first step, a worker may be compiling, and is
-late after ten times ``--hang-after``. While it waits for other ranks in `CONNECTS`, neither factor applies.
+Any other worker is late after ``--hang-after``, or after so many times its longest step if that is longer.
+"""
+PATIENCE_BEFORE = 10
+"""A worker is late after so many times ``--hang-after`` before its first step, since it may be compiling.
+
+While a worker waits for other ranks in `CONNECTS`, neither factor applies to ``--hang-after``.
 """
 CONNECTS = "init_process_group"
 """Function in which ranks meet in torch's store.
@@ -58,16 +61,23 @@ Anyone who can reach its port can delete the keys (SECURITY.md).
 """
 CONNECT_LOOK_S = 10.0
 """Seconds between two checks of whether a worker without a sign of life waits in `CONNECTS`."""
-IDLE_S, IDLE_SHARE = 3.0, 0.05
-"""A worker that uses at most this share of a processor for so many seconds is waiting for others.
+IDLE_S = 3.0
+"""A worker that hardly uses a processor for so many seconds is waiting for others.
 
 Before its first step, only such a worker is asked for its stack, since the frames of running threads cannot
 be read safely.
 """
+IDLE_SHARE = 0.05
+"""Largest share of a processor that a waiting worker uses: 5 %."""
 MAX_IDLE_WAITS = 5
 """A main thread with so many waits since the last check may still be stuck, since signals wake it as well."""
-ANSWER_S, WAKE_S = 5.0, 1.5
-"""Seconds in which stacks arrive, and seconds in which the request for them counts as no sign of life."""
+ANSWER_S = 5.0
+"""Longest time in seconds until a stack arrives."""
+WAKE_S = 1.5
+"""Seconds after a request for a stack in which a wait of the main thread counts as no sign of life.
+
+The request itself wakes that thread.
+"""
 MAX_FRAMES = 12
 """Number of innermost frames in a report."""
 STOPPED = {
@@ -90,8 +100,8 @@ class Pulse:
         self._memory: mmap.mmap | bytearray = bytearray(LAYOUT.size)
         if folder:
             with contextlib.suppress(OSError):
-                self._memory = shared(Path(folder) / f"pulse-{rank}", LAYOUT.size)
-                self._stacks = _new(Path(folder) / f"stacks-{rank}")
+                self._memory = map_shared_file(Path(folder) / f"pulse-{rank}", LAYOUT.size)
+                self._stacks = _replace_file(Path(folder) / f"stacks-{rank}")
                 faulthandler.register(STACK_SIGNAL, file=self._stacks, all_threads=False)
         self._notes = memoryview(self._memory).cast("q")
         self._notes[1] = BEFORE
@@ -123,31 +133,68 @@ class Pulse:
 def connecting(env: Mapping[str, str]) -> Iterator[None]:
     """Have this worker watched while it opens the process group, unless it is watched already."""
     folder, rank = env.get("IMGKIT_STOP_DIR"), env.get("RANK", "0")
-    is_watched = folder is None or Path(folder, f"pulse-{rank}").exists()
-    pulse = None if is_watched else Pulse(folder, int(rank))
+    if folder is None or Path(folder, f"pulse-{rank}").exists():
+        yield
+        return
+    pulse = Pulse(folder, int(rank))
     yield
-    if pulse:
-        pulse.ends()
+    pulse.ends()
 
 
-def _new(path: Path) -> BinaryIO:
-    """Make a new file at `path`."""
+def _replace_file(path: Path) -> BinaryIO:
+    """Make a new file at `path`, and return it open for writing."""
     path.unlink(missing_ok=True)  # a worker of an earlier attempt may still write to the old file
     return files.create_file(path)
 
 
-def shared(path: Path, size: int) -> mmap.mmap:
+def map_shared_file(path: Path, size: int) -> mmap.mmap:
     """Make the file `path` with `size` zeros, and return it as memory that other processes can read.
 
     Raises
     ------
     OSError : there is no room for the file.
     """
-    with _new(path) as file:
+    with _replace_file(path) as file:
         # Without written zeros, a store into the memory on a full file system would end the worker by SIGBUS.
         file.write(bytes(size))
         file.flush()
         return mmap.mmap(file.fileno(), size)
+
+
+class _IdleTimer:
+    """Measures for how long a process has hardly used a processor."""
+
+    def __init__(self) -> None:
+        self._cpu_s = 0.0  # processor time that the process had used at the last reading
+        self._read_at = 0.0
+        self._idle_since = math.inf
+
+    def update(self, pid: int, now: float) -> float:
+        """Read the processor time of process `pid`, and return the seconds for which it has been idle.
+
+        Call this about once a second. A process that has ended is never idle.
+        """
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+            # The name in parentheses may contain anything. User and system time are the 12th and 13th field
+            # after it.
+            cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        except (OSError, ValueError, IndexError):  # the process has ended
+            return -math.inf
+        if cpu_s - self._cpu_s > IDLE_SHARE * (now - self._read_at):
+            self._idle_since = now
+        self._idle_since = min(self._idle_since, now)
+        self._cpu_s, self._read_at = cpu_s, now
+        return now - self._idle_since
+
+
+class _Note(NamedTuple):
+    """What a worker has written into shared memory (`LAYOUT`)."""
+
+    rank: int
+    pid: int
+    position: int
+    signs: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -169,26 +216,26 @@ class _Worker:
     """Size of the file of stacks when the watchdog asked for new ones. None while it has not asked."""
     asked_at: float = 0.0
     """Time at which the watchdog last asked for stacks."""
-    cpu_s: float = 0.0
-    """Processor time that the worker had used at `cpu_read_at`."""
-    cpu_read_at: float = 0.0
-    idle_since: float = math.inf
-    """Time since which the worker has hardly used a processor."""
-    connects: bool = False
+    is_connecting: bool = False
     """True if the worker waits in `CONNECTS`."""
+    idle_timer: _IdleTimer = field(default_factory=_IdleTimer)
 
     def patience_s(self, hang_after_s: float) -> float:
         """Return the seconds without a sign of life after which this worker is late."""
         factor = 1
-        if self.notes_nothing and not self.connects:
+        if self.notes_nothing and not self.is_connecting:
             factor = PATIENCE
-        elif self.position < 0 and not self.connects:
+        elif self.position < 0 and not self.is_connecting:
             factor = PATIENCE_BEFORE
         return max(hang_after_s * factor, self.longest_s * PATIENCE)
 
+    def is_late(self, hang_after_s: float, now: float) -> bool:
+        """Return whether this worker has given no sign of life for too long."""
+        return now - self.since >= self.patience_s(hang_after_s)
+
 
 class Watchdog:
-    """The workers of one node. `look` returns reports about those that no longer move."""
+    """The workers of one node. `new_reports` returns reports about those that no longer move."""
 
     def __init__(
         self,
@@ -220,19 +267,19 @@ class Watchdog:
         positions = [worker.position for worker in self._workers.values()]
         return (min(positions), max(positions)) if positions else None
 
-    def furthest(self) -> int | None:
+    def furthest_position(self) -> int | None:
         """Return the furthest position that a worker of this node has written.
 
         Ended workers count as well.
         """
-        return max((position for _, _, position, _ in self._notes()), default=None)
+        return max((note.position for note in self._read_notes()), default=None)
 
-    def connects(self, nproc: int) -> bool:
+    def are_all_connecting(self, nproc: int) -> bool:
         """Return whether all `nproc` workers of this node wait in `CONNECTS`."""
         workers = self._workers.values()
-        return len(workers) == nproc and all(worker.connects for worker in workers)
+        return len(workers) == nproc and all(worker.is_connecting for worker in workers)
 
-    def look(self, of_run: Positions | None = None) -> list[str]:
+    def new_reports(self, of_run: Positions | None = None) -> list[str]:
         """Check all workers, and return new reports. Call this about once a second.
 
         A report takes several calls: first the late workers are asked for their stacks, and NCCL for its
@@ -245,42 +292,54 @@ class Watchdog:
         now = time.monotonic()
         reports = self._update(now)
         for worker in self._workers.values():
-            patience_s = worker.patience_s(self._hang_after_s) or float("inf")
-            if worker.position < 0 and not worker.connects and now - worker.since < patience_s:
+            is_late = self._hang_after_s > 0 and worker.is_late(self._hang_after_s, now)
+            if worker.position < 0 and not worker.is_connecting and not is_late:
                 self._look_for_connect(worker, now)
         local = self.positions
         if local is None or not self._hang_after_s:
             return reports
-        low, high = (min(local[0], of_run[0]), max(local[1], of_run[1])) if of_run else local
+        low, high = local
+        if of_run:
+            low, high = min(low, of_run[0]), max(high, of_run[1])
         slowest = [worker for worker in self._workers.values() if worker.position == low]
-        late = [worker for worker in slowest if now - worker.since >= worker.patience_s(self._hang_after_s)]
-        notes_nothing = any(worker.notes_nothing for worker in late)
-        # Report if all of the slowest workers are late. For user programs, one late worker is enough, since
-        # the others may wait for it in short naps.
-        if not late or (len(late) < len(slowest) and not notes_nothing):
-            return reports
-        if all(worker.rank in self._reported for worker in late) or (notes_nothing and self._reported):
+        late = [worker for worker in slowest if worker.is_late(self._hang_after_s, now)]
+        if not self._should_report(slowest, late):
             return reports
         unasked = [worker for worker in slowest if worker.stacks_from is None]
-        for worker in unasked:
-            self._ask(worker, now)
         if unasked:
+            for worker in unasked:
+                self._ask(worker, now)
             self._asked_at = now
             # If all ranks are at the same position, all nodes report, and one answer of NCCL is enough.
             has_rank_0 = any(worker.rank == 0 for worker in slowest)
             self._question = self._ask_nccl() if low < high or has_rank_0 else None
             return reports
         answers = {worker.rank: self._answer(worker) for worker in slowest}
-        is_open = self._question is not None and self._question.is_open
-        if (now - self._asked_at < ANSWER_S and not all(answers.values())) or is_open:
+        if self._question is not None and self._question.is_open:
+            return reports
+        if not all(answers.values()) and now - self._asked_at < ANSWER_S:
             return reports
         for worker in slowest:
-            worker.connects = CONNECTS in answers[worker.rank]
+            worker.is_connecting = CONNECTS in answers[worker.rank]
         self._reported |= {worker.rank for worker in late}
-        nccl = self._question.lines if self._question else []
         seconds = min(now - worker.since for worker in late)
-        title = self._title(late, seconds, low, high)
-        return [*reports, "\n".join((title, *self._stacks(slowest, answers), *nccl))]
+        lines = [self._title(late, seconds, low, high), *self._stacks(slowest, answers)]
+        if self._question:
+            lines += self._question.lines
+        return [*reports, "\n".join(lines)]
+
+    def _should_report(self, slowest: Sequence[_Worker], late: Sequence[_Worker]) -> bool:
+        """Return whether the `late` ones among the slowest workers are a hang that is not reported yet.
+
+        All of the slowest workers must be late. For user programs, one late worker is enough, since the
+        others may wait for it in short naps.
+        """
+        if not late:
+            return False
+        if any(worker.notes_nothing for worker in late):
+            return not self._reported
+        is_new = any(worker.rank not in self._reported for worker in late)
+        return is_new and len(late) == len(slowest)
 
     def _look_for_connect(self, worker: _Worker, now: float) -> None:
         """Find out whether a worker without a sign of life waits in `CONNECTS`.
@@ -290,12 +349,14 @@ class Watchdog:
         """
         look_s = max(2 * WAKE_S, min(CONNECT_LOOK_S, self._hang_after_s or CONNECT_LOOK_S))
         if worker.stacks_from is None:
-            is_due = now - max(worker.since, worker.asked_at) >= look_s
-            if _is_idle(worker, now) and is_due:
+            idle_s = worker.idle_timer.update(worker.pid, now)
+            if idle_s >= IDLE_S and now - max(worker.since, worker.asked_at) >= look_s:
                 self._ask(worker, now)
-        elif (answer := self._answer(worker)) or now - worker.asked_at >= ANSWER_S:
-            worker.connects = CONNECTS in answer
-            if not worker.connects:
+            return
+        answer = self._answer(worker)
+        if answer or now - worker.asked_at >= ANSWER_S:
+            worker.is_connecting = CONNECTS in answer
+            if not worker.is_connecting:
                 worker.stacks_from = None
 
     def _update(self, now: float) -> list[str]:
@@ -303,64 +364,74 @@ class Watchdog:
         moved: dict[float, list[_Worker]] = {}  # by the whole seconds of the hang
         # While a worker is reported, others wait for it, so their steps do not show how long a step takes.
         is_calm = not self._reported
-        notes = list(self._notes())
-        for rank in self._workers.keys() - {rank for rank, *_ in notes}:
+        notes = list(self._read_notes())
+        for rank in self._workers.keys() - {note.rank for note in notes}:
             self._forget(rank)
-        for rank, pid, position, signs in notes:
-            worker, status = self._workers.get(rank), _status(pid)
+        for note in notes:
+            status = _process_status(note.pid)
             if not status:  # the process has ended
-                self._forget(rank)
+                self._forget(note.rank)
                 continue
-            notes_nothing = signs < 0
+            notes_nothing = note.signs < 0
+            signs = note.signs
             if notes_nothing:
                 signs = int(status.get("voluntary_ctxt_switches", "0"))
-            if worker is None or worker.pid != pid:
-                self._forget(rank)
-                self._workers[rank] = _Worker(
-                    rank=rank,
-                    pid=pid,
-                    position=position,
+            worker = self._workers.get(note.rank)
+            if worker is None or worker.pid != note.pid:
+                self._forget(note.rank)
+                self._workers[note.rank] = _Worker(
+                    rank=note.rank,
+                    pid=note.pid,
+                    position=note.position,
                     signs=signs,
                     notes_nothing=notes_nothing,
                     since=now,
                 )
-            elif notes_nothing and now - worker.asked_at <= WAKE_S:
-                worker.signs = signs  # the request for stacks has woken the main thread
-            elif notes_nothing and signs - worker.signs <= MAX_IDLE_WAITS:
                 continue
-            elif (worker.position, worker.signs) != (position, signs):
-                seconds = now - worker.since
-                if rank in self._reported:
-                    self._reported.remove(rank)
-                    moved.setdefault(round(seconds), []).append(worker)
-                elif is_calm and worker.position >= 0:
-                    worker.longest_s = max(worker.longest_s, seconds)
-                worker.position, worker.signs, worker.since = position, signs, now
-                worker.stacks_from, worker.connects = None, worker.connects and not notes_nothing
-        return [f"{self._name(workers)} moved again after {seconds} s" for seconds, workers in moved.items()]
+            if notes_nothing and now - worker.asked_at <= WAKE_S:
+                worker.signs = signs  # the request for stacks has woken the main thread
+                continue
+            if notes_nothing and signs - worker.signs <= MAX_IDLE_WAITS:
+                continue
+            if (worker.position, worker.signs) == (note.position, signs):
+                continue
+            seconds = now - worker.since
+            if note.rank in self._reported:
+                self._reported.remove(note.rank)
+                moved.setdefault(round(seconds), []).append(worker)
+            elif is_calm and worker.position >= 0:
+                worker.longest_s = max(worker.longest_s, seconds)
+            worker.position, worker.signs, worker.since = note.position, signs, now
+            worker.stacks_from = None
+            if notes_nothing:  # any other worker keeps it, since `connecting` itself ends its notes
+                worker.is_connecting = False
+        return [
+            f"{self._ranks_text(workers)} moved again after {seconds} s" for seconds, workers in moved.items()
+        ]
 
     def _forget(self, rank: int) -> None:
         """Stop watching a worker that has ended or was replaced."""
         self._workers.pop(rank, None)
         self._reported.discard(rank)
 
-    def _notes(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yield the rank, the process id, the position and the signs of life of each worker."""
+    def _read_notes(self) -> Iterator[_Note]:
+        """Yield what each worker has written, except those that should not be watched any more."""
         for path in self._folder.glob("pulse-*"):
             with contextlib.suppress(OSError, struct.error):
                 pid, position, signs = LAYOUT.unpack(files.read_bytes(path))
                 if pid:
-                    yield int(path.name.partition("-")[2]), pid, position, signs
+                    rank = int(path.name.removeprefix("pulse-"))
+                    yield _Note(rank, pid, position, signs)
 
     def _ask(self, worker: _Worker, now: float) -> None:
         """Ask a worker for its stack by a signal, and remember where in the file its answer begins."""
         path = self._folder / f"stacks-{worker.rank}"
         worker.stacks_from = path.stat().st_size if path.exists() else 0
         worker.asked_at = now
-        caught = int(_status(worker.pid).get("SigCgt", "0"), 16)
         # Bit n - 1 of SigCgt stands for a handler of signal n. Without one, the signal would end the process,
         # or a new process that has got its id.
-        if caught >> (STACK_SIGNAL - 1) & 1:
+        caught_signals = int(_process_status(worker.pid).get("SigCgt", "0"), 16)
+        if caught_signals >> (STACK_SIGNAL - 1) & 1:
             with contextlib.suppress(OSError):
                 os.kill(worker.pid, STACK_SIGNAL)
 
@@ -368,17 +439,19 @@ class Watchdog:
         """Return the stack of `worker`, or why it has none. Empty while the stack may still come."""
         with contextlib.suppress(OSError):
             text = files.read_bytes(self._folder / f"stacks-{worker.rank}")[worker.stacks_from :]
-            if stack := _main_stack(text.decode(errors="replace")):
+            stack = _main_stack(text.decode(errors="replace"))
+            if stack:
                 return stack
-        return STOPPED.get(_status(worker.pid).get("State", "")[:1], "").format(pid=worker.pid)
+        state = _process_status(worker.pid).get("State", "")[:1]
+        return STOPPED.get(state, "").format(pid=worker.pid)
 
     def _title(self, late: list[_Worker], seconds: float, low: int, high: int) -> str:
         """Return the first line of a report about workers that are `late`.
 
         `low` and `high` are the positions of the slowest and the furthest worker of the run.
         """
-        name = self._name(late)
-        if all(worker.connects for worker in late):
+        name = self._ranks_text(late)
+        if all(worker.is_connecting for worker in late):
             reason = "ranks are missing, or torch's store has lost their keys"
             return f"{name} in {CONNECTS} for {seconds:.0f} s: {reason}"
         if any(worker.notes_nothing for worker in late):
@@ -395,20 +468,23 @@ class Watchdog:
         """
         groups: dict[str, list[_Worker]] = {}
         for worker in workers:
-            groups.setdefault(answers[worker.rank] or _silence(worker), []).append(worker)
+            answer = answers[worker.rank] or _no_stack_reason(worker)
+            groups.setdefault(answer, []).append(worker)
         for answer, group in sorted(groups.items(), key=lambda item: (_STACK in item[0], len(item[1]))):
             pids = ", ".join(str(worker.pid) for worker in group)
-            yield f"  {self._name(group)} (process {pids}): {answer}"
+            yield f"  {self._ranks_text(group)} (process {pids}): {answer}"
 
-    def _name(self, workers: list[_Worker]) -> str:
+    def _ranks_text(self, workers: list[_Worker]) -> str:
         """Return the name of some workers of this node, such as ``ranks 4, 6 on n2``."""
         ranks = sorted(worker.rank for worker in workers)
-        return f"rank{'s' if ranks[1:] else ''} {', '.join(map(str, ranks))} on {self._host}"
+        label = "rank" if len(ranks) == 1 else "ranks"
+        return f"{label} {', '.join(map(str, ranks))} on {self._host}"
 
 
-def _silence(worker: _Worker) -> str:
+def _no_stack_reason(worker: _Worker) -> str:
     """Return why a worker has sent no stack."""
-    if _status(worker.pid).get("State", "").startswith("D"):
+    # "D (disk sleep)": the kernel delivers no signal to such a process.
+    if _process_status(worker.pid).get("State", "").startswith("D"):
         return "no stack: it hangs in the kernel, in a file system or a driver"
     return f"no stack: it did not answer signal {STACK_SIGNAL} in {ANSWER_S:g} s"
 
@@ -417,35 +493,24 @@ def _step(position: int) -> str:
     """Return a position in words: -1 is ``its start``, 5 is ``step 3``, 6 is ``the end of step 3``."""
     if position < 0:
         return "its start"
-    return f"the end of step {position // 2}" if position % 2 == 0 else f"step {(position + 1) // 2}"
+    if position % 2 == 0:
+        return f"the end of step {position // 2}"
+    return f"step {(position + 1) // 2}"
 
 
-def _status(pid: int) -> dict[str, str]:
+def _process_status(pid: int) -> dict[str, str]:
     """Return the fields of /proc/PID/status by name. Empty if the process has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except (OSError, UnicodeDecodeError):
         return {}
-    status = {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    return {} if status.get("State", "Z")[:1] in "ZX" else status
-
-
-def _is_idle(worker: _Worker, now: float) -> bool:
-    """Return whether the worker has hardly used a processor for `IDLE_S` seconds.
-
-    Each call also records the processor time for the next one. Call this about once a second.
-    """
-    try:
-        # The name in parentheses may contain anything. User and system time are the 12th and 13th field after
-        # it.
-        fields = Path(f"/proc/{worker.pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-        cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):  # the process has ended
-        return False
-    is_busy = cpu_s - worker.cpu_s > IDLE_SHARE * (now - worker.cpu_read_at)
-    worker.idle_since = now if is_busy else min(worker.idle_since, now)
-    worker.cpu_s, worker.cpu_read_at = cpu_s, now
-    return now - worker.idle_since >= IDLE_S
+    status = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        status[name] = value.strip()
+    if status.get("State", "Z")[:1] in ("Z", "X"):  # a zombie or dead: nobody has read its exit code yet
+        return {}
+    return status
 
 
 def _main_stack(text: str) -> str:
@@ -456,11 +521,11 @@ def _main_stack(text: str) -> str:
     match = re.search(r"(?m)^Stack \(most recent call first\):\n((?:  .*\n)+)", text)
     if match is None:
         return ""
-    frames = [
-        re.sub(r'^File "(.*)", line (\d+) in (.*)$', r"\1:\2 \3", line.strip())
-        for line in match[1].splitlines()
-    ]
-    frames = [frame for frame in frames if not _START_FRAME.match(frame)]
+    frames = []
+    for line in match[1].splitlines():
+        frame = re.sub(r'^File "(.*)", line (\d+) in (.*)$', r"\1:\2 \3", line.strip())
+        if not _START_FRAME.match(frame):
+            frames.append(frame)
     if len(frames) > MAX_FRAMES:
         frames[MAX_FRAMES:] = [f"and {len(frames) - MAX_FRAMES} more"]
     return f"{_STACK}\n" + "\n".join(f"    {frame}" for frame in frames)

@@ -27,7 +27,9 @@ def unique_names(names: Sequence[str]) -> tuple[str, ...]:
 def short_host(name: str) -> str:
     """Return a host name without its domain: ``n1.example.org`` -> ``n1``. Addresses stay complete."""
     # An IPv4 address has only digits and dots, and an IPv6 address has colons.
-    return name if name.replace(".", "").isdigit() or ":" in name else name.split(".", 1)[0]
+    if name.replace(".", "").isdigit() or ":" in name:
+        return name
+    return name.partition(".")[0]
 
 
 class Environment(dict[str, str]):
@@ -104,7 +106,8 @@ class Environment(dict[str, str]):
 
         The rank is None if no variable is set and this machine is not in `hosts`.
         """
-        if name := self.first(variables):
+        name = self.first(variables)
+        if name:
             return self.number(name), name
         position = self.position_in(hosts)
         return position, "" if position is None else "hostname"
@@ -126,12 +129,14 @@ class Environment(dict[str, str]):
 
         Both are empty if neither is known.
         """
-        if hosts := self.requested_nodes():
-            return hosts, NODES
-        # In most containers, the path of the file does not exist.
-        text = self.read(self["PBS_NODEFILE"]) if self.get("PBS_NODEFILE") else None
-        hosts = unique_names((text or "").split())
-        return hosts, "PBS_NODEFILE" if hosts else ""
+        requested = self.requested_nodes()
+        if requested:
+            return requested, NODES
+        node_file = self.get("PBS_NODEFILE")
+        text = self.read(node_file) if node_file else None
+        if not text or not text.strip():  # in most containers, the path of the file does not exist
+            return (), ""
+        return unique_names(text.split()), "PBS_NODEFILE"
 
     def named_hosts(
         self, nnodes: int, hosts: tuple[str, ...], hosts_from: str

@@ -49,7 +49,7 @@ def expand_nodelist(text: str, *, where: str = "") -> tuple[str, ...]:
     """
     if text.strip() in ("", "(null)"):
         raise NoPlan(f"the node list {text!r} names no host", where=where or None)
-    return tuple(_Expansion(text, where).hosts())
+    return tuple(_Expansion(text, where).read_hosts())
 
 
 def expand_counts(text: str, *, where: str = "") -> tuple[int, ...]:
@@ -84,14 +84,18 @@ def fold_hosts(hosts: Iterable[str]) -> str:
         label, dot, domain = host.partition(".")
         if label.isdigit():  # an address such as 10.0.0.7 has no domain
             label, dot, domain = host, "", ""
-        if match := _NUMBERED.fullmatch(label):
+        match = _NUMBERED.fullmatch(label)
+        if match:
             groups.setdefault(f"{match[1]}*{match[3]}{dot}{domain}", []).append(match[2])
         else:
             groups[host] = []
-    return ",".join(
-        name.replace("*", f"[{number_ranges(numbers)}]" if len(set(numbers)) > 1 else "".join(numbers[:1]))
-        for name, numbers in groups.items()
-    )
+    names = []
+    for name, numbers in groups.items():
+        if len(set(numbers)) > 1:
+            names.append(name.replace("*", f"[{number_ranges(numbers)}]"))
+        else:
+            names.append(name.replace("*", "".join(numbers[:1])))
+    return ",".join(names)
 
 
 def number_ranges(numbers: Iterable[str]) -> str:
@@ -118,19 +122,19 @@ class _Expansion:
         self.text = text
         self.where = where
 
-    def hosts(self) -> list[str]:
+    def read_hosts(self) -> list[str]:
         """Return the hosts of the whole list."""
         hosts: list[str] = []
         start = 0
         while start <= len(self.text):
-            names, end = self.names(start)
+            names, end = self.read_item(start)
             if len(hosts) + len(names) > MOST:
                 self.refuse(start, f"more than {MOST} hosts")
             hosts += names
             start = end + 1  # behind the comma
         return hosts
 
-    def names(self, start: int) -> tuple[list[str], int]:
+    def read_item(self, start: int) -> tuple[list[str], int]:
         """Return all hosts that the item at `start` stands for, and the position of its end.
 
         The end is a comma or the end of the list.
@@ -138,9 +142,11 @@ class _Expansion:
         parts: list[list[str]] = []  # choices for each part of the name: "n[1-2]" has ["n"] and ["1", "2"]
         brackets: list[int] = []  # indices of the parts that were in brackets
         position, size = start, 1  # the size is the number of hosts
-        while (character := self.text[position : position + 1]) not in ("", ","):
+        while position < len(self.text) and self.text[position] != ",":
+            character = self.text[position]
             end = self.text.find("]", position)
-            if match := _NAME_PART.match(self.text, position):
+            match = _NAME_PART.match(self.text, position)
+            if match:
                 parts.append([match[0]])
                 position = match.end()
             elif character == "]":
@@ -151,7 +157,7 @@ class _Expansion:
                 self.refuse(position, "[ without ]")
             else:
                 brackets.append(len(parts))
-                parts.append(self.numbers(position + 1, end))
+                parts.append(self.read_numbers(position + 1, end))
                 size *= len(parts[-1])
                 if size > MOST:
                     self.refuse(position, f"more than {MOST} hosts")
@@ -169,7 +175,7 @@ class _Expansion:
             names.append("".join(chosen.get(index, part[0]) for index, part in enumerate(parts)))
         return names, position
 
-    def numbers(self, position: int, end: int) -> list[str]:
+    def read_numbers(self, position: int, end: int) -> list[str]:
         """Return the numbers between `position` and `end`, each as wide as the low end of its range."""
         numbers: list[str] = []
         while True:
@@ -200,9 +206,7 @@ class _Expansion:
 def _raise_error(text: str, position: int, reason: str, where: str) -> NoReturn:
     # The hint shows at most 50 characters on each side, so that the caret stands under its position: a
     # terminal would wrap a long list. Control characters would move the caret as well.
-    before, after = (
-        escape_controls(text[max(0, position - 50) : position]),
-        escape_controls(text[position : position + 50]),
-    )
+    before = escape_controls(text[max(0, position - 50) : position])
+    after = escape_controls(text[position : position + 50])
     hint = f"the list, at this position:\n{before}{after}\n{' ' * len(before)}^"
     raise NoPlan(reason, where=where or None, hint=hint)

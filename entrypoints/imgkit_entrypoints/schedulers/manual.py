@@ -19,8 +19,9 @@ NAME = "manual"
 
 def claims(env: Environment) -> tuple[str, ...]:
     """Return the variables that ask for several nodes. Flags count as their variables."""
-    several = env.get("IMGKIT_NNODES", "1") != "1"
-    return (*(("IMGKIT_NNODES",) if several else ()), *env.present(NODES))
+    if env.get("IMGKIT_NNODES", "1") == "1":
+        return env.present(NODES)
+    return ("IMGKIT_NNODES", *env.present(NODES))
 
 
 def find_placement(env: Environment) -> Placement:
@@ -43,8 +44,11 @@ def find_placement(env: Environment) -> Placement:
     hosts = hosts if len(hosts) == nnodes else ()
     node_rank, rank_from = (0, nnodes_from) if nnodes == 1 else env.node_rank(hosts, "IMGKIT_NODE_RANK")
     head, head_from = env.head(nnodes, hosts, NODES, "MASTER_ADDR")
-    missing = ["--node-rank RANK"] if node_rank is None else []
-    missing += ["--head HOST"] if nnodes > 1 and not head else []
+    missing = []
+    if node_rank is None:
+        missing.append("--node-rank RANK")
+    if nnodes > 1 and not head:
+        missing.append("--head HOST")
     if node_rank is None or missing:
         verb = "is" if len(missing) == 1 else "are"
         raise NoPlan(
@@ -80,7 +84,8 @@ def start_argv(
     # The command may begin with a container runtime: "apptainer exec image.sif dist-run ...".
     name_index = next((index for index, arg in enumerate(argv) if PurePath(arg).name.startswith("dist-")), 0)
     options = ["--nnodes", str(nnodes), "--node-rank", str(node_rank), "--head", head]
-    options += ["--port", str(port)] if port else []
+    if port:
+        options += ["--port", str(port)]
     return (*argv[: name_index + 1], *options, *argv[name_index + 1 :])
 
 

@@ -71,7 +71,7 @@ class MpiLauncher:
         counts = not self.shown_with or env.present(*self.shown_with)
         return env.present(*self.shown_by) if counts else ()
 
-    def exporting(self, name: str, value: str) -> tuple[str, ...]:
+    def export_options(self, name: str, value: str) -> tuple[str, ...]:
         """Return the options that set a variable for all processes, such as ``-x NAME=VALUE``."""
         return tuple(part.format(name=name, value=value) for part in self.export)
 
@@ -87,7 +87,9 @@ class MpiLauncher:
 
         `options` are further options of the launcher.
         """
-        exports = (part for item in (forward or {}).items() for part in self.exporting(*item))
+        exports: list[str] = []
+        for name, value in (forward or {}).items():
+            exports += self.export_options(name, value)
         return (self.program, self.count, str(nnodes), *self.once_per_node, *exports, *options, *command)
 
     def per_node_command(self, command: Sequence[str], *, nnodes: int, env: Environment) -> str:
@@ -137,7 +139,7 @@ class MpiLauncher:
 
     def _hint(self, name: str, value: str) -> str:
         """Return a hint that shows how the launcher's start line sets the variable `name`."""
-        return f"start it with `{' '.join((self.program, *self.exporting(name, value)))} ...`"
+        return f"start it with `{' '.join((self.program, *self.export_options(name, value)))} ...`"
 
     def _size_variables(self, env: Environment) -> tuple[str, str]:
         """Return the variables with the number of all ranks and of those on this node.
@@ -158,7 +160,9 @@ class MpiLauncher:
         fields = self.fields
         size_from, local_from = self._size_variables(env)
         if not hosts and not (size_from and local_from):
-            raise self._unknown(env, "nodes", fields.local_world_size if size_from else fields.world_size)
+            raise self._unknown_number_error(
+                env, "nodes", fields.local_world_size if size_from else fields.world_size
+            )
         if local_from:
             local_size = env.number(local_from, least=1)
         elif size_from:
@@ -166,7 +170,9 @@ class MpiLauncher:
         elif self._is_alone(env):
             local_size = 1
         else:
-            raise self._unknown(env, "ranks on this node", (*fields.local_world_size, *fields.world_size))
+            raise self._unknown_number_error(
+                env, "ranks on this node", (*fields.local_world_size, *fields.world_size)
+            )
         size = env.number(size_from, least=1) if size_from else local_size * hosts
         rank_from, local_rank_from = env.variable(fields.rank), env.first(fields.local_rank)
         rank = env.number(rank_from)
@@ -198,7 +204,7 @@ class MpiLauncher:
         rank, node, local = (env.get(env.first(names), "") for names in groups)
         return rank == node != "" and local in ("", "0")
 
-    def _unknown(self, env: Environment, numbers: str, names: Sequence[str]) -> NoPlan:
+    def _unknown_number_error(self, env: Environment, numbers: str, names: Sequence[str]) -> NoPlan:
         """Return the error for a number that none of the variables `names` gives."""
         hosts = "" if env.get(NODES) else ", and there is no host list"
         return NoPlan(
@@ -234,7 +240,8 @@ class MpiLauncher:
         Without a variable for the node, it follows from the rank, as launchers place ranks in one of two
         orders.
         """
-        if name := env.first(self.fields.node_rank):
+        name = env.first(self.fields.node_rank)
+        if name:
             node_rank = env.number(name)
             if node_rank >= nnodes:
                 problem = f"this is node {node_rank}, but the job has only nodes 0 to {nnodes - 1}"

@@ -37,7 +37,7 @@ def find_placement(
     ------
     NoPlan : no placement can be right. The hint says what to start instead.
     """
-    resolved_env = _as_environment(request, Environment(env, read))
+    resolved_env = _flags_as_variables(request, Environment(env, read))
     try:
         placement = _requested_placement(request, resolved_env)
     except NoPlan as error:
@@ -61,7 +61,11 @@ def _requested_placement(request: PlacementRequest, resolved_env: Environment) -
     elif len(claimants) > 1:
         _refuse_two(claimants[:2], resolved_env)
     else:
-        module = claimants[0] if claimants else manual if manual.claims(resolved_env) else standalone
+        module: Scheduler = standalone
+        if claimants:
+            module = claimants[0]
+        elif manual.claims(resolved_env):
+            module = manual
         placement = _placement_by(module, request, resolved_env)
     _check_host(placement, resolved_env)
     return placement
@@ -147,10 +151,14 @@ def _command_on_host(command: Sequence[str], env: Environment) -> tuple[str, ...
             # Without squashfuse, the runtime unpacks the .sif into a temporary folder. *_CONTAINER is then
             # the path of that folder, and *_NAME still has the name of the .sif.
             name = env.get(f"{runtime.upper()}_NAME") or PurePath(image).name
-            image = image if PurePath(image).name == name else name
+            if PurePath(image).name != name:
+                image = name
+            options = []
+            if env.read("/proc/driver/nvidia/version") is not None:
+                options.append("--nv")
             binds = env.get(f"{runtime.upper()}_BIND")
-            options = ["--nv"] if env.read("/proc/driver/nvidia/version") is not None else []
-            options += ["--bind", binds] if binds else []
+            if binds:
+                options += ["--bind", binds]
             return (runtime, "exec", *options, image, *command)
     return tuple(command)
 
@@ -194,7 +202,7 @@ def _check_host(placement: Placement, env: Environment) -> None:
         )
 
 
-# The variable that the modules read for a field of `PlacementRequest`. `_as_environment` sets it from the
+# The variable that the modules read for a field of `PlacementRequest`. `_flags_as_variables` sets it from the
 # flag.
 _VARIABLES: Mapping[str, str] = {
     "nnodes": "IMGKIT_NNODES",
@@ -205,7 +213,7 @@ _VARIABLES: Mapping[str, str] = {
 }
 
 
-def _as_environment(request: PlacementRequest, env: Environment) -> Environment:
+def _flags_as_variables(request: PlacementRequest, env: Environment) -> Environment:
     """Return the environment with every flag as its variable: ``--node-rank 2`` is IMGKIT_NODE_RANK=2."""
     variables = dict(env)
     for field, name in _VARIABLES.items():
@@ -355,7 +363,8 @@ def _get_scheduler(name: str, env: Environment) -> Scheduler:
     claimants = [module for module in modules if module.claims(env)]
     if not claimants:
         hint = f"start it with {name}, and the container without --cleanenv and --containall"
-        if names := ", ".join(module.NAME for module in LAUNCHERS if module.claims(env)):
+        names = ", ".join(module.NAME for module in LAUNCHERS if module.claims(env))
+        if names:
             hint = f"the variables of {names} are set: leave --scheduler out"
         raise NoPlan(f"none of {name}'s variables is set", where="--scheduler", hint=hint)
     return claimants[0]

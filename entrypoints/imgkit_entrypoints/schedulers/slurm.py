@@ -47,6 +47,8 @@ JOB_FIELDS: Mapping[str, tuple[str, ...]] = {
 OUTLIVES_NODES = ("--no-kill", "--kill-on-bad-exit=0", "--wait=0")
 """srun's options for a step that continues without a lost node. The job needs --no-kill as well."""
 
+# Ids of Slurm's own steps are small negative numbers (slurm.h). Here is -16 as an unsigned number of 32 bits.
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
 # The node lists of a heterogeneous job's components. Other *_PACK_GROUP_* do not show such a job: Slurm 22.05
 # sets SLURM_JOB_CPUS_PER_NODE_PACK_GROUP_0 in every step of a batch script.
 _HET = re.compile(r"SLURM_JOB_NODELIST_(?:HET|PACK)_GROUP_[0-9]+")
@@ -56,7 +58,7 @@ def claims(env: Environment) -> tuple[str, ...]:
     """Return the variables that show a Slurm job. Empty outside of a job."""
     names = (*FIELDS["nnodes"], *FIELDS["hosts"], *JOB_FIELDS["nnodes"], *JOB_FIELDS["hosts"])
     # The salloc shell of a heterogeneous job has none of these, only the lists of its components.
-    return (*env.present(*names), *_components(env))
+    return (*env.present(*names), *_hetjob_variables(env))
 
 
 def find_placement(env: Environment) -> Placement:
@@ -67,14 +69,15 @@ def find_placement(env: Environment) -> Placement:
     WrongStart : this is the shell of the batch script or of salloc, and the allocation has several nodes.
     NoPlan : a heterogeneous job, or variables that contradict each other.
     """
-    if components := _components(env):
+    components = _hetjob_variables(env)
+    if components:
         raise NoPlan(
             "this is a heterogeneous Slurm job, which is not supported",
             where=env.quote(*components[:2]),
             hint="request all nodes in one component: no `:` in the request, and no `#SBATCH hetjob`",
         )
     if not env.present(*FIELDS["nnodes"], *FIELDS["hosts"]):
-        return _outside_a_step(env)
+        return _find_placement_outside_step(env)
     hosts, hosts_from = _expand_hosts(env, FIELDS["hosts"])
     nnodes_from = env.first(FIELDS["nnodes"])
     nnodes = env.number(nnodes_from, least=1) if nnodes_from else len(hosts)
@@ -140,18 +143,21 @@ def start_argv(
     outlives_nodes : True if the step goes on when a task ends or a node is lost.
     options : further options of srun.
     """
-    return (
-        *("srun", f"--nodes={nnodes}", f"--ntasks={nnodes}", "--ntasks-per-node=1"),
-        *(() if cpus is None else (f"--cpus-per-task={cpus}",)),
-        *(OUTLIVES_NODES if outlives_nodes else ("--kill-on-bad-exit=1",)),
-        *(*options, *command),
-    )
+    argv = ["srun", f"--nodes={nnodes}", f"--ntasks={nnodes}", "--ntasks-per-node=1"]
+    if cpus is not None:
+        argv.append(f"--cpus-per-task={cpus}")
+    if outlives_nodes:
+        argv += OUTLIVES_NODES
+    else:
+        argv.append("--kill-on-bad-exit=1")
+    return (*argv, *options, *command)
 
 
 def per_node_command(command: Sequence[str], *, nnodes: int, env: Environment) -> str:
     """Return the line that starts `command` on all nodes of this allocation, with all CPUs of the job."""
     cpus = None
-    if counts := env.get("SLURM_JOB_CPUS_PER_NODE"):
+    counts = env.get("SLURM_JOB_CPUS_PER_NODE")
+    if counts:
         # Each task gets the same number, so the smallest node decides.
         cpus = min(expand_counts(counts, where="SLURM_JOB_CPUS_PER_NODE"))
     elif env.present("SLURM_CPUS_PER_TASK"):
@@ -159,7 +165,7 @@ def per_node_command(command: Sequence[str], *, nnodes: int, env: Environment) -
     return shlex.join(start_argv(command, nnodes=nnodes, cpus=cpus))
 
 
-def _components(env: Environment) -> tuple[str, ...]:
+def _hetjob_variables(env: Environment) -> tuple[str, ...]:
     """Return the variables with the components of a heterogeneous job. Empty in any other job."""
     return tuple(name for name in sorted(env) if _HET.fullmatch(name))
 
@@ -170,12 +176,15 @@ def _expand_hosts(env: Environment, names: Sequence[str]) -> tuple[tuple[str, ..
     Both are empty if none is set.
     """
     name = env.first(names)
-    return (expand_nodelist(env[name], where=name) if name else ()), name
+    if not name:
+        return (), ""
+    return expand_nodelist(env[name], where=name), name
 
 
 def _job_nodes(env: Environment) -> tuple[int, str]:
     """Return the number of nodes of the allocation, and the variable that gives it. It is 0 if none does."""
-    if name := env.first(JOB_FIELDS["nnodes"]):
+    name = env.first(JOB_FIELDS["nnodes"])
+    if name:
         return env.number(name, least=1), name
     hosts, name = _expand_hosts(env, JOB_FIELDS["hosts"])
     return len(hosts), name
@@ -187,10 +196,11 @@ def _is_shell(env: Environment) -> bool:
     Some versions print the id as an unsigned number, such as 4294967290 for -6.
     """
     text = env.get(env.first(FIELDS["step_id"]), "")
-    return text.startswith("-") or (parse_digits(text) or 0) >= 0xFFFFFFF0
+    number = parse_digits(text)
+    return text.startswith("-") or (number is not None and number >= _FIRST_SPECIAL_STEP)
 
 
-def _outside_a_step(env: Environment) -> Placement:
+def _find_placement_outside_step(env: Environment) -> Placement:
     """Return the placement of a process that srun has not started.
 
     There is one only in a job of one node, and on that node.

@@ -23,7 +23,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2] / "lab"))
 from simulated_nodes import HERE, ME, SECRET, SimulatedNodes
 
-from imgkit_entrypoints.launch.agent import NodeAgent, NodeConfig
+from imgkit_entrypoints.launch.agent import NodeAgent
+from imgkit_entrypoints.launch.node_attempt import NodeCommand, NodeConfig
 from imgkit_entrypoints.launch.plan import Timeouts
 from imgkit_entrypoints.schedulers.placement import Placement
 
@@ -91,8 +92,10 @@ def _verdict(value: float, target: float | None) -> str:
 def launcher(placement: Placement, seconds: float) -> int:
     """Be the head's launcher."""
     config = NodeConfig(
-        argv=["sleep", str(seconds + 60)],
-        env=dict(os.environ),
+        command=NodeCommand(
+            argv=["sleep", str(seconds + 60)],
+            env=dict(os.environ),
+        ),
         placement=placement,
         node=ME,
         log=lambda _: None,

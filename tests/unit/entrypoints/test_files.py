@@ -206,16 +206,16 @@ def test_stop_folder_of_a_stranger_is_refused(shared: Path, tmp_path: Path, kind
     theirs.mkdir()
     make = {"folder": lambda path: path.mkdir(0o777), "link": lambda path: path.symlink_to(theirs)}[kind]
     as_stranger(lambda: make(shared / "node0"))
-    with pytest.raises(UsageError, match="another user's folder"), stop_protocol.folder(shared, 0):
+    with pytest.raises(UsageError, match="another user's folder"), stop_protocol.use_stop_folder(shared, 0):
         pass
-    with stop_protocol.folder(shared, 1) as folder:
+    with stop_protocol.use_stop_folder(shared, 1) as folder:
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
 @as_root
 def test_saved_mark_of_a_stranger_does_not_count(shared: Path) -> None:
     as_stranger(lambda: (shared / "state-saved").write_text("7 40\n"))
-    step, reason = stop_protocol.saved_step(shared, "7")
+    step, reason = stop_protocol.read_saved_step(shared, "7")
     assert step is None
     assert f"is ignored: it belongs to another user ({STRANGER})" in reason
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from imgkit_entrypoints import files
 from imgkit_entrypoints.doctor.checks.check import Check, Subject, Verdict
 from imgkit_entrypoints.fabric import library_path, plugin, ports, sockets
-from imgkit_entrypoints.fabric.slingshot import plugin as slingshot_plugin
+from imgkit_entrypoints.fabric.slingshot import find_plugin
 from imgkit_entrypoints.facts import health
 from imgkit_entrypoints.facts.host_facts import Port
 from imgkit_entrypoints.system import HOST_LIBS
@@ -137,17 +137,19 @@ def slingshot(subject: Subject) -> Iterator[Check]:
     facts, links = subject.facts, subject.plan.links
     if subject.plan.kind != "slingshot":
         return
-    if closed := [device.name for device in facts.cxi if not device.opens]:
+    closed = [device.name for device in facts.cxi if not device.opens]
+    if closed:
         fix = "Slurm: use a job step with a network allocation; Singularity: no --contain"
         yield Check("slingshot", subject.between, f"cannot be opened: {', '.join(closed)}", fix)
     else:
         names = ", ".join(f"/dev/{device.name}" for device in facts.cxi)
         yield Check("slingshot", "ok", f"{names} can be opened")
     # A library may come from the host (`links`) or be on the library path.
-    plugin_path = slingshot_plugin(facts, links)
+    plugin_path = find_plugin(facts, links)
     needed = ("libfabric.so.1", "libcxi.so.1")
     missing = [name for name in needed if name not in links and facts.library(name) is None]
-    missing += [] if plugin_path else ["libnccl-net.so"]
+    if not plugin_path:
+        missing.append("libnccl-net.so")
     if missing:
         fix = "in the recipe: system.fabric.host_libs: auto, and their folders in system.runtime.host_libs; "
         fix += "otherwise NCCL uses TCP"
@@ -168,9 +170,10 @@ def _host_libraries(subject: Subject) -> Iterator[Check]:
     folder, search_path = library_path.links_folder(links), subject.plan.env[library_path.VARIABLE]
     try:
         files.make_links(Path(folder), links)
-        faults = [text for name in links if (text := health.load_fault(f"{folder}/{name}", search_path))]
+        faults = [health.load_fault(f"{folder}/{name}", search_path) for name in links]
     except OSError as error:
         faults = [str(error)]
+    faults = list(filter(None, faults))
     if faults:
         fix = f"to run without them: {HOST_LIBS}=none"
         yield Check("host libraries", subject.between, faults[0], fix)

@@ -22,11 +22,13 @@ LIBC = (
 def scheduler(subject: Subject) -> Iterator[Check]:
     """Check that the scheduler's variables are visible. A container with --cleanenv hides them."""
     name = subject.system.scheduler if subject.system else ""
-    if text := missing_launcher_clause(name, subject.env):
+    problem = missing_launcher_clause(name, subject.env)
+    names = launcher_variables(subject.env)
+    if problem:
         fix = "in a job: start the container without --cleanenv and --containall; elsewhere this is expected"
-        yield Check("scheduler", "warn", text, fix)
-    elif variables := launcher_variables(subject.env):
-        yield Check("scheduler", "ok", ", ".join(variables))
+        yield Check("scheduler", "warn", problem, fix)
+    elif names:
+        yield Check("scheduler", "ok", ", ".join(names))
 
 
 def glibc(subject: Subject) -> Iterator[Check]:
@@ -50,7 +52,8 @@ def image_glibc(facts: HostFacts, reader: Reader) -> tuple[str, int]:
     """Return the path of the image's C library and its version: 34 for ``GLIBC_2.34``, 0 if unknown."""
     for template in LIBC:
         path = template.format(machine=facts.arch)
-        if newest := newest_glibc(reader, path):
+        newest = newest_glibc(reader, path)
+        if newest:
             return path, newest
     return "", 0
 
@@ -58,8 +61,13 @@ def image_glibc(facts: HostFacts, reader: Reader) -> tuple[str, int]:
 def needed_glibc(facts: HostFacts, reader: Reader) -> dict[str, int]:
     """Return which glibc each library of the fabric needs: ``{"/usr/lib/libfabric.so.1.2": 34}``."""
     # NCCL is left out: it always belongs to the image, and has hundreds of megabytes.
-    paths = [library.target for library in facts.libraries if library.name != "libnccl.so.2"]
-    return {path: newest for path in paths if (newest := newest_glibc(reader, path))}
+    needed = {}
+    for library in facts.libraries:
+        if library.name != "libnccl.so.2":
+            newest = newest_glibc(reader, library.target)
+            if newest:
+                needed[library.target] = newest
+    return needed
 
 
 def newest_glibc(reader: Reader, path: str) -> int:

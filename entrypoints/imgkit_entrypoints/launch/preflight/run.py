@@ -8,10 +8,11 @@ hang with any of them.
 
 from __future__ import annotations
 
+import itertools
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -37,11 +38,10 @@ ROUNDS = 3
 
 With three partners, a node that reaches nobody can be told from a single connection that is down.
 """
-ALONE_S, PAIR_S = 40, 6
-"""Limits in seconds of the stage in which each node is alone, and of each round of pairs: 58 s together.
-
-The first one includes the start of the measuring processes.
-"""
+ALONE_S = 40
+"""Limit in seconds of the stage in which each node is alone, with the start of the measuring processes."""
+PAIR_S = 6
+"""Limit in seconds of each round of pairs. All stages together take 58 s at most."""
 ANSWER_S = 2.0
 """Seconds after a stage's limit in which a node's answer can still reach the head."""
 # Longest wait in seconds for a message before the time limits are checked.
@@ -120,10 +120,12 @@ def _poll(
             raise NoPlan(f"stopped during the preflight: {event.reason} on {event.node}")
         else:
             yield event
-    if answer := process.answer():
+    answer = process.take_answer()
+    if answer:
         session.report(answer)
     config.signals.drain()
-    if reason := config.signals.first():
+    reason = config.signals.first_name()
+    if reason:
         session.report(StopOrder(reason=reason))
         raise NoPlan(f"stopped during the preflight by {reason}")
 
@@ -136,9 +138,10 @@ class _Leader:
         self._store = MeasuringProcess(config, config.env, (STORE,))
         self._port = 0
         """Port of the store. It is 0 until the process that serves the store has answered."""
-        self._nodes = {
-            rank: NodeResult(rank=rank, host=self._host(rank)) for rank in range(session.placement.nnodes)
-        }
+        self._nodes: dict[int, NodeResult] = {}
+        """What is known about each node, by rank."""
+        for rank in range(session.placement.nnodes):
+            self._nodes[rank] = NodeResult(rank=rank, host=self._host(rank))
         self._links: list[LinkResult] = []
         self._answers: dict[int, MeasureResult] = {}
         """Answers of the current stage by rank."""
@@ -162,18 +165,29 @@ class _Leader:
                     failed=answer.failed,
                     notes=answer.notes,
                 )
-            # Among n nodes, n - 1 rounds (n, if n is odd) pair each two nodes once. Without a store, no two
-            # nodes can meet.
-            for turn in range(min(ROUNDS, nnodes + nnodes % 2 - 1) if self._store_port() else 0):
-                # Nodes that are out keep their numbers in `pair_up`, so that no two nodes meet twice.
-                pairs = [pair for pair in pair_up(nnodes, turn) if not self._out() & set(pair)]
-                self._config.log(f"preflight: pairs of nodes measure the network, up to {PAIR_S} s")
-                self._measure(turn + 1, pairs, PAIR_S)
-                # If a node hangs, the result of its pair says nothing about the partner.
-                self._links += [self._link_result(pair) for pair in pairs if not self._out() & set(pair)]
+            if self._wait_for_store():  # without a store, no two nodes can meet
+                self._measure_links()
         finally:
             self._store.close()
         return self._conclude(time.monotonic() - start)
+
+    def _measure_links(self) -> None:
+        """Let pairs of nodes measure their link, for `ROUNDS` rounds at most."""
+        nnodes = len(self._nodes)
+        # Among n nodes, n - 1 rounds (n, if n is odd) pair each two nodes once.
+        all_rounds = nnodes if nnodes % 2 else nnodes - 1
+        for turn in range(min(ROUNDS, all_rounds)):
+            # Nodes that are out keep their numbers in `pair_up`, so that no two nodes meet twice.
+            pairs = self._complete_pairs(pair_up(nnodes, turn))
+            self._config.log(f"preflight: pairs of nodes measure the network, up to {PAIR_S} s")
+            self._measure(turn + 1, pairs, PAIR_S)
+            # If a node hangs, the result of its pair says nothing about the partner.
+            self._links += [self._link_result(pair) for pair in self._complete_pairs(pairs)]
+
+    def _complete_pairs(self, pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return the pairs of which both nodes still take part."""
+        failed_ranks = self._failed_ranks()
+        return [pair for pair in pairs if failed_ranks.isdisjoint(pair)]
 
     def _conclude(self, seconds: float) -> tuple[int, ...]:
         """Judge the results, print and save the report, and send the verdict to all nodes.
@@ -198,11 +212,13 @@ class _Leader:
         if passed:
             self._session.send_all(PreflightEnd(left_out=excluded))
             return excluded
-        worst, count = verdict.excluded[0], len(excluded) - 1
+        worst = verdict.excluded[0]
+        problem = f"{worst.host} is an outlier: {verdict.reasons[worst.rank][0]}"
+        if len(excluded) > 1:
+            problem += f" (and {len(excluded) - 1} more)"
         remedy = report.exclude if report.exclude.startswith("--") else f"other hosts than {report.exclude}"
         error = CheckFailed(
-            f"{worst.host} is an outlier: {verdict.reasons[worst.rank][0]}"
-            + (f" (and {count} more)" if count else ""),
+            problem,
             where="preflight",
             hint=f"start again with {remedy}, or with a spare (--nnodes N+1) that replaces it; "
             "leave out --preflight to start as it is",
@@ -232,11 +248,11 @@ class _Leader:
             order = MeasureRequest(stage=stage, limit_s=limit_s, group=group, store=self._port)
             for rank in group:
                 self._session.send(rank, order)
-        ranks = {rank for group in groups for rank in group}
+        ranks = set(itertools.chain.from_iterable(groups))
         deadline = time.monotonic() + limit_s + ANSWER_S
-        while ranks - self._answers.keys() - self._out() and time.monotonic() < deadline:
-            self._turn(stage)
-        for rank in ranks - self._answers.keys() - self._out():
+        while ranks - self._answers.keys() - self._failed_ranks() and time.monotonic() < deadline:
+            self._take_answers(stage)
+        for rank in ranks - self._answers.keys() - self._failed_ranks():
             error = f"its node agent hangs: no answer within {limit_s} s"
             self._answers[rank] = MeasureResult(stage=stage, error=error, mute=True)
         for rank, answer in self._answers.items():
@@ -247,20 +263,18 @@ class _Leader:
         """Return the bandwidth between two nodes from their answers, or why there is none."""
         answers = [self._answers[rank] for rank in pair]
         errors = [answer.error for answer in answers if answer.error]
-        rate = dict(answers[0].figures).get("bandwidth")
-        return LinkResult(nodes=pair, GBps=None if errors else rate, error=", ".join(errors))
+        if errors:
+            return LinkResult(nodes=pair, error=", ".join(errors))
+        return LinkResult(nodes=pair, GBps=dict(answers[0].figures).get("bandwidth"))
 
-    def _store_port(self) -> int:
-        """Wait for the port of the store, and return it.
-
-        It is 0 if the store is not served within `PAIR_S`.
-        """
+    def _wait_for_store(self) -> bool:
+        """Wait until the store is served. Return False if it is not within `PAIR_S`."""
         deadline = time.monotonic() + PAIR_S
         while not self._port and self._store.sources and time.monotonic() < deadline:
-            self._turn(-1)  # no stage has this number, so no answer of a node is taken
-        return self._port
+            self._take_answers(-1)  # no stage has this number, so no answer of a node is taken
+        return self._port != 0
 
-    def _turn(self, stage: int) -> None:
+    def _take_answers(self, stage: int) -> None:
         """Wait up to a tick, and take the answers for `stage`, lost nodes and the port of the store."""
         for _ in _poll(self._session, self._process, self._config, self._store.sources):
             pass  # the session keeps what the events say, such as lost nodes
@@ -269,10 +283,11 @@ class _Leader:
         for rank, answer in self._session.measurements.items():
             if answer.stage == stage:
                 self._answers[rank] = answer
-        if served := self._store.answer():
-            self._port = int(dict(served.figures).get(STORE, 0))
+        store_answer = self._store.take_answer()
+        if store_answer:
+            self._port = int(dict(store_answer.figures).get(STORE, 0))
 
-    def _out(self) -> set[int]:
+    def _failed_ranks(self) -> set[int]:
         """Return the ranks of the nodes that take no further part."""
         return {rank for rank, node in self._nodes.items() if node.error}
 
@@ -314,11 +329,9 @@ class MeasuringProcess:
             return
         ours, theirs = socket.socketpair()
         with theirs:
+            python = (sys.executable or "python3", "-I", "-m", self._config.module)
             command = GuardedCommand(
-                (
-                    *(sys.executable or "python3", "-I", "-m", self._config.module),
-                    *(str(theirs.fileno()), *self._arguments),
-                ),
+                (*python, str(theirs.fileno()), *self._arguments),
                 self._env,
                 self._config.log,
                 repeats_warnings=False,
@@ -328,13 +341,13 @@ class MeasuringProcess:
         self._process = command, Connection(ours)
 
     def request(self, order: MeasureRequest) -> None:
-        """Send `order` to the process, and start it if needed. `answer` returns the result later."""
+        """Send `order` to the process, and start it if needed. `take_answer` returns the result later."""
         self.start()
         assert self._process is not None  # noqa: S101 - start has made it
         self._order, self._deadline = order, time.monotonic() + order.limit_s
         self._process[1].send(order)
 
-    def answer(self) -> MeasureResult | None:
+    def take_answer(self) -> MeasureResult | None:
         """Return the result of the last order, or the error instead of it. Return None while it is not there.
 
         An error may come from the process, or it has ended, or it hangs beyond the limit of the order.
@@ -343,11 +356,11 @@ class MeasuringProcess:
             return None
         command, connection = self._process
         for message in connection.receive():
-            if isinstance(message, MeasureResult) and (
-                self._order is None or message.stage == self._order.stage
-            ):
+            if not isinstance(message, MeasureResult):
+                continue
+            if self._order is None or message.stage == self._order.stage:
                 return self._finish(message)
-        is_running = command.read() and command.code is None and not connection.error
+        is_running = command.read_reports() and command.code is None and not connection.error
         if self._order is None or (is_running and time.monotonic() < self._deadline):
             return None
         if is_running:
@@ -361,9 +374,9 @@ class MeasuringProcess:
         """End the process, and wait until nothing of it is left."""
         self._end()
         for command in self._commands:
-            while command.read():
+            while command.read_reports():
                 wait([command], 1.0)
-            command.wait()
+            command.wait_for_guard()
         self._commands.clear()
 
     def _finish(self, answer: MeasureResult) -> MeasureResult:
@@ -378,6 +391,6 @@ class MeasuringProcess:
         if self._process:
             command, connection = self._process
             connection.close()
-            command.send("kill")
+            command.send_step("kill")
             self._commands.append(command)
         self._process = None

@@ -92,7 +92,8 @@ def judge(nodes: Sequence[NodeResult], links: Sequence[LinkResult]) -> Verdict:
     median = statistics.median(rates) if rates and 2 * len(rates) >= len(nodes) else None
     reasons = {}
     for node in sorted(nodes, key=lambda node: (node.matmul_TFLOPs or 0.0, node.rank)):
-        if node_reasons := tuple(_reasons(node, median, links)):
+        node_reasons = tuple(_outlier_reasons(node, median, links))
+        if node_reasons:
             reasons[node.rank] = node_reasons
     good_links = [link for link in links if not reasons.keys() & set(link.nodes)]
     return Verdict(
@@ -104,7 +105,7 @@ def judge(nodes: Sequence[NodeResult], links: Sequence[LinkResult]) -> Verdict:
     )
 
 
-def _reasons(node: NodeResult, median: float | None, links: Sequence[LinkResult]) -> Iterator[str]:
+def _outlier_reasons(node: NodeResult, median: float | None, links: Sequence[LinkResult]) -> Iterator[str]:
     """Yield the reasons why `node` is an outlier. Without any, it is none."""
     if node.error:
         yield node.error
@@ -141,12 +142,13 @@ def pair_up(nodes: int, turn: int) -> tuple[tuple[int, int], ...]:
     together pair each two nodes once. With four nodes, round 0 is ``(0, 3), (1, 2)`` and round 1 is ``(1, 3),
     (0, 2)``.
     """
-    seats = nodes + nodes % 2 - 1
-    if seats < 1:
+    if nodes < 2:
         return ()
+    seats = nodes if nodes % 2 else nodes - 1  # without the seat that stays
     first = turn % seats
-    steps = range(1, (seats + 1) // 2)
-    pairs = [(first, seats), *(((first + step) % seats, (first - step) % seats) for step in steps)]
+    pairs = [(first, seats)]  # with an odd number of nodes, nobody has the seat that stays
+    for step in range(1, (seats + 1) // 2):
+        pairs.append(((first + step) % seats, (first - step) % seats))
     return tuple((min(pair), max(pair)) for pair in pairs if max(pair) < nodes)
 
 
@@ -168,23 +170,26 @@ class Report:
         """Return the hosts of all outliers: under Slurm ``--exclude=n[3-4]``, else ``n[3-4]``."""
         hosts = [node.host for node in self.verdict.outliers]
         folded = hostlist.fold_hosts(hosts) if hosts else ""
-        return f"--exclude={folded}" if folded and self.scheduler == "slurm" else folded
+        if folded and self.scheduler == "slurm":
+            return f"--exclude={folded}"
+        return folded
 
     def table(self) -> list[str]:
         """Return the lines of the report: a table with all figures, then outliers, slow links and notes."""
         verdict = self.verdict
         nodes = verdict.nodes if len(verdict.nodes) <= MAX_ROWS else verdict.outliers
         rows = [("node", "matmul", "bandwidth"), ("", "TFLOP/s", "GB/s")]
-        rows += [
-            (self._name(node), _cell(node.matmul_TFLOPs), _cell(best_GBps(node.rank, verdict.links)))
-            for node in nodes
-        ]
+        for node in nodes:
+            bandwidth = _cell(best_GBps(node.rank, verdict.links))
+            rows.append((self._name(node), _cell(node.matmul_TFLOPs), bandwidth))
         rows.append((f"median of {len(verdict.nodes)}", _cell(verdict.median_TFLOPs), ""))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
-            for row in rows
-        ]
+        name_width, matmul_width, bandwidth_width = (
+            max(map(len, cells)) for cells in zip(*rows, strict=True)
+        )
+        lines = []
+        for name, matmul, bandwidth in rows:
+            line = f"{name:<{name_width}}  {matmul:>{matmul_width}}  {bandwidth:>{bandwidth_width}}"
+            lines.append(line.rstrip())
         for node in verdict.outliers:
             lines += [f"OUTLIER {self._name(node)}: {reason}" for reason in verdict.reasons[node.rank]]
         lines += [f"SLOW LINK {text}" for text in verdict.slow_links]

@@ -49,7 +49,7 @@ def start(host: HostFacts, device: str = "auto", system: SystemFacts | None = No
         job_id="7",
         source={},
     )
-    return plan.make(
+    return plan.decide_launch(
         Request(device=device),
         ("w",),
         torchrun=TORCHRUN,

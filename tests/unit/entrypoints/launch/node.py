@@ -9,7 +9,8 @@ import time
 
 from imgkit_entrypoints.errors import ImgkitError
 from imgkit_entrypoints.launch import agent, attempts, gpu_use, guarded, stop_protocol, watchdog
-from imgkit_entrypoints.launch.agent import NodeAgent, NodeConfig
+from imgkit_entrypoints.launch.agent import NodeAgent
+from imgkit_entrypoints.launch.node_attempt import NodeCommand, NodeConfig
 from imgkit_entrypoints.launch.plan import Timeouts
 from imgkit_entrypoints.rollcall import probe, session
 from imgkit_entrypoints.rollcall.messages import NodeInfo, Software
@@ -56,15 +57,17 @@ me = NodeInfo(
     interface=options.get("interface", ""),
 )
 config = NodeConfig(
-    argv=sys.argv[2:],
-    env={**os.environ, **options.get("env", {})},
+    command=NodeCommand(
+        argv=sys.argv[2:],
+        env={**os.environ, **options.get("env", {})},
+        is_per_node=options.get("per_node", False),
+        gpu_query=options.get("gpu_query", ()),
+    ),
     placement=placement,
     node=me,
     log=say,
     max_failures=options.get("max_failures", 0),
     on_success=pack if "pack_s" in options else None,
-    is_per_node=options.get("per_node", False),
-    gpu_query=options.get("gpu_query", ()),
     timeouts=Timeouts(
         grace_s=options.get("grace_s", 20.0),
         rollcall_s=options.get("timeout_s", 20.0),

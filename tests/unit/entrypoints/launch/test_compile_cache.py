@@ -19,7 +19,7 @@ KEY = compile_cache.make_key("an image")
 
 def cache_of(folder: Path, file: Path | None = None, key: str = KEY) -> CompileCache:
     cache = CompileCache(folder=folder, key=key, file=file)
-    cache.make()
+    cache.make_folders()
     return cache
 
 
@@ -46,7 +46,7 @@ def test_folder_is_on_the_node_s_own_disk_and_named_by_image_and_user(tmp_path: 
 
 
 def test_variables_of_the_user_stay(tmp_path: Path) -> None:
-    variables = compile_cache.variables(tmp_path, {"TRITON_CACHE_DIR": "/mine"})
+    variables = compile_cache.cache_variables(tmp_path, {"TRITON_CACHE_DIR": "/mine"})
     assert set(variables) == set(FOLDERS) - {"TRITON_CACHE_DIR"}
 
 
@@ -78,7 +78,7 @@ def test_next_start_has_what_the_last_one_compiled(tmp_path: Path) -> None:
 START = """
 import pathlib, sys, time
 from imgkit_entrypoints.launch.compile_cache import CompileCache
-CompileCache(folder=pathlib.Path(sys.argv[1]), key="key").make()
+CompileCache(folder=pathlib.Path(sys.argv[1]), key="key").make_folders()
 print("made", flush=True)
 time.sleep(600)
 """

@@ -25,7 +25,7 @@ def make(
     root: Path, env: Mapping[str, str] | None = None, placement: Placement = NODE, **request
 ) -> LaunchPlan:
     env = env or {}
-    return plan.make(
+    return plan.decide_launch(
         Request(**request),
         ("python3", "train.py"),
         torchrun=TORCHRUN,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from imgkit_entrypoints.launch.explain import KNOWN, explain
+from imgkit_entrypoints.launch.explain import KNOWN, find_explanations
 
 SEEN = [
     ("OSError: [Errno 30] Read-only file system: 'out'", "the program writes into the image"),
@@ -82,39 +82,41 @@ SEEN = [
 
 @pytest.mark.parametrize(("text", "cause"), SEEN)
 def test_known_text_is_explained(text: str, cause: str) -> None:
-    explanations = explain(f"line before\n{text}\nline after\n")
+    explanations = find_explanations(f"line before\n{text}\nline after\n")
     assert cause in explanations[0].cause
     assert explanations[0].text == text.strip().partition("\n")[0]
     assert explanations[0].remedy
 
 
 def test_killed_process_is_told_the_memory_of_the_job() -> None:
-    (explanation,) = explain("  exitcode  : -9 (pid: 4242)", memory="--mem 440G")
+    (explanation,) = find_explanations("  exitcode  : -9 (pid: 4242)", memory="--mem 440G")
     assert explanation.remedy == (
         "the job had --mem 440G; request more, or use fewer data workers; to check: dmesg | grep -i oom"
     )
-    (explanation,) = explain("  exitcode  : -9 (pid: 4242)")
+    (explanation,) = find_explanations("  exitcode  : -9 (pid: 4242)")
     assert explanation.remedy.startswith("request more memory (imgkit run --mem SIZE), or use fewer ")
 
 
 def test_unknown_text_stays_unexplained() -> None:
-    assert explain("ValueError: batch size must be positive") == ()
+    assert find_explanations("ValueError: batch size must be positive") == ()
 
 
 def test_only_the_root_of_a_rendezvous_failure_is_told() -> None:
     text = "\n".join(text for text, _ in SEEN[:4]) + "\nConnection reset by peer"
-    assert [explanation.cause for explanation in explain(text)] == ["only 1 of 2 nodes started torchrun"]
+    assert [explanation.cause for explanation in find_explanations(text)] == [
+        "only 1 of 2 nodes started torchrun"
+    ]
 
 
 def test_closed_connection_alone_points_to_other_ranks() -> None:
     reset = "RuntimeError: [..] Connection closed by peer [127.0.0.1]:5000"
-    assert "another rank exited first" in explain(reset)[0].cause
-    assert len(explain(f"{reset}\ntorch.OutOfMemoryError: CUDA out of memory.")) == 1
+    assert "another rank exited first" in find_explanations(reset)[0].cause
+    assert len(find_explanations(f"{reset}\ntorch.OutOfMemoryError: CUDA out of memory.")) == 1
 
 
 def test_closed_store_does_not_hide_the_lost_packets() -> None:
     text = "\n".join(text for text, _ in SEEN if "recv" in text)
-    assert [explanation.cause[:14] for explanation in explain(text)] == ["a rank waited "]
+    assert [explanation.cause[:14] for explanation in find_explanations(text)] == ["a rank waited "]
 
 
 def test_every_entry_formats_without_its_groups_missing() -> None:
@@ -123,7 +125,9 @@ def test_every_entry_formats_without_its_groups_missing() -> None:
 
 def test_closed_connection_needs_no_explanation_beside_a_cause() -> None:
     reset = "RuntimeError: [..] Connection closed by peer [127.0.0.1]:5000"
-    assert explain(reset)
-    assert explain(reset, has_cause=True) == ()
+    assert find_explanations(reset)
+    assert find_explanations(reset, has_cause=True) == ()
     full = f"torch.OutOfMemoryError: CUDA out of memory\n{reset}"
-    assert [explanation.cause for explanation in explain(full, has_cause=True)] == ["a GPU's memory is full"]
+    assert [explanation.cause for explanation in find_explanations(full, has_cause=True)] == [
+        "a GPU's memory is full"
+    ]

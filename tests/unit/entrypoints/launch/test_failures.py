@@ -46,7 +46,7 @@ def codes(folder: Path, *, is_imgkits: bool = False, **by_rank: int) -> None:
 
 
 def first(folder: Path, killed_by: int = 0) -> RankFailure:
-    failure = failures.of_node(folder, killed_by)
+    failure = failures.find_node_failure(folder, killed_by)
     assert failure is not None
     return failure
 
@@ -80,9 +80,9 @@ def test_killed_torchrun_is_the_cause(tmp_path: Path) -> None:
     record(tmp_path, 0, CLOSED)
     rank_failure = first(tmp_path, killed_by=signal.SIGKILL)
     assert (rank_failure.rank, rank_failure.code) == (None, -9)
-    assert failures.block(NodeFailure(at=0.0, node="node 1 of 1", failure=rank_failure))[0].startswith(
-        "torchrun on node 1"
-    )
+    assert failures.describe_failure(NodeFailure(at=0.0, node="node 1 of 1", failure=rank_failure))[
+        0
+    ].startswith("torchrun on node 1")
 
 
 def test_error_of_torchrun_has_no_stack_in_cpp(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_error_of_torchrun_has_no_stack_in_cpp(tmp_path: Path) -> None:
 
 def test_own_program_that_printed_its_reason_has_no_block(tmp_path: Path) -> None:
     codes(tmp_path, is_imgkits=True, r0=2)
-    assert failures.of_node(tmp_path) is None
+    assert failures.find_node_failure(tmp_path) is None
     codes(tmp_path, is_imgkits=True, r0=2, r1=-9)
     assert first(tmp_path).rank == 1
 
@@ -109,7 +109,7 @@ def test_record_that_cannot_be_read_is_ignored(tmp_path: Path, text: str) -> Non
     (tmp_path / "failed-x").write_text("1.0\nValueError: not a rank")
     (tmp_path / "failed-0").write_text(text)
     (tmp_path / failures.CODES).write_text(text or "[1]")
-    failure = failures.of_node(tmp_path)
+    failure = failures.find_node_failure(tmp_path)
     assert failure is None or failure.lines == ("",)
 
 
@@ -119,10 +119,10 @@ def test_cause_on_any_node_comes_first() -> None:
         return NodeFailure(at=at, node=f"node {rank}", failure=failure)
 
     early, late = node_failure(1.0, 0, after_peer=True), node_failure(2.0, 1, after_peer=False)
-    assert failures.first([early, late]) is late
-    assert failures.first([early]) is early
-    assert failures.first([]) is None
-    lines = failures.block(late, [early, late])
+    assert failures.first_failure([early, late]) is late
+    assert failures.first_failure([early]) is early
+    assert failures.first_failure([]) is None
+    lines = failures.describe_failure(late, [early, late])
     assert lines[0] == "rank 1 on node 1 failed first: exit code 1"
     assert lines[1] == "  then on other nodes: rank 0"
 
@@ -168,13 +168,13 @@ def test_line_of_another_node_cannot_steer_a_terminal() -> None:
 def test_late_record_is_reported_once(tmp_path: Path) -> None:
     late = failures.LateRecords(tmp_path)
     record(tmp_path, 1, BAD, at=time.time())
-    assert list(late.look()) == []
+    assert list(late.new_reports()) == []
     record(tmp_path, 1, BAD, at=time.time() - 10)
     record(tmp_path, 0, CLOSED, at=time.time() - 10)
-    assert [lines[0] for lines in late.look()] == [
+    assert [lines[0] for lines in late.new_reports()] == [
         "rank 1 has failed, and its process has not ended after 5 s"
     ]
-    assert list(late.look()) == []
+    assert list(late.new_reports()) == []
 
 
 def test_log_goes_to_a_temporary_folder_where_the_named_one_fails(
@@ -195,8 +195,8 @@ def copied(*parts: bytes) -> tuple[str, str]:
         "import os, sys\nfrom imgkit_entrypoints.launch.guarded import GuardedCommand\n"
         f"child = GuardedCommand([sys.executable, '-c', {code!r}], os.environ, print)\n"
         "import select\n"
-        "while select.select([child], [], []) and child.read(): pass\n"
-        "child.wait()\nprint(repr(child.tail()))\n"
+        "while select.select([child], [], []) and child.read_reports(): pass\n"
+        "child.wait_for_guard()\nprint(repr(child.output_tail()))\n"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
     return result.stderr.decode(), ast.literal_eval(result.stdout.decode())
@@ -232,7 +232,7 @@ def program(folder: Path, code: str, **env: str) -> subprocess.CompletedProcess[
 def test_exception_leaves_the_users_own_frames(tmp_path: Path) -> None:
     result = program(tmp_path, "def inner():\n    raise ValueError('bad')\ninner()\n")
     assert result.returncode == 1
-    (entry,) = failures.records(tmp_path)
+    (entry,) = failures.read_records(tmp_path)
     lines = entry.text.split("\n")
     assert (entry.rank, lines[0], lines[-1]) == (2, "Traceback (most recent call last):", "ValueError: bad")
     assert lines[1].endswith('own.py", line 3, in <module>')
@@ -250,7 +250,7 @@ def test_exception_leaves_the_users_own_frames(tmp_path: Path) -> None:
 )
 def test_other_ends_leave_their_message(tmp_path: Path, code: str, last: str) -> None:
     assert program(tmp_path, code).returncode == 1
-    (entry,) = failures.records(tmp_path)
+    (entry,) = failures.read_records(tmp_path)
     assert entry.text.split("\n")[-1] == last
     assert "user_program" not in entry.text
 
@@ -263,7 +263,7 @@ def test_missing_script_has_no_frames_of_the_launcher(tmp_path: Path) -> None:
     env = {**os.environ, "IMGKIT_STOP_DIR": str(tmp_path), "IMGKIT_ATTEMPT": "1", "RANK": "2"}
     argv = [sys.executable, user_program.__file__, str(tmp_path / "own.py")]
     assert subprocess.run(argv, env=env, capture_output=True, check=False).returncode == 1
-    (entry,) = failures.records(tmp_path)
+    (entry,) = failures.read_records(tmp_path)
     assert entry.text.startswith("FileNotFoundError:")
 
 
@@ -272,13 +272,13 @@ def test_without_a_node_agent_python_prints_it(tmp_path: Path, env: dict[str, st
     result = program(tmp_path, "raise ValueError('bad')", **env)
     assert result.returncode == 1
     assert result.stderr.endswith("\nValueError: bad\n")
-    assert failures.records(tmp_path) == []
+    assert failures.read_records(tmp_path) == []
 
 
 def test_programs_own_excepthook_prints_it(tmp_path: Path) -> None:
     result = program(tmp_path, "import sys\nsys.excepthook = lambda *_: print('mine')\nraise ValueError")
     assert result.stdout == "mine\n"
-    assert failures.records(tmp_path) == []
+    assert failures.read_records(tmp_path) == []
 
 
 STUB_OF_TORCHS_LOADER = """
@@ -308,5 +308,5 @@ scope["fetch"](data, range(9))
 def test_bad_sample_names_its_index(tmp_path: Path) -> None:
     result = program(tmp_path, STUB_OF_TORCHS_LOADER)
     assert result.stdout == "in DataLoader worker process 0, at sample 7 of the data set\n"
-    (entry,) = failures.records(tmp_path)
+    (entry,) = failures.read_records(tmp_path)
     assert entry.text.startswith("sample 7 of the data set\nTraceback")

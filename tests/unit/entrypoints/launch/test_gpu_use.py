@@ -35,7 +35,7 @@ def read_all(program: Path, *options: str) -> GpuUse | None:
     monitor = GpuMonitor([str(program), *options])
     monitor.start()
     assert until((program.parent / "printed").exists)
-    use = monitor.read()
+    use = monitor.read_use()
     monitor.close()
     return use
 
@@ -82,10 +82,10 @@ def test_half_a_line_waits_for_its_other_half(tmp_path: Path) -> None:
     monitor = GpuMonitor([str(program)])
     monitor.start()
     assert until((tmp_path / "begun").exists)
-    assert monitor.read() is None
+    assert monitor.read_use() is None
     (tmp_path / "continue").touch()
     assert until((tmp_path / "printed").exists)
-    assert monitor.read() == GpuUse(readings=1, gpu_percent=87.0, memory_MiB=5.0)
+    assert monitor.read_use() == GpuUse(readings=1, gpu_percent=87.0, memory_MiB=5.0)
     monitor.close()
 
 
@@ -93,9 +93,9 @@ def test_half_a_line_waits_for_its_other_half(tmp_path: Path) -> None:
 def test_node_without_readings_has_no_use(argv: list[str]) -> None:
     monitor = GpuMonitor(argv)
     monitor.start()
-    assert monitor.read() is None
+    assert monitor.read_use() is None
     monitor.close()
-    assert gpu_use.combine([]) is None
+    assert gpu_use.combine_uses([]) is None
 
 
 def test_nvidia_smi_is_started_once(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_nvidia_smi_is_started_once(tmp_path: Path) -> None:
 
 def test_node_with_more_readings_counts_more() -> None:
     other = GpuUse(readings=2, gpu_percent=100.0, memory_MiB=9.0)
-    assert gpu_use.combine([USE, other]) == GpuUse(readings=8, gpu_percent=580 / 8, memory_MiB=61240.0)
+    assert gpu_use.combine_uses([USE, other]) == GpuUse(readings=8, gpu_percent=580 / 8, memory_MiB=61240.0)
 
 
 @pytest.mark.parametrize(
@@ -142,5 +142,5 @@ def test_head_writes_the_use_of_all_nodes(nodes: Any, tmp_path: Path) -> None:
         nodes.start(argv, rank=rank, nnodes=2, hosts=["host0", "host1"], **options)
     assert nodes.codes() == [0, 0]  # and no nvidia-smi is left
     use = gpu_use.parse((tmp_path / "run" / GPU_USE).read_text())
-    assert use == gpu_use.combine([USE, GpuUse(readings=2, gpu_percent=100.0, memory_MiB=61250.0)])
+    assert use == gpu_use.combine_uses([USE, GpuUse(readings=2, gpu_percent=100.0, memory_MiB=61250.0)])
     assert "<GPUs 72 % in use on average, at most 59.8 GiB of memory>" in nodes.output()

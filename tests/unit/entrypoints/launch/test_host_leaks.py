@@ -33,7 +33,7 @@ def clean(env: Mapping[str, str], *keep: str, **changes: Any) -> CleanEnvironmen
         "exists": lambda path: path.startswith("/usr/"),
         **changes,
     }
-    return host_leaks.clean({**IMAGE, **env}, keep=keep, **values)
+    return host_leaks.clean_environment({**IMAGE, **env}, keep=keep, **values)
 
 
 def test_nothing_to_remove_is_no_line() -> None:
@@ -132,7 +132,7 @@ def test_core_dumps_are_off_unless_they_are_kept(keep: str, limit: str) -> None:
     program = (
         "import resource; from imgkit_entrypoints.launch import host_leaks;"
         "resource.setrlimit(resource.RLIMIT_CORE, (4096, resource.getrlimit(resource.RLIMIT_CORE)[1]));"
-        f"clean = host_leaks.clean({{}}, {{}}, keep=[{keep!r}], prefix='/usr'); clean.apply();"
+        f"clean = host_leaks.clean_environment({{}}, {{}}, keep=[{keep!r}], prefix='/usr'); clean.apply();"
         "print(clean.text); print(resource.getrlimit(resource.RLIMIT_CORE)[0])"
     )
     result = subprocess.run(

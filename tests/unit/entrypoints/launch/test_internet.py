@@ -12,7 +12,7 @@ from imgkit_entrypoints.launch.internet import OfflineSettings
 
 
 def settings(*packages: str, reachable: bool = False, shared: bool = False, **env: str) -> OfflineSettings:
-    return internet.settings(
+    return internet.offline_settings(
         env,
         has_package=packages.__contains__,
         can_connect=lambda _: reachable,

@@ -344,7 +344,7 @@ def test_logs_of_two_nodes_on_one_host_have_two_names(nodes: Any) -> None:
 
 def test_stalled_rendezvous_ends_with_the_nodes_named(nodes: Any) -> None:
     """Torchrun of node 1 waits in torch's store, as after a stranger has deleted a key."""
-    note = "from imgkit_entrypoints.launch import start_up; start_up.note(os.environ, {phase!r});"
+    note = "from imgkit_entrypoints.launch import start_up; start_up.write_phase(os.environ, {phase!r});"
     nodes.start(stub(READY + note.format(phase="workers") + "time.sleep(100)"), **TWO, rank=0)
     nodes.start(stub(READY + note.format(phase="rendezvous") + "time.sleep(100)"), **TWO, rank=1)
     assert nodes.codes(within_s=40) == [4, 4]

@@ -140,7 +140,7 @@ def fake_ras(answer: str | bytes, **how: Any) -> Iterator[FakeRas]:
 
 def report(env: dict[str, str]) -> str:
     """What the report says."""
-    question = nccl.question(env)
+    question = nccl.ask_about_hang(env)
     if question is None:
         return "not asked"
     end = time.monotonic() + 60

@@ -193,4 +193,4 @@ def test_sockets_of_ray_have_one_short_path_on_all_nodes(nodes: Any) -> None:
 )
 def test_other_braces_stay_as_they_are(arg: str, filled: str) -> None:
     order = AttemptStart(attempt=1, nnodes=2, node_rank=1, port=15001, second_port=15002, head="10.0.0.1")
-    assert per_node.fill([arg], per_node.placeholder_values(order, 1, 4, "/run")) == [filled]
+    assert per_node.fill_placeholders([arg], per_node.placeholder_values(order, 1, 4, "/run")) == [filled]

@@ -70,7 +70,7 @@ def test_ranks_that_never_connect_end_with_the_nodes_named(nodes: Any, tmp_path:
 
 
 def note(phase: str) -> str:
-    return f"from imgkit_entrypoints.launch import start_up\nstart_up.note(os.environ, {phase!r})\n"
+    return f"from imgkit_entrypoints.launch import start_up\nstart_up.write_phase(os.environ, {phase!r})\n"
 
 
 def test_head_leaves_after_the_other_nodes(nodes: Any, tmp_path: Path) -> None:

@@ -14,7 +14,13 @@ from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.facts import HostFacts, compute
 from imgkit_entrypoints.known_issues import KnownIssue
 from imgkit_entrypoints.launch import plan
-from imgkit_entrypoints.launch.plan import NNODES_PENDING, NODE_RANK_PENDING, PORT_PENDING, Request
+from imgkit_entrypoints.launch.plan import (
+    NNODES_PENDING,
+    NODE_RANK_PENDING,
+    PORT_PENDING,
+    Request,
+    StartMessages,
+)
 from imgkit_entrypoints.schedulers.placement import Direct, Placement, Size
 from imgkit_entrypoints.system import Fabric, Node, SystemFacts
 
@@ -49,7 +55,7 @@ def make(
     torch: str = "",
     **request: object,
 ) -> plan.LaunchPlan:
-    return plan.make(
+    return plan.decide_launch(
         Request(**request),  # type: ignore[arg-type]
         WORKER,
         torchrun=TORCHRUN,
@@ -138,7 +144,7 @@ def test_recipe_environment_fills_gaps_only():
 
 def with_image(env, image, **request):
     facts = dataclasses.replace(host(), image_env=image)
-    return plan.make(
+    return plan.decide_launch(
         Request(nproc="4"), WORKER, torchrun=TORCHRUN, placement=node(), host=facts, env=env, **request
     )
 
@@ -243,23 +249,23 @@ def test_operator_s_number_of_processes_counts(text: str, gpus: int, nproc: int,
     assert flag(launch_plan, "--nproc-per-node") == str(nproc)
     (decision,) = (item for item in launch_plan.decisions if item.variable == "nproc")
     assert reason in decision.reason
-    assert launch_plan.warnings == ()
+    assert launch_plan.messages.warnings == ()
 
 
 def test_operator_s_number_that_is_not_used_is_told() -> None:
     env = {"PET_NPROC_PER_NODE": "4"}
     launch_plan = make(env, nproc="2")
-    assert (launch_plan.nproc, launch_plan.warnings) == (
+    assert (launch_plan.nproc, launch_plan.messages.warnings) == (
         2,
         ("PET_NPROC_PER_NODE=4 is not used: --nproc takes precedence, 2 on this node",),
     )
     direct = Direct(rank=0, local_rank=0, world_size=1, local_world_size=1)
     assert (
         make(env, placement=node(direct=direct))
-        .warnings[0]
+        .messages.warnings[0]
         .startswith("PET_NPROC_PER_NODE=4 is not used: standalone")
     )
-    assert make(env, nproc="4").warnings == ()
+    assert make(env, nproc="4").messages.warnings == ()
     assert make({"PET_NPROC_PER_NODE": "four"}, nproc="2").nproc == 2
 
 
@@ -283,7 +289,7 @@ def test_gpus_of_the_job_are_expected_where_no_image_states_them(name: str) -> N
 def test_gpus_of_another_maker_are_named_with_what_helps() -> None:
     source = f"/dev: no nvidia device; /dev: kfd; {compute.ONLY_NVIDIA}"
     with pytest.raises(NoPlan, match="/dev: kfd") as caught:
-        plan.make(
+        plan.decide_launch(
             Request(),
             WORKER,
             torchrun=TORCHRUN,
@@ -314,7 +320,9 @@ def test_network_is_announced_only_where_it_is_used():
 
 
 def test_at_most_three_lines_are_announced():
-    launch_plan = replace(make(placement=node(2), nproc="4"), warnings=("a", "b", "c"))
+    launch_plan = replace(
+        make(placement=node(2), nproc="4"), messages=StartMessages(warnings=("a", "b", "c"))
+    )
     assert list(launch_plan.announcements(verbose=False)) == [
         "2 nodes, 4 processes on each, cpu (to see why: -v)",
         "warning: a",
@@ -324,7 +332,7 @@ def test_at_most_three_lines_are_announced():
 
 
 def test_hidden_note_is_shown_on_request():
-    launch_plan = replace(make(), notes=("a", "b"), hidden=frozenset("a"))
+    launch_plan = replace(make(), messages=StartMessages(notes=("a", "b"), hidden=frozenset("a")))
     assert list(launch_plan.announcements(verbose=False))[1:] == ["b"]
     assert list(launch_plan.announcements(verbose=True))[1:3] == ["a", "b"]
     assert [line for line in launch_plan.lines() if line.startswith("note: ")] == ["note: a", "note: b"]
@@ -337,12 +345,12 @@ def test_spares_and_failures_are_in_the_plan():
     assert document["max_failures"] == 3
     assert make(placement=node(3)).max_failures == 0
     assert make(placement=node(3), max_failures=2).max_failures == 2
-    assert launch_plan.warnings == ()
+    assert launch_plan.messages.warnings == ()
 
 
 @pytest.mark.parametrize("scheduler", ["pbs", "pals", "openmpi", "hydra"])
 def test_spare_that_waits_in_vain_is_a_warning(scheduler):
-    (warning,) = make(placement=node(3, size=Size.parse("2+1"), scheduler=scheduler)).warnings
+    (warning,) = make(placement=node(3, size=Size.parse("2+1"), scheduler=scheduler)).messages.warnings
     assert warning.startswith(f"{scheduler} ends all processes when one node is lost")
 
 
@@ -356,7 +364,7 @@ def test_host_name_cannot_lead_out_of_the_log_folder(host: str, label: str):
 def test_attempts_have_log_folders_of_their_own():
     assert flag(make(log_dir="/logs"), "--log-dir") == "/logs/n1"
     launch_plan = make(log_dir="/logs", max_failures=1)
-    argv = plan.fill(launch_plan.argv, attempt=2, port=1, nnodes=1, node_rank=0, logs=Path("/tmp"))
+    argv = plan.fill_markers(launch_plan.argv, attempt=2, port=1, nnodes=1, node_rank=0, logs=Path("/tmp"))
     assert argv[argv.index("--log-dir") + 1] == "/logs/n1/attempt2"
 
 

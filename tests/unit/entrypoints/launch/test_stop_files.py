@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +13,10 @@ from rollcall_nodes import head_placement
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch import stop_protocol
 from imgkit_entrypoints.launch.agent import NodeAgent
+from imgkit_entrypoints.launch.node_attempt import NodeCommand, NodeConfig
 from imgkit_entrypoints.launch.plan import Timeouts
 from imgkit_entrypoints.launch.stop_protocol import RunFolder, StopRequest
+from imgkit_entrypoints.rollcall.messages import NodeInfo
 
 STUB = str(Path(__file__).with_name("stub_torchrun.py"))
 SAVE = (
@@ -203,8 +204,12 @@ def test_folder_with_the_name_of_a_mark_does_not_count(nodes: Any, run_dir: Path
 
 @pytest.mark.parametrize("person_first", [True, False])
 def test_of_two_requests_the_one_of_a_person_counts(person_first: bool) -> None:
-    config: Any = SimpleNamespace(
-        env={}, placement=head_placement(1), log_dir=None, log=print, timeouts=Timeouts(), gpu_query=()
+    config = NodeConfig(
+        command=NodeCommand(argv=(), env={}),
+        placement=head_placement(1),
+        node=NodeInfo(host="n1"),
+        timeouts=Timeouts(),
+        log=print,
     )
     agent = NodeAgent(config)
     person = StopRequest(reason="a file", requeue=False)

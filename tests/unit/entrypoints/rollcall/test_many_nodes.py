@@ -18,7 +18,8 @@ import pytest
 from rollcall_nodes import CallThread, close, head_placement, kept_file_limit, stranger
 from simulated_nodes import ME, SECRET, SimulatedNode, SimulatedNodes
 
-from imgkit_entrypoints.launch.agent import NodeAgent, NodeConfig
+from imgkit_entrypoints.launch.agent import NodeAgent
+from imgkit_entrypoints.launch.node_attempt import NodeCommand, NodeConfig
 from imgkit_entrypoints.launch.plan import Timeouts
 from imgkit_entrypoints.rollcall import gather
 from imgkit_entrypoints.rollcall.connection import Handshake
@@ -38,8 +39,10 @@ def launcher(placement: Placement, printed: Path) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
     tempfile.tempdir = str(printed.parent)  # this process is killed: its stop folder would stay in /tmp
     config = NodeConfig(
-        argv=["sh", "-c", 'ulimit -n > "$0"; exec sleep 600', str(printed)],
-        env=dict(os.environ),
+        command=NodeCommand(
+            argv=["sh", "-c", 'ulimit -n > "$0"; exec sleep 600', str(printed)],
+            env=dict(os.environ),
+        ),
         placement=placement,
         node=ME,
         log=lambda _: None,

@@ -55,7 +55,7 @@ class StubProcess:
         self.orders.append((self.rank, order))
         self._result = self.answers(self.rank, order)
 
-    def answer(self) -> MeasureResult | None:
+    def take_answer(self) -> MeasureResult | None:
         result, self._result = self._result, None
         return result
 
@@ -216,7 +216,7 @@ def test_nodes_that_hang_leave_their_partners_a_clean_record(signals: CollectedS
 def test_signal_ends_the_preflight_everywhere(signals: CollectedSignals) -> None:
     def stopped(rank: int, order: MeasureRequest) -> MeasureResult:
         if rank == 0:
-            signals.note(signal.SIGTERM, None)
+            signals.record(signal.SIGTERM, None)
             os.write(signals._writer, b"x")
         return good(rank, order)
 

@@ -1,0 +1,374 @@
+"""One attempt of a run on this node: its command, the watch over its workers, and how it ended here.
+
+The node agent (agent.py) decides when an attempt starts and when it has to end. `NodeAttempt` starts the
+command below its guard (guarded.py), looks for workers that hang, ends the command step by step, and finds
+the reason if the command fails.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from imgkit_entrypoints.errors import EXIT_NO, EXIT_SAVED, EXIT_TOOL_FAILED
+from imgkit_entrypoints.launch import explain, failures, nccl, per_node, plan, start_up, stop_protocol
+from imgkit_entrypoints.launch.attempts import GOOD, StartWatch
+from imgkit_entrypoints.launch.failures import LateRecords
+from imgkit_entrypoints.launch.guarded import Deadline, GuardedCommand
+from imgkit_entrypoints.launch.plan import Timeouts
+from imgkit_entrypoints.launch.watchdog import Watchdog
+from imgkit_entrypoints.rollcall.messages import (
+    CONNECTING,
+    STARTING,
+    WORKERS,
+    AttemptEnded,
+    AttemptStart,
+    NodeInfo,
+    RankFailure,
+)
+from imgkit_entrypoints.rollcall.session import HeadSession, Session
+from imgkit_entrypoints.schedulers.placement import Placement
+
+EXPLAINED_CHARACTERS = 64 * 1024
+"""Number of last characters of the error output that are searched for known failures (explain.py)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeCommand:
+    """The command that a node agent runs in each attempt."""
+
+    argv: Sequence[str]
+    """The command. Each attempt replaces its markers (plan.py) or placeholders (per_node.py)."""
+    env: Mapping[str, str]
+    """The whole environment of the command. The agent adds the stop protocol's variables and the line prefix.
+
+    If IMGKIT_STOP_DIR is set, it is the parent of the node's stop folder. Otherwise the folder is temporary.
+    """
+    is_per_node: bool = False
+    """True if the command is the user's own and runs once on each node, without torchrun (per_node.py)."""
+    gpu_query: Sequence[str] = ()
+    """The command that prints how much this node's GPUs are used (gpu_use.py).
+
+    Empty on a run without GPUs.
+    """
+
+    @property
+    def memory(self) -> str:
+        """Return the memory that the job requested, such as ``440G``. Empty if it got the default."""
+        return self.env.get(explain.MEMORY, "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeConfig:
+    """The command and the limits with which a node agent runs."""
+
+    command: NodeCommand
+    placement: Placement
+    node: NodeInfo
+    """What this node reports about itself to the other nodes."""
+    timeouts: Timeouts
+    log: Callable[..., None]
+    """Function that prints one message. Each argument is one line of the message."""
+    max_failures: int = 0
+    """Number of lost nodes and failed workers after which the run still starts a new attempt."""
+    secret: bytes | None = None
+    """The secret that all nodes of the run share. With None, any program can join the roll call."""
+    preflight: str | None = None
+    """The module that measures a node before the start, or None for a run without a preflight."""
+    log_dir: str | None = None
+    """Folder for the log of a failed run. With None, the log goes to the run's folder or a temporary one."""
+    on_success: Callable[[], None] | None = None
+    """Function that the head calls once its command has succeeded or saved, while the other nodes wait."""
+    plan_text: str = ""
+    """Every setting with its reason, for a file in the run's folder (run_files.py)."""
+
+    @property
+    def job_id(self) -> str:
+        """Return the scheduler's job id, or `stop_protocol.LOCAL_JOB` without a scheduler."""
+        return self.placement.job_id or stop_protocol.LOCAL_JOB
+
+    @property
+    def is_head(self) -> bool:
+        """Return whether this node decides about attempts."""
+        return self.placement.node_rank == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeContext:
+    """What all attempts on this node share."""
+
+    config: NodeConfig
+    session: Session
+    """The connections to the other nodes."""
+    env: Mapping[str, str]
+    """The environment of the command as far as it is the same in every attempt."""
+    open_files: int
+    """Soft limit of open files for the command."""
+    stop_folder: Path
+    """Folder in which the node agent and the program leave files for each other (stop_protocol.py)."""
+    log_folder: str
+    """Folder for the log of a failed run. Empty for a temporary folder."""
+    folders: ExitStack
+    """Folders that attempts make, such as Ray's. The node agent removes them after the run."""
+
+    @property
+    def node_name(self) -> str:
+        """Return the name by which users know this node, such as ``node 2 of 2 (as07r3b13)``."""
+        return self.session.node_name(self.session.placement.node_rank, self.config.node.host)
+
+
+class NodeAttempt:
+    """One attempt on this node.
+
+    The node agent calls `start`, then `check_workers` about once a second while `read_reports` returns True,
+    and then `finish` and `explain_failure`. An attempt that the head has cancelled is never started.
+    """
+
+    def __init__(self, node: NodeContext, order: AttemptStart, node_rank: int) -> None:
+        """Prepare the attempt of `order`, in which this node has the rank `node_rank`.
+
+        Files of the attempt before are removed from the stop folder.
+        """
+        timeouts = node.config.timeouts
+        self._node, self._order, self._node_rank = node, order, node_rank
+        self._log = node.config.log
+        self.began_at = time.time()
+        """Start of the attempt in seconds of the epoch."""
+        self.is_running = False
+        """True from the start of the command until `finish` is called."""
+        self.deadline = Deadline()
+        """Time at which the command is ended by force."""
+        if node.config.command.is_per_node:
+            self.deadline = Deadline(timeouts.grace_s)
+        self.code = EXIT_NO
+        """Exit code of this node alone."""
+        self.failure: RankFailure | None = None
+        """The worker of this node that failed first."""
+        self.saved_state = ""
+        """Job id and step that the program has saved, such as ``4711.0 300``. Empty if it saved nothing."""
+        self.stall = ""
+        """Message about a start that took too long. Only the head sets it (`StartWatch`)."""
+        self._is_asked_to_stop = False
+        self._command: GuardedCommand | None = None
+        stop_protocol.clear_stop_folder(node.stop_folder)
+        self._late_records = LateRecords(node.stop_folder)
+        self._watchdog = Watchdog(
+            node.stop_folder,
+            node.config.node.host,
+            timeouts.hang_after_s,
+            lambda: nccl.ask_about_hang(node.env),
+        )
+        self._start_watch: StartWatch | None = None
+        if isinstance(node.session, HeadSession):
+            self._start_watch = StartWatch(node.session, timeouts.rollcall_s)
+        node.session.phase = STARTING
+
+    def start(self, start_up_variables: Mapping[str, str]) -> None:
+        """Start the command under a guard.
+
+        Parameters
+        ----------
+        start_up_variables : the parts of the start until now (start_up.py).
+        """
+        node = self._node
+        argv, variables = self._fill_command()
+        self._command = GuardedCommand(
+            argv,
+            {
+                **node.env,
+                **variables,
+                "IMGKIT_ATTEMPT": str(self._order.attempt),
+                **start_up_variables,
+            },
+            self._log,
+            repeats_warnings=node.config.is_head,
+            open_files=node.open_files,
+            kind="node" if node.config.command.is_per_node else "torchrun",
+        )
+        self.is_running = True
+
+    def _fill_command(self) -> tuple[Sequence[str], dict[str, str]]:
+        """Return the argv of this attempt, and the variables that are different in each attempt."""
+        node, order, command = self._node, self._order, self._node.config.command
+        if not command.is_per_node:
+            argv = plan.fill_markers(
+                command.argv,
+                attempt=order.attempt,
+                port=order.port,
+                nnodes=order.nnodes,
+                node_rank=self._node_rank,
+                logs=node.stop_folder / "logs" / f"attempt{order.attempt}",
+            )
+            return argv, {}
+        run_dir = command.env.get("IMGKIT_RUN_DIR", "")
+        values = per_node.placeholder_values(order, self._node_rank, node.config.node.nproc, run_dir)
+        variables = per_node.placeholder_variables(values)
+        if not command.env.get(per_node.RAY_TMPDIR):
+            path = per_node.ray_folder(order)
+            with suppress(OSError):  # without the variable, Ray itself reports which folder it cannot use
+                node.folders.enter_context(stop_protocol.locked_folder(path))
+                variables[per_node.RAY_TMPDIR] = str(path)
+        return per_node.fill_placeholders(command.argv, values), variables
+
+    def close(self) -> None:
+        """End everything that is left of the command."""
+        if self._command:
+            self._command.close()
+
+    def request_stop(self, reason: str) -> None:
+        """Make the program's stop file, and set the deadline at which the program is ended by force."""
+        config = self._node.config
+        grace_s = config.timeouts.grace_s
+        self._is_asked_to_stop = True
+        stop_protocol.raise_flag(self._node.stop_folder, reason)
+        self._log(f"{reason}: asked the program to save and end, waiting up to {grace_s:g} s")
+        if config.command.is_per_node:
+            # An ordinary command reads no stop file, so TERM, the first step, is its request to stop.
+            self.deadline.set_now("the grace time is over")
+        else:
+            self.deadline.set_within(grace_s, "the grace time is over")
+
+    def end_when_due(self) -> None:
+        """Take the next step towards the end of the command, if its time has come."""
+        if self._command is None or not self.deadline.is_due():
+            return
+        was_forced = self.deadline.is_forced
+        step = self.deadline.next_step()
+        if self.deadline.is_forced and not was_forced:
+            self._log(f"ending the program: {self.deadline.reason}")
+        self._command.send_step(step)
+
+    def fileno(self) -> int:
+        """Return the descriptor that becomes readable when the guard reports something."""
+        return self._running_command.fileno()
+
+    def read_reports(self) -> bool:
+        """Handle the guard's new reports. Return False once no process of the command is left."""
+        return self._running_command.read_reports()
+
+    @property
+    def _running_command(self) -> GuardedCommand:
+        """Return the command, which exists once the attempt has started."""
+        assert self._command is not None  # noqa: S101 - only a started attempt is watched and finished
+        return self._command
+
+    def check_workers(self) -> None:
+        """Update what the heartbeats say about the workers, and report those that hang or fail late.
+
+        A start that takes too long is ended.
+        """
+        session = self._node.session
+        session.positions = self._watchdog.positions
+        if session.phase not in (WORKERS, CONNECTING):
+            session.phase = start_up.read_phase(self._node.stop_folder)
+        elif self._watchdog.are_all_connecting(self._node.config.node.nproc):
+            session.phase = CONNECTING
+        else:
+            session.phase = WORKERS
+        if self._start_watch and not self.stall:
+            self.stall = self._start_watch.stall_reason()
+            if self.stall:
+                self.deadline.set_now(self.stall)
+        for report in self._watchdog.new_reports(session.run_positions):
+            self._log(*report.split("\n"))
+        for lines in self._late_records.new_reports():
+            self._log(*lines)
+
+    def finish(self, *, received_signal: int | None, is_head_lost: bool) -> None:
+        """Wait for the guard of the ended command, and set `code` and `saved_state`.
+
+        Parameters
+        ----------
+        received_signal : number of the first signal that this node agent has received.
+        is_head_lost : True if the command was ended because the head is lost.
+        """
+        command_code = self._running_command.wait_for_guard()
+        self.is_running = False
+        step, problem = stop_protocol.read_saved_step(self._node.stop_folder, self._node.config.job_id)
+        if problem:
+            self._log(f"warning: {problem}")
+        if step is not None:
+            # A saved state counts more than the code of the program.
+            self._log(f"state saved at step {step}")
+            self.saved_state = f"{self._node.config.job_id} {step}"
+            self.code = EXIT_SAVED
+        elif command_code == 0:
+            self.code = 0
+        elif is_head_lost or self.stall:
+            self.code = EXIT_TOOL_FAILED
+        elif self.deadline.is_forced:
+            # The reason for which the agent ended the program counts more than the signal that it used.
+            self.code = EXIT_NO if received_signal is None else 128 + received_signal
+        else:
+            self.code = self._own_code(command_code)
+
+    def _own_code(self, command_code: int) -> int:
+        """Return the exit code of a command that ended by itself: as a shell has it, 128 plus a signal."""
+        if command_code == -signal.SIGKILL:
+            self._log(
+                "the program was killed (SIGKILL), often by the kernel because memory ran out: "
+                f"{explain.memory_remedy(self._node.config.command.memory)}"
+            )
+        return command_code if command_code > 0 else 128 - command_code
+
+    def explain_failure(self) -> None:
+        """Set `failure`, write the full log, and print the known explanations of a failed attempt.
+
+        Do nothing if the attempt has succeeded or has saved its state.
+        """
+        if self.code in GOOD:
+            return
+        self.failure = self._find_failure()
+        failed_rank = self.failure
+        if failed_rank is not None and failed_rank.rank is None:  # torchrun or the user's command failed
+            failed_rank = None
+        # A rank without a traceback was usually killed, and the final message explains that.
+        is_silent = failed_rank is not None and not failed_rank.lines
+        if not self._is_asked_to_stop and not self.deadline.has_begun and not is_silent:
+            is_alone = self._node.session.placement.nnodes == 1
+            has_cause = failed_rank is not None and not (failed_rank.after_peer and is_alone)
+            output = self._running_command.output_tail()[-EXPLAINED_CHARACTERS:]
+            memory = self._node.config.command.memory
+            for explanation in explain.find_explanations(output, memory=memory, has_cause=has_cause):
+                self._log(*explanation.lines)
+        dumps = nccl.recorder_dumps(self._node.env, self.began_at)
+        if dumps:
+            self._log(dumps)
+
+    def _find_failure(self) -> RankFailure | None:
+        """Return the worker of this node that failed first, with the path of the full log that is written.
+
+        Return None, and write no log, if no worker or command is known to have failed by itself.
+        """
+        node, command = self._node, self._running_command
+        failure: RankFailure | None
+        if node.config.command.is_per_node:
+            if self.deadline.has_begun:
+                return None
+            failure = failures.command_failure(command.code or 0, command.output_tail())
+        else:
+            killed_by = 0
+            if command.code is not None and not self.deadline.is_forced:
+                killed_by = max(0, -command.code)
+            failure = failures.find_node_failure(node.stop_folder, killed_by)
+        if failure is None:
+            return None
+        name = plan.host_label(node.config.node.host)
+        if node.session.host_index > 0:  # a second node agent on the same host
+            name += f"-{node.session.host_index + 1}"
+        log = failures.write_log(command.output_tail(), node.log_folder, name, self._order.attempt)
+        return dataclasses.replace(failure, log=log)
+
+    def report(self) -> AttemptEnded:
+        """Return the message to the head about the end of this attempt."""
+        return AttemptEnded(
+            code=self.code,
+            attempt=self._order.attempt,
+            position=self._watchdog.furthest_position(),
+            failure=self.failure,
+        )

@@ -1,0 +1,121 @@
+"""The files that the head writes into the run's folder, for the job script and for people.
+
+Every other node, and a run without a folder, writes none of them. A file that cannot be written is never a
+reason to end the run, so each method prints a warning in that case.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import secrets
+import time
+from collections.abc import Callable
+
+from imgkit_entrypoints import fence
+from imgkit_entrypoints.errors import EXIT_SAVED
+from imgkit_entrypoints.launch import gpu_use, stop_protocol
+from imgkit_entrypoints.launch.stop_protocol import RESULT, RunFolder, StopRequest
+from imgkit_entrypoints.rollcall.messages import GpuUse
+from imgkit_entrypoints.rollcall.session import HeadSession
+
+PLAN_FILE = "launch.txt"
+"""File in the run's folder with every setting and its reason."""
+
+
+class RunFiles:
+    """The head's files in the run's folder.
+
+    Parameters
+    ----------
+    folder : the run's folder. None on other nodes, and for a run without a folder.
+    job_id : the job's id, which the job script compares with its own.
+    log : prints one message.
+    """
+
+    def __init__(self, folder: RunFolder | None, job_id: str, log: Callable[..., None]) -> None:
+        self.folder = folder
+        self.run_id = secrets.token_hex(4)
+        """Random name of this start of the run, by which the workers know their fence (fence.py)."""
+        self._job_id, self._log = job_id, log
+        self._next_gpu_write_s = 0.0
+
+    def prepare(self, plan_text: str) -> None:
+        """Remove the files of an earlier start, and write `PLAN_FILE`.
+
+        Raises
+        ------
+        UsageError : the run cannot use the folder.
+        """
+        if self.folder is None:
+            return
+        self.folder.refuse_unusable()
+        self.folder.clear()
+        if plan_text:
+            self._write(PLAN_FILE, plan_text, "the reasons of the settings are not there")
+
+    def write_result(self, code: int) -> None:
+        """Write the exit code of the run. The job script takes this file as the end of the run."""
+        loss = "the job script and imgkit status will not see how the run has ended"
+        self._write(RESULT, f"{self._job_id} {code}\n", loss)
+
+    def write_gpu_use(self, session: HeadSession) -> GpuUse | None:
+        """Write the GPU use of all nodes so far, and return it.
+
+        Return None and write nothing if no node has read its GPUs yet.
+        """
+        use = gpu_use.combine_uses(session.gpu_uses.values())
+        if use:
+            text = json.dumps(dataclasses.asdict(use)) + "\n"
+            self._write(stop_protocol.GPU_USE, text, "imgkit will not see how much its GPUs are used")
+        return use
+
+    def write_gpu_use_when_due(self, session: HeadSession) -> None:
+        """Write the GPU use of all nodes, unless that was done less than a minute ago."""
+        if time.monotonic() >= self._next_gpu_write_s:
+            self._next_gpu_write_s = time.monotonic() + gpu_use.WRITE_EVERY_S
+            self.write_gpu_use(session)
+
+    def admit_attempt(self, attempt: int) -> None:
+        """Let only workers of `attempt` write into the folder.
+
+        Workers of an earlier attempt may still run on a lost node.
+        """
+        if self.folder is None:
+            return
+        problem = fence.admit_attempt(self.folder.path, self._job_id, attempt, self.run_id)
+        if problem:
+            self._log(f"warning: {problem}")
+
+    def stop_request(self) -> StopRequest | None:
+        """Return the request to stop that a person or the job script has left in the folder, or None."""
+        if self.folder is None:
+            return None
+        return self.folder.request()
+
+    def request_requeue(self, saved_state: str) -> int:
+        """Ask the job script to requeue a run that has saved its state. Return the exit code of the run.
+
+        A scheduler's exit code does not say that the state was saved: Slurm reports the code of a task that
+        it has killed. So the request is a file.
+        """
+        if self.folder is None or not saved_state:
+            return EXIT_SAVED
+        try:
+            return self.folder.request_requeue(saved_state)
+        except OSError as error:
+            self._warn(error, "no script requeues the job")
+        return EXIT_SAVED
+
+    def _write(self, name: str, text: str, loss: str) -> None:
+        """Write a file. If that fails, print a warning that ends with `loss`."""
+        if self.folder is None:
+            return
+        try:
+            self.folder.write(name, text)
+        except OSError as error:
+            self._warn(error, loss)
+
+    def _warn(self, error: OSError, loss: str) -> None:
+        assert self.folder is not None  # noqa: S101 - only a folder can fail
+        self._log(f"warning: {self.folder.path}: {error.strerror}; {loss}")
