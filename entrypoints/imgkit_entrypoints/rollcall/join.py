@@ -61,7 +61,9 @@ def join(meeting: Meeting) -> MemberSession:
     ------
     NoPlan : the head refuses this node or the run or does not answer, or this node was asked to stop.
     """
-    placement, reason, answer_error = meeting.placement, "", ""
+    placement = meeting.placement
+    reason = ""
+    answer_error = ""
     progress = time.monotonic()
     deadline = progress + meeting.timeout_s
     while True:
