@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -29,7 +29,8 @@ def steps_error(problem: str, hint: str) -> UsageError:
 
 def refuse_without_position(loader: Any) -> None:
     """Raise UsageError if a pass over `loader` could not resume where it ended."""
-    name, problem = type(loader).__name__, ""
+    name = type(loader).__name__
+    problem = ""
     hint = (
         "give a DataLoader over a map-style dataset, a sequence, or a loader with state_dict and "
         "load_state_dict, such as torchdata's StatefulDataLoader"
@@ -137,28 +138,23 @@ class RandomNumbers:
     """The random numbers of one moment: the states of this process, and of a loader's own generators."""
 
     process: Mapping[str, Any]
-    generators: GeneratorStates
+    generators: Sequence[torch.Generator]
+    states: GeneratorStates
+    """The states of the generators."""
+
+    def restore(self) -> None:
+        """Let this process and the generators draw these numbers again."""
+        random_state.restore(self.process)
+        restore_generators(self.generators, self.states)
 
 
-class PassRandom:
-    """The random numbers of a pass: those at its start, from which samplers draw, and the latest ones."""
+class PassRandom(NamedTuple):
+    """The random numbers of a pass."""
 
-    def __init__(
-        self, generators: Sequence[torch.Generator], *, start: RandomNumbers, latest: RandomNumbers
-    ) -> None:
-        self._generators, self._start, self._latest = generators, start, latest
-
-    def rewind(self) -> None:
-        """Restore the random numbers of the start of the pass."""
-        self._restore(self._start)
-
-    def forward(self) -> None:
-        """Restore the latest random numbers, with which the pass goes on."""
-        self._restore(self._latest)
-
-    def _restore(self, numbers: RandomNumbers) -> None:
-        random_state.restore(numbers.process)
-        restore_generators(self._generators, numbers.generators)
+    start: RandomNumbers
+    """At its start, from which samplers draw."""
+    latest: RandomNumbers
+    """Those with which the pass goes on."""
 
 
 def iterate_from(loader: Any, skip: int, random: PassRandom, *, keeps_workers: bool) -> Iterator[Any]:
@@ -176,11 +172,11 @@ def iterate_from(loader: Any, skip: int, random: PassRandom, *, keeps_workers: b
             return _iterate_without_reading(loader, skip, random, starts_workers=starts_workers)
     if not skip:
         return iter(loader)
-    random.rewind()
+    random.start.restore()
     batches: Iterator[Any] = iter(loader)
     for _ in itertools.islice(batches, skip):
         pass
-    random.forward()
+    random.latest.restore()
     return batches
 
 
@@ -196,7 +192,7 @@ def _iterate_without_reading(
             # That draws a random number, which the pass of an undisturbed run does not draw.
             _set_sampler(loader, attribute, ())
             next(iter(loader), None)
-        random.rewind()
+        random.start.restore()
         _set_sampler(loader, attribute, _SkippingSampler(sampler, skip, items_ahead, random))
         batches = iter(loader)
         first_batches = list(itertools.islice(batches, 1))  # with this, the sampler has skipped
@@ -221,7 +217,10 @@ class _SkippingSampler:
     """
 
     def __init__(self, sampler: Any, skip: int, items_ahead: int, random: PassRandom) -> None:
-        self._sampler, self._skip, self._items_ahead, self._random = sampler, skip, items_ahead, random
+        self._sampler = sampler
+        self._skip = skip
+        self._items_ahead = items_ahead
+        self._random = random
 
     def __iter__(self) -> Iterator[Any]:
         # Here, and not at the first item: a sampler may draw before the loader draws a seed for its workers.
@@ -232,6 +231,6 @@ class _SkippingSampler:
             pass
         if self._skip:
             drawn = list(itertools.islice(items, self._items_ahead))
-            self._random.forward()
+            self._random.latest.restore()
             yield from drawn
         yield from items

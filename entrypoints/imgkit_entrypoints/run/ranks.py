@@ -105,9 +105,11 @@ def connect_ranks(env: Mapping[str, str], expected_rank: int) -> Ranks:
     ------
     UsageError : there is no process group yet, or this process has another rank in it than in RANK.
     """
-    rank, world_size = 0, 1
+    rank = 0
+    world_size = 1
     if _has_process_group():
-        rank, world_size = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
+        world_size = dist.get_world_size()
     elif int(env.get("WORLD_SIZE", "1")) > 1:
         raise UsageError(
             "the ranks are not connected yet",

@@ -338,9 +338,12 @@ class Steps:
     def __init__(
         self, loop: StepLoop, position: DataPosition, loader: Any, name: str, save_every: int, *, line: str
     ) -> None:
-        self._loop, self._position = loop, position
-        self._loader, self._name = loader, name
-        self._save_every, self._line = save_every, line
+        self._loop = loop
+        self._position = position
+        self._loader = loader
+        self._name = name
+        self._save_every = save_every
+        self._line = line
 
     def __len__(self) -> int:
         return self._position.remaining_steps(self._name, len(self._loader))

@@ -107,7 +107,9 @@ class Tracked:
         ------
         UsageError : on every rank, if a rank cannot keep a state, or if rank 0's cannot count for all.
         """
-        snapshot, digests, failure = Snapshot(), {}, None
+        snapshot = Snapshot()
+        digests = {}
+        failure = None
         try:
             for name, value in sorted(self.objects.items()):  # all ranks give the same keys to shards
                 state = state_of(name, value)
@@ -120,10 +122,11 @@ class Tracked:
             failure = error.what, error.hint
         names = ", ".join(sorted(self.objects)) or "nothing"
         rows = ranks.gather((failure, names, digests), call=call)
-        for rank, (failure, _, _) in enumerate(rows):
-            if failure:
-                raise UsageError(f"rank {rank}: {failure[0]}", where=call, hint=failure[1])
-        names_of_ranks = [row[1] for row in rows]
+        failures, names_of_ranks, digests_of_ranks = zip(*rows, strict=True)
+        for rank, failure in enumerate(failures):
+            if failure is not None:
+                problem, hint = failure
+                raise UsageError(f"rank {rank}: {problem}", where=call, hint=hint)
         if len(set(names_of_ranks)) > 1:
             raise UsageError(
                 f"the ranks track different objects: {ranks_by_value(names_of_ranks)}",
@@ -131,7 +134,7 @@ class Tracked:
                 hint="all ranks must track the same names",
             )
         for name in sorted(digests):
-            if len({row[2][name] for row in rows}) > 1:
+            if len({rank_digests[name] for rank_digests in digests_of_ranks}) > 1:
                 self._refuse_difference(name, ranks, call)
         return snapshot
 
@@ -236,9 +239,9 @@ class Tracked:
                     shards[tree[key].key] = tensor
             return shards
         # A fresh optimizer has no state to read into, so its state gets tensors like its parameters.
-        params = list(_parameters(value))
-        for (number, *_), leaf in list_leaves(tree["state"]):
-            param = params[number]
+        params = list(iterate_parameters(value))
+        for path, leaf in list_leaves(tree["state"]):
+            param = params[path[0]]  # as (0, "exp_avg"), for the first parameter
             if not isinstance(leaf, TensorRef) or not is_dtensor(param):
                 continue
             shape, dtype = checkpoint.tensors[leaf.key]
@@ -255,8 +258,9 @@ class Tracked:
             else:
                 value.load_state_dict(state)
         except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
+            first_line, _, _ = str(error).partition("\n")
             raise UsageError(
-                f"the state of {name} does not fit: {str(error).partition(chr(10))[0]}",
+                f"the state of {name} does not fit: {first_line}",
                 where=where,
                 hint="build the same objects, or start a new run in another folder",
             ) from error
@@ -273,7 +277,8 @@ def _is_loader(value: object) -> bool:
     return hasattr(value, "__iter__") and not isinstance(value, nn.Module | Optimizer)
 
 
-def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+def iterate_parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Yield the parameters in all groups of an optimizer."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
@@ -282,7 +287,7 @@ def is_sharded(value: Any) -> bool:
     """Return whether parameters of a model or an optimizer are DTensors."""
     if isinstance(value, nn.Module):
         return any(map(is_dtensor, value.parameters()))
-    return isinstance(value, Optimizer) and any(map(is_dtensor, _parameters(value)))
+    return isinstance(value, Optimizer) and any(map(is_dtensor, iterate_parameters(value)))
 
 
 def _is_instance(value: object, names: Collection[str]) -> bool:
@@ -348,8 +353,8 @@ def _find_model_difference(saved: Any, live: Mapping[str, Any], checkpoint: Chec
             saved_shape, saved_dtype = _shape_and_type(leaf)
         shape, dtype = _shape_and_type(live[key])
         if saved_shape != shape:
-            saved_text, text = _format_shape(saved_shape), _format_shape(shape)
-            return f"{key} is {saved_text} in the checkpoint and {text} in the model"
+            saved_text = _format_shape(saved_shape)
+            return f"{key} is {saved_text} in the checkpoint and {_format_shape(shape)} in the model"
         if saved_dtype != dtype:
             return f"{key} is {saved_dtype} in the checkpoint and {dtype} in the model"
     return ""
@@ -421,6 +426,7 @@ def _describe_values(value: Any, state: Any) -> dict[str, str]:
     their shapes and placements count.
     """
     texts: dict[str, str] = {}
+    # Sums of bits by path, on each device.
     sums: dict[torch.device, dict[str, Tensor]] = {}
     for path, leaf in _compared_leaves(value, state):
         if not isinstance(leaf, Tensor):
