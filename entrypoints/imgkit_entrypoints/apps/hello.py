@@ -39,12 +39,16 @@ def table(peers: Sequence[Peer]) -> list[str]:
     """Return the lines of an aligned table with rank, host, device and latency."""
     rows = [("rank", "host", "device", "latency")]
     for peer in peers:
-        latency = "-" if peer.seconds is None else f"{peer.seconds * 1e6:.1f} us"
+        latency = "-"
+        if peer.seconds is not None:
+            latency = f"{peer.seconds * 1e6:.1f} us"
         rows.append((str(peer.rank), peer.host, peer.device, latency))
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    return [
-        f"{row[0]:>{widths[0]}}  {row[1]:{widths[1]}}  {row[2]:{widths[2]}}  {row[3]:>10}" for row in rows
-    ]
+    columns = zip(*rows, strict=True)
+    rank_width, host_width, device_width, _ = (max(map(len, column)) for column in columns)
+    lines = []
+    for rank, host, device, latency in rows:
+        lines.append(f"{rank:>{rank_width}}  {host:{host_width}}  {device:{device_width}}  {latency:>10}")
+    return lines
 
 
 def main() -> None:
@@ -61,7 +65,9 @@ def main() -> None:
         rows = ranks.gather((platform.node(), device))
         peers = []
         for rank, (host, device) in enumerate(rows):
-            seconds = time_round_trips(rank, host, ranks) if rank else None
+            seconds = None
+            if rank != 0:  # rank 0 itself
+                seconds = time_round_trips(rank, host, ranks)
             peers.append(Peer(rank=rank, host=host, device=device, seconds=seconds))
         total = torch.ones(1, device=ranks.device)
         dist.all_reduce(total)

@@ -56,25 +56,29 @@ def main(argv: Sequence[str], env: Mapping[str, str], *, nnodes: int = 1) -> int
     UsageError : ``IMGKIT_ROOT``, ``IMGKIT_NCCL_VERSION`` or the image's system facts cannot be read.
     """
     options = parse_options(argv)
-    host, system, reader = facts.gather(env=env), facts.system_facts(env=env), Reader(root=facts.root_of(env))
+    host = facts.gather(env=env)
+    system = facts.system_facts(env=env)
+    reader = Reader(root=facts.root_of(env))
     if options.known_issues:
         results = _plan(host, system, env, nnodes).issues
         if options.json:
-            terminal.print_document(json.dumps(issues_to_dict(results, host=host.hostname), indent=2) + "\n")
+            document = issues_to_dict(results, host=host.hostname)
+            terminal.print_document(json.dumps(document, indent=2) + "\n")
         else:
             terminal.print_results(*issues_table(results))
         return 0
     checks = examine(host, system, env, reader=reader, nnodes=nnodes)
     is_good = passed(checks, strict=options.strict)
     if options.json:
-        terminal.print_document(
-            json.dumps(to_dict(checks, passed=is_good, host=host.hostname), indent=2) + "\n"
-        )
+        document = to_dict(checks, passed=is_good, host=host.hostname)
+        terminal.print_document(json.dumps(document, indent=2) + "\n")
     else:
         terminal.print_results(*table(checks), summary(checks))
         if not is_good and passed(checks):
             terminal.print_results("FAILED: --strict counts warnings as failures")
-    return 0 if is_good else EXIT_NO
+    if not is_good:
+        return EXIT_NO
+    return 0
 
 
 def examine(
@@ -95,7 +99,10 @@ def examine(
     user_env = _user_env(env)
     plan = _plan(host, system, env, nnodes)
     subject = Subject(facts=host, system=system, env=user_env, plan=plan, several=nnodes > 1, reader=reader)
-    return tuple(check for rule in CHECKS for check in rule(subject))
+    results: list[Check] = []
+    for run_check in CHECKS:
+        results += run_check(subject)
+    return tuple(results)
 
 
 def _user_env(env: Mapping[str, str]) -> dict[str, str]:
@@ -112,7 +119,8 @@ def _plan(host: HostFacts, system: SystemFacts | None, env: Mapping[str, str], n
 
 def passed(checks: Sequence[Check], *, strict: bool = False) -> bool:
     """Return True if no check failed. With `strict`, a warning counts as a failure."""
-    return not any(check.verdict == "fail" or (strict and check.verdict == "warn") for check in checks)
+    failing_verdicts = ("fail", "warn") if strict else ("fail",)
+    return not any(check.verdict in failing_verdicts for check in checks)
 
 
 def to_dict(checks: Sequence[Check], *, passed: bool, host: str) -> dict[str, Any]:
@@ -138,21 +146,22 @@ def issues_table(results: Sequence[IssueResult]) -> Iterator[str]:
     """
     width = max(len(result.issue.id) for result in results)
     for result in results:
-        is_match = result.state == "match"
-        text = (
-            f"{result.issue.effect}: {result.issue.message} ({result.reason})" if is_match else result.reason
-        )
-        yield f"{result.state:8}  {result.issue.id:{width}}  {text}"
-        if is_match:
-            details = filter(None, (result.issue.hint, result.issue.source))
-            yield from (f"{'':8}  {'':{width}}  -> {detail}" for detail in details)
+        issue = result.issue
+        start = f"{result.state:8}  {issue.id:{width}}"
+        if result.state != "match":
+            yield f"{start}  {result.reason}"
+            continue
+        yield f"{start}  {issue.effect}: {issue.message} ({result.reason})"
+        for detail in (issue.hint, issue.source):
+            if detail:
+                yield f"{'':8}  {'':{width}}  -> {detail}"
 
 
 def issues_to_dict(results: Sequence[IssueResult], *, host: str) -> dict[str, Any]:
     """Return the document for ``--known-issues --json``, with every key of the rows."""
-    rows = [
-        {"state": item.state, "reason": item.reason, **dataclasses.asdict(item.issue)} for item in results
-    ]
+    rows = []
+    for result in results:
+        rows.append({"state": result.state, "reason": result.reason, **dataclasses.asdict(result.issue)})
     return {"schema": SCHEMA, "imgkit": __version__, "host": host, "known_issues": rows}
 
 
@@ -180,5 +189,7 @@ def clock_remark(time_s: float, all_s: Sequence[float]) -> str:
     ahead_s = time_s - statistics.median(all_s)
     if abs(ahead_s) < CLOCKS_APART_S:
         return ""
-    direction = "ahead of" if ahead_s > 0 else "behind"
+    direction = "behind"
+    if ahead_s > 0:
+        direction = "ahead of"
     return f"its clock is {abs(ahead_s):.1f} s {direction} the median of all nodes"

@@ -76,7 +76,8 @@ def _draw_plot(lines: Mapping[str, Points]) -> Iterator[str]:
 
 
 def _draw_axes(x_axis: _Scale, y_axis: _Scale) -> Iterator[str]:
-    bottom, right = TOP + PLOT_HEIGHT, LEFT + PLOT_WIDTH
+    bottom = TOP + PLOT_HEIGHT
+    right = LEFT + PLOT_WIDTH
     for size in size_ticks(x_axis.low, x_axis.high):
         x = x_axis.position(size)
         yield f'<path class="grid" d="M{x:.1f} {TOP}V{bottom}"/>'
@@ -93,7 +94,8 @@ def _draw_axes(x_axis: _Scale, y_axis: _Scale) -> Iterator[str]:
 
 def size_ticks(low: float, high: float) -> list[int]:
     """Return evenly spaced powers of two, about `MAX_SIZE_TICKS` at most."""
-    first, last = math.ceil(math.log2(max(low, 1))), math.floor(math.log2(high))
+    first = math.ceil(math.log2(max(low, 1)))
+    last = math.floor(math.log2(high))
     step = 20
     for smaller_step in (10, 5, 2, 1):
         if (last - first) / smaller_step <= MAX_SIZE_TICKS:
@@ -104,7 +106,8 @@ def size_ticks(low: float, high: float) -> list[int]:
 
 def value_ticks(low: float, high: float) -> list[float]:
     """Return 1, 2 and 5 of each decade, or only the decades if there are many."""
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    first = math.floor(math.log10(low))
+    last = math.ceil(math.log10(high))
     # 3.5 decades give about ten numbers.
     digits = (1, 2, 5) if math.log10(high / low) <= 3.5 else (1,)
     ticks = []

@@ -118,7 +118,8 @@ def read_machine(
     """Read the facts of this node. `software` has the versions of torch and its libraries."""
     versions = {"imgkit": __version__, **software}
     try:
-        host, system = facts.gather(env=env), facts.system_facts(env=env)
+        host = facts.gather(env=env)
+        system = facts.system_facts(env=env)
         network = fabric.choose_fabric(host, system, env, nnodes=nodes, head=env.get("MASTER_ADDR", ""))
     except ImgkitError:
         return Machine(fingerprint=versions)

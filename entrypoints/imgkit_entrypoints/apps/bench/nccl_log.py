@@ -58,7 +58,9 @@ def find_transports(lines: Iterable[str]) -> frozenset[str]:
     """Return the transports in the lines of a log, as short texts."""
     names = set()
     for line in lines:
-        network, channels, connected = _NETWORK.search(line), _CHANNELS.search(line), _CONNECTED.search(line)
+        network = _NETWORK.search(line)
+        channels = _CHANNELS.search(line)
+        connected = _CONNECTED.search(line)
         if network:
             names.add(f"network {network[1].strip()}")
         elif channels:

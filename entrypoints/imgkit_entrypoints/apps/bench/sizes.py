@@ -49,7 +49,8 @@ def format_size(size_bytes: int) -> str:
 
 
 def _format(size_bytes: int, step: int, units: tuple[str, ...]) -> str:
-    value, power = float(size_bytes), 0
+    value = float(size_bytes)
+    power = 0
     while value >= step and power < len(units) - 1:
         value /= step
         power += 1

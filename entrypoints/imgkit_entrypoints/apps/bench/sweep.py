@@ -133,7 +133,8 @@ class Sweep:
 
     def _add(self, collective: Collective, measurement: Measurement) -> None:
         """Print and save one size."""
-        setup, counts = self._setup, measurement.counts
+        setup = self._setup
+        counts = measurement.counts
         result = record.new_result(
             collective,
             self._measurer.dtype,

@@ -118,7 +118,8 @@ class ExpectedValues:
         assert int(total.max()) <= dtype.exact, (dtype, ranks)
         self._bits = getattr(torch, dtype.bits)
         self._block = BLOCK[device.type]
-        torch_dtype, repeats = getattr(torch, dtype.torch), 2 + self._block // PERIOD
+        torch_dtype = getattr(torch, dtype.torch)
+        repeats = 2 + self._block // PERIOD
         self._single = single.to(torch_dtype).to(device).repeat(repeats)
         self._total = total.to(torch_dtype).to(device).repeat(repeats)
 

@@ -88,7 +88,8 @@ def train(config: Config, run: Run, ranks: Ranks, started: StartUp) -> int:
     if ranks.rank == 0 and config.run_dir is None:
         say("nothing is saved without a run folder: --run-dir DIR")
     checkpoint = main_loop.find_checkpoint(config, run)
-    course, changes = Course(), list[str]()
+    course = Course()
+    changes = list[str]()
     if checkpoint is not None:
         course = main_loop.read_course(checkpoint)
         config, changes = config.resumed(course.config, checkpoint.folder)
@@ -101,7 +102,8 @@ def train(config: Config, run: Run, ranks: Ranks, started: StartUp) -> int:
     log_every = config.log_every or steps_per_line(steps)
     config = dataclasses.replace(config, global_batch=order.global_batch, log_every=log_every)
     start = course.position
-    course.samples, course.config = len(samples), _shared_options(config)
+    course.samples = len(samples)
+    course.config = _shared_options(config)
     if checkpoint is not None:
         if ranks.rank == 0:
             say(f"resumes after step {start.step} of {steps}: {checkpoint.folder}")

@@ -105,7 +105,8 @@ def _accepts_arguments(arguments: ast.arguments, count: int) -> bool:
 def _find_source(module: str) -> Path | None:
     """Return the file of a module, or None. Neither the module nor its parents are imported."""
     search_path: list[str] = [*sys.path, str(Path.cwd())]
-    parts, spec = module.split("."), None
+    parts = module.split(".")
+    spec = None
     for depth in range(1, len(parts) + 1):
         spec = PathFinder.find_spec(".".join(parts[:depth]), search_path)
         if spec is None:

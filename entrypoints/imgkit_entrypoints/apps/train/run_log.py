@@ -79,15 +79,23 @@ class RunLog:
         first_loss: float = math.nan,
     ) -> None:
         assert config.global_batch is not None
-        self._config, self._workload, self._started = config, workload, started
-        self._ranks, self._global_batch = len(workload.placements), config.global_batch
+        self._config = config
+        self._workload = workload
+        self._started = started
+        self._ranks = len(workload.placements)
+        self._global_batch = config.global_batch
         self._metrics = MetricsFile(config.run_dir, say)
         self._stragglers = Stragglers(workload.placements, say)
         self._loggers = Loggers(config, workload.start, say)
-        self._first_loss, self._last_loss, self._eval_loss = first_loss, math.nan, math.nan
-        self._skipped, self._usual_s = 0, math.nan
+        self._first_loss = first_loss
+        self._last_loss = math.nan
+        self._eval_loss = math.nan
+        self._skipped = 0
+        self._usual_s = math.nan
         self._since_line: list[LatestSteps] = []
-        self._training_s, self._evaluation_s, self._trained_steps = 0.0, 0.0, 0
+        self._training_s = 0.0
+        self._evaluation_s = 0.0
+        self._trained_steps = 0
         self._waited_s = workload.waited_s()
         self._start_s = time.perf_counter()
         self._metrics.write(lambda folder: folder.mkdir(parents=True, exist_ok=True))
@@ -124,7 +132,9 @@ class RunLog:
 
     def _write_line(self, step: int) -> None:
         """Write what came since the last line: on the terminal, into the metrics, to the loggers."""
-        workload, parts, self._since_line = self._workload, self._since_line, []
+        workload = self._workload
+        parts = self._since_line
+        self._since_line = []
         seconds = sum(part.seconds for part in parts)
         steps = sum(part.steps for part in parts)
         loss, numbers = self._average(parts)
