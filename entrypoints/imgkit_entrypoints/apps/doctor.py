@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from imgkit_entrypoints import __version__, facts, json_text, terminal
+from imgkit_entrypoints import facts, json_text, terminal
 from imgkit_entrypoints.doctor.checks import Check, Verdict
 from imgkit_entrypoints.doctor.checks.machine import SHM
-from imgkit_entrypoints.doctor.node import SCHEMA, clock_remark, examine, parse_options, passed
+from imgkit_entrypoints.doctor.node import clock_remark, examine, parse_options, passed, print_json
 from imgkit_entrypoints.errors import ImgkitError
 
 if TYPE_CHECKING:
@@ -250,14 +250,8 @@ def main() -> None:
         nodes = judge(hosts, answers, options.timeout)
         has_failed = bool(failed_hosts(nodes, strict=options.strict))
         if options.json:
-            document: dict[str, Any] = {
-                "schema": SCHEMA,
-                "imgkit": __version__,
-                "passed": not has_failed,
-                "world_size": world_size,
-                "nodes": [dataclasses.asdict(node) for node in nodes],
-            }
-            terminal.print_document(json.dumps(document, indent=2) + "\n")
+            rows = [dataclasses.asdict(node) for node in nodes]
+            print_json({"passed": not has_failed, "world_size": world_size, "nodes": rows})
         else:
             terminal.print_results(*table(nodes), verdict_line(nodes, world_size, strict=options.strict))
         store.set("code", str(int(has_failed)))

@@ -62,16 +62,15 @@ def main(argv: Sequence[str], env: Mapping[str, str], *, nnodes: int = 1) -> int
     if options.known_issues:
         results = _plan(host, system, env, nnodes).issues
         if options.json:
-            document = issues_to_dict(results, host=host.hostname)
-            terminal.print_document(json.dumps(document, indent=2) + "\n")
+            print_json({"host": host.hostname, "known_issues": issue_rows(results)})
         else:
             terminal.print_results(*issues_table(results))
         return 0
     checks = examine(host, system, env, reader=reader, nnodes=nnodes)
     is_good = passed(checks, strict=options.strict)
     if options.json:
-        document = to_dict(checks, passed=is_good, host=host.hostname)
-        terminal.print_document(json.dumps(document, indent=2) + "\n")
+        rows = [dataclasses.asdict(check) for check in checks]
+        print_json({"host": host.hostname, "passed": is_good, "checks": rows})
     else:
         terminal.print_results(*table(checks), summary(checks))
         if not is_good and passed(checks):
@@ -96,9 +95,15 @@ def examine(
     reader : reads the few files that are not facts of a launch.
     nnodes : nodes of the run; on one node, a problem between nodes is only a warning.
     """
-    user_env = _user_env(env)
-    plan = _plan(host, system, env, nnodes)
-    subject = Subject(facts=host, system=system, env=user_env, plan=plan, several=nnodes > 1, reader=reader)
+    subject = Subject(
+        facts=host,
+        has_recipe=system is not None,
+        system=system or SystemFacts(),
+        env=_user_env(env),
+        plan=_plan(host, system, env, nnodes),
+        several=nnodes > 1,
+        reader=reader,
+    )
     results: list[Check] = []
     for run_check in CHECKS:
         results += run_check(subject)
@@ -123,10 +128,10 @@ def passed(checks: Sequence[Check], *, strict: bool = False) -> bool:
     return not any(check.verdict in failing_verdicts for check in checks)
 
 
-def to_dict(checks: Sequence[Check], *, passed: bool, host: str) -> dict[str, Any]:
-    """Return the document for ``--json``, with ``{name, verdict, evidence, fix}`` for each check."""
-    rows = [dataclasses.asdict(check) for check in checks]
-    return {"schema": SCHEMA, "imgkit": __version__, "host": host, "passed": passed, "checks": rows}
+def print_json(values: Mapping[str, Any]) -> None:
+    """Print the document for ``--json``, which begins with the version of its format and of imgkit."""
+    document = {"schema": SCHEMA, "imgkit": __version__, **values}
+    terminal.print_document(json.dumps(document, indent=2) + "\n")
 
 
 def table(checks: Sequence[Check]) -> Iterator[str]:
@@ -157,12 +162,12 @@ def issues_table(results: Sequence[IssueResult]) -> Iterator[str]:
                 yield f"{'':8}  {'':{width}}  -> {detail}"
 
 
-def issues_to_dict(results: Sequence[IssueResult], *, host: str) -> dict[str, Any]:
-    """Return the document for ``--known-issues --json``, with every key of the rows."""
+def issue_rows(results: Sequence[IssueResult]) -> list[dict[str, Any]]:
+    """Return the known issues for ``--known-issues --json``, with every key of the rows."""
     rows = []
     for result in results:
         rows.append({"state": result.state, "reason": result.reason, **dataclasses.asdict(result.issue)})
-    return {"schema": SCHEMA, "imgkit": __version__, "host": host, "known_issues": rows}
+    return rows
 
 
 def summary(checks: Sequence[Check]) -> str:

@@ -86,7 +86,7 @@ def free_node_bytes(reader: Reader) -> int | None:
     used = reader.number("/sys/fs/cgroup/memory.current")
     if limit is not None and used is not None:
         values.append(max(0, limit - used))
-    return min(values) if values else None
+    return min(values, default=None)
 
 
 def free_memory_bytes(ranks: Ranks, ranks_on_node: int) -> int | None:

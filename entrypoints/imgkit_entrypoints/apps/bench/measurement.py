@@ -132,14 +132,14 @@ class Measurer:
             wrong, first_wrong = self._verify(self.expected, collective, buffers[0], counts, is_slow)
         # One exchange for both: the number of wrong elements, and the times.
         rows = self.gather_rows([float(wrong), *batches])
-        slowest = [max(column) for column in zip(*rows, strict=True)]
-        total_wrong = sum(int(row[0]) for row in rows)
+        wrong_counts, *batch_times = zip(*rows, strict=True)
+        total_wrong = int(sum(wrong_counts))
         first_elements: tuple[WrongElement, ...] = ()
         if total_wrong:
             first_elements = self._gather_first(first_wrong)
         return Measurement(
             counts=counts,
-            batches=tuple(slowest[1:]),
+            batches=tuple(map(max, batch_times)),
             wrong=total_wrong if self.expected else None,
             first_wrong=first_elements,
         )
@@ -179,9 +179,10 @@ class Measurer:
             self._check_stop(is_slow)
             sums_in_place = collective.sums and not collective.separate  # they grow to infinity
             if batch == 0 or sums_in_place:
-                for copy, pair in enumerate(buffers):
-                    self.noise.fill(pair.input, self.ranks.rank, copy)
-            launch = collectives.rotate([collectives.bind(collective, pair, self.ranks) for pair in buffers])
+                for number, copy in enumerate(buffers):
+                    self.noise.fill(copy.input, self.ranks.rank, number)
+            launches = [collectives.bind(collective, copy, self.ranks) for copy in buffers]
+            launch = collectives.rotate(launches)
             seconds.append(time_batch(launch, counts.launches, self.ranks))
         return seconds
 

@@ -74,7 +74,7 @@ def _describe_connection(transport: str, details: str) -> str:
     """Return a short text for a connection: ``NET`` and ``/IB/0/GDRDMA`` -> ``via NET/IB with GDRDMA``."""
     if transport != "NET":
         return f"via {transport}"
-    kind = details.strip("/").split("/")[0]
+    kind, _, _ = details.strip("/").partition("/")
     preposition = "with" if "GDRDMA" in details else "without"
     return f"via NET/{kind} {preposition} GDRDMA"
 

@@ -126,7 +126,9 @@ class Batches:
         if self._ranks.device.type == "cuda" and not batch.is_pinned():
             batch = batch.pin_memory()
         dtype = self._dtype if batch.is_floating_point() else batch.dtype
-        layout = self._format if batch.dim() == 4 else torch.preserve_format
+        layout = torch.preserve_format
+        if batch.dim() == 4:  # images
+            layout = self._format
         return batch.to(self._ranks.device, dtype, non_blocking=True, memory_format=layout)
 
 
@@ -199,7 +201,9 @@ class _SeededSamples:
     def __getitems__(self, keys: list[tuple[int, int]]) -> Any:
         worker = get_worker_info()
         # In this process, the model goes on with its own random numbers afterwards.
-        state = random_state.capture() if worker is None else None
+        state = None
+        if worker is None:
+            state = random_state.capture()
         samples = []
         for epoch, index in keys:
             random_state.seed_everything(seed_of(self._seed, "sample", epoch, index))

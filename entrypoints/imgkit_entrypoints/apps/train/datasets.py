@@ -54,12 +54,17 @@ class TextFile:
         self.bytes = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
         windows = (size - 1) // CONTEXT
         end = windows - windows // HELD_OUT
-        self._windows = range(end) if split == "train" else range(end, windows)
+        self._windows = range(end)
+        needed_windows = 1
+        if split != "train":
+            self._windows = range(end, windows)
+            needed_windows = HELD_OUT
         if not self._windows:
-            windows_needed = 1 if split == "train" else HELD_OUT
-            least = CONTEXT * windows_needed + 1
+            needed_bytes = CONTEXT * needed_windows + 1
             raise UsageError(
-                f"{size} bytes are too few", where=str(path), hint=f"{split} needs at least {least} bytes"
+                f"{size} bytes are too few",
+                where=str(path),
+                hint=f"{split} needs at least {needed_bytes} bytes",
             )
 
     def __len__(self) -> int:

@@ -20,7 +20,9 @@ class _TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         # Steps after the checkpoint are repeated: TensorBoard drops what an earlier start wrote for them.
-        first_repeated = start + 1 if start else None
+        first_repeated = None
+        if start:
+            first_repeated = start + 1
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_repeated, flush_secs=30)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -76,10 +78,10 @@ class Loggers:
         """
         self._say = say
         self._loggers: dict[str, Any] = {}
-        names = config.log_to.split(",") if config.log_to else []
-        for name in names:
-            # The options refuse --log-to without a run folder.
-            assert config.run_dir is not None
+        if config.log_to is None:
+            return
+        assert config.run_dir is not None  # the options refuse --log-to without a run folder
+        for name in config.log_to.split(","):
             if plugins.is_plugin(name):
                 create: Callable[[], Any] = partial(plugins.load(name, plugins.LOGGER), config)
             else:

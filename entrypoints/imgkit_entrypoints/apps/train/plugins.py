@@ -70,7 +70,9 @@ def _refuse_missing_function(module: str, name: str, arguments: int) -> None:
     """Raise ValueError if the source text of `module` has no function `name` that takes `arguments`."""
     if not module or not name.isidentifier():
         raise ValueError("not of the form MOD:FN")
-    path = Path(module) if module.endswith(".py") else _find_source(module)
+    path: Path | None = Path(module)
+    if not module.endswith(".py"):
+        path = _find_source(module)
     if path is None:
         raise ValueError(f"no module {module} found")
     if path.suffix != ".py":

@@ -73,9 +73,11 @@ class WorkClock:
             if self._is_running and self._start is None:
                 self._start = self._mark()
 
-        hook = torch.compiler.disable(after_copy) if compiled else after_copy
+        if compiled:
+            after_copy = torch.compiler.disable(after_copy)
         model.register_forward_pre_hook(before_copy)
-        model.module.register_forward_pre_hook(hook)
+        # DDP copies the buffers between these two.
+        model.module.register_forward_pre_hook(after_copy)
 
     def run_first_backward(self, parameters: Sequence[nn.Parameter], backward: Callable[[], object]) -> None:
         """Run the first backward pass, and time from now on when the gradient that came last is ready.
@@ -118,8 +120,10 @@ class WorkClock:
         """
         steps = self._timed
         self._timed = []
-        if self._is_cuda:
-            steps, self._pending = self._pending, steps
+        if self._is_cuda:  # the latest steps wait for the next call
+            pending = self._pending
+            self._pending = steps
+            steps = pending
         if not steps:
             return StepTimes()
         own_s = wait_s = 0.0

@@ -29,7 +29,7 @@ MACHINES = {"linux/amd64": "x86_64", "linux/arm64": "aarch64"}
 
 def image(subject: Subject) -> Iterator[Check]:
     """Check that the image has the recipe's facts and is built for this architecture."""
-    if subject.system is None:
+    if not subject.has_recipe:
         evidence = "/opt/imgkit/system.json does not exist, so the expected hardware is unknown"
         yield Check("image", "unknown", evidence, "run inside an image that imgkit built")
         return
@@ -51,9 +51,7 @@ def gpus(subject: Subject) -> Iterator[Check]:
     An image or a node for AMD GPUs fails, because imgkit supports only CUDA and NCCL.
     """
     facts = subject.facts
-    expected = 0
-    if subject.system is not None:
-        expected = subject.system.node.gpus
+    expected = subject.system.node.gpus
     evidence = f"{facts.gpus} visible ({facts.gpus_source})"
     if expected:
         evidence += f", the recipe says {expected} per node"
@@ -107,9 +105,7 @@ def driver(subject: Subject) -> Iterator[Check]:
 
 def cpus(subject: Subject) -> Iterator[Check]:
     """Check that there are enough processors to feed the GPUs."""
-    per_gpu = 1
-    if subject.system is not None:
-        per_gpu = subject.system.node.cpus_per_gpu or 1
+    per_gpu = subject.system.node.cpus_per_gpu or 1
     needed = per_gpu * subject.facts.gpus
     evidence = f"{subject.facts.cpus} allowed ({subject.facts.cpus_source})"
     if subject.facts.cpus >= needed:

@@ -74,7 +74,7 @@ def rdma_ports(subject: Subject) -> Iterator[Check]:
         links = (f"{port.name} {port.link_layer} {port.rate}" for port in used)
         yield Check("rdma ports", "ok", ", ".join(links))
     dead = _dead_siblings(subject, used)
-    is_expected = subject.system is not None and subject.system.fabric.kind in ("infiniband", "roce")
+    is_expected = subject.system.fabric.kind in ("infiniband", "roce")
     for decision in subject.plan.decisions:
         if decision.variable != ports.HCA or decision.used:
             continue
@@ -101,10 +101,9 @@ def _dead_siblings(subject: Subject, used: list[Port]) -> set[str]:
     for device in subject.facts.rdma:
         if any(port.name in used_names for port in device.ports):
             working.add(device.card)
-    if subject.system is not None:
-        nics = subject.system.fabric.nics
-        if nics is not None and len(used) >= nics:
-            return set()
+    nics = subject.system.fabric.nics
+    if nics is not None and len(used) >= nics:
+        return set()
     dead_ports: set[str] = set()
     dead_cards: set[str] = set()
     for device in subject.facts.rdma:

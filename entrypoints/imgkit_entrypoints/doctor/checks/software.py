@@ -21,10 +21,7 @@ LIBC = (
 
 def scheduler(subject: Subject) -> Iterator[Check]:
     """Check that the scheduler's variables are visible. A container with --cleanenv hides them."""
-    name = ""
-    if subject.system is not None:
-        name = subject.system.scheduler
-    problem = missing_launcher_clause(name, subject.env)
+    problem = missing_launcher_clause(subject.system.scheduler, subject.env)
     if problem:
         fix = "in a job: start the container without --cleanenv and --containall; elsewhere this is expected"
         yield Check("scheduler", "warn", problem, fix)
@@ -79,9 +76,7 @@ def variables(subject: Subject) -> Iterator[Check]:
     """Check that variables that name a file name one that exists, and that NCCL or Gloo knows each name."""
     settings = {item.name: item.value for item in subject.facts.nccl_settings}
     # The user's environment counts before an nccl.conf file, and that before the recipe.
-    env = {**settings, **subject.env}
-    if subject.system is not None:
-        env = {**subject.system.env, **env}
+    env = {**subject.system.env, **settings, **subject.env}
     for text, fix in absent_files(subject.reader, env):
         yield Check("variables", "warn", text, fix)
     for name in lint.unknown_names(env):
