@@ -217,15 +217,12 @@ def failed_hosts(nodes: Sequence[NodeVerdict], *, strict: bool) -> list[str]:
 
 def verdict_line(nodes: Sequence[NodeVerdict], world_size: int, *, strict: bool = False) -> str:
     """Return the last line of the report, which names the failed hosts."""
-    scope = f"{len(nodes)} nodes, {world_size} ranks"
-    if len(nodes) == 1:
-        scope = f"1 node, {world_size} ranks"
+    noun = "node" if len(nodes) == 1 else "nodes"
+    scope = f"{len(nodes)} {noun}, {world_size} ranks"
     hosts = failed_hosts(nodes, strict=strict)
     if not hosts:
         return f"all_reduce of {SUM_MIB} MiB verified on {scope}"
-    hint = ""
-    if not failed_hosts(nodes, strict=False):
-        hint = ": --strict counts warnings as failures"
+    hint = "" if failed_hosts(nodes, strict=False) else ": --strict counts warnings as failures"
     return f"FAILED on {', '.join(hosts)} ({scope}){hint}"
 
 
@@ -393,9 +390,7 @@ def _collect(store: Any, world_size: int, wait_s: int) -> tuple[list[str], dict[
         if text is None:
             hosts[rank] = _read(store, f"host/{rank}", 0.1) or ""
             continue
-        values = json_text.parse(text)
-        values["checks"] = tuple(Check(**check) for check in values["checks"])
-        answers[rank] = Answer(**{**values, "wrong": tuple(values["wrong"])})
+        answers[rank] = json_text.build_value(Answer, json_text.parse(text), f"answer/{rank}")
         hosts[rank] = answers[rank].host
     return hosts, answers
 

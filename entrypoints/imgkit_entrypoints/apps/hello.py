@@ -39,9 +39,7 @@ def table(peers: Sequence[Peer]) -> list[str]:
     """Return the lines of an aligned table with rank, host, device and latency."""
     rows = [("rank", "host", "device", "latency")]
     for peer in peers:
-        latency = "-"
-        if peer.seconds is not None:
-            latency = f"{peer.seconds * 1e6:.1f} us"
+        latency = "-" if peer.seconds is None else f"{peer.seconds * 1e6:.1f} us"
         rows.append((str(peer.rank), peer.host, peer.device, latency))
     columns = zip(*rows, strict=True)
     rank_width, host_width, device_width, _ = (max(map(len, column)) for column in columns)
@@ -65,9 +63,7 @@ def main() -> None:
         rows = ranks.gather((platform.node(), device))
         peers = []
         for rank, (host, device) in enumerate(rows):
-            seconds = None
-            if rank != 0:  # rank 0 itself
-                seconds = time_round_trips(rank, host, ranks)
+            seconds = time_round_trips(rank, host, ranks) if rank else None
             peers.append(Peer(rank=rank, host=host, device=device, seconds=seconds))
         total = torch.ones(1, device=ranks.device)
         dist.all_reduce(total)

@@ -275,9 +275,10 @@ def worker(*argv: str) -> None:
     cores.bind_to_cpus(os.environ, int(os.environ["LOCAL_RANK"]))
     for number in (signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)  # a fork inherits the handlers of torchrun
-    if _own_module(argv):
-        run_worker(lambda: _run_program(argv))
-    run_worker(lambda: _run_program(argv), end=_end_of_interpreter)
+    module = _own_module(argv)
+    if module:
+        run_worker(lambda: _run_own_module(module, argv))
+    run_worker(lambda: _run_user_program(argv), end=_end_of_interpreter)
 
 
 def _end_of_interpreter() -> None:
@@ -286,18 +287,17 @@ def _end_of_interpreter() -> None:
     atexit._run_exitfuncs()
 
 
-def _run_program(argv: Sequence[str]) -> None:
-    """Run the program of a forked worker, which is a module of this package or the user's own program."""
-    module = _own_module(argv)
-    if module:
-        option = argv.index("-m")
-        program, *options = argv[option + 1 :]
-        sys.argv = ["-m", *options]
-        # The module was imported before the fork for the sake of its imports. It is removed here, because
-        # runpy warns about a module that is loaded.
-        sys.modules.pop(module, None)
-        runpy.run_module(program, run_name="__main__", alter_sys=True)
-        return
+def _run_own_module(module: str, argv: Sequence[str]) -> None:
+    """Run a module of this package, which was imported before the fork for the sake of its imports."""
+    option = argv.index("-m")
+    program, *options = argv[option + 1 :]
+    sys.argv = ["-m", *options]
+    sys.modules.pop(module, None)  # runpy warns about a module that is loaded
+    runpy.run_module(program, run_name="__main__", alter_sys=True)
+
+
+def _run_user_program(argv: Sequence[str]) -> None:
+    """Run the user's own program."""
     # torchrun runs isolated (python3 -I), but the user's program expects its folder and PYTHONPATH.
     folders = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
     sys.path[0:0] = ["", *folders]

@@ -194,7 +194,5 @@ def clock_remark(time_s: float, all_s: Sequence[float]) -> str:
     ahead_s = time_s - statistics.median(all_s)
     if abs(ahead_s) < CLOCKS_APART_S:
         return ""
-    direction = "behind"
-    if ahead_s > 0:
-        direction = "ahead of"
+    direction = "ahead of" if ahead_s > 0 else "behind"
     return f"its clock is {abs(ahead_s):.1f} s {direction} the median of all nodes"

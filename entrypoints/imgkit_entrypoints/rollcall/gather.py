@@ -228,10 +228,7 @@ class _Head:
         self._forget_lost()
         previous = self.nodes.get(rank)
         # In any case, so that a refusal reaches it: a second node of a rank under a number that no node has.
-        number = rank
-        if previous is not None:
-            number = -1
-        self.server.add(number, peer)
+        self.server.add(rank if previous is None else -1, peer)
         if nnodes != self.placement.nnodes or not 0 < rank < nnodes:
             raise NoPlan(
                 f"{node.host} joins as node {rank + 1} of {nnodes}, but the head expects "

@@ -11,7 +11,7 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -58,9 +58,8 @@ class AddedNumbers(Protocol):
 class _SentNumbers(NamedTuple):
     """Numbers that are under way to all ranks."""
 
-    step: int
-    steps: int
-    seconds: float
+    look: Agreed
+    """What `AddedNumbers.arrived` gets, still without the sums."""
     call: str
     """The call of the program in which they were sent."""
     work: Any
@@ -138,19 +137,19 @@ class Agreement:
         """Receive the sums that are under way, and send this rank's numbers since then."""
         self._receive()
         numbers = self.numbers.take().to(self._ranks.device)
-        steps = step - self._clock_step
         seconds = time.perf_counter() - self._clock_start
+        look = Agreed(step=step, steps=step - self._clock_step, seconds=seconds, sums=())
         self.start_clock(step)
         mark = (step + zlib.crc32(call.encode())) % _MARKS
         answers = [float(answer) for answer in self._answers()]
         # `_receive` reads these in the same order.
-        own_values = [seconds / max(1, steps), mark, mark * mark, *answers]
+        own_values = [seconds / max(1, look.steps), mark, mark * mark, *answers]
         own_numbers = torch.tensor(own_values, dtype=numbers.dtype).to(numbers.device, non_blocking=True)
         values = torch.cat([own_numbers, numbers])
         work = None
         if self._ranks.world_size > 1:
             work = dist.all_reduce(values, async_op=True, group=self._ranks.group)
-        self._sent = _SentNumbers(step, steps, seconds, call, work, values)
+        self._sent = _SentNumbers(look, call, work, values)
 
     def _receive(self) -> None:
         """Wait for the sums that are under way, if there are any."""
@@ -165,19 +164,18 @@ class Agreement:
         world_size = self._ranks.world_size
         if not _are_equal_marks(world_size, mark_sum, square_sum):
             self._refuse_difference(sent)
-        if sent.steps:
+        if sent.look.steps:
             self._interval = look_interval(step_seconds / world_size, self._max_interval)
         yes_counts = sums[: len(REASONS)]
         if not self.stop:
             self.stop = first_reason([count > 0 for count in yes_counts])
         program_sums = tuple(sums[len(REASONS) :])
-        look = Agreed(step=sent.step, steps=sent.steps, seconds=sent.seconds, sums=program_sums)
-        self.numbers.arrived(look)
+        self.numbers.arrived(replace(sent.look, sums=program_sums))
 
     def _refuse_difference(self, sent: _SentNumbers) -> None:
         """Raise CheckFailed, on every rank, for different calls or different numbers of steps."""
         call = "a loop" if sent.call in (STEP_END, PASS_END) else sent.call
-        rows = self._ranks.gather((sent.step, sent.call), call=call)
+        rows = self._ranks.gather((sent.look.step, sent.call), call=call)
         steps = [step for step, _ in rows]
         if len(set(steps)) == 1:
             refuse_different_calls([call for _, call in rows])

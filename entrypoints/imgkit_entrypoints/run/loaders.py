@@ -207,30 +207,28 @@ def _set_sampler(loader: DataLoader[Any], attribute: str, sampler: Any) -> None:
         loader._iterator._index_sampler = sampler
 
 
+@dataclass(frozen=True, slots=True)
 class _SkippingSampler:
-    """A sampler without its first `skip` items, which can be read once.
+    """A sampler without its first `skip` items, which can be read once."""
 
-    Parameters
-    ----------
-    items_ahead : items that workers get before the first batch arrives. As many more were drawn before the
-        stop, so the latest random numbers are restored after them.
+    sampler: Any
+    skip: int
+    items_ahead: int
+    """Items that workers get before the first batch arrives.
+
+    As many more were drawn before the stop, so the latest random numbers are restored after them.
     """
-
-    def __init__(self, sampler: Any, skip: int, items_ahead: int, random: PassRandom) -> None:
-        self._sampler = sampler
-        self._skip = skip
-        self._items_ahead = items_ahead
-        self._random = random
+    random: PassRandom
 
     def __iter__(self) -> Iterator[Any]:
         # Here, and not at the first item: a sampler may draw before the loader draws a seed for its workers.
-        return self._without_first(iter(self._sampler))
+        return self._without_first(iter(self.sampler))
 
     def _without_first(self, items: Iterator[Any]) -> Iterator[Any]:
-        for _ in itertools.islice(items, self._skip):
+        for _ in itertools.islice(items, self.skip):
             pass
-        if self._skip:
-            drawn = list(itertools.islice(items, self._items_ahead))
-            self._random.latest.restore()
-            yield from drawn
+        if self.skip:
+            items_ahead = list(itertools.islice(items, self.items_ahead))
+            self.random.latest.restore()
+            yield from items_ahead
         yield from items

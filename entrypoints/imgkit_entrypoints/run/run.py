@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -247,7 +248,7 @@ class Run:
                 hint="run.track(loader=loader, ...)",
             )
         line = format_line(sys._getframe(1))
-        return Steps(self._loop, self._position, loader, name, save_every, line=line)
+        return Steps(self._loop, self._position, loader, name, save_every, line)
 
     def log(self, **numbers: Any) -> None:
         """Note numbers of this step, such as the loss; no call waits for a device or another rank.
@@ -332,18 +333,16 @@ class Run:
         return self._checkpoints.wait()
 
 
+@dataclass(frozen=True, slots=True)
 class Steps:
     """One pass over a loader, as `Run.steps` returns it."""
 
-    def __init__(
-        self, loop: StepLoop, position: DataPosition, loader: Any, name: str, save_every: int, *, line: str
-    ) -> None:
-        self._loop = loop
-        self._position = position
-        self._loader = loader
-        self._name = name
-        self._save_every = save_every
-        self._line = line
+    _loop: StepLoop
+    _position: DataPosition
+    _loader: Any
+    _name: str
+    _save_every: int
+    _line: str
 
     def __len__(self) -> int:
         return self._position.remaining_steps(self._name, len(self._loader))

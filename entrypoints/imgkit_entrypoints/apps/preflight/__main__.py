@@ -23,9 +23,7 @@ MAX_ERROR_CHARACTERS = 300
 
 def give_up(connection: socket.socket, order: MeasureRequest) -> None:
     """Answer that a stage was not done in time, and end the process."""
-    culprit = "it hangs"
-    if len(order.group) > 1:
-        culprit = "this node or a partner hangs"
+    culprit = "it hangs" if len(order.group) == 1 else "this node or a partner hangs"
     error = f"not done within {order.limit_s - EARLIER_S:g} s: {culprit}"
     send(connection, MeasureResult(stage=order.stage, error=error))
     os._exit(0)

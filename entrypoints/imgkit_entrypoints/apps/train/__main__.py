@@ -262,9 +262,7 @@ def create_model(config: Config) -> nn.Module:
 
 def load_data(config: Config, split: str) -> Any:
     """Return the samples of a split. Random data is the same on every rank, and differs between splits."""
-    seed = config.seed
-    if split != "train":
-        seed = seed_of(config.seed, split)
+    seed = config.seed if split == "train" else seed_of(config.seed, split)
     seed_everything(seed)
     data = _load_function(*plugin_table(config)["data"])(config, split)
     has_samples = hasattr(data, "__getitem__") or hasattr(data, "batch")

@@ -20,9 +20,7 @@ class _TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         # Steps after the checkpoint are repeated: TensorBoard drops what an earlier start wrote for them.
-        first_repeated = None
-        if start:
-            first_repeated = start + 1
+        first_repeated = start + 1 if start else None
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_repeated, flush_secs=30)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -280,25 +281,23 @@ class LossIsNoNumber(CheckFailed):
     """A loss was NaN or infinite; all ranks raise it at the same step."""
 
 
+@dataclass(frozen=True, slots=True)
 class StepSums:
     """What the ranks add up at each look; `on_sums` gets the sums, on every rank."""
 
-    def __init__(
-        self, trainer: Trainer, clock: WorkClock, ranks: Ranks, on_sums: Callable[[LatestSteps], object]
-    ) -> None:
-        self._trainer = trainer
-        self._clock = clock
-        self._ranks = ranks
-        self._on_sums = on_sums
+    trainer: Trainer
+    clock: WorkClock
+    ranks: Ranks
+    on_sums: Callable[[LatestSteps], object]
 
     def take(self) -> Tensor:
         """Return this rank's numbers since the last look, on its device; no call waits for it."""
-        step_times = self._clock.take_times()
-        sums = self._trainer.sums
+        step_times = self.clock.take_times()
+        sums = self.trainer.sums
         # The wait, and a slot for the own work of each rank.
-        seconds = torch.zeros(1 + self._ranks.world_size, dtype=sums.dtype)
+        seconds = torch.zeros(1 + self.ranks.world_size, dtype=sums.dtype)
         seconds[0] = step_times.wait_s
-        seconds[1 + self._ranks.rank] = step_times.own_s
+        seconds[1 + self.ranks.rank] = step_times.own_s
         numbers = torch.cat([sums, seconds.to(sums.device, non_blocking=True)])
         sums.zero_()
         sums[1] = math.nan
@@ -313,13 +312,13 @@ class StepSums:
         """
         if not look.steps:
             return
-        world_size = self._ranks.world_size
+        world_size = self.ranks.world_size
         # The last values are the own work of each rank, and the others are equal parts of all ranks.
         skipped, norm, *numbers, wait_s = (value / world_size for value in look.sums[:-world_size])
         own_s = look.sums[-world_size:]
         if world_size == 1:
             own_s = ()
-        self._on_sums(
+        self.on_sums(
             LatestSteps(
                 step=look.step,
                 steps=look.steps,
