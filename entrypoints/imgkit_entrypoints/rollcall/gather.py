@@ -136,7 +136,7 @@ class _Head:
         ------
         NoPlan : the time is over, a node must not join, or this node was asked to stop.
         """
-        progress = start
+        last_log = start
         end = start + self.meeting.timeout_s
         while not self._can_start(end):
             if time.monotonic() >= end:
@@ -144,8 +144,8 @@ class _Head:
             reason = self.meeting.stop_reason()
             if reason:
                 raise NoPlan(f"stopped during the roll call: {self._name(0)} got {reason}")
-            if time.monotonic() - progress >= PROGRESS_S:
-                progress = time.monotonic()
+            if time.monotonic() - last_log >= PROGRESS_S:
+                last_log = time.monotonic()
                 self.meeting.log(f"roll call: {self._present()}, waiting for {self._missing()}")
             self._receive()
 

@@ -20,6 +20,10 @@ from imgkit_entrypoints.run.tracked import has_state
 
 # Attributes of torch's samplers that decide about the order of samples.
 ORDER_OPTIONS = ("shuffle", "seed", "replacement")
+_RESUMABLE_LOADERS = (
+    "give a DataLoader over a map-style dataset, a sequence, or a loader with state_dict and "
+    "load_state_dict, such as torchdata's StatefulDataLoader"
+)
 
 
 def steps_error(problem: str, hint: str) -> UsageError:
@@ -30,33 +34,34 @@ def steps_error(problem: str, hint: str) -> UsageError:
 def refuse_without_position(loader: Any) -> None:
     """Raise UsageError if a pass over `loader` could not resume where it ended."""
     name = type(loader).__name__
-    problem = ""
-    hint = (
-        "give a DataLoader over a map-style dataset, a sequence, or a loader with state_dict and "
-        "load_state_dict, such as torchdata's StatefulDataLoader"
-    )
     if any(kind.__module__.startswith("accelerate") for kind in type(loader).__mro__):
-        problem = f"{name} is a loader that accelerate has prepared"
-        hint = "use accelerate's own save_state with a LibraryCheckpoint: docs/guides/resume.md"
-    elif not getattr(loader, "in_order", True) and loader.num_workers:
-        problem = f"{name} with in_order=False gives batches as they come"
-        hint = f"{name}(..., in_order=True)"
-    elif has_state(loader):
-        return
-    elif not isinstance(loader, DataLoader):
-        is_sequence = hasattr(loader, "__getitem__") and hasattr(loader, "__len__")
-        if not is_sequence or isinstance(loader, Mapping):
-            problem = name
-    elif isinstance(loader.dataset, IterableDataset):
-        problem = f"a DataLoader over the IterableDataset {type(loader.dataset).__name__}"
-    elif type(loader).__iter__ is not DataLoader.__iter__:
-        problem = f"{name} has an __iter__ of its own, which hides its position"
-        hint = (
-            "use DataLoader itself, with persistent_workers=True to keep the workers, and change batches in "
-            "collate_fn or in the loop"
+        raise _position_error(
+            f"{name} is a loader that accelerate has prepared",
+            "use accelerate's own save_state with a LibraryCheckpoint: docs/guides/resume.md",
         )
-    if problem:
-        raise steps_error(f"this loader cannot resume at its sample: {problem}", hint)
+    if not getattr(loader, "in_order", True) and loader.num_workers:
+        problem = f"{name} with in_order=False gives batches as they come"
+        raise _position_error(problem, f"{name}(..., in_order=True)")
+    if has_state(loader):
+        return
+    if not isinstance(loader, DataLoader):
+        is_sequence = hasattr(loader, "__getitem__") and hasattr(loader, "__len__")
+        if is_sequence and not isinstance(loader, Mapping):
+            return
+        raise _position_error(name, _RESUMABLE_LOADERS)
+    if isinstance(loader.dataset, IterableDataset):
+        kind = type(loader.dataset).__name__
+        raise _position_error(f"a DataLoader over the IterableDataset {kind}", _RESUMABLE_LOADERS)
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        raise _position_error(
+            f"{name} has an __iter__ of its own, which hides its position",
+            "use DataLoader itself, with persistent_workers=True to keep the workers, and change batches in "
+            "collate_fn or in the loop",
+        )
+
+
+def _position_error(problem: str, hint: str) -> UsageError:
+    return steps_error(f"this loader cannot resume at its sample: {problem}", hint)
 
 
 def loader_length(loader: Any) -> int:
@@ -189,7 +194,8 @@ def _iterate_without_reading(
     items_ahead = (loader.prefetch_factor or 0) * loader.num_workers
     try:
         if starts_workers:
-            # That draws a random number, which the pass of an undisturbed run does not draw.
+            # Before the random numbers are restored: to start workers draws one, which the pass of an
+            # undisturbed run does not draw.
             _set_sampler(loader, attribute, ())
             next(iter(loader), None)
         random.start.restore()

@@ -48,8 +48,9 @@ class Ranks:
             return [value]
         rows: list[Any] = [None] * self.world_size
         dist.all_gather_object(rows, (call, value), group=self.group)
-        refuse_different_calls([row[0] for row in rows])
-        return [row[1] for row in rows]
+        calls, values = zip(*rows, strict=True)
+        refuse_different_calls(calls)
+        return list(values)
 
     def gather_on_rank_0(self, value: Any) -> list[Any]:
         """Return the values of all ranks on rank 0, and an empty list elsewhere; a collective call."""

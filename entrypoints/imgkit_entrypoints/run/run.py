@@ -247,7 +247,7 @@ class Run:
                 where="run.steps",
                 hint="run.track(loader=loader, ...)",
             )
-        line = format_line(sys._getframe(1))
+        line = format_line(sys._getframe(1))  # of the program, which has called this
         return Steps(self._loop, self._position, loader, name, save_every, line)
 
     def log(self, **numbers: Any) -> None:
@@ -302,6 +302,7 @@ class Run:
         state = random_state.capture()
         yield
         random_state.restore(state)
+        # The time of the pause belongs to no step.
         self._loop.start_clock()
 
     def save(self) -> None:

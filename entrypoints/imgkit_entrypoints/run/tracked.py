@@ -34,6 +34,7 @@ MAX_ELEMENTS = 8192
 MAX_DIGESTED_BYTES = 1 << 20
 # Length of a value in a message; a longer one is replaced by its beginning and a digest.
 MAX_TEXT = 40
+WORD_BYTES = 8
 # Types of whole numbers by their bytes.
 _INTEGER_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -156,7 +157,7 @@ class Tracked:
         value = self.objects[name]
         values = _describe_values(value, state_of(name, value))
         rows = ranks.gather((self._first_values[name], values), call=call)
-        is_large = isinstance(value, nn.Module | Optimizer)
+        has_weights = isinstance(value, nn.Module | Optimizer)
         paths: set[str] = set()
         for first_values, latest_values in rows:
             paths.update(first_values, latest_values)
@@ -164,11 +165,12 @@ class Tracked:
             first = [first_values.get(path, "") for first_values, _ in rows]
             latest = [latest_values.get(path, "") for _, latest_values in rows]
             # Only rank 0 has set the value, as the best loss that only rank 0 sees.
-            is_set_by_rank_0 = latest[1:] == first[1:] and (is_large or len(set(first)) == 1)
+            had_same_value = has_weights or len(set(first)) == 1
+            is_set_by_rank_0 = latest[1:] == first[1:] and had_same_value
             if len(set(latest)) == 1 or is_set_by_rank_0:
                 continue
             hint = f"run.track_per_rank({name}={name}) in place of run.track: one for each rank"
-            if is_large:
+            if has_weights:
                 hint = f"wrap the model in DDP; or {hint}"
             raise UsageError(
                 f"{name}{path} differs between the ranks, and a resume would give that of rank 0 to all: "
@@ -428,12 +430,13 @@ def _describe_values(value: Any, state: Any) -> dict[str, str]:
     texts: dict[str, str] = {}
     # Sums of bits by path, on each device.
     sums: dict[torch.device, dict[str, Tensor]] = {}
+    has_weights = isinstance(value, nn.Module | Optimizer)
     for path, leaf in _compared_leaves(value, state):
         if not isinstance(leaf, Tensor):
             texts[path] = _shorten(repr(_in_order(leaf)))
         elif is_dtensor(leaf):
             texts[path] = f"{tuple(leaf.shape)} {leaf.placements}"
-        elif isinstance(value, nn.Module | Optimizer) and leaf.layout == torch.strided and not leaf.is_meta:
+        elif has_weights and leaf.layout == torch.strided and not leaf.is_meta:
             sums.setdefault(leaf.device, {})[path] = _sum_of_bits(leaf)
         elif not (leaf.is_floating_point() or leaf.is_complex()) and leaf.numel() <= MAX_ELEMENTS:
             texts[path] = _shorten(repr(leaf.tolist()))
@@ -483,12 +486,13 @@ def _sum_of_bits(value: Tensor) -> Tensor:
     if not bits.is_contiguous():
         return bits.sum(dtype=torch.int64)
     bits = bits.reshape(-1)
-    # Elements that fill whole words of 8 bytes.
-    aligned = bits.numel() * bits.element_size() // 8 * 8 // bits.element_size()
-    if bits.data_ptr() % 8 or not aligned:
+    elements_per_word = WORD_BYTES // bits.element_size()
+    end_of_words = bits.numel() - bits.numel() % elements_per_word
+    if bits.data_ptr() % WORD_BYTES or not end_of_words:
         return bits.sum(dtype=torch.int64)
     # Measured on a CPU: 25 times as fast as the sum of 32-bit integers, which torch widens one by one.
-    return bits[:aligned].view(torch.int64).sum() + bits[aligned:].sum(dtype=torch.int64)
+    whole_words = bits[:end_of_words].view(torch.int64)
+    return whole_words.sum() + bits[end_of_words:].sum(dtype=torch.int64)
 
 
 def _shorten(text: str) -> str:
