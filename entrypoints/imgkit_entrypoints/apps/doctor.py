@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from imgkit_entrypoints import __version__, facts, json_text, terminal
+from imgkit_entrypoints import facts, json_text, terminal
 from imgkit_entrypoints.doctor.checks import Check, Verdict
 from imgkit_entrypoints.doctor.checks.machine import SHM
-from imgkit_entrypoints.doctor.node import SCHEMA, clock_remark, examine, parse_options, passed
+from imgkit_entrypoints.doctor.node import clock_remark, examine, parse_options, passed, print_json
 from imgkit_entrypoints.errors import ImgkitError
 
 if TYPE_CHECKING:
@@ -35,10 +35,13 @@ ELEMENTS = 1 << 18
 
 Most wrong results on GH200 with Slingshot had this size (NVIDIA/nccl issue 2001).
 """
+SUM_MIB = ELEMENTS * 4 >> 20
 # Number of times that the all_reduce runs.
 REPEATS = 5
 LATE_S = 15
 """Extra seconds for a rank to answer after its own timeout."""
+# Characters of a backend's error in the report; some quote a whole stack.
+MAX_ERROR_CHARACTERS = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,15 +101,20 @@ def judge(hosts: Sequence[str], answers: Mapping[int, Answer], timeout_s: int) -
         answer = answers.get(rank)
         if answer is None:
             blamed.setdefault(rank, []).append(f"rank {rank} did not answer within {timeout_s} s")
-        elif names := ", ".join(str(sender) for sender in sorted(set(answer.wrong) - senders)):
+            continue
+        # Other ranks got the right values of these.
+        innocent_senders = sorted(set(answer.wrong) - senders)
+        if innocent_senders:
+            names = ", ".join(map(str, innocent_senders))
             blamed.setdefault(rank, []).append(f"rank {rank} received wrong values from rank {names}")
     for sender in sorted(senders):
         reason = f"the values of rank {sender} arrived corrupted at {complaints[sender]} of {heard} ranks"
         blamed.setdefault(sender, []).append(reason)
     has_suspects = bool(blamed) or not all(passed(answer.checks) for answer in answers.values())
-    return tuple(
-        _judge_node(host, ranks, answers, blamed, has_suspects) for host, ranks in ranks_by_host.items()
-    )
+    verdicts = []
+    for host, ranks in ranks_by_host.items():
+        verdicts.append(_judge_node(host, ranks, answers, blamed, has_suspects))
+    return tuple(verdicts)
 
 
 def _compare(answer: Answer, answers: Mapping[int, Answer]) -> Iterator[Check]:
@@ -114,11 +122,11 @@ def _compare(answer: Answer, answers: Mapping[int, Answer]) -> Iterator[Check]:
 
     They are about GPUs of one machine between which NCCL would use the network, and about a wrong clock.
     """
-    hosts = {
-        peer.host
-        for peer in answers.values()
-        if answer.machine and peer.machine == answer.machine and peer.nccl_host != answer.nccl_host
-    }
+    hosts = set()
+    for peer in answers.values():
+        is_same_machine = answer.machine != "" and peer.machine == answer.machine
+        if is_same_machine and peer.nccl_host != answer.nccl_host:
+            hosts.add(peer.host)
     if hosts and answer.device.startswith("cuda"):
         yield Check(
             name="machine",
@@ -127,8 +135,10 @@ def _compare(answer: Answer, answers: Mapping[int, Answer]) -> Iterator[Check]:
             f"host name or {SHM} differs: NCCL uses the network between GPUs of one machine",
             fix=f"use one container for all GPUs of a machine, or share {SHM} (hostIPC) and NCCL_HOSTID",
         )
-    times_s = [peer.time_s for peer in answers.values() if peer.time_s]
-    if answer.time_s and answer.checks and (remark := clock_remark(answer.time_s, times_s)):
+    if not answer.time_s or not answer.checks:  # the first rank of a node speaks for its clock
+        return
+    remark = clock_remark(answer.time_s, [peer.time_s for peer in answers.values() if peer.time_s])
+    if remark:
         yield Check(name="clock", verdict="warn", evidence=remark, fix="start chronyd or ntpd on the node")
 
 
@@ -146,16 +156,22 @@ def _judge_node(
     blamed : reasons by the rank that is at fault.
     has_suspects : some rank is at fault, or a check failed on some node.
     """
-    node_answers = [answers[rank] for rank in ranks if rank in answers]
-    checks = [check for answer in node_answers for check in (*answer.checks, *_compare(answer, answers))]
+    checks: list[Check] = []
+    reasons: list[str] = []
+    errors: list[str] = []
+    for rank in ranks:
+        reasons += blamed.get(rank, ())
+        answer = answers.get(rank)
+        if answer is None:
+            continue
+        checks += answer.checks
+        checks += _compare(answer, answers)
+        if answer.error:
+            errors.append(f"rank {rank} after {answer.seconds:.0f} s: {answer.error}")
     problems = tuple(check for check in checks if check.verdict != "ok")
-    reasons = [text for rank in ranks for text in blamed.get(rank, ())]
-    errors = [
-        f"rank {answer.rank} after {answer.seconds:.0f} s: {answer.error}"
-        for answer in node_answers
-        if answer.error
-    ]
-    verdict: Verdict = "warn" if problems else "ok"
+    verdict: Verdict = "ok"
+    if problems:
+        verdict = "warn"
     if errors:
         verdict = "unknown"
     if reasons or not passed(problems) or (errors and not has_suspects):
@@ -172,34 +188,42 @@ def _judge_node(
 def table(nodes: Sequence[NodeVerdict]) -> Iterator[str]:
     """Yield the lines of the report: one for each node, with its problems below."""
     width = max(len(node.host) for node in nodes)
+    indent = " " * (7 + 2 + width)  # the columns of the verdict and of the host
     for node in nodes:
-        ranks = f"rank {node.ranks[0]}" if len(node.ranks) == 1 else f"ranks {_spans(node.ranks)}"
-        yield f"{node.verdict:7}  {node.host:{width}}  {ranks}"
-        yield from (f"{'':7}  {'':{width}}  {reason}" for reason in node.reasons)
+        yield f"{node.verdict:7}  {node.host:{width}}  {_format_ranks(node.ranks)}"
+        for reason in node.reasons:
+            yield f"{indent}  {reason}"
         for check in node.checks:
-            yield f"{'':7}  {'':{width}}  {check.verdict} {check.name}: {check.evidence}"
+            yield f"{indent}  {check.verdict} {check.name}: {check.evidence}"
             if check.fix:
-                yield f"{'':7}  {'':{width}}  -> {check.fix}"
+                yield f"{indent}  -> {check.fix}"
 
 
-def _spans(ranks: Sequence[int]) -> str:
-    """Return ranks as a short text: ``0-3`` if there is no gap, and otherwise ``0,2,4``."""
-    last = ranks[0] + len(ranks) - 1
-    return f"{ranks[0]}-{last}" if ranks[-1] == last else ",".join(str(rank) for rank in ranks)
+def _format_ranks(ranks: Sequence[int]) -> str:
+    """Return ``rank 3``, or ``ranks 0-3`` if there is no gap, and otherwise ``ranks 0,2,4``."""
+    first = ranks[0]
+    last = ranks[-1]
+    if len(ranks) == 1:
+        return f"rank {first}"
+    if last - first == len(ranks) - 1:
+        return f"ranks {first}-{last}"
+    return f"ranks {','.join(map(str, ranks))}"
 
 
-def failed(nodes: Sequence[NodeVerdict], *, strict: bool) -> list[str]:
+def failed_hosts(nodes: Sequence[NodeVerdict], *, strict: bool) -> list[str]:
     """Return the hosts that failed. With `strict`, a warning counts as a failure."""
     return [node.host for node in nodes if node.verdict == "fail" or (strict and node.verdict == "warn")]
 
 
 def verdict_line(nodes: Sequence[NodeVerdict], world_size: int, *, strict: bool = False) -> str:
     """Return the last line of the report, which names the failed hosts."""
-    scope = f"{len(nodes)} node{'s' * (len(nodes) > 1)}, {world_size} ranks"
-    if hosts := failed(nodes, strict=strict):
-        hint = "" if failed(nodes, strict=False) else ": --strict counts warnings as failures"
-        return f"FAILED on {', '.join(hosts)} ({scope}){hint}"
-    return f"all_reduce of {ELEMENTS * 4 >> 20} MiB verified on {scope}"
+    noun = "node" if len(nodes) == 1 else "nodes"
+    scope = f"{len(nodes)} {noun}, {world_size} ranks"
+    hosts = failed_hosts(nodes, strict=strict)
+    if not hosts:
+        return f"all_reduce of {SUM_MIB} MiB verified on {scope}"
+    hint = "" if failed_hosts(nodes, strict=False) else ": --strict counts warnings as failures"
+    return f"FAILED on {', '.join(hosts)} ({scope}){hint}"
 
 
 def main() -> None:
@@ -221,19 +245,13 @@ def main() -> None:
         # Every rank gets its full time, because a rank that hangs is a finding as well.
         hosts, answers = _collect(store, world_size, options.timeout + LATE_S)
         nodes = judge(hosts, answers, options.timeout)
-        hosts = failed(nodes, strict=options.strict)
+        has_failed = bool(failed_hosts(nodes, strict=options.strict))
         if options.json:
-            document: dict[str, Any] = {
-                "schema": SCHEMA,
-                "imgkit": __version__,
-                "passed": not hosts,
-                "world_size": world_size,
-                "nodes": [dataclasses.asdict(node) for node in nodes],
-            }
-            terminal.print_document(json.dumps(document, indent=2) + "\n")
+            rows = [dataclasses.asdict(node) for node in nodes]
+            print_json({"passed": not has_failed, "world_size": world_size, "nodes": rows})
         else:
             terminal.print_results(*table(nodes), verdict_line(nodes, world_size, strict=options.strict))
-        store.set("code", "1" if hosts else "0")
+        store.set("code", str(int(has_failed)))
     # Rank 0 may need its timeout for the start, for the sum, and again for the others, so wait longer.
     store.wait(["code"], datetime.timedelta(seconds=4 * (options.timeout + LATE_S)))
     code = int(store.get("code"))
@@ -253,14 +271,18 @@ def _host() -> str:
 
     Two containers may have the same name.
     """
-    group = os.environ.get("GROUP_RANK")
-    return f"{platform.node()} (node {group})" if group and _has_peers() else platform.node()
+    node_rank = os.environ.get("GROUP_RANK")
+    if node_rank and _has_peers():
+        return f"{platform.node()} (node {node_rank})"
+    return platform.node()
 
 
 def _has_peers() -> bool:
     """Return True if the run has other nodes."""
     nodes = os.environ.get("GROUP_WORLD_SIZE")  # torchrun sets it; a rank that MPI started has none
-    return nodes != "1" if nodes else os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE")
+    if nodes:
+        return nodes != "1"
+    return os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE")
 
 
 def _examine_node() -> dict[str, Any]:
@@ -270,16 +292,13 @@ def _examine_node() -> dict[str, Any]:
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return {}
+    nnodes = 1
+    if _has_peers() and os.environ.get("IMGKIT_DEVICE") == "cuda":
+        nnodes = 2  # a problem that stops NCCL between nodes does not stop Gloo
     try:
         host = facts.gather()
-        checks = examine(
-            host,
-            facts.system_facts(),
-            os.environ,
-            reader=facts.Reader(root=facts.root_of(os.environ)),
-            # A problem that stops NCCL between nodes does not stop Gloo.
-            nnodes=2 if _has_peers() and os.environ.get("IMGKIT_DEVICE") == "cuda" else 1,
-        )
+        reader = facts.Reader(root=facts.root_of(os.environ))
+        checks = examine(host, facts.system_facts(), os.environ, reader=reader, nnodes=nnodes)
     except ImgkitError as error:
         return {"checks": (Check(name="checks", verdict="fail", evidence=error.what, fix=error.hint or ""),)}
     return {"machine": host.boot_id, "nccl_host": _nccl_host(host), "checks": checks}
@@ -302,16 +321,20 @@ def _verify_sum(store: Any, rank: int, world_size: int, timeout_s: int) -> Answe
     import torch
     import torch.distributed as dist
 
-    cuda = os.environ.get("IMGKIT_DEVICE", "cpu") == "cuda"
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    device = torch.device("cpu")
+    backend = "gloo"
+    if os.environ.get("IMGKIT_DEVICE") == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        backend = "nccl"
     start_s = time.monotonic()
     wrong: tuple[int, ...] = ()
-    problem, time_s = "", 0.0
+    problem = ""
+    time_s = 0.0
     try:
-        if cuda:
+        if device.type == "cuda":
             torch.cuda.set_device(device)
         dist.init_process_group(
-            "nccl" if cuda else "gloo",
+            backend,
             store=dist.PrefixStore("group", store),
             rank=rank,
             world_size=world_size,
@@ -320,7 +343,8 @@ def _verify_sum(store: Any, rank: int, world_size: int, timeout_s: int) -> Answe
         wrong = _wrong_senders(rank, world_size, device)
         time_s = time.time()
     except Exception as error:  # a network error of any type is a finding
-        problem = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        problem = lines[0][:MAX_ERROR_CHARACTERS]
     return Answer(
         rank=rank,
         host=_host(),
@@ -366,9 +390,7 @@ def _collect(store: Any, world_size: int, wait_s: int) -> tuple[list[str], dict[
         if text is None:
             hosts[rank] = _read(store, f"host/{rank}", 0.1) or ""
             continue
-        values = json_text.parse(text)
-        values["checks"] = tuple(Check(**check) for check in values["checks"])
-        answers[rank] = Answer(**{**values, "wrong": tuple(values["wrong"])})
+        answers[rank] = json_text.build_value(Answer, json_text.parse(text), f"answer/{rank}")
         hosts[rank] = answers[rank].host
     return hosts, answers
 

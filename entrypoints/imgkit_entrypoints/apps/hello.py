@@ -41,10 +41,12 @@ def table(peers: Sequence[Peer]) -> list[str]:
     for peer in peers:
         latency = "-" if peer.seconds is None else f"{peer.seconds * 1e6:.1f} us"
         rows.append((str(peer.rank), peer.host, peer.device, latency))
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    return [
-        f"{row[0]:>{widths[0]}}  {row[1]:{widths[1]}}  {row[2]:{widths[2]}}  {row[3]:>10}" for row in rows
-    ]
+    columns = zip(*rows, strict=True)
+    rank_width, host_width, device_width, _ = (max(map(len, column)) for column in columns)
+    lines = []
+    for rank, host, device, latency in rows:
+        lines.append(f"{rank:>{rank_width}}  {host:{host_width}}  {device:{device_width}}  {latency:>10}")
+    return lines
 
 
 def main() -> None:

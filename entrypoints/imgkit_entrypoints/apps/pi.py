@@ -58,7 +58,12 @@ def end_points(first: int, end: int, intervals: int) -> float:
     In the trapezoid rule, the two ends of [0, 1] have the weight 1/2. The integrand 4/(1+x^2) is 4 at 0 and 2
     at 1, so the excess is 2 for the first point, 1 for the last one, and 0 for all others.
     """
-    return (2.0 if first == 0 < end else 0.0) + (1.0 if first <= intervals < end else 0.0)
+    excess = 0.0
+    if first == 0 < end:
+        excess += 2.0
+    if first <= intervals < end:
+        excess += 1.0
+    return excess
 
 
 def tolerance(intervals: int) -> float:
@@ -78,10 +83,16 @@ def report(value: float, intervals: int, results: Sequence[Work], seconds: float
     alone : work of rank 0 while all others were idle. The parallel efficiency compares with its speed.
     """
     ordered = sorted(results, key=lambda work: work.points_per_s)
+    slowest = ordered[0]
     middle = ordered[len(ordered) // 2]
-    listed = results if len(results) <= SHOWN else (ordered[0], middle, ordered[-1])
+    fastest = ordered[-1]
+    listed = results
+    if len(results) > SHOWN:
+        listed = (slowest, middle, fastest)
     total = sum(work.points for work in results) / seconds
-    efficiency = total / (len(results) * alone.points_per_s) if alone.points else math.nan
+    efficiency = math.nan
+    if alone.points:
+        efficiency = total / (len(results) * alone.points_per_s)
     lines = [
         f"pi = {value:.15f}, error {abs(value - math.pi):.1e}, {intervals} intervals, {len(results)} ranks, "
         f"{seconds:.3f} s"
@@ -90,10 +101,10 @@ def report(value: float, intervals: int, results: Sequence[Work], seconds: float
         rate = f"{work.points} terms in {work.seconds:.3f} s, {work.points_per_s:.3e} terms/s"
         lines.append(f"rank {work.rank} on {work.host}: {rate}")
     median = statistics.median(work.points_per_s for work in results)
-    slowest, fastest = ordered[0].points_per_s, ordered[-1].points_per_s
     return [
         *lines,
-        f"per process: {slowest:.3e} to {fastest:.3e} terms/s, median {median:.3e}; together {total:.3e}",
+        f"per process: {slowest.points_per_s:.3e} to {fastest.points_per_s:.3e} terms/s, "
+        f"median {median:.3e}; together {total:.3e}",
         f"parallel efficiency {efficiency:.0%} of {len(results)} x {alone.points_per_s:.3e} terms/s "
         "(rank 0 while the others wait)",
     ]
@@ -146,7 +157,9 @@ def main() -> None:
         first, end = share(intervals + 1, ranks.rank, ranks.world_size)
         partial_sum(first, min(end, first + 2 * BLOCK), intervals, ranks)  # the first call sets things up
         dist.barrier()
-        alone_end = min(end, first + ALONE) if ranks.rank == 0 else first  # all others wait
+        alone_end = first  # all others wait
+        if ranks.rank == 0:
+            alone_end = min(end, first + ALONE)
         _, alone = timed_sum(first, alone_end, intervals, ranks)
         dist.barrier()
         start_s = time.perf_counter()

@@ -52,16 +52,21 @@ def opened(
     store, rank, world_size : the group to join if torchrun has not prepared one.
     """
     local_rank = int(os.environ["LOCAL_RANK"])
-    timeout = None if timeout_s is None else datetime.timedelta(seconds=timeout_s)
+    timeout = None
+    if timeout_s is not None:
+        timeout = datetime.timedelta(seconds=timeout_s)
     if device is None:
-        cuda = os.environ.get("IMGKIT_DEVICE", "cpu") == "cuda"
-        device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    backend, connected = "gloo", {}
+        device = torch.device("cpu")
+        if os.environ.get("IMGKIT_DEVICE") == "cuda":
+            device = torch.device("cuda", local_rank)
+    backend = "gloo"
+    connected = {}
     if device.type == "cuda":
         torch.cuda.set_device(device)
         # With device_id, NCCL connects now and on the right GPU, instead of guessing the GPU at the first
         # collective.
-        backend, connected = "nccl", {"device_id": device}
+        backend = "nccl"
+        connected = {"device_id": device}
     with contextlib.nullcontext() if store else watchdog.connecting(os.environ):
         dist.init_process_group(
             backend, timeout=timeout, store=store, rank=rank, world_size=world_size, **connected
@@ -121,7 +126,9 @@ def run_worker(main: Callable[[], None], *, end: Callable[[], None] = lambda: No
     except BaseException as error:
         uncaught = error  # keeps the objects of its frames alive until the process ends
         if isinstance(uncaught, SystemExit):
-            code = 0 if uncaught.code is None else uncaught.code
+            code = uncaught.code
+            if code is None:  # as sys.exit() without an argument
+                code = 0
         else:
             try:
                 sys.excepthook(type(error), error, error.__traceback__)

@@ -102,7 +102,8 @@ def run_torchrun(run: Callable[[], None], *, is_imgkits: bool) -> None:
     is_imgkits : the workers run a program of this package, whose exit codes have a meaning.
     """
     for logger in LOGGERS:
-        logger.handlers, logger.propagate = [LogHandler()], False
+        logger.handlers = [LogHandler()]
+        logger.propagate = False
     name = "_terminate_process_handler"  # torch has no setting for this
     by_torch = getattr(api, name, None)
     if by_torch is not None:
@@ -121,7 +122,10 @@ def run_torchrun(run: Callable[[], None], *, is_imgkits: bool) -> None:
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
         codes.update(_codes_of_forks(first.local_rank, rank))
         failures.note_codes(os.environ, codes, is_imgkits=is_imgkits)
-        sys.exit(first.exitcode if is_imgkits and first.exitcode > 0 else EXIT_NO)
+        code = EXIT_NO
+        if is_imgkits and first.exitcode > 0:  # a negative one is the signal that ended the worker
+            code = first.exitcode
+        sys.exit(code)
     except api.SignalException as error:
         sys.exit(128 + error.sigval)
     except Exception:
@@ -143,9 +147,13 @@ def _codes_of_forks(local_rank: int, rank: int) -> dict[int, int]:
     ----------
     local_rank, rank : both numbers of one worker, from which the ranks of all others follow.
     """
-    processes = _FORKS[-1]._pc.processes if _FORKS else []
-    first = rank - local_rank
-    return {first + number: failure.exitcode for number, failure in enumerate(processes) if failure.exitcode}
+    codes: dict[int, int] = {}
+    first_rank = rank - local_rank
+    for group in _FORKS:
+        for number, process in enumerate(group._pc.processes):
+            if process.exitcode:
+                codes[first_rank + number] = process.exitcode
+    return codes
 
 
 def note_the_rendezvous() -> None:
@@ -169,7 +177,8 @@ def wait_for_the_other_nodes() -> None:
     by_torch = SimpleElasticAgent._exit_barrier
 
     def wait(agent: SimpleElasticAgent) -> None:
-        group, folder = agent._worker_group, os.environ.get("IMGKIT_STOP_DIR")
+        group = agent._worker_group
+        folder = os.environ.get("IMGKIT_STOP_DIR")
         if not folder:
             by_torch(agent)
         elif group.group_rank == 0 and group.group_world_size > 1:
@@ -218,7 +227,8 @@ def main_of_forks() -> None:
         return
     config, _, argv = config_from_args(parse_args(sys.argv[1:]))
     config.start_method = "fork"
-    if module := _own_module(argv):
+    module = _own_module(argv)
+    if module:
         importlib.import_module(module)
     # When one worker has failed, torch ends the others by TERM, which is blocked in them.
     popen_fork.Popen.terminate = _hang_up  # type: ignore[assignment, method-assign]
@@ -251,9 +261,12 @@ def _own_module(argv: Sequence[str]) -> str:
 
     For a package it is the module ``__main__`` in it, which has the imports.
     """
-    name = next((argument for argument in argv if argument.startswith(_OWN)), "")
-    spec = importlib.util.find_spec(name) if name else None
-    return f"{name}.__main__" if spec and spec.submodule_search_locations else name
+    for argument in argv:
+        if argument.startswith(_OWN):
+            spec = importlib.util.find_spec(argument)
+            is_package = spec is not None and bool(spec.submodule_search_locations)
+            return f"{argument}.__main__" if is_package else argument
+    return ""
 
 
 def worker(*argv: str) -> None:
@@ -262,7 +275,10 @@ def worker(*argv: str) -> None:
     cores.bind_to_cpus(os.environ, int(os.environ["LOCAL_RANK"]))
     for number in (signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)  # a fork inherits the handlers of torchrun
-    run_worker(lambda: _run_program(argv), end=(lambda: None) if _own_module(argv) else _end_of_interpreter)
+    module = _own_module(argv)
+    if module:
+        run_worker(lambda: _run_own_module(module, argv))
+    run_worker(lambda: _run_user_program(argv), end=_end_of_interpreter)
 
 
 def _end_of_interpreter() -> None:
@@ -271,20 +287,22 @@ def _end_of_interpreter() -> None:
     atexit._run_exitfuncs()
 
 
-def _run_program(argv: Sequence[str]) -> None:
-    """Run the program of a forked worker, which is a module of this package or the user's own program."""
-    if _own_module(argv):
-        option = argv.index("-m")
-        sys.argv = ["-m", *argv[option + 2 :]]
-        # The module was imported before the fork for the sake of its imports. It is removed here, because
-        # runpy warns about a module that is loaded.
-        sys.modules.pop(_own_module(argv), None)
-        runpy.run_module(argv[option + 1], run_name="__main__", alter_sys=True)
-        return
+def _run_own_module(module: str, argv: Sequence[str]) -> None:
+    """Run a module of this package, which was imported before the fork for the sake of its imports."""
+    option = argv.index("-m")
+    program, *options = argv[option + 1 :]
+    sys.argv = ["-m", *options]
+    sys.modules.pop(module, None)  # runpy warns about a module that is loaded
+    runpy.run_module(program, run_name="__main__", alter_sys=True)
+
+
+def _run_user_program(argv: Sequence[str]) -> None:
+    """Run the user's own program."""
     # torchrun runs isolated (python3 -I), but the user's program expects its folder and PYTHONPATH.
     folders = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
     sys.path[0:0] = ["", *folders]
-    user_program.main(list(argv[argv.index(user_program.__file__) + 1 :]))
+    runner = argv.index(user_program.__file__)  # the user's program and its arguments come after it
+    user_program.main(list(argv[runner + 1 :]))
 
 
 if __name__ == "__main__":
@@ -299,6 +317,8 @@ if __name__ == "__main__":
         errors=sys.stdout.errors,
         write_through=True,
     )
-    start = main_of_forks if os.environ.get("IMGKIT_START") == "fork" else main
+    start = main
+    if os.environ.get("IMGKIT_START") == "fork":
+        start = main_of_forks
     is_imgkits = any(argument.startswith(_OWN) for argument in sys.argv)
     run_worker(lambda: run_torchrun(start, is_imgkits=is_imgkits))

@@ -56,25 +56,28 @@ def main(argv: Sequence[str], env: Mapping[str, str], *, nnodes: int = 1) -> int
     UsageError : ``IMGKIT_ROOT``, ``IMGKIT_NCCL_VERSION`` or the image's system facts cannot be read.
     """
     options = parse_options(argv)
-    host, system, reader = facts.gather(env=env), facts.system_facts(env=env), Reader(root=facts.root_of(env))
+    host = facts.gather(env=env)
+    system = facts.system_facts(env=env)
+    reader = Reader(root=facts.root_of(env))
     if options.known_issues:
         results = _plan(host, system, env, nnodes).issues
         if options.json:
-            terminal.print_document(json.dumps(issues_to_dict(results, host=host.hostname), indent=2) + "\n")
+            print_json({"host": host.hostname, "known_issues": issue_rows(results)})
         else:
             terminal.print_results(*issues_table(results))
         return 0
     checks = examine(host, system, env, reader=reader, nnodes=nnodes)
     is_good = passed(checks, strict=options.strict)
     if options.json:
-        terminal.print_document(
-            json.dumps(to_dict(checks, passed=is_good, host=host.hostname), indent=2) + "\n"
-        )
+        rows = [dataclasses.asdict(check) for check in checks]
+        print_json({"host": host.hostname, "passed": is_good, "checks": rows})
     else:
         terminal.print_results(*table(checks), summary(checks))
         if not is_good and passed(checks):
             terminal.print_results("FAILED: --strict counts warnings as failures")
-    return 0 if is_good else EXIT_NO
+    if not is_good:
+        return EXIT_NO
+    return 0
 
 
 def examine(
@@ -92,10 +95,19 @@ def examine(
     reader : reads the few files that are not facts of a launch.
     nnodes : nodes of the run; on one node, a problem between nodes is only a warning.
     """
-    user_env = _user_env(env)
-    plan = _plan(host, system, env, nnodes)
-    subject = Subject(facts=host, system=system, env=user_env, plan=plan, several=nnodes > 1, reader=reader)
-    return tuple(check for rule in CHECKS for check in rule(subject))
+    subject = Subject(
+        facts=host,
+        has_recipe=system is not None,
+        system=system or SystemFacts(),
+        env=_user_env(env),
+        plan=_plan(host, system, env, nnodes),
+        several=nnodes > 1,
+        reader=reader,
+    )
+    results: list[Check] = []
+    for run_check in CHECKS:
+        results += run_check(subject)
+    return tuple(results)
 
 
 def _user_env(env: Mapping[str, str]) -> dict[str, str]:
@@ -112,13 +124,14 @@ def _plan(host: HostFacts, system: SystemFacts | None, env: Mapping[str, str], n
 
 def passed(checks: Sequence[Check], *, strict: bool = False) -> bool:
     """Return True if no check failed. With `strict`, a warning counts as a failure."""
-    return not any(check.verdict == "fail" or (strict and check.verdict == "warn") for check in checks)
+    failing_verdicts = ("fail", "warn") if strict else ("fail",)
+    return not any(check.verdict in failing_verdicts for check in checks)
 
 
-def to_dict(checks: Sequence[Check], *, passed: bool, host: str) -> dict[str, Any]:
-    """Return the document for ``--json``, with ``{name, verdict, evidence, fix}`` for each check."""
-    rows = [dataclasses.asdict(check) for check in checks]
-    return {"schema": SCHEMA, "imgkit": __version__, "host": host, "passed": passed, "checks": rows}
+def print_json(values: Mapping[str, Any]) -> None:
+    """Print the document for ``--json``, which begins with the version of its format and of imgkit."""
+    document = {"schema": SCHEMA, "imgkit": __version__, **values}
+    terminal.print_document(json.dumps(document, indent=2) + "\n")
 
 
 def table(checks: Sequence[Check]) -> Iterator[str]:
@@ -138,22 +151,23 @@ def issues_table(results: Sequence[IssueResult]) -> Iterator[str]:
     """
     width = max(len(result.issue.id) for result in results)
     for result in results:
-        is_match = result.state == "match"
-        text = (
-            f"{result.issue.effect}: {result.issue.message} ({result.reason})" if is_match else result.reason
-        )
-        yield f"{result.state:8}  {result.issue.id:{width}}  {text}"
-        if is_match:
-            details = filter(None, (result.issue.hint, result.issue.source))
-            yield from (f"{'':8}  {'':{width}}  -> {detail}" for detail in details)
+        issue = result.issue
+        start = f"{result.state:8}  {issue.id:{width}}"
+        if result.state != "match":
+            yield f"{start}  {result.reason}"
+            continue
+        yield f"{start}  {issue.effect}: {issue.message} ({result.reason})"
+        for detail in (issue.hint, issue.source):
+            if detail:
+                yield f"{'':8}  {'':{width}}  -> {detail}"
 
 
-def issues_to_dict(results: Sequence[IssueResult], *, host: str) -> dict[str, Any]:
-    """Return the document for ``--known-issues --json``, with every key of the rows."""
-    rows = [
-        {"state": item.state, "reason": item.reason, **dataclasses.asdict(item.issue)} for item in results
-    ]
-    return {"schema": SCHEMA, "imgkit": __version__, "host": host, "known_issues": rows}
+def issue_rows(results: Sequence[IssueResult]) -> list[dict[str, Any]]:
+    """Return the known issues for ``--known-issues --json``, with every key of the rows."""
+    rows = []
+    for result in results:
+        rows.append({"state": result.state, "reason": result.reason, **dataclasses.asdict(result.issue)})
+    return rows
 
 
 def summary(checks: Sequence[Check]) -> str:

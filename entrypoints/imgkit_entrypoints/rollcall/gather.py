@@ -91,7 +91,8 @@ class _Head:
     """The head until all nodes have joined."""
 
     def __init__(self, meeting: Meeting) -> None:
-        self.meeting, self.placement = meeting, meeting.placement
+        self.meeting = meeting
+        self.placement = meeting.placement
         self.nodes = {0: meeting.node}
         self.probe_ports = {0: meeting.open_port.offer}
         raise_file_limit(self.placement.nnodes)
@@ -117,13 +118,13 @@ class _Head:
             names = ", ".join(self._name(rank) for rank in crowded[:MAX_GROUPS])
             warnings += (f"strangers connect to the ports of the network test; no result from {names}",)
         port = self._torchrun_port()
-        # Ranks without gaps: some nodes of a run with spares may be missing.
-        ranks = sorted(self.nodes)
-        self.server.renumber({rank: number for number, rank in enumerate(ranks)})
-        nodes = {number: self.nodes[rank] for number, rank in enumerate(ranks)}
+        # Numbers without gaps: some nodes of a run with spares may be missing.
+        numbers = {rank: number for number, rank in enumerate(sorted(self.nodes))}
+        self.server.renumber(numbers)
+        nodes = {number: self.nodes[rank] for rank, number in numbers.items()}
         self._send_starts(nodes)
         self.meeting.log(f"roll call: {self._present()} in {time.monotonic() - start:.1f} s")
-        placement = self.placement.numbered(len(ranks), 0)
+        placement = self.placement.numbered(len(nodes), 0)
         if self.meeting.all_reach_head and None not in self.probe_ports.values():
             placement = dataclasses.replace(placement, head=nodes[0].address)
         return HeadSession(placement, port, warnings, self.server, nodes)
@@ -135,13 +136,16 @@ class _Head:
         ------
         NoPlan : the time is over, a node must not join, or this node was asked to stop.
         """
-        progress = start
-        while not self._is_complete(time.monotonic(), start + self.meeting.timeout_s):
+        last_log = start
+        end = start + self.meeting.timeout_s
+        while not self._can_start(end):
+            if time.monotonic() >= end:
+                raise self._incomplete_error()
             reason = self.meeting.stop_reason()
             if reason:
                 raise NoPlan(f"stopped during the roll call: {self._name(0)} got {reason}")
-            if time.monotonic() - progress >= PROGRESS_S:
-                progress = time.monotonic()
+            if time.monotonic() - last_log >= PROGRESS_S:
+                last_log = time.monotonic()
                 self.meeting.log(f"roll call: {self._present()}, waiting for {self._missing()}")
             self._receive()
 
@@ -167,22 +171,20 @@ class _Head:
                 f"nodes the same free port, for example: --port {ports.first_free(port) or 29500}",
             ) from error
 
-    def _is_complete(self, now: float, end: float) -> bool:
-        """Return whether the run can start.
-
-        Raises
-        ------
-        NoPlan : the time is over, and too few nodes have joined.
-        """
-        present, size = len(self.nodes), self.placement.size
+    def _can_start(self, end: float) -> bool:
+        """Return whether all nodes are there, or enough of them and nobody waits for more."""
+        present = len(self.nodes)
+        size = self.placement.size
         if present == self.placement.nnodes:
             return True
-        if size and present >= size.training:
-            return now >= min(end, self._last_join + LAST_CALL_S)
-        if now < end:
+        if not size or present < size.training:
             return False
+        return time.monotonic() >= min(end, self._last_join + LAST_CALL_S)
+
+    def _incomplete_error(self) -> NoPlan:
+        """Return the error that names the nodes that have not joined in time."""
         reports = "".join(f"; {text}" for text in self.server.reports[:4])
-        raise NoPlan(
+        return NoPlan(
             f"{self._missing()} did not join; {self._present()} after {self.meeting.timeout_s:g} s{reports}",
             where=f"roll call on {self.meeting.node.host}:{self.meeting.port}",
             hint="start this command once on every node of the job. If it was, read its output; check that "
@@ -194,11 +196,13 @@ class _Head:
         self.server.receive(LOOK_S, missing=self.placement.nnodes - len(self.nodes))
         if time.monotonic() - self._last_look >= LOOK_S:
             self._last_look = time.monotonic()
-            beat_s, lost_after_s = session.beat_s(session.LOST_AFTER_S), session.LOST_AFTER_S
+            lost_after_s = session.LOST_AFTER_S
+            beat_s = session.beat_s(lost_after_s)
             self.server.beat(messages.Heartbeat(), beat_s=beat_s, lost_after_s=lost_after_s)
         self._forget_lost()
         while self.server.joining:
-            self._add(*self.server.joining.pop(0))
+            peer, request = self.server.joining.pop(0)
+            self._add(peer, request)
 
     def _forget_lost(self) -> None:
         """Count nodes out whose connection is over. They may join again."""
@@ -214,14 +218,16 @@ class _Head:
         ------
         NoPlan : the node belongs to another layout of this run, or to a second start of it.
         """
-        rank, nnodes, node = request.node_rank, request.nnodes, request.node
+        rank = request.node_rank
+        nnodes = request.nnodes
+        node = request.node
         # A node that calls again may have gone a moment ago: read what it sent, and the end of it.
         for _ in range(3):
             if rank in self.server:
                 self.server.receive()
         self._forget_lost()
         previous = self.nodes.get(rank)
-        # In any case, so that a refusal reaches it.
+        # In any case, so that a refusal reaches it: a second node of a rank under a number that no node has.
         self.server.add(rank if previous is None else -1, peer)
         if nnodes != self.placement.nnodes or not 0 < rank < nnodes:
             raise NoPlan(
@@ -234,7 +240,9 @@ class _Head:
                 f"{previous.host} and {node.host} both join as node {rank + 1} of {nnodes}",
                 hint="start this command once per node, each with its own node rank",
             )
-        self.nodes[rank], self.probe_ports[rank] = node, request.probe
+        self.nodes[rank] = node
+        self.probe_ports[rank] = request.probe
+        # The time of a run with spares begins anew.
         self._last_join = time.monotonic()
         # Shows the node that the head, and no other service, took its call.
         self.server.send(rank, messages.Heartbeat())

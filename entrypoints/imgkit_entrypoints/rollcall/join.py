@@ -61,9 +61,11 @@ def join(meeting: Meeting) -> MemberSession:
     ------
     NoPlan : the head refuses this node or the run or does not answer, or this node was asked to stop.
     """
-    placement, reason, answer_error = meeting.placement, "", ""
-    progress = time.monotonic()
-    deadline = progress + meeting.timeout_s
+    placement = meeting.placement
+    reason = ""
+    answer_error = ""
+    last_log = time.monotonic()
+    deadline = last_log + meeting.timeout_s
     while True:
         left_s = deadline - time.monotonic()
         if left_s <= 0:
@@ -87,8 +89,8 @@ def join(meeting: Meeting) -> MemberSession:
             if not answer_error or time.monotonic() < deadline:
                 answer_error = connection.error or answer_error
             reason = answer_error or "it does not answer the call"
-        if time.monotonic() - progress >= PROGRESS_S:
-            progress = time.monotonic()
+        if time.monotonic() - last_log >= PROGRESS_S:
+            last_log = time.monotonic()
             meeting.log(f"roll call: waiting for the head {meeting.address} ({reason})")
         time.sleep(RETRY_S)
     name = node_name(placement, placement.node_rank, meeting.node.host)

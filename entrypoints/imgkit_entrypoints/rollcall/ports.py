@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-import os
+import secrets
 import socket
 
 from imgkit_entrypoints.errors import NoPlan
@@ -88,4 +88,4 @@ def any_free() -> int:
     ------
     NoPlan : see `next_free`.
     """
-    return next_free(FIRST_PORT + int.from_bytes(os.urandom(4), "big") % PORTS)
+    return next_free(FIRST_PORT + secrets.randbelow(PORTS))

@@ -24,6 +24,8 @@ from imgkit_entrypoints.rollcall.server import Server
 
 # Bytes of the bursts, on both sides of the packet sizes of tunnels, Ethernet and jumbo frames.
 SIZES = (64, 1200, 1400, 2000, 4000, 9000)
+# Node rank of the head.
+HEAD = 0
 # Most nodes that connect to one node.
 PARTNERS = 3
 # Room for the largest burst several times. The kernel's own limit is megabytes for each connection.
@@ -52,17 +54,22 @@ class OpenPort:
         self._listener = listener
         self._accepted: list[socket.socket] = []
 
-    def is_crowded(self, callers: int = PARTNERS) -> bool:
-        """Return whether more than `callers` have connected: a test of this port then proves nothing.
+    def is_crowded(self, limit: int = PARTNERS) -> bool:
+        """Return whether more than `limit` have connected so far: a test of this port then proves nothing.
 
         Anybody on the network may connect. Enough connections of a stranger fill the kernel's queue, so that
         those of other nodes fail.
         """
+        self.accept_callers(limit)
+        return len(self._accepted) > limit
+
+    def accept_callers(self, limit: int) -> None:
+        """Accept the connections that wait, until there are more than `limit` in all."""
         with contextlib.suppress(OSError):
-            while len(self._accepted) <= callers:
+            while len(self._accepted) <= limit:
                 # Stays open: a partner may still be sending.
-                self._accepted.append(self._listener.accept()[0])
-        return len(self._accepted) > callers
+                sock, _ = self._listener.accept()
+                self._accepted.append(sock)
 
     def close(self) -> None:
         """Close everything."""
@@ -73,7 +80,8 @@ class OpenPort:
 @contextlib.contextmanager
 def open_port(address: str, interface: str) -> Iterator[OpenPort]:
     """Open this node's port for the time of the context. Without an address of its own, it opens none."""
-    listener, offer = socket.socket(_family(address)), None
+    listener = socket.socket(_family(address))
+    offer = None
     listener.setblocking(False)
     with contextlib.suppress(OSError):
         # The kernel keeps what a stranger sends here, since nobody reads it.
@@ -104,17 +112,18 @@ def probe_all(
     and has to report success.
     """
     targets = _choose_targets(offers)
-    waiting = targets.keys() - {0}
-    callers = PARTNERS
-    head_offer = offers.get(0)
+    waiting = targets.keys() - {HEAD}
+    max_callers = PARTNERS
+    head_offer = offers.get(HEAD)
     if all_reach_head and head_offer:
-        callers += len(waiting)
+        max_callers += len(waiting)
         for rank in waiting:
-            targets[rank][0] = head_offer
+            targets[rank][HEAD] = head_offer
     for rank in waiting:
         server.send(rank, ProbeRequest(targets=tuple(targets[rank].items())))
+    # The head tests its own partners while the others test theirs.
     deadline = time.monotonic() + LIMIT_S + ANSWER_S
-    failures: list[Failure] = [(0, failure) for failure in probe_targets(targets.get(0, {}))]
+    failures: list[Failure] = [(HEAD, failure) for failure in probe_targets(targets.get(HEAD, {}))]
     crowded: list[int] = []
     while waiting and time.monotonic() < deadline:
         for rank, message in server.receive(deadline - time.monotonic()):
@@ -127,17 +136,21 @@ def probe_all(
                 if failure.target in targets[rank]:
                     failures.append((rank, failure))
         waiting -= server.lost.keys()
-        head_port.is_crowded(callers)  # accepts those who wait: the kernel's queue may hold only 128
+        head_port.accept_callers(max_callers)  # the kernel's queue may hold only 128
     if all_reach_head:
-        silence = ProbeFailure(target=0, size=0, arrived=0, packet=0, reason="no report of this test")
-        failures += [(rank, silence) for rank in waiting if 0 in targets[rank]]
+        silence = ProbeFailure(target=HEAD, size=0, arrived=0, packet=0, reason="no report of this test")
+        failures += [(rank, silence) for rank in waiting if HEAD in targets[rank]]
+    # A node that has ended in the test is lost a moment later, and then explains a failure.
     settle_end = time.monotonic() + SETTLE_S
     while failures and time.monotonic() < settle_end:
         server.receive(settle_end - time.monotonic())
-    if head_port.is_crowded(callers) and not all_reach_head:
-        crowded.append(0)
+    if head_port.is_crowded(max_callers) and not all_reach_head:
+        crowded.append(HEAD)
     excluded = {*crowded, *server.lost}
-    counted = [pair for pair in failures if pair[0] not in excluded and pair[1].target not in excluded]
+    counted = []
+    for rank, failure in failures:
+        if rank not in excluded and failure.target not in excluded:
+            counted.append((rank, failure))
     return counted, crowded
 
 
@@ -147,11 +160,11 @@ def _choose_targets(offers: Mapping[int, ProbePort | None]) -> dict[int, dict[in
     ranks = tuple(ports_by_rank)
     targets = {}
     for position, rank in enumerate(ranks):
-        targets[rank] = {partner: ports_by_rank[partner] for partner in partners(position, ranks)}
+        targets[rank] = {partner: ports_by_rank[partner] for partner in choose_partners(position, ranks)}
     return targets
 
 
-def partners(position: int, ranks: Sequence[int]) -> tuple[int, ...]:
+def choose_partners(position: int, ranks: Sequence[int]) -> tuple[int, ...]:
     """Return the nodes that the one at `position` tests: its neighbours and the one across.
 
     No node hears from many.
@@ -245,14 +258,16 @@ def refusal(
 
     It stays below the smallest packets: the other nodes have to hear it over the very network that failed.
     """
-    sender, first = min(failures, key=lambda pair: (pair[1].size, pair[0], pair[1].target))
-    # The smallest burst that failed, and of those the first pair.
-    source_offer, offer = offers[sender], offers[first.target]
+    # The smallest burst that failed, and of those the first pair of nodes.
+    sender, first = min(failures, key=lambda failure: (failure[1].size, failure[0], failure[1].target))
+    source_offer = offers[sender]
+    offer = offers[first.target]
     assert source_offer and offer  # noqa: S101, PT018 - only nodes with an offer take part
-    source, target = name(sender), name(first.target)
+    source = name(sender)
+    target = name(first.target)
     headers = _headers_bytes(offer.address)
     if first.size > SIZES[0]:
-        # Ping has ICMP's 8 bytes in place of TCP's 32.
+        # Ping has ICMP's 8 bytes in place of TCP's 32, so 24 more are left for its payload.
         payload = first.packet - headers + 24
         problem = (
             f"{source} cannot send {first.size} B at once to {target}: {first.arrived} B arrive, "

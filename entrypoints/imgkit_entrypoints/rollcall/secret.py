@@ -148,7 +148,9 @@ def from_stdin() -> bytes:
 
 def _find_access_problem(descriptor: int, path: Path) -> tuple[str, str] | None:
     """Return why another user could read the open file or have written it, and what to type."""
-    status, me, quoted = os.fstat(descriptor), os.geteuid(), shlex.quote(str(path))
+    status = os.fstat(descriptor)
+    me = os.geteuid()
+    quoted = shlex.quote(str(path))
     if not stat.S_ISREG(status.st_mode):
         return "it is not a regular file", f"name a file; to make one: {MAKE.format(file='FILE')}"
     trusted = {0, me}
@@ -163,12 +165,11 @@ def _find_access_problem(descriptor: int, path: Path) -> tuple[str, str] | None:
     mode = stat.S_IMODE(status.st_mode)
     # Root has mounted a Secret of this pod read-only, so no other user of the node sees it. With an fsGroup,
     # Kubernetes lets the pod's group read it, whatever mode the pod asks for.
-    is_pod_secret = (
-        "KUBERNETES_SERVICE_HOST" in os.environ
-        and status.st_uid == 0
-        and os.fstatvfs(descriptor).f_flag & os.ST_RDONLY
-    )
-    if mode & 0o077 and not is_pod_secret:
+    is_pod_secret = False
+    if "KUBERNETES_SERVICE_HOST" in os.environ and status.st_uid == 0:
+        is_pod_secret = bool(os.fstatvfs(descriptor).f_flag & os.ST_RDONLY)
+    is_open_to_others = mode & 0o077
+    if is_open_to_others and not is_pod_secret:
         return f"other users have access to it (mode {mode:04o})", f"chmod 600 {quoted}"
     return None
 

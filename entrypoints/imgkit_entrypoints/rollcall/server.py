@@ -37,7 +37,8 @@ class HeadConnection(Connection):
 
     def __init__(self, sock: socket.socket, address: str) -> None:
         super().__init__(sock, max_line_bytes=MAX_HANDSHAKE_BYTES)
-        self.address, self.since = address, time.monotonic()
+        self.address = address
+        self.since = time.monotonic()
         self.rank: int | None = None
         """Its node rank. None means a stranger, or a node that asks to join."""
         self.handshake: Handshake | None = None
@@ -69,7 +70,10 @@ class Server:
         """Nodes whose connection is over, and why."""
         self.reports: list[str] = []
         """Lines about connections that were not counted."""
-        self._listener, self._job_id, self._secret, self._log = listener, job_id, secret, log
+        self._listener = listener
+        self._job_id = job_id
+        self._secret = secret
+        self._log = log
         self._nodes: dict[int, HeadConnection] = {}
         self._unsent: set[HeadConnection] = set()
         # As keys, the oldest first.
@@ -132,7 +136,8 @@ class Server:
 
     def add(self, rank: int, peer: HeadConnection) -> None:
         """Count a peer that has asked to join as the node with this rank."""
-        peer.max_line_bytes, peer.rank = MAX_LINE_BYTES, rank
+        peer.max_line_bytes = MAX_LINE_BYTES
+        peer.rank = rank
         self._nodes[rank] = peer
         self._selector.register(peer, selectors.EVENT_READ, peer)
 
@@ -151,7 +156,8 @@ class Server:
 
     def beat(self, heartbeat: Heartbeat, *, beat_s: float, lost_after_s: float) -> None:
         """Send a heartbeat where nothing was sent for `beat_s`; close what is silent for `lost_after_s`."""
-        now, line = time.monotonic(), messages.encode(heartbeat)
+        now = time.monotonic()
+        line = messages.encode(heartbeat)
         for peer in list(self._nodes.values()):
             if now - peer.last_received > lost_after_s:
                 self._lose(peer, f"no heartbeat for {lost_after_s:g} s")
@@ -280,11 +286,16 @@ class Server:
         if handshake is None and line.startswith(b"imgkit-join "):
             self._refuse(peer, Refused(what="this node has a secret, and the head starts without one"))
             return None
-        verified_line = handshake.verify(line) if handshake else line
+        verified_line: bytes | None = line
+        if handshake is not None:
+            verified_line = handshake.verify(line)
         request = None
         if verified_line is not None:
             request = peer.decode(verified_line)
-        if not isinstance(request, JoinRequest) or (handshake and handshake.node_rank != request.node_rank):
+        if not isinstance(request, JoinRequest):
+            peer.error = FOREIGN
+            return None
+        if handshake is not None and handshake.node_rank != request.node_rank:
             peer.error = FOREIGN
             return None
         if request.job != self._job_id:

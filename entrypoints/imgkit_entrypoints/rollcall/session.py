@@ -120,7 +120,8 @@ class HeadSession(_Session):
         super().__init__(placement)
         self._nodes = nodes or {}
         self._hosts = {number: node.host for number, node in self._nodes.items()}
-        self.port, self.warnings = port, tuple(warnings)
+        self.port = port
+        self.warnings = tuple(warnings)
         self.attempt = 1
         """Reports of another attempt do not count."""
         self.reports: dict[int, AttemptEnded] = {}
@@ -168,12 +169,13 @@ class HeadSession(_Session):
         end = time.monotonic() + seconds
         while not self._events and not self._has_news:
             now = time.monotonic()
-            watched, wake = list(sources), min(end, self._next_beat)
+            watched = list(sources)
+            wake_up = min(end, self._next_beat)
             if now >= self._next_read:
                 watched.append(self._server)
-            else:
-                wake = min(wake, self._next_read)
-            ready = wait(watched, wake - now)
+            else:  # messages wait, so that one look reads many
+                wake_up = min(wake_up, self._next_read)
+            ready = wait(watched, wake_up - now)
             if self._server in ready or time.monotonic() >= self._next_beat:
                 self._read()
             if any(source in ready for source in sources) or time.monotonic() >= end:
@@ -185,7 +187,9 @@ class HeadSession(_Session):
         This never blocks, and has to be called about once a second.
         """
         self._read()
-        events, self._events, self._has_news = self._events, [], False
+        events = self._events
+        self._events = []
+        self._has_news = False
         return events
 
     def report(self, message: Message) -> None:
@@ -217,10 +221,15 @@ class HeadSession(_Session):
         """
         if attempt > 1:
             self.port = ports.next_free(self.port)
-        self.attempt, self._members = attempt, tuple(ranks)
-        self.previous_failures, self.failures = self.failures, []
+        self.attempt = attempt
+        self._members = tuple(ranks)
+        self.previous_failures = self.failures
+        self.failures = []
         # Reports of the attempt before must not count.
-        self.reports, self._phases, self._positions, self.run_positions = {}, {}, {}, None
+        self.reports = {}
+        self._phases = {}
+        self._positions = {}
+        self.run_positions = None
         order = AttemptStart(
             attempt=attempt,
             nnodes=len(ranks),
@@ -246,8 +255,9 @@ class HeadSession(_Session):
         while self._server.joining:
             self._refuse_late_node()
         now = time.monotonic()
-        pause_s = STRANGERS_PAUSE_S if self._server.has_strangers else self._read_pause_s
-        self._next_read = now + pause_s
+        self._next_read = now + self._read_pause_s
+        if self._server.has_strangers:
+            self._next_read = now + STRANGERS_PAUSE_S
         if now >= self._next_beat:
             self._next_beat = now + beat_s(self.lost_after_s) / LOOKS_PER_BEAT
             self._beat()
@@ -286,13 +296,21 @@ class HeadSession(_Session):
             self._has_news = True
             failure = message.failure
             if failure is not None:
-                self.failures.append((time.monotonic() - failure.age_ms / 1000, number, failure))
-        elif isinstance(message, messages.StopOrder) and (number, message.requeue) not in self._stopping:
-            self._stopping.add((number, message.requeue))
-            order = dataclasses.replace(message, node=self.node_name(number))
-            self._server.send_all(order, but=number)
-            if number != 0:
-                self._events.append(order)
+                # The clocks of two nodes differ, so the report has the failure's age.
+                failed_at = time.monotonic() - failure.age_ms / 1000
+                self.failures.append((failed_at, number, failure))
+        elif isinstance(message, messages.StopOrder):
+            self._pass_on_stop(number, message)
+
+    def _pass_on_stop(self, number: int, message: messages.StopOrder) -> None:
+        """Send the stop of a node to all others. The node knows it, as its own agent has been asked."""
+        if (number, message.requeue) in self._stopping:
+            return
+        self._stopping.add((number, message.requeue))
+        order = dataclasses.replace(message, node=self.node_name(number))
+        self._server.send_all(order, but=number)
+        if number != 0:
+            self._events.append(order)
 
     def _refuse_late_node(self) -> None:
         problem = "all nodes of this run have joined already"
@@ -314,7 +332,8 @@ class MemberSession(_Session):
 
     def __init__(self, placement: Placement, connection: Connection, lines: Sequence[bytes] = ()) -> None:
         super().__init__(placement)
-        self._connection, self._lines = connection, list(lines)
+        self._connection = connection
+        self._lines = list(lines)
         self._is_over = False
         self._reported_phase = messages.STARTING
 
@@ -339,7 +358,8 @@ class MemberSession(_Session):
         if is_beat_due or self.phase != self._reported_phase:
             self._reported_phase = self.phase
             connection.send(messages.Heartbeat(positions=self.positions, phase=self.phase))
-        if not self._is_over and (connection.error or now - connection.last_received > self.lost_after_s):
+        is_silent = now - connection.last_received > self.lost_after_s
+        if not self._is_over and (connection.error or is_silent):
             self._is_over = True
             reason = connection.error or f"no heartbeat for {self.lost_after_s:g} s"
             events.append(messages.HeadLost(node=self.node_name(0), reason=reason))

@@ -11,7 +11,7 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -58,9 +58,8 @@ class AddedNumbers(Protocol):
 class _SentNumbers(NamedTuple):
     """Numbers that are under way to all ranks."""
 
-    step: int
-    steps: int
-    seconds: float
+    look: Agreed
+    """What `AddedNumbers.arrived` gets, still without the sums."""
     call: str
     """The call of the program in which they were sent."""
     work: Any
@@ -69,12 +68,13 @@ class _SentNumbers(NamedTuple):
     """This rank's numbers, and once the work is done, the sums of all ranks."""
 
 
-def _are_equal_marks(ranks: int, total: int, squares: int) -> bool:
+def _are_equal_marks(ranks: float, mark_sum: float, square_sum: float) -> bool:
     """Return whether all ranks have sent the same mark, by the sums of their marks and of the squares.
 
     The ranks have the same mark exactly where ``ranks * sum(m * m) == sum(m) ** 2`` (Cauchy-Schwarz).
     """
-    return ranks * squares == total**2
+    # The sums are exact as floats, but their products would not be.
+    return int(ranks) * int(square_sum) == int(mark_sum) ** 2
 
 
 class Agreement:
@@ -95,7 +95,8 @@ class Agreement:
         self._interval = 1
         self._max_interval = 1
         # Step and time of the last look, or of `start_clock`.
-        self._clock_step, self._clock_start = 0, time.perf_counter()
+        self._clock_step = 0
+        self._clock_start = time.perf_counter()
         self.stop = ""
         """Reason why all ranks stop after this step, or empty while they go on."""
 
@@ -103,7 +104,8 @@ class Agreement:
         """Start the clock after `step` steps, and set the most steps between two looks."""
         if max_interval is not None:
             self._max_interval = max_interval
-        self._clock_step, self._clock_start = step, time.perf_counter()
+        self._clock_step = step
+        self._clock_start = time.perf_counter()
 
     def is_look_due(self, step: int) -> bool:
         """Return whether the ranks exchange their numbers after `step`."""
@@ -135,39 +137,45 @@ class Agreement:
         """Receive the sums that are under way, and send this rank's numbers since then."""
         self._receive()
         numbers = self.numbers.take().to(self._ranks.device)
-        steps, seconds = step - self._clock_step, time.perf_counter() - self._clock_start
+        seconds = time.perf_counter() - self._clock_start
+        look = Agreed(step=step, steps=step - self._clock_step, seconds=seconds, sums=())
         self.start_clock(step)
         mark = (step + zlib.crc32(call.encode())) % _MARKS
         answers = [float(answer) for answer in self._answers()]
-        own_values = [seconds / max(1, steps), mark, mark * mark, *answers]
+        # `_receive` reads these in the same order.
+        own_values = [seconds / max(1, look.steps), mark, mark * mark, *answers]
         own_numbers = torch.tensor(own_values, dtype=numbers.dtype).to(numbers.device, non_blocking=True)
-        values, work = torch.cat([own_numbers, numbers]), None
+        values = torch.cat([own_numbers, numbers])
+        work = None
         if self._ranks.world_size > 1:
             work = dist.all_reduce(values, async_op=True, group=self._ranks.group)
-        self._sent = _SentNumbers(step, steps, seconds, call, work, values)
+        self._sent = _SentNumbers(look, call, work, values)
 
     def _receive(self) -> None:
         """Wait for the sums that are under way, if there are any."""
         if self._sent is None:
             return
-        sent, self._sent = self._sent, None
+        sent = self._sent
+        self._sent = None
         if sent.work is not None:
             sent.work.wait()
-        seconds_per_step, total, squares, *sums = sent.values.tolist()
+        # The work has replaced each value of this rank by the sum of those of all ranks.
+        step_seconds, mark_sum, square_sum, *sums = sent.values.tolist()
         world_size = self._ranks.world_size
-        if not _are_equal_marks(world_size, int(total), int(squares)):
+        if not _are_equal_marks(world_size, mark_sum, square_sum):
             self._refuse_difference(sent)
-        if sent.steps:
-            self._interval = look_interval(seconds_per_step / world_size, self._max_interval)
-        answers, sums = sums[: len(REASONS)], sums[len(REASONS) :]
-        self.stop = self.stop or first_reason([count > 0 for count in answers])
-        look = Agreed(step=sent.step, steps=sent.steps, seconds=sent.seconds, sums=tuple(sums))
-        self.numbers.arrived(look)
+        if sent.look.steps:
+            self._interval = look_interval(step_seconds / world_size, self._max_interval)
+        yes_counts = sums[: len(REASONS)]
+        if not self.stop:
+            self.stop = first_reason([count > 0 for count in yes_counts])
+        program_sums = tuple(sums[len(REASONS) :])
+        self.numbers.arrived(replace(sent.look, sums=program_sums))
 
     def _refuse_difference(self, sent: _SentNumbers) -> None:
         """Raise CheckFailed, on every rank, for different calls or different numbers of steps."""
         call = "a loop" if sent.call in (STEP_END, PASS_END) else sent.call
-        rows = self._ranks.gather((sent.step, sent.call), call=call)
+        rows = self._ranks.gather((sent.look.step, sent.call), call=call)
         steps = [step for step, _ in rows]
         if len(set(steps)) == 1:
             refuse_different_calls([call for _, call in rows])
@@ -224,7 +232,8 @@ class NumberLog:
     def _start_line(self) -> None:
         # Sums of all ranks since the last line: how often they logged, and the numbers.
         self._totals = [0.0] * (1 + MAX_NAMES)
-        self._steps, self._seconds = 0, 0.0
+        self._steps = 0
+        self._seconds = 0.0
 
     def add(self, numbers: Mapping[str, Any]) -> None:
         """Add the numbers of one step: tensors with one number, or plain ones.
@@ -236,17 +245,19 @@ class NumberLog:
         if tuple(numbers) != self._names:
             self._set_names(numbers)
         for name, value in numbers.items():
-            number = value.detach().double() if isinstance(value, Tensor) else float(value)
-            self._sums[name] = self._sums[name] + number if self._count else number
+            number: Any = value.detach().double() if isinstance(value, Tensor) else float(value)
+            if self._count:
+                number = self._sums[name] + number
+            self._sums[name] = number
         self._count += 1
 
     def _set_names(self, numbers: Mapping[str, Any]) -> None:
         """Set the names of the log at the first call of `add`; raise UsageError at another one."""
-        is_reserved = not set(numbers).isdisjoint(RESERVED_NAMES)
+        problem = f"run.log got the numbers {', '.join(numbers) or 'none'}"
+        if self._names:
+            problem += f"; the first call gave {', '.join(self._names)}"
+        is_reserved = any(name in RESERVED_NAMES for name in numbers)
         if self._names or len(numbers) > MAX_NAMES or is_reserved:
-            problem = f"run.log got the numbers {', '.join(numbers) or 'none'}"
-            if self._names:
-                problem += f"; the first call gave {', '.join(self._names)}"
             raise UsageError(
                 problem,
                 hint=f"give the same names at every call, at most {MAX_NAMES}, and none of "
@@ -265,16 +276,18 @@ class NumberLog:
 
     def take(self) -> Tensor:
         """Return this rank's sums since the last call in host memory, after a mark of their names."""
-        sums = torch.zeros(4 + MAX_NAMES, dtype=torch.float64)
+        # A rank that logs nothing does not count among those whose marks are compared.
+        marks = [0, 0, 0]
         if self._names:
             # 16 bits, so that the sum of the squares over a million ranks is exact.
             mark = zlib.crc32("\0".join(self._names).encode()) & 0xFFFF
-            sums[:3] = torch.tensor([1, mark, mark * mark])
-        sums[3] = self._count
-        for index, value in enumerate(self._sums.values(), start=4):
-            sums[index] = float(value)
-        self._sums, self._count = {}, 0
-        return sums
+            marks = [1, mark, mark * mark]
+        sums = [float(value) for value in self._sums.values()]
+        padding = [0.0] * (MAX_NAMES - len(sums))
+        numbers = torch.tensor([*marks, self._count, *sums, *padding], dtype=torch.float64)
+        self._sums = {}
+        self._count = 0
+        return numbers
 
     def arrived(self, look: Agreed) -> None:
         """Add the sums of all ranks to the next line, and write it when it is time.
@@ -283,13 +296,13 @@ class NumberLog:
         ------
         CheckFailed : the ranks log different names.
         """
-        ranks, total, squares = map(int, look.sums[:3])
-        if not _are_equal_marks(ranks, total, squares):
+        ranks, mark_sum, square_sum, *sums = look.sums
+        if not _are_equal_marks(ranks, mark_sum, square_sum):
             raise CheckFailed(
                 f"the ranks log different numbers; this one logs {', '.join(self._names) or 'none'}",
                 hint="give run.log the same names in the same order on every rank, or call it on one rank",
             )
-        for index, value in enumerate(look.sums[3:]):
+        for index, value in enumerate(sums):  # how often they logged, and the numbers
             self._totals[index] += value
         self._steps += look.steps
         self._seconds += look.seconds

@@ -78,13 +78,15 @@ class CallWatch:
         self._closed.set()
 
     def _watch(self) -> None:
-        state, since_s = self._look(), time.monotonic()
+        state = self._look()
+        since_s = time.monotonic()
         published = None
         with contextlib.suppress(RuntimeError):  # the process that has the store is gone
             while not self._closed.wait(LOOK_S):
                 latest_state = self._look()
                 if latest_state != state:
-                    state, since_s = latest_state, time.monotonic()
+                    state = latest_state
+                    since_s = time.monotonic()
                 text = ""
                 if time.monotonic() - since_s >= LIMIT_S:
                     text = json.dumps(state)

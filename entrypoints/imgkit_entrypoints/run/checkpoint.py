@@ -74,7 +74,10 @@ class _FileWriter(dcp.FileSystemWriter):  # type: ignore[misc]
 
 def _find_os_error(error: BaseException) -> OSError:
     """Return the OSError behind an error of torch, which may have come from another rank."""
-    for rank, (failure, _) in getattr(error, "failures", {}).items():
+    failures = getattr(error, "failures", {})
+    if failures:  # torch's CheckpointException has the error and the traceback of each rank that failed
+        rank = min(failures)
+        failure, _ = failures[rank]
         reason = _find_os_error(failure)
         return OSError(reason.errno, f"rank {rank}: {reason.strerror}")
     cause: BaseException | None = error
@@ -82,11 +85,13 @@ def _find_os_error(error: BaseException) -> OSError:
         if isinstance(cause, OSError):
             return cause
         cause = cause.__cause__ or cause.__context__
-    return OSError(0, _first_line(error))
+    return OSError(0, _describe_error(error))
 
 
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
+def _describe_error(error: BaseException) -> str:
+    """Return the class and the first line of an error."""
+    first_line, _, _ = str(error).partition("\n")
+    return f"{type(error).__name__}: {first_line}"
 
 
 class CheckpointWriter:
@@ -133,21 +138,24 @@ class CheckpointWriter:
         """
         start_s = time.perf_counter()
         rank_values = self._ranks.gather_on_rank_0(rank_value)
+        # The thread reads the copies, which change now.
         self._finish_writing()
-        state: dict[str, Any] = {key: tensor for key, tensor in tensors.items() if is_dtensor(tensor)}
+        shards = {key: tensor for key, tensor in tensors.items() if is_dtensor(tensor)}
         writers = self._rank_0
-        if state:
+        if shards:
             if self._all_ranks is None:
                 self._all_ranks = with_new_group(self._ranks)
             writers = self._all_ranks
+        own_tensors = shards
+        state: dict[str, Any] = dict(shards)
         if self._ranks.rank == 0:
+            own_tensors = dict(tensors)
             state = {**tensors, INDEX: index}
             for rank, value in enumerate(rank_values):
                 state[RANK.format(rank)] = value
         if state:
-            copies = self._copies.start_copy(
-                {key: local_part(tensors[key]) for key in state if key in tensors}
-            )
+            parts = {key: local_part(tensor) for key, tensor in own_tensors.items()}
+            copies = self._copies.start_copy(parts)
             self._thread = threading.Thread(target=self._write, args=(step, state, copies, writers))
             self._thread.start()
         stall_s = time.perf_counter() - start_s
@@ -219,7 +227,8 @@ def _write_files(
     OSError : a rank could not write its file.
     """
     try:
-        storage, planner = _FileWriter(folder), _CopiesPlanner(copies)
+        storage = _FileWriter(folder)
+        planner = _CopiesPlanner(copies)
         dcp.save(state, storage_writer=storage, planner=planner, process_group=writers.group)
     except (Exception, CheckpointException) as error:  # torch wraps those of all ranks in a BaseException
         raise _find_os_error(error) from error
@@ -253,20 +262,23 @@ class Checkpoint:
         ------
         InvalidCheckpoint : another program or another release of torch has written it.
         """
-        self.folder, self.step, self._ranks = folder, step, ranks
+        self.folder = folder
+        self.step = step
+        self._ranks = ranks
         self._metadata: Any = None
-        index: Any = None
-        problem = ""
         self.tensors: dict[str, tuple[torch.Size, torch.dtype]] = {}
         """Shape and type of each tensor by its key."""
         self.world_size = 0
         """The number of ranks that have saved."""
+        index: Any = None
+        problem = ""
         if ranks.rank == 0:
             try:
                 self._read_metadata()
                 index = self._load({INDEX: b""})[INDEX]
             except Exception as error:  # pickle raises many kinds for classes of another release
-                problem = _first_line(error)
+                problem = _describe_error(error)
+        # The others get what rank 0 has read, or why it could not.
         contents = ranks.broadcast((problem, self.tensors, self.world_size, index))
         problem, self.tensors, self.world_size, index = contents
         if problem:
@@ -320,9 +332,8 @@ class Checkpoint:
 
     def rank_value(self) -> Any:
         """Return what this rank kept for itself; what rank 0 kept if there were more or fewer ranks."""
-        if self.world_size == self._ranks.world_size:
-            keys = [RANK.format(rank) for rank in range(self.world_size)]
-        else:
+        keys = [RANK.format(rank) for rank in range(self.world_size)]
+        if self.world_size != self._ranks.world_size:
             keys = [RANK.format(0)] * self._ranks.world_size
         values: dict[str, bytes] = {}
         if self._ranks.rank == 0:
@@ -371,7 +382,7 @@ def find_newest(
     checkpoint = None
     while checkpoint is None:
         candidate = ranks.broadcast(next(candidates, None))
-        if candidate is None:
+        if candidate is None:  # there are no more
             break
         folder, step, rows = candidate
         try:
@@ -429,16 +440,18 @@ def refuse_unshared_folder(folder: Path, ranks: Ranks) -> None:
     probe = folder / ranks.broadcast(f"{disk.WRITING}{secrets.token_hex(8)}")
     if ranks.rank == 0:
         probe.mkdir(parents=True)
+    # The others look for the probe once it is there, and rank 0 removes it once all have looked.
     ranks.gather(None, call="run.restore")
     is_seen = _wait_for_path(probe)
     rows = ranks.gather((socket.gethostname(), is_seen), call="run.restore")
     if ranks.rank == 0:
         probe.rmdir()
-    hosts = sorted({host for host, is_seen in rows if not is_seen})
-    if hosts:
+    first_host, _ = rows[0]
+    missing_hosts = sorted({host for host, is_seen in rows if not is_seen})
+    if missing_hosts:
         raise UsageError(
-            f"sharded state needs a folder that all ranks see, and rank 0 on {rows[0][0]} does not share "
-            f"this one with {', '.join(hosts)}",
+            f"sharded state needs a folder that all ranks see, and rank 0 on {first_host} does not share "
+            f"this one with {', '.join(missing_hosts)}",
             where=str(folder),
             hint="name a folder on a file system that all nodes share: Run.start(FOLDER), --run-dir or "
             "IMGKIT_RUN_DIR",

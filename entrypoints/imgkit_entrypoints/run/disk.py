@@ -90,10 +90,12 @@ def commit(
     OSError : the checkpoint could not be written, another user has one of this step, or the attempt is over;
         older ones are unchanged.
     """
-    folder, token = temporary.parent, temporary.suffix
+    folder = temporary.parent
     target = folder / checkpoint_name(step)
+    token = temporary.suffix  # keeps the names of checkpoints that leave apart from those of earlier runs
     manifest = json_text.seal({"schema": SCHEMA, "step": step, "files": dict(rows)})
     files.write_file(temporary / MANIFEST, json.dumps(manifest))
+    # As late as possible: a later attempt may have begun while the files were written.
     fence.check_fence(env)
     if os.path.lexists(target):
         owner = files.foreign_owner(target, folder.parent)
@@ -188,7 +190,8 @@ def read_manifest(checkpoint: Path) -> tuple[int, dict[str, Row]]:
         if manifest["schema"] != SCHEMA:
             raise InvalidCheckpoint(f"{path} has schema {manifest['schema']}; this imgkit reads {SCHEMA}")
         json_text.unseal(manifest)
-        step, rows = int(manifest["step"]), manifest["files"]
+        step = int(manifest["step"])
+        rows = manifest["files"]
         # Names sort like steps: an old checkpoint under a later name would count as the newest.
         if checkpoint.name.startswith(STEP) and checkpoint.name != checkpoint_name(step):
             raise InvalidCheckpoint(f"{checkpoint} contains the checkpoint of step {step}")
@@ -294,7 +297,8 @@ def lock_folder(folder: Path, say: Callable[[str], None], env: Mapping[str, str]
     ------
     UsageError : another run holds it, also one of this process; or the folder cannot be written.
     """
-    path, hint = folder / LOCK, "name another folder: Run.start(FOLDER), --run-dir or IMGKIT_RUN_DIR"
+    path = folder / LOCK
+    hint = "name another folder: Run.start(FOLDER), --run-dir or IMGKIT_RUN_DIR"
     if _is_locked_by_process(path):
         raise UsageError(
             "another run of this process writes into this folder",
@@ -306,21 +310,23 @@ def lock_folder(folder: Path, say: Callable[[str], None], env: Mapping[str, str]
         stream = files.open_own(path, os.O_RDWR | os.O_CREAT, "r+b")
         _LOCKS.add(stream)
     except OSError as error:
-        problem, where = f"the run folder cannot be written: {error.strerror}", str(error.filename or path)
+        problem = f"the run folder cannot be written: {error.strerror}"
+        where = str(error.filename or path)
         raise UsageError(problem, where=where, hint=hint) from None  # its traceback would come below the hint
     job = _job_suffix(env)
     deadline = time.monotonic() + PATIENCE_S
     while not _try_lock(stream, path, say):
-        if time.monotonic() > deadline:
-            holder = stream.read(200).decode(errors="replace").strip()
-            if job and holder.endswith(job):
-                say(f"warning: {path}: an earlier attempt still has the lock ({holder})")
-                return stream
-            stream.close()
-            problem = f"another run writes into this folder ({holder})"
-            raise UsageError(problem, where=str(folder), hint=f"stop that run, or {hint}")
-        time.sleep(RETRY_S)
-    stream.truncate()
+        if time.monotonic() <= deadline:
+            time.sleep(RETRY_S)
+            continue
+        holder = stream.read(200).decode(errors="replace").strip()
+        if job and holder.endswith(job):
+            say(f"warning: {path}: an earlier attempt still has the lock ({holder})")
+            return stream
+        stream.close()
+        problem = f"another run writes into this folder ({holder})"
+        raise UsageError(problem, where=str(folder), hint=f"stop that run, or {hint}")
+    stream.truncate()  # the line of the run before
     stream.write(f"process {os.getpid()} on {socket.gethostname()}{job}\n".encode())
     stream.flush()
     return stream

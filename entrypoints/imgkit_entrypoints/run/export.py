@@ -145,21 +145,26 @@ def _type_name(checkpoint: Checkpoint, key: str) -> str:
 
 def write_safetensors(checkpoint: Checkpoint, weights: Mapping[str, str], stream: BinaryIO) -> None:
     """Write the tensors. Of tied ones, the first is written, and the header has the names of the others."""
-    names: dict[str, str] = {}
+    first_names: dict[str, str] = {}
     # Tied weights as safetensors.torch.save_model notes them; its load_model ties them again.
     metadata = {"format": "pt", "step": str(checkpoint.step)}
     for name, key in weights.items():
-        first_name = names.setdefault(key, name)
+        first_name = first_names.setdefault(key, name)
         if first_name != name:
             metadata[name] = first_name
+
+    def rank_by_size(key: str) -> tuple[int, str]:
+        _, dtype = checkpoint.tensors[key]
+        return -dtype.itemsize, first_names[key]
+
     # The largest elements first, so that each tensor begins at a multiple of their size.
-    keys = sorted(names, key=lambda key: (-checkpoint.tensors[key][1].itemsize, names[key]))
+    keys = sorted(first_names, key=rank_by_size)
     header: dict[str, Any] = {"__metadata__": metadata}
     position = 0
     for key in keys:
         shape, dtype = checkpoint.tensors[key]
         end = position + math.prod(shape) * dtype.itemsize
-        header[names[key]] = {
+        header[first_names[key]] = {
             "dtype": TYPES[_type_name(checkpoint, key)],
             "shape": list(shape),
             "data_offsets": [position, end],

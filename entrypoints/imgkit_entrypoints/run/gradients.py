@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from imgkit_entrypoints.run.tracked import Tracked
+from imgkit_entrypoints.run.tracked import Tracked, iterate_parameters
 
 # Steps by which a save waits at most. A GAN may have gradients that it never uses.
 MAX_WAITING_STEPS = 32
@@ -46,16 +46,21 @@ class PendingGradients:
         """Whether a tracked optimizer was called since the latest step of the run began."""
         return bool(self._stepped)
 
-    def should_wait(self) -> bool:
-        """Return whether a save that is due now should wait for an optimizer.
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the present save waits for an optimizer, as `count_waiting` has counted."""
+        return 0 < self._waiting_steps <= MAX_WAITING_STEPS
 
-        Each call counts as one step of waiting. The first one reports that the save waits; after
-        `MAX_WAITING_STEPS` a warning is reported, and the save no longer waits.
+    def count_waiting(self) -> None:
+        """Count a step by which the save that is due now waits for an optimizer, if it does.
+
+        The first such step reports that the save waits. After `MAX_WAITING_STEPS` a warning is reported, and
+        the save no longer waits.
         """
         name = self._find_pending()
         if not name:
             self._waiting_steps = 0
-            return False
+            return
         self._waiting_steps += 1
         if not self._has_reported:
             self._has_reported = True
@@ -68,7 +73,6 @@ class PendingGradients:
                 f"warning: no optimizer.step() has used the gradients of {name} for {MAX_WAITING_STEPS} "
                 "steps; the run saves without them"
             )
-        return self._waiting_steps <= MAX_WAITING_STEPS
 
     def _find_pending(self) -> str:
         """Return the name of a tracked object whose gradients wait for their update, or ""."""
@@ -96,23 +100,18 @@ class PendingGradients:
             setattr(gradient, _USED_VERSION, gradient._version)
 
 
-def _weights(optimizer: Optimizer) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
 def _optimizer_key(optimizer: Optimizer) -> int:
     """Return the id of the first weight, which an optimizer has in common with a wrapper around it."""
-    return id(next(_weights(optimizer), optimizer))
+    return id(next(iterate_parameters(optimizer), optimizer))
 
 
 def _first_gradients(optimizer: Optimizer) -> list[Tensor]:
     gradients: list[Tensor] = []
-    for weight in _weights(optimizer):
-        if weight.grad is not None:
-            gradients.append(weight.grad)
-            if len(gradients) == MAX_GRADIENTS:
-                break
+    for parameter in iterate_parameters(optimizer):
+        if parameter.grad is not None:
+            gradients.append(parameter.grad)
+        if len(gradients) == MAX_GRADIENTS:
+            break
     return gradients
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -20,6 +20,10 @@ from imgkit_entrypoints.run.tracked import has_state
 
 # Attributes of torch's samplers that decide about the order of samples.
 ORDER_OPTIONS = ("shuffle", "seed", "replacement")
+_RESUMABLE_LOADERS = (
+    "give a DataLoader over a map-style dataset, a sequence, or a loader with state_dict and "
+    "load_state_dict, such as torchdata's StatefulDataLoader"
+)
 
 
 def steps_error(problem: str, hint: str) -> UsageError:
@@ -29,33 +33,35 @@ def steps_error(problem: str, hint: str) -> UsageError:
 
 def refuse_without_position(loader: Any) -> None:
     """Raise UsageError if a pass over `loader` could not resume where it ended."""
-    name, problem = type(loader).__name__, ""
-    hint = (
-        "give a DataLoader over a map-style dataset, a sequence, or a loader with state_dict and "
-        "load_state_dict, such as torchdata's StatefulDataLoader"
-    )
+    name = type(loader).__name__
     if any(kind.__module__.startswith("accelerate") for kind in type(loader).__mro__):
-        problem = f"{name} is a loader that accelerate has prepared"
-        hint = "use accelerate's own save_state with a LibraryCheckpoint: docs/guides/resume.md"
-    elif not getattr(loader, "in_order", True) and loader.num_workers:
-        problem = f"{name} with in_order=False gives batches as they come"
-        hint = f"{name}(..., in_order=True)"
-    elif has_state(loader):
-        return
-    elif not isinstance(loader, DataLoader):
-        is_sequence = hasattr(loader, "__getitem__") and hasattr(loader, "__len__")
-        if not is_sequence or isinstance(loader, Mapping):
-            problem = name
-    elif isinstance(loader.dataset, IterableDataset):
-        problem = f"a DataLoader over the IterableDataset {type(loader.dataset).__name__}"
-    elif type(loader).__iter__ is not DataLoader.__iter__:
-        problem = f"{name} has an __iter__ of its own, which hides its position"
-        hint = (
-            "use DataLoader itself, with persistent_workers=True to keep the workers, and change batches in "
-            "collate_fn or in the loop"
+        raise _position_error(
+            f"{name} is a loader that accelerate has prepared",
+            "use accelerate's own save_state with a LibraryCheckpoint: docs/guides/resume.md",
         )
-    if problem:
-        raise steps_error(f"this loader cannot resume at its sample: {problem}", hint)
+    if not getattr(loader, "in_order", True) and loader.num_workers:
+        problem = f"{name} with in_order=False gives batches as they come"
+        raise _position_error(problem, f"{name}(..., in_order=True)")
+    if has_state(loader):
+        return
+    if not isinstance(loader, DataLoader):
+        is_sequence = hasattr(loader, "__getitem__") and hasattr(loader, "__len__")
+        if is_sequence and not isinstance(loader, Mapping):
+            return
+        raise _position_error(name, _RESUMABLE_LOADERS)
+    if isinstance(loader.dataset, IterableDataset):
+        kind = type(loader.dataset).__name__
+        raise _position_error(f"a DataLoader over the IterableDataset {kind}", _RESUMABLE_LOADERS)
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        raise _position_error(
+            f"{name} has an __iter__ of its own, which hides its position",
+            "use DataLoader itself, with persistent_workers=True to keep the workers, and change batches in "
+            "collate_fn or in the loop",
+        )
+
+
+def _position_error(problem: str, hint: str) -> UsageError:
+    return steps_error(f"this loader cannot resume at its sample: {problem}", hint)
 
 
 def loader_length(loader: Any) -> int:
@@ -137,28 +143,23 @@ class RandomNumbers:
     """The random numbers of one moment: the states of this process, and of a loader's own generators."""
 
     process: Mapping[str, Any]
-    generators: GeneratorStates
+    generators: Sequence[torch.Generator]
+    states: GeneratorStates
+    """The states of the generators."""
+
+    def restore(self) -> None:
+        """Let this process and the generators draw these numbers again."""
+        random_state.restore(self.process)
+        restore_generators(self.generators, self.states)
 
 
-class PassRandom:
-    """The random numbers of a pass: those at its start, from which samplers draw, and the latest ones."""
+class PassRandom(NamedTuple):
+    """The random numbers of a pass."""
 
-    def __init__(
-        self, generators: Sequence[torch.Generator], *, start: RandomNumbers, latest: RandomNumbers
-    ) -> None:
-        self._generators, self._start, self._latest = generators, start, latest
-
-    def rewind(self) -> None:
-        """Restore the random numbers of the start of the pass."""
-        self._restore(self._start)
-
-    def forward(self) -> None:
-        """Restore the latest random numbers, with which the pass goes on."""
-        self._restore(self._latest)
-
-    def _restore(self, numbers: RandomNumbers) -> None:
-        random_state.restore(numbers.process)
-        restore_generators(self._generators, numbers.generators)
+    start: RandomNumbers
+    """At its start, from which samplers draw."""
+    latest: RandomNumbers
+    """Those with which the pass goes on."""
 
 
 def iterate_from(loader: Any, skip: int, random: PassRandom, *, keeps_workers: bool) -> Iterator[Any]:
@@ -176,11 +177,11 @@ def iterate_from(loader: Any, skip: int, random: PassRandom, *, keeps_workers: b
             return _iterate_without_reading(loader, skip, random, starts_workers=starts_workers)
     if not skip:
         return iter(loader)
-    random.rewind()
+    random.start.restore()
     batches: Iterator[Any] = iter(loader)
     for _ in itertools.islice(batches, skip):
         pass
-    random.forward()
+    random.latest.restore()
     return batches
 
 
@@ -193,10 +194,11 @@ def _iterate_without_reading(
     items_ahead = (loader.prefetch_factor or 0) * loader.num_workers
     try:
         if starts_workers:
-            # That draws a random number, which the pass of an undisturbed run does not draw.
+            # Before the random numbers are restored: to start workers draws one, which the pass of an
+            # undisturbed run does not draw.
             _set_sampler(loader, attribute, ())
             next(iter(loader), None)
-        random.rewind()
+        random.start.restore()
         _set_sampler(loader, attribute, _SkippingSampler(sampler, skip, items_ahead, random))
         batches = iter(loader)
         first_batches = list(itertools.islice(batches, 1))  # with this, the sampler has skipped
@@ -211,27 +213,28 @@ def _set_sampler(loader: DataLoader[Any], attribute: str, sampler: Any) -> None:
         loader._iterator._index_sampler = sampler
 
 
+@dataclass(frozen=True, slots=True)
 class _SkippingSampler:
-    """A sampler without its first `skip` items, which can be read once.
+    """A sampler without its first `skip` items, which can be read once."""
 
-    Parameters
-    ----------
-    items_ahead : items that workers get before the first batch arrives. As many more were drawn before the
-        stop, so the latest random numbers are restored after them.
+    sampler: Any
+    skip: int
+    items_ahead: int
+    """Items that workers get before the first batch arrives.
+
+    As many more were drawn before the stop, so the latest random numbers are restored after them.
     """
-
-    def __init__(self, sampler: Any, skip: int, items_ahead: int, random: PassRandom) -> None:
-        self._sampler, self._skip, self._items_ahead, self._random = sampler, skip, items_ahead, random
+    random: PassRandom
 
     def __iter__(self) -> Iterator[Any]:
         # Here, and not at the first item: a sampler may draw before the loader draws a seed for its workers.
-        return self._without_first(iter(self._sampler))
+        return self._without_first(iter(self.sampler))
 
     def _without_first(self, items: Iterator[Any]) -> Iterator[Any]:
-        for _ in itertools.islice(items, self._skip):
+        for _ in itertools.islice(items, self.skip):
             pass
-        if self._skip:
-            drawn = list(itertools.islice(items, self._items_ahead))
-            self._random.forward()
-            yield from drawn
+        if self.skip:
+            items_ahead = list(itertools.islice(items, self.items_ahead))
+            self.random.latest.restore()
+            yield from items_ahead
         yield from items

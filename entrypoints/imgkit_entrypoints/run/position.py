@@ -55,9 +55,12 @@ class Loop:
     @classmethod
     def over(cls, loader: Any, passes: int = 0) -> Loop:
         """Describe a loop over `loader` after so many passes."""
-        samples, batches, batch_size = UNKNOWN, UNKNOWN, 1
+        samples = UNKNOWN
+        batches = UNKNOWN
+        batch_size = 1
         if isinstance(loader, DataLoader):
-            samples, batch_size = loader_length(loader.dataset), loader.batch_size
+            samples = loader_length(loader.dataset)
+            batch_size = loader.batch_size
             # A batch sampler of the program may give another number of batches in every pass.
             if type(loader.batch_sampler) in (BatchSampler, type(None)):
                 batches = loader_length(loader)
@@ -140,7 +143,8 @@ class DataPosition:
         self.batch = 0
         """Batches of the latest pass that are done. 0 means that it is finished."""
         # Loop and length of the latest pass.
-        self._name, self._length = "", UNKNOWN
+        self._name = ""
+        self._length = UNKNOWN
         # The loader of the latest pass, if it has a state.
         self._loader: Any = None
         # The state of this loader when the pass began, until it is compared.
@@ -171,11 +175,9 @@ class DataPosition:
 
     def remaining_steps(self, name: str, length: int) -> int:
         """Return the steps that are left in the pass of a loop, of `length` steps, that begins next."""
-        if self._resume is None or name not in self.loops:
-            return length
-        if self.loops[name].passes > self.epoch:
+        if self.was_finished(name):
             return 0
-        if name != self._name:
+        if self._resume is None or name != self._name:
             return length
         return max(0, length - self.batch)
 
@@ -217,40 +219,50 @@ class DataPosition:
 
         Returns a warning if some samples of the epoch come again, and otherwise an empty text.
         """
-        self.step, self.batch, self._name = values["step"], values["batch"], values["name"]
+        self.step = values["step"]
+        self.batch = values["batch"]
+        self._name = values["name"]
         self.loops = {name: Loop(**loop) for name, loop in values["loops"].items()}
         self._pass_random = random["pass"]
         self._generators = {name: _LoopGenerators(*states) for name, states in random["loops"].items()}
         random_state.restore(random["now"])
-        has_same_ranks, batches = world_size == ranks.world_size, self.batch * world_size
+        has_same_ranks = world_size == ranks.world_size
+        batches_of_all = self.batch * world_size
         if not has_same_ranks:
-            self.batch = batches // ranks.world_size
+            self.batch = batches_of_all // ranks.world_size
             # All ranks have the state of rank 0, and must not draw the same numbers.
             random_state.seed_everything(int(torch.randint(1 << 62, ()).item()) + ranks.rank)
         self._resume = _Resume(
             random=random_state.capture(), has_same_ranks=has_same_ranks, repeats=values["at_start"]
         )
-        if batches % ranks.world_size == 0:
+        if batches_of_all % ranks.world_size == 0:
             return ""
         return f"{ranks.world_size} ranks instead of {world_size}: some samples of this epoch come again"
 
-    def begin_pass(self, name: str) -> bool:
-        """Add the loop `name` if it is new; return False if its pass was finished before the checkpoint.
+    def was_finished(self, name: str) -> bool:
+        """Return whether the next pass of a loop was finished before the checkpoint of a restore."""
+        if self._resume is None or name not in self.loops:
+            return False
+        return self.loops[name].passes > self.epoch
+
+    def note_repeat(self) -> None:
+        """Note that the program comes again to a pass that was finished before the checkpoint."""
+        if self._resume is not None:
+            self._resume.repeats = True
+
+    def add_loop(self, name: str) -> None:
+        """Add the loop whose pass begins, if it is new.
 
         Raises
         ------
-        UsageError : another pass is not finished, or another loop comes now in the epoch.
+        UsageError : another loop comes now in the epoch.
         """
-        self._refuse_unfinished(name)
         expected = self._next_loop(name)
-        is_new = name not in self.loops
         is_first_epoch = not self._resume and all(loop.passes == 1 for loop in self.loops.values())
-        if name == expected or (is_new and is_first_epoch):
+        is_new_in_time = name not in self.loops and is_first_epoch
+        if name == expected or is_new_in_time:
             self.loops.setdefault(name, Loop())
-            return True
-        if self._resume and not is_new and self.loops[name].passes > self.epoch:
-            self._resume.repeats = True
-            return False
+            return
         raise steps_error(
             f"epoch {self.epoch} comes to the loop {_quote_loop(name)} before the loop "
             f"{_quote_loop(expected)}",
@@ -266,16 +278,21 @@ class DataPosition:
                 return name
         return default
 
-    def refuse_second_loop(self, loader: Any, line: str, *, is_next_epoch: bool) -> None:
-        """Raise UsageError if this pass without a name is not one of the same loop as the latest.
+    def note_unnamed_pass(self, loader: Any, line: str, *, is_next_epoch: bool) -> None:
+        """Note the pass of a loop without a name, and compare it with the latest such pass.
 
         Parameters
         ----------
         line : where the program calls `Run.steps`.
         is_next_epoch : the program has read the epoch since the latest pass, so that another line may be the
             next part of the training.
+
+        Raises
+        ------
+        UsageError : the passes may be of different loops.
         """
-        last, loop = self._unnamed_pass, Loop.over(loader)
+        last = self._unnamed_pass
+        loop = Loop.over(loader)
         self._unnamed_pass = _UnnamedPass(line=line, loop=loop, loader=_weak_reference(loader))
         if last is None:
             return
@@ -293,7 +310,13 @@ class DataPosition:
             "give each a name: run.steps(loader, name=...); one loop at two lines has the same name at both",
         )
 
-    def _refuse_unfinished(self, name: str) -> None:
+    def end_last_pass(self, name: str) -> None:
+        """End the latest pass before one of the loop `name` begins, if a ``break`` left it at its last batch.
+
+        Raises
+        ------
+        UsageError : the latest pass is not finished.
+        """
         last_name = _quote_loop(self._name)
         if self.is_open:
             raise steps_error(
@@ -303,7 +326,7 @@ class DataPosition:
             )
         if not self.batch or self._resume:
             return
-        if self.batch == self._length:  # left by a `break` at its last batch
+        if self.batch == self._length:
             self.close()
             return
         size = f" of {self._length}" if self._length > 0 else ""
@@ -321,7 +344,8 @@ class DataPosition:
         ------
         UsageError : the checkpoint was taken in a pass over another loader.
         """
-        resume, self._resume = self._resume, None
+        resume = self._resume
+        self._resume = None
         saved_loop = self.loops[name]
         loop = Loop.over(loader, saved_loop.passes)
         if resume is not None and self.batch > 0:
@@ -331,12 +355,16 @@ class DataPosition:
             random = self._continue_random(loader, name, resume.random)
         else:
             if resume is not None and resume.repeats:
+                # What the program did again has drawn random numbers that it had drawn before.
                 random_state.restore(resume.random)
             random = self._begin_random(loader, name)
         self.loops[name] = loop
-        self._name, self._length = name, loader_length(loader)
-        self.is_open, self.was_left = True, False
-        self._loader = self._loader_start = None
+        self._name = name
+        self._length = loader_length(loader)
+        self.is_open = True
+        self.was_left = False
+        self._loader = None
+        self._loader_start = None
         keeps_workers = loop.passes > 0
         if not has_state(loader):
             return iterate_from(loader, self.batch, random, keeps_workers=keeps_workers)
@@ -347,34 +375,40 @@ class DataPosition:
 
     def _begin_random(self, loader: Any, name: str) -> PassRandom:
         """Note the random numbers at the start of a pass."""
-        live = loader_generators(loader)
-        generators = self._generators_of(name, live)
+        generators = self._generators_of(name, loader)
+        live = generators.live
         # A loader that was made for this pass has new generators, which are in their first states again.
         if _are_equal(capture_generators(live), generators.first):
             restore_generators(live, generators.saved)
-        self._pass_random, generators.start = random_state.capture(), capture_generators(live)
-        generators.live, generators.saved = live, ()
-        start = RandomNumbers(self._pass_random, generators.start)
-        return PassRandom(live, start=start, latest=start)
+        generators.saved = ()
+        generators.start = capture_generators(live)
+        self._pass_random = random_state.capture()
+        start = RandomNumbers(self._pass_random, live, generators.start)
+        return PassRandom(start, latest=start)
 
     def _continue_random(self, loader: Any, name: str, random: Mapping[str, Any]) -> PassRandom:
         """Return the random numbers of a pass within which the checkpoint was taken."""
-        live = loader_generators(loader)
-        generators = self._generators_of(name, live)
-        latest = RandomNumbers(random, generators.saved)
-        generators.live, generators.saved = live, ()
-        return PassRandom(live, start=RandomNumbers(self._pass_random, generators.start), latest=latest)
+        generators = self._generators_of(name, loader)
+        latest = RandomNumbers(random, generators.live, generators.saved)
+        generators.saved = ()
+        start = RandomNumbers(self._pass_random, generators.live, generators.start)
+        return PassRandom(start, latest)
 
-    def _generators_of(self, name: str, live: Sequence[torch.Generator]) -> _LoopGenerators:
+    def _generators_of(self, name: str, loader: Any) -> _LoopGenerators:
+        """Return the generators of a loop whose pass over `loader` begins."""
+        live = loader_generators(loader)
         if name not in self._generators:
             self._generators[name] = _LoopGenerators(first=capture_generators(live), start=())
-        return self._generators[name]
+        generators = self._generators[name]
+        generators.live = live
+        return generators
 
     def close(self) -> None:
         """Note that the pass is finished."""
         loop = self.loops[self._name]
         self.loops[self._name] = dataclasses.replace(loop, passes=loop.passes + 1)
-        self.batch, self.is_open = 0, False
+        self.batch = 0
+        self.is_open = False
 
     def has_unclear_loader(self) -> bool:
         """Return whether the pass is at the end of a loader that could not go on from its state."""
@@ -387,7 +421,8 @@ class DataPosition:
         """
         if self._loader_start is None or not self.is_open:
             return
-        start, self._loader_start = self._loader_start, None
+        start = self._loader_start
+        self._loader_start = None
         if pickle.dumps(self._loader.state_dict()) == start:
             raise steps_error(
                 f"the state of this {type(self._loader).__name__} is the same as at the start of the pass: a "
@@ -414,20 +449,26 @@ def _are_equal(states: GeneratorStates, saved: GeneratorStates) -> bool:
 def _refuse_other_loader(name: str, saved: Loop, loop: Loop, batch: int, *, has_same_ranks: bool) -> None:
     """Raise UsageError if `loop` is not over the loader of the loop in the checkpoint."""
     hint = "give it the same loader; where an epoch has several loops, name each: run.steps(loader, name=...)"
-    has_known_batches = loop.batches != UNKNOWN
-    is_too_short = UNKNOWN < loop.samples < max(batch, saved.samples)
+    change = ""
     if saved.sampler_epoch != loop.sampler_epoch:
         change = f"had a sampler with the epoch {saved.sampler_epoch}, and this one has {loop.sampler_epoch}"
         hint = "for epoch in range(run.epoch, EPOCHS), and sampler.set_epoch(epoch) before run.steps"
-    elif not has_same_ranks:
-        return
-    elif (has_known_batches and saved.samples != loop.samples) or is_too_short:
-        change = f"was over {saved.samples} samples, and this loader has {loop.samples}"
-    elif (saved.batches, saved.batch_size) != (loop.batches, loop.batch_size):
+    elif has_same_ranks:  # more or fewer ranks have other batches and samplers anyway
+        change = _describe_change(saved, loop, batch)
+    if change:
+        raise steps_error(f"the pass of the loop {_quote_loop(name)} in the checkpoint {change}", hint)
+
+
+def _describe_change(saved: Loop, loop: Loop, batch: int) -> str:
+    """Return how a loader differs from that of the checkpoint, or "" if a resume finds the same samples."""
+    has_other_samples = saved.samples != loop.samples
+    if loop.batches == UNKNOWN:  # the data may have grown, but what was done must still be there
+        has_other_samples = loop.samples != UNKNOWN and loop.samples < max(batch, saved.samples)
+    if has_other_samples:
+        return f"was over {saved.samples} samples, and this loader has {loop.samples}"
+    if (saved.batches, saved.batch_size) != (loop.batches, loop.batch_size):
         sizes = f"{saved.batches} batches of {saved.batch_size}"
-        change = f"was over {sizes}, and this loader has {loop.batches} of {loop.batch_size}"
-    elif saved.sampler != loop.sampler:
-        change = f"had the sampler {saved.sampler}, and this loader has {loop.sampler}"
-    else:
-        return
-    raise steps_error(f"the pass of the loop {_quote_loop(name)} in the checkpoint {change}", hint)
+        return f"was over {sizes}, and this loader has {loop.batches} of {loop.batch_size}"
+    if saved.sampler != loop.sampler:
+        return f"had the sampler {saved.sampler}, and this loader has {loop.sampler}"
+    return ""

@@ -48,8 +48,9 @@ class Ranks:
             return [value]
         rows: list[Any] = [None] * self.world_size
         dist.all_gather_object(rows, (call, value), group=self.group)
-        refuse_different_calls([row[0] for row in rows])
-        return [row[1] for row in rows]
+        calls, values = zip(*rows, strict=True)
+        refuse_different_calls(calls)
+        return list(values)
 
     def gather_on_rank_0(self, value: Any) -> list[Any]:
         """Return the values of all ranks on rank 0, and an empty list elsewhere; a collective call."""
@@ -105,9 +106,11 @@ def connect_ranks(env: Mapping[str, str], expected_rank: int) -> Ranks:
     ------
     UsageError : there is no process group yet, or this process has another rank in it than in RANK.
     """
-    rank, world_size = 0, 1
+    rank = 0
+    world_size = 1
     if _has_process_group():
-        rank, world_size = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
+        world_size = dist.get_world_size()
     elif int(env.get("WORLD_SIZE", "1")) > 1:
         raise UsageError(
             "the ranks are not connected yet",

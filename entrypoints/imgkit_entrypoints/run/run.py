@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -246,8 +247,8 @@ class Run:
                 where="run.steps",
                 hint="run.track(loader=loader, ...)",
             )
-        line = format_line(sys._getframe(1))
-        return Steps(self._loop, self._position, loader, name, save_every, line=line)
+        line = format_line(sys._getframe(1))  # of the program, which has called this
+        return Steps(self._loop, self._position, loader, name, save_every, line)
 
     def log(self, **numbers: Any) -> None:
         """Note numbers of this step, such as the loss; no call waits for a device or another rank.
@@ -301,6 +302,7 @@ class Run:
         state = random_state.capture()
         yield
         random_state.restore(state)
+        # The time of the pause belongs to no step.
         self._loop.start_clock()
 
     def save(self) -> None:
@@ -332,15 +334,16 @@ class Run:
         return self._checkpoints.wait()
 
 
+@dataclass(frozen=True, slots=True)
 class Steps:
     """One pass over a loader, as `Run.steps` returns it."""
 
-    def __init__(
-        self, loop: StepLoop, position: DataPosition, loader: Any, name: str, save_every: int, *, line: str
-    ) -> None:
-        self._loop, self._position = loop, position
-        self._loader, self._name = loader, name
-        self._save_every, self._line = save_every, line
+    _loop: StepLoop
+    _position: DataPosition
+    _loader: Any
+    _name: str
+    _save_every: int
+    _line: str
 
     def __len__(self) -> int:
         return self._position.remaining_steps(self._name, len(self._loader))

@@ -47,7 +47,8 @@ class RunCheckpoints:
         *,
         ignore_unreadable: bool,
     ) -> None:
-        self._folder, self.keep = folder, keep
+        self._folder = folder
+        self.keep = keep
         self._connection = connection
         self.position = position
         self.tracked = Tracked()
@@ -78,17 +79,19 @@ class RunCheckpoints:
         """
         if path is None and not self.keep:
             return None
-        ranks, folder = self._connection.ranks, path or self._folder
+        ranks = self._connection.ranks
+        folder = path or self._folder
         newest, problems = checkpoint.find_newest(folder, ranks, trusts_folder=path is not None)
-        # Those of another user would be in the way of later ones, and cannot be set aside.
-        removable = [path for path in problems if not files.foreign_owner(path, folder)]
+        own_checkpoints = [skipped for skipped in problems if not files.foreign_owner(skipped, folder)]
         if newest is None and problems:
-            may_start_anew = ranks.broadcast(path is None and len(removable) == len(problems))
+            # Those of another user would be in the way of later ones, and cannot be set aside.
+            may_start_anew = ranks.broadcast(path is None and len(own_checkpoints) == len(problems))
             self._refuse_unreadable(folder, problems, may_start_anew=may_start_anew)
         for problem in problems.values():
             self._connection.report(f"checkpoint skipped: {problem}")
         if path is None:
-            self._skipped, self._is_new = removable, newest is None
+            self._skipped = own_checkpoints
+            self._is_new = newest is None
         return newest
 
     def _refuse_unreadable(self, folder: Path, problems: Mapping[Path, str], *, may_start_anew: bool) -> None:
@@ -153,7 +156,8 @@ class RunCheckpoints:
         ------
         UsageError : on every rank, if tracked state has changed since a restore within this pass.
         """
-        restored_digests, self._restored_digests = self._restored_digests, {}
+        restored_digests = self._restored_digests
+        self._restored_digests = {}  # only the first pass after a restore is compared
         if self.restored is not None and self.position.repeats:
             # What the program has done in this epoch was done before the checkpoint already.
             self.tracked.load(self.restored, self.restored.rank_value()["objects"])
@@ -162,7 +166,7 @@ class RunCheckpoints:
 
     def _warn_of_fresh_ddp(self) -> None:
         """Warn if a DDP model is visible whose order of sums will change after its first backward pass."""
-        if not self.keep or self._connection.ranks.world_size <= 2:
+        if not self.keep or self._connection.ranks.world_size <= 2:  # the sum of two has one order
             return
         for model in self.tracked.objects.values():
             if isinstance(model, nn.Module) and any(map(_is_fresh_ddp, model.modules())):
@@ -250,7 +254,9 @@ class RunCheckpoints:
 
     def leave(self) -> NoReturn:
         """Raise SystemExit after a request to stop, once the saved state is whole."""
-        connection, step, reason = self._connection, self.position.step, self._connection.stop
+        connection = self._connection
+        step = self.position.step
+        reason = connection.stop
         connection.wait_for_last_numbers(step)
         saved_step = self.wait().saved_step
         message = f"stopped after step {step}: {reason}"
@@ -273,8 +279,9 @@ class RunCheckpoints:
         ------
         NotSaved : it could not be written.
         """
-        connection, step = self._connection, self.position.step
-        has_moved = bool(self._saved_values != self.position.values() and self.tracked.objects)
+        connection = self._connection
+        step = self.position.step
+        has_moved = bool(self.tracked.objects) and self._saved_values != self.position.values()
         if connection.ranks.world_size > 1 and not dist.is_initialized():
             if has_moved:
                 connection.report(

@@ -190,7 +190,8 @@ class HostCopies:
 
     def start_copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Start to copy `tensors` over the previous copy, and return the buffers; `wait` completes them."""
-        copies, devices = {}, set()
+        copies = {}
+        devices = set()
         for key, tensor in tensors.items():
             is_on_gpu = tensor.device.type == "cuda"
             buffer = self._buffers.get(key)

@@ -37,19 +37,19 @@ def iterate_stateful(loader: Any, skip: int, random: PassRandom, *, keeps_worker
         loader.load_state_dict({})
         loader.next_iter_state = None
         if skip:
-            random.rewind()
+            random.start.restore()
         batches: Iterator[Any] = iter(loader)
         for _ in itertools.islice(batches, skip):
             pass
     elif state.get("_iterator_finished"):
         loader.state_dict()  # makes the iterator that has finished, which draws a random number
-        random.forward()
+        random.latest.restore()
         return _iterate_again_if_empty(loader, random)
     else:
         batches = iter(loader)
     # An undisturbed run keeps its workers. Workers that start anew draw a random number.
     if skip or (keeps_workers and loader.persistent_workers):
-        random.forward()
+        random.latest.restore()
     return batches
 
 
@@ -57,7 +57,7 @@ def _iterate_after_skip(loader: Any, skip: int, random: PassRandom) -> Iterator[
     """Iterate over a loader that goes on by itself; the batches to skip are in its state."""
     batches: Iterator[Any] = iter(loader)
     if skip:
-        random.forward()
+        random.latest.restore()
     return batches
 
 
@@ -78,7 +78,7 @@ def _iterate_again_if_empty(loader: Any, random: PassRandom) -> Iterator[Any]:
         is_empty = False
         yield batch
     if is_empty:
-        random.forward()
+        random.latest.restore()
         yield from loader
 
 

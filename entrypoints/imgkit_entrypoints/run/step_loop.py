@@ -49,12 +49,14 @@ class StepLoop:
 
     def read_step(self) -> int:
         """Return the steps that are done, and note that the program knows them."""
-        self._must_read_position, self._has_read_step = False, True
+        self._must_read_position = False
+        self._has_read_step = True
         return self._position.step
 
     def read_epoch(self) -> int:
         """Return the epochs that are done, and note that the program knows them."""
-        self._must_read_position, self._has_read_epoch = False, True
+        self._must_read_position = False
+        self._has_read_epoch = True
         return self._position.epoch
 
     def restore(self) -> None:
@@ -67,25 +69,29 @@ class StepLoop:
 
     def iterate(self, loader: Any, name: str, save_every: int, line: str) -> Iterator[tuple[int, Any]]:
         """Iterate over a pass of `Run.steps`, which the program calls at `line`."""
-        position, agreement = self._position, self._connection.agreement
+        position = self._position
+        agreement = self._connection.agreement
         if self.is_started:  # as at the end of the run, where another rank may be
             agreement.wait_for_ranks(position.step, "run.steps")
         self._refuse_different_passes(loader, name, save_every)
-        if not position.begin_pass(name):
+        position.end_last_pass(name)
+        if position.was_finished(name):
+            position.note_repeat()
             return
+        position.add_loop(name)
         self._prepare_pass(loader, save_every, line)
         try:
             batches = position.open(loader, name)
             self.start(save_every)
             for batch in batches:
                 self._refuse_step_after_break()
-                self._checkpoints.restored, self._is_in_step = None, True
+                self._checkpoints.restored = None
+                self._is_in_step = True
                 self.begin_step()
                 self._gradients.begin_step()
                 yield position.step + 1, batch
                 self.end_open_step()
-                if self._is_save_due(save_every):
-                    self.save_now()
+                self._save_if_due(save_every)
             agreement.wait_for_ranks(position.step, PASS_END)
             # The state of a loader could not end this pass again, so it is saved in the next one.
             if self._connection.stop and not has_state(loader) and not self._must_wait():
@@ -101,22 +107,24 @@ class StepLoop:
     def _prepare_pass(self, loader: Any, save_every: int, line: str) -> None:
         """Refuse a pass that could not resume, and save what waited for it."""
         position = self._position
-        if list(position.loops) == [""]:
-            position.refuse_second_loop(loader, line, is_next_epoch=self._has_read_epoch)
+        has_unnamed_loop = list(position.loops) == [""]
+        if has_unnamed_loop:
+            position.note_unnamed_pass(loader, line, is_next_epoch=self._has_read_epoch)
         self._has_read_epoch = False
         self._warn_of_lazy_sampler(loader)
-        if self._should_save and self._is_save_due(save_every):
-            self.save_now(at_start=True)
+        if self._should_save:
+            self._save_if_due(save_every, at_start=True)
         self._checkpoints.prepare_pass()
 
     def _warn_of_lazy_sampler(self, loader: Any) -> None:
         sampler = find_lazy_sampler(loader)
-        if sampler and not self._has_warned_of_sampler:
-            self._has_warned_of_sampler = True
-            self._connection.report(
-                f"warning: the sampler {sampler} has neither set_epoch nor a torch.Generator: if it draws "
-                "random numbers while a pass goes on, a resumed pass gets other samples"
-            )
+        if not sampler or self._has_warned_of_sampler:
+            return
+        self._has_warned_of_sampler = True
+        self._connection.report(
+            f"warning: the sampler {sampler} has neither set_epoch nor a torch.Generator: if it draws "
+            "random numbers while a pass goes on, a resumed pass gets other samples"
+        )
 
     def _refuse_different_passes(self, loader: Any, name: str, save_every: int) -> None:
         """Raise UsageError, on every rank, if the ranks begin different passes."""
@@ -190,28 +198,42 @@ class StepLoop:
         self._count_step()
         self._checkpoints.restored = None
         is_due = self._is_save_due(save_every)
+        if is_due:
+            self._meet_before_save()
         self._gradients.begin_step()
         return is_due
 
+    def _save_if_due(self, save_every: int, *, at_start: bool = False) -> None:
+        """Save the state if all ranks agree that it is time; a collective call."""
+        if self._is_save_due(save_every):
+            self._meet_before_save()
+            self.save_now(at_start=at_start)
+
     def _is_save_due(self, save_every: int) -> bool:
-        """Look if it is time; return whether all ranks save now, with all numbers of the steps before."""
-        step, agreement, checkpoints = self._position.step, self._connection.agreement, self._checkpoints
+        """Agree with the other ranks whether all save after this step."""
+        step = self._position.step
+        checkpoints = self._checkpoints
+        agreement = self._connection.agreement
         agreement.look_if_due(step)
         is_due = bool(agreement.stop) or self._should_save
-        if checkpoints.keep and save_every and step // save_every > checkpoints.saved_step // save_every:
-            is_due = True
-        if not is_due or self._must_wait():
-            return False
-        agreement.wait_for_ranks(step, "run.save")
-        checkpoints.saved_step = step
-        return True
+        if checkpoints.keep and save_every:
+            # By multiples, since a save that waits comes at a later step.
+            is_due = is_due or step // save_every > checkpoints.saved_step // save_every
+        return is_due and not self._must_wait()
+
+    def _meet_before_save(self) -> None:
+        """Wait for the other ranks, so that all numbers of the steps before have arrived."""
+        step = self._position.step
+        self._connection.agreement.wait_for_ranks(step, "run.save")
+        self._checkpoints.saved_step = step
 
     def _must_wait(self) -> bool:
         """Return whether no checkpoint can be taken now on a rank; a collective call.
 
         Gradients wait for their optimizer, or a pass is at the end of a loader that could not go on from it.
         """
-        must_wait = self._gradients.should_wait() or self._position.has_unclear_loader()
+        self._gradients.count_waiting()
+        must_wait = self._gradients.is_waiting or self._position.has_unclear_loader()
         return any(self._connection.ranks.gather(must_wait, call=STEP_END))
 
     def request_save(self) -> None:

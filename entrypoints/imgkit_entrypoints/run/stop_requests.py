@@ -75,7 +75,8 @@ class StopRequests:
         is_file = is_flag = False
         request = self._folder.request() if self._folder else None
         if request is not None:
-            is_file, is_flag = not request.requeue, request.requeue
+            is_file = not request.requeue
+            is_flag = request.requeue
         if self._agent_flag is not None and self._agent_flag.exists():
             is_flag = True
         return is_file, is_flag, time.monotonic() >= self._until, bool(self._signal_times)

@@ -34,6 +34,7 @@ MAX_ELEMENTS = 8192
 MAX_DIGESTED_BYTES = 1 << 20
 # Length of a value in a message; a longer one is replaced by its beginning and a digest.
 MAX_TEXT = 40
+WORD_BYTES = 8
 # Types of whole numbers by their bytes.
 _INTEGER_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -107,7 +108,9 @@ class Tracked:
         ------
         UsageError : on every rank, if a rank cannot keep a state, or if rank 0's cannot count for all.
         """
-        snapshot, digests, failure = Snapshot(), {}, None
+        snapshot = Snapshot()
+        digests = {}
+        failure = None
         try:
             for name, value in sorted(self.objects.items()):  # all ranks give the same keys to shards
                 state = state_of(name, value)
@@ -120,10 +123,11 @@ class Tracked:
             failure = error.what, error.hint
         names = ", ".join(sorted(self.objects)) or "nothing"
         rows = ranks.gather((failure, names, digests), call=call)
-        for rank, (failure, _, _) in enumerate(rows):
-            if failure:
-                raise UsageError(f"rank {rank}: {failure[0]}", where=call, hint=failure[1])
-        names_of_ranks = [row[1] for row in rows]
+        failures, names_of_ranks, digests_of_ranks = zip(*rows, strict=True)
+        for rank, failure in enumerate(failures):
+            if failure is not None:
+                problem, hint = failure
+                raise UsageError(f"rank {rank}: {problem}", where=call, hint=hint)
         if len(set(names_of_ranks)) > 1:
             raise UsageError(
                 f"the ranks track different objects: {ranks_by_value(names_of_ranks)}",
@@ -131,7 +135,7 @@ class Tracked:
                 hint="all ranks must track the same names",
             )
         for name in sorted(digests):
-            if len({row[2][name] for row in rows}) > 1:
+            if len({rank_digests[name] for rank_digests in digests_of_ranks}) > 1:
                 self._refuse_difference(name, ranks, call)
         return snapshot
 
@@ -153,7 +157,7 @@ class Tracked:
         value = self.objects[name]
         values = _describe_values(value, state_of(name, value))
         rows = ranks.gather((self._first_values[name], values), call=call)
-        is_large = isinstance(value, nn.Module | Optimizer)
+        has_weights = isinstance(value, nn.Module | Optimizer)
         paths: set[str] = set()
         for first_values, latest_values in rows:
             paths.update(first_values, latest_values)
@@ -161,11 +165,12 @@ class Tracked:
             first = [first_values.get(path, "") for first_values, _ in rows]
             latest = [latest_values.get(path, "") for _, latest_values in rows]
             # Only rank 0 has set the value, as the best loss that only rank 0 sees.
-            is_set_by_rank_0 = latest[1:] == first[1:] and (is_large or len(set(first)) == 1)
+            had_same_value = has_weights or len(set(first)) == 1
+            is_set_by_rank_0 = latest[1:] == first[1:] and had_same_value
             if len(set(latest)) == 1 or is_set_by_rank_0:
                 continue
             hint = f"run.track_per_rank({name}={name}) in place of run.track: one for each rank"
-            if is_large:
+            if has_weights:
                 hint = f"wrap the model in DDP; or {hint}"
             raise UsageError(
                 f"{name}{path} differs between the ranks, and a resume would give that of rank 0 to all: "
@@ -236,9 +241,9 @@ class Tracked:
                     shards[tree[key].key] = tensor
             return shards
         # A fresh optimizer has no state to read into, so its state gets tensors like its parameters.
-        params = list(_parameters(value))
-        for (number, *_), leaf in list_leaves(tree["state"]):
-            param = params[number]
+        params = list(iterate_parameters(value))
+        for path, leaf in list_leaves(tree["state"]):
+            param = params[path[0]]  # as (0, "exp_avg"), for the first parameter
             if not isinstance(leaf, TensorRef) or not is_dtensor(param):
                 continue
             shape, dtype = checkpoint.tensors[leaf.key]
@@ -255,8 +260,9 @@ class Tracked:
             else:
                 value.load_state_dict(state)
         except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
+            first_line, _, _ = str(error).partition("\n")
             raise UsageError(
-                f"the state of {name} does not fit: {str(error).partition(chr(10))[0]}",
+                f"the state of {name} does not fit: {first_line}",
                 where=where,
                 hint="build the same objects, or start a new run in another folder",
             ) from error
@@ -273,7 +279,8 @@ def _is_loader(value: object) -> bool:
     return hasattr(value, "__iter__") and not isinstance(value, nn.Module | Optimizer)
 
 
-def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+def iterate_parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Yield the parameters in all groups of an optimizer."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
@@ -282,7 +289,7 @@ def is_sharded(value: Any) -> bool:
     """Return whether parameters of a model or an optimizer are DTensors."""
     if isinstance(value, nn.Module):
         return any(map(is_dtensor, value.parameters()))
-    return isinstance(value, Optimizer) and any(map(is_dtensor, _parameters(value)))
+    return isinstance(value, Optimizer) and any(map(is_dtensor, iterate_parameters(value)))
 
 
 def _is_instance(value: object, names: Collection[str]) -> bool:
@@ -348,8 +355,8 @@ def _find_model_difference(saved: Any, live: Mapping[str, Any], checkpoint: Chec
             saved_shape, saved_dtype = _shape_and_type(leaf)
         shape, dtype = _shape_and_type(live[key])
         if saved_shape != shape:
-            saved_text, text = _format_shape(saved_shape), _format_shape(shape)
-            return f"{key} is {saved_text} in the checkpoint and {text} in the model"
+            saved_text = _format_shape(saved_shape)
+            return f"{key} is {saved_text} in the checkpoint and {_format_shape(shape)} in the model"
         if saved_dtype != dtype:
             return f"{key} is {saved_dtype} in the checkpoint and {dtype} in the model"
     return ""
@@ -421,13 +428,15 @@ def _describe_values(value: Any, state: Any) -> dict[str, str]:
     their shapes and placements count.
     """
     texts: dict[str, str] = {}
+    # Sums of bits by path, on each device.
     sums: dict[torch.device, dict[str, Tensor]] = {}
+    has_weights = isinstance(value, nn.Module | Optimizer)
     for path, leaf in _compared_leaves(value, state):
         if not isinstance(leaf, Tensor):
             texts[path] = _shorten(repr(_in_order(leaf)))
         elif is_dtensor(leaf):
             texts[path] = f"{tuple(leaf.shape)} {leaf.placements}"
-        elif isinstance(value, nn.Module | Optimizer) and leaf.layout == torch.strided and not leaf.is_meta:
+        elif has_weights and leaf.layout == torch.strided and not leaf.is_meta:
             sums.setdefault(leaf.device, {})[path] = _sum_of_bits(leaf)
         elif not (leaf.is_floating_point() or leaf.is_complex()) and leaf.numel() <= MAX_ELEMENTS:
             texts[path] = _shorten(repr(leaf.tolist()))
@@ -477,12 +486,13 @@ def _sum_of_bits(value: Tensor) -> Tensor:
     if not bits.is_contiguous():
         return bits.sum(dtype=torch.int64)
     bits = bits.reshape(-1)
-    # Elements that fill whole words of 8 bytes.
-    aligned = bits.numel() * bits.element_size() // 8 * 8 // bits.element_size()
-    if bits.data_ptr() % 8 or not aligned:
+    elements_per_word = WORD_BYTES // bits.element_size()
+    end_of_words = bits.numel() - bits.numel() % elements_per_word
+    if bits.data_ptr() % WORD_BYTES or not end_of_words:
         return bits.sum(dtype=torch.int64)
     # Measured on a CPU: 25 times as fast as the sum of 32-bit integers, which torch widens one by one.
-    return bits[:aligned].view(torch.int64).sum() + bits[aligned:].sum(dtype=torch.int64)
+    whole_words = bits[:end_of_words].view(torch.int64)
+    return whole_words.sum() + bits[end_of_words:].sum(dtype=torch.int64)
 
 
 def _shorten(text: str) -> str:

@@ -19,6 +19,8 @@ PLOT_WIDTH, PLOT_HEIGHT = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
 LABEL_STEP = 17
 # More numbers would touch each other.
 MAX_SIZE_TICKS = 10
+# Decades up to which the axis of values has three numbers in each, about ten in all.
+MAX_DECADES = 3.5
 
 # Size in bytes and busbw in GBps, sizes ascending, both above 0.
 Points = Sequence[tuple[int, float]]
@@ -76,7 +78,8 @@ def _draw_plot(lines: Mapping[str, Points]) -> Iterator[str]:
 
 
 def _draw_axes(x_axis: _Scale, y_axis: _Scale) -> Iterator[str]:
-    bottom, right = TOP + PLOT_HEIGHT, LEFT + PLOT_WIDTH
+    bottom = TOP + PLOT_HEIGHT
+    right = LEFT + PLOT_WIDTH
     for size in size_ticks(x_axis.low, x_axis.high):
         x = x_axis.position(size)
         yield f'<path class="grid" d="M{x:.1f} {TOP}V{bottom}"/>'
@@ -93,7 +96,8 @@ def _draw_axes(x_axis: _Scale, y_axis: _Scale) -> Iterator[str]:
 
 def size_ticks(low: float, high: float) -> list[int]:
     """Return evenly spaced powers of two, about `MAX_SIZE_TICKS` at most."""
-    first, last = math.ceil(math.log2(max(low, 1))), math.floor(math.log2(high))
+    first = math.ceil(math.log2(max(low, 1)))
+    last = math.floor(math.log2(high))
     step = 20
     for smaller_step in (10, 5, 2, 1):
         if (last - first) / smaller_step <= MAX_SIZE_TICKS:
@@ -104,9 +108,11 @@ def size_ticks(low: float, high: float) -> list[int]:
 
 def value_ticks(low: float, high: float) -> list[float]:
     """Return 1, 2 and 5 of each decade, or only the decades if there are many."""
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    # 3.5 decades give about ten numbers.
-    digits = (1, 2, 5) if math.log10(high / low) <= 3.5 else (1,)
+    first = math.floor(math.log10(low))
+    last = math.ceil(math.log10(high))
+    digits: tuple[int, ...] = (1,)
+    if math.log10(high / low) <= MAX_DECADES:
+        digits = (1, 2, 5)
     ticks = []
     for power in range(first, last + 1):
         ticks += [float(f"{digit}e{power}") for digit in digits]  # exact, as no multiplication is
@@ -116,8 +122,10 @@ def value_ticks(low: float, high: float) -> list[float]:
 def _draw_line(name: str, number: int, points: Points, x_axis: _Scale, y_axis: _Scale) -> Iterator[str]:
     # With more lines than colours, the next ones have dashes.
     round_number, colour = divmod(number, len(COLOURS))
+    dashes = ""
     dash = DASHES[round_number % len(DASHES)]
-    dashes = f' stroke-dasharray="{dash}"' if dash else ""
+    if dash:
+        dashes = f' stroke-dasharray="{dash}"'
     positions = [(x_axis.position(size), y_axis.position(value)) for size, value in points]
     corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in positions)
     yield f'<polyline class="s{colour}" fill="none" stroke-width="2"{dashes} points="{corners}"/>'
@@ -146,7 +154,7 @@ def _draw_labels(lines: Mapping[str, Points], x_axis: _Scale, y_axis: _Scale) ->
         size, value = points[-1]
         ends.append((y_axis.position(value), x_axis.position(size), number, name))
     ends.sort()
-    heights = spread_apart([end[0] for end in ends], LABEL_STEP, TOP + 4, TOP + PLOT_HEIGHT)
+    heights = spread_apart([y for y, *_ in ends], LABEL_STEP, TOP + 4, TOP + PLOT_HEIGHT)
     for (y, x, number, name), label_y in zip(ends, heights, strict=True):
         colour = number % len(COLOURS)
         thread = f"M{x + 7:.1f} {y:.1f}L{column - 24} {label_y:.1f}H{column - 14}"

@@ -372,7 +372,8 @@ def _tensors(elements: int, dtype: torch.dtype, device: torch.device, copies: in
         aligned_elements = ALIGNED_BYTES // torch.empty(0, dtype=dtype).element_size()
         step = math.ceil(elements / aligned_elements) * aligned_elements
     block = torch.empty(step * copies, dtype=dtype, device=device).zero_()
-    return [block[step * copy : step * copy + elements] for copy in range(copies)]
+    starts = [step * number for number in range(copies)]
+    return [block[start : start + elements] for start in starts]
 
 
 def bind(collective: Collective, buffers: Buffers, ranks: Ranks) -> Launch:

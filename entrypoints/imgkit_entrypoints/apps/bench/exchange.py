@@ -21,9 +21,11 @@ _MAX_LAUNCHES = 200
 
 def measure_exchange_GBps(measurer: Measurer, size_bytes: int) -> float:
     """Return the bandwidth (1e9 B/s) of each direction between the two ranks; a collective call."""
-    ranks, item_bytes = measurer.ranks, measurer.dtype.item_bytes
+    ranks = measurer.ranks
+    item_bytes = measurer.dtype.item_bytes
     count = max(1, size_bytes // item_bytes)
-    sendrecv, dtype = collectives.find_collective("sendrecv"), getattr(torch, measurer.dtype.torch)
+    sendrecv = collectives.find_collective("sendrecv")
+    dtype = getattr(torch, measurer.dtype.torch)
     (buffers,) = collectives.allocate(sendrecv, count, dtype, ranks)
     measurer.noise.fill(buffers.input, ranks.rank, 0)
     launch = collectives.bind(sendrecv, buffers, ranks)

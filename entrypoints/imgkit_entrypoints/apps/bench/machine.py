@@ -86,7 +86,7 @@ def free_node_bytes(reader: Reader) -> int | None:
     used = reader.number("/sys/fs/cgroup/memory.current")
     if limit is not None and used is not None:
         values.append(max(0, limit - used))
-    return min(values) if values else None
+    return min(values, default=None)
 
 
 def free_memory_bytes(ranks: Ranks, ranks_on_node: int) -> int | None:
@@ -118,7 +118,8 @@ def read_machine(
     """Read the facts of this node. `software` has the versions of torch and its libraries."""
     versions = {"imgkit": __version__, **software}
     try:
-        host, system = facts.gather(env=env), facts.system_facts(env=env)
+        host = facts.gather(env=env)
+        system = facts.system_facts(env=env)
         network = fabric.choose_fabric(host, system, env, nnodes=nodes, head=env.get("MASTER_ADDR", ""))
     except ImgkitError:
         return Machine(fingerprint=versions)

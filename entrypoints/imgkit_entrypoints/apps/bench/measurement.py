@@ -91,7 +91,8 @@ class Measurer:
         """
         buffers: tuple[Buffers, ...] = ()
         failed = torch.zeros(1, device=self.ranks.device)
-        count, dtype = size_bytes // self.dtype.item_bytes, getattr(torch, self.dtype.torch)
+        count = size_bytes // self.dtype.item_bytes
+        dtype = getattr(torch, self.dtype.torch)
         try:
             buffers = collectives.allocate(collective, count, dtype, self.ranks, copies)
         except (RuntimeError, MemoryError):  # the errors of CUDA and of the CPU allocator are RuntimeErrors
@@ -125,19 +126,20 @@ class Measurer:
             del buffers  # both at once may not fit
             buffers = self.allocate(collective, size_bytes, copies)
         batches = self._time_batches(collective, buffers, counts, is_slow)
-        wrong, first_wrong = 0, None
+        wrong = 0
+        first_wrong = None
         if self.expected:
             wrong, first_wrong = self._verify(self.expected, collective, buffers[0], counts, is_slow)
         # One exchange for both: the number of wrong elements, and the times.
         rows = self.gather_rows([float(wrong), *batches])
-        slowest = [max(column) for column in zip(*rows, strict=True)]
-        total_wrong = sum(int(row[0]) for row in rows)
+        wrong_counts, *batch_times = zip(*rows, strict=True)
+        total_wrong = int(sum(wrong_counts))
         first_elements: tuple[WrongElement, ...] = ()
         if total_wrong:
             first_elements = self._gather_first(first_wrong)
         return Measurement(
             counts=counts,
-            batches=tuple(slowest[1:]),
+            batches=tuple(map(max, batch_times)),
             wrong=total_wrong if self.expected else None,
             first_wrong=first_elements,
         )
@@ -177,9 +179,10 @@ class Measurer:
             self._check_stop(is_slow)
             sums_in_place = collective.sums and not collective.separate  # they grow to infinity
             if batch == 0 or sums_in_place:
-                for copy, pair in enumerate(buffers):
-                    self.noise.fill(pair.input, self.ranks.rank, copy)
-            launch = collectives.rotate([collectives.bind(collective, pair, self.ranks) for pair in buffers])
+                for number, copy in enumerate(buffers):
+                    self.noise.fill(copy.input, self.ranks.rank, number)
+            launches = [collectives.bind(collective, copy, self.ranks) for copy in buffers]
+            launch = collectives.rotate(launches)
             seconds.append(time_batch(launch, counts.launches, self.ranks))
         return seconds
 
@@ -192,10 +195,12 @@ class Measurer:
         is_slow: bool,
     ) -> tuple[int, WrongElement | None]:
         """Return the wrong elements of this rank over all verified iterations, and the first of them."""
-        launch, rank = collectives.bind(collective, buffers, self.ranks), self.ranks.rank
+        launch = collectives.bind(collective, buffers, self.ranks)
+        rank = self.ranks.rank
         count = counts.size_bytes // self.dtype.item_bytes
         result = collective.result(Shape(count=count, ranks=self.ranks.world_size, rank=rank))
-        total, first_wrong = 0, None
+        total = 0
+        first_wrong = None
         for iteration in range(counts.verified):
             self._check_stop(is_slow)
             expected.fill(buffers.input, rank, iteration)
@@ -249,7 +254,8 @@ def time_batch(launch: Launch, count: int, ranks: Ranks) -> float:
     """Return the seconds of `count` launches and one wait for all of them, after all ranks have met."""
     wait_for_ranks(ranks)
     if ranks.device.type == "cuda":
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         start.record()
         for _ in range(count):
             launch()

@@ -58,7 +58,9 @@ def find_transports(lines: Iterable[str]) -> frozenset[str]:
     """Return the transports in the lines of a log, as short texts."""
     names = set()
     for line in lines:
-        network, channels, connected = _NETWORK.search(line), _CHANNELS.search(line), _CONNECTED.search(line)
+        network = _NETWORK.search(line)
+        channels = _CHANNELS.search(line)
+        connected = _CONNECTED.search(line)
         if network:
             names.add(f"network {network[1].strip()}")
         elif channels:
@@ -72,7 +74,7 @@ def _describe_connection(transport: str, details: str) -> str:
     """Return a short text for a connection: ``NET`` and ``/IB/0/GDRDMA`` -> ``via NET/IB with GDRDMA``."""
     if transport != "NET":
         return f"via {transport}"
-    kind = details.strip("/").split("/")[0]
+    kind, _, _ = details.strip("/").partition("/")
     preposition = "with" if "GDRDMA" in details else "without"
     return f"via NET/{kind} {preposition} GDRDMA"
 

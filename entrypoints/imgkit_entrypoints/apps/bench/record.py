@@ -83,7 +83,8 @@ class Result:
             "low": self.low_us,
             "high": self.high_us,
         }
-        out_of_place, in_place = None, None
+        out_of_place = None
+        in_place = None
         if find_collective(self.collective).separate:
             out_of_place = figures
         else:

@@ -28,8 +28,9 @@ def parse_size(text: str) -> int:
         number, prefix, suffix = match.groups()
         units = _DECIMAL if suffix == "B" else _BINARY
         value = float(number) * units[prefix]
-        is_whole = value >= 1 and value == int(value)
-        if is_whole and (prefix or suffix != "IB"):  # "64iB" is no unit
+        is_whole = value >= 1 and value.is_integer()
+        has_unit = prefix != "" or suffix != "IB"  # "64iB" has none
+        if is_whole and has_unit:
             return int(value)
     raise argparse.ArgumentTypeError(f"{text!r} is not a size: 64M is 64 x 1024 x 1024 bytes, 64MB is 64e6")
 
@@ -49,7 +50,8 @@ def format_size(size_bytes: int) -> str:
 
 
 def _format(size_bytes: int, step: int, units: tuple[str, ...]) -> str:
-    value, power = float(size_bytes), 0
+    value = float(size_bytes)
+    power = 0
     while value >= step and power < len(units) - 1:
         value /= step
         power += 1
@@ -108,10 +110,16 @@ def plan_counts(size_bytes: int, *, fitting: float, iters: int | None, previous:
     previous : counts of the previous size. From one size to the next they change little, so that one wrong
         estimate neither starves a size nor takes minutes.
     """
-    total = float(iters or min(MAX_LAUNCHES, max(MIN_BATCHES, fitting)))
-    if previous and not iters:
-        step = max(MAX_STEP, size_bytes / previous.size_bytes)
-        total = min(max(total, previous.total / step, MIN_BATCHES), previous.total * MAX_STEP, MAX_LAUNCHES)
+    if iters is not None:
+        total = float(iters)
+    else:
+        total = max(fitting, MIN_BATCHES)
+        if previous is not None:
+            step = max(MAX_STEP, size_bytes / previous.size_bytes)
+            total = max(total, previous.total / step)
+            total = min(total, previous.total * MAX_STEP)
+        total = min(total, MAX_LAUNCHES)
     # Short operations get long batches, since the clock and the wait cost time in each.
-    batches = int(min(MAX_BATCHES, max(MIN_BATCHES, total // BATCH_LAUNCHES)))
+    batches = int(total // BATCH_LAUNCHES)
+    batches = min(MAX_BATCHES, max(MIN_BATCHES, batches))
     return Counts(size_bytes=size_bytes, batches=batches, launches=math.ceil(int(total) / batches))

@@ -102,8 +102,13 @@ class Sweep:
         max_bytes = options.max_bytes
         if max_bytes is None:
             max_bytes = self._choose_max_bytes(collective)
-        requested = sizes.iterate_sizes(options.min_bytes, max(max_bytes, options.min_bytes), options.factor)
-        return list(dict.fromkeys(self._measurer.size_bytes(collective, size) for size in requested))
+        max_bytes = max(max_bytes, options.min_bytes)
+        planned: list[int] = []
+        for size in sizes.iterate_sizes(options.min_bytes, max_bytes, options.factor):
+            size_bytes = self._measurer.size_bytes(collective, size)
+            if size_bytes not in planned:
+                planned.append(size_bytes)
+        return planned
 
     def _find_backend_error(self, collective: Collective, size_bytes: int) -> str:
         """Return the backend's error if it lacks this operation or type; a collective call.
@@ -133,7 +138,8 @@ class Sweep:
 
     def _add(self, collective: Collective, measurement: Measurement) -> None:
         """Print and save one size."""
-        setup, counts = self._setup, measurement.counts
+        setup = self._setup
+        counts = measurement.counts
         result = record.new_result(
             collective,
             self._measurer.dtype,
@@ -162,7 +168,9 @@ class Sweep:
         if reasons:
             self._note(f"FAILED: {'; '.join(reasons)}.")
         self._save()
-        return 0 if self._record.complete and not reasons else EXIT_NO
+        if reasons or not self._record.complete:
+            return EXIT_NO
+        return 0
 
     def _verdicts(self) -> list[verdict.BusbwVerdict]:
         return verdict.judge_busbw(self._record.results, self._setup.world, self._setup.line_rate_Gbps)

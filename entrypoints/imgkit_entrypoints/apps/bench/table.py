@@ -45,9 +45,10 @@ def format_summary(results: Sequence[Result]) -> tuple[str, ...]:
         return ()
     wrong = "N/A"
     verified = [result.wrong for result in results if result.wrong is not None]
-    if verified:
-        verdict = "FAILED" if any(verified) else "OK"
-        wrong = f"{sum(verified)} {verdict}"
+    if any(verified):
+        wrong = f"{sum(verified)} FAILED"
+    elif verified:
+        wrong = "0 OK"
     return (
         f"# Out of bounds values : {wrong}",
         f"# Avg bus bandwidth    : {mean_busbw_GBps(results):g}",

@@ -68,10 +68,13 @@ def make_table(dtype: Dtype, ranks: int) -> array.array[int]:
         nonzero = (dtype.exact << 15) // ranks
     values = array.array("i")
     for index in range(PERIOD):
-        number = _hash(index + 1)
-        # By the upper half of the hash, and the number by all of it.
-        is_zero = number >> 16 >= nonzero
-        values.append(0 if is_zero else number % modulus)
+        bits = _hash(index + 1)
+        # Whether the number is 0 depends on the upper half of the hash, and its value on all of it.
+        upper_half = bits >> 16
+        number = 0
+        if upper_half < nonzero:
+            number = bits % modulus
+        values.append(number)
     return values
 
 
@@ -100,9 +103,9 @@ class Noise:
         values = values.to(getattr(torch, dtype.torch))
         self._table = values.to(device).repeat(2 + self._block // PERIOD)
 
-    def fill(self, buffer: torch.Tensor, rank: int, copy: int) -> None:
-        """Fill the `copy`-th buffer of `rank`."""
-        fill_from_table(buffer, self._table, table_position(rank, copy), self._block)
+    def fill(self, buffer: torch.Tensor, rank: int, number: int) -> None:
+        """Fill a buffer of `rank`. Buffers with other numbers get other values."""
+        fill_from_table(buffer, self._table, table_position(rank, number), self._block)
 
 
 class ExpectedValues:
@@ -118,7 +121,8 @@ class ExpectedValues:
         assert int(total.max()) <= dtype.exact, (dtype, ranks)
         self._bits = getattr(torch, dtype.bits)
         self._block = BLOCK[device.type]
-        torch_dtype, repeats = getattr(torch, dtype.torch), 2 + self._block // PERIOD
+        torch_dtype = getattr(torch, dtype.torch)
+        repeats = 2 + self._block // PERIOD
         self._single = single.to(torch_dtype).to(device).repeat(repeats)
         self._total = total.to(torch_dtype).to(device).repeat(repeats)
 
@@ -151,8 +155,12 @@ class ExpectedValues:
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """Yield the start, the expected and the actual values of each block."""
         for segment in result:
-            table = self._total if segment.source is None else self._single
-            first = table_position(segment.source or 0, iteration) + segment.offset
+            table = self._single
+            source = segment.source
+            if source is None:  # the sum; its table begins at the position of rank 0
+                table = self._total
+                source = 0
+            first = table_position(source, iteration) + segment.offset
             for offset, position, length in iterate_blocks(segment.count, first, self._block):
                 start = segment.start + offset
                 yield start, table[position : position + length], buffer[start : start + length]

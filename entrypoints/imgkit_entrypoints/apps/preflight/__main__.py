@@ -17,12 +17,13 @@ from imgkit_entrypoints.rollcall.messages import MeasureRequest, MeasureResult
 
 EARLIER_S = 1.5
 """How long before the limit of a stage a process that waits for its partner answers that it is not done."""
+# Characters of a backend's error in the answer, which is one line; some quote a whole stack.
+MAX_ERROR_CHARACTERS = 300
 
 
 def give_up(connection: socket.socket, order: MeasureRequest) -> None:
     """Answer that a stage was not done in time, and end the process."""
-    # One node in the group has no partner that could hang.
-    culprit = "this node or a partner hangs" if len(order.group) > 1 else "it hangs"
+    culprit = "it hangs" if len(order.group) == 1 else "this node or a partner hangs"
     error = f"not done within {order.limit_s - EARLIER_S:g} s: {culprit}"
     send(connection, MeasureResult(stage=order.stage, error=error))
     os._exit(0)
@@ -50,8 +51,8 @@ def measure_all(connection: socket.socket) -> None:
 
             answer = measure(order)
         except Exception as error:  # whatever a backend raises is a finding
-            message = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            answer = MeasureResult(stage=order.stage, error=message[:300])
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            answer = MeasureResult(stage=order.stage, error=lines[0][:MAX_ERROR_CHARACTERS])
         send(connection, answer)
         timer.cancel()
 
@@ -69,5 +70,8 @@ def serve(connection: socket.socket) -> None:
 if __name__ == "__main__":
     os.dup2(2, 1)  # the run's standard output belongs to the program
     to_agent = socket.socket(fileno=int(sys.argv[1]))
-    (serve if STORE in sys.argv[2:] else measure_all)(to_agent)
+    if STORE in sys.argv[2:]:
+        serve(to_agent)
+    else:
+        measure_all(to_agent)
     os._exit(0)  # torch's threads may outlive the interpreter

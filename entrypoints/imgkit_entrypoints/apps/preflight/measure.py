@@ -42,20 +42,28 @@ def measure(order: MeasureRequest) -> MeasureResult:
     ------
     Exception : of any type, since torch's backends and devices fail with different ones.
     """
-    kind = "cuda" if os.environ.get("IMGKIT_DEVICE") == "cuda" else "cpu"
+    kind = "cpu"
+    nnodes = 1
+    if os.environ.get("IMGKIT_DEVICE") == "cuda":
+        kind = "cuda"
+        nnodes = 2  # a problem that stops NCCL between nodes does not stop gloo, which CPUs use
     if len(order.group) > 1:
         return MeasureResult(stage=order.stage, figures=(("bandwidth", exchange_GBps(order, kind)),))
-    host, reader = facts.gather(), facts.Reader(root=facts.root_of(os.environ))
-    # A problem that stops NCCL between nodes does not stop gloo, which CPUs use.
-    nnodes = 2 if kind == "cuda" else 1
+    host = facts.gather()
+    reader = facts.Reader(root=facts.root_of(os.environ))
     checks = examine(host, facts.system_facts(), os.environ, reader=reader, nnodes=nnodes)
 
-    def texts(verdict: str) -> tuple[str, ...]:
-        rows = (f"{check.name}: {check.evidence}" for check in checks if check.verdict == verdict)
-        return tuple(row[:MAX_CHARACTERS] for row in rows)[:MAX_TEXTS]
-
-    figures = (("matmul", matmul_TFLOPs(kind, host.cpus)),)
-    return MeasureResult(stage=order.stage, figures=figures, failed=texts("fail"), notes=texts("warn"))
+    texts: dict[str, list[str]] = {"fail": [], "warn": []}
+    for check in checks:
+        remarks = texts.get(check.verdict)
+        if remarks is not None and len(remarks) < MAX_TEXTS:
+            remarks.append(f"{check.name}: {check.evidence}"[:MAX_CHARACTERS])
+    return MeasureResult(
+        stage=order.stage,
+        figures=(("matmul", matmul_TFLOPs(kind, host.cpus)),),
+        failed=tuple(texts["fail"]),
+        notes=tuple(texts["warn"]),
+    )
 
 
 def matmul_TFLOPs(kind: str, threads: int) -> float:
@@ -64,20 +72,27 @@ def matmul_TFLOPs(kind: str, threads: int) -> float:
     A product of two matrices with n rows has 2 n^3 operations.
     """
     torch.set_num_threads(max(1, threads))
-    width, dtype = WIDTH[kind], torch.bfloat16 if kind == "cuda" else torch.float32
-    count = torch.cuda.device_count() if kind == "cuda" else 1
-    devices = [torch.device(kind, index) for index in range(count)]
+    width = WIDTH[kind]
+    dtype = torch.float32
+    devices = [torch.device("cpu")]
+    if kind == "cuda":
+        dtype = torch.bfloat16
+        devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     matrices = [torch.rand(width, width, device=device).to(dtype) for device in devices]
     results = [torch.mm(matrix, matrix) for matrix in matrices]  # the first call allocates
-    products, start = 0, time.monotonic()
-    while (elapsed_s := time.monotonic() - start) < MATMUL_S:
+    products = 0
+    elapsed_s = 0.0
+    start_s = time.monotonic()
+    while elapsed_s < MATMUL_S:
         for matrix, result in zip(matrices, results, strict=True):
             for _ in range(PRODUCTS[kind]):
                 torch.mm(matrix, matrix, out=result)
         # CUDA only queues the products, so the clock is read after all devices are done.
-        for device in devices if kind == "cuda" else ():
-            torch.cuda.synchronize(device)
+        if kind == "cuda":
+            for device in devices:
+                torch.cuda.synchronize(device)
         products += PRODUCTS[kind]
+        elapsed_s = time.monotonic() - start_s
     return 2 * width**3 * products / elapsed_s / 1e12
 
 
@@ -85,9 +100,12 @@ def exchange_GBps(order: MeasureRequest, kind: str) -> float:
     """Return the bandwidth of each direction between the two nodes of ``order.group``, in GB/s."""
     limit = datetime.timedelta(seconds=order.limit_s)
     store = dist.TCPStore(os.environ["MASTER_ADDR"], order.store, is_master=False, timeout=limit)
+    device = torch.device("cpu")
+    if kind == "cuda":
+        device = torch.device("cuda", 0)
     with ranks.opened(
         order.limit_s,
-        device=torch.device(kind, 0) if kind == "cuda" else torch.device(kind),
+        device=device,
         store=dist.PrefixStore(f"{order.stage}/{order.group[0]}", store),
         rank=order.group.index(int(os.environ["GROUP_RANK"])),
         world_size=len(order.group),

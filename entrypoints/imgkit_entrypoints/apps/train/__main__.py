@@ -45,10 +45,13 @@ def main() -> None:
     started.ends("imports")
     try:
         config = options.read_config(sys.argv[1:], os.environ)
+        stop_after_s = math.inf
+        if config.stop_after_s is not None:
+            stop_after_s = config.stop_after_s
         run = Run.start(
             config.run_dir,
             keep=config.keep if config.run_dir else 0,
-            stop_after_s=math.inf if config.stop_after_s is None else config.stop_after_s,
+            stop_after_s=stop_after_s,
             ignore_checkpoints=config.ignore_checkpoints,
             say=say,
         )
@@ -88,7 +91,8 @@ def train(config: Config, run: Run, ranks: Ranks, started: StartUp) -> int:
     if ranks.rank == 0 and config.run_dir is None:
         say("nothing is saved without a run folder: --run-dir DIR")
     checkpoint = main_loop.find_checkpoint(config, run)
-    course, changes = Course(), list[str]()
+    course = Course()
+    changes = list[str]()
     if checkpoint is not None:
         course = main_loop.read_course(checkpoint)
         config, changes = config.resumed(course.config, checkpoint.folder)
@@ -101,7 +105,8 @@ def train(config: Config, run: Run, ranks: Ranks, started: StartUp) -> int:
     log_every = config.log_every or steps_per_line(steps)
     config = dataclasses.replace(config, global_batch=order.global_batch, log_every=log_every)
     start = course.position
-    course.samples, course.config = len(samples), _shared_options(config)
+    course.samples = len(samples)
+    course.config = _shared_options(config)
     if checkpoint is not None:
         if ranks.rank == 0:
             say(f"resumes after step {start.step} of {steps}: {checkpoint.folder}")
@@ -119,6 +124,7 @@ def train(config: Config, run: Run, ranks: Ranks, started: StartUp) -> int:
     started.ends("model")
     feed = Batches(samples, order, config, ranks, channels_last=trainer.channels_last)
     batches = feed.steps(start, steps)
+    # The warm-up needs a batch. `all_steps` below begins with the same one.
     first_step = next(batches)
     _, first_micro_batches = first_step
     started.ends("data")
@@ -138,7 +144,8 @@ def train(config: Config, run: Run, ranks: Ranks, started: StartUp) -> int:
         tokens_per_sample=_tokens_per_sample(first_micro_batches[0].batch),
         names=trainer.number_names,
     )
-    report = evaluation = None
+    report = None
+    evaluation = None
     if ranks.rank == 0:
         report = RunLog(config, workload, started, say, course.first_loss)
     if held_out is not None:
@@ -211,8 +218,9 @@ def _peak_memory_MiB(ranks: Ranks) -> float:
 
 def _tokens_per_sample(batch: Any) -> int | None:
     """Return the length of the rows in the first tensor of a batch, or None if it has no rows of tokens."""
-    tensors = batch.values() if isinstance(batch, dict) else batch
-    inputs = next(iter(tensors))
+    if isinstance(batch, dict):
+        batch = tuple(batch.values())
+    inputs = batch[0]
     if inputs.is_floating_point() or inputs.dim() != 2:
         return None
     return int(inputs.shape[1])

@@ -53,7 +53,9 @@ class Batches:
     def __init__(
         self, samples: Any, order: Order, config: Config, ranks: Ranks, *, channels_last: bool
     ) -> None:
-        self._order, self._config, self._ranks = order, config, ranks
+        self._order = order
+        self._config = config
+        self._ranks = ranks
         self._dtype = torch.float64 if config.dtype == "fp64" else torch.float32
         self._format = torch.channels_last if channels_last else torch.contiguous_format
         if isinstance(samples, TensorDataset):
@@ -79,12 +81,14 @@ class Batches:
             loaded = load_samples(
                 self._samples, self._iterate_requests(start, steps), self._config, self._ranks
             )
-        position, clock = start, time.perf_counter
+        position = start
+        clock = time.perf_counter
         while position.step < steps:
             start_s = clock()
             micro_batches = []
             for part in self._slices(self._order.samples_at(position)):
-                first, end = position.consumed + part.first, position.consumed + part.end
+                first = position.consumed + part.first
+                end = position.consumed + part.end
                 if self._is_small:
                     batch = tuple(tensor[first:end] for tensor in self._shuffled(position.epoch))
                 elif loaded:
@@ -122,7 +126,9 @@ class Batches:
         if self._ranks.device.type == "cuda" and not batch.is_pinned():
             batch = batch.pin_memory()
         dtype = self._dtype if batch.is_floating_point() else batch.dtype
-        layout = self._format if batch.dim() == 4 else torch.preserve_format
+        layout = torch.preserve_format
+        if batch.dim() == 4:  # images
+            layout = self._format
         return batch.to(self._ranks.device, dtype, non_blocking=True, memory_format=layout)
 
 
@@ -184,7 +190,8 @@ class _SeededSamples:
     """Loads each sample with random numbers that depend only on (seed, epoch, index), not on the process."""
 
     def __init__(self, samples: Any, seed: int, workers: int) -> None:
-        self._samples, self._seed = samples, seed
+        self._samples = samples
+        self._seed = seed
         # Process id and current sample of each worker, because a dead worker cannot report them.
         self._current = torch.zeros(workers, 2, dtype=torch.int64).share_memory_()
 
@@ -194,7 +201,9 @@ class _SeededSamples:
     def __getitems__(self, keys: list[tuple[int, int]]) -> Any:
         worker = get_worker_info()
         # In this process, the model goes on with its own random numbers afterwards.
-        state = random_state.capture() if worker is None else None
+        state = None
+        if worker is None:
+            state = random_state.capture()
         samples = []
         for epoch, index in keys:
             random_state.seed_everything(seed_of(self._seed, "sample", epoch, index))

@@ -100,7 +100,9 @@ def _data(text: str) -> str:
 
 
 def _step(text: str) -> str:
-    return text if text == "builtin" else plugins.check(text, plugins.STEP)
+    if text == "builtin":
+        return text
+    return plugins.check(text, plugins.STEP)
 
 
 def _loggers(text: str) -> str:
@@ -328,21 +330,23 @@ class Config:
         ------
         UsageError : they contradict the saved run; names every contradiction.
         """
-        options = self.values() | {"global_batch": self.global_batch or saved["global_batch"]}
+        options = self.values()
+        if self.global_batch is None:
+            options["global_batch"] = saved["global_batch"]
         names = [name for name in (*SAME, *REPORTED) if name in saved]
         changed = [name for name in names if options[name] != saved[name]]
         contradictions = [name for name in changed if name in SAME]
         if contradictions:
-            values = [
-                f"{name} is {options[name]!r}, the checkpoint has {saved[name]!r}" for name in contradictions
-            ]
+            differences = []
+            for name in contradictions:
+                differences.append(f"{name} is {options[name]!r}, the checkpoint has {saved[name]!r}")
             raise UsageError(
-                f"these options contradict the saved run: {'; '.join(values)}",
+                f"these options contradict the saved run: {'; '.join(differences)}",
                 where=str(where),
                 hint="give the same options to resume, or start a new run: --resume never --run-dir OTHER",
             )
-        lines = [f"{name} was {saved[name]}, now {options[name]}" for name in changed]
-        return dataclasses.replace(self, global_batch=saved["global_batch"]), lines
+        changes = [f"{name} was {saved[name]}, now {options[name]}" for name in changed]
+        return dataclasses.replace(self, global_batch=saved["global_batch"]), changes
 
 
 OPTIONS = (

@@ -53,7 +53,8 @@ class _Axis:
             stride = math.ceil(len(powers) / 6)
             return [10.0**power for power in powers[::stride]]
         step = _round_up((self.high - self.low) / 5)
-        first, last = math.ceil(self.low / step), math.floor(self.high / step)
+        first = math.ceil(self.low / step)
+        last = math.floor(self.high / step)
         return [step * number for number in range(first, last + 1)]
 
 
@@ -84,7 +85,8 @@ def _draw_chart(chart: Chart) -> Iterator[str]:
     if not lines:
         yield f'<text class="quiet" x="{LEFT}" y="{TOP + 30}">No data.</text>'
         return
-    steps, values = [], []
+    steps = []
+    values = []
     for points in lines.values():
         steps += [step for step, _ in points]
         values += [value for _, value in points]

@@ -54,12 +54,17 @@ class TextFile:
         self.bytes = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
         windows = (size - 1) // CONTEXT
         end = windows - windows // HELD_OUT
-        self._windows = range(end) if split == "train" else range(end, windows)
+        self._windows = range(end)
+        needed_windows = 1
+        if split != "train":
+            self._windows = range(end, windows)
+            needed_windows = HELD_OUT
         if not self._windows:
-            windows_needed = 1 if split == "train" else HELD_OUT
-            least = CONTEXT * windows_needed + 1
+            needed_bytes = CONTEXT * needed_windows + 1
             raise UsageError(
-                f"{size} bytes are too few", where=str(path), hint=f"{split} needs at least {least} bytes"
+                f"{size} bytes are too few",
+                where=str(path),
+                hint=f"{split} needs at least {needed_bytes} bytes",
             )
 
     def __len__(self) -> int:
@@ -74,7 +79,8 @@ class TextFile:
 
 def _make_regression(samples: int, truth: torch.Generator, draw: torch.Generator) -> TensorSamples:
     """Return data for linear regression: y = w.x + b + a little noise."""
-    weights, bias = torch.randn(FEATURES, 1, generator=truth), torch.randn(1, generator=truth)
+    weights = torch.randn(FEATURES, 1, generator=truth)
+    bias = torch.randn(1, generator=truth)
     inputs = torch.randn(samples, FEATURES, generator=draw)
     noise = NOISE * torch.randn(samples, 1, generator=draw)
     return TensorSamples(inputs, inputs @ weights + bias + noise)
@@ -134,9 +140,11 @@ def load_built_in(config: Config, split: str) -> TensorSamples | TextFile | Imag
         return ImageFolder(path, split, config.image_size)
     if path.is_file() and config.model == "gpt":
         return TextFile(path, split)
-    kind, models = "a text file", "gpt"
+    kind = "a text file"
+    models = "gpt"
     if path.is_dir():
-        kind, models = "images", "resnet18 or resnet50"
+        kind = "images"
+        models = "resnet18 or resnet50"
     raise UsageError(f"{config.model} cannot read {kind}", where=config.data, hint=f"use --model {models}")
 
 
@@ -204,8 +212,10 @@ class ImageFolder:
     """
 
     def __init__(self, data: Path, split: str, size: int) -> None:
-        folder, names = find_split_folder(data, split), list_classes(data)
-        self._size, self._is_random = size, split == "train"
+        folder = find_split_folder(data, split)
+        names = list_classes(data)
+        self._size = size
+        self._is_random = split == "train"
         self._files: list[tuple[Path, int]] = []
         for number, name in enumerate(names):
             paths = sorted((folder / name).rglob("*"))
@@ -231,11 +241,14 @@ class ImageFolder:
 
     def _choose_box(self, width: int, height: int) -> tuple[float, float, float, float]:
         """Return the square to crop: a random one in training, and otherwise the largest in the middle."""
-        share, x, y = 1.0, 0.5, 0.5
+        share = 1.0
+        x = 0.5
+        y = 0.5
         if self._is_random:
             share, x, y = torch.rand(3).tolist()
         side = min(width, height) * (MIN_SHARE + (1 - MIN_SHARE) * share)
-        left_edge, top = (width - side) * x, (height - side) * y
+        left_edge = (width - side) * x
+        top = (height - side) * y
         return left_edge, top, left_edge + side, top + side
 
 
@@ -243,5 +256,6 @@ def _normalize(image: Any) -> Tensor:
     """Return the pixels of an image in channels with the mean 0 and the standard deviation 1 of ImageNet."""
     pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
     colours = pixels.view(image.height, image.width, 3).permute(2, 0, 1).float() / 255
-    mean, deviation = torch.tensor(MEAN)[:, None, None], torch.tensor(DEVIATION)[:, None, None]
+    mean = torch.tensor(MEAN)[:, None, None]
+    deviation = torch.tensor(DEVIATION)[:, None, None]
     return (colours - mean) / deviation

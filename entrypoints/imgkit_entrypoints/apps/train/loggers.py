@@ -76,10 +76,10 @@ class Loggers:
         """
         self._say = say
         self._loggers: dict[str, Any] = {}
-        names = config.log_to.split(",") if config.log_to else []
-        for name in names:
-            # The options refuse --log-to without a run folder.
-            assert config.run_dir is not None
+        if config.log_to is None:
+            return
+        assert config.run_dir is not None  # the options refuse --log-to without a run folder
+        for name in config.log_to.split(","):
             if plugins.is_plugin(name):
                 create: Callable[[], Any] = partial(plugins.load(name, plugins.LOGGER), config)
             else:

@@ -94,7 +94,8 @@ class MainLoop:
         return RunEnd()
 
     def _take_steps(self, steps: Steps, config: Config, workload: Workload) -> None:
-        run, last_step = self.run, workload.steps
+        run = self.run
+        last_step = workload.steps
         save_every = parse_interval(config.save_every, workload.steps_per_epoch)
         eval_every = parse_interval(config.eval_every, workload.steps_per_epoch)
         for position, micro_batches in steps:

@@ -105,9 +105,12 @@ class Block(nn.Module):  # type: ignore[misc]
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
-        self.heads, self.dropout = heads, dropout
-        self.before_attention, self.before_layers = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.queries_keys_values, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.heads = heads
+        self.dropout = dropout
+        self.before_attention = nn.LayerNorm(width)
+        self.before_layers = nn.LayerNorm(width)
+        self.queries_keys_values = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
         self.layers = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -129,9 +132,11 @@ class Gpt(nn.Module):  # type: ignore[misc]
 
     def __init__(self, width: int = 128, heads: int = 4, depth: int = 4, dropout: float = 0.1) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(CONTEXT, width)
+        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.positions = nn.Embedding(CONTEXT, width)
         self.blocks = nn.Sequential(*(Block(width, heads, dropout) for _ in range(depth)))
-        self.end, self.out = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+        self.end = nn.LayerNorm(width)
+        self.out = nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map (batch, time) to the scores of the next byte, (batch, time, VOCABULARY)."""

@@ -131,9 +131,11 @@ def _missing_compiler(env: Mapping[str, str]) -> str:
     if env.get("IMGKIT_DEVICE", "cpu") == "cuda":
         if find_spec("triton") is None:
             return "Triton, which this image does not have"
-        variable, names = "CC", ["gcc", "clang", "cc"]
+        variable = "CC"
+        names = ["gcc", "clang", "cc"]
     else:
-        variable, names = "CXX", ["g++", "clang++"]
+        variable = "CXX"
+        names = ["g++", "clang++"]
     if env.get(variable):
         names = [env[variable]]
     if any(map(shutil.which, names)):

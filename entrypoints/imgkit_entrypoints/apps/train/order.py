@@ -83,11 +83,13 @@ class Order:
         slices = []
         for number in range(count):
             start, end = share(rank_end - rank_start, number, count)
-            first, end = rank_start + start, rank_start + end
+            first = rank_start + start
+            end = rank_start + end
             weight = (end - first) * self.world_size / samples
             # This rank has no sample, and computes the first one of the step without weight.
             if end == first:
-                first, end = 0, 1
+                first = 0
+                end = 1
             slices.append(MicroBatchSlice(first=first, end=end, weight=weight, last=number == count - 1))
         return tuple(slices)
 

@@ -70,7 +70,9 @@ def _refuse_missing_function(module: str, name: str, arguments: int) -> None:
     """Raise ValueError if the source text of `module` has no function `name` that takes `arguments`."""
     if not module or not name.isidentifier():
         raise ValueError("not of the form MOD:FN")
-    path = Path(module) if module.endswith(".py") else _find_source(module)
+    path: Path | None = Path(module)
+    if not module.endswith(".py"):
+        path = _find_source(module)
     if path is None:
         raise ValueError(f"no module {module} found")
     if path.suffix != ".py":
@@ -105,7 +107,8 @@ def _accepts_arguments(arguments: ast.arguments, count: int) -> bool:
 def _find_source(module: str) -> Path | None:
     """Return the file of a module, or None. Neither the module nor its parents are imported."""
     search_path: list[str] = [*sys.path, str(Path.cwd())]
-    parts, spec = module.split("."), None
+    parts = module.split(".")
+    spec = None
     for depth in range(1, len(parts) + 1):
         spec = PathFinder.find_spec(".".join(parts[:depth]), search_path)
         if spec is None:

@@ -41,7 +41,8 @@ class WorkClock:
     """Times the steps of one rank; with one rank, it does nothing."""
 
     def __init__(self, ranks: Ranks) -> None:
-        self._is_on, self._is_cuda = ranks.world_size > 1, ranks.device.type == "cuda"
+        self._is_on = ranks.world_size > 1
+        self._is_cuda = ranks.device.type == "cuda"
         self._is_running = False
         # Own work of the present step before the latest copying of buffers.
         self._work: list[Interval] = []
@@ -72,9 +73,11 @@ class WorkClock:
             if self._is_running and self._start is None:
                 self._start = self._mark()
 
-        hook = torch.compiler.disable(after_copy) if compiled else after_copy
+        if compiled:
+            after_copy = torch.compiler.disable(after_copy)
         model.register_forward_pre_hook(before_copy)
-        model.module.register_forward_pre_hook(hook)
+        # DDP copies the buffers between these two.
+        model.module.register_forward_pre_hook(after_copy)
 
     def run_first_backward(self, parameters: Sequence[nn.Parameter], backward: Callable[[], object]) -> None:
         """Run the first backward pass, and time from now on when the gradient that came last is ready.
@@ -94,7 +97,9 @@ class WorkClock:
         """Note that the forward pass starts."""
         self._is_running = self._is_on and len(self._timed) < MAX_STEPS
         if self._is_running:
-            self._work, self._start, self._ready = [], self._mark(), None
+            self._work = []
+            self._start = self._mark()
+            self._ready = None
 
     def _on_last_gradient(self, _: Tensor) -> None:
         # Each micro-batch comes here; the last one counts.
@@ -113,9 +118,12 @@ class WorkClock:
 
         The device has passed those events: the caller has read a sum that it computed after them.
         """
-        steps, self._timed = self._timed, []
-        if self._is_cuda:
-            steps, self._pending = self._pending, steps
+        steps = self._timed
+        self._timed = []
+        if self._is_cuda:  # the latest steps wait for the next call
+            pending = self._pending
+            self._pending = steps
+            steps = pending
         if not steps:
             return StepTimes()
         own_s = wait_s = 0.0
@@ -168,7 +176,8 @@ def _record_steps(
             yield position, batch
             if recorder is not None and position.step + 1 not in traced_steps:
                 _write_trace(recorder, config, ranks)
-                recorder, traced_steps = None, range(0)
+                recorder = None
+                traced_steps = range(0)
     finally:  # the run ended within the traced steps: keep what there is
         if recorder is not None:
             _write_trace(recorder, config, ranks)

@@ -44,7 +44,9 @@ class LatestSteps:
     def loss(self) -> float:
         """The mean loss of the steps that were not skipped; NaN if all were."""
         counted_steps = self.steps - self.skipped
-        return self.sums[0] / counted_steps if counted_steps else math.nan
+        if not counted_steps:
+            return math.nan
+        return self.sums[0] / counted_steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,15 +81,23 @@ class RunLog:
         first_loss: float = math.nan,
     ) -> None:
         assert config.global_batch is not None
-        self._config, self._workload, self._started = config, workload, started
-        self._ranks, self._global_batch = len(workload.placements), config.global_batch
+        self._config = config
+        self._workload = workload
+        self._started = started
+        self._ranks = len(workload.placements)
+        self._global_batch = config.global_batch
         self._metrics = MetricsFile(config.run_dir, say)
         self._stragglers = Stragglers(workload.placements, say)
         self._loggers = Loggers(config, workload.start, say)
-        self._first_loss, self._last_loss, self._eval_loss = first_loss, math.nan, math.nan
-        self._skipped, self._usual_s = 0, math.nan
+        self._first_loss = first_loss
+        self._last_loss = math.nan
+        self._eval_loss = math.nan
+        self._skipped = 0
+        self._usual_s = math.nan
         self._since_line: list[LatestSteps] = []
-        self._training_s, self._evaluation_s, self._trained_steps = 0.0, 0.0, 0
+        self._training_s = 0.0
+        self._evaluation_s = 0.0
+        self._trained_steps = 0
         self._waited_s = workload.waited_s()
         self._start_s = time.perf_counter()
         self._metrics.write(lambda folder: folder.mkdir(parents=True, exist_ok=True))
@@ -124,7 +134,10 @@ class RunLog:
 
     def _write_line(self, step: int) -> None:
         """Write what came since the last line: on the terminal, into the metrics, to the loggers."""
-        workload, parts, self._since_line = self._workload, self._since_line, []
+        workload = self._workload
+        parts = self._since_line
+        self._since_line = []
+        latest = parts[-1]
         seconds = sum(part.seconds for part in parts)
         steps = sum(part.steps for part in parts)
         loss, numbers = self._average(parts)
@@ -133,25 +146,29 @@ class RunLog:
         waited_s = workload.waited_s() - self._waited_s
         self._waited_s = workload.waited_s()
         rate = steps * self._global_batch / seconds
-        tokens = workload.tokens_per_sample
+        tokens_per_s = None
+        if workload.tokens_per_sample is not None:
+            tokens_per_s = workload.tokens_per_sample * rate
         values = {
             **self._position(step),
             "loss": None if loss is None else _finite(loss),
             "numbers": numbers,
             "lr": learning_rate(self._config, step - 1, workload.steps),
-            "grad_norm": _finite(parts[-1].grad_norm),
+            "grad_norm": _finite(latest.grad_norm),
             "samples_per_s": rate,
-            "tokens_per_s": None if tokens is None else tokens * rate,
+            "tokens_per_s": tokens_per_s,
             "data_wait": min(1.0, waited_s / seconds),
             "own_work_s": _finite(self._usual_s),
-            "wait_s": _finite(parts[-1].wait_s) if self._ranks > 1 else None,
+            "wait_s": _finite(latest.wait_s) if self._ranks > 1 else None,
             "slow": self._stragglers.current_rows(),
             "memory_MiB": workload.memory_MiB(),
             "skipped": self._skipped,
         }
         self._metrics.add(values)
         self._loggers.log(values.pop("step"), {**values, **numbers})
-        left_s = (time.perf_counter() - self._start_s) / (step - workload.start) * (workload.steps - step)
+        elapsed_s = time.perf_counter() - self._start_s
+        step_s = elapsed_s / (step - workload.start)
+        left_s = step_s * (workload.steps - step)
         terminal.print_results(self._format_line(step, values, left_s))
 
     def _average(self, parts: Sequence[LatestSteps]) -> tuple[float | None, dict[str, float | None]]:
@@ -183,8 +200,9 @@ class RunLog:
         if self._since_line:
             self._write_line(self._since_line[-1].step)
         self._loggers.close()
-        trained = self._trained_steps * self._global_batch
-        rate = trained / self._training_s if trained else 0.0
+        rate = 0.0
+        if self._trained_steps:
+            rate = self._trained_steps * self._global_batch / self._training_s
         starts = self._started.parts
         summary = {
             "schema": SCHEMA,
@@ -212,9 +230,9 @@ class RunLog:
         text = json.dumps(summary, indent=2) + "\n"
         self._metrics.write(lambda folder: files.write_file(folder / "summary.json", text))
         self._metrics.write(_write_curves)
-        longest = max(starts, key=lambda name: starts[name], default="")  # the longest part of the start
+        longest_part = max(starts, key=lambda name: starts[name], default="")
         durations = {
-            f"starting ({longest} {starts.get(longest, 0.0):.1f} s)": sum(starts.values()),
+            f"starting ({longest_part} {starts.get(longest_part, 0.0):.1f} s)": sum(starts.values()),
             "training": self._training_s,
             "evaluation": self._evaluation_s,
             "saving": saving_s,

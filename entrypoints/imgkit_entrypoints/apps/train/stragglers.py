@@ -150,7 +150,9 @@ class Stragglers:
 
     def _report(self, step: int, changed: Sequence[int]) -> None:
         """Report ranks that are named since this look, or no longer, but the same rank only a few times."""
-        comparison = "as that of the fastest" if len(self._placements) < FEW else "the median of all ranks"
+        comparison = "the median of all ranks"
+        if len(self._placements) < FEW:
+            comparison = "as that of the fastest"
         stragglers = [self._stragglers[rank] for rank in changed]
         reported = [straggler for straggler in stragglers if straggler.times <= MAX_REPORTS]
         for straggler in reported[:LINES]:

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ from imgkit_entrypoints.run.ranks import Ranks
 Loss = Callable[[nn.Module, Any], Any]
 # One for all: a step enters it for each micro-batch.
 NO_CONTEXT = contextlib.nullcontext()
+# Types of mixed precision, by the names of ``--amp``.
+AMP_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Trainer:
@@ -39,11 +42,15 @@ class Trainer:
     def __init__(
         self, config: Config, model: nn.Module, loss: Loss, steps: int, ranks: Ranks, clock: WorkClock
     ) -> None:
-        self._config, self._loss, self._steps, self._clock = config, loss, steps, clock
+        self._config = config
+        self._loss = loss
+        self._steps = steps
+        self._clock = clock
         is_cuda = ranks.device.type == "cuda"
         dtype = torch.float64 if config.dtype == "fp64" else torch.float32
+        has_convolutions = any(isinstance(module, nn.Conv2d) for module in model.modules())
         # Measured with resnet18: 3 to 7 % slower on a CPU without AMX.
-        self.channels_last = is_cuda and any(isinstance(module, nn.Conv2d) for module in model.modules())
+        self.channels_last = is_cuda and has_convolutions
         layout = torch.channels_last if self.channels_last else torch.preserve_format
         self.plain = model.to(ranks.device, dtype, memory_format=layout)
         self.model = DistributedDataParallel(
@@ -52,11 +59,10 @@ class Trainer:
         clock.exclude_buffer_copies(self.model, compiled=config.compile)
         self._parameters = [parameter for parameter in self.plain.parameters() if parameter.requires_grad]
         self._optimizer = _create_optimizer(config, self._parameters)
-        amp = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}[config.amp]
-        self._autocast: contextlib.AbstractContextManager[Any] = (
-            NO_CONTEXT if amp is None else torch.autocast(ranks.device.type, dtype=amp)
-        )
-        self._scaler = torch.amp.GradScaler(ranks.device.type, enabled=amp is torch.float16)
+        self._autocast: contextlib.AbstractContextManager[Any] = NO_CONTEXT
+        if config.amp != "off":
+            self._autocast = torch.autocast(ranks.device.type, dtype=AMP_TYPES[config.amp])
+        self._scaler = torch.amp.GradScaler(ranks.device.type, enabled=config.amp == "fp16")
         self.number_names: tuple[str, ...] = ()
         """Names of the numbers that the user's step returns beside the loss."""
         self.sums = torch.zeros(0, device=ranks.device)
@@ -123,17 +129,19 @@ class Trainer:
         losses = []
         self._clock.start_step()
         for micro_batch in micro_batches:
+            # DDP adds the gradients of all ranks up with the last micro-batch.
             with NO_CONTEXT if micro_batch.last else self.model.no_sync():
                 with self._autocast:
                     loss, numbers = _loss_and_numbers(self._loss(self.model, micro_batch.batch))
-                weighted = loss if micro_batch.weight == 1.0 else loss * micro_batch.weight
-                self._scaler.scale(weighted).backward()
-            losses.append(self._add_numbers(weighted.detach(), numbers, micro_batch.weight))
+                if micro_batch.weight != 1.0:  # most have the weight 1, and a multiplication costs time
+                    loss = loss * micro_batch.weight
+                self._scaler.scale(loss).backward()
+            losses.append(self._join_numbers(loss.detach(), numbers, micro_batch.weight))
         self._clock.end_step()
         self._update(sum(losses[1:], losses[0]), measured=measured)
         self._drop_gradients()
 
-    def _add_numbers(self, loss: Tensor, numbers: Mapping[str, Any], weight: float) -> Tensor:
+    def _join_numbers(self, loss: Tensor, numbers: Mapping[str, Any], weight: float) -> Tensor:
         """Return the loss and the weighted numbers of the user's step in one tensor."""
         if tuple(numbers) != self.number_names:
             raise UsageError(
@@ -165,7 +173,9 @@ class Trainer:
         if self._config.clip is not None or measured or is_skippable:
             # The norm is that of the unscaled gradient.
             self._scaler.unscale_(self._optimizer)
-            limit = math.inf if self._config.clip is None else self._config.clip  # inf: measured only
+            limit = math.inf  # measures the norm and changes nothing
+            if self._config.clip is not None:
+                limit = self._config.clip
             norm = nn.utils.clip_grad_norm_(self._parameters, limit)
         if measured:
             self.sums[1] = norm
@@ -245,7 +255,8 @@ class Evaluation:
     def __init__(self, samples: Any, order: Order, config: Config, trainer: Trainer, ranks: Ranks) -> None:
         global_batch = min(order.batch_size * order.world_size, order.global_batch)
         self._order = dataclasses.replace(order, size=len(samples), global_batch=global_batch)
-        self._trainer, self._ranks = trainer, ranks
+        self._trainer = trainer
+        self._ranks = ranks
         self._feed = Batches(samples, self._order, config, ranks, channels_last=trainer.channels_last)
 
     def loss(self, on_batch: Callable[[], object]) -> float:
@@ -270,45 +281,52 @@ class LossIsNoNumber(CheckFailed):
     """A loss was NaN or infinite; all ranks raise it at the same step."""
 
 
+@dataclass(frozen=True, slots=True)
 class StepSums:
     """What the ranks add up at each look; `on_sums` gets the sums, on every rank."""
 
-    def __init__(
-        self, trainer: Trainer, clock: WorkClock, ranks: Ranks, on_sums: Callable[[LatestSteps], object]
-    ) -> None:
-        self._trainer, self._clock, self._ranks, self._on_sums = trainer, clock, ranks, on_sums
+    trainer: Trainer
+    clock: WorkClock
+    ranks: Ranks
+    on_sums: Callable[[LatestSteps], object]
 
     def take(self) -> Tensor:
         """Return this rank's numbers since the last look, on its device; no call waits for it."""
-        step_times, sums = self._clock.take_times(), self._trainer.sums
-        seconds = torch.zeros(1 + self._ranks.world_size, dtype=sums.dtype)
-        seconds[0], seconds[1 + self._ranks.rank] = step_times.wait_s, step_times.own_s
+        step_times = self.clock.take_times()
+        sums = self.trainer.sums
+        # The wait, and a slot for the own work of each rank.
+        seconds = torch.zeros(1 + self.ranks.world_size, dtype=sums.dtype)
+        seconds[0] = step_times.wait_s
+        seconds[1 + self.ranks.rank] = step_times.own_s
         numbers = torch.cat([sums, seconds.to(sums.device, non_blocking=True)])
         sums.zero_()
         sums[1] = math.nan
         return numbers
 
-    def arrived(self, sums: Agreed) -> None:
+    def arrived(self, look: Agreed) -> None:
         """Hand the means over all ranks to the log.
 
         Raises
         ------
         LossIsNoNumber : a loss of these steps is not finite.
         """
-        if not sums.steps:
+        if not look.steps:
             return
-        world_size = self._ranks.world_size
+        world_size = self.ranks.world_size
         # The last values are the own work of each rank, and the others are equal parts of all ranks.
-        skipped, norm, *numbers, wait_s = (value / world_size for value in sums.sums[:-world_size])
-        self._on_sums(
+        skipped, norm, *numbers, wait_s = (value / world_size for value in look.sums[:-world_size])
+        own_s = look.sums[-world_size:]
+        if world_size == 1:
+            own_s = ()
+        self.on_sums(
             LatestSteps(
-                step=sums.step,
-                steps=sums.steps,
+                step=look.step,
+                steps=look.steps,
                 skipped=round(skipped),
-                seconds=sums.seconds,
+                seconds=look.seconds,
                 sums=tuple(numbers),
                 grad_norm=norm,
-                own_s=sums.sums[-world_size:] if world_size > 1 else (),
+                own_s=own_s,
                 wait_s=wait_s,
             )
         )

@@ -30,8 +30,10 @@ class Subject:
     """Everything that the checks read about the node."""
 
     facts: HostFacts
-    system: SystemFacts | None
-    """Facts of the recipe. None in an image of another tool."""
+    has_recipe: bool
+    """False in an image of another tool."""
+    system: SystemFacts
+    """Facts of the recipe. Without a recipe, the defaults, which expect nothing."""
     env: dict[str, str]
     """The environment without the variables that the node agent has set."""
     plan: FabricPlan

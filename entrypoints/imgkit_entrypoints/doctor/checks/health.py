@@ -101,7 +101,9 @@ def port_errors(subject: Subject) -> Iterator[Check]:
 
 def gpu_health(subject: Subject) -> Iterator[Check]:
     """Check that nvidia-smi reports neither memory errors nor reduced clocks for any GPU."""
-    report = health.nvidia_smi(subject.reader) if subject.facts.gpu_devices else ""
+    if not subject.facts.gpu_devices:
+        return
+    report = health.nvidia_smi(subject.reader)
     if not report:
         return
     try:
@@ -157,18 +159,21 @@ def _active_clock_reasons(gpu: ElementTree.Element) -> set[str]:
 
 def xids(subject: Subject) -> Iterator[Check]:
     """Check that the kernel log has no Xid error of a GPU's hardware or driver."""
-    log = health.xids(subject.reader) if subject.facts.gpu_devices else ""
+    if not subject.facts.gpu_devices:
+        return
+    log = health.xids(subject.reader)
     # Only the last line is reported for each GPU and number.
     last_lines: dict[tuple[str, int], str] = {}
     for line in log.splitlines():
         match = _XID_LINE.search(line)
         if match:
-            last_lines[match[1], int(match[2])] = line.strip()[:_MAX_LINE_CHARACTERS]
-    for (address, number), line in last_lines.items():
-        if number in PROGRAM_XIDS:
+            address, number = match.groups()
+            last_lines[address, int(number)] = line.strip()[:_MAX_LINE_CHARACTERS]
+    for (address, xid), line in last_lines.items():
+        if xid in PROGRAM_XIDS:
             continue
-        name = f"Xid {number}"
-        if number in XIDS:
-            name += f", {XIDS[number]}"
+        name = f"Xid {xid}"
+        if xid in XIDS:
+            name += f", {XIDS[xid]}"
         fix = f"reset the GPU (sudo nvidia-smi -r -i {address}), or report the node to the site with: "
         yield Check("xid", "warn", f"{address}: {name} ({line})", f"{fix}dmesg | grep Xid")

@@ -29,7 +29,7 @@ MACHINES = {"linux/amd64": "x86_64", "linux/arm64": "aarch64"}
 
 def image(subject: Subject) -> Iterator[Check]:
     """Check that the image has the recipe's facts and is built for this architecture."""
-    if subject.system is None:
+    if not subject.has_recipe:
         evidence = "/opt/imgkit/system.json does not exist, so the expected hardware is unknown"
         yield Check("image", "unknown", evidence, "run inside an image that imgkit built")
         return
@@ -51,30 +51,36 @@ def gpus(subject: Subject) -> Iterator[Check]:
     An image or a node for AMD GPUs fails, because imgkit supports only CUDA and NCCL.
     """
     facts = subject.facts
-    expected = subject.system.node.gpus if subject.system else 0
+    expected = subject.system.node.gpus
     evidence = f"{facts.gpus} visible ({facts.gpus_source})"
     if expected:
         evidence += f", the recipe says {expected} per node"
     on_cpu = subject.env.get("IMGKIT_DEVICE") == "cpu"
-    amd = facts.rocm or ("" if facts.gpus else facts.amd_gpus)
-    if amd or (not facts.gpus and ONLY_NVIDIA in facts.gpus_source and expected):
+    amd_source = facts.rocm
+    if not amd_source and not facts.gpus:
+        amd_source = facts.amd_gpus
+    lacks_nvidia = not facts.gpus and ONLY_NVIDIA in facts.gpus_source
+    missing: Verdict = "warn" if on_cpu else "fail"
+    if amd_source or (lacks_nvidia and expected):
         if facts.rocm:
-            evidence += f"; made for AMD GPUs: {amd}"
+            evidence += f"; made for AMD GPUs: {facts.rocm}"
         fix = "imgkit supports CUDA and NCCL only: use an image and a node for NVIDIA GPUs, "
         fix += "or CPUs only (--device cpu)"
-        yield Check("gpus", "fail" if (expected or amd) and not on_cpu else "warn", evidence, fix)
+        yield Check("gpus", missing, evidence, fix)
         return
     requested = expected or len(facts.gpu_devices)
     fix = f"start the container with --nv, and request GPUs (Slurm: --gres=gpu:{requested})"
     # The driver shows GPUs in /proc even if the container was started without --nv.
     are_hidden = facts.gpu_devices and "CUDA_VISIBLE_DEVICES" not in subject.env
     if not facts.gpus and (expected or are_hidden):
-        yield Check("gpus", "warn" if on_cpu else "fail", evidence, fix)
+        yield Check("gpus", missing, evidence, fix)
     elif facts.gpus < expected:
         yield Check("gpus", "warn", evidence, fix)
     else:
-        models = sorted({gpu.model for gpu in facts.gpu_devices if gpu.model}) if facts.gpus else []
-        yield Check("gpus", "ok", ", ".join([evidence, *models]))
+        models: set[str] = set()
+        if facts.gpus:
+            models = {gpu.model for gpu in facts.gpu_devices if gpu.model}
+        yield Check("gpus", "ok", ", ".join([evidence, *sorted(models)]))
 
 
 def driver(subject: Subject) -> Iterator[Check]:
@@ -87,7 +93,10 @@ def driver(subject: Subject) -> Iterator[Check]:
     cuda = subject.env.get("CUDA_VERSION", "")
     version = subject.facts.driver_version
     evidence = f"{version or 'unknown'} (/proc/driver/nvidia/version)"
-    evidence += f", CUDA {cuda} (CUDA_VERSION)" if cuda else ", CUDA_VERSION is not set"
+    if cuda:
+        evidence += f", CUDA {cuda} (CUDA_VERSION)"
+    else:
+        evidence += ", CUDA_VERSION is not set"
     if version and cuda:
         yield Check("driver", "ok", evidence)
     else:
@@ -96,7 +105,7 @@ def driver(subject: Subject) -> Iterator[Check]:
 
 def cpus(subject: Subject) -> Iterator[Check]:
     """Check that there are enough processors to feed the GPUs."""
-    per_gpu = (subject.system.node.cpus_per_gpu if subject.system else None) or 1
+    per_gpu = subject.system.node.cpus_per_gpu or 1
     needed = per_gpu * subject.facts.gpus
     evidence = f"{subject.facts.cpus} allowed ({subject.facts.cpus_source})"
     if subject.facts.cpus >= needed:
@@ -122,7 +131,9 @@ def memlock(subject: Subject) -> Iterator[Check]:
         return
     fix = "docker: --ulimit memlock=-1. On a node: memlock in /etc/security/limits.conf. Slurm: "
     fix += "LimitMEMLOCK=infinity for slurmd, and PropagateResourceLimitsExcept=MEMLOCK"
-    verdict: Verdict = "fail" if limit.value is not None and limit.value < GIB else "warn"
+    verdict: Verdict = "warn"
+    if limit.value is not None and limit.value < GIB:
+        verdict = "fail"
     yield Check("memlock", verdict, f"{evidence}: RDMA fails in ibv_reg_mr or ibv_create_qp", fix)
 
 
@@ -134,7 +145,9 @@ def shm(subject: Subject) -> Iterator[Check]:
     elif size >= SHM_BYTES:
         yield Check(SHM, "ok", f"{size / GIB:.1f} GiB")
     else:
-        verdict: Verdict = "fail" if size <= DOCKER_SHM_BYTES and subject.facts.gpus > 1 else "warn"
+        verdict: Verdict = "warn"
+        if size <= DOCKER_SHM_BYTES and subject.facts.gpus > 1:
+            verdict = "fail"
         evidence = f"{size / MIB:.0f} MiB; NCCL fails with: failed to extend /dev/shm/nccl-..."
         fix = "docker: --shm-size=8g or --ipc=host; "
         fix += "Kubernetes: an emptyDir of medium Memory (RunAI: --large-shm)"
@@ -186,7 +199,8 @@ def limits(subject: Subject) -> Iterator[Check]:
 
 def processes(subject: Subject) -> Iterator[Check]:
     """Check that the user and the container may have enough processes and threads."""
-    limit, source = subject.facts.processes, subject.facts.processes_source
+    limit = subject.facts.processes
+    source = subject.facts.processes_source
     # Four for each core, for the reason at PROCESSES.
     least = max(PROCESSES, 4 * subject.facts.cpus)
     if limit == Limit():
@@ -207,7 +221,9 @@ def iommu(subject: Subject) -> Iterator[Check]:
 
     The verdict is unknown, because only a measurement shows whether it does.
     """
-    names = subject.reader.names("/sys/class/iommu") if subject.facts.gpus > 1 else ()
+    if subject.facts.gpus < 2:
+        return
+    names = subject.reader.names("/sys/class/iommu")
     if names:
         evidence = f"/sys/class/iommu: {', '.join(names)}; "
         evidence += "an IOMMU can slow down or hang traffic between GPUs"

@@ -17,13 +17,15 @@ from imgkit_entrypoints.system import HOST_LIBS
 def network(subject: Subject) -> Iterator[Check]:
     """Report the kind of network, and every blocker, known issue and warning of its plan."""
     plan = subject.plan
-    rate = f", {plan.line_rate_Gbps:g} Gbit/s" if plan.line_rate_Gbps else ""
     devices = ", ".join(plan.devices) or "no device"
-    yield Check("network", "ok", f"{plan.kind} over {devices}{rate} ({plan.reason})")
+    if plan.line_rate_Gbps:
+        devices += f", {plan.line_rate_Gbps:g} Gbit/s"
+    yield Check("network", "ok", f"{plan.kind} over {devices} ({plan.reason})")
     for blocker in plan.blockers:
         yield Check("network", subject.between, blocker.what, blocker.fix)
     for finding in (*plan.refusals, *plan.warnings):
-        yield Check(finding.check, "fail" if finding.is_failure else "warn", finding.what, finding.fix)
+        verdict: Verdict = "fail" if finding.is_failure else "warn"
+        yield Check(finding.check, verdict, finding.what, finding.fix)
 
 
 def net_plugin(subject: Subject) -> Iterator[Check]:
@@ -34,13 +36,14 @@ def net_plugin(subject: Subject) -> Iterator[Check]:
     fix = "put the folders of what it needs on LD_LIBRARY_PATH, or use a plug-in for this image's glibc"
     for path in plugin.plugin_files(subject.facts, value):
         # `load_fault` loads the plug-in in another process, because its constructors may do anything.
-        fault = health.load_fault(path) if subject.reader.live else ""
+        fault = ""
+        if subject.reader.live:
+            fault = health.load_fault(path)
+        evidence = f"{plugin.VARIABLE}={value}: {path}"
         if fault:
-            yield Check(
-                "plug-in", "fail", f"{plugin.VARIABLE}={value}: {path} cannot be opened: {fault}", fix
-            )
+            yield Check("plug-in", "fail", f"{evidence} cannot be opened: {fault}", fix)
         else:
-            yield Check("plug-in", "ok", f"{plugin.VARIABLE}={value}: {path}")
+            yield Check("plug-in", "ok", evidence)
 
 
 def bootstrap(subject: Subject) -> Iterator[Check]:
@@ -63,15 +66,19 @@ def rdma_ports(subject: Subject) -> Iterator[Check]:
 
     A port without a link is a fault only if no port can be used, or if `_dead_siblings` names it.
     """
-    by_name = {port.name: port for device in subject.facts.rdma for port in device.ports}
+    by_name = {}
+    for device in subject.facts.rdma:
+        by_name.update({port.name: port for port in device.ports})
     used = [port for name, port in by_name.items() if name in subject.plan.devices]
     if used:
         links = (f"{port.name} {port.link_layer} {port.rate}" for port in used)
         yield Check("rdma ports", "ok", ", ".join(links))
     dead = _dead_siblings(subject, used)
-    is_expected = subject.system is not None and subject.system.fabric.kind in ("infiniband", "roce")
+    is_expected = subject.system.fabric.kind in ("infiniband", "roce")
     for decision in subject.plan.decisions:
-        port = by_name.get(decision.value) if decision.variable == ports.HCA and not decision.used else None
+        if decision.variable != ports.HCA or decision.used:
+            continue
+        port = by_name.get(decision.value)
         if port is None or port.active:
             continue
         # State 1 is DOWN, so the port has no link.
@@ -88,19 +95,27 @@ def _dead_siblings(subject: Subject, used: list[Port]) -> set[str]:
     A card has failed if none of its ports has a link while most cards of this kind work. But the second port
     of a working card often has no cable on purpose. Nothing is missing if the recipe's number of NICs works.
     """
-    cards = {port.name: device.card for device in subject.facts.rdma for port in device.ports}
-    kinds, working = {port.link_layer for port in used}, {cards[port.name] for port in used}
-    dead = {
-        port.name: cards[port.name]
-        for device in subject.facts.rdma
-        for port in device.ports
-        if port.state.startswith("1:") and port.link_layer in kinds and cards[port.name] not in working
-    }
-    nics = subject.system.fabric.nics if subject.system else None
+    kinds = {port.link_layer for port in used}
+    used_names = {port.name for port in used}
+    working = set()
+    for device in subject.facts.rdma:
+        if any(port.name in used_names for port in device.ports):
+            working.add(device.card)
+    nics = subject.system.fabric.nics
     if nics is not None and len(used) >= nics:
         return set()
+    dead_ports: set[str] = set()
+    dead_cards: set[str] = set()
+    for device in subject.facts.rdma:
+        for port in device.ports:
+            is_down = port.state.startswith("1:")
+            if is_down and port.link_layer in kinds and device.card not in working:
+                dead_ports.add(port.name)
+                dead_cards.add(device.card)
     # Cards without a link count as failed only if they are fewer than those that work.
-    return set(dead) if len(set(dead.values())) < len(working) else set()
+    if len(dead_cards) >= len(working):
+        return set()
+    return dead_ports
 
 
 def verbs(subject: Subject) -> Iterator[Check]:
@@ -108,7 +123,8 @@ def verbs(subject: Subject) -> Iterator[Check]:
 
     Their failures are warnings of the plan, which `network` reports.
     """
-    facts, names = subject.facts, {name.partition(":")[0] for name in subject.plan.devices}
+    facts = subject.facts
+    names = {name.partition(":")[0] for name in subject.plan.devices}
     devices = [device for device in facts.rdma if device.name in names]
     if subject.plan.kind not in ("infiniband", "roce") or not devices:
         return
@@ -134,7 +150,8 @@ def roce_gid(subject: Subject) -> Iterator[Check]:
 
 def slingshot(subject: Subject) -> Iterator[Check]:
     """Check that Slingshot's devices can be opened, and that NCCL's plug-in and its libraries exist."""
-    facts, links = subject.facts, subject.plan.links
+    facts = subject.facts
+    links = subject.plan.links
     if subject.plan.kind != "slingshot":
         return
     closed = [device.name for device in facts.cxi if not device.opens]
@@ -167,18 +184,27 @@ def _host_libraries(subject: Subject) -> Iterator[Check]:
     links = subject.plan.links
     if not links or not subject.reader.live:
         return
-    folder, search_path = library_path.links_folder(links), subject.plan.env[library_path.VARIABLE]
+    folder = library_path.links_folder(links)
+    search_path = subject.plan.env[library_path.VARIABLE]
     try:
         files.make_links(Path(folder), links)
-        faults = [health.load_fault(f"{folder}/{name}", search_path) for name in links]
+        fault = _first_load_fault([f"{folder}/{name}" for name in links], search_path)
     except OSError as error:
-        faults = [str(error)]
-    faults = list(filter(None, faults))
-    if faults:
+        fault = str(error)
+    if fault:
         fix = f"to run without them: {HOST_LIBS}=none"
-        yield Check("host libraries", subject.between, faults[0], fix)
+        yield Check("host libraries", subject.between, fault, fix)
     else:
         yield Check("host libraries", "ok", f"{', '.join(links)} of the host can be loaded")
+
+
+def _first_load_fault(paths: list[str], search_path: str) -> str:
+    """Return why the dynamic linker cannot load the first of `paths` that it refuses, or an empty text."""
+    for path in paths:
+        fault = health.load_fault(path, search_path)
+        if fault:
+            return fault
+    return ""
 
 
 def gpudirect(subject: Subject) -> Iterator[Check]:

@@ -21,13 +21,13 @@ LIBC = (
 
 def scheduler(subject: Subject) -> Iterator[Check]:
     """Check that the scheduler's variables are visible. A container with --cleanenv hides them."""
-    name = subject.system.scheduler if subject.system else ""
-    problem = missing_launcher_clause(name, subject.env)
-    names = launcher_variables(subject.env)
+    problem = missing_launcher_clause(subject.system.scheduler, subject.env)
     if problem:
         fix = "in a job: start the container without --cleanenv and --containall; elsewhere this is expected"
         yield Check("scheduler", "warn", problem, fix)
-    elif names:
+        return
+    names = launcher_variables(subject.env)
+    if names:
         yield Check("scheduler", "ok", ", ".join(names))
 
 
@@ -52,22 +52,18 @@ def image_glibc(facts: HostFacts, reader: Reader) -> tuple[str, int]:
     """Return the path of the image's C library and its version: 34 for ``GLIBC_2.34``, 0 if unknown."""
     for template in LIBC:
         path = template.format(machine=facts.arch)
-        newest = newest_glibc(reader, path)
-        if newest:
-            return path, newest
+        version = newest_glibc(reader, path)
+        if version:
+            return path, version
     return "", 0
 
 
 def needed_glibc(facts: HostFacts, reader: Reader) -> dict[str, int]:
     """Return which glibc each library of the fabric needs: ``{"/usr/lib/libfabric.so.1.2": 34}``."""
     # NCCL is left out: it always belongs to the image, and has hundreds of megabytes.
-    needed = {}
-    for library in facts.libraries:
-        if library.name != "libnccl.so.2":
-            newest = newest_glibc(reader, library.target)
-            if newest:
-                needed[library.target] = newest
-    return needed
+    paths = [library.target for library in facts.libraries if library.name != "libnccl.so.2"]
+    versions = {path: newest_glibc(reader, path) for path in paths}
+    return {path: version for path, version in versions.items() if version}
 
 
 def newest_glibc(reader: Reader, path: str) -> int:
@@ -80,7 +76,7 @@ def variables(subject: Subject) -> Iterator[Check]:
     """Check that variables that name a file name one that exists, and that NCCL or Gloo knows each name."""
     settings = {item.name: item.value for item in subject.facts.nccl_settings}
     # The user's environment counts before an nccl.conf file, and that before the recipe.
-    env = {**(subject.system.env if subject.system else {}), **settings, **subject.env}
+    env = {**subject.system.env, **settings, **subject.env}
     for text, fix in absent_files(subject.reader, env):
         yield Check("variables", "warn", text, fix)
     for name in lint.unknown_names(env):
@@ -122,4 +118,6 @@ def _parent(reader: Reader, number: str) -> str:
     """Return the id of a process' parent as a text, or an empty text if it is unknown."""
     status = reader.text(f"/proc/{number}/status") or ""
     match = re.search(r"^PPid:\s*([0-9]{1,9})$", status, re.MULTILINE)
-    return match[1] if match else ""
+    if match is None:
+        return ""
+    return match[1]

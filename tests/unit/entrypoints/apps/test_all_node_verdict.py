@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from imgkit_entrypoints.apps.doctor import Answer, failed, judge, table, verdict_line
+from imgkit_entrypoints.apps.doctor import Answer, failed_hosts, judge, table, verdict_line
 from imgkit_entrypoints.doctor.checks import Check
 
 HOSTS = ("as01", "as01", "as02", "as02", "as03", "as03")
@@ -121,6 +121,6 @@ def test_containers_that_share_memory_are_fine() -> None:
 def test_strict_run_fails_by_a_warning() -> None:
     warned = (Check(name="gpus", verdict="warn", evidence="3 visible", fix="ask for 4"),)
     nodes = judge(HOSTS, make_answers(r2={"checks": warned}), 60)
-    assert failed(nodes, strict=False) == []
-    assert failed(nodes, strict=True) == ["as02"]
+    assert failed_hosts(nodes, strict=False) == []
+    assert failed_hosts(nodes, strict=True) == ["as02"]
     assert verdict_line(nodes, 6, strict=True).startswith("FAILED on as02 (3 nodes, 6 ranks): --strict")

@@ -31,8 +31,9 @@ sys.meta_path.insert(0, Finder())
 from imgkit_entrypoints.apps import torchrun
 
 argv = (sys.executable, "-I", "-u", "-m", sys.argv[1], *sys.argv[2:])
-importlib.import_module(torchrun._own_module(argv))  # as main_of_forks does for all workers
-torchrun._run_program(argv)
+module = torchrun._own_module(argv)
+importlib.import_module(module)  # as main_of_forks does for all workers
+torchrun._run_own_module(module, argv)
 """
 
 
