@@ -159,7 +159,8 @@ def open_archive(
     if path.is_dir() or compressed.detect_compression(path) == "none":
         yield open_image(path)
         return
-    plain, where = folder / "spool.tar", str(path)
+    plain = folder / "spool.tar"
+    where = str(path)
     allowance = Allowance(path.stat().st_size, where, unpack_limit_bytes)
     with contextlib.closing(compressed.read_plain(path, allowance=allowance)) as chunks:
         digests = spool_archive(chunks, plain, where=where, advance=advance)

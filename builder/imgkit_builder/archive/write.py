@@ -75,7 +75,8 @@ def save_archive(
     report = report or Silent()
     check_target(target, compress=compress, expected_bytes=expected_bytes)
     remove_leftovers(target)
-    digest, size_bytes = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    size_bytes = 0
     # Progress counts plain bytes, whose total is known; what is written is smaller.
     reported = _report_progress(chunks, target=target, expected_bytes=expected_bytes, report=report)
     try:
@@ -116,7 +117,8 @@ def check_target(target: Path, *, compress: Compress, expected_bytes: int | None
         raise UsageError("the folder is not writable", where=str(target.parent), hint="-o ELSEWHERE.tar")
     if compress == "zstd" and shutil.which("zstd") is None:
         raise ToolMissing("the program 'zstd' is not on PATH", hint=ZSTD_HINT)
-    needed_bytes, hint = expected_bytes or 0, "choose another path with -o"
+    needed_bytes = expected_bytes or 0
+    hint = "choose another path with -o"
     if compress == "none":
         hint += ", or --compression zstd"
     else:
@@ -152,8 +154,11 @@ def _report_progress(
         if not done_bytes:
             report.stage(f"save {target.name}")
         done_bytes += len(chunk)
-        # A tar is a little larger than its layers: never report more than 100 %.
-        report.advance(done_bytes, max(expected_bytes, done_bytes) if expected_bytes else None)
+        total = None
+        if expected_bytes:
+            # A tar is a little larger than its layers: never report more than 100 %.
+            total = max(expected_bytes, done_bytes)
+        report.advance(done_bytes, total)
         yield chunk
 
 
