@@ -124,11 +124,14 @@ def pack_context(
     """
     wheel_data = wheel.make_wheel()
     env = recipe.image.env.items()
+    manifest_base = base
+    if recipe.lock:
+        manifest_base = _locked_base(base, recipe.lock.base)
     manifest = Manifest(
         imgkit=__version__,
         recipe=recipe.name,
         recipe_sha256=recipe.sha256,
-        base=_locked_base(base, recipe.lock.base) if recipe.lock else base,
+        base=manifest_base,
         platform=platform,
         wheel_sha256=hashlib.sha256(wheel_data).hexdigest(),
         revision=revision,
@@ -146,6 +149,7 @@ def pack_context(
     ]
     code = _collect_recipe_code(recipe)
     if not large:
+        # Sizes are known by now, and nothing has been read yet.
         _refuse_large(code)
     is_locked = recipe.lock is not None
     return seal_context(own_files, dockerfile, manifest, code=code, is_locked=is_locked, report=report)
@@ -166,15 +170,17 @@ def seal_context(
         members.empty_folder("imgkit"),
         *own_files,
     ]
-    contents += [
-        members.empty_folder(name) for name in {posixpath.dirname(part.member) for part in code.parts}
-    ]
+    # "copy" and "project", above the folder of each step
+    folders = {posixpath.dirname(part.member) for part in code.parts}
+    contents += [members.empty_folder(folder) for folder in folders]
     for part in code.parts.values():
         contents += part
     # By bytes: the order of text depends on how a name outside UTF-8 was decoded.
     contents.sort(key=lambda member: os.fsencode(member.name))
     # Two digests in one pass: the code may have gigabytes.
-    digest, files_digest, size_bytes = hashlib.sha256(), hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    files_digest = hashlib.sha256()
+    size_bytes = 0
     total_bytes = sum(member.size_bytes for member in contents)
 
     def chunks() -> Iterator[bytes]:
@@ -218,7 +224,10 @@ def input_sha256(recipe: Recipe, context: BuildContext, base: str) -> str:
 
 def _locked_base(base: BaseImage, lock: LockedBase) -> BaseImage:
     """Return `base` with the digest of the lock: some engines invent one for an image of no registry."""
-    return dataclasses.replace(base, digest=lock.exact if lock.digest else "", id=lock.id or base.id)
+    digest = ""
+    if lock.digest:
+        digest = lock.exact
+    return dataclasses.replace(base, digest=digest, id=lock.id or base.id)
 
 
 def check_code(recipe: Recipe) -> None:
@@ -235,7 +244,8 @@ def check_code(recipe: Recipe) -> None:
 
 def _report_progress(chunks: Iterator[bytes], report: Reporter, total_bytes: int) -> Iterator[bytes]:
     """Yield `chunks`, and report their bytes once a mebibyte: a tar of small files has many chunks."""
-    sent_bytes = reported_bytes = 0
+    sent_bytes = 0
+    reported_bytes = 0
     for chunk in chunks:
         sent_bytes += len(chunk)
         if sent_bytes - reported_bytes >= files.CHUNK_BYTES or chunk is members.END:

@@ -104,7 +104,8 @@ def _list_members(
     walk = sources.walk_source(code.source, code.ignore, hidden=hidden, left_out=left_out, secret=secret)
     with explain_read_errors(code.source):
         for item in walk:
-            path, name = Path(item.entry.path), f"{code.member}/{item.name}"
+            path = Path(item.entry.path)
+            name = f"{code.member}/{item.name}"
             if item.entry.is_dir(follow_symlinks=False):
                 yield empty_folder(name)
             elif item.entry.is_symlink():
@@ -185,8 +186,8 @@ def unpack_members(stream: BinaryIO, folder: Path) -> dict[str, str]:
             if member.issym():
                 links[member.name] = member.linkname
                 continue
-            content = archive.extractfile(member) if member.isfile() else None
-            if content is None:
+            content = archive.extractfile(member)
+            if content is None:  # a folder
                 path.mkdir(parents=True, exist_ok=True)
                 continue
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -198,8 +199,11 @@ def unpack_members(stream: BinaryIO, folder: Path) -> dict[str, str]:
 
 def _header(member: TarMember) -> bytes:
     info = tarfile.TarInfo(member.name)
-    info.type, info.mode, info.linkname = member.kind, member.mode, member.link
-    info.size, info.mtime = member.size_bytes, files.MTIME_S
+    info.type = member.kind
+    info.mode = member.mode
+    info.linkname = member.link
+    info.size = member.size_bytes
+    info.mtime = files.MTIME_S
     # GNU's format, not pax: it keeps names outside UTF-8 unchanged and allows any size.
     return info.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
 
@@ -219,8 +223,9 @@ def _read_content(member: TarMember) -> Iterator[bytes]:
                 break
             yield chunk
     if remaining:
+        change = "grew" if remaining < 0 else "shrank"
         raise UsageError(
-            f"{member.source} {'grew' if remaining < 0 else 'shrank'} while it was read",
+            f"{member.source} {change} while it was read",
             hint=f"build again when no program writes to it, or {_ignore_hint(member.source)}",
         )
 
