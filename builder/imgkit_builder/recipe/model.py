@@ -56,8 +56,10 @@ def _expand_platforms(value: Any) -> Any:
 
     A wrong name stays as it is, for the message that quotes it.
     """
-    names = value if isinstance(value, list | tuple) else [value]
-    return [f"linux/{name}" if f"linux/{name}" in rules.PLATFORMS else name for name in names]
+    if not isinstance(value, list | tuple):
+        value = [value]
+    platforms = {name.removeprefix("linux/"): name for name in rules.PLATFORMS}
+    return [platforms.get(str(name), name) for name in value]
 
 
 _CONSTRAINTS_HINT = "allowed: keep, ignore, {drop: [NAME, ...]}"
@@ -219,7 +221,9 @@ class RunCommand:
     @property
     def short(self) -> str | None:
         """Return the text that a recipe can write for this command. None if it has other keys, too."""
-        return self.command if self == RunCommand(command=self.command) else None
+        if self != RunCommand(command=self.command):
+            return None
+        return self.command
 
 
 Command = Annotated[
