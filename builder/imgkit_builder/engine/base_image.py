@@ -112,7 +112,9 @@ def choose_platform(recipe: Recipe, *, requested: str | None, host: str) -> str:
     """
     platforms = recipe.image.platforms
     if requested is None:
-        return host if host in platforms else platforms[0]
+        if host in platforms:
+            return host
+        return platforms[0]
     platform = full_platform(requested)
     if platform not in platforms:
         raise UsageError(
@@ -132,8 +134,10 @@ def _other_platform_error(
     """
     hints = [f"choose a {target} base: --base NAME"]
     if not name.startswith(STANDIN_HOST):
-        pull = f"docker pull --platform {target} {name}"
-        hints.insert(0, pull if can_choose_platform(engine) else ONE_PLATFORM_HINT)
+        pull = ONE_PLATFORM_HINT
+        if can_choose_platform(engine):
+            pull = f"docker pull --platform {target} {name}"
+        hints.insert(0, pull)
     if image.platform in recipe.image.platforms:
         hints.append(f"build for its platform: --platform {image.platform}")
     return UsageError(
@@ -174,10 +178,13 @@ def probe(engine: Engine, base: BaseImage) -> Probe:
     try:
         data = json_text.parse(files.read_own(path))
         if data.pop("schema") == SCHEMA:
-            return Probe(**{**data, "pip_conflicts": tuple(data["pip_conflicts"])})
+            data["pip_conflicts"] = tuple(data["pip_conflicts"])
+            return Probe(**data)
     except (OSError, ValueError, KeyError, TypeError):
         pass  # no earlier run, or a damaged file
-    name = base.name if engine.names_manifests else base.id or base.name
+    name = base.name
+    if base.id and not engine.names_manifests:
+        name = base.id  # a tag may move meanwhile
     finished = containers.run(engine, name, inside.probe_argv(), platform=base.platform)
     versions = inside.parse_probe(finished.output)
     if versions is None:
@@ -199,5 +206,5 @@ def _probe_failure(engine: Engine, base: BaseImage, returncode: int, output: str
         return "the base has no python3"
     if "exec format error" in output.lower():
         return f"the base is {base.platform}, but the engine runs {engine.platform} and has no emulator"
-    lines = output.strip().splitlines()
-    return f"python3 failed with exit code {returncode}: {lines[-1] if lines else 'no output'}"
+    *_, last_line = ["no output", *output.strip().splitlines()]
+    return f"python3 failed with exit code {returncode}: {last_line}"

@@ -31,9 +31,8 @@ from imgkit_entrypoints.terminal import strip_styles
 _TAIL_BYTES = 4096
 _TAR_END = bytes(1024)
 _MAX_FILE_BYTES = 4 << 20
-_PUSHED = re.compile(
-    r".*: digest: (sha256:[0-9a-f]{64}) size: \d+"
-)  # "latest: digest: sha256:... size: 1234"
+# "latest: digest: sha256:... size: 1234"
+_PUSHED = re.compile(r".*: digest: (sha256:[0-9a-f]{64}) size: \d+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,5 +283,6 @@ def add_tag(engine: Engine, image: str, ref: str) -> None:
 def _split(ref: str) -> tuple[str, str]:
     """Return the repository and the tag of `ref`."""
     name = repository(ref)
+    tag = ref[len(name) + 1 :]  # behind the colon
     # If no tag is given, the SDK pushes every tag of the repository.
-    return name, ref[len(name) + 1 :] or "latest"
+    return name, tag or "latest"

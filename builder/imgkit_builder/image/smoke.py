@@ -38,7 +38,7 @@ def check_image(run: Runner, *, arch: str, manifest: Manifest | None) -> tuple[C
     finished = run(inside.probe_argv(MANIFEST_JSON, str(system.SYSTEM_JSON)))
     report = inside.parse_probe(finished.output)
     if report is None:
-        problem = _last_line(finished.output) or f"exit code {finished.returncode}"
+        problem = _last_line(finished.output, f"exit code {finished.returncode}")
         hint = "the architecture differs, or the image has no Python: imgkit show IMAGE, imgkit doctor"
         return (_make_check("python", problem=f"python3 does not run: {problem}", hint=hint),)
     baked, manifest_check = _check_manifest(report, manifest)
@@ -58,8 +58,8 @@ def check_image(run: Runner, *, arch: str, manifest: Manifest | None) -> tuple[C
     )
 
 
-def _last_line(text: str) -> str:
-    return text.strip().rpartition("\n")[2]
+def _last_line(text: str, default: str) -> str:
+    return [default, *text.strip().splitlines()][-1]
 
 
 def has_passed(image_id: str) -> bool:
@@ -199,7 +199,7 @@ def _check_dist_env(finished: Finished) -> Check:
             raise ValueError(finished.tail() or f"exit code {finished.returncode}")
         json_text.first_object(finished.output)
     except ValueError as error:
-        problem = _last_line(str(error)) or "no output"
+        problem = _last_line(str(error), "no output")
         hint = f"the entry points are broken in this image; {_REBUILD_HINT}"
         return _make_check("dist-env", problem=f"dist-env --json: {problem}", hint=hint)
     return _make_check("dist-env", "dist-env --json answers")
