@@ -42,7 +42,7 @@ _MOST_HOPS = 255
 _MOST_NAME_BYTES = 255
 # Linux allows no longer path, the final zero aside.
 _MOST_PATH_BYTES = 4095
-_LEAVES = (REGULAR, SYMLINK, CHARACTER, BLOCK, FIFO)
+_KINDS = (REGULAR, HARD_LINK, SYMLINK, CHARACTER, BLOCK, DIRECTORY, FIFO)
 _LAYER_SHIFT = 40
 """A member has one number: its layer above these bits, and its position in the layer below.
 
@@ -308,7 +308,7 @@ class LayerTree:
                 _, folder = folders[-1]
                 self._apply_whiteout(folder, name)
             return
-        if member.kind not in (*_LEAVES, DIRECTORY, HARD_LINK):
+        if member.kind not in _KINDS:
             raise self._error(member, f"its type {member.kind!r} is not file, folder, link, device or FIFO")
         # Before the target of a hard link is looked up: its folder may take the place of that target, as in
         # "a", then "a/a" as a link to "a".

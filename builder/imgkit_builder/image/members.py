@@ -155,7 +155,7 @@ def _ignore_hint(path: Path) -> str:
     return f"add {path.name!r} to this copy's `ignore`"
 
 
-def tar_chunks(members: list[TarMember] | tuple[TarMember, ...]) -> Iterator[bytes]:
+def tar_chunks(members: Iterable[TarMember]) -> Iterator[bytes]:
     """Yield the archive in chunks. The last chunk is the object `END`."""
     for member in members:
         yield from member_chunks(member)

@@ -163,13 +163,15 @@ def _environment(config: ImageConfig) -> str:
             continue
         assignment = f"{name}={_quote(value or '')}"
         # The user's PATH has folders of the host.
-        lines.append(assignment if name == "PATH" else f'[ -n "${{{name}:-}}" ] || {assignment}')
-        lines.append(f"export {name}")
+        if name != "PATH":
+            assignment = f'[ -n "${{{name}:-}}" ] || {assignment}'
+        lines += [assignment, f"export {name}"]
     return "\n".join((*lines, ""))
 
 
 def _runscript(config: ImageConfig) -> str:
-    cmd, entrypoint = _quote_argv(config.cmd), _quote_argv(config.entrypoint)
+    cmd = _quote_argv(config.cmd)
+    entrypoint = _quote_argv(config.entrypoint)
     return _RUNSCRIPT.format(
         cmd=cmd, entrypoint=entrypoint, evaluated_cmd=_quote(cmd), evaluated_entrypoint=_quote(entrypoint)
     )
