@@ -99,7 +99,7 @@ def compression_of(start: bytes) -> Compress:
     return "none"
 
 
-def read_plain(path: Path, *, allowance: Allowance | None = None) -> Generator[bytes, None, None]:
+def read_plain(path: Path, *, allowance: Allowance) -> Generator[bytes, None, None]:
     """Yield the plain bytes of `path`, at most 1 MiB at a time.
 
     Raises
@@ -285,6 +285,7 @@ def _inflate_members(pieces: list[bytes]) -> list[bytes | None]:
     for piece in pieces:
         inflate = zlib.decompressobj(wbits=31)
         members.append(None)
+        # What is beyond the budget is left to `Gunzip`, which unpacks in small pieces.
         if budget <= 0:
             continue
         with contextlib.suppress(zlib.error):

@@ -76,6 +76,7 @@ def scan_layers(
     # Without `with`: at an error, nobody waits for layers that have not begun.
     pool = ThreadPoolExecutor(threads)
     try:
+        # All begin before the first header is read, so that the threads have work meanwhile.
         for layer in image.layers:
             if layer.compress == "none":
                 if layer.region not in hashing:
@@ -101,6 +102,7 @@ def scan_layers(
         _compare_digests(image, hashing, len(layers))
     finally:
         if spool:
+            # Before the pool waits: after an error, nobody needs what its threads still unpack.
             spool.stop()
         pool.shutdown(cancel_futures=True)
     return dataclasses.replace(image, layers=tuple(layers))

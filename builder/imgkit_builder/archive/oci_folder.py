@@ -69,6 +69,7 @@ def write_layout(
         "config": _write_blob(blobs, config.raw, _CONFIG_TYPE),
         "layers": layers,
     }
+    # A runtime begins with index.json, and finds everything else by its digest.
     descriptor = _write_blob(blobs, json.dumps(manifest).encode(), _MANIFEST_TYPE)
     index = {"schemaVersion": 2, "manifests": [descriptor]}
     (folder / "index.json").write_text(json.dumps(index), encoding="utf-8")

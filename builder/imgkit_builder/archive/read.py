@@ -45,7 +45,7 @@ MAX_MEMBERS = 20_000
 # How many links may follow each other. Tools write one.
 _MAX_LINKS = 8
 # How many indexes may lie within each other. Tools write two.
-_MAX_INDEX_DEPTH = 4
+MAX_INDEX_DEPTH = 4
 COPY_AGAIN_HINT = "copy the archive again and compare its .sha256 (imgkit verify), or save it again"
 _SAVE_HINT = "write one with: imgkit save RECIPE|IMAGE, or: docker save -o FILE.tar REPOSITORY:TAG"
 
@@ -213,7 +213,7 @@ class _Selector(Generic[File]):
         name = "index.json"
         tags: tuple[str, ...] = ()
         document = self._read_json(name)
-        for _ in range(_MAX_INDEX_DEPTH + 1):
+        for _ in range(MAX_INDEX_DEPTH + 1):
             entry = self._select_entry(name, document)
             # The innermost index that names a tag counts.
             tags = _to_texts([_tag(entry)]) or tags
@@ -224,7 +224,7 @@ class _Selector(Generic[File]):
                     config = self._blob_name(document["config"], name)
                     layers = [self._blob_name(layer, name) for layer in document["layers"]]
                     return self._make_image(config, layers, tags, named_by=name)
-        raise self._error(f"index.json nests indexes more than {_MAX_INDEX_DEPTH} deep")
+        raise self._error(f"index.json nests indexes more than {MAX_INDEX_DEPTH} deep")
 
     def _select_entry(self, name: str, index: Any) -> Any:
         """Return the only image or index in the `index`, which the file `name` holds."""
@@ -422,7 +422,7 @@ def digest_archive(
             if not image.config.os:
                 raise CheckFailed("its image configuration names no operating system", where=where)
         except (CheckFailed, ToolFailed, UsageError) as error:
-            image = None
+            image = None  # it is set where only its configuration is at fault
             problem = error.what
             if error.where not in (None, where):
                 problem = f"{error.where}: {problem}"

@@ -88,6 +88,7 @@ def replace_around(sidecar: Sidecar, archive: Path) -> Iterator[None]:
     files.remove_file(sha256_path(archive))
     files.write_file(json_path(archive), to_json(sidecar))
     yield
+    # Last: from now on the archive counts as complete.
     files.write_file(sha256_path(archive), f"{sidecar.archive.sha256}  {sidecar.archive.name}\n")
 
 

@@ -99,12 +99,12 @@ class TarStream:
         *,
         name: str,
         jump: Callable[[int], object] | None = None,
-        limits: TarLimits | None = None,
+        limits: TarLimits = TarLimits(),
     ) -> None:
         self._chunks = chunks
         self._name = name
         self._jump = jump
-        self._limits = limits or TarLimits()
+        self._limits = limits
         self._pending = memoryview(b"")
         self._member: Member | None = None
         self._unread = 0
@@ -128,8 +128,9 @@ class TarStream:
             if number > self._limits.entries:
                 raise self._limit_error(f"it has more than {self._limits.entries} entries")
             if hole_bytes > self._limits.hole_bytes:
-                gigabytes = f"{self._limits.hole_bytes / 1e9:g} GB"
-                raise self._limit_error(f"its sparse files have more than {gigabytes}")
+                raise self._limit_error(
+                    f"its sparse files have more than {self._limits.hole_bytes / 1e9:g} GB"
+                )
             self._member = member
             self._unread = member.size_bytes
             self._padding = -member.size_bytes % BLOCK_BYTES
@@ -384,15 +385,15 @@ class FileChunks:
         return CheckFailed(f"cannot be read: {error.strerror}", where=str(self._path))
 
 
-def read_headers(path: Path, *, limits: TarLimits | None = None) -> Iterator[Member]:
+def read_headers(path: Path) -> Iterator[Member]:
     """Yield the members of the plain tar `path`, without reading their content.
 
     Raises
     ------
-    CheckFailed : not a tar, damaged, cut short, or beyond `limits`.
+    CheckFailed : not a tar, damaged, cut short, or beyond `TarLimits`.
     """
     with contextlib.closing(FileChunks(path, most=_READ_BYTES)) as chunks:
-        yield from TarStream(chunks, name=str(path), jump=chunks.skip, limits=limits)
+        yield from TarStream(chunks, name=str(path), jump=chunks.skip)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,9 +66,9 @@ def header(
 
 
 def ustar_header(
-    *, name: bytes, kind: bytes, mode: int = 0o644, size_bytes: int = 0, mtime_s: int = 0, link: bytes = b""
+    *, name: bytes, kind: bytes, mode: int = 0o644, size_bytes: int = 0, link: bytes = b""
 ) -> bytes:
-    """Return a plain header owned by root. `name` and `link` have at most 100 bytes.
+    """Return a plain header owned by root, of 1970. `name` and `link` have at most 100 bytes.
 
     Raises
     ------
@@ -76,7 +76,7 @@ def ustar_header(
     """
     if len(name) > _NAME_BYTES or len(link) > _NAME_BYTES:
         raise ValueError(f"too long for a plain tar header: {name!r} {link!r}")
-    fields = b"%07o\0%07o\0%07o\0%011o\0%011o\0" % (mode, 0, 0, size_bytes, mtime_s)
+    fields = b"%07o\0%07o\0%07o\0%011o\0%011o\0" % (mode, 0, 0, size_bytes, 0)
     return _block(name, fields, kind, link, b"ustar\x0000", b"")
 
 

@@ -22,7 +22,7 @@ from imgkit_builder.archive import sidecar
 from imgkit_builder.archive.compressed import Compress
 from imgkit_builder.archive.sidecar import Sidecar
 from imgkit_builder.base import files, process
-from imgkit_builder.base.progress import Reporter, Silent
+from imgkit_builder.base.progress import SILENT, Reporter
 from imgkit_builder.base.sizes import size_text
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
 
@@ -54,7 +54,7 @@ def save_archive(
     target: Path,
     compress: Compress = "none",
     expected_bytes: int | None = None,
-    report: Reporter | None = None,
+    report: Reporter = SILENT,
     describe: Callable[[SavedFile], Sidecar] | None = None,
 ) -> SavedFile:
     """Write a tar stream to `target`, and return its digest. The file is complete, or it is absent.
@@ -72,7 +72,6 @@ def save_archive(
     ToolMissing : `compress` is ``zstd``, which is not on PATH.
     ToolFailed : no space left on the way, or ``zstd`` failed; nothing is left.
     """
-    report = report or Silent()
     check_target(target, compress=compress, expected_bytes=expected_bytes)
     remove_leftovers(target)
     digest = hashlib.sha256()

@@ -10,7 +10,7 @@ import json
 from typing import TYPE_CHECKING
 
 from imgkit_builder.base import files
-from imgkit_builder.base.progress import Reporter, Silent
+from imgkit_builder.base.progress import SILENT, Reporter
 from imgkit_builder.engine import containers
 from imgkit_builder.engine.connection import Engine
 from imgkit_builder.engine.errors import ONE_PLATFORM_HINT
@@ -36,7 +36,7 @@ def resolve_base(
     override: str | None = None,
     platform: str | None = None,
     pull: bool = False,
-    report: Reporter | None = None,
+    report: Reporter = SILENT,
 ) -> BaseImage:
     """Find the base image, pull it if need be, and check its architecture.
 
@@ -53,7 +53,6 @@ def resolve_base(
     ToolMissing : the base is for another architecture, and the engine has no emulator for it.
     ToolFailed : the registry cannot be reached.
     """
-    report = report or Silent()
     name = override or recipe.image.base
     where = recipe.where("image", "base")
     check_name(name, where="--base" if override else where)

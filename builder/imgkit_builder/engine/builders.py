@@ -42,6 +42,9 @@ class Choice:
     """Whether buildx builds instead where the engine refuses the classic builder."""
 
 
+CLASSIC = Choice(name="classic")
+
+
 def choose(facts: EngineFacts, requested: Builder = "auto", *, secrets_at: str = "") -> Choice:
     """Return the builder that `requested` names, else podman for Podman and the classic one for Docker.
 
@@ -72,7 +75,7 @@ def choose(facts: EngineFacts, requested: Builder = "auto", *, secrets_at: str =
 
 def _choose_without_secrets(facts: EngineFacts, requested: Builder) -> Choice:
     if requested == "classic":
-        return Choice(name="classic")
+        return CLASSIC
     if requested == "buildx":
         if facts.is_podman:
             raise UsageError(

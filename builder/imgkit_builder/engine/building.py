@@ -25,7 +25,7 @@ from imgkit_builder.base import files
 from imgkit_builder.base.process import pump_pipes
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.engine import containers
-from imgkit_builder.engine.builders import PODMAN, Choice, choose_fallback, local_podman_env
+from imgkit_builder.engine.builders import CLASSIC, PODMAN, Choice, choose_fallback, local_podman_env
 from imgkit_builder.engine.connection import Engine
 from imgkit_builder.engine.errors import connection_lost_error, translate_errors
 from imgkit_builder.engine.following import DOCKERFILE, BuildFollower, BuildKitFollower
@@ -69,7 +69,7 @@ def build(
     *,
     tag: str,
     report: Reporter,
-    builder: Choice | None = None,
+    builder: Choice = CLASSIC,
     no_cache: bool = False,
     hide: Callable[[str], str] = secret_patterns.mask_secrets,
     accept: Callable[[ImageInfo], None] | None = None,
@@ -98,7 +98,6 @@ def build(
     dockerfile = context.dockerfile.rstrip("\n") + "\n" + _label_instruction(labels)
     files.write_file(folder / "Dockerfile", hide(dockerfile))
     log = folder / "build.log"
-    builder = builder or Choice(name="classic")
     if builder.note:
         report.note(builder.note)
     platform = context.manifest.platform

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 ANSWER_TIMEOUT_S = 120
 """Limit for short requests: an engine that writes a layer to a slow disk answers late, a dead one never."""
+FACTS_TIMEOUT_S = 10.0
+"""Limit for `query_facts`, at whose answer a person waits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,12 +274,12 @@ def _has_containerd_store(info: Mapping[str, Any]) -> bool:
     return str(status.get("driver-type") or "").startswith("io.containerd.snapshotter")
 
 
-def query_facts(engine: Endpoint | None = None, *, timeout_s: float = 10.0) -> EngineFacts:
+def query_facts(engine: Endpoint | None = None) -> EngineFacts:
     """Ask `engine` (default: the one that every verb uses) about itself.
 
     Raises
     ------
     ToolMissing, ToolFailed, UsageError : as `connect`.
     """
-    with connect(engine, timeout_s=timeout_s) as connected:
+    with connect(engine, timeout_s=FACTS_TIMEOUT_S) as connected:
         return connected.facts()

@@ -162,7 +162,7 @@ Event = dict[str, Any]
 """One decoded JSON event; never leaves this package."""
 
 
-def refuse_error_events(events: Iterable[Event], *, doing: str, name: str = "") -> Iterator[Event]:
+def refuse_error_events(events: Iterable[Event], *, doing: str, name: str) -> Iterator[Event]:
     """Yield `events`, and raise those that report an error. The SDK yields them like any other.
 
     Raises

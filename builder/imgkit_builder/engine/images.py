@@ -290,8 +290,6 @@ _OTHER_STORES = (f"/var/lib/containerd/{_CONTENT}", f"/var/lib/desktop-container
 """The stores of a containerd that the engine did not start: the system's, and Docker Desktop's."""
 _CONTENT_INSIDE = "/imgkit-content"
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
-# How many indexes may lie within each other. Tools write two.
-_MAX_INDEX_DEPTH = 4
 
 
 def _image_id(engine: Engine, ref: str, platform: str) -> str:
@@ -371,7 +369,7 @@ def _read_id_in_archive(engine: Engine, ref: str, platform: str) -> str | None:
 
 def _find_config(digest: str, platform: str, read_blob: Callable[[str], bytes | None]) -> str | None:
     """Return the configuration that the manifest or index `digest` names. None if a blob is missing."""
-    for _ in range(_MAX_INDEX_DEPTH + 1):
+    for _ in range(read.MAX_INDEX_DEPTH + 1):
         raw = read_blob(digest)
         # A digest that does not match is a blob that somebody has changed, or half of one.
         if raw is None or f"sha256:{hashlib.sha256(raw).hexdigest()}" != digest:

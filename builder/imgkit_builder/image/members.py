@@ -74,7 +74,7 @@ class PackedCode:
         return size_bytes
 
 
-def collect_code(codes: Iterable[Code], hidden: Collection[Path] = ()) -> PackedCode:
+def collect_code(codes: Iterable[Code], hidden: Collection[Path]) -> PackedCode:
     """Return the members of all `codes`, without the `hidden` files. No content is read yet.
 
     Raises
@@ -230,14 +230,14 @@ def _read_content(member: TarMember) -> Iterator[bytes]:
         )
 
 
-def find_text(members: Iterable[TarMember], needles: Collection[bytes]) -> Iterator[str]:
-    """Yield the names of members whose content holds one of `needles`."""
+def find_text(members: Iterable[TarMember], needles: Collection[bytes]) -> str | None:
+    """Return the name of the first member whose content holds one of `needles`, or None."""
     longest = max(len(needle) for needle in needles)
     for member in members:
         end = b""  # of the previous chunk: a needle may lie across the border
         for chunk in _read_content(member):
             window = end + chunk
             if any(needle in window for needle in needles):
-                yield member.name
-                break
+                return member.name
             end = window[-longest:]
+    return None

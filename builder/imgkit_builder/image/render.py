@@ -88,8 +88,8 @@ def render_build_definition(
     recipe: Recipe,
     additions: Additions,
     *,
-    base: str | None = None,
-    platform: str | None = None,
+    base: str | None,
+    platform: str | None,
     bootstrap: str = "docker",
     source: str = "",
 ) -> str:
@@ -293,9 +293,7 @@ TRUST = dict.fromkeys(("CURL_CA_BUNDLE", "PIP_CERT", "REQUESTS_CA_BUNDLE", "SSL_
 """Variables of programs that come with authorities of their own: pip, requests, and what conda installs."""
 
 
-def build_layers(
-    recipe: Recipe, *, base: str | None = None, platform: str | None = None, base_user: str = ""
-) -> Layers:
+def build_layers(recipe: Recipe, *, base: str | None, platform: str | None, base_user: str = "") -> Layers:
     """Return the layers of `recipe` on `base` (default: the recipe's), whose user is `base_user`.
 
     Only shell commands are quoted.

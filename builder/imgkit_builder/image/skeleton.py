@@ -117,7 +117,9 @@ def select_skeleton(code: Code, members: Iterable[TarMember]) -> tuple[TarMember
         elif project.is_module(name):
             contents[name] = memory_file(member.name, _STUB)
     # A needed file can be in a folder that holds nothing else of the skeleton.
-    folders = {parent for name in contents for parent in _parents(name)}
+    folders: set[str] = set()
+    for name in contents:
+        folders.update(_parents(name))
     skeleton = []
     for name, member in names.items():
         if name in contents or name in folders:
@@ -152,7 +154,9 @@ class _Project:
         references = {posixpath.normpath(text) for text in texts if text}
         name = canonical_name(str(_project_table(content).get("name", ""))).replace("-", "_")
         python_names = [path for path in names if path.endswith(".py")]
-        python_folders = frozenset(parent for path in python_names for parent in _parents(path))
+        python_folders: set[str] = set()
+        for path in python_names:
+            python_folders.update(_parents(path))
         modules = {name, *references}
         backend = _table(content, "build-system").get("build-backend", _SETUPTOOLS)
         if backend in _SETUPTOOLS_BACKENDS and not python_folders - {"."}:
@@ -163,7 +167,7 @@ class _Project:
             license_patterns=tuple(_license_patterns(content)),
             version_modules=tuple(_version_modules(content, setup_cfg, name)),
             modules=frozenset(modules - {"setup", "conftest"}),
-            python_folders=python_folders,
+            python_folders=frozenset(python_folders),
             packages=frozenset(posixpath.dirname(path) for path in python_names if _is_init(path)),
         )
 

@@ -43,8 +43,8 @@ def check_image(run: Runner, *, arch: str, manifest: Manifest | None) -> tuple[C
         return (_make_check("python", problem=f"python3 does not run: {problem}", hint=hint),)
     baked, manifest_check = _check_manifest(report, manifest)
     provenance = manifest or baked
-    probe = None
-    if provenance:  # an image of others has no manifest, and its base is unknown
+    probe = Probe(skipped="an image of others has no manifest, and its base is unknown")
+    if provenance:
         probe = provenance.base.probe
     return (
         _check_arch(report, arch),
@@ -59,7 +59,9 @@ def check_image(run: Runner, *, arch: str, manifest: Manifest | None) -> tuple[C
 
 
 def _last_line(text: str, default: str) -> str:
-    return [default, *text.strip().splitlines()][-1]
+    """Return the last line of `text`, or `default` where it has none."""
+    *_, line = [default, *text.strip().splitlines()]
+    return line
 
 
 def has_passed(image_id: str) -> bool:
@@ -108,7 +110,7 @@ def _check_python(report: ImageReport) -> Check:
     return _make_check("python", report.python, problem=problem, hint=hint)
 
 
-def _check_torch(report: ImageReport, probe: Probe | None) -> Check:
+def _check_torch(report: ImageReport, probe: Probe) -> Check:
     """Check that torch can be imported, and is the base's."""
     if report.torch_error:
         hint = "a pip or apt step broke it; list the steps: imgkit show RECIPE"
@@ -119,7 +121,7 @@ def _check_torch(report: ImageReport, probe: Probe | None) -> Check:
     )
     problem = ""
     fact = report.torch
-    if probe is not None and not probe.skipped:
+    if not probe.skipped:
         problem = _describe_difference(report.torch, probe.torch)
     elif fact:
         fact += " (the base was not probed)"
@@ -127,11 +129,9 @@ def _check_torch(report: ImageReport, probe: Probe | None) -> Check:
     return _make_check("torch", fact, problem=problem, hint=hint, missing="the image has no torch")
 
 
-def _check_nccl(report: ImageReport, probe: Probe | None) -> Check:
+def _check_nccl(report: ImageReport, probe: Probe) -> Check:
     hint = "a pip step installed another NCCL (pip list | grep nccl): pin or drop it"
-    problem = ""
-    if probe is not None:
-        problem = _describe_difference(report.nccl, probe.nccl)
+    problem = _describe_difference(report.nccl, probe.nccl)
     missing = "torch has no CUDA" if report.torch else "no torch"
     return _make_check("nccl", report.nccl, problem=problem, hint=hint, missing=missing)
 
@@ -143,12 +143,11 @@ def _describe_difference(version: str, base_version: str) -> str:
     return f"{version or 'none'}, the base has {base_version}"
 
 
-def _check_pip(report: ImageReport, probe: Probe | None) -> Check:
+def _check_pip(report: ImageReport, probe: Probe) -> Check:
     """Check that pip finds no conflict between packages that the base does not have, too."""
     if report.pip_conflicts is None:
         return _make_check("pip", missing="the image has no pip")
-    base_conflicts = probe.pip_conflicts if probe else ()
-    new_conflicts = [line for line in report.pip_conflicts if line not in base_conflicts]
+    new_conflicts = [line for line in report.pip_conflicts if line not in probe.pip_conflicts]
     if new_conflicts:
         hint = "pin these packages in image.pip to versions that fit the base"
         return _make_check("pip", problem=f"new conflicts: {'; '.join(new_conflicts)}", hint=hint)

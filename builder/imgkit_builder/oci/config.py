@@ -66,6 +66,7 @@ def parse_config(raw: bytes, *, where: str, image_id: str | None = None) -> Imag
         arch = values["architecture"]
         if not _NAME.fullmatch(arch) or (os and not _NAME.fullmatch(os)):
             raise ValueError("its architecture or operating system is not one word")
+        # Some tools write null for an empty value.
         settings = values.get("config") or {}
         labels = dict(settings.get("Labels") or {})
         config = ImageConfig(

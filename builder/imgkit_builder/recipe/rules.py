@@ -14,7 +14,8 @@ from imgkit_entrypoints.rules import IMAGE_PATH, Fault, Unfit, bind_mount, print
 
 __all__ = ["Fault", "bind_mount", "printable_text"]
 
-PLATFORMS = ("linux/amd64", "linux/arm64")
+PLATFORMS = {"amd64": "linux/amd64", "arm64": "linux/arm64"}
+"""What imgkit builds for: the name that a recipe may write, and the whole one."""
 _PLATFORM_ALIASES = {
     **dict.fromkeys(("x86_64", "x86-64", "x64"), "amd64"),
     **dict.fromkeys(("aarch64", "arm64/v8"), "arm64"),
@@ -56,14 +57,13 @@ def image_reference(text: str, *, needs_tag: bool = True) -> Iterator[Fault]:
 
 def platform(text: str) -> Iterator[Fault]:
     """Accept an architecture that imgkit builds for."""
-    if text in PLATFORMS:
+    if text in PLATFORMS.values():
         return
     short_name = text.removeprefix("linux/")
-    names = [name.removeprefix("linux/") for name in PLATFORMS]
     alias = _PLATFORM_ALIASES.get(short_name.lower())
-    hint = allowed_hint(short_name, names)
+    hint = allowed_hint(short_name, PLATFORMS)
     if alias is not None:
-        hint = f"allowed: {', '.join(names)}; did you mean {alias}?"
+        hint = f"allowed: {', '.join(PLATFORMS)}; did you mean {alias}?"
     yield f"{text!r} is not supported", hint
 
 

@@ -193,6 +193,7 @@ def _squash(image: OpenImage, target: Path, job: ConversionJob, plan: Conversion
     -------
     What imgkit and pip noted in the image.
     """
+    assert plan.squasher is not None  # noqa: S101 - for the type checker: this method has one
     config = image.config
     collector = BakedFactsCollector()
     spool_bytes = _spool_bytes(image, target, job.work.folder.parent, plan)
@@ -210,9 +211,7 @@ def _squash(image: OpenImage, target: Path, job: ConversionJob, plan: Conversion
 
 
 @contextlib.contextmanager
-def file_entries(
-    image: OpenImage, job: ConversionJob, *, spool_bytes: int = 0
-) -> Iterator[Iterator[ImageEntry]]:
+def file_entries(image: OpenImage, job: ConversionJob, *, spool_bytes: int) -> Iterator[Iterator[ImageEntry]]:
     """Yield the entries of `image` with the files that imgkit adds.
 
     Parameters

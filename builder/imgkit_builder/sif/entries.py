@@ -233,7 +233,7 @@ def open_source(
     report: Reporter,
     *,
     exports: bool = False,
-    unpack_limit_bytes: int | None = None,
+    unpack_limit_bytes: int | None,
 ) -> Iterator[OpenImage]:
     """Yield the image of `source`, from a plain archive in `folder` if it is a stream or compressed.
 
@@ -292,7 +292,7 @@ def image_entries(
     report: Reporter,
     *,
     spool_bytes: int = 0,
-    unpack_limit_bytes: int | None = None,
+    unpack_limit_bytes: int | None,
 ) -> Iterator[Iterator[ImageEntry]]:
     """Yield the entries of `image`: what shows of its layers, or its export.
 

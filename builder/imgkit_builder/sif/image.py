@@ -272,11 +272,8 @@ class SifImage:
         root = self.root
         if root is None:
             return ()
-        overlays = []
-        for descriptor in self.descriptors:
-            if descriptor.partition == PartitionType.OVERLAY and descriptor.group == root.group:
-                overlays.append(descriptor)
-        return tuple(overlays)
+        group = [descriptor for descriptor in self.descriptors if descriptor.group == root.group]
+        return tuple(overlay for overlay in group if overlay.partition == PartitionType.OVERLAY)
 
     @property
     def signatures(self) -> tuple[Descriptor, ...]:

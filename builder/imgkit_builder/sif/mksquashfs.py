@@ -186,7 +186,7 @@ def _read_cpu_quota(folder: Path) -> float | None:
     for fields in (v2, v1):
         if len(fields) != 2:
             continue
-        quota, period = parse_digits(fields[0]), parse_digits(fields[1])
+        quota, period = map(parse_digits, fields)
         if quota is not None and period:
             return quota / period
     return None

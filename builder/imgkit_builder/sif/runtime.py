@@ -148,7 +148,7 @@ def setting(tool: RuntimeTool, name: str) -> str:
     return str(values[-1])  # the last of several lines counts
 
 
-def runtime_if_any(command: str | None = None) -> RuntimeTool | None:
+def runtime_if_any(command: str | None) -> RuntimeTool | None:
     """Find a runtime as `find_runtime` does. None where there is none and nobody asked for one by name."""
     try:
         return find_runtime(command)

@@ -90,14 +90,14 @@ def runtime_files(config: ImageConfig) -> tuple[ImageEntry, ...]:
     return tuple(entries)
 
 
-def mount_points(created_s: int = 0) -> tuple[ImageEntry, ...]:
+def mount_points(created_s: int) -> tuple[ImageEntry, ...]:
     """Return what an image gets if it has nothing of that name, so that a runtime can mount there."""
     folders = [ImageEntry(names=(path,), kind=DIRECTORY, mtime_s=created_s) for path in _MOUNT_FOLDERS]
     files = [text_file(path, "", created_s) for path in _MOUNT_FILES]
     return (*folders, *files)
 
 
-def runtime_links(created_s: int = 0) -> tuple[ImageEntry, ...]:
+def runtime_links(created_s: int) -> tuple[ImageEntry, ...]:
     """Return the two links into `META` that an image gets if it has nothing of that name."""
     targets = {"environment": f"{META}/env/90-environment.sh", "singularity": f"{META}/runscript"}
     links = []

@@ -231,7 +231,7 @@ _ADD_LIBS = (
 )
 
 
-def environment_words(first: str = "") -> tuple[str, ...]:
+def environment_words(first: str) -> tuple[str, ...]:
     """Return the arguments before a command in a container of Singularity, which sets no variable of a .sqsh.
 
     They set the image's variables, and find the libraries of ``--nv`` after the image's own.

@@ -154,17 +154,17 @@ def write(
     job: ConversionJob,
     path: Path,
     *,
-    created: str = "",
-    offset: int = 0,
-    squasher: Squasher | None = None,
+    created: str,
+    offset: int,
+    squasher: Squasher,
 ) -> None:
-    """Write `entries` as a squashfs to byte `offset` of `path`, by the first squasher that works here.
+    """Write `entries` as a squashfs to byte `offset` of `path`, by `squasher`.
 
-    `created` is the time of the squashfs and its root folder, in RFC 3339 (default: 1970).
+    `created` is the time of the squashfs and its root folder, in RFC 3339. An empty text means 1970.
 
     Raises
     ------
-    ToolMissing, ToolFailed : nothing here squashes, or it failed or printed something unexpected.
+    ToolFailed : it failed or printed something unexpected.
     CheckFailed : the squashfs has other names than it should have.
     """
     created_s = creation_time_s(created)
@@ -175,7 +175,6 @@ def write(
         compression=job.compression,
         folder=job.work.folder,
     )
-    squasher = squasher or choose()
     # A counter that entries advance as they pass: its next number is how many names were sent.
     counter = itertools.count()
     squasher.write(strip_attributes(entries, counter, job.clock.note), target, job)
@@ -591,7 +590,7 @@ def _read_metadata_block(stream: BinaryIO, position: int) -> bytes:
     return data
 
 
-def set_root(path: Path, mtime_s: int, *, offset: int = 0) -> bool:
+def set_root(path: Path, mtime_s: int, *, offset: int) -> bool:
     """Set the time of the squashfs at byte `offset` of `path`, and time and owner (root) of its root folder.
 
     Return False, and leave the folder alone, if its inode is compressed.

@@ -61,8 +61,7 @@ class Squashfs:
                 if match is None:  # the header, and what unsquashfs says about devices
                     continue
                 mode, uid, gid, size, path = match.groups()
-                size = size.replace(" ", "")
-                yield ListedFile(path=path, mode=mode, uid=int(uid), gid=int(gid), size=size)
+                yield ListedFile(path=path, mode=mode, uid=int(uid), gid=int(gid), size=size.replace(" ", ""))
 
     def read(self, names: Iterable[str]) -> dict[str, bytes]:
         """Return the content of those of the regular files `names` that are there and not too large.

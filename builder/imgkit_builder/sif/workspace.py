@@ -135,12 +135,12 @@ def workspace(target: Path, base: Path) -> Iterator[Workspace]:
 
 
 @contextlib.contextmanager
-def scratch(beside: Path, chosen: Path | None = None) -> Iterator[Path]:
+def scratch(beside: Path) -> Iterator[Path]:
     """Yield a temporary folder where `tmp_base` says, for what is beside `beside`.
 
     It is removed at the end.
     """
-    folder = Path(tempfile.mkdtemp(prefix=files.TEMPORARY, dir=tmp_base(beside, chosen)))
+    folder = Path(tempfile.mkdtemp(prefix=files.TEMPORARY, dir=tmp_base(beside, None)))
     try:
         yield folder
     finally:
