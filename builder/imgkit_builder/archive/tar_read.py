@@ -40,7 +40,7 @@ CAPABILITY = "security.capability"
 
 _REGULAR_KINDS = (b"0", b"\0", b"7", _GNU_SPARSE)
 _BODILESS_KINDS = (HARD_LINK, SYMLINK, CHARACTER, BLOCK, DIRECTORY, FIFO)
-# The fields of a ustar header. GNU's has no prefix, and in its place what older versions of GNU tar need.
+# The fields of a ustar header. GNU's has times and the map of a sparse file in the place of the prefix.
 _NAME = slice(0, 100)
 _MODE = slice(100, 108)
 _UID = slice(108, 116)

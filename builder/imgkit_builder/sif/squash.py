@@ -186,7 +186,7 @@ def write(
             where=str(path),
             hint="please report this",
         )
-    # Some versions leave the time and owner of the root folder to chance, see `set_root`.
+    # mksquashfs 4.5.1 gives the root folder the current time and this user, whatever its options say.
     set_root(path, created_s, offset=offset)
 
 
