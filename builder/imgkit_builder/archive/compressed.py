@@ -99,7 +99,7 @@ def compression_of(start: bytes) -> Compress:
     return "none"
 
 
-def read_plain(path: Path, *, allowance: Allowance | None = None) -> Generator[bytes, None, None]:
+def read_plain(path: Path, *, allowance: Allowance) -> Generator[bytes, None, None]:
     """Yield the plain bytes of `path`, at most 1 MiB at a time.
 
     Raises
@@ -163,7 +163,9 @@ class Gunzip:
                     plain = self._inflate.decompress(piece, CHUNK_BYTES)
                 except zlib.error as error:
                     raise self._error(f"is damaged: {error}") from error
-                piece = self._inflate.unused_data if self._inflate.eof else self._inflate.unconsumed_tail
+                piece = self._inflate.unconsumed_tail
+                if self._inflate.eof:
+                    piece = self._inflate.unused_data
                 if plain:
                     yield plain
 
@@ -205,6 +207,7 @@ def _unpack_ahead(gunzip: Gunzip, chunks: Iterator[bytes]) -> Iterator[bytes]:
             has_more = True
             while has_more:
                 job = pool.submit(_unpack_batch, plain)
+                # The caller works on the batch before, while the thread unpacks this one.
                 yield from ready
                 ready, has_more = job.result()
     yield from ready
@@ -257,7 +260,8 @@ def _split_at_members(chunks: Iterator[bytes]) -> Iterator[list[bytes]]:
     data = b""
     for chunk in chunks:
         data += chunk
-        start, pieces = 0, []
+        start = 0
+        pieces = []
         end = data.find(_MEMBER_START, 1)
         while end > 0:
             pieces.append(data[start:end])
@@ -281,6 +285,7 @@ def _inflate_members(pieces: list[bytes]) -> list[bytes | None]:
     for piece in pieces:
         inflate = zlib.decompressobj(wbits=31)
         members.append(None)
+        # What is beyond the budget is left to `Gunzip`, which unpacks in small pieces.
         if budget <= 0:
             continue
         with contextlib.suppress(zlib.error):

@@ -42,7 +42,7 @@ _MOST_HOPS = 255
 _MOST_NAME_BYTES = 255
 # Linux allows no longer path, the final zero aside.
 _MOST_PATH_BYTES = 4095
-_LEAVES = (REGULAR, SYMLINK, CHARACTER, BLOCK, FIFO)
+_KINDS = (REGULAR, HARD_LINK, SYMLINK, CHARACTER, BLOCK, DIRECTORY, FIFO)
 _LAYER_SHIFT = 40
 """A member has one number: its layer above these bits, and its position in the layer below.
 
@@ -76,6 +76,7 @@ def scan_layers(
     # Without `with`: at an error, nobody waits for layers that have not begun.
     pool = ThreadPoolExecutor(threads)
     try:
+        # All begin before the first header is read, so that the threads have work meanwhile.
         for layer in image.layers:
             if layer.compress == "none":
                 if layer.region not in hashing:
@@ -101,6 +102,7 @@ def scan_layers(
         _compare_digests(image, hashing, len(layers))
     finally:
         if spool:
+            # Before the pool waits: after an error, nobody needs what its threads still unpack.
             spool.stop()
         pool.shutdown(cancel_futures=True)
     return dataclasses.replace(image, layers=tuple(layers))
@@ -199,15 +201,6 @@ class LayerTree:
             elif member.kind != DIRECTORY:
                 raise self._error(member, "it replaces the root folder")
 
-    def has(self, path: str) -> bool:
-        """Return whether something lies at `path`, or something that is no folder above it."""
-        node: _Node | None = self._root
-        for part in path.split("/"):
-            if not isinstance(node, _Folder):
-                break
-            node = node.children.get(part)
-        return node is not None
-
     def file_type(self, path: str) -> bytes | None:
         """Return the type of what a process opens at `path` if the image is its root, or None.
 
@@ -222,7 +215,9 @@ class LayerTree:
             return None
         _, folder = folders[-1]
         node = folder.children.get(missing[0])
-        return self._leaf_type(node) if isinstance(node, int) else None
+        if not isinstance(node, int):
+            return None
+        return self._leaf_type(node)
 
     def find_escape(self, path: str) -> tuple[str, str] | None:
         """Return path and target of the link through which `path` leaves the image if the host follows it.
@@ -272,7 +267,8 @@ class LayerTree:
                 if isinstance(node, _Folder):
                     stack.append((path + name, node))
                 else:
-                    layer_names, position = names[node >> _LAYER_SHIFT], node & _POSITION_MASK
+                    layer_names = names[node >> _LAYER_SHIFT]
+                    position = node & _POSITION_MASK
                     layer_names[position] = (path + name, *layer_names.get(position, ()))
         return Plan(folders=tuple(folders), names=names)
 
@@ -311,9 +307,10 @@ class LayerTree:
             if name == WHITEOUT:
                 raise self._error(member, "a whiteout without a name")
             if not missing:
-                self._apply_whiteout(folders[-1][1], name)
+                _, folder = folders[-1]
+                self._apply_whiteout(folder, name)
             return
-        if member.kind not in (*_LEAVES, DIRECTORY, HARD_LINK):
+        if member.kind not in _KINDS:
             raise self._error(member, f"its type {member.kind!r} is not file, folder, link, device or FIFO")
         # Before the target of a hard link is looked up: its folder may take the place of that target, as in
         # "a", then "a/a" as a link to "a".
@@ -357,7 +354,8 @@ class LayerTree:
         folders: list[tuple[str, _Folder]] = [("", self._root)]
         missing: list[str] = []
         # The next name is the last one: the target of a link goes behind the rest.
-        waiting, hops = parts[::-1], 0
+        waiting = parts[::-1]
+        hops = 0
         while waiting:
             part = waiting.pop()
             if part in ("", "."):
@@ -370,17 +368,23 @@ class LayerTree:
                 elif links:
                     links[-1].leaves_image = True
                 continue
-            node = None if missing else folders[-1][1].children.get(part)
+            node = None
+            if not missing:
+                _, folder = folders[-1]
+                node = folder.children.get(part)
             if isinstance(node, _Folder):
                 folders.append((part, node))
                 continue
-            target = None if node is None else self._links.get(node)
+            target = None
+            if node is not None:
+                target = self._links.get(node)
             if target is None:
                 missing.append(part)
                 continue
             hops += 1
             if links is not None:
-                path = "/".join([*(folder_name for folder_name, _ in folders[1:]), part])
+                folder_names = [folder_name for folder_name, _ in folders[1:]]
+                path = "/".join([*folder_names, part])
                 links.append(_FollowedLink(path, target, leaves_image=target.startswith("/")))
             if hops > _MOST_HOPS:
                 raise CheckFailed(f"{name}: its folder is a link that leads to itself", where=self._where)
@@ -388,7 +392,8 @@ class LayerTree:
                 del folders[1:]
             waiting += target.split("/")[::-1]
         if hops:
-            path_bytes = sum(len(part) + 1 for part in (*(part for part, _ in folders), *missing))
+            folder_names = [folder_name for folder_name, _ in folders]
+            path_bytes = sum(len(part) + 1 for part in folder_names + missing)
             if path_bytes > _MOST_PATH_BYTES:
                 raise CheckFailed(f"{name}: too many links in its path", where=self._where)
         return folders, missing
@@ -397,7 +402,6 @@ class LayerTree:
         """Make the missing folders, and mark all as touched by this layer. Return the last one."""
         for _, folder in folders:
             folder.layer = self._layer
-        folder = folders[-1][1]
         for part in missing:
             # What is there and no folder, or a link that leads nowhere, gives way.
             child = _Folder(self._layer)
@@ -412,9 +416,10 @@ class LayerTree:
             folders, missing = self._walk(parts[:-1], member.name)
             # What has the link's own name goes before the link is made, with all that is in it.
             previous = folder.children.get(name)
-            is_itself = folders[-1][1] is folder and name == parts[-1]
+            _, target_folder = folders[-1]
+            is_itself = target_folder is folder and name == parts[-1]
             is_inside = isinstance(previous, _Folder) and any(parent is previous for _, parent in folders)
-            node = folders[-1][1].children.get(parts[-1])
+            node = target_folder.children.get(parts[-1])
             if isinstance(node, int) and not (missing or is_itself or is_inside):
                 return node
         raise self._error(member, f"a hard link to {member.link!r}, where there is no file before it")

@@ -57,7 +57,8 @@ def write_layout(
     for number, layer in enumerate(image.layers, 1):
         target = blobs / layer.diff_id.removeprefix("sha256:")
         if not target.exists():  # equal layers share one file
-            image.refuse_other_digest(number, _write_layer(layer, target, allowance))
+            sha256 = _write_layer(layer, target, allowance)
+            image.refuse_other_digest(number, sha256)
         size = target.stat().st_size
         layers.append({"mediaType": _LAYER_TYPE, "digest": layer.diff_id, "size": size})
         layer_bytes += size
@@ -68,6 +69,7 @@ def write_layout(
         "config": _write_blob(blobs, config.raw, _CONFIG_TYPE),
         "layers": layers,
     }
+    # A runtime begins with index.json, and finds everything else by its digest.
     descriptor = _write_blob(blobs, json.dumps(manifest).encode(), _MANIFEST_TYPE)
     index = {"schemaVersion": 2, "manifests": [descriptor]}
     (folder / "index.json").write_text(json.dumps(index), encoding="utf-8")

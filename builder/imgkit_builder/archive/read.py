@@ -20,7 +20,16 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from imgkit_builder.archive import compressed
 from imgkit_builder.archive.compressed import CHUNK_BYTES, Allowance, Compress
-from imgkit_builder.archive.tar_read import HARD_LINK, REGULAR, SYMLINK, FileChunks, Member, TarStream
+from imgkit_builder.archive.tar_read import (
+    BLOCK_BYTES,
+    HARD_LINK,
+    MAGIC,
+    REGULAR,
+    SYMLINK,
+    FileChunks,
+    Member,
+    TarStream,
+)
 from imgkit_builder.base import files
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.oci.config import ImageConfig, parse_config
@@ -36,7 +45,7 @@ MAX_MEMBERS = 20_000
 # How many links may follow each other. Tools write one.
 _MAX_LINKS = 8
 # How many indexes may lie within each other. Tools write two.
-_MAX_INDEX_DEPTH = 4
+MAX_INDEX_DEPTH = 4
 COPY_AGAIN_HINT = "copy the archive again and compare its .sha256 (imgkit verify), or save it again"
 _SAVE_HINT = "write one with: imgkit save RECIPE|IMAGE, or: docker save -o FILE.tar REPOSITORY:TAG"
 
@@ -107,7 +116,8 @@ class SelectedImage(Generic[File]):
     @property
     def count_fault(self) -> str:
         """How the number of layers differs from the configuration's. It is empty if it does not."""
-        count, expected = len(self.layers), len(self.config.diff_ids)
+        count = len(self.layers)
+        expected = len(self.config.diff_ids)
         if count == expected:
             return ""
         return f"the archive has {count} layers, its configuration lists {expected}"
@@ -139,7 +149,9 @@ def read_members(stream: TarStream, store: Callable[[Member], File], *, where: s
             result.files[name] = store(member)
         elif member.kind in (SYMLINK, HARD_LINK):
             # Docker before 25 stores a layer that occurs twice as a link to the first one.
-            folder = posixpath.dirname(name) if member.kind == SYMLINK else ""
+            folder = ""
+            if member.kind == SYMLINK:  # its target is relative to its own folder
+                folder = posixpath.dirname(name)
             result.links[name] = posixpath.normpath(posixpath.join(folder, member.link))
     return result
 
@@ -153,7 +165,9 @@ def select_image(find: Find[File], *, where: str) -> SelectedImage[File]:
     UsageError : several images, none, or not an image archive at all.
     """
     selector = _Selector(find, where)
-    return selector.select_by_manifest() if find("manifest.json") else selector.select_by_index()
+    if find("manifest.json"):
+        return selector.select_by_manifest()
+    return selector.select_by_index()
 
 
 def select_oci_image(find: Find[File], *, where: str) -> SelectedImage[File]:
@@ -176,14 +190,18 @@ class _Selector(Generic[File]):
             if not isinstance(images, list):
                 raise TypeError("it is not a list")
             for image in images:
-                layers, tags = _to_texts(image.get("Layers")), _to_texts(image.get("RepoTags"))
+                layers = _to_texts(image.get("Layers"))
+                tags = _to_texts(image.get("RepoTags"))
                 descriptions.append((str(image["Config"]), layers, tags))
         if len(descriptions) != 1:
             all_tags: list[str] = []
             for _, _, tags in descriptions:
                 all_tags += tags
             all_tags.sort()
-            hint = f"docker save -o FILE.tar {all_tags[0] if all_tags else 'REPOSITORY:TAG'}"
+            example = "REPOSITORY:TAG"
+            if all_tags:
+                example = all_tags[0]
+            hint = f"docker save -o FILE.tar {example}"
             raise self._not_one_error(len(descriptions), all_tags, hint)
         config, layers, tags = descriptions[0]
         return self._make_image(config, layers, tags, named_by="manifest.json")
@@ -192,9 +210,10 @@ class _Selector(Generic[File]):
         """Return the only image of ``index.json``, which may name further indexes."""
         if self._find("index.json") is None:
             raise _no_image("it has neither manifest.json nor index.json", self._where)
-        name, tags = "index.json", _to_texts(None)
+        name = "index.json"
+        tags: tuple[str, ...] = ()
         document = self._read_json(name)
-        for _ in range(_MAX_INDEX_DEPTH + 1):
+        for _ in range(MAX_INDEX_DEPTH + 1):
             entry = self._select_entry(name, document)
             # The innermost index that names a tag counts.
             tags = _to_texts([_tag(entry)]) or tags
@@ -205,11 +224,12 @@ class _Selector(Generic[File]):
                     config = self._blob_name(document["config"], name)
                     layers = [self._blob_name(layer, name) for layer in document["layers"]]
                     return self._make_image(config, layers, tags, named_by=name)
-        raise self._error(f"index.json nests indexes more than {_MAX_INDEX_DEPTH} deep")
+        raise self._error(f"index.json nests indexes more than {MAX_INDEX_DEPTH} deep")
 
     def _select_entry(self, name: str, index: Any) -> Any:
         """Return the only image or index in the `index`, which the file `name` holds."""
-        entries, labels = [], []
+        entries = []
+        labels = []
         with self._explain_errors(name):
             for entry in index["manifests"]:
                 architecture = (entry.get("platform") or {}).get("architecture")
@@ -350,9 +370,11 @@ def archive_compression(path: Path) -> Compress | None:
     compress = compressed.detect_compression(path)
     if compress != "none":
         return compress
-    # A tar has its mark behind the name and the numbers of the first member.
     with files.open_regular(path) as stream:
-        return "none" if stream.read(262)[257:] == b"ustar" else None
+        header = stream.read(BLOCK_BYTES)
+    if not header[MAGIC].startswith(b"ustar"):
+        return None
+    return "none"
 
 
 def hash_file(path: Path, *, report: Reporter) -> str:
@@ -372,8 +394,10 @@ def digest_archive(
     ------
     ToolMissing : it is zstd-compressed and there is no ``zstd``.
     """
-    where, total = str(path), path.stat().st_size
-    digest, size_bytes = hashlib.sha256(), 0
+    where = str(path)
+    total = path.stat().st_size
+    digest = hashlib.sha256()
+    size_bytes = 0
     image: SelectedImage[HashedFile] | None = None
     wrong_blobs: list[str] = []
     problem = ""
@@ -398,8 +422,10 @@ def digest_archive(
             if not image.config.os:
                 raise CheckFailed("its image configuration names no operating system", where=where)
         except (CheckFailed, ToolFailed, UsageError) as error:
-            image = None
-            problem = error.what if error.where in (None, where) else f"{error.where}: {error.what}"
+            image = None  # it is set where only its configuration is at fault
+            problem = error.what
+            if error.where not in (None, where):
+                problem = f"{error.where}: {problem}"
         for _ in raw:  # the digest is that of the whole file
             pass
     return Contents(
@@ -462,9 +488,13 @@ def _hash_file_in_archive(
     pieces: Iterable[memoryview], compress: Compress, allowance: Allowance, *, name: str, is_kept: bool
 ) -> HashedFile:
     """Return the digests of a file as it lies in the archive, and as it is once unpacked."""
-    stored, data = hashlib.sha256(), bytearray()
-    unpacked = hashlib.sha256() if compress == "gzip" else stored
-    gunzip = compressed.Gunzip(name) if compress == "gzip" else None
+    stored = hashlib.sha256()
+    data = bytearray()
+    unpacked = stored
+    gunzip = None
+    if compress == "gzip":
+        unpacked = hashlib.sha256()
+        gunzip = compressed.Gunzip(name)
     for piece in pieces:
         stored.update(piece)
         if gunzip:

@@ -88,6 +88,7 @@ def replace_around(sidecar: Sidecar, archive: Path) -> Iterator[None]:
     files.remove_file(sha256_path(archive))
     files.write_file(json_path(archive), to_json(sidecar))
     yield
+    # Last: from now on the archive counts as complete.
     files.write_file(sha256_path(archive), f"{sidecar.archive.sha256}  {sidecar.archive.name}\n")
 
 
@@ -96,7 +97,8 @@ def describe_incomplete(archive: Path, sha256: str, described: Sidecar) -> tuple
 
     `sha256` is the archive's own digest, and `described` its manifest. There is no checksum file.
     """
-    name, checksum = shlex.quote(archive.name), sha256_path(archive).name
+    name = shlex.quote(archive.name)
+    checksum = sha256_path(archive).name
     if described.archive.sha256 == sha256:
         return f"incomplete: {checksum} is missing", f"sha256sum {name} > {shlex.quote(checksum)}"
     problem = f"incomplete: a save has replaced {json_path(archive).name}, and not yet {archive.name}"
@@ -105,7 +107,8 @@ def describe_incomplete(archive: Path, sha256: str, described: Sidecar) -> tuple
 
 def to_json(sidecar: Sidecar) -> str:
     """Return deterministic text. `system` and `manifest` are the JSON of the files in the image."""
-    system = manifest = None
+    system = None
+    manifest = None
     if sidecar.system:
         system = json_text.parse(systems.to_json(sidecar.system))
     if sidecar.manifest:
@@ -139,13 +142,13 @@ def from_json(text: str, *, where: str) -> Sidecar:
             raise ValueError(f"its keys are {sorted(data)}")
         image: SavedImage = json_text.build_value(SavedImage, data["image"], "image", closed=True)
         archive: SavedArchive = json_text.build_value(SavedArchive, data["archive"], "archive", closed=True)
-        system, manifest = data["system"], data["manifest"]
-        return Sidecar(
-            image=image,
-            archive=archive,
-            system=systems.from_json(json.dumps(system)) if system else None,
-            manifest=manifests.from_json(json.dumps(manifest)) if manifest else None,
-        )
+        system = None
+        manifest = None
+        if data["system"]:
+            system = systems.from_json(json.dumps(data["system"]))
+        if data["manifest"]:
+            manifest = manifests.from_json(json.dumps(data["manifest"]))
+        return Sidecar(image=image, archive=archive, system=system, manifest=manifest)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         reason = str(error) if isinstance(error, ValueError) else repr(error)
         raise UsageError(f"not a sidecar of imgkit save: {reason}", where=where) from error

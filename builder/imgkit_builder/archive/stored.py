@@ -144,7 +144,7 @@ def open_archive(
     folder: Path,
     *,
     advance: Callable[[int], None] = lambda _: None,
-    unpack_limit_bytes: int | None = None,
+    unpack_limit_bytes: int | None,
 ) -> Iterator[StoredImage]:
     """Yield the image of the archive or OCI folder `path`, of a compressed archive from a copy in `folder`.
 
@@ -159,7 +159,8 @@ def open_archive(
     if path.is_dir() or compressed.detect_compression(path) == "none":
         yield open_image(path)
         return
-    plain, where = folder / "spool.tar", str(path)
+    plain = folder / "spool.tar"
+    where = str(path)
     allowance = Allowance(path.stat().st_size, where, unpack_limit_bytes)
     with contextlib.closing(compressed.read_plain(path, allowance=allowance)) as chunks:
         digests = spool_archive(chunks, plain, where=where, advance=advance)
@@ -309,6 +310,7 @@ class Spool:
                 for chunk in chunks:
                     if self._is_stopped:
                         break
+                    # The allowance counts the bytes of all threads.
                     self.advance(allowance.unpacked_bytes)
                     if allowance.unpacked_bytes > self.room_bytes:
                         raise NoRoom

@@ -40,11 +40,27 @@ CAPABILITY = "security.capability"
 
 _REGULAR_KINDS = (b"0", b"\0", b"7", _GNU_SPARSE)
 _BODILESS_KINDS = (HARD_LINK, SYMLINK, CHARACTER, BLOCK, DIRECTORY, FIFO)
-# Offsets below are those of the ustar header: name 0, mode 100, uid 108, gid 116, size 124, mtime 136,
-# checksum
-# 148, type 156, link 157, magic 257, device 329 and 337, prefix 345.
+# The fields of a ustar header. GNU's has times and the map of a sparse file in the place of the prefix.
+_NAME = slice(0, 100)
+_MODE = slice(100, 108)
+_UID = slice(108, 116)
+_GID = slice(116, 124)
+_SIZE = slice(124, 136)
+_MTIME = slice(136, 148)
+_CHECKSUM = slice(148, 156)
+_KIND = slice(156, 157)
+_LINK = slice(157, 257)
+MAGIC = slice(257, 263)
+"""The mark: ``ustar`` and a zero byte in POSIX's form, ``ustar`` and a space in GNU's."""
+_MAJOR = slice(329, 337)
+_MINOR = slice(337, 345)
+_PREFIX = slice(345, 500)
+_SPARSE_CONTENT_SIZE = slice(483, 495)  # of a sparse file in the old GNU format, behind the map
+CHECKSUM_AS_SPACES = 8 * 0x20
+"""The checksum counts its own field of 8 bytes as spaces."""
+
 _OCTAL = re.compile(rb"[0-7]{1,22}")
-_SIZE = re.compile(rb"[0-9]{1,19}")
+_DECIMAL = re.compile(rb"[0-9]{1,19}")
 _TIME = re.compile(rb"(-?[0-9]{1,19})(\.[0-9]*)?")
 # No file and no time can be larger.
 _MOST = (1 << 63) - 1
@@ -83,12 +99,12 @@ class TarStream:
         *,
         name: str,
         jump: Callable[[int], object] | None = None,
-        limits: TarLimits | None = None,
+        limits: TarLimits = TarLimits(),
     ) -> None:
         self._chunks = chunks
         self._name = name
         self._jump = jump
-        self._limits = limits or TarLimits()
+        self._limits = limits
         self._pending = memoryview(b"")
         self._member: Member | None = None
         self._unread = 0
@@ -97,7 +113,8 @@ class TarStream:
         """Bytes consumed."""
 
     def __iter__(self) -> Iterator[Member]:
-        number = hole_bytes = 0
+        number = 0
+        hole_bytes = 0
         while True:
             self._skip_rest()
             try:
@@ -111,10 +128,12 @@ class TarStream:
             if number > self._limits.entries:
                 raise self._limit_error(f"it has more than {self._limits.entries} entries")
             if hole_bytes > self._limits.hole_bytes:
-                gigabytes = f"{self._limits.hole_bytes / 1e9:g} GB"
-                raise self._limit_error(f"its sparse files have more than {gigabytes}")
+                raise self._limit_error(
+                    f"its sparse files have more than {self._limits.hole_bytes / 1e9:g} GB"
+                )
             self._member = member
-            self._unread, self._padding = member.size_bytes, -member.size_bytes % BLOCK_BYTES
+            self._unread = member.size_bytes
+            self._padding = -member.size_bytes % BLOCK_BYTES
             yield member
 
     def body(self) -> Iterator[memoryview]:
@@ -148,12 +167,11 @@ class TarStream:
             if header == _ZEROS:
                 return None
             _verify_checksum(header)
-            kind = header[156:157]
+            kind = header[_KIND]
             if kind not in (_PAX, _PAX_GLOBAL, _GNU_NAME, _GNU_LINK):
-                return self._with_sparse_map(
-                    _parse_member(header, pax, gnu, extended=b"".join(extended), offset=self.position)
-                )
-            size = _parse_count(header[124:136])
+                member = _parse_member(header, pax, gnu, extended=b"".join(extended), offset=self.position)
+                return self._with_sparse_map(member)
+            size = _parse_count(header[_SIZE])
             budget -= BLOCK_BYTES + size
             if budget < 0:
                 raise ValueError(f"extended headers of more than {self._limits.header_bytes} bytes")
@@ -166,16 +184,20 @@ class TarStream:
 
     def _with_sparse_map(self, member: Member) -> Member:
         """Read the map of a sparse file in any of GNU tar's formats. Other members stay as they are."""
-        pax, header, size = member.pax, member.header, member.size_bytes
-        if header[156:157] == _GNU_SPARSE:
-            content = _parse_count(header[483:495])
+        pax = member.pax
+        header = member.header
+        size = member.size_bytes
+        blocks: list[bytes] = []
+        if header[_KIND] == _GNU_SPARSE:
+            content = _parse_count(header[_SPARSE_CONTENT_SIZE])
             blocks, numbers = self._read_old_map(header)
         elif "GNU.sparse.map" in pax:
             content = _parse_decimal(pax.get("GNU.sparse.size"))
-            blocks, numbers = [], [_parse_decimal(digits) for digits in pax["GNU.sparse.map"].split(b",")]
+            numbers = [_parse_decimal(digits) for digits in pax["GNU.sparse.map"].split(b",")]
         elif "GNU.sparse.major" in pax:
             content = _parse_decimal(pax.get("GNU.sparse.realsize"))
             blocks, numbers = self._read_map_in_body(size)
+            # The map is a part of the body in the archive, but not of the file.
             size -= len(blocks) * BLOCK_BYTES
         elif "GNU.sparse.numblocks" in pax:
             raise ValueError("a sparse file of the outdated format 0.0")
@@ -195,18 +217,22 @@ class TarStream:
     def _read_old_map(self, header: bytes) -> tuple[list[bytes], list[int]]:
         """Read the blocks after a header of the old GNU format. Return them, and the numbers of the map."""
         blocks: list[bytes] = []
-        tables, has_more = [header[386:482]], header[482]
+        # The header has room for 4 parts, each further block for 21. A byte behind them says whether a block
+        # with more of them follows.
+        table = header[386:482]
+        has_more = header[482]
         while has_more:
             block = self._read_map_block(blocks)
             blocks.append(block)
-            tables.append(block[:504])
+            table += block[:504]
             has_more = block[504]
-        table = b"".join(tables)
         numbers: list[int] = []
-        for start in range(0, len(table), 24):  # 12 digits for the offset, 12 for the size
-            if table[start : start + 24].strip(b"\0"):
-                numbers.append(_parse_count(table[start : start + 12]))
-                numbers.append(_parse_count(table[start + 12 : start + 24]))
+        # A part is two numbers of 12 bytes, its offset and its size. Unused parts are zero bytes.
+        for start in range(0, len(table), 24):
+            part = table[start : start + 24]
+            if part.strip(b"\0"):
+                numbers.append(_parse_count(part[:12]))
+                numbers.append(_parse_count(part[12:]))
         return blocks, numbers
 
     def _read_map_in_body(self, size: int) -> tuple[list[bytes], list[int]]:
@@ -215,12 +241,15 @@ class TarStream:
         It has the number of parts, then two lines for each. Return its blocks, and the numbers.
         """
         blocks: list[bytes] = []
-        count, expected = 0, 1
-        while count < expected:
-            blocks.append(self._read_map_block(blocks, size))
-            count += blocks[-1].count(b"\n")
-            expected = 1 + 2 * _parse_decimal(blocks[0].partition(b"\n")[0])
-        lines = b"".join(blocks).split(b"\n")[1:expected]
+        line_count = 0
+        expected_count = 1
+        while line_count < expected_count:
+            block = self._read_map_block(blocks, size)
+            blocks.append(block)
+            line_count += block.count(b"\n")
+            part_count, _, _ = blocks[0].partition(b"\n")
+            expected_count = 1 + 2 * _parse_decimal(part_count)
+        lines = b"".join(blocks).split(b"\n")[1:expected_count]
         return blocks, [_parse_decimal(line) for line in lines]
 
     def _read_map_block(self, blocks: Sequence[bytes], most_bytes: int = _MOST) -> bytes:
@@ -233,22 +262,24 @@ class TarStream:
         """Yield the next `count` bytes, of which the caller may read less."""
         while count:
             piece = self._read_some(count)
-            count, self._unread = count - len(piece), self._unread - len(piece)
+            count -= len(piece)
+            self._unread -= len(piece)
             yield piece
 
     def _skip_rest(self) -> None:
         """Pass over what is left of the current member's body, and over the padding behind it."""
         count = self._unread + self._padding
         # What has been read already is skipped in memory.
-        beyond = count - len(self._pending)
-        if self._jump is not None and beyond > 0:
+        unread_count = count - len(self._pending)
+        if self._jump is not None and unread_count > 0:
             self.position += count
             self._pending = memoryview(b"")
-            self._jump(beyond)
+            self._jump(unread_count)
         else:
             for _ in self._read_pieces(count):
                 pass
-        self._unread = self._padding = 0
+        self._unread = 0
+        self._padding = 0
 
     def _read_some(self, most: int) -> memoryview:
         """Return the next bytes, between 1 and `most`."""
@@ -257,14 +288,17 @@ class TarStream:
             if chunk is None:
                 raise self._damage_error("cut short")
             self._pending = memoryview(chunk)
-        piece, self._pending = self._pending[:most], self._pending[most:]
+        piece = self._pending[:most]
+        self._pending = self._pending[most:]
         self.position += len(piece)
         return piece
 
     def _read_exactly(self, count: int) -> bytes:
         """Return the next `count` bytes."""
+        if count == 0:
+            return b""
         # Most headers lie within one chunk: then nothing is joined.
-        piece = self._read_some(count) if count else memoryview(b"")
+        piece = self._read_some(count)
         if len(piece) == count:
             return bytes(piece)
         data = bytearray(piece)
@@ -317,7 +351,8 @@ class FileChunks:
     def __init__(self, path: Path, *, most: int, start: int = 0, size_bytes: int = _MOST) -> None:
         self._path = path
         self._most = most
-        self._position, self._end = start, start + size_bytes
+        self._position = start
+        self._end = start + size_bytes
         try:
             self._file = files.open_regular(path, buffering=0)
         except OSError as error:
@@ -327,9 +362,10 @@ class FileChunks:
         return self
 
     def __next__(self) -> bytes:
-        count = min(self._most, self._end - self._position)
+        # `skip` may have led behind the end.
+        count = max(0, min(self._most, self._end - self._position))
         try:
-            chunk = os.pread(self._file.fileno(), count, self._position) if count > 0 else b""
+            chunk = os.pread(self._file.fileno(), count, self._position)
         except OSError as error:
             raise self._unreadable(error) from error
         if not chunk:
@@ -349,15 +385,15 @@ class FileChunks:
         return CheckFailed(f"cannot be read: {error.strerror}", where=str(self._path))
 
 
-def read_headers(path: Path, *, limits: TarLimits | None = None) -> Iterator[Member]:
+def read_headers(path: Path) -> Iterator[Member]:
     """Yield the members of the plain tar `path`, without reading their content.
 
     Raises
     ------
-    CheckFailed : not a tar, damaged, cut short, or beyond `limits`.
+    CheckFailed : not a tar, damaged, cut short, or beyond `TarLimits`.
     """
     with contextlib.closing(FileChunks(path, most=_READ_BYTES)) as chunks:
-        yield from TarStream(chunks, name=str(path), jump=chunks.skip, limits=limits)
+        yield from TarStream(chunks, name=str(path), jump=chunks.skip)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -401,24 +437,32 @@ def _parse_member(
     """Combine a header with its pax records and GNU's long name and link."""
     if ("path" in pax and _GNU_NAME in gnu) or ("linkpath" in pax and _GNU_LINK in gnu):
         raise ValueError("a member with two names: readers disagree on which one to use")
-    kind = header[156:157]
-    size = 0  # some writers state a size for links, which have no body
-    if kind not in _BODILESS_KINDS:
-        size = _parse_decimal(pax["size"]) if "size" in pax else _parse_count(header[124:136])
+    kind = header[_KIND]
+    if kind in _REGULAR_KINDS:
+        kind = REGULAR
+    if kind in _BODILESS_KINDS:
+        size = 0  # some writers state a size for links, which have no body
+    elif "size" in pax:
+        size = _parse_decimal(pax["size"])
+    else:
+        size = _parse_count(header[_SIZE])
     # In this order: GNU tar writes a made-up path for a sparse file, and the real name apart.
     name = pax.get("GNU.sparse.name") or pax.get("path") or gnu.get(_GNU_NAME) or _ustar_name(header)
-    link = pax.get("linkpath") or gnu.get(_GNU_LINK) or _text_field(header[157:257])
-    is_device = kind in (CHARACTER, BLOCK)
+    link = pax.get("linkpath") or gnu.get(_GNU_LINK) or _text_field(header[_LINK])
+    mtime_s = _parse_time(pax["mtime"]) if "mtime" in pax else _parse_number(header[_MTIME])
+    device = (0, 0)
+    if kind in (CHARACTER, BLOCK):
+        device = (_parse_count(header[_MAJOR]), _parse_count(header[_MINOR]))
     return Member(
-        kind=REGULAR if kind in _REGULAR_KINDS else kind,
+        kind=kind,
         name=_decode_path(name).rstrip("/").removeprefix("./"),
         link=_decode_path(link),
         size_bytes=size,
-        mtime_s=_parse_time(pax["mtime"]) if "mtime" in pax else _parse_number(header[136:148]),
-        mode=_parse_count(header[100:108]),
-        uid=_parse_owner("uid", pax, header[108:116]),
-        gid=_parse_owner("gid", pax, header[116:124]),
-        device=(_parse_count(header[329:337]), _parse_count(header[337:345])) if is_device else (0, 0),
+        mtime_s=mtime_s,
+        mode=_parse_count(header[_MODE]),
+        uid=_parse_owner("uid", pax, header[_UID]),
+        gid=_parse_owner("gid", pax, header[_GID]),
+        device=device,
         header=header,
         extended=extended,
         pax=pax,
@@ -429,13 +473,15 @@ def _parse_member(
 
 def _parse_number(raw: bytes) -> int:
     """Return the value of a header's field: octal digits, or base-256 for what they cannot hold."""
-    if raw[0] in (0x80, 0xFF):  # the mark of base-256: a positive, a negative number
-        value = int.from_bytes(raw[1:], "big", signed=False) - (raw[0] == 0xFF) * (1 << 8 * (len(raw) - 1))
+    if raw[0] == 0x80:  # the mark of base-256
+        value = int.from_bytes(raw[1:], "big")
+    elif raw[0] == 0xFF:  # of a negative number, it is also the sign in two's complement
+        value = int.from_bytes(raw, "big", signed=True)
     else:
-        digits = raw.split(b"\0", 1)[0].strip(b" ")
-        if digits and not _OCTAL.fullmatch(digits):
+        digits = raw.split(b"\0", 1)[0].strip(b" ") or b"0"
+        if not _OCTAL.fullmatch(digits):
             raise ValueError(f"{raw!r} where a number belongs")
-        value = int(digits, 8) if digits else 0
+        value = int(digits, 8)
     if abs(value) > _MOST:
         raise ValueError(f"the number {raw!r}, which is out of range")
     return value
@@ -451,14 +497,14 @@ def _parse_count(raw: bytes) -> int:
 
 def _parse_decimal(digits: bytes | None) -> int:
     """Return the value of a size in a pax record or in the map of a sparse file."""
-    if digits is None or not _SIZE.fullmatch(digits) or int(digits) > _MOST:
+    if digits is None or not _DECIMAL.fullmatch(digits) or int(digits) > _MOST:
         raise ValueError(f"the size {(digits or b'')[:40]!r} in a pax record")
     return int(digits)
 
 
 def _parse_owner(key: str, pax: Mapping[str, bytes], field: bytes) -> int:
     value = _parse_decimal(pax[key]) if key in pax else _parse_count(field)
-    if value >= 1 << 32:
+    if value >= 1 << 32:  # Linux has 32 bits for it
         raise ValueError(f"the {key} {value}, which is out of range")
     return value
 
@@ -478,23 +524,28 @@ def _parse_pax(data: bytes) -> dict[str, bytes]:
     while start < len(data):
         # A record of 1 MiB has a length of 7 digits.
         digits, _, _ = data[start : start + 10].partition(b" ")
-        end = start + int(digits) if _SIZE.fullmatch(digits) else 0
-        if not start + len(digits) < end <= len(data):
+        key_start = start + len(digits) + 1
+        end = 0
+        if _DECIMAL.fullmatch(digits):
+            end = start + int(digits)
+        if not key_start <= end <= len(data):
             raise ValueError("a pax header that cannot be read")
-        key, _, value = data[start + len(digits) + 1 : end - 1].partition(b"=")
+        key, _, value = data[key_start : end - 1].partition(b"=")
         records[key.decode("utf-8", "surrogateescape")] = value
         start = end
     return records
 
 
 def _verify_checksum(header: bytes) -> None:
-    """Compare the checksum, which counts its own field as spaces."""
-    if sum(header) - sum(header[148:156]) + 8 * 0x20 != _parse_number(header[148:156]):
+    """Raise ValueError for a header with a wrong checksum, or one of GNU's with a prefix."""
+    checksum = header[_CHECKSUM]
+    if sum(header) - sum(checksum) + CHECKSUM_AS_SPACES != _parse_number(checksum):
         raise ValueError("a header's checksum is wrong")
     # GNU's headers have times and sizes where others have a prefix: digits, or base-256, but no text.
-    # A sparse file's header has a mark and its size there, too.
-    prefix = header[345 : 482 if header[156:157] == _GNU_SPARSE else 500]
-    if header[257:263] == b"ustar " and prefix.strip(b"\0 01234567") and prefix.isascii():
+    prefix = header[_PREFIX]
+    if header[_KIND] == _GNU_SPARSE:
+        prefix = header[345:482]  # a mark and the size of the file follow
+    if header[MAGIC] == b"ustar " and prefix.strip(b"\0 01234567") and prefix.isascii():
         raise ValueError("a GNU header with a prefix, which some readers use as a folder")
 
 
@@ -502,7 +553,8 @@ def _validate_map(numbers: Sequence[int], size_bytes: int, content_bytes: int) -
     """Return the parts. None may overlap another, lie outside the file, or be missing in the body."""
     if len(numbers) % 2:
         raise ValueError("the map of a sparse file cannot be read")
-    offsets, lengths = numbers[::2], numbers[1::2]
+    offsets = numbers[::2]
+    lengths = numbers[1::2]
     parts = tuple(zip(offsets, lengths, strict=True))
     end = 0
     for offset, length in parts:
@@ -521,9 +573,12 @@ def _decode_path(raw: bytes) -> str:
 
 
 def _ustar_name(header: bytes) -> bytes:
-    name, prefix = _text_field(header[:100]), _text_field(header[345:500])
+    name = _text_field(header[_NAME])
+    prefix = _text_field(header[_PREFIX])
     # GNU's variant of the format has times where POSIX has the prefix.
-    return prefix + b"/" + name if prefix and header[257:263] == b"ustar\0" else name
+    if not prefix or header[MAGIC] != b"ustar\0":
+        return name
+    return prefix + b"/" + name
 
 
 def _text_field(raw: bytes) -> bytes:

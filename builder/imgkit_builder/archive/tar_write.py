@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from imgkit_builder.archive.tar_read import BLOCK, BLOCK_BYTES, CAPABILITY, CHARACTER, XATTR
+from imgkit_builder.archive.tar_read import (
+    BLOCK,
+    BLOCK_BYTES,
+    CAPABILITY,
+    CHARACTER,
+    CHECKSUM_AS_SPACES,
+    XATTR,
+)
 
 END = bytes(2 * BLOCK_BYTES)
 """Two zero blocks end an archive."""
@@ -17,8 +24,6 @@ _MOST_TIME_S = (1 << 32) - 1
 _NAME_BYTES = 100
 """What a header has for a name; a longer one gets a header of its own."""
 _PAX, _GNU_NAME, _GNU_LINK = b"x", b"L", b"K"
-_CHECKSUM_AS_SPACES = 8 * 0x20
-"""The checksum counts its own field of 8 bytes as spaces."""
 
 
 def header(
@@ -39,8 +44,9 @@ def header(
     `kind` is a type flag such as ``tar_read.SYMLINK``, `mode` has the permission bits. Of `xattrs`, only
     `CAPABILITY` is written.
     """
-    name, target = path.encode("utf-8", "surrogateescape"), link.encode("utf-8", "surrogateescape")
-    # GNU's headers for long names and links come before the one that they are about.
+    name = path.encode("utf-8", "surrogateescape")
+    target = link.encode("utf-8", "surrogateescape")
+    # What is too long for the header, or has no place in it, comes in headers before it.
     extended = b""
     if xattrs and CAPABILITY in xattrs:
         extended = pax_header({f"{XATTR}{CAPABILITY}": xattrs[CAPABILITY]})
@@ -48,16 +54,21 @@ def header(
         if len(text) > _NAME_BYTES:
             size = len(text) + 1
             extended += header("././@LongLink", extension, size_bytes=size) + text + b"\0" + padding(size)
-    major, minor = device if kind in (CHARACTER, BLOCK) else (0, 0)
-    fields = b"%07o\0" % (mode & 0o7777) + _number(uid, 8) + _number(gid, 8) + _number(size_bytes, 12)
+    fields = b"%07o\0" % (mode & 0o7777)
+    fields += _number(uid, 8)
+    fields += _number(gid, 8)
+    fields += _number(size_bytes, 12)
     fields += b"%011o\0" % min(max(mtime_s, 0), _MOST_TIME_S)
-    return extended + _block(name, fields, kind, target, b"ustar  \0", _number(major, 8) + _number(minor, 8))
+    if kind not in (CHARACTER, BLOCK):
+        device = (0, 0)
+    device_fields = b"".join(_number(number, 8) for number in device)
+    return extended + _block(name, fields, kind, target, b"ustar  \0", device_fields)
 
 
 def ustar_header(
-    *, name: bytes, kind: bytes, mode: int = 0o644, size_bytes: int = 0, mtime_s: int = 0, link: bytes = b""
+    *, name: bytes, kind: bytes, mode: int = 0o644, size_bytes: int = 0, link: bytes = b""
 ) -> bytes:
-    """Return a plain header owned by root. `name` and `link` have at most 100 bytes.
+    """Return a plain header owned by root, of 1970. `name` and `link` have at most 100 bytes.
 
     Raises
     ------
@@ -65,7 +76,7 @@ def ustar_header(
     """
     if len(name) > _NAME_BYTES or len(link) > _NAME_BYTES:
         raise ValueError(f"too long for a plain tar header: {name!r} {link!r}")
-    fields = b"%07o\0%07o\0%07o\0%011o\0%011o\0" % (mode, 0, 0, size_bytes, mtime_s)
+    fields = b"%07o\0%07o\0%07o\0%011o\0%011o\0" % (mode, 0, 0, size_bytes, 0)
     return _block(name, fields, kind, link, b"ustar\x0000", b"")
 
 
@@ -89,9 +100,12 @@ def padding(size_bytes: int) -> bytes:
 
 def _block(name: bytes, fields: bytes, kind: bytes, link: bytes, magic: bytes, device: bytes) -> bytes:
     start = name[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0") + fields
-    end = kind + link[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0") + magic.ljust(72, b"\0") + device
-    checksum = sum(start) + sum(end) + _CHECKSUM_AS_SPACES
-    return (start + b"%06o\0 " % checksum + end).ljust(BLOCK_BYTES, b"\0")
+    end = kind + link[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
+    end += magic.ljust(72, b"\0")  # 64 of these bytes are for names of user and group, which stay empty
+    end += device
+    checksum = sum(start) + sum(end) + CHECKSUM_AS_SPACES
+    block = start + b"%06o\0 " % checksum + end
+    return block.ljust(BLOCK_BYTES, b"\0")
 
 
 def _number(value: int, width: int) -> bytes:

@@ -22,7 +22,7 @@ from imgkit_builder.archive import sidecar
 from imgkit_builder.archive.compressed import Compress
 from imgkit_builder.archive.sidecar import Sidecar
 from imgkit_builder.base import files, process
-from imgkit_builder.base.progress import Reporter, Silent
+from imgkit_builder.base.progress import SILENT, Reporter
 from imgkit_builder.base.sizes import size_text
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
 
@@ -54,7 +54,7 @@ def save_archive(
     target: Path,
     compress: Compress = "none",
     expected_bytes: int | None = None,
-    report: Reporter | None = None,
+    report: Reporter = SILENT,
     describe: Callable[[SavedFile], Sidecar] | None = None,
 ) -> SavedFile:
     """Write a tar stream to `target`, and return its digest. The file is complete, or it is absent.
@@ -72,10 +72,10 @@ def save_archive(
     ToolMissing : `compress` is ``zstd``, which is not on PATH.
     ToolFailed : no space left on the way, or ``zstd`` failed; nothing is left.
     """
-    report = report or Silent()
     check_target(target, compress=compress, expected_bytes=expected_bytes)
     remove_leftovers(target)
-    digest, size_bytes = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    size_bytes = 0
     # Progress counts plain bytes, whose total is known; what is written is smaller.
     reported = _report_progress(chunks, target=target, expected_bytes=expected_bytes, report=report)
     try:
@@ -116,7 +116,8 @@ def check_target(target: Path, *, compress: Compress, expected_bytes: int | None
         raise UsageError("the folder is not writable", where=str(target.parent), hint="-o ELSEWHERE.tar")
     if compress == "zstd" and shutil.which("zstd") is None:
         raise ToolMissing("the program 'zstd' is not on PATH", hint=ZSTD_HINT)
-    needed_bytes, hint = expected_bytes or 0, "choose another path with -o"
+    needed_bytes = expected_bytes or 0
+    hint = "choose another path with -o"
     if compress == "none":
         hint += ", or --compression zstd"
     else:
@@ -152,8 +153,11 @@ def _report_progress(
         if not done_bytes:
             report.stage(f"save {target.name}")
         done_bytes += len(chunk)
-        # A tar is a little larger than its layers: never report more than 100 %.
-        report.advance(done_bytes, max(expected_bytes, done_bytes) if expected_bytes else None)
+        total = None
+        if expected_bytes:
+            # A tar is a little larger than its layers: never report more than 100 %.
+            total = max(expected_bytes, done_bytes)
+        report.advance(done_bytes, total)
         yield chunk
 
 

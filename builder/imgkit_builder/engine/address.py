@@ -73,11 +73,13 @@ def find_endpoint() -> Endpoint:
     host = os.environ.get("DOCKER_HOST")
     if host:
         return Endpoint(host=host, source="DOCKER_HOST", tls=_read_variables_tls())
-    name, source = os.environ.get("DOCKER_CONTEXT", ""), "DOCKER_CONTEXT"
+    source = "DOCKER_CONTEXT"
+    name = os.environ.get(source, "")
     if not name:
         path = _settings_folder() / "config.json"
+        source = str(path)
         with contextlib.suppress(OSError):
-            name, source = str(_read_json(path).get("currentContext") or ""), str(path)
+            name = str(_read_json(path).get("currentContext") or "")
     if name not in ("", _DEFAULT_CONTEXT):
         return _read_context(name, source)
     return next(_find_listening(), Endpoint(host=DEFAULT_HOST, tls=_read_variables_tls()))
@@ -140,7 +142,8 @@ def _read_context(name: str, source: str) -> Endpoint:
     UsageError : there is no such context, its file is damaged, or it names no Docker engine.
     """
     # Docker names the folders of a context by the digest of its name (docker/cli, cli/context/store).
-    contexts, key = _settings_folder() / "contexts", hashlib.sha256(name.encode()).hexdigest()
+    contexts = _settings_folder() / "contexts"
+    key = hashlib.sha256(name.encode()).hexdigest()
     path = contexts / "meta" / key / "meta.json"
     try:
         engines = _read_json(path).get("Endpoints")
@@ -151,30 +154,35 @@ def _read_context(name: str, source: str) -> Endpoint:
             where=source,
             hint=f"list them: docker context ls; return to the default: {leave}",
         ) from error
-    engine = engines.get("docker") if isinstance(engines, dict) else None
+    engine = None
+    if isinstance(engines, dict):
+        engine = engines.get("docker")
     if not isinstance(engine, dict) or not engine.get("Host"):
         raise UsageError(
             f"the Docker context {name!r} names no engine",
             where=str(path),
             hint=f"docker context inspect {name}",
         )
-    tls = _find_tls_files(contexts / "tls" / key / "docker", verify=not engine.get("SkipTLSVerify"))
-    has_tls = tls.ca or tls.cert or not tls.verify
-    return Endpoint(host=str(engine["Host"]), source=source, context=name, tls=tls if has_tls else None)
+    tls: Tls | None = None
+    is_verified = not engine.get("SkipTLSVerify")
+    files = _find_tls_files(contexts / "tls" / key / "docker", verify=is_verified)
+    if files.ca or files.cert or not is_verified:
+        tls = files
+    return Endpoint(host=str(engine["Host"]), source=source, context=name, tls=tls)
 
 
 def _read_variables_tls() -> Tls | None:
     """Return the certificates of ``DOCKER_TLS_VERIFY`` and ``DOCKER_CERT_PATH``, or None without them."""
-    folder, verify = os.environ.get("DOCKER_CERT_PATH", ""), bool(os.environ.get("DOCKER_TLS_VERIFY"))
+    folder = os.environ.get("DOCKER_CERT_PATH")
+    verify = bool(os.environ.get("DOCKER_TLS_VERIFY"))
     if not folder and not verify:
         return None
-    return _find_tls_files(Path(folder) if folder else _settings_folder(), verify=verify)
+    return _find_tls_files(Path(folder or _settings_folder()), verify=verify)
 
 
 def _find_tls_files(folder: Path, *, verify: bool) -> Tls:
-    paths = (folder / name for name in ("ca.pem", "cert.pem", "key.pem"))
-    ca, cert, key = (path if path.is_file() else None for path in paths)
-    return Tls(ca=ca, cert=cert, key=key, verify=verify)
+    files = {path.name: path for path in folder.glob("*.pem") if path.is_file()}
+    return Tls(ca=files.get("ca.pem"), cert=files.get("cert.pem"), key=files.get("key.pem"), verify=verify)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -190,24 +198,25 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def explain_unreachable(engine: Endpoint, error: Exception) -> ImgkitError:
     """Turn `error`, raised while connecting to `engine`, into what the user can do about it."""
-    host, where = engine.host, engine.source or None
-    cause, text = _find_system_error(error), str(error)
-    number = cause.errno if cause else None
+    host = engine.host
+    where = engine.source or None
+    cause = _find_system_error(error)
     if isinstance(cause, ssl.SSLError):
         # The number of such an error is TLS's own, and no system error.
         return _explain_tls_error(engine, cause)
-    if number in (errno.EACCES, errno.EPERM):
+    if cause and cause.errno in (errno.EACCES, errno.EPERM):
         return _explain_denied_socket(host.removeprefix("unix://"))
-    if number in (errno.ENOENT, errno.ECONNREFUSED, errno.ENOTDIR):
+    if cause and cause.errno in (errno.ENOENT, errno.ECONNREFUSED, errno.ENOTDIR):
         return ToolMissing(f"no Docker engine answers at {host}", where=where, hint=_start_hint(engine))
+    text = str(error)
     if host.startswith("ssh://"):
-        what = f"{host} cannot be reached over SSH: {text or type(error).__name__}"
-        return ToolFailed(what, where=where, hint=f"try: {shlex.join(_ssh_argv(host))}")
+        message = f"{host} cannot be reached over SSH: {text or type(error).__name__}"
+        return ToolFailed(message, where=where, hint=f"try: {shlex.join(_ssh_argv(host))}")
     # From here on there is no system error's number: requests and the SDK leave only their text.
     if "timed out" in text.lower():
-        what = f"the Docker engine at {host} accepted the connection and did not answer"
+        message = f"the Docker engine at {host} accepted the connection and did not answer"
         hint = "it may be stuck, see: journalctl -u docker -n 50; sudo systemctl restart docker"
-        return ToolFailed(what, where=where, hint=hint)
+        return ToolFailed(message, where=where, hint=hint)
     if any(part in text for part in ("Invalid bind address", "Invalid host", "protocol", "Protocol")):
         hint = "write unix:///path/docker.sock, tcp://host:2375 or ssh://user@host"
         return UsageError(f"not an engine's address: {host!r}", where=where, hint=hint)
@@ -240,17 +249,17 @@ def _explain_tls_error(engine: Endpoint, error: ssl.SSLError) -> ToolFailed:
         "ca.pem must be the CA of the engine's certificate, and the certificate must name this address; "
         f"cert.pem and key.pem identify you. Present: {names}"
     )
-    what = f"no TLS with the engine at {engine.host}: {error.reason or error}"
-    return ToolFailed(what, where=engine.source or None, hint=hint)
+    message = f"no TLS with the engine at {engine.host}: {error.reason or error}"
+    return ToolFailed(message, where=engine.source or None, hint=hint)
 
 
 def _start_hint(engine: Endpoint) -> str:
     """Return how to start an engine, or how to use another one that answers."""
     if engine.source:
         hint = f"start the engine there, or: {engine.leave_command}"
-        for other in _find_listening():
-            if other.host != engine.host:
-                return f"{hint}, which leads to {other.host.removeprefix('unix://')}"
+        for endpoint in _find_listening():
+            if endpoint.host != engine.host:
+                return f"{hint}, which leads to {endpoint.host.removeprefix('unix://')}"
         return hint
     # A stopped engine leaves its socket, and that tells which one this machine has.
     commands = [start for path, start in _usual_sockets().items() if path.exists() and not _accepts(path)]

@@ -10,7 +10,7 @@ import json
 from typing import TYPE_CHECKING
 
 from imgkit_builder.base import files
-from imgkit_builder.base.progress import Reporter, Silent
+from imgkit_builder.base.progress import SILENT, Reporter
 from imgkit_builder.engine import containers
 from imgkit_builder.engine.connection import Engine
 from imgkit_builder.engine.errors import ONE_PLATFORM_HINT
@@ -36,7 +36,7 @@ def resolve_base(
     override: str | None = None,
     platform: str | None = None,
     pull: bool = False,
-    report: Reporter | None = None,
+    report: Reporter = SILENT,
 ) -> BaseImage:
     """Find the base image, pull it if need be, and check its architecture.
 
@@ -53,7 +53,6 @@ def resolve_base(
     ToolMissing : the base is for another architecture, and the engine has no emulator for it.
     ToolFailed : the registry cannot be reached.
     """
-    report = report or Silent()
     name = override or recipe.image.base
     where = recipe.where("image", "base")
     check_name(name, where="--base" if override else where)
@@ -112,7 +111,9 @@ def choose_platform(recipe: Recipe, *, requested: str | None, host: str) -> str:
     """
     platforms = recipe.image.platforms
     if requested is None:
-        return host if host in platforms else platforms[0]
+        if host in platforms:
+            return host
+        return platforms[0]
     platform = full_platform(requested)
     if platform not in platforms:
         raise UsageError(
@@ -132,8 +133,10 @@ def _other_platform_error(
     """
     hints = [f"choose a {target} base: --base NAME"]
     if not name.startswith(STANDIN_HOST):
-        pull = f"docker pull --platform {target} {name}"
-        hints.insert(0, pull if can_choose_platform(engine) else ONE_PLATFORM_HINT)
+        pull = ONE_PLATFORM_HINT
+        if can_choose_platform(engine):
+            pull = f"docker pull --platform {target} {name}"
+        hints.insert(0, pull)
     if image.platform in recipe.image.platforms:
         hints.append(f"build for its platform: --platform {image.platform}")
     return UsageError(
@@ -174,10 +177,13 @@ def probe(engine: Engine, base: BaseImage) -> Probe:
     try:
         data = json_text.parse(files.read_own(path))
         if data.pop("schema") == SCHEMA:
-            return Probe(**{**data, "pip_conflicts": tuple(data["pip_conflicts"])})
+            data["pip_conflicts"] = tuple(data["pip_conflicts"])
+            return Probe(**data)
     except (OSError, ValueError, KeyError, TypeError):
         pass  # no earlier run, or a damaged file
-    name = base.name if engine.names_manifests else base.id or base.name
+    name = base.name
+    if base.id and not engine.names_manifests:
+        name = base.id  # a tag may move meanwhile
     finished = containers.run(engine, name, inside.probe_argv(), platform=base.platform)
     versions = inside.parse_probe(finished.output)
     if versions is None:
@@ -199,5 +205,5 @@ def _probe_failure(engine: Engine, base: BaseImage, returncode: int, output: str
         return "the base has no python3"
     if "exec format error" in output.lower():
         return f"the base is {base.platform}, but the engine runs {engine.platform} and has no emulator"
-    lines = output.strip().splitlines()
-    return f"python3 failed with exit code {returncode}: {lines[-1] if lines else 'no output'}"
+    *_, last_line = ["no output", *output.strip().splitlines()]
+    return f"python3 failed with exit code {returncode}: {last_line}"

@@ -53,13 +53,15 @@ def main() -> int:
         code = end_build(child, source, steps_only=bool(containers))
         if containers:
             remove_containers(containers, token)
-    return 128 - code if code < 0 else code
+    if code < 0:  # the number of a signal
+        return 128 - code
+    return code
 
 
 def copy_output(child: int, pipe: int, source: int) -> int | None:
     """Copy the output until `child` has ended, and return its exit code. None where `pipe` closes first."""
     while True:
-        ready = select.select([pipe, source], [], [], POLL_S)[0]
+        ready, _, _ = select.select([pipe, source], [], [], POLL_S)
         if pipe in ready:
             return None
         if source in ready:
@@ -145,8 +147,9 @@ def descendants() -> list[int]:
         except OSError:
             continue
         # "PID (NAME) STATE PARENT ...": a name may have parentheses and blanks.
-        parent = int(text.rpartition(")")[2].split()[1])
-        children.setdefault(parent, []).append(int(path.parent.name))
+        _, _, fields = text.rpartition(")")
+        _, parent, *_ = fields.split()
+        children.setdefault(int(parent), []).append(int(path.parent.name))
     pids = [os.getpid()]
     for pid in pids:  # grows while it is read
         pids += children.get(pid, [])
@@ -157,10 +160,13 @@ def remove_containers(containers: str, token: str) -> None:
     """Remove podman's working containers that have `token`."""
     for path in Path(containers).glob("*/userdata/buildah.json"):
         with contextlib.suppress(OSError):
-            if token in path.read_text(errors="replace"):
-                no_files = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in (0, 1, 2)]
-                argv = ["podman", "--remote=false", "rm", "--force", path.parts[-3]]
-                os.waitpid(os.posix_spawnp(argv[0], argv, os.environ, file_actions=no_files), 0)
+            if token not in path.read_text(errors="replace"):
+                continue
+            container = path.parts[-3]  # ID/userdata/buildah.json
+            argv = ["podman", "--remote=false", "rm", "--force", container]
+            no_files = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in (0, 1, 2)]
+            pid = os.posix_spawnp(argv[0], argv, os.environ, file_actions=no_files)
+            os.waitpid(pid, 0)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,9 @@ class Choice:
     """Whether buildx builds instead where the engine refuses the classic builder."""
 
 
+CLASSIC = Choice(name="classic")
+
+
 def choose(facts: EngineFacts, requested: Builder = "auto", *, secrets_at: str = "") -> Choice:
     """Return the builder that `requested` names, else podman for Podman and the classic one for Docker.
 
@@ -62,16 +65,17 @@ def choose(facts: EngineFacts, requested: Builder = "auto", *, secrets_at: str =
             reason = "the build needs secrets, which Docker keeps out of an image only with buildx"
             raise ToolMissing(f"{reason}: {error.what}", where=secrets_at, hint=BUILDX_PACKAGE) from error
         return Choice(name="buildx")
+    builder = "podman" if facts.is_podman else "buildx"
     raise UsageError(
         "the classic builder has no build secrets: they would stay in the image",
         where=secrets_at,
-        hint=f"use --builder {'podman' if facts.is_podman else 'buildx'}",
+        hint=f"use --builder {builder}",
     )
 
 
 def _choose_without_secrets(facts: EngineFacts, requested: Builder) -> Choice:
     if requested == "classic":
-        return Choice(name="classic")
+        return CLASSIC
     if requested == "buildx":
         if facts.is_podman:
             raise UsageError(
@@ -119,8 +123,8 @@ def choose_fallback(choice: Choice, error: ImgkitError) -> Choice | None:
     try:
         _require_buildx()
     except ToolMissing as missing:
-        what = f"the engine refuses its classic builder ({error.what}), and {missing.what}"
-        raise ToolMissing(what, hint=BUILDX_PACKAGE) from error
+        message = f"the engine refuses its classic builder ({error.what}), and {missing.what}"
+        raise ToolMissing(message, hint=BUILDX_PACKAGE) from error
     return dataclasses.replace(choice, name="buildx", may_change=False)
 
 
@@ -173,13 +177,14 @@ def _find_podman_containers(facts: EngineFacts) -> Path:
     if match is None:
         problem = result.tail().strip()[-200:]
         raise ToolMissing(f"podman info fails: {problem}", hint=f"podman info; {use_classic}")
-    if os.path.realpath(match[1]) != os.path.realpath(facts.root):
+    root, driver = match.groups()
+    if os.path.realpath(root) != os.path.realpath(facts.root):
         raise UsageError(
-            f"the program podman stores images in {match[1]}, the engine in {facts.root}",
+            f"the program podman stores images in {root}, the engine in {facts.root}",
             where=facts.endpoint.host,
             hint=f"run imgkit as the user who owns the engine, {use_classic}",
         )
-    return Path(match[1]) / f"{match[2]}-containers"
+    return Path(root) / f"{driver}-containers"
 
 
 def local_podman_env() -> dict[str, str]:

@@ -25,7 +25,7 @@ from imgkit_builder.base import files
 from imgkit_builder.base.process import pump_pipes
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.engine import containers
-from imgkit_builder.engine.builders import PODMAN, Choice, choose_fallback, local_podman_env
+from imgkit_builder.engine.builders import CLASSIC, PODMAN, Choice, choose_fallback, local_podman_env
 from imgkit_builder.engine.connection import Engine
 from imgkit_builder.engine.errors import connection_lost_error, translate_errors
 from imgkit_builder.engine.following import DOCKERFILE, BuildFollower, BuildKitFollower
@@ -69,7 +69,7 @@ def build(
     *,
     tag: str,
     report: Reporter,
-    builder: Choice | None = None,
+    builder: Choice = CLASSIC,
     no_cache: bool = False,
     hide: Callable[[str], str] = secret_patterns.mask_secrets,
     accept: Callable[[ImageInfo], None] | None = None,
@@ -89,16 +89,15 @@ def build(
     check_name(tag)
     old = find_image(engine, tag)
     folder = _make_log_folder(context.manifest.recipe)
+    created = time_of_build()
+    if not no_cache:
+        created = _creation_time(old, context)
     labels = manifests.labels(
-        context.manifest,
-        context_sha256=context.sha256,
-        created=_creation_time(None if no_cache else old, context),
-        locked=context.is_locked,
+        context.manifest, context_sha256=context.sha256, created=created, locked=context.is_locked
     )
     dockerfile = context.dockerfile.rstrip("\n") + "\n" + _label_instruction(labels)
     files.write_file(folder / "Dockerfile", hide(dockerfile))
     log = folder / "build.log"
-    builder = builder or Choice(name="classic")
     if builder.note:
         report.note(builder.note)
     platform = context.manifest.platform
@@ -145,10 +144,11 @@ def _make_log_folder(name: str) -> Path:
     parent = files.state_dir() / "builds"
     with contextlib.suppress(OSError):
         parent.mkdir(parents=True, exist_ok=True)
-    is_writable = os.access(parent, os.W_OK | os.X_OK)
+    if not os.access(parent, os.W_OK | os.X_OK):
+        parent = Path(tempfile.gettempdir())
     # Dates sort the folders; several builds may begin within one second.
     prefix = f"{time.strftime('%Y%m%dT%H%M%S')}-{name}-"
-    return Path(tempfile.mkdtemp(prefix=prefix, dir=parent if is_writable else None))
+    return Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
 
 
 def _creation_time(old: ImageInfo | None, context: BuildContext) -> str:
@@ -184,7 +184,8 @@ def _context_chunks(context: BuildContext, dockerfile: str, report: Reporter) ->
     """Yield the tar of `context` with the text `dockerfile` as its first member, `DOCKERFILE`."""
     data = dockerfile.encode()
     member = tarfile.TarInfo(DOCKERFILE)
-    member.size, member.mode = len(data), 0o644
+    member.size = len(data)
+    member.mode = 0o644
     with context.open(report) as tar:
         yield member.tobuf(tarfile.USTAR_FORMAT) + data + bytes(-len(data) % tarfile.BLOCKSIZE)
         chunk = tar.read(CHUNK_BYTES)
@@ -313,11 +314,12 @@ def _guard(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run `argv` behind ``build_guard``, which ends it when this block ends or this process does."""
     source = importlib.resources.files(__package__).joinpath("build_guard.py").read_text(encoding="utf-8")
-    ended, alive = os.pipe()
-    guarded = [str(ended), token, str(working_containers or ""), "--", *argv]
+    # The guard reads from this pipe: it closes when this process ends, in whatever way.
+    read_end, write_end = os.pipe()
+    guarded = [str(read_end), token, str(working_containers or ""), "--", *argv]
     with (
-        os.fdopen(alive, "wb", buffering=0) as life,
-        os.fdopen(ended, "rb", buffering=0),
+        os.fdopen(write_end, "wb", buffering=0) as life,
+        os.fdopen(read_end, "rb", buffering=0),
         # A session of its own: Ctrl-C at the terminal reaches imgkit only, which then closes the pipe.
         subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", source, *guarded],
@@ -325,13 +327,14 @@ def _guard(
             stdout=subprocess.PIPE,
             bufsize=0,
             env=dict(env),
-            pass_fds=(ended,),
+            pass_fds=(read_end,),
             start_new_session=True,
         ) as guard,
     ):
         try:
             yield guard
         finally:
+            # First: the guard then ends the program, and with it what writes to the other pipes.
             life.close()
             for stream in (guard.stdin, guard.stdout):
                 if stream is not None:

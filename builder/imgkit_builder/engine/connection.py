@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 ANSWER_TIMEOUT_S = 120
 """Limit for short requests: an engine that writes a layer to a slow disk answers late, a dead one never."""
+FACTS_TIMEOUT_S = 10.0
+"""Limit for `query_facts`, at whose answer a person waits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +182,8 @@ def make_client(engine: Endpoint, *, timeout_s: float = ANSWER_TIMEOUT_S) -> doc
             self, url: Any, proxies: Any, stream: Any, verify: Any, cert: Any
         ) -> Any:
             # REQUESTS_CA_BUNDLE, which a site sets for its proxy, would replace the authority of the engine.
-            verify = self.verify if verify is None else verify
+            if verify is None:
+                verify = self.verify
             return super().merge_environment_settings(url, proxies, stream, verify, cert)
 
     if is_ssh:
@@ -202,9 +205,10 @@ def _ssh_adapter(host: str) -> HTTPAdapter:
 
     class DialedConnection(urllib3.connection.HTTPConnection):
         def connect(self) -> None:
-            self.sock = address.open_ssh_socket(
-                host, self.timeout if isinstance(self.timeout, float | int) else None
-            )
+            timeout_s = None
+            if isinstance(self.timeout, float | int):  # urllib3 has an object for "default"
+                timeout_s = self.timeout
+            self.sock = address.open_ssh_socket(host, timeout_s)
 
     class DialedPool(urllib3.connectionpool.HTTPConnectionPool):
         ConnectionCls = DialedConnection
@@ -226,9 +230,11 @@ def sdk_options(engine: Endpoint) -> dict[str, Any]:
     options: dict[str, Any] = {"base_url": engine.host}
     tls = engine.tls
     if tls and engine.host.startswith(("tcp://", "http://", "https://")):
-        pair = (str(tls.cert), str(tls.key)) if tls.cert and tls.key else None
+        cert_and_key = None
+        if tls.cert and tls.key:
+            cert_and_key = (str(tls.cert), str(tls.key))
         ca = str(tls.ca) if tls.ca else None
-        options["tls"] = docker.tls.TLSConfig(client_cert=pair, ca_cert=ca, verify=tls.verify)
+        options["tls"] = docker.tls.TLSConfig(client_cert=cert_and_key, ca_cert=ca, verify=tls.verify)
     return options
 
 
@@ -241,14 +247,17 @@ def engine_facts(endpoint: Endpoint, *, version: Mapping[str, Any], info: Mappin
     """
     try:
         components = [str(part.get("Name") or "") for part in version.get("Components") or ()]
-        driver = str(info.get("Driver") or "unknown")
+        product = "Podman" if "Podman Engine" in components else "Docker"
+        store = str(info.get("Driver") or "unknown")
+        if _has_containerd_store(info):
+            store = f"containerd ({store})"
         return EngineFacts(
             endpoint=endpoint,
-            product="Podman" if "Podman Engine" in components else "Docker",
+            product=product,
             version=str(version["Version"]),
             api=str(version["ApiVersion"]),
             arch=str(version["Arch"]),
-            store=f"containerd ({driver})" if _has_containerd_store(info) else driver,
+            store=store,
             root=str(info.get("DockerRootDir") or ""),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -265,12 +274,12 @@ def _has_containerd_store(info: Mapping[str, Any]) -> bool:
     return str(status.get("driver-type") or "").startswith("io.containerd.snapshotter")
 
 
-def query_facts(engine: Endpoint | None = None, *, timeout_s: float = 10.0) -> EngineFacts:
+def query_facts(engine: Endpoint | None = None) -> EngineFacts:
     """Ask `engine` (default: the one that every verb uses) about itself.
 
     Raises
     ------
     ToolMissing, ToolFailed, UsageError : as `connect`.
     """
-    with connect(engine, timeout_s=timeout_s) as connected:
+    with connect(engine, timeout_s=FACTS_TIMEOUT_S) as connected:
         return connected.facts()

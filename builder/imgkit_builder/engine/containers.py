@@ -137,7 +137,9 @@ def run(engine: Engine, image: str, argv: Sequence[str], *, platform: str) -> Fi
                 if not re.search("executable file not found|no such file or directory", message):
                     raise
                 # The text before "exec:" describes what containerd and runc were doing.
-                message = message[max(message.find("exec:"), 0) :]
+                _, separator, reason = message.partition("exec:")
+                if separator:
+                    message = separator + reason
                 return Finished(argv=tuple(argv), returncode=NOT_FOUND, output=message)
         with translate_errors(f"run {argv[0]} in {image}"), engine.patient() as api:
             code = int(api.wait(name)["StatusCode"])
@@ -182,7 +184,10 @@ def shell_argv(image: str, *, gpus: bool, host: bool, endpoint: Endpoint, workdi
     elif not endpoint.source and endpoint.host != address.DEFAULT_HOST:
         argv += ["--host", endpoint.host]
     argv.append("run")
-    argv += ["--ipc=host"] if host else ["--network", "none", f"--shm-size={_SHM_SIZE}"]
+    if host:
+        argv.append("--ipc=host")
+    else:
+        argv += ["--network", "none", f"--shm-size={_SHM_SIZE}"]
     for limit in ("memlock=-1", "stack=67108864", "nofile=16384"):
         argv += ["--ulimit", limit]
     if workdir:

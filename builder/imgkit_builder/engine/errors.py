@@ -113,7 +113,9 @@ def registry_of(name: str) -> str:
     """Return ``nvcr.io`` of ``nvcr.io/nvidia/pytorch:1``, or an empty text for Docker Hub's short names."""
     first, slash, _ = name.partition("/")
     is_host = "." in first or ":" in first or first == "localhost"
-    return first if slash and is_host else ""
+    if not slash or not is_host:
+        return ""
+    return first
 
 
 @contextlib.contextmanager
@@ -160,7 +162,7 @@ Event = dict[str, Any]
 """One decoded JSON event; never leaves this package."""
 
 
-def refuse_error_events(events: Iterable[Event], *, doing: str, name: str = "") -> Iterator[Event]:
+def refuse_error_events(events: Iterable[Event], *, doing: str, name: str) -> Iterator[Event]:
     """Yield `events`, and raise those that report an error. The SDK yields them like any other.
 
     Raises
@@ -195,9 +197,12 @@ class LayerProgress:
     def add_event(self, event: Event) -> None:
         """Count `event` and report the sum. Extraction does not count as a transfer."""
         detail = event.get("progressDetail") or {}
-        layer, status = str(event.get("id", "")), str(event.get("status", ""))
-        if not detail and (layer or status):
-            self._report.line(f"{layer}: {status}" if layer else status)
+        layer = str(event.get("id", ""))
+        status = str(event.get("status", ""))
+        if not detail and layer:
+            self._report.line(f"{layer}: {status}")
+        elif not detail and status:
+            self._report.line(status)
         if status in ("Downloading", "Pushing") and "current" in detail:
             # While compressing, the engine may send more than it announced.
             current = int(detail["current"])

@@ -24,7 +24,7 @@ DOCKERFILE = "Dockerfile.imgkit"
 """Name of the Dockerfile with the labels; the context keeps its own next to it."""
 
 # "Step 2/9 : RUN make", "STEP 2/9: RUN make"
-_STEP = re.compile(r"^(?:Step|STEP) (\d+)/(\d+) ?: (.*)$")
+_STEP = re.compile(r"^(?:Step|STEP) (?P<number>\d+)/(?P<total>\d+) ?: (?P<instruction>.*)$")
 _RUNNING = re.compile(r"^ ---> Running in ([0-9a-f]+)$")
 _PARSE_ERROR = re.compile(r"(?:dockerfile parse error line|parse error on line) (\d+)", re.IGNORECASE)
 # Podman repeats the instruction before the message.
@@ -46,11 +46,17 @@ class BuildFollower:
         report: Reporter,
         hide: Callable[[str], str] = secret_patterns.mask_secrets,
     ) -> None:
-        self._log, self.log_path, self._hide = log, log_path, hide
-        self._dockerfile, self._base, self.report = dockerfile, base, report
+        self.log_path = log_path
+        self.report = report
+        self._log = log
+        self._hide = hide
+        self._dockerfile = dockerfile
+        self._base = base
         self._tail: collections.deque[str] = collections.deque(maxlen=process.KEPT_LINES)
         self._pending = ""  # the beginning of a line, whose end has not come yet
-        self._step, self._steps, self._instruction = 0, 0, ""
+        self._step = 0
+        self._step_count = 0
+        self._instruction = ""
         self.container = ""
         self.image_id = ""
 
@@ -87,7 +93,7 @@ class BuildFollower:
         """Return the error for the builder's `message` about the current step."""
         doing = "build"
         if self._step:
-            doing = f"step {self._step}/{self._steps} ({self._short_instruction()})"
+            doing = f"step {self._step}/{self._step_count} ({self._short_instruction()})"
         error = explain_message(_REPEATED_INSTRUCTION.sub("", message), doing=doing, name=self._base)
         hint = error.hint
         lines = process.last_lines("\n".join(self._tail))
@@ -95,14 +101,17 @@ class BuildFollower:
         # script of imgkit's own has printed what helps.
         if not hint and not any("imgkit: " in line for line in lines):
             hint = find_hint("\n".join(lines))
-        hints = ["its last lines:", *lines] if lines else []
+        hints = []
+        if lines:
+            hints += ["its last lines:", *lines]
         if hint:
             hints.append(hint)
         return type(error)(error.what, where=self._origin(message), hint=self._add_log("\n".join(hints)))
 
     def _add_line(self, line: str) -> None:
         # A progress bar rewrites its line; only the last text counts.
-        text = self._hide(strip_styles(line).rstrip("\r").rpartition("\r")[2])
+        _, _, text = strip_styles(line).rstrip("\r").rpartition("\r")
+        text = self._hide(text)
         self._log.write(text + "\n")
         self._log.flush()
         self._interpret(text)
@@ -110,9 +119,10 @@ class BuildFollower:
 
     def _interpret(self, text: str) -> None:
         """Note what a line says about the steps, or keep it for a message."""
-        step, running = _STEP.match(text), _RUNNING.match(text)
+        step = _STEP.match(text)
+        running = _RUNNING.match(text)
         if step is not None:
-            self._start_step(int(step[1]), int(step[2]), step[3])
+            self._start_step(step)
         elif running is not None:
             self.container = running[1]
         elif text.startswith("Removing intermediate container "):
@@ -126,11 +136,13 @@ class BuildFollower:
             return ""
         return self._tail.pop().removeprefix("Error: ")
 
-    def _start_step(self, number: int, total: int, instruction: str) -> None:
-        self._step, self._steps, self._instruction = number, total, instruction
+    def _start_step(self, header: re.Match[str]) -> None:
+        self._step = int(header["number"])
+        self._step_count = int(header["total"])
+        self._instruction = header["instruction"]
         self.container = ""
-        self._tail.clear()
-        self.report.stage(f"step {number}/{total}: {self._short_instruction()}")
+        self._tail.clear()  # an error shows the lines of its own step
+        self.report.stage(f"step {self._step}/{self._step_count}: {self._short_instruction()}")
 
     def _flush(self) -> None:
         if self._pending:
@@ -149,7 +161,9 @@ class BuildFollower:
     def _line_of_step(self, *, only: Collection[str] = ()) -> int | None:
         """Return the line of the Dockerfile at which the current step begins, where that is known."""
         lines = instruction_lines(self._dockerfile, only=only)
-        return lines[self._step - 1] if 0 < self._step <= len(lines) else None
+        if not 0 < self._step <= len(lines):
+            return None
+        return lines[self._step - 1]
 
     def _origin(self, message: str) -> str | None:
         """Return the recipe's line of what `message` reports, or that of the current step."""
@@ -161,7 +175,7 @@ class BuildFollower:
 
 
 # "#5 [2/4] RUN make"
-_VERTEX = re.compile(r"^#(\d+) \[ *(\d+)/(\d+)\] (.*)$")
+_VERTEX = re.compile(r"^#\d+ \[ *(?P<number>\d+)/(?P<total>\d+)\] (?P<instruction>.*)$")
 # "#5 0.213 cc -o a a.c"
 _OUTPUT = re.compile(r"^#\d+ \d+\.\d+ ?(.*)$")
 _SOLVE_ERROR = re.compile(r"^ERROR: (?:failed to solve: |failed to build: )*(.*)$")
@@ -177,12 +191,14 @@ class BuildKitFollower(BuildFollower):
     _error = ""
 
     def _interpret(self, text: str) -> None:
-        step, output = _VERTEX.match(text), _OUTPUT.match(text)
-        source, error = _SOURCE_LINE.match(text), _SOLVE_ERROR.match(text)
+        step = _VERTEX.match(text)
+        output = _OUTPUT.match(text)
+        source = _SOURCE_LINE.match(text)
+        error = _SOLVE_ERROR.match(text)
         if step is not None:
             # BuildKit repeats the header when it returns to a step.
-            if int(step[2]) > self._step:
-                self._start_step(int(step[2]), int(step[3]), step[4])
+            if int(step["number"]) > self._step:
+                self._start_step(step)
         elif output is not None:
             self._tail.append(output[1])
         elif source is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from imgkit_builder.archive import tar_read
 from imgkit_builder.archive.tar_read import REGULAR
-from imgkit_builder.base.progress import Reporter, Silent
+from imgkit_builder.base.progress import SILENT, Reporter
 from imgkit_builder.engine import containers, images
 from imgkit_builder.engine.connection import Engine
 from imgkit_builder.engine.errors import (
@@ -31,9 +31,8 @@ from imgkit_entrypoints.terminal import strip_styles
 _TAIL_BYTES = 4096
 _TAR_END = bytes(1024)
 _MAX_FILE_BYTES = 4 << 20
-_PUSHED = re.compile(
-    r".*: digest: (sha256:[0-9a-f]{64}) size: \d+"
-)  # "latest: digest: sha256:... size: 1234"
+# "latest: digest: sha256:... size: 1234"
+_PUSHED = re.compile(r".*: digest: (sha256:[0-9a-f]{64}) size: \d+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +76,7 @@ def local_image(engine: Engine, name: str) -> LocalImage:
 
 
 @contextlib.contextmanager
-def save_stream(engine: Engine, name: str, *, report: Reporter | None = None) -> Iterator[Iterator[bytes]]:
+def save_stream(engine: Engine, name: str, *, report: Reporter = SILENT) -> Iterator[Iterator[bytes]]:
     """Yield the chunks of ``docker save``. The archive has exactly one tag.
 
     Notes
@@ -92,7 +91,7 @@ def save_stream(engine: Engine, name: str, *, report: Reporter | None = None) ->
     """
     image = inspect(engine, name)
     doing = f"save {name}"
-    (report or Silent()).stage(f"the engine stages {image.tag or name}")
+    report.stage(f"the engine stages {image.tag or name}")
     with contextlib.ExitStack() as stack:
         with translate_errors(doing, name=name):
             archive = images.get_image(engine, image.tag or image.ref, image.platform)
@@ -101,7 +100,7 @@ def save_stream(engine: Engine, name: str, *, report: Reporter | None = None) ->
 
 
 @contextlib.contextmanager
-def export_stream(engine: Engine, name: str, *, report: Reporter | None = None) -> Iterator[Iterator[bytes]]:
+def export_stream(engine: Engine, name: str) -> Iterator[Iterator[bytes]]:
     """Yield the chunks of a tar of the image's flattened file tree, as ``docker export`` writes it.
 
     The container for it is never started and always removed.
@@ -113,7 +112,6 @@ def export_stream(engine: Engine, name: str, *, report: Reporter | None = None) 
     """
     image = inspect(engine, name)
     doing = f"export {name}"
-    (report or Silent()).stage(doing)
     # By id: a tag that moves meanwhile must not mix two images.
     with containers.temporary_container(
         engine, image.ref, purpose="export", platform=image.platform
@@ -284,5 +282,6 @@ def add_tag(engine: Engine, image: str, ref: str) -> None:
 def _split(ref: str) -> tuple[str, str]:
     """Return the repository and the tag of `ref`."""
     name = repository(ref)
+    tag = ref[len(name) + 1 :]  # behind the colon
     # If no tag is given, the SDK pushes every tag of the repository.
-    return name, ref[len(name) + 1 :] or "latest"
+    return name, tag or "latest"

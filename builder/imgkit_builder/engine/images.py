@@ -123,7 +123,9 @@ def _diff_ids(data: dict[str, Any]) -> tuple[str, ...]:
 
 def _make_info(engine: Engine, data: dict[str, Any], name: str) -> ImageInfo:
     """Return what the engine's answer `data` says of the image that was requested as `name`."""
-    ref, platform, config = str(data["Id"]), read_platform(data), data.get("Config") or {}
+    ref = str(data["Id"])
+    platform = read_platform(data)
+    config = data.get("Config") or {}
     requested = short_name(name)
     # An engine may send null for an empty list.
     tags = [short_name(tag) for tag in data.get("RepoTags") or () if tag != "<none>:<none>"]
@@ -137,6 +139,9 @@ def _make_info(engine: Engine, data: dict[str, Any], name: str) -> ImageInfo:
     for variable in config.get("Env") or ():
         key, _, value = variable.partition("=")
         env[key] = value
+    digest = ""
+    if digests:
+        digest = digests[0]
     return ImageInfo(
         ref=ref,
         id=_image_id(engine, ref, platform),
@@ -147,7 +152,7 @@ def _make_info(engine: Engine, data: dict[str, Any], name: str) -> ImageInfo:
         user=str(config.get("User") or ""),
         diff_ids=_diff_ids(data),
         size_bytes=int(data.get("Size") or 0),
-        digest=digests[0] if digests else "",
+        digest=digest,
         manifest=str(data.get("Manifest") or ""),
     )
 
@@ -177,7 +182,9 @@ def repository(name: str) -> str:
     name_and_tag = name.partition("@")[0]
     path, colon, tag = name_and_tag.rpartition(":")
     # A colon before the last slash belongs to the registry's port.
-    return path if colon and "/" not in tag else name_and_tag
+    if not colon or "/" in tag:
+        return name_and_tag
+    return path
 
 
 CHUNK_BYTES = 2 << 20
@@ -195,7 +202,9 @@ def _inspect_image(engine: Engine, name: str, platform: str | None) -> dict[str,
     if not can_choose_platform(engine) or not engine.names_manifests:
         return default
     is_kept = bool(default.get("Architecture"))
-    platforms = [platform] if platform else []
+    platforms = []
+    if platform:
+        platforms.append(platform)
     if not is_kept:
         # It prefers one that it does not keep.
         platforms += sorted(_local_platforms(engine, name), key=lambda local: local != engine.platform)
@@ -281,8 +290,6 @@ _OTHER_STORES = (f"/var/lib/containerd/{_CONTENT}", f"/var/lib/desktop-container
 """The stores of a containerd that the engine did not start: the system's, and Docker Desktop's."""
 _CONTENT_INSIDE = "/imgkit-content"
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
-# How many indexes may lie within each other. Tools write two.
-_MAX_INDEX_DEPTH = 4
 
 
 def _image_id(engine: Engine, ref: str, platform: str) -> str:
@@ -362,7 +369,7 @@ def _read_id_in_archive(engine: Engine, ref: str, platform: str) -> str | None:
 
 def _find_config(digest: str, platform: str, read_blob: Callable[[str], bytes | None]) -> str | None:
     """Return the configuration that the manifest or index `digest` names. None if a blob is missing."""
-    for _ in range(_MAX_INDEX_DEPTH + 1):
+    for _ in range(read.MAX_INDEX_DEPTH + 1):
         raw = read_blob(digest)
         # A digest that does not match is a blob that somebody has changed, or half of one.
         if raw is None or f"sha256:{hashlib.sha256(raw).hexdigest()}" != digest:
@@ -371,7 +378,9 @@ def _find_config(digest: str, platform: str, read_blob: Callable[[str], bytes | 
             document: dict[str, Any] = json_text.parse(raw)
             if "config" in document:
                 config = str(document["config"]["digest"])
-                return config if _DIGEST.fullmatch(config) else None
+                if not _DIGEST.fullmatch(config):
+                    return None
+                return config
             manifests = [entry for entry in document["manifests"] if _manifest_platform(entry) == platform]
             digest = str(manifests[0]["digest"])
         except (ValueError, LookupError, TypeError, AttributeError):

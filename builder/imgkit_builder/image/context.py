@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from imgkit_builder.base import files, process
-from imgkit_builder.base.progress import Reporter, Silent
+from imgkit_builder.base.progress import SILENT, Reporter
 from imgkit_builder.base.sizes import size_text
 from imgkit_builder.image import install, members, render, skeleton, uv_export, wheel
 from imgkit_builder.image.members import Code, PackedCode, TarMember
@@ -30,7 +30,6 @@ from imgkit_builder.oci.manifest import BaseImage, Manifest
 from imgkit_builder.recipe import requirements, sources, targets
 from imgkit_builder.recipe.model import (
     UV_STEP,
-    LockedBase,
     LockedDeb,
     LockedPlatform,
     LockedWheel,
@@ -68,14 +67,14 @@ class BuildContext:
     is_locked: bool = False
     """Whether a lock decides what the build installs."""
 
-    def open(self, report: Reporter | None = None) -> BinaryIO:
+    def open(self, report: Reporter = SILENT) -> BinaryIO:
         """Open the tar as a stream. Read it to its end, then close it.
 
         Raises
         ------
         UsageError : while reading, if a file differs from what `pack_context` saw.
         """
-        return io.BufferedReader(_ChunkReader(self._verified_chunks(report or Silent())), files.CHUNK_BYTES)
+        return io.BufferedReader(_ChunkReader(self._verified_chunks(report)), files.CHUNK_BYTES)
 
     def unpack(self, folder: Path) -> Mapping[str, str]:
         """Write the files below `folder`, and return the links, which are left out, by their names.
@@ -112,7 +111,7 @@ def pack_context(
     platform: str,
     revision: str,
     large: bool = True,
-    report: Reporter | None = None,
+    report: Reporter = SILENT,
 ) -> BuildContext:
     """Collect the input of a build. Every copied file is read once, for its digest.
 
@@ -128,7 +127,7 @@ def pack_context(
         imgkit=__version__,
         recipe=recipe.name,
         recipe_sha256=recipe.sha256,
-        base=_locked_base(base, recipe.lock.base) if recipe.lock else base,
+        base=_manifest_base(recipe, base),
         platform=platform,
         wheel_sha256=hashlib.sha256(wheel_data).hexdigest(),
         revision=revision,
@@ -146,6 +145,7 @@ def pack_context(
     ]
     code = _collect_recipe_code(recipe)
     if not large:
+        # Sizes are known by now, and nothing has been read yet.
         _refuse_large(code)
     is_locked = recipe.lock is not None
     return seal_context(own_files, dockerfile, manifest, code=code, is_locked=is_locked, report=report)
@@ -158,7 +158,7 @@ def seal_context(
     *,
     code: PackedCode,
     is_locked: bool = False,
-    report: Reporter | None = None,
+    report: Reporter = SILENT,
 ) -> BuildContext:
     """Return the context of imgkit's `own_files` and the user's `code`, whose files are read once."""
     contents = [
@@ -166,15 +166,17 @@ def seal_context(
         members.empty_folder("imgkit"),
         *own_files,
     ]
-    contents += [
-        members.empty_folder(name) for name in {posixpath.dirname(part.member) for part in code.parts}
-    ]
+    # "copy" and "project", above the folder of each step
+    folders = {posixpath.dirname(part.member) for part in code.parts}
+    contents += [members.empty_folder(folder) for folder in folders]
     for part in code.parts.values():
         contents += part
     # By bytes: the order of text depends on how a name outside UTF-8 was decoded.
     contents.sort(key=lambda member: os.fsencode(member.name))
     # Two digests in one pass: the code may have gigabytes.
-    digest, files_digest, size_bytes = hashlib.sha256(), hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    files_digest = hashlib.sha256()
+    size_bytes = 0
     total_bytes = sum(member.size_bytes for member in contents)
 
     def chunks() -> Iterator[bytes]:
@@ -186,7 +188,7 @@ def seal_context(
                 yield chunk
         yield members.END
 
-    for chunk in _report_progress(chunks(), report or Silent(), total_bytes):
+    for chunk in _report_progress(chunks(), report, total_bytes):
         digest.update(chunk)
         size_bytes += len(chunk)
     return BuildContext(
@@ -208,17 +210,24 @@ def input_sha256(recipe: Recipe, context: BuildContext, base: str) -> str:
     unless the name leads to another base by now.
     """
     base_image = BaseImage(name=base, platform=context.manifest.platform)
-    if recipe.lock:
-        base_image = _locked_base(base_image, recipe.lock.base)
-    manifest = dataclasses.replace(context.manifest, base=base_image)
+    manifest = dataclasses.replace(context.manifest, base=_manifest_base(recipe, base_image))
     dockerfile = render.render_dockerfile(recipe, base=base, platform=manifest.platform)
     texts = (context.files_sha256, dockerfile, manifests.to_json(manifest))
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()
 
 
-def _locked_base(base: BaseImage, lock: LockedBase) -> BaseImage:
-    """Return `base` with the digest of the lock: some engines invent one for an image of no registry."""
-    return dataclasses.replace(base, digest=lock.exact if lock.digest else "", id=lock.id or base.id)
+def _manifest_base(recipe: Recipe, base: BaseImage) -> BaseImage:
+    """Return `base` as the manifest names it: with the digest of the recipe's lock, where it has one.
+
+    Some engines invent a digest for an image that was never in a registry.
+    """
+    if recipe.lock is None:
+        return base
+    lock = recipe.lock.base
+    digest = ""
+    if lock.digest:
+        digest = lock.exact
+    return dataclasses.replace(base, digest=digest, id=lock.id or base.id)
 
 
 def check_code(recipe: Recipe) -> None:
@@ -235,7 +244,8 @@ def check_code(recipe: Recipe) -> None:
 
 def _report_progress(chunks: Iterator[bytes], report: Reporter, total_bytes: int) -> Iterator[bytes]:
     """Yield `chunks`, and report their bytes once a mebibyte: a tar of small files has many chunks."""
-    sent_bytes = reported_bytes = 0
+    sent_bytes = 0
+    reported_bytes = 0
     for chunk in chunks:
         sent_bytes += len(chunk)
         if sent_bytes - reported_bytes >= files.CHUNK_BYTES or chunk is members.END:

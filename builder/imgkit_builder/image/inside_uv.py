@@ -34,8 +34,9 @@ def main(folder: Path) -> int:
     if errors:
         print("uv.lock does not fit this base:", *errors, sep="\n")
         return 1
-    # An export without what only torch needs, for a base that has its own torch.
-    lines = exported["beside_torch" if "torch" in base else "requirements"]
+    lines = exported["requirements"]
+    if "torch" in base:
+        lines = exported["beside_torch"]  # without what only torch needs
     lines = [line for line in lines if requirement_name(line) not in base]
     to_install = [line for line in lines if requirement_name(line) not in exported["left_to_pip"]]
     write_lines(folder / "requirements-uv.txt", "w", [" ".join(exported["index_options"]), *to_install])
@@ -69,8 +70,9 @@ def requirement_name(line: str) -> str:
 def environment_errors(exported: dict[str, Any]) -> list[str]:
     """Return why the project does not allow this Python or platform. No requirement states that."""
     errors = []
-    version, required = platform.python_version(), exported["requires_python"]
+    required = exported["requires_python"]
     if required:
+        version = platform.python_version()
         allowed = import_packaging("specifiers").SpecifierSet(required)
         if not allowed.contains(version, prereleases=True):
             errors.append(f"the project requires Python {required}, and the base has {version}")

@@ -42,7 +42,9 @@ UV_LINKS = ContextFile(member="imgkit/uv.html", path=f"{INSIDE}/uv.html")
 def pip_step_numbers(recipe: Recipe) -> list[int]:
     """Return the numbers of the steps by pip, in order. That of a uv project is `UV_STEP`."""
     numbers = list(range(len(recipe.image.pip)))
-    return [UV_STEP, *numbers] if recipe.image.uv else numbers
+    if recipe.image.uv:
+        numbers.insert(0, UV_STEP)
+    return numbers
 
 
 def step_name(number: int) -> str:
@@ -96,17 +98,19 @@ def constraint_step(recipe: Recipe) -> Step:
 def pip_step(recipe: Recipe, number: int, *, pip: str = _PYTHON_PIP) -> Step:
     """Return the step `number` that installs packages and requirements by the command `pip`."""
     if number == UV_STEP:
-        step, where = PipStep(), recipe.where("image", "uv")
+        step = PipStep()
+        where = recipe.where("image", "uv")
     else:
-        step, where = recipe.image.pip[number], recipe.where("image", "pip", number)
+        step = recipe.image.pip[number]
+        where = recipe.where("image", "pip", number)
     command = _install_command(recipe, step, pip)
     file = requirements_file(number)
     files: list[ContextFile] = []
     if recipe.lock:
         files.append(file)
-        wheels = kept_wheels(recipe, number)
         if number == UV_STEP:
             files.append(UV_LINKS)
+        wheels = kept_wheels(recipe, number)
         command += f"{NEXT}    {locked_pip_options(recipe, number)}{NEXT}    --requirement {file.path}"
         command += f"{NEXT}|| {{ echo {shlex.quote(_missing_wheel_advice(recipe))} >&2; exit 1; }}"
         if wheels is not None:
@@ -115,12 +119,14 @@ def pip_step(recipe: Recipe, number: int, *, pip: str = _PYTHON_PIP) -> Step:
     elif number == UV_STEP:
         files += [UV_JSON, UV_PROGRAM]
         command += f"{NEXT}    {_LOCKED_OPTIONS}{NEXT}    --requirement {file.path}"
+        # It writes the requirements that pip then reads.
         command = f"python3 -I -B {UV_PROGRAM.path} {INSIDE}{NEXT}&& {command}"
     else:
         if step.requirements is not None or step.project is not None:
             files.append(file)
             command += f"{NEXT}    --requirement {file.path}"
-        command += "".join(f"{NEXT}    {shlex.quote(package)}" for package in step.packages)
+        for package in step.packages:
+            command += f"{NEXT}    {shlex.quote(package)}"
     return Step(origin=where, command=command, mounts=secret_mounts(step.secrets), files=tuple(files))
 
 
@@ -134,10 +140,13 @@ def _missing_wheel_advice(recipe: Recipe) -> str:
 
 def project_step(recipe: Recipe, number: int, step: PipStep) -> Step:
     """Return pip step `number` that installs the user's own project."""
-    member, origin = project_member(number), recipe.where("image", "pip", number)
-    target, options = f"{INSIDE}/{member}", ""
+    member = project_member(number)
+    origin = recipe.where("image", "pip", number)
+    target = f"{INSIDE}/{member}"
+    options = ""
     if step.editable:
-        target, options = posixpath.normpath(step.editable), "--editable "
+        target = posixpath.normpath(step.editable)
+        options = "--editable "
     if recipe.lock:
         options = f"--no-deps {options}"  # the locked steps have installed them
     command = f"{_install_command(recipe, step)}{NEXT}    {options}{shlex.quote(target)}"
@@ -184,13 +193,10 @@ def apt_step(recipe: Recipe, origin: str) -> Step:
         script = shlex.join(("sh", f"{folder.path}/{SCRIPT}", recipe.reference, _lock_name(recipe)))
         parts = [script, "apt-get clean", f"rm -rf /var/lib/apt/lists/* {folder.path}"]
         return Step(origin=origin, command=f"{NEXT}&& ".join(parts), files=(folder,))
-    packages = "".join(f"{NEXT}    {shlex.quote(package)}" for package in recipe.image.apt)
-    parts = [
-        "apt-get update",
-        f"DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends{packages}",
-        "apt-get clean",
-        "rm -rf /var/lib/apt/lists/*",
-    ]
+    install_command = "DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends"
+    for package in recipe.image.apt:
+        install_command += f"{NEXT}    {shlex.quote(package)}"
+    parts = ["apt-get update", install_command, "apt-get clean", "rm -rf /var/lib/apt/lists/*"]
     return Step(origin=origin, command=f"{NEXT}&& ".join(parts))
 
 
@@ -235,11 +241,11 @@ def snapshot_urls(deb: LockedDeb, epoch: int) -> tuple[str, ...]:
     match = re.search(r"/(debian-security|debian|ubuntu-ports|ubuntu)/(pool/.+)", urlsplit(deb.url).path)
     if match is None:
         return ()
-    archive, path = _SNAPSHOTS[match[1]], match[2]
+    archive, path = match.groups()
     urls = []
     for delay_s in _SNAPSHOT_DELAYS_S:
         stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(epoch + delay_s))
-        urls.append(f"{archive}/{stamp}/{path}")
+        urls.append(f"{_SNAPSHOTS[archive]}/{stamp}/{path}")
     return tuple(urls)
 
 
@@ -279,9 +285,10 @@ def _lock_name(recipe: Recipe) -> str:
 def render_requirements(recipe: Recipe, number: int) -> str:
     """Return the requirements of a locked pip step: the options of the recipe's own file, then the wheels."""
     lines = []
-    file = None if number == UV_STEP else recipe.image.pip[number].requirements
-    if file is not None:
-        lines += [line for line in requirements.read_requirements(file) if line.startswith("-")]
+    if number != UV_STEP:
+        file = recipe.image.pip[number].requirements
+        if file is not None:
+            lines += [line for line in requirements.read_requirements(file) if line.startswith("-")]
     for wheel in locked_wheels(recipe, number):
         spec = f"{wheel.name}=={wheel.version}"
         if wheel.direct and wheel.file not in recipe.kept and number != UV_STEP:
@@ -331,5 +338,7 @@ def secret_argv(recipe: Recipe, names: Sequence[str]) -> tuple[str, ...]:
     args = []
     for name in names:
         variable = variables.get(name)
-        args.append(f"{name}={variable}" if variable else name)
+        if variable:
+            name += f"={variable}"
+        args.append(name)
     return ("sh", f"/run/{WITH_SECRETS}", *args, "--")

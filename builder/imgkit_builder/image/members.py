@@ -74,7 +74,7 @@ class PackedCode:
         return size_bytes
 
 
-def collect_code(codes: Iterable[Code], hidden: Collection[Path] = ()) -> PackedCode:
+def collect_code(codes: Iterable[Code], hidden: Collection[Path]) -> PackedCode:
     """Return the members of all `codes`, without the `hidden` files. No content is read yet.
 
     Raises
@@ -104,7 +104,8 @@ def _list_members(
     walk = sources.walk_source(code.source, code.ignore, hidden=hidden, left_out=left_out, secret=secret)
     with explain_read_errors(code.source):
         for item in walk:
-            path, name = Path(item.entry.path), f"{code.member}/{item.name}"
+            path = Path(item.entry.path)
+            name = f"{code.member}/{item.name}"
             if item.entry.is_dir(follow_symlinks=False):
                 yield empty_folder(name)
             elif item.entry.is_symlink():
@@ -154,7 +155,7 @@ def _ignore_hint(path: Path) -> str:
     return f"add {path.name!r} to this copy's `ignore`"
 
 
-def tar_chunks(members: list[TarMember] | tuple[TarMember, ...]) -> Iterator[bytes]:
+def tar_chunks(members: Iterable[TarMember]) -> Iterator[bytes]:
     """Yield the archive in chunks. The last chunk is the object `END`."""
     for member in members:
         yield from member_chunks(member)
@@ -185,8 +186,8 @@ def unpack_members(stream: BinaryIO, folder: Path) -> dict[str, str]:
             if member.issym():
                 links[member.name] = member.linkname
                 continue
-            content = archive.extractfile(member) if member.isfile() else None
-            if content is None:
+            content = archive.extractfile(member)
+            if content is None:  # a folder
                 path.mkdir(parents=True, exist_ok=True)
                 continue
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -198,8 +199,11 @@ def unpack_members(stream: BinaryIO, folder: Path) -> dict[str, str]:
 
 def _header(member: TarMember) -> bytes:
     info = tarfile.TarInfo(member.name)
-    info.type, info.mode, info.linkname = member.kind, member.mode, member.link
-    info.size, info.mtime = member.size_bytes, files.MTIME_S
+    info.type = member.kind
+    info.mode = member.mode
+    info.linkname = member.link
+    info.size = member.size_bytes
+    info.mtime = files.MTIME_S
     # GNU's format, not pax: it keeps names outside UTF-8 unchanged and allows any size.
     return info.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
 
@@ -219,20 +223,21 @@ def _read_content(member: TarMember) -> Iterator[bytes]:
                 break
             yield chunk
     if remaining:
+        change = "grew" if remaining < 0 else "shrank"
         raise UsageError(
-            f"{member.source} {'grew' if remaining < 0 else 'shrank'} while it was read",
+            f"{member.source} {change} while it was read",
             hint=f"build again when no program writes to it, or {_ignore_hint(member.source)}",
         )
 
 
-def find_text(members: Iterable[TarMember], needles: Collection[bytes]) -> Iterator[str]:
-    """Yield the names of members whose content holds one of `needles`."""
+def find_text(members: Iterable[TarMember], needles: Collection[bytes]) -> str | None:
+    """Return the name of the first member whose content holds one of `needles`, or None."""
     longest = max(len(needle) for needle in needles)
     for member in members:
         end = b""  # of the previous chunk: a needle may lie across the border
         for chunk in _read_content(member):
             window = end + chunk
             if any(needle in window for needle in needles):
-                yield member.name
-                break
+                return member.name
             end = window[-longest:]
+    return None

@@ -88,8 +88,8 @@ def render_build_definition(
     recipe: Recipe,
     additions: Additions,
     *,
-    base: str | None = None,
-    platform: str | None = None,
+    base: str | None,
+    platform: str | None,
     bootstrap: str = "docker",
     source: str = "",
 ) -> str:
@@ -254,13 +254,16 @@ def docker_quote(value: str) -> str:
 
 def _docker_value(value: str, key: str) -> str:
     """Return the value of ENV. One that adds to the base's value names it, as Docker expands it."""
+    # `quote_inherited` sets the quotes around the whole value.
     inherited = quote_inherited(key, value, lambda text: docker_quote(text)[1:-1])
     return inherited or docker_quote(value)
 
 
 def _docker_key(value: str) -> str:
     """Return the name of a label, quoted only where it must be."""
-    return value if re.fullmatch(r"[A-Za-z0-9._/-]+", value) else docker_quote(value)
+    if re.fullmatch(r"[A-Za-z0-9._/-]+", value):
+        return value
+    return docker_quote(value)
 
 
 def _copy_words(paths: Sequence[str]) -> str:
@@ -290,9 +293,7 @@ TRUST = dict.fromkeys(("CURL_CA_BUNDLE", "PIP_CERT", "REQUESTS_CA_BUNDLE", "SSL_
 """Variables of programs that come with authorities of their own: pip, requests, and what conda installs."""
 
 
-def build_layers(
-    recipe: Recipe, *, base: str | None = None, platform: str | None = None, base_user: str = ""
-) -> Layers:
+def build_layers(recipe: Recipe, *, base: str | None, platform: str | None, base_user: str = "") -> Layers:
     """Return the layers of `recipe` on `base` (default: the recipe's), whose user is `base_user`.
 
     Only shell commands are quoted.
@@ -302,11 +303,22 @@ def build_layers(
     UsageError : a value does not fit on one line, or is not the name of a distribution.
     """
     _refuse_line_ends(recipe)
-    image, lock = recipe.image, recipe.lock
-    if base_user.partition(":")[0] in ("root", "0"):
+    image = recipe.image
+    user, _, _ = base_user.partition(":")  # "root:root" names a group, too
+    if user in ("root", "0"):
         base_user = ""
-    has_workdir = ("image", "workdir") in recipe.positions
-    workdir_origin = recipe.where("image", "workdir") if has_workdir else "imgkit: the default folder"
+    workdir_origin = "imgkit: the default folder"
+    if ("image", "workdir") in recipe.positions:
+        workdir_origin = recipe.where("image", "workdir")
+    args = None
+    if image.args:
+        args = _block(recipe, "args", image.args)
+    ca = None
+    if image.ca:
+        ca = _certificates_step(recipe)
+    origins: tuple[ContextFile, ...] = ()
+    if recipe.lock:
+        origins = (ContextFile(member=install.LOCK_TOML, path=f"{INSIDE}/lock.toml"),)
     return Layers(
         image=image,
         name=recipe.name,
@@ -316,8 +328,8 @@ def build_layers(
         uses_secrets=bool(image.used_secrets),
         base=_base(recipe, base),
         base_user=base_user,
-        args=_block(recipe, "args", image.args) if image.args else None,
-        ca=_certificates_step(recipe) if image.ca else None,
+        args=args,
+        ca=ca,
         before_apt=Early(copy=_list_copies(recipe, "base"), run=_list_run_steps(recipe, "base")),
         after_apt=Early(copy=_list_copies(recipe, "apt"), run=_list_run_steps(recipe, "apt")),
         apt=_list_apt_steps(recipe),
@@ -329,7 +341,7 @@ def build_layers(
         install_wheel=_install_wheel(),
         projects=_list_project_steps(recipe),
         copy=_list_copies(recipe, "pip"),
-        origins=(_locked_file(install.LOCK_TOML),) if lock else (),
+        origins=origins,
         run_after_copy=_list_run_steps(recipe, "copy"),
         labels=_labels(recipe),
     )
@@ -338,9 +350,11 @@ def build_layers(
 def _refuse_line_ends(recipe: Recipe) -> None:
     """Raise UsageError for a value that does not fit on one line. The line ends of a command are quoted."""
     for path, value in _list_texts(dataclasses.asdict(recipe.image), ("image",)):
-        refused = r"[\r\0]" if path[-1] == "command" else r"[\n\r\0]"
-        if re.search(refused, value):
-            problem = f"{'.'.join(map(str, path))}: a line end or NUL"
+        if path[-1] == "command":
+            value = value.replace("\n", "")
+        if re.search(r"[\n\r\0]", value):
+            key = ".".join(map(str, path))
+            problem = f"{key}: a line end or NUL"
             refuse_value(problem, "a Dockerfile", recipe.where(*path), "write it on one line")
 
 
@@ -397,15 +411,16 @@ def _list_copies(recipe: Recipe, after: str) -> tuple[ContextFile, ...]:
     """Return the user's files of one position."""
     copies = []
     for number, step in enumerate(recipe.image.copy):
-        if step.after == after:
-            path, origin = posixpath.normpath(step.target), recipe.where("image", "copy", number)
-            copies.append(ContextFile(member=copy_member(number), path=path, is_folder=True, origin=origin))
+        if step.after != after:
+            continue
+        copy = ContextFile(
+            member=copy_member(number),
+            path=posixpath.normpath(step.target),
+            is_folder=True,
+            origin=recipe.where("image", "copy", number),
+        )
+        copies.append(copy)
     return tuple(copies)
-
-
-def _locked_file(member: str) -> ContextFile:
-    """Return a file or folder that only a locked build has."""
-    return ContextFile(member=member, path=f"{INSIDE}/{member.removeprefix('imgkit/')}")
 
 
 def certificate_member(number: int) -> str:
@@ -468,9 +483,14 @@ def _run_step(recipe: Recipe, number: int, command: RunCommand) -> Step:
     """Return the step of the user's command `number`, quoted for a Dockerfile and for a definition."""
     text = command.command.strip()
     has_lines = "\n" in text
-    # Of several lines, the first that fails ends the step; a shell alone would go on.
-    shell = ("/bin/sh", "-ec" if has_lines else "-c", text)
-    posix = f"sh {shell[1]} {_quote_on_one_line(text) if has_lines else shlex.quote(text)}"
+    option = "-c"
+    quoted = shlex.quote(text)
+    if has_lines:
+        # Of several lines, the first that fails ends the step; a shell alone would go on.
+        option = "-ec"
+        quoted = _quote_on_one_line(text)
+    shell = ("/bin/sh", option, text)
+    posix = f"sh {option} {quoted}"
     # Docker reads some beginnings as its own syntax (flags, JSON), a last backslash as a continued line, and
     # newer engines read << as a heredoc; the exec form keeps all of them as text, and line ends too.
     docker = text
@@ -540,16 +560,17 @@ def _origins(recipe: Recipe, key: str, items: Iterable[str | int]) -> str:
         file, _, number = recipe.where("image", key, item).rpartition(":")
         if not file:
             return number  # the name of the recipe alone: no file states the value
-        line = int(number)
-        if spans:
-            last_file, first_line, last_line = spans[-1]
-            if file == last_file and line in (last_line, last_line + 1):
-                spans[-1] = (file, first_line, line)
-                continue
-        spans.append((file, line, line))
+        first_line = last_line = int(number)
+        # An item in the same or the next line extends the span before it.
+        if spans and spans[-1][0] == file and spans[-1][2] in (last_line - 1, last_line):
+            _, first_line, _ = spans.pop()
+        spans.append((file, first_line, last_line))
     texts = []
-    for file, first, last in spans:
-        texts.append(f"{file}:{first}-{last}" if last > first else f"{file}:{first}")
+    for file, first_line, last_line in spans:
+        text = f"{file}:{first_line}"
+        if last_line > first_line:
+            text += f"-{last_line}"
+        texts.append(text)
     return ", ".join(texts)
 
 

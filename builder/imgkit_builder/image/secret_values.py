@@ -45,7 +45,10 @@ def read_secrets(recipe: Recipe) -> SecretValues:
         if secret.id not in used_secrets:
             continue
         where = recipe.where("image", "secrets", number)
-        lines = _find_long_lines(_read_value(secret, where))
+        value = _read_value(secret, where)
+        lines = [line for line in value.splitlines() if len(line) >= MIN_CHARACTERS]
+        # The first and last line of a key are the same in all keys.
+        lines = [line for line in lines if not line.startswith("-----")]
         if not lines:
             raise UsageError(
                 f"the secret {secret.id} has no line of {MIN_CHARACTERS} characters",
@@ -57,12 +60,6 @@ def read_secrets(recipe: Recipe) -> SecretValues:
         options += ["--secret", f"id={secret.id},{source}"]
     # The longest first: a value may be a part of another one.
     return SecretValues(options=tuple(options), lines=tuple(sorted(values, key=len, reverse=True)))
-
-
-def _find_long_lines(value: str) -> list[str]:
-    """Return the lines to search for. The first and last line of a key are the same in all keys."""
-    lines = value.splitlines()
-    return [line for line in lines if len(line) >= MIN_CHARACTERS and not line.startswith("-----")]
 
 
 def _read_value(secret: BuildSecret, where: str) -> str:
@@ -90,7 +87,7 @@ def refuse_secrets_in(context: BuildContext, values: SecretValues) -> None:
     if not values.lines:
         return
     needles = [line.encode("utf-8", "surrogateescape") for line in values.lines]
-    member = next(members.find_text(context.members, needles), None)
+    member = members.find_text(context.members, needles)
     if member is None:
         return
     name = member

@@ -109,13 +109,17 @@ def select_skeleton(code: Code, members: Iterable[TarMember]) -> tuple[TarMember
     project = _Project.read(code.source, names)
     contents: dict[str, TarMember] = {}
     for name, member in names.items():
-        keeps = project.keeps_folder if member.kind == tarfile.DIRTYPE else project.is_needed
-        if keeps(name):
+        is_kept = project.is_needed(name)
+        if member.kind == tarfile.DIRTYPE:
+            is_kept = project.keeps_folder(name)
+        if is_kept:
             contents[name] = member
         elif project.is_module(name):
             contents[name] = memory_file(member.name, _STUB)
     # A needed file can be in a folder that holds nothing else of the skeleton.
-    folders = {parent for name in contents for parent in _parents(name)}
+    folders: set[str] = set()
+    for name in contents:
+        folders.update(_parents(name))
     skeleton = []
     for name, member in names.items():
         if name in contents or name in folders:
@@ -127,7 +131,7 @@ def select_skeleton(code: Code, members: Iterable[TarMember]) -> tuple[TarMember
 class _Project:
     """The names in a project's folder, and those that its files for the build backend state."""
 
-    stated: frozenset[str]
+    references: frozenset[str]
     """Paths, packages and patterns that pyproject.toml, setup.cfg and setup.py state."""
     license_patterns: tuple[str, ...]
     version_modules: tuple[str, ...]
@@ -145,29 +149,31 @@ class _Project:
         content = _read_toml(folder)
         setup_cfg = _read_text(folder / "setup.cfg")
         # Any text in these files may name a file or a package that the backend looks for.
-        texts = [*_list_stated_texts(content), *re.split(r"[\s,=]+", setup_cfg)]
+        texts = [*_list_backend_texts(content), *re.split(r"[\s,=]+", setup_cfg)]
         texts += _list_texts_in_python(_read_text(folder / "setup.py"))
-        stated = {posixpath.normpath(text) for text in texts if text}
+        references = {posixpath.normpath(text) for text in texts if text}
         name = canonical_name(str(_project_table(content).get("name", ""))).replace("-", "_")
         python_names = [path for path in names if path.endswith(".py")]
-        python_folders = frozenset(parent for path in python_names for parent in _parents(path))
-        modules = {name, *stated}
+        python_folders: set[str] = set()
+        for path in python_names:
+            python_folders.update(_parents(path))
+        modules = {name, *references}
         backend = _table(content, "build-system").get("build-backend", _SETUPTOOLS)
         if backend in _SETUPTOOLS_BACKENDS and not python_folders - {"."}:
             # setuptools finds a module beside pyproject.toml only where there is no package.
             modules.update(path.removesuffix(".py") for path in python_names)
         return cls(
-            stated=frozenset(stated),
+            references=frozenset(references),
             license_patterns=tuple(_license_patterns(content)),
             version_modules=tuple(_version_modules(content, setup_cfg, name)),
             modules=frozenset(modules - {"setup", "conftest"}),
-            python_folders=python_folders,
+            python_folders=frozenset(python_folders),
             packages=frozenset(posixpath.dirname(path) for path in python_names if _is_init(path)),
         )
 
     def is_needed(self, name: str) -> bool:
         """Return whether the backend needs the content of the file `name`."""
-        if name in _ROOT_FILES or name in self.stated:
+        if name in _ROOT_FILES or name in self.references:
             return True
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.license_patterns):
             return True
@@ -188,7 +194,7 @@ class _Project:
         """Return whether the backend may need the folder `name` to find the packages."""
         if name == ".":
             return True
-        if name in self.stated or name.replace("/", ".") in self.stated:
+        if name in self.references or name.replace("/", ".") in self.references:
             return True
         top = name.partition("/")[0]
         if name not in self.python_folders or not self._may_hold_packages(top):
@@ -199,14 +205,14 @@ class _Project:
     def _may_hold_packages(self, top: str) -> bool:
         """Return whether packages can be in the folder `top`.
 
-        Beside ``src`` there are only those that are stated.
+        Beside ``src`` there are only those that the project's files name.
         """
         if top == "src" or "src" not in self.python_folders:
             return True
-        if "." in self.stated:  # where = ["."]
+        if "." in self.references:  # where = ["."]
             return True
         # The first part of "my_letters", "my_letters.model", "my_letters/model" or "my_*".
-        patterns = {re.split(r"[/.]", text)[0] for text in self.stated}
+        patterns = {re.split(r"[/.]", text)[0] for text in self.references}
         return any(fnmatch.fnmatchcase(top, pattern) for pattern in patterns)
 
 
@@ -255,7 +261,7 @@ def _project_table(content: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**_table(content, "tool", "poetry"), **_table(content, "project")}
 
 
-def _list_stated_texts(content: Mapping[str, Any]) -> Iterator[str]:
+def _list_backend_texts(content: Mapping[str, Any]) -> Iterator[str]:
     """Yield every key and text of the tables that a build backend reads."""
     tools = _table(content, "tool")
     hatch = _table(content, "tool", "hatch")

@@ -38,14 +38,14 @@ def check_image(run: Runner, *, arch: str, manifest: Manifest | None) -> tuple[C
     finished = run(inside.probe_argv(MANIFEST_JSON, str(system.SYSTEM_JSON)))
     report = inside.parse_probe(finished.output)
     if report is None:
-        lines = finished.output.strip().splitlines()
-        problem = lines[-1] if lines else f"exit code {finished.returncode}"
+        problem = _last_line(finished.output, f"exit code {finished.returncode}")
         hint = "the architecture differs, or the image has no Python: imgkit show IMAGE, imgkit doctor"
         return (_make_check("python", problem=f"python3 does not run: {problem}", hint=hint),)
     baked, manifest_check = _check_manifest(report, manifest)
-    # An image of others has no manifest, and its base is unknown.
     provenance = manifest or baked
-    probe = provenance.base.probe if provenance else None
+    probe = Probe(skipped="an image of others has no manifest, and its base is unknown")
+    if provenance:
+        probe = provenance.base.probe
     return (
         _check_arch(report, arch),
         _check_python(report),
@@ -56,6 +56,12 @@ def check_image(run: Runner, *, arch: str, manifest: Manifest | None) -> tuple[C
         _check_system(report),
         _check_dist_env(run(["dist-env", "--json"])),
     )
+
+
+def _last_line(text: str, default: str) -> str:
+    """Return the last line of `text`, or `default` where it has none."""
+    *_, line = [default, *text.strip().splitlines()]
+    return line
 
 
 def has_passed(image_id: str) -> bool:
@@ -95,12 +101,16 @@ def _check_arch(report: ImageReport, arch: str) -> Check:
 
 
 def _check_python(report: ImageReport) -> Check:
-    is_old = tuple(int(part) for part in report.python.split(".")[:2]) < FLOOR
-    hint = f"the entry points need Python {'.'.join(map(str, FLOOR))}: use a newer base"
-    return _make_check("python", report.python, problem=report.python if is_old else "", hint=hint)
+    version = tuple(int(part) for part in report.python.split(".")[:2])
+    problem = ""
+    if version < FLOOR:
+        problem = report.python
+    floor = ".".join(map(str, FLOOR))
+    hint = f"the entry points need Python {floor}: use a newer base"
+    return _make_check("python", report.python, problem=problem, hint=hint)
 
 
-def _check_torch(report: ImageReport, probe: Probe | None) -> Check:
+def _check_torch(report: ImageReport, probe: Probe) -> Check:
     """Check that torch can be imported, and is the base's."""
     if report.torch_error:
         hint = "a pip or apt step broke it; list the steps: imgkit show RECIPE"
@@ -109,8 +119,9 @@ def _check_torch(report: ImageReport, probe: Probe | None) -> Check:
         "a pip step replaced the base's torch, the only one that fits its CUDA and NCCL; find the "
         "package that requires another one (pip show torch) and pin it"
     )
-    problem, fact = "", report.torch
-    if probe is not None and not probe.skipped:
+    problem = ""
+    fact = report.torch
+    if not probe.skipped:
         problem = _describe_difference(report.torch, probe.torch)
     elif fact:
         fact += " (the base was not probed)"
@@ -118,9 +129,9 @@ def _check_torch(report: ImageReport, probe: Probe | None) -> Check:
     return _make_check("torch", fact, problem=problem, hint=hint, missing="the image has no torch")
 
 
-def _check_nccl(report: ImageReport, probe: Probe | None) -> Check:
+def _check_nccl(report: ImageReport, probe: Probe) -> Check:
     hint = "a pip step installed another NCCL (pip list | grep nccl): pin or drop it"
-    problem = _describe_difference(report.nccl, probe.nccl if probe else "")
+    problem = _describe_difference(report.nccl, probe.nccl)
     missing = "torch has no CUDA" if report.torch else "no torch"
     return _make_check("nccl", report.nccl, problem=problem, hint=hint, missing=missing)
 
@@ -132,17 +143,18 @@ def _describe_difference(version: str, base_version: str) -> str:
     return f"{version or 'none'}, the base has {base_version}"
 
 
-def _check_pip(report: ImageReport, probe: Probe | None) -> Check:
+def _check_pip(report: ImageReport, probe: Probe) -> Check:
     """Check that pip finds no conflict between packages that the base does not have, too."""
     if report.pip_conflicts is None:
         return _make_check("pip", missing="the image has no pip")
-    base_conflicts = probe.pip_conflicts if probe else ()
-    new_conflicts = [line for line in report.pip_conflicts if line not in base_conflicts]
+    new_conflicts = [line for line in report.pip_conflicts if line not in probe.pip_conflicts]
     if new_conflicts:
         hint = "pin these packages in image.pip to versions that fit the base"
         return _make_check("pip", problem=f"new conflicts: {'; '.join(new_conflicts)}", hint=hint)
-    count = len(report.pip_conflicts)
-    return _make_check("pip", f"no new conflict ({count} of the base's own)" if count else "no conflict")
+    fact = "no conflict"
+    if report.pip_conflicts:
+        fact = f"no new conflict ({len(report.pip_conflicts)} of the base's own)"
+    return _make_check("pip", fact)
 
 
 def _check_manifest(report: ImageReport, expected: Manifest | None) -> tuple[Manifest | None, Check]:
@@ -186,8 +198,7 @@ def _check_dist_env(finished: Finished) -> Check:
             raise ValueError(finished.tail() or f"exit code {finished.returncode}")
         json_text.first_object(finished.output)
     except ValueError as error:
-        lines = str(error).splitlines()
-        problem = lines[-1] if lines else "no output"
+        problem = _last_line(str(error), "no output")
         hint = f"the entry points are broken in this image; {_REBUILD_HINT}"
         return _make_check("dist-env", problem=f"dist-env --json: {problem}", hint=hint)
     return _make_check("dist-env", "dist-env --json answers")

@@ -68,9 +68,11 @@ def export_uv_lock(recipe: Recipe) -> bytes:
         unsatisfied = next(_find_unsatisfied(pyproject, requirements, uv), None)
         options = index_options(recipe)
     except (ToolFailed, OSError, ValueError, TypeError, AttributeError) as error:
-        message, hint = str(error), None
+        message = str(error)
+        hint = None
         if isinstance(error, ToolFailed):
-            message, hint = error.what, error.hint
+            message = error.what
+            hint = error.hint
         raise UsageError(f"its uv.lock cannot be used: {message}", where=where, hint=hint) from error
     if unsatisfied is not None:
         raise UsageError(
@@ -114,16 +116,18 @@ def _find_unsatisfied(pyproject: dict[str, Any], lines: list[str], uv: UvProject
     environments = _list_environments(pyproject)
     for text in _list_requirements(pyproject, uv):
         requirement = Requirement(text)
-        name, marker = canonical_name(requirement.name), requirement.marker
+        name = canonical_name(requirement.name)
         if name in ignored:
             continue
+        marker = requirement.marker
         if marker is not None and not any(marker.evaluate(environment) for environment in environments):
             continue
         if name not in versions:
             yield f"{text}, which uv.lock lacks"
             continue
         locked = versions[name]
-        if locked and not any(requirement.specifier.contains(v, prereleases=True) for v in locked):
+        is_met = any(requirement.specifier.contains(version, prereleases=True) for version in locked)
+        if locked and not is_met:
             yield f"{text}, and uv.lock has {', '.join(locked)}"
 
 
@@ -234,5 +238,6 @@ def index_options(recipe: Recipe) -> list[str]:
                 where=recipe.where("image", "uv"),
                 hint=f"change tool.uv.index in {PYPROJECT}, or name its packages in a pip step with a secret",
             )
-        options += ["--index-url" if index.get("default") else "--extra-index-url", url]
+        option = "--index-url" if index.get("default") else "--extra-index-url"
+        options += [option, url]
     return options

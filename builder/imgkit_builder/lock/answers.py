@@ -43,7 +43,10 @@ class Unresolved(Exception):
 
     def __init__(self, step: int | str, problem: str = "", packages: str = "", output: str = "") -> None:
         super().__init__(problem)
-        self.step, self.problem, self.packages, self.output = step, problem, packages, output
+        self.step = step
+        self.problem = problem
+        self.packages = packages
+        self.output = output
 
 
 def read_debs(text: str) -> tuple[LockedDeb, ...]:
@@ -60,7 +63,8 @@ def read_debs(text: str) -> tuple[LockedDeb, ...]:
         if match is None:  # a warning of apt
             continue
         name, version, architecture = match["file"].removesuffix(".deb").split("_")
-        url, sha256 = without_credentials(match["url"]), match["sha256"] or ""
+        url = without_credentials(match["url"])
+        sha256 = match["sha256"] or ""
         if not url.startswith(_HTTP):
             raise Unresolved(APT, f"apt takes {name} from {url}, which no other machine can read", name)
         if not _SHA256.fullmatch(sha256):
@@ -92,14 +96,16 @@ def read_wheels(text: str | bytes, step: int, digests: Mapping[str, str]) -> tup
     """
     items = json_text.build_value(tuple[_ReportItem, ...], json_text.parse(text), "pip", closed=True)
     built_files = _index_by_version(digests)
-    wheels, missing = [], []
+    wheels = []
+    missing = []
     for item in items:
         package = f"{item.name}=={item.version}"
         url = without_credentials(item.url)
         file = unquote(urlsplit(url).path.rpartition("/")[2])
-        is_in_index = file.endswith(".whl") and url.startswith(_HTTP)
-        if not file.endswith(".whl"):
+        is_wheel = file.endswith(".whl")
+        if not is_wheel:  # the base has built one from it
             file = built_files.get((canonical_name(item.name), item.version), "")
+        is_in_index = is_wheel and url.startswith(_HTTP)
         sha256 = item.sha256 if is_in_index else digests.get(file, "")
         if not is_in_index and not sha256:
             missing.append(package)
@@ -247,10 +253,12 @@ def _find_cause(output: str) -> tuple[_Cause, tuple[str, ...]]:
 def last_output_lines(output: str) -> list[str]:
     """Return the last lines that explain a failure. pip's own begin with ``ERROR:``."""
     # pip frames the output of a setup.py, and explains less itself.
-    framed, end, _ = output.rpartition("[end of output]")
-    text = framed if end else output
-    lines = [line.rstrip() for line in text.splitlines() if line.strip() and not _NOISE.match(line)]
-    if not end:
+    framed, frame_end, _ = output.rpartition("[end of output]")
+    lines = []
+    for line in (framed or output).splitlines():
+        if line.strip() and not _NOISE.match(line):
+            lines.append(line.rstrip())
+    if not frame_end:
         for number, line in enumerate(lines):
             if line.startswith(("ERROR:", "E: ")):
                 return lines[number : number + _MOST_LINES]

@@ -34,7 +34,9 @@ class Change:
 
 def list_changes(old: LockedPlatform | None, new: LockedPlatform) -> tuple[Change, ...]:
     """Return the changes from `old`, which may not exist, to `new`. What is gone comes last."""
-    old_versions = dict(_list_versions(old)) if old else {}
+    old_versions = {}
+    if old:
+        old_versions = dict(_list_versions(old))
     new_versions = dict(_list_versions(new))
     changes = []
     for kind, name in {**new_versions, **old_versions}:

@@ -92,7 +92,9 @@ def resolve_pip(step: str, arguments: list[str], order: dict[str, Any]) -> None:
     CalledProcessError : pip found no solution, or could not build a wheel.
     """
     pip = [sys.executable, "-m", "pip"]
-    keep_files, is_last = order["keep_files"], step == list(order["steps"])[-1]
+    keep_files = order["keep_files"]
+    is_last = step == list(order["steps"])[-1]
+    step_options = order["steps"][step]["options"]
     report = OUT / f"pip-{step}.json"
     install = [*pip, *arguments, *FIND_KEPT, "--report", str(report)]
     if not keep_files:
@@ -104,7 +106,7 @@ def resolve_pip(step: str, arguments: list[str], order: dict[str, Any]) -> None:
     report.write_text(json.dumps([summarize(item) for item in items]), encoding="utf-8")
     if not keep_files or not items:
         return
-    options = [option for option in order["steps"][step]["options"] if option not in INSTALL_ONLY]
+    options = [option for option in step_options if option not in INSTALL_ONLY]
     download = ["wheel", "--no-deps", "--no-cache-dir", "--wheel-dir", str(FILES), *options, *FIND_KEPT]
     run_program([*pip, *download, *map(exact_requirement, items)])
     if not is_last:
@@ -150,11 +152,13 @@ def summarize(item: dict[str, Any]) -> dict[str, Any]:
 
 def exact_requirement(item: dict[str, Any]) -> str:
     """Return the requirement that gives exactly what an item of pip's report is."""
-    name, download = item["metadata"]["name"], item["download_info"]
+    name = item["metadata"]["name"]
     if not item.get("is_direct"):
         # Not the URL: pip reports it without the password of its index.
         return f"{name}=={item['metadata']['version']}"
-    url, vcs = download["url"], download.get("vcs_info")
+    download = item["download_info"]
+    url = download["url"]
+    vcs = download.get("vcs_info")  # of a repository
     if vcs:
         url = f"{vcs['vcs']}+{url}@{vcs['commit_id']}"
     return f"{name} @ {url}"

@@ -144,11 +144,14 @@ def _is_answer(name: str) -> bool:
 
 def _read_answers(folder: Path, resolution: Resolution, mask: Callable[[str], str]) -> LockedPlatform:
     """Return the packages that the answers in `folder` name."""
-    request, base = resolution.request, resolution.base
+    request = resolution.request
+    base = resolution.base
     failed = folder / "failed.txt"
     if failed.exists():
         raise answers.read_failure(mask(files.read_text(failed, errors="replace")))
-    debs = files.read_text(folder / "apt.txt", errors="replace") if request.apt else ""
+    debs = ""
+    if request.apt:
+        debs = files.read_text(folder / "apt.txt", errors="replace")
     digests = _hash_packages([*resolution.kept_wheels.values(), *sorted(folder.iterdir())])
     wheels: list[LockedWheel] = []
     for number in install.pip_step_numbers(resolution.recipe):
@@ -181,14 +184,18 @@ def pack_request(resolution: Resolution) -> BuildContext:
     ------
     UsageError : a value of the recipe does not fit on one line, or a file cannot be read.
     """
-    recipe, base = resolution.recipe, resolution.base
+    recipe = resolution.recipe
+    base = resolution.base
     layers = render.build_layers(recipe, base=base.name, platform=base.platform, base_user=base.user)
     # The steps of a build, with our program in place of apt and pip.
     program = f"python3 {FOLDER}/{_PROGRAM}"
-    apt = f"{program} apt" + "".join(f"{NEXT}    {shlex.quote(package)}" for package in recipe.image.apt)
+    apt = f"{program} apt"
+    for package in recipe.image.apt:
+        apt += f"{NEXT}    {shlex.quote(package)}"
     pip_steps = []
     for number in install.pip_step_numbers(recipe):
-        pip_steps.append(install.pip_step(recipe, number, pip=f"{program} {install.step_name(number)}"))
+        pip = f"{program} {install.step_name(number)}"
+        pip_steps.append(install.pip_step(recipe, number, pip=pip))
     apt_steps = tuple(dataclasses.replace(step, command=apt) for step in layers.apt)
     layers = dataclasses.replace(layers, apt=apt_steps, pip=tuple(pip_steps))
     program_data = importlib.resources.files(__package__).joinpath(_PROGRAM).read_bytes()
@@ -218,9 +225,13 @@ def pack_request(resolution: Resolution) -> BuildContext:
 
 def _make_order(resolution: Resolution) -> dict[str, object]:
     """Return what the programs in the base read."""
-    recipe, old, options = resolution.recipe, resolution.old, resolution.options
-    locked_debs = old.apt if old else ()
-    locked_wheels = old.pip if old else ()
+    recipe = resolution.recipe
+    keeps_version = resolution.options.keeps_version
+    debs: list[tuple[str, str]] = []
+    wheels: list[LockedWheel] = []
+    if resolution.old:
+        wheels = [wheel for wheel in resolution.old.pip if keeps_version(wheel.name)]
+        debs = [(deb.name, deb.version) for deb in resolution.old.apt if keeps_version(deb.name)]
     steps: dict[str, object] = {}
     for number in install.pip_step_numbers(recipe):
         if number == UV_STEP:
@@ -228,14 +239,10 @@ def _make_order(resolution: Resolution) -> dict[str, object]:
             steps[install.step_name(number)] = {"options": uv_export.index_options(recipe), "pins": {}}
             continue
         # The same package in two steps may have two versions: the pins of each step are its own.
-        pins = {}
-        for wheel in locked_wheels:
-            if wheel.step == number and options.keeps_version(wheel.name):
-                pins[canonical_name(wheel.name)] = wheel.version
+        pins = {canonical_name(wheel.name): wheel.version for wheel in wheels if wheel.step == number}
         pip_options = lock_file.collect_pip_options(recipe.image.pip[number])
         steps[install.step_name(number)] = {"options": pip_options, "pins": pins}
-    debs = [(deb.name, deb.version) for deb in locked_debs if options.keeps_version(deb.name)]
-    return {"keep_files": options.keep_files, "debs": debs, "steps": steps}
+    return {"keep_files": resolution.options.keep_files, "debs": debs, "steps": steps}
 
 
 def find_kept_wheels(file: Path, part: LockedPlatform | None) -> dict[str, Path]:

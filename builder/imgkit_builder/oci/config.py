@@ -62,9 +62,11 @@ def parse_config(raw: bytes, *, where: str, image_id: str | None = None) -> Imag
         diff_ids = tuple(values["rootfs"]["diff_ids"] or ())
         if not all(_DIGEST.fullmatch(diff_id) for diff_id in diff_ids):
             raise ValueError("a layer digest is not a sha256")
-        os, arch = values.get("os") or "", values["architecture"]
+        os = values.get("os") or ""
+        arch = values["architecture"]
         if not _NAME.fullmatch(arch) or (os and not _NAME.fullmatch(os)):
             raise ValueError("its architecture or operating system is not one word")
+        # Some tools write null for an empty value.
         settings = values.get("config") or {}
         labels = dict(settings.get("Labels") or {})
         config = ImageConfig(
@@ -94,7 +96,9 @@ def parse_config(raw: bytes, *, where: str, image_id: str | None = None) -> Imag
 def _split_variable(text: str) -> tuple[str, str | None]:
     """Return the name and the value of ``NAME=VALUE``. The value of a text without ``=`` is None."""
     name, equals, value = text.partition("=")
-    return name, value if equals else None
+    if not equals:
+        return name, None
+    return name, value
 
 
 def _texts(values: list[str] | None) -> tuple[str, ...]:

@@ -142,7 +142,9 @@ def time_of_build() -> str:
 def now_s() -> int:
     """Return the time of now in seconds since 1970, or the value of ``SOURCE_DATE_EPOCH`` if that is set."""
     epoch = os.environ.get("SOURCE_DATE_EPOCH", "")
-    return int(epoch) if epoch.isdigit() else int(time.time())
+    if epoch.isdigit():
+        return int(epoch)
+    return int(time.time())
 
 
 def to_json(manifest: Manifest) -> str:

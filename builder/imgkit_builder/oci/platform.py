@@ -63,7 +63,11 @@ def emulator_fault(arch: str, *, root: Path = Path("/")) -> str:
     # The first line of a handler's file is "enabled" or "disabled".
     if not lines or lines[0] != "enabled":
         return f"the emulator is switched off: {handler} begins with {lines[:1]}"
-    flags = next((line.partition(":")[2].strip() for line in lines if line.startswith("flags:")), "")
+    flags = ""
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key == "flags":
+            flags = value.strip()
     if "F" not in flags:
         # With the flag F, the kernel opens the emulator when the handler is registered. Without it, the
         # kernel looks for the emulator inside the container, where it is not.

@@ -102,8 +102,10 @@ class Base:
                 continue
             yield column.name, getattr(self, column.name)
             if column.name == "cuda":
-                driver = self.driver
-                yield "driver", Cell(str(driver), cuda_drivers.SOURCE) if driver else None
+                driver = None
+                if self.driver:
+                    driver = Cell(str(self.driver), cuda_drivers.SOURCE)
+                yield "driver", driver
 
 
 @functools.cache
@@ -170,16 +172,21 @@ def newest_base(system: SystemFacts) -> Base | None:
     branch = _driver_branch(system)
     if branch is None:
         return None
-    bases = _bases_for_driver(branch)
-    if _BEFORE_TURING.search(system.node.gpu_model):
-        # CUDA 13 does not run on them.
-        bases = [base for base in bases if base.cuda and int(base.cuda.value.partition(".")[0]) < 13]
-    return bases[-1] if bases else None
+    has_old_gpus = _BEFORE_TURING.search(system.node.gpu_model)
+    for base in reversed(_bases_for_driver(branch)):
+        if base.cuda is None:
+            continue
+        cuda_major, _, _ = base.cuda.value.partition(".")
+        if not has_old_gpus or int(cuda_major) < 13:
+            return base
+    return None
 
 
 def _driver_branch(system: SystemFacts) -> int | None:
     match = _DRIVER_BRANCH.match(system.node.driver)
-    return int(match[0]) if match else None
+    if match is None:
+        return None
+    return int(match[0])
 
 
 def node_platform(system: SystemFacts) -> str:
@@ -243,8 +250,9 @@ def _make_lookup(reference: str, system: SystemFacts) -> known_issues.Lookup:
     # The table has one of them: "NCCL_NET_PLUGIN=ofi".
     base_variable, _, base_value = values.get("variables", "").partition("=")
     env = {base_variable: base_value, **system.env}
+    machines = {"linux/amd64": "x86_64", "linux/arm64": "aarch64"}
     values |= {
-        "arch": "aarch64" if node_platform(system) == "linux/arm64" else "x86_64",
+        "arch": machines[node_platform(system)],
         "driver": system.node.driver,
         "fabric": system.fabric.kind,
         "gpu": system.node.gpu_model,
@@ -298,26 +306,30 @@ CPU_WORK = (
 def _check_python(reference: str) -> Iterator[Fault]:
     """Yield a fault if the Python of a base is older than `FLOOR`."""
     version = ""
-    base, image = ngc_image(reference), _parse_or_none(reference)
+    base = ngc_image(reference)
     if base is not None and base.python is not None:
         version = base.python.value
+    image = _parse_or_none(reference)
     # Another registry may have an image of this name with any content.
     if image and image.repository in _PYTHON_REPOSITORIES and image.registry in ("", "docker.io"):
         version = image.tag
     # Of a tag such as 3.12-slim, the version is the beginning; `latest` says nothing.
-    number = re.match(r"([0-9]{1,3})\.([0-9]{1,3})(?![0-9])", version)
-    if number and (int(number[1]), int(number[2])) < FLOOR:
+    match = re.match(r"([0-9]{1,3})\.([0-9]{1,3})(?![0-9])", version)
+    if match and (int(match[1]), int(match[2])) < FLOOR:
         least = ".".join(map(str, FLOOR))
         yield (
-            f"{reference} has Python {number[0]}: imgkit's entry points need {least} or newer",
+            f"{reference} has Python {match[0]}: imgkit's entry points need {least} or newer",
             f"choose a base with Python {least}; imgkit list --bases",
         )
 
 
 def _check_driver(reference: str, system: SystemFacts) -> Iterator[Fault]:
     """Yield a fault if the driver of the nodes is too old for the CUDA of a base."""
-    base, branch = ngc_image(reference), _driver_branch(system)
-    if base is None or base.cuda is None or base.driver is None or branch is None or branch >= base.driver:
+    base = ngc_image(reference)
+    branch = _driver_branch(system)
+    if base is None or base.cuda is None or base.driver is None or branch is None:
+        return
+    if branch >= base.driver:
         return
     is_data_centre = cuda_drivers.is_data_centre_gpu(system.node.gpu_model)
     if is_data_centre and system.runtime.cuda_compat != "none":

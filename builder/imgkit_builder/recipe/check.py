@@ -49,10 +49,11 @@ def check(tree: Table, problems: Collector, *, is_complete: bool) -> Document | 
 
 def _report_nothing(path: KeyPath, node: Scalar, problems: Collector) -> None:
     """Report a key without a value, or with one of YAML's words for none: ``null``, ``~``."""
+    message = "has no value"
+    hint = "give it one or remove the key"
     if node.text:
-        message, hint = f"{node.text} is read as no value", f'quote it if it is text: "{node.text}"'
-    else:
-        message, hint = "has no value", "give it one or remove the key"
+        message = f"{node.text} is read as no value"
+        hint = f'quote it if it is text: "{node.text}"'
     problems.error(node.position, path, message, hint)
 
 
@@ -110,7 +111,9 @@ _FORMS: Mapping[str, tuple[str, str]] = {
 def _report(mistake: Mistake, tree: Table, problems: Collector) -> None:
     """Report a mistake that pydantic found in the terms of the file: its text, and what YAML makes of it."""
     node, path = tree.deepest(mistake.path)
-    position, message, hint = node.position, mistake.message, mistake.hint
+    position = node.position
+    message = mistake.message
+    hint = mistake.hint
     if mistake.kind == "missing":
         path = mistake.path
         hint = f"add `{path[-1]}: ...`"
@@ -119,7 +122,9 @@ def _report(mistake: Mistake, tree: Table, problems: Collector) -> None:
     elif mistake.is_key:
         path = mistake.path
         table, _ = tree.deepest(path[:-1])
-        position = table.keys[str(path[-1])] if isinstance(table, Table) else table.position
+        position = table.position
+        if isinstance(table, Table):
+            position = table.keys[str(path[-1])]
         if mistake.kind == "unknown":
             message, hint = _describe_unknown_key(path)
     elif mistake.kind != "rule":
@@ -198,7 +203,8 @@ _PUBLIC_HINT = "anybody who can pull the image can read it; pass it when the job
 
 def _check_text(path: KeyPath, node: Scalar, problems: Collector) -> None:
     """Report a variable that cannot be expanded, and warn of secrets and of ``$`` without a meaning."""
-    name, text = str(path[-1]), node.text
+    name = str(path[-1])
+    text = node.text
     is_variable = path[0] == "image" and len(path) > 2 and path[-2] in ("env", "args")
     if is_variable:
         fault = next(rules.variable_value(name, text, has_earlier_value=path[1] != "args"), None)
@@ -239,7 +245,8 @@ def _check_secrets(tree: Table, problems: Collector) -> None:
             declared[name.text] = name, path
         sources = {"env", "file"} & secret.entries.keys()
         if len(sources) != 1:
-            message = f"needs exactly one of env, file; it has {'both' if sources else 'neither'}"
+            present = "both" if sources else "neither"
+            message = f"needs exactly one of env, file; it has {present}"
             hint = "env: NAME is a variable of this machine, file: PATH a file"
             problems.error(secret.position, path, message, hint)
     # Steps of a parent may use a secret that the child declares: both are in the merged tree.
@@ -253,7 +260,9 @@ def _check_secrets(tree: Table, problems: Collector) -> None:
             continue
         used.add(node.text)
         if node.text not in declared:
-            hint = allowed_hint(node.text, declared) if declared else "declare it below image.secrets"
+            hint = "declare it below image.secrets"
+            if declared:
+                hint = allowed_hint(node.text, declared)
             problems.error(node.position, path, f"there is no secret {node.text!r}", hint)
     for text, (node, path) in declared.items():
         if text not in used:
@@ -282,15 +291,15 @@ def _check_pip_steps(tree: Table, problems: Collector) -> None:
             if key in step.entries and "project" not in step.entries:
                 message = f"is for a project: {reason}"
                 problems.error(step.keys[key], (*path, key), message, "add project: FOLDER, or remove it")
-        packages, options = step.entries.get("packages"), step.entries.get("options")
+        packages = step.entries.get("packages")
         if isinstance(packages, Items) and not packages.items:
             problems.error(packages.position, (*path, "packages"), "is empty", "remove the step")
+    for path, option in tree.select("image", "pip", ANY, "options", ANY):
         # Later items may be values of the options before them.
-        first_option = options.items[0] if isinstance(options, Items) and options.items else None
-        if isinstance(first_option, Scalar) and re.match("[^-]", first_option.text):
-            message = f"{first_option.text!r} is not an option"
+        if path[-1] == 0 and isinstance(option, Scalar) and re.match("[^-]", option.text):
+            message = f"{option.text!r} is not an option"
             hint = "options begin with -; packages go to `packages`"
-            problems.error(first_option.position, (*path, "options", 0), message, hint)
+            problems.error(option.position, path, message, hint)
 
 
 def _check_platforms(tree: Table, problems: Collector) -> None:
@@ -329,15 +338,16 @@ def _check_scheduler(tree: Table, problems: Collector) -> None:
 
 def check_system(facts: SystemFacts, tree: Table, problems: Collector) -> None:
     """Report what the recipe's scheduler cannot work with, and warn of runtimes that it cannot start."""
-    scheduler, runtime = systems.find_registration(facts.scheduler), facts.runtime
-    if runtime.kind not in scheduler.runtimes:
+    registration = systems.find_registration(facts.scheduler)
+    runtime = facts.runtime
+    if runtime.kind not in registration.runtimes:
         path: KeyPath = ("system", "runtime", "kind")
         message = f"{facts.scheduler} does not start programs by {runtime.kind}: imgkit run refuses it"
-        problems.warn(tree.position_of(path), path, message, allowed_hint("", scheduler.runtimes))
-    elif runtime.kind == "docker" and scheduler.by_podman and not systems.is_podman(runtime.command):
+        problems.warn(tree.position_of(path), path, message, allowed_hint("", registration.runtimes))
+    elif runtime.kind == "docker" and registration.by_podman and not systems.is_podman(runtime.command):
         path = ("system", "runtime", "command")
         message = f"{facts.scheduler} starts containers by podman alone: imgkit run refuses {runtime.command}"
         problems.warn(tree.position_of(path), path, message, "command: podman, or podman-hpc")
-    for fault in scheduler.faults(facts):
+    for fault in registration.faults(facts):
         path = ("system", *fault.path)
         problems.error(tree.position_of(path), path, fault.what, fault.hint)

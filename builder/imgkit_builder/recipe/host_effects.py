@@ -38,7 +38,8 @@ def find_host_effects(recipe: Recipe) -> tuple[Problem, ...]:
 
 def _runtime_effects(recipe: Recipe) -> Effects:
     """Yield programs that a start of the runtime runs, and folders of the machine that a job sees."""
-    runtime, path = recipe.system.runtime, ("system", "runtime")
+    runtime = recipe.system.runtime
+    path = ("system", "runtime")
     if runtime.command not in PROGRAMS:
         yield (*path, "command"), f"runs the program {runtime.command} on the machine that starts a job"
     for key, modules in (("modules", runtime.modules), ("host_modules", runtime.host_modules)):

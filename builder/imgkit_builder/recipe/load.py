@@ -52,8 +52,9 @@ def load(ref: str | Path, *, build_args: Sequence[str] = ()) -> Recipe:
     UsageError : there is no such recipe.
     """
     # A Path always means a file; a text without a slash or suffix is a shipped recipe.
-    text = str(ref.absolute()) if isinstance(ref, Path) else ref
-    file = locate_recipe(text, Path.cwd())
+    if isinstance(ref, Path):
+        ref = str(ref.absolute())
+    file = locate_recipe(ref, Path.cwd())
     # `extends` can name any file of this machine: only what these folders hold is quoted in messages.
     folders = (file.parent, FOLDER, system_files.site_folder())
     problems = Collector(shows=tuple(folder.resolve() for folder in folders))
@@ -172,8 +173,10 @@ def _replace_args(tree: Table, build_args: Sequence[str]) -> Table:
     """
     if not build_args:
         return tree
-    args, path = tree.deepest(("image", "args"))
-    declared = args.entries if len(path) == 2 and isinstance(args, Table) else {}
+    declared: Mapping[str, YamlNode] = {}
+    for _, args in tree.select("image", "args"):
+        if isinstance(args, Table):
+            declared = args.entries
     for argument in build_args:
         name, equals, value = argument.partition("=")
         if not equals:
@@ -246,13 +249,18 @@ def locate_recipe(ref: str, folder: Path) -> Path:
         file = (folder / ref).absolute()
         if file.is_dir():
             names = sorted(str(shorten_path(path)) for path in file.glob("*.y*ml"))
-            hint = f"it contains: {', '.join(names)}" if names else "name a .yaml file"
+            hint = "name a .yaml file"
+            if names:
+                hint = f"it contains: {', '.join(names)}"
             raise UsageError(f"{ref} is a folder, not a recipe", hint=hint)
         if not file.exists():
             siblings = {path.stem: path.name for path in file.parent.glob("*.y*ml")}
+            # A file beside it is nearer than a shipped recipe.
             nearest = siblings.get(nearest_name(file.stem, siblings), "")
             nearest = nearest or nearest_name(file.stem, recipe_names())
-            hint = f"did you mean {nearest}?" if nearest else "to see the shipped recipes: imgkit list"
+            hint = "to see the shipped recipes: imgkit list"
+            if nearest:
+                hint = f"did you mean {nearest}?"
             raise UsageError(f"there is no file {ref}", hint=hint)
         return file
     except (OSError, ValueError) as error:  # a name too long, a NUL byte, no permission
@@ -314,11 +322,12 @@ def _make_recipe_of_system(file: Path, problems: Collector) -> Table:
     ------
     UsageError : the file does not state the driver; the hint is the recipe to write.
     """
-    name, position = file.stem, Position(file=file, line=1, column=1)
+    name = file.stem
+    position = Position(file=file, line=1, column=1)
     facts = load_system(name).facts
     base = bases.newest_base(facts)
     if base is None:
-        newest = [row for row in bases.load_table() if row.driver][-1]
+        *_, newest = (row for row in bases.load_table() if row.driver)
         hint = (
             f"write {name}.yaml with two lines, `image: {{base: {newest.reference}}}` and `system: {name}`, "
             f"and use ./{name}.yaml. That base needs driver {newest.driver}; "
@@ -332,7 +341,9 @@ def _make_recipe_of_system(file: Path, problems: Collector) -> Table:
     for key, text in (("base", base.reference), ("platform", bases.node_platform(facts))):
         tree = _set_node(tree, ("image", key), Scalar(position=position, text=text))
     system, _ = _read_system(file, (), problems)
-    return tree if system is None else _set_node(tree, ("system",), system)
+    if system is None:
+        return tree
+    return _set_node(tree, ("system",), system)
 
 
 def _refuse_system_file(tree: Table, problems: Collector) -> None:
@@ -359,7 +370,8 @@ def _merge_named_system(tree: Table, file: Path, problems: Collector) -> tuple[T
     if isinstance(ref, Table):
         if "extends" not in ref.entries:
             return tree, False, True
-        changes, ref = ref.without("extends"), ref.entries["extends"]
+        changes = ref.without("extends")
+        ref = ref.entries["extends"]
     system_file = _locate_named(ref, file, ("system",), (), problems, "system")
     base = None
     if system_file is not None:
@@ -395,7 +407,9 @@ def _locate_named(
         else:
             file = system_files.locate_system(ref.text, source)
     except UsageError as error:
-        message = f"{error.where}: {error.what}" if error.where else error.what
+        message = error.what
+        if error.where:
+            message = f"{error.where}: {message}"
         hint = error.hint or ""
         if is_path(ref.text) and not problems.may_show(source.parent / ref.text):
             hint = ""  # it names files of a folder that a stranger's recipe must not list
@@ -428,7 +442,8 @@ def _read_system(file: Path, children: Sequence[Path], problems: Collector) -> t
     proof = Proof()
     if "proof" in tree.entries:
         proof = _read_proof(tree.entries["proof"], problems)
-    values, parent = tree.without("proof", "extends"), tree.entries.get("extends")
+    values = tree.without("proof", "extends")
+    parent = tree.entries.get("extends")
     if parent is None:
         return values, proof
     chain = (*children, file.resolve())

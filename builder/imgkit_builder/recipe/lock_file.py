@@ -66,7 +66,7 @@ def _render_table(table: Any, path: str) -> Iterator[str]:
     tables = []
     for field in dataclasses.fields(table):
         value = getattr(table, field.name)
-        key = f"{path}.{field.name}" if path else field.name
+        key = f"{path}.{field.name}".removeprefix(".")
         if dataclasses.is_dataclass(value):
             tables.append((f"[{key}]", key, value))
         elif isinstance(value, tuple) and value and dataclasses.is_dataclass(value[0]):
@@ -157,7 +157,9 @@ def _describe_package(path: KeyPath, values: Any) -> str:
             break
         if isinstance(part, int) and isinstance(values, dict):
             name = str(values.get("name", ""))[:60]
-    return f" (package {name})" if name else ""
+    if not name:
+        return ""
+    return f" (package {name})"
 
 
 def _find_contradictions(lock: Lock) -> Iterator[tuple[KeyPath, str]]:
@@ -173,9 +175,9 @@ def _find_contradictions(lock: Lock) -> Iterator[tuple[KeyPath, str]]:
             yield (*path, "base", "name"), message
         if not (part.base.digest or part.base.id):
             yield (*path, "base"), "must have a digest or an id"
-        first = UV_STEP if part.request.uv else 0
+        first_step = UV_STEP if part.request.uv else 0
         for index, wheel in enumerate(part.pip):
-            if not first <= wheel.step < len(part.request.pip):
+            if not first_step <= wheel.step < len(part.request.pip):
                 yield (*path, "pip", index, "step"), f"there is no pip step {wheel.step} in the request"
             if not (wheel.url or wheel.kept):
                 yield (*path, "pip", index, "url"), "is missing, and the wheel is not a kept one"
@@ -241,13 +243,17 @@ def _refuse_stale(recipe: Recipe, part: LockedPlatform, file: Path, base: str | 
     try:
         request = make_request(recipe, base=base)
     except (OSError, ValueError) as error:
-        message, where = f"a file of the recipe cannot be read: {error}", recipe.where("image", "pip")
+        message = f"a file of the recipe cannot be read: {error}"
+        where = recipe.where("image", "pip")
         raise UsageError(message, where=where, hint=f"restore it, or: {hint}") from error
     difference = first_difference(request, part.request)
-    if difference is not None:
-        path, change = difference
-        where = "--base" if base and path == ("image", "base") else recipe.where(*path)
-        raise UsageError(f"the lock {file.name} is stale: {change}", where=where, hint=hint)
+    if difference is None:
+        return
+    path, change = difference
+    where = recipe.where(*path)
+    if base and path == ("image", "base"):
+        where = "--base"
+    raise UsageError(f"the lock {file.name} is stale: {change}", where=where, hint=hint)
 
 
 def kept_folder(file: Path) -> Path:
@@ -281,11 +287,14 @@ def make_request(recipe: Recipe, *, base: str | None = None) -> LockRequest:
     ValueError : a project's pyproject.toml is not TOML.
     """
     image = recipe.image
+    uv_sha256 = ""
+    if image.uv:
+        uv_sha256 = _hash_uv_project(image.uv)
     return LockRequest(
         base=base or image.base,
         apt=image.apt,
         constraints=(image.constraints.policy, *image.constraints.drop),
-        uv=_hash_uv_project(image.uv) if image.uv else "",
+        uv=uv_sha256,
         pip=tuple(_lock_step(step) for step in image.pip),
     )
 
@@ -305,10 +314,10 @@ def collect_pip_options(step: PipStep) -> tuple[str, ...]:
     OSError : the requirements file cannot be read.
     """
     options = list(step.options)
-    lines = requirements.read_requirements(step.requirements) if step.requirements else ()
-    for line in lines:
-        if line.startswith("-"):
-            options += shlex.split(line)
+    if step.requirements:
+        for line in requirements.read_requirements(step.requirements):
+            if line.startswith("-"):
+                options += shlex.split(line)
     return tuple(options)
 
 
@@ -337,28 +346,34 @@ def first_difference(new: LockRequest, locked: LockRequest) -> _Difference | Non
     """Return the first value in which the request `new` of a recipe differs from the `locked` one."""
     if new.base != locked.base:
         return ("image", "base"), f"the base is {new.base}, and was {locked.base}"
-    change = _list_difference(new.apt, locked.apt)
-    if change is not None:
-        return ("image", "apt", *change[0]), f"the apt packages {change[1]}"
+    difference = _list_difference(new.apt, locked.apt)
+    if difference is not None:
+        index, change = difference
+        return ("image", "apt", *index), f"the apt packages {change}"
     if new.constraints != locked.constraints:
         message = f"constraints: {' '.join(new.constraints)}, and was {' '.join(locked.constraints)}"
         return ("image", "constraints"), message
     if new.uv != locked.uv:
-        message = "uv.lock, or the chosen extras and groups, have changed"
-        return ("image", "uv"), message if new.uv else "there is no uv project"
+        change = "uv.lock, or the chosen extras and groups, have changed"
+        if not new.uv:
+            change = "there is no uv project"
+        return ("image", "uv"), change
     # The shorter list ends the comparison; the number of steps comes last.
     for number, (step, locked_step) in enumerate(zip(new.pip, locked.pip, strict=False)):
         for field, (key, noun) in _STEP_FIELDS.items():
-            change = _list_difference(getattr(step, field), getattr(locked_step, field))
-            if change is not None:
-                path = ("image", "pip", number, key, *change[0])
-                return path, f"the {noun} of this pip step {change[1]}"
+            difference = _list_difference(getattr(step, field), getattr(locked_step, field))
+            if difference is not None:
+                index, change = difference
+                return ("image", "pip", number, key, *index), f"the {noun} of this pip step {change}"
     # Last: an inserted step changes those after it, whose first difference says more than the number.
-    count, locked_count = len(new.pip), len(locked.pip)
+    count = len(new.pip)
+    locked_count = len(locked.pip)
     if count == locked_count:
         return None
-    first_new = (locked_count,) if count > locked_count else ()
-    return ("image", "pip", *first_new), f"there are {count} pip steps, and were {locked_count}"
+    path: KeyPath = ("image", "pip")
+    if count > locked_count:
+        path = (*path, locked_count)  # the first new step
+    return path, f"there are {count} pip steps, and were {locked_count}"
 
 
 def _list_difference(values: Sequence[str], locked: Sequence[str]) -> _Difference | None:

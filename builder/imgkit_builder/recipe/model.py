@@ -56,8 +56,9 @@ def _expand_platforms(value: Any) -> Any:
 
     A wrong name stays as it is, for the message that quotes it.
     """
-    names = value if isinstance(value, list | tuple) else [value]
-    return [f"linux/{name}" if f"linux/{name}" in rules.PLATFORMS else name for name in names]
+    if not isinstance(value, list | tuple):
+        value = [value]
+    return [rules.PLATFORMS.get(str(name), name) for name in value]
 
 
 _CONSTRAINTS_HINT = "allowed: keep, ignore, {drop: [NAME, ...]}"
@@ -102,7 +103,7 @@ NO_DEPS = "--no-deps"
 _PIP_KEYS = _require_one_of(
     "packages", "requirements", "project", dependentRequired={"editable": ["project"]}
 )
-_PLATFORM_NAMES = sorted([*rules.PLATFORMS, *(name.removeprefix("linux/") for name in rules.PLATFORMS)])
+_PLATFORM_NAMES = [*rules.PLATFORMS, *rules.PLATFORMS.values()]
 _FILE = Rule(rules.printable_text, core={"type": "str"}, convert=Path)
 _SECRET_NAME = pattern_rule(
     "[A-Za-z0-9][A-Za-z0-9_.-]*", "is not a name of a secret", "allowed: letters, digits and _ . -"
@@ -219,7 +220,9 @@ class RunCommand:
     @property
     def short(self) -> str | None:
         """Return the text that a recipe can write for this command. None if it has other keys, too."""
-        return self.command if self == RunCommand(command=self.command) else None
+        if self != RunCommand(command=self.command):
+            return None
+        return self.command
 
 
 Command = Annotated[
@@ -270,8 +273,11 @@ class Image:
     @property
     def used_secrets(self) -> frozenset[str]:
         """Return the names of the secrets that a step uses."""
+        names: set[str] = set()
         steps: tuple[PipStep | RunCommand, ...] = (*self.pip, *self.run)
-        return frozenset(name for step in steps for name in step.secrets)
+        for step in steps:
+            names.update(step.secrets)
+        return frozenset(names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

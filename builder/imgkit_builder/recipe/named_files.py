@@ -68,12 +68,14 @@ def _find_file(named: NamedFile, *, folder_allowed: bool) -> Path | None:
 
     If it is not in the folder of the recipe, report that, and return None.
     """
-    text, folder = named.node.text, named.node.position.file.resolve().parent
+    text = named.node.text
+    folder = named.node.position.file.resolve().parent
     try:
         message, hint = _find_problem(text, folder, folder_allowed=folder_allowed)
     except (OSError, ValueError, RuntimeError) as error:
         # RuntimeError: a circle of links, before Python 3.13
-        message, hint = f"{text!r} cannot be checked: {error}", "name a file in the recipe's folder"
+        message = f"{text!r} cannot be checked: {error}"
+        hint = "name a file in the recipe's folder"
     if message:
         named.error(message, hint)
         return None
@@ -95,9 +97,10 @@ def _find_problem(text: str, folder: Path, *, folder_allowed: bool) -> tuple[str
         way = "" if ".." in Path(text).parts else " through a symbolic link"
         return f"{text} leaves the recipe's folder{way}", f"put it below {folder}"
     if not target.exists():
-        siblings = file.parent.iterdir() if file.parent.is_dir() else ()
-        nearest = nearest_name(file.name, [sibling.name for sibling in siblings])
-        return f"there is no {text} in {folder}", f"did you mean {nearest}?" if nearest else "create it"
+        siblings = [sibling.name for sibling in file.parent.glob("*")]
+        nearest = nearest_name(file.name, siblings)
+        hint = f"did you mean {nearest}?" if nearest else "create it"
+        return f"there is no {text} in {folder}", hint
     if target.is_dir() and not folder_allowed:
         return f"{text} is a folder", "name a file"
     if not (target.is_dir() or target.is_file()):
@@ -126,7 +129,9 @@ def _check_torch(text: str, base: str, position: Position, path: KeyPath, proble
     Its torch is NVIDIA's own build. ``2.3.0a0+40ec155e58.nv24.03`` is a pre-release, and equals no version
     that an index has.
     """
-    name = requirements.released_pin(text) if base else ""
+    if not base:
+        return
+    name = requirements.released_pin(text)
     if name:
         message = f"{text!r} would replace the {name} of {base}, which imgkit keeps: the build would fail"
         hint = f"remove the version: {name}; or choose a base with that version of {name}"

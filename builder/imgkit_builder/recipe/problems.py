@@ -37,7 +37,9 @@ class Position:
 
     def __str__(self) -> str:
         file = str(shorten_path(self.file))
-        return f"{file}:{self.line}:{self.column}" if self.line else file
+        if not self.line:
+            return file
+        return f"{file}:{self.line}:{self.column}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +158,9 @@ def nearest_position(positions: Mapping[KeyPath, Position], path: KeyPath) -> Po
 def stated_at(positions: Mapping[KeyPath, Position], path: KeyPath, file: Path) -> str:
     """Return ``file.yaml:12`` for the nearest stated value at or above `path`, else the name of `file`."""
     position = nearest_position(positions, path)
-    text = f"{file_label(position.file)}:{position.line}" if position else file.name
+    text = file.name
+    if position:
+        text = f"{file_label(position.file)}:{position.line}"
     # A name may have a line break, and this is a comment in files that imgkit renders.
     return terminal.escape_controls(text)
 
@@ -166,7 +170,9 @@ def file_label(file: Path) -> str:
 
     A system and a recipe may have the same name.
     """
-    return f"{SYSTEMS}/{file.name}" if file.parent.name == SYSTEMS else file.name
+    if file.parent.name != SYSTEMS:
+        return file.name
+    return f"{SYSTEMS}/{file.name}"
 
 
 def key_text(path: KeyPath) -> str:
@@ -181,8 +187,9 @@ def nearest_name(name: str, allowed: Iterable[str]) -> str:
     """Return the one of `allowed` that was probably meant, or an empty string."""
     # Keys and names are lower-case; a person may write Apt or MN5.
     by_lower = {choice.lower(): choice for choice in allowed}
-    matches = difflib.get_close_matches(name.lower(), by_lower, n=1)
-    return by_lower[matches[0]] if matches else ""
+    for match in difflib.get_close_matches(name.lower(), by_lower, n=1):
+        return by_lower[match]
+    return ""
 
 
 def allowed_hint(name: str, allowed: Iterable[str]) -> str:
@@ -218,7 +225,8 @@ class NotToml(UsageError, ValueError):
 
     def __init__(self, reason: str, *, line: int, column: int) -> None:
         super().__init__(f"it is not TOML: {reason}")
-        self.line, self.column = line, column
+        self.line = line
+        self.column = column
 
 
 def parse_toml(text: str) -> dict[str, Any]:
@@ -245,10 +253,12 @@ def parse_toml(text: str) -> dict[str, Any]:
         raise NotToml("its brackets are nested too deeply", line=last_line, column=1) from None
     except ValueError as error:
         # Python 3.14 has attributes for it; before, only the message has the position.
-        line, column = last_line, 1
+        line = last_line
+        column = 1
         match = _TOML_POSITION.search(str(error))
         if match is not None and match[1]:
-            line, column = int(match[1]), int(match[2])
+            line = int(match[1])
+            column = int(match[2])
         raise NotToml(_TOML_POSITION.sub("", str(error)), line=line, column=column) from error
     return values
 

@@ -78,7 +78,9 @@ def read_dependencies(folder: Path) -> tuple[str, ...]:
     text = files.read_text(folder / PYPROJECT, most_bytes=_MOST_BYTES)
     content: dict[str, Any] = problems.parse_toml(text)
     project = content.get("project", {})
-    lines = project.get("dependencies", []) if isinstance(project, dict) else None
+    lines = None
+    if isinstance(project, dict):
+        lines = project.get("dependencies", [])
     if not isinstance(lines, list) or not all(isinstance(line, str) and "\n" not in line for line in lines):
         raise ValueError("project.dependencies is not a list of strings")
     return tuple(lines)
@@ -104,7 +106,9 @@ def requirement_name(requirement: str) -> str:
     Names of Debian's packages may contain ``+``.
     """
     match = re.match(r"\s*([A-Za-z0-9](?:[A-Za-z0-9.+_-]*[A-Za-z0-9+])?)", requirement)
-    return canonical_name(match[1]) if match else ""
+    if match is None:
+        return ""
+    return canonical_name(match[1])
 
 
 def canonical_name(name: str) -> str:

@@ -14,7 +14,8 @@ from imgkit_entrypoints.rules import IMAGE_PATH, Fault, Unfit, bind_mount, print
 
 __all__ = ["Fault", "bind_mount", "printable_text"]
 
-PLATFORMS = ("linux/amd64", "linux/arm64")
+PLATFORMS = {"amd64": "linux/amd64", "arm64": "linux/arm64"}
+"""What imgkit builds for: the name that a recipe may write, and the whole one."""
 _PLATFORM_ALIASES = {
     **dict.fromkeys(("x86_64", "x86-64", "x64"), "amd64"),
     **dict.fromkeys(("aarch64", "arm64/v8"), "arm64"),
@@ -56,14 +57,13 @@ def image_reference(text: str, *, needs_tag: bool = True) -> Iterator[Fault]:
 
 def platform(text: str) -> Iterator[Fault]:
     """Accept an architecture that imgkit builds for."""
-    if text in PLATFORMS:
+    if text in PLATFORMS.values():
         return
     short_name = text.removeprefix("linux/")
-    names = [name.removeprefix("linux/") for name in PLATFORMS]
     alias = _PLATFORM_ALIASES.get(short_name.lower())
-    hint = allowed_hint(short_name, names)
+    hint = allowed_hint(short_name, PLATFORMS)
     if alias is not None:
-        hint = f"allowed: {', '.join(names)}; did you mean {alias}?"
+        hint = f"allowed: {', '.join(PLATFORMS)}; did you mean {alias}?"
     yield f"{text!r} is not supported", hint
 
 
@@ -116,9 +116,11 @@ def _check_git_commit(url: str) -> Iterator[Fault]:
             "leave it out, and let git read a secret file: secrets: [netrc] in this step",
         )
     elif not re.fullmatch(r"[0-9a-f]{40}", commit) or not repository:
-        fault, clone_url = "the URL names no commit", address
+        fault = "the URL names no commit"
+        clone_url = address
         if repository:
-            fault, clone_url = f"{commit!r} is not a whole commit", address.rpartition("@")[0]
+            fault = f"{commit!r} is not a whole commit"
+            clone_url = address.removesuffix(f"@{commit}")
         yield (
             f"git+{address}: {fault}: a branch or tag can name other code tomorrow",
             f"write git+{clone_url}@COMMIT with all 40 digits; git ls-remote {clone_url} prints them",
@@ -240,7 +242,9 @@ def split_inherited(name: str, value: str) -> tuple[str, str] | None:
     references = (f"${name}", f"${{{name}}}")
     positions = [number for number, element in enumerate(elements) if element in references]
     if len(positions) == 1 and len(elements) > 1:
-        before, after = elements[: positions[0]], elements[positions[0] + 1 :]
+        (position,) = positions
+        before = elements[:position]
+        after = elements[position + 1 :]
         if name not in site_variables(*before, *after):
             return ":".join(before), ":".join(after)
     if name in site_variables(value):
@@ -258,7 +262,7 @@ def quote_inherited(name: str, value: str, quote: Callable[[str], str]) -> str |
     parts = split_inherited(name, value)
     if parts is None:
         return None
-    before, after = quote(parts[0]), quote(parts[1])
+    before, after = map(quote, parts)
     if not before:
         return f'"${{{name}:+${name}:}}{after}"'
     if after:
@@ -309,11 +313,11 @@ def parse_reference(text: str) -> ImageReference:
     if colon and not _TAG.fullmatch(tag):
         raise Unfit(f"{tag!r} is not a tag", _TAG_HINT)
     name = f"{folder}{slash}{base_name}"
-    registry, repository = "", name
-    first, _, rest = name.partition("/")
+    registry, _, repository = name.partition("/")
     # As Docker decides: a first part with a dot or colon is a host, and so is localhost.
-    if rest and (first == "localhost" or re.search(r"[.:A-Z]", first)):
-        registry, repository = first, rest
+    if not repository or not (registry == "localhost" or re.search(r"[.:A-Z]", registry)):
+        registry = ""
+        repository = name
     if registry and not _DOMAIN.fullmatch(registry):
         raise Unfit(f"{registry!r} is not a registry", "write HOST or HOST:PORT")
     for component in repository.split("/"):

@@ -79,7 +79,9 @@ class _GitList:
 
     def excludes(self, path: str) -> bool | None:
         """Return True if `path` is not in the list. For a path of the list, other rules decide: None."""
-        return None if path in self.names else True
+        if path in self.names:
+            return None
+        return True
 
 
 _Rules = tuple[_Patterns | _GitList, ...]
@@ -114,7 +116,8 @@ def walk_source(
     recipe_patterns = _Patterns(above="", below="", spec=_compile(ignore, "ignore"))
     exceptions = []
     for pattern in ignore:
-        name = pattern.rstrip("/").rpartition("/")[2].removeprefix("!")
+        _, _, name = pattern.rstrip("/").rpartition("/")
+        name = name.removeprefix("!")
         # "!data/" and "!*" bring back folders and files, and never a secret that happens to lie there.
         if pattern.startswith("!") and name.strip("*?"):
             exceptions.append(name)
@@ -195,7 +198,8 @@ class _Walker:
         """
         with os.scandir(folder) as scan:
             entries = list(scan)
-        names, rules = {entry.name for entry in entries}, (*early, *self.late)
+        names = {entry.name for entry in entries}
+        rules = (*early, *self.late)
         if not names.isdisjoint(MARKERS) or names >= _RUN_FOLDER_NAMES:
             return True
         for entry in entries:
@@ -221,8 +225,10 @@ class _Walker:
 
 def describe_left_out(names: Sequence[str]) -> str:
     """Return names that `walk_source` leaves out as text: ``a, b (git, Docker or imgkit ignores it)``."""
-    rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"{', '.join(names[:5])}{rest} (git, Docker or imgkit ignores it)"
+    text = ", ".join(names[:5])
+    if len(names) > 5:
+        text += f" and {len(names) - 5} more"
+    return f"{text} (git, Docker or imgkit ignores it)"
 
 
 def _with_folders(paths: Iterable[str]) -> frozenset[str]:
@@ -254,14 +260,18 @@ def _is_secret(entry: os.DirEntry[str], name: str) -> bool:
     is_secret_name = secret_patterns.in_file_name(name)
     if not entry.is_file(follow_symlinks=False):
         return is_secret_name
-    may_be_public = name.lower().endswith((".pem", ".key"))
-    # Of a small file without a suffix, such as id_deploy, the content decides.
-    may_be_key = "." not in entry.name and entry.stat().st_size <= _KEY_BYTES
-    if not may_be_public and (is_secret_name or not may_be_key):
-        return is_secret_name
+    has_key_suffix = name.lower().endswith((".pem", ".key"))
+    if not has_key_suffix:
+        # Of a small file without a suffix, such as id_deploy, the content decides.
+        may_be_key = "." not in entry.name and entry.stat().st_size <= _KEY_BYTES
+        if is_secret_name or not may_be_key:
+            return is_secret_name
     with files.open_regular(Path(entry.path)) as file:
         start = file.read(_KEY_BYTES)
-    return secret_patterns.is_private_key(start) or (may_be_public and not start.startswith(b"-----BEGIN "))
+    if secret_patterns.is_private_key(start):
+        return True
+    # A certificate is public. What is not PEM text may be a key in a binary form.
+    return has_key_suffix and not start.startswith(b"-----BEGIN ")
 
 
 def _is_output(name: str, siblings: set[str]) -> bool:
@@ -279,7 +289,9 @@ def _compile(lines: Sequence[str], where: str) -> GitIgnoreSpec:
 
     for line in lines:
         # pathspec makes a regular expression; each star multiplies its time, and ** between slashes is one.
-        stars = sum(1 if part == "**" else part.count("*") for part in line.split("/"))
+        stars = 0
+        for part in line.split("/"):
+            stars += 1 if part == "**" else part.count("*")
         if stars > _MOST_STARS and not line.startswith("#"):
             raise UsageError(
                 f"the pattern {line!r} has more than {_MOST_STARS} stars: matching it could take hours",
@@ -301,16 +313,20 @@ def _read_parent_gitignores(source: Path) -> tuple[_Patterns, ...]:
     patterns: tuple[_Patterns, ...] = ()
     for folder in (source, *source.parents):
         if folder != source:
-            file, above = folder / ".gitignore", f"{source.relative_to(folder).as_posix()}/"
+            file = folder / ".gitignore"
+            above = f"{source.relative_to(folder).as_posix()}/"
             patterns = (*_make_patterns(_read_lines(file), file, above=above), *patterns)
         if os.path.lexists(folder / ".git"):
-            return () if _last_decision(patterns, "") else patterns
+            if _last_decision(patterns, ""):
+                return ()
+            return patterns
     return ()  # outside git, a file of somebody's home folder says nothing about this one
 
 
 def _read_dockerignore(source: Path) -> tuple[_Patterns, ...]:
     """Return the patterns of ``.dockerignore``, which start at its folder, as those of gitignore's kind."""
-    anchored_patterns, file = [], source / ".dockerignore"
+    anchored_patterns = []
+    file = source / ".dockerignore"
     # A message may quote the patterns, and a stranger's link may lead to a secret.
     if file.is_symlink() and not file.resolve().is_relative_to(source.resolve()):
         raise UsageError("it is a link out of its folder", where=str(file), hint="put the list itself there")

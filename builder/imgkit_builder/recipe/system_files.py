@@ -47,7 +47,9 @@ class Proof:
             return "simulated"
         if self.rendered:
             return "script only"
-        return "documented" if self.documented else "-"
+        if self.documented:
+            return "documented"
+        return "-"
 
 
 def site_folder() -> Path:
@@ -89,8 +91,8 @@ def find_systems() -> Mapping[str, Path]:
     except FileNotFoundError:
         if not os.environ.get(VARIABLE):
             return systems
-        where, hint = f"{VARIABLE}={folder}", f"unset {VARIABLE}"
-        raise UsageError("there is no such folder", where=where, hint=hint) from None
+        where = f"{VARIABLE}={folder}"
+        raise UsageError("there is no such folder", where=where, hint=f"unset {VARIABLE}") from None
     except OSError as error:
         raise UsageError(f"cannot be read: {error.strerror}", where=str(folder)) from error
     for path in site_files:
@@ -132,7 +134,9 @@ def locate_system(ref: str, source: Path) -> Path:
     except (OSError, ValueError) as error:  # a name too long, a NUL byte, no permission
         raise UsageError(f"{ref!r} is not a system: {error_reason(error)}") from error
     nearest = nearest_name(file.name, siblings)
-    hint = f"did you mean {nearest}?" if nearest else "imgkit list --systems shows the known systems"
+    hint = "imgkit list --systems shows the known systems"
+    if nearest:
+        hint = f"did you mean {nearest}?"
     raise UsageError(f"there is no file {ref}", hint=hint)
 
 

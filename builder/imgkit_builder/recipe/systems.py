@@ -49,9 +49,11 @@ def _check_pyxis_options(facts: SystemFacts) -> Iterator[SystemFault]:
     for option in facts.runtime.options:
         name = option.partition("=")[0]
         if not name.startswith(("--container-", "--no-container-")):
-            message, hint = f"{option} is not an option of pyxis", "--container-... and --no-container-..."
+            message = f"{option} is not an option of pyxis"
+            hint = "--container-... and --no-container-..."
         elif name in _SET_BY_JOBS:
-            message, hint = f"{name} is set by each job", "remove it; mounts are system.runtime.binds"
+            message = f"{name} is set by each job"
+            hint = "remove it; mounts are system.runtime.binds"
         elif name == "--container-name":
             message = "a container with this name is started again, and the image of a later job is not"
             hint = "remove --container-name"

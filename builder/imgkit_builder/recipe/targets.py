@@ -64,8 +64,10 @@ class Target:
 
 def module_line(system: SystemFacts) -> str:
     """Return ``module load ...`` for the runtime of `system`. The line is empty where it needs no module."""
-    modules = system.runtime.modules
-    return f"module load {' '.join(modules)}" if modules else ""
+    modules = " ".join(system.runtime.modules)
+    if not modules:
+        return ""
+    return f"module load {modules}"
 
 
 def load_target(ref: str | Path) -> Target:
@@ -91,7 +93,9 @@ def load_target(ref: str | Path) -> Target:
 
 def stated_workdir(recipe: Recipe) -> str:
     """Return ``image.workdir``. It is empty where neither the recipe nor one that it extends states it."""
-    return recipe.image.workdir if ("image", "workdir") in recipe.positions else ""
+    if ("image", "workdir") not in recipe.positions:
+        return ""
+    return recipe.image.workdir
 
 
 def list_projects(steps: Iterable[PipStep]) -> tuple[InstalledProject, ...]:
@@ -102,7 +106,9 @@ def list_projects(steps: Iterable[PipStep]) -> tuple[InstalledProject, ...]:
             continue
         # The image has the name that pip records, whatever the folder is called.
         name = project_name(step.project / PYPROJECT)
-        folder = posixpath.normpath(step.editable) if step.editable else ""
+        folder = ""
+        if step.editable:
+            folder = posixpath.normpath(step.editable)
         projects.append(InstalledProject(name=name, folder=folder, step=number))
     return tuple(projects)
 

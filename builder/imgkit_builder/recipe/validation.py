@@ -93,7 +93,9 @@ def adapter(model: Any) -> TypeAdapter[Any]:
 
 def _to_mistake(details: ErrorDetails, model: Any) -> Mistake:
     """Return one of pydantic's errors as a mistake."""
-    kind, path, context = details["type"], details["loc"], details.get("ctx", {})
+    kind = details["type"]
+    path = details["loc"]
+    context = details.get("ctx", {})
     # So pydantic marks the key of a mapping.
     is_key = path[-1:] == ("[key]",)
     if is_key:

@@ -162,7 +162,9 @@ def describe_kind(node: YamlNode) -> str:
     if isinstance(node, Scalar):
         texts = {"text": "text", "nothing": "empty", "integer": "an integer"}
         return texts.get(node.type, f"a {node.type}")
-    return "a list" if isinstance(node, Items) else "a mapping"
+    if isinstance(node, Items):
+        return "a list"
+    return "a mapping"
 
 
 class _TooManyError(Exception):
@@ -191,8 +193,9 @@ def read_yaml(file: Path, problems: Collector) -> Table | None:
         _report_syntax(error, file, problems)
         return None
     except yaml.reader.ReaderError as error:
-        # PyYAML names a number or a character.
-        code = error.character if isinstance(error.character, int) else ord(error.character)
+        code = error.character
+        if isinstance(code, str):  # PyYAML names a number or a character
+            code = ord(code)
         position = _end_position(file, text[: error.position])
         problems.error(position, (), f"the character U+{code:04X} is not allowed in YAML", "delete it")
         return None
@@ -253,7 +256,8 @@ def _report_syntax(error: yaml.MarkedYAMLError, file: Path, problems: Collector)
 
 def _report_tabs(position: Position, file: Path, problems: Collector) -> None:
     """Report the tab at which YAML's scanner stops, and those of later lines."""
-    message, hint = "a tab: YAML is indented with spaces only", "replace it with spaces"
+    message = "a tab: YAML is indented with spaces only"
+    hint = "replace it with spaces"
     problems.error(position, (), message, hint)
     for number, line in enumerate(problems.lines[file], start=1):
         tab = re.match("[ ]*\t", line)
@@ -265,7 +269,8 @@ class _Converter:
     """Converts PyYAML's nodes to ours: expands anchors, and reports unusable keys and tags."""
 
     def __init__(self, file: Path, problems: Collector) -> None:
-        self._file, self._problems = file, problems
+        self._file = file
+        self._problems = problems
         self._count = 0
         self._open_ids: set[int] = set()  # of the lists and mappings around the current node
 

@@ -68,7 +68,8 @@ def check_start(job: ConversionJob, tool: RuntimeTool, config: ImageConfig, *, i
     CheckFailed : the manifest is missing or differs.
     ToolFailed : no program runs in it; one without `true` passes, except where a runtime has built it.
     """
-    path, has_manifest = job.work.part, "imgkit.version" in config.labels
+    path = job.work.part
+    has_manifest = "imgkit.version" in config.labels
     # An image of imgkit states what is in it; of others nothing is known but that most have `true`.
     argv = ("cat", manifest.MANIFEST_JSON) if has_manifest else ("true",)
     isolated = isolation(tool)

@@ -154,14 +154,18 @@ class Clock:
 
     def __init__(self, report: Reporter) -> None:
         self.stages: list[Stage] = []
-        self.advance, self.line, self.note = report.advance, report.line, report.note
+        self.advance = report.advance
+        self.line = report.line
+        self.note = report.note
         self._report = report
-        self._name, self._start_s = "", 0.0
+        self._name = ""
+        self._start_s = 0.0
 
     def stage(self, text: str) -> None:
         """Begin a new stage, and end the one before."""
         self.finish()
-        self._name, self._start_s = text, time.monotonic()
+        self._name = text
+        self._start_s = time.monotonic()
         self._report.stage(text)
 
     def finish(self) -> None:
@@ -272,8 +276,8 @@ def choose_compression(
 
 def kernel_reads_zstd(release: str | None = None) -> bool:
     """Return whether this kernel can mount zstd squashfs, as 4.14 and later can. True if that is unknown."""
-    numbers = (release or os.uname().release).split(".")
     try:
-        return (int(numbers[0]), int(numbers[1])) >= (4, 14)
-    except (ValueError, IndexError):
+        major, minor, *_ = (release or os.uname().release).split(".")
+        return (int(major), int(minor)) >= (4, 14)
+    except ValueError:  # not two numbers
         return True

@@ -60,7 +60,9 @@ class ConversionPlan:
     @property
     def disk_share(self) -> float:
         """Bytes of temporary files per byte of the image."""
-        return self.squasher.disk_share if self.squasher else RUNTIME_DISK_SHARE
+        if self.squasher is None:
+            return RUNTIME_DISK_SHARE
+        return self.squasher.disk_share
 
     def accepts(self, record: ImgkitRecord, options: Options) -> bool:
         """Return whether a file with this `record` is as good as what the plan would give."""
@@ -70,9 +72,10 @@ class ConversionPlan:
             return False
         if record.compression == str(self.compression):
             return True
+        if self.squasher is None or options.compression != "auto":
+            return False
         # Where the user leaves it open, gzip will do: it mounts everywhere.
-        kind = record.compression.split(" ")[0]
-        return self.squasher is not None and options.compression == "auto" and kind in ("gzip", "runtime")
+        return record.compression.startswith(("gzip", "runtime"))
 
 
 def convert(source: Source, target: Path, options: Options, report: Reporter) -> Converted:
@@ -86,7 +89,8 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
     ToolFailed : mksquashfs or the runtime failed; quotes its last lines and names the log.
     CheckFailed : no space, a damaged source, or a result that differs from the image.
     """
-    target, format = target.absolute(), FORMATS[options.format]
+    target = target.absolute()
+    format = FORMATS[options.format]
     check_target(target, force=options.force, format=options.format)
     plan = make_plan(source, options)
     # A stream or a compressed archive hides its configuration until it lies on the disk, see below.
@@ -105,10 +109,13 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
         job = ConversionJob(
             tool=plan.tool, options=options, compression=plan.compression, work=work, clock=clock, log=log
         )
-        limit, exports = options.unpack_limit_bytes, plan.method == "export"
         with files.flush_in_background(work.part):
             with entries.open_source(
-                source, work.folder, clock, exports=exports, unpack_limit_bytes=limit
+                source,
+                work.folder,
+                clock,
+                exports=plan.method == "export",
+                unpack_limit_bytes=options.unpack_limit_bytes,
             ) as image:
                 if config is None:
                     # Only now is it known which image a spooled source holds.
@@ -118,7 +125,8 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
                 _note_foreign_arch(image.config.arch, job)
                 # The plain archive of a spooled source goes when this block ends: a runtime needs the room
                 # for its own copies.
-                facts, layer_bytes = None, 0
+                facts = None
+                layer_bytes = 0
                 if plan.squasher:
                     facts = _squash(image, target, job, plan)
                 else:
@@ -185,20 +193,25 @@ def _squash(image: OpenImage, target: Path, job: ConversionJob, plan: Conversion
     -------
     What imgkit and pip noted in the image.
     """
-    format, work, config = FORMATS[job.options.format], job.work, image.config
-    offset = format.squashfs_offset(config)
+    assert plan.squasher is not None  # noqa: S101 - for the type checker: this method has one
+    config = image.config
     collector = BakedFactsCollector()
-    spool_bytes = _spool_bytes(image, target, work.folder.parent, plan)
+    spool_bytes = _spool_bytes(image, target, job.work.folder.parent, plan)
     with file_entries(image, job, spool_bytes=spool_bytes) as stream:
-        stream = collector.observe(stream)
-        squash.write(stream, job, work.part, created=config.created, offset=offset, squasher=plan.squasher)
+        squash.write(
+            collector.observe(stream),
+            job,
+            job.work.part,
+            created=config.created,
+            offset=FORMATS[job.options.format].squashfs_offset(config),
+            squasher=plan.squasher,
+        )
+    # Complete only now: the collector sees each entry as mksquashfs takes it.
     return collector.facts(config.search_path)
 
 
 @contextlib.contextmanager
-def file_entries(
-    image: OpenImage, job: ConversionJob, *, spool_bytes: int = 0
-) -> Iterator[Iterator[ImageEntry]]:
+def file_entries(image: OpenImage, job: ConversionJob, *, spool_bytes: int) -> Iterator[Iterator[ImageEntry]]:
     """Yield the entries of `image` with the files that imgkit adds.
 
     Parameters
@@ -210,7 +223,8 @@ def file_entries(
     UsageError : the format cannot hold a value of the image; raised before anything is read.
     CheckFailed : as of `entries.image_entries`.
     """
-    format, clock = FORMATS[job.options.format], job.clock
+    format = FORMATS[job.options.format]
+    clock = job.clock
     replacing, if_missing = format.added_files(image.config, clock.note)
     limit = job.options.unpack_limit_bytes
     with entries.image_entries(
@@ -221,11 +235,14 @@ def file_entries(
 
 
 def _make_record(image: OpenImage, plan: ConversionPlan, facts: BakedFacts | None) -> ImgkitRecord:
+    runtime = f"imgkit {__version__}"
+    if plan.squasher is None:
+        runtime = str(plan.tool)
     return ImgkitRecord(
         image_id=image.config.image_id,
         diff_ids=image.config.diff_ids,
-        root_sha256="",
-        runtime=f"imgkit {__version__}" if plan.squasher else str(plan.tool),
+        root_sha256="",  # `Format.put_record` sets it
+        runtime=runtime,
         compression=str(plan.compression),
         route=plan.method,
         imgkit=__version__,
@@ -240,8 +257,10 @@ def _check_result(config: ImageConfig, layer_bytes: int, job: ConversionJob, pla
     is_tested = job.options.test and FORMATS[job.options.format].is_started_here
     can_run = is_tested and plan.tool is not None and runs_here(config.arch)
     if is_tested and not can_run:
-        foreign = f"the image is {config.arch}, this machine {host_arch()}"
-        job.clock.note(f"not run: {foreign if plan.tool else 'no singularity here'}")
+        obstacle = "no singularity here"
+        if plan.tool:
+            obstacle = f"the image is {config.arch}, this machine {host_arch()}"
+        job.clock.note(f"not run: {obstacle}")
     if plan.squasher is None:
         check.check_built(job, config, layer_bytes, can_run=can_run)
     if can_run and plan.tool:
@@ -307,14 +326,19 @@ def make_plan(source: Source, options: Options) -> ConversionPlan:
         if format.is_started_here:
             hint += "\nor let a runtime build: --writer runtime"
         raise ToolMissing(error.what, hint=hint) from error
-    is_export = isinstance(source, EngineImage)
-    requested = format.default_compression if options.compression == "auto" else options.compression
+    requested = options.compression
+    if requested == "auto":
+        requested = format.default_compression
     compression = choose_compression(None, requested, zstd_error=squasher.zstd_error)
-    reason = "--writer imgkit" if options.writer == "imgkit" else "it keeps all owners and needs no runtime"
+    reason = "it keeps all owners and needs no runtime"
+    if options.writer == "imgkit":
+        reason = "--writer imgkit"
     notes = [f"writer: imgkit, with {squasher}: {reason}"]
+    is_export = isinstance(source, EngineImage)
     if is_export:
         notes.append(f"the engine's export is written straight into the .{format.name}")
-    notes += [note for note in (squasher.note, compression.note) if note]
+    if squasher.note:
+        notes.append(squasher.note)
     tool = None
     if options.test and format.is_started_here:
         tool = runtime_if_any(options.runtime)
@@ -362,15 +386,19 @@ def list_commands(source: Source, target: Path, options: Options) -> tuple[str, 
     lines = [f"# {note}" for note in plan.notes]
     if plan.squasher:
         squashfs = SquashTarget(path=part, created_s=0, compression=plan.compression, folder=folder)
-        producer = "docker export CONTAINER-OF" if plan.method == "export" else "merged layers of"
+        producer = "merged layers of"
+        if plan.method == "export":
+            producer = "docker export CONTAINER-OF"
         lines.append(f"# {producer} {source.name} |")
         lines.append(shlex.join(plan.squasher.argv(squashfs)))
     elif plan.tool:
         image = runtime_build.oci_address("IMAGE")
         argv = (str(plan.tool.path), *runtime_build.build_arguments(plan.tool, plan.compression, part, image))
-        lines += [f"cd {folder}", "# lay out the image as an OCI folder with uncompressed layers"]
+        lines.append(f"cd {folder}")
+        lines.append("# lay out the image as an OCI folder with uncompressed layers")
         lines.append(shlex.join(argv))
-    lines += ["# add the record of the image, with the digest of its squashfs", f"mv {part} {target}"]
+    lines.append("# add the record of the image, with the digest of its squashfs")
+    lines.append(f"mv {part} {target}")
     if FORMATS[options.format].has_checksum:
         name = shlex.quote(target.name)
         lines.append(f"sha256sum {name} > {shlex.quote(f'{target.name}.sha256')}")
@@ -382,9 +410,11 @@ def _check_space(source: Source, target: Path, base: Path, plan: ConversionPlan)
     size = source.size_bytes
     if size is None:
         return
+    temporary = int(size * plan.disk_share)
     # A runtime's share has room for the plain archive: that goes before the runtime starts.
-    spool = size if plan.method == "stream" and entries.is_spooled(source) else 0
-    check_space(size, int(size * plan.disk_share) + spool, target, base)
+    if plan.method == "stream" and entries.is_spooled(source):
+        temporary += size
+    check_space(size, temporary, target, base)
 
 
 def _spool_bytes(image: OpenImage, target: Path, base: Path, plan: ConversionPlan) -> int:
@@ -392,6 +422,9 @@ def _spool_bytes(image: OpenImage, target: Path, base: Path, plan: ConversionPla
     if not isinstance(image.files, StoredImage):
         return 0
     packed_bytes = image.files.packed_bytes
-    plain_bytes = image.size_bytes + int(packed_bytes * (entries.UNPACKED_FACTOR - 1))
+    spool_bytes = packed_bytes * entries.UNPACKED_FACTOR
+    plain_bytes = image.size_bytes - packed_bytes + int(spool_bytes)
     spare = spare_bytes(plain_bytes, plan.disk_share, target, base)
-    return spare if spare >= packed_bytes * entries.UNPACKED_FACTOR else 0
+    if spare < spool_bytes:
+        return 0
+    return spare

@@ -115,7 +115,9 @@ class Archive:
     def size_bytes(self) -> int:
         """Size of the uncompressed image, which is estimated if it is compressed."""
         size_bytes = self.path.stat().st_size
-        return int(size_bytes * UNPACKED_FACTOR) if self.is_compressed else size_bytes
+        if self.is_compressed:
+            return int(size_bytes * UNPACKED_FACTOR)
+        return size_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,12 +151,16 @@ class Piped:
             status = os.fstat(self.stream.fileno())
         except (OSError, ValueError):
             return None
-        return status.st_size if stat.S_ISREG(status.st_mode) else None
+        if not stat.S_ISREG(status.st_mode):
+            return None
+        return status.st_size
 
     def chunks(self) -> Generator[bytes, None, None]:
         """Yield the plain bytes. A compressed archive is decompressed on the way."""
+        # The first bytes tell the compression. A pipe cannot be read again, so they go in front of the rest.
         start = self.stream.read(compressed.CHUNK_BYTES)
-        raw = itertools.chain([start], iter(lambda: self.stream.read(compressed.CHUNK_BYTES), b""))
+        rest = iter(lambda: self.stream.read(compressed.CHUNK_BYTES), b"")
+        raw = itertools.chain([start], rest)
         return compressed.unpack_chunks(raw, compressed.compression_of(start), name="standard input")
 
 
@@ -227,7 +233,7 @@ def open_source(
     report: Reporter,
     *,
     exports: bool = False,
-    unpack_limit_bytes: int | None = None,
+    unpack_limit_bytes: int | None,
 ) -> Iterator[OpenImage]:
     """Yield the image of `source`, from a plain archive in `folder` if it is a stream or compressed.
 
@@ -261,17 +267,19 @@ def _open_stored(
         ) as image:
             yield image
         return
-    chunks: AbstractContextManager[Iterator[bytes]]
+    opening: AbstractContextManager[Iterator[bytes]]
     if isinstance(source, Piped):
         report.stage("read standard input")
-        chunks, total = contextlib.closing(source.chunks()), None
+        opening = contextlib.closing(source.chunks())
+        total = None
     else:
         report.stage(f"save {source.name} from the engine")
-        chunks, total = source.save(), source.size_bytes
+        opening = source.save()
+        total = source.size_bytes
     spool = folder / "spool.tar"
-    with chunks as plain:
+    with opening as chunks:
         digests = stored.spool_archive(
-            plain, spool, where=source.name, advance=lambda done_bytes: report.advance(done_bytes, total)
+            chunks, spool, where=source.name, advance=lambda done_bytes: report.advance(done_bytes, total)
         )
     yield stored.open_image(spool, where=source.name, digests=digests)
     spool.unlink()
@@ -284,7 +292,7 @@ def image_entries(
     report: Reporter,
     *,
     spool_bytes: int = 0,
-    unpack_limit_bytes: int | None = None,
+    unpack_limit_bytes: int | None,
 ) -> Iterator[Iterator[ImageEntry]]:
     """Yield the entries of `image`: what shows of its layers, or its export.
 
@@ -295,7 +303,8 @@ def image_entries(
     ------
     CheckFailed : a layer is damaged or holds what no image may.
     """
-    files, created_s = image.files, creation_time_s(image.config.created)
+    files = image.files
+    created_s = creation_time_s(image.config.created)
     if not isinstance(files, StoredImage):
         report.stage("export and squash")
         with files.export() as chunks:
@@ -321,6 +330,7 @@ def image_entries(
 
     if files.packed_bytes and spool_bytes:
         report.stage("unpack the layers")
+        # NoRoom comes from `merge`, before anything is yielded: the layers are then read from the beginning.
         with (
             contextlib.suppress(NoRoom),
             Spool(folder=folder, room_bytes=spool_bytes, advance=report.advance) as spool,
@@ -348,16 +358,20 @@ def _visible_entries(
             mtime_s=folder.mtime_s,
             xattrs=folder.xattrs,
         )
-    total, start = image.stored_bytes, 0
+    total = image.stored_bytes
+    start = 0
     for layer, names in zip(image.layers, plan.names, strict=True):
-        with layer.open(bodies=True) as stream:
-            for number, member in enumerate(stream if names else ()):
-                if number in names:
+        if names:
+            with layer.open(bodies=True) as stream:
+                for number, member in enumerate(stream):
+                    if number not in names:
+                        continue
                     yield member_entry(member, stream.content(), names=names.pop(number))
-                    report.advance(start + stream.position, max(total, start + stream.position))
-                # The rest of the layer is hidden by later ones, or is nothing but whiteouts.
-                if not names:
-                    break
+                    position = start + stream.position
+                    report.advance(position, max(total, position))
+                    # The rest of the layer is hidden by later ones, or is nothing but whiteouts.
+                    if not names:
+                        break
         start += layer.region.size_bytes
 
 
@@ -410,8 +424,10 @@ def export_entries(
             yield member_entry(member, ()).changed(mtime_s=created_s)
         else:
             # Its own header is the fastest, unless mksquashfs 4.5.1 misreads it or a map follows.
-            is_plain = member.sparse is None and not (member.kind == SYMLINK and "linkpath" in member.pax)
-            header = member.extended + member.header if is_plain else b""
+            is_misread = member.kind == SYMLINK and "linkpath" in member.pax
+            header = b""
+            if member.sparse is None and not is_misread:
+                header = member.extended + member.header
             yield member_entry(member, stream.content(), header=header)
         advance(stream.position)
     # The engine reports an error if nobody reads the end of its stream.
@@ -442,18 +458,21 @@ def with_added_files(
     top_folders = {path.partition("/")[0] for path in added}
     for entry in entries:
         # Few entries lie in a folder to which imgkit adds something; the others pass without a look.
-        if any(name.partition("/")[0] in top_folders for name in entry.names):
-            names = tuple(name for name in entry.names if not _is_replaced(name, entry.kind, winners))
-            for name in names:
-                if added.pop(name, None) and entry.kind != DIRECTORY:
-                    added = {path: new for path, new in added.items() if not path.startswith(f"{name}/")}
-            if not names:
-                continue
-            # A folder keeps what is in it, and gets imgkit's owner, mode and time.
-            if names[0] in winners:
-                entry = winners[names[0]]
-            elif names != entry.names:
-                entry = entry.changed(names=names)
+        if not any(name.partition("/")[0] in top_folders for name in entry.names):
+            yield entry
+            continue
+        names = tuple(name for name in entry.names if not _is_replaced(name, entry.kind, winners))
+        if not names:
+            continue
+        for name in names:
+            # Nothing is added below a file or link of the image.
+            if added.pop(name, None) and entry.kind != DIRECTORY:
+                added = {path: new for path, new in added.items() if not path.startswith(f"{name}/")}
+        # A folder keeps what is in it, and gets imgkit's owner, mode and time.
+        if names[0] in winners:
+            entry = winners[names[0]]
+        elif names != entry.names:
+            entry = entry.changed(names=names)
         yield entry
     # Folders sort before what is in them.
     for path in sorted(added):

@@ -47,7 +47,9 @@ class NewObject:
     @property
     def size_bytes(self) -> int:
         """Size of its data."""
-        return len(self.data) if isinstance(self.data, bytes) else self.data.stat().st_size
+        if isinstance(self.data, bytes):
+            return len(self.data)
+        return self.data.stat().st_size
 
 
 def put_record(path: Path, record: image.ImgkitRecord) -> None:
@@ -60,8 +62,13 @@ def put_record(path: Path, record: image.ImgkitRecord) -> None:
     sif = image.read(path)
     # First, so that the new one takes the same slot: the same record gives the same bytes.
     remove_objects(path, [descriptor.id for descriptor in sif.descriptors if image.is_record(descriptor)])
-    text, group = image.record_text(record), sif.require_root().group
-    add_object(path, NewObject(datatype=DataType.JSON, name=image.IMGKIT_OBJECT, group=group, data=text))
+    new = NewObject(
+        datatype=DataType.JSON,
+        name=image.IMGKIT_OBJECT,
+        group=sif.require_root().group,
+        data=image.record_text(record),
+    )
+    add_object(path, new)
     if image.read(path).record != record:
         raise CheckFailed("its record cannot be read back", where=str(path), hint="please report this")
 
@@ -175,9 +182,11 @@ class Frame:
     @property
     def objects(self) -> tuple[NewObject, ...]:
         """The objects in front of the root partition, as the runtimes order them."""
+        definition = NewObject(datatype=DataType.DEFFILE, name="deffile", data=self.definition)
+        if not self.oci_config:
+            return (definition,)
         config = NewObject(datatype=DataType.JSON, name="oci-config.json", data=self.oci_config)
-        text = NewObject(datatype=DataType.DEFFILE, name="deffile", data=self.definition)
-        return (text, config) if self.oci_config else (text,)
+        return (definition, config)
 
     @property
     def root_offset(self) -> int:
@@ -291,7 +300,8 @@ class Sif(Format):
         for name in runtime_files.skipped_variables(config):
             note(f"the image sets the variable {name!r}, which no shell can set: left out")
         created_s = creation_time_s(config.created)
-        links, folders = runtime_files.runtime_links(created_s), runtime_files.mount_points(created_s)
+        links = runtime_files.runtime_links(created_s)
+        folders = runtime_files.mount_points(created_s)
         return runtime_files.runtime_files(config), (*links, *folders)
 
     def squashfs_offset(self, config: ImageConfig) -> int:
@@ -324,4 +334,6 @@ class Sif(Format):
             return record.route == "layers" or is_framed_by(sif, make_frame(config))
 
         sif = image.read_if_intact(path, is_same)
-        return sif.record if sif else None
+        if sif is None:
+            return None
+        return sif.record

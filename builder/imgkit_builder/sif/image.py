@@ -186,8 +186,9 @@ class Superblock(NamedTuple):
     @property
     def compressor(self) -> str:
         """Name of the compression."""
-        number = self.compressor_number
-        return COMPRESSORS[number] if number < len(COMPRESSORS) else "unknown"
+        if self.compressor_number >= len(COMPRESSORS):
+            return "unknown"
+        return COMPRESSORS[self.compressor_number]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,15 +269,18 @@ class SifImage:
 
         It silently ignores those of another group.
         """
-        if self.root is None:
+        root = self.root
+        if root is None:
             return ()
-        overlays = [item for item in self.descriptors if item.partition == PartitionType.OVERLAY]
-        return tuple(overlay for overlay in overlays if overlay.group == self.root.group)
+        group = [descriptor for descriptor in self.descriptors if descriptor.group == root.group]
+        return tuple(overlay for overlay in group if overlay.partition == PartitionType.OVERLAY)
 
     @property
     def signatures(self) -> tuple[Descriptor, ...]:
         """The signature objects. Each covers one group."""
-        return tuple(d for d in self.descriptors if d.datatype == DataType.SIGNATURE)
+        return tuple(
+            descriptor for descriptor in self.descriptors if descriptor.datatype == DataType.SIGNATURE
+        )
 
 
 def is_sif(path: Path) -> bool:
@@ -307,7 +311,7 @@ def read(path: Path) -> SifImage:
 
 def parse(path: Path, stream: BinaryIO) -> SifImage:
     """Return the content of an open .sif. Raises as `read` does. `path` is for messages."""
-    size = os.fstat(stream.fileno()).st_size
+    file_bytes = os.fstat(stream.fileno()).st_size
     raw = stream.read(HEADER.size)
     if len(raw) < HEADER.size or raw[MAGIC_OFFSET : MAGIC_OFFSET + len(MAGIC)] != MAGIC:
         raise CheckFailed("not a .sif file (no SIF_MAGIC in its header)", where=str(path))
@@ -322,16 +326,17 @@ def parse(path: Path, stream: BinaryIO) -> SifImage:
         raise CheckFailed(
             f"its header claims {header.total} descriptors, {header.free} free: damaged", where=str(path)
         )
-    stream.seek(min(header.table_offset, size))
+    stream.seek(min(header.table_offset, file_bytes))
     table = stream.read(table_bytes)
     if len(table) < table_bytes:
-        raise CheckFailed(f"cut short within its descriptor table, at {size} bytes", where=str(path))
+        raise CheckFailed(f"cut short within its descriptor table, at {file_bytes} bytes", where=str(path))
     slots = tuple(Descriptor(*fields) for fields in DESCRIPTOR.iter_unpack(table))
-    sif = SifImage(path=path, header=header, slots=slots, size_bytes=size, record=None)
+    sif = SifImage(path=path, header=header, slots=slots, size_bytes=file_bytes, record=None)
     for descriptor in sif.descriptors:
-        if descriptor.offset < 0 or descriptor.size_bytes < 0 or descriptor.end > size:
+        if descriptor.offset < 0 or descriptor.size_bytes < 0 or descriptor.end > file_bytes:
             raise CheckFailed(
-                f"data object {descriptor.id} ends at byte {descriptor.end}, the file at {size}: cut short",
+                f"data object {descriptor.id} ends at byte {descriptor.end}, the file at {file_bytes}: "
+                "cut short",
                 where=str(path),
             )
     for descriptor in sif.descriptors:
@@ -349,10 +354,9 @@ def is_record(descriptor: Descriptor) -> bool:
 def _arch_name(code: bytes) -> str:
     """Return ``amd64`` for ``02``, and ``unknown`` for what is no number of `ARCHS`."""
     digits = code.rstrip(b"\0")
-    if not digits.isdigit() or len(digits) > 3:
+    if not digits.isdigit() or int(digits) >= len(ARCHS):
         return ARCHS[0]
-    number = int(digits)
-    return ARCHS[number] if number < len(ARCHS) else ARCHS[0]
+    return ARCHS[int(digits)]
 
 
 def arch_code(arch: str) -> bytes:
@@ -446,12 +450,13 @@ def check_structure(path: Path) -> SifImage:
     CheckFailed : names the fault.
     """
     sif = read(path)
-    root, squashed = sif.root, root_superblock(sif)
-    if root is None or squashed is None:
+    root = sif.root
+    superblock = root_superblock(sif)
+    if root is None or superblock is None:
         raise CheckFailed("a .sif was written without a squashfs root partition", where=str(path))
-    if squashed.used_bytes > root.size_bytes:
+    if superblock.used_bytes > root.size_bytes:
         raise CheckFailed(
-            f"its root partition has {root.size_bytes} of {squashed.used_bytes} bytes: cut short",
+            f"its root partition has {root.size_bytes} of {superblock.used_bytes} bytes: cut short",
             where=str(path),
         )
     return sif
@@ -469,9 +474,11 @@ def read_if_intact(path: Path, accepts: Callable[[SifImage, ImgkitRecord], bool]
         # Cheap comparisons first: the digest reads gigabytes.
         if sif.record is None or sif.overlays or not accepts(sif, sif.record):
             return None
-        return sif if root_sha256(path) == sif.record.root_sha256 else None
+        if root_sha256(path) != sif.record.root_sha256:
+            return None
     except CheckFailed:
         return None
+    return sif
 
 
 def refuse_damaged(path: Path) -> None:

@@ -106,8 +106,10 @@ def _find_configured(prefix: Path) -> Iterator[str | None]:
 
 def read_version(program: Path) -> str:
     """Return its version, as its ``-version`` says."""
-    output = run([program, "-version"], check=False).output.split()
-    return output[2] if len(output) > 2 else "unknown"
+    # "mksquashfs version 4.5.1 (2022/03/17)"
+    _, _, rest = run([program, "-version"], check=False).output.partition(" version ")
+    version, *_ = [*rest.split(), "unknown"]
+    return version
 
 
 def has_option(program: Path, option: str) -> bool:
@@ -132,8 +134,10 @@ class Limits:
     @property
     def mksquashfs_memory_mib(self) -> int:
         """Memory that its buffers may take, in MiB: a quarter of the limit, and no more than is of use."""
-        share = _MAX_MEMORY_BYTES if self.memory_bytes is None else self.memory_bytes // 4
-        return min(max(share, _MIN_MEMORY_BYTES), _MAX_MEMORY_BYTES) >> 20
+        share = _MAX_MEMORY_BYTES
+        if self.memory_bytes is not None:
+            share = min(share, self.memory_bytes // 4)
+        return max(share, _MIN_MEMORY_BYTES) >> 20
 
     def mksquashfs_options(self) -> tuple[str, ...]:
         """Return ``-processors N -mem MM``."""
@@ -145,9 +149,10 @@ def gather_limits(root: Path = Path("/")) -> Limits:
     processors = process.count_processors()
     memory_bytes: int | None = None
     for folder in _group_folders(root):
-        quota, limit = _read_cpu_quota(folder), _read_memory_limit(folder)
+        quota = _read_cpu_quota(folder)
         if quota is not None:
             processors = min(processors, max(1, int(quota)))
+        limit = _read_memory_limit(folder)
         if limit is not None:
             memory_bytes = min(memory_bytes or limit, limit)
     return Limits(processors=processors, memory_bytes=memory_bytes)
@@ -158,13 +163,15 @@ def _group_folders(root: Path) -> Iterator[Path]:
     mounts = root / "sys/fs/cgroup"
     for line in _read_text(root / "proc/self/cgroup").splitlines():
         # "0::/user.slice" of v2, "4:cpu,cpuacct:/slurm/job_1" of v1
-        number, _, rest = line.partition(":")
+        _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
-        base = mounts if number == "0" and not controllers else mounts / controllers
         if controllers and not ({"cpu", "memory"} & set(controllers.split(","))):
             continue
+        base = mounts / controllers
+        group = base / path.lstrip("/")
         # Inside a container the path is the host's, or leads out of the mount: only the root exists.
-        group = base if ".." in Path(path).parts else base / path.lstrip("/")
+        if ".." in Path(path).parts:
+            group = base
         for folder in (group, *group.parents):
             if folder.is_dir():
                 yield folder
@@ -179,7 +186,7 @@ def _read_cpu_quota(folder: Path) -> float | None:
     for fields in (v2, v1):
         if len(fields) != 2:
             continue
-        quota, period = parse_digits(fields[0]), parse_digits(fields[1])
+        quota, period = map(parse_digits, fields)
         if quota is not None and period:
             return quota / period
     return None

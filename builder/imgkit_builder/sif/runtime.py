@@ -45,6 +45,7 @@ COMMANDS = ("singularity", "apptainer")
 """Tried in this order; an Apptainer installs both names."""
 FLOOR = "Singularity 3.8 or later, or any Apptainer"
 """The runtimes that the files of imgkit are made for."""
+_OLDEST_SINGULARITY = (3, 8)
 
 _FLAVOUR = re.compile(
     r"^(apptainer|singularity-ce|singularitypro|singularity)\s+version\s+(\S+)", re.IGNORECASE
@@ -82,7 +83,7 @@ class RuntimeTool:
         match = re.match(r"(\d{1,6})\.(\d{1,6})", self.version)
         if match is None or self.flavour == "apptainer":
             return False
-        return (int(match[1]), int(match[2])) < (3, 8)
+        return (int(match[1]), int(match[2])) < _OLDEST_SINGULARITY
 
 
 def find_runtime(command: str | None = None, *, module_hint: str | None = None) -> RuntimeTool:
@@ -112,7 +113,7 @@ def find_runtime(command: str | None = None, *, module_hint: str | None = None) 
     match = _FLAVOUR.match(output)
     if answer.returncode != 0 or match is None:
         # Debian's package "singularity" is a game.
-        first_line = output.splitlines()[0] if output else "(no output)"
+        first_line, *_ = [*output.splitlines(), "(no output)"]
         raise ToolMissing(
             f"{path} is not Singularity 3.x or Apptainer: its --version prints {first_line!r}",
             hint=module_hint or "choose another: --runtime-command COMMAND",
@@ -142,10 +143,12 @@ def setting(tool: RuntimeTool, name: str) -> str:
     except OSError:
         return ""
     values = re.findall(rf"^\s*{re.escape(name)}\s*=\s*(.*?)\s*$", text, re.MULTILINE)
-    return values[-1] if values else ""
+    if not values:
+        return ""
+    return str(values[-1])  # the last of several lines counts
 
 
-def runtime_if_any(command: str | None = None) -> RuntimeTool | None:
+def runtime_if_any(command: str | None) -> RuntimeTool | None:
     """Find a runtime as `find_runtime` does. None where there is none and nobody asked for one by name."""
     try:
         return find_runtime(command)
@@ -197,10 +200,10 @@ def run(
             on_line(secret_patterns.mask_secrets(line.rstrip("\n")))
 
     argv = (str(tool.path), *arguments)
-    wrapper = (sys.executable, "-I", "-S", "-c", _source("namespace.py")) if namespace else ()
-    code = _stream_output(
-        tool.path, (*wrapper, *argv), folder=folder or Path.cwd(), env=env or {}, on_line=keep_line
-    )
+    wrapped = argv
+    if namespace:
+        wrapped = (sys.executable, "-I", "-S", "-c", _source("namespace.py"), *argv)
+    code = _stream_output(tool.path, wrapped, folder=folder or Path.cwd(), env=env or {}, on_line=keep_line)
     finished = Finished(argv=argv, returncode=code, output="".join(lines))
     if code != 0:
         tail = secret_patterns.mask_secrets(strip_styles(finished.tail())) or "(no output)"
@@ -267,7 +270,8 @@ def _end_group(pid_file: Path) -> None:
 
 def scratch_env(folder: Path) -> dict[str, str]:
     """Return TMPDIR and CACHEDIR under both prefixes, with equal values, or else Apptainer 1.0 warns."""
-    temporary, cache = folder / "tmp", folder / "cache"
+    temporary = folder / "tmp"
+    cache = folder / "cache"
     temporary.mkdir(exist_ok=True)
     cache.mkdir(exist_ok=True)
     values = {"TMPDIR": str(temporary)}
@@ -287,8 +291,9 @@ class Isolation:
     @property
     def options(self) -> tuple[str, ...]:
         """Options of ``exec`` and ``shell``."""
-        options = ("--containall", "--no-home")
-        return options if self.network else (*options, "--net", "--network", "none")
+        if self.network:
+            return ("--containall", "--no-home")
+        return ("--containall", "--no-home", "--net", "--network", "none")
 
     def description(self, program: str) -> str:
         """Return one line for the user: what of the image runs, and what it can reach."""

@@ -90,14 +90,14 @@ def runtime_files(config: ImageConfig) -> tuple[ImageEntry, ...]:
     return tuple(entries)
 
 
-def mount_points(created_s: int = 0) -> tuple[ImageEntry, ...]:
+def mount_points(created_s: int) -> tuple[ImageEntry, ...]:
     """Return what an image gets if it has nothing of that name, so that a runtime can mount there."""
     folders = [ImageEntry(names=(path,), kind=DIRECTORY, mtime_s=created_s) for path in _MOUNT_FOLDERS]
     files = [text_file(path, "", created_s) for path in _MOUNT_FILES]
     return (*folders, *files)
 
 
-def runtime_links(created_s: int = 0) -> tuple[ImageEntry, ...]:
+def runtime_links(created_s: int) -> tuple[ImageEntry, ...]:
     """Return the two links into `META` that an image gets if it has nothing of that name."""
     targets = {"environment": f"{META}/env/90-environment.sh", "singularity": f"{META}/runscript"}
     links = []
@@ -163,13 +163,15 @@ def _environment(config: ImageConfig) -> str:
             continue
         assignment = f"{name}={_quote(value or '')}"
         # The user's PATH has folders of the host.
-        lines.append(assignment if name == "PATH" else f'[ -n "${{{name}:-}}" ] || {assignment}')
-        lines.append(f"export {name}")
+        if name != "PATH":
+            assignment = f'[ -n "${{{name}:-}}" ] || {assignment}'
+        lines += [assignment, f"export {name}"]
     return "\n".join((*lines, ""))
 
 
 def _runscript(config: ImageConfig) -> str:
-    cmd, entrypoint = _quote_argv(config.cmd), _quote_argv(config.entrypoint)
+    cmd = _quote_argv(config.cmd)
+    entrypoint = _quote_argv(config.entrypoint)
     return _RUNSCRIPT.format(
         cmd=cmd, entrypoint=entrypoint, evaluated_cmd=_quote(cmd), evaluated_entrypoint=_quote(entrypoint)
     )

@@ -152,8 +152,9 @@ def _environment(config: ImageConfig) -> str:
     lines = []
     for name, value in (_GPUS | variables).items():
         # Where enroot and ch-run would remove the value's own pair of quotes, they get one to remove.
-        quoted = f"'{value}'" if value.startswith(_REMOVED_PAIRS) else value
-        lines.append(f"{name}={quoted}\n")
+        if value.startswith(_REMOVED_PAIRS):
+            value = f"'{value}'"
+        lines.append(f"{name}={value}\n")
     return "".join(lines)
 
 
@@ -191,7 +192,8 @@ def _restoring_lines(config: ImageConfig) -> str:
 
 def _rc(config: ImageConfig) -> str:
     """Return the script that starts the container."""
-    entrypoint, cmd = config.entrypoint, config.cmd
+    entrypoint = config.entrypoint
+    cmd = config.cmd
     for instruction, values in (("ENTRYPOINT", entrypoint), ("CMD", cmd), ("WORKDIR", (config.workdir,))):
         for value in values:
             fault = _find_text_fault(value)
@@ -229,7 +231,7 @@ _ADD_LIBS = (
 )
 
 
-def environment_words(first: str = "") -> tuple[str, ...]:
+def environment_words(first: str) -> tuple[str, ...]:
     """Return the arguments before a command in a container of Singularity, which sets no variable of a .sqsh.
 
     They set the image's variables, and find the libraries of ``--nv`` after the image's own.
@@ -250,7 +252,7 @@ def is_sqsh(path: Path) -> bool:
     """Return whether the file is a squashfs, by whatever program. One that cannot be read is none."""
     try:
         with files.open_regular(path) as stream:
-            return stream.read(4) == image.SQUASHFS_MAGIC
+            return stream.read(len(image.SQUASHFS_MAGIC)) == image.SQUASHFS_MAGIC
     except OSError:
         return False
 
@@ -291,7 +293,9 @@ def read_record(path: Path) -> ImgkitRecord | None:
     CheckFailed : its record is damaged.
     """
     text = _record_text(path)
-    return image.parse_record(path, text) if text is not None else None
+    if text is None:
+        return None
+    return image.parse_record(path, text)
 
 
 def _record_text(path: Path) -> bytes | None:
@@ -311,7 +315,8 @@ def hash_sqsh(path: Path, *, advance: Advance | None = None) -> tuple[str, str]:
     ------
     CheckFailed : its record is damaged.
     """
-    text, end = _record_text(path), path.stat().st_size
+    text = _record_text(path)
+    end = path.stat().st_size
     if text is not None:
         end -= len(files.make_trailer(text, MARK))
     with files.open_regular(path) as stream:
@@ -365,11 +370,16 @@ class Sqsh(Format):
         self, path: Path, config: ImageConfig, accepts: Callable[[ImgkitRecord], bool]
     ) -> ImgkitRecord | None:
         """Return the record if `accepts` takes it and no byte of the file has changed."""
+        if not is_sqsh(path):
+            return None
         try:
-            record = read_record(path) if is_sqsh(path) else None
+            record = read_record(path)
             if record is None or not accepts(record):
                 return None
             recorded = (record.root_sha256, sidecar.read_sha256(path))
-            return record if hash_sqsh(path) == recorded else None
+            # Last, since it reads the whole file.
+            if hash_sqsh(path) != recorded:
+                return None
         except (CheckFailed, UsageError):
             return None
+        return record

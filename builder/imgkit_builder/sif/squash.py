@@ -154,34 +154,39 @@ def write(
     job: ConversionJob,
     path: Path,
     *,
-    created: str = "",
-    offset: int = 0,
-    squasher: Squasher | None = None,
+    created: str,
+    offset: int,
+    squasher: Squasher,
 ) -> None:
-    """Write `entries` as a squashfs to byte `offset` of `path`, by the first squasher that works here.
+    """Write `entries` as a squashfs to byte `offset` of `path`, by `squasher`.
 
-    `created` is the time of the squashfs and its root folder, in RFC 3339 (default: 1970).
+    `created` is the time of the squashfs and its root folder, in RFC 3339. An empty text means 1970.
 
     Raises
     ------
-    ToolMissing, ToolFailed : nothing here squashes, or it failed or printed something unexpected.
+    ToolFailed : it failed or printed something unexpected.
     CheckFailed : the squashfs has other names than it should have.
     """
-    created_s, folder = creation_time_s(created), job.work.folder
+    created_s = creation_time_s(created)
     target = SquashTarget(
-        path=path, offset=offset, created_s=created_s, compression=job.compression, folder=folder
+        path=path,
+        offset=offset,
+        created_s=created_s,
+        compression=job.compression,
+        folder=job.work.folder,
     )
-    squasher = squasher or choose()
     # A counter that entries advance as they pass: its next number is how many names were sent.
     counter = itertools.count()
     squasher.write(strip_attributes(entries, counter, job.clock.note), target, job)
-    sent_count, stored_count = next(counter), _count_names(path, offset)
+    sent_count = next(counter)
+    stored_count = _count_names(path, offset)
     if stored_count != sent_count:
         raise CheckFailed(
             f"the squashfs has other names than were sent: {stored_count} of {sent_count}",
             where=str(path),
             hint="please report this",
         )
+    # mksquashfs 4.5.1 gives the root folder the current time and this user, whatever its options say.
     set_root(path, created_s, offset=offset)
 
 
@@ -189,18 +194,18 @@ def strip_attributes(
     entries: Iterator[ImageEntry], counter: Iterator[int], note: Callable[[str], None]
 ) -> Iterator[ImageEntry]:
     """Yield `entries` with no attributes but capabilities, and advance `counter` by one for each name."""
-    stripped = 0
+    stripped_count = 0
     for entry in entries:
         if entry.xattrs.keys() - {CAPABILITY}:
-            stripped += 1
+            stripped_count += 1
             # Engines export no other attribute, and two sources of one image must give the same tree.
             capability = {name: value for name, value in entry.xattrs.items() if name == CAPABILITY}
             entry = entry.changed(xattrs=capability)
         for _ in entry.names:
             next(counter)
         yield entry
-    if stripped:
-        note(f"{stripped} files lose extended attributes: a squashfs of imgkit holds capabilities only")
+    if stripped_count:
+        note(f"{stripped_count} files lose extended attributes: a squashfs of imgkit holds capabilities only")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,13 +269,16 @@ class OldMksquashfs(Squasher):
 
     def argv(self, target: SquashTarget) -> list[str]:
         """Return the program and its arguments, which pack the unpacked files."""
+        tree = target.folder / "tree"
+        output = target.folder / "root.sqfs"
+        owners = target.folder / "owners"
         # -pf replaces owner and mode of files that are there, and adds devices that are not.
-        tree, output, owners = (str(target.folder / name) for name in ("tree", "root.sqfs", "owners"))
-        return [str(self.program), tree, output, "-pf", owners, *self._options(target)]
+        return [str(self.program), str(tree), str(output), "-pf", str(owners), *self._options(target)]
 
     def write(self, entries: Iterator[ImageEntry], target: SquashTarget, job: ConversionJob) -> None:
         """Write the files, then squash them, then copy the squashfs."""
-        tree, output = UnpackedTree(target.folder / "tree"), target.folder / "root.sqfs"
+        tree = UnpackedTree(target.folder / "tree")
+        output = target.folder / "root.sqfs"
         for entry in entries:
             tree.add(entry)
         tree.finish(target.created_s)
@@ -284,6 +292,7 @@ class OldMksquashfs(Squasher):
         # Its standard output is a table of what it wrote.
         with running(argv, job, only_errors=True):
             pass
+        # The files go before the squashfs is copied: both and the copy may not fit on the disk.
         remove_tree(tree.root)
         with (
             files.open_regular(output) as squashfs,
@@ -357,7 +366,9 @@ class UnpackedTree:
 
         A device gets only a line: an ordinary user cannot make one.
         """
-        path, kind, mode = self._path(entry.name), entry.kind, entry.mode & 0o7777
+        path = self._path(entry.name)
+        kind = entry.kind
+        mode = entry.mode & 0o7777  # without the bits of the file type
         time_s = min(max(entry.mtime_s, 0), _MAX_TIME_S)
         if kind == REGULAR:
             # O_EXCL and O_NOFOLLOW: an earlier entry of this name, such as a link, is never written through.
@@ -381,6 +392,7 @@ class UnpackedTree:
         else:
             raise CheckFailed(f"{entry.name!r} is of the unknown type {kind!r}", where="the merged layers")
         self._set_attributes(entry, path)
+        # Last, because attributes and content change the time.
         os.utime(path, (time_s, time_s), follow_symlinks=False)
         self._lines[entry.name] = sys.intern(f"m {mode:o} {entry.uid} {entry.gid}")
 
@@ -475,13 +487,14 @@ def running(argv: Sequence[str], job: ConversionJob, *, only_errors: bool = Fals
         assert process.stdin is not None  # noqa: S101 - for the type checker: stdin=PIPE
         with contextlib.suppress(OSError, AttributeError):  # an unprivileged user's limit; not Linux
             fcntl.fcntl(process.stdin, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-        is_broken = False
+        is_pipe_broken = False
         try:
             try:
                 yield process.stdin
                 process.stdin.close()
             except BrokenPipeError:
-                is_broken = True
+                # The program has ended: its exit code and its messages say why.
+                is_pipe_broken = True
             code = process.wait()
         except BaseException:
             process.kill()
@@ -493,14 +506,18 @@ def running(argv: Sequence[str], job: ConversionJob, *, only_errors: bool = Fals
         messages.seek(0)
         output = messages.read().decode("utf-8", "replace").strip()
     job.log.write(output + "\n")
+    is_harmless = True
     for line in output.splitlines():
         job.clock.line(line)
+        if not _HARMLESS.match(line):
+            is_harmless = False
+    has_failed = code != 0 or is_pipe_broken
     # An exit code of 0 says little: it prints a line for a file that it leaves out, and goes on.
-    if code == 0 and not is_broken and all(_HARMLESS.match(line) for line in output.splitlines()):
+    if is_harmless and not has_failed:
         return
-    job.log.flush()
+    job.log.flush()  # the message below names the log
     problem = "printed something unexpected"
-    if code != 0 or is_broken:
+    if has_failed:
         problem = f"failed with exit code {code}"
     if code == -signal.SIGXFSZ:
         problem += ": file too large, see ulimit -f"
@@ -518,7 +535,8 @@ def _count_names(path: Path, offset: int) -> int:
     ------
     CheckFailed : the table of folders is compressed or damaged.
     """
-    name_count = position = 0
+    name_count = 0
+    position = 0
     try:
         with files.open_regular(path) as stream:
             table = b"".join(_read_folder_table(stream, offset))
@@ -572,7 +590,7 @@ def _read_metadata_block(stream: BinaryIO, position: int) -> bytes:
     return data
 
 
-def set_root(path: Path, mtime_s: int, *, offset: int = 0) -> bool:
+def set_root(path: Path, mtime_s: int, *, offset: int) -> bool:
     """Set the time of the squashfs at byte `offset` of `path`, and time and owner (root) of its root folder.
 
     Return False, and leave the folder alone, if its inode is compressed.
@@ -583,30 +601,34 @@ def set_root(path: Path, mtime_s: int, *, offset: int = 0) -> bool:
     ``-root-time`` and ``-root-uid``. SOURCE_DATE_EPOCH would also lower the time of every newer file.
     ``-noI`` stores inodes and owners as they are. mksquashfs 4.3 has no ``-mkfs-time``.
     """
+    raw_time = struct.pack("<I", mtime_s)
     with files.open_own(path, os.O_RDWR, "r+b") as stream:
         superblock = Superblock(*_unpack(stream, image.SUPERBLOCK, offset))
         # mksquashfs 4.3 has no -mkfs-time.
         stream.seek(offset + _MKFS_TIME_OFFSET)
-        stream.write(struct.pack("<I", mtime_s))
-        start = offset + superblock.inode_table + (superblock.root_inode >> 16)
-        inode = superblock.root_inode & 0xFFFF
+        stream.write(raw_time)
+        # The high bits say in which block the inode begins, the low 16 bits where in it.
+        first_block = offset + superblock.inode_table + (superblock.root_inode >> 16)
+        inode_start = superblock.root_inode & 0xFFFF
 
-        def position(field_offset: int) -> int:
+        def inode_byte(field_offset: int) -> int:
             """Return where a byte of the inode is in the file. The inode may end in the next block."""
-            block, inside = divmod(inode + field_offset, _METADATA_BYTES)
-            return start + block * (_BLOCK_HEADER.size + _METADATA_BYTES) + _BLOCK_HEADER.size + inside
+            block_number, block_offset = divmod(inode_start + field_offset, _METADATA_BYTES)
+            block = first_block + block_number * (_BLOCK_HEADER.size + _METADATA_BYTES)
+            return block + _BLOCK_HEADER.size + block_offset
 
-        (header,) = _unpack(stream, _BLOCK_HEADER, start)
-        stream.seek(position(0))
+        (header,) = _unpack(stream, _BLOCK_HEADER, first_block)
+        stream.seek(inode_byte(0))
         if not header & _PLAIN or stream.read(1)[0] not in _FOLDER_TYPES:
             return False
-        changes = {_INODE_TIME: struct.pack("<I", mtime_s)}
+        changes = {_INODE_TIME: raw_time}
         root_owner = _index_of_root(stream, superblock, offset)
         if root_owner is not None:
             changes[_INODE_OWNERS] = struct.pack("<HH", root_owner, root_owner)
         for field_offset, data in changes.items():
+            # Byte by byte: the header of the next block may lie between two of them.
             for number, byte in enumerate(data):
-                stream.seek(position(field_offset + number))
+                stream.seek(inode_byte(field_offset + number))
                 stream.write(bytes([byte]))
     return True
 
@@ -617,6 +639,6 @@ def _index_of_root(stream: BinaryIO, superblock: Superblock, offset: int) -> int
         (block,) = _unpack(stream, _OFFSET, offset + superblock.owner_table)
         data = _read_metadata_block(stream, offset + block)
         owners = [owner for (owner,) in struct.iter_unpack("<I", data)]
-    except (ValueError, struct.error):
+        return owners.index(0)
+    except (ValueError, struct.error):  # ValueError also where no owner is 0
         return None
-    return owners.index(0) if 0 in owners else None

@@ -39,10 +39,12 @@ def main() -> int:
     os.close(sink)
     decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
     while True:
-        if select.select([source], [], [], POLL_S)[0]:
+        ready, _, _ = select.select([source], [], [], POLL_S)
+        if ready:
             chunk = os.read(source, CHUNK_BYTES)
+            text = decoder.decode(chunk, not chunk)
             try:
-                sys.stdout.buffer.write(decoder.decode(chunk, not chunk).encode(encoding, "backslashreplace"))
+                sys.stdout.buffer.write(text.encode(encoding, "backslashreplace"))
                 sys.stdout.buffer.flush()
             except BrokenPipeError:
                 os.killpg(0, SIGKILL)
@@ -50,8 +52,11 @@ def main() -> int:
                 break
         if os.getppid() != parent:
             os.killpg(0, SIGKILL)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return 128 - code if code < 0 else code
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:  # the number of a signal
+        return 128 - code
+    return code
 
 
 if __name__ == "__main__":

@@ -61,8 +61,7 @@ class Squashfs:
                 if match is None:  # the header, and what unsquashfs says about devices
                     continue
                 mode, uid, gid, size, path = match.groups()
-                size = size.replace(" ", "")
-                yield ListedFile(path=path, mode=mode, uid=int(uid), gid=int(gid), size=size)
+                yield ListedFile(path=path, mode=mode, uid=int(uid), gid=int(gid), size=size.replace(" ", ""))
 
     def read(self, names: Iterable[str]) -> dict[str, bytes]:
         """Return the content of those of the regular files `names` that are there and not too large.
@@ -74,8 +73,9 @@ class Squashfs:
         """
         contents = {}
         with tempfile.TemporaryDirectory(prefix="imgkit-") as scratch:
-            folder = Path(scratch)
+            folder = Path(os.path.realpath(scratch))
             unpacked = folder / "files"
+            # The list of patterns has one on each line.
             names = [name for name in names if "\n" not in name]
             patterns = [_WILDCARD.sub(r"\\\g<0>", name) + "\n" for name in names]
             with files.create_file(folder / "names") as stream:
@@ -84,7 +84,7 @@ class Squashfs:
             for name in names:
                 file = unpacked / name
                 # An image may have a link on the way, which leads anywhere on this machine.
-                if os.path.realpath(file) != f"{os.path.realpath(folder)}/files/{name}" or not file.is_file():
+                if os.path.realpath(file) != f"{unpacked}/{name}" or not file.is_file():
                     continue
                 file.chmod(0o600)  # an image has files that nobody but root may read
                 with files.open_regular(file) as stream:
@@ -111,8 +111,10 @@ class Squashfs:
             )
 
     def _argv(self, *arguments: str) -> list[str]:
-        offset = ("-offset", str(self.offset)) if self.offset else ()
-        return [_program(), "-no-progress", *offset, *arguments]
+        argv = [_program(), "-no-progress"]
+        if self.offset:
+            argv += ["-offset", str(self.offset)]
+        return [*argv, *arguments]
 
 
 def _program() -> str:
@@ -147,7 +149,9 @@ def read(path: Path, names: Iterable[str]) -> dict[str, bytes]:
     ------
     CheckFailed, ToolMissing : as of `Squashfs.read`.
     """
-    names, contents = tuple(names), dict[str, bytes]()
+    names = tuple(names)
+    contents: dict[str, bytes] = {}
+    # What an upper one has replaces what is below it.
     for squashfs in reversed(open_squashfs(path)):
         contents |= squashfs.read(names)
     return contents

@@ -53,17 +53,20 @@ def tmp_base(target: Path, chosen: Path | None) -> Path:
 
     It is not /tmp: on many clusters that is memory, and a conversion needs several times the image's size.
     """
-    base = chosen or target.parent
-    if chosen is None:
-        for variable in _TMP_VARIABLES:
-            if os.environ.get(variable):
-                base = Path(os.environ[variable])
-                break
+    base = chosen
+    where = "--tmpdir"
+    if base is None:
+        base = target.parent
+        where = "IMGKIT_TMPDIR, APPTAINER_TMPDIR, TMPDIR"
+        # Backwards: the first variable of the list wins.
+        for variable in reversed(_TMP_VARIABLES):
+            base = Path(os.environ.get(variable) or base)
     base = base.expanduser().absolute()
     if not base.is_dir() or not os.access(base, os.W_OK | os.X_OK):
+        problem = "not writable" if base.is_dir() else "no such folder"
         raise UsageError(
-            f"temporary files cannot go to {base}: {'not writable' if base.is_dir() else 'no such folder'}",
-            where="--tmpdir" if chosen is not None else "IMGKIT_TMPDIR, APPTAINER_TMPDIR, TMPDIR",
+            f"temporary files cannot go to {base}: {problem}",
+            where=where,
             hint="--tmpdir DIR with a folder on a large, local disk",
         )
     return base
@@ -73,7 +76,11 @@ def check_space(size: int, temporary: int, target: Path, base: Path) -> None:
     """Raise CheckFailed if an image of `size` bytes, with `temporary` ones in `base`, has no space."""
     packed = int(size * PACKED_SHARE)
     one_disk = _on_one_disk(base, target)
-    needs = {base: temporary + packed} if one_disk else {base: temporary, target.parent: packed}
+    needs = {base: temporary}
+    if one_disk:
+        needs[base] += packed
+    else:
+        needs[target.parent] = packed
     free = {folder: disk_usage(folder).free for folder in needs}
     short = [folder for folder in needs if free[folder] < needs[folder]]
     if not short:
@@ -113,7 +120,8 @@ def workspace(target: Path, base: Path) -> Iterator[Workspace]:
     UsageError : another process is writing `target`, or its folder is not writable.
     ToolFailed : the disk of the target or of `base` is full.
     """
-    key, part = _key(target), files.temporary_name(target)
+    key = _key(target)
+    part = files.temporary_name(target)
     folder = base / f"{_FOLDER}{key}.{secrets.token_hex(4)}"
     with _explain_full_disk(target, base), _locked(target, key, folder):
         try:
@@ -127,12 +135,12 @@ def workspace(target: Path, base: Path) -> Iterator[Workspace]:
 
 
 @contextlib.contextmanager
-def scratch(beside: Path, chosen: Path | None = None) -> Iterator[Path]:
+def scratch(beside: Path) -> Iterator[Path]:
     """Yield a temporary folder where `tmp_base` says, for what is beside `beside`.
 
     It is removed at the end.
     """
-    folder = Path(tempfile.mkdtemp(prefix=files.TEMPORARY, dir=tmp_base(beside, chosen)))
+    folder = Path(tempfile.mkdtemp(prefix=files.TEMPORARY, dir=tmp_base(beside, None)))
     try:
         yield folder
     finally:
@@ -244,9 +252,11 @@ def _holder(descriptor: int) -> dict[str, Any]:
     """Return what the process that wrote the lock says about itself."""
     try:
         values = json_text.parse(os.pread(descriptor, 1 << 16, 0))
-        return values if isinstance(values, dict) else {}
     except ValueError:
         return {}
+    if not isinstance(values, dict):
+        return {}
+    return values
 
 
 def _remove_stale(target: Path, key: str, holder: dict[str, Any]) -> None:
