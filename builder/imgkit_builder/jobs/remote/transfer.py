@@ -396,8 +396,18 @@ def _send_files(
     try:
         return rsync.run_rsync(connection, folder, args, report, source.size_bytes)
     except ScriptFailed as error:
-        if not _FULL_DISK.search(error.output):
-            raise
         message = f"the disk of {connection.remote.name} is full"
-        hint = f"{error.hint}\n{_space_hint(connection)}"
+        if not _FULL_DISK.search(error.output):
+            if error.code != rsync.FILE_ERROR:
+                raise
+            # rsync on the remote ends after such an error, and its message is lost if rsync here has noticed
+            # the closed pipe before it has read the message.
+            answer = connection.run('df -Pk -- "$folder"\n', {"folder": folder}, by_transfer=True)
+            free = free_bytes(answer.decode(errors="replace"))
+            if free is None or free >= source.size_bytes:
+                raise
+            message += f": {size_text(free)} free"
+        hint = _space_hint(connection)
+        if error.hint:
+            hint = f"{error.hint}\n{hint}"
         raise CheckFailed(message, where=folder, hint=hint) from error
