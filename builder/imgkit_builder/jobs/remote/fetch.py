@@ -21,8 +21,8 @@ from imgkit_builder.jobs.submitted import SubmittedJob
 from imgkit_entrypoints.errors import CheckFailed
 from imgkit_entrypoints.system import WORKSPACE
 
-# Without -p, files get the permissions of new local files. The name of a run's secret file begins with a dot,
-# so the secret is not copied.
+# Without -p, files get the permissions of new local files. The names of a run's secret and of an unfinished
+# copy of its code begin with a dot, so neither is copied.
 _OPTIONS = ("-rt", "--exclude=.*")
 _WILDCARD = re.compile(r"[\[*?]")  # the characters that make a name a pattern for rsync
 
