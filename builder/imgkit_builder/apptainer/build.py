@@ -148,7 +148,7 @@ def _find_tools(request: SifRequest) -> tuple[RuntimeTool, Compression]:
     UsageError : the target exists and is not a .sif.
     ToolMissing : there is no runtime.
     """
-    convert.check_target(request.target.absolute(), force=False)
+    convert.check_target(request.target.absolute(), force=None)
     options = request.options
     tool = runtime.find_runtime(options.runtime, module_hint=options.module_hint)
     zstd_error = mksquashfs.zstd_error(mksquashfs.find_any())

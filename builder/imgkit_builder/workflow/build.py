@@ -394,7 +394,6 @@ def _sif_request(recipe: str | Path, request: SifBuildRequest, report: Reporter)
             compression=loaded.system.runtime.compression,
             module_hint=module_line(loaded.system) or None,
             tmpdir=request.tmpdir,
-            force=request.no_cache or request.pull,
             test=not request.no_test,
         ),
     )
