@@ -100,7 +100,8 @@ def build_sif(request: SifRequest, pack: Pack, report: Reporter) -> BuiltSif:
     ToolFailed : a step failed. The error quotes the runtime's last lines and names the log.
     CheckFailed : this user cannot build here, the base is damaged, or the result fails its smoke test.
     """
-    target, options = request.target.absolute(), request.options
+    target = request.target.absolute()
+    options = request.options
     tool, compression = _find_tools(request)
     # This comes before anything is fetched or written, as an administrator may have to change something
     # first.
@@ -219,13 +220,18 @@ def _finish_sif(
     request: SifRequest, base: Start, planned: BuildPlan, job: ConversionJob, tool: RuntimeTool
 ) -> BuiltSif:
     """Check the temporary file, write its record, run the smoke test, and move it to the target."""
-    part, clock, target = job.work.part, job.clock, request.target.absolute()
+    part = job.work.part
+    clock = job.clock
+    target = request.target.absolute()
     clock.stage("check")
     sif = sif_image.check_structure(part)
     labels = {name: str(value) for name, value in (check.stated_labels(sif) or {}).items()}
-    check.compare_labels(labels, {name: value for name, value in planned.labels.items() if value}, part)
+    expected_labels = {name: value for name, value in planned.labels.items() if value}
+    check.compare_labels(labels, expected_labels, part)
     record = _write_record(request, part, sif, labels, job)
-    results = _smoke_test(part, sif.arch, job, tool) if request.options.test else ()
+    results: Sequence[Check] = ()
+    if request.options.test:
+        results = _run_smoke_test(part, sif.arch, job, tool)
     clock.stage("make durable")
     files.publish_file(part, target)
     clock.finish()
@@ -274,7 +280,7 @@ def _write_record(
     return record
 
 
-def _smoke_test(part: Path, arch: str, job: ConversionJob, tool: RuntimeTool) -> Sequence[Check]:
+def _run_smoke_test(part: Path, arch: str, job: ConversionJob, tool: RuntimeTool) -> Sequence[Check]:
     """Return the checks of the smoke test, run in the temporary file. Raise CheckFailed if one failed."""
     job.clock.stage("smoke test")
     isolation = runtime.isolation(tool)
