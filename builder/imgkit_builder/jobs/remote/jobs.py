@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import secrets
 import time
@@ -52,7 +53,16 @@ esac 2> /dev/null
 exit 0
 """
 )
-_RUN = FIND_PROGRAM + 'exec "$@" 2>&1 < /dev/null\n'
+# The script that runs a command of the scheduler. A zero byte and the content of $file follow its output.
+_RUN = (
+    FIND_PROGRAM
+    + """\
+("$@") 2>&1 < /dev/null
+code=$?
+if [ -n "$file" ]; then printf '\\0'; cat -- "$file" 2> /dev/null; fi
+exit "$code"
+"""
+)
 # The script that prints the job's output from the byte $from on, and in between the scheduler's answers about
 # the job. Its arguments are the status command.
 #
@@ -140,8 +150,13 @@ def submit_script(connection: Connection, job: Job, script: Script) -> Generator
         ) from error
 
 
-def run_scheduler_command(connection: Connection, argv: Sequence[str]) -> Finished:
+def run_scheduler_command(connection: Connection, argv: Sequence[str], *, file: str = "") -> Finished:
     """Run a scheduler command on the remote, and return its exit code and its output with its errors.
+
+    Parameters
+    ----------
+    file : the path of a file on the remote. A zero byte and the file's content follow the output. If there is
+        no such file, the zero byte is the end.
 
     Raises
     ------
@@ -153,12 +168,35 @@ def run_scheduler_command(connection: Connection, argv: Sequence[str]) -> Finish
     def stream_output() -> Generator[bytes, None, None]:
         nonlocal exit_code
         try:
-            yield from connection.stream(_RUN, {"program": argv[0]}, args=argv)
+            yield from connection.stream(_RUN, {"program": argv[0], "file": file}, args=argv)
         except ScriptFailed as error:
             exit_code = error.code
 
     output = connection.answer(stream_output()).decode(errors="replace")
     return Finished(argv=tuple(argv), returncode=exit_code, output=output)
+
+
+class RunnerWithFile:
+    """Runs scheduler commands on a remote. The first one also reads a file there, which saves a connection.
+
+    A later command ``cat -- FILE`` is answered without the remote.
+    """
+
+    def __init__(self, connection: Connection, file: str) -> None:
+        self._connection = connection
+        self._file = file
+        self._text: str | None = None
+        """The content of the file, or "" if there is no such file. None before the first command."""
+
+    def __call__(self, argv: Sequence[str]) -> Finished:
+        """Run the command `argv`. The result and the errors are those of `run_scheduler_command`."""
+        if self._text is None:
+            finished = run_scheduler_command(self._connection, argv, file=self._file)
+            output, _, self._text = finished.output.rpartition("\0")
+            return dataclasses.replace(finished, output=output)
+        if tuple(argv) == ("cat", "--", self._file):
+            return Finished(argv=tuple(argv), returncode=0, output=self._text)
+        return run_scheduler_command(self._connection, argv)
 
 
 def follow_output(
