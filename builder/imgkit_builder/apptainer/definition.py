@@ -87,16 +87,19 @@ def render_definition(recipe: Recipe, start: Start, labels: Mapping[str, str]) -
     look = ContextFile(member=LOOK, path=f"{INSIDE}/look.py")
     links = ContextFile(member=LINKS, path=f"{INSIDE}/links.sh")
     # Both steps come before those of the recipe. The second one removes both files from the image.
-    commands = {
-        "inspect the base": f"if command -v python3 > /dev/null; then python3 -I -B {look.path} || :; fi",
-        "the links of copied folders": f"sh {links.path}\nrm {look.path} {links.path}",
-    }
-    steps = [Step(origin=f"imgkit: {purpose}", command=text) for purpose, text in commands.items()]
+    inspect = f"if command -v python3 > /dev/null; then python3 -I -B {look.path} || :; fi"
+    steps = (
+        Step(origin="imgkit: inspect the base", command=inspect),
+        Step(
+            origin="imgkit: the links of copied folders",
+            command=f"sh {links.path}\nrm {look.path} {links.path}",
+        ),
+    )
     # A line of the section %labels is a name and a value, so a value cannot contain line breaks.
     rows = {key: " ".join(value.split()) for key, value in labels.items()}
     return render.render_build_definition(
         recipe,
-        Additions(files=(look, links), steps=tuple(steps), labels=rows),
+        Additions(files=(look, links), steps=steps, labels=rows),
         base=start.image.name,
         platform=start.image.platform,
         bootstrap=start.bootstrap,
@@ -240,19 +243,11 @@ def _describe_base(config: ImageConfig, names: tuple[str, ...], path: Path) -> B
 def _read_sif(path: Path) -> Start:
     """Return the base in the .sif `path`."""
     sif = sif_image.read(path)
-    record = sif.record
-    name = ""
-    image_id = ""
-    if record is not None:
-        name = record.source
-        image_id = record.image_id
-        root_sha256 = record.root_sha256
-    else:
-        root_sha256 = sif_image.root_sha256(path)
+    name = sif.record.source if sif.record else ""
+    image_id, _ = sif_image.identify(path, sif)
     image = BaseImage(
         name=name or path.name,
-        # A .sif that another tool made names no image. The digest of its root partition takes its place.
-        id=image_id or f"sha256:{root_sha256}",
+        id=image_id,
         platform=f"linux/{sif.arch}",
         standin=STANDIN_LABEL in (check.stated_labels(sif) or {}),
     )

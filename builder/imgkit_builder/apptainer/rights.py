@@ -13,9 +13,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from imgkit_builder.sif.runtime import RuntimeTool
 from imgkit_entrypoints import files
-from imgkit_entrypoints.errors import CheckFailed
 
 MAX_NAMESPACES = "proc/sys/user/max_user_namespaces"
 KernelSetting = tuple[str, str, str]
@@ -85,19 +83,6 @@ def find_namespace_obstacle(
             key = path.removeprefix("proc/sys/").replace("/", ".")
             return f"/{path} is {forbidding}", f"ask an administrator: sysctl -w {key}={allowing}"
     return None
-
-
-def require_rights(tool: RuntimeTool) -> Rights:
-    """Return how the steps of a definition run for this user with the runtime `tool`.
-
-    Raises
-    ------
-    CheckFailed : this user cannot run the steps of a definition.
-    """
-    rights = inspect_rights()
-    if not rights.way:
-        raise CheckFailed(f"{tool} cannot build for this user: {rights.fault}", hint=rights.hint)
-    return rights
 
 
 def _has_all_capabilities(root: Path) -> bool:

@@ -228,7 +228,9 @@ def send_image(
     Cut, ToolMissing, CheckFailed, ScriptFailed : in the cases of `send_folder`.
     CheckFailed : the file on the remote differs from `image`, for example because `sif` has changed.
     """
-    copies = (f"--copy-dest={rsync.FOLDER}/{basis.name}",) if basis else ()
+    options = ["-rpt", "--copy-links", "--ignore-times"]
+    if basis is not None:
+        options.append(f"--copy-dest={rsync.FOLDER}/{basis.name}")
     with tempfile.TemporaryDirectory(prefix="imgkit-") as work:
         folder = Path(work, image.name)
         folder.mkdir()
@@ -238,7 +240,7 @@ def send_image(
             path=folder,
             label="image",
             size_bytes=image.sif_bytes,
-            options=("-rpt", "--copy-links", "--ignore-times", *copies),
+            options=tuple(options),
             image=image,
             basis=basis.name if basis else "",
         )
