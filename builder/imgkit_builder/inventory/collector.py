@@ -11,6 +11,7 @@ parse TOML: it takes just the lines that it needs.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import re
@@ -123,7 +124,11 @@ class InventoryCollector:
         if self._manifest is not None:
             recipe = self._manifest.recipe
             base = self._manifest.base
-        packages = {self._add_origin(package) for package in (*self._packages, *self._python_packages())}
+        listed = set()
+        for package in (*self._packages, *self._python_packages()):
+            key = _lock_key(package.name, package.version, package.architecture)
+            sha256, url = self._locked.get(key, ("", ""))
+            listed.add(dataclasses.replace(package, sha256=sha256, url=url))
         return Inventory(
             recipe=recipe,
             base=base.name,
@@ -132,7 +137,7 @@ class InventoryCollector:
             release=release.get("VERSION_ID", ""),
             arch=arch,
             created_s=created_s,
-            packages=tuple(sorted(packages)),
+            packages=tuple(sorted(listed)),
             baked=tuple(sorted(self._baked)),
             left_out=tuple(sorted(self._left_out)),
         )
@@ -186,15 +191,6 @@ class InventoryCollector:
         else:
             self._left_out.add(f"more than {_MOST_PACKAGES} files that describe packages, or links to them")
 
-    def _add_origin(self, package: Package) -> Package:
-        """Return `package` with the digest and URL that the lock records for it.
-
-        Without a lock both are empty.
-        """
-        key = _lock_key(package.name, package.version, package.architecture)
-        sha256, url = self._locked.get(key, ("", ""))
-        return dataclasses.replace(package, sha256=sha256, url=url)
-
     def _leave_out(self, path: str, reason: str) -> None:
         """Record that the file `path` is not in the inventory.
 
@@ -233,18 +229,12 @@ def _locked_files(text: str) -> dict[_LockKey, tuple[str, str]]:
         for line in table.partition("\n[")[0].splitlines():
             match = _VALUE.fullmatch(line)
             if match is not None:
-                values[match["key"]] = _unquote(match["quoted"])
+                # The text is in quotes, as in JSON.
+                with contextlib.suppress(ValueError):
+                    values[match["key"]] = str(json_text.parse(match["quoted"]))
         if not _URL.fullmatch(values["url"]):
             values["url"] = ""
         if _SHA256.fullmatch(values["sha256"]):
             key = _lock_key(values["name"], values["version"], values["architecture"])
             files[key] = (values["sha256"], values["url"])
     return files
-
-
-def _unquote(quoted: str) -> str:
-    """Return the text in the quotes of `quoted`, read as JSON. Return the empty string if that fails."""
-    try:
-        return str(json_text.parse(quoted))
-    except ValueError:
-        return ""
