@@ -79,7 +79,7 @@ def find_namespace_obstacle(
     result is None if no setting forbids it.
     """
     for path, forbidding, allowing in settings:
-        if read_text(root / path) == forbidding:
+        if read_small_file(root / path) == forbidding:
             key = path.removeprefix("proc/sys/").replace("/", ".")
             return f"/{path} is {forbidding}", f"ask an administrator: sysctl -w {key}={allowing}"
     return None
@@ -87,8 +87,8 @@ def find_namespace_obstacle(
 
 def _has_all_capabilities(root: Path) -> bool:
     """Return whether root has every capability of the kernel. In a container it may lack some."""
-    last = read_text(root / "proc/sys/kernel/cap_last_cap")
-    match = re.search(r"^CapBnd:\s*([0-9a-f]+)$", read_text(root / "proc/self/status"), re.MULTILINE)
+    last = read_small_file(root / "proc/sys/kernel/cap_last_cap")
+    match = re.search(r"^CapBnd:\s*([0-9a-f]+)$", read_small_file(root / "proc/self/status"), re.MULTILINE)
     # Without /proc nothing is known. The answer is then yes, and the runtime reports what is missing.
     if match is None or not last.isdigit():
         return True
@@ -101,10 +101,10 @@ def _has_range(file: Path, uid: int) -> bool:
         names = {str(uid), pwd.getpwuid(uid).pw_name}
     except KeyError:
         names = {str(uid)}
-    return any(line.split(":", 1)[0] in names for line in read_text(file).splitlines())
+    return any(line.split(":", 1)[0] in names for line in read_small_file(file).splitlines())
 
 
-def read_text(path: Path) -> str:
+def read_small_file(path: Path) -> str:
     """Return the stripped content of a small file, or "" if it cannot be read."""
     try:
         return files.read_text(path, errors="replace").strip()

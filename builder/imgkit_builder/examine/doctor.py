@@ -191,7 +191,7 @@ def _check_namespaces(machine: Machine) -> Check:
         fault, hint = obstacle
         text = f"{fault}: ordinary users cannot start a container"
         return Check(name, verdict, text, f"{hint}; or install the runtime setuid")
-    most = rights.read_text(machine.root / rights.MAX_NAMESPACES) or "any number"
+    most = rights.read_small_file(machine.root / rights.MAX_NAMESPACES) or "any number"
     return Check(name, "ok", f"allowed, at most {most}")
 
 
@@ -289,7 +289,7 @@ def _file_system(machine: Machine, folder: Path) -> str:
     depth = 0
     kind = ""
     # Each line is "DEVICE PATH TYPE OPTIONS ...". The deepest folder counts, and of two mounts the later one.
-    for line in rights.read_text(machine.root / "proc/mounts").splitlines():
+    for line in rights.read_small_file(machine.root / "proc/mounts").splitlines():
         _, path, mount_kind, *_ = line.split()
         mount = Path(path.replace("\\040", " "))  # the kernel writes a blank so
         if folder.is_relative_to(mount) and len(mount.parts) >= depth:
