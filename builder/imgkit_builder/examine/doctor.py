@@ -135,8 +135,10 @@ def _check_runtime(target: Target | None) -> Check:
         if target and target.system.runtime.kind != "singularity":
             kind = target.system.runtime.kind
             return Check(name, "skip", f"not found; {target.name} needs {kind} instead")
+        # A check has one line for its hint.
         hint = "; ".join(line.strip() for line in (error.hint or "").splitlines())
         return Check(name, "fail", error.what, hint)
+    # An older runtime passes no options on to mksquashfs, which chooses the compression.
     levels = "any compression" if tool.capabilities.mksquashfs_args else "its own compression only"
     text = f"{tool} at {tool.path}, {levels}"
     if tool.below_floor:

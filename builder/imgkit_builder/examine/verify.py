@@ -40,7 +40,7 @@ def verify_file(
     report = report or Silent()
     try:
         with files.open_regular(path) as file:
-            start = file.read(512)
+            start = file.read(16)  # to name them if the file is of no known kind
     except OSError as error:
         raise UsageError(f"cannot be read: {error.strerror}", where=str(path)) from error
     if record.is_packages(path):
@@ -51,7 +51,7 @@ def verify_file(
         return tuple(_check_sqsh(path, report))
     compress = read.archive_compression(path)
     if compress is None:
-        hint = f"it begins with {start[:16]!r}" if start else "it is empty: copy it again"
+        hint = f"it begins with {start!r}" if start else "it is empty: copy it again"
         raise UsageError(
             "neither an image archive (.tar, .tar.gz, .tar.zst) nor a .sif or .sqsh",
             where=str(path),
@@ -183,8 +183,10 @@ def _check_sif(path: Path, report: Reporter) -> Iterator[Check]:
     summary = f"{image.arch}, {len(image.descriptors)} objects, squashfs with {squashed.compressor}"
     yield Check("header", "ok", summary)
     report.stage(f"read {path.name}")
+    # The record is in another object of the .sif, so it can name the digest of the root partition.
     root = _check_content("root partition", image.record, sif.root_sha256(path, advance=report.advance))
     yield root
+    # A runtime would show the files of an overlay instead of those that were checked.
     if image.record is not None and image.overlays:
         text = f"{len(image.overlays)} partitions that a runtime lays over the image, and imgkit writes none"
         yield Check("overlays", "fail", text, "convert the image again: imgkit sif")
@@ -229,6 +231,7 @@ def _check_packages(path: Path, report: Reporter) -> Iterator[Check]:
     if actual != stored.squashfs_sha256:
         damage = f"has sha256 {actual}, the record says {stored.squashfs_sha256}"
     yield _make_check("content", damage, f"{len(stored.packages)} packages, sha256 {actual}")
+    # imgkit add writes the file beside its image.
     image = path.with_name(stored.image)
     if not image.exists():
         yield Check("image", "skip", f"{image.name} is not beside it")
