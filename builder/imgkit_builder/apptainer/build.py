@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -100,11 +100,15 @@ def build_sif(request: SifRequest, pack: Pack, report: Reporter) -> BuiltSif:
     ToolFailed : a step failed. The error quotes the runtime's last lines and names the log.
     CheckFailed : this user cannot build here, the base is damaged, or the result fails its smoke test.
     """
-    target, options = request.target.absolute(), request.options
+    target = request.target.absolute()
+    options = request.options
     tool, compression = _find_tools(request)
     # This comes before anything is fetched or written, as an administrator may have to change something
     # first.
-    user_rights = rights.require_rights(tool)
+    user_rights = rights.inspect_rights()
+    if not user_rights.way:
+        message = f"{tool} cannot build for this user: {user_rights.fault}"
+        raise CheckFailed(message, hint=user_rights.hint)
     report.stage(f"base {request.base or request.recipe.image.base}")
     base = definition.find_base(request.recipe, name=request.base, base_from=request.base_from, report=report)
     if compression.note:
@@ -124,7 +128,15 @@ def build_sif(request: SifRequest, pack: Pack, report: Reporter) -> BuiltSif:
         (folder / definition.LOOK).write_text(definition.look_program(), encoding="utf-8")
         # File names on Linux may hold any bytes. Python has read bytes that are not UTF-8 as surrogates.
         (folder / definition.LINKS).write_text(links, encoding="utf-8", errors="surrogateescape")
-        _run_definition(planned.definition, job, tool, namespace=user_rights.namespace)
+        file = work.folder / _DEFINITION
+        files.write_file(file, planned.definition)
+        # The log begins with the definition, so that a user can look up the step that failed.
+        log.write(planned.definition)
+        clock.stage(f"build with {tool}")
+        argv = runtime_build.build_arguments(tool, compression, work.part, str(file))
+        job.run(*argv, folder=folder, namespace=user_rights.namespace)
+        if not work.part.exists():
+            raise ToolFailed(f"{tool} succeeded but wrote no file", hint=f"the full log: {log.name}")
         return _finish_sif(request, base, planned, job, tool)
 
 
@@ -148,7 +160,7 @@ def _find_tools(request: SifRequest) -> tuple[RuntimeTool, Compression]:
     UsageError : the target exists and is not a .sif.
     ToolMissing : there is no runtime.
     """
-    convert.check_target(request.target.absolute(), force=False)
+    convert.check_target(request.target.absolute(), force=None)
     options = request.options
     tool = runtime.find_runtime(options.runtime, module_hint=options.module_hint)
     zstd_error = mksquashfs.zstd_error(mksquashfs.find_any())
@@ -197,35 +209,20 @@ def _place_base(base: Start, job: ConversionJob) -> Start:
     return base
 
 
-def _run_definition(text: str, job: ConversionJob, tool: RuntimeTool, *, namespace: bool) -> None:
-    """Run the runtime on the definition `text`. It writes the temporary file of the workspace.
-
-    Raises
-    ------
-    ToolFailed : a step failed, or the runtime succeeded without writing the file.
-    """
-    file = job.work.folder / _DEFINITION
-    files.write_file(file, text)
-    # The log begins with the definition, so that a user can look up the step that failed.
-    job.log.write(text)
-    job.clock.stage(f"build with {tool}")
-    argv = runtime_build.build_arguments(tool, job.compression, job.work.part, str(file))
-    job.run(*argv, folder=job.work.folder / "build", namespace=namespace)
-    if not job.work.part.exists():
-        raise ToolFailed(f"{tool} succeeded but wrote no file", hint=f"the full log: {job.log.name}")
-
-
 def _finish_sif(
     request: SifRequest, base: Start, planned: BuildPlan, job: ConversionJob, tool: RuntimeTool
 ) -> BuiltSif:
     """Check the temporary file, write its record, run the smoke test, and move it to the target."""
-    part, clock, target = job.work.part, job.clock, request.target.absolute()
+    part = job.work.part
+    clock = job.clock
+    target = request.target.absolute()
     clock.stage("check")
     sif = sif_image.check_structure(part)
     labels = {name: str(value) for name, value in (check.stated_labels(sif) or {}).items()}
-    check.compare_labels(labels, {name: value for name, value in planned.labels.items() if value}, part)
+    expected_labels = {name: value for name, value in planned.labels.items() if value}
+    check.compare_labels(labels, expected_labels, part)
     record = _write_record(request, part, sif, labels, job)
-    results = _smoke_test(part, sif.arch, job, tool) if request.options.test else ()
+    results = _run_smoke_test(part, sif.arch, job, tool) if request.options.test else ()
     clock.stage("make durable")
     files.publish_file(part, target)
     clock.finish()
@@ -236,7 +233,7 @@ def _finish_sif(
         base=base.image,
         record=record,
         labels=labels,
-        checks=tuple(results),
+        checks=results,
         stages=tuple(clock.stages),
         log=Path(job.log.name),
     )
@@ -249,20 +246,20 @@ def _write_record(
     # A definition makes no layers, and no engine has a configuration of the image. So imgkit writes one in
     # the form of OCI, with the root partition as its only layer (ADR 14).
     root = sif_image.root_sha256(part, advance=job.clock.advance)
-    diff_ids = (f"sha256:{root}",)
+    diff_id = f"sha256:{root}"
     config = {
         "architecture": sif.arch,
         "os": "linux",
         "created": labels.get(manifests.CREATED_LABEL, ""),
         "config": {"Labels": dict(sorted(labels.items()))},
-        "rootfs": {"type": "squashfs", "diff_ids": list(diff_ids)},
+        "rootfs": {"type": "squashfs", "diff_ids": [diff_id]},
     }
     raw = json.dumps(config, indent=1, sort_keys=True).encode()
     group = sif.require_root().group
     frame.add_object(part, NewObject(datatype=DataType.JSON, name=_CONFIG_OBJECT, group=group, data=raw))
     record = ImgkitRecord(
         image_id=f"sha256:{hashlib.sha256(raw).hexdigest()}",
-        diff_ids=diff_ids,
+        diff_ids=(diff_id,),
         root_sha256=root,
         runtime=str(job.tool),
         compression=str(job.compression),
@@ -274,7 +271,7 @@ def _write_record(
     return record
 
 
-def _smoke_test(part: Path, arch: str, job: ConversionJob, tool: RuntimeTool) -> Sequence[Check]:
+def _run_smoke_test(part: Path, arch: str, job: ConversionJob, tool: RuntimeTool) -> tuple[Check, ...]:
     """Return the checks of the smoke test, run in the temporary file. Raise CheckFailed if one failed."""
     job.clock.stage("smoke test")
     isolation = runtime.isolation(tool)

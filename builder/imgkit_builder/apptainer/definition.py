@@ -71,8 +71,10 @@ def links_script(links: Mapping[str, str]) -> str:
     They are not in the context's folder, because the runtime follows links when it copies files into the
     image.
     """
-    commands = (f"ln -s -- {shlex.quote(to)} {shlex.quote(f'{INSIDE}/{name}')}" for name, to in links.items())
-    return "\n".join(("set -e", *commands, ""))
+    lines = ["set -e"]
+    for name, link_target in links.items():
+        lines.append(shlex.join(("ln", "-s", "--", link_target, f"{INSIDE}/{name}")))
+    return "\n".join(lines) + "\n"
 
 
 def render_definition(recipe: Recipe, start: Start, labels: Mapping[str, str]) -> str:
@@ -82,15 +84,17 @@ def render_definition(recipe: Recipe, start: Start, labels: Mapping[str, str]) -
     ------
     UsageError : a definition cannot express a value of the recipe.
     """
-    look, links = (
-        ContextFile(member=name, path=f"{INSIDE}/{name.rpartition('/')[2]}") for name in (LOOK, LINKS)
-    )
+    look = ContextFile(member=LOOK, path=f"{INSIDE}/look.py")
+    links = ContextFile(member=LINKS, path=f"{INSIDE}/links.sh")
     # Both steps come before those of the recipe. The second one removes both files from the image.
-    commands = {
-        "inspect the base": f"if command -v python3 > /dev/null; then python3 -I -B {look.path} || :; fi",
-        "the links of copied folders": f"sh {links.path}\nrm {look.path} {links.path}",
-    }
-    steps = tuple(Step(origin=f"imgkit: {purpose}", command=text) for purpose, text in commands.items())
+    inspect = f"if command -v python3 > /dev/null; then python3 -I -B {look.path} || :; fi"
+    steps = (
+        Step(origin="imgkit: inspect the base", command=inspect),
+        Step(
+            origin="imgkit: the links of copied folders",
+            command=f"sh {links.path}\nrm {look.path} {links.path}",
+        ),
+    )
     # A line of the section %labels is a name and a value, so a value cannot contain line breaks.
     rows = {key: " ".join(value.split()) for key, value in labels.items()}
     return render.render_build_definition(
@@ -127,7 +131,11 @@ class Start:
     @property
     def bootstrap(self) -> str:
         """The value of ``Bootstrap:`` in the definition for this kind of base."""
-        return "docker" if self.source is None else "localimage" if isinstance(self.source, Path) else "oci"
+        if self.source is None:
+            return "docker"
+        if isinstance(self.source, Path):
+            return "localimage"
+        return "oci"
 
     @property
     def location(self) -> str:
@@ -152,20 +160,23 @@ def find_base(recipe: Recipe, *, name: str | None, base_from: str | None, report
     if base_from in (None, REGISTRY):
         # A tag can name another image tomorrow, so that only a digest identifies the image.
         digest = name if "@sha256:" in name else ""
-        return Start(source=None, image=BaseImage(name=name, digest=digest, platform=host_platform()))
+        image = BaseImage(name=name, digest=digest, platform=host_platform())
+        return Start(source=None, image=image)
     path = Path(str(base_from)).expanduser()
     if sif_image.is_sif(path):
-        start = _of_sif(path)
+        start = _read_sif(path)
     elif (path / "oci-layout").is_file():
-        image = stored.open_image(path).selected
-        start = Start(
-            source=OciFolder(path=path.absolute()), image=_of_config(image.config, image.names, path)
-        )
+        selected = stored.open_image(path).selected
+        image = _describe_base(selected.config, selected.names, path)
+        start = Start(source=OciFolder(path=path.absolute()), image=image)
     elif path.is_file():
-        start = _of_archive(path)
+        start = _read_archive(path)
     else:
+        message = "there is no such base"
+        if path.exists():
+            message = "a folder without oci-layout is not an image"
         raise UsageError(
-            "there is no such base" if not path.exists() else "a folder without oci-layout is not an image",
+            message,
             where=f"--base-from {base_from}",
             hint="an archive (imgkit save, docker save), an OCI folder, a .sif, or the word registry",
         )
@@ -182,7 +193,7 @@ def identify_base(archive: Archive, config: ImageConfig, names: tuple[str, ...])
     ------
     CheckFailed : the base is for another platform than this machine's.
     """
-    start = Start(source=archive, image=_of_config(config, names, archive.path))
+    start = Start(source=archive, image=_describe_base(config, names, archive.path))
     _refuse_platform(start)
     return start
 
@@ -201,22 +212,24 @@ def check_space(start: Start, target: Path, temporary: Path) -> None:
     if isinstance(start.source, Path):
         size = int(start.source.stat().st_size * entries.UNPACKED_FACTOR)
         # The runtime unpacks the files of a .sif once, as they are not in layers.
-        share = 1.0
+        temporary_bytes = size
     else:
-        size, share = start.source.size_bytes, RUNTIME_DISK_SHARE
-    require_space(size, int(size * share), target, temporary)
+        size = start.source.size_bytes
+        temporary_bytes = int(size * RUNTIME_DISK_SHARE)
+    require_space(size, temporary_bytes, target, temporary)
 
 
-def _of_archive(path: Path) -> Start:
+def _read_archive(path: Path) -> Start:
     """Return the base in the archive `path`."""
-    archive, config = Archive(path=path.absolute()), oci_folder.read_config(path)
+    archive = Archive(path=path.absolute())
+    config = oci_folder.read_config(path)
     if config is None:
         # The archive is compressed or damaged. `identify_base` is called once all of it has been read.
         return Start(source=archive, image=BaseImage(name=path.name, platform=host_platform()))
     return identify_base(archive, config, stored.open_image(path).selected.names)
 
 
-def _of_config(config: ImageConfig, names: tuple[str, ...], path: Path) -> BaseImage:
+def _describe_base(config: ImageConfig, names: tuple[str, ...], path: Path) -> BaseImage:
     """Return the base with `config`. Without a name in the archive or folder `path`, its file name counts."""
     return BaseImage(
         name=names[0] if names else path.name,
@@ -227,15 +240,14 @@ def _of_config(config: ImageConfig, names: tuple[str, ...], path: Path) -> BaseI
     )
 
 
-def _of_sif(path: Path) -> Start:
+def _read_sif(path: Path) -> Start:
     """Return the base in the .sif `path`."""
     sif = sif_image.read(path)
-    record = sif.record
-    # A .sif that another tool made names no image. The digest of its root partition identifies it instead.
-    identity = record.image_id if record else ""
+    name = sif.record.source if sif.record else ""
+    image_id, _ = sif_image.identify(path, sif)
     image = BaseImage(
-        name=(record.source if record else "") or path.name,
-        id=identity or f"sha256:{record.root_sha256 if record else sif_image.root_sha256(path)}",
+        name=name or path.name,
+        id=image_id,
         platform=f"linux/{sif.arch}",
         standin=STANDIN_LABEL in (check.stated_labels(sif) or {}),
     )

@@ -13,15 +13,15 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from imgkit_builder.sif.runtime import RuntimeTool
 from imgkit_entrypoints import files
-from imgkit_entrypoints.errors import CheckFailed
 
-_SWITCHES = (
-    ("proc/sys/user/max_user_namespaces", "0", "15000"),
+MAX_NAMESPACES = "proc/sys/user/max_user_namespaces"
+KernelSetting = tuple[str, str, str]
+"""A setting for user namespaces: its file, the value that forbids them, and one that allows them."""
+_SETTINGS: tuple[KernelSetting, ...] = (
+    (MAX_NAMESPACES, "0", "15000"),
     ("proc/sys/kernel/unprivileged_userns_clone", "0", "1"),
 )
-"""Settings of the kernel for user namespaces: file, the value that forbids them, and one that allows them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,17 +49,17 @@ def inspect_rights(*, root: Path = Path("/"), uid: int | None = None) -> Rights:
         if _has_all_capabilities(root):
             return Rights(way="as root")
         return Rights(way="as root of a user namespace, as root lacks a capability here", namespace=True)
-    for path, refuses, allows in _SWITCHES:
-        if _read_text(root / path) == refuses:
-            key = path.removeprefix("proc/sys/").replace("/", ".")
-            return Rights(
-                way="",
-                fault=f"/{path} is {refuses}: ordinary users get no user namespace",
-                hint=f"ask an administrator: sysctl -w {key}={allows}; or build where Docker is",
-            )
+    obstacle = find_namespace_obstacle(root)
+    if obstacle is not None:
+        fault, hint = obstacle
+        return Rights(
+            way="",
+            fault=f"{fault}: ordinary users get no user namespace",
+            hint=f"{hint}; or build where Docker is",
+        )
     # With a range of user numbers and newuidmap, files can belong to several users, as in a real root's
     # build.
-    has_ranges = all(_has_range(root / f"etc/{name}", uid) for name in ("subuid", "subgid"))
+    has_ranges = _has_range(root / "etc/subuid", uid) and _has_range(root / "etc/subgid", uid)
     if has_ranges and shutil.which("newuidmap"):
         return Rights(way="as root of a user namespace, with the users of /etc/subuid")
     users = ", with the program fakeroot" if shutil.which("fakeroot") else " with one user"
@@ -70,23 +70,25 @@ def inspect_rights(*, root: Path = Path("/"), uid: int | None = None) -> Rights:
     )
 
 
-def require_rights(tool: RuntimeTool) -> Rights:
-    """Return how the steps of a definition run for this user with the runtime `tool`.
+def find_namespace_obstacle(
+    root: Path, settings: tuple[KernelSetting, ...] = _SETTINGS
+) -> tuple[str, str] | None:
+    """Return which of `settings` forbids ordinary users to create a user namespace, and how to change it.
 
-    Raises
-    ------
-    CheckFailed : this user cannot run the steps of a definition.
+    For example: ``/proc/sys/user/max_user_namespaces is 0`` and ``ask an administrator: sysctl -w ...``. The
+    result is None if no setting forbids it.
     """
-    rights = inspect_rights()
-    if not rights.way:
-        raise CheckFailed(f"{tool} cannot build for this user: {rights.fault}", hint=rights.hint)
-    return rights
+    for path, forbidding, allowing in settings:
+        if read_small_file(root / path) == forbidding:
+            key = path.removeprefix("proc/sys/").replace("/", ".")
+            return f"/{path} is {forbidding}", f"ask an administrator: sysctl -w {key}={allowing}"
+    return None
 
 
 def _has_all_capabilities(root: Path) -> bool:
     """Return whether root has every capability of the kernel. In a container it may lack some."""
-    last = _read_text(root / "proc/sys/kernel/cap_last_cap")
-    match = re.search(r"^CapBnd:\s*([0-9a-f]+)$", _read_text(root / "proc/self/status"), re.MULTILINE)
+    last = read_small_file(root / "proc/sys/kernel/cap_last_cap")
+    match = re.search(r"^CapBnd:\s*([0-9a-f]+)$", read_small_file(root / "proc/self/status"), re.MULTILINE)
     # Without /proc nothing is known. The answer is then yes, and the runtime reports what is missing.
     if match is None or not last.isdigit():
         return True
@@ -99,10 +101,10 @@ def _has_range(file: Path, uid: int) -> bool:
         names = {str(uid), pwd.getpwuid(uid).pw_name}
     except KeyError:
         names = {str(uid)}
-    return any(line.split(":", 1)[0] in names for line in _read_text(file).splitlines())
+    return any(line.split(":", 1)[0] in names for line in read_small_file(file).splitlines())
 
 
-def _read_text(path: Path) -> str:
+def read_small_file(path: Path) -> str:
     """Return the stripped content of a small file, or "" if it cannot be read."""
     try:
         return files.read_text(path, errors="replace").strip()

@@ -78,8 +78,10 @@ def read_trailer(stream: BinaryIO, start: int, size_bytes: int, mark: bytes) -> 
     the recorded length is 0, over 1 MB or larger than the range.
     """
     stream.seek(max(start + size_bytes - _END.size, 0))
-    tail = stream.read(_END.size)
-    length, actual_mark = _END.unpack(tail) if len(tail) == _END.size else (0, b"")
+    end = stream.read(_END.size)
+    if len(end) < _END.size:
+        return None
+    length, actual_mark = _END.unpack(end)
     if actual_mark != mark or not 0 < length <= min(_MOST_DESCRIPTION_BYTES, size_bytes - _END.size):
         return None
     stream.seek(start + size_bytes - _END.size - length)
@@ -101,9 +103,13 @@ def start_sha256(
     stream: BinaryIO, start: int, size_bytes: int, *, advance: Callable[[int, int | None], None] | None = None
 ) -> hashlib._Hash:
     """Return the digest of the same bytes as `sha256`, as a hashlib object that the caller can update."""
-    digest, position = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    position = 0
     stream.seek(start)
-    while chunk := stream.read(max(0, min(CHUNK_BYTES, size_bytes - position))):
+    while position < size_bytes:
+        chunk = stream.read(min(CHUNK_BYTES, size_bytes - position))
+        if not chunk:
+            break
         digest.update(chunk)
         position += len(chunk)
         if advance:
@@ -158,8 +164,9 @@ def full_file(error: OSError) -> str:
     """
     if error.filename:
         return str(error.filename)
-    folders = (Path.cwd(), Path(tempfile.gettempdir()), state_dir(), cache_dir())
-    return str(fullest_folder(*(folder for folder in folders if folder.is_dir())))
+    candidates = (Path.cwd(), Path(tempfile.gettempdir()), state_dir(), cache_dir())
+    folders = [folder for folder in candidates if folder.is_dir()]
+    return str(fullest_folder(*folders))
 
 
 def write_cache(target: Path, text: str) -> None:

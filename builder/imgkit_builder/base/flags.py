@@ -45,8 +45,7 @@ class Flag:
 
     def value(self, request: Any) -> Any:
         """Return the value of this flag's field in `request` or in the part that has the field."""
-        owner = getattr(request, self.part) if self.part else request
-        return getattr(owner, self.field)
+        return _part_value(request, self.part, self.field)
 
 
 USUAL = "Options"
@@ -99,17 +98,13 @@ def declared_options(owner: type[Any]) -> tuple[Flag, ...]:
                 group = item.metadata["group"] or part_flag.group
                 flags.append(dataclasses.replace(part_flag, part=item.name, group=group))
         elif "help" in item.metadata:  # other fields are no flags
-            names = item.metadata["names"] or (_long_name(item.name),)
+            # The field stop_before is the flag --stop-before.
+            names = item.metadata["names"] or (f"--{item.name.replace('_', '-')}",)
             metadata = {**item.metadata, "names": names}
             flags.append(
                 Flag(field=item.name, part="", type=types[item.name], default=item.default, **metadata)
             )
     return tuple(flags)
-
-
-def _long_name(field_name: str) -> str:
-    """Return ``--stop-before`` for ``stop_before``."""
-    return f"--{field_name.replace('_', '-')}"
 
 
 def flags_in(request: Any) -> tuple[str, ...]:
@@ -173,9 +168,14 @@ def replace_fields(request: Value, values: Mapping[str, Any]) -> Value:
 
 def field_value(request: Any, name: str) -> Any:
     """Return the value of the field `name` of `request` or of one of its parts."""
-    part_name = _part_of_field(type(request))[name]
-    owner = getattr(request, part_name) if part_name else request
-    return getattr(owner, name)
+    return _part_value(request, _part_of_field(type(request))[name], name)
+
+
+def _part_value(request: Any, part_name: str, name: str) -> Any:
+    """Return the value of the field `name` of a part of `request`, or of `request` itself without a part."""
+    if part_name:
+        request = getattr(request, part_name)
+    return getattr(request, name)
 
 
 def _part_of_field(kind: type[Any]) -> Mapping[str, str]:

@@ -51,7 +51,7 @@ _PROGRESS = re.compile(
     r"|.*[=#]{3}.*\d ?%.*|.*\d ?%.*[=#]{3}.*"  # "blob 3a5f [====>---] 31 % 5s"
     r"|.*[━█▓]{3}.*"  # pip's, without a percentage
 )
-_SHOWN = 200
+_SHOWN_CHARACTERS = 200
 """How many characters of a program's first line an error quotes. A line of progress is no longer, either."""
 # Seconds between two looks whether a program that has closed its output has ended.
 _POLL_S = 0.02
@@ -139,7 +139,8 @@ class Finished:
 def first_line(output: bytes) -> str:
     """Return the first line of `output` that is not blank, cut for an error message, or ``(nothing)``."""
     text = output[:_PIECE].decode(errors="replace").strip()
-    return text.split("\n", 1)[0].strip()[:_SHOWN] or "(nothing)"
+    line = text.partition("\n")[0].strip()
+    return line[:_SHOWN_CHARACTERS] or "(nothing)"
 
 
 def last_lines(output: str, most: int = TAIL_LINES) -> list[str]:
@@ -149,18 +150,20 @@ def last_lines(output: str, most: int = TAIL_LINES) -> list[str]:
     others are the end of the output. Progress bars and empty lines are left out. Of a line that was rewritten
     by carriage returns, the last text counts.
     """
-    texts = (line.rstrip().rpartition("\r")[2] for line in output.split("\n"))
-    lines = [text for text in texts if text and not _is_progress(text)]
-    errors = [number for number, line in enumerate(lines) if _ERROR.search(line)][-(most // 2) :]
-    remaining = [number for number in range(len(lines)) if number not in errors]
-    end = remaining[len(errors) - most :]
-    return [lines[number] for number in sorted((*errors, *end))]
-
-
-def _is_progress(line: str) -> bool:
-    """Return whether `line` is a progress bar or a percentage, and not an error."""
-    # A longer line is no progress bar, and the regular expression could take long on it.
-    return len(line) <= _SHOWN and not _ERROR.search(line) and _PROGRESS.fullmatch(line) is not None
+    lines: list[str] = []
+    error_numbers = []
+    for line in output.split("\n"):
+        text = line.rstrip().rpartition("\r")[2]
+        if _ERROR.search(text):
+            error_numbers.append(len(lines))
+        # A longer line is no progress bar, and the regular expression could take long on it.
+        elif not text or (len(text) <= _SHOWN_CHARACTERS and _PROGRESS.fullmatch(text)):
+            continue
+        lines.append(text)
+    quoted_errors = error_numbers[-(most // 2) :]
+    other_numbers = [number for number in range(len(lines)) if number not in quoted_errors]
+    end = other_numbers[len(quoted_errors) - most :]
+    return [lines[number] for number in sorted((*quoted_errors, *end))]
 
 
 def quote_output(message: str, output: str, hint: str = "") -> tuple[str, str]:
@@ -169,9 +172,14 @@ def quote_output(message: str, output: str, hint: str = "") -> tuple[str, str]:
     One line of output goes into the message, more lines into the hint.
     """
     lines = last_lines(output)
-    if len(lines) < 2:
-        return ": ".join((message, *lines)), hint
-    return message, "\n".join(filter(None, ("its last lines:", *lines, hint)))
+    if not lines:
+        return message, hint
+    if len(lines) == 1:
+        return f"{message}: {lines[0]}", hint
+    lines.insert(0, "its last lines:")
+    if hint:
+        lines.append(hint)
+    return message, "\n".join(lines)
 
 
 _KILL_CODES = (-signal.SIGKILL, -signal.SIGXCPU, 128 + signal.SIGKILL, 128 + signal.SIGXCPU)
@@ -226,28 +234,30 @@ def run_attached(argv: Sequence[str], *, until: Callable[[], bool] | None = None
     ToolMissing : there is no such program.
     """
     require_program(argv[0])
-    out, err = sys.stdout.isatty(), sys.stderr.isatty()
-    with subprocess.Popen(
-        list(argv),
-        stdout=subprocess.PIPE if out else None,
-        stderr=subprocess.STDOUT if out and err else subprocess.PIPE if err else None,
-    ) as program:
+    # A stream that is no terminal is inherited, so that a file gets what is printed unchanged.
+    stdout = subprocess.PIPE if sys.stdout.isatty() else None
+    stderr = subprocess.PIPE if sys.stderr.isatty() else None
+    if stdout and stderr:
+        stderr = subprocess.STDOUT
+    with subprocess.Popen(list(argv), stdout=stdout, stderr=stderr) as program:
         if until is not None:
-            threading.Thread(target=_end_when, args=(program, until), daemon=True).start()
+            threading.Thread(target=_terminate_when, args=(program, until), daemon=True).start()
         try:
-            # A stream that is no terminal is inherited, so that a file gets what is printed unchanged.
-            if source := program.stdout or program.stderr:
-                pass_on = terminal.output_copier(to_err=not out)
-                while chunk := os.read(source.fileno(), PIPE_BYTES):
-                    pass_on(chunk)
+            source = program.stdout or program.stderr
+            if source is not None:
+                copy_output = terminal.output_copier(to_err=stdout is None)
+                for chunk in iter(lambda: os.read(source.fileno(), PIPE_BYTES), b""):
+                    copy_output(chunk)
             code = program.wait()
-            return 0 if until is not None and code == -signal.SIGTERM else code
         except KeyboardInterrupt:
             # The program got the same Ctrl-C, and ends by itself.
             return INTERRUPTED
+    if until is not None and code == -signal.SIGTERM:
+        return 0
+    return code
 
 
-def _end_when(program: subprocess.Popen[bytes], is_over: Callable[[], bool]) -> None:
+def _terminate_when(program: subprocess.Popen[bytes], is_over: Callable[[], bool]) -> None:
     """Terminate `program` once `is_over` returns True. Return without that if the program ends by itself.
 
     `is_over` is called after 1, 2, 4, 7 and 12 seconds, and then every 10 seconds.
@@ -335,10 +345,9 @@ def run(
     output = b"".join(pieces).decode(errors="replace").replace("\r\n", "\n")
     finished = Finished(argv=command, returncode=process.returncode, output=output)
     if check and finished.returncode != 0:
-        raise ToolFailed(
-            f"{command[0]} failed with exit code {finished.returncode}: {' '.join(command)}",
-            hint=f"its last lines:\n{finished.tail()}" + (f"\n{hint}" if hint else ""),
-        )
+        message = f"{command[0]} failed with exit code {finished.returncode}: {' '.join(command)}"
+        quoted = f"its last lines:\n{finished.tail()}"
+        raise ToolFailed(message, hint=f"{quoted}\n{hint}" if hint else quoted)
     return finished
 
 
@@ -422,30 +431,39 @@ def pump_pipes(
         # keeps its default size.
         with contextlib.suppress(OSError, AttributeError):
             fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-    # `waiting` is the part of the current chunk that the program has not read yet. `is_fed` means that no
+    # `unsent` is the part of the current chunk that the program has not read yet. `is_fed` means that no
     # chunk follows.
-    waiting, is_fed = memoryview(b""), False
+    unsent = memoryview(b"")
+    is_fed = False
     pipes = [source, errors] if errors else [source]
-    first_errors, last_errors, error_bytes = b"", b"", 0
+    first_errors = last_errors = b""
+    error_bytes = 0
     has_ended = False
     while not has_ended:
-        while not waiting and not is_fed:
+        while not unsent and not is_fed:
             chunk = next(chunks, None)
-            waiting, is_fed = memoryview(chunk or b""), chunk is None
-            if is_fed and not hold:
+            if chunk is not None:
+                unsent = memoryview(chunk)
+                continue
+            is_fed = True
+            if not hold:
                 sink.close()
         # A process that the program leaves behind, such as a shared connection of ssh, may keep the standard
         # error open. So the loop does not wait for its end: once the output is closed, it polls until the
         # program has ended, and reads once more what is there.
         has_ended = source.closed and program.poll() is not None
-        timeout_s = None if not source.closed else 0.0 if has_ended else _POLL_S
-        readable, writable, _ = select.select(pipes, [sink] if waiting else [], [], timeout_s)
+        timeout_s = None  # wait until a pipe is ready
+        if source.closed:
+            timeout_s = 0.0 if has_ended else _POLL_S
+        readable, writable, _ = select.select(pipes, [sink] if unsent else [], [], timeout_s)
         if writable:
             try:
-                waiting = waiting[os.write(sink.fileno(), waiting) :]
+                written_bytes = os.write(sink.fileno(), unsent)
+                unsent = unsent[written_bytes:]
             except BrokenPipeError:
                 # The program does not read on. Its exit code tells whether that is an error.
-                waiting, is_fed = memoryview(b""), True
+                unsent = memoryview(b"")
+                is_fed = True
                 sink.close()
         if writable or source in readable:
             # A program that still reads or answers may print a warning for each of many files.
@@ -454,7 +472,8 @@ def pump_pipes(
             data = os.read(errors.fileno(), PIPE_BYTES)
             if not data:
                 pipes.remove(errors)
-            first_errors, last_errors = first_errors or data, (last_errors + data)[-_ERROR_BYTES:]
+            first_errors = first_errors or data
+            last_errors = (last_errors + data)[-_ERROR_BYTES:]
             error_bytes += len(data)
             if error_bytes > MOST_BYTES:
                 raise ErrorsTooLong(name, first_errors)
@@ -465,5 +484,6 @@ def pump_pipes(
             else:
                 pipes.remove(source)
                 source.close()
-                waiting, is_fed = memoryview(b""), True
+                unsent = memoryview(b"")
+                is_fed = True
     return last_errors

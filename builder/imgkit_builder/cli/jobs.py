@@ -50,7 +50,7 @@ def verb_status(
         _own_jobs(as_json=as_json)
         return
     record = records.find_record(job_id)
-    run = scheduler_runner(record)
+    run = history.status_runner(record, may_ask=may_ask())
     report = history.report_job(record, run)
     keep_state(record, report.record)
     use = history.gpu_use_of(record, run)

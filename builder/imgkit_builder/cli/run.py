@@ -327,15 +327,15 @@ def _show_dry_run(
         prepared = _with_bound_entry_points(prepared)
     for warning in prepared.job.warnings:
         terminal.print_messages(f"imgkit: {warning}")
-    values = list(origins.of_job(prepared.job, flags, project))
+    values = list(origins.list_value_sources(prepared.job, flags, project))
     if source is not None and remote is not None:
         # These values are placeholders on a remote, so that they are not listed.
         unknown_names = ("directory",) if source.remote_image else ("image", "directory")
         on_flag = "--on" if options.on else ""
         recipe_argument = "RECIPE" if options.recipe else ""
         values = [
-            origins.of_word("remote", remote.name, flag=on_flag, project=project),
-            origins.of_word("recipe", source.title, flag=recipe_argument, project=project),
+            origins.find_value_source("remote", remote.name, flag=on_flag, project=project),
+            origins.find_value_source("recipe", source.title, flag=recipe_argument, project=project),
             *(value for value in values if value.name not in unknown_names),
         ]
         terminal.print_messages(f"imgkit: {image_source.UNKNOWN_HOME} stands for the folder on {remote.name}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import posixpath
 import socket
 import stat
 from collections.abc import Iterator
@@ -81,16 +82,18 @@ def list_folder(spec: DataSpec, path: Path) -> DataFolder:
         raise UsageError(problem, where=str(path), hint=hint)
     # The first line is the version of the form below. With another form, all folders get other names.
     digest = hashlib.sha256(b"imgkit data 1\n")
-    file_count = size_bytes = 0
+    file_count = 0
+    size_bytes = 0
     try:
         for name, status, link in _walk_entries(path.resolve(), ""):
             size = 0
+            time_ns = status.st_mtime_ns
             if stat.S_ISREG(status.st_mode):
                 file_count += 1
                 size = status.st_size
                 size_bytes += size
-            # The time of a folder does not count: a program that looks into the folder may have changed it.
-            time_ns = 0 if stat.S_ISDIR(status.st_mode) else status.st_mtime_ns
+            elif stat.S_ISDIR(status.st_mode):
+                time_ns = 0  # a program that looks into the folder may have changed its time
             fields = (name, str(stat.S_IFMT(status.st_mode)), str(size), str(time_ns), link)
             digest.update(b"\0".join(os.fsencode(field) for field in fields) + b"\n")
     except OSError as error:
@@ -162,8 +165,8 @@ def _refuse_outside(path: str, link: str, name: str) -> None:
     link : the link's target, as written in the link.
     name : the link's path below the folder of data.
     """
-    target = os.path.normpath(os.path.join(os.path.dirname(name), link))  # noqa: PTH118, PTH120 - no file is meant
-    if link.startswith("/") or target == ".." or target.startswith("../"):
+    target = posixpath.normpath(posixpath.join(posixpath.dirname(name), link))
+    if link.startswith("/") or f"{target}/".startswith("../"):
         raise UsageError(
             f"a link out of the folder of data, to {link}",
             where=path,

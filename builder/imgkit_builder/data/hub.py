@@ -46,7 +46,8 @@ def find(spec: DataSpec, project: Path) -> DataFolder:
     ------
     UsageError : ``hf.lock`` or the folder cannot be read.
     """
-    repo = _repo(spec)
+    repo = spec.hub
+    assert repo is not None  # noqa: S101 - callers have looked
     # The commit in hf.lock comes before the branch or tag in imgkit.toml, which may have moved since.
     revision = read_lock(project / LOCK).get(spec.source, repo.revision)
     path = _folder(repo, revision or "main")
@@ -77,7 +78,8 @@ def download(spec: DataSpec, project: Path, report: Reporter) -> DataFolder:
             where="data",
             hint='pip install "imgkit-hpc[hf]"',
         ) from error
-    repo = _repo(spec)
+    repo = spec.hub
+    assert repo is not None  # noqa: S101 - callers have looked
     commits = read_lock(project / LOCK)
     report.stage(f"download {spec.source}")
     try:
@@ -90,19 +92,22 @@ def download(spec: DataSpec, project: Path, report: Reporter) -> DataFolder:
         )
         path = _folder(repo, Path(snapshot).name)
         if not path.is_dir():
-            _make_folder(repo, Path(snapshot), path)
+            # The folder is filled under a temporary name, so that no other process sees a part of it.
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=path.parent, prefix=files.TEMPORARY) as temporary:
+                complete = Path(temporary, path.name)
+                _link_files(repo, Path(snapshot), complete)
+                # The rename fails if another run has made the folder meanwhile. That one has the same files.
+                with contextlib.suppress(OSError):
+                    files.publish_file(complete, path)
         commits[spec.source] = path.name
-        lines = [f"{item} {commit}\n" for item, commit in sorted(commits.items())]
-        files.write_file(project / LOCK, _LOCK_HEAD + "".join(lines))
+        text = _LOCK_HEAD
+        for item, commit in sorted(commits.items()):
+            text += f"{item} {commit}\n"
+        files.write_file(project / LOCK, text)
     except Exception as error:  # huggingface_hub raises errors of its HTTP library, which differs by version
         raise _download_error(error, spec) from error
     return folder.list_folder(spec, path)
-
-
-def _repo(spec: DataSpec) -> HubRepo:
-    """Return the hub repository of `spec`. Callers have checked that `spec` names one."""
-    assert spec.hub is not None  # noqa: S101 - the caller has looked
-    return spec.hub
 
 
 def _cache() -> Path:
@@ -164,20 +169,6 @@ def _progress_bar(report: Reporter) -> type:
                 report.advance(int(self.n), self.total or None)
 
     return Bar
-
-
-def _make_folder(repo: HubRepo, snapshot: Path, path: Path) -> None:
-    """Make the folder `path` for jobs from a `snapshot` in the hub's cache.
-
-    The folder is filled under a temporary name and then renamed, so that no other process sees a part of it.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=files.TEMPORARY) as temporary:
-        complete = Path(temporary, path.name)
-        _link_files(repo, snapshot, complete)
-        # The rename fails if another run has made the folder in the meantime. That one has the same files.
-        with contextlib.suppress(OSError):
-            files.publish_file(complete, path)
 
 
 def _link_files(repo: HubRepo, snapshot: Path, path: Path) -> None:

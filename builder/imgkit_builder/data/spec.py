@@ -142,7 +142,9 @@ def _parse_cluster_path(text: str) -> DataSpec:
     faults = [*rules.printable_text(text), *rules.bind_mount(text)]
     if not faults and (not target or ":" in target):
         faults = [(f"{text!r} does not say where the job sees it", f"write {source}:/DEST")]
-    faults += recipe_rules.copy_target(target) if not faults else ()
-    for message, hint in faults:
+    if not faults:
+        faults += recipe_rules.copy_target(target)
+    if faults:
+        message, hint = faults[0]
         raise UsageError(message, where="data", hint=hint)
     return DataSpec(source=source, target=posixpath.normpath(target))

@@ -24,7 +24,6 @@ from imgkit_builder.oci.platform import emulator_fault, host_arch
 from imgkit_builder.recipe.targets import Target
 from imgkit_builder.sif import convert, mksquashfs, runtime, squash
 from imgkit_builder.sif.workspace import PACKED_SHARE, tmp_base
-from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import ImgkitError, ToolMissing, UsageError
 
 Purpose = Literal["any", "build", "sif"]
@@ -36,11 +35,8 @@ _SIF_SPACE_BYTES = int(PACKED_SHARE * _NVIDIA_IMAGE_BYTES)
 _BUILD_SPACE_BYTES = 2 * _NVIDIA_IMAGE_BYTES
 """The space for such an image, and for its archive or the layers of the next one."""
 
-# Settings of the kernel, relative to the root folder, that can forbid ordinary users to create a user
-# namespace.
-_USERNS = "proc/sys/user/max_user_namespaces"
-_CLONE = "proc/sys/kernel/unprivileged_userns_clone"
-_APPARMOR = "proc/sys/kernel/apparmor_restrict_unprivileged_userns"
+_APPARMOR = ("proc/sys/kernel/apparmor_restrict_unprivileged_userns", "1", "0")
+"""Ubuntu's setting for user namespaces. Its packages of a runtime have a profile that is exempt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,13 +46,6 @@ class Machine:
     root: Path = Path("/")
     uid: int = field(default_factory=os.getuid)
     arch: str = field(default_factory=host_arch)
-
-    def text(self, path: str) -> str:
-        """Return the stripped content of the file `path` below the root, or "" if it cannot be read."""
-        try:
-            return files.read_text(self.root / path, errors="replace").strip()
-        except OSError:
-            return ""
 
 
 def check_machine(
@@ -72,25 +61,24 @@ def check_machine(
         otherwise it warns.
     """
     machine = machine or Machine()
-    engine, tool = _check_engine(), _check_runtime(target)
+    engine = _check_engine()
+    tool = _check_runtime(target)
     writer = _check_sif_writer(tool)
-    has_runtime = tool.verdict in ("ok", "warn")
+    # Without a runtime this machine cannot run a .sif, but imgkit may still write one.
+    tool_checks = [tool if writer.verdict == "fail" else _as_warning(tool)]
+    can_build_sif = False
     # A missing runtime is reported once, and not by the checks of what it would need as well.
-    definitions = (_check_definitions(machine),) if has_runtime else ()
-    tool_checks = (
-        # Without a runtime this machine cannot run a .sif, but imgkit may still write one.
-        tool if writer.verdict == "fail" else _as_warning(tool),
-        *(_check_kernel(machine, tool) if has_runtime else ()),
-        *definitions,
-        writer,
-        _check_zstd(),
-        *_check_disks(machine, purpose),
-    )
-    can_build, can_convert = engine.verdict != "fail", passed(tool_checks)
+    if tool.verdict in ("ok", "warn"):
+        definitions = _check_definitions(machine)
+        can_build_sif = definitions.verdict == "ok"
+        tool_checks += (*_check_kernel(machine, tool), definitions)
+    tool_checks += (writer, _check_zstd(), *_check_disks(machine, purpose))
+    can_build = engine.verdict != "fail"
+    can_convert = passed(tool_checks)
     if purpose == "build" or (purpose == "any" and can_build):
-        tool_checks = tuple(map(_as_warning, tool_checks))
+        tool_checks = [_as_warning(check) for check in tool_checks]
     # A runtime can replace the engine in a build.
-    if purpose == "build" and not can_build and any(check.verdict == "ok" for check in definitions):
+    if purpose == "build" and not can_build and can_build_sif:
         hint = f"imgkit build RECIPE --with apptainer needs no engine; {engine.hint}"
         engine = dataclasses.replace(engine, verdict="warn", hint=hint)
     if purpose == "sif" or (purpose == "any" and can_convert):
@@ -101,7 +89,9 @@ def check_machine(
 
 def _as_warning(check: Check) -> Check:
     """Return `check` with a warning instead of a failure."""
-    return dataclasses.replace(check, verdict="warn") if check.verdict == "fail" else check
+    if check.verdict != "fail":
+        return check
+    return dataclasses.replace(check, verdict="warn")
 
 
 def _check_engine() -> Check:
@@ -111,8 +101,11 @@ def _check_engine() -> Check:
     except ImgkitError as error:
         text = f"{error.where}: {error.what}" if error.where else error.what
         return Check("docker", "fail", text, error.hint or "")
-    builder, buildx = builders.choose(facts), builders.buildx_version()
-    choices = f"{builder.name} or buildx {buildx}" if buildx and not facts.is_podman else builder.name
+    builder = builders.choose(facts)
+    choices: str = builder.name
+    buildx = builders.buildx_version()
+    if buildx and not facts.is_podman:
+        choices += f" or buildx {buildx}"
     endpoint = facts.endpoint
     location = f"at {endpoint.host}"
     if endpoint.context:
@@ -134,14 +127,18 @@ def _check_engine() -> Check:
 
 def _check_runtime(target: Target | None) -> Check:
     """Check the runtime, Singularity or Apptainer. It is not needed if `target` runs with another kind."""
-    name, kind = "singularity", target.system.runtime.kind if target else "singularity"
+    name = "singularity"
+    module_hint = target.module_line if target else None
     try:
-        tool = runtime.find_runtime(module_hint=(target.module_line or None) if target else None)
+        tool = runtime.find_runtime(module_hint=module_hint or None)
     except ToolMissing as error:
-        if target and kind != "singularity":
+        if target and target.system.runtime.kind != "singularity":
+            kind = target.system.runtime.kind
             return Check(name, "skip", f"not found; {target.name} needs {kind} instead")
+        # A check has one line for its hint.
         hint = "; ".join(line.strip() for line in (error.hint or "").splitlines())
         return Check(name, "fail", error.what, hint)
+    # An older runtime passes no options on to mksquashfs, which chooses the compression.
     levels = "any compression" if tool.capabilities.mksquashfs_args else "its own compression only"
     text = f"{tool} at {tool.path}, {levels}"
     if tool.below_floor:
@@ -187,39 +184,42 @@ def _setuid_starter(runtime_text: str) -> Path | None:
 def _check_namespaces(machine: Machine) -> Check:
     """Check whether the kernel lets ordinary users create a user namespace."""
     name = "user namespaces"
-    # Each setting, the value that forbids it, and a value that allows it.
-    for path, refuses, fix in ((_USERNS, "0", "15000"), (_CLONE, "0", "1"), (_APPARMOR, "1", "0")):
-        if machine.text(path) == refuses:
-            key = path.removeprefix("proc/sys/").replace("/", ".")
-            # Ubuntu's packages contain an AppArmor profile that lets the runtime through.
-            verdict: Literal["warn", "fail"] = "warn" if path == _APPARMOR else "fail"
-            text = f"/{path} is {refuses}: ordinary users cannot start a container"
-            hint = f"ask an administrator: sysctl -w {key}={fix}; or install the runtime setuid"
-            return Check(name, verdict, text, hint)
-    return Check(name, "ok", f"allowed, at most {machine.text(_USERNS) or 'any number'}")
+    verdict: Literal["warn", "fail"] = "fail"
+    obstacle = rights.find_namespace_obstacle(machine.root)
+    if obstacle is None:
+        verdict = "warn"
+        obstacle = rights.find_namespace_obstacle(machine.root, (_APPARMOR,))
+    if obstacle is not None:
+        fault, hint = obstacle
+        text = f"{fault}: ordinary users cannot start a container"
+        return Check(name, verdict, text, f"{hint}; or install the runtime setuid")
+    most = rights.read_small_file(machine.root / rights.MAX_NAMESPACES) or "any number"
+    return Check(name, "ok", f"allowed, at most {most}")
 
 
 def _check_definitions(machine: Machine) -> Check:
     """Check how the steps of a recipe would run without an engine, in ``imgkit build --with apptainer``."""
-    name, access = "build --with apptainer", rights.inspect_rights(root=machine.root, uid=machine.uid)
-    if not access.way:
-        return Check(name, "warn", access.fault, access.hint)
-    steps = f"steps run {access.way}"
-    return (
-        Check(name, "warn", f"{steps}; {access.fault}", access.hint)
-        if access.fault
-        else Check(name, "ok", steps)
-    )
+    name = "build --with apptainer"
+    user_rights = rights.inspect_rights(root=machine.root, uid=machine.uid)
+    if not user_rights.way:
+        return Check(name, "warn", user_rights.fault, user_rights.hint)
+    steps = f"steps run {user_rights.way}"
+    if user_rights.fault:
+        return Check(name, "warn", f"{steps}; {user_rights.fault}", user_rights.hint)
+    return Check(name, "ok", steps)
 
 
 def _check_sif_writer(tool: Check) -> Check:
     """Check how ``imgkit sif`` would write a file: itself, or by the runtime `tool`, which is slower."""
-    name, hint = "imgkit sif", squash.INSTALL
+    name = "imgkit sif"
+    hint = squash.INSTALL
     try:
         squasher = squash.choose()
     except ToolMissing as error:
+        obstacle = error.what
         path = mksquashfs.find_any()
-        obstacle = f"{error.what}{f' (version {mksquashfs.read_version(path)})' if path else ''}"
+        if path:
+            obstacle += f" (version {mksquashfs.read_version(path)})"
         if tool.verdict in ("fail", "skip"):
             return Check(name, tool.verdict, f"cannot convert: {obstacle}, and there is no runtime", hint)
         text = f"{tool.found.partition(' at ')[0]} builds the file, which is slower: {obstacle}"
@@ -234,7 +234,8 @@ def _check_sif_writer(tool: Check) -> Check:
 
 def _check_zstd() -> Check:
     """Check whether the program zstd is on PATH, which reads archives that were compressed with it."""
-    if path := shutil.which("zstd"):
+    path = shutil.which("zstd")
+    if path:
         return Check("zstd", "ok", path)
     hint = "apt-get install zstd, or module load zstd; only archives saved with --compression zstd need it"
     return Check("zstd", "warn", "not on PATH", hint)
@@ -242,15 +243,20 @@ def _check_zstd() -> Check:
 
 def _check_disks(machine: Machine, purpose: Purpose) -> Iterator[Check]:
     """Check the space in the folder for temporary files, and in the current folder."""
-    current, sif_bytes = Path.cwd(), 0 if purpose == "build" else _SIF_SPACE_BYTES
+    current = Path.cwd()
+    # A build by an engine writes no .sif.
+    sif_bytes = 0 if purpose == "build" else _SIF_SPACE_BYTES
     try:
         scratch = tmp_base(current / "image.sif", None)
     except UsageError as error:
         yield Check("disk tmp", "fail", error.what, f"{error.where}: {error.hint}")
     else:
-        # On the same disk, the .sif needs its space besides the temporary files.
-        shared = scratch.stat().st_dev == current.stat().st_dev
-        check = _check_space("disk tmp", scratch, _scratch_bytes() + (sif_bytes if shared else 0))
+        needed_bytes = _scratch_bytes()
+        if scratch.stat().st_dev == current.stat().st_dev:
+            needed_bytes += (
+                sif_bytes  # on the same disk, the .sif needs its space besides the temporary files
+            )
+        check = _check_space("disk tmp", scratch, needed_bytes)
         if _file_system(machine, scratch) in ("tmpfs", "ramfs"):
             hint = "unpacked files would use memory: imgkit sif --tmpdir FOLDER-ON-A-DISK"
             check = Check(check.name, "warn", f"{check.found}, in memory (tmpfs)", hint)
@@ -281,12 +287,16 @@ def _check_space(name: str, folder: Path, needed_bytes: int) -> Check:
 
 def _file_system(machine: Machine, folder: Path) -> str:
     """Return the type of the file system that holds `folder`, such as ``ext4``, or "" if it is unknown."""
-    folder, depth, kind = folder.resolve(), 0, ""
-    for line in machine.text("proc/mounts").splitlines():
-        # The kernel writes a blank in a path as \040.
-        mount = Path(line.split()[1].replace("\\040", " "))
+    folder = folder.resolve()
+    depth = 0
+    kind = ""
+    # Each line is "DEVICE PATH TYPE OPTIONS ...". The deepest folder counts, and of two mounts the later one.
+    for line in rights.read_small_file(machine.root / "proc/mounts").splitlines():
+        _, path, mount_kind, *_ = line.split()
+        mount = Path(path.replace("\\040", " "))  # the kernel writes a blank so
         if folder.is_relative_to(mount) and len(mount.parts) >= depth:
-            depth, kind = len(mount.parts), line.split()[2]
+            depth = len(mount.parts)
+            kind = mount_kind
     return kind
 
 

@@ -19,7 +19,7 @@ from imgkit_builder.sif.image import ImgkitRecord
 from imgkit_entrypoints.errors import CheckFailed, ImgkitError, ToolMissing, UsageError
 
 # The hint for a damaged file. "rsync -P" keeps the part that has arrived.
-_AGAIN = "copy it again (rsync -P resumes), or save it again"
+_COPY_AGAIN = "copy it again (rsync -P resumes), or save it again"
 
 
 def verify_file(
@@ -40,21 +40,22 @@ def verify_file(
     report = report or Silent()
     try:
         with files.open_regular(path) as file:
-            start = file.read(512)
+            start = file.read(16)  # to name them if the file is of no known kind
     except OSError as error:
         raise UsageError(f"cannot be read: {error.strerror}", where=str(path)) from error
     if record.is_packages(path):
-        return tuple(_packages(path, report))
+        return tuple(_check_packages(path, report))
     if sif.is_sif(path):
         return tuple(_check_sif(path, report))
     if sqsh.is_sqsh(path):
         return tuple(_check_sqsh(path, report))
     compress = read.archive_compression(path)
     if compress is None:
+        hint = f"it begins with {start!r}" if start else "it is empty: copy it again"
         raise UsageError(
             "neither an image archive (.tar, .tar.gz, .tar.zst) nor a .sif or .sqsh",
             where=str(path),
-            hint=f"it begins with {start[:16]!r}" if start else "it is empty: copy it again",
+            hint=hint,
         )
     report.stage(f"read {path.name}")
     contents = read.digest_archive(
@@ -68,19 +69,21 @@ def _check_archive(path: Path, contents: Contents) -> Iterator[Check]:
     yield check_checksum(path, contents.sha256, contents.size_bytes)
     image = contents.image
     if image is None:
-        yield Check("archive", "fail", contents.problem, _AGAIN)
+        yield Check("archive", "fail", contents.problem, _COPY_AGAIN)
         return
     tags = ", ".join(image.names) or "no tag"
     damage = f"damaged: {contents.wrong_blobs[0]}" if contents.wrong_blobs else ""
     yield _make_check("archive", damage, f"one image, {_platform_text(image)}, {tags}")
     yield _make_check("image id", image.id_fault, image.config.image_id)
     yield _check_layers(image)
-    yield _against_sidecar(path, contents, image)
+    yield _check_description(path, contents, image)
 
 
 def _make_check(name: str, fault: str, text: str) -> Check:
     """Return a failed check with the text `fault`, or one that is ok with `text` if `fault` is empty."""
-    return Check(name, "fail", fault, _AGAIN) if fault else Check(name, "ok", text)
+    if fault:
+        return Check(name, "fail", fault, _COPY_AGAIN)
+    return Check(name, "ok", text)
 
 
 def check_checksum(path: Path, actual: str, size_bytes: int) -> Check:
@@ -90,33 +93,37 @@ def check_checksum(path: Path, actual: str, size_bytes: int) -> Check:
     interrupted.
     """
     try:
-        listed, described = sidecar.read_sha256(path), sidecar.read_sidecar(path)
+        listed = sidecar.read_sha256(path)
+        described = sidecar.read_sidecar(path)
     except UsageError as error:
-        return Check("sha256", "fail", error.what, f"{error.where}: {_AGAIN}")
-    name, summary = sidecar.sha256_path(path).name, f"{actual} ({size_bytes} bytes)"
+        return Check("sha256", "fail", error.what, f"{error.where}: {_COPY_AGAIN}")
+    name = sidecar.sha256_path(path).name
+    summary = f"{actual} ({size_bytes} bytes)"
     if listed is None and described is None:
         return Check("sha256", "warn", f"{summary}; {name} is missing", f"copy {name} as well")
     if listed is None and described is not None:
         return Check("sha256", "fail", *sidecar.describe_incomplete(path, actual, described))
-    # A .json that is missing cannot disagree, and counts as if it had the right digest.
-    recorded = {name: listed, sidecar.json_path(path).name: described.archive.sha256 if described else actual}
-    wrong = [f"{name} says {digest}" for name, digest in recorded.items() if digest != actual]
-    if not wrong:
+    fault = ""
+    if listed != actual:
+        fault += f", {name} says {listed}"
+    if described is not None and described.archive.sha256 != actual:
+        fault += f", {sidecar.json_path(path).name} says {described.archive.sha256}"
+    if not fault:
         return Check("sha256", "ok", summary)
-    size = described.archive.size_bytes if described else size_bytes
-    short = f"; the file has {size_bytes} of {size} bytes" if size != size_bytes else ""
-    return Check("sha256", "fail", f"is {actual}, {', '.join(wrong)}{short}", _AGAIN)
+    if described is not None and described.archive.size_bytes != size_bytes:
+        fault += f"; the file has {size_bytes} of {described.archive.size_bytes} bytes"
+    return Check("sha256", "fail", f"is {actual}{fault}", _COPY_AGAIN)
 
 
 def _check_layers(image: SelectedImage[HashedFile]) -> Check:
     """Compare the digests of the layers with those that the configuration lists."""
     if image.count_fault:
-        return Check("layers", "fail", image.count_fault, _AGAIN)
+        return Check("layers", "fail", image.count_fault, _COPY_AGAIN)
     for (layer, file), diff_id in zip(image.layers, image.config.diff_ids, strict=True):
         # The digest of the unpacked layer is empty where the layer was not unpacked.
         if file.diff_id not in ("", diff_id):
             text = f"{layer} has {file.diff_id}, the configuration says {diff_id}"
-            return Check("layers", "fail", text, _AGAIN)
+            return Check("layers", "fail", text, _COPY_AGAIN)
     unread = sum(not file.diff_id for _, file in image.layers)
     text = f"{len(image.layers)}, as the configuration lists them"
     if unread:
@@ -124,7 +131,7 @@ def _check_layers(image: SelectedImage[HashedFile]) -> Check:
     return Check("layers", "ok", text)
 
 
-def _against_sidecar(path: Path, contents: Contents, image: SelectedImage[HashedFile]) -> Check:
+def _check_description(path: Path, contents: Contents, image: SelectedImage[HashedFile]) -> Check:
     """Compare the image in the archive with the description in the .json sidecar, if there is one."""
     try:
         described = sidecar.read_sidecar(path)
@@ -132,7 +139,8 @@ def _against_sidecar(path: Path, contents: Contents, image: SelectedImage[Hashed
         return Check("sidecar", "fail", error.what, str(error.where))
     if described is None:
         return Check("sidecar", "skip", f"{sidecar.json_path(path).name} is missing")
-    if difference := _describe_difference(described, contents, image):
+    difference = _describe_difference(described, contents, image)
+    if difference:
         hint = "the sidecar belongs to another archive: copy both again"
         return Check("sidecar", "fail", difference, hint)
     recorded = described.image
@@ -154,6 +162,7 @@ def _describe_difference(described: Sidecar, contents: Contents, image: Selected
 
 
 def _platform_text(image: SelectedImage[HashedFile]) -> str:
+    """Return the platform of an image, such as ``linux/amd64``."""
     return f"{image.config.os}/{image.config.arch}"
 
 
@@ -165,59 +174,64 @@ def _check_sif(path: Path, report: Reporter) -> Iterator[Check]:
     try:
         image = sif.read(path)
     except CheckFailed as error:
-        yield Check("header", "fail", error.what, error.hint or _AGAIN)
+        yield Check("header", "fail", error.what, error.hint or _COPY_AGAIN)
         return
     squashed = sif.root_superblock(image)
     if image.root is None or squashed is None:
-        yield Check("header", "fail", "it has no squashfs root partition", _AGAIN)
+        yield Check("header", "fail", "it has no squashfs root partition", _COPY_AGAIN)
         return
     summary = f"{image.arch}, {len(image.descriptors)} objects, squashfs with {squashed.compressor}"
     yield Check("header", "ok", summary)
     report.stage(f"read {path.name}")
+    # The record is in another object of the .sif, so it can name the digest of the root partition.
     root = _check_content("root partition", image.record, sif.root_sha256(path, advance=report.advance))
     yield root
+    # A runtime would show the files of an overlay instead of those that were checked.
     if image.record is not None and image.overlays:
         text = f"{len(image.overlays)} partitions that a runtime lays over the image, and imgkit writes none"
         yield Check("overlays", "fail", text, "convert the image again: imgkit sif")
     if root.verdict == "fail":
         yield Check("manifest", "skip", "not checked: the root partition is damaged")
         return
-    yield _build_manifest(path, image.arch)
+    yield _check_manifest(path, image.arch)
 
 
 def _check_sqsh(path: Path, report: Reporter) -> Iterator[Check]:
     """Check a .sqsh: its checksum file, squashfs, content, and the manifest in the image."""
     report.stage(f"read {path.name}")
     try:
-        squashed, record = sqsh.check_structure(path), sqsh.read_record(path)
+        squashed = sqsh.check_structure(path)
+        record = sqsh.read_record(path)
         root_sha256, file_sha256 = sqsh.hash_sqsh(path, advance=report.advance)
     except CheckFailed as error:
-        yield Check("squashfs", "fail", error.what, error.hint or _AGAIN)
+        yield Check("squashfs", "fail", error.what, error.hint or _COPY_AGAIN)
         return
     yield check_checksum(path, file_sha256, path.stat().st_size)
-    arch = record.arch if record else "unknown architecture"
-    yield Check("squashfs", "ok", f"{arch}, with {squashed.compressor}")
+    arch = record.arch if record else "unknown"
+    arch_text = arch if record else "unknown architecture"
+    yield Check("squashfs", "ok", f"{arch_text}, with {squashed.compressor}")
     content = _check_content("content", record, root_sha256)
     yield content
     if content.verdict == "fail":
         yield Check("manifest", "skip", "not checked: the squashfs is damaged")
         return
-    yield _build_manifest(path, record.arch if record else "unknown")
+    yield _check_manifest(path, arch)
 
 
-def _packages(path: Path, report: Reporter) -> Iterator[Check]:
+def _check_packages(path: Path, report: Reporter) -> Iterator[Check]:
     """Check a file of ``imgkit add``, and whether it fits the image beside it."""
     report.stage(f"read {path.name}")
     try:
-        stored, actual = record.read(path), record.squashfs_sha256(path)
+        stored = record.read(path)
+        actual = record.squashfs_sha256(path)
     except CheckFailed as error:
         yield Check("record", "fail", error.what, error.hint or "")
         return
-    damage = f"has sha256 {actual}, the record says {stored.squashfs_sha256}"
-    is_whole = actual == stored.squashfs_sha256
-    yield _make_check(
-        "content", "" if is_whole else damage, f"{len(stored.packages)} packages, sha256 {actual}"
-    )
+    damage = ""
+    if actual != stored.squashfs_sha256:
+        damage = f"has sha256 {actual}, the record says {stored.squashfs_sha256}"
+    yield _make_check("content", damage, f"{len(stored.packages)} packages, sha256 {actual}")
+    # imgkit add writes the file beside its image.
     image = path.with_name(stored.image)
     if not image.exists():
         yield Check("image", "skip", f"{image.name} is not beside it")
@@ -242,7 +256,7 @@ def _check_content(name: str, record: ImgkitRecord | None, actual: str) -> Check
     return Check(name, "ok", f"sha256 {actual}, as recorded; from {source}, by {record.runtime}")
 
 
-def _build_manifest(path: Path, arch: str) -> Check:
+def _check_manifest(path: Path, arch: str) -> Check:
     """Check that the image has a manifest of imgkit, and that it names the architecture of the file."""
     name = "manifest"
     try:
@@ -255,9 +269,10 @@ def _build_manifest(path: Path, arch: str) -> Check:
     except ImgkitError as error:
         return Check(name, "fail", error.what, error.hint or "")
     if arch not in (built.platform.partition("/")[2], "unknown"):
-        return Check(
-            name, "fail", f"it says {built.platform}, but the file is for {arch}", "convert it again"
-        )
-    base = f"{built.base.name}{' (a stand-in)' if built.base.standin else ''}"
+        text = f"it says {built.platform}, but the file is for {arch}"
+        return Check(name, "fail", text, "convert it again")
+    base = built.base.name
+    if built.base.standin:
+        base += " (a stand-in)"
     text = f"recipe {built.recipe} on {base}, {built.platform}, imgkit {built.imgkit}"
     return Check(name, "ok", text)

@@ -11,6 +11,7 @@ parse TOML: it takes just the lines that it needs.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import re
@@ -40,7 +41,7 @@ _STATUS = "var/lib/dpkg/status"
 _STATUS_FOLDER = "var/lib/dpkg/status.d/"
 # Files that name the distribution. The first one that does so counts.
 _RELEASES = ("etc/os-release", "usr/lib/os-release")
-Kept = TypeVar("Kept")
+Value = TypeVar("Value")
 _LockKey = tuple[str, str, str]
 """The name, version and architecture of a package. A Python package has an empty architecture."""
 
@@ -49,7 +50,7 @@ _WORD = re.compile(r"[a-z0-9._-]{1,64}")
 
 # The beginning of a table of the lock, [[platforms.apt]], and a line of it, version = "2.3.0".
 _HEAD = re.compile(r"^\[\[platforms\.(?:apt|pip)\]\]$", re.MULTILINE)
-_VALUE = re.compile(r'(name|version|architecture|url|sha256) = (".*")')
+_VALUE = re.compile(r'(?P<key>name|version|architecture|url|sha256) = (?P<quoted>".*")')
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _URL = re.compile(r"https?://[A-Za-z0-9._~:/?\[\]!&+,=%-]{1,2000}")  # as recipe/lock_file.py reads it
 
@@ -102,7 +103,7 @@ class InventoryCollector:
         # text.
         text = (data or b"").decode("utf-8", "replace")
         if path.endswith(packages.PYTHON_ENDINGS):
-            self._keep(self._python, path, packages.python_package(path, text))
+            self._store(self._python, path, packages.python_package(path, text))
         elif path in _RELEASES:
             self._releases[path] = _parse_os_release(text)
         else:
@@ -111,22 +112,32 @@ class InventoryCollector:
     def add_hard_link(self, path: str, target: str) -> None:
         """Take a hard link, by which the file that describes a Python package may have a second path."""
         if self.wants(path):
-            self._keep(self._hard_links, path, target)
+            self._store(self._hard_links, path, target)
 
     def inventory(self, *, arch: str, created_s: int) -> Inventory:
         """Return the inventory of the files so far, of an image for `arch` created `created_s` after 1970."""
-        release = next((self._releases[path] for path in _RELEASES if self._releases.get(path)), {})
-        base = self._manifest.base if self._manifest else BaseImage(name="")
-        packages = {self._with_origin(package) for package in (*self._packages, *self._pythons())}
+        release: dict[str, str] = {}
+        for path in _RELEASES:
+            release = release or self._releases.get(path, {})
+        recipe = ""
+        base = BaseImage(name="")
+        if self._manifest is not None:
+            recipe = self._manifest.recipe
+            base = self._manifest.base
+        listed = set()
+        for package in (*self._packages, *self._python_packages()):
+            key = _lock_key(package.name, package.version, package.architecture)
+            sha256, url = self._locked.get(key, ("", ""))
+            listed.add(dataclasses.replace(package, sha256=sha256, url=url))
         return Inventory(
-            recipe=self._manifest.recipe if self._manifest else "",
+            recipe=recipe,
             base=base.name,
             base_digest=base.digest.partition("@")[2] or base.id,
             distribution=release.get("ID", ""),
             release=release.get("VERSION_ID", ""),
             arch=arch,
             created_s=created_s,
-            packages=tuple(sorted(packages)),
+            packages=tuple(sorted(listed)),
             baked=tuple(sorted(self._baked)),
             left_out=tuple(sorted(self._left_out)),
         )
@@ -155,33 +166,30 @@ class InventoryCollector:
             else:
                 self._leave_out(path, package)
 
-    def _pythons(self) -> list[Package]:
+    def _python_packages(self) -> list[Package]:
         """Return the installed Python packages.
 
         If a hard link points to a collected file, the package is also in the folder of the link.
         """
-        pythons = dict(self._python)
+        described = dict(self._python)
         for path, target in self._hard_links.items():
             if path.endswith(packages.PYTHON_ENDINGS):
-                package = pythons.get(target) or packages.python_package(path, "")
-                pythons[path] = package and dataclasses.replace(package, folder=packages.folder_of(path))
-        return [package for package in pythons.values() if package and packages.is_installed_python(package)]
+                package = described.get(target) or packages.python_package(path, "")
+                if package is not None:
+                    package = dataclasses.replace(package, folder=packages.folder_of(path))
+                described[path] = package
+        installed = []
+        for package in described.values():
+            if package is not None and packages.is_installed_python(package):
+                installed.append(package)
+        return installed
 
-    def _keep(self, entries: dict[str, Kept], path: str, value: Kept) -> None:
+    def _store(self, entries: dict[str, Value], path: str, value: Value) -> None:
         """Set ``entries[path]``. If `entries` is full, leave the file out and say so in the inventory."""
         if len(entries) < _MOST_PACKAGES:
             entries[path] = value
         else:
             self._left_out.add(f"more than {_MOST_PACKAGES} files that describe packages, or links to them")
-
-    def _with_origin(self, package: Package) -> Package:
-        """Return `package` with the digest and URL that the lock records for it.
-
-        Without a lock both are empty.
-        """
-        key = _lock_key(package.name, package.version, package.architecture)
-        sha256, url = self._locked.get(key, ("", ""))
-        return dataclasses.replace(package, sha256=sha256, url=url)
 
     def _leave_out(self, path: str, reason: str) -> None:
         """Record that the file `path` is not in the inventory.
@@ -194,14 +202,20 @@ class InventoryCollector:
 
 def _parse_os_release(text: str) -> dict[str, str]:
     """Return ID and VERSION_ID of an os-release file, without those whose values are not plain words."""
-    pairs = (line.partition("=") for line in text.splitlines())
-    values = {name: value.strip("\"'") for name, _, value in pairs}
-    return {name: values[name] for name in ("ID", "VERSION_ID") if _WORD.fullmatch(values.get(name, ""))}
+    values = {}
+    for line in text.splitlines():
+        name, _, quoted = line.partition("=")
+        value = quoted.strip("\"'")
+        if name in ("ID", "VERSION_ID") and _WORD.fullmatch(value):
+            values[name] = value
+    return values
 
 
 def _lock_key(name: str, version: str, architecture: str) -> _LockKey:
     """Return the key of a package in a lock. The spellings of a Python package's name have the same key."""
-    return (name if architecture else canonicalize_name(name), version, architecture)
+    if not architecture:  # a Python package
+        name = canonicalize_name(name)
+    return (name, version, architecture)
 
 
 def _locked_files(text: str) -> dict[_LockKey, tuple[str, str]]:
@@ -211,19 +225,16 @@ def _locked_files(text: str) -> dict[_LockKey, tuple[str, str]]:
     """
     files = {}
     for table in _HEAD.split(text)[1:]:
-        lines = table.partition("\n[")[0].splitlines()
-        values = {pair[1]: _unquote(pair[2]) for pair in map(_VALUE.fullmatch, lines) if pair}
-        sha256, url = values.get("sha256", ""), values.get("url", "")
-        if _SHA256.fullmatch(sha256):
-            key = _lock_key(values.get("name", ""), values.get("version", ""), values.get("architecture", ""))
-            files[key] = (sha256, url if _URL.fullmatch(url) else "")
+        values = dict.fromkeys(("name", "version", "architecture", "url", "sha256"), "")
+        for line in table.partition("\n[")[0].splitlines():
+            match = _VALUE.fullmatch(line)
+            if match is not None:
+                # The text is in quotes, as in JSON.
+                with contextlib.suppress(ValueError):
+                    values[match["key"]] = str(json_text.parse(match["quoted"]))
+        if not _URL.fullmatch(values["url"]):
+            values["url"] = ""
+        if _SHA256.fullmatch(values["sha256"]):
+            key = _lock_key(values["name"], values["version"], values["architecture"])
+            files[key] = (values["sha256"], values["url"])
     return files
-
-
-def _unquote(text: str) -> str:
-    """Return the text in the quotes of `text`, read as JSON. Return the empty string if that fails."""
-    try:
-        value = json_text.parse(text)
-    except ValueError:
-        return ""
-    return value if isinstance(value, str) else ""

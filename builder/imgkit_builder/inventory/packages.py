@@ -87,18 +87,21 @@ def debian_packages(text: str) -> Iterator[Package | str]:
 
     For an entry that is not a valid package, yield a text about it: ``entry 7 is not a package``.
     """
-    for number, paragraph in enumerate(filter(None, _PARAGRAPH_END.split(text.strip())), 1):
+    paragraphs = [paragraph for paragraph in _PARAGRAPH_END.split(text.strip()) if paragraph]
+    for number, paragraph in enumerate(paragraphs, 1):
         fields = _field_reader(paragraph)
-        name, version, architecture = fields("Package"), fields("Version"), fields("Architecture")
-        state = fields("Status").split()
+        name = fields("Package")
+        version = fields("Version")
+        architecture = fields("Architecture")
+        status = fields("Status")
         # "Status: deinstall ok config-files": only the settings of a removed package are still there. An
         # entry without a status counts as installed.
-        if state and state[-1] in ("not-installed", "config-files"):
+        if status.endswith(("not-installed", "config-files")):
             continue
         is_valid = _DEB_NAME.fullmatch(name) and _DEB_VERSION.fullmatch(version)
         if is_valid and _ARCHITECTURE.fullmatch(architecture):
             yield Package(kind="deb", name=name, version=version, architecture=architecture)
-        elif name or state:
+        elif name or status:
             yield f"entry {number} is not a package"
 
 
@@ -118,7 +121,9 @@ def python_package(path: str, text: str) -> Package | None:
     fields = _field_reader(_PARAGRAPH_END.split(text.lstrip(), 1)[0])
     name, version = fields("Name"), fields("Version")
     if not _NAME.fullmatch(name) or not _VERSION.fullmatch(version):
-        name, version = (*entry.name.split("-"), "", "")[:2]
+        # "torch-2.3.0", or "torch-2.3.0-py3.10" for an egg
+        name, _, version_and_python = entry.name.partition("-")
+        version = version_and_python.partition("-")[0]
     if not _NAME.fullmatch(name) or not _VERSION.fullmatch(version):
         return None
     return Package(kind="pypi", name=name, version=version, folder=str(entry.parent))
@@ -131,8 +136,11 @@ def folder_of(path: str) -> str:
 
 def _package_path(path: str) -> PurePosixPath:
     """Return `path` without its ending of `PYTHON_ENDINGS`: ``/usr/lib/site-packages/torch-2.3.0``."""
-    ending = next(suffix for suffix in PYTHON_ENDINGS if path.endswith(suffix))
-    return PurePosixPath("/", path.removesuffix(ending))
+    for ending in PYTHON_ENDINGS:
+        if path.endswith(ending):
+            path = path.removesuffix(ending)
+            break
+    return PurePosixPath("/", path)
 
 
 def is_installed_python(package: Package) -> bool:

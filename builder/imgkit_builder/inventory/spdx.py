@@ -28,25 +28,28 @@ def spdx_document(inventory: Inventory) -> str:
     """Return the SPDX document about `inventory` as JSON text."""
     name = inventory.recipe or "image"
     packages = [_image_element(name, _IMAGE, comment=f"linux/{inventory.arch}")]
-    packages += [_base_element(inventory)] if inventory.base else []
+    relationships = [_relationship("SPDXRef-DOCUMENT", "DESCRIBES", _IMAGE)]
+    if inventory.base:
+        packages.append(_base_element(inventory))
+        relationships.append(_relationship(_IMAGE, "DESCENDANT_OF", _BASE))
+    for package in inventory.packages:
+        element = _package_element(package, inventory)
+        packages.append(element)
+        relationships.append(_relationship(_IMAGE, "CONTAINS", element["SPDXID"]))
+    baked = [_file_element(file) for file in inventory.baked]
+    for element in baked:
+        # A package with files would need a digest over all files of the image.
+        relationships.append(_relationship("SPDXRef-DOCUMENT", "DESCRIBES", element["SPDXID"]))
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(inventory.created_s))
-    listed = [_package_element(item, inventory) for item in inventory.packages]
-    baked = [_file_element(item) for item in inventory.baked]
     data: dict[str, Any] = {
         "spdxVersion": "SPDX-2.3",
         "dataLicense": "CC0-1.0",
         "SPDXID": "SPDXRef-DOCUMENT",
         "name": name,
         "creationInfo": {"created": created, "creators": [f"Tool: imgkit-{__version__}"]},
-        "packages": [*packages, *listed],
+        "packages": packages,
         "files": baked,
-        "relationships": [
-            _relationship("SPDXRef-DOCUMENT", "DESCRIBES", _IMAGE),
-            *([_relationship(_IMAGE, "DESCENDANT_OF", _BASE)] if inventory.base else []),
-            *(_relationship(_IMAGE, "CONTAINS", item["SPDXID"]) for item in listed),
-            # A package with files would need a digest over all files of the image.
-            *(_relationship("SPDXRef-DOCUMENT", "DESCRIBES", item["SPDXID"]) for item in baked),
-        ],
+        "relationships": relationships,
     }
     if inventory.left_out:
         data["comment"] = "left out: " + "; ".join(inventory.left_out)
@@ -76,6 +79,7 @@ def _base_element(inventory: Inventory) -> dict[str, Any]:
 
 
 def _sha256_element(digest: str) -> dict[str, str]:
+    """Return the element for a SHA-256 in hex, as SPDX writes it."""
     return {"algorithm": "SHA256", "checksumValue": digest}
 
 
@@ -101,12 +105,12 @@ def _package_element(package: Package, inventory: Inventory) -> dict[str, Any]:
     return element
 
 
-def _file_element(item: BakedFile) -> dict[str, Any]:
+def _file_element(file: BakedFile) -> dict[str, Any]:
     """Return the file element for a file of imgkit in the image."""
     return {
-        "fileName": f".{item.path}",
-        "SPDXID": _spdx_id("File", item.path),
-        "checksums": [{"algorithm": "SHA1", "checksumValue": item.sha1}, _sha256_element(item.sha256)],
+        "fileName": f".{file.path}",
+        "SPDXID": _spdx_id("File", file.path),
+        "checksums": [{"algorithm": "SHA1", "checksumValue": file.sha1}, _sha256_element(file.sha256)],
         "comment": "put there by imgkit",
     }
 
@@ -116,11 +120,13 @@ def _spdx_id(kind: str, *parts: str) -> str:
 
     SPDX allows letters, digits, dots and hyphens in an id, and versions have other characters.
     """
-    return f"SPDXRef-{kind}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:20]}"
+    digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    return f"SPDXRef-{kind}-{digest[:20]}"  # 80 bits, so that no two elements share an id
 
 
-def _relationship(item: str, kind: str, related: str) -> dict[str, str]:
-    return {"spdxElementId": item, "relationshipType": kind, "relatedSpdxElement": related}
+def _relationship(element_id: str, kind: str, related_id: str) -> dict[str, str]:
+    """Return the statement that one element of the document has a relationship of this kind to another."""
+    return {"spdxElementId": element_id, "relationshipType": kind, "relatedSpdxElement": related_id}
 
 
 def package_url(package: Package, inventory: Inventory) -> str:
@@ -133,8 +139,12 @@ def package_url(package: Package, inventory: Inventory) -> str:
     if package.kind == "pypi":
         return f"pkg:pypi/{package.name.lower().replace('_', '-')}@{version}"
     distribution = inventory.distribution or "debian"
-    qualifiers = {"arch": package.architecture} if package.architecture else {}
+    url = f"pkg:deb/{distribution}/{quote(package.name, safe='')}@{version}"
+    qualifiers = {}
+    if package.architecture:
+        qualifiers["arch"] = package.architecture
     if inventory.distribution and inventory.release:
         qualifiers["distro"] = f"{distribution}-{inventory.release}"
-    end = f"?{urlencode(qualifiers)}" if qualifiers else ""
-    return f"pkg:deb/{distribution}/{quote(package.name, safe='')}@{version}{end}"
+    if qualifiers:
+        url += f"?{urlencode(qualifiers)}"
+    return url

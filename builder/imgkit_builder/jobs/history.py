@@ -43,6 +43,17 @@ def scheduler_runner(record: SubmittedJob, *, may_ask: bool = False) -> Callable
     return _runner_on(record.job.remote, may_ask=may_ask)
 
 
+def status_runner(record: SubmittedJob, *, may_ask: bool = False) -> Callable[[Sequence[str]], Finished]:
+    """Return the same as `scheduler_runner`, for a call of `report_job` and then of `gpu_use_of`.
+
+    Both together use one connection to a remote, unless the scheduler no longer knows the job.
+    """
+    if not record.job.remote:
+        return scheduler_runner(record, may_ask=may_ask)
+    remote = connection_to(record.job.remote, may_ask=may_ask)
+    return remote_jobs.RunnerWithFile(remote, str(record.job.run_folder / stop_protocol.GPU_USE))
+
+
 def files_runner(record: SubmittedJob, *, may_ask: bool = False) -> Callable[[Sequence[str]], Finished]:
     """Return a function that runs a command on the machine that has the job's files.
 

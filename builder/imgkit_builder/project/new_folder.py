@@ -49,7 +49,9 @@ class NewFolder:
         It is ``project`` if no valid name is left.
         """
         name = re.sub(r"[^a-z0-9]+", "-", self.folder.name.lower()).strip("-")[:40]
-        return "project" if not name or [*rules.recipe_name(name)] else name
+        if not name or any(rules.recipe_name(name)):  # the rule yields what is wrong with a name
+            return "project"
+        return name
 
     @property
     def recipe_file(self) -> str:
@@ -62,7 +64,9 @@ class NewFolder:
         if not program.has_code(self.folder):
             return ("dist-run", PROGRAM, "--epochs", "5")
         programs = program.find_start_scripts(self.folder)
-        return ("dist-run", programs[0]) if len(programs) == 1 else ()
+        if len(programs) != 1:
+            return ()
+        return ("dist-run", programs[0])
 
     @property
     def unfit_reason(self) -> str:
@@ -92,29 +96,43 @@ def file_texts(options: NewFolder, parent: Target) -> Mapping[str, str]:
     ----------
     parent : the recipe that `options` name.
     """
-    facts, system = parent.system.queue, systems.get_system(parent.system.scheduler)
-    # Only these keys go into imgkit.toml: imgkit run warns about a key that the scheduler does not use.
-    used = system.uses
+    system = systems.get_system(parent.system.scheduler)
     required = _required_keys(parent)
-    # A recipe that is a file is named by a path from the folder, so that both can move or be cloned together.
-    path = os.path.relpath(parent.file.resolve(), options.folder.resolve())
-    path = path if path.startswith("../") else f"./{path}"
-    queue = {key: value for key, value in options.values.items() if key != "nodes"}
-    if not queue["time"] and not facts.time and "time" in used:
-        queue["time"] = _TIME
-    # On a system that takes a list of hosts (--hosts), that list decides about the number of nodes.
-    nodes = options.values["nodes"] or ("" if system.takes_hosts else "1")
+    parent_name = options.recipe
+    if is_path(parent_name):
+        # A path from the folder, so that the folder and the recipe can move or be cloned together.
+        parent_name = os.path.relpath(parent.file.resolve(), options.folder.resolve())
+        if not parent_name.startswith("../"):
+            parent_name = f"./{parent_name}"
+    flags = dict(options.values)
+    nodes = flags.pop("nodes")
+    if not nodes and not system.takes_hosts:  # with a list of hosts (--hosts), that list decides
+        nodes = "1"
+    if not flags["time"] and not parent.system.queue.time and "time" in system.uses:
+        flags["time"] = _TIME
+    set_keys = []
+    unset_keys = []
+    for key, value in flags.items():
+        if value or key in required:
+            set_keys.append((key, value))
+        elif key in system.uses:  # imgkit run warns about a key that the scheduler does not use
+            unset_keys.append(key)
+    # In the image, the program has another path than in the folder of the run's code, where jobs start.
+    command = options.command
     copies = copies_code(options, parent)
+    if command and copies:
+        launcher, name, *arguments = command
+        command = (launcher, f"{skeleton.CODE_FOLDER}/{name}", *arguments)
     values = {
         "name": options.name,
         "remote": options.remote,
-        "parent": path if is_path(options.recipe) else options.recipe,
+        "parent": parent_name,
         "description": f"{options.name}, on {parent.title}",
-        "queue": [(key, value) for key, value in queue.items() if value or key in required],
-        "unused": [key for key, value in queue.items() if not value and key in used and key not in required],
+        "queue": set_keys,
+        "unused": unset_keys,
         "required": required,
         "nodes": int(nodes) if nodes.isdecimal() else nodes,
-        "command": _job_command(options, parent),
+        "command": command,
         "programs": program.find_start_scripts(options.folder),
         "copies": copies,
         "unfit_reason": options.unfit_reason,
@@ -124,24 +142,20 @@ def file_texts(options: NewFolder, parent: Target) -> Mapping[str, str]:
     if not program.has_code(options.folder):
         sources[PROGRAM] = PROGRAM
     templates = template_environment("templates/project", None)
-    return {file: templates.get_template(f"{source}.j2").render(values) for file, source in sources.items()}
-
-
-def _job_command(options: NewFolder, parent: Target) -> tuple[str, ...]:
-    """Return the command of jobs, in which the program has its path in the image if the image holds the code.
-
-    Otherwise jobs start in the folder of the run's code, and the name of the program is enough.
-    """
-    if not options.command or not copies_code(options, parent):
-        return options.command
-    launcher, name, *arguments = options.command
-    return (launcher, f"{skeleton.CODE_FOLDER}/{name}", *arguments)
+    texts = {}
+    for file, source in sources.items():
+        texts[file] = templates.get_template(f"{source}.j2").render(values)
+    return texts
 
 
 def _required_keys(parent: Target) -> Mapping[str, bool]:
     """Return each key that a job on the system of `parent` needs, and whether that recipe sets it."""
     queue = parent.system.queue
-    return {"queue" if key == "name" else key: bool(getattr(queue, key)) for key in queue.required}
+    has_value: dict[str, bool] = {}
+    for field in queue.required:
+        key = "queue" if field == "name" else field  # the recipe's system.queue.name
+        has_value[key] = bool(getattr(queue, field))
+    return has_value
 
 
 def next_steps(options: NewFolder, parent: Target, folder: Path) -> Iterator[str]:
@@ -149,25 +163,31 @@ def next_steps(options: NewFolder, parent: Target, folder: Path) -> Iterator[str
 
     They are commands, or keys of imgkit.toml to fill in. Values that only the user knows are in capitals.
     """
-    cd = "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "
+    cd = ""
+    if folder != Path():
+        cd = f"cd {shlex.quote(str(folder))} && "
     if not options.command:
         names = " or ".join(program.find_start_scripts(options.folder)) or "your program"
         yield f"command in imgkit.toml: the one that starts {names}"
-    recipe, ref = f"./{options.recipe_file}", f"REGISTRY/{options.name}:1"
-    build, push = f"{cd}imgkit build {recipe}", f"imgkit push {recipe} {ref}"
-    commands = {
+    recipe = f"./{options.recipe_file}"
+    ref = f"REGISTRY/{options.name}:1"
+    build = f"{cd}imgkit build {recipe}"
+    push = f"imgkit push {recipe} {ref}"
+    # By the kind of runtime. The others start a .sif on a cluster, for which imgkit run does all steps.
+    commands_of_kind = {
         "kubernetes": [f"{build} && {push}", f"imgkit run --image {ref} --pvc CLAIM:/PATH"],
         "docker": [f"{build} && imgkit run"],
         "pyxis": [f"{build} && imgkit sif {recipe} --format sqsh && imgkit run"],
-    }.get(parent.system.runtime.kind)
-    if commands is None and not options.remote:
+    }
+    kind = parent.system.runtime.kind
+    if kind not in commands_of_kind and not options.remote:
         yield "imgkit remote add NAME USER@HOST:DIR, and its name in imgkit.toml"
     for key, has_value in _required_keys(parent).items():
         # imgkit.toml has a time limit already.
         if not has_value and key != "time" and not options.values[key]:
             yield f"{key} in imgkit.toml, which {parent.name} needs"
-    yield from commands or [f"{cd}imgkit run --dry-run && imgkit run"]
-    starts_files = runtimes.get_runtime(parent.system.runtime.kind).image_suffix
+    yield from commands_of_kind.get(kind, [f"{cd}imgkit run --dry-run && imgkit run"])
+    starts_files = runtimes.get_runtime(kind).image_suffix
     if systems.get_system(parent.system.scheduler).takes_hosts and not starts_files:
         yield f"{push} && imgkit run --hosts HOST1,HOST2 --image {ref}"
 
@@ -204,6 +224,7 @@ def complete_gitignore(folder: Path) -> tuple[str, ...]:
     text = files.read_text(path)
     lines = tuple(line for line in _OUTPUTS if line not in text.splitlines())
     if lines:
-        line_end = "" if not text or text.endswith("\n") else "\n"
-        files.write_file(path, text + line_end + "\n".join(lines) + "\n")
+        if text and not text.endswith("\n"):
+            text += "\n"
+        files.write_file(path, text + "\n".join(lines) + "\n")
     return lines

@@ -5,8 +5,9 @@ A flag takes precedence over ``imgkit.toml``, and ``imgkit.toml`` over the recip
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from imgkit_builder.base.flags import declared_options, flags_in
 from imgkit_builder.jobs.job import Job
 from imgkit_builder.jobs.memory import size_text
 from imgkit_builder.jobs.request import JobRequest, ProjectSource
-from imgkit_builder.project.toml_file import ProjectFile
+from imgkit_builder.project.toml_file import ProjectFile, ProjectValues
 from imgkit_builder.recipe.problems import Position, shorten_path
 
 _KEYS = ("account", "queue", "qos", "time", "nodes", "group_readable", "command")
@@ -106,7 +107,7 @@ class ValueSource:
         return _location_text(self.position)
 
 
-def of_word(
+def find_value_source(
     name: str, value: str, *, flag: str, project: ProjectFile | None, default: Position | None = None
 ) -> ValueSource:
     """Return the value `name` with its source, which is a flag, or else the file, or else the recipe.
@@ -126,54 +127,13 @@ def of_word(
     return ValueSource(name=name, value=value, position=position)
 
 
-def of_job(job: Job, flags: JobRequest, project: ProjectFile | None) -> Iterator[ValueSource]:
+def list_value_sources(job: Job, flags: JobRequest, project: ProjectFile | None) -> Iterator[ValueSource]:
     """Yield every value of `job` with its source. The request `flags` has the values of flags only."""
+    if project is None:
+        project = ProjectFile(file=Path(), values=ProjectValues(), positions={})
     yield from _single_value_sources(job, flags, project)
-    yield from _bind_sources(job, flags, project)
-    for text in job.request.container.data:
-        yield of_word("data", text, flag="", project=project)
-    packages = flags.container.packages or job.request.container.requirements
-    for text in packages:
-        yield of_word(
-            "packages", text, flag="--packages" if flags.container.packages else "", project=project
-        )
-    yield from _env_sources(job, flags, project)
-    yield from _option_sources(job, flags, project)
-    yield from _system_flag_sources(flags)
-
-
-def _single_value_sources(job: Job, flags: JobRequest, project: ProjectFile | None) -> Iterator[ValueSource]:
-    """Yield the values that one flag or one key sets."""
-    positions = job.recipe.positions
-    # A value has the name of its flag without the dashes. --no-code also decides about the value "code".
-    flag_of_value = {flag.lstrip("-").removeprefix("no-"): flag for flag in flags_in(flags)}
-    if flags.launch.command:
-        flag_of_value["command"] = "--"
-    for name, (value, *keys) in _single_values(job).items():
-        flag = flag_of_value.get(name, "")
-        if name in ("code", "command") and not value and not flag:
-            continue
-        # The first key that the recipe sets counts: cpus_per_gpu before cpus.
-        recipe_positions = [positions.get(tuple(key.split("."))) for key in keys]
-        default = next((position for position in recipe_positions if position), None)
-        text = "" if value is None else str(value)
-        yield of_word(name, text, flag=flag, project=project, default=default)
-
-
-def _option_sources(job: Job, flags: JobRequest, project: ProjectFile | None) -> Iterator[ValueSource]:
-    """Yield the scheduler's options: those of the recipe, then of the file, then of flags."""
-    for number, option in enumerate(job.recipe.system.queue.options):
-        position = job.recipe.positions.get(("system", "queue", "options", number))
-        yield ValueSource(name="option", value=option, position=position)
-    if project:
-        for option in project.values.options:
-            yield ValueSource(name="option", value=option, position=project.positions["options"])
-    for option in flags.allocation.options:
-        yield ValueSource(name="option", value=option, flag="--option")
-
-
-def _system_flag_sources(flags: JobRequest) -> Iterator[ValueSource]:
-    """Yield the values of flags that belong to one kind of scheduler. No file sets them."""
+    yield from _list_item_sources(job, flags, project)
+    # The flags that belong to one kind of scheduler. No file sets them.
     for system_flags in flags.system_flags:
         for declared_flag in declared_options(type(system_flags)):
             value = declared_flag.value(system_flags)
@@ -182,16 +142,40 @@ def _system_flag_sources(flags: JobRequest) -> Iterator[ValueSource]:
                 yield ValueSource(name=flag.lstrip("-"), value=str(value), flag=flag)
 
 
+def _single_value_sources(job: Job, flags: JobRequest, project: ProjectFile) -> Iterator[ValueSource]:
+    """Yield the values that one flag or one key sets."""
+    # A value has the name of its flag without the dashes. --no-code also decides about the value "code".
+    flag_of_value = {}
+    for flag in flags_in(flags):
+        flag_of_value[flag.lstrip("-").removeprefix("no-")] = flag
+    if flags.launch.command:
+        flag_of_value["command"] = "--"
+    for name, (value, *keys) in _single_values(job).items():
+        flag = flag_of_value.get(name, "")
+        if name in ("code", "command") and not value and not flag:
+            continue
+        default = None
+        for key in keys:
+            default = default or job.recipe.positions.get(tuple(key.split(".")))
+        text = "" if value is None else str(value)
+        yield find_value_source(name, text, flag=flag, project=project, default=default)
+
+
 def _single_values(job: Job) -> dict[str, tuple[Any, ...]]:
     """Return each value that one flag or one key sets, by its name.
 
-    The value is followed by the keys of the recipe that can set it, the strongest first.
+    The value is followed by the keys of the recipe that can set it, of which the first one counts.
     """
+    memory_value = {}
+    memory = job.allocation.memory
+    if memory is not None:  # otherwise the scheduler decides about it
+        key = "memory_per_gpu_GB" if memory.gpus else "default_memory_GB"
+        memory_value[memory.flag.lstrip("-")] = (size_text(memory.size_MiB), f"system.node.{key}")
     return {
         "nodes": (job.allocation.size,),
         "gpus": (job.allocation.gpus, "system.node.gpus"),
         "cpus": (job.allocation.cpus, "system.node.cpus_per_gpu", "system.node.cpus"),
-        **_memory_value(job),
+        **memory_value,
         "time": (job.allocation.time, "system.queue.time"),
         "account": (job.allocation.account, "system.queue.account"),
         "queue": (job.allocation.queue, "system.queue.name"),
@@ -208,48 +192,57 @@ def _single_values(job: Job) -> dict[str, tuple[Any, ...]]:
     }
 
 
-def _memory_value(job: Job) -> dict[str, tuple[str, str]]:
-    """Return the memory of the job, under the name of its flag, and the key of the recipe that can set it.
-
-    The result is empty if the scheduler decides about the memory.
-    """
-    memory = job.allocation.memory
-    if memory is None:
-        return {}
-    key = "memory_per_gpu_GB" if memory.gpus else "default_memory_GB"
-    return {memory.flag.lstrip("-"): (size_text(memory.size_MiB), f"system.node.{key}")}
-
-
-def _bind_sources(job: Job, flags: JobRequest, project: ProjectFile | None) -> Iterator[ValueSource]:
-    """Yield the folders that the job mounts: those of the recipe, the file and the flags."""
-    file_binds = project.values.binds if project else ()
-    file_position = project.positions.get("binds") if project else None
-    recipe_bind_count = len(job.recipe.system.runtime.binds)
+def _list_item_sources(job: Job, flags: JobRequest, project: ProjectFile) -> Iterator[ValueSource]:
+    """Yield the items of the values that are lists, each with its source."""
+    values = project.values
+    lines = project.positions
+    recipe_lines = job.recipe.positions
     for number, bind in enumerate(job.container.binds):
-        # The recipe's binds come first; a flag may repeat one of them.
-        if number < recipe_bind_count:
-            position = job.recipe.positions.get(("system", "runtime", "binds", number))
-            yield ValueSource(name="bind", value=bind, position=position)
-        elif bind in flags.container.binds:
-            yield ValueSource(name="bind", value=bind, flag="--bind")
-        else:
-            position = file_position if bind in file_binds else None
-            yield ValueSource(name="bind", value=bind, position=position)
-
-
-def _env_sources(job: Job, flags: JobRequest, project: ProjectFile | None) -> Iterator[ValueSource]:
-    """Yield the variables that the file and flags set."""
-    file_env = project.values.env if project else ()
-    file_position = project.positions.get("env") if project else None
+        # The recipe's binds come first. A flag may repeat one of them.
+        recipe_line = recipe_lines.get(("system", "runtime", "binds", number))
+        yield _item_source("bind", bind, flags.container.binds, values.binds, lines.get("binds"), recipe_line)
+    for data in job.request.container.data:
+        yield _item_source("data", data, (), values.data, lines.get("data"))
+    packages = flags.container.packages
+    for package in packages or job.request.container.requirements:
+        yield _item_source("packages", package, packages, values.packages, lines.get("packages"))
     flag_variables = {_variable_name(item) for item in flags.container.env}
-    file_variables = {_variable_name(item) for item in file_env}
+    file_variables = {_variable_name(item) for item in values.env}
     for name in (*job.container.env, *job.container.names):
         # The value of a variable that the user names without a value may be a secret, and is not shown.
         text = f"{name} (with its value from here)"
         if name in job.container.env:
             text = f"{name}={job.container.env[name]}"
-        if name in flag_variables:
-            yield ValueSource(name="env", value=text, flag="--env")
-        else:
-            position = file_position if name in file_variables else None
-            yield ValueSource(name="env", value=text, position=position)
+        source = _item_source("env", name, flag_variables, file_variables, lines.get("env"))
+        yield dataclasses.replace(source, value=text)
+    options = (*job.recipe.system.queue.options, *values.options, *flags.allocation.options)
+    for number, option in enumerate(options):
+        recipe_line = recipe_lines.get(("system", "queue", "options", number))
+        yield _item_source(
+            "option", option, flags.allocation.options, values.options, lines.get("options"), recipe_line
+        )
+
+
+def _item_source(
+    name: str,
+    item: str,
+    flag_items: Collection[str],
+    file_items: Collection[str],
+    file_line: Position | None,
+    recipe_line: Position | None = None,
+) -> ValueSource:
+    """Return an item of a list with its source: the recipe, or else a flag, or else the file.
+
+    Parameters
+    ----------
+    name : the name of the flag that adds an item, without its dashes.
+    flag_items, file_items : the items that flags have added, and those of the file.
+    file_line : the place of the list in the file. None if the file does not set it.
+    recipe_line : the place of the item in the recipe. None if the recipe does not have it.
+    """
+    if recipe_line is None and item in flag_items:
+        return ValueSource(name=name, value=item, flag=f"--{name}")
+    position = recipe_line
+    if recipe_line is None and item in file_items:
+        position = file_line
+    return ValueSource(name=name, value=item, position=position)

@@ -21,7 +21,7 @@ from imgkit_recipes import FOLDER
 
 # The option of the verbs that skips these checks.
 OPTION = "--trust-folder"
-_LOOK = f"read it; if you trust it, add {OPTION}"
+_READ_IT = f"read it; if you trust it, add {OPTION}"
 
 
 def named_paths(project: ProjectFile, *, with_recipe: bool) -> Iterator[Path]:
@@ -65,17 +65,22 @@ def refuse_foreign(path: Path) -> None:
         if status.st_uid not in trusted_users:
             owner, mode = _owner_and_mode(status)
             message = f"belongs to {owner} (mode {mode}), not to you, root or the owner of imgkit"
-            raise UsageError(message, where=str(end), hint=_LOOK)
-        for writable in (end, *end.parents):
-            status = end.lstat() if writable == end else writable.stat()
-            # Linux ignores the mode of a link. In a folder with the sticky bit, such as /tmp, only the owner
-            # of a file can replace it.
-            is_safe = stat.S_ISLNK(status.st_mode) or (writable != end and status.st_mode & stat.S_ISVTX)
-            if status.st_mode & stat.S_IWOTH and not is_safe:
-                message = f"every user can {'write it' if writable == end else f'replace it in {writable}'}"
-                owner, mode = _owner_and_mode(status)
-                hint = f"chmod o-w {shlex.quote(str(writable))}\nor {_LOOK}"
-                raise UsageError(f"{message} (owner {owner}, mode {mode})", where=str(end), hint=hint)
+            raise UsageError(message, where=str(end), hint=_READ_IT)
+        # Linux ignores the mode of a link.
+        if status.st_mode & stat.S_IWOTH and not stat.S_ISLNK(status.st_mode):
+            raise _writable_error("every user can write it", end, end, status)
+        for folder in end.parents:
+            status = folder.stat()
+            # In a folder with the sticky bit, such as /tmp, only the owner of a file can replace it.
+            if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
+                raise _writable_error(f"every user can replace it in {folder}", end, folder, status)
+
+
+def _writable_error(message: str, path: Path, writable: Path, status: os.stat_result) -> UsageError:
+    """Return the error for a `path` that is `writable` by other users, or has a folder above it that is."""
+    owner, mode = _owner_and_mode(status)
+    hint = f"chmod o-w {shlex.quote(str(writable))}\nor {_READ_IT}"
+    return UsageError(f"{message} (owner {owner}, mode {mode})", where=str(path), hint=hint)
 
 
 def _owner_and_mode(status: os.stat_result) -> tuple[str, str]:

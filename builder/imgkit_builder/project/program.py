@@ -18,13 +18,21 @@ REQUIREMENTS = "requirements.txt"
 CONDA = "environment.yml"
 
 # Usual names of training programs. The first one that the folder has is the program to start.
-_USUAL = ("train.py", "main.py", "run.py", "pretrain.py", "finetune.py", "src/train.py", "src/main.py")
+_TRAINING_PROGRAMS = (
+    "train.py",
+    "main.py",
+    "run.py",
+    "pretrain.py",
+    "finetune.py",
+    "src/train.py",
+    "src/main.py",
+)
 # Names without blanks and other characters that a shell would need quoted.
 _NAME = re.compile(r"[\w.-]+")
 # Python files that people do not start as their training: tests and tools for packaging.
 _NOT_STARTED = re.compile(r"setup|conftest|test_.*|.*_test|noxfile|versioneer")
 # A file with `if __name__ == "__main__":` is meant to be started.
-_STARTS = re.compile(r"^if __name__ ?==", re.MULTILINE)
+_MAIN_BLOCK = re.compile(r"^if __name__ ?==", re.MULTILINE)
 # Packages that have the same name in conda and on PyPI. Others may have another name there (pytorch is
 # torch), or are not Python packages.
 _SAME_IN_CONDA = re.compile(
@@ -56,19 +64,21 @@ def find_start_scripts(folder: Path) -> tuple[str, ...]:
     If one has a usual name, such as ``train.py``, it is the only one. Otherwise the result has the
     Python files with the line ``if __name__ == ...``, sorted by name, without tests and packaging tools.
     """
-    for name in _USUAL:
+    for name in _TRAINING_PROGRAMS:
         if (folder / name).is_file():
             return (name,)
-    stems = (path.stem for path in folder.glob("*.py"))
-    names = sorted(
-        f"{stem}.py" for stem in stems if _NAME.fullmatch(stem) and not _NOT_STARTED.fullmatch(stem)
-    )
-    return tuple(name for name in names if _STARTS.search(_read_beginning(folder / name)))
+    names = []
+    for path in sorted(folder.glob("*.py")):
+        is_candidate = _NAME.fullmatch(path.stem) and not _NOT_STARTED.fullmatch(path.stem)
+        if is_candidate and _MAIN_BLOCK.search(_read_text(path)):
+            names.append(path.name)
+    return tuple(names)
 
 
 def has_code(folder: Path) -> bool:
     """Return whether there is a Python file in `folder` or directly in one of its folders."""
-    return any(path.is_file() for pattern in ("*.py", "*/*.py") for path in folder.glob(pattern))
+    files_here = (*folder.glob("*.py"), *folder.glob("*/*.py"))
+    return any(path.is_file() for path in files_here)
 
 
 def pip_steps(folder: Path, *, editable: bool) -> PipProposal | None:
@@ -107,7 +117,7 @@ def is_project(folder: Path) -> bool:
     Its pyproject.toml must have the table ``build-system``, and the project must be described there or in
     setup.py or setup.cfg.
     """
-    text = _read_beginning(folder / requirements.PYPROJECT)
+    text = _read_text(folder / requirements.PYPROJECT)
     has_build_system = re.search(r"^\[build-system\]", text, re.MULTILINE) is not None
     is_described = re.search(r"^\[(project|tool\.poetry)\]", text, re.MULTILINE) is not None
     has_setup = (folder / "setup.py").is_file() or (folder / "setup.cfg").is_file()
@@ -116,19 +126,19 @@ def is_project(folder: Path) -> bool:
 
 def _package_steps(folder: Path) -> PipProposal | None:
     """Return the steps for the packages that a file in `folder` names, or None if none names any."""
-    sources = (
-        (requirements.PYPROJECT, _requirement_lines(requirements.read_dependencies, folder), ""),
-        (
-            REQUIREMENTS,
-            _requirement_lines(requirements.read_requirements, folder / REQUIREMENTS),
-            f"requirements: {REQUIREMENTS}",
-        ),
-        (CONDA, tuple(_conda_lines(folder / CONDA)), ""),
-    )
-    return next((_propose_step(*source) for source in sources if source[1]), None)
+    lines = _requirement_lines(requirements.read_dependencies, folder)
+    if lines:
+        return _propose_step(requirements.PYPROJECT, lines)
+    lines = _requirement_lines(requirements.read_requirements, folder / REQUIREMENTS)
+    if lines:
+        return _propose_step(REQUIREMENTS, lines)
+    lines = tuple(_conda_lines(folder / CONDA))
+    if lines:
+        return _propose_step(CONDA, lines)
+    return None
 
 
-def _read_beginning(file: Path) -> str:
+def _read_text(file: Path) -> str:
     """Return the text of `file`, or "" if it cannot be read."""
     try:
         return files.read_text(file, errors="replace")
@@ -147,25 +157,28 @@ def _requirement_lines(read: Callable[[Path], tuple[str, ...]], path: Path) -> t
         return ()
 
 
-def _propose_step(file: str, lines: tuple[str, ...], as_a_whole: str) -> PipProposal:
+def _propose_step(file: str, lines: tuple[str, ...]) -> PipProposal:
     """Return the step that installs the packages in the `lines` of `file`.
 
-    It is `as_a_whole` if that is not empty and all lines are fit for it. Otherwise it is a list of the lines
-    that pip can install.
+    It is the file requirements.txt as a whole, or else a list of the lines that pip can install.
     """
-    unfit = {line for line in lines if _is_in_base(line) or requirements.names_other_file(line)}
-    if as_a_whole and not unfit:
-        return PipProposal(file=file, steps=(as_a_whole,))
-    # A list of packages in a recipe cannot hold options and URLs, as a requirements file can.
-    packages = [line for line in lines if line not in unfit and not [*rules.pip_package(line)]]
-    left_out = tuple(terminal.escape_controls(line) for line in lines if line not in packages)
+    packages = []
+    left_out = []
+    has_unfit_lines = False
+    for line in lines:
+        # The base image has some packages that must not be replaced.
+        is_in_base = re.fullmatch(requirements.PROTECTED, requirements.requirement_name(line))
+        is_unfit = bool(is_in_base or requirements.names_other_file(line))
+        has_unfit_lines = has_unfit_lines or is_unfit
+        # A list of packages in a recipe cannot hold options and URLs, as a requirements file can.
+        if is_unfit or any(rules.pip_package(line)):
+            left_out.append(terminal.escape_controls(line))
+        else:
+            packages.append(line)
+    if file == REQUIREMENTS and not has_unfit_lines:
+        return PipProposal(file=file, steps=(f"requirements: {file}",))
     steps = (f"packages: {json.dumps(packages)}",) if packages else ()
-    return PipProposal(file=file, steps=steps, left_out=left_out)
-
-
-def _is_in_base(line: str) -> bool:
-    """Return whether the package in `line` is one that comes with the base image and must not be replaced."""
-    return bool(re.fullmatch(requirements.PROTECTED, requirements.requirement_name(line)))
+    return PipProposal(file=file, steps=steps, left_out=tuple(left_out))
 
 
 def _conda_lines(file: Path) -> Iterator[str]:
@@ -173,16 +186,22 @@ def _conda_lines(file: Path) -> Iterator[str]:
 
     A package that PyPI may not have begins with ``conda:``.
     """
-    tree = yaml_tree.read_yaml(file, Collector()) if file.is_file() else None
+    if not file.is_file():
+        return
+    tree = yaml_tree.read_yaml(file, Collector())
     dependencies = yaml_tree.to_data(tree).get("dependencies") if tree else None
-    for item in dependencies if isinstance(dependencies, list) else ():
-        if isinstance(item, dict) and isinstance(item.get("pip"), list):
-            yield from (line for line in item["pip"] if isinstance(line, str))
-        elif isinstance(item, str):
-            yield _of_conda(item)
+    if not isinstance(dependencies, list):
+        return
+    for item in dependencies:
+        if isinstance(item, str):
+            yield _convert_conda_spec(item)
+        elif isinstance(item, dict) and isinstance(item.get("pip"), list):
+            for line in item["pip"]:
+                if isinstance(line, str):
+                    yield line
 
 
-def _of_conda(spec: str) -> str:
+def _convert_conda_spec(spec: str) -> str:
     """Return a requirement of conda as one for pip: ``conda-forge::numpy=1.26`` -> ``numpy==1.26.*``.
 
     A package that PyPI may not have is returned as ``conda:`` and the text of conda.
@@ -191,7 +210,10 @@ def _of_conda(spec: str) -> str:
     if match is None or not _SAME_IN_CONDA.fullmatch(requirements.canonical_name(match["name"])):
         return f"conda:{spec}"
     versions = match["versions"] or ""
-    if (build := _CONDA_BUILD.fullmatch(versions)) is not None:
-        is_exact = versions.startswith("==") or build["exact"]
-        versions = f"=={build['version']}{'' if is_exact else '.*'}"
-    return match["name"] + versions
+    build = _CONDA_BUILD.fullmatch(versions)
+    if build is None:
+        return match["name"] + versions
+    exact_version = f"{match['name']}=={build['version']}"
+    if versions.startswith("==") or build["exact"]:
+        return exact_version
+    return f"{exact_version}.*"  # conda's "=1.26" means any 1.26

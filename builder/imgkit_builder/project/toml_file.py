@@ -108,7 +108,8 @@ def find_file(folder: Path) -> Path | None:
     """
     folder = folder.absolute()
     candidates = (folder, *folder.parents)
-    top = next((candidate for candidate in candidates if (candidate / ".git").exists()), folder)
+    repositories = [candidate for candidate in candidates if (candidate / ".git").exists()]
+    top = repositories[0] if repositories else folder
     for candidate in candidates:
         if (candidate / NAME).is_file():
             return candidate / NAME

@@ -284,8 +284,13 @@ def _find_existing(
     return _make_result(target, options, config, record)
 
 
-def check_target(target: Path, *, force: bool, format: FormatName = "sif") -> None:
-    """Raise UsageError if a file of this format cannot be written to `target`."""
+def check_target(target: Path, *, force: bool | None, format: FormatName = "sif") -> None:
+    """Raise UsageError if a file of this format cannot be written to `target`.
+
+    Parameters
+    ----------
+    force : allow to replace a file of another format. None: the verb has no ``--force`` to allow that.
+    """
     if target.is_dir():
         raise UsageError("the target is a folder", where=str(target), hint=f"-o {target}/NAME.{format}")
     if not target.parent.is_dir():
@@ -293,11 +298,11 @@ def check_target(target: Path, *, force: bool, format: FormatName = "sif") -> No
             f"the folder {target.parent} does not exist", where=str(target), hint=f"mkdir -p {target.parent}"
         )
     if target.exists() and not force and not FORMATS[format].matches(target):
-        raise UsageError(
-            f"target exists and is not a .{format}; refusing to overwrite it",
-            where=str(target),
-            hint="choose another name with -o, or --force",
-        )
+        hint = "choose another name with -o"
+        if force is not None:
+            hint += ", or --force"
+        message = f"target exists and is not a .{format}; refusing to overwrite it"
+        raise UsageError(message, where=str(target), hint=hint)
 
 
 def make_plan(source: Source, options: Options) -> ConversionPlan:

@@ -430,6 +430,20 @@ def read_superblock(path: Path, offset: int = 0) -> Superblock | None:
     return Superblock(*SUPERBLOCK.unpack(raw))
 
 
+def identify(path: Path, sif: SifImage) -> tuple[str, str]:
+    """Return the image id and the digest of the root partition of the file `path`, whose content is `sif`.
+
+    A .sif that another tool made names no image. The digest takes the place of its image id.
+    """
+    image_id = ""
+    if sif.record is not None:
+        digest = sif.record.root_sha256
+        image_id = sif.record.image_id
+    else:
+        digest = root_sha256(path)
+    return image_id or f"sha256:{digest}", digest
+
+
 def root_sha256(path: Path, *, advance: Advance | None = None) -> str:
     """Return the hex digest of the root partition.
 

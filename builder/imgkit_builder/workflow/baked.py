@@ -35,7 +35,7 @@ def read_target(path: Path) -> Target:
             where=str(path),
             hint=f"name the recipe: imgkit run RECIPE --image {path} ...",
         )
-    platform = f"linux/{_recorded_arch(path)}"
+    platform = f"linux/{recorded_arch(path)}"
     return target_of(manifest.from_json(facts.manifest), system.from_json(facts.system), platform, path)
 
 
@@ -77,8 +77,10 @@ def system_facts(path: Path) -> SystemFacts | None:
     CheckFailed, ToolMissing : as in `read_target`, or the system cannot be parsed.
     """
     text = unsquash.baked_facts(path).system
+    if not text:
+        return None
     try:
-        return system.from_json(text) if text else None
+        return system.from_json(text)
     except ValueError as error:
         raise CheckFailed(f"its system cannot be read: {error}", where=str(path)) from error
 
@@ -95,12 +97,18 @@ def read_projects(path: Path, name: str) -> tuple[InstalledProject, ...]:
     UsageError : the manifest in the image cannot be read.
     """
     facts = unsquash.baked_facts(path)
-    installed = manifest.from_json(facts.manifest).projects if facts.manifest else ()
+    installed: list[InstalledProject] = []
+    if facts.manifest:
+        installed += manifest.from_json(facts.manifest).projects
     if any(project.name == name for project in installed):
-        return installed
-    distributions = _read_distributions(path) if facts.distributions is None else facts.distributions
-    folders = [item.folder for item in distributions if canonical_name(item.name) == name]
-    return (*installed, *(InstalledProject(name=name, folder=folder) for folder in folders))
+        return tuple(installed)
+    distributions = facts.distributions
+    if distributions is None:
+        distributions = _read_distributions(path)
+    for distribution in distributions:
+        if canonical_name(distribution.name) == name:
+            installed.append(InstalledProject(name=name, folder=distribution.folder))
+    return tuple(installed)
 
 
 def _read_distributions(path: Path) -> tuple[Distribution, ...]:
@@ -109,16 +117,17 @@ def _read_distributions(path: Path) -> tuple[Distribution, ...]:
     # script.
     script = unsquash.read(path, [runtime_files.ENVIRONMENT]).get(runtime_files.ENVIRONMENT, b"")
     search_path = runtime_files.variables(script.decode(errors="replace")).get("PATH", "")
-    patterns = [f"{lib}/python3*/*-packages/*.dist-info" for lib in library_folders(search_path)]
-    collector = BakedFactsCollector()
     # With a lock in the image, packages have no origin, so the collector has to know whether there is one.
-    patterns.append(manifest.LOCK_TOML.lstrip("/"))
-    names = [
-        file.path for squashfs in unsquash.open_squashfs(path) for file in squashfs.list_files(*patterns)
-    ]
-    # Two calls of unsquashfs: the first one has listed all names, and the second reads the files that count.
-    for name in names:
-        collector.add_name(name)
+    patterns = [manifest.LOCK_TOML.lstrip("/")]
+    for folder in library_folders(search_path):
+        patterns.append(f"{folder}/python3*/*-packages/*.dist-info")
+    collector = BakedFactsCollector()
+    names = []
+    # Two calls of unsquashfs: the first one lists all names, and the second reads the files that count.
+    for squashfs in unsquash.open_squashfs(path):
+        for file in squashfs.list_files(*patterns):
+            names.append(file.path)
+            collector.add_name(file.path)
     for name, data in unsquash.read(path, filter(collector.wants, names)).items():
         collector.add(name, data)
     return collector.facts(search_path).distributions or ()
@@ -146,24 +155,27 @@ def read_arch(path: Path) -> str:
     A file that does not state its architecture has that of a shell in the image.
     """
     try:
-        recorded = _recorded_arch(path)
-        programs = {} if recorded != "unknown" else unsquash.read(path, _PROGRAMS)
+        recorded = recorded_arch(path)
+        if recorded != "unknown":
+            return recorded
+        programs = unsquash.read(path, _PROGRAMS)
     except (CheckFailed, ToolMissing, UsageError):
         return ""
-    if recorded != "unknown":
-        return recorded
     for data in programs.values():
         # An ELF header has a 1 in byte 5 for little-endian numbers, and e_machine in bytes 18 and 19.
-        is_little = data[:4] == b"\x7fELF" and data[5:6] == b"\x01"
-        if is_little and (machine := _MACHINES.get(int.from_bytes(data[18:20], "little"))):
-            return machine
+        is_little_endian = data[:4] == b"\x7fELF" and data[5:6] == b"\x01"
+        machine = int.from_bytes(data[18:20], "little")
+        if is_little_endian and machine in _MACHINES:
+            return _MACHINES[machine]
     return ""
 
 
-def _recorded_arch(path: Path) -> str:
+def recorded_arch(path: Path) -> str:
     """Return the architecture that the file states, or ``unknown``, as for a .sqsh of another program."""
     if image.is_sif(path):
         return image.read(path).arch
     sqsh.check_structure(path)
     record = sqsh.read_record(path)
-    return record.arch if record else "unknown"
+    if record is None:
+        return "unknown"
+    return record.arch

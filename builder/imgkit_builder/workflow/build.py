@@ -199,9 +199,11 @@ def build(
     CheckFailed : the smoke test failed.
     """
     loaded = _load_recipe(recipe, request, report)
-    values = secret_values.read_secrets(loaded)
-    # The line of the recipe to name if the builder cannot pass on secrets.
-    secrets_at = loaded.where("image", "secrets") if values.options else ""
+    secrets = secret_values.read_secrets(loaded)
+    secrets_at = ""
+    if secrets.options:
+        # The line of the recipe to name if the builder cannot pass on secrets.
+        secrets_at = loaded.where("image", "secrets")
     tag = request.tag or engines.default_tag(loaded)
     engines.check_name(tag, where="--tag")
     with engines.connect() as engine:
@@ -216,7 +218,8 @@ def build(
             engine, loaded, override=base_name, platform=request.platform, pull=request.pull, report=report
         )
         _check_base(loaded, base)
-        if evidence := bases.amd_image_evidence(name, base.env):
+        evidence = bases.amd_image_evidence(name, base.env)
+        if evidence:
             report.note(f"warning: {bases.amd_warning(evidence)[0]}")
         probe = engines.probe(engine, base)
         if probe.skipped:
@@ -226,7 +229,7 @@ def build(
         report.stage("context")
         context = _pack_context(loaded, base, request, report)
         # A secret in a file of the context would become a part of the image.
-        secret_values.refuse_secrets_in(context, values)
+        secret_values.refuse_secrets_in(context, secrets)
         tested: list[Check] = []
 
         # The engine calls this before it moves the tag, so that a failed test leaves the tag where it is.
@@ -239,8 +242,8 @@ def build(
             context,
             tag=tag,
             report=report,
-            builder=dataclasses.replace(builder, options=values.options),
-            hide=values.mask,
+            builder=dataclasses.replace(builder, options=secrets.options),
+            hide=secrets.mask,
             no_cache=request.no_cache,
             accept=accept,
         )
@@ -314,10 +317,11 @@ def _run_smoke_test(
         manifest=context.manifest,
     )
     if not checks.passed(results):
+        failed_checks = "\n".join(checks.table(results))
         raise CheckFailed(
             "the image was built, but its smoke test failed; an older image keeps the name",
-            hint="\n".join(checks.table(results)) + f"\nlook inside: docker run --rm -it "
-            f"{image.ref} bash; to name it anyway: --no-test",
+            hint=f"{failed_checks}\nlook inside: docker run --rm -it {image.ref} bash; to name it anyway: "
+            "--no-test",
         )
     smoke.record_pass(image.id)
     return results
@@ -338,7 +342,7 @@ def build_sif(
     ToolFailed : a step failed.
     CheckFailed : the smoke test failed.
     """
-    sif_request, pack_context = _sif_request(recipe, request, report)
+    sif_request, pack_context = _prepare_sif(recipe, request, report)
     return builds.build_sif(sif_request, pack_context, report)
 
 
@@ -351,7 +355,7 @@ def plan_sif(
     ------
     UsageError, LargeContext, ToolMissing : as in `build_sif`.
     """
-    sif_request, pack_context = _sif_request(recipe, request, report)
+    sif_request, pack_context = _prepare_sif(recipe, request, report)
     planned, command = builds.plan_build(sif_request, pack_context, report)
     base = planned.context.manifest.base
     return SifPlan(
@@ -367,7 +371,7 @@ def plan_sif(
     )
 
 
-def _sif_request(recipe: str | Path, request: SifBuildRequest, report: Reporter) -> tuple[SifRequest, Pack]:
+def _prepare_sif(recipe: str | Path, request: SifBuildRequest, report: Reporter) -> tuple[SifRequest, Pack]:
     """Return the request for `apptainer.build.build_sif`, and a function that packs the context of a base."""
     loaded = _load_recipe(recipe, request, report)
     _refuse_for_sif(loaded, request)
@@ -394,7 +398,6 @@ def _sif_request(recipe: str | Path, request: SifBuildRequest, report: Reporter)
             compression=loaded.system.runtime.compression,
             module_hint=module_line(loaded.system) or None,
             tmpdir=request.tmpdir,
-            force=request.no_cache or request.pull,
             test=not request.no_test,
         ),
     )
@@ -405,11 +408,15 @@ def _refuse_for_sif(recipe: Recipe, request: SifBuildRequest) -> None:
     """Raise UsageError if the build is for another platform than this machine's, or uses secrets."""
     host = host_platform()
     # A recipe for several platforms is built for this machine's, if that is one of them.
-    platform = request.platform or (host if host in recipe.image.platforms else recipe.image.platforms[0])
-    if platform != host:
+    platforms = recipe.image.platforms
+    where = recipe.where("image", "platform")
+    if request.platform:
+        platforms = (request.platform,)
+        where = "--platform"
+    if host not in platforms:
         raise UsageError(
-            f"--with apptainer builds for this machine's platform, {host}, and not for {platform}",
-            where="--platform" if request.platform else recipe.where("image", "platform"),
+            f"--with apptainer builds for this machine's platform, {host}, and not for {platforms[0]}",
+            where=where,
             hint=f"run it on a machine of that kind, or build with Docker: imgkit build {recipe.name}",
         )
     if recipe.image.used_secrets:
@@ -462,11 +469,13 @@ def _follow_lock(recipe: Recipe, platform: str, request: _Build, report: Reporte
         return recipe
     base = bases.select_base(request.base, recipe)
     locked = lock_file.attach_lock(recipe, platform=platform, base=base, required=request.locked)
-    if lock := locked.lock:
+    lock = locked.lock
+    if lock is not None:
         file = shorten_path(lock_file.lock_path(locked))
         counts = f"{len(lock.apt)} apt and {len(lock.pip)} pip packages"
-        local = f", {len(locked.kept)} of them kept here" if locked.kept else ""
-        report.note(f"locked: {file}, {counts}{local} (to ignore it: --no-lock)")
+        if locked.kept:
+            counts += f", {len(locked.kept)} of them kept here"
+        report.note(f"locked: {file}, {counts} (to ignore it: --no-lock)")
     return locked
 
 
@@ -476,14 +485,17 @@ def _base_of(recipe: Recipe, request: _Build) -> str | None:
     The digest in the lock takes precedence over ``--base``.
     """
     # The base of a lock has no digest if it was never in a registry.
-    locked = recipe.lock.base if recipe.lock and recipe.lock.base.digest else None
-    return locked.exact if locked else bases.select_base(request.base, recipe)
+    if recipe.lock and recipe.lock.base.digest:
+        return recipe.lock.base.exact
+    return bases.select_base(request.base, recipe)
 
 
 def _check_base(recipe: Recipe, base: BaseImage) -> None:
     """Raise CheckFailed if `base` is another image than the one in the recipe's lock."""
+    if recipe.lock is None:
+        return
     # The id of a base in a registry is not known before it has been pulled, and is empty then.
-    locked_id = recipe.lock.base.id if recipe.lock else ""
+    locked_id = recipe.lock.base.id
     if locked_id and base.id and base.id != locked_id:
         raise CheckFailed(
             f"the base {base.name} is {base.id}, and the lock has {locked_id}",
@@ -498,7 +510,10 @@ def warning_lines(problems: Iterable[Problem]) -> tuple[str, ...]:
 
     Each problem begins with ``warning:`` and its place in a file.
     """
-    return tuple(line for problem in problems for line in f"warning: {problem}".split("\n"))
+    lines: list[str] = []
+    for problem in problems:
+        lines += f"warning: {problem}".split("\n")
+    return tuple(lines)
 
 
 def _note_left_out(code: PackedCode, report: Reporter) -> None:

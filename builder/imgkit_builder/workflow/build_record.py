@@ -23,9 +23,11 @@ def built_image_id(input_sha256: str) -> str:
         text = files.read_text(_record_path(input_sha256))
     except OSError:
         return ""
-    # A file of the cache may be cut or changed.
-    return text if re.fullmatch(r"sha256:[0-9a-f]{64}", text) else ""
+    if not re.fullmatch(r"sha256:[0-9a-f]{64}", text):  # a file of the cache may be cut or changed
+        return ""
+    return text
 
 
 def _record_path(input_sha256: str) -> Path:
+    """Return the path of the file with the id of the image that was last built from this input."""
     return files.cache_dir() / "builds" / input_sha256

@@ -85,11 +85,11 @@ def plan_conversion(
 
 def refuse_format(sif: str | Path | None, options: Options) -> None:
     """Raise UsageError if the format in `options` does not fit the name `sif` or the other options."""
+    suffix = Path(sif or "").suffix
     # A name with another suffix says nothing about the format.
-    named = {".sif": "sif", ".sqsh": "sqsh"}.get(Path(sif or "").suffix, options.format)
-    if options.format != named:
+    if suffix in (".sif", ".sqsh") and suffix != f".{options.format}":
         raise UsageError(
-            f"--format {options.format} writes no .{named}",
+            f"--format {options.format} writes no {suffix}",
             where=f"-o {sif}",
             hint=f"-o NAME.{options.format}",
         )
@@ -129,7 +129,9 @@ def compression_for(system: SystemFacts | None, choice: CompressionChoice = "aut
     The result is ``auto`` if neither of them names one. That means gzip in a .sqsh. In a .sif it means zstd
     if this machine can mount that.
     """
-    return choice if choice != "auto" or system is None else system.runtime.compression
+    if choice != "auto" or system is None:
+        return choice
+    return system.runtime.compression
 
 
 @contextlib.contextmanager
@@ -147,9 +149,11 @@ def source_of(image: str) -> Iterator[tuple[Source, SystemFacts | None]]:
         _refuse_converted(path)
         # imgkit save has written this file beside the archive. It names the system of the image.
         described = sidecar.read_sidecar(path)
+        system = None
         if described:
             _refuse_unfinished(path, described)
-        yield Archive(path=path), described.system if described else None
+            system = described.system
+        yield Archive(path=path), system
     elif (path / "oci-layout").is_file():
         yield OciFolder(path=path), None
     else:
@@ -166,8 +170,9 @@ def source_of(image: str) -> Iterator[tuple[Source, SystemFacts | None]]:
 def _refuse_unfinished(path: Path, described: Sidecar) -> None:
     """Raise CheckFailed if the checksum beside the archive is missing, as after an interrupted save."""
     if sidecar.read_sha256(path) is None:
-        message, mend = sidecar.describe_incomplete(path, read.hash_file(path, report=SILENT), described)
-        raise CheckFailed(message, where=str(path), hint=mend)
+        actual = read.hash_file(path, report=SILENT)
+        message, hint = sidecar.describe_incomplete(path, actual, described)
+        raise CheckFailed(message, where=str(path), hint=hint)
 
 
 def _refuse_converted(path: Path) -> None:

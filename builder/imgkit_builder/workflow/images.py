@@ -18,7 +18,7 @@ from imgkit_builder.sif import image as sif_image
 from imgkit_builder.sif.runtime import exec_arguments, find_runtime, isolation
 from imgkit_builder.sif.sqsh import is_sqsh
 from imgkit_builder.workflow import baked
-from imgkit_builder.workflow.names import RECIPE_SUFFIXES, image_name, module_line
+from imgkit_builder.workflow.names import RECIPE_SUFFIXES, image_name
 from imgkit_entrypoints.errors import ImgkitError, ToolMissing, UsageError
 from imgkit_entrypoints.rules import expand_variables
 
@@ -49,13 +49,8 @@ def smoke_test(
     if _is_file(str(image)):
         return _test_sif(Path(image), runtime, report)
     report.note(f"python3 runs in the image: {_NOTHING_SHARED}")
-    return _test_image(image_name(str(image)))
-
-
-def _test_image(name: str) -> tuple[Check, ...]:
-    """Run the smoke test in the image `name` of the engine."""
     with engines.connect() as engine:
-        info = engines.inspect(engine, name)
+        info = engines.inspect(engine, image_name(str(image)))
         return smoke.check_image(
             lambda argv: engines.run(engine, info.ref, argv, platform=info.platform),
             arch=info.platform.partition("/")[2],
@@ -68,8 +63,7 @@ def _test_sif(path: Path, runtime: str | None, report: Reporter) -> tuple[Check,
     if not sif_image.is_sif(path):
         raise UsageError(f"{path} is not a .sif", hint=f"to check an archive: imgkit verify {path}")
     arch = sif_image.read(path).arch
-    target = _target_of(path)
-    tool = find_runtime(runtime, module_hint=module_line(target.system if target else None))
+    tool = find_runtime(runtime, module_hint=_module_hint(_target_of(path)))
     isolated = isolation(tool)
     report.note(isolated.description("python3"))
     return smoke.check_image(
@@ -108,8 +102,9 @@ def shell_command(
     ------
     UsageError, ToolMissing : as in `smoke_test`.
     """
-    for message, hint in rules.image_path(workdir) if workdir else ():
-        raise UsageError(message, where="--workdir", hint=hint)
+    if workdir:
+        for message, hint in rules.image_path(workdir):  # it yields what is wrong with the path
+            raise UsageError(message, where="--workdir", hint=hint)
     if _is_file(image):
         return _sif_shell(image, host=host, workdir=workdir, packages=packages)
     if packages:
@@ -146,39 +141,64 @@ def _sif_shell(path: str, *, host: bool, workdir: str, packages: Sequence[str] =
             hint="make a .sif of the image: imgkit sif",
         )
     target = _target_of(Path(path))
-    runtime = target.system.runtime if target else None
-    tool = find_runtime(module_hint=module_line(target.system if target else None))
-    isolated = None if host else isolation(tool)
-    values = target.system.on_node(os.environ).env if target and host else {}
-    # A variable that the user has set keeps its value.
-    variables = [f"{name}={value}" for name, value in values.items() if name not in os.environ]
+    tool = find_runtime(module_hint=_module_hint(target))
+    options: list[str] = []
+    reach = _SHARED
+    if not host:
+        isolated = isolation(tool)
+        options += isolated.options
+        reach = isolated.description("a shell")
     record.refuse_unfit_files(packages, Path(path))
+    bind_options: list[str] = []
+    variables = []
+    if target is not None:
+        options += target.system.runtime.options
+        workdir = workdir or target.workdir
+        if host:
+            bind_options = _bind_options(target)
+            for name, value in target.system.on_node(os.environ).env.items():
+                if name not in os.environ:  # a variable that the user has set keeps its value
+                    variables.append(f"{name}={value}")
     # `shell` runs no command in the image, but env and sh are needed to set variables.
     argv = [str(tool.path), "exec" if variables or packages else "shell", "--nv"]
     # A file of packages is a squashfs, which the runtime mounts to a folder of its own.
     for number, file in enumerate(packages, 1):
         argv += ["--bind", f"{Path(file).absolute()}:{record.target(number)}:image-src=/,ro"]
-    options = (*(isolated.options if isolated else ()), *(runtime.options if runtime else ()))
     # Each option once; --nv is there already.
     argv += [option for option in dict.fromkeys(options) if option != "--nv"]
-    for bind in runtime.binds if runtime and host else ():
+    argv += bind_options
+    if workdir:
+        argv += ["--pwd", workdir]
+    argv.append(str(Path(path).absolute()))
+    if packages:
+        argv += ["sh", "-c", record.search_first(len(packages)), "sh"]
+    # env sets the variables inside the container, as in a job (ADR 5). A variable that is set outside would
+    # be overridden by the image's variable of the same name.
+    if variables:
+        argv += ["env", *variables]
+    if packages or variables:
+        argv.append("bash")
+    return ShellCommand(argv=tuple(argv), reach=reach)
+
+
+def _bind_options(target: Target) -> list[str]:
+    """Return the runtime's options that mount the folders of the image's system.
+
+    Raises
+    ------
+    UsageError : a folder's path has a variable that is not set here.
+    """
+    options = []
+    for bind in target.system.runtime.binds:
         try:
-            argv += ["--bind", expand_variables(bind, os.environ)]
+            options += ["--bind", expand_variables(bind, os.environ)]
         except KeyError as error:
             raise UsageError(
                 f"the image's system mounts {bind}, but ${error.args[0]} is not set here",
                 where="--host",
-                hint=module_line(target.system if target else None) or "load the module that sets it",
+                hint=_module_hint(target) or "load the module that sets it",
             ) from None
-    if start := workdir or (target.workdir if target else ""):
-        argv += ["--pwd", start]
-    reach = isolated.description("a shell") if isolated else _SHARED
-    # env sets the variables inside the container, as in a job (ADR 5). A variable that is set outside would
-    # be overridden by the image's variable of the same name.
-    shell: tuple[str, ...] = ("env", *variables, "bash") if variables else ()
-    if packages:
-        shell = ("sh", "-c", record.search_first(len(packages)), "sh", *(shell or ("bash",)))
-    return ShellCommand(argv=(*argv, str(Path(path).absolute()), *shell), reach=reach)
+    return options
 
 
 def _target_of(path: Path) -> Target | None:
@@ -190,6 +210,13 @@ def _target_of(path: Path) -> Target | None:
         return baked.read_target(path)
     except ImgkitError:
         return None
+
+
+def _module_hint(target: Target | None) -> str | None:
+    """Return ``module load ...`` for the runtime of the image's system. Return None if no module is known."""
+    if target is None:
+        return None
+    return target.module_line or None
 
 
 def _is_file(target: str) -> bool:

@@ -24,7 +24,6 @@ def image_name(target: str) -> str:
     """
     if not target.endswith(RECIPE_SUFFIXES):
         return target
-
     return default_tag(targets.load_target(target))
 
 
@@ -33,13 +32,16 @@ def name_stem(image: str) -> str:
 
     ``dir/mn5.tar.gz``, ``mn5.yaml`` and ``mn5:latest`` -> ``mn5``; ``host:5000/grp/mine:1`` -> ``mine-1``.
     """
-    last = image.rstrip("/").rpartition("/")[2]
+    last_part = image.rstrip("/").rpartition("/")[2]
     for suffix in (*ARCHIVE_SUFFIXES, *RECIPE_SUFFIXES):
-        if last.endswith(suffix):
-            return last.removesuffix(suffix)
+        if last_part.endswith(suffix):
+            return last_part.removesuffix(suffix)
     # A digest after @ is left out. Only a tag other than latest tells images of one name apart.
-    name, _, version = last.partition("@")[0].partition(":")
-    return name if version in ("", "latest") else f"{name}-{version}"
+    name_and_tag = last_part.partition("@")[0]
+    name, _, tag = name_and_tag.partition(":")
+    if tag in ("", "latest"):
+        return name
+    return f"{name}-{tag}"
 
 
 def system_of(image: str) -> SystemFacts | None:
@@ -50,10 +52,15 @@ def system_of(image: str) -> SystemFacts | None:
     """
     if image.endswith(RECIPE_SUFFIXES):
         return targets.load_target(image).system
-    name = image.rpartition("/")[2].partition(":")[0]
-    return targets.load_target(name).system if name in recipe_names() else None
+    last_part = image.rpartition("/")[2]
+    name = last_part.partition(":")[0]
+    if name not in recipe_names():
+        return None
+    return targets.load_target(name).system
 
 
 def module_line(system: SystemFacts | None) -> str | None:
     """Return ``module load ...`` for the runtime of `system`, or None if it needs no module."""
-    return (targets.module_line(system) or None) if system else None
+    if system is None:
+        return None
+    return targets.module_line(system) or None

@@ -11,6 +11,7 @@ from imgkit_builder.inventory.collector import DOCUMENT, MOST_BYTES, InventoryCo
 from imgkit_builder.oci.config import creation_time_s
 from imgkit_builder.sif import entries, image, sqsh, unsquash
 from imgkit_builder.sif.workspace import scratch
+from imgkit_builder.workflow.baked import recorded_arch
 from imgkit_builder.workflow.convert import source_of
 from imgkit_entrypoints import json_text
 
@@ -38,12 +39,12 @@ def sbom_document(name: str, report: Reporter, *, unpack_limit_bytes: int | None
     path = Path(name)
     if name.endswith((".sif", ".sqsh")) or image.is_sif(path):
         report.stage(f"list the packages of {name}")
-        return _of_file(path)
+        return _document_of_file(path)
     with source_of(name) as (source, _):
-        return _of_source(source, path, report, unpack_limit_bytes)
+        return _document_of_source(source, path, report, unpack_limit_bytes)
 
 
-def _of_file(path: Path) -> str:
+def _document_of_file(path: Path) -> str:
     """Return the document of the .sif or .sqsh `path`, its own or a new one."""
     stored = unsquash.read(path, [DOCUMENT]).get(DOCUMENT, b"")
     with contextlib.suppress(ValueError):
@@ -51,32 +52,32 @@ def _of_file(path: Path) -> str:
         return stored.decode()
     # Reading costs a run of unsquashfs. So the names are listed first, and the files that count are read at
     # once.
-    collector, wanted = InventoryCollector(), []
+    collector = InventoryCollector()
+    names = []
     for squashfs in unsquash.open_squashfs(path):
         for file in squashfs.list_files():
-            if file.mode.startswith("-") and collector.wants(file.path):
-                wanted.append(file.path)
-                # A file that is too large is not read. The inventory says that it is left out.
-                if int(file.size) > MOST_BYTES:
-                    collector.add(wanted.pop(), None)
-    for name, data in unsquash.read(path, wanted).items():
+            if not file.mode.startswith("-") or not collector.wants(file.path):
+                continue
+            if int(file.size) > MOST_BYTES:
+                collector.add(file.path, None)  # the inventory says that it is left out
+            else:
+                names.append(file.path)
+    for name, data in unsquash.read(path, names).items():
         collector.add(name, data)
-    if image.is_sif(path):
-        sif = image.read(path)
-        arch, superblock = sif.arch, image.root_superblock(sif)
-    else:
-        record, superblock = sqsh.read_record(path), sqsh.check_structure(path)
-        arch = record.arch if record else "unknown"
+    is_sif = image.is_sif(path)
+    superblock = image.root_superblock(image.read(path)) if is_sif else sqsh.check_structure(path)
     # The time in a squashfs that imgkit writes is that of the image's creation.
     created_s = superblock.mkfs_time_s if superblock else 0
-    return spdx.spdx_document(collector.inventory(arch=arch, created_s=created_s))
+    return spdx.spdx_document(collector.inventory(arch=recorded_arch(path), created_s=created_s))
 
 
-def _of_source(source: Source, path: Path, report: Reporter, unpack_limit_bytes: int | None) -> str:
-    """Return the document of an archive, an OCI folder or an image of the engine. All its files pass by."""
-    exports, collector = isinstance(source, entries.EngineImage), InventoryCollector()
+def _document_of_source(source: Source, path: Path, report: Reporter, unpack_limit_bytes: int | None) -> str:
+    """Return the document of an archive, an OCI folder or an image of the engine. All its files are read."""
+    exports = isinstance(source, entries.EngineImage)
+    collector = InventoryCollector()
+    beside = path.absolute() if path.exists() else Path.cwd() / "image"
     with (
-        scratch(path.absolute() if path.exists() else Path.cwd() / "image") as folder,
+        scratch(beside) as folder,
         entries.open_source(
             source, folder, report, exports=exports, unpack_limit_bytes=unpack_limit_bytes
         ) as opened,

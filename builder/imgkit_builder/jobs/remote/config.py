@@ -24,7 +24,7 @@ from imgkit_builder.jobs.systems import fanout, pods
 from imgkit_builder.recipe import problems
 from imgkit_builder.recipe.model import KEYS
 from imgkit_builder.recipe.problems import allowed_hint
-from imgkit_builder.recipe.validation import Mistake, rule_of, validate
+from imgkit_builder.recipe.validation import rule_of, validate
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.rules import Fault, Rule, pattern_rule
 
@@ -188,23 +188,18 @@ def parse_address(text: str) -> tuple[str, str]:
     UsageError : `text` has no valid host, or the folder's path cannot be used in a job.
     """
     match = _ADDRESS.fullmatch(text)
-    if match is None:
-        raise _address_error(text)
-    host = match["ipv6"] or match["host"] or ""
-    address = (match["user"] or "") + host
-    if not fanout.is_host(address):
-        raise _address_error(text)
+    address = ""
+    if match is not None:
+        host = match["ipv6"] or match["host"] or ""
+        address = (match["user"] or "") + host
+    if match is None or not fanout.is_host(address):
+        raise UsageError(
+            f"{text!r} is not an address",
+            where="ADDRESS",
+            hint="USER@HOST or USER@HOST:DIR, for example me@login.example.org:/scratch/me",
+        )
     folder = check_folder(match["folder"] or FOLDER, where="ADDRESS")
     return address, folder
-
-
-def _address_error(text: str) -> UsageError:
-    """Return the error for a `text` that is not ``USER@HOST[:DIR]``."""
-    return UsageError(
-        f"{text!r} is not an address",
-        where="ADDRESS",
-        hint="USER@HOST or USER@HOST:DIR, for example me@login.example.org:/scratch/me",
-    )
 
 
 def check_name(name: str) -> str:
@@ -242,19 +237,14 @@ def get_remote(name: str) -> Remote:
     UsageError : no remote has this name; the hint lists the names, the most similar one first.
     """
     configured = read_remotes()
-    if name not in configured:
-        raise _unknown_remote_error(name, configured)
-    return configured[name]
-
-
-def _unknown_remote_error(name: str, configured: Mapping[str, Remote]) -> UsageError:
-    """Return the error for a `name` that none of the `configured` remotes has."""
+    if name in configured:
+        return configured[name]
     if configured:
         hint = allowed_hint(name, configured)
     else:
         new_name = name if re.fullmatch(_NAME, name) else "NAME"
         hint = f"imgkit remote add {new_name} USER@HOST:DIR"
-    return UsageError(f"there is no remote {name!r}", where="--on", hint=hint)
+    raise UsageError(f"there is no remote {name!r}", where="--on", hint=hint)
 
 
 def add_remote(remote: Remote, *, replace: bool = False) -> None:
@@ -271,21 +261,16 @@ def add_remote(remote: Remote, *, replace: bool = False) -> None:
     text = _read_file()
     if remote.name in _parse_file(text):
         if not replace:
-            raise _taken_name_error(remote.name)
+            raise UsageError(
+                f"the remote {remote.name} already exists",
+                where=str(remotes_file()),
+                hint=f"imgkit remote add {remote.name} ... --replace",
+            )
         text = _remove_table(text, remote.name)
     table = _format_table(remote)
     if text.strip():
         table = f"{text.rstrip()}\n\n{table}"
     _write_file(table)
-
-
-def _taken_name_error(name: str) -> UsageError:
-    """Return the error for a new remote whose `name` another remote has."""
-    return UsageError(
-        f"the remote {name} already exists",
-        where=str(remotes_file()),
-        hint=f"imgkit remote add {name} ... --replace",
-    )
 
 
 def _format_table(remote: Remote) -> str:
@@ -349,27 +334,19 @@ def _parse_file(text: str) -> dict[str, Remote]:
     try:
         data = problems.parse_toml(text)
     except problems.NotToml as error:
-        raise _not_toml_error(error) from error
+        where = f"{remotes_file()}:{error.line}"
+        raise UsageError(error.what, where=where, hint="correct the file") from error
     content, mistakes = validate(_RemoteFile, {"remotes": data})
     if content is None:
-        raise _wrong_value_error(mistakes[0])
+        mistake = mistakes[0]
+        # The first part of the path is "remotes", which is not in the file.
+        key = ".".join(str(part) for part in mistake.path[1:])
+        message = f"{key}: {mistake.message}"
+        raise UsageError(message, where=str(remotes_file()), hint=mistake.hint or "correct the value")
     configured = {}
     for name, table in content.remotes.items():
         configured[name] = Remote(name=name, **dataclasses.asdict(table))
     return configured
-
-
-def _not_toml_error(error: problems.NotToml) -> UsageError:
-    """Return the error for a file that is not TOML, with the line at which the TOML parser failed."""
-    return UsageError(error.what, where=f"{remotes_file()}:{error.line}", hint="correct the file")
-
-
-def _wrong_value_error(mistake: Mistake) -> UsageError:
-    """Return the error for a value of the file that does not fit its key."""
-    # The first part of the path is "remotes", which is not in the file.
-    key = ".".join(str(part) for part in mistake.path[1:])
-    message = f"{key}: {mistake.message}"
-    return UsageError(message, where=str(remotes_file()), hint=mistake.hint or "correct the value")
 
 
 def _remove_table(text: str, name: str) -> str:

@@ -157,8 +157,10 @@ class Connection:
 
     def prelude(self, token: str, values: Mapping[str, str]) -> str:
         """Return the first lines of a script. They print `token` and set the variables `values`."""
-        assignments = (f"{name}={shlex.quote(value)}" for name, value in values.items())
-        return "\n".join((f"echo {token}", "unset CDPATH", *assignments))
+        lines = [f"echo {token}", "unset CDPATH"]
+        for name, value in values.items():
+            lines.append(f"{name}={shlex.quote(value)}")
+        return "\n".join(lines)
 
     def ssh_argv(self, host: str) -> tuple[str, ...]:
         """Return the start of an argv that runs a command on `host` over the shared connection."""
@@ -233,22 +235,17 @@ class Connection:
         if code != SSH_FAILED and code > 0:
             message = f"a command on {name} failed with exit code {code}"
             return ScriptFailed(message, where=name, code=code, output=output)
-        hint = self._failure_hint(errors, host)
-        message, hint = process.quote_output(
-            f"ssh to {host} failed", output or "the connection was lost", hint
-        )
-        return Cut(message, where=name, hint=hint)
-
-    def _failure_hint(self, errors: str, host: str) -> str:
-        """Return the hint for an ssh to `host` that could not connect and printed `errors`."""
         hint = fanout.ssh_remedy(errors, host)
-        if self.ask or "Permission denied" not in errors:
-            return hint
-        check = f"in a terminal, where ssh can ask: imgkit doctor --on {self.remote.name}"
-        # After one login with a second factor, this command can use the shared connection.
-        if fanout.SECOND_FACTOR in errors and self.socket_folder is not None:
-            return f"{check}; then this command again"
-        return f"{check}; or without questions: {hint}"
+        if not self.ask and "Permission denied" in errors:
+            login = f"in a terminal, where ssh can ask: imgkit doctor --on {name}"
+            # After one login with a second factor, this command can use the shared connection.
+            if fanout.SECOND_FACTOR in errors and self.socket_folder is not None:
+                hint = f"{login}; then this command again"
+            else:
+                hint = f"{login}; or without questions: {hint}"
+        output = output or "the connection was lost"
+        message, hint = process.quote_output(f"ssh to {host} failed", output, hint)
+        return Cut(message, where=name, hint=hint)
 
     def flood_error(self, error: ErrorsTooLong, host: str) -> ToolFailed:
         """Return the error for a command on `host` that printed error messages without end."""
@@ -336,17 +333,12 @@ def _skip_banner(output: Iterable[bytes], token_line: bytes, host: str) -> Gener
             break
     banner, separator, script_output = banner.partition(token_line)
     if not separator:
-        raise _no_command_error(banner, host)
+        message = f"the login shell of {host} runs no command"
+        banner_end = banner[-_SHOWN_BANNER_BYTES:].decode(errors="replace").strip()
+        if banner_end:
+            message += "; it printed"
+        message, hint = process.quote_output(message, banner_end, _startup_hint(host))
+        raise ToolFailed(message, hint=hint)
     if script_output:
         yield script_output
     yield from chunks
-
-
-def _no_command_error(banner: bytes, host: str) -> ToolFailed:
-    """Return the error for a login shell on `host` that printed `banner` and did not run the script."""
-    message = f"the login shell of {host} runs no command"
-    banner_end = banner[-_SHOWN_BANNER_BYTES:].decode(errors="replace").strip()
-    if banner_end:
-        message += "; it printed"
-    message, hint = process.quote_output(message, banner_end, _startup_hint(host))
-    return ToolFailed(message, hint=hint)

@@ -21,9 +21,6 @@ from imgkit_builder.jobs.submitted import SubmittedJob
 from imgkit_entrypoints.errors import CheckFailed
 from imgkit_entrypoints.system import WORKSPACE
 
-# Without -p, files get the permissions of new local files. The name of a run's secret file begins with a dot,
-# so the secret is not copied.
-_OPTIONS = ("-rt", "--exclude=.*")
 _WILDCARD = re.compile(r"[\[*?]")  # the characters that make a name a pattern for rsync
 
 
@@ -65,7 +62,11 @@ def fetch_run(
         log = jobs.log_file(record)
         log_args = ("-rt", f"--include=/{_escape_pattern(log.name)}", "--exclude=*", "remote:./", target)
         rsync.run_rsync(connection, str(log.parent), log_args, report)
-    exclude: tuple[str, ...] = () if checkpoints else ("--exclude=checkpoints/",)
+    # Without -p, files get the permissions of new local files. The names of a run's secret and of an
+    # unfinished copy of its code begin with a dot, so that they are not copied.
+    options = ["-rt", "--exclude=.*"]
+    if not checkpoints:
+        options.append("--exclude=checkpoints/")
     run_folder = str(record.job.run_folder)
     with tempfile.NamedTemporaryFile(
         "w", prefix="imgkit-", encoding="utf-8", errors="surrogateescape"
@@ -74,9 +75,9 @@ def fetch_run(
         if unchanged:
             file.writelines(f"/{WORKSPACE}/{_escape_pattern(name)}\n" for name in unchanged)
             file.flush()
-            exclude += (f"--exclude-from={file.name}", "--prune-empty-dirs")
+            options += (f"--exclude-from={file.name}", "--prune-empty-dirs")
         try:
-            rsync.run_rsync(connection, run_folder, (*_OPTIONS, *exclude, "remote:./", target), report)
+            rsync.run_rsync(connection, run_folder, (*options, "remote:./", target), report)
         except ScriptFailed as error:
             if error.code != rsync.NO_FOLDER:
                 raise

@@ -20,7 +20,7 @@ from imgkit_builder.jobs.remote.store import IMAGE_NAME, SIF, RemoteImage
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 
 DAY_S = 86400
-# The name of an image, of a folder of data (the same form) or of a folder of code.
+# The name of an image, of a folder of data (which has the same form) or of a folder of code.
 _NAME = rf"(?:{IMAGE_NAME.pattern}|[0-9a-f]{{64}})"
 _PATH = re.compile(rf"(images|code|data)/(\.incoming/)?({_NAME}|\.{_NAME}\.gone)")
 """The paths that imgkit gives to folders in a store.
@@ -262,22 +262,19 @@ def parse_listing(output: bytes, remote: str) -> StoreListing:
     folders = []
     for line in lines:
         match = _FOLDER.fullmatch(line)
-        if match is not None and _PATH.fullmatch(match["path"]):
-            folders.append(_parse_folder(match))
+        if match is None or not _PATH.fullmatch(match["path"]):
+            continue
+        folder = StoredFolder(
+            path=match["path"],
+            size_bytes=int(match["size_bytes"]),
+            used_s=int(match["time_s"]),
+            is_linked=int(match["links"]) > 1,
+        )
+        folders.append(folder)
     return StoreListing(
         folders=tuple(folders),
         notes=_parse_job_notes(lines),
         clock_s=float(clock["time_s"]),
-    )
-
-
-def _parse_folder(match: re.Match[str]) -> StoredFolder:
-    """Return the folder that a line of the form `_FOLDER` describes."""
-    return StoredFolder(
-        path=match["path"],
-        size_bytes=int(match["size_bytes"]),
-        used_s=int(match["time_s"]),
-        is_linked=int(match["links"]) > 1,
     )
 
 
@@ -286,7 +283,11 @@ def _parse_job_notes(lines: Sequence[str]) -> tuple[JobNote, ...]:
 
     Files in ``jobs`` whose name is not a job id are left out.
     """
-    note_lines = _note_lines(lines)
+    note_lines: dict[str, list[str]] = {}  # the lines of each file in jobs, by the job's id
+    for line in lines:
+        match = _NOTE_LINE.fullmatch(line)
+        if match is not None:
+            note_lines.setdefault(match["id"], []).append(match["text"])
     run_times_s = _change_times_s("run", lines)
     resumable_runs = _runs_matching(_CHECKPOINT, lines) - _runs_matching(_SUCCESS, lines)
     notes = []
@@ -311,16 +312,6 @@ def _parse_job_notes(lines: Sequence[str]) -> tuple[JobNote, ...]:
         )
         notes.append(note)
     return tuple(notes)
-
-
-def _note_lines(lines: Sequence[str]) -> dict[str, list[str]]:
-    """Return the lines of the files in ``jobs`` by the name of the file, which is the job's id."""
-    note_lines: dict[str, list[str]] = {}
-    for line in lines:
-        match = _NOTE_LINE.fullmatch(line)
-        if match is not None:
-            note_lines.setdefault(match["id"], []).append(match["text"])
-    return note_lines
 
 
 def _change_times_s(kind: str, lines: Sequence[str]) -> dict[str, int]:
@@ -392,8 +383,11 @@ def _unknown_reasons(waiting: WaitingJobs) -> tuple[str, ...]:
 
 def _waiting_jobs(connection: Connection, listing: StoreListing) -> WaitingJobs:
     """Return the jobs that have not ended of each system that a job note of the listing names."""
-    names = dict.fromkeys(note.system for note in listing.notes)
-    return {name: unfinished_jobs(connection, name) for name in names}
+    waiting: dict[str, Collection[str] | str] = {}
+    for note in listing.notes:
+        if note.system not in waiting:
+            waiting[note.system] = unfinished_jobs(connection, note.system)
+    return waiting
 
 
 def unfinished_jobs(connection: Connection, name: str) -> Collection[str] | str:

@@ -64,5 +64,6 @@ def _script_text(job: Job, script: Script) -> str:
     code_folder = job.container.code_folder.removeprefix(f"{folder}/")
     files = [path for path in (image, code_folder) if path]
     start = _START.format(folder=shlex.quote(folder), files=shlex.join(files), image=shlex.quote(image))
-    exports = [f"export {name}={shlex.quote(os.environ[name])}\n" for name in job.container.names]
-    return "".join((start, *exports, script.text))
+    for name in job.container.names:
+        start += f"export {name}={shlex.quote(os.environ[name])}\n"
+    return start + script.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import secrets
 import time
@@ -11,9 +12,8 @@ from pathlib import PurePosixPath
 from imgkit_builder.base import process
 from imgkit_builder.base.process import Finished
 from imgkit_builder.jobs import systems
-from imgkit_builder.jobs.job import Job, Script
+from imgkit_builder.jobs.job import Argv, Job, Script
 from imgkit_builder.jobs.remote import store
-from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.remote.connection import FIND_PROGRAM, Connection, Cut, ScriptFailed
 from imgkit_builder.jobs.submitted import JobState, SubmittedJob, WaitInfo
 from imgkit_entrypoints.errors import ToolFailed
@@ -53,7 +53,16 @@ esac 2> /dev/null
 exit 0
 """
 )
-_RUN = FIND_PROGRAM + 'exec "$@" 2>&1 < /dev/null\n'
+# The script that runs a command of the scheduler. A zero byte and the content of $file follow its output.
+_RUN = (
+    FIND_PROGRAM
+    + """\
+("$@") 2>&1 < /dev/null
+code=$?
+if [ -n "$file" ]; then printf '\\0'; cat -- "$file" 2> /dev/null; fi
+exit "$code"
+"""
+)
 # The script that prints the job's output from the byte $from on, and in between the scheduler's answers about
 # the job. Its arguments are the status command.
 #
@@ -111,15 +120,18 @@ def submit_script(connection: Connection, job: Job, script: Script) -> Generator
     ToolFailed : the scheduler rejected the job, or the connection was lost. After a lost connection, the job
         may be in the queue.
     """
+    remote = connection.remote
     folder = str(job.directory)
     # Values of variables go into the script and not into arguments, which other users of the remote can see.
     values = {name: os.environ[name] for name in job.container.names}
-    export = f"export {' '.join(job.container.names)}\n" if job.container.names else ""
+    script_text = _SUBMIT
+    if values:
+        script_text = f"export {' '.join(values)}\n{_SUBMIT}"
     resumed = job.request.resumed
     note = store.note_lines(job, str(resumed.folder) if resumed else "")
     used_paths = [path for path in note[2:] if not path.startswith("runs/")]
     output = connection.stream(
-        export + _SUBMIT,
+        script_text,
         {**values, "folder": folder, "program": script.submit[0]},
         args=(note[0], "\n".join(note[1:]), "\n".join(used_paths), *script.submit),
         data=[script.text.encode()] if script.on_stdin else [],
@@ -127,29 +139,24 @@ def submit_script(connection: Connection, job: Job, script: Script) -> Generator
     try:
         yield from output
     except ScriptFailed as error:
-        raise _rejected_error(error, script.submit[0], connection.remote) from error
+        message = f"{script.submit[0]} on {remote.name} failed with exit code {error.code}"
+        message, hint = process.quote_output(message, error.output)
+        raise ToolFailed(message, hint=hint or None) from error
     except Cut as error:
-        raise _lost_submission_error(error, connection.remote) from error
+        raise ToolFailed(
+            f"the connection was lost while the job was submitted: {error.what}",
+            where=remote.name,
+            hint=f"it may be in the queue; look before you submit it again: ssh {remote.address}",
+        ) from error
 
 
-def _rejected_error(error: ScriptFailed, program: str, remote: Remote) -> ToolFailed:
-    """Return the error for a submit `program` that failed on the remote, with its message."""
-    message = f"{program} on {remote.name} failed with exit code {error.code}"
-    message, hint = process.quote_output(message, error.output)
-    return ToolFailed(message, hint=hint or None)
-
-
-def _lost_submission_error(error: Cut, remote: Remote) -> ToolFailed:
-    """Return the error for a connection that was lost while the scheduler may have accepted the job."""
-    return ToolFailed(
-        f"the connection was lost while the job was submitted: {error.what}",
-        where=remote.name,
-        hint=f"it may be in the queue; look before you submit it again: ssh {remote.address}",
-    )
-
-
-def run_scheduler_command(connection: Connection, argv: Sequence[str]) -> Finished:
+def run_scheduler_command(connection: Connection, argv: Sequence[str], *, file: str = "") -> Finished:
     """Run a scheduler command on the remote, and return its exit code and its output with its errors.
+
+    Parameters
+    ----------
+    file : the path of a file on the remote. A zero byte and the file's content follow the output. If there is
+        no such file, the zero byte is the end.
 
     Raises
     ------
@@ -161,12 +168,35 @@ def run_scheduler_command(connection: Connection, argv: Sequence[str]) -> Finish
     def stream_output() -> Generator[bytes, None, None]:
         nonlocal exit_code
         try:
-            yield from connection.stream(_RUN, {"program": argv[0]}, args=argv)
+            yield from connection.stream(_RUN, {"program": argv[0], "file": file}, args=argv)
         except ScriptFailed as error:
             exit_code = error.code
 
     output = connection.answer(stream_output()).decode(errors="replace")
     return Finished(argv=tuple(argv), returncode=exit_code, output=output)
+
+
+class RunnerWithFile:
+    """Runs scheduler commands on a remote. The first one also reads a file there, which saves a connection.
+
+    A later command ``cat -- FILE`` is answered without the remote.
+    """
+
+    def __init__(self, connection: Connection, file: str) -> None:
+        self._connection = connection
+        self._file = file
+        self._text: str | None = None
+        """The content of the file, or "" if there is no such file. None before the first command."""
+
+    def __call__(self, argv: Sequence[str]) -> Finished:
+        """Run the command `argv`. The result and the errors are those of `run_scheduler_command`."""
+        if self._text is None:
+            finished = run_scheduler_command(self._connection, argv, file=self._file)
+            output, _, self._text = finished.output.rpartition("\0")
+            return dataclasses.replace(finished, output=output)
+        if tuple(argv) == ("cat", "--", self._file):
+            return Finished(argv=tuple(argv), returncode=0, output=self._text)
+        return run_scheduler_command(self._connection, argv)
 
 
 def follow_output(
@@ -189,10 +219,14 @@ def follow_output(
     Cut : `ATTEMPTS` connections in a row were lost before new output came.
     """
     system = systems.get_system(record.job.system)
-    status_argv = system.status_commands(record.job)[0] if system.reports_state else ()
+    status_argv: Argv = ()
+    program = "tail"
+    if system.reports_state:
+        status_argv = system.status_commands(record.job)[0]
+        program = status_argv[0]
     mark = _MARK_START + secrets.token_hex(16)  # a random number, so that no output has it
     values = {
-        "program": status_argv[0] if status_argv else "tail",
+        "program": program,
         "log": str(log_file(record)),
         "unknown_job": system.queue.unknown_job,
         "mark": mark,
@@ -215,8 +249,9 @@ def follow_output(
                         write(part)
                         written_bytes += len(part)
         except Cut as error:
-            has_new_output = written_bytes > written_before
-            failures = 1 if has_new_output else failures + 1
+            if written_bytes > written_before:
+                failures = 0
+            failures += 1
             if failures >= ATTEMPTS:
                 raise
             log(f"the connection was lost, and imgkit connects again: {error.what}")
@@ -247,9 +282,10 @@ def split_stream(chunks: Iterable[bytes], mark: bytes) -> Generator[bytes | str,
         if not is_row:
             # The last bytes may be the start of a mark.
             start = rest.rfind(mark[:1], -len(mark))
-            end = len(rest) if start < 0 else start
-            yield rest[:end]
-            rest = rest[end:]
+            if start < 0:
+                start = len(rest)
+            yield rest[:start]
+            rest = rest[start:]
     if not is_row:
         yield rest
 

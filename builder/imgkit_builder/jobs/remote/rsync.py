@@ -36,6 +36,8 @@ FOLDER = "/imgkit-folder"
 From 3.2.4 on, rsync escapes blanks and quotes in its arguments for a shell on the remote, but imgkit passes
 the arguments on without a shell. So `rsync_shell` replaces the placeholder after rsync has written them.
 """
+FILE_ERROR = 11
+"""Exit code of rsync if a file cannot be read or written, for example because the disk is full."""
 NO_FOLDER = 125
 """Exit code of the remote command if the folder does not exist."""
 _NOT_FOUND = 127

@@ -224,22 +224,15 @@ def describe_sif(path: Path, *, input_sha256: str = "", project: str = "") -> Re
     """
     sif = image.read(path)
     root = sif.require_root()
-    image_id = ""
-    diff_ids: tuple[str, ...] = ()
-    if sif.record is not None:
-        root_sha256 = sif.record.root_sha256
-        image_id = sif.record.image_id
-        diff_ids = sif.record.diff_ids
-    else:
-        root_sha256 = image.root_sha256(path)
+    image_id, root_sha256 = image.identify(path, sif)
     return RemoteImage(
-        image_id=image_id or f"sha256:{root_sha256}",
+        image_id=image_id,
         root_sha256=root_sha256,
         root_offset=root.offset,
         root_bytes=root.size_bytes,
         sif_bytes=sif.size_bytes,
         arch=sif.arch,
-        diff_ids=diff_ids,
+        diff_ids=sif.record.diff_ids if sif.record else (),
         title=path.name,
         input_sha256=input_sha256,
         project=project,

@@ -60,9 +60,9 @@ if [ -d "$folder/.incoming/$name" ]; then
     arrived=$(($(du -sk "$folder/.incoming/$name" | cut -f 1) * 1024))
 fi
 mkdir -p -- "$folder/.incoming/$name" && cd -- "$folder/.incoming/$name" || exit 1
-for second in $wait; do
-    [ -n "$(find . -maxdepth 1 -name ".{SIF}.*" -mmin -1)" ] || break
+while [ "$wait" -gt 0 ] && [ -n "$(find . -maxdepth 1 -name ".{SIF}.*" -mmin -1)" ]; do
     sleep 1
+    wait=$((wait - 1))
 done
 # rsync goes on in the part of a file, which its mode may forbid: code is read-only.
 find . -type f -path "*/$partial/*" -exec chmod u+w {{}} + 2> /dev/null
@@ -228,7 +228,9 @@ def send_image(
     Cut, ToolMissing, CheckFailed, ScriptFailed : in the cases of `send_folder`.
     CheckFailed : the file on the remote differs from `image`, for example because `sif` has changed.
     """
-    copies = (f"--copy-dest={rsync.FOLDER}/{basis.name}",) if basis else ()
+    options = ["-rpt", "--copy-links", "--ignore-times"]
+    if basis is not None:
+        options.append(f"--copy-dest={rsync.FOLDER}/{basis.name}")
     with tempfile.TemporaryDirectory(prefix="imgkit-") as work:
         folder = Path(work, image.name)
         folder.mkdir()
@@ -238,7 +240,7 @@ def send_image(
             path=folder,
             label="image",
             size_bytes=image.sif_bytes,
-            options=("-rpt", "--copy-links", "--ignore-times", *copies),
+            options=tuple(options),
             image=image,
             basis=basis.name if basis else "",
         )
@@ -278,19 +280,14 @@ def _send_and_publish(
         except Cut as error:
             failures += 1
             if best_arrived_bytes < 0 or failures >= ATTEMPTS:
-                raise _lost_transfer_error(error, can_resume=best_arrived_bytes > 0) from error
+                hint = str(error.hint)
+                if best_arrived_bytes > 0:
+                    hint += "; the same command resumes the transfer"
+                raise Cut(error.what, where=error.where, hint=hint) from error
             report.note(f"the connection was lost, and imgkit connects again: {error.what}")
             time.sleep(failures - 1)
         else:
             return sent
-
-
-def _lost_transfer_error(error: Cut, *, can_resume: bool) -> Cut:
-    """Return the error for a transfer that gives up after `error`."""
-    hint = str(error.hint)
-    if can_resume:
-        hint += "; the same command resumes the transfer"
-    return Cut(error.what, where=error.where, hint=hint)
 
 
 def _publish(connection: Connection, values: Mapping[str, str], source: Source) -> None:
@@ -301,33 +298,24 @@ def _publish(connection: Connection, values: Mapping[str, str], source: Source) 
     CheckFailed : the root partition of the image on the remote has another digest. It has been removed.
     ToolFailed : the remote's answer cannot be read.
     """
-    output = connection.run(_PUBLISH, {**values, **_root_values(source.image)}, by_transfer=True)
-    if output == b"published\n":
-        return
+    remote = connection.remote.name
+    root = {"sum": ""}  # only an image is checked
+    if source.image is not None:
+        root = {
+            "sum": source.image.root_sha256,
+            "start": str(source.image.root_offset + 1),  # tail -c counts bytes from 1
+            "length": str(source.image.root_bytes),
+        }
+    output = connection.run(_PUBLISH, {**values, **root}, by_transfer=True)
     if output == b"different\n":
-        raise _different_error(connection.remote.name, source)
-    raise unreadable_answer(connection.remote.name, output)
-
-
-def _root_values(image: RemoteImage | None) -> dict[str, str]:
-    """Return the variables of `_PUBLISH` with the digest, start and size of the image's root partition."""
-    if image is None:
-        return {"sum": "", "start": "", "length": ""}
-    return {
-        "sum": image.root_sha256,
-        "start": str(image.root_offset + 1),  # tail -c counts bytes from 1
-        "length": str(image.root_bytes),
-    }
-
-
-def _different_error(remote: str, source: Source) -> CheckFailed:
-    """Return the error for an image that differs on the remote after the transfer."""
-    path = (source.path / SIF).resolve()
-    return CheckFailed(
-        f"what arrived on {remote} differs from the {source.label} here",
-        where=str(path),
-        hint=f"if no program writes to it: imgkit verify {shlex.quote(str(path))}",
-    )
+        path = str((source.path / SIF).resolve())
+        raise CheckFailed(
+            f"what arrived on {remote} differs from the {source.label} here",
+            where=path,
+            hint=f"if no program writes to it: imgkit verify {shlex.quote(path)}",
+        )
+    if output != b"published\n":
+        raise unreadable_answer(remote, output)
 
 
 def _prepare_incoming(
@@ -344,29 +332,24 @@ def _prepare_incoming(
     CheckFailed : the file system has less free space than the content needs. rsync writes a new file beside
         the partial one, so the bytes that have arrived do not count.
     """
-    wait = " ".join(str(second) for second in range(_WAIT_S)) if is_retry else ""
-    output = connection.run(_PREPARE, {**values, "wait": wait}, by_transfer=True)
+    values = {**values, "wait": str(_WAIT_S if is_retry else 0)}
+    output = connection.run(_PREPARE, values, by_transfer=True)
     answer = _PREPARED.fullmatch(output)
     if answer is None:
         raise unreadable_answer(connection.remote.name, output)
     arrived_bytes = min(int(answer["arrived_bytes"]), source.size_bytes)
     free = free_bytes(answer["df_row"].decode(errors="replace"))
     if free is not None and free < source.size_bytes and not source.may_be_linked:
-        raise _no_space_error(connection, source, free, values["home"])
+        raise CheckFailed(
+            f"{size_text(source.size_bytes)} to send to {connection.remote.name}, but {size_text(free)} free",
+            where=values["home"],
+            hint=_space_hint(connection),
+        )
     # Joining adds as many bytes as the basis has, and rsync may write a new file beside the joined one.
     has_space_to_join = free is None or free > 2 * source.size_bytes
     if arrived_bytes and source.basis and has_space_to_join:
         connection.run(_JOIN, {**values, "basis": source.basis}, by_transfer=True)
     return arrived_bytes
-
-
-def _no_space_error(connection: Connection, source: Source, free: int, home: str) -> CheckFailed:
-    """Return the error for a file system with `free` bytes, on which `source` has no space."""
-    return CheckFailed(
-        f"{size_text(source.size_bytes)} to send to {connection.remote.name}, but {size_text(free)} free",
-        where=home,
-        hint=_space_hint(connection),
-    )
 
 
 def _space_hint(connection: Connection) -> str:
@@ -396,8 +379,18 @@ def _send_files(
     try:
         return rsync.run_rsync(connection, folder, args, report, source.size_bytes)
     except ScriptFailed as error:
-        if not _FULL_DISK.search(error.output):
-            raise
         message = f"the disk of {connection.remote.name} is full"
-        hint = f"{error.hint}\n{_space_hint(connection)}"
+        if not _FULL_DISK.search(error.output):
+            if error.code != rsync.FILE_ERROR:
+                raise
+            # rsync on the remote ends after such an error, and its message is lost if rsync here has noticed
+            # the closed pipe before it has read the message.
+            answer = connection.run('df -Pk -- "$folder"\n', {"folder": folder}, by_transfer=True)
+            free = free_bytes(answer.decode(errors="replace"))
+            if free is None or free >= source.size_bytes:
+                raise
+            message += f": {size_text(free)} free"
+        hint = _space_hint(connection)
+        if error.hint:
+            hint = f"{error.hint}\n{hint}"
         raise CheckFailed(message, where=folder, hint=hint) from error

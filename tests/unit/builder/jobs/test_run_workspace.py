@@ -158,6 +158,7 @@ def test_start_that_was_killed_while_it_copied_is_repeated(
     assert end(start(PROGRAM, {"cp": half}))[0] == -9
     (tmp_path / "cp").unlink()
     assert end(start('cd "$IMGKIT_RUN_DIR/workspace"; [[ $(< train.py) == "print(1)" ]]\n')) == (0, "")
+    assert list((tmp_path / "runs/mn5-7").glob(".imgkit-workspace.*")) == []
 
 
 def test_job_whose_code_is_gone_does_not_start(

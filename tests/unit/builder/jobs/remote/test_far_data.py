@@ -17,7 +17,7 @@ from imgkit_builder.jobs.job import Job
 from imgkit_builder.jobs.prepared import PreparedJob
 from imgkit_builder.jobs.remote import connection, gc, store
 from imgkit_builder.jobs.remote.config import Remote
-from imgkit_builder.jobs.remote.connection import Connection
+from imgkit_builder.jobs.remote.connection import Connection, ScriptFailed
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.resolve import resolve_job
 from imgkit_builder.jobs.transport import Ssh
@@ -93,6 +93,21 @@ def test_full_disk_names_what_to_remove(project: Path, tmp_path: Path, ssh: Path
     with pytest.raises(CheckFailed, match="data: the disk of far is full\n") as caught:
         send(tmp_path)
     assert "imgkit remote gc far --delete" in str(caught.value.hint)
+
+
+def test_full_disk_is_named_if_the_message_of_rsync_is_lost(project: Path, tmp_path: Path, ssh: Path) -> None:
+    """When the pipe to rsync's receiver breaks first, only its exit code arrives."""
+    send(tmp_path)
+    (project / "data/x/sub/test").write_text("new\n")
+    rsync = write_program(tmp_path / "far-bin/rsync", "exit 11")
+    write_program(rsync.with_name("df"), "echo 'tmpfs 9216 9200 16 100% /scratch'")
+    ssh.write_text(ssh.read_text().replace("exec ", f"PATH={rsync.parent}:$PATH exec ", 1))
+    with pytest.raises(CheckFailed, match=r"data: the disk of far is full: 16\.4 kB free\n") as caught:
+        send(tmp_path)
+    assert "imgkit remote gc far --delete" in str(caught.value.hint)
+    write_program(rsync.with_name("df"), "echo 'tmpfs 9216 9200 9200 1% /scratch'")
+    with pytest.raises(ScriptFailed, match="a command on far failed with exit code 11"):
+        send(tmp_path)
 
 
 def test_missing_path_of_the_cluster_is_named(project: Path, tmp_path: Path) -> None:

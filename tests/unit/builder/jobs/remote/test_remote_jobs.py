@@ -5,6 +5,7 @@ The ``ssh`` here is a fake: it runs the script on this machine, which has a fake
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,22 @@ def test_further_size_costs_one_call_of_ssh(
         assert any(f"#SBATCH --nodes={nodes}\n" in text for text in scripts)
     assert all(far_image in text for text in scripts)
     assert not any(image_source.UNKNOWN_HOME + "/" in text for text in scripts)
+
+
+def test_status_costs_one_call_of_ssh(
+    call: Any, far_image: str, ssh: Path, tmp_path: Path, fake_program: FakeProgram
+) -> None:
+    argv = ("run", "mine.yaml", "--on", "far", "--image", far_image, "--detach", "--", "true")
+    assert call(*argv)[0] == 0
+    use = {"readings": 480, "gpu_percent": 87.4, "memory_MiB": 61240.0}
+    write_files(tmp_path / "store/runs/mine-1", {"gpu-use.json": json.dumps(use)})
+    fake_program("squeue", "echo '1  gpu RUNNING, 1 nodes, elapsed 0:01'")
+    ssh.write_text(ssh.read_text().replace("\n", f"\necho >> {tmp_path}/calls\n", 1))
+    status, out, _ = call("status", "1@far", "--json")
+    assert (status, (tmp_path / "calls").read_text()) == (0, "\n")
+    answer = json.loads(out)
+    assert (answer["state"], answer["gpu_use"]) == ("running", use)
+    assert "squeue" in call("status", "1@far")[2]
 
 
 @pytest.mark.programs("rsync")
