@@ -358,7 +358,7 @@ def _with_bound_entry_points(prepared: PreparedJob) -> PreparedJob:
         warning = f"{job.container.image}: {arch_error.what}"
         job = dataclasses.replace(job, warnings=(*job.warnings, warning))
         prepared = dataclasses.replace(prepared, job=job)
-    return submit.look_into(prepared, Local())
+    return submit.bind_entry_points(prepared, Local())
 
 
 def _no_scheduler_hint(recipe: str) -> str:

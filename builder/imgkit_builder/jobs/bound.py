@@ -23,10 +23,9 @@ from imgkit_builder.base.process import Finished
 from imgkit_builder.image import inside, wheel
 from imgkit_builder.image.inside import PythonReport
 from imgkit_builder.jobs import quoting
-from imgkit_builder.jobs.job import Argv, BoundEntryPoints, Job
+from imgkit_builder.jobs.job import Argv, BoundEntryPoints, Job, Runner
 from imgkit_builder.jobs.resolve import chooses_cpus
 from imgkit_builder.jobs.runtimes import runtime_of
-from imgkit_builder.jobs.runtimes.base import Runner
 from imgkit_builder.oci.platform import kernel_names
 from imgkit_builder.recipe import bases
 from imgkit_builder.sif import image
@@ -153,6 +152,12 @@ def _entry_points(job: Job, python: PythonReport, digest: str) -> BoundEntryPoin
         site=python.entry_points or python.site,
         digest="" if digest == _NO_DIGEST else digest,
     )
+
+
+def folder_of(job: Job) -> Path:
+    """Return the folder on the nodes with the entry points that are bound into the job's image."""
+    assert job.container.bound is not None  # noqa: S101 - only such a job has the folder
+    return Path(job.container.bound.folder)
 
 
 def bound_files(job: Job) -> tuple[tuple[str, bytes], ...]:

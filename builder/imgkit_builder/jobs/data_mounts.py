@@ -18,7 +18,7 @@ from imgkit_builder.data.folder import DataFolder
 from imgkit_builder.data.spec import DataSpec
 from imgkit_builder.jobs import quoting
 from imgkit_builder.jobs.code_tree import CodeFile
-from imgkit_builder.jobs.job import DataMount, Job
+from imgkit_builder.jobs.job import DataMount, Job, RunScript
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_entrypoints.errors import UsageError
@@ -146,18 +146,37 @@ def _refuse_unmountable(job: Job, item: DataSpec, source: str) -> None:
             raise UsageError(f"{runtime.kind} cannot mount {path}", where="data", hint="give it another name")
 
 
-def refuse_missing(job: Job) -> None:
-    """Raise UsageError if a path of the cluster is missing on this machine, or cannot be read."""
-    for mount in job.container.data:
-        if "$" in mount.source:  # a module of the site sets the variable on the nodes
-            continue
-        if not os.path.lexists(mount.source):
-            raise path_error(mount.source, "missing", "this machine")
-        if not os.access(mount.source, os.R_OK):
-            raise path_error(mount.source, "closed", "this machine")
+# Print "missing PATH" for each argument that does not exist, and "closed PATH" for each that cannot be read.
+_CHECK_PATHS = """\
+for path; do
+    if [ ! -e "$path" ]; then echo "missing $path"; elif [ ! -r "$path" ]; then echo "closed $path"; fi
+done
+"""
 
 
-def path_error(path: str, state: str, machine: str) -> UsageError:
+def refuse_missing(request: JobRequest, machine: str, run_script: RunScript) -> None:
+    """Raise UsageError if a path of the cluster is missing, or if the user cannot read it.
+
+    Paths with a variable of the site are not checked, because only the nodes know the variable.
+
+    Parameters
+    ----------
+    machine : the name of the machine that submits the job. Messages contain it.
+    run_script : runs a script of sh on that machine.
+    """
+    paths = []
+    for item in spec.parse_all(request.container.data):
+        if not item.is_local and "$" not in item.source:
+            paths.append(item.source)
+    if not paths:
+        return
+    output = run_script(_CHECK_PATHS, paths, ()).decode(errors="replace")
+    state, _, path = output.partition("\n")[0].partition(" ")
+    if state:
+        raise _path_error(path, state, machine)
+
+
+def _path_error(path: str, state: str, machine: str) -> UsageError:
     """Return the error for data on `machine` that is missing or that this user cannot read.
 
     Parameters

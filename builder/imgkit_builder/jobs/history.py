@@ -20,6 +20,7 @@ from pathlib import Path
 from imgkit_builder.base import process
 from imgkit_builder.base.process import Finished
 from imgkit_builder.jobs import measured, records, systems
+from imgkit_builder.jobs.job import Runner
 from imgkit_builder.jobs.measured import LastNumbers
 from imgkit_builder.jobs.remote import config, connection
 from imgkit_builder.jobs.remote import jobs as remote_jobs
@@ -31,7 +32,7 @@ from imgkit_entrypoints.launch import gpu_use, stop_protocol
 from imgkit_entrypoints.rollcall.messages import GpuUse
 
 
-def scheduler_runner(record: SubmittedJob, *, may_ask: bool = False) -> Callable[[Sequence[str]], Finished]:
+def scheduler_runner(record: SubmittedJob, *, may_ask: bool = False) -> Runner:
     """Return a function that runs a command on the machine where the job was submitted.
 
     The function returns when the command has ended. A failed command does not raise.
@@ -43,7 +44,7 @@ def scheduler_runner(record: SubmittedJob, *, may_ask: bool = False) -> Callable
     return _runner_on(record.job.remote, may_ask=may_ask)
 
 
-def files_runner(record: SubmittedJob, *, may_ask: bool = False) -> Callable[[Sequence[str]], Finished]:
+def files_runner(record: SubmittedJob, *, may_ask: bool = False) -> Runner:
     """Return a function that runs a command on the machine that has the job's files.
 
     This is another machine than that of `scheduler_runner` for a job in pods whose files a remote stores.
@@ -51,7 +52,7 @@ def files_runner(record: SubmittedJob, *, may_ask: bool = False) -> Callable[[Se
     return _runner_on(record.job.files_remote, may_ask=may_ask)
 
 
-def _runner_on(remote: str, *, may_ask: bool) -> Callable[[Sequence[str]], Finished]:
+def _runner_on(remote: str, *, may_ask: bool) -> Runner:
     """Return a function that runs a command on the remote of this name, or on this machine for ``""``."""
     if not remote:
         return functools.partial(process.run, check=False)
@@ -106,7 +107,7 @@ class JobReport:
         return self.record.state in FINAL_STATES
 
 
-def report_job(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> JobReport:
+def report_job(record: SubmittedJob, run: Runner) -> JobReport:
     """Return the state of a job, and how it ended if it has ended.
 
     The scheduler is asked. If it has forgotten the job, the state is from the job's record or run folder. A
@@ -127,7 +128,7 @@ def report_job(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -
     return latest
 
 
-def _report_state(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> JobReport:
+def _report_state(record: SubmittedJob, run: Runner) -> JobReport:
     """Return the same as `report_job`, but do not check whether imgkit has cancelled the job."""
     if record.answer is not None:
         return JobReport(record=record)  # without an id, the scheduler cannot be asked
@@ -163,9 +164,7 @@ def _says_unknown_job(system: System, answer: Finished) -> bool:
     return system.reports_state and bool(re.search(system.queue.unknown_job, answer.output))
 
 
-def _scheduler_report(
-    record: SubmittedJob, argv: Sequence[str], status: JobStatus, run: Callable[[Sequence[str]], Finished]
-) -> JobReport:
+def _scheduler_report(record: SubmittedJob, argv: Sequence[str], status: JobStatus, run: Runner) -> JobReport:
     """Return the report of a job whose `status` the scheduler's command `argv` has printed."""
     code = status.code
     if status.state == "failed" and code:
@@ -175,7 +174,7 @@ def _scheduler_report(
     return JobReport(record=current, argv=tuple(argv), text=status.text, code=code, wait=status.wait)
 
 
-def _report_without_scheduler(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> JobReport:
+def _report_without_scheduler(record: SubmittedJob, run: Runner) -> JobReport:
     """Return the report of a job that the scheduler has forgotten.
 
     The state is that of the record if an earlier look saved how the job ended. Otherwise it follows from the
@@ -193,7 +192,7 @@ def _report_without_scheduler(record: SubmittedJob, run: Callable[[Sequence[str]
     return JobReport(record=dataclasses.replace(record, state=state), code=code)
 
 
-def _code_in_run_folder(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> int | None:
+def _code_in_run_folder(record: SubmittedJob, run: Runner) -> int | None:
     """Return the exit code that the head's node agent wrote into the run folder at the end of the run.
 
     The result is None if it has written none, for example because it was killed.
@@ -201,7 +200,7 @@ def _code_in_run_folder(record: SubmittedJob, run: Callable[[Sequence[str]], Fin
     return stop_protocol.result_code(_file_of_run(record, stop_protocol.RESULT, run))
 
 
-def gpu_use_of(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> GpuUse | None:
+def gpu_use_of(record: SubmittedJob, run: Runner) -> GpuUse | None:
     """Return how much the run has used its GPUs until now.
 
     The result is None if no node agent has written it, as in jobs on CPUs.
@@ -209,7 +208,7 @@ def gpu_use_of(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -
     return gpu_use.parse(_file_of_run(record, stop_protocol.GPU_USE, run))
 
 
-def _file_of_run(record: SubmittedJob, name: str, run: Callable[[Sequence[str]], Finished]) -> str:
+def _file_of_run(record: SubmittedJob, name: str, run: Runner) -> str:
     """Return the text of a file in the job's run folder.
 
     If there is no such file, the result is empty or the error message of ``cat``. The caller must parse the
@@ -225,7 +224,7 @@ def _file_of_run(record: SubmittedJob, name: str, run: Callable[[Sequence[str]],
     return run(("cat", "--", str(record.job.run_folder / name))).output
 
 
-def cancel_job(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> Finished:
+def cancel_job(record: SubmittedJob, run: Runner) -> Finished:
     """Cancel the job by its scheduler's command, and return the result of the command.
 
     If the command succeeds, the job's record says from then on that imgkit has cancelled the job.
@@ -272,7 +271,7 @@ _KILLED_CODE = 137
 _TAIL_BYTES = 64 << 10
 
 
-def failure_hints(latest: JobReport, run: Callable[[Sequence[str]], Finished]) -> Iterator[str]:
+def failure_hints(latest: JobReport, run: Runner) -> Iterator[str]:
     """Yield explanations of a job's failure, each with what the user can do.
 
     Two causes are recognized: the job had too little memory, or its command started no ranks. Nothing is
@@ -293,7 +292,7 @@ def failure_hints(latest: JobReport, run: Callable[[Sequence[str]], Finished]) -
         yield from systems.program_starts_once(record.command)
 
 
-def _end_of_output(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> str:
+def _end_of_output(record: SubmittedJob, run: Runner) -> str:
     """Return the last 64 KiB of the job's output, or "" if a command shows the output and no file has it."""
     log_argv = systems.get_system(record.job.system).log_source(record.job)
     log_files = [argument for argument in log_argv if argument.startswith("/")]
@@ -424,7 +423,7 @@ def poll_pauses() -> Iterator[float]:
 
 def wait_for_job(
     record: SubmittedJob,
-    run: Callable[[Sequence[str]], Finished],
+    run: Runner,
     *,
     limit_s: float | None = None,
     log: WaitLog | None = None,
@@ -465,7 +464,7 @@ def wait_for_job(
     raise AssertionError("the pauses do not end")
 
 
-def refresh_state(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> SubmittedJob:
+def refresh_state(record: SubmittedJob, run: Runner) -> SubmittedJob:
     """Return `record` with the state that the scheduler reports now.
 
     The scheduler is not asked about a job that has ended, or if its commands do not report states.

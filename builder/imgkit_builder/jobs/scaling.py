@@ -22,18 +22,17 @@ import re
 import shlex
 import statistics
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from imgkit_builder.base import files, process
-from imgkit_builder.base.process import Finished
 from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.jobs import data_mounts, measured, records, systems
 from imgkit_builder.jobs import submit as submission
 from imgkit_builder.jobs.code import CodeFolder
 from imgkit_builder.jobs.handle import find_job
-from imgkit_builder.jobs.job import Job, Script
+from imgkit_builder.jobs.job import Job, Runner, Script
 from imgkit_builder.jobs.prepared import PreparedJob
 from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.request import JobRequest
@@ -181,7 +180,7 @@ def _refuse_unmeasurable(prepared: PreparedJob) -> None:
     raise UsageError(message, hint="a recipe for Slurm or PBS, without job arrays")
 
 
-def refuse_unstartable(job: Job, script: Script, run: Callable[[Sequence[str]], Finished]) -> None:
+def refuse_unstartable(job: Job, script: Script, run: Runner) -> None:
     """Raise UsageError if Slurm would never start `job`. Jobs of other schedulers are not checked.
 
     sbatch accepts a job of more nodes than the partition allows, and the job then waits for ever with the

@@ -9,8 +9,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import tempfile
-from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
 
 from imgkit_builder.base import files, process
@@ -35,43 +34,8 @@ from imgkit_entrypoints.system import WORKSPACE
 
 # Folder in imgkit's folder on a remote with the data of all projects.
 DATA_FOLDER = "data"
-# Print "missing PATH" for each path that does not exist, and "closed PATH" for each that cannot be read.
-_CHECK_DATA = """\
-printf '%s\\n' "$paths" | while IFS= read -r path; do
-    if [ ! -e "$path" ]; then echo "missing $path"; elif [ ! -r "$path" ]; then echo "closed $path"; fi
-done
-"""
 # Number of folders of earlier code on a remote in which rsync looks for equal files (--link-dest).
 _MAX_SIMILAR_FOLDERS = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Folder:
-    """A folder that a job mounts or copies.
-
-    Its name follows from its content. So a folder that exists is complete, and is never written again.
-    """
-
-    path: str
-    """The absolute path of the folder where the job runs."""
-    label: str
-    """The name of the folder in messages, such as ``code``."""
-    source: str
-    """The folder on this machine from which the content comes, or "" if imgkit itself provides it."""
-    size_bytes: int
-    write: Callable[[Path], None]
-    """Writes the content to a folder that does not exist."""
-
-
-def folder_of_code(code: CodeFolder, job: Job) -> Folder:
-    """Return the folder of the job's code, for `Transport.put`."""
-    return Folder(
-        path=job.container.code_folder,
-        label="code",
-        source=str(code.folder),
-        size_bytes=code.tree.size_bytes,
-        write=code.tree.write,
-    )
 
 
 class Transport(abc.ABC):
@@ -137,10 +101,22 @@ class Transport(abc.ABC):
         """
 
     @abc.abstractmethod
-    def put(self, folder: Folder, report: Reporter) -> None:
-        """Write the folder on that machine, or do nothing if it exists already.
+    def put_code(self, code_folder: CodeFolder, home: Path, report: Reporter) -> None:
+        """Write the code to its folder in the store of code, unless the store has it already.
 
-        No other process sees the folder half written.
+        The folder is named by the digest of the code. So a folder that exists is complete, and no other
+        process sees one that is half written.
+
+        Parameters
+        ----------
+        home : the folder with the store, as `home_of` returns it.
+        """
+
+    @abc.abstractmethod
+    def put_entry_points(self, job: Job, report: Reporter) -> None:
+        """Write the entry points that are bound into the job's image, unless their folder exists already.
+
+        The folder is named by a digest of the files, so the same holds as for `put_code`.
         """
 
     def make_run_folder(self, job: Job, code_folder: CodeFolder | None, report: Reporter) -> None:
@@ -213,14 +189,18 @@ class Local(Transport):
     def with_data(self, prepared: PreparedJob, report: Reporter) -> Job:
         """Check the data, which is on this machine already. See `Transport`."""
         del report  # there is nothing to bring
-        job = data_mounts.with_data(prepared.job, prepared.data)
-        data_mounts.refuse_missing(job)
-        return job
+        data_mounts.refuse_missing(prepared.job.request, "this machine", self.run_script)
+        return data_mounts.with_data(prepared.job, prepared.data)
 
-    def put(self, folder: Folder, report: Reporter) -> None:
-        """Write the folder. See `Transport`."""
+    def put_code(self, code_folder: CodeFolder, home: Path, report: Reporter) -> None:
+        """Write the code. See `Transport`."""
         del report  # a folder of code takes a second
-        bound.write_folder(Path(folder.path), folder.write)
+        bound.write_folder(home / self.code_folder / code_folder.record.sha256, code_folder.tree.write)
+
+    def put_entry_points(self, job: Job, report: Reporter) -> None:
+        """Write the entry points. See `Transport`."""
+        del report  # the files are small
+        bound.write_folder(bound.folder_of(job), lambda folder: bound.write_bound_files(job, folder))
 
     def make_run_folder(self, job: Job, code_folder: CodeFolder | None, report: Reporter) -> None:
         """Make the run folder of a job that starts at once, with the run's copy of the code."""
@@ -319,7 +299,7 @@ class Ssh(Transport):
         """Send the data by rsync, as far as the remote lacks it. See `Transport`."""
         assert self.store is not None  # noqa: S101 - `bring_image` comes first
         job = data_mounts.with_data(prepared.job, prepared.data, f"{self.store.home}/{DATA_FOLDER}")
-        self._refuse_missing_data(job)
+        data_mounts.refuse_missing(job.request, self.name, self.run_script)
         self.send_data(prepared.data, report)
         return job
 
@@ -330,22 +310,6 @@ class Ssh(Transport):
             if folder.name not in self.store.data:
                 self._send_data(folder, self.store, report)
 
-    def _refuse_missing_data(self, job: Job) -> None:
-        """Raise UsageError if a path of the cluster is missing on the remote, or cannot be read there.
-
-        Paths with a variable of the site are not checked, because only the nodes know the variable.
-        """
-        home = str(job.directory)
-        paths = [
-            mount.source for mount in job.container.data if not mount.source.startswith((f"{home}/", "$"))
-        ]
-        if not paths:
-            return
-        output = self.connection.run(_CHECK_DATA, {"paths": "\n".join(paths)}).decode(errors="replace")
-        state, _, path = output.partition("\n")[0].partition(" ")
-        if state in ("missing", "closed"):
-            raise data_mounts.path_error(path, state, self.name)
-
     def _send_data(self, folder: DataFolder, store: Store, report: Reporter) -> None:
         """Send a folder of data. Files that an earlier version of it on the remote has are not sent again."""
         title = f"{folder.spec.source}, {folder.files} files, {size_text(folder.size_bytes)}"
@@ -354,68 +318,52 @@ class Ssh(Transport):
         transferred = transfer.send_data(
             self.connection, folder, home=store.home, earlier=tuple(earlier[:1]), report=report
         )
-        size = f": {transferred}" if transferred else ""
-        report.note(f"sent: data{size}")
+        report.note(_sent_text("data", transferred))
 
-    def put(self, folder: Folder, report: Reporter) -> None:
-        """Send the folder by rsync. See `Transport`."""
+    def put_code(self, code_folder: CodeFolder, home: Path, report: Reporter) -> None:
+        """Send the code by rsync, which finds equal files of earlier code on the remote. See `Transport`."""
         assert self.store is not None  # noqa: S101 - `bring_image` comes first
-        parent, _, name = folder.path.rpartition("/")
-        if parent != f"{self.store.home}/{self.code_folder}":
-            # The folder of the entry points, which `self.store` does not list.
-            if not self._exists(folder.path):
-                target = folder.path.removeprefix(f"{self.store.home}/")
-                self._send(folder, home=self.store.home, target=target, report=report)
+        sha256 = code_folder.record.sha256
+        if sha256 in self.store.code:
+            report.note(f"to send: nothing of the code; {self.name} has that of {code_folder.folder}")
             return
-        if name in self.store.code:
-            report.note(f"to send: nothing of the code; {self.name} has that of {folder.source}")
-            return
-        similar = self.store.code[:_MAX_SIMILAR_FOLDERS]
-        transferred = self._send(
-            folder,
-            home=self.store.home,
-            target=f"{self.code_folder}/{name}",
-            similar=similar,
-            is_prepared=name == self.store.incoming_code,
-            report=report,
-        )
-        size = f": {transferred}" if transferred else ""
-        report.note(f"sent: code{size}")
-
-    def _send(
-        self,
-        folder: Folder,
-        *,
-        home: str,
-        target: str,
-        similar: tuple[str, ...] = (),
-        is_prepared: bool = False,
-        report: Reporter,
-    ) -> Transferred | None:
-        """Write the folder's content to a temporary folder, and send that folder by rsync.
-
-        The parameters are those of `transfer.send_folder`.
-        """
         with tempfile.TemporaryDirectory(prefix="imgkit-") as work:
             # rsync reads a copy: what it sends has the digest, even if somebody edits a file in the meantime.
-            copy = Path(work, target.rpartition("/")[2])
-            folder.write(copy)
-            return transfer.send_folder(
+            copy = Path(work, sha256)
+            code_folder.tree.write(copy)
+            transferred = transfer.send_folder(
                 self.connection,
                 copy,
-                label=folder.label,
-                size_bytes=folder.size_bytes,
-                home=home,
-                target=target,
-                similar=similar,
-                is_prepared=is_prepared,
+                label="code",
+                size_bytes=code_folder.tree.size_bytes,
+                home=str(home),
+                target=f"{self.code_folder}/{sha256}",
+                similar=self.store.code[:_MAX_SIMILAR_FOLDERS],
+                is_prepared=sha256 == self.store.incoming_code,
                 report=report,
             )
+        report.note(_sent_text("code", transferred))
 
-    def _exists(self, path: str) -> bool:
-        """Return whether `path` is a folder on the remote."""
-        output = self.connection.run('if [ -d "$folder" ]; then echo exists; fi\n', {"folder": path})
-        return output == b"exists\n"
+    def put_entry_points(self, job: Job, report: Reporter) -> None:
+        """Send the entry points by rsync. See `Transport`."""
+        assert self.store is not None  # noqa: S101 - `bring_image` comes first
+        folder = bound.folder_of(job)
+        # `self.store` does not list this folder.
+        output = self.connection.run('if [ -d "$folder" ]; then echo exists; fi\n', {"folder": str(folder)})
+        if output == b"exists\n":
+            return
+        with tempfile.TemporaryDirectory(prefix="imgkit-") as work:
+            copy = Path(work, folder.name)
+            bound.write_bound_files(job, copy)
+            transfer.send_folder(
+                self.connection,
+                copy,
+                label="entry points",
+                size_bytes=sum(len(data) for _, data in bound.bound_files(job)),
+                home=self.store.home,
+                target=str(folder.relative_to(self.store.home)),
+                report=report,
+            )
 
     def with_entry_points(self, prepared: PreparedJob) -> Job:
         """Inspect the image on the remote, unless it is known to have the entry points. See `Transport`."""
@@ -474,11 +422,7 @@ class VolumeStore(Local):
     def make_run_folder(self, job: Job, code_folder: CodeFolder | None, report: Reporter) -> None:
         """Send the code, and make the run folder with the script that copies the code into it."""
         if code_folder is not None:
-            assert job.container.code is not None  # noqa: S101 - the job has the code of the folder
-            # In the job, the path of the code is that in the pods. The remote has the folder by another path.
-            path = f"{self._store.home}/{self.code_folder}/{job.container.code.sha256}"
-            folder = dataclasses.replace(folder_of_code(code_folder, job), path=path)
-            self._files.put(folder, report)
+            self._files.put_code(code_folder, self.home_of(job), report)
         volume.make_run_folder(self.connection, self._store, job)
 
     def run_script(self, script: str, args: Iterable[str], data: Iterable[bytes]) -> bytes:
@@ -503,6 +447,16 @@ class VolumeStore(Local):
             run_name=Path(job.run_folder).name,
         )
         return dataclasses.replace(record, job=queued)
+
+
+def _sent_text(label: str, transferred: Transferred | None) -> str:
+    """Return the line about what was sent: ``sent: code: 2 files, 100.0 kB``.
+
+    The numbers are left out if rsync did not report them.
+    """
+    if transferred is None:
+        return f"sent: {label}"
+    return f"sent: {label}: {transferred}"
 
 
 def _report_left_out(

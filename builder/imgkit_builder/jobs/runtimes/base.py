@@ -12,14 +12,13 @@ import contextlib
 import dataclasses
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from imgkit_builder.base import files
-from imgkit_builder.base.process import Finished
 from imgkit_builder.image.wheel import PACKAGE
 from imgkit_builder.jobs import quoting
-from imgkit_builder.jobs.job import Argv, Container, Job, RuntimeKind
+from imgkit_builder.jobs.job import Argv, Container, Job, Runner, RuntimeKind
 from imgkit_builder.packages import record
 from imgkit_builder.recipe.targets import Target
 from imgkit_builder.sif import image, sqsh
@@ -28,12 +27,6 @@ from imgkit_entrypoints import system
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.rules import site_variables
 from imgkit_entrypoints.system import HOST, HOST_FOLDERS, JOB_FOLDER, SYSTEM_JSON, WORKSPACE
-
-Runner = Callable[[Sequence[str]], Finished]
-"""A function that runs a command where the job is submitted, and waits for its end.
-
-The exit code is 127 if the program is missing, as in a shell.
-"""
 
 # Options by which the containers of Apptainer, Singularity, Docker and Podman see the GPUs of their node. A
 # job without GPUs leaves them out.

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from imgkit_builder.jobs import quoting
-from imgkit_builder.jobs.job import Argv, Job
+from imgkit_builder.jobs.job import Argv, Job, Runner
 from imgkit_builder.jobs.memory import size_text
-from imgkit_builder.jobs.runtimes.base import Runner, Runtime, check_reference, with_targets
+from imgkit_builder.jobs.runtimes.base import Runtime, check_reference, with_targets
 from imgkit_builder.recipe.systems import is_podman
 
 _OPEN_FILES = "--ulimit=nofile=16384"
