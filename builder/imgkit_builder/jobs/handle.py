@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from imgkit_builder.base import process
 from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.jobs import code as code_of
 from imgkit_builder.jobs import conversion, history, image_source, records, resume, submit, systems
@@ -21,8 +22,18 @@ from imgkit_builder.jobs.submitted import JobState, SubmittedJob
 from imgkit_builder.jobs.transport import Local, Ssh, Transport, VolumeStore
 from imgkit_entrypoints.errors import UsageError
 
-# `JobHandle.logs` asks for the last 16 MiB of an output that is in a file.
-_MAX_LOG_BYTES = 16 << 20
+# The most that `JobHandle.logs` returns. It is 1 KiB less than the most that imgkit keeps of a program's
+# output, so that the line about what is left out has room.
+_MAX_LOG_BYTES = process.MOST_BYTES - 1024
+# Print the end of a file, after a line about its size if that is only a part of the file. The arguments are
+# the largest number of bytes and the path.
+_PRINT_END = """\
+bytes=$(wc -c < "$2") || exit
+if [ "$bytes" -gt "$1" ]; then
+    echo "imgkit: the output has $((bytes)) bytes, of which these are the last $1"
+fi
+exec tail -c "$1" -- "$2"
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +76,7 @@ class JobHandle:
     def logs(self) -> str:
         """Return the job's output so far. It is empty if there is none yet, or if it cannot be read.
 
-        Only the end of a large output is returned.
+        Of an output of more than 8 MiB, only the end is returned. If it is in a file, the first line says so.
 
         Raises
         ------
@@ -74,7 +85,7 @@ class JobHandle:
         # The system's command follows the output and would not end. Of tail, the last argument is the file.
         argv = systems.get_system(self.record.job.system).log_source(self.record.job)
         if argv[0] == "tail":
-            argv = ("tail", "-c", str(_MAX_LOG_BYTES), "--", argv[-1])
+            argv = ("sh", "-c", _PRINT_END, "sh", str(_MAX_LOG_BYTES), argv[-1])
         else:
             argv = tuple(argument for argument in argv if argument != "--follow")
         answer = history.scheduler_runner(self.record)(argv)
