@@ -356,8 +356,7 @@ def _with_bound_entry_points(prepared: PreparedJob) -> PreparedJob:
     arch_error = runtime_of(job).arch_error(job)
     if arch_error:  # the submission raises it
         warning = f"{job.container.image}: {arch_error.what}"
-        job = dataclasses.replace(job, warnings=(*job.warnings, warning))
-        prepared = dataclasses.replace(prepared, job=job)
+        prepared = dataclasses.replace(prepared, job=job.with_warning(warning))
     return submit.bind_entry_points(prepared, Local())
 
 

@@ -34,7 +34,7 @@ def list_folders(request: JobRequest) -> tuple[DataFolder, ...]:
     ------
     UsageError : an item of ``data`` cannot be parsed, or its folder cannot be sent.
     """
-    project = _project_folder(request)
+    project = request.project_folder
     folders = []
     for item in spec.parse_all(request.container.data):
         if item.hub:
@@ -51,18 +51,13 @@ def download(folders: Iterable[DataFolder], request: JobRequest, report: Reporte
     ------
     ImgkitError : in the cases of `hub.download`.
     """
-    project = _project_folder(request)
+    project = request.project_folder
     complete = []
     for item in folders:
         if item.files == 0:  # a repository of the hub that this machine lacks
             item = hub.download(item.spec, project, report)
         complete.append(item)
     return tuple(complete)
-
-
-def _project_folder(request: JobRequest) -> Path:
-    """Return the folder of imgkit.toml, or the current one. Relative paths of data are below it."""
-    return request.project.file.parent if request.project else Path()
 
 
 def with_data(job: Job, folders: Iterable[DataFolder], store: str = "") -> Job:
@@ -79,12 +74,13 @@ def with_data(job: Job, folders: Iterable[DataFolder], store: str = "") -> Job:
     UsageError : the job's runtime cannot mount a folder.
     """
     specs = spec.parse_all(job.request.container.data)
-    sources = {item.spec: f"{store}/{item.name}" if store else str(item.path) for item in folders}
+    sources: dict[DataSpec, str] = {}
+    for data_folder in folders:
+        path = f"{store}/{data_folder.name}" if store else str(data_folder.path)
+        sources[data_folder.spec] = quoting.check_flag_value("data", path)
     mounts = []
     for item in specs:
         source = sources.get(item, item.source)  # a path of the cluster is its own source
-        if item in sources:
-            quoting.check_flag_value("data", source)
         _refuse_unmountable(job, item, source)
         mounts.append(DataMount(source=source, target=item.target))
     if any(item.hub for item in specs):
@@ -239,7 +235,7 @@ def code_patterns(request: JobRequest, code: Path) -> Iterator[str]:
     The patterns keep data out of the code. The file with the hub's locked versions stays out too, because a
     download writes it after the code has been read.
     """
-    project = _project_folder(request)
+    project = request.project_folder
     root = code.absolute()
     for item in spec.parse_all(request.container.data):
         name = hub.LOCK if item.hub else item.source

@@ -59,7 +59,8 @@ class JobHandle:
         ------
         ToolFailed : the scheduler did not answer. The job may still run.
         """
-        return history.report_job(self.record, history.scheduler_runner(self.record)).record.state
+        report = history.report_job(self.record, history.scheduler_runner(self.record))
+        return report.record.state
 
     def wait(self, timeout_s: float | None = None) -> JobState:
         """Wait until the job has ended, or for `timeout_s` seconds, and return the job's state.
@@ -69,9 +70,9 @@ class JobHandle:
         UsageError : the system's commands do not report whether a job has ended.
         ToolFailed : the scheduler has not answered even once.
         """
-        return history.wait_for_job(
-            self.record, history.scheduler_runner(self.record), limit_s=timeout_s
-        ).record.state
+        run = history.scheduler_runner(self.record)
+        report = history.wait_for_job(self.record, run, limit_s=timeout_s)
+        return report.record.state
 
     def logs(self) -> str:
         """Return the job's output so far. It is empty if there is none yet, or if it cannot be read.
@@ -214,7 +215,7 @@ def prepare_resume(
     """
     recorded = resume.load_request(record)
     run = history.scheduler_runner(record, may_ask=may_ask)
-    run_on_files = history.files_runner(record, may_ask=may_ask)
+    run_on_files = history.runner_on(record.job.files_remote, may_ask=may_ask)
     resume.refuse_unended(record, run, run_on_files, has_command=bool(changes.launch.command))
     request = resume.with_flags(recorded.request, changes)
     code = None if same_code else read_code(request)

@@ -26,7 +26,6 @@ from imgkit_builder.jobs.remote import config, connection
 from imgkit_builder.jobs.remote import jobs as remote_jobs
 from imgkit_builder.jobs.remote.connection import Connection
 from imgkit_builder.jobs.submitted import FINAL_STATES, JobState, JobStatus, QueuedJob, SubmittedJob, WaitInfo
-from imgkit_builder.jobs.systems import System
 from imgkit_entrypoints.errors import EXIT_SAVED, ToolFailed, ToolMissing, UsageError
 from imgkit_entrypoints.launch import gpu_use, stop_protocol
 from imgkit_entrypoints.rollcall.messages import GpuUse
@@ -41,19 +40,14 @@ def scheduler_runner(record: SubmittedJob, *, may_ask: bool = False) -> Runner:
     ----------
     may_ask : whether ssh may ask a person for a password or a second factor.
     """
-    return _runner_on(record.job.remote, may_ask=may_ask)
+    return runner_on(record.job.remote, may_ask=may_ask)
 
 
-def files_runner(record: SubmittedJob, *, may_ask: bool = False) -> Runner:
-    """Return a function that runs a command on the machine that has the job's files.
+def runner_on(remote: str, *, may_ask: bool = False) -> Runner:
+    """Return a function that runs a command on the remote of this name, or on this machine for ``""``.
 
-    This is another machine than that of `scheduler_runner` for a job in pods whose files a remote stores.
+    The parameter `may_ask` is that of `scheduler_runner`.
     """
-    return _runner_on(record.job.files_remote, may_ask=may_ask)
-
-
-def _runner_on(remote: str, *, may_ask: bool) -> Runner:
-    """Return a function that runs a command on the remote of this name, or on this machine for ``""``."""
     if not remote:
         return functools.partial(process.run, check=False)
     return functools.partial(remote_jobs.run_scheduler_command, connection_to(remote, may_ask=may_ask))
@@ -150,18 +144,12 @@ def _report_state(record: SubmittedJob, run: Runner) -> JobReport:
         is_in_queue = asks_queue and has_succeeded and bool(answer.output.strip())
         if is_in_queue or status.state in FINAL_STATES:
             return _scheduler_report(record, argv, status, run)
-        # Another failure of the queue's command does not mean that the job has ended.
-        if asks_queue and may_run and not has_succeeded and not _says_unknown_job(system, answer):
+        # Schedulers forget a job some time after its end, and their command then fails with `unknown_job`.
+        # After another failure, the job may still run.
+        is_unknown_job = system.reports_state and re.search(system.queue.unknown_job, answer.output)
+        if asks_queue and may_run and not has_succeeded and not is_unknown_job:
             raise command_failed(record, argv, answer)
     return _report_without_scheduler(record, run)
-
-
-def _says_unknown_job(system: System, answer: Finished) -> bool:
-    """Return whether a status command failed because its scheduler no longer has the job.
-
-    Such a job has ended: schedulers forget jobs some time after their end.
-    """
-    return system.reports_state and bool(re.search(system.queue.unknown_job, answer.output))
 
 
 def _scheduler_report(record: SubmittedJob, argv: Sequence[str], status: JobStatus, run: Runner) -> JobReport:
@@ -340,7 +328,7 @@ def can_resume(record: SubmittedJob) -> bool:
 
 def can_choose_folder(record: SubmittedJob) -> bool:
     """Return whether a job of this system can go on in the run folder of an earlier one."""
-    return bool(record.job.store) or systems.get_system(record.job.system).resumes_jobs
+    return bool(record.job.store) or systems.get_system(record.job.system).abilities.resumes_jobs
 
 
 def _outcome_text(report: JobReport) -> str:

@@ -170,6 +170,12 @@ class Job:
         """Whether each start creates a secret for its nodes, because the user named no secret file."""
         return self.allocation.nodes > 1 and self.request.launch.secret_file is None
 
+    def with_warning(self, warning: str) -> Job:
+        """Return this job with one more warning, or unchanged if `warning` is empty."""
+        if not warning:
+            return self
+        return dataclasses.replace(self, warnings=(*self.warnings, warning))
+
     def with_allocation(self, **values: Any) -> Job:
         """Return this job with other values of its allocation."""
         return dataclasses.replace(self, allocation=dataclasses.replace(self.allocation, **values))

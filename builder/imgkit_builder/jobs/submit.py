@@ -121,7 +121,7 @@ def _job_on_remote(source: ImageSource, code: CodeFolder | None, data: Sequence[
     job = added_packages.with_packages(job)
     job = _with_code(job, code, Ssh.code_folder)
     if code is not None and source.recipe:
-        job = _with_warning(job, code_of.image_code_notice(job))
+        job = job.with_warning(code_of.image_code_notice(job))
     return job
 
 
@@ -134,8 +134,8 @@ def _job_in_pods(
     job = added_packages.with_packages(job)
     if code is not None:
         code_of.refuse_image_projects(code, job.recipe)
-        job = _with_warning(job, code_of.image_code_notice(job))
-        job = _with_warning(job, code_of.left_out_notice(code, None))
+        job = job.with_warning(code_of.image_code_notice(job))
+        job = job.with_warning(code_of.left_out_notice(code, None))
     return _with_code(job, code, VolumeStore.code_folder)
 
 
@@ -154,7 +154,9 @@ def _job_of_this_machine(
     job = resolve_job(target, request)
     job = added_packages.with_packages(job)
     image_file = Path(job.container.image)
-    sif = image_file if image.is_sif(image_file) else None
+    sif = None
+    if image.is_sif(image_file):
+        sif = image_file
     code_of.refuse_unused_bind(job, sif)
     job = _with_code(job, code, Local.code_folder)
     if code is not None:
@@ -162,11 +164,13 @@ def _job_of_this_machine(
         if has_container:
             code_of.refuse_unused(code, target, sif)
         if has_container and not request.container.image:
-            job = _with_warning(job, code_of.image_code_notice(job))
+            job = job.with_warning(code_of.image_code_notice(job))
         if systems.get_system(job.system).code_copier == "imgkit":
             job = code_of.with_run_folder(job)
-        is_readable = sif is not None or sqsh.is_sqsh(image_file)
-        job = _with_warning(job, code_of.left_out_notice(code, image_file if is_readable else None))
+        readable_image = sif
+        if sqsh.is_sqsh(image_file):
+            readable_image = image_file
+        job = job.with_warning(code_of.left_out_notice(code, readable_image))
     return data_mounts.with_data(job, data)  # its links are in the run folder
 
 
@@ -186,13 +190,6 @@ def _with_code(job: Job, code: CodeFolder | None, folder: str) -> Job:
     if record is None:
         return job
     return code_of.with_code(job, record, job.directory / folder)
-
-
-def _with_warning(job: Job, warning: str) -> Job:
-    """Return `job` with one more warning, or unchanged if `warning` is empty."""
-    if not warning:
-        return job
-    return dataclasses.replace(job, warnings=(*job.warnings, warning))
 
 
 def submit_job(prepared: PreparedJob, transport: Transport, report: Reporter | None = None) -> SubmittedJob:

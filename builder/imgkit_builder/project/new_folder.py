@@ -103,7 +103,7 @@ def file_texts(options: NewFolder, parent: Target) -> Mapping[str, str]:
     if not queue["time"] and not facts.time and "time" in used:
         queue["time"] = _TIME
     # On a system that takes a list of hosts (--hosts), that list decides about the number of nodes.
-    nodes = options.values["nodes"] or ("" if system.takes_hosts else "1")
+    nodes = options.values["nodes"] or ("" if system.abilities.takes_hosts else "1")
     copies = copies_code(options, parent)
     values = {
         "name": options.name,
@@ -168,7 +168,7 @@ def next_steps(options: NewFolder, parent: Target, folder: Path) -> Iterator[str
             yield f"{key} in imgkit.toml, which {parent.name} needs"
     yield from commands or [f"{cd}imgkit run --dry-run && imgkit run"]
     starts_files = runtimes.get_runtime(parent.system.runtime.kind).image_suffix
-    if systems.get_system(parent.system.scheduler).takes_hosts and not starts_files:
+    if systems.get_system(parent.system.scheduler).abilities.takes_hosts and not starts_files:
         yield f"{push} && imgkit run --hosts HOST1,HOST2 --image {ref}"
 
 

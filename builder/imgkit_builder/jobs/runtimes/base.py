@@ -92,10 +92,6 @@ class Runtime(abc.ABC):
     """Whether a login shell on a node of a running job can open a shell in the job's image."""
     verb_words: int = 2
     """Number of arguments before the runtime's options: 2 for ``docker run OPTIONS``."""
-    input_options: Argv = ()
-    """Options by which the command reads the standard input."""
-    terminal_options: Argv = ()
-    """Options by which the command gets the terminal."""
 
     def data_links(self, job: Job) -> Mapping[str, str]:
         """Return the links to folders of data to make in the run's copy of its code, each with its target.
@@ -131,10 +127,6 @@ class Runtime(abc.ABC):
         ------
         UsageError : the runtime cannot start such an image, or needs an image and `text` is empty.
         """
-
-    def image_title(self, name: str) -> str:
-        """Return the part of an image's name that tells people what is in the image."""
-        return name
 
     def is_foreign(self, job: Job) -> bool:
         """Return whether imgkit must bind its entry points into the image.
@@ -229,13 +221,6 @@ class Runtime(abc.ABC):
             message = f"{self.kind} binds nothing into an image"
             raise UsageError(message, where=flag, hint=self.without_mounts)
 
-    def belongs_to_service(self, program: str) -> bool:
-        """Return whether a service of the node starts the containers of `program`, as Docker's does.
-
-        Such containers are not processes of the job.
-        """
-        return False
-
     def can_mount(self, path: str) -> bool:
         """Return whether the runtime can mount something at `path`."""
         return re.fullmatch(r"/[^:,\x00-\x1f]*", path) is not None
@@ -324,6 +309,16 @@ class Runtime(abc.ABC):
                 hint="leave it out",
             )
         return (*argv[: self.verb_words], *options, *argv[self.verb_words :])
+
+    def with_input(self, argv: Argv, *, is_terminal: bool) -> Argv:
+        """Return `argv`, which starts the job's container, so that its command reads the standard input.
+
+        Parameters
+        ----------
+        is_terminal : whether the input is a terminal, which the command then gets.
+        """
+        del is_terminal  # only Docker needs options for that
+        return argv
 
     def node_check(self, job: Job) -> Argv:
         """Return the argv that checks each node before Slurm starts the container there.

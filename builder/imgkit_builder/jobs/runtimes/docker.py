@@ -11,7 +11,6 @@ from imgkit_builder.jobs import quoting
 from imgkit_builder.jobs.job import Argv, Job, Runner
 from imgkit_builder.jobs.memory import size_text
 from imgkit_builder.jobs.runtimes.base import Runtime, check_reference, with_targets
-from imgkit_builder.recipe.systems import is_podman
 
 _OPEN_FILES = "--ulimit=nofile=16384"
 """Docker's option for the number of open files.
@@ -42,8 +41,6 @@ class Docker(Runtime):
         "--network=host",  # NCCL and the rendezvous choose their own ports between the nodes
     )
     environment_by_options = True
-    input_options = ("--interactive",)
-    terminal_options = ("--interactive", "--tty")
 
     def image(self, text: str, recipe: str, directory: Path) -> str:
         """Return the name of the image, by default that of the recipe's own image: ``RECIPE:latest``."""
@@ -62,10 +59,6 @@ class Docker(Runtime):
         if result.returncode or not re.fullmatch(r"(sha256:)?[0-9a-f]{64}", image_id):
             return ""
         return image_id
-
-    def belongs_to_service(self, program: str) -> bool:
-        """Return whether `program` is Docker. The containers of Podman are processes of the job itself."""
-        return not is_podman(program)
 
     def warnings(self, job: Job) -> Iterator[str]:
         """Yield a warning if the command starts in a folder of the image, where new files are lost."""
@@ -93,6 +86,11 @@ class Docker(Runtime):
             return (*options, *missing)
         sets_open_files = any("nofile" in option for option in (*options, *job.request.allocation.options))
         return options if sets_open_files else (*options, _OPEN_FILES)
+
+    def with_input(self, argv: Argv, *, is_terminal: bool) -> Argv:
+        """Return `argv` with the options for the standard input. Docker refuses a pipe as a terminal."""
+        options = ("--interactive", "--tty") if is_terminal else ("--interactive",)
+        return self.with_options(argv, *options)
 
     def _start(self, job: Job, command: Argv, forward: Argv) -> Argv:
         """Return the ``docker run`` command that starts `command` as it is."""

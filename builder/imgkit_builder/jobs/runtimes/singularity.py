@@ -42,10 +42,6 @@ class Singularity(Runtime):
         """Return the path of the image. If `text` is empty, that is the recipe's .sif in `directory`."""
         return str(directory / (text or f"{recipe}.sif"))
 
-    def image_title(self, name: str) -> str:
-        """Return the name of the file without its folders, which say nothing about the image's content."""
-        return PurePath(name).name
-
     def _lacks_manifest(self, path: Path) -> bool:
         """Return whether `path` is an image file or a sandbox on this machine that has no imgkit manifest."""
         if not path.is_dir():

@@ -80,6 +80,22 @@ class QueueCommands:
     """The field of ``system.queue`` that an option of the scheduler sets: ``{"--qos": "qos", ...}``."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abilities:
+    """What a system can do for its jobs beyond starting them."""
+
+    passes_names: bool = False
+    """Whether ``--env NAME`` works: the program gets the value of this shell, which no script contains."""
+    hides_gpus: bool = True
+    """Whether programs see only the GPUs that the job asked for."""
+    takes_hosts: bool = False
+    """Whether the user names the nodes (``--hosts``), because no scheduler chooses them."""
+    spares_take_over: bool = False
+    """Whether the other node agents go on when a node is lost, so that a spare node can replace it."""
+    resumes_jobs: bool = False
+    """Whether a job can continue in the run folder of an earlier job."""
+
+
 class System(abc.ABC):
     """A scheduler, or the way to start jobs without one.
 
@@ -98,20 +114,11 @@ class System(abc.ABC):
 
     If it is empty, the node agent decides by the variables that the scheduler or the script sets.
     """
-    passes_names: bool = False
-    """Whether ``--env NAME`` works: the program gets the value of this shell, which no script contains."""
-    spares_take_over: bool = False
-    """Whether the other node agents go on when a node is lost, so that a spare node can replace it."""
-    hides_gpus: bool = True
-    """Whether programs see only the GPUs that the job asked for."""
-    takes_hosts: bool = False
-    """Whether the user names the nodes (``--hosts``), because no scheduler chooses them."""
+    abilities: Abilities = Abilities()
     needs_fields_for_shells: bool = True
     """Whether an interactive job must have the fields that ``system.queue.required`` names."""
     reports_state: bool = True
     """Whether `parse_status` can tell a job that runs from one that has ended."""
-    resumes_jobs: bool = False
-    """Whether a job can continue in the run folder of an earlier job."""
     code_copier: Literal["", "script", "imgkit"] = ""
     """What copies a job's code into its run folder before the start.
 
@@ -157,8 +164,10 @@ class System(abc.ABC):
         ------
         UsageError : a check for `is_submitted` failed.
         """
-        spares = () if self.spares_take_over else spare_waits_for_nothing(job)
-        return (*program_starts_once(job.command), *part_of_nodes(job), *spares)
+        warnings = [*program_starts_once(job.command), *part_of_nodes(job)]
+        if not self.abilities.spares_take_over:
+            warnings += spare_waits_for_nothing(job)
+        return warnings
 
     def parse_job_id(self, output: str, name: str) -> str:
         """Find the job's id in the `output` of the command that submitted the job `name`.

@@ -75,7 +75,7 @@ class Mpi(local.ForegroundSystem):
 
     flags = MpiFlags
     registration = SHIPPED["mpi"]
-    takes_hosts = True
+    abilities = dataclasses.replace(local.ForegroundSystem.abilities, takes_hosts=True)
     where = "over ssh"
 
     def check(self, job: Job, *, is_submitted: bool = False) -> Iterator[str]:
@@ -331,8 +331,7 @@ def _guarded_argv(job: Job, command: Argv) -> Argv:
     if not runtime.has_container:
         return fanout.guard_command(_node_argv(job, command), sent)
     argv = runtime.argv(job, fanout.guard_command(command, sent))
-    argv = runtime.with_options(argv, *runtime.input_options)
-    return local.host_argv(job, argv)
+    return local.host_argv(job, runtime.with_input(argv, is_terminal=False))
 
 
 def _ssh_input(job: Job) -> SentInput:
@@ -414,6 +413,6 @@ def _interactive_script(job: Job) -> Script:
             hint="--env-file FILE, a file of mode 600 on the host",
         )
     runtime = runtime_of(job)
-    shell = runtime.with_options(runtime.shell(job), *runtime.terminal_options)
+    shell = runtime.with_input(runtime.shell(job), is_terminal=True)
     argv = ("ssh", "-t", _hosts(job)[0], _remote_line(job, local.host_argv(job, shell)))
     return Script(text=f"{local.code_comment(job)}{command_line(argv)}\n", submit=argv, foreground=True)

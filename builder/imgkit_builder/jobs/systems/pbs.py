@@ -24,6 +24,7 @@ from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.jobs.submitted import JobState, JobStatus, QueuedJob, WaitInfo
 from imgkit_builder.jobs.systems import (
     NEW_CONTAINER,
+    Abilities,
     QueueCommands,
     System,
     find_job_id,
@@ -87,8 +88,8 @@ class Pbs(System):
     registration = SHIPPED["pbs"]
     flags = PbsFlags
     uses = ("account", "queue", "time", "cpus", "mem", "mem-per-gpu", "group-readable")
+    abilities = Abilities(resumes_jobs=True)
     code_copier = "script"
-    resumes_jobs = True
     queue = QueueCommands(
         submit="qsub",
         own_jobs=("qstat",),  # the option for one user needs a name

@@ -13,9 +13,9 @@ from imgkit_builder.base.flags import option_field
 from imgkit_builder.jobs.job import Argv, Job
 from imgkit_builder.jobs.memory import size_text
 from imgkit_builder.jobs.quoting import quote
-from imgkit_builder.jobs.request import JobRequest, SystemFlags
+from imgkit_builder.jobs.request import SystemFlags
 from imgkit_builder.jobs.runtimes import runtime_of
-from imgkit_builder.jobs.systems import System, part_of_nodes, program_starts_once, runai_client
+from imgkit_builder.jobs.systems import Abilities, System, part_of_nodes, program_starts_once, runai_client
 from imgkit_builder.jobs.templates import render_template
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.errors import UsageError
@@ -74,7 +74,7 @@ class Pods(System):
 
     flags = PodFlags
     registration = SHIPPED["runai"]
-    passes_names = True
+    abilities = Abilities(passes_names=True)
     needs_fields_for_shells = False
     code_copier = "script"
 
@@ -239,14 +239,11 @@ def pod_directory(job: Job) -> PurePosixPath | None:
     ------
     UsageError : the folder is not on a volume that ``--pvc`` mounts, so the pods do not have it.
     """
-    request = job.request
     if job.flags(PodFlags).run_as:
         return PurePosixPath(job.directory)
-    is_default = request.directory == JobRequest().directory
-    is_set_by_project = request.project is not None and request.project.sets_directory
-    if is_default or is_set_by_project:
+    if not job.request.names_directory:
         return None
-    path = PurePosixPath(request.directory)
+    path = PurePosixPath(job.request.directory)
     is_on_volume = any(path.is_relative_to(claim.path) for claim in volume_claims(job))
     if not is_on_volume:
         raise UsageError(

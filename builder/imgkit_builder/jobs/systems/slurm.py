@@ -18,6 +18,7 @@ from imgkit_builder.jobs.submitted import JobState, JobStatus, QueuedJob, WaitIn
 from imgkit_builder.jobs.systems import (
     NEW_CONTAINER,
     OPTIONAL,
+    Abilities,
     JobShell,
     QueueCommands,
     System,
@@ -117,11 +118,10 @@ class Slurm(System):
     """Slurm: sbatch, srun and salloc."""
 
     registration = SHIPPED["slurm"]
-    passes_names = True  # sbatch and salloc hand their environment on
     uses = OPTIONAL
-    spares_take_over = True
+    # sbatch and salloc hand their environment on, so the program gets the values of --env NAME.
+    abilities = Abilities(passes_names=True, spares_take_over=True, resumes_jobs=True)
     code_copier = "script"
-    resumes_jobs = True
     queue = QueueCommands(
         submit="sbatch",
         own_jobs=("squeue", "--me"),
