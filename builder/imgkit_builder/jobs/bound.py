@@ -52,20 +52,6 @@ _PROBE_MESSAGE = "no program "
 _NOTICES = ("imgkit: the command of --activate", "module load ")
 
 
-def is_foreign(job: Job) -> bool:
-    """Return whether a ``dist-*`` command runs in an image to which imgkit must bind its entry points.
-
-    The entry points must be bound if the image has no record of imgkit, or if the user chooses a Python in
-    the image. `bind_entry_points` inspects such an image.
-
-    Raises
-    ------
-    UsageError : the image cannot be used, or ``--python`` or ``--activate`` has no meaning in this job.
-    """
-    _chosen_python(job)
-    return job.runs_entry_point and runtime_of(job).is_foreign(job)
-
-
 def bind_entry_points(job: Job, run: Runner | None = None) -> Job:
     """Return `job` with imgkit's entry points bound into its image, or unchanged if the image has its own.
 
@@ -84,17 +70,19 @@ def bind_entry_points(job: Job, run: Runner | None = None) -> Job:
     ToolMissing : the container runtime is not installed on this machine.
     """
     python_flag = _chosen_python(job)
-    needs_probe = is_foreign(job) if run is None else job.runs_entry_point
-    if not needs_probe:
+    is_remote = run is not None
+    if not job.runs_entry_point:
         return job
-    digest = runtime_of(job).image_digest(job, run or _run_here)
-    if not digest:  # the image does not exist on that machine, or cannot be read
-        if run is None and not python_flag:
-            return job
-        raise _unreadable_image_error(job, is_remote=run is not None)
+    # Whether imgkit built an image on a remote is known only after the probe.
+    if not is_remote and not runtime_of(job).is_foreign(job):
+        return job
     runner = run or _run_here
+    digest = runtime_of(job).image_digest(job, runner)
+    if not digest:  # the image does not exist on that machine, or cannot be read
+        if not is_remote and not python_flag:
+            return job
+        raise _unreadable_image_error(job, is_remote=is_remote)
     python = _inspect_python(_with_present_mounts(job, runner), digest, runner)
-    # That an image on a remote is one of imgkit, with entry points of its own, is known only after the probe.
     has_entry_points = python.built and bool(python.entry_points)
     if has_entry_points and not python_flag:
         return job
@@ -279,9 +267,10 @@ def _inspect_python(job: Job, digest: str, run: Runner) -> PythonReport:
     key = hashlib.sha256(json.dumps([__version__, digest, *argv]).encode()).hexdigest()
     cache_file = files.cache_dir() / "looks" / f"{key}.json"
     can_cache = digest != _NO_DIGEST
-    cached = _read_cache(cache_file) if can_cache else None
-    if cached is not None:
-        return cached
+    if can_cache:
+        cached = _read_cache(cache_file)
+        if cached is not None:
+            return cached
     finished = run(argv)
     python = inside.parse_python_probe(finished.output)
     if python is None:
@@ -344,7 +333,9 @@ def _no_python_error(job: Job, finished: Finished) -> UsageError | ToolMissing:
             where="--activate",
             hint=f"try it there: {runtime.typed_shell(job)}",
         )
-    arch = image.read(Path(file)).arch if image.is_sif(Path(file)) else ""
+    arch = ""
+    if image.is_sif(Path(file)):
+        arch = image.read(Path(file)).arch
     if arch and platform.machine() not in kernel_names(arch):
         return UsageError(
             f"the image is for {arch}, and this machine cannot run it to look for its Python: {last_line}",
@@ -394,8 +385,9 @@ def _python_problem(job: Job, python: PythonReport) -> tuple[str, str] | None:
     if not python.torch:
         return " and has no torch", _CHOOSE_OTHER
     archs = [platform_name.removeprefix("linux/") for platform_name in job.recipe.platforms]
-    # The kernel's names of an architecture differ from those of images: x86_64 and amd64.
-    machines = [machine for arch in archs for machine in kernel_names(arch)]
+    machines: list[str] = []
+    for arch in archs:
+        machines += kernel_names(arch)  # they differ from those of images: x86_64 and amd64
     if machines and python.machine not in machines:
         problem = f" and for {python.machine}, but the nodes are {' or '.join(archs)}"
         return problem, "an image for the nodes: --image PATH"

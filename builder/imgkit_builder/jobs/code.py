@@ -230,9 +230,12 @@ def _refuse_unused(projects: Sequence[InstalledProject], flag: str, recipe: Targ
         # Without the image, only the recipe says which projects it installs, and in which folders.
         installed_projects = recipe.projects
     else:
-        top_folders = ("", f"/{WORKSPACE}")
-        top_names = [project.name for project in projects if project.folder in top_folders]
-        installed_projects = baked.read_projects(sif, top_names[0] if top_names else "")
+        top_name = ""
+        for project in projects:
+            if project.folder in ("", f"/{WORKSPACE}"):
+                top_name = project.name
+                break
+        installed_projects = baked.read_projects(sif, top_name)
     for project in projects:
         for installed in installed_projects:
             # Without a folder, pip has copied the installed project to site-packages.
@@ -261,7 +264,9 @@ def _unused_project_error(
         hints.append(
             f"set `editable: {target}` in {key} of the recipe {recipe.name}, and build the image again"
         )
-    where = recipe.where("image", "pip", step or 0, "project") if recipe.positions else flag
+    where = flag
+    if recipe.positions:
+        where = recipe.where("image", "pip", step or 0, "project")
     message = f"the code {code_part}, but the image runs {image_part}"
     return UsageError(message, where=where, hint="; ".join(hints))
 
@@ -300,7 +305,9 @@ def left_out_notice(code: CodeFolder, image: Path | None) -> str:
     ----------
     image : the job's image if it is a .sif or .sqsh on this machine. With None, only the sizes are checked.
     """
-    image_names = _names_in_image(image) if image and code.left_out else frozenset()
+    image_names: frozenset[str] = frozenset()
+    if image is not None and code.left_out:
+        image_names = _names_in_image(image)
     names: list[str] = []
     for name in code.left_out:
         if f"{WORKSPACE}/{name.rstrip('/')}" in image_names or _holds_data(code.folder, name):

@@ -176,7 +176,9 @@ def run(
     if base and not on:
         raise UsageError("a base is for a remote", where="base", hint="name a remote: on=NAME")
     report = report or Silent()
-    remote = config.get_remote(on) if on else None
+    remote = None
+    if on:
+        remote = config.get_remote(on)
     code = _read_code(request, report)
     prepared = submit.prepare(recipe, request, code, remote=remote, base=base)
     record = submit.submit_job(prepared, transport_to(remote, prepared), report)
@@ -218,7 +220,9 @@ def prepare_resume(
     run_on_files = history.runner_on(record.job.files_remote, may_ask=may_ask)
     resume.refuse_unended(record, run, run_on_files, has_command=bool(changes.launch.command))
     request = resume.with_flags(recorded.request, changes)
-    code = None if same_code else read_code(request)
+    code = None
+    if not same_code:
+        code = read_code(request)
     resumed_run = resume.find_run(record, run_on_files, same_code=same_code)
     return submit.prepare(
         recorded.recipe,
@@ -235,7 +239,9 @@ def remote_of(record: SubmittedJob) -> Remote | None:
     It is the remote on which the job was submitted, or the remote that stores the files of a job in pods.
     """
     name = record.job.files_remote
-    return config.get_remote(name) if name else None
+    if not name:
+        return None
+    return config.get_remote(name)
 
 
 def submit_conversion(prepared: PreparedJob, *, report: Reporter | None = None) -> JobHandle:

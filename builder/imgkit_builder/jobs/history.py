@@ -70,7 +70,9 @@ def folder_of(record: SubmittedJob) -> Path | None:
     """
     if not record.job.files_remote:
         return record.job.run_folder
-    return Path(record.fetched) if record.fetched else None
+    if not record.fetched:
+        return None
+    return Path(record.fetched)
 
 
 def last_numbers(record: SubmittedJob) -> LastNumbers:
@@ -434,7 +436,9 @@ def wait_for_job(
             where=record.job.handle,
             hint=f"imgkit logs {record.job.handle} ends with the job",
         )
-    end_s = math.inf if limit_s is None else time.monotonic() + limit_s
+    end_s = math.inf
+    if limit_s is not None:
+        end_s = time.monotonic() + limit_s
     latest = None
     for pause_s in poll_pauses():
         try:

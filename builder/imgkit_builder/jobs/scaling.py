@@ -125,9 +125,9 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     ------
     UsageError : `text` is not a list of at least two ascending numbers.
     """
-    parts = text.split(",")
-    are_numbers = all(re.fullmatch("[1-9][0-9]{0,5}", part) for part in parts)
-    sizes = [int(part) for part in parts] if are_numbers else []
+    sizes: list[int] = []
+    if re.fullmatch("[1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*", text):
+        sizes = [int(part) for part in text.split(",")]
     if len(sizes) < 2 or sizes != sorted(set(sizes)):
         message = f"{text!r} is not a list of at least two ascending numbers of nodes"
         raise UsageError(message, where="--nodes", hint="--nodes 1,2,4,8")
@@ -425,9 +425,9 @@ def _compare_size(size: ScalingSize, reference: ScalingSize, compared_by: str) -
     ----------
     compared_by : the figure that is compared. Both sizes have it.
     """
-    ratio = size.figures[compared_by] / reference.figures[compared_by]
-    # A job is twice as fast with twice the samples per second, or with half the wall time.
-    speedup = ratio if compared_by == "samples_per_s" else 1 / ratio
+    speedup = size.figures[compared_by] / reference.figures[compared_by]
+    if compared_by == "wall_s":  # a job is twice as fast with half the wall time
+        speedup = 1 / speedup
     efficiency = speedup * reference.nodes / size.nodes
     return dataclasses.replace(size, figures={**size.figures, "speedup": speedup, "efficiency": efficiency})
 
@@ -440,7 +440,10 @@ def table_rows(run: ScalingRun) -> list[list[str]]:
     for size in run.sizes:
         cells = []
         for name, (_, number_format) in columns.items():
-            cells.append(format(size.figures[name], number_format) if name in size.figures else "-")
+            cell = "-"
+            if name in size.figures:
+                cell = format(size.figures[name], number_format)
+            cells.append(cell)
         rows.append([str(size.nodes), size.job or "-", *cells, size.state])
     return rows
 
@@ -497,8 +500,6 @@ def verdict_sentences(run: ScalingRun) -> list[str]:
 def render_page(run: ScalingRun) -> str:
     """Return the Markdown page, with the parts of CSC's report in their order."""
     facts = "\n".join(f"{name}: {text}" for name, text in run.facts.items() if text)
-    has_gpu_use = any("gpu_percent" in size.figures for size in run.sizes)
-    gpu_note = "(If GPU utilization is asked for, add it here, such as the output of seff.)"
     parts = [
         f"# Scaling of {run.name}",
         "## Software and test case",
@@ -507,11 +508,12 @@ def render_page(run: ScalingRun) -> str:
         "## Results",
         _markdown_table(table_rows(run)),
         *verdict_sentences(run),
-        "" if has_gpu_use else gpu_note,
-        "## Job script of the largest size",
-        _code_block(run.script),
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    has_gpu_use = any("gpu_percent" in size.figures for size in run.sizes)
+    if not has_gpu_use:
+        parts.append("(If GPU utilization is asked for, add it here, such as the output of seff.)")
+    parts += ("## Job script of the largest size", _code_block(run.script))
+    return "\n\n".join(parts) + "\n"
 
 
 def _code_block(text: str) -> str:

@@ -234,8 +234,9 @@ class Local(Transport):
         stdin = []
         if script.on_stdin:
             stdin.append(script.text.encode())
-        # The directory of a job in pods is a path in the pods, and need not exist here.
-        folder = None if runtime_of(job).is_isolated else job.directory
+        folder = None
+        if not runtime_of(job).is_isolated:  # else the folder is a path in pods, and need not exist here
+            folder = job.directory
         return process.filter_through(script.submit, stdin, cwd=folder)
 
     def foreground_argv(self, job: Job, script: Script) -> Argv:
@@ -471,9 +472,11 @@ def _report_left_out(
     """
     if code_folder is None:
         return
+    same_image = None
     # The local .sif of a recipe may be of an earlier build than the image on the remote.
-    is_same_image = remote_image is not None and delivery.has_content(sif, remote_image)
-    notice = code.left_out_notice(code_folder, sif if is_same_image else None)
+    if remote_image is not None and delivery.has_content(sif, remote_image):
+        same_image = sif
+    notice = code.left_out_notice(code_folder, same_image)
     if notice:
         report.note(notice)
 

@@ -139,14 +139,14 @@ class Runtime(abc.ABC):
         UsageError : the image is an encrypted .sif.
         """
         path = Path(job.container.image)
-        sif = image.read(path) if image.is_sif(path) else None
-        if sif is not None and sif.encrypted:
-            raise _encrypted_sif_error(path)
-        if job.request.container.python_flag:
-            return True
-        if sif is not None and sif.record is None:
-            return True
-        return self._lacks_manifest(path)
+        is_sif_without_record = False
+        if image.is_sif(path):
+            sif = image.read(path)
+            if sif.encrypted:
+                raise _encrypted_sif_error(path)
+            is_sif_without_record = sif.record is None
+        chooses_python = job.request.container.python_flag != ""
+        return chooses_python or is_sif_without_record or self._lacks_manifest(path)
 
     def _lacks_manifest(self, path: Path) -> bool:
         """Return whether `path` is an image file on this machine that holds no manifest of imgkit."""
@@ -172,7 +172,9 @@ class Runtime(abc.ABC):
 
     def _image_arch(self, path: Path) -> str:
         """Return the architecture of the image file, such as ``arm64``. It is empty if it is unknown."""
-        return baked.read_arch(path) if sqsh.is_sqsh(path) else ""
+        if not sqsh.is_sqsh(path):
+            return ""
+        return baked.read_arch(path)
 
     def image_digest(self, job: Job, run: Runner) -> str:
         """Return a digest that stands for the content of the job's image.
@@ -184,7 +186,7 @@ class Runtime(abc.ABC):
         check = (
             f'if [ -d "$1" ]; then echo folder; elif [ -r "$1" ]; then {_digest_of_ends_command("$1")}; fi'
         )
-        fields = run(("sh", "-c", check, "sh", job.container.image)).output.split()
+        fields = run(("sh", "-c", check, "sh", job.container.image)).output.split()  # "DIGEST  -"
         return fields[0] if fields else ""
 
     # Checks
@@ -261,7 +263,8 @@ class Runtime(abc.ABC):
         The result is empty for an image of imgkit, which has these programs. Into other images, imgkit binds
         only the package.
         """
-        return job.container.bound.python if job.container.bound else ""
+        bound = job.container.bound
+        return bound.python if bound else ""
 
     def _env_argv(self, job: Job) -> Argv:
         """Return the start of a command, ``env NAME=VALUE ...``, that sets variables inside the container.
@@ -270,13 +273,15 @@ class Runtime(abc.ABC):
         """
         if self.environment_by_options:
             return ()
-        # Apptainer and older versions of Singularity execute $(...) in the values of --env and
-        # SINGULARITYENV_*, and a variable that the image sets overrides an exported one. env avoids both.
         assignments = [f"{name}={value}" for name, value in job.container.env.items()]
         if self.has_container:
             # `exports` sets these on the node; the shell of the node replaces $NAME.
             assignments += [quoting.Shell(f'"{name}=${name}"') for name in self.system_variables(job)]
-        return ("env", *assignments) if assignments else ()
+        if not assignments:
+            return ()
+        # Apptainer and older versions of Singularity execute $(...) in the values of --env and
+        # SINGULARITYENV_*, and a variable that the image sets overrides an exported one. env avoids both.
+        return ("env", *assignments)
 
     def shell(self, job: Job) -> Argv:
         """Return the argv of a shell in the job's image."""
@@ -377,8 +382,10 @@ class Runtime(abc.ABC):
         Modules of the site set such variables, for example $SCRATCH. `JOB_FOLDER` is not among them: imgkit
         sets it.
         """
-        binds = job.container.binds if self.has_container else ()
-        names = site_variables(*job.recipe.system.runtime.host_libs, *variables.values(), *binds)
+        texts = [*job.recipe.system.runtime.host_libs, *variables.values()]
+        if self.has_container:
+            texts += job.container.binds
+        names = site_variables(*texts)
         return [f': "${{{name}:?imgkit: {_NOT_SET}}}"' for name in names if name != JOB_FOLDER]
 
     def system_variables(self, job: Job) -> Mapping[str, str]:
@@ -536,7 +543,8 @@ def user_variables(container: Container) -> set[str]:
 
 def with_targets(mounts: Iterable[str]) -> Iterator[str]:
     """Yield `mounts` as ``SRC:DEST[:ro]``, for runtimes that take no shorter form."""
-    return (mount if ":" in mount else f"{mount}:{mount}" for mount in mounts)
+    for mount in mounts:
+        yield mount if ":" in mount else f"{mount}:{mount}"
 
 
 def _digest_of_ends_command(variable: str) -> str:

@@ -82,15 +82,20 @@ class Docker(Runtime):
             options = (*options, f"--memory={size_text(memory.node_MiB).lower()}")
         if job.system == "slurm":
             names = {option.partition("=")[0] for option in options}
-            missing = (option for option in _PODMAN_OPTIONS if option.partition("=")[0] not in names)
-            return (*options, *missing)
+            for option in _PODMAN_OPTIONS:
+                if option.partition("=")[0] not in names:
+                    options = (*options, option)
+            return options
         sets_open_files = any("nofile" in option for option in (*options, *job.request.allocation.options))
-        return options if sets_open_files else (*options, _OPEN_FILES)
+        if sets_open_files:
+            return options
+        return (*options, _OPEN_FILES)
 
     def with_input(self, argv: Argv, *, is_terminal: bool) -> Argv:
         """Return `argv` with the options for the standard input. Docker refuses a pipe as a terminal."""
-        options = ("--interactive", "--tty") if is_terminal else ("--interactive",)
-        return self.with_options(argv, *options)
+        if is_terminal:
+            return self.with_options(argv, "--interactive", "--tty")
+        return self.with_options(argv, "--interactive")
 
     def _start(self, job: Job, command: Argv, forward: Argv) -> Argv:
         """Return the ``docker run`` command that starts `command` as it is."""
@@ -104,16 +109,16 @@ class Docker(Runtime):
         ]
         assignments += [f"{name}={value}" for name, value in container.env.items()]
         mounts = map(quoting.quote_with_site_variables, with_targets(self.mounts(job)))
-        env_file = ("--env-file", container.env_file) if container.env_file else ()
-        return (
-            *(self.program(job.recipe), "run", "--rm", *self.options(job)),
+        options = [
+            *self.options(job),
             *quoting.repeat_option("--volume", mounts),
             *("--workdir", container.workdir or str(job.directory)),
             *quoting.repeat_option("--env", assignments),
-            *env_file,
-            *quoting.repeat_option("--env", (*container.names, *forward)),
-            *(container.image, *command),
-        )
+        ]
+        if container.env_file:
+            options += ("--env-file", container.env_file)
+        options += quoting.repeat_option("--env", (*container.names, *forward))
+        return (self.program(job.recipe), "run", "--rm", *options, container.image, *command)
 
     def _digest_command(self, job: Job, digest: str) -> tuple[str, str]:
         """Return the shell command that prints the id of the image on the node, and the expected id."""

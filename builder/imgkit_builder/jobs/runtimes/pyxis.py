@@ -331,5 +331,7 @@ def _is_file(text: str) -> bool:
 
 def _read_compression(path: Path) -> str:
     """Return the compression of a .sqsh, such as "zstd". It is empty if `path` is not a .sqsh here."""
-    superblock = image.read_superblock(path) if sqsh.is_sqsh(path) else None
+    if not sqsh.is_sqsh(path):
+        return ""
+    superblock = image.read_superblock(path)
     return superblock.compressor if superblock is not None else ""

@@ -51,7 +51,9 @@ class Singularity(Runtime):
 
     def _image_arch(self, path: Path) -> str:
         """Return the architecture from the header of a .sif, or that of a .sqsh. See `Runtime`."""
-        return image.read(path).arch if image.is_sif(path) else super()._image_arch(path)
+        if image.is_sif(path):
+            return image.read(path).arch
+        return super()._image_arch(path)
 
     def check(self, job: Job) -> None:
         """Check that the container receives the variables that the node and the job set for it.
@@ -60,12 +62,12 @@ class Singularity(Runtime):
         ------
         UsageError : an option of the recipe keeps the variables out of the container.
         """
-        clean_option = next((option for option in self.options(job) if _CLEAN.fullmatch(option)), "")
-        if not clean_option:
-            return
         sets_variables = job.settings or job.container.names or job.container.env_file
-        if sets_variables or job.system != "standalone":
-            raise _clean_option_error(job, clean_option)
+        if job.system == "standalone" and not sets_variables:
+            return
+        for option in self.options(job):
+            if _CLEAN.fullmatch(option):
+                raise _clean_option_error(job, option)
 
     def check_submission(self, job: Job) -> None:
         """Raise UsageError if the image does not exist, or is for other nodes."""
@@ -104,19 +106,21 @@ class Singularity(Runtime):
 
     def _start(self, job: Job, command: Argv, forward: Argv) -> Argv:
         """Return the ``singularity exec`` command that starts `command`."""
-        set_env: Argv = ()
-        if _is_sqsh(job):
-            # A plain squashfs has no variables of the image that the runtime could set, as a .sif has.
-            libraries = self.listed_libraries(job)
-            set_env = sqsh.environment_words(quoting.search_first(libraries) if libraries else "")
-        return (*self._argv_to_image(job, "exec"), *set_env, *command)
+        argv = self._argv_to_image(job, "exec")
+        if not _is_sqsh(job):
+            return (*argv, *command)
+        # A plain squashfs has no variables of the image that the runtime could set, as a .sif has.
+        libraries = self.listed_libraries(job)
+        search = quoting.search_first(libraries) if libraries else ""
+        return (*argv, *sqsh.environment_words(search), *command)
 
     def _argv_to_image(self, job: Job, verb: str) -> Argv:
         """Return the runtime's command line up to the image: ``singularity --quiet VERB OPTIONS IMAGE``."""
-        binds = quoting.repeat_option("--bind", map(quoting.quote_with_site_variables, self.mounts(job)))
-        workdir = job.container.workdir
-        pwd = ("--pwd", workdir) if workdir else ()  # older versions of apptainer lack --cwd
-        return (self.program(job.recipe), _QUIET, verb, *self.options(job), *binds, *pwd, job.container.image)
+        mounts = map(quoting.quote_with_site_variables, self.mounts(job))
+        options = [*self.options(job), *quoting.repeat_option("--bind", mounts)]
+        if job.container.workdir:
+            options += ("--pwd", job.container.workdir)  # older versions of apptainer lack --cwd
+        return (self.program(job.recipe), _QUIET, verb, *options, job.container.image)
 
 
 def _is_sqsh(job: Job) -> bool:

@@ -175,8 +175,7 @@ class System(abc.ABC):
         Return ``ID``, or ``ID;CLUSTER`` where Slurm manages several clusters. The result is empty if the
         output has no id. The caller checks that the result has the form of an id.
         """
-        lines = output.strip().splitlines()
-        return lines[-1] if lines else ""
+        return output.strip().rpartition("\n")[2]
 
     @abc.abstractmethod
     def status_commands(self, record: QueuedJob) -> tuple[Argv, ...]:
@@ -246,7 +245,9 @@ def task_id(record: QueuedJob, job_id: str) -> str:
         is_slurm_task = re.fullmatch(rf"{re.escape(record.id)}_[0-9]+", job_id)
         return job_id if is_slurm_task else ""
     match = re.fullmatch(rf"({re.escape(sequence)}\[[0-9]+\])({re.escape(server)})?", job_id)
-    return f"{match[1]}{server}" if match else ""
+    if match is None:
+        return ""
+    return f"{match[1]}{server}"
 
 
 def need_task(record: QueuedJob, example: str) -> None:
@@ -281,12 +282,10 @@ def recipe_options(job: Job, key: str) -> Argv:
     ------
     UsageError : an option is not one word; names the recipe's line.
     """
-    options = []
-    for index, option in enumerate(getattr(job.recipe.system.queue, key)):
-        options.append(
-            quoting.check_scheduler_option(option, where=job.recipe.where("system", "queue", key, index))
-        )
-    return tuple(options)
+    options: Argv = getattr(job.recipe.system.queue, key)
+    for index, option in enumerate(options):
+        quoting.check_scheduler_option(option, where=job.recipe.where("system", "queue", key, index))
+    return options
 
 
 def options_with_values(options: Mapping[str, object]) -> Argv:
@@ -311,7 +310,9 @@ def find_job_id(output: str, form: str) -> str:
     """
     lines = output.strip().splitlines()
     ids = {line for line in lines if re.fullmatch(form, line)}
-    return lines[-1] if lines and ids == {lines[-1]} else ""
+    if len(ids) != 1 or lines[-1] not in ids:
+        return ""
+    return lines[-1]
 
 
 _REQUIRE_FOLDERS = (

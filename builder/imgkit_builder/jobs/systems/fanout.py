@@ -9,6 +9,7 @@ this process is killed.
 from __future__ import annotations
 
 import contextlib
+import functools
 import ipaddress
 import math
 import os
@@ -115,7 +116,9 @@ def guard_command(command: Argv, sent: SentInput = SentInput()) -> Argv:
     ----------
     sent : what the guard reads first, and passes on to the command.
     """
-    start = _START_FED.format(variable=VARIABLE) if sent.secret else _START
+    start = _START
+    if sent.secret:
+        start = _START_FED.format(variable=VARIABLE)
     if sent != SentInput():
         start = _READ + start
     return ("sh", "-c", _GUARD.format(kill_s=KILL_S, start=start), "imgkit", *command)
@@ -153,7 +156,7 @@ class _Host:
 
     def _show(self, stream: BinaryIO, is_error: bool, show: Show) -> None:
         """Pass the lines of `stream` to `show` until it ends. This runs in a thread of its own."""
-        while line := stream.readline(LINE_BYTES):
+        for line in iter(functools.partial(stream.readline, LINE_BYTES), b""):
             show(self.name, line.removesuffix(b"\n"), is_error)
 
     def send(self, data: bytes) -> None:
@@ -357,10 +360,11 @@ def parse_hosts(text: str) -> tuple[str, ...]:
     ------
     UsageError : the file cannot be read, a host has a wrong form, or a host occurs twice.
     """
+    sources: list[tuple[str, str]] = []
     if "/" in text:
         sources = _read_file(Path(text))
-    else:
-        sources = [("--hosts", part.strip()) for part in text.split(",")] if text else []
+    elif text:
+        sources = [("--hosts", part.strip()) for part in text.split(",")]
     hosts: list[str] = []
     for where, host in sources:
         if not is_host(host):

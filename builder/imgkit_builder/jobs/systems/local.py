@@ -104,8 +104,10 @@ def _with_settings(job: Job, argv: Argv) -> Argv:
         # Only a shell on the node knows the node's own values. Folders of libraries are put before such a
         # value, and a default applies only if the node has none.
         return ("sh", "-c", "; ".join((*runtime.exports(job), 'exec "$@"')), "sh", *argv)
+    if not job.settings:
+        return argv
     settings = [f"{name}={value}" for name, value in job.settings.items()]
-    return ("env", *settings, *argv) if settings else argv
+    return ("env", *settings, *argv)
 
 
 def _check_gpus(job: Job) -> None:

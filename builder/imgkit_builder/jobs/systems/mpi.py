@@ -99,7 +99,9 @@ class Mpi(local.ForegroundSystem):
         _check_hosts(job)
         if job.is_interactive and not job.command:
             return _interactive_script(job)
-        return _by_ssh(job) if job.flags(MpiFlags).ssh else _by_mpirun(job)
+        if job.flags(MpiFlags).ssh:
+            return _ssh_script(job)
+        return _mpirun_script(job)
 
 
 SYSTEM = Mpi()
@@ -172,7 +174,7 @@ def _check_order(hosts: Sequence[str]) -> None:
     )
 
 
-def _by_mpirun(job: Job) -> Script:
+def _mpirun_script(job: Job) -> Script:
     """Return a script with the ``mpirun`` line, which follows comments for a user who runs it by hand."""
     argv = _mpirun_argv(job)
     comments = local.code_comment(job)
@@ -200,16 +202,20 @@ def _mpirun_argv(job: Job) -> Argv:
         options = ["-x", "PATH", *options]
     command = local.host_argv(job, runtime.argv(job, job.command, forward=FORWARD))
     if not job.flags(MpiFlags).direct:
-        host_options = ("-H", ",".join(hosts)) if hosts else ()
-        return OPENMPI.start_argv(command, nnodes=nodes, forward=forward, options=(*host_options, *options))
-    # "node1:4,node2:4": mpirun fills the slots of a host before it starts ranks on the next one.
+        if hosts:
+            options = ["-H", ",".join(hosts), *options]
+        return OPENMPI.start_argv(command, nnodes=nodes, forward=forward, options=options)
     ranks = _processes_per_node(job)
-    slots = ",".join(f"{host}:{ranks}" for host in hosts)
-    host_options = ("-H", slots) if hosts else ()
+    if hosts:
+        # "node1:4,node2:4": mpirun fills the slots of a host before it starts ranks on the next one.
+        slots = [f"{host}:{ranks}" for host in hosts]
+        options = ["-H", ",".join(slots), *options]
+    assignments = [f"{name}={value}" for name, value in forward.items()]
     return (
         *("mpirun", "-np", str(nodes * ranks), "--map-by", "slot", "--bind-to", "none"),
-        *repeat_option("-x", (f"{name}={value}" for name, value in forward.items())),
-        *(*host_options, *options, *command),
+        *repeat_option("-x", assignments),
+        *options,
+        *command,
     )
 
 
@@ -230,7 +236,7 @@ def _processes_per_node(job: Job) -> int:
     return job.request.launch.nproc or job.allocation.gpus or 1
 
 
-def _by_ssh(job: Job) -> Script:
+def _ssh_script(job: Job) -> Script:
     """Return a script with one command for each host.
 
     The text of the script has them as ``ssh`` lines, for terminals of the user. ``imgkit run`` starts the
@@ -365,8 +371,9 @@ def _torch_program(command: Argv) -> Argv:
     if entry_point is None or {"-h", "--help", "--version"} & set(arguments):
         return ()
     if entry_point.app is None:
-        is_program = name == "dist-run" and arguments and not arguments[0].startswith("-")
-        return tuple(arguments) if is_program else ()
+        if name == "dist-run" and arguments and not arguments[0].startswith("-"):
+            return tuple(arguments)
+        return ()
     parser = options.launch_parser(entry_point, {})
     try:
         with contextlib.redirect_stderr(io.StringIO()):
@@ -378,17 +385,15 @@ def _torch_program(command: Argv) -> Argv:
 
 def _torch_launch(job: Job, program: Argv, rank: int) -> Argv:
     """Return the command with which PyTorch's launcher starts `program` on the host of node rank `rank`."""
-    return (
-        *(
-            "python3",
-            "-m",
-            "torch.distributed.launch",
-            "--use-env",
-            f"--nproc_per_node={_processes_per_node(job)}",
-        ),
-        *(f"--nnodes={job.allocation.nodes}", f"--node_rank={rank}"),
-        *(f"--master_addr={_head_host(job)}", f"--master_port={MASTER_PORT}", *program),
+    options = (
+        "--use-env",
+        f"--nproc_per_node={_processes_per_node(job)}",
+        f"--nnodes={job.allocation.nodes}",
+        f"--node_rank={rank}",
+        f"--master_addr={_head_host(job)}",
+        f"--master_port={MASTER_PORT}",
     )
+    return ("python3", "-m", "torch.distributed.launch", *options, *program)
 
 
 def _interactive_script(job: Job) -> Script:

@@ -105,7 +105,9 @@ class Pbs(System):
         nodes = job.allocation.nodes
         start = job.flags(PbsFlags).pbs_start
         # The script itself starts the processes on the other hosts, with pbsdsh or ssh, unless PALS does.
-        by_task = start if nodes > 1 and start != "pals" else ""
+        by_task, remote_command = "", ""
+        if nodes > 1 and start != "pals":
+            by_task, remote_command = start, command_line(_remote_command(start))
         # The recipe chooses a rendezvous protocol of the cxi provider for which PALS needs an option (see the
         # template).
         rdzv = nodes > 1 and job.recipe.system.env.get("FI_CXI_RDZV_PROTO") == "alt_read"
@@ -117,7 +119,7 @@ class Pbs(System):
             patience_s=PATIENCE_S,
             rdzv=rdzv and not by_task,
             node=command_line(_node_command(job, rdzv=rdzv)),
-            words=command_line(_remote_command(by_task)) if by_task else "",
+            words=remote_command,
         )
         is_array = any(option.startswith("-J") for option in options_of(job))
         return Script(text=text, submit=("qsub",), on_stdin=True, is_array=is_array)
@@ -160,11 +162,17 @@ class Pbs(System):
                 text += f"{row}\n"
         state_match = re.search(r"^\s*job_state = (\w)$", output, re.MULTILINE)
         code_match = re.search(r"^\s*Exit_status = (-?[0-9]{1,9})\s*$", output, re.MULTILINE)
-        code = int(code_match[1]) if code_match else None
-        state: JobState = STATES.get(state_match[1], "") if state_match else ""
-        if code is not None and not state:
-            state = "succeeded" if code == 0 else "failed"
-        wait = _wait_info(output) if state == "waiting" else WaitInfo()
+        state: JobState = ""
+        if state_match:
+            state = STATES.get(state_match[1], "")
+        code = None
+        if code_match:
+            code = int(code_match[1])
+            if not state:
+                state = "succeeded" if code == 0 else "failed"
+        wait = WaitInfo()
+        if state == "waiting":
+            wait = _wait_info(output)
         return JobStatus(state=state, text=text, code=code, wait=wait)
 
     def log_source(self, record: QueuedJob) -> Argv:
@@ -206,6 +214,7 @@ def _wait_info(output: str) -> WaitInfo:
     The reason is the scheduler's comment. The start is estimated only where the site has turned that on.
     """
     comment = re.search(r"^ *comment = (.*)$", output, re.MULTILINE)
+    reason = comment[1].strip() if comment else ""
     estimate = re.search(r"^ *estimated\.start_time = (.*)$", output, re.MULTILINE)
     expected_start = ""
     if estimate:
@@ -213,7 +222,7 @@ def _wait_info(output: str) -> WaitInfo:
         with contextlib.suppress(ValueError):
             start = datetime.strptime(estimate[1].strip(), "%a %b %d %H:%M:%S %Y")
             expected_start = start.isoformat(timespec="minutes")
-    return WaitInfo(reason=comment[1].strip() if comment else "", expected_start=expected_start)
+    return WaitInfo(reason=reason, expected_start=expected_start)
 
 
 def _no_sif_options_error(job: Job) -> UsageError:
@@ -231,7 +240,9 @@ def _resource_options(job: Job) -> Argv:
     """Return the options for the resources to request, in the form that directives and ``qsub -I`` share."""
     allocation = job.allocation
     # PBS cannot request memory per GPU, and writes units in lower case: "440gb".
-    memory = f"{size_text(allocation.memory.node_MiB)}b".lower() if allocation.memory else ""
+    memory = ""
+    if allocation.memory:
+        memory = f"{size_text(allocation.memory.node_MiB)}b".lower()
     chunk = (
         f"select={allocation.nodes}",
         *options_with_values({"ncpus": allocation.cpus, "ngpus": allocation.gpus, "mem": memory}),
@@ -277,13 +288,14 @@ def _node_command(job: Job, *, rdzv: bool) -> Argv:
     nodes = job.allocation.nodes
     by_pals = nodes > 1 and job.flags(PbsFlags).pbs_start == "pals"
     variables = PALS.fields.variables if by_pals else ("PBS_JOBID", "PBS_NODENUM", "PBS_TASKNUM")
-    secret = (VARIABLE,) if job.makes_secret else ()
-    forward = (*variables, *pbs.FORWARD, RUN_DIR, *secret)
+    forward = (*variables, *pbs.FORWARD, RUN_DIR)
+    if job.makes_secret:
+        forward += (VARIABLE,)
     argv = with_folders(job, runtime_of(job).argv(job, job.command, forward=forward))
     if not by_pals:
         return argv
-    network = (Shell('"${network[@]}"'),) if rdzv else ()
-    return PALS.start_argv(argv, nnodes=nodes, options=network)
+    options = [Shell('"${network[@]}"')] if rdzv else []
+    return PALS.start_argv(argv, nnodes=nodes, options=options)
 
 
 def _remote_command(by_task: str) -> Argv:

@@ -266,10 +266,8 @@ def pod_workdir(job: Job) -> str:
     """
     if job.container.code is not None:
         return job.run_folder
-    folder = pod_directory(job)
-    if job.container.workdir:
-        return job.container.workdir
-    return str(folder) if folder else ""
+    folder = pod_directory(job)  # also refuses a folder that the pods do not have
+    return job.container.workdir or str(folder or "")
 
 
 def start_script(job: Job) -> str:
@@ -287,7 +285,9 @@ def start_script(job: Job) -> str:
 
 def pod_command(job: Job) -> Argv:
     """Return the command of each pod. The pods of an interactive job sleep until the user enters them."""
-    argv = ASLEEP if job.is_interactive else kubernetes.start_argv(job.command)
+    argv: Argv = ASLEEP
+    if not job.is_interactive:
+        argv = kubernetes.start_argv(job.command)
     if job.container.code is not None:
         argv = ("bash", f"{job.run_folder}/{START_SCRIPT}", *argv)
     return tuple(map(escape_for_kubernetes, argv))
@@ -300,7 +300,9 @@ def user_ids(job: Job) -> tuple[str, str] | None:
     folder.
     """
     uid, _, gid = job.flags(PodFlags).run_as.partition(":")
-    return (uid, gid) if uid else None
+    if not uid:
+        return None
+    return uid, gid
 
 
 def pod_variables(job: Job) -> Mapping[str, str]:
@@ -315,7 +317,9 @@ def pod_variables(job: Job) -> Mapping[str, str]:
     """
     folders = _output_folders(job)
     # In an interactive job, the user can type any command. So its pods get the variables that a shell gets.
-    program_job = dataclasses.replace(job, command=()) if job.is_interactive else job
+    program_job = job
+    if job.is_interactive:
+        program_job = dataclasses.replace(job, command=())
     system_variables = runtime_of(job).system_variables(program_job)
     for name, value in system_variables.items():
         if site_variables(value):
@@ -350,7 +354,9 @@ def _output_folders(job: Job) -> dict[str, str]:
 def memory_quantity(job: Job) -> str:
     """Return the memory of each pod as Kubernetes writes it, ``440Gi``, or empty for no request."""
     memory = job.allocation.memory
-    return f"{size_text(memory.node_MiB)}i" if memory else ""
+    if memory is None:
+        return ""
+    return f"{size_text(memory.node_MiB)}i"
 
 
 def escape_for_kubernetes(text: str) -> str:

@@ -217,8 +217,10 @@ class Slurm(System):
         errors = output.with_name(f"{record.name}-{record.id}.err")
         # Most recipes have one file for output and errors. The folder of a job on a remote is not on this
         # machine, so only its output is followed.
-        files = [str(errors)] if errors.is_file() else []
-        return ("tail", "-n", "+1", "-f", *files, str(output))
+        files = [str(output)]
+        if errors.is_file():
+            files = [str(errors), str(output)]
+        return ("tail", "-n", "+1", "-f", *files)
 
     def cancel_command(self, record: QueuedJob) -> Argv:
         """Return the command that ends the job and all tasks of its array."""
@@ -233,11 +235,10 @@ class Slurm(System):
         """
         need_task(record, f"{record.id}_0")
         cluster = _cluster_options(record.cluster)
-        nodelist = (f"--nodelist={node}",) if node else ()
-        step = (
-            *(*cluster, "--overlap", "--nodes=1", "--ntasks=1", *nodelist),
-            *(f"--chdir={record.directory}", "--pty", "bash", "-lc", line),
-        )
+        options = [*cluster, "--overlap", "--nodes=1", "--ntasks=1"]
+        if node:
+            options.append(f"--nodelist={node}")
+        step = (*options, f"--chdir={record.directory}", "--pty", "bash", "-lc", line)
         if record.id.isdecimal():
             argv: Argv = ("srun", f"--jobid={record.id}", *step)
             return JobShell(argv=argv, description=NEW_CONTAINER)
@@ -263,10 +264,12 @@ def _wait_info(output: str) -> WaitInfo:
     row = _WAITING_ROW.search(output)
     if row is None:
         return WaitInfo()
-    # Before the scheduler has looked at a job, the reason is "None".
-    reason = "" if row["reason"] == "None" else row["reason"]
-    code = re.match(r"\w*", reason)  # "ReqNodeNotAvail, UnavailableNodes:node1" -> ReqNodeNotAvail
-    name = code[0] if code else ""
+    reason = row["reason"]
+    if reason == "None":  # the scheduler has not looked at the job yet
+        reason = ""
+    name = re.split(r"\W", reason, maxsplit=1)[
+        0
+    ]  # "ReqNodeNotAvail, UnavailableNodes:node1" -> ReqNodeNotAvail
     start = _START.match(row["start"])
     return WaitInfo(
         reason=reason,
@@ -289,7 +292,9 @@ def _cluster_options(cluster: str) -> Argv:
 
     The result is empty if sbatch named no cluster.
     """
-    return (f"--clusters={cluster}",) if cluster else ()
+    if not cluster:
+        return ()
+    return (f"--clusters={cluster}",)
 
 
 def _directive_options(job: Job, *, is_array: bool) -> Argv:
@@ -319,10 +324,9 @@ def _output_options(job: Job, id_pattern: str) -> Argv:
     id_pattern : the part of the files' names that sbatch replaces by the job's id, for example ``%j``.
     """
     folder = str(job.directory)
-    options = [
-        f'--chdir="{folder}"' if " " in folder else f"--chdir={folder}",
-        f"--output=%x-{id_pattern}.out",
-    ]
+    if " " in folder:
+        folder = f'"{folder}"'
+    options = [f"--chdir={folder}", f"--output=%x-{id_pattern}.out"]
     if job.recipe.system.queue.output == "separate":
         options.append(f"--error=%x-{id_pattern}.err")
     return tuple(options)
@@ -373,7 +377,9 @@ def _with_folders(job: Job, argv: Argv) -> Argv:
 
     The argv for pyxis stays as it is, because it begins with options of srun. Its check is in `_node_check`.
     """
-    return argv if _node_check(job) else with_folders(job, argv)
+    if _node_check(job):
+        return argv
+    return with_folders(job, argv)
 
 
 def _node_check(job: Job) -> Argv:
@@ -433,8 +439,10 @@ def _interactive_line(job: Job) -> str:
     lines.append(f"exec {_quote_argv(argv)}")
     text = " && ".join(lines)
     folder_lines = run_folder_lines(job, "$SLURM_JOB_ID")
+    if not folder_lines:
+        return text
     # The lines are not joined by &&, within which bash ignores set -e.
-    return f"set -e\n{folder_lines}\n{text}" if folder_lines else text
+    return f"set -e\n{folder_lines}\n{text}"
 
 
 def _first_node_shell(job: Job) -> Argv:

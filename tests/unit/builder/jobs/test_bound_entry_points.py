@@ -210,8 +210,9 @@ def test_look_on_a_remote_mounts_what_the_remote_has(tmp_path: Path) -> None:
 
 
 def test_sif_of_imgkit_is_not_looked_at(tmp_path: Path) -> None:
-    assert not bound.is_foreign(job(tmp_path, image=str(small_sif.write(tmp_path / "own.sif"))))
-    assert bound.is_foreign(job(tmp_path, image=str(small_sif.write(tmp_path / "b.sif", recorded=False))))
+    for name, is_recorded in (("own.sif", True), ("b.sif", False)):
+        foreign_job = job(tmp_path, image=str(small_sif.write(tmp_path / name, recorded=is_recorded)))
+        assert runtime_of(foreign_job).is_foreign(foreign_job) is not is_recorded
 
 
 def test_digest_of_the_job_is_the_one_that_was_looked_at(tmp_path: Path) -> None:

@@ -236,7 +236,7 @@ def test_image_of_a_registry_is_not_looked_into(flag: str) -> None:
     with pytest.raises(
         UsageError, match="imgkit does not look into me/x:1, an image of a registry"
     ) as caught:
-        bound.is_foreign(job(image="me/x:1", **{flag: "/opt/venv/bin/python"}))
+        bound.bind_entry_points(job(image="me/x:1", **{flag: "/opt/venv/bin/python"}))
     assert caught.value.where == f"--{flag}"
     assert str(caught.value.hint).endswith("then --image NAME.sqsh")
 
