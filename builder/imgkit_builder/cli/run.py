@@ -398,7 +398,7 @@ def show_submitted(record: SubmittedJob, ready: PreparedJob, *, detach: bool, as
         data = {**script_data(ready.job, ready.script), "id": record.job.handle}
         data["folder"] = str(ready.job.directory)
         print_result(data, record.job.handle, as_json=as_json)
-    records.need_id(record)
+    records.refuse_unknown_id(record)
     if not as_json:
         # Each task of an array has its own output, so that there are no logs of the array.
         verbs = ("status", "cancel") if is_array else ("status", "logs", "cancel")

@@ -132,7 +132,7 @@ def _entry_points(job: Job, python: PythonReport, digest: str) -> BoundEntryPoin
     They replace the entry points of an image that has some, and otherwise they are bound into the first
     folder that `python` searches for packages.
     """
-    folder = f"{job.directory}/{FOLDER}/{name_of(job)}"
+    folder = f"{job.directory}/{FOLDER}/{folder_name(job)}"
     return BoundEntryPoints(
         version=__version__,
         folder=quoting.check_flag_value("--directory", folder),
@@ -142,7 +142,7 @@ def _entry_points(job: Job, python: PythonReport, digest: str) -> BoundEntryPoin
     )
 
 
-def folder_of(job: Job) -> Path:
+def entry_points_folder(job: Job) -> Path:
     """Return the folder on the nodes with the entry points that are bound into the job's image."""
     assert job.container.bound is not None  # noqa: S101 - only such a job has the folder
     return Path(job.container.bound.folder)
@@ -164,7 +164,7 @@ def bound_files(job: Job) -> tuple[tuple[str, bytes], ...]:
     )
 
 
-def name_of(job: Job) -> str:
+def folder_name(job: Job) -> str:
     """Return the name of the folder with `bound_files`, such as ``0.5.0-3f2a91c04b7d``.
 
     It is imgkit's version and a digest of the files, so other files are in another folder.

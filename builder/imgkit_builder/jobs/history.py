@@ -63,7 +63,7 @@ def connection_to(remote: str, *, may_ask: bool = False) -> Connection:
     return connection.connect(config.get_remote(remote), ask=may_ask)
 
 
-def folder_of(record: SubmittedJob) -> Path | None:
+def local_run_folder(record: SubmittedJob) -> Path | None:
     """Return the folder on this machine with the run's files.
 
     The result is None for a run on a remote whose files were not fetched yet.
@@ -77,7 +77,7 @@ def folder_of(record: SubmittedJob) -> Path | None:
 
 def last_numbers(record: SubmittedJob) -> LastNumbers:
     """Return the last step and loss of the run. Both are None if its files are not on this machine."""
-    folder = folder_of(record)
+    folder = local_run_folder(record)
     if folder is None:
         return LastNumbers()
     return measured.last_numbers(folder)
@@ -209,7 +209,7 @@ def _file_of_run(record: SubmittedJob, name: str, run: Runner) -> str:
     if record.job.array or record.job.store:
         return ""
     # What is there now is of the job that went on in the folder last.
-    if any(newer.submitted > record.submitted for newer in records.of_run(record)):
+    if any(newer.submitted > record.submitted for newer in records.list_records_of_run(record)):
         return ""
     return run(("cat", "--", str(record.job.run_folder / name))).output
 
@@ -221,7 +221,7 @@ def cancel_job(record: SubmittedJob, run: Runner) -> Finished:
     """
     answer = run(systems.get_system(record.job.system).cancel_command(record.job))
     # A task of an array has no record of its own.
-    if answer.returncode == 0 and records.is_kept(record):
+    if answer.returncode == 0 and records.has_record_file(record):
         with contextlib.suppress(OSError):  # the job is cancelled all the same
             records.save_record(dataclasses.replace(record, cancelled=True))
     return answer
@@ -279,7 +279,7 @@ def failure_hints(latest: JobReport, run: Runner) -> Iterator[str]:
             f"{_memory_remedy(record)}"
         )
     if _NO_RANK.search(output):
-        yield from systems.program_starts_once(record.command)
+        yield from systems.single_process_warnings(record.command)
 
 
 def _end_of_output(record: SubmittedJob, run: Runner) -> str:
@@ -324,7 +324,7 @@ def can_resume(record: SubmittedJob) -> bool:
     It cannot do so for arrays, for jobs whose request is not recorded, and on systems whose jobs cannot go on
     in the folder of an earlier job.
     """
-    has_one_folder = not record.job.array and records.is_kept(record)
+    has_one_folder = not record.job.array and records.has_record_file(record)
     return has_one_folder and bool(record.request) and can_choose_folder(record)
 
 

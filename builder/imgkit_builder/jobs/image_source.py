@@ -68,18 +68,17 @@ class ImageSource:
 
         Only an image that imgkit built is known to have them, and only in its own Python.
         """
-        container = self.request.container
-        return bool(self.remote_image or self.is_foreign or container.python or container.activate)
+        return bool(self.remote_image or self.is_foreign or self.request.container.python_flag)
 
     @property
-    def early(self) -> Job:
+    def provisional_job(self) -> Job:
         """The job before imgkit has connected to the remote.
 
         In its paths, `UNKNOWN_HOME` stands for imgkit's folder on the remote.
         """
-        return self.resolved(UNKNOWN_HOME, self.remote_image or "image.sif")
+        return self.job_on_remote(UNKNOWN_HOME, self.remote_image or "image.sif")
 
-    def resolved(self, home: str, image: str) -> Job:
+    def job_on_remote(self, home: str, image: str) -> Job:
         """Return the job with its paths on the remote.
 
         Parameters

@@ -58,7 +58,7 @@ def find_record(job_id: str) -> SubmittedJob:
         if task_record is None:
             raise _unknown_job_error(job_id) from error
         record = task_record
-    return need_id(record)
+    return refuse_unknown_id(record)
 
 
 def _unknown_job_error(job_id: str) -> UsageError:
@@ -71,7 +71,7 @@ def _unknown_job_error(job_id: str) -> UsageError:
     return UsageError(f"imgkit has no record of a job {job_id!r}", where="ID", hint=hint)
 
 
-def need_id(record: SubmittedJob) -> SubmittedJob:
+def refuse_unknown_id(record: SubmittedJob) -> SubmittedJob:
     """Return `record` unchanged if it has the job's id.
 
     Raises
@@ -99,7 +99,7 @@ def _unknown_id_error(job: QueuedJob, answer: str) -> ToolFailed:
     )
 
 
-def newest_first() -> tuple[SubmittedJob, ...]:
+def list_records() -> tuple[SubmittedJob, ...]:
     """Return all records, beginning with the job that was submitted last. Damaged records are left out."""
     loaded = []
     for path in _records_folder().glob("*.json"):
@@ -110,13 +110,13 @@ def newest_first() -> tuple[SubmittedJob, ...]:
     return tuple(sorted(loaded, key=lambda record: record.submitted, reverse=True))
 
 
-def of_run(record: SubmittedJob) -> tuple[SubmittedJob, ...]:
+def list_records_of_run(record: SubmittedJob) -> tuple[SubmittedJob, ...]:
     """Return the records of all jobs that wrote into the run folder of `record`, the newest first."""
     run = (record.job.remote, record.job.run_folder)
-    return tuple(saved for saved in newest_first() if (saved.job.remote, saved.job.run_folder) == run)
+    return tuple(saved for saved in list_records() if (saved.job.remote, saved.job.run_folder) == run)
 
 
-def is_kept(record: SubmittedJob) -> bool:
+def has_record_file(record: SubmittedJob) -> bool:
     """Return whether `record` has a file. The record of one task of an array has none."""
     return _record_path(record.job.handle).exists()
 
@@ -138,7 +138,7 @@ def _find_task(job_id: str) -> SubmittedJob | None:
     It is that of the array, with the id of the task.
     """
     task, _, remote = job_id.partition("@")
-    for record in newest_first():
+    for record in list_records():
         if not record.job.array or remote not in ("", record.job.remote):
             continue
         task_id = systems.task_id(record.job, task)

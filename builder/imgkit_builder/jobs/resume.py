@@ -73,7 +73,7 @@ def load_request(record: SubmittedJob) -> RecordedRequest:
     UsageError : the job cannot be resumed. The message says why.
     """
     handle = record.job.handle
-    if record.job.array or not records.is_kept(record):
+    if record.job.array or not records.has_record_file(record):
         raise UsageError(
             f"{handle} is an array or a task of one, which cannot be resumed",
             where="ID",
@@ -162,7 +162,7 @@ def refuse_unended(record: SubmittedJob, run: Runner, run_on_files: Runner, *, h
     """
     latest = None
     # The first record is that of the job that used the run folder last.
-    for job_record in records.of_run(record):
+    for job_record in records.list_records_of_run(record):
         if not systems.get_system(job_record.job.system).reports_state:
             if not (job_record.cancelled or _is_deleted(job_record, run)):
                 raise _unknown_end_error(job_record)

@@ -217,7 +217,7 @@ def submit_sizes(
     *smaller_jobs, largest = planned
     refuse_unstartable(largest.job, largest.script, transport.run)
     ready = submission.make_ready(largest, transport, report)
-    record = records.need_id(submission.start_job(ready, transport, report))
+    record = records.refuse_unknown_id(submission.start_job(ready, transport, report))
     folder = Path(f"{largest.job.name}-scaling-{record.job.id}")
     folder.mkdir(exist_ok=True)
     run = ScalingRun(
@@ -242,7 +242,7 @@ def _submit_smaller(ready: PreparedJob, transport: Transport) -> ScalingSize:
     """
     nodes = ready.job.allocation.nodes
     try:
-        record = records.need_id(submission.start_job(ready, transport, Silent()))
+        record = records.refuse_unknown_id(submission.start_job(ready, transport, Silent()))
     except ToolFailed as error:
         return ScalingSize(nodes=nodes, state=error.what)
     return ScalingSize(nodes=nodes, job=record.job.handle)

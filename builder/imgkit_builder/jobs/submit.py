@@ -115,8 +115,8 @@ def _job_on_remote(source: ImageSource, code: CodeFolder | None, data: Sequence[
     """
     image_source.refuse_runtime(source)
     if code is not None:
-        code_of.refuse_unused(code, source.target, source.given_sif)
-    job = source.early
+        code_of.refuse_shadowed_code(code, source.target, source.given_sif)
+    job = source.provisional_job
     job = data_mounts.with_data(job, data, f"{job.directory}/{DATA_FOLDER}")
     job = added_packages.with_packages(job)
     job = _with_code(job, code, Ssh.code_folder)
@@ -129,11 +129,11 @@ def _job_in_pods(
     recipe: str, request: JobRequest, code: CodeFolder | None, remote: Remote, data: Sequence[DataFolder]
 ) -> Job:
     """Return a job in pods that this machine submits, and whose files `remote` stores on a volume."""
-    job = volume.early_job(recipe, request, remote)
+    job = volume.provisional_job(recipe, request, remote)
     job = data_mounts.with_data(job, data, f"{job.directory}/{DATA_FOLDER}")
     job = added_packages.with_packages(job)
     if code is not None:
-        code_of.refuse_image_projects(code, job.recipe)
+        code_of.refuse_projects_in_image(code, job.recipe)
         job = job.with_warning(code_of.image_code_notice(job))
         job = job.with_warning(code_of.left_out_notice(code, None))
     return _with_code(job, code, VolumeStore.code_folder)
@@ -157,16 +157,16 @@ def _job_of_this_machine(
     sif = None
     if image.is_sif(image_file):
         sif = image_file
-    code_of.refuse_unused_bind(job, sif)
+    code_of.refuse_shadowed_bind(job, sif)
     job = _with_code(job, code, Local.code_folder)
     if code is not None:
         has_container = runtime_of(job).has_container
         if has_container:
-            code_of.refuse_unused(code, target, sif)
+            code_of.refuse_shadowed_code(code, target, sif)
         if has_container and not request.container.image:
             job = job.with_warning(code_of.image_code_notice(job))
         if systems.get_system(job.system).code_copier == "imgkit":
-            job = code_of.with_run_folder(job)
+            job = code_of.with_new_run_folder(job)
         readable_image = sif
         if sqsh.is_sqsh(image_file):
             readable_image = image_file
@@ -290,7 +290,7 @@ def with_files_of(ready: PreparedJob, prepared: PreparedJob) -> PreparedJob:
     """
     job = prepared.job
     if prepared.source is not None:
-        job = prepared.source.resolved(str(ready.job.directory), ready.job.container.image)
+        job = prepared.source.job_on_remote(str(ready.job.directory), ready.job.container.image)
     job = dataclasses.replace(job, container=ready.job.container)
     return dataclasses.replace(_with_job(prepared, job), image_id=ready.image_id)
 

@@ -200,7 +200,9 @@ class Local(Transport):
     def put_entry_points(self, job: Job, report: Reporter) -> None:
         """Write the entry points. See `Transport`."""
         del report  # the files are small
-        bound.write_folder(bound.folder_of(job), lambda folder: bound.write_bound_files(job, folder))
+        bound.write_folder(
+            bound.entry_points_folder(job), lambda folder: bound.write_bound_files(job, folder)
+        )
 
     def make_run_folder(self, job: Job, code_folder: CodeFolder | None, report: Reporter) -> None:
         """Make the run folder of a job that starts at once, with the run's copy of the code."""
@@ -256,6 +258,12 @@ class Ssh(Transport):
         self.store: Store | None = None
         """What imgkit's folder on the remote contains. It is None until `bring_image` has read it."""
 
+    @property
+    def opened_store(self) -> Store:
+        """What imgkit's folder on the remote contains. `bring_image` must have read it."""
+        assert self.store is not None  # noqa: S101 - `submit.make_ready` calls `bring_image` first
+        return self.store
+
     def login(self) -> None:
         """Connect. See `Transport`."""
         self.connection.login()
@@ -292,40 +300,39 @@ class Ssh(Transport):
                 image_id = remote_image.image_id
         _report_left_out(prepared.code, source.sif, remote_image, report)
         report.stage(f"submit to {self.name}")
-        job = source.resolved(self.store.home, image_path)
+        job = source.job_on_remote(self.store.home, image_path)
         job = packages.bring(job, image_id, self.run, self.run_script, report)
         return dataclasses.replace(prepared, job=job, image_id=image_id)
 
     def with_data(self, prepared: PreparedJob, report: Reporter) -> Job:
         """Send the data by rsync, as far as the remote lacks it. See `Transport`."""
-        assert self.store is not None  # noqa: S101 - `bring_image` comes first
-        job = data_mounts.with_data(prepared.job, prepared.data, f"{self.store.home}/{DATA_FOLDER}")
+        job = data_mounts.with_data(prepared.job, prepared.data, f"{self.opened_store.home}/{DATA_FOLDER}")
         data_mounts.refuse_missing(job.request, self.name, self.run_script)
         self.send_data(prepared.data, report)
         return job
 
     def send_data(self, folders: Iterable[DataFolder], report: Reporter) -> None:
         """Send the folders of data that the remote lacks. `bring_image` must have read what it has."""
-        assert self.store is not None  # noqa: S101 - `bring_image` comes first
         for folder in folders:
-            if folder.name not in self.store.data:
-                self._send_data(folder, self.store, report)
-
-    def _send_data(self, folder: DataFolder, store: Store, report: Reporter) -> None:
-        """Send a folder of data. Files that an earlier version of it on the remote has are not sent again."""
-        title = f"{folder.spec.source}, {folder.files} files, {size_text(folder.size_bytes)}"
-        earlier = [name for name in store.data if name.endswith(f"-{folder.project_part}")]
-        report.note(f"to send: data: {title}")
-        transferred = transfer.send_data(
-            self.connection, folder, home=store.home, earlier=tuple(earlier[:1]), report=report
-        )
-        report.note(_sent_text("data", transferred))
+            if folder.name in self.opened_store.data:
+                continue
+            size = size_text(folder.size_bytes)
+            report.note(f"to send: data: {folder.spec.source}, {folder.files} files, {size}")
+            # Files that an earlier version of the folder has are not sent again.
+            earlier = [name for name in self.opened_store.data if name.endswith(f"-{folder.project_part}")]
+            transferred = transfer.send_data(
+                self.connection,
+                folder,
+                home=self.opened_store.home,
+                earlier=tuple(earlier[:1]),
+                report=report,
+            )
+            report.note(_sent_text("data", transferred))
 
     def put_code(self, code_folder: CodeFolder, home: Path, report: Reporter) -> None:
         """Send the code by rsync, which finds equal files of earlier code on the remote. See `Transport`."""
-        assert self.store is not None  # noqa: S101 - `bring_image` comes first
         sha256 = code_folder.record.sha256
-        if sha256 in self.store.code:
+        if sha256 in self.opened_store.code:
             report.note(f"to send: nothing of the code; {self.name} has that of {code_folder.folder}")
             return
         with tempfile.TemporaryDirectory(prefix="imgkit-") as work:
@@ -339,16 +346,15 @@ class Ssh(Transport):
                 size_bytes=code_folder.tree.size_bytes,
                 home=str(home),
                 target=f"{self.code_folder}/{sha256}",
-                similar=self.store.code[:_MAX_SIMILAR_FOLDERS],
-                is_prepared=sha256 == self.store.incoming_code,
+                similar=self.opened_store.code[:_MAX_SIMILAR_FOLDERS],
+                is_prepared=sha256 == self.opened_store.incoming_code,
                 report=report,
             )
         report.note(_sent_text("code", transferred))
 
     def put_entry_points(self, job: Job, report: Reporter) -> None:
         """Send the entry points by rsync. See `Transport`."""
-        assert self.store is not None  # noqa: S101 - `bring_image` comes first
-        folder = bound.folder_of(job)
+        folder = bound.entry_points_folder(job)
         # `self.store` does not list this folder.
         output = self.connection.run('if [ -d "$folder" ]; then echo exists; fi\n', {"folder": str(folder)})
         if output == b"exists\n":
@@ -361,8 +367,8 @@ class Ssh(Transport):
                 copy,
                 label="entry points",
                 size_bytes=sum(len(data) for _, data in bound.bound_files(job)),
-                home=self.store.home,
-                target=str(folder.relative_to(self.store.home)),
+                home=self.opened_store.home,
+                target=str(folder.relative_to(self.opened_store.home)),
                 report=report,
             )
 
@@ -391,12 +397,6 @@ class VolumeStore(Local):
         self.connection = connection
         self._files = Ssh(connection)
 
-    @property
-    def _store(self) -> Store:
-        """What imgkit's folder on the remote contains. `bring_image` must have read it."""
-        assert self._files.store is not None  # noqa: S101 - `bring_image` comes first
-        return self._files.store
-
     def login(self) -> None:
         """Connect to the remote. See `Transport`."""
         self._files.login()
@@ -411,7 +411,7 @@ class VolumeStore(Local):
         report.stage(f"look at {self.connection.remote.name}")
         sha256 = prepared.code.record.sha256 if prepared.code else ""
         self._files.store = store.open_store(self.connection, program="sh", code=sha256)
-        job = volume.job_on(self._store, prepared.job, self.connection.remote)
+        job = volume.job_with_pod_paths(self._files.opened_store, prepared.job, self.connection.remote)
         return dataclasses.replace(prepared, job=job)
 
     def with_data(self, prepared: PreparedJob, report: Reporter) -> Job:
@@ -424,7 +424,7 @@ class VolumeStore(Local):
         """Send the code, and make the run folder with the script that copies the code into it."""
         if code_folder is not None:
             self._files.put_code(code_folder, self.home_of(job), report)
-        volume.make_run_folder(self.connection, self._store, job)
+        volume.make_run_folder(self.connection, self._files.opened_store, job)
 
     def run_script(self, script: str, args: Iterable[str], data: Iterable[bytes]) -> bytes:
         """Run a script on the remote, which has the files. See `Transport`."""
@@ -433,7 +433,7 @@ class VolumeStore(Local):
     def home_of(self, job: Job) -> Path:
         """Return imgkit's folder on the remote. See `Transport`."""
         del job  # job.directory is the path in the pods
-        return Path(self._store.home)
+        return Path(self._files.opened_store.home)
 
     def with_entry_points(self, prepared: PreparedJob) -> Job:
         """Return the job unchanged, because nothing can be bound into the image of a pod."""
@@ -443,7 +443,7 @@ class VolumeStore(Local):
         """Return `record` with the name of the remote, and with the paths of the job's files on it."""
         queued = dataclasses.replace(
             record.job,
-            directory=Path(self._store.home),
+            directory=Path(self._files.opened_store.home),
             store=self.connection.remote.name,
             run_name=Path(job.run_folder).name,
         )

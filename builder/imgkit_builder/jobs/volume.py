@@ -41,7 +41,7 @@ if [ -n "$record" ] && [ ! -d workspace ]; then printf '%s\\n' "$record" > code.
 """
 
 
-def early_job(recipe: str, request: JobRequest, remote: Remote) -> Job:
+def provisional_job(recipe: str, request: JobRequest, remote: Remote) -> Job:
     """Return the job before imgkit has connected to the remote.
 
     It has a new run folder, or that of the run that it resumes. `UNKNOWN_HOME` on the volume stands for
@@ -61,12 +61,12 @@ def early_job(recipe: str, request: JobRequest, remote: Remote) -> Job:
     home = f"{pods.parse_claim(remote.pvc).path}{UNKNOWN_HOME}"
     job = _resolve_pod_job(target, request, remote, home, UNKNOWN_IDS)
     if request.resumed is not None:
-        return code_of.in_run_folder(job, f"{home}/runs/{request.resumed.folder.name}")
-    return code_of.with_run_folder(job)
+        return code_of.with_run_folder(job, f"{home}/runs/{request.resumed.folder.name}")
+    return code_of.with_new_run_folder(job)
 
 
-def job_on(store: Store, early: Job, remote: Remote) -> Job:
-    """Return the job of `early_job` with its real paths in the pods, and with the user's ids on the remote.
+def job_with_pod_paths(store: Store, early: Job, remote: Remote) -> Job:
+    """Return the job of `provisional_job` with its paths in the pods, and the user's ids on the remote.
 
     Raises
     ------
@@ -74,7 +74,7 @@ def job_on(store: Store, early: Job, remote: Remote) -> Job:
     """
     home = pod_folder(remote, store.home, store.volume)
     job = _resolve_pod_job(early.recipe, early.request, remote, home, store.ids)
-    return code_of.in_run_folder(job, f"{home}/runs/{PurePosixPath(early.run_folder).name}")
+    return code_of.with_run_folder(job, f"{home}/runs/{PurePosixPath(early.run_folder).name}")
 
 
 def _resolve_pod_job(target: Target, request: JobRequest, remote: Remote, home: str, ids: str) -> Job:

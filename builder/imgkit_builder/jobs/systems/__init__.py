@@ -164,9 +164,9 @@ class System(abc.ABC):
         ------
         UsageError : a check for `is_submitted` failed.
         """
-        warnings = [*program_starts_once(job.command), *part_of_nodes(job)]
+        warnings = [*single_process_warnings(job.command), *partial_node_warnings(job)]
         if not self.abilities.spares_take_over:
-            warnings += spare_waits_for_nothing(job)
+            warnings += idle_spare_warnings(job)
         return warnings
 
     def parse_job_id(self, output: str, name: str) -> str:
@@ -250,7 +250,7 @@ def task_id(record: QueuedJob, job_id: str) -> str:
     return f"{match[1]}{server}"
 
 
-def need_task(record: QueuedJob, example: str) -> None:
+def refuse_whole_array(record: QueuedJob, example: str) -> None:
     """Raise UsageError if `record` is an array job, which as a whole has no output and no run folder.
 
     Parameters
@@ -265,7 +265,7 @@ def need_task(record: QueuedJob, example: str) -> None:
         )
 
 
-def options_of(job: Job) -> Argv:
+def scheduler_options(job: Job) -> Argv:
     """Return the options for the scheduler: those of the recipe, and then those of ``--option``.
 
     Raises
@@ -349,7 +349,7 @@ def mounted_folders(job: Job) -> Argv:
     return tuple(map(quoting.quote_with_site_variables, sources))
 
 
-def program_starts_once(command: Sequence[str]) -> tuple[str, ...]:
+def single_process_warnings(command: Sequence[str]) -> tuple[str, ...]:
     """Return a warning if `command` starts only one process per node.
 
     That is assumed if neither the command nor one of its arguments is a ``dist-...`` program.
@@ -364,7 +364,7 @@ def program_starts_once(command: Sequence[str]) -> tuple[str, ...]:
     return (f"{name} starts once per node; `dist-run {shlex.quote(program)} ...` starts one process per GPU",)
 
 
-def part_of_nodes(job: Job, note: str = "") -> tuple[str, ...]:
+def partial_node_warnings(job: Job, note: str = "") -> tuple[str, ...]:
     """Return a warning, which includes `note`, if a job of several nodes uses only some GPUs of each."""
     nodes = job.allocation.nodes
     gpus = job.allocation.gpus
@@ -374,7 +374,7 @@ def part_of_nodes(job: Job, note: str = "") -> tuple[str, ...]:
     return (f"{nodes} nodes with {gpus} of {gpus_of_node} GPUs each{note}; whole nodes are faster",)
 
 
-def spare_waits_for_nothing(job: Job) -> tuple[str, ...]:
+def idle_spare_warnings(job: Job) -> tuple[str, ...]:
     """Return a warning if the job has spare nodes. It is for systems on which a lost node ends the run."""
     if not job.allocation.size.spares:
         return ()

@@ -78,7 +78,7 @@ exit "$code"
 """
 
 
-def _first_lines(sent: SentInput) -> bytes:
+def _secret_input(sent: SentInput) -> bytes:
     """Return the lines that each guard reads first: the secret, the variables and an empty line.
 
     The line of the secret is empty if only variables are sent.
@@ -93,7 +93,7 @@ def _first_lines(sent: SentInput) -> bytes:
 # With setsid, the command gets a process group of its own, which the guard can end. Descriptor 3 is the
 # guard's input, which the command must not read.
 _START = 'setsid "$@" 3<&- &'
-# The text reads the lines of `_first_lines`. `unset` is needed because a variable of that name may be
+# The text reads the lines of `_secret_input`. `unset` is needed because a variable of that name may be
 # exported. The value stands in no argument and in no variable of the command, which reads it from its input
 # (`_START_FED`).
 _READ = """\
@@ -215,7 +215,7 @@ def run_on_hosts(
         with lock:
             show(host, text, is_error)
 
-    data = _first_lines(sent)
+    data = _secret_input(sent)
     with _collect_stop_signals() as signals, _close_at_exit([]) as hosts:
         # One by one: if a later ssh cannot start, `_close_at_exit` ends the hosts before it.
         hosts += (_Host(name, line, data, show_line) for name, line in remote)

@@ -21,10 +21,10 @@ from imgkit_builder.jobs.request import SystemFlags
 from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.jobs.systems import (
     fanout,
+    idle_spare_warnings,
     local,
-    part_of_nodes,
-    program_starts_once,
-    spare_waits_for_nothing,
+    partial_node_warnings,
+    single_process_warnings,
     user_options,
 )
 from imgkit_builder.recipe.systems import SHIPPED
@@ -89,10 +89,10 @@ class Mpi(local.ForegroundSystem):
         if is_submitted and not flags.ssh:
             _check_order(flags.names)
         if not flags.direct:
-            yield from program_starts_once(job.command)
-        yield from part_of_nodes(job)
+            yield from single_process_warnings(job.command)
+        yield from partial_node_warnings(job)
         if not flags.ssh:
-            yield from spare_waits_for_nothing(job)
+            yield from idle_spare_warnings(job)
 
     def script(self, job: Job) -> Script:
         """Return the ``mpirun`` line of the job, or with ``--ssh`` one ``ssh`` line for each host."""

@@ -28,10 +28,10 @@ from imgkit_builder.jobs.systems import (
     QueueCommands,
     System,
     find_job_id,
-    need_task,
-    options_of,
     options_with_values,
     recipe_options,
+    refuse_whole_array,
+    scheduler_options,
     with_folders,
 )
 from imgkit_builder.jobs.templates import render_template, run_folder_lines
@@ -121,7 +121,7 @@ class Pbs(System):
             node=command_line(_node_command(job, rdzv=rdzv)),
             words=remote_command,
         )
-        is_array = any(option.startswith("-J") for option in options_of(job))
+        is_array = any(option.startswith("-J") for option in scheduler_options(job))
         return Script(text=text, submit=("qsub",), on_stdin=True, is_array=is_array)
 
     def conversion_script(self, job: Job) -> Script:
@@ -134,7 +134,7 @@ class Pbs(System):
         if not job.recipe.system.queue.sif:
             raise _no_sif_options_error(job)
         directives = _directive_texts(
-            ("-S", "/bin/bash", "-j", "oe", *_common_options(job), *options_of(job))
+            ("-S", "/bin/bash", "-j", "oe", *_common_options(job), *scheduler_options(job))
         )
         text = render_template(
             job, "sif.sh.j2", prefix="#PBS", directives=directives, command=command_line(job.command)
@@ -185,7 +185,7 @@ class Pbs(System):
         UsageError : the job is an array, whose tasks have outputs of their own.
         """
         sequence = record.id.partition(".")[0]  # without the server
-        need_task(record, sequence.replace("[]", "[0]"))
+        refuse_whole_array(record, sequence.replace("[]", "[0]"))
         suffix = re.sub(r"\[([0-9]+)\]", r".\1", sequence)  # of a task: NAME.oSEQUENCE.INDEX
         path = record.directory / f"{record.name}.o{suffix}"
         return ("tail", "-n", "+1", "-F", str(path))
@@ -251,7 +251,7 @@ def _resource_options(job: Job) -> Argv:
         "mpiprocs=1",
         *recipe_options(job, "chunk"),
     )
-    return (*_common_options(job), "-l", ":".join(chunk), *options_of(job))
+    return (*_common_options(job), "-l", ":".join(chunk), *scheduler_options(job))
 
 
 def _common_options(job: Job) -> Argv:

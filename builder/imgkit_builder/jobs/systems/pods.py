@@ -15,7 +15,13 @@ from imgkit_builder.jobs.memory import size_text
 from imgkit_builder.jobs.quoting import quote
 from imgkit_builder.jobs.request import SystemFlags
 from imgkit_builder.jobs.runtimes import runtime_of
-from imgkit_builder.jobs.systems import Abilities, System, part_of_nodes, program_starts_once, runai_client
+from imgkit_builder.jobs.systems import (
+    Abilities,
+    System,
+    partial_node_warnings,
+    runai_client,
+    single_process_warnings,
+)
 from imgkit_builder.jobs.templates import render_template
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.errors import UsageError
@@ -89,8 +95,8 @@ class Pods(System):
         request = job.request
         if request.container.code is not None:
             _check_code(job)
-        yield from program_starts_once(job.command)
-        yield from part_of_nodes(job, ": pods may share a node")
+        yield from single_process_warnings(job.command)
+        yield from partial_node_warnings(job, ": pods may share a node")
         if request.container.binds:
             yield "--bind is not used: pods get their folders from volumes, --pvc CLAIM:/PATH"
         has_writable_volume = any(not text.endswith(":ro") for text in job.flags(PodFlags).pvcs)

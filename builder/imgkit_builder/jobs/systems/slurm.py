@@ -25,9 +25,9 @@ from imgkit_builder.jobs.systems import (
     array_state,
     find_job_id,
     mounted_folders,
-    need_task,
-    options_of,
     options_with_values,
+    refuse_whole_array,
+    scheduler_options,
     with_folders,
 )
 from imgkit_builder.jobs.templates import render_template, run_folder_lines
@@ -135,7 +135,7 @@ class Slurm(System):
         if job.is_interactive:
             argv = ("salloc", *_resource_options(job), "bash", "-lc", _interactive_line(job))
             return Script(text=command_line(argv) + "\n", submit=argv, foreground=True)
-        is_array = any(re.match(r"--array\b|-a", option) for option in options_of(job))
+        is_array = any(re.match(r"--array\b|-a", option) for option in scheduler_options(job))
         container = runtime_of(job).argv(job, job.command, forward=PODMAN_FORWARD)
         text = render_template(
             job,
@@ -212,7 +212,7 @@ class Slurm(System):
         ------
         UsageError : the job is an array, whose tasks have outputs of their own.
         """
-        need_task(record, f"{record.id}_0")
+        refuse_whole_array(record, f"{record.id}_0")
         output = record.directory / f"{record.name}-{record.id}.out"
         errors = output.with_name(f"{record.name}-{record.id}.err")
         # Most recipes have one file for output and errors. The folder of a job on a remote is not on this
@@ -233,7 +233,7 @@ class Slurm(System):
         ------
         UsageError : the job is an array, whose tasks have nodes of their own.
         """
-        need_task(record, f"{record.id}_0")
+        refuse_whole_array(record, f"{record.id}_0")
         cluster = _cluster_options(record.cluster)
         options = [*cluster, "--overlap", "--nodes=1", "--ntasks=1"]
         if node:
@@ -356,7 +356,7 @@ def _queue_options(job: Job) -> Argv:
         "--partition": allocation.queue,
         "--qos": allocation.qos,
     }
-    return (*options_with_values(options), *options_of(job))
+    return (*options_with_values(options), *scheduler_options(job))
 
 
 _IN_NODE = ("bash", "-c", Shell('"$task"'), "node")
@@ -412,7 +412,7 @@ def _srun_argv(job: Job, argv: Argv) -> Argv:
         # follows the directive if somebody edits the script.
         options.append(Shell('--cpus-per-task="$SLURM_CPUS_PER_TASK"'))
     # srun does not read --network from the script's directives.
-    options += [option for option in options_of(job) if option.startswith("--network=")]
+    options += [option for option in scheduler_options(job) if option.startswith("--network=")]
     return slurm.start_argv(
         argv,
         nnodes=job.allocation.nodes,

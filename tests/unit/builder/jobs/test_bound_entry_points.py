@@ -66,7 +66,7 @@ def bind(folder: Path, run: bound.Runner, **options: Any) -> Job:
 
 def test_entry_points_are_bound_and_started_by_the_image_s_python(tmp_path: Path) -> None:
     bound_job = bind(tmp_path, fake(), env=("A=b",))
-    folder = f"{tmp_path}/imgkit-entrypoints/{bound.name_of(bound_job)}"
+    folder = f"{tmp_path}/imgkit-entrypoints/{bound.folder_name(bound_job)}"
     argv = runtime_of(bound_job).argv(bound_job, bound_job.command)
     assert f"{folder}/imgkit_entrypoints:{SEEN['site']}/imgkit_entrypoints:ro" in argv
     assert f"{folder}/system.json:/opt/imgkit/system.json:ro" in argv

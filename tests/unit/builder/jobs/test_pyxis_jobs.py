@@ -368,7 +368,7 @@ def test_sqsh_of_another_program_is_looked_into_by(
     assert {str(image), "A=1"} <= {*arguments}
     assert f"{tmp_path}:/data" in " ".join(arguments)
     mounts = option("mounts", bound_job)
-    folder = f"{tmp_path}/imgkit-entrypoints/{bound.name_of(bound_job)}"
+    folder = f"{tmp_path}/imgkit-entrypoints/{bound.folder_name(bound_job)}"
     assert f"{folder}/imgkit_entrypoints:/opt/x/site-packages/imgkit_entrypoints:ro" in mounts
     assert f"{folder}/system.json:/opt/imgkit/system.json:ro" in mounts
     started = ("bash", "A=1", "/opt/x/bin/python", "-I", "-m", "imgkit_entrypoints", "dist-hello")
