@@ -36,8 +36,9 @@ from imgkit_entrypoints.launch.run_code import CODE_VARIABLE
 # Folder of a job's folder with one folder of entry points for each version of their content.
 FOLDER = "imgkit-entrypoints"
 
-_CHOOSE = "choose one: --python PATH of the image, or --activate 'COMMAND' that puts one on PATH"
-_CHOOSE_OTHER = _CHOOSE.replace("one", "another", 1)
+# Hints for an image in which imgkit found no Python, and for one whose Python cannot be used.
+_CHOOSE_PYTHON_HINT = "choose one: --python PATH of the image, or --activate 'COMMAND' that puts one on PATH"
+_CHOOSE_OTHER_HINT = _CHOOSE_PYTHON_HINT.replace("one", "another", 1)
 
 # What `Runtime.image_digest` returns for an image that is a folder. Nothing short stands for the content of
 # a folder, so the probe of such an image is not cached.
@@ -49,7 +50,7 @@ _PROBE_MESSAGE = "no program "
 
 # Starts of lines that do not explain a failure. The first is imgkit's own message after a failed command of
 # --activate, and the second is what the modules of some sites print when they are loaded.
-_NOTICES = ("imgkit: the command of --activate", "module load ")
+_IRRELEVANT_LINES = ("imgkit: the command of --activate", "module load ")
 
 
 def bind_entry_points(job: Job, run: Runner | None = None) -> Job:
@@ -345,7 +346,7 @@ def _no_python_error(job: Job, finished: Finished) -> UsageError | ToolMissing:
     return UsageError(
         f"imgkit did not build this image and found no Python in it: {last_line}",
         where=file,
-        hint=_CHOOSE,
+        hint=_CHOOSE_PYTHON_HINT,
     )
 
 
@@ -354,9 +355,11 @@ def _last_line(finished: Finished) -> str:
 
     Without such a line, the result is the exit code: ``exit code 255``.
     """
-    lines = [line.strip() for line in finished.output.splitlines()]
-    messages = [line for line in lines if line and not line.startswith(_NOTICES)]
-    return messages[-1] if messages else f"exit code {finished.returncode}"
+    for line in reversed(finished.output.splitlines()):
+        message = line.strip()
+        if message and not message.startswith(_IRRELEVANT_LINES):
+            return message
+    return f"exit code {finished.returncode}"
 
 
 def _refuse_unusable_python(job: Job, python: PythonReport) -> None:
@@ -381,9 +384,9 @@ def _python_problem(job: Job, python: PythonReport) -> tuple[str, str] | None:
     """
     major_minor = tuple(map(int, python.version.split(".")[:2]))
     if major_minor < bases.FLOOR:
-        return f"; the entry points need Python {'.'.join(map(str, bases.FLOOR))}", _CHOOSE_OTHER
+        return f"; the entry points need Python {'.'.join(map(str, bases.FLOOR))}", _CHOOSE_OTHER_HINT
     if not python.torch:
-        return " and has no torch", _CHOOSE_OTHER
+        return " and has no torch", _CHOOSE_OTHER_HINT
     archs = [platform_name.removeprefix("linux/") for platform_name in job.recipe.platforms]
     machines: list[str] = []
     for arch in archs:
@@ -397,4 +400,4 @@ def _python_problem(job: Job, python: PythonReport) -> tuple[str, str] | None:
     problem = " and has no folder of packages to which imgkit can bind its entry points"
     if site:
         problem += f": {site!r}"
-    return problem, _CHOOSE_OTHER
+    return problem, _CHOOSE_OTHER_HINT

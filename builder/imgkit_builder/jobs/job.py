@@ -25,6 +25,7 @@ Runner = Callable[[Sequence[str]], Finished]
 # A function that runs a script of sh on one machine, and returns the output. The parameters are the script,
 # its arguments, and the chunks of its standard input.
 RunScript = Callable[[str, Iterable[str], Iterable[bytes]], bytes]
+# Names of the runtimes. With "no-container", the command is imgkit itself, which makes an image file.
 RuntimeKind = Literal["singularity", "docker", "pyxis", "host", "kubernetes", "no-container"]
 
 

@@ -19,6 +19,7 @@ from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 
 SCHEMA = 1  # version of the format of a record, for other programs that read the file
+# Names of the fields that stand beside those of `SubmittedJob` in the file. See `save_record`.
 _QUEUED_JOB_FIELDS = tuple(field.name for field in dataclasses.fields(QueuedJob))
 # Exceptions of `_read_record` and `_record_path` for a record that does not exist or is damaged.
 _READ_ERRORS = (OSError, ValueError, TypeError, KeyError, AttributeError, UsageError)
@@ -112,8 +113,11 @@ def list_records() -> tuple[SubmittedJob, ...]:
 
 def list_records_of_run(record: SubmittedJob) -> tuple[SubmittedJob, ...]:
     """Return the records of all jobs that wrote into the run folder of `record`, the newest first."""
-    run = (record.job.remote, record.job.run_folder)
-    return tuple(saved for saved in list_records() if (saved.job.remote, saved.job.run_folder) == run)
+    same_run = []
+    for saved in list_records():
+        if saved.job.remote == record.job.remote and saved.job.run_folder == record.job.run_folder:
+            same_run.append(saved)
+    return tuple(same_run)
 
 
 def has_record_file(record: SubmittedJob) -> bool:
@@ -162,10 +166,8 @@ def _read_record(path: Path) -> SubmittedJob:
     job_fields = {name: fields.pop(name) for name in _QUEUED_JOB_FIELDS if name in fields}
     record: SubmittedJob = json_text.build_value(SubmittedJob, {**fields, "job": job_fields}, "record")
     job = record.job
-    are_valid = quoting.is_job_id(job.id) and all(
-        quoting.is_job_id(name) for name in (job.cluster, job.remote, job.store, job.run_name) if name
-    )
-    if not are_valid:
+    optional_names = filter(None, (job.cluster, job.remote, job.store, job.run_name))
+    if not all(map(quoting.is_job_id, (job.id, *optional_names))):
         raise ValueError(f"{job.handle!r} is not a job id")
     quoting.check_flag_value("--name", job.name)
     return record

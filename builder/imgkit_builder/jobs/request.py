@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 from imgkit_builder.base import flags
 from imgkit_builder.base.flags import USUAL, option_field, part
 
+# Runtimes that a user can choose by --runtime. The others follow from the system and the command.
 RuntimeName = Literal["singularity", "docker", "pyxis", "host"]
 
 

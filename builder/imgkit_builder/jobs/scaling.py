@@ -403,7 +403,8 @@ def add_speedups(run: ScalingRun) -> ScalingRun:
     these sizes has that figure, and from the wall time otherwise. Runs of dist-bench are returned unchanged,
     because dist-bench takes as long on any number of nodes.
     """
-    if any(name.endswith(" busbw_GBps") for size in run.sizes for name in size.figures):
+    figure_names = {name for size in run.sizes for name in size.figures}
+    if any(name.endswith(" busbw_GBps") for name in figure_names):
         return run
     complete_sizes = [size for size in run.sizes if size.is_complete]
     have_rates = all("samples_per_s" in size.figures for size in complete_sizes)
@@ -465,6 +466,7 @@ def _figure_columns(run: ScalingRun) -> dict[str, tuple[str, str]]:
     return columns
 
 
+# How a sentence of the page names each value of `ScalingRun.compared_by`.
 _COMPARED_BY_TEXTS = {
     "samples_per_s": "samples/s",
     "wall_s": "wall time: right if every size does the same work",
@@ -476,12 +478,15 @@ def verdict_sentences(run: ScalingRun) -> list[str]:
 
     They say which sizes failed, up to which size the efficiency is sufficient, and what CSC would miss.
     """
-    lines = [f"{nodes_text(size.nodes)}: {size.state}" for size in run.sizes if not size.is_complete]
+    lines = []
+    efficiencies: dict[int, float] = {}
+    for size in run.sizes:
+        if not size.is_complete:
+            lines.append(f"{nodes_text(size.nodes)}: {size.state}")
+        if "efficiency" in size.figures:
+            efficiencies[size.nodes] = size.figures["efficiency"]
     if not run.compared_by:
         return [*lines, "The bandwidths are those of the largest size that dist-bench measured."]
-    efficiencies = {
-        size.nodes: size.figures["efficiency"] for size in run.sizes if "efficiency" in size.figures
-    }
     if not efficiencies:
         return [*lines, "No size has both a rate and an end: look at the output of the jobs."]
     reference_nodes = min(efficiencies)

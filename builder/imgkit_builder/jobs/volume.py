@@ -16,7 +16,7 @@ from imgkit_builder.jobs.job import Job
 from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.remote.connection import Connection
 from imgkit_builder.jobs.remote.store import Store, note_lines, pod_folder
-from imgkit_builder.jobs.request import JobRequest
+from imgkit_builder.jobs.request import JobRequest, SystemFlags
 from imgkit_builder.jobs.resolve import resolve_job
 from imgkit_builder.jobs.runtimes.pod import Pod
 from imgkit_builder.jobs.systems import pods
@@ -87,9 +87,11 @@ def _resolve_pod_job(target: Target, request: JobRequest, remote: Remote, home: 
     """
     flags = request.flags(pods.PodFlags)
     volumes = tuple(dict.fromkeys((remote.pvc, *flags.pvcs)))  # each volume once
-    other_flags = [item for item in request.system_flags if not isinstance(item, pods.PodFlags)]
-    flags = dataclasses.replace(flags, pvcs=volumes, run_as=ids)
-    return resolve_job(target, request.changed(directory=Path(home), system_flags=(*other_flags, flags)))
+    system_flags: list[SystemFlags] = [dataclasses.replace(flags, pvcs=volumes, run_as=ids)]
+    for item in request.system_flags:
+        if not isinstance(item, pods.PodFlags):
+            system_flags.append(item)
+    return resolve_job(target, request.changed(directory=Path(home), system_flags=tuple(system_flags)))
 
 
 def make_run_folder(connection: Connection, store: Store, job: Job) -> None:

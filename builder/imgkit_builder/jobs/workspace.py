@@ -146,7 +146,9 @@ def plan_update(listing: Listing) -> Update:
     removed: list[str] = []
     conflicts: list[str] = []
     for name in sorted({*listing.sent, *listing.today}):
-        sent, today, current = (files.get(name) for files in (listing.sent, listing.today, listing.current))
+        sent = listing.sent.get(name)
+        today = listing.today.get(name)
+        current = listing.current.get(name)
         is_edited = today != sent  # by the user
         is_changed = current != sent  # by the run
         if not is_edited or current == today:

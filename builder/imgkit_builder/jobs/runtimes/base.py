@@ -32,7 +32,7 @@ from imgkit_entrypoints.system import HOST, HOST_FOLDERS, JOB_FOLDER, SYSTEM_JSO
 # job without GPUs leaves them out.
 _GPU_OPTIONS = ("--nv", "--nvccli", "--rocm", "--gpus=all", "--gpu", "--device=nvidia.com/gpu=all")
 
-_READ_ENV = (
+_EXPORT_ENV_FILE = (
     'while IFS= read -r text || [ "$text" ]; do case ${{text%%=*}} in "" | [0-9]* | *[!A-Za-z0-9_]*) ;; '
     '*) export "${{text?}}" ;; esac; done < {file}'
 )
@@ -41,7 +41,7 @@ _READ_ENV = (
 # Runs the command of --activate, and then the program in the same shell, which has the variables that the
 # command has set. What the command prints goes to standard error, so that it does not mix with the program's
 # output.
-_ACTIVATE = """\
+_RUN_ACTIVATED = """\
 eval "$1" >&2 || { echo "imgkit: the command of --activate failed with exit code $?: $1" >&2; exit 3; }
 shift
 exec "$@"
@@ -49,7 +49,7 @@ exec "$@"
 
 
 # The end of the shell's message about a variable that a job uses: "SCRATCH: imgkit: no module has set it".
-_NOT_SET = "no module has set it on this node (system.runtime.modules)"
+_UNSET_VARIABLE_MESSAGE = "no module has set it on this node (system.runtime.modules)"
 
 SQSH_SUFFIXES = (".sqsh", ".squashfs")
 """Suffixes of a plain squashfs. They decide where the file itself is not on this machine."""
@@ -58,6 +58,7 @@ VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
 At some sites, Slurm shows only one GPU to the only task of a node, unless srun inherits this variable.
 """
+# Starts of paths that are seen already if `HOST_FOLDERS` are mounted: "/usr/lib64/", ...
 _BELOW_HOST_FOLDERS = tuple(f"{folder}/" for folder in HOST_FOLDERS)
 
 
@@ -273,7 +274,7 @@ class Runtime(abc.ABC):
         """
         if self.environment_by_options:
             return ()
-        assignments = [f"{name}={value}" for name, value in job.container.env.items()]
+        assignments = quoting.assignments(job.container.env)
         if self.has_container:
             # `exports` sets these on the node; the shell of the node replaces $NAME.
             assignments += [quoting.Shell(f'"{name}=${name}"') for name in self.system_variables(job)]
@@ -296,9 +297,8 @@ class Runtime(abc.ABC):
         if not self.opens_shells:
             return ""
         job = dataclasses.replace(job, command=())
-        load_modules = [f"module load {shlex.quote(name)}" for name in self.modules(job)]
         shell = " ".join(map(quoting.quote, self.shell(job)))
-        return " && ".join((*load_modules, *self.exports(job), f"exec {shell}"))
+        return " && ".join((*self.environment_lines(job), f"exec {shell}"))
 
     def with_options(self, argv: Argv, *options: str) -> Argv:
         """Return `argv`, which starts the job's container, with further options for the runtime.
@@ -360,6 +360,12 @@ class Runtime(abc.ABC):
 
     # The variables
 
+    def environment_lines(self, job: Job) -> list[str]:
+        """Return shell lines that load the modules and set the variables of the job on a node."""
+        lines = [f"module load {shlex.quote(name)}" for name in self.modules(job)]
+        lines += self.exports(job)
+        return lines
+
     def exports(self, job: Job) -> tuple[str, ...]:
         """Return shell lines that set the variables of the job before the command starts on a node."""
         container = job.container
@@ -367,7 +373,7 @@ class Runtime(abc.ABC):
         lines = self._require_site_variables(job, variables)
         lines += quoting.export_lines(job.settings)
         if container.env_file:
-            lines.append(_READ_ENV.format(file=shlex.quote(container.env_file)))
+            lines.append(_EXPORT_ENV_FILE.format(file=shlex.quote(container.env_file)))
         if container.bound is not None and container.bound.digest:
             lines.append(self._refuse_changed_image(job, container.bound.digest))
         if JOB_FOLDER in site_variables(*variables.values()):
@@ -386,7 +392,7 @@ class Runtime(abc.ABC):
         if self.has_container:
             texts += job.container.binds
         names = site_variables(*texts)
-        return [f': "${{{name}:?imgkit: {_NOT_SET}}}"' for name in names if name != JOB_FOLDER]
+        return [f': "${{{name}:?imgkit: {_UNSET_VARIABLE_MESSAGE}}}"' for name in names if name != JOB_FOLDER]
 
     def system_variables(self, job: Job) -> Mapping[str, str]:
         """Return the variables of ``system.env`` that the start sets for the job's command.
@@ -407,9 +413,11 @@ class Runtime(abc.ABC):
             # The system names all GPUs of a node; the job may have fewer.
             indices = variables[VISIBLE_GPUS].split(",")[: job.allocation.gpus]
             variables[VISIBLE_GPUS] = ",".join(indices)
-        if self.has_container and job.runs_entry_point:
-            return {name: value for name, value in variables.items() if name == VISIBLE_GPUS}
-        return variables
+        if not self.has_container or not job.runs_entry_point:
+            return variables
+        if VISIBLE_GPUS not in variables:
+            return {}
+        return {VISIBLE_GPUS: variables[VISIBLE_GPUS]}
 
     def _refuse_changed_image(self, job: Job, digest: str) -> str:
         """Return shell lines that end the job on a node where its image is missing or has another digest.
@@ -462,8 +470,11 @@ fi"""
         facts = job.recipe.system
         libraries = facts.runtime.host_libs
         if facts.fabric.host_libs == "auto":
-            other_folders = (folder for folder in libraries if not folder.startswith(_BELOW_HOST_FOLDERS))
-            for folder in (*HOST_FOLDERS, *other_folders):
+            folders = list(HOST_FOLDERS)
+            for folder in libraries:
+                if not folder.startswith(_BELOW_HOST_FOLDERS):
+                    folders.append(folder)
+            for folder in folders:
                 yield f"{folder}:{HOST}{folder}:ro"
             return
         if self.environment_by_options:
@@ -572,7 +583,7 @@ def _activation_argv(job: Job) -> Argv:
         # A variable that holds the command, for example "$WITH_CONDA". The shell would take its value for one
         # program with arguments; a second eval reads it as a line with several commands.
         command = f'eval "{command}"'
-    return ("bash", "-c", _ACTIVATE, "bash", command)
+    return ("bash", "-c", _RUN_ACTIVATED, "bash", command)
 
 
 def _packages_argv(job: Job) -> Argv:

@@ -104,10 +104,8 @@ class Docker(Runtime):
         # never expanded.
         expanded = {name: value for name, value in job.settings.items() if name not in container.env}
         expanded |= self.system_variables(job)
-        assignments = [
-            quoting.quote_with_site_variables(f"{name}={value}") for name, value in expanded.items()
-        ]
-        assignments += [f"{name}={value}" for name, value in container.env.items()]
+        assignments = list(map(quoting.quote_with_site_variables, quoting.assignments(expanded)))
+        assignments += quoting.assignments(container.env)
         mounts = map(quoting.quote_with_site_variables, with_targets(self.mounts(job)))
         options = [
             *self.options(job),

@@ -42,6 +42,7 @@ _NEEDS_FILE_HINT = (
     "imgkit binds its entry points only into a file: "
     "enroot import -o NAME.sqsh docker://REGISTRY#NAME:TAG, then --image NAME.sqsh"
 )
+# Shell text that ends a job of dist-* commands in an image of a registry that imgkit did not build.
 _REQUIRE_ENTRY_POINTS = (
     "command -v dist-run > /dev/null || "
     '{ echo "imgkit: the image has no dist-run, so imgkit did not build it; '

@@ -13,14 +13,16 @@ from imgkit_builder.oci.manifest import MANIFEST_JSON
 from imgkit_builder.sif import image, sqsh
 from imgkit_entrypoints.errors import UsageError
 
-_QUIET = "--quiet"
+_WITHOUT_INFO_LINES = "--quiet"
 """Option that leaves out the INFO lines, which each node would print. Warnings and errors stay."""
 
-_CLEAN = re.compile(r"--(cleanenv|containall)(=.*)?|-[cfinpuw]*[eC].*")
+_CLEAN_ENVIRONMENT = re.compile(r"--(cleanenv|containall)(=.*)?|-[cfinpuw]*[eC].*")
 """Options that keep the node's variables out of the container. Short ones can be combined: ``-ce``."""
 
-_UNCLEAN = "unset APPTAINER_CLEANENV SINGULARITY_CLEANENV APPTAINER_CONTAINALL SINGULARITY_CONTAINALL"
-"""Shell line that unsets variables which have the effect of the options in `_CLEAN`.
+_UNSET_CLEAN_VARIABLES = (
+    "unset APPTAINER_CLEANENV SINGULARITY_CLEANENV APPTAINER_CONTAINALL SINGULARITY_CONTAINALL"
+)
+"""Shell line that unsets variables which have the effect of the options in `_CLEAN_ENVIRONMENT`.
 
 A user's shell may set them. Without the node's variables in the container, the node agents would not find
 each other, and each node would run alone.
@@ -66,7 +68,7 @@ class Singularity(Runtime):
         if job.system == "standalone" and not sets_variables:
             return
         for option in self.options(job):
-            if _CLEAN.fullmatch(option):
+            if _CLEAN_ENVIRONMENT.fullmatch(option):
                 raise _clean_option_error(job, option)
 
     def check_submission(self, job: Job) -> None:
@@ -90,7 +92,7 @@ class Singularity(Runtime):
 
     def exports(self, job: Job) -> tuple[str, ...]:
         """Return shell lines that set the variables on the node, and the library path in the container."""
-        lines = (_UNCLEAN, *super().exports(job))
+        lines = (_UNSET_CLEAN_VARIABLES, *super().exports(job))
         libraries = self.listed_libraries(job)
         if not libraries or _is_sqsh(job):
             return lines
@@ -120,7 +122,7 @@ class Singularity(Runtime):
         options = [*self.options(job), *quoting.repeat_option("--bind", mounts)]
         if job.container.workdir:
             options += ("--pwd", job.container.workdir)  # older versions of apptainer lack --cwd
-        return (self.program(job.recipe), _QUIET, verb, *options, job.container.image)
+        return (self.program(job.recipe), _WITHOUT_INFO_LINES, verb, *options, job.container.image)
 
 
 def _is_sqsh(job: Job) -> bool:

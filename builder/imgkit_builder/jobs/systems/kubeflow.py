@@ -358,7 +358,7 @@ def _security_context(job: Job) -> dict[str, Any]:
 def _secret_source(job: Job) -> dict[str, Any]:
     """Return the source of a volume with the key for the roll call, from the user's Secret."""
     return {
-        "secretName": pods.SECRET,
+        "secretName": pods.SECRET_NAME,
         "items": [{"key": MOUNTED.name, "path": MOUNTED.name}],
         "optional": not job.request.launch.require_secret,
     }
@@ -375,7 +375,7 @@ def _pod_variables(job: Job) -> list[dict[str, Any]]:
     for name, value in pods.pod_variables(job).items():
         env.append({"name": name, "value": pods.escape_for_kubernetes(value)})
     for name in job.container.names:
-        env.append({"name": name, "valueFrom": {"secretKeyRef": {"name": pods.SECRET, "key": name}}})
+        env.append({"name": name, "valueFrom": {"secretKeyRef": {"name": pods.SECRET_NAME, "key": name}}})
     return env
 
 

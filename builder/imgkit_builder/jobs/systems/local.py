@@ -106,8 +106,7 @@ def _with_settings(job: Job, argv: Argv) -> Argv:
         return ("sh", "-c", "; ".join((*runtime.exports(job), 'exec "$@"')), "sh", *argv)
     if not job.settings:
         return argv
-    settings = [f"{name}={value}" for name, value in job.settings.items()]
-    return ("env", *settings, *argv)
+    return ("env", *quoting.assignments(job.settings), *argv)
 
 
 def _check_gpus(job: Job) -> None:

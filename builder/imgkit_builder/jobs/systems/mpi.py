@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from imgkit_builder.base.flags import option_field
 from imgkit_builder.jobs.job import Argv, Job, Script, SentInput
-from imgkit_builder.jobs.quoting import command_line, repeat_option
+from imgkit_builder.jobs.quoting import assignments, command_line, repeat_option
 from imgkit_builder.jobs.request import SystemFlags
 from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.jobs.systems import (
@@ -78,21 +78,20 @@ class Mpi(local.ForegroundSystem):
     abilities = dataclasses.replace(local.ForegroundSystem.abilities, takes_hosts=True)
     where = "over ssh"
 
-    def check(self, job: Job, *, is_submitted: bool = False) -> Iterator[str]:
-        """Yield warnings about requests that the user may not have meant.
-
-        Raises
-        ------
-        UsageError : with `is_submitted`, mpirun would give rank 0 to another host than the first one.
-        """
+    def check(self, job: Job) -> Iterator[str]:
+        """Yield warnings about requests that the user may not have meant."""
         flags = job.flags(MpiFlags)
-        if is_submitted and not flags.ssh:
-            _check_order(flags.names)
         if not flags.direct:
             yield from single_process_warnings(job.command)
         yield from partial_node_warnings(job)
         if not flags.ssh:
             yield from idle_spare_warnings(job)
+
+    def check_submission(self, job: Job) -> None:
+        """Raise UsageError if mpirun would give rank 0 to another host than the first one."""
+        flags = job.flags(MpiFlags)
+        if not flags.ssh:
+            _check_order(flags.names)
 
     def script(self, job: Job) -> Script:
         """Return the ``mpirun`` line of the job, or with ``--ssh`` one ``ssh`` line for each host."""
@@ -162,10 +161,10 @@ def _check_order(hosts: Sequence[str]) -> None:
 
     Open MPI 4.1 starts rank 0 on the machine where mpirun runs, wherever that stands in -H or in a hostfile.
     """
-    local_host = next((host for host in hosts if fanout.is_here(host)), "")
+    local_host = next(filter(fanout.is_here, hosts), "")
     if not local_host or local_host == hosts[0]:
         return
-    other_hosts = (host for host in hosts if host != local_host)
+    other_hosts = [host for host in hosts if host != local_host]
     local_first = ",".join((local_host, *other_hosts))
     raise UsageError(
         f"this is {local_host}: mpirun gives rank 0 to its own host, not to {hosts[0]}",
@@ -210,10 +209,9 @@ def _mpirun_argv(job: Job) -> Argv:
         # "node1:4,node2:4": mpirun fills the slots of a host before it starts ranks on the next one.
         slots = [f"{host}:{ranks}" for host in hosts]
         options = ["-H", ",".join(slots), *options]
-    assignments = [f"{name}={value}" for name, value in forward.items()]
     return (
         *("mpirun", "-np", str(nodes * ranks), "--map-by", "slot", "--bind-to", "none"),
-        *repeat_option("-x", assignments),
+        *repeat_option("-x", assignments(forward)),
         *options,
         *command,
     )
@@ -308,7 +306,7 @@ def _node_command(job: Job, rank: int, port: str) -> Argv:
         "IMGKIT_PORT": port,
         "MASTER_ADDR": head,
     }
-    return ("env", *(f"{name}={value}" for name, value in placement.items()), *job.command)
+    return ("env", *assignments(placement), *job.command)
 
 
 def _starts_node_agent(job: Job) -> bool:
@@ -367,7 +365,8 @@ def _torch_program(command: Argv) -> Argv:
     from imgkit_entrypoints.cli import options
 
     name, *arguments = command
-    entry_point = next((entry_point for entry_point in COMMANDS if entry_point.name == name), None)
+    entry_points = {entry_point.name: entry_point for entry_point in COMMANDS}
+    entry_point = entry_points.get(name)
     if entry_point is None or {"-h", "--help", "--version"} & set(arguments):
         return ()
     if entry_point.app is None:

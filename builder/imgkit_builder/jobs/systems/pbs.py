@@ -43,7 +43,7 @@ from imgkit_entrypoints.schedulers.mpi import PALS
 
 RUN_DIR = "IMGKIT_RUN_DIR"
 """Variable with the path of the run folder."""
-PATIENCE_S = 30
+PEER_EXIT_S = 30
 """Seconds that other node agents have to end after one has failed. They learn of it within seconds."""
 
 
@@ -116,7 +116,7 @@ class Pbs(System):
             "pbs.sh.j2",
             directives=_directive_texts(("-S", "/bin/bash", "-j", "oe", *_resource_options(job))),
             by_task=by_task,
-            patience_s=PATIENCE_S,
+            patience_s=PEER_EXIT_S,
             rdzv=rdzv and not by_task,
             node=command_line(_node_command(job, rdzv=rdzv)),
             words=remote_command,

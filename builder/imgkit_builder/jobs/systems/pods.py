@@ -31,7 +31,7 @@ from imgkit_entrypoints.system import WORKSPACE
 
 ASLEEP = ("sleep", "infinity")
 """The command of the pods of an interactive job. They wait until the user enters them."""
-SECRET = "imgkit"  # noqa: S105 - a name
+SECRET_NAME = "imgkit"  # noqa: S105 - a name
 """Name of the user's Secret in the job's namespace.
 
 Its key ``secret`` is for the roll call. The other keys are the values of ``--env NAME``.
@@ -51,6 +51,7 @@ Operators append text such as ``-worker-123``, and the result can have 63 letter
 """
 
 
+# RunAI's own command, a PyTorchJob of Kubeflow's Training Operator, and a TrainJob of Kubeflow Trainer.
 KubernetesFormat = Literal["runai", "pytorchjob", "trainjob"]
 
 
@@ -84,7 +85,7 @@ class Pods(System):
     needs_fields_for_shells = False
     code_copier = "script"
 
-    def check(self, job: Job, *, is_submitted: bool = False) -> Iterator[str]:
+    def check(self, job: Job) -> Iterator[str]:
         """Yield warnings about requests that the user may not have meant.
 
         Raises

@@ -45,18 +45,13 @@ class RunAI(pods.Pods):
             text = "\n".join((*_interactive_comments(job, name, kind), text))
         return Script(text=text, submit=argv, kind=kind)
 
-    def check(self, job: Job, *, is_submitted: bool = False) -> Iterator[str]:
-        """Yield warnings about requests that the user may not have meant.
-
-        With `is_submitted`, check that the client on PATH has all options of a command for the later client.
+    def check_submission(self, job: Job) -> None:
+        """Check that the client on PATH has all options of a command for the later client.
 
         Raises
         ------
         UsageError : the client on PATH lacks the command, or an option of the recipe or of imgkit.
         """
-        yield from super().check(job, is_submitted=is_submitted)
-        if not is_submitted:
-            return
         kind = _job_kind(job)
         if kind:
             argv = (*_command_options(job, job.name), *job.recipe.system.queue.options)
@@ -214,9 +209,9 @@ def _variable_options(job: Job, *, is_first_client: bool) -> Iterator[str]:
     for name in job.container.names:
         if is_first_client:
             # docs.run.ai/v2.13/admin/workloads/secrets: the client passes only the reference to the Secret.
-            yield from ("-e", f"{name}=SECRET:{pods.SECRET},{name}")
+            yield from ("-e", f"{name}=SECRET:{pods.SECRET_NAME},{name}")
         else:
-            yield from ("--env-secret", f"{name}={pods.SECRET},key={name}")
+            yield from ("--env-secret", f"{name}={pods.SECRET_NAME},key={name}")
 
 
 def _command_text(argv: Argv) -> str:

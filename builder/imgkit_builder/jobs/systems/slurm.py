@@ -83,9 +83,9 @@ _WAITING_ROW = re.compile(
     re.MULTILINE,
 )
 """A row of squeue about a job that waits. The row of a job that runs has nodes in place of ``(REASON)``."""
-_START = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}")
+_START_TIME = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}")
 """The expected start of a job, without its seconds. Slurm prints ``N/A`` if it has no estimate."""
-CHANGES: Mapping[str, str] = {
+REASON_CHANGES: Mapping[str, str] = {
     "PartitionTimeLimit": "a shorter --time or another --queue",
     "PartitionNodeLimit": "other --nodes or another --queue",
     "QOSMaxWallDurationPerJobLimit": "a shorter --time or another --qos",
@@ -106,7 +106,7 @@ CHANGES: Mapping[str, str] = {
 
 Slurm's list of reasons is slurm.schedmd.com/job_reason_codes.html.
 """
-NOTES: Mapping[str, str] = {
+REASON_NOTES: Mapping[str, str] = {
     "AssocGrp[A-Za-z]+": "a limit of all jobs of the account together",
     "ReqNodeNotAvail": "scontrol show reservation and sinfo --list-reasons may tell until when",
     "JobHeldUser": "scontrol release {id} lets it start",
@@ -145,7 +145,7 @@ class Slurm(System):
             folder_check=command_line(_folder_check(job)),
             node_check=command_line(_node_check(job)),
             start=command_line(_srun_argv(job, container)),
-            start_in_node=command_line(_srun_argv(job, (*_IN_NODE, *container))),
+            start_in_node=command_line(_srun_argv(job, (*_IN_NODE_FUNCTION, *container))),
         )
         return Script(text=text, submit=SUBMIT, on_stdin=True, is_array=is_array)
 
@@ -270,12 +270,12 @@ def _wait_info(output: str) -> WaitInfo:
     name = re.split(r"\W", reason, maxsplit=1)[
         0
     ]  # "ReqNodeNotAvail, UnavailableNodes:node1" -> ReqNodeNotAvail
-    start = _START.match(row["start"])
+    start = _START_TIME.match(row["start"])
     return WaitInfo(
         reason=reason,
         expected_start=start[0] if start else "",
-        note=_find_text(NOTES, name).format(id=row["id"]),
-        change=_find_text(CHANGES, name),
+        note=_find_text(REASON_NOTES, name).format(id=row["id"]),
+        change=_find_text(REASON_CHANGES, name),
     )
 
 
@@ -359,7 +359,7 @@ def _queue_options(job: Job) -> Argv:
     return (*options_with_values(options), *scheduler_options(job))
 
 
-_IN_NODE = ("bash", "-c", Shell('"$task"'), "node")
+_IN_NODE_FUNCTION = ("bash", "-c", Shell('"$task"'), "node")
 """Arguments that start a node agent in the shell function of templates/job/slurm-spares.sh.j2."""
 
 
@@ -427,8 +427,7 @@ def _interactive_line(job: Job) -> str:
     The line runs the job's command on all nodes, or opens a shell on the first node if there is no command.
     """
     runtime = runtime_of(job)
-    lines = [f"module load {shlex.quote(name)}" for name in runtime.modules(job)]
-    lines += runtime.exports(job)
+    lines = runtime.environment_lines(job)
     node_check = _node_check(job)
     if node_check:
         lines.append(_quote_argv(node_check))
