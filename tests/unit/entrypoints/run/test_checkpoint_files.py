@@ -256,7 +256,7 @@ def test_checkpoint_of_another_user_outlives_all_saves(tmp_path: Path) -> None:
         write(folder, step)
     with pytest.raises(OSError, match="step-0000000009 belongs to user 12345"):
         write(folder, 9)
-    assert sorted(int(path.name[-2:]) for path in disk.list_records(folder)) == [2, 4, 5, 9]
+    assert sorted(int(path.name[-2:]) for path in disk.newest_first(folder)) == [2, 4, 5, 9]
 
 
 def test_checkpoint_that_was_set_aside_stays(tmp_path: Path) -> None:
