@@ -53,7 +53,7 @@ def verb_status(
     run = scheduler_runner(record)
     report = history.report_job(record, run)
     keep_state(record, report.record)
-    use = history.gpu_use_of(record, run)
+    use = history.read_gpu_use(record, run)
     if as_json:
         data = _report_to_dict(report)
         if use:

@@ -70,7 +70,8 @@ def bind_entry_points(job: Job, run: Runner | None = None) -> Job:
         says what the image has.
     ToolMissing : the container runtime is not installed on this machine.
     """
-    python_flag = _chosen_python(job)
+    _refuse_python_flags(job)
+    python_flag = job.request.container.python_flag
     is_remote = run is not None
     if not job.runs_entry_point:
         return job
@@ -213,19 +214,14 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _chosen_python(job: Job) -> str:
-    """Return the flag by which the user chooses a Python of the image: ``--python`` or ``--activate``.
+def _refuse_python_flags(job: Job) -> None:
+    """Raise UsageError for a value of ``--python`` or ``--activate`` that this job cannot use.
 
-    The result is empty if the user chooses none.
-
-    Raises
-    ------
-    UsageError : the runtime or the command cannot use the flag, or its value is not valid.
+    The runtime may bind nothing into the image, the command may need no Python, or the value is not valid.
     """
     container = job.request.container
-    flag = container.python_flag
-    if flag:
-        runtime_of(job).refuse_python(job, flag)
+    if container.python_flag:
+        runtime_of(job).refuse_python(job, container.python_flag)
     if container.python and not job.runs_entry_point:
         message = "--python chooses the Python of the dist-* commands, and the job runs none"
         raise UsageError(message, where="--python", hint="-- dist-run SCRIPT, or --activate")
@@ -238,7 +234,6 @@ def _chosen_python(job: Job) -> str:
             where="--python",
             hint="an absolute path in the image, or a name on its PATH, without : and ,",
         )
-    return flag
 
 
 def _run_here(argv: Sequence[str]) -> Finished:

@@ -136,7 +136,7 @@ class JobHandle:
 
         prepared = prepare_resume(self.record, changes or JobRequest(), read_code, same_code=same_code)
         record = submit.submit_job(prepared, transport_to(remote_of(self.record), prepared), report)
-        return JobHandle(record=records.refuse_unknown_id(record))
+        return _handle_of_new_job(record)
 
     def cancel(self) -> None:
         """Cancel the job.
@@ -182,7 +182,13 @@ def run(
     code = _read_code(request, report)
     prepared = submit.prepare(recipe, request, code, remote=remote, base=base)
     record = submit.submit_job(prepared, transport_to(remote, prepared), report)
-    return JobHandle(record=records.refuse_unknown_id(record))
+    return _handle_of_new_job(record)
+
+
+def _handle_of_new_job(record: SubmittedJob) -> JobHandle:
+    """Return the handle of a job that was just submitted. Raise ToolFailed if its id is unknown."""
+    records.refuse_unknown_id(record)
+    return JobHandle(record=record)
 
 
 def _read_code(request: JobRequest, report: Reporter) -> CodeFolder | None:
@@ -252,9 +258,7 @@ def submit_conversion(prepared: PreparedJob, *, report: Reporter | None = None) 
     UsageError : this machine lacks the job's folder, or what it makes the image from.
     ToolMissing, ToolFailed : this machine has no such scheduler, or the scheduler refused the job.
     """
-    return JobHandle(
-        record=records.refuse_unknown_id(conversion.submit_conversion(prepared, report or Silent()))
-    )
+    return _handle_of_new_job(conversion.submit_conversion(prepared, report or Silent()))
 
 
 def transport_to(remote: Remote | None, prepared: PreparedJob, *, may_ask: bool = False) -> Transport:

@@ -190,7 +190,7 @@ def _code_in_run_folder(record: SubmittedJob, run: Runner) -> int | None:
     return stop_protocol.result_code(_file_of_run(record, stop_protocol.RESULT, run))
 
 
-def gpu_use_of(record: SubmittedJob, run: Runner) -> GpuUse | None:
+def read_gpu_use(record: SubmittedJob, run: Runner) -> GpuUse | None:
     """Return how much the run has used its GPUs until now.
 
     The result is None if no node agent has written it, as in jobs on CPUs.

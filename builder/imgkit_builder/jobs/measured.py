@@ -119,7 +119,7 @@ class _BenchFile:
     verdict: _Verdict
 
 
-def gpu_use_of(folder: Path) -> GpuUse | None:
+def read_gpu_use(folder: Path) -> GpuUse | None:
     """Return how much a run used its GPUs.
 
     The result is None if the node agents have not written the file, as in a run on CPUs.

@@ -59,7 +59,8 @@ def find_record(job_id: str) -> SubmittedJob:
         if task_record is None:
             raise _unknown_job_error(job_id) from error
         record = task_record
-    return refuse_unknown_id(record)
+    refuse_unknown_id(record)
+    return record
 
 
 def _unknown_job_error(job_id: str) -> UsageError:
@@ -72,17 +73,13 @@ def _unknown_job_error(job_id: str) -> UsageError:
     return UsageError(f"imgkit has no record of a job {job_id!r}", where="ID", hint=hint)
 
 
-def refuse_unknown_id(record: SubmittedJob) -> SubmittedJob:
-    """Return `record` unchanged if it has the job's id.
+def refuse_unknown_id(record: SubmittedJob) -> None:
+    """Raise ToolFailed if the scheduler printed no id when the job was submitted.
 
-    Raises
-    ------
-    ToolFailed : the scheduler printed no id when the job was submitted. The hint has the command that shows
-        the id.
+    The hint of the error has the command that shows the id.
     """
     if record.answer is not None:
         raise _unknown_id_error(record.job, record.answer)
-    return record
 
 
 def _unknown_id_error(job: QueuedJob, answer: str) -> ToolFailed:

@@ -217,7 +217,8 @@ def submit_sizes(
     *smaller_jobs, largest = planned
     refuse_unstartable(largest.job, largest.script, transport.run)
     ready = submission.make_ready(largest, transport, report)
-    record = records.refuse_unknown_id(submission.start_job(ready, transport, report))
+    record = submission.start_job(ready, transport, report)
+    records.refuse_unknown_id(record)
     folder = Path(f"{largest.job.name}-scaling-{record.job.id}")
     folder.mkdir(exist_ok=True)
     run = ScalingRun(
@@ -242,7 +243,8 @@ def _submit_smaller(ready: PreparedJob, transport: Transport) -> ScalingSize:
     """
     nodes = ready.job.allocation.nodes
     try:
-        record = records.refuse_unknown_id(submission.start_job(ready, transport, Silent()))
+        record = submission.start_job(ready, transport, Silent())
+        records.refuse_unknown_id(record)
     except ToolFailed as error:
         return ScalingSize(nodes=nodes, state=error.what)
     return ScalingSize(nodes=nodes, job=record.job.handle)
@@ -331,7 +333,7 @@ def measure_run(run_folder: Path, nodes: int) -> dict[str, float]:
     rate = mean_rate(rows)
     if rate:
         figures["samples_per_s"] = rate
-    use = measured.gpu_use_of(run_folder)
+    use = measured.read_gpu_use(run_folder)
     if use:
         figures["gpu_percent"] = use.gpu_percent
         figures["memory_MiB"] = use.memory_MiB
