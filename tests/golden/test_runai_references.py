@@ -108,7 +108,7 @@ def test_pods_with_a_store_run_under_the_user_s_ids(
         system_flags=(pods.PodFlags(client=client),),
     )
     remote = Remote(name="mlo", address="far", recipe="mlo", pvc="mlo-scratch:/mloscratch")
-    early = volume.early_job("", request, remote)
+    early = volume.provisional_job("", request, remote)
     store = Store(
         home="/mnt/mlo/scratch/homes/me/imgkit",
         has_program=True,
@@ -117,7 +117,7 @@ def test_pods_with_a_store_run_under_the_user_s_ids(
         volume="/mnt/mlo/scratch",
         ids="1001:30034",
     )
-    submit = runai.script(volume.job_on(store, early, remote)).submit
+    submit = runai.script(volume.job_with_pod_paths(store, early, remote)).submit
     assert set(unknown(submit, name)) <= MISSING.get(name, set())
     text = " ".join(submit)
     folder = "/mloscratch/homes/me/imgkit"

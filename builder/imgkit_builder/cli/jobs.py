@@ -53,7 +53,7 @@ def verb_status(
     run = history.status_runner(record, may_ask=may_ask())
     report = history.report_job(record, run)
     keep_state(record, report.record)
-    use = history.gpu_use_of(record, run)
+    use = history.read_gpu_use(record, run)
     if as_json:
         data = _report_to_dict(report)
         if use:
@@ -80,7 +80,7 @@ def _own_jobs(*, as_json: bool) -> None:
     jobs = []
     unreachable_remotes = set()
     is_complete = True
-    for record in records.newest_first():
+    for record in records.list_records():
         if not _may_run(record):
             continue
         current = record
@@ -146,7 +146,7 @@ def _report_to_dict(report: JobReport) -> dict[str, Any]:
 def keep_state(record: SubmittedJob, current: SubmittedJob) -> None:
     """Save `current` if its state differs from that of `record`, the same job as it was before."""
     # A task of an array has no file of its own: its record is derived from that of the array.
-    if current.state != record.state and records.is_kept(record):
+    if current.state != record.state and records.has_record_file(record):
         # A folder that cannot be written loses only the state that imgkit runs lists.
         with contextlib.suppress(OSError):
             records.save_record(current)
@@ -277,7 +277,7 @@ def last_job_id() -> str:
     ------
     UsageError : no job with a known id was submitted from this machine.
     """
-    for record in records.newest_first():
+    for record in records.list_records():
         if record.answer is None:
             terminal.print_messages(f"imgkit: job {record.job.handle}, the last one")
             return record.job.handle

@@ -356,9 +356,8 @@ def _with_bound_entry_points(prepared: PreparedJob) -> PreparedJob:
     arch_error = runtime_of(job).arch_error(job)
     if arch_error:  # the submission raises it
         warning = f"{job.container.image}: {arch_error.what}"
-        job = dataclasses.replace(job, warnings=(*job.warnings, warning))
-        prepared = dataclasses.replace(prepared, job=job)
-    return submit.look_into(prepared, Local())
+        prepared = dataclasses.replace(prepared, job=job.with_warning(warning))
+    return submit.bind_entry_points(prepared, Local())
 
 
 def _no_scheduler_hint(recipe: str) -> str:
@@ -399,7 +398,7 @@ def show_submitted(record: SubmittedJob, ready: PreparedJob, *, detach: bool, as
         data = {**script_data(ready.job, ready.script), "id": record.job.handle}
         data["folder"] = str(ready.job.directory)
         print_result(data, record.job.handle, as_json=as_json)
-    records.need_id(record)
+    records.refuse_unknown_id(record)
     if not as_json:
         # Each task of an array has its own output, so that there are no logs of the array.
         verbs = ("status", "cancel") if is_array else ("status", "logs", "cancel")

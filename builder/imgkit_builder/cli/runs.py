@@ -31,7 +31,7 @@ def verb_runs(
       imgkit runs
       imgkit runs -n 100 --json
     """
-    newest = [history.with_cancellation(record) for record in records.newest_first()[:most]]
+    newest = [history.with_cancellation(record) for record in records.list_records()[:most]]
     data = {"runs": [job_data(record) for record in newest]}
     lines = jobs_table(newest) if newest else ("no runs yet; imgkit run starts one",)
     print_result(data, *lines, as_json=as_json)
@@ -61,7 +61,7 @@ def jobs_table(jobs: Sequence[SubmittedJob]) -> Iterator[str]:
 
 def job_data(record: SubmittedJob) -> dict[str, Any]:
     """Return the data about a job for ``--json``, with the last step and loss of its run."""
-    folder = history.folder_of(record)
+    folder = history.local_run_folder(record)
     return {
         "id": record.job.handle,
         "name": record.job.name,

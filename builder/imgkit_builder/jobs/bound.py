@@ -23,10 +23,9 @@ from imgkit_builder.base.process import Finished
 from imgkit_builder.image import inside, wheel
 from imgkit_builder.image.inside import PythonReport
 from imgkit_builder.jobs import quoting
-from imgkit_builder.jobs.job import Argv, BoundEntryPoints, Job
+from imgkit_builder.jobs.job import Argv, BoundEntryPoints, Job, Runner
 from imgkit_builder.jobs.resolve import chooses_cpus
 from imgkit_builder.jobs.runtimes import runtime_of
-from imgkit_builder.jobs.runtimes.base import Runner
 from imgkit_builder.oci.platform import kernel_names
 from imgkit_builder.recipe import bases
 from imgkit_builder.sif import image
@@ -37,8 +36,9 @@ from imgkit_entrypoints.launch.run_code import CODE_VARIABLE
 # Folder of a job's folder with one folder of entry points for each version of their content.
 FOLDER = "imgkit-entrypoints"
 
-_CHOOSE = "choose one: --python PATH of the image, or --activate 'COMMAND' that puts one on PATH"
-_CHOOSE_OTHER = _CHOOSE.replace("one", "another", 1)
+# Hints for an image in which imgkit found no Python, and for one whose Python cannot be used.
+_CHOOSE_PYTHON_HINT = "choose one: --python PATH of the image, or --activate 'COMMAND' that puts one on PATH"
+_CHOOSE_OTHER_HINT = _CHOOSE_PYTHON_HINT.replace("one", "another", 1)
 
 # What `Runtime.image_digest` returns for an image that is a folder. Nothing short stands for the content of
 # a folder, so the probe of such an image is not cached.
@@ -50,21 +50,7 @@ _PROBE_MESSAGE = "no program "
 
 # Starts of lines that do not explain a failure. The first is imgkit's own message after a failed command of
 # --activate, and the second is what the modules of some sites print when they are loaded.
-_NOTICES = ("imgkit: the command of --activate", "module load ")
-
-
-def is_foreign(job: Job) -> bool:
-    """Return whether a ``dist-*`` command runs in an image to which imgkit must bind its entry points.
-
-    The entry points must be bound if the image has no record of imgkit, or if the user chooses a Python in
-    the image. `bind_entry_points` inspects such an image.
-
-    Raises
-    ------
-    UsageError : the image cannot be used, or ``--python`` or ``--activate`` has no meaning in this job.
-    """
-    _chosen_python(job)
-    return job.runs_entry_point and runtime_of(job).is_foreign(job)
+_IRRELEVANT_LINES = ("imgkit: the command of --activate", "module load ")
 
 
 def bind_entry_points(job: Job, run: Runner | None = None) -> Job:
@@ -84,18 +70,21 @@ def bind_entry_points(job: Job, run: Runner | None = None) -> Job:
         says what the image has.
     ToolMissing : the container runtime is not installed on this machine.
     """
-    python_flag = _chosen_python(job)
-    needs_probe = is_foreign(job) if run is None else job.runs_entry_point
-    if not needs_probe:
+    _refuse_python_flags(job)
+    python_flag = job.request.container.python_flag
+    is_remote = run is not None
+    if not job.runs_entry_point:
         return job
-    digest = runtime_of(job).image_digest(job, run or _run_here)
-    if not digest:  # the image does not exist on that machine, or cannot be read
-        if run is None and not python_flag:
-            return job
-        raise _unreadable_image_error(job, is_remote=run is not None)
+    # Whether imgkit built an image on a remote is known only after the probe.
+    if not is_remote and not runtime_of(job).is_foreign(job):
+        return job
     runner = run or _run_here
+    digest = runtime_of(job).image_digest(job, runner)
+    if not digest:  # the image does not exist on that machine, or cannot be read
+        if not is_remote and not python_flag:
+            return job
+        raise _unreadable_image_error(job, is_remote=is_remote)
     python = _inspect_python(_with_present_mounts(job, runner), digest, runner)
-    # That an image on a remote is one of imgkit, with entry points of its own, is known only after the probe.
     has_entry_points = python.built and bool(python.entry_points)
     if has_entry_points and not python_flag:
         return job
@@ -145,7 +134,7 @@ def _entry_points(job: Job, python: PythonReport, digest: str) -> BoundEntryPoin
     They replace the entry points of an image that has some, and otherwise they are bound into the first
     folder that `python` searches for packages.
     """
-    folder = f"{job.directory}/{FOLDER}/{name_of(job)}"
+    folder = f"{job.directory}/{FOLDER}/{folder_name(job)}"
     return BoundEntryPoints(
         version=__version__,
         folder=quoting.check_flag_value("--directory", folder),
@@ -153,6 +142,12 @@ def _entry_points(job: Job, python: PythonReport, digest: str) -> BoundEntryPoin
         site=python.entry_points or python.site,
         digest="" if digest == _NO_DIGEST else digest,
     )
+
+
+def entry_points_folder(job: Job) -> Path:
+    """Return the folder on the nodes with the entry points that are bound into the job's image."""
+    assert job.container.bound is not None  # noqa: S101 - only such a job has the folder
+    return Path(job.container.bound.folder)
 
 
 def bound_files(job: Job) -> tuple[tuple[str, bytes], ...]:
@@ -171,7 +166,7 @@ def bound_files(job: Job) -> tuple[tuple[str, bytes], ...]:
     )
 
 
-def name_of(job: Job) -> str:
+def folder_name(job: Job) -> str:
     """Return the name of the folder with `bound_files`, such as ``0.5.0-3f2a91c04b7d``.
 
     It is imgkit's version and a digest of the files, so other files are in another folder.
@@ -219,19 +214,14 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _chosen_python(job: Job) -> str:
-    """Return the flag by which the user chooses a Python of the image: ``--python`` or ``--activate``.
+def _refuse_python_flags(job: Job) -> None:
+    """Raise UsageError for a value of ``--python`` or ``--activate`` that this job cannot use.
 
-    The result is empty if the user chooses none.
-
-    Raises
-    ------
-    UsageError : the runtime or the command cannot use the flag, or its value is not valid.
+    The runtime may bind nothing into the image, the command may need no Python, or the value is not valid.
     """
     container = job.request.container
-    flag = container.python_flag
-    if flag:
-        runtime_of(job).refuse_python(job, flag)
+    if container.python_flag:
+        runtime_of(job).refuse_python(job, container.python_flag)
     if container.python and not job.runs_entry_point:
         message = "--python chooses the Python of the dist-* commands, and the job runs none"
         raise UsageError(message, where="--python", hint="-- dist-run SCRIPT, or --activate")
@@ -244,7 +234,6 @@ def _chosen_python(job: Job) -> str:
             where="--python",
             hint="an absolute path in the image, or a name on its PATH, without : and ,",
         )
-    return flag
 
 
 def _run_here(argv: Sequence[str]) -> Finished:
@@ -274,9 +263,10 @@ def _inspect_python(job: Job, digest: str, run: Runner) -> PythonReport:
     key = hashlib.sha256(json.dumps([__version__, digest, *argv]).encode()).hexdigest()
     cache_file = files.cache_dir() / "looks" / f"{key}.json"
     can_cache = digest != _NO_DIGEST
-    cached = _read_cache(cache_file) if can_cache else None
-    if cached is not None:
-        return cached
+    if can_cache:
+        cached = _read_cache(cache_file)
+        if cached is not None:
+            return cached
     finished = run(argv)
     python = inside.parse_python_probe(finished.output)
     if python is None:
@@ -339,7 +329,9 @@ def _no_python_error(job: Job, finished: Finished) -> UsageError | ToolMissing:
             where="--activate",
             hint=f"try it there: {runtime.typed_shell(job)}",
         )
-    arch = image.read(Path(file)).arch if image.is_sif(Path(file)) else ""
+    arch = ""
+    if image.is_sif(Path(file)):
+        arch = image.read(Path(file)).arch
     if arch and platform.machine() not in kernel_names(arch):
         return UsageError(
             f"the image is for {arch}, and this machine cannot run it to look for its Python: {last_line}",
@@ -349,7 +341,7 @@ def _no_python_error(job: Job, finished: Finished) -> UsageError | ToolMissing:
     return UsageError(
         f"imgkit did not build this image and found no Python in it: {last_line}",
         where=file,
-        hint=_CHOOSE,
+        hint=_CHOOSE_PYTHON_HINT,
     )
 
 
@@ -358,9 +350,11 @@ def _last_line(finished: Finished) -> str:
 
     Without such a line, the result is the exit code: ``exit code 255``.
     """
-    lines = [line.strip() for line in finished.output.splitlines()]
-    messages = [line for line in lines if line and not line.startswith(_NOTICES)]
-    return messages[-1] if messages else f"exit code {finished.returncode}"
+    for line in reversed(finished.output.splitlines()):
+        message = line.strip()
+        if message and not message.startswith(_IRRELEVANT_LINES):
+            return message
+    return f"exit code {finished.returncode}"
 
 
 def _refuse_unusable_python(job: Job, python: PythonReport) -> None:
@@ -385,12 +379,13 @@ def _python_problem(job: Job, python: PythonReport) -> tuple[str, str] | None:
     """
     major_minor = tuple(map(int, python.version.split(".")[:2]))
     if major_minor < bases.FLOOR:
-        return f"; the entry points need Python {'.'.join(map(str, bases.FLOOR))}", _CHOOSE_OTHER
+        return f"; the entry points need Python {'.'.join(map(str, bases.FLOOR))}", _CHOOSE_OTHER_HINT
     if not python.torch:
-        return " and has no torch", _CHOOSE_OTHER
+        return " and has no torch", _CHOOSE_OTHER_HINT
     archs = [platform_name.removeprefix("linux/") for platform_name in job.recipe.platforms]
-    # The kernel's names of an architecture differ from those of images: x86_64 and amd64.
-    machines = [machine for arch in archs for machine in kernel_names(arch)]
+    machines: list[str] = []
+    for arch in archs:
+        machines += kernel_names(arch)  # they differ from those of images: x86_64 and amd64
     if machines and python.machine not in machines:
         problem = f" and for {python.machine}, but the nodes are {' or '.join(archs)}"
         return problem, "an image for the nodes: --image PATH"
@@ -400,4 +395,4 @@ def _python_problem(job: Job, python: PythonReport) -> tuple[str, str] | None:
     problem = " and has no folder of packages to which imgkit can bind its entry points"
     if site:
         problem += f": {site!r}"
-    return problem, _CHOOSE_OTHER
+    return problem, _CHOOSE_OTHER_HINT

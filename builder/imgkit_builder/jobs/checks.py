@@ -25,8 +25,7 @@ def before_submission(job: Job) -> None:
     if not runtime.is_isolated and not job.directory.is_dir():
         raise UsageError(f"no folder {job.directory}", where="--directory")
     check_environment(job)
-    for _ in systems.get_system(job.system).check(job, is_submitted=True):
-        pass  # the warnings have been shown
+    systems.get_system(job.system).check_submission(job)
     runtime.check_submission(job)
 
 

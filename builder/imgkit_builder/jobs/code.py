@@ -157,22 +157,22 @@ def with_code(job: Job, code: CodeRecord, store: Path) -> Job:
     return job.with_container(code=code, code_folder=folder, env=env)
 
 
-def with_run_folder(job: Job) -> Job:
+def with_new_run_folder(job: Job) -> Job:
     """Return `job` with the path of a new run folder: ``runs/NAME-20261128-224000-3f2a`` in the job's folder.
 
     imgkit itself makes the folder of such a job, because the job has no script that makes it.
     """
     started = datetime.now().astimezone()
     token = secrets.token_hex(2)  # two runs can start in the same second
-    return in_run_folder(job, f"{job.directory}/runs/{job.name}-{started:%Y%m%d-%H%M%S}-{token}")
+    return with_run_folder(job, f"{job.directory}/runs/{job.name}-{started:%Y%m%d-%H%M%S}-{token}")
 
 
-def in_run_folder(job: Job, folder: str) -> Job:
+def with_run_folder(job: Job, folder: str) -> Job:
     """Return `job` with the run folder at the path `folder`."""
     return dataclasses.replace(job, run_folder=folder, settings={**job.settings, "IMGKIT_RUN_DIR": folder})
 
 
-def refuse_unused(code: CodeFolder, recipe: Target, sif: Path | None) -> None:
+def refuse_shadowed_code(code: CodeFolder, recipe: Target, sif: Path | None) -> None:
     """Refuse code with a project that the image has installed in another folder.
 
     Python would import the image's copy of the project, and ignore the user's changes without a message.
@@ -186,10 +186,10 @@ def refuse_unused(code: CodeFolder, recipe: Target, sif: Path | None) -> None:
     UsageError : the image would run its own copy. The error names the recipe's line if it is known, and what
         to write there.
     """
-    _refuse_unused(code.projects, f"--code {code.folder}", recipe, sif)
+    _refuse_shadowed_projects(code.projects, f"--code {code.folder}", recipe, sif)
 
 
-def refuse_image_projects(code: CodeFolder, recipe: Target) -> None:
+def refuse_projects_in_image(code: CodeFolder, recipe: Target) -> None:
     """Refuse code with a project that the image has installed, for a job in pods.
 
     Pods mount nothing at ``/workspace``, so that Python would import the image's copy from any folder.
@@ -209,8 +209,8 @@ def refuse_image_projects(code: CodeFolder, recipe: Target) -> None:
                 )
 
 
-def refuse_unused_bind(job: Job, sif: Path | None) -> None:
-    """Refuse a project that ``--bind`` mounts below the code's folder, as `refuse_unused` does.
+def refuse_shadowed_bind(job: Job, sif: Path | None) -> None:
+    """Refuse a project that ``--bind`` mounts below the code's folder, as `refuse_shadowed_code` does.
 
     A mount whose source is only on the nodes is not checked.
     """
@@ -221,18 +221,23 @@ def refuse_unused_bind(job: Job, sif: Path | None) -> None:
         file = Path(source, PYPROJECT)
         if file.is_file():
             project = InstalledProject(name=project_name(file), folder=posixpath.normpath(target))
-            _refuse_unused([project], f"--bind {bind}", job.recipe, sif)
+            _refuse_shadowed_projects([project], f"--bind {bind}", job.recipe, sif)
 
 
-def _refuse_unused(projects: Sequence[InstalledProject], flag: str, recipe: Target, sif: Path | None) -> None:
+def _refuse_shadowed_projects(
+    projects: Sequence[InstalledProject], flag: str, recipe: Target, sif: Path | None
+) -> None:
     """Raise UsageError for the first of `projects` that the image has installed in another folder."""
     if sif is None:
         # Without the image, only the recipe says which projects it installs, and in which folders.
         installed_projects = recipe.projects
     else:
-        top_folders = ("", f"/{WORKSPACE}")
-        top_names = [project.name for project in projects if project.folder in top_folders]
-        installed_projects = baked.read_projects(sif, top_names[0] if top_names else "")
+        top_name = ""
+        for project in projects:
+            if project.folder in ("", f"/{WORKSPACE}"):
+                top_name = project.name
+                break
+        installed_projects = baked.read_projects(sif, top_name)
     for project in projects:
         for installed in installed_projects:
             # Without a folder, pip has copied the installed project to site-packages.
@@ -261,7 +266,9 @@ def _unused_project_error(
         hints.append(
             f"set `editable: {target}` in {key} of the recipe {recipe.name}, and build the image again"
         )
-    where = recipe.where("image", "pip", step or 0, "project") if recipe.positions else flag
+    where = flag
+    if recipe.positions:
+        where = recipe.where("image", "pip", step or 0, "project")
     message = f"the code {code_part}, but the image runs {image_part}"
     return UsageError(message, where=where, hint="; ".join(hints))
 
@@ -300,7 +307,9 @@ def left_out_notice(code: CodeFolder, image: Path | None) -> str:
     ----------
     image : the job's image if it is a .sif or .sqsh on this machine. With None, only the sizes are checked.
     """
-    image_names = _names_in_image(image) if image and code.left_out else frozenset()
+    image_names: frozenset[str] = frozenset()
+    if image is not None and code.left_out:
+        image_names = _names_in_image(image)
     names: list[str] = []
     for name in code.left_out:
         if f"{WORKSPACE}/{name.rstrip('/')}" in image_names or _holds_data(code.folder, name):

@@ -106,9 +106,10 @@ class CodeTree:
             elif file.kind == "symlink":
                 target.symlink_to(file.link)
             else:
-                # In the store, nobody may change a file. In a run's copy, its owner may.
-                mode = 0o555 if file.executable else 0o444
-                if writable:
+                mode = 0o444
+                if file.executable:
+                    mode |= 0o111
+                if writable:  # by its owner, in a run's copy; nobody may change a file of the store
                     mode |= 0o200
                 with files.create_file(target) as stream:
                     stream.writelines(self._unchanged_content(file))
@@ -139,8 +140,11 @@ class CodeTree:
         digest = hashlib.sha256()
         left_bytes = file.size_bytes
         with _translate_read_errors(file.source), files.open_regular(file.source, buffering=0) as stream:
-            # One byte more than expected detects a file that grew.
-            while chunk := stream.read(min(files.CHUNK_BYTES, left_bytes + 1)):
+            while True:
+                # One byte more than expected detects a file that grew.
+                chunk = stream.read(min(files.CHUNK_BYTES, left_bytes + 1))
+                if not chunk:
+                    break
                 digest.update(chunk)
                 left_bytes -= len(chunk)
                 has_grown = left_bytes < 0

@@ -52,17 +52,21 @@ def with_mounts_and_variables(job: Job, *, passes_names: bool) -> Job:
     request, runtime = job.request, runtime_of(job)
     requested = request.container
     _refuse_code(requested)
-    workdir = _select_workdir(job.recipe, requested) if runtime.has_container else ""
+    workdir = ""
+    # Without a container, a command with code starts in the run's copy of it.
+    starts_elsewhere = requested.code is not None
+    if runtime.has_container:
+        workdir = _select_workdir(job.recipe, requested)
+        starts_elsewhere = workdir != ""
+    settings: dict[str, str] = {}
     secret_file = _path_on_nodes(job, "--secret-file", request.launch.secret_file)
-    # In another working directory, the node agent cannot take its current folder for that of the job.
-    starts_elsewhere = bool(workdir) if runtime.has_container else requested.code is not None
-    needs_job_folder = starts_elsewhere and not runtime.is_isolated
-    settings = {
-        SECRET_FILE: secret_file,
-        "IMGKIT_REQUIRE_SECRET": "1" if request.launch.require_secret else "",
-        JOB_FOLDER: str(job.directory) if needs_job_folder else "",
-    }
-    settings = {name: value for name, value in settings.items() if value}
+    if secret_file:
+        settings[SECRET_FILE] = secret_file
+    if request.launch.require_secret:
+        settings["IMGKIT_REQUIRE_SECRET"] = "1"  # noqa: S105 - a switch
+    if starts_elsewhere and not runtime.is_isolated:
+        # In another working directory, the node agent cannot take its current folder for that of the job.
+        settings[JOB_FOLDER] = str(job.directory)
     # `env` has the variables whose values the script may show, and `names` has those of --env NAME.
     job = job.with_container(
         binds=_all_mounts(job, secret_file),

@@ -69,12 +69,11 @@ def prepare_conversion(
     if verbose:
         arguments += ("--verbose",)
     command = ("imgkit", "sif", str(archive.absolute()), "-o", str(image), *arguments)
-    job = _resolve_conversion(recipe, request, image, command)
+    warning = ""
     # The recipe's own jobs could not start the file: pyxis, for example, takes only a .sqsh.
     if options.format == "sif" and runtimes.get_runtime(runtime.kind).image_suffix == ".sqsh":
         warning = f"{recipe.title} starts images by {runtime.kind}, which takes no .sif: --format sqsh"
-        job = dataclasses.replace(job, warnings=(*job.warnings, warning))
-    return _with_script(job)
+    return _prepare_job(recipe, request, image, command, warning=warning)
 
 
 def prepare_build(
@@ -105,14 +104,15 @@ def prepare_build(
             hint="build it with an engine elsewhere, and here: imgkit sif ARCHIVE --format sqsh --submit",
         )
     file = Path(recipe)
-    # Any other text is the name of a recipe, which must not become a path.
-    source = str(file.absolute()) if file.suffix in RECIPE_SUFFIXES else str(recipe)
+    source = str(recipe)
+    if file.suffix in RECIPE_SUFFIXES:  # any other text is the name of a recipe, which must not become a path
+        source = str(file.absolute())
     image = request.directory.absolute() / (build.output or f"{file.stem}.sif")
     arguments = flags.option_arguments(SifBuildRequest, dataclasses.replace(build, output=None))
     if verbose:
         arguments += ("--verbose",)
     command = ("imgkit", "build", source, "--with", "apptainer", *arguments, "-o", str(image))
-    return _with_script(_resolve_conversion(target, request, image, command))
+    return _prepare_job(target, request, image, command)
 
 
 def submit_conversion(prepared: PreparedJob, report: Reporter) -> SubmittedJob:
@@ -133,15 +133,14 @@ def submit_conversion(prepared: PreparedJob, report: Reporter) -> SubmittedJob:
     return submission.start_job(prepared, Local(), report)
 
 
-def _resolve_conversion(recipe: Target, request: SubmitRequest, image: Path, command: Argv) -> Job:
-    """Return the job that makes `image` by `command` on the system of `recipe`."""
+def _prepare_job(
+    recipe: Target, request: SubmitRequest, image: Path, command: Argv, *, warning: str = ""
+) -> PreparedJob:
+    """Return the job that makes `image` by `command` on the system of `recipe`, with its script."""
     values = dataclasses.asdict(request)
     del values["system"]  # a JobRequest has no such field, and `recipe` has the system
-    return resolve_conversion(recipe, JobRequest.of(**values, command=command), image)
-
-
-def _with_script(job: Job) -> PreparedJob:
-    """Return `job` with the script that its system submits."""
+    job = resolve_conversion(recipe, JobRequest.of(**values, command=command), image)
+    job = job.with_warning(warning)
     return PreparedJob(job=job, script=systems.get_system(job.system).conversion_script(job))
 
 

@@ -18,7 +18,7 @@ from imgkit_builder.data.folder import DataFolder
 from imgkit_builder.data.spec import DataSpec
 from imgkit_builder.jobs import quoting
 from imgkit_builder.jobs.code_tree import CodeFile
-from imgkit_builder.jobs.job import DataMount, Job
+from imgkit_builder.jobs.job import DataMount, Job, RunScript
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_entrypoints.errors import UsageError
@@ -34,7 +34,7 @@ def list_folders(request: JobRequest) -> tuple[DataFolder, ...]:
     ------
     UsageError : an item of ``data`` cannot be parsed, or its folder cannot be sent.
     """
-    project = _project_folder(request)
+    project = request.project_folder
     folders = []
     for item in spec.parse_all(request.container.data):
         if item.hub:
@@ -51,18 +51,13 @@ def download(folders: Iterable[DataFolder], request: JobRequest, report: Reporte
     ------
     ImgkitError : in the cases of `hub.download`.
     """
-    project = _project_folder(request)
+    project = request.project_folder
     complete = []
     for item in folders:
         if item.files == 0:  # a repository of the hub that this machine lacks
             item = hub.download(item.spec, project, report)
         complete.append(item)
     return tuple(complete)
-
-
-def _project_folder(request: JobRequest) -> Path:
-    """Return the folder of imgkit.toml, or the current one. Relative paths of data are below it."""
-    return request.project.file.parent if request.project else Path()
 
 
 def with_data(job: Job, folders: Iterable[DataFolder], store: str = "") -> Job:
@@ -79,12 +74,13 @@ def with_data(job: Job, folders: Iterable[DataFolder], store: str = "") -> Job:
     UsageError : the job's runtime cannot mount a folder.
     """
     specs = spec.parse_all(job.request.container.data)
-    sources = {item.spec: f"{store}/{item.name}" if store else str(item.path) for item in folders}
+    sources: dict[DataSpec, str] = {}
+    for data_folder in folders:
+        path = f"{store}/{data_folder.name}" if store else str(data_folder.path)
+        sources[data_folder.spec] = quoting.check_flag_value("data", path)
     mounts = []
     for item in specs:
         source = sources.get(item, item.source)  # a path of the cluster is its own source
-        if item in sources:
-            quoting.check_flag_value("data", source)
         _refuse_unmountable(job, item, source)
         mounts.append(DataMount(source=source, target=item.target))
     if any(item.hub for item in specs):
@@ -146,18 +142,37 @@ def _refuse_unmountable(job: Job, item: DataSpec, source: str) -> None:
             raise UsageError(f"{runtime.kind} cannot mount {path}", where="data", hint="give it another name")
 
 
-def refuse_missing(job: Job) -> None:
-    """Raise UsageError if a path of the cluster is missing on this machine, or cannot be read."""
-    for mount in job.container.data:
-        if "$" in mount.source:  # a module of the site sets the variable on the nodes
-            continue
-        if not os.path.lexists(mount.source):
-            raise path_error(mount.source, "missing", "this machine")
-        if not os.access(mount.source, os.R_OK):
-            raise path_error(mount.source, "closed", "this machine")
+# Print "missing PATH" for each argument that does not exist, and "closed PATH" for each that cannot be read.
+_CHECK_PATHS = """\
+for path; do
+    if [ ! -e "$path" ]; then echo "missing $path"; elif [ ! -r "$path" ]; then echo "closed $path"; fi
+done
+"""
 
 
-def path_error(path: str, state: str, machine: str) -> UsageError:
+def refuse_missing(request: JobRequest, machine: str, run_script: RunScript) -> None:
+    """Raise UsageError if a path of the cluster is missing, or if the user cannot read it.
+
+    Paths with a variable of the site are not checked, because only the nodes know the variable.
+
+    Parameters
+    ----------
+    machine : the name of the machine that submits the job. Messages contain it.
+    run_script : runs a script of sh on that machine.
+    """
+    paths = []
+    for item in spec.parse_all(request.container.data):
+        if not item.is_local and "$" not in item.source:
+            paths.append(item.source)
+    if not paths:
+        return
+    output = run_script(_CHECK_PATHS, paths, ()).decode(errors="replace")
+    state, _, path = output.partition("\n")[0].partition(" ")
+    if state:
+        raise _path_error(path, state, machine)
+
+
+def _path_error(path: str, state: str, machine: str) -> UsageError:
     """Return the error for data on `machine` that is missing or that this user cannot read.
 
     Parameters
@@ -220,7 +235,7 @@ def code_patterns(request: JobRequest, code: Path) -> Iterator[str]:
     The patterns keep data out of the code. The file with the hub's locked versions stays out too, because a
     download writes it after the code has been read.
     """
-    project = _project_folder(request)
+    project = request.project_folder
     root = code.absolute()
     for item in spec.parse_all(request.container.data):
         name = hub.LOCK if item.hub else item.source

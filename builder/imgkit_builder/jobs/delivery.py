@@ -114,7 +114,7 @@ class Delivery:
     def _describe_sif(self, input_sha256: str = "") -> RemoteImage:
         """Return the description of the local .sif that is stored beside the image on the remote."""
         # By this name, older images of the same project are found and removed when a newer one has been sent.
-        project = f"{socket.gethostname()}:{self.source.project_folder.absolute()}"
+        project = f"{socket.gethostname()}:{self.source.request.project_folder.absolute()}"
         return store.describe_sif(self.source.sif, input_sha256=input_sha256, project=project)
 
     def _send(self, contents: Store, image: RemoteImage) -> RemoteImage:

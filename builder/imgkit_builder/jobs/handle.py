@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from imgkit_builder.base import process
 from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.jobs import code as code_of
 from imgkit_builder.jobs import conversion, history, image_source, records, resume, submit, systems
@@ -21,8 +22,18 @@ from imgkit_builder.jobs.submitted import JobState, SubmittedJob
 from imgkit_builder.jobs.transport import Local, Ssh, Transport, VolumeStore
 from imgkit_entrypoints.errors import UsageError
 
-# `JobHandle.logs` asks for the last 16 MiB of an output that is in a file.
-_MAX_LOG_BYTES = 16 << 20
+# The most that `JobHandle.logs` returns. It is 1 KiB less than the most that imgkit keeps of a program's
+# output, so that the line about what is left out has room.
+_MAX_LOG_BYTES = process.MOST_BYTES - 1024
+# Print the end of a file, after a line about its size if that is only a part of the file. The arguments are
+# the largest number of bytes and the path.
+_PRINT_END = """\
+bytes=$(wc -c < "$2") || exit
+if [ "$bytes" -gt "$1" ]; then
+    echo "imgkit: the output has $((bytes)) bytes, of which these are the last $1"
+fi
+exec tail -c "$1" -- "$2"
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +59,8 @@ class JobHandle:
         ------
         ToolFailed : the scheduler did not answer. The job may still run.
         """
-        return history.report_job(self.record, history.scheduler_runner(self.record)).record.state
+        report = history.report_job(self.record, history.scheduler_runner(self.record))
+        return report.record.state
 
     def wait(self, timeout_s: float | None = None) -> JobState:
         """Wait until the job has ended, or for `timeout_s` seconds, and return the job's state.
@@ -58,14 +70,14 @@ class JobHandle:
         UsageError : the system's commands do not report whether a job has ended.
         ToolFailed : the scheduler has not answered even once.
         """
-        return history.wait_for_job(
-            self.record, history.scheduler_runner(self.record), limit_s=timeout_s
-        ).record.state
+        run = history.scheduler_runner(self.record)
+        report = history.wait_for_job(self.record, run, limit_s=timeout_s)
+        return report.record.state
 
     def logs(self) -> str:
         """Return the job's output so far. It is empty if there is none yet, or if it cannot be read.
 
-        Only the end of a large output is returned.
+        Of an output of more than 8 MiB, only the end is returned. If it is in a file, the first line says so.
 
         Raises
         ------
@@ -74,7 +86,7 @@ class JobHandle:
         # The system's command follows the output and would not end. Of tail, the last argument is the file.
         argv = systems.get_system(self.record.job.system).log_source(self.record.job)
         if argv[0] == "tail":
-            argv = ("tail", "-c", str(_MAX_LOG_BYTES), "--", argv[-1])
+            argv = ("sh", "-c", _PRINT_END, "sh", str(_MAX_LOG_BYTES), argv[-1])
         else:
             argv = tuple(argument for argument in argv if argument != "--follow")
         answer = history.scheduler_runner(self.record)(argv)
@@ -124,7 +136,7 @@ class JobHandle:
 
         prepared = prepare_resume(self.record, changes or JobRequest(), read_code, same_code=same_code)
         record = submit.submit_job(prepared, transport_to(remote_of(self.record), prepared), report)
-        return JobHandle(record=records.need_id(record))
+        return _handle_of_new_job(record)
 
     def cancel(self) -> None:
         """Cancel the job.
@@ -164,11 +176,19 @@ def run(
     if base and not on:
         raise UsageError("a base is for a remote", where="base", hint="name a remote: on=NAME")
     report = report or Silent()
-    remote = config.get_remote(on) if on else None
+    remote = None
+    if on:
+        remote = config.get_remote(on)
     code = _read_code(request, report)
     prepared = submit.prepare(recipe, request, code, remote=remote, base=base)
     record = submit.submit_job(prepared, transport_to(remote, prepared), report)
-    return JobHandle(record=records.need_id(record))
+    return _handle_of_new_job(record)
+
+
+def _handle_of_new_job(record: SubmittedJob) -> JobHandle:
+    """Return the handle of a job that was just submitted. Raise ToolFailed if its id is unknown."""
+    records.refuse_unknown_id(record)
+    return JobHandle(record=record)
 
 
 def _read_code(request: JobRequest, report: Reporter) -> CodeFolder | None:
@@ -203,10 +223,12 @@ def prepare_resume(
     """
     recorded = resume.load_request(record)
     run = history.scheduler_runner(record, may_ask=may_ask)
-    run_on_files = history.files_runner(record, may_ask=may_ask)
+    run_on_files = history.runner_on(record.job.files_remote, may_ask=may_ask)
     resume.refuse_unended(record, run, run_on_files, has_command=bool(changes.launch.command))
     request = resume.with_flags(recorded.request, changes)
-    code = None if same_code else read_code(request)
+    code = None
+    if not same_code:
+        code = read_code(request)
     resumed_run = resume.find_run(record, run_on_files, same_code=same_code)
     return submit.prepare(
         recorded.recipe,
@@ -223,7 +245,9 @@ def remote_of(record: SubmittedJob) -> Remote | None:
     It is the remote on which the job was submitted, or the remote that stores the files of a job in pods.
     """
     name = record.job.files_remote
-    return config.get_remote(name) if name else None
+    if not name:
+        return None
+    return config.get_remote(name)
 
 
 def submit_conversion(prepared: PreparedJob, *, report: Reporter | None = None) -> JobHandle:
@@ -234,7 +258,7 @@ def submit_conversion(prepared: PreparedJob, *, report: Reporter | None = None) 
     UsageError : this machine lacks the job's folder, or what it makes the image from.
     ToolMissing, ToolFailed : this machine has no such scheduler, or the scheduler refused the job.
     """
-    return JobHandle(record=records.need_id(conversion.submit_conversion(prepared, report or Silent())))
+    return _handle_of_new_job(conversion.submit_conversion(prepared, report or Silent()))
 
 
 def transport_to(remote: Remote | None, prepared: PreparedJob, *, may_ask: bool = False) -> Transport:

@@ -20,18 +20,18 @@ from pathlib import Path
 from imgkit_builder.base import process
 from imgkit_builder.base.process import Finished
 from imgkit_builder.jobs import measured, records, systems
+from imgkit_builder.jobs.job import Runner
 from imgkit_builder.jobs.measured import LastNumbers
 from imgkit_builder.jobs.remote import config, connection
 from imgkit_builder.jobs.remote import jobs as remote_jobs
 from imgkit_builder.jobs.remote.connection import Connection
 from imgkit_builder.jobs.submitted import FINAL_STATES, JobState, JobStatus, QueuedJob, SubmittedJob, WaitInfo
-from imgkit_builder.jobs.systems import System
 from imgkit_entrypoints.errors import EXIT_SAVED, ToolFailed, ToolMissing, UsageError
 from imgkit_entrypoints.launch import gpu_use, stop_protocol
 from imgkit_entrypoints.rollcall.messages import GpuUse
 
 
-def scheduler_runner(record: SubmittedJob, *, may_ask: bool = False) -> Callable[[Sequence[str]], Finished]:
+def scheduler_runner(record: SubmittedJob, *, may_ask: bool = False) -> Runner:
     """Return a function that runs a command on the machine where the job was submitted.
 
     The function returns when the command has ended. A failed command does not raise.
@@ -40,10 +40,10 @@ def scheduler_runner(record: SubmittedJob, *, may_ask: bool = False) -> Callable
     ----------
     may_ask : whether ssh may ask a person for a password or a second factor.
     """
-    return _runner_on(record.job.remote, may_ask=may_ask)
+    return runner_on(record.job.remote, may_ask=may_ask)
 
 
-def status_runner(record: SubmittedJob, *, may_ask: bool = False) -> Callable[[Sequence[str]], Finished]:
+def status_runner(record: SubmittedJob, *, may_ask: bool = False) -> Runner:
     """Return the same as `scheduler_runner`, for a call of `report_job` and then of `gpu_use_of`.
 
     Both together use one connection to a remote, unless the scheduler no longer knows the job.
@@ -54,16 +54,11 @@ def status_runner(record: SubmittedJob, *, may_ask: bool = False) -> Callable[[S
     return remote_jobs.RunnerWithFile(remote, str(record.job.run_folder / stop_protocol.GPU_USE))
 
 
-def files_runner(record: SubmittedJob, *, may_ask: bool = False) -> Callable[[Sequence[str]], Finished]:
-    """Return a function that runs a command on the machine that has the job's files.
+def runner_on(remote: str, *, may_ask: bool = False) -> Runner:
+    """Return a function that runs a command on the remote of this name, or on this machine for ``""``.
 
-    This is another machine than that of `scheduler_runner` for a job in pods whose files a remote stores.
+    The parameter `may_ask` is that of `scheduler_runner`.
     """
-    return _runner_on(record.job.files_remote, may_ask=may_ask)
-
-
-def _runner_on(remote: str, *, may_ask: bool) -> Callable[[Sequence[str]], Finished]:
-    """Return a function that runs a command on the remote of this name, or on this machine for ``""``."""
     if not remote:
         return functools.partial(process.run, check=False)
     return functools.partial(remote_jobs.run_scheduler_command, connection_to(remote, may_ask=may_ask))
@@ -79,19 +74,21 @@ def connection_to(remote: str, *, may_ask: bool = False) -> Connection:
     return connection.connect(config.get_remote(remote), ask=may_ask)
 
 
-def folder_of(record: SubmittedJob) -> Path | None:
+def local_run_folder(record: SubmittedJob) -> Path | None:
     """Return the folder on this machine with the run's files.
 
     The result is None for a run on a remote whose files were not fetched yet.
     """
     if not record.job.files_remote:
         return record.job.run_folder
-    return Path(record.fetched) if record.fetched else None
+    if not record.fetched:
+        return None
+    return Path(record.fetched)
 
 
 def last_numbers(record: SubmittedJob) -> LastNumbers:
     """Return the last step and loss of the run. Both are None if its files are not on this machine."""
-    folder = folder_of(record)
+    folder = local_run_folder(record)
     if folder is None:
         return LastNumbers()
     return measured.last_numbers(folder)
@@ -117,7 +114,7 @@ class JobReport:
         return self.record.state in FINAL_STATES
 
 
-def report_job(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> JobReport:
+def report_job(record: SubmittedJob, run: Runner) -> JobReport:
     """Return the state of a job, and how it ended if it has ended.
 
     The scheduler is asked. If it has forgotten the job, the state is from the job's record or run folder. A
@@ -138,7 +135,7 @@ def report_job(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -
     return latest
 
 
-def _report_state(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> JobReport:
+def _report_state(record: SubmittedJob, run: Runner) -> JobReport:
     """Return the same as `report_job`, but do not check whether imgkit has cancelled the job."""
     if record.answer is not None:
         return JobReport(record=record)  # without an id, the scheduler cannot be asked
@@ -160,23 +157,15 @@ def _report_state(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]
         is_in_queue = asks_queue and has_succeeded and bool(answer.output.strip())
         if is_in_queue or status.state in FINAL_STATES:
             return _scheduler_report(record, argv, status, run)
-        # Another failure of the queue's command does not mean that the job has ended.
-        if asks_queue and may_run and not has_succeeded and not _says_unknown_job(system, answer):
+        # Schedulers forget a job some time after its end, and their command then fails with `unknown_job`.
+        # After another failure, the job may still run.
+        is_unknown_job = system.reports_state and re.search(system.queue.unknown_job, answer.output)
+        if asks_queue and may_run and not has_succeeded and not is_unknown_job:
             raise command_failed(record, argv, answer)
     return _report_without_scheduler(record, run)
 
 
-def _says_unknown_job(system: System, answer: Finished) -> bool:
-    """Return whether a status command failed because its scheduler no longer has the job.
-
-    Such a job has ended: schedulers forget jobs some time after their end.
-    """
-    return system.reports_state and bool(re.search(system.queue.unknown_job, answer.output))
-
-
-def _scheduler_report(
-    record: SubmittedJob, argv: Sequence[str], status: JobStatus, run: Callable[[Sequence[str]], Finished]
-) -> JobReport:
+def _scheduler_report(record: SubmittedJob, argv: Sequence[str], status: JobStatus, run: Runner) -> JobReport:
     """Return the report of a job whose `status` the scheduler's command `argv` has printed."""
     code = status.code
     if status.state == "failed" and code:
@@ -186,7 +175,7 @@ def _scheduler_report(
     return JobReport(record=current, argv=tuple(argv), text=status.text, code=code, wait=status.wait)
 
 
-def _report_without_scheduler(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> JobReport:
+def _report_without_scheduler(record: SubmittedJob, run: Runner) -> JobReport:
     """Return the report of a job that the scheduler has forgotten.
 
     The state is that of the record if an earlier look saved how the job ended. Otherwise it follows from the
@@ -204,7 +193,7 @@ def _report_without_scheduler(record: SubmittedJob, run: Callable[[Sequence[str]
     return JobReport(record=dataclasses.replace(record, state=state), code=code)
 
 
-def _code_in_run_folder(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> int | None:
+def _code_in_run_folder(record: SubmittedJob, run: Runner) -> int | None:
     """Return the exit code that the head's node agent wrote into the run folder at the end of the run.
 
     The result is None if it has written none, for example because it was killed.
@@ -212,7 +201,7 @@ def _code_in_run_folder(record: SubmittedJob, run: Callable[[Sequence[str]], Fin
     return stop_protocol.result_code(_file_of_run(record, stop_protocol.RESULT, run))
 
 
-def gpu_use_of(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> GpuUse | None:
+def read_gpu_use(record: SubmittedJob, run: Runner) -> GpuUse | None:
     """Return how much the run has used its GPUs until now.
 
     The result is None if no node agent has written it, as in jobs on CPUs.
@@ -220,7 +209,7 @@ def gpu_use_of(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -
     return gpu_use.parse(_file_of_run(record, stop_protocol.GPU_USE, run))
 
 
-def _file_of_run(record: SubmittedJob, name: str, run: Callable[[Sequence[str]], Finished]) -> str:
+def _file_of_run(record: SubmittedJob, name: str, run: Runner) -> str:
     """Return the text of a file in the job's run folder.
 
     If there is no such file, the result is empty or the error message of ``cat``. The caller must parse the
@@ -231,19 +220,19 @@ def _file_of_run(record: SubmittedJob, name: str, run: Callable[[Sequence[str]],
     if record.job.array or record.job.store:
         return ""
     # What is there now is of the job that went on in the folder last.
-    if any(newer.submitted > record.submitted for newer in records.of_run(record)):
+    if any(newer.submitted > record.submitted for newer in records.list_records_of_run(record)):
         return ""
     return run(("cat", "--", str(record.job.run_folder / name))).output
 
 
-def cancel_job(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> Finished:
+def cancel_job(record: SubmittedJob, run: Runner) -> Finished:
     """Cancel the job by its scheduler's command, and return the result of the command.
 
     If the command succeeds, the job's record says from then on that imgkit has cancelled the job.
     """
     answer = run(systems.get_system(record.job.system).cancel_command(record.job))
     # A task of an array has no record of its own.
-    if answer.returncode == 0 and records.is_kept(record):
+    if answer.returncode == 0 and records.has_record_file(record):
         with contextlib.suppress(OSError):  # the job is cancelled all the same
             records.save_record(dataclasses.replace(record, cancelled=True))
     return answer
@@ -283,7 +272,7 @@ _KILLED_CODE = 137
 _TAIL_BYTES = 64 << 10
 
 
-def failure_hints(latest: JobReport, run: Callable[[Sequence[str]], Finished]) -> Iterator[str]:
+def failure_hints(latest: JobReport, run: Runner) -> Iterator[str]:
     """Yield explanations of a job's failure, each with what the user can do.
 
     Two causes are recognized: the job had too little memory, or its command started no ranks. Nothing is
@@ -301,10 +290,10 @@ def failure_hints(latest: JobReport, run: Callable[[Sequence[str]], Finished]) -
             f"{_memory_remedy(record)}"
         )
     if _NO_RANK.search(output):
-        yield from systems.program_starts_once(record.command)
+        yield from systems.single_process_warnings(record.command)
 
 
-def _end_of_output(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> str:
+def _end_of_output(record: SubmittedJob, run: Runner) -> str:
     """Return the last 64 KiB of the job's output, or "" if a command shows the output and no file has it."""
     log_argv = systems.get_system(record.job.system).log_source(record.job)
     log_files = [argument for argument in log_argv if argument.startswith("/")]
@@ -346,13 +335,13 @@ def can_resume(record: SubmittedJob) -> bool:
     It cannot do so for arrays, for jobs whose request is not recorded, and on systems whose jobs cannot go on
     in the folder of an earlier job.
     """
-    has_one_folder = not record.job.array and records.is_kept(record)
+    has_one_folder = not record.job.array and records.has_record_file(record)
     return has_one_folder and bool(record.request) and can_choose_folder(record)
 
 
 def can_choose_folder(record: SubmittedJob) -> bool:
     """Return whether a job of this system can go on in the run folder of an earlier one."""
-    return bool(record.job.store) or systems.get_system(record.job.system).resumes_jobs
+    return bool(record.job.store) or systems.get_system(record.job.system).abilities.resumes_jobs
 
 
 def _outcome_text(report: JobReport) -> str:
@@ -435,7 +424,7 @@ def poll_pauses() -> Iterator[float]:
 
 def wait_for_job(
     record: SubmittedJob,
-    run: Callable[[Sequence[str]], Finished],
+    run: Runner,
     *,
     limit_s: float | None = None,
     log: WaitLog | None = None,
@@ -458,7 +447,9 @@ def wait_for_job(
             where=record.job.handle,
             hint=f"imgkit logs {record.job.handle} ends with the job",
         )
-    end_s = math.inf if limit_s is None else time.monotonic() + limit_s
+    end_s = math.inf
+    if limit_s is not None:
+        end_s = time.monotonic() + limit_s
     latest = None
     for pause_s in poll_pauses():
         try:
@@ -476,7 +467,7 @@ def wait_for_job(
     raise AssertionError("the pauses do not end")
 
 
-def refresh_state(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> SubmittedJob:
+def refresh_state(record: SubmittedJob, run: Runner) -> SubmittedJob:
     """Return `record` with the state that the scheduler reports now.
 
     The scheduler is not asked about a job that has ended, or if its commands do not report states.

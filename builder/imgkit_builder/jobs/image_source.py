@@ -12,7 +12,6 @@ from pathlib import Path
 
 from imgkit_builder.archive import sidecar
 from imgkit_builder.base import process
-from imgkit_builder.base.flags import flags_in
 from imgkit_builder.jobs import runtimes, systems
 from imgkit_builder.jobs.job import Job, Script
 from imgkit_builder.jobs.remote.config import Remote
@@ -64,32 +63,22 @@ class ImageSource:
         return self.sif
 
     @property
-    def project_folder(self) -> Path:
-        """The folder of imgkit.toml, or the current one.
-
-        When an image is sent, older images that were sent from the same folder are removed from the remote.
-        """
-        project = self.request.project
-        return project.file.parent if project else Path()
-
-    @property
     def has_unknown_entry_points(self) -> bool:
         """Whether imgkit must start Python in the image to see if it has the entry points.
 
         Only an image that imgkit built is known to have them, and only in its own Python.
         """
-        container = self.request.container
-        return bool(self.remote_image or self.is_foreign or container.python or container.activate)
+        return bool(self.remote_image or self.is_foreign or self.request.container.python_flag)
 
     @property
-    def early(self) -> Job:
+    def provisional_job(self) -> Job:
         """The job before imgkit has connected to the remote.
 
         In its paths, `UNKNOWN_HOME` stands for imgkit's folder on the remote.
         """
-        return self.resolved(UNKNOWN_HOME, self.remote_image or "image.sif")
+        return self.job_on_remote(UNKNOWN_HOME, self.remote_image or "image.sif")
 
-    def resolved(self, home: str, image: str) -> Job:
+    def job_on_remote(self, home: str, image: str) -> Job:
         """Return the job with its paths on the remote.
 
         Parameters
@@ -113,7 +102,7 @@ def _with_joined_output(job: Job) -> Job:
     recipe = dataclasses.replace(job.recipe, system=dataclasses.replace(system, queue=queue))
     key = recipe.where("system", "queue", "output")
     warning = f"{key}: imgkit follows one file of a remote job: joined"
-    return dataclasses.replace(job, recipe=recipe, warnings=(*job.warnings, warning))
+    return dataclasses.replace(job, recipe=recipe).with_warning(warning)
 
 
 def find_image_source(recipe: str, request: JobRequest, default: str) -> ImageSource:
@@ -130,7 +119,6 @@ def find_image_source(recipe: str, request: JobRequest, default: str) -> ImageSo
     ------
     UsageError : nothing names a recipe, there is no such recipe, or the file names no system.
     """
-    project = request.project
     title = find_title(recipe, request, default)
     if request.container.image:
         return _find_remote_image(title, request)
@@ -140,9 +128,10 @@ def find_image_source(recipe: str, request: JobRequest, default: str) -> ImageSo
     if sqsh.is_sqsh(file):
         raise _sqsh_error(title)
     # The .sif of the project's recipe is beside imgkit.toml, that of another recipe in the current folder.
+    project = request.project
     folder = Path()
     if project and project.recipe and not recipe:
-        folder = project.file.parent
+        folder = request.project_folder
     sif = folder / f"{name_stem(title)}.sif"
     is_oci_folder = Path(file, "oci-layout").exists()
     if is_oci_folder or (file.is_file() and file.suffix not in RECIPE_SUFFIXES):
@@ -165,20 +154,18 @@ def find_title(recipe: str, request: JobRequest, default: str) -> str:
     ------
     UsageError : none of the three names a recipe.
     """
-    project_recipe = request.project.recipe if request.project else ""
-    title = recipe or project_recipe or default
+    title = recipe
+    if not title and request.project:
+        title = request.project.recipe
     if not title:
-        raise _no_recipe_error()
+        title = default
+    if not title:
+        raise UsageError(
+            "no recipe given, and the remote has no default recipe",
+            where="RECIPE",
+            hint="imgkit run RECIPE --on NAME ...",
+        )
     return title
-
-
-def _no_recipe_error() -> UsageError:
-    """Return the error for a run on a remote for which nothing names a recipe."""
-    return UsageError(
-        "no recipe given, and the remote has no default recipe",
-        where="RECIPE",
-        hint="imgkit run RECIPE --on NAME ...",
-    )
 
 
 def _sqsh_error(title: str) -> UsageError:
@@ -295,20 +282,13 @@ def _ssh_config(address: str) -> dict[str, str]:
     return options
 
 
-# Flags that only jobs of this machine have. On a remote, imgkit chooses the folder of the job.
-_LOCAL_FLAGS = ("--directory",)
-
-
 def refuse_flags(request: JobRequest, base: str) -> None:
-    """Raise UsageError for a flag that cannot be used with a remote, or for ``--base`` with ``--image``."""
-    flags = [name for name in flags_in(request) if name in _LOCAL_FLAGS]
-    if request.project is not None and request.project.sets_directory:
-        # The folder is from imgkit.toml, not from a flag.
-        flags = [name for name in flags if name != "--directory"]
-    if flags:
+    """Raise UsageError for ``--directory`` with a remote, or for ``--base`` with ``--image``."""
+    # On a remote, imgkit chooses the folder of the job.
+    if request.names_directory:
         raise UsageError(
-            f"{flags[0]} cannot be combined with a remote",
-            where=flags[0],
+            "--directory cannot be combined with a remote",
+            where="--directory",
             hint="leave it out; or, on the cluster itself, imgkit run --on here ...",
         )
     if base and request.container.image:
@@ -326,18 +306,13 @@ def refuse_runtime(source: ImageSource) -> None:
     runtime = runtimes.get_runtime(requested or source.target.system.runtime.kind)
     if runtime.kind == Host.kind:
         where = "--runtime" if requested else source.target.where("system", "runtime", "kind")
-        raise _no_container_error(where)
+        raise UsageError(
+            "runtime host cannot be used with a remote: what imgkit sends, image and code, needs a container",
+            where=where,
+            hint="--runtime singularity; or, on the cluster itself, imgkit run --on here --runtime host ...",
+        )
     if runtime.image_suffix != ".sif":
         raise _no_queue_error(source.target)
-
-
-def _no_container_error(where: str) -> UsageError:
-    """Return the error for a job without a container, into which imgkit could mount what it sends."""
-    return UsageError(
-        "runtime host cannot be used with a remote: what imgkit sends, image and code, needs a container",
-        where=where,
-        hint="--runtime singularity; or, on the cluster itself, imgkit run --on here --runtime host ...",
-    )
 
 
 def refuse_script(job: Job, script: Script) -> None:

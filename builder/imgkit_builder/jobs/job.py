@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from imgkit_builder.base.process import Finished
 from imgkit_builder.jobs.memory import Memory
 from imgkit_builder.jobs.request import CodeRecord, Flags, JobRequest
 from imgkit_entrypoints.schedulers.placement import Size
@@ -18,6 +19,13 @@ if TYPE_CHECKING:
 
 # A command with its arguments, or a part of such a command.
 Argv = tuple[str, ...]
+# A function that runs a command on one machine, and returns when the command has ended. A command that fails
+# does not raise.
+Runner = Callable[[Sequence[str]], Finished]
+# A function that runs a script of sh on one machine, and returns the output. The parameters are the script,
+# its arguments, and the chunks of its standard input.
+RunScript = Callable[[str, Iterable[str], Iterable[bytes]], bytes]
+# Names of the runtimes. With "no-container", the command is imgkit itself, which makes an image file.
 RuntimeKind = Literal["singularity", "docker", "pyxis", "host", "kubernetes", "no-container"]
 
 
@@ -162,6 +170,12 @@ class Job:
     def makes_secret(self) -> bool:
         """Whether each start creates a secret for its nodes, because the user named no secret file."""
         return self.allocation.nodes > 1 and self.request.launch.secret_file is None
+
+    def with_warning(self, warning: str) -> Job:
+        """Return this job with one more warning, or unchanged if `warning` is empty."""
+        if not warning:
+            return self
+        return dataclasses.replace(self, warnings=(*self.warnings, warning))
 
     def with_allocation(self, **values: Any) -> Job:
         """Return this job with other values of its allocation."""

@@ -22,6 +22,7 @@ METRICS = "metrics.jsonl"
 BENCH = "bench.json"
 # Only the last 64 KiB of ``metrics.jsonl`` are read, because ``imgkit runs`` reads the files of many runs.
 _TAIL_BYTES = 64 << 10
+# A longer line than 64 KiB is no line of metrics, and is skipped.
 _MAX_LINE_BYTES = 64 << 10
 # A larger number in the field "step" cannot be a number of steps, and such a line is skipped.
 _MAX_STEP = 1 << 62
@@ -118,7 +119,7 @@ class _BenchFile:
     verdict: _Verdict
 
 
-def gpu_use_of(folder: Path) -> GpuUse | None:
+def read_gpu_use(folder: Path) -> GpuUse | None:
     """Return how much a run used its GPUs.
 
     The result is None if the node agents have not written the file, as in a run on CPUs.

@@ -24,6 +24,7 @@ class Field:
     allowed: str
 
 
+# "bsc98", "acc_debug@x": one word, which needs no quotes in a directive.
 _WORD = Field(
     pattern=r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,127}", allowed="letters, digits and . _ @ + -, no blanks"
 )
@@ -33,7 +34,8 @@ _PATH = Field(
     pattern=r"/[^\x00-\x1f\x7f\"'\\%`$:,]*", allowed="an absolute path without quotes and \\ % $ ` : ,"
 )
 
-FIELDS: Mapping[str, Field] = {
+# The patterns of the values that a job script contains unquoted, by the flags that set them.
+FLAG_PATTERNS: Mapping[str, Field] = {
     "--name": Field(pattern=r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", allowed="up to 63 letters, digits and . _ -"),
     "--account": _WORD,
     "--queue": _WORD,
@@ -47,7 +49,7 @@ FIELDS: Mapping[str, Field] = {
 
 
 def check_flag_value(flag: str, value: str) -> str:
-    """Return `value` if it matches the pattern of `flag` in `FIELDS`.
+    """Return `value` if it matches the pattern of `flag` in `FLAG_PATTERNS`.
 
     An empty value means that the flag is not set, and is returned too.
 
@@ -55,7 +57,7 @@ def check_flag_value(flag: str, value: str) -> str:
     ------
     UsageError : `value` does not match the pattern.
     """
-    field = FIELDS[flag]
+    field = FLAG_PATTERNS[flag]
     if value and not re.fullmatch(field.pattern, value):
         raise UsageError(f"{value!r} cannot be used in a job", where=flag, hint=f"allowed: {field.allowed}")
     return value
@@ -215,6 +217,11 @@ def quote_with_site_variables(text: str) -> str:
     return Shell(f'"{special.sub(escape, text)}"')
 
 
+def assignments(variables: Mapping[str, object]) -> list[str]:
+    """Return ``NAME=VALUE`` for each variable, as arguments for programs such as env."""
+    return [f"{name}={value}" for name, value in variables.items()]
+
+
 def export_lines(variables: Mapping[str, str]) -> list[str]:
     """Return shell lines that export `variables`, one for each: ``export NAME=VALUE``.
 
@@ -228,8 +235,10 @@ def default_exports(variables: Mapping[str, str]) -> list[str]:
 
     The values are written as by `export_lines`.
     """
-    pairs = zip(variables, export_lines(variables), strict=True)
-    return [f'if [ -z "${{{name}+set}}" ]; then {line}; fi' for name, line in pairs]
+    lines = []
+    for name, line in zip(variables, export_lines(variables), strict=True):
+        lines.append(f'if [ -z "${{{name}+set}}" ]; then {line}; fi')
+    return lines
 
 
 def quote(argument: str) -> str:

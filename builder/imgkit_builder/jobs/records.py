@@ -19,6 +19,7 @@ from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 
 SCHEMA = 1  # version of the format of a record, for other programs that read the file
+# Names of the fields that stand beside those of `SubmittedJob` in the file. See `save_record`.
 _QUEUED_JOB_FIELDS = tuple(field.name for field in dataclasses.fields(QueuedJob))
 # Exceptions of `_read_record` and `_record_path` for a record that does not exist or is damaged.
 _READ_ERRORS = (OSError, ValueError, TypeError, KeyError, AttributeError, UsageError)
@@ -58,7 +59,8 @@ def find_record(job_id: str) -> SubmittedJob:
         if task_record is None:
             raise _unknown_job_error(job_id) from error
         record = task_record
-    return need_id(record)
+    refuse_unknown_id(record)
+    return record
 
 
 def _unknown_job_error(job_id: str) -> UsageError:
@@ -71,17 +73,13 @@ def _unknown_job_error(job_id: str) -> UsageError:
     return UsageError(f"imgkit has no record of a job {job_id!r}", where="ID", hint=hint)
 
 
-def need_id(record: SubmittedJob) -> SubmittedJob:
-    """Return `record` unchanged if it has the job's id.
+def refuse_unknown_id(record: SubmittedJob) -> None:
+    """Raise ToolFailed if the scheduler printed no id when the job was submitted.
 
-    Raises
-    ------
-    ToolFailed : the scheduler printed no id when the job was submitted. The hint has the command that shows
-        the id.
+    The hint of the error has the command that shows the id.
     """
     if record.answer is not None:
         raise _unknown_id_error(record.job, record.answer)
-    return record
 
 
 def _unknown_id_error(job: QueuedJob, answer: str) -> ToolFailed:
@@ -99,7 +97,7 @@ def _unknown_id_error(job: QueuedJob, answer: str) -> ToolFailed:
     )
 
 
-def newest_first() -> tuple[SubmittedJob, ...]:
+def list_records() -> tuple[SubmittedJob, ...]:
     """Return all records, beginning with the job that was submitted last. Damaged records are left out."""
     loaded = []
     for path in _records_folder().glob("*.json"):
@@ -110,13 +108,16 @@ def newest_first() -> tuple[SubmittedJob, ...]:
     return tuple(sorted(loaded, key=lambda record: record.submitted, reverse=True))
 
 
-def of_run(record: SubmittedJob) -> tuple[SubmittedJob, ...]:
+def list_records_of_run(record: SubmittedJob) -> tuple[SubmittedJob, ...]:
     """Return the records of all jobs that wrote into the run folder of `record`, the newest first."""
-    run = (record.job.remote, record.job.run_folder)
-    return tuple(saved for saved in newest_first() if (saved.job.remote, saved.job.run_folder) == run)
+    same_run = []
+    for saved in list_records():
+        if saved.job.remote == record.job.remote and saved.job.run_folder == record.job.run_folder:
+            same_run.append(saved)
+    return tuple(same_run)
 
 
-def is_kept(record: SubmittedJob) -> bool:
+def has_record_file(record: SubmittedJob) -> bool:
     """Return whether `record` has a file. The record of one task of an array has none."""
     return _record_path(record.job.handle).exists()
 
@@ -138,7 +139,7 @@ def _find_task(job_id: str) -> SubmittedJob | None:
     It is that of the array, with the id of the task.
     """
     task, _, remote = job_id.partition("@")
-    for record in newest_first():
+    for record in list_records():
         if not record.job.array or remote not in ("", record.job.remote):
             continue
         task_id = systems.task_id(record.job, task)
@@ -162,10 +163,8 @@ def _read_record(path: Path) -> SubmittedJob:
     job_fields = {name: fields.pop(name) for name in _QUEUED_JOB_FIELDS if name in fields}
     record: SubmittedJob = json_text.build_value(SubmittedJob, {**fields, "job": job_fields}, "record")
     job = record.job
-    are_valid = quoting.is_job_id(job.id) and all(
-        quoting.is_job_id(name) for name in (job.cluster, job.remote, job.store, job.run_name) if name
-    )
-    if not are_valid:
+    optional_names = filter(None, (job.cluster, job.remote, job.store, job.run_name))
+    if not all(map(quoting.is_job_id, (job.id, *optional_names))):
         raise ValueError(f"{job.handle!r} is not a job id")
     quoting.check_flag_value("--name", job.name)
     return record

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 from imgkit_builder.base import flags
 from imgkit_builder.base.flags import USUAL, option_field, part
 
+# Runtimes that a user can choose by --runtime. The others follow from the system and the command.
 RuntimeName = Literal["singularity", "docker", "pyxis", "host"]
 
 
@@ -281,6 +282,17 @@ class JobRequest:
     def changed(self, **values: Any) -> JobRequest:
         """Return a copy of this request with other values, by the names that `of` takes."""
         return flags.replace_fields(self, values)
+
+    @property
+    def project_folder(self) -> Path:
+        """The folder of imgkit.toml, or the current one if the request uses no such file."""
+        return self.project.file.parent if self.project else Path()
+
+    @property
+    def names_directory(self) -> bool:
+        """Whether the user names the job's folder. A folder that imgkit.toml sets does not count."""
+        is_set_by_project = self.project is not None and self.project.sets_directory
+        return self.directory != Path() and not is_set_by_project
 
     def flags(self, kind: type[Flags]) -> Flags:
         """Return the values of the flags that the class `kind` declares.

@@ -7,9 +7,10 @@ limits that the recipe states for its queues and nodes. Nothing is written or ru
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from imgkit_builder.base.flags import declared_options, flags_in
 from imgkit_builder.jobs import contents, quoting, runtimes, systems
@@ -23,10 +24,12 @@ from imgkit_builder.jobs.request import (
     RuntimeName,
 )
 from imgkit_builder.jobs.runtimes import Runtime, runtime_of
+from imgkit_builder.jobs.runtimes.docker import Docker
 from imgkit_builder.jobs.runtimes.host import Host
 from imgkit_builder.jobs.systems import OPTIONAL, System
 from imgkit_builder.recipe import bases
 from imgkit_builder.recipe.problems import allowed_hint, shorten_path
+from imgkit_builder.recipe.systems import is_podman
 from imgkit_builder.recipe.targets import Target
 from imgkit_entrypoints.cli.commands import COMMANDS
 from imgkit_entrypoints.errors import UsageError
@@ -45,7 +48,7 @@ def resolve_job(recipe: Target, request: JobRequest) -> Job:
     ToolFailed : the system is a plug-in that cannot be loaded.
     """
     # First of all, because the limits below are those of the partition's nodes.
-    recipe = _in_partition(recipe, request.allocation.queue or recipe.system.queue.name)
+    recipe = _select_partition(recipe, request.allocation.queue or recipe.system.queue.name)
     scheduler = recipe.system.scheduler
     system = systems.get_system(scheduler)
     allocation = _queue_allocation(recipe, request, system)
@@ -77,7 +80,7 @@ def resolve_job(recipe: Target, request: JobRequest) -> Job:
         )
     job = _with_nodes(job, system)
     job = dataclasses.replace(job, settings=_agent_settings(job, system))
-    job = contents.with_mounts_and_variables(job, passes_names=system.passes_names)
+    job = contents.with_mounts_and_variables(job, passes_names=system.abilities.passes_names)
     runtime.check(job)
     _refuse_amd(job)
     warnings = (*job.warnings, *system.check(job), *runtime.warnings(job))
@@ -148,7 +151,7 @@ def _with_sif_queue(recipe: Target, system: System) -> Target:
 _MINIMA = {"nproc": 1, "cpus": 1, "gpus": 0, "max_failures": 0, "stop_before_s": 0}
 
 
-def _refuse_small(request: JobRequest) -> None:
+def _refuse_small_numbers(request: JobRequest) -> None:
     """Raise UsageError for a number in the request that is below its minimum."""
     for flag in declared_options(JobRequest):
         minimum = _MINIMA.get(flag.field)
@@ -159,7 +162,7 @@ def _refuse_small(request: JobRequest) -> None:
         raise UsageError(f"must be at least {minimum} (got {value})", where=name)
 
 
-def _in_partition(recipe: Target, name: str) -> Target:
+def _select_partition(recipe: Target, name: str) -> Target:
     """Return `recipe` with the partition's nodes as ``system.node``, and its options in ``system.queue``.
 
     Messages about these values name their lines below ``system.partitions``. The recipe is returned unchanged
@@ -224,9 +227,12 @@ def _queue_allocation(recipe: Target, request: JobRequest, system: System) -> Al
     )
     if request.launch.interactive and not system.needs_fields_for_shells:
         return allocation
-    # The field system.queue.name of a recipe is the queue of a request.
-    keys = ["queue" if field == "name" else field for field in defaults.required]
-    missing_keys = [key for key in keys if not getattr(allocation, key)]
+    missing_keys = []
+    for field in defaults.required:
+        # The field system.queue.name of a recipe is the queue of a request.
+        key = "queue" if field == "name" else field
+        if not getattr(allocation, key):
+            missing_keys.append(key)
     if missing_keys:
         raise _missing_fields_error(recipe, missing_keys, request.project)
     return allocation
@@ -242,7 +248,7 @@ def _with_nodes(job: Job, system: System) -> Job:
     UsageError : a number is below its minimum, or a node has fewer GPUs or CPUs, or less memory.
     """
     recipe, request = job.recipe, job.request
-    _refuse_small(request)
+    _refuse_small_numbers(request)
     gpus = _gpus_per_node(recipe, request)
     default_nodes = request.flags(system.flags).default_nodes
     memory = _memory_per_node(recipe, request.allocation, gpus)
@@ -264,7 +270,9 @@ def _unused_flag_warnings(
 
     Flags of another system are among them.
     """
-    used_names = (*system.uses, *(runtime.used_flags() if runtime else ()))
+    used_names = set(system.uses)
+    if runtime is not None:
+        used_names.update(runtime.used_flags())
     unused_names = {f"--{name}" for name in OPTIONAL if name not in used_names}
     ignored_names = [name for name in flags_in(request) if name in unused_names]
     for flags in request.system_flags:
@@ -340,7 +348,8 @@ def _select_runtime(recipe: Target, requested: RuntimeName | None, system: Syste
     runtime = runtimes.get_runtime(requested or recipe.system.runtime.kind)
     # A Docker container is a child of Docker's daemon: the scheduler would neither count its CPUs and memory
     # nor end it with the job. Podman's containers are processes of the job.
-    needs_podman = system.registration.by_podman and runtime.belongs_to_service(runtime.program(recipe))
+    starts_docker = runtime.kind == Docker.kind and not is_podman(runtime.program(recipe))
+    needs_podman = system.registration.by_podman and starts_docker
     if runtime.kind in system.registration.runtimes and not needs_podman:
         return runtime
     raise _unsupported_runtime_error(
@@ -412,57 +421,67 @@ def _amd_evidence(job: Job) -> tuple[str, str]:
 
     Both texts are empty if nothing shows it.
     """
-    recipe, runtime = job.recipe, runtime_of(job)
+    recipe = job.recipe
     image = job.request.container.image
-    if runtime.has_container:
+    evidence, where = "", ""
+    if runtime_of(job).has_container:
         # A .sif can be its own recipe: then its base is known, and the name of the file tells less.
         if image and Path(image) != recipe.file.absolute():
-            evidence, where = bases.amd_image_evidence(runtime.image_title(image)), "--image"
+            is_file = job.container.image.startswith("/")
+            # The folders of a file say nothing about its content, but those of a registry do: rocm/pytorch.
+            name = PurePath(image).name if is_file else image
+            evidence, where = bases.amd_image_evidence(name), "--image"
         else:
-            evidence, where = (
-                bases.amd_image_evidence(recipe.base, recipe.base_env),
-                recipe.where("image", "base"),
-            )
-        if evidence:
-            return evidence, where
-    if job.allocation.gpus:
-        return bases.amd_node_evidence(recipe.system), recipe.where("system", "node", "gpu_model")
-    return "", ""
+            evidence = bases.amd_image_evidence(recipe.base, recipe.base_env)
+            where = recipe.where("image", "base")
+    if not evidence and job.allocation.gpus:
+        evidence = bases.amd_node_evidence(recipe.system)
+        where = recipe.where("system", "node", "gpu_model")
+    return evidence, where
 
 
 def _agent_settings(job: Job, system: System) -> Mapping[str, str]:
-    """Return the variables that pass options of the request to the node agent. Empty ones are left out."""
+    """Return the variables that pass options of the request to the node agent.
+
+    An option that has no effect in this job, or that the node agent knows without it, has no variable.
+    """
     request, runtime = job.request, runtime_of(job)
     facts = job.recipe.system
     launch, allocation = request.launch, job.allocation
-    # Where programs see all GPUs of a node, the number of workers limits the GPUs that they use.
-    visible_gpus = 0 if system.hides_gpus else request.allocation.gpus
-    nproc = launch.nproc or visible_gpus
+    settings: dict[str, str] = {}
     # The node agent refuses to start without the GPUs that its system.json states, unless it is told to use
     # CPUs.
-    on_cpus = allocation.gpus == 0 and (facts.node.gpus > 0 or request.allocation.gpus == 0)
+    if allocation.gpus == 0 and (facts.node.gpus > 0 or request.allocation.gpus == 0):
+        settings["IMGKIT_DEVICE"] = "cpu"
     # No system.json states the GPUs if there is no container, or if the recipe's nodes have none.
     is_gpu_count_stated = runtime.has_container and facts.node.gpus > 0
-    expected_gpus = 0 if is_gpu_count_stated else allocation.gpus
-    chooses_libraries = facts.fabric.host_libs == "auto" and runtime.mounts_folders
+    if allocation.gpus and not is_gpu_count_stated:
+        settings["IMGKIT_GPUS"] = str(allocation.gpus)
+    nproc = launch.nproc
+    if not nproc and not system.abilities.hides_gpus:
+        # Programs see all GPUs of a node, so the number of workers limits the GPUs that they use.
+        nproc = request.allocation.gpus
+    if nproc:
+        settings["IMGKIT_NPROC"] = str(nproc)
+    if allocation.memory:
+        settings[explain.MEMORY] = allocation.memory.option
+    if allocation.size.spares:
+        settings["IMGKIT_NNODES"] = str(allocation.size)
+    if facts.fabric.host_libs == "auto" and runtime.mounts_folders:
+        settings[HOST_LIBS] = ":".join(("auto", *facts.runtime.host_libs))
     # "major" is the node agent's default, which it uses in an image that imgkit did not build, too.
-    states_cuda_compat = facts.runtime.cuda_compat != "major" and runtime.has_container
+    if facts.runtime.cuda_compat != "major" and runtime.has_container:
+        settings[CUDA_COMPAT] = facts.runtime.cuda_compat
     # The node agent removes some variables that leak from the host, but none that the user has set.
     user_names = [text.partition("=")[0] for text in request.container.env]
-    kept_names = [name for name in user_names if host_leaks.may_remove(name)]
-    settings = {
-        "IMGKIT_DEVICE": "cpu" if on_cpus else "",
-        "IMGKIT_GPUS": str(expected_gpus) if expected_gpus else "",
-        "IMGKIT_NPROC": str(nproc) if nproc else "",
-        explain.MEMORY: allocation.memory.option if allocation.memory else "",
-        "IMGKIT_NNODES": str(allocation.size) if allocation.size.spares else "",
-        HOST_LIBS: ":".join(("auto", *facts.runtime.host_libs)) if chooses_libraries else "",
-        CUDA_COMPAT: facts.runtime.cuda_compat if states_cuda_compat else "",
-        "IMGKIT_KEEP_ENV": ",".join(kept_names),
-        "IMGKIT_PREFLIGHT": "1" if launch.preflight else "",
-        "IMGKIT_MAX_FAILURES": "" if launch.max_failures is None else str(launch.max_failures),
-        "IMGKIT_SCHEDULER": system.placement if allocation.nodes > 1 else "",
-    }
+    kept_names = filter(host_leaks.may_remove, user_names)
+    settings["IMGKIT_KEEP_ENV"] = ",".join(kept_names)
+    if launch.preflight:
+        settings["IMGKIT_PREFLIGHT"] = "1"
+    if launch.max_failures is not None:
+        settings["IMGKIT_MAX_FAILURES"] = str(launch.max_failures)
+    if allocation.nodes > 1:
+        settings["IMGKIT_SCHEDULER"] = system.placement
     return {name: value for name, value in settings.items() if value}
 
 
@@ -511,11 +530,9 @@ def _node_limit_error(recipe: Target, key: str, number: int, limit: int) -> Usag
     ----------
     key : the field of ``system.node``, ``gpus`` or ``cpus``. The flag has the same name.
     """
-    return UsageError(
-        f"--{key} {number}, but a node has {limit}",
-        where=recipe.where("system", "node", key),
-        hint=f"--{key} {limit} with more --nodes" if limit else f"leave --{key} out",
-    )
+    hint = f"--{key} {limit} with more --nodes" if limit else f"leave --{key} out"
+    where = recipe.where("system", "node", key)
+    return UsageError(f"--{key} {number}, but a node has {limit}", where=where, hint=hint)
 
 
 def _cpus_per_node(recipe: Target, request: JobRequest, gpus: int) -> int | None:
@@ -632,7 +649,9 @@ def _time_limit(recipe: Target, requested: QueueRequest) -> str:
     text = requested.time or queue.time
     if not text:
         return ""
-    where = "--time" if requested.time else recipe.where("system", "queue", "time")
+    where = "--time"
+    if not requested.time:
+        where = recipe.where("system", "queue", "time")
     time_s = quoting.parse_time_limit(text, where=where)
     # The limit of a QoS replaces that of the queue: it is shorter for tests, or longer for a few users.
     name = requested.qos or queue.qos
@@ -676,11 +695,12 @@ def _stop_before(request: JobRequest, time_limit: str) -> int:
     UsageError : ``--stop-before`` is not shorter than the time limit.
     """
     stop_before_s = request.launch.stop_before_s
-    limit_s = quoting.parse_time_limit(time_limit, where="--time") if time_limit else None
+    limit_s = math.inf
+    if time_limit:
+        limit_s = quoting.parse_time_limit(time_limit, where="--time")
     if stop_before_s is None:
-        is_short = limit_s is not None and limit_s < SHORT_S
-        return 0 if is_short else STOP_BEFORE_S
-    if limit_s is not None and stop_before_s >= limit_s:
+        return STOP_BEFORE_S if limit_s >= SHORT_S else 0
+    if stop_before_s >= limit_s:
         raise UsageError(
             f"{stop_before_s} s must be less than the job's time limit, {time_limit}",
             where="--stop-before",

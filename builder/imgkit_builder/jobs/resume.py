@@ -9,14 +9,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from imgkit_builder.base.flags import declared_options
-from imgkit_builder.base.process import Finished
 from imgkit_builder.jobs import history, records, systems
+from imgkit_builder.jobs.job import Runner
 from imgkit_builder.jobs.request import CodeRecord, JobRequest, ResumedRun
 from imgkit_builder.jobs.submitted import SubmittedJob
 from imgkit_entrypoints import json_text
@@ -25,8 +24,6 @@ from imgkit_entrypoints.launch import stop_protocol
 
 # What the clients of Kubernetes and RunAI print about a name that no job has: "NotFound", "does not exist".
 _NO_SUCH_JOB = re.compile(r"not ?found|does not exist", re.IGNORECASE)
-# A function that runs a command on the machine of a job to its end, and returns its exit code and output.
-Run = Callable[[Sequence[str]], Finished]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +73,7 @@ def load_request(record: SubmittedJob) -> RecordedRequest:
     UsageError : the job cannot be resumed. The message says why.
     """
     handle = record.job.handle
-    if record.job.array or not records.is_kept(record):
+    if record.job.array or not records.has_record_file(record):
         raise UsageError(
             f"{handle} is an array or a task of one, which cannot be resumed",
             where="ID",
@@ -125,7 +122,7 @@ def with_flags(recorded: JobRequest, flags: JobRequest) -> JobRequest:
     return recorded.changed(**changes)
 
 
-def find_run(record: SubmittedJob, run: Run, *, same_code: bool) -> ResumedRun:
+def find_run(record: SubmittedJob, run: Runner, *, same_code: bool) -> ResumedRun:
     """Return the run of a job, for a new job that continues it.
 
     Parameters
@@ -145,7 +142,7 @@ def find_run(record: SubmittedJob, run: Run, *, same_code: bool) -> ResumedRun:
     return ResumedRun(job=record.job.handle, folder=folder, code=code)
 
 
-def refuse_unended(record: SubmittedJob, run: Run, run_on_files: Run, *, has_command: bool) -> None:
+def refuse_unended(record: SubmittedJob, run: Runner, run_on_files: Runner, *, has_command: bool) -> None:
     """Refuse to resume a run that has not ended, or whose program has ended well by itself.
 
     The states of all jobs in the run folder are saved in their records, because the next start removes the
@@ -165,7 +162,7 @@ def refuse_unended(record: SubmittedJob, run: Run, run_on_files: Run, *, has_com
     """
     latest = None
     # The first record is that of the job that used the run folder last.
-    for job_record in records.of_run(record):
+    for job_record in records.list_records_of_run(record):
         if not systems.get_system(job_record.job.system).reports_state:
             if not (job_record.cancelled or _is_deleted(job_record, run)):
                 raise _unknown_end_error(job_record)
@@ -201,7 +198,7 @@ def _unended_error(record: SubmittedJob) -> UsageError:
     )
 
 
-def _is_deleted(record: SubmittedJob, run: Run) -> bool:
+def _is_deleted(record: SubmittedJob, run: Runner) -> bool:
     """Return whether the job's system reports that it has no such job, because the job was deleted."""
     status_argv = systems.get_system(record.job.system).status_commands(record.job)[0]
     answer = run(status_argv)

@@ -22,18 +22,17 @@ import re
 import shlex
 import statistics
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from imgkit_builder.base import files, process
-from imgkit_builder.base.process import Finished
 from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.jobs import data_mounts, measured, records, systems
 from imgkit_builder.jobs import submit as submission
 from imgkit_builder.jobs.code import CodeFolder
 from imgkit_builder.jobs.handle import find_job
-from imgkit_builder.jobs.job import Job, Script
+from imgkit_builder.jobs.job import Job, Runner, Script
 from imgkit_builder.jobs.prepared import PreparedJob
 from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.request import JobRequest
@@ -126,9 +125,9 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     ------
     UsageError : `text` is not a list of at least two ascending numbers.
     """
-    parts = text.split(",")
-    are_numbers = all(re.fullmatch("[1-9][0-9]{0,5}", part) for part in parts)
-    sizes = [int(part) for part in parts] if are_numbers else []
+    sizes: list[int] = []
+    if re.fullmatch("[1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*", text):
+        sizes = [int(part) for part in text.split(",")]
     if len(sizes) < 2 or sizes != sorted(set(sizes)):
         message = f"{text!r} is not a list of at least two ascending numbers of nodes"
         raise UsageError(message, where="--nodes", hint="--nodes 1,2,4,8")
@@ -181,7 +180,7 @@ def _refuse_unmeasurable(prepared: PreparedJob) -> None:
     raise UsageError(message, hint="a recipe for Slurm or PBS, without job arrays")
 
 
-def refuse_unstartable(job: Job, script: Script, run: Callable[[Sequence[str]], Finished]) -> None:
+def refuse_unstartable(job: Job, script: Script, run: Runner) -> None:
     """Raise UsageError if Slurm would never start `job`. Jobs of other schedulers are not checked.
 
     sbatch accepts a job of more nodes than the partition allows, and the job then waits for ever with the
@@ -218,7 +217,8 @@ def submit_sizes(
     *smaller_jobs, largest = planned
     refuse_unstartable(largest.job, largest.script, transport.run)
     ready = submission.make_ready(largest, transport, report)
-    record = records.need_id(submission.start_job(ready, transport, report))
+    record = submission.start_job(ready, transport, report)
+    records.refuse_unknown_id(record)
     folder = Path(f"{largest.job.name}-scaling-{record.job.id}")
     folder.mkdir(exist_ok=True)
     run = ScalingRun(
@@ -243,7 +243,8 @@ def _submit_smaller(ready: PreparedJob, transport: Transport) -> ScalingSize:
     """
     nodes = ready.job.allocation.nodes
     try:
-        record = records.need_id(submission.start_job(ready, transport, Silent()))
+        record = submission.start_job(ready, transport, Silent())
+        records.refuse_unknown_id(record)
     except ToolFailed as error:
         return ScalingSize(nodes=nodes, state=error.what)
     return ScalingSize(nodes=nodes, job=record.job.handle)
@@ -332,7 +333,7 @@ def measure_run(run_folder: Path, nodes: int) -> dict[str, float]:
     rate = mean_rate(rows)
     if rate:
         figures["samples_per_s"] = rate
-    use = measured.gpu_use_of(run_folder)
+    use = measured.read_gpu_use(run_folder)
     if use:
         figures["gpu_percent"] = use.gpu_percent
         figures["memory_MiB"] = use.memory_MiB
@@ -404,7 +405,8 @@ def add_speedups(run: ScalingRun) -> ScalingRun:
     these sizes has that figure, and from the wall time otherwise. Runs of dist-bench are returned unchanged,
     because dist-bench takes as long on any number of nodes.
     """
-    if any(name.endswith(" busbw_GBps") for size in run.sizes for name in size.figures):
+    figure_names = {name for size in run.sizes for name in size.figures}
+    if any(name.endswith(" busbw_GBps") for name in figure_names):
         return run
     complete_sizes = [size for size in run.sizes if size.is_complete]
     have_rates = all("samples_per_s" in size.figures for size in complete_sizes)
@@ -426,9 +428,9 @@ def _compare_size(size: ScalingSize, reference: ScalingSize, compared_by: str) -
     ----------
     compared_by : the figure that is compared. Both sizes have it.
     """
-    ratio = size.figures[compared_by] / reference.figures[compared_by]
-    # A job is twice as fast with twice the samples per second, or with half the wall time.
-    speedup = ratio if compared_by == "samples_per_s" else 1 / ratio
+    speedup = size.figures[compared_by] / reference.figures[compared_by]
+    if compared_by == "wall_s":  # a job is twice as fast with half the wall time
+        speedup = 1 / speedup
     efficiency = speedup * reference.nodes / size.nodes
     return dataclasses.replace(size, figures={**size.figures, "speedup": speedup, "efficiency": efficiency})
 
@@ -441,7 +443,10 @@ def table_rows(run: ScalingRun) -> list[list[str]]:
     for size in run.sizes:
         cells = []
         for name, (_, number_format) in columns.items():
-            cells.append(format(size.figures[name], number_format) if name in size.figures else "-")
+            cell = "-"
+            if name in size.figures:
+                cell = format(size.figures[name], number_format)
+            cells.append(cell)
         rows.append([str(size.nodes), size.job or "-", *cells, size.state])
     return rows
 
@@ -463,6 +468,7 @@ def _figure_columns(run: ScalingRun) -> dict[str, tuple[str, str]]:
     return columns
 
 
+# How a sentence of the page names each value of `ScalingRun.compared_by`.
 _COMPARED_BY_TEXTS = {
     "samples_per_s": "samples/s",
     "wall_s": "wall time: right if every size does the same work",
@@ -474,12 +480,15 @@ def verdict_sentences(run: ScalingRun) -> list[str]:
 
     They say which sizes failed, up to which size the efficiency is sufficient, and what CSC would miss.
     """
-    lines = [f"{nodes_text(size.nodes)}: {size.state}" for size in run.sizes if not size.is_complete]
+    lines = []
+    efficiencies: dict[int, float] = {}
+    for size in run.sizes:
+        if not size.is_complete:
+            lines.append(f"{nodes_text(size.nodes)}: {size.state}")
+        if "efficiency" in size.figures:
+            efficiencies[size.nodes] = size.figures["efficiency"]
     if not run.compared_by:
         return [*lines, "The bandwidths are those of the largest size that dist-bench measured."]
-    efficiencies = {
-        size.nodes: size.figures["efficiency"] for size in run.sizes if "efficiency" in size.figures
-    }
     if not efficiencies:
         return [*lines, "No size has both a rate and an end: look at the output of the jobs."]
     reference_nodes = min(efficiencies)
@@ -498,8 +507,6 @@ def verdict_sentences(run: ScalingRun) -> list[str]:
 def render_page(run: ScalingRun) -> str:
     """Return the Markdown page, with the parts of CSC's report in their order."""
     facts = "\n".join(f"{name}: {text}" for name, text in run.facts.items() if text)
-    has_gpu_use = any("gpu_percent" in size.figures for size in run.sizes)
-    gpu_note = "(If GPU utilization is asked for, add it here, such as the output of seff.)"
     parts = [
         f"# Scaling of {run.name}",
         "## Software and test case",
@@ -508,11 +515,12 @@ def render_page(run: ScalingRun) -> str:
         "## Results",
         _markdown_table(table_rows(run)),
         *verdict_sentences(run),
-        "" if has_gpu_use else gpu_note,
-        "## Job script of the largest size",
-        _code_block(run.script),
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    has_gpu_use = any("gpu_percent" in size.figures for size in run.sizes)
+    if not has_gpu_use:
+        parts.append("(If GPU utilization is asked for, add it here, such as the output of seff.)")
+    parts += ("## Job script of the largest size", _code_block(run.script))
+    return "\n\n".join(parts) + "\n"
 
 
 def _code_block(text: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import secrets
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.data.folder import DataFolder
 from imgkit_builder.jobs import (
     added_packages,
-    bound,
     data_mounts,
     dependencies,
     image_source,
@@ -32,22 +31,15 @@ from imgkit_builder.jobs import (
 )
 from imgkit_builder.jobs import code as code_of
 from imgkit_builder.jobs.code import CodeFolder
-from imgkit_builder.jobs.job import Job, Script
+from imgkit_builder.jobs.image_source import ImageSource
+from imgkit_builder.jobs.job import Job
 from imgkit_builder.jobs.prepared import PreparedJob
 from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.request import JobRequest, ResumedRun
 from imgkit_builder.jobs.resolve import resolve_job
 from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.jobs.submitted import QueuedJob, SubmittedJob
-from imgkit_builder.jobs.transport import (
-    DATA_FOLDER,
-    Folder,
-    Local,
-    Ssh,
-    Transport,
-    VolumeStore,
-    folder_of_code,
-)
+from imgkit_builder.jobs.transport import DATA_FOLDER, Local, Ssh, Transport, VolumeStore
 from imgkit_builder.recipe import targets
 from imgkit_builder.sif import image, sqsh
 from imgkit_builder.workflow import baked
@@ -91,57 +83,65 @@ def prepare(
     ------
     UsageError : the system cannot satisfy a value of the request.
     """
-    folders = tuple(data_mounts.list_folders(request) if data is None else data)
-    recorded = resume.to_json(recipe, request, base, remote=remote.name if remote else "")
+    if data is None:
+        data = data_mounts.list_folders(request)
+    remote_name = remote.name if remote else ""
+    recorded = resume.to_json(recipe, request, base, remote=remote_name)
     # A remote with a volume only stores files for pods: the client on this machine submits the job.
-    scheduler_remote = remote.name if remote and not remote.pvc else ""
-    options = dependencies.with_scheduler_ids(request.allocation.options, scheduler_remote)
+    submits_here = remote is None or bool(remote.pvc)
+    options = dependencies.with_scheduler_ids(request.allocation.options, "" if submits_here else remote_name)
     request = request.changed(options=options)
+    source = None
     if remote is None:
-        return dataclasses.replace(_prepare_here(recipe, request, code, folders), request=recorded)
-    image_source.refuse_flags(request, base)
-    if remote.pvc:
-        in_pods = _prepare_in_pods(str(recipe), request, code, remote, folders)
-        return dataclasses.replace(in_pods, request=recorded)
-    source = image_source.find_image_source(str(recipe), request, remote.recipe)
-    source = dataclasses.replace(source, base=base)
+        job = _job_of_this_machine(recipe, request, code, data)
+    elif remote.pvc:
+        image_source.refuse_flags(request, base)
+        job = _job_in_pods(str(recipe), request, code, remote, data)
+    else:
+        image_source.refuse_flags(request, base)
+        source = image_source.find_image_source(str(recipe), request, remote.recipe)
+        source = dataclasses.replace(source, base=base)
+        job = _job_on_remote(source, code, data)
+    script = systems.get_system(job.system).script(job)
+    if source is not None:
+        image_source.refuse_script(job, script)
+    return PreparedJob(job=job, script=script, code=code, data=tuple(data), source=source, request=recorded)
+
+
+def _job_on_remote(source: ImageSource, code: CodeFolder | None, data: Sequence[DataFolder]) -> Job:
+    """Return the job that a remote submits.
+
+    In its paths, `image_source.UNKNOWN_HOME` stands for imgkit's folder on the remote.
+    """
     image_source.refuse_runtime(source)
     if code is not None:
-        code_of.refuse_unused(code, source.target, source.given_sif)
-    # In the paths of the early job and its script, UNKNOWN_HOME stands for imgkit's folder on the remote.
-    job = source.early
-    job = data_mounts.with_data(job, folders, f"{job.directory}/{DATA_FOLDER}")
+        code_of.refuse_shadowed_code(code, source.target, source.given_sif)
+    job = source.provisional_job
+    job = data_mounts.with_data(job, data, f"{job.directory}/{DATA_FOLDER}")
     job = added_packages.with_packages(job)
     job = _with_code(job, code, Ssh.code_folder)
     if code is not None and source.recipe:
-        job = _with_warning(job, code_of.image_code_notice(job))
-    script = systems.get_system(job.system).script(job)
-    image_source.refuse_script(job, script)
-    return PreparedJob(job=job, script=script, code=code, data=folders, source=source, request=recorded)
+        job = job.with_warning(code_of.image_code_notice(job))
+    return job
 
 
-def _prepare_in_pods(
-    recipe: str,
-    request: JobRequest,
-    code: CodeFolder | None,
-    remote: Remote,
-    data: tuple[DataFolder, ...],
-) -> PreparedJob:
+def _job_in_pods(
+    recipe: str, request: JobRequest, code: CodeFolder | None, remote: Remote, data: Sequence[DataFolder]
+) -> Job:
     """Return a job in pods that this machine submits, and whose files `remote` stores on a volume."""
-    job = volume.early_job(recipe, request, remote)
+    job = volume.provisional_job(recipe, request, remote)
     job = data_mounts.with_data(job, data, f"{job.directory}/{DATA_FOLDER}")
     job = added_packages.with_packages(job)
     if code is not None:
-        code_of.refuse_image_projects(code, job.recipe)
-        job = _with_warning(job, code_of.image_code_notice(job))
-        job = _with_warning(job, code_of.left_out_notice(code, None))
-    job = _with_code(job, code, VolumeStore.code_folder)
-    return dataclasses.replace(_with_script(job, code), data=data)
+        code_of.refuse_projects_in_image(code, job.recipe)
+        job = job.with_warning(code_of.image_code_notice(job))
+        job = job.with_warning(code_of.left_out_notice(code, None))
+    return _with_code(job, code, VolumeStore.code_folder)
 
 
-def _prepare_here(
-    recipe: str | Path, request: JobRequest, code: CodeFolder | None, data: tuple[DataFolder, ...]
-) -> PreparedJob:
+def _job_of_this_machine(
+    recipe: str | Path, request: JobRequest, code: CodeFolder | None, data: Sequence[DataFolder]
+) -> Job:
     """Return a job that is submitted on this machine. The parameters are those of `prepare`."""
     recipe_file = Path(recipe)
     default_image = ""
@@ -154,21 +154,24 @@ def _prepare_here(
     job = resolve_job(target, request)
     job = added_packages.with_packages(job)
     image_file = Path(job.container.image)
-    sif = image_file if image.is_sif(image_file) else None
-    code_of.refuse_unused_bind(job, sif)
+    sif = None
+    if image.is_sif(image_file):
+        sif = image_file
+    code_of.refuse_shadowed_bind(job, sif)
     job = _with_code(job, code, Local.code_folder)
     if code is not None:
         has_container = runtime_of(job).has_container
         if has_container:
-            code_of.refuse_unused(code, target, sif)
+            code_of.refuse_shadowed_code(code, target, sif)
         if has_container and not request.container.image:
-            job = _with_warning(job, code_of.image_code_notice(job))
+            job = job.with_warning(code_of.image_code_notice(job))
         if systems.get_system(job.system).code_copier == "imgkit":
-            job = code_of.with_run_folder(job)
-        is_readable = sif is not None or sqsh.is_sqsh(image_file)
-        job = _with_warning(job, code_of.left_out_notice(code, image_file if is_readable else None))
-    job = data_mounts.with_data(job, data)  # its links are in the run folder
-    return dataclasses.replace(_with_script(job, code), data=data)
+            job = code_of.with_new_run_folder(job)
+        readable_image = sif
+        if sqsh.is_sqsh(image_file):
+            readable_image = image_file
+        job = job.with_warning(code_of.left_out_notice(code, readable_image))
+    return data_mounts.with_data(job, data)  # its links are in the run folder
 
 
 def _with_code(job: Job, code: CodeFolder | None, folder: str) -> Job:
@@ -178,17 +181,15 @@ def _with_code(job: Job, code: CodeFolder | None, folder: str) -> Job:
     ----------
     folder : name of the store of code in the job's folder, such as ``.imgkit-code``.
     """
-    record = code.record if code else None
-    if record is None and job.request.resumed:
-        record = job.request.resumed.code
+    resumed = job.request.resumed
+    record = None
+    if code is not None:
+        record = code.record
+    elif resumed is not None:
+        record = resumed.code
     if record is None:
         return job
     return code_of.with_code(job, record, job.directory / folder)
-
-
-def _with_warning(job: Job, warning: str) -> Job:
-    """Return `job` with one more warning, or unchanged if `warning` is empty."""
-    return dataclasses.replace(job, warnings=(*job.warnings, warning)) if warning else job
 
 
 def submit_job(prepared: PreparedJob, transport: Transport, report: Reporter | None = None) -> SubmittedJob:
@@ -271,15 +272,15 @@ def make_ready(prepared: PreparedJob, transport: Transport, report: Reporter) ->
     job = transport.with_data(with_image, report)
     job = _with_code(job, with_image.code, transport.code_folder)
     if with_image.code is not None and not job.run_folder:
-        transport.put(folder_of_code(with_image.code, job), report)
+        transport.put_code(with_image.code, transport.home_of(job), report)
     job = transport.with_entry_points(dataclasses.replace(with_image, job=job))
     if job.container.bound is not None:
-        transport.put(_entry_points_folder(job), report)
+        transport.put_entry_points(job, report)
     if job.run_folder:
         transport.make_run_folder(job, with_image.code, report)
     if job.request.resumed is not None:
         _prepare_resumed_folder(job.request.resumed, with_image.code, job, transport)
-    return dataclasses.replace(with_image, job=job, script=systems.get_system(job.system).script(job))
+    return _with_job(with_image, job)
 
 
 def with_files_of(ready: PreparedJob, prepared: PreparedJob) -> PreparedJob:
@@ -289,24 +290,23 @@ def with_files_of(ready: PreparedJob, prepared: PreparedJob) -> PreparedJob:
     """
     job = prepared.job
     if prepared.source is not None:
-        job = prepared.source.resolved(str(ready.job.directory), ready.job.container.image)
+        job = prepared.source.job_on_remote(str(ready.job.directory), ready.job.container.image)
     job = dataclasses.replace(job, container=ready.job.container)
-    script = systems.get_system(job.system).script(job)
-    return dataclasses.replace(prepared, job=job, script=script, image_id=ready.image_id)
+    return dataclasses.replace(_with_job(prepared, job), image_id=ready.image_id)
 
 
-def look_into(prepared: PreparedJob, transport: Transport) -> PreparedJob:
+def bind_entry_points(prepared: PreparedJob, transport: Transport) -> PreparedJob:
     """Return `prepared` with the entry points bound into an image that imgkit did not build.
 
     Python starts once in the image, to find out where it searches for packages. Only the result of this probe
     is written, to imgkit's cache.
     """
-    return _with_script(transport.with_entry_points(prepared), prepared.code)
+    return _with_job(prepared, transport.with_entry_points(prepared))
 
 
-def _with_script(job: Job, code: CodeFolder | None = None) -> PreparedJob:
-    """Return `job` with the script that its system submits."""
-    return PreparedJob(job=job, script=systems.get_system(job.system).script(job), code=code)
+def _with_job(prepared: PreparedJob, job: Job) -> PreparedJob:
+    """Return `prepared` with `job` in place of its job, and with the script of `job`."""
+    return dataclasses.replace(prepared, job=job, script=systems.get_system(job.system).script(job))
 
 
 def _prepare_resumed_folder(
@@ -342,31 +342,61 @@ def _prepare_resumed_folder(
     transport.run_script('rm -f -- "$@"\n', old_files, ())
 
 
-def _entry_points_folder(job: Job) -> Folder:
-    """Return the folder of the entry points that are bound into the job's image, for `Transport.put`."""
-    assert job.container.bound is not None  # noqa: S101 - the caller has looked
-    return Folder(
-        path=job.container.bound.folder,
-        label="entry points",
-        source="",
-        size_bytes=sum(len(data) for _, data in bound.bound_files(job)),
-        write=lambda folder: bound.write_bound_files(job, folder),
-    )
-
-
 def _submit_script(ready: PreparedJob, transport: Transport) -> SubmittedJob:
-    """Submit the script of `ready`, and return the record by which imgkit follows the job."""
+    """Submit the script of `ready`, and return the record by which imgkit follows the job.
+
+    Once the scheduler's command has succeeded, the job exists, whatever the command printed. If its answer
+    has no job id, the record contains the answer, and an id that imgkit chooses.
+    """
     job = ready.job
-    output = transport.start(job, ready.script)
+    answer = _submission_answer(ready, transport)
+    job_id, cluster = _parse_job_id(answer, job)
+    resumed = job.request.resumed
+    queued = QueuedJob(
+        id=job_id or f"unknown-{secrets.token_hex(4)}",
+        cluster=cluster,
+        system=job.system,
+        kind=ready.script.kind,
+        name=job.name,
+        directory=job.directory,
+        queue=job.allocation.queue,
+        remote=transport.name,
+        array=ready.script.is_array,
+        shell_line=runtime_of(job).shell_line(job),
+        run_name=resumed.folder.name if resumed else "",
+    )
+    memory = job.allocation.memory
+    bound = job.container.bound
+    record = SubmittedJob(
+        job=queued,
+        recipe=job.recipe.name,
+        answer=None if job_id else answer[:_MAX_ANSWER_CHARS],
+        code=job.container.code,
+        bound_entry_points=bound.version if bound else "",
+        submitted=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        command=job.command,
+        memory=memory.option if memory else "",
+        image_id=ready.image_id,
+        request=ready.request,
+    )
+    return transport.with_store(record, job)
+
+
+def _submission_answer(ready: PreparedJob, transport: Transport) -> str:
+    """Submit the script of `ready`, and return what the scheduler's command prints.
+
+    Only the first part is returned if the command prints more than the answer of a scheduler can be.
+    """
     try:
-        record = record_submission(job, ready.script, output, remote=transport.name)
+        answer = process.read_answer(transport.start(ready.job, ready.script), ready.job.system)
+    except process.TooLong as error:
+        answer = error.start
     except ToolFailed as error:
         # kubectl and runai refuse a second job of the same name, because the name is the id of a job in pods.
         if not re.search("already ?exists", f"{error.what}\n{error.hint}", re.IGNORECASE):
             raise
-        raise _existing_job_error(job, error) from error
-    record = transport.with_store(record, job)
-    return dataclasses.replace(record, image_id=ready.image_id, request=ready.request)
+        raise _existing_job_error(ready.job, error) from error
+    return answer.decode(errors="replace")
 
 
 def _existing_job_error(job: Job, error: ToolFailed) -> ToolFailed:
@@ -375,61 +405,6 @@ def _existing_job_error(job: Job, error: ToolFailed) -> ToolFailed:
     if error.hint:
         hint = f"{hint}\n{error.hint}"
     return ToolFailed(error.what, where=error.where, hint=hint.strip())
-
-
-def record_submission(
-    job: Job, script: Script, output: Generator[bytes, None, None], *, remote: str = ""
-) -> SubmittedJob:
-    """Return the record of a job that has just been submitted.
-
-    The job exists, whatever the scheduler printed. If its answer has no job id, the record contains the
-    answer, and an id that imgkit chooses.
-
-    Parameters
-    ----------
-    script : the script that was submitted.
-    output : the output of the command that submits `script`.
-    remote : the remote on which that command runs, or "" for this machine.
-    """
-    answer = _answer_text(output, job.system)
-    job_id, cluster = _parse_job_id(answer, job)
-    queued = QueuedJob(
-        id=job_id or f"unknown-{secrets.token_hex(4)}",
-        cluster=cluster,
-        system=job.system,
-        kind=script.kind,
-        name=job.name,
-        directory=job.directory,
-        queue=job.allocation.queue,
-        remote=remote,
-        array=script.is_array,
-        shell_line=runtime_of(job).shell_line(job),
-        run_name=job.request.resumed.folder.name if job.request.resumed else "",
-    )
-    return SubmittedJob(
-        job=queued,
-        recipe=job.recipe.name,
-        answer=None if job_id else answer[:_MAX_ANSWER_CHARS],
-        code=job.container.code,
-        bound_entry_points=job.container.bound.version if job.container.bound else "",
-        submitted=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        command=job.command,
-        memory=job.allocation.memory.option if job.allocation.memory else "",
-    )
-
-
-def _answer_text(output: Generator[bytes, None, None], system: str) -> str:
-    """Return the answer of the scheduler as text, or only its first part if the answer is too long to be one.
-
-    Parameters
-    ----------
-    system : the name of the scheduler. Messages contain it.
-    """
-    try:
-        answer = process.read_answer(output, system)
-    except process.TooLong as error:
-        answer = error.start
-    return answer.decode(errors="replace")
 
 
 def _parse_job_id(answer: str, job: Job) -> tuple[str, str]:

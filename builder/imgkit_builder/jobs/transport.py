@@ -9,8 +9,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import tempfile
-from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
 
 from imgkit_builder.base import files, process
@@ -35,43 +34,8 @@ from imgkit_entrypoints.system import WORKSPACE
 
 # Folder in imgkit's folder on a remote with the data of all projects.
 DATA_FOLDER = "data"
-# Print "missing PATH" for each path that does not exist, and "closed PATH" for each that cannot be read.
-_CHECK_DATA = """\
-printf '%s\\n' "$paths" | while IFS= read -r path; do
-    if [ ! -e "$path" ]; then echo "missing $path"; elif [ ! -r "$path" ]; then echo "closed $path"; fi
-done
-"""
 # Number of folders of earlier code on a remote in which rsync looks for equal files (--link-dest).
 _MAX_SIMILAR_FOLDERS = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Folder:
-    """A folder that a job mounts or copies.
-
-    Its name follows from its content. So a folder that exists is complete, and is never written again.
-    """
-
-    path: str
-    """The absolute path of the folder where the job runs."""
-    label: str
-    """The name of the folder in messages, such as ``code``."""
-    source: str
-    """The folder on this machine from which the content comes, or "" if imgkit itself provides it."""
-    size_bytes: int
-    write: Callable[[Path], None]
-    """Writes the content to a folder that does not exist."""
-
-
-def folder_of_code(code: CodeFolder, job: Job) -> Folder:
-    """Return the folder of the job's code, for `Transport.put`."""
-    return Folder(
-        path=job.container.code_folder,
-        label="code",
-        source=str(code.folder),
-        size_bytes=code.tree.size_bytes,
-        write=code.tree.write,
-    )
 
 
 class Transport(abc.ABC):
@@ -137,10 +101,22 @@ class Transport(abc.ABC):
         """
 
     @abc.abstractmethod
-    def put(self, folder: Folder, report: Reporter) -> None:
-        """Write the folder on that machine, or do nothing if it exists already.
+    def put_code(self, code_folder: CodeFolder, home: Path, report: Reporter) -> None:
+        """Write the code to its folder in the store of code, unless the store has it already.
 
-        No other process sees the folder half written.
+        The folder is named by the digest of the code. So a folder that exists is complete, and no other
+        process sees one that is half written.
+
+        Parameters
+        ----------
+        home : the folder with the store, as `home_of` returns it.
+        """
+
+    @abc.abstractmethod
+    def put_entry_points(self, job: Job, report: Reporter) -> None:
+        """Write the entry points that are bound into the job's image, unless their folder exists already.
+
+        The folder is named by a digest of the files, so the same holds as for `put_code`.
         """
 
     def make_run_folder(self, job: Job, code_folder: CodeFolder | None, report: Reporter) -> None:
@@ -213,14 +189,20 @@ class Local(Transport):
     def with_data(self, prepared: PreparedJob, report: Reporter) -> Job:
         """Check the data, which is on this machine already. See `Transport`."""
         del report  # there is nothing to bring
-        job = data_mounts.with_data(prepared.job, prepared.data)
-        data_mounts.refuse_missing(job)
-        return job
+        data_mounts.refuse_missing(prepared.job.request, "this machine", self.run_script)
+        return data_mounts.with_data(prepared.job, prepared.data)
 
-    def put(self, folder: Folder, report: Reporter) -> None:
-        """Write the folder. See `Transport`."""
+    def put_code(self, code_folder: CodeFolder, home: Path, report: Reporter) -> None:
+        """Write the code. See `Transport`."""
         del report  # a folder of code takes a second
-        bound.write_folder(Path(folder.path), folder.write)
+        bound.write_folder(home / self.code_folder / code_folder.record.sha256, code_folder.tree.write)
+
+    def put_entry_points(self, job: Job, report: Reporter) -> None:
+        """Write the entry points. See `Transport`."""
+        del report  # the files are small
+        bound.write_folder(
+            bound.entry_points_folder(job), lambda folder: bound.write_bound_files(job, folder)
+        )
 
     def make_run_folder(self, job: Job, code_folder: CodeFolder | None, report: Reporter) -> None:
         """Make the run folder of a job that starts at once, with the run's copy of the code."""
@@ -254,8 +236,9 @@ class Local(Transport):
         stdin = []
         if script.on_stdin:
             stdin.append(script.text.encode())
-        # The directory of a job in pods is a path in the pods, and need not exist here.
-        folder = None if runtime_of(job).is_isolated else job.directory
+        folder = None
+        if not runtime_of(job).is_isolated:  # else the folder is a path in pods, and need not exist here
+            folder = job.directory
         return process.filter_through(script.submit, stdin, cwd=folder)
 
     def foreground_argv(self, job: Job, script: Script) -> Argv:
@@ -274,6 +257,12 @@ class Ssh(Transport):
         self.name = connection.remote.name
         self.store: Store | None = None
         """What imgkit's folder on the remote contains. It is None until `bring_image` has read it."""
+
+    @property
+    def opened_store(self) -> Store:
+        """What imgkit's folder on the remote contains. `bring_image` must have read it."""
+        assert self.store is not None  # noqa: S101 - `submit.make_ready` calls `bring_image` first
+        return self.store
 
     def login(self) -> None:
         """Connect. See `Transport`."""
@@ -311,111 +300,77 @@ class Ssh(Transport):
                 image_id = remote_image.image_id
         _report_left_out(prepared.code, source.sif, remote_image, report)
         report.stage(f"submit to {self.name}")
-        job = source.resolved(self.store.home, image_path)
+        job = source.job_on_remote(self.store.home, image_path)
         job = packages.bring(job, image_id, self.run, self.run_script, report)
         return dataclasses.replace(prepared, job=job, image_id=image_id)
 
     def with_data(self, prepared: PreparedJob, report: Reporter) -> Job:
         """Send the data by rsync, as far as the remote lacks it. See `Transport`."""
-        assert self.store is not None  # noqa: S101 - `bring_image` comes first
-        job = data_mounts.with_data(prepared.job, prepared.data, f"{self.store.home}/{DATA_FOLDER}")
-        self._refuse_missing_data(job)
+        job = data_mounts.with_data(prepared.job, prepared.data, f"{self.opened_store.home}/{DATA_FOLDER}")
+        data_mounts.refuse_missing(job.request, self.name, self.run_script)
         self.send_data(prepared.data, report)
         return job
 
     def send_data(self, folders: Iterable[DataFolder], report: Reporter) -> None:
         """Send the folders of data that the remote lacks. `bring_image` must have read what it has."""
-        assert self.store is not None  # noqa: S101 - `bring_image` comes first
         for folder in folders:
-            if folder.name not in self.store.data:
-                self._send_data(folder, self.store, report)
-
-    def _refuse_missing_data(self, job: Job) -> None:
-        """Raise UsageError if a path of the cluster is missing on the remote, or cannot be read there.
-
-        Paths with a variable of the site are not checked, because only the nodes know the variable.
-        """
-        home = str(job.directory)
-        paths = [
-            mount.source for mount in job.container.data if not mount.source.startswith((f"{home}/", "$"))
-        ]
-        if not paths:
-            return
-        output = self.connection.run(_CHECK_DATA, {"paths": "\n".join(paths)}).decode(errors="replace")
-        state, _, path = output.partition("\n")[0].partition(" ")
-        if state in ("missing", "closed"):
-            raise data_mounts.path_error(path, state, self.name)
-
-    def _send_data(self, folder: DataFolder, store: Store, report: Reporter) -> None:
-        """Send a folder of data. Files that an earlier version of it on the remote has are not sent again."""
-        title = f"{folder.spec.source}, {folder.files} files, {size_text(folder.size_bytes)}"
-        earlier = [name for name in store.data if name.endswith(f"-{folder.project_part}")]
-        report.note(f"to send: data: {title}")
-        transferred = transfer.send_data(
-            self.connection, folder, home=store.home, earlier=tuple(earlier[:1]), report=report
-        )
-        size = f": {transferred}" if transferred else ""
-        report.note(f"sent: data{size}")
-
-    def put(self, folder: Folder, report: Reporter) -> None:
-        """Send the folder by rsync. See `Transport`."""
-        assert self.store is not None  # noqa: S101 - `bring_image` comes first
-        parent, _, name = folder.path.rpartition("/")
-        if parent != f"{self.store.home}/{self.code_folder}":
-            # The folder of the entry points, which `self.store` does not list.
-            if not self._exists(folder.path):
-                target = folder.path.removeprefix(f"{self.store.home}/")
-                self._send(folder, home=self.store.home, target=target, report=report)
-            return
-        if name in self.store.code:
-            report.note(f"to send: nothing of the code; {self.name} has that of {folder.source}")
-            return
-        similar = self.store.code[:_MAX_SIMILAR_FOLDERS]
-        transferred = self._send(
-            folder,
-            home=self.store.home,
-            target=f"{self.code_folder}/{name}",
-            similar=similar,
-            is_prepared=name == self.store.incoming_code,
-            report=report,
-        )
-        size = f": {transferred}" if transferred else ""
-        report.note(f"sent: code{size}")
-
-    def _send(
-        self,
-        folder: Folder,
-        *,
-        home: str,
-        target: str,
-        similar: tuple[str, ...] = (),
-        is_prepared: bool = False,
-        report: Reporter,
-    ) -> Transferred | None:
-        """Write the folder's content to a temporary folder, and send that folder by rsync.
-
-        The parameters are those of `transfer.send_folder`.
-        """
-        with tempfile.TemporaryDirectory(prefix="imgkit-") as work:
-            # rsync reads a copy: what it sends has the digest, even if somebody edits a file in the meantime.
-            copy = Path(work, target.rpartition("/")[2])
-            folder.write(copy)
-            return transfer.send_folder(
+            if folder.name in self.opened_store.data:
+                continue
+            size = size_text(folder.size_bytes)
+            report.note(f"to send: data: {folder.spec.source}, {folder.files} files, {size}")
+            # Files that an earlier version of the folder has are not sent again.
+            earlier = [name for name in self.opened_store.data if name.endswith(f"-{folder.project_part}")]
+            transferred = transfer.send_data(
                 self.connection,
-                copy,
-                label=folder.label,
-                size_bytes=folder.size_bytes,
-                home=home,
-                target=target,
-                similar=similar,
-                is_prepared=is_prepared,
+                folder,
+                home=self.opened_store.home,
+                earlier=tuple(earlier[:1]),
                 report=report,
             )
+            report.note(_sent_text("data", transferred))
 
-    def _exists(self, path: str) -> bool:
-        """Return whether `path` is a folder on the remote."""
-        output = self.connection.run('if [ -d "$folder" ]; then echo exists; fi\n', {"folder": path})
-        return output == b"exists\n"
+    def put_code(self, code_folder: CodeFolder, home: Path, report: Reporter) -> None:
+        """Send the code by rsync, which finds equal files of earlier code on the remote. See `Transport`."""
+        sha256 = code_folder.record.sha256
+        if sha256 in self.opened_store.code:
+            report.note(f"to send: nothing of the code; {self.name} has that of {code_folder.folder}")
+            return
+        with tempfile.TemporaryDirectory(prefix="imgkit-") as work:
+            # rsync reads a copy: what it sends has the digest, even if somebody edits a file in the meantime.
+            copy = Path(work, sha256)
+            code_folder.tree.write(copy)
+            transferred = transfer.send_folder(
+                self.connection,
+                copy,
+                label="code",
+                size_bytes=code_folder.tree.size_bytes,
+                home=str(home),
+                target=f"{self.code_folder}/{sha256}",
+                similar=self.opened_store.code[:_MAX_SIMILAR_FOLDERS],
+                is_prepared=sha256 == self.opened_store.incoming_code,
+                report=report,
+            )
+        report.note(_sent_text("code", transferred))
+
+    def put_entry_points(self, job: Job, report: Reporter) -> None:
+        """Send the entry points by rsync. See `Transport`."""
+        folder = bound.entry_points_folder(job)
+        # `self.store` does not list this folder.
+        output = self.connection.run('if [ -d "$folder" ]; then echo exists; fi\n', {"folder": str(folder)})
+        if output == b"exists\n":
+            return
+        with tempfile.TemporaryDirectory(prefix="imgkit-") as work:
+            copy = Path(work, folder.name)
+            bound.write_bound_files(job, copy)
+            transfer.send_folder(
+                self.connection,
+                copy,
+                label="entry points",
+                size_bytes=sum(len(data) for _, data in bound.bound_files(job)),
+                home=self.opened_store.home,
+                target=str(folder.relative_to(self.opened_store.home)),
+                report=report,
+            )
 
     def with_entry_points(self, prepared: PreparedJob) -> Job:
         """Inspect the image on the remote, unless it is known to have the entry points. See `Transport`."""
@@ -442,12 +397,6 @@ class VolumeStore(Local):
         self.connection = connection
         self._files = Ssh(connection)
 
-    @property
-    def _store(self) -> Store:
-        """What imgkit's folder on the remote contains. `bring_image` must have read it."""
-        assert self._files.store is not None  # noqa: S101 - `bring_image` comes first
-        return self._files.store
-
     def login(self) -> None:
         """Connect to the remote. See `Transport`."""
         self._files.login()
@@ -462,7 +411,7 @@ class VolumeStore(Local):
         report.stage(f"look at {self.connection.remote.name}")
         sha256 = prepared.code.record.sha256 if prepared.code else ""
         self._files.store = store.open_store(self.connection, program="sh", code=sha256)
-        job = volume.job_on(self._store, prepared.job, self.connection.remote)
+        job = volume.job_with_pod_paths(self._files.opened_store, prepared.job, self.connection.remote)
         return dataclasses.replace(prepared, job=job)
 
     def with_data(self, prepared: PreparedJob, report: Reporter) -> Job:
@@ -474,12 +423,8 @@ class VolumeStore(Local):
     def make_run_folder(self, job: Job, code_folder: CodeFolder | None, report: Reporter) -> None:
         """Send the code, and make the run folder with the script that copies the code into it."""
         if code_folder is not None:
-            assert job.container.code is not None  # noqa: S101 - the job has the code of the folder
-            # In the job, the path of the code is that in the pods. The remote has the folder by another path.
-            path = f"{self._store.home}/{self.code_folder}/{job.container.code.sha256}"
-            folder = dataclasses.replace(folder_of_code(code_folder, job), path=path)
-            self._files.put(folder, report)
-        volume.make_run_folder(self.connection, self._store, job)
+            self._files.put_code(code_folder, self.home_of(job), report)
+        volume.make_run_folder(self.connection, self._files.opened_store, job)
 
     def run_script(self, script: str, args: Iterable[str], data: Iterable[bytes]) -> bytes:
         """Run a script on the remote, which has the files. See `Transport`."""
@@ -488,7 +433,7 @@ class VolumeStore(Local):
     def home_of(self, job: Job) -> Path:
         """Return imgkit's folder on the remote. See `Transport`."""
         del job  # job.directory is the path in the pods
-        return Path(self._store.home)
+        return Path(self._files.opened_store.home)
 
     def with_entry_points(self, prepared: PreparedJob) -> Job:
         """Return the job unchanged, because nothing can be bound into the image of a pod."""
@@ -498,11 +443,21 @@ class VolumeStore(Local):
         """Return `record` with the name of the remote, and with the paths of the job's files on it."""
         queued = dataclasses.replace(
             record.job,
-            directory=Path(self._store.home),
+            directory=Path(self._files.opened_store.home),
             store=self.connection.remote.name,
             run_name=Path(job.run_folder).name,
         )
         return dataclasses.replace(record, job=queued)
+
+
+def _sent_text(label: str, transferred: Transferred | None) -> str:
+    """Return the line about what was sent: ``sent: code: 2 files, 100.0 kB``.
+
+    The numbers are left out if rsync did not report them.
+    """
+    if transferred is None:
+        return f"sent: {label}"
+    return f"sent: {label}: {transferred}"
 
 
 def _report_left_out(
@@ -517,9 +472,11 @@ def _report_left_out(
     """
     if code_folder is None:
         return
+    same_image = None
     # The local .sif of a recipe may be of an earlier build than the image on the remote.
-    is_same_image = remote_image is not None and delivery.has_content(sif, remote_image)
-    notice = code.left_out_notice(code_folder, sif if is_same_image else None)
+    if remote_image is not None and delivery.has_content(sif, remote_image):
+        same_image = sif
+    notice = code.left_out_notice(code_folder, same_image)
     if notice:
         report.note(notice)
 

@@ -16,7 +16,7 @@ from imgkit_builder.jobs.job import Job
 from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.remote.connection import Connection
 from imgkit_builder.jobs.remote.store import Store, note_lines, pod_folder
-from imgkit_builder.jobs.request import JobRequest
+from imgkit_builder.jobs.request import JobRequest, SystemFlags
 from imgkit_builder.jobs.resolve import resolve_job
 from imgkit_builder.jobs.runtimes.pod import Pod
 from imgkit_builder.jobs.systems import pods
@@ -41,7 +41,7 @@ if [ -n "$record" ] && [ ! -d workspace ]; then printf '%s\\n' "$record" > code.
 """
 
 
-def early_job(recipe: str, request: JobRequest, remote: Remote) -> Job:
+def provisional_job(recipe: str, request: JobRequest, remote: Remote) -> Job:
     """Return the job before imgkit has connected to the remote.
 
     It has a new run folder, or that of the run that it resumes. `UNKNOWN_HOME` on the volume stands for
@@ -61,12 +61,12 @@ def early_job(recipe: str, request: JobRequest, remote: Remote) -> Job:
     home = f"{pods.parse_claim(remote.pvc).path}{UNKNOWN_HOME}"
     job = _resolve_pod_job(target, request, remote, home, UNKNOWN_IDS)
     if request.resumed is not None:
-        return code_of.in_run_folder(job, f"{home}/runs/{request.resumed.folder.name}")
-    return code_of.with_run_folder(job)
+        return code_of.with_run_folder(job, f"{home}/runs/{request.resumed.folder.name}")
+    return code_of.with_new_run_folder(job)
 
 
-def job_on(store: Store, early: Job, remote: Remote) -> Job:
-    """Return the job of `early_job` with its real paths in the pods, and with the user's ids on the remote.
+def job_with_pod_paths(store: Store, early: Job, remote: Remote) -> Job:
+    """Return the job of `provisional_job` with its paths in the pods, and the user's ids on the remote.
 
     Raises
     ------
@@ -74,7 +74,7 @@ def job_on(store: Store, early: Job, remote: Remote) -> Job:
     """
     home = pod_folder(remote, store.home, store.volume)
     job = _resolve_pod_job(early.recipe, early.request, remote, home, store.ids)
-    return code_of.in_run_folder(job, f"{home}/runs/{PurePosixPath(early.run_folder).name}")
+    return code_of.with_run_folder(job, f"{home}/runs/{PurePosixPath(early.run_folder).name}")
 
 
 def _resolve_pod_job(target: Target, request: JobRequest, remote: Remote, home: str, ids: str) -> Job:
@@ -87,9 +87,11 @@ def _resolve_pod_job(target: Target, request: JobRequest, remote: Remote, home: 
     """
     flags = request.flags(pods.PodFlags)
     volumes = tuple(dict.fromkeys((remote.pvc, *flags.pvcs)))  # each volume once
-    other_flags = [item for item in request.system_flags if not isinstance(item, pods.PodFlags)]
-    flags = dataclasses.replace(flags, pvcs=volumes, run_as=ids)
-    return resolve_job(target, request.changed(directory=Path(home), system_flags=(*other_flags, flags)))
+    system_flags: list[SystemFlags] = [dataclasses.replace(flags, pvcs=volumes, run_as=ids)]
+    for item in request.system_flags:
+        if not isinstance(item, pods.PodFlags):
+            system_flags.append(item)
+    return resolve_job(target, request.changed(directory=Path(home), system_flags=tuple(system_flags)))
 
 
 def make_run_folder(connection: Connection, store: Store, job: Job) -> None:

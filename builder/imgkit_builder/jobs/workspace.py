@@ -9,17 +9,15 @@ follow from its content (`code_tree`).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from imgkit_builder.jobs.job import RunScript
 from imgkit_builder.jobs.request import CodeRecord, ResumedRun
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed, UsageError
 from imgkit_entrypoints.system import WORKSPACE
 
-# A function that runs a script of sh on the machine that has the run folder. The parameters are the
-# script, its arguments, and the chunks of its standard input.
-RunScript = Callable[[str, Iterable[str], Iterable[bytes]], bytes]
 # Number of changed files that an error names, so that it stays readable.
 _MAX_NAMES = 5
 # The format of find's -printf. It prints two texts for each file: the path, and then the kind, size, time,
@@ -148,7 +146,9 @@ def plan_update(listing: Listing) -> Update:
     removed: list[str] = []
     conflicts: list[str] = []
     for name in sorted({*listing.sent, *listing.today}):
-        sent, today, current = (files.get(name) for files in (listing.sent, listing.today, listing.current))
+        sent = listing.sent.get(name)
+        today = listing.today.get(name)
+        current = listing.current.get(name)
         is_edited = today != sent  # by the user
         is_changed = current != sent  # by the run
         if not is_edited or current == today:

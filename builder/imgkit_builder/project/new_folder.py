@@ -106,7 +106,7 @@ def file_texts(options: NewFolder, parent: Target) -> Mapping[str, str]:
             parent_name = f"./{parent_name}"
     flags = dict(options.values)
     nodes = flags.pop("nodes")
-    if not nodes and not system.takes_hosts:  # with a list of hosts (--hosts), that list decides
+    if not nodes and not system.abilities.takes_hosts:  # with a list of hosts (--hosts), that list decides
         nodes = "1"
     if not flags["time"] and not parent.system.queue.time and "time" in system.uses:
         flags["time"] = _TIME
@@ -188,7 +188,7 @@ def next_steps(options: NewFolder, parent: Target, folder: Path) -> Iterator[str
             yield f"{key} in imgkit.toml, which {parent.name} needs"
     yield from commands_of_kind.get(kind, [f"{cd}imgkit run --dry-run && imgkit run"])
     starts_files = runtimes.get_runtime(kind).image_suffix
-    if systems.get_system(parent.system.scheduler).takes_hosts and not starts_files:
+    if systems.get_system(parent.system.scheduler).abilities.takes_hosts and not starts_files:
         yield f"{push} && imgkit run --hosts HOST1,HOST2 --image {ref}"
 
 

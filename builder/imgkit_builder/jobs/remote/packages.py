@@ -14,10 +14,9 @@ from pathlib import Path, PurePosixPath
 from imgkit_builder.base import files
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.jobs import added_packages
-from imgkit_builder.jobs.job import Job
+from imgkit_builder.jobs.job import Job, Runner
 from imgkit_builder.jobs.remote.connection import FIND_PROGRAM
 from imgkit_builder.jobs.runtimes import runtime_of
-from imgkit_builder.jobs.runtimes.base import Runner
 from imgkit_builder.packages import add, failures, record
 from imgkit_builder.packages.add import INSIDE, PASSED, PROGRAM, AddRequest
 from imgkit_builder.packages.record import PackagesRecord

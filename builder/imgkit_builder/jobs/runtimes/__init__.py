@@ -1,4 +1,4 @@
-"""Runtimes, which start a job's command on a node. Each one is a class in a module of its own.
+"""Runtimes, which start a job's command on a node. Each one is a class.
 
 A runtime writes argv and lines of shell, and reads image files that are on this machine. It runs no commands,
 except that `image_digest` runs one with the function that its caller passes.
@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from imgkit_builder.jobs.job import Job
 from imgkit_builder.jobs.runtimes.base import Runtime
 from imgkit_builder.jobs.runtimes.docker import Docker
-from imgkit_builder.jobs.runtimes.host import Host
-from imgkit_builder.jobs.runtimes.no_container import NoContainer
+from imgkit_builder.jobs.runtimes.host import Host, NoContainer
 from imgkit_builder.jobs.runtimes.pod import Pod
 from imgkit_builder.jobs.runtimes.pyxis import Pyxis
 from imgkit_builder.jobs.runtimes.singularity import Singularity

@@ -12,14 +12,13 @@ import contextlib
 import dataclasses
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from imgkit_builder.base import files
-from imgkit_builder.base.process import Finished
 from imgkit_builder.image.wheel import PACKAGE
 from imgkit_builder.jobs import quoting
-from imgkit_builder.jobs.job import Argv, Container, Job, RuntimeKind
+from imgkit_builder.jobs.job import Argv, Container, Job, Runner, RuntimeKind
 from imgkit_builder.packages import record
 from imgkit_builder.recipe.targets import Target
 from imgkit_builder.sif import image, sqsh
@@ -29,17 +28,11 @@ from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.rules import site_variables
 from imgkit_entrypoints.system import HOST, HOST_FOLDERS, JOB_FOLDER, SYSTEM_JSON, WORKSPACE
 
-Runner = Callable[[Sequence[str]], Finished]
-"""A function that runs a command where the job is submitted, and waits for its end.
-
-The exit code is 127 if the program is missing, as in a shell.
-"""
-
 # Options by which the containers of Apptainer, Singularity, Docker and Podman see the GPUs of their node. A
 # job without GPUs leaves them out.
 _GPU_OPTIONS = ("--nv", "--nvccli", "--rocm", "--gpus=all", "--gpu", "--device=nvidia.com/gpu=all")
 
-_READ_ENV = (
+_EXPORT_ENV_FILE = (
     'while IFS= read -r text || [ "$text" ]; do case ${{text%%=*}} in "" | [0-9]* | *[!A-Za-z0-9_]*) ;; '
     '*) export "${{text?}}" ;; esac; done < {file}'
 )
@@ -48,7 +41,7 @@ _READ_ENV = (
 # Runs the command of --activate, and then the program in the same shell, which has the variables that the
 # command has set. What the command prints goes to standard error, so that it does not mix with the program's
 # output.
-_ACTIVATE = """\
+_RUN_ACTIVATED = """\
 eval "$1" >&2 || { echo "imgkit: the command of --activate failed with exit code $?: $1" >&2; exit 3; }
 shift
 exec "$@"
@@ -56,7 +49,7 @@ exec "$@"
 
 
 # The end of the shell's message about a variable that a job uses: "SCRATCH: imgkit: no module has set it".
-_NOT_SET = "no module has set it on this node (system.runtime.modules)"
+_UNSET_VARIABLE_MESSAGE = "no module has set it on this node (system.runtime.modules)"
 
 SQSH_SUFFIXES = (".sqsh", ".squashfs")
 """Suffixes of a plain squashfs. They decide where the file itself is not on this machine."""
@@ -65,6 +58,7 @@ VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
 At some sites, Slurm shows only one GPU to the only task of a node, unless srun inherits this variable.
 """
+# Starts of paths that are seen already if `HOST_FOLDERS` are mounted: "/usr/lib64/", ...
 _BELOW_HOST_FOLDERS = tuple(f"{folder}/" for folder in HOST_FOLDERS)
 
 
@@ -99,10 +93,6 @@ class Runtime(abc.ABC):
     """Whether a login shell on a node of a running job can open a shell in the job's image."""
     verb_words: int = 2
     """Number of arguments before the runtime's options: 2 for ``docker run OPTIONS``."""
-    input_options: Argv = ()
-    """Options by which the command reads the standard input."""
-    terminal_options: Argv = ()
-    """Options by which the command gets the terminal."""
 
     def data_links(self, job: Job) -> Mapping[str, str]:
         """Return the links to folders of data to make in the run's copy of its code, each with its target.
@@ -139,10 +129,6 @@ class Runtime(abc.ABC):
         UsageError : the runtime cannot start such an image, or needs an image and `text` is empty.
         """
 
-    def image_title(self, name: str) -> str:
-        """Return the part of an image's name that tells people what is in the image."""
-        return name
-
     def is_foreign(self, job: Job) -> bool:
         """Return whether imgkit must bind its entry points into the image.
 
@@ -154,14 +140,14 @@ class Runtime(abc.ABC):
         UsageError : the image is an encrypted .sif.
         """
         path = Path(job.container.image)
-        sif = image.read(path) if image.is_sif(path) else None
-        if sif is not None and sif.encrypted:
-            raise _encrypted_sif_error(path)
-        if job.request.container.python_flag:
-            return True
-        if sif is not None and sif.record is None:
-            return True
-        return self._lacks_manifest(path)
+        is_sif_without_record = False
+        if image.is_sif(path):
+            sif = image.read(path)
+            if sif.encrypted:
+                raise _encrypted_sif_error(path)
+            is_sif_without_record = sif.record is None
+        chooses_python = job.request.container.python_flag != ""
+        return chooses_python or is_sif_without_record or self._lacks_manifest(path)
 
     def _lacks_manifest(self, path: Path) -> bool:
         """Return whether `path` is an image file on this machine that holds no manifest of imgkit."""
@@ -187,7 +173,9 @@ class Runtime(abc.ABC):
 
     def _image_arch(self, path: Path) -> str:
         """Return the architecture of the image file, such as ``arm64``. It is empty if it is unknown."""
-        return baked.read_arch(path) if sqsh.is_sqsh(path) else ""
+        if not sqsh.is_sqsh(path):
+            return ""
+        return baked.read_arch(path)
 
     def image_digest(self, job: Job, run: Runner) -> str:
         """Return a digest that stands for the content of the job's image.
@@ -199,7 +187,7 @@ class Runtime(abc.ABC):
         check = (
             f'if [ -d "$1" ]; then echo folder; elif [ -r "$1" ]; then {_digest_of_ends_command("$1")}; fi'
         )
-        fields = run(("sh", "-c", check, "sh", job.container.image)).output.split()
+        fields = run(("sh", "-c", check, "sh", job.container.image)).output.split()  # "DIGEST  -"
         return fields[0] if fields else ""
 
     # Checks
@@ -235,13 +223,6 @@ class Runtime(abc.ABC):
         if not self.mounts_folders:
             message = f"{self.kind} binds nothing into an image"
             raise UsageError(message, where=flag, hint=self.without_mounts)
-
-    def belongs_to_service(self, program: str) -> bool:
-        """Return whether a service of the node starts the containers of `program`, as Docker's does.
-
-        Such containers are not processes of the job.
-        """
-        return False
 
     def can_mount(self, path: str) -> bool:
         """Return whether the runtime can mount something at `path`."""
@@ -283,7 +264,8 @@ class Runtime(abc.ABC):
         The result is empty for an image of imgkit, which has these programs. Into other images, imgkit binds
         only the package.
         """
-        return job.container.bound.python if job.container.bound else ""
+        bound = job.container.bound
+        return bound.python if bound else ""
 
     def _env_argv(self, job: Job) -> Argv:
         """Return the start of a command, ``env NAME=VALUE ...``, that sets variables inside the container.
@@ -292,13 +274,15 @@ class Runtime(abc.ABC):
         """
         if self.environment_by_options:
             return ()
-        # Apptainer and older versions of Singularity execute $(...) in the values of --env and
-        # SINGULARITYENV_*, and a variable that the image sets overrides an exported one. env avoids both.
-        assignments = [f"{name}={value}" for name, value in job.container.env.items()]
+        assignments = quoting.assignments(job.container.env)
         if self.has_container:
             # `exports` sets these on the node; the shell of the node replaces $NAME.
             assignments += [quoting.Shell(f'"{name}=${name}"') for name in self.system_variables(job)]
-        return ("env", *assignments) if assignments else ()
+        if not assignments:
+            return ()
+        # Apptainer and older versions of Singularity execute $(...) in the values of --env and
+        # SINGULARITYENV_*, and a variable that the image sets overrides an exported one. env avoids both.
+        return ("env", *assignments)
 
     def shell(self, job: Job) -> Argv:
         """Return the argv of a shell in the job's image."""
@@ -313,9 +297,8 @@ class Runtime(abc.ABC):
         if not self.opens_shells:
             return ""
         job = dataclasses.replace(job, command=())
-        load_modules = [f"module load {shlex.quote(name)}" for name in self.modules(job)]
         shell = " ".join(map(quoting.quote, self.shell(job)))
-        return " && ".join((*load_modules, *self.exports(job), f"exec {shell}"))
+        return " && ".join((*self.environment_lines(job), f"exec {shell}"))
 
     def with_options(self, argv: Argv, *options: str) -> Argv:
         """Return `argv`, which starts the job's container, with further options for the runtime.
@@ -331,6 +314,16 @@ class Runtime(abc.ABC):
                 hint="leave it out",
             )
         return (*argv[: self.verb_words], *options, *argv[self.verb_words :])
+
+    def with_input(self, argv: Argv, *, is_terminal: bool) -> Argv:
+        """Return `argv`, which starts the job's container, so that its command reads the standard input.
+
+        Parameters
+        ----------
+        is_terminal : whether the input is a terminal, which the command then gets.
+        """
+        del is_terminal  # only Docker needs options for that
+        return argv
 
     def node_check(self, job: Job) -> Argv:
         """Return the argv that checks each node before Slurm starts the container there.
@@ -367,6 +360,12 @@ class Runtime(abc.ABC):
 
     # The variables
 
+    def environment_lines(self, job: Job) -> list[str]:
+        """Return shell lines that load the modules and set the variables of the job on a node."""
+        lines = [f"module load {shlex.quote(name)}" for name in self.modules(job)]
+        lines += self.exports(job)
+        return lines
+
     def exports(self, job: Job) -> tuple[str, ...]:
         """Return shell lines that set the variables of the job before the command starts on a node."""
         container = job.container
@@ -374,7 +373,7 @@ class Runtime(abc.ABC):
         lines = self._require_site_variables(job, variables)
         lines += quoting.export_lines(job.settings)
         if container.env_file:
-            lines.append(_READ_ENV.format(file=shlex.quote(container.env_file)))
+            lines.append(_EXPORT_ENV_FILE.format(file=shlex.quote(container.env_file)))
         if container.bound is not None and container.bound.digest:
             lines.append(self._refuse_changed_image(job, container.bound.digest))
         if JOB_FOLDER in site_variables(*variables.values()):
@@ -389,9 +388,11 @@ class Runtime(abc.ABC):
         Modules of the site set such variables, for example $SCRATCH. `JOB_FOLDER` is not among them: imgkit
         sets it.
         """
-        binds = job.container.binds if self.has_container else ()
-        names = site_variables(*job.recipe.system.runtime.host_libs, *variables.values(), *binds)
-        return [f': "${{{name}:?imgkit: {_NOT_SET}}}"' for name in names if name != JOB_FOLDER]
+        texts = [*job.recipe.system.runtime.host_libs, *variables.values()]
+        if self.has_container:
+            texts += job.container.binds
+        names = site_variables(*texts)
+        return [f': "${{{name}:?imgkit: {_UNSET_VARIABLE_MESSAGE}}}"' for name in names if name != JOB_FOLDER]
 
     def system_variables(self, job: Job) -> Mapping[str, str]:
         """Return the variables of ``system.env`` that the start sets for the job's command.
@@ -412,9 +413,11 @@ class Runtime(abc.ABC):
             # The system names all GPUs of a node; the job may have fewer.
             indices = variables[VISIBLE_GPUS].split(",")[: job.allocation.gpus]
             variables[VISIBLE_GPUS] = ",".join(indices)
-        if self.has_container and job.runs_entry_point:
-            return {name: value for name, value in variables.items() if name == VISIBLE_GPUS}
-        return variables
+        if not self.has_container or not job.runs_entry_point:
+            return variables
+        if VISIBLE_GPUS not in variables:
+            return {}
+        return {VISIBLE_GPUS: variables[VISIBLE_GPUS]}
 
     def _refuse_changed_image(self, job: Job, digest: str) -> str:
         """Return shell lines that end the job on a node where its image is missing or has another digest.
@@ -467,8 +470,11 @@ fi"""
         facts = job.recipe.system
         libraries = facts.runtime.host_libs
         if facts.fabric.host_libs == "auto":
-            other_folders = (folder for folder in libraries if not folder.startswith(_BELOW_HOST_FOLDERS))
-            for folder in (*HOST_FOLDERS, *other_folders):
+            folders = list(HOST_FOLDERS)
+            for folder in libraries:
+                if not folder.startswith(_BELOW_HOST_FOLDERS):
+                    folders.append(folder)
+            for folder in folders:
                 yield f"{folder}:{HOST}{folder}:ro"
             return
         if self.environment_by_options:
@@ -548,7 +554,8 @@ def user_variables(container: Container) -> set[str]:
 
 def with_targets(mounts: Iterable[str]) -> Iterator[str]:
     """Yield `mounts` as ``SRC:DEST[:ro]``, for runtimes that take no shorter form."""
-    return (mount if ":" in mount else f"{mount}:{mount}" for mount in mounts)
+    for mount in mounts:
+        yield mount if ":" in mount else f"{mount}:{mount}"
 
 
 def _digest_of_ends_command(variable: str) -> str:
@@ -576,7 +583,7 @@ def _activation_argv(job: Job) -> Argv:
         # A variable that holds the command, for example "$WITH_CONDA". The shell would take its value for one
         # program with arguments; a second eval reads it as a line with several commands.
         command = f'eval "{command}"'
-    return ("bash", "-c", _ACTIVATE, "bash", command)
+    return ("bash", "-c", _RUN_ACTIVATED, "bash", command)
 
 
 def _packages_argv(job: Job) -> Argv:

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from imgkit_builder.jobs import quoting
-from imgkit_builder.jobs.job import Argv, Job
+from imgkit_builder.jobs.job import Argv, Job, Runner
 from imgkit_builder.jobs.memory import size_text
-from imgkit_builder.jobs.runtimes.base import Runner, Runtime, check_reference, with_targets
-from imgkit_builder.recipe.systems import is_podman
+from imgkit_builder.jobs.runtimes.base import Runtime, check_reference, with_targets
 
 _OPEN_FILES = "--ulimit=nofile=16384"
 """Docker's option for the number of open files.
@@ -42,8 +41,6 @@ class Docker(Runtime):
         "--network=host",  # NCCL and the rendezvous choose their own ports between the nodes
     )
     environment_by_options = True
-    input_options = ("--interactive",)
-    terminal_options = ("--interactive", "--tty")
 
     def image(self, text: str, recipe: str, directory: Path) -> str:
         """Return the name of the image, by default that of the recipe's own image: ``RECIPE:latest``."""
@@ -62,10 +59,6 @@ class Docker(Runtime):
         if result.returncode or not re.fullmatch(r"(sha256:)?[0-9a-f]{64}", image_id):
             return ""
         return image_id
-
-    def belongs_to_service(self, program: str) -> bool:
-        """Return whether `program` is Docker. The containers of Podman are processes of the job itself."""
-        return not is_podman(program)
 
     def warnings(self, job: Job) -> Iterator[str]:
         """Yield a warning if the command starts in a folder of the image, where new files are lost."""
@@ -89,10 +82,20 @@ class Docker(Runtime):
             options = (*options, f"--memory={size_text(memory.node_MiB).lower()}")
         if job.system == "slurm":
             names = {option.partition("=")[0] for option in options}
-            missing = (option for option in _PODMAN_OPTIONS if option.partition("=")[0] not in names)
-            return (*options, *missing)
+            for option in _PODMAN_OPTIONS:
+                if option.partition("=")[0] not in names:
+                    options = (*options, option)
+            return options
         sets_open_files = any("nofile" in option for option in (*options, *job.request.allocation.options))
-        return options if sets_open_files else (*options, _OPEN_FILES)
+        if sets_open_files:
+            return options
+        return (*options, _OPEN_FILES)
+
+    def with_input(self, argv: Argv, *, is_terminal: bool) -> Argv:
+        """Return `argv` with the options for the standard input. Docker refuses a pipe as a terminal."""
+        if is_terminal:
+            return self.with_options(argv, "--interactive", "--tty")
+        return self.with_options(argv, "--interactive")
 
     def _start(self, job: Job, command: Argv, forward: Argv) -> Argv:
         """Return the ``docker run`` command that starts `command` as it is."""
@@ -101,21 +104,19 @@ class Docker(Runtime):
         # never expanded.
         expanded = {name: value for name, value in job.settings.items() if name not in container.env}
         expanded |= self.system_variables(job)
-        assignments = [
-            quoting.quote_with_site_variables(f"{name}={value}") for name, value in expanded.items()
-        ]
-        assignments += [f"{name}={value}" for name, value in container.env.items()]
+        assignments = list(map(quoting.quote_with_site_variables, quoting.assignments(expanded)))
+        assignments += quoting.assignments(container.env)
         mounts = map(quoting.quote_with_site_variables, with_targets(self.mounts(job)))
-        env_file = ("--env-file", container.env_file) if container.env_file else ()
-        return (
-            *(self.program(job.recipe), "run", "--rm", *self.options(job)),
+        options = [
+            *self.options(job),
             *quoting.repeat_option("--volume", mounts),
             *("--workdir", container.workdir or str(job.directory)),
             *quoting.repeat_option("--env", assignments),
-            *env_file,
-            *quoting.repeat_option("--env", (*container.names, *forward)),
-            *(container.image, *command),
-        )
+        ]
+        if container.env_file:
+            options += ("--env-file", container.env_file)
+        options += quoting.repeat_option("--env", (*container.names, *forward))
+        return (self.program(job.recipe), "run", "--rm", *options, container.image, *command)
 
     def _digest_command(self, job: Job, digest: str) -> tuple[str, str]:
         """Return the shell command that prints the id of the image on the node, and the expected id."""

@@ -1,4 +1,4 @@
-"""No container: the node itself runs the command, perhaps in a virtual environment."""
+"""No container: the node itself runs the command of a user, or imgkit itself to make an image."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ class Host(Runtime):
 
     def image(self, text: str, recipe: str, directory: Path) -> str:
         """Return the path of the virtual environment. It is empty for the node's own Python."""
-        return str(directory / text) if text else ""
+        if not text:
+            return ""
+        return str(directory / text)
 
     def check(self, job: Job) -> None:
         """Raise UsageError if the job requests something that needs a container."""
@@ -54,9 +56,11 @@ class Host(Runtime):
 
     def exports(self, job: Job) -> tuple[str, ...]:
         """Return shell lines that set the variables, and at the end the path of the host's libraries."""
+        lines = super().exports(job)
         libraries = self.listed_libraries(job)
-        search = (quoting.search_first(libraries),) if libraries else ()
-        return (*super().exports(job), *search)
+        if not libraries:
+            return lines
+        return (*lines, quoting.search_first(libraries))
 
     def _start(self, job: Job, command: Argv, forward: Argv) -> Argv:
         """Return `command`, which starts in the run's copy of the code if there is one."""
@@ -66,4 +70,24 @@ class Host(Runtime):
 
     def _entry_point_python(self, job: Job) -> str:
         """Return the Python of the virtual environment, or else the first ``python3`` on PATH."""
-        return f"{job.container.image}/bin/python3" if job.container.image else "python3"
+        environment = job.container.image
+        return f"{environment}/bin/python3" if environment else "python3"
+
+
+class NoContainer(Runtime):
+    """The node's own imgkit, for a job that makes an image file. Its "image" is the file that it makes."""
+
+    kind = "no-container"
+    has_container = False
+
+    def image(self, text: str, recipe: str, directory: Path) -> str:
+        """Return the path of the image that the command makes."""
+        return str(directory / (text or f"{recipe}.sif"))
+
+    def modules(self, job: Job) -> tuple[str, ...]:
+        """Return the modules of the recipe's runtime, which builds the image or tests it."""
+        return job.recipe.system.runtime.modules
+
+    def exports(self, job: Job) -> tuple[str, ...]:
+        """Return no shell lines, because the variables of the system are for programs in an image."""
+        return ()

@@ -42,6 +42,7 @@ _NEEDS_FILE_HINT = (
     "imgkit binds its entry points only into a file: "
     "enroot import -o NAME.sqsh docker://REGISTRY#NAME:TAG, then --image NAME.sqsh"
 )
+# Shell text that ends a job of dist-* commands in an image of a registry that imgkit did not build.
 _REQUIRE_ENTRY_POINTS = (
     "command -v dist-run > /dev/null || "
     '{ echo "imgkit: the image has no dist-run, so imgkit did not build it; '
@@ -331,5 +332,7 @@ def _is_file(text: str) -> bool:
 
 def _read_compression(path: Path) -> str:
     """Return the compression of a .sqsh, such as "zstd". It is empty if `path` is not a .sqsh here."""
-    superblock = image.read_superblock(path) if sqsh.is_sqsh(path) else None
+    if not sqsh.is_sqsh(path):
+        return ""
+    superblock = image.read_superblock(path)
     return superblock.compressor if superblock is not None else ""

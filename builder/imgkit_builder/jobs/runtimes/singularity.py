@@ -13,14 +13,16 @@ from imgkit_builder.oci.manifest import MANIFEST_JSON
 from imgkit_builder.sif import image, sqsh
 from imgkit_entrypoints.errors import UsageError
 
-_QUIET = "--quiet"
+_WITHOUT_INFO_LINES = "--quiet"
 """Option that leaves out the INFO lines, which each node would print. Warnings and errors stay."""
 
-_CLEAN = re.compile(r"--(cleanenv|containall)(=.*)?|-[cfinpuw]*[eC].*")
+_CLEAN_ENVIRONMENT = re.compile(r"--(cleanenv|containall)(=.*)?|-[cfinpuw]*[eC].*")
 """Options that keep the node's variables out of the container. Short ones can be combined: ``-ce``."""
 
-_UNCLEAN = "unset APPTAINER_CLEANENV SINGULARITY_CLEANENV APPTAINER_CONTAINALL SINGULARITY_CONTAINALL"
-"""Shell line that unsets variables which have the effect of the options in `_CLEAN`.
+_UNSET_CLEAN_VARIABLES = (
+    "unset APPTAINER_CLEANENV SINGULARITY_CLEANENV APPTAINER_CONTAINALL SINGULARITY_CONTAINALL"
+)
+"""Shell line that unsets variables which have the effect of the options in `_CLEAN_ENVIRONMENT`.
 
 A user's shell may set them. Without the node's variables in the container, the node agents would not find
 each other, and each node would run alone.
@@ -42,10 +44,6 @@ class Singularity(Runtime):
         """Return the path of the image. If `text` is empty, that is the recipe's .sif in `directory`."""
         return str(directory / (text or f"{recipe}.sif"))
 
-    def image_title(self, name: str) -> str:
-        """Return the name of the file without its folders, which say nothing about the image's content."""
-        return PurePath(name).name
-
     def _lacks_manifest(self, path: Path) -> bool:
         """Return whether `path` is an image file or a sandbox on this machine that has no imgkit manifest."""
         if not path.is_dir():
@@ -55,7 +53,9 @@ class Singularity(Runtime):
 
     def _image_arch(self, path: Path) -> str:
         """Return the architecture from the header of a .sif, or that of a .sqsh. See `Runtime`."""
-        return image.read(path).arch if image.is_sif(path) else super()._image_arch(path)
+        if image.is_sif(path):
+            return image.read(path).arch
+        return super()._image_arch(path)
 
     def check(self, job: Job) -> None:
         """Check that the container receives the variables that the node and the job set for it.
@@ -64,12 +64,12 @@ class Singularity(Runtime):
         ------
         UsageError : an option of the recipe keeps the variables out of the container.
         """
-        clean_option = next((option for option in self.options(job) if _CLEAN.fullmatch(option)), "")
-        if not clean_option:
-            return
         sets_variables = job.settings or job.container.names or job.container.env_file
-        if sets_variables or job.system != "standalone":
-            raise _clean_option_error(job, clean_option)
+        if job.system == "standalone" and not sets_variables:
+            return
+        for option in self.options(job):
+            if _CLEAN_ENVIRONMENT.fullmatch(option):
+                raise _clean_option_error(job, option)
 
     def check_submission(self, job: Job) -> None:
         """Raise UsageError if the image does not exist, or is for other nodes."""
@@ -92,7 +92,7 @@ class Singularity(Runtime):
 
     def exports(self, job: Job) -> tuple[str, ...]:
         """Return shell lines that set the variables on the node, and the library path in the container."""
-        lines = (_UNCLEAN, *super().exports(job))
+        lines = (_UNSET_CLEAN_VARIABLES, *super().exports(job))
         libraries = self.listed_libraries(job)
         if not libraries or _is_sqsh(job):
             return lines
@@ -108,19 +108,21 @@ class Singularity(Runtime):
 
     def _start(self, job: Job, command: Argv, forward: Argv) -> Argv:
         """Return the ``singularity exec`` command that starts `command`."""
-        set_env: Argv = ()
-        if _is_sqsh(job):
-            # A plain squashfs has no variables of the image that the runtime could set, as a .sif has.
-            libraries = self.listed_libraries(job)
-            set_env = sqsh.environment_words(quoting.search_first(libraries) if libraries else "")
-        return (*self._argv_to_image(job, "exec"), *set_env, *command)
+        argv = self._argv_to_image(job, "exec")
+        if not _is_sqsh(job):
+            return (*argv, *command)
+        # A plain squashfs has no variables of the image that the runtime could set, as a .sif has.
+        libraries = self.listed_libraries(job)
+        search = quoting.search_first(libraries) if libraries else ""
+        return (*argv, *sqsh.environment_words(search), *command)
 
     def _argv_to_image(self, job: Job, verb: str) -> Argv:
         """Return the runtime's command line up to the image: ``singularity --quiet VERB OPTIONS IMAGE``."""
-        binds = quoting.repeat_option("--bind", map(quoting.quote_with_site_variables, self.mounts(job)))
-        workdir = job.container.workdir
-        pwd = ("--pwd", workdir) if workdir else ()  # older versions of apptainer lack --cwd
-        return (self.program(job.recipe), _QUIET, verb, *self.options(job), *binds, *pwd, job.container.image)
+        mounts = map(quoting.quote_with_site_variables, self.mounts(job))
+        options = [*self.options(job), *quoting.repeat_option("--bind", mounts)]
+        if job.container.workdir:
+            options += ("--pwd", job.container.workdir)  # older versions of apptainer lack --cwd
+        return (self.program(job.recipe), _WITHOUT_INFO_LINES, verb, *options, job.container.image)
 
 
 def _is_sqsh(job: Job) -> bool:

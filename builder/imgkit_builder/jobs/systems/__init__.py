@@ -80,6 +80,22 @@ class QueueCommands:
     """The field of ``system.queue`` that an option of the scheduler sets: ``{"--qos": "qos", ...}``."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abilities:
+    """What a system can do for its jobs beyond starting them."""
+
+    passes_names: bool = False
+    """Whether ``--env NAME`` works: the program gets the value of this shell, which no script contains."""
+    hides_gpus: bool = True
+    """Whether programs see only the GPUs that the job asked for."""
+    takes_hosts: bool = False
+    """Whether the user names the nodes (``--hosts``), because no scheduler chooses them."""
+    spares_take_over: bool = False
+    """Whether the other node agents go on when a node is lost, so that a spare node can replace it."""
+    resumes_jobs: bool = False
+    """Whether a job can continue in the run folder of an earlier job."""
+
+
 class System(abc.ABC):
     """A scheduler, or the way to start jobs without one.
 
@@ -98,20 +114,11 @@ class System(abc.ABC):
 
     If it is empty, the node agent decides by the variables that the scheduler or the script sets.
     """
-    passes_names: bool = False
-    """Whether ``--env NAME`` works: the program gets the value of this shell, which no script contains."""
-    spares_take_over: bool = False
-    """Whether the other node agents go on when a node is lost, so that a spare node can replace it."""
-    hides_gpus: bool = True
-    """Whether programs see only the GPUs that the job asked for."""
-    takes_hosts: bool = False
-    """Whether the user names the nodes (``--hosts``), because no scheduler chooses them."""
+    abilities: Abilities = Abilities()
     needs_fields_for_shells: bool = True
     """Whether an interactive job must have the fields that ``system.queue.required`` names."""
     reports_state: bool = True
     """Whether `parse_status` can tell a job that runs from one that has ended."""
-    resumes_jobs: bool = False
-    """Whether a job can continue in the run folder of an earlier job."""
     code_copier: Literal["", "script", "imgkit"] = ""
     """What copies a job's code into its run folder before the start.
 
@@ -145,20 +152,26 @@ class System(abc.ABC):
             hint = f"imgkit push {job.recipe.name} REGISTRY/{job.recipe.name}:1"
         raise UsageError(message, where="--submit", hint=hint)
 
-    def check(self, job: Job, *, is_submitted: bool = False) -> Iterable[str]:
+    def check(self, job: Job) -> Iterable[str]:
         """Return warnings about requests that the user may not have meant.
-
-        Parameters
-        ----------
-        is_submitted : whether this machine submits the job now. Then the check includes what depends on this
-            machine, for example a program on its PATH.
 
         Raises
         ------
-        UsageError : a check for `is_submitted` failed.
+        UsageError : the system cannot run the job.
         """
-        spares = () if self.spares_take_over else spare_waits_for_nothing(job)
-        return (*program_starts_once(job.command), *part_of_nodes(job), *spares)
+        warnings = [*single_process_warnings(job.command), *partial_node_warnings(job)]
+        if not self.abilities.spares_take_over:
+            warnings += idle_spare_warnings(job)
+        return warnings
+
+    def check_submission(self, job: Job) -> None:
+        """Check what depends on this machine, such as a program on its PATH, before it submits the job.
+
+        Raises
+        ------
+        UsageError : this machine cannot submit the job.
+        """
+        del job  # most systems need nothing of this machine but the program that submits
 
     def parse_job_id(self, output: str, name: str) -> str:
         """Find the job's id in the `output` of the command that submitted the job `name`.
@@ -166,8 +179,7 @@ class System(abc.ABC):
         Return ``ID``, or ``ID;CLUSTER`` where Slurm manages several clusters. The result is empty if the
         output has no id. The caller checks that the result has the form of an id.
         """
-        lines = output.strip().splitlines()
-        return lines[-1] if lines else ""
+        return output.strip().rpartition("\n")[2]
 
     @abc.abstractmethod
     def status_commands(self, record: QueuedJob) -> tuple[Argv, ...]:
@@ -237,10 +249,12 @@ def task_id(record: QueuedJob, job_id: str) -> str:
         is_slurm_task = re.fullmatch(rf"{re.escape(record.id)}_[0-9]+", job_id)
         return job_id if is_slurm_task else ""
     match = re.fullmatch(rf"({re.escape(sequence)}\[[0-9]+\])({re.escape(server)})?", job_id)
-    return f"{match[1]}{server}" if match else ""
+    if match is None:
+        return ""
+    return f"{match[1]}{server}"
 
 
-def need_task(record: QueuedJob, example: str) -> None:
+def refuse_whole_array(record: QueuedJob, example: str) -> None:
     """Raise UsageError if `record` is an array job, which as a whole has no output and no run folder.
 
     Parameters
@@ -255,7 +269,7 @@ def need_task(record: QueuedJob, example: str) -> None:
         )
 
 
-def options_of(job: Job) -> Argv:
+def scheduler_options(job: Job) -> Argv:
     """Return the options for the scheduler: those of the recipe, and then those of ``--option``.
 
     Raises
@@ -272,12 +286,10 @@ def recipe_options(job: Job, key: str) -> Argv:
     ------
     UsageError : an option is not one word; names the recipe's line.
     """
-    options = []
-    for index, option in enumerate(getattr(job.recipe.system.queue, key)):
-        options.append(
-            quoting.check_scheduler_option(option, where=job.recipe.where("system", "queue", key, index))
-        )
-    return tuple(options)
+    options: Argv = getattr(job.recipe.system.queue, key)
+    for index, option in enumerate(options):
+        quoting.check_scheduler_option(option, where=job.recipe.where("system", "queue", key, index))
+    return options
 
 
 def options_with_values(options: Mapping[str, object]) -> Argv:
@@ -302,7 +314,9 @@ def find_job_id(output: str, form: str) -> str:
     """
     lines = output.strip().splitlines()
     ids = {line for line in lines if re.fullmatch(form, line)}
-    return lines[-1] if lines and ids == {lines[-1]} else ""
+    if len(ids) != 1 or lines[-1] not in ids:
+        return ""
+    return lines[-1]
 
 
 _REQUIRE_FOLDERS = (
@@ -339,7 +353,7 @@ def mounted_folders(job: Job) -> Argv:
     return tuple(map(quoting.quote_with_site_variables, sources))
 
 
-def program_starts_once(command: Sequence[str]) -> tuple[str, ...]:
+def single_process_warnings(command: Sequence[str]) -> tuple[str, ...]:
     """Return a warning if `command` starts only one process per node.
 
     That is assumed if neither the command nor one of its arguments is a ``dist-...`` program.
@@ -354,7 +368,7 @@ def program_starts_once(command: Sequence[str]) -> tuple[str, ...]:
     return (f"{name} starts once per node; `dist-run {shlex.quote(program)} ...` starts one process per GPU",)
 
 
-def part_of_nodes(job: Job, note: str = "") -> tuple[str, ...]:
+def partial_node_warnings(job: Job, note: str = "") -> tuple[str, ...]:
     """Return a warning, which includes `note`, if a job of several nodes uses only some GPUs of each."""
     nodes = job.allocation.nodes
     gpus = job.allocation.gpus
@@ -364,7 +378,7 @@ def part_of_nodes(job: Job, note: str = "") -> tuple[str, ...]:
     return (f"{nodes} nodes with {gpus} of {gpus_of_node} GPUs each{note}; whole nodes are faster",)
 
 
-def spare_waits_for_nothing(job: Job) -> tuple[str, ...]:
+def idle_spare_warnings(job: Job) -> tuple[str, ...]:
     """Return a warning if the job has spare nodes. It is for systems on which a lost node ends the run."""
     if not job.allocation.size.spares:
         return ()
@@ -461,7 +475,10 @@ def _validate_plugin(name: str, plugin: Any, systems: Iterable[System]) -> Syste
 
 def _flag_names(options: type[Any]) -> list[str]:
     """Return the names of all flags that a dataclass declares."""
-    return [name for flag in declared_options(options) for name in flag.names]
+    names: list[str] = []
+    for flag in declared_options(options):
+        names += flag.names
+    return names
 
 
 def _plugin_error(name: str, fault: str, hint: str) -> ToolFailed:

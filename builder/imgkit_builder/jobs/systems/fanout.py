@@ -9,6 +9,7 @@ this process is killed.
 from __future__ import annotations
 
 import contextlib
+import functools
 import ipaddress
 import math
 import os
@@ -77,30 +78,34 @@ exit "$code"
 """
 
 
-def _first_lines(sent: SentInput) -> bytes:
+def _input_lines(sent: SentInput) -> bytes:
     """Return the lines that each guard reads first: the secret, the variables and an empty line.
 
     The line of the secret is empty if only variables are sent.
     """
     if sent == SentInput():
         return b""
-    secret = secrets.token_hex(32) if sent.secret else ""
-    variables = (f"{name}={os.environ[name]}" for name in sent.names)
-    return b"".join(os.fsencode(text) + b"\n" for text in (secret, *variables, ""))
+    lines = [""]
+    if sent.secret:
+        lines = [secrets.token_hex(32)]
+    for name in sent.names:
+        lines.append(f"{name}={os.environ[name]}")
+    lines.append("")
+    return os.fsencode("\n".join((*lines, "")))
 
 
 # With setsid, the command gets a process group of its own, which the guard can end. Descriptor 3 is the
 # guard's input, which the command must not read.
-_START = 'setsid "$@" 3<&- &'
-# The text reads the lines of `_first_lines`. `unset` is needed because a variable of that name may be
+_START_COMMAND = 'setsid "$@" 3<&- &'
+# The text reads the lines of `_input_lines`. `unset` is needed because a variable of that name may be
 # exported. The value stands in no argument and in no variable of the command, which reads it from its input
-# (`_START_FED`).
-_READ = """\
+# (`_START_WITH_INPUT`).
+_READ_INPUT_LINES = """\
 unset imgkit_secret
 IFS= read -r imgkit_secret <&3
 while IFS= read -r text <&3 && [ "$text" ]; do export "$text"; done
 """
-_START_FED = """\
+_START_WITH_INPUT = """\
 {variable}=- setsid "$@" 3<&- <<END &
 $imgkit_secret
 END"""
@@ -115,9 +120,11 @@ def guard_command(command: Argv, sent: SentInput = SentInput()) -> Argv:
     ----------
     sent : what the guard reads first, and passes on to the command.
     """
-    start = _START_FED.format(variable=VARIABLE) if sent.secret else _START
+    start = _START_COMMAND
+    if sent.secret:
+        start = _START_WITH_INPUT.format(variable=VARIABLE)
     if sent != SentInput():
-        start = _READ + start
+        start = _READ_INPUT_LINES + start
     return ("sh", "-c", _GUARD.format(kill_s=KILL_S, start=start), "imgkit", *command)
 
 
@@ -142,18 +149,16 @@ class _Host:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        streams = ((self.process.stdout, False), (self.process.stderr, True))
-        self.readers = [
-            threading.Thread(target=self._show, args=(stream, is_error, show), daemon=True)
-            for stream, is_error in streams
-        ]
-        for reader in self.readers:
+        self.readers: list[threading.Thread] = []
+        for stream, is_error in ((self.process.stdout, False), (self.process.stderr, True)):
+            reader = threading.Thread(target=self._show, args=(stream, is_error, show), daemon=True)
             reader.start()
+            self.readers.append(reader)
         self.send(data)
 
     def _show(self, stream: BinaryIO, is_error: bool, show: Show) -> None:
         """Pass the lines of `stream` to `show` until it ends. This runs in a thread of its own."""
-        while line := stream.readline(LINE_BYTES):
+        for line in iter(functools.partial(stream.readline, LINE_BYTES), b""):
             show(self.name, line.removesuffix(b"\n"), is_error)
 
     def send(self, data: bytes) -> None:
@@ -212,7 +217,7 @@ def run_on_hosts(
         with lock:
             show(host, text, is_error)
 
-    data = _first_lines(sent)
+    data = _input_lines(sent)
     with _collect_stop_signals() as signals, _close_at_exit([]) as hosts:
         # One by one: if a later ssh cannot start, `_close_at_exit` ends the hosts before it.
         hosts += (_Host(name, line, data, show_line) for name, line in remote)
@@ -357,10 +362,11 @@ def parse_hosts(text: str) -> tuple[str, ...]:
     ------
     UsageError : the file cannot be read, a host has a wrong form, or a host occurs twice.
     """
+    sources: list[tuple[str, str]] = []
     if "/" in text:
         sources = _read_file(Path(text))
-    else:
-        sources = [("--hosts", part.strip()) for part in text.split(",")] if text else []
+    elif text:
+        sources = [("--hosts", part.strip()) for part in text.split(",")]
     hosts: list[str] = []
     for where, host in sources:
         if not is_host(host):

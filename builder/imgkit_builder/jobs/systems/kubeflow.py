@@ -50,8 +50,8 @@ class Kubeflow(pods.Pods):
         kind = pods.format_of(job)
         if job.recipe.system.queue.node_pools:
             raise _node_pools_error(job)
-        document = _pytorchjob(job) if kind == "pytorchjob" else _trainjob(job)
-        text = _to_yaml(_without_empty_values(document))
+        make_document = _pytorchjob if kind == "pytorchjob" else _trainjob
+        text = _to_yaml(_without_empty_values(make_document(job)))
         if job.is_interactive:
             text = "\n".join((*_interactive_comments(job, kind), text))
         return Script(text=text, submit=("kubectl", "create", "-f", "-"), on_stdin=True)
@@ -62,17 +62,21 @@ class Kubeflow(pods.Pods):
         Later commands of kubectl need both parts.
         """
         match = re.search(r"^(\w+)\.\S*/(\S+) created", output, re.MULTILINE)
-        return f"{match[1]}.{match[2]}" if match else ""
+        if match is None:
+            return ""
+        return f"{match[1]}.{match[2]}"
 
     def status_commands(self, record: QueuedJob) -> tuple[Argv, ...]:
         """Return the command that shows the job and its events."""
         kind, name = _kind_and_name(record)
-        return (("kubectl", "describe", kind, name, *_namespace_options(record)),)
+        return (("kubectl", "describe", kind, name, *_namespace_options(record.queue)),)
 
     def parse_status(self, output: str) -> JobStatus:
         """Return the state of the newest condition that is true, which ``kubectl describe`` lists last."""
         conditions = re.findall(r"^ *Status: +True\n +Type: +(\w+)$", output, re.MULTILINE)
-        state: JobState = STATES.get(conditions[-1], "") if conditions else ""
+        state: JobState = ""
+        if conditions:
+            state = STATES.get(conditions[-1], "")
         return JobStatus(state=state, text=output)
 
     def log_source(self, record: QueuedJob) -> Argv:
@@ -81,7 +85,7 @@ class Kubeflow(pods.Pods):
         selector = f"--selector={_SELECTORS[kind]}={name}"
         return (
             *("kubectl", "logs", selector, "--follow", "--prefix", "--tail=-1", "--max-log-requests=1000"),
-            *_namespace_options(record),
+            *_namespace_options(record.queue),
         )
 
     def shell_command(self, record: QueuedJob, line: str, node: str) -> JobShell:
@@ -89,14 +93,14 @@ class Kubeflow(pods.Pods):
         kind, name = _kind_and_name(record)
         # JobSet gives its Jobs fixed names, but the pods of a Job get random suffixes: kubectl finds the pod.
         first_pod = f"job/{name}-node-0" if kind == "trainjob" else f"{name}-master-0"
-        pod = node or first_pod
-        argv = ("kubectl", "exec", *_namespace_options(record), "--stdin", "--tty", pod, "--", "bash")
+        namespace = _namespace_options(record.queue)
+        argv = ("kubectl", "exec", *namespace, "--stdin", "--tty", node or first_pod, "--", "bash")
         return JobShell(argv=argv, description=pods.SAME_CONTAINER)
 
     def cancel_command(self, record: QueuedJob) -> Argv:
         """Return the command that deletes the job and its pods."""
         kind, name = _kind_and_name(record)
-        return ("kubectl", "delete", kind, name, *_namespace_options(record))
+        return ("kubectl", "delete", kind, name, *_namespace_options(record.queue))
 
 
 SYSTEM = Kubeflow()
@@ -104,13 +108,12 @@ SYSTEM = Kubeflow()
 
 def _interactive_comments(job: Job, kind: str) -> tuple[str, ...]:
     """Return comment lines that say how to enter the pods of an interactive job and how to delete it."""
-    queue = job.allocation.queue
-    namespace = f" --namespace={_runai_namespace(queue)}" if queue else ""
+    namespace = _namespace_options(job.allocation.queue)
     enter_commands = (
-        f"kubectl get pods{namespace} --selector={_SELECTORS[kind]}={job.name}",
-        f"kubectl exec{namespace} --stdin --tty POD -- bash",
+        " ".join(("kubectl", "get", "pods", *namespace, f"--selector={_SELECTORS[kind]}={job.name}")),
+        " ".join(("kubectl", "exec", *namespace, "--stdin --tty POD -- bash")),
     )
-    delete_command = f"kubectl delete{namespace} {kind} {job.name}"
+    delete_command = " ".join(("kubectl", "delete", *namespace, kind, job.name))
     return pods.interactive_comments(job, enter_commands, delete_command)
 
 
@@ -264,11 +267,13 @@ def _trainjob(job: Job) -> dict[str, Any]:
         raise _spares_of_trainjob_error(job)
     # command, not args: the runtime may have a command of its own, for example torchrun. A trainer has no
     # field for the working directory, so env changes to it.
+    command = list(pods.pod_command(job))
     folder = pods.pod_workdir(job)
-    change_folder = ["env", f"--chdir={folder}"] if folder else []
+    if folder:
+        command = ["env", f"--chdir={folder}", *command]
     trainer = {
         "image": job.container.image,
-        "command": [*change_folder, *pods.pod_command(job)],
+        "command": command,
         "numNodes": job.allocation.nodes,
         "env": _pod_variables(job),
         "resourcesPerNode": _pod_resources(job),
@@ -294,8 +299,9 @@ def _spares_of_trainjob_error(job: Job) -> UsageError:
 
 def _kubernetes_document(job: Job, version: str, kind: str, spec: Mapping[str, Any]) -> dict[str, Any]:
     """Return a document of Kubernetes with the job's name and namespace."""
-    namespace = _runai_namespace(job.allocation.queue) if job.allocation.queue else None
-    metadata = {"name": pods.check_name(job), "namespace": namespace}
+    metadata = {"name": pods.check_name(job)}
+    if job.allocation.queue:
+        metadata["namespace"] = _runai_namespace(job.allocation.queue)
     return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": dict(spec)}
 
 
@@ -323,8 +329,10 @@ def _pod_template(job: Job, container: Mapping[str, Any], **spec: Any) -> dict[s
         name = f"volume{index}"
         mounts.append({"name": name, "mountPath": str(claim.path), "readOnly": claim.read_only or None})
         volumes.append({"name": name, "persistentVolumeClaim": {"claimName": claim.name}})
+    containers = []
     has_only_name = len(container) == 1
-    containers = [] if has_only_name and not mounts else [{**container, "volumeMounts": mounts}]
+    if mounts or not has_only_name:
+        containers.append({**container, "volumeMounts": mounts})
     return {
         "metadata": {"annotations": dict(client_options.annotations)},
         "spec": {
@@ -350,7 +358,7 @@ def _security_context(job: Job) -> dict[str, Any]:
 def _secret_source(job: Job) -> dict[str, Any]:
     """Return the source of a volume with the key for the roll call, from the user's Secret."""
     return {
-        "secretName": pods.SECRET,
+        "secretName": pods.SECRET_NAME,
         "items": [{"key": MOUNTED.name, "path": MOUNTED.name}],
         "optional": not job.request.launch.require_secret,
     }
@@ -367,21 +375,24 @@ def _pod_variables(job: Job) -> list[dict[str, Any]]:
     for name, value in pods.pod_variables(job).items():
         env.append({"name": name, "value": pods.escape_for_kubernetes(value)})
     for name in job.container.names:
-        env.append({"name": name, "valueFrom": {"secretKeyRef": {"name": pods.SECRET, "key": name}}})
+        env.append({"name": name, "valueFrom": {"secretKeyRef": {"name": pods.SECRET_NAME, "key": name}}})
     return env
 
 
 def _pod_resources(job: Job) -> dict[str, Any]:
     """Return the resources of each pod. GPUs are among the limits, because Kubernetes takes them only so."""
     allocation = job.allocation
-    gpus = {"nvidia.com/gpu": str(allocation.gpus)} if allocation.gpus else {}
-    return {
-        "limits": {**gpus, **_parse_client_options(job).resources},
-        "requests": {
-            "cpu": str(allocation.cpus) if allocation.cpus else None,
-            "memory": pods.memory_quantity(job) or None,
-        },
-    }
+    limits: dict[str, str] = {}
+    if allocation.gpus:
+        limits["nvidia.com/gpu"] = str(allocation.gpus)
+    limits.update(_parse_client_options(job).resources)
+    requests: dict[str, str] = {}
+    if allocation.cpus:
+        requests["cpu"] = str(allocation.cpus)
+    memory = pods.memory_quantity(job)
+    if memory:
+        requests["memory"] = memory
+    return {"limits": limits, "requests": requests}
 
 
 def _kind_and_name(record: QueuedJob) -> tuple[str, str]:
@@ -390,6 +401,8 @@ def _kind_and_name(record: QueuedJob) -> tuple[str, str]:
     return kind, name
 
 
-def _namespace_options(record: QueuedJob) -> Argv:
-    """Return kubectl's option for the namespace of the job's RunAI project."""
-    return (f"--namespace={_runai_namespace(record.queue)}",) if record.queue else ()
+def _namespace_options(project: str) -> Argv:
+    """Return kubectl's option for the namespace of a RunAI project, or nothing if `project` is empty."""
+    if not project:
+        return ()
+    return (f"--namespace={_runai_namespace(project)}",)

@@ -9,7 +9,7 @@ from imgkit_builder.jobs.job import Argv, Job, Script
 from imgkit_builder.jobs.quoting import command_line
 from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.jobs.submitted import QueuedJob
-from imgkit_builder.jobs.systems import System, user_options, with_folders
+from imgkit_builder.jobs.systems import Abilities, System, user_options, with_folders
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.errors import UsageError
 
@@ -19,8 +19,7 @@ class ForegroundSystem(System):
 
     # The command inherits the environment of this process, so a value of --env NAME stands in no script. All
     # GPUs of the machine are visible, because no scheduler has assigned any.
-    hides_gpus = False
-    passes_names = True
+    abilities = Abilities(passes_names=True, hides_gpus=False)
     reports_state = False
     code_copier = "imgkit"
     where = "on this machine"
@@ -50,8 +49,7 @@ class Standalone(ForegroundSystem):
         runtime = runtime_of(job)
         argv = runtime.argv(job, job.command) if job.command else runtime.shell(job)
         if job.is_interactive:
-            # Other jobs must not get these options: docker refuses to use a pipe as a terminal.
-            argv = runtime.with_options(argv, *runtime.terminal_options)
+            argv = runtime.with_input(argv, is_terminal=True)
         argv = runtime.with_options(argv, *user_options(job))
         argv = host_argv(job, argv)
         return Script(text=f"{code_comment(job)}{command_line(argv)}\n", submit=argv, foreground=True)
@@ -106,8 +104,9 @@ def _with_settings(job: Job, argv: Argv) -> Argv:
         # Only a shell on the node knows the node's own values. Folders of libraries are put before such a
         # value, and a default applies only if the node has none.
         return ("sh", "-c", "; ".join((*runtime.exports(job), 'exec "$@"')), "sh", *argv)
-    settings = [f"{name}={value}" for name, value in job.settings.items()]
-    return ("env", *settings, *argv) if settings else argv
+    if not job.settings:
+        return argv
+    return ("env", *quoting.assignments(job.settings), *argv)
 
 
 def _check_gpus(job: Job) -> None:

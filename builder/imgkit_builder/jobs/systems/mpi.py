@@ -16,15 +16,15 @@ from dataclasses import dataclass, field
 
 from imgkit_builder.base.flags import option_field
 from imgkit_builder.jobs.job import Argv, Job, Script, SentInput
-from imgkit_builder.jobs.quoting import command_line, repeat_option
+from imgkit_builder.jobs.quoting import assignments, command_line, repeat_option
 from imgkit_builder.jobs.request import SystemFlags
 from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.jobs.systems import (
     fanout,
+    idle_spare_warnings,
     local,
-    part_of_nodes,
-    program_starts_once,
-    spare_waits_for_nothing,
+    partial_node_warnings,
+    single_process_warnings,
     user_options,
 )
 from imgkit_builder.recipe.systems import SHIPPED
@@ -75,31 +75,32 @@ class Mpi(local.ForegroundSystem):
 
     flags = MpiFlags
     registration = SHIPPED["mpi"]
-    takes_hosts = True
+    abilities = dataclasses.replace(local.ForegroundSystem.abilities, takes_hosts=True)
     where = "over ssh"
 
-    def check(self, job: Job, *, is_submitted: bool = False) -> Iterator[str]:
-        """Yield warnings about requests that the user may not have meant.
-
-        Raises
-        ------
-        UsageError : with `is_submitted`, mpirun would give rank 0 to another host than the first one.
-        """
+    def check(self, job: Job) -> Iterator[str]:
+        """Yield warnings about requests that the user may not have meant."""
         flags = job.flags(MpiFlags)
-        if is_submitted and not flags.ssh:
-            _check_order(flags.names)
         if not flags.direct:
-            yield from program_starts_once(job.command)
-        yield from part_of_nodes(job)
+            yield from single_process_warnings(job.command)
+        yield from partial_node_warnings(job)
         if not flags.ssh:
-            yield from spare_waits_for_nothing(job)
+            yield from idle_spare_warnings(job)
+
+    def check_submission(self, job: Job) -> None:
+        """Raise UsageError if mpirun would give rank 0 to another host than the first one."""
+        flags = job.flags(MpiFlags)
+        if not flags.ssh:
+            _check_order(flags.names)
 
     def script(self, job: Job) -> Script:
         """Return the ``mpirun`` line of the job, or with ``--ssh`` one ``ssh`` line for each host."""
         _check_hosts(job)
         if job.is_interactive and not job.command:
             return _interactive_script(job)
-        return _by_ssh(job) if job.flags(MpiFlags).ssh else _by_mpirun(job)
+        if job.flags(MpiFlags).ssh:
+            return _ssh_script(job)
+        return _mpirun_script(job)
 
 
 SYSTEM = Mpi()
@@ -160,10 +161,10 @@ def _check_order(hosts: Sequence[str]) -> None:
 
     Open MPI 4.1 starts rank 0 on the machine where mpirun runs, wherever that stands in -H or in a hostfile.
     """
-    local_host = next((host for host in hosts if fanout.is_here(host)), "")
+    local_host = next(filter(fanout.is_here, hosts), "")
     if not local_host or local_host == hosts[0]:
         return
-    other_hosts = (host for host in hosts if host != local_host)
+    other_hosts = [host for host in hosts if host != local_host]
     local_first = ",".join((local_host, *other_hosts))
     raise UsageError(
         f"this is {local_host}: mpirun gives rank 0 to its own host, not to {hosts[0]}",
@@ -172,7 +173,7 @@ def _check_order(hosts: Sequence[str]) -> None:
     )
 
 
-def _by_mpirun(job: Job) -> Script:
+def _mpirun_script(job: Job) -> Script:
     """Return a script with the ``mpirun`` line, which follows comments for a user who runs it by hand."""
     argv = _mpirun_argv(job)
     comments = local.code_comment(job)
@@ -200,16 +201,19 @@ def _mpirun_argv(job: Job) -> Argv:
         options = ["-x", "PATH", *options]
     command = local.host_argv(job, runtime.argv(job, job.command, forward=FORWARD))
     if not job.flags(MpiFlags).direct:
-        host_options = ("-H", ",".join(hosts)) if hosts else ()
-        return OPENMPI.start_argv(command, nnodes=nodes, forward=forward, options=(*host_options, *options))
-    # "node1:4,node2:4": mpirun fills the slots of a host before it starts ranks on the next one.
+        if hosts:
+            options = ["-H", ",".join(hosts), *options]
+        return OPENMPI.start_argv(command, nnodes=nodes, forward=forward, options=options)
     ranks = _processes_per_node(job)
-    slots = ",".join(f"{host}:{ranks}" for host in hosts)
-    host_options = ("-H", slots) if hosts else ()
+    if hosts:
+        # "node1:4,node2:4": mpirun fills the slots of a host before it starts ranks on the next one.
+        slots = [f"{host}:{ranks}" for host in hosts]
+        options = ["-H", ",".join(slots), *options]
     return (
         *("mpirun", "-np", str(nodes * ranks), "--map-by", "slot", "--bind-to", "none"),
-        *repeat_option("-x", (f"{name}={value}" for name, value in forward.items())),
-        *(*host_options, *options, *command),
+        *repeat_option("-x", assignments(forward)),
+        *options,
+        *command,
     )
 
 
@@ -230,7 +234,7 @@ def _processes_per_node(job: Job) -> int:
     return job.request.launch.nproc or job.allocation.gpus or 1
 
 
-def _by_ssh(job: Job) -> Script:
+def _ssh_script(job: Job) -> Script:
     """Return a script with one command for each host.
 
     The text of the script has them as ``ssh`` lines, for terminals of the user. ``imgkit run`` starts the
@@ -302,7 +306,7 @@ def _node_command(job: Job, rank: int, port: str) -> Argv:
         "IMGKIT_PORT": port,
         "MASTER_ADDR": head,
     }
-    return ("env", *(f"{name}={value}" for name, value in placement.items()), *job.command)
+    return ("env", *assignments(placement), *job.command)
 
 
 def _starts_node_agent(job: Job) -> bool:
@@ -331,8 +335,7 @@ def _guarded_argv(job: Job, command: Argv) -> Argv:
     if not runtime.has_container:
         return fanout.guard_command(_node_argv(job, command), sent)
     argv = runtime.argv(job, fanout.guard_command(command, sent))
-    argv = runtime.with_options(argv, *runtime.input_options)
-    return local.host_argv(job, argv)
+    return local.host_argv(job, runtime.with_input(argv, is_terminal=False))
 
 
 def _ssh_input(job: Job) -> SentInput:
@@ -362,12 +365,14 @@ def _torch_program(command: Argv) -> Argv:
     from imgkit_entrypoints.cli import options
 
     name, *arguments = command
-    entry_point = next((entry_point for entry_point in COMMANDS if entry_point.name == name), None)
+    entry_points = {entry_point.name: entry_point for entry_point in COMMANDS}
+    entry_point = entry_points.get(name)
     if entry_point is None or {"-h", "--help", "--version"} & set(arguments):
         return ()
     if entry_point.app is None:
-        is_program = name == "dist-run" and arguments and not arguments[0].startswith("-")
-        return tuple(arguments) if is_program else ()
+        if name == "dist-run" and arguments and not arguments[0].startswith("-"):
+            return tuple(arguments)
+        return ()
     parser = options.launch_parser(entry_point, {})
     try:
         with contextlib.redirect_stderr(io.StringIO()):
@@ -379,17 +384,15 @@ def _torch_program(command: Argv) -> Argv:
 
 def _torch_launch(job: Job, program: Argv, rank: int) -> Argv:
     """Return the command with which PyTorch's launcher starts `program` on the host of node rank `rank`."""
-    return (
-        *(
-            "python3",
-            "-m",
-            "torch.distributed.launch",
-            "--use-env",
-            f"--nproc_per_node={_processes_per_node(job)}",
-        ),
-        *(f"--nnodes={job.allocation.nodes}", f"--node_rank={rank}"),
-        *(f"--master_addr={_head_host(job)}", f"--master_port={MASTER_PORT}", *program),
+    options = (
+        "--use-env",
+        f"--nproc_per_node={_processes_per_node(job)}",
+        f"--nnodes={job.allocation.nodes}",
+        f"--node_rank={rank}",
+        f"--master_addr={_head_host(job)}",
+        f"--master_port={MASTER_PORT}",
     )
+    return ("python3", "-m", "torch.distributed.launch", *options, *program)
 
 
 def _interactive_script(job: Job) -> Script:
@@ -414,6 +417,6 @@ def _interactive_script(job: Job) -> Script:
             hint="--env-file FILE, a file of mode 600 on the host",
         )
     runtime = runtime_of(job)
-    shell = runtime.with_options(runtime.shell(job), *runtime.terminal_options)
+    shell = runtime.with_input(runtime.shell(job), is_terminal=True)
     argv = ("ssh", "-t", _hosts(job)[0], _remote_line(job, local.host_argv(job, shell)))
     return Script(text=f"{local.code_comment(job)}{command_line(argv)}\n", submit=argv, foreground=True)

@@ -24,13 +24,14 @@ from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.jobs.submitted import JobState, JobStatus, QueuedJob, WaitInfo
 from imgkit_builder.jobs.systems import (
     NEW_CONTAINER,
+    Abilities,
     QueueCommands,
     System,
     find_job_id,
-    need_task,
-    options_of,
     options_with_values,
     recipe_options,
+    refuse_whole_array,
+    scheduler_options,
     with_folders,
 )
 from imgkit_builder.jobs.templates import render_template, run_folder_lines
@@ -42,7 +43,7 @@ from imgkit_entrypoints.schedulers.mpi import PALS
 
 RUN_DIR = "IMGKIT_RUN_DIR"
 """Variable with the path of the run folder."""
-PATIENCE_S = 30
+PEER_EXIT_S = 30
 """Seconds that other node agents have to end after one has failed. They learn of it within seconds."""
 
 
@@ -87,8 +88,8 @@ class Pbs(System):
     registration = SHIPPED["pbs"]
     flags = PbsFlags
     uses = ("account", "queue", "time", "cpus", "mem", "mem-per-gpu", "group-readable")
+    abilities = Abilities(resumes_jobs=True)
     code_copier = "script"
-    resumes_jobs = True
     queue = QueueCommands(
         submit="qsub",
         own_jobs=("qstat",),  # the option for one user needs a name
@@ -104,7 +105,9 @@ class Pbs(System):
         nodes = job.allocation.nodes
         start = job.flags(PbsFlags).pbs_start
         # The script itself starts the processes on the other hosts, with pbsdsh or ssh, unless PALS does.
-        by_task = start if nodes > 1 and start != "pals" else ""
+        by_task, remote_command = "", ""
+        if nodes > 1 and start != "pals":
+            by_task, remote_command = start, command_line(_remote_command(start))
         # The recipe chooses a rendezvous protocol of the cxi provider for which PALS needs an option (see the
         # template).
         rdzv = nodes > 1 and job.recipe.system.env.get("FI_CXI_RDZV_PROTO") == "alt_read"
@@ -113,12 +116,12 @@ class Pbs(System):
             "pbs.sh.j2",
             directives=_directive_texts(("-S", "/bin/bash", "-j", "oe", *_resource_options(job))),
             by_task=by_task,
-            patience_s=PATIENCE_S,
+            patience_s=PEER_EXIT_S,
             rdzv=rdzv and not by_task,
             node=command_line(_node_command(job, rdzv=rdzv)),
-            words=command_line(_remote_command(by_task)) if by_task else "",
+            words=remote_command,
         )
-        is_array = any(option.startswith("-J") for option in options_of(job))
+        is_array = any(option.startswith("-J") for option in scheduler_options(job))
         return Script(text=text, submit=("qsub",), on_stdin=True, is_array=is_array)
 
     def conversion_script(self, job: Job) -> Script:
@@ -131,7 +134,7 @@ class Pbs(System):
         if not job.recipe.system.queue.sif:
             raise _no_sif_options_error(job)
         directives = _directive_texts(
-            ("-S", "/bin/bash", "-j", "oe", *_common_options(job), *options_of(job))
+            ("-S", "/bin/bash", "-j", "oe", *_common_options(job), *scheduler_options(job))
         )
         text = render_template(
             job, "sif.sh.j2", prefix="#PBS", directives=directives, command=command_line(job.command)
@@ -159,11 +162,17 @@ class Pbs(System):
                 text += f"{row}\n"
         state_match = re.search(r"^\s*job_state = (\w)$", output, re.MULTILINE)
         code_match = re.search(r"^\s*Exit_status = (-?[0-9]{1,9})\s*$", output, re.MULTILINE)
-        code = int(code_match[1]) if code_match else None
-        state: JobState = STATES.get(state_match[1], "") if state_match else ""
-        if code is not None and not state:
-            state = "succeeded" if code == 0 else "failed"
-        wait = _wait_info(output) if state == "waiting" else WaitInfo()
+        state: JobState = ""
+        if state_match:
+            state = STATES.get(state_match[1], "")
+        code = None
+        if code_match:
+            code = int(code_match[1])
+            if not state:
+                state = "succeeded" if code == 0 else "failed"
+        wait = WaitInfo()
+        if state == "waiting":
+            wait = _wait_info(output)
         return JobStatus(state=state, text=text, code=code, wait=wait)
 
     def log_source(self, record: QueuedJob) -> Argv:
@@ -176,7 +185,7 @@ class Pbs(System):
         UsageError : the job is an array, whose tasks have outputs of their own.
         """
         sequence = record.id.partition(".")[0]  # without the server
-        need_task(record, sequence.replace("[]", "[0]"))
+        refuse_whole_array(record, sequence.replace("[]", "[0]"))
         suffix = re.sub(r"\[([0-9]+)\]", r".\1", sequence)  # of a task: NAME.oSEQUENCE.INDEX
         path = record.directory / f"{record.name}.o{suffix}"
         return ("tail", "-n", "+1", "-F", str(path))
@@ -205,6 +214,7 @@ def _wait_info(output: str) -> WaitInfo:
     The reason is the scheduler's comment. The start is estimated only where the site has turned that on.
     """
     comment = re.search(r"^ *comment = (.*)$", output, re.MULTILINE)
+    reason = comment[1].strip() if comment else ""
     estimate = re.search(r"^ *estimated\.start_time = (.*)$", output, re.MULTILINE)
     expected_start = ""
     if estimate:
@@ -212,7 +222,7 @@ def _wait_info(output: str) -> WaitInfo:
         with contextlib.suppress(ValueError):
             start = datetime.strptime(estimate[1].strip(), "%a %b %d %H:%M:%S %Y")
             expected_start = start.isoformat(timespec="minutes")
-    return WaitInfo(reason=comment[1].strip() if comment else "", expected_start=expected_start)
+    return WaitInfo(reason=reason, expected_start=expected_start)
 
 
 def _no_sif_options_error(job: Job) -> UsageError:
@@ -230,7 +240,9 @@ def _resource_options(job: Job) -> Argv:
     """Return the options for the resources to request, in the form that directives and ``qsub -I`` share."""
     allocation = job.allocation
     # PBS cannot request memory per GPU, and writes units in lower case: "440gb".
-    memory = f"{size_text(allocation.memory.node_MiB)}b".lower() if allocation.memory else ""
+    memory = ""
+    if allocation.memory:
+        memory = f"{size_text(allocation.memory.node_MiB)}b".lower()
     chunk = (
         f"select={allocation.nodes}",
         *options_with_values({"ncpus": allocation.cpus, "ngpus": allocation.gpus, "mem": memory}),
@@ -239,7 +251,7 @@ def _resource_options(job: Job) -> Argv:
         "mpiprocs=1",
         *recipe_options(job, "chunk"),
     )
-    return (*_common_options(job), "-l", ":".join(chunk), *options_of(job))
+    return (*_common_options(job), "-l", ":".join(chunk), *scheduler_options(job))
 
 
 def _common_options(job: Job) -> Argv:
@@ -276,13 +288,14 @@ def _node_command(job: Job, *, rdzv: bool) -> Argv:
     nodes = job.allocation.nodes
     by_pals = nodes > 1 and job.flags(PbsFlags).pbs_start == "pals"
     variables = PALS.fields.variables if by_pals else ("PBS_JOBID", "PBS_NODENUM", "PBS_TASKNUM")
-    secret = (VARIABLE,) if job.makes_secret else ()
-    forward = (*variables, *pbs.FORWARD, RUN_DIR, *secret)
+    forward = (*variables, *pbs.FORWARD, RUN_DIR)
+    if job.makes_secret:
+        forward += (VARIABLE,)
     argv = with_folders(job, runtime_of(job).argv(job, job.command, forward=forward))
     if not by_pals:
         return argv
-    network = (Shell('"${network[@]}"'),) if rdzv else ()
-    return PALS.start_argv(argv, nnodes=nodes, options=network)
+    options = [Shell('"${network[@]}"')] if rdzv else []
+    return PALS.start_argv(argv, nnodes=nodes, options=options)
 
 
 def _remote_command(by_task: str) -> Argv:

@@ -13,9 +13,15 @@ from imgkit_builder.base.flags import option_field
 from imgkit_builder.jobs.job import Argv, Job
 from imgkit_builder.jobs.memory import size_text
 from imgkit_builder.jobs.quoting import quote
-from imgkit_builder.jobs.request import JobRequest, SystemFlags
+from imgkit_builder.jobs.request import SystemFlags
 from imgkit_builder.jobs.runtimes import runtime_of
-from imgkit_builder.jobs.systems import System, part_of_nodes, program_starts_once, runai_client
+from imgkit_builder.jobs.systems import (
+    Abilities,
+    System,
+    partial_node_warnings,
+    runai_client,
+    single_process_warnings,
+)
 from imgkit_builder.jobs.templates import render_template
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.errors import UsageError
@@ -25,7 +31,7 @@ from imgkit_entrypoints.system import WORKSPACE
 
 ASLEEP = ("sleep", "infinity")
 """The command of the pods of an interactive job. They wait until the user enters them."""
-SECRET = "imgkit"  # noqa: S105 - a name
+SECRET_NAME = "imgkit"  # noqa: S105 - a name
 """Name of the user's Secret in the job's namespace.
 
 Its key ``secret`` is for the roll call. The other keys are the values of ``--env NAME``.
@@ -45,6 +51,7 @@ Operators append text such as ``-worker-123``, and the result can have 63 letter
 """
 
 
+# RunAI's own command, a PyTorchJob of Kubeflow's Training Operator, and a TrainJob of Kubeflow Trainer.
 KubernetesFormat = Literal["runai", "pytorchjob", "trainjob"]
 
 
@@ -74,11 +81,11 @@ class Pods(System):
 
     flags = PodFlags
     registration = SHIPPED["runai"]
-    passes_names = True
+    abilities = Abilities(passes_names=True)
     needs_fields_for_shells = False
     code_copier = "script"
 
-    def check(self, job: Job, *, is_submitted: bool = False) -> Iterator[str]:
+    def check(self, job: Job) -> Iterator[str]:
         """Yield warnings about requests that the user may not have meant.
 
         Raises
@@ -89,8 +96,8 @@ class Pods(System):
         request = job.request
         if request.container.code is not None:
             _check_code(job)
-        yield from program_starts_once(job.command)
-        yield from part_of_nodes(job, ": pods may share a node")
+        yield from single_process_warnings(job.command)
+        yield from partial_node_warnings(job, ": pods may share a node")
         if request.container.binds:
             yield "--bind is not used: pods get their folders from volumes, --pvc CLAIM:/PATH"
         has_writable_volume = any(not text.endswith(":ro") for text in job.flags(PodFlags).pvcs)
@@ -239,14 +246,11 @@ def pod_directory(job: Job) -> PurePosixPath | None:
     ------
     UsageError : the folder is not on a volume that ``--pvc`` mounts, so the pods do not have it.
     """
-    request = job.request
     if job.flags(PodFlags).run_as:
         return PurePosixPath(job.directory)
-    is_default = request.directory == JobRequest().directory
-    is_set_by_project = request.project is not None and request.project.sets_directory
-    if is_default or is_set_by_project:
+    if not job.request.names_directory:
         return None
-    path = PurePosixPath(request.directory)
+    path = PurePosixPath(job.request.directory)
     is_on_volume = any(path.is_relative_to(claim.path) for claim in volume_claims(job))
     if not is_on_volume:
         raise UsageError(
@@ -269,10 +273,8 @@ def pod_workdir(job: Job) -> str:
     """
     if job.container.code is not None:
         return job.run_folder
-    folder = pod_directory(job)
-    if job.container.workdir:
-        return job.container.workdir
-    return str(folder) if folder else ""
+    folder = pod_directory(job)  # also refuses a folder that the pods do not have
+    return job.container.workdir or str(folder or "")
 
 
 def start_script(job: Job) -> str:
@@ -290,7 +292,9 @@ def start_script(job: Job) -> str:
 
 def pod_command(job: Job) -> Argv:
     """Return the command of each pod. The pods of an interactive job sleep until the user enters them."""
-    argv = ASLEEP if job.is_interactive else kubernetes.start_argv(job.command)
+    argv: Argv = ASLEEP
+    if not job.is_interactive:
+        argv = kubernetes.start_argv(job.command)
     if job.container.code is not None:
         argv = ("bash", f"{job.run_folder}/{START_SCRIPT}", *argv)
     return tuple(map(escape_for_kubernetes, argv))
@@ -303,7 +307,9 @@ def user_ids(job: Job) -> tuple[str, str] | None:
     folder.
     """
     uid, _, gid = job.flags(PodFlags).run_as.partition(":")
-    return (uid, gid) if uid else None
+    if not uid:
+        return None
+    return uid, gid
 
 
 def pod_variables(job: Job) -> Mapping[str, str]:
@@ -318,7 +324,9 @@ def pod_variables(job: Job) -> Mapping[str, str]:
     """
     folders = _output_folders(job)
     # In an interactive job, the user can type any command. So its pods get the variables that a shell gets.
-    program_job = dataclasses.replace(job, command=()) if job.is_interactive else job
+    program_job = job
+    if job.is_interactive:
+        program_job = dataclasses.replace(job, command=())
     system_variables = runtime_of(job).system_variables(program_job)
     for name, value in system_variables.items():
         if site_variables(value):
@@ -353,7 +361,9 @@ def _output_folders(job: Job) -> dict[str, str]:
 def memory_quantity(job: Job) -> str:
     """Return the memory of each pod as Kubernetes writes it, ``440Gi``, or empty for no request."""
     memory = job.allocation.memory
-    return f"{size_text(memory.node_MiB)}i" if memory else ""
+    if memory is None:
+        return ""
+    return f"{size_text(memory.node_MiB)}i"
 
 
 def escape_for_kubernetes(text: str) -> str:

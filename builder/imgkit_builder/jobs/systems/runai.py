@@ -45,18 +45,13 @@ class RunAI(pods.Pods):
             text = "\n".join((*_interactive_comments(job, name, kind), text))
         return Script(text=text, submit=argv, kind=kind)
 
-    def check(self, job: Job, *, is_submitted: bool = False) -> Iterator[str]:
-        """Yield warnings about requests that the user may not have meant.
-
-        With `is_submitted`, check that the client on PATH has all options of a command for the later client.
+    def check_submission(self, job: Job) -> None:
+        """Check that the client on PATH has all options of a command for the later client.
 
         Raises
         ------
         UsageError : the client on PATH lacks the command, or an option of the recipe or of imgkit.
         """
-        yield from super().check(job, is_submitted=is_submitted)
-        if not is_submitted:
-            return
         kind = _job_kind(job)
         if kind:
             argv = (*_command_options(job, job.name), *job.recipe.system.queue.options)
@@ -76,24 +71,11 @@ class RunAI(pods.Pods):
         The logs of all pods are in the run folder, if the job has a volume that can be written to.
         """
         project = _project_arguments(record.queue)
-        return (
-            runai_client.PROGRAM,
-            *_kind_arguments(record.kind),
-            "logs",
-            record.name,
-            "--follow",
-            *project,
-        )
+        return _client_command(record.kind, "logs", record.name, "--follow", *project)
 
     def shell_command(self, record: QueuedJob, line: str, node: str) -> JobShell:
         """Return the command that opens a shell in a pod's container, next to the job's program."""
-        argv = (
-            runai_client.PROGRAM,
-            *_kind_arguments(record.kind),
-            "bash",
-            record.name,
-            *_project_arguments(record.queue),
-        )
+        argv = _client_command(record.kind, "bash", record.name, *_project_arguments(record.queue))
         if node:
             argv = (*argv, "--pod", node)
         return JobShell(argv=argv, description=pods.SAME_CONTAINER)
@@ -108,7 +90,9 @@ SYSTEM = RunAI()
 
 def _job_kind(job: Job) -> str:
     """Return the kind of the job, which is one of `KINDS`. It is empty for the first client."""
-    return "" if pods.client_of(job) == "v1" else _later_kind(job)
+    if pods.client_of(job) == "v1":
+        return ""
+    return _later_kind(job)
 
 
 def _later_kind(job: Job) -> str:
@@ -119,12 +103,13 @@ def _later_kind(job: Job) -> str:
 
 def _job_command(kind: str, verb: str, name: str, project: Argv) -> Argv:
     """Return a command about a job: ``runai training VERB NAME``, or ``runai VERB job NAME``."""
-    argv = (*_kind_arguments(kind), verb) if kind else (verb, "job")
-    return (runai_client.PROGRAM, *argv, name, *project)
+    if not kind:
+        return _client_command(kind, verb, "job", name, *project)
+    return _client_command(kind, verb, name, *project)
 
 
-def _kind_arguments(kind: str) -> Argv:
-    """Return the kind of a job as arguments: ``"training pytorch" -> "training", "pytorch"``.
+def _client_command(kind: str, *arguments: str) -> Argv:
+    """Return a command of the client for a kind of job: ``runai training pytorch ARGUMENTS``.
 
     Raises
     ------
@@ -134,7 +119,7 @@ def _kind_arguments(kind: str) -> Argv:
         raise UsageError(
             f"no runai client calls a job {kind!r}", where="the record of the job", hint="runai workload list"
         )
-    return tuple(kind.split())
+    return (runai_client.PROGRAM, *kind.split(), *arguments)
 
 
 def _project_arguments(queue: str) -> Argv:
@@ -224,9 +209,9 @@ def _variable_options(job: Job, *, is_first_client: bool) -> Iterator[str]:
     for name in job.container.names:
         if is_first_client:
             # docs.run.ai/v2.13/admin/workloads/secrets: the client passes only the reference to the Secret.
-            yield from ("-e", f"{name}=SECRET:{pods.SECRET},{name}")
+            yield from ("-e", f"{name}=SECRET:{pods.SECRET_NAME},{name}")
         else:
-            yield from ("--env-secret", f"{name}={pods.SECRET},key={name}")
+            yield from ("--env-secret", f"{name}={pods.SECRET_NAME},key={name}")
 
 
 def _command_text(argv: Argv) -> str:
@@ -246,7 +231,7 @@ def _interactive_comments(job: Job, name: str, kind: str) -> Argv:
     With several pods, there is a command to enter each of them.
     """
     project = _project_arguments(job.allocation.queue)
-    enter_command = " ".join((runai_client.PROGRAM, *kind.split(), "bash", name, *project))
+    enter_command = " ".join(_client_command(kind, "bash", name, *project))
     enter_commands = [enter_command]
     workers = job.allocation.nodes - 1
     if workers:

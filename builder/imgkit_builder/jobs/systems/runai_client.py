@@ -33,7 +33,9 @@ def on_path() -> Client | None:
     UsageError : the ``runai`` on PATH is neither client.
     """
     program = shutil.which(PROGRAM)
-    return _identify_client(program) if program else None
+    if program is None:
+        return None
+    return _identify_client(program)
 
 
 def refuse_unknown(command: Sequence[str], argv: Iterable[str]) -> None:

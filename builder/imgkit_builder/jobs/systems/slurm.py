@@ -18,15 +18,16 @@ from imgkit_builder.jobs.submitted import JobState, JobStatus, QueuedJob, WaitIn
 from imgkit_builder.jobs.systems import (
     NEW_CONTAINER,
     OPTIONAL,
+    Abilities,
     JobShell,
     QueueCommands,
     System,
     array_state,
     find_job_id,
     mounted_folders,
-    need_task,
-    options_of,
     options_with_values,
+    refuse_whole_array,
+    scheduler_options,
     with_folders,
 )
 from imgkit_builder.jobs.templates import render_template, run_folder_lines
@@ -82,9 +83,9 @@ _WAITING_ROW = re.compile(
     re.MULTILINE,
 )
 """A row of squeue about a job that waits. The row of a job that runs has nodes in place of ``(REASON)``."""
-_START = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}")
+_START_TIME = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}")
 """The expected start of a job, without its seconds. Slurm prints ``N/A`` if it has no estimate."""
-CHANGES: Mapping[str, str] = {
+REASON_CHANGES: Mapping[str, str] = {
     "PartitionTimeLimit": "a shorter --time or another --queue",
     "PartitionNodeLimit": "other --nodes or another --queue",
     "QOSMaxWallDurationPerJobLimit": "a shorter --time or another --qos",
@@ -105,7 +106,7 @@ CHANGES: Mapping[str, str] = {
 
 Slurm's list of reasons is slurm.schedmd.com/job_reason_codes.html.
 """
-NOTES: Mapping[str, str] = {
+REASON_NOTES: Mapping[str, str] = {
     "AssocGrp[A-Za-z]+": "a limit of all jobs of the account together",
     "ReqNodeNotAvail": "scontrol show reservation and sinfo --list-reasons may tell until when",
     "JobHeldUser": "scontrol release {id} lets it start",
@@ -117,11 +118,10 @@ class Slurm(System):
     """Slurm: sbatch, srun and salloc."""
 
     registration = SHIPPED["slurm"]
-    passes_names = True  # sbatch and salloc hand their environment on
     uses = OPTIONAL
-    spares_take_over = True
+    # sbatch and salloc hand their environment on, so the program gets the values of --env NAME.
+    abilities = Abilities(passes_names=True, spares_take_over=True, resumes_jobs=True)
     code_copier = "script"
-    resumes_jobs = True
     queue = QueueCommands(
         submit="sbatch",
         own_jobs=("squeue", "--me"),
@@ -135,7 +135,7 @@ class Slurm(System):
         if job.is_interactive:
             argv = ("salloc", *_resource_options(job), "bash", "-lc", _interactive_line(job))
             return Script(text=command_line(argv) + "\n", submit=argv, foreground=True)
-        is_array = any(re.match(r"--array\b|-a", option) for option in options_of(job))
+        is_array = any(re.match(r"--array\b|-a", option) for option in scheduler_options(job))
         container = runtime_of(job).argv(job, job.command, forward=PODMAN_FORWARD)
         text = render_template(
             job,
@@ -145,7 +145,7 @@ class Slurm(System):
             folder_check=command_line(_folder_check(job)),
             node_check=command_line(_node_check(job)),
             start=command_line(_srun_argv(job, container)),
-            start_in_node=command_line(_srun_argv(job, (*_IN_NODE, *container))),
+            start_in_node=command_line(_srun_argv(job, (*_IN_NODE_FUNCTION, *container))),
         )
         return Script(text=text, submit=SUBMIT, on_stdin=True, is_array=is_array)
 
@@ -212,13 +212,15 @@ class Slurm(System):
         ------
         UsageError : the job is an array, whose tasks have outputs of their own.
         """
-        need_task(record, f"{record.id}_0")
+        refuse_whole_array(record, f"{record.id}_0")
         output = record.directory / f"{record.name}-{record.id}.out"
         errors = output.with_name(f"{record.name}-{record.id}.err")
         # Most recipes have one file for output and errors. The folder of a job on a remote is not on this
         # machine, so only its output is followed.
-        files = [str(errors)] if errors.is_file() else []
-        return ("tail", "-n", "+1", "-f", *files, str(output))
+        files = [str(output)]
+        if errors.is_file():
+            files = [str(errors), str(output)]
+        return ("tail", "-n", "+1", "-f", *files)
 
     def cancel_command(self, record: QueuedJob) -> Argv:
         """Return the command that ends the job and all tasks of its array."""
@@ -231,13 +233,12 @@ class Slurm(System):
         ------
         UsageError : the job is an array, whose tasks have nodes of their own.
         """
-        need_task(record, f"{record.id}_0")
+        refuse_whole_array(record, f"{record.id}_0")
         cluster = _cluster_options(record.cluster)
-        nodelist = (f"--nodelist={node}",) if node else ()
-        step = (
-            *(*cluster, "--overlap", "--nodes=1", "--ntasks=1", *nodelist),
-            *(f"--chdir={record.directory}", "--pty", "bash", "-lc", line),
-        )
+        options = [*cluster, "--overlap", "--nodes=1", "--ntasks=1"]
+        if node:
+            options.append(f"--nodelist={node}")
+        step = (*options, f"--chdir={record.directory}", "--pty", "bash", "-lc", line)
         if record.id.isdecimal():
             argv: Argv = ("srun", f"--jobid={record.id}", *step)
             return JobShell(argv=argv, description=NEW_CONTAINER)
@@ -263,16 +264,18 @@ def _wait_info(output: str) -> WaitInfo:
     row = _WAITING_ROW.search(output)
     if row is None:
         return WaitInfo()
-    # Before the scheduler has looked at a job, the reason is "None".
-    reason = "" if row["reason"] == "None" else row["reason"]
-    code = re.match(r"\w*", reason)  # "ReqNodeNotAvail, UnavailableNodes:node1" -> ReqNodeNotAvail
-    name = code[0] if code else ""
-    start = _START.match(row["start"])
+    reason = row["reason"]
+    if reason == "None":  # the scheduler has not looked at the job yet
+        reason = ""
+    name = re.split(r"\W", reason, maxsplit=1)[
+        0
+    ]  # "ReqNodeNotAvail, UnavailableNodes:node1" -> ReqNodeNotAvail
+    start = _START_TIME.match(row["start"])
     return WaitInfo(
         reason=reason,
         expected_start=start[0] if start else "",
-        note=_find_text(NOTES, name).format(id=row["id"]),
-        change=_find_text(CHANGES, name),
+        note=_find_text(REASON_NOTES, name).format(id=row["id"]),
+        change=_find_text(REASON_CHANGES, name),
     )
 
 
@@ -289,7 +292,9 @@ def _cluster_options(cluster: str) -> Argv:
 
     The result is empty if sbatch named no cluster.
     """
-    return (f"--clusters={cluster}",) if cluster else ()
+    if not cluster:
+        return ()
+    return (f"--clusters={cluster}",)
 
 
 def _directive_options(job: Job, *, is_array: bool) -> Argv:
@@ -319,10 +324,9 @@ def _output_options(job: Job, id_pattern: str) -> Argv:
     id_pattern : the part of the files' names that sbatch replaces by the job's id, for example ``%j``.
     """
     folder = str(job.directory)
-    options = [
-        f'--chdir="{folder}"' if " " in folder else f"--chdir={folder}",
-        f"--output=%x-{id_pattern}.out",
-    ]
+    if " " in folder:
+        folder = f'"{folder}"'
+    options = [f"--chdir={folder}", f"--output=%x-{id_pattern}.out"]
     if job.recipe.system.queue.output == "separate":
         options.append(f"--error=%x-{id_pattern}.err")
     return tuple(options)
@@ -352,10 +356,10 @@ def _queue_options(job: Job) -> Argv:
         "--partition": allocation.queue,
         "--qos": allocation.qos,
     }
-    return (*options_with_values(options), *options_of(job))
+    return (*options_with_values(options), *scheduler_options(job))
 
 
-_IN_NODE = ("bash", "-c", Shell('"$task"'), "node")
+_IN_NODE_FUNCTION = ("bash", "-c", Shell('"$task"'), "node")
 """Arguments that start a node agent in the shell function of templates/job/slurm-spares.sh.j2."""
 
 
@@ -373,7 +377,9 @@ def _with_folders(job: Job, argv: Argv) -> Argv:
 
     The argv for pyxis stays as it is, because it begins with options of srun. Its check is in `_node_check`.
     """
-    return argv if _node_check(job) else with_folders(job, argv)
+    if _node_check(job):
+        return argv
+    return with_folders(job, argv)
 
 
 def _node_check(job: Job) -> Argv:
@@ -406,7 +412,7 @@ def _srun_argv(job: Job, argv: Argv) -> Argv:
         # follows the directive if somebody edits the script.
         options.append(Shell('--cpus-per-task="$SLURM_CPUS_PER_TASK"'))
     # srun does not read --network from the script's directives.
-    options += [option for option in options_of(job) if option.startswith("--network=")]
+    options += [option for option in scheduler_options(job) if option.startswith("--network=")]
     return slurm.start_argv(
         argv,
         nnodes=job.allocation.nodes,
@@ -421,8 +427,7 @@ def _interactive_line(job: Job) -> str:
     The line runs the job's command on all nodes, or opens a shell on the first node if there is no command.
     """
     runtime = runtime_of(job)
-    lines = [f"module load {shlex.quote(name)}" for name in runtime.modules(job)]
-    lines += runtime.exports(job)
+    lines = runtime.environment_lines(job)
     node_check = _node_check(job)
     if node_check:
         lines.append(_quote_argv(node_check))
@@ -433,8 +438,10 @@ def _interactive_line(job: Job) -> str:
     lines.append(f"exec {_quote_argv(argv)}")
     text = " && ".join(lines)
     folder_lines = run_folder_lines(job, "$SLURM_JOB_ID")
+    if not folder_lines:
+        return text
     # The lines are not joined by &&, within which bash ignores set -e.
-    return f"set -e\n{folder_lines}\n{text}" if folder_lines else text
+    return f"set -e\n{folder_lines}\n{text}"
 
 
 def _first_node_shell(job: Job) -> Argv:

@@ -66,7 +66,7 @@ def bind(folder: Path, run: bound.Runner, **options: Any) -> Job:
 
 def test_entry_points_are_bound_and_started_by_the_image_s_python(tmp_path: Path) -> None:
     bound_job = bind(tmp_path, fake(), env=("A=b",))
-    folder = f"{tmp_path}/imgkit-entrypoints/{bound.name_of(bound_job)}"
+    folder = f"{tmp_path}/imgkit-entrypoints/{bound.folder_name(bound_job)}"
     argv = runtime_of(bound_job).argv(bound_job, bound_job.command)
     assert f"{folder}/imgkit_entrypoints:{SEEN['site']}/imgkit_entrypoints:ro" in argv
     assert f"{folder}/system.json:/opt/imgkit/system.json:ro" in argv
@@ -184,7 +184,7 @@ def test_encrypted_sif_is_refused(tmp_path: Path) -> None:
 def test_foreign_architecture_is_named_before_a_look(tmp_path: Path) -> None:
     path = small_sif.write(tmp_path / "arm.sif", recorded=False, arch="arm64")
     prepared = submit.prepare("mn5", HELLO.changed(image=str(path), directory=tmp_path))
-    assert submit.look_into(prepared, Local()).job is prepared.job
+    assert submit.bind_entry_points(prepared, Local()).job is prepared.job
     assert isinstance(prepared.job, Job)
     with pytest.raises(UsageError, match="the image is for arm64, but the nodes are amd64"):
         checks.before_submission(prepared.job)
@@ -210,8 +210,9 @@ def test_look_on_a_remote_mounts_what_the_remote_has(tmp_path: Path) -> None:
 
 
 def test_sif_of_imgkit_is_not_looked_at(tmp_path: Path) -> None:
-    assert not bound.is_foreign(job(tmp_path, image=str(small_sif.write(tmp_path / "own.sif"))))
-    assert bound.is_foreign(job(tmp_path, image=str(small_sif.write(tmp_path / "b.sif", recorded=False))))
+    for name, is_recorded in (("own.sif", True), ("b.sif", False)):
+        foreign_job = job(tmp_path, image=str(small_sif.write(tmp_path / name, recorded=is_recorded)))
+        assert runtime_of(foreign_job).is_foreign(foreign_job) is not is_recorded
 
 
 def test_digest_of_the_job_is_the_one_that_was_looked_at(tmp_path: Path) -> None:

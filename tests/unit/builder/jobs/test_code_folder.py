@@ -326,20 +326,20 @@ def test_project_that_the_image_has_elsewhere_is_refused(
 ) -> None:
     source, image = read(project / sent), replace(load_target("cpu"), projects=(installed,), positions={})
     if not message:
-        code.refuse_unused(source, image, None)
+        code.refuse_shadowed_code(source, image, None)
         return
     with pytest.raises(UsageError, match=message) as caught:
-        code.refuse_unused(source, image, None)
+        code.refuse_shadowed_code(source, image, None)
     assert hint in str(caught.value.hint)
 
 
 def test_refused_project_names_the_recipes_line(project: Path) -> None:
     with pytest.raises(UsageError, match="the project my-proj") as caught:
-        code.refuse_unused(read(project), load_target(project / "mine.yaml"), None)
+        code.refuse_shadowed_code(read(project), load_target(project / "mine.yaml"), None)
     assert caught.value.where == "mine.yaml:5"
     assert "`editable: /workspace` in image.pip[1] of the recipe mine" in str(caught.value.hint)
     (project / "mine.yaml").write_text((project / "mine.yaml").read_text() + "      editable: /workspace/\n")
-    code.refuse_unused(read(project), load_target(project / "mine.yaml"), None)
+    code.refuse_shadowed_code(read(project), load_target(project / "mine.yaml"), None)
 
 
 DIRECT = '{"dir_info": {"editable": %s}, "url": "file:///workspace%%20a"}'
@@ -371,7 +371,7 @@ def test_folder_bound_over_the_code_is_refused(project: Path) -> None:
             resolve_job(load_target("cpu"), request), recipe=replace(load_target("cpu"), projects=(MINE,))
         )
         if fine:
-            code.refuse_unused_bind(job, None)
+            code.refuse_shadowed_bind(job, None)
             continue
         with pytest.raises(UsageError, match=f"has the project my-proj in {target}, but"):
-            code.refuse_unused_bind(job, None)
+            code.refuse_shadowed_bind(job, None)

@@ -236,7 +236,7 @@ def test_image_of_a_registry_is_not_looked_into(flag: str) -> None:
     with pytest.raises(
         UsageError, match="imgkit does not look into me/x:1, an image of a registry"
     ) as caught:
-        bound.is_foreign(job(image="me/x:1", **{flag: "/opt/venv/bin/python"}))
+        bound.bind_entry_points(job(image="me/x:1", **{flag: "/opt/venv/bin/python"}))
     assert caught.value.where == f"--{flag}"
     assert str(caught.value.hint).endswith("then --image NAME.sqsh")
 
@@ -368,7 +368,7 @@ def test_sqsh_of_another_program_is_looked_into_by(
     assert {str(image), "A=1"} <= {*arguments}
     assert f"{tmp_path}:/data" in " ".join(arguments)
     mounts = option("mounts", bound_job)
-    folder = f"{tmp_path}/imgkit-entrypoints/{bound.name_of(bound_job)}"
+    folder = f"{tmp_path}/imgkit-entrypoints/{bound.folder_name(bound_job)}"
     assert f"{folder}/imgkit_entrypoints:/opt/x/site-packages/imgkit_entrypoints:ro" in mounts
     assert f"{folder}/system.json:/opt/imgkit/system.json:ro" in mounts
     started = ("bash", "A=1", "/opt/x/bin/python", "-I", "-m", "imgkit_entrypoints", "dist-hello")

@@ -197,9 +197,9 @@ def test_run_on_a_remote_keeps_one_file_of_output(tmp_path: Path, monkeypatch: p
         sif=Path("mine.sif"),
         request=PLAN,
     )
-    (warning,) = source.early.warnings
+    (warning,) = source.provisional_job.warnings
     assert warning == "mine.yaml:3: imgkit follows one file of a remote job: joined"
-    script = systems.get_system("slurm").script(source.early).text
+    script = systems.get_system("slurm").script(source.provisional_job).text
     assert "#SBATCH --output=" in script
     assert "--error" not in script
 

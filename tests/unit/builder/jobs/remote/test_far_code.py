@@ -18,7 +18,7 @@ from imgkit_builder.jobs.remote import connection, store
 from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.remote.connection import ScriptFailed
 from imgkit_builder.jobs.request import JobRequest
-from imgkit_builder.jobs.transport import Folder, Ssh
+from imgkit_builder.jobs.transport import Ssh
 from imgkit_entrypoints.errors import CheckFailed
 
 pytestmark = pytest.mark.programs("rsync")
@@ -44,16 +44,8 @@ def send(folder: Path, home: Path) -> tuple[Path, str]:
     read = code.read_code_folder(JobRequest.of(code=folder), large=False, report=notes)
     transport = Ssh(far)
     transport.store = store.open_store(far, program="sh", code=read.record.sha256)
-    path = home / "code" / read.record.sha256
-    sent = Folder(
-        path=str(path),
-        label="code",
-        source=str(folder),
-        size_bytes=read.tree.size_bytes,
-        write=read.tree.write,
-    )
-    transport.put(sent, notes)
-    return path, "\n".join(notes.texts)
+    transport.put_code(read, home, notes)
+    return home / "code" / read.record.sha256, "\n".join(notes.texts)
 
 
 def leave_part(part: Path, file: Path) -> None:

@@ -19,12 +19,14 @@ from file_tree import FakeProgram, write_program
 from imgkit_builder.base.process import MOST_BYTES, TooLong
 from imgkit_builder.base.progress import SILENT, Silent
 from imgkit_builder.jobs import submit
+from imgkit_builder.jobs.handle import JobHandle
 from imgkit_builder.jobs.prepared import PreparedJob
 from imgkit_builder.jobs.remote import check, connection, gc, jobs, rsync, store, transfer
 from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.remote.connection import Connection
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.resolve import resolve_job
+from imgkit_builder.jobs.submitted import QueuedJob, SubmittedJob
 from imgkit_builder.jobs.systems import get_system
 from imgkit_builder.jobs.transport import Ssh
 from imgkit_builder.recipe import targets
@@ -271,6 +273,20 @@ def test_submission_there_notes_what_the_job_uses(
     rows = "".join(f"note jobs/{job_id}:{line}\n" for line in text.splitlines())
     (job_note,) = gc.parse_listing(f"clock 5\njob 1 {job_id}\n{rows}end\n".encode(), "far").notes
     assert (job_note.id, job_note.system, job_note.folders) == (job_id, note, ("images/x.sif",))
+
+
+def test_output_beyond_the_limit_is_cut_visibly(
+    local: Connection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("imgkit_builder.jobs.history.connection_to", lambda *_, **__: local)
+    job = QueuedJob(id="4711", system="slurm", name="mn5", directory=tmp_path, remote="far")
+    handle = JobHandle(record=SubmittedJob(job=job, recipe="mn5"))
+    (tmp_path / "mn5-4711.out").write_text("step\n" * (MOST_BYTES // 5) + "last step\n")
+    first_line, *_, last_line = handle.logs().splitlines()
+    assert first_line == "imgkit: the output has 8388615 bytes, of which these are the last 8387584"
+    assert last_line == "last step"
+    (tmp_path / "mn5-4711.out").write_text("step\n")
+    assert handle.logs() == "step\n"
 
 
 def test_note_of_a_file_that_is_no_id_is_left_out() -> None:

@@ -7,7 +7,7 @@ from job_records import queued_job
 
 from imgkit_builder.jobs import history, systems
 from imgkit_builder.jobs.submitted import JobState, WaitInfo
-from imgkit_builder.jobs.systems.slurm import CHANGES
+from imgkit_builder.jobs.systems.slurm import REASON_CHANGES
 
 ROW = "7  gpu PENDING, 2 nodes, elapsed 0:00, start {}  ({})\n"
 
@@ -124,7 +124,7 @@ def test_every_change_names_an_option_of_run() -> None:
     from imgkit_builder.jobs.request import JobRequest
 
     names = {name for flag in declared_options(JobRequest) for name in flag.names}
-    for text in CHANGES.values():
+    for text in REASON_CHANGES.values():
         options = [word.partition("=")[0] for word in text.split() if word.startswith("-")]
         assert options, text
         assert set(options) <= names, text
