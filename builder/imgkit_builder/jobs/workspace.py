@@ -202,11 +202,11 @@ def update_workspace(resumed: ResumedRun, store: Path, today: CodeRecord, run_sc
 
 def _conflict_error(run_folder: Path, names: tuple[str, ...], hint: str) -> UsageError:
     """Return the error for files that both the run and the user have changed."""
-    shown = ", ".join(names[:_MAX_NAMES])
+    list_of_names = ", ".join(names[:_MAX_NAMES])
     if len(names) > _MAX_NAMES:
-        shown += f" and {len(names) - _MAX_NAMES} more"
+        list_of_names += f" and {len(names) - _MAX_NAMES} more"
     return UsageError(
-        f"the run has changed what today's code has in another version: {shown}",
+        f"the run has changed what today's code has in another version: {list_of_names}",
         where=str(run_folder / WORKSPACE),
         hint=hint,
     )

@@ -78,6 +78,10 @@ _CODE = re.compile(
     r"\bExitCode=([0-9]{1,3}):|^ *[0-9]\S* +[A-Z_]{3,}(?: by [0-9]+)? +([0-9]{1,3}):", re.MULTILINE
 )
 """The exit code in the output of scontrol or sacct. In ``1:0`` the code is 1, and 0 is that of a signal."""
+_SCONTROL_FIELD = re.compile(
+    r"\b(?:JobId|ArrayJobId|ArrayTaskId|JobState|Reason|ExitCode|RunTime|StartTime|EndTime|NodeList)=\S+"
+)
+"""The fields in the output of scontrol that a status shows. There are dozens of others."""
 _WAITING_ROW = re.compile(
     r"^ *(?P<id>[0-9]\S*)  \S+ [A-Z_]+, \S+ nodes, elapsed \S+, start (?P<start>\S+)  \((?P<reason>.*)\) *$",
     re.MULTILINE,
@@ -197,10 +201,9 @@ class Slurm(System):
         if not is_of_scontrol:
             wait = _wait_info(output) if state == "waiting" else WaitInfo()
             return JobStatus(state=state, text=output, code=code, wait=wait)
-        shown = "JobId|ArrayJobId|ArrayTaskId|JobState|Reason|ExitCode|RunTime|StartTime|EndTime|NodeList"
         text = ""
         for row in output.splitlines():
-            fields = re.findall(rf"\b(?:{shown})=\S+", row)
+            fields = _SCONTROL_FIELD.findall(row)
             if fields:
                 text += " ".join(fields) + "\n"
         return JobStatus(state=state, text=text, code=code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -69,7 +70,7 @@ def dry_run(call: Any, project: Path, recipe: str, *options: str) -> str:
     )
     status, out, err = call("run", *SITE, *options, "--", "python3", "train.py")
     assert status == 0, err
-    return str(out.replace("\\\n", ""))
+    return re.sub(r"\\\n *", "", out)
 
 
 def test_model_of_the_hub_is_mounted_into_a_cache(call: Any, project: Path, monkeypatch: Any) -> None:
