@@ -1,7 +1,7 @@
 """Record one JSON object per verb for the site: `python docs/_ext/record_json.py FOLDER`.
 
 FOLDER has the standard output of each verb as NAME.json, with the command on the first line. The objects are
-shortened for reading, and written to docs/_ext/json_examples.json.
+shortened for reading, and replace those of the same commands in docs/_ext/json_examples.json; others stay.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ def shorten(value: Any) -> Any:
 
 
 def main(folder: Path) -> None:
-    """Write the examples of all files in `folder`."""
-    examples = {}
+    """Record the examples of all files in `folder`."""
+    target = Path(__file__).with_name("json_examples.json")
+    examples = json.loads(target.read_text(encoding="utf-8"))
     for path in sorted(folder.glob("*.json")):
         command, _, text = path.read_text(encoding="utf-8").partition("\n")
         examples[command] = shorten(json.loads(text))
-    target = Path(__file__).with_name("json_examples.json")
+    examples = dict(sorted(examples.items(), key=lambda item: (item[0].startswith("dist-"), item[0])))
     target.write_text(json.dumps(examples, indent=1) + "\n", encoding="utf-8")
 
 
