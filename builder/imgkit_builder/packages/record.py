@@ -70,8 +70,8 @@ class PackagesRecord:
     packages: tuple[AddedPackage, ...]
     modules: tuple[str, ...]
     """The names that a program imports, such as ``einops``."""
-    squashfs_sha256: str = ""
-    """Digest of the squashfs before the record. It is empty until the record is written."""
+    squashfs_sha256: str
+    """Digest of the squashfs before the record."""
 
     def command(self, image: str, file: str) -> str:
         """Return the `imgkit add` command that makes a file with the same packages as `file` for `image`."""
@@ -82,7 +82,7 @@ def image_digest(path: Path) -> str:
     """Return a digest that stands for the content of the image file `path`.
 
     It is the digest of the two ends of the file and of its size, so that a large file is not read as a whole.
-    Jobs compute the same digest with shell commands (`jobs.runtimes.base`) on machines without imgkit.
+    `digest_command` computes the same digest on machines without imgkit.
     """
     with files.open_regular(path) as stream:
         size = os.fstat(stream.fileno()).st_size
@@ -93,16 +93,19 @@ def image_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def append(path: Path, record: PackagesRecord) -> None:
-    """Append `record` to the file `path`, which is a squashfs, together with the digest of the squashfs."""
-    with files.open_regular(path) as stream:
-        digest = files.sha256(stream, 0, path.stat().st_size)
-    files.append_file(path, to_bytes(record, digest))
+def digest_command(variable: str) -> str:
+    """Return the shell command that prints ``image_digest`` of a file, and then ``  -``.
+
+    Parameters
+    ----------
+    variable : the shell's text for the path of the file, such as ``$image``.
+    """
+    ends = f'head -c {EDGE_BYTES} "{variable}"; tail -c {EDGE_BYTES} "{variable}"'
+    return f'{{ {ends}; stat -L -c %s "{variable}"; }} | sha256sum'
 
 
-def to_bytes(record: PackagesRecord, squashfs_sha256: str) -> bytes:
-    """Return the bytes to append to a squashfs that has the digest `squashfs_sha256`."""
-    record = dataclasses.replace(record, squashfs_sha256=squashfs_sha256)
+def to_bytes(record: PackagesRecord) -> bytes:
+    """Return the bytes to append to the squashfs that `record` describes."""
     values = json_text.seal({"schema": _SCHEMA, **dataclasses.asdict(record)})
     return files.make_trailer(json.dumps(values, indent=1).encode(), _MARK)
 
@@ -114,6 +117,11 @@ def is_packages(path: Path) -> bool:
             return files.has_trailer(stream, _MARK)
     except OSError:
         return False
+
+
+def has_mark(end: bytes) -> bool:
+    """Return whether `end`, the last bytes of a file, end with the mark of `imgkit add`."""
+    return end.endswith(_MARK)
 
 
 def read(path: Path) -> PackagesRecord:

@@ -259,7 +259,7 @@ def test_second_process_is_refused_and_a_killed_one_mended(folder: Path, tmp_pat
         folder / "wheels",
     ]
     with subprocess.Popen(argv, stderr=subprocess.DEVNULL) as first:
-        until(lambda: any(tmp_path.glob(".imgkit*sif*")))
+        until(lambda: any(tmp_path.glob(".packages.*/*/tmp")))
         assert "another imgkit process is writing this file" in run(*argv).stderr
         first.send_signal(signal.SIGKILL)
     assert not target.exists()
