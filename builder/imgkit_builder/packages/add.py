@@ -326,17 +326,11 @@ class _Steps:
         """
         output = b"".join(self._run("look"))
         digest_line, _, rest = output.partition(b"\n")
-        self._refuse_problem(digest_line.decode(errors="replace"))
+        self._refuse_problem(digest_line.decode())
         digest = digest_line.decode().split()[0]
         if not rest:
             return digest, None, 0
         size_line, _, end = rest.partition(b"\n")
-        if not record.has_mark(end):
-            raise UsageError(
-                "the file exists and is not one of imgkit add",
-                where=str(self.target),
-                hint=f"-o OTHER.sqsh, or: rm {shlex.quote(str(self.target))}",
-            )
         return digest, record.parse_end(end, str(self.target)), int(size_line)
 
     def install(self, report: Reporter, log: TextIO) -> tuple[dict[str, Any], str]:
@@ -391,7 +385,7 @@ class _Steps:
     def _run(self, step: str, *args: str, data: Iterable[bytes] = ()) -> Generator[bytes, None, None]:
         """Run a step of `machine.sh`, and yield its output."""
         settings = (
-            f"inside={INSIDE}",
+            f"inside={INSIDE} end_bytes={record.END_BYTES}",
             f'variables="{" ".join(PASSED)}"',
             f"digest_of_image() {{ {record.digest_command('$image')}; }}",
         )
@@ -400,14 +394,7 @@ class _Steps:
 
     def _refuse_problem(self, line: str) -> None:
         """Raise the error for a line of `machine.sh` that names a problem. Do nothing for any other line."""
-        if not line.startswith("problem "):
-            return
-        name = line.removeprefix("problem ")
-        if name == "no-runtime" and not self.machine.remote:
-            runtime.find_runtime()  # raises the error with the advice for this machine
-        error = failures.problem_error(name, image=self.image, target=self.target, remote=self.machine.remote)
-        if error is not None:
-            raise error
+        failures.refuse_problem(line, image=str(self.request.image), target=self.target)
 
     def _explain(self, error: ToolFailed, output: str, log: str) -> ImgkitError:
         """Return the error for a script that failed, after the container had printed `output`."""

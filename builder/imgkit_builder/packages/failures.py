@@ -32,38 +32,36 @@ _MOST_LINES = 12
 _FULL_DISK = re.compile(r"no space left on device|disk quota exceeded|file too large", re.IGNORECASE)
 
 
-def problem_error(name: str, *, image: Path, target: Path, remote: str) -> ImgkitError | None:
-    """Return the error for a line ``problem NAME`` of `machine.sh`. Return None if the name is unknown.
+_SIF_HINT = "imgkit sif IMAGE makes a .sif of an archive or an image"
+# The lines "problem NAME" of `machine.sh`: the error for each name, with its hint.
+_PROBLEMS = {
+    "no-image": (UsageError, "there is no such image", _SIF_HINT),
+    "no-sif": (UsageError, "this is no .sif", _SIF_HINT),
+    "no-folder": (UsageError, "there is no such folder", "mkdir -p {folder}"),
+    "closed": (UsageError, "you may not write in {folder}", "-o FILE.sqsh, in a folder of yours: -o {name}"),
+    "busy": (
+        UsageError,
+        "another imgkit process is writing this file",
+        "wait for it, or choose another name with -o",
+    ),
+    "no-runtime": (
+        ToolMissing,
+        "there is no singularity on PATH",
+        "a recipe with system.runtime, also for a remote: imgkit remote add ... --recipe X.yaml",
+    ),
+    "no-mksquashfs": (ToolMissing, "mksquashfs is not on this machine", squash.INSTALL),
+}
 
-    Parameters
-    ----------
-    remote : name of the remote with the image, or empty for this machine.
-    """
-    folder = target.parent
-    machine = remote or "this machine"
-    install = f"ask the site for one on {remote}" if remote else squash.INSTALL
-    sif_hint = "imgkit sif IMAGE makes a .sif of an archive or an image"
-    errors: dict[str, ImgkitError] = {
-        "no-image": UsageError("there is no such image", where=str(image), hint=sif_hint),
-        "no-sif": UsageError("this is no .sif", where=str(image), hint=sif_hint),
-        "no-folder": UsageError("there is no such folder", where=str(target), hint=f"mkdir -p {folder}"),
-        "closed": UsageError(
-            f"you may not write in {folder}",
-            where=str(target),
-            hint=f"-o FILE.sqsh, in a folder of yours: -o {target.name}",
-        ),
-        "busy": UsageError(
-            "another imgkit process is writing this file",
-            where=str(target),
-            hint="wait for it, or choose another name with -o",
-        ),
-        "no-runtime": ToolMissing(
-            f"{machine} has no singularity on PATH",
-            hint="a recipe for the remote, with system.runtime: imgkit remote add ... --recipe X.yaml",
-        ),
-        "no-mksquashfs": ToolMissing(f"mksquashfs is not on {machine}", hint=install),
-    }
-    return errors.get(name)
+
+def refuse_problem(line: str, *, image: str, target: Path) -> None:
+    """Raise the error for a line ``problem NAME`` of `machine.sh`. Do nothing for any other line."""
+    name = line.removeprefix("problem ")
+    if name == line or name not in _PROBLEMS:
+        return
+    kind, message, hint = _PROBLEMS[name]
+    values = {"folder": target.parent, "name": target.name}
+    where = image if hint == _SIF_HINT else str(target)
+    raise kind(message.format(**values), where=where, hint=hint.format(**values))
 
 
 def explain_crash(

@@ -11,7 +11,7 @@
 # files are in one hidden folder beside the target. Each command has its own folder TOKEN in it.
 #
 # add.py sets $inside, the path of the folder TOKEN in the container, $variables, the names of those that pip
-# gets, and the function digest_of_image.
+# gets, $end_bytes, the size of the end of a file, and the function digest_of_image.
 mask=$(umask)
 umask 077
 step=$1 image=$2 target=$3 token=$4
@@ -60,7 +60,7 @@ look)
     digest_of_image
     if [ -e "$target" ]; then
         stat -L -c %s -- "$target"
-        tail -c 1048576 -- "$target" || exit 1
+        tail -c "$end_bytes" -- "$target" || exit 1
     fi
     ;;
 install)

@@ -20,8 +20,6 @@ from imgkit_builder.packages import add, record
 from imgkit_builder.packages.add import AddRequest, Machine
 from imgkit_builder.packages.record import PackagesRecord
 
-# Bytes at the end of a file that are read from the remote to find the record in them.
-_END_BYTES = 1 << 20
 # Write the standard input into a new file, whose path is the argument. It gets its name when it is complete.
 _WRITE = 'umask 077; cat > "$1.part" && mv -f -- "$1.part" "$1"\n'
 
@@ -94,7 +92,7 @@ def _bring_file(
         return b"".join(connection.stream(script, {}, args=args, data=data))
 
     if not Path(path).exists():
-        end = run_script('tail -c "$2" -- "$1"\n', (path, str(_END_BYTES)))
+        end = run_script('tail -c "$2" -- "$1"\n', (path, str(record.END_BYTES)))
         return path, record.parse_end(end, path)
     stored = record.read(Path(path))
     target = f"{folder}/{stored.squashfs_sha256}.sqsh"

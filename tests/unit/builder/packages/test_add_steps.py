@@ -148,7 +148,7 @@ def test_machine_without_mksquashfs_is_refused(there: Path) -> None:
         return add.this_machine().run(script.replace("command -v mksquashfs", "false"), args, data)
 
     machine = dataclasses.replace(add.this_machine(), run=run, remote="far")
-    with pytest.raises(ToolMissing, match="mksquashfs is not on far"):
+    with pytest.raises(ToolMissing, match="mksquashfs is not on this machine"):
         add.add(AddRequest(requirements=("lib",), image=there / "x.sif"), machine=machine)
 
 

@@ -63,7 +63,7 @@ def test_silent_scheduler_keeps_all_images_of_jobs() -> None:
 
 @pytest.mark.usefixtures("ssh")
 def test_packages_go_and_stay_with_their_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An old image goes with the packages beside it; those that a waiting job mounts stay with their image."""
+    """An old image goes with its packages. Those that a waiting job mounts stay with their image."""
     store = tmp_path / "store"
     unused_image = store / IMAGE
     needed_image = store / f"images/{'c' * 64}-{'d' * 12}"
