@@ -20,7 +20,7 @@ from imgkit_entrypoints.errors import ImgkitError, ToolFailed, ToolMissing, Usag
 
 _NO_NETWORK = re.compile(
     r"NewConnectionError|Temporary failure in name resolution|ConnectTimeout|ReadTimeoutError|ProxyError"
-    r"|Connection (?:timed out|refused)|Network is unreachable|SSLError"
+    r"|dns error|Connection (?:timed out|refused)|Network is unreachable|SSLError"
 )
 # "The user requested (constraint) numpy==1.26.4": a package of the image stands in the way.
 _CONSTRAINT = re.compile(r"\(constraint\) ([A-Za-z0-9._-]+)==(\S+)")
