@@ -354,11 +354,10 @@ class _Steps:
         output: collections.deque[str] = collections.deque(maxlen=process.KEPT_LINES)
         try:
             for line in _split_lines(self._run("install", *args, data=members.tar_chunks(tar))):
-                if answer_lines:
+                if answer_lines or line == self.token:
                     answer_lines.append(line)
-                elif line == self.token:
-                    answer_lines = [line]
-                    report.stage("squash")
+                    if line.startswith("{") and not line.startswith('{"failure"'):
+                        report.stage("squash")
                 else:
                     self._refuse_problem(line)
                     output.append(line)
@@ -366,11 +365,13 @@ class _Steps:
                     report.line(secret_patterns.mask_secrets(line))
         except ToolFailed as error:
             raise self._explain(error, "\n".join(output), log.name) from error
-        # The token, the digest of the squashfs if there is one, and the answer.
-        answer: dict[str, Any] = json_text.parse(answer_lines[-1])
-        if "failure" in answer:
-            return answer, ""
-        return answer, answer_lines[1].split()[0]
+        # The token, the answer, and the digest of the squashfs if there is one: "DIGEST  -".
+        try:
+            answer: dict[str, Any] = json_text.parse(answer_lines[1])
+        except (IndexError, ValueError) as error:
+            message = f"the answer of the image cannot be read: {error}"
+            raise ToolFailed(message, where=str(self.image), hint=f"full log: {log.name}") from error
+        return answer, "".join(answer_lines[2:]).partition(" ")[0]
 
     def publish(self, added: PackagesRecord) -> int:
         """Append the record to the squashfs, give the file its name, and return its size in bytes."""

@@ -112,6 +112,8 @@ install)
     wait "$container" || fail "$program failed with exit code $?"
     echo
     echo "$token"
+    cat "$work/answer.json"
+    echo
     if ! grep -q '^{"failure"' "$work/answer.json"; then
         set -- "$work/root" "$work/out" -noappend -no-progress -all-root -no-xattrs -processors 4 -mem 512M
         umask "$mask" # others may read the file
@@ -121,7 +123,6 @@ install)
             fail "mksquashfs failed: $(tail -n 5 "$work/log")"
         sha256sum < "$work/out"
     fi
-    cat "$work/answer.json"
     kill -9 "$watcher"
     if [ -e "$work/out" ]; then trap - EXIT; fi
     ;;

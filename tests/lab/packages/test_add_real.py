@@ -241,6 +241,16 @@ def test_package_that_does_not_fit_is_refused(folder: Path, package: str, messag
     assert message in refused(folder, package)
 
 
+@pytest.mark.qemu
+def test_pip_of_an_arm64_image_runs_under_qemu(standin_arm64_notorch: str, tmp_path: Path) -> None:
+    write_wheel(tmp_path, "plain", "1.0")
+    image = tmp_path / "arm.sif"
+    imgkit_json("sif", standin_arm64_notorch, "--no-test", "-o", image)
+    added = imgkit_json("add", "plain", "--image", image, "--wheels", tmp_path)
+    assert added["record"]["arch"] == "arm64"
+    assert [package["name"] for package in added["record"]["packages"]] == ["plain"]
+
+
 def test_image_without_pip_is_refused(folder: Path) -> None:
     hidden = {"SINGULARITY_BIND": "/var/empty:/usr/lib/python3/dist-packages/pip"}
     Path("/var/empty").mkdir(exist_ok=True)
