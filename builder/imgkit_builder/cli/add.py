@@ -11,7 +11,7 @@ from imgkit_builder.cli.jobs import may_ask
 from imgkit_builder.cli.options import GroupedCommand
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.packages import add
-from imgkit_builder.packages.add import AddRequest, Machine
+from imgkit_builder.packages.add import AddRequest, ImageMachine
 
 COMMAND_CLASSES = {"add": GroupedCommand}
 
@@ -58,19 +58,21 @@ def verb_add(
     print_result({**data, "record": record, "exec": added.exec_line}, *lines, as_json=as_json)
 
 
-def _remote_machine(name: str) -> Machine | None:
+def _remote_machine(name: str) -> ImageMachine | None:
     """Return the remote `name`, with the runtime of its recipe. Return None for this machine."""
     if name in ("", HERE):
         return None
+    from imgkit_builder.jobs import runtimes
     from imgkit_builder.jobs.remote import config, connection, packages
     from imgkit_builder.recipe import targets
 
     remote = config.get_remote(name)
-    program = "singularity"
+    runtime = runtimes.get_runtime("singularity")
+    program: str = runtime.kind
     modules: tuple[str, ...] = ()
     if remote.recipe:
         facts = targets.load_target(remote.recipe).system.runtime
-        if facts.kind == "singularity":
+        if facts.kind == runtime.kind:
             program = facts.command
             modules = facts.modules
     login = connection.connect(remote, ask=may_ask())

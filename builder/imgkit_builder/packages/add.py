@@ -122,7 +122,7 @@ class Added:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class ImageMachine:
     """The machine that has the image: this one, or a remote."""
 
     run: ScriptRunner
@@ -134,21 +134,21 @@ class Machine:
     """Name of the remote, or empty for this machine."""
 
 
-def this_machine() -> Machine:
+def this_machine() -> ImageMachine:
     """Return this machine, with the first runtime on PATH."""
 
     def run_script(script: str, args: Sequence[str], data: Iterable[bytes]) -> Generator[bytes, None, None]:
         return process.filter_through(("sh", "-c", script, "sh", *args), data, hold=True)
 
     installed = [name for name in runtime.COMMANDS if shutil.which(name)]
-    return Machine(run=run_script, program=(*installed, *runtime.COMMANDS)[0])
+    return ImageMachine(run=run_script, program=(*installed, *runtime.COMMANDS)[0])
 
 
 def add(
     request: AddRequest,
     report: Reporter = SILENT,
     *,
-    machine: Machine | None = None,
+    machine: ImageMachine | None = None,
     image_id: str = "",
 ) -> Added:
     """Install the packages of `request` into a new file, and return a description of the file.
@@ -213,7 +213,7 @@ def add(
     return Added(path=target, image=image, size_bytes=size_bytes, record=added, up_to_date=False)
 
 
-def _image_path(request: AddRequest, machine: Machine | None) -> Path:
+def _image_path(request: AddRequest, machine: ImageMachine | None) -> Path:
     """Return the absolute path of the image. Raise UsageError if none is named."""
     if request.image is None:
         packages = ", ".join(request.requirements) or "PACKAGE"
@@ -311,7 +311,7 @@ class _Steps:
     """The steps of `machine.sh` for one call of `add`. Each of them is a script on the machine."""
 
     request: AddRequest
-    machine: Machine
+    machine: ImageMachine
     image: Path
     target: Path
     token: str

@@ -47,7 +47,7 @@ _PROBLEMS = {
     "no-runtime": (
         ToolMissing,
         "there is no singularity on PATH",
-        "a recipe with system.runtime, also for a remote: imgkit remote add ... --recipe X.yaml",
+        "module load singularity or apptainer; on a remote: a recipe with system.runtime.modules",
     ),
     "no-mksquashfs": (ToolMissing, "mksquashfs is not on this machine", squash.INSTALL),
 }

@@ -17,14 +17,14 @@ from imgkit_builder.jobs.remote.connection import FIND_PROGRAM, Connection
 from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.jobs.runtimes.base import Runner
 from imgkit_builder.packages import add, record
-from imgkit_builder.packages.add import AddRequest, Machine
+from imgkit_builder.packages.add import AddRequest, ImageMachine
 from imgkit_builder.packages.record import PackagesRecord
 
 # Write the standard input into a new file, whose path is the argument. It gets its name when it is complete.
 _WRITE = 'umask 077; cat > "$1.part" && mv -f -- "$1.part" "$1"\n'
 
 
-def machine_of(connection: Connection, program: str, modules: Sequence[str] = ()) -> Machine:
+def machine_of(connection: Connection, program: str, modules: Sequence[str] = ()) -> ImageMachine:
     """Return the remote as the machine on which `add.add` runs pip.
 
     Parameters
@@ -37,7 +37,9 @@ def machine_of(connection: Connection, program: str, modules: Sequence[str] = ()
         values = {"program": program}
         return connection.stream(FIND_PROGRAM + script, values, args=args, data=data, hold=True)
 
-    return Machine(run=run_script, program=program, modules=tuple(modules), remote=connection.remote.name)
+    return ImageMachine(
+        run=run_script, program=program, modules=tuple(modules), remote=connection.remote.name
+    )
 
 
 def bring(job: Job, image_id: str, connection: Connection, run: Runner, report: Reporter) -> Job:
