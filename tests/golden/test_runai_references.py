@@ -58,8 +58,9 @@ def unknown(argv: Sequence[str], name: str) -> Iterator[str]:
 def of_client() -> Iterator[tuple[str, str]]:
     for file in JOBS:
         args = shlex.split(file.read_text(encoding="utf-8"))
-        if "--client" in args:
-            for name in REFERENCES[args[args.index("--client") + 1]]:
+        form = args[args.index("--format") + 1] if "--format" in args else ""
+        if form.startswith("runai-"):
+            for name in REFERENCES[form.removeprefix("runai-")]:
                 yield file.stem, name
 
 
@@ -76,14 +77,14 @@ def test_submission_has_options_of_the_reference_alone(case: str, name: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("client", "name"), [(client, name) for client in ("v1", "v2") for name in REFERENCES[client]]
+    ("form", "name"), [(f"runai-{client}", name) for client in ("v1", "v2") for name in REFERENCES[client]]
 )
 @pytest.mark.parametrize("nodes", ["1", "2"])
 def test_job_is_followed_by_commands_of_the_reference(
-    client: Literal["v1", "v2"], name: str, nodes: str
+    form: Literal["runai-v1", "runai-v2"], name: str, nodes: str
 ) -> None:
     request = JobRequest.of(
-        command=("dist-pi",), nodes=nodes, image="r/x:1", system_flags=(pods.PodFlags(client=client),)
+        command=("dist-pi",), nodes=nodes, image="r/x:1", system_flags=(pods.PodFlags(format=form),)
     )
     job = resolve_job(load_target("rcp"), request)
     record = queued_job(id="rcp", system="runai", name="rcp", queue="me", kind=runai.script(job).kind)
@@ -95,17 +96,17 @@ def test_job_is_followed_by_commands_of_the_reference(
 
 
 @pytest.mark.parametrize(
-    ("client", "name"), [(client, name) for client in ("v1", "v2") for name in REFERENCES[client]]
+    ("form", "name"), [(f"runai-{client}", name) for client in ("v1", "v2") for name in REFERENCES[client]]
 )
 @pytest.mark.parametrize("nodes", ["1", "2"])
 def test_pods_with_a_store_run_under_the_user_s_ids(
-    client: Literal["v1", "v2"], name: str, nodes: str
+    form: Literal["runai-v1", "runai-v2"], name: str, nodes: str
 ) -> None:
     request = JobRequest.of(
         command=("python", "train.py"),
         nodes=nodes,
         image="r/x:1",
-        system_flags=(pods.PodFlags(client=client),),
+        system_flags=(pods.PodFlags(format=form),),
     )
     remote = Remote(name="mlo", address="far", recipe="mlo", pvc="mlo-scratch:/mloscratch")
     early = volume.provisional_job("", request, remote)

@@ -120,7 +120,6 @@ WRITERS = {
     "builder/imgkit_builder/image/members.py": OWN_FOLDER,
     "builder/imgkit_builder/lock/inside.py": IN_BASE,
     "builder/imgkit_builder/packages/inside.py": IN_BASE,
-    "builder/imgkit_builder/packages/add.py": OWN_FOLDER,
     "builder/imgkit_builder/jobs/remote/rsync_shell.py": OWN_FOLDER,
     "builder/imgkit_builder/sif/frame.py": "changes a part file, and makes none",
     "builder/imgkit_builder/sif/namespace.py": KERNEL,

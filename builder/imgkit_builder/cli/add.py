@@ -6,11 +6,12 @@ import dataclasses
 
 import typer
 
-from imgkit_builder.cli.common import JSON, MB, VERBOSE, exit_on_sigterm, print_result
+from imgkit_builder.cli.common import HERE, JSON, MB, VERBOSE, exit_on_sigterm, print_result
+from imgkit_builder.cli.jobs import may_ask
 from imgkit_builder.cli.options import GroupedCommand
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.packages import add
-from imgkit_builder.packages.add import AddRequest
+from imgkit_builder.packages.add import AddRequest, ImageMachine
 
 COMMAND_CLASSES = {"add": GroupedCommand}
 
@@ -20,6 +21,9 @@ def verb_add(
         None, metavar="PACKAGE...", help="Requirements, as for pip: einops, 'omegaconf>=2.3'."
     ),
     *,
+    on: str = typer.Option(
+        "", metavar="NAME", help="The remote with the image, by its path there (imgkit remote list)."
+    ),
     options: AddRequest,
     as_json: bool = JSON,
     verbose: bool = VERBOSE,
@@ -36,18 +40,41 @@ def verb_add(
       imgkit run --image pytorch.sif --packages pytorch+2.sqsh -- dist-run train.py
       imgkit add -r requirements.txt --image pytorch.sif -o extra.sqsh
       imgkit add einops --image pytorch.sif --wheels wheels     (without a network)
+      imgkit add einops --on mn5 --image /appl/ai/pytorch.sif
     """
     request = dataclasses.replace(options, requirements=tuple(packages or ()))
     with exit_on_sigterm(), reporter(as_json=as_json, verbose=verbose) as report:
-        added = add.add(request, report)
+        added = add.add(request, report, machine=_remote_machine(on))
     names = ", ".join(f"{package.name} {package.version}" for package in added.record.packages)
     state = "  up to date" if added.up_to_date else ""
     lines = [
         f"{added.path}  {added.size_bytes / MB:.1f} MB{state}",
         f"packages  {names or 'none: the image has all of them'}",
-        f"next:  imgkit run ... --packages {added.path}",
+        f"next:  imgkit run ...{f' --on {on}' if on else ''} --packages {added.path}",
         f"by hand:  {added.exec_line}",
     ]
     data = {"file": added.path, "size_bytes": added.size_bytes, "up_to_date": added.up_to_date}
     record = dataclasses.asdict(added.record)
     print_result({**data, "record": record, "exec": added.exec_line}, *lines, as_json=as_json)
+
+
+def _remote_machine(name: str) -> ImageMachine | None:
+    """Return the remote `name`, with the runtime of its recipe. Return None for this machine."""
+    if name in ("", HERE):
+        return None
+    from imgkit_builder.jobs import runtimes
+    from imgkit_builder.jobs.remote import config, connection, packages
+    from imgkit_builder.recipe import targets
+
+    remote = config.get_remote(name)
+    runtime = runtimes.get_runtime("singularity")
+    program: str = runtime.kind
+    modules: tuple[str, ...] = ()
+    if remote.recipe:
+        facts = targets.load_target(remote.recipe).system.runtime
+        if facts.kind == runtime.kind:
+            program = facts.command
+            modules = facts.modules
+    login = connection.connect(remote, ask=may_ask())
+    login.login()
+    return packages.machine_of(login, program, modules)

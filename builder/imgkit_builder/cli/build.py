@@ -13,10 +13,10 @@ from imgkit_builder.base.flags import flags_in, option_field
 from imgkit_builder.cli.common import (
     JSON,
     MB,
+    RECIPE,
     VERBOSE,
     exit_on_sigterm,
     flag_option,
-    name_argument,
     print_result,
     with_leave,
 )
@@ -58,7 +58,7 @@ NOT_WITH = {
 
 
 def verb_build(
-    recipe: str = name_argument("RECIPE|FILE", "A shipped recipe (imgkit list) or a .yaml file."),
+    recipe: str = RECIPE,
     *,
     options: BuildOptions,
     dry_run: bool = flag_option(

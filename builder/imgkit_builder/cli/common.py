@@ -60,6 +60,9 @@ def flag_option(name: str, help: str) -> Any:
     return typer.Option(False, name, help=help)
 
 
+RECIPE: str = name_argument("RECIPE|FILE", "A shipped recipe (imgkit list) or a .yaml file.")
+JOB_ID: str = typer.Argument(metavar="ID")
+LAST_JOB_ID: str = typer.Argument("", metavar="[ID]", help="Job id (default: the job submitted last).")
 JSON: bool = flag_option("--json", "Print one JSON object on stdout, progress as JSON lines on stderr.")
 UNPACK_LIMIT: float | None = typer.Option(
     None,

@@ -61,7 +61,7 @@ def verb_shell(
         metavar="/DIR",
         help="Folder of the container in which the shell starts (default: the recipe's image.workdir).",
     ),
-    dry_run: bool = typer.Option(False, "--dry-run", help="Print the command, then exit."),
+    dry_run: bool = flag_option("--dry-run", "Print the command, then exit."),
     verbose: bool = typer.Option(
         False, "--verbose", "-v", help="First print information about the image, or with --job the command."
     ),

@@ -16,7 +16,7 @@ import typer
 
 from imgkit_builder.base import process
 from imgkit_builder.base.process import INTERRUPTED, Finished
-from imgkit_builder.cli.common import JSON, flag_option, print_result
+from imgkit_builder.cli.common import JOB_ID, JSON, LAST_JOB_ID, flag_option, print_result
 from imgkit_builder.cli.runs import job_data, jobs_table
 from imgkit_builder.jobs import history, quoting, records, systems
 from imgkit_builder.jobs.history import JobReport, WaitLog
@@ -248,7 +248,7 @@ def _show_local_output(record: SubmittedJob, run: Callable[[Sequence[str]], Fini
 
 
 def verb_logs(
-    job_id: str = typer.Argument("", metavar="[ID]", help="Job id (default: the job submitted last)."),
+    job_id: str = LAST_JOB_ID,
     as_json: bool = flag_option("--json", "Print the command as one JSON object and run nothing."),
 ) -> None:
     """Follow a job's output until the job ends. Ctrl-C stops following; the job continues.
@@ -285,7 +285,7 @@ def last_job_id() -> str:
 
 
 def verb_wait(
-    job_id: str = typer.Argument(metavar="ID"),
+    job_id: str = JOB_ID,
     timeout: str = typer.Option("", metavar="TIME", help="Time to wait, for example 90m or 2h."),
     as_json: bool = JSON,
 ) -> None:
@@ -321,7 +321,7 @@ def verb_wait(
 
 
 def verb_cancel(
-    job_id: str = typer.Argument(metavar="ID"),
+    job_id: str = JOB_ID,
     as_json: bool = JSON,
 ) -> None:
     """End a job.

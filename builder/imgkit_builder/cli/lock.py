@@ -15,10 +15,10 @@ from imgkit_builder import engine as engines
 from imgkit_builder.base.flags import option_field
 from imgkit_builder.cli.common import (
     JSON,
+    RECIPE,
     VERBOSE,
     exit_on_sigterm,
     flag_option,
-    name_argument,
     print_result,
 )
 from imgkit_builder.cli.progress import reporter
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 def verb_lock(
-    recipe: str = name_argument("RECIPE|FILE", "A shipped recipe (imgkit list) or a .yaml file."),
+    recipe: str = RECIPE,
     packages: list[str] = typer.Argument(
         None, metavar="[PACKAGE]...", help="With --upgrade: upgrade only these packages."
     ),
@@ -53,7 +53,7 @@ def verb_lock(
     check: bool = flag_option(
         "--check", "Only check whether the lock fits the recipe; exit code 1 if it does not."
     ),
-    dry_run: bool = typer.Option(False, "--dry-run", help="Resolve, print the changes, then exit."),
+    dry_run: bool = flag_option("--dry-run", "Resolve, print the changes, then exit."),
     as_json: bool = JSON,
     verbose: bool = VERBOSE,
 ) -> None:

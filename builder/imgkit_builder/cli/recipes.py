@@ -13,6 +13,7 @@ import typer
 from imgkit_builder.base import files
 from imgkit_builder.cli.common import (
     JSON,
+    RECIPE,
     error_data,
     flag_option,
     format_columns,
@@ -240,7 +241,7 @@ def _problems_to_dicts(error: UsageError) -> list[dict[str, Any]]:
 
 
 def verb_render(
-    recipe: str = name_argument("RECIPE|FILE", "A shipped recipe (imgkit list) or a .yaml file."),
+    recipe: str = RECIPE,
     form: Literal["dockerfile", "def"] = typer.Option(
         "dockerfile",
         "--format",
@@ -258,7 +259,7 @@ def verb_render(
         None, "--context", metavar="FILE", help="Also write the build context, a tar of all copied files."
     ),
     build_args: list[str] = field_option(BuildRequest, "build_args"),
-    no_lock: bool = typer.Option(False, "--no-lock", help="Ignore the recipe's lock."),
+    no_lock: bool = flag_option("--no-lock", "Ignore the recipe's lock."),
     large: bool = field_option(BuildRequest, "large"),
 ) -> None:
     """Print the Dockerfile or definition file of a recipe.

@@ -9,7 +9,7 @@ from pathlib import Path
 import typer
 
 from imgkit_builder.base.sizes import size_text
-from imgkit_builder.cli.common import HERE, JSON, format_columns, print_result
+from imgkit_builder.cli.common import HERE, JSON, flag_option, format_columns, print_result
 from imgkit_builder.cli.jobs import connect_to
 from imgkit_builder.jobs import quoting
 from imgkit_builder.jobs.remote import config, connection
@@ -59,7 +59,7 @@ def add(
         metavar="/PATH",
         help="With --pvc: the volume's root on the remote (default: the mount point above DIR).",
     ),
-    replace: bool = typer.Option(False, "--replace", help="Replace a remote of that name."),
+    replace: bool = flag_option("--replace", "Replace a remote of that name."),
     as_json: bool = JSON,
 ) -> None:
     """Register a cluster; no connection is made.
@@ -134,7 +134,7 @@ def gc(
     days: int = typer.Option(
         30, metavar="N", min=1, max=36500, help="Keep what was used in the last N days."
     ),
-    delete: bool = typer.Option(False, "--delete", help="Remove what is unused instead of listing it."),
+    delete: bool = flag_option("--delete", "Remove what is unused instead of listing it."),
     as_json: bool = JSON,
 ) -> None:
     """List unused images, code and data on a remote; --delete removes them.

@@ -16,6 +16,7 @@ from imgkit_builder.base.flags import USUAL, option_field
 from imgkit_builder.cli.common import (
     HERE,
     JSON,
+    LAST_JOB_ID,
     exit_on_sigterm,
     flag_option,
     name_argument,
@@ -479,7 +480,7 @@ def _run_on_hosts(script: Script) -> int:
 
 
 def verb_fetch(
-    job_id: str = typer.Argument("", metavar="[ID]", help="Job id (default: the job submitted last)."),
+    job_id: str = LAST_JOB_ID,
     output: Path | None = output_option("DIR", "Folder for the run's files (default: runs/NAME-ID here)."),
     checkpoints: bool = flag_option("--checkpoints", "Also fetch the checkpoints of a training."),
     as_json: bool = JSON,

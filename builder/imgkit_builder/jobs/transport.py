@@ -301,7 +301,7 @@ class Ssh(Transport):
         _report_left_out(prepared.code, source.sif, remote_image, report)
         report.stage(f"submit to {self.name}")
         job = source.job_on_remote(self.store.home, image_path)
-        job = packages.bring(job, image_id, self.run, self.run_script, report)
+        job = packages.bring(job, image_id, self.connection, self.run, report)
         return dataclasses.replace(prepared, job=job, image_id=image_id)
 
     def with_data(self, prepared: PreparedJob, report: Reporter) -> Job:

@@ -1,51 +1,57 @@
 """Make a squashfs with packages beside a .sif.
 
-pip runs in the image, as the user who calls imgkit, and installs into a folder of this machine. The folder
-becomes a squashfs, with a record of the packages at its end. Jobs mount the squashfs into the image; the .sif
-itself does not change.
+pip runs in the image, as the user who calls imgkit, and installs into a folder of the machine that has the
+image. The folder becomes a squashfs, with a record of the packages at its end. Jobs mount the squashfs into
+the image; the .sif itself does not change.
+
+All of this is done by `machine.sh`, which runs on this machine or, over ssh, on a remote.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import collections
 import importlib.resources
 import json
-import os
+import secrets
 import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from imgkit_builder.base import files, process
+from imgkit_builder.base import process
 from imgkit_builder.base.flags import option_field
 from imgkit_builder.base.progress import SILENT, Reporter
-from imgkit_builder.oci.platform import arch_of, host_arch
+from imgkit_builder.image import members
+from imgkit_builder.image.members import Code, TarMember
+from imgkit_builder.oci.platform import arch_of
 from imgkit_builder.packages import failures, record
 from imgkit_builder.packages.record import AddedPackage, PackagesRecord
 from imgkit_builder.recipe.requirements import PROTECTED
 from imgkit_builder.sif import image as sif_image
-from imgkit_builder.sif import mksquashfs, runtime, squash
-from imgkit_builder.sif.workspace import tmp_base, workspace
+from imgkit_builder.sif import runtime
 from imgkit_entrypoints import __version__, json_text, secret_patterns
-from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
+from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
 
 INSIDE = "/run/imgkit/add"
-"""Path in the container of the folder with ``inside.py``, its order and its answer."""
-PROGRAM = "inside.py"
-CERTIFICATES = f"{INSIDE}.pem"
-"""Path in the container of this machine's certificates, if a variable names some. ``inside.py`` uses them."""
+"""Path in the container of the folder with ``inside.py``, its order, what pip reads, and its answer."""
 PASSED = (
     *("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
     *("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_TRUSTED_HOST"),
 )
-"""Variables of this machine that pip in the image gets. The others do not fit an image, for example paths."""
-# Variables that name a file of certificates, in the order in which they are asked.
-_CERTIFICATES = ("PIP_CERT", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE")
+"""Variables of the machine that pip in the image gets. The others do not fit an image, for example paths."""
 # Files and folders of a project that are not part of its source: version control, environments, earlier
 # builds, runs and images.
-_NOT_COPIED = (".git", ".venv", "venv", "__pycache__", "build", "dist", "runs", "*.sif", "*.sqsh", "*.tar")
+_NOT_SENT = (".git", ".venv", "venv", "__pycache__", "build", "dist", "runs", "*.sif", "*.sqsh", "*.tar")
+# What a remote gets of the folder of a requirements file: "-r base.txt" in the file names one beside it.
+_REQUIREMENTS_FILES = ("*.txt", "*.in")
+
+ScriptRunner = Callable[[str, Sequence[str], Iterable[bytes]], Generator[bytes, None, None]]
+"""A function that runs a script of sh with arguments and a standard input, and yields the script's output.
+
+The standard input stays open after its last byte until the script ends.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,53 +121,100 @@ class Added:
         return f"singularity exec --bind {bind} {variables} {shlex.quote(str(self.image))} python3 ..."
 
 
-def add(request: AddRequest, report: Reporter = SILENT) -> Added:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageMachine:
+    """The machine that has the image: this one, or a remote."""
+
+    run: ScriptRunner
+    program: str
+    """Name or path of the runtime's program there, such as ``apptainer``."""
+    modules: tuple[str, ...] = ()
+    """Environment modules that the program needs."""
+    remote: str = ""
+    """Name of the remote, or empty for this machine."""
+
+
+def this_machine() -> ImageMachine:
+    """Return this machine, with the first runtime on PATH."""
+
+    def run_script(script: str, args: Sequence[str], data: Iterable[bytes]) -> Generator[bytes, None, None]:
+        return process.filter_through(("sh", "-c", script, "sh", *args), data, hold=True)
+
+    installed = [name for name in runtime.COMMANDS if shutil.which(name)]
+    return ImageMachine(run=run_script, program=(*installed, *runtime.COMMANDS)[0])
+
+
+def add(
+    request: AddRequest,
+    report: Reporter = SILENT,
+    *,
+    machine: ImageMachine | None = None,
+    image_id: str = "",
+) -> Added:
     """Install the packages of `request` into a new file, and return a description of the file.
 
     The file is complete when it gets its name. If an error is raised, an earlier file stays as it was.
     Nothing is installed if the file was made by an equal request for the same image, unless the request reads
     files.
 
+    Parameters
+    ----------
+    machine : the machine that has the image. None: this machine.
+    image_id : the id of the image, if it is known. That of an image on this machine is read from the image.
+
     Raises
     ------
     UsageError : the request is not valid, does not fit the image, or the file cannot be written.
     ToolMissing : there is no Singularity or no mksquashfs.
-    ToolFailed : pip or mksquashfs failed, or the disk is full.
+    ToolFailed : pip or mksquashfs failed, the disk is full, or a remote cannot be reached.
     """
-    image = _check_image(request)
+    image = _image_path(request, machine)
     _check_requirements(request)
-    target = _target(request, image)
-    digest = record.image_digest(image)
-    existing = _read_existing(target, request)
-    if existing is not None and existing.image_digest == digest and not request.reads_files:
-        return _added(target, image, existing, up_to_date=True)
-    _refuse_foreign_arch(request, image)
-    with workspace(target, tmp_base(target, None)) as work, runtime.log_file(target.stem) as log:
+    target = _target_path(request, image)
+    if machine is None:
+        machine = this_machine()
+        if sif_image.is_sif(image):
+            sif = sif_image.read(image)
+            # `record.refuse_unfit` also accepts an image by its id. A .sif that imgkit packed again from the
+            # same image has another digest, but the same id.
+            image_id = sif.record.image_id if sif.record else ""
+    steps = _Steps(request=request, machine=machine, image=image, target=target, token=secrets.token_hex(8))
+    digest, existing, size_bytes = steps.look()
+    if existing is not None:
+        _refuse_other_packages(existing, request, target)
+        if existing.image_digest == digest and not request.reads_files:
+            return Added(path=target, image=image, size_bytes=size_bytes, record=existing, up_to_date=True)
+    with runtime.log_file(target.stem) as log:
         report.stage(f"pip in {image.name}")
-        answer = _run_inside(image, work.folder, _write_order(request, work.folder), report, log)
+        answer, squashfs_sha256 = steps.install(report, log)
         if "failure" in answer:
-            raise failures.explain(answer, image=image, requirements=request.requirements, log=log.name)
-        report.stage("squash")
-        _squash(work.folder / "root", work.part)
-        added = new_record(request, image.name, digest, answer)
-        # `record.refuse_unfit` also accepts an image by its id. A .sif that imgkit packed again from the same
-        # image has another digest, but the same id.
-        sif = sif_image.read(image)
-        if sif.record is not None:
-            added = dataclasses.replace(added, image_id=sif.record.image_id)
-        record.append(work.part, added)
-        files.publish_file(work.part, target)
-    return _added(target, image, added, up_to_date=False)
+            raise failures.explain(
+                answer,
+                image=image,
+                target=target,
+                requirements=request.requirements,
+                log=log.name,
+                remote=machine.remote,
+            )
+    packages = [AddedPackage(**package) for package in answer["packages"]]
+    added = PackagesRecord(
+        imgkit=__version__,
+        image=image.name,
+        image_digest=digest,
+        image_id=image_id,
+        arch=arch_of(answer["machine"]),
+        python=answer["python"],
+        arguments=request.arguments,
+        packages=tuple(sorted(packages, key=lambda package: package.name.lower())),
+        modules=tuple(sorted(set(answer["modules"]))),
+        squashfs_sha256=squashfs_sha256,
+    )
+    size_bytes = steps.publish(added)
+    return Added(path=target, image=image, size_bytes=size_bytes, record=added, up_to_date=False)
 
 
-def _added(path: Path, image: Path, stored: PackagesRecord, *, up_to_date: bool) -> Added:
-    """Return the result of `add` for the file `path`, which exists."""
-    size_bytes = path.stat().st_size
-    return Added(path=path, image=image, size_bytes=size_bytes, record=stored, up_to_date=up_to_date)
-
-
-def _check_image(request: AddRequest) -> Path:
-    """Return the absolute path of the image. Raise UsageError if none is named, or if it is not a .sif."""
+def _image_path(request: AddRequest, machine: ImageMachine | None) -> Path:
+    """Return the absolute path of the image. Raise UsageError if none is named."""
     if request.image is None:
         packages = ", ".join(request.requirements) or "PACKAGE"
         raise UsageError(
@@ -169,13 +222,15 @@ def _check_image(request: AddRequest) -> Path:
             where="--image",
             hint=f"--image X.sif; or build them into an image, by its recipe: image: {{pip: [{packages}]}}",
         )
-    image = request.image.absolute()
-    if not sif_image.is_sif(image):
-        problem = "this is no .sif" if image.exists() else "there is no such image"
+    if machine is None:
+        return request.image.absolute()
+    if not request.image.is_absolute():
         raise UsageError(
-            problem, where=str(request.image), hint="imgkit sif IMAGE makes a .sif of an archive or an image"
+            f"{str(request.image)!r} is not a path on the remote",
+            where="--image",
+            hint="the absolute path of an image there",
         )
-    return image
+    return request.image
 
 
 def _check_requirements(request: AddRequest) -> None:
@@ -218,15 +273,15 @@ def check_requirement(text: str) -> None:
         raise UsageError(f"{text!r} is not a requirement", where="PACKAGE", hint=hint) from None
 
 
-def _target(request: AddRequest, image: Path) -> Path:
+def _target_path(request: AddRequest, image: Path) -> Path:
     """Return the absolute path of the file to write.
 
     The default is ``X+N.sqsh`` beside the image ``X.sif``. N is the number of requirements on the command
-    line, or 1 if there are none.
+    line, or 1 if there are none. A relative path is one of this machine, or one beside an image of a remote.
 
     Raises
     ------
-    UsageError : no runtime can mount the path, or this user cannot write into its folder.
+    UsageError : no runtime can mount the path.
     """
     count = len(request.requirements) or 1
     target = request.output or image.with_name(f"{image.stem}+{count}.sqsh")
@@ -237,175 +292,177 @@ def _target(request: AddRequest, image: Path) -> Path:
             where="--output",
             hint="-o FILE.sqsh with a path without colons, commas and quotes",
         )
-    if not target.parent.is_dir():
-        raise UsageError("there is no such folder", where=str(target), hint=f"mkdir -p {target.parent}")
-    if not os.access(target.parent, os.W_OK | os.X_OK):
-        hint = f"-o FILE.sqsh, in a folder of yours: -o {target.name}"
-        raise UsageError(f"you may not write in {target.parent}", where=str(target), hint=hint)
     return target
 
 
-def _read_existing(target: Path, request: AddRequest) -> PackagesRecord | None:
-    """Return the record of the file `target`, if it exists and an equal request made it.
-
-    Return None if the file does not exist.
-
-    Raises
-    ------
-    UsageError : the file exists, but `imgkit add` did not write it, or wrote it for other arguments.
-    """
-    if not os.path.lexists(target):
-        return None
-    existing = record.read(target) if record.is_packages(target) else None
-    if existing is not None and existing.arguments == request.arguments:
-        return existing
-    content = "is not one of imgkit add" if existing is None else f"holds {shlex.join(existing.arguments)}"
+def _refuse_other_packages(existing: PackagesRecord, request: AddRequest, target: Path) -> None:
+    """Raise UsageError if the file that exists was made by another request."""
+    if existing.arguments == request.arguments:
+        return
     raise UsageError(
-        f"the file exists and {content}",
+        f"the file exists and holds {shlex.join(existing.arguments)}",
         where=str(target),
         hint=f"-o OTHER.sqsh, or: rm {shlex.quote(str(target))}",
     )
 
 
-def _refuse_foreign_arch(request: AddRequest, image: Path) -> None:
-    """Raise UsageError if the image is for another architecture than that of this machine.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Steps:
+    """The steps of `machine.sh` for one call of `add`. Each of them is a script on the machine."""
 
-    The hint has the command that runs `imgkit add` on a node of the cluster.
-    """
-    arch = sif_image.read(image).arch
-    if arch in (host_arch(), "unknown"):
-        return
-    submit = "srun --nodes 1 --ntasks 1" if shutil.which("srun") else "qsub -I, then on the node:"
-    command = shlex.join(("imgkit", "add", *request.arguments, "--image", str(image)))
-    raise UsageError(
-        f"the image is for {arch}, and this machine is {host_arch()}: pip cannot run in it here",
-        where=str(image),
-        hint=f"on a node for the image: {submit} {command}",
-    )
+    request: AddRequest
+    machine: ImageMachine
+    image: Path
+    target: Path
+    token: str
+    """A random number, by which the script tells its own files and output from others."""
 
+    def look(self) -> tuple[str, PackagesRecord | None, int]:
+        """Return the digest of the image, and the record and the size of the file if it exists.
 
-def _write_order(request: AddRequest, folder: Path) -> list[str]:
-    """Write ``inside.py``, its order and a copy of the project into `folder`.
+        Raises
+        ------
+        UsageError : the image or the folder of the file cannot be used, or imgkit did not write the file.
+        """
+        output = b"".join(self._run("look"))
+        digest_line, _, rest = output.partition(b"\n")
+        self._refuse_problem(digest_line.decode())
+        digest = digest_line.decode().split()[0]
+        if not rest:
+            return digest, None, 0
+        size_line, _, end = rest.partition(b"\n")
+        return digest, record.parse_end(end, str(self.target)), int(size_line)
 
-    Return the mounts of everything else that pip reads, each as ``SRC:DEST:ro``.
-    """
-    (folder / PROGRAM).write_bytes(program_source())
-    requirements, options, mounts = [*request.requirements], [], []
-    if request.wheels is not None:
-        options = ["--no-index", "--find-links", f"{INSIDE}-wheels"]
-        mounts.append(f"{request.wheels.absolute()}:{INSIDE}-wheels:ro")
-    if request.requirements_file is not None:
-        # The whole folder of the file is mounted, because the file may name others beside it: "-r base.txt".
-        file = request.requirements_file.absolute()
-        requirements += ["-r", f"{INSIDE}-requirements/{file.name}"]
-        mounts.append(f"{file.parent}:{INSIDE}-requirements:ro")
-    if request.project is not None:
-        # The project is copied and not mounted, because a build writes into the folder.
-        shutil.copytree(request.project, folder / "project", ignore=shutil.ignore_patterns(*_NOT_COPIED))
-        requirements.append(f"{INSIDE}/project")
-    bundle = next(filter(None, map(os.environ.get, _CERTIFICATES)), "")
-    if bundle and Path(bundle).is_file():
-        mounts.append(f"{bundle}:{CERTIFICATES}:ro")
-    with files.create_file(folder / "order.json") as stream:
-        stream.write(order(requirements, options, request.replace))
-    return mounts
+    def install(self, report: Reporter, log: TextIO) -> tuple[dict[str, Any], str]:
+        """Run ``inside.py`` in the image, and make the squashfs.
 
+        Returns
+        -------
+        The answer of ``inside.py``, which may describe a failure of pip, and the digest of the squashfs. That
+        is empty after a failure.
 
-def program_source() -> bytes:
-    """Return the source of ``inside.py``, which runs in the image."""
-    return importlib.resources.files(__package__).joinpath(PROGRAM).read_bytes()
+        Raises
+        ------
+        UsageError : another process writes the file, the image is for another processor, or has no Python.
+        ToolMissing : the machine has no runtime or no mksquashfs.
+        ToolFailed : the image does not start, or mksquashfs failed.
+        """
+        tar, options = self._pack_inputs()
+        size_bytes = sum(len(chunk) for chunk in members.tar_chunks(tar))
+        args = (str(size_bytes), self.machine.program, " ".join(self.machine.modules), *options)
+        answer_lines: list[str] = []
+        output: collections.deque[str] = collections.deque(maxlen=process.KEPT_LINES)
+        try:
+            for line in _split_lines(self._run("install", *args, data=members.tar_chunks(tar))):
+                if answer_lines or line == self.token:
+                    answer_lines.append(line)
+                    if line.startswith("{") and not line.startswith('{"failure"'):
+                        report.stage("squash")
+                else:
+                    self._refuse_problem(line)
+                    output.append(line)
+                    log.write(f"{line}\n")
+                    report.line(secret_patterns.mask_secrets(line))
+        except ToolFailed as error:
+            raise self._explain(error, "\n".join(output), log.name) from error
+        # The token, the answer, and the digest of the squashfs if there is one: "DIGEST  -".
+        try:
+            answer: dict[str, Any] = json_text.parse(answer_lines[1])
+        except (IndexError, ValueError) as error:
+            message = f"the answer of the image cannot be read: {error}"
+            raise ToolFailed(message, where=str(self.image), hint=f"full log: {log.name}") from error
+        return answer, "".join(answer_lines[2:]).partition(" ")[0]
 
+    def publish(self, added: PackagesRecord) -> int:
+        """Append the record to the squashfs, give the file its name, and return its size in bytes."""
+        data = record.to_bytes(added)
+        try:
+            output = b"".join(self._run("publish", str(len(data)), data=[data])).decode().strip()
+        except ToolFailed as error:
+            raise self._explain(error, "", "") from error
+        self._refuse_problem(output)
+        return int(output)
 
-def order(requirements: Sequence[str], options: Sequence[str] = (), replace: Sequence[str] = ()) -> bytes:
-    """Return the content of ``order.json``, by which ``inside.py`` knows what to install.
-
-    Parameters
-    ----------
-    options : options for pip, such as ``--no-index``.
-    replace : names of packages that may get another version than the image has.
-    """
-    values = {"requirements": requirements, "options": options, "replace": replace, "protected": PROTECTED}
-    return json.dumps(values).encode()
-
-
-def _run_inside(
-    image: Path, folder: Path, mounts: Sequence[str], report: Reporter, log: TextIO
-) -> dict[str, Any]:
-    """Run ``inside.py`` in the image, and return its answer, which may describe a failure of pip.
-
-    Parameters
-    ----------
-    folder : the folder with ``inside.py`` and its order. The container mounts it as `INSIDE`.
-    mounts : further mounts, each as ``SRC:DEST:ro``.
-
-    Raises
-    ------
-    UsageError : the image has no Python.
-    ToolFailed : the image does not start.
-    """
-    # Of this machine, the container gets only the network. Its variables, home folder and /tmp would change
-    # what pip does.
-    options = [*runtime.Isolation(network=True).options, "--pwd", "/"]
-    for mount in (f"{folder}:{INSIDE}", *mounts):
-        options += ["--bind", mount]
-    arguments = ("exec", *options, str(image), "python3", "-s", f"{INSIDE}/{PROGRAM}")
-    # What a killed process leaves is then in the workspace, which the next one removes.
-    env = {**_passed(), "TMPDIR": str(folder)}
-    try:
-        runtime.run(
-            runtime.find_runtime(), arguments, folder=Path("/"), env=env, on_line=report.line, log=log
+    def _run(self, step: str, *args: str, data: Iterable[bytes] = ()) -> Generator[bytes, None, None]:
+        """Run a step of `machine.sh`, and yield its output."""
+        settings = (
+            f"inside={INSIDE} end_bytes={record.END_BYTES}",
+            f'variables="{" ".join(PASSED)}"',
+            f"digest_of_image() {{ {record.digest_command('$image')}; }}",
         )
-    except ToolFailed as error:
-        if "executable file not found" not in (error.hint or ""):
-            raise
-        raise UsageError("the image has no python3", where=str(image), hint="another image") from error
-    answer: dict[str, Any] = json_text.load(folder / "answer.json")
-    return answer
+        script = "\n".join((*settings, _read_source("machine.sh").decode()))
+        return self.machine.run(script, (step, str(self.image), str(self.target), self.token, *args), data)
+
+    def _refuse_problem(self, line: str) -> None:
+        """Raise the error for a line of `machine.sh` that names a problem. Do nothing for any other line."""
+        failures.refuse_problem(line, image=str(self.request.image), target=self.target)
+
+    def _explain(self, error: ToolFailed, output: str, log: str) -> ImgkitError:
+        """Return the error for a script that failed, after the container had printed `output`."""
+        command = shlex.join(("imgkit", "add", *self.request.arguments, "--image", str(self.image)))
+        return failures.explain_crash(
+            error, output, image=self.image, target=self.target, command=command, log=log
+        )
+
+    def _pack_inputs(self) -> tuple[list[TarMember], list[str]]:
+        """Return what pip reads, as members of a tar, and the runtime's options that mount the rest of it.
+
+        Large folders of this machine are mounted. A remote gets the files of them.
+        """
+        request = self.request
+        requirements = [*request.requirements]
+        pip_options: list[str] = []
+        folders: dict[str, tuple[Path, tuple[str, ...]]] = {}
+        if request.wheels is not None:
+            pip_options = ["--no-index", "--find-links", f"{INSIDE}/wheels"]
+            folders["wheels"] = (request.wheels, ("*",))
+        if request.requirements_file is not None:
+            file = request.requirements_file.absolute()
+            requirements += ["-r", f"{INSIDE}/requirements/{file.name}"]
+            folders["requirements"] = (file.parent, (file.name, *_REQUIREMENTS_FILES))
+        tar = [members.memory_file("inside.py", _read_source("inside.py"))]
+        options: list[str] = []
+        for name, (folder, patterns) in folders.items():
+            tar.append(members.empty_folder(name))
+            if self.machine.remote:
+                tar += _list_files(name, folder, patterns)
+            else:
+                options += ["--bind", f"{folder.absolute()}:{INSIDE}/{name}:ro"]
+        if request.project is not None:
+            # The project is copied and not mounted, because a build writes into the folder.
+            requirements.append(f"{INSIDE}/project")
+            code = Code(source=request.project, member="project", where="--project", ignore=_NOT_SENT)
+            for part in members.collect_code([code]).parts.values():
+                tar += part
+        order = {
+            "requirements": requirements,
+            "options": pip_options,
+            "replace": request.replace,
+            "protected": PROTECTED,
+        }
+        tar.append(members.memory_file("order.json", json.dumps(order).encode()))
+        return tar, options
 
 
-def _passed() -> dict[str, str]:
-    """Return the variables by which the runtime sets those of `PASSED` in a container.
-
-    Apptainer reads ``APPTAINERENV_NAME``, and SingularityCE reads ``SINGULARITYENV_NAME``.
-    """
-    values = {}
-    for name in PASSED:
-        if os.environ.get(name):
-            for prefix in ("APPTAINERENV", "SINGULARITYENV"):
-                values[f"{prefix}_{name}"] = os.environ[name]
-    return values
+def _list_files(member: str, folder: Path, patterns: Sequence[str]) -> Iterator[TarMember]:
+    """Yield the files of `folder` whose names match one of `patterns`, as members of a tar below `member`."""
+    names = {path.name for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    for name in sorted(names):
+        size_bytes = (folder / name).stat().st_size
+        yield TarMember(name=f"{member}/{name}", size_bytes=size_bytes, source=folder / name)
 
 
-def _squash(root: Path, part: Path) -> None:
-    """Write the folder `root` into the file `part` as a squashfs. Raise ToolMissing without mksquashfs."""
-    program = mksquashfs.find_any()
-    if program is None:
-        raise ToolMissing("mksquashfs is not on this machine", hint=squash.INSTALL)
-    # Not every build of mksquashfs can write zstd.
-    compression = (
-        ["-comp", "gzip"] if mksquashfs.zstd_error(program) else ["-comp", "zstd", "-Xcompression-level", "3"]
-    )
-    options = ["-noappend", "-no-progress", "-all-root", "-no-xattrs", *compression]
-    process.run([program, root, part, *options, *mksquashfs.gather_limits().mksquashfs_options()])
+def _read_source(name: str) -> bytes:
+    """Return the source of ``inside.py`` or ``machine.sh``, which run elsewhere."""
+    return importlib.resources.files(__package__).joinpath(name).read_bytes()
 
 
-def new_record(request: AddRequest, image: str, digest: str, answer: dict[str, Any]) -> PackagesRecord:
-    """Return the record for the `answer` of ``inside.py``, without the id of the image and the digest.
-
-    Parameters
-    ----------
-    image : the name of the image's file.
-    digest : the digest of that file, as `record.image_digest` returns it.
-    """
-    packages = [AddedPackage(**package) for package in answer["packages"]]
-    return PackagesRecord(
-        imgkit=__version__,
-        image=image,
-        image_digest=digest,
-        image_id="",
-        arch=arch_of(answer["machine"]),
-        python=answer["python"],
-        arguments=request.arguments,
-        packages=tuple(sorted(packages, key=lambda package: package.name.lower())),
-        modules=tuple(sorted(set(answer["modules"]))),
-    )
+def _split_lines(chunks: Iterable[bytes]) -> Iterator[str]:
+    """Yield the lines of an output that comes in chunks, as soon as each line is complete."""
+    rest = b""
+    for chunk in chunks:
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield line.decode(errors="replace")
+    if rest:
+        yield rest.decode(errors="replace")

@@ -1,6 +1,7 @@
-"""Explain why packages could not be installed in an image, from the output of pip.
+"""Explain why packages could not be installed in an image.
 
-The answer of ``inside.py`` has the output as text, in which this module searches for known messages.
+`machine.sh` names problems of the machine. The answer of ``inside.py`` has the output of pip as text, in
+which this module searches for known messages.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from imgkit_builder.base import process
 from imgkit_builder.recipe.requirements import PROTECTED, canonical_name
-from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
+from imgkit_builder.sif import squash
+from imgkit_entrypoints import secret_patterns
+from imgkit_entrypoints.errors import ImgkitError, ToolFailed, ToolMissing, UsageError
 
 _NO_NETWORK = re.compile(
     r"NewConnectionError|Temporary failure in name resolution|ConnectTimeout|ReadTimeoutError|ProxyError"
-    r"|Connection (?:timed out|refused)|Network is unreachable|SSLError"
+    r"|dns error|Connection (?:timed out|refused)|Network is unreachable|SSLError"
 )
 # "The user requested (constraint) numpy==1.26.4": a package of the image stands in the way.
 _CONSTRAINT = re.compile(r"\(constraint\) ([A-Za-z0-9._-]+)==(\S+)")
@@ -25,10 +29,86 @@ _MISSING = re.compile(r"No matching distribution found for ([^\n]+)")
 _NOISE = re.compile(r"WARNING: |\[notice\]|DEPRECATION: |Looking in |Collecting |  Downloading | +━")
 # Lines of pip's output that a hint shows at most. The log has all of them.
 _MOST_LINES = 12
+_FULL_DISK = re.compile(r"no space left on device|disk quota exceeded|file too large", re.IGNORECASE)
+
+
+_SIF_HINT = "imgkit sif IMAGE makes a .sif of an archive or an image"
+# The lines "problem NAME" of `machine.sh`: the error for each name, with its hint.
+_PROBLEMS = {
+    "no-image": (UsageError, "there is no such image", _SIF_HINT),
+    "no-sif": (UsageError, "this is no .sif", _SIF_HINT),
+    "no-folder": (UsageError, "there is no such folder", "mkdir -p {folder}"),
+    "closed": (UsageError, "you may not write in {folder}", "-o FILE.sqsh, in a folder of yours: -o {name}"),
+    "busy": (
+        UsageError,
+        "another imgkit process is writing this file",
+        "wait for it, or choose another name with -o",
+    ),
+    "no-runtime": (
+        ToolMissing,
+        "there is no singularity on PATH",
+        "module load singularity or apptainer; on a remote: a recipe with system.runtime.modules",
+    ),
+    "no-mksquashfs": (ToolMissing, "mksquashfs is not on this machine", squash.INSTALL),
+}
+
+
+def refuse_problem(line: str, *, image: str, target: Path) -> None:
+    """Raise the error for a line ``problem NAME`` of `machine.sh`. Do nothing for any other line."""
+    name = line.removeprefix("problem ")
+    if name == line or name not in _PROBLEMS:
+        return
+    kind, message, hint = _PROBLEMS[name]
+    values = {"folder": target.parent, "name": target.name}
+    where = image if hint == _SIF_HINT else str(target)
+    raise kind(message.format(**values), where=where, hint=hint.format(**values))
+
+
+def explain_crash(
+    error: ToolFailed, output: str, *, image: Path, target: Path, command: str, log: str
+) -> ImgkitError:
+    """Return the error for an image that did not start, or a program of `machine.sh` that failed.
+
+    Parameters
+    ----------
+    error : the failure of the script, with the end of its standard error.
+    output : what the container printed.
+    command : the `imgkit add` command that makes the file.
+    log : path of the file with all of the output.
+    """
+    text = f"{output}\n{error.what}\n{error.hint}"
+    # "the image's architecture (arm64) could not run on the host's (amd64)"
+    if "could not run on the host" in text:
+        return UsageError(
+            "the image is for another processor, and pip cannot run in it on this machine",
+            where=str(image),
+            hint=f"on a node for the image: srun --nodes 1 --ntasks 1 {command}",
+        )
+    if "executable file not found" in text:
+        return UsageError("the image has no python3", where=str(image), hint="another image")
+    if _FULL_DISK.search(text):
+        return _full_disk_error(target)
+    lines = process.last_lines(secret_patterns.mask_secrets(output), _MOST_LINES)
+    if not lines:
+        return error
+    hint = "\n".join(["its last lines:", *lines, f"full log: {log}"])
+    return ToolFailed(error.what, where=str(image), hint=hint)
+
+
+def _full_disk_error(target: Path) -> ToolFailed:
+    """Return the error for a disk that became full while packages were installed."""
+    message = f"the disk of {target.parent} is full"
+    return ToolFailed(message, where=str(target), hint="-o FILE on a larger disk")
 
 
 def explain(
-    answer: Mapping[str, Any], *, image: Path, requirements: tuple[str, ...], log: str
+    answer: Mapping[str, Any],
+    *,
+    image: Path,
+    target: Path,
+    requirements: tuple[str, ...],
+    log: str,
+    remote: str = "",
 ) -> ImgkitError:
     """Return the error for an `answer` of ``inside.py`` that describes a failure.
 
@@ -36,6 +116,7 @@ def explain(
     ----------
     requirements : the requirements as the user typed them, for the commands in hints.
     log : path of the file with all of pip's output.
+    remote : name of the remote with the image, or empty for this machine.
     """
     kind, output = answer["failure"], answer["output"]
     versions: Mapping[str, str] = answer["image"]
@@ -52,6 +133,8 @@ def explain(
             where="--replace",
             hint=f"build an image with another base: {_recipe_line(typed)}",
         )
+    if _FULL_DISK.search(output):
+        return _full_disk_error(target)
     constraint = _CONSTRAINT.search(output)
     if constraint:
         return _conflict_error(canonical_name(constraint[1]), output, versions, typed)
@@ -61,11 +144,15 @@ def explain(
         platform = f"manylinux_2_28_{answer['machine']}"
         fetch = "python3 -m pip download --only-binary :all: -d wheels"
         fetch += f" --platform {platform} --python-version {answer['python']} {typed}"
+        again = f"imgkit add {typed} --image {image} --wheels wheels"
+        if remote:
+            hint = f"{fetch}; then: {again} --on {remote}"
+        else:
+            hint = f"where there is a network: {fetch}; copy the folder here, and: {again}"
         return ToolFailed(
-            "the image's pip cannot reach a package index from this machine",
+            f"the image's pip cannot reach a package index from {remote or 'this machine'}",
             where=str(image),
-            hint=f"where there is a network: {fetch}; copy the folder here, and: "
-            f"imgkit add {typed} --image {image} --wheels wheels",
+            hint=hint,
         )
     missing = _MISSING.search(output)
     if missing:

@@ -1,5 +1,8 @@
 """Resolve and install packages inside an image with the image's own pip.
 
+If the image has uv and no pip, uv fetches pip for the time of this program. uv itself has no report of what
+it would install, and does not read the metadata that stands for the image's pre-releases.
+
 This file runs with the Python of the image, so it uses the standard library only. It reads ``order.json``
 beside it, and writes ``answer.json`` and the folder ``root`` there. The exit code is 0 even if the packages
 cannot be installed; then the answer describes the failure.
@@ -18,6 +21,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -71,23 +75,23 @@ def install(folder: Path, order: Mapping[str, Any], versions: Mapping[str, str])
     ------
     Failure : the image has no pip, a package to replace is protected, or pip failed.
     """
+    # Shadows are needed only for packages whose version pip shall see changed.
+    shadows = folder / "shadows"
+    env = pip_environment(folder, shadows)
     pip = importlib.util.find_spec("pip")
     if pip is None or pip.origin is None:  # an empty folder is a namespace package, which has no origin
-        raise Failure("no pip")
+        fetch_pip(folder / "pip", order["options"], env)
     protected = protected_names(order["protected"])
     for name in map(canonical, order["replace"]):
         if name in protected:
             raise Failure("protected", name)
     replaced = set(map(canonical, order["replace"]))
     kept = {name: version for name, version in released(versions).items() if name not in replaced}
-    # Shadows are needed only for packages whose version pip shall see changed.
-    shadows = folder / "shadows"
     write_shadows(shadows, {name: version for name, version in kept.items() if version != versions[name]})
     constraints = folder / "constraints.txt"
     constraints.write_text(
         "".join(f"{name}=={version}\n" for name, version in kept.items()), encoding="utf-8"
     )
-    env = pip_environment(folder, shadows)
     report = folder / "report.json"
     resolve = [*order["options"], "--dry-run", "--report", str(report), *order["requirements"]]
     run_pip(resolve, {**env, "PIP_CONSTRAINT": str(constraints)})
@@ -189,7 +193,7 @@ def pip_environment(folder: Path, shadows: Path) -> dict[str, str]:
     certificates = folder.with_name(f"{folder.name}.pem")
     if certificates.exists():
         env["PIP_CERT"] = str(certificates)
-    search_path = [str(shadows), *filter(None, [env.get("PYTHONPATH", "")])]
+    search_path = [str(shadows), str(folder / "pip"), *filter(None, [env.get("PYTHONPATH", "")])]
     env["PYTHONPATH"] = os.pathsep.join(search_path)
     env |= {
         "PIP_BREAK_SYSTEM_PACKAGES": "1",
@@ -203,14 +207,35 @@ def pip_environment(folder: Path, shadows: Path) -> dict[str, str]:
     return env
 
 
-def run_pip(arguments: list[str], env: Mapping[str, str]) -> None:
-    """Run ``pip install`` with `arguments`, and print its output line by line while it runs.
+def fetch_pip(target: Path, options: list[str], env: Mapping[str, str]) -> None:
+    """Install pip into the folder `target` with the image's uv.
 
     Raises
     ------
-    Failure : pip exited with an error. The failure has all of pip's output.
+    Failure : the image has no uv, or uv exited with an error.
     """
-    argv = [sys.executable, "-s", "-m", "pip", "install", "--no-warn-script-location", *arguments]
+    uv = shutil.which("uv")
+    if uv is None:
+        raise Failure("no pip")
+    env = {**env, "UV_CACHE_DIR": f"{target}-cache"}
+    if "PIP_INDEX_URL" in env:
+        env["UV_DEFAULT_INDEX"] = env["PIP_INDEX_URL"]
+    run([uv, "pip", "install", "--python", sys.executable, "--target", str(target), *options, "pip"], env)
+    sys.path.append(str(target))  # `released` imports a part of pip
+
+
+def run_pip(arguments: list[str], env: Mapping[str, str]) -> None:
+    """Run ``pip install`` with `arguments`."""
+    run([sys.executable, "-s", "-m", "pip", "install", "--no-warn-script-location", *arguments], env)
+
+
+def run(argv: list[str], env: Mapping[str, str]) -> None:
+    """Run a program, and print its output line by line while it runs.
+
+    Raises
+    ------
+    Failure : the program exited with an error. The failure has all of its output.
+    """
     lines = []
     with subprocess.Popen(
         argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=dict(env)

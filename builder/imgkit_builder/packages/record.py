@@ -31,6 +31,9 @@ No part of it is called site-packages: the node agent removes such folders from 
 # The last bytes of the file, by which it is recognized.
 _MARK = b"IMGKPACK"
 _SCHEMA = 1
+_HINT = "imgkit add PACKAGE --image X.sif, with another name by -o if the file is not one of packages"
+END_BYTES = 1 << 20
+"""Number of bytes at the end of a file in which its record is. `files.read_trailer` reads no larger one."""
 EDGE_BYTES = 65536
 """Number of bytes at each end of an image file that stand for the content of the file.
 
@@ -70,8 +73,8 @@ class PackagesRecord:
     packages: tuple[AddedPackage, ...]
     modules: tuple[str, ...]
     """The names that a program imports, such as ``einops``."""
-    squashfs_sha256: str = ""
-    """Digest of the squashfs before the record. It is empty until the record is written."""
+    squashfs_sha256: str
+    """Digest of the squashfs before the record."""
 
     def command(self, image: str, file: str) -> str:
         """Return the `imgkit add` command that makes a file with the same packages as `file` for `image`."""
@@ -82,7 +85,7 @@ def image_digest(path: Path) -> str:
     """Return a digest that stands for the content of the image file `path`.
 
     It is the digest of the two ends of the file and of its size, so that a large file is not read as a whole.
-    Jobs compute the same digest with shell commands (`jobs.runtimes.base`) on machines without imgkit.
+    `digest_command` computes the same digest on machines without imgkit.
     """
     with files.open_regular(path) as stream:
         size = os.fstat(stream.fileno()).st_size
@@ -93,16 +96,19 @@ def image_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def append(path: Path, record: PackagesRecord) -> None:
-    """Append `record` to the file `path`, which is a squashfs, together with the digest of the squashfs."""
-    with files.open_regular(path) as stream:
-        digest = files.sha256(stream, 0, path.stat().st_size)
-    files.append_file(path, to_bytes(record, digest))
+def digest_command(variable: str) -> str:
+    """Return the shell command that prints ``image_digest`` of a file, and then ``  -``.
+
+    Parameters
+    ----------
+    variable : the shell's text for the path of the file, such as ``$image``.
+    """
+    ends = f'head -c {EDGE_BYTES} "{variable}"; tail -c {EDGE_BYTES} "{variable}"'
+    return f'{{ {ends}; stat -L -c %s "{variable}"; }} | sha256sum'
 
 
-def to_bytes(record: PackagesRecord, squashfs_sha256: str) -> bytes:
-    """Return the bytes to append to a squashfs that has the digest `squashfs_sha256`."""
-    record = dataclasses.replace(record, squashfs_sha256=squashfs_sha256)
+def to_bytes(record: PackagesRecord) -> bytes:
+    """Return the bytes to append to the squashfs that `record` describes."""
     values = json_text.seal({"schema": _SCHEMA, **dataclasses.asdict(record)})
     return files.make_trailer(json.dumps(values, indent=1).encode(), _MARK)
 
@@ -124,7 +130,11 @@ def read(path: Path) -> PackagesRecord:
     UsageError : there is no such file, or `imgkit add` did not write it.
     CheckFailed : its record is damaged.
     """
-    return _read(path)[0]
+    if not path.exists():
+        raise UsageError("there is no such file", where=str(path), hint=_HINT)
+    with files.open_regular(path) as stream:
+        stream.seek(max(0, os.fstat(stream.fileno()).st_size - END_BYTES))
+        return parse_end(stream.read(), str(path))
 
 
 def squashfs_sha256(path: Path) -> str:
@@ -134,43 +144,25 @@ def squashfs_sha256(path: Path) -> str:
     ------
     UsageError, CheckFailed : in the cases of `read`.
     """
-    size_bytes = _read(path)[1]
+    read(path)
     with files.open_regular(path) as stream:
-        return files.sha256(stream, 0, size_bytes)
-
-
-def _read(path: Path) -> tuple[PackagesRecord, int]:
-    """Return the record of the file `path`, and the size of the squashfs before it in bytes."""
-    if not is_packages(path):
-        problem = "imgkit add did not write this file" if path.exists() else "there is no such file"
-        raise UsageError(problem, where=str(path), hint="imgkit add PACKAGE --image X.sif")
-    with files.open_regular(path) as stream:
-        size = os.fstat(stream.fileno()).st_size
-        text = files.read_trailer(stream, 0, size, _MARK) or b""
-    return parse(text, str(path)), size - len(files.make_trailer(text, _MARK))
+        size_bytes = os.fstat(stream.fileno()).st_size
+        text = files.read_trailer(stream, 0, size_bytes, _MARK) or b""
+        return files.sha256(stream, 0, size_bytes - len(files.make_trailer(text, _MARK)))
 
 
 def parse_end(end: bytes, path: str) -> PackagesRecord:
-    """Return the record of a file on another machine, of which only the last bytes, `end`, are here.
+    """Return the record in the last `END_BYTES` of a file, which may be on another machine.
 
     Raises
     ------
-    UsageError, CheckFailed : in the cases of `read`.
+    UsageError : `imgkit add` did not write the file.
+    CheckFailed : the record is damaged, or another version of imgkit wrote it.
     """
-    text = files.read_trailer(io.BytesIO(end), 0, len(end), _MARK)
-    if text is None:
-        raise UsageError("imgkit add did not write this file, or you may not read it", where=path)
-    return parse(text, path)
-
-
-def parse(text: bytes, path: str) -> PackagesRecord:
-    """Return the record that the JSON `text` of the file `path` describes.
-
-    Raises
-    ------
-    CheckFailed : the text is damaged, or another version of imgkit wrote it.
-    """
+    if not end.endswith(_MARK):
+        raise UsageError("imgkit add did not write this file", where=path, hint=_HINT)
     try:
+        text = files.read_trailer(io.BytesIO(end), 0, len(end), _MARK) or b""
         values = json_text.parse(text)
         json_text.unseal(values)
         if values.pop("schema") != _SCHEMA:

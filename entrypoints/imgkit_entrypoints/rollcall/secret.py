@@ -22,7 +22,7 @@ from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import UsageError
 
 VARIABLE = "IMGKIT_SECRET_FILE"
-# The file name that stands for a line on standard input; ``imgkit run --ssh`` sends one.
+# The file name that stands for a line on standard input; ``imgkit run --mpi-start ssh`` sends one.
 STDIN = "-"
 # Where the pods of a job mount a Secret of Kubernetes.
 MOUNTED = Path("/run/secrets/imgkit/secret")

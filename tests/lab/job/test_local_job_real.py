@@ -115,7 +115,7 @@ def test_signal_ends_the_container(standin_notorch: str, tmp_path: Path, number:
 
 
 @pytest.mark.cluster  # for mpirun
-@pytest.mark.parametrize("form", [(), ("--direct",)])
+@pytest.mark.parametrize("form", [(), ("--mpi-start", "ranks")])
 def test_mpirun_starts_containers(
     mn5_image: str, recipe: Path, tmp_path: Path, form: tuple[str, ...]
 ) -> None:
@@ -164,7 +164,7 @@ def test_ssh_starts_a_container(mn5_image: str, recipe: Path, tmp_path: Path, ss
     (tmp_path / "code/sent").touch()
     hello = ("--nproc", "2", "--code", str(tmp_path / "code"), "--", "dist-hello", "--device", "cpu")
     result = expect_success(
-        run(*argv(recipe, mn5_image, tmp_path, "--hosts", "here", "--ssh", *hello), env=ssh)
+        run(*argv(recipe, mn5_image, tmp_path, "--hosts", "here", "--mpi-start", "ssh", *hello), env=ssh)
     )
     assert "all_reduce of ones: 2" in result.stdout
     assert len(list(tmp_path.glob("runs/one-*/workspace/sent"))) == 1
@@ -184,7 +184,17 @@ def test_end_of_the_fan_out_ends_containers(
     code: int,
 ) -> None:
     command = argv(
-        recipe, standin_notorch, tmp_path, "--hosts", "here,there", "--ssh", "--", "sh", "-c", program
+        recipe,
+        standin_notorch,
+        tmp_path,
+        "--hosts",
+        "here,there",
+        "--mpi-start",
+        "ssh",
+        "--",
+        "sh",
+        "-c",
+        program,
     )
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ssh) as running:
         assert running.stdout is not None

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from labkit import AS_ROOT, IMGKIT, LOOK, LOOKED, TOKEN, Cluster, Done, cluster_marks, expect_success, until
 
-FORMS = {"launcher": (), "direct": ("--direct",), "ssh": ("--ssh",)}
+FORMS = {"launcher": (), "direct": ("--mpi-start", "ranks"), "ssh": ("--mpi-start", "ssh")}
 HOSTS = ("--hosts", "node1,node2")
 
 pytestmark = [*cluster_marks, pytest.mark.xdist_group("mpi")]
@@ -168,7 +168,7 @@ def test_tutorial_programs_run_unchanged(cluster: Nodes, form: str) -> None:
 
 def test_printed_lines_of_torch_s_launcher_run(cluster: Nodes) -> None:
     printed = cluster.on(
-        "login", *cluster.job("run", "--dry-run", "--ssh", command=("dist-hello",), nproc=1)
+        "login", *cluster.job("run", "--dry-run", "--mpi-start", "ssh", command=("dist-hello",), nproc=1)
     ).stdout
     lines = [line.removeprefix("# ") for line in printed.splitlines() if line.startswith("# ssh ")]
     assert len(lines) == 2
@@ -196,7 +196,7 @@ def test_other_order_than_mpirun_s_is_refused(cluster: Nodes) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_end_of_the_fan_out_empties_the_nodes(cluster: Nodes, number: signal.Signals) -> None:
     (cluster.folder / "loop.py").write_text(STUB)
-    job = cluster.job("run", "--ssh", command=("dist-run", "--grace", "2", "loop.py"))
+    job = cluster.job("run", "--mpi-start", "ssh", command=("dist-run", "--grace", "2", "loop.py"))
     # Its own processes end with the first one's end otherwise: this one is to be killed alone.
     with subprocess.Popen(
         cluster.argv("exec", "login", "--", *job), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -125,8 +125,8 @@ def written(pods: Pods, kind: str, *args: str) -> tuple[list[str], dict[str, str
     """
     before, command = args[: args.index("--")], args[args.index("--") :]
     form, _, client = kind.partition(" ")
-    before = (*(("--client", client) if client else ()), *before)
-    options = ("--format", form, "--gpus", "0", "--image", "r/rcp:1", "--pvc", f"home:{pods.volume}", *before)
+    name = f"{form}-{client}" if client else form
+    options = ("--format", name, "--gpus", "0", "--image", "r/rcp:1", "--pvc", f"home:{pods.volume}", *before)
     job = json.loads(output(*IMGKIT, "run", "--dry-run", "rcp", "--json", *options, *command))
     if form == "runai":
         submit = job["submit"]

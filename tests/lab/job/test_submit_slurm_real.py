@@ -567,7 +567,16 @@ def test_spare_takes_over_without_a_scheduler(site: Site) -> None:
     folder = site.folder / "runs/by ssh"
     folder.mkdir()
     image = ("--runtime", "singularity", "--image", "mn5.sif", "--gpus", "0", "--nproc", "1")
-    hosts = ("--ssh", "--hosts", "node1,node2,node3", "--nodes", "2+1", "--env", f"IMGKIT_RUN_DIR={folder}")
+    hosts = (
+        "--mpi-start",
+        "ssh",
+        "--hosts",
+        "node1,node2,node3",
+        "--nodes",
+        "2+1",
+        "--env",
+        f"IMGKIT_RUN_DIR={folder}",
+    )
     args = ("run", "--detach", "lambda", *hosts, *image, "--", *SPARED, "save_and_resume.py", "60")
     output = site.folder / "by-ssh.out"
 

@@ -185,6 +185,25 @@ def test_packages_stay_beside_their_image_on_a_remote(site: Site, folder: Path, 
 
 
 @pytest.mark.sshd
+def test_wheels_here_become_packages_on_a_remote(folder: Path, far: FarSite) -> None:
+    """The login node needs no network, and the image is sent to nobody."""
+    (far.folder / "imgkit.toml").unlink(missing_ok=True)
+    (far.folder / "requirements.txt").write_text("-r base.txt\n")
+    (far.folder / "base.txt").write_text("lib\n")
+    target = far.store.with_name("extra.sqsh")
+    add = ("add", "--on", "far", "--image", folder / "pytorch.sif", "-o", target)
+    added = expect_success(far.imgkit(*add, "-r", "requirements.txt", "--wheels", folder / "wheels"))
+    assert f"next:  imgkit run ... --on far --packages {target}" in added.stdout
+    assert target.stat().st_uid != 0
+    assert [path.name for path in target.parent.glob(".packages*")] == []
+    job = ("run", "pytorch.sif", "--on", "far", "--time", "5m", "--packages", target)
+    done = expect_success(far.imgkit(*job, "--code", ".", "--", "dist-run", *ONE, "train.py"))
+    assert "rank 0 /run/imgkit/packages/1/lib.py 2.0" in done.stdout
+    refused = far.imgkit(*add, "stale", "--wheels", folder / "wheels")
+    assert "the file exists and holds -r requirements.txt" in refused.stderr
+
+
+@pytest.mark.sshd
 def test_package_that_a_remote_cannot_install_is_refused(site: Site, far: FarSite) -> None:
     (far.folder / "imgkit.toml").write_text('packages = ["torch<2"]\n')
     result = far.imgkit("run", "pytorch.sif", "--on", "far", "--time", "5m", "--", "true")
@@ -220,6 +239,16 @@ def refused(folder: Path, *args: object, code: int = 2) -> str:
 )
 def test_package_that_does_not_fit_is_refused(folder: Path, package: str, message: str) -> None:
     assert message in refused(folder, package)
+
+
+@pytest.mark.qemu
+def test_pip_of_an_arm64_image_runs_under_qemu(standin_arm64_notorch: str, tmp_path: Path) -> None:
+    write_wheel(tmp_path, "plain", "1.0")
+    image = tmp_path / "arm.sif"
+    imgkit_json("sif", standin_arm64_notorch, "--no-test", "-o", image)
+    added = imgkit_json("add", "plain", "--image", image, "--wheels", tmp_path)
+    assert added["record"]["arch"] == "arm64"
+    assert [package["name"] for package in added["record"]["packages"]] == ["plain"]
 
 
 def test_image_without_pip_is_refused(folder: Path) -> None:
@@ -259,7 +288,7 @@ def test_second_process_is_refused_and_a_killed_one_mended(folder: Path, tmp_pat
         folder / "wheels",
     ]
     with subprocess.Popen(argv, stderr=subprocess.DEVNULL) as first:
-        until(lambda: any(tmp_path.glob(".imgkit*sif*")))
+        until(lambda: any(tmp_path.glob(".packages.*/*/tmp")))
         assert "another imgkit process is writing this file" in run(*argv).stderr
         first.send_signal(signal.SIGKILL)
     assert not target.exists()

@@ -184,10 +184,8 @@ class Runtime(abc.ABC):
         exist or cannot be read there. It is "folder" for an image that is a folder, whose files have no short
         digest.
         """
-        check = (
-            f'if [ -d "$1" ]; then echo folder; elif [ -r "$1" ]; then {_digest_of_ends_command("$1")}; fi'
-        )
-        fields = run(("sh", "-c", check, "sh", job.container.image)).output.split()  # "DIGEST  -"
+        check = f'if [ -d "$1" ]; then echo folder; elif [ -r "$1" ]; then {record.digest_command("$1")}; fi'
+        fields = run(("sh", "-c", check, "sh", job.container.image)).output.split()
         return fields[0] if fields else ""
 
     # Checks
@@ -434,7 +432,7 @@ fi"""
 
     def _digest_command(self, job: Job, digest: str) -> tuple[str, str]:
         """Return the shell command that prints the digest of ``$image``, and what it prints for `digest`."""
-        return _digest_of_ends_command("$image"), f"{digest}  -"
+        return record.digest_command("$image"), f"{digest}  -"
 
     # The mounts
 
@@ -556,19 +554,6 @@ def with_targets(mounts: Iterable[str]) -> Iterator[str]:
     """Yield `mounts` as ``SRC:DEST[:ro]``, for runtimes that take no shorter form."""
     for mount in mounts:
         yield mount if ":" in mount else f"{mount}:{mount}"
-
-
-def _digest_of_ends_command(variable: str) -> str:
-    """Return the shell command that prints the SHA-256 of a file's two ends and its size.
-
-    `packages.record.image_digest` computes the same digest.
-
-    Parameters
-    ----------
-    variable : the shell's text for the path of the file, such as ``$image``.
-    """
-    ends = f'head -c {record.EDGE_BYTES} "{variable}"; tail -c {record.EDGE_BYTES} "{variable}"'
-    return f'{{ {ends}; stat -L -c %s "{variable}"; }} | sha256sum'
 
 
 def _activation_argv(job: Job) -> Argv:

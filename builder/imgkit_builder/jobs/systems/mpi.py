@@ -1,7 +1,7 @@
 """Hosts without a scheduler. mpirun starts the job, or one ssh command per host, which run at the same time.
 
-With ``--direct``, mpirun starts each rank. Otherwise a node agent starts on each host, and starts the ranks
-there.
+With ``--mpi-start ranks``, mpirun starts each rank. Otherwise a node agent starts on each host, and starts
+the ranks there.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import secrets
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from imgkit_builder.base.flags import option_field
 from imgkit_builder.jobs.job import Argv, Job, Script, SentInput
@@ -56,8 +57,11 @@ class MpiFlags(SystemFlags):
     hosts: str = option_field(
         "", metavar="A,B|./FILE", help="MPI, ssh: the nodes, the head first; or a file with one per line."
     )
-    direct: bool = option_field(False, help="MPI: mpirun starts every rank itself, without torchrun.")
-    ssh: bool = option_field(False, help="Start the hosts by ssh, without mpirun.")
+    mpi_start: Literal["agents", "ranks", "ssh"] = option_field(
+        "agents",
+        help="MPI: what starts on the hosts: agents, by mpirun; ranks, by mpirun and without torchrun; or "
+        "ssh: agents, without mpirun.",
+    )
     names: tuple[str, ...] = field(default=(), init=False)
     """The names that `hosts` lists. They are parsed here so that a file is read only once."""
 
@@ -81,24 +85,24 @@ class Mpi(local.ForegroundSystem):
     def check(self, job: Job) -> Iterator[str]:
         """Yield warnings about requests that the user may not have meant."""
         flags = job.flags(MpiFlags)
-        if not flags.direct:
+        if flags.mpi_start != "ranks":
             yield from single_process_warnings(job.command)
         yield from partial_node_warnings(job)
-        if not flags.ssh:
+        if flags.mpi_start != "ssh":
             yield from idle_spare_warnings(job)
 
     def check_submission(self, job: Job) -> None:
         """Raise UsageError if mpirun would give rank 0 to another host than the first one."""
         flags = job.flags(MpiFlags)
-        if not flags.ssh:
+        if flags.mpi_start != "ssh":
             _check_order(flags.names)
 
     def script(self, job: Job) -> Script:
-        """Return the ``mpirun`` line of the job, or with ``--ssh`` one ``ssh`` line for each host."""
+        """Return the ``mpirun`` line of the job, or one ``ssh`` line for each host."""
         _check_hosts(job)
         if job.is_interactive and not job.command:
             return _interactive_script(job)
-        if job.flags(MpiFlags).ssh:
+        if job.flags(MpiFlags).mpi_start == "ssh":
             return _ssh_script(job)
         return _mpirun_script(job)
 
@@ -116,28 +120,23 @@ def _check_hosts(job: Job) -> None:
 
     Raises
     ------
-    UsageError : the number of hosts differs, flags contradict each other, or mpirun cannot use a host.
+    UsageError : the number of hosts differs, or mpirun cannot use a host.
     """
     flags = job.flags(MpiFlags)
     nodes = job.allocation.nodes
     hosts = flags.names
-    is_local = not hosts and nodes == 1 and not flags.ssh  # mpirun starts one node without hosts
+    by_ssh = flags.mpi_start == "ssh"
+    is_local = not hosts and nodes == 1 and not by_ssh  # mpirun starts one node without hosts
     if len(hosts) != nodes and not is_local:
         raise _host_count_error(hosts, nodes)
-    if flags.direct and flags.ssh:
-        raise UsageError(
-            "--direct cannot be combined with --ssh",
-            where="--direct",
-            hint="mpirun starts the ranks: omit --ssh",
-        )
-    if flags.ssh:
+    if by_ssh:
         return
     for host in hosts:
         if "@" in host or ":" in host:
             raise UsageError(
                 f"mpirun cannot use {host!r}: it reads slots after a colon, and has no syntax for a user",
                 where="--hosts",
-                hint="give it a name in ~/.ssh/config and /etc/hosts, or use --ssh",
+                hint="give it a name in ~/.ssh/config and /etc/hosts, or use --mpi-start ssh",
             )
 
 
@@ -186,7 +185,7 @@ def _mpirun_script(job: Job) -> Script:
 
 
 def _mpirun_argv(job: Job) -> Argv:
-    """Return the ``mpirun`` command. It starts a node agent on each host, or with ``--direct`` each rank."""
+    """Return the ``mpirun`` command. It starts a node agent on each host, or each rank."""
     hosts = _hosts(job)
     nodes = job.allocation.nodes
     runtime = runtime_of(job)
@@ -200,7 +199,7 @@ def _mpirun_argv(job: Job) -> Argv:
         # ssh sets another PATH on the other hosts, without the virtual environment.
         options = ["-x", "PATH", *options]
     command = local.host_argv(job, runtime.argv(job, job.command, forward=FORWARD))
-    if not job.flags(MpiFlags).direct:
+    if job.flags(MpiFlags).mpi_start != "ranks":
         if hosts:
             options = ["-H", ",".join(hosts), *options]
         return OPENMPI.start_argv(command, nnodes=nodes, forward=forward, options=options)
@@ -223,7 +222,7 @@ def _forwarded_variables(job: Job) -> Mapping[str, str]:
     The result is empty for a node agent on one node, which needs none of them.
     """
     hosts = _hosts(job) or ("127.0.0.1",)
-    if job.allocation.nodes == 1 and not job.flags(MpiFlags).direct:
+    if job.allocation.nodes == 1 and job.flags(MpiFlags).mpi_start != "ranks":
         return {}
     rendezvous = {"IMGKIT_NODES": ",".join(hosts), "MASTER_ADDR": hosts[0], "MASTER_PORT": str(MASTER_PORT)}
     return {name: job.container.env.get(name, value) for name, value in rendezvous.items()}

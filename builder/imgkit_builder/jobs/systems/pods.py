@@ -51,29 +51,32 @@ Operators append text such as ``-worker-123``, and the result can have 63 letter
 """
 
 
-# RunAI's own command, a PyTorchJob of Kubeflow's Training Operator, and a TrainJob of Kubeflow Trainer.
-KubernetesFormat = Literal["runai", "pytorchjob", "trainjob"]
+# RunAI's own command, in the version that the client tells or in one of the two, a PyTorchJob of Kubeflow's
+# Training Operator, and a TrainJob of Kubeflow Trainer.
+KubernetesFormat = Literal["runai", "runai-v1", "runai-v2", "pytorchjob", "trainjob"]
+_CLIENTS: Mapping[str, runai_client.Client] = {"runai-v1": "v1", "runai-v2": "v2"}
+"""The version of RunAI's client that a value of ``--format`` names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodFlags(SystemFlags):
     """Flags that only jobs in pods have."""
 
-    format: KubernetesFormat = option_field("runai", help="Kubernetes: output format.")
+    format: KubernetesFormat = option_field(
+        "runai",
+        help="Kubernetes: output format. runai: a command for the client on PATH, or for the client of this "
+        "version.",
+    )
     pvcs: tuple[str, ...] = option_field(
         (), "--pvc", metavar="CLAIM:/PATH", help="Kubernetes: volume to mount into the pods (:ro: read-only)."
     )
-    client: runai_client.Client | None = option_field(
-        None, help="RunAI: client to write the command for (default: the one on PATH)."
-    )
-
     run_as: str = ""
     """``UID:GID`` of the user on a remote that stores the job's files. It is empty without such a remote."""
 
     @property
     def system(self) -> str:
         """Return the system that takes the job for this ``--format``: ``kubeflow``, or empty for RunAI."""
-        return "" if self.format == "runai" else "kubeflow"
+        return "" if self.format.startswith("runai") else "kubeflow"
 
 
 class Pods(System):
@@ -103,10 +106,8 @@ class Pods(System):
         has_writable_volume = any(not text.endswith(":ro") for text in job.flags(PodFlags).pvcs)
         if not has_writable_volume and not request.launch.interactive:
             yield "no --pvc to write to: output, checkpoints and logs disappear with the pods"
-        if format_of(job) == "runai":
+        if format_of(job).startswith("runai"):
             yield from _runai_warnings(job)
-        elif job.flags(PodFlags).client:
-            yield f"--client is not used with --format {format_of(job)}"
 
 
 def _check_code(job: Job) -> None:
@@ -142,13 +143,13 @@ def _runai_warnings(job: Job) -> Iterator[str]:
                 yield f"{argument!r}: older runai clients split and expand arguments once more"
                 break
     if not (_chosen_client(job) or runai_client.on_path()):
-        yield "no runai on PATH: the command is for the later client; --client v1 names the first one"
+        yield "no runai on PATH: the command is for the later client; --format runai-v1 names the first one"
 
 
 def client_of(job: Job) -> runai_client.Client:
     """Return the version of RunAI's client for which the job's command is written.
 
-    It is that of ``--client``, or that of the recipe, or that on PATH. Without any of them, it is the later
+    It is that of ``--format``, or that of the recipe, or that on PATH. Without any of them, it is the later
     one.
 
     Raises
@@ -159,8 +160,8 @@ def client_of(job: Job) -> runai_client.Client:
 
 
 def _chosen_client(job: Job) -> runai_client.Client | None:
-    """Return the client that ``--client`` or else the recipe names. Return None if neither names one."""
-    return job.flags(PodFlags).client or job.recipe.system.queue.client or None
+    """Return the client that ``--format`` or else the recipe names. Return None if neither names one."""
+    return _CLIENTS.get(format_of(job)) or job.recipe.system.queue.client or None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -195,7 +195,7 @@ def _volume_option(claim: pods.Claim, *, is_first_client: bool) -> Argv:
         raise UsageError(
             f"{claim}: the later runai client has no option for a read-only volume",
             where="--pvc",
-            hint=f"--pvc {claim.name}:{claim.path}; --format pytorchjob, or --client v1",
+            hint=f"--pvc {claim.name}:{claim.path}; --format pytorchjob, or --format runai-v1",
         )
     return ("--existing-pvc", f"claimname={claim.name},path={claim.path}")
 

@@ -55,8 +55,8 @@ def refuse_unknown(command: Sequence[str], argv: Iterable[str]) -> None:
     if not supported:
         raise UsageError(
             f"{program} has no command {' '.join(command)}",
-            where="--client",
-            hint=f"--client {_identify_client(program)}, the one that is on PATH",
+            where="--format",
+            hint=f"--format runai-{_identify_client(program)}, the one that is on PATH",
         )
     for argument in argv:
         option = argument.partition("=")[0]
@@ -84,7 +84,7 @@ def _identify_client(program: str) -> Client:
         f"{program} is no runai client that imgkit knows: it has neither training pytorch submit nor "
         "submit-dist pytorch",
         where="PATH",
-        hint="runai training pytorch submit --help; or --client v1, or v2",
+        hint="runai training pytorch submit --help; or --format runai-v1, or runai-v2",
     )
 
 

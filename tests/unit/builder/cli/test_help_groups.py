@@ -43,8 +43,8 @@ def test_list_of_verbs_says_what_their_help_says(verb: str) -> None:
     assert listed.get_short_help_str(100) == app.verb_command(verb).get_short_help_str(100)
 
 
-def test_run_has_at_most_48_options() -> None:
+def test_run_has_at_most_46_options() -> None:
     command = app.verb_command("run")
     parameters = command.get_params(typer.Context(command))
     options = {parameter.name for parameter in parameters if parameter.param_type_name == "option"}
-    assert len(options - {"help"}) <= 48
+    assert len(options - {"help"}) <= 46

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from imgkit_builder.base import files
 from imgkit_builder.jobs import added_packages
 from imgkit_builder.packages import record
 from imgkit_builder.packages.record import PackagesRecord
@@ -29,8 +30,9 @@ def write_packages(image: Path, file: Path, *, digest: str = "") -> None:
         arguments=("lib",),
         packages=(),
         modules=("lib",),
+        squashfs_sha256="",
     )
-    record.append(file, stored)
+    files.append_file(file, record.to_bytes(stored))
 
 
 def script(call: Any, *args: str) -> str:

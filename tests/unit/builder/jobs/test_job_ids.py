@@ -24,7 +24,7 @@ JOBS = {
     "slurm": ("mn5", "-A", "a", "--qos", "acc_debug"),
     "pbs": ("olivia-eap", "-q", "q"),
     "kubeflow": ("rcp", "--format", "pytorchjob", "--image", "x:1", "-q", "me"),
-    "runai": ("rcp", "--client", "v1", "--image", "x:1", "-q", "me"),
+    "runai": ("rcp", "--format", "runai-v1", "--image", "x:1", "-q", "me"),
 }
 
 

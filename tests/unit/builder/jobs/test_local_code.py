@@ -58,7 +58,8 @@ def test_variable_of_the_user_counts(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "options"), [("cpu", {}), ("lambda", {"gpus": 0, "system_flags": (MpiFlags(direct=True),)})]
+    ("recipe", "options"),
+    [("cpu", {}), ("lambda", {"gpus": 0, "system_flags": (MpiFlags(mpi_start="ranks"),)})],
 )
 def test_host_starts_in_the_copy(folder: Path, recipe: str, options: dict[str, object]) -> None:
     command = ("sh", "-c", 'pwd; echo "$IMGKIT_JOB_DIR"; cat "a b/c"; echo 1 > out')

@@ -121,7 +121,7 @@ def test_limit_of_a_qos_counts_before_that_of_its_queue(tmp_path: Path) -> None:
 
 
 def test_flag_without_meaning_is_a_warning() -> None:
-    pods = PodFlags(pvcs=("home:/w",), client="3.0")
+    pods = PodFlags(pvcs=("home:/w",), format="runai-v2")
     options = {"image": "r.example/x:1", "qos": "", "time": "", "nodes": "2", "system_flags": (pods,)}
     warning = "--account is not used: EPFL RCP (runai) has no such flag"
     assert job("rcp", **options).warnings == (warning,)

@@ -33,7 +33,9 @@ def explain(output: str, failure: str = "pip") -> ImgkitError:
         "python": "3.10.12",
         "machine": "x86_64",
     }
-    return failures.explain(answer, image=Path("x.sif"), requirements=("einops",), log="x.log")
+    return failures.explain(
+        answer, image=Path("x.sif"), target=Path("/a/x.sqsh"), requirements=("einops",), log="x.log"
+    )
 
 
 def test_conflict_has_both_versions_and_the_way_out() -> None:

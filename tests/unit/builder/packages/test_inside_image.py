@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ensurepip
 import json
 import os
 import shutil
 import subprocess
 import sys
+import venv
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from package_index import write_wheel
 from imgkit_builder import packages
 from imgkit_builder.recipe.requirements import PROTECTED
 
+UV = Path(sys.executable).with_name("uv")
 NVIDIA_TORCH = "2.3.0a0+40ec155e58.nv24.3"
 
 
@@ -51,7 +54,14 @@ def wheels(tmp_path: Path) -> Path:
     return wheels
 
 
-def add(tmp_path: Path, site: Path, wheels: Path, *requirements: str, replace: tuple[str, ...] = ()) -> Any:
+def add(
+    tmp_path: Path,
+    site: Path,
+    wheels: Path,
+    *requirements: str,
+    replace: tuple[str, ...] = (),
+    python: str | Path = sys.executable,
+) -> Any:
     """Return the answer for these requirements."""
     folder = tmp_path / "add"
     folder.mkdir()
@@ -64,7 +74,7 @@ def add(tmp_path: Path, site: Path, wheels: Path, *requirements: str, replace: t
     (folder / "order.json").write_text(json.dumps(order))
     program = shutil.copy(Path(packages.__file__).with_name("inside.py"), folder)
     env = {**os.environ, "PYTHONPATH": str(site)}
-    subprocess.run([sys.executable, "-s", program], env=env, check=True, capture_output=True)
+    subprocess.run([python, "-s", program], env=env, check=True, stdout=subprocess.DEVNULL)
     return json.loads((folder / "answer.json").read_text())
 
 
@@ -98,3 +108,30 @@ def test_package_of_the_image_is_a_constraint(tmp_path: Path, site: Path, wheels
 def test_nothing_replaces_torch_and_its_pins(tmp_path: Path, site: Path, wheels: Path, name: str) -> None:
     answer = add(tmp_path, site, wheels, "modern", replace=(name,))
     assert (answer["failure"], answer["output"]) == ("protected", name)
+
+
+@pytest.fixture(scope="module")
+def bare_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Python without pip."""
+    folder = tmp_path_factory.mktemp("bare")
+    venv.create(folder, with_pip=False)
+    return folder / "bin/python3"
+
+
+@pytest.mark.skipif(not UV.exists(), reason="uv is not beside this Python")
+def test_uv_fetches_pip_where_the_image_has_none(
+    tmp_path: Path, site: Path, wheels: Path, bare_python: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(UV.parent), prepend=os.pathsep)
+    (pip,) = (Path(ensurepip.__file__).parent / "_bundled").glob("pip-*.whl")
+    shutil.copy(pip, wheels)
+    answer = add(tmp_path, site, wheels, "modern", python=bare_python)
+    assert [item["name"] for item in answer["packages"]] == ["modern"]
+    assert [path.name for path in (tmp_path / "add/root").iterdir() if path.name.startswith("pip")] == []
+
+
+def test_image_without_pip_and_uv_has_none(
+    tmp_path: Path, site: Path, wheels: Path, bare_python: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert add(tmp_path, site, wheels, "modern", python=bare_python)["failure"] == "no pip"

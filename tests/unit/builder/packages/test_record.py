@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 import re
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from imgkit_builder.jobs.runtimes import base
+from imgkit_builder.base import files
 from imgkit_builder.packages import record
 from imgkit_builder.packages.record import AddedPackage, PackagesRecord
 from imgkit_entrypoints.errors import CheckFailed, UsageError
@@ -26,6 +27,7 @@ RECORD = PackagesRecord(
     arguments=("einops", "omegaconf>=2.3"),
     packages=(EINOPS,),
     modules=("einops",),
+    squashfs_sha256="",
 )
 
 
@@ -33,7 +35,8 @@ RECORD = PackagesRecord(
 def file(tmp_path: Path) -> Path:
     file = tmp_path / "pytorch+2.sqsh"
     file.write_bytes(b"hsqs" + bytes(1000))
-    record.append(file, RECORD)
+    stored = dataclasses.replace(RECORD, squashfs_sha256=hashlib.sha256(file.read_bytes()).hexdigest())
+    files.append_file(file, record.to_bytes(stored))
     return file
 
 
@@ -61,7 +64,7 @@ def test_file_without_a_record_is_refused(tmp_path: Path, content: bytes) -> Non
 def test_digest_of_an_image_is_that_of_jobs(tmp_path: Path, size: int) -> None:
     image = tmp_path / "x.sif"
     image.write_bytes(os.urandom(size))
-    script = base._digest_of_ends_command("$1")
+    script = record.digest_command("$1")
     output = subprocess.run(["sh", "-c", script, "sh", image], check=True, capture_output=True, text=True)
     assert output.stdout.split()[0] == record.image_digest(image)
 

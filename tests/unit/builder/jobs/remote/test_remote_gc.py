@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from remote_image import remote_image
 
-from imgkit_builder.jobs.remote import gc
+from imgkit_builder.jobs.remote import connection, gc
+from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.remote.connection import Connection
 from imgkit_builder.jobs.remote.gc import JobNote, StoredFolder, StoreListing
 from imgkit_builder.jobs.remote.store import RemoteImage
@@ -56,6 +59,28 @@ def test_ended_job_keeps_nothing() -> None:
 def test_silent_scheduler_keeps_all_images_of_jobs() -> None:
     unused = gc.select_unused(listing(folder(IMAGE), notes=[note(IMAGE)]), {"slurm": "squeue failed"}, LIMIT)
     assert (unused.folders, unused.unknown) == ((), ("squeue failed",))
+
+
+@pytest.mark.usefixtures("ssh")
+def test_packages_go_and_stay_with_their_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An old image goes with its packages. Those that a waiting job mounts stay with their image."""
+    store = tmp_path / "store"
+    unused_image = store / IMAGE
+    needed_image = store / f"images/{'c' * 64}-{'d' * 12}"
+    for image in (unused_image, needed_image):
+        image.mkdir(parents=True)
+        for name in ("image.sif", "image+3f2a91c0.sqsh", ".packages.image+77.sqsh"):
+            (image / name).write_text("")
+            os.utime(image / name, (0, 0))
+        os.utime(image, (0, 0))
+    (store / "jobs").mkdir()
+    (store / "jobs/7").write_text(f"slurm\nx\n{needed_image.relative_to(store)}/image.sif\n")
+    monkeypatch.setattr(gc, "unfinished_jobs", lambda connection, name: {"7"})
+    far = connection.connect(Remote(name="far", address="far", folder=str(store), keep_s=0))
+    removed = gc.remove_unused(far, gc.find_unused(far, 7))
+    assert removed == (IMAGE,)
+    assert not unused_image.exists()
+    assert (needed_image / "image+3f2a91c0.sqsh").exists()
 
 
 def parse(*rows: str) -> StoreListing:

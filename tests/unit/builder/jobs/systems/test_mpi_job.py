@@ -18,7 +18,7 @@ from imgkit_entrypoints.errors import UsageError
 
 HOSTS = MpiFlags(hosts="node1,node2")
 HELLO = JobRequest.of(command=("dist-hello",), directory=Path("/home/me"), system_flags=(HOSTS,))
-OWN = ("hosts", "direct", "ssh")
+OWN = ("hosts", "mpi_start")
 
 
 def changed(request: JobRequest, **options: Any) -> JobRequest:
@@ -40,7 +40,7 @@ def script(request: JobRequest) -> Script:
 
 
 def test_each_host_gets_its_rank() -> None:
-    job_script = script(changed(HELLO, hosts=("me@10.0.0.1", "10.0.0.2"), ssh=True))
+    job_script = script(changed(HELLO, hosts=("me@10.0.0.1", "10.0.0.2"), mpi_start="ssh"))
     assert [host for host, _ in job_script.remote] == ["me@10.0.0.1", "10.0.0.2"]
     port = shlex.split(job_script.remote[0][1])[-1]
     for rank, (_, text) in enumerate(job_script.remote):
@@ -56,7 +56,7 @@ def test_each_host_gets_its_rank() -> None:
 
 
 def test_runs_by_hand_meet_at_random_ports() -> None:
-    request = changed(HELLO, hosts=("10.0.0.1", "10.0.0.2"), ssh=True)
+    request = changed(HELLO, hosts=("10.0.0.1", "10.0.0.2"), mpi_start="ssh")
     ports = {int(shlex.split(script(request).remote[0][1])[-1]) for _ in range(20)}
     assert len(ports) > 10
     assert all(20000 <= port < 30999 for port in ports)
@@ -65,7 +65,7 @@ def test_runs_by_hand_meet_at_random_ports() -> None:
 
 
 def test_spare_is_a_host_like_any() -> None:
-    job_script = script(changed(HELLO, hosts=("a", "b", "c"), nodes="2+1", ssh=True))
+    job_script = script(changed(HELLO, hosts=("a", "b", "c"), nodes="2+1", mpi_start="ssh"))
     assert job_script.head_decides
     assert [shlex.split(text)[-8:-4] for _, text in job_script.remote] == [
         ["--nnodes", "2+1", "--node-rank", rank] for rank in "012"
@@ -77,17 +77,17 @@ def test_mpirun_ends_a_run_in_spite_of_its_spare() -> None:
     request = changed(HELLO, hosts=("a", "b", "c"), nodes="2+1")
     (warning,) = job(request).warnings
     assert "a lost node ends the run on all nodes" in warning
-    assert job(changed(request, ssh=True)).warnings == ()
+    assert job(changed(request, mpi_start="ssh")).warnings == ()
 
 
 def test_own_program_gets_its_rank_by_variables() -> None:
-    job_script = script(changed(HELLO, command=("./serve",), ssh=True, runtime="host"))
+    job_script = script(changed(HELLO, command=("./serve",), mpi_start="ssh", runtime="host"))
     argv = shlex.split(job_script.remote[1][1])
     assert {"IMGKIT_NNODES=2", "IMGKIT_NODE_RANK=1", "IMGKIT_HEAD=node1"} <= set(argv)
 
 
 def test_guard_reads_the_container_s_input() -> None:
-    text = script(changed(HELLO, ssh=True)).remote[0][1]
+    text = script(changed(HELLO, mpi_start="ssh")).remote[0][1]
     argv = shlex.split(text)
     assert argv[:4] == ["docker", "run", "--interactive", "--rm"]
     assert argv.index("lambda:latest") < argv.index("sh")
@@ -105,7 +105,7 @@ def test_guard_reads_the_container_s_input() -> None:
     ],
 )
 def test_torch_launch_line_is_printed(command: tuple[str, ...], expected: str | None) -> None:
-    text = script(changed(HELLO, command=command, ssh=True)).text
+    text = script(changed(HELLO, command=command, mpi_start="ssh")).text
     rows = [row for row in text.splitlines() if row.startswith("# ssh")]
     if expected is None:
         assert not rows
@@ -128,5 +128,5 @@ def test_own_host_must_be_the_first(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"mpirun gives rank 0 to its own host") as caught:
         checks.before_submission(job(request))
     assert "--hosts 127.0.0.1,192.0.2.1" in (caught.value.hint or "")
-    checks.before_submission(job(changed(request, ssh=True)))
+    checks.before_submission(job(changed(request, mpi_start="ssh")))
     checks.before_submission(job(changed(request, hosts=("127.0.0.1", "192.0.2.1"))))

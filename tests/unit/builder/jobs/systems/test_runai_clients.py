@@ -15,7 +15,7 @@ from imgkit_builder.jobs import checks, records
 from imgkit_builder.jobs.job import Job
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.resolve import resolve_job
-from imgkit_builder.jobs.systems import pods, runai_client
+from imgkit_builder.jobs.systems import pods
 from imgkit_builder.jobs.systems.runai import SYSTEM as runai
 from imgkit_builder.recipe import targets
 from imgkit_entrypoints.errors import UsageError
@@ -44,11 +44,11 @@ def no_client(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def job(
     recipe: str | Path = "rcp",
     *,
-    client: runai_client.Client | None = None,
+    form: pods.KubernetesFormat = "runai",
     pvcs: tuple[str, ...] = ("home:/w",),
     **options: Any,
 ) -> Job:
-    flags = pods.PodFlags(pvcs=pvcs, client=client)
+    flags = pods.PodFlags(pvcs=pvcs, format=form)
     return resolve_job(targets.load_target(recipe), RCP.changed(system_flags=(flags,), **options))
 
 
@@ -75,21 +75,24 @@ def test_flag_wins_over_recipe_and_recipe_over_path(fake_runai: FakeRunAI, tmp_p
     fake_runai(EARLY)
     file = write_recipe(tmp_path, "client: v1")
     assert pods.client_of(job(file)) == "v1"
-    assert pods.client_of(job(file, client="v2")) == "v2"
+    assert pods.client_of(job(file, form="runai-v2")) == "v2"
 
 
 def test_without_a_client_the_later_one_is_assumed_with_a_warning() -> None:
     pod_job = job()
     assert pods.client_of(pod_job) == "v2"
     (warning,) = pod_job.warnings
-    assert warning == "no runai on PATH: the command is for the later client; --client v1 names the first one"
+    assert (
+        warning
+        == "no runai on PATH: the command is for the later client; --format runai-v1 names the first one"
+    )
 
 
 def test_unknown_client_on_path_is_refused_by_name(fake_runai: FakeRunAI) -> None:
     fake_runai({"submit-mpi": "--name"})
     with pytest.raises(UsageError, match=r"bin/runai is no runai client that imgkit knows"):
         job()
-    assert pods.client_of(job(client="v2")) == "v2"
+    assert pods.client_of(job(form="runai-v2")) == "v2"
 
 
 def test_key_of_a_secret_is_refused_where_the_client_on_path_has_no_option(fake_runai: FakeRunAI) -> None:
@@ -100,7 +103,7 @@ def test_key_of_a_secret_is_refused_where_the_client_on_path_has_no_option(fake_
 
 
 def test_later_clients_do_not_split_arguments() -> None:
-    assert job(client="v2", command=("dist-run", "$HOME", "a b")).warnings == ()
+    assert job(form="runai-v2", command=("dist-run", "$HOME", "a b")).warnings == ()
 
 
 def test_option_that_the_client_on_path_lacks_is_refused_before_submission(fake_runai: FakeRunAI) -> None:
@@ -111,14 +114,14 @@ def test_option_that_the_client_on_path_lacks_is_refused_before_submission(fake_
         checks.before_submission(job())
     assert caught.value.what.endswith("runai: training pytorch submit has no option --large-shm")
     checks.before_submission(job(nodes="1"))
-    checks.before_submission(job(client="v1"))
+    checks.before_submission(job(form="runai-v1"))
 
 
 def test_command_that_the_client_on_path_lacks_is_refused_before_submission(first_runai: Path) -> None:
     with pytest.raises(UsageError) as caught:
-        checks.before_submission(job(client="v2"))
+        checks.before_submission(job(form="runai-v2"))
     assert "has no command training pytorch submit" in caught.value.what
-    assert caught.value.hint == "--client v1, the one that is on PATH"
+    assert caught.value.hint == "--format runai-v1, the one that is on PATH"
 
 
 def test_options_of_the_user_reach_the_client(fake_runai: FakeRunAI) -> None:
@@ -151,9 +154,3 @@ def test_record_with_another_kind_starts_nothing() -> None:
     record = queued_job(id="rcp", system="runai", name="rcp", kind="upgrade --force")
     with pytest.raises(UsageError, match="upgrade --force"):
         runai.cancel_command(record)
-
-
-def test_client_without_effect_is_a_warning() -> None:
-    flags = pods.PodFlags(pvcs=("home:/w",), format="pytorchjob", client="v1")
-    job = resolve_job(targets.load_target("rcp"), RCP.changed(system_flags=(flags,)))
-    assert job.warnings == ("--client is not used with --format pytorchjob",)

@@ -22,7 +22,7 @@ RCP = JobRequest.of(command=("dist-pi",), nodes="2", image="r.example/me/rcp:1")
 
 
 def job(*, pvcs: tuple[str, ...] = ("home:/home/me",), **options: Any) -> Job:
-    flags = pods.PodFlags(pvcs=pvcs, client="v1")
+    flags = pods.PodFlags(pvcs=pvcs, format="runai-v1")
     return resolve_job(RECIPE, RCP.changed(system_flags=(flags,), **options))
 
 
