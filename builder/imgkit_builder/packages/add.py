@@ -432,7 +432,7 @@ class _Steps:
             # The project is copied and not mounted, because a build writes into the folder.
             requirements.append(f"{INSIDE}/project")
             code = Code(source=request.project, member="project", where="--project", ignore=_NOT_SENT)
-            for part in members.collect_code([code]).parts.values():
+            for part in members.collect_code([code], ()).parts.values():
                 tar += part
         order = {
             "requirements": requirements,
