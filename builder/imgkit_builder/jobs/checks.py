@@ -25,7 +25,8 @@ def before_submission(job: Job) -> None:
     if not runtime.is_isolated and not job.directory.is_dir():
         raise UsageError(f"no folder {job.directory}", where="--directory")
     check_environment(job)
-    systems.get_system(job.system).check_submission(job)
+    for _ in systems.get_system(job.system).check(job, is_submitted=True):
+        pass  # the warnings have been shown
     runtime.check_submission(job)
 
 

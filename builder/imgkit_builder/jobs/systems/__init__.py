@@ -152,26 +152,22 @@ class System(abc.ABC):
             hint = f"imgkit push {job.recipe.name} REGISTRY/{job.recipe.name}:1"
         raise UsageError(message, where="--submit", hint=hint)
 
-    def check(self, job: Job) -> Iterable[str]:
+    def check(self, job: Job, *, is_submitted: bool = False) -> Iterable[str]:
         """Return warnings about requests that the user may not have meant.
+
+        Parameters
+        ----------
+        is_submitted : whether this machine submits the job now. Then the check includes what depends on this
+            machine, for example a program on its PATH.
 
         Raises
         ------
-        UsageError : the system cannot run the job.
+        UsageError : a check for `is_submitted` failed.
         """
         warnings = [*single_process_warnings(job.command), *partial_node_warnings(job)]
         if not self.abilities.spares_take_over:
             warnings += idle_spare_warnings(job)
         return warnings
-
-    def check_submission(self, job: Job) -> None:
-        """Check what depends on this machine, such as a program on its PATH, before it submits the job.
-
-        Raises
-        ------
-        UsageError : this machine cannot submit the job.
-        """
-        del job  # most systems need nothing of this machine but the program that submits
 
     def parse_job_id(self, output: str, name: str) -> str:
         """Find the job's id in the `output` of the command that submitted the job `name`.

@@ -82,20 +82,21 @@ class Mpi(local.ForegroundSystem):
     abilities = dataclasses.replace(local.ForegroundSystem.abilities, takes_hosts=True)
     where = "over ssh"
 
-    def check(self, job: Job) -> Iterator[str]:
-        """Yield warnings about requests that the user may not have meant."""
+    def check(self, job: Job, *, is_submitted: bool = False) -> Iterator[str]:
+        """Yield warnings about requests that the user may not have meant.
+
+        Raises
+        ------
+        UsageError : with `is_submitted`, mpirun would give rank 0 to another host than the first one.
+        """
         flags = job.flags(MpiFlags)
+        if is_submitted and flags.mpi_start != "ssh":
+            _check_order(flags.names)
         if flags.mpi_start != "ranks":
             yield from single_process_warnings(job.command)
         yield from partial_node_warnings(job)
         if flags.mpi_start != "ssh":
             yield from idle_spare_warnings(job)
-
-    def check_submission(self, job: Job) -> None:
-        """Raise UsageError if mpirun would give rank 0 to another host than the first one."""
-        flags = job.flags(MpiFlags)
-        if flags.mpi_start != "ssh":
-            _check_order(flags.names)
 
     def script(self, job: Job) -> Script:
         """Return the ``mpirun`` line of the job, or one ``ssh`` line for each host."""

@@ -88,7 +88,7 @@ class Pods(System):
     needs_fields_for_shells = False
     code_copier = "script"
 
-    def check(self, job: Job) -> Iterator[str]:
+    def check(self, job: Job, *, is_submitted: bool = False) -> Iterator[str]:
         """Yield warnings about requests that the user may not have meant.
 
         Raises

@@ -45,13 +45,18 @@ class RunAI(pods.Pods):
             text = "\n".join((*_interactive_comments(job, name, kind), text))
         return Script(text=text, submit=argv, kind=kind)
 
-    def check_submission(self, job: Job) -> None:
-        """Check that the client on PATH has all options of a command for the later client.
+    def check(self, job: Job, *, is_submitted: bool = False) -> Iterator[str]:
+        """Yield warnings about requests that the user may not have meant.
+
+        With `is_submitted`, check that the client on PATH has all options of a command for the later client.
 
         Raises
         ------
         UsageError : the client on PATH lacks the command, or an option of the recipe or of imgkit.
         """
+        yield from super().check(job, is_submitted=is_submitted)
+        if not is_submitted:
+            return
         kind = _job_kind(job)
         if kind:
             argv = (*_command_options(job, job.name), *job.recipe.system.queue.options)
