@@ -67,7 +67,8 @@ install)
     size=$1 program=$2 modules=$3
     shift 3
     if [ -n "$modules" ]; then
-        PATH=$(bash -lc "module load $modules > /dev/null 2>&1; echo; echo \"\$PATH\"" < /dev/null | tail -n 1)
+        # shellcheck disable=SC2016 # bash -l expands them
+        PATH=$(bash -lc 'module load $1 > /dev/null 2>&1; echo; echo "$PATH"' bash "$modules" < /dev/null | tail -n 1)
     fi
     program=$(command -v "$program") || problem no-runtime
     # A runtime may bring its own mksquashfs.

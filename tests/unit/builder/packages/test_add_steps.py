@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import os
 import sys
 from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
@@ -87,6 +88,21 @@ def test_project_is_sent_without_its_environment(there: Path, wheels: Path, tmp_
     names = [member.name for member in tar]
     assert "project" in names
     assert not any("large" in name for name in names)
+
+
+def test_modules_are_words_and_no_shell_text(
+    there: Path, wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".bash_profile").write_text(
+        f'PATH={os.environ["PATH"]}\nmodule() {{ echo "$*" > loaded; }}\n'
+    )
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    machine = dataclasses.replace(add.this_machine(), remote="far", modules=("apptainer/1.4", "x; touch ran"))
+    request = AddRequest(requirements=("lib",), image=there / "x.sif", wheels=wheels)
+    add.add(request, machine=machine)
+    assert (tmp_path / "loaded").read_text() == "load apptainer/1.4 x; touch ran\n"
+    assert not (tmp_path / "ran").exists()
 
 
 def test_equal_request_installs_nothing(there: Path, tmp_path: Path, fake_program: FakeProgram) -> None:
