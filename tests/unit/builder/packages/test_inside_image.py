@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import venv
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,9 @@ def test_uv_fetches_pip_where_the_image_has_none(
     tmp_path: Path, site: Path, wheels: Path, bare_python: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(UV.parent), prepend=os.pathsep)
-    (pip,) = (Path(ensurepip.__file__).parent / "_bundled").glob("pip-*.whl")
+    # Debian's ensurepip takes its wheels from a folder of the distribution.
+    bundled = sysconfig.get_config_var("WHEEL_PKG_DIR") or Path(ensurepip.__file__).parent / "_bundled"
+    (pip,) = Path(bundled).glob("pip-*.whl")
     shutil.copy(pip, wheels)
     answer = add(tmp_path, site, wheels, "modern", python=bare_python)
     assert [item["name"] for item in answer["packages"]] == ["modern"]
