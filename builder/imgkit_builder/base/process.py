@@ -367,6 +367,16 @@ def read_answer(output: Generator[bytes, None, None], program: str) -> bytes:
     return bytes(text)
 
 
+def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the lines of an output that comes in chunks, each as soon as it is complete."""
+    rest = b""
+    for chunk in chunks:
+        *lines, rest = (rest + chunk).split(b"\n")
+        yield from lines
+    if rest:
+        yield rest
+
+
 def filter_through(
     argv: Sequence[str],
     chunks: Iterable[bytes],

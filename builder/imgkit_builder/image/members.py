@@ -162,6 +162,15 @@ def tar_chunks(members: Iterable[TarMember]) -> Iterator[bytes]:
     yield END
 
 
+def tar_size(members: Iterable[TarMember]) -> int:
+    """Return the size of the archive in bytes. The content of the members is not read."""
+    size_bytes = len(END)
+    for member in members:
+        padding_bytes = -member.size_bytes % tarfile.BLOCKSIZE
+        size_bytes += len(_header(member)) + member.size_bytes + padding_bytes
+    return size_bytes
+
+
 def member_chunks(member: TarMember) -> Iterator[bytes]:
     """Yield the part of the archive that holds `member`: its header, its content and the padding."""
     yield _header(member)

@@ -348,12 +348,13 @@ class _Steps:
         ToolFailed : the image does not start, or mksquashfs failed.
         """
         tar, options = self._pack_inputs()
-        size_bytes = sum(len(chunk) for chunk in members.tar_chunks(tar))
-        args = (str(size_bytes), self.machine.program, " ".join(self.machine.modules), *options)
+        args = (str(members.tar_size(tar)), self.machine.program, " ".join(self.machine.modules), *options)
         answer_lines: list[str] = []
         output: collections.deque[str] = collections.deque(maxlen=process.KEPT_LINES)
         try:
-            for line in _split_lines(self._run("install", *args, data=members.tar_chunks(tar))):
+            script_output = self._run("install", *args, data=members.tar_chunks(tar))
+            for raw_line in process.split_lines(script_output):
+                line = raw_line.decode(errors="replace")
                 if answer_lines or line == self.token:
                     answer_lines.append(line)
                     if line.startswith("{") and not line.startswith('{"failure"'):
@@ -455,14 +456,3 @@ def _list_files(member: str, folder: Path, patterns: Sequence[str]) -> Iterator[
 def _read_source(name: str) -> bytes:
     """Return the source of ``inside.py`` or ``machine.sh``, which run elsewhere."""
     return importlib.resources.files(__package__).joinpath(name).read_bytes()
-
-
-def _split_lines(chunks: Iterable[bytes]) -> Iterator[str]:
-    """Yield the lines of an output that comes in chunks, as soon as each line is complete."""
-    rest = b""
-    for chunk in chunks:
-        *lines, rest = (rest + chunk).split(b"\n")
-        for line in lines:
-            yield line.decode(errors="replace")
-    if rest:
-        yield rest.decode(errors="replace")

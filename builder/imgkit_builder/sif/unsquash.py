@@ -53,15 +53,13 @@ class Squashfs:
         ToolMissing : as of `read`.
         ToolFailed : the squashfs is damaged.
         """
-        rest = b""
-        for chunk in process.filter_through(self._argv("-lln", "-dest", "", str(self.path), *patterns), ()):
-            *lines, rest = (rest + chunk).split(b"\n")
-            for line in lines:
-                match = _LISTED_FILE.fullmatch(os.fsdecode(line))
-                if match is None:  # the header, and what unsquashfs says about devices
-                    continue
-                mode, uid, gid, size, path = match.groups()
-                yield ListedFile(path=path, mode=mode, uid=int(uid), gid=int(gid), size=size.replace(" ", ""))
+        output = process.filter_through(self._argv("-lln", "-dest", "", str(self.path), *patterns), ())
+        for line in process.split_lines(output):
+            match = _LISTED_FILE.fullmatch(os.fsdecode(line))
+            if match is None:  # the header, and what unsquashfs says about devices
+                continue
+            mode, uid, gid, size, path = match.groups()
+            yield ListedFile(path=path, mode=mode, uid=int(uid), gid=int(gid), size=size.replace(" ", ""))
 
     def read(self, names: Iterable[str]) -> dict[str, bytes]:
         """Return the content of those of the regular files `names` that are there and not too large.

@@ -20,8 +20,9 @@ from file_tree import write_files
 
 from imgkit_builder.base.files import MTIME_S
 from imgkit_builder.base.progress import Silent
-from imgkit_builder.image import context
+from imgkit_builder.image import context, members
 from imgkit_builder.image.context import BuildContext, LargeContext
+from imgkit_builder.image.members import TarMember
 from imgkit_builder.oci import manifest
 from imgkit_builder.oci.manifest import BaseImage
 from imgkit_builder.recipe.model import CopyStep, PipStep, Recipe
@@ -411,3 +412,14 @@ def test_untracked_folder_has_no_revision(tmp_path: Path) -> None:
     (tmp_path / "venv").mkdir()
     (tmp_path / "venv" / "mine.yaml").write_text("x")
     assert context.git_revision(tmp_path / "venv") == ""
+
+
+def test_size_of_a_tar_is_that_of_its_chunks(tmp_path: Path) -> None:
+    long_name = "/".join(["folder" * 10] * 5)  # its header has a block for the name
+    (tmp_path / "wheel").write_bytes(b"x" * 700)
+    tar = [
+        members.empty_folder("folder"),
+        members.memory_file(long_name, b"a"),
+        TarMember(name="wheel", size_bytes=700, source=tmp_path / "wheel"),
+    ]
+    assert members.tar_size(tar) == sum(len(chunk) for chunk in members.tar_chunks(tar))
