@@ -44,7 +44,7 @@ def scheduler_runner(record: SubmittedJob, *, may_ask: bool = False) -> Runner:
 
 
 def status_runner(record: SubmittedJob, *, may_ask: bool = False) -> Runner:
-    """Return the same as `scheduler_runner`, for a call of `report_job` and then of `gpu_use_of`.
+    """Return the same as `scheduler_runner`, for a call of `report_job` and then of `read_gpu_use`.
 
     Both together use one connection to a remote, unless the scheduler no longer knows the job.
     """

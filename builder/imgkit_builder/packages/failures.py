@@ -15,6 +15,7 @@ from typing import Any
 from imgkit_builder.base import process
 from imgkit_builder.recipe.requirements import PROTECTED, canonical_name
 from imgkit_builder.sif import squash
+from imgkit_builder.sif.workspace import NO_SPACE
 from imgkit_entrypoints import secret_patterns
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, ToolMissing, UsageError
 
@@ -29,7 +30,6 @@ _MISSING = re.compile(r"No matching distribution found for ([^\n]+)")
 _NOISE = re.compile(r"WARNING: |\[notice\]|DEPRECATION: |Looking in |Collecting |  Downloading | +━")
 # Lines of pip's output that a hint shows at most. The log has all of them.
 _MOST_LINES = 12
-_FULL_DISK = re.compile(r"no space left on device|disk quota exceeded|file too large", re.IGNORECASE)
 
 
 _SIF_HINT = "imgkit sif IMAGE makes a .sif of an archive or an image"
@@ -86,7 +86,7 @@ def explain_crash(
         )
     if "executable file not found" in text:
         return UsageError("the image has no python3", where=str(image), hint="another image")
-    if _FULL_DISK.search(text):
+    if NO_SPACE.search(text):
         return _full_disk_error(target)
     lines = process.last_lines(secret_patterns.mask_secrets(output), _MOST_LINES)
     if not lines:
@@ -133,7 +133,7 @@ def explain(
             where="--replace",
             hint=f"build an image with another base: {_recipe_line(typed)}",
         )
-    if _FULL_DISK.search(output):
+    if NO_SPACE.search(output):
         return _full_disk_error(target)
     constraint = _CONSTRAINT.search(output)
     if constraint:

@@ -31,7 +31,8 @@ from imgkit_entrypoints.errors import CheckFailed, ToolFailed, UsageError
 
 _TMP_VARIABLES = ("IMGKIT_TMPDIR", "APPTAINER_TMPDIR", "SINGULARITY_TMPDIR", "TMPDIR")
 _FOLDER = f"{files.TEMPORARY}sif."
-_NO_SPACE = re.compile(r"no space left on device|disk quota exceeded|file too large", re.IGNORECASE)
+NO_SPACE = re.compile(r"no space left on device|disk quota exceeded|file too large", re.IGNORECASE)
+"""How programs report that a disk is full or that a limit of the user is reached."""
 PACKED_SHARE = 0.5
 """Size of a squashfs per image byte, with a margin: measured 0.26 to 0.4."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -169,7 +170,7 @@ def _explain_full_disk(target: Path, base: Path) -> Iterator[None]:
         yield
     except ToolFailed as error:
         # The programs say it in their own words, somewhere in their last lines.
-        if not _NO_SPACE.search(f"{error.what} {error.hint}"):
+        if not NO_SPACE.search(f"{error.what} {error.hint}"):
             raise
         raise _disk_full_error(target, base, error.what, error.hint or "") from error
     except OSError as error:
