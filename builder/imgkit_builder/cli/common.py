@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import typer
 
 from imgkit_builder.base import checks
+from imgkit_builder.base.suffixes import ARCHIVE_SUFFIXES, RECIPE_SUFFIXES
 from imgkit_builder.recipe.problems import RecipeErrors
-from imgkit_builder.workflow.names import ARCHIVE_SUFFIXES, RECIPE_SUFFIXES
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import EXIT_NO, ImgkitError
 from imgkit_recipes import recipe_names

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import typer
 
 from imgkit_builder.base import files
+from imgkit_builder.base.suffixes import RECIPE_SUFFIXES
 from imgkit_builder.cli.common import (
     JSON,
     RECIPE,
@@ -33,7 +34,6 @@ from imgkit_builder.recipe import bases, host_effects, lock_file, system_files, 
 from imgkit_builder.recipe.load import load, load_system
 from imgkit_builder.recipe.schema import schema_json
 from imgkit_builder.workflow.build import BuildRequest, warning_lines
-from imgkit_builder.workflow.names import RECIPE_SUFFIXES
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import EXIT_NO, EXIT_USAGE, UsageError
 from imgkit_recipes import recipe_names

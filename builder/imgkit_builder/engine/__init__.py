@@ -6,7 +6,7 @@ Read in this order: ``address``, ``connection``, ``images``, ``image_source``, `
 
 from imgkit_builder.engine.base_image import choose_platform, probe, resolve_base
 from imgkit_builder.engine.builders import choose
-from imgkit_builder.engine.building import Built, build, default_tag
+from imgkit_builder.engine.building import Built, build
 from imgkit_builder.engine.connection import Engine, connect
 from imgkit_builder.engine.containers import run, shell_argv
 from imgkit_builder.engine.image_source import LocalImage, add_tag, local_image, push, read_file, save_stream
@@ -23,7 +23,6 @@ __all__ = [
     "choose",
     "choose_platform",
     "connect",
-    "default_tag",
     "image_facts",
     "inspect",
     "local_image",

@@ -23,7 +23,7 @@ from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import ImgkitError, ToolMissing, UsageError
 
 if TYPE_CHECKING:
-    from imgkit_builder.recipe import Recipe
+    from imgkit_builder.recipe.model import Recipe
 
 STANDIN_HOST = "imgkit.local/"
 """Registry part of stand-in names; no such registry exists, so nothing can be pulled from it."""

@@ -39,8 +39,6 @@ from imgkit_entrypoints.errors import ImgkitError, ToolFailed
 
 if TYPE_CHECKING:
     from imgkit_builder.image.context import BuildContext
-    from imgkit_builder.recipe import Recipe
-    from imgkit_builder.recipe.targets import Target
 
 # How much a request to the engine's API sends at once.
 CHUNK_BYTES = 1 << 20
@@ -56,11 +54,6 @@ class Built:
     """The engine's whole output; the Dockerfile is in the same folder."""
     up_to_date: bool
     """The tag named this image already."""
-
-
-def default_tag(recipe: Recipe | Target) -> str:
-    """Return the default of ``--tag``: ``mn5:latest``."""
-    return f"{recipe.name}:latest"
 
 
 def build(

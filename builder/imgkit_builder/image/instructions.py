@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from imgkit_builder.recipe import Image
+from imgkit_builder.recipe.model import Image
 
 NEXT = " \\\n    "
 """Continues a shell command or instruction on the next line."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from imgkit_builder.apptainer.definition import REGISTRY
 from imgkit_builder.base import flags, process
 from imgkit_builder.base.progress import Reporter
+from imgkit_builder.base.suffixes import RECIPE_SUFFIXES
 from imgkit_builder.jobs import image_source, runtimes, systems
 from imgkit_builder.jobs import submit as submission
 from imgkit_builder.jobs.job import Argv, Job
@@ -26,7 +27,7 @@ from imgkit_builder.recipe.targets import Target
 from imgkit_builder.sif.conversion import Options
 from imgkit_builder.workflow.build import SifBuildRequest
 from imgkit_builder.workflow.convert import refuse_format
-from imgkit_builder.workflow.names import RECIPE_SUFFIXES, name_stem
+from imgkit_builder.workflow.names import name_stem
 from imgkit_entrypoints.errors import UsageError
 
 _OPTIONS = Options()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from imgkit_builder.archive import sidecar
 from imgkit_builder.base import process
+from imgkit_builder.base.suffixes import RECIPE_SUFFIXES
 from imgkit_builder.jobs import runtimes, systems
 from imgkit_builder.jobs.job import Job, Script
 from imgkit_builder.jobs.remote.config import Remote
@@ -24,7 +25,7 @@ from imgkit_builder.recipe import targets
 from imgkit_builder.recipe.targets import Target
 from imgkit_builder.sif import image, sqsh
 from imgkit_builder.workflow import baked
-from imgkit_builder.workflow.names import RECIPE_SUFFIXES, name_stem
+from imgkit_builder.workflow.names import name_stem
 from imgkit_entrypoints.errors import UsageError
 
 # Path that stands for imgkit's folder on a remote until imgkit has connected to the remote.

@@ -1,5 +1,1 @@
-"""Recipes: ``load.load`` turns YAML into checked, frozen values."""
-
-from imgkit_builder.recipe.model import Image, Recipe
-
-__all__ = ["Image", "Recipe"]
+"""Recipes: ``load.load`` turns YAML into the checked, frozen values of ``model``."""

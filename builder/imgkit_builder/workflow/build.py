@@ -28,6 +28,7 @@ from imgkit_builder.recipe.problems import shorten_path
 from imgkit_builder.recipe.targets import module_line
 from imgkit_builder.sif.conversion import Options
 from imgkit_builder.workflow.build_record import record_build
+from imgkit_builder.workflow.names import default_tag
 from imgkit_entrypoints.errors import CheckFailed, UsageError
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from imgkit_builder.engine import Engine, ImageInfo
     from imgkit_builder.image.context import BuildContext
     from imgkit_builder.image.members import PackedCode
-    from imgkit_builder.recipe import Recipe
+    from imgkit_builder.recipe.model import Recipe
     from imgkit_builder.recipe.problems import Problem
 
 BASE_HELP = "Base image instead of the recipe's; current: the recipe's current_base."
@@ -204,7 +205,7 @@ def build(
     if secrets.options:
         # The line of the recipe to name if the builder cannot pass on secrets.
         secrets_at = loaded.where("image", "secrets")
-    tag = request.tag or engines.default_tag(loaded)
+    tag = request.tag or default_tag(loaded.name)
     engines.check_name(tag, where="--tag")
     with engines.connect() as engine:
         builder = engines.choose(engine.facts(), request.builder, secrets_at=secrets_at)
@@ -281,7 +282,7 @@ def plan(
     target = engines.choose_platform(loaded, requested=request.platform, host=host_platform())
     loaded = _follow_lock(loaded, target, request, report)
     base = _base_of(loaded, request) or loaded.image.base
-    tag = request.tag or engines.default_tag(loaded)
+    tag = request.tag or default_tag(loaded.name)
     engines.check_name(base, where="--base")
     engines.check_name(tag, where="--tag")
     context = _pack_context(loaded, BaseImage(name=base, platform=target), request, report)

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING
 from imgkit_builder import engine
 from imgkit_builder.archive import read, sidecar
 from imgkit_builder.base.progress import SILENT, Reporter
+from imgkit_builder.base.suffixes import ARCHIVE_SUFFIXES, RECIPE_SUFFIXES
 from imgkit_builder.sif import convert as conversion
 from imgkit_builder.sif.conversion import Options
 from imgkit_builder.sif.entries import Archive, OciFolder, Piped
 from imgkit_builder.sif.image import is_sif
 from imgkit_builder.sif.sqsh import is_sqsh
 from imgkit_builder.workflow.names import (
-    ARCHIVE_SUFFIXES,
-    RECIPE_SUFFIXES,
     image_name,
     module_line,
     name_stem,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from imgkit_builder import engine as engines
 from imgkit_builder.base import process
 from imgkit_builder.base.progress import SILENT, Reporter
+from imgkit_builder.base.suffixes import RECIPE_SUFFIXES
 from imgkit_builder.image import smoke
 from imgkit_builder.packages import record
 from imgkit_builder.recipe import rules
@@ -18,7 +19,7 @@ from imgkit_builder.sif import image as sif_image
 from imgkit_builder.sif.runtime import exec_arguments, find_runtime, isolation
 from imgkit_builder.sif.sqsh import is_sqsh
 from imgkit_builder.workflow import baked
-from imgkit_builder.workflow.names import RECIPE_SUFFIXES, image_name
+from imgkit_builder.workflow.names import image_name
 from imgkit_entrypoints.errors import ImgkitError, ToolMissing, UsageError
 from imgkit_entrypoints.rules import expand_variables
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from imgkit_builder.engine import default_tag
+from imgkit_builder.base.suffixes import ARCHIVE_SUFFIXES, RECIPE_SUFFIXES
 from imgkit_builder.recipe import targets
 from imgkit_recipes import recipe_names
 
 if TYPE_CHECKING:
     from imgkit_entrypoints.system import SystemFacts
 
-# How the names of archives and recipes end.
-ARCHIVE_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.zst")
-RECIPE_SUFFIXES = (".yaml", ".yml")
+
+def default_tag(recipe_name: str) -> str:
+    """Return the default of ``--tag``: ``mn5`` -> ``mn5:latest``."""
+    return f"{recipe_name}:latest"
 
 
 def image_name(target: str) -> str:
@@ -24,7 +25,7 @@ def image_name(target: str) -> str:
     """
     if not target.endswith(RECIPE_SUFFIXES):
         return target
-    return default_tag(targets.load_target(target))
+    return default_tag(targets.load_target(target).name)
 
 
 def name_stem(image: str) -> str:

@@ -21,8 +21,8 @@ from imgkit_builder import engine as engines
 from imgkit_builder.engine import Engine
 from imgkit_builder.image.context import BuildContext, pack_context
 from imgkit_builder.oci.manifest import BaseImage
-from imgkit_builder.recipe import Recipe
 from imgkit_builder.recipe.load import load
+from imgkit_builder.recipe.model import Recipe
 
 VERSION = {"Version": "20.10.24", "ApiVersion": "1.41", "Os": "linux", "Arch": "amd64"}
 

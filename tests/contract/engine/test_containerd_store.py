@@ -17,8 +17,8 @@ from imgkit_builder.base.progress import Silent
 from imgkit_builder.engine import Engine
 from imgkit_builder.engine.builders import Choice
 from imgkit_builder.image.context import BuildContext
-from imgkit_builder.recipe import Recipe
 from imgkit_builder.recipe.load import load
+from imgkit_builder.recipe.model import Recipe
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 
 ANSWERS: dict[str, Any] = json.loads(Path(__file__).with_name("containerd_answers.json").read_text())

@@ -11,7 +11,7 @@ import pytest
 from imgkit_builder import engine as engines
 from imgkit_builder.engine import Engine
 from imgkit_builder.oci.manifest import BaseImage
-from imgkit_builder.recipe import Recipe
+from imgkit_builder.recipe.model import Recipe
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
 
 NAME = "registry.test/base:1"

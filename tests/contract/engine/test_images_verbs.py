@@ -13,7 +13,7 @@ from sample_answers import answer_line
 from typer.testing import CliRunner
 
 from imgkit_builder.cli.app import build_app
-from imgkit_builder.recipe import Recipe
+from imgkit_builder.recipe.model import Recipe
 from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
 
 NAME = "registry.test/base:1"

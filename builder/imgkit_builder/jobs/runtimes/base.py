@@ -14,19 +14,22 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from imgkit_builder.base import files
 from imgkit_builder.image.wheel import PACKAGE
 from imgkit_builder.jobs import quoting
 from imgkit_builder.jobs.job import Argv, Container, Job, Runner, RuntimeKind
 from imgkit_builder.packages import record
-from imgkit_builder.recipe.targets import Target
 from imgkit_builder.sif import image, sqsh
 from imgkit_builder.workflow import baked
 from imgkit_entrypoints import system
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.rules import site_variables
 from imgkit_entrypoints.system import HOST, HOST_FOLDERS, JOB_FOLDER, SYSTEM_JSON, WORKSPACE
+
+if TYPE_CHECKING:
+    from imgkit_builder.recipe.targets import Target
 
 # Options by which the containers of Apptainer, Singularity, Docker and Podman see the GPUs of their node. A
 # job without GPUs leaves them out.
