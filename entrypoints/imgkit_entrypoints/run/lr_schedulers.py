@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
@@ -17,6 +18,24 @@ from imgkit_entrypoints.errors import UsageError
 MAX_DEPTH = 5
 # Members of an object that are looked at. A list with more of them holds data, and no schedulers.
 MAX_MEMBERS = 100
+
+
+class SchedulerSearch:
+    """The searches of a run for untracked schedulers before its saves.
+
+    A search looks at all objects of the process, which takes 0.1 s and more. So it is made only where an
+    optimizer has more or fewer references than at the last one: a scheduler adds a reference.
+    """
+
+    def __init__(self) -> None:
+        self._reference_counts: list[int] = []
+
+    def refuse_untracked(self, objects: Mapping[str, Any]) -> None:
+        """Raise UsageError as `refuse_untracked_schedulers`."""
+        counts = [sys.getrefcount(value) for value in objects.values() if isinstance(value, Optimizer)]
+        if counts != self._reference_counts:
+            refuse_untracked_schedulers(objects)
+            self._reference_counts = counts
 
 
 def refuse_untracked_schedulers(objects: Mapping[str, Any]) -> None:

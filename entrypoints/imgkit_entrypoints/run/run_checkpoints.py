@@ -18,7 +18,7 @@ from imgkit_entrypoints.launch.progress import ProgressNotes
 from imgkit_entrypoints.run import checkpoint, disk, stop_requests
 from imgkit_entrypoints.run.checkpoint import Checkpoint, CheckpointWriter
 from imgkit_entrypoints.run.connection import RunConnection, end_program
-from imgkit_entrypoints.run.lr_schedulers import refuse_untracked_schedulers
+from imgkit_entrypoints.run.lr_schedulers import SchedulerSearch, refuse_untracked_schedulers
 from imgkit_entrypoints.run.position import DataPosition
 from imgkit_entrypoints.run.ranks import list_first_names
 from imgkit_entrypoints.run.tracked import Tracked
@@ -52,6 +52,7 @@ class RunCheckpoints:
         self._connection = connection
         self.position = position
         self.tracked = Tracked()
+        self._scheduler_search = SchedulerSearch()
         self._progress = progress
         self._ignore_unreadable = ignore_unreadable
         self._writer: CheckpointWriter | None = None
@@ -228,7 +229,7 @@ class RunCheckpoints:
             self._refuse_unshared_folder()
             self.may_write = True
         self.position.refuse_static_loader()
-        refuse_untracked_schedulers(self.tracked.objects)
+        self._scheduler_search.refuse_untracked(self.tracked.objects)
         with self._progress.saving():
             snapshot = self.tracked.snapshot(self._connection.ranks, "run.save")
             self._saved_values = self.position.values(at_start=at_start)

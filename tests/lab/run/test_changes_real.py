@@ -35,11 +35,13 @@ def scheduled(schedulers, track, when="before"):
         run.restore()
         made = schedulers(optimizer) if when == "after" else made
         for step, (values,) in run.steps(DataLoader(data, batch_size=4), save_every=2):
-            made = schedulers(optimizer) if step == 1 and when == "within" else made
+            if step == {"within": 1, "after a save": 3}.get(when):
+                made = schedulers(optimizer)
             learn(model, optimizer, values)
             print("has trained", flush=True)
 
 decay = lambda optimizer: [lr_scheduler.LambdaLR(optimizer, lambda step: 0.9 ** step)]
+plateau = lambda optimizer: [lr_scheduler.ReduceLROnPlateau(optimizer)]
 cycle = lambda optimizer: [lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=6)]
 average = lambda optimizer: [lr_scheduler.StepLR(optimizer, 5), swa_utils.SWALR(optimizer, 0.05)]
 
@@ -52,6 +54,7 @@ assert start(1, lambda: scheduled(cycle, [], "after"), "cycle") == [2]
 assert start(1, lambda: scheduled(average, [0]), "average") == [2]
 print("so far nothing has run", flush=True)
 assert start(1, lambda: scheduled(decay, [], "within"), "within") == [2]
+assert start(1, lambda: scheduled(plateau, [], "after a save"), "late") == [2]
 assert start(1, lambda: scheduled(average, [0, 1]), "both") == [0]
 assert start(1, lambda: scheduled(nested, [0]), "nested") == [0]
 """
@@ -60,7 +63,7 @@ assert start(1, lambda: scheduled(nested, [0]), "nested") == [0]
 def test_scheduler_that_is_not_tracked_is_refused(standin: str, tmp_path: Path) -> None:
     output = many(standin, tmp_path, TRAINING + SCHEDULERS)
     assert "has trained" not in output.partition("so far nothing has run")[0]
-    for kind in ("LambdaLR", "OneCycleLR", "SWALR"):
+    for kind in ("LambdaLR", "OneCycleLR", "SWALR", "ReduceLROnPlateau"):
         assert (
             f"run.track: optimizer has a {kind} that is not tracked: it would start over after a resume\n"
             "  -> make the scheduler before run.restore, and run.track(scheduler=scheduler, ...)\n"
