@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import operator
 import sys
 from collections.abc import Container, Iterator, Mapping
 from typing import Any
@@ -21,30 +22,28 @@ MAX_MEMBERS = 100
 
 
 class SchedulerSearch:
-    """The searches of a run for untracked schedulers before its saves.
+    """The searches of a run for untracked schedulers, at its restore and before its saves.
 
-    A search looks at all objects of the process, which takes 0.1 s and more. So it is made only where an
-    optimizer has more or fewer references than at the last one: a scheduler adds a reference.
+    A search looks at all objects of the process, which takes 0.1 s and more. So it is made only once, and
+    again where an optimizer has more references than at the last one: a scheduler adds a reference.
     """
 
     def __init__(self) -> None:
         self._reference_counts: list[int] = []
 
     def refuse_untracked(self, objects: Mapping[str, Any]) -> None:
-        """Raise UsageError as `refuse_untracked_schedulers`."""
-        counts = [sys.getrefcount(value) for value in objects.values() if isinstance(value, Optimizer)]
-        if counts != self._reference_counts:
-            refuse_untracked_schedulers(objects)
-            self._reference_counts = counts
-
-
-def refuse_untracked_schedulers(objects: Mapping[str, Any]) -> None:
-    """Raise UsageError if a tracked optimizer has a scheduler that no tracked object has in its state."""
-    optimizers = {name: value for name, value in objects.items() if isinstance(value, Optimizer)}
-    _refuse_untracked_torch_schedulers(optimizers, objects)
-    for name, optimizer in optimizers.items():
-        if _has_unknown_scheduler(optimizer, objects):
-            raise _untracked_error(f"{name} has a learning rate scheduler that is not tracked")
+        """Raise UsageError if a tracked optimizer has a scheduler that no tracked object has in its state."""
+        optimizers = {name: value for name, value in objects.items() if isinstance(value, Optimizer)}
+        counts = list(map(sys.getrefcount, optimizers.values()))
+        # Objects may have been tracked since the last search.
+        is_known = len(counts) == len(self._reference_counts)
+        if is_known and all(map(operator.le, counts, self._reference_counts)):
+            return
+        _refuse_untracked_torch_schedulers(optimizers, objects)
+        for name, optimizer in optimizers.items():
+            if _has_unknown_scheduler(optimizer, objects):
+                raise _untracked_error(f"{name} has a learning rate scheduler that is not tracked")
+        self._reference_counts = counts
 
 
 def _refuse_untracked_torch_schedulers(

@@ -18,7 +18,7 @@ from imgkit_entrypoints.launch.progress import ProgressNotes
 from imgkit_entrypoints.run import checkpoint, disk, stop_requests
 from imgkit_entrypoints.run.checkpoint import Checkpoint, CheckpointWriter
 from imgkit_entrypoints.run.connection import RunConnection, end_program
-from imgkit_entrypoints.run.lr_schedulers import SchedulerSearch, refuse_untracked_schedulers
+from imgkit_entrypoints.run.lr_schedulers import SchedulerSearch
 from imgkit_entrypoints.run.position import DataPosition
 from imgkit_entrypoints.run.ranks import list_first_names
 from imgkit_entrypoints.run.tracked import Tracked
@@ -52,7 +52,7 @@ class RunCheckpoints:
         self._connection = connection
         self.position = position
         self.tracked = Tracked()
-        self._scheduler_search = SchedulerSearch()
+        self.scheduler_search = SchedulerSearch()
         self._progress = progress
         self._ignore_unreadable = ignore_unreadable
         self._writer: CheckpointWriter | None = None
@@ -115,7 +115,7 @@ class RunCheckpoints:
         ------
         UsageError : as `Run.restore`.
         """
-        refuse_untracked_schedulers(self.tracked.objects)
+        self.scheduler_search.refuse_untracked(self.tracked.objects)
         self._warn_of_fresh_ddp()
         self._refuse_unshared_folder()
         newest = source or self.find(None)
@@ -229,7 +229,7 @@ class RunCheckpoints:
             self._refuse_unshared_folder()
             self.may_write = True
         self.position.refuse_static_loader()
-        self._scheduler_search.refuse_untracked(self.tracked.objects)
+        self.scheduler_search.refuse_untracked(self.tracked.objects)
         with self._progress.saving():
             snapshot = self.tracked.snapshot(self._connection.ranks, "run.save")
             self._saved_values = self.position.values(at_start=at_start)

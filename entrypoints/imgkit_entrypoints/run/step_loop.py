@@ -12,7 +12,6 @@ from imgkit_entrypoints.run.agreement import PASS_END, STEP_END
 from imgkit_entrypoints.run.connection import RunConnection
 from imgkit_entrypoints.run.gradients import PendingGradients
 from imgkit_entrypoints.run.loaders import find_lazy_sampler, loader_length
-from imgkit_entrypoints.run.lr_schedulers import refuse_untracked_schedulers
 from imgkit_entrypoints.run.ranks import ranks_by_value
 from imgkit_entrypoints.run.run_checkpoints import RunCheckpoints
 from imgkit_entrypoints.run.tracked import has_state
@@ -144,7 +143,7 @@ class StepLoop:
     def start(self, save_every: int) -> None:
         """Begin to count steps; in a loop over `steps`, at the begin of each pass."""
         if self._checkpoints.keep and not self.is_started:
-            refuse_untracked_schedulers(self._checkpoints.tracked.objects)
+            self._checkpoints.scheduler_search.refuse_untracked(self._checkpoints.tracked.objects)
         if self._must_read_position:
             raise UsageError(
                 f"the checkpoint has {self._position.epoch} finished epochs, and the program never read "
