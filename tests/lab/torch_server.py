@@ -1,11 +1,12 @@
-"""Runs scripts, one after the other, in forks of a process that has imported torch; the first process of a container.
+"""Runs scripts in forks of a process that has imported torch, one after the other; runs in the image.
 
-Standard input has a JSON object for each script, standard output gets its exit code. torchkit.py is the other
-side.
+It is the first process of its container. Standard input has a JSON object for each script, standard output
+gets its exit code; torchkit.py is the other side.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ MODULES = {"run_many": run_many, "train_many": train_many}
 
 
 def main() -> None:
+    gc.freeze()  # else a fork that looks at its objects copies the memory of all modules
     for line in sys.stdin:
         request = json.loads(line)
         child = os.fork()

@@ -57,20 +57,10 @@ def _start_server(image: str, parent: Path) -> subprocess.Popen[str]:
     volumes = [option for mount in mounts for option in ("--volume", mount)]
     # Folders that are nearly full, for tests of what does not fit.
     disks = ("--tmpfs", "/tiny:size=400k", "--tmpfs", "/full:size=4k")
-    container = ("--rm", "--interactive", "--name", name, "--network", "none", "--entrypoint", "python3")
+    options = ("--rm", "--interactive", "--name", name, "--network", "none", "--entrypoint", "python3")
+    path = ("--env", "PYTHONPATH=/lab:/lab/run:/lab/apps")
     return subprocess.Popen(
-        [
-            "docker",
-            "run",
-            *container,
-            *QUIET,
-            "--env",
-            "PYTHONPATH=/lab:/lab/run:/lab/apps",
-            *volumes,
-            *disks,
-            image,
-            "/lab/torch_server.py",
-        ],
+        ["docker", "run", *options, *QUIET, *path, *volumes, *disks, image, "/lab/torch_server.py"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

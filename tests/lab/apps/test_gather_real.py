@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from labkit import in_image
+from torchkit import run_script
 
 pytestmark = pytest.mark.docker
 
@@ -43,8 +45,8 @@ start(3, main)
 """
 
 
-def test_every_rank_gets_every_value(standin: str) -> None:
-    result = in_image(standin, "python3", "-", stdin=RANKS + GATHERED)
+def test_every_rank_gets_every_value(standin: str, tmp_path: Path) -> None:
+    result = run_script(standin, tmp_path, "train_many", RANKS + GATHERED)
     lines = result.stdout.splitlines()
     assert lines == ["3 ranks ended with [0, 0, 0]"], result.stderr
 
@@ -59,8 +61,8 @@ start(2, main)
 """
 
 
-def test_ranks_at_different_calls_are_named(standin: str) -> None:
-    result = in_image(standin, "python3", "-", stdin=RANKS + UNLIKE)
+def test_ranks_at_different_calls_are_named(standin: str, tmp_path: Path) -> None:
+    result = run_script(standin, tmp_path, "train_many", RANKS + UNLIKE)
     message = "the ranks are at different calls: rank 1: run.save, rank 0: run.steps"
     assert result.stdout.splitlines().count(message) == 2, result.stderr
 
@@ -93,8 +95,8 @@ print(found)
 """
 
 
-def test_random_state_is_kept_bitwise(standin: str) -> None:
-    result = in_image(standin, "python3", "-", stdin=RANKS + DRAWN)
+def test_random_state_is_kept_bitwise(standin: str, tmp_path: Path) -> None:
+    result = run_script(standin, tmp_path, "train_many", RANKS + DRAWN)
     assert result.stdout.splitlines() == ["['python', 'torch']", "['numpy', 'python', 'torch']"], (
         result.stderr
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from labkit import ROOT, in_image
+from torchkit import run_script
 
 pytestmark = pytest.mark.docker
 
@@ -35,7 +36,10 @@ def inside(standin: str, runs: Path, *args: str, stdin: str = "") -> str:
 
 def many(standin: str, runs: Path, script: str) -> str:
     """Run the Python `script`, in which ``train(RANKS, "ARGS")`` is a run without a launcher."""
-    return inside(standin, runs, "python3", "train_many.py", stdin=script)
+    result = run_script(standin, runs, "train_many", script)
+    output = result.stdout + result.stderr
+    assert result.returncode == 0, output
+    return output
 
 
 LAUNCHED = """

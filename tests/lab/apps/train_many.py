@@ -47,4 +47,5 @@ def train(count: int, args: str, folders: str = "", rank_args: tuple[str, ...] =
     return max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children)
 
 
-exec(sys.stdin.read())  # noqa: S102 - the text is the test's own
+if __name__ == "__main__":
+    exec(sys.stdin.read())  # noqa: S102 - the text is the test's own

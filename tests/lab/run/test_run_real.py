@@ -8,22 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from labkit import ROOT, in_image, run
+from labkit import ROOT, run
+from torchkit import run_script
 
 pytestmark = pytest.mark.docker
 HERE = Path(__file__).parent
 
 
-def many(standin: str, runs: Path, script: str, *options: str) -> str:
-    """Run the Python `script`, in which ``start(RANKS, PROGRAM, FOLDER)`` is a run without a launcher.
-
-    `options` are those of the container.
-    """
-    mounted = ("--volume", f"{HERE.parent}:/lab:ro", "--volume", f"{ROOT}/examples:/examples:ro")
-    folder = ("--volume", f"{runs}:/runs", "--workdir", "/runs", "--env", "PYTHONPATH=/lab:/lab/run")
-    done = in_image(
-        standin, "python3", "/lab/run/run_many.py", options=(*mounted, *folder, *options), stdin=script
-    )
+def many(standin: str, runs: Path, script: str) -> str:
+    """Run the Python `script`, in which ``start(RANKS, PROGRAM, FOLDER)`` is a run without a launcher."""
+    done = run_script(standin, runs, "run_many", script)
     output = done.stdout + done.stderr
     assert done.returncode == 0, output
     return output

@@ -125,5 +125,4 @@ assert Path("there").read_text() == "mine"
 
 
 def test_damaged_shard_and_full_disk_leave_no_file(standin: str, tmp_path: Path) -> None:
-    full = ("--tmpfs", "/full:size=4k")
-    many(standin, tmp_path, PROGRAM + EXPORT + REFUSED, *full)
+    many(standin, tmp_path, PROGRAM + EXPORT + REFUSED)

@@ -284,7 +284,7 @@ assert end("/tiny/run") == "step-0000000002", os.listdir("/tiny/run/checkpoints"
 assert not [name for name in os.listdir("/tiny/run/checkpoints") if name.startswith(".imgkit-")]
 assert states("/tiny/run")["step"] == 2
 """
-    output = many(standin, tmp_path, PROGRAM + script, "--tmpfs", "/tiny:size=400k")
+    output = many(standin, tmp_path, PROGRAM + script)
     assert "No space left on device; the newest is of step 2" in output
     assert "the state of step 6 is not saved" in output
 
