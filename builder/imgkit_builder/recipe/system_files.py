@@ -92,7 +92,9 @@ def find_systems() -> Mapping[str, Path]:
         if not os.environ.get(VARIABLE):
             return systems
         where = f"{VARIABLE}={folder}"
-        raise UsageError("there is no such folder", where=where, hint=f"name an existing folder, or unset {VARIABLE}") from None
+        raise UsageError(
+            "there is no such folder", where=where, hint=f"name an existing folder, or unset {VARIABLE}"
+        ) from None
     except OSError as error:
         raise UsageError(f"cannot be read: {error.strerror}", where=str(folder)) from error
     for path in site_files:
