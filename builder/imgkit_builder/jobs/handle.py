@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.jobs import code as code_of
 from imgkit_builder.jobs import conversion, history, image_source, records, resume, submit, systems
 from imgkit_builder.jobs.code import CodeFolder
+from imgkit_builder.jobs.job import Argv
 from imgkit_builder.jobs.prepared import PreparedJob
 from imgkit_builder.jobs.remote import config, connection, fetch
 from imgkit_builder.jobs.remote.config import Remote
@@ -83,12 +85,13 @@ class JobHandle:
         ------
         UsageError : the job is an array. Each of its tasks has an output of its own.
         """
-        # The system's command follows the output and would not end. Of tail, the last argument is the file.
-        argv = systems.get_system(self.record.job.system).log_source(self.record.job)
-        if argv[0] == "tail":
-            argv = ("sh", "-c", _PRINT_END, "sh", str(_MAX_LOG_BYTES), argv[-1])
+        follow_argv = systems.get_system(self.record.job.system).log_source(self.record.job)
+        # These commands follow the output without end: "tail -F FILE", or a client with the flag --follow.
+        if follow_argv[0] == "tail":
+            log_file = follow_argv[-1]
+            argv: Argv = ("sh", "-c", _PRINT_END, "sh", str(_MAX_LOG_BYTES), log_file)
         else:
-            argv = tuple(argument for argument in argv if argument != "--follow")
+            argv = tuple(argument for argument in follow_argv if argument != "--follow")
         answer = history.scheduler_runner(self.record)(argv)
         if answer.returncode != 0:
             return ""
@@ -130,13 +133,10 @@ class JobHandle:
         ImgkitError : the transfer or the submission failed.
         """
         report = report or Silent()
-
-        def read_code(request: JobRequest) -> CodeFolder | None:
-            return _read_code(request, report)
-
+        read_code = functools.partial(_read_code, report=report)
         prepared = prepare_resume(self.record, changes or JobRequest(), read_code, same_code=same_code)
-        record = submit.submit_job(prepared, transport_to(remote_of(self.record), prepared), report)
-        return _handle_of_new_job(record)
+        transport = transport_to(remote_of(self.record), prepared)
+        return _handle_of_new_job(submit.submit_job(prepared, transport, report))
 
     def cancel(self) -> None:
         """Cancel the job.

@@ -82,8 +82,8 @@ class Transport(abc.ABC):
         """
 
     @abc.abstractmethod
-    def bring_image(self, prepared: PreparedJob, report: Reporter) -> PreparedJob:
-        """Bring the job's image to that machine, and return the job with its paths on that machine.
+    def prepare_image(self, prepared: PreparedJob, report: Reporter) -> PreparedJob:
+        """Make the job's image available on that machine, and return the job with its paths there.
 
         Raises
         ------
@@ -91,7 +91,7 @@ class Transport(abc.ABC):
         """
 
     @abc.abstractmethod
-    def with_data(self, prepared: PreparedJob, report: Reporter) -> Job:
+    def bring_data(self, prepared: PreparedJob, report: Reporter) -> Job:
         """Bring the job's data to that machine, and return the job with the paths of the data there.
 
         Raises
@@ -180,13 +180,13 @@ class Local(Transport):
         """Run a script. See `Transport`."""
         return b"".join(process.filter_through(("sh", "-c", script, "sh", *args), data))
 
-    def bring_image(self, prepared: PreparedJob, report: Reporter) -> PreparedJob:
+    def prepare_image(self, prepared: PreparedJob, report: Reporter) -> PreparedJob:
         """Check the image, which is on this machine already, and make the file of its added packages."""
         checks.before_submission(prepared.job)
         added_packages.make_ready(prepared.job, report)
         return dataclasses.replace(prepared, image_id=_image_id(prepared.job))
 
-    def with_data(self, prepared: PreparedJob, report: Reporter) -> Job:
+    def bring_data(self, prepared: PreparedJob, report: Reporter) -> Job:
         """Check the data, which is on this machine already. See `Transport`."""
         del report  # there is nothing to bring
         data_mounts.refuse_missing(prepared.job.request, "this machine", self.run_script)
@@ -212,12 +212,13 @@ class Local(Transport):
         folder.parent.mkdir(exist_ok=True)
         folder.mkdir(mode=0o700)  # closed to other users, as the run folders of job scripts
         files.write_file(folder / "code.json", f"{code_folder.record.text}\n")
-        bound.write_folder(folder / WORKSPACE, code_folder.tree.write_copy)
-        for name, source in runtime_of(job).data_links(job).items():
+        workspace = folder / WORKSPACE
+        bound.write_folder(workspace, code_folder.tree.write_copy)
+        for link_name, data_path in runtime_of(job).data_links(job).items():
             # The code has an empty folder there, over which a container would mount the data.
-            mount_point = folder / WORKSPACE / name
+            mount_point = workspace / link_name
             mount_point.rmdir()
-            mount_point.symlink_to(source)
+            mount_point.symlink_to(data_path)
 
     def with_entry_points(self, prepared: PreparedJob) -> Job:
         """Inspect an image that imgkit did not build, if this machine can start it. See `Transport`."""
@@ -256,12 +257,26 @@ class Ssh(Transport):
         self.connection = connection
         self.name = connection.remote.name
         self.store: Store | None = None
-        """What imgkit's folder on the remote contains. It is None until `bring_image` has read it."""
+        """What imgkit's folder on the remote contains. It is None until `open_store` has read it."""
+
+    def open_store(self, program: str, code_folder: CodeFolder | None) -> Store:
+        """Read what imgkit's folder on the remote contains, and return it.
+
+        Parameters
+        ----------
+        program : the program of which the result says whether the remote has it, such as ``sbatch``.
+        code_folder : the job's code, or None. The result says how much of it the remote has.
+        """
+        code_sha256 = ""
+        if code_folder is not None:
+            code_sha256 = code_folder.record.sha256
+        self.store = store.open_store(self.connection, program=program, code=code_sha256)
+        return self.store
 
     @property
     def opened_store(self) -> Store:
-        """What imgkit's folder on the remote contains. `bring_image` must have read it."""
-        assert self.store is not None  # noqa: S101 - `submit.make_ready` calls `bring_image` first
+        """What imgkit's folder on the remote contains. `open_store` must have read it."""
+        assert self.store is not None  # noqa: S101 - `submit.make_ready` calls `prepare_image` first
         return self.store
 
     def login(self) -> None:
@@ -276,35 +291,32 @@ class Ssh(Transport):
         """Run a script. See `Transport`."""
         return b"".join(self.connection.stream(script, {}, args=args, data=data))
 
-    def bring_image(self, prepared: PreparedJob, report: Reporter) -> PreparedJob:
-        """Build, convert and send the image as far as the remote lacks it. See `Transport`.
-
-        The contents of imgkit's folder on the remote are kept in `self.store`, from which `put` sees what the
-        remote has already.
-        """
+    def prepare_image(self, prepared: PreparedJob, report: Reporter) -> PreparedJob:
+        """Build, convert and send the image as far as the remote lacks it. See `Transport`."""
         source = prepared.source
         assert source is not None  # noqa: S101 - `prepare` has been told the remote
         checks.check_environment(prepared.job)
         self.login()
+        report.stage(f"look at {self.name}")
         # The program that submits, such as sbatch or qsub. A remote without it is refused before a transfer.
-        scheduler_program = prepared.script.submit[0]
-        code_sha256 = prepared.code.record.sha256 if prepared.code else ""
-        image_delivery = Delivery(source=source, connection=self.connection, report=report)
-        self.store, remote_image = image_delivery.bring(scheduler_program, code_sha256)
+        contents = self.open_store(prepared.script.submit[0], prepared.code)
+        delivery.refuse_missing_program(contents, prepared.script.submit[0], self.connection.remote)
         image_path = source.remote_image
+        sent_image = None
         image_id = ""
-        if remote_image is not None:
-            image_path = remote_image.path
+        if not image_path:
+            sent_image = Delivery(source=source, connection=self.connection, report=report).bring(contents)
+            image_path = sent_image.path
             # The job's record names the image by its id only if imgkit built it.
             if not source.is_foreign:
-                image_id = remote_image.image_id
-        _report_left_out(prepared.code, source.sif, remote_image, report)
+                image_id = sent_image.image_id
+        _report_left_out(prepared.code, source.sif, sent_image, report)
         report.stage(f"submit to {self.name}")
-        job = source.job_on_remote(self.store.home, image_path)
+        job = source.job_on_remote(contents.home, image_path)
         job = packages.bring(job, image_id, self.connection, self.run, report)
         return dataclasses.replace(prepared, job=job, image_id=image_id)
 
-    def with_data(self, prepared: PreparedJob, report: Reporter) -> Job:
+    def bring_data(self, prepared: PreparedJob, report: Reporter) -> Job:
         """Send the data by rsync, as far as the remote lacks it. See `Transport`."""
         job = data_mounts.with_data(prepared.job, prepared.data, f"{self.opened_store.home}/{DATA_FOLDER}")
         data_mounts.refuse_missing(job.request, self.name, self.run_script)
@@ -312,27 +324,27 @@ class Ssh(Transport):
         return job
 
     def send_data(self, folders: Iterable[DataFolder], report: Reporter) -> None:
-        """Send the folders of data that the remote lacks. `bring_image` must have read what it has."""
+        """Send the folders of data that the remote lacks. `open_store` must have read what it has."""
         for folder in folders:
-            if folder.name in self.opened_store.data:
-                continue
-            size = size_text(folder.size_bytes)
-            report.note(f"to send: data: {folder.spec.source}, {folder.files} files, {size}")
-            # Files that an earlier version of the folder has are not sent again.
-            earlier = [name for name in self.opened_store.data if name.endswith(f"-{folder.project_part}")]
-            transferred = transfer.send_data(
-                self.connection,
-                folder,
-                home=self.opened_store.home,
-                earlier=tuple(earlier[:1]),
-                report=report,
-            )
-            report.note(_sent_text("data", transferred))
+            if folder.name not in self.opened_store.data:
+                self._send_data_folder(folder, report)
+
+    def _send_data_folder(self, folder: DataFolder, report: Reporter) -> None:
+        """Send one folder of data, except for files that an earlier version of it on the remote has."""
+        size = size_text(folder.size_bytes)
+        report.note(f"to send: data: {folder.spec.source}, {folder.files} files, {size}")
+        opened = self.opened_store
+        earlier = [name for name in opened.data if name.endswith(f"-{folder.project_part}")]
+        transferred = transfer.send_data(
+            self.connection, folder, home=opened.home, earlier=tuple(earlier[:1]), report=report
+        )
+        report.note(_sent_text("data", transferred))
 
     def put_code(self, code_folder: CodeFolder, home: Path, report: Reporter) -> None:
         """Send the code by rsync, which finds equal files of earlier code on the remote. See `Transport`."""
         sha256 = code_folder.record.sha256
-        if sha256 in self.opened_store.code:
+        opened = self.opened_store
+        if sha256 in opened.code:
             report.note(f"to send: nothing of the code; {self.name} has that of {code_folder.folder}")
             return
         with tempfile.TemporaryDirectory(prefix="imgkit-") as work:
@@ -346,8 +358,8 @@ class Ssh(Transport):
                 size_bytes=code_folder.tree.size_bytes,
                 home=str(home),
                 target=f"{self.code_folder}/{sha256}",
-                similar=self.opened_store.code[:_MAX_SIMILAR_FOLDERS],
-                is_prepared=sha256 == self.opened_store.incoming_code,
+                similar=opened.code[:_MAX_SIMILAR_FOLDERS],
+                is_prepared=sha256 == opened.incoming_code,
                 report=report,
             )
         report.note(_sent_text("code", transferred))
@@ -359,6 +371,7 @@ class Ssh(Transport):
         output = self.connection.run('if [ -d "$folder" ]; then echo exists; fi\n', {"folder": str(folder)})
         if output == b"exists\n":
             return
+        home = self.opened_store.home
         with tempfile.TemporaryDirectory(prefix="imgkit-") as work:
             copy = Path(work, folder.name)
             bound.write_bound_files(job, copy)
@@ -367,8 +380,8 @@ class Ssh(Transport):
                 copy,
                 label="entry points",
                 size_bytes=sum(len(data) for _, data in bound.bound_files(job)),
-                home=self.opened_store.home,
-                target=str(folder.relative_to(self.opened_store.home)),
+                home=home,
+                target=str(folder.relative_to(home)),
                 report=report,
             )
 
@@ -401,20 +414,20 @@ class VolumeStore(Local):
         """Connect to the remote. See `Transport`."""
         self._files.login()
 
-    def bring_image(self, prepared: PreparedJob, report: Reporter) -> PreparedJob:
+    def prepare_image(self, prepared: PreparedJob, report: Reporter) -> PreparedJob:
         """Read imgkit's folder on the remote, and return the job with its paths in the pods.
 
-        No image is brought, because pods pull theirs from a registry.
+        The image itself needs no preparation, because pods pull theirs from a registry.
         """
         checks.before_submission(prepared.job)
         self.login()
-        report.stage(f"look at {self.connection.remote.name}")
-        sha256 = prepared.code.record.sha256 if prepared.code else ""
-        self._files.store = store.open_store(self.connection, program="sh", code=sha256)
-        job = volume.job_with_pod_paths(self._files.opened_store, prepared.job, self.connection.remote)
+        remote = self.connection.remote
+        report.stage(f"look at {remote.name}")
+        opened_store = self._files.open_store("sh", prepared.code)  # nothing is submitted there: sh is enough
+        job = volume.job_with_pod_paths(opened_store, prepared.job, remote)
         return dataclasses.replace(prepared, job=job)
 
-    def with_data(self, prepared: PreparedJob, report: Reporter) -> Job:
+    def bring_data(self, prepared: PreparedJob, report: Reporter) -> Job:
         """Send the data to the remote. Paths that only pods have are not checked. See `Transport`."""
         job = data_mounts.with_data(prepared.job, prepared.data, f"{prepared.job.directory}/{DATA_FOLDER}")
         self._files.send_data(prepared.data, report)
@@ -461,22 +474,22 @@ def _sent_text(label: str, transferred: Transferred | None) -> str:
 
 
 def _report_left_out(
-    code_folder: CodeFolder | None, sif: Path, remote_image: RemoteImage | None, report: Reporter
+    code_folder: CodeFolder | None, sif: Path, sent_image: RemoteImage | None, report: Reporter
 ) -> None:
     """Report files that stay out of the code although the job may need them.
 
     Parameters
     ----------
     sif : the local .sif, which may not exist.
-    remote_image : the job's image on the remote, or None if imgkit did not send it.
+    sent_image : the job's image on the remote, or None if imgkit did not send it.
     """
     if code_folder is None:
         return
-    same_image = None
+    image_file = None
     # The local .sif of a recipe may be of an earlier build than the image on the remote.
-    if remote_image is not None and delivery.has_content(sif, remote_image):
-        same_image = sif
-    notice = code.left_out_notice(code_folder, same_image)
+    if sent_image is not None and delivery.has_content(sif, sent_image):
+        image_file = sif
+    notice = code.left_out_notice(code_folder, image_file)
     if notice:
         report.note(notice)
 
