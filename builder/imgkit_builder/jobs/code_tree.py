@@ -106,17 +106,23 @@ class CodeTree:
             elif file.kind == "symlink":
                 target.symlink_to(file.link)
             else:
-                mode = 0o444
-                if file.executable:
-                    mode |= 0o111
-                if writable:  # by its owner, in a run's copy; nobody may change a file of the store
-                    mode |= 0o200
-                with files.create_file(target) as stream:
-                    stream.writelines(self._unchanged_content(file))
-                # rsync --link-dest links a file to that of an older folder only if mode and time are equal.
-                target.chmod(mode)
-                mtime_s = self._mtime_s(name)
-                os.utime(target, (mtime_s, mtime_s))
+                self._write_file(file, target, writable=writable)
+
+    def _write_file(self, file: CodeFile, target: Path, *, writable: bool) -> None:
+        """Write the content of `file` to `target`, with the mode and the time that such content always has.
+
+        rsync --link-dest links a file to that of an older folder only if both are equal.
+        """
+        with files.create_file(target) as stream:
+            stream.writelines(self._unchanged_content(file))
+        mode = 0o444
+        if file.executable:
+            mode |= 0o111
+        if writable:  # by its owner, in a run's copy; nobody may change a file of the store
+            mode |= 0o200
+        target.chmod(mode)
+        mtime_s = self._mtime_s(file.name)
+        os.utime(target, (mtime_s, mtime_s))
 
     def _mtime_s(self, name: str) -> int:
         """Return the modification time of a file, which depends on its content alone.
@@ -147,8 +153,9 @@ class CodeTree:
                     break
                 digest.update(chunk)
                 left_bytes -= len(chunk)
-                has_grown = left_bytes < 0
-                if has_grown or (left_bytes == 0 and digest.hexdigest() != self._digests[file.name]):
+                if left_bytes < 0:
+                    raise _changed_error(file.source)
+                if left_bytes == 0 and digest.hexdigest() != self._digests[file.name]:
                     raise _changed_error(file.source)
                 yield chunk
         if left_bytes:

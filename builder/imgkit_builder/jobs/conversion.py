@@ -56,16 +56,12 @@ def prepare_conversion(
     """
     refuse_format(output, options)
     archive = Path(archive)
-    recipe = _archive_system(archive, request)
+    recipe = _load_archive_recipe(archive, request)
     runtime = recipe.system.runtime
     image = request.directory.absolute() / (output or f"{name_stem(str(archive))}.{options.format}")
     if options.compression == "auto":
         options = dataclasses.replace(options, compression=runtime.compression)
-    arguments = flags.option_arguments(Options, options)
-    if image.suffix != f".{options.format}":
-        arguments += ("--format", options.format)
-    if options.unpack_limit_bytes is not None:
-        arguments += ("--unpack-limit", str(options.unpack_limit_bytes / 1e9))  # the flag is in GB
+    arguments = _packing_arguments(image, options)
     if verbose:
         arguments += ("--verbose",)
     command = ("imgkit", "sif", str(archive.absolute()), "-o", str(image), *arguments)
@@ -74,6 +70,19 @@ def prepare_conversion(
     if options.format == "sif" and runtimes.get_runtime(runtime.kind).image_suffix == ".sqsh":
         warning = f"{recipe.title} starts images by {runtime.kind}, which takes no .sif: --format sqsh"
     return _prepare_job(recipe, request, image, command, warning=warning)
+
+
+def _packing_arguments(image: Path, options: Options) -> Argv:
+    """Return the arguments of ``imgkit sif`` for `options`, such as ``("--compression", "zstd")``.
+
+    The format is left out if the suffix of `image` already names it.
+    """
+    arguments = flags.option_arguments(Options, options)
+    if image.suffix != f".{options.format}":
+        arguments += ("--format", options.format)
+    if options.unpack_limit_bytes is not None:
+        arguments += ("--unpack-limit", str(options.unpack_limit_bytes / 1e9))  # the flag is in GB
+    return arguments
 
 
 def prepare_build(
@@ -144,10 +153,10 @@ def _prepare_job(
     return PreparedJob(job=job, script=systems.get_system(job.system).conversion_script(job))
 
 
-def _archive_system(archive: Path, request: SubmitRequest) -> Target:
-    """Return the recipe whose system takes the job.
+def _load_archive_recipe(archive: Path, request: SubmitRequest) -> Target:
+    """Return the recipe whose system takes the job that converts `archive`.
 
-    It is the recipe of ``--system``, or else that of the image in `archive`.
+    It is the recipe of ``--system``, or else the one with which imgkit built the image in the archive.
 
     Raises
     ------
@@ -179,12 +188,16 @@ def _refuse_missing_files(job: Job) -> None:
         _refuse_missing_archive(Path(source))
         return
     load(source)  # raises if there is no such recipe
-    if "--base-from" not in arguments:
-        return
-    base = arguments[arguments.index("--base-from") + 1]
-    if base != REGISTRY and not (job.directory / base).exists():
+    if "--base-from" in arguments:
+        base = arguments[arguments.index("--base-from") + 1]
+        _refuse_missing_base(job.directory, base)
+
+
+def _refuse_missing_base(directory: Path, base: str) -> None:
+    """Raise UsageError if `base`, the value of ``--base-from``, is neither a registry nor a file."""
+    if base != REGISTRY and not (directory / base).exists():
         hint = "an archive or a .sif of the base where the nodes see it"
-        raise UsageError(f"no file {job.directory / base}", where="--base-from", hint=hint)
+        raise UsageError(f"no file {directory / base}", where="--base-from", hint=hint)
 
 
 def _refuse_missing_archive(archive: Path) -> None:
