@@ -44,9 +44,9 @@ def check_environment(job: Job) -> None:
         for name in job.container.names:
             _check_variable(name)
     env_file = job.container.env_file
-    if env_file and os.path.lexists(env_file):  # the file may be on the nodes only
-        descriptor = secret.open_private(Path(env_file), purpose="the file of --env-file")
-        os.close(descriptor)
+    if env_file and os.path.lexists(env_file):
+        # Only for its checks of the owner and the mode. The nodes read the content.
+        os.close(secret.open_private(Path(env_file), purpose="the file of --env-file"))
 
 
 def _check_variable(name: str) -> None:
