@@ -39,15 +39,17 @@ class Host(Runtime):
             raise UsageError("--runtime host has no container", where="--workdir", hint=hint)
 
     def check_submission(self, job: Job) -> None:
-        """Raise UsageError if the virtual environment does not exist."""
-        folder = job.container.image
-        # The Python of the environment is not run here: this can be a login node with another processor than
-        # the nodes for which the environment was made.
-        if folder and not os.path.lexists(f"{folder}/bin/python3"):
+        """Raise UsageError if the virtual environment in which the job runs does not exist.
+
+        Its Python is not started. This can be a login node with another processor than the nodes for which
+        the environment was made.
+        """
+        environment = job.container.image
+        if environment and not os.path.lexists(f"{environment}/bin/python3"):
             raise UsageError(
-                f"no virtual environment {folder}",
+                f"no virtual environment {environment}",
                 where="--image",
-                hint=f"on a node: python3 -m venv {folder}",
+                hint=f"on a node: python3 -m venv {environment}",
             )
 
     def modules(self, job: Job) -> tuple[str, ...]:
@@ -66,12 +68,15 @@ class Host(Runtime):
         """Return `command`, which starts in the run's copy of the code if there is one."""
         if job.container.code is None:
             return command
-        return ("sh", "-c", _START_IN_CODE, "sh", quoting.quote_with_site_variables(job.workspace), *command)
+        folder = quoting.quote_with_site_variables(job.workspace)
+        return ("sh", "-c", _START_IN_CODE, "sh", folder, *command)
 
     def _entry_point_python(self, job: Job) -> str:
         """Return the Python of the virtual environment, or else the first ``python3`` on PATH."""
         environment = job.container.image
-        return f"{environment}/bin/python3" if environment else "python3"
+        if not environment:
+            return "python3"
+        return f"{environment}/bin/python3"
 
 
 class NoContainer(Runtime):

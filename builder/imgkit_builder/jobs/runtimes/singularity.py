@@ -37,7 +37,7 @@ class Singularity(Runtime):
     image_suffix = ".sif"
     serves_image = True
     squashfs_options = "image-src=/,ro"
-    verb_words = 3  # singularity --quiet exec
+    options_index = 3  # singularity --quiet exec OPTIONS
     opens_shells = True
 
     def image(self, text: str, recipe: str, directory: Path) -> str:
@@ -93,7 +93,7 @@ class Singularity(Runtime):
     def exports(self, job: Job) -> tuple[str, ...]:
         """Return shell lines that set the variables on the node, and the library path in the container."""
         lines = (_UNSET_CLEAN_VARIABLES, *super().exports(job))
-        libraries = self.listed_libraries(job)
+        libraries = ":".join(self.listed_libraries(job))
         if not libraries or _is_sqsh(job):
             return lines
         program = PurePath(self.program(job.recipe)).name
@@ -102,19 +102,24 @@ class Singularity(Runtime):
         # LD_LIBRARY_PATH by its own value, so it stands in single quotes.
         return (
             *lines,
-            f"libraries={quoting.quote(quoting.quote_with_site_variables(':'.join(libraries)))}",
+            f"libraries={quoting.quote(quoting.quote_with_site_variables(libraries))}",
             f"export {prefix}_LD_LIBRARY_PATH=\"$libraries\"'{quoting.INHERITED}'",
         )
 
     def _start(self, job: Job, command: Argv, forward: Argv) -> Argv:
-        """Return the ``singularity exec`` command that starts `command`."""
+        """Return the ``singularity exec`` command that starts `command`.
+
+        The image of a plain squashfs needs a shell before `command` that sets the image's variables. The
+        runtime sets only those of a .sif.
+        """
         argv = self._argv_to_image(job, "exec")
         if not _is_sqsh(job):
             return (*argv, *command)
-        # A plain squashfs has no variables of the image that the runtime could set, as a .sif has.
+        set_library_path = ""
         libraries = self.listed_libraries(job)
-        search = quoting.search_first(libraries) if libraries else ""
-        return (*argv, *sqsh.environment_words(search), *command)
+        if libraries:
+            set_library_path = quoting.search_first(libraries)
+        return (*argv, *sqsh.environment_words(set_library_path), *command)
 
     def _argv_to_image(self, job: Job, verb: str) -> Argv:
         """Return the runtime's command line up to the image: ``singularity --quiet VERB OPTIONS IMAGE``."""

@@ -141,16 +141,13 @@ class System(abc.ABC):
     def conversion_script(self, job: Job) -> Script:
         """Return the script of a job that makes an image file on a node, and the command that submits it.
 
+        Only systems with a queue for such jobs override this method, which refuses them.
+
         Raises
         ------
         UsageError : the system has no queue for such a job, or no use for such a file.
         """
-        message = "there is no scheduler to submit this to"
-        hint = f"here: {shlex.join(job.command)}"
-        if runtimes.get_runtime(job.recipe.system.runtime.kind).is_isolated:
-            message = "pods pull their image from a registry; a .sif is of no use to them"
-            hint = f"imgkit push {job.recipe.name} REGISTRY/{job.recipe.name}:1"
-        raise UsageError(message, where="--submit", hint=hint)
+        raise _no_conversion_error(job)
 
     def check(self, job: Job, *, is_submitted: bool = False) -> Iterable[str]:
         """Return warnings about requests that the user may not have meant.
@@ -222,29 +219,42 @@ class System(abc.ABC):
         )
 
 
+def _no_conversion_error(job: Job) -> UsageError:
+    """Return the error for a job that makes an image file, on a system that has no queue for it."""
+    if runtimes.get_runtime(job.recipe.system.runtime.kind).is_isolated:
+        message = "pods pull their image from a registry; a .sif is of no use to them"
+        hint = f"imgkit push {job.recipe.name} REGISTRY/{job.recipe.name}:1"
+    else:
+        message = "there is no scheduler to submit this to"
+        hint = f"here: {shlex.join(job.command)}"
+    return UsageError(message, where="--submit", hint=hint)
+
+
 def array_state(states: Iterable[JobState]) -> JobState:
     """Return the state of an array from those of its tasks.
 
     An array runs while a task runs, and waits while a task waits. It has failed if all tasks ended and one
     has failed. Without tasks, the state is unknown ("").
     """
-    # The first of these states that a task has is that of the array.
-    order: tuple[JobState, ...] = ("running", "waiting", "", "failed", "cancelled", "succeeded")
-    return min(states, key=order.index, default="")
+    precedence: tuple[JobState, ...] = ("running", "waiting", "", "failed", "cancelled", "succeeded")
+    return min(states, key=precedence.index, default="")
 
 
-def task_id(record: QueuedJob, job_id: str) -> str:
-    """Return the complete id of the task `job_id` of the array job `record`, or empty if it is no such task.
+def task_id(array: QueuedJob, text: str) -> str:
+    """Return the complete id of a task of an array job, or "" if the array has no such task.
 
     Slurm's form is ``ARRAY_INDEX``: ``4711_3``. That of PBS is ``SEQUENCE[INDEX].SERVER``:
-    ``4711[3].server``, of which `job_id` may lack the server. The array itself has the id
-    ``SEQUENCE[].SERVER``.
+    ``4711[3].server``. The PBS array itself has the id ``SEQUENCE[].SERVER``.
+
+    Parameters
+    ----------
+    text : the id as a user types it, who may leave out the server: ``4711[3]``.
     """
-    sequence, brackets, server = record.id.partition("[]")
+    sequence, brackets, server = array.id.partition("[]")
     if not brackets:
-        is_slurm_task = re.fullmatch(rf"{re.escape(record.id)}_[0-9]+", job_id)
-        return job_id if is_slurm_task else ""
-    match = re.fullmatch(rf"({re.escape(sequence)}\[[0-9]+\])({re.escape(server)})?", job_id)
+        is_slurm_task = re.fullmatch(rf"{re.escape(sequence)}_[0-9]+", text)
+        return text if is_slurm_task else ""
+    match = re.fullmatch(rf"({re.escape(sequence)}\[[0-9]+\])({re.escape(server)})?", text)
     if match is None:
         return ""
     return f"{match[1]}{server}"
@@ -298,21 +308,21 @@ def user_options(job: Job) -> Argv:
     return tuple(map(quoting.check_scheduler_option, job.request.allocation.options))
 
 
-def find_job_id(output: str, form: str) -> str:
-    """Return the last line of `output` if it is the only job id in the output.
+def find_job_id(output: str, pattern: str) -> str:
+    """Return the job's id from the output of the command that submitted it: ``welcome\\n4711`` -> ``4711``.
 
-    The result is empty if the last line is no id, or if another line has a different id: then nobody can tell
-    which of them is the job's. Other text may come before the id.
+    The id is the last line. Return "" if the last line is no id, or if an earlier line is another id: then
+    nobody can tell which of them is the job's.
 
     Parameters
     ----------
-    form : regular expression for a whole id.
+    pattern : regular expression for a whole id.
     """
     lines = output.strip().splitlines()
-    ids = {line for line in lines if re.fullmatch(form, line)}
-    if len(ids) != 1 or lines[-1] not in ids:
-        return ""
-    return lines[-1]
+    ids = {line for line in lines if re.fullmatch(pattern, line)}
+    if len(ids) == 1 and lines[-1] in ids:
+        return lines[-1]
+    return ""
 
 
 _REQUIRE_FOLDERS = (
@@ -335,7 +345,7 @@ def with_folders(job: Job, argv: Argv) -> Argv:
     return ("sh", "-c", _REQUIRE_FOLDERS, "sh", *folders, "--", *argv)
 
 
-def mounted_folders(job: Job) -> Argv:
+def mounted_folders(job: Job) -> tuple[str, ...]:
     """Return the paths on the nodes of ``--bind``, ``system.runtime.binds`` and the data, each once.
 
     They are shell text, in which the shell of a node replaces variables of the site. The result is empty for
@@ -345,23 +355,22 @@ def mounted_folders(job: Job) -> Argv:
         return ()
     paths = [bind.partition(":")[0] for bind in job.container.binds]
     paths += [mount.source for mount in job.container.data]
-    sources = dict.fromkeys(paths)  # each once, in order
-    return tuple(map(quoting.quote_with_site_variables, sources))
+    unique_paths = dict.fromkeys(paths)  # in order
+    return tuple(map(quoting.quote_with_site_variables, unique_paths))
 
 
 def single_process_warnings(command: Sequence[str]) -> tuple[str, ...]:
-    """Return a warning if `command` starts only one process per node.
+    """Return a warning if `command` starts only one process per node, or an empty tuple.
 
-    That is assumed if neither the command nor one of its arguments is a ``dist-...`` program.
+    It starts one process per GPU if the command or one of its arguments is a ``dist-...`` program.
     """
-    if not command or any(re.search(r"\bdist-[a-z]", argument) for argument in command):
+    if not command or re.search(r"\bdist-[a-z]", "\n".join(command)):
         return ()
-    name = command[0]
-    program = name
-    starts_python = re.fullmatch(r"python[0-9.]*", PurePath(name).name)
-    if starts_python and len(command) > 1:
-        program = command[1]  # torchrun starts Python itself
-    return (f"{name} starts once per node; `dist-run {shlex.quote(program)} ...` starts one process per GPU",)
+    name = script = command[0]
+    is_python = re.fullmatch(r"python[0-9.]*", PurePath(name).name)
+    if is_python and len(command) > 1:
+        script = command[1]  # dist-run starts Python itself
+    return (f"{name} starts once per node; `dist-run {shlex.quote(script)} ...` starts one process per GPU",)
 
 
 def partial_node_warnings(job: Job, note: str = "") -> tuple[str, ...]:
@@ -431,6 +440,7 @@ def load_systems() -> Installed:
     errors = list(registry.refused_plugins())
     for name in registry.plugin_names():
         try:
+            # `get_system` compares the flags of a plug-in with those of the shipped systems only.
             systems[name] = _validate_plugin(name, get_system(name), systems.values())
         except ToolFailed as error:
             errors.append(error)
@@ -454,29 +464,41 @@ def _validate_plugin(name: str, plugin: Any, systems: Iterable[System]) -> Syste
     for flag_name in plugin.uses:
         if flag_name not in OPTIONAL:
             raise _plugin_error(name, f"uses {flag_name!r}", f"allowed: {', '.join(OPTIONAL)}")
+    _refuse_taken_flags(name, plugin, systems)
+    return plugin
+
+
+def _refuse_taken_flags(name: str, plugin: System, systems: Iterable[System]) -> None:
+    """Raise ToolFailed if the plug-in that adds the system `name` has a flag of imgkit or of `systems`.
+
+    ``imgkit run`` has the flags of all systems, so no two of them can have the same name.
+    """
     try:
         plugin.flags()
         flag_names = _flag_names(plugin.flags)
     except Exception as error:  # whatever the plug-in's own code raises
         raise _plugin_error(name, f"declares flags that cannot be read: {error}", "") from None
-    # `imgkit run` has the flags of all systems, so no two of them can have the same name.
-    reserved = {*_OWN_NAMES, *_flag_names(JobRequest)}
+    taken_names = {*_OWN_NAMES, *_flag_names(JobRequest)}
     for system in systems:
-        reserved.update(_flag_names(system.flags))
+        taken_names.update(_flag_names(system.flags))
     for flag_name in flag_names:
-        if flag_name in reserved:
+        if flag_name in taken_names:
             raise _plugin_error(name, f"has the flag {flag_name}, which is taken", "rename its flag")
-    return plugin
 
 
-def _flag_names(options: type[Any]) -> list[str]:
-    """Return the names of all flags that a dataclass declares."""
+def _flag_names(flags_class: type[Any]) -> list[str]:
+    """Return the names of all flags that a dataclass declares: ``["--account", "-A"]``."""
     names: list[str] = []
-    for flag in declared_options(options):
+    for flag in declared_options(flags_class):
         names += flag.names
     return names
 
 
-def _plugin_error(name: str, fault: str, hint: str) -> ToolFailed:
-    """Return the error for the plug-in that adds the system `name`. `fault` continues a sentence about it."""
-    return registry.plugin_error(registry.entry_point_of(name), fault, hint=hint)
+def _plugin_error(name: str, problem: str, hint: str) -> ToolFailed:
+    """Return the error for the plug-in that adds the system `name`.
+
+    Parameters
+    ----------
+    problem : the end of a sentence about the plug-in, such as ``is no System``.
+    """
+    return registry.plugin_error(registry.entry_point_of(name), problem, hint=hint)

@@ -189,24 +189,18 @@ class Slurm(System):
     def parse_status(self, output: str) -> JobStatus:
         """Parse the output of squeue, sacct or scontrol: the job's state, and its exit code or its wait.
 
-        The state of an array is made from those of its tasks, and its exit code is the highest of theirs. Of
-        the many fields that scontrol prints for a task, the text has those that people read.
+        The state of an array is made from the states of its tasks, and its exit code is the highest one of
+        its tasks.
         """
-        # In each match, only one group has a text: that of the command which printed the output.
-        names = (match[match.lastgroup or 0] for match in _STATE.finditer(output))
+        # Each match has one group for each command, of which all but one are empty.
+        names = map("".join, _STATE.findall(output))
+        codes = map("".join, _CODE.findall(output))
         state = array_state(STATES.get(name, "") for name in names)
-        codes = [int(by_scontrol or by_sacct) for by_scontrol, by_sacct in _CODE.findall(output)]
-        code = max(codes, default=None)
-        is_of_scontrol = "JobState=" in output
-        if not is_of_scontrol:
-            wait = _wait_info(output) if state == "waiting" else WaitInfo()
-            return JobStatus(state=state, text=output, code=code, wait=wait)
-        text = ""
-        for row in output.splitlines():
-            fields = _SCONTROL_FIELD.findall(row)
-            if fields:
-                text += " ".join(fields) + "\n"
-        return JobStatus(state=state, text=text, code=code)
+        code = max(map(int, codes), default=None)
+        if "JobState=" in output:  # of scontrol
+            return JobStatus(state=state, text=_shown_fields(output), code=code)
+        wait = _wait_info(output) if state == "waiting" else WaitInfo()
+        return JobStatus(state=state, text=output, code=code, wait=wait)
 
     def log_source(self, record: QueuedJob) -> Argv:
         """Return the command that follows the job's output.
@@ -237,30 +231,47 @@ class Slurm(System):
         UsageError : the job is an array, whose tasks have nodes of their own.
         """
         refuse_whole_array(record, f"{record.id}_0")
-        cluster = _cluster_options(record.cluster)
-        options = [*cluster, "--overlap", "--nodes=1", "--ntasks=1"]
+        options = [*_cluster_options(record.cluster), "--overlap", "--nodes=1", "--ntasks=1"]
         if node:
             options.append(f"--nodelist={node}")
         step = (*options, f"--chdir={record.directory}", "--pty", "bash", "-lc", line)
-        if record.id.isdecimal():
-            argv: Argv = ("srun", f"--jobid={record.id}", *step)
-            return JobShell(argv=argv, description=NEW_CONTAINER)
-        # This is a task of an array. srun does not take its ARRAY_INDEX, but the job number that it has as
-        # well.
-        print_number = shlex.join(("squeue", *cluster, "--noheader", f"--jobs={record.id}", "--format=%A"))
-        script = (
-            f'id=$({print_number}) && : "${{id:?{record.id} does not run}}" && exec srun --jobid="$id" "$@"'
-        )
-        # bash, not sh: dash would drop the shell function `module` from the environment.
-        argv = ("bash", "-c", script, "srun", *step)
+        argv: Argv = ("srun", f"--jobid={record.id}", *step)
+        if not record.id.isdecimal():
+            argv = _array_task_argv(record, step)
         return JobShell(argv=argv, description=NEW_CONTAINER)
 
 
 SYSTEM = Slurm()
 
 
+def _array_task_argv(task: QueuedJob, step: Argv) -> Argv:
+    """Return the command that starts a step in a task of an array.
+
+    srun does not take the task's ARRAY_INDEX, but the job number that it has as well. squeue prints it.
+
+    Parameters
+    ----------
+    step : the arguments of srun, except for the job.
+    """
+    cluster = _cluster_options(task.cluster)
+    print_number = shlex.join(("squeue", *cluster, "--noheader", f"--jobs={task.id}", "--format=%A"))
+    script = f'id=$({print_number}) && : "${{id:?{task.id} does not run}}" && exec srun --jobid="$id" "$@"'
+    # bash, not sh: dash would drop the shell function `module` from the environment.
+    return ("bash", "-c", script, "srun", *step)
+
+
+def _shown_fields(output: str) -> str:
+    """Return the fields that people read from the output of scontrol, with one line for each task."""
+    lines = []
+    for line in output.splitlines():
+        fields = _SCONTROL_FIELD.findall(line)
+        if fields:
+            lines.append(" ".join(fields) + "\n")
+    return "".join(lines)
+
+
 def _wait_info(output: str) -> WaitInfo:
-    """Return the reason and the end of a job's wait from the output of squeue.
+    """Return why a job waits, and its expected start, from the output of squeue.
 
     Of an array, the first row of tasks that wait counts.
     """
@@ -270,15 +281,14 @@ def _wait_info(output: str) -> WaitInfo:
     reason = row["reason"]
     if reason == "None":  # the scheduler has not looked at the job yet
         reason = ""
-    name = re.split(r"\W", reason, maxsplit=1)[
-        0
-    ]  # "ReqNodeNotAvail, UnavailableNodes:node1" -> ReqNodeNotAvail
+    # "ReqNodeNotAvail, UnavailableNodes:node1" -> "ReqNodeNotAvail"
+    reason_name, *_ = re.split(r"\W", reason, maxsplit=1)
     start = _START_TIME.match(row["start"])
     return WaitInfo(
         reason=reason,
         expected_start=start[0] if start else "",
-        note=_find_text(REASON_NOTES, name).format(id=row["id"]),
-        change=_find_text(REASON_CHANGES, name),
+        note=_find_text(REASON_NOTES, reason_name).format(id=row["id"]),
+        change=_find_text(REASON_CHANGES, reason_name),
     )
 
 
@@ -425,26 +435,27 @@ def _srun_argv(job: Job, argv: Argv) -> Argv:
 
 
 def _interactive_line(job: Job) -> str:
-    """Return the shell line that salloc runs.
+    """Return the shell text that salloc runs on the first node.
 
-    The line runs the job's command on all nodes, or opens a shell on the first node if there is no command.
+    It runs the job's command on all nodes, or opens a shell on the first node if there is no command.
     """
     runtime = runtime_of(job)
+    if job.command:
+        container = runtime.argv(job, job.command, forward=PODMAN_FORWARD)
+        argv = _srun_argv(job, _with_folders(job, container))
+    else:
+        argv = _first_node_shell(job)
     lines = runtime.environment_lines(job)
     node_check = _node_check(job)
     if node_check:
         lines.append(_quote_argv(node_check))
-    argv = _first_node_shell(job)
-    if job.command:
-        container = runtime.argv(job, job.command, forward=PODMAN_FORWARD)
-        argv = _srun_argv(job, _with_folders(job, container))
     lines.append(f"exec {_quote_argv(argv)}")
-    text = " && ".join(lines)
-    folder_lines = run_folder_lines(job, "$SLURM_JOB_ID")
-    if not folder_lines:
-        return text
-    # The lines are not joined by &&, within which bash ignores set -e.
-    return f"set -e\n{folder_lines}\n{text}"
+    start_line = " && ".join(lines)
+    run_folder = run_folder_lines(job, "$SLURM_JOB_ID")
+    if not run_folder:
+        return start_line
+    # Not joined by &&, within which bash ignores the set -e of the lines that make the run folder.
+    return f"set -e\n{run_folder}\n{start_line}"
 
 
 def _first_node_shell(job: Job) -> Argv:
