@@ -58,14 +58,15 @@ def provisional_job(recipe: str, request: JobRequest, remote: Remote) -> Job:
             where="--on",
             hint=f"a recipe with scheduler: runai, or imgkit remote add {remote.name} ... without --pvc",
         )
-    home = f"{pods.parse_claim(remote.pvc).path}{UNKNOWN_HOME}"
+    volume_path = pods.parse_claim(remote.pvc).path
+    home = f"{volume_path}{UNKNOWN_HOME}"
     job = _resolve_pod_job(target, request, remote, home, UNKNOWN_IDS)
-    if request.resumed is not None:
-        return code_of.with_run_folder(job, f"{home}/runs/{request.resumed.folder.name}")
-    return code_of.with_new_run_folder(job)
+    if request.resumed is None:
+        return code_of.with_new_run_folder(job)
+    return code_of.with_run_folder(job, f"{home}/runs/{request.resumed.folder.name}")
 
 
-def job_with_pod_paths(store: Store, early: Job, remote: Remote) -> Job:
+def job_with_pod_paths(store: Store, provisional: Job, remote: Remote) -> Job:
     """Return the job of `provisional_job` with its paths in the pods, and the user's ids on the remote.
 
     Raises
@@ -73,12 +74,12 @@ def job_with_pod_paths(store: Store, early: Job, remote: Remote) -> Job:
     UsageError : imgkit's folder on the remote is not on the volume.
     """
     home = pod_folder(remote, store.home, store.volume)
-    job = _resolve_pod_job(early.recipe, early.request, remote, home, store.ids)
-    return code_of.with_run_folder(job, f"{home}/runs/{PurePosixPath(early.run_folder).name}")
+    job = _resolve_pod_job(provisional.recipe, provisional.request, remote, home, store.ids)
+    return code_of.with_run_folder(job, f"{home}/runs/{PurePosixPath(provisional.run_folder).name}")
 
 
 def _resolve_pod_job(target: Target, request: JobRequest, remote: Remote, home: str, ids: str) -> Job:
-    """Return the job of `request` in pods.
+    """Return the job of `request` in pods that mount the remote's volume.
 
     Parameters
     ----------
@@ -88,10 +89,11 @@ def _resolve_pod_job(target: Target, request: JobRequest, remote: Remote, home: 
     flags = request.flags(pods.PodFlags)
     volumes = tuple(dict.fromkeys((remote.pvc, *flags.pvcs)))  # each volume once
     system_flags: list[SystemFlags] = [dataclasses.replace(flags, pvcs=volumes, run_as=ids)]
-    for item in request.system_flags:
-        if not isinstance(item, pods.PodFlags):
-            system_flags.append(item)
-    return resolve_job(target, request.changed(directory=Path(home), system_flags=tuple(system_flags)))
+    for other_flags in request.system_flags:
+        if not isinstance(other_flags, pods.PodFlags):
+            system_flags.append(other_flags)
+    request = request.changed(directory=Path(home), system_flags=tuple(system_flags))
+    return resolve_job(target, request)
 
 
 def make_run_folder(connection: Connection, store: Store, job: Job) -> None:

@@ -47,13 +47,14 @@ class Kubeflow(pods.Pods):
 
     def script(self, job: Job) -> Script:
         """Return the document for ``kubectl create``. That of an interactive job begins with comments."""
-        kind = pods.format_of(job)
         if job.recipe.system.queue.node_pools:
             raise _node_pools_error(job)
-        make_document = _pytorchjob if kind == "pytorchjob" else _trainjob
-        text = _to_yaml(_without_empty_values(make_document(job)))
+        kind = pods.format_of(job)
+        document = _pytorchjob(job) if kind == "pytorchjob" else _trainjob(job)
+        lines: list[str] = []
         if job.is_interactive:
-            text = "\n".join((*_interactive_comments(job, kind), text))
+            lines += _interactive_comments(job, kind)
+        text = "\n".join((*lines, _to_yaml(_without_empty_values(document))))
         return Script(text=text, submit=("kubectl", "create", "-f", "-"), on_stdin=True)
 
     def parse_job_id(self, output: str, name: str) -> str:
@@ -73,10 +74,10 @@ class Kubeflow(pods.Pods):
 
     def parse_status(self, output: str) -> JobStatus:
         """Return the state of the newest condition that is true, which ``kubectl describe`` lists last."""
-        conditions = re.findall(r"^ *Status: +True\n +Type: +(\w+)$", output, re.MULTILINE)
+        true_conditions = re.findall(r"^ *Status: +True\n +Type: +(\w+)$", output, re.MULTILINE)
         state: JobState = ""
-        if conditions:
-            state = STATES.get(conditions[-1], "")
+        if true_conditions:
+            state = STATES.get(true_conditions[-1], "")
         return JobStatus(state=state, text=output)
 
     def log_source(self, record: QueuedJob) -> Argv:
@@ -91,10 +92,14 @@ class Kubeflow(pods.Pods):
     def shell_command(self, record: QueuedJob, line: str, node: str) -> JobShell:
         """Return the command that opens a shell in a pod's container, next to the job's program."""
         kind, name = _kind_and_name(record)
-        # JobSet gives its Jobs fixed names, but the pods of a Job get random suffixes: kubectl finds the pod.
-        first_pod = f"job/{name}-node-0" if kind == "trainjob" else f"{name}-master-0"
+        pod = node
+        if not pod and kind == "trainjob":
+            # JobSet gives its Jobs fixed names, but their pods get random suffixes: kubectl finds the pod.
+            pod = f"job/{name}-node-0"
+        elif not pod:
+            pod = f"{name}-master-0"
         namespace = _namespace_options(record.queue)
-        argv = ("kubectl", "exec", *namespace, "--stdin", "--tty", node or first_pod, "--", "bash")
+        argv = ("kubectl", "exec", *namespace, "--stdin", "--tty", pod, "--", "bash")
         return JobShell(argv=argv, description=pods.SAME_CONTAINER)
 
     def cancel_command(self, record: QueuedJob) -> Argv:
@@ -172,20 +177,20 @@ def _parse_client_options(job: Job) -> _ClientOptions:
     """
     annotations: dict[str, str] = {}
     resources: dict[str, str] = {}
-    fields = {"--annotation": annotations, "-a": annotations, "--extended-resource": resources}
+    values_of_flag = {"--annotation": annotations, "-a": annotations, "--extended-resource": resources}
     large_shm = False
-    options = [*job.recipe.system.queue.options, *job.request.allocation.options]
-    while options:
-        flag, equals, pair = options.pop(0).partition("=")
+    options = iter((*job.recipe.system.queue.options, *job.request.allocation.options))
+    for option in options:
+        flag, equals_sign, pair = option.partition("=")
         if flag == "--large-shm":
             large_shm = True
             continue
-        if not equals and options:
-            pair = options.pop(0)
+        if not equals_sign:
+            pair = next(options, "")
         name, separator, value = pair.partition("=")
-        if flag not in fields or not separator:
+        if flag not in values_of_flag or not separator:
             raise _unsupported_option_error(job, flag)
-        fields[flag][name] = value
+        values_of_flag[flag][name] = value
     return _ClientOptions(annotations=annotations, resources=resources, large_shm=large_shm)
 
 
@@ -214,7 +219,6 @@ def _pytorchjob(job: Job) -> dict[str, Any]:
     No pod starts again, and all pods stay with their logs after the end of the job, unless the job must go on
     when a node is lost.
     """
-    pod_template = _pytorch_pod(job)
     master_restarts = worker_restarts = "Never"
     pods_to_delete = "None"
     if job.outlives_nodes:
@@ -227,16 +231,11 @@ def _pytorchjob(job: Job) -> dict[str, Any]:
         # At the end of the job the operator deletes pods that still run: a worker that comes back too late
         # would call the master for ever. Pods that have ended stay, and so do their logs.
         pods_to_delete = "Running"
-    replicas: dict[str, Any] = {
-        "Master": {"replicas": 1, "restartPolicy": master_restarts, "template": pod_template}
-    }
+    pod = _pytorch_pod(job)
+    replicas = {"Master": {"replicas": 1, "restartPolicy": master_restarts, "template": pod}}
     workers = job.allocation.nodes - 1
     if workers:
-        replicas["Worker"] = {
-            "replicas": workers,
-            "restartPolicy": worker_restarts,
-            "template": pod_template,
-        }
+        replicas["Worker"] = {"replicas": workers, "restartPolicy": worker_restarts, "template": pod}
     spec = {"runPolicy": {"cleanPodPolicy": pods_to_delete}, "pytorchReplicaSpecs": replicas}
     return _kubernetes_document(job, "kubeflow.org/v1", "PyTorchJob", spec)
 
@@ -349,8 +348,8 @@ def _security_context(job: Job) -> dict[str, Any]:
     ids = pods.user_ids(job)
     if ids is None:
         return {}
-    # Before imgkit has looked at the remote, the texts "UID" and "GID" stand for the numbers.
-    # Kubernetes takes the ids as numbers, not as text.
+    # Kubernetes takes the ids as numbers, not as text. Before imgkit has connected to the remote, the texts
+    # "UID" and "GID" stand for the numbers.
     uid, gid = (int(text) if text.isdecimal() else text for text in ids)
     return {"runAsUser": uid, "runAsGroup": gid}
 

@@ -29,7 +29,7 @@ from imgkit_entrypoints.rules import site_variables
 from imgkit_entrypoints.schedulers import kubernetes
 from imgkit_entrypoints.system import WORKSPACE
 
-ASLEEP = ("sleep", "infinity")
+ASLEEP: Argv = ("sleep", "infinity")
 """The command of the pods of an interactive job. They wait until the user enters them."""
 SECRET_NAME = "imgkit"  # noqa: S105 - a name
 """Name of the user's Secret in the job's namespace.
@@ -138,11 +138,10 @@ def _runai_warnings(job: Job) -> Iterator[str]:
         # The RCP tutorial needs '"..."' around an argument with blanks, later pages of epfml/getting-started
         # do not: whether the client splits arguments again depends on its version.
         arguments = (*job.command, *job.request.container.env, str(job.request.directory))
-        for argument in arguments:
-            if quote(argument) != argument:
-                yield f"{argument!r}: older runai clients split and expand arguments once more"
-                break
-    if not (_chosen_client(job) or runai_client.on_path()):
+        special = [argument for argument in arguments if quote(argument) != argument]
+        if special:
+            yield f"{special[0]!r}: older runai clients split and expand arguments once more"
+    if not _chosen_client(job) and not runai_client.on_path():
         yield "no runai on PATH: the command is for the later client; --format runai-v1 names the first one"
 
 
@@ -173,7 +172,8 @@ class Claim:
     read_only: bool = False
 
     def __str__(self) -> str:
-        return f"{self.name}:{self.path}{':ro' if self.read_only else ''}"
+        text = f"{self.name}:{self.path}"
+        return f"{text}:ro" if self.read_only else text
 
 
 def format_of(job: Job) -> KubernetesFormat:
@@ -228,13 +228,13 @@ def volume_claims(job: Job) -> tuple[Claim, ...]:
     ------
     UsageError : a value is not ``CLAIM:/PATH[:ro]``, or two volumes have the same path.
     """
-    parsed: list[Claim] = []
+    claims: dict[PurePosixPath, Claim] = {}
     for text in job.flags(PodFlags).pvcs:
         claim = parse_claim(text)
-        if any(claim.path == earlier.path for earlier in parsed):
+        if claim.path in claims:
             raise UsageError(f"two volumes at {claim.path}", where="--pvc", hint="give each its own path")
-        parsed.append(claim)
-    return tuple(parsed)
+        claims[claim.path] = claim
+    return tuple(claims.values())
 
 
 def pod_directory(job: Job) -> PurePosixPath | None:
@@ -293,9 +293,7 @@ def start_script(job: Job) -> str:
 
 def pod_command(job: Job) -> Argv:
     """Return the command of each pod. The pods of an interactive job sleep until the user enters them."""
-    argv: Argv = ASLEEP
-    if not job.is_interactive:
-        argv = kubernetes.start_argv(job.command)
+    argv = ASLEEP if job.is_interactive else kubernetes.start_argv(job.command)
     if job.container.code is not None:
         argv = ("bash", f"{job.run_folder}/{START_SCRIPT}", *argv)
     return tuple(map(escape_for_kubernetes, argv))
@@ -323,11 +321,8 @@ def pod_variables(job: Job) -> Mapping[str, str]:
     ------
     UsageError : a variable of the recipe has another one in its value, which only a shell would replace.
     """
-    folders = _output_folders(job)
     # In an interactive job, the user can type any command. So its pods get the variables that a shell gets.
-    program_job = job
-    if job.is_interactive:
-        program_job = dataclasses.replace(job, command=())
+    program_job = dataclasses.replace(job, command=()) if job.is_interactive else job
     system_variables = runtime_of(job).system_variables(program_job)
     for name, value in system_variables.items():
         if site_variables(value):
@@ -336,27 +331,36 @@ def pod_variables(job: Job) -> Mapping[str, str]:
                 where=job.recipe.where("system", "env", name),
                 hint=f"--env {name}=VALUE",
             )
-    return {**folders, **job.settings, **system_variables, **job.container.env}
+    return {**_output_folders(job), **job.settings, **system_variables, **job.container.env}
 
 
 def _output_folders(job: Job) -> dict[str, str]:
     """Return the variables with the run folder and its logs, or nothing without a writable volume.
 
-    If a remote stores the job's files, imgkit has made the run folder there. Otherwise the run folder is
-    below the job's folder if that is on a writable volume, or else on the first writable volume. It has the
-    job's name, which is its id, so imgkit knows the folder without asking the cluster.
+    If a remote stores the job's files, imgkit has made the run folder there. Otherwise it has the job's name,
+    which is its id, so imgkit knows the folder without asking the cluster.
     """
-    if job.run_folder:
-        return {"IMGKIT_RUN_DIR": job.run_folder, "IMGKIT_LOG_DIR": f"{job.run_folder}/logs"}
+    run_folder = job.run_folder
+    if not run_folder:
+        parent = _writable_folder(job)
+        if parent is None:
+            return {}
+        run_folder = str(parent / "runs" / check_name(job))
+    return {"IMGKIT_RUN_DIR": run_folder, "IMGKIT_LOG_DIR": f"{run_folder}/logs"}
+
+
+def _writable_folder(job: Job) -> PurePosixPath | None:
+    """Return the job's folder if it is on a writable volume, or else the path of the first writable volume.
+
+    Return None without a writable volume.
+    """
     folder = pod_directory(job)
-    writable_paths = [claim.path for claim in volume_claims(job) if not claim.read_only]
-    if not writable_paths:
-        return {}
-    parent = writable_paths[0]
-    if folder is not None and any(folder.is_relative_to(path) for path in writable_paths):
-        parent = folder
-    run_folder = parent / "runs" / check_name(job)
-    return {"IMGKIT_RUN_DIR": str(run_folder), "IMGKIT_LOG_DIR": str(run_folder / "logs")}
+    volume_paths = [claim.path for claim in volume_claims(job) if not claim.read_only]
+    if not volume_paths:
+        return None
+    if folder is not None and any(folder.is_relative_to(path) for path in volume_paths):
+        return folder
+    return volume_paths[0]
 
 
 def memory_quantity(job: Job) -> str:
@@ -384,16 +388,16 @@ def interactive_comments(job: Job, enter_commands: Sequence[str], delete_command
     delete_command : the command that deletes the job.
     """
     nodes = job.allocation.nodes
-    which_pods = "the pod"
-    in_each = ""
     if nodes > 1:
-        which_pods = f"each of the {nodes} pods, a terminal for each"
-        in_each = ", the same in each of them"
+        enter_title = f"# Enter each of the {nodes} pods, a terminal for each:"
+        type_title = "# and there, the same in each of them:"
+    else:
+        enter_title, type_title = "# Enter the pod:", "# and there:"
     program = " ".join(map(quote, job.command)) or "dist-hello"
     return (
-        f"# Enter {which_pods}:",
+        enter_title,
         *(f"#   {command}" for command in enter_commands),
-        f"# and there{in_each}:",
+        type_title,
         "#   tmux new -A -s run      it survives a lost connection; the same line attaches again",
         f"#   {program}",
         f"# The pods sleep, and keep their GPUs, until: {delete_command}",

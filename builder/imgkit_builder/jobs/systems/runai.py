@@ -221,13 +221,16 @@ def _variable_options(job: Job, *, is_first_client: bool) -> Iterator[str]:
 
 def _command_text(argv: Argv) -> str:
     """Return the command as shell text, with one line for each option and its value."""
-    end_of_options = argv.index("--")
-    rows = [[argv[0]]]
-    for index, argument in enumerate(argv[1:], 1):
-        if index <= end_of_options and argument.startswith("-"):
-            rows.append([])
-        rows[-1].append(argument)
-    return " \\\n    ".join(" ".join(map(quote, row)) for row in rows)
+    text = argv[0]
+    is_in_options = True  # until "--", after which the job's command comes
+    for argument in argv[1:]:
+        separator = " "
+        if is_in_options and argument.startswith("-"):
+            separator = " \\\n    "
+        text += separator + quote(argument)
+        if argument == "--":
+            is_in_options = False
+    return text
 
 
 def _interactive_comments(job: Job, name: str, kind: str) -> Argv:
@@ -237,10 +240,10 @@ def _interactive_comments(job: Job, name: str, kind: str) -> Argv:
     """
     project = _project_arguments(job.allocation.queue)
     enter_command = " ".join(_client_command(kind, "bash", name, *project))
-    enter_commands = [enter_command]
-    workers = job.allocation.nodes - 1
-    if workers:
-        pod_names = [f"{name}-master-0", *(f"{name}-worker-{index}" for index in range(workers))]
-        enter_commands = [f"{enter_command} --pod {pod_name}" for pod_name in pod_names]
     delete_command = " ".join(map(quote, _job_command(kind, "delete", name, project)))
+    workers = job.allocation.nodes - 1
+    if not workers:
+        return pods.interactive_comments(job, [enter_command], delete_command)
+    pod_names = [f"{name}-master-0", *(f"{name}-worker-{index}" for index in range(workers))]
+    enter_commands = [f"{enter_command} --pod {pod_name}" for pod_name in pod_names]
     return pods.interactive_comments(job, enter_commands, delete_command)
