@@ -268,41 +268,30 @@ def _top_project_name(projects: Sequence[InstalledProject]) -> str:
 def _unused_project_error(
     project: InstalledProject, installed: InstalledProject, flag: str, recipe: Target
 ) -> UsageError:
-    """Return the error for a `project` of the code that the image has `installed` in another folder."""
-    title = "a project without a name"
-    if project.name:
-        title = f"the project {project.name}"
-    image_part = "its copy in site-packages"
-    if installed.folder:
-        image_part = f"that in {installed.folder}"
+    """Return the error for a `project` of the code that the image has `installed` in another folder.
+
+    The hint says in which folder the recipe must install it.
+    """
+    title = f"the project {project.name}" if project.name else "a project without a name"
+    folder = project.folder or f"/{WORKSPACE}"
     step = _pip_step(installed, recipe)
+    hints = []
     if project.folder:
-        code_part = f"has {title} in {project.folder}"
-        hints = _editable_hints(project.folder, installed, recipe, step)
+        code_part = f"has {title} in {folder}"
     else:
         code_part = f"is only a part of {title}"
-        hints = [
-            "--code with the whole folder of the project",
-            *_editable_hints(f"/{WORKSPACE}", installed, recipe, step),
-        ]
+        hints.append("--code with the whole folder of the project")
+    if installed.folder != folder:
+        key = "a pip step" if step is None else f"image.pip[{step}]"
+        hints.append(
+            f"set `editable: {folder}` in {key} of the recipe {recipe.name}, and build the image again"
+        )
     where = flag
     if recipe.positions:
         where = recipe.where("image", "pip", step or 0, "project")
+    image_part = f"that in {installed.folder}" if installed.folder else "its copy in site-packages"
     message = f"the code {code_part}, but the image runs {image_part}"
     return UsageError(message, where=where, hint="; ".join(hints))
-
-
-def _editable_hints(folder: str, installed: InstalledProject, recipe: Target, step: int | None) -> list[str]:
-    """Return a hint to install a project of the image in `folder`. There is none if it is there already.
-
-    Parameters
-    ----------
-    step : the index in ``image.pip`` of the step that installs the project, or None if it is not known.
-    """
-    if installed.folder == folder:
-        return []
-    key = "a pip step" if step is None else f"image.pip[{step}]"
-    return [f"set `editable: {folder}` in {key} of the recipe {recipe.name}, and build the image again"]
 
 
 def _pip_step(installed: InstalledProject, recipe: Target) -> int | None:
@@ -362,7 +351,7 @@ def _names_in_image(image: Path) -> frozenset[str]:
 
     The result is empty if no program on this machine can read the image.
     """
-    names: set[str] = set()
+    names = set()
     with contextlib.suppress(CheckFailed, ToolFailed, ToolMissing, UsageError):
         for squashfs in unsquash.open_squashfs(image):
             for file in squashfs.list_files(WORKSPACE):

@@ -50,19 +50,22 @@ def with_mounts_and_variables(job: Job, *, passes_names: bool) -> Job:
     ------
     UsageError : a flag has a value that no runtime can use, or that cannot be kept secret.
     """
-    requested = job.request.container
+    requested, launch = job.request.container, job.request.launch
+    runtime = runtime_of(job)
     _refuse_code(requested)
+    # Without a container, a command with code starts in the run's copy of it.
+    starts_elsewhere = requested.code is not None
     workdir = ""
-    if runtime_of(job).has_container:
+    if runtime.has_container:
         workdir = _select_workdir(job.recipe, requested)
-    launch = job.request.launch
+        starts_elsewhere = workdir != ""
+    settings = {}
     secret_file = _path_on_nodes(job, "--secret-file", launch.secret_file)
-    settings: dict[str, str] = {}
     if secret_file:
         settings[SECRET_FILE] = secret_file
     if launch.require_secret:
         settings["IMGKIT_REQUIRE_SECRET"] = "1"  # noqa: S105 - a switch
-    if _starts_elsewhere(job, workdir):
+    if starts_elsewhere and not runtime.is_isolated:
         # In another working directory, the node agent cannot take its current folder for that of the job.
         settings[JOB_FOLDER] = str(job.directory)
     # `env` has the variables whose values the script may show, and `names` has those of --env NAME.
@@ -74,21 +77,6 @@ def with_mounts_and_variables(job: Job, *, passes_names: bool) -> Job:
         env_file=_path_on_nodes(job, "--env-file", requested.env_file),
     )
     return dataclasses.replace(job, settings={**job.settings, **settings})
-
-
-def _starts_elsewhere(job: Job, workdir: str) -> bool:
-    """Return whether the command starts in another folder than that of the job. Pods have no such folder.
-
-    Parameters
-    ----------
-    workdir : the folder of the container in which the command starts, or "" for the job's folder.
-    """
-    runtime = runtime_of(job)
-    if runtime.is_isolated:
-        return False
-    if runtime.has_container:
-        return workdir != ""
-    return job.request.container.code is not None  # it starts in the run's copy of the code
 
 
 def _refuse_code(requested: ContainerRequest) -> None:

@@ -19,7 +19,7 @@ from imgkit_builder.jobs.prepared import PreparedJob
 from imgkit_builder.jobs.request import JobRequest, SubmitRequest
 from imgkit_builder.jobs.resolve import resolve_conversion
 from imgkit_builder.jobs.submitted import SubmittedJob
-from imgkit_builder.jobs.transport import Local
+from imgkit_builder.jobs.transport import Transport
 from imgkit_builder.recipe import targets
 from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.targets import Target
@@ -139,7 +139,7 @@ def submit_conversion(prepared: PreparedJob, report: Reporter) -> SubmittedJob:
         report.note(warning)
     hint = f"submit it on a login node of the system, or run it here: {shlex.join(job.command)}"
     process.require_program(prepared.script.submit[0], hint)
-    return submission.start_job(prepared, Local(), report)
+    return submission.start_job(prepared, Transport(), report)
 
 
 def _prepare_job(

@@ -74,7 +74,7 @@ def with_data(job: Job, folders: Iterable[DataFolder], store: str = "") -> Job:
     UsageError : the job's runtime cannot mount a folder.
     """
     specs = spec.parse_all(job.request.container.data)
-    sources: dict[DataSpec, str] = {}
+    sources = {}
     for data_folder in folders:
         path = f"{store}/{data_folder.name}" if store else str(data_folder.path)
         sources[data_folder.spec] = quoting.check_flag_value("data", path)

@@ -21,7 +21,7 @@ from imgkit_builder.jobs.remote import config, connection, fetch
 from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.submitted import JobState, SubmittedJob
-from imgkit_builder.jobs.transport import Local, Ssh, Transport, VolumeStore
+from imgkit_builder.jobs.transport import Ssh, Transport, VolumeStore
 from imgkit_entrypoints.errors import UsageError
 
 # The most that `JobHandle.logs` returns. It is 1 KiB less than the most that imgkit keeps of a program's
@@ -274,7 +274,7 @@ def transport_to(remote: Remote | None, prepared: PreparedJob, *, may_ask: bool 
     if remote is not None and remote.pvc:
         return VolumeStore(connection.connect(remote, ask=may_ask))
     if remote is None or prepared.source is None:
-        return Local()
+        return Transport()
     remote = image_source.with_transfer_host(remote, prepared.source)
     return Ssh(connection.connect(remote, ask=may_ask))
 

@@ -157,8 +157,8 @@ def _parse_sif_options(
     ----------
     fields : the scheduler's options for a queue or a QoS: ``{"--partition": "name", "--qos": "qos"}``.
     """
-    names: dict[str, str] = {}
-    other_indices: list[int] = []
+    names = {}
+    other_indices = []
     remaining = iter(enumerate(arguments))
     for index, argument in remaining:
         option, _, value = argument.partition("=")
@@ -523,7 +523,7 @@ def _worker_settings(job: Job, system: System) -> dict[str, str]:
     """Return the variables for the device, the GPUs and the number of workers of each node agent."""
     node, gpus = job.recipe.system.node, job.allocation.gpus
     requested_gpus = job.request.allocation.gpus
-    settings: dict[str, str] = {}
+    settings = {}
     # The node agent refuses to start without the GPUs that its system.json states, unless it is told to use
     # CPUs.
     if gpus == 0 and (node.gpus > 0 or requested_gpus == 0):
@@ -544,7 +544,7 @@ def _worker_settings(job: Job, system: System) -> dict[str, str]:
 def _library_settings(job: Job) -> dict[str, str]:
     """Return the variables for the host's libraries and the CUDA compatibility package in a container."""
     facts, runtime = job.recipe.system, runtime_of(job)
-    settings: dict[str, str] = {}
+    settings = {}
     if facts.fabric.host_libs == "auto" and runtime.mounts_folders:
         settings[HOST_LIBS] = ":".join(("auto", *facts.runtime.host_libs))
     # "major" is the node agent's default, which it uses in an image that imgkit did not build, too.

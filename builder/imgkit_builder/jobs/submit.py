@@ -39,7 +39,7 @@ from imgkit_builder.jobs.request import JobRequest, ResumedRun
 from imgkit_builder.jobs.resolve import resolve_job
 from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.jobs.submitted import QueuedJob, SubmittedJob
-from imgkit_builder.jobs.transport import DATA_FOLDER, Local, Ssh, Transport, VolumeStore
+from imgkit_builder.jobs.transport import DATA_FOLDER, Ssh, Transport, VolumeStore
 from imgkit_builder.recipe import targets
 from imgkit_builder.sif import image, sqsh
 from imgkit_builder.workflow import baked
@@ -159,7 +159,7 @@ def _job_of_this_machine(
     if image.is_sif(image_file):
         sif = image_file
     code_of.refuse_shadowed_bind(job, sif)
-    job = _with_code(job, code, Local.code_folder)
+    job = _with_code(job, code, Transport.code_folder)
     if code is not None:
         job = _with_local_code(job, code, sif)
     return data_mounts.with_data(job, data)  # its links are in the run folder

@@ -1,13 +1,13 @@
 """Bring the files of a job to the machine that submits it, and run the scheduler's commands there.
 
-`Local` submits on this machine, and `Ssh` on a remote. `VolumeStore` submits jobs in pods on this machine,
-and brings their files to a remote that has the volume of the pods.
+`Transport` submits on this machine, and `Ssh` on a remote. `VolumeStore` submits jobs in pods on this
+machine, and brings their files to a remote that has the volume of the pods.
 """
 
 from __future__ import annotations
 
-import abc
 import dataclasses
+import functools
 import tempfile
 from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
@@ -38,28 +38,36 @@ DATA_FOLDER = "data"
 _MAX_SIMILAR_FOLDERS = 3
 
 
-class Transport(abc.ABC):
-    """The way in which commands and files get to the machine that submits a job.
+class Transport:
+    """Bring the files of a job to the machine that submits it, and run commands there.
+
+    This class is for jobs that this machine submits, where most files are already. `Ssh` and `VolumeStore`
+    are for jobs with files on a remote.
 
     The methods are called in the order of `submit.make_ready`: image, data, code, entry points.
     """
 
     name: str = ""
     """Name of the remote that submits the job, or "" for this machine."""
-    code_folder: str
+    code_folder: str = ".imgkit-code"  # `--code .` leaves it out
     """Name of the store of code in the job's folder. Each version of the code has a folder in it."""
 
-    @abc.abstractmethod
+    def login(self) -> None:
+        """Connect to the remote, so that ssh asks for a password now. On this machine, do nothing.
+
+        This is done before any progress is shown, because a progress bar would hide the question.
+        """
+
     def run(self, argv: Sequence[str]) -> Finished:
-        """Run a command on that machine to its end, and return its exit code and output.
+        """Run a command to its end on the machine that submits the job. A command that fails does not raise.
 
         Raises
         ------
         ToolMissing : `argv` is a command of this machine, and its program is not on PATH.
         Cut : the remote cannot be reached.
         """
+        return process.run(argv, check=False)
 
-    @abc.abstractmethod
     def run_script(self, script: str, args: Iterable[str], data: Iterable[bytes]) -> bytes:
         """Run a script of sh on the machine that has the job's files, and return its output.
 
@@ -73,34 +81,34 @@ class Transport(abc.ABC):
         ToolFailed : the script failed, and the error quotes its standard error. Or the remote cannot be
             reached.
         """
+        return b"".join(process.filter_through(("sh", "-c", script, "sh", *args), data))
 
-    @abc.abstractmethod
-    def login(self) -> None:
-        """Connect to the remote, so that ssh asks for a password now.
-
-        This is done before any progress is shown, because a progress bar would hide the question.
-        """
-
-    @abc.abstractmethod
     def prepare_image(self, prepared: PreparedJob, report: Reporter) -> PreparedJob:
-        """Make the job's image available on that machine, and return the job with its paths there.
+        """Make the job's image available where the job starts, and return the job with its paths there.
+
+        On this machine, the image is only checked, and the file of its added packages is made.
 
         Raises
         ------
         ImgkitError : the image cannot be brought to that machine, or does not start on it.
         """
+        checks.before_submission(prepared.job)
+        added_packages.make_ready(prepared.job, report)
+        return dataclasses.replace(prepared, image_id=_image_id(prepared.job))
 
-    @abc.abstractmethod
     def bring_data(self, prepared: PreparedJob, report: Reporter) -> Job:
-        """Bring the job's data to that machine, and return the job with the paths of the data there.
+        """Bring the job's data to where the job starts, and return the job with the paths of the data there.
+
+        On this machine, the data is only checked.
 
         Raises
         ------
         UsageError : a folder cannot be read there, or changed while it was sent.
         ImgkitError : a folder cannot be sent.
         """
+        data_mounts.refuse_missing(prepared.job.request, "this machine", self.run_script)
+        return data_mounts.with_data(prepared.job, prepared.data)
 
-    @abc.abstractmethod
     def put_code(self, code_folder: CodeFolder, home: Path, report: Reporter) -> None:
         """Write the code to its folder in the store of code, unless the store has it already.
 
@@ -111,102 +119,25 @@ class Transport(abc.ABC):
         ----------
         home : the folder with the store, as `home_of` returns it.
         """
+        bound.write_folder(home / self.code_folder / code_folder.record.sha256, code_folder.tree.write)
 
-    @abc.abstractmethod
     def put_entry_points(self, job: Job, report: Reporter) -> None:
         """Write the entry points that are bound into the job's image, unless their folder exists already.
 
         The folder is named by a digest of the files, so the same holds as for `put_code`.
         """
+        write = functools.partial(bound.write_bound_files, job)
+        bound.write_folder(bound.entry_points_folder(job), write)
 
     def make_run_folder(self, job: Job, code_folder: CodeFolder | None, report: Reporter) -> None:
-        """Make the run folder of a job whose script does not make it.
+        """Make the run folder of a job whose script does not make it, because the job starts at once.
 
         The folder gets the run's copy of the code, or a script that makes the copy.
 
         Parameters
         ----------
-        code_folder : the code, or None if a resumed run goes on with its copy as it is.
+        code_folder : the code, or None if a resumed run in pods goes on with its copy as it is.
         """
-        raise NotImplementedError(f"the jobs of {self.name} make their run folders")
-
-    def home_of(self, job: Job) -> Path:
-        """Return the folder with the code and the run folders, by its path on the machine that has them."""
-        return job.directory
-
-    def with_store(self, record: SubmittedJob, job: Job) -> SubmittedJob:
-        """Return `record` with the paths of the job's files, if another machine than this one stores them."""
-        del job  # its files are where it is submitted
-        return record
-
-    @abc.abstractmethod
-    def with_entry_points(self, prepared: PreparedJob) -> Job:
-        """Return the job with imgkit's entry points bound into an image that has none."""
-
-    @abc.abstractmethod
-    def start(self, job: Job, script: Script) -> Generator[bytes, None, None]:
-        """Submit the script, and yield the output of the scheduler's command.
-
-        Raises
-        ------
-        ToolMissing : the scheduler's command is not on PATH.
-        ToolFailed : the scheduler refused the job, and the error quotes its message. Or the connection was
-            lost, and the job may be in the queue all the same.
-        """
-
-    @abc.abstractmethod
-    def foreground_argv(self, job: Job, script: Script) -> Argv:
-        """Return the argv that runs a script with `Script.foreground` in this terminal.
-
-        Raises
-        ------
-        Cut : the remote cannot be reached.
-        """
-
-
-class Local(Transport):
-    """The transport of jobs that this machine submits. Most files are where they are needed already."""
-
-    code_folder = ".imgkit-code"  # `--code .` leaves it out
-
-    def login(self) -> None:
-        """Do nothing. See `Transport`."""
-
-    def run(self, argv: Sequence[str]) -> Finished:
-        """Run a command. See `Transport`."""
-        return process.run(argv, check=False)
-
-    def run_script(self, script: str, args: Iterable[str], data: Iterable[bytes]) -> bytes:
-        """Run a script. See `Transport`."""
-        return b"".join(process.filter_through(("sh", "-c", script, "sh", *args), data))
-
-    def prepare_image(self, prepared: PreparedJob, report: Reporter) -> PreparedJob:
-        """Check the image, which is on this machine already, and make the file of its added packages."""
-        checks.before_submission(prepared.job)
-        added_packages.make_ready(prepared.job, report)
-        return dataclasses.replace(prepared, image_id=_image_id(prepared.job))
-
-    def bring_data(self, prepared: PreparedJob, report: Reporter) -> Job:
-        """Check the data, which is on this machine already. See `Transport`."""
-        del report  # there is nothing to bring
-        data_mounts.refuse_missing(prepared.job.request, "this machine", self.run_script)
-        return data_mounts.with_data(prepared.job, prepared.data)
-
-    def put_code(self, code_folder: CodeFolder, home: Path, report: Reporter) -> None:
-        """Write the code. See `Transport`."""
-        del report  # a folder of code takes a second
-        bound.write_folder(home / self.code_folder / code_folder.record.sha256, code_folder.tree.write)
-
-    def put_entry_points(self, job: Job, report: Reporter) -> None:
-        """Write the entry points. See `Transport`."""
-        del report  # the files are small
-        bound.write_folder(
-            bound.entry_points_folder(job), lambda folder: bound.write_bound_files(job, folder)
-        )
-
-    def make_run_folder(self, job: Job, code_folder: CodeFolder | None, report: Reporter) -> None:
-        """Make the run folder of a job that starts at once, with the run's copy of the code."""
-        del report  # a folder of code takes a second
         assert code_folder is not None  # noqa: S101 - only code needs the folder before the start
         folder = Path(job.run_folder)
         folder.parent.mkdir(exist_ok=True)
@@ -220,8 +151,19 @@ class Local(Transport):
             mount_point.rmdir()
             mount_point.symlink_to(data_path)
 
+    def home_of(self, job: Job) -> Path:
+        """Return the folder with the code and the run folders, by its path on the machine that has them."""
+        return job.directory
+
+    def with_store(self, record: SubmittedJob, job: Job) -> SubmittedJob:
+        """Return `record` with the paths of the job's files, if another machine than this one stores them."""
+        return record
+
     def with_entry_points(self, prepared: PreparedJob) -> Job:
-        """Inspect an image that imgkit did not build, if this machine can start it. See `Transport`."""
+        """Return the job with imgkit's entry points bound into an image that has none.
+
+        For that, the image is inspected on the machine that has it.
+        """
         job = prepared.job
         if runtime_of(job).arch_error(job) is not None:
             # The image is not for the processors of the nodes. The checks of the submission refuse it.
@@ -229,7 +171,14 @@ class Local(Transport):
         return bound.bind_entry_points(job)
 
     def start(self, job: Job, script: Script) -> Generator[bytes, None, None]:
-        """Submit the script in the job's folder. See `Transport`."""
+        """Submit the script in the job's folder, and yield the output of the scheduler's command.
+
+        Raises
+        ------
+        ToolMissing : the scheduler's command is not on PATH.
+        ToolFailed : the scheduler refused the job, and the error quotes its message. Or the connection was
+            lost, and the job may be in the queue all the same.
+        """
         process.require_program(
             script.submit[0],
             "run this on a login node of the system, or copy the output of imgkit run --dry-run there",
@@ -243,8 +192,12 @@ class Local(Transport):
         return process.filter_through(script.submit, stdin, cwd=folder)
 
     def foreground_argv(self, job: Job, script: Script) -> Argv:
-        """Return the script's own command. See `Transport`."""
-        del job  # the caller changes to the job's folder
+        """Return the argv that runs a script with `Script.foreground` in this terminal, in the job's folder.
+
+        Raises
+        ------
+        Cut : the remote cannot be reached.
+        """
         return script.submit
 
 
@@ -401,7 +354,7 @@ class Ssh(Transport):
         return interactive.interactive_argv(self.connection, job, script)
 
 
-class VolumeStore(Local):
+class VolumeStore(Transport):
     """The transport of jobs in pods that this machine submits. A remote stores their files on a volume."""
 
     code_folder = "code"
@@ -445,7 +398,6 @@ class VolumeStore(Local):
 
     def home_of(self, job: Job) -> Path:
         """Return imgkit's folder on the remote. See `Transport`."""
-        del job  # job.directory is the path in the pods
         return Path(self._files.opened_store.home)
 
     def with_entry_points(self, prepared: PreparedJob) -> Job:

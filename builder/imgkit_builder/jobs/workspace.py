@@ -140,9 +140,9 @@ def plan_update(listing: Listing) -> Update:
     too, and today's code still has it, it is a conflict. A file that the run has changed and today's code no
     longer has stays.
     """
-    copied: list[str] = []
-    removed: list[str] = []
-    conflicts: list[str] = []
+    copied = []
+    removed = []
+    conflicts = []
     for name in sorted({*listing.sent, *listing.today}):
         # None means that the file does not exist in this version of the code.
         sent = listing.sent.get(name)

@@ -454,7 +454,7 @@ fi"""
         and the job's folder.
         """
         container = job.container
-        mounts: list[str] = []
+        mounts = []
         if container.code:
             mounts.append(f"{job.workspace}:/{WORKSPACE}")
         mounts += [f"{data.source}:{data.target}:ro" for data in container.data]

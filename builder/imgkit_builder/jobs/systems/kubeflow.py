@@ -51,10 +51,8 @@ class Kubeflow(pods.Pods):
             raise _node_pools_error(job)
         kind = pods.format_of(job)
         document = _pytorchjob(job) if kind == "pytorchjob" else _trainjob(job)
-        lines: list[str] = []
-        if job.is_interactive:
-            lines += _interactive_comments(job, kind)
-        text = "\n".join((*lines, _to_yaml(_without_empty_values(document))))
+        comments = _interactive_comments(job, kind) if job.is_interactive else ()
+        text = "\n".join((*comments, _to_yaml(_without_empty_values(document))))
         return Script(text=text, submit=("kubectl", "create", "-f", "-"), on_stdin=True)
 
     def parse_job_id(self, output: str, name: str) -> str:
@@ -381,11 +379,11 @@ def _pod_variables(job: Job) -> list[dict[str, Any]]:
 def _pod_resources(job: Job) -> dict[str, Any]:
     """Return the resources of each pod. GPUs are among the limits, because Kubernetes takes them only so."""
     allocation = job.allocation
-    limits: dict[str, str] = {}
+    limits = {}
     if allocation.gpus:
         limits["nvidia.com/gpu"] = str(allocation.gpus)
     limits.update(_parse_client_options(job).resources)
-    requests: dict[str, str] = {}
+    requests = {}
     if allocation.cpus:
         requests["cpu"] = str(allocation.cpus)
     memory = pods.memory_quantity(job)
