@@ -177,23 +177,6 @@ def with_run_folder(job: Job, folder: str) -> Job:
     return dataclasses.replace(job, run_folder=folder, settings={**job.settings, "IMGKIT_RUN_DIR": folder})
 
 
-def refuse_shadowed_code(code: CodeFolder, recipe: Target, sif: Path | None) -> None:
-    """Refuse code with a project that the image has installed in another folder.
-
-    Python would import the image's copy of the project, and ignore the user's changes without a message.
-
-    Parameters
-    ----------
-    sif : the image, if this machine has it. Without it, the projects that `recipe` installs are compared.
-
-    Raises
-    ------
-    UsageError : the image would run its own copy. The error names the recipe's line if it is known, and what
-        to write there.
-    """
-    _refuse_shadowed_projects(code.projects, f"--code {code.folder}", recipe, sif)
-
-
 def refuse_projects_in_image(code: CodeFolder, recipe: Target) -> None:
     """Refuse code with a project that the image has installed, for a job in pods.
 
@@ -212,6 +195,23 @@ def refuse_projects_in_image(code: CodeFolder, recipe: Target) -> None:
                 hint="leave this step out of the recipe, and name its packages in another one; or "
                 "--no-code, for the code of the image",
             )
+
+
+def refuse_shadowed_code(code: CodeFolder, recipe: Target, sif: Path | None) -> None:
+    """Refuse code with a project that the image has installed in another folder.
+
+    Python would import the image's copy of the project, and ignore the user's changes without a message.
+
+    Parameters
+    ----------
+    sif : the image, if this machine has it. Without it, the projects that `recipe` installs are compared.
+
+    Raises
+    ------
+    UsageError : the image would run its own copy. The error names the recipe's line if it is known, and what
+        to write there.
+    """
+    _refuse_shadowed_projects(code.projects, f"--code {code.folder}", recipe, sif)
 
 
 def refuse_shadowed_bind(job: Job, sif: Path | None) -> None:
@@ -233,8 +233,6 @@ def _refuse_shadowed_projects(
     projects: Sequence[InstalledProject], flag: str, recipe: Target, sif: Path | None
 ) -> None:
     """Raise UsageError for a project of the code that the image has installed in another folder.
-
-    Python would import the image's copy.
 
     Parameters
     ----------

@@ -485,7 +485,12 @@ def wait_for_job(
     UsageError : the system's commands do not report whether a job has ended.
     ToolFailed : the scheduler has not answered even once.
     """
-    _refuse_unknown_ends(record.job)
+    if not systems.get_system(record.job.system).reports_state:
+        raise UsageError(
+            f"imgkit cannot ask {record.job.system} whether a job has ended",
+            where=record.job.handle,
+            hint=f"imgkit logs {record.job.handle} ends with the job",
+        )
     end_s = math.inf
     if limit_s is not None:
         end_s = time.monotonic() + limit_s
@@ -507,16 +512,6 @@ def _report_and_log(record: SubmittedJob, run: Runner, log: WaitLog | None) -> J
     if log:
         log.update(report.record.state, report.wait)
     return report
-
-
-def _refuse_unknown_ends(job: QueuedJob) -> None:
-    """Raise UsageError if the commands of the job's system do not report whether a job has ended."""
-    if not systems.get_system(job.system).reports_state:
-        raise UsageError(
-            f"imgkit cannot ask {job.system} whether a job has ended",
-            where=job.handle,
-            hint=f"imgkit logs {job.handle} ends with the job",
-        )
 
 
 def refresh_state(record: SubmittedJob, run: Runner) -> SubmittedJob:

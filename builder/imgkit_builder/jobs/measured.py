@@ -106,20 +106,6 @@ class Bandwidth:
     algbw_GBps: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Verdict:
-    """The part ``verdict`` of the file of dist-bench."""
-
-    busbw: tuple[Bandwidth, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _BenchFile:
-    """The keys of the file of dist-bench that imgkit reads."""
-
-    verdict: _Verdict
-
-
 def read_gpu_use(folder: Path) -> GpuUse | None:
     """Return how much the run in `folder` used its GPUs.
 
@@ -138,7 +124,9 @@ def read_bandwidths(folder: Path) -> tuple[Bandwidth, ...]:
     The result is empty if the run has no readable ``bench.json``. Only dist-bench writes this file.
     """
     try:
-        bench: _BenchFile = json_text.build_value(_BenchFile, json_text.load(folder / BENCH), BENCH)
-    except (OSError, ValueError):
+        verdict = json_text.load(folder / BENCH)["verdict"]
+        bandwidths: tuple[Bandwidth, ...]
+        bandwidths = json_text.build_value(tuple[Bandwidth, ...], verdict["busbw"], "busbw")
+    except (OSError, ValueError, TypeError, KeyError):
         return ()
-    return bench.verdict.busbw
+    return bandwidths

@@ -10,14 +10,13 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.rules import SITE_VARIABLE
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Field:
+class Field(NamedTuple):
     """The pattern of a value, and a description of it for messages."""
 
     pattern: str

@@ -74,7 +74,11 @@ def resolve_job(recipe: Target, request: JobRequest) -> Job:
         ),
     )
     if request.container.code is not None and not system.code_copier:
-        raise _code_not_copied_error(recipe)
+        raise UsageError(
+            f"{recipe.title} has no folder into which a run could copy its code",
+            where="--code",
+            hint="build it into the image (image.copy), and leave --code out, or add --no-code",
+        )
     job = _with_nodes(job, system)
     job = dataclasses.replace(job, settings=_agent_settings(job, system))
     job = contents.with_mounts_and_variables(job, passes_names=system.abilities.passes_names)
@@ -82,15 +86,6 @@ def resolve_job(recipe: Target, request: JobRequest) -> Job:
     _refuse_amd(job)
     warnings = (*job.warnings, *system.check(job), *runtime.warnings(job))
     return dataclasses.replace(job, warnings=warnings)
-
-
-def _code_not_copied_error(recipe: Target) -> UsageError:
-    """Return the error for ``--code`` on a system whose jobs cannot copy it into a run folder."""
-    return UsageError(
-        f"{recipe.title} has no folder into which a run could copy its code",
-        where="--code",
-        hint="build it into the image (image.copy), and leave --code out, or add --no-code",
-    )
 
 
 def resolve_conversion(recipe: Target, request: JobRequest, image: Path) -> Job:

@@ -79,15 +79,11 @@ class Host(Runtime):
         return f"{environment}/bin/python3"
 
 
-class NoContainer(Runtime):
+class NoContainer(Host):
     """The node's own imgkit, for a job that makes an image file. Its "image" is the file that it makes."""
 
     kind = "no-container"
-    has_container = False
-
-    def image(self, text: str, recipe: str, directory: Path) -> str:
-        """Return the path of the image that the command makes."""
-        return str(directory / (text or f"{recipe}.sif"))
+    opens_shells = False
 
     def modules(self, job: Job) -> tuple[str, ...]:
         """Return the modules of the recipe's runtime, which builds the image or tests it."""

@@ -129,19 +129,15 @@ def _check_hosts(job: Job) -> None:
     needs_hosts = bool(flags.names) or nodes > 1 or by_ssh  # mpirun starts one node without hosts
     if needs_hosts and len(flags.names) != nodes:
         raise _host_count_error(flags.names, nodes)
-    if not by_ssh:
-        for host in flags.names:
-            _refuse_user_and_port(host)
-
-
-def _refuse_user_and_port(host: str) -> None:
-    """Raise UsageError for ``USER@HOST`` and for IPv6 addresses, which mpirun cannot parse."""
-    if "@" in host or ":" in host:
-        raise UsageError(
-            f"mpirun cannot use {host!r}: it reads slots after a colon, and has no syntax for a user",
-            where="--hosts",
-            hint="give it a name in ~/.ssh/config and /etc/hosts, or use --mpi-start ssh",
-        )
+    if by_ssh:
+        return
+    for host in flags.names:
+        if "@" in host or ":" in host:  # USER@HOST, or an IPv6 address
+            raise UsageError(
+                f"mpirun cannot use {host!r}: it reads slots after a colon, and has no syntax for a user",
+                where="--hosts",
+                hint="give it a name in ~/.ssh/config and /etc/hosts, or use --mpi-start ssh",
+            )
 
 
 def _host_count_error(hosts: Sequence[str], nodes: int) -> UsageError:
