@@ -71,7 +71,7 @@ def _refuse_unmountable(job: Job, paths: Sequence[str], where: str) -> None:
 def file_name(image_path: str, requirements: Sequence[str], image_digest: str = "") -> str:
     """Return the name of the file with these packages, for example ``pytorch+3f2a91c0.sqsh``.
 
-    The name is that of the image and a digest of the packages, so other packages are in another file.
+    It consists of the image's name and a digest of the packages, so that other packages get another file.
 
     Parameters
     ----------

@@ -40,7 +40,7 @@ FOLDER = "imgkit-entrypoints"
 _CHOOSE_PYTHON_HINT = "choose one: --python PATH of the image, or --activate 'COMMAND' that puts one on PATH"
 _CHOOSE_OTHER_HINT = _CHOOSE_PYTHON_HINT.replace("one", "another", 1)
 
-# Shell text that prints those of its arguments that are existing paths, one a line.
+# Shell text that prints its arguments, one a line, except for paths that do not exist.
 _PRINT_EXISTING = 'for path; do if [ -e "$path" ]; then printf "%s\\n" "$path"; fi; done'
 
 # What `Runtime.image_digest` returns for an image that is a folder. Nothing short stands for the content of
@@ -124,7 +124,7 @@ def _without_missing_paths(job: Job, run: Runner) -> Job:
 
 
 def _list_existing(paths: Collection[str], run: Runner) -> Collection[str]:
-    """Return those of `paths` that exist on the machine on which `run` runs commands."""
+    """Return `paths` without those that do not exist on the machine on which `run` runs commands."""
     if not paths:
         return ()
     return run(("sh", "-c", _PRINT_EXISTING, "sh", *sorted(paths))).output.splitlines()
@@ -416,7 +416,7 @@ def _arch_problem(python: PythonReport, platforms: Sequence[str]) -> str:
     archs = [platform_name.removeprefix("linux/") for platform_name in platforms]
     machines: list[str] = []
     for arch in archs:
-        machines += kernel_names(arch)  # they differ from those of images: x86_64 and amd64
+        machines += kernel_names(arch)  # "x86_64" of the kernel is "amd64" of images
     if not machines or python.machine in machines:
         return ""
     return f" and for {python.machine}, but the nodes are {' or '.join(archs)}"

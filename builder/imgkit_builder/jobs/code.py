@@ -184,7 +184,7 @@ def refuse_projects_in_image(code: CodeFolder, recipe: Target) -> None:
 
     Raises
     ------
-    UsageError : the image would run its own copy. The error names the recipe's line if it is known.
+    UsageError : the job would run the image's copy. The error names the recipe's line if it is known.
     """
     code_names = {project.name for project in code.projects}
     for installed in recipe.projects:
@@ -208,8 +208,8 @@ def refuse_shadowed_code(code: CodeFolder, recipe: Target, sif: Path | None) -> 
 
     Raises
     ------
-    UsageError : the image would run its own copy. The error names the recipe's line if it is known, and what
-        to write there.
+    UsageError : the job would run the image's copy. The error names the recipe's line if it is known, and
+        what to write there.
     """
     _refuse_shadowed_projects(code.projects, f"--code {code.folder}", recipe, sif)
 
@@ -426,7 +426,7 @@ def _list_folder(
 
 
 def _secret_files_error(folder: Path, names: Sequence[str]) -> UsageError:
-    """Return the error for files of the code whose names or content look like those of secrets."""
+    """Return the error for files of the code that seem to hold secrets, by their names or content."""
     shown_names = ", ".join(names[:_MAX_SECRET_FILES])
     if len(names) > _MAX_SECRET_FILES:
         shown_names += " ..."

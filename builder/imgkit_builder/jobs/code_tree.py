@@ -111,7 +111,7 @@ class CodeTree:
     def _write_file(self, file: CodeFile, target: Path, *, writable: bool) -> None:
         """Write the content of `file` to `target`, with the mode and the time that such content always has.
 
-        rsync --link-dest links a file to that of an older folder only if both are equal.
+        rsync --link-dest makes a hard link to the file in an older folder only if both are equal.
         """
         with files.create_file(target) as stream:
             stream.writelines(self._unchanged_content(file))
@@ -127,15 +127,15 @@ class CodeTree:
     def _mtime_s(self, name: str) -> int:
         """Return the modification time of a file, which depends on its content alone.
 
-        Python uses the bytecode in ``__pycache__`` if the time and size of the source are those that the
-        bytecode records. A run may have written bytecode of another version of the file, of the same size.
+        Python uses the bytecode in ``__pycache__`` if it records the time and size of the source file. A run
+        may have written bytecode of another version of the file, of the same size.
         If all files had one time, Python would run that bytecode.
         """
         # 8 hexadecimal digits are 32 bits of the digest, more than the range needs.
         return files.MTIME_S + int(self._digests[name][:8], 16) % _MTIME_RANGE_S
 
     def _unchanged_content(self, file: CodeFile) -> Iterator[bytes]:
-        """Yield the bytes of a file in chunks, and check that they are those that the constructor read.
+        """Yield the bytes of a file in chunks, and check that the file is as the constructor read it.
 
         The last chunk is checked before it is yielded, so that no complete copy of a changed file is written.
 

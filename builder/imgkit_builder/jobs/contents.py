@@ -68,7 +68,7 @@ def with_mounts_and_variables(job: Job, *, passes_names: bool) -> Job:
     if starts_elsewhere and not runtime.is_isolated:
         # In another working directory, the node agent cannot take its current folder for that of the job.
         settings[JOB_FOLDER] = str(job.directory)
-    # `env` has the variables whose values the script may show, and `names` has those of --env NAME.
+    # `env` has the variables whose values the script may show. `names` has the variables of --env NAME.
     job = job.with_container(
         binds=_all_mounts(job, secret_file),
         workdir=workdir,
@@ -222,7 +222,7 @@ def _path_on_nodes(job: Job, flag: str, file: Path | None) -> str:
 
 
 def _all_mounts(job: Job, secret_file: str) -> tuple[str, ...]:
-    """Return the mounts of the recipe, then those of ``--bind``, then the secret's file.
+    """Return the mounts of the recipe, of ``--bind`` and of the secret's file, in this order.
 
     The secret's file is mounted only if it is not in the job's folder, which each container mounts.
 

@@ -47,7 +47,7 @@ def prepare_conversion(
     ----------
     archive : an archive or an OCI folder, on a file system that the nodes share.
     output : the file to write. The default is NAME.sif or NAME.sqsh in the job's folder.
-    options : how the image is packed. The compression ``auto`` is replaced by that of the recipe's system.
+    options : how the image is packed. The recipe's system decides about the compression ``auto``.
     verbose : whether the command of the job gets ``--verbose``.
 
     Raises

@@ -83,7 +83,7 @@ class JobHandle:
 
         Raises
         ------
-        UsageError : the job is an array. Each of its tasks has an output of its own.
+        UsageError : the job is an array. Each task writes its output into another file.
         """
         follow_argv = systems.get_system(self.record.job.system).log_source(self.record.job)
         # These commands follow the output without end: "tail -F FILE", or a client with the flag --follow.
@@ -122,7 +122,7 @@ class JobHandle:
 
         Parameters
         ----------
-        changes : the values that replace those of the job. By default, nothing is changed.
+        changes : a request with the values to change. By default, nothing is changed.
         same_code : whether the run goes on with its copy of the code as it is. If not, today's code is sent.
         report : receives progress and warnings.
 
@@ -212,7 +212,7 @@ def prepare_resume(
 
     Parameters
     ----------
-    changes : the values that replace those of the job.
+    changes : a request with the values to change.
     read_code : reads the code of a request. It is not called with `same_code`.
     same_code : whether the run goes on with its copy of the code as it is.
     may_ask : whether ssh may ask a person for a password or a second factor.

@@ -260,13 +260,13 @@ def _file_of_run(record: SubmittedJob, name: str, run: Runner) -> str:
     If there is no such file, the result is empty or the error message of ``cat``. The caller must parse the
     text strictly.
     """
-    # The tasks of an array have run folders of their own, so there is no single file.
-    # `run` does not reach a remote that only stores.
+    # Each task of an array has another run folder, so there is no single file. And `run` does not reach a
+    # remote that only stores files.
     if record.job.array or record.job.store:
         return ""
     for other_record in records.list_records_of_run(record):
         if other_record.submitted > record.submitted:
-            return ""  # a later job goes on in the same folder, and has written its own file there
+            return ""  # a later job goes on in the same folder, and has replaced the file
     return run(("cat", "--", str(record.job.run_folder / name))).output
 
 
@@ -276,7 +276,7 @@ def cancel_job(record: SubmittedJob, run: Runner) -> Finished:
     If the command succeeds, the job's record says from then on that imgkit has cancelled the job.
     """
     answer = run(systems.get_system(record.job.system).cancel_command(record.job))
-    # A task of an array has no record of its own.
+    # No record is saved for a task of an array.
     if answer.returncode == 0 and records.has_record_file(record):
         with contextlib.suppress(OSError):  # the job is cancelled all the same
             records.save_record(dataclasses.replace(record, cancelled=True))
@@ -325,7 +325,7 @@ def failure_hints(latest: JobReport, run: Runner) -> Iterator[str]:
     """
     record = latest.record
     if record.job.array:
-        return  # each task has an output of its own
+        return  # each task writes another file
     output = _end_of_output(record, run)
     if _OUT_OF_MEMORY.search(latest.text) or _OUT_OF_MEMORY.search(output):
         yield f"the job ran out of memory: {_memory_remedy(record)}"
@@ -366,7 +366,7 @@ def ending_text(report: JobReport) -> str:
     if is_from_run_folder and record.state != "cancelled":
         outcome += ", by its run folder"
     if job.array:
-        return outcome  # each task has a run folder of its own
+        return outcome  # each task has another run folder
     parts = [outcome]
     if record.state != "succeeded" and can_resume(record):
         parts.append(f"imgkit resume {job.handle}")

@@ -125,7 +125,7 @@ def find_image_source(recipe: str, request: JobRequest, default: str) -> ImageSo
         return _find_local_sif(title, request, default)
     if sqsh.is_sqsh(file):
         raise _sqsh_error(title)
-    # The .sif of the project's recipe is beside imgkit.toml, that of another recipe in the current folder.
+    # The project's recipe has its .sif beside imgkit.toml, and any other recipe in the current folder.
     folder = Path()
     if not recipe and request.project and request.project.recipe:
         folder = request.project_folder
@@ -232,7 +232,7 @@ def archive_target(archive: Path) -> Target | None:
 
 
 def _default_target(file: Path, default: str) -> Target:
-    """Return the remote's recipe `default`, whose system runs an image that does not name its own.
+    """Return the remote's recipe `default`, on whose system an image runs that does not name a system.
 
     Parameters
     ----------
@@ -301,7 +301,7 @@ def refuse_flags(request: JobRequest, base: str) -> None:
 def refuse_runtime(source: ImageSource) -> None:
     """Raise UsageError if the job's runtime does not start a .sif, the only format that imgkit sends.
 
-    The runtime is that of ``--runtime``, or else that of the system.
+    ``--runtime`` names the runtime, or else the system does.
     """
     target = source.target
     requested = source.request.container.runtime

@@ -234,7 +234,7 @@ def export_lines(variables: Mapping[str, str]) -> list[str]:
 
 
 def default_exports(variables: Mapping[str, str]) -> list[str]:
-    """Return shell lines that export `variables`, except those that are set where the shell runs.
+    """Return shell lines that export each of `variables`, unless it is already set where the shell runs.
 
     The values are written as by `export_lines`.
     """

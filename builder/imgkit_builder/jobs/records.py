@@ -55,7 +55,7 @@ def find_record(job_id: str) -> SubmittedJob:
     try:
         record = _read_record(_record_path(job_id))
     except _READ_ERRORS as error:
-        # A task has no file of its own: its record is made from that of its array.
+        # A task of an array has no file. Its record is made from the record of the array.
         task_record = _find_task(job_id)
         if task_record is None:
             raise _unknown_job_error(job_id) from error
@@ -121,7 +121,7 @@ def list_records_of_run(record: SubmittedJob) -> tuple[SubmittedJob, ...]:
 
 
 def has_record_file(record: SubmittedJob) -> bool:
-    """Return whether `record` has a file. The record of one task of an array has none."""
+    """Return whether `record` is saved in a file. The record of one task of an array is not saved."""
     return _record_path(record.job.handle).exists()
 
 
@@ -153,7 +153,7 @@ def _find_task(handle: str) -> SubmittedJob | None:
         task_id = systems.task_id(array, job_id)
         if task_id and quoting.is_job_id(task_id):
             task = dataclasses.replace(array, id=task_id, array=False)
-            # The state and the fetched folder are those of the array, not of its task.
+            # The array has the state and the fetched folder, and nothing is known about the task.
             return dataclasses.replace(record, job=task, state="", fetched="")
     return None
 

@@ -1,7 +1,7 @@
 """Resolve a request on a recipe's system: choose the value of each field, and check it.
 
-A value is that of the request, or else that of the recipe, or else a default. It is checked against the
-limits that the recipe states for its queues and nodes. Nothing is written or run.
+A value is from the request, or else from the recipe, or else a default. It is checked against the limits
+that the recipe states for its queues and nodes. Nothing is written or run.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def resolve_job(recipe: Target, request: JobRequest) -> Job:
         limit.
     ToolFailed : the system is a plug-in that cannot be loaded.
     """
-    # First of all, because the limits below are those of the partition's nodes.
+    # First of all, because the nodes of the partition have other limits.
     recipe = _select_partition(recipe, request.allocation.queue or recipe.system.queue.name)
     scheduler = recipe.system.scheduler
     system = systems.get_system(scheduler)
@@ -121,7 +121,7 @@ def resolve_conversion(recipe: Target, request: JobRequest, image: Path) -> Job:
 
 
 def _with_sif_queue(recipe: Target, system: System) -> Target:
-    """Return `recipe` with the queue, QoS and options of ``queue.sif`` in place of those of its jobs.
+    """Return `recipe` with the queue, QoS and options of ``queue.sif``, which replace those of other jobs.
 
     ``["--qos=gp_debug", "--exclusive"]`` -> the QoS ``gp_debug``, no queue, and the option ``--exclusive``.
     Messages about an option name its line in ``queue.sif``.
@@ -477,14 +477,14 @@ def _amd_evidence(job: Job) -> tuple[str, str]:
 
 
 def _amd_image_evidence(job: Job) -> tuple[str, str]:
-    """Return the same as `_amd_evidence` from the name of the image, or from the recipe's base image."""
+    """Look for evidence in the name of the image, or in the recipe's base image. See `_amd_evidence`."""
     recipe = job.recipe
     image = job.request.container.image
     # A .sif can be its own recipe: then its base is known, and the name of the file tells less.
     if not image or Path(image) == recipe.file.absolute():
         return bases.amd_image_evidence(recipe.base, recipe.base_env), recipe.where("image", "base")
     name = image
-    # The folders of a file say nothing about its content, but those of a registry do: rocm/pytorch.
+    # The folders of a file say nothing about its content, but in a registry they do: rocm/pytorch.
     if job.container.image.startswith("/"):
         name = PurePath(image).name
     return bases.amd_image_evidence(name), "--image"
@@ -753,7 +753,7 @@ def _time_limit(recipe: Target, requested: QueueRequest) -> str:
         time_s = quoting.parse_time_limit(queue.time, where=recipe.where("system", "queue", "time"))
     else:
         return ""
-    # The limit of a QoS replaces that of the queue: it is shorter for tests, or longer for a few users.
+    # The limit of a QoS replaces the limit of the queue. It is shorter for tests, or longer for a few users.
     name = requested.qos or queue.qos
     if name not in queue.limits:
         name = requested.queue or queue.name

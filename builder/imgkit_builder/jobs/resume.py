@@ -143,7 +143,7 @@ def find_run(record: SubmittedJob, run: Runner, *, same_code: bool) -> ResumedRu
     folder = record.job.run_folder
     if not same_code:
         return ResumedRun(job=record.job.handle, folder=folder)
-    # An earlier resume may have brought newer code than that of this job.
+    # An earlier resume may have brought newer code than this job's record names.
     answer = run(("cat", "--", str(folder / "code.json")))
     code = record.code
     with contextlib.suppress(ValueError):  # without the file, the job has not started
@@ -171,7 +171,7 @@ def refuse_unended(record: SubmittedJob, run: Runner, run_on_files: Runner, *, h
     latest = None
     for job_record in records.list_records_of_run(record):
         ended = _save_end(job_record, run)
-        latest = latest or ended  # the first record is that of the job that used the run folder last
+        latest = latest or ended  # of the job that used the run folder last, which comes first
     if latest is None or latest.state != "succeeded":
         return
     stop_file = latest.job.run_folder / stop_protocol.BY_PERSON

@@ -148,7 +148,7 @@ def plan_scaling(
 
     Parameters
     ----------
-    sizes : the numbers of nodes, the smallest first. The other parameters are those of `submit.prepare`.
+    sizes : the numbers of nodes, the smallest first. `submit.prepare` describes the other parameters.
 
     Raises
     ------
@@ -167,7 +167,7 @@ def plan_scaling(
 def _refuse_unmeasurable(prepared: PreparedJob) -> None:
     """Raise UsageError if imgkit cannot see when the job ends, or cannot read its run folder.
 
-    Pods have no run folder that imgkit can read, and each task of an array has a run folder of its own.
+    Pods have no run folder that imgkit can read, and an array has a run folder for each task.
     """
     job, script = prepared.job, prepared.script
     has_run_folder = not script.is_array and not runtime_of(job).is_isolated

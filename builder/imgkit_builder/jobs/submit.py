@@ -142,9 +142,9 @@ def _job_in_pods(
 def _job_of_this_machine(
     recipe: str | Path, request: JobRequest, code: CodeFolder | None, data: Sequence[DataFolder]
 ) -> Job:
-    """Return a job that is submitted on this machine. The parameters are those of `prepare`.
+    """Return a job that is submitted on this machine. `prepare` describes the parameters.
 
-    A .sif or .sqsh in place of a recipe is the image of the job, and its own recipe.
+    If `recipe` is a .sif or .sqsh, it is the image of the job, and names the system.
     """
     recipe_file = Path(recipe)
     if image.is_sif(recipe_file) or sqsh.is_sqsh(recipe_file):

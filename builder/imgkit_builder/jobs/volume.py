@@ -44,8 +44,8 @@ if [ -n "$record" ] && [ ! -d workspace ]; then printf '%s\\n' "$record" > code.
 def provisional_job(recipe: str, request: JobRequest, remote: Remote) -> Job:
     """Return the job before imgkit has connected to the remote.
 
-    It has a new run folder, or that of the run that it resumes. `UNKNOWN_HOME` on the volume stands for
-    imgkit's folder, and `UNKNOWN_IDS` stands for the user's ids.
+    It has a new run folder, or the folder of the run that it resumes. In its paths on the volume,
+    `UNKNOWN_HOME` stands for imgkit's folder, and `UNKNOWN_IDS` stands for the user's ids.
 
     Raises
     ------

@@ -336,20 +336,20 @@ class Runtime(abc.ABC):
         """
         return ()
 
-    def _facts(self, recipe: Target) -> system.Runtime:
-        """Return ``system.runtime`` of the recipe, or this runtime's defaults if that is of another kind."""
-        facts = recipe.system.runtime
-        if facts.kind == self.kind:
-            return facts
+    def _configuration(self, recipe: Target) -> system.Runtime:
+        """Return ``system.runtime`` of the recipe. If it is of another kind, return this runtime's defaults."""
+        configuration = recipe.system.runtime
+        if configuration.kind == self.kind:
+            return configuration
         return system.Runtime(command=self.kind, options=self.usual_options)
 
     def program(self, recipe: Target) -> str:
         """Return the name or path of the runtime's program, such as ``apptainer``."""
-        return self._facts(recipe).command
+        return self._configuration(recipe).command
 
     def options(self, job: Job) -> Argv:
-        """Return the runtime's options for each start of the job: those of the recipe, or the usual ones."""
-        options = self._facts(job.recipe).options
+        """Return the runtime's options for each start of the job. Without GPUs, those for GPUs are left out."""
+        options = self._configuration(job.recipe).options
         if job.allocation.gpus:
             return options
         return tuple(option for option in options if option not in _GPU_OPTIONS)
@@ -360,7 +360,7 @@ class Runtime(abc.ABC):
 
     def modules(self, job: Job) -> tuple[str, ...]:
         """Return the environment modules that the start needs, in load order."""
-        return self._facts(job.recipe).modules
+        return self._configuration(job.recipe).modules
 
     # The variables
 
@@ -411,8 +411,7 @@ class Runtime(abc.ABC):
         overridden = user_variables(job.container)
         partition = facts.partitions.get(job.allocation.queue)
         if partition is not None and partition.interfaces:
-            # The nodes of this partition have interfaces of their own. Those in system.env are for the other
-            # nodes of the system.
+            # The nodes of this partition have other interfaces than system.env names.
             overridden |= {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
         reads_env_in_image = self.has_container and job.runs_entry_point
         variables = {}

@@ -43,7 +43,7 @@ class Docker(Runtime):
     environment_by_options = True
 
     def image(self, text: str, recipe: str, directory: Path) -> str:
-        """Return the name of the image, by default that of the recipe's own image: ``RECIPE:latest``."""
+        """Return the name of the image. By default, it is the recipe's image ``RECIPE:latest``."""
         return check_reference(text) or f"{recipe}:latest"
 
     def is_foreign(self, job: Job) -> bool:
@@ -75,7 +75,7 @@ class Docker(Runtime):
         return ("mem", "mem-per-gpu")
 
     def options(self, job: Job) -> Argv:
-        """Return the options of each start: those of the recipe, and those that it leaves to imgkit."""
+        """Return the options of each start, from the recipe and then from imgkit, which replaces none."""
         options = list(super().options(job))
         memory = job.allocation.memory
         if memory and job.system in _WITHOUT_SCHEDULER:

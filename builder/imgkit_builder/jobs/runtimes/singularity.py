@@ -52,7 +52,7 @@ class Singularity(Runtime):
         return is_sandbox and not Path(f"{path}{MANIFEST_JSON}").exists()
 
     def _image_arch(self, path: Path) -> str:
-        """Return the architecture from the header of a .sif, or that of a .sqsh. See `Runtime`."""
+        """Return the architecture of a .sif from its header. See `Runtime`."""
         if image.is_sif(path):
             return image.read(path).arch
         return super()._image_arch(path)

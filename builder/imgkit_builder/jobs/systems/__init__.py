@@ -184,7 +184,7 @@ class System(abc.ABC):
     def parse_status(self, output: str) -> JobStatus:
         """Parse the output of a status command: the job's state, and the reason of its wait.
 
-        The state of an array is made from those of its tasks (`array_state`).
+        The states of its tasks decide about the state of an array (`array_state`).
         """
         return JobStatus(state="", text=output)
 
@@ -231,7 +231,7 @@ def _no_conversion_error(job: Job) -> UsageError:
 
 
 def array_state(states: Iterable[JobState]) -> JobState:
-    """Return the state of an array from those of its tasks.
+    """Return the state of an array from the states of its tasks.
 
     An array runs while a task runs, and waits while a task waits. It has failed if all tasks ended and one
     has failed. Without tasks, the state is unknown ("").
@@ -276,7 +276,7 @@ def refuse_whole_array(record: QueuedJob, example: str) -> None:
 
 
 def scheduler_options(job: Job) -> Argv:
-    """Return the options for the scheduler: those of the recipe, and then those of ``--option``.
+    """Return the options for the scheduler, first from the recipe and then from ``--option``.
 
     Raises
     ------
@@ -440,7 +440,8 @@ def load_systems() -> Installed:
     errors = list(registry.refused_plugins())
     for name in registry.plugin_names():
         try:
-            # `get_system` compares the flags of a plug-in with those of the shipped systems only.
+            # `get_system` has compared the plug-in's flags with the shipped systems. Here they are compared
+            # with the plug-ins before it, too.
             systems[name] = _validate_plugin(name, get_system(name), systems.values())
         except ToolFailed as error:
             errors.append(error)

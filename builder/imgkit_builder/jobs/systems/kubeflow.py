@@ -220,7 +220,7 @@ def _pytorchjob(job: Job) -> dict[str, Any]:
     master_restarts = worker_restarts = "Never"
     pods_to_delete = "None"
     if job.outlives_nodes:
-        # The master's exit code is that of the job. With ExitCode, a master that was killed (exit code 128 or
+        # The job ends with the master's exit code. With ExitCode, a master that was killed (exit code 128 or
         # more) starts again.
         master_restarts = "ExitCode"
         # Workers fail without the master, and start again with it. With Never, the operator would mark the
@@ -262,8 +262,8 @@ def _trainjob(job: Job) -> dict[str, Any]:
     """
     if job.allocation.size.spares:
         raise _spares_of_trainjob_error(job)
-    # command, not args: the runtime may have a command of its own, for example torchrun. A trainer has no
-    # field for the working directory, so env changes to it.
+    # command, not args: the runtime may have a command, for example torchrun, which this one replaces. A
+    # trainer has no field for the working directory, so env changes to it.
     command = list(pods.pod_command(job))
     folder = pods.pod_workdir(job)
     if folder:

@@ -70,7 +70,7 @@ class MpiFlags(SystemFlags):
 
     @property
     def default_nodes(self) -> int:
-        """Return the number of nodes without ``--nodes``: that of the hosts, or 1 without hosts."""
+        """Return the number of nodes without ``--nodes``: one for each host, or 1 without hosts."""
         return len(self.names) or 1
 
 
@@ -201,7 +201,7 @@ def _mpirun_argv(job: Job) -> Argv:
 
 
 def _mpirun_options(job: Job) -> Argv:
-    """Return the options of mpirun for the hosts and the user's variables, then those of recipe and user."""
+    """Return the options of mpirun: the hosts, the user's variables, and what the recipe and the user add."""
     options: list[str] = []
     flags = job.flags(MpiFlags)
     if flags.mpi_start == "ranks":
@@ -235,7 +235,7 @@ def _forwarded_variables(job: Job) -> Mapping[str, str]:
 
 
 def _processes_per_node(job: Job) -> int:
-    """Return the number of processes on each node: that of ``--nproc``, or one per GPU, or 1."""
+    """Return the number of processes on each node, from ``--nproc``. The default is one per GPU, or 1."""
     return job.request.launch.nproc or job.allocation.gpus or 1
 
 

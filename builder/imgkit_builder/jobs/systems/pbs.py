@@ -175,7 +175,7 @@ class Pbs(System):
 
         Raises
         ------
-        UsageError : the job is an array, whose tasks have outputs of their own.
+        UsageError : the job is an array. Each task writes another file.
         """
         sequence = record.id.partition(".")[0]  # without the server
         refuse_whole_array(record, sequence.replace("[]", "[0]"))

@@ -148,8 +148,8 @@ def _runai_warnings(job: Job) -> Iterator[str]:
 def client_of(job: Job) -> runai_client.Client:
     """Return the version of RunAI's client for which the job's command is written.
 
-    It is that of ``--format``, or that of the recipe, or that on PATH. Without any of them, it is the later
-    one.
+    ``--format`` names it, or the recipe, or else the client on PATH is asked. Without any of them, the result
+    is ``v2``.
 
     Raises
     ------
@@ -238,7 +238,7 @@ def volume_claims(job: Job) -> tuple[Claim, ...]:
 
 
 def pod_directory(job: Job) -> PurePosixPath | None:
-    """Return the job's folder in the pods: that of ``--directory``, or that of the remote with its files.
+    """Return the job's folder in the pods, from ``--directory`` or from the remote with the job's files.
 
     Return None if the user did not set the option. Then the pods work in the folder that the image sets. A
     folder that imgkit.toml sets does not count, because it is on this machine and not in the pods.
@@ -314,8 +314,8 @@ def user_ids(job: Job) -> tuple[str, str] | None:
 def pod_variables(job: Job) -> Mapping[str, str]:
     """Return the variables of each pod.
 
-    If a variable is set more than once, the user's value counts, then that of the recipe, then the settings
-    of the node agent, and then the folders for output and state.
+    If a variable is set more than once, the user's value counts. Without it, the recipe's value counts, then
+    the setting of the node agent, and then the folder for output and state.
 
     Raises
     ------

@@ -171,7 +171,7 @@ def _command_options(job: Job, name: str) -> Iterator[str]:
 
 
 def _submit_command(job: Job, name: str, *, is_first_client: bool) -> Argv:
-    """Return the command that submits a job of one pod or of several, with the job's name."""
+    """Return the command that submits a job, with the job's name. It depends on the number of pods."""
     if not is_first_client:
         return ("runai", *_later_kind(job).split(), "submit", name)
     if job.allocation.nodes == 1:

@@ -77,7 +77,7 @@ sacct.
 _CODE = re.compile(
     r"\bExitCode=([0-9]{1,3}):|^ *[0-9]\S* +[A-Z_]{3,}(?: by [0-9]+)? +([0-9]{1,3}):", re.MULTILINE
 )
-"""The exit code in the output of scontrol or sacct. In ``1:0`` the code is 1, and 0 is that of a signal."""
+"""The exit code in the output of scontrol or sacct. ``1:0`` means exit code 1, and no signal."""
 _SCONTROL_FIELD = re.compile(
     r"\b(?:JobId|ArrayJobId|ArrayTaskId|JobState|Reason|ExitCode|RunTime|StartTime|EndTime|NodeList)=\S+"
 )
@@ -207,7 +207,7 @@ class Slurm(System):
 
         Raises
         ------
-        UsageError : the job is an array, whose tasks have outputs of their own.
+        UsageError : the job is an array. Each task writes another file.
         """
         refuse_whole_array(record, f"{record.id}_0")
         output = record.directory / f"{record.name}-{record.id}.out"
@@ -228,7 +228,7 @@ class Slurm(System):
 
         Raises
         ------
-        UsageError : the job is an array, whose tasks have nodes of their own.
+        UsageError : the job is an array. Each task has other nodes.
         """
         refuse_whole_array(record, f"{record.id}_0")
         options = [*_cluster_options(record.cluster), "--overlap", "--nodes=1", "--ntasks=1"]
@@ -361,7 +361,7 @@ def _resource_options(job: Job) -> Argv:
 
 
 def _queue_options(job: Job) -> Argv:
-    """Return the options for the time limit, account, queue and QoS, and those of the recipe and the user."""
+    """Return the options for the time limit, account, queue and QoS, and further ones of recipe and user."""
     allocation = job.allocation
     options = {
         "--time": allocation.time,
@@ -398,7 +398,7 @@ def _with_folders(job: Job, argv: Argv) -> Argv:
 def _node_check(job: Job) -> Argv:
     """Return the step that checks each node before pyxis starts the container there.
 
-    The result is empty for the other runtimes, which check nothing in a step of its own.
+    The result is empty for all other runtimes, which need no such step.
     """
     argv = runtime_of(job).node_check(job)
     if not argv:
