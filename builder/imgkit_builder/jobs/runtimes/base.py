@@ -337,7 +337,7 @@ class Runtime(abc.ABC):
         return ()
 
     def _configuration(self, recipe: Target) -> system.Runtime:
-        """Return ``system.runtime`` of the recipe. If it is of another kind, return this runtime's defaults."""
+        """Return ``system.runtime`` of the recipe, or this runtime's defaults if it is of another kind."""
         configuration = recipe.system.runtime
         if configuration.kind == self.kind:
             return configuration
@@ -348,7 +348,7 @@ class Runtime(abc.ABC):
         return self._configuration(recipe).command
 
     def options(self, job: Job) -> Argv:
-        """Return the runtime's options for each start of the job. Without GPUs, those for GPUs are left out."""
+        """Return the runtime's options for each start of the job, except for GPU options if it has no GPUs."""
         options = self._configuration(job.recipe).options
         if job.allocation.gpus:
             return options
