@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import platform
 import re
 import shutil
@@ -197,8 +196,10 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
     ------
     UsageError : `target` is a link or belongs to another user, who could change what the job executes.
     """
-    if os.path.lexists(target):
-        _refuse_foreign_folder(target)
+    if target.is_symlink() or (target.exists() and files.foreign_folder_reason(target)):
+        message = "it is a link or belongs to another user, and the job would execute what is in it"
+        raise UsageError(message, where=str(target), hint="remove it, or choose another --directory")
+    if target.exists():
         return
     target.parent.mkdir(exist_ok=True)
     temporary = files.temporary_name(target)
@@ -210,13 +211,6 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
             raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _refuse_foreign_folder(folder: Path) -> None:
-    """Raise UsageError if `folder` is a link or belongs to another user."""
-    if folder.is_symlink() or files.foreign_folder_reason(folder):
-        message = "it is a link or belongs to another user, and the job would execute what is in it"
-        raise UsageError(message, where=str(folder), hint="remove it, or choose another --directory")
 
 
 def _refuse_python_flags(job: Job) -> None:

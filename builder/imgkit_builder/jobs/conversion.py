@@ -188,16 +188,12 @@ def _refuse_missing_files(job: Job) -> None:
         _refuse_missing_archive(Path(source))
         return
     load(source)  # raises if there is no such recipe
-    if "--base-from" in arguments:
-        base = arguments[arguments.index("--base-from") + 1]
-        _refuse_missing_base(job.directory, base)
-
-
-def _refuse_missing_base(directory: Path, base: str) -> None:
-    """Raise UsageError if `base`, the value of ``--base-from``, is neither a registry nor a file."""
-    if base != REGISTRY and not (directory / base).exists():
+    if "--base-from" not in arguments:
+        return
+    base = arguments[arguments.index("--base-from") + 1]
+    if base != REGISTRY and not (job.directory / base).exists():
         hint = "an archive or a .sif of the base where the nodes see it"
-        raise UsageError(f"no file {directory / base}", where="--base-from", hint=hint)
+        raise UsageError(f"no file {job.directory / base}", where="--base-from", hint=hint)
 
 
 def _refuse_missing_archive(archive: Path) -> None:

@@ -160,13 +160,11 @@ class Delivery:
         try:
             convert(archive, self.source.sif, report=self.report)
         except ToolMissing as error:
-            raise self._no_conversion_error(archive, error) from error
-
-    def _no_conversion_error(self, archive: Path, error: ToolMissing) -> ToolMissing:
-        """Return `error` with a hint about how to convert the archive on the remote."""
-        command = f"imgkit sif {shlex.quote(archive.name)} --submit --system RECIPE, then imgkit run RECIPE"
-        hint = f"{error.hint}\nor copy it to {self.connection.remote.name}, and there: {command}"
-        return ToolMissing(error.what, where=str(archive), hint=hint)
+            command = (
+                f"imgkit sif {shlex.quote(archive.name)} --submit --system RECIPE, then imgkit run RECIPE"
+            )
+            hint = f"{error.hint}\nor copy it to {self.connection.remote.name}, and there: {command}"
+            raise ToolMissing(error.what, where=str(archive), hint=hint) from error
 
 
 def _find_built_image(contents: Store, input_sha256: str) -> RemoteImage | None:

@@ -38,9 +38,9 @@ class ImageSource:
     title: str
     """The recipe, archive or .sif as the command line, imgkit.toml or the remote names it."""
     target: Target
-    recipe: str
+    recipe: str = ""
     """The recipe as the user names it, or "" if the image does not come from a recipe."""
-    sif: Path
+    sif: Path = Path()
     """The local .sif. An archive or the image of a recipe is converted to it, so it may not exist yet."""
     request: JobRequest
     archive: Path | None = None
@@ -132,7 +132,7 @@ def find_image_source(recipe: str, request: JobRequest, default: str) -> ImageSo
     sif = folder / f"{name_stem(title)}.sif"
     if _is_archive(file):
         target = archive_target(file) or _default_target(file, default)
-        return ImageSource(title=title, target=target, recipe="", sif=sif, request=request, archive=file)
+        return ImageSource(title=title, target=target, sif=sif, request=request, archive=file)
     return ImageSource(title=title, target=targets.load_target(title), recipe=title, sif=sif, request=request)
 
 
@@ -188,7 +188,7 @@ def _find_local_sif(title: str, request: JobRequest, default: str) -> ImageSourc
     sif = Path(title)
     is_foreign = not baked.has_manifest(sif)
     target = _default_target(sif, default) if is_foreign else baked.read_target(sif)
-    return ImageSource(title=title, target=target, recipe="", sif=sif, request=request, is_foreign=is_foreign)
+    return ImageSource(title=title, target=target, sif=sif, request=request, is_foreign=is_foreign)
 
 
 def _find_remote_image(title: str, request: JobRequest) -> ImageSource:
@@ -207,14 +207,8 @@ def _find_remote_image(title: str, request: JobRequest) -> ImageSource:
             where="--image",
             hint="name a recipe, or use only one",
         )
-    return ImageSource(
-        title=title,
-        target=targets.load_target(title),
-        recipe="",
-        sif=Path(),
-        request=request,
-        remote_image=remote_image,
-    )
+    target = targets.load_target(title)
+    return ImageSource(title=title, target=target, request=request, remote_image=remote_image)
 
 
 def archive_target(archive: Path) -> Target | None:

@@ -79,22 +79,19 @@ def refuse_unknown_id(record: SubmittedJob) -> None:
 
     The hint of the error has the command that shows the id.
     """
-    if record.answer is not None:
-        raise _unknown_id_error(record.job, record.answer)
-
-
-def _unknown_id_error(job: QueuedJob, answer: str) -> ToolFailed:
-    """Return the error for a job that was submitted, but whose id is not in the scheduler's `answer`."""
+    if record.answer is None:
+        return
+    job = record.job
     printed = "nothing"
-    if answer.strip():
-        printed = repr(answer.strip())
+    if record.answer.strip():
+        printed = repr(record.answer.strip())
     command = f"the commands of {job.system}"
     list_argv = systems.get_system(job.system).queue.own_jobs
     if list_argv:
         command = shlex.join(list_argv)
     if job.remote:
         command += f" on {job.remote}"
-    return ToolFailed(
+    raise ToolFailed(
         f"the job is submitted, but its id is unknown: {job.system} printed {printed}",
         where=job.handle,
         hint=f"do not submit it again; {command} shows the job {job.name} with its id, "

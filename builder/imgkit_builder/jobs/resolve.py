@@ -11,7 +11,6 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
-from typing import Literal
 
 from imgkit_builder.base.flags import declared_options, flags_in
 from imgkit_builder.jobs import contents, quoting, runtimes, systems
@@ -142,7 +141,7 @@ def _with_sif_queue(recipe: Target, system: System) -> Target:
 
 
 def _parse_sif_options(
-    arguments: Sequence[str], fields: Mapping[str, Literal["name", "qos"]]
+    arguments: Sequence[str], fields: Mapping[str, str]
 ) -> tuple[dict[str, str], list[int]]:
     """Return the queue and the QoS that ``queue.sif`` names, and the indices of its other arguments.
 
@@ -398,12 +397,11 @@ def _unsupported_runtime_error(
     """
     if needs_podman:
         key = "command"
-        reason = _docker_service_reason(recipe, runtime)
         hint = "system.runtime with kind: docker and command: podman (or podman-hpc) in the recipe"
     else:
         key = "kind"
-        reason = _lost_variables_reason(recipe, runtime, system)
         hint = allowed_hint(runtime.kind, system.registration.runtimes)
+    reason = _runtime_problem(recipe, runtime, system, needs_podman=needs_podman)
     message = f"{runtime.kind} cannot be used on {recipe.title}{reason}"
     if is_requested:
         return UsageError(message, where="--runtime", hint=hint)
@@ -414,25 +412,19 @@ def _unsupported_runtime_error(
     )
 
 
-def _docker_service_reason(recipe: Target, runtime: Runtime) -> str:
-    """Return why Docker cannot start containers in a scheduler's job, as the end of an error message."""
-    return (
-        f": containers of {runtime.program(recipe)} belong to its service on each node, and "
-        f"{recipe.system.scheduler} neither counts nor ends them"
-    )
-
-
-def _lost_variables_reason(recipe: Target, runtime: Runtime, system: System) -> str:
-    """Return why jobs need a runtime that passes the scheduler's variables on, as the end of a message.
-
-    The result is empty for other runtimes, and for pods, whose variables are set by Kubernetes.
-    """
-    starts_pods = Host.kind not in system.registration.runtimes
+def _runtime_problem(recipe: Target, runtime: Runtime, system: System, *, needs_podman: bool) -> str:
+    """Return why the system's jobs cannot use the runtime, as the end of an error message, or ""."""
+    program, scheduler = runtime.program(recipe), recipe.system.scheduler
+    if needs_podman:
+        return (
+            f": containers of {program} belong to its service on each node, and {scheduler} neither counts "
+            "nor ends them"
+        )
+    starts_pods = Host.kind not in system.registration.runtimes  # Kubernetes sets the variables of pods
     if starts_pods or not runtime.environment_by_options:
         return ""
     return (
-        f": {runtime.program(recipe)} does not pass {recipe.system.scheduler}'s variables into the "
-        "container, so each node would run alone"
+        f": {program} does not pass {scheduler}'s variables into the container, so each node would run alone"
     )
 
 

@@ -348,7 +348,7 @@ class Runtime(abc.ABC):
         return self._configuration(recipe).command
 
     def options(self, job: Job) -> Argv:
-        """Return the runtime's options for each start of the job, except for GPU options if it has no GPUs."""
+        """Return the runtime's options for each start of the job. Without GPUs, GPU options are left out."""
         options = self._configuration(job.recipe).options
         if job.allocation.gpus:
             return options

@@ -82,10 +82,8 @@ class Kubeflow(pods.Pods):
         """Return the command that follows the output of all pods."""
         kind, name = _kind_and_name(record)
         selector = f"--selector={_SELECTORS[kind]}={name}"
-        return (
-            *("kubectl", "logs", selector, "--follow", "--prefix", "--tail=-1", "--max-log-requests=1000"),
-            *_namespace_options(record.queue),
-        )
+        options = ("--follow", "--prefix", "--tail=-1", "--max-log-requests=1000")
+        return ("kubectl", "logs", selector, *options, *_namespace_options(record.queue))
 
     def shell_command(self, record: QueuedJob, line: str, node: str) -> JobShell:
         """Return the command that opens a shell in a pod's container, next to the job's program."""
@@ -321,7 +319,13 @@ def _pod_template(job: Job, container: Mapping[str, Any], **spec: Any) -> dict[s
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
     if job.makes_secret:
         mounts.append({"name": "secret", "mountPath": str(MOUNTED.parent), "readOnly": True})
-        volumes.append({"name": "secret", "secret": _secret_source(job)})
+        # The key for the roll call, from the user's Secret.
+        source = {
+            "secretName": pods.SECRET_NAME,
+            "items": [{"key": MOUNTED.name, "path": MOUNTED.name}],
+            "optional": not job.request.launch.require_secret,
+        }
+        volumes.append({"name": "secret", "secret": source})
     for index, claim in enumerate(pods.volume_claims(job)):
         name = f"volume{index}"
         mounts.append({"name": name, "mountPath": str(claim.path), "readOnly": claim.read_only or None})
@@ -350,15 +354,6 @@ def _security_context(job: Job) -> dict[str, Any]:
     # "UID" and "GID" stand for the numbers.
     uid, gid = (int(text) if text.isdecimal() else text for text in ids)
     return {"runAsUser": uid, "runAsGroup": gid}
-
-
-def _secret_source(job: Job) -> dict[str, Any]:
-    """Return the source of a volume with the key for the roll call, from the user's Secret."""
-    return {
-        "secretName": pods.SECRET_NAME,
-        "items": [{"key": MOUNTED.name, "path": MOUNTED.name}],
-        "optional": not job.request.launch.require_secret,
-    }
 
 
 def _runai_namespace(project: str) -> str:
