@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import platform
 import re
 import shutil
@@ -196,10 +197,10 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
     ------
     UsageError : `target` is a link or belongs to another user, who could change what the job executes.
     """
-    if target.is_symlink() or (target.exists() and files.foreign_folder_reason(target)):
-        message = "it is a link or belongs to another user, and the job would execute what is in it"
-        raise UsageError(message, where=str(target), hint="remove it, or choose another --directory")
-    if target.exists():
+    if os.path.lexists(target):
+        if target.is_symlink() or files.foreign_folder_reason(target):
+            message = "it is a link or belongs to another user, and the job would execute what is in it"
+            raise UsageError(message, where=str(target), hint="remove it, or choose another --directory")
         return
     target.parent.mkdir(exist_ok=True)
     temporary = files.temporary_name(target)

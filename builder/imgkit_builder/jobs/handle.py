@@ -12,7 +12,7 @@ from pathlib import Path
 
 from imgkit_builder.base import process
 from imgkit_builder.base.progress import Reporter, Silent
-from imgkit_builder.jobs import code as code_of
+from imgkit_builder.jobs import code as code_folders
 from imgkit_builder.jobs import conversion, history, image_source, records, resume, submit, systems
 from imgkit_builder.jobs.code import CodeFolder
 from imgkit_builder.jobs.job import Argv
@@ -195,7 +195,7 @@ def _read_code(request: JobRequest, report: Reporter) -> CodeFolder | None:
     """Read the code of the request and return it, or None if the request has no code."""
     if request.container.code is None:
         return None
-    return code_of.read_code_folder(request, large=request.container.yes, report=report)
+    return code_folders.read_code_folder(request, large=request.container.yes, report=report)
 
 
 def prepare_resume(

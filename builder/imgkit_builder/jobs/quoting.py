@@ -62,7 +62,7 @@ def check_flag_value(flag: str, value: str) -> str:
     return value
 
 
-def search_first(libraries: Sequence[str]) -> str:
+def export_library_path(libraries: Sequence[str]) -> str:
     """Return the shell command that puts folders of libraries at the start of LD_LIBRARY_PATH.
 
     For example: ``export LD_LIBRARY_PATH="/a:/b${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"``.
@@ -191,7 +191,7 @@ def format_time_limit(seconds: int) -> str:
 WIDTH = 100
 
 
-class Shell(str):
+class ShellText(str):
     """Shell text that `quote` does not quote, so that the shell of the job script expands it.
 
     imgkit itself writes such text. A value of the user is never used as one without escaping.
@@ -217,7 +217,7 @@ def quote_with_site_variables(text: str) -> str:
 
     # In double quotes, the shell would expand any other $, too, and ` " \ are special.
     special = re.compile(rf"(?P<variable>{SITE_VARIABLE.pattern})|[$`\"\\]")
-    return Shell(f'"{special.sub(escape, text)}"')
+    return ShellText(f'"{special.sub(escape, text)}"')
 
 
 def assignments(variables: Mapping[str, object]) -> list[str]:
@@ -246,8 +246,8 @@ def default_exports(variables: Mapping[str, str]) -> list[str]:
 
 
 def quote(argument: str) -> str:
-    """Return `argument` quoted for the shell. A `Shell` text is returned as it is."""
-    return str(argument) if isinstance(argument, Shell) else shlex.quote(argument)
+    """Return `argument` quoted for the shell. A `ShellText` is returned as it is."""
+    return str(argument) if isinstance(argument, ShellText) else shlex.quote(argument)
 
 
 def repeat_option(option: str, values: Iterable[str]) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ from imgkit_builder.jobs import (
     volume,
     workspace,
 )
-from imgkit_builder.jobs import code as code_of
+from imgkit_builder.jobs import code as code_folders
 from imgkit_builder.jobs.code import CodeFolder
 from imgkit_builder.jobs.image_source import ImageSource
 from imgkit_builder.jobs.job import Job
@@ -115,13 +115,13 @@ def _job_on_remote(source: ImageSource, code: CodeFolder | None, data: Sequence[
     """
     image_source.refuse_runtime(source)
     if code is not None:
-        code_of.refuse_shadowed_code(code, source.target, source.given_sif)
+        code_folders.refuse_shadowed_code(code, source.target, source.given_sif)
     job = source.provisional_job
     job = data_mounts.with_data(job, data, f"{job.directory}/{DATA_FOLDER}")
     job = added_packages.with_packages(job)
     job = _with_code(job, code, Ssh.code_folder)
     if code is not None and source.recipe:
-        job = job.with_warning(code_of.image_code_notice(job))
+        job = job.with_warning(code_folders.image_code_notice(job))
     return job
 
 
@@ -133,9 +133,9 @@ def _job_in_pods(
     job = data_mounts.with_data(job, data, f"{job.directory}/{DATA_FOLDER}")
     job = added_packages.with_packages(job)
     if code is not None:
-        code_of.refuse_projects_in_image(code, job.recipe)
-        job = job.with_warning(code_of.image_code_notice(job))
-        job = job.with_warning(code_of.left_out_notice(code, None))
+        code_folders.refuse_projects_in_image(code, job.recipe)
+        job = job.with_warning(code_folders.image_code_notice(job))
+        job = job.with_warning(code_folders.left_out_notice(code, None))
     return _with_code(job, code, VolumeStore.code_folder)
 
 
@@ -158,7 +158,7 @@ def _job_of_this_machine(
     sif = None
     if image.is_sif(image_file):
         sif = image_file
-    code_of.refuse_shadowed_bind(job, sif)
+    code_folders.refuse_shadowed_bind(job, sif)
     job = _with_code(job, code, Transport.code_folder)
     if code is not None:
         job = _with_local_code(job, code, sif)
@@ -177,15 +177,15 @@ def _with_local_code(job: Job, code: CodeFolder, sif: Path | None) -> Job:
     UsageError : Python would import a copy of the code that the image has installed.
     """
     if runtime_of(job).has_container:
-        code_of.refuse_shadowed_code(code, job.recipe, sif)
+        code_folders.refuse_shadowed_code(code, job.recipe, sif)
         if not job.request.container.image:
-            job = job.with_warning(code_of.image_code_notice(job))
+            job = job.with_warning(code_folders.image_code_notice(job))
     if systems.get_system(job.system).code_copier == "imgkit":
-        job = code_of.with_new_run_folder(job)
+        job = code_folders.with_new_run_folder(job)
     readable_image = sif
     if sqsh.is_sqsh(Path(job.container.image)):
         readable_image = Path(job.container.image)
-    return job.with_warning(code_of.left_out_notice(code, readable_image))
+    return job.with_warning(code_folders.left_out_notice(code, readable_image))
 
 
 def _with_code(job: Job, code: CodeFolder | None, store_name: str) -> Job:
@@ -206,7 +206,7 @@ def _with_code(job: Job, code: CodeFolder | None, store_name: str) -> Job:
         record = resumed.code
     if record is None:
         return job
-    return code_of.with_code(job, record, job.directory / store_name)
+    return code_folders.with_code(job, record, job.directory / store_name)
 
 
 def submit_job(prepared: PreparedJob, transport: Transport, report: Reporter | None = None) -> SubmittedJob:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path, PurePosixPath
 
-from imgkit_builder.jobs import code as code_of
+from imgkit_builder.jobs import code as code_folders
 from imgkit_builder.jobs.image_source import UNKNOWN_HOME, find_title
 from imgkit_builder.jobs.job import Job
 from imgkit_builder.jobs.remote.config import Remote
@@ -62,8 +62,8 @@ def provisional_job(recipe: str, request: JobRequest, remote: Remote) -> Job:
     home = f"{volume_path}{UNKNOWN_HOME}"
     job = _resolve_pod_job(target, request, remote, home, UNKNOWN_IDS)
     if request.resumed is None:
-        return code_of.with_new_run_folder(job)
-    return code_of.with_run_folder(job, f"{home}/runs/{request.resumed.folder.name}")
+        return code_folders.with_new_run_folder(job)
+    return code_folders.with_run_folder(job, f"{home}/runs/{request.resumed.folder.name}")
 
 
 def job_with_pod_paths(store: Store, provisional: Job, remote: Remote) -> Job:
@@ -75,7 +75,7 @@ def job_with_pod_paths(store: Store, provisional: Job, remote: Remote) -> Job:
     """
     home = pod_folder(remote, store.home, store.volume)
     job = _resolve_pod_job(provisional.recipe, provisional.request, remote, home, store.ids)
-    return code_of.with_run_folder(job, f"{home}/runs/{PurePosixPath(provisional.run_folder).name}")
+    return code_folders.with_run_folder(job, f"{home}/runs/{PurePosixPath(provisional.run_folder).name}")
 
 
 def _resolve_pod_job(target: Target, request: JobRequest, remote: Remote, home: str, ids: str) -> Job:

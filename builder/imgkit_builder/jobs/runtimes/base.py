@@ -278,7 +278,7 @@ class Runtime(abc.ABC):
         assignments = quoting.assignments(job.container.env)
         if self.has_container:
             # `exports` sets these on the node; the shell of the node replaces $NAME.
-            assignments += [quoting.Shell(f'"{name}=${name}"') for name in self.system_variables(job)]
+            assignments += [quoting.ShellText(f'"{name}=${name}"') for name in self.system_variables(job)]
         if not assignments:
             return ()
         # Apptainer and older versions of Singularity execute $(...) in the values of --env and

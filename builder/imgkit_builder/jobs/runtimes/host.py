@@ -62,7 +62,7 @@ class Host(Runtime):
         libraries = self.listed_libraries(job)
         if not libraries:
             return lines
-        return (*lines, quoting.search_first(libraries))
+        return (*lines, quoting.export_library_path(libraries))
 
     def _start(self, job: Job, command: Argv, forward: Argv) -> Argv:
         """Return `command`, which starts in the run's copy of the code if there is one."""

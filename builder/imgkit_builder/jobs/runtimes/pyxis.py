@@ -219,7 +219,7 @@ class Pyxis(Runtime):
             script += _REQUIRE_ENTRY_POINTS
         libraries = self.listed_libraries(job)
         if libraries:
-            script += f"{quoting.search_first(libraries)}; "
+            script += f"{quoting.export_library_path(libraries)}; "
         return f'{script}exec "$@"'
 
     def probe_argv(self, job: Job, probe: Argv) -> Argv:

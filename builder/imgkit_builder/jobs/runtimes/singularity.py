@@ -118,7 +118,7 @@ class Singularity(Runtime):
         set_library_path = ""
         libraries = self.listed_libraries(job)
         if libraries:
-            set_library_path = quoting.search_first(libraries)
+            set_library_path = quoting.export_library_path(libraries)
         return (*argv, *sqsh.environment_words(set_library_path), *command)
 
     def _argv_to_image(self, job: Job, verb: str) -> Argv:

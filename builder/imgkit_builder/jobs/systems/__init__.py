@@ -333,7 +333,7 @@ _REQUIRE_FOLDERS = (
 """Shell text that runs the command after ``--`` in its arguments if all paths before it exist on the node."""
 
 
-def with_folders(job: Job, argv: Argv) -> Argv:
+def with_folder_check(job: Job, argv: Argv) -> Argv:
     """Return an argv that runs `argv` only if the node has all paths that the job mounts.
 
     Without this check, a container runtime's message would not name the node, and docker would create an

@@ -49,7 +49,7 @@ class Kubeflow(pods.Pods):
         """Return the document for ``kubectl create``. That of an interactive job begins with comments."""
         if job.recipe.system.queue.node_pools:
             raise _node_pools_error(job)
-        kind = pods.format_of(job)
+        kind = pods.output_format(job)
         document = _pytorchjob(job) if kind == "pytorchjob" else _trainjob(job)
         comments = _interactive_comments(job, kind) if job.is_interactive else ()
         text = "\n".join((*comments, _to_yaml(_without_empty_values(document))))
@@ -193,7 +193,7 @@ def _parse_client_options(job: Job) -> _ClientOptions:
 def _unsupported_option_error(job: Job, flag: str) -> UsageError:
     """Return the error for an option of RunAI's client that no field of the document stands for."""
     return UsageError(
-        f"{flag} cannot be part of a {pods.format_of(job)}",
+        f"{flag} cannot be part of a {pods.output_format(job)}",
         where="--option",
         hint="--option=--annotation=NAME=VALUE, --option=--extended-resource=NAME=COUNT, or edit "
         "the output of imgkit run --dry-run",
@@ -203,7 +203,7 @@ def _unsupported_option_error(job: Job, flag: str) -> UsageError:
 def _node_pools_error(job: Job) -> UsageError:
     """Return the error for node pools in the recipe, which only RunAI's client can name."""
     return UsageError(
-        f"node_pools cannot be part of a {pods.format_of(job)}",
+        f"node_pools cannot be part of a {pods.output_format(job)}",
         where=job.recipe.where("system", "queue", "node_pools"),
         hint="use --format runai, or a recipe without queue.node_pools",
     )
@@ -294,7 +294,7 @@ def _spares_of_trainjob_error(job: Job) -> UsageError:
 
 def _kubernetes_document(job: Job, version: str, kind: str, spec: Mapping[str, Any]) -> dict[str, Any]:
     """Return a document of Kubernetes with the job's name and namespace."""
-    metadata = {"name": pods.check_name(job)}
+    metadata = {"name": pods.pod_name(job)}
     if job.allocation.queue:
         metadata["namespace"] = _runai_namespace(job.allocation.queue)
     return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": dict(spec)}

@@ -9,7 +9,7 @@ from imgkit_builder.jobs.job import Argv, Job, Script
 from imgkit_builder.jobs.quoting import command_line
 from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.jobs.submitted import QueuedJob
-from imgkit_builder.jobs.systems import Abilities, System, user_options, with_folders
+from imgkit_builder.jobs.systems import Abilities, System, user_options, with_folder_check
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.errors import UsageError
 
@@ -80,7 +80,7 @@ node.
 
 def host_argv(job: Job, argv: Argv) -> Argv:
     """Return the argv that starts `argv` on a host, with the checks and variables of a job script."""
-    argv = with_folders(job, argv)
+    argv = with_folder_check(job, argv)
     if job.container.code is not None and runtime_of(job).has_container:
         argv = ("sh", "-c", _REQUIRE_CODE, "sh", job.workspace, *argv)
     return _with_settings(job, argv)
@@ -94,7 +94,7 @@ def _with_settings(job: Job, argv: Argv) -> Argv:
     """
     runtime = runtime_of(job)
     export_lines = runtime.exports(job)
-    has_site_variables = any(isinstance(argument, quoting.Shell) for argument in argv)
+    has_site_variables = any(isinstance(argument, quoting.ShellText) for argument in argv)
     if has_site_variables:
         # The arguments must be part of the shell's text, so that it expands the variables in them.
         command = " ".join(map(quoting.quote, argv))

@@ -18,7 +18,7 @@ from typing import Literal, NoReturn
 from imgkit_builder.base.flags import option_field
 from imgkit_builder.jobs.job import Argv, Job, Script
 from imgkit_builder.jobs.memory import size_text
-from imgkit_builder.jobs.quoting import Shell, command_line
+from imgkit_builder.jobs.quoting import ShellText, command_line
 from imgkit_builder.jobs.request import SystemFlags
 from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.jobs.submitted import JobState, JobStatus, QueuedJob, WaitInfo
@@ -32,7 +32,7 @@ from imgkit_builder.jobs.systems import (
     recipe_options,
     refuse_whole_array,
     scheduler_options,
-    with_folders,
+    with_folder_check,
 )
 from imgkit_builder.jobs.templates import render_template, run_folder_lines
 from imgkit_builder.recipe.systems import SHIPPED
@@ -302,10 +302,10 @@ def _node_command(job: Job, *, rdzv: bool) -> Argv:
     forward = [*placement, *pbs.FORWARD, RUN_DIR]
     if job.makes_secret:
         forward.append(VARIABLE)
-    argv = with_folders(job, runtime_of(job).argv(job, job.command, forward=tuple(forward)))
+    argv = with_folder_check(job, runtime_of(job).argv(job, job.command, forward=tuple(forward)))
     if not by_pals:
         return argv
-    network_options = [Shell('"${network[@]}"')] if rdzv else []
+    network_options = [ShellText('"${network[@]}"')] if rdzv else []
     return PALS.start_argv(argv, nnodes=nodes, options=network_options)
 
 
@@ -317,8 +317,10 @@ def _remote_command(starter: str) -> Argv:
     starter : ``pbsdsh`` or ``ssh``.
     """
     if starter == "pbsdsh":
-        return pbs.start_argv(("/bin/bash", "-lc", Shell('"$task; node"')), line=Shell('"${lines[rank]}"'))
-    return ("ssh", "-o", "BatchMode=yes", Shell('"${hosts[rank]}"'), "/bin/bash", "-l", "-s")
+        return pbs.start_argv(
+            ("/bin/bash", "-lc", ShellText('"$task; node"')), line=ShellText('"${lines[rank]}"')
+        )
+    return ("ssh", "-o", "BatchMode=yes", ShellText('"${hosts[rank]}"'), "/bin/bash", "-l", "-s")
 
 
 def _interactive_script(job: Job) -> Script:
@@ -341,7 +343,7 @@ def _interactive_script(job: Job) -> Script:
         *(f"module load {name}" for name in runtime.modules(job)),
         *runtime.exports(job),
         *run_folder_lines(job, "$PBS_JOBID").splitlines(),
-        *command_line(with_folders(job, runtime.shell(job))).split("\n"),
+        *command_line(with_folder_check(job, runtime.shell(job))).split("\n"),
     ]
     lines = [
         "# In the shell that it gives, on one of the nodes:",

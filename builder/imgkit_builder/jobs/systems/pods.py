@@ -29,7 +29,7 @@ from imgkit_entrypoints.rules import site_variables
 from imgkit_entrypoints.schedulers import kubernetes
 from imgkit_entrypoints.system import WORKSPACE
 
-ASLEEP: Argv = ("sleep", "infinity")
+SLEEP_COMMAND: Argv = ("sleep", "infinity")
 """The command of the pods of an interactive job. They wait until the user enters them."""
 SECRET_NAME = "imgkit"  # noqa: S105 - a name
 """Name of the user's Secret in the job's namespace.
@@ -106,7 +106,7 @@ class Pods(System):
         has_writable_volume = any(not text.endswith(":ro") for text in job.flags(PodFlags).pvcs)
         if not has_writable_volume and not request.launch.interactive:
             yield "no --pvc to write to: output, checkpoints and logs disappear with the pods"
-        if format_of(job).startswith("runai"):
+        if output_format(job).startswith("runai"):
             yield from _runai_warnings(job)
 
 
@@ -134,18 +134,18 @@ def _runai_warnings(job: Job) -> Iterator[str]:
     size = job.allocation.size
     if size.spares:
         yield f"--nodes {size}: RunAI decides what follows a lost pod; --format pytorchjob states it"
-    if client_of(job) == "v1":
+    if client_version(job) == "v1":
         # The RCP tutorial needs '"..."' around an argument with blanks, later pages of epfml/getting-started
         # do not: whether the client splits arguments again depends on its version.
         arguments = (*job.command, *job.request.container.env, str(job.request.directory))
         special = [argument for argument in arguments if quote(argument) != argument]
         if special:
             yield f"{special[0]!r}: older runai clients split and expand arguments once more"
-    if not _chosen_client(job) and not runai_client.on_path():
+    if not _requested_version(job) and not runai_client.on_path():
         yield "no runai on PATH: the command is for the later client; --format runai-v1 names the first one"
 
 
-def client_of(job: Job) -> runai_client.Client:
+def client_version(job: Job) -> runai_client.Client:
     """Return the version of RunAI's client for which the job's command is written.
 
     ``--format`` names it, or the recipe, or else the client on PATH is asked. Without any of them, the result
@@ -155,12 +155,12 @@ def client_of(job: Job) -> runai_client.Client:
     ------
     UsageError : the ``runai`` on PATH is neither client.
     """
-    return _chosen_client(job) or runai_client.on_path() or "v2"
+    return _requested_version(job) or runai_client.on_path() or "v2"
 
 
-def _chosen_client(job: Job) -> runai_client.Client | None:
+def _requested_version(job: Job) -> runai_client.Client | None:
     """Return the client that ``--format`` or else the recipe names. Return None if neither names one."""
-    return _CLIENTS.get(format_of(job)) or job.recipe.system.queue.client or None
+    return _CLIENTS.get(output_format(job)) or job.recipe.system.queue.client or None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,12 +176,12 @@ class Claim:
         return f"{text}:ro" if self.read_only else text
 
 
-def format_of(job: Job) -> KubernetesFormat:
+def output_format(job: Job) -> KubernetesFormat:
     """Return the value of ``--format``."""
     return job.flags(PodFlags).format
 
 
-def check_name(job: Job) -> str:
+def pod_name(job: Job) -> str:
     """Return the job's name, which is its id and a part of its pods' host names, if Kubernetes accepts it.
 
     Raises
@@ -293,7 +293,7 @@ def start_script(job: Job) -> str:
 
 def pod_command(job: Job) -> Argv:
     """Return the command of each pod. The pods of an interactive job sleep until the user enters them."""
-    argv = ASLEEP if job.is_interactive else kubernetes.start_argv(job.command)
+    argv = SLEEP_COMMAND if job.is_interactive else kubernetes.start_argv(job.command)
     if job.container.code is not None:
         argv = ("bash", f"{job.run_folder}/{START_SCRIPT}", *argv)
     return tuple(map(escape_for_kubernetes, argv))
@@ -345,7 +345,7 @@ def _output_folders(job: Job) -> dict[str, str]:
         parent = _writable_folder(job)
         if parent is None:
             return {}
-        run_folder = str(parent / "runs" / check_name(job))
+        run_folder = str(parent / "runs" / pod_name(job))
     return {"IMGKIT_RUN_DIR": run_folder, "IMGKIT_LOG_DIR": f"{run_folder}/logs"}
 
 

@@ -32,7 +32,7 @@ class RunAI(pods.Pods):
 
     def script(self, job: Job) -> Script:
         """Return the command that submits the job. For an interactive job, comments explain how to use it."""
-        name = pods.check_name(job)
+        name = pods.pod_name(job)
         argv = (
             *_command_options(job, name),
             *job.recipe.system.queue.options,
@@ -95,7 +95,7 @@ SYSTEM = RunAI()
 
 def _job_kind(job: Job) -> str:
     """Return the kind of the job, which is one of `KINDS`. It is empty for the first client."""
-    if pods.client_of(job) == "v1":
+    if pods.client_version(job) == "v1":
         return ""
     return _later_kind(job)
 
@@ -144,7 +144,7 @@ def _command_options(job: Job, name: str) -> Iterator[str]:
     allocation = job.allocation
     claims = pods.volume_claims(job)
     folder = pods.pod_workdir(job)
-    is_first_client = pods.client_of(job) == "v1"
+    is_first_client = pods.client_version(job) == "v1"
     yield from _submit_command(job, name, is_first_client=is_first_client)
     yield from (*_project_arguments(allocation.queue), "--image", job.container.image)
     if allocation.nodes > 1:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from imgkit_builder.jobs.job import Argv, Job, Script
 from imgkit_builder.jobs.memory import size_text
-from imgkit_builder.jobs.quoting import Shell, command_line, quote
+from imgkit_builder.jobs.quoting import ShellText, command_line, quote
 from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.jobs.submitted import JobState, JobStatus, QueuedJob, WaitInfo
 from imgkit_builder.jobs.systems import (
@@ -28,7 +28,7 @@ from imgkit_builder.jobs.systems import (
     options_with_values,
     refuse_whole_array,
     scheduler_options,
-    with_folders,
+    with_folder_check,
 )
 from imgkit_builder.jobs.templates import render_template, run_folder_lines
 from imgkit_builder.recipe.systems import SHIPPED
@@ -372,7 +372,7 @@ def _queue_options(job: Job) -> Argv:
     return (*options_with_values(options), *scheduler_options(job))
 
 
-_IN_NODE_FUNCTION = ("bash", "-c", Shell('"$task"'), "node")
+_IN_NODE_FUNCTION = ("bash", "-c", ShellText('"$task"'), "node")
 """Arguments that start a node agent in the shell function of templates/job/slurm-spares.sh.j2."""
 
 
@@ -385,14 +385,14 @@ PODMAN_FORWARD = ("SLURM*", "IMGKIT_*", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DE
 """Variables that podman passes into the container. Among the runtimes, only podman expands the stars."""
 
 
-def _with_folders(job: Job, argv: Argv) -> Argv:
-    """Return `argv` after the check of `with_folders`.
+def _with_folder_check(job: Job, argv: Argv) -> Argv:
+    """Return `argv` after the check of `with_folder_check`.
 
     The argv for pyxis stays as it is, because it begins with options of srun. Its check is in `_node_check`.
     """
     if _node_check(job):
         return argv
-    return with_folders(job, argv)
+    return with_folder_check(job, argv)
 
 
 def _node_check(job: Job) -> Argv:
@@ -403,7 +403,7 @@ def _node_check(job: Job) -> Argv:
     argv = runtime_of(job).node_check(job)
     if not argv:
         return ()
-    return (*_STEP_BEFORE, *with_folders(job, argv))
+    return (*_STEP_BEFORE, *with_folder_check(job, argv))
 
 
 def _folder_check(job: Job) -> Argv:
@@ -423,7 +423,7 @@ def _srun_argv(job: Job, argv: Argv) -> Argv:
     if job.allocation.cpus:
         # srun of 22.05 to 23.02 does not inherit --cpus-per-task. With the variable as its value, the option
         # follows the directive if somebody edits the script.
-        options.append(Shell('--cpus-per-task="$SLURM_CPUS_PER_TASK"'))
+        options.append(ShellText('--cpus-per-task="$SLURM_CPUS_PER_TASK"'))
     # srun does not read --network from the script's directives.
     options += [option for option in scheduler_options(job) if option.startswith("--network=")]
     return slurm.start_argv(
@@ -442,7 +442,7 @@ def _interactive_line(job: Job) -> str:
     runtime = runtime_of(job)
     if job.command:
         container = runtime.argv(job, job.command, forward=PODMAN_FORWARD)
-        argv = _srun_argv(job, _with_folders(job, container))
+        argv = _srun_argv(job, _with_folder_check(job, container))
     else:
         argv = _first_node_shell(job)
     lines = runtime.environment_lines(job)
@@ -461,7 +461,7 @@ def _interactive_line(job: Job) -> str:
 def _first_node_shell(job: Job) -> Argv:
     """Return the ``srun`` command that opens a shell in the container on the first node."""
     cpus = options_with_values({"--cpus-per-task": job.allocation.cpus})
-    shell = _with_folders(job, runtime_of(job).shell(job))
+    shell = _with_folder_check(job, runtime_of(job).shell(job))
     return ("srun", "--nodes=1", "--ntasks=1", *cpus, *job.recipe.system.queue.srun, "--pty", *shell)
 
 
