@@ -127,16 +127,10 @@ def _find_python_projects(folder: Path, entries: Iterable[CodeFile]) -> Iterator
             # "libs/a/pyproject.toml" -> "/workspace/libs/a"
             project_folder = posixpath.normpath(f"/{WORKSPACE}/{posixpath.dirname(name)}")
             yield InstalledProject(name=project_name(file), folder=project_folder)
-    if PYPROJECT in files:
-        return
     # Only a folder with packages, or a folder "src", can be what the project above installs.
     has_package = any(posixpath.basename(name) == "__init__.py" for name in files)
-    if has_package or folder.resolve().name == "src":
-        yield from _find_project_above(folder)
-
-
-def _find_project_above(folder: Path) -> Iterator[InstalledProject]:
-    """Yield the project of the nearest pyproject.toml above `folder`, if there is one."""
+    if PYPROJECT in files or not (has_package or folder.resolve().name == "src"):
+        return
     for parent in folder.resolve().parents:
         file = parent / PYPROJECT
         if file.is_file():

@@ -15,7 +15,6 @@ from imgkit_builder.base.progress import Reporter
 from imgkit_builder.base.sizes import size_text
 from imgkit_builder.jobs.image_source import ImageSource
 from imgkit_builder.jobs.remote import gc, store, transfer
-from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.remote.connection import Connection
 from imgkit_builder.jobs.remote.store import RemoteImage, Store
 from imgkit_builder.sif import convert as sif_convert
@@ -24,7 +23,7 @@ from imgkit_builder.workflow.build import BuildRequest, build, plan
 from imgkit_builder.workflow.build_record import built_image_id
 from imgkit_builder.workflow.convert import compression_for, convert, engine_image
 from imgkit_builder.workflow.names import system_of
-from imgkit_entrypoints.errors import CheckFailed, ToolFailed, ToolMissing, UsageError
+from imgkit_entrypoints.errors import CheckFailed, ToolFailed, ToolMissing
 
 
 def has_content(sif: Path, image: RemoteImage) -> bool:
@@ -177,11 +176,3 @@ def _find_built_image(contents: Store, input_sha256: str) -> RemoteImage | None:
     if local_image_id:
         return contents.find_image(local_image_id)
     return contents.find_built(input_sha256)
-
-
-def refuse_missing_program(contents: Store, program: str, remote: Remote) -> None:
-    """Raise UsageError if the remote does not have `program`, which submits jobs, such as ``sbatch``."""
-    if not contents.has_program:
-        raise UsageError(
-            f"{remote.address} has no {program}", where="--on", hint=f"imgkit doctor --on {remote.name}"
-        )

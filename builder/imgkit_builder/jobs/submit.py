@@ -352,7 +352,11 @@ def _prepare_resumed_folder(
     """
     home = transport.home_of(job)
     if resumed.folder.parent != home / "runs":
-        raise _other_home_error(resumed.folder, home, transport.name)
+        raise UsageError(
+            f"the run is in {resumed.folder}, but jobs now run in {home}",
+            where=transport.name or "--directory",
+            hint=f"imgkit remote add {transport.name} ... --replace, with the folder of the run",
+        )
     if code is not None:
         store = home / transport.code_folder
         workspace.update_workspace(resumed, store, code.record, transport.run_script)
@@ -361,15 +365,6 @@ def _prepare_resumed_folder(
         transport.run_script(_LINK_DATA, (data_path, str(link)), ())
     old_files = [str(resumed.folder / name) for name in (stop_protocol.BY_PERSON, stop_protocol.RESULT)]
     transport.run_script('rm -f -- "$@"\n', old_files, ())
-
-
-def _other_home_error(run_folder: Path, home: Path, remote: str) -> UsageError:
-    """Return the error for a run that cannot go on, because the job's folder `home` is now another one."""
-    return UsageError(
-        f"the run is in {run_folder}, but jobs now run in {home}",
-        where=remote or "--directory",
-        hint=f"imgkit remote add {remote} ... --replace, with the folder of the run",
-    )
 
 
 def _submit_script(ready: PreparedJob, transport: Transport) -> SubmittedJob:

@@ -30,6 +30,7 @@ from imgkit_builder.jobs.remote.store import RemoteImage, Store
 from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.jobs.submitted import SubmittedJob
 from imgkit_builder.sif import image
+from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.system import WORKSPACE
 
 # Folder in imgkit's folder on a remote with the data of all projects.
@@ -205,31 +206,35 @@ class Ssh(Transport):
     """The transport of jobs that a remote submits. Commands run over ssh, and rsync sends files."""
 
     code_folder = "code"
+    store: Store
+    """What imgkit's folder on the remote contains. `open_store` reads it, before the other methods use it."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.name = connection.remote.name
-        self.store: Store | None = None
-        """What imgkit's folder on the remote contains. It is None until `open_store` has read it."""
 
     def open_store(self, program: str, code_folder: CodeFolder | None) -> Store:
         """Read what imgkit's folder on the remote contains, and return it.
 
         Parameters
         ----------
-        program : the program of which the result says whether the remote has it, such as ``sbatch``.
+        program : a program that the job needs there, such as ``sbatch``.
         code_folder : the job's code, or None. The result says how much of it the remote has.
+
+        Raises
+        ------
+        UsageError : the remote does not have `program`.
         """
         code_sha256 = ""
         if code_folder is not None:
             code_sha256 = code_folder.record.sha256
         self.store = store.open_store(self.connection, program=program, code=code_sha256)
-        return self.store
-
-    @property
-    def opened_store(self) -> Store:
-        """What imgkit's folder on the remote contains. `open_store` must have read it."""
-        assert self.store is not None  # noqa: S101 - `submit.make_ready` calls `prepare_image` first
+        if not self.store.has_program:
+            raise UsageError(
+                f"{self.connection.remote.address} has no {program}",
+                where="--on",
+                hint=f"imgkit doctor --on {self.name}",
+            )
         return self.store
 
     def login(self) -> None:
@@ -253,7 +258,6 @@ class Ssh(Transport):
         report.stage(f"look at {self.name}")
         # The program that submits, such as sbatch or qsub. A remote without it is refused before a transfer.
         contents = self.open_store(prepared.script.submit[0], prepared.code)
-        delivery.refuse_missing_program(contents, prepared.script.submit[0], self.connection.remote)
         image_path = source.remote_image
         sent_image = None
         image_id = ""
@@ -271,7 +275,7 @@ class Ssh(Transport):
 
     def bring_data(self, prepared: PreparedJob, report: Reporter) -> Job:
         """Send the data by rsync, as far as the remote lacks it. See `Transport`."""
-        job = data_mounts.with_data(prepared.job, prepared.data, f"{self.opened_store.home}/{DATA_FOLDER}")
+        job = data_mounts.with_data(prepared.job, prepared.data, f"{self.store.home}/{DATA_FOLDER}")
         data_mounts.refuse_missing(job.request, self.name, self.run_script)
         self.send_data(prepared.data, report)
         return job
@@ -279,25 +283,23 @@ class Ssh(Transport):
     def send_data(self, folders: Iterable[DataFolder], report: Reporter) -> None:
         """Send the folders of data that the remote lacks. `open_store` must have read what it has."""
         for folder in folders:
-            if folder.name not in self.opened_store.data:
+            if folder.name not in self.store.data:
                 self._send_data_folder(folder, report)
 
     def _send_data_folder(self, folder: DataFolder, report: Reporter) -> None:
         """Send one folder of data, except for files that an earlier version of it on the remote has."""
         size = size_text(folder.size_bytes)
         report.note(f"to send: data: {folder.spec.source}, {folder.files} files, {size}")
-        opened = self.opened_store
-        earlier = [name for name in opened.data if name.endswith(f"-{folder.project_part}")]
+        earlier = [name for name in self.store.data if name.endswith(f"-{folder.project_part}")]
         transferred = transfer.send_data(
-            self.connection, folder, home=opened.home, earlier=tuple(earlier[:1]), report=report
+            self.connection, folder, home=self.store.home, earlier=tuple(earlier[:1]), report=report
         )
         report.note(_sent_text("data", transferred))
 
     def put_code(self, code_folder: CodeFolder, home: Path, report: Reporter) -> None:
         """Send the code by rsync, which finds equal files of earlier code on the remote. See `Transport`."""
         sha256 = code_folder.record.sha256
-        opened = self.opened_store
-        if sha256 in opened.code:
+        if sha256 in self.store.code:
             report.note(f"to send: nothing of the code; {self.name} has that of {code_folder.folder}")
             return
         with tempfile.TemporaryDirectory(prefix="imgkit-") as work:
@@ -311,8 +313,8 @@ class Ssh(Transport):
                 size_bytes=code_folder.tree.size_bytes,
                 home=str(home),
                 target=f"{self.code_folder}/{sha256}",
-                similar=opened.code[:_MAX_SIMILAR_FOLDERS],
-                is_prepared=sha256 == opened.incoming_code,
+                similar=self.store.code[:_MAX_SIMILAR_FOLDERS],
+                is_prepared=sha256 == self.store.incoming_code,
                 report=report,
             )
         report.note(_sent_text("code", transferred))
@@ -324,7 +326,7 @@ class Ssh(Transport):
         output = self.connection.run('if [ -d "$folder" ]; then echo exists; fi\n', {"folder": str(folder)})
         if output == b"exists\n":
             return
-        home = self.opened_store.home
+        home = self.store.home
         with tempfile.TemporaryDirectory(prefix="imgkit-") as work:
             copy = Path(work, folder.name)
             bound.write_bound_files(job, copy)
@@ -390,7 +392,7 @@ class VolumeStore(Transport):
         """Send the code, and make the run folder with the script that copies the code into it."""
         if code_folder is not None:
             self._files.put_code(code_folder, self.home_of(job), report)
-        volume.make_run_folder(self.connection, self._files.opened_store, job)
+        volume.make_run_folder(self.connection, self._files.store, job)
 
     def run_script(self, script: str, args: Iterable[str], data: Iterable[bytes]) -> bytes:
         """Run a script on the remote, which has the files. See `Transport`."""
@@ -398,7 +400,7 @@ class VolumeStore(Transport):
 
     def home_of(self, job: Job) -> Path:
         """Return imgkit's folder on the remote. See `Transport`."""
-        return Path(self._files.opened_store.home)
+        return Path(self._files.store.home)
 
     def with_entry_points(self, prepared: PreparedJob) -> Job:
         """Return the job unchanged, because nothing can be bound into the image of a pod."""
@@ -408,7 +410,7 @@ class VolumeStore(Transport):
         """Return `record` with the name of the remote, and with the paths of the job's files on it."""
         queued = dataclasses.replace(
             record.job,
-            directory=Path(self._files.opened_store.home),
+            directory=Path(self._files.store.home),
             store=self.connection.remote.name,
             run_name=Path(job.run_folder).name,
         )

@@ -112,7 +112,8 @@ class Docker(Runtime):
         options = [
             *self.options(job),
             *quoting.repeat_option("--volume", mounts),
-            *("--workdir", container.workdir or str(job.directory)),
+            "--workdir",
+            container.workdir or str(job.directory),
             *quoting.repeat_option("--env", assignments),
         ]
         if container.env_file:

@@ -37,7 +37,8 @@ class RunAI(pods.Pods):
             *_command_options(job, name),
             *job.recipe.system.queue.options,
             *user_options(job),
-            *("--", *pods.pod_command(job)),
+            "--",
+            *pods.pod_command(job),
         )
         kind = _job_kind(job)
         text = f"{_command_text(argv)}\n"

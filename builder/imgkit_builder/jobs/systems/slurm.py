@@ -158,7 +158,8 @@ class Slurm(System):
         directives = (
             f"--job-name={job.name}",
             *_output_options(job, "%j"),
-            *("--nodes=1", "--ntasks=1"),
+            "--nodes=1",
+            "--ntasks=1",
             *_queue_options(job),
         )
         text = render_template(
