@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from imgkit_builder.jobs import quoting
-from imgkit_builder.jobs.job import Argv, Job
+from imgkit_builder.jobs.job import Argv, Job, RuntimeKind
 from imgkit_builder.jobs.runtimes.base import Runtime
 from imgkit_entrypoints.errors import UsageError
 
@@ -20,7 +20,7 @@ _START_IN_CODE = (
 class Host(Runtime):
     """The node itself, without a container. The "image" of a job is a virtual environment, or nothing."""
 
-    kind = "host"
+    kind: RuntimeKind = "host"
     has_container = False
     without_mounts = "leave it out"
     opens_shells = True

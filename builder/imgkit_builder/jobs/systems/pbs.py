@@ -280,7 +280,7 @@ def _common_options(job: Job) -> Argv:
 
 def _directive_texts(options: Sequence[str]) -> list[str]:
     """Return the texts of ``#PBS`` lines: ``["-N", "run", "-q", "gpu"] -> ["-N run", "-q gpu"]``."""
-    texts = []
+    texts: list[str] = []
     for option in options:
         if option.startswith("-") or not texts:
             texts.append(option)
