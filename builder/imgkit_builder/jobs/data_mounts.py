@@ -36,11 +36,11 @@ def list_folders(request: JobRequest) -> tuple[DataFolder, ...]:
     """
     project = request.project_folder
     folders = []
-    for item in spec.parse_all(request.container.data):
-        if item.hub:
-            folders.append(hub.find(item, project))
-        elif item.is_local:
-            folders.append(folder.find_folder(item, project))
+    for data_spec in spec.parse_all(request.container.data):
+        if data_spec.hub:
+            folders.append(hub.find(data_spec, project))
+        elif data_spec.is_local:
+            folders.append(folder.find_folder(data_spec, project))
     return tuple(folders)
 
 

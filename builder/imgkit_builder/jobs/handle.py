@@ -110,10 +110,10 @@ class JobHandle:
         record = self.record
         if not record.job.files_remote:
             return record.job.run_folder
-        target = Path(folder or Path("runs", record.job.run_folder.name))
-        connection = history.connection_to(record.job.files_remote)
-        fetch.fetch_run(connection, record, target, checkpoints=checkpoints, report=Silent())
-        return target
+        copy = Path(folder or Path("runs", record.job.run_folder.name))
+        remote = history.connection_to(record.job.files_remote)
+        fetch.fetch_run(remote, record, copy, checkpoints=checkpoints, report=Silent())
+        return copy
 
     def resume(
         self, changes: JobRequest | None = None, *, same_code: bool = False, report: Reporter | None = None

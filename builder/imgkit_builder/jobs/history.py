@@ -317,19 +317,19 @@ _KILLED_CODE = 137
 _TAIL_BYTES = 64 << 10
 
 
-def failure_hints(latest: JobReport, run: Runner) -> Iterator[str]:
+def failure_hints(report: JobReport, run: Runner) -> Iterator[str]:
     """Yield explanations of a job's failure, each with what the user can do.
 
     Two causes are recognized: the job had too little memory, or its command started no ranks. Nothing is
     yielded for an array, or if neither cause applies.
     """
-    record = latest.record
+    record = report.record
     if record.job.array:
         return  # each task writes another file
     output = _end_of_output(record, run)
-    if _OUT_OF_MEMORY.search(latest.text) or _OUT_OF_MEMORY.search(output):
+    if _OUT_OF_MEMORY.search(f"{report.text}\n{output}"):
         yield f"the job ran out of memory: {_memory_remedy(record)}"
-    elif latest.code == _KILLED_CODE:
+    elif report.code == _KILLED_CODE:
         yield (
             f"exit code {_KILLED_CODE}: a process was killed, most often because memory ran out: "
             f"{_memory_remedy(record)}"
@@ -439,14 +439,13 @@ class WaitLog:
 
     def update(self, state: JobState, wait: WaitInfo) -> None:
         """Log the state that the scheduler has just reported, if the user does not know it yet."""
-        if state == "waiting":
-            if self._is_news(wait):
-                self._log(waiting_text(self._job, wait))
-                self._logged = wait
-        elif self._logged is not None:
-            if state == "running":
+        if state != "waiting":
+            if state == "running" and self._logged is not None:
                 self._log("running")
             self._logged = None
+        elif self._is_news(wait):
+            self._log(waiting_text(self._job, wait))
+            self._logged = wait
         self._state = state
 
     def _is_news(self, wait: WaitInfo) -> bool:

@@ -448,7 +448,7 @@ def load_systems() -> Installed:
     return Installed(systems=systems, errors=tuple(errors))
 
 
-def _validate_plugin(name: str, plugin: Any, systems: Iterable[System]) -> System:
+def _validate_plugin(name: str, plugin: object, systems: Iterable[System]) -> System:
     """Return `plugin` if imgkit can use it.
 
     Raises

@@ -50,7 +50,7 @@ LINE_BYTES = 1 << 16
 """Bytes of the longest line that is shown as one. Longer lines are shown in parts."""
 
 POLL_S = 0.1
-"""Seconds between two looks at the hosts."""
+"""Seconds between two polls of the ssh processes."""
 
 Show = Callable[[str, bytes, bool], None]
 """A function that shows output. It gets the host, a line, and whether that came from standard error."""
