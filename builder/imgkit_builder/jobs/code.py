@@ -508,8 +508,8 @@ def _refuse_large(folder: Path, entries: Sequence[CodeFile]) -> None:
     The error names the three top-level entries with the most bytes or files, because data that is in the code
     by mistake is most often one folder.
     """
-    sizes: collections.Counter[str] = collections.Counter()
-    counts: collections.Counter[str] = collections.Counter()
+    sizes = collections.Counter[str]()
+    counts = collections.Counter[str]()
     for entry in entries:
         top_name = entry.name.partition("/")[0]
         sizes[top_name] += entry.size_bytes

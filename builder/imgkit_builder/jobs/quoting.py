@@ -34,7 +34,7 @@ _PATH = Field(
 )
 
 # The patterns of the values that a job script contains unquoted, by the flags that set them.
-FLAG_PATTERNS: Mapping[str, Field] = {
+FLAG_PATTERNS = {
     "--name": Field(pattern=r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", allowed="up to 63 letters, digits and . _ -"),
     "--account": _WORD,
     "--queue": _WORD,

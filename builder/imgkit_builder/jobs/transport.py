@@ -48,9 +48,9 @@ class Transport:
     The methods are called in the order of `submit.make_ready`: image, data, code, entry points.
     """
 
-    name: str = ""
+    name = ""
     """Name of the remote that submits the job, or "" for this machine."""
-    code_folder: str = ".imgkit-code"  # `--code .` leaves it out
+    code_folder = ".imgkit-code"  # `--code .` leaves it out
     """Name of the store of code in the job's folder. Each version of the code has a folder in it."""
 
     def login(self) -> None:

@@ -326,8 +326,7 @@ class Runtime(abc.ABC):
         ----------
         is_terminal : whether the input is a terminal, which the command then gets.
         """
-        del is_terminal  # only Docker needs options for that
-        return argv
+        return argv  # only Docker needs options for that
 
     def node_check(self, job: Job) -> Argv:
         """Return the argv that checks each node before Slurm starts the container there.

@@ -28,7 +28,7 @@ from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
 
 __all__ = ["Installed", "Registration", "System", "SystemFault", "get_system", "load_systems"]
 
-MODULES: Mapping[str, str] = {
+MODULES = {
     "slurm": "slurm",
     "pbs": "pbs",
     "runai": "runai",
@@ -236,7 +236,7 @@ def array_state(states: Iterable[JobState]) -> JobState:
     An array runs while a task runs, and waits while a task waits. It has failed if all tasks ended and one
     has failed. Without tasks, the state is unknown ("").
     """
-    precedence: tuple[JobState, ...] = ("running", "waiting", "", "failed", "cancelled", "succeeded")
+    precedence = ("running", "waiting", "", "failed", "cancelled", "succeeded")
     return min(states, key=precedence.index, default="")
 
 

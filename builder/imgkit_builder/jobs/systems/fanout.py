@@ -145,7 +145,7 @@ class _Host:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        self.readers: list[threading.Thread] = []
+        self.readers = []
         for stream, is_error in ((self.process.stdout, False), (self.process.stderr, True)):
             reader = threading.Thread(target=self._show, args=(stream, is_error, show), daemon=True)
             reader.start()

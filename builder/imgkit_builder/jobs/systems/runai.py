@@ -170,14 +170,11 @@ def _resource_options(job: Job, *, is_v1: bool) -> Iterator[str]:
         yield from ("--gpu", str(allocation.gpus))
     elif allocation.gpus:  # the option takes a positive number; without it a pod has no GPU
         yield from ("--gpu-devices-request", str(allocation.gpus))
-    cpu_option, memory_option = "--cpu-core-request", "--cpu-memory-request"
-    if is_v1:
-        cpu_option, memory_option = "--cpu", "--memory"
     if allocation.cpus:
-        yield from (cpu_option, str(allocation.cpus))
+        yield from ("--cpu" if is_v1 else "--cpu-core-request", str(allocation.cpus))
     memory = pods.memory_quantity(job)
     if memory:
-        yield from (memory_option, memory)
+        yield from ("--memory" if is_v1 else "--cpu-memory-request", memory)
 
 
 def _submit_command(job: Job, name: str, *, is_v1: bool) -> Argv:

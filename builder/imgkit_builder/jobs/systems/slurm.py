@@ -89,7 +89,7 @@ _WAITING_ROW = re.compile(
 """A row of squeue about a job that waits. The row of a job that runs has nodes in place of ``(REASON)``."""
 _START_TIME = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}")
 """The expected start of a job, without its seconds. Slurm prints ``N/A`` if it has no estimate."""
-REASON_CHANGES: Mapping[str, str] = {
+REASON_CHANGES = {
     "PartitionTimeLimit": "a shorter --time or another --queue",
     "PartitionNodeLimit": "other --nodes or another --queue",
     "QOSMaxWallDurationPerJobLimit": "a shorter --time or another --qos",
@@ -110,7 +110,7 @@ REASON_CHANGES: Mapping[str, str] = {
 
 Slurm's list of reasons is slurm.schedmd.com/job_reason_codes.html.
 """
-REASON_NOTES: Mapping[str, str] = {
+REASON_NOTES = {
     "AssocGrp[A-Za-z]+": "a limit of all jobs of the account together",
     "ReqNodeNotAvail": "scontrol show reservation and sinfo --list-reasons may tell until when",
     "JobHeldUser": "scontrol release {id} lets it start",
