@@ -92,7 +92,7 @@ def bind_entry_points(job: Job, remote_run: Runner | None = None) -> Job:
     if has_entry_points and not chooses_python:
         return job
     _refuse_unusable_python(job, python)
-    return job.with_container(bound=_entry_points(job, python, digest))
+    return job.with_container(bound=_bound_entry_points(job, python, digest))
 
 
 def _unreadable_image_error(job: Job, *, is_remote: bool) -> UsageError:
@@ -130,7 +130,7 @@ def _list_existing(paths: Collection[str], run: Runner) -> Collection[str]:
     return run(("sh", "-c", _PRINT_EXISTING, "sh", *sorted(paths))).output.splitlines()
 
 
-def _entry_points(job: Job, python: PythonReport, digest: str) -> BoundEntryPoints:
+def _bound_entry_points(job: Job, python: PythonReport, digest: str) -> BoundEntryPoints:
     """Return the record of which entry points are bound into the image, and where.
 
     They replace the entry points of an image that has some, and otherwise they are bound into the first

@@ -7,8 +7,8 @@ that the recipe states for its queues and nodes. Nothing is written or run.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 
@@ -431,13 +431,12 @@ def _runtime_problem(recipe: Target, runtime: Runtime, system: System, *, needs_
 def chooses_cpus(request: JobRequest) -> bool:
     """Return whether the user chooses to run on CPUs.
 
-    That is so with ``--gpus 0``, or with ``--device cpu`` in the command.
+    That is so with ``--gpus 0``, or with ``--device cpu`` or ``--device=cpu`` in the command.
     """
     if request.allocation.gpus == 0:
         return True
-    command_line = " ".join(request.launch.command)
-    command_line = command_line.replace("=", " ")  # --device=cpu
-    return re.search(r"(?:^| )--device cpu(?: |$)", command_line) is not None
+    words = " ".join(request.launch.command).replace("=", " ").split(" ")
+    return ("--device", "cpu") in itertools.pairwise(words)
 
 
 def _refuse_amd(job: Job) -> None:
@@ -719,13 +718,13 @@ def _states_memory(recipe: Target, requested: AllocationRequest) -> bool:
 
 def _memory_limit_error(recipe: Target, memory: Memory, limit_MiB: int) -> UsageError:
     """Return the error for a request of more than `limit_MiB` of memory per node."""
-    request = memory.option
+    requested = memory.option
     largest_MiB = limit_MiB
     if memory.gpus:
-        request += f" with {memory.gpus} GPUs is {size_text(memory.node_MiB)}"
-        largest_MiB //= memory.gpus
+        requested = f"{memory.option} with {memory.gpus} GPUs is {size_text(memory.node_MiB)}"
+        largest_MiB = limit_MiB // memory.gpus
     return UsageError(
-        f"{request}, but a node has {size_text(limit_MiB)}",
+        f"{requested}, but a node has {size_text(limit_MiB)}",
         where=recipe.where("system", "node", "memory_GB"),
         hint=f"{memory.flag} {size_text(largest_MiB)} with more --nodes",
     )

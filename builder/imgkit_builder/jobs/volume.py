@@ -99,9 +99,8 @@ def _resolve_pod_job(target: Target, request: JobRequest, remote: Remote, home: 
 def make_run_folder(connection: Connection, store: Store, job: Job) -> None:
     """Make the run folder of `job` on the remote, with the script that starts the job in its pods.
 
-    The script copies the code and starts the command. A job without code needs no script.
-
-    A job that resumes a run uses the folder of that run, which exists, and only gets a new script.
+    The script copies the code and starts the command. A job without code needs no script. If the job resumes
+    a run, its folder exists, and only gets a new script.
 
     Raises
     ------
@@ -110,7 +109,7 @@ def make_run_folder(connection: Connection, store: Store, job: Job) -> None:
     name = PurePosixPath(job.run_folder).name
     values = {
         "folder": store.home,
-        "id": name.removeprefix(f"{job.name}-"),
+        "id": name.removeprefix(f"{job.name}-"),  # "20261128-224000-3f2a"
         "name": name,
         "note": "\n".join(note_lines(job, name)),
         "resumed": "yes" if job.request.resumed else "",

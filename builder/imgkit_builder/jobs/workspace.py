@@ -121,15 +121,15 @@ def parse_listing(output: bytes) -> Listing:
 def _parse_version(fields: str) -> Version:
     """Return the version of a file from the second text of `_FIELDS`.
 
-    ``f 1024 1700000000.5 755 `` -> ``("f", "1024", "1700000000.5", "64")``.
+    ``f 1024 1700000000.5 755 `` -> ``("f", "1024", "1700000000.5", "True")``.
     """
     kind, size, time, mode, target = fields.split(" ", 4)
     if kind == "l":
         return (kind, target)
     if kind == "d":
         return (kind,)
-    # The store has files that nobody may write: of the mode, only whether the owner may execute it counts.
-    is_executable = int(mode, 8) & 0o100
+    # The store has files that nobody may write. So of the mode, only this counts: may the owner execute it?
+    is_executable = bool(int(mode, 8) & 0o100)
     return (kind, size, time, str(is_executable))
 
 

@@ -379,6 +379,7 @@ class Runtime(abc.ABC):
             lines.append(_EXPORT_ENV_FILE.format(file=shlex.quote(container.env_file)))
         if container.bound is not None and container.bound.digest:
             lines.append(self._refuse_changed_image(job, container.bound.digest))
+        # A value of system.env can begin with the job's folder, which only imgkit knows.
         if JOB_FOLDER in site_variables(*variables.values()):
             lines += quoting.export_lines({JOB_FOLDER: str(job.directory)})
         if not self.environment_by_options:

@@ -66,7 +66,7 @@ class Singularity(Runtime):
         """
         sets_variables = job.settings or job.container.names or job.container.env_file
         if job.system == "standalone" and not sets_variables:
-            return
+            return  # without a scheduler, the node sets none either
         for option in self.options(job):
             if _CLEAN_ENVIRONMENT.fullmatch(option):
                 raise _clean_option_error(job, option)

@@ -206,17 +206,16 @@ class System(abc.ABC):
         ----------
         line : a command line for a login shell on a node of the job. It opens a shell in a container like the
             job's.
-        node : the node or pod in which the shell opens. If it is empty, that is the first one.
+        node : the node or pod in which the shell opens. If it is empty, the shell opens in the first one.
 
         Raises
         ------
         UsageError : the system cannot start anything in a running job.
         """
-        raise UsageError(
-            f"{record.system} starts no shell in a running job",
-            where="--job",
-            hint=f"on a node of the job: bash -lc {shlex.quote(line)}" if record.shell_line else None,
-        )
+        hint = None
+        if record.shell_line:
+            hint = f"on a node of the job: bash -lc {shlex.quote(line)}"
+        raise UsageError(f"{record.system} starts no shell in a running job", where="--job", hint=hint)
 
 
 def _no_conversion_error(job: Job) -> UsageError:
@@ -286,11 +285,15 @@ def scheduler_options(job: Job) -> Argv:
 
 
 def recipe_options(job: Job, key: str) -> Argv:
-    """Return the options that the recipe has under `key` of ``system.queue``.
+    """Return the options for the scheduler that the recipe has under ``system.queue``.
+
+    Parameters
+    ----------
+    key : the field with the options, ``options`` or ``chunk``.
 
     Raises
     ------
-    UsageError : an option is not one word; names the recipe's line.
+    UsageError : an option is not one word. The error names the recipe's line.
     """
     options: Argv = getattr(job.recipe.system.queue, key)
     for index, option in enumerate(options):

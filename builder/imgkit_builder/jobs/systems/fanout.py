@@ -116,12 +116,10 @@ def guard_command(command: Argv, sent: SentInput = SentInput()) -> Argv:
     ----------
     sent : what the guard reads first, and passes on to the command.
     """
-    start = _START_COMMAND
-    if sent.secret:
-        start = _START_WITH_INPUT.format(variable=VARIABLE)
-    if sent != SentInput():
-        start = _READ_INPUT_LINES + start
-    return ("sh", "-c", _GUARD.format(kill_s=KILL_S, start=start), "imgkit", *command)
+    read_input = "" if sent == SentInput() else _READ_INPUT_LINES
+    start = _START_WITH_INPUT.format(variable=VARIABLE) if sent.secret else _START_COMMAND
+    script = _GUARD.format(kill_s=KILL_S, start=read_input + start)
+    return ("sh", "-c", script, "imgkit", *command)
 
 
 class _Host:
@@ -326,22 +324,22 @@ SECOND_FACTOR = "Permission denied (keyboard-interactive)"
 
 def ssh_remedy(message: str, host: str) -> str:
     """Return a hint for an ssh to `host` that ended with the error `message`. It has a command to type."""
-    name = shlex.quote(host)
+    quoted_host = shlex.quote(host)
     if "IDENTIFICATION HAS CHANGED" in message:
-        bare = shlex.quote(host.rpartition("@")[2])
+        address = shlex.quote(host.rpartition("@")[2])  # without the user
         return (
             "its key is not the one that this machine knows: ask the site whether it has changed, and only "
-            f"then: ssh-keygen -R {bare}"
+            f"then: ssh-keygen -R {address}"
         )
     if "Host key verification failed" in message:
-        return f"ssh {name} true, and check the key that it shows before you accept it"
+        return f"ssh {quoted_host} true, and check the key that it shows before you accept it"
     if SECOND_FACTOR in message:
-        return f"the key was accepted, the second factor was not: ssh {name} true"
+        return f"the key was accepted, the second factor was not: ssh {quoted_host} true"
     if "Permission denied" in message:
-        return f"ssh-keygen -t ed25519 (once), then ssh-copy-id {name}"
+        return f"ssh-keygen -t ed25519 (once), then ssh-copy-id {quoted_host}"
     if "resolve hostname" in message:
-        return f"correct the name, or add a Host block for {name} to ~/.ssh/config"
-    return f"ssh -v {name} true"
+        return f"correct the name, or add a Host block for {quoted_host} to ~/.ssh/config"
+    return f"ssh -v {quoted_host} true"
 
 
 # Neither part can begin with "-", because ssh and mpirun would take it for an option.

@@ -139,6 +139,7 @@ class Slurm(System):
         if job.is_interactive:
             argv = ("salloc", *_resource_options(job), "bash", "-lc", _interactive_line(job))
             return Script(text=command_line(argv) + "\n", submit=argv, foreground=True)
+        # "--array=1-9" or "-a1-9"
         is_array = any(re.match(r"--array\b|-a", option) for option in scheduler_options(job))
         container = runtime_of(job).argv(job, job.command, forward=PODMAN_FORWARD)
         text = render_template(
