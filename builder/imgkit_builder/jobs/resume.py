@@ -47,9 +47,9 @@ def to_json(recipe: str | Path, request: JobRequest, base: str, *, remote: str) 
     base : the base image that replaces the recipe's, or "".
     remote : the remote on which the job is submitted, or "" for this machine.
     """
-    recipe_file = Path(recipe)
-    if recipe_file.is_file():
-        recipe = recipe_file.absolute()
+    recipe_text = str(recipe)
+    if Path(recipe).is_file():
+        recipe_text = str(Path(recipe).absolute())
     changes: dict[str, Any] = {}
     if request.container.code is not None:
         changes["code"] = request.container.code.absolute()
@@ -62,7 +62,7 @@ def to_json(recipe: str | Path, request: JobRequest, base: str, *, remote: str) 
             changes["image"] = str(image.absolute())
     recorded = request.changed(**changes, system_flags=(), resumed=None)
     data = {
-        "recipe": str(recipe),
+        "recipe": recipe_text,
         "base": base,
         "request": dataclasses.asdict(recorded),
         "system_flags": {type(flags).__name__: dataclasses.asdict(flags) for flags in request.system_flags},

@@ -338,6 +338,7 @@ def _prepare_resumed_folder(
     resumed: ResumedRun, code: CodeFolder | None, job: Job, transport: Transport
 ) -> None:
     """Bring today's code into the folder of a run, and remove files that would keep the run from starting.
+
     The links to data are replaced by links to today's data. The file ``stop`` of a person and the result of
     the run are removed.
 

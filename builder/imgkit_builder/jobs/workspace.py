@@ -151,10 +151,9 @@ def plan_update(listing: Listing) -> Update:
         if today in (sent, current):  # the user has not changed the file, or the copy has the change already
             continue
         is_changed_by_run = current != sent
-        if is_changed_by_run and today is not None:
-            conflicts.append(name)
-        elif is_changed_by_run:
-            continue
+        if is_changed_by_run:
+            if today is not None:
+                conflicts.append(name)
         elif today is None:
             removed.append(name)
         else:
