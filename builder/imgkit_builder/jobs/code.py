@@ -324,7 +324,7 @@ def left_out_notice(code: CodeFolder, image: Path | None) -> str:
     image_names: frozenset[str] = frozenset()
     if image is not None and code.left_out:
         image_names = _names_in_image(image)
-    names: list[str] = []
+    names = []
     folders: list[str] = []
     for name in code.left_out:
         if f"{WORKSPACE}/{name.rstrip('/')}" in image_names or _looks_like_data(code.folder, name):
@@ -471,7 +471,7 @@ def _list_git_files(folder: Path) -> Collection[str] | None:
         output = b"".join(process.filter_through(argv, []))
     except (ToolMissing, ToolFailed):
         return None
-    names: list[str] = []
+    names = []
     for path_bytes in output.split(b"\0"):
         name = os.fsdecode(path_bytes).rstrip("/")
         if not name:  # after the last null byte

@@ -52,7 +52,7 @@ class CodeTree:
         self.files = {file.name: file for file in code_files}
         """The entries of the code, by their names. A folder comes before its content."""
         self.size_bytes = sum(file.size_bytes for file in self.files.values())
-        self._digests: dict[str, str] = {}
+        self._digests = {}
         read_bytes = 0
         # The 1 is the version of what is hashed: one line of fields for each entry, as below.
         tree_digest = hashlib.sha256(b"imgkit code 1\n")

@@ -215,7 +215,7 @@ def mount_points(request: JobRequest, entries: Iterable[CodeFile]) -> Iterator[C
     ------
     UsageError : the code has a file where data is mounted.
     """
-    kinds: dict[str, str] = {entry.name: entry.kind for entry in entries}
+    kinds = {entry.name: entry.kind for entry in entries}
     for data_spec in spec.parse_all(request.container.data):
         if not is_in_code(data_spec.target):
             continue

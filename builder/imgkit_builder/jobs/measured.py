@@ -125,8 +125,6 @@ def read_bandwidths(folder: Path) -> tuple[Bandwidth, ...]:
     """
     try:
         verdict = json_text.load(folder / BENCH)["verdict"]
-        bandwidths: tuple[Bandwidth, ...]
-        bandwidths = json_text.build_value(tuple[Bandwidth, ...], verdict["busbw"], "busbw")
+        return tuple(json_text.build_value(tuple[Bandwidth, ...], verdict["busbw"], "busbw"))
     except (OSError, ValueError, TypeError, KeyError):
         return ()
-    return bandwidths

@@ -435,8 +435,8 @@ def chooses_cpus(request: JobRequest) -> bool:
     """
     if request.allocation.gpus == 0:
         return True
-    words = " ".join(request.launch.command).replace("=", " ").split(" ")
-    return ("--device", "cpu") in itertools.pairwise(words)
+    arguments = " ".join(request.launch.command).replace("=", " ").split(" ")
+    return ("--device", "cpu") in itertools.pairwise(arguments)
 
 
 def _refuse_amd(job: Job) -> None:
@@ -763,7 +763,7 @@ def _refuse_long_job(recipe: Target, name: str, time_s: int) -> None:
     if time_s <= quoting.parse_time_limit(limits[name], where=where):
         return
     queues = "another queue"
-    other_limits = [f"{other} {limit}" for other, limit in limits.items() if other != name]
+    other_limits = [f"{queue} {limit}" for queue, limit in limits.items() if queue != name]
     if other_limits:
         queues = f"another queue ({', '.join(other_limits)})"
     raise UsageError(

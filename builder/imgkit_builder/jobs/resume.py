@@ -170,8 +170,8 @@ def refuse_unended(record: SubmittedJob, run: Runner, run_on_files: Runner, *, h
     """
     latest = None
     for job_record in records.list_records_of_run(record):
-        ended = _save_end(job_record, run)
-        latest = latest or ended  # of the job that used the run folder last, which comes first
+        saved_record = _save_end(job_record, run)
+        latest = latest or saved_record  # the job that used the run folder last comes first
     if latest is None or latest.state != "succeeded":
         return
     stop_file = latest.job.run_folder / stop_protocol.BY_PERSON

@@ -347,11 +347,11 @@ def _metrics_figures(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]
     They are the mean rate, the means of GPU use and MFU, and the largest memory: the step that needs most
     decides whether the run fits.
     """
-    values: dict[str, list[float]] = collections.defaultdict(list)
+    values = collections.defaultdict[str, list[float]](list)
     for line in metrics:
         for name, value in line.items():
             values[name].append(value)
-    figures: dict[str, float] = {}
+    figures = {}
     rate = mean_rate(metrics)
     if rate:
         figures["samples_per_s"] = rate

@@ -400,8 +400,16 @@ OPTIONAL = ("account", "queue", "qos", "time", "cpus", "mem", "mem-per-gpu", "st
 """Flags that all jobs accept, but that mean nothing on some systems."""
 
 _OWN_NAMES = (
-    *("--on", "--base", "--detach", "--dry-run", "--verbose", "-v", "--trust-folder", "--json"),
-    *("--help", "-h"),
+    "--on",
+    "--base",
+    "--detach",
+    "--dry-run",
+    "--verbose",
+    "-v",
+    "--trust-folder",
+    "--json",
+    "--help",
+    "-h",
 )
 """Flags of ``imgkit run`` itself, which `cli` declares. A plug-in cannot have flags of the same name."""
 
@@ -439,7 +447,7 @@ def get_system(name: str) -> System:
 
 def load_systems() -> Installed:
     """Load all systems. Return them with the errors of the plug-ins that imgkit leaves out."""
-    systems: dict[str, System] = {name: get_system(name) for name in registry.SHIPPED}
+    systems = {name: get_system(name) for name in registry.SHIPPED}
     errors = list(registry.refused_plugins())
     for name in registry.plugin_names():
         try:

@@ -202,15 +202,11 @@ def _mpirun_argv(job: Job) -> Argv:
 
 def _mpirun_options(job: Job) -> Argv:
     """Return the options of mpirun: the hosts, the user's variables, and what the recipe and the user add."""
-    options: list[str] = []
-    flags = job.flags(MpiFlags)
-    if flags.mpi_start == "ranks":
+    hosts = list(_hosts(job))
+    if job.flags(MpiFlags).mpi_start == "ranks":
         # "node1:4,node2:4": mpirun fills the slots of a host before it starts ranks on the next one.
-        slots = [f"{host}:{_processes_per_node(job)}" for host in flags.names]
-    else:
-        slots = list(flags.names)
-    if slots:
-        options += ("-H", ",".join(slots))
+        hosts = [f"{host}:{_processes_per_node(job)}" for host in hosts]
+    options = ["-H", ",".join(hosts)] if hosts else []
     if not runtime_of(job).has_container:
         # ssh sets another PATH on the other hosts, without the virtual environment.
         options += ("-x", "PATH")
