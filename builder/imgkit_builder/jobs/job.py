@@ -187,8 +187,8 @@ class Job:
 
     def with_system_facts(self, **values: Any) -> Job:
         """Return this job with other values under ``system`` of its recipe, for example another ``queue``."""
-        facts = dataclasses.replace(self.recipe.system, **values)
-        return dataclasses.replace(self, recipe=dataclasses.replace(self.recipe, system=facts))
+        system_facts = dataclasses.replace(self.recipe.system, **values)
+        return dataclasses.replace(self, recipe=dataclasses.replace(self.recipe, system=system_facts))
 
     def flags(self, kind: type[Flags]) -> Flags:
         """Return the values of the flags that only the job's system has.

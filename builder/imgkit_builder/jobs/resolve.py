@@ -136,8 +136,8 @@ def _with_sif_queue(recipe: Target, system: System) -> Target:
     sif_queue = dataclasses.replace(
         queue, name=names.get("name", ""), qos=names.get("qos", ""), options=options
     )
-    facts = dataclasses.replace(recipe.system, queue=sif_queue)
-    return dataclasses.replace(recipe, system=facts, positions=positions)
+    system_facts = dataclasses.replace(recipe.system, queue=sif_queue)
+    return dataclasses.replace(recipe, system=system_facts, positions=positions)
 
 
 def _parse_sif_options(
@@ -213,18 +213,18 @@ def _unlisted_queue_warnings(recipe: Target, queue: str) -> Iterator[str]:
     ------
     UsageError : the system does not list the queue, and its list is complete.
     """
-    facts = recipe.system
-    default_queue = facts.queue.name
-    listed = {default_queue, *facts.partitions, *facts.queue.limits} - {""}
+    system_facts = recipe.system
+    default_queue = system_facts.queue.name
+    listed = {default_queue, *system_facts.partitions, *system_facts.queue.limits} - {""}
     if not queue or queue in listed:
         return
-    if facts.partition_list == "complete":
+    if system_facts.partition_list == "complete":
         raise UsageError(
             f"--queue {queue}, but {recipe.title} has no such queue",
             where=recipe.where("system", "partition_list"),
             hint=allowed_hint(queue, listed),
         )
-    if facts.partitions or default_queue in facts.queue.limits:
+    if system_facts.partitions or default_queue in system_facts.queue.limits:
         names = ", ".join(sorted(listed))
         yield (
             f"--queue {queue}: {recipe.title} lists only {names}; the job is written for the nodes of "
@@ -529,13 +529,13 @@ def _worker_settings(job: Job, system: System) -> dict[str, str]:
 
 def _library_settings(job: Job) -> dict[str, str]:
     """Return the variables for the host's libraries and the CUDA compatibility package in a container."""
-    facts, runtime = job.recipe.system, runtime_of(job)
+    system_facts, runtime = job.recipe.system, runtime_of(job)
     settings = {}
-    if facts.fabric.host_libs == "auto" and runtime.mounts_folders:
-        settings[HOST_LIBS] = ":".join(("auto", *facts.runtime.host_libs))
+    if system_facts.fabric.host_libs == "auto" and runtime.mounts_folders:
+        settings[HOST_LIBS] = ":".join(("auto", *system_facts.runtime.host_libs))
     # "major" is the node agent's default, which it uses in an image that imgkit did not build, too.
-    if facts.runtime.cuda_compat != "major" and runtime.has_container:
-        settings[CUDA_COMPAT] = facts.runtime.cuda_compat
+    if system_facts.runtime.cuda_compat != "major" and runtime.has_container:
+        settings[CUDA_COMPAT] = system_facts.runtime.cuda_compat
     return settings
 
 

@@ -120,17 +120,17 @@ class Runtime(abc.ABC):
     # The image
 
     @abc.abstractmethod
-    def image(self, text: str, recipe: str, directory: Path) -> str:
-        """Return the path or the name of the image that `text` means, the value of ``--image``.
+    def image(self, reference: str, recipe_name: str, directory: Path) -> str:
+        """Return the path or the name of the image that `reference` means, the value of ``--image``.
 
         Parameters
         ----------
-        recipe : name of the recipe, which is part of the default.
+        recipe_name : name of the recipe, which is part of the default.
         directory : folder of the job.
 
         Raises
         ------
-        UsageError : the runtime cannot start such an image, or needs an image and `text` is empty.
+        UsageError : the runtime cannot start such an image, or needs an image and `reference` is empty.
         """
 
     def is_foreign(self, job: Job) -> bool:
@@ -407,15 +407,15 @@ class Runtime(abc.ABC):
         and leaves out what does not fit the node. All other commands get the variables that the user does
         not set.
         """
-        facts = job.recipe.system
+        system_facts = job.recipe.system
         overridden = user_variables(job.container)
-        partition = facts.partitions.get(job.allocation.queue)
+        partition = system_facts.partitions.get(job.allocation.queue)
         if partition is not None and partition.interfaces:
             # The nodes of this partition have other interfaces than system.env names.
             overridden |= {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
         reads_env_in_image = self.has_container and job.runs_entry_point
         variables = {}
-        for name, value in facts.env.items():
+        for name, value in system_facts.env.items():
             if name in overridden:
                 continue
             if name == VISIBLE_GPUS:
@@ -474,9 +474,9 @@ fi"""
         With ``fabric.host_libs: auto`` the node agent chooses among the libraries, so the host's folders are
         mounted below `HOST`. Otherwise the folders of the recipe are mounted at their own paths.
         """
-        facts = job.recipe.system
-        libraries = facts.runtime.host_libs
-        if facts.fabric.host_libs == "auto":
+        system_facts = job.recipe.system
+        libraries = system_facts.runtime.host_libs
+        if system_facts.fabric.host_libs == "auto":
             other_folders = [folder for folder in libraries if not folder.startswith(_BELOW_HOST_FOLDERS)]
             for folder in (*HOST_FOLDERS, *other_folders):
                 yield f"{folder}:{HOST}{folder}:ro"
@@ -488,10 +488,10 @@ fi"""
 
     def listed_libraries(self, job: Job) -> tuple[str, ...]:
         """Return the recipe's folders of libraries, unless the node agent chooses among them."""
-        facts = job.recipe.system
-        if facts.fabric.host_libs == "auto" and self.has_container:
+        system_facts = job.recipe.system
+        if system_facts.fabric.host_libs == "auto" and self.has_container:
             return ()
-        return facts.runtime.host_libs
+        return system_facts.runtime.host_libs
 
     # Inspecting an image that imgkit did not build
 

@@ -42,9 +42,9 @@ class Docker(Runtime):
     )
     environment_by_options = True
 
-    def image(self, text: str, recipe: str, directory: Path) -> str:
+    def image(self, reference: str, recipe_name: str, directory: Path) -> str:
         """Return the name of the image. By default, it is the recipe's image ``RECIPE:latest``."""
-        return check_reference(text) or f"{recipe}:latest"
+        return check_reference(reference) or f"{recipe_name}:latest"
 
     def is_foreign(self, job: Job) -> bool:
         """Return whether the user names an image or chooses a Python in it. The default image is imgkit's."""

@@ -25,11 +25,11 @@ class Host(Runtime):
     without_mounts = "leave it out"
     opens_shells = True
 
-    def image(self, text: str, recipe: str, directory: Path) -> str:
+    def image(self, reference: str, recipe_name: str, directory: Path) -> str:
         """Return the path of the virtual environment. It is empty for the node's own Python."""
-        if not text:
+        if not reference:
             return ""
-        return str(directory / text)
+        return str(directory / reference)
 
     def check(self, job: Job) -> None:
         """Raise UsageError if the job requests something that needs a container."""

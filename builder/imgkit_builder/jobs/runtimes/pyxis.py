@@ -79,27 +79,27 @@ class Pyxis(Runtime):
     kind = "pyxis"
     image_suffix = ".sqsh"
 
-    def image(self, text: str, recipe: str, directory: Path) -> str:
+    def image(self, reference: str, recipe_name: str, directory: Path) -> str:
         """Return the image in the form that pyxis takes: the path of a .sqsh, or ``[REGISTRY#]NAME[:TAG]``.
 
-        If `text` is empty, the image is the recipe's .sqsh in the job's `directory`.
+        If `reference` is empty, the image is the recipe's .sqsh in the job's `directory`.
 
         Raises
         ------
-        UsageError : pyxis would start another image than the user means, or `text` names no image.
+        UsageError : pyxis would start another image than the user means, or `reference` names no image.
         """
-        if text.endswith(".sif"):
+        if reference.endswith(".sif"):
             hint = "imgkit sif IMAGE -o NAME.sqsh"
-            raise UsageError("pyxis does not start a .sif", where=f"--image {text}", hint=hint)
-        if not text:
-            return str(directory / f"{recipe}.sqsh")
-        if _is_file(text):
-            return str(directory / text)
-        _check_registry(text)
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._@:/#+-]*", text):
+            raise UsageError("pyxis does not start a .sif", where=f"--image {reference}", hint=hint)
+        if not reference:
+            return str(directory / f"{recipe_name}.sqsh")
+        if _is_file(reference):
+            return str(directory / reference)
+        _check_registry(reference)
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._@:/#+-]*", reference):
             hint = "REGISTRY#NAME:TAG, or a .sqsh"
-            raise UsageError(f"{text!r} is not an image", where="--image", hint=hint)
-        return text
+            raise UsageError(f"{reference!r} is not an image", where="--image", hint=hint)
+        return reference
 
     def check(self, job: Job) -> None:
         """Check that pyxis can run the job.

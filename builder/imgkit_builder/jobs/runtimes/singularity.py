@@ -40,9 +40,9 @@ class Singularity(Runtime):
     options_index = 3  # singularity --quiet exec OPTIONS
     opens_shells = True
 
-    def image(self, text: str, recipe: str, directory: Path) -> str:
-        """Return the path of the image. If `text` is empty, that is the recipe's .sif in `directory`."""
-        return str(directory / (text or f"{recipe}.sif"))
+    def image(self, reference: str, recipe_name: str, directory: Path) -> str:
+        """Return the path of the image. If `reference` is empty, that is the recipe's .sif in `directory`."""
+        return str(directory / (reference or f"{recipe_name}.sif"))
 
     def _lacks_manifest(self, path: Path) -> bool:
         """Return whether `path` is an image file or a sandbox on this machine that has no imgkit manifest."""
