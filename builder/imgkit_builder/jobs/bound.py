@@ -293,7 +293,7 @@ def _read_cache(file: Path) -> PythonReport | None:
         if files.foreign_file_reason(file):
             return None
         fields = json_text.load(file)
-        python: PythonReport = json_text.build_value(PythonReport, fields, "it", closed=True)
+        python: PythonReport = json_text.build_value(PythonReport, fields, "python", closed=True)
     except (OSError, ValueError, TypeError):
         return None
     return python

@@ -663,8 +663,8 @@ def _memory_per_node(recipe: Target, requested: AllocationRequest, gpus: int) ->
     if memory is None:
         return None
     node_GB = recipe.system.node.memory_GB
-    if node_GB is not None and memory.node_MiB > node_GB << 10:
-        raise _memory_limit_error(recipe, memory, node_GB << 10)
+    if node_GB is not None and memory.node_MiB > node_GB * 1024:
+        raise _memory_limit_error(recipe, memory, node_GB * 1024)
     return memory
 
 
@@ -698,9 +698,9 @@ def _default_memory(node: Node, gpus: int) -> Memory | None:
     The memory per GPU takes precedence in a job with GPUs.
     """
     if gpus and node.memory_per_gpu_GB:
-        return Memory(size_MiB=node.memory_per_gpu_GB << 10, gpus=gpus)
+        return Memory(size_MiB=node.memory_per_gpu_GB * 1024, gpus=gpus)
     if node.default_memory_GB:
-        return Memory(size_MiB=node.default_memory_GB << 10)
+        return Memory(size_MiB=node.default_memory_GB * 1024)
     return None
 
 

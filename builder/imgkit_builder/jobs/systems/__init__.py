@@ -486,7 +486,7 @@ def _refuse_taken_flags(name: str, plugin: System, systems: Iterable[System]) ->
     ``imgkit run`` has the flags of all systems, so no two of them can have the same name.
     """
     try:
-        plugin.flags()
+        plugin.flags()  # raises if a flag has no default
         flag_names = _flag_names(plugin.flags)
     except Exception as error:  # whatever the plug-in's own code raises
         raise _plugin_error(name, f"declares flags that cannot be read: {error}", "") from None
