@@ -46,7 +46,9 @@ LARGE_BYTES = 100 * 10**6
 MANY_FILES = 10_000
 # 1 MB. A larger file or folder that stays out of the code is probably data that the program reads.
 _DATA_BYTES = 10**6
-# Number of folders of data that one message names, so that it stays readable.
+# A part of the code with at most so many files is not what makes the code large.
+_FEW_FILES = 100
+# Number of files and folders that one message names, so that it stays readable.
 _MAX_NAMES = 3
 # Number of files that look secret which one error names.
 _MAX_SECRET_FILES = 5
@@ -327,7 +329,8 @@ def left_out_notice(code: CodeFolder, image: Path | None) -> str:
     names = []
     folders: list[str] = []
     for name in code.left_out:
-        if f"{WORKSPACE}/{name.rstrip('/')}" in image_names or _looks_like_data(code.folder, name):
+        path_in_image = f"{WORKSPACE}/{name.rstrip('/')}"
+        if path_in_image in image_names or _looks_like_data(code.folder, name):
             names.append(name)
             folder = posixpath.dirname(name) or name
             if folder not in folders:
@@ -516,10 +519,12 @@ def _refuse_large(folder: Path, entries: Sequence[CodeFile]) -> None:
         if entry.kind == "file":
             counts[top_name] += 1
     if sizes.total() > LARGE_BYTES:
-        largest = [f"{name} {size_text(size)}" for name, size in sizes.most_common(3) if size > _DATA_BYTES]
+        parts = sizes.most_common(_MAX_NAMES)
+        largest = [f"{name} {size_text(size)}" for name, size in parts if size > _DATA_BYTES]
         raise _large_code_error(folder, size_text(sizes.total()), largest)
     if counts.total() > MANY_FILES:
-        fullest = [f"{name} {count:,}" for name, count in counts.most_common(3) if count > 100]
+        parts = counts.most_common(_MAX_NAMES)
+        fullest = [f"{name} {count:,}" for name, count in parts if count > _FEW_FILES]
         raise _large_code_error(folder, f"{counts.total():,} files", fullest)
 
 

@@ -102,7 +102,7 @@ def _select_workdir(recipe: Target, requested: ContainerRequest) -> str:
     if requested.workdir == ".":  # overrides the folder that the recipe states
         return ""
     if requested.workdir:
-        for message, hint in rules.image_path(requested.workdir):
+        for message, hint in rules.image_path(requested.workdir):  # the first problem is raised
             raise UsageError(message, where="--workdir", hint=f"{hint}; .: the job's folder")
         return requested.workdir
     if requested.code is not None:
@@ -232,7 +232,7 @@ def _all_mounts(job: Job, secret_file: str) -> tuple[str, ...]:
     """
     requested = job.request.container.binds
     for bind in requested:
-        for message, hint in (*rules.printable_text(bind), *rules.bind_mount(bind)):
+        for message, hint in (*rules.printable_text(bind), *rules.bind_mount(bind)):  # the first is raised
             raise UsageError(message, where="--bind", hint=hint)
     binds = (*job.recipe.system.runtime.binds, *requested)
     if job.request.container.code is not None:

@@ -298,7 +298,7 @@ class Runtime(abc.ABC):
         if not self.opens_shells:
             return ""
         shell_job = dataclasses.replace(job, command=())
-        shell = " ".join(map(quoting.quote, self.shell(job)))
+        shell = " ".join(map(quoting.quote, self.shell(shell_job)))
         return " && ".join((*self.environment_lines(shell_job), f"exec {shell}"))
 
     def with_options(self, argv: Argv, options: Argv) -> Argv:
