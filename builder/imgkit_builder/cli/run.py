@@ -351,14 +351,14 @@ def _with_bound_entry_points(prepared: PreparedJob) -> PreparedJob:
     """
     from imgkit_builder.jobs import submit
     from imgkit_builder.jobs.runtimes import runtime_of
-    from imgkit_builder.jobs.transport import Local
+    from imgkit_builder.jobs.transport import Transport
 
     job = prepared.job
     arch_error = runtime_of(job).arch_error(job)
     if arch_error:  # the submission raises it
         warning = f"{job.container.image}: {arch_error.what}"
         prepared = dataclasses.replace(prepared, job=job.with_warning(warning))
-    return submit.bind_entry_points(prepared, Local())
+    return submit.bind_entry_points(prepared, Transport())
 
 
 def _no_scheduler_hint(recipe: str) -> str:

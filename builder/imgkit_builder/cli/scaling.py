@@ -30,7 +30,6 @@ from imgkit_entrypoints.errors import EXIT_NO, UsageError
 if TYPE_CHECKING:
     from imgkit_builder.jobs.prepared import PreparedJob
     from imgkit_builder.jobs.remote.config import Remote
-    from imgkit_builder.jobs.transport import Transport
 
 COMMAND_CLASSES = {"scaling": JobCommand}
 
@@ -71,12 +70,12 @@ def verb_scaling(
     """
     from imgkit_builder.base.process import INTERRUPTED
     from imgkit_builder.jobs import handle, scaling
-    from imgkit_builder.jobs.transport import Local
+    from imgkit_builder.jobs.transport import Transport
 
     options = dataclasses.replace(options, recipe=recipe)
     flags = request.changed(command=context.meta[COMMAND])
     planned: list[PreparedJob] = []
-    transport: Transport = Local()
+    transport = Transport()
     if folder is not None:
         _refuse_with_continue(nodes, options, flags)
         scaling.load_report(folder)  # a folder without a report is refused before anything is printed

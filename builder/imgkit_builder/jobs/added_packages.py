@@ -33,13 +33,29 @@ def with_packages(job: Job) -> Job:
     UsageError : the runtime cannot mount a squashfs or the path of a file, or a file does not fit the image.
     """
     requested = job.request.container
-    paths = [str(job.directory / path) for path in requested.packages]
-    if not paths and requested.requirements:
-        paths = [str(job.directory / file_name(job.container.image, requested.requirements))]
-    if not paths:
+    if requested.packages:
+        where, files = "--packages", requested.packages
+    elif requested.requirements:
+        where, files = "packages", (file_name(job.container.image, requested.requirements),)
+    else:
         return job
+    paths = tuple(str(job.directory / file) for file in files)
+    _refuse_unmountable(job, paths, where)
+    job = job.with_container(packages=paths)
+    # On a remote, the image and the files may be on that machine only: then they are checked there.
+    if requested.packages and all(Path(path).exists() for path in (*paths, job.container.image)):
+        _refuse_unfit(job)
+    return job
+
+
+def _refuse_unmountable(job: Job, paths: Sequence[str], where: str) -> None:
+    """Raise UsageError if the job's runtime cannot mount the files with packages at `paths`.
+
+    Parameters
+    ----------
+    where : the flag or the key of imgkit.toml that requests the packages. Messages name it.
+    """
     runtime = runtime_of(job)
-    where = "--packages" if requested.packages else "packages"
     if not runtime.squashfs_options:
         raise UsageError(
             f"{runtime.kind} mounts no squashfs, and packages are in one",
@@ -50,17 +66,12 @@ def with_packages(job: Job) -> Job:
         if not record.safe_name(path):
             hint = "rename it: no colons, commas and quotes"
             raise UsageError(f"{path} cannot be mounted", where=where, hint=hint)
-    job = job.with_container(packages=tuple(paths))
-    # On a remote, the image and the files may be on that machine only: then they are checked there.
-    if requested.packages and all(Path(path).exists() for path in (*paths, job.container.image)):
-        _check(job)
-    return job
 
 
 def file_name(image_path: str, requirements: Sequence[str], image_digest: str = "") -> str:
     """Return the name of the file with these packages, for example ``pytorch+3f2a91c0.sqsh``.
 
-    The name is that of the image and a digest of the packages, so other packages are in another file.
+    It consists of the image's name and a digest of the packages, so that other packages get another file.
 
     Parameters
     ----------
@@ -86,13 +97,12 @@ def make_ready(job: Job, report: Reporter) -> None:
         request = AddRequest(
             requirements=requested.requirements, image=Path(job.container.image), output=path
         )
-        added = add.add(request, report)
-        if not added.up_to_date:
+        if not add.add(request, report).up_to_date:
             report.note(f"packages: {path}")
-    _check(job)
+    _refuse_unfit(job)
 
 
-def _check(job: Job) -> None:
+def _refuse_unfit(job: Job) -> None:
     """Raise UsageError if a file of packages is missing, or does not fit the image or the command."""
     records = record.refuse_unfit_files(job.container.packages, Path(job.container.image))
     refuse_unseen(job, records)
@@ -109,11 +119,14 @@ def refuse_unseen(job: Job, records: Sequence[PackagesRecord]) -> None:
     """
     if job.command[:1] != ("dist-train",):
         return
-    modules = {module for stored in records for module in stored.modules}
+    packages: set[str] = set()
+    for packages_record in records:
+        packages.update(packages_record.modules)
     for argument in job.command[1:]:
-        module, colon, _ = argument.rpartition("=")[2].partition(":")  # --model=PACKAGE.MODULE:FUNCTION
+        value = argument.rpartition("=")[2]  # of "--model=PACKAGE.MODULE:FUNCTION"
+        module, colon, _ = value.partition(":")
         package = module.partition(".")[0]
-        if colon and package in modules:
+        if colon and package in packages:
             raise UsageError(
                 f"dist-train does not see {package}: its Python ignores PYTHONPATH, the way to packages",
                 where="COMMAND",

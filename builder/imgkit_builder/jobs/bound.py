@@ -15,7 +15,7 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from imgkit_builder.base import files, process
@@ -40,6 +40,9 @@ FOLDER = "imgkit-entrypoints"
 _CHOOSE_PYTHON_HINT = "choose one: --python PATH of the image, or --activate 'COMMAND' that puts one on PATH"
 _CHOOSE_OTHER_HINT = _CHOOSE_PYTHON_HINT.replace("one", "another", 1)
 
+# Shell text that prints its arguments, one a line, except for paths that do not exist.
+_PRINT_EXISTING = 'for path; do if [ -e "$path" ]; then printf "%s\\n" "$path"; fi; done'
+
 # What `Runtime.image_digest` returns for an image that is a folder. Nothing short stands for the content of
 # a folder, so the probe of such an image is not cached.
 _NO_DIGEST = "folder"
@@ -53,7 +56,7 @@ _PROBE_MESSAGE = "no program "
 _IRRELEVANT_LINES = ("imgkit: the command of --activate", "module load ")
 
 
-def bind_entry_points(job: Job, run: Runner | None = None) -> Job:
+def bind_entry_points(job: Job, remote_run: Runner | None = None) -> Job:
     """Return `job` with imgkit's entry points bound into its image, or unchanged if the image has its own.
 
     A job that runs no ``dist-*`` command needs no entry points. The job is also returned unchanged if this
@@ -62,7 +65,7 @@ def bind_entry_points(job: Job, run: Runner | None = None) -> Job:
 
     Parameters
     ----------
-    run : runs a command on the remote that takes the job. Without it, commands run on this machine.
+    remote_run : runs a command on the remote that takes the job. Without it, commands run on this machine.
 
     Raises
     ------
@@ -71,64 +74,63 @@ def bind_entry_points(job: Job, run: Runner | None = None) -> Job:
     ToolMissing : the container runtime is not installed on this machine.
     """
     _refuse_python_flags(job)
-    python_flag = job.request.container.python_flag
-    is_remote = run is not None
     if not job.runs_entry_point:
         return job
+    is_remote = remote_run is not None
     # Whether imgkit built an image on a remote is known only after the probe.
     if not is_remote and not runtime_of(job).is_foreign(job):
         return job
-    runner = run or _run_here
-    digest = runtime_of(job).image_digest(job, runner)
+    run = remote_run or _run_here
+    chooses_python = job.request.container.python_flag != ""
+    digest = runtime_of(job).image_digest(job, run)
     if not digest:  # the image does not exist on that machine, or cannot be read
-        if not is_remote and not python_flag:
-            return job
-        raise _unreadable_image_error(job, is_remote=is_remote)
-    python = _inspect_python(_with_present_mounts(job, runner), digest, runner)
-    has_entry_points = python.built and bool(python.entry_points)
-    if has_entry_points and not python_flag:
+        if is_remote or chooses_python:
+            raise _unreadable_image_error(job, is_remote=is_remote)
+        return job
+    python = _inspect_python(_without_missing_paths(job, run), digest, run)
+    has_entry_points = python.built and python.entry_points != ""
+    if has_entry_points and not chooses_python:
         return job
     _refuse_unusable_python(job, python)
-    return job.with_container(bound=_entry_points(job, python, digest))
+    return job.with_container(bound=_bound_entry_points(job, python, digest))
 
 
 def _unreadable_image_error(job: Job, *, is_remote: bool) -> UsageError:
     """Return the error for an image that is not on this machine, or not on the remote."""
-    where, hint = "here", "submit where the image is"
     if is_remote:
-        where, hint = "on the remote", "the absolute path of an image there"
+        machine, hint = "on the remote", "the absolute path of an image there"
+    else:
+        machine, hint = "here", "submit where the image is"
     return UsageError(
-        f"{job.container.image} does not exist or cannot be read {where}, so imgkit cannot look into it",
+        f"{job.container.image} does not exist or cannot be read {machine}, so imgkit cannot look into it",
         where="--image",
         hint=hint,
     )
 
 
-def _with_present_mounts(job: Job, run: Runner) -> Job:
+def _without_missing_paths(job: Job, run: Runner) -> Job:
     """Return `job` without the mounts and libraries that the machine of `run` lacks.
 
     A runtime refuses to mount a folder that does not exist, and some folders exist on the nodes only.
     """
+    runtime = job.recipe.system.runtime
     mounts = job.container.binds
-    facts = job.recipe.system
-    paths = {*facts.runtime.host_libs, *(_mount_source(mount) for mount in mounts)}
+    sources = [mount.partition(":")[0] for mount in mounts]
+    existing = _list_existing({*runtime.host_libs, *sources}, run)
+    libraries = tuple(folder for folder in runtime.host_libs if folder in existing)
+    job = job.with_system_facts(runtime=dataclasses.replace(runtime, host_libs=libraries))
+    present_mounts = [mount for mount, source in zip(mounts, sources, strict=True) if source in existing]
+    return job.with_container(binds=tuple(present_mounts))
+
+
+def _list_existing(paths: Collection[str], run: Runner) -> Collection[str]:
+    """Return `paths` without those that do not exist on the machine on which `run` runs commands."""
     if not paths:
-        return job
-    check = 'for path; do if [ -e "$path" ]; then printf "%s\\n" "$path"; fi; done'
-    present = run(("sh", "-c", check, "sh", *sorted(paths))).output.splitlines()
-    libraries = [folder for folder in facts.runtime.host_libs if folder in present]
-    runtime = dataclasses.replace(facts.runtime, host_libs=tuple(libraries))
-    recipe = dataclasses.replace(job.recipe, system=dataclasses.replace(facts, runtime=runtime))
-    present_mounts = [mount for mount in mounts if _mount_source(mount) in present]
-    return dataclasses.replace(job, recipe=recipe).with_container(binds=tuple(present_mounts))
+        return ()
+    return run(("sh", "-c", _PRINT_EXISTING, "sh", *sorted(paths))).output.splitlines()
 
 
-def _mount_source(mount: str) -> str:
-    """Return the path on the node of a mount: ``/data:/mnt:ro`` -> ``/data``."""
-    return mount.partition(":")[0]
-
-
-def _entry_points(job: Job, python: PythonReport, digest: str) -> BoundEntryPoints:
+def _bound_entry_points(job: Job, python: PythonReport, digest: str) -> BoundEntryPoints:
     """Return the record of which entry points are bound into the image, and where.
 
     They replace the entry points of an image that has some, and otherwise they are bound into the first
@@ -156,13 +158,11 @@ def bound_files(job: Job) -> tuple[tuple[str, bytes], ...]:
     These are the files of the package, ``system.json`` with the job's system, and a ``.gitignore``.
     """
     system_json = system.to_json(job.recipe.system).encode()
-    # The folder lies in the job's folder, which often is the user's repository: this keeps it out of git and
-    # out of `--code`.
-    gitignore = b"*\n"
     return (
         *wheel.entrypoints_files(),
         (system.SYSTEM_JSON.name, system_json),
-        (".gitignore", gitignore),
+        # The job's folder is often the user's repository: this keeps the files out of git and of `--code`.
+        (".gitignore", b"*\n"),
     )
 
 
@@ -225,9 +225,9 @@ def _refuse_python_flags(job: Job) -> None:
     if container.python and not job.runs_entry_point:
         message = "--python chooses the Python of the dist-* commands, and the job runs none"
         raise UsageError(message, where="--python", hint="-- dist-run SCRIPT, or --activate")
-    for name, value in (("--python", container.python), ("--activate", container.activate)):
-        if any(ord(letter) < 32 for letter in value):
-            raise UsageError("it holds a control character", where=name)
+    for flag, value in (("--python", container.python), ("--activate", container.activate)):
+        if re.search(r"[\x00-\x1f]", value):
+            raise UsageError("it holds a control character", where=flag)
     if container.python and not re.fullmatch(r"[A-Za-z0-9._+-]+|/[^:,]*", container.python):
         raise UsageError(
             f"{container.python!r} is not a Python of the image",
@@ -249,30 +249,38 @@ def _run_here(argv: Sequence[str]) -> Finished:
 
 
 def _inspect_python(job: Job, digest: str, run: Runner) -> PythonReport:
-    """Return what the probe prints about the image's Python.
+    """Return what the probe prints about the image's Python, from the cache if the probe has run before.
 
-    The probe does not run if the cache has its result, from the same image, command and version of imgkit.
+    Parameters
+    ----------
+    digest : what `Runtime.image_digest` returns for the job's image.
+    run : runs the probe in the image, on the machine that has it.
 
     Raises
     ------
     UsageError : the probe found no Python, or could not start.
-    ToolMissing : the container runtime is missing where `run` runs it.
+    ToolMissing : the container runtime is missing on that machine.
     """
     argv = _probe_argv(job)
+    if digest == _NO_DIGEST:
+        return _run_probe(job, argv, run)
     # The result depends on the image, on the command with the user's --python and --activate, and on imgkit.
     key = hashlib.sha256(json.dumps([__version__, digest, *argv]).encode()).hexdigest()
     cache_file = files.cache_dir() / "looks" / f"{key}.json"
-    can_cache = digest != _NO_DIGEST
-    if can_cache:
-        cached = _read_cache(cache_file)
-        if cached is not None:
-            return cached
+    cached = _read_cache(cache_file)
+    if cached is not None:
+        return cached
+    python = _run_probe(job, argv, run)
+    files.write_cache(cache_file, json.dumps(dataclasses.asdict(python)))
+    return python
+
+
+def _run_probe(job: Job, argv: Argv, run: Runner) -> PythonReport:
+    """Run the probe `argv` in the job's image, and return what it prints about the image's Python."""
     finished = run(argv)
     python = inside.parse_python_probe(finished.output)
     if python is None:
         raise _no_python_error(job, finished)
-    if can_cache:
-        files.write_cache(cache_file, json.dumps(dataclasses.asdict(python)))
     return python
 
 
@@ -284,7 +292,8 @@ def _read_cache(file: Path) -> PythonReport | None:
     try:
         if files.foreign_file_reason(file):
             return None
-        python: PythonReport = json_text.build_value(PythonReport, json_text.load(file), "it", closed=True)
+        fields = json_text.load(file)
+        python: PythonReport = json_text.build_value(PythonReport, fields, "python", closed=True)
     except (OSError, ValueError, TypeError):
         return None
     return python
@@ -312,37 +321,46 @@ def _no_python_error(job: Job, finished: Finished) -> UsageError | ToolMissing:
     architecture, or it has no Python.
     """
     last_line = _last_line(finished)
-    has_probe_run = last_line.startswith(_PROBE_MESSAGE)
-    file, runtime = job.container.image, runtime_of(job)
-    program = runtime.probe_program(job)
-    # A shell returns 127 for a program that is missing, here the container runtime.
-    if program and finished.returncode == 127 and not has_probe_run:
-        return ToolMissing(
-            f"imgkit has to look into this image, which it did not build, but {program!r} fails here: "
-            f"{last_line}",
-            where=file,
-            hint="submit on a login node of the system",
-        )
-    if job.request.container.activate and not has_probe_run:
-        return UsageError(
-            f"the command fails in {file}: {last_line}",
-            where="--activate",
-            hint=f"try it there: {runtime.typed_shell(job)}",
-        )
-    arch = ""
-    if image.is_sif(Path(file)):
-        arch = image.read(Path(file)).arch
-    if arch and platform.machine() not in kernel_names(arch):
+    image_name = job.container.image
+    runtime = runtime_of(job)
+    if not last_line.startswith(_PROBE_MESSAGE):  # the probe itself has not run
+        program = runtime.probe_program(job)
+        # A shell returns 127 for a program that is missing, here the container runtime.
+        if program and finished.returncode == 127:
+            return ToolMissing(
+                f"imgkit has to look into this image, which it did not build, but {program!r} fails here: "
+                f"{last_line}",
+                where=image_name,
+                hint="submit on a login node of the system",
+            )
+        if job.request.container.activate:
+            return UsageError(
+                f"the command fails in {image_name}: {last_line}",
+                where="--activate",
+                hint=f"try it there: {runtime.typed_shell(job)}",
+            )
+    arch = _foreign_arch(Path(image_name))
+    if arch:
         return UsageError(
             f"the image is for {arch}, and this machine cannot run it to look for its Python: {last_line}",
-            where=file,
+            where=image_name,
             hint=f"submit on a machine of {arch}, for example from a node of the job",
         )
     return UsageError(
         f"imgkit did not build this image and found no Python in it: {last_line}",
-        where=file,
+        where=image_name,
         hint=_CHOOSE_PYTHON_HINT,
     )
+
+
+def _foreign_arch(path: Path) -> str:
+    """Return the architecture of a .sif that this machine cannot run, such as ``arm64``, or ""."""
+    if not image.is_sif(path):
+        return ""
+    arch = image.read(path).arch
+    if not arch or platform.machine() in kernel_names(arch):
+        return ""
+    return arch
 
 
 def _last_line(finished: Finished) -> str:
@@ -359,40 +377,50 @@ def _last_line(finished: Finished) -> str:
 
 def _refuse_unusable_python(job: Job, python: PythonReport) -> None:
     """Raise UsageError if `python` cannot run the entry points, or if the nodes cannot run `python`."""
-    file = job.container.image
+    image_name = job.container.image
     # Wheels of torch for AMD GPUs have versions such as 2.5.1+rocm6.2.
     if "+rocm" in python.torch and not chooses_cpus(job.request):
         message, hint = bases.amd_warning(f"torch {python.torch} of this image is for AMD GPUs")
-        raise UsageError(message, where=file, hint=hint)
-    problem = _python_problem(job, python)
-    if problem is None:
-        return
-    predicate, hint = problem
+        raise UsageError(message, where=image_name, hint=hint)
     subject = f"the Python of this image, {python.path or 'without a path'}, is {python.version}"
-    raise UsageError(f"{subject}{predicate}", where=file, hint=hint)
+    problems = (
+        (_version_problem(python), _CHOOSE_OTHER_HINT),
+        (_arch_problem(python, job.recipe.platforms), "an image for the nodes: --image PATH"),
+        (_site_problem(job, python), _CHOOSE_OTHER_HINT),
+    )
+    for problem, hint in problems:
+        if problem:
+            raise UsageError(f"{subject}{problem}", where=image_name, hint=hint)
 
 
-def _python_problem(job: Job, python: PythonReport) -> tuple[str, str] | None:
-    """Return the reason why `python` cannot be used and a hint, or None if it can be used.
+def _version_problem(python: PythonReport) -> str:
+    """Return why the version of `python` or its lack of torch rules it out, or "" if neither does.
 
-    The reason is the end of a sentence that begins with the path and the version: `` and has no torch``.
+    The text ends a sentence that begins with the path and the version: `` and has no torch``.
     """
-    major_minor = tuple(map(int, python.version.split(".")[:2]))
-    if major_minor < bases.FLOOR:
-        return f"; the entry points need Python {'.'.join(map(str, bases.FLOOR))}", _CHOOSE_OTHER_HINT
+    version = tuple(map(int, python.version.split(".")[:2]))
+    if version < bases.FLOOR:
+        return f"; the entry points need Python {'.'.join(map(str, bases.FLOOR))}"
     if not python.torch:
-        return " and has no torch", _CHOOSE_OTHER_HINT
-    archs = [platform_name.removeprefix("linux/") for platform_name in job.recipe.platforms]
+        return " and has no torch"
+    return ""
+
+
+def _arch_problem(python: PythonReport, platforms: Sequence[str]) -> str:
+    """Return why nodes of `platforms`, such as ``linux/amd64``, cannot run `python`, or "" if they can."""
+    archs = [platform_name.removeprefix("linux/") for platform_name in platforms]
     machines: list[str] = []
     for arch in archs:
-        machines += kernel_names(arch)  # they differ from those of images: x86_64 and amd64
-    if machines and python.machine not in machines:
-        problem = f" and for {python.machine}, but the nodes are {' or '.join(archs)}"
-        return problem, "an image for the nodes: --image PATH"
+        machines += kernel_names(arch)  # "x86_64" of the kernel is "amd64" of images
+    if not machines or python.machine in machines:
+        return ""
+    return f" and for {python.machine}, but the nodes are {' or '.join(archs)}"
+
+
+def _site_problem(job: Job, python: PythonReport) -> str:
+    """Return why nothing can be bound into the packages of `python`, or "" if the runtime can do it."""
     site = python.entry_points or python.site
     if site and runtime_of(job).can_mount(site) and python.path.startswith("/"):
-        return None
+        return ""
     problem = " and has no folder of packages to which imgkit can bind its entry points"
-    if site:
-        problem += f": {site!r}"
-    return problem, _CHOOSE_OTHER_HINT
+    return f"{problem}: {site!r}" if site else problem

@@ -20,13 +20,13 @@ def before_submission(job: Job) -> None:
     UsageError : the folder, the image or a variable is missing, or the image is for other nodes.
     CheckFailed : a .sqsh is cut short.
     """
-    # Pods have none of this machine's folders, so the job's folder need not exist here.
     runtime = runtime_of(job)
+    # Pods have none of this machine's folders, so the job's folder need not exist here.
     if not runtime.is_isolated and not job.directory.is_dir():
         raise UsageError(f"no folder {job.directory}", where="--directory")
     check_environment(job)
-    for _ in systems.get_system(job.system).check(job, is_submitted=True):
-        pass  # the warnings have been shown
+    # Only for its errors, which a generator raises when it is read. The warnings have been shown before.
+    tuple(systems.get_system(job.system).check(job, is_submitted=True))
     runtime.check_submission(job)
 
 
@@ -44,9 +44,9 @@ def check_environment(job: Job) -> None:
         for name in job.container.names:
             _check_variable(name)
     env_file = job.container.env_file
-    if env_file and os.path.lexists(env_file):  # the file may be on the nodes only
-        descriptor = secret.open_private(Path(env_file), purpose="the file of --env-file")
-        os.close(descriptor)
+    if env_file and os.path.lexists(env_file):
+        # Only for its checks of the owner and the mode. The nodes read the content.
+        os.close(secret.open_private(Path(env_file), purpose="the file of --env-file"))
 
 
 def _check_variable(name: str) -> None:

@@ -46,8 +46,12 @@ LARGE_BYTES = 100 * 10**6
 MANY_FILES = 10_000
 # 1 MB. A larger file or folder that stays out of the code is probably data that the program reads.
 _DATA_BYTES = 10**6
-# Number of folders of data that one message names, so that it stays readable.
+# A part of the code with at most so many files is not what makes the code large.
+_FEW_FILES = 100
+# Number of files and folders that one message names, so that it stays readable.
 _MAX_NAMES = 3
+# Number of files that look secret which one error names.
+_MAX_SECRET_FILES = 5
 # Suffixes of files that imgkit writes: images, descriptions and digests. None of them is data of the program.
 _NO_DATA = (".sif", ".sqsh", ".manifest.json", ".sha256")
 # Variable that keeps ``__pycache__`` out of the run's copy of the code.
@@ -114,10 +118,10 @@ def read_code_folder(request: JobRequest, *, large: bool, report: Reporter) -> C
 
 
 def _find_python_projects(folder: Path, entries: Iterable[CodeFile]) -> Iterator[InstalledProject]:
-    """Yield a Python project for each pyproject.toml in the code.
+    """Yield a Python project for each pyproject.toml in the code, with its folder in the job.
 
-    Code without a pyproject.toml at its top may be a part of a project, such as its folder ``src``. Then the
-    project of the nearest pyproject.toml above `folder` is yielded, too, without a folder in the job.
+    Code without a pyproject.toml at its top may be a part of a project, such as its folder ``src``. Then that
+    project is yielded, too, without a folder in the job.
     """
     files = {entry.name: entry.source for entry in entries if entry.kind == "file"}
     for name, file in files.items():
@@ -125,14 +129,11 @@ def _find_python_projects(folder: Path, entries: Iterable[CodeFile]) -> Iterator
             # "libs/a/pyproject.toml" -> "/workspace/libs/a"
             project_folder = posixpath.normpath(f"/{WORKSPACE}/{posixpath.dirname(name)}")
             yield InstalledProject(name=project_name(file), folder=project_folder)
-    if PYPROJECT in files:
-        return
     # Only a folder with packages, or a folder "src", can be what the project above installs.
-    path = folder.resolve()
     has_package = any(posixpath.basename(name) == "__init__.py" for name in files)
-    if not has_package and path.name != "src":
+    if PYPROJECT in files or not (has_package or folder.resolve().name == "src"):
         return
-    for parent in path.parents:
+    for parent in folder.resolve().parents:
         file = parent / PYPROJECT
         if file.is_file():
             yield InstalledProject(name=project_name(file))
@@ -172,6 +173,26 @@ def with_run_folder(job: Job, folder: str) -> Job:
     return dataclasses.replace(job, run_folder=folder, settings={**job.settings, "IMGKIT_RUN_DIR": folder})
 
 
+def refuse_projects_in_image(code: CodeFolder, recipe: Target) -> None:
+    """Refuse code with a project that the image has installed, for a job in pods.
+
+    Pods mount nothing at ``/workspace``, so that Python would import the image's copy from any folder.
+
+    Raises
+    ------
+    UsageError : the job would run the image's copy. The error names the recipe's line if it is known.
+    """
+    code_names = {project.name for project in code.projects}
+    for installed in recipe.projects:
+        if installed.name in code_names:
+            raise UsageError(
+                f"the code has the project {installed.name}, and pods would import the image's copy of it",
+                where=recipe.where("image", "pip", installed.step or 0, "project"),
+                hint="leave this step out of the recipe, and name its packages in another one; or "
+                "--no-code, for the code of the image",
+            )
+
+
 def refuse_shadowed_code(code: CodeFolder, recipe: Target, sif: Path | None) -> None:
     """Refuse code with a project that the image has installed in another folder.
 
@@ -183,30 +204,10 @@ def refuse_shadowed_code(code: CodeFolder, recipe: Target, sif: Path | None) -> 
 
     Raises
     ------
-    UsageError : the image would run its own copy. The error names the recipe's line if it is known, and what
-        to write there.
+    UsageError : the job would run the image's copy. The error names the recipe's line if it is known, and
+        what to write there.
     """
     _refuse_shadowed_projects(code.projects, f"--code {code.folder}", recipe, sif)
-
-
-def refuse_projects_in_image(code: CodeFolder, recipe: Target) -> None:
-    """Refuse code with a project that the image has installed, for a job in pods.
-
-    Pods mount nothing at ``/workspace``, so that Python would import the image's copy from any folder.
-
-    Raises
-    ------
-    UsageError : the image would run its own copy. The error names the recipe's line if it is known.
-    """
-    for project in code.projects:
-        for installed in recipe.projects:
-            if installed.name == project.name:
-                raise UsageError(
-                    f"the code has the project {project.name}, and pods would import the image's copy of it",
-                    where=recipe.where("image", "pip", installed.step or 0, "project"),
-                    hint="leave this step out of the recipe, and name its packages in another one; or "
-                    "--no-code, for the code of the image",
-                )
 
 
 def refuse_shadowed_bind(job: Job, sif: Path | None) -> None:
@@ -227,17 +228,18 @@ def refuse_shadowed_bind(job: Job, sif: Path | None) -> None:
 def _refuse_shadowed_projects(
     projects: Sequence[InstalledProject], flag: str, recipe: Target, sif: Path | None
 ) -> None:
-    """Raise UsageError for the first of `projects` that the image has installed in another folder."""
+    """Raise UsageError for a project of the code that the image has installed in another folder.
+
+    Parameters
+    ----------
+    projects : the projects in the code, with the folders in which the job sees them.
+    flag : the flag that names the code, for the error: ``--code /home/me/project``.
+    sif : the image, or None if this machine does not have it. Then only the projects of `recipe` are known.
+    """
     if sif is None:
-        # Without the image, only the recipe says which projects it installs, and in which folders.
         installed_projects = recipe.projects
     else:
-        top_name = ""
-        for project in projects:
-            if project.folder in ("", f"/{WORKSPACE}"):
-                top_name = project.name
-                break
-        installed_projects = baked.read_projects(sif, top_name)
+        installed_projects = baked.read_projects(sif, _top_project_name(projects))
     for project in projects:
         for installed in installed_projects:
             # Without a folder, pip has copied the installed project to site-packages.
@@ -246,29 +248,42 @@ def _refuse_shadowed_projects(
                 raise _unused_project_error(project, installed, flag, recipe)
 
 
+def _top_project_name(projects: Sequence[InstalledProject]) -> str:
+    """Return the name of the project at the top of the code, or of the project that contains all the code.
+
+    The result is empty if there is neither.
+    """
+    for project in projects:
+        if project.folder in ("", f"/{WORKSPACE}"):
+            return project.name
+    return ""
+
+
 def _unused_project_error(
     project: InstalledProject, installed: InstalledProject, flag: str, recipe: Target
 ) -> UsageError:
-    """Return the error for a `project` of the code that the image has `installed` in another folder."""
+    """Return the error for a `project` of the code that the image has `installed` in another folder.
+
+    The hint says in which folder the recipe must install it.
+    """
     title = f"the project {project.name}" if project.name else "a project without a name"
-    target = f"/{WORKSPACE}"
+    folder = project.folder or f"/{WORKSPACE}"
+    step = _pip_step(installed, recipe)
     hints = []
     if project.folder:
-        code_part = f"has {title} in {project.folder}"
-        target = project.folder
+        code_part = f"has {title} in {folder}"
     else:
         code_part = f"is only a part of {title}"
         hints.append("--code with the whole folder of the project")
-    image_part = f"that in {installed.folder}" if installed.folder else "its copy in site-packages"
-    step = _pip_step(installed, recipe)
-    if installed.folder != target:
+    if installed.folder != folder:
         key = "a pip step" if step is None else f"image.pip[{step}]"
         hints.append(
-            f"set `editable: {target}` in {key} of the recipe {recipe.name}, and build the image again"
+            f"set `editable: {folder}` in {key} of the recipe {recipe.name}, and build the image again"
         )
     where = flag
     if recipe.positions:
         where = recipe.where("image", "pip", step or 0, "project")
+    image_part = f"that in {installed.folder}" if installed.folder else "its copy in site-packages"
     message = f"the code {code_part}, but the image runs {image_part}"
     return UsageError(message, where=where, hint="; ".join(hints))
 
@@ -289,9 +304,10 @@ def image_code_notice(job: Job) -> str:
 
     The result is empty if the recipe copies nothing below ``/workspace``.
     """
-    for number, target in enumerate(job.recipe.copies):
+    recipe = job.recipe
+    for index, target in enumerate(recipe.copies):
         if f"{posixpath.normpath(target)}/".startswith(f"/{WORKSPACE}/"):
-            where = job.recipe.where("image", "copy", number)
+            where = recipe.where("image", "copy", index)
             code = job.request.container.code
             return f"{where}: the image has code in {target}; the job runs that of --code {code}"
     return ""
@@ -310,14 +326,18 @@ def left_out_notice(code: CodeFolder, image: Path | None) -> str:
     image_names: frozenset[str] = frozenset()
     if image is not None and code.left_out:
         image_names = _names_in_image(image)
-    names: list[str] = []
+    names = []
+    folders: list[str] = []
     for name in code.left_out:
-        if f"{WORKSPACE}/{name.rstrip('/')}" in image_names or _holds_data(code.folder, name):
+        path_in_image = f"{WORKSPACE}/{name.rstrip('/')}"
+        if path_in_image in image_names or _looks_like_data(code.folder, name):
             names.append(name)
+            folder = posixpath.dirname(name) or name
+            if folder not in folders:
+                folders.append(folder)
     if not names:
         return ""
-    parents = dict.fromkeys(posixpath.dirname(name) or name for name in names)  # each once, in order
-    data = json.dumps(list(parents)[:_MAX_NAMES], ensure_ascii=False)
+    data = json.dumps(folders[:_MAX_NAMES], ensure_ascii=False)
     return f"not sent: {sources.describe_left_out(names)}; if the job reads it: data = {data} in imgkit.toml"
 
 
@@ -326,7 +346,7 @@ def _names_in_image(image: Path) -> frozenset[str]:
 
     The result is empty if no program on this machine can read the image.
     """
-    names: set[str] = set()
+    names = set()
     with contextlib.suppress(CheckFailed, ToolFailed, ToolMissing, UsageError):
         for squashfs in unsquash.open_squashfs(image):
             for file in squashfs.list_files(WORKSPACE):
@@ -335,26 +355,33 @@ def _names_in_image(image: Path) -> frozenset[str]:
     return frozenset(names)
 
 
-def _holds_data(folder: Path, name: str) -> bool:
+def _looks_like_data(folder: Path, name: str) -> bool:
     """Return whether a file or folder that stays out of the code has more than 1 MB and looks like data.
 
     Run folders, images, archives of imgkit, caches and virtual environments do not look like data.
     """
     path = folder / name
-    # imgkit writes X.tar.manifest.json beside an archive X.tar, so that file shows that `path` is an archive.
-    if name.startswith("runs/") or name.endswith(_NO_DATA) or Path(f"{path}.manifest.json").exists():
+    if name.startswith("runs/") or name.endswith(_NO_DATA):
         return False
-    if any(Path(path, marker).exists() for marker in sources.MARKERS):
+    if Path(f"{path}.manifest.json").exists():  # imgkit writes X.tar.manifest.json beside an archive X.tar
         return False
+    for marker in sources.MARKERS:  # files that only caches and virtual environments have
+        if Path(path, marker).exists():
+            return False
+    return _is_larger_than(path, _DATA_BYTES)
+
+
+def _is_larger_than(path: Path, limit_bytes: int) -> bool:
+    """Return whether a file or the files of a folder have more than `limit_bytes` together."""
     size_bytes = 0
     with contextlib.suppress(OSError):  # a file was removed meanwhile
         size_bytes = path.lstat().st_size
         for parent, _, file_names in os.walk(path):
             for file_name in file_names:
                 size_bytes += Path(parent, file_name).lstat().st_size
-                if size_bytes > _DATA_BYTES:  # a data set can have millions of files
+                if size_bytes > limit_bytes:  # a data set can have millions of files
                     return True
-    return size_bytes > _DATA_BYTES
+    return size_bytes > limit_bytes
 
 
 def _list_folder(
@@ -377,7 +404,7 @@ def _list_folder(
     secret_names: list[str] = []
     patterns = [*data, *(f"!{name}" for name in allow)]  # "!" un-ignores a name, as in .gitignore
     try:
-        listed = _listed_by_git(folder)
+        listed = _list_git_files(folder)
         walk = sources.walk_source(folder, patterns, listed=listed, left_out=left_out, secret=secret_names)
         entries = [_describe_file(entry) for entry in walk]
     except FileNotFoundError as error:
@@ -396,66 +423,68 @@ def _list_folder(
 
 
 def _secret_files_error(folder: Path, names: Sequence[str]) -> UsageError:
-    """Return the error for files of the code whose names or content look like those of secrets."""
-    ellipsis = " ..." if len(names) > 5 else ""
+    """Return the error for files of the code that seem to hold secrets, by their names or content."""
+    shown_names = ", ".join(names[:_MAX_SECRET_FILES])
+    if len(names) > _MAX_SECRET_FILES:
+        shown_names += " ..."
     return UsageError(
-        f"these files usually hold secrets: {', '.join(names[:5])}{ellipsis}",
+        f"these files usually hold secrets: {shown_names}",
         where=f"--code {folder}",
         hint=f"list them in .gitignore or .dockerignore; if it holds none: --allow {names[0].rstrip('/')}",
     )
 
 
-def _describe_file(entry: sources.SourceEntry) -> CodeFile:
+def _describe_file(source: sources.SourceEntry) -> CodeFile:
     """Return the description of a file, folder or link of the code.
 
     Raises
     ------
-    UsageError : `entry` is a device, socket or pipe.
+    UsageError : `source` is a device, socket or pipe.
     """
-    path = Path(entry.entry.path)
-    status = entry.entry.stat(follow_symlinks=False)
+    path = Path(source.entry.path)
+    status = source.entry.stat(follow_symlinks=False)
     if stat.S_ISDIR(status.st_mode):
-        return CodeFile(name=entry.name, kind="dir", source=path)
+        return CodeFile(name=source.name, kind="dir", source=path)
     if stat.S_ISLNK(status.st_mode):
-        # Not Path.readlink: it loses ./ and //.
-        return CodeFile(name=entry.name, kind="symlink", source=path, link=os.readlink(path))  # noqa: PTH115
-    if not stat.S_ISREG(status.st_mode):
-        raise UsageError(
-            "only files, folders and links go to the nodes, and this is none",
-            where=str(path),
-            hint="list it in .gitignore or .dockerignore",
+        link = os.readlink(path)  # noqa: PTH115 - Path.readlink loses ./ and //
+        return CodeFile(name=source.name, kind="symlink", source=path, link=link)
+    if stat.S_ISREG(status.st_mode):
+        return CodeFile(
+            name=source.name,
+            kind="file",
+            source=path,
+            size_bytes=status.st_size,
+            executable=bool(status.st_mode & stat.S_IXUSR),
         )
-    return CodeFile(
-        name=entry.name,
-        kind="file",
-        source=path,
-        size_bytes=status.st_size,
-        executable=bool(status.st_mode & stat.S_IXUSR),
+    raise UsageError(
+        "only files, folders and links go to the nodes, and this is none",
+        where=str(path),
+        hint="list it in .gitignore or .dockerignore",
     )
 
 
-def _listed_by_git(folder: Path) -> Collection[str] | None:
+def _list_git_files(folder: Path) -> Collection[str] | None:
     """Return the paths below `folder` that git tracks or does not ignore.
 
-    The result is None if git is not installed, if `folder` is in no repository, or if git ignores all of it.
+    The result is None if git is not installed, if `folder` is in no repository, or if git ignores all of it:
+    the user has named such a folder on purpose, so its files are sent although git lists none.
     """
     argv = (*process.GIT, "-C", str(folder), "ls-files", "--cached", "--others", "-z", "--exclude-standard")
     try:
         output = b"".join(process.filter_through(argv, []))
     except (ToolMissing, ToolFailed):
         return None
-    names: list[str] = []
-    for row in output.split(b"\0"):
-        if not row:
+    names = []
+    for path_bytes in output.split(b"\0"):
+        name = os.fsdecode(path_bytes).rstrip("/")
+        if not name:  # after the last null byte
             continue
-        name = os.fsdecode(row).rstrip("/")
         names.append(name)
         path = folder / name
         # Git lists a repository inside this one as a folder, without its files.
         if path.is_dir() and not path.is_symlink():
-            nested_names = _listed_by_git(path) or ()
+            nested_names = _list_git_files(path) or ()
             names += [f"{name}/{nested}" for nested in nested_names]
-    # The user has named an ignored folder on purpose, so its files are sent although git lists none.
     return names or None
 
 
@@ -482,21 +511,32 @@ def _refuse_large(folder: Path, entries: Sequence[CodeFile]) -> None:
     The error names the three top-level entries with the most bytes or files, because data that is in the code
     by mistake is most often one folder.
     """
-    sizes: collections.Counter[str] = collections.Counter()
-    counts: collections.Counter[str] = collections.Counter()
+    sizes = collections.Counter[str]()
+    counts = collections.Counter[str]()
     for entry in entries:
         top_name = entry.name.partition("/")[0]
         sizes[top_name] += entry.size_bytes
-        counts[top_name] += entry.kind == "file"
+        if entry.kind == "file":
+            counts[top_name] += 1
     if sizes.total() > LARGE_BYTES:
-        total = size_text(sizes.total())
-        parts = [f"{name} {size_text(size)}" for name, size in sizes.most_common(3) if size > 10**6]
-    elif counts.total() > MANY_FILES:
-        total = f"{counts.total():,} files"
-        parts = [f"{name} {count:,}" for name, count in counts.most_common(3) if count > 100]
-    else:
-        return
-    raise LargeContext(
+        parts = sizes.most_common(_MAX_NAMES)
+        largest = [f"{name} {size_text(size)}" for name, size in parts if size > _DATA_BYTES]
+        raise _large_code_error(folder, size_text(sizes.total()), largest)
+    if counts.total() > MANY_FILES:
+        parts = counts.most_common(_MAX_NAMES)
+        fullest = [f"{name} {count:,}" for name, count in parts if count > _FEW_FILES]
+        raise _large_code_error(folder, f"{counts.total():,} files", fullest)
+
+
+def _large_code_error(folder: Path, total: str, parts: Sequence[str]) -> LargeContext:
+    """Return the error for code that is probably not code alone.
+
+    Parameters
+    ----------
+    total : the size or the number of files: ``"1.2 GB"``.
+    parts : the same of the largest files and folders at the top: ``["data 1.1 GB"]``.
+    """
+    return LargeContext(
         f"the code has {total}: {', '.join(parts)}",
         where=f"--code {folder}",
         hint="list data in .gitignore, and name its folder in imgkit.toml (data = [...]); to send all of it: "

@@ -52,7 +52,7 @@ class CodeTree:
         self.files = {file.name: file for file in code_files}
         """The entries of the code, by their names. A folder comes before its content."""
         self.size_bytes = sum(file.size_bytes for file in self.files.values())
-        self._digests: dict[str, str] = {}
+        self._digests = {}
         read_bytes = 0
         # The 1 is the version of what is hashed: one line of fields for each entry, as below.
         tree_digest = hashlib.sha256(b"imgkit code 1\n")
@@ -106,30 +106,36 @@ class CodeTree:
             elif file.kind == "symlink":
                 target.symlink_to(file.link)
             else:
-                mode = 0o444
-                if file.executable:
-                    mode |= 0o111
-                if writable:  # by its owner, in a run's copy; nobody may change a file of the store
-                    mode |= 0o200
-                with files.create_file(target) as stream:
-                    stream.writelines(self._unchanged_content(file))
-                # rsync --link-dest links a file to that of an older folder only if mode and time are equal.
-                target.chmod(mode)
-                mtime_s = self._mtime_s(name)
-                os.utime(target, (mtime_s, mtime_s))
+                self._write_file(file, target, writable=writable)
+
+    def _write_file(self, file: CodeFile, target: Path, *, writable: bool) -> None:
+        """Write the content of `file` to `target`, with the mode and the time that such content always has.
+
+        rsync --link-dest makes a hard link to the file in an older folder only if both are equal.
+        """
+        with files.create_file(target) as stream:
+            stream.writelines(self._unchanged_content(file))
+        mode = 0o444
+        if file.executable:
+            mode |= 0o111
+        if writable:  # by its owner, in a run's copy; nobody may change a file of the store
+            mode |= 0o200
+        target.chmod(mode)
+        mtime_s = self._mtime_s(file.name)
+        os.utime(target, (mtime_s, mtime_s))
 
     def _mtime_s(self, name: str) -> int:
         """Return the modification time of a file, which depends on its content alone.
 
-        Python uses the bytecode in ``__pycache__`` if the time and size of the source are those that the
-        bytecode records. A run may have written bytecode of another version of the file, of the same size.
+        Python uses the bytecode in ``__pycache__`` if it records the time and size of the source file. A run
+        may have written bytecode of another version of the file, of the same size.
         If all files had one time, Python would run that bytecode.
         """
         # 8 hexadecimal digits are 32 bits of the digest, more than the range needs.
         return files.MTIME_S + int(self._digests[name][:8], 16) % _MTIME_RANGE_S
 
     def _unchanged_content(self, file: CodeFile) -> Iterator[bytes]:
-        """Yield the bytes of a file in chunks, and check that they are those that the constructor read.
+        """Yield the bytes of a file in chunks, and check that the file is as the constructor read it.
 
         The last chunk is checked before it is yielded, so that no complete copy of a changed file is written.
 
@@ -147,8 +153,9 @@ class CodeTree:
                     break
                 digest.update(chunk)
                 left_bytes -= len(chunk)
-                has_grown = left_bytes < 0
-                if has_grown or (left_bytes == 0 and digest.hexdigest() != self._digests[file.name]):
+                if left_bytes < 0:
+                    raise _changed_error(file.source)
+                if left_bytes == 0 and digest.hexdigest() != self._digests[file.name]:
                     raise _changed_error(file.source)
                 yield chunk
         if left_bytes:

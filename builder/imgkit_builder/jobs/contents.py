@@ -33,9 +33,10 @@ def requested_image(request: JobRequest) -> str:
     ------
     UsageError : the value has a control character.
     """
-    if any(ord(letter) < 32 for letter in request.container.image):
-        raise UsageError(f"{request.container.image!r} holds a control character", where="--image")
-    return request.container.image
+    image = request.container.image
+    if re.search(r"[\x00-\x1f]", image):
+        raise UsageError(f"{image!r} holds a control character", where="--image")
+    return image
 
 
 def with_mounts_and_variables(job: Job, *, passes_names: bool) -> Job:
@@ -49,25 +50,25 @@ def with_mounts_and_variables(job: Job, *, passes_names: bool) -> Job:
     ------
     UsageError : a flag has a value that no runtime can use, or that cannot be kept secret.
     """
-    request, runtime = job.request, runtime_of(job)
-    requested = request.container
+    requested, launch = job.request.container, job.request.launch
+    runtime = runtime_of(job)
     _refuse_code(requested)
-    workdir = ""
     # Without a container, a command with code starts in the run's copy of it.
     starts_elsewhere = requested.code is not None
+    workdir = ""
     if runtime.has_container:
         workdir = _select_workdir(job.recipe, requested)
         starts_elsewhere = workdir != ""
-    settings: dict[str, str] = {}
-    secret_file = _path_on_nodes(job, "--secret-file", request.launch.secret_file)
+    settings = {}
+    secret_file = _path_on_nodes(job, "--secret-file", launch.secret_file)
     if secret_file:
         settings[SECRET_FILE] = secret_file
-    if request.launch.require_secret:
+    if launch.require_secret:
         settings["IMGKIT_REQUIRE_SECRET"] = "1"  # noqa: S105 - a switch
     if starts_elsewhere and not runtime.is_isolated:
         # In another working directory, the node agent cannot take its current folder for that of the job.
         settings[JOB_FOLDER] = str(job.directory)
-    # `env` has the variables whose values the script may show, and `names` has those of --env NAME.
+    # `env` has the variables whose values the script may show. `names` has the variables of --env NAME.
     job = job.with_container(
         binds=_all_mounts(job, secret_file),
         workdir=workdir,
@@ -80,10 +81,10 @@ def with_mounts_and_variables(job: Job, *, passes_names: bool) -> Job:
 
 def _refuse_code(requested: ContainerRequest) -> None:
     """Raise UsageError for ``--allow`` without ``--code``, and for ``--code`` with ``--no-code``."""
-    if requested.code is None:
-        if requested.allow:
-            raise UsageError("--allow without --code", where="--allow", hint="--code DIR")
-    elif requested.no_code:
+    has_code = requested.code is not None
+    if requested.allow and not has_code:
+        raise UsageError("--allow without --code", where="--allow", hint="--code DIR")
+    if requested.no_code and has_code:
         hint = "use only one of them"
         raise UsageError("--code cannot be combined with --no-code", where="--code", hint=hint)
 
@@ -98,13 +99,12 @@ def _select_workdir(recipe: Target, requested: ContainerRequest) -> str:
     ------
     UsageError : the value of ``--workdir`` cannot be a folder of a container.
     """
-    workdir = requested.workdir
-    if workdir == ".":  # overrides the folder that the recipe states
+    if requested.workdir == ".":  # overrides the folder that the recipe states
         return ""
-    if workdir:
-        for message, hint in rules.image_path(workdir):
+    if requested.workdir:
+        for message, hint in rules.image_path(requested.workdir):  # the first problem is raised
             raise UsageError(message, where="--workdir", hint=f"{hint}; .: the job's folder")
-        return workdir
+        return requested.workdir
     if requested.code is not None:
         return f"/{WORKSPACE}"
     return recipe.workdir
@@ -116,18 +116,18 @@ def refuse_secrets(recipe: Target, request: JobRequest) -> None:
     The value of ``--env`` is not checked here, but by `split_variable`.
     """
     system = recipe.system
-    texts = [
+    arguments_by_origin = [
         ("COMMAND", request.launch.command),
         (recipe.where("system", "runtime", "options"), system.runtime.options),
         (recipe.where("system", "queue", "options"), system.queue.options),
         *_flag_values(request),
     ]
-    for where, arguments in texts:
+    for origin, arguments in arguments_by_origin:
         kind = secret_patterns.in_arguments(arguments)
         if kind:
             raise UsageError(
                 f"it holds {kind}: others could read it in the job script, in records and argument lists",
-                where=where,
+                where=origin,
                 hint="let the program read a variable: export NAME=..., then --env NAME alone; or "
                 "--env-file FILE, a file of mode 600",
             )
@@ -177,14 +177,16 @@ def split_variable(text: str) -> tuple[str, str]:
     _check_name(name, text)
     if not equals_sign:
         return name, ""
-    kind = secret_patterns.in_value(value)
-    if kind or secret_patterns.in_name(name, value):
+    secret_kind = secret_patterns.in_value(value)
+    if not secret_kind and secret_patterns.in_name(name, value):
+        secret_kind = "a secret (by its name)"  # noqa: S105 - a text for the message
+    if secret_kind:
         raise UsageError(
-            f"{name} holds {kind or 'a secret (by its name)'}: every user could read it in argument lists",
+            f"{name} holds {secret_kind}: every user could read it in argument lists",
             where="--env",
             hint=f"export {name}, then --env {name} alone; or --env-file FILE, a file of mode 600",
         )
-    if any(ord(letter) < 32 and letter != "\t" for letter in value):
+    if re.search(r"[\x00-\x08\x0a-\x1f]", value):  # a tab is allowed
         raise UsageError(f"{name} holds a line break or control character", where="--env")
     return name, value
 
@@ -220,7 +222,7 @@ def _path_on_nodes(job: Job, flag: str, file: Path | None) -> str:
 
 
 def _all_mounts(job: Job, secret_file: str) -> tuple[str, ...]:
-    """Return the mounts of the recipe, then those of ``--bind``, then the secret's file.
+    """Return the mounts of the recipe, of ``--bind`` and of the secret's file, in this order.
 
     The secret's file is mounted only if it is not in the job's folder, which each container mounts.
 
@@ -230,16 +232,16 @@ def _all_mounts(job: Job, secret_file: str) -> tuple[str, ...]:
     """
     requested = job.request.container.binds
     for bind in requested:
-        for message, hint in (*rules.printable_text(bind), *rules.bind_mount(bind)):
+        for message, hint in (*rules.printable_text(bind), *rules.bind_mount(bind)):  # the first is raised
             raise UsageError(message, where="--bind", hint=hint)
     binds = (*job.recipe.system.runtime.binds, *requested)
     if job.request.container.code is not None:
         _refuse_hidden_code(binds)
-    # Containers mount the job's folder, so a file in it needs no mount of its own. Pods mount no such folder.
-    is_outside = secret_file and not Path(secret_file).is_relative_to(job.directory)
-    if is_outside and not runtime_of(job).is_isolated:
-        return (*binds, f"{secret_file}:{secret_file}:ro")
-    return binds
+    if not secret_file or runtime_of(job).is_isolated:  # pods get the secret from Kubernetes
+        return binds
+    if Path(secret_file).is_relative_to(job.directory):
+        return binds
+    return (*binds, f"{secret_file}:{secret_file}:ro")
 
 
 def _refuse_hidden_code(binds: Sequence[str]) -> None:

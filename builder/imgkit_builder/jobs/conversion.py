@@ -20,7 +20,7 @@ from imgkit_builder.jobs.prepared import PreparedJob
 from imgkit_builder.jobs.request import JobRequest, SubmitRequest
 from imgkit_builder.jobs.resolve import resolve_conversion
 from imgkit_builder.jobs.submitted import SubmittedJob
-from imgkit_builder.jobs.transport import Local
+from imgkit_builder.jobs.transport import Transport
 from imgkit_builder.recipe import targets
 from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.targets import Target
@@ -48,7 +48,7 @@ def prepare_conversion(
     ----------
     archive : an archive or an OCI folder, on a file system that the nodes share.
     output : the file to write. The default is NAME.sif or NAME.sqsh in the job's folder.
-    options : how the image is packed. The compression ``auto`` is replaced by that of the recipe's system.
+    options : how the image is packed. The recipe's system decides about the compression ``auto``.
     verbose : whether the command of the job gets ``--verbose``.
 
     Raises
@@ -57,16 +57,12 @@ def prepare_conversion(
     """
     refuse_format(output, options)
     archive = Path(archive)
-    recipe = _archive_system(archive, request)
+    recipe = _load_archive_recipe(archive, request)
     runtime = recipe.system.runtime
     image = request.directory.absolute() / (output or f"{name_stem(str(archive))}.{options.format}")
     if options.compression == "auto":
         options = dataclasses.replace(options, compression=runtime.compression)
-    arguments = flags.option_arguments(Options, options)
-    if image.suffix != f".{options.format}":
-        arguments += ("--format", options.format)
-    if options.unpack_limit_bytes is not None:
-        arguments += ("--unpack-limit", str(options.unpack_limit_bytes / 1e9))  # the flag is in GB
+    arguments = _packing_arguments(image, options)
     if verbose:
         arguments += ("--verbose",)
     command = ("imgkit", "sif", str(archive.absolute()), "-o", str(image), *arguments)
@@ -75,6 +71,19 @@ def prepare_conversion(
     if options.format == "sif" and runtimes.get_runtime(runtime.kind).image_suffix == ".sqsh":
         warning = f"{recipe.title} starts images by {runtime.kind}, which takes no .sif: --format sqsh"
     return _prepare_job(recipe, request, image, command, warning=warning)
+
+
+def _packing_arguments(image: Path, options: Options) -> Argv:
+    """Return the arguments of ``imgkit sif`` for `options`, such as ``("--compression", "zstd")``.
+
+    The format is left out if the suffix of `image` already names it.
+    """
+    arguments = flags.option_arguments(Options, options)
+    if image.suffix != f".{options.format}":
+        arguments += ("--format", options.format)
+    if options.unpack_limit_bytes is not None:
+        arguments += ("--unpack-limit", str(options.unpack_limit_bytes / 1e9))  # the flag is in GB
+    return arguments
 
 
 def prepare_build(
@@ -131,7 +140,7 @@ def submit_conversion(prepared: PreparedJob, report: Reporter) -> SubmittedJob:
         report.note(warning)
     hint = f"submit it on a login node of the system, or run it here: {shlex.join(job.command)}"
     process.require_program(prepared.script.submit[0], hint)
-    return submission.start_job(prepared, Local(), report)
+    return submission.start_job(prepared, Transport(), report)
 
 
 def _prepare_job(
@@ -145,10 +154,10 @@ def _prepare_job(
     return PreparedJob(job=job, script=systems.get_system(job.system).conversion_script(job))
 
 
-def _archive_system(archive: Path, request: SubmitRequest) -> Target:
-    """Return the recipe whose system takes the job.
+def _load_archive_recipe(archive: Path, request: SubmitRequest) -> Target:
+    """Return the recipe whose system takes the job that converts `archive`.
 
-    It is the recipe of ``--system``, or else that of the image in `archive`.
+    It is the recipe of ``--system``, or else the one with which imgkit built the image in the archive.
 
     Raises
     ------

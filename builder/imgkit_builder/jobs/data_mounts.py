@@ -36,11 +36,11 @@ def list_folders(request: JobRequest) -> tuple[DataFolder, ...]:
     """
     project = request.project_folder
     folders = []
-    for item in spec.parse_all(request.container.data):
-        if item.hub:
-            folders.append(hub.find(item, project))
-        elif item.is_local:
-            folders.append(folder.find_folder(item, project))
+    for data_spec in spec.parse_all(request.container.data):
+        if data_spec.hub:
+            folders.append(hub.find(data_spec, project))
+        elif data_spec.is_local:
+            folders.append(folder.find_folder(data_spec, project))
     return tuple(folders)
 
 
@@ -51,12 +51,12 @@ def download(folders: Iterable[DataFolder], request: JobRequest, report: Reporte
     ------
     ImgkitError : in the cases of `hub.download`.
     """
-    project = request.project_folder
     complete = []
-    for item in folders:
-        if item.files == 0:  # a repository of the hub that this machine lacks
-            item = hub.download(item.spec, project, report)
-        complete.append(item)
+    for data_folder in folders:
+        if data_folder.files:
+            complete.append(data_folder)
+        else:  # a repository of the hub that this machine lacks
+            complete.append(hub.download(data_folder.spec, request.project_folder, report))
     return tuple(complete)
 
 
@@ -74,16 +74,17 @@ def with_data(job: Job, folders: Iterable[DataFolder], store: str = "") -> Job:
     UsageError : the job's runtime cannot mount a folder.
     """
     specs = spec.parse_all(job.request.container.data)
-    sources: dict[DataSpec, str] = {}
+    sources = {}
     for data_folder in folders:
         path = f"{store}/{data_folder.name}" if store else str(data_folder.path)
         sources[data_folder.spec] = quoting.check_flag_value("data", path)
     mounts = []
-    for item in specs:
-        source = sources.get(item, item.source)  # a path of the cluster is its own source
-        _refuse_unmountable(job, item, source)
-        mounts.append(DataMount(source=source, target=item.target))
-    if any(item.hub for item in specs):
+    for data_spec in specs:
+        # A path of the cluster is not among `folders`, and is its own source.
+        mount = DataMount(source=sources.get(data_spec, data_spec.source), target=data_spec.target)
+        _refuse_unmountable(job, data_spec, mount)
+        mounts.append(mount)
+    if any(data_spec.hub for data_spec in specs):
         job = _with_hub_variables(job)
     return job.with_container(data=tuple(mounts))
 
@@ -103,43 +104,53 @@ def _with_hub_variables(job: Job) -> Job:
     return job.with_container(env={**variables, **job.container.env})
 
 
-def _refuse_unmountable(job: Job, item: DataSpec, source: str) -> None:
-    """Raise UsageError if the job's command cannot see the data at the path that `item` names.
-
-    Parameters
-    ----------
-    source : the path of the data on the nodes. It may begin with a variable of the site: ``$SCRATCH/a``.
-    """
+def _refuse_unmountable(job: Job, data_spec: DataSpec, mount: DataMount) -> None:
+    """Raise UsageError if the job's command cannot see the data at the path that `data_spec` names."""
     runtime = runtime_of(job)
-    if item.hub and job.request.container.code is None:
+    if data_spec.hub and job.request.container.code is None:
         raise UsageError(
-            f"{item.source} is seen in the run's copy of the code, and there is none",
+            f"{data_spec.source} is seen in the run's copy of the code, and there is none",
             where="data",
             hint='--code ., or in imgkit.toml: code = "."',
         )
-    # A remote that stores the files of pods has the data, too, and the run folder gets a link to it.
-    has_link = job.run_folder and job.request.container.code is not None and is_in_code(item.target)
-    if runtime.is_isolated and (not has_link or "$" in source):
+    if runtime.is_isolated:
+        _refuse_unlinkable_in_pods(job, mount, data_spec.source)
+    if not runtime.has_container:
+        _refuse_unlinkable_on_host(job, mount, data_spec.source)
+        return
+    for path in (mount.source, mount.target):
+        if not runtime.can_mount(path):
+            raise UsageError(f"{runtime.kind} cannot mount {path}", where="data", hint="give it another name")
+
+
+def _refuse_unlinkable_in_pods(job: Job, mount: DataMount, name: str) -> None:
+    """Raise UsageError if the run folder of a job in pods cannot have a link to the data `name`.
+
+    A remote that stores the files of pods has the data, too. The link is in the run's copy of the code.
+    """
+    has_copy = job.run_folder and job.request.container.code is not None
+    if not has_copy or not is_in_code(mount.target) or "$" in mount.source:
         raise UsageError(
-            f"pods see no folder of this machine or its cluster, such as {item.source}",
+            f"pods see no folder of this machine or its cluster, such as {name}",
             where="data",
             hint="fill a volume of the cluster, and mount it: --pvc CLAIM:/DEST",
         )
-    if not runtime.has_container and not is_in_code(item.target):
+
+
+def _refuse_unlinkable_on_host(job: Job, mount: DataMount, name: str) -> None:
+    """Raise UsageError if a job without a container cannot see the data `name` by a link in its code."""
+    if not is_in_code(mount.target):
         raise UsageError(
-            f"--runtime {runtime.kind} has no container that could show {item.source} as {item.target}",
+            f"--runtime {job.container.runtime} has no container that could show {name} as {mount.target}",
             where="data",
-            hint=f"let the program read {item.source}; or in the project: {item.source}:/{WORKSPACE}/data",
+            hint=f"let the program read {name}; or in the project: {name}:/{WORKSPACE}/data",
         )
-    if not runtime.has_container and (job.request.container.code is None or "$" in source):
+    if job.request.container.code is None or "$" in mount.source:
         raise UsageError(
-            f"without a container, {source} is seen by a link in the run's copy of the code",
+            f"without a container, {mount.source} is seen by a link in the run's copy of the code",
             where="data",
             hint="--code ., and a path without variables",
         )
-    for path in (source, item.target):
-        if runtime.has_container and not runtime.can_mount(path):
-            raise UsageError(f"{runtime.kind} cannot mount {path}", where="data", hint="give it another name")
 
 
 # Print "missing PATH" for each argument that does not exist, and "closed PATH" for each that cannot be read.
@@ -161,14 +172,15 @@ def refuse_missing(request: JobRequest, machine: str, run_script: RunScript) -> 
     run_script : runs a script of sh on that machine.
     """
     paths = []
-    for item in spec.parse_all(request.container.data):
-        if not item.is_local and "$" not in item.source:
-            paths.append(item.source)
+    for data_spec in spec.parse_all(request.container.data):
+        if not data_spec.is_local and "$" not in data_spec.source:
+            paths.append(data_spec.source)
     if not paths:
         return
     output = run_script(_CHECK_PATHS, paths, ()).decode(errors="replace")
-    state, _, path = output.partition("\n")[0].partition(" ")
-    if state:
+    problems = output.splitlines()
+    if problems:
+        state, _, path = problems[0].partition(" ")
         raise _path_error(path, state, machine)
 
 
@@ -203,30 +215,40 @@ def mount_points(request: JobRequest, entries: Iterable[CodeFile]) -> Iterator[C
     ------
     UsageError : the code has a file where data is mounted.
     """
-    kinds: dict[str, str] = {entry.name: entry.kind for entry in entries}
-    for item in spec.parse_all(request.container.data):
-        if not is_in_code(item.target):
+    kinds = {entry.name: entry.kind for entry in entries}
+    for data_spec in spec.parse_all(request.container.data):
+        if not is_in_code(data_spec.target):
             continue
-        name = item.target.removeprefix(f"/{WORKSPACE}/")
-        points = [CodeFile(name=name, kind="dir", source=Path(name))]
-        if item.hub and item.hub.is_data_set:
-            link = f"{spec.HUB_HOME}/hub/{item.hub.cache_name}"
-            target = posixpath.relpath(f"{name}/{spec.HUB_CACHE}", posixpath.dirname(link))
-            points.append(CodeFile(name=link, kind="symlink", source=Path(link), link=target))
-        for point in points:
-            parents = [str(path) for path in PurePosixPath(point.name).parents][-2::-1]  # without "."
-            folders = [CodeFile(name=parent, kind="dir", source=Path(parent)) for parent in parents]
-            for entry in (*folders, point):
-                kind = kinds.get(entry.name, "")
-                if kind not in ("", entry.kind):
-                    raise UsageError(
-                        f"the code has a {kind} {entry.name}, and data is mounted at {item.target}",
-                        where="data",
-                        hint="choose another place: /SRC:/DEST",
-                    )
-                if not kind:
-                    kinds[entry.name] = entry.kind
-                    yield entry
+        for point in _points_of_data(data_spec):
+            kind = kinds.get(point.name, "")
+            if not kind:
+                kinds[point.name] = point.kind
+                yield point
+            elif kind != point.kind:
+                raise UsageError(
+                    f"the code has a {kind} {point.name}, and data is mounted at {data_spec.target}",
+                    where="data",
+                    hint="choose another place: /SRC:/DEST",
+                )
+
+
+def _points_of_data(data_spec: DataSpec) -> Iterator[CodeFile]:
+    """Yield the mount point of a folder of data, and the hub's link to it, each after its parents."""
+    name = data_spec.target.removeprefix(f"/{WORKSPACE}/")
+    yield from _folders_down_to(PurePosixPath(name))
+    if data_spec.hub and data_spec.hub.is_data_set:
+        link = f"{spec.HUB_HOME}/hub/{data_spec.hub.cache_name}"
+        folder = posixpath.dirname(link)
+        yield from _folders_down_to(PurePosixPath(folder))
+        target = posixpath.relpath(f"{name}/{spec.HUB_CACHE}", folder)
+        yield CodeFile(name=link, kind="symlink", source=Path(link), link=target)
+
+
+def _folders_down_to(path: PurePosixPath) -> Iterator[CodeFile]:
+    """Yield a folder of the code after its parents: ``data/letters`` -> ``data``, ``data/letters``."""
+    *parents, _ = path.parents  # the last one is "."
+    for ancestor in (*reversed(parents), path):
+        yield CodeFile(name=str(ancestor), kind="dir", source=Path(ancestor))
 
 
 def code_patterns(request: JobRequest, code: Path) -> Iterator[str]:
@@ -235,10 +257,11 @@ def code_patterns(request: JobRequest, code: Path) -> Iterator[str]:
     The patterns keep data out of the code. The file with the hub's locked versions stays out too, because a
     download writes it after the code has been read.
     """
-    project = request.project_folder
     root = code.absolute()
-    for item in spec.parse_all(request.container.data):
-        name = hub.LOCK if item.hub else item.source
-        path = Path(os.path.abspath(project / name))  # noqa: PTH100 - keeps links
-        if item.is_local and path.is_relative_to(root):
+    for data_spec in spec.parse_all(request.container.data):
+        if not data_spec.is_local:
+            continue
+        name = hub.LOCK if data_spec.hub else data_spec.source
+        path = Path(os.path.abspath(request.project_folder / name))  # noqa: PTH100 - keeps links
+        if path.is_relative_to(root):
             yield f"/{path.relative_to(root).as_posix()}"

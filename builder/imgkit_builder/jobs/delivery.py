@@ -23,7 +23,7 @@ from imgkit_builder.workflow.build import BuildRequest, build, plan
 from imgkit_builder.workflow.build_record import built_image_id
 from imgkit_builder.workflow.convert import compression_for, convert, engine_image
 from imgkit_builder.workflow.names import system_of
-from imgkit_entrypoints.errors import CheckFailed, ToolFailed, ToolMissing, UsageError
+from imgkit_entrypoints.errors import CheckFailed, ToolFailed, ToolMissing
 
 
 def has_content(sif: Path, image: RemoteImage) -> bool:
@@ -45,56 +45,40 @@ class Delivery:
     connection: Connection
     report: Reporter
 
-    def bring(self, program: str, code: str) -> tuple[Store, RemoteImage | None]:
-        """Return the contents of imgkit's folder on the remote, and the job's image in it.
-
-        The image is None if the job uses an image elsewhere on the remote (``--image``).
+    def bring(self, contents: Store) -> RemoteImage:
+        """Return the image in imgkit's folder on the remote, after sending it if the remote lacks it.
 
         Parameters
         ----------
-        program : the program that submits the job, such as ``sbatch``. The remote must have it.
-        code : digest of the code that the job uses, or "" for a job without code.
+        contents : what that folder contains now.
 
         Raises
         ------
-        UsageError : the remote does not have `program`.
         ImgkitError : the build, the conversion or the transfer failed.
         """
-        remote = self.connection.remote
-        self.report.stage(f"look at {remote.name}")
-        contents = store.open_store(self.connection, program=program, code=code)
-        if not contents.has_program:
-            raise UsageError(
-                f"{remote.address} has no {program}",
-                where="--on",
-                hint=f"imgkit doctor --on {remote.name}",
-            )
-        source = self.source
-        if source.remote_image:
-            return contents, None
-        if source.recipe:
-            return contents, self._bring_recipe(contents)
-        if source.archive:
-            self._convert_archive(source.archive)
-        return contents, self._bring_sif(contents)
+        if self.source.recipe:
+            return self._bring_recipe(contents)
+        if self.source.archive:
+            self._convert_archive(self.source.archive)
+        return self._bring_sif(contents)
 
     def _bring_recipe(self, contents: Store) -> RemoteImage:
         """Return the image of the recipe, after building and sending it if the remote does not have it.
 
-        An image on the remote is used if it was built from the same input, which is all that goes into it.
+        An image on the remote is used if it was built from the same input: the recipe and its files.
         """
         request = BuildRequest(base=self.source.base or None)
         input_sha256 = plan(self.source.recipe, request).input_sha256
-        image = _find_built_image(contents, input_sha256)
-        if image is not None:
+        built_before = _find_built_image(contents, input_sha256)
+        if built_before is not None:
             self._report_present()
-            return image
+            return built_before
         built = build(self.source.recipe, request, report=self.report)
         # Different input can give the same image, which the remote may have.
-        image = contents.find_image(built.id)
-        if image is not None:
+        same_image = contents.find_image(built.id)
+        if same_image is not None:
             self._report_present()
-            return image
+            return same_image
         self._convert_recipe()
         return self._send(contents, self._describe_sif(built.input_sha256))
 
@@ -119,12 +103,13 @@ class Delivery:
 
     def _send(self, contents: Store, image: RemoteImage) -> RemoteImage:
         """Send the local .sif, then remove older images of the project. Return `image`."""
-        # rsync sends only what differs from the image on the remote that is most similar.
-        similar_image = contents.closest_image(image)
+        remote_name = self.connection.remote.name
         size = size_text(image.sif_bytes)
         message = f"to send: image: {self.source.sif}, {size}"
+        # rsync sends only what differs from the image on the remote that is most similar.
+        similar_image = contents.closest_image(image)
         if similar_image is not None:
-            message += f"; {self.connection.remote.name} has most of {similar_image.title}"
+            message += f"; {remote_name} has most of {similar_image.title}"
         self.report.note(message)
         transferred = transfer.send_image(
             self.connection,
@@ -153,8 +138,9 @@ class Delivery:
         for path in removed_paths:
             older_image = images[path]
             name = older_image.title.removesuffix(".sif")
-            short_id = older_image.image_id.removeprefix("sha256:")[:4]  # tells two images of one name apart
-            self.report.note(f"removed {name}-{short_id}.sif, {size_text(older_image.sif_bytes)}")
+            digest = older_image.image_id.removeprefix("sha256:")
+            # Four digits of the id tell two images of one name apart.
+            self.report.note(f"removed {name}-{digest[:4]}.sif, {size_text(older_image.sif_bytes)}")
 
     def _convert_recipe(self) -> None:
         """Convert the engine's image of the recipe to the local .sif."""
@@ -163,31 +149,30 @@ class Delivery:
             sif_convert.convert(engine_source, self.source.sif, options, self.report)
 
     def _convert_archive(self, archive: Path) -> None:
-        """Convert the archive to the local .sif.
+        """Write the local .sif from an archive of an image.
 
         Raises
         ------
-        ToolMissing : this machine cannot write a .sif. The hint says how the remote can convert the archive.
+        ToolMissing : this machine has no program that writes a .sif. The hint has the command with which the
+            remote converts the archive itself.
         """
         try:
             convert(archive, self.source.sif, report=self.report)
         except ToolMissing as error:
-            raise self._no_conversion_error(archive, error) from error
-
-    def _no_conversion_error(self, archive: Path, error: ToolMissing) -> ToolMissing:
-        """Return `error` with a hint about how to convert the archive on the remote."""
-        command = f"imgkit sif {shlex.quote(archive.name)} --submit --system RECIPE, then imgkit run RECIPE"
-        hint = f"{error.hint}\nor copy it to {self.connection.remote.name}, and there: {command}"
-        return ToolMissing(error.what, where=str(archive), hint=hint)
+            command = (
+                f"imgkit sif {shlex.quote(archive.name)} --submit --system RECIPE, then imgkit run RECIPE"
+            )
+            hint = f"{error.hint}\nor copy it to {self.connection.remote.name}, and there: {command}"
+            raise ToolMissing(error.what, where=str(archive), hint=hint) from error
 
 
 def _find_built_image(contents: Store, input_sha256: str) -> RemoteImage | None:
     """Return the remote's image that was built from this input, or None if the remote has none.
 
-    If this machine has built from the input, the image must be that of its last build. Otherwise an image
-    that another machine built from the same input is as good.
+    If this machine has built from the input, the image must be from its last build. Otherwise an image that
+    another machine built from the same input is as good.
     """
-    image_id = built_image_id(input_sha256)
-    if image_id:
-        return contents.find_image(image_id)
+    local_image_id = built_image_id(input_sha256)
+    if local_image_id:
+        return contents.find_image(local_image_id)
     return contents.find_built(input_sha256)

@@ -32,25 +32,26 @@ def with_scheduler_ids(options: Iterable[str], remote: str) -> tuple[str, ...]:
     UsageError : a job is on another remote, whose scheduler is not the new job's.
     """
 
-    def scheduler_id(match: re.Match[str]) -> str:
+    def scheduler_id(handle: re.Match[str]) -> str:
         """Return the part of ``4711@mn5`` that the scheduler knows."""
-        if match["remote"] != remote:
-            raise _other_scheduler_error(match, remote)
-        return match["id"]
+        if handle["remote"] != remote:
+            raise _other_scheduler_error(handle, remote)
+        return handle["id"]
 
-    results = []
+    translated = []
     for option in options:
         if _DEPENDENCY.match(option):
-            option = _HANDLE.sub(scheduler_id, option)
-        results.append(option)
-    return tuple(results)
+            translated.append(_HANDLE.sub(scheduler_id, option))
+        else:
+            translated.append(option)
+    return tuple(translated)
 
 
-def _other_scheduler_error(match: re.Match[str], remote: str) -> UsageError:
+def _other_scheduler_error(handle: re.Match[str], remote: str) -> UsageError:
     """Return the error for a dependency on a job that another scheduler has."""
     destination = f"to {remote}" if remote else "to the scheduler of this machine"
     return UsageError(
-        f"{match[0]} is a job on {match['remote']}, but the new job goes {destination}",
+        f"{handle[0]} is a job on {handle['remote']}, but the new job goes {destination}",
         where="--option",
-        hint=f"wait for it first: imgkit wait {match[0]}",
+        hint=f"wait for it first: imgkit wait {handle[0]}",
     )

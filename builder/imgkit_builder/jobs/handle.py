@@ -5,21 +5,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from imgkit_builder.base import process
 from imgkit_builder.base.progress import Reporter, Silent
-from imgkit_builder.jobs import code as code_of
+from imgkit_builder.jobs import code as code_folders
 from imgkit_builder.jobs import conversion, history, image_source, records, resume, submit, systems
 from imgkit_builder.jobs.code import CodeFolder
+from imgkit_builder.jobs.job import Argv
 from imgkit_builder.jobs.prepared import PreparedJob
 from imgkit_builder.jobs.remote import config, connection, fetch
 from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.submitted import JobState, SubmittedJob
-from imgkit_builder.jobs.transport import Local, Ssh, Transport, VolumeStore
+from imgkit_builder.jobs.transport import Ssh, Transport, VolumeStore
 from imgkit_entrypoints.errors import UsageError
 
 # The most that `JobHandle.logs` returns. It is 1 KiB less than the most that imgkit keeps of a program's
@@ -81,14 +83,15 @@ class JobHandle:
 
         Raises
         ------
-        UsageError : the job is an array. Each of its tasks has an output of its own.
+        UsageError : the job is an array. Each task writes its output into another file.
         """
-        # The system's command follows the output and would not end. Of tail, the last argument is the file.
-        argv = systems.get_system(self.record.job.system).log_source(self.record.job)
-        if argv[0] == "tail":
-            argv = ("sh", "-c", _PRINT_END, "sh", str(_MAX_LOG_BYTES), argv[-1])
+        follow_argv = systems.get_system(self.record.job.system).log_source(self.record.job)
+        # These commands follow the output without end: "tail -F FILE", or a client with the flag --follow.
+        if follow_argv[0] == "tail":
+            log_file = follow_argv[-1]
+            argv: Argv = ("sh", "-c", _PRINT_END, "sh", str(_MAX_LOG_BYTES), log_file)
         else:
-            argv = tuple(argument for argument in argv if argument != "--follow")
+            argv = tuple(argument for argument in follow_argv if argument != "--follow")
         answer = history.scheduler_runner(self.record)(argv)
         if answer.returncode != 0:
             return ""
@@ -107,10 +110,10 @@ class JobHandle:
         record = self.record
         if not record.job.files_remote:
             return record.job.run_folder
-        target = Path(folder or Path("runs", record.job.run_folder.name))
-        connection = history.connection_to(record.job.files_remote)
-        fetch.fetch_run(connection, record, target, checkpoints=checkpoints, report=Silent())
-        return target
+        copy = Path(folder or Path("runs", record.job.run_folder.name))
+        remote = history.connection_to(record.job.files_remote)
+        fetch.fetch_run(remote, record, copy, checkpoints=checkpoints, report=Silent())
+        return copy
 
     def resume(
         self, changes: JobRequest | None = None, *, same_code: bool = False, report: Reporter | None = None
@@ -119,7 +122,7 @@ class JobHandle:
 
         Parameters
         ----------
-        changes : the values that replace those of the job. By default, nothing is changed.
+        changes : a request with the values to change. By default, nothing is changed.
         same_code : whether the run goes on with its copy of the code as it is. If not, today's code is sent.
         report : receives progress and warnings.
 
@@ -130,13 +133,10 @@ class JobHandle:
         ImgkitError : the transfer or the submission failed.
         """
         report = report or Silent()
-
-        def read_code(request: JobRequest) -> CodeFolder | None:
-            return _read_code(request, report)
-
+        read_code = functools.partial(_read_code, report=report)
         prepared = prepare_resume(self.record, changes or JobRequest(), read_code, same_code=same_code)
-        record = submit.submit_job(prepared, transport_to(remote_of(self.record), prepared), report)
-        return _handle_of_new_job(record)
+        transport = transport_to(remote_of(self.record), prepared)
+        return _handle_of_new_job(submit.submit_job(prepared, transport, report))
 
     def cancel(self) -> None:
         """Cancel the job.
@@ -195,7 +195,7 @@ def _read_code(request: JobRequest, report: Reporter) -> CodeFolder | None:
     """Read the code of the request and return it, or None if the request has no code."""
     if request.container.code is None:
         return None
-    return code_of.read_code_folder(request, large=request.container.yes, report=report)
+    return code_folders.read_code_folder(request, large=request.container.yes, report=report)
 
 
 def prepare_resume(
@@ -212,7 +212,7 @@ def prepare_resume(
 
     Parameters
     ----------
-    changes : the values that replace those of the job.
+    changes : a request with the values to change.
     read_code : reads the code of a request. It is not called with `same_code`.
     same_code : whether the run goes on with its copy of the code as it is.
     may_ask : whether ssh may ask a person for a password or a second factor.
@@ -274,7 +274,7 @@ def transport_to(remote: Remote | None, prepared: PreparedJob, *, may_ask: bool 
     if remote is not None and remote.pvc:
         return VolumeStore(connection.connect(remote, ask=may_ask))
     if remote is None or prepared.source is None:
-        return Local()
+        return Transport()
     remote = image_source.with_transfer_host(remote, prepared.source)
     return Ssh(connection.connect(remote, ask=may_ask))
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from imgkit_builder.base import process
 from imgkit_builder.base.process import Finished
 from imgkit_builder.jobs import measured, records, systems
-from imgkit_builder.jobs.job import Runner
+from imgkit_builder.jobs.job import Argv, Runner
 from imgkit_builder.jobs.measured import LastNumbers
 from imgkit_builder.jobs.remote import config, connection
 from imgkit_builder.jobs.remote import jobs as remote_jobs
@@ -32,9 +32,10 @@ from imgkit_entrypoints.rollcall.messages import GpuUse
 
 
 def scheduler_runner(record: SubmittedJob, *, may_ask: bool = False) -> Runner:
-    """Return a function that runs a command on the machine where the job was submitted.
+    """Return a function that runs commands of a job's scheduler, such as ``("squeue", "--jobs=4711")``.
 
-    The function returns when the command has ended. A failed command does not raise.
+    They run on the machine where the job was submitted, this one or a remote. The function returns when the
+    command has ended. A failed command does not raise.
 
     Parameters
     ----------
@@ -44,20 +45,24 @@ def scheduler_runner(record: SubmittedJob, *, may_ask: bool = False) -> Runner:
 
 
 def status_runner(record: SubmittedJob, *, may_ask: bool = False) -> Runner:
-    """Return the same as `scheduler_runner`, for a call of `report_job` and then of `read_gpu_use`.
+    """Return a function like that of `scheduler_runner`, for `report_job` and then `read_gpu_use`.
 
-    Both together use one connection to a remote, unless the scheduler no longer knows the job.
+    On a remote, the first command also fetches the file with the use of the GPUs, so that both calls together
+    need one connection. They need two if the scheduler no longer knows the job.
     """
-    if not record.job.remote:
-        return scheduler_runner(record, may_ask=may_ask)
-    remote = connection_to(record.job.remote, may_ask=may_ask)
-    return remote_jobs.RunnerWithFile(remote, str(record.job.run_folder / stop_protocol.GPU_USE))
+    job = record.job
+    if not job.remote:
+        return scheduler_runner(record)
+    remote = connection_to(job.remote, may_ask=may_ask)
+    return remote_jobs.RunnerWithFile(remote, str(job.run_folder / stop_protocol.GPU_USE))
 
 
 def runner_on(remote: str, *, may_ask: bool = False) -> Runner:
-    """Return a function that runs a command on the remote of this name, or on this machine for ``""``.
+    """Return a function that runs a command on a remote, or on this machine if the name `remote` is "".
 
-    The parameter `may_ask` is that of `scheduler_runner`.
+    Parameters
+    ----------
+    may_ask : whether ssh may ask a person for a password or a second factor.
     """
     if not remote:
         return functools.partial(process.run, check=False)
@@ -128,68 +133,108 @@ def report_job(record: SubmittedJob, run: Runner) -> JobReport:
     ------
     ToolFailed : the scheduler did not answer. The job may still run.
     """
-    latest = _report_state(record, run)
-    # A program that saves its state when it is cancelled ends with an exit code, which looks like a failure.
-    if latest.record.state in ("failed", "ended") and records.is_cancelled(record):
-        return dataclasses.replace(latest, record=dataclasses.replace(latest.record, state="cancelled"))
-    return latest
-
-
-def _report_state(record: SubmittedJob, run: Runner) -> JobReport:
-    """Return the same as `report_job`, but do not check whether imgkit has cancelled the job."""
     if record.answer is not None:
         return JobReport(record=record)  # without an id, the scheduler cannot be asked
-    system = systems.get_system(record.job.system)
-    may_run = record.state not in FINAL_STATES
-    for number, argv in enumerate(system.status_commands(record.job)):
-        # The first command asks the queue, the others the scheduler's memory of jobs that have ended.
-        asks_queue = number == 0
+    report = _ask_scheduler(record, run) or _report_without_scheduler(record, run)
+    # A program that saves its state when it is cancelled ends with an exit code, which looks like a failure.
+    if report.record.state in ("failed", "ended") and records.is_cancelled(record):
+        cancelled = dataclasses.replace(report.record, state="cancelled")
+        return dataclasses.replace(report, record=cancelled)
+    return report
+
+
+def _ask_scheduler(record: SubmittedJob, run: Runner) -> JobReport | None:
+    """Return what the scheduler reports about a job, or None if it has forgotten the job.
+
+    Raises
+    ------
+    ToolFailed : the scheduler did not answer, and the job may still run.
+    """
+    queue_argv, *history_argvs = systems.get_system(record.job.system).status_commands(record.job)
+    report = _ask_queue(record, queue_argv, run)
+    if report is not None:
+        return report
+    for argv in history_argvs:
         try:
             answer = run(argv)
-        except ToolMissing:
-            if asks_queue and may_run:
-                raise
-            continue  # some sites have no accounting: the next command may know the job
-        has_succeeded = answer.returncode == 0
-        if not system.reports_state and has_succeeded:
-            return JobReport(record=record, argv=argv, text=answer.output)
-        status = system.parse_status(answer.output)
-        is_in_queue = asks_queue and has_succeeded and bool(answer.output.strip())
-        if is_in_queue or status.state in FINAL_STATES:
-            return _scheduler_report(record, argv, status, run)
+        except ToolMissing:  # some sites keep no history of jobs: the next command may know the job
+            continue
+        report = _read_answer(record, argv, answer, run)
+        if report is not None:
+            return report
+    return None
+
+
+def _ask_queue(record: SubmittedJob, argv: Argv, run: Runner) -> JobReport | None:
+    """Return what the command `argv` reports about a job in the queue, or None if the job has left the queue.
+
+    Raises
+    ------
+    ToolMissing : the command is missing, and the job may still run.
+    ToolFailed : the command failed for another reason than an unknown job, and the job may still run.
+    """
+    has_ended = record.state in FINAL_STATES
+    try:
+        answer = run(argv)
+    except ToolMissing:
+        if has_ended:
+            return None
+        raise
+    has_succeeded = answer.returncode == 0
+    is_in_queue = has_succeeded and bool(answer.output.strip())
+    report = _read_answer(record, argv, answer, run, is_in_queue=is_in_queue)
+    if report is None and not has_succeeded and not has_ended:
         # Schedulers forget a job some time after its end, and their command then fails with `unknown_job`.
-        # After another failure, the job may still run.
-        is_unknown_job = system.reports_state and re.search(system.queue.unknown_job, answer.output)
-        if asks_queue and may_run and not has_succeeded and not is_unknown_job:
+        system = systems.get_system(record.job.system)
+        if not system.reports_state or not re.search(system.queue.unknown_job, answer.output):
             raise command_failed(record, argv, answer)
-    return _report_without_scheduler(record, run)
+    return report
 
 
-def _scheduler_report(record: SubmittedJob, argv: Sequence[str], status: JobStatus, run: Runner) -> JobReport:
+def _read_answer(
+    record: SubmittedJob, argv: Argv, answer: Finished, run: Runner, *, is_in_queue: bool = False
+) -> JobReport | None:
+    """Return what a command of the scheduler has printed about a job, or None if it does not know the job.
+
+    Parameters
+    ----------
+    is_in_queue : whether the job is in the queue. Otherwise only the state of a job that has ended counts.
+    """
+    system = systems.get_system(record.job.system)
+    if not system.reports_state and answer.returncode == 0:
+        return JobReport(record=record, argv=argv, text=answer.output)
+    status = system.parse_status(answer.output)
+    if is_in_queue or status.state in FINAL_STATES:
+        return _scheduler_report(record, argv, status, run)
+    return None
+
+
+def _scheduler_report(record: SubmittedJob, argv: Argv, status: JobStatus, run: Runner) -> JobReport:
     """Return the report of a job whose `status` the scheduler's command `argv` has printed."""
     code = status.code
     if status.state == "failed" and code:
         # Where one task fails, srun ends the others by SIGTERM, and their code is the higher one.
         code = _code_in_run_folder(record, run) or code
     current = dataclasses.replace(record, state=status.state)
-    return JobReport(record=current, argv=tuple(argv), text=status.text, code=code, wait=status.wait)
+    return JobReport(record=current, argv=argv, text=status.text, code=code, wait=status.wait)
 
 
 def _report_without_scheduler(record: SubmittedJob, run: Runner) -> JobReport:
     """Return the report of a job that the scheduler has forgotten.
 
-    The state is that of the record if an earlier look saved how the job ended. Otherwise it follows from the
-    exit code in the run folder, and without such a code it is ``ended``.
+    The record has the state if the scheduler still knew the job when imgkit asked last. Otherwise the state
+    follows from the exit code in the run folder. It is ``ended`` if there is no such code.
     """
     if record.state in FINAL_STATES and record.state != "ended":
-        # An earlier look recorded it while the scheduler still knew the job.
         return JobReport(record=record)
     code = _code_in_run_folder(record, run)
-    state: JobState = "failed"
+    state: JobState
     if code is None:
         state = "ended"
     elif code == 0:
         state = "succeeded"
+    else:
+        state = "failed"
     return JobReport(record=dataclasses.replace(record, state=state), code=code)
 
 
@@ -215,13 +260,13 @@ def _file_of_run(record: SubmittedJob, name: str, run: Runner) -> str:
     If there is no such file, the result is empty or the error message of ``cat``. The caller must parse the
     text strictly.
     """
-    # The tasks of an array have run folders of their own, so there is no single file.
-    # `run` does not reach a remote that only stores.
+    # Each task of an array has another run folder, so there is no single file. And `run` does not reach a
+    # remote that only stores files.
     if record.job.array or record.job.store:
         return ""
-    # What is there now is of the job that went on in the folder last.
-    if any(newer.submitted > record.submitted for newer in records.list_records_of_run(record)):
-        return ""
+    for other_record in records.list_records_of_run(record):
+        if other_record.submitted > record.submitted:
+            return ""  # a later job goes on in the same folder, and has replaced the file
     return run(("cat", "--", str(record.job.run_folder / name))).output
 
 
@@ -231,7 +276,7 @@ def cancel_job(record: SubmittedJob, run: Runner) -> Finished:
     If the command succeeds, the job's record says from then on that imgkit has cancelled the job.
     """
     answer = run(systems.get_system(record.job.system).cancel_command(record.job))
-    # A task of an array has no record of its own.
+    # No record is saved for a task of an array.
     if answer.returncode == 0 and records.has_record_file(record):
         with contextlib.suppress(OSError):  # the job is cancelled all the same
             records.save_record(dataclasses.replace(record, cancelled=True))
@@ -272,19 +317,19 @@ _KILLED_CODE = 137
 _TAIL_BYTES = 64 << 10
 
 
-def failure_hints(latest: JobReport, run: Runner) -> Iterator[str]:
+def failure_hints(report: JobReport, run: Runner) -> Iterator[str]:
     """Yield explanations of a job's failure, each with what the user can do.
 
     Two causes are recognized: the job had too little memory, or its command started no ranks. Nothing is
     yielded for an array, or if neither cause applies.
     """
-    record = latest.record
+    record = report.record
     if record.job.array:
-        return  # each task has an output of its own
+        return  # each task writes another file
     output = _end_of_output(record, run)
-    if _OUT_OF_MEMORY.search(latest.text) or _OUT_OF_MEMORY.search(output):
+    if _OUT_OF_MEMORY.search(f"{report.text}\n{output}"):
         yield f"the job ran out of memory: {_memory_remedy(record)}"
-    elif latest.code == _KILLED_CODE:
+    elif report.code == _KILLED_CODE:
         yield (
             f"exit code {_KILLED_CODE}: a process was killed, most often because memory ran out: "
             f"{_memory_remedy(record)}"
@@ -315,18 +360,21 @@ def ending_text(report: JobReport) -> str:
     For example: ``4711@mn5 failed with exit code 1; imgkit resume 4711@mn5; imgkit fetch 4711@mn5``.
     """
     record = report.record
-    text = f"{record.job.handle} {_outcome_text(report)}"
-    if not report.argv and report.code is not None and record.state != "cancelled":
-        text += ", by its run folder"
-    if record.job.array:
-        return text  # each task has a run folder of its own
+    job = record.job
+    outcome = f"{job.handle} {_outcome_text(report)}"
+    is_from_run_folder = not report.argv and report.code is not None
+    if is_from_run_folder and record.state != "cancelled":
+        outcome += ", by its run folder"
+    if job.array:
+        return outcome  # each task has another run folder
+    parts = [outcome]
     if record.state != "succeeded" and can_resume(record):
-        text += f"; imgkit resume {record.job.handle}"
-    if record.job.files_remote:
-        return f"{text}; imgkit fetch {record.job.handle}"
-    if not record.has_run_folder:
-        return text
-    return f"{text}; run folder: {record.job.run_folder}"
+        parts.append(f"imgkit resume {job.handle}")
+    if job.files_remote:
+        parts.append(f"imgkit fetch {job.handle}")
+    elif record.has_run_folder:
+        parts.append(f"run folder: {job.run_folder}")
+    return "; ".join(parts)
 
 
 def can_resume(record: SubmittedJob) -> bool:
@@ -391,14 +439,13 @@ class WaitLog:
 
     def update(self, state: JobState, wait: WaitInfo) -> None:
         """Log the state that the scheduler has just reported, if the user does not know it yet."""
-        if state == "waiting":
-            if self._is_news(wait):
-                self._log(waiting_text(self._job, wait))
-                self._logged = wait
-        elif self._logged is not None:
-            if state == "running":
+        if state != "waiting":
+            if state == "running" and self._logged is not None:
                 self._log("running")
             self._logged = None
+        elif self._is_news(wait):
+            self._log(waiting_text(self._job, wait))
+            self._logged = wait
         self._state = state
 
     def _is_news(self, wait: WaitInfo) -> bool:
@@ -423,11 +470,7 @@ def poll_pauses() -> Iterator[float]:
 
 
 def wait_for_job(
-    record: SubmittedJob,
-    run: Runner,
-    *,
-    limit_s: float | None = None,
-    log: WaitLog | None = None,
+    record: SubmittedJob, run: Runner, *, limit_s: float | None = None, log: WaitLog | None = None
 ) -> JobReport:
     """Wait until the job has ended, or for `limit_s` seconds, and return the last report about it.
 
@@ -450,21 +493,24 @@ def wait_for_job(
     end_s = math.inf
     if limit_s is not None:
         end_s = time.monotonic() + limit_s
-    latest = None
-    for pause_s in poll_pauses():
-        try:
-            latest = report_job(record, run)
-            if log:
-                log.update(latest.record.state, latest.wait)
-        except ToolFailed:
-            if latest is None:
-                raise
-            # A scheduler that does not answer this time may answer the next.
+    pauses_s = poll_pauses()
+    report = _report_and_log(record, run, log)
+    while not report.has_ended:
         left_s = end_s - time.monotonic()
-        if latest.has_ended or left_s <= 0:
-            return latest
-        time.sleep(min(pause_s, left_s))
-    raise AssertionError("the pauses do not end")
+        if left_s <= 0:
+            break
+        time.sleep(min(next(pauses_s), left_s))
+        with contextlib.suppress(ToolFailed):  # a scheduler that does not answer now may answer next time
+            report = _report_and_log(record, run, log)
+    return report
+
+
+def _report_and_log(record: SubmittedJob, run: Runner, log: WaitLog | None) -> JobReport:
+    """Return the report of `report_job`, after an update of `log` with its state."""
+    report = report_job(record, run)
+    if log:
+        log.update(report.record.state, report.wait)
+    return report
 
 
 def refresh_state(record: SubmittedJob, run: Runner) -> SubmittedJob:

@@ -39,9 +39,9 @@ class ImageSource:
     title: str
     """The recipe, archive or .sif as the command line, imgkit.toml or the remote names it."""
     target: Target
-    recipe: str
+    recipe: str = ""
     """The recipe as the user names it, or "" if the image does not come from a recipe."""
-    sif: Path
+    sif: Path = Path()
     """The local .sif. An archive or the image of a recipe is converted to it, so it may not exist yet."""
     request: JobRequest
     archive: Path | None = None
@@ -96,14 +96,12 @@ def _with_joined_output(job: Job) -> Job:
 
     If the recipe asks for two files, the job gets a warning.
     """
-    system = job.recipe.system
-    if system.queue.output == "joined":
+    queue = job.recipe.system.queue
+    if queue.output == "joined":
         return job
-    queue = dataclasses.replace(system.queue, output="joined")
-    recipe = dataclasses.replace(job.recipe, system=dataclasses.replace(system, queue=queue))
-    key = recipe.where("system", "queue", "output")
-    warning = f"{key}: imgkit follows one file of a remote job: joined"
-    return dataclasses.replace(job, recipe=recipe).with_warning(warning)
+    key = job.recipe.where("system", "queue", "output")
+    job = job.with_system_facts(queue=dataclasses.replace(queue, output="joined"))
+    return job.with_warning(f"{key}: imgkit follows one file of a remote job: joined")
 
 
 def find_image_source(recipe: str, request: JobRequest, default: str) -> ImageSource:
@@ -128,17 +126,22 @@ def find_image_source(recipe: str, request: JobRequest, default: str) -> ImageSo
         return _find_local_sif(title, request, default)
     if sqsh.is_sqsh(file):
         raise _sqsh_error(title)
-    # The .sif of the project's recipe is beside imgkit.toml, that of another recipe in the current folder.
-    project = request.project
+    # The project's recipe has its .sif beside imgkit.toml, and any other recipe in the current folder.
     folder = Path()
-    if project and project.recipe and not recipe:
+    if not recipe and request.project and request.project.recipe:
         folder = request.project_folder
     sif = folder / f"{name_stem(title)}.sif"
-    is_oci_folder = Path(file, "oci-layout").exists()
-    if is_oci_folder or (file.is_file() and file.suffix not in RECIPE_SUFFIXES):
+    if _is_archive(file):
         target = archive_target(file) or _default_target(file, default)
-        return ImageSource(title=title, target=target, recipe="", sif=sif, request=request, archive=file)
+        return ImageSource(title=title, target=target, sif=sif, request=request, archive=file)
     return ImageSource(title=title, target=targets.load_target(title), recipe=title, sif=sif, request=request)
+
+
+def _is_archive(file: Path) -> bool:
+    """Return whether `file` is an OCI folder, or a file that is no recipe and so must be an archive."""
+    if Path(file, "oci-layout").exists():
+        return True
+    return file.is_file() and file.suffix not in RECIPE_SUFFIXES
 
 
 def find_title(recipe: str, request: JobRequest, default: str) -> str:
@@ -155,11 +158,10 @@ def find_title(recipe: str, request: JobRequest, default: str) -> str:
     ------
     UsageError : none of the three names a recipe.
     """
-    title = recipe
-    if not title and request.project:
-        title = request.project.recipe
-    if not title:
-        title = default
+    project_recipe = ""
+    if request.project:
+        project_recipe = request.project.recipe
+    title = recipe or project_recipe or default
     if not title:
         raise UsageError(
             "no recipe given, and the remote has no default recipe",
@@ -187,7 +189,7 @@ def _find_local_sif(title: str, request: JobRequest, default: str) -> ImageSourc
     sif = Path(title)
     is_foreign = not baked.has_manifest(sif)
     target = _default_target(sif, default) if is_foreign else baked.read_target(sif)
-    return ImageSource(title=title, target=target, recipe="", sif=sif, request=request, is_foreign=is_foreign)
+    return ImageSource(title=title, target=target, sif=sif, request=request, is_foreign=is_foreign)
 
 
 def _find_remote_image(title: str, request: JobRequest) -> ImageSource:
@@ -206,14 +208,8 @@ def _find_remote_image(title: str, request: JobRequest) -> ImageSource:
             where="--image",
             hint="name a recipe, or use only one",
         )
-    return ImageSource(
-        title=title,
-        target=targets.load_target(title),
-        recipe="",
-        sif=Path(),
-        request=request,
-        remote_image=remote_image,
-    )
+    target = targets.load_target(title)
+    return ImageSource(title=title, target=target, request=request, remote_image=remote_image)
 
 
 def archive_target(archive: Path) -> Target | None:
@@ -231,7 +227,7 @@ def archive_target(archive: Path) -> Target | None:
 
 
 def _default_target(file: Path, default: str) -> Target:
-    """Return the remote's recipe `default`, whose system runs an image that does not name its own.
+    """Return the remote's recipe `default`, on whose system an image runs that does not name a system.
 
     Parameters
     ----------
@@ -260,13 +256,12 @@ def with_transfer_host(remote: Remote, source: ImageSource) -> Remote:
     if remote.transfer or not fanout.is_host(host):
         return remote
     ssh_config = _ssh_config(remote.address)
+    login_user = ssh_config.get("user", "")
     if host == ssh_config.get("hostname"):
         return remote
-    user = ssh_config.get("user", "")
-    address = host
-    if user and "@" not in host:
-        address = f"{user}@{host}"
-    return dataclasses.replace(remote, transfer=address)
+    if "@" in host or not login_user:
+        return dataclasses.replace(remote, transfer=host)
+    return dataclasses.replace(remote, transfer=f"{login_user}@{host}")
 
 
 def _ssh_config(address: str) -> dict[str, str]:
@@ -301,19 +296,22 @@ def refuse_flags(request: JobRequest, base: str) -> None:
 def refuse_runtime(source: ImageSource) -> None:
     """Raise UsageError if the job's runtime does not start a .sif, the only format that imgkit sends.
 
-    The runtime is that of ``--runtime``, or else that of the system.
+    ``--runtime`` names the runtime, or else the system does.
     """
+    target = source.target
     requested = source.request.container.runtime
-    runtime = runtimes.get_runtime(requested or source.target.system.runtime.kind)
+    runtime = runtimes.get_runtime(requested or target.system.runtime.kind)
     if runtime.kind == Host.kind:
-        where = "--runtime" if requested else source.target.where("system", "runtime", "kind")
+        where = "--runtime"
+        if not requested:
+            where = target.where("system", "runtime", "kind")
         raise UsageError(
             "runtime host cannot be used with a remote: what imgkit sends, image and code, needs a container",
             where=where,
             hint="--runtime singularity; or, on the cluster itself, imgkit run --on here --runtime host ...",
         )
     if runtime.image_suffix != ".sif":
-        raise _no_queue_error(source.target)
+        raise _no_remote_jobs_error(target)
 
 
 def refuse_script(job: Job, script: Script) -> None:
@@ -321,18 +319,19 @@ def refuse_script(job: Job, script: Script) -> None:
 
     The scheduler's command must read the script from its standard input, or the job must be interactive.
     """
-    takes_jobs = systems.get_system(job.system).queue.submit != ""
-    if not takes_jobs or not (script.on_stdin or job.is_interactive):
-        raise _no_queue_error(job.recipe)
+    has_queue = systems.get_system(job.system).queue.submit != ""
+    if not has_queue or not (script.on_stdin or job.is_interactive):
+        raise _no_remote_jobs_error(job.recipe)
 
 
-def _no_queue_error(target: Target) -> UsageError:
+def _no_remote_jobs_error(target: Target) -> UsageError:
     """Return the error for a system to which imgkit cannot submit a job over ssh."""
     system = target.system
     title = system.title or target.name
-    hint = "a recipe with scheduler: slurm or pbs and runtime: singularity; or submit it there"
     if system.runtime.kind == Pod.kind:
         hint = "a remote that stores files for pods: imgkit remote add NAME USER@HOST:/DIR --pvc CLAIM:/PATH"
+    else:
+        hint = "a recipe with scheduler: slurm or pbs and runtime: singularity; or submit it there"
     return UsageError(
         f"{title} ({system.scheduler}, {system.runtime.kind}) has no queue that takes a .sif over ssh",
         where="--on",

@@ -185,6 +185,11 @@ class Job:
         """Return this job with other values of its container."""
         return dataclasses.replace(self, container=dataclasses.replace(self.container, **values))
 
+    def with_system_facts(self, **values: Any) -> Job:
+        """Return this job with other values under ``system`` of its recipe, for example another ``queue``."""
+        system_facts = dataclasses.replace(self.recipe.system, **values)
+        return dataclasses.replace(self, recipe=dataclasses.replace(self.recipe, system=system_facts))
+
     def flags(self, kind: type[Flags]) -> Flags:
         """Return the values of the flags that only the job's system has.
 

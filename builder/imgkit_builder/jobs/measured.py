@@ -39,15 +39,16 @@ class LastNumbers:
 def last_numbers(folder: Path) -> LastNumbers:
     """Return the last step and the last loss of the run in `folder`.
 
-    The two can be from different lines, because a program need not write the loss in each line.
+    The two can be from different lines, because a program need not write the loss in each line. The last line
+    counts, not the highest step, because a killed run repeats steps when it goes on.
     """
     last_step = None
-    # A killed run repeats steps when it goes on: the last line counts, not the highest step.
     for numbers in reversed(last_metrics(folder)):
-        step = numbers.pop("step", None)
+        step = numbers.get("step")
         if type(step) is not int or not 0 <= step < _MAX_STEP:
             continue
-        if last_step is None and numbers:
+        has_results = len(numbers) > 1
+        if last_step is None and has_results:
             last_step = step
         if "loss" in numbers:
             return LastNumbers(step=last_step, loss=float(numbers["loss"]))
@@ -55,15 +56,15 @@ def last_numbers(folder: Path) -> LastNumbers:
 
 
 def last_metrics(folder: Path) -> list[dict[str, float]]:
-    """Return the numbers in the last lines of the run's metrics, the oldest line first.
+    """Return the numbers in the last lines of ``metrics.jsonl``, the oldest line first.
 
-    Values that are no numbers are left out: ``{"step": 1, "name": "a"}`` -> ``{"step": 1}``.
+    ``{"step": 1, "name": "a"}`` -> ``{"step": 1}``. The lines in the last 64 KiB of the file are read.
     """
-    numbers_of_lines = []
-    for line in _parse_json_lines(_last_lines(folder / METRICS)):
+    metrics = []
+    for fields in _parse_json_lines(_last_lines(folder / METRICS)):
         # Not isinstance: JSON's true is an int in Python.
-        numbers_of_lines.append({key: value for key, value in line.items() if type(value) in (int, float)})
-    return numbers_of_lines
+        metrics.append({name: value for name, value in fields.items() if type(value) in (int, float)})
+    return metrics
 
 
 def _parse_json_lines(lines: list[bytes]) -> Iterator[dict[str, Any]]:
@@ -85,8 +86,8 @@ def _last_lines(file: Path) -> list[bytes]:
     """
     try:
         with files.open_regular(file) as stream:
-            stream.seek(0, io.SEEK_END)
-            stream.seek(max(0, stream.tell() - _TAIL_BYTES))
+            size_bytes = stream.seek(0, io.SEEK_END)
+            stream.seek(max(0, size_bytes - _TAIL_BYTES))
             return stream.read(_TAIL_BYTES).splitlines()
     except OSError:
         return []
@@ -105,38 +106,25 @@ class Bandwidth:
     algbw_GBps: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Verdict:
-    """The part ``verdict`` of the file of dist-bench."""
-
-    busbw: tuple[Bandwidth, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _BenchFile:
-    """The keys of the file of dist-bench that imgkit reads."""
-
-    verdict: _Verdict
-
-
 def read_gpu_use(folder: Path) -> GpuUse | None:
-    """Return how much a run used its GPUs.
+    """Return how much the run in `folder` used its GPUs.
 
     The result is None if the node agents have not written the file, as in a run on CPUs.
     """
     try:
-        return gpu_use.parse(files.read_text(folder / stop_protocol.GPU_USE))
+        text = files.read_text(folder / stop_protocol.GPU_USE)
     except (OSError, UnicodeDecodeError):
         return None
+    return gpu_use.parse(text)
 
 
 def read_bandwidths(folder: Path) -> tuple[Bandwidth, ...]:
     """Return the bandwidths of each collective that a run of dist-bench measured.
 
-    The result is empty if the file of dist-bench is missing or cannot be parsed, as in all other runs.
+    The result is empty if the run has no readable ``bench.json``. Only dist-bench writes this file.
     """
     try:
-        bench: _BenchFile = json_text.build_value(_BenchFile, json_text.load(folder / BENCH), BENCH)
-    except (OSError, ValueError):
+        verdict = json_text.load(folder / BENCH)["verdict"]
+        return tuple(json_text.build_value(tuple[Bandwidth, ...], verdict["busbw"], "busbw"))
+    except (OSError, ValueError, TypeError, KeyError):
         return ()
-    return bench.verdict.busbw

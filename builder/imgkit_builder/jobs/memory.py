@@ -9,7 +9,7 @@ from imgkit_entrypoints.errors import UsageError
 
 _SIZE = re.compile(r"([1-9][0-9]{0,6})([MGT])i?B?", re.IGNORECASE)  # "110G", "440GB", "512M", "1TiB"
 # Units are powers of 1024, with and without an "i", because Slurm, PBS and Docker count so: 1 GB is 1024 MiB.
-_MIB_OF_UNIT = {"M": 1, "G": 1 << 10, "T": 1 << 20}
+_MIB_OF_UNIT = {"M": 1, "G": 1024, "T": 1024**2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,5 +57,5 @@ def parse_size(text: str, *, where: str) -> int:
 
 def size_text(size_MiB: int) -> str:
     """Return a size in G, or in M if it is not a whole number of G: 2048 -> ``2G``, 1536 -> ``1536M``."""
-    size_GiB, rest_MiB = divmod(size_MiB, 1 << 10)
+    size_GiB, rest_MiB = divmod(size_MiB, 1024)
     return f"{size_MiB}M" if rest_MiB else f"{size_GiB}G"

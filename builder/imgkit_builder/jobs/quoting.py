@@ -10,14 +10,13 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.rules import SITE_VARIABLE
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Field:
+class Field(NamedTuple):
     """The pattern of a value, and a description of it for messages."""
 
     pattern: str
@@ -35,7 +34,7 @@ _PATH = Field(
 )
 
 # The patterns of the values that a job script contains unquoted, by the flags that set them.
-FLAG_PATTERNS: Mapping[str, Field] = {
+FLAG_PATTERNS = {
     "--name": Field(pattern=r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", allowed="up to 63 letters, digits and . _ -"),
     "--account": _WORD,
     "--queue": _WORD,
@@ -63,7 +62,7 @@ def check_flag_value(flag: str, value: str) -> str:
     return value
 
 
-def search_first(libraries: Sequence[str]) -> str:
+def export_library_path(libraries: Sequence[str]) -> str:
     """Return the shell command that puts folders of libraries at the start of LD_LIBRARY_PATH.
 
     For example: ``export LD_LIBRARY_PATH="/a:/b${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"``.
@@ -94,10 +93,11 @@ def check_scheduler_option(value: str, *, where: str = "--option") -> str:
     """
     if _OPTION.fullmatch(value):
         return value
-    items = _without_blanks(value) or ["--exclusive"]
-    example = ", ".join(items)
+    options = _options_without_blanks(value) or ["--exclusive"]
     if where == "--option":
-        example = " ".join(f"--option={item}" for item in items)
+        example = " ".join(f"--option={option}" for option in options)
+    else:
+        example = ", ".join(options)
     raise UsageError(
         f"{value!r} cannot be used in a directive",
         where=where,
@@ -105,23 +105,22 @@ def check_scheduler_option(value: str, *, where: str = "--option") -> str:
     )
 
 
-def _without_blanks(value: str) -> list[str]:
-    """Return an option with blanks as a list of words without blanks, for a hint: ``--x y`` -> ``--x=y``.
+def _options_without_blanks(option: str) -> list[str]:
+    """Return the form without blanks in which the scheduler takes `option`, for a hint.
 
-    PBS takes a short option and its value as two words: ``-l x`` -> ``-l``, ``x``. The list is empty if no
-    form without blanks is known.
+    ``--time 10`` -> ``["--time=10"]``. PBS takes a short option and its value as two words: ``-l walltime=1``
+    -> ``["-l", "walltime=1"]``. The result is empty if no form without blanks is known.
     """
-    parts = value.split(" ")
-    name = parts[0]
-    if not name.startswith("-") or not all(map(_OPTION.fullmatch, parts)):
+    name, *values = option.split(" ")
+    if not name.startswith("-") or not all(map(_OPTION.fullmatch, (name, *values))):
         return []
-    if "=" in name:
-        return ["_".join(parts)]  # the blanks are in the value
-    if len(parts) != 2:
+    if "=" in name:  # "--comment=my job": the blanks are in the value
+        return [option.replace(" ", "_")]
+    if len(values) != 1:
         return []
     if name.startswith("--"):
-        return ["=".join(parts)]
-    return parts
+        return [f"{name}={values[0]}"]
+    return [name, values[0]]
 
 
 def is_job_id(text: str) -> bool:
@@ -130,7 +129,9 @@ def is_job_id(text: str) -> bool:
     An id becomes an argument of the scheduler's commands and a part of file names. So it cannot begin with a
     hyphen, and it cannot contain a slash, blank or ``..``.
     """
-    return ".." not in text and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.\[\]+-]{0,126}", text) is not None
+    if ".." in text:
+        return False
+    return re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.\[\]+-]{0,126}", text) is not None
 
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}  # seconds in each unit of "90m"
@@ -167,19 +168,18 @@ def _parse_number_with_unit(text: str) -> int:
 def _parse_clock(text: str) -> int:
     """Return the seconds of ``MM:SS``, ``HH:MM:SS`` or ``D-HH:MM:SS``.
 
-    The result is 0 if `text` has another form, or if its minutes or seconds are 60 or more.
+    The first number has no upper limit: ``90:00`` is an hour and a half. The result is 0 if `text` has
+    another form, or if a later number of minutes or seconds is 60 or more.
     """
-    match = re.fullmatch(r"(\d{1,4}):(\d{2})", text)
+    match = re.fullmatch(r"(\d{1,4}):([0-5]\d)", text)
     if match is not None:
-        minutes, seconds = int(match[1]), int(match[2])  # "90:00" is an hour and a half
-        return minutes * 60 + seconds if seconds < 60 else 0
-    match = re.fullmatch(r"(?:(\d{1,3})-)?(\d{1,4}):(\d{2}):(\d{2})", text)
+        minutes, seconds = map(int, match.groups())
+        return minutes * 60 + seconds
+    match = re.fullmatch(r"(?:(\d{1,3})-)?(\d{1,4}):([0-5]\d):([0-5]\d)", text)
     if match is None:
         return 0
-    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    if minutes >= 60 or seconds >= 60:
-        return 0
-    return days * 86400 + hours * 3600 + minutes * 60 + seconds
+    days, hours, minutes, seconds = map(int, match.groups("0"))
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def format_time_limit(seconds: int) -> str:
@@ -191,7 +191,7 @@ def format_time_limit(seconds: int) -> str:
 WIDTH = 100
 
 
-class Shell(str):
+class ShellText(str):
     """Shell text that `quote` does not quote, so that the shell of the job script expands it.
 
     imgkit itself writes such text. A value of the user is never used as one without escaping.
@@ -210,11 +210,14 @@ def quote_with_site_variables(text: str) -> str:
         return text
 
     def escape(match: re.Match[str]) -> str:
-        return match[0] if match["variable"] else f"\\{match[0]}"
+        """Return a variable as it is, and a special character after a backslash."""
+        if match["variable"]:
+            return match[0]
+        return f"\\{match[0]}"
 
     # In double quotes, the shell would expand any other $, too, and ` " \ are special.
     special = re.compile(rf"(?P<variable>{SITE_VARIABLE.pattern})|[$`\"\\]")
-    return Shell(f'"{special.sub(escape, text)}"')
+    return ShellText(f'"{special.sub(escape, text)}"')
 
 
 def assignments(variables: Mapping[str, object]) -> list[str]:
@@ -231,19 +234,20 @@ def export_lines(variables: Mapping[str, str]) -> list[str]:
 
 
 def default_exports(variables: Mapping[str, str]) -> list[str]:
-    """Return shell lines that export `variables`, except those that are set where the shell runs.
+    """Return shell lines that export each of `variables`, unless it is already set where the shell runs.
 
     The values are written as by `export_lines`.
     """
     lines = []
-    for name, line in zip(variables, export_lines(variables), strict=True):
-        lines.append(f'if [ -z "${{{name}+set}}" ]; then {line}; fi')
+    for name, value in variables.items():
+        (export,) = export_lines({name: value})
+        lines.append(f'if [ -z "${{{name}+set}}" ]; then {export}; fi')
     return lines
 
 
 def quote(argument: str) -> str:
-    """Return `argument` quoted for the shell. A `Shell` text is returned as it is."""
-    return str(argument) if isinstance(argument, Shell) else shlex.quote(argument)
+    """Return `argument` quoted for the shell. A `ShellText` is returned as it is."""
+    return str(argument) if isinstance(argument, ShellText) else shlex.quote(argument)
 
 
 def repeat_option(option: str, values: Iterable[str]) -> tuple[str, ...]:
@@ -251,24 +255,19 @@ def repeat_option(option: str, values: Iterable[str]) -> tuple[str, ...]:
     return tuple(argument for value in values for argument in (option, value))
 
 
-def command_line(argv: Sequence[str], *, indent: str = "    ") -> str:
+def command_line(argv: Sequence[str]) -> str:
     """Return a command as shell text with quoted arguments.
 
     A command that is longer than `WIDTH` is broken into several lines, between two arguments. Each line but
-    the last ends with a backslash.
-
-    Parameters
-    ----------
-    indent : blanks before each line but the first.
+    the last ends with a backslash, and each but the first is indented.
     """
-    lines: list[str] = []
-    current_line = ""
+    lines = [""]
     for argument in map(quote, argv):
-        if not current_line:
-            current_line = argument
-        elif len(current_line) + 1 + len(argument) <= WIDTH:
-            current_line = f"{current_line} {argument}"
+        longer_line = f"{lines[-1]} {argument}"
+        if not lines[-1]:
+            lines[-1] = argument
+        elif len(longer_line) <= WIDTH:
+            lines[-1] = longer_line
         else:
-            lines.append(current_line)
-            current_line = indent + argument
-    return " \\\n".join((*lines, current_line))
+            lines.append(f"    {argument}")
+    return " \\\n".join(lines)

@@ -6,6 +6,7 @@ imgkit prints it, for example ``4711@mn5.json``.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import glob
 import json
@@ -54,7 +55,7 @@ def find_record(job_id: str) -> SubmittedJob:
     try:
         record = _read_record(_record_path(job_id))
     except _READ_ERRORS as error:
-        # A task has no file of its own: its record is made from that of its array.
+        # A task of an array has no file. Its record is made from the record of the array.
         task_record = _find_task(job_id)
         if task_record is None:
             raise _unknown_job_error(job_id) from error
@@ -78,21 +79,22 @@ def refuse_unknown_id(record: SubmittedJob) -> None:
 
     The hint of the error has the command that shows the id.
     """
-    if record.answer is not None:
-        raise _unknown_id_error(record.job, record.answer)
-
-
-def _unknown_id_error(job: QueuedJob, answer: str) -> ToolFailed:
-    """Return the error for a job that was submitted, but whose id is not in the scheduler's `answer`."""
-    argv = systems.get_system(job.system).queue.own_jobs
-    command = shlex.join(argv) if argv else f"the commands of {job.system}"
-    suffix = f" on {job.remote}" if job.remote else ""
-    answer = answer.strip()
-    printed = repr(answer) if answer else "nothing"
-    return ToolFailed(
+    if record.answer is None:
+        return
+    job = record.job
+    printed = "nothing"
+    if record.answer.strip():
+        printed = repr(record.answer.strip())
+    command = f"the commands of {job.system}"
+    list_argv = systems.get_system(job.system).queue.own_jobs
+    if list_argv:
+        command = shlex.join(list_argv)
+    if job.remote:
+        command += f" on {job.remote}"
+    raise ToolFailed(
         f"the job is submitted, but its id is unknown: {job.system} printed {printed}",
         where=job.handle,
-        hint=f"do not submit it again; {command}{suffix} shows the job {job.name} with its id, "
+        hint=f"do not submit it again; {command} shows the job {job.name} with its id, "
         "by which the scheduler's own commands follow and cancel it",
     )
 
@@ -101,10 +103,8 @@ def list_records() -> tuple[SubmittedJob, ...]:
     """Return all records, beginning with the job that was submitted last. Damaged records are left out."""
     loaded = []
     for path in _records_folder().glob("*.json"):
-        try:
+        with contextlib.suppress(*_READ_ERRORS):
             loaded.append(_read_record(path))
-        except _READ_ERRORS:
-            continue
     return tuple(sorted(loaded, key=lambda record: record.submitted, reverse=True))
 
 
@@ -118,7 +118,7 @@ def list_records_of_run(record: SubmittedJob) -> tuple[SubmittedJob, ...]:
 
 
 def has_record_file(record: SubmittedJob) -> bool:
-    """Return whether `record` has a file. The record of one task of an array has none."""
+    """Return whether `record` is saved in a file. The record of one task of an array is not saved."""
     return _record_path(record.job.handle).exists()
 
 
@@ -133,20 +133,25 @@ def is_cancelled(record: SubmittedJob) -> bool:
         return False
 
 
-def _find_task(job_id: str) -> SubmittedJob | None:
+def _find_task(handle: str) -> SubmittedJob | None:
     """Return a record for one task of an array job, or None if no array has this task.
 
-    It is that of the array, with the id of the task.
+    It is the record of the array with the id of the task.
+
+    Parameters
+    ----------
+    handle : ``4711_3`` or ``4711_3@REMOTE``. Without a remote, arrays on all machines are searched.
     """
-    task, _, remote = job_id.partition("@")
+    job_id, _, remote = handle.partition("@")
     for record in list_records():
-        if not record.job.array or remote not in ("", record.job.remote):
+        array = record.job
+        if not array.array or (remote and remote != array.remote):
             continue
-        task_id = systems.task_id(record.job, task)
+        task_id = systems.task_id(array, job_id)
         if task_id and quoting.is_job_id(task_id):
-            task_job = dataclasses.replace(record.job, id=task_id, array=False)
-            # The state and the fetched folder are those of the array, not of its task.
-            return dataclasses.replace(record, job=task_job, state="", fetched="")
+            task = dataclasses.replace(array, id=task_id, array=False)
+            # The array has the state and the fetched folder, and nothing is known about the task.
+            return dataclasses.replace(record, job=task, state="", fetched="")
     return None
 
 
@@ -156,21 +161,23 @@ def _read_record(path: Path) -> SubmittedJob:
     Raises
     ------
     OSError : the file cannot be read.
-    ValueError, UsageError : the file is damaged, or the id or the name cannot be that of a job. Both are
-        checked because they become arguments of commands and parts of paths.
+    ValueError, UsageError : the file is damaged, or has an id or a name that no job can have.
     """
     fields = json_text.load(path)
     job_fields = {name: fields.pop(name) for name in _QUEUED_JOB_FIELDS if name in fields}
     record: SubmittedJob = json_text.build_value(SubmittedJob, {**fields, "job": job_fields}, "record")
     job = record.job
-    optional_names = filter(None, (job.cluster, job.remote, job.store, job.run_name))
-    if not all(map(quoting.is_job_id, (job.id, *optional_names))):
+    # These values become arguments of commands and parts of paths, so a damaged file must not choose them.
+    if not quoting.is_job_id(job.id):
         raise ValueError(f"{job.handle!r} is not a job id")
+    for name in (job.cluster, job.remote, job.store, job.run_name):
+        if name and not quoting.is_job_id(name):
+            raise ValueError(f"{name!r} cannot be part of a path")
     quoting.check_flag_value("--name", job.name)
     return record
 
 
-def _record_path(job_id: str) -> Path:
+def _record_path(handle: str) -> Path:
     """Return the path of the file with the record of a job, which may not exist.
 
     ``4711`` also finds the file of ``4711@REMOTE``, if only one remote and not this machine has that number.
@@ -179,12 +186,14 @@ def _record_path(job_id: str) -> Path:
     ------
     ValueError : no job can have this id.
     """
-    if not all(quoting.is_job_id(name) for name in job_id.split("@", 1)):
-        raise ValueError(f"{job_id!r} is not a job id")
-    path = _records_folder() / f"{job_id}.json"
-    if "@" in job_id or path.exists():
+    job_id, at_sign, remote = handle.partition("@")
+    if not quoting.is_job_id(job_id) or (at_sign and not quoting.is_job_id(remote)):
+        raise ValueError(f"{handle!r} is not a job id")
+    folder = _records_folder()
+    path = folder / f"{handle}.json"
+    if at_sign or path.exists():
         return path
-    paths_on_remotes = list(_records_folder().glob(f"{glob.escape(job_id)}@*.json"))
+    paths_on_remotes = list(folder.glob(f"{glob.escape(job_id)}@*.json"))
     if len(paths_on_remotes) == 1:
         return paths_on_remotes[0]
     return path

@@ -1,14 +1,14 @@
 """Resolve a request on a recipe's system: choose the value of each field, and check it.
 
-A value is that of the request, or else that of the recipe, or else a default. It is checked against the
-limits that the recipe states for its queues and nodes. Nothing is written or run.
+A value is from the request, or else from the recipe, or else a default. It is checked against the limits
+that the recipe states for its queues and nodes. Nothing is written or run.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 
@@ -35,7 +35,7 @@ from imgkit_entrypoints.cli.commands import COMMANDS
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch import explain, host_leaks
 from imgkit_entrypoints.schedulers.placement import Size, size_examples
-from imgkit_entrypoints.system import CUDA_COMPAT, HOST_LIBS
+from imgkit_entrypoints.system import CUDA_COMPAT, HOST_LIBS, Node
 
 
 def resolve_job(recipe: Target, request: JobRequest) -> Job:
@@ -47,7 +47,7 @@ def resolve_job(recipe: Target, request: JobRequest) -> Job:
         limit.
     ToolFailed : the system is a plug-in that cannot be loaded.
     """
-    # First of all, because the limits below are those of the partition's nodes.
+    # First of all, because the nodes of the partition have other limits.
     recipe = _select_partition(recipe, request.allocation.queue or recipe.system.queue.name)
     scheduler = recipe.system.scheduler
     system = systems.get_system(scheduler)
@@ -88,11 +88,10 @@ def resolve_job(recipe: Target, request: JobRequest) -> Job:
 
 
 def resolve_conversion(recipe: Target, request: JobRequest, image: Path) -> Job:
-    """Return the job that makes the file `image`.
+    """Return the job in which the command of `request` writes the file `image`.
 
-    The command of `request` makes it. That is ``imgkit sif`` or ``imgkit build``.
-
-    The job takes one node without GPUs, from the queue that ``queue.sif`` of the recipe names.
+    The command is ``imgkit sif`` or ``imgkit build``. The job takes one node without GPUs, from the queue
+    that ``queue.sif`` of the recipe names.
 
     Raises
     ------
@@ -121,30 +120,49 @@ def resolve_conversion(recipe: Target, request: JobRequest, image: Path) -> Job:
 
 
 def _with_sif_queue(recipe: Target, system: System) -> Target:
-    """Return `recipe` with the queue, QoS and options of ``queue.sif`` in place of those of its jobs.
+    """Return `recipe` with the queue, QoS and options of ``queue.sif``, which replace those of other jobs.
 
     ``["--qos=gp_debug", "--exclusive"]`` -> the QoS ``gp_debug``, no queue, and the option ``--exclusive``.
+    Messages about an option name its line in ``queue.sif``.
     """
     queue = recipe.system.queue
-    names = {"name": "", "qos": ""}
-    options: list[str] = []
+    names, option_indices = _parse_sif_options(queue.sif, system.queue.fields)
     positions = dict(recipe.positions)
-    remaining = iter(enumerate(queue.sif))  # an iterator, because an option can take the next argument too
+    for new_index, sif_index in enumerate(option_indices):
+        position = recipe.positions.get(("system", "queue", "sif", sif_index))
+        if position is not None:
+            positions["system", "queue", "options", new_index] = position
+    options = tuple(queue.sif[index] for index in option_indices)
+    sif_queue = dataclasses.replace(
+        queue, name=names.get("name", ""), qos=names.get("qos", ""), options=options
+    )
+    system_facts = dataclasses.replace(recipe.system, queue=sif_queue)
+    return dataclasses.replace(recipe, system=system_facts, positions=positions)
+
+
+def _parse_sif_options(
+    arguments: Sequence[str], fields: Mapping[str, str]
+) -> tuple[dict[str, str], list[int]]:
+    """Return the queue and the QoS that ``queue.sif`` names, and the indices of its other arguments.
+
+    ``["--qos=debug", "--exclusive"]`` -> ``{"qos": "debug"}`` and ``[1]``.
+
+    Parameters
+    ----------
+    fields : the scheduler's options for a queue or a QoS: ``{"--partition": "name", "--qos": "qos"}``.
+    """
+    names = {}
+    other_indices = []
+    remaining = iter(enumerate(arguments))
     for index, argument in remaining:
         option, _, value = argument.partition("=")
-        if option in system.queue.fields:
-            # "--qos=gp_debug" of Slurm, and "-q", "debug" of PBS
-            if not value:
-                _, value = next(remaining, (0, ""))
-            names[system.queue.fields[option]] = value
+        if option not in fields:
+            other_indices.append(index)
             continue
-        position = positions.get(("system", "queue", "sif", index))
-        if position is not None:
-            positions["system", "queue", "options", len(options)] = position
-        options.append(argument)
-    queue = dataclasses.replace(queue, name=names["name"], qos=names["qos"], options=tuple(options))
-    facts = dataclasses.replace(recipe.system, queue=queue)
-    return dataclasses.replace(recipe, system=facts, positions=positions)
+        if not value:  # PBS has the value in the next argument: "-q", "debug"
+            _, value = next(remaining, (index, ""))
+        names[fields[option]] = value
+    return names, other_indices
 
 
 # The smallest number that each field of a request may have. With 0 GPUs, a job runs on CPUs.
@@ -172,43 +190,46 @@ def _select_partition(recipe: Target, name: str) -> Target:
     if partition is None:
         return recipe
     system = recipe.system.in_partition(name)
-    # The options of the partition are the last ones.
-    first_option = len(system.queue.options) - len(partition.options)
     partition_path = ("system", "partitions", name)
     positions = dict(recipe.positions)
     for path, position in recipe.positions.items():
-        if path[:-1] == partition_path:
+        if path[:-1] == partition_path:  # "system.partitions.NAME.gpus" -> "system.node.gpus"
             positions["system", "node", path[-1]] = position
-        elif path[:-1] == (*partition_path, "options"):
-            positions["system", "queue", "options", first_option + int(path[-1])] = position
+    # The options of the partition are the last ones of the queue.
+    first_index = len(system.queue.options) - len(partition.options)
+    for index in range(len(partition.options)):
+        option_position = recipe.positions.get((*partition_path, "options", index))
+        if option_position is not None:
+            positions["system", "queue", "options", first_index + index] = option_position
     return dataclasses.replace(recipe, system=system, positions=positions)
 
 
 def _unlisted_queue_warnings(recipe: Target, queue: str) -> Iterator[str]:
-    """Yield a warning about a queue that the system does not list, because its nodes may differ.
+    """Yield a warning if the system does not list `queue`, because its nodes may differ.
+
+    A system that states neither partitions nor a limit of its default queue has no list.
 
     Raises
     ------
     UsageError : the system does not list the queue, and its list is complete.
     """
-    facts = recipe.system
-    names = {facts.queue.name, *facts.partitions, *facts.queue.limits}
-    is_complete = facts.partition_list == "complete"
-    # A system that states neither partitions nor limits of queues has no list.
-    has_list = is_complete or bool(facts.partitions) or facts.queue.name in facts.queue.limits
-    if not has_list or not queue or queue in names:
+    system_facts = recipe.system
+    default_queue = system_facts.queue.name
+    listed = {default_queue, *system_facts.partitions, *system_facts.queue.limits} - {""}
+    if not queue or queue in listed:
         return
-    names.discard("")
-    if is_complete:
+    if system_facts.partition_list == "complete":
         raise UsageError(
             f"--queue {queue}, but {recipe.title} has no such queue",
             where=recipe.where("system", "partition_list"),
-            hint=allowed_hint(queue, names),
+            hint=allowed_hint(queue, listed),
         )
-    yield (
-        f"--queue {queue}: {recipe.title} lists only {', '.join(sorted(names))}; the job is written for the "
-        "nodes of system.node"
-    )
+    if system_facts.partitions or default_queue in system_facts.queue.limits:
+        names = ", ".join(sorted(listed))
+        yield (
+            f"--queue {queue}: {recipe.title} lists only {names}; the job is written for the nodes of "
+            "system.node"
+        )
 
 
 def _queue_allocation(recipe: Target, request: JobRequest, system: System) -> Allocation:
@@ -225,23 +246,34 @@ def _queue_allocation(recipe: Target, request: JobRequest, system: System) -> Al
         qos=quoting.check_flag_value("--qos", requested.qos or defaults.qos),
         time=_time_limit(recipe, requested),
     )
-    if request.launch.interactive and not system.needs_fields_for_shells:
-        return allocation
+    if system.needs_fields_for_shells or not request.launch.interactive:
+        _refuse_missing_fields(recipe, allocation, request.project)
+    return allocation
+
+
+def _refuse_missing_fields(recipe: Target, allocation: Allocation, project: ProjectSource | None) -> None:
+    """Raise UsageError if `allocation` lacks a value that ``system.queue.required`` of the recipe names.
+
+    Parameters
+    ----------
+    project : the imgkit.toml of the request, if there is one. The hint names its lines.
+    """
     missing_keys = []
-    for field in defaults.required:
+    for field in recipe.system.queue.required:
         # The field system.queue.name of a recipe is the queue of a request.
         key = "queue" if field == "name" else field
         if not getattr(allocation, key):
             missing_keys.append(key)
-    if missing_keys:
-        raise _missing_fields_error(recipe, missing_keys, request.project)
-    return allocation
+    if not missing_keys:
+        return
+    flags = ", ".join(f"--{key}" for key in missing_keys)
+    hint = _missing_fields_hint(recipe, missing_keys, project)
+    where = recipe.where("system", "queue", "required")
+    raise UsageError(f"{recipe.title} needs {flags}", where=where, hint=hint)
 
 
 def _with_nodes(job: Job, system: System) -> Job:
     """Return `job` with the number of its nodes, and the GPUs, CPUs and memory of each node.
-
-    The job requests no memory if neither its system nor its runtime has an option for that.
 
     Raises
     ------
@@ -249,16 +281,16 @@ def _with_nodes(job: Job, system: System) -> Job:
     """
     recipe, request = job.recipe, job.request
     _refuse_small_numbers(request)
-    gpus = _gpus_per_node(recipe, request)
     default_nodes = request.flags(system.flags).default_nodes
+    gpus = _gpus_per_node(recipe, request)
     memory = _memory_per_node(recipe, request.allocation, gpus)
-    if "mem" not in (*system.uses, *runtime_of(job).used_flags()):
-        memory = None
+    # Without an option for memory, the flags are checked all the same, but no memory is requested.
+    has_memory_option = "mem" in (*system.uses, *runtime_of(job).used_flags())
     return job.with_allocation(
         size=parse_nodes(request.allocation.nodes or str(default_nodes)),
         gpus=gpus,
         cpus=_cpus_per_node(recipe, request, gpus),
-        memory=memory,
+        memory=memory if has_memory_option else None,
         stop_before_s=_stop_before(request, job.allocation.time),
     )
 
@@ -268,44 +300,41 @@ def _unused_flag_warnings(
 ) -> Iterator[str]:
     """Yield a warning for each flag of the request that neither the system nor the runtime uses.
 
-    Flags of another system are among them.
+    Parameters
+    ----------
+    runtime : what starts the command, or None for a job that makes an image.
     """
     used_names = set(system.uses)
     if runtime is not None:
         used_names.update(runtime.used_flags())
-    unused_names = {f"--{name}" for name in OPTIONAL if name not in used_names}
-    ignored_names = [name for name in flags_in(request) if name in unused_names]
+    unused_flags = {f"--{name}" for name in OPTIONAL if name not in used_names}
+    ignored_flags = [flag for flag in flags_in(request) if flag in unused_flags]
     for flags in request.system_flags:
-        if type(flags) is not system.flags:
-            ignored_names += flags_in(flags)
+        if type(flags) is not system.flags:  # flags of another system
+            ignored_flags += flags_in(flags)
     scheduler = recipe.system.scheduler
-    for name in ignored_names:
-        yield f"{name} is not used: {recipe.title} ({scheduler}) has no such flag"
+    for flag in ignored_flags:
+        yield f"{flag} is not used: {recipe.title} ({scheduler}) has no such flag"
 
 
-def _missing_fields_error(recipe: Target, keys: Sequence[str], project: ProjectSource | None) -> UsageError:
-    """Return the error for fields of ``system.queue`` that the recipe requires and nobody states.
+def _missing_fields_hint(recipe: Target, keys: Sequence[str], project: ProjectSource | None) -> str:
+    """Return how to state fields of ``system.queue`` that the recipe requires.
 
     Parameters
     ----------
     keys : the fields, as in imgkit.toml, for example ``["account"]``. Their flags have the same names.
-    project : the imgkit.toml of the request, if there is one. The hint names its lines.
+    project : the imgkit.toml of the request, if there is one.
     """
     flags = " ".join(f"--{key} ..." for key in keys)
     if project:
         file_name = shorten_path(project.file).name
         lines = [f'{key} = "..." in {project.lines.get(key, file_name)}' for key in keys]
-        hint = f"set {', '.join(lines)}; or add {flags}"
+        parts = [f"set {', '.join(lines)}; or add {flags}"]
     else:
-        hint = f"add {flags}, or set it in a recipe that extends {recipe.name} (system.queue)"
-    queues = sorted(recipe.system.partitions)
-    if "queue" in keys and queues:
-        hint += f"; queues: {', '.join(queues)}"
-    return UsageError(
-        f"{recipe.title} needs {', '.join(f'--{key}' for key in keys)}",
-        where=recipe.where("system", "queue", "required"),
-        hint=hint,
-    )
+        parts = [f"add {flags}, or set it in a recipe that extends {recipe.name} (system.queue)"]
+    if "queue" in keys and recipe.system.partitions:
+        parts.append(f"queues: {', '.join(sorted(recipe.system.partitions))}")
+    return "; ".join(parts)
 
 
 def _job_command(request: JobRequest) -> tuple[str, ...]:
@@ -317,29 +346,28 @@ def _job_command(request: JobRequest) -> tuple[str, ...]:
         command.
     """
     command = request.launch.command
+    if not command and request.launch.interactive:
+        return ()
     if not command:
-        if request.launch.interactive:
-            return ()
         raise UsageError(
             "no command given",
             where="COMMAND",
             hint="imgkit run RECIPE -- dist-bench; or --interactive",
         )
-    if any("\n" in argument or "\0" in argument for argument in command):
-        raise UsageError(
-            "an argument of the command contains a line break", where="COMMAND", hint="put it in a file"
-        )
+    for argument in command:
+        if "\n" in argument or "\0" in argument:
+            raise UsageError(
+                "an argument of the command contains a line break", where="COMMAND", hint="put it in a file"
+            )
     program = command[0]
-    entry_points = [command.name for command in COMMANDS]
+    entry_points = [entry_point.name for entry_point in COMMANDS]
     if program.startswith("dist-") and program not in entry_points:
         raise UsageError(f"there is no {program}", where="COMMAND", hint=allowed_hint(program, entry_points))
     return command
 
 
 def _select_runtime(recipe: Target, requested: RuntimeName | None, system: System) -> Runtime:
-    """Return the runtime that starts the command on each node.
-
-    It is that of ``--runtime``, or else that of the recipe.
+    """Return the runtime of ``--runtime``, or else of the recipe, which starts the command on each node.
 
     Raises
     ------
@@ -367,40 +395,48 @@ def _unsupported_runtime_error(
     needs_podman : whether Podman would work instead of Docker.
     is_requested : whether the user named the runtime by ``--runtime``. If not, the recipe named it.
     """
-    scheduler, program = recipe.system.scheduler, runtime.program(recipe)
-    supported = system.registration.runtimes
-    reason, key = "", "kind"
-    hint = allowed_hint(runtime.kind, supported)
     if needs_podman:
-        reason = (
+        key = "command"
+        hint = "system.runtime with kind: docker and command: podman (or podman-hpc) in the recipe"
+    else:
+        key = "kind"
+        hint = allowed_hint(runtime.kind, system.registration.runtimes)
+    reason = _runtime_problem(recipe, runtime, system, needs_podman=needs_podman)
+    message = f"{runtime.kind} cannot be used on {recipe.title}{reason}"
+    if is_requested:
+        return UsageError(message, where="--runtime", hint=hint)
+    return UsageError(
+        message,
+        where=recipe.where("system", "runtime", key),
+        hint=f"{hint}; change system.runtime in the recipe, or give --runtime",
+    )
+
+
+def _runtime_problem(recipe: Target, runtime: Runtime, system: System, *, needs_podman: bool) -> str:
+    """Return why the system's jobs cannot use the runtime, as the end of an error message, or ""."""
+    program, scheduler = runtime.program(recipe), recipe.system.scheduler
+    if needs_podman:
+        return (
             f": containers of {program} belong to its service on each node, and {scheduler} neither counts "
             "nor ends them"
         )
-        key = "command"
-        hint = "system.runtime with kind: docker and command: podman (or podman-hpc) in the recipe"
-    elif runtime.environment_by_options and Host.kind in supported:
-        # A system without the host runtime starts pods, which get their variables from Kubernetes.
-        reason = (
-            f": {program} does not pass {scheduler}'s variables into the container, so each node would run "
-            "alone"
-        )
-    where = "--runtime"
-    if not is_requested:
-        where = recipe.where("system", "runtime", key)
-        hint += "; change system.runtime in the recipe, or give --runtime"
-    return UsageError(f"{runtime.kind} cannot be used on {recipe.title}{reason}", where=where, hint=hint)
+    starts_pods = Host.kind not in system.registration.runtimes  # Kubernetes sets the variables of pods
+    if starts_pods or not runtime.environment_by_options:
+        return ""
+    return (
+        f": {program} does not pass {scheduler}'s variables into the container, so each node would run alone"
+    )
 
 
 def chooses_cpus(request: JobRequest) -> bool:
     """Return whether the user chooses to run on CPUs.
 
-    That is so with ``--gpus 0``, or with ``--device cpu`` in the command.
+    That is so with ``--gpus 0``, or with ``--device cpu`` or ``--device=cpu`` in the command.
     """
     if request.allocation.gpus == 0:
         return True
-    command_line = " ".join(request.launch.command)
-    command_line = command_line.replace("=", " ")  # --device=cpu
-    return re.search(r"(?:^| )--device cpu(?: |$)", command_line) is not None
+    arguments = " ".join(request.launch.command).replace("=", " ").split(" ")
+    return ("--device", "cpu") in itertools.pairwise(arguments)
 
 
 def _refuse_amd(job: Job) -> None:
@@ -417,27 +453,32 @@ def _refuse_amd(job: Job) -> None:
 
 
 def _amd_evidence(job: Job) -> tuple[str, str]:
-    """Return what shows that the image or the nodes are for AMD GPUs, and the flag or line that states it.
+    """Return what shows that a job is for AMD GPUs, and the flag or the recipe's line that states it.
 
-    Both texts are empty if nothing shows it.
+    The image is looked at first, and then the nodes. Both texts are empty if nothing shows it.
     """
+    if runtime_of(job).has_container:
+        evidence, where = _amd_image_evidence(job)
+        if evidence:
+            return evidence, where
+    if not job.allocation.gpus:
+        return "", ""
+    recipe = job.recipe
+    return bases.amd_node_evidence(recipe.system), recipe.where("system", "node", "gpu_model")
+
+
+def _amd_image_evidence(job: Job) -> tuple[str, str]:
+    """Look for evidence in the name of the image, or in the recipe's base image. See `_amd_evidence`."""
     recipe = job.recipe
     image = job.request.container.image
-    evidence, where = "", ""
-    if runtime_of(job).has_container:
-        # A .sif can be its own recipe: then its base is known, and the name of the file tells less.
-        if image and Path(image) != recipe.file.absolute():
-            is_file = job.container.image.startswith("/")
-            # The folders of a file say nothing about its content, but those of a registry do: rocm/pytorch.
-            name = PurePath(image).name if is_file else image
-            evidence, where = bases.amd_image_evidence(name), "--image"
-        else:
-            evidence = bases.amd_image_evidence(recipe.base, recipe.base_env)
-            where = recipe.where("image", "base")
-    if not evidence and job.allocation.gpus:
-        evidence = bases.amd_node_evidence(recipe.system)
-        where = recipe.where("system", "node", "gpu_model")
-    return evidence, where
+    # A .sif can be its own recipe: then its base is known, and the name of the file tells less.
+    if not image or Path(image) == recipe.file.absolute():
+        return bases.amd_image_evidence(recipe.base, recipe.base_env), recipe.where("image", "base")
+    name = image
+    # The folders of a file say nothing about its content, but in a registry they do: rocm/pytorch.
+    if job.container.image.startswith("/"):
+        name = PurePath(image).name
+    return bases.amd_image_evidence(name), "--image"
 
 
 def _agent_settings(job: Job, system: System) -> Mapping[str, str]:
@@ -445,37 +486,16 @@ def _agent_settings(job: Job, system: System) -> Mapping[str, str]:
 
     An option that has no effect in this job, or that the node agent knows without it, has no variable.
     """
-    request, runtime = job.request, runtime_of(job)
-    facts = job.recipe.system
-    launch, allocation = request.launch, job.allocation
-    settings: dict[str, str] = {}
-    # The node agent refuses to start without the GPUs that its system.json states, unless it is told to use
-    # CPUs.
-    if allocation.gpus == 0 and (facts.node.gpus > 0 or request.allocation.gpus == 0):
-        settings["IMGKIT_DEVICE"] = "cpu"
-    # No system.json states the GPUs if there is no container, or if the recipe's nodes have none.
-    is_gpu_count_stated = runtime.has_container and facts.node.gpus > 0
-    if allocation.gpus and not is_gpu_count_stated:
-        settings["IMGKIT_GPUS"] = str(allocation.gpus)
-    nproc = launch.nproc
-    if not nproc and not system.abilities.hides_gpus:
-        # Programs see all GPUs of a node, so the number of workers limits the GPUs that they use.
-        nproc = request.allocation.gpus
-    if nproc:
-        settings["IMGKIT_NPROC"] = str(nproc)
+    launch, allocation = job.request.launch, job.allocation
+    settings = _worker_settings(job, system)
     if allocation.memory:
         settings[explain.MEMORY] = allocation.memory.option
     if allocation.size.spares:
         settings["IMGKIT_NNODES"] = str(allocation.size)
-    if facts.fabric.host_libs == "auto" and runtime.mounts_folders:
-        settings[HOST_LIBS] = ":".join(("auto", *facts.runtime.host_libs))
-    # "major" is the node agent's default, which it uses in an image that imgkit did not build, too.
-    if facts.runtime.cuda_compat != "major" and runtime.has_container:
-        settings[CUDA_COMPAT] = facts.runtime.cuda_compat
+    settings.update(_library_settings(job))
     # The node agent removes some variables that leak from the host, but none that the user has set.
-    user_names = [text.partition("=")[0] for text in request.container.env]
-    kept_names = filter(host_leaks.may_remove, user_names)
-    settings["IMGKIT_KEEP_ENV"] = ",".join(kept_names)
+    user_names = [text.partition("=")[0] for text in job.request.container.env]
+    settings["IMGKIT_KEEP_ENV"] = ",".join(filter(host_leaks.may_remove, user_names))
     if launch.preflight:
         settings["IMGKIT_PREFLIGHT"] = "1"
     if launch.max_failures is not None:
@@ -483,6 +503,40 @@ def _agent_settings(job: Job, system: System) -> Mapping[str, str]:
     if allocation.nodes > 1:
         settings["IMGKIT_SCHEDULER"] = system.placement
     return {name: value for name, value in settings.items() if value}
+
+
+def _worker_settings(job: Job, system: System) -> dict[str, str]:
+    """Return the variables for the device, the GPUs and the number of workers of each node agent."""
+    node, gpus = job.recipe.system.node, job.allocation.gpus
+    requested_gpus = job.request.allocation.gpus
+    settings = {}
+    # The node agent refuses to start without the GPUs that its system.json states, unless it is told to use
+    # CPUs.
+    if gpus == 0 and (node.gpus > 0 or requested_gpus == 0):
+        settings["IMGKIT_DEVICE"] = "cpu"
+    # No system.json states the GPUs if there is no container, or if the recipe's nodes have none.
+    is_gpu_count_stated = runtime_of(job).has_container and node.gpus > 0
+    if gpus and not is_gpu_count_stated:
+        settings["IMGKIT_GPUS"] = str(gpus)
+    nproc = job.request.launch.nproc
+    if not nproc and not system.abilities.hides_gpus:
+        # Programs see all GPUs of a node, so the number of workers limits the GPUs that they use.
+        nproc = requested_gpus
+    if nproc:
+        settings["IMGKIT_NPROC"] = str(nproc)
+    return settings
+
+
+def _library_settings(job: Job) -> dict[str, str]:
+    """Return the variables for the host's libraries and the CUDA compatibility package in a container."""
+    system_facts, runtime = job.recipe.system, runtime_of(job)
+    settings = {}
+    if system_facts.fabric.host_libs == "auto" and runtime.mounts_folders:
+        settings[HOST_LIBS] = ":".join(("auto", *system_facts.runtime.host_libs))
+    # "major" is the node agent's default, which it uses in an image that imgkit did not build, too.
+    if system_facts.runtime.cuda_compat != "major" and runtime.has_container:
+        settings[CUDA_COMPAT] = system_facts.runtime.cuda_compat
+    return settings
 
 
 # How long before the time limit a program is asked to save, unless "--stop-before" is given. This is twice
@@ -516,9 +570,10 @@ def _gpus_per_node(recipe: Target, request: JobRequest) -> int:
     gpus = request.allocation.gpus
     if gpus is None:
         return node_gpus
-    # The system that an image records has no positions. Its 0 may mean that nobody stated a number.
-    is_limit = node_gpus or ("system", "node", "gpus") in recipe.positions
-    if is_limit and gpus > node_gpus:
+    # A recipe's file can state 0 GPUs. An image records 0 also if nobody stated a number, and has no
+    # positions.
+    states_gpus = node_gpus > 0 or ("system", "node", "gpus") in recipe.positions
+    if states_gpus and gpus > node_gpus:
         raise _node_limit_error(recipe, "gpus", gpus, node_gpus)
     return gpus
 
@@ -546,72 +601,107 @@ def _cpus_per_node(recipe: Target, request: JobRequest, gpus: int) -> int | None
     UsageError : a node has fewer CPUs than requested, or the system fixes another number for these GPUs.
     """
     node, cpus = recipe.system.node, request.allocation.cpus
-    cpus_of_gpus = gpus * (node.cpus_per_gpu or 0)
-    share = f"{node.cpus_per_gpu} each"
-    if node.cpus is not None and cpus_of_gpus > node.cpus:
-        # A partition may have fewer CPUs than all of its GPUs bring by `cpus_per_gpu` of `system.node`.
-        cpus_of_gpus = node.cpus
-        share = "all of a node"
+    cpus_of_gpus = _cpus_of_gpus(node, gpus)
     if cpus is None:
         return cpus_of_gpus or _cpus_of_processes(request, node.cpus)
     if cpus_of_gpus and cpus != cpus_of_gpus:
-        raise UsageError(
-            f"--cpus {cpus}, but {gpus} GPUs come with {cpus_of_gpus} CPUs ({share})",
-            where=recipe.where("system", "node", "cpus_per_gpu"),
-            hint=f"leave --cpus out, or --cpus {cpus_of_gpus}",
-        )
+        raise _cpus_of_gpus_error(recipe, cpus, gpus)
     if node.cpus is not None and cpus > node.cpus:
         raise _node_limit_error(recipe, "cpus", cpus, node.cpus)
     return cpus
 
 
-def _cpus_of_processes(request: JobRequest, node_cpus: int | None) -> int | None:
-    """Return the number of processes of ``--nproc``, but at most that of the CPUs of a node.
+def _cpus_of_gpus(node: Node, gpus: int) -> int:
+    """Return the number of CPUs that belong to `gpus` GPUs of a node, or 0 if the recipe states none."""
+    cpus = gpus * (node.cpus_per_gpu or 0)
+    if node.cpus is None:
+        return cpus
+    # A partition may have fewer CPUs than all of its GPUs bring by `cpus_per_gpu` of `system.node`.
+    return min(cpus, node.cpus)
 
-    Without ``--nproc``, the result is the number of CPUs of a node, or None if the recipe states none.
+
+def _cpus_of_gpus_error(recipe: Target, cpus: int, gpus: int) -> UsageError:
+    """Return the error for ``--cpus`` with another number than the CPUs that belong to the job's GPUs."""
+    node = recipe.system.node
+    cpus_of_gpus = _cpus_of_gpus(node, gpus)
+    share = f"{node.cpus_per_gpu} each"
+    if cpus_of_gpus < gpus * (node.cpus_per_gpu or 0):
+        share = "all of a node"
+    return UsageError(
+        f"--cpus {cpus}, but {gpus} GPUs come with {cpus_of_gpus} CPUs ({share})",
+        where=recipe.where("system", "node", "cpus_per_gpu"),
+        hint=f"leave --cpus out, or --cpus {cpus_of_gpus}",
+    )
+
+
+def _cpus_of_processes(request: JobRequest, node_cpus: int | None) -> int | None:
+    """Return one CPU for each process of ``--nproc``, but at most `node_cpus`, the CPUs of a node.
+
+    Without ``--nproc``, the result is `node_cpus`, which is None if the recipe states no number.
     """
     nproc = request.launch.nproc
-    if nproc is None or node_cpus is None:
-        return nproc or node_cpus
+    if nproc is None:
+        return node_cpus
+    if node_cpus is None:
+        return nproc
     return min(nproc, node_cpus)
 
 
 def _memory_per_node(recipe: Target, requested: AllocationRequest, gpus: int) -> Memory | None:
     """Return the memory per node for a job with `gpus` GPUs per node.
 
-    It is the value of ``--mem`` or ``--mem-per-gpu``, or else the default of the recipe. None leaves it to
-    the scheduler, for example because an option of the scheduler states the memory.
+    None leaves it to the scheduler, for example because an option of the scheduler states the memory.
 
     Raises
     ------
     UsageError : a size is not valid, a node has less memory, or the flags contradict each other or the GPUs.
     """
-    node = recipe.system.node
-    if requested.mem and requested.mem_per_gpu:
+    memory = _requested_memory(requested, gpus)
+    # Slurm refuses two options for memory, so that the recipe's default would exclude the user's option.
+    if memory is None and not _states_memory(recipe, requested):
+        memory = _default_memory(recipe.system.node, gpus)
+    if memory is None:
+        return None
+    node_GB = recipe.system.node.memory_GB
+    if node_GB is not None and memory.node_MiB > node_GB * 1024:
+        raise _memory_limit_error(recipe, memory, node_GB * 1024)
+    return memory
+
+
+def _requested_memory(requested: AllocationRequest, gpus: int) -> Memory | None:
+    """Return the memory of ``--mem`` or ``--mem-per-gpu``, or None if neither flag is given.
+
+    Raises
+    ------
+    UsageError : a size is not valid, both flags are given, or a size per GPU for a job without GPUs.
+    """
+    if not requested.mem_per_gpu:
+        if not requested.mem:
+            return None
+        return Memory(size_MiB=parse_size(requested.mem, where="--mem"))
+    if requested.mem:
         raise UsageError(
             "--mem cannot be combined with --mem-per-gpu", where="--mem-per-gpu", hint="use only one of them"
         )
-    if requested.mem_per_gpu and not gpus:
+    if not gpus:
         raise UsageError(
             f"--mem-per-gpu {requested.mem_per_gpu}, but the job has no GPUs",
             where="--mem-per-gpu",
             hint=f"--mem {requested.mem_per_gpu}",
         )
-    if requested.mem:
-        memory = Memory(size_MiB=parse_size(requested.mem, where="--mem"))
-    elif requested.mem_per_gpu:
-        memory = Memory(size_MiB=parse_size(requested.mem_per_gpu, where="--mem-per-gpu"), gpus=gpus)
-    elif _states_memory(recipe, requested):
-        return None  # Slurm refuses two options for memory
-    elif gpus and node.memory_per_gpu_GB:
-        memory = Memory(size_MiB=node.memory_per_gpu_GB << 10, gpus=gpus)
-    elif node.default_memory_GB:
-        memory = Memory(size_MiB=node.default_memory_GB << 10)
-    else:
-        return None
-    if node.memory_GB is not None and memory.node_MiB > node.memory_GB << 10:
-        raise _memory_limit_error(recipe, memory, node.memory_GB << 10)
-    return memory
+    return Memory(size_MiB=parse_size(requested.mem_per_gpu, where="--mem-per-gpu"), gpus=gpus)
+
+
+def _default_memory(node: Node, gpus: int) -> Memory | None:
+    """Return the memory that the recipe states for a job, or None if it states none.
+
+    The memory per GPU takes precedence in a job with GPUs.
+    """
+    if gpus and node.memory_per_gpu_GB:
+        return Memory(size_MiB=node.memory_per_gpu_GB * 1024, gpus=gpus)
+    if node.default_memory_GB:
+        return Memory(size_MiB=node.default_memory_GB * 1024)
+    return None
 
 
 def _states_memory(recipe: Target, requested: AllocationRequest) -> bool:
@@ -620,19 +710,21 @@ def _states_memory(recipe: Target, requested: AllocationRequest) -> bool:
     Such options are ``--mem-per-cpu=8G`` of Slurm and ``mem=64gb`` of PBS.
     """
     queue = recipe.system.queue
-    options = (*queue.options, *queue.chunk, *requested.options)
-    return any(re.match("(?:--|--cpu-)?mem", option) for option in options)
+    for option in (*queue.options, *queue.chunk, *requested.options):
+        if option.startswith(("--mem", "--cpu-mem", "mem")):
+            return True
+    return False
 
 
 def _memory_limit_error(recipe: Target, memory: Memory, limit_MiB: int) -> UsageError:
     """Return the error for a request of more than `limit_MiB` of memory per node."""
-    request = memory.option
+    requested = memory.option
     largest_MiB = limit_MiB
     if memory.gpus:
-        request += f" with {memory.gpus} GPUs is {size_text(memory.node_MiB)}"
-        largest_MiB //= memory.gpus
+        requested = f"{memory.option} with {memory.gpus} GPUs is {size_text(memory.node_MiB)}"
+        largest_MiB = limit_MiB // memory.gpus
     return UsageError(
-        f"{request}, but a node has {size_text(limit_MiB)}",
+        f"{requested}, but a node has {size_text(limit_MiB)}",
         where=recipe.where("system", "node", "memory_GB"),
         hint=f"{memory.flag} {size_text(largest_MiB)} with more --nodes",
     )
@@ -646,40 +738,38 @@ def _time_limit(recipe: Target, requested: QueueRequest) -> str:
     UsageError : the time is not valid, or longer than the limit of the QoS or queue.
     """
     queue = recipe.system.queue
-    text = requested.time or queue.time
-    if not text:
+    if requested.time:
+        time_s = quoting.parse_time_limit(requested.time, where="--time")
+    elif queue.time:
+        time_s = quoting.parse_time_limit(queue.time, where=recipe.where("system", "queue", "time"))
+    else:
         return ""
-    where = "--time"
-    if not requested.time:
-        where = recipe.where("system", "queue", "time")
-    time_s = quoting.parse_time_limit(text, where=where)
-    # The limit of a QoS replaces that of the queue: it is shorter for tests, or longer for a few users.
+    # The limit of a QoS replaces the limit of the queue. It is shorter for tests, or longer for a few users.
     name = requested.qos or queue.qos
     if name not in queue.limits:
         name = requested.queue or queue.name
     if name in queue.limits:
-        where = recipe.where("system", "queue", "limits", name)
-        if time_s > quoting.parse_time_limit(queue.limits[name], where=where):
-            raise _time_limit_error(queue.limits, name, time_s, where)
+        _refuse_long_job(recipe, name, time_s)
     return quoting.format_time_limit(time_s)
 
 
-def _time_limit_error(limits: Mapping[str, str], name: str, time_s: int, where: str) -> UsageError:
-    """Return the error for a job that is longer than the limit of the queue or QoS `name`.
+def _refuse_long_job(recipe: Target, name: str, time_s: int) -> None:
+    """Raise UsageError if a job of `time_s` seconds is longer than the limit of the queue or QoS `name`.
 
-    Parameters
-    ----------
-    limits : the limits of all queues and QoS. The hint names the others.
-    where : the recipe's line with the limit.
+    The hint lists the queues and QoS with other limits.
     """
-    other_queue = "another queue"
-    other_limits = [f"{key} {limit}" for key, limit in limits.items() if key != name]
+    limits = recipe.system.queue.limits
+    where = recipe.where("system", "queue", "limits", name)
+    if time_s <= quoting.parse_time_limit(limits[name], where=where):
+        return
+    queues = "another queue"
+    other_limits = [f"{queue} {limit}" for queue, limit in limits.items() if queue != name]
     if other_limits:
-        other_queue += f" ({', '.join(other_limits)})"
-    return UsageError(
+        queues = f"another queue ({', '.join(other_limits)})"
+    raise UsageError(
         f"--time {quoting.format_time_limit(time_s)}, but {name} ends jobs after {limits[name]}",
         where=where,
-        hint=f"--time {limits[name]}, or {other_queue}; dist-train resumes where a job left off",
+        hint=f"--time {limits[name]}, or {queues}; dist-train resumes where a job left off",
     )
 
 
@@ -694,16 +784,16 @@ def _stop_before(request: JobRequest, time_limit: str) -> int:
     ------
     UsageError : ``--stop-before`` is not shorter than the time limit.
     """
-    stop_before_s = request.launch.stop_before_s
+    requested_s = request.launch.stop_before_s
     limit_s = math.inf
     if time_limit:
         limit_s = quoting.parse_time_limit(time_limit, where="--time")
-    if stop_before_s is None:
+    if requested_s is None:
         return STOP_BEFORE_S if limit_s >= SHORT_S else 0
-    if stop_before_s >= limit_s:
+    if requested_s >= limit_s:
         raise UsageError(
-            f"{stop_before_s} s must be less than the job's time limit, {time_limit}",
+            f"{requested_s} s must be less than the job's time limit, {time_limit}",
             where="--stop-before",
             hint=f"a longer --time, or --stop-before {limit_s // 2}; 0: never",
         )
-    return stop_before_s
+    return requested_s

@@ -6,6 +6,7 @@ run that has not ended.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -46,22 +47,26 @@ def to_json(recipe: str | Path, request: JobRequest, base: str, *, remote: str) 
     base : the base image that replaces the recipe's, or "".
     remote : the remote on which the job is submitted, or "" for this machine.
     """
-    recipe_file = Path(recipe)
-    if recipe_file.is_file():
-        recipe = recipe_file.absolute()
-    container = request.container
+    recipe_text = str(recipe)
+    if Path(recipe).is_file():
+        recipe_text = str(Path(recipe).absolute())
     changes: dict[str, Any] = {}
-    if container.code is not None:
-        changes["code"] = container.code.absolute()
+    if request.container.code is not None:
+        changes["code"] = request.container.code.absolute()
     if request.templates is not None:
         changes["templates"] = request.templates.absolute()
     if not remote:  # on a remote, imgkit chooses the folder, and the image is a path there
         changes["directory"] = request.directory.absolute()
-        if container.image and Path(container.image).exists():
-            changes["image"] = str(Path(container.image).absolute())
-    fields = dataclasses.asdict(request.changed(**changes, system_flags=(), resumed=None))
-    system_flags = {type(flags).__name__: dataclasses.asdict(flags) for flags in request.system_flags}
-    data = {"recipe": str(recipe), "base": base, "request": fields, "system_flags": system_flags}
+        image = Path(request.container.image)
+        if request.container.image and image.exists():
+            changes["image"] = str(image.absolute())
+    recorded = request.changed(**changes, system_flags=(), resumed=None)
+    data = {
+        "recipe": recipe_text,
+        "base": base,
+        "request": dataclasses.asdict(recorded),
+        "system_flags": {type(flags).__name__: dataclasses.asdict(flags) for flags in request.system_flags},
+    }
     return json.dumps(data, default=str)
 
 
@@ -72,6 +77,26 @@ def load_request(record: SubmittedJob) -> RecordedRequest:
     ------
     UsageError : the job cannot be resumed. The message says why.
     """
+    _refuse_unresumable(record)
+    try:
+        data = json_text.parse(record.request)
+        request: JobRequest = json_text.build_value(JobRequest, data["request"], "request")
+        system = systems.get_system(record.job.system)
+        fields = data["system_flags"].get(system.flags.__name__)
+        if fields is not None:
+            flags = json_text.build_value(system.flags, fields, "request")
+            request = request.changed(system_flags=(flags,))
+        return RecordedRequest(recipe=data["recipe"], base=data["base"], request=request)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UsageError(
+            f"the record of {record.job.handle} does not say what the job asked for",
+            where="ID",
+            hint="another version of imgkit or another command submitted it: imgkit run ... -- COMMAND",
+        ) from error
+
+
+def _refuse_unresumable(record: SubmittedJob) -> None:
+    """Raise UsageError for arrays, and for systems whose jobs cannot go on in the folder of another job."""
     handle = record.job.handle
     if record.job.array or not records.has_record_file(record):
         raise UsageError(
@@ -85,20 +110,6 @@ def load_request(record: SubmittedJob) -> RecordedRequest:
             where="ID",
             hint="imgkit run ... -- dist-train --run-dir FOLDER goes on in that folder",
         )
-    try:
-        data = json_text.parse(record.request)
-        request: JobRequest = json_text.build_value(JobRequest, data["request"], "request")
-        system = systems.get_system(record.job.system)
-        flags = data["system_flags"].get(system.flags.__name__)
-        if flags is not None:
-            request = request.changed(system_flags=(json_text.build_value(system.flags, flags, "request"),))
-        return RecordedRequest(recipe=data["recipe"], base=data["base"], request=request)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UsageError(
-            f"the record of {handle} does not say what the job asked for",
-            where="ID",
-            hint="another version of imgkit or another command submitted it: imgkit run ... -- COMMAND",
-        ) from error
 
 
 def with_flags(recorded: JobRequest, flags: JobRequest) -> JobRequest:
@@ -110,13 +121,12 @@ def with_flags(recorded: JobRequest, flags: JobRequest) -> JobRequest:
     changes: dict[str, Any] = {}
     for flag in declared_options(JobRequest):
         value = flag.value(flags)
-        if value == flag.default:  # the flag was not given
-            continue
-        if flag.field == "env":
-            names = {item.partition("=")[0] for item in value}
-            old_items = [item for item in recorded.container.env if item.partition("=")[0] not in names]
-            value = (*old_items, *value)
-        changes[flag.field] = value
+        if value != flag.default:  # else the flag was not given
+            changes[flag.field] = value
+    if "env" in changes:
+        names = {text.partition("=")[0] for text in changes["env"]}
+        other_texts = [text for text in recorded.container.env if text.partition("=")[0] not in names]
+        changes["env"] = (*other_texts, *changes["env"])
     if flags.launch.command:
         changes["command"] = flags.launch.command
     return recorded.changed(**changes)
@@ -131,22 +141,20 @@ def find_run(record: SubmittedJob, run: Runner, *, same_code: bool) -> ResumedRu
     same_code : whether the run goes on with its copy of the code as it is. Then the result has its code.
     """
     folder = record.job.run_folder
-    code = None
-    if same_code:
-        # An earlier resume may have brought newer code than that of this job.
-        answer = run(("cat", "--", str(folder / "code.json")))
-        try:
-            code = json_text.build_value(CodeRecord, json_text.parse(answer.output), "code.json")
-        except ValueError:  # the job has not started
-            code = record.code
+    if not same_code:
+        return ResumedRun(job=record.job.handle, folder=folder)
+    # An earlier resume may have brought newer code than this job's record names.
+    answer = run(("cat", "--", str(folder / "code.json")))
+    code = record.code
+    with contextlib.suppress(ValueError):  # without the file, the job has not started
+        code = json_text.build_value(CodeRecord, json_text.parse(answer.output), "code.json")
     return ResumedRun(job=record.job.handle, folder=folder, code=code)
 
 
 def refuse_unended(record: SubmittedJob, run: Runner, run_on_files: Runner, *, has_command: bool) -> None:
     """Refuse to resume a run that has not ended, or whose program has ended well by itself.
 
-    The states of all jobs in the run folder are saved in their records, because the next start removes the
-    run's result. A program that a person stopped has not ended by itself, so its run can be resumed.
+    A program that a person stopped has not ended by itself, so its run can be resumed.
 
     Parameters
     ----------
@@ -161,18 +169,9 @@ def refuse_unended(record: SubmittedJob, run: Runner, run_on_files: Runner, *, h
     ToolFailed : the scheduler did not answer. The job may still run.
     """
     latest = None
-    # The first record is that of the job that used the run folder last.
     for job_record in records.list_records_of_run(record):
-        if not systems.get_system(job_record.job.system).reports_state:
-            if not (job_record.cancelled or _is_deleted(job_record, run)):
-                raise _unknown_end_error(job_record)
-            continue
-        report = history.report_job(job_record, run)
-        if not report.has_ended:
-            raise _unended_error(report.record)
-        if report.record != job_record:
-            records.save_record(report.record)
-        latest = latest or report.record
+        saved_record = _save_end(job_record, run)
+        latest = latest or saved_record  # the job that used the run folder last comes first
     if latest is None or latest.state != "succeeded":
         return
     stop_file = latest.job.run_folder / stop_protocol.BY_PERSON
@@ -186,6 +185,28 @@ def refuse_unended(record: SubmittedJob, run: Runner, run_on_files: Runner, *, h
             where="ID",
             hint=f"to go on, for example with more epochs: imgkit resume {record.job.handle} -- COMMAND",
         )
+
+
+def _save_end(record: SubmittedJob, run: Runner) -> SubmittedJob | None:
+    """Return the record of a job that has ended, with its state, and save it.
+
+    It is saved because the next start of the run removes the result in the run folder. The result is None for
+    a deleted job of a system that does not report how jobs end.
+
+    Raises
+    ------
+    UsageError : the job has not ended, or nobody knows whether it has.
+    """
+    if not systems.get_system(record.job.system).reports_state:
+        if not record.cancelled and not _is_deleted(record, run):
+            raise _unknown_end_error(record)
+        return None
+    report = history.report_job(record, run)
+    if not report.has_ended:
+        raise _unended_error(report.record)
+    if report.record != record:
+        records.save_record(report.record)
+    return report.record
 
 
 def _unended_error(record: SubmittedJob) -> UsageError:

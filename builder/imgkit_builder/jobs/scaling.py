@@ -14,6 +14,7 @@ The page has the form that computing centres ask for:
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -125,13 +126,13 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     ------
     UsageError : `text` is not a list of at least two ascending numbers.
     """
-    sizes: list[int] = []
-    if re.fullmatch("[1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*", text):
+    # At least two numbers of up to six digits.
+    if re.fullmatch("[1-9][0-9]{0,5}(,[1-9][0-9]{0,5})+", text):
         sizes = [int(part) for part in text.split(",")]
-    if len(sizes) < 2 or sizes != sorted(set(sizes)):
-        message = f"{text!r} is not a list of at least two ascending numbers of nodes"
-        raise UsageError(message, where="--nodes", hint="--nodes 1,2,4,8")
-    return tuple(sizes)
+        if sizes == sorted(set(sizes)):
+            return tuple(sizes)
+    message = f"{text!r} is not a list of at least two ascending numbers of nodes"
+    raise UsageError(message, where="--nodes", hint="--nodes 1,2,4,8")
 
 
 def plan_scaling(
@@ -145,17 +146,15 @@ def plan_scaling(
 ) -> list[PreparedJob]:
     """Return the job of each size. Nothing is written or submitted.
 
-    The folders of data are listed once for all jobs.
-
     Parameters
     ----------
-    sizes : the numbers of nodes, the smallest first. The other parameters are those of `submit.prepare`.
+    sizes : the numbers of nodes, the smallest first. `submit.prepare` describes the other parameters.
 
     Raises
     ------
     UsageError : the system cannot satisfy a size, or imgkit cannot see the end or the files of its jobs.
     """
-    data = data_mounts.list_folders(request)
+    data = data_mounts.list_folders(request)  # once for all jobs
     prepared_jobs = []
     for nodes in sizes:
         sized_request = request.changed(nodes=str(nodes))
@@ -168,16 +167,14 @@ def plan_scaling(
 def _refuse_unmeasurable(prepared: PreparedJob) -> None:
     """Raise UsageError if imgkit cannot see when the job ends, or cannot read its run folder.
 
-    Pods have no run folder that imgkit can read, and each task of an array has a run folder of its own.
+    Pods have no run folder that imgkit can read, and an array has a run folder for each task.
     """
-    job = prepared.job
-    script = prepared.script
-    is_batch = not (script.foreground or script.remote or script.is_array)
-    has_run_folder = is_batch and not runtime_of(job).is_isolated
-    if has_run_folder and systems.get_system(job.system).reports_state:
-        return
-    message = f"imgkit scaling needs batch jobs with a run folder, which {job.system} does not start here"
-    raise UsageError(message, hint="a recipe for Slurm or PBS, without job arrays")
+    job, script = prepared.job, prepared.script
+    has_run_folder = not script.is_array and not runtime_of(job).is_isolated
+    is_queued = not script.foreground and systems.get_system(job.system).reports_state
+    if not has_run_folder or not is_queued:
+        message = f"imgkit scaling needs batch jobs with a run folder, which {job.system} does not start here"
+        raise UsageError(message, hint="a recipe for Slurm or PBS, without job arrays")
 
 
 def refuse_unstartable(job: Job, script: Script, run: Runner) -> None:
@@ -192,13 +189,14 @@ def refuse_unstartable(job: Job, script: Script, run: Runner) -> None:
     """
     if script.submit[0] != "sbatch":
         return
-    directives = "\n".join(re.findall("^#SBATCH (.+)$", script.text, re.MULTILINE))
-    answer = run(("sbatch", "--test-only", *shlex.split(directives), "--wrap=true"))
-    if answer.returncode != 0:
-        message, hint = process.quote_output(
-            f"no job starts on {nodes_text(job.allocation.nodes)}", answer.output.strip()
-        )
-        raise UsageError(message, where="--nodes", hint=hint or "fewer nodes, or another --queue")
+    directives = re.findall("^#SBATCH (.+)$", script.text, re.MULTILINE)
+    options = shlex.split("\n".join(directives))
+    answer = run(("sbatch", "--test-only", *options, "--wrap=true"))
+    if answer.returncode == 0:
+        return
+    title = f"no job starts on {nodes_text(job.allocation.nodes)}"
+    message, hint = process.quote_output(title, answer.output.strip())
+    raise UsageError(message, where="--nodes", hint=hint or "fewer nodes, or another --queue")
 
 
 def submit_sizes(
@@ -273,17 +271,17 @@ def finish_report(folder: Path, report: Reporter) -> ScalingRun:
     """
     run = load_report(folder)
     sizes = list(run.sizes)
-    for number, size in enumerate(sizes):
-        if size.state:
+    for index, size in enumerate(sizes):
+        if size.state:  # it has ended, or was not submitted
             continue
         report.stage(f"wait for {size.job}, {nodes_text(size.nodes)}")
-        sizes[number] = _wait_for_size(size, folder)
+        sizes[index] = _measure_size(size, folder)
         # Saved after each job, so that a wait which is interrupted goes on with the next one.
         save_report(folder, dataclasses.replace(run, sizes=tuple(sizes)))
-    run = add_speedups(dataclasses.replace(run, sizes=tuple(sizes)))
-    save_report(folder, run)
-    files.write_file(folder / PAGE_FILE, render_page(run))
-    return run
+    finished_run = add_speedups(dataclasses.replace(run, sizes=tuple(sizes)))
+    save_report(folder, finished_run)
+    files.write_file(folder / PAGE_FILE, render_page(finished_run))
+    return finished_run
 
 
 def load_report(folder: Path) -> ScalingRun:
@@ -304,18 +302,18 @@ def load_report(folder: Path) -> ScalingRun:
     return run
 
 
-def _wait_for_size(size: ScalingSize, folder: Path) -> ScalingSize:
-    """Wait for the job of `size`, fetch its run folder, and return the size with its state and figures.
+def _measure_size(size: ScalingSize, report_folder: Path) -> ScalingSize:
+    """Wait until the job of `size` has ended, and return the size with the job's state and figures.
 
-    The run folder of a job on a remote is copied to ``N-nodes`` in `folder`, the report's folder.
+    The run folder of a job on a remote is copied to the folder ``N-nodes`` of the report.
     """
     handle = find_job(size.job)
     state = handle.wait()
-    figures: dict[str, float] = {}
-    with contextlib.suppress(CheckFailed):  # the job has ended without a run folder
-        run_folder = handle.fetch(folder / f"{size.nodes}-nodes")
-        figures = measure_run(run_folder, size.nodes)
-    return dataclasses.replace(size, state=state, figures=figures)
+    try:
+        run_folder = handle.fetch(report_folder / f"{size.nodes}-nodes")
+    except CheckFailed:  # the job has ended without a run folder
+        return dataclasses.replace(size, state=state, figures={})
+    return dataclasses.replace(size, state=state, figures=measure_run(run_folder, size.nodes))
 
 
 def save_report(folder: Path, run: ScalingRun) -> None:
@@ -329,28 +327,40 @@ def measure_run(run_folder: Path, nodes: int) -> dict[str, float]:
     A figure is left out if the files of the run do not contain it.
     """
     figures = _launch_figures(run_folder, nodes)
-    rows = measured.last_metrics(run_folder)
-    rate = mean_rate(rows)
-    if rate:
-        figures["samples_per_s"] = rate
     use = measured.read_gpu_use(run_folder)
     if use:
         figures["gpu_percent"] = use.gpu_percent
         figures["memory_MiB"] = use.memory_MiB
     # What the program writes about itself is more exact: torch counts the memory at each step.
-    memory_MiB = [row["memory_MiB"] for row in rows if "memory_MiB" in row]
-    if memory_MiB:
-        figures["memory_MiB"] = max(memory_MiB)  # the step that needs most decides whether the run fits
-    for name in ("gpu_percent", "mfu"):
-        values = [row[name] for row in rows if name in row]
-        if values:
-            figures[name] = statistics.fmean(values)
+    figures.update(_metrics_figures(measured.last_metrics(run_folder)))
     for bandwidth in measured.read_bandwidths(run_folder):
         figures[f"{bandwidth.collective} busbw_GBps"] = bandwidth.busbw_GBps
         figures[f"{bandwidth.collective} algbw_GBps"] = bandwidth.algbw_GBps
         figures[f"{bandwidth.collective} size_bytes"] = bandwidth.size_bytes
     # `load_report` reads floats only: 4 is no float in JSON, 4.0 is one.
     return {name: float(value) for name, value in figures.items()}
+
+
+def _metrics_figures(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the figures of a run from the lines of its ``metrics.jsonl``.
+
+    They are the mean rate, the means of GPU use and MFU, and the largest memory: the step that needs most
+    decides whether the run fits.
+    """
+    values = collections.defaultdict[str, list[float]](list)
+    for line in metrics:
+        for name, value in line.items():
+            values[name].append(value)
+    figures = {}
+    rate = mean_rate(metrics)
+    if rate:
+        figures["samples_per_s"] = rate
+    if values["memory_MiB"]:
+        figures["memory_MiB"] = max(values["memory_MiB"])
+    for name in ("gpu_percent", "mfu"):
+        if values[name]:
+            figures[name] = statistics.fmean(values[name])
+    return figures
 
 
 def _launch_figures(run_folder: Path, nodes: int) -> dict[str, float]:
@@ -360,10 +370,9 @@ def _launch_figures(run_folder: Path, nodes: int) -> dict[str, float]:
     """
     figures: dict[str, float] = {}
     plan_file = run_folder / PLAN_FILE
-    with contextlib.suppress(OSError):  # no node agent has started, or none has ended
-        plan_text = files.read_text(plan_file, errors="replace")
-        # The plan has a line that begins with "nproc" and the number of processes on each node.
-        nproc = re.search(r"^nproc +([0-9]+) ", plan_text, re.MULTILINE)
+    with contextlib.suppress(OSError):
+        # "nproc   4  ...": the number of processes on each node.
+        nproc = re.search(r"^nproc +([0-9]+) ", files.read_text(plan_file, errors="replace"), re.MULTILINE)
         if nproc:
             figures["ranks"] = int(nproc[1]) * nodes
         # The plan is written when the node agents start, and the result at the end of the run.
@@ -374,27 +383,28 @@ def _launch_figures(run_folder: Path, nodes: int) -> dict[str, float]:
     return figures
 
 
-def mean_rate(rows: Sequence[Mapping[str, float]]) -> float | None:
-    """Return the mean number of samples per second over all steps, or None if no row has a rate.
+def mean_rate(metrics: Sequence[Mapping[str, float]]) -> float | None:
+    """Return the mean number of samples per second over all steps, or None if no line has a rate.
 
     Parameters
     ----------
-    rows : lines of ``metrics.jsonl``. The ``samples_per_s`` of a line is the rate of the steps since the line
-        before it. The rate of the first line contains the warm-up, so it is used only if there is no other.
+    metrics : lines of ``metrics.jsonl``. The ``samples_per_s`` of a line is the rate of the steps since the
+        line before it. The rate of the first line contains the warm-up, so it is used only if there is no
+        other.
     """
-    rated_rows = [row for row in rows if "step" in row and row.get("samples_per_s", 0) > 0]
-    if not rated_rows:
+    rated_lines = [line for line in metrics if "step" in line and line.get("samples_per_s", 0) > 0]
+    if not rated_lines:
         return None
     total_steps = 0.0
     total_s = 0.0
-    for previous, row in itertools.pairwise(rated_rows):
+    for previous, line in itertools.pairwise(rated_lines):
         # A run that resumes from a checkpoint repeats steps, and its step number goes back: no new steps.
-        new_steps = max(0, row["step"] - previous["step"])
+        new_steps = max(0, line["step"] - previous["step"])
         total_steps += new_steps
-        # Every step has the same number of samples, so that the result does not depend on it: 1 is used.
-        total_s += new_steps / row["samples_per_s"]
+        # All steps have the same number of samples, which cancels out, so a step counts as one sample.
+        total_s += new_steps / line["samples_per_s"]
     if not total_steps:
-        return rated_rows[-1]["samples_per_s"]
+        return rated_lines[-1]["samples_per_s"]
     return total_steps / total_s
 
 
@@ -405,19 +415,16 @@ def add_speedups(run: ScalingRun) -> ScalingRun:
     these sizes has that figure, and from the wall time otherwise. Runs of dist-bench are returned unchanged,
     because dist-bench takes as long on any number of nodes.
     """
-    figure_names = {name for size in run.sizes for name in size.figures}
-    if any(name.endswith(" busbw_GBps") for name in figure_names):
+    if any(name.endswith(" busbw_GBps") for size in run.sizes for name in size.figures):
         return run
     complete_sizes = [size for size in run.sizes if size.is_complete]
-    have_rates = all("samples_per_s" in size.figures for size in complete_sizes)
-    compared_by = "samples_per_s" if have_rates else "wall_s"
-    reference = None
-    sizes = []
-    for size in run.sizes:
-        if size.is_complete and compared_by in size.figures:
-            reference = reference or size
-            size = _compare_size(size, reference, compared_by)
-        sizes.append(size)
+    has_rates = all("samples_per_s" in size.figures for size in complete_sizes)
+    compared_by = "samples_per_s" if has_rates else "wall_s"
+    comparable = [size for size in complete_sizes if compared_by in size.figures]
+    sizes = list(run.sizes)
+    for index, size in enumerate(sizes):
+        if size in comparable:
+            sizes[index] = _compare_size(size, comparable[0], compared_by)
     return dataclasses.replace(run, sizes=tuple(sizes), compared_by=compared_by)
 
 
@@ -438,25 +445,24 @@ def _compare_size(size: ScalingSize, reference: ScalingSize, compared_by: str) -
 def table_rows(run: ScalingRun) -> list[list[str]]:
     """Return the rows of the table, beginning with its header. A figure that no size has is left out."""
     columns = _figure_columns(run)
-    titles = [title for title, _ in columns.values()]
-    rows = [["nodes", "job", *titles, "state"]]
+    rows = [["nodes", "job", *(title for title, _ in columns.values()), "state"]]
     for size in run.sizes:
-        cells = []
+        row = [str(size.nodes), size.job or "-"]
         for name, (_, number_format) in columns.items():
-            cell = "-"
-            if name in size.figures:
-                cell = format(size.figures[name], number_format)
-            cells.append(cell)
-        rows.append([str(size.nodes), size.job or "-", *cells, size.state])
+            value = size.figures.get(name)
+            row.append("-" if value is None else format(value, number_format))
+        rows.append([*row, size.state])
     return rows
 
 
 def _figure_columns(run: ScalingRun) -> dict[str, tuple[str, str]]:
-    """Return the title and the format of each figure in the table, by the figure's name.
+    """Return the title and the format of each figure in the table: ``{"mfu": ("MFU", ".1%")}``.
 
     The figures of the collectives of dist-bench come last.
     """
-    names = dict.fromkeys(name for size in run.sizes for name in size.figures)
+    names: list[str] = []
+    for size in run.sizes:
+        names += size.figures
     columns = {name: column for name, column in FIGURES.items() if name in names}
     if not run.compared_by:
         columns.pop("wall_s", None)  # dist-bench chooses itself how long it runs
@@ -480,27 +486,27 @@ def verdict_sentences(run: ScalingRun) -> list[str]:
 
     They say which sizes failed, up to which size the efficiency is sufficient, and what CSC would miss.
     """
-    lines = []
-    efficiencies: dict[int, float] = {}
-    for size in run.sizes:
-        if not size.is_complete:
-            lines.append(f"{nodes_text(size.nodes)}: {size.state}")
-        if "efficiency" in size.figures:
-            efficiencies[size.nodes] = size.figures["efficiency"]
+    failures = [f"{nodes_text(size.nodes)}: {size.state}" for size in run.sizes if not size.is_complete]
+    return [*failures, *_efficiency_sentences(run)]
+
+
+def _efficiency_sentences(run: ScalingRun) -> list[str]:
+    """Return sentences about the parallel efficiency, and about a report that is too small for CSC."""
     if not run.compared_by:
-        return [*lines, "The bandwidths are those of the largest size that dist-bench measured."]
-    if not efficiencies:
-        return [*lines, "No size has both a rate and an end: look at the output of the jobs."]
-    reference_nodes = min(efficiencies)
-    compared_by = _COMPARED_BY_TEXTS[run.compared_by]
-    lines.append(f"Speed-up and efficiency are relative to {nodes_text(reference_nodes)}, by {compared_by}.")
+        return ["The bandwidths are those of the largest size that dist-bench measured."]
+    compared = [size for size in run.sizes if "efficiency" in size.figures]
+    if not compared:
+        return ["No size has both a rate and an end: look at the output of the jobs."]
+    reference = nodes_text(compared[0].nodes)
     # Never empty: the smallest of these sizes is compared with itself, and has 100 %.
-    efficient_sizes = [nodes for nodes, efficiency in efficiencies.items() if efficiency >= NEEDED_EFFICIENCY]
-    largest_efficient = nodes_text(max(efficient_sizes))
-    lines.append(f"The parallel efficiency is at least {NEEDED_EFFICIENCY:.0%} on up to {largest_efficient}.")
-    size_count = len(efficiencies)
-    if size_count < NEEDED_SIZES:
-        lines.append(f"CSC asks for at least {NEEDED_SIZES} numbers of nodes; here are {size_count}.")
+    efficient = [size for size in compared if size.figures["efficiency"] >= NEEDED_EFFICIENCY]
+    largest = nodes_text(efficient[-1].nodes)
+    lines = [
+        f"Speed-up and efficiency are relative to {reference}, by {_COMPARED_BY_TEXTS[run.compared_by]}.",
+        f"The parallel efficiency is at least {NEEDED_EFFICIENCY:.0%} on up to {largest}.",
+    ]
+    if len(compared) < NEEDED_SIZES:
+        lines.append(f"CSC asks for at least {NEEDED_SIZES} numbers of nodes; here are {len(compared)}.")
     return lines
 
 
@@ -534,6 +540,5 @@ def _markdown_table(rows: Sequence[Sequence[str]]) -> str:
     for row in rows:
         cells = [cell.replace("|", "\\|") for cell in row]
         lines.append(f"| {' | '.join(cells)} |")
-    rule = "|".join(" --- " for _ in rows[0])
-    lines.insert(1, f"| {rule} |")
-    return "\n".join(lines)
+    rule = "|".join([" --- "] * len(rows[0]))
+    return "\n".join((lines[0], f"| {rule} |", *lines[1:]))

@@ -29,7 +29,7 @@ from imgkit_builder.jobs import (
     volume,
     workspace,
 )
-from imgkit_builder.jobs import code as code_of
+from imgkit_builder.jobs import code as code_folders
 from imgkit_builder.jobs.code import CodeFolder
 from imgkit_builder.jobs.image_source import ImageSource
 from imgkit_builder.jobs.job import Job
@@ -39,7 +39,7 @@ from imgkit_builder.jobs.request import JobRequest, ResumedRun
 from imgkit_builder.jobs.resolve import resolve_job
 from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.jobs.submitted import QueuedJob, SubmittedJob
-from imgkit_builder.jobs.transport import DATA_FOLDER, Local, Ssh, Transport, VolumeStore
+from imgkit_builder.jobs.transport import DATA_FOLDER, Ssh, Transport, VolumeStore
 from imgkit_builder.recipe import targets
 from imgkit_builder.sif import image, sqsh
 from imgkit_builder.workflow import baked
@@ -115,13 +115,13 @@ def _job_on_remote(source: ImageSource, code: CodeFolder | None, data: Sequence[
     """
     image_source.refuse_runtime(source)
     if code is not None:
-        code_of.refuse_shadowed_code(code, source.target, source.given_sif)
+        code_folders.refuse_shadowed_code(code, source.target, source.given_sif)
     job = source.provisional_job
     job = data_mounts.with_data(job, data, f"{job.directory}/{DATA_FOLDER}")
     job = added_packages.with_packages(job)
     job = _with_code(job, code, Ssh.code_folder)
     if code is not None and source.recipe:
-        job = job.with_warning(code_of.image_code_notice(job))
+        job = job.with_warning(code_folders.image_code_notice(job))
     return job
 
 
@@ -133,53 +133,70 @@ def _job_in_pods(
     job = data_mounts.with_data(job, data, f"{job.directory}/{DATA_FOLDER}")
     job = added_packages.with_packages(job)
     if code is not None:
-        code_of.refuse_projects_in_image(code, job.recipe)
-        job = job.with_warning(code_of.image_code_notice(job))
-        job = job.with_warning(code_of.left_out_notice(code, None))
+        code_folders.refuse_projects_in_image(code, job.recipe)
+        job = job.with_warning(code_folders.image_code_notice(job))
+        job = job.with_warning(code_folders.left_out_notice(code, None))
     return _with_code(job, code, VolumeStore.code_folder)
 
 
 def _job_of_this_machine(
     recipe: str | Path, request: JobRequest, code: CodeFolder | None, data: Sequence[DataFolder]
 ) -> Job:
-    """Return a job that is submitted on this machine. The parameters are those of `prepare`."""
+    """Return a job that is submitted on this machine. `prepare` describes the parameters.
+
+    If `recipe` is a .sif or .sqsh, it is the image of the job, and names the system.
+    """
     recipe_file = Path(recipe)
-    default_image = ""
     if image.is_sif(recipe_file) or sqsh.is_sqsh(recipe_file):
         target = baked.read_target(recipe_file)
-        default_image = str(recipe_file.absolute())
+        if not request.container.image:
+            request = request.changed(image=str(recipe_file.absolute()))
     else:
         target = targets.load_target(recipe)
-    request = request.changed(image=request.container.image or default_image)
-    job = resolve_job(target, request)
-    job = added_packages.with_packages(job)
+    job = added_packages.with_packages(resolve_job(target, request))
     image_file = Path(job.container.image)
     sif = None
     if image.is_sif(image_file):
         sif = image_file
-    code_of.refuse_shadowed_bind(job, sif)
-    job = _with_code(job, code, Local.code_folder)
+    code_folders.refuse_shadowed_bind(job, sif)
+    job = _with_code(job, code, Transport.code_folder)
     if code is not None:
-        has_container = runtime_of(job).has_container
-        if has_container:
-            code_of.refuse_shadowed_code(code, target, sif)
-        if has_container and not request.container.image:
-            job = job.with_warning(code_of.image_code_notice(job))
-        if systems.get_system(job.system).code_copier == "imgkit":
-            job = code_of.with_new_run_folder(job)
-        readable_image = sif
-        if sqsh.is_sqsh(image_file):
-            readable_image = image_file
-        job = job.with_warning(code_of.left_out_notice(code, readable_image))
+        job = _with_local_code(job, code, sif)
     return data_mounts.with_data(job, data)  # its links are in the run folder
 
 
-def _with_code(job: Job, code: CodeFolder | None, folder: str) -> Job:
-    """Return `job` with the code of which its run gets a copy, or with that of the run that it resumes.
+def _with_local_code(job: Job, code: CodeFolder, sif: Path | None) -> Job:
+    """Return `job` with warnings about its code, and with a new run folder if its script makes none.
 
     Parameters
     ----------
-    folder : name of the store of code in the job's folder, such as ``.imgkit-code``.
+    sif : the job's image if it is a .sif on this machine.
+
+    Raises
+    ------
+    UsageError : Python would import a copy of the code that the image has installed.
+    """
+    if runtime_of(job).has_container:
+        code_folders.refuse_shadowed_code(code, job.recipe, sif)
+        if not job.request.container.image:
+            job = job.with_warning(code_folders.image_code_notice(job))
+    if systems.get_system(job.system).code_copier == "imgkit":
+        job = code_folders.with_new_run_folder(job)
+    readable_image = sif
+    if sqsh.is_sqsh(Path(job.container.image)):
+        readable_image = Path(job.container.image)
+    return job.with_warning(code_folders.left_out_notice(code, readable_image))
+
+
+def _with_code(job: Job, code: CodeFolder | None, store_name: str) -> Job:
+    """Return `job` with the code of which its run gets a copy.
+
+    A run that is resumed without sending code goes on with the code that it has. A job with neither is
+    returned unchanged.
+
+    Parameters
+    ----------
+    store_name : name of the store of code in the job's folder, such as ``.imgkit-code``.
     """
     resumed = job.request.resumed
     record = None
@@ -189,7 +206,7 @@ def _with_code(job: Job, code: CodeFolder | None, folder: str) -> Job:
         record = resumed.code
     if record is None:
         return job
-    return code_of.with_code(job, record, job.directory / folder)
+    return code_folders.with_code(job, record, job.directory / store_name)
 
 
 def submit_job(prepared: PreparedJob, transport: Transport, report: Reporter | None = None) -> SubmittedJob:
@@ -219,9 +236,10 @@ def _foreground_error(job: Job) -> UsageError:
 
     Only the command line runs such jobs.
     """
-    reason, where = f"{job.recipe.name} has no scheduler", "system.scheduler"
     if job.is_interactive:
         reason, where = "the job is interactive", "interactive"
+    else:
+        reason, where = f"{job.recipe.name} has no scheduler", "system.scheduler"
     return UsageError(
         f"{reason}: the run would take place in this process",
         where=where,
@@ -230,7 +248,14 @@ def _foreground_error(job: Job) -> UsageError:
 
 
 def start_job(ready: PreparedJob, transport: Transport, report: Reporter) -> SubmittedJob:
-    """Submit a job that `make_ready` has prepared, save its record, and return the record.
+    """Submit a job, save its record on this machine, and return the record.
+
+    A record that cannot be saved is only reported. The job is in the queue by then, and after an exception
+    the user would submit it a second time.
+
+    Parameters
+    ----------
+    ready : a job whose files `make_ready` has brought to its machine.
 
     Raises
     ------
@@ -241,7 +266,6 @@ def start_job(ready: PreparedJob, transport: Transport, report: Reporter) -> Sub
     try:
         records.save_record(record)
     except OSError as error:
-        # This must not look like a failed submission: the job exists, and the scheduler's commands follow it.
         report.note(_unsaved_record_warning(record, error))
     return record
 
@@ -267,19 +291,20 @@ def make_ready(prepared: PreparedJob, transport: Transport, report: Reporter) ->
     for warning in prepared.job.warnings:
         report.note(warning)
     data = data_mounts.download(prepared.data, prepared.job.request, report)
-    # The order matters: `bring_image` reads what a remote has already, and the other steps use its result.
-    with_image = transport.bring_image(dataclasses.replace(prepared, data=data), report)
-    job = transport.with_data(with_image, report)
-    job = _with_code(job, with_image.code, transport.code_folder)
-    if with_image.code is not None and not job.run_folder:
-        transport.put_code(with_image.code, transport.home_of(job), report)
+    # The order matters: `prepare_image` reads what a remote has already, and the other steps use its result.
+    with_image = transport.prepare_image(dataclasses.replace(prepared, data=data), report)
+    code = with_image.code
+    job = transport.bring_data(with_image, report)
+    job = _with_code(job, code, transport.code_folder)
+    if code is not None and not job.run_folder:
+        transport.put_code(code, transport.home_of(job), report)
     job = transport.with_entry_points(dataclasses.replace(with_image, job=job))
     if job.container.bound is not None:
         transport.put_entry_points(job, report)
     if job.run_folder:
-        transport.make_run_folder(job, with_image.code, report)
+        transport.make_run_folder(job, code, report)
     if job.request.resumed is not None:
-        _prepare_resumed_folder(job.request.resumed, with_image.code, job, transport)
+        _prepare_resumed_folder(job.request.resumed, code, job, transport)
     return _with_job(with_image, job)
 
 
@@ -312,10 +337,10 @@ def _with_job(prepared: PreparedJob, job: Job) -> PreparedJob:
 def _prepare_resumed_folder(
     resumed: ResumedRun, code: CodeFolder | None, job: Job, transport: Transport
 ) -> None:
-    """Bring today's code into the copy of a run that has ended, and remove what would keep it from starting.
+    """Bring today's code into the folder of a run, and remove files that would keep the run from starting.
 
-    The links to data in the copy are replaced by links to today's data. The file ``stop`` of a person and the
-    result of the run are removed.
+    The links to data are replaced by links to today's data. The file ``stop`` of a person and the result of
+    the run are removed.
 
     Parameters
     ----------
@@ -336,8 +361,9 @@ def _prepare_resumed_folder(
     if code is not None:
         store = home / transport.code_folder
         workspace.update_workspace(resumed, store, code.record, transport.run_script)
-    for name, source in runtime_of(job).data_links(job).items():
-        transport.run_script(_LINK_DATA, (source, str(resumed.folder / WORKSPACE / name)), ())
+    for link_name, data_path in runtime_of(job).data_links(job).items():
+        link = resumed.folder / WORKSPACE / link_name
+        transport.run_script(_LINK_DATA, (data_path, str(link)), ())
     old_files = [str(resumed.folder / name) for name in (stop_protocol.BY_PERSON, stop_protocol.RESULT)]
     transport.run_script('rm -f -- "$@"\n', old_files, ())
 
@@ -385,26 +411,28 @@ def _submit_script(ready: PreparedJob, transport: Transport) -> SubmittedJob:
 def _submission_answer(ready: PreparedJob, transport: Transport) -> str:
     """Submit the script of `ready`, and return what the scheduler's command prints.
 
-    Only the first part is returned if the command prints more than the answer of a scheduler can be.
+    Raises
+    ------
+    ToolMissing : the scheduler's command is not on PATH.
+    ToolFailed : the scheduler refused the job.
     """
     try:
         answer = process.read_answer(transport.start(ready.job, ready.script), ready.job.system)
     except process.TooLong as error:
+        # The job may exist all the same, and its id may be in the first part of the output.
         answer = error.start
     except ToolFailed as error:
         # kubectl and runai refuse a second job of the same name, because the name is the id of a job in pods.
-        if not re.search("already ?exists", f"{error.what}\n{error.hint}", re.IGNORECASE):
-            raise
-        raise _existing_job_error(ready.job, error) from error
+        if re.search("already ?exists", f"{error.what}\n{error.hint}", re.IGNORECASE):
+            raise _existing_job_error(ready.job, error) from error
+        raise
     return answer.decode(errors="replace")
 
 
 def _existing_job_error(job: Job, error: ToolFailed) -> ToolFailed:
     """Return `error` with a hint about the job that has the same name already."""
     hint = f"nothing was started: a job named {job.name} exists; choose --name OTHER, or delete that job"
-    if error.hint:
-        hint = f"{hint}\n{error.hint}"
-    return ToolFailed(error.what, where=error.where, hint=hint.strip())
+    return ToolFailed(error.what, where=error.where, hint=f"{hint}\n{error.hint or ''}".strip())
 
 
 def _parse_job_id(answer: str, job: Job) -> tuple[str, str]:
@@ -413,10 +441,12 @@ def _parse_job_id(answer: str, job: Job) -> tuple[str, str]:
     The cluster is empty unless the site has several. Both are empty if `answer` has no id.
     """
     try:
-        # sbatch prints "4711;CLUSTER" on a site with several clusters.
-        job_id, _, cluster = systems.get_system(job.system).parse_job_id(answer, job.name).partition(";")
-    except Exception:  # of a plug-in: the job exists all the same
+        text = systems.get_system(job.system).parse_job_id(answer, job.name)
+    except Exception:
+        # A plug-in can raise anything. The job exists all the same, only its id is unknown.
         return "", ""
+    # sbatch prints "4711;CLUSTER" on a site with several clusters.
+    job_id, _, cluster = text.partition(";")
     if not quoting.is_job_id(job_id) or (cluster and not quoting.is_job_id(cluster)):
         return "", ""
     return job_id, cluster

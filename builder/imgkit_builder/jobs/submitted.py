@@ -76,7 +76,7 @@ class QueuedJob:
     imgkit made such a folder before the submission, or the job goes on in the folder of an earlier job.
     """
     array: bool = False
-    """Whether the job is an array. Each task has an id, a run folder and an output of its own."""
+    """Whether the job is an array. Each task has another id, run folder and output."""
     shell_line: str = ""
     """The command line that opens a shell on a node, in a container like the job's. It is empty for pods."""
 

@@ -39,13 +39,11 @@ def render_template(job: Job, name: str, **values: Any) -> str:
             data_links=runtime.data_links(job),
             **values,
         )
+    except jinja2.TemplateSyntaxError as error:
+        raise UsageError(f"a faulty template: {error}", where=f"{error.filename}:{error.lineno}") from error
     # Beside jinja2's own errors, an expression of a template can raise whatever Python raises for it.
     except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-        if isinstance(error, jinja2.TemplateSyntaxError):
-            where = f"{error.filename}:{error.lineno}"
-        else:
-            where = f"{folder or ''}/{name}"
-        raise UsageError(f"a faulty template: {error}", where=where) from error
+        raise UsageError(f"a faulty template: {error}", where=f"{folder or ''}/{name}") from error
 
 
 def run_folder_lines(job: Job, job_id: str) -> str:

@@ -1,13 +1,13 @@
 """Bring the files of a job to the machine that submits it, and run the scheduler's commands there.
 
-`Local` submits on this machine, and `Ssh` on a remote. `VolumeStore` submits jobs in pods on this machine,
-and brings their files to a remote that has the volume of the pods.
+`Transport` submits on this machine, and `Ssh` on a remote. `VolumeStore` submits jobs in pods on this
+machine, and brings their files to a remote that has the volume of the pods.
 """
 
 from __future__ import annotations
 
-import abc
 import dataclasses
+import functools
 import tempfile
 from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
@@ -30,6 +30,7 @@ from imgkit_builder.jobs.remote.store import RemoteImage, Store
 from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.jobs.submitted import SubmittedJob
 from imgkit_builder.sif import image
+from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.system import WORKSPACE
 
 # Folder in imgkit's folder on a remote with the data of all projects.
@@ -38,28 +39,36 @@ DATA_FOLDER = "data"
 _MAX_SIMILAR_FOLDERS = 3
 
 
-class Transport(abc.ABC):
-    """The way in which commands and files get to the machine that submits a job.
+class Transport:
+    """Bring the files of a job to the machine that submits it, and run commands there.
+
+    This class is for jobs that this machine submits, where most files are already. `Ssh` and `VolumeStore`
+    are for jobs with files on a remote.
 
     The methods are called in the order of `submit.make_ready`: image, data, code, entry points.
     """
 
-    name: str = ""
+    name = ""
     """Name of the remote that submits the job, or "" for this machine."""
-    code_folder: str
+    code_folder = ".imgkit-code"  # `--code .` leaves it out
     """Name of the store of code in the job's folder. Each version of the code has a folder in it."""
 
-    @abc.abstractmethod
+    def login(self) -> None:
+        """Connect to the remote, so that ssh asks for a password now. On this machine, do nothing.
+
+        This is done before any progress is shown, because a progress bar would hide the question.
+        """
+
     def run(self, argv: Sequence[str]) -> Finished:
-        """Run a command on that machine to its end, and return its exit code and output.
+        """Run a command to its end on the machine that submits the job. A command that fails does not raise.
 
         Raises
         ------
         ToolMissing : `argv` is a command of this machine, and its program is not on PATH.
         Cut : the remote cannot be reached.
         """
+        return process.run(argv, check=False)
 
-    @abc.abstractmethod
     def run_script(self, script: str, args: Iterable[str], data: Iterable[bytes]) -> bytes:
         """Run a script of sh on the machine that has the job's files, and return its output.
 
@@ -73,34 +82,34 @@ class Transport(abc.ABC):
         ToolFailed : the script failed, and the error quotes its standard error. Or the remote cannot be
             reached.
         """
+        return b"".join(process.filter_through(("sh", "-c", script, "sh", *args), data))
 
-    @abc.abstractmethod
-    def login(self) -> None:
-        """Connect to the remote, so that ssh asks for a password now.
+    def prepare_image(self, prepared: PreparedJob, report: Reporter) -> PreparedJob:
+        """Make the job's image available where the job starts, and return the job with its paths there.
 
-        This is done before any progress is shown, because a progress bar would hide the question.
-        """
-
-    @abc.abstractmethod
-    def bring_image(self, prepared: PreparedJob, report: Reporter) -> PreparedJob:
-        """Bring the job's image to that machine, and return the job with its paths on that machine.
+        On this machine, the image is only checked, and the file of its added packages is made.
 
         Raises
         ------
         ImgkitError : the image cannot be brought to that machine, or does not start on it.
         """
+        checks.before_submission(prepared.job)
+        added_packages.make_ready(prepared.job, report)
+        return dataclasses.replace(prepared, image_id=_image_id(prepared.job))
 
-    @abc.abstractmethod
-    def with_data(self, prepared: PreparedJob, report: Reporter) -> Job:
-        """Bring the job's data to that machine, and return the job with the paths of the data there.
+    def bring_data(self, prepared: PreparedJob, report: Reporter) -> Job:
+        """Bring the job's data to where the job starts, and return the job with the paths of the data there.
+
+        On this machine, the data is only checked.
 
         Raises
         ------
         UsageError : a folder cannot be read there, or changed while it was sent.
         ImgkitError : a folder cannot be sent.
         """
+        data_mounts.refuse_missing(prepared.job.request, "this machine", self.run_script)
+        return data_mounts.with_data(prepared.job, prepared.data)
 
-    @abc.abstractmethod
     def put_code(self, code_folder: CodeFolder, home: Path, report: Reporter) -> None:
         """Write the code to its folder in the store of code, unless the store has it already.
 
@@ -111,24 +120,37 @@ class Transport(abc.ABC):
         ----------
         home : the folder with the store, as `home_of` returns it.
         """
+        bound.write_folder(home / self.code_folder / code_folder.record.sha256, code_folder.tree.write)
 
-    @abc.abstractmethod
     def put_entry_points(self, job: Job, report: Reporter) -> None:
         """Write the entry points that are bound into the job's image, unless their folder exists already.
 
         The folder is named by a digest of the files, so the same holds as for `put_code`.
         """
+        write = functools.partial(bound.write_bound_files, job)
+        bound.write_folder(bound.entry_points_folder(job), write)
 
     def make_run_folder(self, job: Job, code_folder: CodeFolder | None, report: Reporter) -> None:
-        """Make the run folder of a job whose script does not make it.
+        """Make the run folder of a job whose script does not make it, because the job starts at once.
 
         The folder gets the run's copy of the code, or a script that makes the copy.
 
         Parameters
         ----------
-        code_folder : the code, or None if a resumed run goes on with its copy as it is.
+        code_folder : the code, or None if a resumed run in pods goes on with its copy as it is.
         """
-        raise NotImplementedError(f"the jobs of {self.name} make their run folders")
+        assert code_folder is not None  # noqa: S101 - only code needs the folder before the start
+        folder = Path(job.run_folder)
+        folder.parent.mkdir(exist_ok=True)
+        folder.mkdir(mode=0o700)  # closed to other users, as the run folders of job scripts
+        files.write_file(folder / "code.json", f"{code_folder.record.text}\n")
+        workspace = folder / WORKSPACE
+        bound.write_folder(workspace, code_folder.tree.write_copy)
+        for link_name, data_path in runtime_of(job).data_links(job).items():
+            # The code has an empty folder there, over which a container would mount the data.
+            mount_point = workspace / link_name
+            mount_point.rmdir()
+            mount_point.symlink_to(data_path)
 
     def home_of(self, job: Job) -> Path:
         """Return the folder with the code and the run folders, by its path on the machine that has them."""
@@ -136,91 +158,13 @@ class Transport(abc.ABC):
 
     def with_store(self, record: SubmittedJob, job: Job) -> SubmittedJob:
         """Return `record` with the paths of the job's files, if another machine than this one stores them."""
-        del job  # its files are where it is submitted
         return record
 
-    @abc.abstractmethod
     def with_entry_points(self, prepared: PreparedJob) -> Job:
-        """Return the job with imgkit's entry points bound into an image that has none."""
+        """Return the job with imgkit's entry points bound into an image that has none.
 
-    @abc.abstractmethod
-    def start(self, job: Job, script: Script) -> Generator[bytes, None, None]:
-        """Submit the script, and yield the output of the scheduler's command.
-
-        Raises
-        ------
-        ToolMissing : the scheduler's command is not on PATH.
-        ToolFailed : the scheduler refused the job, and the error quotes its message. Or the connection was
-            lost, and the job may be in the queue all the same.
+        For that, the image is inspected on the machine that has it.
         """
-
-    @abc.abstractmethod
-    def foreground_argv(self, job: Job, script: Script) -> Argv:
-        """Return the argv that runs a script with `Script.foreground` in this terminal.
-
-        Raises
-        ------
-        Cut : the remote cannot be reached.
-        """
-
-
-class Local(Transport):
-    """The transport of jobs that this machine submits. Most files are where they are needed already."""
-
-    code_folder = ".imgkit-code"  # `--code .` leaves it out
-
-    def login(self) -> None:
-        """Do nothing. See `Transport`."""
-
-    def run(self, argv: Sequence[str]) -> Finished:
-        """Run a command. See `Transport`."""
-        return process.run(argv, check=False)
-
-    def run_script(self, script: str, args: Iterable[str], data: Iterable[bytes]) -> bytes:
-        """Run a script. See `Transport`."""
-        return b"".join(process.filter_through(("sh", "-c", script, "sh", *args), data))
-
-    def bring_image(self, prepared: PreparedJob, report: Reporter) -> PreparedJob:
-        """Check the image, which is on this machine already, and make the file of its added packages."""
-        checks.before_submission(prepared.job)
-        added_packages.make_ready(prepared.job, report)
-        return dataclasses.replace(prepared, image_id=_image_id(prepared.job))
-
-    def with_data(self, prepared: PreparedJob, report: Reporter) -> Job:
-        """Check the data, which is on this machine already. See `Transport`."""
-        del report  # there is nothing to bring
-        data_mounts.refuse_missing(prepared.job.request, "this machine", self.run_script)
-        return data_mounts.with_data(prepared.job, prepared.data)
-
-    def put_code(self, code_folder: CodeFolder, home: Path, report: Reporter) -> None:
-        """Write the code. See `Transport`."""
-        del report  # a folder of code takes a second
-        bound.write_folder(home / self.code_folder / code_folder.record.sha256, code_folder.tree.write)
-
-    def put_entry_points(self, job: Job, report: Reporter) -> None:
-        """Write the entry points. See `Transport`."""
-        del report  # the files are small
-        bound.write_folder(
-            bound.entry_points_folder(job), lambda folder: bound.write_bound_files(job, folder)
-        )
-
-    def make_run_folder(self, job: Job, code_folder: CodeFolder | None, report: Reporter) -> None:
-        """Make the run folder of a job that starts at once, with the run's copy of the code."""
-        del report  # a folder of code takes a second
-        assert code_folder is not None  # noqa: S101 - only code needs the folder before the start
-        folder = Path(job.run_folder)
-        folder.parent.mkdir(exist_ok=True)
-        folder.mkdir(mode=0o700)  # closed to other users, as the run folders of job scripts
-        files.write_file(folder / "code.json", f"{code_folder.record.text}\n")
-        bound.write_folder(folder / WORKSPACE, code_folder.tree.write_copy)
-        for name, source in runtime_of(job).data_links(job).items():
-            # The code has an empty folder there, over which a container would mount the data.
-            mount_point = folder / WORKSPACE / name
-            mount_point.rmdir()
-            mount_point.symlink_to(source)
-
-    def with_entry_points(self, prepared: PreparedJob) -> Job:
-        """Inspect an image that imgkit did not build, if this machine can start it. See `Transport`."""
         job = prepared.job
         if runtime_of(job).arch_error(job) is not None:
             # The image is not for the processors of the nodes. The checks of the submission refuse it.
@@ -228,7 +172,14 @@ class Local(Transport):
         return bound.bind_entry_points(job)
 
     def start(self, job: Job, script: Script) -> Generator[bytes, None, None]:
-        """Submit the script in the job's folder. See `Transport`."""
+        """Submit the script in the job's folder, and yield the output of the scheduler's command.
+
+        Raises
+        ------
+        ToolMissing : the scheduler's command is not on PATH.
+        ToolFailed : the scheduler refused the job, and the error quotes its message. Or the connection was
+            lost, and the job may be in the queue all the same.
+        """
         process.require_program(
             script.submit[0],
             "run this on a login node of the system, or copy the output of imgkit run --dry-run there",
@@ -242,8 +193,12 @@ class Local(Transport):
         return process.filter_through(script.submit, stdin, cwd=folder)
 
     def foreground_argv(self, job: Job, script: Script) -> Argv:
-        """Return the script's own command. See `Transport`."""
-        del job  # the caller changes to the job's folder
+        """Return the argv that runs a script with `Script.foreground` in this terminal, in the job's folder.
+
+        Raises
+        ------
+        Cut : the remote cannot be reached.
+        """
         return script.submit
 
 
@@ -251,17 +206,35 @@ class Ssh(Transport):
     """The transport of jobs that a remote submits. Commands run over ssh, and rsync sends files."""
 
     code_folder = "code"
+    store: Store
+    """What imgkit's folder on the remote contains. `open_store` reads it, before the other methods use it."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.name = connection.remote.name
-        self.store: Store | None = None
-        """What imgkit's folder on the remote contains. It is None until `bring_image` has read it."""
 
-    @property
-    def opened_store(self) -> Store:
-        """What imgkit's folder on the remote contains. `bring_image` must have read it."""
-        assert self.store is not None  # noqa: S101 - `submit.make_ready` calls `bring_image` first
+    def open_store(self, program: str, code_folder: CodeFolder | None) -> Store:
+        """Read what imgkit's folder on the remote contains, and return it.
+
+        Parameters
+        ----------
+        program : a program that the job needs there, such as ``sbatch``.
+        code_folder : the job's code, or None. The result says how much of it the remote has.
+
+        Raises
+        ------
+        UsageError : the remote does not have `program`.
+        """
+        code_sha256 = ""
+        if code_folder is not None:
+            code_sha256 = code_folder.record.sha256
+        self.store = store.open_store(self.connection, program=program, code=code_sha256)
+        if not self.store.has_program:
+            raise UsageError(
+                f"{self.connection.remote.address} has no {program}",
+                where="--on",
+                hint=f"imgkit doctor --on {self.name}",
+            )
         return self.store
 
     def login(self) -> None:
@@ -276,63 +249,57 @@ class Ssh(Transport):
         """Run a script. See `Transport`."""
         return b"".join(self.connection.stream(script, {}, args=args, data=data))
 
-    def bring_image(self, prepared: PreparedJob, report: Reporter) -> PreparedJob:
-        """Build, convert and send the image as far as the remote lacks it. See `Transport`.
-
-        The contents of imgkit's folder on the remote are kept in `self.store`, from which `put` sees what the
-        remote has already.
-        """
+    def prepare_image(self, prepared: PreparedJob, report: Reporter) -> PreparedJob:
+        """Build, convert and send the image as far as the remote lacks it. See `Transport`."""
         source = prepared.source
         assert source is not None  # noqa: S101 - `prepare` has been told the remote
         checks.check_environment(prepared.job)
         self.login()
+        report.stage(f"look at {self.name}")
         # The program that submits, such as sbatch or qsub. A remote without it is refused before a transfer.
-        scheduler_program = prepared.script.submit[0]
-        code_sha256 = prepared.code.record.sha256 if prepared.code else ""
-        image_delivery = Delivery(source=source, connection=self.connection, report=report)
-        self.store, remote_image = image_delivery.bring(scheduler_program, code_sha256)
+        contents = self.open_store(prepared.script.submit[0], prepared.code)
         image_path = source.remote_image
+        sent_image = None
         image_id = ""
-        if remote_image is not None:
-            image_path = remote_image.path
+        if not image_path:
+            sent_image = Delivery(source=source, connection=self.connection, report=report).bring(contents)
+            image_path = sent_image.path
             # The job's record names the image by its id only if imgkit built it.
             if not source.is_foreign:
-                image_id = remote_image.image_id
-        _report_left_out(prepared.code, source.sif, remote_image, report)
+                image_id = sent_image.image_id
+        _report_left_out(prepared.code, source.sif, sent_image, report)
         report.stage(f"submit to {self.name}")
-        job = source.job_on_remote(self.store.home, image_path)
+        job = source.job_on_remote(contents.home, image_path)
         job = packages.bring(job, image_id, self.connection, self.run, report)
         return dataclasses.replace(prepared, job=job, image_id=image_id)
 
-    def with_data(self, prepared: PreparedJob, report: Reporter) -> Job:
+    def bring_data(self, prepared: PreparedJob, report: Reporter) -> Job:
         """Send the data by rsync, as far as the remote lacks it. See `Transport`."""
-        job = data_mounts.with_data(prepared.job, prepared.data, f"{self.opened_store.home}/{DATA_FOLDER}")
+        job = data_mounts.with_data(prepared.job, prepared.data, f"{self.store.home}/{DATA_FOLDER}")
         data_mounts.refuse_missing(job.request, self.name, self.run_script)
         self.send_data(prepared.data, report)
         return job
 
     def send_data(self, folders: Iterable[DataFolder], report: Reporter) -> None:
-        """Send the folders of data that the remote lacks. `bring_image` must have read what it has."""
+        """Send the folders of data that the remote lacks. `open_store` must have read what it has."""
         for folder in folders:
-            if folder.name in self.opened_store.data:
-                continue
-            size = size_text(folder.size_bytes)
-            report.note(f"to send: data: {folder.spec.source}, {folder.files} files, {size}")
-            # Files that an earlier version of the folder has are not sent again.
-            earlier = [name for name in self.opened_store.data if name.endswith(f"-{folder.project_part}")]
-            transferred = transfer.send_data(
-                self.connection,
-                folder,
-                home=self.opened_store.home,
-                earlier=tuple(earlier[:1]),
-                report=report,
-            )
-            report.note(_sent_text("data", transferred))
+            if folder.name not in self.store.data:
+                self._send_data_folder(folder, report)
+
+    def _send_data_folder(self, folder: DataFolder, report: Reporter) -> None:
+        """Send one folder of data, except for files that an earlier version of it on the remote has."""
+        size = size_text(folder.size_bytes)
+        report.note(f"to send: data: {folder.spec.source}, {folder.files} files, {size}")
+        earlier = [name for name in self.store.data if name.endswith(f"-{folder.project_part}")]
+        transferred = transfer.send_data(
+            self.connection, folder, home=self.store.home, earlier=tuple(earlier[:1]), report=report
+        )
+        report.note(_sent_text("data", transferred))
 
     def put_code(self, code_folder: CodeFolder, home: Path, report: Reporter) -> None:
         """Send the code by rsync, which finds equal files of earlier code on the remote. See `Transport`."""
         sha256 = code_folder.record.sha256
-        if sha256 in self.opened_store.code:
+        if sha256 in self.store.code:
             report.note(f"to send: nothing of the code; {self.name} has that of {code_folder.folder}")
             return
         with tempfile.TemporaryDirectory(prefix="imgkit-") as work:
@@ -346,8 +313,8 @@ class Ssh(Transport):
                 size_bytes=code_folder.tree.size_bytes,
                 home=str(home),
                 target=f"{self.code_folder}/{sha256}",
-                similar=self.opened_store.code[:_MAX_SIMILAR_FOLDERS],
-                is_prepared=sha256 == self.opened_store.incoming_code,
+                similar=self.store.code[:_MAX_SIMILAR_FOLDERS],
+                is_prepared=sha256 == self.store.incoming_code,
                 report=report,
             )
         report.note(_sent_text("code", transferred))
@@ -359,6 +326,7 @@ class Ssh(Transport):
         output = self.connection.run('if [ -d "$folder" ]; then echo exists; fi\n', {"folder": str(folder)})
         if output == b"exists\n":
             return
+        home = self.store.home
         with tempfile.TemporaryDirectory(prefix="imgkit-") as work:
             copy = Path(work, folder.name)
             bound.write_bound_files(job, copy)
@@ -367,8 +335,8 @@ class Ssh(Transport):
                 copy,
                 label="entry points",
                 size_bytes=sum(len(data) for _, data in bound.bound_files(job)),
-                home=self.opened_store.home,
-                target=str(folder.relative_to(self.opened_store.home)),
+                home=home,
+                target=str(folder.relative_to(home)),
                 report=report,
             )
 
@@ -388,7 +356,7 @@ class Ssh(Transport):
         return interactive.interactive_argv(self.connection, job, script)
 
 
-class VolumeStore(Local):
+class VolumeStore(Transport):
     """The transport of jobs in pods that this machine submits. A remote stores their files on a volume."""
 
     code_folder = "code"
@@ -401,20 +369,20 @@ class VolumeStore(Local):
         """Connect to the remote. See `Transport`."""
         self._files.login()
 
-    def bring_image(self, prepared: PreparedJob, report: Reporter) -> PreparedJob:
+    def prepare_image(self, prepared: PreparedJob, report: Reporter) -> PreparedJob:
         """Read imgkit's folder on the remote, and return the job with its paths in the pods.
 
-        No image is brought, because pods pull theirs from a registry.
+        The image itself needs no preparation, because pods pull theirs from a registry.
         """
         checks.before_submission(prepared.job)
         self.login()
-        report.stage(f"look at {self.connection.remote.name}")
-        sha256 = prepared.code.record.sha256 if prepared.code else ""
-        self._files.store = store.open_store(self.connection, program="sh", code=sha256)
-        job = volume.job_with_pod_paths(self._files.opened_store, prepared.job, self.connection.remote)
+        remote = self.connection.remote
+        report.stage(f"look at {remote.name}")
+        opened_store = self._files.open_store("sh", prepared.code)  # nothing is submitted there: sh is enough
+        job = volume.job_with_pod_paths(opened_store, prepared.job, remote)
         return dataclasses.replace(prepared, job=job)
 
-    def with_data(self, prepared: PreparedJob, report: Reporter) -> Job:
+    def bring_data(self, prepared: PreparedJob, report: Reporter) -> Job:
         """Send the data to the remote. Paths that only pods have are not checked. See `Transport`."""
         job = data_mounts.with_data(prepared.job, prepared.data, f"{prepared.job.directory}/{DATA_FOLDER}")
         self._files.send_data(prepared.data, report)
@@ -424,7 +392,7 @@ class VolumeStore(Local):
         """Send the code, and make the run folder with the script that copies the code into it."""
         if code_folder is not None:
             self._files.put_code(code_folder, self.home_of(job), report)
-        volume.make_run_folder(self.connection, self._files.opened_store, job)
+        volume.make_run_folder(self.connection, self._files.store, job)
 
     def run_script(self, script: str, args: Iterable[str], data: Iterable[bytes]) -> bytes:
         """Run a script on the remote, which has the files. See `Transport`."""
@@ -432,8 +400,7 @@ class VolumeStore(Local):
 
     def home_of(self, job: Job) -> Path:
         """Return imgkit's folder on the remote. See `Transport`."""
-        del job  # job.directory is the path in the pods
-        return Path(self._files.opened_store.home)
+        return Path(self._files.store.home)
 
     def with_entry_points(self, prepared: PreparedJob) -> Job:
         """Return the job unchanged, because nothing can be bound into the image of a pod."""
@@ -443,7 +410,7 @@ class VolumeStore(Local):
         """Return `record` with the name of the remote, and with the paths of the job's files on it."""
         queued = dataclasses.replace(
             record.job,
-            directory=Path(self._files.opened_store.home),
+            directory=Path(self._files.store.home),
             store=self.connection.remote.name,
             run_name=Path(job.run_folder).name,
         )
@@ -461,22 +428,22 @@ def _sent_text(label: str, transferred: Transferred | None) -> str:
 
 
 def _report_left_out(
-    code_folder: CodeFolder | None, sif: Path, remote_image: RemoteImage | None, report: Reporter
+    code_folder: CodeFolder | None, sif: Path, sent_image: RemoteImage | None, report: Reporter
 ) -> None:
     """Report files that stay out of the code although the job may need them.
 
     Parameters
     ----------
     sif : the local .sif, which may not exist.
-    remote_image : the job's image on the remote, or None if imgkit did not send it.
+    sent_image : the job's image on the remote, or None if imgkit did not send it.
     """
     if code_folder is None:
         return
-    same_image = None
+    image_file = None
     # The local .sif of a recipe may be of an earlier build than the image on the remote.
-    if remote_image is not None and delivery.has_content(sif, remote_image):
-        same_image = sif
-    notice = code.left_out_notice(code_folder, same_image)
+    if sent_image is not None and delivery.has_content(sif, sent_image):
+        image_file = sif
+    notice = code.left_out_notice(code_folder, image_file)
     if notice:
         report.note(notice)
 

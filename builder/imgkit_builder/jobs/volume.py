@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path, PurePosixPath
 
-from imgkit_builder.jobs import code as code_of
+from imgkit_builder.jobs import code as code_folders
 from imgkit_builder.jobs.image_source import UNKNOWN_HOME, find_title
 from imgkit_builder.jobs.job import Job
 from imgkit_builder.jobs.remote.config import Remote
@@ -44,8 +44,8 @@ if [ -n "$record" ] && [ ! -d workspace ]; then printf '%s\\n' "$record" > code.
 def provisional_job(recipe: str, request: JobRequest, remote: Remote) -> Job:
     """Return the job before imgkit has connected to the remote.
 
-    It has a new run folder, or that of the run that it resumes. `UNKNOWN_HOME` on the volume stands for
-    imgkit's folder, and `UNKNOWN_IDS` stands for the user's ids.
+    It has a new run folder, or the folder of the run that it resumes. In its paths on the volume,
+    `UNKNOWN_HOME` stands for imgkit's folder, and `UNKNOWN_IDS` stands for the user's ids.
 
     Raises
     ------
@@ -58,14 +58,15 @@ def provisional_job(recipe: str, request: JobRequest, remote: Remote) -> Job:
             where="--on",
             hint=f"a recipe with scheduler: runai, or imgkit remote add {remote.name} ... without --pvc",
         )
-    home = f"{pods.parse_claim(remote.pvc).path}{UNKNOWN_HOME}"
+    volume_path = pods.parse_claim(remote.pvc).path
+    home = f"{volume_path}{UNKNOWN_HOME}"
     job = _resolve_pod_job(target, request, remote, home, UNKNOWN_IDS)
-    if request.resumed is not None:
-        return code_of.with_run_folder(job, f"{home}/runs/{request.resumed.folder.name}")
-    return code_of.with_new_run_folder(job)
+    if request.resumed is None:
+        return code_folders.with_new_run_folder(job)
+    return code_folders.with_run_folder(job, f"{home}/runs/{request.resumed.folder.name}")
 
 
-def job_with_pod_paths(store: Store, early: Job, remote: Remote) -> Job:
+def job_with_pod_paths(store: Store, provisional: Job, remote: Remote) -> Job:
     """Return the job of `provisional_job` with its paths in the pods, and the user's ids on the remote.
 
     Raises
@@ -73,12 +74,12 @@ def job_with_pod_paths(store: Store, early: Job, remote: Remote) -> Job:
     UsageError : imgkit's folder on the remote is not on the volume.
     """
     home = pod_folder(remote, store.home, store.volume)
-    job = _resolve_pod_job(early.recipe, early.request, remote, home, store.ids)
-    return code_of.with_run_folder(job, f"{home}/runs/{PurePosixPath(early.run_folder).name}")
+    job = _resolve_pod_job(provisional.recipe, provisional.request, remote, home, store.ids)
+    return code_folders.with_run_folder(job, f"{home}/runs/{PurePosixPath(provisional.run_folder).name}")
 
 
 def _resolve_pod_job(target: Target, request: JobRequest, remote: Remote, home: str, ids: str) -> Job:
-    """Return the job of `request` in pods.
+    """Return the job of `request` in pods that mount the remote's volume.
 
     Parameters
     ----------
@@ -88,18 +89,18 @@ def _resolve_pod_job(target: Target, request: JobRequest, remote: Remote, home: 
     flags = request.flags(pods.PodFlags)
     volumes = tuple(dict.fromkeys((remote.pvc, *flags.pvcs)))  # each volume once
     system_flags: list[SystemFlags] = [dataclasses.replace(flags, pvcs=volumes, run_as=ids)]
-    for item in request.system_flags:
-        if not isinstance(item, pods.PodFlags):
-            system_flags.append(item)
-    return resolve_job(target, request.changed(directory=Path(home), system_flags=tuple(system_flags)))
+    for other_flags in request.system_flags:
+        if not isinstance(other_flags, pods.PodFlags):
+            system_flags.append(other_flags)
+    request = request.changed(directory=Path(home), system_flags=tuple(system_flags))
+    return resolve_job(target, request)
 
 
 def make_run_folder(connection: Connection, store: Store, job: Job) -> None:
     """Make the run folder of `job` on the remote, with the script that starts the job in its pods.
 
-    The script copies the code and starts the command. A job without code needs no script.
-
-    A job that resumes a run uses the folder of that run, which exists, and only gets a new script.
+    The script copies the code and starts the command. A job without code needs no script. If the job resumes
+    a run, its folder exists, and only gets a new script.
 
     Raises
     ------
@@ -108,7 +109,7 @@ def make_run_folder(connection: Connection, store: Store, job: Job) -> None:
     name = PurePosixPath(job.run_folder).name
     values = {
         "folder": store.home,
-        "id": name.removeprefix(f"{job.name}-"),
+        "id": name.removeprefix(f"{job.name}-"),  # "20261128-224000-3f2a"
         "name": name,
         "note": "\n".join(note_lines(job, name)),
         "resumed": "yes" if job.request.resumed else "",

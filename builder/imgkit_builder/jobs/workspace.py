@@ -9,7 +9,7 @@ follow from its content (`code_tree`).
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,30 +108,28 @@ def parse_listing(output: bytes) -> Listing:
     if texts[-3:] != ["end", "", ""]:
         raise ToolFailed("the list of the run's files is cut short", hint="run the command again")
     folders: dict[str, dict[str, Version]] = {"sent": {}, "today": {}, "current": {}}
-    files: dict[str, Version] = {}
-    has_copy = False
+    title = ""
     # Each file has two texts. The title of a list has an empty second one.
     for path, fields in zip(texts[:-3:2], texts[1:-3:2], strict=True):
         if fields:
-            files[path.removeprefix("./")] = _parse_version(fields)
+            folders[title][path.removeprefix("./")] = _parse_version(fields)
         else:
-            files = folders[path]
-            has_copy = True
-    return Listing(has_copy=has_copy, **folders)
+            title = path
+    return Listing(has_copy=title != "", **folders)
 
 
 def _parse_version(fields: str) -> Version:
     """Return the version of a file from the second text of `_FIELDS`.
 
-    ``f 1024 1700000000.5 755 `` -> ``("f", "1024", "1700000000.5", "64")``.
+    ``f 1024 1700000000.5 755 `` -> ``("f", "1024", "1700000000.5", "True")``.
     """
     kind, size, time, mode, target = fields.split(" ", 4)
     if kind == "l":
         return (kind, target)
     if kind == "d":
         return (kind,)
-    # The store has files that nobody may write: of the mode, only whether the owner may execute it counts.
-    is_executable = int(mode, 8) & 0o100
+    # The store has files that nobody may write. So of the mode, only this counts: may the owner execute it?
+    is_executable = bool(int(mode, 8) & 0o100)
     return (kind, size, time, str(is_executable))
 
 
@@ -142,18 +140,18 @@ def plan_update(listing: Listing) -> Update:
     too, and today's code still has it, it is a conflict. A file that the run has changed and today's code no
     longer has stays.
     """
-    copied: list[str] = []
-    removed: list[str] = []
-    conflicts: list[str] = []
+    copied = []
+    removed = []
+    conflicts = []
     for name in sorted({*listing.sent, *listing.today}):
+        # None means that the file does not exist in this version of the code.
         sent = listing.sent.get(name)
         today = listing.today.get(name)
         current = listing.current.get(name)
-        is_edited = today != sent  # by the user
-        is_changed = current != sent  # by the run
-        if not is_edited or current == today:
+        if today in (sent, current):  # the user has not changed the file, or the copy has the change already
             continue
-        if is_changed:
+        is_changed_by_run = current != sent
+        if is_changed_by_run:
             if today is not None:
                 conflicts.append(name)
         elif today is None:
@@ -180,33 +178,37 @@ def update_workspace(resumed: ResumedRun, store: Path, today: CodeRecord, run_sc
     CheckFailed : the store no longer has the code that was sent, so nobody knows what the run has changed.
     ToolFailed : the files cannot be listed or written.
     """
+    run_folder = str(resumed.folder)
     hint = f"to go on with the run's code: imgkit resume {resumed.job} --same-code"
-    listing = parse_listing(run_script(LIST, (str(resumed.folder), str(store), today.sha256), ()))
+    listing = parse_listing(run_script(LIST, (run_folder, str(store), today.sha256), ()))
     if not listing.has_copy:
-        return  # the job's script makes it
+        return
     if not listing.sent:
         raise CheckFailed(
             "the code that the run was sent is no longer there, so its changes are not known",
             where=str(store),
             hint=hint,
         )
-    plan = plan_update(listing)
-    if plan.conflicts:
-        raise _conflict_error(resumed.folder, plan.conflicts, hint)
-    copied = "".join(f"./{name}\0" for name in plan.copied)
-    removed = "".join(f"./{name}\0" for name in plan.removed)
-    data = [os.fsencode(copied), os.fsencode(removed)]
-    args = (str(resumed.folder), str(store / today.sha256), str(len(data[0])), today.text)
-    run_script(_UPDATE, args, data)
+    update = plan_update(listing)
+    if update.conflicts:
+        raise _conflict_error(resumed.folder, update.conflicts, hint)
+    copied = _null_separated(update.copied)
+    args = (run_folder, str(store / today.sha256), str(len(copied)), today.text)
+    run_script(_UPDATE, args, (copied, _null_separated(update.removed)))
+
+
+def _null_separated(names: Iterable[str]) -> bytes:
+    """Return a list of files for tar and xargs: each path after ``./``, and before a null byte."""
+    return b"".join(os.fsencode(f"./{name}\0") for name in names)
 
 
 def _conflict_error(run_folder: Path, names: tuple[str, ...], hint: str) -> UsageError:
     """Return the error for files that both the run and the user have changed."""
-    list_of_names = ", ".join(names[:_MAX_NAMES])
+    shown_names = ", ".join(names[:_MAX_NAMES])
     if len(names) > _MAX_NAMES:
-        list_of_names += f" and {len(names) - _MAX_NAMES} more"
+        shown_names += f" and {len(names) - _MAX_NAMES} more"
     return UsageError(
-        f"the run has changed what today's code has in another version: {list_of_names}",
+        f"the run has changed what today's code has in another version: {shown_names}",
         where=str(run_folder / WORKSPACE),
         hint=hint,
     )

@@ -65,6 +65,10 @@ At some sites, Slurm shows only one GPU to the only task of a node, unless srun 
 _BELOW_HOST_FOLDERS = tuple(f"{folder}/" for folder in HOST_FOLDERS)
 
 
+# Prints the digest of the image file that is the first argument, "folder" for a folder, or else nothing.
+_PRINT_DIGEST = f'if [ -d "$1" ]; then echo folder; elif [ -r "$1" ]; then {record.digest_command("$1")}; fi'
+
+
 class Runtime(abc.ABC):
     """A way to start a job's command on a node: by a container runtime, or on the node itself."""
 
@@ -94,8 +98,8 @@ class Runtime(abc.ABC):
     """Hint for a user who chooses a Python of the image with a runtime that mounts no folders."""
     opens_shells: bool = False
     """Whether a login shell on a node of a running job can open a shell in the job's image."""
-    verb_words: int = 2
-    """Number of arguments before the runtime's options: 2 for ``docker run OPTIONS``."""
+    options_index: int = 2
+    """Index of the first option in the argv that starts a container: 2 for ``docker run OPTIONS``."""
 
     def data_links(self, job: Job) -> Mapping[str, str]:
         """Return the links to folders of data to make in the run's copy of its code, each with its target.
@@ -119,17 +123,17 @@ class Runtime(abc.ABC):
     # The image
 
     @abc.abstractmethod
-    def image(self, text: str, recipe: str, directory: Path) -> str:
-        """Return the path or the name of the image that `text` means, the value of ``--image``.
+    def image(self, reference: str, recipe_name: str, directory: Path) -> str:
+        """Return the path or the name of the image that `reference` means, the value of ``--image``.
 
         Parameters
         ----------
-        recipe : name of the recipe, which is part of the default.
+        recipe_name : name of the recipe, which is part of the default.
         directory : folder of the job.
 
         Raises
         ------
-        UsageError : the runtime cannot start such an image, or needs an image and `text` is empty.
+        UsageError : the runtime cannot start such an image, or needs an image and `reference` is empty.
         """
 
     def is_foreign(self, job: Job) -> bool:
@@ -143,14 +147,13 @@ class Runtime(abc.ABC):
         UsageError : the image is an encrypted .sif.
         """
         path = Path(job.container.image)
-        is_sif_without_record = False
         if image.is_sif(path):
             sif = image.read(path)
             if sif.encrypted:
                 raise _encrypted_sif_error(path)
-            is_sif_without_record = sif.record is None
-        chooses_python = job.request.container.python_flag != ""
-        return chooses_python or is_sif_without_record or self._lacks_manifest(path)
+            if sif.record is None:
+                return True
+        return job.request.container.python_flag != "" or self._lacks_manifest(path)
 
     def _lacks_manifest(self, path: Path) -> bool:
         """Return whether `path` is an image file on this machine that holds no manifest of imgkit."""
@@ -187,8 +190,7 @@ class Runtime(abc.ABC):
         exist or cannot be read there. It is "folder" for an image that is a folder, whose files have no short
         digest.
         """
-        check = f'if [ -d "$1" ]; then echo folder; elif [ -r "$1" ]; then {record.digest_command("$1")}; fi'
-        fields = run(("sh", "-c", check, "sh", job.container.image)).output.split()
+        fields = run(("sh", "-c", _PRINT_DIGEST, "sh", job.container.image)).output.split()
         return fields[0] if fields else ""
 
     # Checks
@@ -243,15 +245,16 @@ class Runtime(abc.ABC):
         forward : names of variables that docker copies from its own environment; other runtimes copy all.
         """
         python = self._entry_point_python(job)
+        python_options: Argv = ()
         if python and command and command[0].startswith("dist-"):
             # PYTHONPATH could not lead to the package: Python ignores it with -I, and the entry points start
             # their workers with -I, too.
-            command = (python, "-I", "-m", PACKAGE, *command)
-        command = (*_activation_argv(job), *self._env_argv(job), *_packages_argv(job), *command)
-        return self._start(job, command, forward)
+            python_options = (python, "-I", "-m", PACKAGE)
+        start = (*_activation_argv(job), *self._env_argv(job), *_packages_argv(job), *python_options)
+        return self._start(job, (*start, *command), forward)
 
     def _start(self, job: Job, command: Argv, forward: Argv) -> Argv:
-        """Return the argv that starts `command`, to which `argv` has added what runs before it.
+        """Return the argv that starts `command` in the container, without further variables of the user.
 
         Parameters
         ----------
@@ -278,7 +281,7 @@ class Runtime(abc.ABC):
         assignments = quoting.assignments(job.container.env)
         if self.has_container:
             # `exports` sets these on the node; the shell of the node replaces $NAME.
-            assignments += [quoting.Shell(f'"{name}=${name}"') for name in self.system_variables(job)]
+            assignments += [quoting.ShellText(f'"{name}=${name}"') for name in self.system_variables(job)]
         if not assignments:
             return ()
         # Apptainer and older versions of Singularity execute $(...) in the values of --env and
@@ -297,12 +300,14 @@ class Runtime(abc.ABC):
         """
         if not self.opens_shells:
             return ""
-        job = dataclasses.replace(job, command=())
-        shell = " ".join(map(quoting.quote, self.shell(job)))
-        return " && ".join((*self.environment_lines(job), f"exec {shell}"))
+        shell_job = dataclasses.replace(job, command=())
+        shell = " ".join(map(quoting.quote, self.shell(shell_job)))
+        return " && ".join((*self.environment_lines(shell_job), f"exec {shell}"))
 
-    def with_options(self, argv: Argv, *options: str) -> Argv:
+    def with_options(self, argv: Argv, options: Argv) -> Argv:
         """Return `argv`, which starts the job's container, with further options for the runtime.
+
+        ``docker run --rm IMAGE`` -> ``docker run OPTIONS --rm IMAGE``
 
         Raises
         ------
@@ -314,7 +319,8 @@ class Runtime(abc.ABC):
                 where="--option",
                 hint="leave it out",
             )
-        return (*argv[: self.verb_words], *options, *argv[self.verb_words :])
+        program_and_verb = argv[: self.options_index]
+        return (*program_and_verb, *options, *argv[self.options_index :])
 
     def with_input(self, argv: Argv, *, is_terminal: bool) -> Argv:
         """Return `argv`, which starts the job's container, so that its command reads the standard input.
@@ -323,8 +329,7 @@ class Runtime(abc.ABC):
         ----------
         is_terminal : whether the input is a terminal, which the command then gets.
         """
-        del is_terminal  # only Docker needs options for that
-        return argv
+        return argv  # only Docker needs options for that
 
     def node_check(self, job: Job) -> Argv:
         """Return the argv that checks each node before Slurm starts the container there.
@@ -333,20 +338,20 @@ class Runtime(abc.ABC):
         """
         return ()
 
-    def _facts(self, recipe: Target) -> system.Runtime:
-        """Return ``system.runtime`` of the recipe, or this runtime's defaults if that is of another kind."""
-        facts = recipe.system.runtime
-        if facts.kind == self.kind:
-            return facts
+    def _configuration(self, recipe: Target) -> system.Runtime:
+        """Return ``system.runtime`` of the recipe, or this runtime's defaults if it is of another kind."""
+        configuration = recipe.system.runtime
+        if configuration.kind == self.kind:
+            return configuration
         return system.Runtime(command=self.kind, options=self.usual_options)
 
     def program(self, recipe: Target) -> str:
         """Return the name or path of the runtime's program, such as ``apptainer``."""
-        return self._facts(recipe).command
+        return self._configuration(recipe).command
 
     def options(self, job: Job) -> Argv:
-        """Return the runtime's options for each start of the job: those of the recipe, or the usual ones."""
-        options = self._facts(job.recipe).options
+        """Return the runtime's options for each start of the job. Without GPUs, GPU options are left out."""
+        options = self._configuration(job.recipe).options
         if job.allocation.gpus:
             return options
         return tuple(option for option in options if option not in _GPU_OPTIONS)
@@ -357,7 +362,7 @@ class Runtime(abc.ABC):
 
     def modules(self, job: Job) -> tuple[str, ...]:
         """Return the environment modules that the start needs, in load order."""
-        return self._facts(job.recipe).modules
+        return self._configuration(job.recipe).modules
 
     # The variables
 
@@ -377,6 +382,7 @@ class Runtime(abc.ABC):
             lines.append(_EXPORT_ENV_FILE.format(file=shlex.quote(container.env_file)))
         if container.bound is not None and container.bound.digest:
             lines.append(self._refuse_changed_image(job, container.bound.digest))
+        # A value of system.env can begin with the job's folder, which only imgkit knows.
         if JOB_FOLDER in site_variables(*variables.values()):
             lines += quoting.export_lines({JOB_FOLDER: str(job.directory)})
         if not self.environment_by_options:
@@ -386,14 +392,16 @@ class Runtime(abc.ABC):
     def _require_site_variables(self, job: Job, variables: Mapping[str, str]) -> list[str]:
         """Return shell lines that end the job on a node that lacks a variable which paths or values use.
 
-        Modules of the site set such variables, for example $SCRATCH. `JOB_FOLDER` is not among them: imgkit
-        sets it.
+        Modules of the site set such variables, for example $SCRATCH. imgkit itself sets `JOB_FOLDER`.
         """
         texts = [*job.recipe.system.runtime.host_libs, *variables.values()]
         if self.has_container:
             texts += job.container.binds
-        names = site_variables(*texts)
-        return [f': "${{{name}:?imgkit: {_UNSET_VARIABLE_MESSAGE}}}"' for name in names if name != JOB_FOLDER]
+        lines = []
+        for name in site_variables(*texts):
+            if name != JOB_FOLDER:
+                lines.append(f': "${{{name}:?imgkit: {_UNSET_VARIABLE_MESSAGE}}}"')
+        return lines
 
     def system_variables(self, job: Job) -> Mapping[str, str]:
         """Return the variables of ``system.env`` that the start sets for the job's command.
@@ -402,23 +410,24 @@ class Runtime(abc.ABC):
         and leaves out what does not fit the node. All other commands get the variables that the user does
         not set.
         """
-        facts = job.recipe.system
+        system_facts = job.recipe.system
         overridden = user_variables(job.container)
-        partition = facts.partitions.get(job.allocation.queue)
+        partition = system_facts.partitions.get(job.allocation.queue)
         if partition is not None and partition.interfaces:
-            # The nodes of this partition have interfaces of their own. Those in system.env are for the other
-            # nodes of the system.
+            # The nodes of this partition have other interfaces than system.env names.
             overridden |= {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
-        variables = {name: value for name, value in facts.env.items() if name not in overridden}
-        if VISIBLE_GPUS in variables:
-            # The system names all GPUs of a node; the job may have fewer.
-            indices = variables[VISIBLE_GPUS].split(",")[: job.allocation.gpus]
-            variables[VISIBLE_GPUS] = ",".join(indices)
-        if not self.has_container or not job.runs_entry_point:
-            return variables
-        if VISIBLE_GPUS not in variables:
-            return {}
-        return {VISIBLE_GPUS: variables[VISIBLE_GPUS]}
+        reads_env_in_image = self.has_container and job.runs_entry_point
+        variables = {}
+        for name, value in system_facts.env.items():
+            if name in overridden:
+                continue
+            if name == VISIBLE_GPUS:
+                # The system names all GPUs of a node; the job may have fewer.
+                indices = value.split(",")[: job.allocation.gpus]
+                variables[name] = ",".join(indices)
+            elif not reads_env_in_image:
+                variables[name] = value
+        return variables
 
     def _refuse_changed_image(self, job: Job, digest: str) -> str:
         """Return shell lines that end the job on a node where its image is missing or has another digest.
@@ -447,7 +456,7 @@ fi"""
         and the job's folder.
         """
         container = job.container
-        mounts: list[str] = []
+        mounts = []
         if container.code:
             mounts.append(f"{job.workspace}:/{WORKSPACE}")
         mounts += [f"{data.source}:{data.target}:ro" for data in container.data]
@@ -468,29 +477,24 @@ fi"""
         With ``fabric.host_libs: auto`` the node agent chooses among the libraries, so the host's folders are
         mounted below `HOST`. Otherwise the folders of the recipe are mounted at their own paths.
         """
-        facts = job.recipe.system
-        libraries = facts.runtime.host_libs
-        if facts.fabric.host_libs == "auto":
-            folders = list(HOST_FOLDERS)
-            for folder in libraries:
-                if not folder.startswith(_BELOW_HOST_FOLDERS):
-                    folders.append(folder)
-            for folder in folders:
+        system_facts = job.recipe.system
+        libraries = system_facts.runtime.host_libs
+        if system_facts.fabric.host_libs == "auto":
+            other_folders = [folder for folder in libraries if not folder.startswith(_BELOW_HOST_FOLDERS)]
+            for folder in (*HOST_FOLDERS, *other_folders):
                 yield f"{folder}:{HOST}{folder}:ro"
-            return
-        if self.environment_by_options:
-            # Docker would also need an option for LD_LIBRARY_PATH, so with Docker only the node agent uses
-            # libraries of the host.
-            return
-        for folder in libraries:
-            yield f"{folder}:{folder}:ro"
+        # Docker would also need an option for LD_LIBRARY_PATH, so with Docker only the node agent uses
+        # libraries of the host.
+        elif not self.environment_by_options:
+            for folder in libraries:
+                yield f"{folder}:{folder}:ro"
 
     def listed_libraries(self, job: Job) -> tuple[str, ...]:
         """Return the recipe's folders of libraries, unless the node agent chooses among them."""
-        facts = job.recipe.system
-        if facts.fabric.host_libs == "auto" and self.has_container:
+        system_facts = job.recipe.system
+        if system_facts.fabric.host_libs == "auto" and self.has_container:
             return ()
-        return facts.runtime.host_libs
+        return system_facts.runtime.host_libs
 
     # Inspecting an image that imgkit did not build
 
@@ -554,9 +558,12 @@ def user_variables(container: Container) -> set[str]:
 
 
 def with_targets(mounts: Iterable[str]) -> Iterator[str]:
-    """Yield `mounts` as ``SRC:DEST[:ro]``, for runtimes that take no shorter form."""
+    """Yield `mounts` as ``SRC:DEST[:ro]``, for runtimes that take no shorter form: ``/data:/data``."""
     for mount in mounts:
-        yield mount if ":" in mount else f"{mount}:{mount}"
+        if ":" in mount:
+            yield mount
+        else:
+            yield f"{mount}:{mount}"
 
 
 def _activation_argv(job: Job) -> Argv:
@@ -564,14 +571,14 @@ def _activation_argv(job: Job) -> Argv:
 
     The result is empty without ``--activate``.
     """
-    command = job.request.container.activate
-    if not command:
+    command_line = job.request.container.activate
+    if not command_line:
         return ()
-    if re.fullmatch(r"\$\w+|\$\{\w+\}", command):
+    if re.fullmatch(r"\$\w+|\$\{\w+\}", command_line):
         # A variable that holds the command, for example "$WITH_CONDA". The shell would take its value for one
         # program with arguments; a second eval reads it as a line with several commands.
-        command = f'eval "{command}"'
-    return ("bash", "-c", _RUN_ACTIVATED, "bash", command)
+        command_line = f'eval "{command_line}"'
+    return ("bash", "-c", _RUN_ACTIVATED, "bash", command_line)
 
 
 def _packages_argv(job: Job) -> Argv:

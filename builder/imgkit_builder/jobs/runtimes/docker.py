@@ -42,9 +42,9 @@ class Docker(Runtime):
     )
     environment_by_options = True
 
-    def image(self, text: str, recipe: str, directory: Path) -> str:
-        """Return the name of the image, by default that of the recipe's own image: ``RECIPE:latest``."""
-        return check_reference(text) or f"{recipe}:latest"
+    def image(self, reference: str, recipe_name: str, directory: Path) -> str:
+        """Return the name of the image. By default, it is the recipe's image ``RECIPE:latest``."""
+        return check_reference(reference) or f"{recipe_name}:latest"
 
     def is_foreign(self, job: Job) -> bool:
         """Return whether the user names an image or chooses a Python in it. The default image is imgkit's."""
@@ -75,46 +75,50 @@ class Docker(Runtime):
         return ("mem", "mem-per-gpu")
 
     def options(self, job: Job) -> Argv:
-        """Return the options of each start: those of the recipe, and those that it leaves to imgkit."""
-        options = super().options(job)
+        """Return the options of each start, from the recipe and then from imgkit, which replaces none."""
+        options = list(super().options(job))
         memory = job.allocation.memory
         if memory and job.system in _WITHOUT_SCHEDULER:
-            options = (*options, f"--memory={size_text(memory.node_MiB).lower()}")
+            options.append(f"--memory={size_text(memory.node_MiB).lower()}")
         if job.system == "slurm":
             names = {option.partition("=")[0] for option in options}
             for option in _PODMAN_OPTIONS:
                 if option.partition("=")[0] not in names:
-                    options = (*options, option)
-            return options
-        sets_open_files = any("nofile" in option for option in (*options, *job.request.allocation.options))
-        if sets_open_files:
-            return options
-        return (*options, _OPEN_FILES)
+                    options.append(option)
+        elif "nofile" not in " ".join((*options, *job.request.allocation.options)):
+            options.append(_OPEN_FILES)
+        return tuple(options)
 
     def with_input(self, argv: Argv, *, is_terminal: bool) -> Argv:
         """Return `argv` with the options for the standard input. Docker refuses a pipe as a terminal."""
         if is_terminal:
-            return self.with_options(argv, "--interactive", "--tty")
-        return self.with_options(argv, "--interactive")
+            return self.with_options(argv, ("--interactive", "--tty"))
+        return self.with_options(argv, ("--interactive",))
 
     def _start(self, job: Job, command: Argv, forward: Argv) -> Argv:
-        """Return the ``docker run`` command that starts `command` as it is."""
+        """Return the ``docker run`` command that starts `command` in the job's image.
+
+        The shell of the node replaces variables of the site in mounts and in values of the recipe, but never
+        in values of the user.
+        """
         container = job.container
-        # The shell of the node replaces variables of the site in these values. A value of the user's own is
-        # never expanded.
-        expanded = {name: value for name, value in job.settings.items() if name not in container.env}
-        expanded |= self.system_variables(job)
-        assignments = list(map(quoting.quote_with_site_variables, quoting.assignments(expanded)))
-        assignments += quoting.assignments(container.env)
+        variables = {name: value for name, value in job.settings.items() if name not in container.env}
+        variables |= self.system_variables(job)
         mounts = map(quoting.quote_with_site_variables, with_targets(self.mounts(job)))
+        assignments = [
+            *map(quoting.quote_with_site_variables, quoting.assignments(variables)),
+            *quoting.assignments(container.env),
+        ]
         options = [
             *self.options(job),
             *quoting.repeat_option("--volume", mounts),
-            *("--workdir", container.workdir or str(job.directory)),
+            "--workdir",
+            container.workdir or str(job.directory),
             *quoting.repeat_option("--env", assignments),
         ]
         if container.env_file:
             options += ("--env-file", container.env_file)
+        # A name without a value: docker takes the value from its own environment.
         options += quoting.repeat_option("--env", (*container.names, *forward))
         return (self.program(job.recipe), "run", "--rm", *options, container.image, *command)
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from imgkit_builder.jobs import quoting
-from imgkit_builder.jobs.job import Argv, Job
+from imgkit_builder.jobs.job import Argv, Job, RuntimeKind
 from imgkit_builder.jobs.runtimes.base import Runtime
 from imgkit_entrypoints.errors import UsageError
 
@@ -20,16 +20,16 @@ _START_IN_CODE = (
 class Host(Runtime):
     """The node itself, without a container. The "image" of a job is a virtual environment, or nothing."""
 
-    kind = "host"
+    kind: RuntimeKind = "host"
     has_container = False
     without_mounts = "leave it out"
     opens_shells = True
 
-    def image(self, text: str, recipe: str, directory: Path) -> str:
+    def image(self, reference: str, recipe_name: str, directory: Path) -> str:
         """Return the path of the virtual environment. It is empty for the node's own Python."""
-        if not text:
+        if not reference:
             return ""
-        return str(directory / text)
+        return str(directory / reference)
 
     def check(self, job: Job) -> None:
         """Raise UsageError if the job requests something that needs a container."""
@@ -39,15 +39,17 @@ class Host(Runtime):
             raise UsageError("--runtime host has no container", where="--workdir", hint=hint)
 
     def check_submission(self, job: Job) -> None:
-        """Raise UsageError if the virtual environment does not exist."""
-        folder = job.container.image
-        # The Python of the environment is not run here: this can be a login node with another processor than
-        # the nodes for which the environment was made.
-        if folder and not os.path.lexists(f"{folder}/bin/python3"):
+        """Raise UsageError if the virtual environment in which the job runs does not exist.
+
+        Its Python is not started. This can be a login node with another processor than the nodes for which
+        the environment was made.
+        """
+        environment = job.container.image
+        if environment and not os.path.lexists(f"{environment}/bin/python3"):
             raise UsageError(
-                f"no virtual environment {folder}",
+                f"no virtual environment {environment}",
                 where="--image",
-                hint=f"on a node: python3 -m venv {folder}",
+                hint=f"on a node: python3 -m venv {environment}",
             )
 
     def modules(self, job: Job) -> tuple[str, ...]:
@@ -60,29 +62,28 @@ class Host(Runtime):
         libraries = self.listed_libraries(job)
         if not libraries:
             return lines
-        return (*lines, quoting.search_first(libraries))
+        return (*lines, quoting.export_library_path(libraries))
 
     def _start(self, job: Job, command: Argv, forward: Argv) -> Argv:
         """Return `command`, which starts in the run's copy of the code if there is one."""
         if job.container.code is None:
             return command
-        return ("sh", "-c", _START_IN_CODE, "sh", quoting.quote_with_site_variables(job.workspace), *command)
+        folder = quoting.quote_with_site_variables(job.workspace)
+        return ("sh", "-c", _START_IN_CODE, "sh", folder, *command)
 
     def _entry_point_python(self, job: Job) -> str:
         """Return the Python of the virtual environment, or else the first ``python3`` on PATH."""
         environment = job.container.image
-        return f"{environment}/bin/python3" if environment else "python3"
+        if not environment:
+            return "python3"
+        return f"{environment}/bin/python3"
 
 
-class NoContainer(Runtime):
+class NoContainer(Host):
     """The node's own imgkit, for a job that makes an image file. Its "image" is the file that it makes."""
 
     kind = "no-container"
-    has_container = False
-
-    def image(self, text: str, recipe: str, directory: Path) -> str:
-        """Return the path of the image that the command makes."""
-        return str(directory / (text or f"{recipe}.sif"))
+    opens_shells = False
 
     def modules(self, job: Job) -> tuple[str, ...]:
         """Return the modules of the recipe's runtime, which builds the image or tests it."""

@@ -16,16 +16,16 @@ class Pod(Runtime):
     is_isolated = True
     without_mounts = "build an image with that one as its base"
 
-    def image(self, text: str, recipe: str, directory: Path) -> str:
+    def image(self, reference: str, recipe_name: str, directory: Path) -> str:
         """Return the name of the image in a registry. Raise UsageError if the user names none."""
-        if not text:
-            reference = f"REGISTRY/{recipe}:1"
+        if not reference:
+            example = f"REGISTRY/{recipe_name}:1"
             raise UsageError(
                 "pods pull their image from a registry, but no image is given",
                 where="--image",
-                hint=f"imgkit push {recipe} {reference}, then --image {reference}",
+                hint=f"imgkit push {recipe_name} {example}, then --image {example}",
             )
-        return check_reference(text)
+        return check_reference(reference)
 
     def check(self, job: Job) -> None:
         """Raise UsageError if the job requests files of this machine, which pods do not have."""

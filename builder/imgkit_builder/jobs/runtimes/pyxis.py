@@ -79,27 +79,27 @@ class Pyxis(Runtime):
     kind = "pyxis"
     image_suffix = ".sqsh"
 
-    def image(self, text: str, recipe: str, directory: Path) -> str:
+    def image(self, reference: str, recipe_name: str, directory: Path) -> str:
         """Return the image in the form that pyxis takes: the path of a .sqsh, or ``[REGISTRY#]NAME[:TAG]``.
 
-        If `text` is empty, the image is the recipe's .sqsh in the job's `directory`.
+        If `reference` is empty, the image is the recipe's .sqsh in the job's `directory`.
 
         Raises
         ------
-        UsageError : pyxis would start another image than the user means, or `text` names no image.
+        UsageError : pyxis would start another image than the user means, or `reference` names no image.
         """
-        if text.endswith(".sif"):
+        if reference.endswith(".sif"):
             hint = "imgkit sif IMAGE -o NAME.sqsh"
-            raise UsageError("pyxis does not start a .sif", where=f"--image {text}", hint=hint)
-        if not text:
-            return str(directory / f"{recipe}.sqsh")
-        if _is_file(text):
-            return str(directory / text)
-        _check_registry(text)
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._@:/#+-]*", text):
+            raise UsageError("pyxis does not start a .sif", where=f"--image {reference}", hint=hint)
+        if not reference:
+            return str(directory / f"{recipe_name}.sqsh")
+        if _is_file(reference):
+            return str(directory / reference)
+        _check_registry(reference)
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._@:/#+-]*", reference):
             hint = "REGISTRY#NAME:TAG, or a .sqsh"
-            raise UsageError(f"{text!r} is not an image", where="--image", hint=hint)
-        return text
+            raise UsageError(f"{reference!r} is not an image", where="--image", hint=hint)
+        return reference
 
     def check(self, job: Job) -> None:
         """Check that pyxis can run the job.
@@ -111,11 +111,9 @@ class Pyxis(Runtime):
         """
         if job.outlives_nodes:
             raise _lost_nodes_error(job)
-        for bind in job.container.binds:
-            if not self.can_mount(bind):
-                raise _mount_error(job, bind)
-        if not self.can_mount(str(job.directory)):
-            raise _mount_error(job, str(job.directory))
+        for mount in (*job.container.binds, str(job.directory)):
+            if not self.can_mount(mount):
+                raise _mount_error(job, mount)
 
     def check_submission(self, job: Job) -> None:
         """Check the image and the variables of this machine before the job waits in a queue.
@@ -174,12 +172,14 @@ class Pyxis(Runtime):
         pyxis before pyxis removes them, and the container of the new start, which has the same name, would
         fail with "File already exists".
         """
-        image_name = job.container.image
-        if not _is_file(image_name):
+        image_file = job.container.image
+        if not _is_file(image_file):
             return ("sh", "-c", _CHECK_NODE, "sh", "", "")
-        compressor = _read_compression(Path(image_name))
-        note = f" (compressed with {compressor})" if compressor else ""
-        return ("sh", "-c", _CHECK_NODE, "sh", image_name, note)
+        compression_note = ""
+        compression = _read_compression(Path(image_file))
+        if compression:
+            compression_note = f" (compressed with {compression})"
+        return ("sh", "-c", _CHECK_NODE, "sh", image_file, compression_note)
 
     def exports(self, job: Job) -> tuple[str, ...]:
         """Return shell lines that set and unset variables before srun."""
@@ -198,22 +198,19 @@ class Pyxis(Runtime):
         """Return the options of srun for pyxis, and then the shell that runs `command` in the container."""
         container = job.container
         options = self.options(job)
-        default_options: list[str] = []
+        mounts = ",".join(dict.fromkeys(with_targets(self.mounts(job))))  # each once, in order
+        start = [
+            f"--container-image={container.image}",
+            quoting.quote_with_site_variables(f"--container-mounts={mounts}"),
+            f"--container-workdir={container.workdir or job.directory}",
+        ]
         if "--container-mount-home" not in options:
-            default_options.append("--no-container-mount-home")
+            start.append("--no-container-mount-home")
         if container.names:
             # srun passes the values in its environment, and no argument has them. Without this option, pyxis
             # would prefer the image's own values.
-            default_options.append(f"--container-env={','.join(container.names)}")
-        mounts = dict.fromkeys(with_targets(self.mounts(job)))  # without duplicates, in order
-        return (
-            f"--container-image={container.image}",
-            quoting.quote_with_site_variables(f"--container-mounts={','.join(mounts)}"),
-            f"--container-workdir={container.workdir or job.directory}",
-            *default_options,
-            *options,
-            *("sh", "-c", self._start_script(job), "sh", *command),
-        )
+            start.append(f"--container-env={','.join(container.names)}")
+        return (*start, *options, "sh", "-c", self._start_script(job), "sh", *command)
 
     def _start_script(self, job: Job) -> str:
         """Return the shell script that sets the search paths in the container and then runs its arguments."""
@@ -222,7 +219,7 @@ class Pyxis(Runtime):
             script += _REQUIRE_ENTRY_POINTS
         libraries = self.listed_libraries(job)
         if libraries:
-            script += f"{quoting.search_first(libraries)}; "
+            script += f"{quoting.export_library_path(libraries)}; "
         return f'{script}exec "$@"'
 
     def probe_argv(self, job: Job, probe: Argv) -> Argv:
@@ -232,22 +229,22 @@ class Pyxis(Runtime):
         ------
         ToolMissing : no program on this machine starts a .sqsh.
         """
-        program = next(filter(shutil.which, _STARTERS), "")
-        if not program:
+        installed = [program for program in _STARTERS if shutil.which(program)]
+        if not installed:
             raise _no_starter_error(job)
         # The options in the recipe are those of pyxis: Singularity starts the image with its usual ones.
         singularity = Singularity()
         _, *arguments = singularity.argv(job, probe)
-        if program != "enroot":
-            return (program, *arguments)
-        mount_options: list[str] = []
+        if installed[0] != "enroot":
+            return (installed[0], *arguments)
+        mounts = []
         for mount in with_targets(singularity.mounts(job)):
             source, target = mount.split(":")[:2]
-            mount_options += ("--mount", f"{source}:{target}:x-create=auto,bind")
+            mounts.append(f"{source}:{target}:x-create=auto,bind")
         # enroot's hook for GPUs ends the container on a machine without GPUs.
-        no_gpus = ("--env", "NVIDIA_VISIBLE_DEVICES=void")
+        options = ("--env", "NVIDIA_VISIBLE_DEVICES=void", *quoting.repeat_option("--mount", mounts))
         image_and_probe = arguments[arguments.index(job.container.image) :]
-        return (program, "start", *no_gpus, *mount_options, *image_and_probe)
+        return ("enroot", "start", *options, *image_and_probe)
 
     def probe_program(self, job: Job) -> str:
         """Return an empty text, because `probe_argv` itself finds a program on PATH."""
@@ -268,19 +265,18 @@ def _check_registry(text: str) -> None:
     ------
     UsageError : `text` has a scheme, or its registry ends with "/".
     """
-    has_scheme = "://" in text
-    reference = text.rpartition("://")[2]
-    registry, slash, name = reference.partition("/")
+    scheme, _, reference = text.rpartition("://")
+    first_part, slash, name = reference.partition("/")
     # As for Docker, the first part of a name is a registry if it has a dot or a port, or is "localhost".
-    names_registry = re.search(r"[.:]|^localhost$", registry) is not None
-    ends_with_slash = bool(slash) and "#" not in text and names_registry
-    if not has_scheme and not ends_with_slash:
+    is_registry = re.search(r"[.:]|^localhost$", first_part) is not None
+    ends_with_slash = is_registry and slash != "" and "#" not in text
+    if not scheme and not ends_with_slash:
         return
-    raise UsageError(
-        f"pyxis would look for {text!r} at Docker Hub: it separates the registry by #",
-        where="--image",
-        hint=f"--image {registry}#{name}" if name else "--image REGISTRY#NAME:TAG, or a .sqsh",
-    )
+    hint = "--image REGISTRY#NAME:TAG, or a .sqsh"
+    if name:
+        hint = f"--image {first_part}#{name}"
+    message = f"pyxis would look for {text!r} at Docker Hub: it separates the registry by #"
+    raise UsageError(message, where="--image", hint=hint)
 
 
 def _refuse_pyxis_variables() -> None:
@@ -308,12 +304,11 @@ def _lost_nodes_error(job: Job) -> UsageError:
 
 def _mount_error(job: Job, mount: str) -> UsageError:
     """Return the error for a mount that pyxis cannot write into fstab."""
-    is_job_folder = mount == str(job.directory)
-    return UsageError(
-        f"pyxis cannot mount {mount!r}",
-        where="--directory" if is_job_folder else "--bind, or system.runtime.binds",
-        hint="a path without blanks, quotes and \\ $ # ,",
-    )
+    where = "--bind, or system.runtime.binds"
+    if mount == str(job.directory):
+        where = "--directory"
+    hint = "a path without blanks, quotes and \\ $ # ,"
+    return UsageError(f"pyxis cannot mount {mount!r}", where=where, hint=hint)
 
 
 def _no_starter_error(job: Job) -> ToolMissing:
@@ -335,4 +330,6 @@ def _read_compression(path: Path) -> str:
     if not sqsh.is_sqsh(path):
         return ""
     superblock = image.read_superblock(path)
-    return superblock.compressor if superblock is not None else ""
+    if superblock is None:
+        return ""
+    return superblock.compressor

@@ -37,12 +37,12 @@ class Singularity(Runtime):
     image_suffix = ".sif"
     serves_image = True
     squashfs_options = "image-src=/,ro"
-    verb_words = 3  # singularity --quiet exec
+    options_index = 3  # singularity --quiet exec OPTIONS
     opens_shells = True
 
-    def image(self, text: str, recipe: str, directory: Path) -> str:
-        """Return the path of the image. If `text` is empty, that is the recipe's .sif in `directory`."""
-        return str(directory / (text or f"{recipe}.sif"))
+    def image(self, reference: str, recipe_name: str, directory: Path) -> str:
+        """Return the path of the image. If `reference` is empty, that is the recipe's .sif in `directory`."""
+        return str(directory / (reference or f"{recipe_name}.sif"))
 
     def _lacks_manifest(self, path: Path) -> bool:
         """Return whether `path` is an image file or a sandbox on this machine that has no imgkit manifest."""
@@ -52,7 +52,7 @@ class Singularity(Runtime):
         return is_sandbox and not Path(f"{path}{MANIFEST_JSON}").exists()
 
     def _image_arch(self, path: Path) -> str:
-        """Return the architecture from the header of a .sif, or that of a .sqsh. See `Runtime`."""
+        """Return the architecture of a .sif from its header. See `Runtime`."""
         if image.is_sif(path):
             return image.read(path).arch
         return super()._image_arch(path)
@@ -66,7 +66,7 @@ class Singularity(Runtime):
         """
         sets_variables = job.settings or job.container.names or job.container.env_file
         if job.system == "standalone" and not sets_variables:
-            return
+            return  # without a scheduler, the node sets none either
         for option in self.options(job):
             if _CLEAN_ENVIRONMENT.fullmatch(option):
                 raise _clean_option_error(job, option)
@@ -93,7 +93,7 @@ class Singularity(Runtime):
     def exports(self, job: Job) -> tuple[str, ...]:
         """Return shell lines that set the variables on the node, and the library path in the container."""
         lines = (_UNSET_CLEAN_VARIABLES, *super().exports(job))
-        libraries = self.listed_libraries(job)
+        libraries = ":".join(self.listed_libraries(job))
         if not libraries or _is_sqsh(job):
             return lines
         program = PurePath(self.program(job.recipe)).name
@@ -102,19 +102,24 @@ class Singularity(Runtime):
         # LD_LIBRARY_PATH by its own value, so it stands in single quotes.
         return (
             *lines,
-            f"libraries={quoting.quote(quoting.quote_with_site_variables(':'.join(libraries)))}",
+            f"libraries={quoting.quote(quoting.quote_with_site_variables(libraries))}",
             f"export {prefix}_LD_LIBRARY_PATH=\"$libraries\"'{quoting.INHERITED}'",
         )
 
     def _start(self, job: Job, command: Argv, forward: Argv) -> Argv:
-        """Return the ``singularity exec`` command that starts `command`."""
+        """Return the ``singularity exec`` command that starts `command`.
+
+        The image of a plain squashfs needs a shell before `command` that sets the image's variables. The
+        runtime sets only those of a .sif.
+        """
         argv = self._argv_to_image(job, "exec")
         if not _is_sqsh(job):
             return (*argv, *command)
-        # A plain squashfs has no variables of the image that the runtime could set, as a .sif has.
+        set_library_path = ""
         libraries = self.listed_libraries(job)
-        search = quoting.search_first(libraries) if libraries else ""
-        return (*argv, *sqsh.environment_words(search), *command)
+        if libraries:
+            set_library_path = quoting.export_library_path(libraries)
+        return (*argv, *sqsh.environment_words(set_library_path), *command)
 
     def _argv_to_image(self, job: Job, verb: str) -> Argv:
         """Return the runtime's command line up to the image: ``singularity --quiet VERB OPTIONS IMAGE``."""

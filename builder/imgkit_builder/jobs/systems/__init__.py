@@ -28,7 +28,7 @@ from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
 
 __all__ = ["Installed", "Registration", "System", "SystemFault", "get_system", "load_systems"]
 
-MODULES: Mapping[str, str] = {
+MODULES = {
     "slurm": "slurm",
     "pbs": "pbs",
     "runai": "runai",
@@ -141,16 +141,13 @@ class System(abc.ABC):
     def conversion_script(self, job: Job) -> Script:
         """Return the script of a job that makes an image file on a node, and the command that submits it.
 
+        Only systems with a queue for such jobs override this method, which refuses them.
+
         Raises
         ------
         UsageError : the system has no queue for such a job, or no use for such a file.
         """
-        message = "there is no scheduler to submit this to"
-        hint = f"here: {shlex.join(job.command)}"
-        if runtimes.get_runtime(job.recipe.system.runtime.kind).is_isolated:
-            message = "pods pull their image from a registry; a .sif is of no use to them"
-            hint = f"imgkit push {job.recipe.name} REGISTRY/{job.recipe.name}:1"
-        raise UsageError(message, where="--submit", hint=hint)
+        raise _no_conversion_error(job)
 
     def check(self, job: Job, *, is_submitted: bool = False) -> Iterable[str]:
         """Return warnings about requests that the user may not have meant.
@@ -187,7 +184,7 @@ class System(abc.ABC):
     def parse_status(self, output: str) -> JobStatus:
         """Parse the output of a status command: the job's state, and the reason of its wait.
 
-        The state of an array is made from those of its tasks (`array_state`).
+        The states of its tasks decide about the state of an array (`array_state`).
         """
         return JobStatus(state="", text=output)
 
@@ -209,42 +206,54 @@ class System(abc.ABC):
         ----------
         line : a command line for a login shell on a node of the job. It opens a shell in a container like the
             job's.
-        node : the node or pod in which the shell opens. If it is empty, that is the first one.
+        node : the node or pod in which the shell opens. If it is empty, the shell opens in the first one.
 
         Raises
         ------
         UsageError : the system cannot start anything in a running job.
         """
-        raise UsageError(
-            f"{record.system} starts no shell in a running job",
-            where="--job",
-            hint=f"on a node of the job: bash -lc {shlex.quote(line)}" if record.shell_line else None,
-        )
+        hint = None
+        if record.shell_line:
+            hint = f"on a node of the job: bash -lc {shlex.quote(line)}"
+        raise UsageError(f"{record.system} starts no shell in a running job", where="--job", hint=hint)
+
+
+def _no_conversion_error(job: Job) -> UsageError:
+    """Return the error for a job that makes an image file, on a system that has no queue for it."""
+    if runtimes.get_runtime(job.recipe.system.runtime.kind).is_isolated:
+        message = "pods pull their image from a registry; a .sif is of no use to them"
+        hint = f"imgkit push {job.recipe.name} REGISTRY/{job.recipe.name}:1"
+    else:
+        message = "there is no scheduler to submit this to"
+        hint = f"here: {shlex.join(job.command)}"
+    return UsageError(message, where="--submit", hint=hint)
 
 
 def array_state(states: Iterable[JobState]) -> JobState:
-    """Return the state of an array from those of its tasks.
+    """Return the state of an array from the states of its tasks.
 
     An array runs while a task runs, and waits while a task waits. It has failed if all tasks ended and one
     has failed. Without tasks, the state is unknown ("").
     """
-    # The first of these states that a task has is that of the array.
-    order: tuple[JobState, ...] = ("running", "waiting", "", "failed", "cancelled", "succeeded")
-    return min(states, key=order.index, default="")
+    precedence = ("running", "waiting", "", "failed", "cancelled", "succeeded")
+    return min(states, key=precedence.index, default="")
 
 
-def task_id(record: QueuedJob, job_id: str) -> str:
-    """Return the complete id of the task `job_id` of the array job `record`, or empty if it is no such task.
+def task_id(array: QueuedJob, text: str) -> str:
+    """Return the complete id of a task of an array job, or "" if the array has no such task.
 
     Slurm's form is ``ARRAY_INDEX``: ``4711_3``. That of PBS is ``SEQUENCE[INDEX].SERVER``:
-    ``4711[3].server``, of which `job_id` may lack the server. The array itself has the id
-    ``SEQUENCE[].SERVER``.
+    ``4711[3].server``. The PBS array itself has the id ``SEQUENCE[].SERVER``.
+
+    Parameters
+    ----------
+    text : the id as a user types it, who may leave out the server: ``4711[3]``.
     """
-    sequence, brackets, server = record.id.partition("[]")
+    sequence, brackets, server = array.id.partition("[]")
     if not brackets:
-        is_slurm_task = re.fullmatch(rf"{re.escape(record.id)}_[0-9]+", job_id)
-        return job_id if is_slurm_task else ""
-    match = re.fullmatch(rf"({re.escape(sequence)}\[[0-9]+\])({re.escape(server)})?", job_id)
+        is_slurm_task = re.fullmatch(rf"{re.escape(sequence)}_[0-9]+", text)
+        return text if is_slurm_task else ""
+    match = re.fullmatch(rf"({re.escape(sequence)}\[[0-9]+\])({re.escape(server)})?", text)
     if match is None:
         return ""
     return f"{match[1]}{server}"
@@ -266,7 +275,7 @@ def refuse_whole_array(record: QueuedJob, example: str) -> None:
 
 
 def scheduler_options(job: Job) -> Argv:
-    """Return the options for the scheduler: those of the recipe, and then those of ``--option``.
+    """Return the options for the scheduler, first from the recipe and then from ``--option``.
 
     Raises
     ------
@@ -276,11 +285,15 @@ def scheduler_options(job: Job) -> Argv:
 
 
 def recipe_options(job: Job, key: str) -> Argv:
-    """Return the options that the recipe has under `key` of ``system.queue``.
+    """Return the options for the scheduler that the recipe has under ``system.queue``.
+
+    Parameters
+    ----------
+    key : the field with the options, ``options`` or ``chunk``.
 
     Raises
     ------
-    UsageError : an option is not one word; names the recipe's line.
+    UsageError : an option is not one word. The error names the recipe's line.
     """
     options: Argv = getattr(job.recipe.system.queue, key)
     for index, option in enumerate(options):
@@ -298,21 +311,21 @@ def user_options(job: Job) -> Argv:
     return tuple(map(quoting.check_scheduler_option, job.request.allocation.options))
 
 
-def find_job_id(output: str, form: str) -> str:
-    """Return the last line of `output` if it is the only job id in the output.
+def find_job_id(output: str, pattern: str) -> str:
+    """Return the job's id from the output of the command that submitted it: ``welcome\\n4711`` -> ``4711``.
 
-    The result is empty if the last line is no id, or if another line has a different id: then nobody can tell
-    which of them is the job's. Other text may come before the id.
+    The id is the last line. Return "" if the last line is no id, or if an earlier line is another id: then
+    nobody can tell which of them is the job's.
 
     Parameters
     ----------
-    form : regular expression for a whole id.
+    pattern : regular expression for a whole id.
     """
     lines = output.strip().splitlines()
-    ids = {line for line in lines if re.fullmatch(form, line)}
-    if len(ids) != 1 or lines[-1] not in ids:
-        return ""
-    return lines[-1]
+    ids = {line for line in lines if re.fullmatch(pattern, line)}
+    if len(ids) == 1 and lines[-1] in ids:
+        return lines[-1]
+    return ""
 
 
 _REQUIRE_FOLDERS = (
@@ -323,7 +336,7 @@ _REQUIRE_FOLDERS = (
 """Shell text that runs the command after ``--`` in its arguments if all paths before it exist on the node."""
 
 
-def with_folders(job: Job, argv: Argv) -> Argv:
+def with_folder_check(job: Job, argv: Argv) -> Argv:
     """Return an argv that runs `argv` only if the node has all paths that the job mounts.
 
     Without this check, a container runtime's message would not name the node, and docker would create an
@@ -335,7 +348,7 @@ def with_folders(job: Job, argv: Argv) -> Argv:
     return ("sh", "-c", _REQUIRE_FOLDERS, "sh", *folders, "--", *argv)
 
 
-def mounted_folders(job: Job) -> Argv:
+def mounted_folders(job: Job) -> tuple[str, ...]:
     """Return the paths on the nodes of ``--bind``, ``system.runtime.binds`` and the data, each once.
 
     They are shell text, in which the shell of a node replaces variables of the site. The result is empty for
@@ -345,23 +358,22 @@ def mounted_folders(job: Job) -> Argv:
         return ()
     paths = [bind.partition(":")[0] for bind in job.container.binds]
     paths += [mount.source for mount in job.container.data]
-    sources = dict.fromkeys(paths)  # each once, in order
-    return tuple(map(quoting.quote_with_site_variables, sources))
+    unique_paths = dict.fromkeys(paths)  # in order
+    return tuple(map(quoting.quote_with_site_variables, unique_paths))
 
 
 def single_process_warnings(command: Sequence[str]) -> tuple[str, ...]:
-    """Return a warning if `command` starts only one process per node.
+    """Return a warning if `command` starts only one process per node, or an empty tuple.
 
-    That is assumed if neither the command nor one of its arguments is a ``dist-...`` program.
+    It starts one process per GPU if the command or one of its arguments is a ``dist-...`` program.
     """
-    if not command or any(re.search(r"\bdist-[a-z]", argument) for argument in command):
+    if not command or re.search(r"\bdist-[a-z]", "\n".join(command)):
         return ()
-    name = command[0]
-    program = name
-    starts_python = re.fullmatch(r"python[0-9.]*", PurePath(name).name)
-    if starts_python and len(command) > 1:
-        program = command[1]  # torchrun starts Python itself
-    return (f"{name} starts once per node; `dist-run {shlex.quote(program)} ...` starts one process per GPU",)
+    name = script = command[0]
+    is_python = re.fullmatch(r"python[0-9.]*", PurePath(name).name)
+    if is_python and len(command) > 1:
+        script = command[1]  # dist-run starts Python itself
+    return (f"{name} starts once per node; `dist-run {shlex.quote(script)} ...` starts one process per GPU",)
 
 
 def partial_node_warnings(job: Job, note: str = "") -> tuple[str, ...]:
@@ -388,8 +400,16 @@ OPTIONAL = ("account", "queue", "qos", "time", "cpus", "mem", "mem-per-gpu", "st
 """Flags that all jobs accept, but that mean nothing on some systems."""
 
 _OWN_NAMES = (
-    *("--on", "--base", "--detach", "--dry-run", "--verbose", "-v", "--trust-folder", "--json"),
-    *("--help", "-h"),
+    "--on",
+    "--base",
+    "--detach",
+    "--dry-run",
+    "--verbose",
+    "-v",
+    "--trust-folder",
+    "--json",
+    "--help",
+    "-h",
 )
 """Flags of ``imgkit run`` itself, which `cli` declares. A plug-in cannot have flags of the same name."""
 
@@ -427,17 +447,19 @@ def get_system(name: str) -> System:
 
 def load_systems() -> Installed:
     """Load all systems. Return them with the errors of the plug-ins that imgkit leaves out."""
-    systems: dict[str, System] = {name: get_system(name) for name in registry.SHIPPED}
+    systems = {name: get_system(name) for name in registry.SHIPPED}
     errors = list(registry.refused_plugins())
     for name in registry.plugin_names():
         try:
+            # `get_system` has compared the plug-in's flags with the shipped systems. Here they are compared
+            # with the plug-ins before it, too.
             systems[name] = _validate_plugin(name, get_system(name), systems.values())
         except ToolFailed as error:
             errors.append(error)
     return Installed(systems=systems, errors=tuple(errors))
 
 
-def _validate_plugin(name: str, plugin: Any, systems: Iterable[System]) -> System:
+def _validate_plugin(name: str, plugin: object, systems: Iterable[System]) -> System:
     """Return `plugin` if imgkit can use it.
 
     Raises
@@ -454,29 +476,41 @@ def _validate_plugin(name: str, plugin: Any, systems: Iterable[System]) -> Syste
     for flag_name in plugin.uses:
         if flag_name not in OPTIONAL:
             raise _plugin_error(name, f"uses {flag_name!r}", f"allowed: {', '.join(OPTIONAL)}")
-    try:
-        plugin.flags()
-        flag_names = _flag_names(plugin.flags)
-    except Exception as error:  # whatever the plug-in's own code raises
-        raise _plugin_error(name, f"declares flags that cannot be read: {error}", "") from None
-    # `imgkit run` has the flags of all systems, so no two of them can have the same name.
-    reserved = {*_OWN_NAMES, *_flag_names(JobRequest)}
-    for system in systems:
-        reserved.update(_flag_names(system.flags))
-    for flag_name in flag_names:
-        if flag_name in reserved:
-            raise _plugin_error(name, f"has the flag {flag_name}, which is taken", "rename its flag")
+    _refuse_taken_flags(name, plugin, systems)
     return plugin
 
 
-def _flag_names(options: type[Any]) -> list[str]:
-    """Return the names of all flags that a dataclass declares."""
+def _refuse_taken_flags(name: str, plugin: System, systems: Iterable[System]) -> None:
+    """Raise ToolFailed if the plug-in that adds the system `name` has a flag of imgkit or of `systems`.
+
+    ``imgkit run`` has the flags of all systems, so no two of them can have the same name.
+    """
+    try:
+        plugin.flags()  # raises if a flag has no default
+        flag_names = _flag_names(plugin.flags)
+    except Exception as error:  # whatever the plug-in's own code raises
+        raise _plugin_error(name, f"declares flags that cannot be read: {error}", "") from None
+    taken_names = {*_OWN_NAMES, *_flag_names(JobRequest)}
+    for system in systems:
+        taken_names.update(_flag_names(system.flags))
+    for flag_name in flag_names:
+        if flag_name in taken_names:
+            raise _plugin_error(name, f"has the flag {flag_name}, which is taken", "rename its flag")
+
+
+def _flag_names(flags_class: type[Any]) -> list[str]:
+    """Return the names of all flags that a dataclass declares: ``["--account", "-A"]``."""
     names: list[str] = []
-    for flag in declared_options(options):
+    for flag in declared_options(flags_class):
         names += flag.names
     return names
 
 
-def _plugin_error(name: str, fault: str, hint: str) -> ToolFailed:
-    """Return the error for the plug-in that adds the system `name`. `fault` continues a sentence about it."""
-    return registry.plugin_error(registry.entry_point_of(name), fault, hint=hint)
+def _plugin_error(name: str, problem: str, hint: str) -> ToolFailed:
+    """Return the error for the plug-in that adds the system `name`.
+
+    Parameters
+    ----------
+    problem : the end of a sentence about the plug-in, such as ``is no System``.
+    """
+    return registry.plugin_error(registry.entry_point_of(name), problem, hint=hint)

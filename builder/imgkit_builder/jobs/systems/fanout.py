@@ -50,7 +50,7 @@ LINE_BYTES = 1 << 16
 """Bytes of the longest line that is shown as one. Longer lines are shown in parts."""
 
 POLL_S = 0.1
-"""Seconds between two looks at the hosts."""
+"""Seconds between two polls of the ssh processes."""
 
 Show = Callable[[str, bytes, bool], None]
 """A function that shows output. It gets the host, a line, and whether that came from standard error."""
@@ -85,13 +85,9 @@ def _input_lines(sent: SentInput) -> bytes:
     """
     if sent == SentInput():
         return b""
-    lines = [""]
-    if sent.secret:
-        lines = [secrets.token_hex(32)]
-    for name in sent.names:
-        lines.append(f"{name}={os.environ[name]}")
-    lines.append("")
-    return os.fsencode("\n".join((*lines, "")))
+    secret = secrets.token_hex(32) if sent.secret else ""
+    variables = [f"{name}={os.environ[name]}" for name in sent.names]
+    return os.fsencode("\n".join((secret, *variables, "", "")))
 
 
 # With setsid, the command gets a process group of its own, which the guard can end. Descriptor 3 is the
@@ -120,12 +116,10 @@ def guard_command(command: Argv, sent: SentInput = SentInput()) -> Argv:
     ----------
     sent : what the guard reads first, and passes on to the command.
     """
-    start = _START_COMMAND
-    if sent.secret:
-        start = _START_WITH_INPUT.format(variable=VARIABLE)
-    if sent != SentInput():
-        start = _READ_INPUT_LINES + start
-    return ("sh", "-c", _GUARD.format(kill_s=KILL_S, start=start), "imgkit", *command)
+    read_input = "" if sent == SentInput() else _READ_INPUT_LINES
+    start = _START_WITH_INPUT.format(variable=VARIABLE) if sent.secret else _START_COMMAND
+    script = _GUARD.format(kill_s=KILL_S, start=read_input + start)
+    return ("sh", "-c", script, "imgkit", *command)
 
 
 class _Host:
@@ -149,7 +143,7 @@ class _Host:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        self.readers: list[threading.Thread] = []
+        self.readers = []
         for stream, is_error in ((self.process.stdout, False), (self.process.stderr, True)):
             reader = threading.Thread(target=self._show, args=(stream, is_error, show), daemon=True)
             reader.start()
@@ -183,9 +177,12 @@ class _Host:
         The code is 128 + N after signal N, as in a shell.
         """
         code = self.process.poll()
-        if code is None or any(reader.is_alive() for reader in self.readers):
-            return None
-        return code if code >= 0 else 128 - code
+        for reader in self.readers:
+            if reader.is_alive():
+                return None
+        if code is not None and code < 0:  # subprocess returns -N after signal N
+            return 128 - code
+        return code
 
 
 def run_on_hosts(
@@ -270,7 +267,9 @@ def _wait_for_hosts(
 
 def _failure_message(host: _Host, code: int) -> str:
     """Return the message about a host whose ssh has ended with an exit code that is not 0."""
-    subject = "could not be reached, or ssh" if code == SSH_FAILED else "its command"
+    subject = "its command"
+    if code == SSH_FAILED:
+        subject = "could not be reached, or ssh"
     return f"{host.name}: {subject} ended with exit code {code}"
 
 
@@ -295,11 +294,11 @@ def _close_at_exit(hosts: list[_Host]) -> Iterator[list[_Host]]:
         _force_to_end(hosts)
         end_s = time.monotonic() + END_S
         for host in hosts:
-            try:
-                host.process.wait(max(0.0, end_s - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                host.process.kill()
-                host.process.wait()
+            left_s = max(0.0, end_s - time.monotonic())
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                host.process.wait(left_s)
+            host.process.kill()  # does nothing if ssh has ended
+            host.process.wait()
 
 
 @contextlib.contextmanager
@@ -325,22 +324,22 @@ SECOND_FACTOR = "Permission denied (keyboard-interactive)"
 
 def ssh_remedy(message: str, host: str) -> str:
     """Return a hint for an ssh to `host` that ended with the error `message`. It has a command to type."""
-    name = shlex.quote(host)
+    quoted_host = shlex.quote(host)
     if "IDENTIFICATION HAS CHANGED" in message:
-        bare = shlex.quote(host.rpartition("@")[2])
+        address = shlex.quote(host.rpartition("@")[2])  # without the user
         return (
             "its key is not the one that this machine knows: ask the site whether it has changed, and only "
-            f"then: ssh-keygen -R {bare}"
+            f"then: ssh-keygen -R {address}"
         )
     if "Host key verification failed" in message:
-        return f"ssh {name} true, and check the key that it shows before you accept it"
+        return f"ssh {quoted_host} true, and check the key that it shows before you accept it"
     if SECOND_FACTOR in message:
-        return f"the key was accepted, the second factor was not: ssh {name} true"
+        return f"the key was accepted, the second factor was not: ssh {quoted_host} true"
     if "Permission denied" in message:
-        return f"ssh-keygen -t ed25519 (once), then ssh-copy-id {name}"
+        return f"ssh-keygen -t ed25519 (once), then ssh-copy-id {quoted_host}"
     if "resolve hostname" in message:
-        return f"correct the name, or add a Host block for {name} to ~/.ssh/config"
-    return f"ssh -v {name} true"
+        return f"correct the name, or add a Host block for {quoted_host} to ~/.ssh/config"
+    return f"ssh -v {quoted_host} true"
 
 
 # Neither part can begin with "-", because ssh and mpirun would take it for an option.
@@ -362,13 +361,14 @@ def parse_hosts(text: str) -> tuple[str, ...]:
     ------
     UsageError : the file cannot be read, a host has a wrong form, or a host occurs twice.
     """
-    sources: list[tuple[str, str]] = []
+    if not text:
+        return ()
     if "/" in text:
-        sources = _read_file(Path(text))
-    elif text:
-        sources = [("--hosts", part.strip()) for part in text.split(",")]
+        hosts_with_lines = _read_hosts_file(Path(text))
+    else:
+        hosts_with_lines = [("--hosts", host.strip()) for host in text.split(",")]
     hosts: list[str] = []
-    for where, host in sources:
+    for where, host in hosts_with_lines:
         if not is_host(host):
             raise UsageError(
                 f"{host!r} is not a host",
@@ -381,24 +381,21 @@ def parse_hosts(text: str) -> tuple[str, ...]:
     return tuple(hosts)
 
 
-def is_here(host: str) -> bool:
-    """Return whether `host` is this machine, which means that a socket can bind to one of its addresses."""
+def is_this_machine(host: str) -> bool:
+    """Return whether `host` is this machine, so that a socket can be bound to one of its addresses."""
     try:
         addresses = socket.getaddrinfo(host.rpartition("@")[2], 0, type=socket.SOCK_STREAM)
     except OSError:
         return False
     for family, kind, protocol, _, address in addresses:
-        try:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.bind(address)
-        except OSError:
-            continue
-        return True
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+            return True
     return False
 
 
-def _read_file(file: Path) -> list[tuple[str, str]]:
-    """Return the hosts in a file, each with its line for messages: ``("./FILE:3", "node2")``.
+def _read_hosts_file(file: Path) -> list[tuple[str, str]]:
+    """Return the hosts in a file, each after its line for messages: ``("./FILE:3", "node2")``.
 
     Raises
     ------
@@ -410,21 +407,21 @@ def _read_file(file: Path) -> list[tuple[str, str]]:
         raise UsageError(
             f"cannot be read: {error}", where=str(file), hint="name a file with one host per line"
         ) from None
-    sources = []
+    hosts = []
     for number, line in enumerate(lines, 1):
         fields = line.partition("#")[0].split()
         if fields:
-            # The rest of the line is ignored: files for Open MPI have "slots=N" after the name.
-            sources.append((f"{file}:{number}", fields[0]))
-    if not sources:
+            host = fields[0]  # files for Open MPI have "slots=N" after it
+            hosts.append((f"{file}:{number}", host))
+    if not hosts:
         raise UsageError("the file has no hosts", where=str(file), hint="write one host per line")
-    return sources
+    return hosts
 
 
 def is_host(text: str) -> bool:
     """Return whether `text` is ``HOST`` or ``USER@HOST``. HOST is a name or an address without brackets."""
-    user, at, name = text.rpartition("@")
-    if at and not re.fullmatch(_USER, user):
+    user, at_sign, name = text.rpartition("@")
+    if at_sign and not re.fullmatch(_USER, user):
         return False
     if ":" not in name:
         return re.fullmatch(_NAME, name) is not None

@@ -47,13 +47,12 @@ class Kubeflow(pods.Pods):
 
     def script(self, job: Job) -> Script:
         """Return the document for ``kubectl create``. That of an interactive job begins with comments."""
-        kind = pods.format_of(job)
         if job.recipe.system.queue.node_pools:
             raise _node_pools_error(job)
-        make_document = _pytorchjob if kind == "pytorchjob" else _trainjob
-        text = _to_yaml(_without_empty_values(make_document(job)))
-        if job.is_interactive:
-            text = "\n".join((*_interactive_comments(job, kind), text))
+        kind = pods.output_format(job)
+        document = _pytorchjob(job) if kind == "pytorchjob" else _trainjob(job)
+        comments = _interactive_comments(job, kind) if job.is_interactive else ()
+        text = "\n".join((*comments, _to_yaml(_without_empty_values(document))))
         return Script(text=text, submit=("kubectl", "create", "-f", "-"), on_stdin=True)
 
     def parse_job_id(self, output: str, name: str) -> str:
@@ -73,28 +72,30 @@ class Kubeflow(pods.Pods):
 
     def parse_status(self, output: str) -> JobStatus:
         """Return the state of the newest condition that is true, which ``kubectl describe`` lists last."""
-        conditions = re.findall(r"^ *Status: +True\n +Type: +(\w+)$", output, re.MULTILINE)
+        true_conditions = re.findall(r"^ *Status: +True\n +Type: +(\w+)$", output, re.MULTILINE)
         state: JobState = ""
-        if conditions:
-            state = STATES.get(conditions[-1], "")
+        if true_conditions:
+            state = STATES.get(true_conditions[-1], "")
         return JobStatus(state=state, text=output)
 
     def log_source(self, record: QueuedJob) -> Argv:
         """Return the command that follows the output of all pods."""
         kind, name = _kind_and_name(record)
         selector = f"--selector={_SELECTORS[kind]}={name}"
-        return (
-            *("kubectl", "logs", selector, "--follow", "--prefix", "--tail=-1", "--max-log-requests=1000"),
-            *_namespace_options(record.queue),
-        )
+        options = ("--follow", "--prefix", "--tail=-1", "--max-log-requests=1000")
+        return ("kubectl", "logs", selector, *options, *_namespace_options(record.queue))
 
     def shell_command(self, record: QueuedJob, line: str, node: str) -> JobShell:
         """Return the command that opens a shell in a pod's container, next to the job's program."""
         kind, name = _kind_and_name(record)
-        # JobSet gives its Jobs fixed names, but the pods of a Job get random suffixes: kubectl finds the pod.
-        first_pod = f"job/{name}-node-0" if kind == "trainjob" else f"{name}-master-0"
+        pod = node
+        if not pod and kind == "trainjob":
+            # JobSet gives its Jobs fixed names, but their pods get random suffixes: kubectl finds the pod.
+            pod = f"job/{name}-node-0"
+        elif not pod:
+            pod = f"{name}-master-0"
         namespace = _namespace_options(record.queue)
-        argv = ("kubectl", "exec", *namespace, "--stdin", "--tty", node or first_pod, "--", "bash")
+        argv = ("kubectl", "exec", *namespace, "--stdin", "--tty", pod, "--", "bash")
         return JobShell(argv=argv, description=pods.SAME_CONTAINER)
 
     def cancel_command(self, record: QueuedJob) -> Argv:
@@ -172,27 +173,27 @@ def _parse_client_options(job: Job) -> _ClientOptions:
     """
     annotations: dict[str, str] = {}
     resources: dict[str, str] = {}
-    fields = {"--annotation": annotations, "-a": annotations, "--extended-resource": resources}
+    values_of_flag = {"--annotation": annotations, "-a": annotations, "--extended-resource": resources}
     large_shm = False
-    options = [*job.recipe.system.queue.options, *job.request.allocation.options]
-    while options:
-        flag, equals, pair = options.pop(0).partition("=")
+    options = iter((*job.recipe.system.queue.options, *job.request.allocation.options))
+    for option in options:
+        flag, equals_sign, pair = option.partition("=")
         if flag == "--large-shm":
             large_shm = True
             continue
-        if not equals and options:
-            pair = options.pop(0)
+        if not equals_sign:
+            pair = next(options, "")
         name, separator, value = pair.partition("=")
-        if flag not in fields or not separator:
+        if flag not in values_of_flag or not separator:
             raise _unsupported_option_error(job, flag)
-        fields[flag][name] = value
+        values_of_flag[flag][name] = value
     return _ClientOptions(annotations=annotations, resources=resources, large_shm=large_shm)
 
 
 def _unsupported_option_error(job: Job, flag: str) -> UsageError:
     """Return the error for an option of RunAI's client that no field of the document stands for."""
     return UsageError(
-        f"{flag} cannot be part of a {pods.format_of(job)}",
+        f"{flag} cannot be part of a {pods.output_format(job)}",
         where="--option",
         hint="--option=--annotation=NAME=VALUE, --option=--extended-resource=NAME=COUNT, or edit "
         "the output of imgkit run --dry-run",
@@ -202,7 +203,7 @@ def _unsupported_option_error(job: Job, flag: str) -> UsageError:
 def _node_pools_error(job: Job) -> UsageError:
     """Return the error for node pools in the recipe, which only RunAI's client can name."""
     return UsageError(
-        f"node_pools cannot be part of a {pods.format_of(job)}",
+        f"node_pools cannot be part of a {pods.output_format(job)}",
         where=job.recipe.where("system", "queue", "node_pools"),
         hint="use --format runai, or a recipe without queue.node_pools",
     )
@@ -214,11 +215,10 @@ def _pytorchjob(job: Job) -> dict[str, Any]:
     No pod starts again, and all pods stay with their logs after the end of the job, unless the job must go on
     when a node is lost.
     """
-    pod_template = _pytorch_pod(job)
     master_restarts = worker_restarts = "Never"
     pods_to_delete = "None"
     if job.outlives_nodes:
-        # The master's exit code is that of the job. With ExitCode, a master that was killed (exit code 128 or
+        # The job ends with the master's exit code. With ExitCode, a master that was killed (exit code 128 or
         # more) starts again.
         master_restarts = "ExitCode"
         # Workers fail without the master, and start again with it. With Never, the operator would mark the
@@ -227,16 +227,11 @@ def _pytorchjob(job: Job) -> dict[str, Any]:
         # At the end of the job the operator deletes pods that still run: a worker that comes back too late
         # would call the master for ever. Pods that have ended stay, and so do their logs.
         pods_to_delete = "Running"
-    replicas: dict[str, Any] = {
-        "Master": {"replicas": 1, "restartPolicy": master_restarts, "template": pod_template}
-    }
+    pod = _pytorch_pod(job)
+    replicas = {"Master": {"replicas": 1, "restartPolicy": master_restarts, "template": pod}}
     workers = job.allocation.nodes - 1
     if workers:
-        replicas["Worker"] = {
-            "replicas": workers,
-            "restartPolicy": worker_restarts,
-            "template": pod_template,
-        }
+        replicas["Worker"] = {"replicas": workers, "restartPolicy": worker_restarts, "template": pod}
     spec = {"runPolicy": {"cleanPodPolicy": pods_to_delete}, "pytorchReplicaSpecs": replicas}
     return _kubernetes_document(job, "kubeflow.org/v1", "PyTorchJob", spec)
 
@@ -265,8 +260,8 @@ def _trainjob(job: Job) -> dict[str, Any]:
     """
     if job.allocation.size.spares:
         raise _spares_of_trainjob_error(job)
-    # command, not args: the runtime may have a command of its own, for example torchrun. A trainer has no
-    # field for the working directory, so env changes to it.
+    # command, not args: the runtime may have a command, for example torchrun, which this one replaces. A
+    # trainer has no field for the working directory, so env changes to it.
     command = list(pods.pod_command(job))
     folder = pods.pod_workdir(job)
     if folder:
@@ -299,7 +294,7 @@ def _spares_of_trainjob_error(job: Job) -> UsageError:
 
 def _kubernetes_document(job: Job, version: str, kind: str, spec: Mapping[str, Any]) -> dict[str, Any]:
     """Return a document of Kubernetes with the job's name and namespace."""
-    metadata = {"name": pods.check_name(job)}
+    metadata = {"name": pods.pod_name(job)}
     if job.allocation.queue:
         metadata["namespace"] = _runai_namespace(job.allocation.queue)
     return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": dict(spec)}
@@ -324,7 +319,13 @@ def _pod_template(job: Job, container: Mapping[str, Any], **spec: Any) -> dict[s
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
     if job.makes_secret:
         mounts.append({"name": "secret", "mountPath": str(MOUNTED.parent), "readOnly": True})
-        volumes.append({"name": "secret", "secret": _secret_source(job)})
+        # The key for the roll call, from the user's Secret.
+        source = {
+            "secretName": pods.SECRET_NAME,
+            "items": [{"key": MOUNTED.name, "path": MOUNTED.name}],
+            "optional": not job.request.launch.require_secret,
+        }
+        volumes.append({"name": "secret", "secret": source})
     for index, claim in enumerate(pods.volume_claims(job)):
         name = f"volume{index}"
         mounts.append({"name": name, "mountPath": str(claim.path), "readOnly": claim.read_only or None})
@@ -349,19 +350,10 @@ def _security_context(job: Job) -> dict[str, Any]:
     ids = pods.user_ids(job)
     if ids is None:
         return {}
-    # Before imgkit has looked at the remote, the texts "UID" and "GID" stand for the numbers.
-    # Kubernetes takes the ids as numbers, not as text.
+    # Kubernetes takes the ids as numbers, not as text. Before imgkit has connected to the remote, the texts
+    # "UID" and "GID" stand for the numbers.
     uid, gid = (int(text) if text.isdecimal() else text for text in ids)
     return {"runAsUser": uid, "runAsGroup": gid}
-
-
-def _secret_source(job: Job) -> dict[str, Any]:
-    """Return the source of a volume with the key for the roll call, from the user's Secret."""
-    return {
-        "secretName": pods.SECRET_NAME,
-        "items": [{"key": MOUNTED.name, "path": MOUNTED.name}],
-        "optional": not job.request.launch.require_secret,
-    }
 
 
 def _runai_namespace(project: str) -> str:
@@ -382,11 +374,11 @@ def _pod_variables(job: Job) -> list[dict[str, Any]]:
 def _pod_resources(job: Job) -> dict[str, Any]:
     """Return the resources of each pod. GPUs are among the limits, because Kubernetes takes them only so."""
     allocation = job.allocation
-    limits: dict[str, str] = {}
+    limits = {}
     if allocation.gpus:
         limits["nvidia.com/gpu"] = str(allocation.gpus)
     limits.update(_parse_client_options(job).resources)
-    requests: dict[str, str] = {}
+    requests = {}
     if allocation.cpus:
         requests["cpu"] = str(allocation.cpus)
     memory = pods.memory_quantity(job)

@@ -9,7 +9,7 @@ from imgkit_builder.jobs.job import Argv, Job, Script
 from imgkit_builder.jobs.quoting import command_line
 from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.jobs.submitted import QueuedJob
-from imgkit_builder.jobs.systems import Abilities, System, user_options, with_folders
+from imgkit_builder.jobs.systems import Abilities, System, user_options, with_folder_check
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.errors import UsageError
 
@@ -47,11 +47,10 @@ class Standalone(ForegroundSystem):
             )
         _check_gpus(job)
         runtime = runtime_of(job)
-        argv = runtime.argv(job, job.command) if job.command else runtime.shell(job)
+        container_argv = runtime.argv(job, job.command) if job.command else runtime.shell(job)
         if job.is_interactive:
-            argv = runtime.with_input(argv, is_terminal=True)
-        argv = runtime.with_options(argv, *user_options(job))
-        argv = host_argv(job, argv)
+            container_argv = runtime.with_input(container_argv, is_terminal=True)
+        argv = host_argv(job, runtime.with_options(container_argv, user_options(job)))
         return Script(text=f"{code_comment(job)}{command_line(argv)}\n", submit=argv, foreground=True)
 
 
@@ -81,7 +80,7 @@ node.
 
 def host_argv(job: Job, argv: Argv) -> Argv:
     """Return the argv that starts `argv` on a host, with the checks and variables of a job script."""
-    argv = with_folders(job, argv)
+    argv = with_folder_check(job, argv)
     if job.container.code is not None and runtime_of(job).has_container:
         argv = ("sh", "-c", _REQUIRE_CODE, "sh", job.workspace, *argv)
     return _with_settings(job, argv)
@@ -90,20 +89,23 @@ def host_argv(job: Job, argv: Argv) -> Argv:
 def _with_settings(job: Job, argv: Argv) -> Argv:
     """Return `argv` with the variables that a job script would export before it.
 
-    Docker's `argv` has the variables already, as options.
+    A shell sets them if a value depends on the node, and otherwise ``env``. Docker's `argv` has the variables
+    already, as options.
     """
     runtime = runtime_of(job)
-    if any(isinstance(argument, quoting.Shell) for argument in argv):
-        # `argv` has variables of the site in it, whose values only a shell on the node knows.
+    export_lines = runtime.exports(job)
+    has_site_variables = any(isinstance(argument, quoting.ShellText) for argument in argv)
+    if has_site_variables:
+        # The arguments must be part of the shell's text, so that it expands the variables in them.
         command = " ".join(map(quoting.quote, argv))
-        return ("sh", "-c", "; ".join((*runtime.exports(job), f"exec {command}")))
+        return ("sh", "-c", "; ".join((*export_lines, f"exec {command}")))
     if runtime.environment_by_options:
         return argv
+    # Folders of libraries are put before the node's own value, and a default of system.env applies only if
+    # the node has none.
     has_defaults = not runtime.has_container and runtime.system_variables(job)
     if job.recipe.system.runtime.host_libs or job.container.env_file or has_defaults:
-        # Only a shell on the node knows the node's own values. Folders of libraries are put before such a
-        # value, and a default applies only if the node has none.
-        return ("sh", "-c", "; ".join((*runtime.exports(job), 'exec "$@"')), "sh", *argv)
+        return ("sh", "-c", "; ".join((*export_lines, 'exec "$@"')), "sh", *argv)
     if not job.settings:
         return argv
     return ("env", *quoting.assignments(job.settings), *argv)

@@ -29,7 +29,7 @@ from imgkit_builder.jobs.systems import (
     user_options,
 )
 from imgkit_builder.recipe.systems import SHIPPED
-from imgkit_entrypoints.cli.commands import COMMANDS
+from imgkit_entrypoints.cli.commands import COMMANDS, Command
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.schedulers import manual
 from imgkit_entrypoints.schedulers.mpi import OPENMPI
@@ -70,7 +70,7 @@ class MpiFlags(SystemFlags):
 
     @property
     def default_nodes(self) -> int:
-        """Return the number of nodes without ``--nodes``: that of the hosts, or 1 without hosts."""
+        """Return the number of nodes without ``--nodes``: one for each host, or 1 without hosts."""
         return len(self.names) or 1
 
 
@@ -125,15 +125,14 @@ def _check_hosts(job: Job) -> None:
     """
     flags = job.flags(MpiFlags)
     nodes = job.allocation.nodes
-    hosts = flags.names
     by_ssh = flags.mpi_start == "ssh"
-    is_local = not hosts and nodes == 1 and not by_ssh  # mpirun starts one node without hosts
-    if len(hosts) != nodes and not is_local:
-        raise _host_count_error(hosts, nodes)
+    needs_hosts = bool(flags.names) or nodes > 1 or by_ssh  # mpirun starts one node without hosts
+    if needs_hosts and len(flags.names) != nodes:
+        raise _host_count_error(flags.names, nodes)
     if by_ssh:
         return
-    for host in hosts:
-        if "@" in host or ":" in host:
+    for host in flags.names:
+        if "@" in host or ":" in host:  # USER@HOST, or an IPv6 address
             raise UsageError(
                 f"mpirun cannot use {host!r}: it reads slots after a colon, and has no syntax for a user",
                 where="--hosts",
@@ -161,15 +160,14 @@ def _check_order(hosts: Sequence[str]) -> None:
 
     Open MPI 4.1 starts rank 0 on the machine where mpirun runs, wherever that stands in -H or in a hostfile.
     """
-    local_host = next(filter(fanout.is_here, hosts), "")
+    local_host = next(filter(fanout.is_this_machine, hosts), "")
     if not local_host or local_host == hosts[0]:
         return
     other_hosts = [host for host in hosts if host != local_host]
-    local_first = ",".join((local_host, *other_hosts))
     raise UsageError(
         f"this is {local_host}: mpirun gives rank 0 to its own host, not to {hosts[0]}",
         where="--hosts",
-        hint=f"--hosts {local_first}, or start it on {hosts[0]}",
+        hint=f"--hosts {','.join((local_host, *other_hosts))}, or start it on {hosts[0]}",
     )
 
 
@@ -187,33 +185,36 @@ def _mpirun_script(job: Job) -> Script:
 
 def _mpirun_argv(job: Job) -> Argv:
     """Return the ``mpirun`` command. It starts a node agent on each host, or each rank."""
-    hosts = _hosts(job)
     nodes = job.allocation.nodes
-    runtime = runtime_of(job)
     forward = _forwarded_variables(job)
-    options = [
-        *repeat_option("-x", job.container.names),
-        *job.recipe.system.queue.options,
-        *user_options(job),
-    ]
-    if not runtime.has_container:
-        # ssh sets another PATH on the other hosts, without the virtual environment.
-        options = ["-x", "PATH", *options]
-    command = local.host_argv(job, runtime.argv(job, job.command, forward=FORWARD))
+    options = _mpirun_options(job)
+    command = local.host_argv(job, runtime_of(job).argv(job, job.command, forward=FORWARD))
     if job.flags(MpiFlags).mpi_start != "ranks":
-        if hosts:
-            options = ["-H", ",".join(hosts), *options]
         return OPENMPI.start_argv(command, nnodes=nodes, forward=forward, options=options)
-    ranks = _processes_per_node(job)
-    if hosts:
-        # "node1:4,node2:4": mpirun fills the slots of a host before it starts ranks on the next one.
-        slots = [f"{host}:{ranks}" for host in hosts]
-        options = ["-H", ",".join(slots), *options]
+    ranks = nodes * _processes_per_node(job)
     return (
-        *("mpirun", "-np", str(nodes * ranks), "--map-by", "slot", "--bind-to", "none"),
+        *("mpirun", "-np", str(ranks), "--map-by", "slot", "--bind-to", "none"),
         *repeat_option("-x", assignments(forward)),
         *options,
         *command,
+    )
+
+
+def _mpirun_options(job: Job) -> Argv:
+    """Return the options of mpirun: the hosts, the user's variables, and what the recipe and the user add."""
+    hosts = list(_hosts(job))
+    if job.flags(MpiFlags).mpi_start == "ranks":
+        # "node1:4,node2:4": mpirun fills the slots of a host before it starts ranks on the next one.
+        hosts = [f"{host}:{_processes_per_node(job)}" for host in hosts]
+    options = ["-H", ",".join(hosts)] if hosts else []
+    if not runtime_of(job).has_container:
+        # ssh sets another PATH on the other hosts, without the virtual environment.
+        options += ("-x", "PATH")
+    return (
+        *options,
+        *repeat_option("-x", job.container.names),
+        *job.recipe.system.queue.options,
+        *user_options(job),
     )
 
 
@@ -222,15 +223,15 @@ def _forwarded_variables(job: Job) -> Mapping[str, str]:
 
     The result is empty for a node agent on one node, which needs none of them.
     """
-    hosts = _hosts(job) or ("127.0.0.1",)
     if job.allocation.nodes == 1 and job.flags(MpiFlags).mpi_start != "ranks":
         return {}
+    hosts = _hosts(job) or ("127.0.0.1",)
     rendezvous = {"IMGKIT_NODES": ",".join(hosts), "MASTER_ADDR": hosts[0], "MASTER_PORT": str(MASTER_PORT)}
     return {name: job.container.env.get(name, value) for name, value in rendezvous.items()}
 
 
 def _processes_per_node(job: Job) -> int:
-    """Return the number of processes on each node: that of ``--nproc``, or one per GPU, or 1."""
+    """Return the number of processes on each node, from ``--nproc``. The default is one per GPU, or 1."""
     return job.request.launch.nproc or job.allocation.gpus or 1
 
 
@@ -240,26 +241,19 @@ def _ssh_script(job: Job) -> Script:
     The text of the script has them as ``ssh`` lines, for terminals of the user. ``imgkit run`` starts the
     commands of `Script.remote` instead, in which a guard ends the command with the connection (`fanout`).
     """
-    hosts = _hosts(job)
-    rows = [
-        f"# {job.recipe.title}, by imgkit: one command per host, each in its own terminal; or from here: "
-        "imgkit run",
-        *local.code_comment(job).splitlines(),
-    ]
-    if job.container.names:
-        rows.append(
-            f"# imgkit run also sends the values of {', '.join(job.container.names)}; these lines do not."
-        )
-    guarded_lines = []
     # A run by hand has no job id from which a port could be computed. With a fixed port, two runs on one head
     # would meet, and a stranger would know the port. So the port is random.
     port = job.container.env.get("IMGKIT_PORT") or str(FIRST_PORT + secrets.randbelow(PORTS - 1))
-    for rank, host in enumerate(hosts):
+    ssh_lines = []
+    guarded_lines = []
+    for rank, host in enumerate(_hosts(job)):
         command = _node_command(job, rank, port)
-        rows.append(command_line(("ssh", "-t", host, _remote_line(job, _node_argv(job, command)))))
-        guarded_lines.append((host, _remote_line(job, _guarded_argv(job, command))))
+        ssh_argv = ("ssh", "-t", host, _remote_line(job, _node_argv(job, command)))
+        ssh_lines.append(command_line(ssh_argv))
+        guarded_lines.append((host, _remote_line(job, _guarded_node_argv(job, command))))
+    lines = (*_ssh_comments(job), *ssh_lines, *_torch_comments(job))
     return Script(
-        text="\n".join((*rows, *_torch_rows(job))) + "\n",
+        text="\n".join(lines) + "\n",
         submit=(),
         foreground=True,
         remote=tuple(guarded_lines),
@@ -268,22 +262,34 @@ def _ssh_script(job: Job) -> Script:
     )
 
 
-def _torch_rows(job: Job) -> list[str]:
+def _ssh_comments(job: Job) -> list[str]:
+    """Return the comment lines above the ``ssh`` lines of a script."""
+    lines = [
+        f"# {job.recipe.title}, by imgkit: one command per host, each in its own terminal; or from here: "
+        "imgkit run",
+        *local.code_comment(job).splitlines(),
+    ]
+    names = ", ".join(job.container.names)
+    if names:
+        lines.append(f"# imgkit run also sends the values of {names}; these lines do not.")
+    return lines
+
+
+def _torch_comments(job: Job) -> list[str]:
     """Return comment lines that start the same job with PyTorch's own launcher.
 
     The result is empty if that launcher cannot start the job.
     """
-    if job.allocation.size.spares:
-        return []
     program = _torch_program(job.command)
-    if not program:
+    if not program or job.allocation.size.spares:
         return []
-    rows = ["# The same by PyTorch's own launcher:"]
+    lines = ["# The same by PyTorch's own launcher:"]
     for rank, host in enumerate(_hosts(job)):
         launch = _torch_launch(job, program, rank)
-        argv = _node_argv(dataclasses.replace(job, command=launch), launch)
-        rows.append(f"# {shlex.join(('ssh', '-t', host, _remote_line(job, argv)))}")
-    return rows
+        node_argv = _node_argv(dataclasses.replace(job, command=launch), launch)
+        ssh_argv = ("ssh", "-t", host, _remote_line(job, node_argv))
+        lines.append(f"# {shlex.join(ssh_argv)}")
+    return lines
 
 
 def _node_command(job: Job, rank: int, port: str) -> Argv:
@@ -320,22 +326,22 @@ def _head_host(job: Job) -> str:
 
 
 def _node_argv(job: Job, command: Argv) -> Argv:
-    """Return the argv that starts `command` in the job's container on a host."""
+    """Return the argv that starts `command` on a host, in the job's container if there is one."""
     return local.host_argv(job, runtime_of(job).argv(job, command))
 
 
-def _guarded_argv(job: Job, command: Argv) -> Argv:
-    """Return an argv like that of `_node_argv`, but with a guard of `fanout` that ends `command`.
+def _guarded_node_argv(job: Job, command: Argv) -> Argv:
+    """Return the argv that starts `command` on a host, under a guard that ends it with the ssh connection.
 
-    The guard runs inside the container. Its standard input is that of the container, which ends with the
-    connection.
+    The guard notices the end of the connection at its standard input. It must run in the container, because
+    a container need not end with the program that has started it.
     """
     sent = _ssh_input(job)
     runtime = runtime_of(job)
     if not runtime.has_container:
         return fanout.guard_command(_node_argv(job, command), sent)
-    argv = runtime.argv(job, fanout.guard_command(command, sent))
-    return local.host_argv(job, runtime.with_input(argv, is_terminal=False))
+    container_argv = runtime.argv(job, fanout.guard_command(command, sent))
+    return local.host_argv(job, runtime.with_input(container_argv, is_terminal=False))
 
 
 def _ssh_input(job: Job) -> SentInput:
@@ -359,27 +365,36 @@ def _remote_line(job: Job, argv: Argv) -> str:
 def _torch_program(command: Argv) -> Argv:
     """Return the arguments by which ``torch.distributed.launch`` starts the program of `command`.
 
+    ``dist-run train.py --lr 1`` -> ``train.py --lr 1``, and ``dist-train --lr 1`` -> ``-m MODULE --lr 1``.
     The result is empty if torch cannot start the program. That is so if `command` is not a ``dist-...`` of
     imgkit, asks for its help, or has options of ``dist-run``, which mean nothing to torch.
     """
-    from imgkit_entrypoints.cli import options
-
     name, *arguments = command
     entry_points = {entry_point.name: entry_point for entry_point in COMMANDS}
     entry_point = entry_points.get(name)
     if entry_point is None or {"-h", "--help", "--version"} & set(arguments):
         return ()
-    if entry_point.app is None:
-        if name == "dist-run" and arguments and not arguments[0].startswith("-"):
-            return tuple(arguments)
+    if entry_point.app is not None:
+        return _torch_app(entry_point, arguments)
+    if name != "dist-run" or not arguments or arguments[0].startswith("-"):
         return ()
+    return tuple(arguments)
+
+
+def _torch_app(entry_point: Command, arguments: Sequence[str]) -> Argv:
+    """Return the module of a ``dist-...`` program, and the arguments that are not for its node agent.
+
+    The result is empty if the program does not accept the arguments.
+    """
+    from imgkit_entrypoints.cli import options
+
     parser = options.launch_parser(entry_point, {})
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             _, app_arguments = parser.parse_known_args(arguments)
-    except SystemExit:  # argparse does not accept the arguments
+    except SystemExit:  # argparse ends the process if it does not accept the arguments
         return ()
-    return ("-m", entry_point.app, *app_arguments)
+    return ("-m", str(entry_point.app), *app_arguments)
 
 
 def _torch_launch(job: Job, program: Argv, rank: int) -> Argv:

@@ -18,7 +18,7 @@ from typing import Literal, NoReturn
 from imgkit_builder.base.flags import option_field
 from imgkit_builder.jobs.job import Argv, Job, Script
 from imgkit_builder.jobs.memory import size_text
-from imgkit_builder.jobs.quoting import Shell, command_line
+from imgkit_builder.jobs.quoting import ShellText, command_line
 from imgkit_builder.jobs.request import SystemFlags
 from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.jobs.submitted import JobState, JobStatus, QueuedJob, WaitInfo
@@ -32,7 +32,7 @@ from imgkit_builder.jobs.systems import (
     recipe_options,
     refuse_whole_array,
     scheduler_options,
-    with_folders,
+    with_folder_check,
 )
 from imgkit_builder.jobs.templates import render_template, run_folder_lines
 from imgkit_builder.recipe.systems import SHIPPED
@@ -102,24 +102,26 @@ class Pbs(System):
         """Return the script for ``qsub``, or for an interactive job the ``qsub -I`` line."""
         if job.is_interactive:
             return _interactive_script(job)
-        nodes = job.allocation.nodes
-        start = job.flags(PbsFlags).pbs_start
         # The script itself starts the processes on the other hosts, with pbsdsh or ssh, unless PALS does.
-        by_task, remote_command = "", ""
-        if nodes > 1 and start != "pals":
-            by_task, remote_command = start, command_line(_remote_command(start))
+        starter = ""
+        start_on_host = ""
+        has_peers = job.allocation.nodes > 1
+        pbs_start = job.flags(PbsFlags).pbs_start
+        if has_peers and pbs_start != "pals":
+            starter = pbs_start
+            start_on_host = command_line(_remote_command(pbs_start))
         # The recipe chooses a rendezvous protocol of the cxi provider for which PALS needs an option (see the
         # template).
-        rdzv = nodes > 1 and job.recipe.system.env.get("FI_CXI_RDZV_PROTO") == "alt_read"
+        needs_rdzv = has_peers and job.recipe.system.env.get("FI_CXI_RDZV_PROTO") == "alt_read"
         text = render_template(
             job,
             "pbs.sh.j2",
             directives=_directive_texts(("-S", "/bin/bash", "-j", "oe", *_resource_options(job))),
-            by_task=by_task,
+            by_task=starter,
             patience_s=PEER_EXIT_S,
-            rdzv=rdzv and not by_task,
-            node=command_line(_node_command(job, rdzv=rdzv)),
-            words=remote_command,
+            rdzv=needs_rdzv and not starter,
+            node=command_line(_node_command(job, rdzv=needs_rdzv)),
+            words=start_on_host,
         )
         is_array = any(option.startswith("-J") for option in scheduler_options(job))
         return Script(text=text, submit=("qsub",), on_stdin=True, is_array=is_array)
@@ -155,25 +157,16 @@ class Pbs(System):
         The state of a finished job does not tell whether it succeeded, so its exit status decides.
         """
         output = output.replace("\n\t", "")  # qstat breaks long values at 80 columns
-        text = ""
-        for row in output.splitlines():
-            attribute = re.split(r" = |: ", row.strip())[0]  # "Job Id: 4711.server", "job_state = R"
-            if attribute in _SHOWN_ATTRIBUTES:
-                text += f"{row}\n"
-        state_match = re.search(r"^\s*job_state = (\w)$", output, re.MULTILINE)
-        code_match = re.search(r"^\s*Exit_status = (-?[0-9]{1,9})\s*$", output, re.MULTILINE)
-        state: JobState = ""
-        if state_match:
-            state = STATES.get(state_match[1], "")
+        letter = _find_attribute(output, "job_state", r"\w")
+        state: JobState = STATES.get(letter, "")
         code = None
-        if code_match:
-            code = int(code_match[1])
+        exit_status = _find_attribute(output, "Exit_status", r"-?[0-9]{1,9}")
+        if exit_status:
+            code = int(exit_status)
             if not state:
                 state = "succeeded" if code == 0 else "failed"
-        wait = WaitInfo()
-        if state == "waiting":
-            wait = _wait_info(output)
-        return JobStatus(state=state, text=text, code=code, wait=wait)
+        wait = _wait_info(output) if state == "waiting" else WaitInfo()
+        return JobStatus(state=state, text=_shown_attributes(output), code=code, wait=wait)
 
     def log_source(self, record: QueuedJob) -> Argv:
         """Return the command that follows the output in the file ``NAME.oSEQUENCE`` in the job's folder.
@@ -182,7 +175,7 @@ class Pbs(System):
 
         Raises
         ------
-        UsageError : the job is an array, whose tasks have outputs of their own.
+        UsageError : the job is an array. Each task writes another file.
         """
         sequence = record.id.partition(".")[0]  # without the server
         refuse_whole_array(record, sequence.replace("[]", "[0]"))
@@ -208,21 +201,39 @@ class Pbs(System):
 SYSTEM = Pbs()
 
 
+def _find_attribute(output: str, name: str, pattern: str) -> str:
+    """Return the value of an attribute in the output of ``qstat -f``: ``    job_state = R`` -> ``R``.
+
+    The result is empty without the attribute, or if `pattern` does not match the whole value.
+    """
+    match = re.search(rf"^\s*{re.escape(name)} = ({pattern})\s*$", output, re.MULTILINE)
+    if match is None:
+        return ""
+    return match[1].strip()
+
+
+def _shown_attributes(output: str) -> str:
+    """Return those lines of the output of ``qstat -f`` that a status shows."""
+    lines = []
+    for line in output.splitlines():
+        attribute = re.split(r" = |: ", line.strip())[0]  # "Job Id: 4711.server", "job_state = R"
+        if attribute in _SHOWN_ATTRIBUTES:
+            lines.append(f"{line}\n")
+    return "".join(lines)
+
+
 def _wait_info(output: str) -> WaitInfo:
-    """Return the reason of a job's wait and its expected start from the output of ``qstat -f``.
+    """Return why a job waits, and its expected start, from the output of ``qstat -f``.
 
     The reason is the scheduler's comment. The start is estimated only where the site has turned that on.
     """
-    comment = re.search(r"^ *comment = (.*)$", output, re.MULTILINE)
-    reason = comment[1].strip() if comment else ""
-    estimate = re.search(r"^ *estimated\.start_time = (.*)$", output, re.MULTILINE)
     expected_start = ""
-    if estimate:
-        # PBS can also print a text that is no time, such as UNSET.
-        with contextlib.suppress(ValueError):
-            start = datetime.strptime(estimate[1].strip(), "%a %b %d %H:%M:%S %Y")
-            expected_start = start.isoformat(timespec="minutes")
-    return WaitInfo(reason=reason, expected_start=expected_start)
+    estimate = _find_attribute(output, "estimated.start_time", ".*")
+    # PBS can also print a text that is no time, such as UNSET.
+    with contextlib.suppress(ValueError):
+        start = datetime.strptime(estimate, "%a %b %d %H:%M:%S %Y")
+        expected_start = start.isoformat(timespec="minutes")
+    return WaitInfo(reason=_find_attribute(output, "comment", ".*"), expected_start=expected_start)
 
 
 def _no_sif_options_error(job: Job) -> UsageError:
@@ -269,13 +280,13 @@ def _common_options(job: Job) -> Argv:
 
 def _directive_texts(options: Sequence[str]) -> list[str]:
     """Return the texts of ``#PBS`` lines: ``["-N", "run", "-q", "gpu"] -> ["-N run", "-q gpu"]``."""
-    rows: list[str] = []
+    texts: list[str] = []
     for option in options:
-        if option.startswith("-") or not rows:
-            rows.append(option)
+        if option.startswith("-") or not texts:
+            texts.append(option)
         else:
-            rows[-1] += f" {option}"
-    return rows
+            texts[-1] += f" {option}"
+    return texts
 
 
 def _node_command(job: Job, *, rdzv: bool) -> Argv:
@@ -287,22 +298,29 @@ def _node_command(job: Job, *, rdzv: bool) -> Argv:
     """
     nodes = job.allocation.nodes
     by_pals = nodes > 1 and job.flags(PbsFlags).pbs_start == "pals"
-    variables = PALS.fields.variables if by_pals else ("PBS_JOBID", "PBS_NODENUM", "PBS_TASKNUM")
-    forward = (*variables, *pbs.FORWARD, RUN_DIR)
+    placement = PALS.fields.variables if by_pals else ("PBS_JOBID", "PBS_NODENUM", "PBS_TASKNUM")
+    forward = [*placement, *pbs.FORWARD, RUN_DIR]
     if job.makes_secret:
-        forward += (VARIABLE,)
-    argv = with_folders(job, runtime_of(job).argv(job, job.command, forward=forward))
+        forward.append(VARIABLE)
+    argv = with_folder_check(job, runtime_of(job).argv(job, job.command, forward=tuple(forward)))
     if not by_pals:
         return argv
-    options = [Shell('"${network[@]}"')] if rdzv else []
-    return PALS.start_argv(argv, nnodes=nodes, options=options)
+    network_options = [ShellText('"${network[@]}"')] if rdzv else []
+    return PALS.start_argv(argv, nnodes=nodes, options=network_options)
 
 
-def _remote_command(by_task: str) -> Argv:
-    """Return the command with which the script runs the text ``$task`` on another host, by pbsdsh or ssh."""
-    if by_task == "pbsdsh":
-        return pbs.start_argv(("/bin/bash", "-lc", Shell('"$task; node"')), line=Shell('"${lines[rank]}"'))
-    return ("ssh", "-o", "BatchMode=yes", Shell('"${hosts[rank]}"'), "/bin/bash", "-l", "-s")
+def _remote_command(starter: str) -> Argv:
+    """Return the command with which the script runs the shell text ``$task`` on another host.
+
+    Parameters
+    ----------
+    starter : ``pbsdsh`` or ``ssh``.
+    """
+    if starter == "pbsdsh":
+        return pbs.start_argv(
+            ("/bin/bash", "-lc", ShellText('"$task; node"')), line=ShellText('"${lines[rank]}"')
+        )
+    return ("ssh", "-o", "BatchMode=yes", ShellText('"${hosts[rank]}"'), "/bin/bash", "-l", "-s")
 
 
 def _interactive_script(job: Job) -> Script:
@@ -320,14 +338,17 @@ def _interactive_script(job: Job) -> Script:
         )
     argv = ("qsub", "-I", *_resource_options(job))
     runtime = runtime_of(job)
-    shell = command_line(with_folders(job, runtime.shell(job)))
-    comments = (
+    typed_lines = [
+        f"cd {shlex.quote(str(job.directory))}",
+        *(f"module load {name}" for name in runtime.modules(job)),
+        *runtime.exports(job),
+        *run_folder_lines(job, "$PBS_JOBID").splitlines(),
+        *command_line(with_folder_check(job, runtime.shell(job))).split("\n"),
+    ]
+    lines = [
         "# In the shell that it gives, on one of the nodes:",
-        f"#   cd {shlex.quote(str(job.directory))}",
-        *(f"#   module load {name}" for name in runtime.modules(job)),
-        *(f"#   {export}" for export in runtime.exports(job)),
-        *(f"#   {row}" for row in run_folder_lines(job, "$PBS_JOBID").splitlines()),
-        *(f"#   {row}" for row in shell.split("\n")),
+        *(f"#   {line}" for line in typed_lines),
         "# On all nodes: imgkit run --on here --dry-run ... > job.sh, no --interactive; then: bash job.sh",
-    )
-    return Script(text="\n".join((*comments, command_line(argv), "")), submit=argv, foreground=True)
+        command_line(argv),
+    ]
+    return Script(text="\n".join(lines) + "\n", submit=argv, foreground=True)

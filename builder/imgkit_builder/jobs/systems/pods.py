@@ -29,7 +29,7 @@ from imgkit_entrypoints.rules import site_variables
 from imgkit_entrypoints.schedulers import kubernetes
 from imgkit_entrypoints.system import WORKSPACE
 
-ASLEEP = ("sleep", "infinity")
+SLEEP_COMMAND: Argv = ("sleep", "infinity")
 """The command of the pods of an interactive job. They wait until the user enters them."""
 SECRET_NAME = "imgkit"  # noqa: S105 - a name
 """Name of the user's Secret in the job's namespace.
@@ -106,7 +106,7 @@ class Pods(System):
         has_writable_volume = any(not text.endswith(":ro") for text in job.flags(PodFlags).pvcs)
         if not has_writable_volume and not request.launch.interactive:
             yield "no --pvc to write to: output, checkpoints and logs disappear with the pods"
-        if format_of(job).startswith("runai"):
+        if output_format(job).startswith("runai"):
             yield from _runai_warnings(job)
 
 
@@ -134,34 +134,33 @@ def _runai_warnings(job: Job) -> Iterator[str]:
     size = job.allocation.size
     if size.spares:
         yield f"--nodes {size}: RunAI decides what follows a lost pod; --format pytorchjob states it"
-    if client_of(job) == "v1":
+    if client_version(job) == "v1":
         # The RCP tutorial needs '"..."' around an argument with blanks, later pages of epfml/getting-started
         # do not: whether the client splits arguments again depends on its version.
         arguments = (*job.command, *job.request.container.env, str(job.request.directory))
-        for argument in arguments:
-            if quote(argument) != argument:
-                yield f"{argument!r}: older runai clients split and expand arguments once more"
-                break
-    if not (_chosen_client(job) or runai_client.on_path()):
+        special = [argument for argument in arguments if quote(argument) != argument]
+        if special:
+            yield f"{special[0]!r}: older runai clients split and expand arguments once more"
+    if not _requested_version(job) and not runai_client.on_path():
         yield "no runai on PATH: the command is for the later client; --format runai-v1 names the first one"
 
 
-def client_of(job: Job) -> runai_client.Client:
+def client_version(job: Job) -> runai_client.Client:
     """Return the version of RunAI's client for which the job's command is written.
 
-    It is that of ``--format``, or that of the recipe, or that on PATH. Without any of them, it is the later
-    one.
+    ``--format`` names it, or the recipe, or else the client on PATH is asked. Without any of them, the result
+    is ``v2``.
 
     Raises
     ------
     UsageError : the ``runai`` on PATH is neither client.
     """
-    return _chosen_client(job) or runai_client.on_path() or "v2"
+    return _requested_version(job) or runai_client.on_path() or "v2"
 
 
-def _chosen_client(job: Job) -> runai_client.Client | None:
+def _requested_version(job: Job) -> runai_client.Client | None:
     """Return the client that ``--format`` or else the recipe names. Return None if neither names one."""
-    return _CLIENTS.get(format_of(job)) or job.recipe.system.queue.client or None
+    return _CLIENTS.get(output_format(job)) or job.recipe.system.queue.client or None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,15 +172,16 @@ class Claim:
     read_only: bool = False
 
     def __str__(self) -> str:
-        return f"{self.name}:{self.path}{':ro' if self.read_only else ''}"
+        text = f"{self.name}:{self.path}"
+        return f"{text}:ro" if self.read_only else text
 
 
-def format_of(job: Job) -> KubernetesFormat:
+def output_format(job: Job) -> KubernetesFormat:
     """Return the value of ``--format``."""
     return job.flags(PodFlags).format
 
 
-def check_name(job: Job) -> str:
+def pod_name(job: Job) -> str:
     """Return the job's name, which is its id and a part of its pods' host names, if Kubernetes accepts it.
 
     Raises
@@ -228,17 +228,17 @@ def volume_claims(job: Job) -> tuple[Claim, ...]:
     ------
     UsageError : a value is not ``CLAIM:/PATH[:ro]``, or two volumes have the same path.
     """
-    parsed: list[Claim] = []
+    claims: dict[PurePosixPath, Claim] = {}
     for text in job.flags(PodFlags).pvcs:
         claim = parse_claim(text)
-        if any(claim.path == earlier.path for earlier in parsed):
+        if claim.path in claims:
             raise UsageError(f"two volumes at {claim.path}", where="--pvc", hint="give each its own path")
-        parsed.append(claim)
-    return tuple(parsed)
+        claims[claim.path] = claim
+    return tuple(claims.values())
 
 
 def pod_directory(job: Job) -> PurePosixPath | None:
-    """Return the job's folder in the pods: that of ``--directory``, or that of the remote with its files.
+    """Return the job's folder in the pods, from ``--directory`` or from the remote with the job's files.
 
     Return None if the user did not set the option. Then the pods work in the folder that the image sets. A
     folder that imgkit.toml sets does not count, because it is on this machine and not in the pods.
@@ -293,9 +293,7 @@ def start_script(job: Job) -> str:
 
 def pod_command(job: Job) -> Argv:
     """Return the command of each pod. The pods of an interactive job sleep until the user enters them."""
-    argv: Argv = ASLEEP
-    if not job.is_interactive:
-        argv = kubernetes.start_argv(job.command)
+    argv = SLEEP_COMMAND if job.is_interactive else kubernetes.start_argv(job.command)
     if job.container.code is not None:
         argv = ("bash", f"{job.run_folder}/{START_SCRIPT}", *argv)
     return tuple(map(escape_for_kubernetes, argv))
@@ -316,18 +314,15 @@ def user_ids(job: Job) -> tuple[str, str] | None:
 def pod_variables(job: Job) -> Mapping[str, str]:
     """Return the variables of each pod.
 
-    If a variable is set more than once, the user's value counts, then that of the recipe, then the settings
-    of the node agent, and then the folders for output and state.
+    If a variable is set more than once, the user's value counts. Without it, the recipe's value counts, then
+    the setting of the node agent, and then the folder for output and state.
 
     Raises
     ------
     UsageError : a variable of the recipe has another one in its value, which only a shell would replace.
     """
-    folders = _output_folders(job)
     # In an interactive job, the user can type any command. So its pods get the variables that a shell gets.
-    program_job = job
-    if job.is_interactive:
-        program_job = dataclasses.replace(job, command=())
+    program_job = dataclasses.replace(job, command=()) if job.is_interactive else job
     system_variables = runtime_of(job).system_variables(program_job)
     for name, value in system_variables.items():
         if site_variables(value):
@@ -336,27 +331,36 @@ def pod_variables(job: Job) -> Mapping[str, str]:
                 where=job.recipe.where("system", "env", name),
                 hint=f"--env {name}=VALUE",
             )
-    return {**folders, **job.settings, **system_variables, **job.container.env}
+    return {**_output_folders(job), **job.settings, **system_variables, **job.container.env}
 
 
 def _output_folders(job: Job) -> dict[str, str]:
     """Return the variables with the run folder and its logs, or nothing without a writable volume.
 
-    If a remote stores the job's files, imgkit has made the run folder there. Otherwise the run folder is
-    below the job's folder if that is on a writable volume, or else on the first writable volume. It has the
-    job's name, which is its id, so imgkit knows the folder without asking the cluster.
+    If a remote stores the job's files, imgkit has made the run folder there. Otherwise it has the job's name,
+    which is its id, so imgkit knows the folder without asking the cluster.
     """
-    if job.run_folder:
-        return {"IMGKIT_RUN_DIR": job.run_folder, "IMGKIT_LOG_DIR": f"{job.run_folder}/logs"}
+    run_folder = job.run_folder
+    if not run_folder:
+        parent = _writable_folder(job)
+        if parent is None:
+            return {}
+        run_folder = str(parent / "runs" / pod_name(job))
+    return {"IMGKIT_RUN_DIR": run_folder, "IMGKIT_LOG_DIR": f"{run_folder}/logs"}
+
+
+def _writable_folder(job: Job) -> PurePosixPath | None:
+    """Return the job's folder if it is on a writable volume, or else the path of the first writable volume.
+
+    Return None without a writable volume.
+    """
     folder = pod_directory(job)
-    writable_paths = [claim.path for claim in volume_claims(job) if not claim.read_only]
-    if not writable_paths:
-        return {}
-    parent = writable_paths[0]
-    if folder is not None and any(folder.is_relative_to(path) for path in writable_paths):
-        parent = folder
-    run_folder = parent / "runs" / check_name(job)
-    return {"IMGKIT_RUN_DIR": str(run_folder), "IMGKIT_LOG_DIR": str(run_folder / "logs")}
+    volume_paths = [claim.path for claim in volume_claims(job) if not claim.read_only]
+    if not volume_paths:
+        return None
+    if folder is not None and any(folder.is_relative_to(path) for path in volume_paths):
+        return folder
+    return volume_paths[0]
 
 
 def memory_quantity(job: Job) -> str:
@@ -384,16 +388,16 @@ def interactive_comments(job: Job, enter_commands: Sequence[str], delete_command
     delete_command : the command that deletes the job.
     """
     nodes = job.allocation.nodes
-    which_pods = "the pod"
-    in_each = ""
     if nodes > 1:
-        which_pods = f"each of the {nodes} pods, a terminal for each"
-        in_each = ", the same in each of them"
+        enter_title = f"# Enter each of the {nodes} pods, a terminal for each:"
+        type_title = "# and there, the same in each of them:"
+    else:
+        enter_title, type_title = "# Enter the pod:", "# and there:"
     program = " ".join(map(quote, job.command)) or "dist-hello"
     return (
-        f"# Enter {which_pods}:",
+        enter_title,
         *(f"#   {command}" for command in enter_commands),
-        f"# and there{in_each}:",
+        type_title,
         "#   tmux new -A -s run      it survives a lost connection; the same line attaches again",
         f"#   {program}",
         f"# The pods sleep, and keep their GPUs, until: {delete_command}",

@@ -32,12 +32,13 @@ class RunAI(pods.Pods):
 
     def script(self, job: Job) -> Script:
         """Return the command that submits the job. For an interactive job, comments explain how to use it."""
-        name = pods.check_name(job)
+        name = pods.pod_name(job)
         argv = (
             *_command_options(job, name),
             *job.recipe.system.queue.options,
             *user_options(job),
-            *("--", *pods.pod_command(job)),
+            "--",
+            *pods.pod_command(job),
         )
         kind = _job_kind(job)
         text = f"{_command_text(argv)}\n"
@@ -95,12 +96,12 @@ SYSTEM = RunAI()
 
 def _job_kind(job: Job) -> str:
     """Return the kind of the job, which is one of `KINDS`. It is empty for the first client."""
-    if pods.client_of(job) == "v1":
+    if pods.client_version(job) == "v1":
         return ""
-    return _later_kind(job)
+    return _v2_kind(job)
 
 
-def _later_kind(job: Job) -> str:
+def _v2_kind(job: Job) -> str:
     """Return the kind that the later client has for a job of this number of pods."""
     one_pod, several_pods = KINDS
     return several_pods if job.allocation.nodes > 1 else one_pod
@@ -135,7 +136,7 @@ def _project_arguments(queue: str) -> Argv:
 def _command_options(job: Job, name: str) -> Iterator[str]:
     """Yield the arguments of the submission up to the options of the recipe and of the user.
 
-    The first client and the later one have different names for most options.
+    The two clients have different names for most options.
 
     Raises
     ------
@@ -144,57 +145,63 @@ def _command_options(job: Job, name: str) -> Iterator[str]:
     allocation = job.allocation
     claims = pods.volume_claims(job)
     folder = pods.pod_workdir(job)
-    is_first_client = pods.client_of(job) == "v1"
-    yield from _submit_command(job, name, is_first_client=is_first_client)
+    is_v1 = pods.client_version(job) == "v1"
+    yield from _submit_command(job, name, is_v1=is_v1)
     yield from (*_project_arguments(allocation.queue), "--image", job.container.image)
     if allocation.nodes > 1:
         yield from ("--workers", str(allocation.nodes - 1))  # the pods after the first
-    if is_first_client:
-        yield from ("--gpu", str(allocation.gpus))
-    elif allocation.gpus:  # the option takes a positive number; without it a pod has no GPU
-        yield from ("--gpu-devices-request", str(allocation.gpus))
-    if allocation.cpus:
-        yield from ("--cpu" if is_first_client else "--cpu-core-request", str(allocation.cpus))
-    memory = pods.memory_quantity(job)
-    if memory:
-        yield from ("--memory" if is_first_client else "--cpu-memory-request", memory)
-    yield from _node_pool_options(job, is_first_client=is_first_client)
+    yield from _resource_options(job, is_v1=is_v1)
+    yield from _node_pool_options(job, is_v1=is_v1)
     for claim in claims:
-        yield from _volume_option(claim, is_first_client=is_first_client)
+        yield from _volume_option(claim, is_v1=is_v1)
     if folder:
         yield from ("--working-dir", folder)
     ids = pods.user_ids(job)
     if ids is not None:
         uid, gid = ids
         yield from ("--run-as-uid", uid, "--run-as-gid", gid)
-    yield from _variable_options(job, is_first_client=is_first_client)
+    yield from _variable_options(job, is_v1=is_v1)
 
 
-def _submit_command(job: Job, name: str, *, is_first_client: bool) -> Argv:
-    """Return the command that submits a job of one pod or of several, with the job's name."""
-    if not is_first_client:
-        return ("runai", *_later_kind(job).split(), "submit", name)
+def _resource_options(job: Job, *, is_v1: bool) -> Iterator[str]:
+    """Yield the options for the GPUs, CPUs and memory of each pod."""
+    allocation = job.allocation
+    if is_v1:
+        yield from ("--gpu", str(allocation.gpus))
+    elif allocation.gpus:  # the option takes a positive number; without it a pod has no GPU
+        yield from ("--gpu-devices-request", str(allocation.gpus))
+    if allocation.cpus:
+        yield from ("--cpu" if is_v1 else "--cpu-core-request", str(allocation.cpus))
+    memory = pods.memory_quantity(job)
+    if memory:
+        yield from ("--memory" if is_v1 else "--cpu-memory-request", memory)
+
+
+def _submit_command(job: Job, name: str, *, is_v1: bool) -> Argv:
+    """Return the command that submits a job, with the job's name. It depends on the number of pods."""
+    if not is_v1:
+        return ("runai", *_v2_kind(job).split(), "submit", name)
     if job.allocation.nodes == 1:
         return ("runai", "submit", "--name", name)
     return ("runai", "submit-dist", "pytorch", "--name", name)
 
 
-def _node_pool_options(job: Job, *, is_first_client: bool) -> Argv:
+def _node_pool_options(job: Job, *, is_v1: bool) -> Argv:
     """Return the options that name the node pools, in the order in which RunAI tries them."""
     node_pools = job.recipe.system.queue.node_pools
-    if is_first_client and node_pools:
+    if is_v1 and node_pools:
         return ("--node-pools", ",".join(node_pools))  # a string, unlike the later client's array
     return repeat_option("--node-pools", node_pools)
 
 
-def _volume_option(claim: pods.Claim, *, is_first_client: bool) -> Argv:
+def _volume_option(claim: pods.Claim, *, is_v1: bool) -> Argv:
     """Return the option that mounts a volume into the pods.
 
     Raises
     ------
     UsageError : the volume is read-only, and the later client has no option for that.
     """
-    if is_first_client:
+    if is_v1:
         return ("--pvc", str(claim))
     if claim.read_only:
         raise UsageError(
@@ -205,14 +212,14 @@ def _volume_option(claim: pods.Claim, *, is_first_client: bool) -> Argv:
     return ("--existing-pvc", f"claimname={claim.name},path={claim.path}")
 
 
-def _variable_options(job: Job, *, is_first_client: bool) -> Iterator[str]:
+def _variable_options(job: Job, *, is_v1: bool) -> Iterator[str]:
     """Yield the options that set the variables of the pods."""
     # All references have the short form -e. The long one is --environment in 2.18, and --environment-variable
     # in 2.24.
     for name, value in pods.pod_variables(job).items():
         yield from ("-e", f"{name}={pods.escape_for_kubernetes(value)}")
     for name in job.container.names:
-        if is_first_client:
+        if is_v1:
             # docs.run.ai/v2.13/admin/workloads/secrets: the client passes only the reference to the Secret.
             yield from ("-e", f"{name}=SECRET:{pods.SECRET_NAME},{name}")
         else:
@@ -221,13 +228,16 @@ def _variable_options(job: Job, *, is_first_client: bool) -> Iterator[str]:
 
 def _command_text(argv: Argv) -> str:
     """Return the command as shell text, with one line for each option and its value."""
-    end_of_options = argv.index("--")
-    rows = [[argv[0]]]
-    for index, argument in enumerate(argv[1:], 1):
-        if index <= end_of_options and argument.startswith("-"):
-            rows.append([])
-        rows[-1].append(argument)
-    return " \\\n    ".join(" ".join(map(quote, row)) for row in rows)
+    text = argv[0]
+    is_in_options = True  # until "--", after which the job's command comes
+    for argument in argv[1:]:
+        separator = " "
+        if is_in_options and argument.startswith("-"):
+            separator = " \\\n    "
+        text += separator + quote(argument)
+        if argument == "--":
+            is_in_options = False
+    return text
 
 
 def _interactive_comments(job: Job, name: str, kind: str) -> Argv:
@@ -237,10 +247,10 @@ def _interactive_comments(job: Job, name: str, kind: str) -> Argv:
     """
     project = _project_arguments(job.allocation.queue)
     enter_command = " ".join(_client_command(kind, "bash", name, *project))
-    enter_commands = [enter_command]
-    workers = job.allocation.nodes - 1
-    if workers:
-        pod_names = [f"{name}-master-0", *(f"{name}-worker-{index}" for index in range(workers))]
-        enter_commands = [f"{enter_command} --pod {pod_name}" for pod_name in pod_names]
     delete_command = " ".join(map(quote, _job_command(kind, "delete", name, project)))
+    workers = job.allocation.nodes - 1
+    if not workers:
+        return pods.interactive_comments(job, [enter_command], delete_command)
+    pod_names = [f"{name}-master-0", *(f"{name}-worker-{index}" for index in range(workers))]
+    enter_commands = [f"{enter_command} --pod {pod_name}" for pod_name in pod_names]
     return pods.interactive_comments(job, enter_commands, delete_command)

@@ -51,18 +51,19 @@ def refuse_unknown(command: Sequence[str], argv: Iterable[str]) -> None:
     program = shutil.which(PROGRAM)
     if program is None:
         return
+    command_text = " ".join(command)
     supported = _read_options(program, tuple(command))
     if not supported:
         raise UsageError(
-            f"{program} has no command {' '.join(command)}",
+            f"{program} has no command {command_text}",
             where="--format",
             hint=f"--format runai-{_identify_client(program)}, the one that is on PATH",
         )
     for argument in argv:
-        option = argument.partition("=")[0]
+        option, _, _ = argument.partition("=")
         if option.startswith("-") and option not in supported:
             raise UsageError(
-                f"{program}: {' '.join(command)} has no option {option}",
+                f"{program}: {command_text} has no option {option}",
                 where=program,
                 hint="imgkit run --dry-run prints the command",
             )
@@ -95,9 +96,7 @@ def _read_options(program: str, command: tuple[str, ...]) -> frozenset[str]:
     if result.returncode:
         return frozenset()
     # Both clients list one option a line: "  -e, --environment stringArray   What it does".
-    options = set()
-    for short, long in re.findall(r"^\s+(?:(-\w), )?(--[\w-]+)", result.output, re.MULTILINE):
-        options.add(long)
-        if short:
-            options.add(short)
-    return frozenset(options)
+    options: set[str] = set()
+    for short_and_long in re.findall(r"^\s+(?:(-\w), )?(--[\w-]+)", result.output, re.MULTILINE):
+        options.update(short_and_long)
+    return frozenset(options - {""})

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from imgkit_builder.jobs.job import Argv, Job, Script
 from imgkit_builder.jobs.memory import size_text
-from imgkit_builder.jobs.quoting import Shell, command_line, quote
+from imgkit_builder.jobs.quoting import ShellText, command_line, quote
 from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.jobs.submitted import JobState, JobStatus, QueuedJob, WaitInfo
 from imgkit_builder.jobs.systems import (
@@ -28,7 +28,7 @@ from imgkit_builder.jobs.systems import (
     options_with_values,
     refuse_whole_array,
     scheduler_options,
-    with_folders,
+    with_folder_check,
 )
 from imgkit_builder.jobs.templates import render_template, run_folder_lines
 from imgkit_builder.recipe.systems import SHIPPED
@@ -77,7 +77,7 @@ sacct.
 _CODE = re.compile(
     r"\bExitCode=([0-9]{1,3}):|^ *[0-9]\S* +[A-Z_]{3,}(?: by [0-9]+)? +([0-9]{1,3}):", re.MULTILINE
 )
-"""The exit code in the output of scontrol or sacct. In ``1:0`` the code is 1, and 0 is that of a signal."""
+"""The exit code in the output of scontrol or sacct. ``1:0`` means exit code 1, and no signal."""
 _SCONTROL_FIELD = re.compile(
     r"\b(?:JobId|ArrayJobId|ArrayTaskId|JobState|Reason|ExitCode|RunTime|StartTime|EndTime|NodeList)=\S+"
 )
@@ -89,7 +89,7 @@ _WAITING_ROW = re.compile(
 """A row of squeue about a job that waits. The row of a job that runs has nodes in place of ``(REASON)``."""
 _START_TIME = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}")
 """The expected start of a job, without its seconds. Slurm prints ``N/A`` if it has no estimate."""
-REASON_CHANGES: Mapping[str, str] = {
+REASON_CHANGES = {
     "PartitionTimeLimit": "a shorter --time or another --queue",
     "PartitionNodeLimit": "other --nodes or another --queue",
     "QOSMaxWallDurationPerJobLimit": "a shorter --time or another --qos",
@@ -110,7 +110,7 @@ REASON_CHANGES: Mapping[str, str] = {
 
 Slurm's list of reasons is slurm.schedmd.com/job_reason_codes.html.
 """
-REASON_NOTES: Mapping[str, str] = {
+REASON_NOTES = {
     "AssocGrp[A-Za-z]+": "a limit of all jobs of the account together",
     "ReqNodeNotAvail": "scontrol show reservation and sinfo --list-reasons may tell until when",
     "JobHeldUser": "scontrol release {id} lets it start",
@@ -139,6 +139,7 @@ class Slurm(System):
         if job.is_interactive:
             argv = ("salloc", *_resource_options(job), "bash", "-lc", _interactive_line(job))
             return Script(text=command_line(argv) + "\n", submit=argv, foreground=True)
+        # "--array=1-9" or "-a1-9"
         is_array = any(re.match(r"--array\b|-a", option) for option in scheduler_options(job))
         container = runtime_of(job).argv(job, job.command, forward=PODMAN_FORWARD)
         text = render_template(
@@ -158,7 +159,8 @@ class Slurm(System):
         directives = (
             f"--job-name={job.name}",
             *_output_options(job, "%j"),
-            *("--nodes=1", "--ntasks=1"),
+            "--nodes=1",
+            "--ntasks=1",
             *_queue_options(job),
         )
         text = render_template(
@@ -189,31 +191,25 @@ class Slurm(System):
     def parse_status(self, output: str) -> JobStatus:
         """Parse the output of squeue, sacct or scontrol: the job's state, and its exit code or its wait.
 
-        The state of an array is made from those of its tasks, and its exit code is the highest of theirs. Of
-        the many fields that scontrol prints for a task, the text has those that people read.
+        The state of an array is made from the states of its tasks, and its exit code is the highest one of
+        its tasks.
         """
-        # In each match, only one group has a text: that of the command which printed the output.
-        names = (match[match.lastgroup or 0] for match in _STATE.finditer(output))
+        # Each match has one group for each command, of which all but one are empty.
+        names = map("".join, _STATE.findall(output))
+        codes = map("".join, _CODE.findall(output))
         state = array_state(STATES.get(name, "") for name in names)
-        codes = [int(by_scontrol or by_sacct) for by_scontrol, by_sacct in _CODE.findall(output)]
-        code = max(codes, default=None)
-        is_of_scontrol = "JobState=" in output
-        if not is_of_scontrol:
-            wait = _wait_info(output) if state == "waiting" else WaitInfo()
-            return JobStatus(state=state, text=output, code=code, wait=wait)
-        text = ""
-        for row in output.splitlines():
-            fields = _SCONTROL_FIELD.findall(row)
-            if fields:
-                text += " ".join(fields) + "\n"
-        return JobStatus(state=state, text=text, code=code)
+        code = max(map(int, codes), default=None)
+        if "JobState=" in output:  # of scontrol
+            return JobStatus(state=state, text=_shown_fields(output), code=code)
+        wait = _wait_info(output) if state == "waiting" else WaitInfo()
+        return JobStatus(state=state, text=output, code=code, wait=wait)
 
     def log_source(self, record: QueuedJob) -> Argv:
         """Return the command that follows the job's output.
 
         Raises
         ------
-        UsageError : the job is an array, whose tasks have outputs of their own.
+        UsageError : the job is an array. Each task writes another file.
         """
         refuse_whole_array(record, f"{record.id}_0")
         output = record.directory / f"{record.name}-{record.id}.out"
@@ -234,33 +230,50 @@ class Slurm(System):
 
         Raises
         ------
-        UsageError : the job is an array, whose tasks have nodes of their own.
+        UsageError : the job is an array. Each task has other nodes.
         """
         refuse_whole_array(record, f"{record.id}_0")
-        cluster = _cluster_options(record.cluster)
-        options = [*cluster, "--overlap", "--nodes=1", "--ntasks=1"]
+        options = [*_cluster_options(record.cluster), "--overlap", "--nodes=1", "--ntasks=1"]
         if node:
             options.append(f"--nodelist={node}")
         step = (*options, f"--chdir={record.directory}", "--pty", "bash", "-lc", line)
-        if record.id.isdecimal():
-            argv: Argv = ("srun", f"--jobid={record.id}", *step)
-            return JobShell(argv=argv, description=NEW_CONTAINER)
-        # This is a task of an array. srun does not take its ARRAY_INDEX, but the job number that it has as
-        # well.
-        print_number = shlex.join(("squeue", *cluster, "--noheader", f"--jobs={record.id}", "--format=%A"))
-        script = (
-            f'id=$({print_number}) && : "${{id:?{record.id} does not run}}" && exec srun --jobid="$id" "$@"'
-        )
-        # bash, not sh: dash would drop the shell function `module` from the environment.
-        argv = ("bash", "-c", script, "srun", *step)
+        argv: Argv = ("srun", f"--jobid={record.id}", *step)
+        if not record.id.isdecimal():
+            argv = _array_task_argv(record, step)
         return JobShell(argv=argv, description=NEW_CONTAINER)
 
 
 SYSTEM = Slurm()
 
 
+def _array_task_argv(task: QueuedJob, step: Argv) -> Argv:
+    """Return the command that starts a step in a task of an array.
+
+    srun does not take the task's ARRAY_INDEX, but the job number that it has as well. squeue prints it.
+
+    Parameters
+    ----------
+    step : the arguments of srun, except for the job.
+    """
+    cluster = _cluster_options(task.cluster)
+    print_number = shlex.join(("squeue", *cluster, "--noheader", f"--jobs={task.id}", "--format=%A"))
+    script = f'id=$({print_number}) && : "${{id:?{task.id} does not run}}" && exec srun --jobid="$id" "$@"'
+    # bash, not sh: dash would drop the shell function `module` from the environment.
+    return ("bash", "-c", script, "srun", *step)
+
+
+def _shown_fields(output: str) -> str:
+    """Return the fields that people read from the output of scontrol, with one line for each task."""
+    lines = []
+    for line in output.splitlines():
+        fields = _SCONTROL_FIELD.findall(line)
+        if fields:
+            lines.append(" ".join(fields) + "\n")
+    return "".join(lines)
+
+
 def _wait_info(output: str) -> WaitInfo:
-    """Return the reason and the end of a job's wait from the output of squeue.
+    """Return why a job waits, and its expected start, from the output of squeue.
 
     Of an array, the first row of tasks that wait counts.
     """
@@ -270,15 +283,14 @@ def _wait_info(output: str) -> WaitInfo:
     reason = row["reason"]
     if reason == "None":  # the scheduler has not looked at the job yet
         reason = ""
-    name = re.split(r"\W", reason, maxsplit=1)[
-        0
-    ]  # "ReqNodeNotAvail, UnavailableNodes:node1" -> ReqNodeNotAvail
+    # "ReqNodeNotAvail, UnavailableNodes:node1" -> "ReqNodeNotAvail"
+    reason_name, *_ = re.split(r"\W", reason, maxsplit=1)
     start = _START_TIME.match(row["start"])
     return WaitInfo(
         reason=reason,
         expected_start=start[0] if start else "",
-        note=_find_text(REASON_NOTES, name).format(id=row["id"]),
-        change=_find_text(REASON_CHANGES, name),
+        note=_find_text(REASON_NOTES, reason_name).format(id=row["id"]),
+        change=_find_text(REASON_CHANGES, reason_name),
     )
 
 
@@ -351,7 +363,7 @@ def _resource_options(job: Job) -> Argv:
 
 
 def _queue_options(job: Job) -> Argv:
-    """Return the options for the time limit, account, queue and QoS, and those of the recipe and the user."""
+    """Return the options for the time limit, account, queue and QoS, and further ones of recipe and user."""
     allocation = job.allocation
     options = {
         "--time": allocation.time,
@@ -362,7 +374,7 @@ def _queue_options(job: Job) -> Argv:
     return (*options_with_values(options), *scheduler_options(job))
 
 
-_IN_NODE_FUNCTION = ("bash", "-c", Shell('"$task"'), "node")
+_IN_NODE_FUNCTION = ("bash", "-c", ShellText('"$task"'), "node")
 """Arguments that start a node agent in the shell function of templates/job/slurm-spares.sh.j2."""
 
 
@@ -375,25 +387,25 @@ PODMAN_FORWARD = ("SLURM*", "IMGKIT_*", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DE
 """Variables that podman passes into the container. Among the runtimes, only podman expands the stars."""
 
 
-def _with_folders(job: Job, argv: Argv) -> Argv:
-    """Return `argv` after the check of `with_folders`.
+def _with_folder_check(job: Job, argv: Argv) -> Argv:
+    """Return `argv` after the check of `with_folder_check`.
 
     The argv for pyxis stays as it is, because it begins with options of srun. Its check is in `_node_check`.
     """
     if _node_check(job):
         return argv
-    return with_folders(job, argv)
+    return with_folder_check(job, argv)
 
 
 def _node_check(job: Job) -> Argv:
     """Return the step that checks each node before pyxis starts the container there.
 
-    The result is empty for the other runtimes, which check nothing in a step of its own.
+    The result is empty for all other runtimes, which need no such step.
     """
     argv = runtime_of(job).node_check(job)
     if not argv:
         return ()
-    return (*_STEP_BEFORE, *with_folders(job, argv))
+    return (*_STEP_BEFORE, *with_folder_check(job, argv))
 
 
 def _folder_check(job: Job) -> Argv:
@@ -413,7 +425,7 @@ def _srun_argv(job: Job, argv: Argv) -> Argv:
     if job.allocation.cpus:
         # srun of 22.05 to 23.02 does not inherit --cpus-per-task. With the variable as its value, the option
         # follows the directive if somebody edits the script.
-        options.append(Shell('--cpus-per-task="$SLURM_CPUS_PER_TASK"'))
+        options.append(ShellText('--cpus-per-task="$SLURM_CPUS_PER_TASK"'))
     # srun does not read --network from the script's directives.
     options += [option for option in scheduler_options(job) if option.startswith("--network=")]
     return slurm.start_argv(
@@ -425,32 +437,33 @@ def _srun_argv(job: Job, argv: Argv) -> Argv:
 
 
 def _interactive_line(job: Job) -> str:
-    """Return the shell line that salloc runs.
+    """Return the shell text that salloc runs on the first node.
 
-    The line runs the job's command on all nodes, or opens a shell on the first node if there is no command.
+    It runs the job's command on all nodes, or opens a shell on the first node if there is no command.
     """
     runtime = runtime_of(job)
+    if job.command:
+        container = runtime.argv(job, job.command, forward=PODMAN_FORWARD)
+        argv = _srun_argv(job, _with_folder_check(job, container))
+    else:
+        argv = _first_node_shell(job)
     lines = runtime.environment_lines(job)
     node_check = _node_check(job)
     if node_check:
         lines.append(_quote_argv(node_check))
-    argv = _first_node_shell(job)
-    if job.command:
-        container = runtime.argv(job, job.command, forward=PODMAN_FORWARD)
-        argv = _srun_argv(job, _with_folders(job, container))
     lines.append(f"exec {_quote_argv(argv)}")
-    text = " && ".join(lines)
-    folder_lines = run_folder_lines(job, "$SLURM_JOB_ID")
-    if not folder_lines:
-        return text
-    # The lines are not joined by &&, within which bash ignores set -e.
-    return f"set -e\n{folder_lines}\n{text}"
+    start_line = " && ".join(lines)
+    run_folder = run_folder_lines(job, "$SLURM_JOB_ID")
+    if not run_folder:
+        return start_line
+    # Not joined by &&, within which bash ignores the set -e of the lines that make the run folder.
+    return f"set -e\n{run_folder}\n{start_line}"
 
 
 def _first_node_shell(job: Job) -> Argv:
     """Return the ``srun`` command that opens a shell in the container on the first node."""
     cpus = options_with_values({"--cpus-per-task": job.allocation.cpus})
-    shell = _with_folders(job, runtime_of(job).shell(job))
+    shell = _with_folder_check(job, runtime_of(job).shell(job))
     return ("srun", "--nodes=1", "--ntasks=1", *cpus, *job.recipe.system.queue.srun, "--pty", *shell)
 
 

@@ -24,7 +24,7 @@ from imgkit_builder.jobs.job import Job
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.resolve import resolve_job
 from imgkit_builder.jobs.runtimes import runtime_of
-from imgkit_builder.jobs.transport import Local
+from imgkit_builder.jobs.transport import Transport
 from imgkit_builder.recipe.targets import load_target
 from imgkit_entrypoints import __version__, system
 from imgkit_entrypoints.errors import ToolMissing, UsageError
@@ -184,7 +184,7 @@ def test_encrypted_sif_is_refused(tmp_path: Path) -> None:
 def test_foreign_architecture_is_named_before_a_look(tmp_path: Path) -> None:
     path = small_sif.write(tmp_path / "arm.sif", recorded=False, arch="arm64")
     prepared = submit.prepare("mn5", HELLO.changed(image=str(path), directory=tmp_path))
-    assert submit.bind_entry_points(prepared, Local()).job is prepared.job
+    assert submit.bind_entry_points(prepared, Transport()).job is prepared.job
     assert isinstance(prepared.job, Job)
     with pytest.raises(UsageError, match="the image is for arm64, but the nodes are amd64"):
         checks.before_submission(prepared.job)

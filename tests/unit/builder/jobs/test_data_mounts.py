@@ -18,7 +18,7 @@ from imgkit_builder.jobs.prepared import PreparedJob
 from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.templates import render_template
-from imgkit_builder.jobs.transport import Local
+from imgkit_builder.jobs.transport import Transport
 from imgkit_entrypoints.errors import UsageError
 
 SITE = ("-A", "bsc98", "--qos", "acc_debug", "--time", "10m", "--dry-run")
@@ -159,7 +159,7 @@ def test_sizes_of_a_scaling_share_one_list_of_the_data(project: Path) -> None:
 
 
 def test_program_without_a_container_reads_the_data_by_a_link(project: Path) -> None:
-    ready = submit.make_ready(prepare(project, "cpu", "cat", "data/x/train"), Local(), Silent())
+    ready = submit.make_ready(prepare(project, "cpu", "cat", "data/x/train"), Transport(), Silent())
     printed = subprocess.run(ready.script.submit, check=True, capture_output=True, text=True).stdout
     assert printed == "1\n"
     assert Path(ready.job.workspace, "data/x").readlink() == project / "data/x"

@@ -17,7 +17,7 @@ from job_records import keep_job, queued_job
 from imgkit_builder.jobs import records, submit, systems
 from imgkit_builder.jobs.handle import find_job
 from imgkit_builder.jobs.request import JobRequest
-from imgkit_builder.jobs.transport import Local
+from imgkit_builder.jobs.transport import Transport
 from imgkit_entrypoints.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("home")
@@ -201,7 +201,7 @@ def test_shell_in_a_job_has_its_container(call: Any, program: FakeProgram) -> No
     Path("mn5.sif").mkdir()  # a sandbox: imgkit does not look inside
     program("sbatch", "cat > script; echo 7")
     request = JobRequest.of(command=("dist-hello",), account="a", qos="acc_debug", time="10m", env=("A=b c",))
-    submit.submit_job(submit.prepare("mn5", request), Local())
+    submit.submit_job(submit.prepare("mn5", request), Transport())
     code, out, _ = call("shell", "--job", "7", "--dry-run")
     assert code == 0
     assert out.startswith("srun --jobid=7 --overlap --nodes=1 --ntasks=1 ")

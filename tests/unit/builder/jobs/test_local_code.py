@@ -14,7 +14,7 @@ from imgkit_builder.jobs import code, submit
 from imgkit_builder.jobs.prepared import PreparedJob
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.systems.mpi import MpiFlags
-from imgkit_builder.jobs.transport import Local
+from imgkit_builder.jobs.transport import Transport
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def ready(folder: Path, recipe: str = "cpu", **options: object) -> PreparedJob:
     """Return a job of this folder's code after all that precedes its start."""
     request = JobRequest.of(code=folder, directory=folder, **{"command": ("dist-run", "train.py"), **options})
     prepared = submit.prepare(recipe, request, code.read_code_folder(request, large=False, report=Silent()))
-    return submit.make_ready(prepared, Local(), Silent())
+    return submit.make_ready(prepared, Transport(), Silent())
 
 
 def test_docker_mounts_a_writable_copy(folder: Path) -> None:

@@ -26,7 +26,7 @@ def job(folder: Path, recipe: str = "mn5", **options: Any) -> Job:
 
 
 def run_on_node(of: Job, *command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(systems.with_folders(of, command), capture_output=True, text=True, check=False)
+    return subprocess.run(systems.with_folder_check(of, command), capture_output=True, text=True, check=False)
 
 
 def test_node_without_a_folder_is_named(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_each_start_looks_before_the_container(
 
 
 def test_job_that_mounts_nothing_has_no_look(tmp_path: Path) -> None:
-    assert systems.with_folders(job(tmp_path), ("x",)) == ("x",)
+    assert systems.with_folder_check(job(tmp_path), ("x",)) == ("x",)
 
 
 def test_pyxis_looks_in_a_step_of_its_own(tmp_path: Path) -> None:

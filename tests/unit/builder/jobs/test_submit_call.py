@@ -15,7 +15,7 @@ from notes import Notes
 import imgkit_builder as imgkit
 from imgkit_builder.jobs import records, submit
 from imgkit_builder.jobs.request import JobRequest
-from imgkit_builder.jobs.transport import Local
+from imgkit_builder.jobs.transport import Transport
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 
 REQUEST = JobRequest.of(command=("dist-hello",), account="a", qos="acc_debug", time="10m", nodes="2")
@@ -43,7 +43,7 @@ def ended_job(folder: Path, fake_program: FakeProgram) -> EndedJob:
 
 
 def test_submitted_job_is_known_by_its_id(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    record = submit.submit_job(submit.prepare("mn5", REQUEST), Local())
+    record = submit.submit_job(submit.prepare("mn5", REQUEST), Transport())
     assert (record.job.id, record.recipe, record.command) == ("4711", "mn5", ("dist-hello",))
     assert records.find_record("4711") == record
     assert (folder / "script").read_text() == submit.prepare("mn5", REQUEST).script.text
@@ -71,7 +71,8 @@ def test_array_is_not_followed(folder: Path, call: Any) -> None:
 def test_warnings_and_a_full_disk_are_notes(folder: Path) -> None:
     (folder / "state").write_text("a file where the records would lie")
     report = Notes()
-    record = submit.submit_job(submit.prepare("mn5", REQUEST.changed(command=("hostname",))), Local(), report)
+    prepared = submit.prepare("mn5", REQUEST.changed(command=("hostname",)))
+    record = submit.submit_job(prepared, Transport(), report)
     assert record.job.id == "4711"
     assert "hostname starts once per node" in report.texts[0]
     assert "the job 4711 is submitted, but its record cannot be saved" in report.texts[1]
@@ -79,14 +80,14 @@ def test_warnings_and_a_full_disk_are_notes(folder: Path) -> None:
 
 def test_job_without_a_scheduler_is_refused(folder: Path) -> None:
     with pytest.raises(UsageError, match="cpu has no scheduler") as caught:
-        submit.submit_job(submit.prepare("cpu", JobRequest.of(command=("dist-hello",))), Local())
+        submit.submit_job(submit.prepare("cpu", JobRequest.of(command=("dist-hello",))), Transport())
     assert caught.value.where == "system.scheduler"
 
 
 def test_interactive_job_is_refused() -> None:
     prepared = submit.prepare("mn5", REQUEST.changed(command=(), interactive=True))
     with pytest.raises(UsageError) as caught:
-        submit.submit_job(prepared, Local())
+        submit.submit_job(prepared, Transport())
     assert caught.value.what == "the job is interactive: the run would take place in this process"
     assert caught.value.where == "interactive"
 
@@ -94,7 +95,7 @@ def test_interactive_job_is_refused() -> None:
 def test_job_without_its_image_is_refused(folder: Path) -> None:
     (folder / "mn5.sif").rmdir()
     with pytest.raises(UsageError, match="no image"):
-        submit.submit_job(submit.prepare("mn5", REQUEST), Local())
+        submit.submit_job(submit.prepare("mn5", REQUEST), Transport())
     assert not (folder / "script").exists()
 
 

@@ -47,7 +47,7 @@ def send(tmp_path: Path, *data: str) -> tuple[Job, list[str]]:
     prepared = PreparedJob(job=job, script=script, data=data_mounts.list_folders(request))
     transport, notes = Ssh(far(tmp_path)), Notes()
     transport.store = store.open_store(transport.connection, program="sh")
-    return transport.with_data(prepared, notes), notes.texts
+    return transport.bring_data(prepared, notes), notes.texts
 
 
 def source(job: Job) -> Path:

@@ -51,6 +51,6 @@ def test_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
 
 
 def test_this_machine_is_known() -> None:
-    assert fanout.is_here("127.0.0.1")
-    assert fanout.is_here("me@localhost")
-    assert not fanout.is_here("192.0.2.1")  # of a network that is nobody's: RFC 5737
+    assert fanout.is_this_machine("127.0.0.1")
+    assert fanout.is_this_machine("me@localhost")
+    assert not fanout.is_this_machine("192.0.2.1")  # of a network that is nobody's: RFC 5737

@@ -21,7 +21,7 @@ from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.resolve import resolve_job
 from imgkit_builder.jobs.systems.kubeflow import SYSTEM as kubeflow
 from imgkit_builder.jobs.systems.pods import KubernetesFormat, PodFlags
-from imgkit_builder.jobs.transport import Local
+from imgkit_builder.jobs.transport import Transport
 from imgkit_builder.recipe.targets import load_target
 from imgkit_entrypoints.errors import ToolFailed
 
@@ -158,7 +158,7 @@ def test_name_that_exists_starts_nothing(fake_program: FakeProgram) -> None:
     existing = job("pytorchjob")
     prepared = PreparedJob(job=existing, script=kubeflow.script(existing))
     with pytest.raises(ToolFailed) as caught:
-        submit.start_job(prepared, Local(), Silent())
+        submit.start_job(prepared, Transport(), Silent())
     assert str(caught.value.hint).startswith("nothing was started: a job named rcp exists")
 
 

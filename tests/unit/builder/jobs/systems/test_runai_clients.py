@@ -61,12 +61,12 @@ def write_recipe(tmp_path: Path, text: str) -> Path:
 @pytest.mark.parametrize("commands", [EARLY, LATE])
 def test_client_on_path_decides(fake_runai: FakeRunAI, commands: Mapping[str, str]) -> None:
     fake_runai(commands)
-    assert pods.client_of(job()) == "v2"
+    assert pods.client_version(job()) == "v2"
     assert job().warnings == ()
 
 
 def test_first_client_on_path_decides(first_runai: Path) -> None:
-    assert pods.client_of(job()) == "v1"
+    assert pods.client_version(job()) == "v1"
     assert runai.script(job()).submit[:3] == ("runai", "submit-dist", "pytorch")
     assert not first_runai.exists(), "only its help was asked for"
 
@@ -74,13 +74,13 @@ def test_first_client_on_path_decides(first_runai: Path) -> None:
 def test_flag_wins_over_recipe_and_recipe_over_path(fake_runai: FakeRunAI, tmp_path: Path) -> None:
     fake_runai(EARLY)
     file = write_recipe(tmp_path, "client: v1")
-    assert pods.client_of(job(file)) == "v1"
-    assert pods.client_of(job(file, form="runai-v2")) == "v2"
+    assert pods.client_version(job(file)) == "v1"
+    assert pods.client_version(job(file, form="runai-v2")) == "v2"
 
 
 def test_without_a_client_the_later_one_is_assumed_with_a_warning() -> None:
     pod_job = job()
-    assert pods.client_of(pod_job) == "v2"
+    assert pods.client_version(pod_job) == "v2"
     (warning,) = pod_job.warnings
     assert (
         warning
@@ -92,7 +92,7 @@ def test_unknown_client_on_path_is_refused_by_name(fake_runai: FakeRunAI) -> Non
     fake_runai({"submit-mpi": "--name"})
     with pytest.raises(UsageError, match=r"bin/runai is no runai client that imgkit knows"):
         job()
-    assert pods.client_of(job(form="runai-v2")) == "v2"
+    assert pods.client_version(job(form="runai-v2")) == "v2"
 
 
 def test_key_of_a_secret_is_refused_where_the_client_on_path_has_no_option(fake_runai: FakeRunAI) -> None:
