@@ -169,38 +169,30 @@ def gc(
         "in_use": unused.used,
         "unused": rows,
     }
-    if delete:
+    lines = [_folder_line(folder) for folder in unused.folders]
+    if not unused.folders:
+        lines.append(f"nothing is unused; {unused.used} in use")
+    elif delete:
         lines = _removal_lines(unused, removed_paths)
     else:
-        lines = _unused_lines(unused)
-        if unused.folders:
-            lines.append(f"next: imgkit remote gc {name} --days {days} --delete")
+        size = size_text(sum(folder.size_bytes for folder in unused.folders))
+        lines.append(f"{len(unused.folders)} unused, {size}; {unused.used} in use")
+        lines.append(f"next: imgkit remote gc {name} --days {days} --delete")
     print_result(data, *lines, as_json=as_json)
-
-
-def _unused_lines(unused: collector.Unused) -> list[str]:
-    """Return a line for each unused folder, and one with their size."""
-    if not unused.folders:
-        return [f"nothing is unused; {unused.used} in use"]
-    lines = [_folder_line(folder) for folder in unused.folders]
-    size = size_text(sum(folder.size_bytes for folder in unused.folders))
-    return [*lines, f"{len(lines)} unused, {size}; {unused.used} in use"]
 
 
 def _removal_lines(unused: collector.Unused, removed_paths: Collection[str]) -> list[str]:
     """Return a line for each folder that was to be removed, and one with the size of those that were."""
-    if not unused.folders:
-        return _unused_lines(unused)
     lines = []
     removed_bytes = 0
     for folder in unused.folders:
+        verdict = "in use   "  # a job has begun to use it meanwhile
         if folder.path in removed_paths:
+            verdict = "removed  "
             removed_bytes += folder.size_bytes
-            lines.append(f"removed  {_folder_line(folder)}")
-        else:  # a job has begun to use it meanwhile
-            lines.append(f"in use   {_folder_line(folder)}")
-    kept_folders = unused.used + len(lines) - len(removed_paths)
-    return [*lines, f"{len(removed_paths)} removed, {size_text(removed_bytes)}; {kept_folders} stay"]
+        lines.append(verdict + _folder_line(folder))
+    remaining = unused.used + len(lines) - len(removed_paths)
+    return [*lines, f"{len(removed_paths)} removed, {size_text(removed_bytes)}; {remaining} stay"]
 
 
 def _folder_line(folder: collector.StoredFolder) -> str:

@@ -85,11 +85,11 @@ def list_folder(spec: DataSpec, path: Path) -> DataFolder:
     file_count = 0
     total_bytes = 0
     try:
-        for entry in _walk_entries(path.resolve(), ""):
-            digest.update(entry.line())
-            if entry.is_file:
+        for name, status, link in _walk_entries(path.resolve(), ""):
+            digest.update(_entry_line(name, status, link))
+            if stat.S_ISREG(status.st_mode):
                 file_count += 1
-                total_bytes += entry.size_bytes
+                total_bytes += status.st_size
     except OSError as error:
         raise UsageError(
             f"it cannot be read: {error.strerror}",
@@ -98,8 +98,8 @@ def list_folder(spec: DataSpec, path: Path) -> DataFolder:
         ) from error
     if not file_count:
         raise UsageError("it holds no files", where=str(path), hint="fill it, or remove it from `data`")
-    name = f"{digest.hexdigest()}-{_project_digits(spec, path)}"
-    return DataFolder(spec=spec, path=path, name=name, files=file_count, size_bytes=total_bytes)
+    folder_name = f"{digest.hexdigest()}-{_project_digits(spec, path)}"
+    return DataFolder(spec=spec, path=path, name=folder_name, files=file_count, size_bytes=total_bytes)
 
 
 def _project_digits(spec: DataSpec, path: Path) -> str:
@@ -113,38 +113,23 @@ def _project_digits(spec: DataSpec, path: Path) -> str:
     return digest.hexdigest()[:_PROJECT_DIGITS]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Entry:
-    """A file, folder or link in a folder of data."""
+def _entry_line(name: str, status: os.stat_result, link: str) -> bytes:
+    """Return the line about an entry from which the folder's name is computed.
 
-    name: str
-    """The path below the folder of data, such as ``train/0001.tar``."""
-    status: os.stat_result
-    link: str = ""
-    """The target of a link. It is empty for files and folders."""
-
-    @property
-    def is_file(self) -> bool:
-        """Return whether this is a regular file."""
-        return stat.S_ISREG(self.status.st_mode)
-
-    @property
-    def size_bytes(self) -> int:
-        """Return the size of a file, and 0 for folders and links."""
-        return self.status.st_size if self.is_file else 0
-
-    def line(self) -> bytes:
-        """Return the line about this entry from which the folder's name is computed."""
-        time_ns = self.status.st_mtime_ns
-        if stat.S_ISDIR(self.status.st_mode):
-            time_ns = 0  # a program that looks into the folder may have changed its time
-        kind = stat.S_IFMT(self.status.st_mode)
-        fields = (self.name, str(kind), str(self.size_bytes), str(time_ns), self.link)
-        return b"\0".join(os.fsencode(field) for field in fields) + b"\n"
+    The parameters are what `_walk_entries` yields.
+    """
+    size = status.st_size if stat.S_ISREG(status.st_mode) else 0
+    # A program that looks into a folder may have changed its time.
+    time_ns = 0 if stat.S_ISDIR(status.st_mode) else status.st_mtime_ns
+    fields = (name, str(stat.S_IFMT(status.st_mode)), str(size), str(time_ns), link)
+    return b"\0".join(os.fsencode(field) for field in fields) + b"\n"
 
 
-def _walk_entries(folder: Path, prefix: str) -> Iterator[_Entry]:
-    """Yield each file, folder and link in `folder` and in the folders below it.
+def _walk_entries(folder: Path, prefix: str) -> Iterator[tuple[str, os.stat_result, str]]:
+    """Yield the name, the status and the target of each file, folder and link in `folder` and below it.
+
+    The name is the path below the folder of data, such as ``train/0001.tar``. The target is that of a link,
+    and empty for files and folders.
 
     Parameters
     ----------
@@ -164,10 +149,10 @@ def _walk_entries(folder: Path, prefix: str) -> Iterator[_Entry]:
         if stat.S_ISLNK(status.st_mode):
             link = os.readlink(entry.path)  # noqa: PTH115 - Path.readlink loses ./ and //
             _refuse_outside(entry.path, link, name)
-            yield _Entry(name=name, status=status, link=link)
+            yield name, status, link
             continue
         _refuse_unreadable(entry.path, status)
-        yield _Entry(name=name, status=status)
+        yield name, status, ""
         if stat.S_ISDIR(status.st_mode):
             yield from _walk_entries(Path(entry.path), f"{name}/")
 

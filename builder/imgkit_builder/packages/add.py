@@ -99,14 +99,6 @@ class AddRequest:
             arguments += ("--replace", name)
         return tuple(arguments)
 
-    @property
-    def reads_files(self) -> bool:
-        """Return whether files of this machine decide what is installed.
-
-        Their content can change, so the same request may install something else the next time.
-        """
-        return bool(self.path_options)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Added:
@@ -185,7 +177,8 @@ def add(
     digest, existing, size_bytes = steps.find_existing()
     if existing is not None:
         _refuse_other_packages(existing, request, target)
-        if existing.image_digest == digest and not request.reads_files:
+        # The content of files can change, and then the same request installs something else.
+        if existing.image_digest == digest and not request.path_options:
             return Added(path=target, image=image, size_bytes=size_bytes, record=existing, up_to_date=True)
     with runtime.log_file(target.stem) as log:
         report.stage(f"pip in {image.name}")

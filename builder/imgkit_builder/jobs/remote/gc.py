@@ -140,13 +140,13 @@ class Unused:
 
     folders: tuple[StoredFolder, ...]
     """The unused folders, the oldest first."""
-    used: int
+    used: int = 0
     """Number of folders in use."""
-    ended_jobs: tuple[str, ...]
+    ended_jobs: tuple[str, ...] = ()
     """Ids of old jobs whose notes are no longer needed."""
-    before_s: float
+    before_s: float = 0
     """Unix time on the remote: a folder that was used at this time or later counts as in use."""
-    unknown: tuple[str, ...]
+    unknown: tuple[str, ...] = ()
     """For each system whose waiting jobs are unknown, the reason. All folders of its jobs count as in use."""
 
 
@@ -188,7 +188,7 @@ def find_superseded(
     older = [image for image in images if image.project == current.project and image.name != current.name]
     by_path = {f"images/{image.name}": image for image in older[1:]}
     if not by_path:
-        return Unused(folders=(), used=0, ended_jobs=(), before_s=0, unknown=()), {}
+        return Unused(folders=()), {}
     listing = _list_store(connection)
     waiting = _waiting_jobs(connection, listing)
     needed_paths = _paths_of_jobs_to_run(listing, waiting)
@@ -200,7 +200,6 @@ def find_superseded(
     unused = Unused(
         folders=tuple(folders),
         used=len(by_path) - len(folders),
-        ended_jobs=(),
         before_s=listing.clock_s,
         unknown=_unknown_reasons(waiting),
     )

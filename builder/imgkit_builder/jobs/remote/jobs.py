@@ -7,7 +7,6 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from imgkit_builder.base import process
@@ -228,14 +227,22 @@ def follow_output(
     ------
     Cut : `ATTEMPTS` connections in a row were lost before new output came.
     """
-    follower = _Follower(connection=connection, record=record, write=write, on_status=on_status)
+    system = systems.get_system(record.job.system)
+    written_bytes = 0
     failures = 0
     while True:
-        written_before = follower.written_bytes
+        written_before = written_bytes
         try:
-            follower.follow()
+            for script in (_FOLLOW, _REST):
+                for part in _stream_output(connection, record, script, start=written_bytes):
+                    if isinstance(part, str):
+                        status = system.parse_status(part)
+                        on_status(status.state, status.wait)
+                    else:
+                        write(part)
+                        written_bytes += len(part)
         except Cut as error:
-            if follower.written_bytes > written_before:
+            if written_bytes > written_before:
                 failures = 0
             failures += 1
             if failures >= ATTEMPTS:
@@ -246,45 +253,32 @@ def follow_output(
             return
 
 
-@dataclass(slots=True, kw_only=True)
-class _Follower:
-    """Follows a job's output over one connection after another. The fields are those of `follow_output`."""
+def _stream_output(
+    connection: Connection, record: SubmittedJob, script: str, *, start: int
+) -> Generator[bytes | str, None, None]:
+    """Run `_FOLLOW` or `_REST`, and return its output as `split_stream` yields it.
 
-    connection: Connection
-    record: SubmittedJob
-    write: Callable[[bytes], None]
-    on_status: Callable[[JobState, WaitInfo], None]
-    written_bytes: int = 0
-    """Size of the output that has been passed to `write`. The next connection goes on from there."""
-
-    def follow(self) -> None:
-        """Pass the output and the states of the job on until it has ended.
-
-        Raises
-        ------
-        Cut : the connection was lost.
-        """
-        system = systems.get_system(self.record.job.system)
-        status_argv: Argv = ()
-        if system.reports_state:
-            status_argv = system.status_commands(self.record.job)[0]
-        mark = _MARK_START + secrets.token_hex(16)  # a random number, so that no output has it
-        for script in (_FOLLOW, _REST):
-            values = {
-                "program": status_argv[0] if status_argv else "tail",
-                "log": str(log_file(self.record)),
-                "unknown_job": system.queue.unknown_job,
-                "mark": mark,
-                "from": str(self.written_bytes + 1),  # tail -c counts bytes from 1
-            }
-            stream = self.connection.stream(script, values, args=status_argv, hold=script is _FOLLOW)
-            for part in split_stream(stream, mark.encode()):
-                if isinstance(part, str):
-                    status = system.parse_status(part)
-                    self.on_status(status.state, status.wait)
-                else:
-                    self.write(part)
-                    self.written_bytes += len(part)
+    Parameters
+    ----------
+    start : the number of bytes of the job's output to leave out, because they have been written before.
+    """
+    system = systems.get_system(record.job.system)
+    status_argv: Argv = ()
+    program = "tail"
+    if system.reports_state:
+        status_argv = system.status_commands(record.job)[0]
+        program = status_argv[0]
+    mark = _MARK_START + secrets.token_hex(16)  # a random number, so that no output has it
+    values = {
+        "program": program,
+        "log": str(log_file(record)),
+        "unknown_job": system.queue.unknown_job,
+        "mark": mark,
+        "from": str(start + 1),  # tail -c counts bytes from 1
+    }
+    # The script _FOLLOW ends when its input does, so the input stays open.
+    stream = connection.stream(script, values, args=status_argv, hold=script is _FOLLOW)
+    return split_stream(stream, mark.encode())
 
 
 def split_stream(chunks: Iterable[bytes], mark: bytes) -> Generator[bytes | str, None, None]:

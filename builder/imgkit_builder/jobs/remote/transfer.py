@@ -257,18 +257,14 @@ class _Progress:
 
     failures: int = 0
     """Number of connections that were lost in a row without progress in between."""
-    arrived_bytes: int | None = None
-    """Bytes that had arrived when the best attempt began. None until an attempt reaches the remote."""
+    arrived_bytes: int = -1
+    """Bytes that had arrived when the best attempt began. -1 until an attempt has reached the remote."""
 
     def start_attempt(self, arrived_bytes: int) -> None:
         """Record how much has arrived. If it is more than before, the failures count from 0 again."""
-        if self.arrived_bytes is None or arrived_bytes > self.arrived_bytes:
+        if arrived_bytes > self.arrived_bytes:
             self.failures = 0
             self.arrived_bytes = arrived_bytes
-
-    def should_give_up(self) -> bool:
-        """Return whether another attempt would be in vain."""
-        return self.arrived_bytes is None or self.failures >= ATTEMPTS
 
 
 def _send_and_publish(
@@ -286,9 +282,10 @@ def _send_and_publish(
             return _attempt_transfer(connection, values, source, progress, report)
         except Cut as error:
             progress.failures += 1
-            if progress.should_give_up():
+            has_reached_remote = progress.arrived_bytes >= 0
+            if not has_reached_remote or progress.failures >= ATTEMPTS:
                 hint = str(error.hint)
-                if progress.arrived_bytes:
+                if progress.arrived_bytes > 0:
                     hint += "; the same command resumes the transfer"
                 raise Cut(error.what, where=error.where, hint=hint) from error
             report.note(f"the connection was lost, and imgkit connects again: {error.what}")
