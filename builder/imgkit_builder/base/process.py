@@ -149,7 +149,7 @@ def last_lines(output: str, most: int = TAIL_LINES) -> list[str]:
     Up to half of them are the last lines with ERROR or FATAL. The others are the end of the output. Progress
     bars and empty lines are left out. Of a line that was rewritten by carriage returns, the last text counts.
     """
-    lines = []
+    lines: list[str] = []
     error_numbers = []
     for line in output.split("\n"):
         text = line.rstrip().rpartition("\r")[2]

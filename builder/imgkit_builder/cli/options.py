@@ -157,7 +157,7 @@ class _FieldOptions:
         ----------
         values : the values of all of the verb's parameters, as typer passes them.
         """
-        fields = {}
+        fields: dict[str, Any] = {}
         for name, flag in self.flags.items():
             value = values.pop(name)
             if isinstance(value, list):

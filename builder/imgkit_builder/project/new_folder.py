@@ -178,7 +178,7 @@ def next_steps(options: NewFolder, parent: Target, folder: Path) -> Iterator[str
         names = " or ".join(program.find_start_scripts(options.folder)) or "your program"
         yield f"command in imgkit.toml: the one that starts {names}"
     runtime = runtimes.get_runtime(parent.system.runtime.kind)
-    if runtime.kind == "singularity" and not options.remote:
+    if runtime.kind not in ("kubernetes", "docker", "pyxis") and not options.remote:
         yield "imgkit remote add NAME USER@HOST:DIR, and its name in imgkit.toml"
     for key, has_value in _required_keys(parent).items():
         # imgkit.toml has a time limit already.
